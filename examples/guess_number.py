@@ -1,6 +1,6 @@
 """An environment: guess a number from 1 to 7 in three turns, each of which is told "higher" or "lower".
 
-python examples/guess_number.py > games.jsonl                # games of random guesses, to learn the form
+python examples/guess_number.py > games.jsonl                # games of a bad player, to begin with
 python examples/guess_number.py --secrets > secrets.jsonl    # numbers to guess, for zerojax posttrain
 """
 
@@ -23,9 +23,9 @@ class Game:
     def step(self, state: dict[str, int], completion: str) -> tuple[dict[str, int], str | None, float]:
         """What is said to a guess; a text that is no number ends the game."""
         guesses = state["guesses"] + 1
-        if not completion.strip().isdecimal():
+        if not (text := completion.strip()).isdecimal():
             return state, None, 0.0
-        guess = int(completion)
+        guess = int(text)
         if guess == state["secret"] or guesses == TURNS:
             return state, None, float(guess == state["secret"])
         return state | {"guesses": guesses}, "higher" if guess < state["secret"] else "lower", 0.0
@@ -36,14 +36,20 @@ def question(number: int) -> dict[str, str]:
     return {"role": "user", "content": f"Game {number}"}
 
 
-def random_game(number: int) -> list[dict[str, Any]]:
-    """A conversation in which all guesses are random."""
+def bad_game(number: int) -> list[dict[str, Any]]:
+    """A conversation in which one guess in three is the best one, and the others are random."""
     game, messages = Game(), [question(number)]
     state, observation = game.reset("", random.randint(1, LARGEST)), "begin"
+    lowest, highest = 1, LARGEST
     while observation is not None:
-        guess = str(random.randint(1, LARGEST))
-        messages.append({"role": "assistant", "content": guess})
-        state, observation, _ = game.step(state, guess)
+        best = random.random() < 1 / 3
+        guess = (lowest + highest) // 2 if best else random.randint(1, LARGEST)
+        messages.append({"role": "assistant", "content": str(guess)})
+        state, observation, _ = game.step(state, str(guess))
+        if observation == "higher":
+            lowest = max(lowest, guess + 1)
+        elif observation == "lower":
+            highest = min(highest, guess - 1)
         if observation is not None:
             messages.append({"role": "user", "content": observation})
     return messages
@@ -61,7 +67,7 @@ def main() -> None:
         if options.secrets:
             row = {"messages": [question(number)], "secret": random.randint(1, LARGEST)}
         else:
-            row = {"messages": random_game(number)}
+            row = {"messages": bad_game(number)}
         print(json.dumps(row))
 
 

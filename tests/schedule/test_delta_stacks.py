@@ -17,8 +17,7 @@ from flax import nnx
 
 from zerojax import eval_step, train_step
 from zerojax.adapters import stack
-from zerojax.sharding.param_tree import from_tree
-from zerojax.train.blocks import flat_blocks
+from zerojax.sharding.param_tree import to_tree
 from zerojax.train.copies import masters_of, updated_copies
 from zerojax.train.fields import abstract_copies, specs_of
 from zerojax.weights.weight import Weight
@@ -75,21 +74,21 @@ def all_at_once(train_spec: Any) -> Callable[[Any], dict[Any, np.ndarray]]:
     spec = specs_of(abstract_copies(train_spec))
 
     def update(params: Any, copies: Any, step: Any) -> Any:
-        masters = masters_of(train_spec, flat_blocks(params, train_spec.leaves))
+        masters = masters_of(train_spec, params)
         return updated_copies(train_spec, masters, copies, step)
 
     run = jax.jit(
         jax.shard_map(
             update,
             mesh=train_spec.mesh,
-            in_specs=(train_spec.by_path(train_spec.param_spec), spec, jax.P()),
+            in_specs=(to_tree(train_spec.by_path(train_spec.param_spec)), spec, jax.P()),
             out_specs=spec,
             check_vma=False,
         )
     )
 
     def copies(state: Any) -> dict[Any, np.ndarray]:
-        found = run(from_tree(state.params), state.copies, state.step)
+        found = run(state.params, state.copies, state.step)
         return {path: values(copy) for path, copy in found.items()}
 
     return copies

@@ -47,8 +47,8 @@ class Bound(Protocol):
         """The non-parameter state after the pass."""
         ...
 
-    def updated(self) -> dict[Path, Weight]:
-        """Delta's copies that the pass updated, by path."""
+    def secondary(self) -> dict[Path, Weight]:
+        """The trained weights of units that are at "secondary" after the pass, by path."""
         ...
 
     def replaced(self) -> dict[Path, Num[Array, "..."]]:

@@ -216,8 +216,8 @@ class _Pass:
             )
         return {name: values[path] for name, path in self._state.items()}
 
-    def updated(self) -> dict[Path, Weight]:
-        """See ``Bound.updated``."""
+    def secondary(self) -> dict[Path, Weight]:
+        """See ``Bound.secondary``: none, since a Linen module cannot keep an updated copy."""
         return {}
 
     def replaced(self) -> dict[Path, Num[Array, "..."]]:

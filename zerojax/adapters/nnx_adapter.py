@@ -50,13 +50,11 @@ class BoundNNX:
         """The state after the pass, but with the random keys from before it."""
         return {**self.before, **_named(nnx.state(self.model, STATE)), **self.keys}
 
-    def updated(self) -> dict[Path, Weight]:
-        """See ``Bound.updated``."""
-        copies: dict[Path, Weight] = {}
-        for weight in jax.tree.leaves(nnx.state(self.model, nnx.Param), is_leaf=is_sharded):
-            if is_sharded(weight):
-                copies |= weight.updated_copies()
-        return copies
+    def secondary(self) -> dict[Path, Weight]:
+        """See ``Bound.secondary``."""
+        found = jax.tree.leaves(nnx.state(self.model, nnx.Param), is_leaf=lambda x: isinstance(x, Weight))
+        weights = (weight for weight in found if isinstance(weight, Weight))
+        return {w.layout.path: w for w in weights if w.level == "secondary" and not w.layout.frozen}
 
     def replaced(self) -> dict[Path, Num[Array, "..."]]:
         """See ``Bound.replaced``."""

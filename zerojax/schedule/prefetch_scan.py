@@ -90,12 +90,12 @@ class _Results(NamedTuple):
     Attributes:
         x: the last layer's activations.
         state: each layer's new state, stacked.
-        copies: those of ``_ScanArgs``, updated.
+        refreshed: the trained weights at "secondary", stacked, if the scan updated delta's copies; else none.
     """
 
     x: Arrays
     state: Arrays
-    copies: Payloads | None
+    refreshed: Weights
 
 
 def scan_units(
@@ -115,8 +115,8 @@ def scan_units(
         shared: arrays that every layer receives.
 
     Returns:
-        The last layer's ``x``; the new state, stacked; and of weights that have a ``copy`` those copies, as
-        the gathers updated them, stacked and by path.
+        The last layer's ``x``; the new state, stacked; and of weights that have a ``copy`` the refreshed
+        weights, whose values it is as the gathers updated it, stacked and by path.
     """
     parts = take_apart(taken(list(weights)))
     strategy = parts.strategy
@@ -137,23 +137,16 @@ def scan_units(
         state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
         turns = map_microbatches(layer, (all_batched(x, True), all_batched(state, True), given.shared))
         out = cast(_Results, _scan(strategy, _Layer(turns), args._replace(x=x, state=state)))
-        x, state, copies = out
+        x, state, refreshed = out
         state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
-        flags = _Results(all_batched(x, True), all_batched(state, True), all_batched(copies, False))
-        return _Results(x, state, copies), flags
+        flags = _Results(all_batched(x, True), all_batched(state, True), all_batched(refreshed, False))
+        return _Results(x, state, refreshed), flags
 
     run = with_batching_rule(in_breadth, functools.partial(_scan, strategy, _Layer(layer)))
     state = (parts.seeds, state)
     args = _ScanArgs(parts.weights, parts.sinks, parts.seed, parts.copies, x, state, shared)
-    x, (_, state), copies = run(args)
-    updated = () if copies is None else _with_copies(parts.weights, copies)
-    return x, state, {w.layout.path: w for w in updated if not w.layout.frozen}
-
-
-def _with_copies(weights: Weights, copies: Payloads) -> Weights:
-    """The weights, with delta's copies in place of the trained ones, which come first."""
-    trained = (w.replace(copy, "secondary") for w, copy in zip(weights, copies, strict=False))
-    return (*trained, *weights[len(copies) :])
+    x, (_, state), refreshed = run(args)
+    return x, state, {w.layout.path: w for w in refreshed}
 
 
 class _Layer:
@@ -193,12 +186,8 @@ def _scan(strategy: ShardingStrategy, layer: _Layer, args: _ScanArgs) -> _Result
 
 
 def _one_by_one(strategy: ShardingStrategy, layer: _Layer, args: _ScanArgs) -> tuple[Arrays, Arrays]:
-    """The scan's activations and state, computed layer after layer with a gather each: for derivatives.
-
-    ``args.copies`` are up to date already, where there are any.
-    """
-    weights = args.weights if args.copies is None else _with_copies(args.weights, args.copies)
-    weights = lax.stop_gradient(weights)  # gradients go to the sinks, and kernels that encode have none
+    """The scan's activations and state, computed layer after layer with a gather each: for derivatives."""
+    weights = lax.stop_gradient(args.weights)  # gradients go to the sinks, and kernels that encode have none
 
     def body(whole: Weights, inputs: Arrays) -> Arrays:
         return layer.body(whole, *inputs)
@@ -284,23 +273,30 @@ def _forward(strategy: ShardingStrategy, run: _Run, args: _ScanArgs) -> _Forward
         )
     for index in range(looped, last):
         carry = layer(carry, index, crossing=False)
-    copies, (states, residuals, kept) = carry.fetching.copies, carry.stacks
+    states, residuals, kept = carry.stacks
     x, after, residual = run(carry.whole, carry.x, layer_at(state, last), shared)
     states = jax.tree.map(lambda most, one: jnp.concatenate([most, one[None]]), states, after)
-    return _Forward(_Results(x, states, copies), _Kept(residuals, kept, residual, carry.whole))
+    fresh = carry.fetching.copies or ()  # of the trained weights, which come first
+    refreshed = tuple(w.replace(copy, "secondary") for w, copy in zip(weights, fresh, strict=False))
+    return _Forward(_Results(x, states, refreshed), _Kept(residuals, kept, residual, carry.whole))
 
 
 def _scan_fwd(
     strategy: ShardingStrategy, layer: _Layer, args: _ScanArgs
 ) -> tuple[_Results, tuple[_ScanArgs, _Kept]]:
     def plain(result: _Forward, args: _ScanArgs) -> _Forward:
-        fresh = result.results.copies
-        x, state = _one_by_one(strategy, layer, args._replace(copies=fresh))
-        return _Forward(_Results(x, state, fresh), result.kept)
+        refreshed = result.results.refreshed
+        x, state = _one_by_one(strategy, layer, _after_update(args, refreshed))
+        return _Forward(_Results(x, state, refreshed), result.kept)
 
     function = functools.partial(_forward, strategy, layer.run_keeping)
     results, kept = with_derivatives_of(plain, function)(args)
-    return results, (args._replace(copies=results.copies), kept)
+    return results, (_after_update(args, results.refreshed), kept)
+
+
+def _after_update(args: _ScanArgs, refreshed: Weights) -> _ScanArgs:
+    """The arguments of a scan over the weights as the forward pass has left them."""
+    return args._replace(weights=(*refreshed, *args.weights[len(refreshed) :]), copies=None)
 
 
 def _scan_bwd(
@@ -372,10 +368,9 @@ def _backward(
     seeds, shared = args.seeds, args.shared
     stacked, gathered, last_residual, last_whole = kept
     assert last_residual is not None
-    weights = args.weights if args.copies is None else _with_copies(args.weights, args.copies)
     # Secondary partitions that the forward pass kept stand in for weights at lower levels.
     stand_in = iter(gathered)
-    weights = tuple(w if w.reaches(strategy.keep) else next(stand_in) for w in weights)
+    weights = tuple(w if w.reaches(strategy.keep) else next(stand_in) for w in args.weights)
     # Keeps the gathers of a short stack from being merged with those of the forward pass.
     weights, given = lax.optimization_barrier((weights, given))
     cotangent, after = with_float0(given, shapes)

@@ -59,14 +59,6 @@ class Sharded:
             return dataclasses.replace(self, adapter=adapter)
         return dataclasses.replace(self, weight=copies[self.leaf.path], copy=None, adapter=adapter)
 
-    def updated_copies(self) -> dict[Path, Weight]:
-        """Delta's copies with which the parameter and its adapter begin, by path."""
-        is_copy = self.weight.level == "secondary" and not self.leaf.frozen
-        found = {self.leaf.path: self.weight} if is_copy else {}
-        for part in self.adapter:
-            found |= part.updated_copies()
-        return found
-
     def __jax_array__(self) -> Array:
         """Refuse use outside a unit's call, where there is no whole weight."""
         raise ConfigurationError(read_outside(self.leaf.name))

@@ -6,19 +6,19 @@ partitions of ZeRO++ (section 3.2), with the scales of fp8 products that go with
 """
 
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Num, PyTree
+from jaxtyping import Array, PyTree
 
 from zerojax.comm.in_order import on_mesh
 from zerojax.matmul import fp8
 from zerojax.sharding.layout import OWNED
 from zerojax.sharding.mesh import AXES
-from zerojax.sharding.param_tree import Path, from_tree
-from zerojax.train.blocks import Blocks, by_group, flat_blocks
+from zerojax.sharding.param_tree import Path, from_tree, to_tree
+from zerojax.train.blocks import by_group
 from zerojax.train.fields import abstract_copies, specs_of
 from zerojax.train.spec import TrainSpec
 from zerojax.weights.gather import gather_exact, to_secondary
@@ -28,16 +28,11 @@ ByPath = dict[Path, Weight]
 """Weights by path: of a state, or of one device."""
 
 
-def masters_of(spec: TrainSpec, params: Blocks) -> ByPath:
-    """This device's shards of the master weights, which at stage 0 every device has whole.
-
-    Args:
-        spec: the train spec.
-        params: flat blocks.
-    """
-    own = {}
+def masters_of(spec: TrainSpec, params: PyTree[Array]) -> ByPath:
+    """This device's shards of a state's master weights, which at stage 0 every device has whole."""
+    own, blocks = {}, from_tree(params)
     for leaf in spec.leaves:
-        shard = params[leaf.path]
+        shard = blocks[leaf.path].reshape(*leaf.stack, -1)
         if spec.zero.stage == 0:
             first = lax.axis_index(OWNED) * leaf.shard
             shard = lax.dynamic_slice_in_dim(shard, first, leaf.shard, axis=-1)
@@ -89,13 +84,13 @@ def _rescaled(codes: Array, before: Array, scale: Array) -> Array:
 def copies_of(spec: TrainSpec, params: PyTree) -> ByPath:
     """Delta's copies, made of the global master weights: for a new state, other weights, or a new mesh."""
 
-    def local(blocks: Blocks) -> ByPath:
-        masters, _ = with_scales(spec, masters_of(spec, flat_blocks(blocks, spec.leaves)), {})
-        return _stored(masters, by_group(spec, gather_exact, masters))
+    def local(params: PyTree[Array]) -> ByPath:
+        masters, _ = with_scales(spec, masters_of(spec, params), {})
+        exact = by_group(spec, gather_exact, masters)
+        return {path: masters[path].replace(x, "secondary") for path, x in exact.items()}
 
-    given = (spec.by_path(spec.param_spec),)
-    make = on_mesh(local, spec.mesh, in_specs=given, out_specs=specs_of(abstract_copies(spec)))
-    return make(from_tree(params))
+    given = (to_tree(spec.by_path(spec.param_spec)),)
+    return on_mesh(local, spec.mesh, in_specs=given, out_specs=specs_of(abstract_copies(spec)))(params)
 
 
 def updated_copies(
@@ -112,11 +107,12 @@ def updated_copies(
         values = {path: copy.values for path, copy in copies.items()}
         return values | by_group(spec, _updated, _without(masters, later), values)
 
-    every = spec.zero.delta_resync
-    if not every:
-        return _stored(masters, update())
-    due = (step > 0) & (step % every == 0)
-    return _stored(masters, lax.cond(due, lambda: by_group(spec, gather_exact, masters), update))
+    if every := spec.zero.delta_resync:
+        due = (step > 0) & (step % every == 0)
+        values = lax.cond(due, lambda: by_group(spec, gather_exact, masters), update)
+    else:
+        values = update()
+    return {path: copies[path].replace(x) for path, x in values.items()}
 
 
 def secondary_partitions(
@@ -140,11 +136,6 @@ def secondary_partitions(
 
 def _updated(weights: tuple[Weight, ...], copies: tuple[Array, ...]) -> list[Array]:
     return [w.values for w in to_secondary(weights, copies)]
-
-
-def _stored(masters: ByPath, values: Mapping[Path, Num[Array, "..."]]) -> ByPath:
-    """Copies with these values, and the scales of the master weights."""
-    return {path: masters[path].replace(x, "secondary") for path, x in values.items()}
 
 
 def _without(weights: ByPath, paths: Collection[Path]) -> ByPath:

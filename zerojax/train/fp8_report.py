@@ -12,8 +12,6 @@ from zerojax.comm.in_order import on_mesh
 from zerojax.matmul import fp8
 from zerojax.sharding.layout import OWNED
 from zerojax.sharding.mesh import NODE
-from zerojax.sharding.param_tree import from_tree
-from zerojax.train.blocks import flat_blocks
 from zerojax.train.copies import masters_of, updated_copies, with_scales
 from zerojax.train.fields import Shards, shard_specs
 from zerojax.train.state import TrainState, check_there
@@ -69,7 +67,7 @@ def _losses(state: TrainState) -> dict[str, Fp8Loss]:
     chosen = [leaf for leaf in spec.leaves if leaf.fp8]
 
     def local(shards: Shards) -> dict[str, Fp8Loss]:
-        masters = masters_of(spec, flat_blocks(from_tree(shards.params), spec.leaves))
+        masters = masters_of(spec, shards.params)
         masters, copies = with_scales(spec, masters, shards.copies)
         if copies and not state.current_copies:
             copies = updated_copies(spec, masters, copies, shards.step)

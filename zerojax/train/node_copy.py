@@ -14,7 +14,6 @@ from jaxtyping import PyTree
 from zerojax.comm.in_order import on_mesh
 from zerojax.comm.xla_options import compiler_options
 from zerojax.sharding.param_tree import from_tree
-from zerojax.train.blocks import flat_blocks
 from zerojax.train.copies import ByPath, masters_of, secondary_partitions
 from zerojax.train.fields import Shards, abstract_copies, shard_specs, specs_of
 from zerojax.train.memory import device_bytes
@@ -87,7 +86,7 @@ def per_node[T: PyTree](
             frozen, copies = from_tree(shards.frozen), shards.copies
             if current:
                 return local(frozen | copies)
-            masters = masters_of(spec, flat_blocks(from_tree(shards.params), spec.leaves))
+            masters = masters_of(spec, shards.params)
             return local(secondary_partitions(spec, masters, frozen, copies, shards.step))
 
         own = (shard_specs(spec, every.copies),)

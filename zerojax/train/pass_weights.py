@@ -13,7 +13,7 @@ from zerojax.schedule.unit import materialise
 from zerojax.sharding.layout import from_stored
 from zerojax.sharding.param_tree import Path, from_tree
 from zerojax.sharding.wire_format import Seed, mix
-from zerojax.train.blocks import Blocks, by_group, flat_blocks
+from zerojax.train.blocks import Blocks, by_group
 from zerojax.train.copies import ByPath, masters_of, updated_copies, with_scales
 from zerojax.train.fields import Shards
 from zerojax.train.spec import ParamGroup, TrainSpec
@@ -48,8 +48,7 @@ def pass_weights(
         current: whether the state's copies have the values of its master weights.
         updating: the units that update delta's copies themselves, if those are not current.
     """
-    params = flat_blocks(from_tree(shards.params), spec.leaves)
-    masters, copies = masters_of(spec, params), shards.copies
+    masters, copies = masters_of(spec, shards.params), shards.copies
     later: frozenset[Path] = frozenset()
     if not current:
         masters, copies = with_scales(spec, masters, copies)
@@ -58,14 +57,15 @@ def pass_weights(
             copies = updated_copies(spec, masters, copies, shards.step, later=later)
     begun = {path: copy for path, copy in copies.items() if path not in later}
     if not begun:
-        begun = _whole(spec, params, masters) if spec.strategy.source == "full" else {}
+        begun = _whole(spec, shards, masters) if spec.strategy.source == "full" else {}
     return PassWeights(masters | from_tree(shards.frozen) | begun, masters, copies, later)
 
 
-def _whole(spec: TrainSpec, params: Blocks, masters: ByPath) -> ByPath:
+def _whole(spec: TrainSpec, shards: Shards, masters: ByPath) -> ByPath:
     """Whole weights, for stages 0 to 2, at which every device has them throughout a step."""
     dtype = spec.strategy.weight_dtype
     if spec.zero.stage == 0:
+        params = from_tree(shards.params)
         return {
             leaf.path: Weight(from_stored(params[leaf.path], leaf).astype(dtype(leaf)), leaf, "full")
             for leaf in spec.leaves

@@ -28,7 +28,7 @@ from zerojax.adapters.weight_sum import master_weights
 from zerojax.comm.reduction import GradientReduction, Values
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.breadth_first import over_micro_batches
-from zerojax.schedule.sharded import Sharded, is_sharded, translated_errors
+from zerojax.schedule.sharded import is_sharded, translated_errors
 from zerojax.schedule.unit import numbered_calls
 from zerojax.sharding.layout import OWNED, to_stored
 from zerojax.sharding.mesh import AXES, LOCAL
@@ -58,7 +58,7 @@ class Outcome(NamedTuple):
     Attributes:
         sums: of the batch.
         model_state: of the model, after them; of one pass that which it changed.
-        copies: in every node; of one pass those that units updated.
+        copies: in every node; of one pass all with which units would begin the next.
     """
 
     sums: Sums
@@ -138,7 +138,8 @@ def accumulate(
         before = {name: model_state[name] for name in shapes.model_state}
         ((grads, sums), changed), _ = lax.scan(body, (zeros, before), (rows, jnp.arange(zero.accumulate)))
     model_state = model_state | _shared(changed)
-    return grads, Outcome(_over_world(sums), model_state, weights.copies | updated)
+    fresh = {path: copy for path, copy in updated.items() if path in weights.updating}
+    return grads, Outcome(_over_world(sums), model_state, weights.copies | fresh)
 
 
 def evaluate(
@@ -300,18 +301,8 @@ def _forward(
     count = lax.stop_gradient(jnp.asarray(aux.get(TOKENS, 1), jnp.float32))
     total = value * count
     sums = Sums(total, count, {name: x * count for name, x in aux.items()})
-    given = {path for weight in placed.weights.values() for path in _with_copies(weight)}
-    updated = {path: copy for path, copy in bound.updated().items() if path in given}
     changed = {name: x for name, x in bound.model_state().items() if x is not model_state[name]}
-    return total, Outcome(jax.tree.map(lax.stop_gradient, sums), changed, updated)
-
-
-def _with_copies(weight: Sharded | Array) -> list[Path]:
-    """The paths of a weight and its adapter, of those that bring copies for a unit to update."""
-    if not isinstance(weight, Sharded):
-        return []
-    own = [] if weight.copy is None else [weight.leaf.path]
-    return own + [path for part in weight.adapter for path in _with_copies(part)]
+    return total, Outcome(jax.tree.map(lax.stop_gradient, sums), changed, bound.secondary())
 
 
 def _forward_in_breadth(
