@@ -164,7 +164,7 @@ def text_program(model: GPT, engine: Engine, device: Any) -> Any:
     given = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), (weights, Queue(*arrays), key)
     )
-    return _compiled(_continue, device).trace(graph, *given, engine=engine)
+    return _compiled(_continue, zerojax.make_mesh(1, 1, devices=[device])).trace(graph, *given, engine=engine)
 
 
 @pytest.mark.slow

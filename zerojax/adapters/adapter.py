@@ -16,8 +16,8 @@ from zerojax.sharding.layout import ParamShape
 from zerojax.sharding.param_tree import Path
 from zerojax.weights.weight import Weight
 
-Given = Mapping[Path, Num[Array, "..."] | Sharded]
-"""The weights that a model gets: ``Sharded`` in units, whole arrays elsewhere."""
+Given = Mapping[Path, Num[Array, "..."] | jax.ShapeDtypeStruct | Sharded]
+"""The weights that a model gets: ``Sharded`` in units, whole arrays elsewhere, or shapes and dtypes."""
 ModelState = dict[str, Any]
 LossFn = Callable[..., Any]
 METRICS = frozenset({"grad_norm", "loss", "loss_limit", "skipped", "skipped_in_row", "spike"})

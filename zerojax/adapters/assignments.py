@@ -9,16 +9,14 @@ from jaxtyping import Array, Num
 from zerojax.adapters.nnx_creation import leaves_of
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.origins import origin
-from zerojax.schedule.sharded import Sharded, assigned, is_sharded
+from zerojax.schedule.sharded import assigned, is_sharded
 from zerojax.sharding.param_tree import Path
 
 _NORMALISING = (nnx.SpectralNorm, nnx.WeightNorm)
 """Layers that assign to the weights of another, for the time of a call."""
 
 
-def replaced_weights(
-    module: nnx.Module, given: Mapping[Path, Num[Array, "..."] | Sharded]
-) -> dict[Path, Num[Array, "..."]]:
+def replaced_weights(module: nnx.Module, given: Mapping[Path, object]) -> dict[Path, Num[Array, "..."]]:
     """The weights of a module that are other arrays than it was given, perhaps equal ones, by path.
 
     Those that layers of Flax's own replace in every call are left out.

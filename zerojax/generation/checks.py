@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jaxtyping import Int
+from numpy.typing import ArrayLike
 
 from zerojax.errors import ConfigurationError
-from zerojax.generation.protocol import PROTOCOL
+from zerojax.generation.protocol import PROTOCOL, Decoder
 from zerojax.models import GPT
 from zerojax.sharding.param_tree import Path
 from zerojax.train.spec import TrainSpec
@@ -22,7 +23,7 @@ Stop = int | Sequence[int | Sequence[int]] | None
 """What ends a row: a token, or any of several, each a token or tokens in their order."""
 
 
-def abstract_model(spec: TrainSpec) -> Any:
+def abstract_model(spec: TrainSpec) -> Decoder:
     """The model with shapes and dtypes for weights, to read its attributes and to trace its methods."""
     weights: dict[Path, Any] = {
         leaf.path: jax.ShapeDtypeStruct(leaf.unsharded_shape, spec.strategy.weight_dtype(leaf))
@@ -43,7 +44,7 @@ class Limits(NamedTuple):
     vocabulary: int
 
 
-def checked_limits(model: Any) -> Limits:
+def checked_limits(model: object) -> Limits:
     """The limits of a model that can generate.
 
     Raises:
@@ -60,7 +61,7 @@ def checked_limits(model: Any) -> Limits:
     return Limits(getattr(model, "context_length", math.inf), vocabulary)
 
 
-def checked_prompts(prompts: Sequence[Any], vocabulary: int) -> list[Int[np.ndarray, " prompt"]]:
+def checked_prompts(prompts: Iterable[ArrayLike], vocabulary: int) -> list[Int[np.ndarray, " prompt"]]:
     """Prompts as int32 vectors.
 
     Args:
@@ -86,7 +87,7 @@ def checked_prompts(prompts: Sequence[Any], vocabulary: int) -> list[Int[np.ndar
     return [row.astype(np.int32) for row in rows]
 
 
-def _as_array(prompt: Any) -> np.ndarray:
+def _as_array(prompt: ArrayLike) -> np.ndarray:
     """A prompt as an array; of objects, and no vector, if its rows are not equally long."""
     try:
         return np.asarray(prompt)

@@ -14,9 +14,9 @@ hybrid engine of DeepSpeed-Chat, Yao et al., 2023). It has one of these forms:
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 from jax import lax
@@ -102,14 +102,14 @@ class GenerationCopy:
                 path: dataclasses.replace(stored[path], layout=leaf) for path, leaf in self.leaves.items()
             }
 
-        def compiled() -> Any:
+        def compiled() -> Callable[[TrainState], ByPath]:
             return per_node(self.spec, functools.partial(_whole, self), self.abstract)
 
         return self.spec.once(f"generation copy {self.form} {self.adapters}", compiled)(state)
 
-    def place(self, stored: ByPath) -> dict[Path, Any]:
+    def place(self, stored: ByPath) -> dict[Path, Array | Sharded]:
         """The weights as the model gets them, inside ``shard_map``: ``Sharded`` in units, whole elsewhere."""
-        placed: dict[Path, Any] = {}
+        placed: dict[Path, Array | Sharded] = {}
         strategy = dataclasses.replace(self.spec.strategy, in_place=self.form == "compute")
         for group in self.spec.groups:
             seeds = jnp.zeros(group.stack, jnp.uint32)  # nothing random is left: dropout is off
@@ -158,7 +158,7 @@ def _whole(copy: GenerationCopy, in_node: ByPath) -> ByPath:
 def _whole_layer(copy: GenerationCopy, weights: Weights) -> Weights:
     arrived = [weight.values for weight in weights]
     if copy.spec.world.local > 1:
-        arrived = [x.reshape(-1) for x in gather_together(arrived, LOCAL)]
+        arrived = [x.reshape(-1) for x in gather_together(arrived, LOCAL)]  # one owner's shard after another
     return tuple(_stored_whole(copy, *pair) for pair in zip(weights, arrived, strict=True))
 
 
@@ -170,7 +170,8 @@ def _stored_whole(copy: GenerationCopy, weight: Weight, gathered: Array) -> Weig
         weight: its secondary partition.
         gathered: the encoded shards of all devices, in their order.
     """
-    leaf, own = weight.layout, copy.leaves[weight.layout.path]
+    leaf = weight.layout
+    own = copy.leaves[leaf.path]
     if copy.form != "compute" and _keeps_format(leaf):
         return Weight(gathered, own, "secondary", weight.scale)
     dtype = copy.spec.strategy.weight_dtype(leaf)

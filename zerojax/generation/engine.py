@@ -8,15 +8,15 @@ OSDI 2022, iteration-level scheduling).
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
-from zerojax.generation.protocol import batch_axes, decoded
+from zerojax.generation.protocol import Cache, Decoder, batch_axes, decoded
 from zerojax.generation.sampling import Sampling, sample
 
 _SLOTS = 64
@@ -48,6 +48,14 @@ class Drawn(NamedTuple):
     tokens: Int[Array, "queue new"]
     lengths: Int[Array, " queue"]
     log_probs: Float[Array, "queue new"]
+
+
+class Bind(Protocol):
+    """Makes the model, wherever JAX traces a part of the program: an ``nnx.Module`` belongs to its trace."""
+
+    def __call__(self, after: Array | None = None, /) -> Decoder:
+        """The model, of which no weight is gathered before ``after`` is computed."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -111,16 +119,13 @@ class Engine:
             own[: len(prompt)] = prompt
         columns = np.zeros((4, size), np.int32)
         columns[:, : len(prompts)] = [len(prompt) for prompt in prompts], rows, first, limits
-        arrays: Any = (tokens, *columns)
-        return Queue(*arrays)
+        return Queue._make((tokens, *columns))
 
-    def run(self, bind: Callable[..., Any], queue: Queue, key: Key[Array, ""]) -> Drawn:
+    def run(self, bind: Bind, queue: Queue, key: Key[Array, ""]) -> Drawn:
         """Continue every prompt of a queue.
 
         Args:
-            bind: makes the model; called wherever JAX traces a part of the program, because an
-                ``nnx.Module`` belongs to the trace that made it. Its argument, if it has one, is a value that
-                is computed before any weight is gathered.
+            bind: makes the model.
             queue: of this device.
             key: of the random bits, together with ``Queue.rows`` and the position in the answer.
         """
@@ -146,7 +151,7 @@ class Engine:
 
         return lax.while_loop(lambda loop: loop.busy, turn, loop).out
 
-    def empty_cache(self, bind: Callable[..., Any], rows: int, length: int) -> Any:
+    def empty_cache(self, bind: Callable[[], Decoder], rows: int, length: int) -> Cache:
         """An empty cache for ``rows`` rows of ``length`` tokens."""
         return bind().init_cache(rows, length, jnp.dtype(self.dtype))
 
@@ -157,32 +162,36 @@ class Engine:
         """
         count = queue.lengths.shape[0]
         free = jnp.sum(loop.slots.row == count)
-        left = jnp.sum(queue.lengths > 0) - loop.taken
+        left = jnp.sum(queue.lengths > 0) - loop.started
         most = jnp.minimum(free, left)
         refill = (most > 0) & ((most >= self.prefill) | (most == left))
         flags = jnp.stack([refill, (left > 0) | (free < self.slots)])
         if self.group is not None:
+            # Devices that gather from each other all do what one of them needs.
             flags = lax.pmax(flags.astype(jnp.int32), self.group) > 0
         return loop._replace(refill=flags[0], busy=flags[1])
 
     def _prefill(
-        self, bind: Callable[..., Any], axes: Any, queue: Queue, key: Array, loop: "_Loop"
+        self, bind: Bind, axes: PyTree[int], queue: Queue, key: Key[Array, ""], loop: "_Loop"
     ) -> "_Loop":
         """Put the next prompts of the queue into free slots, and draw their first tokens."""
-        slots, count = loop.slots, queue.lengths.shape[0]
+        slots = loop.slots
+        count = queue.lengths.shape[0]
         numbers = jnp.arange(self.prefill)
         is_free = slots.row == count
-        left = jnp.sum(queue.lengths > 0) - loop.taken
-        taken = numbers < jnp.minimum(jnp.sum(is_free), left)
-        index = jnp.where(taken, loop.taken + numbers, 0)
-        prompts, lengths = queue.prompts[index], jnp.maximum(queue.lengths[index], 1)
-        model, cache = bind(), self.empty_cache(bind, self.prefill, prompts.shape[1])
+        left = jnp.sum(queue.lengths > 0) - loop.started
+        valid = numbers < jnp.minimum(jnp.sum(is_free), left)
+        index = jnp.where(valid, loop.started + numbers, 0)
+        prompts = queue.prompts[index]
+        lengths = jnp.maximum(queue.lengths[index], 1)
+        model = bind()
+        cache = self.empty_cache(bind, self.prefill, prompts.shape[1])
         hidden, cache = decoded(model, prompts, jnp.zeros_like(lengths), lengths, cache)
         last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-        # The free slots come first in this order; what is not taken goes nowhere.
+        # The free slots come first in this order. Rows that are not valid go to a slot that does not exist.
         order = jnp.argsort(~is_free, stable=True)[: self.prefill]
-        place = jnp.where(taken, order, self.slots)
-        row = jnp.where(taken, index, count)
+        place = jnp.where(valid, order, self.slots)
+        row = jnp.where(valid, index, count)
         token, out, ended = self._draw(model, last, queue, key, row, jnp.zeros_like(row), loop.out)
         slots = _Slots(
             slots.row.at[place].set(jnp.where(ended, count, row), mode="drop"),
@@ -190,11 +199,12 @@ class Engine:
             slots.made.at[place].set(1, mode="drop"),
             _insert(slots.cache, cache, place, axes),
         )
-        return loop._replace(taken=loop.taken + jnp.sum(taken), slots=slots, out=out)
+        return loop._replace(started=loop.started + jnp.sum(valid), slots=slots, out=out)
 
-    def _decode(self, model: Any, queue: Queue, key: Array, loop: "_Loop") -> "_Loop":
+    def _decode(self, model: Decoder, queue: Queue, key: Key[Array, ""], loop: "_Loop") -> "_Loop":
         """Draw the next token of every slot; what free ones draw goes nowhere."""
-        slots, count = loop.slots, queue.lengths.shape[0]
+        slots = loop.slots
+        count = queue.lengths.shape[0]
         lengths = queue.lengths.at[slots.row].get(mode="fill", fill_value=1)
         end = jnp.where(slots.row < count, lengths + slots.made, 1)
         hidden, cache = decoded(model, slots.token[:, None], end - 1, end, slots.cache)
@@ -203,9 +213,17 @@ class Engine:
         return loop._replace(slots=_Slots(row, token, slots.made + 1, cache), out=out)
 
     def _draw(
-        self, model: Any, hidden: Array, queue: Queue, key: Array, row: Array, made: Array, out: Drawn
+        self,
+        model: Decoder,
+        hidden: Float[Array, "slots width"],
+        queue: Queue,
+        key: Key[Array, ""],
+        row: Int[Array, " slots"],
+        made: Int[Array, " slots"],
+        out: Drawn,
     ) -> tuple[Int[Array, " slots"], Drawn, Bool[Array, " slots"]]:
         """Draw a token for each row of the queue, after the ``made`` it has; also which rows end with it."""
+        # The row of a free slot is beyond the queue: it reads the fill value, and writes nothing.
         number = queue.rows.at[row].get(mode="fill", fill_value=0)
         position = queue.first.at[row].get(mode="fill", fill_value=0) + made
         limit = queue.limits.at[row].get(mode="fill", fill_value=1)
@@ -217,6 +235,7 @@ class Engine:
             out.log_probs.at[row, made].set(log_prob, mode="drop"),
         )
         for tokens in self.stop:
+            # The last places of an answer, of which those before its beginning are negative.
             places = made[:, None] + jnp.arange(1 - len(tokens), 1)
             last = out.tokens.at[row[:, None], places].get(mode="fill", fill_value=-1)
             ended |= jnp.all((last == jnp.asarray(tokens)) & (places >= 0), axis=1)
@@ -236,21 +255,21 @@ class _Slots(NamedTuple):
     row: Int[Array, " slots"]
     token: Int[Array, " slots"]
     made: Int[Array, " slots"]
-    cache: Any
+    cache: Cache
 
 
 class _Loop(NamedTuple):
     """Carried from turn to turn.
 
     Attributes:
-        taken: rows of the queue that have had a slot.
+        started: rows of the queue that have had a slot.
         slots: of this device.
         out: tokens so far.
         refill: whether to refill slots now.
         busy: whether a row is in a slot, or left in the queue.
     """
 
-    taken: Int[Array, ""]
+    started: Int[Array, ""]
     slots: _Slots
     out: Drawn
     refill: Bool[Array, ""]
@@ -271,11 +290,11 @@ def row_keys(
     )
 
 
-def _insert(cache: Any, filled: Any, place: Int[Array, " rows"], axes: Any) -> Any:
+def _insert(cache: Cache, filled: Cache, place: Int[Array, " rows"], axes: PyTree[int]) -> Cache:
     """A cache with prefilled rows at their places."""
 
     def insert(whole: Array, part: Array, axis: int) -> Array:
-        where: list[Any] = [slice(0, size) for size in part.shape]
+        where: list[slice | Array] = [slice(0, size) for size in part.shape]
         where[axis] = place
         return whole.at[tuple(where)].set(part, mode="drop")
 

@@ -2,15 +2,17 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
-from jaxtyping import Float, Int
+from jaxtyping import Array, Float, Int, UInt32
+from numpy.typing import ArrayLike
 
+from zerojax.adapters import ModelState
 from zerojax.comm.in_order import on_mesh
 from zerojax.comm.xla_options import compiler_options
 from zerojax.errors import ConfigurationError
@@ -26,11 +28,13 @@ from zerojax.generation.checks import (
 from zerojax.generation.copy import Form, GenerationCopy
 from zerojax.generation.engine import Drawn, Engine, Queue
 from zerojax.generation.memory import GenerationMemory, fitting_form
+from zerojax.generation.protocol import Decoder
 from zerojax.generation.sampling import Sampling
 from zerojax.log import logger
 from zerojax.schedule.sharded import translated_errors
 from zerojax.sharding.mesh import LOCAL
 from zerojax.train.batch import local_rows, place
+from zerojax.train.copies import ByPath
 from zerojax.train.fields import specs_of
 from zerojax.train.memory import free_memory
 from zerojax.train.spec import TrainSpec
@@ -119,7 +123,7 @@ def generate(
 
 def generate_rows(
     state: TrainState,
-    prompts: Sequence[Any],
+    prompts: Sequence[ArrayLike],
     limits: Sequence[int],
     *,
     how: Sampling,
@@ -145,7 +149,8 @@ def generate_rows(
         raise ConfigurationError(f"slots={slots} must be at least 1.")
     check_there(state)
     check_adapters(spec, adapters=adapters)
-    ends, random_bits = checked_stop(stop), checked_seed(seed)
+    ends = checked_stop(stop)
+    random_bits = checked_seed(seed)
     most = spec.once("limits", lambda: checked_limits(abstract_model(spec)))
     batch = _agree(spec, prompts, limits, most, unread, width)
     dtype = str(spec.strategy.compute_dtype)
@@ -156,7 +161,8 @@ def generate_rows(
     if copy.form == "gathered" and spec.world.local > 1:
         engine = dataclasses.replace(engine, group=LOCAL)
     order = _order(limits, batch.rows, len(spec.mesh.local_devices))
-    waiting, nothing = order >= 0, np.zeros(0, np.int32)
+    waiting = order >= 0
+    nothing = np.zeros(0, np.int32)
     queue = engine.queue(
         [batch.prompts[row] if row >= 0 else nothing for row in order],
         np.where(waiting, batch.first + order, 0).tolist(),
@@ -207,7 +213,7 @@ class _Batch(NamedTuple):
 
 def _agree(
     spec: TrainSpec,
-    prompts: Sequence[Any],
+    prompts: Sequence[ArrayLike],
     limits: Sequence[int],
     most: Limits,
     unread: int,
@@ -227,7 +233,9 @@ def _agree(
         longest = max((len(row) for row, limit in zip(rows, limits, strict=True) if limit), default=1)
         mine = [len(rows), longest, width or max(limits), free_memory(spec)]
     except ConfigurationError as error:
-        refused, mine = error, [-1] * 4
+        # The others must learn of it, or they would wait for this process.
+        refused = error
+        mine = [-1] * 4
     found = np.asarray([mine])
     if len(processes) > 1:
         found = np.asarray(multihost_utils.process_allgather(np.asarray(mine, np.int32)))
@@ -238,25 +246,30 @@ def _agree(
     counts = found[:, 0].tolist()
     if len(set(counts)) > 1:
         raise ConfigurationError(f"the processes pass {counts} prompts: each passes equally many.")
-    longest, new, room = int(found[:, 1].max()), int(found[:, 2].max()), int(found[:, 3].min())
-    first = processes.index(jax.process_index()) * len(rows)
-    return _Batch(rows, longest, new, room, first, -(-len(rows) // len(spec.mesh.local_devices)))
+    return _Batch(
+        prompts=rows,
+        longest=int(found[:, 1].max()),
+        new=int(found[:, 2].max()),
+        room=int(found[:, 3].min()),
+        first=processes.index(jax.process_index()) * len(rows),
+        rows=-(-len(rows) // len(spec.mesh.local_devices)),
+    )
 
 
-def _copy(spec: TrainSpec, engine: Engine, weights: str, room: int, *, adapters: bool) -> GenerationCopy:
+def _copy(
+    spec: TrainSpec, engine: Engine, weights: Literal["auto"] | Form, room: int, *, adapters: bool
+) -> GenerationCopy:
     """The copy in the form asked for; "auto" takes the one that fits into ``room`` MiB of a device."""
-    form: Any = weights
-    if weights == "auto":
-        form = fitting_form(spec, engine, room, adapters=adapters)
+    form = fitting_form(spec, engine, room, adapters=adapters) if weights == "auto" else weights
     return spec.once(
         f"generation copy of {form} {adapters}", lambda: GenerationCopy.of(spec, form, adapters=adapters)
     )
 
 
-def _program(copy: GenerationCopy, engine: Engine, queue: Queue) -> Any:
+def _program(copy: GenerationCopy, engine: Engine, queue: Queue) -> jax.stages.Wrapped:
     """The compiled function from a copy, model state, a queue and a seed to what is drawn."""
 
-    def make() -> Any:
+    def make() -> jax.stages.Wrapped:
         logger.info("generating with %s", GenerationMemory.of(copy, engine))
         return generation_program(copy, engine)
 
@@ -264,7 +277,7 @@ def _program(copy: GenerationCopy, engine: Engine, queue: Queue) -> Any:
     return copy.spec.once(name, make)
 
 
-def generation_program(copy: GenerationCopy, engine: Engine) -> Any:
+def generation_program(copy: GenerationCopy, engine: Engine) -> jax.stages.Wrapped:
     """``_program``, not cached.
 
     Each device runs on its own and waits for no other; where the copy is "gathered", it waits for those of
@@ -272,12 +285,13 @@ def generation_program(copy: GenerationCopy, engine: Engine) -> Any:
     """
     spec = copy.spec
 
-    def local(weights: Any, model_state: Any, queue: Queue, seed: Any) -> Drawn:
+    def local(weights: ByPath, model_state: ModelState, queue: Queue, seed: UInt32[Array, ""]) -> Drawn:
         placed = copy.place(weights)
 
-        def bind(after: Any = None) -> Any:
+        def bind(after: Array | None = None) -> Decoder:
             own = placed
             if engine.group is not None and after is not None:
+                # Devices that took these gathers and those of a refill in other orders would wait forever.
                 own, _ = lax.optimization_barrier((placed, after))
             return spec.adapter.bind(own, model_state, train=False, key=None).model
 

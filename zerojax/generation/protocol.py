@@ -1,31 +1,59 @@
 """What a model needs to generate: three methods and, if its sequences are limited, an attribute.
 
-- ``init_cache(batch, length, dtype)``: an empty cache, any pytree of arrays that have an axis of ``batch``;
-- ``decode(tokens, start, end, cache) -> (hidden, cache)``: runs new ``tokens [batch, time]``, of which row
-  i has ``start[i]`` predecessors in the cache, and afterwards ``end[i]`` in all. Rows are padded on the
-  right: what a row has beyond ``end`` must not be attended to, and is overwritten later;
-- ``logits(hidden) -> [..., vocab]``;
-- ``context_length``: the most tokens of a sequence.
+The attribute is ``context_length``: the most tokens of a sequence.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from zerojax.errors import ConfigurationError
 
 PROTOCOL = ("init_cache", "decode", "logits")
+Cache = PyTree[Array]
+"""Of keys and values, or whatever a model remembers: arrays that have an axis of rows."""
+
+
+class Decoder(Protocol):
+    """The methods of a model that generates."""
+
+    def init_cache(self, batch: int, length: int, dtype: jax.numpy.dtype, /) -> Cache:
+        """An empty cache for ``batch`` rows of ``length`` tokens."""
+        ...
+
+    def decode(
+        self,
+        tokens: Int[Array, "batch time"],
+        start: Int[Array, " batch"],
+        end: Int[Array, " batch"],
+        cache: Cache,
+        /,
+    ) -> tuple[Float[Array, "batch time width"], Cache]:
+        """Run new tokens; returns what ``logits`` takes, and the cache with them.
+
+        Args:
+            tokens: padded on the right: what a row has beyond ``end`` must not be attended to, and is
+                overwritten later.
+            start: how many predecessors each row has in the cache.
+            end: how many tokens it has in all, afterwards.
+            cache: as it was returned before.
+        """
+        ...
+
+    def logits(self, hidden: Float[Array, "... width"], /) -> Float[Array, "... vocab"]:
+        """Scores of every token."""
+        ...
 
 
 def decoded(
-    model: Any,
+    model: Decoder,
     tokens: Int[Array, "batch time"],
     start: Int[Array, " batch"],
     end: Int[Array, " batch"],
-    cache: Any,
-) -> tuple[Float[Array, "batch time width"], Any]:
+    cache: Cache,
+) -> tuple[Float[Array, "batch time width"], Cache]:
     """``model.decode``, checked.
 
     Raises:
@@ -51,7 +79,7 @@ def decoded(
     return hidden, after
 
 
-def batch_axes(init_cache: Callable[[int], Any]) -> Any:
+def batch_axes(init_cache: Callable[[int], Cache]) -> PyTree[int]:
     """The axis of rows in each array of a model's cache: the one that differs in caches of 1 and of 2 rows.
 
     Args:

@@ -1,26 +1,31 @@
 """Continues texts with an unsharded model on one device: all tokens at once, or one by one."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from numbers import Integral
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.typing import PathParts
 from jax import Array
-from jaxtyping import Int, Key
+from jax.sharding import Mesh
+from jaxtyping import Float, Int, Key
+from numpy.typing import ArrayLike
 
 from zerojax.adapters.stack import Stack
 from zerojax.comm.xla_options import compiler_options
 from zerojax.errors import ConfigurationError
 from zerojax.generation.checks import checked_limits, checked_prompts, checked_stop
 from zerojax.generation.engine import Drawn, Engine, Queue, padded_length, row_keys
-from zerojax.generation.protocol import decoded
+from zerojax.generation.protocol import Cache, Decoder, decoded
 from zerojax.generation.sampling import Sampling, sample
 from zerojax.matmul.operand import LayerOperand
 from zerojax.sharding.mesh import make_mesh
+
+_Graph = nnx.GraphDef[Decoder]
 
 
 def continue_text(
@@ -55,7 +60,7 @@ def continue_text(
     """
     texts, context = _checked(model, prompts, new_tokens, stop)
     graph, weights = _split(model)
-    run = _compiled(_continue, _device(weights))
+    run = _compiled(_continue, _mesh(weights))
     answers: list[list[int]] = [[] for _ in texts]
     unfinished = list(range(len(texts)))
     while unfinished:
@@ -90,7 +95,9 @@ def stream(
     """
     [text], context = _checked(model, [prompt], new_tokens, stop)
     graph, weights = _split(model)
-    first, following = _compiled(_first, _device(weights)), _compiled(_next, _device(weights))
+    mesh = _mesh(weights)
+    first = _compiled(_first, mesh)
+    following = _compiled(_next, mesh)
     answer: list[int] = []
     while len(answer) < new_tokens:
         window = _window(text, answer, context)
@@ -108,21 +115,24 @@ def stream(
                 token, cache = following(graph, weights, queue, token, made, cache, key, engine=engine)
 
 
-def _split(model: nnx.Module) -> tuple[nnx.GraphDef[Any], nnx.State]:
+def _split(model: nnx.Module) -> tuple[_Graph, nnx.State]:
     """``nnx.split``, with the parameters of stacks as ``LayerOperand``: products of a merged model read each
     layer's weights where they lie."""
     graph, state = nnx.split(model)
     stacks = [(*path, "block") for path, each in nnx.iter_modules(model) if isinstance(each, Stack)]
 
-    def marked(path: tuple[Any, ...], variable: Any) -> Any:
+    def marked(path: PathParts, variable: object) -> object:
         if isinstance(variable, nnx.Param) and any(path[: len(stack)] == stack for stack in stacks):
             return variable.replace(LayerOperand(variable.get_raw_value()))
         return variable
 
-    return graph, nnx.from_flat_state([(path, marked(path, var)) for path, var in nnx.to_flat_state(state)])
+    flat = [(path, marked(path, variable)) for path, variable in nnx.to_flat_state(state)]
+    return cast(_Graph, graph), nnx.from_flat_state(flat)
 
 
-def _checked(model: Any, prompts: Any, new_tokens: int, stop: Any) -> tuple[list[np.ndarray], float]:
+def _checked(
+    model: nnx.Module, prompts: Iterable[ArrayLike], new_tokens: int, stop: object
+) -> tuple[list[np.ndarray], float]:
     """The prompts, and the model's context."""
     context, vocabulary = checked_limits(model)
     if new_tokens < 1:
@@ -144,7 +154,13 @@ def _limit(window: np.ndarray, wanted: int, context: float) -> int:
 
 
 def _engine(
-    model: Any, rows: int, prompt: int, limit: int, context: float, how: Sampling | None, stop: int | None
+    model: nnx.Module,
+    rows: int,
+    prompt: int,
+    limit: int,
+    context: float,
+    how: Sampling | None,
+    stop: int | None,
 ) -> Engine:
     weights = jax.tree.leaves(nnx.state(model, nnx.Param))
     dtype = next(x.dtype.name for x in weights if jnp.issubdtype(x.dtype, jnp.floating))
@@ -154,32 +170,32 @@ def _engine(
     )
 
 
-def _device(weights: nnx.State) -> Any:
-    """A device that has the weights."""
+def _mesh(weights: nnx.State) -> Mesh:
+    """A mesh of one device that has the weights."""
     placed = next((x for x in jax.tree.leaves(weights) if isinstance(x, jax.Array)), jnp.zeros(()))
-    return min(placed.devices(), key=lambda device: device.id)
+    return make_mesh(1, 1, devices=[min(placed.devices(), key=lambda device: device.id)])
 
 
 @cache
-def _compiled(run: Callable[..., Any], device: Any) -> Any:
+def _compiled(run: Callable[..., object], mesh: Mesh) -> jax.stages.Wrapped:
     """A function of this module as one program, compiled like ``zerojax.generate``."""
-    options = compiler_options(make_mesh(1, 1, devices=[device]), separate_products=True)
-    donated = "cache" if run is _next else ()
+    options = compiler_options(mesh, separate_products=True)
+    donated = "cache" if run is _next else ()  # else every token would copy it
     static = ("graph", "engine")
     return jax.jit(run, static_argnames=static, donate_argnames=donated, compiler_options=options)
 
 
 def _continue(
-    graph: nnx.GraphDef[Any], weights: nnx.State, queue: Queue, key: Key[Array, ""], *, engine: Engine
+    graph: _Graph, weights: nnx.State, queue: Queue, key: Key[Array, ""], *, engine: Engine
 ) -> Drawn:
     return engine.run(lambda *_: nnx.merge(graph, weights), queue, key)
 
 
 def _first(
-    graph: nnx.GraphDef[Any], weights: nnx.State, queue: Queue, key: Key[Array, ""], *, engine: Engine
-) -> tuple[Int[Array, " 1"], Any]:
+    graph: _Graph, weights: nnx.State, queue: Queue, key: Key[Array, ""], *, engine: Engine
+) -> tuple[Int[Array, " 1"], Cache]:
     """The first new token of a queue of one row, and the cache of the prompt."""
-    model: Any = nnx.merge(graph, weights)
+    model = nnx.merge(graph, weights)
     cache = model.init_cache(1, engine.length, jnp.dtype(engine.dtype))
     hidden, cache = decoded(model, queue.prompts, jnp.zeros_like(queue.lengths), queue.lengths, cache)
     last = jax.lax.dynamic_index_in_dim(hidden[0], queue.lengths[0] - 1)
@@ -187,24 +203,29 @@ def _first(
 
 
 def _next(
-    graph: nnx.GraphDef[Any],
+    graph: _Graph,
     weights: nnx.State,
     queue: Queue,
     token: Int[Array, " 1"],
-    made: int,
-    cache: Any,
+    made: Int[Array, ""],
+    cache: Cache,
     key: Key[Array, ""],
     *,
     engine: Engine,
-) -> tuple[Int[Array, " 1"], Any]:
+) -> tuple[Int[Array, " 1"], Cache]:
     """The token after ``token``, the last of ``made`` tokens; and the cache with ``token`` in it."""
-    model: Any = nnx.merge(graph, weights)
+    model = nnx.merge(graph, weights)
     end = queue.lengths + made
     hidden, cache = decoded(model, token[:, None], end - 1, end, cache)
     return _drawn(model, hidden[:, 0], queue, made, key, engine), cache
 
 
 def _drawn(
-    model: Any, hidden: Array, queue: Queue, made: Any, key: Array, engine: Engine
+    model: Decoder,
+    hidden: Float[Array, "1 width"],
+    queue: Queue,
+    made: int | Int[Array, ""],
+    key: Key[Array, ""],
+    engine: Engine,
 ) -> Int[Array, " 1"]:
     return sample(model.logits(hidden), row_keys(key, queue.rows, queue.first + made), engine.how)[0]

@@ -91,7 +91,7 @@ class TrainSpec:
         """The mesh's extents."""
         return MeshShape.of(self.mesh)
 
-    def once(self, name: str, make: Callable[[], Any]) -> Any:
+    def once[T](self, name: str, make: Callable[[], T]) -> T:
         """The result of ``make``, which is called on the first use of ``name``: a compiled function."""
         if name not in self.cache:
             self.cache[name] = make()
