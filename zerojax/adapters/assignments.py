@@ -31,23 +31,30 @@ def replaced_weights(module: nnx.Module, given: Mapping[Path, object]) -> dict[P
     }
 
 
-def call_with_weights[T](call: Callable[[nnx.State], tuple[nnx.Module, T]], params: nnx.State) -> T:
-    """Call a unit on a copy with whole weights, which is gone when the call ends.
+def call_with_weights[T](
+    graph: nnx.GraphDef, params: nnx.State, state: nnx.State, use: Callable[[nnx.Module], T]
+) -> T:
+    """Use a copy of a unit that has whole weights, and that is gone afterwards.
 
     Args:
-        call: makes the copy with given weights and calls it; returns the copy and the result.
+        graph: of the unit.
         params: the whole weights.
+        state: its other state.
+        use: calls the copy.
 
     Raises:
         ConfigurationError: the call assigned to a weight, which would be lost; the message names it.
     """
     before = jax.tree.map(lambda x: x, params)  # the copy's variables are those of ``params``
     given = dict(leaves_of(before))
-    unit, result = call(params)
+    unit = nnx.merge(graph, params, state)
+    result = use(unit)
     replaced = replaced_weights(unit, given)
 
     def left(params: nnx.State) -> list[Num[Array, "..."]]:
-        found = dict(leaves_of(nnx.state(call(params)[0], nnx.Param)))
+        again = nnx.merge(graph, params, state)
+        use(again)
+        found = dict(leaves_of(nnx.state(again, nnx.Param)))
         return [found[path] for path in replaced]
 
     if replaced:

@@ -292,13 +292,12 @@ def _call_module(module: nnx.Module, method: Callable[..., Any], args: Any, kwar
     def body(whole: Sequence[Array], inputs: Arrays) -> Any:
         state, others, arrays = inputs
 
-        def call(params: nnx.State) -> tuple[nnx.Module, Any]:
+        def use(unit: nnx.Module) -> Any:
             args, kwargs = join(arrays)
-            copy = nnx.merge(graph, params, state)
-            out = method(copy, *args, **kwargs)
-            return copy, (out, [changed_state(one) for one in (copy, *modules_in((args, kwargs)))])
+            out = method(unit, *args, **kwargs)
+            return out, [changed_state(one) for one in (unit, *modules_in((args, kwargs)))]
 
-        return call_with_weights(call, combine(whole, others))
+        return call_with_weights(graph, combine(whole, others), state, use)
 
     out, states = call_unit(body, weights, (state, others, arrays))
     for one, changed in zip((module, *modules_in((args, kwargs))), states, strict=True):

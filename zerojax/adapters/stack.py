@@ -106,14 +106,14 @@ class Stack(nnx.Module):
         arrays, join = split_arrays((args, kwargs))
 
         def body(whole: Sequence[Array], x: Arrays, own: Arrays, arrays: Arrays) -> tuple[Arrays, Arrays]:
-            (state, differing), (args, kwargs) = own, join(arrays)
+            state, differing = own
+            args, kwargs = join(arrays)
 
-            def call(params: nnx.State) -> tuple[nnx.Module, tuple[Arrays, Arrays]]:
-                block = nnx.merge(graph, params, state)
+            def use(block: nnx.Module) -> tuple[Arrays, Arrays]:
                 out = getattr(block, method)(x, *args, **kwargs | differing)
-                return block, (out, changed_state(block))
+                return out, changed_state(block)
 
-            return call_with_weights(call, jax.tree.unflatten(structure, whole))
+            return call_with_weights(graph, jax.tree.unflatten(structure, whole), state, use)
 
         own = (state, by_layer or {})
         if weights and all(is_gathered(weight) for weight in weights):

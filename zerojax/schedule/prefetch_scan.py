@@ -21,12 +21,13 @@ same layers run one after another (``_one_by_one``), with each layer's hops in l
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from zerojax.comm.reduction import Values
 from zerojax.schedule.breadth_first import (
@@ -45,6 +46,7 @@ from zerojax.schedule.transforms import Pullback, TracedOnce, pullback, with_der
 from zerojax.schedule.unit import (
     Arrays,
     Body,
+    Unit,
     as_layer,
     call_gathered,
     gradients_of,
@@ -56,9 +58,7 @@ from zerojax.schedule.unit import (
 )
 from zerojax.schedule.weight_prefetcher import Fetching, WeightPrefetcher
 from zerojax.sharding.param_tree import Path
-from zerojax.sharding.strategy import ShardingStrategy
-from zerojax.sharding.wire_format import Seed
-from zerojax.weights.gather import Payloads, to_full
+from zerojax.weights.gather import to_full
 from zerojax.weights.weight import Weight, Weights
 
 
@@ -66,19 +66,13 @@ class _ScanArgs(NamedTuple):
     """The traced arguments of the scan, their cotangents, or their flags in breadth.
 
     Attributes:
-        weights: stacked, each at its own level.
-        sinks: zeros, whose cotangents are the gradients' sums, stacked.
-        seeds: one per layer, for stochastic rounding.
-        copies: delta's copies of the trained weights, stacked; or None.
+        unit: of all layers.
         x: the first layer's activations.
         state: each layer's other state, stacked.
         shared: arrays that every layer receives.
     """
 
-    weights: Weights
-    sinks: Values
-    seeds: Seed
-    copies: Payloads | None
+    unit: Unit
     x: Arrays
     state: Arrays
     shared: Arrays
@@ -118,8 +112,7 @@ def scan_units(
         The last layer's ``x``; the new state, stacked; and of weights that have a ``copy`` the refreshed
         weights, whose values it is as the gathers updated it, stacked and by path.
     """
-    parts = take_apart(taken(list(weights)))
-    strategy = parts.strategy
+    unit, seeds = take_apart(taken(list(weights)))
     run_on = on_operands(body, weights)
 
     def one(whole: Weights, x: Arrays, own: Arrays, shared: Arrays) -> tuple[Arrays, Arrays]:
@@ -127,25 +120,23 @@ def scan_units(
         x, state = run_on(whole, seeds, x, state, shared)
         return x, (seeds, state)
 
-    layer = as_layer(one, strategy)
+    layer = as_layer(one, unit.strategy)
 
     def in_breadth(size: int, mapped: tuple[_ScanArgs], args: _ScanArgs) -> tuple[_Results, Flags]:
         """Run all micro-batches through a layer before the next layer; ``state`` has their axis, too."""
         (given,) = mapped
-        refuse_mapped((given.weights, given.sinks, given.seeds, given.copies))
+        refuse_mapped(given.unit)
         x, state = broadcast_unbatched(size, (given.x, given.state), (args.x, args.state))
         state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
         turns = map_microbatches(layer, (all_batched(x, True), all_batched(state, True), given.shared))
-        out = cast(_Results, _scan(strategy, _Layer(turns), args._replace(x=x, state=state)))
+        out = cast(_Results, _scan(_Layer(turns), args._replace(x=x, state=state)))
         x, state, refreshed = out
         state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
         flags = _Results(all_batched(x, True), all_batched(state, True), all_batched(refreshed, False))
         return _Results(x, state, refreshed), flags
 
-    run = with_batching_rule(in_breadth, functools.partial(_scan, strategy, _Layer(layer)))
-    state = (parts.seeds, state)
-    args = _ScanArgs(parts.weights, parts.sinks, parts.seed, parts.copies, x, state, shared)
-    x, (_, state), refreshed = run(args)
+    run = with_batching_rule(in_breadth, functools.partial(_scan, _Layer(layer)))
+    x, (_, state), refreshed = run(_ScanArgs(unit, x, (seeds, state), shared))
     return x, state, {w.layout.path: w for w in refreshed}
 
 
@@ -180,23 +171,24 @@ class _Layer:
 _Run = TracedOnce[Weights, Arrays, Arrays, Arrays, tuple[Arrays, Arrays, Pullback | None]]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _scan(strategy: ShardingStrategy, layer: _Layer, args: _ScanArgs) -> _Results:
-    return _forward(strategy, layer.run, args).results
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scan(layer: _Layer, args: _ScanArgs) -> _Results:
+    return _forward(layer.run, args).results
 
 
-def _one_by_one(strategy: ShardingStrategy, layer: _Layer, args: _ScanArgs) -> tuple[Arrays, Arrays]:
+def _one_by_one(layer: _Layer, args: _ScanArgs) -> tuple[Arrays, Arrays]:
     """The scan's activations and state, computed layer after layer with a gather each: for derivatives."""
-    weights = lax.stop_gradient(args.weights)  # gradients go to the sinks, and kernels that encode have none
+    # Gradients go to the sinks, and kernels that encode have none.
+    unit = replace(args.unit, weights=lax.stop_gradient(args.unit.weights))
 
     def body(whole: Weights, inputs: Arrays) -> Arrays:
         return layer.body(whole, *inputs)
 
     def one(x: Arrays, own: Arrays) -> Arrays:
-        weights, sink, seed, state = own
-        return call_gathered(strategy, body, weights, sink, seed, (x, state, args.shared))
+        unit, state = own
+        return call_gathered(body, unit, (x, state, args.shared))
 
-    return lax.scan(one, args.x, (weights, args.sinks, args.seeds, args.state))
+    return lax.scan(one, args.x, (unit, args.state))
 
 
 class _ForwardCarry(NamedTuple):
@@ -241,9 +233,10 @@ class _Forward(NamedTuple):
     kept: _Kept
 
 
-def _forward(strategy: ShardingStrategy, run: _Run, args: _ScanArgs) -> _Forward:
+def _forward(run: _Run, args: _ScanArgs) -> _Forward:
     """Run every layer in order, gathering each while those before it compute."""
-    weights, _, _, copies, x, state, shared = args
+    unit, x, state, shared = args
+    weights, copies, strategy = unit.weights, unit.copies, unit.strategy
     last = weights[0].layout.layers - 1
     prefetcher = WeightPrefetcher(weights, end=last, step=1, own_stream=strategy.own_stream)
 
@@ -281,27 +274,25 @@ def _forward(strategy: ShardingStrategy, run: _Run, args: _ScanArgs) -> _Forward
     return _Forward(_Results(x, states, refreshed), _Kept(residuals, kept, residual, carry.whole))
 
 
-def _scan_fwd(
-    strategy: ShardingStrategy, layer: _Layer, args: _ScanArgs
-) -> tuple[_Results, tuple[_ScanArgs, _Kept]]:
+def _scan_fwd(layer: _Layer, args: _ScanArgs) -> tuple[_Results, tuple[_ScanArgs, _Kept]]:
     def plain(result: _Forward, args: _ScanArgs) -> _Forward:
         refreshed = result.results.refreshed
-        x, state = _one_by_one(strategy, layer, _after_update(args, refreshed))
+        x, state = _one_by_one(layer, _after_update(args, refreshed))
         return _Forward(_Results(x, state, refreshed), result.kept)
 
-    function = functools.partial(_forward, strategy, layer.run_keeping)
+    function = functools.partial(_forward, layer.run_keeping)
     results, kept = with_derivatives_of(plain, function)(args)
     return results, (_after_update(args, results.refreshed), kept)
 
 
 def _after_update(args: _ScanArgs, refreshed: Weights) -> _ScanArgs:
     """The arguments of a scan over the weights as the forward pass has left them."""
-    return args._replace(weights=(*refreshed, *args.weights[len(refreshed) :]), copies=None)
+    unit = args.unit
+    weights = (*refreshed, *unit.weights[len(refreshed) :])
+    return args._replace(unit=replace(unit, weights=weights, copies=None))
 
 
-def _scan_bwd(
-    strategy: ShardingStrategy, layer: _Layer, residuals: tuple[_ScanArgs, _Kept], cotangents: _Results
-) -> tuple[_ScanArgs]:
+def _scan_bwd(layer: _Layer, residuals: tuple[_ScanArgs, _Kept], cotangents: _Results) -> tuple[_ScanArgs]:
     args, kept = residuals
     given = (cotangents.x, cotangents.state)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
@@ -310,17 +301,16 @@ def _scan_bwd(
         del result, kept
 
         def run(sinks: Values, x: Arrays, state: Arrays, shared: Arrays) -> tuple[Arrays, Arrays]:
-            return _one_by_one(strategy, layer, args._replace(sinks=sinks, x=x, state=state, shared=shared))
+            return _one_by_one(layer, _ScanArgs(replace(args.unit, sinks=sinks), x, state, shared))
 
-        _, vjp = pullback(run, args.sinks, args.x, args.state, args.shared)
+        _, vjp = pullback(run, args.unit.sinks, args.x, args.state, args.shared)
         sums, of_x, of_state, of_shared = vjp(with_float0(given, shapes))
         return sums, of_x, inexact(of_state), inexact(of_shared)
 
-    function = functools.partial(_backward, strategy, shapes)
+    function = functools.partial(_backward, shapes)
     sums, of_x, *rest = with_derivatives_of(plain, function)(kept, inexact(given), args)
     of_state, of_shared = map(with_float0, rest, (args.state, args.shared))
-    none: PyTree[Array] = None  # of weights, seeds and copies, which have no cotangents
-    return (_ScanArgs(none, sums, none, none, of_x, of_state, of_shared),)
+    return (_ScanArgs(args.unit.cotangent(sums), of_x, of_state, of_shared),)
 
 
 class _BackwardCarry(NamedTuple):
@@ -346,7 +336,6 @@ class _BackwardCarry(NamedTuple):
 
 
 def _backward(
-    strategy: ShardingStrategy,
     shapes: tuple[Arrays, Arrays],
     kept: _Kept,
     given: list[Array],
@@ -355,7 +344,6 @@ def _backward(
     """Run every layer's vjp in reverse order, gathering weights and sending gradients beside it.
 
     Args:
-        strategy: how the weights travel.
         shapes: of the cotangents of the activations and the stacked state that ``_forward`` returned.
         kept: by ``_forward``.
         given: those cotangents, less those of integers.
@@ -365,12 +353,13 @@ def _backward(
         The sinks' sums; the cotangents of the first layer's activations, and of the floating-point arrays in
         ``state`` and in ``shared``.
     """
-    seeds, shared = args.seeds, args.shared
+    unit, shared = args.unit, args.shared
+    strategy = unit.strategy
     stacked, gathered, last_residual, last_whole = kept
     assert last_residual is not None
     # Secondary partitions that the forward pass kept stand in for weights at lower levels.
     stand_in = iter(gathered)
-    weights = tuple(w if w.reaches(strategy.keep) else next(stand_in) for w in args.weights)
+    weights = tuple(w if w.reaches(strategy.keep) else next(stand_in) for w in unit.weights)
     # Keeps the gathers of a short stack from being merged with those of the forward pass.
     weights, given = lax.optimization_barrier((weights, given))
     cotangent, after = with_float0(given, shapes)
@@ -378,7 +367,7 @@ def _backward(
     after = inexact(after)
     last = weights[0].layout.layers - 1
     prefetcher = WeightPrefetcher(weights, end=0, step=-1, own_stream=strategy.own_stream)
-    queue = GradientQueue(reduction_of(strategy, weights), seeds, last)
+    queue = GradientQueue(reduction_of(strategy, weights), unit.seed, last)
 
     def run(
         residual: Pullback, whole: Weights, cotangent: Arrays, index: Index
@@ -411,7 +400,7 @@ def _backward(
         whole = to_full(secondary, strategy.weight_dtype)
         return compute(carry, index)._replace(fetching=fetching, whole=whole)
 
-    storage = SumStorage(stacked, args.sinks)
+    storage = SumStorage(stacked, unit.sinks)
     fetching, whole = Fetching(None, (), ()), last_whole
     if last > 0:
         fetching, secondary = prefetcher.start(last - 1)

@@ -12,6 +12,7 @@ import functools
 import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax
@@ -62,8 +63,8 @@ def materialise(weights: Sequence[Sharded]) -> Values:
     """
     if not weights:
         return ()
-    parts = take_apart(weights)
-    whole: Weights = _to_whole(parts.strategy, to_secondary(parts.weights), parts.sinks, parts.seed)
+    unit, _ = take_apart(weights)
+    whole: Weights = _to_whole(unit.strategy, to_secondary(unit.weights), unit.sinks, unit.seed)
     by_path = {w.layout.path: lax.stop_gradient(w.values) if w.layout.frozen else w.values for w in whole}
     return tuple(by_path[w.leaf.path] for w in weights)
 
@@ -90,24 +91,25 @@ def call_unit[T: PyTree](
         joins.append(join)
         return arrays
 
-    parts = take_apart(weights)
+    unit, seeds = take_apart(weights)
     on_whole = on_operands(arrays_of, weights)
-    layer = as_layer(lambda whole, inputs: on_whole(whole, *inputs), parts.strategy)
-    inputs = (parts.seeds, inputs)
+    layer = as_layer(lambda whole, inputs: on_whole(whole, *inputs), unit.strategy)
 
-    def in_breadth(size: int, mapped: Sequence[Flags], *args: Arrays) -> tuple[Arrays, Flags]:
+    def in_breadth(
+        size: int, mapped: tuple[Flags, Flags], unit: Unit, inputs: Arrays
+    ) -> tuple[Arrays, Flags]:
         """Run one micro-batch after another."""
         del size
-        *weights_mapped, inputs_mapped = mapped
-        refuse_mapped(weights_mapped)
-        if not any(jax.tree.leaves(inputs_mapped)):
-            out = call_gathered(parts.strategy, layer, *args)
+        of_unit, of_inputs = mapped
+        refuse_mapped(of_unit)
+        if not any(jax.tree.leaves(of_inputs)):
+            out = call_gathered(layer, unit, inputs)
             return out, all_batched(out, False)
-        out = call_gathered(parts.strategy, map_microbatches(layer, (inputs_mapped,)), *args)
+        out = call_gathered(map_microbatches(layer, (of_inputs,)), unit, inputs)
         return out, all_batched(out, True)
 
-    run = with_batching_rule(in_breadth, functools.partial(call_gathered, parts.strategy, layer))
-    arrays = run(parts.weights, parts.sinks, parts.seed, inputs)
+    run = with_batching_rule(in_breadth, functools.partial(call_gathered, layer))
+    arrays = run(unit, (seeds, inputs))
     return joins[-1](arrays)
 
 
@@ -165,28 +167,33 @@ def refuse_mapped(weights: Flags) -> None:
         )
 
 
-class UnitParts(NamedTuple):
-    """The parameters of a unit, adapters included, by what happens to them.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Unit:
+    """The parameters of a unit, adapters included, by what happens to them; of a Stack, of all layers.
 
     Attributes:
-        strategy: how they travel.
         weights: the trained ones, then the frozen ones, each at its own level.
-        sinks: of the trained ones.
-        seed: salts stochastic rounding.
+        sinks: zeros, whose cotangents are the gradients of the trained ones.
+        seed: salts stochastic rounding; one per layer, if the unit is stacked.
         copies: delta's, of the trained ones, if the unit updates them itself; else None.
-        seeds: of adapters' dropout; one per layer, if the unit is stacked.
+        strategy: how they travel.
     """
 
-    strategy: ShardingStrategy
     weights: Weights
     sinks: Values
     seed: Seed
     copies: Payloads | None
-    seeds: Seed
+    strategy: ShardingStrategy = field(metadata={"static": True})
+
+    def cotangent(self, sinks: Values) -> "Unit":
+        """The cotangent of the unit: only sinks have one."""
+        none: PyTree[Array] = None
+        return replace(self, weights=none, sinks=sinks, seed=none, copies=None)
 
 
-def take_apart(weights: Sequence[Sharded]) -> UnitParts:
-    """The parameters of a unit by what happens to them."""
+def take_apart(weights: Sequence[Sharded]) -> tuple[Unit, Seed]:
+    """A unit's parameters by what happens to them; and the seeds of adapters' dropout."""
     every = [part for weight in weights for part in (weight, *weight.adapter)]
     ordered = sorted(every, key=lambda part: part.leaf.frozen)
     copies = tuple(part.copy for part in ordered if part.copy is not None)
@@ -194,14 +201,9 @@ def take_apart(weights: Sequence[Sharded]) -> UnitParts:
     seeds = taken(seed)
     if any(weight.lora is not None and weight.lora.dropout for weight in weights):
         seeds = mix(seeds, next(_calls.get()))
-    return UnitParts(
-        weights[0].strategy,
-        tuple(part.weight for part in ordered),
-        tuple(part.sink for part in ordered if part.sink is not None),
-        seed,
-        copies or None,
-        seeds,
-    )
+    trained = tuple(part.sink for part in ordered if part.sink is not None)
+    held = tuple(part.weight for part in ordered)
+    return Unit(held, trained, seed, copies or None, weights[0].strategy), seeds
 
 
 def reduction_of(strategy: ShardingStrategy, weights: Weights) -> GradientReduction:
@@ -259,60 +261,49 @@ def _to_whole_bwd(strategy: ShardingStrategy, seed: Seed, cotangents: Weights) -
 _to_whole.defvjp(_to_whole_fwd, _to_whole_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def call_gathered(
-    strategy: ShardingStrategy, body: Body, weights: Weights, sinks: Values, seed: Seed, inputs: Arrays
-) -> Arrays:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def call_gathered(body: Body, unit: Unit, inputs: Arrays) -> Arrays:
     """``call_unit`` for weights that ``take_apart`` has taken apart."""
-    del sinks, seed
-    weights = taken(weights)
+    weights = taken(unit.weights)
     if not all(w.layout.frozen and w.level == "full" for w in weights):
         # Without the barrier the compiler may gather every unit's weights before the first is used.
         weights, inputs = lax.optimization_barrier((weights, inputs))
-    return body(to_full(to_secondary(weights), strategy.weight_dtype), inputs)
+    return body(to_full(to_secondary(weights), unit.strategy.weight_dtype), inputs)
 
 
 class _Residuals(NamedTuple):
     """What a unit keeps for its backward pass.
 
     Attributes:
-        kept: the weights from which it gathers again.
-        sinks: of the trained ones.
+        unit: at the levels from which it gathers again.
         vjp: the module's, without whole weights.
-        seed: as for ``call_gathered``.
     """
 
-    kept: Weights
-    sinks: Values
+    unit: Unit
     vjp: Pullback
-    seed: Seed
 
 
-def _call_fwd(
-    strategy: ShardingStrategy, body: Body, weights: Weights, sinks: Values, seed: Seed, inputs: Arrays
-) -> tuple[Arrays, _Residuals]:
-    held, inputs = lax.optimization_barrier((taken(weights), inputs))
+def _call_fwd(body: Body, unit: Unit, inputs: Arrays) -> tuple[Arrays, _Residuals]:
+    held, inputs = lax.optimization_barrier((taken(unit.weights), inputs))
     secondary = to_secondary(lax.stop_gradient(held))
-    out, vjp = pullback(body, _to_whole(strategy, secondary, sinks, seed), inputs)
+    out, vjp = pullback(body, _to_whole(unit.strategy, secondary, unit.sinks, unit.seed), inputs)
     # Whole weights are not residuals: the backward pass gathers them again.
     _, *others = vjp.args_res
-    kept = kept_for_backward(strategy, weights, secondary)
-    return out, _Residuals(kept, sinks, vjp.replace(args_res=[None, *others]), seed)
+    kept = replace(unit, weights=kept_for_backward(unit.strategy, unit.weights, secondary))
+    return out, _Residuals(kept, vjp.replace(args_res=[None, *others]))
 
 
-def _call_bwd(
-    strategy: ShardingStrategy, body: Body, residuals: _Residuals, cotangent: Arrays
-) -> tuple[None, Values, None, Arrays]:
+def _call_bwd(body: Body, residuals: _Residuals, cotangent: Arrays) -> tuple[Unit, Arrays]:
     del body
-    kept, sinks, vjp, seed = residuals
-    kept, seed = taken((kept, seed))
+    unit, vjp = residuals
+    kept, seed = taken((unit.weights, unit.seed))
     # The second gather waits for the cotangent and is not merged with the first.
     kept, vjp, cotangent = lax.optimization_barrier((kept, vjp, cotangent))
     # If the loss has a gradient of its own in it, this gather has a gradient, too.
     secondary = to_secondary(lax.stop_gradient(kept))
-    whole = _to_whole(strategy, secondary, sinks, mix(seed, 1))
+    whole = _to_whole(unit.strategy, secondary, unit.sinks, mix(seed, 1))
     of_whole, of_inputs = vjp.replace(args_res=[whole, *vjp.args_res[1:]])(cotangent)
-    return None, _delivered(strategy, of_whole, seed), None, of_inputs
+    return unit.cotangent(_delivered(unit.strategy, of_whole, seed)), of_inputs
 
 
 call_gathered.defvjp(_call_fwd, _call_bwd)
