@@ -1,9 +1,9 @@
 """Adapters for Flax models, NNX and Linen: their parameters, their units, and running them on a mesh."""
 
 from collections.abc import Callable
-from typing import Any
 
 from flax import linen, nnx
+from jaxtyping import Array, PyTree
 
 from zerojax.adapters.adapter import Adapter, Bound, LossFn, ModelState, Parameter, call_loss
 from zerojax.adapters.linen_adapter import LinenAdapter
@@ -17,7 +17,11 @@ __all__ = ["Adapter", "Bound", "LossFn", "Model", "ModelState", "Parameter", "ad
 
 
 def adapt(
-    model: Model, units: tuple[type, ...], loss_fn: LossFn, sample_batch: Any, world: MeshShape
+    model: Model,
+    units: tuple[type, ...],
+    loss_fn: LossFn,
+    sample_batch: PyTree[Array],
+    world: MeshShape,
 ) -> Adapter:
     """The adapter for a model.
 

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Num
+from jax.typing import ArrayLike
+from jaxtyping import Array, Num, PyTree
 
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.sharded import Sharded
@@ -18,8 +19,10 @@ from zerojax.weights.weight import Weight
 
 Given = Mapping[Path, Num[Array, "..."] | jax.ShapeDtypeStruct | Sharded]
 """The weights that a model gets: ``Sharded`` in units, whole arrays elsewhere, or shapes and dtypes."""
-ModelState = dict[str, Any]
+ModelState = dict[str, PyTree[Array]]
+"""What a model keeps between calls besides its parameters, by name."""
 LossFn = Callable[..., Any]
+"""A user's function of a model and a batch; ``call_loss`` checks what it returns."""
 METRICS = frozenset({"grad_norm", "loss", "loss_limit", "skipped", "skipped_in_row", "spike"})
 """The metrics of a step that are not the loss function's own."""
 
@@ -89,7 +92,7 @@ class Adapter(Protocol):
         """
         ...
 
-    def whole(self, weights: Given, model_state: ModelState) -> Any:
+    def whole(self, weights: Given, model_state: ModelState) -> Callable[..., Any]:
         """An ordinary model with these whole weights, in evaluation mode, without anything of zerojax."""
         ...
 
@@ -105,11 +108,13 @@ def takes_rngs(loss_fn: LossFn) -> bool:
     return len(positional) >= 3 or "rngs" in names
 
 
-def _is_scalar(value: Any) -> bool:
+def _is_scalar(value: ArrayLike) -> bool:
     return jax.tree_util.all_leaves([value]) and jnp.shape(value) == ()
 
 
-def call_loss(loss_fn: LossFn, model: Any, batch: Any, key: Array | None) -> tuple[Array, dict[str, Array]]:
+def call_loss(
+    loss_fn: LossFn, model: object, batch: PyTree, key: Array | None
+) -> tuple[Array, dict[str, Array]]:
     """Run a loss function and check its result.
 
     Args:
@@ -122,7 +127,8 @@ def call_loss(loss_fn: LossFn, model: Any, batch: Any, key: Array | None) -> tup
         The loss as an fp32 scalar, and ``aux``, a dict of scalars (perhaps empty).
 
     Raises:
-        ConfigurationError: the loss is not a scalar, aux is not a dict of scalars, or a name in it is taken.
+        ConfigurationError: the loss is not a scalar, aux is not a dict of scalars, or it has the name of
+            a metric of the step.
     """
     if takes_rngs(loss_fn):
         result = loss_fn(model, batch, nnx.Rngs(jax.random.key(0) if key is None else key))
@@ -140,9 +146,9 @@ def call_loss(loss_fn: LossFn, model: Any, batch: Any, key: Array | None) -> tup
         raise ConfigurationError(f"loss_fn must return a floating-point scalar; it returned {loss.dtype}.")
     if not isinstance(aux, Mapping) or any(not _is_scalar(value) for value in aux.values()):
         raise ConfigurationError("loss_fn's aux must be a dict of scalars: they are averaged over the world.")
-    if taken := sorted(METRICS.intersection(aux)):
+    if reserved := sorted(METRICS.intersection(aux)):
         raise ConfigurationError(
-            f"loss_fn's aux has {taken[0]!r} in it, which is a metric of the step itself: give it another "
+            f"loss_fn's aux has {reserved[0]!r} in it, which is a metric of the step itself: give it another "
             "name."
         )
     return loss.astype(jnp.float32), {name: jnp.asarray(value) for name, value in aux.items()}

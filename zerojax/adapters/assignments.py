@@ -59,7 +59,8 @@ def call_with_weights[T](
 
     if replaced:
         # Transformations of Flax return weights that nobody assigned to as other arrays: the program tells.
-        jaxpr, paths = jax.make_jaxpr(left)(before).jaxpr, list(given)
+        jaxpr = jax.make_jaxpr(left)(before).jaxpr
+        paths = list(given)
         for path, var in zip(replaced, jaxpr.outvars, strict=True):
             number = origin(jaxpr, var)
             if number is None or paths[number] != path:

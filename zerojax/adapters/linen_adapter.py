@@ -6,9 +6,9 @@ The interceptor is active only while a bound model runs, so the user's classes a
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Never, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,21 +16,26 @@ import numpy as np
 from flax import linen
 from flax.core import meta
 from flax.core.scope import DenyList, in_filter, intersect_filters
-from jax.extend.core import jaxpr_as_fun
+from flax.linen.module import InterceptorContext
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
-from jaxtyping import Array, Num
+from jaxtyping import Array, Num, PyTree
 
 from zerojax.adapters.adapter import Bound, Given, LossFn, ModelState, Parameter, call_loss
 from zerojax.adapters.weight_sum import MasterWeights, master_weights
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.partition import split_arrays
 from zerojax.schedule.sharded import Sharded, read_outside, translated_errors
-from zerojax.schedule.unit import call_unit
+from zerojax.schedule.unit import Arrays, call_unit
 from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
 from zerojax.sharding.param_tree import Path, by_name, from_tree, to_tree
 from zerojax.weights.weight import Weight
 
 Shape = tuple[int, ...]
+Variables = dict[str, PyTree[Array]]
+"""A Linen model's variables, nested by module, by the names of their collections."""
+Units = dict[Path, tuple[Shape, set[type]]]
+"""The units of a model: per module path, the ``Parameter.stack`` and the classes."""
 PARAMS = "params"
 # Collections that live for one call only.
 _PASSING = frozenset({"intermediates", "perturbations"})
@@ -49,16 +54,16 @@ class _InScope(Sharded, meta.AxisMetadata[Any]):
         """What ``setup`` gets outside of the unit's call."""
         return _Unread(**vars(self))
 
-    def replace_boxed(self, val: Any) -> Any:
+    def replace_boxed(self, val: PyTree) -> PyTree:
         """A new value has no use for the box."""
         return val
 
-    def add_axis(self, index: int, params: dict[Any, Any]) -> Self:
+    def add_axis(self, index: int, params: Mapping[object, object]) -> Self:
         """See ``AxisMetadata``."""
         del index, params
         return self
 
-    def remove_axis(self, index: int, params: dict[Any, Any]) -> Self:
+    def remove_axis(self, index: int, params: Mapping[object, object]) -> Self:
         """Called where a loop or a map over layers slices the parameter."""
         del params
         if index != 0:
@@ -74,12 +79,12 @@ class _Unread(Sharded):
         """Of the whole parameter."""
         return self.leaf.shape
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Never:
         """Refuse all other attributes of arrays."""
         raise WeightReadError(read_outside(self.leaf.name))
 
     @property
-    def __jax_array__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  (JAX calls no leaf's)
+    def __jax_array__(self) -> Never:  # pyright: ignore[reportIncompatibleMethodOverride]  (JAX calls no leaf's)
         """Refuse when JAX looks whether this could be an array."""
         raise ConfigurationError(read_outside(self.leaf.name))
 
@@ -91,11 +96,11 @@ class WeightReadError(ConfigurationError, AttributeError):
 class _LinenModel:
     """The model that a loss function gets, which is called like the module itself."""
 
-    def __init__(self, module: linen.Module, variables: dict[str, Any]):
+    def __init__(self, module: linen.Module, variables: Variables):
         self._module = module
         self.variables = variables
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree[Array]:
         """Call the module with zerojax's variables; other arguments as for ``apply``."""
         raise NotImplementedError
 
@@ -119,7 +124,7 @@ class BoundLinen(_LinenModel):
     """A Linen module with its variables, for one forward pass."""
 
     def __init__(
-        self, module: linen.Module, units: frozenset[Path], variables: dict[str, Any], key: Array
+        self, module: linen.Module, units: frozenset[Path], variables: Variables, key: Array
     ) -> None:
         """Bind the module.
 
@@ -133,7 +138,7 @@ class BoundLinen(_LinenModel):
         self._units = units
         self._key = key
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree[Array]:
         """Apply the module; the next call sees changed state, such as batch statistics.
 
         Args:
@@ -154,7 +159,7 @@ class BoundLinen(_LinenModel):
         self.variables = {**self.variables, **{name: changed[name] for name in state if name in changed}}
         return out if mutable is None else result
 
-    def apply(self, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def apply(self, variables: Mapping[str, PyTree], *args: PyTree, **kwargs: PyTree) -> PyTree[Array]:
         """``linen.Module.apply`` with any variables; those of the model do not change.
 
         Raises:
@@ -174,7 +179,13 @@ class BoundLinen(_LinenModel):
         with linen.intercept_methods(self._intercept):
             return self._module.apply(variables, *args, **kwargs)
 
-    def _intercept(self, run: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    def _intercept(
+        self,
+        run: Callable[..., Arrays],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        context: InterceptorContext,
+    ) -> Arrays:
         """Gather the weights of a unit, or of a part of it that is called from outside, for the call.
 
         A function that is not the module's own method of that name runs unchanged: its calls are such parts.
@@ -232,7 +243,7 @@ class _Unbound(_LinenModel):
         super().__init__(module, _NotYet())
         self._rngs = rngs
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree[Array]:
         mutable = kwargs.pop("mutable", None)
         kwargs.pop("rngs", None)
         out, variables = self._module.init_with_output(self._rngs, *args, mutable=True, **kwargs)
@@ -243,27 +254,27 @@ class _Unbound(_LinenModel):
             return out
         return out, {name: value for name, value in variables.items() if in_filter(mutable, name)}
 
-    def apply(self, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def apply(self, variables: Mapping[str, PyTree], *args: PyTree, **kwargs: PyTree) -> PyTree[Array]:
         if variables.get(PARAMS):
             return self._module.apply(variables, *args, **kwargs)
         return self(*args, **kwargs)
 
 
-class _NotYet(dict[str, Any]):
+class _NotYet(Variables):
     """Variables before the calls that create them: every collection exists and is empty."""
 
-    def __missing__(self, name: str) -> Any:
+    def __missing__(self, name: str) -> "_Nothing":
         return _Nothing(name)
 
 
-class _Nothing(dict[str, Any]):
+class _Nothing(dict[str, PyTree[Array]]):
     """A collection that is empty so far; it can be passed to ``apply`` and summed, but not indexed."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
 
-    def __missing__(self, name: str) -> Any:
+    def __missing__(self, name: str) -> Never:
         raise ConfigurationError(
             f"model.variables[{self.name!r}][{name!r}] is read before the model was called, and a Linen "
             "module has no variables before: call the model first."
@@ -281,7 +292,7 @@ class LinenAdapter:
         module: linen.Module,
         units: tuple[type, ...],
         loss_fn: LossFn,
-        sample_batch: Any,
+        sample_batch: PyTree[Array],
         world: MeshShape,
     ):
         """Inspect the model without creating its values.
@@ -336,7 +347,7 @@ class LinenAdapter:
         weights, state = jax.tree.unflatten(jax.tree.structure(shapes), values)
         return weights, {name: state[path] for name, path in self._state.items()}
 
-    def _init(self, key: Array) -> tuple[dict[Path, Num[Array, "..."]], dict[Path, Any]]:
+    def _init(self, key: Array) -> tuple[dict[Path, Num[Array, "..."]], dict[Path, Array]]:
         params_key, dropout_key = jax.random.split(key)
         unbound = _Unbound(self._module, {"params": params_key, "dropout": dropout_key})
         batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._batch)
@@ -358,24 +369,30 @@ class LinenAdapter:
         variables = self._variables(weights, model_state)
         return _Pass(BoundLinen(self._module, self._paths, variables, key), self._state)
 
-    def whole(self, weights: Given, model_state: ModelState) -> Callable[..., Any]:
+    def whole(self, weights: Given, model_state: ModelState) -> Callable[..., PyTree[Array]]:
         """See ``Adapter.whole``: the module's ``apply`` with its variables."""
         return functools.partial(self._module.apply, self._variables(weights, model_state))
 
-    def _variables(self, weights: Given, model_state: ModelState) -> dict[str, Any]:
+    def _variables(self, weights: Given, model_state: ModelState) -> Variables:
         rest = to_tree({path: model_state[name] for name, path in self._state.items()})
         boxed = {path: _InScope(**vars(x)) if isinstance(x, Sharded) else x for path, x in weights.items()}
         return {PARAMS: to_tree(boxed), **rest}
 
-    def _trace(self, function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+    def _trace[*Args, T: PyTree[Array]](
+        self, function: Callable[[*Args], T], *args: *Args
+    ) -> tuple[ClosedJaxpr, T]:
         """The jaxpr and result shapes of one device's computation; no device is used."""
         return jax.make_jaxpr(function, axis_env=self._axes, return_shape=True)(*args)
 
-    def _find_units(self, weights: Any) -> dict[Path, tuple[Shape, set[type]]]:
-        """The units: per module path, the ``Parameter.stack`` and the classes."""
-        found: dict[Path, tuple[Shape, set[type]]] = {}
+    def _find_units(self, weights: dict[Path, Array]) -> Units:
+        found: Units = {}
 
-        def intercept(run: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        def intercept(
+            run: Callable[..., Arrays],
+            args: Sequence[object],
+            kwargs: Mapping[str, object],
+            context: InterceptorContext,
+        ) -> Arrays:
             module = context.module
             kinds = {cls for cls in self._units if isinstance(module, cls)}
             outermost = not any(module.path[:n] in found for n in range(len(module.path) + 1))
@@ -391,7 +408,7 @@ class LinenAdapter:
                 found[module.path] = (stacks.pop() if stacks else (), kinds)
             return run(*args, **kwargs)
 
-        def look(weights: Any, model_state: Any, batch: Any) -> Array:
+        def look(weights: Given, model_state: ModelState, batch: PyTree[Array]) -> Array:
             variables = self._variables(weights, model_state)
             model = BoundLinen(self._module, frozenset(), variables, jax.random.key(0))
             with linen.intercept_methods(intercept), master_weights(model, MasterWeights()):
@@ -401,12 +418,12 @@ class LinenAdapter:
         return found
 
 
-def _state(variables: Mapping[str, Any]) -> dict[Path, Any]:
+def _state(variables: Variables) -> dict[Path, Array]:
     """What is kept between calls, besides parameters."""
     return from_tree({name: value for name, value in variables.items() if name not in {PARAMS, *_PASSING}})
 
 
-def _stack(name: str, whole: Any, sliced: Any) -> Shape:
+def _stack(name: str, whole: Array, sliced: Array) -> Shape:
     """The ``Parameter.stack`` of a parameter ``whole``, of which a unit gets ``sliced``."""
     loops = whole.ndim - sliced.ndim
     if whole.shape[loops:] == sliced.shape:
@@ -417,7 +434,7 @@ def _stack(name: str, whole: Any, sliced: Any) -> Shape:
     )
 
 
-def _parameter(path: Path, weight: Any, units: Mapping[Path, tuple[Shape, set[type]]]) -> Parameter:
+def _parameter(path: Path, weight: Array, units: Units) -> Parameter:
     for depth in range(len(path)):
         if path[:depth] in units:
             stack, _ = units[path[:depth]]
@@ -426,33 +443,41 @@ def _parameter(path: Path, weight: Any, units: Mapping[Path, tuple[Shape, set[ty
     return Parameter(path, weight.shape, weight.dtype.name, (), None)
 
 
-def _is_method(cls: type, context: Any) -> bool:
+def _is_method(cls: type, context: InterceptorContext) -> bool:
     """Whether the intercepted call is to the method that ``cls`` has by this name.
 
     Functions that Flax's transforms run on a module are called like its methods, and a base class's method
     may be called although the module's class overrides it.
     """
+    called = cast("functools.partial[object]", context.orig_method).func
     method = getattr(cls, context.method_name, None)
-    while method is not None and method is not context.orig_method.func:
+    while method is not None and method is not called:
         method = getattr(method, "__wrapped__", None)  # Flax's wrappers, and those of its transforms
     return method is not None and context.method_name != "setup"
 
 
-def _call_module(module: Any, method: str, weights: Mapping[Path, Sharded], args: Any, kwargs: Any) -> Any:
+def _call_module(
+    module: linen.Module,
+    method: str,
+    weights: Mapping[Path, Sharded],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+) -> Arrays:
     """Run a unit's method on an unbound copy that has whole weights, and copy its state back."""
     paths = tuple(weights)
     arrays, join = split_arrays((args, kwargs))
     free, variables = module.unbind()
     state = {name: value for name, value in variables.items() if name != PARAMS}
+    assert module.scope is not None  # it is being called
     rngs = {name: module.make_rng(name) for name in module.scope.rngs}
     mutable = intersect_filters(module.scope.mutable, DenyList(PARAMS)) or []
 
-    def body(whole: Any, inputs: Any) -> Any:
+    def body(whole: Sequence[Array], inputs: Arrays) -> tuple[Arrays, Mapping[str, PyTree[Array]]]:
         state, rngs, arrays = inputs
         args, kwargs = join(arrays)
         params = to_tree(dict(zip(paths, whole, strict=True)))
 
-        def call(unit: linen.Module) -> Any:
+        def call(unit: linen.Module) -> Arrays:
             return getattr(unit, method)(*args, **kwargs)
 
         return free.apply({PARAMS: params, **state}, rngs=rngs, method=call, mutable=mutable)

@@ -9,14 +9,16 @@ import functools
 import inspect
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Num
+from flax.typing import PathParts
+from jax.tree_util import KeyPath
+from jaxtyping import Array, Num, PyTree
 
 from zerojax.adapters.adapter import Bound, Given, ModelState, Parameter
 from zerojax.adapters.assignments import call_with_weights, replaced_weights
@@ -116,15 +118,15 @@ class NNXAdapter:
         model.eval()
         return model
 
-    def _values(self, state: nnx.State) -> tuple[dict[Path, Any], ModelState]:
+    def _values(self, state: nnx.State) -> tuple[dict[Path, Array], ModelState]:
         """The weights in a state of the model, by path, and its other values by name."""
         values = dict(leaves_of(state))
         weights = {path: values.pop(path) for path in list(values) if path in self._weights}
         return weights, {"/".join(path): value for path, value in values.items()}
 
-    def _merge(self, graph: Any, weights: Given, model_state: ModelState) -> nnx.Module:
-        def filled(path: tuple[Any, ...], held: Any) -> Any:
-            def value(inner: Any, _: Any) -> Any:
+    def _merge(self, graph: nnx.GraphDef[nnx.Module], weights: Given, model_state: ModelState) -> nnx.Module:
+        def filled(path: PathParts, held: object) -> PyTree:
+            def value(inner: KeyPath, _: object) -> PyTree[Array]:
                 name = leaf_path(path, inner)
                 return weights[name] if name in weights else model_state["/".join(name)]
 
@@ -148,7 +150,7 @@ def _own_key(keys: Array, key: Array) -> Array:
     return jax.vmap(fold)(keys.reshape(-1)).reshape(keys.shape)
 
 
-def _is_weight(path: Path, value: Any) -> bool:
+def _is_weight(path: Path, value: Array) -> bool:
     """Whether a value of a parameter is floating-point, as all are that have gradients.
 
     Raises:
@@ -173,9 +175,10 @@ class _Unit(NamedTuple):
 
 def _find_units(module: nnx.Module, units: tuple[type, ...]) -> Iterator[_Unit]:
     """The outermost instances of units."""
-    taken: set[int] = set()
+    inside: set[int] = set()  # units found so far
+    # By depth, so that a unit comes before those within it.
     for path, child in sorted(nnx.iter_modules(module), key=lambda item: len(item[0])):
-        if id(child) in taken:
+        if id(child) in inside:
             continue
         if not isinstance(child, (Stack, *units)):
             continue
@@ -187,8 +190,10 @@ def _find_units(module: nnx.Module, units: tuple[type, ...]) -> Iterator[_Unit]:
                     f"the Stack {'/'.join(map(str, path))!r} was created by nnx.vmap, and it is stacked "
                     "already: create several, one after another, in an nnx.List."
                 )
-            stack, path, child = (child.layers,), (*path, "block"), child.block
-        taken.update(id(inner) for _, inner in nnx.iter_modules(child))
+            stack = (child.layers,)
+            path = (*path, "block")
+            child = child.block
+        inside.update(id(inner) for _, inner in nnx.iter_modules(child))
         yield _Unit("/".join(map(str, path)), child, stack, prefetching)
 
 
@@ -235,7 +240,7 @@ def _read_outside(model: nnx.Module, units: set[int]) -> set[int]:
     """The ids of the variables that can be reached without going through a unit."""
     reached: set[int] = set()
     seen: set[int] = set()
-    pending: list[Any] = [model]
+    pending: list[object] = [model]
     while pending:
         node = pending.pop()
         if id(node) in seen or id(node) in units:
@@ -251,7 +256,7 @@ def _read_outside(model: nnx.Module, units: set[int]) -> set[int]:
 @functools.cache
 def _gathering_class(cls: type[nnx.Module]) -> type[nnx.Module]:
     """A subclass whose methods gather the weights when they are called from outside."""
-    names: dict[str, Any] = {}
+    names: dict[str, object] = {}
     for base in reversed(cls.__mro__[: cls.__mro__.index(nnx.Module)]):
         for name, member in vars(base).items():
             if inspect.isfunction(member) and (name == "__call__" or not name.startswith("__")):
@@ -260,11 +265,12 @@ def _gathering_class(cls: type[nnx.Module]) -> type[nnx.Module]:
     return types.new_class(cls.__name__, (cls,), exec_body=lambda namespace: namespace.update(names))
 
 
-def _gathering(cls: type[nnx.Module], name: str) -> Callable[..., Any]:
+def _gathering(cls: type[nnx.Module], name: str) -> Callable[..., Arrays]:
     original = getattr(cls, name)
 
     @functools.wraps(original)
-    def method(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+    def method(self: nnx.Module, *args: object, **kwargs: object) -> Arrays:
+        # The original's calls of its own methods find them as they are.
         gathering = type(self)
         self.__class__ = cls
         try:
@@ -275,7 +281,12 @@ def _gathering(cls: type[nnx.Module], name: str) -> Callable[..., Any]:
     return method
 
 
-def _call_module(module: nnx.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _call_module(
+    module: nnx.Module,
+    method: Callable[..., Arrays],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+) -> Arrays:
     """Run a unit's method on a copy that has whole weights, and copy its state back."""
     graph, params, state = nnx.split(module, nnx.Param, ...)
     weights, others, combine = partition(params, is_sharded, is_leaf=is_sharded)
@@ -289,10 +300,10 @@ def _call_module(module: nnx.Module, method: Callable[..., Any], args: Any, kwar
         )
     arrays, join = split_arrays((args, kwargs))
 
-    def body(whole: Sequence[Array], inputs: Arrays) -> Any:
+    def body(whole: Sequence[Array], inputs: Arrays) -> tuple[Arrays, list[nnx.State]]:
         state, others, arrays = inputs
 
-        def use(unit: nnx.Module) -> Any:
+        def use(unit: nnx.Module) -> tuple[Arrays, list[nnx.State]]:
             args, kwargs = join(arrays)
             out = method(unit, *args, **kwargs)
             return out, [changed_state(one) for one in (unit, *modules_in((args, kwargs)))]

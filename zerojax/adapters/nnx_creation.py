@@ -9,14 +9,17 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.typing import PathParts
 from jax.core import Tracer
+from jax.tree_util import KeyPath
+from jaxtyping import Array
 
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.sharded import is_sharded
@@ -26,7 +29,7 @@ from zerojax.sharding.param_tree import Path
 Shape = tuple[int, ...]
 
 _SHAPES = "_zerojax_shapes"
-_META: Any = type(nnx.Module)
+_META: Any = type(nnx.Module)  # to pyright it is `type`, to whose call nothing is assigned
 _lock = threading.RLock()
 _stacked: ContextVar[tuple[type, ...] | None] = ContextVar("classes whose shapes are noted", default=None)
 _READS = (
@@ -36,7 +39,7 @@ _READS = (
 )
 
 
-def create(factory: Callable[..., Any], rngs: nnx.Rngs, stacked: tuple[type, ...]) -> nnx.Module:
+def create(factory: Callable[..., object], rngs: nnx.Rngs, stacked: tuple[type, ...]) -> nnx.Module:
     """Create a model, whose plain arrays are then part of its state.
 
     Args:
@@ -105,7 +108,7 @@ def forget_shapes(model: nnx.Module) -> None:
         vars(module).pop(_SHAPES, None)
 
 
-def leaves_of(state: nnx.State) -> Iterator[tuple[Path, Any]]:
+def leaves_of(state: nnx.State) -> Iterator[tuple[Path, Array]]:
     """The leaves of a state by path: of its variables, without their hooks, and of plain attributes.
 
     A variable that holds a pytree has a leaf for each of that, whose path goes on.
@@ -114,27 +117,30 @@ def leaves_of(state: nnx.State) -> Iterator[tuple[Path, Any]]:
         yield from leaves_within(path, held)
 
 
-def leaves_within(path: tuple[Any, ...], held: Any) -> Iterator[tuple[Path, Any]]:
+def leaves_within(path: PathParts, held: object) -> Iterator[tuple[Path, Array]]:
     """The leaves of a variable or an attribute at a path, by path."""
     value = held.get_raw_value() if isinstance(held, nnx.Variable) else held
     for inner, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_sharded):
         yield leaf_path(path, inner), leaf
 
 
-def leaf_path(path: tuple[Any, ...], inner: Any) -> Path:
+def leaf_path(path: PathParts, inner: KeyPath) -> Path:
     """The path of a leaf within the value at a path."""
     return (*map(str, path), *(jax.tree_util.keystr((key,), simple=True) for key in inner))
 
 
-def _by_name(factory: Callable[..., Any]) -> bool:
+def _by_name(factory: Callable[..., object]) -> bool:
     """Whether a factory takes its rngs by name only."""
-    given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+    args: tuple[object, ...] = ()
+    named: Mapping[str, object] = {}
     if isinstance(factory, functools.partial):
-        factory, given = factory.func, (factory.args, factory.keywords)
-    args, named = given
+        args = factory.args
+        named = factory.keywords
+        factory = factory.func
     if isinstance(factory, type):
         # The signature of the class would be that of its metaclass's call.
-        factory, args = factory.__init__, (None, *args)
+        args = (None, *args)  # of self
+        factory = factory.__init__
     try:
         rngs = inspect.signature(functools.partial(factory, *args, **named)).parameters.get("rngs")
     except (TypeError, ValueError):
@@ -142,7 +148,7 @@ def _by_name(factory: Callable[..., Any]) -> bool:
     return rngs is not None and rngs.kind is rngs.KEYWORD_ONLY
 
 
-def _make_data(node: Any) -> None:
+def _make_data(node: object) -> None:
     """Make plain attributes that are traced arrays what they are without a trace: data, not static values."""
     for name, value in list(vars(node).items()):
         if isinstance(value, Tracer):
@@ -155,7 +161,7 @@ def _observed(stacked: tuple[type, ...]) -> Generator[None]:
     with _lock:
         call = _META.__call__
 
-        def observe(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        def observe(cls: type[nnx.Module], *args: object, **kwargs: object) -> object:
             module = call(cls, *args, **kwargs)
             classes = _stacked.get()
             if classes is not None and isinstance(module, nnx.Module):

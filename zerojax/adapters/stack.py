@@ -1,11 +1,10 @@
 """A stack of equal blocks as one scanned module: compile time does not grow with depth."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from zerojax.adapters.assignments import call_with_weights
 from zerojax.errors import ConfigurationError
@@ -71,12 +70,12 @@ class Stack(nnx.Module):
 
     def __call__(
         self,
-        x: Any,
-        *args: Any,
+        x: PyTree[Array],
+        *args: PyTree,
         by_layer: dict[str, Array] | None = None,
         method: str = "__call__",
-        **kwargs: Any,
-    ) -> Any:
+        **kwargs: PyTree,
+    ) -> PyTree[Array]:
         """Apply the blocks in order.
 
         Args:
@@ -129,13 +128,13 @@ class Stack(nnx.Module):
         return x
 
 
-def modules_in(arguments: Any) -> list[nnx.Module]:
+def modules_in(arguments: PyTree) -> list[nnx.Module]:
     """The modules among a call's arguments, themselves pytrees."""
     leaves = jax.tree.leaves(arguments, is_leaf=lambda leaf: isinstance(leaf, nnx.Module))
     return [leaf for leaf in leaves if isinstance(leaf, nnx.Module)]
 
 
-def changed_state(module: nnx.Module) -> Any:
+def changed_state(module: nnx.Module) -> nnx.State:
     """All state of a module that a call may have changed, of which what it sowed is not kept between calls.
 
     Raises:

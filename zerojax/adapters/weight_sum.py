@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,11 +46,11 @@ class MasterWeights:
     level: Level = "primary"
 
 
-_of_loss: ContextVar[tuple[Any, MasterWeights] | None] = ContextVar("weights of the loss", default=None)
+_of_loss: ContextVar[tuple[object, MasterWeights] | None] = ContextVar("weights of the loss", default=None)
 
 
 @contextlib.contextmanager
-def master_weights(model: Any, weights: MasterWeights) -> Generator[None]:
+def master_weights(model: object, weights: MasterWeights) -> Generator[None]:
     """Within this context ``weight_sum(model)`` finds the model's master weights."""
     token = _of_loss.set((model, weights))
     try:
@@ -61,7 +60,7 @@ def master_weights(model: Any, weights: MasterWeights) -> Generator[None]:
 
 
 def weight_sum(
-    model: Any, function: Elementwise = jnp.square, *, paths: str | Sequence[str] = "*"
+    model: object, function: Elementwise = jnp.square, *, paths: str | Sequence[str] = "*"
 ) -> Float[Array, ""]:
     """Sum a function of every element of a model's parameters, within a loss function.
 
@@ -121,7 +120,7 @@ def _some(paths: Iterable[Path]) -> str:
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
-def _whole_weights(model: Any) -> Iterator[tuple[Path, Array]]:
+def _whole_weights(model: object) -> Iterator[tuple[Path, Array]]:
     """The floating-point parameters of an ordinary module."""
     if not isinstance(model, nnx.Module):
         raise ConfigurationError(
@@ -147,6 +146,7 @@ def _sum_of_shards(
         first = lax.axis_index(OWNED) * leaf.shard
         return jnp.sum(jnp.where(first + jnp.arange(leaf.shard) < leaf.size, function(shard), 0))
 
+    # The gradient goes to the sink, as units' gradients do: master weights are not differentiated.
     @jax.custom_vjp
     def total(shard: Float[Array, "... shard"], sink: Sink) -> Float[Array, ""]:
         del sink
