@@ -1,6 +1,6 @@
 """Programs for the devices of a mesh, which emulated devices run one at a time, a collective after another.
 
-XLA:CPU runs independent operations at once, also a collective beside another collective or a loop. JAX gives
+XLA:CPU runs independent operations at once, also two collectives, or a collective and a loop. JAX gives
 all collectives one channel: a gather may then be joined with another gather, and devices that reach two
 collectives in different orders wait for each other forever. No compiler option prevents it, and barriers are
 gone when XLA:CPU looks for what is independent. So every collective reads a value of the one before it. GPUs

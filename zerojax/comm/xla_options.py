@@ -13,12 +13,12 @@ from zerojax.sharding.mesh import on_gpus
 CompilerOptions = dict[str, bool | int]
 """XLA's options by name, as ``jax.jit`` takes them."""
 GPU_OPTIONS: CompilerOptions = {
-    # Runs collectives beside compute; without it every start is followed at once by its done.
+    # Overlaps collectives with compute; without it every start is followed at once by its done.
     "xla_gpu_enable_latency_hiding_scheduler": True,
     # Hops start as soon as their operands are ready, all of a layer's at once (zero3's backward pass on
     # several nodes has twelve), and are awaited where their result is read: `prefetch_scan` puts a layer's
     # compute between the two. By its own estimates, which do not include the network, the scheduler puts
-    # most hops between nodes behind all compute, and those within a node beside a single matmul each.
+    # most hops between nodes behind all compute, and those within a node over a single matmul each.
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
     "xla_gpu_experimental_parallel_collective_overlap_limit": 16,
     # Estimates collectives' costs from the chip's bandwidth, which the default guess underestimates.

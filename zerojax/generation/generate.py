@@ -96,7 +96,7 @@ def generate(
             to rounding.
         weights: "compute", "fp8" and "int8" are whole on every device; "gathered" is spread over the devices
             of a node, and gathered layer by layer. "auto" is "compute" if that fits into the device's memory
-            beside the state, else "gathered".
+            in addition to the state, else "gathered".
         slots: rows that a device decodes together; by default all of its own up to 64. When one ends, the
             next prompt takes its place.
         adapters: whether low-rank adapters take part; without them the base model speaks.

@@ -15,7 +15,7 @@ from zerojax.train.spec import TrainSpec
 
 @dataclass(frozen=True)
 class GenerationMemory:
-    """Bytes on one device beside the state, without what is gathered or computed for a layer.
+    """Bytes on one device in addition to the state, without what is gathered or computed for a layer.
 
     Attributes:
         form: of the weights.

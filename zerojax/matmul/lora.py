@@ -1,4 +1,4 @@
-"""Low-rank adapters: trained matrices A and B beside a frozen weight W, which acts as ``W + scale A B``.
+"""Low-rank adapters: trained matrices A and B for a frozen weight W, which acts as ``W + scale A B``.
 
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685), section 4.1. A product
 with W gets a second, narrow product: ``x W + scale (x A) B``. The sum ``W + scale A B`` is never computed,

@@ -42,7 +42,7 @@ class GradientQueue:
     last: int
 
     @property
-    def hops(self) -> int:
+    def stages(self) -> int:
         """How many hops are stages of their own; 0 if gradients do not cross nodes."""
         reduction = self.reduction
         return len(reduction.axes) if reduction.strategy.reduces_between_nodes(reduction.world) else 0
@@ -50,7 +50,7 @@ class GradientQueue:
     def enqueue(self, grads: Values, index: Index, behind: InFlight | None = None) -> InFlight:
         """Encode a layer's whole gradients and put them before those that ``advance`` returned."""
         encoded = self.reduction.encode(grads, self.seeds[index])
-        return (encoded, *((None,) * self.hops if behind is None else behind))
+        return (encoded, *((None,) * self.stages if behind is None else behind))
 
     def advance(self, in_flight: InFlight, first: Index) -> tuple[InFlight, Arrived | None]:
         """Move every layer's gradients one stage on.
@@ -67,8 +67,8 @@ class GradientQueue:
         arrived = None
         if payload is not None:
             # The zeros of `prime` belong to no layer: they go where the last layer's sums replace them.
-            index = jnp.minimum(first + self.hops, self.last)
-            if not self.hops:
+            index = jnp.minimum(first + self.stages, self.last)
+            if not self.stages:
                 for hop in range(len(self.reduction.axes)):
                     payload = self._send(payload, index, hop)
             arrived = Arrived(payload, index)
@@ -82,7 +82,8 @@ class GradientQueue:
         """Fill the last stage with zeros if it is empty: a loop's carry has one structure throughout."""
         if in_flight[-1] is not None:
             return in_flight
-        arrival = jax.eval_shape(lambda payload: self._send(payload, self.last, self.hops - 1), in_flight[-2])
+        last_hop = self.stages - 1
+        arrival = jax.eval_shape(lambda payload: self._send(payload, self.last, last_hop), in_flight[-2])
         return (*in_flight[:-1], jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), arrival))
 
     def sum(self, arrived: Arrived) -> Values:
@@ -91,7 +92,7 @@ class GradientQueue:
 
     def drain(self, in_flight: InFlight) -> Iterator[Arrived]:
         """The gradients still in flight, as they arrive; layer 0's are on the first stage, and come last."""
-        for done in range(self.hops + 1):
+        for done in range(self.stages + 1):
             sent, arrived = self.advance(in_flight, -done)
             if arrived is not None:
                 yield arrived

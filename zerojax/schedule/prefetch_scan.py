@@ -341,7 +341,7 @@ def _backward(
     given: list[Array],
     args: _ScanArgs,
 ) -> tuple[Values, Arrays, list[Array], list[Array]]:
-    """Run every layer's vjp in reverse order, gathering weights and sending gradients beside it.
+    """Run every layer's vjp in reverse order, gathering weights and sending gradients meanwhile.
 
     Args:
         shapes: of the cotangents of the activations and the stacked state that ``_forward`` returned.
@@ -411,7 +411,7 @@ def _backward(
     carry = _BackwardCarry(cotangent, of_state, of_shared, fetching, whole, in_flight, stored)
     # The loop runs layers `top` - 1 down to `stop`: the layers peeled off before it fill every hop.
     stop = min(2 if prefetcher.crosses else 1, last)
-    top = max(last - max(queue.hops - 1, 0), stop)
+    top = max(last - max(queue.stages - 1, 0), stop)
     for index in range(last - 1, top - 1, -1):
         carry = layer(carry, index, crossing=prefetcher.crosses)
     if top > stop:

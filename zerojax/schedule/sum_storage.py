@@ -116,7 +116,7 @@ class SumStorage:
         self, floats: dict[int, Array], first: Float32[Array, " n"], pieces: Sequence[_Piece]
     ) -> Float32[Array, "layers n"]:
         # XLA fuses paddings and selections with the optimizer that reads them. It would copy a concatenation,
-        # and then hold all gradients beside the residuals after all.
+        # and then hold all gradients in addition to the residuals.
         joined = lax.pad(first[None], jnp.float32(0), [(0, self._layers - 1, 0), (0, 0, 0)])
         for array, begin, offset, size in pieces:
             part = floats[array][:, begin : begin + size]

@@ -135,7 +135,7 @@ class ShardingStrategy:
 
 
 def _own_stream(zero: ZeroConfig, keep: Level, sink: Level) -> bool:
-    """Whether hops between nodes get a stream of their own, beside hops within a node.
+    """Whether hops between nodes get a stream of their own, apart from hops within a node.
 
     That needs one collective per hop. So it is off if the backward pass also gathers from other nodes, with
     chunks, with raw gradients, which joining would copy at full size, and if no micro-batch crosses nodes.

@@ -92,7 +92,7 @@ def frozen_fields(spec: TrainSpec, encoded: Iterable[tuple[Path, Weight, int]]) 
 
 
 def _encode_layers(spec: TrainSpec, leaf: ParamLayout, read: ReadLayer) -> tuple[Weight, int]:
-    """A weight as it is stored, and its hash; beside it no more than one layer is in memory in fp32."""
+    """A weight as it is stored, and its hash; besides it no more than one layer is in memory in fp32."""
     like, everyone = spec.stored(leaf, spec.strategy.frozen), spec.sharding(PartitionSpec())
     # Weights of one layout share a compiled function: the salt of the hash is what tells them apart.
     one = dataclasses.replace(without_place(leaf), stack=(1,) if leaf.stack else ())

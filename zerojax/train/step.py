@@ -265,16 +265,16 @@ def _train(state: TrainState, read: _Read, batch: Batch) -> tuple[TrainState, Me
     with jax.named_scope("optimizer"):
         updates, opt_state = spec.tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-    keep = functools.partial(jax.tree.map, functools.partial(jnp.where, ok))
+    unless_skipped = functools.partial(jax.tree.map, functools.partial(jnp.where, ok))
     following = state.replace(
         step=state.step + 1,
         skipped_in_row=jnp.where(ok, 0, state.skipped_in_row + 1),
-        params=keep(params, state.params),
-        opt_state=keep(opt_state, state.opt_state),
-        model_state=keep(after.model_state, state.model_state),
+        params=unless_skipped(params, state.params),
+        opt_state=unless_skipped(opt_state, state.opt_state),
+        model_state=unless_skipped(after.model_state, state.model_state),
         copies=after.copies,
         current_copies=False,
-        residual=keep(after.residual, state.residual),
+        residual=unless_skipped(after.residual, state.residual),
         losses=losses,
     )
     metrics |= {
