@@ -30,7 +30,7 @@ def state_bytes(spec: TrainSpec) -> int:
 
 
 def free_memory(spec: TrainSpec) -> int:
-    """MiB of a device's memory that neither the state nor anything else takes; unlimited where it is not known."""
+    """MiB of a device's memory that are free with the state in it; unlimited where it is not known."""
     stats = [device.memory_stats() or {} for device in spec.mesh.local_devices]
     known = [one for one in stats if "bytes_limit" in one]
     if not known:
