@@ -34,8 +34,9 @@ def to_run(kind: str) -> dict[str, list[CodeBlock]]:
 
 
 COMMANDS, PROGRAMS = to_run("sh"), to_run("python")
-# Each trains, traces or compiles large models for half a minute or more.
+# Each trains, traces or compiles models for ten seconds of CPU time or more.
 LONG = (
+    "docs/adapters.md",
     "docs/benchmark-notes.md",
     "docs/checkpoints.md",
     "docs/clusters.md",
@@ -45,6 +46,7 @@ LONG = (
     "docs/monitor.md",
     "docs/optimizers.md",
     "docs/planner.md",
+    "docs/settings.md",
     "docs/start.md",
     "docs/wire.md",
 )
