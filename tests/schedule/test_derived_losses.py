@@ -115,7 +115,7 @@ EXACT_DELTA = {"hpz": True, "weights_delta": True, "weights": "fp32", "local_wei
 @pytest.mark.parametrize(
     ("kind", "loss", "mesh", "zero"),
     [
-        (Listed, both, (2, 4), {"units": (Block,)}),
+        pytest.param(Listed, both, (2, 4), {"units": (Block,)}, marks=pytest.mark.slow),
         pytest.param(
             Listed, both, (3, 2), {"units": (Block,), "stage": 1, "remat": "none"}, marks=pytest.mark.slow
         ),

@@ -194,7 +194,7 @@ def rows(batch: Any, chosen: Any) -> Any:
         ("stack", (3, 2), {"hpz": True}),
         pytest.param("linen", (2, 4), {}, marks=pytest.mark.slow),
         ("linen", (1, 3), {"stage": 2}),
-        ("linen", (4, 1), {"stage": 0}),
+        pytest.param("linen", (4, 1), {"stage": 0}, marks=pytest.mark.slow),
         pytest.param("scan", (3, 2), {"hpz": True}, marks=pytest.mark.slow),
         ("scan", (2, 2), {"remat": "none"}),
     ],
@@ -225,7 +225,7 @@ def test_statistics_over_one_axis_are_those_of_its_devices(style, axis):
     ("style", "order"),
     [
         ("nnx", "breadth"),
-        ("stack", "depth"),
+        pytest.param("stack", "depth", marks=pytest.mark.slow),
         pytest.param("stack", "breadth", marks=pytest.mark.slow),
         ("linen", "depth"),
         ("scan", "breadth"),

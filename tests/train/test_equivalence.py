@@ -163,7 +163,7 @@ def test_adamw_with_mask_clip_and_schedule(name, mesh, stage, options):
     [
         ("nnx", (2, 4), 0, {"accumulate": 2}),
         ("nnx", (3, 2), 1, {"accumulate": 2}),
-        ("linen", (2, 4), 2, {"accumulate": 3}),
+        pytest.param("linen", (2, 4), 2, {"accumulate": 3}, marks=SLOW),
         ("stack", (2, 4), 3, {"accumulate": 3, "remat": "none"}),
         ("gpt-tied", (4, 2), 3, {"grad_sync": "step", "accumulate": 2, "remat": "attention"}),
         ("stack", (3, 2), 2, {"grad_sync": "step", "accumulate": 4}),
@@ -181,14 +181,14 @@ BREADTH = {"accumulate_order": "breadth"}
 @pytest.mark.parametrize(
     ("name", "mesh", "options"),
     [
-        ("nnx", (2, 4), {"accumulate": 2}),
+        pytest.param("nnx", (2, 4), {"accumulate": 2}, marks=SLOW),
         ("stack", (2, 4), {"accumulate": 3, "remat": "none"}),
         ("stack", (3, 2), {"accumulate": 5, "hpz": True, "weights_delta": True}),
         pytest.param("stack", (1, 5), {"accumulate": 2}, marks=SLOW),
         ("linen", (4, 2), {"accumulate": 3}),
         ("linen-scan", (3, 2), {"accumulate": 2}),
         ("gpt-tied", (2, 4), {"accumulate": 3, "hpz": True, "remat": "attention"}),
-        ("gpt-tied", (1, 1), {"accumulate": 4}),
+        pytest.param("gpt-tied", (1, 1), {"accumulate": 4}, marks=SLOW),
         ("awkward", (8, 1), {"accumulate": 2, "grad_sync": "step"}),
         ("ragged", (2, 4), {"accumulate": 5}),
     ],

@@ -38,12 +38,12 @@ AS = {
 @pytest.mark.parametrize(
     ("style", "kind", "mesh", "options"),
     [
-        ("nnx", "Python", (2, 2), {}),
+        pytest.param("nnx", "Python", (2, 2), {}, marks=pytest.mark.slow),
         ("nnx", "numpy", (2, 2), {"accumulate": 3}),
         ("stack", "0-d", (3, 2), {"accumulate": 2, "accumulate_order": "breadth"}),
         ("linen", "JAX", (1, 2), {"stage": 1, "accumulate": 2}),
         ("linen-scan", "Python", (2, 1), {"accumulate": 2, "accumulate_order": "breadth"}),
-        ("stack", "JAX", (1, 1), {}),
+        pytest.param("stack", "JAX", (1, 1), {}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
