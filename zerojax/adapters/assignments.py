@@ -8,7 +8,7 @@ from jaxtyping import Array, Num
 
 from zerojax.adapters.nnx_creation import leaves_of
 from zerojax.errors import ConfigurationError
-from zerojax.schedule.origins import origin
+from zerojax.schedule.origins import changed
 from zerojax.schedule.sharded import assigned, is_sharded
 from zerojax.sharding.param_tree import Path
 
@@ -60,9 +60,6 @@ def call_with_weights[T](
     if replaced:
         # Transformations of Flax return weights that nobody assigned to as other arrays: the program tells.
         jaxpr = jax.make_jaxpr(left)(before).jaxpr
-        paths = list(given)
-        for path, var in zip(replaced, jaxpr.outvars, strict=True):
-            number = origin(jaxpr, var)
-            if number is None or paths[number] != path:
-                raise ConfigurationError(assigned("/".join(path), f"the unit {type(unit).__name__}"))
+        if paths := changed(jaxpr, list(given), list(replaced)):
+            raise ConfigurationError(assigned("/".join(paths[0]), f"the unit {type(unit).__name__}"))
     return result

@@ -1,5 +1,6 @@
 """Where the values of a traced program come from."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from jax.extend import core
@@ -31,6 +32,23 @@ def origin(jaxpr: core.Jaxpr, var: Any) -> int | None:
             return None
         var = equation.invars[source]
     return jaxpr.invars.index(var) if var in jaxpr.invars else None
+
+
+def changed[T](jaxpr: core.Jaxpr, entered: list[T], left: Sequence[T]) -> list[T]:
+    """The names of results that are not the argument of the same name, moved or passed on.
+
+    Args:
+        jaxpr: of a program.
+        entered: names of its first arguments.
+        left: names of its last results.
+    """
+    results = jaxpr.outvars[len(jaxpr.outvars) - len(left) :]
+    found = []
+    for name, var in zip(left, results, strict=True):
+        number = origin(jaxpr, var)
+        if number is None or entered[number : number + 1] != [name]:
+            found.append(name)
+    return found
 
 
 def _source(equation: core.JaxprEqn, place: int) -> int | None:

@@ -224,9 +224,8 @@ def to_owners(spec: TrainSpec, grads: Blocks, residual: Blocks, seed: Seed) -> t
 
 def means(sums: Sums) -> tuple[dict[str, Array], Array]:
     """Means over all tokens from sums over the world, and the number of tokens."""
-    metrics = {name: total / sums.tokens for name, total in sums.aux.items()} | {
-        "loss": sums.loss / sums.tokens
-    }
+    totals = sums.aux | {"loss": sums.loss}
+    metrics = {name: total / sums.tokens for name, total in totals.items()}
     return metrics | ({TOKENS: sums.tokens} if TOKENS in sums.aux else {}), sums.tokens
 
 

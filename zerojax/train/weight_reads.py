@@ -14,7 +14,7 @@ import jax
 from jax.extend import core
 
 from zerojax.errors import ConfigurationError
-from zerojax.schedule.origins import MOVES, origin, scan_counts
+from zerojax.schedule.origins import MOVES, changed, scan_counts
 from zerojax.schedule.sharded import FORWARD_MODE, TAKEN, assigned, is_sharded, read_outside
 from zerojax.schedule.user_code import line_of_equation
 from zerojax.sharding.param_tree import Path
@@ -55,10 +55,8 @@ def refuse_assigned(jaxpr: core.Jaxpr, weights: Mapping[Path, Any], replaced: Ma
     """
     entered = [keys[0].key for keys, _ in jax.tree_util.tree_leaves_with_path(weights)]
     left = [keys[0].key for keys, _ in jax.tree_util.tree_leaves_with_path(replaced)]
-    for path, var in zip(left, jaxpr.outvars[len(jaxpr.outvars) - len(left) :], strict=True):
-        number = origin(jaxpr, var)
-        if number is None or entered[number : number + 1] != [path]:
-            raise ConfigurationError(assigned("/".join(path), "the loss"))
+    if paths := changed(jaxpr, entered, left):
+        raise ConfigurationError(assigned("/".join(paths[0]), "the loss"))
 
 
 def _follow(jaxpr: core.Jaxpr, names: Names) -> Names:
