@@ -13,8 +13,10 @@ import pytest
 from flax import nnx
 
 import zerojax
+from zerojax import checkpoints
 from zerojax.errors import RunError, Stopped
 from zerojax.run.metrics import read_metrics
+from zerojax.run.weights import CHECKPOINTS
 
 RUN: dict[str, Any] = {
     "model": lambda rngs: nnx.Linear(4, 2, rngs=rngs),
@@ -140,6 +142,10 @@ def test_it_trains_evaluates_logs_and_saves(tmp_path: Path, plain: Any) -> None:
     losses = [np.mean((batch["x"] @ kernel + bias - 1) ** 2) for batch in HELD_OUT]
     assert lines[-1]["validation_loss"] == pytest.approx(np.mean(losses), rel=1e-5)
     assert trainer.evaluate()["validation_loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    newest = tmp_path / "checkpoints" / "5"
+    saved = checkpoints.read_manifest(newest).record.config["zero"]
+    assert (saved["preset"], saved["stage"]) == ("zero3", 1)
+    assert CHECKPOINTS.tokenizer(newest) is CHECKPOINTS.outputs(newest) is None
 
 
 @pytest.mark.parametrize("make", [drawn, Positioned, lambda: [draw(step) for step in range(8)]])

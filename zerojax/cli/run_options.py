@@ -110,7 +110,7 @@ def _as_trained(named: Path, tables: Tables, folder: RunFolder) -> Tables:
         before = checkpoints.read_manifest(path).record.config
     except (ConfigurationError, RunError):  # reported when the weights are read, by a run that needs them
         return {}
-    if not before:  # of a loop of one's own
+    if "model" not in before:  # of a custom loop
         return {}
     theirs, outputs = saved_config(before), tables.get("model", {}).get("outputs")
     own = {"attention", "loss_chunk", "dropout"}

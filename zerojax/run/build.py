@@ -17,11 +17,11 @@ from zerojax.analysis.comm_report import comm_report
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import LoRA
 from zerojax.models import GPT, Block, GPTConfig, flops_per_token, lm_loss
-from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.watchdog import Limits, Watchdog, end_alone
 from zerojax.optim.shard_check import Optimizer
-from zerojax.run import checkpoints
+from zerojax.run.checkpoints import Manifest
+from zerojax.run.checkpoints.select import choose
 from zerojax.run.config import ClusterSection, RunConfig, TrainSection, config_to_dict
 from zerojax.run.metrics import RunLog, StepCosts
 from zerojax.run.optimizers import make_optimizer, make_schedule
@@ -139,27 +139,17 @@ def abstract_model(config: RunConfig) -> TrainState:
 
 def choose_checkpoint(
     config: RunConfig, folder: RunFolder, resume: Resume
-) -> tuple[checkpoints.Manifest | None, list[str]]:
-    """The checkpoint to resume from, chosen by process zero for all.
-
-    Newer checkpoints that are damaged are moved aside, so that their steps can be saved again.
-
-    Returns:
-        Its manifest, or None to start anew; and a line for each damaged one.
+) -> tuple[Manifest | None, list[str]]:
+    """``choose`` the checkpoint from which a run resumes; its manifest is None if the run starts anew.
 
     Raises:
         ConfigurationError: ``resume`` does not fit the checkpoints, or all of them are damaged.
     """
-
-    def look() -> dict[str, Any]:
-        choice = checkpoints.newest_valid(folder.checkpoints, checksums=config.checkpoint.verify)
-        check_start(choice.step, resume, folder)
-        return {"step": choice.step, "lines": checkpoints.set_damaged_aside(folder.checkpoints, choice)}
-
-    found = run_on_process_zero(look)
-    if found["step"] is None:
-        return None, found["lines"]
-    return checkpoints.read_manifest(folder.checkpoints / str(found["step"])), found["lines"]
+    return choose(
+        folder.checkpoints,
+        checksums=config.checkpoint.verify,
+        check=lambda latest: check_start(latest, resume, folder),
+    )
 
 
 class Trained(NamedTuple):

@@ -14,6 +14,7 @@ from zerojax.multihost.agreement import Agreement, Requests
 from zerojax.multihost.preemption import StopRequest
 from zerojax.multihost.watchdog import Watchdog
 from zerojax.run.checkpoints import Checkpoints, Record, TrainingClock, step_dirs
+from zerojax.run.config.tables import zero_to_table
 from zerojax.run.metrics import RunLog
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.run_lock import RunLock
@@ -216,9 +217,10 @@ class TrainLoop(ABC):
         return {}
 
     def record(self) -> Record:
-        """What is saved with the arrays."""
+        """What is saved with the arrays; of the settings only [zero], since a custom loop has no others."""
         mesh = self.state.spec.mesh
         return Record(
+            config={"zero": zero_to_table(self.state.spec.zero)},
             position=self.position(),
             skipped=self.log.skipped,
             seconds=self.clock.seconds,

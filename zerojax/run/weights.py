@@ -43,7 +43,8 @@ class WeightReader:
 
         None for a checkpoint of a custom loop, or if the file is gone.
         """
-        if not (config := checkpoints.read_manifest(path).record.config):
+        config = checkpoints.read_manifest(path).record.config
+        if "model" not in config:
             return None
         try:
             return open_tokenizer(saved_config(config).data, RunFolder(path.parent.parent).data)

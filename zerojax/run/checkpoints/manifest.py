@@ -64,7 +64,7 @@ class Record:
     """The trainer's record, saved with the arrays.
 
     Attributes:
-        config: the run's settings, as ``config_to_dict`` returns them.
+        config: the run's settings, as ``spelled_out`` returns them; of a custom loop [zero] alone.
         position: of the training batches.
         skipped: steps without an update so far.
         seconds: of training so far, over all starts of the run, by a monotonic clock.

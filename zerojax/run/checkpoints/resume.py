@@ -2,14 +2,13 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
-from zerojax.multihost.agreement import run_on_process_zero
-from zerojax.run.checkpoints.manifest import Record, read_manifest
+from zerojax.run.checkpoints.manifest import Record
 from zerojax.run.checkpoints.restore import restore
-from zerojax.run.checkpoints.select import newest_valid, set_damaged_aside
+from zerojax.run.checkpoints.select import choose
 from zerojax.train.state import TrainState
 
 
@@ -52,17 +51,10 @@ def resume(
         ConfigurationError: all checkpoints are damaged, or the newest valid one is of another model or
             optimizer.
     """
-    path = Path(folder)
-
-    def choose() -> dict[str, Any]:
-        choice = newest_valid(path, checksums=checksums)
-        return {"step": choice.step, "lines": set_damaged_aside(path, choice)}
-
-    found = run_on_process_zero(choose)
+    manifest, damaged = choose(Path(folder), checksums=checksums)
     if jax.process_index() == 0:
-        for line in found["lines"]:
+        for line in damaged:
             say(line)
-    if found["step"] is None:
+    if manifest is None:
         return None
-    chosen = path / str(found["step"])
-    return Resumed(restore(chosen, state), found["step"], read_manifest(chosen).record)
+    return Resumed(restore(Path(folder) / str(manifest.step), state), manifest.step, manifest.record)

@@ -1,10 +1,13 @@
 """Which checkpoint to resume from: the newest valid one."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from zerojax.errors import ConfigurationError, RunError
+from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run.checkpoints import step_dirs
 from zerojax.run.checkpoints.manifest import DamagedError, Manifest, read_manifest, verify
 
@@ -46,6 +49,28 @@ def newest_valid(folder: Path, *, checksums: bool = True) -> Choice:
             f"no checkpoint can be used: {each}. Restore one, or move them away to start over"
         )
     return Choice(None, {})
+
+
+def choose(
+    folder: Path, *, checksums: bool = True, check: Callable[[int | None], None] = lambda _: None
+) -> tuple[Manifest | None, list[str]]:
+    """Choose the newest valid checkpoint, on process zero for all; move newer, damaged ones aside.
+
+    Arguments and errors as for ``newest_valid``. ``check`` gets the step, None if there is no checkpoint, and
+    may refuse it by a ConfigurationError before anything is renamed.
+
+    Returns:
+        The manifest of the checkpoint, or None if there is none; and a line for each damaged one.
+    """
+
+    def choice() -> dict[str, Any]:
+        found = newest_valid(folder, checksums=checksums)
+        check(found.step)
+        return {"step": found.step, "lines": set_damaged_aside(folder, found)}
+
+    chosen = run_on_process_zero(choice)
+    step = chosen["step"]
+    return None if step is None else read_manifest(folder / str(step)), chosen["lines"]
 
 
 def set_damaged_aside(folder: Path, choice: Choice) -> list[str]:
