@@ -1,8 +1,8 @@
-"""Creates an NNX model while it is traced, which Flax does not do quite as it does otherwise.
+"""Creates an NNX model under a trace, where Flax treats two things differently.
 
-Under a trace Flax takes arrays that are plain attributes for static values, and ``nnx.vmap`` leaves no sign
-that a module's parameters are those of several. So every call of a module class is observed, in this thread
-and until the model exists. The user's classes are not changed.
+It takes arrays that are plain attributes for static values, and ``nnx.vmap`` leaves no sign that a module's
+parameters are those of several. So every call of a module class is observed, in this thread and until the
+model exists. The user's classes are not changed.
 """
 
 import contextlib

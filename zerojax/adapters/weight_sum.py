@@ -36,8 +36,8 @@ class MasterWeights:
     Attributes:
         leaves: the layouts of all parameters.
         shards: per path ``[.., shard]``, fp32.
-        sinks: per path, zeros at ``level`` whose cotangents are the gradients (``Sharded.sink``).
-        level: of the sinks; see ``zerojax.sharding.layout``.
+        sinks: per path, zeros whose cotangents are the gradients (``Sharded.sink``).
+        level: of the sinks, where gradients end; see ``zerojax.sharding.layout``.
     """
 
     leaves: Sequence[ParamLayout] = ()

@@ -15,8 +15,8 @@ reduce_scatter  (A - 1) / A b                    the whole operand
 psum, pmax, ... 2 (A - 1) / A b                  the operand
 =============== ================================ ==================
 
-for a group of A devices. Over both axes, one in ``local`` links of a ring leaves the node; the messages of an
-all-to-all count by their target.
+for a group of A devices. Over both axes, one of every ``local`` links of a ring leaves the node; the messages
+of an all-to-all count by their target.
 """
 
 import dataclasses

@@ -22,7 +22,7 @@ _REACHED = 0.85
 # Cores this busy are a limit, and so is a hypervisor that takes as much: threads that poll wait for others
 # that do not run.
 _BUSY, _STOLEN = 0.9, 0.03
-# So much more is a difference.
+# Rates differ if one is this much higher.
 _MORE = 1.25
 # The share of an interface's rate that flows reach after headers, on a link that nothing else uses.
 _PAYLOAD = 0.8
@@ -109,7 +109,7 @@ class LinkReport:
         sizes = np.asarray([measured.bytes for measured in found], float)
         seconds = np.asarray([measured.seconds for measured in found])
         slope, latency = np.polyfit(sizes, seconds, 1, w=1 / seconds) if len(set(sizes)) > 1 else (0.0, 0.0)
-        if slope <= 0 or latency < 0:  # noise, or one size: the largest message knows best
+        if slope <= 0 or latency < 0:  # noise, or one size: take the largest message alone
             largest = int(np.argmax(sizes))
             slope, latency = seconds[largest] / sizes[largest], 0.0
         return float(latency), float(self.local / slope)
@@ -140,7 +140,7 @@ class LinkReport:
         """Read what ``write`` wrote.
 
         Raises:
-            ConfigurationError: the file cannot be read or is none of ours.
+            ConfigurationError: the file cannot be read, or is not a link report.
         """
         try:
             data = parse_json(file.read_text())

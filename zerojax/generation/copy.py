@@ -1,7 +1,7 @@
 """The weights of a generation phase: a copy of all of them in every node, made once, from a train state.
 
 Making tokens reads every weight once per token, and updates none. So the copy is one of frozen weights
-(``zerojax.train.frozen``): it is made by the hops of a forward pass, and has the very values that the
+(``zerojax.train.frozen``): it is made by the hops of a forward pass, and has exactly the values that the
 forward pass of training computes with. Afterwards no byte of it crosses nodes (ZeRO++, section 3.2, and the
 hybrid engine of DeepSpeed-Chat, Yao et al., 2023). It has one of these forms:
 

@@ -99,7 +99,7 @@ def generate(
             in addition to the state, else "gathered".
         slots: rows that a device decodes together; by default all of its own up to 64. When one ends, the
             next prompt takes its place.
-        adapters: whether low-rank adapters take part; without them the base model speaks.
+        adapters: whether low-rank adapters take part; without them the base model generates.
 
     Raises:
         ConfigurationError: a prompt is empty, no vector, of ids that the model does not have, or too long for

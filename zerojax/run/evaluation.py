@@ -40,7 +40,7 @@ def for_several_passes(state: TrainState, beside: int = 0) -> TrainState:
 
     Args:
         state: whose weights do not change meanwhile.
-        beside: bytes of a device that will be needed beside the copy.
+        beside: bytes that will be needed on a device besides the copy.
     """
     if not lacks_node_copy(state):
         return state

@@ -1,4 +1,4 @@
-"""Answers to held-out prompts: samples, and the fraction that equals their very completion."""
+"""Answers to held-out prompts: samples, and the fraction that equals the completion exactly."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

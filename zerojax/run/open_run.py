@@ -32,7 +32,7 @@ from zerojax.train.state import TrainState
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
-    """What a run uses beside its settings and its state.
+    """What a run uses besides its settings and its state.
 
     Attributes:
         folder: of the run.

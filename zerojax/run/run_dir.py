@@ -71,7 +71,7 @@ class RunFolder:
         """Create the folder.
 
         Raises:
-            ConfigurationError: it cannot be created or written to, or its path is none for checkpoints.
+            ConfigurationError: it cannot be created or written to, or its path cannot hold checkpoints.
         """
         check_checkpoint_path(self.path)
         with file_errors(self.path, what="cannot create the run folder: "):

@@ -161,7 +161,7 @@ class TrainRun(BatchRun):
         return self.profile.step(self.step + 1, functools.partial(super().take_step, batch))
 
     def evaluation(self) -> Metrics:
-        """Measure what is asked for beside the validation loss, and dispatch the measurement of that."""
+        """Measure what else is asked for, and dispatch the measurement of the validation loss."""
         self.watchdog.phase(f"the evaluation after step {self.step}")
         values = fp8_metrics(self.state) if self.config.log.fp8 else {}
         if self.exact_match is not None:

@@ -1,4 +1,4 @@
-"""``zerojax.Trainer``: the loop of ``zerojax train`` for batches and models of one's own."""
+"""``zerojax.Trainer``: the loop of ``zerojax train`` for your own batches and models."""
 
 import functools
 import json
@@ -86,11 +86,11 @@ class Trainer(TrainLoop):
         folder: for all files; None writes none, and saves nothing.
         evaluate: batches whose mean loss is "validation_loss", and so on for the loss's aux; or a function of
             the state that returns scalars by name, of which "validation_..." appear on the progress line.
-        evaluate_every: steps between evaluations; one at the end comes in any case.
-        save_every: steps between checkpoints; one at the end comes in any case.
+        evaluate_every: steps between evaluations; there is always one at the end.
+        save_every: steps between checkpoints; there is always one at the end.
         save_minutes: also save when the last checkpoint is this many minutes old; 0 turns this off.
         retention: which checkpoints to keep; the newest two by default.
-        callbacks: are called in this order.
+        callbacks: called in this order.
         trackers: "tensorboard", "wandb", "mlflow".
         project: of Weights & Biases; experiment of MLflow.
         settings: for trackers to show; plain values, possibly nested.
@@ -193,13 +193,13 @@ class Trainer(TrainLoop):
     def fit(self, batches: Iterable[Any], steps: int) -> TrainState:
         """Train until ``steps`` optimizer steps are done, those before a restart included.
 
-        Several calls follow one another; one whose steps are done returns at once.
+        Calls continue each other; one whose steps are done already returns at once.
 
         Args:
             batches: this process's part of each. An iterator with ``get_state`` and ``set_state`` (plain
                 values), as grain's, resumes by them; any other is read again up to where it stood, so
-                it must give the same batches again. What is no iterator, such as a list, begins anew when it
-                ends. The same object in the next call goes on where it is.
+                it must give the same batches again. Anything but an iterator, such as a list, is repeated.
+                The same object in the next call goes on where it stands.
             steps: of the whole training.
 
         Returns:

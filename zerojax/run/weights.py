@@ -1,4 +1,4 @@
-"""The weights that a new run begins with, and the frozen ones of a resumed run: from where, and how."""
+"""The weights that a new run begins with, and the frozen ones of a resumed run: where they come from."""
 
 from dataclasses import replace
 from pathlib import Path

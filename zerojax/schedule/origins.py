@@ -35,7 +35,7 @@ def origin(jaxpr: core.Jaxpr, var: Any) -> int | None:
 
 
 def changed[T](jaxpr: core.Jaxpr, entered: list[T], left: Sequence[T]) -> list[T]:
-    """The names of results that are not the argument of the same name, moved or passed on.
+    """The names of results that are not just the argument of the same name, moved or passed on.
 
     Args:
         jaxpr: of a program.

@@ -15,8 +15,8 @@ carries as well what each hop of the gradients sends and receives. A pass that d
 weights one layer ahead and sums gradients one layer behind. Layers with nothing left to fetch, or nothing
 yet to send, are peeled off the loops.
 
-A loss with a gradient of its own needs derivatives of this schedule. Those are taken, to any order, of the
-same layers run one after another (``_one_by_one``), with each layer's hops in line with its compute.
+If the loss itself contains a gradient, this schedule must be differentiated. Derivatives of any order are
+taken through the same layers run one after another (``_one_by_one``), without overlap of hops and compute.
 """
 
 import functools
@@ -109,8 +109,8 @@ def scan_units(
         shared: arrays that every layer receives.
 
     Returns:
-        The last layer's ``x``; the new state, stacked; and of weights that have a ``copy`` the refreshed
-        weights, whose values it is as the gathers updated it, stacked and by path.
+        The last layer's ``x``; the new state, stacked; and by path, stacked, the weights that have a
+        ``copy``, with the copy that the gathers updated as their values.
     """
     unit, seeds = take_apart(taken(list(weights)))
     run_on = on_operands(body, weights)

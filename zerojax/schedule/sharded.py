@@ -26,15 +26,16 @@ TAKEN = "zerojax: a weight as its unit takes it"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """One parameter as a unit receives it: a value in the model's tree, which scans slice like any other.
+    """One parameter as its unit receives it: a value in the model's tree, which scans slice like any other.
 
     Attributes:
         weight: at the level where the unit finds it.
-        sink: zeros at the sink's level; their cotangent is the gradient. None if it is frozen.
+        sink: zeros at the level where its gradient ends (``ShardingStrategy.sink``); their cotangent is the
+            gradient. None if it is frozen.
         seed: salts stochastic rounding; one per layer, if the leaf is stacked.
         strategy: how it travels.
-        copy: delta's copy of a weight at "primary", if the unit updates it itself; call ``updated`` with the
-            new one.
+        copy: delta's copy of a weight at "primary", if the unit updates it itself; ``updated`` takes the new
+            one.
         adapter: its low-rank adapter's A and B, if it has one.
         lora: the adapter's settings.
     """
@@ -53,7 +54,7 @@ class Sharded:
         return self.weight.layout
 
     def updated(self, copies: Mapping[Path, Weight]) -> "Sharded":
-        """The parameter, and its adapter, beginning with updated copies from now on."""
+        """The parameter and its adapter with updated copies as their weights."""
         adapter = tuple(part.updated(copies) for part in self.adapter)
         if self.copy is None:
             return dataclasses.replace(self, adapter=adapter)
@@ -130,7 +131,7 @@ _TRANSLATIONS = {
 
 @contextlib.contextmanager
 def translated_errors() -> Generator[None]:
-    """Replace JAX's and Flax's errors about units by messages that name the way out; keep a user's own.
+    """Replace JAX's and Flax's errors about units by messages that say what to change; keep the user's own.
 
     Raises:
         ConfigurationError: for such an IndexError, TypeError or ValueError.
@@ -161,5 +162,5 @@ def is_gathered(weight: object) -> bool:
 
 
 def taken[T](values: T) -> T:
-    """Mark arrays of ``Sharded`` weights as read by their unit, for ``weight_reads``."""
+    """Mark arrays of ``Sharded`` weights as read by their unit, for ``zerojax.train.weight_reads``."""
     return checkpoint_name(values, TAKEN)

@@ -1,8 +1,8 @@
 """Keeps the sums of a stack's gradients in the memory of residuals that are no longer needed.
 
 The backward pass runs from the last layer to the first, and after a layer's vjp its residuals are dead. But
-they are parts of stacked arrays, of which a loop gives nothing back before it ends. So the sums, which come
-one layer or more behind, are written over them. Where a layer keeps more bytes of activations than it has of
+they are parts of stacked arrays, none of which is freed before the loop ends. So the sums, which come one
+layer or more later, are written over them. Where a layer keeps more bytes of activations than it has of
 gradients, as without rematerialisation, gradients take no memory of their own.
 """
 

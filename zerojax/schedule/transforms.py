@@ -13,7 +13,7 @@ class Pullback(Protocol):
     """What ``jax.vjp`` returns: a pytree of residuals that maps cotangents back.
 
     ``args_res`` are those of its residuals that are the function's own arguments. They can be taken out, and
-    put back before the call: then what a loop stacks or keeps for the backward pass is the rest alone.
+    put back before the call, so that a loop stacks and keeps only the rest for the backward pass.
     """
 
     @property

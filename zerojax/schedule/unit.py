@@ -48,7 +48,7 @@ _calls: ContextVar[Iterator[int]] = ContextVar("numbers of calls")
 
 @contextlib.contextmanager
 def numbered_calls() -> Generator[None]:
-    """Within this context each call of a unit has its number, so that its adapters drop other elements."""
+    """Number the calls of units within this context, so that adapters drop different elements in each."""
     token = _calls.set(itertools.count())
     try:
         yield
@@ -170,7 +170,7 @@ def refuse_mapped(weights: Flags) -> None:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Unit:
-    """The parameters of a unit, adapters included, by what happens to them; of a Stack, of all layers.
+    """A unit's parameters, adapters included, grouped by how they are used; for a Stack, those of all layers.
 
     Attributes:
         weights: the trained ones, then the frozen ones, each at its own level.
@@ -193,7 +193,7 @@ class Unit:
 
 
 def take_apart(weights: Sequence[Sharded]) -> tuple[Unit, Seed]:
-    """A unit's parameters by what happens to them; and the seeds of adapters' dropout."""
+    """The parameters of a unit as a ``Unit``; and the seeds of adapters' dropout."""
     every = [part for weight in weights for part in (weight, *weight.adapter)]
     ordered = sorted(every, key=lambda part: part.leaf.frozen)
     copies = tuple(part.copy for part in ordered if part.copy is not None)
@@ -247,8 +247,8 @@ def _to_whole_fwd(
 def _delivered(strategy: ShardingStrategy, cotangents: Weights, seed: Seed) -> Values:
     """Gradients at the sinks. They are not differentiated again: kernels that encode have no derivative.
 
-    Nothing is lost by that: a loss with a gradient in it takes it with respect to activations, and discards
-    the weights' gradients that arise on the way.
+    Nothing is lost by that: a loss that contains a gradient takes it with respect to activations, and
+    discards the weights' gradients computed on the way.
     """
     gradients = lax.stop_gradient(gradients_of(cotangents))
     return reduction_of(strategy, cotangents).to_sink(gradients, seed)
@@ -299,7 +299,7 @@ def _call_bwd(body: Body, residuals: _Residuals, cotangent: Arrays) -> tuple[Uni
     kept, seed = taken((unit.weights, unit.seed))
     # The second gather waits for the cotangent and is not merged with the first.
     kept, vjp, cotangent = lax.optimization_barrier((kept, vjp, cotangent))
-    # If the loss has a gradient of its own in it, this gather has a gradient, too.
+    # If the loss contains a gradient, this gather is differentiated, too.
     secondary = to_secondary(lax.stop_gradient(kept))
     whole = _to_whole(unit.strategy, secondary, unit.sinks, mix(seed, 1))
     of_whole, of_inputs = vjp.replace(args_res=[whole, *vjp.args_res[1:]])(cotangent)

@@ -114,7 +114,7 @@ def local_rows(x: jax.Array) -> np.ndarray:
 
 
 def _check_batch(batch: Batch, devices: int, accumulate: int, processes: int = 1) -> None:
-    """Refuse what is no batch: arrays that have equally many rows.
+    """Refuse anything but arrays with equally many rows.
 
     Args:
         batch: one process's part; an array on the devices of several processes is global.

@@ -1,4 +1,4 @@
-"""Refuses branches and loops around collectives that devices may leave in different ways.
+"""Refuses branches and loops around collectives that devices could take differently.
 
 A unit's weights are gathered from all devices. If a device does not take the branch that calls the unit, or
 leaves a loop before the others, those wait for it forever. So the condition of such a branch has to be equal

@@ -1,9 +1,9 @@
 """A copy of the weights in every node, for passes that read the same weights more than once.
 
 Each forward pass brings a state's weights across nodes. Evaluations, log-probabilities and generation make
-many between two updates, and the step after them another: with a copy the first exchange is the only one. It
-is what frozen weights are (``zerojax.train.frozen``): the secondary partitions of ZeRO++ (section 3.2),
-stored once per node, with the very values that each pass would compute with.
+many passes between two updates, and the next step one more: with a copy the first exchange is the only one.
+Like frozen weights (``zerojax.train.frozen``) it consists of the secondary partitions of ZeRO++ (section
+3.2), stored once per node, with exactly the values that each pass would compute with.
 """
 
 from collections.abc import Callable
@@ -26,8 +26,8 @@ def with_node_copy(state: TrainState) -> TrainState:
 
     For several calls of ``eval_step``, ``predict_step`` or ``generate`` between two updates, and at stage 3
     the ``train_step`` after them. They compute with the same weights as without it; in bf16 the compiler may
-    round what comes of them elsewhere. The step, and ``TrainState.replace`` of weights, drop the copy; with
-    ``weights_delta``, whose copies are updated a little earlier then, they keep it for the next update.
+    round intermediate results elsewhere. The step, and ``TrainState.replace`` of weights, drop the copy; that
+    of ``weights_delta``, which is then only updated a little earlier, stays.
 
     Args:
         state: any; it is not donated.

@@ -143,7 +143,7 @@ def predict_step[T: PyTree[Array]](
 
 
 def check_adapters(spec: TrainSpec, *, adapters: bool) -> None:
-    """Refuse to leave out adapters where there are none: what then speaks is no base.
+    """Refuse to leave out adapters where there are none: the result would not be that of a base.
 
     Raises:
         ConfigurationError: ``adapters`` is False, and the state has none.

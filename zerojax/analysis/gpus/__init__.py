@@ -24,7 +24,7 @@ MEMORY_EFFICIENCY = 0.9
 """Fraction of the memory bandwidth that a plain device copy reaches; measured on H200 (docs/kernels.md)."""
 
 LINK_EFFICIENCY = 0.68
-"""Fraction of the link's rate that hops within a node reach beside compute; measured on H200.
+"""Fraction of the link's rate that hops within a node reach during compute; measured on H200.
 
 The bytes of a step of one sequence, over its time without matmuls and optimizer.
 """

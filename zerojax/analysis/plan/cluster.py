@@ -36,8 +36,8 @@ class Cluster:
         local: GPUs per node.
         gpu: their kind.
         bandwidth: bytes/s of one node's link, all its adapters together, in each direction.
-        local_bandwidth: bytes/s that one GPU sends to the others of its node beside compute; None is the data
-            sheet's rate times ``LINK_EFFICIENCY``.
+        local_bandwidth: bytes/s that one GPU sends to the others of its node while it computes; None is the
+            data sheet's rate times ``LINK_EFFICIENCY``.
         efficiency: fraction of the GPU's peak that matmuls and attention reach.
         memory_fraction: fraction of its memory available for arrays.
         links: measured between such nodes, in place of ``bandwidth``.

@@ -121,8 +121,8 @@ def _held_bytes(spec: TrainSpec) -> dict[str, int]:
 
 
 def _in_backward(spec: TrainSpec, work: Work | None) -> dict[str, int]:
-    # Exact weights that cross nodes again in the backward pass are in flight two layers ahead, beside the
-    # gradients.
+    # Exact weights that cross nodes again in the backward pass are in flight two layers ahead, in addition to
+    # the gradients.
     again = spec.strategy.keep == "primary" and spec.world.nodes > 1
     return {
         "gradients": _gradients(spec) - (_in_place_of_activations(spec, work) if work else 0),
@@ -248,10 +248,10 @@ def _gathered(spec: TrainSpec, units: int) -> int:
 def _frozen_in_use(spec: TrainSpec) -> int:
     """Frozen weights that are whole in the backward pass, which reads none of those outside units.
 
-    As compiled: of two units, and of a third on its way. A quantized one is on its way in so few bytes that
-    they are left out; XLA often decodes the second no sooner than they are gone. Where no gather has to begin
-    early, because the device holds all of them, it decodes each matrix of the second unit when it has dropped
-    one of the first.
+    In compiled programs these are of two units, and of a third that is arriving. Quantized ones arrive in so
+    few bytes that they are left out; often they are freed before XLA decodes the second unit. On a device
+    that holds all of them no gather has to begin early, and XLA decodes each matrix of the second unit after
+    it has dropped one of the first.
     """
     if not spec.unit_groups:
         return _of_no_unit(spec, frozen=True)

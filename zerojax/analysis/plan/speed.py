@@ -12,11 +12,12 @@ The parts, in seconds per device and step:
 - optimizer: its state and the parameters read and written once, and gradients read or written four times
   (norm, mean, update), over the rate that memory reaches.
 
-How they overlap: in each pass over u units, hops between nodes run beside compute, one unit ahead or behind,
+How they overlap: in each pass over u units, hops between nodes overlap with compute, one unit ahead or
+behind,
 
     pass = local + max(compute, node) + min(compute, node) / u
 
-while hops within a node do not count as hidden: they run beside the matmuls, but take multiprocessors and
+while hops within a node do not count as hidden: they overlap with the matmuls, but take multiprocessors and
 memory bandwidth from them. What runs once per step overlaps with nothing: the gather of stages 1 and 2, that
 of delta with several micro-batches, a reduction after the last micro-batch, the optimizer.
 

@@ -7,7 +7,7 @@ of the 4 a s t of a full square) and twice that backward, in a sliding window of
 4 a t (w - w^2 / 2s). XLA's attention computes the full square in either case. Recomputing a block in the
 backward pass takes its forward FLOPs once more, under ``remat="attention"`` without the attention's.
 
-Elements kept from a layer's forward pass for its backward pass, and the most alive beside them during its
+Elements kept from a layer's forward pass for its backward pass, and the most alive in addition during its
 backward pass (counted in programs compiled for H100; docs/planner.md has the check):
 
 ========= ============================== =========================
@@ -204,7 +204,7 @@ def _head_bytes(c: GPTConfig, tokens: int, item: int, frozen: set[str]) -> dict[
     chunks = -(-tokens // c.loss_chunk)
     tied = c.tied and c.outputs is None
     embedding, unembedding = "embed" not in frozen, ("embed" if tied else "head") not in frozen
-    if c.outputs is not None:  # all at once, and no gradient of the size of the embedding beside its own
+    if c.outputs is not None:  # all at once, and of the embedding's size no gradient but its own
         scores, rows = tokens * c.outputs, embedding * c.vocab_size + unembedding * c.outputs
         kept = unembedding * 4 * scores
         return {

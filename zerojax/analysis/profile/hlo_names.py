@@ -30,7 +30,7 @@ def instructions(trace: bytes) -> dict[str, Instructions]:
     module name, and a trace also has programs that did not run.
 
     Raises:
-        DecodeError: it is none.
+        DecodeError: the bytes are not a trace.
     """
     found: dict[str, Instructions] = {}
     for plane in _all(trace, _PLANES):
@@ -61,7 +61,7 @@ def _all(message: bytes, wanted: int) -> list[bytes]:
     """The values of a length-delimited field, in order.
 
     Raises:
-        DecodeError: the bytes are no message.
+        DecodeError: the bytes are not a message.
     """
     fields = UnknownFieldSet(Empty.FromString(message))
     return [field.data for field in fields if (field.field_number, field.wire_type) == (wanted, _BYTES)]

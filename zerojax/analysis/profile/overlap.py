@@ -18,7 +18,7 @@ class Overlap:
 
     Attributes:
         total: seconds of communication.
-        hidden: seconds of communication beside compute.
+        hidden: seconds of communication during which the device also computes.
         compute: seconds of compute.
         hops: scope -> (total, hidden); hops that run side by side both count in full.
     """
@@ -50,7 +50,7 @@ class Overlap:
 def measure_overlap(events: Sequence[Event]) -> Overlap:
     """Measure the overlap of communication and compute in a trace.
 
-    Time counts once, however many kernels run in it. Communication beside communication hides nothing.
+    Time counts once, however many kernels run in it. Communication does not hide other communication.
     """
     total = hidden = computing = 0.0
     hops: dict[str, tuple[float, float]] = {}

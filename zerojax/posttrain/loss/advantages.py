@@ -37,7 +37,7 @@ def group_advantages(
         raise ConfigurationError(f"{rewards.shape[0]} rewards do not divide into groups of {group_size}")
     groups, there = (jnp.asarray(x, jnp.float32).reshape(-1, group_size) for x in (rewards, counted))
     count = jnp.maximum(there.sum(axis=1, keepdims=True), 1)
-    # From the largest on: the mean of equal rewards, rounded, may be another number than they are.
+    # Relative to the largest: the rounded mean of equal rewards may differ from each of them.
     largest = jnp.max(groups, axis=1, keepdims=True, where=there > 0, initial=-jnp.inf)
     below = jnp.where(there > 0, groups - largest, 0)
     centred = jnp.where(there > 0, below - below.sum(axis=1, keepdims=True) / count, 0)
@@ -83,8 +83,8 @@ def gae(
     Args:
         rewards: per token, of any dtype, as the others.
         values: of the state before each token.
-        mask: 1 for the tokens of a completion, 0 elsewhere. What is between its tokens, as an environment's
-            answers are, counts as no time.
+        mask: 1 for the tokens of a completion, 0 elsewhere. Tokens between these, such as an environment's
+            answers, take no time: they are skipped.
         discount: gamma of the paper.
         decay: lambda of the paper: 0 trusts the critic, 1 the rewards.
 

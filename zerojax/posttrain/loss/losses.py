@@ -79,14 +79,15 @@ def clipped_policy_loss(
         log_probs: of the tokens under the policy that is trained.
         old_log_probs: under the policy that drew them.
         advantages: of the tokens.
-        clip_low: the ratio of the two policies counts down to 1 - clip_low.
-        clip_high: and up to 1 + clip_high.
+        clip_low: the ratio of the two policies is clipped below at 1 - clip_low.
+        clip_high: and above at 1 + clip_high.
 
     Returns:
         The losses, and which tokens are clipped: their gradient is 0.
     """
     log_ratio = log_probs - old_log_probs
-    # A ratio that overflows counts only where the advantage is negative: elsewhere the clip or 0 holds it.
+    # An overflow of the ratio matters only where the advantage is negative: elsewhere the ratio is clipped,
+    # or multiplied by 0.
     largest = 0.9 * math.log(float(jnp.finfo(log_ratio.dtype).max))
     ratio = jnp.exp(jnp.where(advantages < 0, log_ratio, jnp.minimum(log_ratio, largest)))
     free = ratio * advantages
@@ -109,7 +110,7 @@ def clipped_value_loss(
     Args:
         values: of the critic that is trained.
         old_values: before it was trained on these tokens.
-        returns: what it should have said.
+        returns: what it should have predicted.
         clip: the largest change that counts.
     """
     held = old_values + jnp.clip(values - old_values, -clip, clip)

@@ -58,7 +58,7 @@ class PPOTrainer(PostTrainer):
         return rows
 
     def measure_returns(self, rewards: np.ndarray, rows: Rows) -> Metrics:
-        """PPO's own metrics: what became of the scores, and how much of the returns the critic foresaw."""
+        """PPO's own metrics: scores, rewards, divergence, and how much of the returns the critic predicts."""
         mask, there = rows["mask"], np.isfinite(rewards)
         _, unexplained = moments_over_processes(rows["returns"] - rows["old_values"], mask)
         _, variance = moments_over_processes(rows["returns"], mask)

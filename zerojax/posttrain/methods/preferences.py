@@ -106,14 +106,14 @@ class PreferenceTrainer(BatchRun):
             return trainer
 
     def loop(self, signalled: StopRequest) -> None:
-        """Evaluate the first weights; then ask the reference about each batch, and take a step on it."""
+        """Evaluate the first weights; then take a step on each batch, with the reference's predictions."""
         if self.step == 0:
             values = self.evaluate()
             self.note_first(values, self.describe(values))
         self.take_steps(map(self.with_reference, self.batches), signalled)
 
     def with_reference(self, batch: Batch) -> Batch:
-        """A batch with what the reference says about its answers."""
+        """A batch with the reference's log-probabilities of its answers."""
         if self.reference is None:
             return batch
         found = [
@@ -130,7 +130,7 @@ class PreferenceTrainer(BatchRun):
 
     @functools.cached_property
     def held_out(self) -> list[Batch]:
-        """The batches of every evaluation with what the reference says, which does not change."""
+        """The batches of every evaluation with the reference's log-probabilities, which do not change."""
         return [self.with_reference(batch) for batch in self.validation]
 
     def evaluation(self) -> Metrics:

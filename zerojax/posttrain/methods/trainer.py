@@ -52,8 +52,8 @@ class PostTrainer(OpenRun):
     Attributes:
         task: the prompts, and what scores completions.
         reference: the model that the run began with, or None.
-        critic: of PPO: says what a completion will earn, from each of its tokens on.
-        generator: bytes of a device that a rollout needs beside the states.
+        critic: of PPO; predicts at each token what the completion will earn.
+        generator: bytes that a rollout needs on a device besides the states.
         rollouts: rollouts done.
     """
 
@@ -254,7 +254,7 @@ class PostTrainer(OpenRun):
         return {} if self.critic is None else {NAME: self.critic.state}
 
     def record(self) -> Record:
-        """As ``OpenRun.record``, with the critic's record beside it."""
+        """As ``OpenRun.record``, and the critic's record."""
         record = super().record()
         return record if self.critic is None else replace(record, beside={NAME: self.critic.record()})
 

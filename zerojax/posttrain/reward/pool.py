@@ -26,7 +26,7 @@ class RewardPool:
         kind: likewise.
 
     Raises:
-        ConfigurationError: there is nothing of a name.
+        ConfigurationError: a name does not exist.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class RewardPool:
     ) -> None:
         self._processes = [RewardProcess(named, seconds, variables, kind) for _ in range(workers)]
         self._processes[0].load()  # the others start in parallel, when they are needed
-        # The last to be idle is the next to answer: as few are started as answer at once.
+        # Last in, first out: no more processes are started than answer at once.
         self._idle = LifoQueue[RewardProcess]()
         for process in reversed(self._processes):
             self._idle.put(process)
@@ -48,7 +48,7 @@ class RewardPool:
 
     @classmethod
     def of(cls, settings: PosttrainSection, named: Sequence[str], kind: Kind) -> Self:
-        """The processes that the settings of a run say."""
+        """The processes that the settings of a run ask for."""
         return cls(named, settings.reward_seconds, settings.reward_workers, settings.reward_variables, kind)
 
     def ask(
@@ -69,10 +69,10 @@ class RewardPool:
         return found
 
     def check(self, *question: Any) -> dict[str, Any] | None:
-        """The answer to a question that is asked to find out whether any can be answered.
+        """The answer to a trial question, which shows whether any can be answered.
 
         Returns:
-            None, with a warning, if it is lost, but others may not be.
+            None, with a warning, if this answer is lost but others may not be.
 
         Raises:
             ConfigurationError: none can be answered.
@@ -87,7 +87,7 @@ class RewardPool:
         return answer
 
     def close(self) -> None:
-        """End the processes, also those that are to answer."""
+        """End the processes, even those with a question to answer."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in self._processes:
             process.kill()

@@ -24,7 +24,7 @@ Kind = Literal["rewards", "environment"]
 
 _LOADING_SECONDS = 60.0
 _POLL_SECONDS = 0.1  # within which the end of a process is noticed
-_MAX_LINE_BYTES = 4096  # bytes of what a function prints
+_MAX_LINE_BYTES = 4096  # of what a function prints
 _SECRET = re.compile(
     r"(^|_)(TOKENS?|(API|ACCESS)?KEYS?|SECRETS?|PASS|PASSWD|PASSWORDS?|CREDENTIALS?|AUTH)(_|$)", re.IGNORECASE
 )
@@ -35,7 +35,7 @@ class LostReward(Exception):
 
 
 class RefusedReward(LostReward):
-    """No completion would have one: a function has other arguments, or returns something else."""
+    """No completion can have a reward: a function takes other arguments, or returns no number."""
 
 
 class RewardProcess:
@@ -43,8 +43,8 @@ class RewardProcess:
 
     "rewards" are functions ``reward(prompt: str, completion: str, **row) -> float``, which may be async; an
     "environment" is a ``zerojax.posttrain.Environment``. JAX sees no accelerator there. An error, a hang or
-    an exit does not harm the run. The process gets no environment variables whose names say that they hold a
-    secret, such as HF_TOKEN.
+    an exit does not harm the run. The process gets no environment variables whose names suggest a secret,
+    such as HF_TOKEN.
 
     On Linux the process ends with the thread that started it.
 

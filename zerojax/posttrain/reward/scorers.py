@@ -35,7 +35,7 @@ class Scorer(Protocol):
     """Scores completions.
 
     Attributes:
-        parts: the rewards by name that the last scores are sums of; empty if there is one alone.
+        parts: the rewards by name that add up to the last scores; empty if there is only one.
     """
 
     parts: Mapping[str, Float32[np.ndarray, " rows"]]
@@ -108,7 +108,7 @@ class FunctionScorer:
 
 @dataclass
 class EpisodeScorer:
-    """Scores by what an environment gave in the rollout.
+    """Scores by the rewards that an environment gave during the rollout.
 
     Attributes:
         pool: the environment's processes.
@@ -121,7 +121,7 @@ class EpisodeScorer:
     def score(
         self, rollout: Rollout, stopping: Callable[[], bool] = lambda: False
     ) -> tuple[Float32[np.ndarray, " rows"], str]:
-        """See ``Scorer``; nobody has to wait."""
+        """See ``Scorer``; the rewards are there already."""
         del stopping
         assert rollout.earned is not None
         return rollout.earned.sum(axis=1), rollout.lost
@@ -168,7 +168,7 @@ class ModelScorer:
     def score(
         self, rollout: Rollout, stopping: Callable[[], bool] = lambda: False
     ) -> tuple[Float32[np.ndarray, " rows"], str]:
-        """See ``Scorer``; scores that are not finite are lost, and it does not stop."""
+        """See ``Scorer``; scores that are not finite are lost, and ``stopping`` is ignored."""
         del stopping
         rows = {"tokens": rollout.tokens, "mask": rollout.mask}
         score = partial(predict_step, self.state, fn=completion_scores)

@@ -1,16 +1,16 @@
 """Runs a user's rewards or environment: ``python worker.py ADDRESS KIND FILE NAME ...``.
 
 KIND is "rewards" for functions, or "environment" for one object. The process connects to the socket at
-ADDRESS to say one line of JSON, and reads one: the next question, [what, *arguments]. The first that it says
-is {} once the files are loaded, the others are
+ADDRESS, sends one line of JSON and reads one: the next question, [what, *arguments]. Its first line is {}
+once the files are loaded; the others are
 
 - {"rewards": numbers}, one per function, to ["score", prompt, completion, row];
 - {"state": value} to ["reset", prompt, row];
 - {"state": value, "observation": messages, "reward": number} to ["step", state, completion];
 - {"error": text} where that failed; "refused" says that it always will.
 
-No descriptor of the exchange is open while a function runs. Uses the standard library only and is started by
-its path, so that it takes no device and starts again in a moment.
+No file descriptor of this exchange is open while a function runs. Uses the standard library only and is
+started by its path, so that it takes no device and starts again in a moment.
 """
 
 import importlib.util
@@ -33,7 +33,7 @@ class RefusedError(Exception):
 
 
 def load(file: str, name: str, number: int) -> Any:
-    """What a file, which may import the modules beside it, calls by a name."""
+    """The object of a name in a file, which may import the modules beside it."""
     sys.path.insert(0, os.path.dirname(os.path.abspath(file)))
     module_name = "reward" if number == 0 else f"reward_{number}"
     spec = importlib.util.spec_from_file_location(module_name, file)
@@ -46,7 +46,7 @@ def load(file: str, name: str, number: int) -> Any:
 
 
 def call(function: Callable[..., Any], given: dict[str, Any], row: dict[str, Any] | None = None) -> Any:
-    """What a function of the user's returns, awaited if it is to be."""
+    """The result of a user's function, awaited if it is a coroutine."""
     row = row or {}
     try:
         inspect.signature(function).bind(*given.values(), **row)
@@ -89,7 +89,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 class Rewards:
-    """What a user's functions say about completions."""
+    """A user's reward functions."""
 
     def __init__(self, functions: list[Callable[..., Any]]) -> None:
         self.functions = functions
@@ -116,7 +116,7 @@ class Environment:
         return {"state": checked_state(call(reset, {"prompt": prompt}, row), reset)}
 
     def step(self, state: Any, completion: str) -> Answer:
-        """What a turn of the model leads to."""
+        """The state, observation and reward after a turn of the model."""
         step = self.environment.step
         value = call(step, {"state": state, "completion": completion})
         if not isinstance(value, tuple | list) or len(value) != 3:

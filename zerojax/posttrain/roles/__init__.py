@@ -1,1 +1,1 @@
-"""The models beside the policy, where their weights come from, and the memory of each."""
+"""The models besides the policy, where their weights come from, and the memory of each."""

@@ -106,7 +106,7 @@ class Critic:
 
     @property
     def trained(self) -> Trained:
-        """What a step of the run trains beside the policy."""
+        """What a step of the run trains besides the policy."""
         return Trained(self.config.model, self.state, abstract_columns(self.config, COLUMNS))
 
     def values(self, rows: Rows) -> Float32[np.ndarray, "rows time"]:

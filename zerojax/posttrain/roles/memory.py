@@ -22,7 +22,7 @@ from zerojax.train.spec import TrainSpec
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """Bytes on one device; a training step takes more beside what stays there (``plan_state``).
+    """Bytes on one device; a training step takes more on top (``plan_state``).
 
     Attributes:
         policy: the train state.

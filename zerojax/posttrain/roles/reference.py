@@ -1,4 +1,4 @@
-"""The reference: the weights that a run began with, to measure how far it has gone from them."""
+"""The reference: the weights that a run began with, to measure how far it has moved from them."""
 
 from dataclasses import dataclass, replace
 from typing import Any

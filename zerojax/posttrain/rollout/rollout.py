@@ -24,7 +24,7 @@ class Rollout:
         prompts: one per row.
         texts: the completions; in an environment all turns, with the observations between them.
         tokens: prompt and completion, then zeros.
-        mask: 1 where tokens[:, 1:] is of the model, the end of a completion included.
+        mask: 1 where tokens[:, 1:] are the model's, the end of a completion included.
         log_probs: those of the generator.
         ended: whether the completion, or the episode, has ended by itself.
         earned: in an environment, the reward of each turn at its last token, and NaN in a row without one.

@@ -19,7 +19,7 @@ from zerojax.run.data.tokenizer import Tokenizer
 
 @dataclass
 class Row:
-    """A prompt and what follows it so far; what is per token has a value for each of ``tokens``.
+    """A prompt and what follows it so far; fields per token have a value for each of ``tokens``.
 
     Attributes:
         prompt: that begins it.
@@ -94,7 +94,7 @@ class Episodes:
         """Begin an episode and take an empty turn, to find out whether any can be taken.
 
         Raises:
-            ConfigurationError: its methods take or return something else than in the protocol.
+            ConfigurationError: its methods take or return something other than the protocol says.
         """
         if (begun := self.pool.check("reset", prompt.text, prompt.row)) is None:
             return
@@ -146,7 +146,7 @@ class Episodes:
             before: the tokens up to it, which end with those of the turn.
 
         Raises:
-            DataError: the template refuses it, or it is no text that can be encoded.
+            DataError: the template refuses it, or it is not text that can be encoded.
             RefusedReward: it is messages, and the run has no conversations.
         """
         if self.template is None:

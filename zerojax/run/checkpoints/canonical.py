@@ -82,8 +82,8 @@ def from_canonical(state: TrainState, tree: Tree) -> TrainState:
     Args:
         state: of the spec that will use it; gives structure and shardings.
         tree: as ``to_canonical`` returns it. Where it lacks them, the average of weights and the recent
-            losses of the spike rule start empty, Delta's secondary copies are made from the parameters, and
-            residuals of this mesh start at zero.
+            losses of the spike rule start empty, delta's copies are made from the parameters, and residuals
+            start at zero.
 
     Raises:
         ConfigurationError: the tree lacks a parameter or an optimizer state of this spec, or was trained on
@@ -217,7 +217,7 @@ def _changed(state: TrainState, change: Callable[[str, ParamLayout | None, Array
 
 
 def _optimizer_name(path: Any) -> str:
-    """Averaged weights are a kind of their own, so that they can be read without the moments."""
+    """Averaged weights are named as a kind of their own, so that they can be read without the moments."""
     for number, key in enumerate(path):
         if (field := getattr(key, "name", None)) in ("averaged_count", "averaged_params"):
             return _name(f"average/{field.removeprefix('averaged_')}", path[number + 1 :])

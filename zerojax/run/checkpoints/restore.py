@@ -34,7 +34,7 @@ def restore(path: Path, state: TrainState, *, average: bool = False, name: str =
         state: gives the spec, filled or abstract; its values are not used.
         average: restore the average of the weights in their place; the optimizer of ``state`` keeps no
             average.
-        name: of a state that was saved beside the run's.
+        name: of a state that was saved together with the run's.
 
     Raises:
         ConfigurationError: the checkpoint has no such state, no average, or is of another model or optimizer;
@@ -106,8 +106,8 @@ def restore_weights(path: Path, state: TrainState, *, new: str | None = None) ->
 def restore_base(path: Path, state: TrainState, *, new: str | None = None) -> TrainState:
     """The state with its frozen weights from a checkpoint of the whole model.
 
-    They are read and encoded one by one: no more than one whole weight is in memory beside them, spread over
-    the devices.
+    They are read and encoded one by one: at any time no more than one whole weight is in memory besides,
+    spread over the devices.
 
     Args:
         path: of a verified checkpoint of the same model under any optimizer, all of it trained.

@@ -11,11 +11,10 @@ from zerojax.run.checkpoints.manifest import Manifest
 class Retention:
     """Which checkpoints to keep: the newest two, and those that any of these rules keeps.
 
-    Orbax's policies count time by the clock on the wall, and know nothing of frozen weights.
+    Two, because the newest may hold broken weights, which only the next step shows; that it was saved proves
+    the weights of the one before. Checkpoints that hold a run's frozen weights or its reference stay as well.
 
-    Checkpoints that hold a run's frozen weights or its reference stay. Two, because the newest may hold
-    broken weights, which shows only in the step after it; that it was saved proves the weights of the one
-    before.
+    Orbax's own policies measure time by the wall clock, and know nothing of frozen weights.
 
     Attributes:
         newest: keep this many of the newest, at least two; None keeps all.

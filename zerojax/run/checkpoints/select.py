@@ -34,7 +34,7 @@ def newest_valid(folder: Path, *, checksums: bool = True) -> Choice:
 
     Raises:
         ConfigurationError: there are checkpoints, but all are damaged; names each.
-        RunError: one cannot be read, which is no damage, such as for lack of permission.
+        RunError: one cannot be read for a reason other than damage, such as a lack of permission.
     """
     found: dict[int, str] = {}
     for step in reversed(step_dirs.steps(folder)):

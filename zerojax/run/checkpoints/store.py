@@ -1,4 +1,4 @@
-"""Saves checkpoints beside training: Orbax writes, a thread adds the manifest, renames and cleans up."""
+"""Saves checkpoints during training: Orbax writes, a thread adds the manifest, renames and cleans up."""
 
 import os
 import re
@@ -48,7 +48,7 @@ class Checkpoints:
             say: prints what could not be deleted, perhaps from another thread; saving goes on.
 
         Raises:
-            ConfigurationError: the folder's path is none for checkpoints.
+            ConfigurationError: the folder's path cannot hold checkpoints.
         """
         check_checkpoint_path(folder)
         self._folder = folder
@@ -80,8 +80,8 @@ class Checkpoints:
     ) -> bool:
         """Start a save; returns when the arrays are copied, on the devices or to the hosts.
 
-        The copies stay on the devices until they are written if the devices had room for them beside
-        training at the first save. A step that was saved already is not saved again.
+        The copies stay on the devices until they are written if, at the first save, the devices had room for
+        them on top of training. A step that was saved already is not saved again.
 
         While steps are skipped nothing is saved: the last update may have broken the weights, and a save
         could push out the good checkpoints before it. Try again after the next step.
@@ -92,7 +92,8 @@ class Checkpoints:
             record: saved with it.
             beside: further states on the same mesh by name, such as a critic, saved in the same checkpoint;
                 ``restore`` takes the name. The same in all saves.
-            despite_skips: save even so, because an evaluation has shown that the weights are good.
+            despite_skips: save even while steps are skipped: an evaluation has shown that the weights are
+                good.
 
         Returns:
             Whether the step is saved, now or before; False if steps are being skipped.
@@ -150,14 +151,14 @@ class Checkpoints:
             self._worker.shutdown()
 
     def _finish(self, writing: ocp.AsyncResponse[None], step: int, record: Record) -> None:
-        """Wait for the files of all processes, manifest them, name them, remove what is not kept."""
+        """Wait for the files of all processes, write the manifest, rename, and remove what is not kept."""
         writing.result()
         if jax.process_index() != 0:
             return
         draft = step_dirs.unfinished(self._folder, step)
         write_manifest(draft, step, self._clock(), record)
         draft.rename(self._folder / str(step))
-        # Those of later steps are of another run, which this one does not go on from.
+        # Checkpoints of later steps are those of another run, from which this one did not resume.
         there = [manifest for manifest in read_manifests(self._folder) if manifest.step <= step]
         for surplus in (self._folder / str(step) for step in self._retention.surplus(there)):
             if not step_dirs.needed_by(surplus) and (line := step_dirs.remove(surplus)) is not None:

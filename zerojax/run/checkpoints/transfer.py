@@ -1,4 +1,4 @@
-"""Transfers of a checkpoint's arrays to the host: beside the next steps if the devices have room, or at once.
+"""Transfers of a checkpoint's arrays to the host: during the next steps if the devices have room, or at once.
 
 By default Orbax copies arrays to host memory before its call returns, because the caller may overwrite them.
 zerojax saves copies of its own, so that transfer can run in the background if the devices can hold the copies
@@ -34,7 +34,7 @@ class _InBackground(DefaultSerializationStatusCallback):
 
 
 def fit_beside_training(states: Sequence[TrainState]) -> bool:
-    """Whether this process's devices can hold copies of states beside the peak memory of their steps.
+    """Whether this process's devices can hold copies of states on top of the peak memory of their steps.
 
     Args:
         states: of a run that has taken steps in this process: only then is the peak known.

@@ -30,9 +30,9 @@ class Key(NamedTuple):
         name: in the table.
         field: of the dataclass, which has its value.
         kind: the type of a value that is set.
-        optional: whether there may be none, as for what a preset gives.
+        optional: whether it may be unset, as an option that a preset gives.
         meaning: for users, on one line.
-        override: whether the field is a table itself, of what overrides another section.
+        override: whether the field is a table of keys that override those of another section.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Key(NamedTuple):
 
 
 def overrides(name: str, section: "Section", *keys: str) -> dict[str, Any]:
-    """The metadata of a field that is a table: keys of another section that are set anew.
+    """The metadata of a field that is a table of keys which override those of another section.
 
     Args:
         name: of the other section.
@@ -58,7 +58,7 @@ def overrides(name: str, section: "Section", *keys: str) -> dict[str, Any]:
 def keys_of(section: "Section") -> tuple[Key, ...]:
     """The keys of a section, in the order of its fields.
 
-    The metadata of a field may name its ``"key"``, or None for a field that is no setting; a field of
+    The metadata of a field may name its ``"key"``, or None for a field that is not a setting; a field of
     ``overrides`` has several. A section with the key "preset" sets no key by default.
     """
     _, meanings = documentation(section)

@@ -56,7 +56,7 @@ def saved_config(data: Mapping[str, Any]) -> RunConfig:
         ConfigError: as ``config_from_dict``.
     """
     zero = data.get("zero", {})
-    # They once had the preset's name alone, and "zero++" then stood for what was published.
+    # Early checkpoints have only the preset's name, and "zero++" then was the published form.
     if zero.get("preset") == "zero++" and not PRESETS["zero++"].keys() <= zero.keys():
         return config_from_dict({**data, "zero": {**zero, "preset": "zero++-paper"}})
     return config_from_dict(data)
@@ -90,7 +90,7 @@ def config_to_dict(config: RunConfig) -> Tables:
 
 
 def spelled_out(config: RunConfig) -> Tables:
-    """The settings as a checkpoint has them: also those of the preset, which may stand for others one day."""
+    """The settings as a checkpoint has them, those of the preset included: presets may change."""
     tables = {key.name: table_of(getattr(config, key.field) or LoRA()) for key in keys_of(RunConfig)}
     tables["zero"] = zero_to_table(config.zero)
     if config.lora is None:

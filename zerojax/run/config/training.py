@@ -161,7 +161,7 @@ class LogSection:
     """Progress lines and trackers; `metrics.jsonl` always has every step.
 
     Attributes:
-        every: Steps between progress lines where the output is no terminal.
+        every: Steps between progress lines where the output is not a terminal.
         trackers: "tensorboard" (events in RUN/tensorboard), "wandb", "mlflow".
         project: Project of Weights & Biases, experiment of MLflow.
         fp8: With every evaluation, log what each weight of fp8 matmuls loses: the fractions that saturate and

@@ -81,9 +81,9 @@ class Texts:
 class Completions:
     """Rows with a prompt and its completion, each in a column.
 
-    Both are encoded by themselves, since a prompt to answer comes without its completion. The tokens are
-    those of the prompt and the completion, between the tokens that begin and end a text; the completion and
-    the end count in the loss.
+    Each is encoded by itself, since in use a prompt comes without its completion. The tokens are those of the
+    prompt and the completion, between the tokens that begin and end a text; the completion and the end count
+    in the loss.
     """
 
     prompt: str = "prompt"
@@ -193,7 +193,7 @@ def checked_messages(messages: Any, column: str, place: str) -> list[dict[str, A
         place: of the row, for messages to the user.
 
     Raises:
-        DataError: they are no list of messages with role and content. The content is a text or a list of
+        DataError: they are not a list of messages with role and content. The content is a text or a list of
             texts, {"type": "text", "text": ...}; a message with tool calls needs none.
     """
     if not isinstance(messages, list) or not messages:

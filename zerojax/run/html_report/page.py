@@ -162,7 +162,7 @@ def _session(number: int, session: dict[str, Any], written: float | None) -> dic
     if session.get("status") == "running":
         ended = written
     lasted = "not known"
-    # A clock that was set back in between tells nothing.
+    # If the clock was set back in between, the difference means nothing.
     if is_time(begun) and is_time(ended) and begun <= ended:
         lasted = "so far " * (session.get("status") == "running") + _duration(ended - begun)
     last = session.get("last_step")

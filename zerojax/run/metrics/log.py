@@ -44,8 +44,8 @@ class RunLog:
         folder: of the run; None writes no files.
         steps: of the whole run.
         max_skips: steps in a row that may be skipped before the run has diverged.
-        spikes: what follows from a loss that is a spike: its step is skipped, or the run stops.
-        every: steps between progress lines where the output is no terminal.
+        spikes: what a loss that is a spike does: its step is skipped, or the run stops.
+        every: steps between progress lines where the output is not a terminal.
         trackers: their names; they need a folder.
         project: for trackers.
         settings: for trackers.

@@ -1,7 +1,7 @@
 """The TensorBoard tracker: event files in ``RUN/tensorboard``, written by tensorboardX.
 
 Uses its record writer only: the thread and queue of its ``SummaryWriter`` depend on the wall clock, and hang
-for ever if that is set back by weeks.
+forever if that is set back by weeks.
 """
 
 import time
