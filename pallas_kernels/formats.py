@@ -38,7 +38,7 @@ def check_format(fmt: str) -> None:
     """Raise ValueError unless ``fmt`` is one of ``FORMATS``."""
     if fmt in STORED:
         raise ValueError(
-            f"{fmt} stores frozen weights and is no wire format: it has encode_{fmt} and decode_{fmt} alone"
+            f"{fmt} only stores frozen weights, and cannot be sent: it has encode_{fmt} and decode_{fmt}"
         )
     if fmt not in FORMATS:
         raise ValueError(f"unknown wire format {fmt!r}: choose one of {', '.join(FORMATS)}")

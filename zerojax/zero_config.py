@@ -77,7 +77,7 @@ class ZeroConfig:
         accumulate: micro-batches per optimizer step.
         accumulate_order: "depth" runs each micro-batch through the whole model before the next; "breadth"
             runs all of them through a unit before the next unit, so that weights are gathered and
-            gradients reduced once a step, beside compute. It keeps the activations of all micro-batches
+            gradients reduced once a step, during compute. It keeps the activations of all micro-batches
             for the backward pass, and needs units (``zerojax.schedule.breadth_first``).
         weights: format of the weight all-gather over ``node`` (qwZ, ZeRO++ section 3.1).
         weights_delta: keep the secondary copy across steps and send only what changed, once per

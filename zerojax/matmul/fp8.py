@@ -6,8 +6,8 @@ multiplied by a scale that takes its largest magnitude close to the largest valu
 they round nothing, and a weight that does not change keeps its code while others do.
 
 On a GPU with fp8 units XLA turns each product here into one cuBLASLt call (``__cublas$lt$matmul$f8``).
-Elsewhere the same codes are multiplied in the dtype of the activations: the result differs in the order of
-sums alone.
+Elsewhere the same codes are multiplied in the dtype of the activations: the results differ only in the
+order of sums.
 """
 
 import functools
@@ -206,5 +206,5 @@ def _dot(
 
 
 def _wide(dtype: DTypeLike) -> jnp.dtype:
-    """The dtype, or fp32 if it has not the range that scales need, as fp16."""
+    """The dtype, or fp32 in place of one without the range that scales need, such as fp16."""
     return jnp.promote_types(dtype, jnp.bfloat16)

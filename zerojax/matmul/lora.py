@@ -41,18 +41,19 @@ class LoRA:
     """Which frozen weights get adapters, and of what kind.
 
     Attributes:
-        rank: the columns of A and rows of B; in a config 0, the default, is no adapters.
+        rank: the columns of A and rows of B; in a config 0, the default, means no adapters.
         alpha: A B is multiplied by alpha / rank.
         targets: shell patterns of paths ("blocks/attn/kernel") among the two-dimensional weights of units,
             and the three-dimensional ones of Flax's attention ("query", "key", "value", "out"). The last
             pattern that matches decides; one that begins with "!" leaves the weight out.
-        dropout: probability of zeroing an element of the input of A, in training: others at each read, but
-            the same in all iterations of a loop (``jax.lax.scan``) of the model's own around a unit.
+        dropout: probability of zeroing an element of the input of A in training. Each read drops other
+            elements, but the iterations of a loop (``jax.lax.scan``) of the model's own around a unit drop
+            the same ones.
         rslora: multiply by alpha / sqrt(rank) instead (Kalajdzievski, arXiv:2312.03732).
-        pieces: ``(pattern, columns, rank, alpha)``, for other ranks and alphas: a weight whose path matches
-            has an adapter of this rank for so many of its columns (outputs), those after the columns of the
-            tuple before that matches; 0 columns are all that are left, and rank 0 is no adapter. So query,
-            key and value, which are one weight, get adapters of their own, as in PEFT.
+        pieces: ``(pattern, columns, rank, alpha)``, for other ranks and alphas. The tuples whose pattern
+            matches a weight's path divide its columns (outputs) in order: each gives an adapter to that many
+            of them, 0 to all that are left; rank 0 gives none. So query, key and value, which are one weight,
+            get adapters of their own, as in PEFT.
 
     Examples:
         >>> lora = zerojax.LoRA(rank=8, alpha=16, targets=("*kernel", "!*router*"))
@@ -247,7 +248,7 @@ def _scaled(a: Array, b: Array, lora: LoRA, path: str) -> tuple[Array, Array]:
 
 @dataclass(frozen=True)
 class LowRankOperand:
-    """A weight with an adapter, or what moves made of both, on its way to a product.
+    """A weight with an adapter, or what data movement made of both, on its way to a product.
 
     Every axis of the weight belongs to A or to B: ``factors`` says which. Each factor has the axes that
     belong to it, in the weight's order, behind that of the rank.

@@ -80,7 +80,7 @@ jax.tree_util.register_dataclass(Fp8Operand, ["codes", "gradient", "scale"], ["n
 
 @dataclass(frozen=True)
 class LayerOperand:
-    """One layer of a stacked weight, or what moves made of it, which products read where it lies.
+    """One layer of a stacked weight, or what data movement made of it, which products read where it lies.
 
     XLA passes a layer of a stack to cuBLAS by its address, unless cuBLAS also adds a bias or applies GELU to
     the product: then it copies the layer first. So neither is fused into these products. A bias or a GELU

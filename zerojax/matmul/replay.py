@@ -39,7 +39,7 @@ def at_matmuls[**P, T: PyTree[Array]](
 
     Returns:
         The same function of such weights. It raises ConfigurationError, naming the weight and the line, if
-        something else than a product reads one.
+        anything but a product reads one.
     """
 
     def run(weights: Sequence[Value], *args: P.args, **kwargs: P.kwargs) -> T:

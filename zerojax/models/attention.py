@@ -14,7 +14,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.models.config import AttentionKernel
 
 ATTENTION_NAME = "attention"
-"""The ``checkpoint_name`` of attention's output, and of what its backward pass needs beside q, k and v."""
+"""The ``checkpoint_name`` of attention's output, and of what its backward pass needs besides q, k and v."""
 
 CUDNN_MAX_HEAD_DIM = 128
 """The widest head that cuDNN's flash attention supports on every GPU since Ampere."""
@@ -48,12 +48,11 @@ def causal_attention(
 ) -> Float[Array, "batch time heads dim"]:
     """Scaled dot-product attention of each position to itself and earlier ones.
 
-    With a window, a position attends to at most that many positions, itself included; cuDNN skips the
-    rest.
+    With a window, a position attends to at most that many positions, itself included; cuDNN skips the rest.
     Positions of different segments do not attend to each other. With cuDNN this needs a bias of
-    2 x batch x time^2 bytes, written and read in each pass of each layer and never kept. A window beside
-    segments, or one that is data, becomes a part of that bias. cuDNN's gradients exist for an even time
-    alone: an odd one is padded by a position.
+    2 x batch x time^2 bytes, written and read in each pass of each layer and never kept. A window in addition
+    to segments, or one that is data, becomes a part of that bias. cuDNN has gradients for even lengths only:
+    an odd one is padded by a position.
 
     Scores and softmax are fp32 for any dtype. The output has the checkpoint name "attention", and with cuDNN
     so does the log-sum-exp that the backward kernel reads: under a remat policy that saves this name, the
@@ -71,7 +70,7 @@ def causal_attention(
         softcap: the scores become softcap x tanh(scores / softcap).
 
     Raises:
-        ConfigurationError: with cuDNN there is no softcap.
+        ConfigurationError: a softcap with cuDNN, which has none.
     """
     length = query.shape[1]
     mask = None if segments is None else (segments[:, :, None] == segments[:, None, :])[:, None]

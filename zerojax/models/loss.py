@@ -315,7 +315,7 @@ def lm_loss(
 
     Positions whose next token is -1 (padding) do not count. With "segments" (int32, of the same shape) a row
     holds several documents, which do not attend to each other; positions whose next token is of another
-    document do not count. With "labels" (int32, of the same shape: the tokens, and -1 where they shall not
+    document do not count. With "labels" (int32, of the same shape: the tokens, and -1 where they do not
     count) only those that are labelled count.
 
     Returns:

@@ -8,7 +8,7 @@ from zerojax.models.gpt import GPT, logits
 
 
 def scores(model: GPT, tokens: Int[Array, "rows time"]) -> Float[Array, "rows time"]:
-    """What a model of scores says at each position of the text up to there, fp32.
+    """The score at each position, of the text up to there, fp32.
 
     Args:
         model: with config.outputs = 1, whole or as a loss function gets it. A softcap of the logits does not
@@ -16,7 +16,7 @@ def scores(model: GPT, tokens: Int[Array, "rows time"]) -> Float[Array, "rows ti
         tokens: a text per row, int32; what follows it may be anything.
 
     Raises:
-        ConfigurationError: the model is of another number of outputs.
+        ConfigurationError: the model has another number of outputs.
     """
     if model.config.outputs != 1:
         raise ConfigurationError(

@@ -1,7 +1,7 @@
 """What TCP flows carry between a job's nodes: plain sockets, from each node to the next in a ring.
 
-iperf3 would measure the same, but it is no Python package, has no authentication that a job's token could
-serve, and would have to be installed, started and stopped on every node. All nodes send and receive at the
+iperf3 would measure the same, but it is not a Python package, cannot authenticate by a secret of the job, and
+would have to be installed, started and stopped on every node. All nodes send and receive at the
 same time here, as in a collective, and the CPU time is that of each thread.
 
 A flow begins with a secret that its receiver has made for this measurement, and told to the job's processes

@@ -35,7 +35,7 @@ READS: dict[str, tuple[str, ...]] = {
     "ipo": ("beta",),
     "reward": (),
 }
-"""The keys of [posttrain] that each method reads, beside the method itself."""
+"""The keys of [posttrain] that each method reads, besides the method itself."""
 
 
 def rollout_rows(config: RunConfig) -> int:
@@ -90,7 +90,7 @@ def check_settings(config: RunConfig, processes: int) -> None:
         check_reward_model(config)
     if rows % train.batch_size:
         raise ConfigurationError(
-            f"posttrain.rollout_rows {rows} is no multiple of train.batch_size {train.batch_size}: "
+            f"posttrain.rollout_rows {rows} is not a multiple of train.batch_size {train.batch_size}: "
             f"{-(-rows // train.batch_size) * train.batch_size} would be"
         )
     if rows % (settings.completions * processes):

@@ -89,8 +89,8 @@ def assigned(weight: str, by: str) -> str:
     """The error message for a weight to which ``by`` assigned."""
     return (
         f"{by} assigned to the weight {weight!r}, which only the optimizer changes: compute with the new "
-        "value without assigning it, keep what the loss changes in an nnx.Variable that is no nnx.Param, or "
-        "change weights between steps by zerojax.put_params."
+        "value without assigning it, keep what the loss changes in an nnx.Variable that is not an nnx.Param, "
+        "or change weights between steps by zerojax.put_params."
     )
 
 
@@ -109,7 +109,7 @@ _NO_LAYERS = (
 _COMBINED = (
     "a loss combined the weights of units with others (by jax.tree.map over nnx.state, as for an average "
     "of weights?), and they are sharded there: leave those classes out of ZeroConfig.units, and keep the "
-    "average in variables that are no nnx.Param, or take it in the optimizer."
+    "average in variables that are not nnx.Param, or take it in the optimizer."
 )
 
 # Parts of JAX's messages about transformations that units do not support, and the messages to show instead.

@@ -49,7 +49,7 @@ def checked_seed(seed: int) -> np.uint32:
     """A seed.
 
     Raises:
-        ConfigurationError: it is no whole number from 0 to 2^32 - 1.
+        ConfigurationError: it is not a whole number from 0 to 2^32 - 1.
     """
     try:
         return np.uint32(operator.index(seed))

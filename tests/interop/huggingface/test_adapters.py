@@ -219,7 +219,7 @@ WTE = "base_model.model.transformer.wte.weight"
         ({"rank_pattern": {"c_attn": 4}}, {}, r"has shape \(3, 16\), and \(4, 16\) would fit"),
         ({"rank_pattern": {"c_attn": "4"}}, {}, "rank_pattern has '4' for 'c_attn'"),
         ({"rank_pattern": {"c_attn": 0}}, {}, "LoRA.rank=0"),
-        ({"rank_pattern": {"(": 4}}, {}, r"rank_pattern: '\(' is no pattern"),
+        ({"rank_pattern": {"(": 4}}, {}, r"rank_pattern: '\(' is not a pattern"),
         ({"alpha_pattern": {"(.+)+x": 4}}, {}, r"alpha_pattern: .* repeats too much"),
         ({"bias": "some"}, {}, "bias = 'some' is not supported, only 'none' or 'all' or 'lora_only'"),
         ({}, {WTE: np.zeros((80, 16), np.float32)}, "neither bias nor modules_to_save"),

@@ -71,11 +71,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "absurd time": (
         lambda p: forge(p, saved_at=1e300),
-        r"manifest.json is damaged: saved_at = 1e\+300 is no time",
+        r"manifest.json is damaged: saved_at = 1e\+300 is not a time",
     ),
     "absurd seconds": (
         lambda p: forge(p, record=asdict(RECORD) | {"seconds": -1e18}),
-        r"manifest.json is damaged: seconds = -1e\+18 is no time",
+        r"manifest.json is damaged: seconds = -1e\+18 is not a time",
     ),
     "binary manifest": (lambda p: (p / "manifest.json").write_bytes(b"\xff\x00"), "manifest.json is damaged"),
 }

@@ -62,7 +62,7 @@ def export_adapter(
 ) -> list[str]:
     """Write a state's adapters as PEFT's files; all processes must call it, and the first one writes.
 
-    What is trained beside them is written, too: biases alone as PEFT's ``bias``, other modules as a whole, as
+    What else is trained is written, too: biases alone as PEFT's ``bias``, other modules as a whole, as
     its ``modules_to_save``.
 
     Args:

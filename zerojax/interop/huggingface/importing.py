@@ -70,7 +70,7 @@ def run_settings(source: ModelFolder, tables: Tables, folder: RunFolder) -> Tabl
 
 
 def begin_run(source: ModelFolder, config: RunConfig, folder: RunFolder) -> None:
-    """Write what a run needs of a model beside its weights, unless the run has begun.
+    """Write what a run needs of a model besides its weights, unless the run has begun.
 
     All processes must call it.
 

@@ -280,13 +280,13 @@ def _number(x: float) -> float | int:
 
 
 def _check_patterns(field: str, patterns: Mapping[str, Any], lora: LoRA, *kinds: type) -> None:
-    """Refuse values that a field cannot have, and regular expressions that might take for ever."""
+    """Refuse values that a field cannot have, and regular expressions that might take forever."""
     setting = f"{field}_pattern"
     for pattern, value in patterns.items():
         try:
             re.compile(rf"(.*\.)?({pattern})$")
         except re.error as error:
-            raise ConfigurationError(f"{setting}: {short(pattern)} is no pattern: {error}") from error
+            raise ConfigurationError(f"{setting}: {short(pattern)} is not a pattern: {error}") from error
         if len(re.findall(r"[*+?{]", pattern)) > _MAX_REPETITIONS or re.search(r"\)[*+?{]", pattern):
             raise ConfigurationError(
                 f"{setting}: {short(pattern)} repeats too much: name the modules instead"
@@ -357,7 +357,7 @@ class PeftAdapter:
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """The patterns of ``ZeroConfig.frozen`` that train what the files have beside adapters."""
+        """The patterns of ``ZeroConfig.frozen`` that train what the files have besides adapters."""
         return ("*", *(f"!{path_pattern(name)}" for name in sorted({name for name, _ in self.given})))
 
     def _pieces(self, name: str) -> Iterator[tuple[str, int, int, float]]:

@@ -222,7 +222,7 @@ def rope(
 
     Args:
         theta: without rope_theta.
-        kinds: of scaling, beside none.
+        kinds: of scaling, besides none.
         fraction: without partial_rotary_factor; None if the family has no such key.
         tables: "one" for all layers; "two", of layers with and without a window, or "local" if the first has
             a key of its own; "growth": one, with Ministral 3's growth of queries.

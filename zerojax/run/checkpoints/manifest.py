@@ -86,7 +86,7 @@ class Record:
     beside: dict[str, Beside] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require(is_time(self.seconds), f"seconds = {self.seconds:.3g} is no time")
+        require(is_time(self.seconds), f"seconds = {self.seconds:.3g} is not a time")
 
     @property
     def bases(self) -> set[str]:
@@ -113,7 +113,7 @@ class Manifest:
     format: int = _FORMAT
 
     def __post_init__(self) -> None:
-        require(is_time(self.saved_at), f"saved_at = {self.saved_at:.3g} is no time")
+        require(is_time(self.saved_at), f"saved_at = {self.saved_at:.3g} is not a time")
 
     @property
     def size(self) -> int:

@@ -52,7 +52,7 @@ class RunConfig:
         )
         require(
             self.lora is None or bool(self.zero.frozen),
-            "lora: adapters stand beside frozen weights, and zero.frozen names none: leave it out, which "
+            "lora: adapters are for frozen weights, and zero.frozen names none: leave it out, which "
             'freezes all others, or name some, such as ["*"]',
         )
         require(
