@@ -69,7 +69,7 @@ def checked_prompts(prompts: Iterable[ArrayLike], vocabulary: int) -> list[Int[n
         vocabulary: as of ``Limits``.
 
     Raises:
-        ConfigurationError: there is none, or one is empty, no vector, or of other numbers than ids.
+        ConfigurationError: there is none, or one is empty, is not a vector, or has numbers that are not ids.
     """
     rows = list(map(_as_array, prompts))
     if not rows:
@@ -99,7 +99,7 @@ def checked_stop(stop: Stop) -> tuple[tuple[int, ...], ...]:
     """What ends a row, as tokens in their order.
 
     Raises:
-        ConfigurationError: there is something else than ids.
+        ConfigurationError: it holds anything but ids.
     """
     if stop is None:
         return ()

@@ -102,10 +102,10 @@ def generate(
         adapters: whether low-rank adapters take part; without them the base model generates.
 
     Raises:
-        ConfigurationError: a prompt is empty, no vector, of ids that the model does not have, or too long for
-            its context together with max_new_tokens; another argument is something else; the model lacks a
-            method; ``adapters`` is False and there are none; the state is abstract or was donated; processes
-            pass different numbers of prompts.
+        ConfigurationError: a prompt is empty, is not a vector, has ids that the model does not have, or is
+            too long for its context together with max_new_tokens; another argument is invalid; the model
+            lacks a method; ``adapters`` is False and there are none; the state is abstract or was donated;
+            processes pass different numbers of prompts.
     """
     return generate_rows(
         state,

@@ -55,8 +55,8 @@ def continue_text(
         int32 new tokens, without the prompts.
 
     Raises:
-        ConfigurationError: a prompt is empty, no vector, or of ids that the model does not have; there is
-            none; new_tokens is below 1; stop is several tokens; or the model cannot generate.
+        ConfigurationError: a prompt is empty, is not a vector, or has ids that the model does not have; there
+            is none; new_tokens is below 1; stop is several tokens; or the model cannot generate.
     """
     texts, context = _checked(model, prompts, new_tokens, stop)
     graph, weights = _split(model)

@@ -39,7 +39,7 @@ from zerojax.schedule.breadth_first import (
 )
 from zerojax.schedule.gradient_queue import GradientQueue, InFlight
 from zerojax.schedule.partition import inexact, with_float0
-from zerojax.schedule.sharded import Sharded, taken
+from zerojax.schedule.sharded import Sharded, read_by_unit
 from zerojax.schedule.stacked import Index, empty_layers, layer_at, put_layer
 from zerojax.schedule.sum_storage import Stored, SumStorage
 from zerojax.schedule.transforms import Pullback, TracedOnce, pullback, with_derivatives_of
@@ -112,7 +112,7 @@ def scan_units(
         The last layer's ``x``; the new state, stacked; and by path, stacked, the weights that have a
         ``copy``, with the copy that the gathers updated as their values.
     """
-    unit, seeds = take_apart(taken(list(weights)))
+    unit, seeds = take_apart(read_by_unit(list(weights)))
     run_on = on_operands(body, weights)
 
     def one(whole: Weights, x: Arrays, own: Arrays, shared: Arrays) -> tuple[Arrays, Arrays]:

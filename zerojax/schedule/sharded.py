@@ -19,8 +19,8 @@ from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.sharding.wire_format import Seed
 from zerojax.weights.weight import Weight
 
-TAKEN = "zerojax: a weight as its unit takes it"
-"""The ``checkpoint_name`` of a ``Sharded`` weight's arrays where its unit reads them (see ``taken``)."""
+READ_BY_UNIT = "zerojax: a weight read by its unit"
+"""The ``checkpoint_name`` of a ``Sharded`` weight's arrays where its unit reads them."""
 
 
 @jax.tree_util.register_dataclass
@@ -161,6 +161,6 @@ def is_gathered(weight: object) -> bool:
     return is_sharded(weight) and weight.weight.level != "full"
 
 
-def taken[T](values: T) -> T:
+def read_by_unit[T](values: T) -> T:
     """Mark arrays of ``Sharded`` weights as read by their unit, for ``zerojax.train.weight_reads``."""
-    return checkpoint_name(values, TAKEN)
+    return checkpoint_name(values, READ_BY_UNIT)

@@ -28,7 +28,7 @@ from zerojax.matmul.replay import Value, at_matmuls
 from zerojax.schedule.breadth_first import Flags, all_batched, map_microbatches, with_batching_rule
 from zerojax.schedule.partition import split_arrays
 from zerojax.schedule.remat import rematerialised
-from zerojax.schedule.sharded import Sharded, taken
+from zerojax.schedule.sharded import Sharded, read_by_unit
 from zerojax.schedule.transforms import Pullback, pullback
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.mesh import AXES
@@ -198,7 +198,7 @@ def take_apart(weights: Sequence[Sharded]) -> tuple[Unit, Seed]:
     ordered = sorted(every, key=lambda part: part.leaf.frozen)
     copies = tuple(part.copy for part in ordered if part.copy is not None)
     seed = weights[0].seed
-    seeds = taken(seed)
+    seeds = read_by_unit(seed)
     if any(weight.lora is not None and weight.lora.dropout for weight in weights):
         seeds = mix(seeds, next(_calls.get()))
     trained = tuple(part.sink for part in ordered if part.sink is not None)
@@ -264,7 +264,7 @@ _to_whole.defvjp(_to_whole_fwd, _to_whole_bwd)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def call_gathered(body: Body, unit: Unit, inputs: Arrays) -> Arrays:
     """``call_unit`` for weights that ``take_apart`` has taken apart."""
-    weights = taken(unit.weights)
+    weights = read_by_unit(unit.weights)
     if not all(w.layout.frozen and w.level == "full" for w in weights):
         # Without the barrier the compiler may gather every unit's weights before the first is used.
         weights, inputs = lax.optimization_barrier((weights, inputs))
@@ -284,7 +284,7 @@ class _Residuals(NamedTuple):
 
 
 def _call_fwd(body: Body, unit: Unit, inputs: Arrays) -> tuple[Arrays, _Residuals]:
-    held, inputs = lax.optimization_barrier((taken(unit.weights), inputs))
+    held, inputs = lax.optimization_barrier((read_by_unit(unit.weights), inputs))
     secondary = to_secondary(lax.stop_gradient(held))
     out, vjp = pullback(body, _to_whole(unit.strategy, secondary, unit.sinks, unit.seed), inputs)
     # Whole weights are not residuals: the backward pass gathers them again.
@@ -296,7 +296,7 @@ def _call_fwd(body: Body, unit: Unit, inputs: Arrays) -> tuple[Arrays, _Residual
 def _call_bwd(body: Body, residuals: _Residuals, cotangent: Arrays) -> tuple[Unit, Arrays]:
     del body
     unit, vjp = residuals
-    kept, seed = taken((unit.weights, unit.seed))
+    kept, seed = read_by_unit((unit.weights, unit.seed))
     # The second gather waits for the cotangent and is not merged with the first.
     kept, vjp, cotangent = lax.optimization_barrier((kept, vjp, cotangent))
     # If the loss contains a gradient, this gather is differentiated, too.

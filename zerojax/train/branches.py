@@ -16,7 +16,7 @@ from jax.extend import core
 from zerojax.comm.in_order import collective_axes
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.origins import scan_counts
-from zerojax.schedule.sharded import TAKEN
+from zerojax.schedule.sharded import READ_BY_UNIT
 from zerojax.schedule.user_code import line_of_equation
 
 Axes = frozenset[str]
@@ -63,7 +63,7 @@ class Branches:
         axes = _NONE
         for equation in jaxpr.eqns:
             axes |= frozenset(collective_axes(equation)) & self.mesh
-            if equation.params.get("name") == TAKEN:
+            if equation.params.get("name") == READ_BY_UNIT:
                 axes |= self.backward
             for inner in core.jaxprs_in_params(equation.params):
                 axes |= self._communicates(inner)

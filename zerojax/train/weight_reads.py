@@ -4,7 +4,7 @@ In the model's tree a unit's parameters are ``Sharded`` values, whose arrays are
 seeds. Code that walks the tree (``nnx.state(model, nnx.Param)``, ``module.variables["params"]``, an optax
 norm) would compute with those. The tree itself cannot prevent it, since transformations have to slice, stack
 and pass on the same arrays. So the traced program is checked: only a unit, which marks them by
-``zerojax.schedule.sharded.taken``, may use the arrays of a ``Sharded`` value.
+``zerojax.schedule.sharded.read_by_unit``, may use the arrays of a ``Sharded`` value.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from jax.extend import core
 
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.origins import MOVES, changed, scan_counts
-from zerojax.schedule.sharded import FORWARD_MODE, TAKEN, assigned, is_sharded, read_outside
+from zerojax.schedule.sharded import FORWARD_MODE, READ_BY_UNIT, assigned, is_sharded, read_outside
 from zerojax.schedule.user_code import line_of_equation
 from zerojax.sharding.param_tree import Path
 
@@ -64,7 +64,7 @@ def _follow(jaxpr: core.Jaxpr, names: Names) -> Names:
     known = {var: name for var, name in zip(jaxpr.invars, names, strict=True) if name is not None}
     for equation in jaxpr.eqns:
         given = [None if isinstance(var, core.Literal) else known.get(var) for var in equation.invars]
-        if any(given) and equation.params.get("name") != TAKEN:
+        if any(given) and equation.params.get("name") != READ_BY_UNIT:
             results = _results(equation, given)
             known |= {var: name for var, name in zip(equation.outvars, results, strict=True) if name}
     return [None if isinstance(var, core.Literal) else known.get(var) for var in jaxpr.outvars]
