@@ -16,7 +16,7 @@ COMMANDS = {
     "train": ("zerojax.cli.train", "train a model from a config, or resume its training"),
     "posttrain": (
         "zerojax.cli.posttrain",
-        "train a model by rewards (GRPO, PPO) or on preferences (DPO, IPO)",
+        "train a model with rewards (GRPO, PPO) or on preferences (DPO, IPO)",
     ),
     "sample": ("zerojax.cli.sample", "generate text with a trained run"),
     "chat": ("zerojax.cli.chat", "talk to a trained run in the terminal"),

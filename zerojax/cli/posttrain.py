@@ -1,4 +1,4 @@
-"""``zerojax posttrain CONFIG [--run-dir DIR] [...]``: train a model by rewards or preferences."""
+"""``zerojax posttrain CONFIG [--run-dir DIR] [...]``: train a model with rewards or on preferences."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ TRAINERS = {"grpo": GRPOTrainer, "ppo": PPOTrainer} | dict.fromkeys(PREFERENCES,
 
 @dataclass(frozen=True)
 class Options(RunOptions):
-    """Train a model by rewards for its own completions or on preferences between answers, or resume that.
+    """Train a model with rewards for its own completions or on preferences between answers, or resume that.
 
     Given again, the command resumes from the last checkpoint of the run folder. Every setting of the config
     can be overridden; the defaults below are those of the config.

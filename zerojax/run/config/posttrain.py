@@ -32,7 +32,7 @@ class RewardFunction:
 
 @dataclass(frozen=True)
 class PosttrainSection:
-    """Post-training by rewards or preferences (`zerojax posttrain`); see docs/posttrain.md.
+    """Post-training with rewards or preferences (`zerojax posttrain`); see docs/posttrain.md.
 
     Attributes:
         method: "grpo" compares the rewards of a prompt's completions with each other, "ppo" with what a
