@@ -44,7 +44,7 @@ def adapt(
     if isinstance(model, nnx.Module) or not callable(model):
         raise ConfigurationError(
             f"model is a {type(model).__name__}: pass a callable that takes nnx.Rngs and returns the "
-            "nnx.Module (so that its parameters are born sharded), or a Linen module."
+            "nnx.Module (so that its parameters are created sharded), or a Linen module."
         )
     if sample_batch is not None:
         raise ConfigurationError("sample_batch is for Linen modules: an NNX model knows its shapes.")

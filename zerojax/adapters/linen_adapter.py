@@ -342,7 +342,7 @@ class LinenAdapter:
         except NameError as error:
             raise ConfigurationError(
                 f"an initial value depends on a collective ({error}): values are made before they are "
-                "spread over the mesh, so make it of local ones."
+                "spread over the mesh, so compute it from local ones."
             ) from error
         weights, state = jax.tree.unflatten(jax.tree.structure(shapes), values)
         return weights, {name: state[path] for name, path in self._state.items()}

@@ -158,8 +158,8 @@ def _is_weight(path: Path, value: Array) -> bool:
     """
     if jnp.issubdtype(value.dtype, jnp.complexfloating):
         raise ConfigurationError(
-            f"the parameter {'/'.join(path)!r} is complex, which no optimizer here takes: make it two, "
-            "of its real and of its imaginary part."
+            f"the parameter {'/'.join(path)!r} is complex, which no optimizer here takes: split it into "
+            "its real and its imaginary part."
         )
     return jnp.issubdtype(value.dtype, jnp.floating)
 

@@ -141,8 +141,7 @@ def start_run(
     theirs = reader.tokenizer(source)
     if theirs is not None and not same_tokenizer(theirs, open_tokenizer(setup.config.data, folder.data)):
         notes.append(
-            f"data.tokenizer is another than that of {source}: its tokens may mean something else to these "
-            "weights"
+            f"data.tokenizer differs from that of {source}: its tokens may mean something else to the weights"
         )
     return Start(state, base, notes, manifest, source)
 

@@ -138,7 +138,7 @@ def test_of_a_model_that_no_family_has():
     with pytest.raises(ZeroError, match=r"model\.query_scalar = 2\.5, but Gemma has whole numbers"):
         describe_model(GPTConfig(**gemma, post_norms=True, query_scalar=2.5))
     windowed = GPTConfig(**gemma, post_norms=True, qk_norm=True, sliding_window=8, rope_scaling="linear")
-    with pytest.raises(ZeroError, match=r"model\.rope_local_theta = None beside rope_scaling = 'linear'"):
+    with pytest.raises(ZeroError, match=r"model\.rope_local_theta = None with rope_scaling = 'linear'"):
         describe_model(windowed)
     for model, kind in (
         (GPTConfig(), "gpt2"),

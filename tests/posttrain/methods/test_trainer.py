@@ -190,7 +190,7 @@ def test_a_completion_without_a_reward_counts_nowhere(
         assert float(measured["reward"]) == pytest.approx(np.nanmean(rewards))
         trainer.task.scorer.close()
         trainer.task.scorer = scorer(place, "refuse", 1.0)
-        with pytest.raises(RunError, match="the reward of no completion of rollout 1 is known: ValueError"):
+        with pytest.raises(RunError, match="no completion of rollout 1 has a reward: ValueError"):
             trainer.score(rollout, StopRequest())
         limits: list[tuple[str, float]] = []
         monkeypatch.setattr(trainer.watchdog, "phase", lambda *phase: limits.append(phase))

@@ -83,7 +83,7 @@ def find_gpu(name: str) -> Gpu:
     """
     if (known := GPUS.get(name.lower())) is None:
         raise ConfigurationError(
-            f"unknown GPU {name!r}: choose one of {', '.join(GPUS)}. For another one take the nearest and "
+            f"unknown GPU {name!r}: choose one of {', '.join(GPUS)}. For another one use the nearest, and "
             "correct it by --peak-tflops, --memory-gb, --memory-bandwidth and --local-bandwidth"
         )
     return known

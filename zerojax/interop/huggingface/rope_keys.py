@@ -189,7 +189,7 @@ class _Rope:
         local = model.rope_local_theta
         if local is None and scaling is not None and model.sliding_window is not None:
             raise ConfigurationError(
-                f"model.rope_local_theta = None beside rope_scaling = {kind!r}, but in this family the "
+                f"model.rope_local_theta = None with rope_scaling = {kind!r}, but in this family the "
                 "layers with a window are never scaled"
             )
         local = model.rope_theta if local is None else local

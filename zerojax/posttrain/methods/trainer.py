@@ -156,7 +156,7 @@ class PostTrainer(OpenRun):
             self.save()
             self.stop()
         if mean_over_processes({"reward": (rewards, np.isfinite(rewards))})["reward"] is None:
-            raise RunError(f"the reward of no completion of rollout {self.rollouts + 1} is known: {why}")
+            raise RunError(f"no completion of rollout {self.rollouts + 1} has a reward: {why}")
         return rewards
 
     def must_stop(self, signalled: StopRequest) -> bool:
