@@ -35,7 +35,7 @@ COMPILER_OPTIONS: Mapping[str, bool | int | str] = MappingProxyType(
     {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 )
 
-_CUDNN_VERSION = 91900  # of the descriptions in zerojax/gpus
+_CUDNN_VERSION = 91900  # of the descriptions in zerojax/analysis/gpus
 _HOPPER = (9, 0)
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
