@@ -199,7 +199,7 @@ def test_observations_are_written_as_the_template_would(place: Path, closed: boo
     text = template.render([question], add_generation_prompt=True)
     row = Row(Prompt(tokenizer.encode(text.encode()).astype(np.int32), "2 + 2", {}))
     said = tokenizer.encode(b"call<|im_end|>" if closed else b"call").tolist()
-    row.say(said, [0.0] * len(said), tokenizer, end)
+    row.add_turn(said, [0.0] * len(said), tokenizer, end)
     episodes = Episodes(pool, tokenizer, template, end, 200)
     episodes.check(row.prompt)
     episodes.begin([row], lambda: False)
@@ -207,7 +207,7 @@ def test_observations_are_written_as_the_template_would(place: Path, closed: boo
     pool.close()
     messages = [question, {"role": "assistant", "content": "call"}, {"role": "tool", "content": "4"}]
     assert tokenizer.decode(row.tokens) == template.render(messages, add_generation_prompt=True)
-    assert row.said == "call"
+    assert row.last_turn == "call"
     assert sum(row.mask) == len(said)
     user = [*messages[:2], {"role": "user", "content": "4"}]
     heard = row.tokens[: len(row.prompt.tokens) + len(said)]

@@ -62,7 +62,7 @@ class Rollout:
             if row.lost:
                 earned[number] = np.nan
         ended = np.asarray([row.ended for row in rows], bool)
-        prompts, texts = [row.prompt for row in rows], [row.said for row in rows]
+        prompts, texts = [row.prompt for row in rows], [row.last_turn for row in rows]
         if not in_environment:
             return cls(prompts, texts, tokens, mask, log_probs, ended)
         texts = [tokenizer.decode(row.tokens[len(row.prompt.tokens) :]) for row in rows]

@@ -117,7 +117,7 @@ class Task:
             for row, tokens, length, log_probs in zip(rows, *drawn, strict=True):
                 if not row.over:
                     made = tokens[:length].tolist(), log_probs[:length].tolist()
-                    row.say(*made, self.tokenizer, self.end)
+                    row.add_turn(*made, self.tokenizer, self.end)
             if self.episodes is not None:
                 self.episodes.step(going, stopping, last=turn + 1 == len(seeds))
         time, in_environment = self.config.train.sequence_length, self.episodes is not None

@@ -27,7 +27,7 @@ class Row:
         mask: 1 for the model's.
         log_probs: those of the generator; 0 for tokens that are not the model's.
         earned: by each turn, at its last token.
-        said: the text of the last turn, without what ends it.
+        last_turn: its text, without what ends it.
         turns: that were taken.
         over: whether no turn follows.
         ended: whether it is over because the model, or the environment, has ended it.
@@ -40,7 +40,7 @@ class Row:
     mask: list[float] = field(init=False)
     log_probs: list[float] = field(init=False)
     earned: list[float] = field(init=False)
-    said: str = ""
+    last_turn: str = ""
     turns: int = 0
     over: bool = False
     ended: bool = False
@@ -49,19 +49,21 @@ class Row:
 
     def __post_init__(self) -> None:
         self.tokens, self.mask, self.log_probs, self.earned = [], [], [], []
-        self.hear(self.prompt.tokens.tolist())
+        self.add_context(self.prompt.tokens.tolist())
 
-    def hear(self, tokens: list[int]) -> None:
-        """Add tokens that are not the model's."""
+    def add_context(self, tokens: list[int]) -> None:
+        """Add tokens that are not the model's: the prompt, or an observation."""
         self._add(tokens, 0.0, [0.0] * len(tokens))
 
-    def say(self, tokens: list[int], log_probs: list[float], tokenizer: Tokenizer, end: AnswerEnd) -> None:
+    def add_turn(
+        self, tokens: list[int], log_probs: list[float], tokenizer: Tokenizer, end: AnswerEnd
+    ) -> None:
         """Add a turn of the model."""
         self._add(tokens, 1.0, log_probs)
-        self.said, self.ended = end.read(tokenizer, tokens)
+        self.last_turn, self.ended = end.read(tokenizer, tokens)
         self.turns += 1
 
-    def lose(self, why: LostReward | DataError) -> None:
+    def mark_lost(self, why: LostReward | DataError) -> None:
         """End it without a reward."""
         self.over, self.ended, self.lost = True, False, str(why)
 
@@ -111,7 +113,7 @@ class Episodes:
         answers = self.pool.ask([("reset", row.prompt.text, row.prompt.row) for row in rows], stopping)
         for row, answer in zip(rows, answers, strict=True):
             if isinstance(answer, LostReward):
-                row.lose(answer)
+                row.mark_lost(answer)
             else:
                 row.state = answer["state"]
 
@@ -120,23 +122,23 @@ class Episodes:
 
         A row is over if its episode is, if the observation leaves no room for a turn, or after the ``last``.
         """
-        answers = self.pool.ask([("step", row.state, row.said) for row in rows], stopping)
+        answers = self.pool.ask([("step", row.state, row.last_turn) for row in rows], stopping)
         for row, answer in zip(rows, answers, strict=True):
             if isinstance(answer, LostReward):
-                row.lose(answer)
+                row.mark_lost(answer)
                 continue
             row.state, observation, row.earned[-1] = answer["state"], answer["observation"], answer["reward"]
             row.over = row.ended = observation is None
             if observation is None:
                 continue
             try:
-                heard = self.tokens_of(observation, row.tokens)
+                observed = self.tokens_of(observation, row.tokens)
             except (RefusedReward, DataError) as error:
-                row.lose(error)
+                row.mark_lost(error)
                 continue
-            row.over = last or len(row.tokens) + len(heard) >= self.longest
+            row.over = last or len(row.tokens) + len(observed) >= self.longest
             if not row.over:
-                row.hear(heard)
+                row.add_context(observed)
 
     def tokens_of(self, observation: str | dict[str, Any] | list[Any], before: Sequence[int]) -> list[int]:
         """What follows a turn of the model, up to the next.
