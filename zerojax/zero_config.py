@@ -39,7 +39,7 @@ AccumulateOrder = Literal["depth", "breadth"]
 FrozenSpread = Literal["node", "world"]
 GradSync = Literal["micro", "step"]
 MatmulDtype = Literal["compute", "fp8"]
-Preset = Literal["zero3", "zero++", "zero++-paper", "delta"]
+Preset = Literal["zero3", "zero++", "zero++-paper", "delta", "local"]
 Remat = Literal["full", "attention", "none"]
 Rounding = Literal["nearest", "stochastic"]
 
@@ -62,7 +62,8 @@ class ZeroConfig:
     Attributes:
         base: the preset that gives what is not set: "zero3" is exact, "zero++" sends a quarter of its bytes,
             "delta" a sixth; "zero++-paper" is ZeRO++ as published, with int4 gradients within nodes, too,
-            which trains less exactly. In Python, ``ZeroConfig.preset`` sets it.
+            which trains less exactly; "local" a hundredth, by local updates (``every``). In Python,
+            ``ZeroConfig.preset`` sets it.
         stage: 0 replicates everything, 1 shards the optimizer, 2 also the gradients, 3 also the
             parameters (ZeRO, Rajbhandari et al.).
         units: module classes whose weights are gathered just before use and dropped after
@@ -115,6 +116,19 @@ class ZeroConfig:
         frozen_spread: over which devices a frozen weight is stored once: those of each "node", so that it
             never crosses nodes, or those of the "world", to save memory: it is then gathered over ``node`` as
             well, in the forward and in the backward pass.
+        every: 0, or the steps in which each weight crosses nodes once, by local updates (DiLoCo, Douillard et
+            al., 2023; Streaming DiLoCo, 2025): every node trains weights of its own, and each step exchanges
+            what the nodes have learnt of one fragment, 1/``every`` of all elements. Owners apply the mean to
+            the outer weights, which are those of evaluations and exports. ``grads`` and ``weights`` are then
+            the formats of what is learnt, on the way to the owners (over ``node``), and of the change of the
+            outer weights, on the way back. Each node holds the whole state, spread over its devices.
+        outer_learning_rate: of the outer weights' SGD with Nesterov momentum.
+        outer_momentum: its momentum.
+        outer_delay: the steps between sending a fragment and taking up what has become of it. 0 exchanges at
+            the end of each step, which waits for the network. 1 sends at the beginning of a step and takes up
+            the result at its end; with 2 or more each of the two hops has a step of its own to hide behind.
+        outer_mixing: the part of a node's own fragment that stays when it takes up the outer weights; 0
+            replaces all of it (Streaming DiLoCo, equation 3).
 
     Examples:
         >>> zero = zerojax.ZeroConfig.preset("delta", accumulate=4, accumulate_order="breadth")
@@ -148,6 +162,11 @@ class ZeroConfig:
     frozen: tuple[str, ...] = ()
     frozen_weights: FrozenFormat | None = None
     frozen_spread: FrozenSpread = "node"
+    every: int = 0
+    outer_learning_rate: float = 1.0
+    outer_momentum: float = 0.0
+    outer_delay: int = 0
+    outer_mixing: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse options that cannot work.
@@ -176,6 +195,7 @@ class ZeroConfig:
         self._check_fp8()
         self._check_frozen()
         self._check_no_op()
+        self._check_local_updates()
 
     @classmethod
     def preset(cls, name: Preset, **overrides: Any) -> Self:
@@ -185,8 +205,9 @@ class ZeroConfig:
             name: "zero3" is exact ZeRO-3 (3M bytes between nodes a step); "zero++" has int8 weights, hpZ
                 and rotated gradients in int8 within nodes and int4 between them (0.75M); "zero++-paper" is
                 ZeRO++ as published, with int4 gradients over both hops, not rotated (0.75M); "delta" sends
-                the least: int4 weight deltas and one rotated, stochastically rounded int8/int4 gradient
-                reduction per optimizer step (0.5M).
+                less: int4 weight deltas and one rotated, stochastically rounded int8/int4 gradient
+                reduction per optimizer step (0.5M); "local" the least: 0.5M in ``every`` steps (64), by local
+                updates, with which each node has weights of its own.
             **overrides: fields to set on top.
 
         Raises:
@@ -209,7 +230,8 @@ class ZeroConfig:
     def weight_formats(self) -> PerHop[str]:
         """Formats of the weight gather, None resolved."""
         default = self.compute_format
-        return PerHop(node=self.weights or default, local=self.local_weights or default)
+        # With local updates ``weights`` is the format of fragments; evaluations gather exactly.
+        return PerHop(node=(not self.every and self.weights) or default, local=self.local_weights or default)
 
     @property
     def grad_formats(self) -> PerHop[str]:
@@ -221,6 +243,15 @@ class ZeroConfig:
     def passes(self) -> int:
         """Forward and backward passes per step: one for each micro-batch, or one for all in breadth."""
         return 1 if self.accumulate_order == "breadth" else self.accumulate
+
+    @property
+    def in_node(self) -> Self:
+        """The options of one node's passes, with local updates."""
+        grads = (self.grads[0], self.grads[0])
+        unset = {name: _DEFAULTS[name] for name in (*_OUTER, "every", "error_feedback", "weights")}
+        if self.grad_formats.local in RAW:
+            unset |= {name: _DEFAULTS[name] for name in ("rotation", "rounding")}
+        return self.replace(grads=grads, **unset)
 
     @property
     def node_hop_once(self) -> bool:
@@ -343,7 +374,7 @@ class ZeroConfig:
             raise ConfigurationError(
                 f"delta_resync={self.delta_resync} must be 0 or more, and needs weights_delta=True."
             )
-        if self.error_feedback and self.grad_sync != "step":
+        if self.error_feedback and self.grad_sync != "step" and not self.every:
             raise ConfigurationError(
                 'error_feedback belongs to the optimizer step, not to a micro-batch: set grad_sync="step".'
             )
@@ -414,7 +445,42 @@ class ZeroConfig:
                 "grads_hops=2."
             )
 
+    def _check_local_updates(self) -> None:
+        if not self.every:
+            if given := [name for name in _OUTER if getattr(self, name) != _DEFAULTS[name]]:
+                raise ConfigurationError(
+                    f"ZeroConfig.{given[0]} belongs to local updates: set every, such as every=64, or leave it out."
+                )
+            return
+        bounds = {
+            "every": (self.every > 0, "at least 1, or 0 for none"),
+            "outer_learning_rate": (self.outer_learning_rate > 0, "positive"),
+            "outer_momentum": (0 <= self.outer_momentum < 1, "from 0 to less than 1"),
+            "outer_delay": (0 <= self.outer_delay <= self.every, f"from 0 to every={self.every}"),
+            "outer_mixing": (0 <= self.outer_mixing < 1, "from 0 to less than 1"),
+        }
+        for name, (holds, bound) in bounds.items():
+            if not holds:
+                raise ConfigurationError(f"ZeroConfig.{name}={getattr(self, name)} must be {bound}.")
+        if self.stage == 0:
+            raise ConfigurationError("every is for weights that a node's devices share: use stage 1, 2 or 3.")
+        without = {
+            "hpz": "within a node there is no other copy to keep",
+            "weights_delta": "nodes have weights of their own",
+            "grad_sync": "gradients do not cross nodes",
+            "grads_hops": "gradients stay within a node",
+            "frozen_spread": "a node then needs other nodes' weights in every pass",
+        }
+        for name, why in without.items():
+            if getattr(self, name) != _DEFAULTS[name]:
+                raise ConfigurationError(
+                    f"ZeroConfig.{name}={getattr(self, name)!r} has no meaning with local updates (every="
+                    f"{self.every}): {why}. Leave it out."
+                )
 
+
+_OUTER = ("outer_learning_rate", "outer_momentum", "outer_delay", "outer_mixing")
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(ZeroConfig)}
 _CHOICES = {
     name: get_args(kind) for name, kind in get_type_hints(ZeroConfig).items() if get_origin(kind) is Literal
 }
@@ -432,6 +498,19 @@ PRESETS: dict[Preset, dict[str, Any]] = {
         "grad_sync": "step",
         "rotation": 32,
         "rounding": "stochastic",
+        "block_size": 128,
+    },
+    "local": {
+        "stage": 3,
+        "every": 64,
+        "outer_learning_rate": 0.7,
+        "outer_momentum": 0.9,
+        "outer_delay": 2,
+        "outer_mixing": 0.5,
+        "weights": "int4",
+        "grads": (None, "int4"),
+        "rotation": 32,
+        "error_feedback": True,
         "block_size": 128,
     },
 }

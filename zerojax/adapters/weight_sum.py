@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, Num
 
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.sharded import Sharded
-from zerojax.sharding.layout import OWNED, ParamLayout
-from zerojax.sharding.mesh import AXES, NODE
+from zerojax.sharding.layout import ParamLayout
+from zerojax.sharding.mesh import NODE
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.strategy import Level
 from zerojax.validation.patterns import why_not
@@ -143,21 +143,21 @@ def _sum_of_shards(
 ) -> Float[Array, ""]:
     def own_part(shard: Float[Array, "... shard"]) -> Float[Array, ""]:
         # Without the padding, where `function` may not be zero.
-        first = lax.axis_index(OWNED) * leaf.shard
+        first = lax.axis_index(leaf.world.owners) * leaf.shard
         return jnp.sum(jnp.where(first + jnp.arange(leaf.shard) < leaf.size, function(shard), 0))
 
     # The gradient goes to the sink, as units' gradients do: master weights are not differentiated.
     @jax.custom_vjp
     def total(shard: Float[Array, "... shard"], sink: Sink) -> Float[Array, ""]:
         del sink
-        return lax.psum(own_part(shard), AXES)
+        return lax.psum(own_part(shard), leaf.world.axes)
 
     def forward(shard: Float[Array, "... shard"], sink: Sink) -> tuple[Float[Array, ""], Array]:
         return total(shard, sink), shard
 
     def backward(shard: Float[Array, "... shard"], cotangent: Float[Array, ""]) -> tuple[None, Sink]:
         # The sum is part of every device's loss, and the devices' gradients are added up.
-        (grad,) = jax.vjp(own_part, shard)[1](lax.psum(cotangent, AXES))
+        (grad,) = jax.vjp(own_part, shard)[1](lax.psum(cotangent, leaf.world.axes))
         return None, _at_sink(grad, leaf, level)
 
     total.defvjp(forward, backward)
@@ -168,7 +168,7 @@ def _at_sink(grad: Float[Array, "... shard"], leaf: ParamLayout, level: Level) -
     """The owner's gradient among zeros at the sink's level: this device's contribution to the hops' sum."""
     if level == "primary":
         return grad
-    axes, size = (NODE, leaf.secondary) if level == "secondary" else (OWNED, leaf.padded)
+    axes, size = ((NODE,), leaf.secondary) if level == "secondary" else (leaf.world.owners, leaf.padded)
     zeros = jnp.zeros((*grad.shape[:-1], size), grad.dtype)
     placed = lax.dynamic_update_slice_in_dim(zeros, grad, lax.axis_index(axes) * leaf.shard, axis=-1)
     if level == "secondary":

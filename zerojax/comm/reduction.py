@@ -169,24 +169,32 @@ class GradientReduction:
         Returns:
             ``[shard]``, the fp32 sum over the world at its owner; and the new residuals, or None.
         """
-        nodes = self.world.nodes
-        if nodes == 1:
+        if self.world.nodes == 1:
             return sums, None
+        sent, kept = self.encode_for_owners(sums, seed, residuals)
+        return self.sum_at_owners(exchange_together(sent, NODE)), kept
+
+    def encode_for_owners(
+        self, sums: Values, seed: Seed, residuals: Values | None = None
+    ) -> tuple[Values, Values | None]:
+        """The first part of ``reduce_node``: a row for each owner, and the new residuals, or None."""
         if residuals is not None:
             sums = tuple(x + residual for x, residual in zip(sums, residuals, strict=True))
-        sent = [
-            encode_rows(x.reshape(nodes, -1), leaf, leaf.grads.node, seed, NODE_HOP)
+        sent = tuple(
+            encode_rows(x.reshape(self.world.nodes, -1), leaf, leaf.grads.node, seed, NODE_HOP)
             for x, leaf in self._each(sums)
-        ]
-        kept = None
-        if residuals is not None:
-            each = zip(sums, sent, self.leaves, strict=True)
-            kept = tuple(encoding_error(x, rows, leaf) for x, rows, leaf in each)
-        owned = tuple(
-            leaf.grads.node.decode_sum(rows, leaf.shard, rotation=leaf.rotation)
-            for rows, leaf in self._each(exchange_together(sent, NODE))
         )
-        return owned, kept
+        if residuals is None:
+            return sent, None
+        each = zip(sums, sent, self.leaves, strict=True)
+        return sent, tuple(encoding_error(x, rows, leaf) for x, rows, leaf in each)
+
+    def sum_at_owners(self, arrived: Sequence[Rows]) -> Values:
+        """The last part of ``reduce_node``: the sums of the rows that have arrived."""
+        return tuple(
+            leaf.grads.node.decode_sum(rows, leaf.shard, rotation=leaf.rotation)
+            for rows, leaf in self._each(arrived)
+        )
 
     @jax.named_scope("all_gather_sum")
     def all_gather_sum(self, sums: Values) -> Values:

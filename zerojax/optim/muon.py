@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int32, PyTree, Shaped
 
 from zerojax.comm.in_order import on_mesh
 from zerojax.optim.shard_check import OnLayout
-from zerojax.sharding.layout import OWNED, ParamLayout
+from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.zero_config import ZeroConfig
 
@@ -68,7 +68,7 @@ def scale_by_muon(
         labels = to_tree({leaf.path: "muon" if leaf.path in mine else "adam" for leaf in leaves})
         # Orthogonalising needs no more precision than the forward pass, and saves traffic.
         wire = jnp.dtype(zero.compute_dtype)
-        axes = OWNED if zero.stage > 0 else ()
+        axes = leaves[0].world.owners if zero.stage > 0 else ()
         muon = optax.chain(_momentum(beta), _orthogonalised(mesh, matrices, axes, wire))
         return optax.partition({"muon": muon, "adam": optax.scale_by_adam(b1, b2, eps)}, labels)
 

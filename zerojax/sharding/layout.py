@@ -27,12 +27,10 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Num
 
 from pallas_kernels import BITS
-from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
+from zerojax.sharding.mesh import OWNED, MeshShape
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.wire_format import E4M3, Codec
 from zerojax.zero_config import NF4, NF4_BLOCK, PerHop, Rounding, ZeroConfig
-
-OWNED = (LOCAL, NODE)
 
 
 @dataclass(frozen=True)
@@ -130,6 +128,11 @@ class ParamLayout(ParamShape):
         """The shape of the shards in the local hop's format, one after another."""
         return (*self.stack, self.world.size * self.weights.local.row_items(self.shard))
 
+    @property
+    def in_node(self) -> "ParamLayout":
+        """The same layout where each node has the parameter by itself: a device owns its secondary partition."""
+        return replace(self, world=MeshShape(1, self.world.local), shard=self.secondary)
+
     def spec(self, axes: tuple[str, ...] = OWNED) -> PartitionSpec:
         """The sharding of the stored array: over ``axes``, layer by layer if it is stacked."""
         return PartitionSpec(*(None for _ in self.stack), axes or None)
@@ -160,7 +163,7 @@ def make_layout(
         if fp8:
             fewer = zero.weights_delta or BITS[weights.node.fmt] < 8
             weights = PerHop(node=weights.node if fewer else operand, local=operand)
-    blocks = [codec.block for codec in (*weights, *grads) if not codec.raw]
+    blocks = [codec.block for codec in (*weights, *grads) if not codec.raw or zero.every]
     unit = chunks * max(blocks, default=1)
     shard = unit * -(-max(1, p.size) // (unit * world.size))
     rotation = zero.rotation if not all(codec.raw for codec in grads) else 0

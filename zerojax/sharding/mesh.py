@@ -18,6 +18,8 @@ from zerojax.network import nccl
 NODE = "node"
 LOCAL = "local"
 AXES = (NODE, LOCAL)
+OWNED = (LOCAL, NODE)
+"""The order of the owners of a leaf's blocks (``zerojax.sharding.layout``)."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,16 @@ class MeshShape:
     def size(self) -> int:
         """The number of devices."""
         return self.nodes * self.local
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that it spans. One node lies within ``local``, also if the mesh has more of them."""
+        return AXES if self.nodes > 1 else (LOCAL,)
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """The same axes in the order in which they number the owners of a leaf's blocks."""
+        return OWNED if self.nodes > 1 else (LOCAL,)
 
     @staticmethod
     def of(mesh: Mesh) -> "MeshShape":

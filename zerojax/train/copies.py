@@ -15,8 +15,6 @@ from jaxtyping import Array, PyTree
 
 from zerojax.comm.in_order import on_mesh
 from zerojax.matmul import fp8
-from zerojax.sharding.layout import OWNED
-from zerojax.sharding.mesh import AXES
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train.blocks import by_group
 from zerojax.train.fields import abstract_copies, specs_of
@@ -34,7 +32,7 @@ def masters_of(spec: TrainSpec, params: PyTree[Array]) -> ByPath:
     for leaf in spec.leaves:
         shard = blocks[leaf.path].reshape(*leaf.stack, -1)
         if spec.zero.stage == 0:
-            first = lax.axis_index(OWNED) * leaf.shard
+            first = lax.axis_index(leaf.world.owners) * leaf.shard
             shard = lax.dynamic_slice_in_dim(shard, first, leaf.shard, axis=-1)
         own[leaf.path] = Weight(shard, leaf, "primary")
     return own
@@ -58,7 +56,7 @@ def with_scales(spec: TrainSpec, masters: ByPath, copies: ByPath) -> tuple[ByPat
         return masters, copies
     own = [jnp.max(jnp.abs(masters[leaf.path].values), axis=-1).reshape(-1) for leaf in chosen]
     with jax.named_scope("scales"):
-        peaks = lax.pmax(jnp.concatenate(own), AXES)
+        peaks = lax.pmax(jnp.concatenate(own), spec.world.axes)
     ends = list(itertools.accumulate(leaf.layers for leaf in chosen))
     scaled, renewed = dict(masters), dict(copies)
     for leaf, peak in zip(chosen, jnp.split(peaks, ends[:-1]), strict=True):

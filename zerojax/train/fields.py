@@ -11,7 +11,10 @@ from jaxtyping import Array, Int32, PyTree, UInt32
 from zerojax.adapters import ModelState
 from zerojax.optim.moments import by_moment
 from zerojax.sharding.layout import ParamLayout
+from zerojax.sharding.mesh import NODE
 from zerojax.sharding.param_tree import Path, to_tree
+from zerojax.sharding.wire_format import Seed, mix
+from zerojax.train.local_state import abstract_local, per_node
 from zerojax.train.spec import TrainSpec
 from zerojax.weights.weight import Weight
 
@@ -30,6 +33,11 @@ class Shards(NamedTuple):
     residual: PyTree[Array]
     frozen: PyTree[Weight]
 
+    @property
+    def step_seed(self) -> Seed:
+        """The seed of a step's random bits."""
+        return mix(self.seed, self.step)
+
 
 def abstract_fields(spec: TrainSpec) -> dict[str, Any]:
     """Every field of a state but ``spec``, as ShapeDtypeStructs with shardings."""
@@ -43,9 +51,19 @@ def abstract_fields(spec: TrainSpec) -> dict[str, Any]:
     zero, scalar = spec.zero, jax.ShapeDtypeStruct((), jnp.int32)
     params = by_leaf(lambda leaf: spec.abstract(leaf.stored_shape, jnp.float32, spec.param_spec(leaf)))
     opt_state = jax.eval_shape(spec.first_opt_state, params)
-    places = by_moment(
-        spec.leaves, opt_state, lambda leaf, _: spec.param_spec(leaf), lambda _: PartitionSpec()
-    )
+    if zero.every:
+        by_node, nodes = PartitionSpec(NODE), spec.world.nodes
+        places = by_moment(
+            spec.leaves,
+            opt_state,
+            lambda leaf, _: per_node(leaf),
+            lambda _: by_node,
+            lambda leaf: (nodes, *leaf.stored_shape),
+        )
+    else:
+        places = by_moment(
+            spec.leaves, opt_state, lambda leaf, _: spec.param_spec(leaf), lambda _: PartitionSpec()
+        )
     return {
         "step": like(scalar),
         "skipped_in_row": like(scalar),
@@ -55,10 +73,21 @@ def abstract_fields(spec: TrainSpec) -> dict[str, Any]:
         "model_state": like(spec.adapter.abstract_model_state),
         "copies": abstract_copies(spec) if zero.weights_delta else {},
         "residual": by_leaf(spec.abstract_residual, zero.error_feedback),
-        "losses": like(jax.eval_shape(spec.spikes.start)) if spec.spikes else {},
+        "losses": abstract_losses(spec),
         "frozen": to_tree({leaf.path: spec.stored(leaf, spec.strategy.frozen) for leaf in spec.frozen}),
         "base": {"fingerprint": spec.abstract((), jnp.uint32)} if spec.frozen else {},
+        "local": abstract_local(spec) if zero.every else None,
     }
+
+
+def abstract_losses(spec: TrainSpec) -> PyTree:
+    """The recent losses of a ``SpikeRule``, with local updates of each node; empty without one."""
+    if spec.spikes is None:
+        return {}
+    nodes = (spec.world.nodes,) if spec.zero.every else ()
+    where = PartitionSpec(NODE) if nodes else PartitionSpec()
+    one = jax.eval_shape(spec.spikes.start)
+    return jax.tree.map(lambda x: spec.abstract((*nodes, *x.shape), x.dtype, where), one)
 
 
 def abstract_copies(spec: TrainSpec, *, frozen: bool = False) -> dict[Path, Weight]:

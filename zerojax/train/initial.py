@@ -11,8 +11,9 @@ from zerojax.adapters import ModelState
 from zerojax.sharding.layout import to_stored
 from zerojax.sharding.param_tree import Path, to_tree
 from zerojax.train.copies import copies_of
-from zerojax.train.fields import abstract_fields, shardings_of
+from zerojax.train.fields import abstract_fields, abstract_losses, shardings_of
 from zerojax.train.frozen import encode_frozen
+from zerojax.train.local_state import first_local
 from zerojax.train.spec import TrainSpec
 
 
@@ -77,5 +78,10 @@ def first_values(spec: TrainSpec, seed: Array, stored: PyTree, model_state: Mode
         "model_state": model_state,
         "copies": copies_of(spec, stored) if spec.zero.weights_delta else {},
         "residual": jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), residual),
-        "losses": spec.spikes.start() if spec.spikes else {},
+        "losses": jax.tree.map(
+            lambda x, like: jnp.broadcast_to(x, like.shape), spec.spikes.start(), abstract_losses(spec)
+        )
+        if spec.spikes
+        else {},
+        "local": first_local(spec, stored) if spec.zero.every else None,
     }

@@ -30,7 +30,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.schedule.breadth_first import over_micro_batches
 from zerojax.schedule.sharded import is_sharded, translated_errors
 from zerojax.schedule.unit import numbered_calls
-from zerojax.sharding.layout import OWNED, to_stored
+from zerojax.sharding.layout import to_stored
 from zerojax.sharding.mesh import AXES, LOCAL
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.strategy import DIFFERING
@@ -139,7 +139,7 @@ def accumulate(
         ((grads, sums), changed), _ = lax.scan(body, (zeros, before), (rows, jnp.arange(zero.accumulate)))
     model_state = model_state | _shared(changed)
     fresh = {path: copy for path, copy in updated.items() if path in weights.updating}
-    return grads, Outcome(_over_world(sums), model_state, weights.copies | fresh)
+    return grads, Outcome(_over(spec.world.axes, sums), model_state, weights.copies | fresh)
 
 
 def evaluate(
@@ -150,7 +150,7 @@ def evaluate(
     _check(spec, weights, sinks, model_state, batch, seed, _loss_of(spec), train=False)
     placed = place_weights(spec, weights, sinks, seed, train=False)
     _, outcome = _forward(spec, placed, model_state, batch, seed, train=False)
-    return _over_world(outcome.sums)
+    return _over(AXES, outcome.sums)
 
 
 def predict[T: PyTree[Array]](
@@ -201,7 +201,7 @@ def to_owners(spec: TrainSpec, grads: Blocks, residual: Blocks, seed: Seed) -> t
     """
     strategy = spec.strategy
     if strategy.sink == "primary":
-        return _without_padding(spec, grads, OWNED), residual
+        return _without_padding(spec, grads, spec.world.owners), residual
     if strategy.sink == "secondary":
         if residual:
             both = reduce_by_group(spec, _feed_back, grads, residual, seed=seed)
@@ -209,7 +209,7 @@ def to_owners(spec: TrainSpec, grads: Blocks, residual: Blocks, seed: Seed) -> t
             residual = {path: r for path, (_, r) in both.items()}
         else:
             grads = reduce_by_group(spec, _reduce_node, grads, seed=seed)
-        return _without_padding(spec, grads, OWNED), _without_padding(spec, residual, LOCAL)
+        return _without_padding(spec, grads, spec.world.owners), _without_padding(spec, residual, LOCAL)
 
     def reduce(reduction: GradientReduction, own: Seed, whole: Values) -> Values:
         sums = reduction.reduce(whole, own)
@@ -219,7 +219,7 @@ def to_owners(spec: TrainSpec, grads: Blocks, residual: Blocks, seed: Seed) -> t
     if spec.zero.stage == 0:
         stored = {leaf.path: to_stored(sums[leaf.path], leaf) for leaf in spec.leaves}
         return flat_blocks(stored, spec.leaves), residual
-    return _without_padding(spec, sums, OWNED), residual
+    return _without_padding(spec, sums, spec.world.owners), residual
 
 
 def means(sums: Sums) -> tuple[dict[str, Array], Array]:
@@ -253,7 +253,7 @@ def _check(
     jaxpr = closed.jaxpr
     refuse_assigned(jaxpr, placed, replaced)
     refuse_reads(jaxpr, placed)
-    mesh = frozenset(axis for axis, extent in spec.mesh.shape.items() if extent > 1)
+    mesh = frozenset(axis for axis in spec.world.axes if spec.mesh.shape[axis] > 1)
     branches = Branches(mesh, spec.strategy.backward_axes & mesh if train else frozenset())
     differing = [
         DIFFERING[weight.weight.level if is_sharded(weight) else "full"]
@@ -353,9 +353,9 @@ def _mean(x: Array, axes: str | tuple[str, ...]) -> Array:
     return jnp.where(largest == ~inverted, same, mean)
 
 
-def _over_world(sums: Sums) -> Sums:
+def _over(axes: tuple[str, ...], sums: Sums) -> Sums:
     with jax.named_scope("metrics"):
-        return lax.psum(sums, AXES)
+        return lax.psum(sums, axes)
 
 
 def _is_inexact(x: Array) -> bool:

@@ -68,12 +68,14 @@ class TrainSpec:
 
     Attributes:
         tx: the optimizer; None for inference alone.
+        world: the extents of what shares one state: the mesh or, for the passes of local updates, one node.
         leaves: the trained parameters: the model's, then the adapters'.
         frozen: the model's other parameters.
         lora: of the adapters, if there are any.
     """
 
     mesh: Mesh
+    world: MeshShape
     zero: ZeroConfig
     adapter: Adapter
     tx: optax.GradientTransformation | None
@@ -86,11 +88,6 @@ class TrainSpec:
     lora: LoRA | None = None
     cache: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
 
-    @property
-    def world(self) -> MeshShape:
-        """The mesh's extents."""
-        return MeshShape.of(self.mesh)
-
     def once[T](self, name: str, make: Callable[[], T]) -> T:
         """The result of ``make``, which is called on the first use of ``name``: a compiled function."""
         if name not in self.cache:
@@ -98,8 +95,30 @@ class TrainSpec:
         return self.cache[name]
 
     def first_opt_state(self, params: PyTree) -> PyTree:
-        """The optimizer's state before the first step; empty without one."""
-        return optax.EmptyState() if self.tx is None else self.tx.init(params)
+        """The optimizer's state before the first step; empty without one. With local updates, of every node."""
+        if self.tx is None:
+            return optax.EmptyState()
+        if self.zero.every:
+            return jax.vmap(self.tx.init, in_axes=None, axis_size=self.world.nodes)(params)
+        return self.tx.init(params)
+
+    @cached_property
+    def in_node(self) -> "TrainSpec":
+        """The spec of the passes of local updates: each node is a world of its own."""
+        groups = [
+            dataclasses.replace(group, leaves=tuple(leaf.in_node for leaf in group.leaves))
+            for group in self.groups
+        ]
+        zero = self.zero.in_node
+        return dataclasses.replace(
+            self,
+            world=MeshShape(1, self.world.local),
+            zero=zero,
+            leaves=tuple(leaf.in_node for leaf in self.leaves),
+            groups=tuple(groups),
+            strategy=ShardingStrategy.of(zero),
+            cache={},
+        )
 
     def param_spec(self, leaf: ParamLayout) -> PartitionSpec:
         """The sharding of a parameter, its gradient and its moments; at stage 0 they are replicated."""
@@ -222,10 +241,23 @@ def build(
             "ZeroConfig.units, or use zerojax.Stack, to gather layer by layer.",
             stacklevel=4,
         )
-    transform = None if tx is None else on_shards(tx, mesh, leaves, zero)
+    # With local updates each node has an optimizer of its own.
+    updated = tuple(leaf.in_node for leaf in leaves) if zero.every else leaves
+    transform = None if tx is None else on_shards(tx, mesh, updated, zero)
     strategy = ShardingStrategy.of(zero)
     return TrainSpec(
-        mesh, zero, adapter, transform, loss_fn, leaves, groups, strategy, spikes, frozen=frozen, lora=lora
+        mesh,
+        world,
+        zero,
+        adapter,
+        transform,
+        loss_fn,
+        leaves,
+        groups,
+        strategy,
+        spikes,
+        frozen=frozen,
+        lora=lora,
     )
 
 
@@ -289,7 +321,7 @@ def check_options(zero: ZeroConfig, world: MeshShape) -> None:
     Raises:
         ConfigurationError: naming the options.
     """
-    if zero.error_feedback and world.nodes == 1:
+    if zero.error_feedback and world.nodes == 1 and not zero.every:
         raise ConfigurationError("error_feedback corrects the node hop, and a mesh of one node has none.")
     if zero.chunks > 1 and zero.node_hop_once:
         raise ConfigurationError(

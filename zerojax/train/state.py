@@ -22,16 +22,18 @@ from zerojax.train.batch import unmarked
 from zerojax.train.copies import ByPath, copies_of
 from zerojax.train.fields import Shards, abstract_fields, copied, shardings_of
 from zerojax.train.initial import first_values, frozen_values, initializer
+from zerojax.train.local_state import LocalState, first_local
 from zerojax.train.memory import device_bytes
 from zerojax.train.spec import TrainSpec, build
 from zerojax.train.spikes import Losses, SpikeRule
+from zerojax.train.update import Trained
 from zerojax.validation.bounds import checked_seed
 from zerojax.weights.weight import Weight
 from zerojax.zero_config import ZeroConfig
 
-_LARGE = ("params", "opt_state", "model_state", "copies", "residual", "frozen")
+_LARGE = ("params", "opt_state", "model_state", "copies", "residual", "frozen", "local")
 """The fields whose size a summary has."""
-_TRACKED = ("params", "frozen", "copies")
+_TRACKED = ("params", "frozen", "copies", "local")
 """The weights and their copies, of which ``replace`` keeps one true to the other."""
 
 
@@ -55,6 +57,9 @@ class TrainState:
             step changes them, and states can share them.
         base: with frozen weights, their "fingerprint" (``encode_frozen``); else empty.
         spec: the model, optimizer, loss, mesh and config.
+        local: with ``ZeroConfig.every``, the nodes' own weights and what belongs to them; ``params`` are then
+            the outer weights, and ``opt_state`` and ``losses`` have an entry for each node along their first
+            axis. Else None.
         current_copies: whether ``copies`` have the values of ``params`` already. Without ``with_node_copy``
             those of delta follow at the beginning of the next pass.
     """
@@ -70,6 +75,7 @@ class TrainState:
     losses: Losses
     frozen: PyTree
     base: dict[str, UInt32[Array, ""]]
+    local: LocalState | None
     spec: TrainSpec = field(metadata={"static": True})
     current_copies: bool = field(default=False, metadata={"static": True})
     _before: dict[str, Any] | None = field(default=None, compare=False)
@@ -81,6 +87,8 @@ class TrainState:
             changed = {name for name, value in before.items() if getattr(self, name) is not value}
             if self.copies and changed and "copies" not in changed:
                 self._renew_copies(of_params="params" in changed)
+            if self.local is not None and "params" in changed and self.local is before["local"]:
+                self._begin_again()
         object.__setattr__(self, "_before", {name: getattr(self, name) for name in _TRACKED})
 
     def _renew_copies(self, *, of_params: bool) -> None:
@@ -93,10 +101,23 @@ class TrainState:
         object.__setattr__(self, "copies", copies)
         object.__setattr__(self, "current_copies", current)
 
+    def _begin_again(self) -> None:
+        """Let all nodes begin with other outer weights, with local updates."""
+        if all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(self.params)):
+            begin = self.spec.once("local", lambda: jax.jit(functools.partial(first_local, self.spec)))
+            object.__setattr__(self, "local", begin(self.params))
+
     @property
     def shards(self) -> Shards:
         """What a pass reads."""
         return Shards(**{name: getattr(self, name) for name in Shards._fields})
+
+    @property
+    def trained(self) -> Trained:
+        """What an update changes: with local updates, of each node."""
+        params = self.params if self.local is None else self.local.weights
+        skipped_in_row = self.skipped_in_row if self.local is None else self.local.skipped_in_row
+        return Trained(params, self.opt_state, self.losses, skipped_in_row)
 
     def __repr__(self) -> str:
         """A summary of a few lines."""

@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
@@ -22,14 +20,16 @@ from zerojax.errors import ConfigurationError
 from zerojax.log import logger
 from zerojax.matmul.fp8 import has_fp8
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
-from zerojax.sharding.wire_format import Seed, mix
 from zerojax.train import per_device
 from zerojax.train.batch import Batch, abstract_batch, batch_specs, place
 from zerojax.train.blocks import flat_blocks, stored_blocks
 from zerojax.train.fields import Shards, abstract_copies, abstract_fields, shard_specs, shardings_of
+from zerojax.train.local_state import LocalState
+from zerojax.train.local_updates import train_locally
 from zerojax.train.pass_weights import PassWeights, pass_weights
 from zerojax.train.spec import ParamGroup, TrainSpec
 from zerojax.train.state import TrainState, check_there
+from zerojax.train.update import unless_skipped, updated
 from zerojax.weights.weight import Weight
 
 Metrics = dict[str, Array]
@@ -251,37 +251,38 @@ def _compiled_eval(spec: TrainSpec) -> jax.stages.Wrapped:
 
 def _train(state: TrainState, read: _Read, batch: Batch) -> tuple[TrainState, Metrics]:
     spec = state.spec
-    assert spec.tx is not None  # ``_compiled`` refuses that
+    if state.local is not None:
+        return _train_locally(state, state.local, read, batch)
     after, metrics = _gradients(spec, state.replace(**read), batch)
-    grads = after.gradients
-    grad_norm = optax.tree.norm(grads)
-    ok, losses = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm), state.losses
-    if spec.spikes is not None:
-        limit = spec.spikes.limit(losses)
-        spike = metrics["loss"] > limit
-        ok &= ~spike
-        losses = spec.spikes.add(losses, metrics["loss"], ok)
-        metrics |= {"spike": spike.astype(jnp.int32), "loss_limit": limit}
-    with jax.named_scope("optimizer"):
-        updates, opt_state = spec.tx.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-    unless_skipped = functools.partial(jax.tree.map, functools.partial(jnp.where, ok))
+    trained, ok, told = updated(spec, state.trained, after.gradients, metrics["loss"])
     following = state.replace(
+        **trained._asdict(),
         step=state.step + 1,
-        skipped_in_row=jnp.where(ok, 0, state.skipped_in_row + 1),
-        params=unless_skipped(params, state.params),
-        opt_state=unless_skipped(opt_state, state.opt_state),
-        model_state=unless_skipped(after.model_state, state.model_state),
+        model_state=unless_skipped(ok, after.model_state, state.model_state),
         copies=after.copies,
         current_copies=False,
-        residual=unless_skipped(after.residual, state.residual),
-        losses=losses,
+        residual=unless_skipped(ok, after.residual, state.residual),
     )
-    metrics |= {
-        "grad_norm": grad_norm,
-        "skipped": 1 - ok.astype(jnp.int32),
-        "skipped_in_row": following.skipped_in_row,
-    }
+    return following, metrics | told
+
+
+def _train_locally(
+    state: TrainState, local: LocalState, read: _Read, batch: Batch
+) -> tuple[TrainState, Metrics]:
+    shards = state.replace(**read).shards
+    trained, local, params, residual, model_state, metrics = train_locally(
+        state.spec, shards, local, state.trained, batch
+    )
+    following = state.replace(
+        step=state.step + 1,
+        skipped_in_row=metrics["skipped_in_row"],
+        params=params,
+        opt_state=trained.opt_state,
+        model_state=model_state,
+        residual=residual,
+        losses=trained.losses,
+        local=local,
+    )
     return following, metrics
 
 
@@ -298,7 +299,7 @@ def _gradients(spec: TrainSpec, state: TrainState, batch: Batch) -> tuple[_Chang
     """What the passes of a step make of a state, and the step's metrics."""
 
     def local(shards: Shards, batch: Batch) -> tuple[_Changed, Metrics]:
-        seed, residual = _seed(shards), from_tree(shards.residual)
+        seed, residual = shards.step_seed, from_tree(shards.residual)
 
         def weights_for(updating: Sequence[ParamGroup]) -> PassWeights:
             return pass_weights(spec, shards, current=state.current_copies, updating=updating)
@@ -324,7 +325,7 @@ def _evaluate(state: TrainState, batch: Batch, loss_fn: LossFn) -> Metrics:
 
     def local(shards: Shards, batch: Batch) -> Metrics:
         weights = pass_weights(spec, shards, current=state.current_copies)
-        sums = per_device.evaluate(spec, weights, shards.model_state, batch, _seed(shards))
+        sums = per_device.evaluate(spec, weights, shards.model_state, batch, shards.step_seed)
         return per_device.means(sums)[0]
 
     return _on_devices(local, state, batch, _REPLICATED)
@@ -336,15 +337,10 @@ def _predict[T: PyTree](state: TrainState, batch: Batch, fn: Callable[[Any, Batc
     def local(shards: Shards, batch: Batch) -> T:
         weights = pass_weights(spec, shards, current=state.current_copies)
         return per_device.predict(
-            spec, weights, shards.model_state, batch, _seed(shards), fn, adapters=adapters
+            spec, weights, shards.model_state, batch, shards.step_seed, fn, adapters=adapters
         )
 
     return _on_devices(local, state, batch, spec.batch_spec)
-
-
-def _seed(shards: Shards) -> Seed:
-    """The seed of a step's random bits."""
-    return mix(shards.seed, shards.step)
 
 
 def _on_devices[T](
