@@ -449,7 +449,8 @@ class ZeroConfig:
         if not self.every:
             if given := [name for name in _OUTER if getattr(self, name) != _DEFAULTS[name]]:
                 raise ConfigurationError(
-                    f"ZeroConfig.{given[0]} belongs to local updates: set every, such as every=64, or leave it out."
+                    f"ZeroConfig.{given[0]} belongs to local updates: set every, such as every=64, or leave "
+                    "it out."
                 )
             return
         bounds = {

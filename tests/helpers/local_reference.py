@@ -1,4 +1,4 @@
-"""The reference of local updates: an optax loop per node on one device, and DiLoCo's outer update in numpy."""
+"""The reference of local updates: an optax loop for each node, and DiLoCo's outer update in numpy."""
 
 import dataclasses
 from collections.abc import Callable
@@ -64,7 +64,9 @@ class DiLoCo:
             weights = traverse_util.unflatten_dict(self.own[n])
             loss, grads = self._grad(weights, rows)
             updates, self.opt[n] = self._update(grads, self.opt[n], weights)
-            self.own[n] = {p: np.asarray(x) for p, x in by_path(optax.apply_updates(weights, updates)).items()}
+            self.own[n] = {
+                p: np.asarray(x) for p, x in by_path(optax.apply_updates(weights, updates)).items()
+            }
             losses.append(float(loss))
         if delay:
             self._apply(changed)

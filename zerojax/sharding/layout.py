@@ -130,7 +130,7 @@ class ParamLayout(ParamShape):
 
     @property
     def in_node(self) -> "ParamLayout":
-        """The same layout where each node has the parameter by itself: a device owns its secondary partition."""
+        """The layout where each node has the parameter by itself: a device owns its secondary partition."""
         return replace(self, world=MeshShape(1, self.world.local), shard=self.secondary)
 
     def spec(self, axes: tuple[str, ...] = OWNED) -> PartitionSpec:

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float32, Int32, PyTree
 
 from zerojax.adapters import ModelState
-from zerojax.comm.coalesced import exchange_together, gather_together
+from zerojax.comm.coalesced import exchange_together
 from zerojax.comm.in_order import on_mesh
 from zerojax.comm.reduction import GradientReduction, Values
 from zerojax.errors import ConfigurationError
@@ -39,11 +39,12 @@ from zerojax.train.pass_weights import pass_weights
 from zerojax.train.per_device import Sums
 from zerojax.train.spec import TrainSpec
 from zerojax.train.update import Trained, updated
-from zerojax.weights.gather import cross_nodes, crosses_nodes, decode, encode
+from zerojax.weights.gather import cross_nodes, decode, encode
 from zerojax.weights.weight import Weight, Weights
 
 _TOLD = ("grad_norm", "skipped", "skipped_in_row", "spike", "loss_limit")
 """What a node reports of an update, besides the sums of its loss."""
+_EVERYONE, _BY_NODE = PartitionSpec(), PartitionSpec(NODE)
 
 
 class Outer(NamedTuple):
@@ -68,10 +69,12 @@ class _Sent(NamedTuple):
     Attributes:
         learnt: encoded, of the fragment that this step sends.
         changes: encoded, of the fragment before it; empty if its change was sent at once.
+        reports: of all nodes.
     """
 
     learnt: Values
     changes: Values
+    reports: Float32[Array, "nodes columns"]
 
 
 class FragmentExchange:
@@ -97,24 +100,25 @@ class FragmentExchange:
         """Whether the outer weights' change is sent in the step after that of what was learnt."""
         return self._zero.outer_delay >= 2
 
-    def send(self, outer: Outer, own: Blocks) -> tuple[Outer, _Sent]:
+    def send(self, outer: Outer, own: Blocks, report: Float32[Array, " columns"]) -> tuple[Outer, _Sent]:
         """Send what a node has learnt of a fragment; returns the residuals of that, too."""
         index = self._index(0)
-        learnt = tuple(
-            known - mine
-            for known, mine in zip(self._take(outer.known, index), self._take(own, index), strict=True)
-        )
+        pairs = zip(self._take(outer.known, index), self._take(own, index), strict=True)
+        learnt: Values = tuple(known - mine for known, mine in pairs)
+        changes = self._encode_changes(outer, self._index(1)) if self._changes_later else ()
         if self._nodes == 1:
-            sent = learnt
-        else:
+            return outer, _Sent(learnt, changes, report[None])
+        with jax.named_scope("exchange_fragment"):
             residual = self._take(outer.residual, index) if outer.residual else None
-            with jax.named_scope("reduce_node"):
-                rows, kept = self._reduction.encode_for_owners(learnt, self._seed, residual)
-                sent = tuple(exchange_together(rows, NODE, own_stream=True))
-            if kept is not None:
-                outer = outer._replace(residual=self._put(outer.residual, index, kept, (LOCAL,)))
-        changes = self._send_changes(outer, self._index(1)) if self._changes_later else ()
-        return outer, _Sent(sent, changes)
+            rows, kept = self._reduction.encode_for_owners(learnt, self._seed, residual)
+            # One collective: XLA runs no two at once on the stream that is for those between nodes. What is
+            # for all nodes is in the row of each, which is as many bytes as gathering it.
+            for_all = [jnp.broadcast_to(x, (self._nodes, x.size)) for x in (*changes, report)]
+            arrived = exchange_together([*rows, *for_all], NODE, own_stream=True)
+        if kept is not None:
+            outer = outer._replace(residual=self._put(outer.residual, index, kept, (LOCAL,)))
+        changes = tuple(x.reshape(-1) for x in arrived[len(rows) : -1])
+        return outer, _Sent(tuple(arrived[: len(rows)]), changes, arrived[-1])
 
     def receive(self, outer: Outer, sent: _Sent) -> Outer:
         """Update the outer weights by what has arrived, and what nodes know of them."""
@@ -129,7 +133,10 @@ class FragmentExchange:
             changed = self._outer_update(outer, index, mean)
         if self._changes_later:
             return self._known_after(changed, outer, self._index(1), sent.changes)
-        return self._known_after(changed, changed, index, self._send_changes(changed, index))
+        changes = self._encode_changes(changed, index)
+        if self._nodes > 1:
+            changes = cross_nodes(changes, delta=True, own_stream=True)
+        return self._known_after(changed, changed, index, changes)
 
     def take_up(self, outer: Outer, own: Blocks) -> Blocks:
         """A node's own weights, moved towards the outer weights that it has known for ``outer_delay``."""
@@ -153,10 +160,8 @@ class FragmentExchange:
         params = tuple(x - rate * g for x, g in zip(self._take(outer.params, index), direction, strict=True))
         return outer._replace(params=self._put(outer.params, index, params), momentum=momentum)
 
-    def _send_changes(self, outer: Outer, index: Int32[Array, ""]) -> Values:
-        weights, known = self._weights(outer, index), self._take(outer.known, index)
-        payloads = encode(weights, known)
-        return cross_nodes(payloads, delta=True, own_stream=True) if crosses_nodes(weights) else payloads
+    def _encode_changes(self, outer: Outer, index: Int32[Array, ""]) -> Values:
+        return encode(self._weights(outer, index), self._take(outer.known, index))
 
     def _known_after(self, changed: Outer, sent: Outer, index: Int32[Array, ""], changes: Values) -> Outer:
         """With what nodes know after ``changes``, which come of ``sent``."""
@@ -189,19 +194,38 @@ class _Passed(NamedTuple):
         sums: of each node's batch.
         model_state: of the model, the mean over all.
         outer: stored.
-        report: of the step before, of all nodes.
+        reports: of all nodes, of the step before; of none, if nothing was exchanged.
     """
 
     gradients: PyTree[Array]
     sums: Sums
     model_state: ModelState
     outer: Outer
-    report: Float32[Array, "nodes columns"]
+    reports: Float32[Array, "nodes columns"]
+
+
+class _Finished(NamedTuple):
+    """What a step ends with: each node's own weights, stored; and as in ``_Passed``."""
+
+    own: PyTree[Array]
+    outer: Outer
+    reports: Float32[Array, "nodes columns"]
+
+
+class LocalStep(NamedTuple):
+    """What a step of local updates makes of a state; see ``TrainState``."""
+
+    trained: Trained
+    local: LocalState
+    params: PyTree[Array]
+    residual: PyTree[Array]
+    model_state: ModelState
+    metrics: dict[str, Array]
 
 
 def train_locally(
     spec: TrainSpec, shards: Shards, local: LocalState, trained: Trained, batch: Batch
-) -> tuple[Trained, LocalState, PyTree, PyTree, ModelState, dict[str, Array]]:
+) -> LocalStep:
     """Take a step of local updates.
 
     Args:
@@ -212,118 +236,115 @@ def train_locally(
         batch: the global batch.
 
     Returns:
-        The same fields after the step: of the optimizer, of local updates, the outer weights, the residuals,
-        the model's state; and the metrics of the step before, which NaN stands for at first: nodes report
-        with the exchange of the next step, so that none waits for another.
+        The fields after the step. With ``outer_delay`` the metrics are those of the step before, and NaN at
+        first: nodes report with the next exchange, so that none waits for another.
+
+    Raises:
+        ConfigurationError: the loss function's aux has more than ``MAX_METRICS`` scalars.
     """
     zero, node = spec.zero, spec.in_node
-    outer = Outer(
-        from_tree(shards.params),
-        from_tree(local.momentum),
-        from_tree(local.known),
-        from_tree(shards.residual),
-    )
-    places = abstract_local(spec)
-    fields = shard_specs(spec, ())
-    outer_specs = Outer(
-        *map(from_tree, (fields.params, specs_of(places.momentum), specs_of(places.known), fields.residual))
-    )
-    own_specs, by_node = specs_of(places.weights), PartitionSpec(NODE)
+    residual = from_tree(shards.residual)
+    outer = Outer(from_tree(shards.params), from_tree(local.momentum), from_tree(local.known), residual)
+    fields, places = shard_specs(spec, ()), specs_of(abstract_local(spec))
+    outer_specs = Outer(*map(from_tree, (fields.params, places.momentum, places.known, fields.residual)))
     names: list[str] = []
 
-    def passes(shards: Shards, own: PyTree[Array], outer: Outer, report: Array, batch: Batch) -> _Passed:
-        seed = shards.step_seed
-        exchange = FragmentExchange(spec, shards.step, seed)
-        flat, sent = _flat(spec, outer), None
-        told = _gathered(report) if spec.world.nodes > 1 else report
+    def passes(
+        shards: Shards, own: PyTree[Array], outer: Outer, report: Float32[Array, "1 columns"], batch: Batch
+    ) -> _Passed:
+        exchange = FragmentExchange(spec, shards.step, shards.step_seed)
+        flat, sent, reports = _flat(spec, outer), None, report
         if zero.outer_delay:
-            flat, sent = exchange.send(flat, _flat_own(spec, own))
+            flat, sent = exchange.send(flat, _flat_own(spec, own), report[0])
         within = shards._replace(params=jax.tree.map(lambda x: x[0], own), copies={}, residual={})
         grads, (sums, model_state, _) = per_device.accumulate(
             node,
             lambda updating: pass_weights(node, within, current=False, updating=updating),
             shards.model_state,
             batch,
-            seed,
+            shards.step_seed,
         )
-        grads, _ = per_device.to_owners(node, grads, {}, seed)
+        grads, _ = per_device.to_owners(node, grads, {}, shards.step_seed)
         if sent is not None:
             # What arrives is read after the passes, so that they never wait for it.
-            sent, told, grads = lax.optimization_barrier((sent, told, grads))
-            flat = exchange.receive(flat, sent)
+            sent, grads = lax.optimization_barrier((sent, grads))
+            flat, reports = exchange.receive(flat, sent), sent.reports
         grads = stored_blocks({path: grad / sums.tokens for path, grad in grads.items()}, node.leaves)
         names[:] = sorted(sums.aux)
         grads, sums = jax.tree.map(lambda x: x[None], (to_tree(grads), sums))
-        return _Passed(grads, sums, model_state, _stored(spec, flat, outer), told)
-
-    specs = (fields, own_specs, outer_specs, by_node, batch_specs(spec, batch))
-    wanted = _Passed(own_specs, Sums(by_node, by_node, by_node), fields.model_state, outer_specs, _EVERYONE)
-    run = on_mesh(passes, spec.mesh, in_specs=specs, out_specs=wanted)
-    passed = run(shards, local.weights, outer, local.report, batch)
-    if len(names) > MAX_METRICS:
-        raise ConfigurationError(
-            f"the loss function's aux has {len(names)} scalars, and local updates (ZeroConfig.every) have room "
-            f"for {MAX_METRICS}: leave some out."
-        )
+        return _Passed(grads, sums, model_state, _stored(flat, outer), reports)
 
     def update(before: Trained, grads: PyTree[Array], sums: Sums) -> tuple[Trained, dict[str, Array]]:
         after, _, metrics = updated(node, before, grads, sums.loss / sums.tokens)
         return after, metrics
 
-    after, metrics = jax.vmap(update, spmd_axis_name=NODE)(trained, passed.gradients, passed.sums)
-
-    def finish(step: Array, seed: Array, own: PyTree[Array], outer: Outer) -> tuple[PyTree[Array], Outer]:
+    def finish(
+        step: Array, seed: Seed, own: PyTree[Array], outer: Outer, report: Float32[Array, "1 columns"]
+    ) -> _Finished:
         exchange = FragmentExchange(spec, step, seed)
-        flat, mine = _flat(spec, outer), _flat_own(spec, own)
+        flat, mine, reports = _flat(spec, outer), _flat_own(spec, own), report
         if not zero.outer_delay:
-            flat, sent = exchange.send(flat, mine)
-            flat = exchange.receive(flat, sent)
-            outer = _stored(spec, flat, outer)
-        mixed = exchange.take_up(flat, mine)
-        own_blocks = from_tree(own)
-        return to_tree({path: x.reshape(own_blocks[path].shape) for path, x in mixed.items()}), outer
+            flat, sent = exchange.send(flat, mine, report[0])
+            flat, reports = exchange.receive(flat, sent), sent.reports
+        blocks = from_tree(own)
+        mixed = {path: x.reshape(blocks[path].shape) for path, x in exchange.take_up(flat, mine).items()}
+        return _Finished(to_tree(mixed), _stored(flat, outer), reports)
 
+    reports = _EVERYONE if zero.outer_delay else _BY_NODE
+    run = on_mesh(
+        passes,
+        spec.mesh,
+        in_specs=(fields, places.weights, outer_specs, _BY_NODE, batch_specs(spec, batch)),
+        out_specs=_Passed._make([places.weights, _BY_NODE, fields.model_state, outer_specs, reports]),
+    )
+    passed = run(shards, local.weights, outer, local.report, batch)
+    if len(names) > MAX_METRICS:
+        raise ConfigurationError(
+            f"the loss function's aux has {len(names)} scalars, and local updates (ZeroConfig.every) have "
+            f"room for {MAX_METRICS}: leave some out."
+        )
+    after, metrics = jax.vmap(update, spmd_axis_name=NODE)(trained, passed.gradients, passed.sums)
+    report = _report(passed.sums, metrics, names)
+    reports = _BY_NODE if zero.outer_delay else _EVERYONE
     run = on_mesh(
         finish,
         spec.mesh,
-        in_specs=(_EVERYONE, _EVERYONE, own_specs, outer_specs),
-        out_specs=(own_specs, outer_specs),
+        in_specs=(_EVERYONE, _EVERYONE, places.weights, outer_specs, _BY_NODE),
+        out_specs=_Finished._make([places.weights, outer_specs, reports]),
     )
-    own, outer = run(shards.step, shards.step_seed, after.params, passed.outer)
-    told = {name: metrics.get(name, jnp.zeros(spec.world.nodes)) for name in _TOLD}
-    columns = [
-        passed.sums.loss,
-        passed.sums.tokens,
-        *told.values(),
-        *(passed.sums.aux[name] for name in names),
-    ]
+    done = run(shards.step, shards.step_seed, after.params, passed.outer, report)
+    params, momentum, known, residual = map(to_tree, done.outer)
+    return LocalStep(
+        after,
+        LocalState(done.own, known, momentum, after.skipped_in_row, report),
+        params,
+        residual,
+        passed.model_state,
+        _metrics(spec, passed.reports if zero.outer_delay else done.reports, names),
+    )
+
+
+def _report(sums: Sums, metrics: dict[str, Array], names: list[str]) -> Float32[Array, "nodes columns"]:
+    """What each node has to tell of a step, as ``_metrics`` reads it."""
+    told = [metrics.get(name, jnp.zeros(sums.loss.shape)) for name in _TOLD]
+    columns = [sums.loss, sums.tokens, *told, *(sums.aux[name] for name in names)]
     report = jnp.stack([x.astype(jnp.float32) for x in columns], axis=1)
-    report = jnp.pad(report, ((0, 0), (0, local.report.shape[1] - report.shape[1])))
-    following = LocalState(own, to_tree(outer.known), to_tree(outer.momentum), after.skipped_in_row, report)
-    params, residual = to_tree(outer.params), to_tree(outer.residual)
-    seen = _metrics(spec, passed.report, names)
-    return after, following, params, residual, passed.model_state, seen
-
-
-_EVERYONE = PartitionSpec()
+    return jnp.pad(report, ((0, 0), (0, MAX_METRICS + len(_TOLD) + 2 - report.shape[1])))
 
 
 def _metrics(spec: TrainSpec, report: Float32[Array, "nodes columns"], names: list[str]) -> dict[str, Array]:
     """The metrics of a step from what all nodes report of it."""
     loss, tokens, *rest = report.T
-    told = dict(zip(_TOLD, rest, strict=False))
+    told: dict[str, Array] = dict(zip(_TOLD, rest, strict=False))
     aux = {name: column.sum() for name, column in zip(names, rest[len(_TOLD) :], strict=False)}
     metrics, _ = per_device.means(Sums(loss.sum(), tokens.sum(), aux))
     metrics["grad_norm"] = jnp.sqrt(jnp.mean(jnp.square(told["grad_norm"])))
-    integers = ["skipped", "skipped_in_row"] + (["spike"] if spec.spikes else [])
-    metrics |= {name: jnp.max(told[name]).astype(jnp.int32) for name in integers}
-    return metrics | ({"loss_limit": jnp.mean(told["loss_limit"])} if spec.spikes else {})
-
-
-@jax.named_scope("metrics")
-def _gathered(report: Float32[Array, "1 columns"]) -> Float32[Array, "nodes columns"]:
-    (rows,) = gather_together([report.reshape(-1)], NODE, own_stream=True)
-    return rows
+    for name in ("skipped", "skipped_in_row", "spike"):
+        metrics[name] = jnp.max(told[name]).astype(jnp.int32)
+    if spec.spikes is None:
+        del metrics["spike"]
+        return metrics
+    return metrics | {"loss_limit": jnp.mean(told["loss_limit"])}
 
 
 def _flat(spec: TrainSpec, outer: Outer) -> Outer:
@@ -335,7 +356,7 @@ def _flat_own(spec: TrainSpec, own: PyTree[Array]) -> Blocks:
     return flat_blocks(from_tree(own), spec.leaves)
 
 
-def _stored(spec: TrainSpec, flat: Outer, like: Outer) -> Outer:
+def _stored(flat: Outer, like: Outer) -> Outer:
     """Undo ``_flat``."""
     return Outer(
         *(

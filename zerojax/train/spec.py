@@ -95,7 +95,7 @@ class TrainSpec:
         return self.cache[name]
 
     def first_opt_state(self, params: PyTree) -> PyTree:
-        """The optimizer's state before the first step; empty without one. With local updates, of every node."""
+        """The optimizer's state before the first step, with local updates of every node; else empty."""
         if self.tx is None:
             return optax.EmptyState()
         if self.zero.every:

@@ -270,20 +270,18 @@ def _train_locally(
     state: TrainState, local: LocalState, read: _Read, batch: Batch
 ) -> tuple[TrainState, Metrics]:
     shards = state.replace(**read).shards
-    trained, local, params, residual, model_state, metrics = train_locally(
-        state.spec, shards, local, state.trained, batch
-    )
+    after = train_locally(state.spec, shards, local, state.trained, batch)
     following = state.replace(
         step=state.step + 1,
-        skipped_in_row=metrics["skipped_in_row"],
-        params=params,
-        opt_state=trained.opt_state,
-        model_state=model_state,
-        residual=residual,
-        losses=trained.losses,
-        local=local,
+        skipped_in_row=after.metrics["skipped_in_row"],
+        params=after.params,
+        opt_state=after.trained.opt_state,
+        model_state=after.model_state,
+        residual=after.residual,
+        losses=after.trained.losses,
+        local=after.local,
     )
-    return following, metrics
+    return following, after.metrics
 
 
 class _Changed(NamedTuple):
