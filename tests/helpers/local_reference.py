@@ -7,19 +7,39 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+import reference_codec
 from flax import traverse_util
 from plain_loop import Plain, Tree, by_path
 
 import zerojax
+from zerojax.sharding.layout import ParamLayout
 
-Flat = dict[tuple[str, ...], np.ndarray]
-Round = Callable[[np.ndarray], np.ndarray]
-"""From what a node sends each owner of a leaf's fragment, ``[.., n]``, to what arrives."""
+Round = Callable[[np.ndarray, ParamLayout], np.ndarray]
+"""From what is sent of a leaf, of unsharded shape, to what arrives."""
 
 
-def exactly(x: np.ndarray) -> np.ndarray:
+def exactly(x: np.ndarray, leaf: ParamLayout) -> np.ndarray:
     """What arrives of an exact format."""
+    del leaf
     return x
+
+
+def in_int4(block: int, rotation: int) -> Round:
+    """What arrives of matrices in int4, by the independent codec; vectors travel exactly."""
+
+    def round_(x: np.ndarray, leaf: ParamLayout) -> np.ndarray:
+        if len(leaf.shape) < 2:
+            return x
+        stored = np.zeros((leaf.layers, leaf.padded), np.float32)
+        stored[:, : leaf.size] = x.reshape(leaf.layers, -1)
+        flat = stored.reshape(-1)
+        sent = reference_codec.encode_row(flat, "int4", block, rotation=rotation)
+        arrived = reference_codec.decode_row(sent, "int4", flat.size, block)
+        if rotation:
+            arrived = reference_codec.hadamard(arrived) / np.float32(np.sqrt(32))
+        return arrived.reshape(stored.shape)[:, : leaf.size].reshape(x.shape)
+
+    return round_
 
 
 @dataclasses.dataclass
@@ -48,6 +68,7 @@ class DiLoCo:
         self.outer, self.known = dict(begin), dict(begin)
         self.momentum = {path: np.zeros_like(x) for path, x in begin.items()}
         self.lost = [{path: np.zeros_like(x) for path, x in begin.items()} for _ in range(self.nodes)]
+        self.leaves = {leaf.path: leaf for leaf in spec.leaves}
         self.fragment = {leaf.path: fragment_of(leaf, self.zero) for leaf in spec.leaves}
         self.steps = 0
         self._grad = jax.jit(jax.value_and_grad(self.plain.loss))
@@ -91,7 +112,7 @@ class DiLoCo:
             learnt = np.where(chosen, self.known[path] - self.own[n][path], 0)
             if zero.error_feedback:
                 learnt = np.where(chosen, learnt + self.lost[n][path], 0)
-            arrived = np.where(chosen, self.learnt(learnt), 0)
+            arrived = np.where(chosen, self.learnt(learnt, self.leaves[path]), 0)
             if zero.error_feedback:
                 self.lost[n][path] = np.where(chosen, learnt - arrived, self.lost[n][path])
             sums[path] += arrived
@@ -107,11 +128,15 @@ class DiLoCo:
         for path in known:
             chosen = self.fragment[path] == sent_index
             change = np.where(chosen, sent[path] - known[path], 0)
-            known[path] = known[path] + np.where(chosen, self.change(change), 0)
+            known[path] = known[path] + np.where(chosen, self.change(change, self.leaves[path]), 0)
         return outer, known, momentum
 
     def _apply(self, changed: Any) -> None:
         self.outer, self.known, self.momentum = changed
+
+    def own_weights(self, node: int) -> Tree:
+        """A node's own weights."""
+        return traverse_util.unflatten_dict(self.own[node])
 
     @property
     def weights(self) -> Tree:
@@ -119,7 +144,7 @@ class DiLoCo:
         return traverse_util.unflatten_dict(self.outer)
 
 
-def fragment_of(leaf: Any, zero: zerojax.ZeroConfig) -> np.ndarray:
+def fragment_of(leaf: ParamLayout, zero: zerojax.ZeroConfig) -> np.ndarray:
     """The fragment of each element of a leaf: runs of codec blocks in every owner's shard of its layers."""
     block = zero.block_size
     blocks = leaf.shard // block

@@ -22,7 +22,7 @@ from zerojax.train.batch import unmarked
 from zerojax.train.copies import ByPath, copies_of
 from zerojax.train.fields import Shards, abstract_fields, copied, shardings_of
 from zerojax.train.initial import first_values, frozen_values, initializer
-from zerojax.train.local_state import LocalState, first_local
+from zerojax.train.local_state import LocalState, abstract_local, first_local
 from zerojax.train.memory import device_bytes
 from zerojax.train.spec import TrainSpec, build
 from zerojax.train.spikes import Losses, SpikeRule
@@ -104,8 +104,7 @@ class TrainState:
     def _begin_again(self) -> None:
         """Let all nodes begin with other outer weights, with local updates."""
         if all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(self.params)):
-            begin = self.spec.once("local", lambda: jax.jit(functools.partial(first_local, self.spec)))
-            object.__setattr__(self, "local", begin(self.params))
+            object.__setattr__(self, "local", _local(self.spec, self.params))
 
     @property
     def shards(self) -> Shards:
@@ -227,6 +226,16 @@ class TrainState:
 def _copies(spec: TrainSpec, params: PyTree) -> ByPath:
     """Delta's copies of master weights, by a function that is compiled once."""
     return spec.once("copies", lambda: jax.jit(functools.partial(copies_of, spec)))(params)
+
+
+def _local(spec: TrainSpec, params: PyTree) -> LocalState:
+    """The arrays of local updates that begin with ``params``, by a function that is compiled once."""
+
+    def make() -> jax.stages.Wrapped:
+        places = shardings_of(abstract_local(spec))
+        return jax.jit(functools.partial(first_local, spec), out_shardings=places)
+
+    return spec.once("local", make)(params)
 
 
 def check_there(state: TrainState) -> None:

@@ -1,0 +1,131 @@
+"""Local updates against DiLoCo in numpy, and what must hold where nodes differ."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from core_models import WIDTH, Block, Case, Stacked, regression_batch, squared_error
+from local_reference import DiLoCo, in_int4
+from plain_loop import Plain, distance, masters, plain_loop
+
+import zerojax
+
+STEPS = 7
+CASE = Case(partial(Stacked, block=partial(Block, WIDTH, 40)), squared_error, (), regression_batch)
+"""Of several codec blocks, in which a fragment begins in the middle of a layer."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "waits": {"every": 3, "outer_momentum": 0.9, "outer_learning_rate": 0.7},
+    "one step": {"every": 3, "outer_delay": 1, "outer_mixing": 0.5, "stage": 1},
+    "two steps": {"every": 4, "outer_delay": 2, "outer_mixing": 0.25, "outer_momentum": 0.5, "stage": 2},
+    "later": {"every": 4, "outer_delay": 4, "accumulate": 2},
+    "int4": {
+        "every": 3,
+        "outer_delay": 2,
+        "outer_mixing": 0.5,
+        "outer_momentum": 0.9,
+        "outer_learning_rate": 0.7,
+        "weights": "int4",
+        "grads": (None, "int4"),
+        "rotation": 32,
+        "error_feedback": True,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def plain() -> Plain:
+    return Plain(CASE)
+
+
+def inner() -> optax.GradientTransformation:
+    return optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+
+
+def create(plain: Plain, tx: Any, nodes: int, local: int, **zero: Any) -> zerojax.TrainState:
+    state = CASE.create(tx, nodes=nodes, local=local, block_size=64, **zero)
+    return zerojax.put_params(state, plain.weights)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "local", "name"),
+    [
+        (2, 1, "waits"),
+        (2, 4, "int4"),
+        (3, 2, "two steps"),
+        *(
+            pytest.param(*mesh, name, marks=pytest.mark.slow)
+            for mesh in ((1, 1), (2, 1), (2, 4), (3, 2))
+            for name in OPTIONS
+        ),
+    ],
+)
+def test_equals_diloco(plain, nodes, local, name):
+    """Outer weights, own weights and losses, with clipping by each node's own norm."""
+    options = OPTIONS[name]
+    if nodes == 1:
+        options = options | {"error_feedback": False}
+    state = create(plain, inner(), nodes, local, **options)
+    rounds = in_int4(64, 32) if name == "int4" and nodes > 1 else None
+    change = in_int4(64, 0) if rounds else None
+    reference = DiLoCo(plain, inner(), state, **({"learnt": rounds, "change": change} if rounds else {}))
+    losses, wanted = [], []
+    for batch in CASE.batches(24, STEPS):
+        wanted.append(reference.step(batch))
+        state, metrics = zerojax.train_step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert distance(masters(state), reference.weights) < 1e-5
+    for n in range(nodes):
+        own = dataclasses.replace(state, params=jax.tree.map(lambda x, n=n: x[n], state.local.weights))
+        assert distance(masters(own), reference.own_weights(n)) < 1e-5
+    lag = 1 if options.get("outer_delay") else 0
+    assert np.isnan(losses[:lag]).all()
+    np.testing.assert_allclose(losses[lag:], wanted[: STEPS - lag], rtol=2e-5)
+
+
+def test_every_step_is_zero3(plain):
+    """With one fragment, SGD inside and plain averaging outside, it is data-parallel training."""
+    batches = CASE.batches(16, 4)
+    state = create(plain, optax.sgd(0.02), 2, 4, every=1)
+    losses = []
+    for batch in batches:
+        state, metrics = zerojax.train_step(state, batch)
+        losses.append(float(metrics["loss"]))
+    wanted, weights = plain_loop(plain, optax.sgd(0.02), batches)
+    np.testing.assert_allclose(losses, wanted, rtol=2e-5)
+    assert distance(masters(state), weights) < 1e-6
+
+
+def test_a_node_that_skips_learns_nothing_and_the_others_go_on(plain):
+    """A NaN in one node's batch stays there: neither its weights nor an exchange see it."""
+    state = create(plain, optax.adamw(1e-2), 2, 2, every=2, outer_delay=2, outer_mixing=0.5)
+    good, bad = CASE.batches(8, 2)
+    bad["x"][:4] = np.nan  # the first node's rows
+    before = jax.tree.map(np.asarray, state.local.weights)
+    state, _ = zerojax.train_step(state, bad)
+    after = jax.tree.map(np.asarray, state.local.weights)
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(old[0], new[0])
+        assert (old[1] != new[1]).any()
+    assert np.asarray(state.local.skipped_in_row).tolist() == [1, 0]
+    for _ in range(3):
+        state, metrics = zerojax.train_step(state, good)
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves((state.params, state.local.weights)))
+    assert int(metrics["skipped"]) == 0
+    assert int(metrics["skipped_in_row"]) == 0
+    assert np.isfinite(float(metrics["loss"]))
+
+
+def test_metrics_are_of_the_step_before(plain):
+    """What nodes report of a skipped step comes with the next."""
+    state = create(plain, optax.sgd(1e-2), 2, 1, every=2, outer_delay=1)
+    good, bad = CASE.batches(4, 2)
+    bad["x"][:1] = np.nan
+    told = []
+    for batch in (bad, good, good):
+        state, metrics = zerojax.train_step(state, batch)
+        told.append((int(metrics["skipped"]), int(state.skipped_in_row)))
+    assert told == [(0, 0), (1, 1), (0, 0)]
