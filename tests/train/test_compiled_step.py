@@ -46,7 +46,6 @@ def loss_fn(model, batch):
         # Run by test_kernels_in_step.py every time, with the Triton kernels in it.
         pytest.param("zero++-paper", 2, 4, {"u8"}, marks=pytest.mark.slow),
         pytest.param("zero++", 2, 4, {"u8"}, marks=pytest.mark.slow),
-        # So is delta's, by tests/analysis/plan/test_memory.py.
         pytest.param("delta", 2, 4, {"u8"}, marks=pytest.mark.slow),
         pytest.param("delta", 64, 8, {"u8"}, marks=pytest.mark.slow),
     ],

@@ -68,6 +68,8 @@ def test_compiled_memory_is_within_a_tenth_of_the_formula(name):
     assert taken == pytest.approx(plan.memory.total, rel=0.10)
     if name == "stage 3":
         assert _most_whole_weights(compiled, plan) <= 2
+        smallest = 2 * CONFIG.d_model**2  # bytes of a layer's smallest matrix
+        assert not hlo.movements(compiled.as_text() or "", smallest), "a whole weight or gradient is copied"
     if name == "delta":
         check_traffic(state, gpt_batch(CONFIG, D), compiled, {"u8"}, own_streams=True)
         assert hlo.memory(compiled).aliased >= 12 * plan.parameters / D, "the state is donated"
