@@ -43,6 +43,6 @@ def test_without_room_there_is_no_copy():
     state = create(2, 2)
     with mock.patch.object(evaluation, "free_memory", return_value=1):
         assert evaluation.for_several_passes(state).current_copies
-        assert evaluation.for_several_passes(state, beside=1 << 20) is state
+        assert evaluation.for_several_passes(state, reserved=1 << 20) is state
     one = create(1, 4)
     assert evaluation.for_several_passes(one) is one

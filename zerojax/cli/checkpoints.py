@@ -73,7 +73,7 @@ def run(arguments: list[str]) -> None:
             continue
         bad += why is not None
         state = f"damaged: {why}" if why else "verified" if options.verify else "complete"
-        table.add_row(path.name, *_facts(path), state)
+        table.add_row(path.name, *_described(path), state)
     Console(soft_wrap=True, highlight=False, markup=False).print(table)
     if bad:
         raise RunError(f"{bad} of {len(paths)} checkpoints are damaged")
@@ -87,7 +87,7 @@ def _damage(path: Path, *, checksums: bool) -> str | None:
     return None
 
 
-def _facts(path: Path) -> tuple[str, str, str, str]:
+def _described(path: Path) -> tuple[str, str, str, str]:
     """Time of saving, size, metrics, and mesh and preset of its run; "?" if the manifest cannot be read."""
     try:
         manifest: Manifest = read_manifest(path)

@@ -33,16 +33,16 @@ def mean_metrics(state: TrainState, batches: list[Batch]) -> dict[str, jax.Array
     return {name: jnp.asarray(x / total) for name, x in sums.items()} | {"tokens": total}
 
 
-def for_several_passes(state: TrainState, beside: int = 0) -> TrainState:
+def for_several_passes(state: TrainState, reserved: int = 0) -> TrainState:
     """``zerojax.with_node_copy``, if every device has room for the copy; else the state itself.
 
     All processes call it together.
 
     Args:
         state: whose weights do not change meanwhile.
-        beside: bytes that will be needed on a device besides the copy.
+        reserved: bytes of a device that must stay free for other uses.
     """
     if not lacks_node_copy(state):
         return state
-    room = (free_memory(state.spec) << 20) - beside - node_copy_bytes(state.spec)
+    room = (free_memory(state.spec) << 20) - reserved - node_copy_bytes(state.spec)
     return with_node_copy(state) if min(gather_from_all(room)) >= 0 else state

@@ -107,12 +107,12 @@ class RunFolder:
         noted = {"noted": time.time()}
         write_whole(self.summary, json.dumps(self.read_summary() | values | noted, indent=1) + "\n")
 
-    def begin_session(self, step: int, **facts: Any) -> None:
-        """Record that training begins or resumes after ``step`` steps, with further facts (JSON values)."""
+    def begin_session(self, step: int, **more: Any) -> None:
+        """Record that training begins or resumes after ``step`` steps, and ``more`` (JSON values)."""
         before = sessions(self.read_summary())
         if before and before[-1]["status"] == "running":
             before[-1] |= {"status": "killed", "ended": None, "last_step": None}
-        began = {"began": time.time(), "step": step, **facts}
+        began = {"began": time.time(), "step": step, **more}
         self.update_summary(sessions=[*before, began], status="running", reason=None, step=None)
 
     def read_summary(self) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def sessions(summary: dict[str, Any]) -> list[dict[str, Any]]:
         summary: from ``RunFolder.read_summary``.
 
     Returns:
-        Dicts of "began" and "ended" (Unix time), "step" and "last_step", "status", "reason", and the facts
+        Dicts of "began" and "ended" (Unix time), "step" and "last_step", "status", "reason", and what was
         given to ``RunFolder.begin_session``; None for a value that was not recorded.
     """
     found = summary.get("sessions", [])

@@ -139,7 +139,7 @@ class PostTrainer(OpenRun):
         rows = rollout_rows(self.config) // jax.process_count()
         self.watchdog.phase(f"rollout {self.rollouts + 1}", self.task.longest_rollout(rows))
         # The first step afterwards uses the copy and drops it.
-        self.state = for_several_passes(self.state, beside=self.generator)
+        self.state = for_several_passes(self.state, reserved=self.generator)
         return self.task.rollout(self.state, self.rollouts, partial(self.must_stop, signalled))
 
     def score(self, rollout: Rollout, signalled: StopRequest) -> Float32[np.ndarray, " rows"]:

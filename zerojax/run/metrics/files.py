@@ -107,10 +107,10 @@ def move_later_lines(path: Path, step: int) -> Path | None:
         (moved if values is None or values["step"] > step else kept).append(line)
     if not moved:
         return None
-    beside = free(path.with_name(f"{path.name}.undone"))
-    write_whole(beside, "".join(moved))
+    undone = free(path.with_name(f"{path.name}.undone"))
+    write_whole(undone, "".join(moved))
     write_whole(path, "".join(kept))
-    return beside
+    return undone
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
