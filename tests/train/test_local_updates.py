@@ -129,3 +129,16 @@ def test_metrics_are_of_the_step_before(plain):
         state, metrics = zerojax.train_step(state, batch)
         told.append((int(metrics["skipped"]), int(state.skipped_in_row)))
     assert told == [(0, 0), (1, 1), (0, 0)]
+
+
+def test_evaluation_reads_the_outer_weights_and_stays_in_the_node(plain):
+    """Every node knows them: a pass that reads sends no weights between nodes."""
+    state = create(plain, optax.sgd(0.05), 2, 2, every=2, outer_delay=1)
+    batch, *more = CASE.batches(8, 4)
+    for other in more:
+        state, _ = zerojax.train_step(state, other)
+    wanted = squared_error(zerojax.gather_model(state), batch)
+    np.testing.assert_allclose(zerojax.eval_step(state, batch)["loss"], wanted, rtol=1e-5)
+    rows = zerojax.predict_step(state, batch, lambda model, batch: model(batch["x"])[:, 0])
+    np.testing.assert_allclose(rows, zerojax.gather_model(state)(batch["x"])[:, 0], rtol=1e-4, atol=1e-5)
+    assert zerojax.with_node_copy(state) is state

@@ -59,6 +59,7 @@ class GenerationCopy:
     @staticmethod
     def of(spec: TrainSpec, form: Form, *, adapters: bool = True) -> "GenerationCopy":
         """The copy for a train spec, in a form."""
+        spec = spec.reading
         small = {part.path for pair in spec.adapters.values() for part in pair}
         leaves = {
             leaf.path: _stored_layout(spec, leaf, form, adapter=leaf.path in small)

@@ -10,7 +10,6 @@ from jaxtyping import Array
 
 from zerojax.comm.in_order import on_mesh
 from zerojax.matmul import fp8
-from zerojax.sharding.layout import OWNED
 from zerojax.sharding.mesh import NODE
 from zerojax.train.copies import masters_of, updated_copies, with_scales
 from zerojax.train.fields import Shards, shard_specs
@@ -63,7 +62,7 @@ def _dispatched(state: TrainState) -> dict[str, Fp8Loss]:
 
 
 def _losses(state: TrainState) -> dict[str, Fp8Loss]:
-    spec = state.spec
+    spec = state.spec.reading
     chosen = [leaf for leaf in spec.leaves if leaf.fp8]
 
     def local(shards: Shards) -> dict[str, Fp8Loss]:
@@ -92,7 +91,7 @@ def _loss(master: Weight, copy: Weight | None) -> Fp8Loss:
         jnp.square(exact),
     )
     saturated, underflowed, error, total = lax.psum(
-        jnp.stack([jnp.sum(x, dtype=jnp.float32) for x in sums]), OWNED
+        jnp.stack([jnp.sum(x, dtype=jnp.float32) for x in sums]), leaf.world.owners
     )
     root = jnp.sqrt(error / jnp.maximum(total, jnp.finfo(jnp.float32).tiny))
     return Fp8Loss(saturated / leaf.count, underflowed / leaf.count, root)

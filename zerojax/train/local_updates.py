@@ -33,11 +33,12 @@ from zerojax.sharding.wire_format import Seed
 from zerojax.train import per_device
 from zerojax.train.batch import Batch, batch_specs
 from zerojax.train.blocks import Blocks, flat_blocks, stored_blocks
-from zerojax.train.fields import Shards, shard_specs, specs_of
+from zerojax.train.fields import Shards, abstract_fields, shard_specs, specs_of
 from zerojax.train.local_state import MAX_METRICS, Fragments, LocalState, abstract_local
 from zerojax.train.pass_weights import pass_weights
 from zerojax.train.per_device import Sums
 from zerojax.train.spec import TrainSpec
+from zerojax.train.state import TrainState
 from zerojax.train.update import Trained, updated
 from zerojax.weights.gather import cross_nodes, decode, encode
 from zerojax.weights.weight import Weight, Weights
@@ -212,51 +213,38 @@ class _Finished(NamedTuple):
     reports: Float32[Array, "nodes columns"]
 
 
-class LocalStep(NamedTuple):
-    """What a step of local updates makes of a state; see ``TrainState``."""
-
-    trained: Trained
-    local: LocalState
-    params: PyTree[Array]
-    residual: PyTree[Array]
-    model_state: ModelState
-    metrics: dict[str, Array]
-
-
-def train_locally(
-    spec: TrainSpec, shards: Shards, local: LocalState, trained: Trained, batch: Batch
-) -> LocalStep:
+def train_locally(state: TrainState, local: LocalState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
     """Take a step of local updates.
 
     Args:
-        spec: the train spec, with ``ZeroConfig.every``.
-        shards: the state's fields that passes read; the outer weights are its ``params``.
-        local: the state's arrays of local updates.
-        trained: the optimizer's fields, by node along the first axis; the weights are those of ``local``.
+        state: with ``ZeroConfig.every``.
+        local: its arrays of local updates.
         batch: the global batch.
 
     Returns:
-        The fields after the step. With ``outer_delay`` the metrics are those of the step before, and NaN at
-        first: nodes report with the next exchange, so that none waits for another.
+        The next state, and the metrics: with ``outer_delay`` those of the step before, and NaN at first.
+        Nodes report with the next exchange, so that none waits for another.
 
     Raises:
         ConfigurationError: the loss function's aux has more than ``MAX_METRICS`` scalars.
     """
+    spec = state.spec
     zero, node = spec.zero, spec.in_node
-    residual = from_tree(shards.residual)
-    outer = Outer(from_tree(shards.params), from_tree(local.momentum), from_tree(local.known), residual)
-    fields, places = shard_specs(spec, ()), specs_of(abstract_local(spec))
-    outer_specs = Outer(*map(from_tree, (fields.params, places.momentum, places.known, fields.residual)))
+    outer = Outer(*map(from_tree, (state.params, local.momentum, local.known, state.residual)))
+    places = specs_of(abstract_local(spec))
+    stored = specs_of({name: abstract_fields(spec)[name] for name in ("params", "residual")})
+    outer_specs = Outer(
+        *map(from_tree, (stored["params"], places.momentum, places.known, stored["residual"]))
+    )
+    fields = shard_specs(node, ())._replace(params=places.weights)
     names: list[str] = []
 
-    def passes(
-        shards: Shards, own: PyTree[Array], outer: Outer, report: Float32[Array, "1 columns"], batch: Batch
-    ) -> _Passed:
+    def passes(shards: Shards, outer: Outer, report: Float32[Array, "1 columns"], batch: Batch) -> _Passed:
         exchange = FragmentExchange(spec, shards.step, shards.step_seed)
         flat, sent, reports = _flat(spec, outer), None, report
         if zero.outer_delay:
-            flat, sent = exchange.send(flat, _flat_own(spec, own), report[0])
-        within = shards._replace(params=jax.tree.map(lambda x: x[0], own), copies={}, residual={})
+            flat, sent = exchange.send(flat, _flat_own(spec, shards.params), report[0])
+        within = shards._replace(params=jax.tree.map(lambda x: x[0], shards.params))
         grads, (sums, model_state, _) = per_device.accumulate(
             node,
             lambda updating: pass_weights(node, within, current=False, updating=updating),
@@ -294,16 +282,17 @@ def train_locally(
     run = on_mesh(
         passes,
         spec.mesh,
-        in_specs=(fields, places.weights, outer_specs, _BY_NODE, batch_specs(spec, batch)),
+        in_specs=(fields, outer_specs, _BY_NODE, batch_specs(spec, batch)),
         out_specs=_Passed._make([places.weights, _BY_NODE, fields.model_state, outer_specs, reports]),
     )
-    passed = run(shards, local.weights, outer, local.report, batch)
+    shards = state.shards._replace(params=local.weights)
+    passed = run(shards, outer, local.report, batch)
     if len(names) > MAX_METRICS:
         raise ConfigurationError(
             f"the loss function's aux has {len(names)} scalars, and local updates (ZeroConfig.every) have "
             f"room for {MAX_METRICS}: leave some out."
         )
-    after, metrics = jax.vmap(update, spmd_axis_name=NODE)(trained, passed.gradients, passed.sums)
+    after, metrics = jax.vmap(update, spmd_axis_name=NODE)(state.trained, passed.gradients, passed.sums)
     report = _report(passed.sums, metrics, names)
     reports = _BY_NODE if zero.outer_delay else _EVERYONE
     run = on_mesh(
@@ -314,14 +303,18 @@ def train_locally(
     )
     done = run(shards.step, shards.step_seed, after.params, passed.outer, report)
     params, momentum, known, residual = map(to_tree, done.outer)
-    return LocalStep(
-        after,
-        LocalState(done.own, known, momentum, after.skipped_in_row, report),
-        params,
-        residual,
-        passed.model_state,
-        _metrics(spec, passed.reports if zero.outer_delay else done.reports, names),
+    told = _metrics(spec, passed.reports if zero.outer_delay else done.reports, names)
+    following = state.replace(
+        step=state.step + 1,
+        skipped_in_row=told["skipped_in_row"],
+        params=params,
+        opt_state=after.opt_state,
+        model_state=passed.model_state,
+        residual=residual,
+        losses=after.losses,
+        local=LocalState(done.own, known, momentum, after.skipped_in_row, report),
     )
+    return following, told
 
 
 def _report(sums: Sums, metrics: dict[str, Array], names: list[str]) -> Float32[Array, "nodes columns"]:

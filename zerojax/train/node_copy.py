@@ -52,7 +52,7 @@ def with_node_copy(state: TrainState) -> TrainState:
 
 def lacks_node_copy(state: TrainState) -> bool:
     """Whether a pass of the state sends weights between nodes, which a copy would spare."""
-    spec = state.spec
+    spec = state.spec.reading
     if spec.world.nodes == 1 or spec.zero.stage == 0 or state.current_copies:
         return False
     return bool(abstract_copies(spec, frozen=True))  # not if every node has all weights anyway
@@ -60,7 +60,8 @@ def lacks_node_copy(state: TrainState) -> bool:
 
 def copies_in_node(state: TrainState) -> ByPath:
     """Copies of the weights as they are, but for frozen ones that every node has already."""
-    spec, wanted = state.spec, abstract_copies(state.spec, frozen=True)
+    spec = state.spec.reading
+    wanted = abstract_copies(spec, frozen=True)
     if state.current_copies or not wanted:
         return state.copies
 

@@ -102,6 +102,11 @@ class TrainSpec:
             return jax.vmap(self.tx.init, in_axes=None, axis_size=self.world.nodes)(params)
         return self.tx.init(params)
 
+    @property
+    def reading(self) -> "TrainSpec":
+        """The spec of passes that read a state: with local updates they stay within a node."""
+        return self.in_node if self.zero.every else self
+
     @cached_property
     def in_node(self) -> "TrainSpec":
         """The spec of the passes of local updates: each node is a world of its own."""
@@ -122,7 +127,9 @@ class TrainSpec:
 
     def param_spec(self, leaf: ParamLayout) -> PartitionSpec:
         """The sharding of a parameter, its gradient and its moments; at stage 0 they are replicated."""
-        return leaf.spec(OWNED if self.zero.stage > 0 else ())
+        # A world of one node is only a part of the mesh in ``in_node``.
+        owners = OWNED if self.world == MeshShape.of(self.mesh) else self.world.owners
+        return leaf.spec(owners if self.zero.stage > 0 else ())
 
     def stored(self, leaf: ParamLayout, level: Level) -> Weight:
         """The shapes, dtypes and shardings of a weight that a state has at a level, in its local format."""

@@ -108,8 +108,12 @@ class TrainState:
 
     @property
     def shards(self) -> Shards:
-        """What a pass reads."""
-        return Shards(**{name: getattr(self, name) for name in Shards._fields})
+        """What a pass that follows ``TrainSpec.reading`` reads.
+
+        With local updates the weights are the outer ones, as every node knows them.
+        """
+        shards = Shards(**{name: getattr(self, name) for name in Shards._fields})
+        return shards if self.local is None else shards._replace(params=self.local.known, residual={})
 
     @property
     def trained(self) -> Trained:

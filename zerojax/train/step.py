@@ -24,7 +24,6 @@ from zerojax.train import per_device
 from zerojax.train.batch import Batch, abstract_batch, batch_specs, place
 from zerojax.train.blocks import flat_blocks, stored_blocks
 from zerojax.train.fields import Shards, abstract_copies, abstract_fields, shard_specs, shardings_of
-from zerojax.train.local_state import LocalState
 from zerojax.train.local_updates import train_locally
 from zerojax.train.pass_weights import PassWeights, pass_weights
 from zerojax.train.spec import ParamGroup, TrainSpec
@@ -155,12 +154,18 @@ def check_adapters(spec: TrainSpec, *, adapters: bool) -> None:
 def gradients(state: TrainState, batch: Batch) -> PyTree[Array]:
     """The mean gradients that ``train_step`` would pass to the optimizer; the state is not donated.
 
-    Arguments and errors as ``train_step``.
+    Arguments and errors as ``train_step``; refused with local updates.
 
     Returns:
         Nested by path, fp32, stored like the parameters (``ParamLayout.stored_shape``).
     """
     spec = state.spec
+    if spec.zero.every:
+        raise ConfigurationError(
+            "gradients: with local updates (ZeroConfig.every) each node has gradients of its own weights. For "
+            "those of the outer weights give them to a state of another preset: "
+            "put_params(other, gather_params(state))."
+        )
     step = spec.once(
         "gradients",
         lambda: jax.jit(
@@ -252,7 +257,7 @@ def _compiled_eval(spec: TrainSpec) -> jax.stages.Wrapped:
 def _train(state: TrainState, read: _Read, batch: Batch) -> tuple[TrainState, Metrics]:
     spec = state.spec
     if state.local is not None:
-        return _train_locally(state, state.local, read, batch)
+        return train_locally(state.replace(**read), state.local, batch)
     after, metrics = _gradients(spec, state.replace(**read), batch)
     trained, ok, told = updated(spec, state.trained, after.gradients, metrics["loss"])
     following = state.replace(
@@ -264,24 +269,6 @@ def _train(state: TrainState, read: _Read, batch: Batch) -> tuple[TrainState, Me
         residual=unless_skipped(ok, after.residual, state.residual),
     )
     return following, metrics | told
-
-
-def _train_locally(
-    state: TrainState, local: LocalState, read: _Read, batch: Batch
-) -> tuple[TrainState, Metrics]:
-    shards = state.replace(**read).shards
-    after = train_locally(state.spec, shards, local, state.trained, batch)
-    following = state.replace(
-        step=state.step + 1,
-        skipped_in_row=after.metrics["skipped_in_row"],
-        params=after.params,
-        opt_state=after.trained.opt_state,
-        model_state=after.model_state,
-        residual=after.residual,
-        losses=after.trained.losses,
-        local=after.local,
-    )
-    return following, after.metrics
 
 
 class _Changed(NamedTuple):
@@ -319,7 +306,7 @@ def _gradients(spec: TrainSpec, state: TrainState, batch: Batch) -> tuple[_Chang
 
 
 def _evaluate(state: TrainState, batch: Batch, loss_fn: LossFn) -> Metrics:
-    spec = dataclasses.replace(state.spec, loss_fn=loss_fn)
+    spec = dataclasses.replace(state.spec.reading, loss_fn=loss_fn)
 
     def local(shards: Shards, batch: Batch) -> Metrics:
         weights = pass_weights(spec, shards, current=state.current_copies)
@@ -330,7 +317,7 @@ def _evaluate(state: TrainState, batch: Batch, loss_fn: LossFn) -> Metrics:
 
 
 def _predict[T: PyTree](state: TrainState, batch: Batch, fn: Callable[[Any, Batch], T], adapters: bool) -> T:
-    spec = state.spec
+    spec = state.spec.reading
 
     def local(shards: Shards, batch: Batch) -> T:
         weights = pass_weights(spec, shards, current=state.current_copies)
@@ -345,6 +332,6 @@ def _on_devices[T](
     local: Callable[[Shards, Batch], T], state: TrainState, batch: Batch, out_specs: PyTree[PartitionSpec]
 ) -> T:
     """Run ``local`` on each device's part of a state and of a global batch."""
-    spec = state.spec
+    spec = state.spec.reading
     in_specs = (shard_specs(spec, state.copies), batch_specs(spec, batch))
     return on_mesh(local, spec.mesh, in_specs=in_specs, out_specs=out_specs)(state.shards, batch)
