@@ -162,8 +162,8 @@ def gradients(state: TrainState, batch: Batch) -> PyTree[Array]:
     spec = state.spec
     if spec.zero.every:
         raise ConfigurationError(
-            "gradients: with local updates (ZeroConfig.every) each node has gradients of its own weights. For "
-            "those of the outer weights give them to a state of another preset: "
+            "gradients: with local updates (ZeroConfig.every) each node has gradients of its own weights. "
+            "For those of the outer weights give them to a state of another preset: "
             "put_params(other, gather_params(state))."
         )
     step = spec.once(
