@@ -28,7 +28,7 @@ from zerojax.comm.in_order import on_mesh
 from zerojax.comm.reduction import GradientReduction, Values
 from zerojax.errors import ConfigurationError
 from zerojax.sharding.mesh import LOCAL, NODE, OWNED
-from zerojax.sharding.param_tree import Path, from_tree, to_tree
+from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.sharding.wire_format import Seed
 from zerojax.train import per_device
 from zerojax.train.batch import Batch, batch_specs
@@ -64,17 +64,38 @@ class Outer(NamedTuple):
     residual: Blocks
 
 
+class _Pieces(NamedTuple):
+    """What a step's exchange reads: of each parameter the fragment that is sent, and the one sent before it.
+
+    Attributes:
+        learnt: of the node: the outer weights as it knows them, less its own.
+        residual: of the node, with error feedback.
+        params, momentum: of the owner.
+        known: of the node, of the fragment whose change it is told.
+        changed: of the owner, of the same fragment, if its change is sent in a step of its own; else empty.
+    """
+
+    learnt: Values
+    residual: Values
+    params: Values
+    momentum: Values
+    known: Values
+    changed: Values
+
+
 class _Sent(NamedTuple):
-    """What of a step is under way between nodes.
+    """What has crossed the nodes.
 
     Attributes:
         learnt: encoded, of the fragment that this step sends.
         changes: encoded, of the fragment before it; empty if its change was sent at once.
+        residual: what encoding has lost; empty without error feedback.
         reports: of all nodes.
     """
 
     learnt: Values
     changes: Values
+    residual: Values
     reports: Float32[Array, "nodes columns"]
 
 
@@ -82,62 +103,72 @@ class FragmentExchange:
     """The exchange of one fragment of every parameter, on one device, inside ``shard_map``."""
 
     def __init__(self, spec: TrainSpec, step: Int32[Array, ""], seed: Seed) -> None:
-        self._zero = spec.zero
-        self._leaves = spec.leaves
-        self._seed = seed
+        self._zero, self._step, self._seed = spec.zero, step, seed
         self._fragments = [Fragments.of(spec, leaf) for leaf in spec.leaves]
-        self._reduction = GradientReduction(
-            spec.strategy, tuple(fragments.layout for fragments in self._fragments), spec.world
-        )
+        self._layouts = tuple(fragments.layout for fragments in self._fragments)
+        self._reduction = GradientReduction(spec.strategy, self._layouts, spec.world)
         self._nodes = spec.world.nodes
-        self._step = step
+        # Whether a change of the outer weights is sent in the step after that of what was learnt.
+        self._changes_later = spec.zero.outer_delay >= 2
 
-    def _index(self, steps_ago: int) -> Int32[Array, ""]:
-        """The fragment that was sent so many steps ago."""
-        return (self._step - steps_ago) % self._zero.every
+    def read(self, outer: Outer, own: Blocks) -> tuple[Outer, _Pieces]:
+        """The pieces that the exchange needs, and the outer weights to ``write`` its results to."""
+        now, told = self._index(0), self._index(1 if self._changes_later else 0)
+        pairs = zip(self._take(outer.known, now), self._take(own, now), strict=True)
+        pieces = _Pieces(
+            learnt=tuple(known - mine for known, mine in pairs),
+            residual=self._take(outer.residual, now),
+            params=self._take(outer.params, now),
+            momentum=self._take(outer.momentum, now),
+            known=self._take(outer.known, told),
+            changed=self._take(outer.params, told) if self._changes_later else (),
+        )
+        # Pieces are read before anything is written, or XLA would copy whole weights to write to.
+        return lax.optimization_barrier((outer, pieces))
 
-    @property
-    def _changes_later(self) -> bool:
-        """Whether the outer weights' change is sent in the step after that of what was learnt."""
-        return self._zero.outer_delay >= 2
-
-    def send(self, outer: Outer, own: Blocks, report: Float32[Array, " columns"]) -> tuple[Outer, _Sent]:
-        """Send what a node has learnt of a fragment; returns the residuals of that, too."""
-        index = self._index(0)
-        pairs = zip(self._take(outer.known, index), self._take(own, index), strict=True)
-        learnt: Values = tuple(known - mine for known, mine in pairs)
-        changes = self._encode_changes(outer, self._index(1)) if self._changes_later else ()
+    def send(self, pieces: _Pieces, report: Float32[Array, " columns"]) -> _Sent:
+        """Send what the node has learnt, the change of the fragment before, and what it reports."""
+        changes = self._encoded(pieces.changed, pieces.known) if self._changes_later else ()
         if self._nodes == 1:
-            return outer, _Sent(learnt, changes, report[None])
+            return _Sent(pieces.learnt, changes, pieces.residual, report[None])
         with jax.named_scope("exchange_fragment"):
-            residual = self._take(outer.residual, index) if outer.residual else None
-            rows, kept = self._reduction.encode_for_owners(learnt, self._seed, residual)
+            rows, lost = self._reduction.encode_for_owners(pieces.learnt, self._seed, pieces.residual or None)
             # One collective: XLA runs no two at once on the stream that is for those between nodes. What is
             # for all nodes is in the row of each, which is as many bytes as gathering it.
             for_all = [jnp.broadcast_to(x, (self._nodes, x.size)) for x in (*changes, report)]
             arrived = exchange_together([*rows, *for_all], NODE, own_stream=True)
-        if kept is not None:
-            outer = outer._replace(residual=self._put(outer.residual, index, kept, (LOCAL,)))
-        changes = tuple(x.reshape(-1) for x in arrived[len(rows) : -1])
-        return outer, _Sent(tuple(arrived[: len(rows)]), changes, arrived[-1])
+        learnt, changes = arrived[: len(rows)], arrived[len(rows) : -1]
+        return _Sent(tuple(learnt), tuple(x.reshape(-1) for x in changes), lost or (), arrived[-1])
 
-    def receive(self, outer: Outer, sent: _Sent) -> Outer:
-        """Update the outer weights by what has arrived, and what nodes know of them."""
-        index = self._index(0)
-        changed = outer
+    def receive(self, pieces: _Pieces, sent: _Sent) -> _Pieces:
+        """The pieces after the outer update: SGD with Nesterov momentum, as PyTorch and optax define it."""
+        rate, decay = self._zero.outer_learning_rate, self._zero.outer_momentum
         with jax.named_scope("outer_update"):
             sums = sent.learnt if self._nodes == 1 else self._reduction.sum_at_owners(sent.learnt)
-            mean = tuple(
-                fragments.without_padding(x / self._nodes, index, OWNED)
-                for fragments, x in zip(self._fragments, sums, strict=True)
-            )
-            changed = self._outer_update(outer, index, mean)
-        if self._changes_later:
-            return self._known_after(changed, outer, self._index(1), sent.changes)
-        changes = self._encode_changes(changed, index)
-        if self._nodes > 1:
-            changes = cross_nodes(changes, delta=True, own_stream=True)
-        return self._known_after(changed, changed, index, changes)
+            mean = self._without_padding(tuple(x / self._nodes for x in sums), OWNED)
+            direction, momentum = mean, pieces.momentum
+            if decay:
+                momentum = tuple(decay * m + g for m, g in zip(momentum, mean, strict=True))
+                direction = tuple(g + decay * m for g, m in zip(mean, momentum, strict=True))
+            params = tuple(x - rate * g for x, g in zip(pieces.params, direction, strict=True))
+        changed, changes = pieces.changed, sent.changes
+        if not self._changes_later:
+            changed, changes = params, self._encoded(params, pieces.known)
+            if self._nodes > 1:
+                changes = cross_nodes(changes, delta=True, own_stream=True)
+        known = tuple(w.values for w in decode(self._weights(changed), changes, pieces.known))
+        residual = self._without_padding(sent.residual, (LOCAL,))
+        return pieces._replace(params=params, momentum=momentum, known=known, residual=residual)
+
+    def write(self, outer: Outer, pieces: _Pieces) -> Outer:
+        """The outer weights with what ``receive`` has made of the pieces."""
+        now, told = self._index(0), self._index(1 if self._changes_later else 0)
+        return Outer(
+            params=self._put(outer.params, now, pieces.params),
+            momentum=self._put(outer.momentum, now, pieces.momentum),
+            known=self._put(outer.known, told, pieces.known),
+            residual=self._put(outer.residual, now, pieces.residual),
+        )
 
     def take_up(self, outer: Outer, own: Blocks) -> Blocks:
         """A node's own weights, moved towards the outer weights that it has known for ``outer_delay``."""
@@ -148,43 +179,36 @@ class FragmentExchange:
         mixed = tuple(
             jnp.where(self._step >= ago, mixing * mine + (1 - mixing) * known, mine) for mine, known in pairs
         )
+        own, mixed = lax.optimization_barrier((own, mixed))  # as in ``read``
         return self._put(own, index, mixed)
 
-    def _outer_update(self, outer: Outer, index: Int32[Array, ""], mean: Values) -> Outer:
-        """SGD with Nesterov momentum, as PyTorch and optax define it."""
-        rate, decay = self._zero.outer_learning_rate, self._zero.outer_momentum
-        direction, momentum = mean, outer.momentum
-        if decay:
-            fresh = tuple(decay * m + g for m, g in zip(self._take(momentum, index), mean, strict=True))
-            direction = tuple(g + decay * m for g, m in zip(mean, fresh, strict=True))
-            momentum = self._put(momentum, index, fresh)
-        params = tuple(x - rate * g for x, g in zip(self._take(outer.params, index), direction, strict=True))
-        return outer._replace(params=self._put(outer.params, index, params), momentum=momentum)
+    def _index(self, steps_ago: int) -> Int32[Array, ""]:
+        """The fragment that was sent so many steps ago."""
+        return (self._step - steps_ago) % self._zero.every
 
-    def _encode_changes(self, outer: Outer, index: Int32[Array, ""]) -> Values:
-        return encode(self._weights(outer, index), self._take(outer.known, index))
+    def _encoded(self, params: Values, known: Values) -> Values:
+        return encode(self._weights(params), known)
 
-    def _known_after(self, changed: Outer, sent: Outer, index: Int32[Array, ""], changes: Values) -> Outer:
-        """With what nodes know after ``changes``, which come of ``sent``."""
-        arrived = decode(self._weights(sent, index), changes, self._take(sent.known, index))
-        return changed._replace(known=self._put(changed.known, index, tuple(w.values for w in arrived)))
+    def _weights(self, params: Values) -> Weights:
+        return tuple(Weight(x, layout, "primary") for x, layout in zip(params, self._layouts, strict=True))
 
-    def _weights(self, outer: Outer, index: Int32[Array, ""]) -> Weights:
-        pairs = zip(self._take(outer.params, index), self._fragments, strict=True)
-        return tuple(Weight(x, fragments.layout, "primary") for x, fragments in pairs)
+    def _without_padding(self, pieces: Values, axes: tuple[str, ...]) -> Values:
+        index = self._index(0)
+        each = zip(self._fragments, pieces, strict=False)
+        return tuple(fragments.without_padding(x, index, axes) for fragments, x in each)
 
     def _take(self, blocks: Blocks, index: Int32[Array, ""]) -> Values:
+        """A fragment of every parameter; nothing of no blocks."""
+        if not blocks:
+            return ()
         return tuple(fragments.take(blocks[fragments.leaf.path], index) for fragments in self._fragments)
 
-    def _put(
-        self, blocks: Blocks, index: Int32[Array, ""], values: Values, owners: tuple[str, ...] = ()
-    ) -> Blocks:
-        put: dict[Path, Array] = {}
-        for fragments, x in zip(self._fragments, values, strict=True):
-            path = fragments.leaf.path
-            x = fragments.without_padding(x, index, owners) if owners else x
-            put[path] = fragments.put(blocks[path], index, x)
-        return put
+    def _put(self, blocks: Blocks, index: Int32[Array, ""], pieces: Values) -> Blocks:
+        """Undo ``_take``."""
+        each = zip(self._fragments, pieces, strict=False)
+        return {
+            fragments.leaf.path: fragments.put(blocks[fragments.leaf.path], index, x) for fragments, x in each
+        }
 
 
 class _Passed(NamedTuple):
@@ -241,9 +265,10 @@ def train_locally(state: TrainState, local: LocalState, batch: Batch) -> tuple[T
 
     def passes(shards: Shards, outer: Outer, report: Float32[Array, "1 columns"], batch: Batch) -> _Passed:
         exchange = FragmentExchange(spec, shards.step, shards.step_seed)
-        flat, sent, reports = _flat(spec, outer), None, report
+        flat, sent, pieces, reports = _flat(spec, outer), None, None, report
         if zero.outer_delay:
-            flat, sent = exchange.send(flat, _flat_own(spec, shards.params), report[0])
+            flat, pieces = exchange.read(flat, _flat_own(spec, shards.params))
+            sent = exchange.send(pieces, report[0])
         within = shards._replace(params=jax.tree.map(lambda x: x[0], shards.params))
         grads, (sums, model_state, _) = per_device.accumulate(
             node,
@@ -253,10 +278,10 @@ def train_locally(state: TrainState, local: LocalState, batch: Batch) -> tuple[T
             shards.step_seed,
         )
         grads, _ = per_device.to_owners(node, grads, {}, shards.step_seed)
-        if sent is not None:
+        if sent is not None and pieces is not None:
             # What arrives is read after the passes, so that they never wait for it.
             sent, grads = lax.optimization_barrier((sent, grads))
-            flat, reports = exchange.receive(flat, sent), sent.reports
+            flat, reports = exchange.write(flat, exchange.receive(pieces, sent)), sent.reports
         grads = stored_blocks({path: grad / sums.tokens for path, grad in grads.items()}, node.leaves)
         names[:] = sorted(sums.aux)
         grads, sums = jax.tree.map(lambda x: x[None], (to_tree(grads), sums))
@@ -270,10 +295,13 @@ def train_locally(state: TrainState, local: LocalState, batch: Batch) -> tuple[T
         step: Array, seed: Seed, own: PyTree[Array], outer: Outer, report: Float32[Array, "1 columns"]
     ) -> _Finished:
         exchange = FragmentExchange(spec, step, seed)
-        flat, mine, reports = _flat(spec, outer), _flat_own(spec, own), report
+        # Without the barrier XLA repeats the update where a fragment is read, and keeps all that it reads.
+        flat, mine = lax.optimization_barrier((_flat(spec, outer), _flat_own(spec, own)))
+        reports = report
         if not zero.outer_delay:
-            flat, sent = exchange.send(flat, mine, report[0])
-            flat, reports = exchange.receive(flat, sent), sent.reports
+            flat, pieces = exchange.read(flat, mine)
+            sent = exchange.send(pieces, report[0])
+            flat, reports = exchange.write(flat, exchange.receive(pieces, sent)), sent.reports
         blocks = from_tree(own)
         mixed = {path: x.reshape(blocks[path].shape) for path, x in exchange.take_up(flat, mine).items()}
         return _Finished(to_tree(mixed), _stored(flat, outer), reports)
