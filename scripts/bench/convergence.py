@@ -7,8 +7,8 @@ Runs of one seed begin with the same weights and see the same data in the same o
 between them is the format. A run's difference from the exact one ("zero3") of its seed is what counts; seeds
 say how much of it is chance. The first seed of all variants is trained before the second of any.
 
-The JSON file gets each run when it is done. Started again with the same file, the command trains what is not
-in it. Without data of one's own (--text 0) the text is what this machine has: see machine_text.py.
+The JSON file gets each run when it is done; a run that fails is reported at the end, after all others. Started
+again with the same file, the command trains what is not in it. Without data of one's own (--text 0) the text is what this machine has: see machine_text.py.
 
 It runs as one process, or as one per node (zerojax launch, zerojax emulate) with the folder in common.
 
@@ -53,6 +53,28 @@ DELTA: dict[str, Any] = {
 EXACT_GRADIENTS: dict[str, Any] = {"grads": ("compute", "compute"), "rotation": 0}
 ZERO_PP: dict[str, Any] = {"preset": "zero++-paper", "block_size": 256}
 DIRECT: dict[str, Any] = {**ZERO_PP, **EXACT_GRADIENTS}
+LOCAL: dict[str, Any] = {
+    "preset": "local",
+    "weights": "int4",
+    "grads": ("compute", "int4"),
+    "block_size": 128,
+    "rotation": 32,
+    "error_feedback": True,
+    "outer_learning_rate": 0.7,
+    "outer_momentum": 0.9,
+    "outer_delay": 2,
+    "outer_mixing": 0.5,
+}
+AVERAGE: dict[str, Any] = {"outer_learning_rate": 1.0, "outer_momentum": 0.0}
+LOCAL_KINDS: dict[str, dict[str, Any]] = {
+    "": {},
+    "-average": AVERAGE,
+    "-average-unmixed": {**AVERAGE, "outer_mixing": 0.0},
+    "-momentum-0.6": {"outer_momentum": 0.6},
+    "-unmixed": {"outer_mixing": 0.0},
+    "-exact": {"weights": "fp32", "grads": ("compute", "fp32"), "rotation": 0, "error_feedback": False},
+}
+"""By what the names of local updates end in, the keys in which these differ from ``LOCAL``."""
 VARIANTS: dict[str, dict[str, Any]] = {
     EXACT: {"preset": "zero3"},
     "delta-stochastic": {**DELTA, "rounding": "stochastic"},
@@ -75,6 +97,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zero3-fp8": {"preset": "zero3", "matmul_dtype": "fp8"},
     "delta-fp8": {**DELTA, "rounding": "stochastic", "matmul_dtype": "fp8"},
     "zero3-fp32": {"preset": "zero3", "grads": ("fp32", "fp32")},
+    **{
+        f"local-{every}{kind}": {**LOCAL, **keys, "every": every}
+        for every in (16, 64, 128)
+        for kind, keys in LOCAL_KINDS.items()
+    },
 }
 """By name, the keys of [zero] that they set, those that a preset may later change included."""
 
@@ -139,7 +166,7 @@ def run(options: Options, config: RunConfig, begun: float) -> None:
     results = RunsFile(options.json, config)
     missing = [(name, seed) for seed in options.seeds for name in options.variants]
     missing = [run for run in missing if run not in results.done]
-    broken = train_all(missing, results, options, config, begun) if missing else {}
+    failed = train_all(missing, results, options, config, begun) if missing else {}
     runs, quantity = results.content["runs"], "validation loss"
     if options.init_from:
         runs, quantity = in_perplexity(runs), "perplexity"
@@ -147,8 +174,8 @@ def run(options: Options, config: RunConfig, begun: float) -> None:
         print("\n".join([*table(runs, EXACT, quantity), "", *by_step(runs)]))
     if options.picture and is_first():
         draw(runs, EXACT, options.picture, quantity)
-    for name, error in broken.items():
-        raise RuntimeError(f"{name} does not compile") from error
+    for what, error in failed.items():
+        raise RuntimeError(what) from error
 
 
 def train_all(
@@ -157,7 +184,7 @@ def train_all(
     """Prepare the text while the variants compile, then train one run after another while there is time.
 
     Returns:
-        Which variants do not compile, and why; the others are trained.
+        What failed, and why: variants that do not compile, and runs; the others are trained.
     """
     if options.text:
         config = replace(config, data=replace(config.data, source=str(options.folder / "text.jsonl")))
@@ -179,18 +206,23 @@ def train_all(
     say(begun, f"compiled {', '.join(name for name in trainees if name not in broken)}")
     base = Base.of(options.init_from, trainees[EXACT]) if options.init_from else None
     results.check_base(None if base is None else base.described, options.seeds)
+    failed = {f"{name} does not compile": error for name, error in broken.items()}
     longest = 0.0
     for name, seed in missing:
         now = time.monotonic()
         late = bool(options.minutes) and now + longest > begun + 60 * options.minutes
         if run_on_process_zero(lambda late=late: late):
             break
-        if {*halves(name), EXACT}.isdisjoint(broken):
-            results.add(
-                train(name, [trainees[half] for half in halves(name)], seed, data, trainees[EXACT], base)
-            )
-            longest = max(longest, time.monotonic() - now)
-    return broken
+        if not {*halves(name), EXACT}.isdisjoint(broken):
+            continue
+        phases = [trainees[half] for half in halves(name)]
+        try:
+            results.add(train(name, phases, seed, data, trainees[EXACT], base))
+        except Exception as error:  # whatever it is, other runs may train
+            failed[f"{name}, seed {seed}, failed"] = error
+            say(begun, f"{name}, seed {seed}: {error}")
+        longest = max(longest, time.monotonic() - now)
+    return failed
 
 
 def say(begun: float, what: str) -> None:

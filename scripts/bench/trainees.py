@@ -5,6 +5,7 @@ import statistics
 import subprocess
 import time
 from concurrent.futures import Executor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -100,17 +101,19 @@ def train(
     if base is not None:
         state = base.into(first, state)
         curve = [(0, float(mean_loss(state, validation)))]
-    queue, steps = MetricsQueue(), []
-    for step in range(1, config.train.steps + 1):
-        state, metrics = zerojax.train_step(state, next(batches))
-        due = step % config.train.eval_every == 0 or step == config.train.steps
-        steps += queue.push(step, metrics, partial(measure, state, validation) if due else None)
-        if later and step == config.train.steps // 2:
-            steps += queue.drain()
-            state = from_canonical(later[0].state, to_canonical(state))
-            queue.restart_clock()
-    batches.close()
+    steps = []
+    with closing(MetricsQueue()) as queue, closing(batches):
+        for step in range(1, config.train.steps + 1):
+            state, metrics = zerojax.train_step(state, next(batches))
+            due = step % config.train.eval_every == 0 or step == config.train.steps
+            steps += queue.push(step, metrics, partial(measure, state, validation) if due else None)
+            if later and step == config.train.steps // 2:
+                steps += queue.drain()
+                state = from_canonical(later[0].state, to_canonical(state))
+                queue.restart_clock()
     curve += [(one.step, one.values["validation_loss"]) for one in steps if "validation_loss" in one.values]
+    # With local updates a step's metrics are those of the step before, and the first has none.
+    told = steps[1:] if first.config.zero.outer_delay else steps
     size = config.train.batch_size * config.train.sequence_length
     return {
         "variant": name,
@@ -122,9 +125,9 @@ def train(
         "loss": curve[-1][1],
         "loss_exact": float(mean_loss(with_weights_of(state, exact.state), validation)),
         "curve": curve,
-        "train_loss": means([one.values["loss"] for one in steps]),
-        "grad_norm": means([one.values["grad_norm"] for one in steps]),
-        "skipped": sum(one.values["skipped"] for one in steps),
+        "train_loss": means([one.values["loss"] for one in told]),
+        "grad_norm": means([one.values["grad_norm"] for one in told]),
+        "skipped": sum(one.values["skipped"] for one in told),
         "between_nodes": statistics.fmean(phase.between_nodes for phase in phases),
         "tokens_per_second": size / statistics.median(one.seconds for one in steps),
         "seconds": time.monotonic() - begun,

@@ -111,10 +111,31 @@ def test_grid_is_trained_in_pairs_and_continued(text, tmp_path):
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "runs.json").read_text()) == again
 
+    # A run that fails is reported when all others are done.
+    train = unittest.mock.Mock(side_effect=[ValueError("no more memory"), {**first["runs"][0], "seed": 3}])
+    with unittest.mock.patch.object(grid, "train", train):
+        with pytest.raises(RuntimeError, match="zero3, seed 2, failed"):
+            convergence(*where, "--variants", "zero3", "--seeds", 2, 3)
+    done_now = json.loads((tmp_path / "runs.json").read_text())["runs"]
+    assert [run["seed"] for run in done_now if run["variant"] == "zero3"] == [0, 1, 3]
+
     done = convergence(*where, "--train.steps", 4)
     assert done.returncode == 2
     assert "train.steps was 3 and is 4" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_local_updates_are_compared_by_their_outer_weights(text, tmp_path):
+    """Metrics come a step late: the first step has none, and the losses are those of zero3's first steps."""
+    where = ("--json", tmp_path / "runs.json", "--folder", tmp_path / "data", "--text", 0, "--seeds", 0)
+    done = convergence(*where, "--data.source", text, "--mesh.nodes", 2, "--variants", "zero3", "local-16")
+    assert done.returncode == 0, done.stderr
+    exact, local = json.loads((tmp_path / "runs.json").read_text())["runs"]
+    assert len(local["train_loss"]) == len(exact["train_loss"]) - 1
+    assert local["train_loss"][0] == pytest.approx(exact["train_loss"][0], abs=1e-4)
+    assert local["loss"] == local["loss_exact"]
+    assert local["between_nodes"] < exact["between_nodes"] / 3
 
 
 @pytest.mark.slow
@@ -189,6 +210,12 @@ def test_text_of_other_kinds_is_refused(tmp_path):
     (tmp_path / "text.json").write_text('{"kinds": {"Python": 1, "C and C++": 1}}')
     with pytest.raises(ZeroError, match=r"holds text of other kinds \(Python\): name another --folder"):
         grid.prepare_text(RunConfig().data, tmp_path, 1, ("C and C++",))
+
+
+@pytest.mark.parametrize("name", grid.VARIANTS)
+def test_variants_are_settings(name):
+    zero = grid.with_variant(RunConfig(), name).to_zero()
+    assert zero.base == grid.VARIANTS[name]["preset"]
 
 
 def test_unknown_variants_are_refused():
