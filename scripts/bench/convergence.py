@@ -7,8 +7,9 @@ Runs of one seed begin with the same weights and see the same data in the same o
 between them is the format. A run's difference from the exact one ("zero3") of its seed is what counts; seeds
 say how much of it is chance. The first seed of all variants is trained before the second of any.
 
-The JSON file gets each run when it is done; a run that fails is reported at the end, after all others. Started
-again with the same file, the command trains what is not in it. Without data of one's own (--text 0) the text is what this machine has: see machine_text.py.
+The JSON file gets each run when it is done; a run that fails is reported at the end, after all others.
+Started again with the same file, the command trains what is not in it. Without data of one's own (--text 0)
+the text is what this machine has: see machine_text.py.
 
 It runs as one process, or as one per node (zerojax launch, zerojax emulate) with the folder in common.
 

@@ -113,9 +113,9 @@ def test_grid_is_trained_in_pairs_and_continued(text, tmp_path):
 
     # A run that fails is reported when all others are done.
     train = unittest.mock.Mock(side_effect=[ValueError("no more memory"), {**first["runs"][0], "seed": 3}])
-    with unittest.mock.patch.object(grid, "train", train):
-        with pytest.raises(RuntimeError, match="zero3, seed 2, failed"):
-            convergence(*where, "--variants", "zero3", "--seeds", 2, 3)
+    failed = pytest.raises(RuntimeError, match="zero3, seed 2, failed")
+    with unittest.mock.patch.object(grid, "train", train), failed:
+        convergence(*where, "--variants", "zero3", "--seeds", 2, 3)
     done_now = json.loads((tmp_path / "runs.json").read_text())["runs"]
     assert [run["seed"] for run in done_now if run["variant"] == "zero3"] == [0, 1, 3]
 
@@ -134,7 +134,8 @@ def test_local_updates_are_compared_by_their_outer_weights(text, tmp_path):
     exact, local = json.loads((tmp_path / "runs.json").read_text())["runs"]
     assert len(local["train_loss"]) == len(exact["train_loss"]) - 1
     assert local["train_loss"][0] == pytest.approx(exact["train_loss"][0], abs=1e-4)
-    assert local["loss"] == local["loss_exact"]
+    # Evaluations read the outer weights as nodes know them, exports as their owners do.
+    assert local["loss"] == pytest.approx(local["loss_exact"], rel=0.01)
     assert local["between_nodes"] < exact["between_nodes"] / 3
 
 
