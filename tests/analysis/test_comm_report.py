@@ -77,6 +77,18 @@ def test_delta_sends_the_differences_of_each_layer_once(style):
     assert sum(c.count for c in sent) == 3 + 1, "three layers, and what is no layer"
 
 
+def test_local_updates_send_a_fragment_and_gather_within_the_node():
+    report = report_of(preset="local", every=2)
+    blocks = 1  # of one block an owner has, a fragment takes all
+    row = blocks * (64 / 2 + 2)
+    assert report.phases()["fragment"] == (0, 2 * row + 284), "learnt, changed and told"
+    assert report.node_bytes == 2 * row + 284
+    alone = report_of(preset="zero3", nodes=1, local=4).phases()
+    for phase in ("weights forward", "weights backward", "gradients"):
+        assert report.phases()[phase] == alone[phase]
+    assert report_of(preset="local", every=1, outer_delay=0).phases()["delta"] == (0, row)
+
+
 def test_one_hop_sends_its_whole_gradient_from_every_device():
     report = report_of(grads=("bf16", "bf16"), grads_hops=1)
     assert report.phases()["gradients"] == (3 / 8 * 2 * P, 4 / 8 * 2 * P)

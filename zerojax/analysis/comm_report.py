@@ -49,6 +49,7 @@ PHASES = {
     "weights backward": "gathers of the backward pass",
     "delta": "the change of the weights, once per optimizer step",
     "resync": "the whole weights instead of the delta, every delta_resync steps",
+    "fragment": "local updates: what the nodes have learnt of a fragment, and its outer weights' change",
     "gradients": "the hops of the gradients",
     "optimizer": "matrices sent to be orthogonalised, and back",
     "scales": "the largest magnitudes of the weights of fp8 matmuls",
@@ -287,6 +288,8 @@ def _phase(place: _Place) -> str:
     scopes = set(re.findall(r"\w+", place.names))
     if scopes & {"reduce_local", "reduce_node", "all_gather_sum"}:
         return "gradients"
+    if "exchange_fragment" in scopes:
+        return "fragment"
     if "orthogonalise" in scopes:
         return "optimizer"
     if "gather_delta" in scopes:

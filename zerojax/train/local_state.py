@@ -23,6 +23,8 @@ from zerojax.zero_config import PerHop
 
 MAX_METRICS = 64
 """The most scalars of a loss function's aux: a state is made before they are known."""
+REPORT_COLUMNS = MAX_METRICS + 7
+"""What a node tells of a step, in fp32."""
 
 
 @jax.tree_util.register_dataclass
@@ -35,7 +37,7 @@ class LocalState:
         known: the outer weights as the nodes know them, fp32 ``stored_shape``, the same in every node.
         momentum: of the outer weights, at their owners as these are; empty without one.
         skipped_in_row: per node ``[nodes]``, as ``TrainState.skipped_in_row``.
-        report: per node ``[nodes, MAX_METRICS + 7]``, what it has to tell of its last step.
+        report: per node ``[nodes, REPORT_COLUMNS]``, what it has to tell of its last step.
     """
 
     weights: PyTree
@@ -63,7 +65,7 @@ def abstract_local(spec: TrainSpec) -> LocalState:
         known=tree(stored, in_node),
         momentum=tree(stored, spec.param_spec) if spec.zero.outer_momentum else {},
         skipped_in_row=spec.abstract((nodes,), jnp.int32, PartitionSpec(NODE)),
-        report=spec.abstract((nodes, MAX_METRICS + 7), jnp.float32, PartitionSpec(NODE)),
+        report=spec.abstract((nodes, REPORT_COLUMNS), jnp.float32, PartitionSpec(NODE)),
     )
 
 

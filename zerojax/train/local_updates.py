@@ -34,7 +34,7 @@ from zerojax.train import per_device
 from zerojax.train.batch import Batch, batch_specs
 from zerojax.train.blocks import Blocks, flat_blocks, stored_blocks
 from zerojax.train.fields import Shards, abstract_fields, shard_specs, specs_of
-from zerojax.train.local_state import MAX_METRICS, Fragments, LocalState, abstract_local
+from zerojax.train.local_state import MAX_METRICS, REPORT_COLUMNS, Fragments, LocalState, abstract_local
 from zerojax.train.pass_weights import pass_weights
 from zerojax.train.per_device import Sums
 from zerojax.train.spec import TrainSpec
@@ -350,7 +350,7 @@ def _report(sums: Sums, metrics: dict[str, Array], names: list[str]) -> Float32[
     told = [metrics.get(name, jnp.zeros(sums.loss.shape)) for name in _TOLD]
     columns = [sums.loss, sums.tokens, *told, *(sums.aux[name] for name in names)]
     report = jnp.stack([x.astype(jnp.float32) for x in columns], axis=1)
-    return jnp.pad(report, ((0, 0), (0, MAX_METRICS + len(_TOLD) + 2 - report.shape[1])))
+    return jnp.pad(report, ((0, 0), (0, REPORT_COLUMNS - report.shape[1])))
 
 
 def _metrics(spec: TrainSpec, report: Float32[Array, "nodes columns"], names: list[str]) -> dict[str, Array]:

@@ -126,6 +126,29 @@ def test_they_agree_where_matmuls_are_in_fp8(kind, name):
     assert (scales.primitive, scales.dtype, scales.elements, scales.count) == ("pmax", "float32", 6, 1)
 
 
+LOCAL_UPDATES = {
+    "local": {},
+    "at the end": {"every": 3, "outer_delay": 0, "grads": ("int8", "int4")},
+    "a step later": {"every": 5, "outer_delay": 1, "stage": 1, "accumulate": 2},
+    "exact": {"every": 2, "weights": None, "grads": (None, None), "rotation": 0, "stage": 2},
+}
+
+
+OF_NODES = {str(mesh): mesh for mesh in ((2, 4), (2, 1), (3, 2), (1, 4))}
+
+
+@some(
+    [(mesh, name) for mesh in OF_NODES for name in LOCAL_UPDATES],
+    list(zip(["(2, 4)", "(2, 1)", "(3, 2)", "(3, 2)"], LOCAL_UPDATES, strict=True)),
+)
+def test_they_agree_with_local_updates(kind, name):
+    (nodes, local), zero = OF_NODES[kind], config("local", **LOCAL_UPDATES[name])
+    phases = check("stacked", zero, nodes, local).phases()
+    alone = () if zero.outer_delay >= 2 else ("delta",)
+    crossing = {phase for phase, (_, between) in phases.items() if between}
+    assert crossing == ({"fragment", *alone} if nodes > 1 else set())
+
+
 def test_half_the_bytes_of_bf16_weights_are_sent_in_fp8():
     def weights(**settings):
         state = abstract_state("stacked", zerojax.make_mesh(2, 4), config(**settings), width=32, hidden=48)
@@ -192,12 +215,15 @@ def test_the_table_shows_units_leaves_formats_and_sizes():
 
 
 def test_lasting_memory_is_what_the_state_holds():
-    for zero in (config(stage=0), config(stage=1), config(), config("delta", error_feedback=True)):
+    own = config("delta", error_feedback=True), config("local")
+    for zero in (config(stage=0), config(stage=1), config(), *own):
         state = abstract_state("stacked", zerojax.make_mesh(2, 4), zero, tx=optax.adam(1e-3))
-        memory = plan_state(state).memory
+        memory, local = plan_state(state).memory, state.local
+        fields = [state.params, state.opt_state, state.residual, state.model_state]
+        fields += [] if local is None else [local.weights, local.known, local.momentum]
         held = sum(
             x.dtype.itemsize * x.size * _copies(x) // len(x.sharding.device_set)
-            for x in jax.tree.leaves((state.params, state.opt_state, state.residual, state.model_state))
+            for x in jax.tree.leaves(fields)
         )
         assert memory.lasting == held
 

@@ -153,6 +153,7 @@ def on_world(spec: TrainSpec, world: MeshShape, zero: ZeroConfig) -> TrainSpec:
     return dataclasses.replace(
         spec,
         mesh=mesh,
+        world=world,
         zero=zero,
         leaves=tuple(moved[leaf.path] for leaf in spec.leaves),
         frozen=tuple(moved[leaf.path] for leaf in spec.frozen),

@@ -12,7 +12,13 @@ gather_local       local             n (L-1) N v(s)
 reduce_local       local             n (L-1) g(N s)
 reduce_node        node              n (N-1) h(s)
 reduce in one hop  node and local    n (N L - 1) h(s)
+exchange_fragment  node              (N-1) (h(f) + c(f))
 ================== ================= ======================
+
+With local updates the passes have the hops within a node alone, and a fragment of f elements of an owner's
+shards, in whole codec blocks, crosses nodes: what was learnt of it in the gradient's format, and the change
+of the outer weights, whose row bytes are c, with ``outer_delay`` of 0 or 1 by a gather of its own. The nodes'
+reports are in the same exchange.
 
 ``comm_report`` counts the same bytes in the traced step, and the tests compare the two. Formulas stay because
 a plan tries twenty ways of sharding: tracing one takes 5 s for a decoder of 1.3B, these take a millisecond.
@@ -30,7 +36,10 @@ from zerojax.formatting import milliseconds, numeric, size
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
 from zerojax.sharding.wire_format import Codec
+from zerojax.train.local_state import REPORT_COLUMNS, Fragments
 from zerojax.train.spec import ParamGroup, TrainSpec
+
+_REPORT_BYTES = 4 * REPORT_COLUMNS
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,7 @@ class _LeafHop(NamedTuple):
         times: how often a layer has the hop in a step.
         usual: as in ``HopPlan``.
         coded: whether the hop encodes and decodes, unless its format is raw.
+        summed: whether the rows are summed where they arrive.
     """
 
     leaf: ParamLayout
@@ -81,6 +91,7 @@ class _LeafHop(NamedTuple):
     times: float = 1.0
     usual: bool = True
     coded: bool = True
+    summed: bool = False
 
     @property
     def rows(self) -> int:
@@ -96,7 +107,7 @@ class _LeafHop(NamedTuple):
         if self.codec.raw or not self.coded or peers == 1:
             return 0
         row = self.codec.row_bytes(self.elements)
-        if self.phase == "gradients":
+        if self.summed:
             wide = 4 if self.axis == "node" else 2  # sums between the hops are fp32
             return peers * (wide * self.elements + row) + peers * row + 4 * self.elements
         narrow = self.leaf.weights.local.row_bytes(self.elements)
@@ -112,10 +123,8 @@ def _others(axis: str, world: MeshShape) -> tuple[int, int, int]:
 def hops_of(spec: TrainSpec) -> tuple[HopPlan, ...]:
     """One hop per phase and axis, in order; hops that send nothing are left out."""
     together: dict[tuple[str, str, bool], list[_LeafHop]] = {}
-    for group in spec.groups:
-        for leaf in group.every:
-            for hop in (*_weight_hops(spec, group, leaf), *_gradient_hops(spec, leaf)):
-                together.setdefault((hop.phase, hop.axis, hop.usual), []).append(hop)
+    for hop in (*_hops_of_passes(spec.reading), *_exchange_hops(spec)):
+        together.setdefault((hop.phase, hop.axis, hop.usual), []).append(hop)
     merged = (_sum(same) for same in together.values())
     return tuple(hop for hop in merged if hop.local_bytes or hop.node_bytes)
 
@@ -128,6 +137,8 @@ def _sum(hops: Sequence[_LeafHop]) -> HopPlan:
     for hop in hops:
         formats[hop.codec.fmt] += hop.leaf.count
     row_bytes = sum(hop.rows * hop.codec.row_bytes(hop.elements) for hop in hops)
+    if phase == "fragment":
+        row_bytes += _REPORT_BYTES
     return HopPlan(
         phase,
         axis,
@@ -138,6 +149,25 @@ def _sum(hops: Sequence[_LeafHop]) -> HopPlan:
         usual=usual,
         messages=max(hop.rows for hop in hops) if node else 0,  # the leaves of a layer travel together
     )
+
+
+def _hops_of_passes(spec: TrainSpec) -> Iterator[_LeafHop]:
+    for group in spec.groups:
+        for leaf in group.every:
+            yield from _weight_hops(spec, group, leaf)
+            yield from _gradient_hops(spec, leaf)
+
+
+def _exchange_hops(spec: TrainSpec) -> Iterator[_LeafHop]:
+    """With local updates, what crosses nodes of a fragment."""
+    if not spec.zero.every:
+        return
+    for leaf in spec.leaves:
+        fragments = Fragments.of(spec, leaf)
+        part = fragments.layout
+        yield _LeafHop(part, "fragment", NODE, part.grads.node, part.shard, summed=True)
+        change = "fragment" if spec.zero.outer_delay >= 2 else "delta"
+        yield _LeafHop(part, change, NODE, fragments.change, part.shard)
 
 
 def _weight_hops(spec: TrainSpec, group: ParamGroup, leaf: ParamLayout) -> Iterator[_LeafHop]:
@@ -176,11 +206,11 @@ def _gradient_hops(spec: TrainSpec, leaf: ParamLayout) -> Iterator[_LeafHop]:
     first, second = leaf.grads.local, leaf.grads.node
     passes = 1 if strategy.sink == "full" else zero.passes
     if zero.grads_hops == 1:
-        yield _LeafHop(leaf, "gradients", "node+local", second, leaf.shard, passes)
+        yield _LeafHop(leaf, "gradients", "node+local", second, leaf.shard, passes, summed=True)
     else:
         once = 1 if strategy.sink == "secondary" else passes
-        yield _LeafHop(leaf, "gradients", LOCAL, first, leaf.secondary, passes)
-        yield _LeafHop(leaf, "gradients", NODE, second, leaf.shard, once)
+        yield _LeafHop(leaf, "gradients", LOCAL, first, leaf.secondary, passes, summed=True)
+        yield _LeafHop(leaf, "gradients", NODE, second, leaf.shard, once, summed=True)
     if zero.stage == 0:
         yield _LeafHop(leaf, "gradients", NODE, second, leaf.shard)
         yield _LeafHop(leaf, "gradients", LOCAL, second, leaf.secondary)

@@ -37,6 +37,7 @@ from zerojax.train.spec import TrainSpec
 KINDS = {
     "parameters": "fp32 master weights",
     "optimizer": "the optimizer's state",
+    "outer": "outer weights, their momentum, and the node's copy of them",
     "frozen": "weights that are not trained, encoded",
     "gradients": "sums, at their owners",
     "secondary": "hpZ's or delta's node-local copy",
@@ -69,7 +70,7 @@ class PredictedMemory:
     @property
     def lasting(self) -> int:
         """Bytes that stay from step to step."""
-        names = ("parameters", "optimizer", "frozen", "residual", "other")
+        names = ("parameters", "optimizer", "outer", "frozen", "residual", "other")
         return sum(self.kinds[name] for name in names)
 
     def table(self, title: str | None = None, of: str = "") -> Table:
@@ -99,9 +100,10 @@ def predict_memory(spec: TrainSpec, work: Work | None = None, *, workspace: int 
         workspace: bytes of the matmul library.
     """
     lasting = spec.once("bytes held", lambda: _held_bytes(spec))
-    moments = [_in_backward(spec, work)]
+    passes = spec.reading
+    moments = [_in_backward(passes, work)]
     if work is not None:
-        moments += [_in_loss(spec, work), _at_end(spec, work)]
+        moments += [_in_loss(passes, work), _at_end(passes, work)]
     fullest = max(moments, key=lambda moment: sum(moment.values()))
     kinds = {kind: lasting.get(kind, 0) + fullest.get(kind, 0) for kind in KINDS}
     return PredictedMemory(kinds | {"workspace": workspace})
@@ -110,8 +112,14 @@ def predict_memory(spec: TrainSpec, work: Work | None = None, *, workspace: int 
 def _held_bytes(spec: TrainSpec) -> dict[str, int]:
     """The bytes of a train state on one device, by kind."""
     fields = abstract_fields(spec)
+    params, local = fields["params"], fields["local"]
+    if local is None:
+        own, outer = params, ()
+    else:
+        own, outer = local.weights, (params, local.momentum, local.known)
     return {
-        "parameters": device_bytes(fields["params"]),
+        "parameters": device_bytes(own),
+        "outer": device_bytes(outer),
         "optimizer": device_bytes(fields["opt_state"]),
         "frozen": device_bytes(fields["frozen"]),
         "secondary": device_bytes(fields["copies"]),

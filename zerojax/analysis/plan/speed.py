@@ -21,6 +21,10 @@ while hops within a node do not count as hidden: they overlap with the matmuls, 
 memory bandwidth from them. What runs once per step overlaps with nothing: the gather of stages 1 and 2, that
 of delta with several micro-batches, a reduction after the last micro-batch, the optimizer.
 
+With local updates and ``outer_delay`` a fragment crosses nodes beside both passes, of which none has hops
+between nodes: the step takes the longer of the two. With a delay of 1 the outer weights' change follows
+alone, and without one the whole exchange does.
+
 Stragglers and input are left out, and latency unless links were measured (``Cluster.links``): units should
 have some megabytes.
 """
@@ -68,7 +72,7 @@ class StepTime:
 
 def hop_seconds(hop: HopPlan, cluster: Cluster) -> tuple[float, float]:
     """Seconds of a hop within the node, and between nodes."""
-    op = "all-to-all" if hop.phase == "gradients" else "all-gather"
+    op = "all-to-all" if hop.phase in ("gradients", "fragment") else "all-gather"
     return hop.local_bytes / cluster.link_rate, cluster.network_seconds(op, hop.node_bytes, hop.messages)
 
 
@@ -89,7 +93,8 @@ def predict_step(
     rate = cluster.memory_rate
     kept = _TIMES_KEPT / 2 * work.kept / rate  # half of them in each pass
     forward, backward = _matmuls(spec, work, cluster)
-    compute = {"forward": micro * (forward + kept), "backward": micro * (backward + kept), "alone": 0.0}
+    compute = {"forward": micro * (forward + kept), "backward": micro * (backward + kept)}
+    compute |= {"beside": 0.0, "alone": 0.0}
     local, node = dict.fromkeys(compute, 0.0), dict.fromkeys(compute, 0.0)
     for hop in hops:
         if hop.usual:
@@ -100,10 +105,12 @@ def predict_step(
             compute[part] += hop.codec_bytes / rate
     masters, state = memory.kinds["parameters"], memory.kinds["optimizer"]
     optimizer = (2 * (masters + state) + _TIMES_GRADIENTS * masters) / rate
-    seconds = optimizer + compute["alone"] + local["alone"] + node["alone"]
+    passes = 0.0
     for part in ("forward", "backward"):
         shorter, longer = sorted((compute[part], node[part]))
-        seconds += local[part] + longer + shorter / units
+        passes += local[part] + longer + shorter / units
+    alone = optimizer + compute["beside"] + compute["alone"] + local["alone"] + node["alone"]
+    seconds = alone + max(passes, node["beside"])
     return StepTime(sum(compute.values()), sum(local.values()), sum(node.values()), optimizer, seconds)
 
 
@@ -128,7 +135,9 @@ def _matmuls(spec: TrainSpec, work: Work, cluster: Cluster) -> tuple[float, floa
 
 
 def _part_of(hop: HopPlan, spec: TrainSpec) -> str:
-    """The pass that a hop overlaps with, or "alone"."""
+    """The pass that a hop overlaps with, "beside" both, or "alone"."""
+    if hop.phase == "fragment":
+        return "beside" if spec.zero.outer_delay else "alone"
     if hop.phase == "delta":
         return "forward" if spec.updating else "alone"
     if hop.phase == "weights forward" and spec.zero.stage < 3:

@@ -8,6 +8,8 @@ from typing import Any
 from rich.table import Column, Table
 
 from zerojax.formatting import numeric
+from zerojax.sharding.layout import ParamLayout
+from zerojax.train.local_state import Fragments
 from zerojax.train.spec import TrainSpec
 
 
@@ -19,8 +21,10 @@ class LeafPlan:
         name: their path, with numbers replaced by "*".
         shape: of one leaf.
         copies: number of leaves.
-        weights: wire formats of their gather over ``node`` and over ``local``.
-        grads: wire formats of their gradients' hops over ``local`` and over ``node``.
+        weights: wire formats of their gather over ``node`` and over ``local``; with local updates over
+            ``node`` that of the outer weights' change.
+        grads: wire formats of their gradients' hops over ``local`` and over ``node``; with local updates over
+            ``node`` that of what was learnt.
     """
 
     name: str
@@ -52,7 +56,14 @@ def settings_of(spec: TrainSpec) -> Iterator[str]:
     """The options in effect, and those without effect on this mesh."""
     zero, world = spec.zero, spec.world
     sharded = ("nothing", "optimizer", "optimizer, gradients", "optimizer, gradients, parameters")
-    yield f"stage {zero.stage} on {world.nodes} x {world.local} devices; sharded: {sharded[zero.stage]}"
+    where = "within each node of" if zero.every else "on"
+    mesh = f"{world.nodes} x {world.local} devices"
+    yield f"stage {zero.stage} {where} {mesh}; sharded: {sharded[zero.stage]}"
+    if zero.every:
+        yield (
+            f"local updates: nodes train weights of their own, and exchange 1/{zero.every} of what they have "
+            f"learnt in each step; delay {zero.outer_delay}, mixing {zero.outer_mixing:g}"
+        )
     if zero.accumulate > 1:
         breadth = zero.accumulate_order == "breadth"
         yield f"{zero.accumulate} micro-batches per step{', all through a unit before the next' * breadth}"
@@ -61,14 +72,15 @@ def settings_of(spec: TrainSpec) -> Iterator[str]:
         yield f"weights between nodes: their change, in {zero.weight_formats.node}, once per step{resync}"
     elif zero.hpz:
         yield "hpZ: each node keeps a copy for the backward pass"
-    if zero.stage >= 2 and zero.node_hop_once:
+    if zero.stage >= 2 and zero.node_hop_once and not zero.every:
         yield "gradients between nodes: once per step"
     if zero.grads_hops == 1:
         yield "gradients in one hop, from every device to every other"
+    quantized = "what nodes have learnt" if zero.every else "gradients"
     if zero.rotation:
-        yield f"gradients rotated by a {zero.rotation}-wide Hadamard matrix"
+        yield f"{quantized} rotated by a {zero.rotation}-wide Hadamard matrix"
     if zero.rounding == "stochastic":
-        yield "gradients rounded stochastically, reproducibly"
+        yield f"{quantized} rounded stochastically, reproducibly"
     if zero.error_feedback:
         yield "error feedback on the node hop"
     if spec.frozen:
@@ -104,13 +116,12 @@ def _without_effect(named: dict[str, str | None]) -> str:
 def units_of(spec: TrainSpec) -> tuple[UnitPlan, ...]:
     """The groups of a train spec, those of the same kind merged."""
     kinds: dict[Any, int] = {}
-    in_node = spec.strategy.frozen == "secondary"
     for group in spec.groups:
         leaves = tuple(
             (
                 kind_of(leaf.path),
                 leaf.shape,
-                ("" if leaf.frozen and in_node else leaf.weights.node.fmt, leaf.weights.local.fmt),
+                (_over_node(spec, leaf), leaf.weights.local.fmt),
                 ("", "") if leaf.frozen else (leaf.grads.local.fmt, leaf.grads.node.fmt),
             )
             for leaf in group.every
@@ -122,6 +133,13 @@ def units_of(spec: TrainSpec) -> tuple[UnitPlan, ...]:
         UnitPlan(name, copies, elements, tuple(_by_kind(leaves, copies)))
         for (name, elements, leaves), copies in kinds.items()
     )
+
+
+def _over_node(spec: TrainSpec, leaf: ParamLayout) -> str:
+    """The format in which a weight crosses nodes; "" if it does not."""
+    if leaf.frozen:
+        return "" if spec.strategy.frozen == "secondary" else leaf.weights.node.fmt
+    return Fragments.of(spec, leaf).change.fmt if spec.zero.every else leaf.weights.node.fmt
 
 
 def _by_kind(leaves: Sequence[Any], copies: int) -> Iterator[LeafPlan]:

@@ -13,12 +13,13 @@ from jax.profiler import ProfileData
 from zerojax.analysis.profile.hlo_names import instructions
 from zerojax.errors import ConfigurationError
 
-# The named scopes of weights/gather.py, comm/reduction.py, schedule/, optim/muon.py and train/step.py.
+# The named scopes of weights/gather.py, comm/reduction.py, schedule/, optim/muon.py, train/step.py and
+# train/local_updates.py.
 HOPS = (
     *("gather_node", "gather_local", "gather_delta", "gather_exact", "all_gather_sum"),
-    *("reduce_local", "reduce_node", "orthogonalise"),
+    *("reduce_local", "reduce_node", "exchange_fragment", "orthogonalise"),
 )
-SCOPES = (*HOPS, "encode_gradients", "optimizer", "layer")
+SCOPES = (*HOPS, "encode_gradients", "optimizer", "outer_update", "layer")
 _COLLECTIVE = re.compile(
     r"(ragged[-_])?(all|reduce|collective)[-_](gather|reduce|to[-_]all|scatter|permute|broadcast)"
 )
