@@ -14,7 +14,7 @@ from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.mesh import NODE
 from zerojax.sharding.param_tree import Path, to_tree
 from zerojax.sharding.wire_format import Seed, mix
-from zerojax.train.local_state import abstract_local, per_node
+from zerojax.train.local_state import abstract_local, by_node
 from zerojax.train.spec import TrainSpec
 from zerojax.weights.weight import Weight
 
@@ -22,7 +22,8 @@ from zerojax.weights.weight import Weight
 class Shards(NamedTuple):
     """The fields of a state that a pass reads; see ``TrainState``.
 
-    Inside ``shard_map`` one device's part of each array; outside, the global arrays, or their PartitionSpecs.
+    Inside ``shard_map`` they are one device's parts of the arrays; outside, the global arrays or their
+    PartitionSpecs.
     """
 
     step: Int32[Array, ""]
@@ -35,7 +36,7 @@ class Shards(NamedTuple):
 
     @property
     def step_seed(self) -> Seed:
-        """The seed of a step's random bits."""
+        """The seed of this step's random bits."""
         return mix(self.seed, self.step)
 
 
@@ -52,12 +53,12 @@ def abstract_fields(spec: TrainSpec) -> dict[str, Any]:
     params = by_leaf(lambda leaf: spec.abstract(leaf.stored_shape, jnp.float32, spec.param_spec(leaf)))
     opt_state = jax.eval_shape(spec.first_opt_state, params)
     if zero.every:
-        by_node, nodes = PartitionSpec(NODE), spec.world.nodes
+        nodes = spec.world.nodes
         places = by_moment(
             spec.leaves,
             opt_state,
-            lambda leaf, _: per_node(leaf),
-            lambda _: by_node,
+            lambda leaf, _: by_node(leaf),
+            lambda _: PartitionSpec(NODE),
             lambda leaf: (nodes, *leaf.stored_shape),
         )
     else:
@@ -81,7 +82,7 @@ def abstract_fields(spec: TrainSpec) -> dict[str, Any]:
 
 
 def abstract_losses(spec: TrainSpec) -> PyTree:
-    """The recent losses of a ``SpikeRule``, with local updates of each node; empty without one."""
+    """The field ``losses`` of a state: with local updates, a row for each node; empty without a SpikeRule."""
     if spec.spikes is None:
         return {}
     nodes = (spec.world.nodes,) if spec.zero.every else ()
@@ -91,13 +92,13 @@ def abstract_losses(spec: TrainSpec) -> PyTree:
 
 
 def abstract_copies(spec: TrainSpec, *, frozen: bool = False) -> dict[Path, Weight]:
-    """A copy in every node of the trained weights and, if asked for, of frozen ones that have none."""
+    """Copies in every node: of the trained weights and, if asked for, of frozen ones that have none."""
     apart = spec.frozen if frozen and spec.strategy.frozen == "primary" else ()
     return {leaf.path: spec.stored(leaf, "secondary") for leaf in (*spec.leaves, *apart)}
 
 
 def shard_specs(spec: TrainSpec, copies: Iterable[Path]) -> Shards:
-    """The PartitionSpec of every array that a pass reads, of a state that has ``copies`` of these paths."""
+    """The PartitionSpecs of ``Shards``, for a state that has copies of the weights at these paths."""
     fields, every = abstract_fields(spec), abstract_copies(spec, frozen=True)
     fields["copies"] = {path: every[path] for path in copies}
     return specs_of(Shards(**{name: fields[name] for name in Shards._fields}))
@@ -115,5 +116,5 @@ def shardings_of(tree: PyTree) -> PyTree:
 
 @jax.jit
 def copied(x: Array) -> Array:
-    """A copy that outlives a donation of ``x``."""
+    """A copy of ``x``, which stays valid when ``x`` is donated."""
     return jnp.copy(x)

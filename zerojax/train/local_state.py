@@ -1,12 +1,16 @@
-"""What local updates add to a train state, and the fragments in which it crosses nodes.
+"""The arrays that local updates add to a train state, and the fragments of a parameter that cross nodes.
 
-Owners hold the outer weights and their momentum, as they hold any state of ZeRO. Each node holds weights of
-its own, which it trains, and the outer weights as it last heard of them: the base of what it has learnt.
+A state has the weights three times (``zerojax.train.local_updates`` has the algorithm):
+
+- the outer weights, ``TrainState.params``: stored once, spread over all devices, like the weights of ZeRO;
+- each node's own weights, which the node trains, spread over its devices;
+- the outer weights as the nodes know them, once in every node. They lag behind the outer weights by what is
+  still to be sent, and by rounding errors.
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +26,11 @@ from zerojax.train.spec import TrainSpec
 from zerojax.zero_config import PerHop
 
 MAX_METRICS = 64
-"""The most scalars of a loss function's aux: a state is made before they are known."""
-REPORT_COLUMNS = MAX_METRICS + 7
-"""What a node tells of a step, in fp32."""
+"""The most scalars that a loss function's aux may have: a state is created before they can be counted."""
+REPORTED = ("grad_norm", "skipped", "skipped_in_row", "spike", "loss_limit")
+"""The metrics of a node's update that its report has, besides sums over its tokens."""
+REPORT_COLUMNS = 2 + len(REPORTED) + MAX_METRICS
+"""The fp32 numbers in a node's report: the sums of its loss and tokens come first."""
 
 
 @jax.tree_util.register_dataclass
@@ -33,49 +39,49 @@ class LocalState:
     """The arrays of local updates. Trees are nested by path.
 
     Attributes:
-        weights: each node's own, fp32 ``[nodes, *stored_shape]``, over the devices of the node.
+        weights: each node's own weights, fp32 ``[nodes, *stored_shape]``, spread over the node's devices.
         known: the outer weights as the nodes know them, fp32 ``stored_shape``, the same in every node.
-        momentum: of the outer weights, at their owners as these are; empty without one.
-        skipped_in_row: per node ``[nodes]``, as ``TrainState.skipped_in_row``.
-        report: per node ``[nodes, REPORT_COLUMNS]``, what it has to tell of its last step.
+        momentum: of the outer weights, fp32, stored like them; empty if ``ZeroConfig.outer_momentum`` is 0.
+        skipped_in_row: of each node, what ``TrainState.skipped_in_row`` is of all.
+        report: a row for each node, with the sums and metrics of its last step.
     """
 
     weights: PyTree
     known: PyTree
     momentum: PyTree
-    skipped_in_row: Any
-    report: Any
+    skipped_in_row: Int32[Array, " nodes"]
+    report: Float32[Array, "nodes columns"]
 
 
 def abstract_local(spec: TrainSpec) -> LocalState:
-    """The shapes, dtypes and shardings of a state's arrays of local updates."""
+    """The arrays of local updates as ShapeDtypeStructs with shardings."""
 
-    def tree(shape_of: Any, spec_of: Any) -> PyTree:
-        return to_tree(spec.by_path(lambda leaf: spec.abstract(shape_of(leaf), jnp.float32, spec_of(leaf))))
-
-    def in_node(leaf: ParamLayout) -> PartitionSpec:
-        return leaf.spec((LOCAL,))
+    def tree(
+        shape: Callable[[ParamLayout], tuple[int, ...]], sharding: Callable[[ParamLayout], PartitionSpec]
+    ) -> PyTree:
+        return to_tree(spec.by_path(lambda leaf: spec.abstract(shape(leaf), jnp.float32, sharding(leaf))))
 
     def stored(leaf: ParamLayout) -> tuple[int, ...]:
         return leaf.stored_shape
 
     nodes = spec.world.nodes
-    return LocalState(
-        weights=tree(lambda leaf: (nodes, *leaf.stored_shape), per_node),
-        known=tree(stored, in_node),
-        momentum=tree(stored, spec.param_spec) if spec.zero.outer_momentum else {},
-        skipped_in_row=spec.abstract((nodes,), jnp.int32, PartitionSpec(NODE)),
-        report=spec.abstract((nodes, REPORT_COLUMNS), jnp.float32, PartitionSpec(NODE)),
-    )
+    arrays: dict[str, PyTree] = {
+        "weights": tree(lambda leaf: (nodes, *leaf.stored_shape), by_node),
+        "known": tree(stored, lambda leaf: leaf.spec((LOCAL,))),
+        "momentum": tree(stored, spec.param_spec) if spec.zero.outer_momentum else {},
+        "skipped_in_row": spec.abstract((nodes,), jnp.int32, PartitionSpec(NODE)),
+        "report": spec.abstract((nodes, REPORT_COLUMNS), jnp.float32, PartitionSpec(NODE)),
+    }
+    return LocalState(**arrays)
 
 
-def per_node(leaf: ParamLayout) -> PartitionSpec:
-    """The sharding of an array that every node has of a parameter, by node along its first axis."""
+def by_node(leaf: ParamLayout) -> PartitionSpec:
+    """The sharding of ``[nodes, *stored_shape]``, of which each node has its row, spread over its devices."""
     return PartitionSpec(NODE, *leaf.spec((LOCAL,)))
 
 
 def first_local(spec: TrainSpec, params: PyTree) -> LocalState:
-    """The arrays of local updates where all nodes begin with the outer weights; runs under ``jit``."""
+    """The arrays of local updates before the first step: all nodes begin with ``params``. For ``jit``."""
     nodes, wanted = spec.world.nodes, abstract_local(spec)
 
     def placed(x: Array, like: jax.ShapeDtypeStruct) -> Array:
@@ -92,16 +98,19 @@ def first_local(spec: TrainSpec, params: PyTree) -> LocalState:
 
 @dataclass(frozen=True)
 class Fragments:
-    """A parameter in ``every`` fragments of whole codec blocks, of which each step sends one.
+    """A parameter cut into ``every`` fragments, of which each step sends one.
 
-    A fragment takes as many blocks of every owner's shard. All but the last have the same number, and one
-    that reaches beyond the end has zeros there. All methods run on one device's values, inside ``shard_map``:
-    flat, of one owner's shard or of several in a row, with the layers of a stack along the first axis.
+    An owner's shard of all layers is cut into ``every`` runs of whole codec blocks; fragment i is run i of
+    every owner. All runs have the same length: what lies behind the shard's end is read as zeros and never
+    written.
+
+    The methods run inside ``shard_map``, on one device's part of a parameter: the shard of one owner, or the
+    shards of several, one after another; of a stack ``[layers, n]``.
 
     Attributes:
         leaf: the parameter's layout in the mesh.
         every: the number of fragments.
-        change: the format of the outer weights' changes on their way to the nodes.
+        change: the format in which changes of the outer weights are sent to the nodes.
     """
 
     leaf: ParamLayout
@@ -110,24 +119,24 @@ class Fragments:
 
     @staticmethod
     def of(spec: TrainSpec, leaf: ParamLayout) -> "Fragments":
-        """Those of a parameter."""
+        """The fragments of a parameter."""
         zero = spec.zero
         fmt = zero.wire_format_of(leaf.name, len(leaf.shape), zero.weights or zero.compute_format)
         return Fragments(leaf, zero.every, Codec(fmt, zero.block_size))
 
     @property
     def blocks(self) -> int:
-        """The codec blocks of one owner's shard of one layer."""
+        """How many codec blocks one owner's shard of one layer has."""
         return self.leaf.shard // self.change.block
 
     @property
     def count(self) -> int:
-        """The blocks of a fragment in one owner's shard."""
+        """How many codec blocks of one owner's shard a fragment has."""
         return -(-self.leaf.layers * self.blocks // self.every)
 
     @property
     def layout(self) -> ParamLayout:
-        """The layout of one fragment, as that of a parameter of one dimension."""
+        """The layout of one fragment, as if it were a parameter with one dimension."""
         shard = self.count * self.change.block
         return dataclasses.replace(
             self.leaf,
@@ -139,7 +148,7 @@ class Fragments:
         )
 
     def take(self, x: Float32[Array, "*layers n"], index: Int32[Array, ""]) -> Float32[Array, " m"]:
-        """Fragment ``index`` of a parameter, one owner's part after the other."""
+        """Read fragment ``index`` of a parameter: flat, one owner's part after another."""
         layer, row = self._rows(index)
         taken = self._by_block(x).at[layer, :, row].get(mode="fill", fill_value=0)
         return taken.swapaxes(0, 1).reshape(-1)
@@ -147,7 +156,7 @@ class Fragments:
     def put(
         self, x: Float32[Array, "*layers n"], index: Int32[Array, ""], fragment: Float32[Array, " m"]
     ) -> Float32[Array, "*layers n"]:
-        """The parameter with another fragment ``index``."""
+        """The parameter with its fragment ``index`` replaced."""
         layer, row = self._rows(index)
         rows = fragment.reshape(-1, self.count, self.change.block).swapaxes(0, 1)
         return self._by_block(x).at[layer, :, row].set(rows, mode="drop").reshape(x.shape)
@@ -155,12 +164,14 @@ class Fragments:
     def without_padding(
         self, fragment: Float32[Array, " m"], index: Int32[Array, ""], axes: tuple[str, ...]
     ) -> Float32[Array, " m"]:
-        """Fragment ``index`` with zeros in the padding, to which a rotation spreads rounding errors.
+        """Fragment ``index`` with zeros in the parameter's padding.
+
+        A rotation spreads rounding errors over 32 neighbours, some of which may be padding.
 
         Args:
-            fragment: one owner's, or the parts of several in a row.
-            index: of the fragment.
-            axes: the mesh axes that number the devices' values.
+            fragment: as ``take`` returns it.
+            index: which fragment it is.
+            axes: the mesh axes over which the parameter is spread, in the order of its owners.
         """
         leaf = self.leaf
         if not leaf.rotation or leaf.padded == leaf.size:
@@ -176,7 +187,7 @@ class Fragments:
         return jnp.where(inside.reshape(-1), fragment, 0)
 
     def _rows(self, index: Int32[Array, ""]) -> tuple[Int32[Array, " count"], Int32[Array, " count"]]:
-        """The layer and, within it, the block of an owner's shard, for each block of a fragment."""
+        """For each block of a fragment its layer, and its place among the blocks of an owner's shard."""
         return jnp.divmod(index * self.count + jnp.arange(self.count), self.blocks)
 
     def _by_block(self, x: Float32[Array, "*layers n"]) -> Float32[Array, "layers owners blocks block"]:

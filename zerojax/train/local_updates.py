@@ -34,7 +34,14 @@ from zerojax.train import per_device
 from zerojax.train.batch import Batch, batch_specs
 from zerojax.train.blocks import Blocks, flat_blocks, stored_blocks
 from zerojax.train.fields import Shards, abstract_fields, shard_specs, specs_of
-from zerojax.train.local_state import MAX_METRICS, REPORT_COLUMNS, Fragments, LocalState, abstract_local
+from zerojax.train.local_state import (
+    MAX_METRICS,
+    REPORT_COLUMNS,
+    REPORTED,
+    Fragments,
+    LocalState,
+    abstract_local,
+)
 from zerojax.train.pass_weights import pass_weights
 from zerojax.train.per_device import Sums
 from zerojax.train.spec import TrainSpec
@@ -43,8 +50,6 @@ from zerojax.train.update import Trained, updated
 from zerojax.weights.gather import cross_nodes, decode, encode
 from zerojax.weights.weight import Weight, Weights
 
-_TOLD = ("grad_norm", "skipped", "skipped_in_row", "spike", "loss_limit")
-"""What a node reports of an update, besides the sums of its loss."""
 _EVERYONE, _BY_NODE = PartitionSpec(), PartitionSpec(NODE)
 
 
@@ -347,7 +352,7 @@ def train_locally(state: TrainState, local: LocalState, batch: Batch) -> tuple[T
 
 def _report(sums: Sums, metrics: dict[str, Array], names: list[str]) -> Float32[Array, "nodes columns"]:
     """What each node has to tell of a step, as ``_metrics`` reads it."""
-    told = [metrics.get(name, jnp.zeros(sums.loss.shape)) for name in _TOLD]
+    told = [metrics.get(name, jnp.zeros(sums.loss.shape)) for name in REPORTED]
     columns = [sums.loss, sums.tokens, *told, *(sums.aux[name] for name in names)]
     report = jnp.stack([x.astype(jnp.float32) for x in columns], axis=1)
     return jnp.pad(report, ((0, 0), (0, REPORT_COLUMNS - report.shape[1])))
@@ -356,8 +361,8 @@ def _report(sums: Sums, metrics: dict[str, Array], names: list[str]) -> Float32[
 def _metrics(spec: TrainSpec, report: Float32[Array, "nodes columns"], names: list[str]) -> dict[str, Array]:
     """The metrics of a step from what all nodes report of it."""
     loss, tokens, *rest = report.T
-    told: dict[str, Array] = dict(zip(_TOLD, rest, strict=False))
-    aux = {name: column.sum() for name, column in zip(names, rest[len(_TOLD) :], strict=False)}
+    told: dict[str, Array] = dict(zip(REPORTED, rest, strict=False))
+    aux = {name: column.sum() for name, column in zip(names, rest[len(REPORTED) :], strict=False)}
     metrics, _ = per_device.means(Sums(loss.sum(), tokens.sum(), aux))
     metrics["grad_norm"] = jnp.sqrt(jnp.mean(jnp.square(told["grad_norm"])))
     for name in ("skipped", "skipped_in_row", "spike"):

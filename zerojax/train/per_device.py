@@ -45,7 +45,7 @@ from zerojax.train.weight_reads import refuse_assigned, refuse_reads
 
 
 class Sums(NamedTuple):
-    """Sums over tokens: of the loss and of every scalar in the loss function's aux; and how many they are."""
+    """Sums over tokens of the loss and of each scalar in the loss function's aux; and the token count."""
 
     loss: Float32[Array, "*micro"]
     tokens: Float32[Array, "*micro"]
@@ -53,12 +53,14 @@ class Sums(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What forward passes lead to, besides gradients.
+    """The results of forward passes, besides gradients.
 
     Attributes:
-        sums: of the batch.
-        model_state: of the model, after them; of one pass that which it changed.
-        copies: in every node; of one pass all with which units would begin the next.
+        sums: from one pass, over this device's tokens; from ``accumulate``, over those of ``spec.world``.
+        model_state: from one pass, the entries of ``TrainState.model_state`` that the model changed; from
+            ``accumulate``, all of them.
+        copies: from one pass, the secondary partitions that units hold afterwards; from ``accumulate``,
+            ``TrainState.copies``.
     """
 
     sums: Sums
@@ -90,8 +92,8 @@ def accumulate(
         seed: of this step.
 
     Returns:
-        Gradient sums at the strategy's sink level; and the outcome, with sums over the world. Delta's copies
-        are up to date but for those of units that were not called.
+        Gradient sums at the strategy's sink level; and the other results. Delta's copies are up to date but
+        for those of units that were not called.
     """
     zero = spec.zero
     sinks = spec.by_path(spec.strategy.zero_sink)
@@ -294,7 +296,7 @@ def _call[T](
 def _forward(
     spec: TrainSpec, placed: Placed, model_state: ModelState, batch: Batch, seed: Seed, *, train: bool = True
 ) -> tuple[Array, Outcome]:
-    """The loss of one micro-batch, times its tokens; and the outcome of its pass."""
+    """The loss of one micro-batch, times its tokens; and the other results."""
     bound, (value, aux) = _call(spec, placed, model_state, batch, seed, _loss_of(spec), train=train)
     # The loss alone is differentiated, even if the number of tokens is computed from the weights.
     count = lax.stop_gradient(jnp.asarray(aux.get(TOKENS, 1), jnp.float32))

@@ -272,7 +272,12 @@ def _train(state: TrainState, read: _Read, batch: Batch) -> tuple[TrainState, Me
 
 
 class _Changed(NamedTuple):
-    """What a step's passes make of a state: mean gradients at their owners, and the fields that changed."""
+    """The results of a step's passes.
+
+    Attributes:
+        gradients: mean gradients, nested by path and stored like the parameters.
+        model_state, copies, residual: the fields of ``TrainState`` after the passes; copies with delta only.
+    """
 
     gradients: PyTree[Array]
     model_state: ModelState
@@ -281,7 +286,7 @@ class _Changed(NamedTuple):
 
 
 def _gradients(spec: TrainSpec, state: TrainState, batch: Batch) -> tuple[_Changed, Metrics]:
-    """What the passes of a step make of a state, and the step's metrics."""
+    """Run the passes of a step; returns their results and the metrics of the loss function."""
 
     def local(shards: Shards, batch: Batch) -> tuple[_Changed, Metrics]:
         seed, residual = shards.step_seed, from_tree(shards.residual)

@@ -1,7 +1,10 @@
-"""The update of a model's weights from their mean gradients, and when it is skipped."""
+"""The optimizer's update of the weights, and when it is skipped.
+
+It runs outside ``shard_map``, on global arrays, where a norm over the whole tree is right by construction.
+"""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +16,7 @@ from zerojax.train.spikes import Losses
 
 
 class Trained(NamedTuple):
-    """The fields of a state that an update changes; see ``TrainState``."""
+    """The fields of a state that an update changes, with local updates of one node; see ``TrainState``."""
 
     params: PyTree[Array]
     opt_state: PyTree[Array]
@@ -24,18 +27,19 @@ class Trained(NamedTuple):
 def updated(
     spec: TrainSpec, before: Trained, grads: PyTree[Array], loss: Float[Array, ""]
 ) -> tuple[Trained, Bool[Array, ""], dict[str, Array]]:
-    """Update the weights, unless the loss or a gradient is not finite or the loss is a spike.
+    """Update the weights, unless the loss or a gradient is not finite, or the loss is a spike.
 
     Args:
         spec: the train spec, which has an optimizer.
-        before: the fields as they are.
+        before: the fields before the step.
         grads: the mean gradients, stored like the weights.
-        loss: of this step.
+        loss: the step's mean loss.
 
     Returns:
-        The fields after the step, whether it was not skipped, and what metrics tell of it.
+        The fields after the step; whether the update was made; and the metrics "grad_norm", "skipped" and
+        "skipped_in_row", with a ``SpikeRule`` also "spike" and "loss_limit".
     """
-    assert spec.tx is not None  # a step is compiled for states with an optimizer alone
+    assert spec.tx is not None  # states without an optimizer have no compiled step
     grad_norm, losses = optax.tree.norm(grads), before.losses
     ok = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     metrics: dict[str, Array] = {"grad_norm": grad_norm}
@@ -58,6 +62,6 @@ def updated(
     return after, ok, metrics | {"skipped": 1 - ok.astype(jnp.int32), "skipped_in_row": in_row}
 
 
-def unless_skipped(ok: Bool[Array, ""], after: Any, before: Any) -> Any:
-    """A pytree as a step leaves it: as it was, if the step is skipped."""
+def unless_skipped[T: PyTree](ok: Bool[Array, ""], after: T, before: T) -> T:
+    """``after`` if the step is taken, ``before`` if it is skipped."""
     return jax.tree.map(functools.partial(jnp.where, ok), after, before)
