@@ -2,12 +2,18 @@
 
 import math
 
+import jax
+import numpy as np
+import optax
 import pytest
+from core_models import squared_error
 from cuda_clusters import compiled_gpt
+from flax import nnx
 from hlo.text import Array, Instruction, Program, parse, walk
 
 import zerojax
 from pallas_kernels.backends import cuda_implementation
+from zerojax import aot
 from zerojax.analysis.plan import plan_state
 from zerojax.models import GPTConfig
 
@@ -91,3 +97,35 @@ def test_wide_products_are_in_fp8():
     kernels = {tuple(sorted(row.shape)) for row in plan.chosen}
     # Other products of 2048 x 2048 are activations' alone: as long as they are wide.
     assert products_in_fp8(parse(compiled.as_text() or ""), kernels - {(2048, 2048)}) == 3 * plan.weights
+
+
+class Feedforward(nnx.Module):
+    """A block without attention or norm, so that the cotangent of its last product is that of the block."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.up = nnx.Linear(64, 64, rngs=rngs)
+        self.down = nnx.Linear(64, 64, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(jax.nn.gelu(self.up(x)))
+
+
+@pytest.mark.slow
+def test_a_stack_compiles_whose_cotangent_comes_straight_from_the_loop():
+    """XLA's double buffering once failed on the barrier before its cast, from six layers on."""
+    try:
+        devices = aot.topology(2, 4, gpu="h100")
+    except aot.CompilerMissingError as error:
+        pytest.skip(str(error))
+    state = zerojax.TrainState.abstract(
+        lambda rngs: zerojax.Stack(Feedforward, 6, rngs=rngs),
+        optax.sgd(1e-3),
+        squared_error,
+        mesh=zerojax.make_mesh(2, 4, devices=devices),
+        zero=zerojax.ZeroConfig(matmul_dtype="fp8"),
+    )
+    batch = {
+        "x": jax.ShapeDtypeStruct((64, 64), np.float32),
+        "y": jax.ShapeDtypeStruct((64,), np.float32),
+    }
+    zerojax.lower_train_step(state, batch).compile(dict(aot.COMPILER_OPTIONS))

@@ -136,7 +136,8 @@ def _backward(
     if own is not None:  # trained
         # The maximum takes a pass of its own. In one with what computes the cotangent, XLA would write what
         # that shares with the activations, such as the tanh of a GELU, to memory and read it back.
-        arrived = lax.optimization_barrier(arrived)
+        # It has a constant, since XLA's double buffering cannot compile a barrier on a loop's carry alone.
+        arrived, _ = lax.optimization_barrier((arrived, np.int32(0)))
         arrived_scale = _scale(arrived, E5M2)
         # The kernel has no derivative; that of what follows is refused below.
         arrived, turned = cast_transpose(*lax.stop_gradient((arrived, arrived_scale)), E5M2)
