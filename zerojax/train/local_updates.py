@@ -1,17 +1,21 @@
-"""A step of local updates: every node updates weights of its own, and one fragment crosses the nodes.
+"""A step of local updates: each node trains weights of its own, and one fragment crosses the nodes.
 
-DiLoCo (Douillard et al., 2023) trains a replica of the model on each node, and updates outer weights by what
-the replicas have learnt since they last met. Streaming DiLoCo (Douillard et al., 2025) sends a fragment at a
-time, while the next steps are computed. Here a step sends 1/``every`` of all elements, over two hops:
+In DiLoCo (Douillard et al., 2023) each node trains a replica of the model. From time to time it sends its
+outer gradient, the outer weights less its own, and an outer optimizer updates the outer weights by the mean.
+Streaming DiLoCo (Douillard et al., 2025) sends one fragment of the weights at a time, while the next steps
+are computed. Here each step sends 1/``every`` of all elements (``local_state.Fragments``) over two hops:
 
-1. Each node sends each owner of a fragment what it has learnt: the outer weights as it knows them, less its
-   own weights. The owner averages, and takes one step of SGD with Nesterov momentum on the outer weights.
-2. The owner sends every node the change of the outer weights, as delta does (``zerojax.weights.gather``): so
-   all nodes know the same, and what rounding loses is part of the next change.
+1. Each node sends every owner of a part of the fragment its outer gradient: the outer weights as the nodes
+   know them, less its own. The owner takes the mean, and a step of SGD with Nesterov momentum.
+2. The owner sends all nodes the change: the outer weights less what the nodes know, as delta does
+   (``zerojax.weights.gather``). So all nodes know the same, and rounding errors are part of the next change.
 
-A node then moves its own fragment towards the outer weights (Streaming DiLoCo, equation 3). With
-``outer_delay`` 0 all of that follows the update, and a step waits for the network. Else both hops begin with
-the step, and their results are read after its passes: the network has as much time as they take.
+Then each node mixes the outer weights that it knows into its own (Streaming DiLoCo, equation 3).
+
+With ``outer_delay`` 0 both hops follow the optimizer's update, and the step waits for the network. Otherwise
+hops begin with the step, and what arrives is read after its passes: the network has as much time as they
+take. With 2 or more, the second hop is taken one step after the first, together with the first hop of the
+next fragment.
 """
 
 from typing import NamedTuple
@@ -54,13 +58,13 @@ _EVERYONE, _BY_NODE = PartitionSpec(), PartitionSpec(NODE)
 
 
 class Outer(NamedTuple):
-    """The outer weights and what belongs to them, by path.
+    """The outer weights and the arrays that go with them, by path.
 
     Attributes:
-        params: of an owner.
-        momentum: of an owner; empty without one.
-        known: of a node.
-        residual: of a node, with error feedback: what encoding has lost so far; else empty.
+        params: the outer weights, at their owners.
+        momentum: of the outer optimizer, at the owners; empty without momentum.
+        known: the outer weights as the nodes know them, in every node.
+        residual: with error feedback, what encoding a node's outer gradients has lost so far; else empty.
     """
 
     params: Blocks
@@ -70,17 +74,20 @@ class Outer(NamedTuple):
 
 
 class _Pieces(NamedTuple):
-    """What a step's exchange reads: of each parameter the fragment that is sent, and the one sent before it.
+    """What one device has of the fragments that a step exchanges: an array for each parameter.
+
+    Two fragments take part: the current one, whose outer gradients are sent, and the one whose change is
+    sent. They are the same, but with an ``outer_delay`` of 2 or more the latter is that of the step before.
 
     Attributes:
-        learnt: of the node: the outer weights as it knows them, less its own.
-        residual: of the node, with error feedback.
-        params, momentum: of the owner.
-        known: of the node, of the fragment whose change it is told.
-        changed: of the owner, of the same fragment, if its change is sent in a step of its own; else empty.
+        outer_grads: of the current fragment in this node.
+        residual: of the current fragment in this node; empty without error feedback.
+        params, momentum: of the current fragment, as its owner; momentum is empty without it.
+        known: of the fragment whose change is sent, in this node.
+        changed: the outer weights of that fragment, as its owner; empty if it is the current one.
     """
 
-    learnt: Values
+    outer_grads: Values
     residual: Values
     params: Values
     momentum: Values
@@ -89,23 +96,23 @@ class _Pieces(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """What has crossed the nodes.
+    """What has arrived from the other nodes.
 
     Attributes:
-        learnt: encoded, of the fragment that this step sends.
-        changes: encoded, of the fragment before it; empty if its change was sent at once.
-        residual: what encoding has lost; empty without error feedback.
-        reports: of all nodes.
+        outer_grads: of the current fragment from every node, encoded; of one node as they are.
+        changes: from every owner, encoded; empty if they can only be sent after the outer update.
+        residual: what encoding the outer gradients has lost; empty without error feedback.
+        reports: from every node.
     """
 
-    learnt: Values
+    outer_grads: Values
     changes: Values
     residual: Values
     reports: Float32[Array, "nodes columns"]
 
 
 class FragmentExchange:
-    """The exchange of one fragment of every parameter, on one device, inside ``shard_map``."""
+    """The exchange of one fragment of each parameter, on one device, inside ``shard_map``."""
 
     def __init__(self, spec: TrainSpec, step: Int32[Array, ""], seed: Seed) -> None:
         self._zero, self._step, self._seed = spec.zero, step, seed
@@ -113,43 +120,60 @@ class FragmentExchange:
         self._layouts = tuple(fragments.layout for fragments in self._fragments)
         self._reduction = GradientReduction(spec.strategy, self._layouts, spec.world)
         self._nodes = spec.world.nodes
-        # Whether a change of the outer weights is sent in the step after that of what was learnt.
+        # Whether a fragment's change is sent one step after its outer gradients.
         self._changes_later = spec.zero.outer_delay >= 2
+        self._current = self._index(0)
+        self._changing = self._index(1 if self._changes_later else 0)
 
     def read(self, outer: Outer, own: Blocks) -> tuple[Outer, _Pieces]:
-        """The pieces that the exchange needs, and the outer weights to ``write`` its results to."""
-        now, told = self._index(0), self._index(1 if self._changes_later else 0)
+        """Read what the exchange needs.
+
+        Args:
+            outer: this device's blocks, flat.
+            own: this node's own weights, likewise.
+
+        Returns:
+            ``outer``, to which ``write`` writes the results; and the pieces.
+        """
+        now, changing = self._current, self._changing
         pairs = zip(self._take(outer.known, now), self._take(own, now), strict=True)
         pieces = _Pieces(
-            learnt=tuple(known - mine for known, mine in pairs),
+            outer_grads=tuple(known - mine for known, mine in pairs),
             residual=self._take(outer.residual, now),
             params=self._take(outer.params, now),
             momentum=self._take(outer.momentum, now),
-            known=self._take(outer.known, told),
-            changed=self._take(outer.params, told) if self._changes_later else (),
+            known=self._take(outer.known, changing),
+            changed=self._take(outer.params, changing) if self._changes_later else (),
         )
-        # Pieces are read before anything is written, or XLA would copy whole weights to write to.
+        # All pieces are read before anything is written: otherwise XLA copies whole weights to write to.
         return lax.optimization_barrier((outer, pieces))
 
     def send(self, pieces: _Pieces, report: Float32[Array, " columns"]) -> _Sent:
-        """Send what the node has learnt, the change of the fragment before, and what it reports."""
+        """Send outer gradients, the changes that are known by now, and the node's report of its last step."""
         changes = self._encoded(pieces.changed, pieces.known) if self._changes_later else ()
         if self._nodes == 1:
-            return _Sent(pieces.learnt, changes, pieces.residual, report[None])
+            return _Sent(pieces.outer_grads, changes, pieces.residual, report[None])
         with jax.named_scope("exchange_fragment"):
-            rows, lost = self._reduction.encode_for_owners(pieces.learnt, self._seed, pieces.residual or None)
-            # One collective: XLA runs no two at once on the stream that is for those between nodes. What is
-            # for all nodes is in the row of each, which is as many bytes as gathering it.
+            rows, lost = self._reduction.encode_for_owners(
+                pieces.outer_grads, self._seed, pieces.residual or None
+            )
+            # One collective, because XLA runs those on the stream for hops between nodes one at a time. What
+            # is for all nodes is in the row of each, which sends as many bytes as an all-gather.
             for_all = [jnp.broadcast_to(x, (self._nodes, x.size)) for x in (*changes, report)]
             arrived = exchange_together([*rows, *for_all], NODE, own_stream=True)
-        learnt, changes = arrived[: len(rows)], arrived[len(rows) : -1]
-        return _Sent(tuple(learnt), tuple(x.reshape(-1) for x in changes), lost or (), arrived[-1])
+        grads, changes = arrived[: len(rows)], arrived[len(rows) : -1]
+        return _Sent(tuple(grads), tuple(x.reshape(-1) for x in changes), lost or (), arrived[-1])
 
     def receive(self, pieces: _Pieces, sent: _Sent) -> _Pieces:
-        """The pieces after the outer update: SGD with Nesterov momentum, as PyTorch and optax define it."""
+        """Update the pieces from what has arrived.
+
+        The outer optimizer is SGD with Nesterov momentum, as PyTorch and optax define it. Changes that
+        ``send`` could not send yet are sent here.
+        """
         rate, decay = self._zero.outer_learning_rate, self._zero.outer_momentum
         with jax.named_scope("outer_update"):
-            sums = sent.learnt if self._nodes == 1 else self._reduction.sum_at_owners(sent.learnt)
+            grads = sent.outer_grads
+            sums = grads if self._nodes == 1 else self._reduction.sum_at_owners(grads)
             mean = self._without_padding(tuple(x / self._nodes for x in sums), OWNED)
             direction, momentum = mean, pieces.momentum
             if decay:
@@ -166,29 +190,29 @@ class FragmentExchange:
         return pieces._replace(params=params, momentum=momentum, known=known, residual=residual)
 
     def write(self, outer: Outer, pieces: _Pieces) -> Outer:
-        """The outer weights with what ``receive`` has made of the pieces."""
-        now, told = self._index(0), self._index(1 if self._changes_later else 0)
+        """Write the pieces that ``receive`` returned to where ``read`` found them."""
+        now = self._current
         return Outer(
             params=self._put(outer.params, now, pieces.params),
             momentum=self._put(outer.momentum, now, pieces.momentum),
-            known=self._put(outer.known, told, pieces.known),
+            known=self._put(outer.known, self._changing, pieces.known),
             residual=self._put(outer.residual, now, pieces.residual),
         )
 
-    def take_up(self, outer: Outer, own: Blocks) -> Blocks:
-        """A node's own weights, moved towards the outer weights that it has known for ``outer_delay``."""
+    def mix_in(self, outer: Outer, own: Blocks) -> Blocks:
+        """The node's own weights, with the outer ones mixed into the fragment that has arrived last."""
         ago = max(0, self._zero.outer_delay - 1)
         index, mixing = self._index(ago), self._zero.outer_mixing
         pairs = zip(self._take(own, index), self._take(outer.known, index), strict=True)
-        # Before the first has come back there is nothing to take up.
+        # In the first steps no fragment has arrived yet.
         mixed = tuple(
             jnp.where(self._step >= ago, mixing * mine + (1 - mixing) * known, mine) for mine, known in pairs
         )
-        own, mixed = lax.optimization_barrier((own, mixed))  # as in ``read``
+        own, mixed = lax.optimization_barrier((own, mixed))  # read before it is written, as in ``read``
         return self._put(own, index, mixed)
 
     def _index(self, steps_ago: int) -> Int32[Array, ""]:
-        """The fragment that was sent so many steps ago."""
+        """The fragment that was the current one so many steps ago."""
         return (self._step - steps_ago) % self._zero.every
 
     def _encoded(self, params: Values, known: Values) -> Values:
@@ -198,12 +222,12 @@ class FragmentExchange:
         return tuple(Weight(x, layout, "primary") for x, layout in zip(params, self._layouts, strict=True))
 
     def _without_padding(self, pieces: Values, axes: tuple[str, ...]) -> Values:
-        index = self._index(0)
+        """The current fragment with zeros in the padding; nothing of nothing."""
         each = zip(self._fragments, pieces, strict=False)
-        return tuple(fragments.without_padding(x, index, axes) for fragments, x in each)
+        return tuple(fragments.without_padding(x, self._current, axes) for fragments, x in each)
 
     def _take(self, blocks: Blocks, index: Int32[Array, ""]) -> Values:
-        """A fragment of every parameter; nothing of no blocks."""
+        """A fragment of each parameter; nothing of no blocks."""
         if not blocks:
             return ()
         return tuple(fragments.take(blocks[fragments.leaf.path], index) for fragments in self._fragments)
@@ -217,14 +241,14 @@ class FragmentExchange:
 
 
 class _Passed(NamedTuple):
-    """What the passes of a step lead to, by node along the first axis where nodes differ.
+    """The results of a step's passes. What each node has of its own has the nodes along its first axis.
 
     Attributes:
-        gradients: mean gradients of each node, stored like its weights.
-        sums: of each node's batch.
-        model_state: of the model, the mean over all.
-        outer: stored.
-        reports: of all nodes, of the step before; of none, if nothing was exchanged.
+        gradients: each node's mean gradients, stored like its weights.
+        sums: each node's, over its part of the batch.
+        model_state: the mean over all devices.
+        outer: stored, after the exchange that ran beside the passes, if there was one.
+        reports: what that exchange brought: every node's report of the step before. Without one, as it was.
     """
 
     gradients: PyTree[Array]
@@ -235,7 +259,7 @@ class _Passed(NamedTuple):
 
 
 class _Finished(NamedTuple):
-    """What a step ends with: each node's own weights, stored; and as in ``_Passed``."""
+    """The end of a step: each node's own weights, stored; ``outer`` and ``reports`` as in ``_Passed``."""
 
     own: PyTree[Array]
     outer: Outer
@@ -247,12 +271,14 @@ def train_locally(state: TrainState, local: LocalState, batch: Batch) -> tuple[T
 
     Args:
         state: with ``ZeroConfig.every``.
-        local: its arrays of local updates.
+        local: the same as ``state.local``.
         batch: the global batch.
 
     Returns:
-        The next state, and the metrics: with ``outer_delay`` those of the step before, and NaN at first.
-        Nodes report with the next exchange, so that none waits for another.
+        The next state, and the metrics of all nodes. Nodes report with the next exchange, so that none waits
+        for another: with an ``outer_delay``, metrics are those of the step before, and after the first step
+        NaN. "loss" and aux are means over the world, "grad_norm" is the root mean square of the nodes',
+        "skipped", "skipped_in_row" and "spike" are the largest of any node, "loss_limit" is the nodes' mean.
 
     Raises:
         ConfigurationError: the loss function's aux has more than ``MAX_METRICS`` scalars.
@@ -267,6 +293,7 @@ def train_locally(state: TrainState, local: LocalState, batch: Batch) -> tuple[T
     )
     fields = shard_specs(node, ())._replace(params=places.weights)
     names: list[str] = []
+    """The scalars of the loss function's aux, once ``passes`` is traced."""
 
     def passes(shards: Shards, outer: Outer, report: Float32[Array, "1 columns"], batch: Batch) -> _Passed:
         exchange = FragmentExchange(spec, shards.step, shards.step_seed)
@@ -284,7 +311,7 @@ def train_locally(state: TrainState, local: LocalState, batch: Batch) -> tuple[T
         )
         grads, _ = per_device.to_owners(node, grads, {}, shards.step_seed)
         if sent is not None and pieces is not None:
-            # What arrives is read after the passes, so that they never wait for it.
+            # What arrives is read after the passes, so that they do not wait for it.
             sent, grads = lax.optimization_barrier((sent, grads))
             flat, reports = exchange.write(flat, exchange.receive(pieces, sent)), sent.reports
         grads = stored_blocks({path: grad / sums.tokens for path, grad in grads.items()}, node.leaves)
@@ -308,7 +335,7 @@ def train_locally(state: TrainState, local: LocalState, batch: Batch) -> tuple[T
             sent = exchange.send(pieces, report[0])
             flat, reports = exchange.write(flat, exchange.receive(pieces, sent)), sent.reports
         blocks = from_tree(own)
-        mixed = {path: x.reshape(blocks[path].shape) for path, x in exchange.take_up(flat, mine).items()}
+        mixed = {path: x.reshape(blocks[path].shape) for path, x in exchange.mix_in(flat, mine).items()}
         return _Finished(to_tree(mixed), _stored(flat, outer), reports)
 
     reports = _EVERYONE if zero.outer_delay else _BY_NODE
@@ -336,10 +363,10 @@ def train_locally(state: TrainState, local: LocalState, batch: Batch) -> tuple[T
     )
     done = run(shards.step, shards.step_seed, after.params, passed.outer, report)
     params, momentum, known, residual = map(to_tree, done.outer)
-    told = _metrics(spec, passed.reports if zero.outer_delay else done.reports, names)
+    metrics = _metrics(spec, passed.reports if zero.outer_delay else done.reports, names)
     following = state.replace(
         step=state.step + 1,
-        skipped_in_row=told["skipped_in_row"],
+        skipped_in_row=metrics["skipped_in_row"],
         params=params,
         opt_state=after.opt_state,
         model_state=passed.model_state,
@@ -347,34 +374,34 @@ def train_locally(state: TrainState, local: LocalState, batch: Batch) -> tuple[T
         losses=after.losses,
         local=LocalState(done.own, known, momentum, after.skipped_in_row, report),
     )
-    return following, told
+    return following, metrics
 
 
 def _report(sums: Sums, metrics: dict[str, Array], names: list[str]) -> Float32[Array, "nodes columns"]:
-    """What each node has to tell of a step, as ``_metrics`` reads it."""
-    told = [metrics.get(name, jnp.zeros(sums.loss.shape)) for name in REPORTED]
-    columns = [sums.loss, sums.tokens, *told, *(sums.aux[name] for name in names)]
+    """Each node's report of a step: the columns that ``_metrics`` reads, and zeros."""
+    own = [metrics.get(name, jnp.zeros(sums.loss.shape)) for name in REPORTED]
+    columns = [sums.loss, sums.tokens, *own, *(sums.aux[name] for name in names)]
     report = jnp.stack([x.astype(jnp.float32) for x in columns], axis=1)
     return jnp.pad(report, ((0, 0), (0, REPORT_COLUMNS - report.shape[1])))
 
 
 def _metrics(spec: TrainSpec, report: Float32[Array, "nodes columns"], names: list[str]) -> dict[str, Array]:
-    """The metrics of a step from what all nodes report of it."""
+    """The metrics of a step from all nodes' reports, as ``train_locally`` returns them."""
     loss, tokens, *rest = report.T
-    told: dict[str, Array] = dict(zip(REPORTED, rest, strict=False))
+    by_name: dict[str, Array] = dict(zip(REPORTED, rest, strict=False))
     aux = {name: column.sum() for name, column in zip(names, rest[len(REPORTED) :], strict=False)}
     metrics, _ = per_device.means(Sums(loss.sum(), tokens.sum(), aux))
-    metrics["grad_norm"] = jnp.sqrt(jnp.mean(jnp.square(told["grad_norm"])))
+    metrics["grad_norm"] = jnp.sqrt(jnp.mean(jnp.square(by_name["grad_norm"])))
     for name in ("skipped", "skipped_in_row", "spike"):
-        metrics[name] = jnp.max(told[name]).astype(jnp.int32)
+        metrics[name] = jnp.max(by_name[name]).astype(jnp.int32)
     if spec.spikes is None:
         del metrics["spike"]
         return metrics
-    return metrics | {"loss_limit": jnp.mean(told["loss_limit"])}
+    return metrics | {"loss_limit": jnp.mean(by_name["loss_limit"])}
 
 
 def _flat(spec: TrainSpec, outer: Outer) -> Outer:
-    """This device's blocks, flat but for the layers of a stack."""
+    """This device's blocks as ``flat_blocks`` returns them."""
     return Outer(*(flat_blocks(blocks, spec.leaves) if blocks else {} for blocks in outer))
 
 

@@ -62,6 +62,7 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         The next state, and the metrics as scalar arrays that GPUs are still computing: "loss" and the loss
         function's aux (means over the world), "grad_norm", "skipped" (0 or 1), "skipped_in_row"; with a
         ``SpikeRule`` also "spike" (0 or 1) and "loss_limit", the largest loss that is not a spike.
+        With local updates (``ZeroConfig.every``) and an ``outer_delay``, they are those of the step before.
 
     Raises:
         ConfigurationError: the batch does not divide, its arrays have unequal leading axes or hold no
