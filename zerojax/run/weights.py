@@ -217,8 +217,8 @@ def _resumed(
     changes = check_same_run(before, setup.config, folder)
     changes += rate_changes(before, setup.config, manifest.step - record.skipped)
     state = with_base(setup.abstract_state(), folder, record.base, setup.config, reader)
-    state = checkpoints.restore(folder.checkpoints / str(manifest.step), state)
     notes = ["; ".join([f"resuming from step {manifest.step}", *changes]), *keep_base(folder, record.base)]
+    state = checkpoints.restore(folder.checkpoints / str(manifest.step), state, say=notes.append)
     return Start(state, record.base, notes, manifest)
 
 

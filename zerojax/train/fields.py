@@ -52,7 +52,7 @@ def abstract_fields(spec: TrainSpec) -> dict[str, Any]:
     zero, scalar = spec.zero, jax.ShapeDtypeStruct((), jnp.int32)
     params = by_leaf(lambda leaf: spec.abstract(leaf.stored_shape, jnp.float32, spec.param_spec(leaf)))
     opt_state = jax.eval_shape(spec.first_opt_state, params)
-    if zero.every:
+    if spec.local_updates:
         nodes = spec.world.nodes
         places = by_moment(
             spec.leaves,
@@ -73,11 +73,11 @@ def abstract_fields(spec: TrainSpec) -> dict[str, Any]:
         "opt_state": jax.tree.map(lambda x, to: spec.abstract(x.shape, x.dtype, to), opt_state, places),
         "model_state": like(spec.adapter.abstract_model_state),
         "copies": abstract_copies(spec) if zero.weights_delta else {},
-        "residual": by_leaf(spec.abstract_residual, zero.error_feedback),
+        "residual": by_leaf(spec.abstract_residual, zero.error_feedback and spec.tx is not None),
         "losses": abstract_losses(spec),
         "frozen": to_tree({leaf.path: spec.stored(leaf, spec.strategy.frozen) for leaf in spec.frozen}),
         "base": {"fingerprint": spec.abstract((), jnp.uint32)} if spec.frozen else {},
-        "local": abstract_local(spec) if zero.every else None,
+        "local": abstract_local(spec) if spec.local_updates else None,
     }
 
 
@@ -85,7 +85,7 @@ def abstract_losses(spec: TrainSpec) -> PyTree:
     """The field ``losses`` of a state: with local updates, a row for each node; empty without a SpikeRule."""
     if spec.spikes is None:
         return {}
-    nodes = (spec.world.nodes,) if spec.zero.every else ()
+    nodes = (spec.world.nodes,) if spec.local_updates else ()
     where = PartitionSpec(NODE) if nodes else PartitionSpec()
     one = jax.eval_shape(spec.spikes.start)
     return jax.tree.map(lambda x: spec.abstract((*nodes, *x.shape), x.dtype, where), one)

@@ -83,5 +83,5 @@ def first_values(spec: TrainSpec, seed: Array, stored: PyTree, model_state: Mode
         )
         if spec.spikes
         else {},
-        "local": first_local(spec, stored) if spec.zero.every else None,
+        "local": first_local(spec, stored) if spec.local_updates else None,
     }

@@ -94,6 +94,11 @@ class TrainSpec:
             self.cache[name] = make()
         return self.cache[name]
 
+    @property
+    def local_updates(self) -> bool:
+        """Whether nodes train weights of their own; a state for inference alone has the outer ones only."""
+        return self.zero.every > 0 and self.tx is not None
+
     def first_opt_state(self, params: PyTree) -> PyTree:
         """The optimizer's state before the first step, with local updates of every node; else empty."""
         if self.tx is None:
@@ -140,6 +145,9 @@ class TrainSpec:
 
     def abstract_residual(self, leaf: ParamLayout) -> jax.ShapeDtypeStruct:
         """The error-feedback residual of a parameter; every device has its own."""
+        if self.local_updates:
+            shape = (self.world.nodes, *leaf.stored_shape)
+            return self.abstract(shape, jnp.float32, PartitionSpec(NODE, *leaf.spec((LOCAL,))))
         shape = (*leaf.stack, self.world.nodes, leaf.padded)
         return self.abstract(shape, jnp.float32, PartitionSpec(*(None for _ in leaf.stack), NODE, LOCAL))
 

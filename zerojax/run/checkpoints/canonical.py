@@ -4,12 +4,16 @@ Checkpoints hold this form, so one written on 2 x 4 devices by ZeRO++ can be rea
 A leaf whose first dimension divides by the number of devices stays cut along it, exactly as its owners hold
 it: converting it sends nothing. Other leaves, small ones or of odd sizes, are gathered and cut again one at
 a time, so that no device holds more than one whole leaf.
+
+With local updates each node has weights, moments and counts of its own, which keep their first axis, by
+node. Where a checkpoint has those of other nodes than the state, the optimizer's are their mean, and
+everything else of the nodes begins again with the outer weights.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +27,10 @@ from zerojax.errors import ConfigurationError
 from zerojax.optim.moments import by_moment
 from zerojax.sharding.layout import OWNED, ParamLayout, from_stored, to_stored
 from zerojax.sharding.mesh import LOCAL, NODE
-from zerojax.sharding.param_tree import from_tree, to_tree
+from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train.copies import copies_of
 from zerojax.train.fields import copied, shardings_of
+from zerojax.train.local_state import LocalState
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
 from zerojax.weights.weight import Weight
@@ -34,8 +39,30 @@ Tree = dict[str, Any]
 _COUNTERS = ("step", "skipped_in_row", "seed")
 OPTIMIZER = "optimizer"
 """The kind of the optimizer's arrays, which are named by their places in its state."""
-REINITIALISED = ("secondary", "residual", "average", "losses")
+AVERAGE = "average"
+NODES = "nodes"
+"""The kind of what each node has of its own with local updates, besides the optimizer's arrays."""
+REINITIALISED = ("secondary", "residual", AVERAGE, "losses", NODES, "outer")
 """Kinds that are initialised again if a checkpoint has none that fits."""
+
+
+class _Entry(NamedTuple):
+    """An array of a state that is saved.
+
+    Attributes:
+        leaf: the parameter that it belongs to and is laid out like; None if it is saved as it is.
+        x: the array, or its description.
+        by_node: whether each node has one, along the first axis.
+    """
+
+    leaf: ParamLayout | None
+    x: Array
+    by_node: bool
+
+    @property
+    def rank(self) -> int:
+        """The number of dimensions in canonical form, without that of nodes."""
+        return self.x.ndim - self.by_node if self.leaf is None else len(self.leaf.unsharded_shape)
 
 
 def to_canonical(state: TrainState, *, on_host: bool = False) -> Tree:
@@ -52,11 +79,16 @@ def to_canonical(state: TrainState, *, on_host: bool = False) -> Tree:
         ("count", and "params" in their shapes) if the optimizer averages weights; and "secondary"
         (unsharded), "residual" (as stored: it belongs to its mesh) and "losses" if the state has them. Of
         frozen weights only "base", their fingerprint: they are where they came from. Arrays without elements
-        are left out.
+        are left out. With local updates "optimizer", "average", "residual" (unsharded) and "losses" have an
+        entry for each node along their first axis; "nodes" are their own "weights", what is "known" in each
+        and what they have to "report", and "outer" the momentum of the outer weights.
     """
     tree: Tree = {}
-    for name, (leaf, x) in _entries(state).items():
-        copy = copied(x) if leaf is None else _convert(state.spec, leaf, x, _canonical(state, leaf, x))
+    for name, entry in _entries(state).items():
+        if entry.leaf is None:
+            copy = copied(entry.x)
+        else:
+            copy = _convert(state.spec, entry, _canonical(state, entry), to_nodes=entry.by_node)
         if on_host:
             on_its_host = copy.sharding.with_memory_kind("pinned_host")
             copy = jax.block_until_ready(jax.device_put(copy, on_its_host))
@@ -66,14 +98,31 @@ def to_canonical(state: TrainState, *, on_host: bool = False) -> Tree:
 
 def abstract_canonical(state: TrainState) -> Tree:
     """Shapes, dtypes and shardings of what ``to_canonical`` would return."""
+    return _nested({name: _canonical(state, entry) for name, entry in _entries(state).items()})
+
+
+def abstract_saved(state: TrainState, nodes: int | None) -> Tree:
+    """As ``abstract_canonical``, but the optimizer's arrays and the average as a checkpoint has them.
+
+    Args:
+        state: to restore.
+        nodes: that saved it with local updates; None if it was saved without.
+    """
     return _nested(
         {
-            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-            if leaf is None
-            else _canonical(state, leaf, x)
-            for name, (leaf, x) in _entries(state).items()
+            name: _of_nodes(state, entry, nodes)
+            if name.startswith((f"{OPTIMIZER}/", f"{AVERAGE}/"))
+            else _canonical(state, entry)
+            for name, entry in _entries(state).items()
         }
     )
+
+
+def abstract_average(state: TrainState, nodes: int | None) -> Tree:
+    """The average of the weights as a checkpoint has it, of a state that keeps none: ``abstract_saved``."""
+    entries = _entries(state).items()
+    params = {name: _of_nodes(state, entry, nodes) for name, entry in entries if name.startswith("params/")}
+    return _nested(params) | {"count": _of_nodes(state, _Entry(None, state.step, False), nodes)}
 
 
 def from_canonical(state: TrainState, tree: Tree) -> TrainState:
@@ -82,8 +131,9 @@ def from_canonical(state: TrainState, tree: Tree) -> TrainState:
     Args:
         state: of the spec that will use it; gives structure and shardings.
         tree: as ``to_canonical`` returns it. Where it lacks them, the average of weights and the recent
-            losses of the spike rule start empty, delta's copies are made from the parameters, and residuals
-            start at zero.
+            losses of the spike rule start empty, delta's copies are made from the parameters, residuals and
+            the outer momentum start at zero, and all nodes begin with the outer weights. The optimizer's
+            arrays of other nodes, or of a state without local updates, become their mean, in every node.
 
     Raises:
         ConfigurationError: the tree lacks a parameter or an optimizer state of this spec, or was trained on
@@ -100,11 +150,7 @@ def from_canonical(state: TrainState, tree: Tree) -> TrainState:
         raise ConfigurationError(
             f"the checkpoint lacks {', '.join(lacking[:4])}: it is of another model or optimizer"
         )
-    stored = {
-        name: given[name] if leaf is None else _convert(state.spec, leaf, given[name], x)
-        for name, (leaf, x) in entries.items()
-        if name in given
-    }
+    stored = {name: _stored(state, entry, given[name]) for name, entry in entries.items() if name in given}
     if "secondary" in tree:
         return _put(state, stored)
     return _with_fresh_copies(state, _put(state.replace(copies={}), stored))
@@ -120,10 +166,9 @@ def with_weights(state: TrainState, tree: Tree) -> TrainState:
     """
     entries = _entries(state)
     given: dict[str, Any] = traverse_util.flatten_dict(tree, sep="/")
-    stored = {name: x for name, (_, x) in entries.items() if not name.startswith("secondary/")}
-    for name, value in given.items():
-        leaf, x = entries[name]
-        stored[name] = value if leaf is None else _convert(state.spec, leaf, value, x)
+    renewed = ("secondary/", f"{NODES}/")
+    stored = {name: entry.x for name, entry in entries.items() if not name.startswith(renewed)}
+    stored |= {name: _stored(state, entries[name], value) for name, value in given.items()}
     return _with_fresh_copies(state, _put(state.replace(copies={}), stored))
 
 
@@ -156,14 +201,14 @@ def _delta_copies(state: TrainState) -> list[Weight]:
     return [*state.copies.values()] if state.spec.zero.weights_delta else []
 
 
-def _entries(state: TrainState) -> dict[str, tuple[ParamLayout | None, Array]]:
-    """Each non-empty array of a state by name, with its layout if it has one."""
-    entries: dict[str, tuple[ParamLayout | None, Array]] = {}
+def _entries(state: TrainState) -> dict[str, _Entry]:
+    """Each non-empty array of a state by name."""
+    entries: dict[str, _Entry] = {}
 
-    def note(name: str, leaf: ParamLayout | None, x: Array) -> Array:
-        if x.size if leaf is None else leaf.count:
-            entries[name] = leaf, x
-        return x
+    def note(name: str, entry: _Entry) -> Array:
+        if entry.x.size if entry.leaf is None else entry.leaf.count:
+            entries[name] = entry
+        return entry.x
 
     _changed(state, note)
     return entries
@@ -172,47 +217,82 @@ def _entries(state: TrainState) -> dict[str, tuple[ParamLayout | None, Array]]:
 def _put(state: TrainState, stored: dict[str, Array]) -> TrainState:
     """A state of the arrays named as in ``_entries``; missing ones are zeros."""
 
-    def named(name: str, _: ParamLayout | None, x: Array) -> Array:
-        if name in stored:
-            return stored[name]
+    def named(name: str, entry: _Entry) -> Array:
+        return stored[name] if name in stored else zeros(entry.x)
+
+    def zeros(x: Array) -> Array:
         return jax.jit(functools.partial(jnp.zeros, x.shape, x.dtype), out_shardings=x.sharding)()
 
-    return state.replace(**_changed(state, named), current_copies=False)
+    fields = _changed(state, named)
+    if any(name.startswith(f"{NODES}/") for name in stored) or state.local is None:
+        return state.replace(**fields, current_copies=False)
+    # Without them the nodes begin with the new outer weights.
+    momentum = fields.pop("local").momentum
+    filled = state.replace(**fields, current_copies=False)
+    assert filled.local is not None
+    return filled.replace(local=dataclasses.replace(filled.local, momentum=momentum))
 
 
-def _changed(state: TrainState, change: Callable[[str, ParamLayout | None, Array], Array]) -> dict[str, Any]:
-    """The fields of a state with ``change(name, layout, x)`` in place of every array that is saved.
+def _changed(state: TrainState, change: Callable[[str, _Entry], Array]) -> dict[str, Any]:
+    """The fields of a state with ``change(name, entry)`` in place of every array that is saved.
 
-    This gives the arrays of a checkpoint their names; the layout is None where there is none.
+    This gives the arrays of a checkpoint their names.
     """
+    spec, by_node = state.spec, state.local is not None
+    leaves = {leaf.path: leaf for leaf in spec.leaves}
 
-    def plain(kind: str, values: dict[str, Array]) -> dict[str, Array]:
-        return {name: change(f"{kind}/{name}", None, x) for name, x in values.items()}
+    def plain(kind: str, values: dict[str, Array], *, by_node: bool = False) -> dict[str, Array]:
+        return {name: change(f"{kind}/{name}", _Entry(None, x, by_node)) for name, x in values.items()}
 
-    def nested(kind: str, tree: Tree, leaves: dict[tuple[str, ...], ParamLayout]) -> Tree:
-        given = from_tree(tree).items()
-        return to_tree({path: change("/".join((kind, *path)), leaves.get(path), x) for path, x in given})
+    def nested(
+        kind: str, tree: Tree, leaves: Mapping[Path, ParamLayout] = leaves, *, by_node: bool = False
+    ) -> Tree:
+        return to_tree(
+            {
+                path: change("/".join((kind, *path)), _Entry(leaves.get(path), x, by_node))
+                for path, x in from_tree(tree).items()
+            }
+        )
 
     def changed_copy(copy: Weight) -> Weight:
         name = "/".join(("secondary", *copy.layout.path))
         if copy.scale is None:
-            return copy.replace(change(name, copy.layout, copy.values))
-        values = change(f"{name}/values", copy.layout, copy.values)
-        return dataclasses.replace(copy, values=values, scale=change(f"{name}/scale", None, copy.scale))
+            return copy.replace(change(name, _Entry(copy.layout, copy.values, False)))
+        values = change(f"{name}/values", _Entry(copy.layout, copy.values, False))
+        scale = change(f"{name}/scale", _Entry(None, copy.scale, False))
+        return dataclasses.replace(copy, values=values, scale=scale)
 
-    # 0 in place of None, which is no leaf of a tree.
-    layouts = by_moment(state.spec.leaves, state.opt_state, lambda leaf, _: leaf, lambda _: 0)
+    def changed_local(local: LocalState) -> LocalState:
+        told = {"skipped_in_row": local.skipped_in_row, "report": local.report}
+        return LocalState(
+            weights=nested(f"{NODES}/weights", local.weights, by_node=True),
+            known=nested(f"{NODES}/known", local.known),
+            momentum=nested("outer/momentum", local.momentum),
+            **plain(NODES, told, by_node=True),
+        )
+
+    nodes = (spec.world.nodes,) if by_node else ()
+    layouts = by_moment(
+        spec.leaves,
+        state.opt_state,
+        lambda leaf, _: leaf,
+        lambda _: 0,  # in place of None, which is no leaf of a tree
+        lambda leaf: (*nodes, *leaf.stored_shape),
+    )
     return {
-        **{name: change(f"counters/{name}", None, getattr(state, name)) for name in _COUNTERS},
-        "params": nested("params", state.params, {leaf.path: leaf for leaf in state.spec.leaves}),
+        **{name: change(f"counters/{name}", _Entry(None, getattr(state, name), False)) for name in _COUNTERS},
+        "params": nested("params", state.params),
         "opt_state": jax.tree_util.tree_map_with_path(
-            lambda path, x, layout: change(_optimizer_name(path), layout or None, x), state.opt_state, layouts
+            lambda path, x, layout: change(_optimizer_name(path), _Entry(layout or None, x, by_node)),
+            state.opt_state,
+            layouts,
         ),
         "model_state": plain("other", state.model_state),
         "copies": {copy.layout.path: changed_copy(copy) for copy in _delta_copies(state)},
-        "residual": nested("residual", state.residual, {}),
-        "losses": plain("losses", state.losses),
+        "residual": nested("residual", state.residual, leaves if by_node else {}, by_node=by_node),
+        "losses": plain("losses", state.losses, by_node=by_node),
         "base": plain("base", state.base),
+        "local": None if state.local is None else changed_local(state.local),
     }
 
 
@@ -220,7 +300,7 @@ def _optimizer_name(path: Any) -> str:
     """Averaged weights are named as a kind of their own, so that they can be read without the moments."""
     for number, key in enumerate(path):
         if (field := getattr(key, "name", None)) in ("averaged_count", "averaged_params"):
-            return _name(f"average/{field.removeprefix('averaged_')}", path[number + 1 :])
+            return _name(f"{AVERAGE}/{field.removeprefix('averaged_')}", path[number + 1 :])
     return _name(OPTIMIZER, path)
 
 
@@ -228,14 +308,44 @@ def _name(kind: str, path: Any) -> str:
     return f"{kind}/{jax.tree_util.keystr(path, simple=True, separator='/')}".removesuffix("/")
 
 
-def _convert(train_spec: TrainSpec, leaf: ParamLayout, x: Array, like: jax.ShapeDtypeStruct | Array) -> Array:
-    """Convert one array to its canonical or stored form, whichever ``like`` has.
+def _stored(state: TrainState, entry: _Entry, x: Array) -> Array:
+    """An array of a checkpoint as the state has it: of the same nodes, or the mean of others in each."""
+    like, of_nodes = entry.x, x.ndim > entry.rank
+    if of_nodes and not (entry.by_node and x.shape[0] == like.shape[0]):
+        x, of_nodes = _mean(state.spec, x), False
+    if entry.leaf is not None:
+        return _convert(state.spec, _Entry(entry.leaf, x, of_nodes), like, to_nodes=entry.by_node)
+    if entry.by_node == of_nodes and x.sharding == like.sharding:
+        return x
+    return jax.jit(functools.partial(jnp.broadcast_to, shape=like.shape), out_shardings=like.sharding)(x)
+
+
+def _mean(train_spec: TrainSpec, x: Array) -> Array:
+    """The mean over nodes; of counts, the largest."""
+    reduce = jnp.mean if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.max
+    to = train_spec.sharding(PartitionSpec(*_spec(x)[1:]))
+    return jax.jit(functools.partial(reduce, axis=0), out_shardings=to)(x)
+
+
+def _convert(
+    train_spec: TrainSpec, entry: _Entry, like: jax.ShapeDtypeStruct | Array, *, to_nodes: bool
+) -> Array:
+    """Convert one array to its canonical or stored form, whichever ``like`` has, perhaps in every node.
 
     One function is compiled per layout and cached by the spec.
     """
+    leaf, x, by_node = entry
+    assert leaf is not None
     source, target = _spec(x), _spec(like)
-    cut = _cut_rows if _is_cut_by_rows(leaf) else _gather_and_cut
-    on_device = cut(leaf, source, target, like)
+
+    def on_device(part: Array) -> Array:
+        # A node's own arrays are laid out as if it were the world.
+        layout, shape = leaf.in_node if by_node else leaf, like.shape[1:] if to_nodes else like.shape
+        cut = _cut_rows if _is_cut_by_rows(layout) else _gather_and_cut
+        have = PartitionSpec(*source[1:]) if by_node else source
+        want = PartitionSpec(*target[1:]) if to_nodes else target
+        done = cut(layout, have, want, shape)(part[0] if by_node else part)
+        return done[None] if to_nodes else done
 
     def make() -> Callable[[Array], Array]:
         return jax.jit(on_mesh(on_device, train_spec.mesh, in_specs=source, out_specs=target))
@@ -253,12 +363,12 @@ def _is_cut_by_rows(leaf: ParamLayout) -> bool:
 
 
 def _cut_rows(
-    leaf: ParamLayout, source: PartitionSpec, target: PartitionSpec, like: jax.ShapeDtypeStruct | Array
+    leaf: ParamLayout, source: PartitionSpec, target: PartitionSpec, like: tuple[int, ...]
 ) -> Callable[[Array], Array]:
     """The conversion on a device for a leaf cut by rows: both forms have their numbers in the same order."""
     axis = len(leaf.stack)
     have, want = _axes(source, axis), _axes(target, axis)
-    shape = (*like.shape[:axis], -1, *like.shape[axis + 1 :])
+    shape = (*like[:axis], -1, *like[axis + 1 :])
 
     def on_device(part: Array) -> Array:
         for name in (NODE, LOCAL):  # owners are numbered along nodes first
@@ -274,19 +384,19 @@ def _cut_rows(
 
 
 def _gather_and_cut(
-    leaf: ParamLayout, source: PartitionSpec, target: PartitionSpec, like: jax.ShapeDtypeStruct | Array
+    leaf: ParamLayout, source: PartitionSpec, target: PartitionSpec, like: tuple[int, ...]
 ) -> Callable[[Array], Array]:
     """The conversion on a device for any other leaf: gather it and cut out the device's part.
 
     XLA's partitioner would gather for this reshape as well, but with a warning.
     """
-    to_form = from_stored if like.shape == leaf.unsharded_shape else to_stored
+    to_form = from_stored if like == leaf.unsharded_shape else to_stored
 
     def on_device(part: Array) -> Array:
         for axis in range(part.ndim):
             if names := _axes(source, axis):
                 part = lax.all_gather(part, names, axis=axis, tiled=True)
-        whole = to_form(part, leaf).reshape(like.shape)
+        whole = to_form(part, leaf).reshape(like)
         for axis in range(whole.ndim):
             if names := _axes(target, axis):
                 whole = _own_part(whole, names, axis)
@@ -311,8 +421,28 @@ def _spec(x: Array | jax.ShapeDtypeStruct) -> PartitionSpec:
     return x.sharding.spec
 
 
-def _canonical(state: TrainState, leaf: ParamLayout, x: Array) -> jax.ShapeDtypeStruct:
-    return state.spec.abstract(leaf.unsharded_shape, x.dtype, _canonical_spec(leaf))
+def _canonical(state: TrainState, entry: _Entry) -> jax.ShapeDtypeStruct:
+    """The description of an array in canonical form."""
+    leaf, x, by_node = entry
+    if leaf is None:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    if not by_node:
+        return state.spec.abstract(leaf.unsharded_shape, x.dtype, _canonical_spec(leaf))
+    own = PartitionSpec(NODE, *_canonical_spec(leaf.in_node))
+    return state.spec.abstract((x.shape[0], *leaf.unsharded_shape), x.dtype, own)
+
+
+def _of_nodes(state: TrainState, entry: _Entry, nodes: int | None) -> jax.ShapeDtypeStruct:
+    """The same with the axis of so many nodes, or without."""
+    leaf, x, by_node = entry
+    if nodes is not None and by_node and x.shape[0] == nodes:
+        return _canonical(state, entry)
+    first = () if nodes is None else (nodes,)
+    if leaf is None:
+        return state.spec.abstract((*first, *x.shape[by_node:]), x.dtype)
+    own = _canonical_spec(leaf)
+    own = own if nodes is None else PartitionSpec(None, *own)
+    return state.spec.abstract((*first, *leaf.unsharded_shape), x.dtype, own)
 
 
 def _canonical_spec(leaf: ParamLayout) -> PartitionSpec:

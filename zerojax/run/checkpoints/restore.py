@@ -10,10 +10,15 @@ from flax import traverse_util
 from orbax.checkpoint import v1 as ocp
 
 from zerojax.errors import ConfigurationError
+from zerojax.log import logger
 from zerojax.run.checkpoints.canonical import (
+    AVERAGE,
+    NODES,
     OPTIMIZER,
     REINITIALISED,
+    abstract_average,
     abstract_canonical,
+    abstract_saved,
     abstract_weight,
     from_canonical,
     with_weights,
@@ -26,7 +31,19 @@ from zerojax.train.state import TrainState
 _PARTIAL = ocp.options.PyTreeOptions(loading=ocp.options.PyTreeOptions.Loading(partial_load=True))
 
 
-def restore(path: Path, state: TrainState, *, average: bool = False, name: str = "") -> TrainState:
+def _log(line: str) -> None:
+    if jax.process_index() == 0:
+        logger.warning(line)
+
+
+def restore(
+    path: Path,
+    state: TrainState,
+    *,
+    average: bool = False,
+    name: str = "",
+    say: Callable[[str], object] = _log,
+) -> TrainState:
     """Read a checkpoint into a train state.
 
     Args:
@@ -35,6 +52,8 @@ def restore(path: Path, state: TrainState, *, average: bool = False, name: str =
         average: restore the average of the weights in their place; the optimizer of ``state`` keeps no
             average.
         name: of a state that was saved together with the run's.
+        say: gets a line, on every process, if what each node had of its own with local updates begins anew;
+            by default the first process logs it.
 
     Raises:
         ConfigurationError: the checkpoint has no such state, no average, or is of another model or optimizer;
@@ -42,21 +61,53 @@ def restore(path: Path, state: TrainState, *, average: bool = False, name: str =
     """
     prefix = f"{name}_" if name else ""
     saved = {kind.removeprefix(prefix): x for kind, x in _saved(path).items() if kind.startswith(prefix)}
+    nodes = _nodes(saved)
+    if (line := _begun_anew(state, nodes)) is not None:
+        say(line)
     wanted = {
         kind: tree
-        for kind, tree in abstract_canonical(state).items()
+        for kind, tree in abstract_saved(state, nodes).items()
         if kind not in REINITIALISED or not _differences(tree, saved.get(kind))
     }
     if not average:
         places = _places(wanted.get(OPTIMIZER, {}), saved.get(OPTIMIZER) or {})
         tree = _load(path, _renamed(wanted, places), saved, prefix)
         return from_canonical(state, _renamed(tree, {new: old for old, new in places.items()}))
-    if "average" not in saved:
+    if AVERAGE not in saved:
         raise ConfigurationError(f"{path} has no average of the weights: the run has optimizer.ema_decay = 0")
     wanted.pop("secondary", None)  # copies of the other weights
-    wanted["average"] = {"params": wanted.pop("params"), "count": state.step}
-    tree = _load(path, wanted, saved, prefix)
-    return from_canonical(state, tree | {"params": tree.pop("average")["params"]})
+    del wanted["params"]
+    tree = _load(path, wanted | {AVERAGE: abstract_average(state, nodes)}, saved, prefix)
+    return from_canonical(state, tree | {"params": tree.pop(AVERAGE)["params"]})
+
+
+def _nodes(saved: dict[str, Any]) -> int | None:
+    """How many nodes saved a state with local updates; None for one without."""
+    return saved[NODES]["skipped_in_row"].shape[0] if NODES in saved else None
+
+
+def _begun_anew(state: TrainState, saved: int | None) -> str | None:
+    """What begins anew because other nodes than the state's had saved it, in words; None if nothing does."""
+    if state.spec.tx is None:
+        return None  # it reads the weights alone
+    own = state.spec.world.nodes if state.spec.local_updates else None
+    if own == saved:
+        return None
+    if saved is None:
+        return (
+            f"the checkpoint was saved without local updates: all {own} nodes begin with its weights and its "
+            "optimizer's moments"
+        )
+    kept = "the outer weights and the mean over nodes of the optimizer's moments are kept"
+    if own is None:
+        return (
+            f"the checkpoint was saved by {saved} nodes with local updates: {kept}; what only single nodes "
+            "had learnt, and the outer momentum, are lost"
+        )
+    return (
+        f"the checkpoint was saved by {saved} nodes with local updates, and this run has {own}: {kept}, and "
+        "the outer momentum; every node begins with these, and what only single nodes had learnt is lost"
+    )
 
 
 def _places(wanted: dict[str, Any], saved: dict[str, Any]) -> dict[str, str]:

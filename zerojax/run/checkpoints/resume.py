@@ -42,7 +42,8 @@ def resume(
         folder: of the checkpoints, as for ``Checkpoints``; need not exist.
         state: gives the spec, filled or abstract (``TrainState.abstract``); its values are not used.
         checksums: read every byte of the checkpoint first; otherwise compare names and sizes only.
-        say: prints a line for each damaged checkpoint, on the first process.
+        say: prints a line for each damaged checkpoint, and one if with local updates the nodes begin anew
+            (``restore``), on the first process.
 
     Returns:
         None if there is no checkpoint yet: then create a state by ``TrainState.create``.
@@ -52,9 +53,14 @@ def resume(
             optimizer.
     """
     manifest, damaged = choose(Path(folder), checksums=checksums)
-    if jax.process_index() == 0:
-        for line in damaged:
+
+    def say_once(line: str) -> None:
+        if jax.process_index() == 0:
             say(line)
+
+    for line in damaged:
+        say_once(line)
     if manifest is None:
         return None
-    return Resumed(restore(Path(folder) / str(manifest.step), state), manifest.step, manifest.record)
+    state = restore(Path(folder) / str(manifest.step), state, say=say_once)
+    return Resumed(state, manifest.step, manifest.record)
