@@ -23,7 +23,7 @@ from zerojax.train.gathering import averaged, gather_adapters, gather_model, gat
 from zerojax.train.node_copy import with_node_copy
 from zerojax.train.spikes import SpikeRule
 from zerojax.train.state import TrainState
-from zerojax.train.step import eval_step, lower_train_step, predict_step, train_step
+from zerojax.train.step import eval_step, last_metrics, lower_train_step, predict_step, train_step
 from zerojax.zero_config import ZeroConfig
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ __all__ = [
     "generate",
     "html_report",
     "huggingface",
+    "last_metrics",
     "lower_train_step",
     "make_mesh",
     "plan",

@@ -1,5 +1,6 @@
 """The loop of every run: steps, evaluations and saves, on which all processes agree."""
 
+import functools
 import math
 import shlex
 from abc import ABC, abstractmethod
@@ -19,7 +20,7 @@ from zerojax.run.metrics import RunLog
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.run_lock import RunLock
 from zerojax.train.state import TrainState
-from zerojax.train.step import Metrics, train_step
+from zerojax.train.step import Metrics, last_metrics, reports_later, train_step
 
 # Those that a checkpoint records.
 _RECORDED = ("loss", "validation_loss", "reward")
@@ -167,7 +168,8 @@ class TrainLoop(ABC):
         """Count a step that was dispatched, evaluate if that is due, and log both."""
         self.step += 1
         due = self.is_due(self.schedule.evaluate_every)
-        self.log.step(self.step, metrics, self.evaluation if due else None)
+        own = functools.partial(last_metrics, self.state) if reports_later(self.state) else None
+        self.log.step(self.step, metrics, self.evaluation if due else None, own)
         if self.checkpoints is not None:
             self.checkpoints.check()
 

@@ -18,6 +18,7 @@ take. With 2 or more, the second hop is taken one step after the first, together
 next fragment.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -28,7 +29,7 @@ from jaxtyping import Array, Float32, Int32, PyTree
 
 from zerojax.adapters import ModelState
 from zerojax.comm.coalesced import exchange_together
-from zerojax.comm.in_order import on_mesh
+from zerojax.comm.in_order import on_mesh, one_at_a_time
 from zerojax.comm.reduction import GradientReduction, Values
 from zerojax.errors import ConfigurationError
 from zerojax.sharding.mesh import LOCAL, NODE, OWNED
@@ -54,6 +55,7 @@ from zerojax.train.update import Trained, updated
 from zerojax.weights.gather import cross_nodes, decode, encode
 from zerojax.weights.weight import Weight, Weights
 
+_SCALARS = "scalars of the loss function's aux"
 _EVERYONE, _BY_NODE = PartitionSpec(), PartitionSpec(NODE)
 
 
@@ -362,6 +364,7 @@ def train_locally(state: TrainState, local: LocalState, batch: Batch) -> tuple[T
         out_specs=_Finished._make([places.weights, outer_specs, reports]),
     )
     done = run(shards.step, shards.step_seed, after.params, passed.outer, report)
+    spec.cache[_SCALARS] = tuple(names)
     params, momentum, known, residual = map(to_tree, done.outer)
     metrics = _metrics(spec, passed.reports if zero.outer_delay else done.reports, names)
     following = state.replace(
@@ -377,6 +380,25 @@ def train_locally(state: TrainState, local: LocalState, batch: Batch) -> tuple[T
     return following, metrics
 
 
+def reported(spec: TrainSpec, local: LocalState) -> dict[str, Array]:
+    """The metrics of a state's last step, of which each node holds its own part; waits for all nodes.
+
+    Those of the loss function's aux are left out if this process has taken no step yet.
+    """
+    gather = on_mesh(
+        lambda report: lax.all_gather(report, NODE, tiled=True),
+        spec.mesh,
+        in_specs=_BY_NODE,
+        out_specs=_EVERYONE,
+    )
+    names = spec.cache.get(_SCALARS, ())
+
+    def make() -> jax.stages.Wrapped:
+        return jax.jit(lambda report: _metrics(spec, gather(report), names))
+
+    return one_at_a_time(spec.mesh, spec.once(f"report of {names}", make)(local.report))
+
+
 def _report(sums: Sums, metrics: dict[str, Array], names: list[str]) -> Float32[Array, "nodes columns"]:
     """Each node's report of a step: the columns that ``_metrics`` reads, and zeros."""
     own = [metrics.get(name, jnp.zeros(sums.loss.shape)) for name in REPORTED]
@@ -385,7 +407,9 @@ def _report(sums: Sums, metrics: dict[str, Array], names: list[str]) -> Float32[
     return jnp.pad(report, ((0, 0), (0, REPORT_COLUMNS - report.shape[1])))
 
 
-def _metrics(spec: TrainSpec, report: Float32[Array, "nodes columns"], names: list[str]) -> dict[str, Array]:
+def _metrics(
+    spec: TrainSpec, report: Float32[Array, "nodes columns"], names: Sequence[str]
+) -> dict[str, Array]:
     """The metrics of a step from all nodes' reports, as ``train_locally`` returns them."""
     loss, tokens, *rest = report.T
     by_name: dict[str, Array] = dict(zip(REPORTED, rest, strict=False))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
@@ -24,7 +25,7 @@ from zerojax.train import per_device
 from zerojax.train.batch import Batch, abstract_batch, batch_specs, place
 from zerojax.train.blocks import flat_blocks, stored_blocks
 from zerojax.train.fields import Shards, abstract_copies, abstract_fields, shard_specs, shardings_of
-from zerojax.train.local_updates import train_locally
+from zerojax.train.local_updates import reported, train_locally
 from zerojax.train.pass_weights import PassWeights, pass_weights
 from zerojax.train.spec import ParamGroup, TrainSpec
 from zerojax.train.state import TrainState, check_there
@@ -64,6 +65,11 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         ``SpikeRule`` also "spike" (0 or 1) and "loss_limit", the largest loss that is not a spike.
         With local updates (``ZeroConfig.every``) and an ``outer_delay``, they are those of the step before.
 
+        With local updates and ``ZeroConfig.outer_delay`` they are those of the step before, and NaN or 0 at
+        the first step: nodes report with the next exchange, so that no step waits for another node.
+        ``last_metrics`` has those of the last step. "skipped" and "skipped_in_row" are then those of the node
+        with the most, "grad_norm" is the root of the mean square over nodes.
+
     Raises:
         ConfigurationError: the batch does not divide, its arrays have unequal leading axes or hold no
             numbers, or the state was donated before or has no optimizer.
@@ -79,6 +85,39 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     check_there(state)
     following, metrics = one_at_a_time(spec.mesh, _compiled(spec)(*_apart(state), placed))
     return following.replace(frozen=state.frozen), metrics
+
+
+def last_metrics(state: TrainState) -> Metrics:
+    """The metrics of the last step of a state with local updates, which ``train_step`` may tell a step later.
+
+    It waits for all nodes, and all processes must call it: at the end of a run, or before an evaluation or a
+    checkpoint.
+
+    Returns:
+        As ``train_step``; the loss function's aux is left out if this process has taken no step.
+
+    Raises:
+        ConfigurationError: the state has no local updates, or was donated.
+    """
+    check_there(state)
+    if state.local is None:
+        raise ConfigurationError(
+            "the state has no local updates (ZeroConfig.every): train_step has returned the metrics of its "
+            "last step."
+        )
+    return reported(state.spec, state.local)
+
+
+def reports_later(state: TrainState) -> bool:
+    """Whether the metrics that ``train_step`` returns are those of the step before."""
+    return state.local is not None and state.spec.zero.outer_delay > 0
+
+
+def skipped_in_row(state: TrainState) -> int:
+    """How many steps in a row were skipped, up to the last one; of the node with the most."""
+    if state.local is None:
+        return int(np.asarray(state.skipped_in_row))
+    return int(np.asarray(last_metrics(state)["skipped_in_row"]))
 
 
 def eval_step(state: TrainState, batch: Batch, loss_fn: LossFn | None = None) -> Metrics:

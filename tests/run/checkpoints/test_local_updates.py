@@ -21,14 +21,15 @@ Tree = dict[str, np.ndarray]
 
 
 class Model(nnx.Module):
-    """A stack, sizes that divide nothing, and a scalar."""
+    """A stack, sizes that divide nothing and some that do, and a scalar."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.blocks = zerojax.Stack(lambda rngs: nnx.Linear(13, 13, rngs=rngs), 3, rngs=rngs)
         self.gain = nnx.Param(jnp.asarray(0.7))
+        self.even = nnx.Param(jnp.linspace(-1, 1, 256).reshape(16, 16))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.gain[...] * jnp.tanh(self.blocks(x))
+        return self.gain[...] * jnp.tanh(self.blocks(x) + self.even[...].std())
 
 
 def loss(model: Model, batch: jax.Array) -> jax.Array:

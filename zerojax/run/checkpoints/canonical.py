@@ -428,7 +428,7 @@ def _canonical(state: TrainState, entry: _Entry) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
     if not by_node:
         return state.spec.abstract(leaf.unsharded_shape, x.dtype, _canonical_spec(leaf))
-    own = PartitionSpec(NODE, *_canonical_spec(leaf.in_node))
+    own = PartitionSpec(NODE, *_canonical_spec(leaf.in_node, (LOCAL,)))
     return state.spec.abstract((x.shape[0], *leaf.unsharded_shape), x.dtype, own)
 
 
@@ -445,12 +445,12 @@ def _of_nodes(state: TrainState, entry: _Entry, nodes: int | None) -> jax.ShapeD
     return state.spec.abstract((*first, *leaf.unsharded_shape), x.dtype, own)
 
 
-def _canonical_spec(leaf: ParamLayout) -> PartitionSpec:
+def _canonical_spec(leaf: ParamLayout, owners: tuple[str, ...] = OWNED) -> PartitionSpec:
     """Cut as its owners hold it; else over as many devices as divide one of its dimensions."""
     if _is_cut_by_rows(leaf):
-        return leaf.spec()
+        return leaf.spec(owners)
     world = leaf.world
-    for axes, parts in ((OWNED, world.size), (LOCAL, world.local), (NODE, world.nodes)):
+    for axes, parts in ((owners, world.size), (LOCAL, world.local), (NODE, world.nodes)):
         for number, extent in enumerate(leaf.unsharded_shape):
             if parts > 1 and extent and extent % parts == 0:
                 return PartitionSpec(*(None,) * number, axes)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Self
 
 import jax
-import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from zerojax.errors import RunError
@@ -20,6 +19,7 @@ from zerojax.run.checkpoints.retention import Retention
 from zerojax.run.checkpoints.select import read_manifests
 from zerojax.run.checkpoints.transfer import fit_beside_training, transfer_options
 from zerojax.train.state import TrainState, check_there
+from zerojax.train.step import skipped_in_row
 from zerojax.validation.paths import check_checkpoint_path
 
 
@@ -107,7 +107,7 @@ class Checkpoints:
             check_there(one)
         if step == self._last:
             return True
-        if not despite_skips and any(int(np.asarray(one.skipped_in_row)) for one in states.values()):
+        if not despite_skips and any(skipped_in_row(one) for one in states.values()):
             return False
         self.wait()
         draft = step_dirs.unfinished(self._folder, step)

@@ -120,14 +120,20 @@ class RunLog:
         """Print a line above the progress line."""
         self._progress.say(message)
 
-    def step(self, step: int, metrics: Metrics, evaluation: Evaluation | None = None) -> None:
-        """Add a dispatched step, and log the steps that have finished.
+    def step(
+        self,
+        step: int,
+        metrics: Metrics,
+        evaluation: Evaluation | None = None,
+        own: Evaluation | None = None,
+    ) -> None:
+        """Add a dispatched step, and log the steps that have finished; arguments as ``MetricsQueue.push``.
 
         Raises:
             OSError: an earlier step could not be written.
             DivergedError: too many steps in a row were skipped, or a loss is a spike that must stop the run.
         """
-        for record in self._queue.push(step, metrics, evaluation):
+        for record in self._queue.push(step, metrics, evaluation, own):
             self._take(record)
 
     def drain(self) -> None:

@@ -4,6 +4,9 @@ A training step returns at once, with metrics that are still being computed. The
 the host and reads a step's values only when ``depth`` newer steps have been dispatched, so that the device
 always has a next step; it also keeps the host from running further ahead. A thread waits for each step, and
 notes when it ends: the host, which evaluates, saves or makes rollouts, may look much later.
+
+With local updates a step's metrics may come with the next one (``zerojax.train.step.reports_later``). They
+are read then, or where the queue is drained, which waits for them.
 """
 
 import time
@@ -41,10 +44,10 @@ Evaluation = Callable[[], Metrics]
 
 @dataclass
 class _Dispatched:
-    """A step that is not read yet, and when it ended."""
+    """A step that is not read yet, with its metrics or what computes them, and when it ended."""
 
     step: int
-    metrics: Metrics
+    metrics: Metrics | Evaluation
     end: Future[float] = field(default_factory=Future)
 
 
@@ -63,7 +66,13 @@ class MetricsQueue:
         self._last = clock()
         self._ends = Worker("ends of steps", most=depth + 2)
 
-    def push(self, step: int, metrics: Metrics, evaluation: Evaluation | None = None) -> list[StepRecord]:
+    def push(
+        self,
+        step: int,
+        metrics: Metrics,
+        evaluation: Evaluation | None = None,
+        own: Evaluation | None = None,
+    ) -> list[StepRecord]:
         """Add a step; return the steps more than ``depth`` behind it.
 
         Args:
@@ -71,12 +80,17 @@ class MetricsQueue:
             metrics: scalar arrays of the training step.
             evaluation: computes further scalar arrays after the step. It is called once the step has
                 finished, so that the two are timed separately.
+            own: if ``metrics`` are those of the step before, computes those of this one. It is called only if
+                they are needed before the next step brings them. Metrics of a step that was read already, or
+                was never pushed, are ignored.
         """
         for value in metrics.values():
             value.copy_to_host_async()
-        dispatched = _Dispatched(step, metrics)
+        if own is not None and self._waiting:
+            self._waiting[-1].metrics = metrics
+        dispatched = _Dispatched(step, metrics if own is None else own)
         self._waiting.append(dispatched)
-        self._ends.put(lambda: self._note_end(dispatched))
+        self._ends.put(lambda: self._note_end(dispatched, metrics))
         if evaluation is None:
             return list(self._pop_until(self._depth))
         *records, last = self.drain()
@@ -99,13 +113,14 @@ class MetricsQueue:
     def _pop_until(self, length: int) -> Iterator[StepRecord]:
         while len(self._waiting) > length:
             dispatched = self._waiting.popleft()
-            values, end = _fetch(dispatched.metrics), dispatched.end.result()
+            metrics = dispatched.metrics
+            values, end = _fetch(metrics() if callable(metrics) else metrics), dispatched.end.result()
             yield StepRecord(dispatched.step, values, end - self._last)
             self._last = end
 
-    def _note_end(self, dispatched: _Dispatched) -> None:
+    def _note_end(self, dispatched: _Dispatched, results: Metrics) -> None:
         with suppress(Exception):  # whoever reads the step gets its error
-            jax.block_until_ready(dispatched.metrics)
+            jax.block_until_ready(results)
         dispatched.end.set_result(self._clock())
 
 
