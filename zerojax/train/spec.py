@@ -103,14 +103,14 @@ class TrainSpec:
         """The optimizer's state before the first step, with local updates of every node; else empty."""
         if self.tx is None:
             return optax.EmptyState()
-        if self.zero.every:
+        if self.local_updates:
             return jax.vmap(self.tx.init, in_axes=None, axis_size=self.world.nodes)(params)
         return self.tx.init(params)
 
     @property
     def reading(self) -> "TrainSpec":
         """The spec of passes that read a state: with local updates they stay within a node."""
-        return self.in_node if self.zero.every else self
+        return self.in_node if self.local_updates else self
 
     @cached_property
     def in_node(self) -> "TrainSpec":
