@@ -10,6 +10,7 @@ from flax import nnx
 
 import zerojax
 from zerojax import aot
+from zerojax.analysis.plan import plan_state
 
 WIDTH, LAYERS = 256, 8
 
@@ -39,6 +40,16 @@ def loss_fn(model, batch):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
 
 
+def compiled_step(
+    zero: zerojax.ZeroConfig, nodes: int, local: int
+) -> tuple[zerojax.TrainState, dict[str, jax.ShapeDtypeStruct], jax.stages.Compiled]:
+    mesh = zerojax.make_mesh(nodes, local, devices=aot.topology(nodes, local, "h100"))
+    state = zerojax.TrainState.abstract(Model, optax.adamw(1e-3), loss_fn, mesh=mesh, zero=zero)
+    row = jax.ShapeDtypeStruct((nodes * local, 128), jnp.int32)
+    batch = {"tokens": row, "targets": row}
+    return state, batch, zerojax.lower_train_step(state, batch).compile(dict(aot.COMPILER_OPTIONS))
+
+
 @pytest.mark.parametrize(
     ("preset", "nodes", "local", "dtypes"),
     [
@@ -53,14 +64,24 @@ def loss_fn(model, batch):
 def test_the_compiled_step_sends_what_the_traced_one_says(cuda_mesh, preset, nodes, local, dtypes):
     """Two counts that share no code agree: of the jaxpr, and of the text of the compiled program."""
     cuda_mesh(nodes, local)  # skips without a compiler
-    mesh = zerojax.make_mesh(nodes, local, devices=aot.topology(nodes, local, "h100"))
-    zero = zerojax.ZeroConfig.preset(preset)
-    state = zerojax.TrainState.abstract(Model, optax.adamw(1e-3), loss_fn, mesh=mesh, zero=zero)
-    row = jax.ShapeDtypeStruct((nodes * local, 128), jnp.int32)
-    batch = {"tokens": row, "targets": row}
-    compiled = zerojax.lower_train_step(state, batch).compile(dict(aot.COMPILER_OPTIONS))
+    state, batch, compiled = compiled_step(zerojax.ZeroConfig.preset(preset), nodes, local)
     report = check_traffic(state, batch, compiled, dtypes, own_streams=preset != "zero3")
     memory = hlo.memory(compiled)
-    master = 3 * 4 * report.parameters / mesh.size  # fp32 weights and Adam's two moments
+    master = 3 * 4 * report.parameters / (nodes * local)  # fp32 weights and Adam's two moments
     assert memory.arguments >= master
     assert memory.aliased >= master, "the state is donated"
+
+
+def test_a_fragment_crosses_nodes_beside_all_matmuls_of_the_step(cuda_mesh):
+    """With local updates one collective crosses nodes, from before the first product until after the last."""
+    cuda_mesh(2, 4)
+    state, batch, compiled = compiled_step(zerojax.ZeroConfig.preset("local"), 2, 4)
+    text = compiled.as_text()
+    assert text is not None
+    report, collectives = zerojax.comm_report(state, batch), hlo.collectives(text)
+    (crossing,) = (c for c in collectives if c.crosses_nodes(4))
+    assert (crossing.op, crossing.dtype, crossing.covers) == ("all-to-all", "u8", 1.0)
+    assert crossing.hides_behind > 0
+    assert crossing.sent(4)[1] == report.node_bytes == plan_state(state).node_bytes
+    within = sum(c.sent(4)[0] for c in collectives)
+    assert within == pytest.approx(report.local_bytes, rel=1e-3, abs=256)
