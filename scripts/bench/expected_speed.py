@@ -66,7 +66,14 @@ def expect(model: str, clusters: dict[int, Cluster]) -> Rates:
 
     def outlook(cluster: Cluster, tokens: int) -> Outlook:
         sequences, length = in_sequences(tokens)
-        return foresee(state.spec, settings.model, cluster, sequences=sequences, length=length)
+        return foresee(
+            state.spec,
+            settings.model,
+            cluster,
+            sequences=sequences,
+            length=length,
+            optimizer=settings.optimizer.name,
+        )
 
     return {
         (gigabits, tokens): {

@@ -34,13 +34,15 @@ def test_tokens_to_hide():
 
 
 @pytest.mark.parametrize(
-    ("gigabits", "preset"), [(1600, "zero3"), (400, "zero++"), (100, "delta"), (10, "delta")]
+    ("gigabits", "preset"), [(1600, "zero3"), (400, "zero++"), (100, "delta"), (10, "local")]
 )
 def test_the_slower_the_network_the_less_is_sent(gigabits, preset):
     link = links.Link(gigabits / 8 * 1e9 / 8, 1e-5)
     chosen, why = links.advise(link, 8, 989e12)
     assert chosen == preset
     assert "8,192" in why
+    # 65,933 tokens would hide delta: its bytes over 16 hide behind 8,192.
+    assert ("zero.every = 16" in why) == (preset == "local")
 
 
 def test_without_a_network_exact_is_free():

@@ -18,7 +18,7 @@ def test_plan_and_comm_report_the_same_bytes(capsys):
     assert plan["savings"]["now"]["sent"] == plan["between_nodes"]
     assert report["savings"]["now"]["sent"] == pytest.approx(report["between_nodes"], abs=1)
     both = [[trial["option"] for trial in found["savings"]["sent"]] for found in (plan, report)]
-    assert both[0] == both[1] == ["--zero.preset delta"]
+    assert both[0] == both[1] == ["--zero.preset delta", "--zero.preset local"]
     assert plan["node_bytes"] == report["node_bytes"] - sums["node_bytes"] > 0
     assert plan["local_bytes"] == report["local_bytes"] - sums["local_bytes"] > 0
     assert plan["memory"]["kinds"]["parameters"] == pytest.approx(4 * report["parameters"] / 8, rel=0.01)

@@ -234,8 +234,9 @@ def _beyond_collectives(report: LinkReport, found: str, best: FlowRate) -> Diagn
     return Diagnosis(
         "network",
         found,
-        "only fewer bytes or a faster link help: see zerojax plan --links; where steps take longer than it "
-        "predicts, the schedule is the limit (zerojax overlap)",
+        "only fewer bytes or a faster link help: zerojax plan --links names the preset, and from which "
+        "zero.every on local updates hide; where steps take longer than it predicts, the schedule is the "
+        "limit (zerojax overlap)",
     )
 
 

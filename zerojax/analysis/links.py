@@ -12,6 +12,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.analysis.link_report import CollectiveTime
+from zerojax.analysis.local_quality import expected_loss
 from zerojax.sharding.mesh import AXES, LOCAL, NODE
 
 # Bytes that a node sends to others in a step, as multiples of M = 2 bytes per parameter (README).
@@ -102,7 +103,13 @@ def advise(node: Link | None, local: int, device_flops: float) -> tuple[str, str
     why = f"hidden behind compute, by tokens per device and step: {listed}"
     if hidden:
         return hidden[0], f"{why}; {hidden[0]} is the most exact preset that {TOKENS:,} tokens hide"
-    return "delta", f"{why}; {TOKENS:,} tokens hide none, and delta sends the least"
+    every = 2  # the least with which both hops of a fragment are hidden
+    while needed["delta"] > every * TOKENS:
+        every *= 2
+    return "local", (
+        f"{why}; {TOKENS:,} tokens hide none. By local updates with zero.every = {every} they do: each node "
+        f"then trains weights of its own and holds the whole state; {expected_loss(every)}"
+    )
 
 
 def time_collectives(mesh: Mesh, sizes: Sequence[int]) -> tuple[CollectiveTime, ...]:

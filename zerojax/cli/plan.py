@@ -103,7 +103,7 @@ def _predict(options: Options, settings: RunConfig, gpu: str) -> None:
     print(
         json.dumps(outlook.to_dict(), indent=2)
         if options.json
-        else plain_text(outlook_tables(outlook), width=130)
+        else plain_text(outlook_tables(outlook), width=140)
     )
 
 
@@ -143,4 +143,11 @@ def _outlook(sequences: int | None, settings: RunConfig, cluster: Cluster) -> Ou
     if sequences is None:
         rows = train.batch_size * (2 if settings.posttrain.method in PREFERENCES else 1)  # a pair is two
         sequences = max(1, rows // (cluster.world.size * train.accumulate))
-    return foresee(state.spec, settings.model, cluster, sequences=sequences, length=train.sequence_length)
+    return foresee(
+        state.spec,
+        settings.model,
+        cluster,
+        sequences=sequences,
+        length=train.sequence_length,
+        optimizer=settings.optimizer.name,
+    )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerojax.analysis.comm_report import CommReport
+from zerojax.analysis.local_quality import expected_loss
 from zerojax.analysis.plan.cluster import on_world
 from zerojax.analysis.plan.hops import hops_of, usual_bytes
 from zerojax.analysis.plan.memory import predict_memory
@@ -59,7 +60,7 @@ class Savings:
     def __init__(self, config: RunConfig, spec: TrainSpec, report: CommReport | None = None) -> None:
         self._config, self._spec = config, spec
         self._nodes = spec.world.nodes
-        self._besides = 0
+        self._besides = 0  # what formulas omit
         self.now = self._try("", config)
         if report is not None:
             counted = report.between_nodes if self._nodes > 1 else report.local_bytes
@@ -67,12 +68,15 @@ class Savings:
             self.now = dataclasses.replace(self.now, sent=round(counted))
 
     def sent(self) -> list[Trial]:
-        """The option that sends least, and the one that does so in the same formats, if less than now."""
-        ways = [trial for trial in self._tried(_SENDING) if trial.sent < _WORTH_IT * self.now.sent]
-        ways.sort(key=lambda trial: (trial.sent, trial.held))
+        """The option that sends least, the one that does so in the same formats, and local updates.
+
+        Those of them that send less than now.
+        """
+        ways = self._sending(_SENDING)
         same = [trial for trial in ways if trial.price == SAME]
-        # With a single node, rounding gains nothing.
-        return list(dict.fromkeys([*(ways[:1] if self._nodes > 1 else []), *same[:1]]))
+        if self._nodes == 1:
+            return same[:1]  # rounding gains nothing
+        return list(dict.fromkeys([*ways[:1], *same[:1], *self._sending([_LOCAL_UPDATES])]))
 
     def held(self) -> list[Trial]:
         """The option that holds least, and the one that does so without sending more, if less than now."""
@@ -85,6 +89,11 @@ class Savings:
         ways.sort(key=lambda trial: (trial.held, trial.sent))
         free = [trial for trial in ways if not self._more_sent(trial)]
         return list(dict.fromkeys([*ways[:1], *free[:1]]))
+
+    def _sending(self, options: list[tuple[str, Any]]) -> list[Trial]:
+        """Those that send less than now, the least first."""
+        ways = [trial for trial in self._tried(options) if trial.sent < _WORTH_IT * self.now.sent]
+        return sorted(ways, key=lambda trial: (trial.sent, trial.held))
 
     def sent_line(self) -> str:
         """``sent`` as a line of text."""
@@ -138,19 +147,20 @@ class Savings:
         sequences = max(1, train.batch_size // (world.size * train.accumulate))
         work = work_of(there, config.model, sequences=sequences, length=train.sequence_length)
         local, node = usual_bytes(hops_of(there))
-        return Trial(
-            option,
-            (node * world.local if self._nodes > 1 else local) + self._besides,
-            predict_memory(there, work).total,
-            _price(self._spec.zero, zero),
-        )
+        sent = local + self._besides
+        if self._nodes > 1:
+            sent = node * world.local + (0 if zero.every else self._besides)  # but a fragment nothing crosses
+        held = predict_memory(there, work).total
+        return Trial(option, sent, held, _price(self._spec.zero, zero, config.optimizer.name))
 
 
-def _price(now: ZeroConfig, then: ZeroConfig) -> str:
+def _price(now: ZeroConfig, then: ZeroConfig, optimizer: str) -> str:
     """The effect of a change of options on precision or time."""
+    if then.every and not now.every:
+        return f"each node trains weights of its own: {expected_loss(then.every, optimizer)}"
     if then.remat != now.remat:
         return "computed again in the backward pass"
-    if all(getattr(then, name) == getattr(now, name) for name in _ROUNDING):
+    if all(getattr(then, name) == getattr(now, name) for name in (*_ROUNDING, "every")):
         return SAME
     weights = f"{'changes of ' * then.weights_delta}weights in {then.weight_formats.node}"
     return f"{weights}, gradients in {' and '.join(dict.fromkeys(reversed(then.grad_formats)))}"
@@ -167,6 +177,7 @@ _SENDING: list[tuple[str, Any]] = [
     ("zero.weights", "int8"),
     ("zero.grads", ("int8", "int4")),
 ]
+_LOCAL_UPDATES = ("zero.preset", "local")
 _HOLDING: list[tuple[str, Any]] = [
     ("zero.remat", "full"),
     ("zero.hpz", False),

@@ -2,11 +2,13 @@
 
 import json
 import math
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 
+from zerojax.analysis import local_quality
 from zerojax.analysis.gpus import GPUS, find_gpu
 from zerojax.analysis.plan import Cluster, foresee, plan_state
 from zerojax.analysis.plan.cluster import on_world
@@ -41,7 +43,7 @@ def build(mesh, accumulate=1, rank=0, **zero):
 
 def outlook(spec, nodes=2, local=8, gpu="h100", bandwidth=SLOW, sequences=4, **cluster):
     where = Cluster(nodes, local, GPUS[gpu], bandwidth, **cluster)
-    return foresee(spec, MODEL, where, sequences=sequences, length=LENGTH)
+    return foresee(spec, MODEL, where, sequences=sequences, length=LENGTH, optimizer="adamw")
 
 
 def by_name(outlook):
@@ -54,6 +56,7 @@ def test_laid_out_elsewhere_is_what_is_built_there(spec):
         ({"preset": "delta"}, MeshSection(nodes=4, local=3)),
         ({"preset": "zero++"}, MeshSection(nodes=3, local=2)),
         ({"preset": "delta", "matmul_dtype": "fp8"}, MeshSection(nodes=2, local=2)),
+        ({"preset": "local"}, MeshSection(nodes=3, local=2)),
     )
     for zero, mesh in cases:
         built = build(mesh, **zero)
@@ -67,10 +70,54 @@ def test_laid_out_elsewhere_is_what_is_built_there(spec):
 def test_a_slow_network_calls_for_delta_and_a_fast_one_for_something_exact(spec):
     slow, fast = outlook(spec), outlook(spec, bandwidth=FAST)
     times = {name: forecast.time.seconds for name, forecast in by_name(slow).items()}
-    assert times["zero3"] > 3 * times["zero++"] > 3 * times["delta"]
-    assert slow.advice.startswith("Take delta: its step waits")
+    assert times["zero3"] > 3 * times["zero++"] > 3 * times["delta"] > 3 * times["local"]
+    assert outlook(spec, bandwidth=8 * SLOW, sequences=16).advice.startswith("Take delta: its step waits")
     assert by_name(fast)["zero3"].time.seconds < 0.2 * times["zero3"]
     assert "it is exact" in fast.advice
+
+
+def test_where_deltas_exchange_does_not_hide_that_of_local_updates_does(spec):
+    """With the smallest power of two as ``every`` that is enough."""
+    slow = outlook(spec)
+    said = re.fullmatch(r"Take local \(zero.every = (\d+)\): its step (.*)", slow.advice)
+    assert said is not None
+    assert said[2].startswith("hides its exchange behind compute, that of delta waits")
+    assert "validation loss above zero3's, adamw not measured (docs/quality.md)" in said[2]
+    every = int(said[1])
+
+    def waiting(every: int) -> float:
+        own = outlook(build(MeshSection(nodes=2, local=1), preset="local", every=every)).own
+        assert (own.name, own.every) == ("as configured", every)
+        return own.time.waiting / own.time.seconds
+
+    assert waiting(every) < 1e-3 < waiting(every // 2)
+    crawling = outlook(spec, bandwidth=SLOW / 1e4)
+    assert crawling.advice.startswith("Take local (zero.every = 1024): its step waits")
+    measured = {"muon": {16: 0.1, 64: 0.31}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_quality, "LOSS_ABOVE_ZERO3", measured)
+        assert "muon 0.31%" in local_quality.expected_loss(32, "muon")
+        assert "muon not measured" in local_quality.expected_loss(128, "muon")
+
+
+def test_the_exchange_is_hidden_in_whole_in_half_or_not_at_all(spec):
+    """Local updates by their delay; what crosses nodes takes as long in all three."""
+    steps = []
+    for delay in (2, 1, 0):
+        own = build(MeshSection(nodes=2, local=1), preset="local", every=256, outer_delay=delay)
+        steps.append(outlook(own).own.time)
+    assert [step.waiting / step.node for step in steps] == pytest.approx([0, 0.5, 1], abs=0.05)
+    assert steps[1].node == pytest.approx(steps[0].node) == pytest.approx(steps[2].node)
+
+
+def test_one_node_exchanges_nothing():
+    found = by_name(outlook(build(MeshSection(nodes=2, local=1), preset="local"), nodes=1))
+    assert next(iter(found)) == "as configured"
+    assert "local" not in found
+    own, zero3 = found["as configured"], found["zero3"]
+    assert own.hops == zero3.hops
+    assert own.time == zero3.time
+    assert outlook(build(MeshSection(nodes=2, local=1), preset="local")).configured == "local"
 
 
 def test_a_picture_that_cannot_be_written_is_refused(spec, tmp_path):
@@ -87,7 +134,9 @@ def test_micro_batches_are_foreseen_in_both_orders():
         assert breadth.time.seconds < 0.8 * depth.time.seconds
         assert breadth.memory.kinds["activations"] > 2 * depth.memory.kinds["activations"]
     assert ways["zero3"].time.node == pytest.approx(4 * ways["zero3 in breadth"].time.node)
-    assert found.advice.startswith('Take delta in breadth (zero.accumulate_order = "breadth"): its step')
+    assert ways["local"].time.node == ways["local in breadth"].time.node
+    assert "zero.every = " in found.advice.split(":")[0]
+    assert 'zero.accumulate_order = "breadth"): its step' in found.advice
 
 
 def test_bytes_over_bandwidth_bound_the_step(spec):
@@ -135,7 +184,7 @@ def test_every_way_keeps_the_frozen_weights_of_the_config():
         return by_name(outlook(build(MeshSection(nodes=2, local=1), rank=8, **zero)))
 
     plain, coded = ways(), ways(frozen_weights="nf4")
-    assert list(coded) == list(plain) == ["zero3", "zero++", "delta"]  # frozen weights need stage 3
+    assert list(coded) == list(plain) == ["zero3", "zero++", "delta", "local"]  # frozen weights need stage 3
     for name in coded:
         frozen = coded[name].memory.kinds["frozen"]
         assert 0 < frozen < 0.35 * plain[name].memory.kinds["frozen"]
@@ -189,7 +238,8 @@ def test_the_command_draws_and_prints_what_its_json_says(capsys, tmp_path):
     assert found["prediction"] is True
     assert found["batch"] == 32
     assert found["advice"].split(":")[0] in printed
-    assert {f["name"] for f in found["forecasts"]} == {"zero3", "zero++", "delta", "stage 1", "stage 2"}
+    ways = {"zero3", "zero++", "delta", "local", "stage 1", "stage 2"}
+    assert {f["name"] for f in found["forecasts"]} == ways
     for forecast in found["forecasts"]:
         kinds = dict(forecast["memory"])
         assert kinds.pop("total") == sum(kinds.values())

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from zerojax.analysis.local_quality import expected_loss
 from zerojax.analysis.plan.cluster import Cluster, on_world
 from zerojax.analysis.plan.hops import HopPlan, hops_of, usual_bytes
 from zerojax.analysis.plan.memory import PredictedMemory, predict_memory
@@ -20,15 +21,21 @@ from zerojax.zero_config import MATMUL_WEIGHTS, PRESETS, Preset, ZeroConfig
 
 AS_CONFIGURED = "as configured"
 IN_BREADTH = " in breadth"
-COMPARED: tuple[Preset, ...] = ("zero3", "zero++", "delta")
+COMPARED: tuple[Preset, ...] = ("zero3", "zero++", "delta", "local")
 """The presets with a forecast; "zero++-paper" sends as much between nodes as "zero++", and rounds more."""
 EXACT = ("stage 1", "stage 2", "zero3", "zero3" + IN_BREADTH)
 _MAX_SEQUENCES = 1 << 14
 _MAX_NODES = 1 << 12
 _WORTH_IT = 1.03
+_WORTH_NODES_APART = 1.1
+"""The speed from which local updates are recommended: they do not train the same as the other ways."""
+_MOST_EVERY = 1 << 10
+_NOTHING = 1e-3
+"""The share of a step that does not count as waiting."""
 _DECIDED = (
     *("stage", "accumulate_order", "weights", "weights_delta", "delta_resync", "local_weights", "hpz"),
     *("grads", "grads_hops", "grad_sync", "block_size", "rounding", "rotation", "error_feedback", "chunks"),
+    *("every", "outer_learning_rate", "outer_momentum", "outer_delay", "outer_mixing"),
 )
 """Options that a preset or stage decides; all others are the config's in every forecast."""
 
@@ -38,10 +45,11 @@ class Forecast:
     """One way of sharding on the cluster.
 
     Attributes:
-        name: "zero3", "zero++", "delta", "stage 1", "stage 2", or "as configured"; with several micro-batches
-            also "zero3 in breadth" and so on (``ZeroConfig.accumulate_order``). The stages below 3 have no
-            fp8 matmuls. With frozen weights there are no such stages, and with ``frozen_spread="world"``
-            no presets with hpZ either.
+        name: "zero3", "zero++", "delta", "local", "stage 1", "stage 2", or "as configured"; with several
+            micro-batches also "zero3 in breadth" and so on (``ZeroConfig.accumulate_order``). The stages
+            below 3 have no fp8 matmuls. With frozen weights there are no such stages, and with
+            ``frozen_spread="world"`` only zero3. With one node there is no "local".
+        every: as ``ZeroConfig.every``; 0 without local updates.
         memory: peak of one device in a step.
         fits: whether the memory is within the GPU's budget.
         hops: of a step.
@@ -55,6 +63,7 @@ class Forecast:
     """
 
     name: str
+    every: int
     memory: PredictedMemory
     fits: bool
     hops: tuple[HopPlan, ...]
@@ -116,7 +125,9 @@ class Outlook:
         }
 
 
-def foresee(spec: TrainSpec, config: GPTConfig, cluster: Cluster, *, sequences: int, length: int) -> Outlook:
+def foresee(
+    spec: TrainSpec, config: GPTConfig, cluster: Cluster, *, sequences: int, length: int, optimizer: str
+) -> Outlook:
     """Predict a run of a decoder under its own options, the presets and the lower stages.
 
     Presets and stages change how trained weights and gradients are stored and sent; frozen weights, dtypes of
@@ -128,13 +139,14 @@ def foresee(spec: TrainSpec, config: GPTConfig, cluster: Cluster, *, sequences: 
         cluster: to run on.
         sequences: per device and micro-batch.
         length: tokens of a sequence.
+        optimizer: its name in ``[optimizer]``, on which the quality of local updates depends.
 
     Raises:
         ConfigurationError: fewer than one sequence, or sequences longer than the model takes.
     """
     if sequences < 1:
         raise ConfigurationError(f"sequences = {sequences}: at least one per device and micro-batch")
-    own, ways = spec.zero, dict(_ways(spec.zero))
+    own, ways = spec.zero, dict(_ways(spec.zero, cluster))
     configured = next((name for name, zero in ways.items() if zero == own), AS_CONFIGURED)
     if configured == AS_CONFIGURED:
         ways = {AS_CONFIGURED: own} | ways
@@ -147,14 +159,27 @@ def foresee(spec: TrainSpec, config: GPTConfig, cluster: Cluster, *, sequences: 
         work = work_of(there, config, sequences=sequences, length=length)
         return there, work, predict_memory(there, work, workspace=cluster.gpu.workspace)
 
-    forecasts = tuple(_forecast(name, zero, cluster, sequences, try_out) for name, zero in ways.items())
-    advice = recommend(forecasts, cluster, sequences)
+    def forecast(name: str, every: int | None = None) -> Forecast:
+        zero = ways[name] if every is None else ways[name].replace(every=every)
+        return _forecast(name, zero, cluster, sequences, try_out)
+
+    def hides(name: str, every: int) -> bool:
+        there, work, memory = try_out(ways[name].replace(every=every), cluster.world, sequences)
+        return _hidden(predict_step(there, work, hops_of(there), memory, cluster))
+
+    def hiding(name: str) -> Forecast:
+        least = max(2, ways[name].outer_delay)
+        powers = [1 << n for n in range(_MOST_EVERY.bit_length()) if 1 << n >= least]
+        return forecast(name, next((every for every in powers if hides(name, every)), _MOST_EVERY))
+
+    forecasts = tuple(map(forecast, ways))
+    advice = recommend(forecasts, cluster, sequences, hiding, optimizer)
     fp8 = own.matmul_dtype == "fp8"
     return Outlook(cluster, sequences, length, own.accumulate, configured, forecasts, fp8, advice)
 
 
-def _ways(own: ZeroConfig) -> Iterator[tuple[str, ZeroConfig]]:
-    """The presets and stages that the frozen weights allow; options that they leave open are the config's."""
+def _ways(own: ZeroConfig, cluster: Cluster) -> Iterator[tuple[str, ZeroConfig]]:
+    """The presets and stages that fit the frozen weights and the cluster, with the config's other options."""
     defaults = {field.name: field.default for field in dataclasses.fields(own) if field.name in _DECIDED}
     zero3 = own.replace(**defaults)
     if own.frozen:
@@ -162,7 +187,9 @@ def _ways(own: ZeroConfig) -> Iterator[tuple[str, ZeroConfig]]:
         zero3 = zero3.replace(block_size=own.block_size)
     for name in COMPARED:
         preset = PRESETS[name]
-        if own.frozen_spread == "world" and preset.get("hpz"):
+        if own.frozen_spread == "world" and name != "zero3":
+            continue
+        if cluster.nodes == 1 and "every" in preset:
             continue
         yield name, zero3.replace(**preset)
         if own.accumulate > 1:
@@ -190,6 +217,7 @@ def _forecast(name: str, zero: ZeroConfig, cluster: Cluster, sequences: int, try
     _, most, fullest = try_out(zero, cluster.world, max(1, largest))
     return Forecast(
         name=name,
+        every=zero.every,
         memory=memory,
         fits=memory.total <= cluster.budget,
         hops=hops,
@@ -219,33 +247,76 @@ def _first(holds: Callable[[int], bool], most: int) -> int | None:
     return below + 1 if below < most and holds(below + 1) else None
 
 
-def recommend(forecasts: tuple[Forecast, ...], cluster: Cluster, sequences: int) -> str:
-    """The way of sharding to take, and why, in one or two sentences."""
+def recommend(
+    forecasts: tuple[Forecast, ...],
+    cluster: Cluster,
+    sequences: int,
+    hiding: Callable[[str], Forecast],
+    optimizer: str,
+) -> str:
+    """The way of sharding to take, and why, in one or two sentences.
+
+    Args:
+        forecasts: of all ways.
+        cluster: to run on.
+        sequences: per device and micro-batch.
+        hiding: the forecast of local updates, by name, with the smallest power of two as ``every`` with which
+            they hide their exchange, or with the largest.
+        optimizer: its name in ``[optimizer]``.
+    """
     fitting = [forecast for forecast in forecasts if forecast.fits]
-    if not fitting:
-        return _none_fits(forecasts, cluster)
-    fastest = min(fitting, key=lambda forecast: forecast.time.seconds)
-    exact = [forecast for forecast in fitting if forecast.name in EXACT]
-    nearest = min(exact, key=lambda forecast: forecast.time.seconds, default=None)
-    if nearest and nearest.time.seconds <= _WORTH_IT * fastest.time.seconds:
-        chosen = nearest
-        reason = "it is exact, and nothing that fits is more than 3% faster"
-    else:
-        chosen = fastest
-        reason = f"its step waits {duration(chosen.time.waiting)} for the network"
-        if nearest:
-            ratio, waiting = nearest.time.seconds / chosen.time.seconds, duration(nearest.time.waiting)
-            reason += f", that of exact {nearest.name} {waiting}: {ratio:.2f} times the speed"
-        else:
-            reason += ", and no exact way fits"
-    setting = ' (zero.accumulate_order = "breadth")' if chosen.name.endswith(IN_BREADTH) else ""
-    advice = f"Take {chosen.name}{setting}: {reason}."
+    together = [forecast for forecast in fitting if not forecast.every]
+    if not together:
+        return _none_fits(tuple(forecast for forecast in forecasts if not forecast.every), cluster)
+    chosen, why = _together(together)
+    local = [forecast for forecast in fitting if forecast.every and forecast.name != AS_CONFIGURED]
+    apart = min(local, key=_seconds, default=None)
+    if apart and chosen.time.seconds > _WORTH_NODES_APART * apart.time.seconds:
+        chosen, why = _apart(hiding(apart.name), chosen, optimizer)
+    settings = [f"zero.every = {chosen.every}"] if chosen.every else []
+    settings += ['zero.accumulate_order = "breadth"'] if chosen.name.endswith(IN_BREADTH) else []
+    setting = f" ({', '.join(settings)})" if settings else ""
+    advice = f"Take {chosen.name}{setting}: {why}."
     if chosen.largest > sequences:
         advice += (
             f" With {chosen.largest} sequences a device, the most that fit, its MFU would be "
             f"{chosen.largest_mfu:.0%}."
         )
     return advice
+
+
+def _together(fitting: list[Forecast]) -> tuple[Forecast, str]:
+    """The best way with which all nodes train the same weights, and why."""
+    fastest = min(fitting, key=_seconds)
+    exact = [forecast for forecast in fitting if forecast.name in EXACT]
+    nearest = min(exact, key=_seconds, default=None)
+    if nearest and nearest.time.seconds <= _WORTH_IT * fastest.time.seconds:
+        return nearest, "it is exact, and nothing that fits is more than 3% faster"
+    reason = f"its step waits {duration(fastest.time.waiting)} for the network"
+    if nearest is None:
+        return fastest, f"{reason}, and no exact way fits"
+    ratio, waiting = nearest.time.seconds / fastest.time.seconds, duration(nearest.time.waiting)
+    return fastest, f"{reason}, that of exact {nearest.name} {waiting}: {ratio:.2f} times the speed"
+
+
+def _apart(local: Forecast, other: Forecast, optimizer: str) -> tuple[Forecast, str]:
+    """Local updates, and why they are better than another way."""
+    waits = "hides its exchange behind compute"
+    if not _hidden(local.time):
+        waits = f"waits {duration(local.time.waiting)} for the network"
+    ratio = other.time.seconds / local.time.seconds
+    return local, (
+        f"its step {waits}, that of {other.name} waits {duration(other.time.waiting)}: {ratio:.2f} times the "
+        f"speed. Each node then trains weights of its own: {expected_loss(local.every, optimizer)}"
+    )
+
+
+def _hidden(time: StepTime) -> bool:
+    return time.waiting < _NOTHING * time.seconds
+
+
+def _seconds(forecast: Forecast) -> float:
+    return forecast.time.seconds
 
 
 def _none_fits(forecasts: tuple[Forecast, ...], cluster: Cluster) -> str:

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from zerojax.analysis.link_report import OPS, gigabits
 from zerojax.analysis.plan.cluster import Cluster
-from zerojax.analysis.plan.hops import hops_table
+from zerojax.analysis.plan.hops import hops_table, usual_bytes
 from zerojax.analysis.plan.outlook import Forecast, Outlook
 from zerojax.analysis.plan.speed import hop_seconds
 from zerojax.formatting import milliseconds, numeric, size
@@ -75,18 +75,19 @@ def _hops(outlook: Outlook) -> Table:
 def _side_by_side(outlook: Outlook) -> Table:
     table = Table(
         "",
-        *numeric("memory", "compute", "local", "network", "waiting", "step"),
+        *numeric("memory", "sent", "compute", "local", "network", "waiting", "step"),
         *numeric("tokens/s", "MFU", "largest", "nodes"),
         title="Predicted steps, ms",
-        caption="compute, local, network and optimizer overlap; waiting: what the network adds to the step. "
+        caption="sent: between nodes, by a node. "
+        "compute, local, network and optimizer overlap; waiting: what the network adds to the step. "
         "largest: sequences a device that fit. nodes: the fewest that fit",
     )
     for forecast in outlook.forecasts:
-        table.add_row(*_row(forecast), style=None if forecast.fits else "dim")
+        table.add_row(*_row(forecast, outlook.cluster), style=None if forecast.fits else "dim")
     return table
 
 
-def _row(forecast: Forecast) -> list[str]:
+def _row(forecast: Forecast, cluster: Cluster) -> list[str]:
     time = forecast.time
     memory = size(forecast.memory.total)
     speed = [f"{forecast.tokens_per_second:,.0f}", f"{forecast.mfu:.1%}"]
@@ -95,6 +96,7 @@ def _row(forecast: Forecast) -> list[str]:
     return [
         forecast.name,
         memory if forecast.fits else f"{memory}: too much",
+        size(usual_bytes(forecast.hops)[1] * cluster.local),
         *map(milliseconds, parts),
         *speed,
         str(forecast.largest),

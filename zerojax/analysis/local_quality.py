@@ -1,0 +1,22 @@
+"""What local updates cost in quality, as far as it was measured: recommendations quote it."""
+
+LOSS_ABOVE_ZERO3: dict[str, dict[int, float]] = {"adamw": {}, "muon": {}}
+"""Validation loss above that of zero3 with the same optimizer, in percent, by optimizer and ``every``; empty
+where nothing was measured. docs/quality.md has the runs."""
+
+
+def expected_loss(every: int, *optimizers: str) -> str:
+    """The loss of quality to expect from local updates, in words.
+
+    Args:
+        every: as ``ZeroConfig.every``. The figure is that of the next larger one that was measured.
+        optimizers: names as in ``[optimizer]``; by default all that the table has.
+    """
+    each = "; ".join(f"{name} {_figure(name, every)}" for name in optimizers or LOSS_ABOVE_ZERO3)
+    return f"validation loss above zero3's, {each} (docs/quality.md)"
+
+
+def _figure(optimizer: str, every: int) -> str:
+    measured = LOSS_ABOVE_ZERO3.get(optimizer, {})
+    longer = [known for known in measured if known >= every]
+    return f"{measured[min(longer)]:.2g}%" if longer else "not measured"
