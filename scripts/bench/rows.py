@@ -108,7 +108,7 @@ def line(row: Row) -> str:
     median, least, most = row.milliseconds
     mfu = f"{row.mfu:6.1%}" if row.mfu else "     -"
     peak = f"{row.peak_gib:6.1f}" if row.peak_gib else "     -"
-    sent = f"{row.sent_per_node / 1e6:7.0f}" if row.sent_per_node else "      -"
+    sent = f"{row.sent_per_node / 1e6:7.1f}" if row.sent_per_node else "      -"
     traced = ""
     if row.exposed_ms is not None and row.hidden is not None:
         traced = f"  exposed {row.exposed_ms:6.1f} ms  hidden {row.hidden:6.1%}"

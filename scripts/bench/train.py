@@ -8,8 +8,9 @@
 The model is a stack of pre-norm GPT blocks without embeddings (--llama: RMS norms, rotary positions and
 SwiGLU), fed random bf16 activations, to measure the blocks and their communication. "gspmd" is JAX's own
 sharding (gspmd.py); train_fsdp2.py runs the same stack in PyTorch. A loss after the same steps that differs
-by more than 1% from that of the first variant with as many micro-batches is remarked upon. The variants of
-LoRA train adapters of rank 16 beside a frozen base ("qlora": in nf4). Steps
+by more than 1% from that of the first variant with as many micro-batches is remarked upon ("local" reports
+the step before the last). The variants of LoRA train adapters of rank 16 beside a frozen base ("qlora": in
+nf4). Steps
 after the timed ones are traced (unless --no-trace): "hidden" is the fraction of their communication beside
 compute, "exposed" the time of a step with nothing but communication. Several --rates of an emulated cluster's
 links are timed one after the other, without recompiling.
@@ -17,6 +18,7 @@ links are timed one after the other, without recompiling.
 
 import argparse
 import json
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +39,7 @@ from zerojax.analysis.profile import measure_overlap, read_events, trace_files
 from zerojax.comm.xla_options import GPU_OPTIONS
 from zerojax.models import Block, GPTConfig
 from zerojax.models.rope import Rope, rope_of
+from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.multihost.distributed import joined
 from zerojax.network import nccl
 from zerojax.testing.emulated_cluster import limit_link
@@ -53,6 +56,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zero3-fp8": {"preset": "zero3", "matmul_dtype": "fp8"},
     "zero++-fp8": {"preset": "zero++", "matmul_dtype": "fp8"},
     "delta-fp8": {"preset": "delta", "matmul_dtype": "fp8"},
+    "local": {"preset": "local"},
     "lora": {"preset": "zero3", "frozen": ("*",)},
     "lora-int8": {"preset": "zero3", "frozen": ("*",), "frozen_weights": "int8"},
     "lora-fp8": {"preset": "zero3", "frozen": ("*",), "frozen_weights": "fp8", "matmul_dtype": "fp8"},
@@ -68,6 +72,8 @@ GSPMD = "gspmd"
 RANK = 16
 """Of the adapters."""
 TRACED_STEPS = 2
+_UNTIMED = 2
+"""Steps with each rate before the timed ones."""
 
 
 class BlockStack(nnx.Module):
@@ -105,6 +111,10 @@ def main() -> None:
     add_model_options(parser)
     parser.add_argument("--remat", choices=("full", "attention", "none"), default="full")
     parser.add_argument("--steps", type=int, default=8, help="timed steps, after three untimed ones")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf,
+        help="with each rate, begin no step after so many: if none is timed by then, the last one counts",
+    )  # fmt: skip
     parser.add_argument(
         "--variants", nargs="+", choices=[*VARIANTS, GSPMD], default=["zero3", "zero++", "delta"]
     )
@@ -148,10 +158,10 @@ def measure(variant: str, options: argparse.Namespace) -> Iterator[Row]:
     for rate in options.rates:
         if rate is not None:
             limit_link(rate)
-        state, _, _ = timed(2, state, step, batch)
         before = sent_so_far()
-        state, metrics, seconds = timed(options.steps, state, step, batch)
-        sent = None if before is None else ((sent_so_far() or 0) - before) / options.steps
+        state, metrics, seconds = timed(_UNTIMED + options.steps, state, step, batch, options.seconds)
+        sent = None if before is None else ((sent_so_far() or 0) - before) / len(seconds)
+        seconds = seconds[_UNTIMED:] or seconds[-1:]
         exposed = hidden = None
         if not options.no_trace:
             state, exposed, hidden = trace(variant, state, step, batch, options.profile)
@@ -196,15 +206,17 @@ def flops_per_token(config: GPTConfig, frozen: bool) -> int:
 
 
 def timed(
-    steps: int, state: Any, step: gspmd.Step, batch: Any
+    steps: int, state: Any, step: gspmd.Step, batch: Any, most: float = math.inf
 ) -> tuple[Any, dict[str, jax.Array], list[float]]:
-    """The state after some steps, the metrics of the last, and the seconds of each."""
+    """The state after some steps, the metrics of the last, and the seconds of each; see --seconds."""
     metrics, seconds = {}, []
     for _ in range(steps):
         begun = time.perf_counter()
         state, metrics = step(state, batch)
         jax.block_until_ready((state, metrics))
         seconds.append(time.perf_counter() - begun)
+        if most < math.inf and run_on_process_zero(lambda: sum(seconds) > most):
+            break
     return state, metrics, seconds
 
 

@@ -8,6 +8,7 @@ import pytest
 from environment import ROOT
 
 from zerojax import cluster
+from zerojax.analysis.profile import Event
 
 SCRIPTS, MEASURED = ROOT / "scripts" / "bench", ROOT / "docs" / "measured"
 needs_namespaces = pytest.mark.skipif(cluster.unavailable() is not None, reason=str(cluster.unavailable()))
@@ -58,3 +59,27 @@ def test_links_are_measured_at_every_rate(tmp_path):
     for cell in cells:
         assert cell["sent_per_node"] > 1e6
         assert cell["tokens_per_second"] > 0
+
+
+def test_a_step_of_a_trace_is_drawn(tmp_path):
+    """Steps of 10 ms, of which an exchange takes 8, 6 beside compute; the step before the last counts."""
+    sys.path.append(str(SCRIPTS))
+    import draw_trace
+
+    def event(begins: float, ends: float, scope: str = "") -> Event:
+        return Event(0, "sent" if scope else "kernels", "", scope, begins * 1e6, ends * 1e6, bool(scope))
+
+    steps = [
+        [event(begin, begin + 8, "exchange_fragment"), event(begin + 2, begin + 9)] for begin in (0, 10, 20)
+    ]
+    events = [one for step in steps for one in step]
+    chosen = draw_trace.step_of(events, "exchange_fragment")
+    assert chosen == steps[0]
+    assert draw_trace.table(chosen)[2:] == [
+        "| compute | 2.00 | 9.00 | 7.00 | |",
+        "| exchange_fragment | 0.00 | 8.00 | 8.00 | 6.00 |",
+    ]
+    draw_trace.draw(chosen, tmp_path / "trace.png")
+    assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="2 exchanges in 'exchange_fragment'"):
+        draw_trace.step_of(events[:4], "exchange_fragment")
