@@ -4,7 +4,7 @@
     scripts/bench/train.py --nodes 2 --local 1 --variants local --profile build/trace
     scripts/bench/draw_trace.py build/trace/local --picture trace.png
 
-The step is the one before the last that begins with an exchange of --scope. For each hop the table says when
+The step is the last but one, between two exchanges of --scope. For each hop the table says when
 in the step its first event begins and its last ends, and for how long it ran beside compute.
 """
 
@@ -37,16 +37,16 @@ def main() -> None:
 
 
 def step_of(events: Sequence[Event], scope: str) -> list[Event]:
-    """Device 0's events of the step before the last.
+    """Device 0's events of the last step but one.
 
     Raises:
-        ValueError: the trace has less than three steps with events of that scope that communicate.
+        ValueError: the trace has less than two steps with events of that scope that communicate.
     """
     own = [event for event in events if event.device == min(e.device for e in events)]
     begins = [event.start for event in own if event.communicates and event.scope == scope]
-    if len(begins) < 3:
-        raise ValueError(f"{len(begins)} exchanges in {scope!r}, of which a step is between two: trace more")
-    return [event for event in own if begins[-3] <= event.start < begins[-2]]
+    if len(begins) < 2:
+        raise ValueError(f"{len(begins)} exchanges in {scope!r}, and a step is between two: trace more steps")
+    return [event for event in own if begins[-2] <= event.start < begins[-1]]
 
 
 def table(events: Sequence[Event]) -> list[str]:
