@@ -74,12 +74,12 @@ class DiLoCo:
         self._grad = jax.jit(jax.value_and_grad(self.plain.loss))
         self._update = jax.jit(self.tx.update)
 
-    def step(self, batch: Any) -> float:
-        """Take a step; returns the mean loss of the nodes."""
+    def step(self, batch: Any) -> tuple[float, float]:
+        """Take a step; returns the nodes' mean loss, and the root mean square of their gradients' norms."""
         zero, step = self.zero, self.steps
         delay = zero.outer_delay
         changed = self._exchange(step) if delay else None
-        losses = []
+        losses, norms = [], []
         for n in range(self.nodes):
             rows = jax.tree.map(lambda x, n=n: np.split(x, self.nodes)[n], batch)
             weights = traverse_util.unflatten_dict(self.own[n])
@@ -89,6 +89,7 @@ class DiLoCo:
                 p: np.asarray(x) for p, x in by_path(optax.apply_updates(weights, updates)).items()
             }
             losses.append(float(loss))
+            norms.append(float(optax.tree.norm(grads)))
         if delay:
             self._apply(changed)
         else:
@@ -99,7 +100,7 @@ class DiLoCo:
                 mixed = zero.outer_mixing * self.own[n][path] + (1 - zero.outer_mixing) * self.known[path]
                 self.own[n][path] = np.where(chosen, mixed, self.own[n][path])
         self.steps += 1
-        return float(np.mean(losses))
+        return float(np.mean(losses)), float(np.sqrt(np.mean(np.square(norms))))
 
     def _each(self, index: int) -> Any:
         return [(n, p, f == index) for n in range(self.nodes) for p, f in self.fragment.items()]

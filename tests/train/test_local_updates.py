@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -13,12 +14,15 @@ from local_reference import DiLoCo, in_int4
 from plain_loop import Plain, distance, masters, plain_loop
 
 import zerojax
+from zerojax.errors import ConfigurationError
+from zerojax.train.local_state import MAX_METRICS
+from zerojax.train.step import trace_train_step
 
 STEPS = 7
 CASE = Case(partial(Stacked, block=partial(Block, WIDTH, 40)), squared_error, (), regression_batch)
-"""Of several codec blocks, in which a fragment begins in the middle of a layer."""
+"""Of several codec blocks: fragments begin in the middle of a layer, and end behind the last one."""
 OPTIONS: dict[str, dict[str, Any]] = {
-    "waits": {"every": 3, "outer_momentum": 0.9, "outer_learning_rate": 0.7},
+    "waits": {"every": 2, "outer_momentum": 0.9, "outer_learning_rate": 0.7},
     "one step": {"every": 3, "outer_delay": 1, "outer_mixing": 0.5, "stage": 1},
     "two steps": {"every": 4, "outer_delay": 2, "outer_mixing": 0.25, "outer_momentum": 0.5, "stage": 2},
     "later": {"every": 4, "outer_delay": 4, "accumulate": 2},
@@ -64,7 +68,7 @@ def create(plain: Plain, tx: Any, nodes: int, local: int, **zero: Any) -> zeroja
     ],
 )
 def test_equals_diloco(plain, nodes, local, name):
-    """Outer weights, own weights and losses, with clipping by each node's own norm."""
+    """Outer weights, own weights, losses and norms, with clipping by each node's own norm."""
     options = OPTIONS[name]
     if nodes == 1:
         options = options | {"error_feedback": False}
@@ -72,18 +76,18 @@ def test_equals_diloco(plain, nodes, local, name):
     rounds = in_int4(64, 32) if name == "int4" and nodes > 1 else None
     change = in_int4(64, 0) if rounds else None
     reference = DiLoCo(plain, inner(), state, **({"learnt": rounds, "change": change} if rounds else {}))
-    losses, wanted = [], []
+    told, wanted = [], []
     for batch in CASE.batches(24, STEPS):
         wanted.append(reference.step(batch))
         state, metrics = zerojax.train_step(state, batch)
-        losses.append(float(metrics["loss"]))
+        told.append((float(metrics["loss"]), float(metrics["grad_norm"])))
     assert distance(masters(state), reference.weights) < 1e-5
     for n in range(nodes):
         own = dataclasses.replace(state, params=jax.tree.map(lambda x, n=n: x[n], state.local.weights))
         assert distance(masters(own), reference.own_weights(n)) < 1e-5
     lag = 1 if options.get("outer_delay") else 0
-    assert np.isnan(losses[:lag]).all()
-    np.testing.assert_allclose(losses[lag:], wanted[: STEPS - lag], rtol=2e-5)
+    assert np.isnan([loss for loss, _ in told[:lag]]).all()
+    np.testing.assert_allclose(told[lag:], wanted[: STEPS - lag], rtol=2e-5)
 
 
 def test_every_step_is_zero3(plain):
@@ -120,15 +124,43 @@ def test_a_node_that_skips_learns_nothing_and_the_others_go_on(plain):
 
 
 def test_metrics_are_of_the_step_before(plain):
-    """What nodes report of a skipped step comes with the next."""
-    state = create(plain, optax.sgd(1e-2), 2, 1, every=2, outer_delay=1)
-    good, bad = CASE.batches(4, 2)
+    """What nodes report of a step comes with the next: means over all tokens, and who skipped it."""
+
+    def loss(model: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        error = (model(batch["x"])[:, 0] - batch["y"]) ** 2
+        tokens = batch["tokens"].sum()
+        means = {"error": error, "size": jnp.abs(batch["y"])}
+        aux = {name: (x * batch["tokens"]).sum() / tokens for name, x in means.items()}
+        return aux["error"], {**aux, "tokens": tokens}
+
+    case = dataclasses.replace(CASE, loss=loss)
+    state = case.create(optax.sgd(1e-2), nodes=2, local=1, every=2, outer_delay=1)
+    state = zerojax.put_params(state, plain.weights)
+    good, bad = ({**batch, "tokens": np.float32([1, 1, 1, 5])} for batch in CASE.batches(4, 2))
+    wanted, aux = loss(zerojax.gather_model(state), good)
+    aux["tokens"] = aux["tokens"].sum()
     bad["x"][:1] = np.nan
     told = []
-    for batch in (bad, good, good):
+    for batch in (good, bad, good, good):
         state, metrics = zerojax.train_step(state, batch)
         told.append((int(metrics["skipped"]), int(state.skipped_in_row)))
-    assert told == [(0, 0), (1, 1), (0, 0)]
+        if len(told) == 2:
+            for name, value in {"loss": wanted, **aux}.items():
+                np.testing.assert_allclose(metrics[name], value, rtol=1e-5)
+    assert told == [(0, 0), (0, 0), (1, 1), (0, 0)]
+
+
+def test_a_loss_with_too_many_scalars_is_refused():
+    def loss(model: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        value = squared_error(model, batch)
+        return value, {f"part {i}": value for i in range(MAX_METRICS + 1)}
+
+    zero = zerojax.ZeroConfig(every=2)
+    state = zerojax.TrainState.abstract(
+        CASE.model, optax.sgd(1e-2), loss, mesh=zerojax.make_mesh(2, 1), zero=zero
+    )
+    with pytest.raises(ConfigurationError, match=f"has {MAX_METRICS + 1} scalars"):
+        trace_train_step(state, CASE.batches(4, 1)[0])
 
 
 def test_evaluation_reads_the_outer_weights_and_stays_in_the_node(plain):
