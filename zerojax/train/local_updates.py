@@ -294,8 +294,7 @@ def train_locally(state: TrainState, local: LocalState, batch: Batch) -> tuple[T
         *map(from_tree, (stored["params"], places.momentum, places.known, stored["residual"]))
     )
     fields = shard_specs(node, ())._replace(params=places.weights)
-    names: list[str] = []
-    """The scalars of the loss function's aux, once ``passes`` is traced."""
+    names: list[str] = []  # of the loss function's aux, once ``passes`` is traced
 
     def passes(shards: Shards, outer: Outer, report: Float32[Array, "1 columns"], batch: Batch) -> _Passed:
         exchange = FragmentExchange(spec, shards.step, shards.step_seed)
