@@ -277,10 +277,9 @@ def train_locally(state: TrainState, local: LocalState, batch: Batch) -> tuple[T
         batch: the global batch.
 
     Returns:
-        The next state, and the metrics of all nodes. Nodes report with the next exchange, so that none waits
-        for another: with an ``outer_delay``, metrics are those of the step before, and after the first step
-        NaN. "loss" and aux are means over the world, "grad_norm" is the root mean square of the nodes',
-        "skipped", "skipped_in_row" and "spike" are the largest of any node, "loss_limit" is the nodes' mean.
+        The next state, and the metrics, as ``train_step`` returns them. "loss" and aux are means over all
+        tokens; "grad_norm" is the root mean square over nodes, "loss_limit" the mean; "skipped",
+        "skipped_in_row" and "spike" are those of the node with the most.
 
     Raises:
         ConfigurationError: the loss function's aux has more than ``MAX_METRICS`` scalars.
