@@ -1,25 +1,19 @@
 #!/usr/bin/env python3
-"""Measure the cost of data: preparing tokens, reading batches, and attention that separates documents.
+"""Measure the cost of data: preparing tokens and reading batches.
 
 The text is the source code of Python's standard library, cut into documents and written as JSON lines. Rates
 are per second of one core (the process's CPU time), which other programs on the machine disturb little.
-Attention is measured on GPUs only. docs/data.md has the figures.
+docs/data.md has the figures; packed_attention.py measures attention that separates documents.
 """
 
 import argparse
 import json
-import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from generation_rows import timed
 
-from zerojax.models.attention import causal_attention
 from zerojax.run.config import DataSection
 from zerojax.run.data.batches import TrainBatches, make_rows
 from zerojax.run.data.dataset import DatasetPart, open_dataset
@@ -49,8 +43,6 @@ def main() -> None:
                 name, DataSection(source=str(text), tokenizer=tokenizer), Path(folder) / name[::-1]
             )
             measure_reading(name, part.train, options.length, options.batch)
-    if jax.default_backend() == "gpu":
-        measure_attention()
 
 
 def write_documents(path: Path, size: int) -> None:
@@ -96,38 +88,6 @@ def measure_reading(name: str, file: TokenFile, length: int, batch: int) -> None
         seconds = time.process_time() - start
         batches.close()
         print(f"{name}: read {count * batch * length / seconds / 1e6:.1f} M tokens/s, packing {packing!r}")
-
-
-def measure_attention(batch: int = 8, heads: int = 16, width: int = 128) -> None:
-    """Forward and backward of one layer's attention, with and without segments, bf16."""
-    rng = np.random.default_rng(0)
-    for time_ in (2048, 4096, 8192):
-        keys = jax.random.split(jax.random.key(0), 3)
-        q, k, v = (jax.random.normal(key, (batch, time_, heads, width), jnp.bfloat16) for key in keys)
-        # Documents of 500 tokens on average.
-        segments = jnp.asarray(np.cumsum(rng.random((batch, time_)) < 1 / 500, axis=1), jnp.int32)
-        for name, kernel, given in (
-            ("one document, cuDNN", "cudnn", None),
-            ("segments, cuDNN", "cudnn", segments),
-            ("segments, XLA", "xla", segments),
-        ):
-            if kernel == "xla" and time_ > 4096:
-                continue
-            milliseconds = time_attention(kernel, q, k, v, given)
-            print(f"attention {batch} x {time_}, {heads} heads of {width}: {name}: {milliseconds:.2f} ms")
-
-
-def time_attention(kernel: Any, *given: Any) -> float:
-    """Median of ten, in ms."""
-
-    @jax.jit
-    def step(q: Any, k: Any, v: Any, segments: Any) -> Any:
-        def loss(q: Any, k: Any, v: Any) -> Any:
-            return jnp.sum(causal_attention(q, k, v, kernel, segments).astype(jnp.float32) ** 2)
-
-        return jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
-
-    return 1e3 * statistics.median(timed(lambda: jax.block_until_ready(step(*given)), 10, untimed=3))
 
 
 if __name__ == "__main__":

@@ -4,19 +4,15 @@
     python3 scripts/bench/packed_attention.py            # about 80 s on an H100
     python3 scripts/bench/packed_attention.py --small    # what runs on a CPU, in small
 
-Rows of 8k to 128k tokens hold documents of 512 to 8192 tokens (log-uniform). Each candidate is first
-compared with an fp32 reference in a small case, gradients included, and asked whether a document's gradients
-reach another's. Then the rates: TFLOP/s count the pairs of tokens that attend to each other, 14 FLOPs for
-each pair, head and dimension (4 forward, 10 backward). "of row" is relative to cuDNN's causal attention over
-one document as long as the row, "of equal" to cuDNN's over a batch of equal documents with about as many
-pairs. A candidate that fails prints its error, and the others go on.
-
-cuDNN's packed layout is JAX's private API. dew-flash-attn (FlashAttention-3 as XLA FFI calls) and fa4-jax
-(FlashAttention-4 in the CuTe DSL) are not dependencies of zerojax, and are measured where they are installed.
+Rows of 8k to 128k tokens hold documents of 512 to 8192 tokens (log-uniform). FlashAttention-4, which "auto"
+takes, and cuDNN with a mask are first compared with an fp32 reference in small cases, gradients included, and
+asked whether a document's gradients reach another's. Then the rates: TFLOP/s count the pairs of tokens that
+attend to each other, 14 FLOPs for each pair, head and dimension (4 forward, 10 backward). "of row" is
+relative to cuDNN's causal attention over one document as long as the row, "of equal" to cuDNN's over a batch
+of equal documents with about as many pairs. ``--steps`` times training steps of a small model of packed
+documents with either, and compares their losses. What fails prints its error, and the rest goes on.
 """
 
-# pyright: reportMissingImports=false
-# The packages that are compared are not dependencies of zerojax.
 import argparse
 import math
 import statistics
@@ -24,14 +20,17 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import Array
 
+from zerojax.models import GPT, GPTConfig, flash_attention, lm_loss
 from zerojax.models.attention import causal_attention
+from zerojax.models.config import AttentionKernel
+from zerojax.models.flash_attention import document_offsets
 
 SHORTEST, LONGEST = 512, 8192
 """Of the documents, in tokens."""
@@ -42,8 +41,9 @@ ROW_FLOPS = 14
 TOLERANCE = 2e-2
 """Of the relative error of bf16 results, in norm."""
 
-TRITON = "Pallas Triton"
-"""On GPUs measured only when asked for: it compiles slowly, and its time grows with the row's square."""
+ON_GPU = jax.default_backend() == "gpu"
+PLAIN: AttentionKernel = "cudnn" if ON_GPU else "xla"
+MASK = "cuDNN with a mask"
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,8 @@ class Case:
         lengths: of the documents of each row; all rows have the same.
         width: dimensions of a head.
         window: positions that one attends to, itself included; None for all of its document.
+        by_layer: whether data says that the window applies, as in a scanned stack where some layers have it.
+        most: documents that FlashAttention-4 takes in a pass; None for the default.
     """
 
     lengths: tuple[int, ...]
@@ -61,7 +63,9 @@ class Case:
     heads: int
     kv_heads: int
     window: int | None = None
+    by_layer: bool = False
     rows: int = 1
+    most: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -82,6 +86,8 @@ class Case:
     def describe(self) -> str:
         """One line."""
         window = "" if self.window is None else f", window {self.window}"
+        window += " as data" if self.by_layer else ""
+        window += "" if self.most is None else f", {self.most} in a pass"
         return (
             f"{self.rows} x {self.tokens} tokens, {len(self.lengths)} documents of {min(self.lengths)} to "
             f"{max(self.lengths)}, {self.heads} heads ({self.kv_heads} of keys) of {self.width}{window}"
@@ -108,20 +114,17 @@ Attend = Callable[[Array, Array, Array, Array], Array]
 """Attention of queries, keys, values [rows, tokens, heads, width] and segments [rows, tokens]."""
 
 
-# --- candidates
-
-
-def one_document(case: Case, kernel: Literal["cudnn", "xla"]) -> Attend:
+def one_document(case: Case) -> Attend:
     """A document as long as the row."""
 
     def attend(q: Array, k: Array, v: Array, segments: Array) -> Array:
         del segments
-        return causal_attention(q, k, v, kernel, window=case.window)
+        return causal_attention(q, k, v, PLAIN, window=case.window)
 
     return attend
 
 
-def equal_documents(case: Case, kernel: Literal["cudnn", "xla"]) -> tuple[Attend, int]:
+def equal_documents(case: Case) -> tuple[Attend, int]:
     """A batch of equal documents; also their length, at which they have about as many pairs."""
     mean = sum(n * n for n in case.lengths) / case.tokens
     length = min(2 ** round(math.log2(mean)), case.tokens)
@@ -131,116 +134,27 @@ def equal_documents(case: Case, kernel: Literal["cudnn", "xla"]) -> tuple[Attend
     def attend(q: Array, k: Array, v: Array, segments: Array) -> Array:
         del segments
         split = [x.reshape(-1, length, *x.shape[2:]) for x in (q, k, v)]
-        return causal_attention(split[0], split[1], split[2], kernel, window=case.window).reshape(q.shape)
+        return causal_attention(split[0], split[1], split[2], PLAIN, window=case.window).reshape(q.shape)
 
     return attend, length
 
 
-def present(case: Case, kernel: Literal["cudnn", "xla"]) -> Attend:
-    """zerojax's: with cuDNN the mask is a bias."""
+def packed(case: Case, kernel: AttentionKernel) -> Attend:
+    """Documents in one row."""
 
     def attend(q: Array, k: Array, v: Array, segments: Array) -> Array:
-        return causal_attention(q, k, v, kernel, segments, window=case.window)
+        found = document_offsets(segments, case.most)
+        # As data, not a constant that the compiler knows.
+        windowed = segments[0, 0] > 0 if case.by_layer else True
+        return causal_attention(q, k, v, kernel, found, window=case.window, windowed=windowed)
 
     return attend
 
 
-def starts_of(segments: Array, most: int) -> Array:
-    """Where each document of each row starts, ascending, int32 [rows, most]; -1 beyond the last."""
-    first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    return jax.vmap(lambda row: jnp.nonzero(row, size=most, fill_value=-1)[0])(first).astype(jnp.int32)
-
-
-def offsets_of(segments: Array, most: int) -> Array:
-    """Where each document of the flattened rows starts, and where it ends, int32 [most + 1]."""
-    first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    flat = first.reshape(-1)
-    starts = jnp.nonzero(flat, size=most, fill_value=flat.size)[0]
-    return jnp.append(starts, flat.size).astype(jnp.int32)
-
-
-def cudnn_packed(case: Case, most: int) -> Attend:
-    """cuDNN's ragged layout, by JAX's private API, for at most ``most`` documents in a row."""
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
-    def attend(q: Array, k: Array, v: Array, segments: Array) -> Array:
-        starts = starts_of(segments, most)
-        ends = jnp.pad(starts[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
-        ends = jnp.where(ends < 0, q.shape[1], ends)
-        sizes = jnp.where(starts < 0, -1, ends - starts)
-        offsets = jnp.pad(starts, ((0, 0), (0, 1)), constant_values=-1)
-        out = cudnn.dot_product_attention(
-            *(q, k, v, None, None, sizes, sizes, offsets, offsets),
-            scale=case.width**-0.5,
-            mask_type=cudnn.MaskType.PADDING_CAUSAL,
-            sliding_window_length=case.window,
-        )
-        assert isinstance(out, Array)
-        return out
-
-    return attend
-
-
-def flash_3(case: Case, most: int, longest: int) -> Attend:
-    """FlashAttention-3 for at most ``most`` documents in all rows, none longer than ``longest``."""
-    from dew_flash_attn import flash_mha_varlen
-
-    window = (-1, -1) if case.window is None else (case.window - 1, 0)
-
-    def attend(q: Array, k: Array, v: Array, segments: Array) -> Array:
-        flat = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
-        offsets = offsets_of(segments, most)
-        out = flash_mha_varlen(*flat, offsets, longest, is_causal=True, window_size=window)
-        return out.reshape(q.shape)
-
-    return attend
-
-
-def flash_4(case: Case, most: int) -> Attend:
-    """FlashAttention-4's kernels for Hopper, in the CuTe DSL, for at most ``most`` documents in all rows."""
-    from fa4_jax import flash_attn_varlen
-
-    window = None if case.window is None else (case.window - 1, 0)
-
-    def attend(q: Array, k: Array, v: Array, segments: Array) -> Array:
-        flat = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
-        offsets = offsets_of(segments, most)
-        return flash_attn_varlen(*flat, offsets, offsets, causal=True, window_size=window).reshape(q.shape)
-
-    return attend
-
-
-def pallas_triton(case: Case) -> Attend:
-    """The Triton kernel of Pallas' examples, which computes masked blocks too."""
-    from jax.experimental.pallas.ops.gpu import attention as pallas
-
-    if case.window is not None:
-        raise NotImplementedError("it has no window")
-    sizes = pallas.BlockSizes(64, 64, 64, 64, 64, 64)
-
-    def attend(q: Array, k: Array, v: Array, segments: Array) -> Array:
-        k, v = (jnp.repeat(x, case.heads // case.kv_heads, axis=2) for x in (k, v))
-        mha = partial(pallas.mha, causal=True, block_sizes=sizes, sm_scale=case.width**-0.5)
-        interpret = jax.default_backend() == "cpu"
-        return mha(q, k, v, segments, num_warps=4, interpret=interpret)
-
-    return attend
-
-
-def candidates(case: Case) -> Iterator[tuple[str, Callable[[], Attend]]]:
-    """What is compared, by name, made when asked for."""
-    documents_in_all = case.rows * len(case.lengths)
-    exact = -(-documents_in_all // 16) * 16
-    longest = 2 ** math.ceil(math.log2(max(case.lengths)))
-    loose = max(case.rows * case.tokens // 256, documents_in_all)
-    kernel = "cudnn" if jax.default_backend() == "gpu" else "xla"
-    yield "cuDNN packed", lambda: cudnn_packed(case, -(-len(case.lengths) // 16) * 16)
-    yield "FlashAttention-3", lambda: flash_3(case, exact, min(longest, case.tokens))
-    yield f"FA-3, {loose} documents, row", lambda: flash_3(case, loose, case.tokens)
-    yield "FlashAttention-4", lambda: flash_4(case, exact)
-    yield f"FA-4, {loose} documents", lambda: flash_4(case, loose)
-    yield "present", lambda: present(case, kernel)
-    yield TRITON, lambda: pallas_triton(case)
+def candidates(case: Case) -> Iterator[tuple[str, Attend]]:
+    """What is compared, by name."""
+    yield "FlashAttention-4", packed(case, "flash_attention_4")
+    yield MASK, packed(case, PLAIN)
 
 
 # --- checks
@@ -289,20 +203,17 @@ def reference(case: Case, segments: Array) -> Attend:
     return attend
 
 
-def check(case: Case, wanted: Callable[[str], bool]) -> None:
+def check(case: Case) -> None:
     """Print the errors of each candidate, and whether gradients cross from one document to another."""
     print(f"\ncheck: {case.describe()}")
     segments = case.segments
     given = arrays(case)
-    wide = [x.astype(jnp.float32) for x in given]
-    q, k, v, g = wide
+    q, k, v, g = (x.astype(jnp.float32) for x in given)
     exact = jax.jit(step_of(reference(case, segments)))(q, k, v, g, segments)
     one = (segments == 2)[:, :, None, None]
-    for name, make in candidates(case):
-        if not wanted(name):
-            continue
+    for name, attend in candidates(case):
         try:
-            step = jax.jit(step_of(make()))
+            step = jax.jit(step_of(attend))
             found = step(*given, segments)
             errors = [
                 float(jnp.linalg.norm((a - b).ravel()) / jnp.linalg.norm(b.ravel()))
@@ -313,7 +224,7 @@ def check(case: Case, wanted: Callable[[str], bool]) -> None:
             leaked = max(float(jnp.max(jnp.abs(jnp.where(one, 0, x.astype(jnp.float32))))) for x in alone)
             good = all(e < TOLERANCE for e in errors) and leaked == 0
             texts = ", ".join(f"{n} {e:.1e}" for n, e in zip(("out", "dq", "dk", "dv"), errors, strict=True))
-            print(f"  {name:<28} {'ok' if good else 'WRONG':<6} {texts}; leaked {leaked:.1e}", flush=True)
+            print(f"  {name:<22} {'ok' if good else 'WRONG':<6} {texts}; leaked {leaked:.1e}", flush=True)
         except Exception as error:
             report(name, error)
 
@@ -338,35 +249,26 @@ def milliseconds(run: Callable[[], object], seconds: float) -> float:
     return 1e3 * statistics.median(rounds)
 
 
-def measure(case: Case, wanted: Callable[[str], bool], deadline: float, seconds: float) -> None:
+def measure(case: Case, seconds: float) -> None:
     """Print a table of one case."""
     print(f"\n{case.describe()}: {case.pairs / 1e6:.1f} M pairs")
-    columns = ("ms", 8), ("TFLOP/s", 8), ("of row", 7), ("of equal", 8), ("temp GB", 8), ("peak GB", 8)
-    print(" " * 30, *(f"{title:>{width}}" for title, width in columns), "compile s")
+    columns = ("ms", 8), ("TFLOP/s", 8), ("of row", 7), ("of equal", 8), ("temp GB", 8)
+    print(" " * 24, *(f"{title:>{width}}" for title, width in columns), "compile s")
     segments = case.segments
     given = arrays(case)
-    kernel = "cudnn" if jax.default_backend() == "gpu" else "xla"
-    equal, length = equal_documents(case, kernel)
+    equal, length = equal_documents(case)
     row = replace(case, lengths=(case.tokens,)).pairs
     batch = replace(case, lengths=(length,) * (case.tokens // length)).pairs
     bases: list[float] = []
-    base_rows: list[tuple[str, Callable[[], Attend], int]] = [
-        ("cuDNN, one document", lambda: one_document(case, kernel), row),
-        (f"cuDNN, equal ({length})", lambda: equal, batch),
-    ]
-    for name, make, pairs in [*base_rows, *((n, m, case.pairs) for n, m in candidates(case))]:
-        if len(bases) == len(base_rows) and not wanted(name):
-            continue
-        if time.monotonic() > deadline:
-            print(f"  {name:<28} not measured: no time left")
-            continue
+    base_rows = [("cuDNN, one document", one_document(case), row), (f"cuDNN, equal ({length})", equal, batch)]
+    for name, attend, pairs in [*base_rows, *((n, a, case.pairs) for n, a in candidates(case))]:
         bias = 2 * case.rows * case.tokens**2
-        if name == "present" and bias > 1 << 33:
-            print(f"  {name:<28} not measured: its bias has {bias / 1e9:.0f} GB")
+        if name == MASK and bias > 1 << 33:
+            print(f"  {name:<22} not measured: its mask has {bias / 1e9:.0f} GB")
             continue
         try:
             start = time.monotonic()
-            compiled = jax.jit(step_of(make())).lower(*given, segments).compile()
+            compiled = jax.jit(step_of(attend)).lower(*given, segments).compile()
             took = time.monotonic() - start
             ms = milliseconds(lambda compiled=compiled: compiled(*given, segments), seconds)
             rate = ROW_FLOPS * pairs * case.heads * case.width / ms / 1e9
@@ -375,11 +277,8 @@ def measure(case: Case, wanted: Callable[[str], bool], deadline: float, seconds:
             shares = [f"{rate / base:.0%}" for base in bases] + [""] * (2 - len(bases))
             memory = compiled.memory_analysis()
             temp = 0 if memory is None else memory.temp_size_in_bytes / 1e9
-            # Of all so far. Unlike XLA's figure it has what a kernel allocates when it runs.
-            peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9
             print(
-                f"  {name:<28} {ms:8.2f} {rate:8.1f} {shares[0]:>7} {shares[1]:>8} {temp:8.2f} {peak:8.2f} "
-                f"{took:9.1f}",
+                f"  {name:<22} {ms:8.2f} {rate:8.1f} {shares[0]:>7} {shares[1]:>8} {temp:8.2f} {took:9.1f}",
                 flush=True,
             )
         except Exception as error:
@@ -388,10 +287,40 @@ def measure(case: Case, wanted: Callable[[str], bool], deadline: float, seconds:
             report(name, error)
 
 
+def measure_steps(tokens: int, width: int, seconds: float) -> None:
+    """Print the time of ``lm_loss`` and its gradients in a small model, and that the losses agree."""
+    config = GPTConfig(
+        vocab_size=1024, layers=4, d_model=width, heads=8, kv_heads=2, max_seq_len=tokens, norm="rms",
+        positions="rope", mlp="swiglu", biases=False, sliding_window=256, sliding_window_pattern=2,
+    )  # fmt: skip
+    print(f"\nlm_loss and gradients, {config.layers} layers of {width}, {tokens} tokens")
+    segments = Case(documents(tokens + 1), 1, 1, 1).segments
+    ids = jax.random.randint(jax.random.key(0), segments.shape, 0, config.vocab_size)
+    batch = {"tokens": ids, "segments": segments}
+    for kernel in dict.fromkeys(("flash_attention_4", PLAIN, "auto")):
+        model = GPT(replace(config, attention=kernel), rngs=nnx.Rngs(0))
+        graph, weights = nnx.split(model)
+        weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights)
+        loss = partial(_loss, graph)
+        try:
+            step = jax.jit(jax.value_and_grad(loss))
+            value, gradients = step(weights, batch)
+            squares = [jnp.sum(x.astype(jnp.float32) ** 2) for x in jax.tree.leaves(gradients)]
+            ms = milliseconds(lambda step=step, weights=weights: step(weights, batch), seconds)
+            norm = math.sqrt(sum(float(x) for x in squares))
+            print(f"  {kernel:<22} {ms:8.2f} ms, loss {float(value):.4f}, gradients {norm:.4f}", flush=True)
+        except Exception as error:
+            report(kernel, error)
+
+
+def _loss(graph: nnx.GraphDef[GPT], weights: nnx.State, batch: dict[str, Array]) -> Array:
+    return lm_loss(nnx.merge(graph, weights), batch)[0]
+
+
 def report(name: str, error: Exception) -> None:
     """Print the first line of an error."""
     lines = str(error).strip().splitlines() or [""]
-    print(f"  {name:<28} failed: {type(error).__name__}: {lines[0][:300]}", flush=True)
+    print(f"  {name:<22} failed: {type(error).__name__}: {lines[0][:300]}", flush=True)
 
 
 def main() -> None:
@@ -403,39 +332,46 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--budget", type=float, default=80, help="seconds after which no case begins")
     parser.add_argument("--each", type=float, default=0.25, help="seconds of runs of each measurement")
-    parser.add_argument("--only", nargs="*", default=[], help="candidates whose names begin so")
-    parser.add_argument("--without", nargs="*", default=[], help="all but those whose names begin so")
+    parser.add_argument("--cases", type=int, nargs="*", help="numbers of the cases to measure, from 0 on")
+    parser.add_argument("--wide", action="store_true", help="also check heads of 256")
+    parser.add_argument("--steps", action="store_true", help="time steps of a model as well")
     options = parser.parse_args()
-
-    def wanted(name: str) -> bool:
-        if options.only:
-            return name.startswith(tuple(options.only))
-        slow = name == TRITON and jax.default_backend() == "gpu"
-        return not slow and not name.startswith(tuple(options.without))
-
     device = jax.devices()[0]
     print(f"{device.device_kind}, jax {jax.__version__}")
-    check_case = Case((1, 37, 300, 129, 256, 45), 128, heads=8, kv_heads=2, rows=2)
-    check(check_case, wanted)
-    check(replace(check_case, width=64, window=100), wanted)
+    if not ON_GPU:
+        flash_attention._BACKEND = "reference"
+    begin_case = Case((1, 37, 300, 129, 256, 45), 128, heads=8, kv_heads=2, rows=2)
+    windowed = replace(begin_case, width=64, window=100, by_layer=True)
+    checks = [begin_case, windowed, replace(windowed, most=5)]
+    checks += [replace(begin_case, width=256)] if options.wide else []
     case = partial(Case, heads=options.heads, kv_heads=options.kv_heads)
+    k = 1024
+    cases = [
+        case(documents(32 * k), 128),
+        case(documents(8 * k), 128),
+        case(documents(128 * k), 128),
+        case(documents(32 * k), 128, window=k),
+        case(documents(32 * k), 64),
+        # Many short documents, in one pass and in several, and one that fills the row.
+        case((256,) * 128, 128),
+        case((128,) * 256, 128),
+        case((32 * k,), 128),
+    ]
     if options.small:
-        cases = [case(documents(1024), 64), case(documents(1024), 64, window=100)]
-    else:
-        k = 1024
-        cases = [
-            case(documents(32 * k), 128),
-            case(documents(8 * k), 128),
-            case(documents(128 * k), 128),
-            case(documents(32 * k), 128, window=k),
-            case(documents(32 * k), 64),
-            case(documents(128 * k), 64, window=k),
-            # What many short documents, and one that fills the row, cost.
-            case((128,) * 256, 128),
-            case((32 * k,), 128),
-        ]
-    for one in cases:
-        measure(one, wanted, begin + options.budget, options.each)
+        cases = [case(documents(k), 64), case(documents(k), 64, window=100)]
+    chosen = range(len(cases)) if options.cases is None else options.cases
+    work: list[Callable[[], None]] = [partial(check, one) for one in checks]
+    work += (
+        [partial(measure_steps, *((k, 64) if options.small else (16 * k, 1024)), options.each)]
+        if options.steps
+        else []
+    )
+    work += [partial(measure, cases[number], options.each) for number in chosen]
+    for number, part in enumerate(work):
+        if time.monotonic() - begin > options.budget:
+            print(f"\nno time left for the last {len(work) - number}")
+            break
+        part()
     print(f"\n{time.monotonic() - begin:.0f} s")
 
 

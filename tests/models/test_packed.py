@@ -1,5 +1,6 @@
 """Packed documents against each document alone, in models, on meshes and over micro-batches."""
 
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from flax import nnx
 from sgd_step import check_step
 
 from zerojax.errors import ZeroError
-from zerojax.models import GPT, GPTConfig, lm_loss
+from zerojax.models import GPT, GPTConfig, flash_attention, lm_loss
 from zerojax.models.attention import causal_attention, segment_positions
 
 VOCAB = 23
@@ -35,6 +36,9 @@ MIXED = LLAMA | {
     "rope_interleaved": True, "no_rope_layers": (0,), "sliding_window": 3, "sliding_window_layers": (1,),
     "residual_scale": 0.5, "logit_divisor": 2.0, "rope_query_growth": 0.3, "rope_original_len": 5,
 }  # fmt: skip
+# On fa4-jax's plain backend.
+FLASH = LLAMA | {"sliding_window": 3, "sliding_window_pattern": 2, "attention": "flash_attention_4"}
+NEEDS_LIBRARY = pytest.mark.skipif(find_spec("fa4_jax") is None, reason="fa4-jax is not installed")
 FAMILIES = pytest.mark.parametrize(
     "family", [{"scan": False}, WINDOW, GEMMA, MIXED], ids=["learned", "window", "gemma", "mixed"]
 )
@@ -102,11 +106,13 @@ def test_logits_loss_and_gradients_are_those_of_each_document_alone(family):
     ("family", "order"),
     [
         pytest.param(LLAMA, "depth", id="depth"),
+        pytest.param(FLASH, "breadth", id="flash-breadth", marks=NEEDS_LIBRARY),
         pytest.param(GEMMA, "breadth", id="gemma-breadth"),
         pytest.param(MIXED, "breadth", id="mixed-breadth", marks=pytest.mark.slow),
     ],
 )
-def test_a_step_counts_tokens_over_devices_and_micro_batches(family, order):
+def test_a_step_counts_tokens_over_devices_and_micro_batches(family, order, monkeypatch):
+    monkeypatch.setattr(flash_attention, "_BACKEND", "reference")
     documents, batch = draw()
     rows, tokens = alone(documents), sum(len(d) - 1 for row in documents for d in row)
     config = GPTConfig(**(SMALL | family))
@@ -147,10 +153,14 @@ def test_segments_of_another_shape_are_refused():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN's kernel runs on CUDA only")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of fa4-jax, by the CuTe DSL
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="the kernels run on CUDA only")
 @pytest.mark.parametrize("kv_heads", [2, 8])
-def test_cudnn_keeps_segments_apart(kv_heads):
+@pytest.mark.parametrize("most", [None, 4], ids=["one-pass", "passes"])
+@pytest.mark.parametrize("kernel", ["cudnn", pytest.param("flash_attention_4", marks=NEEDS_LIBRARY)])
+def test_kernels_keep_segments_apart(kernel, most, kv_heads):
     segments = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 6, (3, 256))), jnp.int32)
+    documents = flash_attention.document_offsets(segments, most)
     keys = jax.random.split(jax.random.key(0), 3)
     inputs = [
         jax.random.normal(k, (3, 256, n, 64)) for k, n in zip(keys, (8, kv_heads, kv_heads), strict=True)
@@ -158,10 +168,10 @@ def test_cudnn_keeps_segments_apart(kv_heads):
     half = [x.astype(jnp.bfloat16) for x in inputs]
 
     def loss(q, k, v, kernel):
-        out = causal_attention(q, k, v, kernel, segments)
+        out = causal_attention(q, k, v, kernel, documents, window=40, windowed=jnp.array(True))
         return jnp.sum(out.astype(jnp.float32) * jnp.cos(jnp.arange(64.0)))
 
-    ours = jax.grad(loss, argnums=(0, 1, 2))(*half, "cudnn")
+    ours = jax.jit(jax.grad(loss, argnums=(0, 1, 2)), static_argnums=3)(*half, kernel)
     theirs = jax.grad(loss, argnums=(0, 1, 2))(*(x.astype(jnp.float32) for x in half), "xla")
     for mine, exact in zip(ours, theirs, strict=True):
         assert float(jnp.linalg.norm(mine.astype(jnp.float32) - exact) / jnp.linalg.norm(exact)) < 0.01

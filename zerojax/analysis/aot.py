@@ -161,5 +161,28 @@ def cudnn_assumed() -> Generator[None]:
         yield
 
 
+@contextmanager
+def flash_attention_assumed() -> Generator[None]:
+    """Lower FlashAttention-4 for described Hopper GPUs on a machine that has none.
+
+    The kernels are compiled when a program is lowered, for the local GPU unless told otherwise. Needs fa4-jax
+    and a model with ``attention="flash_attention_4"``: "auto" also checks the local machine.
+
+    Raises:
+        CompilerMissingError: fa4-jax is not installed.
+    """
+    try:
+        kernels = importlib.import_module("fa4_jax.kernels")
+        compiler = importlib.import_module("cutlass.cutlass_dsl").CuTeDSL
+    except ModuleNotFoundError as error:
+        raise CompilerMissingError(f"{error.name} is missing: install fa4-jax") from error
+    arch = 10 * _HOPPER[0] + _HOPPER[1]
+    with (
+        mock.patch.object(kernels, "_device_arch", return_value=arch),
+        mock.patch.object(compiler._get_dsl().envar, "arch", f"sm_{arch}a"),
+    ):
+        yield
+
+
 def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split("."))

@@ -17,6 +17,7 @@ from zerojax.cli.options import read_options
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import size
 from zerojax.matmul.fp8 import has_fp8
+from zerojax.models import flash_attention
 from zerojax.network import nccl
 from zerojax.run.config import ClusterSection, MeshSection
 from zerojax.run.metrics import peak_flops
@@ -24,7 +25,7 @@ from zerojax.sharding.mesh import on_gpus
 from zerojax.versions import installed
 
 _PACKAGES = ("zerojax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers")
-_GPU_PACKAGES = ("jax-cuda13-plugin", "jax-cuda12-plugin", "jax-triton", "triton")
+_GPU_PACKAGES = ("jax-cuda13-plugin", "jax-cuda12-plugin", "jax-triton", "triton", flash_attention.PACKAGE)
 
 Rows = list[tuple[str, str]]
 
@@ -52,7 +53,7 @@ def run(arguments: list[str]) -> None:
         sections = {
             "versions": _versions(),
             "devices": _devices(),
-            "kernels": [(str(name), str(value)) for name, value in backend_report().items()],
+            "kernels": _kernels(),
             "host": _host(options.run_dir),
             "network": _network(options.mesh),
             "links and choice": _choice(options.mesh),
@@ -89,6 +90,12 @@ def _devices() -> Rows:
             facts.append(f"{peak / 1e12:.0f} TFLOP/s bf16")
         rows.append((str(device.id), ", ".join(facts)))
     return [*rows, ("fp8 matmuls", _fp8(jax.local_devices()[0]))]
+
+
+def _kernels() -> Rows:
+    lacking = flash_attention.missing()
+    packed = "FlashAttention-4" if lacking is None else f"with a mask: FlashAttention-4 needs {lacking}"
+    return [*((str(k), str(v)) for k, v in backend_report().items()), ("packed documents", packed)]
 
 
 def _fp8(device: Any) -> str:

@@ -1,8 +1,8 @@
 """Causal attention: packed documents, sliding windows, and the choice of the kernel."""
 
 from collections.abc import Callable
-from functools import partial
-from typing import Literal, NamedTuple
+from functools import cache, partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +11,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float, Int
 
 from zerojax.errors import ConfigurationError
+from zerojax.formatting import size
+from zerojax.log import logger
+from zerojax.models import flash_attention
 from zerojax.models.config import AttentionKernel
+from zerojax.models.flash_attention import ATTENTION_NAME, Documents, Options, Segments
 
-ATTENTION_NAME = "attention"
-"""The ``checkpoint_name`` of attention's output, and of what its backward pass needs besides q, k and v."""
-
-CUDNN_MAX_HEAD_DIM = 128
-"""The widest head that cuDNN's flash attention supports on every GPU since Ampere."""
-
-Segments = Int[Array, "batch time"]
-"""The document of each position, for rows that hold several."""
+FLASH_MAX_HEAD_DIM = 128
+"""The widest head that cuDNN's flash attention and FlashAttention-4 support on every GPU since Ampere."""
 
 
 def segment_positions(segments: Segments) -> Int[Array, "batch time"]:
@@ -39,7 +37,7 @@ def causal_attention(
     key: Float[Array, "batch time kv_heads dim"],
     value: Float[Array, "batch time kv_heads dim"],
     kernel: AttentionKernel = "auto",
-    segments: Segments | None = None,
+    segments: Segments | Documents | None = None,
     *,
     window: int | None = None,
     windowed: Windowed = True,
@@ -48,50 +46,61 @@ def causal_attention(
 ) -> Float[Array, "batch time heads dim"]:
     """Scaled dot-product attention of each position to itself and earlier ones.
 
-    With a window, a position attends to at most that many positions, itself included; cuDNN skips the rest.
-    Positions of different segments do not attend to each other. With cuDNN this needs a bias of
-    2 x batch x time^2 bytes, written and read in each pass of each layer and never kept. A window in addition
-    to segments, or one that is data, becomes a part of that bias. cuDNN has gradients for even lengths only:
-    an odd one is padded by a position.
+    With a window, a position attends to at most that many positions, itself included. Positions of different
+    segments do not attend to each other. cuDNN skips what lies outside a window that all layers have.
+    FlashAttention-4 skips all that is not attended to: it is for segments and for a window that is data.
+    cuDNN would read either of these from a bias of 2 x batch x time^2 bytes, written and read in each pass of
+    each layer and never kept, and computes all pairs; XLA computes all pairs in any case. cuDNN has gradients
+    for even lengths only: an odd one is padded by a position.
 
-    Scores and softmax are fp32 for any dtype. The output has the checkpoint name "attention", and with cuDNN
-    so does the log-sum-exp that the backward kernel reads: under a remat policy that saves this name, the
-    forward kernel runs once per step, not twice.
+    Scores and softmax are fp32 for any dtype. The output has the checkpoint name "attention", and so does the
+    log-sum-exp that the backward kernel of cuDNN or FlashAttention-4 reads: under a remat policy that saves
+    this name, the forward kernel runs once per step, not twice.
 
     Args:
         query: queries.
         key: keys.
         value: values.
-        kernel: "auto" is cuDNN's where it can do this.
-        segments: the document of each position.
+        kernel: "auto" is FlashAttention-4 for segments and for a window that is data, and else cuDNN's, where
+            they can do this; elsewhere XLA's. It logs why it does without FlashAttention-4 on a GPU.
+        segments: the document of each position, or ``document_offsets`` of it, which serves all layers.
         window: positions that one attends to, itself included.
         windowed: whether the window applies.
         scale: of the scores; None is 1 / sqrt(dim).
         softcap: the scores become softcap x tanh(scores / softcap).
 
     Raises:
-        ConfigurationError: a softcap with cuDNN, which has none.
+        ConfigurationError: a softcap with a kernel that has none, or FlashAttention-4 without its package.
     """
-    length = query.shape[1]
-    mask = None if segments is None else (segments[:, :, None] == segments[:, None, :])[:, None]
-    reach = None
+    batch, length = query.shape[:2]
+    reach, by_layer = None, None
     if window is not None and window < length and windowed is not False:
-        if windowed is True and mask is None:
-            reach = window - 1
-        else:  # cuDNN takes a window or a bias, not both
-            near = (_distances(length) < window) | jnp.logical_not(windowed)
-            mask = near if mask is None else mask & near
+        reach, by_layer = window - 1, None if windowed is True else windowed
     if kernel == "auto":
-        kernel = "cudnn" if softcap is None and _cudnn_takes(query) else "xla"
+        kernel = _fastest(query, softcap, masked=segments is not None or by_layer is not None)
+    if kernel != "xla" and softcap is not None:
+        raise ConfigurationError(f'softcap = {softcap}: the kernel "{kernel}" has none, only "xla"')
+    if kernel == "flash_attention_4":
+        documents = flash_attention.one_document_a_row(batch, length) if segments is None else segments
+        if not isinstance(documents, Documents):
+            documents = flash_attention.document_offsets(documents)
+        return flash_attention.attend(Options(reach, scale), query, key, value, documents, by_layer)
+    mask = None
+    if segments is not None:
+        numbers = segments.numbers if isinstance(segments, Documents) else segments
+        assert numbers is not None
+        mask = (numbers[:, :, None] == numbers[:, None, :])[:, None]
+    if reach is not None and not (mask is None and by_layer is None):
+        near = _distances(length) <= reach  # cuDNN takes a window or a bias, not both
+        near = near if by_layer is None else near | jnp.logical_not(by_layer)
+        mask, reach = near if mask is None else mask & near, None
     if kernel == "cudnn":
-        if softcap is not None:
-            raise ConfigurationError(f'softcap = {softcap}: the kernel "cudnn" has none, only "xla"')
         if length % 2:
             query, key, value, mask = _with_a_later_position(query, key, value, mask)
-        attended: Array = _cudnn_attention(_Options(reach, scale), query, key, value, mask)
+        attended: Array = _cudnn_attention(Options(reach, scale), query, key, value, mask)
         return attended[:, :length]
     if softcap is None:
-        out = _dot_product_attention(_Options(reach, scale), query, key, value, mask, "xla")
+        out = _dot_product_attention(Options(reach, scale), query, key, value, mask, "xla")
     else:
         distances = _distances(length)
         seen = (distances >= 0) & (distances < (length if reach is None else reach + 1))
@@ -127,14 +136,45 @@ def _distances(length: int) -> Int[Array, "1 1 time time"]:
     return (index[:, None] - index)[None, None]
 
 
-def _cudnn_takes(query: Array) -> bool:
-    head_dim = query.shape[-1]
-    return (
-        jax.default_backend() == "gpu"
-        and query.dtype in (jnp.bfloat16, jnp.float16)
-        and head_dim <= CUDNN_MAX_HEAD_DIM
-        and head_dim % 8 == 0
-    )
+def _fastest(query: Array, softcap: float | None, *, masked: bool) -> AttentionKernel:
+    """What "auto" stands for.
+
+    Args:
+        query: the queries.
+        softcap: of the scores.
+        masked: whether cuDNN would need a mask.
+    """
+    if jax.default_backend() != "gpu":
+        return "xla"
+    batch, length, heads, width = query.shape
+    if softcap is not None:
+        why = "attention_softcap"
+    elif query.dtype not in (jnp.bfloat16, jnp.float16):
+        why = f"{query.dtype} in place of bf16"
+    elif width > FLASH_MAX_HEAD_DIM or width % 8:
+        why = f"heads of {width}, not of a multiple of 8 up to {FLASH_MAX_HEAD_DIM}"
+    else:
+        if not masked:
+            return "cudnn"
+        if (lacking := flash_attention.missing()) is None:
+            return "flash_attention_4"
+        bias = size(2 * batch * length**2)
+        _warn(
+            f"cuDNN reads a mask of {bias} in each pass of each layer and computes all pairs of positions, "
+            f"because this process lacks {lacking}. FlashAttention-4 needs no mask"
+        )
+        return "cudnn"
+    if masked:
+        scores = size(4 * batch * heads * length**2)
+        _warn(f"XLA computes all pairs of positions, {scores} of fp32 scores a layer, because of {why}")
+    return "xla"
+
+
+@cache
+def _warn(text: str) -> None:
+    """Log, once in a process, what attention without FlashAttention-4 costs."""
+    if jax.process_index() == 0:
+        logger.warning(f"attention within documents, or a window of some layers: {text}")
 
 
 def _with_a_later_position(
@@ -147,20 +187,8 @@ def _with_a_later_position(
     return query, key, value, mask
 
 
-class _Options(NamedTuple):
-    """What a kernel is compiled for.
-
-    Attributes:
-        reach: earlier positions within the window; None for all.
-        scale: of the scores.
-    """
-
-    reach: int | None
-    scale: float | None
-
-
 def _dot_product_attention(
-    options: _Options,
+    options: Options,
     query: Array,
     key: Array,
     value: Array,
@@ -180,12 +208,12 @@ def _dot_product_attention(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _cudnn_attention(options: _Options, query: Array, key: Array, value: Array, mask: Array | None) -> Array:
+def _cudnn_attention(options: Options, query: Array, key: Array, value: Array, mask: Array | None) -> Array:
     return checkpoint_name(_dot_product_attention(options, query, key, value, mask, "cudnn"), ATTENTION_NAME)
 
 
 def _cudnn_forward(
-    options: _Options, query: Array, key: Array, value: Array, mask: Array | None
+    options: Options, query: Array, key: Array, value: Array, mask: Array | None
 ) -> tuple[Array, Callable]:
     # Naming the output outside of JAX's own rule would name a copy, leave the rule's residuals unnamed, and
     # make remat run the forward kernel again for them. Hence this rule, which names them.
@@ -203,7 +231,7 @@ def _cudnn_forward(
 
 
 def _cudnn_backward(
-    options: _Options, pullback: Callable, gradient: Array
+    options: Options, pullback: Callable, gradient: Array
 ) -> tuple[Array, Array, Array, None]:
     del options
     return *pullback(gradient), None

@@ -11,7 +11,7 @@ Positions = Literal["learned", "rope"]
 Activation = Literal["gelu", "gelu_exact", "relu", "swiglu", "geglu"]
 RopeScaling = Literal["none", "linear", "llama3", "dynamic", "yarn", "longrope"]
 Rotation = Literal["full", "local", "none"]
-AttentionKernel = Literal["auto", "cudnn", "xla"]
+AttentionKernel = Literal["auto", "cudnn", "flash_attention_4", "xla"]
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,9 @@ class GPTConfig:
             stream get init_std / sqrt(2 layers), as in GPT-2.
         scan: Whether the blocks are one scanned `zerojax.Stack`, compiled once, or a list of
             modules, each compiled.
-        attention: "cudnn", "xla", or "auto": cuDNN's flash attention on CUDA if it supports the
-            dtype and head width, else XLA's.
+        attention: "cudnn", "flash_attention_4" (of the package fa4-jax), "xla", or "auto": on CUDA, if it
+            supports the dtype and head width, FlashAttention-4 for packed documents and where layers differ
+            in their window, and else cuDNN's flash attention; elsewhere XLA's.
         loss_chunk: Tokens whose logits exist at a time in the loss; fp32 logits take
             4 x loss_chunk x vocab_size bytes.
     """

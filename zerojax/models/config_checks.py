@@ -171,6 +171,6 @@ def _check_features(c: "GPTConfig") -> None:
         "sliding_window_pattern, or left out",
     )
     require(
-        c.attention_softcap is None or c.attention != "cudnn",
-        'attention = "cudnn" has no attention_softcap: set attention to "xla", or leave it out',
+        c.attention_softcap is None or c.attention in ("auto", "xla"),
+        f'attention = "{c.attention}" has no attention_softcap: set attention to "xla", or leave it out',
     )

@@ -23,8 +23,9 @@ from jaxtyping import Float, Int, Key
 
 from zerojax.adapters.stack import Stack
 from zerojax.errors import ConfigurationError
-from zerojax.models.attention import Segments, Windowed, causal_attention, segment_positions
+from zerojax.models.attention import Windowed, causal_attention, segment_positions
 from zerojax.models.config import GPTConfig
+from zerojax.models.flash_attention import Documents, Segments, document_offsets
 from zerojax.models.kv_cache import KVCache, Positions, attend_cached
 from zerojax.models.look_up import look_up
 from zerojax.models.norms import residual_norm, rms_norm
@@ -93,7 +94,7 @@ class Attention(nnx.Module):
         self,
         x: Hidden,
         rope: Rope | None,
-        segments: Segments | None = None,
+        segments: Segments | Documents | None = None,
         windowed: Windowed = True,
         kind: RopeKind = None,
     ) -> Hidden:
@@ -174,7 +175,7 @@ class Block(nnx.Module):
         x: Hidden,
         rope: Rope | None = None,
         key: Key[Array, ""] | None = None,
-        segments: Segments | None = None,
+        segments: Segments | Documents | None = None,
         windowed: Windowed = True,
         kind: RopeKind = None,
     ) -> Hidden:
@@ -184,7 +185,7 @@ class Block(nnx.Module):
             x: the residual stream.
             rope: the rotary positions, if they are rotary.
             key: turns dropout on.
-            segments: the document of each position.
+            segments: the document of each position, or ``document_offsets`` of it.
             windowed: whether the sliding window, if the model has one, is this layer's.
             kind: this layer's table of ``rope``.
         """
@@ -317,14 +318,15 @@ class GPT(nnx.Module):
         if key is not None:
             key, first = jax.random.split(key)
             x = _dropout(x, c.dropout, first)
+        documents = None if segments is None else document_offsets(segments)
         by_layer = self._by_layer()
         if isinstance(self.blocks, Stack):
             arrays = {name: jnp.array(values) for name, values in by_layer.items()}
-            x = self.blocks(x, rope, key, segments, by_layer=arrays)
+            x = self.blocks(x, rope, key, documents, by_layer=arrays)
         else:
             for number, block in enumerate(self.blocks):
                 own: dict[str, Any] = {name: values[number] for name, values in by_layer.items()}
-                x = block(x, rope, key, segments, **own)
+                x = block(x, rope, key, documents, **own)
         return self._finish(x)
 
     def __call__(

@@ -212,7 +212,7 @@ def test_more_flops_are_executed_than_counted_only_where_something_is_computed_a
     assert work["none"].kept > work["attention"].kept > work["full"].kept
 
 
-def test_a_window_saves_what_cudnns_kernel_skips():
+def test_a_window_saves_what_flash_kernels_skip():
     def attention(**settings: Any) -> float:
         config = GPTConfig(vocab_size=64, layers=2, d_model=64, heads=2, max_seq_len=512, **settings)
         work = decoder_work(config, remat="none", dtype="bfloat16", sequences=1, length=512)
@@ -222,8 +222,12 @@ def test_a_window_saves_what_cudnns_kernel_skips():
     near = np.sum((pairs >= 0) & (pairs < 64)) / np.sum(pairs >= 0)
     assert attention(sliding_window=64) == pytest.approx(near * attention(), rel=0.01)
     assert attention(sliding_window=600) == attention()
-    # A pattern's window is a mask, and XLA's attention computes the whole square.
-    assert attention(sliding_window=64, sliding_window_pattern=2) == attention()
+    half = {"sliding_window": 64, "sliding_window_pattern": 2}
+    assert attention(**half) == pytest.approx((near + 1) / 2 * attention(), rel=0.01)
+    # In a scan this window is a mask to cuDNN, and XLA's attention computes the whole square.
+    assert (
+        attention(**half, attention="cudnn") == attention() > attention(**half, attention="cudnn", scan=False)
+    )
     assert attention(sliding_window=64, attention="xla") == 2 * attention()
 
 

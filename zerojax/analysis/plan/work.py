@@ -4,8 +4,9 @@ Let t be the tokens, d the model's width, q = (heads + 2 kv_heads) head_dim the 
 values, a that of the attention's output and f that of the MLP. A block of matrices of w elements takes 2 w t
 FLOPs forward and twice that backward; causal attention takes 2 a s t forward at s tokens per sequence (half
 of the 4 a s t of a full square) and twice that backward, in a sliding window of w tokens
-4 a t (w - w^2 / 2s). XLA's attention computes the full square in either case. Recomputing a block in the
-backward pass takes its forward FLOPs once more, under ``remat="attention"`` without the attention's.
+4 a t (w - w^2 / 2s). XLA's attention computes the full square in either case. A row counts as one document:
+packed ones take less. Recomputing a block in the backward pass takes its forward FLOPs once more, under
+``remat="attention"`` without the attention's.
 
 Elements kept from a layer's forward pass for its backward pass, and the most alive in addition during its
 backward pass (counted in programs compiled for H100; docs/planner.md has the check):
@@ -21,18 +22,18 @@ none      2 d + q + a + f (SwiGLU 2 f)   1.5 d + q + 2 f
 Products with weights read 2 d + a + f elements a token and layer, and make 2 d + q + f (SwiGLU 2 f). In fp8
 they are converted.
 
-cuDNN's attention also keeps one fp32 number per head. XLA's has fp32 scores, heads x s per token, of which
-"none" keeps one copy and the backward pass uses 2.7, and 3 q more in another layout. The loss holds one
-chunk's logits in fp32, their gradient in the compute dtype, and eight widths per token. With several chunks
-it sums the gradient of the unembedding in fp32, from one buffer to another; with a single chunk the logits'
-gradient is kept and that matmul comes last. A frozen unembedding has no gradient, so XLA removes the matmul
-and its sums; a frozen embedding has none to combine at the end.
+cuDNN's attention and FlashAttention-4 also keep one fp32 number per head. XLA's has fp32 scores, heads x s
+per token, of which "none" keeps one copy and the backward pass uses 2.7, and 3 q more in another layout. The
+loss holds one chunk's logits in fp32, their gradient in the compute dtype, and eight widths per token. With
+several chunks it sums the gradient of the unembedding in fp32, from one buffer to another; with a single
+chunk the logits' gradient is kept and that matmul comes last. A frozen unembedding has no gradient, so XLA
+removes the matmul and its sums; a frozen embedding has none to combine at the end.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zerojax.models.attention import CUDNN_MAX_HEAD_DIM
+from zerojax.models.attention import FLASH_MAX_HEAD_DIM
 from zerojax.models.config import GPTConfig, attended_tokens, flops_per_token
 from zerojax.models.loss import VOCABULARY_TILE
 from zerojax.sharding.layout import ParamLayout
@@ -87,11 +88,11 @@ class Work:
 
 
 def flash_attention(config: GPTConfig, dtype: str) -> bool:
-    """Whether attention runs as cuDNN's kernel on a GPU, which keeps no scores."""
-    takes = dtype == "bfloat16" and config.head_dim <= CUDNN_MAX_HEAD_DIM and config.head_dim % 8 == 0
-    return config.attention == "cudnn" or (
-        config.attention == "auto" and takes and config.attention_softcap is None
-    )
+    """Whether attention runs as cuDNN's kernel or FlashAttention-4 on a GPU, which keep no scores."""
+    takes = dtype == "bfloat16" and config.head_dim <= FLASH_MAX_HEAD_DIM and config.head_dim % 8 == 0
+    if config.attention == "auto":
+        return takes and config.attention_softcap is None
+    return config.attention != "xla"
 
 
 def work_of(spec: TrainSpec, config: GPTConfig, *, sequences: int, length: int) -> Work:
@@ -159,12 +160,14 @@ def decoder_work(
 
 
 def _computed_tokens(c: GPTConfig, length: int) -> float:
-    """Tokens that cuDNN's kernel reads for a position, on average.
+    """Tokens that a flash kernel reads for a position, on average over positions and layers.
 
-    It skips what lies outside a window that all layers have; the window of a pattern is a mask.
+    It skips what lies outside a window. In a scan the window of some layers is data, and a mask to cuDNN.
     """
-    window = min(length, c.sliding_window or length) if all(c.windowed) else length
-    return window - window**2 / (2 * length)
+    windows = [min(length, c.sliding_window or length) if windowed else length for windowed in c.windowed]
+    if c.attention == "cudnn" and c.scan and len(set(c.windowed)) > 1:
+        windows = [length]
+    return sum(window - window**2 / (2 * length) for window in windows) / len(windows)
 
 
 def _qkv_width(c: GPTConfig) -> int:

@@ -1,0 +1,222 @@
+"""FlashAttention-4 in documents: on fa4-jax's plain backend, or traced only."""
+
+import re
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import SingleDeviceSharding
+
+from zerojax.analysis import aot
+from zerojax.errors import ConfigurationError
+from zerojax.models import GPT, GPTConfig, attention, flash_attention, lm_loss
+from zerojax.models.attention import causal_attention
+from zerojax.models.flash_attention import Options, document_offsets
+
+NEEDS_LIBRARY = pytest.mark.skipif(find_spec("fa4_jax") is None, reason="fa4-jax is not installed")
+ROWS = jnp.array([[5, 5, 1, 2, 2, 2, 2, 0], [0, 0, 7, 7, 7, 7, 7, 8], [8, 8, 8, 8, 8, 8, 8, 8]])
+STARTS = [0, 2, 3, 7, 8, 10, 15, 16]
+
+
+def test_documents_begin_where_segments_change_and_with_each_row():
+    documents = document_offsets(ROWS)
+    np.testing.assert_array_equal(documents.offsets, STARTS + [24] * 9)
+    np.testing.assert_array_equal(document_offsets(ROWS, 3).offsets, STARTS[:4])
+    assert documents.numbers is not None
+    np.testing.assert_array_equal(
+        documents.numbers, [[0, 0, 1, 2, 2, 2, 2, 3], [4, 4, 5, 5, 5, 5, 5, 6], [7] * 8]
+    )
+    np.testing.assert_array_equal(flash_attention.one_document_a_row(3, 8).offsets, [0, 8, 16, 24])
+    assert document_offsets(jnp.zeros((2, 8192), int)).offsets.shape == (65,)
+
+
+def test_a_pass_covers_all_positions_and_uses_those_of_its_documents():
+    slots = flash_attention._slots(jnp.array([3, 7, 8]), 24)
+    np.testing.assert_array_equal(slots.offsets, [0, 3, 7, 8, 24])
+    np.testing.assert_array_equal(slots.used, [0, 4, 1, 0])
+
+
+def heads(seed: int, count: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), (*ROWS.shape, count, 8))
+
+
+@NEEDS_LIBRARY
+@pytest.mark.parametrize(("window", "most"), [(None, 2), (3, 2), ("data", 2), ("data", None)])
+def test_outputs_and_gradients_are_those_of_a_mask(window, most, monkeypatch):
+    monkeypatch.setattr(flash_attention, "_BACKEND", "reference")
+    inputs = heads(0, 4), heads(1, 2), heads(2, 2)
+    reach = None if window is None else 3
+
+    def results(kernel, segments):
+        def loss(windowed, q, k, v):
+            applies = windowed if window == "data" else True
+            out = causal_attention(q, k, v, kernel, segments, window=reach, windowed=applies, scale=0.5)
+            return jnp.sum(out * jnp.cos(jnp.arange(8.0))), out
+
+        run = jax.jit(jax.value_and_grad(loss, argnums=(1, 2, 3), has_aux=True))
+        return [run(jnp.array(windowed), *inputs) for windowed in (True, False)]
+
+    ours, theirs = results("flash_attention_4", document_offsets(ROWS, most)), results("xla", ROWS)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=2e-5), ours, theirs)
+
+
+@NEEDS_LIBRARY
+def test_the_backward_kernel_reads_what_the_forward_one_left():
+    # So nothing reads the forward kernel that the library's rule calls, and XLA drops it.
+    q, k, v = (jax.ShapeDtypeStruct((64, n, 16), jnp.bfloat16) for n in (4, 2, 2))
+    lse = jax.ShapeDtypeStruct((4, 64), jnp.float32)
+    slots = flash_attention._slots(jnp.array([0, 10, 64]), 64)
+    kernel = partial(flash_attention._backward_kernel, Options(None, None), slots)
+    jaxpr = jax.make_jaxpr(kernel)(q, k, v, q, lse, q).jaxpr
+    backward = [equation for equation in jaxpr.eqns if equation.primitive.name == "fa4_vjp"]
+    assert len(backward) == 1
+    assert backward[0].invars[:6] == jaxpr.invars
+
+
+@NEEDS_LIBRARY
+def test_a_policy_that_saves_attention_keeps_no_more_than_output_and_log_sum_exp():
+    def layer(weight, x):
+        q = (x @ weight).reshape(2, 128, 4, 64)
+        out = causal_attention(q, q[:, :, :2], q[:, :, 2:], "flash_attention_4", jnp.zeros((2, 128), int))
+        return jnp.sin(out.reshape(2, 128, 256) @ weight)
+
+    def kept(policy):
+        def residuals(w, x):
+            return jax.vjp(jax.checkpoint(layer, policy=policy), w, x)[1]
+
+        shapes = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((256, 256), (2, 128, 256)))
+        return sorted(x.shape for x in jax.tree.leaves(jax.eval_shape(residuals, *shapes)))
+
+    inputs, saved = [(2, 128, 256), (256, 256)], [(4, 256), (256, 4, 64)]
+    assert kept(None) == inputs
+    assert kept(jax.checkpoint_policies.save_only_these_names("attention")) == sorted(inputs + saved)
+
+
+@NEEDS_LIBRARY
+@pytest.mark.parametrize("scan", [True, False])
+def test_no_array_of_a_models_loss_has_a_row_squared(scan):
+    config: dict[str, Any] = {"sliding_window": 30, "sliding_window_pattern": 2, "scan": scan, "layers": 2}
+    config |= {"vocab_size": 32, "d_model": 32, "heads": 2, "max_seq_len": 520, "loss_chunk": 65}
+
+    def text(kernel):
+        model = GPT(GPTConfig(**config, attention=kernel), rngs=nnx.Rngs(0))
+        batch = {name: jax.ShapeDtypeStruct((2, 521), jnp.int32) for name in ("tokens", "segments")}
+        graph, state = nnx.split(model)
+        return str(jax.make_jaxpr(jax.grad(lambda s, b: lm_loss(nnx.merge(graph, s), b)[0]))(state, batch))
+
+    assert "520,520]" in text("xla")
+    ours = text("flash_attention_4")
+    assert "520,520]" not in ours
+    assert "window=(29, 0)" in ours
+    assert "window=(None, None)" in ours
+
+
+def choice(**options: Any) -> str:
+    """The kernel that "auto" is, traced for queries of bf16 on a GPU."""
+    q = jax.ShapeDtypeStruct((2, 128, 4, options.pop("width", 64)), options.pop("dtype", jnp.bfloat16))
+    text = str(jax.make_jaxpr(lambda q: causal_attention(q, q, q, **options))(q))
+    return "flash" if "fa4_fwd" in text else "cudnn" if "dot_product_attention_fwd" in text else "xla"
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch) -> list[str]:
+    """Traced as on a GPU with cuDNN and fa4-jax; what is logged."""
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(flash_attention, "missing", lambda: None)
+    lines: list[str] = []
+    monkeypatch.setattr(attention.logger, "warning", lines.append)
+    attention._warn.cache_clear()
+    return lines
+
+
+@NEEDS_LIBRARY
+def test_auto_is_flash_attention_where_cudnn_needs_a_mask(on_a_gpu):
+    segments = jnp.zeros((2, 128), int)
+    assert choice() == choice(window=30) == choice(window=30, windowed=False) == "cudnn"
+    assert choice(segments=segments) == choice(segments=segments, window=30) == "flash"
+    assert choice(window=30, windowed=jnp.array(True)) == "flash"
+    assert not on_a_gpu
+
+
+@pytest.mark.parametrize(
+    ("lacking", "options", "kernel", "why"),
+    [
+        ("the package fa4-jax", {}, "cudnn", r"a mask of 65\.5 KB.*lacks the package fa4-jax"),
+        (None, {"softcap": 2.0}, "xla", r"524 KB of fp32 scores.*attention_softcap"),
+        (None, {"dtype": jnp.float32}, "xla", "float32 in place of bf16"),
+        (None, {"width": 256}, "xla", "heads of 256"),
+    ],
+)
+def test_attention_without_it_says_once_what_that_costs(lacking, options, kernel, why, on_a_gpu, monkeypatch):
+    monkeypatch.setattr(flash_attention, "missing", lambda: lacking)
+    for _ in range(2):
+        assert choice(segments=jnp.zeros((2, 128), int), **options) == kernel
+    (line,) = on_a_gpu
+    assert re.search(why, line)
+
+
+@pytest.mark.parametrize(
+    ("capability", "found", "lacking"),
+    [
+        (None, True, "a GPU of NVIDIA's Ampere"),
+        ("7.5", True, "a GPU of NVIDIA's Ampere"),
+        ("gfx942", True, "a GPU of NVIDIA's Ampere"),
+        ("9.0", False, "the package fa4-jax, which zerojax"),
+        ("12.0", True, None),
+    ],
+)
+def test_what_a_process_lacks(capability, found, lacking, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability=capability)])
+    monkeypatch.setattr(flash_attention, "find_spec", lambda name: found or None)
+    answer = flash_attention.missing()
+    assert answer == lacking if lacking is None or answer is None else answer.startswith(lacking)
+
+
+def test_without_the_package_it_is_refused(monkeypatch):
+    monkeypatch.setattr(flash_attention, "find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match="needs the package fa4-jax: install zerojax"):
+        choice(kernel="flash_attention_4")
+
+
+@NEEDS_LIBRARY
+def test_lowering_without_a_gpu_is_for_hopper():
+    # What is replaced in the libraries is still there, and back afterwards.
+    kernels, compiler = import_module("fa4_jax.kernels"), import_module("cutlass.cutlass_dsl")
+    before = kernels._device_arch
+    with aot.flash_attention_assumed():
+        assert kernels._device_arch() == 90
+        assert str(compiler.BaseDSL._get_dsl().get_arch_enum()) == "sm_90a"
+    assert kernels._device_arch is before
+
+
+@NEEDS_LIBRARY
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of fa4-jax, by the CuTe DSL
+def test_the_compiled_program_runs_each_kernel_once_in_each_branch(cuda_mesh):
+    sharding = SingleDeviceSharding(cuda_mesh(1, 1).devices.flat[0])
+    q = jax.ShapeDtypeStruct((1, 8192, 4, 128), jnp.bfloat16, sharding=sharding)
+    segments = jax.ShapeDtypeStruct((1, 8192), jnp.int32, sharding=sharding)
+
+    def loss(q, segments):
+        out = causal_attention(q, q[:, :, :2], q[:, :, 2:], "flash_attention_4", segments)
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    with aot.flash_attention_assumed():
+        compiled = jax.jit(jax.grad(loss)).lower(q, segments).compile(dict(aot.COMPILER_OPTIONS))
+    text = compiled.as_text()
+    assert text is not None
+    # One pass, and as many as there must be.
+    assert len(re.findall(r'custom_call_target="cutejax\.fa4_fwd', text)) == 2
+    assert len(re.findall(r'custom_call_target="cutejax\.fa4_bwd_gqa', text)) == 2
+    # Less than cuDNN's bias alone.
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 2 * 8192**2

@@ -1,0 +1,256 @@
+"""FlashAttention-4 within documents that lie one behind another, by the optional package fa4-jax.
+
+Its kernels (Dao and others; Shepperd's port to JAX) are written in the CuTe DSL and compiled when a program
+is lowered, in 6 to 8 seconds for each width, number of heads and window. They read where documents begin, so
+no mask exists in memory. The order in which the backward kernel sums a query's gradient is not fixed.
+"""
+
+import functools
+import re
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Bool, Float, Int
+
+from zerojax.errors import ConfigurationError
+
+ATTENTION_NAME = "attention"
+"""The ``checkpoint_name`` of attention's output, and of what its backward pass needs besides q, k and v."""
+
+PACKAGE = "fa4-jax"
+
+_BACKEND = "cute"
+"""fa4-jax's kernels; its "reference" is plain JAX."""
+
+Segments = Int[Array, "batch time"]
+"""The document of each position, for rows that hold several."""
+
+
+class Options(NamedTuple):
+    """What a kernel is compiled for.
+
+    Attributes:
+        reach: earlier positions within the window; None for all.
+        scale: of the scores.
+    """
+
+    reach: int | None
+    scale: float | None
+
+
+class Documents(NamedTuple):
+    """Documents in the flattened rows of a batch. A row begins with one, whatever the last one ends with.
+
+    Attributes:
+        offsets: where each of the first documents begins, and where the last of these ends; int32, ascending.
+            Those that do not exist begin and end behind the last position.
+        numbers: the document of each position, counted from 0, int32 [batch, time]; None where ``offsets``
+            has all documents.
+    """
+
+    offsets: Int[Array, " most_and_one"]
+    numbers: Segments | None
+
+
+def document_offsets(segments: Segments, most: int | None = None) -> Documents:
+    """The documents of packed rows.
+
+    Args:
+        segments: equal for neighbours of one document.
+        most: how many documents attention takes in one pass. There may be more, at the price of more passes;
+            None is one for each 256 positions, but at least 16, of which a kernel takes 1% to 3% longer than
+            for those that exist.
+    """
+    first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    numbers = jnp.cumsum(first.reshape(-1), dtype=jnp.int32).reshape(segments.shape) - 1
+    most = min(max(segments.size // 256, 16) if most is None else most, segments.size)
+    return Documents(_offsets(numbers, jnp.arange(most + 1)), numbers)
+
+
+def one_document_a_row(batch: int, time: int) -> Documents:
+    """The documents of rows that hold one each."""
+    return Documents(jnp.arange(batch + 1, dtype=jnp.int32) * time, None)
+
+
+def _offsets(numbers: Segments, wanted: Int[Array, " documents"]) -> Int[Array, " documents"]:
+    """Where documents begin; those behind the last one at the number of positions."""
+    # One fused kernel, where jnp.nonzero needs several.
+    return jnp.searchsorted(numbers.reshape(-1), wanted, method="scan_unrolled").astype(jnp.int32)
+
+
+def missing() -> str | None:
+    """What this process lacks for the kernels, for a message; None if it has all."""
+    capability = re.match(r"(\d+)\.\d", str(getattr(jax.devices()[0], "compute_capability", "")))
+    if capability is None or int(capability[1]) < 8:
+        return "a GPU of NVIDIA's Ampere or a newer generation"
+    return None if find_spec("fa4_jax") else f"the package {PACKAGE}, which zerojax[gpu] installs"
+
+
+def attend(
+    options: Options,
+    query: Float[Array, "batch time heads dim"],
+    key: Float[Array, "batch time kv_heads dim"],
+    value: Float[Array, "batch time kv_heads dim"],
+    documents: Documents,
+    windowed: Bool[Array, ""] | None = None,
+) -> Float[Array, "batch time heads dim"]:
+    """Attention of each position to itself and earlier ones of its document.
+
+    Args:
+        options: window and scale.
+        query: bf16 or fp16, in heads of a multiple of 8.
+        key: keys.
+        value: values.
+        documents: of the rows.
+        windowed: whether the window applies, as data; None if it does.
+
+    Raises:
+        ConfigurationError: fa4-jax is not installed.
+    """
+    if not find_spec("fa4_jax"):
+        raise ConfigurationError(
+            f'attention = "flash_attention_4" needs the package {PACKAGE}: install zerojax[gpu], or leave it '
+            "out"
+        )
+    flat = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
+    attended: Array = _attention(options, *flat, documents, windowed)
+    return attended.reshape(query.shape)
+
+
+class _Slots(NamedTuple):
+    """Stretches that cover all positions.
+
+    Attributes:
+        offsets: where each begins, and the number of positions.
+        used: positions of each that take part.
+    """
+
+    offsets: Int[Array, " slots_and_one"]
+    used: Int[Array, " slots"]
+
+
+def _slots(offsets: Int[Array, " documents_and_one"], tokens: int) -> _Slots:
+    """The documents, and the positions before and behind them, which take no part."""
+    used = jnp.pad(offsets[1:] - offsets[:-1], 1)
+    return _Slots(jnp.pad(jnp.pad(offsets, (1, 0)), (0, 1), constant_values=tokens), used)
+
+
+_Kernel = Callable[..., tuple[Array, ...]]
+"""Of options, slots and arrays; what it leaves for positions that take no part is undefined."""
+
+
+def _in_passes(
+    kernel: _Kernel, options: Options, documents: Documents, windowed: Array | None, arrays: tuple[Array, ...]
+) -> tuple[Array, ...]:
+    """The results of a kernel that takes as many documents at a time as ``documents.offsets`` has.
+
+    Data says how many documents there are, and in a scanned stack which layers have the window, so this is a
+    branch on the device. XLA's waits for the GPU to reach it before it launches the kernels of the branch: an
+    idle time of about as long as a few launches, once per layer and pass. Bounds that need no branch cost
+    more: the kernels' time and memory grow with the bound, and there may be as many documents as positions.
+    """
+    offsets, numbers = documents
+    tokens, most = arrays[0].shape[0], offsets.size - 1
+
+    def one(options: Options, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+        return kernel(options, _slots(offsets, tokens), *arrays)
+
+    def several(options: Options, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+        assert numbers is not None
+        known, passes = numbers, numbers.reshape(-1) // most
+
+        def merge(number: Array, merged: tuple[Array, ...]) -> tuple[Array, ...]:
+            slots = _slots(_offsets(known, number * most + jnp.arange(most + 1)), tokens)
+            own = passes == number
+            return tuple(
+                # Log-sum-exps are [heads, tokens], all else [tokens, heads, dim].
+                jnp.where(own if new.ndim == 2 else own[:, None, None], new, old)
+                for new, old in zip(kernel(options, slots, *arrays), merged, strict=True)
+            )
+
+        shapes = jax.eval_shape(functools.partial(one, options), arrays)
+        return jax.lax.fori_loop(0, passes[-1] + 1, merge, tuple(jnp.zeros(x.shape, x.dtype) for x in shapes))
+
+    branches = [functools.partial(one, options)]
+    index = jnp.int32(0)
+    if numbers is not None and most < tokens:
+        branches += [functools.partial(several, options)]
+        index += numbers[-1, -1] >= most
+    if windowed is not None:
+        index += len(branches) * jnp.logical_not(windowed)
+        everything = options._replace(reach=None)
+        branches += [functools.partial(branch.func, everything) for branch in branches]
+    return jax.lax.switch(index, branches, arrays)
+
+
+def _forward_kernel(
+    options: Options, slots: _Slots, query: Array, key: Array, value: Array
+) -> tuple[Array, Array]:
+    """The output, and the log-sum-exps of the scores."""
+    from fa4_jax import flash_attn_varlen
+
+    return flash_attn_varlen(
+        *(query, key, value, slots.offsets, slots.offsets),
+        seqused_q=slots.used,
+        seqused_k=slots.used,
+        causal=True,
+        window_size=None if options.reach is None else (options.reach, 0),
+        scale=options.scale,
+        return_lse=True,
+        backend=_BACKEND,
+    )
+
+
+def _backward_kernel(
+    options: Options, slots: _Slots, query: Array, key: Array, value: Array, *rest: Array
+) -> tuple[Array, Array, Array]:
+    """The gradients of queries, keys and values, from those of the output."""
+    kept_out, kept_lse, gradient = rest
+    forward = functools.partial(_forward_kernel, options, slots)
+    out, pullback, lse = jax.vjp(forward, query, key, value, has_aux=True)
+    # The library has no backward pass of its own name. With what is kept in their place, nothing reads the
+    # results of this forward kernel, so it does not run.
+    kept = {id(out): kept_out, id(lse): kept_lse}
+    return jax.tree.map(lambda residual: kept.get(id(residual), residual), pullback)(gradient)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(
+    options: Options,
+    query: Array,
+    key: Array,
+    value: Array,
+    documents: Documents,
+    windowed: Array | None,
+) -> Array:
+    return _attention_forward(options, query, key, value, documents, windowed)[0]
+
+
+def _attention_forward(
+    options: Options,
+    query: Array,
+    key: Array,
+    value: Array,
+    documents: Documents,
+    windowed: Array | None,
+) -> tuple[Array, tuple]:
+    arrays = (query, key, value)
+    results = _in_passes(_forward_kernel, options, documents, windowed, arrays)
+    out, lse = (checkpoint_name(x, ATTENTION_NAME) for x in results)
+    return out, (documents, windowed, (*arrays, out, lse))
+
+
+def _attention_backward(
+    options: Options, residuals: tuple, gradient: Array
+) -> tuple[Array, Array, Array, None, None]:
+    documents, windowed, arrays = residuals
+    gradients = _in_passes(_backward_kernel, options, documents, windowed, (*arrays, gradient))
+    return gradients[0], gradients[1], gradients[2], None, None
+
+
+_attention.defvjp(_attention_forward, _attention_backward)
