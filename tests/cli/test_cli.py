@@ -88,7 +88,15 @@ def test_a_prompt_may_be_any_bytes(finished: RunFolder, capfd: pytest.CaptureFix
 def test_doctor(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--mesh.nodes", "3"]) == 0
     out = capfd.readouterr().out
-    for part in ("jax ", "devices", "4 devices per node", "kernels", "memory", "fp8 matmuls"):
+    for part in (
+        "jax ",
+        "devices",
+        "4 devices per node",
+        "kernels",
+        "memory",
+        "fp8 matmuls",
+        "packed documents",
+    ):
         assert part in out
     assert main(["doctor", "--mesh.nodes", "99"]) == 0
     assert "refused" in capfd.readouterr().out
