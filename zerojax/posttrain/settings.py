@@ -86,6 +86,15 @@ def check_settings(config: RunConfig, processes: int) -> None:
         )
     if settings.max_turns != type(settings).max_turns and not settings.environment:
         raise ConfigurationError("posttrain.max_turns is read with posttrain.environment alone: leave it out")
+    for name, every in {
+        "zero": config.zero.every,
+        "critic": config.critic.zero.get("preset") == "local",
+    }.items():
+        if every:
+            raise ConfigurationError(
+                f"[{name}] asks for local updates, with which each node trains weights of its own, while "
+                f"rollouts are of the outer ones: set {name}.preset to another, such as delta"
+            )
     if settings.reward_model:
         check_reward_model(config)
     if rows % train.batch_size:

@@ -163,7 +163,8 @@ def make_layout(
         if fp8:
             fewer = zero.weights_delta or BITS[weights.node.fmt] < 8
             weights = PerHop(node=weights.node if fewer else operand, local=operand)
-    blocks = [codec.block for codec in (*weights, *grads) if not codec.raw or zero.every]
+    in_fragments = zero.every > 0 and not frozen
+    blocks = [codec.block for codec in (*weights, *grads) if not codec.raw or in_fragments]
     unit = chunks * max(blocks, default=1)
     shard = unit * -(-max(1, p.size) // (unit * world.size))
     rotation = zero.rotation if not all(codec.raw for codec in grads) else 0

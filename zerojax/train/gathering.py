@@ -7,15 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
+from zerojax.comm.in_order import on_mesh, one_at_a_time
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import merged
 from zerojax.sharding.layout import ParamLayout, from_stored, to_stored, without_place
+from zerojax.sharding.mesh import NODE
 from zerojax.sharding.param_tree import from_tree, to_tree
-from zerojax.train.fields import copied
+from zerojax.train.blocks import flat_blocks, stored_blocks
+from zerojax.train.fields import copied, specs_of
 from zerojax.train.frozen import decode_frozen
+from zerojax.train.local_state import abstract_local
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState, check_there
 
@@ -122,21 +127,61 @@ def put_params(state: TrainState, params: PyTree) -> TrainState:
 def averaged(state: TrainState) -> TrainState:
     """A state whose weights are the average, for evaluation or gathering, not for training.
 
-    It shares its arrays with ``state``, and is invalid after a step from that.
+    It shares its arrays with ``state``, and is invalid after a step from that. With local updates it is the
+    mean of the nodes' averages, each of its own weights.
 
     Raises:
         ConfigurationError: the optimizer keeps no average, or has made no update yet.
     """
     check_there(state)
     params = optax.tree_utils.tree_get(state.opt_state, "averaged_params")
+    count = optax.tree_utils.tree_get(state.opt_state, "averaged_count")
     if params is None:
         raise ConfigurationError(
             "there is no average of the weights: end the optimizer's chain with zerojax.average_weights, or "
             "set optimizer.ema_decay."
         )
-    if not int(optax.tree_utils.tree_get(state.opt_state, "averaged_count")):
+    local = state.local
+    if local is not None:
+        params, known, count = _mean_of_nodes(state.spec, params, count)
+        local = dataclasses.replace(local, known=known)
+    if not int(count):
         raise ConfigurationError("there is no average of the weights before the first step: take one.")
-    return state.replace(params=params)
+    return state.replace(params=params, local=local)
+
+
+def _mean_of_nodes(spec: TrainSpec, averages: PyTree, counts: Array) -> tuple[PyTree, PyTree, Array]:
+    """The mean of the averages of those nodes that have one.
+
+    Returns:
+        It, stored like the outer weights; it, as every node knows them; and the most updates in an average.
+    """
+
+    def on_device(averages: PyTree, counts: Array) -> tuple[PyTree, PyTree, Array]:
+        there = (counts[0] > 0).astype(jnp.float32)
+        nodes = jnp.maximum(lax.psum(there, NODE), 1)
+        known = jax.tree.map(lambda x: lax.psum(there * x[0], NODE) / nodes, averages)
+        blocks = flat_blocks(from_tree(known), spec.leaves)
+        own = {
+            path: x.reshape(*x.shape[:-1], spec.world.nodes, -1)[..., lax.axis_index(NODE), :]
+            for path, x in blocks.items()
+        }
+        return to_tree(stored_blocks(own, spec.leaves)), known, lax.pmax(counts[0], NODE)
+
+    def make() -> jax.stages.Wrapped:
+        places = specs_of(abstract_local(spec))
+        params = to_tree(spec.by_path(spec.param_spec))
+        by_node, everyone = PartitionSpec(NODE), PartitionSpec()
+        return jax.jit(
+            on_mesh(
+                on_device,
+                spec.mesh,
+                in_specs=(places.weights, by_node),
+                out_specs=(params, places.known, everyone),
+            )
+        )
+
+    return one_at_a_time(spec.mesh, spec.once("mean of nodes", make)(averages, counts))
 
 
 def _gathered(spec: TrainSpec, leaf: ParamLayout, stored: Any) -> np.ndarray:

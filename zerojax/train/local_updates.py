@@ -370,7 +370,7 @@ def train_locally(state: TrainState, local: LocalState, batch: Batch) -> tuple[T
         skipped_in_row=metrics["skipped_in_row"],
         params=params,
         opt_state=after.opt_state,
-        model_state=passed.model_state,
+        model_state=jax.tree.map(_unless_broken, passed.model_state, state.model_state),
         residual=residual,
         losses=after.losses,
         local=LocalState(done.own, known, momentum, after.skipped_in_row, report),
@@ -395,6 +395,13 @@ def reported(spec: TrainSpec, local: LocalState) -> dict[str, Array]:
         return jax.jit(lambda report: _metrics(spec, gather(report), names))
 
     return one_at_a_time(spec.mesh, spec.once(f"report of {names}", make)(local.report))
+
+
+def _unless_broken(after: Array, before: Array) -> Array:
+    """State that all nodes share, such as batch statistics; as it was, if that of a node is not finite."""
+    if not jnp.issubdtype(after.dtype, jnp.inexact):
+        return after
+    return jnp.where(jnp.isfinite(after).all(), after, before)
 
 
 def _report(sums: Sums, metrics: dict[str, Array], names: list[str]) -> Float32[Array, "nodes columns"]:

@@ -296,7 +296,8 @@ def _compiled_eval(spec: TrainSpec) -> jax.stages.Wrapped:
 def _train(state: TrainState, read: _Read, batch: Batch) -> tuple[TrainState, Metrics]:
     spec = state.spec
     if state.local is not None:
-        return train_locally(state.replace(**read), state.local, batch)
+        following, metrics = train_locally(state.replace(**read), state.local, batch)
+        return following.replace(frozen={}), metrics
     after, metrics = _gradients(spec, state.replace(**read), batch)
     trained, ok, told = updated(spec, state.trained, after.gradients, metrics["loss"])
     following = state.replace(

@@ -311,6 +311,7 @@ def test_a_critic_of_another_tokenizer_is_refused(place: Path, finished: RunFold
         ({"posttrain": {"temperature": 1e-7}}, "posttrain.temperature must be at least 1e-06"),
         ({"posttrain": {"value_clip": -1.0}}, "posttrain.value_clip must be at least 0"),
         ({"critic": {"learning_rate": 0.0}}, "critic.learning_rate must be positive"),
+        ({"critic": {"preset": "local"}}, r"\[critic\] asks for local updates"),
         ({"posttrain": {"reward": "", "reward_model": "gone"}}, "posttrain.reward_model: gone is neither"),
         ({"model": {"tied": False, "outputs": 1}}, 'posttrain.method = "ppo" needs a language model'),
     ],

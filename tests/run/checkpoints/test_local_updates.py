@@ -11,7 +11,7 @@ import pytest
 from flax import nnx, traverse_util
 
 import zerojax
-from zerojax.run.checkpoints import Checkpoints, Record, restore
+from zerojax.run.checkpoints import Checkpoints, Record, restore, restore_weights
 from zerojax.run.checkpoints.canonical import to_canonical
 
 ADAMW = optax.adamw(1e-2)
@@ -164,3 +164,12 @@ def test_inference_reads_the_outer_weights_alone(saved, kept):
     assert_same(host(state), kept, "params/")
     averaged = restore(saved, make(1, 2, tx=None), average=True)
     np.testing.assert_allclose(host(averaged)["params/gain"], kept["average/params/gain"].mean(), rtol=1e-6)
+
+
+def test_a_new_run_begins_with_the_outer_weights_of_another(saved, kept):
+    found = host(restore_weights(saved, make(2, 1, filled=True, **LOCAL)))
+    for name in (name for name in kept if name.startswith("params/")):
+        np.testing.assert_array_equal(found[name], kept[name], err_msg=name)
+        for own in found[name.replace("params", "nodes/weights")]:
+            np.testing.assert_array_equal(own, kept[name], err_msg=name)
+    assert not found["outer/momentum/blocks/block/kernel"].any()
