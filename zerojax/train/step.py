@@ -64,8 +64,8 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         function's aux (means over the world), "grad_norm", "skipped" (0 or 1), "skipped_in_row"; with a
         ``SpikeRule`` also "spike" (0 or 1) and "loss_limit", the largest loss that is not a spike.
 
-        With local updates (``ZeroConfig.every``) and an ``outer_delay`` those of the step before, and
-        NaN or 0 at the first step: nodes report with the next exchange, so that no step waits for another
+        With local updates (``ZeroConfig.every``) and an ``outer_delay`` they are those of the step before,
+        and NaN or 0 at the first step: nodes report with the next exchange, so that no step waits for another
         node. ``last_metrics`` has those of the last step. "skipped" and "skipped_in_row" are then those of
         the node with the most, and "grad_norm" is the root mean square over nodes.
 
