@@ -161,7 +161,7 @@ class CommReport:
             return "one node: nothing crosses the network"
         return (
             f"between nodes, per node and step: {size(self.between_nodes)} = "
-            f"{self.between_nodes / self.model_bytes:.3f} M (M = 2 bytes x {self.parameters:,} parameters); "
+            f"{self.between_nodes / self.model_bytes:.4g} M (M = 2 bytes x {self.parameters:,} parameters); "
             f"ZeRO-3 in bf16 sends 3 M x {self.nodes - 1}/{self.nodes} = {size(self.zero3_bytes)}, "
             f"so this is {self.between_nodes / self.zero3_bytes:.1%} of it"
         )

@@ -90,7 +90,7 @@ class Plan:
             return "one node: nothing crosses the network"
         share = self.between_nodes / (2 * self.parameters)
         return (
-            f"between nodes, per node and step: {size(self.between_nodes)} = {share:.3f} M "
+            f"between nodes, per node and step: {size(self.between_nodes)} = {share:.4g} M "
             f"(M = 2 bytes x {self.parameters:,} parameters)"
         )
 
