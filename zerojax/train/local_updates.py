@@ -311,8 +311,11 @@ def train_locally(state: TrainState, local: LocalState, batch: Batch) -> tuple[T
         )
         grads, _ = per_device.to_owners(node, grads, {}, shards.step_seed)
         if sent is not None and pieces is not None:
-            # What arrives is read after the passes, so that they do not wait for it.
-            sent, grads = lax.optimization_barrier((sent, grads))
+            # What arrives is read after the passes and before the update, so that only passes hide it. An
+            # element of a gradient tells when it is there, in a stack of the first layer, which comes last:
+            # a barrier on whole gradients would copy them.
+            ends = [grad.reshape(-1)[0] for grad in grads.values()]
+            sent, sums, _ = lax.optimization_barrier((sent, sums, ends))
             flat, reports = exchange.write(flat, exchange.receive(pieces, sent)), sent.reports
         grads = stored_blocks({path: grad / sums.tokens for path, grad in grads.items()}, node.leaves)
         names[:] = sorted(sums.aux)

@@ -67,7 +67,6 @@ def test_compiled_memory_is_within_a_tenth_of_the_formula(name):
     # gradients arrive whole within the node, and as sums are before, in and behind the hop between nodes.
     raw = {"stage 3": 1 + 3 / LOCAL, "hpZ": 1 + 3 / LOCAL, "local": 1}.get(name, 0)
     units = ((4 if name == "stage 3" else 2) + raw) * 2 * plan.parameters / LAYERS
-    print(name, taken, plan.memory, units / plan.parameters, plan.parameters)
     assert taken == pytest.approx(FORMULA[name] * plan.parameters + units, rel=0.10)
     assert taken == pytest.approx(plan.memory.total, rel=0.10)
     if name == "stage 3":
