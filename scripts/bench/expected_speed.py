@@ -3,7 +3,7 @@
 
     scripts/bench/expected_speed.py --nodes 2 --gpus-per-node 4 --gpu h200 --picture docs/expected.png
 
-Prints Markdown: thousands of tokens/s of one GPU under zero3 / zero++ / delta, recomputing everything
+Prints Markdown: thousands of tokens/s of one GPU under zero3 / zero++ / delta / local, recomputing everything
 (`remat="full"`), with one micro-batch per step. More than 2048 tokens are sequences of 2048.
 """
 

@@ -268,21 +268,28 @@ def recommend(
     together = [forecast for forecast in fitting if not forecast.every]
     if not together:
         return _none_fits(tuple(forecast for forecast in forecasts if not forecast.every), cluster)
-    chosen, why = _together(together)
+    best, why = _together(together)
+    chosen = best
     local = [forecast for forecast in fitting if forecast.every and forecast.name != AS_CONFIGURED]
     apart = min(local, key=_seconds, default=None)
-    if apart and chosen.time.seconds > _WORTH_NODES_APART * apart.time.seconds:
-        chosen, why = _apart(hiding(apart.name), chosen, optimizer)
+    if apart and best.time.seconds > _WORTH_NODES_APART * apart.time.seconds:
+        chosen, why = _apart(hiding(apart.name), best, optimizer)
     settings = [f"zero.every = {chosen.every}"] if chosen.every else []
     settings += ['zero.accumulate_order = "breadth"'] if chosen.name.endswith(IN_BREADTH) else []
     setting = f" ({', '.join(settings)})" if settings else ""
-    advice = f"Take {chosen.name}{setting}: {why}."
-    if chosen.largest > sequences:
-        advice += (
-            f" With {chosen.largest} sequences a device, the most that fit, its MFU would be "
-            f"{chosen.largest_mfu:.0%}."
-        )
-    return advice
+    ways = [best] if chosen is best else [chosen, best]
+    more = "".join(_with_more(forecast, sequences) for forecast in ways)
+    return f"Take {chosen.name}{setting}: {why}.{more}"
+
+
+def _with_more(forecast: Forecast, sequences: int) -> str:
+    """What more sequences would bring, if they fit."""
+    if forecast.largest <= sequences:
+        return ""
+    return (
+        f" With {forecast.largest} sequences a device, the most that fit, the MFU of {forecast.name} would be "
+        f"{forecast.largest_mfu:.0%}."
+    )
 
 
 def _together(fitting: list[Forecast]) -> tuple[Forecast, str]:
