@@ -287,8 +287,8 @@ def _with_more(forecast: Forecast, sequences: int) -> str:
     if forecast.largest <= sequences:
         return ""
     return (
-        f" With {forecast.largest} sequences a device, the most that fit, the MFU of {forecast.name} would be "
-        f"{forecast.largest_mfu:.0%}."
+        f" With {forecast.largest} sequences a device, the most that fit, the MFU of {forecast.name} would "
+        f"be {forecast.largest_mfu:.0%}."
     )
 
 
