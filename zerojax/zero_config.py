@@ -36,7 +36,7 @@ WireFormat = Literal["compute", FloorFormat]
 FrozenFormat = Literal[WireFormat, "nf4"]
 ComputeDtype = Literal["float32", "bfloat16", "fp32", "bf16"] | type[np.generic] | np.dtype
 AccumulateOrder = Literal["depth", "breadth"]
-FrozenSpread = Literal["node", "world"]
+Spread = Literal["node", "world"]
 GradSync = Literal["micro", "step"]
 MatmulDtype = Literal["compute", "fp8"]
 Preset = Literal["zero3", "zero++", "zero++-paper", "delta", "local"]
@@ -116,6 +116,10 @@ class ZeroConfig:
         frozen_spread: over which devices a frozen weight is stored once: those of each "node", so that it
             never crosses nodes, or those of the "world", to save memory: it is then gathered over ``node`` as
             well, in the forward and in the backward pass.
+        matrix_spread: over which devices a matrix that the optimizer needs whole (Muon) has its master weight
+            and its momentum, at stage 3: those of each "node", so that neither its weight nor its update
+            crosses nodes and a step sends no more than with AdamW; or those of the "world", to save memory:
+            its momentum and its update then cross nodes in the compute format.
         every: 0, or the steps in which each weight crosses nodes once, by local updates (DiLoCo, Douillard et
             al., 2023; Streaming DiLoCo, 2025): every node trains weights of its own, and each step exchanges
             what the nodes have learnt of one fragment, 1/``every`` of all elements. Owners apply the mean to
@@ -161,7 +165,8 @@ class ZeroConfig:
     fp8: tuple[str, ...] = MATMUL_WEIGHTS
     frozen: tuple[str, ...] = ()
     frozen_weights: FrozenFormat | None = None
-    frozen_spread: FrozenSpread = "node"
+    frozen_spread: Spread = "node"
+    matrix_spread: Spread = "node"
     every: int = 0
     outer_learning_rate: float = 1.0
     outer_momentum: float = 0.0
@@ -238,6 +243,14 @@ class ZeroConfig:
         """Formats of the gradient hops, None resolved."""
         local, node = self.grads
         return PerHop(node=node or self.compute_format, local=local or self.compute_format)
+
+    @property
+    def sum_format(self) -> str:
+        """Format of gradients' sums from their owners to all nodes: that of the weights, which then stay.
+
+        It has no fewer bits than gradients have between nodes.
+        """
+        return max(self.weight_formats.node, self.grad_formats.node, key=_bits)
 
     @property
     def passes(self) -> int:

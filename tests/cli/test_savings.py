@@ -6,7 +6,7 @@ from zerojax.analysis.comm_report import CommReport, comm_report
 from zerojax.analysis.plan import plan_state, predict_memory
 from zerojax.analysis.plan.work import decoder_work
 from zerojax.cli.on_config import Options, parse
-from zerojax.cli.savings import Savings, Trial
+from zerojax.cli.savings import SAME, Savings, Trial
 from zerojax.cli.untrained import abstract_run
 from zerojax.run.config import RunConfig
 from zerojax.train.spec import TrainSpec
@@ -70,17 +70,20 @@ def test_reported_savings_are_those_of_the_option(options: tuple[str, ...], sent
 
 
 def test_the_count_of_the_traced_step_agrees():
-    """Also where the formulas omit traffic: Muon's matrices cross between nodes, too."""
+    """Also of Muon's matrices, whose way of being stored is one of the options."""
 
     def counted(*options: str) -> tuple[RunConfig, TrainState, CommReport]:
-        _, config = parse(Options, "comm", [*TINY, "--optimizer.name", "muon", *options])
+        muon = ["--optimizer.name", "muon", "--zero.matrix-spread", "world"]
+        _, config = parse(Options, "comm", [*TINY, *muon, *options])
         state, batch = abstract_run(config)
         return config, state, comm_report(state, batch)
 
     config, state, report = counted()
     savings = Savings(config, state.spec, report)
     assert savings.now.sent == round(report.between_nodes) > plan_state(state).between_nodes
-    for trial in savings.sent():
+    trials = savings.sent()
+    assert ("--zero.matrix-spread node", SAME) in [(trial.option, trial.price) for trial in trials]
+    for trial in trials:
         assert counted(*trial.option.split())[2].between_nodes == pytest.approx(trial.sent, abs=16)
 
 

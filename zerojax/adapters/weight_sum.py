@@ -35,7 +35,7 @@ class MasterWeights:
 
     Attributes:
         leaves: the layouts of all parameters.
-        shards: per path ``[.., shard]``, fp32.
+        shards: per path ``[.., owned]``, fp32.
         sinks: per path, zeros whose cotangents are the gradients (``Sharded.sink``).
         level: of the sinks, where gradients end; see ``zerojax.sharding.layout``.
     """
@@ -139,25 +139,32 @@ def _whole_weights(model: object) -> Iterator[tuple[Path, Array]]:
 
 
 def _sum_of_shards(
-    leaf: ParamLayout, level: Level, function: Elementwise, shard: Float[Array, "... shard"], sink: Sink
+    leaf: ParamLayout, level: Level, function: Elementwise, shard: Float[Array, "... owned"], sink: Sink
 ) -> Float[Array, ""]:
-    def own_part(shard: Float[Array, "... shard"]) -> Float[Array, ""]:
+    at_sink = sink.shape[-1:]
+
+    def own_part(shard: Float[Array, "... owned"]) -> Float[Array, ""]:
         # Without the padding, where `function` may not be zero.
-        first = lax.axis_index(leaf.world.owners) * leaf.shard
-        return jnp.sum(jnp.where(first + jnp.arange(leaf.shard) < leaf.size, function(shard), 0))
+        first = lax.axis_index(leaf.owners) * leaf.owned
+        return jnp.sum(jnp.where(first + jnp.arange(leaf.owned) < leaf.size, function(shard), 0))
 
     # The gradient goes to the sink, as units' gradients do: master weights are not differentiated.
     @jax.custom_vjp
-    def total(shard: Float[Array, "... shard"], sink: Sink) -> Float[Array, ""]:
+    def total(shard: Float[Array, "... owned"], sink: Sink) -> Float[Array, ""]:
         del sink
-        return lax.psum(own_part(shard), leaf.world.axes)
+        return lax.psum(own_part(shard), leaf.owners)
 
-    def forward(shard: Float[Array, "... shard"], sink: Sink) -> tuple[Float[Array, ""], Array]:
+    def forward(shard: Float[Array, "... owned"], sink: Sink) -> tuple[Float[Array, ""], Array]:
         return total(shard, sink), shard
 
-    def backward(shard: Float[Array, "... shard"], cotangent: Float[Array, ""]) -> tuple[None, Sink]:
+    def backward(shard: Float[Array, "... owned"], cotangent: Float[Array, ""]) -> tuple[None, Sink]:
         # The sum is part of every device's loss, and the devices' gradients are added up.
         (grad,) = jax.vjp(own_part, shard)[1](lax.psum(cotangent, leaf.world.axes))
+        if level == "primary" and grad.shape[-1:] == at_sink:
+            return None, grad
+        if leaf.in_every_node:
+            first = lax.axis_index(NODE) * leaf.shard
+            grad = lax.dynamic_slice_in_dim(grad, first, leaf.shard, axis=-1)
         return None, _at_sink(grad, leaf, level)
 
     total.defvjp(forward, backward)

@@ -51,6 +51,7 @@ PHASES = {
     "resync": "the whole weights instead of the delta, every delta_resync steps",
     "fragment": "local updates: what the nodes have learnt of a fragment, and its outer weights' change",
     "gradients": "the hops of the gradients",
+    "gradient sums": "to all nodes, of matrices that the optimizer needs whole; also part of the former",
     "optimizer": "matrices sent to be orthogonalised, and back",
     "scales": "the largest magnitudes of the weights of fp8 matmuls",
     "metrics": "sums of losses, counts and model state",
@@ -290,6 +291,8 @@ def _phase(place: _Place) -> str:
         return "gradients"
     if "exchange_fragment" in scopes:
         return "fragment"
+    if "sums_to_nodes" in scopes:
+        return "gradient sums"
     if "orthogonalise" in scopes:
         return "optimizer"
     if "gather_delta" in scopes:

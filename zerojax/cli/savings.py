@@ -53,8 +53,8 @@ class Savings:
     Args:
         config: of the run.
         spec: of its training step, on its mesh.
-        report: counted bytes, if known. Traffic that the formulas omit (Muon's matrices, sums of losses) is
-            assumed to be the same under all options.
+        report: counted bytes, if known. Traffic that the formulas omit (sums of losses) is assumed to be the
+            same under all options.
     """
 
     def __init__(self, config: RunConfig, spec: TrainSpec, report: CommReport | None = None) -> None:
@@ -170,6 +170,7 @@ _SENDING: list[tuple[str, Any]] = [
     ("zero.accumulate_order", "breadth"),
     ("zero.grad_sync", "step"),
     ("zero.hpz", True),
+    ("zero.matrix_spread", "node"),
     ("zero.stage", 1),
     ("zero.stage", 2),
     ("zero.preset", "zero++"),
@@ -181,6 +182,7 @@ _LOCAL_UPDATES = ("zero.preset", "local")
 _HOLDING: list[tuple[str, Any]] = [
     ("zero.remat", "full"),
     ("zero.hpz", False),
+    ("zero.matrix_spread", "world"),
     ("zero.preset", "zero3"),
     ("zero.accumulate_order", "depth"),
     ("zero.error_feedback", False),

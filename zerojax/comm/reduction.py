@@ -7,6 +7,9 @@ share one collective per hop (``zerojax.comm.coalesced``); payloads of a megabyt
    fp32, encoded again, exchanged over ``node``, decoded and summed in fp32 at the owner (qgZ, ZeRO++ section
    3.3). A scan can have each hop in an iteration of its own.
 2. ``reduce_node``: the last hop alone, if it is taken once per step.
+3. ``to_all_nodes``: the owners' sums of matrices whose master weights every node holds, encoded once more and
+   all-gathered over ``node``; every node, the owner's included, decodes the same bytes. In the backward pass
+   it is the last hop of 1 (``ShardingStrategy.sums_in_pass``), else it follows once per step.
 
 A mesh axis of extent 1 has no hop, and nothing is encoded for it. Each hop has a named scope, which profiles
 show, and from which ``zerojax.analysis.comm_report`` learns the purpose of a collective.
@@ -27,7 +30,7 @@ from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
 from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.sharding.wire_format import Codec, Seed, mix
 
-LOCAL_HOP, NODE_HOP = 1, 2
+LOCAL_HOP, NODE_HOP, SUMS_HOP = 1, 2, 3
 """What salts the random bits of a gradient's hops."""
 
 Values = tuple[Num[Array, "..."], ...]
@@ -55,6 +58,16 @@ class GradientReduction:
     def axes(self) -> tuple[str | tuple[str, str], ...]:
         """The mesh axes that a gradient crosses, in order, without those of extent 1."""
         return self.strategy.axes(self.world)
+
+    @property
+    def hops(self) -> int:
+        """How many hops a gradient takes to the sink."""
+        return len(self.axes) + self.sends_sums
+
+    @property
+    def sends_sums(self) -> bool:
+        """Whether the last hop takes sums from their owners to all nodes."""
+        return self.strategy.sums_in_pass and any(leaf.in_every_node for leaf in self.leaves)
 
     @jax.named_scope("encode_gradients")
     def encode(self, grads: Values, seed: Seed) -> Payload:
@@ -94,18 +107,22 @@ class GradientReduction:
         Args:
             chunks: as ``encode`` returns, or this method for the hop before.
             seed: the same as there.
-            hop: which of the ``axes``, from 0.
+            hop: which of the ``hops``, from 0.
 
         Returns:
             The payload of the next hop; after the last, the payload that arrived, not yet decoded.
         """
         axes = self.axes
         own_stream = self.strategy.own_stream
+        if hop == len(axes):
+            with jax.named_scope(self._last_scope):
+                return tuple(self._gather_sums(chunk, own_stream=own_stream) for chunk in chunks)
         if hop == len(axes) - 1:
             with jax.named_scope(self._last_scope):
-                return tuple(
+                arrived = tuple(
                     tuple(exchange_together(chunk, axes[hop], own_stream=own_stream)) for chunk in chunks
                 )
+            return self._at_owners(arrived, seed)
         sent: list[Values] = []
         with jax.named_scope("reduce_local"):
             for index, chunk in enumerate(chunks):
@@ -117,6 +134,43 @@ class GradientReduction:
                 sent.append(tuple(summed))
         return tuple(sent)
 
+    @property
+    def joins_hops(self) -> bool:
+        """Whether the last two hops of different layers are to be sent by ``send_both``."""
+        return self.sends_sums and self.strategy.own_stream
+
+    def send_both(self, payload: Payload, sums: Payload, seed: Seed) -> tuple[Payload, Payload]:
+        """Take two layers' gradients over the last two hops in one collective.
+
+        XLA runs no two at once on the stream of the hops between nodes. What a node sends to all others is in
+        the row of each, which is as many bytes as gathering it.
+
+        Args:
+            payload: for the hop to the owners, as ``send`` takes it.
+            sums: for the last hop, of another layer.
+            seed: of ``payload``.
+
+        Returns:
+            As ``send`` for each.
+        """
+        (chunk,), (encoded,) = payload, sums
+        with jax.named_scope(self._last_scope):
+            for_all = [x for x, leaf in self._each(encoded) if leaf.sums]
+            rows = [jnp.broadcast_to(x, (self.world.nodes, x.size)) for x in for_all]
+            arrived = exchange_together([*chunk, *rows], NODE, own_stream=True)
+        gathered = iter(arrived[len(chunk) :])
+        every = tuple(next(gathered) if leaf.sums else x for x, leaf in self._each(encoded))
+        return self._at_owners((tuple(arrived[: len(chunk)]),), seed), (every,)
+
+    def _at_owners(self, arrived: Payload, seed: Seed) -> Payload:
+        """What has arrived at the owners; the sums of it, encoded, if those go on to all nodes."""
+        if not self.sends_sums:
+            return arrived
+        return tuple(
+            self._encode_sums(self._totals(chunk, len(arrived)), mix(seed, index))
+            for index, chunk in enumerate(arrived)
+        )
+
     def sum(self, arrived: Payload) -> Values:
         """Decode and sum the payload of the last hop; without hops, that of ``encode``.
 
@@ -126,21 +180,26 @@ class GradientReduction:
         """
         if not self.axes:
             return tuple(rows.reshape(-1).astype(jnp.float32) for rows in arrived[0])
+        of_chunk = self._decode_sums if self.sends_sums else self._totals
+        pieces = [of_chunk(chunk, len(arrived)) for chunk in arrived]
+        if len(pieces) == 1:
+            return tuple(x.reshape(-1) for x in pieces[0])
+        return tuple(jnp.concatenate(parts, axis=-1).reshape(-1) for parts in zip(*pieces, strict=True))
+
+    def _totals(self, chunk: Values, chunks: int) -> Values:
+        """The sums of what arrived of a chunk by the last of the ``axes``."""
         to_owner = self.strategy.summed_at == "primary"
 
         def total(rows: Rows, leaf: ParamLayout) -> Float[Array, " n"]:
-            size = (leaf.shard if to_owner else leaf.secondary) // len(arrived)
+            size = (leaf.shard if to_owner else leaf.secondary) // chunks
             return self._last_codec(leaf).decode_sum(rows, size, rotation=leaf.rotation)
 
         with jax.named_scope(self._last_scope):
-            pieces = [tuple(total(rows, leaf) for rows, leaf in self._each(chunk)) for chunk in arrived]
-        if len(pieces) == 1:
-            return pieces[0]
-        return tuple(jnp.concatenate(parts) for parts in zip(*pieces, strict=True))
+            return tuple(total(rows, leaf) for rows, leaf in self._each(chunk))
 
     def deliver(self, payload: Payload, seed: Seed) -> Values:
         """Send encoded gradients over all hops, and sum them."""
-        for hop in range(len(self.axes)):
+        for hop in range(self.hops):
             payload = self.send(payload, seed, hop)
         return self.sum(payload)
 
@@ -194,6 +253,50 @@ class GradientReduction:
         return tuple(
             leaf.grads.node.decode_sum(rows, leaf.shard, rotation=leaf.rotation)
             for rows, leaf in self._each(arrived)
+        )
+
+    @jax.named_scope("sums_to_nodes")
+    def to_all_nodes(
+        self, sums: Values, seed: Seed, residuals: Values | None = None
+    ) -> tuple[Values, Values | None]:
+        """Send the owners' sums to all nodes, of parameters whose master weights every node holds.
+
+        Args:
+            sums: ``[shard]``, fp32, of the world at its owner.
+            seed: salts stochastic rounding.
+            residuals: with error feedback, as ``reduce_node`` returns them. The owner adds what encoding the
+                sum loses to its own.
+
+        Returns:
+            ``[secondary]`` of those, the same bits in every node, and the others as they are; and the
+            residuals, or None.
+        """
+        sent = self._encode_sums(sums, seed)
+        kept = residuals
+        if residuals is not None:
+            each = zip(residuals, sums, sent, self.leaves, strict=True)
+            kept = tuple(with_encoding_error(*of_one) for of_one in each)
+        every = self._decode_sums(self._gather_sums(sent), 1)
+        return tuple(x.reshape(-1) for x in every), kept
+
+    def _encode_sums(self, sums: Values, seed: Seed) -> Values:
+        """Encode the owners' sums that all nodes need, one row each; the others stay as they are."""
+        return tuple(
+            encode_rows(x[None], leaf, leaf.sums, seed, SUMS_HOP) if leaf.sums else x
+            for x, leaf in self._each(sums)
+        )
+
+    def _gather_sums(self, sent: Values, *, own_stream: bool = False) -> Values:
+        """All-gather what ``_encode_sums`` encoded: a row from each node."""
+        rows = [x.reshape(-1) for x, leaf in self._each(sent) if leaf.sums]
+        arrived = iter(gather_together(rows, NODE, own_stream=own_stream))
+        return tuple(next(arrived) if leaf.sums else x for x, leaf in self._each(sent))
+
+    def _decode_sums(self, arrived: Values, chunks: int) -> Values:
+        """The sums of a chunk in every node, ``[nodes, shard / chunks]``; the others as they are."""
+        return tuple(
+            decoded_rows(x, leaf, leaf.sums, leaf.shard // chunks) if leaf.sums else x
+            for x, leaf in self._each(arrived)
         )
 
     @jax.named_scope("all_gather_sum")
@@ -266,10 +369,23 @@ def sum_and_encode(rows: Rows, leaf: ParamLayout, seed: Seed, chunks: int) -> Ro
 
 def encoding_error(sums: Float[Array, " n"], rows: Rows, leaf: ParamLayout) -> Float[Array, " n"]:
     """What the node hop's encoding of ``sums`` into ``rows`` loses, un-rotated."""
-    codec = leaf.grads.node
-    # As the receiver will decode: a row is a sum over one peer.
-    decoded = [codec.decode_sum(row[None], leaf.shard, rotation=leaf.rotation) for row in rows]
-    return sums - jnp.stack(decoded).reshape(-1)
+    return sums - decoded_rows(rows, leaf, leaf.grads.node, leaf.shard).reshape(-1)
+
+
+def with_encoding_error(
+    residual: Float[Array, " secondary"], total: Float[Array, " shard"], sent: Rows, leaf: ParamLayout
+) -> Float[Array, " secondary"]:
+    """The residual with what encoding the owner's sum into ``sent`` loses added to the owner's part."""
+    if leaf.sums is None:
+        return residual
+    lost = total - decoded_rows(sent, leaf, leaf.sums, leaf.shard).reshape(-1)
+    rows = residual.reshape(leaf.world.nodes, -1)
+    return rows.at[lax.axis_index(NODE)].add(lost).reshape(-1)
+
+
+def decoded_rows(rows: Rows, leaf: ParamLayout, codec: Codec, n: int) -> Float[Array, "rows {n}"]:
+    """Each row as its receiver decodes it, fp32, rotated back: as a sum over one peer."""
+    return jnp.stack([codec.decode_sum(row[None], n, rotation=leaf.rotation) for row in rows])
 
 
 def _salt(seed: Seed, leaf: ParamLayout, hop: int) -> Seed:

@@ -98,7 +98,7 @@ class GenerationCopy:
     def make(self, state: TrainState) -> ByPath:
         """The copy of a state's weights: the only part of a generation phase that crosses nodes."""
         if self.form == "gathered":
-            stored = from_tree(state.frozen) | copies_in_node(state)
+            stored = from_tree(state.frozen) | copies_in_node(state, every=True)
             return {
                 path: dataclasses.replace(stored[path], layout=leaf) for path, leaf in self.leaves.items()
             }

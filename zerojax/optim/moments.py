@@ -65,7 +65,7 @@ def with_layers_in_a_row(
     """
 
     def parts(leaf: ParamLayout) -> int:
-        return leaf.world.size if sharded else 1
+        return leaf.padded // leaf.owned if sharded else 1
 
     def to_row(leaf: ParamLayout, x: Num[Array, "..."]) -> Num[Array, "..."]:
         if not leaf.stack:

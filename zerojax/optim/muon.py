@@ -68,11 +68,11 @@ def scale_by_muon(
         labels = to_tree({leaf.path: "muon" if leaf.path in mine else "adam" for leaf in leaves})
         # Orthogonalising needs no more precision than the forward pass, and saves traffic.
         wire = jnp.dtype(zero.compute_dtype)
-        axes = leaves[0].world.owners if zero.stage > 0 else ()
+        axes = matrices[0].owners if matrices and zero.stage > 0 else ()
         muon = optax.chain(_momentum(beta), _orthogonalised(mesh, matrices, axes, wire))
         return optax.partition({"muon": muon, "adam": optax.scale_by_adam(b1, b2, eps)}, labels)
 
-    return OnLayout(make)
+    return OnLayout(make, is_matrix)
 
 
 class MomentumState(NamedTuple):
@@ -109,7 +109,7 @@ def _orthogonalised(
     """Orthogonalise stored leaves, and scale them by shape."""
     shapes: dict[tuple[int, ...], list[ParamLayout]] = {}
     for leaf in matrices:
-        shapes.setdefault((*leaf.shape, leaf.shard), []).append(leaf)
+        shapes.setdefault((*leaf.shape, leaf.owned), []).append(leaf)
     specs = {leaf.path: leaf.spec(axes) for leaf in matrices}
 
     def on_device(blocks: dict[Path, Array]) -> dict[Path, Array]:
@@ -134,11 +134,11 @@ def _orthogonalised(
 
 @jax.named_scope("orthogonalise")
 def _dealt_out(
-    rows: Float[Array, "n shard"], leaf: ParamLayout, axes: tuple[str, ...], wire: jnp.dtype
-) -> Float[Array, "n shard"]:
+    rows: Float[Array, "n owned"], leaf: ParamLayout, axes: tuple[str, ...], wire: jnp.dtype
+) -> Float[Array, "n owned"]:
     """This device's pieces of n matrices, each orthogonalised on the device that it is dealt to."""
     n = len(rows)
-    devices = leaf.world.size if axes else 1
+    devices = leaf.padded // leaf.owned if axes else 1
     each = -(-n // devices)
     sent = jnp.pad(rows, ((0, each * devices - n), (0, 0))).reshape(devices, each, -1)
     pieces = _exchange(sent.astype(wire), axes).astype(jnp.float32)
@@ -150,7 +150,7 @@ def _dealt_out(
     return _exchange(back.astype(wire), axes).astype(jnp.float32).reshape(devices * each, -1)[:n]
 
 
-def _exchange(x: Shaped[Array, "devices each shard"], axes: tuple[str, ...]) -> Array:
+def _exchange(x: Shaped[Array, "devices each owned"], axes: tuple[str, ...]) -> Array:
     """All-to-all: row i goes to device i, where it is in the row of this device's index."""
     if not axes:
         return x

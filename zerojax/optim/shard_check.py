@@ -42,6 +42,10 @@ _WAY_OUT = (
 )
 
 
+Whole = Callable[[ParamLayout], bool]
+"""Whether an optimizer needs a parameter whole."""
+
+
 @dataclass(frozen=True)
 class OnLayout:
     """An optimizer that depends on the layout: its transform is built for each mesh and model.
@@ -50,9 +54,12 @@ class OnLayout:
 
     Attributes:
         make: from the mesh, the layouts and the options to the transform of stored leaves.
+        whole: whether it needs a parameter whole; None if it needs none. With
+            ``ZeroConfig.matrix_spread="node"`` every node holds those, spread over its devices.
     """
 
     make: Callable[[Mesh, Sequence[ParamLayout], ZeroConfig], optax.GradientTransformation]
+    whole: Whole | None = None
 
 
 Optimizer = optax.GradientTransformation | OnLayout
@@ -70,7 +77,8 @@ def chain(*parts: Optimizer) -> Optimizer:
     def make(mesh: Mesh, leaves: Sequence[ParamLayout], zero: ZeroConfig) -> optax.GradientTransformation:
         return optax.chain(*(on_shards(part, mesh, leaves, zero) for part in parts))
 
-    return OnLayout(make)
+    whole = [part.whole for part in parts if isinstance(part, OnLayout) and part.whole]
+    return OnLayout(make, (lambda leaf: any(needed(leaf) for needed in whole)) if whole else None)
 
 
 def on_shards(

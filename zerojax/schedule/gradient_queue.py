@@ -2,7 +2,8 @@
 
 If gradients cross nodes, each hop has an iteration of the backward pass to itself, and so has the sum: while
 layer i computes, layer i + 1's gradients take their first hop, layer i + 2's their second, and layer i + 3's
-are summed. None of these waits for another. Otherwise layer i + 1's gradients take all stages at once.
+are summed; or sent on to all nodes, and layer i + 4's are decoded, if those hold the master weights. None of
+these waits for another. Otherwise layer i + 1's gradients take all stages at once.
 """
 
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from zerojax.comm.reduction import GradientReduction, Payload, Values
 from zerojax.schedule.stacked import Index
@@ -45,7 +47,7 @@ class GradientQueue:
     def stages(self) -> int:
         """How many hops are stages of their own; 0 if gradients do not cross nodes."""
         reduction = self.reduction
-        return len(reduction.axes) if reduction.strategy.reduces_between_nodes(reduction.world) else 0
+        return reduction.hops if reduction.strategy.reduces_between_nodes(reduction.world) else 0
 
     def enqueue(self, grads: Values, index: Index, behind: InFlight | None = None) -> InFlight:
         """Encode a layer's whole gradients and put them before those that ``advance`` returned."""
@@ -69,13 +71,23 @@ class GradientQueue:
             # The zeros of `prime` belong to no layer: they go where the last layer's sums replace them.
             index = jnp.minimum(first + self.stages, self.last)
             if not self.stages:
-                for hop in range(len(self.reduction.axes)):
+                for hop in range(self.reduction.hops):
                     payload = self._send(payload, index, hop)
             arrived = Arrived(payload, index)
+        both: tuple[Payload, ...] = ()
+        if self.reduction.joins_hops:
+            *others, payload, sums = waiting
+            if payload is not None and sums is not None:
+                waiting = others
+                both = self.reduction.send_both(payload, sums, self.seeds[first + len(others)])
         sent = [
             None if payload is None else self._send(payload, first + hop, hop)
             for hop, payload in enumerate(waiting)
         ]
+        sent += both
+        if self.reduction.sends_sums:
+            # Off the loop XLA would join the gathers of several layers, and the first wait for the last.
+            sent = lax.optimization_barrier(sent)
         return tuple(sent), arrived
 
     def prime(self, in_flight: InFlight) -> InFlight:

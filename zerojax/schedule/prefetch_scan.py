@@ -269,7 +269,7 @@ def _forward(run: _Run, args: _ScanArgs) -> _Forward:
     states, residuals, kept = carry.stacks
     x, after, residual = run(carry.whole, carry.x, layer_at(state, last), shared)
     states = jax.tree.map(lambda most, one: jnp.concatenate([most, one[None]]), states, after)
-    fresh = carry.fetching.copies or ()  # of the trained weights, which come first
+    fresh = carry.fetching.copies or ()  # of the trained weights that cross nodes, which come first
     refreshed = tuple(w.replace(copy, "secondary") for w, copy in zip(weights, fresh, strict=False))
     return _Forward(_Results(x, states, refreshed), _Kept(residuals, kept, residual, carry.whole))
 

@@ -173,10 +173,11 @@ class Unit:
     """A unit's parameters, adapters included, grouped by how they are used; for a Stack, those of all layers.
 
     Attributes:
-        weights: the trained ones, then the frozen ones, each at its own level.
+        weights: the trained ones, of which those that every node holds come last, then the frozen ones, each
+            at its own level.
         sinks: zeros, whose cotangents are the gradients of the trained ones.
         seed: salts stochastic rounding; one per layer, if the unit is stacked.
-        copies: delta's, of the trained ones, if the unit updates them itself; else None.
+        copies: delta's, of the first of the trained ones, if the unit updates them itself; else None.
         strategy: how they travel.
     """
 
@@ -195,7 +196,7 @@ class Unit:
 def take_apart(weights: Sequence[Sharded]) -> tuple[Unit, Seed]:
     """The parameters of a unit as a ``Unit``; and the seeds of adapters' dropout."""
     every = [part for weight in weights for part in (weight, *weight.adapter)]
-    ordered = sorted(every, key=lambda part: part.leaf.frozen)
+    ordered = sorted(every, key=lambda part: (part.leaf.frozen, part.leaf.in_every_node))
     copies = tuple(part.copy for part in ordered if part.copy is not None)
     seed = weights[0].seed
     seeds = read_by_unit(seed)

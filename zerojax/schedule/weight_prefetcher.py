@@ -108,6 +108,6 @@ class WeightPrefetcher:
             return copies, to_secondary(weights)
         secondary = decode(weights, arrived, layer_at(copies, index))
         if copies is not None:
-            # The trained weights, which have copies, come first.
+            # The trained weights that have copies come first.
             copies = put_layer(copies, tuple(w.values for w in secondary[: len(copies)]), index)
         return copies, secondary

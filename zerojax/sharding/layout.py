@@ -16,6 +16,10 @@ primary    P / (nodes*local)  its owner alone
 secondary  P / local          every node once, spread over its devices
 full       P                  every device
 ========== ================== ==========================================
+
+The master weights of matrices that the optimizer needs whole (Muon) are held by every node, spread over its
+devices: ``ParamLayout.in_every_node``. Their weights cross no nodes; the sums of their gradients, after they
+have met at the owners, do once more.
 """
 
 import math
@@ -27,7 +31,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Num
 
 from pallas_kernels import BITS
-from zerojax.sharding.mesh import OWNED, MeshShape
+from zerojax.sharding.mesh import LOCAL, OWNED, MeshShape
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.wire_format import E4M3, Codec
 from zerojax.zero_config import NF4, NF4_BLOCK, PerHop, Rounding, ZeroConfig
@@ -89,6 +93,8 @@ class ParamLayout(ParamShape):
         index: of the parameter in the model; salts its random bits.
         frozen: whether it is not trained: it is stored in the format of ``weights``, at
             ``ShardingStrategy.frozen``.
+        sums: if every node holds the master weight: the codec in which its owner sends the sum of a shard's
+            gradients to all nodes. Else None.
     """
 
     world: MeshShape
@@ -98,6 +104,22 @@ class ParamLayout(ParamShape):
     rotation: int
     index: int
     frozen: bool = False
+    sums: Codec | None = None
+
+    @property
+    def in_every_node(self) -> bool:
+        """Whether every node holds the master weight, spread over its devices."""
+        return self.sums is not None
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """The mesh axes over which the master weight is spread, in the order of its blocks."""
+        return (LOCAL,) if self.in_every_node else self.world.owners
+
+    @property
+    def owned(self) -> int:
+        """Elements of one layer of the master weight on one device, padding included."""
+        return self.secondary if self.in_every_node else self.shard
 
     @property
     def fp8(self) -> bool:
@@ -139,12 +161,21 @@ class ParamLayout(ParamShape):
 
 
 def make_layout(
-    p: ParamShape, *, index: int, world: MeshShape, zero: ZeroConfig, fp8: bool = False, frozen: bool = False
+    p: ParamShape,
+    *,
+    index: int,
+    world: MeshShape,
+    zero: ZeroConfig,
+    fp8: bool = False,
+    frozen: bool = False,
+    in_every_node: bool = False,
 ) -> ParamLayout:
     """Lay out one parameter and choose its formats, by ``ZeroConfig.precise`` and its rank.
 
     A weight of ``fp8`` products crosses ``local`` as what they read, and ``node`` as well, unless differences
-    or fewer bits are sent there. A frozen one is stored as it travels.
+    or fewer bits are sent there. A frozen one is stored as it travels. Where every node holds the
+    master weight, sums of gradients cross nodes in the format in which the weight would have, if that has
+    enough bits for gradients.
     """
 
     def codec(fmt: str, rounding: Rounding = "nearest") -> Codec:
@@ -163,13 +194,14 @@ def make_layout(
         if fp8:
             fewer = zero.weights_delta or BITS[weights.node.fmt] < 8
             weights = PerHop(node=weights.node if fewer else operand, local=operand)
+    sums = codec(zero.sum_format, zero.rounding) if in_every_node else None
     in_fragments = zero.every > 0 and not frozen
-    blocks = [codec.block for codec in (*weights, *grads) if not codec.raw or in_fragments]
+    blocks = [c.block for c in (*weights, *grads, *filter(None, [sums])) if not c.raw or in_fragments]
     unit = chunks * max(blocks, default=1)
     shard = unit * -(-max(1, p.size) // (unit * world.size))
     rotation = zero.rotation if not all(codec.raw for codec in grads) else 0
     own = p.path, p.shape, p.dtype, p.stack
-    return ParamLayout(*own, world, shard, weights, grads, rotation, index, frozen)
+    return ParamLayout(*own, world, shard, weights, grads, rotation, index, frozen, sums)
 
 
 def without_place(leaf: ParamLayout) -> ParamLayout:

@@ -59,6 +59,9 @@ class ShardingStrategy:
             (``zerojax.comm.coalesced``).
         frozen: the level at which the weights that are not trained are stored; "primary" only if the others
             start and are kept there.
+        sums_in_pass: whether the backward pass, layer by layer, sends sums of gradients to all nodes where
+            those need them (``ParamLayout.in_every_node``); their sink is then as large as "secondary". Else
+            they are sent once per step, after the passes.
         in_place: whether products read a layer's weights in their stack (``LayerOperand``): where there are
             few tokens.
     """
@@ -73,6 +76,7 @@ class ShardingStrategy:
     chunks: int = 1
     own_stream: bool = False
     frozen: Literal["primary", "secondary"] = "secondary"
+    sums_in_pass: bool = False
     in_place: bool = False
 
     @staticmethod
@@ -98,6 +102,7 @@ class ShardingStrategy:
             chunks=zero.chunks,
             own_stream=_own_stream(zero, keep, sink),
             frozen="primary" if zero.frozen_spread == "world" else "secondary",
+            sums_in_pass=zero.stage == 3 and sink == "primary" and zero.passes == 1,
         )
 
     def weight_dtype(self, leaf: ParamLayout) -> jnp.dtype:
@@ -130,8 +135,13 @@ class ShardingStrategy:
         """A gradient of zeros at the sink's level; of all layers, if the parameter is stacked."""
         if self.sink == "full":
             return jnp.zeros(leaf.unsharded_shape, self.grad_dtype)
-        size = leaf.secondary if self.sink == "secondary" else leaf.shard
-        return jnp.zeros((*leaf.stack, size), jnp.float32)
+        return jnp.zeros((*leaf.stack, self.sink_size(leaf)), jnp.float32)
+
+    def sink_size(self, leaf: ParamLayout) -> int:
+        """Elements of one layer of a gradient at the sink, which is not "full", on one device."""
+        if self.sink == "secondary":
+            return leaf.secondary
+        return leaf.owned if self.sums_in_pass else leaf.shard
 
 
 def _own_stream(zero: ZeroConfig, keep: Level, sink: Level) -> bool:

@@ -84,7 +84,7 @@ def copies_of(spec: TrainSpec, params: PyTree) -> ByPath:
 
     def local(params: PyTree[Array]) -> ByPath:
         masters, _ = with_scales(spec, masters_of(spec, params), {})
-        exact = by_group(spec, gather_exact, masters)
+        exact = by_group(spec, gather_exact, _of(abstract_copies(spec), masters))
         return {path: masters[path].replace(x, "secondary") for path, x in exact.items()}
 
     given = (to_tree(spec.by_path(spec.param_spec)),)
@@ -103,18 +103,19 @@ def updated_copies(
 
     def update() -> dict[Path, Array]:
         values = {path: copy.values for path, copy in copies.items()}
-        return values | by_group(spec, _updated, _without(masters, later), values)
+        changed = {path: values[path] for path in values if path not in later}
+        return values | by_group(spec, _updated, _of(changed, masters), changed)
 
     if every := spec.zero.delta_resync:
         due = (step > 0) & (step % every == 0)
-        values = lax.cond(due, lambda: by_group(spec, gather_exact, masters), update)
+        values = lax.cond(due, lambda: by_group(spec, gather_exact, _of(copies, masters)), update)
     else:
         values = update()
     return {path: copies[path].replace(x) for path, x in values.items()}
 
 
 def secondary_partitions(
-    spec: TrainSpec, masters: ByPath, frozen: ByPath, copies: ByPath, step: Array
+    spec: TrainSpec, masters: ByPath, frozen: ByPath, copies: ByPath, step: Array, *, current: bool
 ) -> ByPath:
     """Every weight as a node has it, with the values that the next forward pass computes with.
 
@@ -122,19 +123,27 @@ def secondary_partitions(
         spec: the train spec.
         masters: the master weights.
         frozen: the weights that are not trained.
-        copies: delta's; or empty.
+        copies: the state's; or empty.
         step: steps taken.
+        current: whether the copies have the values of the master weights.
     """
-    masters, copies = with_scales(spec, masters, copies)
-    if copies:
-        return frozen | updated_copies(spec, masters, copies, step)
-    crossing = masters | {path: weight for path, weight in frozen.items() if weight.level == "primary"}
-    return frozen | by_group(spec, to_secondary, crossing)
+    if current:
+        masters, _ = with_scales(spec, masters, {})
+    else:
+        masters, copies = with_scales(spec, masters, copies)
+        if copies:
+            copies = updated_copies(spec, masters, copies, step)
+    lacking = {
+        path: weight
+        for path, weight in (masters | frozen).items()
+        if weight.level == "primary" and path not in copies
+    }
+    return frozen | by_group(spec, to_secondary, lacking) | copies
 
 
 def _updated(weights: tuple[Weight, ...], copies: tuple[Array, ...]) -> list[Array]:
     return [w.values for w in to_secondary(weights, copies)]
 
 
-def _without(weights: ByPath, paths: Collection[Path]) -> ByPath:
-    return {path: weight for path, weight in weights.items() if path not in paths}
+def _of(paths: Collection[Path], weights: ByPath) -> ByPath:
+    return {path: weight for path, weight in weights.items() if path in paths}

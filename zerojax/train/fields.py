@@ -92,9 +92,10 @@ def abstract_losses(spec: TrainSpec) -> PyTree:
 
 
 def abstract_copies(spec: TrainSpec, *, frozen: bool = False) -> dict[Path, Weight]:
-    """Copies in every node: of the trained weights and, if asked for, of frozen ones that have none."""
+    """Copies in every node: of the trained weights that it lacks and, if asked for, of such frozen ones."""
     apart = spec.frozen if frozen and spec.strategy.frozen == "primary" else ()
-    return {leaf.path: spec.stored(leaf, "secondary") for leaf in (*spec.leaves, *apart)}
+    lacking = (leaf for leaf in (*spec.leaves, *apart) if not leaf.in_every_node)
+    return {leaf.path: spec.stored(leaf, "secondary") for leaf in lacking}
 
 
 def shard_specs(spec: TrainSpec, copies: Iterable[Path]) -> Shards:

@@ -91,7 +91,7 @@ def _loss(master: Weight, copy: Weight | None) -> Fp8Loss:
         jnp.square(exact),
     )
     saturated, underflowed, error, total = lax.psum(
-        jnp.stack([jnp.sum(x, dtype=jnp.float32) for x in sums]), leaf.world.owners
+        jnp.stack([jnp.sum(x, dtype=jnp.float32) for x in sums]), leaf.owners
     )
     root = jnp.sqrt(error / jnp.maximum(total, jnp.finfo(jnp.float32).tiny))
     return Fp8Loss(saturated / leaf.count, underflowed / leaf.count, root)

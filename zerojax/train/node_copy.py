@@ -58,17 +58,27 @@ def lacks_node_copy(state: TrainState) -> bool:
     return bool(abstract_copies(spec, frozen=True))  # not if every node has all weights anyway
 
 
-def copies_in_node(state: TrainState) -> ByPath:
-    """Copies of the weights as they are, but for frozen ones that every node has already."""
+def copies_in_node(state: TrainState, *, every: bool = False) -> ByPath:
+    """Copies of the weights as they are, but for frozen ones that every node has already.
+
+    Args:
+        state: filled.
+        every: also of those whose master weights every node holds, which a pass encodes as it goes.
+    """
     spec = state.spec.reading
+    there = state.copies if state.current_copies else {}
     wanted = abstract_copies(spec, frozen=True)
-    if state.current_copies or not wanted:
+    if every:
+        held = (leaf for leaf in spec.leaves if leaf.in_every_node)
+        wanted |= {leaf.path: spec.stored(leaf, "secondary") for leaf in held}
+    lacking = {path: copy for path, copy in wanted.items() if path not in there}
+    if not lacking:
         return state.copies
 
     def copies() -> Callable[[TrainState], ByPath]:
-        return per_node(spec, lambda every: {path: every[path] for path in wanted}, wanted)
+        return per_node(spec, lambda weights: {path: weights[path] for path in lacking}, lacking)
 
-    return spec.once("node copy", copies)(state)
+    return there | spec.once(f"node copy of {len(lacking)}", copies)(state)
 
 
 def per_node[T: PyTree](
@@ -84,11 +94,11 @@ def per_node[T: PyTree](
 
     def of_shards(every: Shards, current: bool) -> T:
         def on_device(shards: Shards) -> T:
-            frozen, copies = from_tree(shards.frozen), shards.copies
-            if current:
-                return local(frozen | copies)
-            masters = masters_of(spec, shards.params)
-            return local(secondary_partitions(spec, masters, frozen, copies, shards.step))
+            masters, frozen = masters_of(spec, shards.params), from_tree(shards.frozen)
+            partitions = secondary_partitions(
+                spec, masters, frozen, shards.copies, shards.step, current=current
+            )
+            return local(partitions)
 
         own = (shard_specs(spec, every.copies),)
         return on_mesh(on_device, spec.mesh, in_specs=own, out_specs=specs_of(wanted))(every)

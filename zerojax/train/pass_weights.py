@@ -26,7 +26,7 @@ class PassWeights(NamedTuple):
 
     Attributes:
         weights: per path, trained and frozen, at the level where units find them.
-        masters: per path this device's shard of a trained weight.
+        masters: per path this device's part of a trained weight.
         copies: the state's copies in every node, up to date but for those that units update.
         updating: the paths of the weights whose copies are updated by units.
     """
@@ -53,7 +53,8 @@ def pass_weights(
     if not current:
         masters, copies = with_scales(spec, masters, copies)
         if copies:
-            later = frozenset(leaf.path for group in updating for leaf in group.leaves)
+            units = (leaf.path for group in updating for leaf in group.leaves)
+            later = frozenset(path for path in units if path in copies)
             copies = updated_copies(spec, masters, copies, shards.step, later=later)
     begun = {path: copy for path, copy in copies.items() if path not in later}
     if not begun:

@@ -203,7 +203,9 @@ def to_owners(spec: TrainSpec, grads: Blocks, residual: Blocks, seed: Seed) -> t
     """
     strategy = spec.strategy
     if strategy.sink == "primary":
-        return _without_padding(spec, grads, spec.world.owners), residual
+        if not strategy.sums_in_pass:
+            grads, residual = _to_all_nodes(spec, grads, residual, seed)
+        return _without_padding(spec, grads), residual
     if strategy.sink == "secondary":
         if residual:
             both = reduce_by_group(spec, _feed_back, grads, residual, seed=seed)
@@ -211,7 +213,8 @@ def to_owners(spec: TrainSpec, grads: Blocks, residual: Blocks, seed: Seed) -> t
             residual = {path: r for path, (_, r) in both.items()}
         else:
             grads = reduce_by_group(spec, _reduce_node, grads, seed=seed)
-        return _without_padding(spec, grads, spec.world.owners), _without_padding(spec, residual, LOCAL)
+        grads, residual = _to_all_nodes(spec, grads, residual, seed)
+        return _without_padding(spec, grads), _without_padding(spec, residual, LOCAL)
 
     def reduce(reduction: GradientReduction, own: Seed, whole: Values) -> Values:
         sums = reduction.reduce(whole, own)
@@ -221,7 +224,7 @@ def to_owners(spec: TrainSpec, grads: Blocks, residual: Blocks, seed: Seed) -> t
     if spec.zero.stage == 0:
         stored = {leaf.path: to_stored(sums[leaf.path], leaf) for leaf in spec.leaves}
         return flat_blocks(stored, spec.leaves), residual
-    return _without_padding(spec, sums, spec.world.owners), residual
+    return _without_padding(spec, sums), residual
 
 
 def means(sums: Sums) -> tuple[dict[str, Array], Array]:
@@ -364,8 +367,8 @@ def _is_inexact(x: Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _without_padding(spec: TrainSpec, blocks: Blocks, axes: str | tuple[str, ...]) -> Blocks:
-    """Blocks with zeros in the padding behind each leaf.
+def _without_padding(spec: TrainSpec, blocks: Blocks, axes: str | None = None) -> Blocks:
+    """Blocks with zeros in the padding behind each leaf; spread over ``axes``, or like the master weights.
 
     A rotation spreads rounding errors over 32 neighbours, some of which may be padding: left there, they
     would grow in the master weights and affect their scales, and the gradient's norm.
@@ -375,9 +378,33 @@ def _without_padding(spec: TrainSpec, blocks: Blocks, axes: str | tuple[str, ...
         if not leaf.rotation or leaf.padded == leaf.size or leaf.path not in blocks:
             continue
         block = blocks[leaf.path]
-        first = lax.axis_index(axes) * block.shape[-1]
+        first = lax.axis_index(axes or leaf.owners) * block.shape[-1]
         zeroed[leaf.path] = jnp.where(first + jnp.arange(block.shape[-1]) < leaf.size, block, 0)
     return {**blocks, **zeroed}
+
+
+def _to_all_nodes(spec: TrainSpec, sums: Blocks, residual: Blocks, seed: Seed) -> tuple[Blocks, Blocks]:
+    """Send the owners' sums to all nodes for the leaves of which every node holds the master weight."""
+    mine = {leaf.path: sums[leaf.path] for leaf in spec.leaves if leaf.in_every_node}
+    if not residual:
+        return sums | reduce_by_group(spec, _send_sums, mine, seed=seed), residual
+    kept = {path: residual[path] for path in mine}
+    both = reduce_by_group(spec, _send_sums_and_keep, mine, kept, seed=seed)
+    return (
+        sums | {path: x for path, (x, _) in both.items()},
+        residual | {path: r for path, (_, r) in both.items()},
+    )
+
+
+def _send_sums(reduction: GradientReduction, seed: Seed, sums: Values) -> Values:
+    return reduction.to_all_nodes(sums, seed)[0]
+
+
+def _send_sums_and_keep(
+    reduction: GradientReduction, seed: Seed, sums: Values, residuals: Values
+) -> Sequence[tuple[Array, Array]]:
+    every, kept = reduction.to_all_nodes(sums, seed, residuals)
+    return list(zip(every, kept or residuals, strict=True))
 
 
 def _reduce_node(reduction: GradientReduction, seed: Seed, sums: Values) -> Values:

@@ -1,6 +1,7 @@
 """The train spec, which is fixed for a run: the model, its leaves' layouts, and how they travel."""
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from zerojax.adapters import Adapter, LossFn, Model, adapt
 from zerojax.adapters.adapter import Parameter
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import A, B, LoRA
-from zerojax.optim.shard_check import Optimizer, on_shards
+from zerojax.optim.shard_check import OnLayout, Optimizer, Whole, on_shards
 from zerojax.sharding.layout import OWNED, ParamLayout, make_layout
 from zerojax.sharding.mesh import AXES, LOCAL, NODE, MeshShape, refuse_another
 from zerojax.sharding.param_tree import Path, by_name
@@ -68,6 +69,7 @@ class TrainSpec:
 
     Attributes:
         tx: the optimizer; None for inference alone.
+        whole: whether the optimizer needs a matrix whole, by its layout; None if it needs none.
         world: the extents of what shares one state: the mesh or, for the passes of local updates, one node.
         leaves: the trained parameters: the model's, then the adapters'.
         frozen: the model's other parameters.
@@ -86,6 +88,7 @@ class TrainSpec:
     spikes: SpikeRule | None = None
     frozen: tuple[ParamLayout, ...] = ()
     lora: LoRA | None = None
+    whole: Whole | None = None
     cache: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     def once[T](self, name: str, make: Callable[[], T]) -> T:
@@ -133,8 +136,8 @@ class TrainSpec:
     def param_spec(self, leaf: ParamLayout) -> PartitionSpec:
         """The sharding of a parameter, its gradient and its moments; at stage 0 they are replicated."""
         # A world of one node is only a part of the mesh in ``in_node``.
-        owners = OWNED if self.world == MeshShape.of(self.mesh) else self.world.owners
-        return leaf.spec(owners if self.zero.stage > 0 else ())
+        within = leaf.in_every_node or self.world != MeshShape.of(self.mesh)
+        return leaf.spec((leaf.owners if within else OWNED) if self.zero.stage > 0 else ())
 
     def stored(self, leaf: ParamLayout, level: Level) -> Weight:
         """The shapes, dtypes and shardings of a weight that a state has at a level, in its local format."""
@@ -229,7 +232,8 @@ def build(
     by_name([p.path for p in adapter.parameters])
     parameters = (*adapter.parameters, *adapter_parameters(adapter.parameters, zero, lora))
     own = len(adapter.parameters)
-    layouts = [lay_out(p, i, world, zero, adapter=i >= own) for i, p in enumerate(parameters)]
+    whole = tx.whole if isinstance(tx, OnLayout) else None
+    layouts = [lay_out(p, i, world, zero, adapter=i >= own, whole=whole) for i, p in enumerate(parameters)]
     leaves = tuple(leaf for leaf in layouts if not leaf.frozen)
     frozen = tuple(leaf for leaf in layouts if leaf.frozen)
     if not leaves and tx is not None:
@@ -273,6 +277,7 @@ def build(
         spikes,
         frozen=frozen,
         lora=lora,
+        whole=whole,
     )
 
 
@@ -314,12 +319,30 @@ def adapter_parameters(
 
 
 def lay_out(
-    p: Parameter, index: int, world: MeshShape, zero: ZeroConfig, *, adapter: bool = False
+    p: Parameter,
+    index: int,
+    world: MeshShape,
+    zero: ZeroConfig,
+    *,
+    adapter: bool = False,
+    whole: Whole | None = None,
 ) -> ParamLayout:
-    """The layout of a parameter of the model, or of an adapter."""
+    """The layout of a parameter of the model, or of an adapter.
+
+    Args:
+        p: the parameter.
+        index: its number.
+        world: the mesh's extents.
+        zero: the options.
+        adapter: whether it is an adapter's.
+        whole: whether the optimizer needs a matrix whole: every node then holds it, if the options say so.
+    """
     fp8 = not adapter and zero.without_fp8(p.name, p.shape, p.unit) is None
     frozen = not adapter and zero.is_frozen(p.name)
-    return make_layout(p, index=index, world=world, zero=zero, fp8=fp8, frozen=frozen)
+    make = functools.partial(make_layout, p, index=index, world=world, zero=zero, fp8=fp8, frozen=frozen)
+    layout = make()
+    apart = zero.stage == 3 and world.nodes > 1 and not zero.every and zero.matrix_spread == "node"
+    return make(in_every_node=True) if apart and not frozen and whole and whole(layout) else layout
 
 
 def _of_unit(

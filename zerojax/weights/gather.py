@@ -3,12 +3,12 @@
 All functions run inside ``shard_map`` on one device's values of one layer. The weights of a unit share one
 collective per hop (``zerojax.comm.coalesced``), except that payloads of a megabyte or more go alone.
 
-1. The node hop, for those at "primary": the owner encodes its shard; an all-gather over ``node`` gives every
-   node the secondary partition (qwZ, ZeRO++ section 3.1). With delta, the owner encodes its difference from
-   the copy that every node has; every node, its own included, adds the same decoded difference. So copies
-   stay bit-identical, and rounding errors are part of the next difference (SDP4Bit, section 3.1). A
-   prefetching scan has ``encode``, ``cross_nodes`` and ``decode`` in different iterations, so the next hop
-   between nodes waits for no encoding or decoding.
+1. The node hop, for those at "primary", unless every node holds the master weight: the owner encodes its
+   shard; an all-gather over ``node`` gives every node the secondary partition (qwZ, ZeRO++ section 3.1). With
+   delta, the owner encodes its difference from the copy that every node has; every node, its own included,
+   adds the same decoded difference. So copies stay bit-identical, and rounding errors are part of the next
+   difference (SDP4Bit, section 3.1). A prefetching scan has ``encode``, ``cross_nodes`` and ``decode`` in
+   different iterations, so the next hop between nodes waits for no encoding or decoding.
 2. The local hop: an all-gather over ``local`` gives every device the whole weight, in the buffer that the
    matmuls read. The backward pass repeats this hop alone (hpZ, section 3.2), or both.
 
@@ -32,7 +32,7 @@ Payloads = tuple[Payload, ...]
 
 def crosses_nodes(weights: Sequence[Weight]) -> bool:
     """Whether a gather of the weights has a hop between nodes."""
-    return any(w.level == "primary" and w.layout.world.nodes > 1 for w in weights)
+    return any(w.crosses_nodes for w in weights)
 
 
 def encode(weights: Weights, copies: Payloads | None = None) -> Payloads:
@@ -84,15 +84,21 @@ def decode(weights: Weights, arrived: Payloads, copies: Payloads | None = None) 
             pairs = zip(owned, arrived, copies, strict=True)
             fresh = [w.arrived_difference(sent, copy) for w, sent, copy in pairs]
     secondary = iter(fresh)
-    return tuple(next(secondary) if w.level == "primary" else w for w in weights)
+
+    def in_node(w: Weight) -> Weight:
+        if w.level != "primary":
+            return w
+        if w.layout.in_every_node:
+            return w.replace(w.encoded(w.layout.weights.local), "secondary")
+        return next(secondary)
+
+    return tuple(map(in_node, weights))
 
 
 def to_secondary(weights: Weights, copies: Payloads | None = None) -> Weights:
     """Bring the weights at "primary" to secondary partitions; those at higher levels stay as they are."""
-    if not (owned := _owned(weights)):
-        return weights
     payloads = encode(weights, copies)
-    if crosses_nodes(owned):
+    if crosses_nodes(weights):
         payloads = cross_nodes(payloads, delta=copies is not None)
     return decode(weights, payloads, copies)
 
@@ -125,7 +131,8 @@ def to_full(weights: Weights, dtype: Callable[[ParamLayout], jnp.dtype]) -> Weig
 
 
 def _owned(weights: Weights) -> Weights:
-    return tuple(w for w in weights if w.level == "primary")
+    """Those that their owners alone have."""
+    return tuple(w for w in weights if w.level == "primary" and not w.layout.in_every_node)
 
 
 def _node_scope(*, delta: bool) -> str:

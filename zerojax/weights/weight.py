@@ -6,7 +6,7 @@ in the local hop's format has m items:
 =============== ================= ==================================================================
 level           values, per layer form
 =============== ================= ==================================================================
-primary         ``[shard]``       fp32 master values
+primary         ``[owned]``       fp32 master values, of a shard or of a node's shards
 primary, frozen ``[m]``           encoded
 secondary       ``[nodes * m]``   encoded, one owner's shard after another
 full            unsharded shape   in the compute dtype; where fp8 products read the weight, fp8 codes
@@ -58,8 +58,15 @@ class Weight:
     gradient: Any = None
 
     def reaches(self, level: Level) -> bool:
-        """Whether the weight is at a level, or beyond it on the way to "full"."""
+        """Whether the weight is at a level, or beyond it on the way to "full", or has no hop to it."""
+        if level == "secondary" and self.layout.in_every_node:
+            return True
         return LEVELS.index(self.level) >= LEVELS.index(level)
+
+    @property
+    def crosses_nodes(self) -> bool:
+        """Whether the weight has a hop between nodes on the way to "full"."""
+        return not self.reaches("secondary") and self.layout.world.nodes > 1
 
     def replace(self, values: Any, level: Level | None = None, gradient: Any = None) -> "Weight":
         """The same weight and scale with other values, perhaps at another level; ``gradient`` is not kept."""
@@ -67,13 +74,15 @@ class Weight:
 
     # From the owner: "primary".
 
-    def scaled(self) -> Float[Array, "*layers shard"]:
+    def scaled(self) -> Float[Array, "*layers owned"]:
         """The master values as they are encoded: times the scale, if there is one."""
         return self.values if self.scale is None else self.values * self.scale[..., None]
 
     def encoded(self, codec: Codec) -> Payload:
-        """One layer's shard as its owner sends it; a frozen one is stored in that form."""
-        return self.values if self.layout.frozen else codec.encode(self.scaled()[None])[0]
+        """One layer's shard, or a node's one after another, as sent; a frozen one is stored in that form."""
+        if self.layout.frozen:
+            return self.values
+        return codec.encode(self.scaled().reshape(-1, self.layout.shard)).reshape(-1)
 
     def difference(self, copy: Payload) -> Payload:
         """One layer's shard less its row of delta's copy of the weight, as its owner sends it."""

@@ -45,6 +45,15 @@ IN_FP8 = {
     "qwZ in int4": {"weights": "int4", "hpz": True},
     "zero++ in breadth": {"preset": "zero++", "accumulate": 2, "accumulate_order": "breadth"},
 }
+WITH_MUON = {
+    "zero3": {},
+    "zero++ with accumulation": {"preset": "zero++", "accumulate": 2},
+    "delta": {"preset": "delta"},
+    "delta in breadth": {"preset": "delta", "accumulate": 2, "accumulate_order": "breadth"},
+    "spread": {"matrix_spread": "world"},
+    "stage 2": {"stage": 2},
+    "fp8": {"preset": "delta", "matmul_dtype": "fp8"},
+}
 SMALL = ("metrics", "scales")
 """Phases of a few bytes, which plans leave out."""
 
@@ -147,6 +156,19 @@ def test_they_agree_with_local_updates(kind, name):
     alone = () if zero.outer_delay >= 2 else ("delta",)
     crossing = {phase for phase, (_, between) in phases.items() if between}
     assert crossing == ({"fragment", *alone} if nodes > 1 else set())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "zero++ with accumulation",
+        "delta in breadth",
+        "stage 2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero3", "delta", "spread", "fp8")),
+    ],
+)
+def test_they_agree_for_muon(name):
+    check("stacked", config(**WITH_MUON[name]), 2, 4, tx=zerojax.scale_by_muon(), width=32, hidden=48)
 
 
 def test_half_the_bytes_of_bf16_weights_are_sent_in_fp8():

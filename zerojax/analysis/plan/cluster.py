@@ -137,7 +137,7 @@ def on_world(spec: TrainSpec, world: MeshShape, zero: ZeroConfig) -> TrainSpec:
     moved = {
         leaf.path: lay_out(
             Parameter(leaf.path, leaf.shape, leaf.dtype, leaf.stack, group.unit), leaf.index, world, zero,
-            adapter=leaf.path not in own,
+            adapter=leaf.path not in own, whole=spec.whole,
         )
         for group in spec.groups
         for leaf in group.every

@@ -12,8 +12,12 @@ gather_local       local             n (L-1) N v(s)
 reduce_local       local             n (L-1) g(N s)
 reduce_node        node              n (N-1) h(s)
 reduce in one hop  node and local    n (N L - 1) h(s)
+sums to all nodes  node              n (N-1) t(s)
 exchange_fragment  node              (N-1) (h(f) + c(f))
 ================== ================= ======================
+
+Sums, with row bytes t, go to all nodes of matrices that the optimizer needs whole and every node holds: those
+have no gather_node. Where no node holds them, two all-to-alls exchange them, in the compute format.
 
 With local updates the passes have the hops within a node alone, and a fragment of f elements of an owner's
 shards, in whole codec blocks, crosses nodes: what was learnt of it in the gradient's format, and the change
@@ -110,8 +114,9 @@ class _LeafHop(NamedTuple):
         if self.summed:
             wide = 4 if self.axis == "node" else 2  # sums between the hops are fp32
             return peers * (wide * self.elements + row) + peers * row + 4 * self.elements
-        narrow = self.leaf.weights.local.row_bytes(self.elements)
-        return 4 * self.elements + row + peers * (row + narrow)
+        sums = self.phase in ("gradients", "gradient sums")  # arrive in fp32, weights in the local format
+        decoded = 4 * self.elements if sums else self.leaf.weights.local.row_bytes(self.elements)
+        return 4 * self.elements + row + peers * (row + decoded)
 
 
 def _others(axis: str, world: MeshShape) -> tuple[int, int, int]:
@@ -123,7 +128,7 @@ def _others(axis: str, world: MeshShape) -> tuple[int, int, int]:
 def hops_of(spec: TrainSpec) -> tuple[HopPlan, ...]:
     """One hop per phase and axis, in order; hops that send nothing are left out."""
     together: dict[tuple[str, str, bool], list[_LeafHop]] = {}
-    for hop in (*_hops_of_passes(spec.reading), *_exchange_hops(spec)):
+    for hop in (*_hops_of_passes(spec.reading), *_optimizer_hops(spec.reading), *_exchange_hops(spec)):
         together.setdefault((hop.phase, hop.axis, hop.usual), []).append(hop)
     merged = (_sum(same) for same in together.values())
     return tuple(hop for hop in merged if hop.local_bytes or hop.node_bytes)
@@ -175,6 +180,8 @@ def _weight_hops(spec: TrainSpec, group: ParamGroup, leaf: ParamLayout) -> Itera
     zero, strategy, own = spec.zero, spec.strategy, leaf.weights
     over_node = own.local if leaf.frozen else own.node
     source, keep = (strategy.frozen,) * 2 if leaf.frozen else (strategy.source, strategy.keep)
+    if leaf.in_every_node:
+        source = keep = "secondary"
 
     def gather(phase: str, times: float, *, node: bool) -> Iterator[_LeafHop]:
         if node:
@@ -186,7 +193,7 @@ def _weight_hops(spec: TrainSpec, group: ParamGroup, leaf: ParamLayout) -> Itera
         yield from gather("weights forward", 1, node=True)
     if zero.stage < 3:
         return
-    if zero.weights_delta and not leaf.frozen:
+    if zero.weights_delta and not leaf.frozen and not leaf.in_every_node:
         yield _LeafHop(leaf, "delta", NODE, over_node, leaf.shard)
         if zero.delta_resync:
             yield _LeafHop(leaf, "resync", NODE, own.local, leaf.shard, usual=False)
@@ -211,9 +218,28 @@ def _gradient_hops(spec: TrainSpec, leaf: ParamLayout) -> Iterator[_LeafHop]:
         once = 1 if strategy.sink == "secondary" else passes
         yield _LeafHop(leaf, "gradients", LOCAL, first, leaf.secondary, passes, summed=True)
         yield _LeafHop(leaf, "gradients", NODE, second, leaf.shard, once, summed=True)
+    if leaf.sums:
+        phase = "gradients" if strategy.sums_in_pass else "gradient sums"
+        yield _LeafHop(leaf, phase, NODE, leaf.sums, leaf.shard)
     if zero.stage == 0:
         yield _LeafHop(leaf, "gradients", NODE, second, leaf.shard)
         yield _LeafHop(leaf, "gradients", LOCAL, second, leaf.secondary)
+
+
+def _optimizer_hops(spec: TrainSpec) -> Iterator[_LeafHop]:
+    """The exchanges of matrices that the optimizer needs whole (``zerojax.optim.muon``), there and back."""
+    if spec.whole is None or spec.zero.stage == 0:
+        return
+    shapes: dict[tuple[int, ...], list[ParamLayout]] = {}
+    for leaf in spec.leaves:
+        if spec.whole(leaf) and leaf.size:
+            shapes.setdefault((*leaf.shape, leaf.owned), []).append(leaf)
+    codec = Codec(spec.zero.compute_format, spec.zero.block_size)
+    for (*_, owned), same in shapes.items():
+        leaf, matrices = same[0], sum(leaf.layers for leaf in same)
+        each = -(-matrices * owned // leaf.padded)  # to each device, the last of them padding
+        axis = "node+local" if NODE in leaf.owners else LOCAL
+        yield _LeafHop(leaf, "optimizer", axis, codec, each * owned, 2 / leaf.layers, coded=False)
 
 
 def hops_table(

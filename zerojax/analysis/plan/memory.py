@@ -13,7 +13,8 @@ stage       master, Adam   gradient sums  weights whole    gradients whole
 =========== ============== ============== ================ ====================
 
 Where a stack keeps activations, its sums take their place from the last layer to the first and need no
-memory of their own (``zerojax.schedule.sum_storage``). hpZ or delta weights add 2 N / L; weights computed
+memory of their own (``zerojax.schedule.sum_storage``). Matrices that the optimizer needs whole (Muon) take
+12 N / L in place of all 16 N / D, and no hpZ or delta weights. Those add 2 N / L; weights computed
 with in fp8 take one byte instead of two where they are gathered or copied. Frozen weights have neither
 masters nor gradients: their bytes, in the format in which they are stored, over L. Activations depend on the
 model and the batch (``work.py``). With them, the peak is at one of three moments: in the backward pass; with
@@ -168,7 +169,7 @@ def _at_end(spec: TrainSpec, work: Work) -> dict[str, int]:
     """At the end, when the embedding's gradient exists and leaves outside units are reduced."""
     sharded = spec.strategy.sink != "full"
     return {
-        "gradients": _gradients(spec),
+        "gradients": _gradients(spec) + _sums_in_nodes(spec),
         "weights": _gathered(spec, 0),
         "weight gradients": _of_no_unit(spec) if sharded else _whole_gradients(spec),
         "wire": _of_no_unit(spec) if sharded else 0,
@@ -198,8 +199,12 @@ def _others(spec: TrainSpec, work: Work) -> int:
 
 def _sums_at_sink(spec: TrainSpec) -> int:
     """One fp32 set of gradient sums, sharded over the world or over the node."""
-    owned = sum(4 * leaf.layers * leaf.shard for leaf in spec.leaves)
-    return owned * (spec.world.nodes if spec.strategy.sink == "secondary" else 1)
+    return sum(leaf.layers * _sum_bytes(spec, leaf) for leaf in spec.leaves)
+
+
+def _sum_bytes(spec: TrainSpec, leaf: ParamLayout) -> int:
+    """Bytes of one layer of a leaf's gradient sum on one device."""
+    return 4 * (leaf.shard if spec.strategy.sink == "full" else spec.strategy.sink_size(leaf))
 
 
 def _gradients(spec: TrainSpec) -> int:
@@ -210,6 +215,13 @@ def _gradients(spec: TrainSpec) -> int:
     return _sums_at_sink(spec) * (2 if twice else 1)
 
 
+def _sums_in_nodes(spec: TrainSpec) -> int:
+    """Sums that all nodes need, where they arrive once per step and their owners hold others till then."""
+    if spec.strategy.sums_in_pass or spec.strategy.sink != "primary":
+        return 0
+    return sum(4 * leaf.layers * leaf.owned for leaf in spec.leaves if leaf.in_every_node)
+
+
 def _in_place_of_activations(spec: TrainSpec, work: Work) -> int:
     """The sums of stacks that are kept where activations of layers that are done were.
 
@@ -217,9 +229,8 @@ def _in_place_of_activations(spec: TrainSpec, work: Work) -> int:
     """
     if spec.zero.stage < 3:
         return 0
-    nodes = spec.world.nodes if spec.strategy.sink == "secondary" else 1
     stacks = [group for group in spec.unit_groups if group.stack]
-    sums = sum(4 * nodes * leaf.shard * (leaf.layers - 1) for group in stacks for leaf in group.leaves)
+    sums = sum(_sum_bytes(spec, leaf) * (leaf.layers - 1) for group in stacks for leaf in group.leaves)
     layers = sum(group.layers for group in spec.unit_groups)
     others = sum(group.layers - 1 for group in stacks)
     return min(sums, work.kept * _together(spec) * others // max(layers, 1))
@@ -233,6 +244,7 @@ def _hpz_copy(spec: TrainSpec) -> int:
         leaf.layers * spec.world.nodes * leaf.weights.local.row_bytes(leaf.shard)
         for group in spec.unit_groups
         for leaf in group.leaves
+        if not leaf.in_every_node
     )
 
 
@@ -313,6 +325,8 @@ def _payload(spec: TrainSpec) -> int:
         rotated = 4 * leaf.padded if leaf.rotation else 0
         first = peers * codec.row_bytes(leaf.padded // peers)
         second = spec.world.nodes * leaf.grads.node.row_bytes(leaf.shard) if two_hops else 0
+        if leaf.sums and strategy.sums_in_pass:
+            second += spec.world.nodes * leaf.sums.row_bytes(leaf.shard)
         return 3 * second + (two_hops * first if codec.raw else rotated + 2 * first)
 
     return sum(_largest_units(spec, encoded, 1)) if spec.zero.stage == 3 else 0

@@ -72,7 +72,7 @@ class StepTime:
 
 def hop_seconds(hop: HopPlan, cluster: Cluster) -> tuple[float, float]:
     """Seconds of a hop within the node, and between nodes."""
-    op = "all-to-all" if hop.phase in ("gradients", "fragment") else "all-gather"
+    op = "all-to-all" if hop.phase in ("gradients", "optimizer", "fragment") else "all-gather"
     return hop.local_bytes / cluster.link_rate, cluster.network_seconds(op, hop.node_bytes, hop.messages)
 
 
@@ -141,6 +141,8 @@ def _part_of(hop: HopPlan, spec: TrainSpec) -> str:
     if hop.phase == "delta":
         return "forward" if spec.updating else "alone"
     if hop.phase == "weights forward" and spec.zero.stage < 3:
+        return "alone"
+    if hop.phase in ("gradient sums", "optimizer"):
         return "alone"
     if hop.phase == "gradients":
         last = spec.strategy.sink == "full" or (spec.strategy.sink == "secondary" and hop.axis == "node")

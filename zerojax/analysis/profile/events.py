@@ -17,7 +17,7 @@ from zerojax.errors import ConfigurationError
 # train/local_updates.py.
 HOPS = (
     *("gather_node", "gather_local", "gather_delta", "gather_exact", "all_gather_sum"),
-    *("reduce_local", "reduce_node", "exchange_fragment", "orthogonalise"),
+    *("reduce_local", "reduce_node", "sums_to_nodes", "exchange_fragment", "orthogonalise"),
 )
 SCOPES = (*HOPS, "encode_gradients", "optimizer", "outer_update", "layer")
 _COLLECTIVE = re.compile(
