@@ -1,11 +1,16 @@
 """Two processes keep the same checkpoints, and start from the same weights, as one."""
 
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
-from environment import zerojax
-from micro_run import micro_config
+from environment import for_programs, zerojax
+from micro_run import lines, micro_config
 
 from zerojax.run.checkpoints import step_dirs
 from zerojax.run.config import dump_config
@@ -48,6 +53,40 @@ def test_retention_and_another_runs_weights(config: Path, tmp_path: Path) -> Non
     for name in ("loss", "grad_norm", "validation_loss"):
         np.testing.assert_allclose([x[name] for x in two], [x[name] for x in one], rtol=1e-5)
     assert two[0]["loss"] < lines[0]["loss"], "trained weights"
+
+
+@pytest.mark.slow
+def test_local_updates_paused_killed_and_resumed(text: Path, tmp_path: Path) -> None:
+    """A node that stands still for a while, and a job that dies, change no bit; one process trains as two."""
+    config, torn = tmp_path / "local.toml", tmp_path / "torn"
+    settings = micro_config(
+        text,
+        mesh={"nodes": 2, "local": 1, "emulate": True},
+        train={"steps": 40, "eval_every": 20},
+        checkpoint={"every": 10},
+        zero={"preset": "local", "every": 4, "block_size": 64},
+    )
+    config.write_text(dump_config(settings))
+    run_through("train", config, "--run-dir", tmp_path / "one")
+    command = [sys.executable, "-m", "zerojax", *LAUNCH, config, "--run-dir", torn]
+    with subprocess.Popen([*map(str, command)], env=for_programs(), stdout=subprocess.DEVNULL) as launcher:
+        wait_until(lambda: len(read_metrics(torn / "metrics.jsonl")) > 4, launcher)
+        workers = psutil.Process(launcher.pid).children()
+        assert len(workers) == 2
+        workers[1].suspend()
+        time.sleep(3)
+        workers[1].resume()
+        wait_until(lambda: bool(step_dirs.steps(torn / "checkpoints")), launcher)
+        for worker in workers:
+            worker.kill()
+    run_through(*LAUNCH, config, "--run-dir", torn, "--resume", "must")
+    assert lines(torn) == lines(tmp_path / "one")
+
+
+def wait_until(done: Callable[[], bool], launcher: subprocess.Popen[bytes]) -> None:
+    while not done():
+        assert launcher.poll() is None
+        time.sleep(0.02)
 
 
 @pytest.mark.slow
