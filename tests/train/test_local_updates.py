@@ -78,7 +78,7 @@ def test_equals_diloco(plain, nodes, local, name):
     change = in_int4(64, 0) if rounds else None
     reference = DiLoCo(plain, inner(), state, **({"learnt": rounds, "change": change} if rounds else {}))
     told, wanted = [], []
-    for batch in CASE.batches(24, STEPS):
+    for batch in CASE.batches(48, STEPS):
         wanted.append(reference.step(batch))
         state, metrics = zerojax.train_step(state, batch)
         told.append((float(metrics["loss"]), float(metrics["grad_norm"])))
