@@ -82,9 +82,13 @@ def leaf_and_wire(
 STAGE_3 = ShardingStrategy.of(zerojax.ZeroConfig(compute_dtype="float32"))
 
 
-def reduction_of(leaves: Sequence[ParamLayout], sink: Any = "primary", **plan: Any) -> GradientReduction:
+def reduction_of(
+    leaves: Sequence[ParamLayout], grad_level: Any = "primary", **plan: Any
+) -> GradientReduction:
     """The reduction of their gradients, at stage 3 in fp32."""
-    return GradientReduction(dataclasses.replace(STAGE_3, sink=sink, **plan), tuple(leaves), leaves[0].world)
+    return GradientReduction(
+        dataclasses.replace(STAGE_3, grad_level=grad_level, **plan), tuple(leaves), leaves[0].world
+    )
 
 
 def gathered(leaves: Sequence[ParamLayout], shards: Sequence[jax.Array]) -> list[jax.Array]:

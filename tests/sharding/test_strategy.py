@@ -29,7 +29,7 @@ BREADTH = {"accumulate_order": "breadth"}
 )
 def test_where_weights_begin_and_gradients_end(zero, levels):
     strategy = ShardingStrategy.of(zerojax.ZeroConfig(**zero))
-    assert (strategy.source, strategy.keep, strategy.sink) == levels
+    assert (strategy.source, strategy.keep, strategy.grad_level) == levels
 
 
 @pytest.mark.parametrize(

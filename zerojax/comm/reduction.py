@@ -61,7 +61,7 @@ class GradientReduction:
 
     @property
     def hops(self) -> int:
-        """How many hops a gradient takes to the sink."""
+        """How many hops a gradient takes to ``grad_level``."""
         return len(self.axes) + self.sends_sums
 
     @property
@@ -208,8 +208,8 @@ class GradientReduction:
         return self.deliver(self.encode(grads, seed), seed)
 
     def to_sink(self, grads: Values, seed: Seed) -> Values:
-        """This device's whole gradients as sums at the sink's level; at "full" they are not reduced."""
-        if self.strategy.sink == "full":
+        """This device's whole gradients as sums at ``grad_level``; at "full" they are not reduced."""
+        if self.strategy.grad_level == "full":
             return tuple(grad.astype(self.strategy.grad_dtype) for grad in grads)
         return self.reduce(grads, seed)
 

@@ -99,7 +99,7 @@ class GradientQueue:
         return (*in_flight[:-1], jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), arrival))
 
     def sum(self, arrived: Arrived) -> Values:
-        """The sums of gradients that have arrived, at the sink."""
+        """The sums of gradients that have arrived, at ``grad_level``."""
         return self.reduction.sum(arrived.payload)
 
     def drain(self, in_flight: InFlight) -> Iterator[Arrived]:

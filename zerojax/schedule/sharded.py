@@ -30,8 +30,7 @@ class Sharded:
 
     Attributes:
         weight: at the level where the unit finds it.
-        sink: zeros at the level where its gradient ends (``ShardingStrategy.sink``); their cotangent is the
-            gradient. None if it is frozen.
+        sink: zeros at ``ShardingStrategy.grad_level``; their cotangent is the gradient. None if it is frozen.
         seed: salts stochastic rounding; one per layer, if the leaf is stacked.
         strategy: how it travels.
         copy: delta's copy of a weight at "primary", if the unit updates it itself; ``updated`` takes the new

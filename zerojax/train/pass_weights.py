@@ -112,7 +112,7 @@ def place_weights(
             sharded[path] = Sharded(given.weights[path], sinks.get(path), own, spec.strategy, copy)
         placed |= place_group(spec, group, sharded, train=train, adapters=adapters)
     masters = {path: master.values for path, master in given.masters.items()}
-    return Placed(placed, MasterWeights(spec.leaves, masters, sinks, spec.strategy.sink))
+    return Placed(placed, MasterWeights(spec.leaves, masters, sinks, spec.strategy.grad_level))
 
 
 def place_group(

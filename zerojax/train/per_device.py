@@ -92,7 +92,7 @@ def accumulate(
         seed: of this step.
 
     Returns:
-        Gradient sums at the strategy's sink level; and the other results. Delta's copies are up to date but
+        Gradient sums at ``grad_level``; and the other results. Delta's copies are up to date but
         for those of units that were not called.
     """
     zero = spec.zero
@@ -194,7 +194,7 @@ def to_owners(spec: TrainSpec, grads: Blocks, residual: Blocks, seed: Seed) -> t
 
     Args:
         spec: the train spec.
-        grads: sums at the strategy's sink level.
+        grads: sums at ``grad_level``.
         residual: with error feedback, per path ``[.., secondary]``; else empty.
         seed: of this step.
 
@@ -202,11 +202,11 @@ def to_owners(spec: TrainSpec, grads: Blocks, residual: Blocks, seed: Seed) -> t
         The sums over the world, stored like the parameters; and the next residuals.
     """
     strategy = spec.strategy
-    if strategy.sink == "primary":
+    if strategy.grad_level == "primary":
         if not strategy.sums_in_pass:
             grads, residual = _to_all_nodes(spec, grads, residual, seed)
         return _without_padding(spec, grads), residual
-    if strategy.sink == "secondary":
+    if strategy.grad_level == "secondary":
         if residual:
             both = reduce_by_group(spec, _feed_back, grads, residual, seed=seed)
             grads = {path: x for path, (x, _) in both.items()}

@@ -211,11 +211,11 @@ def _gradient_hops(spec: TrainSpec, leaf: ParamLayout) -> Iterator[_LeafHop]:
         return
     zero, strategy = spec.zero, spec.strategy
     first, second = leaf.grads.local, leaf.grads.node
-    passes = 1 if strategy.sink == "full" else zero.passes
+    passes = 1 if strategy.grad_level == "full" else zero.passes
     if zero.grads_hops == 1:
         yield _LeafHop(leaf, "gradients", "node+local", second, leaf.shard, passes, summed=True)
     else:
-        once = 1 if strategy.sink == "secondary" else passes
+        once = 1 if strategy.grad_level == "secondary" else passes
         yield _LeafHop(leaf, "gradients", LOCAL, first, leaf.secondary, passes, summed=True)
         yield _LeafHop(leaf, "gradients", NODE, second, leaf.shard, once, summed=True)
     if leaf.sums:

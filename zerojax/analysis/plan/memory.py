@@ -150,24 +150,24 @@ def _in_loss(spec: TrainSpec, work: Work) -> dict[str, int]:
     before it if they are wider than a shard, in all compiled programs examined.
     """
     strategy = spec.strategy
-    early = strategy.sink != "primary"
-    if spec.zero.stage > 0 and strategy.sink != "full":
+    early = strategy.grad_level != "primary"
+    if spec.zero.stage > 0 and strategy.grad_level != "full":
         sets = (1 + early) if spec.zero.passes > 1 else 0
-        gradients = sets * _sums_at_sink(spec)
+        gradients = sets * _gradient_sums(spec)
     else:
         gradients = 0
     return {
         "gradients": gradients,
         "secondary": _hpz_copy(spec),
         "weights": _gathered(spec, 1) + _frozen_in_loss(spec),
-        "weight gradients": _whole_gradients(spec) if strategy.sink == "full" else 0,
+        "weight gradients": _whole_gradients(spec) if strategy.grad_level == "full" else 0,
         "activations": work.kept * _together(spec) + _loss(spec, work),
     }
 
 
 def _at_end(spec: TrainSpec, work: Work) -> dict[str, int]:
     """At the end, when the embedding's gradient exists and leaves outside units are reduced."""
-    sharded = spec.strategy.sink != "full"
+    sharded = spec.strategy.grad_level != "full"
     return {
         "gradients": _gradients(spec) + _sums_in_nodes(spec),
         "weights": _gathered(spec, 0),
@@ -197,27 +197,27 @@ def _others(spec: TrainSpec, work: Work) -> int:
     return 2 * (_together(spec) - 1) * work.stream
 
 
-def _sums_at_sink(spec: TrainSpec) -> int:
+def _gradient_sums(spec: TrainSpec) -> int:
     """One fp32 set of gradient sums, sharded over the world or over the node."""
     return sum(leaf.layers * _sum_bytes(spec, leaf) for leaf in spec.leaves)
 
 
 def _sum_bytes(spec: TrainSpec, leaf: ParamLayout) -> int:
     """Bytes of one layer of a leaf's gradient sum on one device."""
-    return 4 * (leaf.shard if spec.strategy.sink == "full" else spec.strategy.sink_size(leaf))
+    return 4 * (leaf.shard if spec.strategy.grad_level == "full" else spec.strategy.grad_size(leaf))
 
 
 def _gradients(spec: TrainSpec) -> int:
-    """Sums at the sink, and a second set of them while micro-batches are summed."""
+    """Sums at ``grad_level``, and a second set of them while micro-batches are summed."""
     if spec.zero.stage == 0:
         return 0  # the sums replace the gradients in place
-    twice = spec.zero.passes > 1 and spec.strategy.sink != "full"
-    return _sums_at_sink(spec) * (2 if twice else 1)
+    twice = spec.zero.passes > 1 and spec.strategy.grad_level != "full"
+    return _gradient_sums(spec) * (2 if twice else 1)
 
 
 def _sums_in_nodes(spec: TrainSpec) -> int:
     """Sums that all nodes need, where they arrive once per step and their owners hold others till then."""
-    if spec.strategy.sums_in_pass or spec.strategy.sink != "primary":
+    if spec.strategy.sums_in_pass or spec.strategy.grad_level != "primary":
         return 0
     return sum(4 * leaf.layers * leaf.owned for leaf in spec.leaves if leaf.in_every_node)
 
@@ -298,7 +298,7 @@ def _whole_gradients(spec: TrainSpec, *, rest: bool = True) -> int:
 
     Quantized gradients are encoded leaf by leaf: only the largest leaf's is whole.
     """
-    if spec.strategy.sink == "full":
+    if spec.strategy.grad_level == "full":
         item = jnp.dtype(spec.strategy.grad_dtype).itemsize
         every = sum(leaf.count * item for leaf in spec.leaves)
         return every * (2 if spec.zero.passes > 1 else 1)

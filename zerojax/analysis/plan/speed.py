@@ -146,6 +146,8 @@ def _part_of(hop: HopPlan, spec: TrainSpec) -> str:
     if hop.phase in ("gradient sums", "optimizer"):
         return "alone"
     if hop.phase == "gradients":
-        last = spec.strategy.sink == "full" or (spec.strategy.sink == "secondary" and hop.axis == "node")
+        last = spec.strategy.grad_level == "full" or (
+            spec.strategy.grad_level == "secondary" and hop.axis == "node"
+        )
         return "alone" if last else "backward"
     return "forward" if hop.phase == "weights forward" else "backward"
