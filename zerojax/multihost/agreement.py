@@ -78,26 +78,36 @@ class Agreement:
     """Distributes requests, so that all processes act on them at the same step.
 
     A single process acts at once. In several, requests put before step s are known after step s + 1: the
-    devices reduce them before they begin step s, so no process has to wait for the result.
+    devices reduce them before they begin step s, so no process has to wait for the result. The devices of one
+    node do wait for those of the others there, which ``every`` makes rare.
+
+    Args:
+        mesh: of the run.
+        every: steps between two reductions.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, every: int = 1) -> None:
         self._alone = jax.process_count() == 1
+        self._every = 1 if self._alone else every
+        self._steps = 0
         self._split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         everyone = NamedSharding(mesh, PartitionSpec())
         self._any = jax.jit(lambda rows: rows.max(axis=0), out_shardings=everyone)
         self._placed: dict[Requests, Array] = {}
-        self._pending: deque[Requests | Array] = deque()
+        self._pending: deque[tuple[int, Requests | Array]] = deque()
 
     def put(self, requests: Requests) -> None:
-        """Submit this process's requests; all processes call this before each step."""
-        self._pending.append(requests if self._alone else self._any(self._place(requests)))
+        """Submit this process's requests, which stay until they are met; all call this before each step."""
+        self._steps += 1
+        if self._steps % self._every == 0:
+            asked = requests if self._alone else self._any(self._place(requests))
+            self._pending.append((self._steps, asked))
 
     def get(self) -> Requests:
         """The requests of any process; all processes call this after each step and act on the result."""
-        if len(self._pending) <= (0 if self._alone else 1):
+        if not self._pending or (not self._alone and self._pending[0][0] == self._steps):
             return Requests()
-        oldest = self._pending.popleft()
+        _, oldest = self._pending.popleft()
         return oldest if isinstance(oldest, Requests) else Requests(*(bool(x) for x in np.asarray(oldest)))
 
     def forget(self) -> None:

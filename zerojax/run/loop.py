@@ -22,6 +22,8 @@ from zerojax.run.run_lock import RunLock
 from zerojax.train.state import TrainState
 from zerojax.train.step import Metrics, last_metrics, reports_later, train_step
 
+_AGREE_EVERY = 8
+"""Steps between two agreements of nodes that otherwise wait for no other in a step: local updates."""
 # Those that a checkpoint records.
 _RECORDED = ("loss", "validation_loss", "reward")
 
@@ -145,7 +147,8 @@ class TrainLoop(ABC):
 
     def take_steps(self, batches: Iterator[Any], signalled: StopRequest) -> None:
         """Take a step on each batch, evaluate and save, until the last step or until one is asked to stop."""
-        agreement, requests = Agreement(self.state.spec.mesh), Requests()
+        every = _AGREE_EVERY if reports_later(self.state) else 1
+        agreement, requests = Agreement(self.state.spec.mesh, every), Requests()
         while self.step < self.schedule.steps:
             self.watchdog.step(self.step + 1)
             wants_save = self.clock.wants_save and jax.process_index() == 0

@@ -114,6 +114,9 @@ def test_the_same_nodes_go_on_to_the_bit(saved, kept):
     # Nodes of another number of devices have the same values.
     moved = restore(saved, make(2, 1, **LOCAL), say=said.append)
     assert_same(host(moved), kept)
+    other = make(2, 1, **LOCAL | {"every": 5, "block_size": 128, "outer_momentum": 0.0})
+    found = host(restore(saved, other, say=said.append))
+    assert_same(found, {name: x for name, x in kept.items() if not name.startswith("outer/")})
     assert not said
 
 
