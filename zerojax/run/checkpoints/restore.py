@@ -98,15 +98,18 @@ def _begun_anew(state: TrainState, saved: int | None) -> str | None:
             f"the checkpoint was saved without local updates: all {own} nodes begin with its weights and its "
             "optimizer's moments"
         )
-    kept = "the outer weights and the mean over nodes of the optimizer's moments are kept"
+    by, moments = (
+        f"saved by {saved} nodes with local updates",
+        "the mean over nodes of the optimizer's moments",
+    )
     if own is None:
         return (
-            f"the checkpoint was saved by {saved} nodes with local updates: {kept}; what only single nodes "
-            "had learnt, and the outer momentum, are lost"
+            f"the checkpoint was {by}: the outer weights and {moments} are kept; what only single nodes had "
+            "learnt, and the outer momentum, are lost"
         )
     return (
-        f"the checkpoint was saved by {saved} nodes with local updates, and this run has {own}: {kept}, and "
-        "the outer momentum; every node begins with these, and what only single nodes had learnt is lost"
+        f"the checkpoint was {by}, and this run has {own}: every node begins with the outer weights and "
+        f"{moments}, and the outer momentum is kept; what only single nodes had learnt is lost"
     )
 
 
