@@ -303,7 +303,8 @@ def measure_steps(tokens: int, heads: int, kv_heads: int, seconds: float) -> Non
     segments = Case(documents(tokens + 1), 1, 1, 1).segments
     ids = jax.random.randint(jax.random.key(0), segments.shape, 0, config.vocab_size)
     batch = {"tokens": np.asarray(ids), "segments": np.asarray(segments)}
-    for kernel in dict.fromkeys(("flash_attention_4", PLAIN, "auto")):
+    kernels: tuple[AttentionKernel, ...] = ("auto" if ON_GPU else "flash_attention_4", PLAIN)
+    for kernel in kernels:
         try:
             state = zerojax.TrainState.create(
                 partial(_model, replace(config, attention=kernel)),
@@ -358,7 +359,6 @@ def main() -> None:
     plain = case((1, 37, 300, 129, 256, 45), 128, rows=2)
     windowed = replace(plain, width=64, window=100, by_layer=True)
     checks = [plain, windowed, replace(windowed, most=5)]
-    checks += [replace(plain, width=256)] if options.wide else []
     k = 1024
     cases = [
         case(documents(32 * k), 128),
@@ -379,6 +379,7 @@ def main() -> None:
         shape = k if options.small else 16 * k, options.heads, options.kv_heads
         work.append(partial(measure_steps, *shape, options.each))
     work += [partial(measure, cases[number], options.each) for number in chosen]
+    work += [partial(check, replace(plain, width=256))] if options.wide else []
     for number, part in enumerate(work):
         if time.monotonic() - begin > options.budget:
             print(f"\nno time left for the last {len(work) - number}")
