@@ -109,6 +109,17 @@ def test_a_copy_that_every_node_has_already_is_used(form: Form):
     assert "node" not in set(axes_used(jax.make_jaxpr(copy.make)(copied).jaxpr))
 
 
+def test_matrices_that_every_node_holds_are_encoded_where_they_are():
+    """The copy is that of a state whose optimizer does not need them whole."""
+    state, other = create(SMALL, 2, 4, preset="delta", tx=zerojax.scale_by_muon()), create(SMALL, 2, 4)
+    assert any(leaf.in_every_node for leaf in state.spec.leaves)
+    copy = GenerationCopy.of(state.spec, "gathered")
+    expected = {path: x.values for path, x in GenerationCopy.of(other.spec, "gathered").make(other).items()}
+    for one in (state, zerojax.with_node_copy(state)):
+        found = {path: x.values[..., : expected[path].shape[-1]] for path, x in copy.make(one).items()}
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 def test_frozen_weights_that_are_spread_over_the_world_are_copied_into_every_node():
     spread = create(SMALL, 2, 4, frozen=("*/mlp/*",), frozen_weights="int8", frozen_spread="world")
     for form in ("gathered", "int8"):

@@ -109,7 +109,8 @@ def next_token_loss(model: Any, batch: Any) -> jax.Array:
 def create(
     model: Any, nodes: int, local: int, *, seed: int = 3, abstract: bool = False, **options: Any
 ) -> zerojax.TrainState:
-    """A state in fp32 of a GPT's config or of a factory; ``options`` are ``ZeroConfig``'s, and lora."""
+    """A state in fp32 of a GPT's config or of a factory; ``options`` are ``ZeroConfig``'s, lora and tx."""
+    tx = options.pop("tx", ADAM)
     extra = {name: options.pop(name) for name in ("lora", "base") if name in options}
     preset = options.pop("preset", "zero3")
     units = (Block,) if isinstance(model, GPTConfig) and not model.scan else ()
@@ -118,8 +119,8 @@ def create(
     factory = (lambda rngs: GPT(model, rngs=rngs)) if isinstance(model, GPTConfig) else model
     mesh = zerojax.make_mesh(nodes, local)
     if abstract:
-        return zerojax.TrainState.abstract(factory, ADAM, lm_loss, mesh=mesh, zero=config)
-    return zerojax.TrainState.create(factory, ADAM, lm_loss, mesh=mesh, zero=config, seed=seed, **extra)
+        return zerojax.TrainState.abstract(factory, tx, lm_loss, mesh=mesh, zero=config)
+    return zerojax.TrainState.create(factory, tx, lm_loss, mesh=mesh, zero=config, seed=seed, **extra)
 
 
 def prompts(count: int = 11, longest: int = 12) -> list[np.ndarray]:

@@ -1,14 +1,15 @@
 """Muon on shards against optax's Muon on whole leaves, on meshes that divide nothing; what it sends."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 import pytest
-from core_models import CASES
+from core_models import CASES, squared_error
 from optax import contrib
-from plain_loop import by_path, distance, masters, plain_loop, plain_model
+from plain_loop import Plain, by_path, distance, masters, plain_loop, plain_model
 from wire_models import abstract_state, batch_of
 
 import zerojax
@@ -85,6 +86,29 @@ def test_sharded_steps_equal_whole_ones(name, nodes, local, zero):
         found.append(float(metrics["loss"]))
     np.testing.assert_allclose(found, losses, rtol=2e-4)
     assert distance(masters(state), wanted) < (1e-3 if zero.get("stage") else 1e-6)
+
+
+def penalised(model: Any, batch: Any) -> jax.Array:
+    return squared_error(model, batch) + 0.05 * zerojax.weight_sum(model, paths="*kernel")
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"accumulate": 2, "grad_sync": "step"},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"accumulate": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_penalty_of_matrices_that_every_node_holds_counts_once(zero):
+    case = dataclasses.replace(CASES["stack"], loss=penalised)
+    plain, batches = Plain(case), case.batches(ROWS, 2)
+    losses, wanted = plain_loop(plain, plain_rest(whole_muon(stacked=True)), batches)
+    state = case.start(sharded_muon(), plain.weights, nodes=3, local=2, **zero)
+    for batch, loss in zip(batches, losses, strict=True):
+        state, metrics = zerojax.train_step(state, batch)
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+    assert distance(masters(state), wanted) < 1e-6
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The real training step, compiled for CUDA clusters without a GPU: what it sends, and in what formats."""
 
+from typing import Any
+
 import hlo
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,8 @@ import zerojax
 from zerojax import aot
 from zerojax.analysis.plan import plan_state
 
-WIDTH, LAYERS = 256, 8
+WIDTH, LAYERS = 256, 12
+ADAM = optax.adamw(1e-3)
 
 
 class Block(nnx.Module):
@@ -41,10 +44,10 @@ def loss_fn(model, batch):
 
 
 def compiled_step(
-    zero: zerojax.ZeroConfig, nodes: int, local: int
+    zero: zerojax.ZeroConfig, nodes: int, local: int, tx: Any = ADAM
 ) -> tuple[zerojax.TrainState, dict[str, jax.ShapeDtypeStruct], jax.stages.Compiled]:
     mesh = zerojax.make_mesh(nodes, local, devices=aot.topology(nodes, local, "h100"))
-    state = zerojax.TrainState.abstract(Model, optax.adamw(1e-3), loss_fn, mesh=mesh, zero=zero)
+    state = zerojax.TrainState.abstract(Model, tx, loss_fn, mesh=mesh, zero=zero)
     row = jax.ShapeDtypeStruct((nodes * local, 128), jnp.int32)
     batch = {"tokens": row, "targets": row}
     return state, batch, zerojax.lower_train_step(state, batch).compile(dict(aot.COMPILER_OPTIONS))
@@ -70,6 +73,24 @@ def test_the_compiled_step_sends_what_the_traced_one_says(cuda_mesh, preset, nod
     master = 3 * 4 * report.parameters / (nodes * local)  # fp32 weights and Adam's two moments
     assert memory.arguments >= master
     assert memory.aliased >= master, "the state is donated"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preset", "dtypes"),
+    [("zero3", {"bf16"}), ("delta", {"u8", "bf16"})],  # weights of vectors travel by themselves
+)
+def test_between_nodes_muon_has_gradients_alone_beside_all_matmuls(cuda_mesh, preset, dtypes):
+    cuda_mesh(2, 4)
+    zero = zerojax.ZeroConfig.preset(preset)
+    state, batch, compiled = compiled_step(zero, 2, 4, zerojax.scale_by_muon())
+    report = check_traffic(state, batch, compiled, dtypes, own_streams=preset != "zero3")
+    assert {c.axes for c in report.collectives if c.phase == "optimizer"} == {("local",)}
+    looped = [c for c in hlo.collectives(str(compiled.as_text())) if c.count > 1 and c.crosses_nodes(4)]
+    covers = {(c.op, c.elements, c.covers) for c in looped if "reduce_node" in c.source}
+    assert {share for *_, share in covers} == {0.5}, f"of the body, which is of two layers: {covers}"
+    held = sum(leaf.count for leaf in state.spec.leaves if leaf.in_every_node)
+    assert hlo.memory(compiled).aliased >= 2 * 4 * held / 4, "matrices and their momentum, in each node"
 
 
 def test_a_fragment_crosses_nodes_beside_all_matmuls_of_the_step(cuda_mesh):

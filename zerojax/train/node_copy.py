@@ -78,7 +78,7 @@ def copies_in_node(state: TrainState, *, every: bool = False) -> ByPath:
     def copies() -> Callable[[TrainState], ByPath]:
         return per_node(spec, lambda weights: {path: weights[path] for path in lacking}, lacking)
 
-    return there | spec.once(f"node copy of {len(lacking)}", copies)(state)
+    return there | spec.once(f"node copy {every} {state.current_copies}", copies)(state)
 
 
 def per_node[T: PyTree](
