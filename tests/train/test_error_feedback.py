@@ -11,6 +11,7 @@ from core_models import Case, SlopeLayer
 from flax import nnx
 
 import zerojax
+from zerojax.optim.shard_check import OnLayout
 
 SIZE, STEPS = 64, 24
 
@@ -34,11 +35,16 @@ def slopes(rng: np.random.Generator, rows: int) -> dict[str, np.ndarray]:
 CASE = Case(Model, lambda model, batch: model(batch["slope"]).mean(), (SlopeLayer,), slopes)
 
 
-@pytest.mark.parametrize("feedback", [True, False])
-def test_errors_do_not_add_up(feedback):
+SGD = optax.sgd(1.0)
+WHOLE = OnLayout(lambda *_: SGD, whole=lambda _: True)
+"""As an optimizer that needs weights whole: their gradients' sums are encoded as well."""
+
+
+@pytest.mark.parametrize(("tx", "feedback"), [(SGD, True), (SGD, False), (WHOLE, True)])
+def test_errors_do_not_add_up(tx, feedback):
     """The sum of equal steps is off by one step's rounding; without feedback by as many as there were."""
     zero = {"grads": ("fp32", "int2"), "grad_sync": "step", "error_feedback": feedback, "block_size": 64}
-    state = CASE.create(optax.sgd(1.0), nodes=2, local=1, **zero)
+    state = CASE.create(tx, nodes=2, local=1, weights="int2" if tx is WHOLE else None, **zero)
     (batch,) = CASE.batches(2, 1)
     exact = batch["slope"].mean(0)
     errors, moved = [], np.zeros(0)
