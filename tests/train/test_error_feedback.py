@@ -13,7 +13,7 @@ from flax import nnx
 import zerojax
 from zerojax.optim.shard_check import OnLayout
 
-SIZE, STEPS = 64, 24
+SIZE, STEPS = 128, 24
 
 
 class Model(nnx.Module):
