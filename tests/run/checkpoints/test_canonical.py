@@ -16,9 +16,9 @@ DELTA = {"weights": "fp32", "weights_delta": True, "hpz": True}
 PADDED = {"grads": ("int8", "int8")}
 
 
-def state_of(zero: dict[str, Any], seed: int, tx: Any = None) -> zerojax.TrainState:
+def state_of(zero: dict[str, Any], seed: int, tx: Any = None, width: int = 3) -> zerojax.TrainState:
     return zerojax.TrainState.create(
-        lambda rngs: nnx.Linear(8, 3, use_bias=False, rngs=rngs),
+        lambda rngs: nnx.Linear(8, width, use_bias=False, rngs=rngs),
         tx or optax.sgd(0.1),
         lambda model, batch: model(batch).mean(),
         mesh=zerojax.make_mesh(2, 4),
@@ -43,6 +43,16 @@ def test_rows_keep_their_places(source, target):
     np.testing.assert_array_equal(zerojax.gather_params(moved)["kernel"], wanted)
     for copy in jax.tree.leaves(moved.copies):
         np.testing.assert_array_equal(np.asarray(copy).reshape(wanted.shape), wanted)
+
+
+def test_a_leaf_that_another_state_has_cut_elsewhere():
+    given = state_of({}, 0, width=4)
+    wanted = zerojax.gather_params(given)["kernel"]
+    columns = jax.sharding.PartitionSpec(None, "local")
+    tree = to_canonical(given)
+    tree["params"]["kernel"] = jax.device_put(tree["params"]["kernel"], given.spec.sharding(columns))
+    moved = from_canonical(state_of({}, 1, width=4), tree)
+    np.testing.assert_array_equal(zerojax.gather_params(moved)["kernel"], wanted)
 
 
 def test_what_error_feedback_remembers_goes_on_with_its_mesh():

@@ -314,6 +314,8 @@ def _stored(state: TrainState, entry: _Entry, x: Array) -> Array:
     if of_nodes and not (entry.by_node and x.shape[0] == like.shape[0]):
         x, of_nodes = _mean(state.spec, x), False
     if entry.leaf is not None:
+        # Another state may have cut it along another dimension.
+        x = jax.device_put(x, _of_nodes(state, entry, x.shape[0] if of_nodes else None).sharding)
         return _convert(state.spec, _Entry(entry.leaf, x, of_nodes), like, to_nodes=entry.by_node)
     if entry.by_node == of_nodes and x.sharding == like.sharding:
         return x
