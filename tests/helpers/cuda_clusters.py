@@ -19,6 +19,7 @@ from zerojax.models import GPT, GPTConfig, lm_loss
 
 EVERYWHERE = P(("node", "local"))
 Compile = Callable[..., jax.stages.Compiled]
+_ADAMW = optax.adamw(1e-3)
 
 
 def compiled_gpt(
@@ -27,15 +28,16 @@ def compiled_gpt(
     nodes: int,
     local: int,
     lora: zerojax.LoRA | None = None,
+    tx: Any = _ADAMW,
 ) -> tuple[zerojax.TrainState, jax.stages.Compiled]:
-    """A model's step with AdamW on H100s, a sequence of full length each; skips without a compiler."""
+    """A model's step on H100s, a sequence of full length each; skips without a compiler."""
     try:
         devices = aot.topology(nodes, local, gpu="h100")
     except aot.CompilerMissingError as error:
         pytest.skip(str(error))
     state = zerojax.TrainState.abstract(
         lambda rngs: GPT(config, rngs=rngs),
-        optax.adamw(1e-3),
+        tx,
         lm_loss,
         mesh=zerojax.make_mesh(nodes, local, devices=devices),
         zero=zero,

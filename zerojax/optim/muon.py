@@ -75,6 +75,20 @@ def scale_by_muon(
     return OnLayout(make, is_matrix)
 
 
+def by_shape(matrices: Sequence[ParamLayout]) -> list[list[ParamLayout]]:
+    """Matrices in groups that are dealt out together."""
+    shapes: dict[tuple[int, ...], list[ParamLayout]] = {}
+    for leaf in matrices:
+        shapes.setdefault((*leaf.shape, leaf.owned), []).append(leaf)
+    return list(shapes.values())
+
+
+def most_dealt(same: Sequence[ParamLayout]) -> int:
+    """How many matrices of a group of ``by_shape`` a device gets, if they are spread over devices."""
+    leaf = same[0]
+    return -(-sum(leaf.layers for leaf in same) * leaf.owned // leaf.padded)
+
+
 class MomentumState(NamedTuple):
     """An average of gradients, and how many updates are in it."""
 
@@ -107,14 +121,12 @@ def _orthogonalised(
     mesh: Mesh, matrices: Sequence[ParamLayout], axes: tuple[str, ...], wire: jnp.dtype
 ) -> optax.GradientTransformation:
     """Orthogonalise stored leaves, and scale them by shape."""
-    shapes: dict[tuple[int, ...], list[ParamLayout]] = {}
-    for leaf in matrices:
-        shapes.setdefault((*leaf.shape, leaf.owned), []).append(leaf)
+    shapes = by_shape(matrices)
     specs = {leaf.path: leaf.spec(axes) for leaf in matrices}
 
     def on_device(blocks: dict[Path, Array]) -> dict[Path, Array]:
         result = {}
-        for leaves in shapes.values():
+        for leaves in shapes:
             parts = [blocks[leaf.path].reshape(leaf.layers, -1) for leaf in leaves]
             rows = _dealt_out(jnp.concatenate(parts), leaves[0], axes, wire)
             ends = [sum(len(part) for part in parts[: i + 1]) for i in range(len(parts) - 1)]

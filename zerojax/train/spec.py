@@ -111,6 +111,11 @@ class TrainSpec:
         return self.tx.init(params)
 
     @property
+    def matrices(self) -> tuple[ParamLayout, ...]:
+        """The trained parameters that the optimizer needs whole."""
+        return tuple(leaf for leaf in self.leaves if self.whole and self.whole(leaf) and leaf.size)
+
+    @property
     def reading(self) -> "TrainSpec":
         """The spec of passes that read a state: with local updates they stay within a node."""
         return self.in_node if self.local_updates else self

@@ -85,6 +85,17 @@ def test_compiled_memory_is_within_a_tenth_of_the_formula(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["stage 3", "delta"])
+def test_compiled_memory_with_muon_is_as_planned(name):
+    """The peak is in the update, with the matrices of every node."""
+    zero = zerojax.ZeroConfig.preset(**{"name": "zero3", **_named(name)})
+    state, compiled = compiled_gpt(CONFIG, zero, NODES, LOCAL, tx=zerojax.scale_by_muon())
+    plan = plan_state(state)
+    assert hlo.memory(compiled).peak == pytest.approx(plan.memory.total, rel=0.10)
+    assert plan.memory.total > 12 * plan.parameters / LOCAL
+
+
+@pytest.mark.slow
 def test_compiled_memory_with_copies_and_gathered_layers_in_fp8():
     delta = SETTINGS["delta"] | {"matmul_dtype": "fp8"}
     state, compiled = compiled_step(zerojax.ZeroConfig.preset(delta.pop("preset"), **delta))

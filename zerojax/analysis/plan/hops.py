@@ -37,6 +37,7 @@ from rich.table import Table
 
 from zerojax.adapters.nnx_adapter import NNXAdapter
 from zerojax.formatting import milliseconds, numeric, size
+from zerojax.optim.muon import by_shape, most_dealt
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
 from zerojax.sharding.wire_format import Codec
@@ -228,18 +229,13 @@ def _gradient_hops(spec: TrainSpec, leaf: ParamLayout) -> Iterator[_LeafHop]:
 
 def _optimizer_hops(spec: TrainSpec) -> Iterator[_LeafHop]:
     """The exchanges of matrices that the optimizer needs whole (``zerojax.optim.muon``), there and back."""
-    if spec.whole is None or spec.zero.stage == 0:
+    if spec.zero.stage == 0:
         return
-    shapes: dict[tuple[int, ...], list[ParamLayout]] = {}
-    for leaf in spec.leaves:
-        if spec.whole(leaf) and leaf.size:
-            shapes.setdefault((*leaf.shape, leaf.owned), []).append(leaf)
     codec = Codec(spec.zero.compute_format, spec.zero.block_size)
-    for (*_, owned), same in shapes.items():
-        leaf, matrices = same[0], sum(leaf.layers for leaf in same)
-        each = -(-matrices * owned // leaf.padded)  # to each device, the last of them padding
+    for same in by_shape(spec.matrices):
+        leaf, sent = same[0], most_dealt(same) * same[0].owned
         axis = "node+local" if NODE in leaf.owners else LOCAL
-        yield _LeafHop(leaf, "optimizer", axis, codec, each * owned, 2 / leaf.layers, coded=False)
+        yield _LeafHop(leaf, "optimizer", axis, codec, sent, 2 / leaf.layers, coded=False)
 
 
 def hops_table(

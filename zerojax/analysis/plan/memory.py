@@ -14,12 +14,12 @@ stage       master, Adam   gradient sums  weights whole    gradients whole
 
 Where a stack keeps activations, its sums take their place from the last layer to the first and need no
 memory of their own (``zerojax.schedule.sum_storage``). Matrices that the optimizer needs whole (Muon) take
-12 N / L in place of all 16 N / D, and no hpZ or delta weights. Those add 2 N / L; weights computed
-with in fp8 take one byte instead of two where they are gathered or copied. Frozen weights have neither
-masters nor gradients: their bytes, in the format in which they are stored, over L. Activations depend on the
-model and the batch (``work.py``). With them, the peak is at one of three moments: in the backward pass; with
-a large vocabulary, in the loss, when there are logits but no gradients yet (except sums of earlier
-micro-batches); or at the end, when there are the fp32 gradients of the embedding tables.
+12 N / L, in place of the above and of hpZ or delta weights. Those add 2 N / L; weights computed with in fp8
+take one byte instead of two where they are gathered or copied. Frozen weights have neither masters nor
+gradients: their bytes, in the format in which they are stored, over L. Activations depend on the model and
+the batch (``work.py``). With them, the peak is at one of four moments: in the backward pass; with a large
+vocabulary, in the loss, when there are logits but no gradients yet (except sums of earlier micro-batches); at
+the end, when there are the fp32 gradients of the embedding tables; or with Muon in the update.
 """
 
 from collections.abc import Callable
@@ -30,6 +30,7 @@ from rich.table import Table
 
 from zerojax.analysis.plan.work import Work
 from zerojax.formatting import numeric, size
+from zerojax.optim.muon import by_shape, most_dealt
 from zerojax.sharding.layout import ParamLayout
 from zerojax.train.fields import abstract_fields
 from zerojax.train.memory import device_bytes
@@ -48,6 +49,7 @@ KINDS = {
     "weight gradients": "not yet summed: of units in use, or of all",
     "wire": "gradients of a unit, encoded, sent and arriving",
     "activations": "kept for the backward pass, and of the current layer",
+    "matrices": "in the update, whole: Muon's",
     "workspace": "of the matmul library",
 }
 """The kinds of memory of a device."""
@@ -102,7 +104,7 @@ def predict_memory(spec: TrainSpec, work: Work | None = None, *, workspace: int 
     """
     lasting = spec.once("bytes held", lambda: _held_bytes(spec))
     passes = spec.reading
-    moments = [_in_backward(passes, work)]
+    moments = [_in_backward(passes, work), _in_update(passes)]
     if work is not None:
         moments += [_in_loss(passes, work), _at_end(passes, work)]
     fullest = max(moments, key=lambda moment: sum(moment.values()))
@@ -175,6 +177,16 @@ def _at_end(spec: TrainSpec, work: Work) -> dict[str, int]:
         "wire": _of_no_unit(spec) if sharded else 0,
         "activations": work.tables,
     }
+
+
+def _in_update(spec: TrainSpec) -> dict[str, int]:
+    """In the update, while a device has whole matrices of one shape, as many as it gets of all at most.
+
+    In compiled programs in fp32 as they come and as they become, and in the compute dtype as they are sent.
+    """
+    item = 4 + 4 + jnp.dtype(spec.zero.compute_dtype).itemsize
+    groups = [most_dealt(same) * same[0].padded for same in by_shape(spec.matrices) if spec.zero.stage]
+    return {"gradients": _gradients(spec) + _sums_in_nodes(spec), "matrices": item * max(groups, default=0)}
 
 
 def _together(spec: TrainSpec) -> int:
