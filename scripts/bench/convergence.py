@@ -92,6 +92,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "delta-stochastic-int8": {**DELTA, "rounding": "stochastic", "grads": ("int8", "int8")},
     "delta-stochastic-weights-int8": {**DELTA, "rounding": "stochastic", "weights": "int8"},
     "delta-nearest-256": {**DELTA, "block_size": 256},
+    # For Muon, whose matrices' gradients are else encoded twice between nodes.
+    "delta-stochastic-spread": {**DELTA, "rounding": "stochastic", "matrix_spread": "world"},
     "zero++-fp6": {**ZERO_PP, "weights": "fp6"},
     **{f"weights-{fmt}": {**DIRECT, "weights": fmt} for fmt in ("int8", "fp6", "int4", "int2")},
     **{f"deltas-{fmt}": {**DELTA, **EXACT_GRADIENTS, "weights": fmt} for fmt in ("int8", "int4", "int2")},
