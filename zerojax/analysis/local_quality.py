@@ -4,9 +4,10 @@ LOSS_ABOVE_ZERO3: dict[str, dict[int, float]] = {
     "adamw": {16: 3.7, 64: 5.9, 128: 8.0},
     "muon": {16: 3.2, 64: 4.8},
 }
-"""Validation loss above that of zero3 with the same optimizer, in percent, by optimizer and ``every``:
-trained weights of 124M parameters, trained on for 400 steps on two nodes. docs/quality.md has the runs, and others
-from random weights, which end up to 18% above."""
+"""Validation loss above that of zero3 with the same optimizer, in percent, by optimizer and ``every``.
+
+Two nodes trained weights of 124M parameters on for 400 steps. docs/quality.md has these runs, and others from
+random weights, which end up to 18% above."""
 
 
 def expected_loss(every: int, *optimizers: str) -> str:
