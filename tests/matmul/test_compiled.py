@@ -85,6 +85,7 @@ def test_products_are_in_fp8_and_weights_are_not_decoded(settings):
     assert gathered == sizes
 
 
+@pytest.mark.slow
 def test_wide_products_are_in_fp8():
     """Where XLA may swap transposes with the casts of operands that no kernel has made."""
     wide = GPTConfig(

@@ -132,7 +132,7 @@ def test_scales_in_eight_bits_cost_nothing():
         (lambda x: pk.decode_nf4(x.astype(jnp.uint8), 128), ValueError, "needs 72"),
         (lambda x: pk.nf4_bytes(0), ValueError, "at least one"),
         (lambda x: pk.encode(x, "nf4", block=64), ValueError, "stores frozen weights"),
-        (lambda x: pk.decode_sum(x.astype(jnp.uint8), "nf4", 128, block=64), ValueError, "no wire format"),
+        (lambda x: pk.decode_sum(x.astype(jnp.uint8), "nf4", 128, block=64), ValueError, "cannot be sent"),
     ],
 )
 def test_bad_input_is_named(call, error, message):

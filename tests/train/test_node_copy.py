@@ -55,7 +55,7 @@ def axes(state: zerojax.TrainState, batch: dict[str, np.ndarray]) -> set[str]:
     return set(axes_used(jax.make_jaxpr(predict)(state, batch).jaxpr))
 
 
-@pytest.mark.parametrize("name", subset(CHOICES, "delta", "adapters"))
+@pytest.mark.parametrize("name", subset(CHOICES, "delta"))
 def test_passes_are_the_same_and_send_nothing_between_nodes(name):
     case = CASES["gpt-tied" if name == "zero3" else "stack"]
     state = create(2, 2, case=case, **CHOICES[name])

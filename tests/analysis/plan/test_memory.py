@@ -146,7 +146,13 @@ def test_compiled_memory_beside_the_frozen_weights_of_a_llama_70b(layers: int):
     assert memory.total < 20e9
 
 
-@pytest.mark.parametrize("vocabulary", [32000, 512], ids=["in the loss", "in the backward pass"])
+@pytest.mark.parametrize(
+    "vocabulary",
+    [
+        pytest.param(32000, id="in the loss", marks=pytest.mark.slow),
+        pytest.param(512, id="in the backward pass"),
+    ],
+)
 def test_compiled_memory_of_adapters_on_one_device(vocabulary: int):
     # Two chunks of tokens in the loss: a trained unembedding would have two fp32 sums of its gradient.
     config = dataclasses.replace(
