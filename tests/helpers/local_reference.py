@@ -62,7 +62,9 @@ class DiLoCo:
     def __post_init__(self) -> None:
         spec = self.state.spec
         self.zero, self.nodes = spec.zero, spec.world.nodes
-        begin = {path: np.float32(x) for path, x in by_path(self.plain.weights).items()}
+        begin: dict[tuple[str, ...], np.ndarray] = {
+            path: np.asarray(x, np.float32) for path, x in by_path(self.plain.weights).items()
+        }
         self.own = [dict(begin) for _ in range(self.nodes)]
         self.opt = [self.tx.init(self.plain.weights) for _ in range(self.nodes)]
         self.outer, self.known = dict(begin), dict(begin)
@@ -85,9 +87,8 @@ class DiLoCo:
             weights = traverse_util.unflatten_dict(self.own[n])
             loss, grads = self._grad(weights, rows)
             updates, self.opt[n] = self._update(grads, self.opt[n], weights)
-            self.own[n] = {
-                p: np.asarray(x) for p, x in by_path(optax.apply_updates(weights, updates)).items()
-            }
+            after: Any = optax.apply_updates(weights, updates)
+            self.own[n] = {path: np.asarray(x) for path, x in by_path(after).items()}
             losses.append(float(loss))
             norms.append(float(optax.tree.norm(grads)))
         if delay:

@@ -11,7 +11,7 @@ from plain_loop import distance
 import zerojax
 
 SGD = optax.sgd(0.01)
-NODES = {"every": 2, "outer_delay": 1, "block_size": 64}
+NODES: dict[str, Any] = {"every": 2, "outer_delay": 1, "block_size": 64}
 
 
 def create(
@@ -35,7 +35,8 @@ def test_adapters_alone_are_the_nodes_own():
     """With one fragment and plain averaging it is zero3 with adapters on frozen weights."""
     batches = CASES["nnx"].batches(8, 3)
     lora = zerojax.LoRA(rank=2, alpha=2.0, targets=("*kernel",))
-    runs = [create(SGD, lora=lora, frozen=("*",), local=2, **more) for more in ({"every": 1}, {})]
+    both: list[dict[str, Any]] = [{"every": 1}, {}]
+    runs = [create(SGD, lora=lora, frozen=("*",), local=2, **more) for more in both]
     (state, losses), (exact, wanted) = (trained(run, batches) for run in runs)
     np.testing.assert_allclose(losses, wanted, rtol=2e-5)
     assert distance(zerojax.gather_adapters(state), zerojax.gather_adapters(exact)) < 1e-6
@@ -54,6 +55,7 @@ def test_the_average_is_the_mean_of_the_nodes_averages():
     state, _ = trained(state, more)
     own = optax.tree_utils.tree_get(state.opt_state, "averaged_params")
     average = zerojax.averaged(state)
+    assert average.local is not None
     for found in (average.local.known, average.params):
         assert distance(found, jax.tree.map(lambda x: np.asarray(x).mean(axis=0), own)) < 1e-6
     whole = zerojax.gather_model(average)

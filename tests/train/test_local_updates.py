@@ -15,7 +15,7 @@ from plain_loop import Plain, distance, masters, plain_loop
 
 import zerojax
 from zerojax.errors import ConfigurationError
-from zerojax.train.local_state import MAX_METRICS
+from zerojax.train.local_state import MAX_METRICS, LocalState
 from zerojax.train.step import trace_train_step
 
 STEPS = 7
@@ -55,6 +55,11 @@ def create(plain: Plain, tx: Any, nodes: int, local: int, **zero: Any) -> zeroja
     return zerojax.put_params(state, plain.weights)
 
 
+def local_of(state: zerojax.TrainState) -> LocalState:
+    assert state.local is not None
+    return state.local
+
+
 @pytest.mark.parametrize(
     ("nodes", "local", "name"),
     [
@@ -84,7 +89,7 @@ def test_equals_diloco(plain, nodes, local, name):
         told.append((float(metrics["loss"]), float(metrics["grad_norm"])))
     assert distance(masters(state), reference.weights) < 1e-5
     for n in range(nodes):
-        own = dataclasses.replace(state, params=jax.tree.map(lambda x, n=n: x[n], state.local.weights))
+        own = dataclasses.replace(state, params=jax.tree.map(lambda x, n=n: x[n], local_of(state).weights))
         assert distance(masters(own), reference.own_weights(n)) < 1e-5
     lag = 1 if options.get("outer_delay") else 0
     assert np.isnan([loss for loss, _ in told[:lag]]).all()
@@ -109,16 +114,17 @@ def test_a_node_that_skips_learns_nothing_and_the_others_go_on(plain):
     state = create(plain, optax.adamw(1e-2), 2, 2, every=2, outer_delay=2, outer_mixing=0.5)
     good, bad = CASE.batches(8, 2)
     bad["x"][:4] = np.nan  # the first node's rows
-    before = jax.tree.map(np.asarray, state.local.weights)
+    before = jax.tree.map(np.asarray, local_of(state).weights)
     state, _ = zerojax.train_step(state, bad)
-    after = jax.tree.map(np.asarray, state.local.weights)
+    after = jax.tree.map(np.asarray, local_of(state).weights)
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         np.testing.assert_array_equal(old[0], new[0])
         assert (old[1] != new[1]).any()
-    assert np.asarray(state.local.skipped_in_row).tolist() == [1, 0]
+    assert np.asarray(local_of(state).skipped_in_row).tolist() == [1, 0]
+    metrics: dict[str, Any] = {}
     for _ in range(3):
         state, metrics = zerojax.train_step(state, good)
-        assert all(np.isfinite(x).all() for x in jax.tree.leaves((state.params, state.local.weights)))
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves((state.params, local_of(state).weights)))
     assert int(metrics["skipped"]) == 0
     assert int(metrics["skipped_in_row"]) == 0
     assert np.isfinite(float(metrics["loss"]))
@@ -137,7 +143,7 @@ def test_metrics_are_of_the_step_before(plain):
     case = dataclasses.replace(CASE, loss=loss)
     state = case.create(optax.sgd(1e-2), nodes=2, local=1, every=2, outer_delay=1)
     state = zerojax.put_params(state, plain.weights)
-    good, bad = ({**batch, "tokens": np.float32([1, 1, 1, 5])} for batch in CASE.batches(4, 2))
+    good, bad = ({**batch, "tokens": np.array([1, 1, 1, 5], np.float32)} for batch in CASE.batches(4, 2))
     wanted, aux = loss(zerojax.gather_model(state), good)
     aux["tokens"] = aux["tokens"].sum()
     bad["x"][:1] = np.nan
