@@ -45,7 +45,6 @@ from zerojax.train.local_state import (
     REPORTED,
     Fragments,
     LocalState,
-    abstract_local,
 )
 from zerojax.train.pass_weights import pass_weights
 from zerojax.train.per_device import Sums
@@ -287,11 +286,10 @@ def train_locally(state: TrainState, local: LocalState, batch: Batch) -> tuple[T
     spec = state.spec
     zero, node = spec.zero, spec.in_node
     outer = Outer(*map(from_tree, (state.params, local.momentum, local.known, state.residual)))
-    places = specs_of(abstract_local(spec))
-    stored = specs_of({name: abstract_fields(spec)[name] for name in ("params", "residual")})
-    outer_specs = Outer(
-        *map(from_tree, (stored["params"], places.momentum, places.known, stored["residual"]))
-    )
+    stored = abstract_fields(spec)
+    places = specs_of(stored["local"])
+    outer_fields = stored["params"], stored["local"].momentum, stored["local"].known, stored["residual"]
+    outer_specs = Outer(*map(from_tree, specs_of(outer_fields)))
     fields = shard_specs(node, ())._replace(params=places.weights)
     names: list[str] = []  # of the loss function's aux, once ``passes`` is traced
 

@@ -71,6 +71,8 @@ class Outcome(NamedTuple):
 Forward = Callable[[TrainSpec, Placed, ModelState, Batch, Seed], tuple[Array, Outcome]]
 type Run[T] = Callable[[Any, Batch, Array], T]
 """A function of a bound model, rows of a batch, and a key."""
+type _Hop = Callable[[GradientReduction, Values, Seed, Values | None], tuple[Values, Values | None]]
+"""A method of ``GradientReduction`` that takes sums over nodes; see ``reduce_node``."""
 TOKENS = "tokens"
 
 
@@ -207,12 +209,7 @@ def to_owners(spec: TrainSpec, grads: Blocks, residual: Blocks, seed: Seed) -> t
             grads, residual = _to_all_nodes(spec, grads, residual, seed)
         return _without_padding(spec, grads), residual
     if strategy.grad_level == "secondary":
-        if residual:
-            both = reduce_by_group(spec, _feed_back, grads, residual, seed=seed)
-            grads = {path: x for path, (x, _) in both.items()}
-            residual = {path: r for path, (_, r) in both.items()}
-        else:
-            grads = reduce_by_group(spec, _reduce_node, grads, seed=seed)
+        grads, residual = _take_hop(spec, GradientReduction.reduce_node, grads, residual, seed)
         grads, residual = _to_all_nodes(spec, grads, residual, seed)
         return _without_padding(spec, grads), _without_padding(spec, residual, LOCAL)
 
@@ -386,33 +383,26 @@ def _without_padding(spec: TrainSpec, blocks: Blocks, axes: str | None = None) -
 def _to_all_nodes(spec: TrainSpec, sums: Blocks, residual: Blocks, seed: Seed) -> tuple[Blocks, Blocks]:
     """Send the owners' sums to all nodes for the leaves of which every node holds the master weight."""
     mine = {leaf.path: sums[leaf.path] for leaf in spec.leaves if leaf.in_every_node}
+    kept = {path: residual[path] for path in mine} if residual else {}
+    everywhere, kept = _take_hop(spec, GradientReduction.to_all_nodes, mine, kept, seed)
+    return sums | everywhere, residual | kept
+
+
+def _take_hop(
+    spec: TrainSpec, hop: _Hop, sums: Blocks, residual: Blocks, seed: Seed
+) -> tuple[Blocks, Blocks]:
+    """Take a hop with the gradients of all groups; with error feedback ``residual`` has as many paths."""
+
+    def exactly(reduction: GradientReduction, own: Seed, values: Values) -> Values:
+        return hop(reduction, values, own, None)[0]
+
+    def with_feedback(
+        reduction: GradientReduction, own: Seed, values: Values, residuals: Values
+    ) -> Sequence[tuple[Array, Array]]:
+        arrived, kept = hop(reduction, values, own, residuals)
+        return list(zip(arrived, kept or residuals, strict=True))
+
     if not residual:
-        return sums | reduce_by_group(spec, _send_sums, mine, seed=seed), residual
-    kept = {path: residual[path] for path in mine}
-    both = reduce_by_group(spec, _send_sums_and_keep, mine, kept, seed=seed)
-    return (
-        sums | {path: x for path, (x, _) in both.items()},
-        residual | {path: r for path, (_, r) in both.items()},
-    )
-
-
-def _send_sums(reduction: GradientReduction, seed: Seed, sums: Values) -> Values:
-    return reduction.to_all_nodes(sums, seed)[0]
-
-
-def _send_sums_and_keep(
-    reduction: GradientReduction, seed: Seed, sums: Values, residuals: Values
-) -> Sequence[tuple[Array, Array]]:
-    every, kept = reduction.to_all_nodes(sums, seed, residuals)
-    return list(zip(every, kept or residuals, strict=True))
-
-
-def _reduce_node(reduction: GradientReduction, seed: Seed, sums: Values) -> Values:
-    return reduction.reduce_node(sums, seed)[0]
-
-
-def _feed_back(
-    reduction: GradientReduction, seed: Seed, sums: Values, residuals: Values
-) -> Sequence[tuple[Array, Array]]:
-    owned, kept = reduction.reduce_node(sums, seed, residuals)
-    return list(zip(owned, kept or residuals, strict=True))
+        return reduce_by_group(spec, exactly, sums, seed=seed), residual
+    both = reduce_by_group(spec, with_feedback, sums, residual, seed=seed)
+    return {path: x for path, (x, _) in both.items()}, {path: r for path, (_, r) in both.items()}
