@@ -10,7 +10,7 @@ from environment import ROOT
 PACKAGE = ROOT / "zerojax"
 LAYERS = (
     *("terminal", "errors", "log", "versions", "formatting", "validation", "zero_config", "network"),
-    *("matmul", "sharding", "comm", "weights", "schedule", "adapters", "optim", "train", "models"),
+    *("matmul", "sharding", "comm", "weights", "schedule", "adapters", "experts", "optim", "train", "models"),
     *("generation", "analysis", "multihost", "run", "posttrain", "interop", "testing", "cli"),
 )
 

@@ -7,10 +7,14 @@ are first used (``from zerojax import checkpoints``). The packages that they com
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from zerojax.adapters.expert_param import ExpertParam
 from zerojax.adapters.stack import Stack
 from zerojax.adapters.weight_sum import weight_sum
 from zerojax.analysis.comm_report import CommReport, comm_report
 from zerojax.errors import ZeroError
+from zerojax.experts.module import Experts
+from zerojax.experts.router import RouterConfig
+from zerojax.experts.stats import RouterStats, balance_loss, z_loss
 from zerojax.generation.generate import Completions, generate
 from zerojax.matmul.lora import LoRA
 from zerojax.optim.ema import average_weights
@@ -56,8 +60,12 @@ __all__ = [
     "Callback",
     "CommReport",
     "Completions",
+    "ExpertParam",
+    "Experts",
     "LoRA",
     "Replicated",
+    "RouterConfig",
+    "RouterStats",
     "SpikeRule",
     "Stack",
     "TrainState",
@@ -67,6 +75,7 @@ __all__ = [
     "aot",
     "average_weights",
     "averaged",
+    "balance_loss",
     "chain",
     "checkpoints",
     "cluster",
@@ -94,6 +103,7 @@ __all__ = [
     "train_step",
     "weight_sum",
     "with_node_copy",
+    "z_loss",
 ]
 
 

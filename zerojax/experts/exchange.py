@@ -1,0 +1,152 @@
+"""The way of tokens to experts and back.
+
+The experts of a layer may be spread over the devices of a node (``ZeroConfig(experts="local")``). Every
+device then gathers the tokens of its node and where they go, computes what its own experts add to them, and
+sends each device the sums for its tokens. A token so goes to a device once, however many of its experts are
+there. Nothing crosses nodes.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from zerojax.comm.coalesced import exchange_together, gather_together
+from zerojax.errors import ConfigurationError
+from zerojax.experts.mlp import Activation, ExpertWeights, Plan, mlp
+from zerojax.experts.rows import rows_of
+from zerojax.sharding.mesh import LOCAL
+
+CAPACITY = 1.25
+"""Rows of a round on a device of several, relative to its share where experts are used evenly."""
+
+
+def apply_experts(
+    x: Float[Array, "tokens d"],
+    experts: Int32[Array, "tokens per_token"],
+    weights: Float[Array, "tokens per_token"],
+    own: ExpertWeights,
+    *,
+    of: int,
+    activation: Activation = "swiglu",
+    capacity: float = CAPACITY,
+) -> Float[Array, "tokens d"]:
+    """For each token the weighted sum of what its experts return; no token is dropped.
+
+    Args:
+        x: tokens, which are computed with in the dtype of the experts.
+        experts: where they go; those of a token are different ones.
+        weights: of what the experts return, fp32.
+        own: the weights of all experts; or, inside a step, those of this device's, an equal part.
+        of: the number of all experts.
+        activation: of the experts.
+        capacity: rows that a device computes with at a time where experts are spread over several, relative
+            to its share if experts are used evenly; see ``zerojax.experts.mlp``. It changes memory and speed,
+            not the result.
+
+    Returns:
+        In the dtype of ``x``. Sums over experts are fp32.
+
+    Raises:
+        ConfigurationError: there is a part of the experts that this mesh cannot have, or no capacity.
+    """
+    count = own.gate.shape[0]
+    parts = _parts(count, of)
+    if not capacity > 0:
+        raise ConfigurationError(f"capacity={capacity} must be above 0")
+    tokens, per_token = experts.shape
+    wide = x.astype(own.gate.dtype)
+    if parts == 1:
+        assignments = tokens * per_token
+        plan = Plan(activation, assignments, 1, True)
+        return mlp(plan, wide, weights, own, rows_of(experts, 0, count, assignments)).astype(x.dtype)
+    most = parts * tokens * min(per_token, count)
+    rows = min(math.ceil(capacity * tokens * per_token), most)
+    plan = Plan(activation, rows, -(-most // rows), False)
+    padded = max(parts * tokens * per_token, plan.rows * plan.rounds)
+    wide, weights, experts = _to_node(wide, weights, experts)
+    first = lax.axis_index(LOCAL) * count
+    added = mlp(plan, wide, weights, own, rows_of(experts, first, count, padded))
+    return _to_owners(added).astype(x.dtype)
+
+
+def _parts(count: int, of: int) -> int:
+    """Over how many devices the experts are spread.
+
+    Args:
+        count: of those on this device.
+        of: all of them.
+    """
+    if of == count:
+        return 1
+    try:
+        devices = lax.axis_size(LOCAL)
+    except NameError:
+        devices = 1
+    if devices == 1 or of != count * devices:
+        raise ConfigurationError(
+            f"weights of {count} experts of {of}: expected all of them, or inside a step an equal part on "
+            f"each of the {devices} devices of a node"
+        )
+    return devices
+
+
+def _gather(*parts: Array) -> tuple[Array, ...]:
+    """Every device's ``[tokens, m]``, as ``[devices * tokens, m]``."""
+    with jax.named_scope("gather_tokens"):
+        arrived = gather_together([part.reshape(-1) for part in parts], LOCAL)
+    return tuple(all.reshape(-1, part.shape[1]) for all, part in zip(arrived, parts, strict=True))
+
+
+def _sum_at_owners(*parts: Array) -> tuple[Array, ...]:
+    """The sums over the devices of a node, in fp32 and in their order, of ``[devices * tokens, m]``."""
+    devices = lax.axis_size(LOCAL)
+    with jax.named_scope("return_tokens"):
+        arrived = exchange_together([part.reshape(devices, -1) for part in parts], LOCAL)
+
+    def summed(part: Array, like: Array) -> Array:
+        total = part[0].astype(jnp.float32)
+        for other in part[1:]:
+            total += other.astype(jnp.float32)
+        return total.astype(like.dtype).reshape(-1, like.shape[1])
+
+    return tuple(summed(*both) for both in zip(arrived, parts, strict=True))
+
+
+@jax.custom_vjp
+def _to_node(x: Array, weights: Array, experts: Array) -> tuple[Array, Array, Array]:
+    """The tokens of all devices of a node."""
+    x, weights, experts = _gather(x, weights, experts)
+    return x, weights, experts
+
+
+def _to_node_fwd(x: Array, weights: Array, experts: Array) -> tuple[tuple[Array, Array, Array], None]:
+    return _to_node(x, weights, experts), None
+
+
+def _to_node_bwd(_: None, cotangents: tuple[Array, Array, Array]) -> tuple[Array, Array, None]:
+    x, weights = _sum_at_owners(*cotangents[:2])
+    return x, weights, None
+
+
+_to_node.defvjp(_to_node_fwd, _to_node_bwd)
+
+
+@jax.custom_vjp
+def _to_owners(added: Array) -> Array:
+    """The sums of what all devices add to this device's tokens."""
+    (out,) = _sum_at_owners(added)
+    return out
+
+
+def _to_owners_fwd(added: Array) -> tuple[Array, None]:
+    return _to_owners(added), None
+
+
+def _to_owners_bwd(_: None, cotangent: Array) -> tuple[Array]:
+    return _gather(cotangent)
+
+
+_to_owners.defvjp(_to_owners_fwd, _to_owners_bwd)

@@ -1,0 +1,158 @@
+"""Routers: which experts a token goes to, and with what weights."""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from zerojax.errors import ConfigurationError
+from zerojax.experts.stats import RouterStats
+
+Score = Literal["softmax", "sigmoid"]
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """How a token's logits choose its experts and weigh what they return.
+
+    The defaults are those of Mixtral and Qwen3-MoE. OLMoE has ``normalise=False``; gpt-oss
+    ``logit_biases=True``; DeepSeek-V3 ``RouterConfig("sigmoid", scale=2.5, balance_rate=0.001, groups=8,
+    groups_per_token=4)``.
+
+    Attributes:
+        score: what makes scores of the logits: a "softmax" over all experts, or a "sigmoid" of each.
+        normalise: whether a token's weights are its scores divided by their sum. With "softmax" this is the
+            softmax over the chosen logits.
+        scale: factor of the weights, after that (DeepSeek's routed scaling factor).
+        logit_biases: whether logits have trained biases (gpt-oss).
+        balance_rate: 0, or by how much a bias of each expert moves in every training step against its load,
+            without an auxiliary loss (Wang et al., 2024, 2408.15664). The bias is added to scores for the
+            choice, not for the weights; it is state, not a weight.
+        groups: into how many groups of neighbours the experts are divided (DeepSeek-V3).
+        groups_per_token: the groups whose two best experts have the largest sums of scores; a token's experts
+            are chosen from these alone.
+    """
+
+    score: Score = "softmax"
+    normalise: bool = True
+    scale: float = 1.0
+    logit_biases: bool = False
+    balance_rate: float = 0.0
+    groups: int = 1
+    groups_per_token: int = 1
+
+    def __post_init__(self):
+        if self.score not in get_args(Score):
+            raise ConfigurationError(
+                f"RouterConfig: score={self.score!r}: one of {', '.join(get_args(Score))}"
+            )
+        if not self.scale > 0:
+            raise ConfigurationError(f"RouterConfig: scale={self.scale} must be above 0")
+        if self.balance_rate < 0:
+            raise ConfigurationError(f"RouterConfig: balance_rate={self.balance_rate} must be at least 0")
+        if not 1 <= self.groups_per_token <= self.groups:
+            raise ConfigurationError(
+                f"RouterConfig: groups_per_token={self.groups_per_token}: from 1 to groups={self.groups}"
+            )
+
+    def check(self, experts: int, per_token: int) -> None:
+        """Refuse numbers of experts.
+
+        Args:
+            experts: of a layer.
+            per_token: of them, those of a token.
+
+        Raises:
+            ConfigurationError: a token cannot have so many, or groups do not divide the experts.
+        """
+        if not 1 <= per_token <= experts:
+            raise ConfigurationError(f"per_token={per_token}: from 1 to experts={experts}")
+        if experts % self.groups:
+            raise ConfigurationError(
+                f"RouterConfig: groups={self.groups} do not divide experts={experts}: use another number"
+            )
+        size = experts // self.groups
+        if self.groups > 1 and size < 2:
+            raise ConfigurationError(
+                f"RouterConfig: groups={self.groups} of experts={experts} have one expert each: use fewer"
+            )
+        if per_token > size * self.groups_per_token:
+            raise ConfigurationError(
+                f"per_token={per_token} of groups_per_token={self.groups_per_token} groups, which have "
+                f"{size} experts each: choose from more groups"
+            )
+
+
+class Routing(NamedTuple):
+    """Where tokens go.
+
+    Attributes:
+        experts: of each token, different ones, the best first.
+        weights: of what they return.
+        stats: sums over these tokens.
+    """
+
+    experts: Int32[Array, "tokens per_token"]
+    weights: Float[Array, "tokens per_token"]
+    stats: RouterStats
+
+
+def route(
+    logits: Float[Array, "tokens experts"],
+    per_token: int,
+    config: RouterConfig,
+    bias: Float[Array, " experts"] | None = None,
+) -> Routing:
+    """Choose each token's experts, in fp32. Of equal scores the first expert's counts as the best.
+
+    Args:
+        logits: of each token and expert.
+        per_token: how many experts a token goes to.
+        config: how.
+        bias: added to scores for the choice alone; see ``RouterConfig.balance_rate``.
+    """
+    logits = logits.astype(jnp.float32)
+    softmax = jax.nn.softmax(logits)
+    scores = softmax if config.score == "softmax" else jax.nn.sigmoid(logits)
+    chosen_by = jax.lax.stop_gradient(scores if bias is None else scores + bias)
+    if config.groups > 1:
+        chosen_by = _within_groups(chosen_by, config)
+    experts = jax.lax.top_k(chosen_by, per_token)[1].astype(jnp.int32)
+    chosen = experts[..., None] == jnp.arange(logits.shape[-1])
+    # By comparison, whose gradient is a sum, not a scatter.
+    weights = jnp.where(chosen, scores[:, None], 0).sum(-1)
+    if config.normalise:
+        weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), _TINY)
+    if config.scale != 1:
+        weights = weights * config.scale
+    return Routing(experts, weights, _stats(logits, scores, chosen, config))
+
+
+_TINY = 1e-20  # sums of sigmoids may be 0
+
+
+def _within_groups(scores: Float[Array, "tokens experts"], config: RouterConfig) -> Array:
+    """The scores, of which those outside a token's groups can not be chosen."""
+    grouped = scores.reshape(len(scores), config.groups, -1)
+    best = jax.lax.top_k(grouped, 2)[0].sum(-1)
+    chosen = jax.lax.top_k(best, config.groups_per_token)[1]
+    inside = (chosen[..., None] == jnp.arange(config.groups)).any(-2)
+    return jnp.where(inside[..., None], grouped, -jnp.inf).reshape(scores.shape)
+
+
+def _stats(logits: Array, scores: Array, chosen: Array, config: RouterConfig) -> RouterStats:
+    if config.score == "softmax":
+        log_probabilities = jax.nn.log_softmax(logits)
+    else:
+        log_scores = jax.nn.log_sigmoid(logits)
+        log_probabilities = log_scores - jax.nn.logsumexp(log_scores, -1, keepdims=True)
+    probabilities = jnp.exp(log_probabilities)
+    return RouterStats(
+        counts=chosen.sum((0, 1), dtype=jnp.float32),
+        probabilities=probabilities.sum(0),
+        square_logsumexp=jnp.square(jax.nn.logsumexp(logits, -1)).sum(),
+        entropy=-jnp.where(probabilities > 0, probabilities * log_probabilities, 0).sum(),
+        tokens=jnp.float32(len(logits)),
+    )
