@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from zerojax.adapters.expert_param import ExpertParam
 from zerojax.adapters.stack import Stack
 from zerojax.adapters.weight_sum import weight_sum
+from zerojax.adapters.world_sum import world_sum
 from zerojax.analysis.comm_report import CommReport, comm_report
 from zerojax.errors import ZeroError
 from zerojax.experts.module import Experts
@@ -103,6 +104,7 @@ __all__ = [
     "train_step",
     "weight_sum",
     "with_node_copy",
+    "world_sum",
     "z_loss",
 ]
 

@@ -37,6 +37,7 @@ FrozenFormat = Literal[WireFormat, "nf4"]
 ComputeDtype = Literal["float32", "bfloat16", "fp32", "bf16"] | type[np.generic] | np.dtype
 AccumulateOrder = Literal["depth", "breadth"]
 Spread = Literal["node", "world"]
+ExpertSpread = Literal["auto", "local", "gathered"]
 GradSync = Literal["micro", "step"]
 MatmulDtype = Literal["compute", "fp8"]
 Preset = Literal["zero3", "zero++", "zero++-paper", "delta", "local"]
@@ -120,6 +121,10 @@ class ZeroConfig:
             and its momentum, at stage 3: those of each "node", so that neither its weight nor its update
             crosses nodes and a step sends no more than with AdamW; or those of the "world", to save memory:
             its momentum and its update then cross nodes in the compute format.
+        experts: where the weights of experts (``zerojax.Experts``) are whole: "local" spreads them over the
+            devices of a node, each of which holds some of all nodes' experts and gets the tokens for them, so
+            that neither these weights nor their gradients travel within a node; "gathered" gathers them for
+            every device like other weights; "auto" is "local" where a node's devices divide the experts.
         every: 0, or the steps in which each weight crosses nodes once, by local updates (DiLoCo, Douillard et
             al., 2023; Streaming DiLoCo, 2025): every node trains weights of its own, and each step exchanges
             what the nodes have learnt of one fragment, 1/``every`` of all elements. Owners apply the mean to
@@ -167,6 +172,7 @@ class ZeroConfig:
     frozen_weights: FrozenFormat | None = None
     frozen_spread: Spread = "node"
     matrix_spread: Spread = "node"
+    experts: ExpertSpread = "auto"
     every: int = 0
     outer_learning_rate: float = 1.0
     outer_momentum: float = 0.0
@@ -306,6 +312,28 @@ class ZeroConfig:
             return f"frozen in {self.frozen_weights or self.compute_format}"
         return None
 
+    def parts_of(self, path: str, experts: int, local: int) -> int:
+        """Into how many parts the weight of experts is cut: one for each device of a node, or 1.
+
+        Args:
+            path: the leaf's path, joined by "/".
+            experts: the extent of its leading axis.
+            local: the number of devices of a node.
+
+        Raises:
+            ConfigurationError: ``experts="local"`` and the devices do not divide the experts.
+        """
+        divides = experts % local == 0
+        if self.experts == "local" and not divides:
+            raise ConfigurationError(
+                f'experts="local" spreads {path!r} over the {local} devices of a node, which do not divide '
+                f'its {experts} experts: use experts="gathered", or another mesh.local.'
+            )
+        spreads = self.experts == "local" or (
+            self.experts == "auto" and self.stage > 0 and self.grads_hops == 2
+        )
+        return local if spreads and divides else 1
+
     def is_frozen(self, path: str) -> bool:
         """Whether the weight at a path, joined by "/", is not trained."""
         return why_not(self.frozen, path, "frozen") is None
@@ -355,6 +383,13 @@ class ZeroConfig:
     def _check_stage(self) -> None:
         if self.stage == 0 and (self.weights or self.local_weights):
             raise ConfigurationError("stage 0 gathers no weights: leave weights and local_weights at None.")
+        if self.experts == "local" and (self.stage == 0 or self.grads_hops == 1):
+            setting = "stage=0" if self.stage == 0 else "grads_hops=1"
+            raise ConfigurationError(
+                f'experts="local" leaves each device of a node its own experts, and {setting} makes no '
+                "difference between devices of a node: use stage 1 to 3 with grads_hops=2, or "
+                'experts="gathered".'
+            )
         if self.stage == 0 and set(self.grad_formats) & set(QUANTIZED):
             raise ConfigurationError(
                 "stage 0 gives every device the whole sum, which has no owner to decode it: use "

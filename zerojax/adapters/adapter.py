@@ -33,9 +33,11 @@ class Parameter(ParamShape):
 
     Attributes:
         unit: the name of the unit that gathers it, or None if it is gathered for the whole step.
+        of_experts: whether its leading axis is the expert's, and its module takes a part of it as well.
     """
 
     unit: str | None
+    of_experts: bool = False
 
 
 class Bound(Protocol):

@@ -22,6 +22,7 @@ from jaxtyping import Array, Num, PyTree
 
 from zerojax.adapters.adapter import Bound, Given, ModelState, Parameter
 from zerojax.adapters.assignments import call_with_weights, replaced_weights
+from zerojax.adapters.expert_param import ExpertParam
 from zerojax.adapters.nnx_creation import (
     create,
     forget_shapes,
@@ -217,7 +218,8 @@ def _parameters(model: nnx.Module, units: Sequence[_Unit]) -> tuple[Parameter, .
         for inner, value in leaves_within(path, variable):
             if _is_weight(inner, value):
                 shape = value.shape[len(stack) :]
-                parameters[inner] = Parameter(inner, shape, value.dtype.name, stack, name)
+                of_experts = isinstance(variable, ExpertParam) and name is not None
+                parameters[inner] = Parameter(inner, shape, value.dtype.name, stack, name, of_experts)
     order = leaves_of(nnx.state(model, nnx.Param))
     return tuple(parameters[path] for path, _ in order if path in parameters)
 

@@ -146,7 +146,8 @@ def _sum_of_shards(
     def own_part(shard: Float[Array, "... owned"]) -> Float[Array, ""]:
         # Without the padding, where `function` may not be zero.
         first = lax.axis_index(leaf.owners) * leaf.owned
-        return jnp.sum(jnp.where(first + jnp.arange(leaf.owned) < leaf.size, function(shard), 0))
+        inside = leaf.element_at(first + jnp.arange(leaf.owned)) < leaf.size
+        return jnp.sum(jnp.where(inside, function(shard), 0))
 
     # The gradient goes to the sink, as units' gradients do: master weights are not differentiated.
     @jax.custom_vjp
@@ -175,9 +176,12 @@ def _at_sink(grad: Float[Array, "... shard"], leaf: ParamLayout, level: Level) -
     """The owner's gradient among zeros at the sink's level: this device's contribution to the hops' sum."""
     if level == "primary":
         return grad
-    axes, size = ((NODE,), leaf.secondary) if level == "secondary" else (leaf.world.owners, leaf.padded)
+    own = leaf.on_device
+    in_node = level == "secondary" or leaf.parts > 1
+    axes, size = ((NODE,), leaf.secondary) if in_node else (leaf.world.owners, leaf.padded)
     zeros = jnp.zeros((*grad.shape[:-1], size), grad.dtype)
-    placed = lax.dynamic_update_slice_in_dim(zeros, grad, lax.axis_index(axes) * leaf.shard, axis=-1)
+    index = lax.axis_index(axes) if size > leaf.shard else 0
+    placed = lax.dynamic_update_slice_in_dim(zeros, grad, index * leaf.shard, axis=-1)
     if level == "secondary":
         return placed
-    return placed[..., : leaf.size].reshape(leaf.unsharded_shape)
+    return placed[..., : own.size].reshape(own.unsharded_shape)

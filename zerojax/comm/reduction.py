@@ -11,6 +11,9 @@ share one collective per hop (``zerojax.comm.coalesced``); payloads of a megabyt
    all-gathered over ``node``; every node, the owner's included, decodes the same bytes. In the backward pass
    it is the last hop of 1 (``ShardingStrategy.sums_in_pass``), else it follows once per step.
 
+Experts that are spread over a node's devices (``ParamLayout.parts``) have no hop over ``local``: a device's
+gradients of its own are complete, and wait where those of the others are exchanged.
+
 A mesh axis of extent 1 has no hop, and nothing is encoded for it. Each hop has a named scope, which profiles
 show, and from which ``zerojax.analysis.comm_report`` learns the purpose of a collective.
 """
@@ -85,7 +88,7 @@ class GradientReduction:
         axes = self.axes
         chunks = self.strategy.chunks
         if not axes:
-            return (tuple(flatten(grad, leaf)[None] for grad, leaf in self._each(grads)),)
+            return (tuple(_as_row(grad, leaf) for grad, leaf in self._each(grads)),)
         if len(axes) == 2:
             staged = [encode_reordered(grad, leaf, seed, chunks) for grad, leaf in self._each(grads)]
             return tuple(tuple(payload[chunk] for payload in staged) for chunk in range(chunks))
@@ -93,6 +96,8 @@ class GradientReduction:
         peers = lax.axis_size(axes[0])
         encoded = (
             encode_rows(flatten(grad, leaf).reshape(peers, -1), leaf, self._last_codec(leaf), seed, hop)
+            if self._crosses(leaf, axes[0])
+            else _as_row(grad, leaf)
             for grad, leaf in self._each(grads)
         )
         return (tuple(encoded),)
@@ -113,20 +118,18 @@ class GradientReduction:
             The payload of the next hop; after the last, the payload that arrived, not yet decoded.
         """
         axes = self.axes
-        own_stream = self.strategy.own_stream
         if hop == len(axes):
+            own_stream = self.strategy.own_stream
             with jax.named_scope(self._last_scope):
                 return tuple(self._gather_sums(chunk, own_stream=own_stream) for chunk in chunks)
         if hop == len(axes) - 1:
             with jax.named_scope(self._last_scope):
-                arrived = tuple(
-                    tuple(exchange_together(chunk, axes[hop], own_stream=own_stream)) for chunk in chunks
-                )
+                arrived = tuple(self._exchanged(chunk, axes[hop]) for chunk in chunks)
             return self._at_owners(arrived, seed)
         sent: list[Values] = []
         with jax.named_scope("reduce_local"):
             for index, chunk in enumerate(chunks):
-                arrived = exchange_together(chunk, LOCAL, own_stream=own_stream)
+                arrived = self._exchanged(chunk, LOCAL)
                 salted = mix(seed, index)  # bits follow from the place in a chunk: other ones for each
                 summed = (
                     sum_and_encode(rows, leaf, salted, len(chunks)) for rows, leaf in self._each(arrived)
@@ -191,6 +194,8 @@ class GradientReduction:
         to_owner = self.strategy.summed_at == "primary"
 
         def total(rows: Rows, leaf: ParamLayout) -> Float[Array, " n"]:
+            if not self._crosses(leaf, self.axes[-1]):
+                return rows.reshape(-1).astype(jnp.float32)
             size = (leaf.shard if to_owner else leaf.secondary) // chunks
             return self._last_codec(leaf).decode_sum(rows, size, rotation=leaf.rotation)
 
@@ -315,6 +320,16 @@ class GradientReduction:
         """Every parameter's array among ``values``, with its layout."""
         return zip(values, self.leaves, strict=True)
 
+    def _crosses(self, leaf: ParamLayout, axis: str | tuple[str, ...]) -> bool:
+        """Whether a parameter's gradient has a hop over an axis: that of a device's own experts stays."""
+        return leaf.parts == 1 or axis != LOCAL
+
+    def _exchanged(self, chunk: Values, axis: str | tuple[str, ...]) -> Values:
+        """All-to-all over an axis; what does not cross it stays."""
+        sent = [rows for rows, leaf in self._each(chunk) if self._crosses(leaf, axis)]
+        arrived = iter(exchange_together(sent, axis, own_stream=self.strategy.own_stream))
+        return tuple(next(arrived) if self._crosses(leaf, axis) else rows for rows, leaf in self._each(chunk))
+
     def _last_codec(self, leaf: ParamLayout) -> Codec:
         return leaf.grads.local if self.axes[-1] == LOCAL else leaf.grads.node
 
@@ -328,12 +343,23 @@ def encode_rows(rows: Float[Array, "peers n"], leaf: ParamLayout, codec: Codec, 
     return codec.encode(rows, seed=_salt(seed, leaf, hop), rotation=leaf.rotation)
 
 
+def _as_row(grad: Num[Array, "..."], leaf: ParamLayout) -> Rows:
+    """A gradient that has no hop: one row, not encoded."""
+    return flatten(grad, leaf.on_device)[None]
+
+
 def encode_reordered(
     grad: Num[Array, "..."], leaf: ParamLayout, seed: Seed, chunks: int
 ) -> Num[Array, "chunks local m"]:
-    """The payload of the first of two hops, by chunk: the encoder's index map does the reordering."""
+    """The payload of the first of two hops, by chunk: the encoder's index map does the reordering.
+
+    Of a device's own experts, which skip that hop, it is one row, not encoded.
+    """
     world = leaf.world
     codec = leaf.grads.local
+    if leaf.parts > 1:
+        own = flatten(grad, leaf.on_device).reshape(world.nodes, chunks, leaf.shard // chunks)
+        return own.swapaxes(0, 1).reshape(chunks, 1, -1)
     flat = flatten(grad, leaf)
     if codec.raw:
         # Device (n, l) owns block l * nodes + n. Row l of a chunk has a piece of the blocks of all (., l).
@@ -356,11 +382,13 @@ def encode_reordered(
 def sum_and_encode(rows: Rows, leaf: ParamLayout, seed: Seed, chunks: int) -> Rows:
     """Between two hops: sum a chunk over the node's devices, and encode it for its owners.
 
-    If both hops are quantized the values stay rotated; if only one is, it rotates on its own.
+    Of a device's own experts there is nothing to sum. If both hops are quantized the values stay rotated; if only one is, it rotates on its own.
     """
     first, second = leaf.grads.local, leaf.grads.node
     nodes = leaf.world.nodes
     n = leaf.shard // chunks
+    if leaf.parts > 1:
+        return encode_rows(rows.reshape(nodes, n), leaf, second, seed, NODE_HOP)
     if not first.raw and not second.raw:
         return first.decode_sum_encode(rows, second, nodes, n, seed=_salt(seed, leaf, NODE_HOP))
     total = first.decode_sum(rows, nodes * n, rotation=leaf.rotation)

@@ -17,12 +17,17 @@ secondary  P / local          every node once, spread over its devices
 full       P                  every device
 ========== ================== ==========================================
 
+The leading axis of a weight of experts may be spread over a node's devices for good: it is cut into one part
+for each (``ParamLayout.parts``), which is padded by itself, so that device l's secondary partition is part l.
+At "full" a device then has its own part alone (``ParamLayout.on_device``): no hop over ``local``.
+
 The master weights of matrices that the optimizer needs whole (Muon) are held by every node, spread over its
 devices: ``ParamLayout.in_every_node``. Their weights cross no nodes; the sums of their gradients, after they
 have met at the owners, do once more.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import jax
@@ -95,6 +100,8 @@ class ParamLayout(ParamShape):
             ``ShardingStrategy.frozen``.
         sums: if every node holds the master weight: the codec in which its owner sends the sum of a shard's
             gradients to all nodes. Else None.
+        parts: into how many parts, each padded by itself, a layer's leading axis is cut: 1, or one for each
+            device of a node, which gathers no other.
     """
 
     world: MeshShape
@@ -105,6 +112,15 @@ class ParamLayout(ParamShape):
     index: int
     frozen: bool = False
     sums: Codec | None = None
+    parts: int = 1
+
+    @property
+    def on_device(self) -> "ParamLayout":
+        """The layout of what one device gathers: the whole weight, or its own part by itself."""
+        if self.parts == 1:
+            return self
+        shape = (self.shape[0] // self.parts, *self.shape[1:])
+        return replace(self, shape=shape, world=MeshShape(self.world.nodes, 1), parts=1)
 
     @property
     def in_every_node(self) -> bool:
@@ -155,6 +171,27 @@ class ParamLayout(ParamShape):
         """The layout where each node has the parameter by itself: a device owns its secondary partition."""
         return replace(self, world=MeshShape(1, self.world.local), shard=self.secondary)
 
+    def element_at(self, place: Num[Array, "..."]) -> Num[Array, "..."]:
+        """The element of a layer that is stored at a place in ``[0, padded)``; ``size`` in padding."""
+        if self.parts == 1:
+            return jnp.minimum(place, self.size)
+        size, padded = self.size // self.parts, self.padded // self.parts
+        own = place % padded
+        return jnp.where(own < size, place // padded * size + own, self.size)
+
+    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The elements stored at the places [start, stop), without padding.
+
+        Yields:
+            A place, and the first of the elements from there on and the one after the last, for each part.
+        """
+        size, padded = self.size // self.parts, self.padded // self.parts
+        for part in range(start // padded, -(-stop // padded)):
+            first = max(start - part * padded, 0)
+            last = min(stop - part * padded, size)
+            if first < last:
+                yield part * padded + first, part * size + first, part * size + last
+
     def spec(self, axes: tuple[str, ...] = OWNED) -> PartitionSpec:
         """The sharding of the stored array: over ``axes``, layer by layer if it is stacked."""
         return PartitionSpec(*(None for _ in self.stack), axes or None)
@@ -169,6 +206,7 @@ def make_layout(
     fp8: bool = False,
     frozen: bool = False,
     in_every_node: bool = False,
+    parts: int = 1,
 ) -> ParamLayout:
     """Lay out one parameter and choose its formats, by ``ZeroConfig.precise`` and its rank.
 
@@ -198,10 +236,10 @@ def make_layout(
     in_fragments = zero.every > 0 and not frozen
     blocks = [c.block for c in (*weights, *grads, *filter(None, [sums])) if not c.raw or in_fragments]
     unit = chunks * max(blocks, default=1)
-    shard = unit * -(-max(1, p.size) // (unit * world.size))
+    shard = unit * -(-max(1, p.size // parts) // (unit * (world.size // parts)))
     rotation = zero.rotation if not all(codec.raw for codec in grads) else 0
     own = p.path, p.shape, p.dtype, p.stack
-    return ParamLayout(*own, world, shard, weights, grads, rotation, index, frozen, sums)
+    return ParamLayout(*own, world, shard, weights, grads, rotation, index, frozen, sums, parts)
 
 
 def without_place(leaf: ParamLayout) -> ParamLayout:
@@ -211,13 +249,15 @@ def without_place(leaf: ParamLayout) -> ParamLayout:
 
 def flatten(x: Num[Array, "..."], leaf: ParamLayout) -> Num[Array, " padded"]:
     """One layer of unsharded shape, flat and padded with zeros."""
-    flat = x.reshape(-1)
-    return flat if leaf.padded == leaf.size else jnp.pad(flat, (0, leaf.padded - leaf.size))
+    if leaf.padded == leaf.size:
+        return x.reshape(-1)
+    padding = (leaf.padded - leaf.size) // leaf.parts
+    return jnp.pad(x.reshape(leaf.parts, -1), ((0, 0), (0, padding))).reshape(-1)
 
 
 def unflatten(flat: Num[Array, " padded"], leaf: ParamLayout) -> Num[Array, "..."]:
     """Undo ``flatten``."""
-    return flat.reshape(-1)[: leaf.size].reshape(leaf.shape)
+    return flat.reshape(leaf.parts, -1)[:, : leaf.size // leaf.parts].reshape(leaf.shape)
 
 
 def to_stored(x: Num[Array, "..."], leaf: ParamLayout) -> Num[Array, "..."]:

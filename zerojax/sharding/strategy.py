@@ -134,7 +134,7 @@ class ShardingStrategy:
     def zero_sink(self, leaf: ParamLayout) -> Num[Array, "..."]:
         """A gradient of zeros at ``grad_level``; of all layers, if the parameter is stacked."""
         if self.grad_level == "full":
-            return jnp.zeros(leaf.unsharded_shape, self.grad_dtype)
+            return jnp.zeros(leaf.on_device.unsharded_shape, self.grad_dtype)
         return jnp.zeros((*leaf.stack, self.grad_size(leaf)), jnp.float32)
 
     def grad_size(self, leaf: ParamLayout) -> int:

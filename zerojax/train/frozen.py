@@ -162,7 +162,7 @@ def _hash(
     rows: Float[Array, "layers shard"], leaf: ParamLayout, salt: UInt32[Array, ""]
 ) -> UInt32[Array, ""]:
     """The sum of hashes of this device's elements and their places."""
-    place = lax.axis_index(OWNED) * leaf.shard + jnp.arange(leaf.shard, dtype=jnp.uint32)
+    place = leaf.element_at(lax.axis_index(OWNED) * leaf.shard + jnp.arange(leaf.shard, dtype=jnp.uint32))
     salts = jnp.arange(leaf.layers, dtype=jnp.uint32)[:, None] + salt
     hashes = mix(lax.bitcast_convert_type(rows, jnp.uint32), place, salts)
     return jnp.sum(jnp.where(place < leaf.size, hashes, 0), dtype=jnp.uint32)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float32, Int32, PyTree
+from jaxtyping import Array, Float32, Int32, PyTree
 
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.mesh import LOCAL, NODE
@@ -143,6 +143,7 @@ class Fragments:
             shape=(shard * self.leaf.world.size,),
             dtype="float32",
             stack=(),
+            parts=1,
             shard=shard,
             weights=PerHop(node=self.change, local=Codec("fp32", self.change.block)),
         )
@@ -179,12 +180,12 @@ class Fragments:
         owners = fragment.size // (self.count * self.change.block)
         owner = lax.axis_index(axes) * owners + jnp.arange(owners)
         _, row = self._rows(index)
-        inside: Bool[Array, "owners count block"] = (
+        place: Int32[Array, "owners count block"] = (
             owner[:, None, None] * leaf.shard
             + row[:, None] * self.change.block
             + jnp.arange(self.change.block)
-        ) < leaf.size
-        return jnp.where(inside.reshape(-1), fragment, 0)
+        )
+        return jnp.where(leaf.element_at(place.reshape(-1)) < leaf.size, fragment, 0)
 
     def _rows(self, index: Int32[Array, ""]) -> tuple[Int32[Array, " count"], Int32[Array, " count"]]:
         """For each block of a fragment its layer, and its place among the blocks of an owner's shard."""

@@ -25,6 +25,7 @@ from jaxtyping import Array, Float32, Num, PyTree
 
 from zerojax.adapters import Bound, ModelState, call_loss
 from zerojax.adapters.weight_sum import master_weights
+from zerojax.adapters.world_sum import over_world
 from zerojax.comm.reduction import GradientReduction, Values
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.breadth_first import over_micro_batches
@@ -258,7 +259,7 @@ def _check(
     mesh = frozenset(axis for axis in spec.world.axes if spec.mesh.shape[axis] > 1)
     branches = Branches(mesh, spec.strategy.backward_axes & mesh if train else frozenset())
     differing = [
-        DIFFERING[weight.weight.level if is_sharded(weight) else "full"]
+        _differing(weight)
         for weight in jax.tree.leaves(placed, is_leaf=is_sharded)
         for _ in jax.tree.leaves(weight)
     ]
@@ -269,6 +270,14 @@ def _check(
         if spec.zero.passes == 1 or not train or after == state:
             return
         state = after  # the next micro-batch begins with it
+
+
+def _differing(weight: object) -> frozenset[str]:
+    """The mesh axes along which the values of a weight in a model differ between devices."""
+    if not is_sharded(weight):
+        return DIFFERING["full"]
+    own_part = weight.leaf.parts > 1
+    return DIFFERING["secondary" if own_part and weight.weight.level == "full" else weight.weight.level]
 
 
 def _loss_of(spec: TrainSpec) -> Run[tuple[Array, dict[str, Array]]]:
@@ -289,7 +298,13 @@ def _call[T](
     own = mix(seed, lax.axis_index(AXES))
     key = jax.random.wrap_key_data(jnp.stack([own, mix(own, 1)]), impl="threefry2x32")
     bound = spec.adapter.bind(placed.weights, model_state, train=train, key=key)
-    with master_weights(bound.model, placed.masters), numbered_calls(), translated_errors():
+    axes = tuple(axis for axis in spec.world.axes if spec.mesh.shape[axis] > 1)
+    with (
+        master_weights(bound.model, placed.masters),
+        over_world(axes),
+        numbered_calls(),
+        translated_errors(),
+    ):
         return bound, run(bound.model, unmarked(batch), key)
 
 
@@ -376,7 +391,8 @@ def _without_padding(spec: TrainSpec, blocks: Blocks, axes: str | None = None) -
             continue
         block = blocks[leaf.path]
         first = lax.axis_index(axes or leaf.owners) * block.shape[-1]
-        zeroed[leaf.path] = jnp.where(first + jnp.arange(block.shape[-1]) < leaf.size, block, 0)
+        inside = leaf.element_at(first + jnp.arange(block.shape[-1])) < leaf.size
+        zeroed[leaf.path] = jnp.where(inside, block, 0)
     return {**blocks, **zeroed}
 
 

@@ -344,7 +344,10 @@ def lay_out(
     """
     fp8 = not adapter and zero.without_fp8(p.name, p.shape, p.unit) is None
     frozen = not adapter and zero.is_frozen(p.name)
-    make = functools.partial(make_layout, p, index=index, world=world, zero=zero, fp8=fp8, frozen=frozen)
+    parts = zero.parts_of(p.name, p.shape[0], world.local) if p.of_experts else 1
+    make = functools.partial(
+        make_layout, p, index=index, world=world, zero=zero, fp8=fp8, frozen=frozen, parts=parts
+    )
     layout = make()
     apart = zero.stage == 3 and world.nodes > 1 and not zero.every and zero.matrix_spread == "node"
     return make(in_every_node=True) if apart and not frozen and whole and whole(layout) else layout

@@ -10,7 +10,8 @@ collective per hop (``zerojax.comm.coalesced``), except that payloads of a megab
    difference (SDP4Bit, section 3.1). A prefetching scan has ``encode``, ``cross_nodes`` and ``decode`` in
    different iterations, so the next hop between nodes waits for no encoding or decoding.
 2. The local hop: an all-gather over ``local`` gives every device the whole weight, in the buffer that the
-   matmuls read. The backward pass repeats this hop alone (hpZ, section 3.2), or both.
+   matmuls read. The backward pass repeats this hop alone (hpZ, section 3.2), or both. Experts that are
+   spread over a node's devices (``ParamLayout.parts``) have no such hop.
 
 A mesh axis of extent 1 has no hop. Each hop has a named scope, which profiles show, and from which
 ``zerojax.analysis.comm_report`` learns the purpose of a collective.
@@ -123,10 +124,10 @@ def to_full(weights: Weights, dtype: Callable[[ParamLayout], jnp.dtype]) -> Weig
     if not spread:
         return weights
     with jax.named_scope("gather_local"):
-        arrived: Sequence[Payload] = [w.values for w in spread]
-        if spread[0].layout.world.local > 1:
-            arrived = gather_together(arrived, LOCAL)
-        whole = (w.whole(blocks, dtype(w.layout)) for w, blocks in zip(spread, arrived, strict=True))
+        sent = [w.values for w in spread if w.layout.on_device.world.local > 1]
+        arrived = iter(gather_together(sent, LOCAL))
+        blocks = (next(arrived) if w.layout.on_device.world.local > 1 else w.values for w in spread)
+        whole = (w.whole(own, dtype(w.layout)) for w, own in zip(spread, blocks, strict=True))
         return tuple(w if w.level == "full" else next(whole) for w in weights)
 
 

@@ -9,7 +9,7 @@ level           values, per layer form
 primary         ``[owned]``       fp32 master values, of a shard or of a node's shards
 primary, frozen ``[m]``           encoded
 secondary       ``[nodes * m]``   encoded, one owner's shard after another
-full            unsharded shape   in the compute dtype; where fp8 products read the weight, fp8 codes
+full            of ``on_device``  in the compute dtype; where fp8 products read the weight, fp8 codes
 =============== ================= ==================================================================
 
 The same class is used for the arrays of a train state (global arrays, of all layers), inside ``shard_map``
@@ -118,10 +118,13 @@ class Weight:
         """The weight that the matmuls read.
 
         Args:
-            blocks: one layer's encoded shards, in the order of their owners.
+            blocks: one layer's encoded shards, in the order of their owners; of a weight in parts either all
+                of them, or those of this device's part.
             dtype: to compute in.
         """
-        leaf, codec = self.layout, self.layout.weights.local
+        codec = self.layout.weights.local
+        every = blocks.size == self.layout.world.size * codec.row_items(self.layout.shard)
+        leaf = self.layout if every else self.layout.on_device
         if leaf.fp8:
             codes = unflatten(blocks, leaf)
             return self.replace(codes, "full", gradient=jnp.zeros(codes.shape, dtype))

@@ -16,6 +16,9 @@ sums to all nodes  node              n (N-1) t(s)
 exchange_fragment  node              (N-1) (h(f) + c(f))
 ================== ================= ======================
 
+Experts that are spread over a node's devices have no hops over ``local``; what their tokens send there is
+counted by ``comm_report`` alone, since it depends on the batch.
+
 Sums, with row bytes t, go to all nodes of matrices that the optimizer needs whole and every node holds: those
 have no gather_node. Where no node holds them, two all-to-alls exchange them, in the compute format.
 
@@ -188,7 +191,8 @@ def _weight_hops(spec: TrainSpec, group: ParamGroup, leaf: ParamLayout) -> Itera
         if node:
             yield _LeafHop(leaf, phase, NODE, over_node, leaf.shard, times, coded=not leaf.frozen)
         # A secondary row is encoded shard by shard; blocks divide shards, so that the bytes are the same.
-        yield _LeafHop(leaf, phase, LOCAL, own.local, leaf.secondary, times)
+        if leaf.parts == 1:
+            yield _LeafHop(leaf, phase, LOCAL, own.local, leaf.secondary, times)
 
     if zero.stage in (1, 2):
         yield from gather("weights forward", 1, node=True)
@@ -217,7 +221,8 @@ def _gradient_hops(spec: TrainSpec, leaf: ParamLayout) -> Iterator[_LeafHop]:
         yield _LeafHop(leaf, "gradients", "node+local", second, leaf.shard, passes, summed=True)
     else:
         once = 1 if strategy.grad_level == "secondary" else passes
-        yield _LeafHop(leaf, "gradients", LOCAL, first, leaf.secondary, passes, summed=True)
+        if leaf.parts == 1:
+            yield _LeafHop(leaf, "gradients", LOCAL, first, leaf.secondary, passes, summed=True)
         yield _LeafHop(leaf, "gradients", NODE, second, leaf.shard, once, summed=True)
     if leaf.sums:
         phase = "gradients" if strategy.sums_in_pass else "gradient sums"

@@ -262,12 +262,12 @@ def _hpz_copy(spec: TrainSpec) -> int:
 
 def _weight_bytes(spec: TrainSpec, leaf: ParamLayout) -> int:
     """Bytes of one whole layer of a leaf as it is gathered: in its compute dtype, or in fp8."""
-    return leaf.padded if leaf.fp8 else _gradient_bytes(spec, leaf)
+    return leaf.on_device.padded if leaf.fp8 else _gradient_bytes(spec, leaf)
 
 
 def _gradient_bytes(spec: TrainSpec, leaf: ParamLayout) -> int:
     """Bytes of one whole layer of a leaf's gradient, in the compute dtype."""
-    return leaf.padded * spec.strategy.weight_dtype(leaf).itemsize
+    return leaf.on_device.padded * spec.strategy.weight_dtype(leaf).itemsize
 
 
 def _gathered(spec: TrainSpec, units: int) -> int:
@@ -312,7 +312,7 @@ def _whole_gradients(spec: TrainSpec, *, rest: bool = True) -> int:
     """
     if spec.strategy.grad_level == "full":
         item = jnp.dtype(spec.strategy.grad_dtype).itemsize
-        every = sum(leaf.count * item for leaf in spec.leaves)
+        every = sum(leaf.on_device.count * item for leaf in spec.leaves)
         return every * (2 if spec.zero.passes > 1 else 1)
     outside = _of_no_unit(spec) if rest else 0
     if all(leaf.grads.local.raw for leaf in spec.leaves):
@@ -335,7 +335,7 @@ def _payload(spec: TrainSpec) -> int:
     def encoded(spec: TrainSpec, leaf: ParamLayout) -> int:
         codec, peers = leaf.grads.local, spec.world.local
         rotated = 4 * leaf.padded if leaf.rotation else 0
-        first = peers * codec.row_bytes(leaf.padded // peers)
+        first = peers * codec.row_bytes(leaf.padded // peers) if leaf.parts == 1 else 0
         second = spec.world.nodes * leaf.grads.node.row_bytes(leaf.shard) if two_hops else 0
         if leaf.sums and strategy.sums_in_pass:
             second += spec.world.nodes * leaf.sums.row_bytes(leaf.shard)

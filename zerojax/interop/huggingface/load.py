@@ -191,13 +191,19 @@ def _placed(
 def _flat_part(
     leaf: ParamLayout, layer: int | None, start: int, stop: int, files: Files, parts: TensorParts
 ) -> Float32[np.ndarray, " n"]:
-    """Elements [start, stop) of one layer, flat and padded, cut from whole rows."""
-    width = leaf.shape[-1]
-    end = min(stop, leaf.size)
-    first, last = start // width, -(-end // width)
+    """What is stored of one layer at the places [start, stop), flat and padded."""
     flat = np.zeros(stop - start, np.float32)
-    if end <= start:
-        return flat
+    for place, first, last in leaf.runs(start, stop):
+        flat[place - start :][: last - first] = _elements(leaf, layer, first, last, files, parts)
+    return flat
+
+
+def _elements(
+    leaf: ParamLayout, layer: int | None, start: int, stop: int, files: Files, parts: TensorParts
+) -> Float32[np.ndarray, " n"]:
+    """Elements [start, stop) of one layer, cut from whole rows."""
+    width = leaf.shape[-1]
+    first, last = start // width, -(-stop // width)
     rows = np.empty((last - first, width), np.float32)
     for tensor in tensors_at(place_of(leaf, layer), leaf.shape, parts):
         if tensor.name not in files.specs:
@@ -208,8 +214,7 @@ def _flat_part(
                 f"{tensor.name} differs from the token embedding, although the config ties them"
             )
         _copy(values, rows[:, tensor.columns])
-    flat[: end - start] = rows.reshape(-1)[start - first * width : end - first * width]
-    return flat
+    return rows.reshape(-1)[start - first * width : stop - first * width]
 
 
 def _copy(values: Float32[np.ndarray, "rows columns"], out: Float32[np.ndarray, "rows columns"]) -> None:

@@ -352,7 +352,7 @@ def _convert(
     def make() -> Callable[[Array], Array]:
         return jax.jit(on_mesh(on_device, train_spec.mesh, in_specs=source, out_specs=target))
 
-    layout = f"{leaf.unsharded_shape} {leaf.stack} {leaf.shard}"
+    layout = f"{leaf.unsharded_shape} {leaf.stack} {leaf.shard} {leaf.parts}"
     key = f"canonical {layout} {x.shape} {source} {like.shape} {target}"
     # One at a time, to bound the memory, and because XLA:CPU starts and runs programs on the same few
     # threads: a process that starts 32 at once deadlocks when another process lags behind.

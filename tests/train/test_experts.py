@@ -1,0 +1,169 @@
+"""Weights of experts spread over a node's devices, against a plain optax loop and other ways of sharding.
+
+The layer is written out here, without ``zerojax.Experts``: every device sees its node's tokens and computes
+what its own experts add, each expert for all tokens.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from plain_loop import distance
+
+import zerojax
+from zerojax.adapters.expert_param import ExpertParam
+from zerojax.sharding.mesh import LOCAL
+
+EXPERTS, WIDTH, HIDDEN, ROWS, LAYERS = 24, 5, 3, 120, 3
+
+
+@jax.custom_vjp
+def everywhere(x: jax.Array) -> jax.Array:
+    """The tokens of all of a node's devices; their gradients come home summed."""
+    return lax.all_gather(x, LOCAL, tiled=True)
+
+
+everywhere.defvjp(lambda x: (everywhere(x), None), lambda _, g: (lax.psum_scatter(g, LOCAL, tiled=True),))
+
+
+@jax.custom_vjp
+def home(x: jax.Array) -> jax.Array:
+    """The sum of what all devices add to this device's tokens."""
+    return lax.psum_scatter(x, LOCAL, tiled=True)
+
+
+home.defvjp(lambda x: (home(x), None), lambda _, g: (lax.all_gather(g, LOCAL, tiled=True),))
+
+
+class Mixture(nnx.Module):
+    """A softmax mixture of all experts, of which each device may hold a part."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        normal = nnx.initializers.normal(0.5)
+        self.router = nnx.Param(normal(rngs.params(), (WIDTH, EXPERTS)))
+        self.up = ExpertParam(normal(rngs.params(), (EXPERTS, WIDTH, HIDDEN)))
+        self.down = ExpertParam(normal(rngs.params(), (EXPERTS, HIDDEN, WIDTH)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        up, down = self.up[...], self.down[...]
+        weights = jax.nn.softmax(x @ self.router[...])
+        spread = up.shape[0] < EXPERTS
+        if not spread:
+            return x + self.mix(x, weights, up, down)
+        weights = everywhere(weights)
+        own = lax.dynamic_slice_in_dim(weights, lax.axis_index(LOCAL) * up.shape[0], up.shape[0], axis=1)
+        return x + home(self.mix(everywhere(x), own, up, down))
+
+    def mix(self, x: jax.Array, weights: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        hidden = jax.nn.relu(jnp.einsum("ti,eih->teh", x, up))
+        return jnp.einsum("te,teh,eho->to", weights, hidden, down)
+
+
+class Model(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.blocks = zerojax.Stack(Mixture, LAYERS, rngs=rngs)
+        self.last = Mixture(rngs=rngs)
+        self.head = nnx.Linear(WIDTH, 1, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(self.last(self.blocks(x)))[:, 0]
+
+
+def loss(model: Model, batch: Any) -> jax.Array:
+    """An error, and a term of the whole batch that is no mean over rows."""
+    out = model(batch["x"])
+    mean = zerojax.world_sum(jnp.sum(out)) / zerojax.world_sum(jnp.float32(out.size))
+    return jnp.mean(jnp.square(out - batch["y"])) + 0.3 * jnp.square(mean)
+
+
+def batches(steps: int) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(steps, ROWS, WIDTH)).astype(np.float32)
+    return [{"x": one, "y": np.sin(one.sum(-1))} for one in x]
+
+
+def pure(params: Any) -> Any:
+    return nnx.to_pure_dict(params)
+
+
+def adamw() -> optax.GradientTransformation:
+    return optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, weight_decay=0.1))
+
+
+@functools.cache
+def plain(steps: int, devices: int, micro: int) -> tuple[list[float], Any]:
+    """What an unsharded optax loop gives: the losses, and the weights by path.
+
+    Each of ``micro`` micro-batches has its part of every device's rows, and a loss of its own.
+    """
+
+    def micro_batches(x: jax.Array) -> jax.Array:
+        rows = x.reshape(devices, micro, -1, *x.shape[1:]).swapaxes(0, 1)
+        return rows.reshape(micro, -1, *x.shape[1:])
+
+    def of_batch(params: Any, batch: Any) -> jax.Array:
+        one = lambda rows: loss(nnx.merge(graph, params), rows)
+        return jnp.mean(lax.map(one, jax.tree.map(micro_batches, batch)))
+
+    graph, params = nnx.split(Model(rngs=nnx.Rngs(jax.random.key(0))))
+    tx = adamw()
+    opt_state = tx.init(params)
+    losses = []
+    step = jax.jit(jax.value_and_grad(of_batch))
+    for batch in batches(steps):
+        value, grads = step(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(float(value))
+    return losses, pure(params)
+
+
+def trained(nodes: int, local: int, steps: int = 4, **zero: Any) -> tuple[list[float], zerojax.TrainState]:
+    config = zerojax.ZeroConfig(**{"compute_dtype": "float32", "units": Mixture, **zero})
+    state = zerojax.TrainState.create(
+        lambda rngs: Model(rngs=rngs),
+        adamw(),
+        loss,
+        mesh=zerojax.make_mesh(nodes, local),
+        zero=config,
+        seed=0,
+    )
+    start = pure(nnx.state(Model(rngs=nnx.Rngs(jax.random.key(0)))))
+    state = zerojax.put_params(state, start)
+    losses = []
+    for batch in batches(steps):
+        state, metrics = zerojax.train_step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return losses, state
+
+
+EXACT = {"weights": "fp32", "grads": ("fp32", "fp32")}
+CASES = [
+    ((2, 4), {"stage": 3}),
+    ((3, 2), {"stage": 3, "hpz": True, **EXACT, "grad_sync": "step", "accumulate": 2}),
+    ((1, 8), {"stage": 2}),
+    ((2, 2), {"stage": 1, "accumulate": 2}),
+    ((4, 2), {"stage": 3, "chunks": 3}),
+    ((2, 2), {"stage": 3, "accumulate": 2, "accumulate_order": "breadth"}),
+    ((2, 3), {"stage": 3, "experts": "gathered"}),
+    ((1, 5), {"stage": 3}),  # five devices do not divide the experts, which are gathered
+    ((2, 1), {"stage": 3}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "zero"), CASES, ids=str)
+def test_equals_an_unsharded_loop(mesh, zero):
+    losses, state = trained(*mesh, **zero)
+    micro = zero.get("accumulate", 1)
+    wanted, params = plain(4, mesh[0] * mesh[1] if micro > 1 else 1, micro)
+    np.testing.assert_allclose(losses, wanted, rtol=2e-6)
+    assert distance(zerojax.gather_params(state), params) < 1e-4
+    spread = zero.get("experts") != "gathered" and mesh[1] > 1 and EXPERTS % mesh[1] == 0
+    parts = {leaf.parts for leaf in state.spec.leaves if leaf.path[-1] == "up"}
+    assert parts == {mesh[1] if spread else 1}
