@@ -108,7 +108,9 @@ def plain(steps: int, devices: int, micro: int) -> tuple[list[float], Any]:
         return rows.reshape(micro, -1, *x.shape[1:])
 
     def of_batch(params: Any, batch: Any) -> jax.Array:
-        one = lambda rows: loss(nnx.merge(graph, params), rows)
+        def one(rows: Any) -> jax.Array:
+            return loss(nnx.merge(graph, params), rows)
+
         return jnp.mean(lax.map(one, jax.tree.map(micro_batches, batch)))
 
     graph, params = nnx.split(Model(rngs=nnx.Rngs(jax.random.key(0))))

@@ -382,7 +382,8 @@ def encode_reordered(
 def sum_and_encode(rows: Rows, leaf: ParamLayout, seed: Seed, chunks: int) -> Rows:
     """Between two hops: sum a chunk over the node's devices, and encode it for its owners.
 
-    Of a device's own experts there is nothing to sum. If both hops are quantized the values stay rotated; if only one is, it rotates on its own.
+    Of a device's own experts there is nothing to sum. If both hops are quantized the values stay rotated; if
+    only one is, it rotates on its own.
     """
     first, second = leaf.grads.local, leaf.grads.node
     nodes = leaf.world.nodes
