@@ -61,7 +61,8 @@ def apply_experts(
     if parts == 1:
         assignments = tokens * per_token
         plan = Plan(activation, assignments, 1, True)
-        return mlp(plan, wide, weights, own, rows_of(experts, 0, count, assignments)).astype(x.dtype)
+        added: Array = mlp(plan, wide, weights, own, rows_of(experts, 0, count, assignments))
+        return added.astype(x.dtype)
     most = parts * tokens * min(per_token, count)
     rows = min(math.ceil(capacity * tokens * per_token), most)
     plan = Plan(activation, rows, -(-most // rows), False)
@@ -145,7 +146,7 @@ def _to_owners_fwd(added: Array) -> tuple[Array, None]:
     return _to_owners(added), None
 
 
-def _to_owners_bwd(_: None, cotangent: Array) -> tuple[Array]:
+def _to_owners_bwd(_: None, cotangent: Array) -> tuple[Array, ...]:
     return _gather(cotangent)
 
 

@@ -173,6 +173,8 @@ def mlp(plan: Plan, x: Float[Array, "tokens d"], weights: Array, own: ExpertWeig
 
 
 _Residuals = tuple[Array, Array, ExpertWeights, Rows, _Kept]
+_Sums = tuple[Array, Array, ExpertWeights]
+"""The gradients of tokens, of routing weights and of experts, over the rounds so far."""
 
 
 def _forward(
@@ -193,6 +195,10 @@ def _forward(
     return out, (x, weights, own, rows, kept)
 
 
+def _sum(a: Array, b: Array) -> Array:
+    return (a.astype(jnp.float32) + b.astype(jnp.float32)).astype(a.dtype)
+
+
 def _is_left[T](plan: Plan, rows: Rows, carry: tuple[Array, T]) -> Array:
     """Whether a round has rows."""
     return carry[0] * plan.rows < rows.total
@@ -208,17 +214,18 @@ def _backward(
     of_rows, of_weights, of_experts = _round_backward(*given, window, kept, cotangent)
     sums = (to_tokens(of_rows, window), of_weights, of_experts)
 
-    def more(carry: tuple[Array, tuple[Array, Array, ExpertWeights]]):
+    def more(carry: tuple[Array, _Sums]) -> tuple[Array, _Sums]:
         number, (of_x, of_weights, of_experts) = carry
         window = plan.window(rows, number)
         _, kept = _round(*given, window)
         of_rows, *others = _round_backward(*given, window, kept, cotangent)
-        of_weights, of_experts = jax.tree.map(jnp.add, (of_weights, of_experts), tuple(others))
+        of_weights, of_experts = jax.tree.map(_sum, (of_weights, of_experts), tuple(others))
         return number + 1, (to_tokens(of_rows, window, of_x), of_weights, of_experts)
 
     if plan.rounds > 1:
         _, sums = lax.while_loop(partial(_is_left, plan, rows), more, (jnp.int32(1), sums))
-    return *sums, None
+    of_x, of_weights, of_experts = sums
+    return of_x, of_weights, of_experts, None
 
 
 mlp.defvjp(_forward, _backward)

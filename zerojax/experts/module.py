@@ -121,7 +121,8 @@ class Experts(nnx.Module):
         router.check(experts, per_token)
         down_init = down_init or init
         self.experts, self.per_token, self.capacity = experts, per_token, capacity
-        self.config, self.activation = router, activation
+        self.config = router
+        self.activation: Activation = activation
         self.deterministic = False  # set by model.eval()
         self.router = nnx.Param(init(rngs.params(), (width, experts)))
         self.router_bias = nnx.Param(jnp.zeros(experts)) if router.logit_biases else None
@@ -181,5 +182,6 @@ class Experts(nnx.Module):
         return logits if self.router_bias is None else logits + self.router_bias[...].astype(jnp.float32)
 
     def _weights(self) -> ExpertWeights:
-        values = (self.gate, self.up, self.down, self.gate_bias, self.up_bias, self.down_bias)
-        return ExpertWeights(*(None if value is None else value[...] for value in values))
+        biases = (self.gate_bias, self.up_bias, self.down_bias)
+        own = (None if bias is None else bias[...] for bias in biases)
+        return ExpertWeights(self.gate[...], self.up[...], self.down[...], *own)
