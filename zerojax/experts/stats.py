@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from zerojax.adapters.world_sum import world_sum
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -34,11 +36,6 @@ class RouterStats:
 
     def __add__(self, other: "RouterStats") -> "RouterStats":
         return jax.tree.map(jnp.add, self, other)
-
-
-def world_sum[T](values: T) -> T:
-    """A stand-in: one device."""
-    return values
 
 
 def balance_loss(stats: RouterStats) -> Float[Array, ""]:
