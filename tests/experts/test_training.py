@@ -1,0 +1,117 @@
+"""``zerojax.Experts`` in training steps: on every mesh the same as an optax loop on one device."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import Array
+from plain_loop import distance
+
+import zerojax
+from zerojax import RouterConfig, RouterStats
+
+WIDTH, HIDDEN, EXPERTS, PER_TOKEN, LAYERS, ROWS, STEPS = 6, 5, 12, 3, 2, 24, 3
+normal = nnx.initializers.normal(0.4)
+
+
+class Block(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        router = RouterConfig("sigmoid", balance_rate=0.01)
+        options = {"router": router, "capacity": 0.5, "shared": 3, "init": normal}
+        self.mixture = zerojax.Experts(WIDTH, HIDDEN, EXPERTS, PER_TOKEN, **options, rngs=rngs)
+
+    def __call__(self, carry: tuple[Array, RouterStats]) -> tuple[Array, RouterStats]:
+        x, before = carry
+        added, stats = self.mixture(x)
+        return x + added, before + stats
+
+
+class Model(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.blocks = zerojax.Stack(Block, LAYERS, rngs=rngs)
+        self.head = nnx.Linear(WIDTH, 1, rngs=rngs)
+
+    def __call__(self, x: Array) -> tuple[Array, RouterStats]:
+        x, stats = self.blocks((x, RouterStats.zeros(EXPERTS)))
+        return self.head(x)[:, 0], stats
+
+
+def loss(model: Model, batch: Any) -> Array:
+    out, stats = model(batch["x"])
+    auxiliary = 0.1 * zerojax.balance_loss(stats) + 0.1 * zerojax.z_loss(stats)
+    return jnp.mean(jnp.square(out - batch["y"])) + auxiliary
+
+
+def batches() -> list[dict[str, np.ndarray]]:
+    """Tokens with something in common, which makes their routing skewed."""
+    x = np.random.default_rng(3).normal(size=(STEPS, ROWS, WIDTH)).astype(np.float32)
+    x[..., 0] = 2
+    return [{"x": one, "y": np.sin(one.sum(-1))} for one in x]
+
+
+def create(rngs: nnx.Rngs) -> Model:
+    return Model(rngs=rngs)
+
+
+def adamw() -> optax.GradientTransformation:
+    return optax.adamw(1e-2, weight_decay=0.1)
+
+
+@functools.cache
+def plain() -> tuple[list[float], Any, Any]:
+    """Losses, weights, and the loads of the last step."""
+    graph, weights, state = nnx.split(create(nnx.Rngs(jax.random.key(0))), nnx.Param, ...)
+    tx = adamw()
+    held = tx.init(weights)
+    losses = []
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def gradients(weights: nnx.State, state: nnx.State, batch: Any) -> tuple[Array, nnx.State]:
+        model = nnx.merge(graph, weights, state, copy=True)
+        return loss(model, batch), nnx.state(model, nnx.Not(nnx.Param))
+
+    for batch in batches():
+        (value, state), grads = gradients(weights, state, batch)
+        updates, held = tx.update(grads, held, weights)
+        weights = optax.apply_updates(weights, updates)
+        losses.append(float(value))
+    state = nnx.to_pure_dict(state)
+    return losses, nnx.to_pure_dict(weights), state["blocks"]["block"]["mixture"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "local", "zero"),
+    [
+        (2, 2, {"stage": 3}),
+        pytest.param(1, 4, {"stage": 2, "remat": "none"}, marks=pytest.mark.slow),
+        pytest.param(2, 2, {"experts": "gathered"}, marks=pytest.mark.slow),
+        pytest.param(2, 3, {"stage": 3}, marks=pytest.mark.slow),
+        pytest.param(3, 2, {"stage": 3, "remat": "none", "hpz": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_equals_an_unsharded_loop(nodes: int, local: int, zero: dict[str, Any]):
+    config = zerojax.ZeroConfig(compute_dtype="float32", **zero)
+    mesh = zerojax.make_mesh(nodes, local)
+    state = zerojax.TrainState.create(create, adamw(), loss, mesh=mesh, zero=config, seed=0)
+    state = zerojax.put_params(
+        state, nnx.to_pure_dict(nnx.state(create(nnx.Rngs(jax.random.key(0))), nnx.Param))
+    )
+    losses = []
+    for batch in batches():
+        state, metrics = zerojax.train_step(state, batch)
+        losses.append(float(metrics["loss"]))
+    wanted, weights, kept = plain()
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    assert distance(zerojax.gather_params(state), weights) < 1e-4
+    assert max(kept["load"][0]) >= 2 * np.mean(kept["load"][0])  # it is skewed
+    for name, values in kept.items():
+        (found,) = (x for path, x in state.model_state.items() if path.endswith(f"mixture/{name}"))
+        # The loads are means over devices: a step's counts over the number of them.
+        np.testing.assert_allclose(found, values / (mesh.size if name == "load" else 1), atol=1e-6)
