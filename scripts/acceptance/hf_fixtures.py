@@ -242,6 +242,21 @@ FAMILIES: dict[str, Any] = {
             "llama_4_scaling_beta": 0.3,
         },
     ),
+    "mixtral": transformers.MixtralConfig(
+        **TINY, head_dim=8, num_local_experts=3, num_experts_per_tok=2, sliding_window=6
+    ),
+    "qwen3-moe": transformers.Qwen3MoeConfig(
+        **TINY,
+        head_dim=8,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=12,
+        norm_topk_prob=True,
+        tie_word_embeddings=True,
+    ),
+    "olmoe": transformers.OlmoeConfig(
+        **TINY | {"num_key_value_heads": 4}, pad_token_id=0, num_experts=6, num_experts_per_tok=3
+    ),
     "qwen3": transformers.Qwen3Config(**TINY, max_window_layers=2, head_dim=8, tie_word_embeddings=True),
 }
 

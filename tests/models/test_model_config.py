@@ -10,6 +10,8 @@ from zerojax.models import GPT, GPTConfig, flops_per_token, parameter_count
 SMALL: dict[str, Any] = {"vocab_size": 37, "layers": 3, "d_model": 24, "heads": 4, "max_seq_len": 11}
 LLAMA: dict[str, Any] = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "biases": False, "tied": False}
 
+EXPERTS: dict[str, Any] = LLAMA | {"experts": 5, "experts_per_token": 2}
+
 
 @pytest.mark.parametrize(
     ("settings", "message"),
@@ -55,6 +57,12 @@ LLAMA: dict[str, Any] = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "b
         ({"logit_softcap": 0.0}, "logit_softcap = 0.0"),
         ({"outputs": 1}, "outputs = 1 needs a projection of its own: set tied = false"),
         ({"outputs": 0, "tied": False}, "outputs = 0: at least 1, or left out"),
+        ({"experts": 4}, "experts are gated and have no biases: set mlp to swiglu or geglu, not gelu"),
+        ({"experts": -1}, "experts = -1: from 0"),
+        (EXPERTS | {"experts_per_token": 6}, "experts_per_token = 6: from 1 to experts = 5"),
+        (EXPERTS | {"router": "top"}, "router = 'top': one of softmax, sigmoid"),
+        (EXPERTS | {"balance_loss": -0.1}, "balance_loss = -0.1: at least 0"),
+        (EXPERTS | {"router_scale": 0.0}, "router_scale = 0.0: above 0"),
     ],
 )
 def test_wrong_settings_are_named(settings, message):
@@ -76,6 +84,9 @@ def test_wrong_settings_are_named(settings, message):
         {"dropout": 0.1},
         LLAMA | {"qkv_biases": True, "qk_norm": True, "kv_heads": 2},
         LLAMA | {"mlp": "geglu", "norm_offset": 1.0, "post_norms": True, "qk_norm": True},
+        EXPERTS,
+        EXPERTS
+        | {"ffn": 10, "shared_ffn": 7, "scan": False, "router": "sigmoid", "router_balance_rate": 0.1},
         LLAMA
         | {"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_joint": True, "kv_heads": 2},
     ],
@@ -92,6 +103,18 @@ def test_parameter_counts_of_published_models():
     llama2_7b = GPTConfig(vocab_size=32000, layers=32, d_model=4096, heads=32, max_seq_len=4096, **LLAMA)
     assert llama2_7b.ffn_width == 11008
     assert parameter_count(llama2_7b) == 6_738_415_616
+    mixtral = GPTConfig(
+        **{"vocab_size": 32000, "layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336},
+        **LLAMA, experts=8, experts_per_token=2,
+    )  # fmt: skip
+    assert parameter_count(mixtral) == 46_702_792_704
+    assert parameter_count(mixtral, active=True) == 12_879_925_248
+    qwen3_30b = GPTConfig(
+        **{"vocab_size": 151936, "layers": 48, "d_model": 2048, "heads": 32, "kv_heads": 4, "ffn": 768},
+        **LLAMA, head_width=128, qk_norm=True, experts=128, experts_per_token=8,
+    )  # fmt: skip
+    assert parameter_count(qwen3_30b) == 30_532_122_624
+    assert parameter_count(qwen3_30b, active=True) == 3_353_032_704
 
 
 def test_flops_per_token_counts_what_is_multiplied():
@@ -108,5 +131,10 @@ def test_flops_per_token_counts_what_is_multiplied():
     by_number = GPTConfig(**SMALL, sliding_window=4, sliding_window_layers=(0, 1))
     assert by_number.windowed == pattern.windowed
     assert flops_per_token(by_number, 10) == flops_per_token(pattern, 10)
+    of_experts = GPTConfig(**SMALL, **EXPERTS, ffn=10, shared_ffn=7)
+    dense = GPTConfig(**SMALL, **LLAMA, ffn=2 * 10 + 7)
+    router = 3 * 24 * 5
+    assert flops_per_token(of_experts, 10) - flops_per_token(dense, 10) == 6 * router
+    assert parameter_count(of_experts, active=True) - parameter_count(dense) == router
     with pytest.raises(ZeroError, match="seq_len = 12"):
         flops_per_token(config, 12)

@@ -9,6 +9,7 @@ from zerojax.models.config_checks import check_model, require
 Norm = Literal["layer", "rms"]
 Positions = Literal["learned", "rope"]
 Activation = Literal["gelu", "gelu_exact", "relu", "swiglu", "geglu"]
+Router = Literal["softmax", "sigmoid"]
 RopeScaling = Literal["none", "linear", "llama3", "dynamic", "yarn", "longrope"]
 Rotation = Literal["full", "local", "none"]
 AttentionKernel = Literal["auto", "cudnn", "flash_attention_4", "xla"]
@@ -16,7 +17,7 @@ AttentionKernel = Literal["auto", "cudnn", "flash_attention_4", "xla"]
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """A decoder-only transformer, of GPT-2's, OPT's, LLaMA's or Gemma's family.
+    """A decoder-only transformer, of GPT-2's, OPT's, LLaMA's or Gemma's family, or a mixture of experts.
 
     The defaults are GPT-2 124M (Radford et al., 2019). Layers are numbered from 0.
 
@@ -28,7 +29,7 @@ class GPTConfig:
         head_width: Width of a head; None means d_model / heads.
         kv_heads: Key and value heads, fewer than heads for grouped-query attention
             (Ainslie et al., 2023); None means as many as heads.
-        ffn: Hidden width of the MLP. None means 4 d_model, or if gated 8/3 d_model rounded
+        ffn: Hidden width of the MLP, or of each expert. None means 4 d_model, or if gated 8/3 d_model rounded
             up to a multiple of 256, as in LLaMA (Touvron et al., 2023).
         norm: "layer" (with a bias when biases) or "rms".
         norm_offset: Added to the scales of RMS norms, which then begin at 1 minus this (1 in Gemma).
@@ -40,6 +41,20 @@ class GPTConfig:
             read; OPT has 2.
         mlp: "gelu" (the tanh form, as in GPT-2), "gelu_exact", "relu" (OPT), or gated:
             "swiglu" (LLaMA) or "geglu" (of the tanh form, Gemma).
+        experts: Number of MLPs in each block, of which a router chooses some for each token (Mixtral);
+            0 makes one MLP for all tokens. Experts are gated and have no biases.
+        experts_per_token: Experts that each token goes to; this and the following are used only with experts.
+        shared_ffn: Hidden width of an expert that all tokens go to beside those chosen (DeepSeek); 0 means
+            there is none.
+        router: How logits become the scores that choose: "softmax" over all experts, or "sigmoid" of each
+            (DeepSeek-V3).
+        router_normalise: Whether the weights of a token's experts are divided by their sum.
+        router_scale: Factor of those weights.
+        router_balance_rate: How much a step moves the bias of each expert's score, which only the choice
+            sees, towards even loads (DeepSeek-V3); 0 means there is no bias.
+        balance_loss: Coefficient of the loss that keeps experts evenly loaded (Fedus et al., 2021), a mean
+            over layers.
+        z_loss: Coefficient of the loss that keeps the router's logits small (Zoph et al., 2022), likewise.
         embedding_scale: Factor of the token embedding (sqrt(d_model) in Gemma), not of a tied output
             projection.
         tied: Whether the output projection is the token embedding.
@@ -119,6 +134,15 @@ class GPTConfig:
     positions: Positions = "learned"
     position_offset: int = 0
     mlp: Activation = "gelu"
+    experts: int = 0
+    experts_per_token: int = 2
+    shared_ffn: int = 0
+    router: Router = "softmax"
+    router_normalise: bool = True
+    router_scale: float = 1.0
+    router_balance_rate: float = 0.0
+    balance_loss: float = 0.01
+    z_loss: float = 0.0
     embedding_scale: float = 1.0
     tied: bool = True
     outputs: int | None = None
@@ -192,6 +216,11 @@ class GPTConfig:
         return 4 * self.d_model
 
     @property
+    def active_ffn_width(self) -> int:
+        """Hidden width of all that a token goes through: the MLP, or its experts together."""
+        return self.experts_per_token * self.ffn_width + self.shared_ffn if self.experts else self.ffn_width
+
+    @property
     def output_rows(self) -> int:
         """Rows of the output projection, outputs resolved."""
         return self.vocab_size if self.outputs is None else self.outputs
@@ -244,21 +273,27 @@ class GPTConfig:
 _MAX_PARAMETERS = 10**15
 
 
-def _block_matrices(c: GPTConfig) -> int:
-    """Elements of one block's weight matrices."""
+def _block_matrices(c: GPTConfig, *, active: bool = False) -> int:
+    """Elements of one block's weight matrices, or only of those that a token is multiplied with."""
     kv_width = c.key_value_heads * c.head_dim
     attention = 2 * c.d_model * (c.attention_width + kv_width)
-    return attention + (3 if c.gated else 2) * c.d_model * c.ffn_width
+    hidden = c.experts * c.ffn_width + c.shared_ffn if c.experts and not active else c.active_ffn_width
+    return attention + c.d_model * ((3 if c.gated else 2) * hidden + c.experts)
 
 
 def _norm_parameters(c: GPTConfig) -> int:
     return c.d_model * (2 if c.norm == "layer" and c.biases else 1)
 
 
-def parameter_count(config: GPTConfig) -> int:
-    """Number of parameters of ``GPT(config)``; tied matrices count once."""
+def parameter_count(config: GPTConfig, *, active: bool = False) -> int:
+    """Number of parameters of ``GPT(config)``; tied matrices count once.
+
+    Args:
+        config: of the model.
+        active: counts of the experts only those that one token goes to.
+    """
     c = config
-    block = _block_matrices(c) + 2 * (c.pre_norms + c.post_norms) * _norm_parameters(c)
+    block = _block_matrices(c, active=active) + 2 * (c.pre_norms + c.post_norms) * _norm_parameters(c)
     if c.qk_norm:
         block += (c.heads + c.key_value_heads if c.qk_norm_joint else 2) * c.head_dim
     if c.biases or c.qkv_biases:
@@ -275,18 +310,18 @@ def parameter_count(config: GPTConfig) -> int:
 def flops_per_token(config: GPTConfig, seq_len: int) -> int:
     """Floating-point operations of one training token, forward and backward.
 
-    6 per weight that is multiplied (including the output projection, without the embedding look-ups), plus
-    12 x layers x heads x head_dim x seq_len for attention scores and values. This is the convention of PaLM
-    (Chowdhery et al., 2022, appendix B): causal masking is not deducted, recomputation is not added. Where
-    there is a sliding window, it takes the place of a longer seq_len. Model FLOPs utilisation is this times
-    tokens per second over the peak of the chip.
+    6 per weight that is multiplied (including the output projection, without the embedding look-ups; of the
+    experts those that a token goes to), plus 12 x layers x heads x head_dim x seq_len for attention scores
+    and values. This is the convention of PaLM (Chowdhery et al., 2022, appendix B): causal masking is not
+    deducted, recomputation is not added. Where there is a sliding window, it takes the place of a longer
+    seq_len. Model FLOPs utilisation is this times tokens per second over the peak of the chip.
 
     Raises:
         ConfigurationError: if seq_len is below 1 or above config.max_seq_len.
     """
     if not 1 <= seq_len <= config.max_seq_len:
         raise ConfigurationError(f"seq_len = {seq_len}: from 1 to max_seq_len = {config.max_seq_len}")
-    matrices = config.layers * _block_matrices(config) + config.output_rows * config.d_model
+    matrices = config.layers * _block_matrices(config, active=True) + config.output_rows * config.d_model
     return 6 * matrices + 12 * config.attention_width * attended_tokens(config, seq_len)
 
 

@@ -29,6 +29,7 @@ _POSITIVE = (
     "rope_fraction",
 )
 _MAX_LAYERS = 10_000
+_MAX_EXPERTS = 10_000
 _MAX_UNSCANNED = 1_000  # each is a module, built and compiled separately
 
 
@@ -49,6 +50,8 @@ def check_model(config: "GPTConfig") -> None:
     _check_widths(config)
     _check_rope(config)
     _check_features(config)
+    if config.experts != 0:
+        _check_experts(config)
 
 
 def _check_values(c: "GPTConfig") -> None:
@@ -174,3 +177,18 @@ def _check_features(c: "GPTConfig") -> None:
         c.attention_softcap is None or c.attention in ("auto", "xla"),
         f'attention = "{c.attention}" has no attention_softcap: set attention to "xla", or leave it out',
     )
+
+
+def _check_experts(c: "GPTConfig") -> None:
+    require(1 <= c.experts <= _MAX_EXPERTS, f"experts = {c.experts}: from 0 (none) to {_MAX_EXPERTS:,}")
+    require(
+        1 <= c.experts_per_token <= c.experts,
+        f"experts_per_token = {c.experts_per_token}: from 1 to experts = {c.experts}",
+    )
+    require(
+        c.gated and not c.biases,
+        f"experts are gated and have no biases: set mlp to swiglu or geglu, not {c.mlp}, and biases to false",
+    )
+    for name in ("shared_ffn", "router_balance_rate", "balance_loss", "z_loss"):
+        require(getattr(c, name) >= 0, f"{name} = {getattr(c, name)}: at least 0")
+    require(c.router_scale > 0, f"router_scale = {c.router_scale}: above 0")

@@ -1,4 +1,4 @@
-"""GPT-2, OPT, LLaMA, Gemma and OLMo style decoders in Flax NNX.
+"""GPT-2, OPT, LLaMA, Gemma and OLMo style decoders in Flax NNX, dense or mixtures of experts.
 
 Every module computes in the dtype of its weights (the trainer passes compute-dtype copies); the statistics of
 norms, rotary angles, softmax and the loss are always fp32.
@@ -23,6 +23,7 @@ from jaxtyping import Float, Int, Key
 
 from zerojax.adapters.stack import Stack
 from zerojax.errors import ConfigurationError
+from zerojax.experts import Experts, RouterConfig, RouterStats
 from zerojax.models.attention import Windowed, causal_attention, segment_positions
 from zerojax.models.config import GPTConfig
 from zerojax.models.flash_attention import Documents, Segments, document_offsets
@@ -32,6 +33,11 @@ from zerojax.models.norms import residual_norm, rms_norm
 from zerojax.models.rope import Rope, apply_rope, rope_kinds, rope_of
 
 Hidden = Float[Array, "batch time d_model"]
+Stream = Hidden | tuple[Hidden, RouterStats]
+"""What a block passes on: the residual stream, with what routers did if they are asked for it.
+
+The stats have a leading axis of the layers; a block of experts leaves out the first row and appends its own.
+"""
 RopeKind = int | Int[Array, ""] | None
 """Which table of ``Rope`` a layer reads; None where all read the same."""
 
@@ -144,13 +150,28 @@ class MLP(nnx.Module):
         return self.down(_ACTIVATIONS[self.activation](self.up(x)))
 
 
+def _experts(c: GPTConfig, rngs: nnx.Rngs) -> Experts:
+    router = RouterConfig(
+        c.router, normalise=c.router_normalise, scale=c.router_scale, balance_rate=c.router_balance_rate
+    )
+    return Experts(
+        *(c.d_model, c.ffn_width, c.experts, c.experts_per_token),
+        router=router,
+        activation="geglu" if c.mlp == "geglu" else "swiglu",
+        shared=c.shared_ffn,
+        init=nnx.initializers.normal(c.init_std),
+        down_init=nnx.initializers.normal(_residual_std(c)),
+        rngs=rngs,
+    )
+
+
 def _unchanged(x: Hidden) -> Hidden:
     """In place of a norm that a model does not have."""
     return x
 
 
 class Block(nnx.Module):
-    """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
+    """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)), where mlp may be ``Experts``.
 
     With config.post_norms each branch ends with a norm, with config.pre_norms it begins with one.
     """
@@ -163,7 +184,7 @@ class Block(nnx.Module):
         self.norm_attention = norm(config.pre_norms)
         self.attention = Attention(config, rngs=rngs)
         self.norm_mlp = norm(config.pre_norms)
-        self.mlp = MLP(config, rngs=rngs)
+        self.mlp = _experts(config, rngs) if config.experts else MLP(config, rngs=rngs)
         self.post_norm_attention = norm(config.post_norms)
         self.post_norm_mlp = norm(config.post_norms)
         if config.dropout:
@@ -172,24 +193,29 @@ class Block(nnx.Module):
 
     def __call__(
         self,
-        x: Hidden,
+        x: Stream,
         rope: Rope | None = None,
         key: Key[Array, ""] | None = None,
         segments: Segments | Documents | None = None,
         windowed: Windowed = True,
         kind: RopeKind = None,
-    ) -> Hidden:
+    ) -> Stream:
         """Apply the block.
 
         Args:
-            x: the residual stream.
+            x: the residual stream, alone or with what the routers of earlier blocks did.
             rope: the rotary positions, if they are rotary.
             key: turns dropout on.
             segments: the document of each position, or ``document_offsets`` of it.
             windowed: whether the sliding window, if the model has one, is this layer's.
             kind: this layer's table of ``rope``.
         """
-        return self.finish(x, self.attention(self.norm_attention(x), rope, segments, windowed, kind), key)
+        hidden, before = x if isinstance(x, tuple) else (x, None)
+        attended = self.attention(self.norm_attention(hidden), rope, segments, windowed, kind)
+        hidden, own = self.finish(hidden, attended, key)
+        if before is None or own is None:
+            return hidden
+        return hidden, jax.tree.map(lambda rows, row: jnp.concatenate([rows[1:], row[None]]), before, own)
 
     def decode(
         self,
@@ -215,15 +241,19 @@ class Block(nnx.Module):
         attention = self.attention
         qkv = attention.project(self.norm_attention(hidden), rope, kind)
         attended, cache = attend_cached(attention.config, qkv, positions, cache, layer, windowed)
-        return self.finish(hidden, attention.join(attended)), cache
+        return self.finish(hidden, attention.join(attended))[0], cache
 
-    def finish(self, x: Hidden, attended: Hidden, key: Key[Array, ""] | None = None) -> Hidden:
-        """The block's output, from its input and the output of its attention."""
+    def finish(
+        self, x: Hidden, attended: Hidden, key: Key[Array, ""] | None = None
+    ) -> tuple[Hidden, RouterStats | None]:
+        """The block's output, and what its router did, from its input and the output of its attention."""
         first = second = None
         if key is not None and self.dropout:
             first, second = jax.random.split(jax.random.fold_in(key, self.salt[...]))
         x = x + self._added(self.post_norm_attention(attended), first)
-        return x + self._added(self.post_norm_mlp(self.mlp(self.norm_mlp(x))), second)
+        out = self.mlp(self.norm_mlp(x))
+        out, stats = out if isinstance(out, tuple) else (out, None)
+        return x + self._added(self.post_norm_mlp(out), second), stats
 
     def _added(self, x: Hidden, key: Key[Array, ""] | None) -> Hidden:
         """What a branch adds to the residual stream."""
@@ -308,18 +338,49 @@ class GPT(nnx.Module):
         Raises:
             ConfigurationError: if the sequence is longer than max_seq_len.
         """
+        return self._run(tokens, segments, rngs, None)[0]
+
+    def routed(
+        self,
+        tokens: Int[Array, "batch time"],
+        *,
+        segments: Segments | None = None,
+        rngs: nnx.Rngs | None = None,
+    ) -> tuple[Hidden, RouterStats]:
+        """``hidden``, and what the router of each layer did with this device's tokens, padding included.
+
+        Raises:
+            ConfigurationError: the model has no experts; or as ``hidden``.
+        """
+        c = self.config
+        if not c.experts:
+            raise ConfigurationError("[model] experts = 0: the model has no routers")
+        zeros = jax.tree.map(lambda x: jnp.zeros((c.layers, *x.shape), x.dtype), RouterStats.zeros(c.experts))
+        hidden, stats = self._run(tokens, segments, rngs, zeros)
+        assert stats is not None
+        return hidden, stats
+
+    def _run(
+        self,
+        tokens: Int[Array, "batch time"],
+        segments: Segments | None,
+        rngs: nnx.Rngs | None,
+        stats: RouterStats | None,
+    ) -> tuple[Hidden, RouterStats | None]:
+        """The output of the last block, and in place of zeros what routers did."""
         c = self.config
         length = tokens.shape[1]
         if length > c.max_seq_len:
             raise ConfigurationError(f"a sequence of {length} tokens, but max_seq_len = {c.max_seq_len}")
         positions = jnp.arange(length) if segments is None else segment_positions(segments)
-        x, rope = self.embed_tokens(tokens, positions, length)
+        hidden, rope = self.embed_tokens(tokens, positions, length)
         key = rngs.dropout() if rngs is not None and c.dropout and not self.deterministic else None
         if key is not None:
             key, first = jax.random.split(key)
-            x = _dropout(x, c.dropout, first)
+            hidden = _dropout(hidden, c.dropout, first)
         documents = None if segments is None else document_offsets(segments)
         by_layer = self._by_layer()
+        x: Stream = hidden if stats is None else (hidden, stats)
         if isinstance(self.blocks, Stack):
             arrays = {name: jnp.array(values) for name, values in by_layer.items()}
             x = self.blocks(x, rope, key, documents, by_layer=arrays)
@@ -327,7 +388,8 @@ class GPT(nnx.Module):
             for number, block in enumerate(self.blocks):
                 own: dict[str, Any] = {name: values[number] for name, values in by_layer.items()}
                 x = block(x, rope, key, documents, **own)
-        return self._finish(x)
+        hidden, stats = x if isinstance(x, tuple) else (x, None)
+        return self._finish(hidden), stats
 
     def __call__(
         self,

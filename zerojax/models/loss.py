@@ -10,7 +10,9 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
 
+from zerojax.adapters.world_sum import world_sum
 from zerojax.errors import ConfigurationError
+from zerojax.experts import RouterStats, balance_loss, z_loss
 from zerojax.models.gpt import GPT, logits
 from zerojax.schedule.breadth_first import broadcast_unbatched, map_microbatches, with_batching_rule
 
@@ -318,8 +320,12 @@ def lm_loss(
     document do not count. With "labels" (int32, of the same shape: the tokens, and -1 where they do not
     count) only those that are labelled count.
 
+    In training, a mixture of experts adds the losses of its routers by their coefficients: those of the whole
+    batch on all devices, padding included. In evaluation mode the loss is that of the language alone.
+
     Returns:
-        The mean loss in nats per token, and {"tokens": the number of counted tokens}.
+        The mean loss in nats per token, and {"tokens": the number of counted tokens}; in training also a
+        mixture's metrics, see ``router_metrics``.
 
     Raises:
         ConfigurationError: if batch has no "tokens" of two or more columns, or "segments" or "labels" of
@@ -337,7 +343,12 @@ def lm_loss(
     if segments is not None:
         labels = jnp.where(segments[:, 1:] == segments[:, :-1], labels, IGNORE)
         segments = segments[:, :-1]
-    hidden = model.hidden(jnp.maximum(tokens[:, :-1], 0), segments=segments, rngs=rngs)
+    routed = model.config.experts > 0 and not model.deterministic
+    inputs = jnp.maximum(tokens[:, :-1], 0)
+    if routed:
+        hidden, stats = model.routed(inputs, segments=segments, rngs=rngs)
+    else:
+        hidden, stats = model.hidden(inputs, segments=segments, rngs=rngs), None
     loss, count = cross_entropy(
         hidden.reshape(-1, hidden.shape[-1]),
         model.unembedding,
@@ -345,4 +356,33 @@ def lm_loss(
         chunk=model.config.loss_chunk,
         softcap=model.config.logit_softcap,
     )
-    return loss, {"tokens": count}
+    aux = {"tokens": count}
+    if stats is not None:
+        metrics = router_metrics(stats)
+        config = model.config
+        loss += config.balance_loss * metrics["balance_loss"] + config.z_loss * metrics["z_loss"]
+        aux |= metrics
+    return loss, aux
+
+
+def router_metrics(stats: RouterStats) -> dict[str, Float[Array, ""]]:
+    """What routers did with the batch of all devices, fp32; means over layers, except for "expert_load".
+
+    Args:
+        stats: of this device, with a leading axis of the layers.
+
+    Returns:
+        "balance_loss" and "z_loss", which can be differentiated, without their coefficients; "expert_load",
+        the tokens of a layer's busiest expert over the mean, of the layer where that is largest; 1 is even;
+        "router_entropy", of a token's probabilities of all experts in nats, at most the logarithm of their
+        number.
+    """
+    counts, entropy, tokens = world_sum(
+        jax.tree.map(jax.lax.stop_gradient, (stats.counts, stats.entropy, stats.tokens))
+    )
+    return {
+        "balance_loss": balance_loss(stats),
+        "z_loss": z_loss(stats),
+        "expert_load": jnp.max(counts.max(-1) / counts.mean(-1)),
+        "router_entropy": jnp.mean(entropy / tokens),
+    }

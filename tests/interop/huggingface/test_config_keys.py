@@ -50,6 +50,10 @@ SHAPE: dict[str, dict[str, Any]] = {
     },
     "ministral3": _LLAMA_SHAPE | {"num_key_value_heads": 2, "rope_parameters": MINISTRAL_ROPE},
     **{family: _LLAMA_SHAPE | {"num_key_value_heads": 2} for family in ("gemma", "gemma2", "gemma3_text")},
+    "mixtral": _LLAMA_SHAPE | {"num_key_value_heads": 2, "num_local_experts": 6, "num_experts_per_tok": 3},
+    "qwen3_moe": _LLAMA_SHAPE
+    | {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12},
+    "olmoe": _LLAMA_SHAPE | {"num_experts": 6, "num_experts_per_tok": 3},
 }
 """Keys that transformers always writes, and without which nothing is imported."""
 NULLABLE = {"num_key_value_heads", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
@@ -116,6 +120,15 @@ MODELS |= {
         rope_original_len=8, rope_attention_factor=1.0, rope_query_growth=0.1,
     ),
 }  # fmt: skip
+
+_EXPERTS: dict[str, Any] = {"experts": 6, "experts_per_token": 3}
+MODELS |= {
+    "mixtral": like_llama(**_EXPERTS, norm_eps=1e-5, rope_theta=1e6),
+    "qwen3_moe": like_llama(**_EXPERTS, ffn=12, qk_norm=True, router_normalise=False),
+    "olmoe": like_llama(
+        **_EXPERTS, kv_heads=None, norm_eps=1e-5, qk_norm=True, qk_norm_joint=True, router_normalise=False
+    ),
+}
 
 _ROPE: dict[str, tuple[Any, Any]] = {
     "rope_parameters": ({"rope_type": "default", "rope_theta": 10000.0}, {"rope_theta": 5e5}),
@@ -267,6 +280,24 @@ KEYS: dict[str, dict[str, tuple[Any, Any]]] = {
         "sliding_window": (None, 8),
         "tie_word_embeddings": (False, True),
     },
+    "mixtral": _LIKE_LLAMA
+    | {
+        "rms_norm_eps": (1e-5, 1e-6),
+        "rope_parameters": ({"rope_type": "default", "rope_theta": 1e6}, {"rope_theta": 1e4}),
+        "rope_theta": (1e6, 1e4),
+        "sliding_window": (None, 8),
+    },
+    "qwen3_moe": _LIKE_LLAMA
+    | {
+        "attention_bias": (False, True),
+        "decoder_sparse_step": (1, 2),
+        "mlp_only_layers": ([], [0]),
+        "norm_topk_prob": (False, True),
+        "num_local_experts": (6, 8),
+        "sliding_window": (4096, 4096),
+        "use_sliding_window": (False, True),
+    },
+    "olmoe": _OLMO | {"clip_qkv": (None, 8.0), "norm_topk_prob": (False, True)},
     "gemma": _LIKE_GEMMA,
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA2
@@ -290,6 +321,7 @@ TRAINING = {
     **{family: {"attention_dropout"} for family in FAMILIES if family not in ("gpt2", "opt", "phi3")},
     "starcoder2": {"attention_dropout", "residual_dropout", "embedding_dropout"},
     "phi3": {"attention_dropout", "resid_pdrop", "embd_pdrop"},
+    "mixtral": {"attention_dropout", "router_jitter_noise"},
 }
 UNUSED = {
     "gpt2": {
@@ -304,6 +336,7 @@ UNUSED = {
         *("norm_type", "mlp_type", "activation_function", "layer_norm_epsilon", "scale_attn_weights"),
         *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
     },
+    "qwen3_moe": {"max_window_layers"},
     "gemma2": {"cache_implementation", "sliding_window_size"},
     "gemma3_text": {"cache_implementation", "_sliding_window_pattern"},
 }

@@ -34,7 +34,11 @@ ROPE = {
             {"model_type": "qwen3_5_text"},
             "'qwen3_5_text' is not supported: .* linear attention",
         ),
-        ("llama2", {"model_type": "mixtral"}, "model_type = 'mixtral' is not supported, only gpt2, opt"),
+        (
+            "llama2",
+            {"model_type": "deepseek_v3"},
+            "model_type = 'deepseek_v3' is not supported, only gpt2, opt",
+        ),
         ("llama2", {"sliding_window": 64}, "cannot import a model with unknown keys: sliding_window = 64"),
         ("llama2", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu'"),
         ("llama2", {"attention_bias": True}, "attention_bias = True and mlp_bias = False are"),

@@ -367,7 +367,7 @@ def _with_given(state: TrainState, leaf: ParamLayout, found: PeftAdapter) -> Flo
     for layer in layers_of(leaf):
         values = np.array(gather_layer(state.spec, leaf, stored, layer))
         for part, own, added in found.given.get(place_of(leaf, layer), []):
-            columns = values[..., part.columns]
+            columns = part.among(values)
             columns[...] = own + columns * added
         layers.append(values)
     return np.stack(layers) if leaf.stack else layers[0]

@@ -14,8 +14,9 @@ from zerojax.models import GPTConfig
 
 ANY = object()
 """In ``Entry.allowed``: a family takes any value of this field."""
-FREE = ("attention", "dropout", "init_std", "loss_chunk", "scan")
+FREE = ("attention", "balance_loss", "dropout", "init_std", "loss_chunk", "scan", "z_loss")
 """The fields of a model that change no logits."""
+_OF_EXPERTS = ("experts_", "shared_", "router")
 Fields = Mapping[str, Any]
 """The fields of a model, by name."""
 
@@ -81,6 +82,8 @@ def check_fields(table: Table, model: GPTConfig, family: str) -> None:
     off = {field.name: field.default for field in fields(GPTConfig) if field.name not in (*FREE, "outputs")}
     if model.positions == "learned":  # then it does not look at these
         off = {name: value for name, value in off.items() if not name.startswith("rope_")}
+    if not model.experts:  # likewise
+        off = {name: value for name, value in off.items() if not name.startswith(_OF_EXPERTS)}
     for name, value in (allowed | off | allowed).items():  # those of the table first
         values = value if isinstance(value, tuple) and value else (value,)
         if value is not ANY and (found := getattr(model, name)) not in values:

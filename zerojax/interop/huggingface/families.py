@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface import gemma, glm, llama, olmo, qwen
+from zerojax.interop.huggingface import experts, gemma, glm, llama, olmo, qwen
 from zerojax.interop.huggingface.config_keys import ConfigKeys
 from zerojax.interop.huggingface.config_table import Table, check_fields, read_fields, write_keys
 from zerojax.interop.huggingface.gpt2 import GPT2, GPT2_NAMES
@@ -104,6 +104,9 @@ FAMILIES = {
         Family("GLM", "glm", "GlmForCausalLM", glm.GLM, glm.GLM_NAMES),
         Family("GLM-4", "glm4", "Glm4ForCausalLM", glm.GLM4, glm.GLM4_NAMES),
         Family("Ministral 3", "ministral3", "Ministral3ForCausalLM", llama.MINISTRAL3),
+        Family("Mixtral", "mixtral", "MixtralForCausalLM", experts.MIXTRAL, experts.MIXTRAL_NAMES),
+        Family("Qwen3-MoE", "qwen3_moe", "Qwen3MoeForCausalLM", experts.QWEN3_MOE, experts.QWEN3_MOE_NAMES),
+        Family("OLMoE", "olmoe", "OlmoeForCausalLM", experts.OLMOE, experts.QWEN3_MOE_NAMES),
     )
 }
 _LINEAR_ATTENTION = (
@@ -112,7 +115,10 @@ _LINEAR_ATTENTION = (
 )
 REFUSED = dict.fromkeys(
     ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"), _LINEAR_ATTENTION
-)
+) | {
+    "gpt_oss": "its attention has sinks, and its experts biases and a clamped activation, which a zerojax "
+    "model does not have"
+}
 """Families that are known and cannot be imported -> why."""
 
 

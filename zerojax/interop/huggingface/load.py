@@ -206,14 +206,17 @@ def _elements(
     first, last = start // width, -(-stop // width)
     rows = np.empty((last - first, width), np.float32)
     for tensor in tensors_at(place_of(leaf, layer), leaf.shape, parts):
-        if tensor.name not in files.specs:
+        own = slice(max(first, tensor.inputs.start), min(last, tensor.inputs.stop))
+        if tensor.name not in files.specs or own.stop <= own.start:
             continue
-        values = _read_rows(tensor, slice(first, last), files).astype(np.float32)
-        if not tensor.part.required and not np.array_equal(values, rows[:, tensor.columns]):
+        inputs = slice(own.start - tensor.inputs.start, own.stop - tensor.inputs.start)
+        values = _read_rows(tensor, inputs, files).astype(np.float32)
+        out = rows[own.start - first : own.stop - first, tensor.columns]
+        if not tensor.part.required and not np.array_equal(values, out):
             raise ConfigurationError(
                 f"{tensor.name} differs from the token embedding, although the config ties them"
             )
-        _copy(values, rows[:, tensor.columns])
+        _copy(values, out)
     return rows.reshape(-1)[start - first * width : stop - first * width]
 
 

@@ -2,7 +2,8 @@
 
 A leaf is named by its path, with ``block/`` for the leaves of every block: "embed/embedding",
 "block/attention/qkv/kernel". Its matrix is (in, out); each tensor holds some of its columns, transposed or
-not. A transposed tensor may hold those of other leaves as well.
+not. A transposed tensor may hold those of other leaves as well. The leaves of experts are (experts, in, out),
+and each tensor holds the matrix of one expert.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,13 +24,14 @@ class TensorPart:
     """A Hugging Face tensor as a range of a leaf's columns (of its last axis).
 
     Attributes:
-        name: of the tensor; "{layer}" in it is the index of the block.
+        name: of the tensor; "{layer}" in it is the index of the block, "{expert}" that of the expert.
         start: its first column in the leaf.
         stop: the column after its last; None for the end.
         transposed: whether the file holds it as (out, in).
         required: False for the second copy of a tied matrix, which a file may leave out.
         first_row: where the columns begin among the rows of a transposed tensor.
         rows: of the whole tensor, if it holds several leaves.
+        expert: the index in the leaf's first axis; None if the leaf is one matrix.
     """
 
     name: str
@@ -39,6 +41,7 @@ class TensorPart:
     required: bool = True
     first_row: int = 0
     rows: int | None = None
+    expert: int | None = None
 
 
 TensorParts = dict[str, tuple[TensorPart, ...]]
@@ -53,7 +56,27 @@ class Fused:
     count: int
 
 
-Module = str | tuple[str, ...] | Fused
+@dataclass(frozen=True)
+class Bare:
+    """A module whose weight is one of our parameters itself, not its kernel.
+
+    With "{expert}" in the name there is one for each expert.
+    """
+
+    name: str
+
+    def parts(self, model: GPTConfig, block: str) -> tuple[TensorPart, ...]:
+        """The tensors of the parameter; their names begin with ``block``."""
+        name = f"{block}{self.name}.weight"
+        if "{expert}" not in name:
+            return (TensorPart(name, transposed=True),)
+        return tuple(
+            TensorPart(name.replace("{expert}", str(expert)), transposed=True, expert=expert)
+            for expert in range(model.experts)
+        )
+
+
+Module = str | tuple[str, ...] | Fused | Bare
 """What holds a module's weights: a module, several whose outputs lie side by side, or a part of one."""
 
 
@@ -89,6 +112,9 @@ class Names:
             if "norm" in ours:
                 assert isinstance(theirs, str)
                 found |= _norm(f"block/{ours}", prefix + self.layers + theirs)
+                continue
+            if isinstance(theirs, Bare):
+                found[f"block/{ours}"] = theirs.parts(model, prefix + self.layers)
                 continue
             for leaf, kind, turned in (("kernel", "weight", self.transposed), ("bias", "bias", False)):
                 found[f"block/{ours}/{leaf}"] = _columns(model, prefix + self.layers, theirs, kind, turned)
@@ -166,12 +192,24 @@ class Tensor:
     @property
     def shape(self) -> Shape:
         """Its shape in the file."""
-        shape = (*self.weight[:-1], self.outputs)
+        shape = (*self.weight[0 if self.part.expert is None else 1 : -1], self.outputs)
         return shape[::-1] if self.part.transposed else shape
+
+    @property
+    def inputs(self) -> slice:
+        """Where its matrix begins and ends in the weight, as one matrix of (in, out)."""
+        height = self.weight[-2] if len(self.weight) > 1 else 1
+        first = height * (self.part.expert or 0)
+        return slice(first, first + height)
+
+    def among(self, weight: np.ndarray) -> np.ndarray:
+        """The columns of a weight that it holds, a view."""
+        own = weight if self.part.expert is None else weight[self.part.expert]
+        return own[..., self.columns]
 
     def of(self, weight: np.ndarray) -> np.ndarray:
         """What the tensor holds of a weight, in its own layout."""
-        columns = weight[..., self.columns]
+        columns = self.among(weight)
         return columns.T if self.part.transposed else columns
 
     def within(self, values: np.ndarray) -> np.ndarray:

@@ -67,6 +67,11 @@ class WeightFormat:
         Raises:
             ConfigurationError: naming it and the way out.
         """
+        if tensor.part.expert is not None:
+            raise ConfigurationError(
+                f"{tensor.name} is of one expert: transformers reads all experts of a layer into one tensor, "
+                "and compressed-tensors does not quantize it; leave --weights out"
+            )
         height, width = self.block_shape
         inputs, outputs = tensor.weight[0], len(range(tensor.weight[1])[tensor.columns])
         if outputs % height or inputs % width:

@@ -75,6 +75,7 @@ def _facts(run: RunData) -> list[tuple[str, str, str]]:
         ("held-out reward", run.last("validation_reward"), "{:.3f}".format, "of greedy answers"),
         ("divergence", run.last("kl"), "{:.3g}".format, "from the first weights, per token"),
         ("exact match", run.last("exact_match"), percent, "of held-out prompts"),
+        ("expert load", run.last("expert_load"), "{:.2f}".format, "busiest over the mean, worst layer"),
         ("tokens per second", _typical(run, "tokens_per_second"), abbreviated, "median step"),
         ("MFU", _typical(run, "mfu"), percent, "median step"),
         ("step time", _typical(run, "step_seconds"), _duration, "median"),
@@ -124,6 +125,16 @@ def _critic_charts(run: RunData, skipped: Sequence[int]) -> list[Chart | None]:
     ]
 
 
+def _router_charts(run: RunData, skipped: Sequence[int]) -> list[Chart | None]:
+    """How evenly a mixture's routers spread tokens over its experts, and how sure they are."""
+    load = smoothed("load", *run.series("expert_load"))
+    entropy = smoothed("entropy", *run.series("router_entropy"))
+    return [
+        _draw(run, "Expert load", "busiest expert over the mean, worst layer", load, marks=skipped),
+        _draw(run, "Router entropy", "nats per token, mean of the layers", entropy, from_zero=True),
+    ]
+
+
 def _charts(run: RunData, skipped: Sequence[int]) -> list[Chart]:
     norm = smoothed("norm", *run.series("grad_norm"))
     rate = [Series("rate", *run.series("learning_rate"))]
@@ -137,6 +148,7 @@ def _charts(run: RunData, skipped: Sequence[int]) -> list[Chart]:
     found = [
         *_preference_charts(run, skipped),
         *_critic_charts(run, skipped),
+        *_router_charts(run, skipped),
         _draw(run, "Gradient norm", "before clipping, log scale", norm, log=True, marks=skipped),
         _draw(run, "Learning rate", "", rate, from_zero=True),
         _draw(run, "Throughput", "tokens per second, all devices", tokens, **level),

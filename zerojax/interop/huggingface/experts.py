@@ -1,0 +1,102 @@
+"""Mixtures of experts: Mixtral, Qwen3-MoE and OLMoE.
+
+Their files have three matrices for each expert. transformers 5 holds the experts of a layer in two tensors,
+but reads and writes the same files.
+"""
+
+from zerojax.errors import ConfigurationError
+from zerojax.interop.huggingface.config_keys import ConfigKeys
+from zerojax.interop.huggingface.config_table import ANY, Entry, Fields, dropouts, key, only, unused
+from zerojax.interop.huggingface.llama import LLAMA_BLOCK, QK_NORMS, SILU, like_llama
+from zerojax.interop.huggingface.mapping import Bare, Module, Names
+from zerojax.interop.huggingface.rope_keys import rope
+from zerojax.models import GPTConfig
+
+
+def _mixture(*counts: str) -> tuple[Entry, ...]:
+    """The keys of all mixtures.
+
+    The coefficient of the balance loss is a setting of training, so it is written and not read.
+
+    Args:
+        *counts: the names of the number of experts, of which a file may have one or all.
+    """
+
+    def read(keys: ConfigKeys, found: Fields) -> Fields:
+        del found
+        given = {name: count for name in counts if (count := keys.take(name, int, 0))}
+        if len(set(given.values())) > 1:
+            raise ConfigurationError(f"{given} are supported only if they are equal")
+        return {"experts": next(iter(given.values()), 0) or keys.take(counts[0], int)}
+
+    def write(model: GPTConfig) -> Fields:
+        return dict.fromkeys(counts, model.experts) | {"router_aux_loss_coef": model.balance_loss}
+
+    return (
+        Entry(read, write, lambda model: {"experts": model.experts or "1 or more"}),
+        key("num_experts_per_tok", "experts_per_token"),
+    )
+
+
+def _window(keys: ConfigKeys, found: Fields) -> Fields:
+    """Qwen's, which all layers of a mixture have."""
+    del found
+    window = keys.nullable("sliding_window", int, 4096)
+    return {"sliding_window": window if keys.take("use_sliding_window", bool, False) else None}
+
+
+_NORMALISE = key("norm_topk_prob", "router_normalise", bool, False)
+_NO_BIASES = only("attention_bias", False)
+
+MIXTRAL = like_llama(
+    SILU,
+    *_mixture("num_local_experts"),
+    dropouts("router_jitter_noise"),
+    key("sliding_window", "sliding_window", int, None),
+    norm_eps=1e-5,
+    rotary=rope(theta=1e6),
+)
+QWEN3_MOE = like_llama(
+    SILU,
+    _NO_BIASES,
+    key("moe_intermediate_size", "ffn", written="ffn_width"),  # intermediate_size is of other layers
+    *_mixture("num_experts", "num_local_experts"),
+    _NORMALISE,
+    only("decoder_sparse_step", 1),
+    only("mlp_only_layers", []),
+    unused("max_window_layers"),
+    Entry(
+        _window,
+        lambda model: {
+            "sliding_window": model.sliding_window,
+            "use_sliding_window": model.sliding_window is not None,
+        },
+        lambda _: {"sliding_window": ANY},
+    ),
+    qk_norm=True,
+)
+OLMOE = like_llama(
+    SILU,
+    _NO_BIASES,
+    *_mixture("num_experts"),
+    _NORMALISE,
+    only("clip_qkv", None),
+    kv_heads=None,
+    norm_eps=1e-5,
+    qk_norm=True,
+    qk_norm_joint=True,
+)
+
+
+def _names(module: str, gate: str, up: str, down: str, **block: Module) -> Names:
+    own: dict[str, Module] = {
+        "mlp/router": Bare(f"{module}.gate"),
+        "mlp/gate": Bare(f"{module}.experts.{{expert}}.{gate}"),
+        "mlp/up": Bare(f"{module}.experts.{{expert}}.{up}"),
+        "mlp/down": Bare(f"{module}.experts.{{expert}}.{down}"),
+    }
+    return Names(LLAMA_BLOCK | own | block)
+
+
+MIXTRAL_NAMES = _names("block_sparse_moe", "w1", "w3", "w2")
+QWEN3_MOE_NAMES = _names("mlp", "gate_proj", "up_proj", "down_proj", **QK_NORMS)
