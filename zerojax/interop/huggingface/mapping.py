@@ -122,7 +122,7 @@ class Names:
 
 
 def _columns(
-    model: GPTConfig, block: str, module: Module, kind: str, transposed: bool
+    model: GPTConfig, block: str, module: str | tuple[str, ...] | Fused, kind: str, transposed: bool
 ) -> tuple[TensorPart, ...]:
     """The tensors of a kernel or bias."""
     if isinstance(module, str):

@@ -1,0 +1,116 @@
+"""Decoders whose blocks have experts: what their routers report, and the losses that train these."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from zerojax import Experts, Stack
+from zerojax.errors import ZeroError
+from zerojax.models import GPT, Block, GPTConfig, lm_loss
+
+CONFIG = GPTConfig(
+    vocab_size=37, layers=3, d_model=24, heads=2, max_seq_len=16, norm="rms", positions="rope", mlp="swiglu",
+    biases=False, ffn=8, experts=5, experts_per_token=2, shared_ffn=6, balance_loss=0.3, z_loss=0.2,
+    init_std=0.3, scan=False,
+)  # fmt: skip
+TOKENS = jax.random.randint(jax.random.key(0), (2, 9), 0, 37)
+
+
+@pytest.fixture(scope="module")
+def listed() -> GPT:
+    return GPT(CONFIG, rngs=nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def scanned(listed: GPT) -> GPT:
+    """The same weights in a stack."""
+    model = GPT(replace(CONFIG, scan=True), rngs=nnx.Rngs(1))
+    layers = [nnx.state(block, nnx.Param) for block in blocks_of(listed)]
+    assert isinstance(model.blocks, Stack)
+    nnx.update(model.blocks.block, jax.tree.map(lambda *x: jnp.stack(x), *layers))
+    for name in ("embed", "norm"):
+        nnx.update(getattr(model, name), nnx.state(getattr(listed, name), nnx.Param))
+    return model
+
+
+def blocks_of(model: GPT) -> list[Block]:
+    assert isinstance(model.blocks, nnx.List)
+    return list(model.blocks)
+
+
+def by_hand(model: GPT, tokens: jax.Array) -> dict[str, float]:
+    """The metrics, from each layer's logits in fp64."""
+    c, found = model.config, []
+    x, rope = model.embed_tokens(tokens, jnp.arange(tokens.shape[1]), tokens.shape[1])
+    for block in blocks_of(model):
+        experts = block.mlp
+        assert isinstance(experts, Experts)
+        middle = x + block.attention(block.norm_attention(x), rope)
+        routed = block.norm_mlp(middle).reshape(-1, c.d_model)
+        logits = np.asarray(routed, np.float64) @ np.asarray(experts.router[...], np.float64)
+        x = block(x, rope)
+        assert not isinstance(x, tuple)
+        sums = np.exp(logits).sum(1)
+        p = np.exp(logits) / sums[:, None]
+        chosen = np.argsort(-logits, axis=1)[:, : c.experts_per_token]
+        counts = np.bincount(chosen.reshape(-1), minlength=c.experts)
+        found.append(
+            {
+                "balance_loss": c.experts * np.sum(counts / len(p) * p.mean(0)),
+                "z_loss": np.mean(np.log(sums) ** 2),
+                "expert_load": counts.max() / counts.mean(),
+                "router_entropy": -np.mean(np.sum(p * np.log(p), axis=1)),
+            }
+        )
+    return {
+        name: (np.max if name == "expert_load" else np.mean)([one[name] for one in found])
+        for name in found[0]
+    }
+
+
+def test_training_adds_the_losses_of_routers_and_reports_them(listed: GPT, scanned: GPT):
+    listed.eval()
+    language, aux = lm_loss(listed, {"tokens": TOKENS})
+    assert aux.keys() == {"tokens"}
+    wanted = by_hand(listed, TOKENS[:, :-1])
+    for model in (listed, scanned):
+        model.train()
+        loss, aux = nnx.jit(lm_loss)(model, {"tokens": TOKENS})
+        assert aux.pop("tokens") == 16
+        assert aux.keys() == wanted.keys()
+        for name, value in wanted.items():
+            np.testing.assert_allclose(aux[name], value, rtol=1e-5, err_msg=name)
+        auxiliary = 0.3 * wanted["balance_loss"] + 0.2 * wanted["z_loss"]
+        np.testing.assert_allclose(loss, language + auxiliary, rtol=1e-5)
+    assert wanted["expert_load"] > 1.2  # so that a mean would differ
+
+
+def test_stats_are_in_the_order_of_layers(listed: GPT, scanned: GPT):
+    hidden, stats = listed.routed(TOKENS)
+    assert stats.counts.shape == (3, 5)
+    np.testing.assert_array_equal(stats.counts.sum(1), [18 * 2] * 3)
+    first = nnx.clone(listed)
+    first.blocks = nnx.List(blocks_of(first)[:1])
+    first.config = replace(CONFIG, layers=1)
+    np.testing.assert_array_equal(first.routed(TOKENS)[1].counts[0], stats.counts[0])
+    again, its_stats = scanned.routed(TOKENS)
+    np.testing.assert_allclose(again, hidden, atol=1e-5)
+    np.testing.assert_array_equal(its_stats.counts, stats.counts)
+
+
+def test_decoding_routes_as_the_whole_text_does(scanned: GPT):
+    wanted = scanned.hidden(TOKENS)
+    cache = scanned.init_cache(2, 16, jnp.float32)
+    zero = jnp.zeros(2, jnp.int32)
+    first, cache = scanned.decode(TOKENS[:, :6], zero, zero + 6, cache)
+    rest, _ = scanned.decode(TOKENS[:, 6:], zero + 6, zero + 9, cache)
+    np.testing.assert_allclose(jnp.concatenate([first, rest], 1), wanted, atol=1e-5)
+
+
+def test_a_dense_model_has_no_routers():
+    with pytest.raises(ZeroError, match="experts = 0: the model has no routers"):
+        GPT(replace(CONFIG, experts=0), rngs=nnx.Rngs(0)).routed(TOKENS)
