@@ -10,9 +10,9 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
 
+from zerojax.adapters.world_sum import world_sum
 from zerojax.errors import ConfigurationError
 from zerojax.experts import RouterStats, balance_loss, z_loss
-from zerojax.experts.stats import world_sum
 from zerojax.models.gpt import GPT, logits
 from zerojax.schedule.breadth_first import broadcast_unbatched, map_microbatches, with_batching_rule
 
