@@ -11,6 +11,9 @@ The JSON file gets each run when it is done; a run that fails is reported at the
 Started again with the same file, the command trains what is not in it. Without data of one's own (--text 0)
 the text is what this machine has: see machine_text.py.
 
+A variant may have a learning rate of its own: "local-64@1e-3". With --tuned, seeds after the first train
+each variant with only that of its rates which ended best with the first, the exact one included.
+
 It runs as one process, or as one per node (zerojax launch, zerojax emulate) with the folder in common.
 
 With --init-from every run fine-tunes the weights of a trained run (zerojax train) on text cut into that run's
@@ -21,6 +24,7 @@ import json
 import multiprocessing
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +33,7 @@ from typing import Any
 import jax
 import machine_text
 from machine_text import KINDS, Kind
-from paired import by_step, draw, in_perplexity, table
+from paired import Run, by_step, draw, in_perplexity, table
 from runs_file import RunsFile
 from trainees import Base, Trainee, train
 
@@ -67,12 +71,15 @@ LOCAL: dict[str, Any] = {
     "outer_mixing": 0.5,
 }
 AVERAGE: dict[str, Any] = {"outer_learning_rate": 1.0, "outer_momentum": 0.0}
+SUM: dict[str, Any] = {"outer_learning_rate": 1.0, "outer_momentum": 0.5, "outer_mixing": 0.0}
 LOCAL_KINDS: dict[str, dict[str, Any]] = {
     "": {},
     "-average": AVERAGE,
     "-average-unmixed": {**AVERAGE, "outer_mixing": 0.0},
     "-momentum-0.6": {"outer_momentum": 0.6},
     "-unmixed": {"outer_mixing": 0.0},
+    "-sum": SUM,
+    "-sum-int2": {**SUM, "weights": "int2", "grads": ("compute", "int2")},
     "-exact": {"weights": "fp32", "grads": ("compute", "fp32"), "rotation": 0, "error_feedback": False},
 }
 """By what the names of local updates end in, the keys in which these differ from ``LOCAL``."""
@@ -102,7 +109,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zero3-fp32": {"preset": "zero3", "grads": ("fp32", "fp32")},
     **{
         f"local-{every}{kind}": {**LOCAL, **keys, "every": every}
-        for every in (16, 64, 128)
+        for every in (16, 32, 64, 128)
         for kind, keys in LOCAL_KINDS.items()
     },
 }
@@ -123,8 +130,10 @@ class Options(on_config.Options):
 
     Attributes:
         json: The file of results, to begin or to go on with.
-        variants: Which, in this order; the first seed of all of them comes first.
+        variants: Which, in this order; the first seed of all of them comes first. "@RATE" behind a name sets
+            the learning rate.
         seeds: Of the weights, the data order and the random bits.
+        tuned: Train seeds after the first with the best of each variant's learning rates only.
         minutes: Begin no run that would end later than so many minutes after the start; 0 runs all.
         init_from: A run's folder, whose weights and tokenizer all runs begin with.
         text: Megabytes of this machine's text to train on; 0 reads data.source as it is.
@@ -136,6 +145,7 @@ class Options(on_config.Options):
     json: Path = Path("build/convergence/runs.json")
     variants: tuple[str, ...] = (EXACT, "delta-stochastic", "zero++-256")
     seeds: tuple[int, ...] = (0, 1, 2)
+    tuned: bool = False
     minutes: float = 0
     init_from: Path | None = None
     text: float = 300
@@ -171,6 +181,8 @@ def run(options: Options, config: RunConfig, begun: float) -> None:
     missing = [run for run in missing if run not in results.done]
     failed = train_all(missing, results, options, config, begun) if missing else {}
     runs, quantity = results.content["runs"], "validation loss"
+    if options.tuned:
+        runs = with_best_rates(runs, options.seeds[0])
     if options.init_from:
         runs, quantity = in_perplexity(runs), "perplexity"
     if is_first():
@@ -218,6 +230,9 @@ def train_all(
             break
         if not {*halves(name), EXACT}.isdisjoint(broken):
             continue
+        tuned = results.content["runs"] if options.tuned and seed != options.seeds[0] else []
+        if tuned and name not in best_rates(tuned, options.seeds[0]).values():
+            continue
         phases = [trainees[half] for half in halves(name)]
         try:
             results.add(train(name, phases, seed, data, trainees[EXACT], base))
@@ -226,6 +241,19 @@ def train_all(
             say(begun, f"{name}, seed {seed}: {error}")
         longest = max(longest, time.monotonic() - now)
     return failed
+
+
+def best_rates(runs: Sequence[Run], seed: int) -> dict[str, str]:
+    """By the names of variants without learning rates, those with the rate that ended best with a seed."""
+    ordered = sorted((run for run in runs if run["seed"] == seed), key=lambda run: -run["loss"])
+    return {run["variant"].partition("@")[0]: run["variant"] for run in ordered}
+
+
+def with_best_rates(runs: Sequence[Run], seed: int) -> list[Run]:
+    """The runs of ``best_rates``, under the names of variants without learning rates."""
+    best = best_rates(runs, seed)
+    names = {name: short for short, name in best.items()}
+    return [{**run, "variant": names[run["variant"]]} for run in runs if run["variant"] in names]
 
 
 def say(begun: float, what: str) -> None:
@@ -245,9 +273,14 @@ def with_variant(config: RunConfig, name: str) -> RunConfig:
     Raises:
         ZeroError: there is none of that name.
     """
-    if name not in VARIANTS:
-        raise ZeroError(f"no variant {name!r}: there are {', '.join([*VARIANTS, *HALVES])}")
-    return with_settings(config, {"zero": VARIANTS[name]})
+    kind, _, rate = name.partition("@")
+    if kind not in VARIANTS:
+        raise ZeroError(f"no variant {kind!r}: there are {', '.join([*VARIANTS, *HALVES])}")
+    try:
+        own = {"optimizer": {"learning_rate": float(rate)}} if rate else {}
+    except ValueError:
+        raise ZeroError(f"variant {name!r}: {rate!r} is no learning rate") from None
+    return with_settings(config, {"zero": VARIANTS[kind], **own})
 
 
 def with_tokenizer_of(run: Path, config: RunConfig) -> RunConfig:

@@ -29,6 +29,7 @@ from zerojax.sharding.layout import from_stored, to_stored
 from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.train.copies import copies_of
 from zerojax.train.fields import shardings_of
+from zerojax.train.gathering import mean_of_nodes
 from zerojax.train.initial import initializer
 from zerojax.train.step import lower_eval_step
 
@@ -124,6 +125,7 @@ def train(
         "tokens": config.train.steps * size,
         "loss": curve[-1][1],
         "loss_exact": float(mean_loss(with_weights_of(state, exact.state), validation)),
+        "loss_mean": float(mean_loss(with_weights_of(mean_of_nodes(state), exact.state), validation)),
         "curve": curve,
         "train_loss": means([one.values["loss"] for one in told]),
         "grad_norm": means([one.values["grad_norm"] for one in told]),

@@ -219,6 +219,20 @@ def test_variants_are_settings(name):
     assert zero.base == grid.VARIANTS[name]["preset"]
 
 
+def test_a_variant_may_have_its_own_rate():
+    config = grid.with_variant(RunConfig(), "local-64@2e-3")
+    assert (config.optimizer.learning_rate, config.to_zero().every) == (2e-3, 64)
+    with pytest.raises(ZeroError, match="'local-64@fast': 'fast' is no learning rate"):
+        grid.with_variant(RunConfig(), "local-64@fast")
+
+
+def test_later_seeds_are_compared_at_the_best_rates_of_the_first():
+    runs = [run("zero3", 0, 2.0), run("zero3@1", 0, 1.9), run("delta@1", 0, 3.0), run("zero3@1", 1, 1.8)]
+    assert grid.best_rates(runs, 0) == {"zero3": "zero3@1", "delta": "delta@1"}
+    found = [(one["variant"], one["seed"]) for one in grid.with_best_rates(runs, 0)]
+    assert found == [("zero3", 0), ("delta", 0), ("zero3", 1)]
+
+
 def test_unknown_variants_are_refused():
     done = convergence("--variants", "zero4")
     assert done.returncode == 2
