@@ -1,7 +1,7 @@
 """``zerojax.Experts`` in training steps: on every mesh the same as an optax loop on one device."""
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +79,7 @@ def plain() -> tuple[list[float], Any, Any]:
     for batch in batches():
         (value, state), grads = gradients(weights, state, batch)
         updates, held = tx.update(grads, held, weights)
-        weights = optax.apply_updates(weights, updates)
+        weights = cast(nnx.State, optax.apply_updates(weights, updates))
         losses.append(float(value))
     state = nnx.to_pure_dict(state)
     return losses, nnx.to_pure_dict(weights), state["blocks"]["block"]["mixture"]

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int32, Num
+from jaxtyping import Array, Float, Int32, Num
 
 
 class Window(NamedTuple):
@@ -20,15 +19,15 @@ class Window(NamedTuple):
     Attributes:
         tokens: the token of each row.
         order: the assignment of each row, ``token * per_token + i``.
-        places: the row of each assignment that is ``here``.
-        here: which assignments have a row in the window; None if all have.
+        places: the row of each assignment; -1 if it has none in the window.
+        complete: whether every assignment has one.
         sizes: rows of each expert in it, which come first. Rows after these are nobody's.
     """
 
     tokens: Int32[Array, " rows"]
     order: Int32[Array, " rows"]
     places: Int32[Array, "tokens per_token"]
-    here: Bool[Array, "tokens per_token"] | None
+    complete: bool
     sizes: Int32[Array, " experts"]
 
 
@@ -53,7 +52,7 @@ class Rows(NamedTuple):
     @property
     def all(self) -> Window:
         """Every row, where every assignment is to one of these experts."""
-        return Window(self.order // self.places.shape[1], self.order, self.places, None, self.sizes)
+        return Window(self.order // self.places.shape[1], self.order, self.places, True, self.sizes)
 
     def window(self, start: Int32[Array, ""] | int, length: int) -> Window:
         """The rows from ``start`` on."""
@@ -61,8 +60,9 @@ class Rows(NamedTuple):
         stops = jnp.cumsum(self.sizes, dtype=jnp.int32)
         first, last = (jnp.clip(x - start, 0, length) for x in (stops - self.sizes, stops))
         places = self.places - start
-        here = (places >= 0) & (places < length) & (self.places < stops[-1])
-        return Window(order // places.shape[1], order, jnp.where(here, places, 0), here, last - first)
+        here = (places >= 0) & (places < jnp.minimum(length, stops[-1] - start))
+        tokens = order // places.shape[1]
+        return Window(tokens, order, jnp.where(here, places, -1), False, last - first)
 
 
 def rows_of(
@@ -90,12 +90,17 @@ def to_rows(values: Num[Array, "tokens ..."], index: Int32[Array, " rows"]) -> N
     return values.at[index].get(mode="promise_in_bounds")
 
 
-def of_assignments(
-    values: Float[Array, " rows"], window: Window, dtype: DTypeLike = jnp.float32
-) -> Float[Array, "tokens per_token"]:
-    """The value of each assignment's row; 0 if it has none in the window."""
-    found = to_rows(values, window.places).astype(dtype)
-    return found if window.here is None else jnp.where(window.here, found, 0)
+def of_assignments(values: Float[Array, " rows"], window: Window) -> Float[Array, "tokens per_token"]:
+    """The value of each assignment's row, fp32; 0 if it has none in the window."""
+    return _at_places(values, window.places, window.complete)
+
+
+def _at_places(rows: Array, places: Array, complete: bool) -> Array:
+    """The values at places, fp32; 0 at place -1."""
+    if complete:
+        return to_rows(rows, places).astype(jnp.float32)
+    found = to_rows(rows, jnp.maximum(places, 0)).astype(jnp.float32)
+    return jnp.where((places >= 0).reshape(*places.shape, *(1,) * (found.ndim - places.ndim)), found, 0)
 
 
 def to_tokens(
@@ -115,6 +120,5 @@ def to_tokens(
     # Written out, gathers and sum are one loop of the compiler's, which writes nothing in between.
     for i in range(window.places.shape[1]):
         for each in rows:
-            found = to_rows(each, window.places[:, i]).astype(jnp.float32)
-            total += found if window.here is None else jnp.where(window.here[:, i, None], found, 0)
+            total += _at_places(each, window.places[:, i], window.complete)
     return total.astype(rows[0].dtype)
