@@ -22,6 +22,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array, Num, PyTree
 
 from zerojax.adapters.adapter import Bound, Given, LossFn, ModelState, Parameter, call_loss
+from zerojax.adapters.expert_param import ExpertBox
 from zerojax.adapters.weight_sum import MasterWeights, master_weights
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.partition import split_arrays
@@ -242,11 +243,14 @@ class _Unbound(_LinenModel):
     def __init__(self, module: linen.Module, rngs: dict[str, Array]) -> None:
         super().__init__(module, _NotYet())
         self._rngs = rngs
+        self.of_experts: set[Path] = set()
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree[Array]:
         mutable = kwargs.pop("mutable", None)
         kwargs.pop("rngs", None)
         out, variables = self._module.init_with_output(self._rngs, *args, mutable=True, **kwargs)
+        created = from_tree(cast(Variables, variables).get(PARAMS, {}))
+        self.of_experts |= {path for path, value in created.items() if isinstance(value, ExpertBox)}
         variables = meta.unbox(variables)
         kept = {name: value for name, value in variables.items() if name not in _PASSING}
         self.variables = _NotYet(to_tree({**from_tree(kept), **from_tree(self.variables)}))
@@ -325,7 +329,9 @@ class LinenAdapter:
             if not any(cls in kinds for _, kinds in found.values()):
                 raise ConfigurationError(f"ZeroConfig.units: {cls.__name__} does not occur in the model.")
         self._paths = frozenset(found)
-        self.parameters = tuple(_parameter(path, weight, found) for path, weight in weights.items())
+        self.parameters = tuple(
+            _parameter(path, weight, found, path in self._of_experts) for path, weight in weights.items()
+        )
 
     @property
     def updating(self) -> frozenset[str]:
@@ -353,6 +359,7 @@ class LinenAdapter:
         batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._batch)
         with master_weights(unbound, MasterWeights()):
             call_loss(self._loss_fn, unbound, batch, dropout_key)
+        self._of_experts = frozenset(unbound.of_experts)
         weights = from_tree(unbound.variables.get(PARAMS, {}))
         floats = {path: w for path, w in weights.items() if jnp.issubdtype(w.dtype, jnp.floating)}
         if len(floats) < len(weights):
@@ -434,12 +441,13 @@ def _stack(name: str, whole: Array, sliced: Array) -> Shape:
     )
 
 
-def _parameter(path: Path, weight: Array, units: Units) -> Parameter:
+def _parameter(path: Path, weight: Array, units: Units, of_experts: bool) -> Parameter:
     for depth in range(len(path)):
         if path[:depth] in units:
             stack, _ = units[path[:depth]]
             shape = weight.shape[len(stack) :]
-            return Parameter(path, shape, weight.dtype.name, stack, "/".join(path[:depth]))
+            name = "/".join(path[:depth])
+            return Parameter(path, shape, weight.dtype.name, stack, name, of_experts)
     return Parameter(path, weight.shape, weight.dtype.name, (), None)
 
 

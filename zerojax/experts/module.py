@@ -6,10 +6,10 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from zerojax.adapters.expert_param import ExpertParam
-from zerojax.errors import ConfigurationError
-from zerojax.experts.exchange import CAPACITY, apply_experts
+from zerojax.experts.exchange import CAPACITY
+from zerojax.experts.mixture import check_sizes, mix_experts, moved
 from zerojax.experts.mlp import ACTIVATIONS, Activation, ExpertWeights
-from zerojax.experts.router import RouterConfig, route
+from zerojax.experts.router import RouterConfig
 from zerojax.experts.stats import RouterStats
 
 _normal = nnx.initializers.normal(0.02)
@@ -108,16 +108,7 @@ class Experts(nnx.Module):
         Raises:
             ConfigurationError: a size is below 1, or settings exclude each other.
         """
-        for name, value in {"width": width, "hidden": hidden, "experts": experts}.items():
-            if value < 1:
-                raise ConfigurationError(f"Experts: {name}={value} must be at least 1")
-        if shared < 0 or (shared_gate and not shared):
-            raise ConfigurationError(
-                f"Experts: shared={shared}, shared_gate={shared_gate}: a width of at least 0, above 0 with "
-                "a gate"
-            )
-        if activation not in ACTIVATIONS:
-            raise ConfigurationError(f"Experts: activation={activation!r}: one of {', '.join(ACTIVATIONS)}")
+        check_sizes(width, hidden, experts, activation, shared=shared, shared_gate=shared_gate)
         router.check(experts, per_token)
         down_init = down_init or init
         self.experts, self.per_token, self.capacity = experts, per_token, capacity
@@ -147,39 +138,26 @@ class Experts(nnx.Module):
         against the load of the last one, and keeps its own load.
         """
         tokens = x.reshape(-1, x.shape[-1])
-        bias = self._choice_bias()
-        routing = route(self._logits(tokens), self.per_token, self.config, bias)
-        if bias is not None and not self.deterministic:
-            self.choice_bias[...], self.load[...] = bias, routing.stats.counts
-        out = apply_experts(
+        rate = self.config.balance_rate
+        moves = rate > 0 and not self.deterministic
+        if moves:
+            self.choice_bias[...] = moved(self.choice_bias[...], self.load[...], rate)
+        out, stats = mix_experts(
             tokens,
-            routing.experts,
-            routing.weights,
+            self.router[...],
             self._weights(),
-            of=self.experts,
+            self.per_token,
+            self.config,
+            router_bias=None if self.router_bias is None else self.router_bias[...],
+            choice_bias=self.choice_bias[...] if rate else None,
             activation=self.activation,
             capacity=self.capacity,
         )
+        if moves:
+            self.load[...] = stats.counts
         if self.shared is not None:
             out = out + self.shared(tokens)
-        return out.reshape(x.shape), routing.stats
-
-    def _choice_bias(self) -> Float[Array, " experts"] | None:
-        """The bias of the choice, moved if this is training."""
-        if not self.config.balance_rate:
-            return None
-        bias, load = self.choice_bias[...], self.load[...]
-        return bias if self.deterministic else bias + self.config.balance_rate * jnp.sign(load.mean() - load)
-
-    def _logits(self, tokens: Array) -> Array:
-        weight = self.router[...]
-        if weight.dtype == jnp.float32:
-            tokens = tokens.astype(jnp.float32)
-        precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
-        logits = jnp.einsum(
-            "td,de->te", tokens, weight, precision=precision, preferred_element_type=jnp.float32
-        )
-        return logits if self.router_bias is None else logits + self.router_bias[...].astype(jnp.float32)
+        return out.reshape(x.shape), stats
 
     def _weights(self) -> ExpertWeights:
         biases = (self.gate_bias, self.up_bias, self.down_bias)
