@@ -13,6 +13,9 @@ from zerojax.adapters.weight_sum import weight_sum
 from zerojax.adapters.world_sum import world_sum
 from zerojax.analysis.comm_report import CommReport, comm_report
 from zerojax.errors import ZeroError
+from zerojax.experts.linen import LinenExperts, linen_expert_param
+from zerojax.experts.mixture import mix_experts
+from zerojax.experts.mlp import ExpertWeights
 from zerojax.experts.module import Experts
 from zerojax.experts.router import RouterConfig
 from zerojax.experts.stats import RouterStats, balance_loss, z_loss
@@ -62,7 +65,9 @@ __all__ = [
     "CommReport",
     "Completions",
     "ExpertParam",
+    "ExpertWeights",
     "Experts",
+    "LinenExperts",
     "LoRA",
     "Replicated",
     "RouterConfig",
@@ -92,8 +97,10 @@ __all__ = [
     "html_report",
     "huggingface",
     "last_metrics",
+    "linen_expert_param",
     "lower_train_step",
     "make_mesh",
+    "mix_experts",
     "plan",
     "posttrain",
     "predict_step",

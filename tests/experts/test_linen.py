@@ -12,16 +12,16 @@ from plain_experts import assert_close
 from plain_loop import by_path, masters
 
 import zerojax
-from zerojax import RouterConfig, RouterStats
-from zerojax.experts.linen import STATE, Experts
+from zerojax import LinenExperts, RouterConfig, RouterStats
+from zerojax.experts.linen import STATE
 
 WIDTH, HIDDEN, EXPERTS, PER_TOKEN, LAYERS = 6, 5, 4, 2, 2
 ROUTER = RouterConfig("sigmoid", balance_rate=0.1)
 normal = linen.initializers.normal(0.5)
 
 
-def mixture(**settings: Any) -> Experts:
-    return Experts(HIDDEN, EXPERTS, PER_TOKEN, kernel_init=normal, **settings)
+def mixture(**settings: Any) -> LinenExperts:
+    return LinenExperts(HIDDEN, EXPERTS, PER_TOKEN, kernel_init=normal, **settings)
 
 
 def test_values_and_state_are_those_of_the_nnx_module():

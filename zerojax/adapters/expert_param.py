@@ -14,14 +14,14 @@ class ExpertParam(nnx.Param):
 
     In a step, ``ZeroConfig(experts=)`` may spread the experts over the devices of a node. The module then
     finds ``[experts / devices, ...]``, its device's own, and has to bring them the tokens of the whole node,
-    as ``zerojax.Experts`` does.
+    as ``zerojax.mix_experts`` does.
     """
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ExpertBox(meta.AxisMetadata[Any]):
-    """The same for Linen: the box in which such a weight is created (``zerojax.experts.linen``)."""
+    """The same for Linen: the box in which such a weight is created (``zerojax.linen_expert_param``)."""
 
     value: Array
 

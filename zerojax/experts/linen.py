@@ -21,12 +21,12 @@ STATE = "router_state"
 _normal = linen.initializers.normal(0.02)
 
 
-def expert_param(module: linen.Module, name: str, init: Initializer, shape: tuple[int, ...]) -> Array:
+def linen_expert_param(module: linen.Module, name: str, init: Initializer, shape: tuple[int, ...]) -> Array:
     """``module.param(name, init, shape)`` of a weight whose leading axis is the expert's.
 
     In a step, ``ZeroConfig(experts=)`` may spread the experts of a unit over the devices of a node: then this
     is ``[experts / devices, ...]``, the device's own, and the module has to bring them the tokens of the
-    whole node (``zerojax.experts.mix_experts`` does).
+    whole node (``zerojax.mix_experts`` does).
     """
     if module.has_variable("params", name):
         return meta.unbox(module.get_variable("params", name))  # `param` would refuse another shape
@@ -61,7 +61,7 @@ class GatedMLP(linen.Module):
         return (out * share).astype(x.dtype)
 
 
-class Experts(linen.Module):
+class LinenExperts(linen.Module):
     """``zerojax.Experts`` for Linen: the same weights by the same names, and the same results.
 
     Attributes:
@@ -115,15 +115,15 @@ class Experts(linen.Module):
         router_bias = (
             self.param("router_bias", zeros, (self.experts,)) if self.router_config.logit_biases else None
         )
-        gate = expert_param(self, "gate", self.kernel_init, wide)
-        up = expert_param(self, "up", self.kernel_init, wide)
-        down = expert_param(self, "down", down_init, narrow)
+        gate = linen_expert_param(self, "gate", self.kernel_init, wide)
+        up = linen_expert_param(self, "up", self.kernel_init, wide)
+        down = linen_expert_param(self, "down", down_init, narrow)
         own = ExpertWeights(gate, up, down)
         if self.biases:
             own = own._replace(
-                gate_bias=expert_param(self, "gate_bias", zeros, wide[::2]),
-                up_bias=expert_param(self, "up_bias", zeros, wide[::2]),
-                down_bias=expert_param(self, "down_bias", zeros, narrow[::2]),
+                gate_bias=linen_expert_param(self, "gate_bias", zeros, wide[::2]),
+                up_bias=linen_expert_param(self, "up_bias", zeros, wide[::2]),
+                down_bias=linen_expert_param(self, "down_bias", zeros, narrow[::2]),
             )
         moves = self.is_mutable_collection(STATE) and not (deterministic or self.is_initializing())
         bias = load = None

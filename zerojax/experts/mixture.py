@@ -25,16 +25,18 @@ def mix_experts(
 ) -> tuple[Float[Array, "tokens d"], RouterStats]:
     """What the experts that a router chooses return for each token, and what the router did.
 
+    ``zerojax.Experts`` as a function, for modules of your own. No token is dropped.
+
     Args:
         x: tokens.
         router: makes logits of them, which are fp32.
-        own: the experts, or inside a step this device's; see ``apply_experts``.
+        own: the experts, or inside a step those that this device has (``zerojax.ExpertParam``), in one dtype.
         per_token: how many experts a token goes to.
         config: how they are chosen.
         router_bias: of the logits.
         choice_bias: of the choice; see ``RouterConfig.balance_rate``.
         activation: of the experts.
-        capacity: see ``apply_experts``.
+        capacity: see ``zerojax.Experts``.
     """
     exact = router.dtype == jnp.float32
     logits = jnp.einsum(
