@@ -12,6 +12,8 @@ from plain_experts import ACTIVATIONS, assert_close, plain_experts
 
 import zerojax
 from zerojax import Experts, RouterConfig
+from zerojax.schedule.remat import rematerialised
+from zerojax.zero_config import Remat
 
 WIDTH, HIDDEN, EXPERTS, PER_TOKEN = 6, 5, 7, 3
 normal = nnx.initializers.normal(0.7)
@@ -104,3 +106,15 @@ def test_sizes_and_settings_that_mean_nothing_are_refused(settings: dict, messag
     given: dict = {"width": WIDTH, "hidden": HIDDEN, "experts": EXPERTS, "per_token": PER_TOKEN} | settings
     with pytest.raises(zerojax.ZeroError, match=re.escape(message)):
         Experts(**given, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(("remat", "kept"), [("none", 2), ("full", 0)])
+def test_the_backward_pass_keeps_gate_and_up_alone_or_nothing(remat: Remat, kept: int):
+    layer = Experts(WIDTH, HIDDEN, EXPERTS, PER_TOKEN, rngs=nnx.Rngs(0))
+    graph, weights = nnx.split(layer)
+    run = rematerialised(lambda weights, x: nnx.merge(graph, weights)(x)[0], remat)
+    shapes = weights, jax.ShapeDtypeStruct((11, WIDTH), jnp.float32)
+    residuals = jax.tree.leaves(jax.eval_shape(lambda weights, x: jax.vjp(run, weights, x)[1], *shapes))
+    rows = 11 * PER_TOKEN
+    wide = [residual.shape for residual in residuals if residual.shape[:1] == (rows,) and residual.ndim > 1]
+    assert wide == [(rows, HIDDEN)] * kept

@@ -7,7 +7,7 @@ however the router chooses, and what a round needs is bounded. In the usual case
 
 Routing weights are applied between the activation and the second product. The backward pass so needs no
 output of an expert, and keeps of each row only ``gate`` and ``up``, and those of the first round alone: other
-rounds are computed again.
+rounds are computed again. Rematerialisation knows these two by the name "experts".
 """
 
 from collections.abc import Callable
@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from zerojax.experts.rows import Rows, Window, of_assignments, to_rows, to_tokens
@@ -97,7 +98,8 @@ def _bias(scale: Float[Array, " rows"], bias: Float[Array, "experts n"], window:
 def _first(x: Array, weight: Array, bias: Array | None, window: Window) -> Array:
     """A row's product with gate or up."""
     out = grouped_matmul(x, weight, window.sizes)
-    return out if bias is None else out + _bias(jnp.ones(len(x)), bias, window)
+    out = out if bias is None else out + _bias(jnp.ones(len(x)), bias, window)
+    return checkpoint_name(out, "experts")
 
 
 def _second(

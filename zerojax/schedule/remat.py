@@ -48,6 +48,7 @@ def _is_attention(primitive: Primitive, *_: object, **params: object) -> bool:
 
 
 def _is_expensive(primitive: Primitive, *_: object, **params: object) -> bool:
-    if primitive.name in _EXPENSIVE or params.get("name") == SUM or _is_attention(primitive, **params):
+    named = params.get("name") in ("experts", SUM)  # "experts": ``zerojax.experts.mlp``
+    if named or primitive.name in _EXPENSIVE or _is_attention(primitive, **params):
         return True
     return any(part in primitive.name for part in _KERNELS)
