@@ -9,7 +9,7 @@ import tyro
 from zerojax.cli import on_config
 from zerojax.cli.cluster import joined_cluster
 from zerojax.interop.huggingface import ModelFolder, import_model, run_settings
-from zerojax.models import parameter_count
+from zerojax.models import describe_parameters
 from zerojax.run.build import is_first
 from zerojax.run.config import ConfigError, TrainSection
 from zerojax.run.config.keys import Tables
@@ -75,7 +75,7 @@ def run(arguments: list[str]) -> None:
                 print(note)
             mesh = state.spec.mesh
             print(
-                f"{folder.path}: {source.family.model_type}, {parameter_count(settings.model):,} parameters, "
+                f"{folder.path}: {source.family.model_type}, {describe_parameters(settings.model)}, "
                 f"read into the shards of {mesh.shape['node']} x {mesh.shape['local']} devices; "
                 f"train it with: zerojax train {folder.config} --run-dir {folder.path}"
             )

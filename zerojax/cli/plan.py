@@ -16,6 +16,7 @@ from zerojax.cli.savings import Savings
 from zerojax.cli.untrained import abstract_run
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import plain_text
+from zerojax.models import describe_parameters
 from zerojax.posttrain.roles.memory import RoleMemory
 from zerojax.posttrain.settings import PREFERENCES
 from zerojax.run.config import MeshSection, RunConfig
@@ -79,6 +80,8 @@ def run(arguments: list[str]) -> None:
         print(json.dumps({**plan.to_dict(), "savings": savings.to_dict(), **more}, indent=2))
         return
     print(plan, savings.sent_line(), savings.held_line(), sep="\n")
+    if settings.model.experts:
+        print(describe_parameters(settings.model))
     if roles is not None:
         print(plain_text(roles.table()))
 

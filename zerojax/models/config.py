@@ -221,6 +221,11 @@ class GPTConfig:
         return self.experts_per_token * self.ffn_width + self.shared_ffn if self.experts else self.ffn_width
 
     @property
+    def mlps_per_token(self) -> int:
+        """How many MLPs a token goes through in a block."""
+        return self.experts_per_token + (self.shared_ffn > 0) if self.experts else 1
+
+    @property
     def output_rows(self) -> int:
         """Rows of the output projection, outputs resolved."""
         return self.vocab_size if self.outputs is None else self.outputs
@@ -305,6 +310,12 @@ def parameter_count(config: GPTConfig, *, active: bool = False) -> int:
     if c.positions == "learned":
         tables += c.max_seq_len + c.position_offset
     return c.layers * block + tables * c.d_model + _norm_parameters(c)
+
+
+def describe_parameters(config: GPTConfig) -> str:
+    """The number of parameters in words, for a mixture of experts also of those that one token meets."""
+    text = f"{parameter_count(config):,} parameters"
+    return f"{text} ({parameter_count(config, active=True):,} active)" if config.experts else text
 
 
 def flops_per_token(config: GPTConfig, seq_len: int) -> int:

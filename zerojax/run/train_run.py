@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from zerojax.analysis.profile import StepProfile
 from zerojax.errors import DivergedError
-from zerojax.models import parameter_count
+from zerojax.models import describe_parameters
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.preemption import StopRequest
 from zerojax.run.build import RunSetup, choose_checkpoint, is_first
@@ -144,7 +144,7 @@ class TrainRun(BatchRun):
                 ),
             )
             notes = [*new.notes, *damaged, *data.notes(config.train.sequence_length), *start.notes]
-            trainer.announce(f"{parameter_count(config.model):,} parameters, {data.describe()}", notes)
+            trainer.announce(f"{describe_parameters(config.model)}, {data.describe()}", notes)
             return trainer
 
     def loop(self, signalled: StopRequest) -> None:

@@ -159,6 +159,15 @@ def test_a_run_of_ppo_shows_its_critic(tmp_path: Path) -> None:
     assert "0.125" in page.text
 
 
+def test_a_run_of_a_mixture_shows_its_routers(tmp_path: Path) -> None:
+    values = {"loss": 2.0, "expert_load": 1.375, "router_entropy": 1.5}
+    lines = [json.dumps({"step": step, **values}) for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+    page = page_of(tmp_path)
+    assert titles(page) == ["Loss by step", "Expert load by step", "Router entropy by step"]
+    assert "1.38" in page.text
+
+
 def test_a_run_on_preferences_shows_accuracy_and_rewards(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"status": "finished"}')
     values = {"accuracy": 0.5, "validation_accuracy": 0.75, "rewards_chosen": 1.0, "rewards_rejected": -1.0}

@@ -22,6 +22,10 @@ none      2 d + q + a + f (SwiGLU 2 f)   1.5 d + q + 2 f
 Products with weights read 2 d + a + f elements a token and layer, and make 2 d + q + f (SwiGLU 2 f). In fp8
 they are converted.
 
+In a mixture f is the width of all experts of a token together, and products read and make a d for each of
+these. While a layer works, the rows of k experts a token are there four times, 4 k d. Tokens of a node that
+routers send to few devices take more.
+
 cuDNN's attention and FlashAttention-4 also keep one fp32 number per head. XLA's has fp32 scores, heads x s
 per token, of which "none" keeps one copy and the backward pass uses 2.7, and 3 q more in another layout. The
 loss holds one chunk's logits in fp32, their gradient in the compute dtype, and eight widths per token. With
@@ -138,6 +142,7 @@ def decoder_work(
     again = matrices_again + (attention / 3 if remat == "full" else 0)
     item = ITEM[dtype]
     kept = tokens * c.layers * (item * _kept_width(c, remat) + _kept_fp32(c, remat, length, flash=flash) * 4)
+    products = (1 + c.mlps_per_token) * c.d_model
     own = 0 if flash else 2.7 * 4 * c.heads * length + 3 * item * _qkv_width(c)
     return Work(
         tokens=tokens,
@@ -145,8 +150,8 @@ def decoder_work(
         backward=2 * (matrices + attention) / 3 + again,
         weights_forward=matrices / 3,
         weights_backward=2 * matrices / 3 + matrices_again,
-        read=tokens * c.layers * (2 * c.d_model + c.attention_width + c.ffn_width),
-        made=tokens * c.layers * (2 * c.d_model + _qkv_width(c) + _mlp_width(c)),
+        read=tokens * c.layers * (products + c.attention_width + c.active_ffn_width),
+        made=tokens * c.layers * (products + _qkv_width(c) + _mlp_width(c)),
         model_flops=model_flops - (0 if head else unembedding),
         stream=tokens * c.d_model * item,
         kept=kept,
@@ -175,7 +180,7 @@ def _qkv_width(c: GPTConfig) -> int:
 
 
 def _mlp_width(c: GPTConfig) -> int:
-    return c.ffn_width * (2 if c.gated else 1)
+    return c.active_ffn_width * (2 if c.gated else 1)
 
 
 def _kept_width(c: GPTConfig, remat: Remat) -> int:
@@ -197,9 +202,10 @@ def _kept_fp32(c: GPTConfig, remat: Remat, length: int, *, flash: bool) -> int:
 
 
 def _working_width(c: GPTConfig, remat: Remat) -> float:
+    rows = 4 * c.experts_per_token * c.d_model if c.experts else 0
     if remat == "none":
-        return 1.5 * c.d_model + _qkv_width(c) + 2 * c.ffn_width
-    return 9 * c.d_model + 2 * _qkv_width(c) + (3 if c.gated else 2) * c.ffn_width
+        return rows + 1.5 * c.d_model + _qkv_width(c) + 2 * c.active_ffn_width
+    return rows + 9 * c.d_model + 2 * _qkv_width(c) + (3 if c.gated else 2) * c.active_ffn_width
 
 
 def _head_bytes(c: GPTConfig, tokens: int, item: int, frozen: set[str]) -> dict[str, int]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.formatting import plain_text
-from zerojax.models import parameter_count
+from zerojax.models import describe_parameters
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.preemption import StopRequest
 from zerojax.posttrain.data.pairs import PairRows, Pairs, chosen_items
@@ -99,7 +99,7 @@ class PreferenceTrainer(BatchRun):
             )
             notes = [*new.notes, *damaged, plain_text(RoleMemory.of(config, state.spec).table())]
             trainer.announce(
-                f"{settings.method}, {parameter_count(config.model):,} parameters, "
+                f"{settings.method}, {describe_parameters(config.model)}, "
                 f"{len(pairs.train):,} pairs and {len(pairs.held_out):,} held out",
                 [*notes, *pairs.notes(longest_answer(config)), *start.notes],
             )

@@ -13,7 +13,7 @@ from jaxtyping import Float32
 
 from zerojax.errors import RunError
 from zerojax.formatting import plain_text
-from zerojax.models import parameter_count
+from zerojax.models import describe_parameters
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.preemption import StopRequest
 from zerojax.posttrain.loss.policy import log_probs_of, policy_loss
@@ -108,7 +108,7 @@ class PostTrainer(OpenRun):
                 rollouts=start.record.position.get("rollouts", 0),
             )
             trainer.announce(
-                f"{settings.method}, {parameter_count(config.model):,} parameters, {task.describe()}",
+                f"{settings.method}, {describe_parameters(config.model)}, {task.describe()}",
                 [
                     *new.notes,
                     *damaged,

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from zerojax.errors import ConfigurationError
-from zerojax.models import parameter_count
+from zerojax.models import describe_parameters
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.posttrain.loss.policy import value_loss, values_of
 from zerojax.posttrain.roles.predictions import predict_rows
@@ -60,8 +60,8 @@ class Critic:
             critic, notes = cls.resume(config, folder, start.step, reader)
         else:
             critic, notes = cls.begin(config, folder, start.source, reader)
-        parameters, zero = parameter_count(critic.config.model), critic.state.spec.zero
-        about = f"critic: {parameters:,} parameters, {critic.config.zero.base} of stage {zero.stage}"
+        parameters, zero = describe_parameters(critic.config.model), critic.state.spec.zero
+        about = f"critic: {parameters}, {critic.config.zero.base} of stage {zero.stage}"
         return critic, [*notes, about]
 
     @classmethod
