@@ -41,6 +41,7 @@ LONG = (
     "docs/checkpoints.md",
     "docs/clusters.md",
     "docs/data.md",
+    "docs/experts.md",
     "docs/fine-tuning.md",
     "docs/huggingface.md",
     "docs/monitor.md",

@@ -5,9 +5,12 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
+from plain_loop import distance
 
+import zerojax
 from zerojax import Experts, Stack
 from zerojax.errors import ZeroError
 from zerojax.models import GPT, Block, GPTConfig, lm_loss
@@ -114,3 +117,27 @@ def test_decoding_routes_as_the_whole_text_does(scanned: GPT):
 def test_a_dense_model_has_no_routers():
     with pytest.raises(ZeroError, match="experts = 0: the model has no routers"):
         GPT(replace(CONFIG, experts=0), rngs=nnx.Rngs(0)).routed(TOKENS)
+
+
+def test_a_sharded_step_is_one_of_the_whole_batch():
+    """With other numbers of tokens that count on each device, and experts spread over two."""
+    config = replace(CONFIG, scan=True, experts=6)
+    rows = np.array(jax.random.randint(jax.random.key(1), (8, 9), 0, 37))
+    rows[3:, 4:] = -1
+    batch = {"tokens": rows.astype(np.int32)}
+    plain = GPT(config, rngs=nnx.Rngs(0))
+    start = nnx.to_pure_dict(nnx.state(plain, nnx.Param))
+    state = zerojax.TrainState.create(
+        lambda rngs: GPT(config, rngs=rngs),
+        optax.sgd(1.0),
+        lm_loss,
+        mesh=zerojax.make_mesh(2, 2),
+        zero=zerojax.ZeroConfig(compute_dtype="float32", grads=("fp32", "fp32")),
+    )
+    state = zerojax.put_params(state, start)
+    (loss, aux), grads = nnx.jit(nnx.value_and_grad(lm_loss, has_aux=True))(plain, batch)
+    state, metrics = zerojax.train_step(state, batch)
+    for name, value in (aux | {"loss": loss}).items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
+    wanted = jax.tree.map(lambda x, g: x - g, start, nnx.to_pure_dict(grads))
+    assert distance(zerojax.gather_params(state), wanted) < 1e-5
