@@ -15,7 +15,7 @@ SIZES = {
     "arithmetic-reward": 0.156e6,
     "guess-number": 0.156e6,
     "gpt-tiny": 0.557e6,
-    "moe-tiny": 1.15e6,
+    "moe-tiny": 1.739e6,
     "gpt2-124m": 124.5e6,
     "gpt-350m": 356e6,
     "gpt-1.3b": 1.316e9,

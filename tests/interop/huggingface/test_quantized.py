@@ -117,6 +117,17 @@ def test_what_cannot_be_expressed_is_refused():
         check_quantizable(state, target, WeightFormat("int8", 128, "output"))
 
 
+def test_experts_are_refused():
+    source = ModelFolder.open(FIXTURES / "families" / "mixtral")
+    state = abstract_model(run_config(source.model))
+    parts = source.family.parts(source.model, source.family.prefix)
+    how = WeightFormat("int8", 8)
+    refused = [tensor for tensor in how.tensors(state.spec, parts) if "experts" in tensor.name]
+    assert len(refused) == 2 * 3 * 3
+    with pytest.raises(ZeroError, match=r"experts\.0\.w2\.weight is of one expert.*leave --weights out"):
+        how.check(refused[0])
+
+
 @pytest.mark.parametrize("along", ["input", "output"])
 @pytest.mark.parametrize("name", ["glm4", "phi3-longrope"])
 def test_layers_that_share_a_tensor_are_quantized_into_it(name: str, along: Direction, tmp_path: Path):
