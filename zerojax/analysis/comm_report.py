@@ -52,6 +52,7 @@ PHASES = {
     "fragment": "local updates: what the nodes have learnt of a fragment, and its outer weights' change",
     "gradients": "the hops of the gradients",
     "gradient sums": "to all nodes, of matrices that the optimizer needs whole; also part of the former",
+    "tokens": "to the devices of a node that hold their experts, and back; and their gradients",
     "optimizer": "matrices sent to be orthogonalised, and back",
     "scales": "the largest magnitudes of the weights of fp8 matmuls",
     "metrics": "sums of losses, counts and model state",
@@ -293,6 +294,8 @@ def _phase(place: _Place) -> str:
         return "fragment"
     if "sums_to_nodes" in scopes:
         return "gradient sums"
+    if scopes & {"gather_tokens", "return_tokens"}:
+        return "tokens"
     if "orthogonalise" in scopes:
         return "optimizer"
     if "gather_delta" in scopes:
