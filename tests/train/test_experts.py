@@ -18,7 +18,11 @@ from plain_loop import distance
 
 import zerojax
 from zerojax.adapters.expert_param import ExpertParam
+from zerojax.errors import ZeroError
+from zerojax.run.checkpoints import Checkpoints, Record, restore
 from zerojax.sharding.mesh import LOCAL
+from zerojax.sharding.param_tree import from_tree
+from zerojax.zero_config import Preset
 
 EXPERTS, WIDTH, HIDDEN, ROWS, LAYERS = 24, 5, 3, 120, 3
 
@@ -126,16 +130,17 @@ def plain(steps: int, devices: int, micro: int) -> tuple[list[float], Any]:
     return losses, pure(params)
 
 
+def create(
+    nodes: int, local: int, *, abstract: bool = False, preset: Preset = "zero3", **zero: Any
+) -> zerojax.TrainState:
+    config = zerojax.ZeroConfig.preset(preset, compute_dtype="float32", units=Mixture, **zero)
+    make = zerojax.TrainState.abstract if abstract else zerojax.TrainState.create
+    mesh = zerojax.make_mesh(nodes, local)
+    return make(lambda rngs: Model(rngs=rngs), adamw(), loss, mesh=mesh, zero=config)
+
+
 def trained(nodes: int, local: int, steps: int = 4, **zero: Any) -> tuple[list[float], zerojax.TrainState]:
-    config = zerojax.ZeroConfig(**{"compute_dtype": "float32", "units": Mixture, **zero})
-    state = zerojax.TrainState.create(
-        lambda rngs: Model(rngs=rngs),
-        adamw(),
-        loss,
-        mesh=zerojax.make_mesh(nodes, local),
-        zero=config,
-        seed=0,
-    )
+    state = create(nodes, local, **zero)
     start = pure(nnx.state(Model(rngs=nnx.Rngs(jax.random.key(0)))))
     state = zerojax.put_params(state, start)
     losses = []
@@ -169,3 +174,64 @@ def test_equals_an_unsharded_loop(mesh, zero):
     spread = zero.get("experts") != "gathered" and mesh[1] > 1 and EXPERTS % mesh[1] == 0
     parts = {leaf.parts for leaf in state.spec.leaves if leaf.path[-1] == "up"}
     assert parts == {mesh[1] if spread else 1}
+
+
+def padding_of(state: zerojax.TrainState) -> dict[Any, np.ndarray]:
+    """What is stored of each weight of experts at places without an element."""
+    params = from_tree(state.params)
+    found = {}
+    for leaf in state.spec.leaves:
+        if leaf.parts > 1:
+            stored = np.asarray(params[leaf.path]).reshape(leaf.layers, leaf.padded)
+            found[leaf.path] = stored[:, np.asarray(leaf.element_at(np.arange(leaf.padded))) == leaf.size]
+    return found
+
+
+def test_quantized_it_learns_and_padding_stays_zero():
+    """Blocks of 64, of which three nodes' shards of twelve experts fill none."""
+    losses, state = trained(3, 2, preset="zero++", block_size=64)
+    np.testing.assert_allclose(losses, plain(4, 1, 1)[0], rtol=0.05)
+    assert losses[-1] < losses[0]
+    padding = padding_of(state)
+    assert len(padding) == 4
+    assert all(x.size for x in padding.values())
+    assert not any(x.any() for x in padding.values())
+
+
+def test_a_checkpoint_goes_to_nodes_of_other_sizes(tmp_path):
+    """With its optimizer: the loss of the next step is the same."""
+    _, state = trained(3, 2, steps=2)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(2, state, Record({}, {}, 1, 2.0, (3, 2), {}))
+    batch = batches(3)[2]
+    params = zerojax.gather_params(state)
+    _, wanted = zerojax.train_step(state, batch)
+    for mesh in ((2, 4), (1, 5), (2, 1)):
+        other = restore(tmp_path / "2", create(*mesh, abstract=True))
+        assert distance(zerojax.gather_params(other), params) == 0
+        _, metrics = zerojax.train_step(other, batch)
+        np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=1e-6)
+        np.testing.assert_allclose(metrics["grad_norm"], wanted["grad_norm"], rtol=1e-5)
+
+
+def test_a_fingerprint_of_frozen_experts_is_that_of_any_mesh():
+    prints = [
+        int(create(*mesh, frozen=("blocks*",), frozen_weights="nf4").base["fingerprint"])
+        for mesh in ((3, 2), (1, 1))
+    ]
+    assert prints[0] == prints[1]
+
+
+def test_local_updates_are_those_with_gathered_experts():
+    exact = {"preset": "local", "every": 2, "weights": "fp32", "grads": ("fp32", "fp32"), "rotation": 0}
+    exact |= {"error_feedback": False}
+    (losses, state), (wanted, other) = (trained(2, 2, **exact, experts=how) for how in ("local", "gathered"))
+    np.testing.assert_allclose(losses[1:], wanted[1:], rtol=1e-5)
+    assert distance(zerojax.gather_params(state), zerojax.gather_params(other)) < 1e-4
+
+
+def test_refuses_what_does_not_divide():
+    with pytest.raises(ZeroError, match=r'experts="local" spreads .*5 devices.*24 experts'):
+        create(1, 5, experts="local")
+    with pytest.raises(ZeroError, match="stage=0"):
+        create(1, 2, experts="local", stage=0)

@@ -146,7 +146,7 @@ class Savings:
         there = on_world(self._spec, world, zero)
         sequences = max(1, train.batch_size // (world.size * train.accumulate))
         work = work_of(there, config.model, sequences=sequences, length=train.sequence_length)
-        local, node = usual_bytes(hops_of(there))
+        local, node = usual_bytes(hops_of(there, work))
         sent = local + self._besides
         if self._nodes > 1:
             sent = node * world.local + (0 if zero.every else self._besides)  # but a fragment nothing crosses

@@ -134,9 +134,11 @@ def on_world(spec: TrainSpec, world: MeshShape, zero: ZeroConfig) -> TrainSpec:
     mesh = cast(Mesh, AbstractMesh((world.nodes, world.local), AXES, axis_types=(AxisType.Auto,) * len(AXES)))
     zero = zero.replace(units=spec.zero.units)
     own = {leaf.path for leaf in spec.weights}
+    experts = {p.path for p in spec.adapter.parameters if p.of_experts}
     moved = {
         leaf.path: lay_out(
-            Parameter(leaf.path, leaf.shape, leaf.dtype, leaf.stack, group.unit), leaf.index, world, zero,
+            Parameter(leaf.path, leaf.shape, leaf.dtype, leaf.stack, group.unit, leaf.path in experts),
+            leaf.index, world, zero,
             adapter=leaf.path not in own, whole=spec.whole,
         )
         for group in spec.groups

@@ -16,8 +16,8 @@ sums to all nodes  node              n (N-1) t(s)
 exchange_fragment  node              (N-1) (h(f) + c(f))
 ================== ================= ======================
 
-Experts that are spread over a node's devices have no hops over ``local``; what their tokens send there is
-counted by ``comm_report`` alone, since it depends on the batch.
+Experts that are spread over a node's devices have no hops over ``local``; what their tokens send there
+depends on the batch (``Work.exchanged``).
 
 Sums, with row bytes t, go to all nodes of matrices that the optimizer needs whole and every node holds: those
 have no gather_node. Where no node holds them, two all-to-alls exchange them, in the compute format.
@@ -39,6 +39,7 @@ from typing import NamedTuple
 from rich.table import Table
 
 from zerojax.adapters.nnx_adapter import NNXAdapter
+from zerojax.analysis.plan.work import Work
 from zerojax.formatting import milliseconds, numeric, size
 from zerojax.optim.muon import by_shape, most_dealt
 from zerojax.sharding.layout import ParamLayout
@@ -129,12 +130,20 @@ def _others(axis: str, world: MeshShape) -> tuple[int, int, int]:
     return local - 1, (nodes - 1) * local, nodes * local
 
 
-def hops_of(spec: TrainSpec) -> tuple[HopPlan, ...]:
-    """One hop per phase and axis, in order; hops that send nothing are left out."""
+def hops_of(spec: TrainSpec, work: Work | None = None) -> tuple[HopPlan, ...]:
+    """One hop per phase and axis, in order; hops that send nothing are left out.
+
+    Args:
+        spec: laid out on a mesh.
+        work: of one micro-batch, for the hops of tokens to experts; without it those are left out.
+    """
     together: dict[tuple[str, str, bool], list[_LeafHop]] = {}
     for hop in (*_hops_of_passes(spec.reading), *_optimizer_hops(spec.reading), *_exchange_hops(spec)):
         together.setdefault((hop.phase, hop.axis, hop.usual), []).append(hop)
-    merged = (_sum(same) for same in together.values())
+    merged = [_sum(same) for same in together.values()]
+    if work is not None:
+        bytes_sent = spec.zero.accumulate * work.exchanged
+        merged.append(HopPlan("tokens", LOCAL, (spec.zero.compute_format,), bytes_sent, 0))
     return tuple(hop for hop in merged if hop.local_bytes or hop.node_bytes)
 
 

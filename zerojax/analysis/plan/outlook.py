@@ -165,7 +165,7 @@ def foresee(
 
     def hides(name: str, every: int) -> bool:
         there, work, memory = try_out(ways[name].replace(every=every), cluster.world, sequences)
-        return _hidden(predict_step(there, work, hops_of(there), memory, cluster))
+        return _hidden(predict_step(there, work, hops_of(there, work), memory, cluster))
 
     def hiding(name: str) -> Forecast:
         least = max(2, ways[name].outer_delay)
@@ -204,7 +204,7 @@ TryOut = Callable[[ZeroConfig, MeshShape, int], tuple[TrainSpec, Work, Predicted
 
 def _forecast(name: str, zero: ZeroConfig, cluster: Cluster, sequences: int, try_out: TryOut) -> Forecast:
     spec, work, memory = try_out(zero, cluster.world, sequences)
-    hops = hops_of(spec)
+    hops = hops_of(spec, work)
     time = predict_step(spec, work, hops, memory, cluster)
 
     def mfu(work: Work, time: StepTime) -> float:
@@ -214,7 +214,8 @@ def _forecast(name: str, zero: ZeroConfig, cluster: Cluster, sequences: int, try
         return try_out(zero, world, sequences)[2].total <= cluster.budget
 
     largest = _last(lambda n: fits(cluster.world, n), _MAX_SEQUENCES)
-    _, most, fullest = try_out(zero, cluster.world, max(1, largest))
+    widest, most, fullest = try_out(zero, cluster.world, max(1, largest))
+    in_time = predict_step(widest, most, hops_of(widest, most), fullest, cluster)
     return Forecast(
         name=name,
         every=zero.every,
@@ -225,7 +226,7 @@ def _forecast(name: str, zero: ZeroConfig, cluster: Cluster, sequences: int, try
         tokens_per_second=zero.accumulate * work.tokens * cluster.world.size / time.seconds,
         mfu=mfu(work, time),
         largest=largest,
-        largest_mfu=mfu(most, predict_step(spec, most, hops, fullest, cluster)) if largest else 0.0,
+        largest_mfu=mfu(most, in_time) if largest else 0.0,
         fewest_nodes=_first(lambda n: fits(MeshShape(n, cluster.local), sequences), _MAX_NODES),
     )
 

@@ -88,6 +88,15 @@ def settings_of(spec: TrainSpec) -> Iterator[str]:
         formats = ", ".join(dict.fromkeys(leaf.weights.local.fmt for leaf in spec.frozen))
         where = "each node" if spec.strategy.frozen == "secondary" else "all nodes together"
         yield f"frozen: {frozen:,} of {frozen + own:,} parameters, once in {where}, in {formats}"
+    if experts := [p for p in spec.adapter.parameters if p.of_experts]:
+        count, parts = experts[0].shape[0], {leaf.parts for leaf in (*spec.leaves, *spec.frozen)} - {1}
+        if parts:
+            yield (
+                f"experts: {count // max(parts)} of {count} on each device of a node, which gets the node's "
+                "tokens for them; their weights and gradients do not travel within a node"
+            )
+        elif world.local > 1:
+            yield f"experts: all {count} gathered for every device, as other weights are"
     if spec.lora is not None:
         pieces = [
             spec.lora.pieces_of(leaf.name, leaf.shape[-1])

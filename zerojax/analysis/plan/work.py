@@ -35,7 +35,7 @@ removes the matmul and its sums; a frozen embedding has none to combine at the e
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zerojax.models.attention import FLASH_MAX_HEAD_DIM
 from zerojax.models.config import GPTConfig, attended_tokens, flops_per_token
@@ -68,6 +68,7 @@ class Work:
             if it is frozen.
         tables: bytes of the fp32 gradients of embedding and unembedding, when they are added at the end; of
             those that are trained.
+        exchanged: bytes that a device sends to others of its node, of tokens whose experts are there.
     """
 
     tokens: int
@@ -84,6 +85,7 @@ class Work:
     loss: int
     head: int
     tables: int
+    exchanged: int = 0
 
     @property
     def flops(self) -> float:
@@ -102,8 +104,13 @@ def flash_attention(config: GPTConfig, dtype: str) -> bool:
 def work_of(spec: TrainSpec, config: GPTConfig, *, sequences: int, length: int) -> Work:
     """The work of a decoder of shape ``config`` under the options of its train spec; see ``decoder_work``."""
     zero, dtype = spec.zero, str(spec.zero.compute_dtype)
-    return decoder_work(
+    work = decoder_work(
         config, remat=zero.remat, dtype=dtype, sequences=sequences, length=length, frozen=spec.frozen
+    )
+    spread = any(leaf.parts > 1 for group in spec.unit_groups for leaf in group.every)
+    others = spec.world.local - 1 if spread else 0
+    return replace(
+        work, exchanged=others * work.tokens * config.layers * _exchanged_bytes(config, zero.remat, dtype)
     )
 
 
@@ -162,6 +169,17 @@ def decoder_work(
             else _distance_bytes(c, tokens, item)
         ),
     )
+
+
+def _exchanged_bytes(c: GPTConfig, remat: Remat, dtype: str) -> int:
+    """Bytes of a token and its gradients that go to another device and come back, in one layer.
+
+    There it goes with a weight and a number for each of its experts, once more if the layer is recomputed;
+    back come the sums of what experts add. Gradients take the same ways.
+    """
+    token, weights = ITEM[dtype] * c.d_model, 4 * c.experts_per_token
+    there = token + 2 * weights
+    return there * (1 if remat == "none" else 2) + token + token + (token + weights)
 
 
 def _computed_tokens(c: GPTConfig, length: int) -> float:
