@@ -67,6 +67,8 @@ class Chance:
     @classmethod
     def of(cls, runs: Sequence[Run]) -> "Chance | None":
         """The estimate from some runs; None if there are too few."""
+        if not runs:
+            return None
         losses = np.log([run["loss"] for run in runs])
         seeds = _indicators([run["seed"] for run in runs])
         free, left = _residual(losses, np.hstack([seeds, _indicators([run["variant"] for run in runs])]))
@@ -103,7 +105,9 @@ def in_perplexity(runs: Sequence[Run]) -> list[Run]:
 
 
 def by_step(runs: Sequence[Run]) -> list[str]:
-    """A Markdown table of the mean over seeds at each evaluation, a row per variant."""
+    """A Markdown table of the mean over seeds at each evaluation, a row per variant; nothing of no runs."""
+    if not runs:
+        return []
     steps = [step for step, _ in runs[0]["curve"]]
     lines = [f"| step | {' | '.join(map(str, steps))} |", "|---" * (1 + len(steps)) + "|"]
     for name in dict.fromkeys(run["variant"] for run in runs):

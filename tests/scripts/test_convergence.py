@@ -345,6 +345,12 @@ def test_page_has_the_perplexities():
         assert row.split(" | ", 1)[1] in page
 
 
+def test_a_table_of_no_runs_has_a_head_alone():
+    """There was no time for the first run, or all have failed."""
+    assert len(paired.table([], "zero3")) == 2
+    assert paired.by_step([]) == []
+
+
 def test_picture_of_runs_without_a_pair(tmp_path):
     paired.draw(RUNS, "zero3", tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
