@@ -48,7 +48,7 @@ def compiled_step(
 ) -> tuple[zerojax.TrainState, dict[str, jax.ShapeDtypeStruct], jax.stages.Compiled]:
     mesh = zerojax.make_mesh(nodes, local, devices=aot.topology(nodes, local, "h100"))
     state = zerojax.TrainState.abstract(Model, tx, loss_fn, mesh=mesh, zero=zero)
-    row = jax.ShapeDtypeStruct((nodes * local, 128), jnp.int32)
+    row = jax.ShapeDtypeStruct((nodes * local * zero.accumulate, 128), jnp.int32)
     batch = {"tokens": row, "targets": row}
     return state, batch, zerojax.lower_train_step(state, batch).compile(dict(aot.COMPILER_OPTIONS))
 
@@ -93,10 +93,18 @@ def test_between_nodes_muon_has_gradients_alone_beside_all_matmuls(cuda_mesh, pr
     assert hlo.memory(compiled).aliased >= 2 * 4 * held / 4, "matrices and their momentum, in each node"
 
 
-def test_a_fragment_crosses_nodes_beside_all_matmuls_of_the_step(cuda_mesh):
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        pytest.param({"accumulate": 4}, marks=pytest.mark.slow),  # a loop of loops
+        pytest.param({"accumulate": 4, "stage": 1, "outer_delay": 4}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_fragment_crosses_nodes_beside_all_matmuls_of_the_step(cuda_mesh, fields):
     """With local updates one collective crosses nodes, from before the first product until after the last."""
     cuda_mesh(2, 4)
-    state, batch, compiled = compiled_step(zerojax.ZeroConfig.preset("local"), 2, 4)
+    state, batch, compiled = compiled_step(zerojax.ZeroConfig.preset("local", **fields), 2, 4)
     text = compiled.as_text()
     assert text is not None
     report, collectives = zerojax.comm_report(state, batch), hlo.collectives(text)

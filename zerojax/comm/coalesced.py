@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -17,6 +19,32 @@ ALONE_BYTES = 1 << 20
 
 Axis = str | tuple[str, ...]
 Rows = Num[Array, "rows m"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Arrived:
+    """Payloads that have crossed an axis together, before they are split. To split them is to wait for them.
+
+    Attributes:
+        alone: those that were not joined, by their places among all payloads.
+        joined: the others, joined; empty if there are none.
+        parts: of the others the place, the length and the dtype.
+    """
+
+    alone: dict[int, Array]
+    joined: tuple[Array, ...]
+    parts: tuple[tuple[int, int, np.dtype], ...] = field(metadata={"static": True})
+
+    def split(self) -> list[Array]:
+        """The payloads in the order in which they were sent."""
+        arrived, start = dict(self.alone), 0
+        for wire in self.joined:
+            for i, length, dtype in self.parts:
+                piece = lax.slice_in_dim(wire, start, start + length, axis=-1)
+                start += length
+                arrived[i] = from_bytes(piece, dtype) if wire.dtype == jnp.uint8 else piece
+        return [arrived[i] for i in range(len(arrived))]
 
 
 def gather_together(parts: Sequence[Num[Array, " m"]], axis: str, *, own_stream: bool = False) -> list[Rows]:
@@ -34,11 +62,16 @@ def gather_together(parts: Sequence[Num[Array, " m"]], axis: str, *, own_stream:
         with on_own_stream(own_stream and axis == NODE):
             return lax.all_gather(wire, axis)
 
-    return _together(parts, gather, ALONE_BYTES)
+    return _across_together(parts, gather, ALONE_BYTES).split()
 
 
 def exchange_together(parts: Sequence[Rows], axis: Axis, *, own_stream: bool = False) -> list[Rows]:
-    """All-to-all of ``parts`` over an axis; row i of each goes to peer i.
+    """All-to-all of ``parts`` over an axis; row i of each goes to peer i. Arguments as ``exchange``."""
+    return exchange(parts, axis, own_stream=own_stream).split()
+
+
+def exchange(parts: Sequence[Rows], axis: Axis, *, own_stream: bool = False) -> Arrived:
+    """``exchange_together`` for those who split later what has arrived.
 
     Small ones share a collective; large ones get one each, since XLA does not combine all-to-alls.
 
@@ -50,34 +83,30 @@ def exchange_together(parts: Sequence[Rows], axis: Axis, *, own_stream: bool = F
             with several nodes large parts are joined as well, at the cost of a copy.
     """
 
-    def exchange(wire: Array) -> Array:
+    def collective(wire: Array) -> Array:
         with on_own_stream(own_stream and axis == NODE):
             return lax.all_to_all(wire, axis, split_axis=0, concat_axis=0, tiled=True)
 
-    return _together(parts, exchange, math.inf if own_stream and lax.axis_size(NODE) > 1 else ALONE_BYTES)
+    alone = math.inf if own_stream and lax.axis_size(NODE) > 1 else ALONE_BYTES
+    return _across_together(parts, collective, alone)
 
 
-def _together(parts: Sequence[Array], collective: Callable[[Array], Array], alone: float) -> list[Array]:
-    """Run ``collective`` on ``parts`` joined along their last axis, then split the result.
+def _across_together(parts: Sequence[Array], collective: Callable[[Array], Array], alone: float) -> Arrived:
+    """Run ``collective`` on ``parts`` joined along their last axis.
 
     Parts of ``alone`` bytes or more are not joined. Parts of one dtype are joined as they are, others as
     bytes. Barriers keep the compiler from moving an encoding or a cast to the other side of the wire.
     """
     joined = [i for i, part in enumerate(parts) if part.nbytes < alone or len(parts) == 1]
-    arrived = {i: _across(parts[i], collective) for i in set(range(len(parts))) - set(joined)}
-    if joined:
-        small = [parts[i] for i in joined]
-        dtype = small[0].dtype
-        if any(part.dtype != dtype for part in small):
-            small = [as_bytes(part) for part in small]
-            dtype = jnp.dtype(jnp.uint8)
-        wire = _across(small[0] if len(small) == 1 else jnp.concatenate(small, -1), collective)
-        start = 0
-        for i, part in zip(joined, small, strict=True):
-            piece = lax.slice_in_dim(wire, start, start + part.shape[-1], axis=-1)
-            start += part.shape[-1]
-            arrived[i] = from_bytes(piece, parts[i].dtype) if dtype == jnp.uint8 else piece
-    return [arrived[i] for i in range(len(parts))]
+    apart = {i: _across(parts[i], collective) for i in set(range(len(parts))) - set(joined)}
+    if not joined:
+        return Arrived(apart, (), ())
+    small = [parts[i] for i in joined]
+    if any(part.dtype != small[0].dtype for part in small):
+        small = [as_bytes(part) for part in small]
+    wire = _across(small[0] if len(small) == 1 else jnp.concatenate(small, -1), collective)
+    lengths = tuple((i, part.shape[-1], parts[i].dtype) for i, part in zip(joined, small, strict=True))
+    return Arrived(apart, (wire,), lengths)
 
 
 def _across(wire: Array, collective: Callable[[Array], Array]) -> Array:

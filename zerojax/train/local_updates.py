@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float32, Int32, PyTree
 
 from zerojax.adapters import ModelState
-from zerojax.comm.coalesced import exchange_together
+from zerojax.comm.coalesced import Arrived, exchange
 from zerojax.comm.in_order import on_mesh, one_at_a_time
 from zerojax.comm.reduction import GradientReduction, Values
 from zerojax.errors import ConfigurationError
@@ -97,19 +97,17 @@ class _Pieces(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """What has arrived from the other nodes.
+    """What is on its way, or has arrived from the other nodes.
 
     Attributes:
-        outer_grads: of the current fragment from every node, encoded; of one node as they are.
-        changes: from every owner, encoded; empty if they can only be sent after the outer update.
+        arrived: outer gradients of the current fragment from every node, encoded, of one node as they are;
+            changes from every owner, encoded, unless they can only be sent after the outer update; and the
+            reports of every node.
         residual: what encoding the outer gradients has lost; empty without error feedback.
-        reports: from every node.
     """
 
-    outer_grads: Values
-    changes: Values
+    arrived: Arrived
     residual: Values
-    reports: Float32[Array, "nodes columns"]
 
 
 class FragmentExchange:
@@ -153,7 +151,8 @@ class FragmentExchange:
         """Send outer gradients, the changes that are known by now, and the node's report of its last step."""
         changes = self._encoded(pieces.changed, pieces.known) if self._changes_later else ()
         if self._nodes == 1:
-            return _Sent(pieces.outer_grads, changes, pieces.residual, report[None])
+            own = dict(enumerate((*pieces.outer_grads, *changes, report[None])))
+            return _Sent(Arrived(own, (), ()), pieces.residual)
         with jax.named_scope("exchange_fragment"):
             rows, lost = self._reduction.encode_for_owners(
                 pieces.outer_grads, self._seed, pieces.residual or None
@@ -161,19 +160,18 @@ class FragmentExchange:
             # One collective, because XLA runs those on the stream for hops between nodes one at a time. What
             # is for all nodes is in the row of each, which sends as many bytes as an all-gather.
             for_all = [jnp.broadcast_to(x, (self._nodes, x.size)) for x in (*changes, report)]
-            arrived = exchange_together([*rows, *for_all], NODE, own_stream=True)
-        grads, changes = arrived[: len(rows)], arrived[len(rows) : -1]
-        return _Sent(tuple(grads), tuple(x.reshape(-1) for x in changes), lost or (), arrived[-1])
+            return _Sent(exchange([*rows, *for_all], NODE, own_stream=True), lost or ())
 
-    def receive(self, pieces: _Pieces, sent: _Sent) -> _Pieces:
-        """Update the pieces from what has arrived.
+    def receive(self, pieces: _Pieces, sent: _Sent) -> tuple[_Pieces, Float32[Array, "nodes columns"]]:
+        """Update the pieces from what has arrived; returns them, and the reports.
 
         The outer optimizer is SGD with Nesterov momentum, as PyTorch and optax define it. Changes that
         ``send`` could not send yet are sent here.
         """
+        *arrived, reports = sent.arrived.split()
+        grads = tuple(arrived[: len(self._fragments)])
         rate, decay = self._zero.outer_learning_rate, self._zero.outer_momentum
         with jax.named_scope("outer_update"):
-            grads = sent.outer_grads
             sums = grads if self._nodes == 1 else self._reduction.sum_at_owners(grads)
             mean = self._without_padding(tuple(x / self._nodes for x in sums), OWNED)
             direction, momentum = mean, pieces.momentum
@@ -181,14 +179,15 @@ class FragmentExchange:
                 momentum = tuple(decay * m + g for m, g in zip(momentum, mean, strict=True))
                 direction = tuple(g + decay * m for g, m in zip(mean, momentum, strict=True))
             params = tuple(x - rate * g for x, g in zip(pieces.params, direction, strict=True))
-        changed, changes = pieces.changed, sent.changes
+        changed = pieces.changed
+        changes = tuple(x.reshape(-1) for x in arrived[len(self._fragments) :])
         if not self._changes_later:
             changed, changes = params, self._encoded(params, pieces.known)
             if self._nodes > 1:
                 changes = cross_nodes(changes, delta=True, own_stream=True)
         known = tuple(w.values for w in decode(self._weights(changed), changes, pieces.known))
         residual = self._without_padding(sent.residual, (LOCAL,))
-        return pieces._replace(params=params, momentum=momentum, known=known, residual=residual)
+        return pieces._replace(params=params, momentum=momentum, known=known, residual=residual), reports
 
     def write(self, outer: Outer, pieces: _Pieces) -> Outer:
         """Write the pieces that ``receive`` returned to where ``read`` found them."""
@@ -300,7 +299,7 @@ def train_locally(state: TrainState, local: LocalState, batch: Batch) -> tuple[T
             flat, pieces = exchange.read(flat, _flat_own(spec, shards.params))
             sent = exchange.send(pieces, report[0])
         within = shards._replace(params=jax.tree.map(lambda x: x[0], shards.params))
-        grads, (sums, model_state, _) = per_device.accumulate(
+        grads, (own, model_state, _) = per_device.accumulate(
             node,
             lambda updating: pass_weights(node, within, current=False, updating=updating),
             shards.model_state,
@@ -309,12 +308,10 @@ def train_locally(state: TrainState, local: LocalState, batch: Batch) -> tuple[T
         )
         grads, _ = per_device.to_owners(node, grads, {}, shards.step_seed)
         if sent is not None and pieces is not None:
-            # What arrives is read after the passes and before the update, so that only passes hide it. An
-            # element of a gradient tells when it is there, in a stack of the first layer, which comes last:
-            # a barrier on whole gradients would copy them.
-            ends = [grad.reshape(-1)[0] for grad in grads.values()]
-            sent, sums, _ = lax.optimization_barrier((sent, sums, ends))
-            flat, reports = exchange.write(flat, exchange.receive(pieces, sent)), sent.reports
+            own, sent = _after_passes(own, grads, sent)
+            pieces, reports = exchange.receive(pieces, sent)
+            flat = exchange.write(flat, pieces)
+        sums = per_device.over(node.world.axes, own)
         grads = stored_blocks({path: grad / sums.tokens for path, grad in grads.items()}, node.leaves)
         names[:] = sorted(sums.aux)
         grads, sums = jax.tree.map(lambda x: x[None], (to_tree(grads), sums))
@@ -334,7 +331,8 @@ def train_locally(state: TrainState, local: LocalState, batch: Batch) -> tuple[T
         if not zero.outer_delay:
             flat, pieces = exchange.read(flat, mine)
             sent = exchange.send(pieces, report[0])
-            flat, reports = exchange.write(flat, exchange.receive(pieces, sent)), sent.reports
+            pieces, reports = exchange.receive(pieces, sent)
+            flat = exchange.write(flat, pieces)
         blocks = from_tree(own)
         mixed = {path: x.reshape(blocks[path].shape) for path, x in exchange.mix_in(flat, mine).items()}
         return _Finished(to_tree(mixed), _stored(flat, outer), reports)
@@ -396,6 +394,21 @@ def reported(spec: TrainSpec, local: LocalState) -> dict[str, Array]:
         return jax.jit(lambda report: _metrics(spec, gather(report), names))
 
     return one_at_a_time(spec.mesh, spec.once(f"report of {names}", make)(local.report))
+
+
+def _after_passes(own: Sums, grads: Blocks, sent: _Sent) -> tuple[Sums, _Sent]:
+    """The same, of which what is sent is awaited when the passes have ended, so that all of them hide it.
+
+    An element of a gradient tells when it is there, in a stack of the first layer, which comes last: a
+    barrier on whole gradients would copy them. XLA's scheduler, which begins at the end, sees one small
+    kernel beside the collective. It would put the collective behind a loop of the passes if it saw the loop
+    itself there, or what splits the result; or if sums over devices had to be ready first.
+    """
+    values, tree = jax.tree.flatten(own)
+    ends = [grad.reshape(-1)[0] for grad in grads.values()]
+    told = jnp.stack([x.astype(jnp.float32) for x in (*values, *ends)])
+    sent, told = lax.optimization_barrier((sent, told))
+    return jax.tree.unflatten(tree, list(told[: len(values)])), sent
 
 
 def _unless_broken(after: Array, before: Array) -> Array:

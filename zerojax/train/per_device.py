@@ -57,7 +57,7 @@ class Outcome(NamedTuple):
     """The results of forward passes, besides gradients.
 
     Attributes:
-        sums: from one pass, over this device's tokens; from ``accumulate``, over those of ``spec.world``.
+        sums: over this device's tokens.
         model_state: from one pass, the entries of ``TrainState.model_state`` that the model changed; from
             ``accumulate``, all of them.
         copies: from one pass, the secondary partitions that units hold afterwards; from ``accumulate``,
@@ -144,18 +144,18 @@ def accumulate(
         ((grads, sums), changed), _ = lax.scan(body, (zeros, before), (rows, jnp.arange(zero.accumulate)))
     model_state = model_state | _shared(changed)
     fresh = {path: copy for path, copy in updated.items() if path in weights.updating}
-    return grads, Outcome(_over(spec.world.axes, sums), model_state, weights.copies | fresh)
+    return grads, Outcome(sums, model_state, weights.copies | fresh)
 
 
 def evaluate(
     spec: TrainSpec, weights: PassWeights, model_state: ModelState, batch: Batch, seed: Seed
 ) -> Sums:
-    """Run forward only; returns the sums over the world as ``accumulate`` does."""
+    """Run forward only; returns the sums over the world."""
     sinks = spec.by_path(spec.strategy.zero_sink)
     _check(spec, weights, sinks, model_state, batch, seed, _loss_of(spec), train=False)
     placed = place_weights(spec, weights, sinks, seed, train=False)
     _, outcome = _forward(spec, placed, model_state, batch, seed, train=False)
-    return _over(AXES, outcome.sums)
+    return over(AXES, outcome.sums)
 
 
 def predict[T: PyTree[Array]](
@@ -370,7 +370,8 @@ def _mean(x: Array, axes: str | tuple[str, ...]) -> Array:
     return jnp.where(largest == ~inverted, same, mean)
 
 
-def _over(axes: tuple[str, ...], sums: Sums) -> Sums:
+def over(axes: tuple[str, ...], sums: Sums) -> Sums:
+    """Sums over all devices along mesh axes."""
     with jax.named_scope("metrics"):
         return lax.psum(sums, axes)
 

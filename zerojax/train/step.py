@@ -337,6 +337,7 @@ def _gradients(spec: TrainSpec, state: TrainState, batch: Batch) -> tuple[_Chang
         grads, (sums, model_state, copies) = per_device.accumulate(
             spec, weights_for, shards.model_state, batch, seed
         )
+        sums = per_device.over(spec.world.axes, sums)
         copies = copies if spec.zero.weights_delta else {}
         flat = flat_blocks(residual, spec.leaves) if residual else {}
         grads, kept = per_device.to_owners(spec, grads, flat, seed)

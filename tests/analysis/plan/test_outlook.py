@@ -135,8 +135,8 @@ def test_micro_batches_are_foreseen_in_both_orders():
         assert breadth.memory.kinds["activations"] > 2 * depth.memory.kinds["activations"]
     assert ways["zero3"].time.node == pytest.approx(4 * ways["zero3 in breadth"].time.node)
     assert ways["local"].time.node == ways["local in breadth"].time.node
-    # XLA does not run a collective beside a loop over micro-batches.
-    assert ways["local"].time.waiting == pytest.approx(ways["local"].time.node)
+    for order in ("local", "local in breadth"):  # its exchange is beside the passes of all micro-batches
+        assert ways[order].time.waiting == pytest.approx(0, abs=1e-9)
     assert "zero.every = " in found.advice.split(":")[0]
     assert 'zero.accumulate_order = "breadth"): its step' in found.advice
 

@@ -21,10 +21,9 @@ while hops within a node do not count as hidden: they overlap with the matmuls, 
 memory bandwidth from them. What runs once per step overlaps with nothing: the gather of stages 1 and 2, that
 of delta with several micro-batches, a reduction after the last micro-batch, the optimizer.
 
-With local updates and ``outer_delay`` a fragment crosses nodes beside both passes, of which none has hops
-between nodes: the step takes the longer of the two. With a delay of 1 the outer weights' change follows
-alone, and without one the whole exchange does. So it does with several passes, too: XLA starts no collective
-before a loop over micro-batches that ends after it.
+With local updates and ``outer_delay`` a fragment crosses nodes beside the passes of all micro-batches, which
+have no hops between nodes: the step takes the longer of the two. With a delay of 1 the outer weights' change
+follows alone, and without one the whole exchange does.
 
 Stragglers and input are left out, and latency unless links were measured (``Cluster.links``): units should
 have some megabytes.
@@ -138,7 +137,7 @@ def _matmuls(spec: TrainSpec, work: Work, cluster: Cluster) -> tuple[float, floa
 def _part_of(hop: HopPlan, spec: TrainSpec) -> str:
     """The pass that a hop overlaps with, "beside" both, or "alone"."""
     if hop.phase == "fragment":
-        return "beside" if spec.zero.outer_delay and spec.zero.passes == 1 else "alone"
+        return "beside" if spec.zero.outer_delay else "alone"
     if hop.phase == "delta":
         return "forward" if spec.updating else "alone"
     if hop.phase == "weights forward" and spec.zero.stage < 3:
