@@ -60,8 +60,9 @@ def both(nodes: int, local: int, per_token: int, capacity: float, *, biases: boo
     ("nodes", "local", "per_token", "capacity", "biases"),
     [
         (2, 2, 3, 0.3, True),
-        (1, 4, 3, 0.3, False),  # a token has at most two experts on a device
+        (1, 4, 3, 9, False),  # one round; a token has at most two experts on a device
         pytest.param(1, 2, 3, 1.25, False, marks=pytest.mark.slow),
+        pytest.param(1, 4, 3, 0.3, False, marks=pytest.mark.slow),
         pytest.param(2, 1, 3, 0.3, False, marks=pytest.mark.slow),  # all are on one
         pytest.param(2, 2, 1, 0.1, False, marks=pytest.mark.slow),
         pytest.param(1, 4, 8, 1.25, True, marks=pytest.mark.slow),  # every token goes to all

@@ -19,7 +19,7 @@ class Window(NamedTuple):
     Attributes:
         tokens: the token of each row.
         order: the assignment of each row, ``token * per_token + i``.
-        places: the row of each assignment; -1 if it has none in the window.
+        places: the row of each assignment; negative if it has none in the window.
         complete: whether every assignment has one.
         sizes: rows of each expert in it, which come first. Rows after these are nobody's.
     """
@@ -60,9 +60,8 @@ class Rows(NamedTuple):
         stops = jnp.cumsum(self.sizes, dtype=jnp.int32)
         first, last = (jnp.clip(x - start, 0, length) for x in (stops - self.sizes, stops))
         places = self.places - start
-        here = (places >= 0) & (places < jnp.minimum(length, stops[-1] - start))
-        tokens = order // places.shape[1]
-        return Window(tokens, order, jnp.where(here, places, -1), False, last - first)
+        places = jnp.where(places < jnp.minimum(length, stops[-1] - start), places, -1)
+        return Window(order // places.shape[1], order, places, False, last - first)
 
 
 def rows_of(
@@ -96,7 +95,7 @@ def of_assignments(values: Float[Array, " rows"], window: Window) -> Float[Array
 
 
 def _at_places(rows: Array, places: Array, complete: bool) -> Array:
-    """The values at places, fp32; 0 at place -1."""
+    """The values at places, fp32; 0 where a place is negative."""
     if complete:
         return to_rows(rows, places).astype(jnp.float32)
     found = to_rows(rows, jnp.maximum(places, 0)).astype(jnp.float32)
