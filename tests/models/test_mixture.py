@@ -1,6 +1,7 @@
 """Decoders whose blocks have experts: what their routers report, and the losses that train these."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -125,8 +126,6 @@ def test_a_sharded_step_is_one_of_the_whole_batch():
     rows = np.array(jax.random.randint(jax.random.key(1), (8, 9), 0, 37))
     rows[3:, 4:] = -1
     batch = {"tokens": rows.astype(np.int32)}
-    plain = GPT(config, rngs=nnx.Rngs(0))
-    start = nnx.to_pure_dict(nnx.state(plain, nnx.Param))
     state = zerojax.TrainState.create(
         lambda rngs: GPT(config, rngs=rngs),
         optax.sgd(1.0),
@@ -134,7 +133,9 @@ def test_a_sharded_step_is_one_of_the_whole_batch():
         mesh=zerojax.make_mesh(2, 2),
         zero=zerojax.ZeroConfig(compute_dtype="float32", grads=("fp32", "fp32")),
     )
-    state = zerojax.put_params(state, start)
+    plain: Any = zerojax.gather_model(state)
+    plain.train()
+    start = zerojax.gather_params(state)
     (loss, aux), grads = nnx.jit(nnx.value_and_grad(lm_loss, has_aux=True))(plain, batch)
     state, metrics = zerojax.train_step(state, batch)
     for name, value in (aux | {"loss": loss}).items():
