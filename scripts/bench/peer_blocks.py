@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rows import Row, add_model_options, line, sent_so_far, speed_of, write
+from rows import HEAD_WIDTH, Row, Sizes, add_model_options, line, sent_so_far, speed_of, write
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -54,21 +54,26 @@ class Peer:
 class Attention(nn.Module):
     """Causal self-attention, one matmul for queries, keys and values."""
 
-    def __init__(self, d: int, heads: int):
+    def __init__(self, sizes: Sizes):
         """Draw the weights."""
         super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(d, 3 * d, bias=False)
-        self.out = nn.Linear(d, d, bias=False)
+        d, self.sizes = sizes.d_model, sizes
+        self.qkv = nn.Linear(d, (sizes.heads + 2 * sizes.kv_heads) * HEAD_WIDTH, bias=False)
+        self.out = nn.Linear(sizes.heads * HEAD_WIDTH, d, bias=False)
+        self.query_norm, self.key_norm = (
+            nn.RMSNorm(HEAD_WIDTH, eps=1e-5) if sizes.qk_norm else nn.Identity() for _ in range(2)
+        )
 
     def forward(self, x: torch.Tensor, rope: RopeTable | None) -> torch.Tensor:
         """Activations (batch, time, d) in and out."""
-        qkv = self.qkv(x).view(*x.shape[:2], 3, self.heads, x.shape[2] // self.heads)
-        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
+        heads, kv = self.sizes.heads, self.sizes.kv_heads
+        qkv = self.qkv(x).view(*x.shape[:2], heads + 2 * kv, HEAD_WIDTH)
+        q, k, v = qkv.split((heads, kv, kv), dim=2)
+        q, k, v = (part.transpose(1, 2) for part in (self.query_norm(q), self.key_norm(k), v))
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(x.shape))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=kv < heads)
+        return self.out(mixed.transpose(1, 2).reshape(*x.shape[:2], heads * HEAD_WIDTH))
 
 
 class GeluMLP(nn.Module):
@@ -98,21 +103,105 @@ class SwigluMLP(GeluMLP):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-class Block(nn.Module):
-    """A pre-norm block of zerojax.models without biases, GPT-2's or (llama) LLaMA's."""
+class ToRows(torch.autograd.Function):
+    """The token of each row; the gradient of a token is the sum of those of its rows, gathered."""
 
-    def __init__(self, d: int, ffn: int, *, layers: int, llama: bool):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Tokens (tokens, d), the token of each row (rows), and the rows of each token (tokens, k)."""
+        ctx.save_for_backward(places)
+        return x[tokens]
+
+    @staticmethod
+    def backward(ctx: Any, of_rows: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """The gradient of the tokens."""
+        (places,) = ctx.saved_tensors
+        return of_rows[places].sum(1, dtype=torch.float32).type_as(of_rows), None, None
+
+
+class ToAssignments(torch.autograd.Function):
+    """Rows in the order of assignments, (tokens, k, d); the gradient goes back by a gather."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Rows (rows, d), the assignment of each (rows), and the row of each assignment (tokens, k)."""
+        ctx.save_for_backward(order)
+        return rows[places]
+
+    @staticmethod
+    def backward(ctx: Any, of_assignments: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """The gradient of the rows."""
+        (order,) = ctx.saved_tensors
+        return of_assignments.flatten(0, 1)[order], None, None
+
+
+class Experts(nn.Module):
+    """Qwen3-MoE's router and experts, without losses of the router.
+
+    Rows are sorted by expert and multiplied by ``grouped_mm``, as transformers' "grouped_mm" experts are,
+    with its layout of weights. The order is taken as torchtitan does, by an index whose gradient adds up
+    (plain), or by gathers in both directions (gathers).
+    """
+
+    def __init__(self, sizes: Sizes, *, gathers: bool):
+        """Allocate the weights."""
+        super().__init__()
+        d, f, self.per_token, self.gathers = sizes.d_model, sizes.ffn, sizes.per_token, gathers
+        self.router = nn.Linear(d, sizes.experts, bias=False)
+        self.gate_up = nn.Parameter(torch.empty(sizes.experts, 2 * f, d))
+        self.down = nn.Parameter(torch.empty(sizes.experts, d, f))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Activations (batch, time, d) in and out."""
+        tokens = x.flatten(0, 1)
+        scores = self.router(tokens).softmax(-1, dtype=torch.float32)
+        weights, experts = scores.topk(self.per_token)
+        weights = weights / weights.sum(-1, keepdim=True)
+        chosen, order = experts.flatten().sort(stable=True)
+        # PyTorch counts integers on GPUs only.
+        numbers = chosen if x.is_cuda else chosen.float()
+        count = self.router.out_features
+        ends = numbers.histc(count, 0, count - 1).cumsum(0, dtype=torch.int32)
+        if self.gathers:
+            places = torch.empty_like(order)
+            places[order] = torch.arange(len(order), device=x.device)
+            places = places.view(experts.shape)
+            rows = ToRows.apply(tokens, order // self.per_token, places)
+            out = ToAssignments.apply(self.mlp(rows, ends), order, places)
+        else:
+            rows = self.mlp(tokens[order // self.per_token], ends)
+            unsorted = torch.zeros_like(rows)
+            unsorted[order] = rows
+            out = unsorted.view(*experts.shape, -1)
+        return (out * weights[..., None]).sum(1).type_as(x).view(x.shape)
+
+    def mlp(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """The experts of rows that are sorted by expert; ends is the row after the last of each."""
+        gate, up = F.grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+        return F.grouped_mm(F.silu(gate) * up, self.down.transpose(1, 2), offs=ends)
+
+
+class Block(nn.Module):
+    """A pre-norm block of zerojax.models without biases: GPT-2's, LLaMA's, or Qwen3-MoE's."""
+
+    def __init__(self, sizes: Sizes, *, layers: int, gathers: bool):
         """Initialise the weights: normal, narrower for projections into the residual stream."""
         super().__init__()
-        norm = partial(nn.RMSNorm, d, eps=1e-5) if llama else partial(nn.LayerNorm, d, eps=1e-5, bias=False)
+        d = sizes.d_model
+        norm = (
+            partial(nn.RMSNorm, d, eps=1e-5) if sizes.rms else partial(nn.LayerNorm, d, eps=1e-5, bias=False)
+        )
         self.norm_attention = norm()
-        self.attention = Attention(d, d // 128)
+        self.attention = Attention(sizes)
         self.norm_mlp = norm()
-        self.mlp = SwigluMLP(d, ffn) if llama else GeluMLP(d, ffn)
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                residual = module in (self.attention.out, self.mlp.down)
-                nn.init.normal_(module.weight, std=0.02 / (2 * layers) ** 0.5 if residual else 0.02)
+        if sizes.experts:
+            self.mlp: nn.Module = Experts(sizes, gathers=gathers)
+        else:
+            self.mlp = SwigluMLP(d, sizes.ffn) if sizes.rms else GeluMLP(d, sizes.ffn)
+        for name, weight in self.named_parameters():
+            if weight.ndim > 1:
+                residual = name.startswith(("attention.out", "mlp.down"))
+                nn.init.normal_(weight, std=0.02 / (2 * layers) ** 0.5 if residual else 0.02)
 
     def forward(self, x: torch.Tensor, rope: RopeTable | None) -> torch.Tensor:
         """Activations (batch, time, d) in and out."""
@@ -146,17 +235,17 @@ def rotate(x: torch.Tensor, rope: RopeTable) -> torch.Tensor:
 
 def make_rope(options: argparse.Namespace, device: torch.device) -> RopeTable | None:
     """The cosines and sines of a head of 128, (time, 64) in fp32; None for GPT-2's blocks."""
-    if not options.llama:
+    if not Sizes.of(options).rms:
         return None
     frequencies = 10000.0 ** -(torch.arange(0, 128, 2, device=device) / 128)
     angles = torch.outer(torch.arange(options.seq, device=device), frequencies)
     return angles.cos(), angles.sin()
 
 
-def make_block(options: argparse.Namespace, device: torch.device) -> Block:
-    """One block on the device, in fp32."""
+def make_block(options: argparse.Namespace, device: torch.device, *, gathers: bool = False) -> Block:
+    """One block on the device, in fp32; for gathers see ``Experts``."""
     with device:
-        return Block(options.d_model, options.ffn, layers=options.layers, llama=options.llama)
+        return Block(Sizes.of(options), layers=options.layers, gathers=gathers)
 
 
 def make_batch(
@@ -195,14 +284,10 @@ def make_parser(description: str, peers: list[str], default: list[str]) -> argpa
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The command line, with the width of the MLP filled in."""
+    """The command line."""
     options = parser.parse_args()
     if options.warm_up < 1:
         parser.error("--warm-up must be at least 1: the first step compiles")
-    if options.kv_heads is not None:
-        parser.error("--kv-heads: these blocks have as many as heads")
-    if options.ffn is None:
-        options.ffn = -(-8 * options.d_model // 768) * 256 if options.llama else 4 * options.d_model
     return options
 
 
@@ -267,8 +352,7 @@ def measure(peer: Peer, options: argparse.Namespace, device: torch.device) -> It
     say(f"{peer.name}: {peer.parameters / 1e6:.1f}M parameters; first step, compiling")
     world = dist.get_world_size()
     tokens = world * peer.micro_batches * options.sequences * options.seq
-    # As scripts/bench/train.py counts: causal attention at half of what PaLM's formula gives it.
-    flops = (4 if peer.frozen else 6) * peer.parameters + 6 * options.layers * options.d_model * options.seq
+    flops = Sizes.of(options).flops_per_token(options.layers, options.seq, frozen=peer.frozen)
     compile_seconds, _ = _timed(peer, device, "first step")
     for rate in options.rates:
         _limit_links(rate)

@@ -72,13 +72,74 @@ def speed_of(
     return Speed((1e3 * median, 1e3 * min(seconds), 1e3 * max(seconds)), tokens / median, mfu)
 
 
+HEAD_WIDTH = 128
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a block, as the options give them.
+
+    Attributes:
+        rms: RMS norms, rotary positions and SwiGLU, not GPT-2's blocks.
+        qk_norm: whether each head of queries and keys is normed.
+        ffn: hidden width of the MLP, or of each expert.
+        experts: MLPs of a block; 0 is one for all tokens.
+        per_token: of these, how many a token goes to.
+    """
+
+    rms: bool
+    qk_norm: bool
+    d_model: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    experts: int
+    per_token: int
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> "Sizes":
+        """The options' own, and those of the family for what they leave out."""
+        d, mixture = options.d_model, options.qwen3_moe
+        heads = d // HEAD_WIDTH * (2 if mixture else 1)
+        dense = -(-8 * d // 768) * 256 if options.llama else 4 * d
+        return cls(
+            rms=options.llama or mixture,
+            qk_norm=mixture,
+            d_model=d,
+            heads=heads,
+            kv_heads=options.kv_heads or (max(heads // 8, 1) if mixture else heads),
+            ffn=options.ffn or (3 * d // 8 if mixture else dense),
+            experts=options.experts if mixture else 0,
+            per_token=options.experts_per_token if mixture else 0,
+        )
+
+    @property
+    def active_weights(self) -> int:
+        """Elements of the matrices that a token is multiplied with: of the experts, those that it goes to."""
+        attention = 2 * (self.heads + self.kv_heads) * HEAD_WIDTH
+        mlp = (3 if self.rms else 2) * self.ffn * (self.per_token or 1)
+        return self.d_model * (attention + mlp + self.experts)
+
+    def flops_per_token(self, layers: int, length: int, *, frozen: bool) -> int:
+        """FLOPs of a forward and a backward pass: 6 per weight, 4 if it is frozen; and causal attention's."""
+        weights = (4 if frozen else 6) * self.active_weights
+        return layers * (weights + 6 * self.heads * HEAD_WIDTH * length)
+
+
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """The options of the model and of the output, common to all systems."""
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--d-model", type=int, default=2048)
-    parser.add_argument("--llama", action="store_true", help="LLaMA's blocks: RMSNorm, rope, SwiGLU")
+    family = parser.add_mutually_exclusive_group()
+    family.add_argument("--llama", action="store_true", help="LLaMA's blocks: RMSNorm, rope, SwiGLU")
+    family.add_argument(
+        "--qwen3-moe", action="store_true",
+        help="Qwen3-30B-A3B's: LLaMA's with twice as many heads, 8 to a key, normed, and experts as MLPs",
+    )  # fmt: skip
+    parser.add_argument("--experts", type=int, default=128, help="with --qwen3-moe")
+    parser.add_argument("--experts-per-token", type=int, default=8, help="likewise")
     parser.add_argument("--ffn", type=int, help="hidden width of the MLP; by default the family's own")
-    parser.add_argument("--kv-heads", type=int, help="by default as many as heads; not in PyTorch's peers")
+    parser.add_argument("--kv-heads", type=int, help="by default the family's own")
     parser.add_argument("--seq", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--sequences", type=int, default=1, help="of a micro-batch on one device")
     parser.add_argument("--peak-tflops", type=float, help="of one chip in dense bf16, for the MFU")

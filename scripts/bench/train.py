@@ -6,7 +6,8 @@
         scripts/bench/train.py --nodes 2 --local 4 --variants zero3 zero++ delta
 
 The model is a stack of pre-norm GPT blocks without embeddings (--llama: RMS norms, rotary positions and
-SwiGLU), fed random bf16 activations, to measure the blocks and their communication. "gspmd" is JAX's own
+SwiGLU; --qwen3-moe: those and a mixture of experts, without losses of its router), fed random bf16
+activations, to measure the blocks and their communication. "gspmd" is JAX's own
 sharding (gspmd.py); train_fsdp2.py runs the same stack in PyTorch. A loss after the same steps that differs
 by more than 1% from that of the first variant with as many micro-batches is remarked upon ("local" reports
 the step before the last). The variants of LoRA train adapters of rank 16 beside a frozen base ("qlora": in
@@ -32,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from rows import Row, add_model_options, line, sent_so_far, speed_of, write
+from rows import HEAD_WIDTH, Row, Sizes, add_model_options, line, sent_so_far, speed_of, write
 
 import zerojax
 from zerojax.analysis.profile import measure_overlap, read_events, trace_files
@@ -53,6 +54,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zero++-paper": {"preset": "zero++-paper"},
     "delta": {"preset": "delta"},
     "delta-int8": {"preset": "delta", "grads": ("int8", "int8")},
+    "zero3-gathered": {"preset": "zero3", "experts": "gathered"},
+    "delta-gathered": {"preset": "delta", "experts": "gathered"},
     "zero3-fp8": {"preset": "zero3", "matmul_dtype": "fp8"},
     "zero++-fp8": {"preset": "zero++", "matmul_dtype": "fp8"},
     "delta-fp8": {"preset": "delta", "matmul_dtype": "fp8"},
@@ -149,11 +152,11 @@ def remark(row: Row, rows: list[Row]) -> str:
 
 def measure(variant: str, options: argparse.Namespace) -> Iterator[Row]:
     """Compile one variant and time it with each rate of the links."""
-    config = make_config(options)
-    state, step, accumulate = prepare(variant, partial(BlockStack, config), options)
+    state, step, accumulate = prepare(variant, partial(BlockStack, make_config(options)), options)
     batch = make_batch(options, accumulate)
     world, frozen = options.nodes * options.local, "frozen" in VARIANTS.get(variant, {})
     tokens = options.seq * options.sequences * accumulate * world
+    flops = Sizes.of(options).flops_per_token(options.layers, options.seq, frozen=frozen)
     state, _, (compile_seconds,) = timed(1, state, step, batch)
     for rate in options.rates:
         if rate is not None:
@@ -170,7 +173,7 @@ def measure(variant: str, options: argparse.Namespace) -> Iterator[Row]:
             variant=variant,
             micro_batches=accumulate,
             rate=rate,
-            **vars(speed_of(seconds, tokens, flops_per_token(config, frozen), world, options.peak_tflops)),
+            **vars(speed_of(seconds, tokens, flops, world, options.peak_tflops)),
             sent_per_node=sent,
             peak_gib=stats["peak_bytes_in_use"] / 2**30 if "peak_bytes_in_use" in stats else None,
             loss=float(metrics["loss"]),
@@ -183,26 +186,23 @@ def measure(variant: str, options: argparse.Namespace) -> Iterator[Row]:
 
 def make_config(options: argparse.Namespace) -> GPTConfig:
     """The configuration of the blocks, from the command line."""
-    family: dict[str, Any] = {"norm": "rms", "positions": "rope", "mlp": "swiglu"} if options.llama else {}
+    sizes = Sizes.of(options)
+    family: dict[str, Any] = {"norm": "rms", "positions": "rope", "mlp": "swiglu"} if sizes.rms else {}
     return GPTConfig(
         vocab_size=256,
         layers=options.layers,
-        d_model=options.d_model,
-        heads=options.d_model // 128,
-        kv_heads=options.kv_heads,
-        ffn=options.ffn,
+        d_model=sizes.d_model,
+        heads=sizes.heads,
+        head_width=HEAD_WIDTH,
+        kv_heads=sizes.kv_heads,
+        ffn=sizes.ffn,
+        experts=sizes.experts,
+        experts_per_token=sizes.per_token,
+        qk_norm=sizes.qk_norm,
         max_seq_len=options.seq,
         biases=False,
         **family,
     )
-
-
-def flops_per_token(config: GPTConfig, frozen: bool) -> int:
-    """FLOPs of a forward and a backward pass: 6 per weight, 4 if it is frozen; and causal attention's."""
-    matrices = 3 if config.mlp == "swiglu" else 2
-    heads = 2 * (config.heads + config.key_value_heads) * config.head_dim
-    weights = config.d_model * (heads + matrices * config.ffn_width)
-    return config.layers * ((4 if frozen else 6) * weights + 6 * config.d_model * config.max_seq_len)
 
 
 def timed(

@@ -10,7 +10,8 @@
 
 Settings are the documented best: blocks compiled, bf16 parameters and reductions over fp32 masters,
 fused AdamW, FSDP2's default prefetching. Without --checkpoint nothing is recomputed. The peers with fp8 need
-torchao: "tensorwise" gathers weights in fp8, which "rowwise" cannot.
+torchao: "tensorwise" gathers weights in fp8, which "rowwise" cannot. The peers that end in "-gathers" are for
+--qwen3-moe: tokens get to rows and back by gathers in both passes, not by an index whose gradient adds up.
 """
 
 # pyright: reportMissingImports=false
@@ -32,6 +33,8 @@ PEERS: dict[str, dict[str, Any]] = {
     "fsdp2": {},
     "hsdp": {"hsdp": True},
     "hsdp-x8": {"hsdp": True, "micro_batches": 8},
+    "fsdp2-gathers": {"gathers": True},
+    "hsdp-gathers": {"hsdp": True, "gathers": True},
     "fsdp2-fp8": {"fp8": "tensorwise"},
     "fsdp2-fp8-rowwise": {"fp8": "rowwise"},
 }
@@ -57,12 +60,13 @@ def build(
     hsdp: bool = False,
     micro_batches: int = 1,
     fp8: str | None = None,
+    gathers: bool = False,
 ) -> peer_blocks.Peer:
     """A peer's sharded model, its optimizer and its step."""
     world, local = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     shape = (world // local, local) if hsdp else (world,)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("node", "local")[-len(shape) :])
-    model = shard(options, device, mesh, fp8)
+    model = shard(options, device, mesh, fp8, gathers=gathers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=1e-4, fused=True)
     batch = peer_blocks.make_batch(options, device, micro_batches, torch.bfloat16)
 
@@ -85,7 +89,9 @@ def build(
     return peer_blocks.Peer(name, micro_batches, step, partial(gradient_norm, model), parameters)
 
 
-def shard(options: argparse.Namespace, device: torch.device, mesh: DeviceMesh, fp8: str | None) -> Any:
+def shard(
+    options: argparse.Namespace, device: torch.device, mesh: DeviceMesh, fp8: str | None, *, gathers: bool
+) -> Any:
     """The stack, each block checkpointed if asked for, compiled, and sharded, in this order.
 
     So FSDP's hooks stay outside of the compiled code, which has no graph breaks and is shared by all blocks.
@@ -96,7 +102,7 @@ def shard(options: argparse.Namespace, device: torch.device, mesh: DeviceMesh, f
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, cast_forward_inputs=False)
     blocks = []
     for _ in range(options.layers):
-        block = peer_blocks.make_block(options, device)
+        block = peer_blocks.make_block(options, device, gathers=gathers)
         if fp8 is not None:
             convert(block, fp8)
         if options.checkpoint:

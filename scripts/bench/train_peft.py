@@ -20,6 +20,7 @@ import peer_blocks
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, inject_adapter_in_model
+from rows import Sizes
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import get_total_norm
@@ -35,7 +36,10 @@ RANK, ALPHA = 16, 32
 
 def main() -> None:
     """Time each peer and print a line for it."""
-    options = peer_blocks.parse(peer_blocks.make_parser(__doc__ or "", list(PEERS), ["lora", "qlora"]))
+    parser = peer_blocks.make_parser(__doc__ or "", list(PEERS), ["lora", "qlora"])
+    options = peer_blocks.parse(parser)
+    if options.qwen3_moe:
+        parser.error("--qwen3-moe: PEFT's adapters are for linear layers")
     device = peer_blocks.pick_device(options)
     dist.init_process_group("gloo")
     peer_blocks.measure_all(options, device, build, PEERS)
@@ -74,15 +78,8 @@ def build(
         optimizer.step()
         return loss.detach()
 
-    each = sum(out * inputs for out, inputs in shapes(options))
-    norm = partial(gradient_norm, trained)
-    return peer_blocks.Peer(name, 1, step, norm, options.layers * each, frozen=True)
-
-
-def shapes(options: argparse.Namespace) -> list[tuple[int, int]]:
-    """(outputs, inputs) of the linear layers of a block, which nf4 packs into other shapes."""
-    d, ffn = options.d_model, options.ffn
-    return [(3 * d, d), (d, d), (ffn, d), (d, ffn), *([(ffn, d)] if options.llama else [])]
+    weights = options.layers * Sizes.of(options).active_weights  # nf4 packs them into other shapes
+    return peer_blocks.Peer(name, 1, step, partial(gradient_norm, trained), weights, frozen=True)
 
 
 def quantize(block: nn.Module, device: torch.device) -> None:
