@@ -183,7 +183,7 @@ def padding_of(state: zerojax.TrainState) -> dict[Any, np.ndarray]:
     for leaf in state.spec.leaves:
         if leaf.parts > 1:
             stored = np.asarray(params[leaf.path]).reshape(leaf.layers, leaf.padded)
-            found[leaf.path] = stored[:, np.asarray(leaf.element_at(np.arange(leaf.padded))) == leaf.size]
+            found[leaf.path] = stored[:, np.asarray(leaf.element_at(jnp.arange(leaf.padded))) == leaf.size]
     return found
 
 
@@ -235,3 +235,44 @@ def test_refuses_what_does_not_divide():
         create(1, 5, experts="local")
     with pytest.raises(ZeroError, match="stage=0"):
         create(1, 2, experts="local", stage=0)
+
+
+def test_adapters_of_experts_are_spread_with_them():
+    """Losses as on one device, and the merged weights give that of the model without adapters."""
+    lora = zerojax.LoRA(rank=2, alpha=8, targets=("*up", "*down", "!last/*"))
+
+    def run(nodes: int, local: int) -> tuple[list[float], zerojax.TrainState]:
+        settings = zerojax.ZeroConfig.preset("zero3", compute_dtype="float32", units=Mixture, frozen=("*",))
+        mesh, make = zerojax.make_mesh(nodes, local), lambda rngs: Model(rngs=rngs)
+        state = zerojax.TrainState.create(make, optax.adam(0.05), loss, mesh=mesh, zero=settings, lora=lora)
+        losses = []
+        for batch in batches(3):
+            state, metrics = zerojax.train_step(state, batch)
+            losses.append(float(metrics["loss"]))
+        return losses, state
+
+    (losses, state), (wanted, _) = run(3, 2), run(1, 1)
+    np.testing.assert_allclose(losses, wanted, rtol=2e-5)
+    adapters = {leaf.path: leaf for leaf in state.spec.leaves}
+    assert {(leaf.shape, leaf.parts) for leaf in adapters.values()} == {
+        ((EXPERTS, WIDTH, 2), 2),
+        ((EXPERTS, 2, HIDDEN), 2),
+        ((EXPERTS, HIDDEN, 2), 2),
+        ((EXPERTS, 2, WIDTH), 2),
+    }
+    batch = batches(1)[0]
+    merged = float(loss(zerojax.gather_model(state), batch))
+    np.testing.assert_allclose(zerojax.eval_step(state, batch)["loss"], merged, rtol=1e-5)
+
+
+def test_refuses_dropout_before_experts():
+    lora = zerojax.LoRA(rank=2, targets=("*up",), dropout=0.1)
+    with pytest.raises(ZeroError, match=r"LoRA\.dropout=0.1 cannot be applied to 'blocks/block/up'"):
+        zerojax.TrainState.abstract(
+            lambda rngs: Model(rngs=rngs),
+            adamw(),
+            loss,
+            mesh=zerojax.make_mesh(1, 2),
+            zero=zerojax.ZeroConfig(units=Mixture, frozen=("*",)),
+            lora=lora,
+        )

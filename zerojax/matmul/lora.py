@@ -1,8 +1,9 @@
 """Low-rank adapters: trained matrices A and B for a frozen weight W, which acts as ``W + scale A B``.
 
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685), section 4.1. A product
-with W gets a second, narrow product: ``x W + scale (x A) B``. The sum ``W + scale A B`` is never computed,
-and neither is the gradient of W, which costs a third of an ordinary backward pass.
+with W gets a second, narrow product: ``x W + scale (x A) B``. The sum ``W + scale A B`` is not computed,
+and neither is the gradient of W, which costs a third of an ordinary backward pass. Only for experts they are,
+layer by layer: each has an adapter of its own, and the grouped products of a mixture read one array.
 """
 
 import functools
@@ -44,7 +45,8 @@ class LoRA:
         rank: the columns of A and rows of B; in a config 0, the default, means no adapters.
         alpha: A B is multiplied by alpha / rank.
         targets: shell patterns of paths ("blocks/attn/kernel") among the two-dimensional weights of units,
-            and the three-dimensional ones of Flax's attention ("query", "key", "value", "out"). The last
+            the three-dimensional ones of Flax's attention ("query", "key", "value", "out"), and those of
+            experts (``zerojax.Experts``: "*/gate", "*/up", "*/down"), which the default leaves out. The last
             pattern that matches decides; one that begins with "!" leaves the weight out.
         dropout: probability of zeroing an element of the input of A in training. Each read drops other
             elements, but the iterations of a loop (``jax.lax.scan``) of the model's own around a unit drop
@@ -128,28 +130,49 @@ class LoRA:
         widths = " + ".join(str(width) for width, *_ in own)
         raise ConfigurationError(f"LoRA.pieces has {widths} columns for {path!r}, which has {columns}.")
 
-    def without(self, path: str, shape: Sequence[int], unit: str | None) -> str | None:
+    def without(
+        self, path: str, shape: Sequence[int], unit: str | None, *, of_experts: bool = False
+    ) -> str | None:
         """Why a weight has no adapter; None if it has one.
 
         Args:
             path: the weight's path, joined by "/".
             shape: of one layer's weight.
             unit: the name of its unit, if it has one.
+            of_experts: whether its leading axis is the expert's.
+
+        Raises:
+            ConfigurationError: experts with dropout.
         """
         if reason := why_not(self.targets, path, "targets"):
             return reason
         if unit is None:
             return "in no unit"
+        if of_experts:
+            if len(shape) != 3:
+                return "no matrix of experts"
+            if self.dropout:
+                raise ConfigurationError(
+                    f"LoRA.dropout={self.dropout} cannot be applied to {path!r}: adapters of experts are "
+                    "added to their weights. Set it to 0, or leave the weight out by "
+                    f"targets=(..., '!{path}')."
+                )
+            shape = shape[1:]
         if not (inputs := input_axes(path, shape)):
             return "neither two-dimensional nor a kernel of attention"
         return None if self.pieces_of(path, math.prod(shape[inputs:])) else "of rank 0 in LoRA.pieces"
 
-    def shapes(self, path: str, shape: Sequence[int]) -> Mapping[str, tuple[int, int]]:
+    def shapes(self, path: str, shape: Sequence[int]) -> Mapping[str, tuple[int, ...]]:
         """The shapes of A and B for a weight that is ``[inputs, outputs]``, or is reshaped to that.
+
+        For experts, ``[experts, inputs, outputs]``, both have a leading axis of experts.
 
         A has the columns of all pieces side by side. B is their block-diagonal matrix without what lies
         outside the blocks: each piece has the first rows of its own columns, and the rest of them is zero.
         """
+        if not input_axes(path, shape):
+            own = self.shapes(path, shape[1:])
+            return {name: (shape[0], *each) for name, each in own.items()}
         inputs = math.prod(shape[: input_axes(path, shape)])
         columns = math.prod(shape) // inputs
         ranks = [piece.rank for piece in self.pieces_of(path, columns)]
@@ -170,7 +193,7 @@ class LoRA:
             fp32, by the names of ``shapes``.
         """
         shapes = self.shapes(path, shape)
-        bound = 1 / math.sqrt(shapes[A][0])
+        bound = 1 / math.sqrt(shapes[A][-2])
         return {
             A: jax.random.uniform(key, (*stack, *shapes[A]), jnp.float32, -bound, bound),
             B: jnp.zeros((*stack, *shapes[B]), jnp.float32),
@@ -227,6 +250,31 @@ def merged(
         part = a[..., ranks] @ b[..., : ranks.stop - ranks.start, columns]
         product[..., columns] = np.float32(scale) * part
     return (np.asarray(weight, np.float32) + product.reshape(weight.shape)).astype(weight.dtype)
+
+
+def with_adapters(
+    weight: Float[Array, "experts inputs outputs"],
+    a: Float[Array, "experts inputs rank"],
+    b: Float[Array, "experts rank outputs"],
+    lora: LoRA,
+    path: str,
+) -> Float[Array, "experts inputs outputs"]:
+    """``weight + scale a b`` for each expert, in the weight's dtype, summed in fp32.
+
+    Args:
+        weight: of experts.
+        a: of each.
+        b: of each, as in ``LoRA.shapes``.
+        lora: gives the scale, and the pieces.
+        path: of the weight, joined by "/".
+    """
+    wide = weight.astype(jnp.float32)
+    for columns, ranks, scale in lora.pieces_of(path, weight.shape[-1]):
+        own = a[..., ranks], b[..., : ranks.stop - ranks.start, columns]
+        part = scale * jnp.einsum("eir,ero->eio", *own, preferred_element_type=jnp.float32)
+        after = weight.shape[-1] - columns.stop
+        wide += jnp.pad(part, ((0, 0), (0, 0), (columns.start, after)))
+    return wide.astype(weight.dtype)
 
 
 def _scaled(a: Array, b: Array, lora: LoRA, path: str) -> tuple[Array, Array]:

@@ -34,8 +34,9 @@ _CONSISTENT_RMS = 0.2
 
 
 def is_hidden_matrix(leaf: ParamLayout) -> bool:
-    """Whether a leaf is a matrix, but not an embedding, whose rows are looked up, not multiplied."""
-    return len(leaf.shape) == 2 and leaf.path[-1] != "embedding"
+    """Whether a leaf is a matrix, other than an embedding, whose rows are looked up, or experts' biases."""
+    name = leaf.path[-1]
+    return len(leaf.shape) == 2 and name != "embedding" and not name.endswith("bias")
 
 
 def scale_by_muon(

@@ -22,7 +22,7 @@ from jaxtyping import Array, PyTree
 
 from zerojax.comm.reduction import GradientReduction, Values
 from zerojax.errors import ConfigurationError
-from zerojax.matmul.lora import LoRA, LowRankOperand
+from zerojax.matmul.lora import LoRA, LowRankOperand, with_adapters
 from zerojax.matmul.operand import LayerOperand
 from zerojax.matmul.replay import Value, at_matmuls
 from zerojax.schedule.breadth_first import Flags, all_batched, map_microbatches, with_batching_rule
@@ -138,6 +138,8 @@ def on_operands(body: Body, weights: Sequence[Sharded]) -> Body:
             if lora is None:
                 return value
             a, b = (by_path[path].values for path in adapter)
+            if a.ndim == 3:
+                return with_adapters(lax.stop_gradient(weight.values), a, b, lora, leaf.name)
             seed = mix(seeds, leaf.index, lax.axis_index(AXES)) if lora.dropout else jnp.uint32(0)
             return LowRankOperand.of(value, a, b, seed, lora, leaf.name)
 

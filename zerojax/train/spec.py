@@ -305,11 +305,11 @@ def adapter_parameters(
             "LoRA.dropout would zero the same elements in all micro-batches in breadth: set "
             'accumulate_order="depth", or dropout=0.'
         )
-    chosen = [p for p in parameters if lora.without(p.name, p.shape, p.unit) is None]
+    chosen = [p for p in parameters if lora.without(p.name, p.shape, p.unit, of_experts=p.of_experts) is None]
     if not chosen:
         raise ConfigurationError(
-            "no weight gets an adapter: adapters are for two-dimensional weights of units, and those "
-            f"of Flax's attention, which LoRA.targets={lora.targets} matches."
+            "no weight gets an adapter: adapters are for two-dimensional weights of units, and those of "
+            f"Flax's attention and of experts, which LoRA.targets={lora.targets} matches."
         )
     if trained := [p.name for p in chosen if not zero.is_frozen(p.name)]:
         raise ConfigurationError(
@@ -317,7 +317,7 @@ def adapter_parameters(
             f"ZeroConfig(frozen=(\"*\",)), or leave the weight out by LoRA(targets=(..., '!{trained[0]}'))."
         )
     return [
-        Parameter((*p.path, name), shape, "float32", p.stack, p.unit)
+        Parameter((*p.path, name), shape, "float32", p.stack, p.unit, p.of_experts)
         for p in chosen
         for name, shape in lora.shapes(p.name, p.shape).items()
     ]

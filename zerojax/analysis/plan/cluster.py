@@ -135,9 +135,13 @@ def on_world(spec: TrainSpec, world: MeshShape, zero: ZeroConfig) -> TrainSpec:
     zero = zero.replace(units=spec.zero.units)
     own = {leaf.path for leaf in spec.weights}
     experts = {p.path for p in spec.adapter.parameters if p.of_experts}
+
+    def of_experts(path: Path) -> bool:
+        return path in experts or path[:-1] in experts  # the latter of an adapter
+
     moved = {
         leaf.path: lay_out(
-            Parameter(leaf.path, leaf.shape, leaf.dtype, leaf.stack, group.unit, leaf.path in experts),
+            Parameter(leaf.path, leaf.shape, leaf.dtype, leaf.stack, group.unit, of_experts(leaf.path)),
             leaf.index, world, zero,
             adapter=leaf.path not in own, whole=spec.whole,
         )

@@ -34,7 +34,7 @@ from zerojax.interop.huggingface.peft_files import (
 from zerojax.interop.huggingface.safetensors_files import SafetensorWriter, TensorSpec
 from zerojax.interop.huggingface.save import cast, gather_layer
 from zerojax.interop.huggingface.source import CONFIG, is_model, read_config_json
-from zerojax.matmul.lora import A, B, LoRA, Piece
+from zerojax.matmul.lora import A, B, LoRA, Piece, input_axes
 from zerojax.models import GPTConfig
 from zerojax.run.build import is_first
 from zerojax.run.checkpoints import read_manifest
@@ -264,6 +264,11 @@ def _pieces_in(spec: TrainSpec, part: Tensor) -> list[Piece]:
     leaf, _ = _leaves(spec)[part.place]
     if spec.lora is None or leaf.path not in spec.adapters:
         return []
+    if not input_axes(leaf.name, leaf.shape):
+        raise ConfigurationError(
+            f"the adapter of the experts {leaf.name!r} has no place in PEFT's files: merge it into the "
+            "model, which zerojax export does without --adapter."
+        )
     pieces, own = spec.lora.pieces_of(leaf.name, leaf.shape[-1]), part.columns
     return [one for one in pieces if one.columns.start < own.stop and own.start < one.columns.stop]
 
