@@ -273,6 +273,6 @@ def test_refuses_dropout_before_experts():
             adamw(),
             loss,
             mesh=zerojax.make_mesh(1, 2),
-            zero=zerojax.ZeroConfig(units=Mixture, frozen=("*",)),
+            zero=zerojax.ZeroConfig(units=(Mixture,), frozen=("*",)),
             lora=lora,
         )

@@ -12,6 +12,7 @@ from zerojax.analysis.gpus import FP8_EFFICIENCY, LINK_EFFICIENCY, MATMUL_EFFICI
 from zerojax.analysis.link_report import LinkReport, Op
 from zerojax.errors import ConfigurationError
 from zerojax.sharding.mesh import AXES, MeshShape
+from zerojax.sharding.param_tree import Path
 from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.train.spec import ParamGroup, TrainSpec, check_options, lay_out
 from zerojax.validation.bounds import MAX_DEVICES
