@@ -1,0 +1,542 @@
+"""Grouped matmuls in bf16 on Hopper's tensor cores; ``pallas_kernels.grouped_reference`` specifies them.
+
+Every kernel is persistent: one program per multiprocessor walks through tiles of the result. One warpgroup
+copies operands to shared memory, several steps ahead and across the ends of tiles; two others multiply, each
+half of a tile's rows. A tile has 2 x 64 rows of results. Two things make up for rows that belong to nobody:
+
+- The 64 rows of a warpgroup lie anywhere within a group: where the last ones would reach beyond the group,
+  they begin earlier, and what two warpgroups compute twice is the same. Only groups of fewer than 64 rows are
+  copied out row by row.
+- A sum over a group's rows ends with the group's last 64 rows, too. Those that were summed before count 0.
+"""
+
+# Pallas has no complete types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+HALF = 64
+"""Rows of a warpgroup, the least that the tensor cores of a Hopper GPU multiply at once."""
+STEP = 64
+"""Terms of the sums that are copied at once: what a swizzle of 128 bytes holds."""
+_WARPGROUPS = 2
+_COPIER = 2
+_REGISTERS = {"copier": 40, "others": 232}
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What a kernel is compiled for.
+
+    Attributes:
+        columns: of a tile of the result.
+        stages: of the buffer in shared memory, in steps.
+        band: tiles that follow each other along the rows before the next columns.
+        running: products that a warpgroup leaves running while it waits for the next operands, 0 or 1.
+        pair: whether two multiprocessors work side by side, and copy the operand that both need once.
+    """
+
+    columns: int = 256
+    stages: int = 4
+    band: int = 8
+    running: int = 1
+    pair: bool = False
+
+
+def _swizzled(shape: tuple[int, ...]) -> Any:
+    transforms = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
+
+
+def multiprocessors() -> int:
+    """Of the GPU that a program is lowered for."""
+    try:
+        gpu: Any = jax.local_devices(backend="cuda")[0]
+        return gpu.core_count
+    except RuntimeError:
+        abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+        return getattr(abstract, "num_cores", None) or 132
+
+
+def _in_bands(index: jax.Array, rows: Any, columns: int, band: int) -> tuple[jax.Array, jax.Array]:
+    """The tile (row, column) that comes at ``index``, in bands of ``band`` tiles along the rows."""
+    first = index // (band * columns)
+    within = index - first * (band * columns)
+    height = jnp.minimum(band, rows - first * band)
+    column = within // height
+    return first * band + within - column * height, column
+
+
+def _launch(
+    body: Callable[..., None], out: jax.ShapeDtypeStruct, tuning: Tuning, buffers: tuple[Any, Any],
+    copies: int,
+    *arrays: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """Run ``body`` once per multiprocessor, with three warpgroups.
+
+    Args:
+        body: called with the arrays, the result, and the scratch.
+        out: the result.
+        tuning: of the kernel.
+        buffers: for the two operands.
+        copies: by which a step arrives.
+        arrays: in global memory.
+    """
+    free: dict[str, Any] = {"num_arrivals": _WARPGROUPS, "num_barriers": tuning.stages}
+    peers = 1 + tuning.pair
+    call = plgpu.kernel(
+        body,
+        out_type=out,
+        grid=(multiprocessors() // peers,),
+        grid_names=("program",),
+        cluster=(peers,),
+        cluster_names=("peer",),
+        num_threads=_WARPGROUPS + 1,
+        thread_name="warpgroup",
+        scratch_types=[
+            *buffers,
+            plgpu.RefUnion(
+                _swizzled((_WARPGROUPS, 2, HALF, HALF)),
+                plgpu.SMEM((_WARPGROUPS, HALF, HALF), jnp.bfloat16),
+            ),
+            plgpu.Barrier(num_arrivals=copies, num_barriers=tuning.stages),
+            plgpu.ClusterBarrier(collective_axes=("peer",), **free) if tuning.pair else plgpu.Barrier(**free),
+        ],
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )
+    return call(*arrays)
+
+
+def _walk(
+    count: jax.Array, steps_of: Callable[[jax.Array], jax.Array],
+    copy: Callable[[jax.Array], Callable[[jax.Array, jax.Array], None]],
+    multiply: Callable[[jax.Array, jax.Array], None],
+    free: Any, stages: int,
+) -> None:  # fmt: skip
+    """Walk through the tiles of this program, as the warpgroup that copies or as one that multiplies.
+
+    Args:
+        count: tiles.
+        steps_of: the steps of a tile.
+        copy: of a tile, what begins to copy the operands of (step, slot of the buffer).
+        multiply: computes a tile, given the steps before it.
+        free: barriers of the slots, passed when a slot may be overwritten.
+        stages: slots.
+    """
+
+    def copy_tile(turn: jax.Array, done: jax.Array) -> jax.Array:
+        begin = copy(turn)
+
+        def copy_step(step: jax.Array, done: jax.Array) -> jax.Array:
+            slot = lax.rem(done, stages)
+
+            @pl.when(done >= stages)
+            def _() -> None:
+                plgpu.barrier_wait(free.at[slot])
+
+            begin(step, slot)
+            return done + 1
+
+        return lax.fori_loop(0, steps_of(turn), copy_step, done)
+
+    def multiply_tile(turn: jax.Array, done: jax.Array) -> jax.Array:
+        multiply(turn, done)
+        return done + steps_of(turn)
+
+    copier = lax.axis_index("warpgroup") == _COPIER
+
+    @pl.when(copier)
+    def _() -> None:
+        plgpu.set_max_registers(_REGISTERS["copier"], action="decrease")
+        done = lax.fori_loop(0, count, copy_tile, jnp.int32(0))
+
+        def wait(step: jax.Array, carry: None) -> None:
+            plgpu.barrier_wait(free.at[lax.rem(step, stages)])
+
+        # A peer may still read what it has of this one's memory.
+        lax.fori_loop(jnp.maximum(done - stages, 0), done, wait, None)
+
+    @pl.when(jnp.logical_not(copier))
+    def _() -> None:
+        plgpu.set_max_registers(_REGISTERS["others"], action="increase")
+        lax.fori_loop(0, count, multiply_tile, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _total(
+    columns: int, steps: jax.Array, done: jax.Array, tuning: Tuning, full: Any, free: Any,
+    product: Callable[[Any, jax.Array, jax.Array], None],
+) -> jax.Array:  # fmt: skip
+    """The sum of a tile's products, bf16 [HALF, columns].
+
+    Args:
+        columns: of the tile.
+        steps: of the tile.
+        done: steps before it.
+        tuning: of the kernel.
+        full: barriers of the buffer's slots, passed when operands have arrived.
+        free: see ``_walk``.
+        product: adds the product of (step, slot) to an accumulator.
+    """
+
+    def add_all(total: Any) -> jax.Array:
+        def add(step: jax.Array, done: jax.Array) -> jax.Array:
+            slot = lax.rem(done, tuning.stages)
+            plgpu.barrier_wait(full.at[slot])
+            product(total, step, slot)
+            plgpu.wgmma_wait(tuning.running)
+
+            @pl.when(step >= tuning.running)
+            def _() -> None:
+                plgpu.barrier_arrive(free.at[lax.rem(done - tuning.running, tuning.stages)])
+
+            return done + 1
+
+        lax.fori_loop(0, steps, add, done)
+        return total[...]
+
+    total = pl.run_scoped(add_all, plgpu.ACC((HALF, columns), jnp.float32))
+    if tuning.running:
+
+        @pl.when(steps > 0)
+        def _() -> None:
+            plgpu.barrier_arrive(free.at[lax.rem(done + steps - 1, tuning.stages)])
+
+    return total.astype(jnp.bfloat16)
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Columns of the result in tiles, of which the last may be narrower.
+
+    Attributes:
+        n: all columns.
+        tuning: columns of a tile, and stages of the buffer.
+        by_columns: whether the operand in the buffer is [columns, STEP], not [STEP, columns].
+    """
+
+    n: int
+    tuning: Tuning
+    by_columns: bool = False
+
+    @property
+    def last(self) -> int:
+        """Columns of the last tile: a part of a whole tile's buffer begins where that one does."""
+        left = (self.n - 1) % self.tuning.columns // HALF * HALF + HALF
+        return self.tuning.columns if self.tuning.columns % left else left
+
+    @property
+    def buffer(self) -> Any:
+        """The buffer of the operand."""
+
+        def of(columns: int) -> Any:
+            stages = self.tuning.stages * self.tuning.columns // columns
+            return _swizzled((stages, columns, STEP) if self.by_columns else (stages, STEP, columns))
+
+        return plgpu.RefUnion(of(self.tuning.columns), of(self.last))
+
+    def slot(self, buffer: Any, slot: jax.Array, width: int) -> Any:
+        """A slot of the buffer, for a tile of that width."""
+        whole, part = buffer
+        columns = self.tuning.columns
+        return whole.at[slot] if width == columns else part.at[slot * (columns // width)]
+
+    def each(self, column: jax.Array, work: Callable[[int], None]) -> None:
+        """``work(width)`` of the tile that begins at ``column``."""
+        if self.last == self.tuning.columns:
+            work(self.last)
+        else:
+            whole = column + self.tuning.columns <= self.n
+            lax.cond(whole, lambda: work(self.tuning.columns), lambda: work(self.last))
+
+
+def _store(value: jax.Array, staged: Any, out: Callable[[int], Any]) -> None:
+    """Copy [HALF, n] of a warpgroup to global memory: ``out(c)`` is where 64 columns from c on belong."""
+    for index, column in enumerate(range(0, value.shape[1], HALF)):
+        # The buffer may still be read for the tile before, of which other branches know nothing.
+        plgpu.wait_smem_to_gmem(int(index > 0), wait_read_only=True)
+        slot = index % 2
+        staged[slot] = value[:, column : column + HALF]
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staged.at[slot], out(column))
+
+
+def _store_rows(value: jax.Array, count: jax.Array, plain: Any, out: Callable[[jax.Array, int], Any]) -> None:
+    """Copy the first ``count`` rows of [HALF, n]: ``out(r, c)`` is where 64 columns of row r belong."""
+    for column in range(0, value.shape[1], HALF):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plain[...] = value[:, column : column + HALF]
+        plgpu.commit_smem()
+
+        def copy(row: jax.Array, carry: None, column: int = column) -> None:
+            plgpu.copy_smem_to_gmem(plain.at[pl.ds(row, 1)], out(row, column))
+
+        lax.fori_loop(0, count, copy, None)
+
+
+def rows_plan(sizes: jax.Array, rows: int) -> jax.Array:
+    """The tiles of rows: int32[1 + 4 x bound]: their number, then for each its group, where its two halves
+    begin, and the rows of a half.
+
+    Rows after the last group are those of one group more.
+    """
+    stops = jnp.cumsum(jnp.concatenate([sizes, rows - jnp.sum(sizes, keepdims=True)]), dtype=jnp.int32)
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), stops[:-1]])
+    counts = (stops - starts + 2 * HALF - 1) // (2 * HALF)
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    bound = rows // (2 * HALF) + len(stops)
+    index = jnp.arange(bound, dtype=jnp.int32)
+    group = jnp.sum(index[:, None] >= ends, axis=1, dtype=jnp.int32)  # beyond the last tile: not read
+    group = jnp.minimum(group, len(sizes))
+    start, stop = starts[group], stops[group]
+    begin = start + 2 * HALF * (index - (ends - counts)[group])
+    last = jnp.maximum(stop - HALF, start)
+    halves = jnp.minimum(begin, last), jnp.minimum(begin + HALF, last)
+    plan = jnp.stack([group, *halves, jnp.minimum(stop - start, HALF)], axis=1)
+    return jnp.concatenate([ends[-1:], plan.reshape(-1)])
+
+
+def rows_product(
+    x: jax.Array, w: jax.Array, plan: jax.Array, *, transposed: bool, tuning: Tuning
+) -> jax.Array:
+    """``x[i] @ w[group of i]``, or with the transpose of the matrix, which is read as it lies.
+
+    Args:
+        x: bf16 [rows, k].
+        w: bf16 [groups, k, n], or [groups, n, k] if ``transposed``.
+        plan: of ``rows_plan``.
+        transposed: whether the matrices are multiplied as their transposes.
+        tuning: of the kernel.
+
+    Returns:
+        bf16 [rows, n].
+    """
+    (rows, k), groups = x.shape, w.shape[0]
+    n, columns = w.shape[1 if transposed else 2], tuning.columns
+    across, peers = pl.cdiv(n, columns), 1 + tuning.pair
+    tiles = _Columns(n, tuning, by_columns=transposed)
+
+    def body(
+        plan: Any, x: Any, w: Any, out: Any, x_buffer: Any, w_buffer: Any, union: Any, full: Any, free: Any
+    ):
+        staged, plain = union
+        program, programs = lax.axis_index("program"), lax.axis_size("program")
+        warpgroup = lax.axis_index("warpgroup")
+        down, wide = plan[0], pl.cdiv(across, peers)
+
+        def tile_at(turn: jax.Array) -> tuple[jax.Array, jax.Array]:
+            """The tile's place in the plan, and its first column."""
+            row, column = _in_bands(program + turn * programs, down, wide, tuning.band)
+            return 1 + 4 * row, (column * peers + lax.axis_index("peer")) * columns
+
+        def steps_of(turn: jax.Array) -> jax.Array:
+            return jnp.where(plan[tile_at(turn)[0]] < groups, pl.cdiv(k, STEP), 0)
+
+        def copy(turn: jax.Array) -> Callable[[jax.Array, jax.Array], None]:
+            place, column = tile_at(turn)
+            group = jnp.minimum(plan[place], groups - 1)
+            begins = [plan[place + 1 + half] for half in range(_WARPGROUPS)]
+
+            def begin(step: jax.Array, slot: jax.Array) -> None:
+                terms = pl.ds(step * STEP, STEP)
+                for half, first in enumerate(begins):
+                    plgpu.copy_gmem_to_smem(
+                        x.at[pl.ds(first, HALF), terms],
+                        x_buffer.at[slot, pl.ds(half * HALF, HALF)],
+                        full.at[slot],
+                        collective_axes="peer" if tuning.pair else None,
+                    )
+
+                def copy_matrix(width: int) -> None:
+                    own = pl.ds(column, width)
+                    source = w.at[group, own, terms] if transposed else w.at[group, terms, own]
+                    plgpu.copy_gmem_to_smem(source, tiles.slot(w_buffer, slot, width), full.at[slot])
+
+                tiles.each(column, copy_matrix)
+
+            return begin
+
+        def multiply(turn: jax.Array, done: jax.Array) -> None:
+            place, column = tile_at(turn)
+            begin, own = plan[place + 1 + warpgroup], plan[place + 3]
+
+            def multiply_width(width: int) -> None:
+                def product(total: Any, step: jax.Array, slot: jax.Array) -> None:
+                    del step
+                    left = x_buffer.at[slot, pl.ds(warpgroup * HALF, HALF)]
+                    right = tiles.slot(w_buffer, slot, width)
+                    plgpu.wgmma(total, left, plgpu.transpose_ref(right, (1, 0)) if transposed else right)
+
+                value = _total(width, steps_of(turn), done, tuning, full, free, product)
+
+                @pl.when(own == HALF)
+                def _() -> None:
+                    where = pl.ds(begin, HALF)
+                    _store(value, staged.at[warpgroup], lambda c: out.at[where, pl.ds(column + c, HALF)])
+
+                @pl.when(own < HALF)
+                def _() -> None:
+                    _store_rows(
+                        value, own, plain.at[warpgroup],
+                        lambda r, c: out.at[pl.ds(begin + r, 1), pl.ds(column + c, HALF)],
+                    )  # fmt: skip
+
+            tiles.each(column, multiply_width)
+
+        count = (down * wide - program + programs - 1) // programs
+        _walk(count, steps_of, copy, multiply, free, tuning.stages)
+
+    kind = jax.ShapeDtypeStruct((rows, n), x.dtype)
+    buffers = _swizzled((tuning.stages, _WARPGROUPS * HALF, STEP)), tiles.buffer
+    return _launch(body, kind, tuning, buffers, 1 + _WARPGROUPS, plan, x, w)
+
+
+_OVERHEAD = 3
+"""What a tile costs beside its steps, in steps."""
+
+
+def sums_plan(sizes: jax.Array, k: int, n: int, tuning: Tuning) -> jax.Array:
+    """The order of groups: int32[1 + 3 x groups]: how many are heavy, then group, first row and rows of each,
+    from the largest to the smallest.
+
+    A tile of a heavy group is more work than a multiprocessor's share of the whole.
+
+    Args:
+        sizes: of the groups, int32 [groups].
+        k: rows of a group's result.
+        n: its columns.
+        tuning: of the kernel.
+    """
+    tiles, programs = _sums_tiles(k, n, tuning), multiprocessors() // (1 + tuning.pair)
+    index = jnp.arange(len(sizes))
+    # A comparison of all pairs is one small kernel; a sort is several.
+    before = (sizes[:, None] < sizes) | ((sizes[:, None] == sizes) & (index[:, None] > index))
+    rank = jnp.sum(before, axis=1)
+    starts = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
+    work = (sizes + STEP - 1) // STEP + _OVERHEAD
+    heavy = jnp.sum(work * programs > jnp.sum(work) * tiles, keepdims=True, dtype=jnp.int32)
+    rows = jnp.stack([index.astype(jnp.int32), starts, sizes], axis=1)
+    placed = jnp.sum(jnp.where((rank == index[:, None])[:, :, None], rows, 0), axis=1, dtype=jnp.int32)
+    return jnp.concatenate([heavy, placed.reshape(-1)])
+
+
+def _sums_tiles(k: int, n: int, tuning: Tuning) -> int:
+    """The tiles, or pairs of tiles, of a group's result."""
+    return pl.cdiv(k, _WARPGROUPS * HALF * (1 + tuning.pair)) * pl.cdiv(n, tuning.columns)
+
+
+def sums_of_products(
+    x: jax.Array, g: jax.Array, plan: jax.Array, *, groups: int, tuning: Tuning
+) -> jax.Array:
+    """For each group, the sum over its rows of the outer products of ``x`` and ``g``.
+
+    Args:
+        x: bf16 [rows, k].
+        g: bf16 [rows, n].
+        plan: of ``sums_plan``.
+        groups: their number.
+        tuning: of the kernel.
+
+    Returns:
+        bf16 [groups, k, n].
+    """
+    k, n, columns = x.shape[1], g.shape[1], tuning.columns
+    height, peers = _WARPGROUPS * HALF, 1 + tuning.pair
+    down, across, each = pl.cdiv(k, height * peers), pl.cdiv(n, columns), _sums_tiles(k, n, tuning)
+    tiles = _Columns(n, tuning)
+
+    def body(
+        plan: Any, x: Any, g: Any, out: Any, x_buffer: Any, g_buffer: Any, union: Any, full: Any, free: Any
+    ):
+        staged, _ = union
+        program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
+        heavy = plan[0] * each  # each of these tiles has a multiprocessor to itself
+        others = jnp.maximum(lax.axis_size("program") - heavy, 1)
+        alone, own = program < heavy, program - heavy
+
+        def position(turn: jax.Array) -> jax.Array:
+            # Back and forth, since tiles become smaller.
+            forth = jnp.where(lax.rem(turn, 2) == 0, own, others - 1 - own)
+            return jnp.where(alone, program, heavy + turn * others + forth)
+
+        def tile_at(turn: jax.Array) -> tuple[jax.Array, ...]:
+            """The tile's group, its group's first row and rows, and the tile's first row and column."""
+            place = position(turn)
+            rank = place // each
+            row, column = _in_bands(place - rank * each, down, across, tuning.band)
+            group, start, size = (plan[1 + 3 * rank + i] for i in range(3))
+            return group, start, size, (row * peers + lax.axis_index("peer")) * height, column * columns
+
+        def steps_of(turn: jax.Array) -> jax.Array:
+            return (plan[3 + 3 * (position(turn) // each)] + STEP - 1) // STEP
+
+        def copy(turn: jax.Array) -> Callable[[jax.Array, jax.Array], None]:
+            _, start, size, row, column = tile_at(turn)
+            last = jnp.maximum(start + size - STEP, start)
+
+            def begin(step: jax.Array, slot: jax.Array) -> None:
+                terms = pl.ds(jnp.minimum(start + step * STEP, last), STEP)
+                plgpu.copy_gmem_to_smem(x.at[terms, pl.ds(row, height)], x_buffer.at[slot], full.at[slot])
+
+                def copy_right(width: int) -> None:
+                    plgpu.copy_gmem_to_smem(
+                        g.at[terms, pl.ds(column, width)],
+                        tiles.slot(g_buffer, slot, width),
+                        full.at[slot],
+                        collective_axes="peer" if tuning.pair else None,
+                    )
+
+                tiles.each(column, copy_right)
+
+            return begin
+
+        def keep(buffer: Any, first: jax.Array, stop: jax.Array) -> None:
+            """Set the rows of [STEP, 64] outside of [first, stop) to 0."""
+            index = plgpu.broadcasted_iota(jnp.int32, (STEP, HALF), 0, layout=plgpu.Layout.WGMMA)
+            value = plgpu.load(buffer, layout=plgpu.Layout.WGMMA)
+            buffer[...] = jnp.where((index >= first) & (index < stop), value, jnp.bfloat16(0))
+
+        def multiply(turn: jax.Array, done: jax.Array) -> None:
+            group, _, size, row, column = tile_at(turn)
+            steps, short = steps_of(turn), size < STEP
+
+            def multiply_width(width: int) -> None:
+                def product(total: Any, step: jax.Array, slot: jax.Array) -> None:
+                    left = x_buffer.at[slot, :, pl.ds(warpgroup * HALF, HALF)]
+                    right = tiles.slot(g_buffer, slot, width)
+
+                    @pl.when((step == steps - 1) & (steps * STEP > size))
+                    def _() -> None:
+                        keep(left, jnp.where(short, 0, steps * STEP - size), jnp.where(short, size, STEP))
+
+                        # Rows of others, which may be infinite. Both warpgroups write the same.
+                        @pl.when(short)
+                        def _() -> None:
+                            for c in range(0, width, HALF):
+                                keep(right.at[:, pl.ds(c, HALF)], jnp.int32(0), size)
+
+                        plgpu.commit_smem()
+
+                    plgpu.wgmma(total, plgpu.transpose_ref(left, (1, 0)), right)
+
+                value = _total(width, steps, done, tuning, full, free, product)
+                where = pl.ds(row + warpgroup * HALF, HALF)
+                _store(value, staged.at[warpgroup], lambda c: out.at[group, where, pl.ds(column + c, HALF)])
+
+            tiles.each(column, multiply_width)
+
+        turns = (groups * each - heavy) // others
+        turns += (position(turns) < groups * each).astype(jnp.int32)
+        _walk(jnp.where(alone, 1, turns), steps_of, copy, multiply, free, tuning.stages)
+
+    kind = jax.ShapeDtypeStruct((groups, k, n), x.dtype)
+    buffers = _swizzled((tuning.stages, STEP, height)), tiles.buffer
+    return _launch(body, kind, tuning, buffers, 2, plan, x, g)
