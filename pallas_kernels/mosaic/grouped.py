@@ -8,6 +8,10 @@ half of a tile's rows. A tile has 2 x 64 rows of results. Two things make up for
   they begin earlier, and what two warpgroups compute twice is the same. Only groups of fewer than 64 rows are
   copied out row by row.
 - A sum over a group's rows ends with the group's last 64 rows, too. Those that were summed before count 0.
+
+Tensor cores want shared memory in tiles of 8 x 64, but a copy that cuts global memory into such tiles can
+only begin at every eighth row. Where rows begin anywhere, copies use another view of the same shared memory,
+in lines of 64 (``_views``).
 """
 
 # Pallas has no complete types.
@@ -15,6 +19,7 @@ half of a tile's rows. A tile has 2 x 64 rows of results. Two things make up for
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,6 +32,8 @@ HALF = 64
 """Rows of a warpgroup, the least that the tensor cores of a Hopper GPU multiply at once."""
 STEP = 64
 """Terms of the sums that are copied at once: what a swizzle of 128 bytes holds."""
+_EIGHT = 8
+"""Rows of a tile of shared memory."""
 _WARPGROUPS = 2
 _COPIER = 2
 _REGISTERS = {"copier": 40, "others": 232}
@@ -40,20 +47,30 @@ class Tuning:
         columns: of a tile of the result.
         stages: of the buffer in shared memory, in steps.
         band: tiles that follow each other along the rows before the next columns.
-        running: products that a warpgroup leaves running while it waits for the next operands, 0 or 1.
-        pair: whether two multiprocessors work side by side, and copy the operand that both need once.
     """
 
     columns: int = 256
     stages: int = 4
     band: int = 8
-    running: int = 1
-    pair: bool = False
 
 
-def _swizzled(shape: tuple[int, ...]) -> Any:
-    transforms = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+def _tiles(shape: tuple[int, ...]) -> Any:
+    transforms = plgpu.TilingTransform((_EIGHT, 64)), plgpu.SwizzleTransform(128)
     return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
+
+
+def _lines(shape: tuple[int, ...]) -> Any:
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=(plgpu.SwizzleTransform(128),))
+
+
+def _views(*shape: int) -> Any:
+    """Shared memory of [..., rows, 64], as tiles and as lines: the same bytes in the same order."""
+    return plgpu.RefUnion(_tiles(shape), _lines(shape))
+
+
+def _both(union: Any) -> tuple[Any, Any]:
+    """The tiles, which tensor cores and warpgroups use, and the lines, which copies use."""
+    return union[0], union[1]
 
 
 def multiprocessors() -> int:
@@ -90,25 +107,22 @@ def _launch(
         copies: by which a step arrives.
         arrays: in global memory.
     """
-    free: dict[str, Any] = {"num_arrivals": _WARPGROUPS, "num_barriers": tuning.stages}
-    peers = 1 + tuning.pair
     call = plgpu.kernel(
         body,
         out_type=out,
-        grid=(multiprocessors() // peers,),
+        grid=(multiprocessors(),),
         grid_names=("program",),
-        cluster=(peers,),
-        cluster_names=("peer",),
         num_threads=_WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=[
             *buffers,
             plgpu.RefUnion(
-                _swizzled((_WARPGROUPS, 2, HALF, HALF)),
+                _tiles((_WARPGROUPS, 2, HALF, HALF)),
+                _lines((_WARPGROUPS, 2, HALF, HALF)),
                 plgpu.SMEM((_WARPGROUPS, HALF, HALF), jnp.bfloat16),
             ),
             plgpu.Barrier(num_arrivals=copies, num_barriers=tuning.stages),
-            plgpu.ClusterBarrier(collective_axes=("peer",), **free) if tuning.pair else plgpu.Barrier(**free),
+            plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=tuning.stages),
         ],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
@@ -161,7 +175,7 @@ def _walk(
         def wait(step: jax.Array, carry: None) -> None:
             plgpu.barrier_wait(free.at[lax.rem(step, stages)])
 
-        # A peer may still read what it has of this one's memory.
+        # Nobody leaves before a barrier that others pass: the interpreter insists on it.
         lax.fori_loop(jnp.maximum(done - stages, 0), done, wait, None)
 
     @pl.when(jnp.logical_not(copier))
@@ -192,11 +206,11 @@ def _total(
             slot = lax.rem(done, tuning.stages)
             plgpu.barrier_wait(full.at[slot])
             product(total, step, slot)
-            plgpu.wgmma_wait(tuning.running)
+            plgpu.wgmma_wait(1)  # the one before is done, this one goes on beside the next wait
 
-            @pl.when(step >= tuning.running)
+            @pl.when(step > 0)
             def _() -> None:
-                plgpu.barrier_arrive(free.at[lax.rem(done - tuning.running, tuning.stages)])
+                plgpu.barrier_arrive(free.at[lax.rem(done - 1, tuning.stages)])
 
             return done + 1
 
@@ -204,11 +218,10 @@ def _total(
         return total[...]
 
     total = pl.run_scoped(add_all, plgpu.ACC((HALF, columns), jnp.float32))
-    if tuning.running:
 
-        @pl.when(steps > 0)
-        def _() -> None:
-            plgpu.barrier_arrive(free.at[lax.rem(done + steps - 1, tuning.stages)])
+    @pl.when(steps > 0)
+    def _() -> None:
+        plgpu.barrier_arrive(free.at[lax.rem(done + steps - 1, tuning.stages)])
 
     return total.astype(jnp.bfloat16)
 
@@ -221,11 +234,13 @@ class _Columns:
         n: all columns.
         tuning: columns of a tile, and stages of the buffer.
         by_columns: whether the operand in the buffer is [columns, STEP], not [STEP, columns].
+        anywhere: whether its rows begin anywhere in global memory.
     """
 
     n: int
     tuning: Tuning
     by_columns: bool = False
+    anywhere: bool = False
 
     @property
     def last(self) -> int:
@@ -237,15 +252,19 @@ class _Columns:
     def buffer(self) -> Any:
         """The buffer of the operand."""
 
-        def of(columns: int) -> Any:
+        def of(columns: int) -> list[Any]:
             stages = self.tuning.stages * self.tuning.columns // columns
-            return _swizzled((stages, columns, STEP) if self.by_columns else (stages, STEP, columns))
+            tiles = _tiles((stages, columns, STEP) if self.by_columns else (stages, STEP, columns))
+            if not self.anywhere:
+                return [tiles]
+            return [tiles, _lines((stages, STEP // _EIGHT, columns // HALF, _EIGHT, HALF))]
 
-        return plgpu.RefUnion(of(self.tuning.columns), of(self.last))
+        return plgpu.RefUnion(*of(self.tuning.columns), *of(self.last))
 
-    def slot(self, buffer: Any, slot: jax.Array, width: int) -> Any:
-        """A slot of the buffer, for a tile of that width."""
-        whole, part = buffer
+    def slot(self, buffer: Any, slot: jax.Array, width: int, view: int = 0) -> Any:
+        """A slot of the buffer for a tile of that width, as tiles (view 0) or as lines (view 1)."""
+        views = list(buffer)
+        whole, part = views[view], views[len(views) // 2 + view]
         columns = self.tuning.columns
         return whole.at[slot] if width == columns else part.at[slot * (columns // width)]
 
@@ -258,15 +277,45 @@ class _Columns:
             lax.cond(whole, lambda: work(self.tuning.columns), lambda: work(self.last))
 
 
-def _store(value: jax.Array, staged: Any, out: Callable[[int], Any]) -> None:
-    """Copy [HALF, n] of a warpgroup to global memory: ``out(c)`` is where 64 columns from c on belong."""
+def _begin_rows(
+    source: Any, first: jax.Array, column: jax.Array, width: int,
+    slot_of: Callable[[int], Any], full: Any,
+) -> None:  # fmt: skip
+    """Copy STEP rows, which begin anywhere, of so many columns: eight rows at a time, the height of a tile.
+
+    Args:
+        source: in global memory, [rows, n / 64, 64].
+        first: row.
+        column: the first one.
+        width: columns.
+        slot_of: the slot in a view, see ``_Columns.slot``.
+        full: barrier, passed after STEP / 8 copies.
+    """
+    for index in range(STEP // _EIGHT):
+        plgpu.copy_gmem_to_smem(
+            source.at[pl.ds(first + index * _EIGHT, _EIGHT), pl.ds(column // HALF, width // HALF)],
+            plgpu.transpose_ref(slot_of(1).at[index], (1, 0, 2)),
+            full,
+        )
+
+
+def _in_columns(g: jax.Array) -> jax.Array:
+    """[rows, n] as [rows, n / 64, 64], from which ``_begin_rows`` copies."""
+    return g.reshape(len(g), -1, HALF)
+
+
+def _store(value: jax.Array, staged: Any, lines: Any, out: Callable[[int], Any]) -> None:
+    """Copy [HALF, n] of a warpgroup to global memory: ``out(c)`` is where 64 columns from c on belong.
+
+    ``lines`` is what is copied of ``staged``: another view of it, or itself.
+    """
     for index, column in enumerate(range(0, value.shape[1], HALF)):
         # The buffer may still be read for the tile before, of which other branches know nothing.
         plgpu.wait_smem_to_gmem(int(index > 0), wait_read_only=True)
         slot = index % 2
         staged[slot] = value[:, column : column + HALF]
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(staged.at[slot], out(column))
+        plgpu.copy_smem_to_gmem(lines.at[slot], out(column))
 
 
 def _store_rows(value: jax.Array, count: jax.Array, plain: Any, out: Callable[[jax.Array, int], Any]) -> None:
@@ -321,21 +370,22 @@ def rows_product(
     """
     (rows, k), groups = x.shape, w.shape[0]
     n, columns = w.shape[1 if transposed else 2], tuning.columns
-    across, peers = pl.cdiv(n, columns), 1 + tuning.pair
+    across = pl.cdiv(n, columns)
     tiles = _Columns(n, tuning, by_columns=transposed)
 
     def body(
         plan: Any, x: Any, w: Any, out: Any, x_buffer: Any, w_buffer: Any, union: Any, full: Any, free: Any
     ):
-        staged, plain = union
+        (staged, lines), plain = _both(union), union[2]
+        x_tiles, x_lines = _both(x_buffer)
         program, programs = lax.axis_index("program"), lax.axis_size("program")
         warpgroup = lax.axis_index("warpgroup")
-        down, wide = plan[0], pl.cdiv(across, peers)
+        down = plan[0]
 
         def tile_at(turn: jax.Array) -> tuple[jax.Array, jax.Array]:
             """The tile's place in the plan, and its first column."""
-            row, column = _in_bands(program + turn * programs, down, wide, tuning.band)
-            return 1 + 4 * row, (column * peers + lax.axis_index("peer")) * columns
+            row, column = _in_bands(program + turn * programs, down, across, tuning.band)
+            return 1 + 4 * row, column * columns
 
         def steps_of(turn: jax.Array) -> jax.Array:
             return jnp.where(plan[tile_at(turn)[0]] < groups, pl.cdiv(k, STEP), 0)
@@ -350,9 +400,8 @@ def rows_product(
                 for half, first in enumerate(begins):
                     plgpu.copy_gmem_to_smem(
                         x.at[pl.ds(first, HALF), terms],
-                        x_buffer.at[slot, pl.ds(half * HALF, HALF)],
+                        x_lines.at[slot, half],
                         full.at[slot],
-                        collective_axes="peer" if tuning.pair else None,
                     )
 
                 def copy_matrix(width: int) -> None:
@@ -371,7 +420,7 @@ def rows_product(
             def multiply_width(width: int) -> None:
                 def product(total: Any, step: jax.Array, slot: jax.Array) -> None:
                     del step
-                    left = x_buffer.at[slot, pl.ds(warpgroup * HALF, HALF)]
+                    left = x_tiles.at[slot, warpgroup]
                     right = tiles.slot(w_buffer, slot, width)
                     plgpu.wgmma(total, left, plgpu.transpose_ref(right, (1, 0)) if transposed else right)
 
@@ -380,7 +429,10 @@ def rows_product(
                 @pl.when(own == HALF)
                 def _() -> None:
                     where = pl.ds(begin, HALF)
-                    _store(value, staged.at[warpgroup], lambda c: out.at[where, pl.ds(column + c, HALF)])
+                    _store(
+                        value, staged.at[warpgroup], lines.at[warpgroup],
+                        lambda c: out.at[where, pl.ds(column + c, HALF)],
+                    )  # fmt: skip
 
                 @pl.when(own < HALF)
                 def _() -> None:
@@ -391,11 +443,11 @@ def rows_product(
 
             tiles.each(column, multiply_width)
 
-        count = (down * wide - program + programs - 1) // programs
+        count = (down * across - program + programs - 1) // programs
         _walk(count, steps_of, copy, multiply, free, tuning.stages)
 
     kind = jax.ShapeDtypeStruct((rows, n), x.dtype)
-    buffers = _swizzled((tuning.stages, _WARPGROUPS * HALF, STEP)), tiles.buffer
+    buffers = _views(tuning.stages, _WARPGROUPS, HALF, STEP), tiles.buffer
     return _launch(body, kind, tuning, buffers, 1 + _WARPGROUPS, plan, x, w)
 
 
@@ -415,7 +467,7 @@ def sums_plan(sizes: jax.Array, k: int, n: int, tuning: Tuning) -> jax.Array:
         n: its columns.
         tuning: of the kernel.
     """
-    tiles, programs = _sums_tiles(k, n, tuning), multiprocessors() // (1 + tuning.pair)
+    tiles, programs = _sums_tiles(k, n, tuning), multiprocessors()
     index = jnp.arange(len(sizes))
     # A comparison of all pairs is one small kernel; a sort is several.
     before = (sizes[:, None] < sizes) | ((sizes[:, None] == sizes) & (index[:, None] > index))
@@ -429,8 +481,8 @@ def sums_plan(sizes: jax.Array, k: int, n: int, tuning: Tuning) -> jax.Array:
 
 
 def _sums_tiles(k: int, n: int, tuning: Tuning) -> int:
-    """The tiles, or pairs of tiles, of a group's result."""
-    return pl.cdiv(k, _WARPGROUPS * HALF * (1 + tuning.pair)) * pl.cdiv(n, tuning.columns)
+    """The tiles of a group's result."""
+    return pl.cdiv(k, _WARPGROUPS * HALF) * pl.cdiv(n, tuning.columns)
 
 
 def sums_of_products(
@@ -449,14 +501,14 @@ def sums_of_products(
         bf16 [groups, k, n].
     """
     k, n, columns = x.shape[1], g.shape[1], tuning.columns
-    height, peers = _WARPGROUPS * HALF, 1 + tuning.pair
-    down, across, each = pl.cdiv(k, height * peers), pl.cdiv(n, columns), _sums_tiles(k, n, tuning)
-    tiles = _Columns(n, tuning)
+    height = _WARPGROUPS * HALF
+    down, across, each = pl.cdiv(k, height), pl.cdiv(n, columns), _sums_tiles(k, n, tuning)
+    tiles = _Columns(n, tuning, anywhere=True)
 
     def body(
         plan: Any, x: Any, g: Any, out: Any, x_buffer: Any, g_buffer: Any, union: Any, full: Any, free: Any
     ):
-        staged, _ = union
+        staged, x_tiles, x_lines = union[0], *_both(x_buffer)
         program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
         heavy = plan[0] * each  # each of these tiles has a multiprocessor to itself
         others = jnp.maximum(lax.axis_size("program") - heavy, 1)
@@ -473,7 +525,7 @@ def sums_of_products(
             rank = place // each
             row, column = _in_bands(place - rank * each, down, across, tuning.band)
             group, start, size = (plan[1 + 3 * rank + i] for i in range(3))
-            return group, start, size, (row * peers + lax.axis_index("peer")) * height, column * columns
+            return group, start, size, row * height, column * columns
 
         def steps_of(turn: jax.Array) -> jax.Array:
             return (plan[3 + 3 * (position(turn) // each)] + STEP - 1) // STEP
@@ -483,16 +535,17 @@ def sums_of_products(
             last = jnp.maximum(start + size - STEP, start)
 
             def begin(step: jax.Array, slot: jax.Array) -> None:
-                terms = pl.ds(jnp.minimum(start + step * STEP, last), STEP)
-                plgpu.copy_gmem_to_smem(x.at[terms, pl.ds(row, height)], x_buffer.at[slot], full.at[slot])
+                first = jnp.minimum(start + step * STEP, last)
+                for half in range(_WARPGROUPS):
+                    plgpu.copy_gmem_to_smem(
+                        x.at[pl.ds(first, STEP), pl.ds(row + half * HALF, HALF)],
+                        x_lines.at[slot, half],
+                        full.at[slot],
+                    )
 
                 def copy_right(width: int) -> None:
-                    plgpu.copy_gmem_to_smem(
-                        g.at[terms, pl.ds(column, width)],
-                        tiles.slot(g_buffer, slot, width),
-                        full.at[slot],
-                        collective_axes="peer" if tuning.pair else None,
-                    )
+                    slot_of = partial(tiles.slot, g_buffer, slot, width)
+                    _begin_rows(g, first, column, width, slot_of, full.at[slot])
 
                 tiles.each(column, copy_right)
 
@@ -510,7 +563,7 @@ def sums_of_products(
 
             def multiply_width(width: int) -> None:
                 def product(total: Any, step: jax.Array, slot: jax.Array) -> None:
-                    left = x_buffer.at[slot, :, pl.ds(warpgroup * HALF, HALF)]
+                    left = x_tiles.at[slot, warpgroup]
                     right = tiles.slot(g_buffer, slot, width)
 
                     @pl.when((step == steps - 1) & (steps * STEP > size))
@@ -529,7 +582,10 @@ def sums_of_products(
 
                 value = _total(width, steps, done, tuning, full, free, product)
                 where = pl.ds(row + warpgroup * HALF, HALF)
-                _store(value, staged.at[warpgroup], lambda c: out.at[group, where, pl.ds(column + c, HALF)])
+                _store(
+                    value, staged.at[warpgroup], staged.at[warpgroup],
+                    lambda c: out.at[group, where, pl.ds(column + c, HALF)],
+                )  # fmt: skip
 
             tiles.each(column, multiply_width)
 
@@ -538,5 +594,6 @@ def sums_of_products(
         _walk(jnp.where(alone, 1, turns), steps_of, copy, multiply, free, tuning.stages)
 
     kind = jax.ShapeDtypeStruct((groups, k, n), x.dtype)
-    buffers = _swizzled((tuning.stages, STEP, height)), tiles.buffer
-    return _launch(body, kind, tuning, buffers, 2, plan, x, g)
+    buffers = _views(tuning.stages, _WARPGROUPS, STEP, HALF), tiles.buffer
+    copies = _WARPGROUPS + STEP // _EIGHT
+    return _launch(body, kind, tuning, buffers, copies, plan, x, _in_columns(g))

@@ -139,9 +139,7 @@ def by_jax() -> dict[str, Product]:
 BASE = Tuning()
 TUNINGS = {
     "256 columns": BASE,
-    "one at a time": replace(BASE, running=0),
-    "pairs": replace(BASE, pair=True),
-    "192 columns, pairs": replace(BASE, columns=192, pair=True),
+    "128 columns": replace(BASE, columns=128, stages=6),
 }
 
 
@@ -419,21 +417,16 @@ def main() -> None:
                         compilations[case, name, product] = pool.submit(compile_product, function, case)
 
                 attempt(name, submit)
-        pairs = [name for name in TUNINGS if TUNINGS[name].pair]
-        for final in (False, True):
-            for case in cases:
-                chosen = [name for name in names[case] if (name in pairs) == final]
-                for (own, name, _), future in compilations.items():
-                    if own is case and name in chosen:
-                        future.exception()  # waits, so that nothing compiles beside what is measured
-                for name, make in candidates(case, options.kernels):
-                    if name in chosen and case is cases[-1]:
-                        attempt(
-                            name, partial(check, name, make, 256 if ON_GPU else 64, 384 if ON_GPU else 72)
-                        )
-                for skewed in (False, True) if chosen else ():
-                    measure(case, skewed, chosen, compilations, options.each)
-                print(f"[{time.monotonic() - begin:.0f} s]", flush=True)
+        for case in cases:
+            for (own, _, _), future in compilations.items():
+                if own is case:
+                    future.exception()  # waits, so that nothing compiles beside what is measured
+            for name, make in candidates(case, options.kernels):
+                if case is cases[-1]:
+                    attempt(name, partial(check, name, make, 256 if ON_GPU else 64, 384 if ON_GPU else 72))
+            for skewed in (False, True):
+                measure(case, skewed, names[case], compilations, options.each)
+            print(f"[{time.monotonic() - begin:.0f} s]", flush=True)
     for case in cases if options.quack else ():
         print(f"\n{case}, at random")
         attempt("quack", partial(measure_quack, case, options.each))
