@@ -119,7 +119,8 @@ def _launch(
             plgpu.RefUnion(
                 _tiles((_WARPGROUPS, 2, HALF, HALF)),
                 _lines((_WARPGROUPS, 2, HALF, HALF)),
-                plgpu.SMEM((_WARPGROUPS, HALF, HALF), jnp.bfloat16),
+                # As large as the others: a warpgroup must not share its part with the other's.
+                plgpu.SMEM((_WARPGROUPS, 2, HALF, HALF), jnp.bfloat16),
             ),
             plgpu.Barrier(num_arrivals=copies, num_barriers=tuning.stages),
             plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=tuning.stages),
@@ -318,8 +319,15 @@ def _store(value: jax.Array, staged: Any, lines: Any, out: Callable[[int], Any])
         plgpu.copy_smem_to_gmem(lines.at[slot], out(column))
 
 
-def _store_rows(value: jax.Array, count: jax.Array, plain: Any, out: Callable[[jax.Array, int], Any]) -> None:
-    """Copy the first ``count`` rows of [HALF, n]: ``out(r, c)`` is where 64 columns of row r belong."""
+def _store_rows(
+    value: jax.Array, count: jax.Array, columns: jax.Array, plain: Any,
+    out: Callable[[jax.Array, int], Any],
+) -> None:  # fmt: skip
+    """Copy the first ``count`` rows of [HALF, n]: ``out(r, c)`` is where 64 columns of row r belong.
+
+    Only the first ``columns`` are copied: the copy of a whole row does not stop at the edge of the array, but
+    goes on in the next row.
+    """
     for column in range(0, value.shape[1], HALF):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plain[...] = value[:, column : column + HALF]
@@ -328,7 +336,7 @@ def _store_rows(value: jax.Array, count: jax.Array, plain: Any, out: Callable[[j
         def copy(row: jax.Array, carry: None, column: int = column) -> None:
             plgpu.copy_smem_to_gmem(plain.at[pl.ds(row, 1)], out(row, column))
 
-        lax.fori_loop(0, count, copy, None)
+        lax.fori_loop(0, jnp.where(column < columns, count, 0), copy, None)
 
 
 def rows_plan(sizes: jax.Array, rows: int) -> jax.Array:
@@ -437,7 +445,7 @@ def rows_product(
                 @pl.when(own < HALF)
                 def _() -> None:
                     _store_rows(
-                        value, own, plain.at[warpgroup],
+                        value, own, n - column, plain.at[warpgroup, 0],
                         lambda r, c: out.at[pl.ds(begin + r, 1), pl.ds(column + c, HALF)],
                     )  # fmt: skip
 
