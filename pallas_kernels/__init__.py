@@ -1,11 +1,13 @@
 """Blockwise quantization for communication: encode, decode, and the fused steps between two hops.
 
 ``encode_nf4`` and ``decode_nf4`` store frozen weights; ``attend_cache`` is the attention of generation;
-``cast_transpose`` makes operands of fp8 matmuls.
+``cast_transpose`` makes operands of fp8 matmuls; ``grouped_rows`` and ``grouped_sums`` are the matmuls of a
+mixture of experts.
 
 The package depends on jax alone (on CUDA it uses jax-triton if installed) and is independent of zerojax.
 ``pallas_kernels.reference`` is the specification, ``nf4_reference`` that of nf4,
-``attention_reference`` and ``cast_reference`` those of attention and of casts.
+``attention_reference``, ``cast_reference`` and ``grouped_reference`` those of attention, of casts and of
+grouped matmuls.
 """
 
 from pallas_kernels.attention import attend_cache
@@ -23,6 +25,7 @@ from pallas_kernels.dispatch import (
     encode_reordered,
 )
 from pallas_kernels.formats import BITS, FORMATS, QMAX, QUANTIZED, RAW, STORED, Format, nbytes, nf4_bytes
+from pallas_kernels.grouped import grouped_rows, grouped_sums
 
 __all__ = [
     "BITS",
@@ -44,6 +47,8 @@ __all__ = [
     "encode_delta",
     "encode_nf4",
     "encode_reordered",
+    "grouped_rows",
+    "grouped_sums",
     "nbytes",
     "nf4_bytes",
 ]

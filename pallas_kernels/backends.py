@@ -37,8 +37,8 @@ def _pallas_module() -> ModuleType | None:
 def cuda_implementation(name: str) -> Callable[..., jax.Array] | None:
     """The CUDA implementation of the public function ``name``; None if XLA compiles the reference."""
     triton, mosaic = _triton_module(), _pallas_module()
-    if triton is None:
-        return getattr(mosaic, name, None)  # Pallas has no kernels for decode_add and nf4
+    if triton is None or not hasattr(triton, name):
+        return getattr(mosaic, name, None)  # neither has all kernels of the other
     if mosaic is None or name not in PALLAS_FIRST:
         return getattr(triton, name)
     return partial(getattr(mosaic, name), otherwise=getattr(triton, name))

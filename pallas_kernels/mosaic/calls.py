@@ -1,8 +1,9 @@
 """The functions of the reference, with the same arguments, computed by the Pallas kernels.
 
 The kernels support bf16 and fp32 numbers, int8, int4 and fp8, rounding to nearest, no rotation, rows of at
-least four blocks, and sums of at most 32 peers. Everything else falls back to ``pallas_kernels.reference``,
-or to ``otherwise`` where the caller of an encoder gives it.
+least four blocks, and sums of at most 32 peers; in grouped matmuls, on Hopper, bf16 numbers, and matrices
+with sides that are multiples of 64. Everything else falls back to the specification, or to
+``otherwise`` where the caller of an encoder gives it.
 """
 
 # Pallas and jnp.iinfo have no complete types.
@@ -20,14 +21,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import reference
+from pallas_kernels import grouped_reference, reference
+from pallas_kernels.chips import compute_capability
 from pallas_kernels.formats import BITS
-from pallas_kernels.mosaic import kernels
+from pallas_kernels.mosaic import grouped, kernels
 from pallas_kernels.mosaic.kernels import Rows
 from pallas_kernels.mosaic.tiles import Tile, choose_tile
 
 Implementation = Callable[..., jax.Array]
 _FLOATS = (jnp.float32, jnp.bfloat16)
+_HOPPER = 90
 _MAX_PEERS = 32
 """Rows summed in unrolled code."""
 ENCODE_ELEMENTS = 16
@@ -262,3 +265,26 @@ def decode_sum_encode(
     kind = _encoded_type(out, rows_out, lanes)
     views = _sum_views(payload, fmt_in, lanes)
     return _as_bytes(_launch(sum_encode_kernel, kind, rows_out, out.blocks, tile, *views))
+
+
+def _has_grouped(x: jax.Array, *sides: int) -> bool:
+    """Whether there are kernels for rows of a dtype and number, and matrices of such sides."""
+    fits = x.dtype == jnp.bfloat16 and len(x) >= grouped.HALF and compute_capability() == _HOPPER
+    return fits and all(side > 0 and side % grouped.STEP == 0 for side in sides)
+
+
+def grouped_rows(x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array:
+    """See ``pallas_kernels.grouped_rows``."""
+    if not len(sizes) or not _has_grouped(x, *w.shape[1:]):
+        return grouped_reference.grouped_rows(x, w, sizes, transposed=transposed)
+    plan = grouped.rows_plan(sizes, len(x))
+    return grouped.rows_product(x, w, plan, transposed=transposed, tuning=grouped.Tuning())
+
+
+def grouped_sums(x: jax.Array, g: jax.Array, sizes: jax.Array) -> jax.Array:
+    """See ``pallas_kernels.grouped_sums``."""
+    if not len(sizes) or not _has_grouped(x, x.shape[1], g.shape[1]):
+        return grouped_reference.grouped_sums(x, g, sizes)
+    tuning = grouped.Tuning()
+    plan = grouped.sums_plan(sizes, x.shape[1], g.shape[1], tuning)
+    return grouped.sums_of_products(x, g, plan, groups=len(sizes), tuning=tuning)

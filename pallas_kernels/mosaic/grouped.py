@@ -16,6 +16,7 @@ in lines of 64 (``_views``).
 
 # Pallas has no complete types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -295,7 +296,7 @@ def _begin_rows(
     for index in range(STEP // _EIGHT):
         plgpu.copy_gmem_to_smem(
             source.at[pl.ds(first + index * _EIGHT, _EIGHT), pl.ds(column // HALF, width // HALF)],
-            plgpu.transpose_ref(slot_of(1).at[index], (1, 0, 2)),
+            slot_of(1).at[index].transpose((1, 0, 2)),
             full,
         )
 
@@ -351,7 +352,7 @@ def rows_plan(sizes: jax.Array, rows: int) -> jax.Array:
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     bound = rows // (2 * HALF) + len(stops)
     index = jnp.arange(bound, dtype=jnp.int32)
-    group = jnp.sum(index[:, None] >= ends, axis=1, dtype=jnp.int32)  # beyond the last tile: not read
+    group = jnp.sum(index[:, None] >= ends[None], axis=1, dtype=jnp.int32)  # beyond the last tile: not read
     group = jnp.minimum(group, len(sizes))
     start, stop = starts[group], stops[group]
     begin = start + 2 * HALF * (index - (ends - counts)[group])
@@ -430,7 +431,7 @@ def rows_product(
                     del step
                     left = x_tiles.at[slot, warpgroup]
                     right = tiles.slot(w_buffer, slot, width)
-                    plgpu.wgmma(total, left, plgpu.transpose_ref(right, (1, 0)) if transposed else right)
+                    plgpu.wgmma(total, left, right.transpose((1, 0)) if transposed else right)
 
                 value = _total(width, steps_of(turn), done, tuning, full, free, product)
 
@@ -478,13 +479,16 @@ def sums_plan(sizes: jax.Array, k: int, n: int, tuning: Tuning) -> jax.Array:
     tiles, programs = _sums_tiles(k, n, tuning), multiprocessors()
     index = jnp.arange(len(sizes))
     # A comparison of all pairs is one small kernel; a sort is several.
-    before = (sizes[:, None] < sizes) | ((sizes[:, None] == sizes) & (index[:, None] > index))
+    mine, others = sizes[:, None], sizes[None]
+    before = (mine < others) | ((mine == others) & (index[:, None] > index[None]))
     rank = jnp.sum(before, axis=1)
     starts = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
     work = (sizes + STEP - 1) // STEP + _OVERHEAD
     heavy = jnp.sum(work * programs > jnp.sum(work) * tiles, keepdims=True, dtype=jnp.int32)
     rows = jnp.stack([index.astype(jnp.int32), starts, sizes], axis=1)
-    placed = jnp.sum(jnp.where((rank == index[:, None])[:, :, None], rows, 0), axis=1, dtype=jnp.int32)
+    placed = jnp.sum(
+        jnp.where((rank[None] == index[:, None])[:, :, None], rows[None], 0), axis=1, dtype=jnp.int32
+    )
     return jnp.concatenate([heavy, placed.reshape(-1)])
 
 
@@ -586,7 +590,7 @@ def sums_of_products(
 
                         plgpu.commit_smem()
 
-                    plgpu.wgmma(total, plgpu.transpose_ref(left, (1, 0)), right)
+                    plgpu.wgmma(total, left.transpose((1, 0)), right)
 
                 value = _total(width, steps, done, tuning, full, free, product)
                 where = pl.ds(row + warpgroup * HALF, HALF)

@@ -1,0 +1,70 @@
+"""Products of groups of rows with a matrix for each group, checked; see ``pallas_kernels.dispatch``.
+
+Group g has ``sizes[g]`` rows, which follow those of group g - 1. Rows after the last group belong to nobody:
+whatever they hold, it is in no result. Sums are in fp32. The kernels are Pallas' for Hopper, in bf16, for
+matrices with sides that are multiples of 64; kernel and specification differ by rounding.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import grouped_reference
+from pallas_kernels.dispatch import dispatch
+
+
+def _check(x: jax.Array, other: jax.Array, sizes: jax.Array, name: str, fits: bool, expected: str) -> None:
+    if not fits:
+        raise ValueError(
+            f"x {x.shape}, {name} {other.shape} and sizes {sizes.shape}: expected {expected} and [groups]"
+        )
+    if x.dtype != other.dtype or not jnp.issubdtype(x.dtype, jnp.floating) or sizes.dtype != jnp.int32:
+        raise TypeError(
+            f"x, {name} and sizes are {x.dtype}, {other.dtype} and {sizes.dtype}: expected one "
+            f"floating-point dtype for x and {name}, and int32"
+        )
+
+
+@partial(jax.jit, static_argnames="transposed")
+def grouped_rows(x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool = False) -> jax.Array:
+    """Multiply each row by the matrix of its group, ``x[i] @ w[group of i]``, or by its transpose.
+
+    Args:
+        x: [rows, k], any floating-point dtype.
+        w: [groups, k, n], or [groups, n, k] if ``transposed``, in the dtype of ``x``.
+        sizes: rows of each group, int32 [groups]; together at most ``rows``.
+        transposed: whether the matrices are multiplied as their transposes, which nobody writes to memory.
+
+    Returns:
+        [rows, n], in the dtype of ``x``; zeros in rows of nobody.
+
+    Raises:
+        ValueError: a shape does not fit.
+        TypeError: a dtype does not fit.
+    """
+    fits = x.ndim == 2 and w.ndim == 3 and x.shape[1] == w.shape[2 if transposed else 1]
+    expected = "[rows, k], [groups, n, k]" if transposed else "[rows, k], [groups, k, n]"
+    _check(x, w, sizes, "w", fits and sizes.shape == w.shape[:1], expected)
+    return dispatch("grouped_rows", x, w, sizes, specification=grouped_reference, transposed=transposed)
+
+
+@jax.jit
+def grouped_sums(x: jax.Array, g: jax.Array, sizes: jax.Array) -> jax.Array:
+    """For each group, the sum over its rows of the outer products of ``x`` and ``g``.
+
+    Args:
+        x: [rows, k], any floating-point dtype.
+        g: [rows, n], in the dtype of ``x``.
+        sizes: as for ``grouped_rows``.
+
+    Returns:
+        [groups, k, n], in the dtype of ``x``; zeros for empty groups.
+
+    Raises:
+        ValueError: a shape does not fit.
+        TypeError: a dtype does not fit.
+    """
+    fits = x.ndim == g.ndim == 2 and len(x) == len(g) and sizes.ndim == 1
+    _check(x, g, sizes, "g", fits, "[rows, k], [rows, n]")
+    return dispatch("grouped_sums", x, g, sizes, specification=grouped_reference)

@@ -1,0 +1,100 @@
+"""Specification of ``pallas_kernels.grouped_rows`` and ``grouped_sums``.
+
+The rows are cut into tiles, and a tile is multiplied once for each group that has rows in it: the cost
+depends on how many rows there are, hardly on how many groups.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+
+class _Tiles(NamedTuple):
+    """One entry for each pair of a tile of rows and a group that has rows in it, in order.
+
+    There are at most as many as tiles and groups together; entries beyond the pairs repeat the last one, with
+    no rows.
+
+    Attributes:
+        group: of the pair.
+        offset: the tile's first row.
+        start: the group's first row.
+        stop: the row after the group's last one; 0 beyond the pairs.
+        first: whether the pair is the first one of its group.
+    """
+
+    group: Array
+    offset: Array
+    start: Array
+    stop: Array
+    first: Array
+
+
+def _tile_rows(rows: int, groups: int) -> int:
+    """Rows of a tile: about as many as a group has, so that little is computed in vain."""
+    return int(np.clip(1 << max(rows // groups, 1).bit_length(), 8, 128))
+
+
+def _tiles(sizes: Array, rows: int, tile: int) -> _Tiles:
+    stops = jnp.cumsum(sizes)
+    starts = stops - sizes
+    counts = jnp.where(sizes > 0, (stops - 1) // tile - starts // tile + 1, 0)
+    ends = jnp.cumsum(counts)
+    index = jnp.arange(-(-rows // tile) + len(sizes))
+    pair = jnp.clip(index, 0, jnp.maximum(ends[-1] - 1, 0))
+    group = jnp.minimum(jnp.searchsorted(ends, pair, side="right"), len(sizes) - 1)
+    nth = pair - (ends - counts)[group]
+    real = index < ends[-1]
+    offset = (starts[group] // tile + nth) * tile
+    return _Tiles(group, offset, starts[group], jnp.where(real, stops[group], 0), real & (nth == 0))
+
+
+def _padded(x: Array, tile: int) -> Array:
+    return jnp.pad(x, ((0, -len(x) % tile), (0, 0)))
+
+
+def _own(x: Array, pair: _Tiles, tile: int) -> tuple[Array, Array]:
+    """The tile of a pair, and which of its rows are the group's, [tile, 1]."""
+    index = pair.offset + jnp.arange(tile)[:, None]
+    return lax.dynamic_slice_in_dim(x, pair.offset, tile), (index >= pair.start) & (index < pair.stop)
+
+
+_dot = functools.partial(lax.dot_general, preferred_element_type=jnp.float32)
+
+
+def grouped_rows(x: Array, w: Array, sizes: Array, *, transposed: bool) -> Array:
+    """See ``pallas_kernels.grouped_rows``."""
+    tile = _tile_rows(len(x), len(w))
+    padded = _padded(x, tile)
+
+    def add(out: Array, pair: _Tiles) -> tuple[Array, None]:
+        rows, own = _own(padded, pair, tile)
+        found = _dot(rows, w[pair.group], (((1,), (1 if transposed else 0,)), ((), ())))
+        before = lax.dynamic_slice_in_dim(out, pair.offset, tile)
+        after = jnp.where(own, found.astype(out.dtype), before)
+        return lax.dynamic_update_slice_in_dim(out, after, pair.offset, 0), None
+
+    out = jnp.zeros((len(padded), w.shape[1 if transposed else 2]), x.dtype)
+    return lax.scan(add, out, _tiles(sizes, len(x), tile))[0][: len(x)]
+
+
+def grouped_sums(x: Array, g: Array, sizes: Array) -> Array:
+    """See ``pallas_kernels.grouped_sums``."""
+    tile = _tile_rows(len(x), len(sizes))
+    padded, against = _padded(x, tile), _padded(g, tile)
+
+    def add(carry: tuple[Array, Array], pair: _Tiles) -> tuple[tuple[Array, Array], None]:
+        total, out = carry
+        rows, own = _own(padded, pair, tile)
+        others, _ = _own(against, pair, tile)
+        # Both, since what lies in another group's rows may be infinite.
+        rows, others = jnp.where(own, rows, 0), jnp.where(own, others, 0)
+        total = jnp.where(pair.first, 0, total) + _dot(rows, others, (((0,), (0,)), ((), ())))
+        return (total, out.at[pair.group].set(total.astype(out.dtype))), None
+
+    shape = (x.shape[1], g.shape[1])
+    carry = (jnp.zeros(shape, jnp.float32), jnp.zeros((len(sizes), *shape), x.dtype))
+    return lax.scan(add, carry, _tiles(sizes, len(x), tile))[0][1]

@@ -1,0 +1,72 @@
+"""The kernels of grouped matmuls against their specification: interpreted, and on a GPU if there is one."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from kernel_cases import has_gpu
+
+from pallas_kernels import grouped_reference
+from pallas_kernels.mosaic import calls, grouped
+
+
+def operands(sizes, others, k, n):
+    """x, w, g and sizes, with NaN in the rows of nobody."""
+    rng = np.random.default_rng(k + n)
+    rows = sum(sizes) + others
+    x, w, g = (rng.standard_normal(s) for s in ((rows, k), (len(sizes), k, n), (rows, n)))
+    x[sum(sizes) :] = g[sum(sizes) :] = np.nan
+    return *(np.asarray(jnp.asarray(a, jnp.bfloat16)) for a in (x, w, g)), np.array(sizes, np.int32)
+
+
+def products(module, x, w, g, sizes):
+    yield jax.jit(partial(module.grouped_rows, transposed=False))(x, w, sizes)
+    yield jax.jit(partial(module.grouped_rows, transposed=True))(g, w, sizes)
+    yield jax.jit(module.grouped_sums)(x, g, sizes)
+
+
+def compare(found, wanted):
+    for a, b in zip(found, wanted, strict=True):
+        # Sums in fp32, in another order: results may be rounded to different neighbours.
+        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2**-7, atol=1e-2)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Pallas' interpreter, which knows neither transposed references nor two views of one buffer."""
+
+    def begin_rows(source, first, column, width, slot_of, full):
+        for start in range(0, grouped.STEP, 8):
+            rows = source.at[pl.ds(first + start, 8), pl.ds(column, width)]
+            plgpu.copy_gmem_to_smem(rows, slot_of(0).at[pl.ds(start, 8)], full)
+
+    monkeypatch.setattr(grouped, "_begin_rows", begin_rows)
+    monkeypatch.setattr(grouped, "_in_columns", lambda g: g)
+    monkeypatch.setattr(grouped, "_both", lambda views: (views[0], views[0]))
+    monkeypatch.setattr(grouped, "multiprocessors", lambda: 2)
+    with plgpu.force_gpu_interpret_mode():
+        yield
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_interpreted_kernels_equal_the_specification():
+    given = operands((1, 0, 65, 70), 9, 192, 64)
+    compare(list(products(calls, *given)), products(grouped_reference, *given))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_gpu(), reason="no CUDA device in this process")
+@pytest.mark.parametrize(("k", "n"), [(256, 384), (192, 320), (704, 64)])
+def test_kernels_on_a_gpu_equal_the_specification(k, n):
+    """More tiles than multiprocessors; groups that fill no tile, and tiles beyond the edge of a matrix."""
+    sizes = (0, 1, 63, 64, 65, 0, 127, 128, 129, 700, 191) * 12
+    given = operands(sizes, 33, k, n)
+    with jax.default_device(jax.devices("cpu")[0]):
+        wanted = [np.asarray(a) for a in products(grouped_reference, *given)]
+    with jax.default_device(jax.devices("cuda")[0]):
+        for _ in range(3):
+            compare(list(products(calls, *given)), wanted)
