@@ -123,7 +123,13 @@ def by_jax() -> dict[str, Product]:
     """The kernel that comes with jax."""
     from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 
-    blocks = {"block_m": 128, "block_n": 128, "block_k": 64, "max_concurrent_steps": 5, "grid_block_n": 8}
+    blocks: Any = {
+        "block_m": 128,
+        "block_n": 128,
+        "block_k": 64,
+        "max_concurrent_steps": 5,
+        "grid_block_n": 8,
+    }
 
     def out(x: Array, w: Array, g: Array, sizes: Array) -> Array:
         del g
@@ -226,7 +232,7 @@ def check(name: str, make: Make, k: int, n: int) -> None:
     texts: list[str] = []
     good = True
     total = int(sizes.sum())
-    wanted = expected(*(as_numpy(arrays[name]) for name in ("x", "w", "g")), sizes)
+    wanted = expected(as_numpy(arrays["x"]), as_numpy(arrays["w"]), as_numpy(arrays["g"]), sizes)
     for product, function in make().items():
         found = as_numpy(jax.jit(function)(arrays["x"], arrays["w"], arrays["g"], jnp.asarray(sizes)))
         parts = (
@@ -296,7 +302,7 @@ def print_row(name: str, case: Case, times: Mapping[str, float], base: list[floa
 
 def torch_times(case: Case, sizes: np.ndarray, seconds: float) -> dict[str, float]:
     """Of ``torch._grouped_mm``."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     def normal(*shape: int) -> Any:
         return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
@@ -318,8 +324,8 @@ def torch_times(case: Case, sizes: np.ndarray, seconds: float) -> dict[str, floa
 
 def quack_times(case: Case, sizes: np.ndarray, seconds: float) -> dict[str, float]:
     """Of quack-kernels (CuTe DSL), called from PyTorch with its own choice of tiles."""
-    import torch
-    from quack.gemm_interface import gemm
+    import torch  # pyright: ignore[reportMissingImports]
+    from quack.gemm_interface import gemm  # pyright: ignore[reportMissingImports]
 
     def normal(*shape: int) -> Any:
         return torch.randn(shape, dtype=torch.bfloat16, device="cuda")

@@ -20,7 +20,8 @@ def operands(sizes, others, k, n):
     rows = sum(sizes) + others
     x, w, g = (rng.standard_normal(s) for s in ((rows, k), (len(sizes), k, n), (rows, n)))
     x[sum(sizes) :] = g[sum(sizes) :] = np.nan
-    return *(np.asarray(jnp.asarray(a, jnp.bfloat16)) for a in (x, w, g)), np.array(sizes, np.int32)
+    x, w, g = (np.asarray(jnp.asarray(a, jnp.bfloat16)) for a in (x, w, g))
+    return x, w, g, np.array(sizes, np.int32)
 
 
 def products(module, x, w, g, sizes):
