@@ -165,7 +165,7 @@ class ZeroConfig:
     rotation: Literal[0, 32] = 0
     error_feedback: bool = False
     chunks: int = 1
-    precise: tuple[tuple[str, FloorFormat], ...] = (("*embed*", "int8"),)
+    precise: tuple[tuple[str, FloorFormat], ...] = (("*embed*", "int8"), ("*router*", "bf16"))
     matmul_dtype: MatmulDtype = "compute"
     fp8: tuple[str, ...] = MATMUL_WEIGHTS
     frozen: tuple[str, ...] = ()
