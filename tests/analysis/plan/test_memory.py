@@ -85,14 +85,15 @@ def test_compiled_memory_is_within_a_tenth_of_the_formula(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["stage 3", "delta"])
-def test_compiled_memory_with_muon_is_as_planned(name):
-    """The peak is in the update, with the matrices of every node."""
-    zero = zerojax.ZeroConfig.preset(**{"name": "zero3", **_named(name)})
+@pytest.mark.parametrize(("name", "spread"), [("stage 3", "node"), ("delta", "node"), ("stage 3", "world")])
+def test_compiled_memory_with_muon_is_as_planned(name, spread):
+    """The peak is in the update, with the matrices of every node or of the world."""
+    zero = zerojax.ZeroConfig.preset(**{"name": "zero3", **_named(name)}, matrix_spread=spread)
     state, compiled = compiled_gpt(CONFIG, zero, NODES, LOCAL, tx=zerojax.scale_by_muon())
     plan = plan_state(state)
     assert hlo.memory(compiled).peak == pytest.approx(plan.memory.total, rel=0.10)
-    assert plan.memory.total > 12 * plan.parameters / LOCAL
+    assert plan.memory.kinds["matrices"]
+    assert plan.memory.total > 12 * plan.parameters / (LOCAL if spread == "node" else D)
 
 
 @pytest.mark.slow

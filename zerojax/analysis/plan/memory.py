@@ -183,10 +183,24 @@ def _in_update(spec: TrainSpec) -> dict[str, int]:
     """In the update, while a device has whole matrices of one shape, as many as it gets of all at most.
 
     In compiled programs in fp32 as they come and as they become, and in the compute dtype as they are sent.
+    Where they cross nodes, gradients stay until all are back: those of other shapes are sent and arrive
+    besides, and there are three products of a matrix with itself.
     """
-    item = 4 + 4 + jnp.dtype(spec.zero.compute_dtype).itemsize
-    groups = [most_dealt(same) * same[0].padded for same in by_shape(spec.matrices) if spec.zero.stage]
-    return {"gradients": _gradients(spec) + _sums_in_nodes(spec), "matrices": item * max(groups, default=0)}
+    item = jnp.dtype(spec.zero.compute_dtype).itemsize
+    shapes = by_shape(spec.matrices) if spec.zero.stage else []
+    dealt = [most_dealt(same) * same[0].padded for same in shapes]
+    one_by_one = [(4 + 4 + item) * elements for elements in dealt]
+    crossing = [
+        (4 + 4) * elements
+        + 3 * 4 * most_dealt(same) * min(same[0].shape) ** 2
+        + 2 * item * (sum(dealt) - elements)
+        for same, elements in zip(shapes, dealt, strict=True)
+        if spec.world.nodes > 1 and not same[0].in_every_node
+    ]
+    return {
+        "gradients": _gradients(spec) + _sums_in_nodes(spec),
+        "matrices": max([*one_by_one, *crossing], default=0),
+    }
 
 
 def _together(spec: TrainSpec) -> int:
