@@ -6,12 +6,19 @@ from importlib import import_module, metadata, util
 from types import ModuleType
 
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxlib import gpu_triton
 
 from pallas_kernels.chips import compute_capability
 
 PALLAS_FIRST = ("encode", "encode_reordered")
 """Functions that Pallas' kernels run faster than Triton's, if both are available (docs/kernels.md)."""
+
+
+_HOPPER = 90
+_GROUPED_SIDES = 64
+"""What the kernels read of a matrix in one piece."""
 
 
 def _has_plugin() -> bool:
@@ -44,10 +51,18 @@ def cuda_implementation(name: str) -> Callable[..., jax.Array] | None:
     return partial(getattr(mosaic, name), otherwise=getattr(triton, name))
 
 
+def has_grouped_kernels(dtype: DTypeLike, *sides: int) -> bool:
+    """Whether grouped matmuls of matrices with such sides have kernels on the chip at hand."""
+    fits = compute_capability() == _HOPPER and jnp.dtype(dtype) == jnp.bfloat16
+    return fits and all(side > 0 and side % _GROUPED_SIDES == 0 for side in sides)
+
+
 def backend_report() -> dict[str, str]:
     """The implementation on each platform, in words; informational only."""
     reference = "jax.numpy reference, compiled by XLA"
     pallas = "int8, int4 and fp8, neither stochastic nor rotated, by Pallas kernels through Mosaic GPU"
+    if compute_capability() == _HOPPER:
+        pallas += f"; so are grouped matmuls in bf16, of sides that are multiples of {_GROUPED_SIDES}"
     if _triton_module() is None:
         missing = "the Triton kernels need jax-triton and JAX's CUDA plugin"
         rest = f"{reference} ({missing})"

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import grouped_reference, reference
-from pallas_kernels.chips import compute_capability
+from pallas_kernels.backends import has_grouped_kernels
 from pallas_kernels.formats import BITS
 from pallas_kernels.mosaic import grouped, kernels
 from pallas_kernels.mosaic.kernels import Rows
@@ -30,7 +30,6 @@ from pallas_kernels.mosaic.tiles import Tile, choose_tile
 
 Implementation = Callable[..., jax.Array]
 _FLOATS = (jnp.float32, jnp.bfloat16)
-_HOPPER = 90
 _MAX_PEERS = 32
 """Rows summed in unrolled code."""
 ENCODE_ELEMENTS = 16
@@ -269,8 +268,7 @@ def decode_sum_encode(
 
 def _has_grouped(x: jax.Array, *sides: int) -> bool:
     """Whether there are kernels for rows of a dtype and number, and matrices of such sides."""
-    fits = x.dtype == jnp.bfloat16 and len(x) >= grouped.HALF and compute_capability() == _HOPPER
-    return fits and all(side > 0 and side % grouped.STEP == 0 for side in sides)
+    return len(x) >= grouped.HALF and has_grouped_kernels(x.dtype, *sides)
 
 
 def grouped_rows(x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array:

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
+from pallas_kernels import has_grouped_kernels
 from zerojax.adapters import LossFn, ModelState
 from zerojax.comm.in_order import on_mesh, one_at_a_time
 from zerojax.comm.xla_options import CompilerOptions, compiler_options
@@ -259,6 +260,19 @@ def _warn_without_fp8(device: Any) -> None:
         )
 
 
+@functools.cache
+def _warn_slow_experts(platform: str, kind: str, dtype: str, sides: tuple[int, ...]) -> None:
+    """Log, once in a process, that matmuls of experts have no kernels on a GPU of a kind."""
+    if platform == "gpu" and not has_grouped_kernels(dtype, *sides) and jax.process_index() == 0:
+        logger.warning(
+            "the grouped matmuls of experts of %s in %s on %s are compiled by XLA, many times slower than "
+            "their kernels, which are for Hopper, in bfloat16, with sides that are multiples of 64",
+            " x ".join(map(str, sides)),
+            dtype,
+            kind,
+        )
+
+
 def _compiler_options(spec: TrainSpec) -> CompilerOptions:
     return compiler_options(spec.mesh, separate_products=spec.zero.matmul_dtype == "fp8")
 
@@ -273,6 +287,10 @@ def _compiled(spec: TrainSpec) -> jax.stages.Wrapped:
     def make() -> jax.stages.Wrapped:
         if spec.zero.matmul_dtype == "fp8":
             _warn_without_fp8(spec.mesh.devices.flat[0])
+        device, dtype = spec.mesh.devices.flat[0], str(spec.zero.compute_dtype)
+        for p in spec.adapter.parameters:
+            if p.of_experts and len(p.shape) == 3:
+                _warn_slow_experts(device.platform, device.device_kind, dtype, p.shape[1:])
         fields = abstract_fields(spec)
         everyone = NamedSharding(spec.mesh, PartitionSpec())
         state = TrainState(**{**shardings_of(fields), "frozen": {}}, spec=spec)
