@@ -287,9 +287,9 @@ def _compiled(spec: TrainSpec) -> jax.stages.Wrapped:
     def make() -> jax.stages.Wrapped:
         if spec.zero.matmul_dtype == "fp8":
             _warn_without_fp8(spec.mesh.devices.flat[0])
-        device, dtype = spec.mesh.devices.flat[0], str(spec.zero.compute_dtype)
         for p in spec.adapter.parameters:
             if p.of_experts and len(p.shape) == 3:
+                device, dtype = spec.mesh.devices.flat[0], str(spec.zero.compute_dtype)
                 _warn_slow_experts(device.platform, device.device_kind, dtype, p.shape[1:])
         fields = abstract_fields(spec)
         everyone = NamedSharding(spec.mesh, PartitionSpec())
