@@ -266,23 +266,24 @@ def decode_sum_encode(
     return _as_bytes(_launch(sum_encode_kernel, kind, rows_out, out.blocks, tile, *views))
 
 
-def _has_grouped(x: jax.Array, *sides: int) -> bool:
-    """Whether there are kernels for rows of a dtype and number, and matrices of such sides."""
-    return len(x) >= grouped.HALF and has_grouped_kernels(x.dtype, *sides)
+def _enough(x: jax.Array) -> jax.Array:
+    """At least as many rows as a warpgroup multiplies, the last of which may be nobody's."""
+    return jnp.pad(x, ((0, max(grouped.HALF - len(x), 0)), (0, 0)))
 
 
 def grouped_rows(x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array:
     """See ``pallas_kernels.grouped_rows``."""
-    if not len(sizes) or not _has_grouped(x, *w.shape[1:]):
+    if not len(sizes) or not len(x) or not has_grouped_kernels(x.dtype, *w.shape[1:]):
         return grouped_reference.grouped_rows(x, w, sizes, transposed=transposed)
-    plan = grouped.rows_plan(sizes, len(x))
-    return grouped.rows_product(x, w, plan, transposed=transposed, tuning=grouped.Tuning())
+    rows = _enough(x)
+    plan = grouped.rows_plan(sizes, len(rows))
+    return grouped.rows_product(rows, w, plan, transposed=transposed, tuning=grouped.Tuning())[: len(x)]
 
 
 def grouped_sums(x: jax.Array, g: jax.Array, sizes: jax.Array) -> jax.Array:
     """See ``pallas_kernels.grouped_sums``."""
-    if not len(sizes) or not _has_grouped(x, x.shape[1], g.shape[1]):
+    if not len(sizes) or not len(x) or not has_grouped_kernels(x.dtype, x.shape[1], g.shape[1]):
         return grouped_reference.grouped_sums(x, g, sizes)
     tuning = grouped.Tuning()
     plan = grouped.sums_plan(sizes, x.shape[1], g.shape[1], tuning)
-    return grouped.sums_of_products(x, g, plan, groups=len(sizes), tuning=tuning)
+    return grouped.sums_of_products(_enough(x), _enough(g), plan, groups=len(sizes), tuning=tuning)

@@ -45,6 +45,20 @@ def main() -> None:
         count += 1
     print(f"compiled {count} kernels")
 
+    def layers(x: jax.Array, stack: jax.Array, sizes: jax.Array) -> jax.Array:
+        """Every layer of a stack in turn, as when making tokens."""
+
+        def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            hidden = calls.grouped_rows(x, w, sizes, transposed=False)
+            return calls.grouped_rows(hidden, w, sizes, transposed=True), None
+
+        return jax.lax.scan(layer, x, stack)[0]
+
+    kind["x"] = jax.ShapeDtypeStruct((7, k), jnp.bfloat16, sharding=replicated)
+    kind["w"] = jax.ShapeDtypeStruct((4, groups, k, n), jnp.bfloat16, sharding=replicated)
+    text = jax.jit(layers).lower(kind["x"], kind["w"], kind["sizes"]).compile().as_text() or ""
+    assert text.count("kind=kCustom, calls=%dynamic-slice-fusion") == 2, "the kernels read a copy of a layer"
+
 
 if __name__ == "__main__":
     main()

@@ -59,6 +59,16 @@ def test_interpreted_kernels_equal_the_specification():
     compare(list(products(calls, *given)), products(grouped_reference, *given))
 
 
+@pytest.mark.usefixtures("interpreted")
+def test_interpreted_with_fewer_rows_than_a_warpgroup_multiplies():
+    x, w, _, sizes = operands((0, 3, 2), 1, 64, 64)
+    found, wanted = (
+        jax.jit(partial(module.grouped_rows, transposed=False))(x, w, sizes)
+        for module in (calls, grouped_reference)
+    )
+    compare([found], [wanted])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not has_gpu(), reason="no CUDA device in this process")
 @pytest.mark.parametrize(("k", "n"), [(256, 384), (192, 320), (704, 64)])
