@@ -120,6 +120,7 @@ def test_a_dense_model_has_no_routers():
         GPT(replace(CONFIG, experts=0), rngs=nnx.Rngs(0)).routed(TOKENS)
 
 
+@pytest.mark.slow
 def test_a_sharded_step_is_one_of_the_whole_batch():
     """With other numbers of tokens that count on each device, and experts spread over two."""
     config = replace(CONFIG, scan=True, experts=6)

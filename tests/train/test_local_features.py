@@ -59,7 +59,9 @@ def test_the_average_is_the_mean_of_the_nodes_averages():
     assert average.local is not None
     for found in (average.local.known, average.params):
         assert distance(found, jax.tree.map(lambda x: np.asarray(x).mean(axis=0), own)) < 1e-6
+    assert state.local is not None
     mean, own = mean_of_nodes(state), state.local.weights
+    assert mean.local is not None
     for found in (mean.local.known, mean.params):
         assert distance(found, jax.tree.map(lambda x: np.asarray(x).mean(axis=0), own)) < 1e-6
     whole = zerojax.gather_model(average)
