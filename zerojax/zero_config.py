@@ -329,9 +329,7 @@ class ZeroConfig:
                 f'experts="local" spreads {path!r} over the {local} devices of a node, which do not divide '
                 f'its {experts} experts: use experts="gathered", or another mesh.local.'
             )
-        spreads = self.experts == "local" or (
-            self.experts == "auto" and self.stage > 0 and self.grads_hops == 2
-        )
+        spreads = self.experts != "gathered" and self.stage > 0 and self.grads_hops == 2
         return local if spreads and divides else 1
 
     def is_frozen(self, path: str) -> bool:

@@ -114,8 +114,7 @@ def route(
         bias: added to scores for the choice alone; see ``RouterConfig.balance_rate``.
     """
     logits = logits.astype(jnp.float32)
-    softmax = jax.nn.softmax(logits)
-    scores = softmax if config.score == "softmax" else jax.nn.sigmoid(logits)
+    scores = jax.nn.softmax(logits) if config.score == "softmax" else jax.nn.sigmoid(logits)
     chosen_by = jax.lax.stop_gradient(scores if bias is None else scores + bias)
     if config.groups > 1:
         chosen_by = _within_groups(chosen_by, config)
@@ -127,7 +126,7 @@ def route(
         weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), _TINY)
     if config.scale != 1:
         weights = weights * config.scale
-    return Routing(experts, weights, _stats(logits, scores, chosen, config))
+    return Routing(experts, weights, _stats(logits, chosen, config))
 
 
 _TINY = 1e-20  # sums of sigmoids may be 0
@@ -142,7 +141,7 @@ def _within_groups(scores: Float[Array, "tokens experts"], config: RouterConfig)
     return jnp.where(inside[..., None], grouped, -jnp.inf).reshape(scores.shape)
 
 
-def _stats(logits: Array, scores: Array, chosen: Array, config: RouterConfig) -> RouterStats:
+def _stats(logits: Array, chosen: Array, config: RouterConfig) -> RouterStats:
     if config.score == "softmax":
         log_probabilities = jax.nn.log_softmax(logits)
     else:

@@ -256,7 +256,7 @@ def _check(
     jaxpr = closed.jaxpr
     refuse_assigned(jaxpr, placed, replaced)
     refuse_reads(jaxpr, placed)
-    mesh = frozenset(axis for axis in spec.world.axes if spec.mesh.shape[axis] > 1)
+    mesh = frozenset(spec.axes)
     branches = Branches(mesh, spec.strategy.backward_axes & mesh if train else frozenset())
     differing = [
         _differing(weight)
@@ -298,10 +298,9 @@ def _call[T](
     own = mix(seed, lax.axis_index(AXES))
     key = jax.random.wrap_key_data(jnp.stack([own, mix(own, 1)]), impl="threefry2x32")
     bound = spec.adapter.bind(placed.weights, model_state, train=train, key=key)
-    axes = tuple(axis for axis in spec.world.axes if spec.mesh.shape[axis] > 1)
     with (
         master_weights(bound.model, placed.masters),
-        over_world(axes),
+        over_world(spec.axes),
         numbered_calls(),
         translated_errors(),
     ):

@@ -98,6 +98,11 @@ class TrainSpec:
         return self.cache[name]
 
     @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes of ``world`` along which there are several devices."""
+        return tuple(axis for axis in self.world.axes if self.mesh.shape[axis] > 1)
+
+    @property
     def local_updates(self) -> bool:
         """Whether nodes train weights of their own; a state for inference alone has the outer ones only."""
         return self.zero.every > 0 and self.tx is not None

@@ -124,9 +124,8 @@ def to_full(weights: Weights, dtype: Callable[[ParamLayout], jnp.dtype]) -> Weig
     if not spread:
         return weights
     with jax.named_scope("gather_local"):
-        sent = [w.values for w in spread if w.layout.on_device.world.local > 1]
-        arrived = iter(gather_together(sent, LOCAL))
-        blocks = (next(arrived) if w.layout.on_device.world.local > 1 else w.values for w in spread)
+        arrived = iter(gather_together([w.values for w in spread if w.crosses_local], LOCAL))
+        blocks = (next(arrived) if w.crosses_local else w.values for w in spread)
         whole = (w.whole(own, dtype(w.layout)) for w, own in zip(spread, blocks, strict=True))
         return tuple(w if w.level == "full" else next(whole) for w in weights)
 

@@ -68,6 +68,11 @@ class Weight:
         """Whether the weight has a hop between nodes on the way to "full"."""
         return not self.reaches("secondary") and self.layout.world.nodes > 1
 
+    @property
+    def crosses_local(self) -> bool:
+        """Whether the weight has a hop within a node on the way to "full"."""
+        return not self.reaches("full") and self.layout.on_device.world.local > 1
+
     def replace(self, values: Any, level: Level | None = None, gradient: Any = None) -> "Weight":
         """The same weight and scale with other values, perhaps at another level; ``gradient`` is not kept."""
         return dataclasses.replace(self, values=values, level=level or self.level, gradient=gradient)
