@@ -17,6 +17,7 @@ def attend_cache(
     layer: jax.Array | int,
     start: jax.Array,
     stop: jax.Array,
+    sinks: jax.Array | None = None,
     *,
     scale: float,
     softcap: float | None = None,
@@ -35,6 +36,7 @@ def attend_cache(
         layer: int32 scalar.
         start: of each row, int32 [rows].
         stop: of each row, int32 [rows]; more than ``start``, and at most ``length``.
+        sinks: one more score in each head's softmax, without a value, [heads]; None is none.
         scale: factor of the scores.
         softcap: scores become softcap x tanh(scores / softcap); None leaves them.
 
@@ -56,6 +58,8 @@ def attend_cache(
         raise ValueError(f"query {query.shape} and keys {keys.shape} differ in rows or dim, or in heads")
     if not query.dtype == keys.dtype == values.dtype:
         raise TypeError(f"query, keys and values are {query.dtype}, {keys.dtype} and {values.dtype}")
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"sinks are {list(sinks.shape)}: expected [{heads}], one of each head")
     for name, array in (("start", start), ("stop", stop)):
         if array.shape != (rows,) or array.dtype != jnp.int32:
             raise TypeError(f"{name} is {array.dtype}{list(array.shape)}: expected int32[{rows}]")
@@ -67,6 +71,7 @@ def attend_cache(
         jnp.asarray(layer, jnp.int32),
         start,
         stop,
+        sinks,
         specification=attention_reference,
         scale=scale,
         softcap=softcap,

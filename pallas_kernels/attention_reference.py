@@ -15,6 +15,7 @@ def attend_cache(
     layer: jax.Array,
     start: jax.Array,
     stop: jax.Array,
+    sinks: jax.Array | None,
     *,
     scale: float,
     softcap: float | None,
@@ -28,5 +29,11 @@ def attend_cache(
         scores = softcap * jnp.tanh(scores / softcap)
     column = jnp.arange(keys.shape[2])
     seen = (start[:, None] <= column) & (column < stop[:, None])
-    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, MIN_SCORE), axis=-1)
+    scores = jnp.where(seen[:, None, None], scores, MIN_SCORE)
+    if sinks is not None:
+        own = jnp.broadcast_to(
+            sinks.astype(scores.dtype).reshape(*scores.shape[1:3], 1), (*scores.shape[:3], 1)
+        )
+        scores = jnp.concatenate([scores, own], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : keys.shape[2]]
     return jnp.einsum("bkgs,bksd->bkgd", weights.astype(values.dtype), values).reshape(rows, heads, dim)

@@ -310,6 +310,7 @@ def attend_cache(
     layer: jax.Array,
     start: jax.Array,
     stop: jax.Array,
+    sinks: jax.Array | None,
     *,
     scale: float,
     softcap: float | None,
@@ -319,7 +320,7 @@ def attend_cache(
     group = heads // kv_heads
     if query.dtype != jnp.bfloat16 or dim > 256 or group > 64:
         return attention_reference.attend_cache(
-            query, keys, values, layer, start, stop, scale=scale, softcap=softcap
+            query, keys, values, layer, start, stop, sinks, scale=scale, softcap=softcap
         )
     splits = max(1, min(_PROGRAMS // (rows * kv_heads), length // 256))
     queries, width = max(16, triton.next_power_of_2(group)), max(16, triton.next_power_of_2(dim))
@@ -353,9 +354,12 @@ def attend_cache(
             )
         ),
     )
-    if splits == 1:
+    if splits == 1 and sinks is None:
         return out[0]
-    shares = jax.nn.softmax(weights, axis=0)[..., None]
+    if sinks is not None:  # a part that has a weight and no output
+        own = jnp.broadcast_to(sinks.astype(jnp.float32), (1, *weights.shape[1:]))
+        weights = jnp.concatenate([weights, own])
+    shares = jax.nn.softmax(weights, axis=0)[:splits, ..., None]
     return jnp.sum(shares * out, axis=0).astype(query.dtype)
 
 

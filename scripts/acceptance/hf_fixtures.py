@@ -257,6 +257,23 @@ FAMILIES: dict[str, Any] = {
     "olmoe": transformers.OlmoeConfig(
         **TINY | {"num_key_value_heads": 4}, pad_token_id=0, num_experts=6, num_experts_per_tok=3
     ),
+    "gpt-oss": transformers.GptOssConfig(
+        **TINY | {"intermediate_size": 16},
+        head_dim=16,
+        pad_token_id=0,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        sliding_window=6,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 100.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 4.0,
+            "beta_slow": 0.5,
+            "truncate": False,
+        },
+    ),
     "qwen3": transformers.Qwen3Config(**TINY, max_window_layers=2, head_dim=8, tie_word_embeddings=True),
 }
 

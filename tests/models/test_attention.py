@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from plain_flash import flash
 
 from zerojax.errors import ZeroError
 from zerojax.models.attention import causal_attention
@@ -13,7 +14,7 @@ def heads(key, batch=2, time=6, count=4, dim=8):
     return jax.random.normal(jax.random.key(key), (batch, time, count, dim))
 
 
-def plain_attention(q, k, v, window=100, scale=None, softcap=None):
+def plain_attention(q, k, v, window=100, scale=None, softcap=None, sinks=None):
     """Numpy, one head and one position at a time."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     group = q.shape[2] // k.shape[2]
@@ -23,8 +24,9 @@ def plain_attention(q, k, v, window=100, scale=None, softcap=None):
         scores = k[b, seen, h // group] @ q[b, t, h] * (scale or q.shape[3] ** -0.5)
         if softcap is not None:
             scores = softcap * np.tanh(scores / softcap)
-        weights = np.exp(scores - scores.max())
-        out[b, t, h] = weights @ v[b, seen, h // group] / weights.sum()
+        weights = np.exp(scores)
+        total = weights.sum() + (0 if sinks is None else np.exp(sinks[h]))
+        out[b, t, h] = weights @ v[b, seen, h // group] / total
     return out
 
 
@@ -50,6 +52,40 @@ def test_a_softcap_bounds_the_scores(window):
     assert not np.allclose(ours, causal_attention(q, k, v, window=window, scale=0.9), atol=1e-2)
     with pytest.raises(ZeroError, match=r"softcap = 1\.5"):
         causal_attention(q, k, v, "cudnn", softcap=1.5)
+
+
+SINKS = jnp.array([-1.0, 0.0, 0.5, 3.0])
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_a_sink_takes_part_in_the_softmax(softcap):
+    q, k, v = heads(0), heads(1, count=2), heads(2, count=2)
+    ours = causal_attention(q, k, v, window=3, softcap=softcap, sinks=SINKS)
+    expected = plain_attention(q, k, v, 3, softcap=softcap, sinks=np.asarray(SINKS, np.float64))
+    np.testing.assert_allclose(ours, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("time", [6, 5])
+def test_flash_kernels_know_sinks_by_their_residuals(time, monkeypatch):
+    q, k, v = heads(0, time=time), heads(1, time=time, count=2), heads(2, time=time, count=2)
+
+    def results(kernel):
+        def loss(q, k, v, sinks):
+            out = causal_attention(q, k, v, kernel, sinks=sinks)
+            return jnp.sum(out * jnp.cos(jnp.arange(8.0))), out
+
+        run = jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True)
+        return jax.jit(run)(q, k, v, SINKS), loss(q, k, v, SINKS)
+
+    def cudnn(q, k, v, *, mask, is_causal, scale, local_window_size, implementation):
+        assert is_causal
+        assert (mask, local_window_size, implementation) == (None, None, "cudnn")
+        return flash(scale, jnp.tril(jnp.ones((q.shape[1],) * 2, bool)), q, k, v)[0]
+
+    wanted = results("xla")
+    monkeypatch.setattr("jax.nn.dot_product_attention", cudnn)
+    ours = results("cudnn")
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), ours, wanted)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -137,19 +173,26 @@ def test_auto_picks_xla_without_a_gpu():
 @pytest.mark.gpu
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN's kernel runs on CUDA only")
 @pytest.mark.parametrize("time", [256, 255])
-@pytest.mark.parametrize("options", [{}, {"window": 40, "scale": 0.2}, {"window": 40, "data": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 40, "scale": 0.2}, {"window": 40, "data": True}, {"sinks": 8}], ids=str
+)
 def test_cudnn_gives_the_gradients_of_the_plain_formula_in_fp32(options, time):
     if options.get("data"):
         options = {"window": options["window"], "windowed": jnp.array(True)}
+    sinks = jnp.linspace(-1, 4, 8) if options.get("sinks") else None
+    options = {name: value for name, value in options.items() if name != "sinks"}
 
-    def loss(kernel, q, k, v):
+    def loss(kernel, q, k, v, sinks=None):
         weights = jnp.cos(jnp.arange(64.0))
-        return jnp.sum(causal_attention(q, k, v, kernel, **options).astype(jnp.float32) * weights)
+        out = causal_attention(q, k, v, kernel, **options, sinks=sinks)
+        return jnp.sum(out.astype(jnp.float32) * weights)
 
     inputs = [heads(i, time=time, count=count, dim=64) for i, count in enumerate((8, 2, 2))]
+    inputs += [] if sinks is None else [sinks]
+    wanted = range(len(inputs))
     half = [x.astype(jnp.bfloat16) for x in inputs]
-    gradients = jax.grad(partial(loss, "cudnn"), argnums=(0, 1, 2))(*half)
-    expected = jax.grad(partial(loss, "xla"), argnums=(0, 1, 2))(*(x.astype(jnp.float32) for x in half))
+    gradients = jax.grad(partial(loss, "cudnn"), argnums=wanted)(*half)
+    expected = jax.grad(partial(loss, "xla"), argnums=wanted)(*(x.astype(jnp.float32) for x in half))
     for ours, theirs in zip(gradients, expected, strict=True):
         assert ours.dtype == jnp.bfloat16
         assert float(jnp.linalg.norm(ours.astype(jnp.float32) - theirs) / jnp.linalg.norm(theirs)) < 0.01

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
+from plain_flash import flash
 
 from zerojax.analysis import aot
 from zerojax.errors import ConfigurationError
@@ -64,6 +65,30 @@ def test_outputs_and_gradients_are_those_of_a_mask(window, most, monkeypatch):
         return [run(jnp.array(windowed), *inputs) for windowed in (True, False)]
 
     ours, theirs = results("flash_attention_4", document_offsets(ROWS, most)), results("xla", ROWS)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=2e-5), ours, theirs)
+
+
+def test_sinks_are_in_what_the_backward_kernel_reads(monkeypatch):
+    def kernel(options, slots, q, k, v):
+        place = jnp.arange(len(q))
+        slot = jnp.searchsorted(slots.offsets, place, side="right")
+        back = place[:, None] - place
+        mask = (slot[:, None] == slot) & (back >= 0)
+        mask = mask if options.reach is None else mask & (back <= options.reach)
+        return flash(options.scale, mask, q, k, v)
+
+    monkeypatch.setattr(flash_attention, "_forward_kernel", kernel)
+    monkeypatch.setattr(flash_attention, "find_spec", lambda _: True)
+    inputs = heads(0, 4), heads(1, 2), heads(2, 2), jnp.array([-1.0, 0.0, 1.0, 2.0])
+
+    def results(kernel, segments):
+        def loss(q, k, v, sinks):
+            out = causal_attention(q, k, v, kernel, segments, window=3, scale=0.5, sinks=sinks)
+            return jnp.sum(out * jnp.cos(jnp.arange(8.0))), out
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(*inputs)
+
+    ours, theirs = results("flash_attention_4", document_offsets(ROWS)), results("xla", ROWS)
     jax.tree.map(partial(np.testing.assert_allclose, atol=2e-5), ours, theirs)
 
 

@@ -21,7 +21,7 @@ EXPERTS: dict[str, Any] = LLAMA | {"experts": 5, "experts_per_token": 2}
         ({"layers": 0}, "layers = 0: at least 1"),
         ({"ffn": 0}, "ffn = 0"),
         ({"norm": "batch"}, "norm = 'batch': one of layer, rms"),
-        ({"mlp": "tanh"}, "one of gelu, gelu_exact, relu, swiglu, geglu"),
+        ({"mlp": "tanh"}, "one of gelu, gelu_exact, relu, swiglu, geglu, swiglu_clamped"),
         ({"attention": "flash"}, "one of auto, cudnn, flash_attention_4, xla"),
         ({"dropout": 1.0}, "dropout = 1.0"),
         ({"rope_theta": 0.0}, "rope_theta = 0.0"),
@@ -57,7 +57,8 @@ EXPERTS: dict[str, Any] = LLAMA | {"experts": 5, "experts_per_token": 2}
         ({"logit_softcap": 0.0}, "logit_softcap = 0.0"),
         ({"outputs": 1}, "outputs = 1 needs a projection of its own: set tied = false"),
         ({"outputs": 0, "tied": False}, "outputs = 0: at least 1, or left out"),
-        ({"experts": 4}, "experts are gated and have no biases: set mlp to swiglu or geglu, not gelu"),
+        ({"experts": 4}, "experts are gated: set mlp to swiglu, geglu or swiglu_clamped, not gelu"),
+        (EXPERTS | {"biases": True, "shared_ffn": 4}, "shared_ffn: the expert that all tokens go to has no"),
         ({"experts": -1}, "experts = -1: from 0"),
         (EXPERTS | {"experts_per_token": 6}, "experts_per_token = 6: from 1 to experts = 5"),
         (EXPERTS | {"router": "top"}, "router = 'top': one of softmax, sigmoid"),
@@ -87,6 +88,7 @@ def test_wrong_settings_are_named(settings, message):
         EXPERTS,
         EXPERTS
         | {"ffn": 10, "shared_ffn": 7, "scan": False, "router": "sigmoid", "router_balance_rate": 0.1},
+        EXPERTS | {"mlp": "swiglu_clamped", "biases": True, "attention_sinks": True, "kv_heads": 2},
         LLAMA
         | {"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_joint": True, "kv_heads": 2},
     ],
@@ -114,6 +116,12 @@ def test_parameter_counts_of_published_models():
         **LLAMA, head_width=128, qk_norm=True, experts=128, experts_per_token=8,
     )  # fmt: skip
     assert parameter_count(qwen3_30b) == 30_532_122_624
+    gpt_oss_20b = GPTConfig(
+        **{"vocab_size": 201088, "layers": 24, "d_model": 2880, "heads": 64, "kv_heads": 8, "ffn": 2880},
+        **LLAMA | {"biases": True, "mlp": "swiglu_clamped"}, head_width=64, attention_sinks=True,
+        experts=32, experts_per_token=4,
+    )  # fmt: skip
+    assert parameter_count(gpt_oss_20b) == 20_914_757_184
     assert describe_parameters(qwen3_30b) == "30,532,122,624 parameters (3,353,032,704 active)"
 
 

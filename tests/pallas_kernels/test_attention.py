@@ -13,7 +13,7 @@ import pallas_kernels as pk
 
 @dataclass(frozen=True)
 class Case:
-    """A shape: heads that are shared, widths that are no power of two, rows that are split, a softcap."""
+    """Heads that are shared, widths that are no power of two, rows that are split, a softcap, sinks."""
 
     rows: int
     heads: int
@@ -23,6 +23,12 @@ class Case:
     softcap: float | None = None
     scale: float = 0.3
     layer: int = 1
+    sinks: bool = False
+
+    @property
+    def sink(self):
+        """Of each head."""
+        return np.linspace(-2, 4, self.heads, dtype=np.float32) if self.sinks else None
 
     @property
     def arrays(self):
@@ -41,7 +47,10 @@ class Case:
     def run(self, query, keys, values, start, stop):
         """The function that is tested."""
         return pk.attend_cache(
-            query, keys, values, self.layer, start, stop, scale=self.scale, softcap=self.softcap
+            *(query, keys, values, self.layer, start, stop),
+            None if self.sink is None else jnp.asarray(self.sink),
+            scale=self.scale,
+            softcap=self.softcap,
         )
 
     @property
@@ -55,12 +64,14 @@ class Case:
                 scores = self.scale * keys[own].astype(float) @ query[row, head]
                 if self.softcap is not None:
                     scores = self.softcap * np.tanh(scores / self.softcap)
-                weights = np.exp(scores - scores.max())
-                out[row, head] = weights @ values[own] / weights.sum()
+                sink = -np.inf if self.sink is None else self.sink[head]
+                most = max(scores.max(), sink)
+                weights = np.exp(scores - most)
+                out[row, head] = weights @ values[own] / (weights.sum() + np.exp(sink - most))
         return out
 
 
-CASES = [Case(3, 4, 4, 13, 8), Case(2, 6, 2, 40, 20, softcap=2.0)]
+CASES = [Case(3, 4, 4, 13, 8), Case(2, 6, 2, 40, 20, softcap=2.0), Case(2, 6, 2, 40, 20, sinks=True)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -97,7 +108,7 @@ def test_dtypes_are_those_of_the_cache():
     [
         *CASES,
         Case(64, 32, 32, 384, 128),
-        Case(2, 16, 2, 3000, 128),
+        Case(2, 16, 2, 3000, 128, sinks=True),
         Case(1, 28, 4, 5000, 96, 20.0),
         Case(4, 64, 1, 700, 256),
     ],

@@ -1,6 +1,5 @@
 """Causal attention: packed documents, sliding windows, and the choice of the kernel."""
 
-from collections.abc import Callable
 from functools import cache, partial
 from typing import Literal
 
@@ -16,6 +15,7 @@ from zerojax.log import logger
 from zerojax.models import flash_attention
 from zerojax.models.config import AttentionKernel
 from zerojax.models.flash_attention import ATTENTION_NAME, Documents, Options, Segments
+from zerojax.models.sinks import Sinks, gradient_of_sinks, with_sinks
 
 FLASH_MAX_HEAD_DIM = 128
 """The widest head that cuDNN's flash attention and FlashAttention-4 support on every GPU since Ampere."""
@@ -43,6 +43,7 @@ def causal_attention(
     windowed: Windowed = True,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Sinks | None = None,
 ) -> Float[Array, "batch time heads dim"]:
     """Scaled dot-product attention of each position to itself and earlier ones.
 
@@ -68,6 +69,7 @@ def causal_attention(
         windowed: whether the window applies.
         scale: of the scores; None is 1 / sqrt(dim).
         softcap: the scores become softcap x tanh(scores / softcap).
+        sinks: one more score in each head's softmax, which has no value.
 
     Raises:
         ConfigurationError: a softcap with a kernel that has none, or FlashAttention-4 without its package.
@@ -84,7 +86,7 @@ def causal_attention(
         documents = flash_attention.one_document_a_row(batch, length) if segments is None else segments
         if not isinstance(documents, Documents):
             documents = flash_attention.document_offsets(documents)
-        return flash_attention.attend(Options(reach, scale), query, key, value, documents, by_layer)
+        return flash_attention.attend(Options(reach, scale), query, key, value, documents, by_layer, sinks)
     mask = None
     if segments is not None:
         numbers = segments.numbers if isinstance(segments, Documents) else segments
@@ -97,15 +99,15 @@ def causal_attention(
     if kernel == "cudnn":
         if length % 2:
             query, key, value, mask = _with_a_later_position(query, key, value, mask)
-        attended: Array = _cudnn_attention(Options(reach, scale), query, key, value, mask)
+        attended: Array = _cudnn_attention(Options(reach, scale), query, key, value, mask, sinks)
         return attended[:, :length]
-    if softcap is None:
+    if softcap is None and sinks is None:
         out = _dot_product_attention(Options(reach, scale), query, key, value, mask, "xla")
     else:
         distances = _distances(length)
         seen = (distances >= 0) & (distances < (length if reach is None else reach + 1))
         mask = seen if mask is None else mask & seen
-        out = masked_attention(query, key, value, mask, scale=scale, softcap=softcap)
+        out = masked_attention(query, key, value, mask, scale=scale, softcap=softcap, sinks=sinks)
     return checkpoint_name(out, ATTENTION_NAME)
 
 
@@ -117,16 +119,21 @@ def masked_attention(
     *,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Sinks | None = None,
 ) -> Float[Array, "batch time heads dim"]:
     """Attention of each query to the keys in the mask, by XLA; see ``causal_attention``."""
-    if softcap is None:
+    if softcap is None and sinks is None:
         return jax.nn.dot_product_attention(query, key, value, mask=mask, scale=scale, implementation="xla")
     batch, time, heads, dim = query.shape
     grouped = query.reshape(batch, time, key.shape[2], -1, dim)
     scores = jnp.einsum("btkgd,bskd->bkgts", grouped, key, preferred_element_type=jnp.float32)
-    scores = softcap * jnp.tanh(scores * ((dim**-0.5 if scale is None else scale) / softcap))
+    scores = scores * (dim**-0.5 if scale is None else scale)
+    scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(mask[:, :, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    if sinks is not None:
+        own = sinks.astype(jnp.float32).reshape(*scores.shape[1:3], 1, 1)
+        scores = jnp.concatenate([scores, jnp.broadcast_to(own, (*scores.shape[:4], 1))], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : key.shape[1]].astype(value.dtype)
     return jnp.einsum("bkgts,bskd->btkgd", weights, value).reshape(batch, time, heads, dim)
 
 
@@ -208,33 +215,40 @@ def _dot_product_attention(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _cudnn_attention(options: Options, query: Array, key: Array, value: Array, mask: Array | None) -> Array:
+def _cudnn_attention(
+    options: Options, query: Array, key: Array, value: Array, mask: Array | None, sinks: Sinks | None
+) -> Array:
+    if sinks is not None:
+        return _cudnn_forward(options, query, key, value, mask, sinks)[0]
     return checkpoint_name(_dot_product_attention(options, query, key, value, mask, "cudnn"), ATTENTION_NAME)
 
 
 def _cudnn_forward(
-    options: Options, query: Array, key: Array, value: Array, mask: Array | None
-) -> tuple[Array, Callable]:
+    options: Options, query: Array, key: Array, value: Array, mask: Array | None, sinks: Sinks | None
+) -> tuple[Array, tuple]:
     # Naming the output outside of JAX's own rule would name a copy, leave the rule's residuals unnamed, and
     # make remat run the forward kernel again for them. Hence this rule, which names them.
     flash = partial(_dot_product_attention, options, mask=mask, kernel="cudnn")
     out, pullback = jax.vjp(flash, query, key, value)
-    named_out = checkpoint_name(out, ATTENTION_NAME)
-
-    def name(residual: Array) -> Array:
-        if residual is out:
-            return named_out
-        # Only the log-sum-exp has three axes; a mask's bias is cheaper to recompute than to keep.
-        return checkpoint_name(residual, ATTENTION_NAME) if residual.ndim == 3 else residual
-
-    return named_out, jax.tree.map(name, pullback)
+    # Only the log-sum-exp has three axes; a mask's bias is cheaper to recompute than to keep.
+    (lse,) = (residual for residual in jax.tree.leaves(pullback) if residual.ndim == 3)
+    results = out, lse
+    if sinks is not None:
+        joined, by_token = with_sinks(out, lse.swapaxes(1, 2), sinks)
+        results = joined, by_token.swapaxes(1, 2)
+    named = tuple(checkpoint_name(x, ATTENTION_NAME) for x in results)
+    kept = dict(zip((id(out), id(lse)), named, strict=True))
+    pullback = jax.tree.map(lambda residual: kept.get(id(residual), residual), pullback)
+    return named[0], (pullback, sinks, named)
 
 
 def _cudnn_backward(
-    options: Options, pullback: Callable, gradient: Array
-) -> tuple[Array, Array, Array, None]:
+    options: Options, residuals: tuple, gradient: Array
+) -> tuple[Array, Array, Array, None, Array | None]:
     del options
-    return *pullback(gradient), None
+    pullback, sinks, (out, lse) = residuals
+    of_sinks = None if sinks is None else gradient_of_sinks(out, lse.swapaxes(1, 2), sinks, gradient)
+    return *pullback(gradient), None, of_sinks
 
 
 _cudnn_attention.defvjp(_cudnn_forward, _cudnn_backward)

@@ -8,7 +8,7 @@ from zerojax.models.config_checks import check_model, require
 
 Norm = Literal["layer", "rms"]
 Positions = Literal["learned", "rope"]
-Activation = Literal["gelu", "gelu_exact", "relu", "swiglu", "geglu"]
+Activation = Literal["gelu", "gelu_exact", "relu", "swiglu", "geglu", "swiglu_clamped"]
 Router = Literal["softmax", "sigmoid"]
 RopeScaling = Literal["none", "linear", "llama3", "dynamic", "yarn", "longrope"]
 Rotation = Literal["full", "local", "none"]
@@ -40,9 +40,9 @@ class GPTConfig:
         position_offset: Rows of the learned table that lie before that of position 0 and are never
             read; OPT has 2.
         mlp: "gelu" (the tanh form, as in GPT-2), "gelu_exact", "relu" (OPT), or gated:
-            "swiglu" (LLaMA) or "geglu" (of the tanh form, Gemma).
+            "swiglu" (LLaMA), "geglu" (of the tanh form, Gemma) or "swiglu_clamped" (gpt-oss).
         experts: Number of MLPs in each block, of which a router chooses some for each token (Mixtral);
-            0 makes one MLP for all tokens. Experts are gated and have no biases.
+            0 makes one MLP for all tokens. Experts are gated. With biases, they and the router have some.
         experts_per_token: Experts that each token goes to; this and the following are used only with experts.
         shared_ffn: Hidden width of an expert that all tokens go to beside those chosen (DeepSeek); 0 means
             there is none.
@@ -66,6 +66,8 @@ class GPTConfig:
         qk_norm: Whether each head of the queries and keys goes through an RMS norm before it is
             rotated (Qwen3).
         qk_norm_joint: Whether that norm is of all heads together (OLMo 2).
+        attention_sinks: Whether each head has one more score in its softmax, which is learned and has no
+            value (gpt-oss).
         query_scalar: Attention scores are divided by the square root of this; None means the width of
             a head.
         sliding_window: Tokens that a position attends to, itself included (Mistral); None means
@@ -100,6 +102,7 @@ class GPTConfig:
         rope_original_len: all but "linear": tokens of the context before its extension.
         rope_beta_fast: "yarn": what turns this often in the original context is not stretched.
         rope_beta_slow: "yarn": what turns this rarely in the original context is stretched in full.
+        rope_truncate: "yarn": whether the bounds of the interpolation are whole pairs (not in gpt-oss).
         rope_attention_factor: "yarn", "longrope": factor of the rotated queries and keys; None means
             1 + 0.1 ln(rope_factor), or sqrt(1 + ln(rope_factor) / ln(rope_original_len)).
         rope_short_factors: "longrope": a factor for each wavelength, for sequences of at most
@@ -150,6 +153,7 @@ class GPTConfig:
     qkv_biases: bool = False
     qk_norm: bool = False
     qk_norm_joint: bool = False
+    attention_sinks: bool = False
     query_scalar: float | None = None
     sliding_window: int | None = None
     sliding_window_pattern: int | None = None
@@ -171,6 +175,7 @@ class GPTConfig:
     rope_original_len: int = 8192
     rope_beta_fast: float = 32.0
     rope_beta_slow: float = 1.0
+    rope_truncate: bool = True
     rope_attention_factor: float | None = None
     rope_short_factors: tuple[float, ...] = ()
     rope_long_factors: tuple[float, ...] = ()
@@ -238,7 +243,7 @@ class GPTConfig:
     @property
     def gated(self) -> bool:
         """Whether the MLP has a gate."""
-        return self.mlp in ("swiglu", "geglu")
+        return self.mlp in ("swiglu", "geglu", "swiglu_clamped")
 
     @property
     def windowed(self) -> tuple[bool, ...]:
@@ -304,8 +309,11 @@ def parameter_count(config: GPTConfig, *, active: bool = False) -> int:
     if c.biases or c.qkv_biases:
         block += c.attention_width + 2 * c.key_value_heads * c.head_dim
     if c.biases:
-        hidden = (2 if c.gated else 1) * c.ffn_width
-        block += c.d_model + hidden + c.d_model
+        mlp = (2 if c.gated else 1) * c.ffn_width + c.d_model
+        counted = c.experts_per_token if active else c.experts
+        block += c.d_model + (counted * mlp + c.experts if c.experts else mlp)
+    if c.attention_sinks:
+        block += c.heads
     tables = c.vocab_size + (0 if c.tied else c.output_rows)
     if c.positions == "learned":
         tables += c.max_seq_len + c.position_offset

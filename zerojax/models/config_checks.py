@@ -185,9 +185,10 @@ def _check_experts(c: "GPTConfig") -> None:
         1 <= c.experts_per_token <= c.experts,
         f"experts_per_token = {c.experts_per_token}: from 1 to experts = {c.experts}",
     )
+    require(c.gated, f"experts are gated: set mlp to swiglu, geglu or swiglu_clamped, not {c.mlp}")
     require(
-        c.gated and not c.biases,
-        f"experts are gated and have no biases: set mlp to swiglu or geglu, not {c.mlp}, and biases to false",
+        not (c.biases and c.shared_ffn),
+        "shared_ffn: the expert that all tokens go to has no biases: set biases to false, or leave it out",
     )
     for name in ("shared_ffn", "router_balance_rate", "balance_loss", "z_loss"):
         require(getattr(c, name) >= 0, f"{name} = {getattr(c, name)}: at least 0")

@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float, Int
 
 from zerojax.errors import ConfigurationError
+from zerojax.models.sinks import Sinks, gradient_of_sinks, with_sinks
 
 ATTENTION_NAME = "attention"
 """The ``checkpoint_name`` of attention's output, and of what its backward pass needs besides q, k and v."""
@@ -98,6 +99,7 @@ def attend(
     value: Float[Array, "batch time kv_heads dim"],
     documents: Documents,
     windowed: Bool[Array, ""] | None = None,
+    sinks: Sinks | None = None,
 ) -> Float[Array, "batch time heads dim"]:
     """Attention of each position to itself and earlier ones of its document.
 
@@ -108,6 +110,7 @@ def attend(
         value: values.
         documents: of the rows.
         windowed: whether the window applies, as data; None if it does.
+        sinks: one more score in each head's softmax.
 
     Raises:
         ConfigurationError: fa4-jax is not installed.
@@ -118,7 +121,7 @@ def attend(
             "out"
         )
     flat = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
-    attended: Array = _attention(options, *flat, documents, windowed)
+    attended: Array = _attention(options, *flat, documents, windowed, sinks)
     return attended.reshape(query.shape)
 
 
@@ -227,8 +230,9 @@ def _attention(
     value: Array,
     documents: Documents,
     windowed: Array | None,
+    sinks: Sinks | None,
 ) -> Array:
-    return _attention_forward(options, query, key, value, documents, windowed)[0]
+    return _attention_forward(options, query, key, value, documents, windowed, sinks)[0]
 
 
 def _attention_forward(
@@ -238,19 +242,25 @@ def _attention_forward(
     value: Array,
     documents: Documents,
     windowed: Array | None,
+    sinks: Sinks | None,
 ) -> tuple[Array, tuple]:
     arrays = (query, key, value)
-    results = _in_passes(_forward_kernel, options, documents, windowed, arrays)
-    out, lse = (checkpoint_name(x, ATTENTION_NAME) for x in results)
-    return out, (documents, windowed, (*arrays, out, lse))
+    out, lse = _in_passes(_forward_kernel, options, documents, windowed, arrays)
+    if sinks is not None:
+        out, by_token = with_sinks(out, lse.T, sinks)
+        lse = by_token.T
+    out, lse = (checkpoint_name(x, ATTENTION_NAME) for x in (out, lse))
+    return out, (documents, windowed, sinks, (*arrays, out, lse))
 
 
 def _attention_backward(
     options: Options, residuals: tuple, gradient: Array
-) -> tuple[Array, Array, Array, None, None]:
-    documents, windowed, arrays = residuals
+) -> tuple[Array, Array, Array, None, None, Array | None]:
+    documents, windowed, sinks, arrays = residuals
     gradients = _in_passes(_backward_kernel, options, documents, windowed, (*arrays, gradient))
-    return gradients[0], gradients[1], gradients[2], None, None
+    *_, out, lse = arrays
+    of_sinks = None if sinks is None else gradient_of_sinks(out, lse.T, sinks, gradient)
+    return gradients[0], gradients[1], gradients[2], None, None, of_sinks
 
 
 _attention.defvjp(_attention_forward, _attention_backward)

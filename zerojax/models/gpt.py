@@ -24,6 +24,7 @@ from jaxtyping import Float, Int, Key
 from zerojax.adapters.stack import Stack
 from zerojax.errors import ConfigurationError
 from zerojax.experts import Experts, RouterConfig, RouterStats
+from zerojax.experts.mlp import ACTIVATIONS
 from zerojax.models.attention import Windowed, causal_attention, segment_positions
 from zerojax.models.config import GPTConfig
 from zerojax.models.flash_attention import Documents, Segments, document_offsets
@@ -31,6 +32,7 @@ from zerojax.models.kv_cache import KVCache, Positions, attend_cached
 from zerojax.models.look_up import look_up
 from zerojax.models.norms import residual_norm, rms_norm
 from zerojax.models.rope import Rope, apply_rope, rope_kinds, rope_of
+from zerojax.models.sinks import Sinks
 
 Hidden = Float[Array, "batch time d_model"]
 Stream = Hidden | tuple[Hidden, RouterStats]
@@ -75,6 +77,8 @@ class Attention(nnx.Module):
             query, key = (c.heads, c.key_value_heads) if c.qk_norm_joint else (1, 1)
             self.query_norm = rms_norm(c, query * c.head_dim, rngs)
             self.key_norm = rms_norm(c, key * c.head_dim, rngs)
+        if c.attention_sinks:
+            self.sinks = nnx.Param(nnx.initializers.normal(c.init_std)(rngs.params(), (c.heads,)))
 
     def project(self, x: Hidden, rope: Rope | None, kind: RopeKind = None) -> tuple[Array, Array, Array]:
         """Queries (batch, time, heads, head_dim), keys and values (batch, time, kv_heads, ...)."""
@@ -116,8 +120,14 @@ class Attention(nnx.Module):
             windowed=windowed,
             scale=c.attention_scale,
             softcap=c.attention_softcap,
+            sinks=self.scores_of_sinks,
         )
         return self.join(mixed)
+
+    @property
+    def scores_of_sinks(self) -> Sinks | None:
+        """The score of each head's sink, if the model has some."""
+        return self.sinks[...] if self.config.attention_sinks else None
 
     def join(self, heads: Float[Array, "batch time heads head_dim"]) -> Hidden:
         """The output projection of all heads side by side."""
@@ -129,7 +139,6 @@ _ACTIVATIONS = {
     "gelu_exact": partial(jax.nn.gelu, approximate=False),
     "relu": jax.nn.relu,
 }
-_GATES = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
 
 
 class MLP(nnx.Module):
@@ -145,19 +154,25 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Hidden) -> Hidden:
         """Apply up, the activation, and down."""
-        if self.activation in _GATES:
-            return self.down(_GATES[self.activation](self.gate(x)) * self.up(x))
+        if self.activation in ACTIVATIONS:
+            return self.down(ACTIVATIONS[self.activation](self.gate(x), self.up(x)))
         return self.down(_ACTIVATIONS[self.activation](self.up(x)))
 
 
 def _experts(c: GPTConfig, rngs: nnx.Rngs) -> Experts:
+    assert c.mlp in ACTIVATIONS
     router = RouterConfig(
-        c.router, normalise=c.router_normalise, scale=c.router_scale, balance_rate=c.router_balance_rate
+        c.router,
+        normalise=c.router_normalise,
+        scale=c.router_scale,
+        logit_biases=c.biases,
+        balance_rate=c.router_balance_rate,
     )
     return Experts(
         *(c.d_model, c.ffn_width, c.experts, c.experts_per_token),
         router=router,
-        activation="geglu" if c.mlp == "geglu" else "swiglu",
+        activation=c.mlp,
+        biases=c.biases,
         shared=c.shared_ffn,
         init=nnx.initializers.normal(c.init_std),
         down_init=nnx.initializers.normal(_residual_std(c)),
@@ -240,7 +255,9 @@ class Block(nnx.Module):
         hidden, cache = x
         attention = self.attention
         qkv = attention.project(self.norm_attention(hidden), rope, kind)
-        attended, cache = attend_cached(attention.config, qkv, positions, cache, layer, windowed)
+        attended, cache = attend_cached(
+            *(attention.config, qkv, positions, cache, layer, windowed), attention.scores_of_sinks
+        )
         return self.finish(hidden, attention.join(attended))[0], cache
 
     def finish(

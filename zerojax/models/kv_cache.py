@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from pallas_kernels import attend_cache
 from zerojax.models.attention import Windowed, causal_attention, masked_attention
 from zerojax.models.config import GPTConfig
+from zerojax.models.sinks import Sinks
 
 Positions = Int[Array, "batch time"]
 
@@ -39,6 +40,7 @@ def attend_cached(
     cache: KVCache,
     layer: int | Int[Array, ""],
     windowed: Windowed,
+    sinks: Sinks | None = None,
 ) -> tuple[Float[Array, "batch time heads dim"], KVCache]:
     """Write keys and values of new tokens into the cache, and let their queries attend to all columns so far.
 
@@ -49,6 +51,7 @@ def attend_cached(
         cache: of all layers.
         layer: the layer's index.
         windowed: whether the sliding window, if the model has one, is this layer's.
+        sinks: the layer's, if the model has some.
     """
     query, key, value = qkv
     rows, heads = jnp.arange(query.shape[0])[:, None, None], jnp.arange(config.key_value_heads)[:, None]
@@ -71,6 +74,7 @@ def attend_cached(
             windowed=windowed,
             scale=config.attention_scale,
             softcap=config.attention_softcap,
+            sinks=sinks,
         )
         return attended, cache
     if query.shape[1] == 1:
@@ -81,7 +85,7 @@ def attend_cached(
         query = query[:, 0].astype(cache.keys.dtype)
         scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         softcap = config.attention_softcap
-        attended = attend_cache(query, *cache, layer, start, stop, scale=scale, softcap=softcap)
+        attended = attend_cache(query, *cache, layer, start, stop, sinks, scale=scale, softcap=softcap)
         return attended[:, None], cache
     distance = positions[:, None, :, None] - jnp.arange(cache.keys.shape[3])
     seen = distance >= 0
@@ -93,5 +97,6 @@ def attend_cached(
         mask=seen,
         scale=config.attention_scale,
         softcap=config.attention_softcap,
+        sinks=sinks,
     )
     return attended, cache

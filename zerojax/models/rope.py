@@ -95,8 +95,10 @@ def _yarn(c: GPTConfig) -> Array:
         ratio = c.rope_original_len / (turns * 2 * math.pi)
         return c.rope_width * math.log(ratio) / (2 * math.log(c.rope_theta))
 
-    first = max(math.floor(index_of(c.rope_beta_fast)), 0)
-    last = min(math.ceil(index_of(c.rope_beta_slow)), c.rope_width - 1)
+    first, last = index_of(c.rope_beta_fast), index_of(c.rope_beta_slow)
+    if c.rope_truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, c.rope_width - 1)
     span = last - first if last != first else 0.001
     divided = jnp.clip((jnp.arange(c.rope_width // 2, dtype=jnp.float32) - first) / span, 0, 1)
     plain = _plain(c, c.rope_theta)

@@ -478,4 +478,5 @@ def test_every_family_has_modules_for_all_weights(folder: Path):
     kept = {name for name in tensors(folder) if not source.family.is_buffer(name)}
     assert kept <= parts.keys()
     fused = {name.split(".")[-2] for name, own in parts.items() if len(own) > 1}
-    assert fused <= ({"gate_up_proj"} if source.family.model_type in ("phi3", "glm", "glm4") else set())
+    fuses = dict.fromkeys(("phi3", "glm", "glm4"), "gate_up_proj") | {"gpt_oss": "experts"}
+    assert fused <= {fuses.get(source.family.model_type)}

@@ -54,6 +54,9 @@ SHAPE: dict[str, dict[str, Any]] = {
     "qwen3_moe": _LLAMA_SHAPE
     | {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12},
     "olmoe": _LLAMA_SHAPE | {"num_experts": 6, "num_experts_per_tok": 3},
+    "gpt_oss": _LLAMA_SHAPE
+    | {"num_key_value_heads": 2, "num_local_experts": 6, "num_experts_per_tok": 3}
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
 }
 """Keys that transformers always writes, and without which nothing is imported."""
 NULLABLE = {"num_key_value_heads", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
@@ -128,7 +131,11 @@ MODELS |= {
     "olmoe": like_llama(
         **_EXPERTS, kv_heads=None, norm_eps=1e-5, qk_norm=True, qk_norm_joint=True, router_normalise=False
     ),
-}
+    "gpt_oss": like_llama(
+        **_EXPERTS, head_width=64, norm_eps=1e-5, mlp="swiglu_clamped", biases=True, attention_sinks=True,
+        sliding_window=128, sliding_window_pattern=2,
+    ),
+}  # fmt: skip
 
 _ROPE: dict[str, tuple[Any, Any]] = {
     "rope_parameters": ({"rope_type": "default", "rope_theta": 10000.0}, {"rope_theta": 5e5}),
@@ -298,6 +305,20 @@ KEYS: dict[str, dict[str, tuple[Any, Any]]] = {
         "use_sliding_window": (False, True),
     },
     "olmoe": _OLMO | {"clip_qkv": (None, 8.0), "norm_topk_prob": (False, True)},
+    "gpt_oss": {
+        "attention_bias": (True, False),
+        "head_dim": (64, 8),
+        "hidden_act": ("silu", "gelu"),
+        "layer_types": (["sliding_attention", "full_attention"], ["sliding_attention"] * 2),
+        "quantization_config": ({"quant_method": "mxfp4"}, {"quant_method": "fp8"}),
+        "rms_norm_eps": (1e-5, 1e-6),
+        "rope_scaling": ({}, {}),  # rope_parameters is there
+        "rope_theta": (150000.0, 150000.0),
+        "sliding_window": (128, 8),
+        "swiglu_alpha": (1.702, 1.0),
+        "swiglu_limit": (7.0, 5.0),
+        "tie_word_embeddings": (False, True),
+    },
     "gemma": _LIKE_GEMMA,
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA2
@@ -337,6 +358,7 @@ UNUSED = {
         *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
     },
     "qwen3_moe": {"max_window_layers"},
+    "gpt_oss": {"experts_per_token", "initial_context_length"},
     "gemma2": {"cache_implementation", "sliding_window_size"},
     "gemma3_text": {"cache_implementation", "_sliding_window_pattern"},
 }
@@ -466,6 +488,7 @@ def test_yarn_takes_the_defaults_of_transformers():
     # transformers' get_mscale(4, 0.5) / get_mscale(4, 2)
     assert both.rope_attention_factor == pytest.approx((0.05 * np.log(4) + 1) / (0.2 * np.log(4) + 1))
     assert read("llama", rope_scaling=yarn | {"mscale": 0.5}).rope_attention_factor is None
+    assert not read("llama", rope_scaling=yarn | {"truncate": False}).rope_truncate
 
 
 def test_a_llama_with_the_keys_of_smollm():

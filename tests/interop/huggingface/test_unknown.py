@@ -44,7 +44,6 @@ ROPE = {
         ("llama2", {"attention_bias": True}, "attention_bias = True and mlp_bias = False are"),
         ("llama2", {"pretraining_tp": 2}, "pretraining_tp = 2"),
         ("llama2", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type = 'longrope' is not supported"),
-        ("llama2", {"rope_parameters": YARN | {"truncate": False}}, "truncate = False is not supported"),
         ("llama2", {"rope_parameters": YARN | {"finetuned": True}}, "finetuned = True"),
         ("llama2", {"rope_parameters": {"rope_type": "dynamic"}}, "factor is missing"),
         ("llama2", {"rope_parameters": ROPE}, "original_max_position_embeddings is missing"),

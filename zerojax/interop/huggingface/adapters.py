@@ -304,11 +304,11 @@ def _by_ends[T](values: Mapping[str, T], default: T) -> dict[str, T]:
 def _whole(state: TrainState, parts: Sequence[Tensor]) -> Float32[np.ndarray, "..."]:
     """A tensor of the model, of the weights that it holds, decoded if they are frozen."""
     stored = from_tree(state.params) | from_tree(state.frozen)
-    rows = []
-    for part in sorted(parts, key=lambda part: part.rows.start):
+    whole = np.empty(parts[0].shape, np.float32)
+    for part in parts:
         leaf, layer = _leaves(state.spec)[part.place]
-        rows.append(part.of(gather_layer(state.spec, leaf, stored[leaf.path], layer)))
-    return np.concatenate(rows)
+        whole[part.region()] = part.of(gather_layer(state.spec, leaf, stored[leaf.path], layer))
+    return whole
 
 
 def _check_fits(spec: TrainSpec, found: PeftAdapter) -> None:

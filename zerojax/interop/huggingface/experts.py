@@ -1,14 +1,17 @@
-"""Mixtures of experts: Mixtral, Qwen3-MoE and OLMoE.
+"""Mixtures of experts: Mixtral, Qwen3-MoE, OLMoE and gpt-oss.
 
-Their files have three matrices for each expert. transformers 5 holds the experts of a layer in two tensors,
-but reads and writes the same files.
+The files of the first three have three matrices for each expert. transformers 5 holds the experts of a layer
+in two tensors, but reads and writes the same files. gpt-oss' files have these two tensors, in which the
+outputs of gate and up take turns.
 """
 
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface.config_keys import ConfigKeys
 from zerojax.interop.huggingface.config_table import ANY, Entry, Fields, dropouts, key, only, unused
+from zerojax.interop.huggingface.layer_types import periodic, windows
 from zerojax.interop.huggingface.llama import LLAMA_BLOCK, QK_NORMS, SILU, like_llama
 from zerojax.interop.huggingface.mapping import Bare, Module, Names
+from zerojax.interop.huggingface.mxfp4 import QUANTIZATION
 from zerojax.interop.huggingface.rope_keys import rope
 from zerojax.models import GPTConfig
 
@@ -90,13 +93,45 @@ OLMOE = like_llama(
 
 def _names(module: str, gate: str, up: str, down: str, **block: Module) -> Names:
     own: dict[str, Module] = {
-        "mlp/router": Bare(f"{module}.gate"),
-        "mlp/gate": Bare(f"{module}.experts.{{expert}}.{gate}"),
-        "mlp/up": Bare(f"{module}.experts.{{expert}}.{up}"),
-        "mlp/down": Bare(f"{module}.experts.{{expert}}.{down}"),
+        "mlp/router": Bare(f"{module}.gate.weight"),
+        "mlp/gate": Bare(f"{module}.experts.{{expert}}.{gate}.weight"),
+        "mlp/up": Bare(f"{module}.experts.{{expert}}.{up}.weight"),
+        "mlp/down": Bare(f"{module}.experts.{{expert}}.{down}.weight"),
     }
     return Names(LLAMA_BLOCK | own | block)
 
 
 MIXTRAL_NAMES = _names("block_sparse_moe", "w1", "w3", "w2")
 QWEN3_MOE_NAMES = _names("mlp", "gate_proj", "up_proj", "down_proj", **QK_NORMS)
+
+GPT_OSS = like_llama(
+    SILU,
+    only("attention_bias", True),
+    *_mixture("num_local_experts"),
+    only("swiglu_alpha", 1.702),
+    only("swiglu_limit", 7.0),
+    windows(lambda _, found: periodic(found["layers"], 2), window=128),
+    unused("experts_per_token", "initial_context_length"),  # of its first files
+    QUANTIZATION,
+    head_dim=64,
+    norm_eps=1e-5,
+    rotary=rope(theta=150000.0, tables="explicit"),
+    mlp="swiglu_clamped",
+    biases=True,
+    attention_sinks=True,
+)
+_FUSED = "mlp.experts.gate_up_proj"
+GPT_OSS_NAMES = Names(
+    LLAMA_BLOCK
+    | {
+        "attention/sinks": Bare("self_attn.sinks", transposed=False),
+        "mlp/router": Bare("mlp.router.weight"),
+        "mlp/router_bias": Bare("mlp.router.bias", transposed=False),
+        "mlp/gate": Bare(_FUSED, transposed=False, stacked=True, turn=0),
+        "mlp/up": Bare(_FUSED, transposed=False, stacked=True, turn=1),
+        "mlp/down": Bare("mlp.experts.down_proj", transposed=False, stacked=True),
+        "mlp/gate_bias": Bare(f"{_FUSED}_bias", transposed=False, turn=0),
+        "mlp/up_bias": Bare(f"{_FUSED}_bias", transposed=False, turn=1),
+        "mlp/down_bias": Bare("mlp.experts.down_proj_bias", transposed=False),
+    }
+)

@@ -15,6 +15,7 @@ from zerojax.interop.huggingface.families import Family, describe_model, read_mo
 from zerojax.interop.huggingface.importing import TENSORS
 from zerojax.interop.huggingface.load import load_params
 from zerojax.interop.huggingface.mapping import TensorParts
+from zerojax.interop.huggingface.mxfp4 import without_quantization
 from zerojax.interop.huggingface.quantized import QuantizedFiles, WeightFormat
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles, SafetensorWriter, TensorSpec
 from zerojax.interop.huggingface.save import cast, each_tensor, tensor_specs
@@ -74,7 +75,7 @@ def plan_export(state: TrainState, config: RunConfig, folder: RunFolder, dtype: 
         family, values = describe_model(config.model)
         prefix = family.prefix
     else:
-        values = read_config_json(imported)
+        values = without_quantization(read_config_json(imported))
         family, model, _ = read_model(values, str(imported / "config.json"))
         if config.model != model_section(model, config.model):
             raise ConfigurationError(f"{imported} and {folder.config} describe different models")
@@ -135,16 +136,20 @@ def export_model(
     with new_folder(out) as draft:
         writer = SafetensorWriter(draft, specs, largest_file) if is_first() else None
         for tensor, values in each_tensor(state, target.parts):
-            name, first = tensor.name, tensor.rows.start
+            name, rows = tensor.name, tensor.rows
             if writer is None or name not in target.specs:
                 continue
             spec = target.specs[name]
             if how is None or name not in quantized:
-                writer.write(name, cast(name, values, spec.dtype), first)
+                writer.write(name, cast(name, values, spec.dtype), *tensor.region())
                 continue
             for part, array in how.encode(name, values, spec).items():
-                if not (first and part.endswith("_shape")):  # that of the tensor is there
-                    writer.write(part, array, first * len(array) // len(values))
+                if part.endswith("_shape"):
+                    if not rows.start:  # else that of the tensor is there
+                        writer.write(part, array)
+                    continue
+                first = rows.start * len(array) // len(values)
+                writer.write(part, array, slice(first, first + len(array)))
         if writer is not None:
             writer.close()
             _write_settings(target, how, config, folder, draft)

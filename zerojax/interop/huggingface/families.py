@@ -107,6 +107,7 @@ FAMILIES = {
         Family("Mixtral", "mixtral", "MixtralForCausalLM", experts.MIXTRAL, experts.MIXTRAL_NAMES),
         Family("Qwen3-MoE", "qwen3_moe", "Qwen3MoeForCausalLM", experts.QWEN3_MOE, experts.QWEN3_MOE_NAMES),
         Family("OLMoE", "olmoe", "OlmoeForCausalLM", experts.OLMOE, experts.QWEN3_MOE_NAMES),
+        Family("gpt-oss", "gpt_oss", "GptOssForCausalLM", experts.GPT_OSS, experts.GPT_OSS_NAMES),
     )
 }
 _LINEAR_ATTENTION = (
@@ -115,10 +116,7 @@ _LINEAR_ATTENTION = (
 )
 REFUSED = dict.fromkeys(
     ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"), _LINEAR_ATTENTION
-) | {
-    "gpt_oss": "its attention has sinks, and its experts biases and a clamped activation, which a zerojax "
-    "model does not have"
-}
+)
 """Families that are known and cannot be imported -> why."""
 
 

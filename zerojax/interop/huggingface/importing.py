@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from zerojax.errors import ConfigurationError, disk_errors
-from zerojax.interop.huggingface.load import check_tensors, load_base, load_params, load_weights
-from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
+from zerojax.interop.huggingface.load import Files, check_tensors, load_base, load_params, load_weights
+from zerojax.interop.huggingface.mxfp4 import open_weights
 from zerojax.interop.huggingface.source import FREE, ModelFolder, is_model, model_section
 from zerojax.interop.huggingface.tokenizer_files import KEPT, copy_files
 from zerojax.models import GPTConfig
@@ -90,7 +90,7 @@ def begin_run(source: ModelFolder, config: RunConfig, folder: RunFolder) -> None
         if not folder.config.exists():
             with disk_errors(folder.path), closing(RunLock(folder)) as lock:
                 lock.take()
-                _write_files(source, SafetensorFiles(source.folder), folder)
+                _write_files(source, open_weights(source.folder), folder)
 
     run_on_process_zero(write)
 
@@ -114,7 +114,7 @@ def import_model(source: ModelFolder, config: RunConfig, folder: RunFolder) -> T
         RunError: the disk is full.
     """
     _check_model(source, config)
-    files = SafetensorFiles(source.folder)
+    files = open_weights(source.folder)
     # With dropout, each block has a salt; saving it lets the run turn dropout on later.
     model = replace(config.model, dropout=config.model.dropout or 0.5)
     plain = ZeroConfig(compute_dtype=config.zero.compute_dtype)
@@ -140,13 +140,13 @@ def _check_model(source: ModelFolder, config: RunConfig) -> None:
         )
 
 
-def _write_new(source: ModelFolder, files: SafetensorFiles, folder: RunFolder) -> None:
+def _write_new(source: ModelFolder, files: Files, folder: RunFolder) -> None:
     if folder.config.exists() or step_dirs.steps(folder.checkpoints):
         raise ConfigurationError(f"{folder.path} holds a run already: choose another folder, or delete it")
     _write_files(source, files, folder)
 
 
-def _write_files(source: ModelFolder, files: SafetensorFiles, folder: RunFolder) -> None:
+def _write_files(source: ModelFolder, files: Files, folder: RunFolder) -> None:
     """Write the run's tokenizer, and the files that an export needs to write the same model back."""
     folder.huggingface.mkdir(exist_ok=True)
     copy_files(source.folder, folder.huggingface, ("config.json", *KEPT))

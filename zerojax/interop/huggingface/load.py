@@ -20,7 +20,8 @@ from zerojax.interop.huggingface.mapping import (
     tensors_at,
     tensors_of,
 )
-from zerojax.interop.huggingface.safetensors_files import SafetensorFiles, TensorSpec
+from zerojax.interop.huggingface.mxfp4 import Mxfp4Files, open_weights
+from zerojax.interop.huggingface.safetensors_files import TensorSpec
 from zerojax.interop.huggingface.source import CONFIG, read_config_json
 from zerojax.sharding.layout import OWNED, ParamLayout
 from zerojax.sharding.param_tree import from_tree, to_tree
@@ -95,14 +96,14 @@ def load_weights(state: TrainState, folder: Path | str, *, new: str | None = Non
     return state.replace(params=to_tree(from_tree(state.params) | found))
 
 
-def _open(train_spec: TrainSpec, folder: Path, new: str | None) -> tuple[SafetensorFiles, TensorParts]:
+def _open(train_spec: TrainSpec, folder: Path, new: str | None) -> tuple[Mxfp4Files, TensorParts]:
     """The checked files of a folder, and the tensors of each leaf.
 
     Raises:
         ConfigurationError: as ``load_base``.
     """
     family, model, _ = read_model(read_config_json(folder), str(folder / CONFIG))
-    files = SafetensorFiles(folder)
+    files = open_weights(folder)
     parts = family.parts(model, family.prefix_in(files.specs))
     own = _model_weights(train_spec, new)
     places = {leaf.name: {place_of(leaf, x)[0] for x in layers_of(leaf)} for leaf in own}
@@ -119,7 +120,7 @@ def _model_weights(train_spec: TrainSpec, new: str | None) -> list[ParamLayout]:
 
 def check_tensors(
     train_spec: TrainSpec,
-    files: SafetensorFiles,
+    files: Files,
     family: Family,
     parts: TensorParts,
     new: str | None = None,
@@ -239,6 +240,4 @@ def _read_rows(tensor: Tensor, rows: slice, files: Files) -> np.ndarray:
     """Some rows of a leaf's matrix (a vector is one row), from one tensor."""
     if len(tensor.shape) < 2:
         return files.read(tensor.name).reshape(1, -1)
-    if tensor.part.transposed:
-        return files.read(tensor.name, tensor.rows, rows).T
-    return files.read(tensor.name, rows, slice(None))
+    return tensor.turned(files.read(tensor.name, *tensor.region(rows)))

@@ -2,12 +2,12 @@
 
 A leaf is named by its path, with ``block/`` for the leaves of every block: "embed/embedding",
 "block/attention/qkv/kernel". Its matrix is (in, out); each tensor holds some of its columns, transposed or
-not. A transposed tensor may hold those of other leaves as well. The leaves of experts are (experts, in, out),
-and each tensor holds the matrix of one expert.
+not. A tensor may hold those of other leaves as well, side by side or in turns. The leaves of experts are
+(experts, in, out), and a tensor holds the matrix of one expert, or those of all, one behind the other.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,9 +29,11 @@ class TensorPart:
         stop: the column after its last; None for the end.
         transposed: whether the file holds it as (out, in).
         required: False for the second copy of a tied matrix, which a file may leave out.
-        first_row: where the columns begin among the rows of a transposed tensor.
-        rows: of the whole tensor, if it holds several leaves.
+        first: where the columns begin among the outputs of the tensor.
+        step: from one of the columns to the next, among these.
+        outputs: of the whole tensor, if it holds several leaves.
         expert: the index in the leaf's first axis; None if the leaf is one matrix.
+        experts: how many there are, if the tensor holds all of them.
     """
 
     name: str
@@ -39,9 +41,11 @@ class TensorPart:
     stop: int | None = None
     transposed: bool = False
     required: bool = True
-    first_row: int = 0
-    rows: int | None = None
+    first: int = 0
+    step: int = 1
+    outputs: int | None = None
     expert: int | None = None
+    experts: int | None = None
 
 
 TensorParts = dict[str, tuple[TensorPart, ...]]
@@ -58,20 +62,31 @@ class Fused:
 
 @dataclass(frozen=True)
 class Bare:
-    """A module whose weight is one of our parameters itself, not its kernel.
+    """A tensor that is one of our parameters itself, not a module's kernel or bias.
 
-    With "{expert}" in the name there is one for each expert.
+    Attributes:
+        name: of the tensor. With "{expert}" in it there is one for each expert.
+        transposed: as in ``TensorPart``.
+        stacked: whether it holds the matrices of all experts.
+        turn: None, or which columns it holds: the first (0) or the second (1) of each pair.
     """
 
     name: str
+    transposed: bool = True
+    stacked: bool = False
+    turn: int | None = None
 
     def parts(self, model: GPTConfig, block: str) -> tuple[TensorPart, ...]:
         """The tensors of the parameter; their names begin with ``block``."""
-        name = f"{block}{self.name}.weight"
-        if "{expert}" not in name:
-            return (TensorPart(name, transposed=True),)
+        part = TensorPart(block + self.name, transposed=self.transposed)
+        if self.turn is not None:
+            part = replace(part, first=self.turn, step=2, outputs=2 * model.ffn_width)
+        if self.stacked:
+            part = replace(part, experts=model.experts)
+        elif "{expert}" not in self.name:
+            return (part,)
         return tuple(
-            TensorPart(name.replace("{expert}", str(expert)), transposed=True, expert=expert)
+            replace(part, name=part.name.replace("{expert}", str(expert)), expert=expert)
             for expert in range(model.experts)
         )
 
@@ -130,9 +145,7 @@ def _columns(
     if isinstance(module, Fused):
         width = model.ffn_width
         first, rows = module.index * width, module.count * width
-        return (
-            TensorPart(f"{block}{module.name}.{kind}", transposed=transposed, first_row=first, rows=rows),
-        )
+        return (TensorPart(f"{block}{module.name}.{kind}", transposed=transposed, first=first, outputs=rows),)
     kv = model.key_value_heads * model.head_dim
     ends = (model.attention_width, model.attention_width + kv, model.attention_width + 2 * kv)
     return tuple(
@@ -180,20 +193,33 @@ class Tensor:
 
     @property
     def rows(self) -> slice:
-        """Where these columns are among the rows of a transposed tensor."""
-        first = self.part.first_row
-        return slice(first, first + self.columns.stop - self.columns.start)
+        """Where these columns are among the outputs of the tensor, which are the rows of a transposed one."""
+        first, count = self.part.first, self.columns.stop - self.columns.start
+        return slice(first, first + count * self.part.step, self.part.step)
 
     @property
     def outputs(self) -> int:
         """The columns of all weights that the tensor holds."""
-        return self.part.rows or self.columns.stop - self.columns.start
+        return self.part.outputs or self.columns.stop - self.columns.start
 
     @property
     def shape(self) -> Shape:
         """Its shape in the file."""
         shape = (*self.weight[0 if self.part.expert is None else 1 : -1], self.outputs)
-        return shape[::-1] if self.part.transposed else shape
+        shape = shape[::-1] if self.part.transposed else shape
+        return shape if self.part.experts is None else (self.part.experts, *shape)
+
+    def region(self, inputs: slice = slice(None)) -> tuple[slice, ...]:
+        """Where the columns are in the tensor, a range for each of its axes.
+
+        Args:
+            inputs: some rows of the weight's matrix, if it has rows.
+        """
+        if self.part.transposed:
+            return self.rows, inputs
+        own = (inputs, self.rows)[-len(self.shape) :]
+        expert = self.part.expert
+        return own if self.part.experts is None or expert is None else (slice(expert, expert + 1), *own)
 
     @property
     def inputs(self) -> slice:
@@ -210,11 +236,17 @@ class Tensor:
     def of(self, weight: np.ndarray) -> np.ndarray:
         """What the tensor holds of a weight, in its own layout."""
         columns = self.among(weight)
-        return columns.T if self.part.transposed else columns
+        columns = columns.T if self.part.transposed else columns
+        return columns if self.part.experts is None else columns[None]
 
     def within(self, values: np.ndarray) -> np.ndarray:
         """The columns of the weight, from all values of the tensor."""
-        return values[self.rows].T if self.part.transposed else values
+        return self.turned(values[self.region()])
+
+    def turned(self, values: np.ndarray) -> np.ndarray:
+        """Columns in the layout of the weight, from that of the file."""
+        values = values if self.part.experts is None else values[0]
+        return values.T if self.part.transposed else values
 
 
 def layers_of(leaf: ParamLayout) -> Sequence[int | None]:

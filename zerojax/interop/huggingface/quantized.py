@@ -59,7 +59,9 @@ class WeightFormat:
     def tensors(self, train_spec: TrainSpec, parts: TensorParts) -> Iterator[Tensor]:
         """The tensors to quantize: the matrices of the blocks, without embeddings and output projection."""
         for leaf in train_spec.weights:
-            yield from (tensor for tensor in tensors_of(leaf, parts) if tensor.part.transposed)
+            for tensor in tensors_of(leaf, parts):
+                if tensor.part.transposed or tensor.part.expert is not None:
+                    yield tensor
 
     def check(self, tensor: Tensor) -> None:
         """Refuse a tensor that does not divide into blocks.

@@ -59,6 +59,10 @@ def _unless_known(model: GPTConfig) -> float | None:
     return None if known else model.rope_factor
 
 
+def _unless_truncated(model: GPTConfig) -> bool | None:
+    return None if model.rope_truncate else False
+
+
 def _numbers(name: str, field: str) -> Entry:
     def decode(values: list[Any], found: Fields) -> tuple[float, ...]:
         del found
@@ -81,7 +85,7 @@ _SCALING: dict[str, Table] = {
     "dynamic": (_FACTOR, Entry(_extended)),
     "yarn": (
         _FACTOR,
-        only("truncate", True, written=False),
+        key("truncate", "rope_truncate", bool, True, written=_unless_truncated),
         key(_LENGTH, "rope_original_len", int, _length),
         key("beta_fast", "rope_beta_fast", float, 32.0),
         key("beta_slow", "rope_beta_slow", float, 1.0),
@@ -115,7 +119,7 @@ class _Rope:
     theta: float
     kinds: tuple[str, ...]
     fraction: float | None
-    tables: Literal["one", "two", "local", "growth"]
+    tables: Literal["one", "explicit", "two", "local", "growth"]
     local: float
 
     def read(self, keys: ConfigKeys, found: Fields) -> Fields:
@@ -127,7 +131,9 @@ class _Rope:
             before["rope_fraction"] = keys.take(_PARTIAL, float, self.fraction)
         if "longrope" in self.kinds:
             before["rope_original_len"] = keys.take(_LENGTH, int, 4096)
-        if self.tables in ("one", "growth"):
+        if self.tables == "explicit" and not (scaling or table):
+            raise ConfigurationError("rope_scaling or rope_parameters is missing")
+        if self.tables in ("one", "explicit", "growth"):
             return self._read_table(scaling | table, before)
         if unknown := sorted(table.keys() - {FULL, SLIDING}):
             raise ConfigurationError(f"rope_parameters of {', '.join(unknown)} are not supported")
@@ -184,6 +190,8 @@ class _Rope:
             keys[_PARTIAL] = model.rope_fraction
         if kind == "longrope":
             keys[_LENGTH] = model.rope_original_len
+        if self.tables == "explicit":  # without a table, transformers takes one that is not plain
+            return keys | {"rope_scaling": scaling or {"rope_type": "default"}}
         if self.tables == "one":
             return keys
         local = model.rope_local_theta
@@ -215,7 +223,7 @@ def rope(
     theta: float = 10000.0,
     kinds: tuple[str, ...] = _COMMON,
     fraction: float | None = None,
-    tables: Literal["one", "two", "local", "growth"] = "one",
+    tables: Literal["one", "explicit", "two", "local", "growth"] = "one",
     local: float = 10000.0,
 ) -> Entry:
     """The rotary fields of a model, and its max_seq_len.
@@ -224,8 +232,9 @@ def rope(
         theta: without rope_theta.
         kinds: of scaling, besides none.
         fraction: without partial_rotary_factor; None if the family has no such key.
-        tables: "one" for all layers; "two", of layers with and without a window, or "local" if the first has
-            a key of its own; "growth": one, with Ministral 3's growth of queries.
+        tables: "one" for all layers, or "explicit", where it must be there; "two", of layers with and without
+            a window, or "local" if the first has a key of its own; "growth": one, with Ministral 3's growth
+            of queries.
         local: "local": without rope_local_base_freq.
     """
     own = _Rope(theta, kinds, fraction, tables, local)

@@ -176,7 +176,7 @@ def plan_shards(specs: Mapping[str, TensorSpec], most: float, single: str) -> di
 
 
 class SafetensorWriter:
-    """Writes files tensor by tensor, or rows of tensors, in any order."""
+    """Writes files tensor by tensor, or parts of tensors, in any order."""
 
     def __init__(
         self, folder: Path, specs: Mapping[str, TensorSpec], most: float, single: str = SINGLE
@@ -212,7 +212,7 @@ class SafetensorWriter:
             header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [start, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # the format aligns the data
-        file = path.open("wb")
+        file = path.open("w+b")
         self._files.append(file)
         file.write(len(text).to_bytes(8, "little") + text)
         start = 8 + len(text)
@@ -220,22 +220,29 @@ class SafetensorWriter:
         for name in names:
             self._places[name] = (file, start + header[name]["data_offsets"][0])
 
-    def write(self, name: str, values: Shaped[np.ndarray, "..."], first_row: int = 0) -> None:
-        """Write one tensor, or some of its rows.
+    def write(self, name: str, values: Shaped[np.ndarray, "..."], *region: slice) -> None:
+        """Write one tensor, or a part of it.
 
         Args:
             name: of a tensor in ``specs``.
-            values: of its dtype and, except for the number of rows, its shape; not written yet.
-            first_row: of the values in the tensor.
+            values: of its dtype; not written yet.
+            region: where they lie, a range for each of the first axes; successive rows. None is everywhere.
         """
-        spec = self._specs[name]
-        expected = (spec.shape[1:], len(spec.shape), DTYPES[spec.dtype])
-        assert (values.shape[1:], values.ndim, values.dtype) == expected, name  # our own arithmetic
+        spec, size = self._specs[name], values.nbytes
+        rows, *rest = region or (slice(None),)
+        first, stop, step = rows.indices(spec.shape[0])
+        block = TensorSpec(spec.dtype, (stop - first, *spec.shape[1:]))
+        assert (values.ndim, values.dtype, step) == (len(spec.shape), DTYPES[spec.dtype], 1), name
+        self._missing[name] -= size
         file, offset = self._places[name]
-        before = first_row * math.prod(spec.shape[1:]) * values.itemsize
-        self._missing[name] -= values.nbytes
-        assert before + values.nbytes <= spec.nbytes, name
-        file.seek(offset + before)
+        offset += first * math.prod(spec.shape[1:]) * values.itemsize
+        if values.shape != block.shape:  # what else these rows hold stays
+            file.seek(offset)
+            whole = np.frombuffer(file.read(block.nbytes), values.dtype).reshape(block.shape).copy()
+            assert whole[:, *rest].shape == values.shape, name
+            whole[:, *rest] = values
+            values = whole
+        file.seek(offset)
         file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
 
     def close(self) -> None:
