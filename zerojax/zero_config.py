@@ -38,6 +38,8 @@ ComputeDtype = Literal["float32", "bfloat16", "fp32", "bf16"] | type[np.generic]
 AccumulateOrder = Literal["depth", "breadth"]
 Spread = Literal["node", "world"]
 ExpertSpread = Literal["auto", "local", "gathered"]
+HostStore = Literal["optimizer", "weights", "activations"]
+"""What can be in host memory."""
 GradSync = Literal["micro", "step"]
 MatmulDtype = Literal["compute", "fp8"]
 Preset = Literal["zero3", "zero++", "zero++-paper", "delta", "local"]
@@ -125,6 +127,10 @@ class ZeroConfig:
             devices of a node, each of which holds some of all nodes' experts and gets the tokens for them, so
             that neither these weights nor their gradients travel within a node; "gathered" gathers them for
             every device like other weights; "auto" is "local" where a node's devices divide the experts.
+        host: what is kept in page-locked host memory and copied to the device a layer at a time: "optimizer",
+            the master weights and the optimizer's state, of which the device then has what passes read
+            (2 bytes a parameter in bfloat16, over all devices); with it "weights", these too; "activations",
+            what a ``Stack`` keeps for the backward pass. Losses and weights stay the same, bit for bit.
         every: 0, or the steps in which each weight crosses nodes once, by local updates (DiLoCo, Douillard et
             al., 2023; Streaming DiLoCo, 2025): every node trains weights of its own, and each step exchanges
             what the nodes have learnt of one fragment, 1/``every`` of all elements. Owners apply the mean to
@@ -173,6 +179,7 @@ class ZeroConfig:
     frozen_spread: Spread = "node"
     matrix_spread: Spread = "node"
     experts: ExpertSpread = "auto"
+    host: tuple[HostStore, ...] = ()
     every: int = 0
     outer_learning_rate: float = 1.0
     outer_momentum: float = 0.0
@@ -207,6 +214,7 @@ class ZeroConfig:
         self._check_frozen()
         self._check_no_op()
         self._check_local_updates()
+        self._check_host()
 
     @classmethod
     def preset(cls, name: Preset, **overrides: Any) -> Self:
@@ -359,6 +367,7 @@ class ZeroConfig:
             "fp8": as_patterns("ZeroConfig.fp8", self.fp8),
             "frozen": as_patterns("ZeroConfig.frozen", self.frozen),
             "frozen_weights": _sent(self.frozen_weights),
+            "host": (self.host,) if isinstance(self.host, str) else tuple(self.host),
         }
         for name, value in names.items():
             object.__setattr__(self, name, value)  # frozen for everybody else
@@ -406,6 +415,23 @@ class ZeroConfig:
         if self.grad_sync == "step" and self.stage < 2:
             raise ConfigurationError(
                 f'stage {self.stage} always reduces once per step: leave grad_sync at "micro".'
+            )
+
+    def _check_host(self) -> None:
+        if unknown := [store for store in self.host if store not in HOST_STORES]:
+            raise ConfigurationError(
+                f"ZeroConfig.host has {unknown[0]!r}, which is not one of {HOST_STORES}."
+            )
+        if "weights" in self.host and "optimizer" not in self.host and "*" not in self.frozen:
+            raise ConfigurationError(
+                'ZeroConfig.host=("weights",) alone keeps the fp32 master weights, which are larger, on the '
+                'device: use ("optimizer", "weights").'
+            )
+        if "optimizer" in self.host and (self.stage == 0 or self.every or self.delta_resync):
+            setting = "stage=0" if self.stage == 0 else "every" if self.every else "delta_resync"
+            raise ConfigurationError(
+                f'ZeroConfig.host=("optimizer", ...) does not go with {setting}: use stages 1 to 3, without '
+                "local updates and resyncs."
             )
 
     def _check_delta(self) -> None:
@@ -531,6 +557,7 @@ _DEFAULTS = {field.name: field.default for field in dataclasses.fields(ZeroConfi
 _CHOICES = {
     name: get_args(kind) for name, kind in get_type_hints(ZeroConfig).items() if get_origin(kind) is Literal
 }
+HOST_STORES: tuple[HostStore, ...] = get_args(HostStore)
 
 PRESETS: dict[Preset, dict[str, Any]] = {
     "zero3": {"stage": 3},

@@ -46,18 +46,25 @@ SEPARATE_PRODUCTS: CompilerOptions = {
     # first, a copy for every token.
     "xla_gpu_dot_merger_threshold_mb": 0,
 }
+HOST_MEMORY: CompilerOptions = {
+    # No CUDA graphs: in a graph copies from and to host memory do not run beside kernels.
+    "xla_gpu_graph_min_graph_size": 1 << 30,
+}
 
 
-def compiler_options(mesh: Mesh, *, separate_products: bool = False) -> CompilerOptions:
+def compiler_options(
+    mesh: Mesh, *, separate_products: bool = False, host_memory: bool = False
+) -> CompilerOptions:
     """The compiler options for programs on a mesh; none unless it has GPUs.
 
     Args:
         mesh: to run on.
         separate_products: whether matmuls are in fp8, or tokens are made (``SEPARATE_PRODUCTS``).
+        host_memory: whether layers are copied from or to host memory.
     """
     if not on_gpus(mesh.devices.flat):
         return {}
-    more = SEPARATE_PRODUCTS if separate_products else {}
+    more = (SEPARATE_PRODUCTS if separate_products else {}) | (HOST_MEMORY if host_memory else {})
     alone = len({device.process_index for device in mesh.devices.flat}) == 1
     return (ONE_PROCESS_OPTIONS if alone else {}) | GPU_OPTIONS | more
 

@@ -1,21 +1,38 @@
-"""Reads and replaces single layers of stacked pytrees."""
+"""Reads and replaces single layers of stacked pytrees, in device or in host memory.
+
+A stack in host memory (``zerojax.sharding.memory``) is read and written a layer at a time: ``layer_at``
+brings the layer to the device, ``put_layer`` takes it to the host. In a loop XLA makes these copies by DMA,
+beside the compute, if the index is the loop's own counter (``lax.fori_loop``). If an iteration both reads and
+writes one stack, the later of the two must depend on the earlier; else XLA copies the whole stack each time.
+"""
 
 import jax
 from jax import lax
 from jaxtyping import Array, Int, PyTree
 
+from zerojax.sharding.memory import in_host, to_device, to_host
+
 Index = int | Int[Array, ""]
-"""Of a layer: a number while layers are peeled off a loop, traced within it."""
+"""Of a layer, not negative: a number while layers are peeled off a loop, traced within it."""
 
 
 def layer_at[T: PyTree[Array]](stacked: T, index: Index) -> T:
-    """The layer at an index."""
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), stacked)
+    """The layer at an index, on the device."""
+
+    def one(x: Array) -> Array:
+        return to_device(lax.dynamic_index_in_dim(x, index, keepdims=False, allow_negative_indices=False))
+
+    return jax.tree.map(one, stacked)
 
 
 def put_layer[T: PyTree[Array]](stacked: T, layer: T, index: Index) -> T:
-    """``stacked`` with one layer replaced."""
-    return jax.tree.map(lambda x, one: lax.dynamic_update_index_in_dim(x, one, index, 0), stacked, layer)
+    """``stacked`` with one layer replaced, in the memory where it was."""
+
+    def one(x: Array, new: Array) -> Array:
+        new = to_host(new) if in_host(x) else new
+        return lax.dynamic_update_index_in_dim(x, new, index, 0, allow_negative_indices=False)
+
+    return jax.tree.map(one, stacked, layer)
 
 
 def empty_layers[T: PyTree[Array]](one: T, layers: int) -> T:
