@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from zerojax.adapters.expert_param import ExpertParam
+from zerojax.adapters.own_tokens import own_tokens
 from zerojax.adapters.stack import Stack
 from zerojax.adapters.weight_sum import weight_sum
 from zerojax.adapters.world_sum import world_sum
@@ -21,6 +22,7 @@ from zerojax.experts.router import RouterConfig
 from zerojax.experts.stats import RouterStats, balance_loss, z_loss
 from zerojax.generation.generate import Completions, generate
 from zerojax.matmul.lora import LoRA
+from zerojax.models.shared_rows import attention
 from zerojax.optim.ema import average_weights
 from zerojax.optim.muon import scale_by_muon
 from zerojax.optim.shard_check import chain
@@ -79,6 +81,7 @@ __all__ = [
     "ZeroConfig",
     "ZeroError",
     "aot",
+    "attention",
     "average_weights",
     "averaged",
     "balance_loss",
@@ -101,6 +104,7 @@ __all__ = [
     "lower_train_step",
     "make_mesh",
     "mix_experts",
+    "own_tokens",
     "plan",
     "posttrain",
     "predict_step",

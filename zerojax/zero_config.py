@@ -131,6 +131,9 @@ class ZeroConfig:
             the master weights and the optimizer's state, of which the device then has what passes read
             (2 bytes a parameter in bfloat16, over all devices); with it "weights", these too; "activations",
             what a ``Stack`` keeps for the backward pass. Losses and weights stay the same, bit for bit.
+        sequence_parallel: how many neighbouring devices of a node share a row of tokens: 1, or a divisor of
+            the devices of a node. Each computes with its part of the tokens, and attention exchanges heads
+            between them (``zerojax.attention``); nothing more crosses nodes.
         every: 0, or the steps in which each weight crosses nodes once, by local updates (DiLoCo, Douillard et
             al., 2023; Streaming DiLoCo, 2025): every node trains weights of its own, and each step exchanges
             what the nodes have learnt of one fragment, 1/``every`` of all elements. Owners apply the mean to
@@ -180,6 +183,7 @@ class ZeroConfig:
     matrix_spread: Spread = "node"
     experts: ExpertSpread = "auto"
     host: tuple[HostStore, ...] = ()
+    sequence_parallel: int = 1
     every: int = 0
     outer_learning_rate: float = 1.0
     outer_momentum: float = 0.0
@@ -197,7 +201,7 @@ class ZeroConfig:
         for name, allowed in _CHOICES.items():
             if (value := getattr(self, name)) not in allowed:
                 raise ConfigurationError(f"ZeroConfig.{name}={value!r} is not one of {allowed}.")
-        for name in ("accumulate", "chunks"):
+        for name in ("accumulate", "chunks", "sequence_parallel"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"ZeroConfig.{name}={getattr(self, name)} must be at least 1.")
         if self.chunks > _MAX_CHUNKS:

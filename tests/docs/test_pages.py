@@ -44,6 +44,7 @@ LONG = (
     "docs/experts.md",
     "docs/fine-tuning.md",
     "docs/huggingface.md",
+    "docs/long-context.md",
     "docs/monitor.md",
     "docs/optimizers.md",
     "docs/planner.md",
@@ -74,7 +75,7 @@ def environment(devices: int) -> dict[str, str]:
 EXAMPLES = (
     *("Stack", "ZeroConfig", "make_mesh", "LoRA", "TrainState.create", "train_step", "eval_step"),
     *("predict_step", "Replicated", "with_node_copy", "weight_sum", "comm_report", "gather_params"),
-    *("put_params", "gather_model", "chain", "average_weights", "Trainer"),
+    *("put_params", "gather_model", "chain", "average_weights", "Trainer", "own_tokens", "attention"),
 )
 
 

@@ -24,6 +24,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -32,11 +33,13 @@ from jax.extend import core
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from zerojax.adapters.own_tokens import EXCHANGE
 from zerojax.comm.in_order import collective_axes
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import numeric, plain_text, size
 from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
 from zerojax.train.batch import map_batch
+from zerojax.train.shared_rows import processes_a_row
 from zerojax.train.state import TrainState
 from zerojax.train.step import trace_train_step
 
@@ -52,6 +55,7 @@ PHASES = {
     "fragment": "local updates: what the nodes have learnt of a fragment, and its outer weights' change",
     "gradients": "the hops of the gradients",
     "gradient sums": "to all nodes, of matrices that the optimizer needs whole; also part of the former",
+    "attention": "heads, between the devices of a node that share rows; and their gradients",
     "tokens": "to the devices of a node that hold their experts, and back; and their gradients",
     "optimizer": "matrices sent to be orthogonalised, and back",
     "scales": "the largest magnitudes of the weights of fp8 matmuls",
@@ -68,6 +72,7 @@ class JaxprCollective:
     Attributes:
         primitive: its name in JAX.
         axes: mesh axes that it runs over.
+        group: how many neighbours it joins, if not all devices along the axes; else 0.
         dtype: on the wire.
         elements: of the operand, on one device.
         count: executions per step, loop trips included.
@@ -80,6 +85,7 @@ class JaxprCollective:
 
     primitive: str
     axes: tuple[str, ...]
+    group: int
     dtype: str
     elements: int
     count: int
@@ -178,7 +184,8 @@ class CommReport:
             sent = [size(c.local_bytes), size(c.node_bytes)]
             if not c.usual:
                 sent = [f"({value})" for value in sent]
-            cells = (c.phase, c.primitive, "+".join(c.axes), c.dtype, f"{c.elements:,}", str(c.count))
+            axis = "+".join(c.axes) + (f" by {c.group}" if c.group else "")
+            cells = (c.phase, c.primitive, axis, c.dtype, f"{c.elements:,}", str(c.count))
             table.add_row(*cells, *sent)
         if not all(c.usual for c in self.collectives):
             table.caption = "(in parentheses: not in every step, and in no total)"
@@ -210,7 +217,8 @@ def comm_report(state: TrainState, batch: Any) -> CommReport:
         ['gradients', 'metrics', 'weights backward', 'weights forward']
     """
     program = state.spec
-    traced = trace_train_step(state, map_batch(_of_all_processes, lambda x: x, batch))
+    parts = jax.process_count() // processes_a_row(program.zero.sequence_parallel)
+    traced = trace_train_step(state, map_batch(partial(_of_all_processes, parts), lambda x: x, batch))
     counts = Counter[JaxprCollective]()
     for one in _walk(traced.jaxpr.jaxpr, _Place(program.world)):
         counts[dataclasses.replace(one, count=0)] += one.count
@@ -272,16 +280,18 @@ def _walk_branches(equation: core.JaxprEqn, place: _Place) -> Iterator[JaxprColl
 
 def _read(equation: core.JaxprEqn, axes: tuple[str, ...], place: _Place) -> Iterator[JaxprCollective]:
     name = equation.primitive.name
-    if name not in _KNOWN or equation.params.get("axis_index_groups") is not None:
+    groups = equation.params.get("axis_index_groups") or ()
+    sizes = {len(group) for group in groups}
+    if name not in _KNOWN or (groups and (axes != (LOCAL,) or len(sizes) > 1)):
         raise ConfigurationError(
             f"the collective {name!r} over {axes} cannot be counted: only {', '.join(sorted(_KNOWN))} can, "
-            "over whole mesh axes."
+            "over whole mesh axes or equal groups within a node."
         )
     for operand in equation.invars:
         aval: Any = operand.aval
         phase = _phase(place)
         yield JaxprCollective(
-            name, axes, aval.dtype.name, aval.size, place.count, phase, place.usual, 0.0, 0.0
+            name, axes, sum(sizes), aval.dtype.name, aval.size, place.count, phase, place.usual, 0.0, 0.0
         )
 
 
@@ -294,6 +304,8 @@ def _phase(place: _Place) -> str:
         return "fragment"
     if "sums_to_nodes" in scopes:
         return "gradient sums"
+    if EXCHANGE in scopes:
+        return "attention"
     if scopes & {"gather_tokens", "return_tokens"}:
         return "tokens"
     if "orthogonalise" in scopes:
@@ -309,6 +321,7 @@ def _phase(place: _Place) -> str:
 
 def _counted(key: JaxprCollective, count: int, world: MeshShape) -> JaxprCollective:
     payload = key.elements * np.dtype(key.dtype).itemsize
+    world = MeshShape(world.nodes, key.group or world.local)
     local, node = _sent(key.primitive, key.axes, payload, world)
     return dataclasses.replace(key, count=count, local_bytes=count * local, node_bytes=count * node)
 
@@ -328,7 +341,7 @@ def _sent(primitive: str, axes: tuple[str, ...], payload: int, world: MeshShape)
     return ring * (1 - crossing), ring * crossing
 
 
-def _of_all_processes(x: Any) -> Any:
-    """The global shape of a batch array: with several processes, a host array is one process's part."""
-    parts = jax.process_count() if isinstance(x, np.ndarray) else 1
+def _of_all_processes(parts: int, x: Any) -> Any:
+    """The global shape of a batch array: with several processes, a host array is one of so many parts."""
+    parts = parts if isinstance(x, np.ndarray) else 1
     return jax.ShapeDtypeStruct((x.shape[0] * parts, *x.shape[1:]), x.dtype)

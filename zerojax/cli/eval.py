@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 from zerojax.cli.cluster import joined_cluster
 from zerojax.cli.options import MeshOptions, RunPath, read_options
-from zerojax.cli.trained import open_trained
+from zerojax.cli.trained import on_its_mesh, open_trained
 from zerojax.errors import ConfigurationError
 from zerojax.run.build import check_batch, is_first
 from zerojax.run.config import RunConfig, with_settings
@@ -46,7 +46,8 @@ def run(arguments: list[str]) -> None:
     if options.exact_match is not None:
         config = replace(config, train=replace(config.train, eval_exact_match=options.exact_match))
     with joined_cluster(config.mesh, config.cluster):
-        check_batch(config.train, config.mesh.to_mesh())
+        config = on_its_mesh(config)
+        check_batch(config, config.mesh.to_mesh())
         _evaluate(folder, config, options)
 
 

@@ -103,7 +103,7 @@ def run(arguments: list[str]) -> None:
         how = WeightFormat(options.weights, block, options.along)
     with joined_cluster(config.mesh, config.cluster):
         if how is not None:  # whose perplexity is measured
-            check_batch(config.train, config.mesh.to_mesh())
+            check_batch(config, config.mesh.to_mesh())
         _export(options, folder, config, how)
 
 

@@ -37,7 +37,8 @@ class Options(on_config.Options):
         gpus_per_node: GPUs of each node; by default mesh.local.
         bandwidth: Network bandwidth of a node in each direction, all adapters together, such as 100gbit.
         links: File of `zerojax links --json`, measured between such nodes; replaces --bandwidth.
-        sequences: Sequences per device and micro-batch; by default from train.batch_size, at least 1.
+        sequences: Sequences per micro-batch and device, or devices that share them (zero.sequence_parallel);
+            by default from train.batch_size, at least 1.
         picture: PNG file to draw the prediction to.
         memory_fraction: Fraction of the GPU's memory that JAX uses (XLA_CLIENT_MEM_FRACTION).
         efficiency: Fraction of the GPU's peak that matmuls reach.
@@ -140,12 +141,12 @@ def _cluster(options: Options, mesh: MeshSection, name: str) -> Cluster:
 
 
 def _outlook(sequences: int | None, settings: RunConfig, cluster: Cluster) -> Outlook:
-    train = settings.train
-    # The model's parameters and units do not depend on the mesh: two devices stand for all.
-    state, _ = abstract_run(dataclasses.replace(settings, mesh=MeshSection(nodes=2, local=1)))
+    train, sharing = settings.train, settings.zero.sequence_parallel
+    # The model's parameters and units do not depend on the mesh: two nodes stand for all.
+    state, _ = abstract_run(dataclasses.replace(settings, mesh=MeshSection(nodes=2, local=sharing)))
     if sequences is None:
         rows = train.batch_size * (2 if settings.posttrain.method in PREFERENCES else 1)  # a pair is two
-        sequences = max(1, rows // (cluster.world.size * train.accumulate))
+        sequences = max(1, rows * sharing // (cluster.world.size * train.accumulate))
     return foresee(
         state.spec,
         settings.model,

@@ -136,7 +136,7 @@ def show_plan(options: RunOptions, settings: RunConfig) -> None:
     folder = options.folder
     state, _ = abstract_run(settings)
     check_trackers(settings.log.trackers)
-    check_batch(settings.train, state.spec.mesh)
+    check_batch(settings, state.spec.mesh)
     latest = checkpoints.newest_valid(folder.checkpoints, checksums=settings.checkpoint.verify).step
     check_start(latest, options.resume, folder)
     if latest is not None:

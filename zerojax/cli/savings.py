@@ -82,7 +82,8 @@ class Savings:
         """The option that holds least, and the one that does so without sending more, if less than now."""
         train, holding = self._config.train, [*_HOLDING]
         accumulate = 2 * train.accumulate
-        while train.batch_size % (self._spec.world.size * accumulate) == 0:
+        groups = self._spec.world.size // self._config.zero.sequence_parallel
+        while train.batch_size % (groups * accumulate) == 0:
             holding.append(("train.accumulate", accumulate))
             accumulate *= 2
         ways = [trial for trial in self._tried(holding) if trial.held < _WORTH_IT * self.now.held]
@@ -144,7 +145,7 @@ class Savings:
         train, world = config.train, self._spec.world
         zero = config.to_zero(self._spec.zero.units)
         there = on_world(self._spec, world, zero)
-        sequences = max(1, train.batch_size // (world.size * train.accumulate))
+        sequences = max(1, train.batch_size * zero.sequence_parallel // (world.size * train.accumulate))
         work = work_of(there, config.model, sequences=sequences, length=train.sequence_length)
         local, node = usual_bytes(hops_of(there, work))
         sent = local + self._besides

@@ -11,6 +11,7 @@ from zerojax.run.checkpoints import damage_line, newest_valid, read_manifest, re
 from zerojax.run.config import MeshSection, RunConfig
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import with_base
+from zerojax.sharding.mesh import MeshShape
 from zerojax.train.state import TrainState
 from zerojax.zero_config import ZeroConfig
 
@@ -42,6 +43,13 @@ def as_stored(config: RunConfig) -> RunConfig:
     return replace(config, zero=ZeroConfig(**kept))
 
 
+def on_its_mesh(config: RunConfig) -> RunConfig:
+    """A trained run's settings on a mesh that may be another: rows are shared only where they can be."""
+    if MeshShape.of(config.mesh.to_mesh()).local % config.zero.sequence_parallel == 0:
+        return config
+    return replace(config, zero=config.zero.replace(sequence_parallel=1))
+
+
 def open_trained(folder: RunFolder, config: RunConfig, mesh: MeshSection, *, ema: bool = False) -> TrainedRun:
     """Restore a run's newest valid checkpoint.
 
@@ -56,6 +64,7 @@ def open_trained(folder: RunFolder, config: RunConfig, mesh: MeshSection, *, ema
     """
     # Error feedback concerns gradients only.
     config = replace(config, mesh=mesh, zero=config.zero.replace(error_feedback=False))
+    config = on_its_mesh(config)
     choice = newest_valid(folder.checkpoints, checksums=config.checkpoint.verify)
     for step, why in choice.damaged.items():
         logger.warning(damage_line(folder.checkpoints, step, why))

@@ -170,7 +170,7 @@ def generate_rows(
         np.where(waiting, np.asarray(limits)[order], 0).tolist(),
         len(order),
     )
-    queue = place(spec, queue, 1)
+    queue = place(spec, queue, 1, shared=False)
     drawn = _program(copy, engine, queue)(copy.make(state), state.model_state, queue, random_bits)
     found = [np.zeros((len(prompts), *x.shape[1:]), x.dtype) for x in drawn]
     for rows, x in zip(found, drawn, strict=True):

@@ -91,7 +91,7 @@ def causal_attention(
     if segments is not None:
         numbers = segments.numbers if isinstance(segments, Documents) else segments
         assert numbers is not None
-        mask = (numbers[:, :, None] == numbers[:, None, :])[:, None]
+        mask = _within(numbers)
     if reach is not None and not (mask is None and by_layer is None):
         near = _distances(length) <= reach  # cuDNN takes a window or a bias, not both
         near = near if by_layer is None else near | jnp.logical_not(by_layer)
@@ -109,6 +109,42 @@ def causal_attention(
         mask = seen if mask is None else mask & seen
         out = masked_attention(query, key, value, mask, scale=scale, softcap=softcap, sinks=sinks)
     return checkpoint_name(out, ATTENTION_NAME)
+
+
+def full_attention(
+    query: Float[Array, "batch time heads dim"],
+    key: Float[Array, "batch time kv_heads dim"],
+    value: Float[Array, "batch time kv_heads dim"],
+    kernel: AttentionKernel = "auto",
+    segments: Segments | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Float[Array, "batch time heads dim"]:
+    """Attention of each position to all of its segment; see ``causal_attention``.
+
+    Raises:
+        ConfigurationError: FlashAttention-4, which is for causal attention here, or a softcap with cuDNN.
+    """
+    if kernel == "auto":
+        kernel = "xla" if segments is not None else _fastest(query, softcap, masked=False)
+    if kernel == "flash_attention_4" or (kernel == "cudnn" and softcap is not None):
+        raise ConfigurationError(f'the kernel "{kernel}" cannot do this attention: leave it out, or "xla"')
+    if softcap is None and (segments is None or kernel == "cudnn"):
+        mask = None if segments is None else _within(segments)
+        out = jax.nn.dot_product_attention(
+            query, key, value, mask=mask, scale=scale, implementation="cudnn" if kernel == "cudnn" else "xla"
+        )
+    else:
+        seen = jnp.ones((1, 1, *query.shape[1:2], *key.shape[1:2]), bool)
+        mask = seen if segments is None else _within(segments)
+        out = masked_attention(query, key, value, mask, scale=scale, softcap=softcap)
+    return checkpoint_name(out, ATTENTION_NAME)
+
+
+def _within(segments: Segments) -> Bool[Array, "batch 1 time time"]:
+    """Which pairs of positions are of one segment."""
+    return (segments[:, :, None] == segments[:, None, :])[:, None]
 
 
 def masked_attention(

@@ -21,17 +21,19 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Key
 
+from zerojax.adapters.own_tokens import own_tokens
 from zerojax.adapters.stack import Stack
 from zerojax.errors import ConfigurationError
 from zerojax.experts import Experts, RouterConfig, RouterStats
 from zerojax.experts.mlp import ACTIVATIONS
-from zerojax.models.attention import Windowed, causal_attention, segment_positions
+from zerojax.models.attention import Windowed, segment_positions
 from zerojax.models.config import GPTConfig
 from zerojax.models.flash_attention import Documents, Segments, document_offsets
 from zerojax.models.kv_cache import KVCache, Positions, attend_cached
 from zerojax.models.look_up import look_up
 from zerojax.models.norms import residual_norm, rms_norm
 from zerojax.models.rope import Rope, apply_rope, rope_kinds, rope_of
+from zerojax.models.shared_rows import attention
 from zerojax.models.sinks import Sinks
 
 Hidden = Float[Array, "batch time d_model"]
@@ -110,17 +112,17 @@ class Attention(nnx.Module):
     ) -> Hidden:
         """Mix each position with those before it, in its segment; rope is None with learned positions."""
         c, (q, k, v) = self.config, self.project(x, rope, kind)
-        mixed = causal_attention(
+        mixed = attention(
             q,
             k,
             v,
-            c.attention,
-            segments,
+            segments=segments,
             window=c.sliding_window,
             windowed=windowed,
             scale=c.attention_scale,
             softcap=c.attention_softcap,
             sinks=self.scores_of_sinks,
+            kernel=c.attention,
         )
         return self.join(mixed)
 
@@ -346,6 +348,9 @@ class GPT(nnx.Module):
     ) -> Hidden:
         """The normed output of the last block, in the dtype of the weights.
 
+        With ``ZeroConfig(sequence_parallel=k)`` it is that of this device's tokens (``zerojax.own_tokens``);
+        the arguments are whole rows, on which positions and segments depend.
+
         Args:
             tokens: ids in [0, vocab_size), at most max_seq_len per row.
             segments: the document of each token, for rows that hold several; equal for neighbours of one
@@ -390,7 +395,7 @@ class GPT(nnx.Module):
         if length > c.max_seq_len:
             raise ConfigurationError(f"a sequence of {length} tokens, but max_seq_len = {c.max_seq_len}")
         positions = jnp.arange(length) if segments is None else segment_positions(segments)
-        hidden, rope = self.embed_tokens(tokens, positions, length)
+        hidden, rope = self.embed_tokens(own_tokens(tokens), own_tokens(positions, axis=-1), length)
         key = rngs.dropout() if rngs is not None and c.dropout and not self.deterministic else None
         if key is not None:
             key, first = jax.random.split(key)

@@ -10,6 +10,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
 
+from zerojax.adapters.own_tokens import own_tokens
 from zerojax.adapters.world_sum import world_sum
 from zerojax.errors import ConfigurationError
 from zerojax.experts import RouterStats, balance_loss, z_loss
@@ -352,7 +353,7 @@ def lm_loss(
     loss, count = cross_entropy(
         hidden.reshape(-1, hidden.shape[-1]),
         model.unembedding,
-        labels.reshape(-1),
+        own_tokens(labels).reshape(-1),
         chunk=model.config.loss_chunk,
         softcap=model.config.logit_softcap,
     )

@@ -22,7 +22,7 @@ from zerojax.multihost.watchdog import Limits, Watchdog, end_alone
 from zerojax.optim.shard_check import Optimizer
 from zerojax.run.checkpoints import Manifest
 from zerojax.run.checkpoints.select import choose
-from zerojax.run.config import ClusterSection, RunConfig, TrainSection, config_to_dict
+from zerojax.run.config import ClusterSection, RunConfig, config_to_dict
 from zerojax.run.metrics import RunLog, StepCosts
 from zerojax.run.optimizers import make_optimizer, make_schedule
 from zerojax.run.run_dir import Resume, RunFolder, check_start
@@ -93,7 +93,7 @@ class RunSetup:
             raise ConfigurationError(
                 'log.fp8 reports on weights of fp8 matmuls: set zero.matmul_dtype to "fp8", or leave it out'
             )
-        check_batch(self.config.train, self.mesh)
+        check_batch(self.config, self.mesh)
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the model and optimizer, to restore into."""
@@ -117,16 +117,19 @@ class RunSetup:
         return state.replace(**initializer(state.spec, frozen=base)(np.uint32(self.config.train.seed)))
 
 
-def check_batch(train: TrainSection, mesh: Mesh) -> None:
+def check_batch(config: RunConfig, mesh: Mesh) -> None:
     """Refuse a batch that does not divide into micro-batches of whole rows on a mesh.
 
     Raises:
         ConfigurationError: names a size that would, and the mesh.
     """
-    size, parts = train.batch_size, mesh.size * train.accumulate
+    train, sharing = config.train, config.zero.sequence_parallel
+    groups = max(1, mesh.size // sharing)
+    size, parts = train.batch_size, groups * train.accumulate
     if size % parts:
+        devices = f"{groups} devices" if sharing == 1 else f"{groups} groups of {sharing} devices"
         raise ConfigurationError(
-            f"train.batch_size {size} does not divide into {mesh.size} devices x "
+            f"train.batch_size {size} does not divide into {devices} x "
             f"train.accumulate {train.accumulate}: {-(-size // parts) * parts} would, or set mesh.nodes and "
             "mesh.local to others"
         )

@@ -16,6 +16,7 @@ from zerojax.run.data.dataset import Dataset, open_dataset, open_template, open_
 from zerojax.run.data.prepare import keep_tokenizer, prepare
 from zerojax.run.data.tokenizer import Tokenizer
 from zerojax.run.run_dir import RunFolder
+from zerojax.train.shared_rows import processes_a_row
 
 
 def prepare_data(config: RunConfig, folder: RunFolder) -> Dataset:
@@ -84,7 +85,8 @@ def batches_of(
     Raises:
         DataError: the held-out rows do not fill a micro-batch.
     """
-    size, place = config.train.batch_size, {"process": jax.process_index(), "processes": jax.process_count()}
+    size, sharing = config.train.batch_size, processes_a_row(config.zero.sequence_parallel)
+    place = {"process": jax.process_index() // sharing, "processes": jax.process_count() // sharing}
     validation = validation_batches(
         held_out,
         weights=weights,

@@ -1,5 +1,6 @@
 """A batch on the mesh: its rows spread over the devices, scalars and ``Replicated`` arrays on all of them."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -74,25 +75,41 @@ def batch_specs(spec: TrainSpec, batch: Batch) -> PyTree[PartitionSpec]:
 
 
 def abstract_batch(spec: TrainSpec, batch: Batch) -> PyTree[jax.ShapeDtypeStruct]:
-    """The global batch's shapes, dtypes and shardings, as one process sees it."""
-    _check_batch(batch, spec.world.size, spec.zero.accumulate)
+    """The shapes, dtypes and shardings of a global batch on the devices, as ``place`` spreads it."""
+    copies = spec.zero.sequence_parallel
+    _check_batch(batch, spec.world.size // copies, spec.zero.accumulate)
 
-    def abstract(x: Any, to: PartitionSpec) -> Any:
+    def abstract(x: Any) -> jax.ShapeDtypeStruct:
+        shape = (copies * x.shape[0], *x.shape[1:])
+        return spec.abstract(shape, jax.dtypes.canonicalize_dtype(x.dtype), spec.batch_spec)
+
+    def whole(x: Any) -> Any:
         if isinstance(x, NUMBER):
             return x
-        return spec.abstract(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype), to)
+        return spec.abstract(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype))
 
-    return jax.tree.map(abstract, batch, batch_specs(spec, batch))
+    return map_batch(abstract, whole, batch)
 
 
-def place(spec: TrainSpec, batch: Batch, accumulate: int) -> Batch:
+def place(spec: TrainSpec, batch: Batch, accumulate: int, *, shared: bool = True) -> Batch:
     """Spread a host batch over the devices, and replicate its scalars and ``Replicated`` arrays.
 
     Arrays that are already in place stay as they are. Python's numbers stay numbers, because jit gives them
     weak dtypes.
+
+    Args:
+        spec: of the devices.
+        batch: one process's part.
+        accumulate: micro-batches.
+        shared: whether devices share rows if the options say so: each of them then gets whole ones.
     """
     processes = spec.once("processes", lambda: len({d.process_index for d in spec.mesh.devices.flat}))
-    _check_batch(batch, spec.world.size, accumulate, processes)
+    copies = spec.zero.sequence_parallel if shared else 1
+    groups = spec.world.size // copies
+    _check_batch(batch, groups, accumulate, min(processes, groups))
+    if copies > 1:
+        own = spec.world.size // processes
+        batch = map_batch(functools.partial(_rows_of_devices, own=own, copies=copies), lambda x: x, batch)
 
     def place_one(x: Any, to: PartitionSpec) -> Any:
         if isinstance(x, NUMBER):
@@ -107,6 +124,29 @@ def place(spec: TrainSpec, batch: Batch, accumulate: int) -> Batch:
     return jax.tree.map(place_one, batch, batch_specs(spec, batch))
 
 
+def _rows_of_devices(x: Any, *, own: int, copies: int) -> Array | np.ndarray:
+    """The rows of groups of ``copies`` devices once for each of this process's ``own`` devices.
+
+    Raises:
+        ConfigurationError: a group is on devices of several processes but not all of theirs, or the rows are
+            on the devices of several processes already.
+    """
+    if own % copies and copies % own:
+        raise ConfigurationError(
+            f"sequence_parallel={copies}: each process has {own} devices, some of which would share rows "
+            "with another's: choose a divisor or a multiple."
+        )
+    if not _is_of_host(x):
+        raise ConfigurationError(
+            f"sequence_parallel={copies}: an array of the batch is on devices of several processes already: "
+            "give each process's rows as numpy's, which a step places."
+        )
+    groups, numpy = max(1, own // copies), np if isinstance(x, np.ndarray) else jnp
+    each = numpy.reshape(x, (groups, 1, -1, *x.shape[1:]))
+    every = numpy.broadcast_to(each, (groups, min(own, copies), *each.shape[2:]))
+    return every.reshape(-1, *x.shape[1:])
+
+
 def local_rows(x: jax.Array) -> np.ndarray:
     """The rows of a batch-sharded array that are on this process's devices."""
     shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
@@ -118,7 +158,7 @@ def _check_batch(batch: Batch, devices: int, accumulate: int, processes: int = 1
 
     Args:
         batch: one process's part; an array on the devices of several processes is global.
-        devices: of all processes.
+        devices: of all processes, or groups of them that share rows.
         accumulate: micro-batches.
         processes: over which the batch is spread.
 

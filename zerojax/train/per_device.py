@@ -24,6 +24,7 @@ from jax import lax
 from jaxtyping import Array, Float32, Num, PyTree
 
 from zerojax.adapters import Bound, ModelState, call_loss
+from zerojax.adapters.own_tokens import sharing_rows
 from zerojax.adapters.weight_sum import master_weights
 from zerojax.adapters.world_sum import over_world
 from zerojax.comm.reduction import GradientReduction, Values
@@ -41,6 +42,7 @@ from zerojax.train.blocks import Blocks, flat_blocks, reduce_by_group
 from zerojax.train.branches import Branches
 from zerojax.train.copies import ByPath
 from zerojax.train.pass_weights import PassWeights, Placed, place_weights
+from zerojax.train.shared_rows import refuse_unshared
 from zerojax.train.spec import ParamGroup, TrainSpec
 from zerojax.train.weight_reads import refuse_assigned, refuse_reads
 
@@ -256,6 +258,7 @@ def _check(
     jaxpr = closed.jaxpr
     refuse_assigned(jaxpr, placed, replaced)
     refuse_reads(jaxpr, placed)
+    refuse_unshared(jaxpr, spec.zero.sequence_parallel)
     mesh = frozenset(spec.axes)
     branches = Branches(mesh, spec.strategy.backward_axes & mesh if train else frozenset())
     differing = [
@@ -301,6 +304,7 @@ def _call[T](
     with (
         master_weights(bound.model, placed.masters),
         over_world(spec.axes),
+        sharing_rows(spec.zero.sequence_parallel),
         numbered_calls(),
         translated_errors(),
     ):

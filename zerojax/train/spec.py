@@ -374,6 +374,11 @@ def check_options(zero: ZeroConfig, world: MeshShape) -> None:
     """
     if zero.error_feedback and world.nodes == 1 and not zero.every:
         raise ConfigurationError("error_feedback corrects the node hop, and a mesh of one node has none.")
+    if world.local % zero.sequence_parallel:
+        raise ConfigurationError(
+            f"sequence_parallel={zero.sequence_parallel} devices of a node would share a row, which does not "
+            f"divide its {world.local} devices: choose a divisor, or another local in make_mesh (mesh.local)."
+        )
     if zero.chunks > 1 and zero.node_hop_once:
         raise ConfigurationError(
             "chunks overlap the two gradient hops, which lie a whole step apart when the node hop is "

@@ -161,8 +161,8 @@ def predict_step[T: PyTree[Array]](
         The results of all rows: global arrays, spread over the devices by rows as the batch is.
 
     Raises:
-        ConfigurationError: as ``eval_step``; a result has another leading axis; or ``adapters`` is False and
-            there are none.
+        ConfigurationError: as ``eval_step``; a result has another leading axis; ``adapters`` is False and
+            there are none; or devices share rows (``ZeroConfig.sequence_parallel``).
 
     Examples:
         >>> def outputs(model, batch):
@@ -172,6 +172,12 @@ def predict_step[T: PyTree[Array]](
     """
     spec = state.spec
     check_adapters(spec, adapters=adapters)
+    if spec.zero.sequence_parallel > 1:
+        raise ConfigurationError(
+            f"predict_step: sequence_parallel={spec.zero.sequence_parallel} devices share a row, and results "
+            "are of whole rows: give the weights to a state without it, put_params(other, "
+            "gather_params(state))."
+        )
     placed = place(spec, batch, 1)
     check_there(state)
     compiled = spec.once(

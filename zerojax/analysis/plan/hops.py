@@ -17,7 +17,7 @@ exchange_fragment  node              (N-1) (h(f) + c(f))
 ================== ================= ======================
 
 Experts that are spread over a node's devices have no hops over ``local``; what their tokens send there
-depends on the batch (``Work.exchanged``).
+depends on the batch (``Work.exchanged``), and so does what devices send that share rows (``Work.heads``).
 
 Sums, with row bytes t, go to all nodes of matrices that the optimizer needs whole and every node holds: those
 have no gather_node. Where no node holds them, two all-to-alls exchange them, in the compute format.
@@ -135,7 +135,8 @@ def hops_of(spec: TrainSpec, work: Work | None = None) -> tuple[HopPlan, ...]:
 
     Args:
         spec: laid out on a mesh.
-        work: of one micro-batch, for the hops of tokens to experts; without it those are left out.
+        work: of one micro-batch, for the hops of tokens to experts and of heads between devices that share
+            rows; without it those are left out.
     """
     together: dict[tuple[str, str, bool], list[_LeafHop]] = {}
     for hop in (*_hops_of_passes(spec.reading), *_optimizer_hops(spec.reading), *_exchange_hops(spec)):
@@ -144,6 +145,8 @@ def hops_of(spec: TrainSpec, work: Work | None = None) -> tuple[HopPlan, ...]:
     if work is not None:
         bytes_sent = spec.zero.accumulate * work.exchanged
         merged.append(HopPlan("tokens", LOCAL, (spec.zero.compute_format,), bytes_sent, 0))
+        heads = spec.zero.accumulate * work.heads
+        merged.append(HopPlan("attention", LOCAL, (spec.zero.compute_format,), heads, 0))
     return tuple(hop for hop in merged if hop.local_bytes or hop.node_bytes)
 
 

@@ -81,7 +81,8 @@ class Outlook:
 
     Attributes:
         cluster: of the run.
-        sequences: per device and micro-batch.
+        sequences: per micro-batch and device, or devices that share them.
+        sharing: how many devices share a sequence; 1 if none do.
         length: tokens of a sequence.
         accumulate: micro-batches per step.
         configured: name of the forecast for the config's own options.
@@ -92,6 +93,7 @@ class Outlook:
 
     cluster: Cluster
     sequences: int
+    sharing: int
     length: int
     accumulate: int
     configured: str
@@ -107,7 +109,7 @@ class Outlook:
     @property
     def batch(self) -> int:
         """Sequences per step, of the whole cluster."""
-        return self.sequences * self.accumulate * self.cluster.world.size
+        return self.sequences * self.accumulate * self.cluster.world.size // self.sharing
 
     def to_dict(self) -> dict[str, Any]:
         """The outlook as plain data, for JSON, in bytes and seconds."""
@@ -117,6 +119,7 @@ class Outlook:
             "local": self.cluster.local,
             "memory_budget": self.cluster.budget,
             "sequences": self.sequences,
+            "sequence_parallel": self.sharing,
             "batch": self.batch,
             "configured": self.configured,
             "fp8": self.fp8,
@@ -137,7 +140,7 @@ def foresee(
         spec: of the decoder, built for any mesh with the config's own options.
         config: the decoder's shape.
         cluster: to run on.
-        sequences: per device and micro-batch.
+        sequences: per micro-batch and device, or devices that share them.
         length: tokens of a sequence.
         optimizer: its name in ``[optimizer]``, on which the quality of local updates depends.
 
@@ -175,7 +178,8 @@ def foresee(
     forecasts = tuple(map(forecast, ways))
     advice = recommend(forecasts, cluster, sequences, hiding, optimizer)
     fp8 = own.matmul_dtype == "fp8"
-    return Outlook(cluster, sequences, length, own.accumulate, configured, forecasts, fp8, advice)
+    sharing = own.sequence_parallel
+    return Outlook(cluster, sequences, sharing, length, own.accumulate, configured, forecasts, fp8, advice)
 
 
 def _ways(own: ZeroConfig, cluster: Cluster) -> Iterator[tuple[str, ZeroConfig]]:

@@ -29,11 +29,14 @@ def assumptions(outlook: Outlook) -> list[str]:
     network = ""
     if cluster.nodes > 1:
         network = f", {_network(cluster)} between nodes"
+    sharing = outlook.sharing
+    whose = "device" if sharing == 1 else f"{sharing}-device group"
     lines = [
         "A prediction: nothing was run.",
         f"- {cluster.nodes} x {cluster.local} {gpu.kind}{network}",
-        f"- sequences of {outlook.length} tokens: {outlook.sequences} a device and micro-batch x "
-        f"{outlook.accumulate} micro-batches x {cluster.world.size} devices = {outlook.batch} a step",
+        f"- sequences of {outlook.length} tokens: {outlook.sequences} a {whose} and micro-batch x "
+        f"{outlook.accumulate} micro-batches x {cluster.world.size // sharing} {whose}s = "
+        f"{outlook.batch} a step",
         f"- matmuls at {cluster.efficiency:.0%} of {gpu.flops / 1e12:g} TFLOP/s ({origin}), "
         f"{cluster.link_rate / 1e9:.0f} GB/s within a node",
         f"- {size(cluster.budget)} of {size(gpu.memory)} for arrays "

@@ -26,6 +26,11 @@ In a mixture f is the width of all experts of a token together, and products rea
 these. While a layer works, the rows of k experts a token are there four times, 4 k d. Tokens of a node that
 routers send to few devices take more.
 
+Where k devices share a row, t is 1/k of its tokens. Attention then reads and makes heads for all tokens of
+the row, e elements a token in all: queries, keys, values and outputs, repeated keys and heads of zeros
+included. A device sends (k - 1)/k e t of them in each pass, and once more where they are recomputed. Those of
+the layer at work are there besides its own; "none" keeps them instead of q, and the outputs twice.
+
 cuDNN's attention and FlashAttention-4 also keep one fp32 number per head. XLA's has fp32 scores, heads x s
 per token, of which "none" keeps one copy and the backward pass uses 2.7, and 3 q more in another layout. The
 loss holds one chunk's logits in fp32, their gradient in the compute dtype, and eight widths per token. With
@@ -40,6 +45,7 @@ from dataclasses import dataclass, replace
 from zerojax.models.attention import FLASH_MAX_HEAD_DIM
 from zerojax.models.config import GPTConfig, attended_tokens, flops_per_token
 from zerojax.models.loss import VOCABULARY_TILE
+from zerojax.models.shared_rows import exchanged_heads
 from zerojax.sharding.layout import ParamLayout
 from zerojax.train.spec import TrainSpec
 from zerojax.zero_config import Remat
@@ -69,6 +75,7 @@ class Work:
         tables: bytes of the fp32 gradients of embedding and unembedding, when they are added at the end; of
             those that are trained.
         exchanged: bytes that a device sends to others of its node, of tokens whose experts are there.
+        heads: bytes that a device sends to others of its node that share its rows, for attention.
     """
 
     tokens: int
@@ -86,6 +93,7 @@ class Work:
     head: int
     tables: int
     exchanged: int = 0
+    heads: int = 0
 
     @property
     def flops(self) -> float:
@@ -102,10 +110,19 @@ def flash_attention(config: GPTConfig, dtype: str) -> bool:
 
 
 def work_of(spec: TrainSpec, config: GPTConfig, *, sequences: int, length: int) -> Work:
-    """The work of a decoder of shape ``config`` under the options of its train spec; see ``decoder_work``."""
+    """The work of a decoder of shape ``config`` under the options of its train spec; see ``decoder_work``.
+
+    ``sequences`` are those of the devices that share them, if they do.
+    """
     zero, dtype = spec.zero, str(spec.zero.compute_dtype)
     work = decoder_work(
-        config, remat=zero.remat, dtype=dtype, sequences=sequences, length=length, frozen=spec.frozen
+        config,
+        remat=zero.remat,
+        dtype=dtype,
+        sequences=sequences,
+        length=length,
+        frozen=spec.frozen,
+        sharing=zero.sequence_parallel,
     )
     spread = any(leaf.parts > 1 for group in spec.unit_groups for leaf in group.every)
     others = spec.world.local - 1 if spread else 0
@@ -123,6 +140,7 @@ def decoder_work(
     length: int,
     head: bool = True,
     frozen: Sequence[ParamLayout] = (),
+    sharing: int = 1,
 ) -> Work:
     """The work of a decoder.
 
@@ -130,25 +148,32 @@ def decoder_work(
         config: its shape.
         remat: what its blocks recompute.
         dtype: of compute, "bfloat16" or "float32".
-        sequences: on one device, in one micro-batch.
+        sequences: on one device, or on those that share them, in one micro-batch.
         length: tokens of a sequence.
         head: whether there are embedding, unembedding and loss, unlike in a bare stack of blocks.
         frozen: the parameters of ``zerojax.models.GPT`` that are not trained (``TrainSpec.frozen``). The
             bytes depend on them; the FLOPs are those of training all.
+        sharing: how many devices share a sequence (``ZeroConfig.sequence_parallel``).
 
     Raises:
         ConfigurationError: the sequence is longer than the model takes.
     """
-    c, tokens, flash = config, sequences * length, flash_attention(config, dtype)
+    c, tokens, flash = config, sequences * length // sharing, flash_attention(config, dtype)
     model_flops = tokens * flops_per_token(c, length)
     unembedding = 6 * c.output_rows * c.d_model * tokens
     per_pair = 12 * c.attention_width * tokens
     matrices = model_flops - unembedding - per_pair * attended_tokens(c, length)
     attention = per_pair * c.layers * (_computed_tokens(c, length) if flash else length)
+    heads, kv_heads = exchanged_heads(c.heads, c.key_value_heads, sharing)
+    attention *= heads / c.heads
     matrices_again = 0.0 if remat == "none" else matrices / 3
     again = matrices_again + (attention / 3 if remat == "full" else 0)
     item = ITEM[dtype]
     kept = tokens * c.layers * (item * _kept_width(c, remat) + _kept_fp32(c, remat, length, flash=flash) * 4)
+    there, back = (heads + 2 * kv_heads) * c.head_dim, heads * c.head_dim
+    sent = tokens * item * (there + back) if sharing > 1 else 0
+    if sent and remat == "none":
+        kept += tokens * c.layers * item * (there - _qkv_width(c) + back)
     products = (1 + c.mlps_per_token) * c.d_model
     own = 0 if flash else 2.7 * 4 * c.heads * length + 3 * item * _qkv_width(c)
     return Work(
@@ -162,7 +187,8 @@ def decoder_work(
         model_flops=model_flops - (0 if head else unembedding),
         stream=tokens * c.d_model * item,
         kept=kept,
-        working=round(tokens * (item * _working_width(c, remat) + own)),
+        working=round(tokens * (item * _working_width(c, remat) + own)) + sent,
+        heads=sent * (sharing - 1) // sharing * c.layers * (2 if remat == "none" else 3),
         **(
             _head_bytes(c, tokens, item, {leaf.path[0] for leaf in frozen})
             if head

@@ -1,0 +1,165 @@
+"""Attention of rows that several devices of a node share.
+
+Each has a part of the tokens, with all heads. An all-to-all within the group gives each all tokens of a part
+of the heads, whose attention it computes as if the row were its own; another brings the outputs back to the
+tokens' owners (DeepSpeed-Ulysses, Jacobs et al., 2023). A device so sends (k - 1) / k^2 of what the
+row's queries, keys, values and outputs take, and nothing between nodes.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from zerojax.adapters.own_tokens import EXCHANGE, devices_a_row
+from zerojax.errors import ConfigurationError
+from zerojax.models.attention import Windowed, causal_attention, full_attention
+from zerojax.models.config import AttentionKernel
+from zerojax.models.flash_attention import Documents, Segments
+from zerojax.models.sinks import Sinks
+from zerojax.schedule.remat import EXCHANGED
+from zerojax.sharding.mesh import LOCAL
+
+Heads = Float[Array, "batch time heads dim"]
+
+
+def attention(
+    query: Heads,
+    key: Float[Array, "batch time kv_heads dim"],
+    value: Float[Array, "batch time kv_heads dim"],
+    *,
+    causal: bool = True,
+    segments: Segments | Documents | None = None,
+    window: int | None = None,
+    windowed: Windowed = True,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Sinks | None = None,
+    kernel: AttentionKernel = "auto",
+) -> Heads:
+    """Scaled dot-product attention within rows, which devices may share.
+
+    With ``ZeroConfig(sequence_parallel=k)`` the arguments are of this device's tokens (``own_tokens``), and
+    the devices of a row exchange heads: each computes with 1 / k of them, for all tokens. Key-value heads are
+    sent to all devices with a query head that reads them. If k does not divide the heads, heads of zeros fill
+    up: 12 on 8 devices take the time of 16. Scores and softmax are fp32.
+
+    Args:
+        query: of this device's tokens, or of whole rows.
+        key: likewise; a divisor of the query's heads (grouped-query attention).
+        value: likewise.
+        causal: whether a position attends to itself and earlier ones only.
+        segments: the document of each token of whole rows, equal for neighbours of one document (int32
+            [batch, whole row]): no position attends to another document. Or ``document_offsets`` of it.
+        window: positions that one attends to, itself included; of causal attention.
+        windowed: whether the window applies, which may be data.
+        scale: of the scores; None is 1 / sqrt(dim).
+        softcap: the scores become softcap x tanh(scores / softcap).
+        sinks: one more score in each head's softmax, which has no value; of causal attention.
+        kernel: "auto" takes the fastest that can do this on the device: cuDNN's, FlashAttention-4 or XLA's.
+
+    Raises:
+        ConfigurationError: key-value heads that do not divide the heads, segments of another length than the
+            rows, a window of attention that is not causal, or a kernel that cannot do this.
+
+    Examples:
+        >>> q, k = jnp.ones((2, 8, 4, 16)), jnp.ones((2, 8, 2, 16))
+        >>> zerojax.attention(q, k, k, window=4).shape
+        (2, 8, 4, 16)
+    """
+    heads, kv_heads, devices = query.shape[2], key.shape[2], devices_a_row()
+    if heads % kv_heads or value.shape[2] != kv_heads:
+        raise ConfigurationError(
+            f"attention: {heads} heads of queries, {kv_heads} of keys and {value.shape[2]} of values: those "
+            "of keys and values are as many, and divide those of queries"
+        )
+    numbers = segments.numbers if isinstance(segments, Documents) else segments
+    whole = (query.shape[0], devices * query.shape[1])
+    if numbers is not None and numbers.shape != whole:
+        raise ConfigurationError(
+            f"attention: segments of shape {numbers.shape} for rows of shape {whole}: give those of whole "
+            "rows, with one number for each token"
+        )
+    if devices > 1:
+        query, key, value = _to_heads(devices, *_divisible(devices, query, key, value))
+        sinks = None if sinks is None else _own_heads(devices, sinks)
+    if causal:
+        options = {"window": window, "windowed": windowed, "scale": scale, "softcap": softcap, "sinks": sinks}
+        out = causal_attention(query, key, value, kernel, segments, **options)
+    elif window is not None or sinks is not None:
+        raise ConfigurationError(
+            "attention: windows and sinks are of causal attention: leave them out, or causal=False"
+        )
+    else:
+        out = full_attention(query, key, value, kernel, numbers, scale=scale, softcap=softcap)
+    return out if devices == 1 else _to_tokens(devices, out)[:, :, :heads]
+
+
+def exchanged_heads(heads: int, kv_heads: int, devices: int) -> tuple[int, int]:
+    """The heads of queries and of keys that devices of a row exchange, repeated ones and zeros included."""
+    if heads % devices:
+        padded = -(-heads // devices) * devices
+        return padded, padded
+    return heads, math.lcm(kv_heads, devices)
+
+
+def _divisible(devices: int, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
+    """Heads of which each device gets as many, and with queries the keys that they read."""
+    heads, kv_heads = query.shape[2], key.shape[2]
+    padded, copies = exchanged_heads(heads, kv_heads, devices)
+    if padded == heads:
+        repeats = copies // kv_heads
+        return query, jnp.repeat(key, repeats, 2), jnp.repeat(value, repeats, 2)
+    # Each query head with a key head of its own: groups would end in the middle of a device's heads.
+    key, value = (jnp.repeat(x, heads // kv_heads, 2) for x in (key, value))
+    zeros = ((0, 0), (0, 0), (0, padded - heads), (0, 0))
+    return jnp.pad(query, zeros), jnp.pad(key, zeros), jnp.pad(value, zeros)
+
+
+def _own_heads(devices: int, each: Sinks) -> Sinks:
+    """Of a number for each head those of the heads that this device gets."""
+    count = -(-each.size // devices)
+    padded = jnp.pad(each, (0, devices * count - each.size))
+    return lax.dynamic_slice_in_dim(padded, lax.axis_index(LOCAL) % devices * count, count)
+
+
+def _exchange(devices: int, payload: Array) -> Array:
+    """Send row i of ``[devices, ...]`` to device i of the group; returns what arrives, by sender."""
+    local = lax.axis_size(LOCAL)
+    firsts = range(0, local, devices)
+    groups = None if local == devices else [list(range(first, first + devices)) for first in firsts]
+    with jax.named_scope(EXCHANGE):
+        arrived = lax.all_to_all(payload, LOCAL, 0, 0, axis_index_groups=groups)
+    return checkpoint_name(arrived, EXCHANGED)
+
+
+def _to_heads(devices: int, *parts: Array) -> list[Array]:
+    """From ``[batch, part of the tokens, heads, dim]`` to ``[batch, tokens, part of the heads, dim]``."""
+
+    def by_receiver(x: Array) -> Array:
+        batch, time, heads, dim = x.shape
+        return x.reshape(batch, time, devices, heads // devices, dim).transpose(2, 0, 1, 3, 4)
+
+    def joined(x: Array) -> Array:
+        _, batch, time, heads, dim = x.shape
+        return x.transpose(1, 0, 2, 3, 4).reshape(batch, devices * time, heads, dim)
+
+    rows = [by_receiver(x) for x in parts]
+    arrived = _exchange(devices, jnp.concatenate([row.reshape(devices, -1) for row in rows], axis=1))
+    found, start = [], 0
+    for row in rows:
+        size = row.size // devices
+        found.append(joined(lax.slice_in_dim(arrived, start, start + size, axis=1).reshape(row.shape)))
+        start += size
+    return found
+
+
+def _to_tokens(devices: int, out: Array) -> Array:
+    """The way back of ``_to_heads``."""
+    batch, time, heads, dim = out.shape
+    row = out.reshape(batch, devices, time // devices, heads, dim).transpose(1, 0, 2, 3, 4)
+    arrived = _exchange(devices, row)
+    return arrived.transpose(1, 2, 0, 3, 4).reshape(batch, time // devices, devices * heads, dim)
