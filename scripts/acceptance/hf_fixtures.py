@@ -254,6 +254,14 @@ FAMILIES: dict[str, Any] = {
         norm_topk_prob=True,
         tie_word_embeddings=True,
     ),
+    "qwen3-moe-dense": transformers.Qwen3MoeConfig(
+        **TINY | {"num_hidden_layers": 3},
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        mlp_only_layers=[0],
+    ),
     "olmoe": transformers.OlmoeConfig(
         **TINY | {"num_key_value_heads": 4}, pad_token_id=0, num_experts=6, num_experts_per_tok=3
     ),

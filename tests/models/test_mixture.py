@@ -12,12 +12,13 @@ from flax import nnx
 from plain_loop import distance
 
 import zerojax
-from zerojax import Experts, Stack
+from zerojax import Experts
 from zerojax.errors import ZeroError
 from zerojax.models import GPT, Block, GPTConfig, lm_loss
 
 CONFIG = GPTConfig(
-    vocab_size=37, layers=3, d_model=24, heads=2, max_seq_len=16, norm="rms", positions="rope", mlp="swiglu",
+    layers=4, dense_layers=(1,), dense_ffn=10,
+    vocab_size=37, d_model=24, heads=2, max_seq_len=16, norm="rms", positions="rope", mlp="swiglu",
     biases=False, ffn=8, experts=5, experts_per_token=2, shared_ffn=6, balance_loss=0.3, z_loss=0.2,
     init_std=0.3, scan=False, attention_sinks=True,
 )  # fmt: skip
@@ -34,8 +35,12 @@ def scanned(listed: GPT) -> GPT:
     """The same weights in a stack."""
     model = GPT(replace(CONFIG, scan=True), rngs=nnx.Rngs(1))
     layers = [nnx.state(block, nnx.Param) for block in blocks_of(listed)]
-    assert isinstance(model.blocks, Stack)
-    nnx.update(model.blocks.block, jax.tree.map(lambda *x: jnp.stack(x), *layers))
+    assert isinstance(model.blocks, nnx.Dict)
+    for run in CONFIG.runs:
+        nnx.update(
+            model.blocks[str(run.start)].block,
+            jax.tree.map(lambda *x: jnp.stack(x), *layers[run.start : run.stop]),
+        )
     for name in ("embed", "norm"):
         nnx.update(getattr(model, name), nnx.state(getattr(listed, name), nnx.Param))
     return model
@@ -51,8 +56,10 @@ def by_hand(model: GPT, tokens: jax.Array) -> dict[str, float]:
     c, found = model.config, []
     x, rope = model.embed_tokens(tokens, jnp.arange(tokens.shape[1]), tokens.shape[1])
     for block in blocks_of(model):
-        experts = block.mlp
-        assert isinstance(experts, Experts)
+        if not isinstance(experts := block.mlp, Experts):
+            x = block(x, rope)
+            assert not isinstance(x, tuple)
+            continue
         middle = x + block.attention(block.norm_attention(x), rope)
         routed = block.norm_mlp(middle).reshape(-1, c.d_model)
         logits = np.asarray(routed, np.float64) @ np.asarray(experts.router[...], np.float64)
@@ -99,7 +106,7 @@ def test_stats_are_in_the_order_of_layers(listed: GPT, scanned: GPT):
     np.testing.assert_array_equal(stats.counts.sum(1), [18 * 2] * 3)
     first = nnx.clone(listed)
     first.blocks = nnx.List(blocks_of(first)[:1])
-    first.config = replace(CONFIG, layers=1)
+    first.config = replace(CONFIG, layers=1, dense_layers=(), dense_ffn=None)
     np.testing.assert_array_equal(first.routed(TOKENS)[1].counts[0], stats.counts[0])
     again, its_stats = scanned.routed(TOKENS)
     np.testing.assert_allclose(again, hidden, atol=1e-5)
@@ -119,7 +126,7 @@ def test_decoding_routes_as_the_whole_text_does(scanned: GPT):
 
 def test_a_dense_model_has_no_routers():
     with pytest.raises(ZeroError, match="experts = 0: the model has no routers"):
-        GPT(replace(CONFIG, experts=0), rngs=nnx.Rngs(0)).routed(TOKENS)
+        GPT(replace(CONFIG, experts=0, dense_layers=(), dense_ffn=None), rngs=nnx.Rngs(0)).routed(TOKENS)
 
 
 @pytest.mark.slow

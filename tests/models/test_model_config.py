@@ -61,6 +61,10 @@ EXPERTS: dict[str, Any] = LLAMA | {"experts": 5, "experts_per_token": 2}
         (EXPERTS | {"biases": True, "shared_ffn": 4}, "shared_ffn: the expert that all tokens go to has no"),
         ({"experts": -1}, "experts = -1: from 0"),
         (EXPERTS | {"experts_per_token": 6}, "experts_per_token = 6: from 1 to experts = 5"),
+        (EXPERTS | {"dense_layers": (0, 3)}, "dense_layers = .*: different numbers from 0 to layers - 1 = 2"),
+        (EXPERTS | {"dense_layers": (0, 1, 2)}, "dense_layers are all layers"),
+        ({"dense_layers": (0,)}, "dense_layers = .* are of a model with experts"),
+        (EXPERTS | {"dense_ffn": 8}, "dense_ffn = 8 is of dense_layers"),
         (EXPERTS | {"router": "top"}, "router = 'top': one of softmax, sigmoid"),
         (EXPERTS | {"balance_loss": -0.1}, "balance_loss = -0.1: at least 0"),
         (EXPERTS | {"router_scale": 0.0}, "router_scale = 0.0: above 0"),
@@ -88,6 +92,7 @@ def test_wrong_settings_are_named(settings, message):
         EXPERTS,
         EXPERTS
         | {"ffn": 10, "shared_ffn": 7, "scan": False, "router": "sigmoid", "router_balance_rate": 0.1},
+        EXPERTS | {"ffn": 10, "dense_layers": (0, 2), "dense_ffn": 9},
         EXPERTS | {"mlp": "swiglu_clamped", "biases": True, "attention_sinks": True, "kv_heads": 2},
         LLAMA
         | {"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_joint": True, "kv_heads": 2},
@@ -144,5 +149,8 @@ def test_flops_per_token_counts_what_is_multiplied():
     router = 3 * 24 * 5
     assert flops_per_token(of_experts, 10) - flops_per_token(dense, 10) == 6 * router
     assert parameter_count(of_experts, active=True) - parameter_count(dense) == router
+    mixed = GPTConfig(**SMALL, **EXPERTS, ffn=10, dense_layers=(1,), dense_ffn=27)
+    whole = GPTConfig(**SMALL, **EXPERTS, ffn=10)
+    assert flops_per_token(mixed, 10) - flops_per_token(whole, 10) == 6 * 24 * (3 * (27 - 2 * 10) - 5)
     with pytest.raises(ZeroError, match="seq_len = 12"):
         flops_per_token(config, 12)

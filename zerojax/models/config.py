@@ -1,6 +1,7 @@
 """The shape of a decoder, its number of parameters and its FLOPs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Literal
 
 from zerojax.errors import ConfigurationError
@@ -44,6 +45,9 @@ class GPTConfig:
         experts: Number of MLPs in each block, of which a router chooses some for each token (Mixtral);
             0 makes one MLP for all tokens. Experts are gated. With biases, they and the router have some.
         experts_per_token: Experts that each token goes to; this and the following are used only with experts.
+        dense_layers: The layers that have one MLP for all tokens in place of experts (the first ones in
+            DeepSeek). A scanned model has a stack for each run of layers of a kind.
+        dense_ffn: Hidden width of their MLP; None means as without ffn.
         shared_ffn: Hidden width of an expert that all tokens go to beside those chosen (DeepSeek); 0 means
             there is none.
         router: How logits become the scores that choose: "softmax" over all experts, or "sigmoid" of each
@@ -139,6 +143,8 @@ class GPTConfig:
     mlp: Activation = "gelu"
     experts: int = 0
     experts_per_token: int = 2
+    dense_layers: tuple[int, ...] = ()
+    dense_ffn: int | None = None
     shared_ffn: int = 0
     router: Router = "softmax"
     router_normalise: bool = True
@@ -245,6 +251,25 @@ class GPTConfig:
         """Whether the MLP has a gate."""
         return self.mlp in ("swiglu", "geglu", "swiglu_clamped")
 
+    def of_layer(self, number: int) -> "GPTConfig":
+        """The config of one layer: that of a model without experts, if the layer has none."""
+        if number not in self.dense_layers:
+            return self
+        return replace(self, experts=0, ffn=self.dense_ffn, dense_layers=(), dense_ffn=None)
+
+    @property
+    def runs(self) -> tuple[range, ...]:
+        """The layers, in runs of those that have experts and those that have none."""
+        runs = groupby(range(self.layers), lambda number: number in self.dense_layers)
+        return tuple(range(run[0], run[-1] + 1) for run in (list(numbers) for _, numbers in runs))
+
+    @property
+    def kinds(self) -> tuple[tuple["GPTConfig", int], ...]:
+        """The configs of the kinds of layers, and how many there are."""
+        dense = len(self.dense_layers)
+        others = ((self, self.layers - dense),)
+        return others if not dense else (*others, (self.of_layer(self.dense_layers[0]), dense))
+
     @property
     def windowed(self) -> tuple[bool, ...]:
         """Whether each layer attends within the sliding window only."""
@@ -303,6 +328,14 @@ def parameter_count(config: GPTConfig, *, active: bool = False) -> int:
         active: counts of the experts only those that one token goes to.
     """
     c = config
+    tables = c.vocab_size + (0 if c.tied else c.output_rows)
+    if c.positions == "learned":
+        tables += c.max_seq_len + c.position_offset
+    blocks = sum(count * _block_parameters(kind, active=active) for kind, count in c.kinds)
+    return blocks + tables * c.d_model + _norm_parameters(c)
+
+
+def _block_parameters(c: GPTConfig, *, active: bool) -> int:
     block = _block_matrices(c, active=active) + 2 * (c.pre_norms + c.post_norms) * _norm_parameters(c)
     if c.qk_norm:
         block += (c.heads + c.key_value_heads if c.qk_norm_joint else 2) * c.head_dim
@@ -314,10 +347,7 @@ def parameter_count(config: GPTConfig, *, active: bool = False) -> int:
         block += c.d_model + (counted * mlp + c.experts if c.experts else mlp)
     if c.attention_sinks:
         block += c.heads
-    tables = c.vocab_size + (0 if c.tied else c.output_rows)
-    if c.positions == "learned":
-        tables += c.max_seq_len + c.position_offset
-    return c.layers * block + tables * c.d_model + _norm_parameters(c)
+    return block
 
 
 def describe_parameters(config: GPTConfig) -> str:
@@ -340,7 +370,8 @@ def flops_per_token(config: GPTConfig, seq_len: int) -> int:
     """
     if not 1 <= seq_len <= config.max_seq_len:
         raise ConfigurationError(f"seq_len = {seq_len}: from 1 to max_seq_len = {config.max_seq_len}")
-    matrices = config.layers * _block_matrices(config, active=True) + config.output_rows * config.d_model
+    matrices = sum(count * _block_matrices(kind, active=True) for kind, count in config.kinds)
+    matrices += config.output_rows * config.d_model
     return 6 * matrices + 12 * config.attention_width * attended_tokens(config, seq_len)
 
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from zerojax.models.config import GPTConfig
 
 _COUNTS = ("vocab_size", "layers", "d_model", "heads", "max_seq_len", "rope_original_len", "loss_chunk")
-_OPTIONAL_COUNTS = ("kv_heads", "head_width", "ffn", "outputs", "sliding_window")
+_OPTIONAL_COUNTS = ("kv_heads", "head_width", "ffn", "dense_ffn", "outputs", "sliding_window")
 _POSITIVE = (
     "rope_theta",
     "rope_local_theta",
@@ -52,6 +52,14 @@ def check_model(config: "GPTConfig") -> None:
     _check_features(config)
     if config.experts != 0:
         _check_experts(config)
+    require(
+        config.experts != 0 or not config.dense_layers,
+        f"dense_layers = {config.dense_layers} are of a model with experts: set experts, or leave it out",
+    )
+    require(
+        config.dense_ffn is None or len(config.dense_layers) > 0,
+        f"dense_ffn = {config.dense_ffn} is of dense_layers: name these, or leave it out",
+    )
 
 
 def _check_values(c: "GPTConfig") -> None:
@@ -192,4 +200,9 @@ def _check_experts(c: "GPTConfig") -> None:
     )
     for name in ("shared_ffn", "router_balance_rate", "balance_loss", "z_loss"):
         require(getattr(c, name) >= 0, f"{name} = {getattr(c, name)}: at least 0")
+    _check_layers(c, "dense_layers")
+    require(
+        len(c.dense_layers) < c.layers,
+        "dense_layers are all layers: set experts = 0 and ffn, or leave a layer out",
+    )
     require(c.router_scale > 0, f"router_scale = {c.router_scale}: above 0")

@@ -10,7 +10,7 @@ A gated MLP's gate and up are separate, because together they cost up to 6%: spl
 joining its gradient takes longer than a second matmul.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,8 @@ Hidden = Float[Array, "batch time d_model"]
 Stream = Hidden | tuple[Hidden, RouterStats]
 """What a block passes on: the residual stream, with what routers did if they are asked for it.
 
-The stats have a leading axis of the layers; a block of experts leaves out the first row and appends its own.
+The stats have a leading axis of the layers that have experts; such a block leaves out the first row and
+appends its own.
 """
 RopeKind = int | Int[Array, ""] | None
 """Which table of ``Rope`` a layer reads; None where all read the same."""
@@ -230,8 +231,10 @@ class Block(nnx.Module):
         hidden, before = x if isinstance(x, tuple) else (x, None)
         attended = self.attention(self.norm_attention(hidden), rope, segments, windowed, kind)
         hidden, own = self.finish(hidden, attended, key)
-        if before is None or own is None:
+        if before is None:
             return hidden
+        if own is None:
+            return hidden, before
         return hidden, jax.tree.map(lambda rows, row: jnp.concatenate([rows[1:], row[None]]), before, own)
 
     def decode(
@@ -283,8 +286,9 @@ class Block(nnx.Module):
 class GPT(nnx.Module):
     """A decoder-only language model.
 
-    Its modules are ``embed``, ``position`` (learned positions only), ``blocks`` (a ``Stack``, or an
-    ``nnx.List`` if config.scan is false), ``norm``, and ``head`` (untied only).
+    Its modules are ``embed``, ``position`` (learned positions only), ``blocks``, ``norm``, and ``head``
+    (untied only). The blocks are a ``Stack``; or with layers of two kinds an ``nnx.Dict`` of one for each run
+    of a kind, by the number of its first layer; or an ``nnx.List`` if config.scan is false.
     """
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
@@ -294,11 +298,16 @@ class GPT(nnx.Module):
         self.embed = _embedding(c, c.vocab_size, rngs)
         if c.positions == "learned":
             self.position = _embedding(c, c.position_offset + c.max_seq_len, rngs)
-        block = partial(Block, c)
-        if c.scan:
-            self.blocks = Stack(block, c.layers, rngs=rngs)
+
+        def stack(run: range) -> Stack:
+            return Stack(partial(Block, c.of_layer(run.start)), len(run), rngs=rngs)
+
+        if not c.scan:
+            self.blocks = nnx.List([Block(c.of_layer(number), rngs=rngs) for number in range(c.layers)])
+        elif len(c.runs) == 1:
+            self.blocks = stack(c.runs[0])
         else:
-            self.blocks = nnx.List([block(rngs=rngs) for _ in range(c.layers)])
+            self.blocks = nnx.Dict({str(run.start): stack(run) for run in c.runs})
         self.norm = residual_norm(c, rngs)
         if not c.tied:
             self.head = _embedding(c, c.output_rows, rngs)
@@ -329,10 +338,28 @@ class GPT(nnx.Module):
             return x + look_up(self.position.embedding[...], positions + c.position_offset), None
         return x, rope_of(c, positions, length)
 
-    def _by_layer(self) -> dict[str, Any]:
-        """The arguments in which blocks differ, by name, for each block."""
-        arguments = {"windowed": self.config.windowed, "kind": rope_kinds(self.config)}
-        return {name: values for name, values in arguments.items() if len(set(values)) > 1}
+    def _through[T](self, x: T, *args: Any, method: str = "__call__", **by_layer: Sequence[int]) -> T:
+        """The output of the last block.
+
+        Args:
+            x: the input of the first one.
+            *args: of every block.
+            method: of blocks.
+            **by_layer: an argument of each block.
+        """
+        c = self.config
+        arguments = {"windowed": c.windowed, "kind": rope_kinds(c)}
+        by_layer |= {name: values for name, values in arguments.items() if len(set(values)) > 1}
+        if isinstance(self.blocks, nnx.List):
+            for number, block in enumerate(self.blocks):
+                own = {name: values[number] for name, values in by_layer.items()}
+                x = getattr(block, method)(x, *args, **own)
+            return x
+        for run in c.runs:
+            stack = self.blocks if isinstance(self.blocks, Stack) else self.blocks[str(run.start)]
+            arrays = {name: jnp.array(values[run.start : run.stop]) for name, values in by_layer.items()}
+            x = stack(x, *args, by_layer=arrays, method=method)
+        return x
 
     def _finish(self, x: Hidden) -> Hidden:
         """The output of the last block, normed and scaled for the logits."""
@@ -369,7 +396,7 @@ class GPT(nnx.Module):
         segments: Segments | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> tuple[Hidden, RouterStats]:
-        """``hidden``, and what the router of each layer did with this device's tokens, padding included.
+        """``hidden``, and what each router did with this device's tokens, padding included.
 
         Raises:
             ConfigurationError: the model has no experts; or as ``hidden``.
@@ -377,7 +404,8 @@ class GPT(nnx.Module):
         c = self.config
         if not c.experts:
             raise ConfigurationError("[model] experts = 0: the model has no routers")
-        zeros = jax.tree.map(lambda x: jnp.zeros((c.layers, *x.shape), x.dtype), RouterStats.zeros(c.experts))
+        count = c.layers - len(c.dense_layers)
+        zeros = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), RouterStats.zeros(c.experts))
         hidden, stats = self._run(tokens, segments, rngs, zeros)
         assert stats is not None
         return hidden, stats
@@ -401,15 +429,8 @@ class GPT(nnx.Module):
             key, first = jax.random.split(key)
             hidden = _dropout(hidden, c.dropout, first)
         documents = None if segments is None else document_offsets(segments)
-        by_layer = self._by_layer()
         x: Stream = hidden if stats is None else (hidden, stats)
-        if isinstance(self.blocks, Stack):
-            arrays = {name: jnp.array(values) for name, values in by_layer.items()}
-            x = self.blocks(x, rope, key, documents, by_layer=arrays)
-        else:
-            for number, block in enumerate(self.blocks):
-                own: dict[str, Any] = {name: values[number] for name, values in by_layer.items()}
-                x = block(x, rope, key, documents, **own)
+        x = self._through(x, rope, key, documents)
         hidden, stats = x if isinstance(x, tuple) else (x, None)
         return self._finish(hidden), stats
 
@@ -461,15 +482,7 @@ class GPT(nnx.Module):
         length = cache.keys.shape[3] if c.rope_scaling == "longrope" else end
         hidden, rope = self.embed_tokens(tokens, positions, length)
         x = hidden, cache
-        by_layer = {"layer": tuple(range(c.layers))} | self._by_layer()
-        if isinstance(self.blocks, Stack):
-            arrays = {name: jnp.array(values) for name, values in by_layer.items()}
-            x = self.blocks(x, rope, positions, by_layer=arrays, method="decode")
-        else:
-            for number, block in enumerate(self.blocks):
-                own: dict[str, Any] = {name: values[number] for name, values in by_layer.items()}
-                x = block.decode(x, rope, positions, **own)
-        hidden, cache = x
+        hidden, cache = self._through(x, rope, positions, method="decode", layer=range(c.layers))
         return self._finish(hidden), cache
 
 

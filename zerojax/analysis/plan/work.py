@@ -39,7 +39,7 @@ chunk the logits' gradient is kept and that matmul comes last. A frozen unembedd
 removes the matmul and its sums; a frozen embedding has none to combine at the end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from zerojax.models.attention import FLASH_MAX_HEAD_DIM
@@ -126,8 +126,9 @@ def work_of(spec: TrainSpec, config: GPTConfig, *, sequences: int, length: int) 
     )
     spread = any(leaf.parts > 1 for group in spec.unit_groups for leaf in group.every)
     others = spec.world.local - 1 if spread else 0
+    layers = config.layers - len(config.dense_layers)
     return replace(
-        work, exchanged=others * work.tokens * config.layers * _exchanged_bytes(config, zero.remat, dtype)
+        work, exchanged=others * work.tokens * layers * _exchanged_bytes(config, zero.remat, dtype)
     )
 
 
@@ -169,12 +170,12 @@ def decoder_work(
     matrices_again = 0.0 if remat == "none" else matrices / 3
     again = matrices_again + (attention / 3 if remat == "full" else 0)
     item = ITEM[dtype]
-    kept = tokens * c.layers * (item * _kept_width(c, remat) + _kept_fp32(c, remat, length, flash=flash) * 4)
+    fp32 = 4 * c.layers * _kept_fp32(c, remat, length, flash=flash)
+    kept = tokens * (item * _over_layers(c, lambda kind: _kept_width(kind, remat)) + fp32)
     there, back = (heads + 2 * kv_heads) * c.head_dim, heads * c.head_dim
     sent = tokens * item * (there + back) if sharing > 1 else 0
     if sent and remat == "none":
         kept += tokens * c.layers * item * (there - _qkv_width(c) + back)
-    products = (1 + c.mlps_per_token) * c.d_model
     own = 0 if flash else 2.7 * 4 * c.heads * length + 3 * item * _qkv_width(c)
     return Work(
         tokens=tokens,
@@ -182,12 +183,12 @@ def decoder_work(
         backward=2 * (matrices + attention) / 3 + again,
         weights_forward=matrices / 3,
         weights_backward=2 * matrices / 3 + matrices_again,
-        read=tokens * c.layers * (products + c.attention_width + c.active_ffn_width),
-        made=tokens * c.layers * (products + _qkv_width(c) + _mlp_width(c)),
+        read=tokens * _over_layers(c, _read_width),
+        made=tokens * _over_layers(c, _made_width),
         model_flops=model_flops - (0 if head else unembedding),
         stream=tokens * c.d_model * item,
         kept=kept,
-        working=round(tokens * (item * _working_width(c, remat) + own)) + sent,
+        working=round(tokens * (item * max(_working_width(kind, remat) for kind, _ in c.kinds) + own)) + sent,
         heads=sent * (sharing - 1) // sharing * c.layers * (2 if remat == "none" else 3),
         **(
             _head_bytes(c, tokens, item, {leaf.path[0] for leaf in frozen})
@@ -195,6 +196,21 @@ def decoder_work(
             else _distance_bytes(c, tokens, item)
         ),
     )
+
+
+def _over_layers(c: GPTConfig, width: Callable[[GPTConfig], int]) -> int:
+    """The sum over all layers of what a layer's config says."""
+    return sum(count * width(kind) for kind, count in c.kinds)
+
+
+def _read_width(c: GPTConfig) -> int:
+    """Elements per token that products with a layer's weights read."""
+    return (1 + c.mlps_per_token) * c.d_model + c.attention_width + c.active_ffn_width
+
+
+def _made_width(c: GPTConfig) -> int:
+    """Elements per token that they make."""
+    return (1 + c.mlps_per_token) * c.d_model + _qkv_width(c) + _mlp_width(c)
 
 
 def _exchanged_bytes(c: GPTConfig, remat: Remat, dtype: str) -> int:

@@ -48,6 +48,20 @@ def _window(keys: ConfigKeys, found: Fields) -> Fields:
     return {"sliding_window": window if keys.take("use_sliding_window", bool, False) else None}
 
 
+def _dense_layers(keys: ConfigKeys, found: Fields) -> Fields:
+    """Qwen's layers without experts, of which intermediate_size is."""
+    step = keys.take("decoder_sparse_step", int, 1)
+    numbers = keys.take("mlp_only_layers", list, [])
+    dense = tuple(i for i in range(found["layers"]) if i in numbers or (i + 1) % max(step, 1))
+    return {"dense_layers": dense, "dense_ffn": found["ffn"] if dense else None}
+
+
+def _write_dense_layers(model: GPTConfig) -> Fields:
+    dense = model.dense_layers
+    widths = {"intermediate_size": model.of_layer(dense[0]).ffn_width} if dense else {}
+    return {"decoder_sparse_step": 1, "mlp_only_layers": list(dense)} | widths
+
+
 _NORMALISE = key("norm_topk_prob", "router_normalise", bool, False)
 _NO_BIASES = only("attention_bias", False)
 
@@ -62,11 +76,10 @@ MIXTRAL = like_llama(
 QWEN3_MOE = like_llama(
     SILU,
     _NO_BIASES,
-    key("moe_intermediate_size", "ffn", written="ffn_width"),  # intermediate_size is of other layers
+    Entry(_dense_layers, _write_dense_layers, lambda _: dict.fromkeys(("dense_layers", "dense_ffn"), ANY)),
+    key("moe_intermediate_size", "ffn", written="ffn_width"),
     *_mixture("num_experts", "num_local_experts"),
     _NORMALISE,
-    only("decoder_sparse_step", 1),
-    only("mlp_only_layers", []),
     unused("max_window_layers"),
     Entry(
         _window,
@@ -92,13 +105,13 @@ OLMOE = like_llama(
 
 
 def _names(module: str, gate: str, up: str, down: str, **block: Module) -> Names:
-    own: dict[str, Module] = {
+    own = {
         "mlp/router": Bare(f"{module}.gate.weight"),
         "mlp/gate": Bare(f"{module}.experts.{{expert}}.{gate}.weight"),
         "mlp/up": Bare(f"{module}.experts.{{expert}}.{up}.weight"),
         "mlp/down": Bare(f"{module}.experts.{{expert}}.{down}.weight"),
     }
-    return Names(LLAMA_BLOCK | own | block)
+    return Names(LLAMA_BLOCK | block, own)
 
 
 MIXTRAL_NAMES = _names("block_sparse_moe", "w1", "w3", "w2")
@@ -122,8 +135,8 @@ GPT_OSS = like_llama(
 )
 _FUSED = "mlp.experts.gate_up_proj"
 GPT_OSS_NAMES = Names(
-    LLAMA_BLOCK
-    | {
+    LLAMA_BLOCK,
+    {
         "attention/sinks": Bare("self_attn.sinks", transposed=False),
         "mlp/router": Bare("mlp.router.weight"),
         "mlp/router_bias": Bare("mlp.router.bias", transposed=False),
@@ -133,5 +146,5 @@ GPT_OSS_NAMES = Names(
         "mlp/gate_bias": Bare(f"{_FUSED}_bias", transposed=False, turn=0),
         "mlp/up_bias": Bare(f"{_FUSED}_bias", transposed=False, turn=1),
         "mlp/down_bias": Bare("mlp.experts.down_proj_bias", transposed=False),
-    }
+    },
 )

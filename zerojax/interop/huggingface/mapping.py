@@ -7,12 +7,13 @@ not. A tensor may hold those of other leaves as well, side by side or in turns. 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from zerojax.models import GPTConfig
 from zerojax.sharding.layout import ParamLayout
+from zerojax.sharding.param_tree import Path
 
 Shape = tuple[int, ...]
 Place = tuple[str, int | None]
@@ -91,7 +92,7 @@ class Bare:
         )
 
 
-Module = str | tuple[str, ...] | Fused | Bare
+Module = str | tuple[str, ...] | Fused
 """What holds a module's weights: a module, several whose outputs lie side by side, or a part of one."""
 
 
@@ -102,6 +103,7 @@ class Names:
     Attributes:
         block: ours -> theirs, of the modules in a block. There may be more leaves than a model has: those of
             biases are always among them.
+        bare: the same of parameters in a block that have a tensor of their own.
         layers: what the names of a block's modules begin with.
         embed: the token embedding.
         norm: the norm after the last block.
@@ -110,6 +112,7 @@ class Names:
     """
 
     block: dict[str, Module]
+    bare: dict[str, Bare] = field(default_factory=dict)
     layers: str = "layers.{layer}."
     embed: str = "embed_tokens"
     norm: str = "norm"
@@ -128,16 +131,15 @@ class Names:
                 assert isinstance(theirs, str)
                 found |= _norm(f"block/{ours}", prefix + self.layers + theirs)
                 continue
-            if isinstance(theirs, Bare):
-                found[f"block/{ours}"] = theirs.parts(model, prefix + self.layers)
-                continue
             for leaf, kind, turned in (("kernel", "weight", self.transposed), ("bias", "bias", False)):
                 found[f"block/{ours}/{leaf}"] = _columns(model, prefix + self.layers, theirs, kind, turned)
+        for ours, tensor in self.bare.items():
+            found[f"block/{ours}"] = tensor.parts(model, prefix + self.layers)
         return found
 
 
 def _columns(
-    model: GPTConfig, block: str, module: str | tuple[str, ...] | Fused, kind: str, transposed: bool
+    model: GPTConfig, block: str, module: Module, kind: str, transposed: bool
 ) -> tuple[TensorPart, ...]:
     """The tensors of a kernel or bias."""
     if isinstance(module, str):
@@ -269,8 +271,18 @@ def tensors_at(place: Place, shape: Shape, parts: TensorParts) -> Iterator[Tenso
 
 def place_of(leaf: ParamLayout, layer: int | None) -> Place:
     """The place of a leaf, or of one layer of a leaf that is stacked."""
-    first, *rest = leaf.path
+    return place_at(leaf.path, layer)
+
+
+def place_at(path: Path, layer: int | None) -> Place:
+    """The place of a path's weight; ``layer`` is the index in its stack, None if it is not stacked."""
+    first, *rest = path
     if first != "blocks":
-        return leaf.name, layer
-    # ("blocks", "block", ...) when stacked, ("blocks", "3", ...) in a list
-    return "/".join(("block", *rest[1:])), int(rest[0]) if layer is None else layer
+        return "/".join(path), layer
+    # ("blocks", "block", ...) in a stack of all layers, ("blocks", "3", "block", ...) in one from layer 3 on,
+    # ("blocks", "3", ...) in a list
+    number, *rest = rest
+    start = 0 if number == "block" else int(number)
+    if number != "block" and layer is not None:
+        rest = rest[1:]
+    return "/".join(("block", *rest)), start + (layer or 0)

@@ -24,7 +24,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface.config_keys import REQUIRED, ConfigKeys
 from zerojax.interop.huggingface.families import Family, fitting
 from zerojax.interop.huggingface.load import FLOATS
-from zerojax.interop.huggingface.mapping import Place, Shape, Tensor, tensors_at
+from zerojax.interop.huggingface.mapping import Place, Shape, Tensor, place_at, tensors_at
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
 from zerojax.interop.huggingface.source import read_config_json
 from zerojax.matmul.lora import LoRA
@@ -69,16 +69,20 @@ _MAX_REPETITIONS = 4
 _EMBEDDING: Place = ("embed/embedding", None)
 
 
+def _shapes(model: GPTConfig) -> dict[Place, Shape]:
+    """The shapes of a model's weights (of one layer)."""
+    abstract = nnx.eval_shape(lambda: GPT(replace(model, scan=True), rngs=nnx.Rngs(0)))
+    found: dict[Place, Shape] = {}
+    for path, x in nnx.to_flat_state(nnx.state(abstract, nnx.Param)):
+        stacked = path[0] == "blocks"
+        for layer in range(x.shape[0]) if stacked else (None,):
+            found[place_at(tuple(map(str, path)), layer)] = x.shape[stacked:]
+    return found
+
+
 def weight_shapes(model: GPTConfig) -> dict[str, Shape]:
     """The shapes of a model's weights (of one layer), by their names in ``TensorParts``."""
-    abstract = nnx.eval_shape(lambda: GPT(replace(model, scan=True), rngs=nnx.Rngs(0)))
-    found: dict[str, Shape] = {}
-    for path, x in nnx.to_flat_state(nnx.state(abstract, nnx.Param)):
-        if path[0] == "blocks":  # ("blocks", "block", ...), stacked
-            found["/".join(map(str, path[1:]))] = x.shape[1:]
-        else:
-            found["/".join(map(str, path))] = x.shape
-    return found
+    return {name: shape for (name, _), shape in _shapes(model).items()}
 
 
 def tensors_of_model(family: Family, model: GPTConfig) -> dict[str, list[Tensor]]:
@@ -88,10 +92,9 @@ def tensors_of_model(family: Family, model: GPTConfig) -> dict[str, list[Tensor]
     """
     parts = family.parts(model, family.prefix)
     found: dict[str, list[Tensor]] = {}
-    for name, shape in weight_shapes(model).items():
-        for layer in range(model.layers) if name.startswith("block/") else (None,):
-            for tensor in tensors_at((name, layer), shape, parts):
-                found.setdefault(tensor.name, []).append(tensor)
+    for place, shape in _shapes(model).items():
+        for tensor in tensors_at(place, shape, parts):
+            found.setdefault(tensor.name, []).append(tensor)
     return found
 
 
