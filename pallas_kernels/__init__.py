@@ -1,8 +1,8 @@
 """Blockwise quantization for communication: encode, decode, and the fused steps between two hops.
 
 ``encode_nf4`` and ``decode_nf4`` store frozen weights; ``attend_cache`` is the attention of generation;
-``cast_transpose`` makes operands of fp8 matmuls; ``grouped_rows`` and ``grouped_sums`` are the matmuls of a
-mixture of experts.
+``cast_transpose`` makes operands of fp8 matmuls; ``grouped_rows``, ``grouped_rows_fp8`` and ``grouped_sums``
+are the matmuls of a mixture of experts.
 
 The package depends on jax alone (on CUDA it uses jax-triton if installed) and is independent of zerojax.
 ``pallas_kernels.reference`` is the specification, ``nf4_reference`` that of nf4,
@@ -25,7 +25,7 @@ from pallas_kernels.dispatch import (
     encode_reordered,
 )
 from pallas_kernels.formats import BITS, FORMATS, QMAX, QUANTIZED, RAW, STORED, Format, nbytes, nf4_bytes
-from pallas_kernels.grouped import grouped_rows, grouped_sums
+from pallas_kernels.grouped import grouped_rows, grouped_rows_fp8, grouped_sums
 
 __all__ = [
     "BITS",
@@ -48,6 +48,7 @@ __all__ = [
     "encode_nf4",
     "encode_reordered",
     "grouped_rows",
+    "grouped_rows_fp8",
     "grouped_sums",
     "has_grouped_kernels",
     "nbytes",

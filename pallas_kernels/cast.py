@@ -7,9 +7,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels import cast_reference
+from pallas_kernels.backends import FP8
 from pallas_kernels.dispatch import dispatch
-
-FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
 @partial(jax.jit, static_argnames="dtype")

@@ -1,29 +1,43 @@
 """Products of groups of rows with a matrix for each group, checked; see ``pallas_kernels.dispatch``.
 
 Group g has ``sizes[g]`` rows, which follow those of group g - 1. Rows after the last group belong to nobody:
-whatever they hold, it is in no result. Sums are in fp32. The kernels are Pallas' for Hopper, in bf16, for
-matrices with sides that are multiples of 64; kernel and specification differ by rounding.
+whatever they hold, it is in no result. Sums are in fp32, which a GPU's tensor cores keep with fewer bits of
+products in fp8 (about 14 on Hopper). The kernels are Pallas' for Hopper, in bf16 and fp8, for matrices with
+sides that are multiples of 64 and 128; kernel and specification differ by rounding.
 """
 
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels import grouped_reference
+from pallas_kernels.backends import FP8
 from pallas_kernels.dispatch import dispatch
 
 
-def _check(x: jax.Array, other: jax.Array, sizes: jax.Array, name: str, fits: bool, expected: str) -> None:
+def _check_shapes(
+    x: jax.Array, other: jax.Array, sizes: jax.Array, name: str, fits: bool, expected: str
+) -> None:
     if not fits:
         raise ValueError(
             f"x {x.shape}, {name} {other.shape} and sizes {sizes.shape}: expected {expected} and [groups]"
         )
+
+
+def _check_dtypes(x: jax.Array, other: jax.Array, sizes: jax.Array, name: str) -> None:
     if x.dtype != other.dtype or not jnp.issubdtype(x.dtype, jnp.floating) or sizes.dtype != jnp.int32:
         raise TypeError(
             f"x, {name} and sizes are {x.dtype}, {other.dtype} and {sizes.dtype}: expected one "
             f"floating-point dtype for x and {name}, and int32"
         )
+
+
+def _check_matrices(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool) -> None:
+    fits = x.ndim == 2 and w.ndim == 3 and x.shape[1] == w.shape[2 if transposed else 1]
+    expected = "[rows, k], [groups, n, k]" if transposed else "[rows, k], [groups, k, n]"
+    _check_shapes(x, w, sizes, "w", fits and sizes.shape == w.shape[:1], expected)
 
 
 @partial(jax.jit, static_argnames="transposed")
@@ -43,10 +57,43 @@ def grouped_rows(x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bo
         ValueError: a shape does not fit.
         TypeError: a dtype does not fit.
     """
-    fits = x.ndim == 2 and w.ndim == 3 and x.shape[1] == w.shape[2 if transposed else 1]
-    expected = "[rows, k], [groups, n, k]" if transposed else "[rows, k], [groups, k, n]"
-    _check(x, w, sizes, "w", fits and sizes.shape == w.shape[:1], expected)
+    _check_matrices(x, w, sizes, transposed)
+    _check_dtypes(x, w, sizes, "w")
     return dispatch("grouped_rows", x, w, sizes, specification=grouped_reference, transposed=transposed)
+
+
+@partial(jax.jit, static_argnames=("transposed", "dtype"))
+def grouped_rows_fp8(
+    x: jax.Array, w: jax.Array, sizes: jax.Array, scale: jax.Array, *,
+    transposed: bool = False, dtype: DTypeLike,
+) -> jax.Array:  # fmt: skip
+    """``grouped_rows`` of fp8 numbers, times a scale.
+
+    Hopper's tensor cores read 8-bit matrices along the contracted axis alone: ``transposed`` ones as they lie,
+    others are transposed in memory first.
+
+    Args:
+        x: [rows, k], ``float8_e4m3fn`` or ``float8_e5m2``.
+        w: [groups, k, n], or [groups, n, k] if ``transposed``, ``float8_e4m3fn`` or ``float8_e5m2``.
+        sizes: as for ``grouped_rows``.
+        scale: fp32 scalar that the sums are multiplied by.
+        transposed: as for ``grouped_rows``.
+        dtype: of the result.
+
+    Returns:
+        [rows, n], in ``dtype``; zeros in rows of nobody.
+
+    Raises:
+        ValueError: a shape does not fit.
+        TypeError: a dtype does not fit.
+    """
+    _check_matrices(x, w, sizes, transposed)
+    if x.dtype not in FP8 or w.dtype not in FP8 or sizes.dtype != jnp.int32:
+        raise TypeError(f"x, w and sizes are {x.dtype}, {w.dtype} and {sizes.dtype}: expected fp8, and int32")
+    if scale.shape != () or scale.dtype != jnp.float32:
+        raise TypeError(f"scale is {scale.dtype} {scale.shape}: expected a float32 scalar")
+    options = {"transposed": transposed, "dtype": jnp.dtype(dtype)}
+    return dispatch("grouped_rows_fp8", x, w, sizes, scale, specification=grouped_reference, **options)
 
 
 @jax.jit
@@ -66,5 +113,6 @@ def grouped_sums(x: jax.Array, g: jax.Array, sizes: jax.Array) -> jax.Array:
         TypeError: a dtype does not fit.
     """
     fits = x.ndim == g.ndim == 2 and len(x) == len(g) and sizes.ndim == 1
-    _check(x, g, sizes, "g", fits, "[rows, k], [rows, n]")
+    _check_shapes(x, g, sizes, "g", fits, "[rows, k], [rows, n]")
+    _check_dtypes(x, g, sizes, "g")
     return dispatch("grouped_sums", x, g, sizes, specification=grouped_reference)

@@ -1,10 +1,11 @@
-"""Specification of ``pallas_kernels.grouped_rows`` and ``grouped_sums``.
+"""Specification of ``pallas_kernels.grouped_rows``, ``grouped_rows_fp8`` and ``grouped_sums``.
 
 The rows are cut into tiles, and a tile is multiplied once for each group that has rows in it: the cost
 depends on how many rows there are, hardly on how many groups.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -79,6 +80,16 @@ def grouped_rows(x: Array, w: Array, sizes: Array, *, transposed: bool) -> Array
 
     out = jnp.zeros((len(padded), w.shape[1 if transposed else 2]), x.dtype)
     return lax.scan(add, out, _tiles(sizes, len(x), tile))[0][: len(x)]
+
+
+def grouped_rows_fp8(
+    x: Array, w: Array, sizes: Array, scale: Array, *,
+    transposed: bool, dtype: jnp.dtype, multiply: Callable[..., Array] = grouped_rows,
+) -> Array:  # fmt: skip
+    """See ``pallas_kernels.grouped_rows_fp8``; bf16 and fp32 have every fp8 number."""
+    wide = jnp.promote_types(dtype, jnp.bfloat16)  # fp16 lacks the range of sums before they are scaled
+    out = multiply(x.astype(wide), w.astype(wide), sizes, transposed=transposed)
+    return (out * scale.astype(wide)).astype(dtype)
 
 
 def grouped_sums(x: Array, g: Array, sizes: Array) -> Array:

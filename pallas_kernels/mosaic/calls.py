@@ -1,8 +1,8 @@
 """The functions of the reference, with the same arguments, computed by the Pallas kernels.
 
 The kernels support bf16 and fp32 numbers, int8, int4 and fp8, rounding to nearest, no rotation, rows of at
-least four blocks, and sums of at most 32 peers; in grouped matmuls, on Hopper, bf16 numbers, and matrices
-with sides that are multiples of 64. Everything else falls back to the specification, or to
+least four blocks, and sums of at most 32 peers; in grouped matmuls, on Hopper, bf16 and fp8 numbers, and matrices
+with sides that are multiples of 128 bytes. Everything else falls back to the specification, or to
 ``otherwise`` where the caller of an encoder gives it.
 """
 
@@ -278,6 +278,21 @@ def grouped_rows(x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bo
     rows = _enough(x)
     plan = grouped.rows_plan(sizes, len(rows))
     return grouped.rows_product(rows, w, plan, transposed=transposed, tuning=grouped.Tuning())[: len(x)]
+
+
+def grouped_rows_fp8(
+    x: jax.Array, w: jax.Array, sizes: jax.Array, scale: jax.Array, *, transposed: bool, dtype: jnp.dtype
+) -> jax.Array:
+    """See ``pallas_kernels.grouped_rows_fp8``."""
+    fits = len(sizes) and len(x) and dtype == jnp.bfloat16
+    if not fits or not has_grouped_kernels(x.dtype, *w.shape[1:]):
+        options = {"transposed": transposed, "dtype": dtype}
+        return grouped_reference.grouped_rows_fp8(x, w, sizes, scale, **options, multiply=grouped_rows)
+    along = w if transposed else jnp.swapaxes(w, 1, 2)
+    rows = _enough(x)
+    plan = grouped.rows_plan(sizes, len(rows))
+    given = (rows, along, plan, scale.reshape(1))
+    return grouped.rows_product(*given, transposed=True, tuning=grouped.Tuning())[: len(x)]
 
 
 def grouped_sums(x: jax.Array, g: jax.Array, sizes: jax.Array) -> jax.Array:

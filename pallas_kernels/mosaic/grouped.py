@@ -28,11 +28,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 HALF = 64
 """Rows of a warpgroup, the least that the tensor cores of a Hopper GPU multiply at once."""
 STEP = 64
-"""Terms of the sums that are copied at once: what a swizzle of 128 bytes holds."""
+"""Terms of the sums that are copied at once in bf16: what a swizzle of 128 bytes holds."""
 _EIGHT = 8
 """Rows of a tile of shared memory."""
 _WARPGROUPS = 2
@@ -55,18 +56,23 @@ class Tuning:
     band: int = 8
 
 
-def _tiles(shape: tuple[int, ...]) -> Any:
-    transforms = plgpu.TilingTransform((_EIGHT, 64)), plgpu.SwizzleTransform(128)
-    return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
+def step_of(dtype: DTypeLike) -> int:
+    """Terms of the sums that are copied at once."""
+    return 128 // jnp.dtype(dtype).itemsize
 
 
-def _lines(shape: tuple[int, ...]) -> Any:
-    return plgpu.SMEM(shape, jnp.bfloat16, transforms=(plgpu.SwizzleTransform(128),))
+def _tiles(shape: tuple[int, ...], dtype: DTypeLike = jnp.bfloat16) -> Any:
+    transforms = plgpu.TilingTransform((_EIGHT, step_of(dtype))), plgpu.SwizzleTransform(128)
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def _views(*shape: int) -> Any:
-    """Shared memory of [..., rows, 64], as tiles and as lines: the same bytes in the same order."""
-    return plgpu.RefUnion(_tiles(shape), _lines(shape))
+def _lines(shape: tuple[int, ...], dtype: DTypeLike = jnp.bfloat16) -> Any:
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.SwizzleTransform(128),))
+
+
+def _views(*shape: int, dtype: DTypeLike = jnp.bfloat16) -> Any:
+    """Shared memory of [..., rows, 128 bytes], as tiles and as lines: the same bytes in the same order."""
+    return plgpu.RefUnion(_tiles(shape, dtype), _lines(shape, dtype))
 
 
 def _both(union: Any) -> tuple[Any, Any]:
@@ -190,6 +196,7 @@ def _walk(
 def _total(
     columns: int, steps: jax.Array, done: jax.Array, tuning: Tuning, full: Any, free: Any,
     product: Callable[[Any, jax.Array, jax.Array], None],
+    scale: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """The sum of a tile's products, bf16 [HALF, columns].
 
@@ -201,6 +208,7 @@ def _total(
         full: barriers of the buffer's slots, passed when operands have arrived.
         free: see ``_walk``.
         product: adds the product of (step, slot) to an accumulator.
+        scale: what the sum is multiplied by.
     """
 
     def add_all(total: Any) -> jax.Array:
@@ -225,7 +233,7 @@ def _total(
     def _() -> None:
         plgpu.barrier_arrive(free.at[lax.rem(done + steps - 1, tuning.stages)])
 
-    return total.astype(jnp.bfloat16)
+    return (total if scale is None else total * scale).astype(jnp.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -235,14 +243,16 @@ class _Columns:
     Attributes:
         n: all columns.
         tuning: columns of a tile, and stages of the buffer.
-        by_columns: whether the operand in the buffer is [columns, STEP], not [STEP, columns].
+        by_columns: whether the operand in the buffer is [columns, step], not [step, columns].
         anywhere: whether its rows begin anywhere in global memory.
+        dtype: of the operand; other than bf16 only by columns.
     """
 
     n: int
     tuning: Tuning
     by_columns: bool = False
     anywhere: bool = False
+    dtype: DTypeLike = jnp.bfloat16
 
     @property
     def last(self) -> int:
@@ -256,7 +266,10 @@ class _Columns:
 
         def of(columns: int) -> list[Any]:
             stages = self.tuning.stages * self.tuning.columns // columns
-            tiles = _tiles((stages, columns, STEP) if self.by_columns else (stages, STEP, columns))
+            step = step_of(self.dtype)
+            tiles = _tiles(
+                (stages, columns, step) if self.by_columns else (stages, step, columns), self.dtype
+            )
             if not self.anywhere:
                 return [tiles]
             return [tiles, _lines((stages, STEP // _EIGHT, columns // HALF, _EIGHT, HALF))]
@@ -363,14 +376,16 @@ def rows_plan(sizes: jax.Array, rows: int) -> jax.Array:
 
 
 def rows_product(
-    x: jax.Array, w: jax.Array, plan: jax.Array, *, transposed: bool, tuning: Tuning
+    x: jax.Array, w: jax.Array, plan: jax.Array, *scale: jax.Array, transposed: bool, tuning: Tuning
 ) -> jax.Array:
     """``x[i] @ w[group of i]``, or with the transpose of the matrix, which is read as it lies.
 
     Args:
-        x: bf16 [rows, k].
-        w: bf16 [groups, k, n], or [groups, n, k] if ``transposed``.
+        x: bf16 or fp8 [rows, k].
+        w: bf16 [groups, k, n], or bf16 or fp8 [groups, n, k] if ``transposed``: tensor cores read 8-bit
+            matrices along the contracted axis alone.
         plan: of ``rows_plan``.
+        scale: what the sums are multiplied by, fp32 [1]; or nothing.
         transposed: whether the matrices are multiplied as their transposes.
         tuning: of the kernel.
 
@@ -379,12 +394,11 @@ def rows_product(
     """
     (rows, k), groups = x.shape, w.shape[0]
     n, columns = w.shape[1 if transposed else 2], tuning.columns
-    across = pl.cdiv(n, columns)
-    tiles = _Columns(n, tuning, by_columns=transposed)
+    across, length = pl.cdiv(n, columns), step_of(x.dtype)
+    tiles = _Columns(n, tuning, by_columns=transposed, dtype=w.dtype)
 
-    def body(
-        plan: Any, x: Any, w: Any, out: Any, x_buffer: Any, w_buffer: Any, union: Any, full: Any, free: Any
-    ):
+    def body(plan: Any, x: Any, w: Any, *others: Any) -> None:
+        *scale, out, x_buffer, w_buffer, union, full, free = others
         (staged, lines), plain = _both(union), union[2]
         x_tiles, x_lines = _both(x_buffer)
         program, programs = lax.axis_index("program"), lax.axis_size("program")
@@ -397,7 +411,7 @@ def rows_product(
             return 1 + 4 * row, column * columns
 
         def steps_of(turn: jax.Array) -> jax.Array:
-            return jnp.where(plan[tile_at(turn)[0]] < groups, pl.cdiv(k, STEP), 0)
+            return jnp.where(plan[tile_at(turn)[0]] < groups, pl.cdiv(k, length), 0)
 
         def copy(turn: jax.Array) -> Callable[[jax.Array, jax.Array], None]:
             place, column = tile_at(turn)
@@ -405,7 +419,7 @@ def rows_product(
             begins = [plan[place + 1 + half] for half in range(_WARPGROUPS)]
 
             def begin(step: jax.Array, slot: jax.Array) -> None:
-                terms = pl.ds(step * STEP, STEP)
+                terms = pl.ds(step * length, length)
                 for half, first in enumerate(begins):
                     plgpu.copy_gmem_to_smem(
                         x.at[pl.ds(first, HALF), terms],
@@ -433,7 +447,8 @@ def rows_product(
                     right = tiles.slot(w_buffer, slot, width)
                     plgpu.wgmma(total, left, right.transpose((1, 0)) if transposed else right)
 
-                value = _total(width, steps_of(turn), done, tuning, full, free, product)
+                factor = scale[0][0] if scale else None
+                value = _total(width, steps_of(turn), done, tuning, full, free, product, factor)
 
                 @pl.when(own == HALF)
                 def _() -> None:
@@ -455,9 +470,9 @@ def rows_product(
         count = (down * across - program + programs - 1) // programs
         _walk(count, steps_of, copy, multiply, free, tuning.stages)
 
-    kind = jax.ShapeDtypeStruct((rows, n), x.dtype)
-    buffers = _views(tuning.stages, _WARPGROUPS, HALF, STEP), tiles.buffer
-    return _launch(body, kind, tuning, buffers, 1 + _WARPGROUPS, plan, x, w)
+    kind = jax.ShapeDtypeStruct((rows, n), jnp.bfloat16)
+    buffers = _views(tuning.stages, _WARPGROUPS, HALF, length, dtype=x.dtype), tiles.buffer
+    return _launch(body, kind, tuning, buffers, 1 + _WARPGROUPS, plan, x, w, *scale)
 
 
 _OVERHEAD = 3
