@@ -69,8 +69,8 @@ def grouped_rows_fp8(
 ) -> jax.Array:  # fmt: skip
     """``grouped_rows`` of fp8 numbers, times a scale.
 
-    Hopper's tensor cores read 8-bit matrices along the contracted axis alone: ``transposed`` ones as they lie,
-    others are transposed in memory first.
+    Hopper's tensor cores read 8-bit matrices along the contracted axis alone: ``transposed`` ones are read as
+    they lie, others are transposed in memory first.
 
     Args:
         x: [rows, k], ``float8_e4m3fn`` or ``float8_e5m2``.

@@ -109,8 +109,9 @@ class ZeroConfig:
             reads: over ``local``, and over ``node`` as well, unless differences or fewer than 8 bits are sent
             there (``zerojax.matmul.fp8``). Needs stage 3.
         fp8: shell patterns of paths: with ``matmul_dtype="fp8"`` the weights to use it for, among the
-            two-dimensional ones of units whose sizes are multiples of 16. The last pattern that matches
-            decides; one that begins with "!" leaves the weight out.
+            two-dimensional ones of units, and matrices of experts, whose sizes are multiples of 16. The last
+            pattern that matches decides; one that begins with "!" leaves the weight out. The default takes
+            all experts.
         frozen: shell patterns of paths, read like those of ``fp8``: the weights that are not trained. They
             have no master weight, optimizer state or gradient. Needs stage 3. In a config with adapters
             ([lora]), all weights by default.
@@ -302,23 +303,29 @@ class ZeroConfig:
         floors = [floor for pattern, floor in self.precise if matches(pattern, path)]
         return max([wanted, *floors], key=_bits)
 
-    def without_fp8(self, path: str, shape: tuple[int, ...], unit: str | None) -> str | None:
+    def without_fp8(
+        self, path: str, shape: tuple[int, ...], unit: str | None, *, of_experts: bool = False
+    ) -> str | None:
         """Why a weight's matmuls are not computed in fp8; None if they are.
 
         Args:
             path: the leaf's path, joined by "/".
             shape: of one layer's leaf.
             unit: the name of its unit, if it has one.
+            of_experts: whether its leading axis is the expert's.
         """
         if self.matmul_dtype != "fp8":
             return 'matmul_dtype is "compute"'
         if unit is None:
             return "in no unit"
-        if len(shape) != 2:
+        if of_experts and len(shape) != 3:
+            return "no matrix of experts"
+        if not of_experts and len(shape) != 2:
             return "not two-dimensional"
-        if any(size % _FP8_MULTIPLE for size in shape):
+        if any(size % _FP8_MULTIPLE for size in shape[-2:]):
             return f"sizes are no multiples of {_FP8_MULTIPLE}"
-        if reason := why_not(self.fp8, path, "fp8"):
+        by_default = of_experts and self.fp8 == MATMUL_WEIGHTS
+        if not by_default and (reason := why_not(self.fp8, path, "fp8")):
             return reason
         if self.is_frozen(path) and self.frozen_weights != "fp8":
             return f"frozen in {self.frozen_weights or self.compute_format}"

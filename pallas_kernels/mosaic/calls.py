@@ -1,8 +1,8 @@
 """The functions of the reference, with the same arguments, computed by the Pallas kernels.
 
 The kernels support bf16 and fp32 numbers, int8, int4 and fp8, rounding to nearest, no rotation, rows of at
-least four blocks, and sums of at most 32 peers; in grouped matmuls, on Hopper, bf16 and fp8 numbers, and matrices
-with sides that are multiples of 128 bytes. Everything else falls back to the specification, or to
+least four blocks, and sums of at most 32 peers; in grouped matmuls, on Hopper, bf16 and fp8 numbers, and
+matrices with sides that are multiples of 128 bytes. Everything else falls back to the specification, or to
 ``otherwise`` where the caller of an encoder gives it.
 """
 

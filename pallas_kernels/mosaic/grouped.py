@@ -1,4 +1,4 @@
-"""Grouped matmuls in bf16 on Hopper's tensor cores; ``pallas_kernels.grouped_reference`` specifies them.
+"""Grouped matmuls in bf16 and fp8 on Hopper's tensor cores; specified by ``grouped_reference``.
 
 Every kernel is persistent: one program per multiprocessor walks through tiles of the result. One warpgroup
 copies operands to shared memory, several steps ahead and across the ends of tiles; two others multiply, each
@@ -9,9 +9,9 @@ half of a tile's rows. A tile has 2 x 64 rows of results. Two things make up for
   copied out row by row.
 - A sum over a group's rows ends with the group's last 64 rows, too. Those that were summed before count 0.
 
-Tensor cores want shared memory in tiles of 8 x 64, but a copy that cuts global memory into such tiles can
-only begin at every eighth row. Where rows begin anywhere, copies use another view of the same shared memory,
-in lines of 64 (``_views``).
+Tensor cores want shared memory in tiles of 8 rows of 128 bytes, but a copy that cuts global memory into such
+tiles can only begin at every eighth row. Where rows begin anywhere, copies use another view of the same
+shared memory, in lines (``_views``).
 """
 
 # Pallas has no complete types.
@@ -267,9 +267,8 @@ class _Columns:
         def of(columns: int) -> list[Any]:
             stages = self.tuning.stages * self.tuning.columns // columns
             step = step_of(self.dtype)
-            tiles = _tiles(
-                (stages, columns, step) if self.by_columns else (stages, step, columns), self.dtype
-            )
+            shape = (columns, step) if self.by_columns else (step, columns)
+            tiles = _tiles((stages, *shape), self.dtype)
             if not self.anywhere:
                 return [tiles]
             return [tiles, _lines((stages, STEP // _EIGHT, columns // HALF, _EIGHT, HALF))]

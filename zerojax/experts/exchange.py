@@ -17,6 +17,7 @@ from zerojax.comm.coalesced import exchange_together, gather_together
 from zerojax.errors import ConfigurationError
 from zerojax.experts.mlp import Activation, ExpertWeights, Plan, mlp
 from zerojax.experts.rows import rows_of
+from zerojax.matmul.replay import call_reader
 from zerojax.sharding.mesh import LOCAL
 
 CAPACITY = 1.25
@@ -61,7 +62,7 @@ def apply_experts(
     if parts == 1:
         assignments = tokens * per_token
         plan = Plan(activation, assignments, 1, True)
-        added: Array = mlp(plan, wide, weights, own, rows_of(experts, 0, count, assignments))
+        added = call_reader(mlp, plan, wide, weights, own, rows_of(experts, 0, count, assignments))
         return added.astype(x.dtype)
     most = parts * tokens * min(per_token, count)
     rows = min(math.ceil(capacity * tokens * per_token), most)
@@ -69,7 +70,7 @@ def apply_experts(
     padded = max(parts * tokens * per_token, plan.rows * plan.rounds)
     wide, weights, experts = _to_node(wide, weights, experts)
     first = lax.axis_index(LOCAL) * count
-    added = mlp(plan, wide, weights, own, rows_of(experts, first, count, padded))
+    added = call_reader(mlp, plan, wide, weights, own, rows_of(experts, first, count, padded))
     return _to_owners(added).astype(x.dtype)
 
 

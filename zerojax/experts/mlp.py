@@ -8,6 +8,9 @@ however the router chooses, and what a round needs is bounded. In the usual case
 Routing weights are applied between the activation and the second product. The backward pass so needs no
 output of an expert, and keeps of each row only ``gate`` and ``up``, and those of the first round alone: other
 rounds are computed again. Rematerialisation knows these two by the name "experts".
+
+Where the weights are fp8 codes, tokens are cast once, by their own largest magnitude, before they become
+rows; see ``zerojax.matmul.grouped`` for what is computed in which dtype.
 """
 
 from collections.abc import Callable
@@ -19,10 +22,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from zerojax.experts.rows import Rows, Window, of_assignments, to_rows, to_tokens
-from zerojax.matmul.grouped import grouped_matmul
+from zerojax.matmul import fp8
+from zerojax.matmul.grouped import Factor, Matrices, factor, gradients, grouped_matmul, product
+from zerojax.matmul.operand import Fp8Operand
 
 Activation = Literal["swiglu", "geglu", "swiglu_clamped"]
 
@@ -42,20 +47,20 @@ ACTIVATIONS: dict[Activation, Callable[[Array, Array], Array]] = {
 
 
 class ExpertWeights(NamedTuple):
-    """The weights of the experts on this device, in one dtype.
+    """The weights of the experts on this device, in one dtype. The matrices may be fp8 codes instead.
 
     Attributes:
-        gate: of the activation's first argument.
-        up: of its second one.
-        down: back to the width of a token.
+        gate: of the activation's first argument, ``[experts, d, f]``.
+        up: of its second one, ``[experts, d, f]``.
+        down: back to the width of a token, ``[experts, f, d]``.
         gate_bias: or None.
         up_bias: or None.
         down_bias: or None.
     """
 
-    gate: Float[Array, "experts d f"]
-    up: Float[Array, "experts d f"]
-    down: Float[Array, "experts f d"]
+    gate: Matrices
+    up: Matrices
+    down: Matrices
     gate_bias: Float[Array, "experts f"] | None = None
     up_bias: Float[Array, "experts f"] | None = None
     down_bias: Float[Array, "experts d"] | None = None
@@ -95,26 +100,17 @@ def _bias(scale: Float[Array, " rows"], bias: Float[Array, "experts n"], window:
     return grouped_matmul(ones, jnp.pad(bias[:, None], ((0, 0), (0, _BIAS_DEPTH - 1), (0, 0))), window.sizes)
 
 
-def _first(x: Array, weight: Array, bias: Array | None, window: Window) -> Array:
+def _first(x: Factor, weight: Matrices, bias: Array | None, window: Window) -> Array:
     """A row's product with gate or up."""
-    out = grouped_matmul(x, weight, window.sizes)
-    out = out if bias is None else out + _bias(jnp.ones(len(x)), bias, window)
+    out = product(x, weight, window.sizes)
+    out = out if bias is None else out + _bias(jnp.ones(len(out)), bias, window)
     return checkpoint_name(out, "experts")
 
 
-def _second(
-    activation: Activation,
-    window: Window,
-    gate: Array,
-    up: Array,
-    weights: Float[Array, " rows"],
-    down: Array,
-    bias: Array | None,
-) -> Array:
-    """A row's output, times its weight."""
+def _between(activation: Activation, gate: Array, up: Array, weights: Float[Array, " rows"]) -> Array:
+    """What a row's second product reads, times its weight."""
     wide = ACTIVATIONS[activation](gate.astype(jnp.float32), up.astype(jnp.float32))
-    out = grouped_matmul((wide * weights[:, None]).astype(gate.dtype), down, window.sizes)
-    return out if bias is None else out + _bias(weights, bias, window)
+    return (wide * weights[:, None]).astype(gate.dtype)
 
 
 class _Kept(NamedTuple):
@@ -128,10 +124,20 @@ def _round(
     activation: Activation, x: Array, weights: Array, own: ExpertWeights, window: Window
 ) -> tuple[Array, _Kept]:
     """The outputs of the rows of a round."""
-    rows = to_rows(x, window.tokens)
+    rows = factor(to_rows(x, window.tokens), (own.gate, own.up), among=x)
     kept = _Kept(_first(rows, own.gate, own.gate_bias, window), _first(rows, own.up, own.up_bias, window))
     by_row = to_rows(weights.reshape(-1), window.order)
-    return _second(activation, window, *kept, by_row, own.down, own.down_bias), kept
+    out = product(factor(_between(activation, *kept, by_row), (own.down,)), own.down, window.sizes)
+    return out if own.down_bias is None else out + _bias(by_row, own.down_bias, window), kept
+
+
+def _of_bias(
+    scale: Float[Array, " rows"], bias: Array | None, window: Window, cotangent: Array
+) -> tuple[Array | float, Array | None]:
+    """The gradients of ``_bias``."""
+    if bias is None:
+        return 0, None
+    return jax.vjp(partial(_bias, window=window), scale, bias)[1](cotangent)
 
 
 def _round_backward(
@@ -146,15 +152,20 @@ def _round_backward(
     """The gradients of a round: of its rows, by gate and by up; of routing weights; of the experts."""
     rows = to_rows(x, window.tokens)
     by_row = to_rows(weights.reshape(-1), window.order)
-    second = partial(_second, activation, window)
-    _, pull = jax.vjp(second, *kept, by_row, own.down, own.down_bias)
-    of_gate, of_up, of_weights, down, down_bias = pull(to_rows(cotangent, window.tokens))
-    _, pull = jax.vjp(partial(_first, window=window), rows, own.gate, own.gate_bias)
-    by_gate, gate, gate_bias = pull(of_gate)
-    _, pull = jax.vjp(partial(_first, window=window), rows, own.up, own.up_bias)
-    by_up, up, up_bias = pull(of_up)
+    between, pull = jax.vjp(partial(_between, activation), *kept, by_row)
+    arrived = factor(to_rows(cotangent, window.tokens), (own.down,), fp8.E5M2, among=cotangent)
+    of_between, down = gradients(between, own.down, arrived, window.sizes)
+    of_gate, of_up, of_weights = pull(of_between)
+    by_bias, down_bias = _of_bias(by_row, own.down_bias, window, arrived.rows)
+
+    def first(arrived: Array, weight: Matrices, bias: Array | None) -> tuple[Array, Array, Array | None]:
+        of_rows, found = gradients(rows, weight, factor(arrived, (weight,), fp8.E5M2), window.sizes)
+        return of_rows, found, _of_bias(jnp.ones(len(rows)), bias, window, arrived)[1]
+
+    by_gate, gate, gate_bias = first(of_gate, own.gate, own.gate_bias)
+    by_up, up, up_bias = first(of_up, own.up, own.up_bias)
     of_experts = ExpertWeights(gate, up, down, gate_bias, up_bias, down_bias)
-    return (by_gate, by_up), of_assignments(of_weights, window), of_experts
+    return (by_gate, by_up), of_assignments(of_weights + by_bias, window), of_experts
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -179,6 +190,15 @@ _Sums = tuple[Array, Array, ExpertWeights]
 """The gradients of tokens, of routing weights and of experts, over the rounds so far."""
 
 
+def _each(function: Callable[..., Matrices], own: ExpertWeights, *others: ExpertWeights) -> ExpertWeights:
+    """A function of every weight that is codes; other weights are those of the last argument."""
+
+    def one(weight: Matrices, *rest: Array) -> Matrices:
+        return function(weight, *rest) if isinstance(weight, Fp8Operand) else (weight, *rest)[-1]
+
+    return jax.tree.map(one, own, *others, is_leaf=lambda x: isinstance(x, Fp8Operand))
+
+
 def _forward(
     plan: Plan, x: Array, weights: Array, own: ExpertWeights, rows: Rows
 ) -> tuple[Array, _Residuals]:
@@ -194,7 +214,14 @@ def _forward(
 
     if plan.rounds > 1:
         _, out = lax.while_loop(partial(_is_left, plan, rows), more, (jnp.int32(1), out))
-    return out, (x, weights, own, rows, kept)
+    read = _each(Fp8Operand.kept, own)
+    return _once(own, out, (x[:0], weights[:0], read)), (x, weights, read, rows, kept)
+
+
+def _once[T](own: ExpertWeights, found: T, given: PyTree[Array]) -> T:
+    """What is computed from codes, and not differentiated again; see ``fp8.underivable``."""
+    codes = any(isinstance(weight, Fp8Operand) for weight in own)
+    return fp8.underivable(found, given) if codes else found
 
 
 def _sum(a: Array, b: Array) -> Array:
@@ -226,8 +253,8 @@ def _backward(
 
     if plan.rounds > 1:
         _, sums = lax.while_loop(partial(_is_left, plan, rows), more, (jnp.int32(1), sums))
-    of_x, of_weights, of_experts = sums
-    return of_x, of_weights, of_experts, None
+    of_x, of_weights, of_experts = _once(own, sums, (x[:0], weights[:0], own, cotangent[:0]))
+    return of_x, of_weights, _each(Fp8Operand.cotangent, own, of_experts), None
 
 
 mlp.defvjp(_forward, _backward)

@@ -119,11 +119,11 @@ def _forward(
     trained: bool,
 ) -> tuple[Num[Array, "tokens n"], _Residuals]:
     own = x.astype(_wide(x.dtype))
-    own_scale = _scale(own, E4M3)
-    own = _cast(own, own_scale, E4M3)
+    own_scale = scale_of(own, E4M3)
+    own = cast(own, own_scale, E4M3)
     weight = lax.bitcast_convert_type(codes, E4M3)
     like = (x[:0], gradient[:0])
-    out = _underivable(_dot((own, own_scale), (weight, scale), (1, 0), dtype), like)
+    out = underivable(_dot((own, own_scale), (weight, scale), (1, 0), dtype), like)
     return out, _Residuals(own if trained else None, own_scale, codes, scale, like)
 
 
@@ -138,7 +138,7 @@ def _backward(
         # that shares with the activations, such as the tanh of a GELU, to memory and read it back.
         # It has a constant, since XLA's double buffering cannot compile a barrier on a loop's carry alone.
         arrived, _ = lax.optimization_barrier((arrived, np.int32(0)))
-        arrived_scale = _scale(arrived, E5M2)
+        arrived_scale = scale_of(arrived, E5M2)
         # The kernel has no derivative; that of what follows is refused below.
         arrived, turned = cast_transpose(*lax.stop_gradient((arrived, arrived_scale)), E5M2)
         # Without the barrier XLA transposes while it casts: three times slower than to transpose bytes.
@@ -146,12 +146,12 @@ def _backward(
         precision = lax.Precision.HIGHEST
         of_weight = _dot((own, own_scale), (turned, arrived_scale), (0, 1), dtype, precision=precision)
     else:
-        arrived_scale = _scale(arrived, E5M2)
-        arrived = _cast(arrived, arrived_scale, E5M2)
+        arrived_scale = scale_of(arrived, E5M2)
+        arrived = cast(arrived, arrived_scale, E5M2)
         of_weight = jnp.zeros(codes.shape, like[1].dtype)
     of_x = _dot((arrived, arrived_scale), (weight, scale), (1, 1), dtype)
     found = (of_x.astype(like[0].dtype), of_weight.astype(like[1].dtype))
-    of_x, of_weight = _underivable(found, (like, cotangent[:0]))
+    of_x, of_weight = underivable(found, (like, cotangent[:0]))
     no_codes = np.zeros(codes.shape, jax.dtypes.float0)
     return of_x, no_codes, jnp.zeros_like(scale), of_weight
 
@@ -160,7 +160,7 @@ product.defvjp(_forward, _backward)
 
 
 @jax.custom_vjp
-def _underivable[T: PyTree[Array]](values: T, given: PyTree[Array]) -> T:
+def underivable[T: PyTree[Array]](values: T, given: PyTree[Array]) -> T:
     """Values computed in a derivative from what is ``given``, which are not differentiated again.
 
     A part of their derivative would go through codes, which have none: it would be wrong, not refused.
@@ -176,17 +176,18 @@ def _refuse(*_: object) -> Never:
     )
 
 
-_underivable.defvjp(lambda values, given: (_underivable(values, given), None), _refuse)
+underivable.defvjp(lambda values, given: (underivable(values, given), None), _refuse)
 
 
-def _scale(x: Array, dtype: DTypeLike) -> Array:
+def scale_of(x: Array, dtype: DTypeLike) -> Array:
     """The scale of an array in an fp8 dtype, by its largest magnitude; NaN, if that is not finite."""
     peak = jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
     scale = jnp.where(jnp.isfinite(peak), scale_for(peak, dtype), jnp.nan)
     return checkpoint_name(scale, SCALE)
 
 
-def _cast(x: Array, scale: Array, dtype: DTypeLike) -> Array:
+def cast(x: Array, scale: Array, dtype: DTypeLike) -> Array:
+    """``x * scale`` in an fp8 dtype."""
     # Without the barrier XLA would leave out the rounding where the product is not in fp8.
     return lax.optimization_barrier((x * scale.astype(x.dtype)).astype(dtype))
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 from jax.extend import core
@@ -73,6 +75,19 @@ class Fp8Operand:
     def astype(self, dtype: DTypeLike) -> "Fp8Operand":
         """The same weight to a model that computes in another dtype."""
         return replace(self, gradient=self.gradient.astype(dtype))
+
+    def decoded(self) -> Num[Array, "..."]:
+        """The weight as the array that the model believes it has."""
+        return (fp8.decode(self.codes, jnp.float32) / self.scale).astype(self.gradient.dtype)
+
+    def kept(self) -> "Fp8Operand":
+        """What a backward pass needs: without the zeros of ``gradient``, but for its dtype."""
+        return replace(self, gradient=self.gradient[:0])
+
+    def cotangent(self, gradient: Num[Array, "..."]) -> "Fp8Operand":
+        """The cotangent of the operand, given the weight's gradient."""
+        none: Any = np.zeros(self.codes.shape, jax.dtypes.float0)
+        return replace(self, codes=none, gradient=gradient, scale=jnp.zeros_like(self.scale))
 
 
 jax.tree_util.register_dataclass(Fp8Operand, ["codes", "gradient", "scale"], ["name", "trained"])

@@ -3,11 +3,14 @@
 The module is traced with ordinary arrays, and the traced program is evaluated equation by equation with the
 weights in their place. Equations that only move or cast a weight pass it on. A ``dot_general`` of a weight is
 replaced by the product for its form: of fp8 codes (``zerojax.matmul.fp8``), with a low-rank adapter
-(``zerojax.matmul.lora``), or of a layer in its stack (``LayerOperand``). The module itself does not change,
-so it may be NNX or Linen, and use ``jnp.dot``, ``einsum`` or a nested ``jit``.
+(``zerojax.matmul.lora``), or of a layer in its stack (``LayerOperand``). What reads codes by itself, as the
+grouped products of experts do, is given them (``call_reader``). The module itself does not change, so it may
+be NNX or Linen, and use ``jnp.dot``, ``einsum`` or a nested ``jit``.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+import hashlib
+from collections.abc import Callable, Hashable, Sequence
 from typing import Concatenate
 
 import jax
@@ -15,11 +18,41 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core, source_info_util
 from jax.extend.core import primitives
+from jax.tree_util import PyTreeDef
 from jaxtyping import Array, PyTree
 
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import LowRankOperand
 from zerojax.matmul.operand import Fp8Operand, LayerOperand
+
+_READERS: dict[str, Callable[..., Array]] = {}
+"""Functions that read ``Fp8Operand``s themselves, by the names under which they are called."""
+
+
+def call_reader[S: Hashable](function: Callable[..., Array], static: S, *args: PyTree[Array]) -> Array:
+    """``function(static, *args)`` in a module's forward pass, given ``Fp8Operand``s by ``at_matmuls``.
+
+    Args:
+        function: pure, and correct with ``Fp8Operand``s in place of some of the arrays.
+        static: its first argument; its ``repr`` tells it from others.
+        args: the others.
+    """
+    leaves, tree = jax.tree.flatten(args)
+    return _reader(function, static, tree)(*leaves)
+
+
+@functools.cache
+def _reader[S: Hashable](function: Callable[..., Array], static: S, tree: PyTreeDef) -> Callable[..., Array]:
+    """The function of leaves, as a call that a jaxpr has by name: the same name in every process."""
+
+    def run(*leaves: Value) -> Array:
+        return function(static, *jax.tree.unflatten(tree, leaves))
+
+    digest = hashlib.sha256(f"{static!r} {tree}".encode()).hexdigest()
+    run.__name__ = f"{function.__name__}_{digest[:12]}"
+    _READERS[run.__name__] = run
+    return jax.jit(run)
+
 
 _MOVES = frozenset(("copy", "name", "reshape", "rev", "slice", "split", "squeeze", "transpose"))
 Operand = Fp8Operand | LowRankOperand | LayerOperand
@@ -103,6 +136,8 @@ def _results(equation: core.JaxprEqn, given: list[Value]) -> Sequence[Value]:
         case name if name in _MOVES and len(given) == 1:
             if (moved := weights[0].moved(primitive, params)) is not None:
                 return moved
+        case "jit" if (reader := _READERS.get(params["name"])) and _all_codes(weights):
+            return [reader(*given)]
         case name if name in _CALLED:
             inner = params[_CALLED[name]]
             return evaluate(inner.jaxpr, inner.consts, given, _results)
@@ -117,6 +152,10 @@ def _results(equation: core.JaxprEqn, given: list[Value]) -> Sequence[Value]:
         return _results(equation, [*_as_arrays(given)])
     where = source_info_util.summarize(equation.source_info)
     raise ConfigurationError(_read_elsewhere(refused[0], f"is read by {primitive.name} at {where}"))
+
+
+def _all_codes(weights: Sequence[Operand]) -> bool:
+    return all(isinstance(weight, Fp8Operand) for weight in weights)
 
 
 def _as_arrays(values: Sequence[Value]) -> list[Array | Fp8Operand | LowRankOperand]:

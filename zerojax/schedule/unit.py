@@ -23,7 +23,7 @@ from jaxtyping import Array, PyTree
 from zerojax.comm.reduction import GradientReduction, Values
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import LoRA, LowRankOperand, with_adapters
-from zerojax.matmul.operand import LayerOperand
+from zerojax.matmul.operand import Fp8Operand, LayerOperand
 from zerojax.matmul.replay import Value, at_matmuls
 from zerojax.schedule.breadth_first import Flags, all_batched, map_microbatches, with_batching_rule
 from zerojax.schedule.partition import split_arrays
@@ -139,7 +139,8 @@ def on_operands(body: Body, weights: Sequence[Sharded]) -> Body:
                 return value
             a, b = (by_path[path].values for path in adapter)
             if a.ndim == 3:
-                return with_adapters(lax.stop_gradient(weight.values), a, b, lora, leaf.name)
+                whole = value.decoded() if isinstance(value, Fp8Operand) else weight.values
+                return with_adapters(lax.stop_gradient(whole), a, b, lora, leaf.name)
             seed = mix(seeds, leaf.index, lax.axis_index(AXES)) if lora.dropout else jnp.uint32(0)
             return LowRankOperand.of(value, a, b, seed, lora, leaf.name)
 

@@ -254,7 +254,7 @@ def build(
         )
     zero.check_patterns([p.name for p in adapter.parameters])
     if zero.matmul_dtype == "fp8" and not any(leaf.fp8 for leaf in layouts):
-        why = {str(zero.without_fp8(p.name, p.shape, p.unit)): p.name for p in reversed(adapter.parameters)}
+        why = {str(_without_fp8(zero, p)): p.name for p in reversed(adapter.parameters)}
         reasons = "; ".join(f"{name!r}: {reason}" for reason, name in why.items())
         raise ConfigurationError(f'matmul_dtype="fp8" applies to no weight ({reasons}).')
     units = [p.unit for p in parameters]
@@ -347,7 +347,7 @@ def lay_out(
         adapter: whether it is an adapter's.
         whole: whether the optimizer needs a matrix whole: every node then holds it, if the options say so.
     """
-    fp8 = not adapter and zero.without_fp8(p.name, p.shape, p.unit) is None
+    fp8 = not adapter and _without_fp8(zero, p) is None
     frozen = not adapter and zero.is_frozen(p.name)
     parts = zero.parts_of(p.name, p.shape[0], world.local) if p.of_experts else 1
     make = functools.partial(
@@ -356,6 +356,10 @@ def lay_out(
     layout = make()
     apart = zero.stage == 3 and world.nodes > 1 and not zero.every and zero.matrix_spread == "node"
     return make(in_every_node=True) if apart and not frozen and whole and whole(layout) else layout
+
+
+def _without_fp8(zero: ZeroConfig, p: Parameter) -> str | None:
+    return zero.without_fp8(p.name, p.shape, p.unit, of_experts=p.of_experts)
 
 
 def _of_unit(
