@@ -34,6 +34,7 @@ from pallas_kernels.mosaic.grouped import Tuning
 from zerojax.experts.mlp import ExpertWeights, Plan, mlp
 from zerojax.experts.rows import rows_of
 from zerojax.matmul import fp8
+from zerojax.matmul.grouped import Matrices
 from zerojax.matmul.operand import Fp8Operand
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -83,15 +84,15 @@ def layer(codes: bool, per_token: int, count: int) -> Callable[..., Any]:
     def loss(own: ExpertWeights, x: Array, weights: Array, experts: Array) -> Array:
         rows = rows_of(experts, 0, count, experts.size)
         out = mlp(Plan("swiglu", experts.size, 1, True), x, weights, own, rows)
-        return jnp.sum(jnp.square(out.astype(jnp.float32)))
+        return jnp.sum(jnp.square(jnp.asarray(out, jnp.float32)))
 
     def run(gate: Array, up: Array, down: Array, x: Array, experts: Array) -> Any:
         scale = jnp.float32(64)
-        own = ExpertWeights(gate, up, down)
-        if codes:
-            like = [jnp.zeros(w.shape, jnp.bfloat16) for w in own[:3]]
-            pairs = zip(own[:3], like, strict=True)
-            own = ExpertWeights(*(Fp8Operand(w, zeros, scale, "w") for w, zeros in pairs))
+
+        def matrices(w: Array) -> Matrices:
+            return Fp8Operand(w, jnp.zeros(w.shape, jnp.bfloat16), scale, "w") if codes else w
+
+        own = ExpertWeights(matrices(gate), matrices(up), matrices(down))
         weights = jnp.full(experts.shape, 1 / per_token, jnp.float32)
         found, of_x = jax.grad(loss, (0, 1), allow_int=True)(own, x, weights, experts)
         return [w.gradient if codes else w for w in found[:3]], of_x

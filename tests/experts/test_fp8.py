@@ -1,5 +1,6 @@
 """Experts whose matrices are fp8 codes, against a loop in fp32 that rounds to fp8 at the same places."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -28,8 +29,7 @@ WIDTH, HIDDEN, EXPERTS, PER_TOKEN, LAYERS, ROWS, STEPS = 16, 32, 4, 2, 2, 24, 3
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def simulated(equation: str, x: Array, w: Array) -> Array:
-    """A product of what is left in e4m3, in fp32; the gradient of ``w`` is that of exact factors."""
+def _simulated(equation: str, x: Array, w: Array) -> Array:
     return _forward(equation, x, w)[0]
 
 
@@ -46,14 +46,19 @@ def _backward(equation: str, kept: Any, cotangent: Array) -> Any:
     return of_x, of_w
 
 
-simulated.defvjp(_forward, _backward)
+_simulated.defvjp(_forward, _backward)
+
+
+def simulated(equation: str, x: Array, w: Array) -> Array:
+    """A product of what is left in e4m3, in fp32; the gradient of ``w`` is that of exact factors."""
+    return jnp.asarray(_simulated(equation, x, w))
 
 
 def simulated_experts(
     x: Array, experts: Array, weights: Array, own: ExpertWeights, *, copies: bool = False, **_: Any
 ) -> Array:
     """See ``apply_experts``: all experts on all tokens, those that are not a token's with the weight 0."""
-    matrices = own[:3]
+    matrices: Any = own[:3]
     if copies:  # delta's, which are bf16 before they are encoded
         matrices = [w + jax.lax.stop_gradient(w.astype(jnp.bfloat16) - w) for w in matrices]
     gate, up, down = matrices
@@ -66,11 +71,11 @@ def simulated_experts(
 
 
 def as_codes(own: ExpertWeights, **options: Any) -> ExpertWeights:
-    def codes(w: Array) -> Fp8Operand:
+    def codes(w: Any) -> Fp8Operand:
         scale = fp8.scale_for(jnp.max(jnp.abs(w)), fp8.E4M3)
         return Fp8Operand(fp8.encode(w, scale), jnp.full_like(w, jnp.nan), scale, "some/weight", **options)
 
-    return ExpertWeights(*map(codes, own[:3]), *own[3:])
+    return own._replace(gate=codes(own.gate), up=codes(own.up), down=codes(own.down))
 
 
 def tokens() -> Array:
@@ -87,7 +92,8 @@ def at_once(own: ExpertWeights, x: Array, experts: Array, weights: Array) -> Arr
     """By a model that is traced with arrays."""
 
     def body(arrays: Any, *args: Array) -> Array:
-        return apply_experts(*args, ExpertWeights(*arrays), of=EXPERTS)
+        x, experts, weights = args
+        return apply_experts(x, experts, weights, ExpertWeights(*arrays), of=EXPERTS)
 
     present = [weight for weight in own if weight is not None]
     return at_matmuls(body)(present, x, experts, weights)
@@ -131,9 +137,9 @@ def test_a_second_derivative_is_refused():
     codes = as_codes(own)
 
     def penalty(gradient: Array) -> Array:
-        up = Fp8Operand(codes.up.codes, gradient, codes.up.scale, "up")
-        out = lambda x: jnp.sum(at_once(codes._replace(up=up), x, experts, weights))  # noqa: E731
-        return jnp.sum(jax.grad(out)(x) ** 2)
+        assert isinstance(codes.up, Fp8Operand)
+        own = codes._replace(up=dataclasses.replace(codes.up, gradient=gradient))
+        return jnp.sum(jax.grad(lambda x: jnp.sum(at_once(own, x, experts, weights)))(x) ** 2)
 
     with pytest.raises(zerojax.ZeroError, match='matmul_dtype="compute"'):
         jax.eval_shape(jax.grad(penalty), own.up)

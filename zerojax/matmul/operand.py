@@ -46,6 +46,16 @@ class Fp8Operand:
         """The array that the model believes it has."""
         return jax.ShapeDtypeStruct(self.gradient.shape, self.gradient.dtype)
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of that array."""
+        return self.aval.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of that array."""
+        return self.aval.dtype
+
     def moved(self, primitive: core.Primitive, params: Params) -> "list[Fp8Operand]":
         """The operands that a primitive makes, which only moves elements."""
         parts = (array_moved(x, primitive, params) for x in (self.codes, self.gradient))
@@ -78,7 +88,7 @@ class Fp8Operand:
 
     def decoded(self) -> Num[Array, "..."]:
         """The weight as the array that the model believes it has."""
-        return (fp8.decode(self.codes, jnp.float32) / self.scale).astype(self.gradient.dtype)
+        return (fp8.decode(self.codes, jnp.float32) / self.scale).astype(self.dtype)
 
     def kept(self) -> "Fp8Operand":
         """What a backward pass needs: without the zeros of ``gradient``, but for its dtype."""

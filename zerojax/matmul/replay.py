@@ -11,14 +11,13 @@ be NNX or Linen, and use ``jnp.dot``, ``einsum`` or a nested ``jit``.
 import functools
 import hashlib
 from collections.abc import Callable, Hashable, Sequence
-from typing import Concatenate
+from typing import Concatenate, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core, source_info_util
 from jax.extend.core import primitives
-from jax.tree_util import PyTreeDef
 from jaxtyping import Array, PyTree
 
 from zerojax.errors import ConfigurationError
@@ -29,11 +28,11 @@ _READERS: dict[str, Callable[..., Array]] = {}
 """Functions that read ``Fp8Operand``s themselves, by the names under which they are called."""
 
 
-def call_reader[S: Hashable](function: Callable[..., Array], static: S, *args: PyTree[Array]) -> Array:
+def call_reader(function: Callable[..., object], static: Hashable, *args: PyTree[Array]) -> Array:
     """``function(static, *args)`` in a module's forward pass, given ``Fp8Operand``s by ``at_matmuls``.
 
     Args:
-        function: pure, and correct with ``Fp8Operand``s in place of some of the arrays.
+        function: pure, returns an array, and is correct with ``Fp8Operand``s in place of some arrays.
         static: its first argument; its ``repr`` tells it from others.
         args: the others.
     """
@@ -42,14 +41,14 @@ def call_reader[S: Hashable](function: Callable[..., Array], static: S, *args: P
 
 
 @functools.cache
-def _reader[S: Hashable](function: Callable[..., Array], static: S, tree: PyTreeDef) -> Callable[..., Array]:
+def _reader(function: Callable[..., object], static: Hashable, tree: Hashable) -> Callable[..., Array]:
     """The function of leaves, as a call that a jaxpr has by name: the same name in every process."""
 
     def run(*leaves: Value) -> Array:
-        return function(static, *jax.tree.unflatten(tree, leaves))
+        return cast(Array, function(static, *jax.tree.unflatten(tree, leaves)))
 
     digest = hashlib.sha256(f"{static!r} {tree}".encode()).hexdigest()
-    run.__name__ = f"{function.__name__}_{digest[:12]}"
+    run.__name__ = f"{getattr(function, '__name__', 'reader')}_{digest[:12]}"
     _READERS[run.__name__] = run
     return jax.jit(run)
 
