@@ -17,6 +17,7 @@ from plain_loop import distance, masters
 
 import zerojax
 from zerojax import RouterStats, ZeroConfig
+from zerojax.analysis.plan.fp8_weights import fp8_of
 from zerojax.experts import mixture
 from zerojax.experts.exchange import apply_experts
 from zerojax.experts.mlp import ExpertWeights, Plan, mlp
@@ -218,9 +219,9 @@ EXACT_DELTA = {"weights_delta": True, "hpz": True, "weights": "fp32"}
 @pytest.mark.parametrize(
     ("nodes", "local", "zero"),
     [
-        (2, 2, {}),
-        (2, 1, EXACT_DELTA),
-        pytest.param(2, 2, {**EXACT_DELTA, "remat": "none"}, marks=pytest.mark.slow),
+        (2, 2, EXACT_DELTA),
+        pytest.param(2, 2, {}, marks=pytest.mark.slow),
+        pytest.param(2, 1, {**EXACT_DELTA, "remat": "none"}, marks=pytest.mark.slow),
         pytest.param(1, 2, {"experts": "gathered", "hpz": True, "remat": "none"}, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -246,3 +247,48 @@ def test_steps_are_those_of_a_loop(nodes: int, local: int, zero: dict[str, Any])
     )
     assert distance(*moved) < 5e-3
     assert abs(losses[-1] - losses[0]) > 0.01 * losses[0]
+
+
+def spec_of(**zero: Any) -> Any:
+    config = ZeroConfig(compute_dtype="float32", matmul_dtype="fp8", **zero)
+    options = {"mesh": zerojax.make_mesh(1, 2), "zero": config}
+    return zerojax.TrainState.abstract(lambda rngs: Model(rngs=rngs), momentum(), loss_fn, **options).spec
+
+
+def test_the_plan_lists_experts():
+    found = fp8_of(spec_of())
+    assert found is not None
+    assert {row.name.split("/")[-1] for row in found.chosen} == {"gate", "up", "down"}
+    assert found.weights == 3 * LAYERS
+
+
+def test_patterns_leave_experts_out():
+    left = {leaf.path[-1] for leaf in spec_of(fp8=("*", "!*/down", "!*router*")).leaves if leaf.fp8}
+    assert left == {"gate", "up"}
+    with pytest.raises(zerojax.ZeroError, match=r"applies to no weight .*mixture/down': no pattern of fp8"):
+        spec_of(fp8=("*kernel",))
+
+
+@pytest.mark.slow
+def test_adapters_are_added_to_decoded_experts():
+    """Their B begins at zero, and what is decoded is multiplied in fp32."""
+
+    def state_of(lora: zerojax.LoRA | None = None, **zero: Any) -> zerojax.TrainState:
+        config = ZeroConfig(compute_dtype="float32", **zero)
+        options = {"mesh": zerojax.make_mesh(1, 2), "zero": config, "lora": lora, "seed": 0}
+        return zerojax.TrainState.create(lambda rngs: Model(rngs=rngs), momentum(), loss_fn, **options)
+
+    lora = zerojax.LoRA(rank=2, targets=("*/gate", "*/up", "*/down"))
+    frozen = {"frozen": ("*/gate", "*/up", "*/down"), "frozen_weights": "fp8"}
+    adapted = state_of(lora, matmul_dtype="fp8", **frozen)
+    assert len([leaf for leaf in adapted.spec.frozen if leaf.fp8]) == 3
+    plain = state_of()
+    params = zerojax.gather_params(plain)
+    own = params["blocks"]["block"]["mixture"]
+    for name in ("gate", "up", "down"):
+        own[name] = np.stack([rounded(jnp.asarray(layer), jnp.float8_e4m3fn, 448) for layer in own[name]])
+    plain = zerojax.put_params(plain, params)
+    found, wanted = (float(zerojax.eval_step(state, batches()[0])["loss"]) for state in (adapted, plain))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    _, metrics = zerojax.train_step(adapted, batches()[0])
+    assert metrics["grad_norm"] > 0

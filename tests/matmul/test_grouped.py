@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import grouped_rows_fp8
 from zerojax.matmul.grouped import grouped_matmul
 
 ROWS, K, N = 150, 7, 5
@@ -63,3 +64,31 @@ def test_arguments_that_do_not_fit_are_refused():
     for dtypes in ((x.astype(jnp.bfloat16), w, sizes), (x, w, sizes.astype(jnp.float32))):
         with pytest.raises(TypeError, match="expected one floating-point dtype for x and w, and int32"):
             grouped_matmul(*dtypes)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda x: np.dtype(x).name)
+def test_products_in_fp8_are_those_of_numpy(dtype):
+    """Sums that fp16 would not hold, before they are scaled."""
+    x = jnp.asarray(1000 * normal(ROWS, K), jnp.float8_e5m2)
+    w = jnp.asarray(100 * normal(5, K, N), jnp.float8_e4m3fn)
+    sizes, scale = SIZES["fewer than rows"], 2.0**-12
+    exact = [np.asarray(a, np.float32) for a in (x, w)]
+    wanted, _, _ = expected(*exact, sizes, np.zeros((ROWS, N), np.float32))
+    assert abs(wanted).max() > float(jnp.finfo(jnp.float16).max)
+    for matrices, transposed in ((w, False), (jnp.swapaxes(w, 1, 2), True)):
+        given = x, matrices, jnp.array(sizes, jnp.int32), jnp.float32(scale)
+        out = grouped_rows_fp8(*given, transposed=transposed, dtype=dtype)
+        assert out.dtype == dtype
+        epsilon = float(jnp.finfo(dtype).eps)
+        np.testing.assert_allclose(np.asarray(out, np.float32), wanted * scale, rtol=epsilon, atol=1e-5)
+
+
+def test_arguments_that_do_not_fit_products_in_fp8_are_refused():
+    x, w = jnp.ones((ROWS, K), jnp.float8_e4m3fn), jnp.ones((5, K, N), jnp.float8_e4m3fn)
+    sizes, scale = jnp.ones(5, jnp.int32), jnp.float32(1)
+    with pytest.raises(ValueError, match=r"expected \[rows, k\], \[groups, n, k\] and \[groups\]"):
+        grouped_rows_fp8(x, w, sizes, scale, transposed=True, dtype=jnp.float32)
+    with pytest.raises(TypeError, match="expected fp8, and int32"):
+        grouped_rows_fp8(x.astype(jnp.bfloat16), w, sizes, scale, dtype=jnp.float32)
+    with pytest.raises(TypeError, match="expected a float32 scalar"):
+        grouped_rows_fp8(x, w, sizes, scale[None], dtype=jnp.float32)

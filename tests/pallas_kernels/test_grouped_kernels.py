@@ -69,6 +69,28 @@ def test_interpreted_with_fewer_rows_than_a_warpgroup_multiplies():
     compare([found], [wanted])
 
 
+def operands_in_fp8(sizes, others, k, n):
+    x, w, g, sizes = operands(sizes, others, k, n)
+    x, w, g = (
+        np.asarray(jnp.asarray(a, dtype))
+        for a, dtype in zip((x, w, g), (jnp.float8_e4m3fn, jnp.float8_e4m3fn, jnp.float8_e5m2), strict=True)
+    )
+    return x, w, g, sizes, np.float32(0.25)
+
+
+def products_in_fp8(module, x, w, g, sizes, scale):
+    """As products with e4m3 and, of gradients, e5m2 are."""
+    for rows, transposed in ((x, False), (g, True)):
+        options = {"transposed": transposed, "dtype": jnp.dtype(jnp.bfloat16)}
+        yield jax.jit(partial(module.grouped_rows_fp8, **options))(rows, w, sizes, scale)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_interpreted_kernels_equal_the_specification_in_fp8():
+    given = operands_in_fp8((1, 0, 70), 9, 128, 128)
+    compare(list(products_in_fp8(calls, *given)), products_in_fp8(grouped_reference, *given))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not has_gpu(), reason="no CUDA device in this process")
 @pytest.mark.parametrize(("k", "n"), [(256, 384), (192, 320), (704, 64)])
@@ -81,3 +103,15 @@ def test_kernels_on_a_gpu_equal_the_specification(k, n):
     with jax.default_device(jax.devices("cuda")[0]):
         for _ in range(3):
             compare(list(products(calls, *given)), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_gpu(), reason="no CUDA device in this process")
+@pytest.mark.parametrize(("k", "n"), [(256, 384), (128, 640), (192, 320)])
+def test_kernels_on_a_gpu_equal_the_specification_in_fp8(k, n):
+    """The last matrices are decoded: their sides are no multiples of 128."""
+    given = operands_in_fp8((0, 1, 63, 64, 65, 0, 127, 128, 129, 700, 191) * 12, 33, k, n)
+    with jax.default_device(jax.devices("cpu")[0]):
+        wanted = [np.asarray(a) for a in products_in_fp8(grouped_reference, *given)]
+    with jax.default_device(jax.devices("cuda")[0]):
+        compare(list(products_in_fp8(calls, *given)), wanted)

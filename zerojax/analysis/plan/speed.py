@@ -123,14 +123,19 @@ def _matmuls(spec: TrainSpec, work: Work, cluster: Cluster) -> tuple[float, floa
     share = sum(leaf.count for leaf in matrices if leaf.fp8) / every
     # A frozen weight has no gradient, whose product takes as long as that of the forward pass.
     spared = work.weights_forward * sum(leaf.count for leaf in matrices if leaf.frozen) / every
-    saved = share * (1 / rate - 1 / cluster.fp8_flops(dtype))
+    # Neither is that of an expert's matrix in fp8.
+    exact = work.weights_forward * sum(leaf.count for leaf in matrices if leaf.fp8 and len(leaf.shape) > 2)
+    gained = 1 / rate - 1 / cluster.fp8_flops(dtype)
     read = share * _FP8_READ * work.read / cluster.memory_rate
     made = share * _FP8_MADE * work.made / cluster.memory_rate
     # Once more for the gradient of the weight, and for a forward pass that is recomputed.
     again = work.weights_backward / work.weights_forward - 1
     return (
-        work.forward / rate - work.weights_forward * saved + read,
-        (work.backward - spared) / rate - work.weights_backward * saved + again * read + made,
+        work.forward / rate - work.weights_forward * share * gained + read,
+        (work.backward - spared) / rate
+        - (work.weights_backward * share - exact / every) * gained
+        + again * read
+        + made,
     )
 
 
