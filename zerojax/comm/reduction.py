@@ -340,7 +340,7 @@ class GradientReduction:
 
 def encode_rows(rows: Float[Array, "peers n"], leaf: ParamLayout, codec: Codec, seed: Seed, hop: int) -> Rows:
     """Encode a row of a gradient for each peer of a hop (``LOCAL_HOP`` or ``NODE_HOP``)."""
-    return codec.encode(rows, seed=_salt(seed, leaf, hop), rotation=leaf.rotation)
+    return codec.encode(rows, seed=_salt(seed, leaf, codec, hop), rotation=leaf.rotation)
 
 
 def _as_row(grad: Num[Array, "..."], leaf: ParamLayout) -> Rows:
@@ -375,7 +375,7 @@ def encode_reordered(
         block=codec.block,
         rounding=codec.rounding,
         rotation=leaf.rotation,
-        seed=_salt(seed, leaf, LOCAL_HOP),
+        seed=_salt(seed, leaf, codec, LOCAL_HOP),
     )
 
 
@@ -391,7 +391,7 @@ def sum_and_encode(rows: Rows, leaf: ParamLayout, seed: Seed, chunks: int) -> Ro
     if leaf.parts > 1:
         return encode_rows(rows.reshape(nodes, n), leaf, second, seed, NODE_HOP)
     if not first.raw and not second.raw:
-        return first.decode_sum_encode(rows, second, nodes, n, seed=_salt(seed, leaf, NODE_HOP))
+        return first.decode_sum_encode(rows, second, nodes, n, seed=_salt(seed, leaf, second, NODE_HOP))
     total = first.decode_sum(rows, nodes * n, rotation=leaf.rotation)
     return encode_rows(total.reshape(nodes, n), leaf, second, seed, NODE_HOP)
 
@@ -417,6 +417,8 @@ def decoded_rows(rows: Rows, leaf: ParamLayout, codec: Codec, n: int) -> Float[A
     return jnp.stack([codec.decode_sum(row[None], n, rotation=leaf.rotation) for row in rows])
 
 
-def _salt(seed: Seed, leaf: ParamLayout, hop: int) -> Seed:
-    """A separate seed for each leaf, hop and device."""
+def _salt(seed: Seed, leaf: ParamLayout, codec: Codec, hop: int) -> Seed:
+    """A separate seed for each leaf, hop and device; as it is where the codec draws no bits."""
+    if codec.raw or codec.rounding == "nearest":
+        return seed
     return mix(seed, leaf.index, hop, lax.axis_index(NODE), lax.axis_index(LOCAL))
