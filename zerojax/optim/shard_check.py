@@ -34,6 +34,7 @@ _MAX_UPDATES = 64
 _MOVES = frozenset(("broadcast_in_dim", "reshape", "squeeze"))
 """Operations that a scalar, which is stored as a vector, may need more or fewer of."""
 _ByPath = Mapping[Path, np.ndarray]
+_Shapes = tuple[tuple[Path, Shape], ...]
 _Operation = tuple[str, list[int | str]]
 """Its name, and its operands: numbers of earlier results, or constants."""
 _WAY_OUT = (
@@ -99,12 +100,12 @@ def on_shards(
     return with_layers_in_a_row(tx, leaves, sharded=zero.stage > 0)
 
 
-def _whole(leaves: Sequence[ParamLayout]) -> dict[Path, Shape]:
-    return {leaf.path: leaf.unsharded_shape for leaf in leaves}
+def _whole(leaves: Sequence[ParamLayout]) -> _Shapes:
+    return tuple((leaf.path, leaf.unsharded_shape) for leaf in leaves)
 
 
-def _stored(leaves: Sequence[ParamLayout]) -> dict[Path, Shape]:
-    return {leaf.path: leaf.stored_shape for leaf in leaves}
+def _stored(leaves: Sequence[ParamLayout]) -> _Shapes:
+    return tuple((leaf.path, leaf.stored_shape) for leaf in leaves)
 
 
 def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[ParamLayout]) -> None:
@@ -215,9 +216,10 @@ def _updates(
     return {path: np.asarray(x) for path, x in from_tree(total).items()}
 
 
-def _operations(tx: optax.GradientTransformation, shapes: Mapping[Path, Shape]) -> list[_Operation]:
+@functools.lru_cache(maxsize=32)
+def _operations(tx: optax.GradientTransformation, shapes: _Shapes) -> list[_Operation]:
     """The operations of an update of leaves of these shapes, in order, and of which results; or its error."""
-    params = to_tree({path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes.items()})
+    params = to_tree({path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes})
     try:
         traced = jax.make_jaxpr(lambda params: tx.update(params, tx.init(params), params))(params)
     except Exception as error:
