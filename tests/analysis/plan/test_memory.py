@@ -18,7 +18,7 @@ import zerojax
 from zerojax import aot
 from zerojax.analysis.gpus import GPUS
 from zerojax.analysis.plan import plan_state, predict_memory
-from zerojax.analysis.plan.work import decoder_work
+from zerojax.analysis.plan.work import decoder_work, work_of
 from zerojax.models import GPTConfig
 
 NODES, LOCAL, LAYERS, SEQUENCE = 2, 4, 20, 16
@@ -121,6 +121,20 @@ LLAMA_70B = GPTConfig(
     max_seq_len=2048,
     attention="cudnn",
 )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_compiled_memory_of_long_rows_that_devices_share(remat: Any):
+    """Heads of zeros included: three devices a row would have 11, 11 and 10 of 32 heads."""
+    config = dataclasses.replace(LLAMA_70B, layers=6, d_model=4096, heads=32, ffn=14336, max_seq_len=36864)
+    zero = zerojax.ZeroConfig(sequence_parallel=3, remat=remat)
+    with aot.cudnn_assumed():
+        state, compiled = compiled_gpt(config, zero, 1, 3)
+    work = work_of(state.spec, config, sequences=3, length=config.max_seq_len)
+    memory = predict_memory(state.spec, work, workspace=GPUS["h100"].workspace)
+    assert memory.kinds["activations"] > memory.total / 3
+    assert hlo.memory(compiled).peak == pytest.approx(memory.total, rel=0.10)
 
 
 @pytest.mark.slow
