@@ -17,6 +17,7 @@ from zerojax.analysis.plan.hops import hops_of
 from zerojax.analysis.plan.work import work_of
 from zerojax.errors import ConfigurationError
 from zerojax.models import GPT, Block, GPTConfig, lm_loss
+from zerojax.models.shared_rows import spread_of
 from zerojax.train.batch import _rows_of_devices
 from zerojax.zero_config import PRESETS
 
@@ -25,10 +26,11 @@ VOCAB, TOKENS, ROWS, STEPS = 23, 24, 12, 2
 SMALL: dict[str, Any] = {"vocab_size": VOCAB, "layers": 2, "d_model": 16, "heads": 4, "max_seq_len": TOKENS}
 LLAMA = SMALL | {"norm": "rms", "positions": "rope", "mlp": "swiglu", "biases": False, "init_std": 0.3}
 FAMILIES = {
-    "gpt": SMALL | {"heads": 3, "d_model": 12, "scan": False, "init_std": 0.3, "attention_sinks": True},
+    "gpt": SMALL | {"heads": 3, "d_model": 12, "scan": False, "init_std": 0.3},
     "llama": LLAMA | {"kv_heads": 2},
-    # Six query heads for three of keys, of which neither 2 nor 4 is a divisor.
-    "llama-6": LLAMA | {"heads": 6, "kv_heads": 3, "head_width": 4},
+    # Over four devices heads of zeros fill up each of two groups, and the whole of three.
+    "groups-2": LLAMA | {"heads": 6, "kv_heads": 2, "head_width": 4, "attention_sinks": True},
+    "groups-3": LLAMA | {"heads": 6, "kv_heads": 3, "head_width": 4},
     "gemma": LLAMA
     | {"kv_heads": 1, "mlp": "geglu", "norm_offset": 1.0, "post_norms": True, "embedding_scale": 4.0}
     | {"sliding_window": 7, "sliding_window_pattern": 2, "rope_local_theta": 20.0, "query_scalar": 3.0}
@@ -83,17 +85,20 @@ def steps(state: zerojax.TrainState, batches: list[Any]) -> tuple[list[float], z
 
 
 CASES = [
-    ("llama", True, (2, 4), 2, {"accumulate": 3}),
+    ("groups-2", True, (2, 4), 4, {"accumulate": 3}),
     ("gemma", False, (1, 8), 8, {"remat": "attention"}),
     ("gpt", True, (3, 2), 2, {"remat": "none", "accumulate": 2, "accumulate_order": "breadth"}),
 ]
 MORE = [
-    ("llama-6", False, (2, 4), 4, DELTA),
+    ("llama", True, (2, 4), 2, {"accumulate": 3}),
+    ("groups-2", False, (1, 8), 8, {"remat": "attention"}),
+    ("groups-2", True, (3, 2), 2, {"hpz": True}),
+    ("groups-3", False, (2, 4), 4, DELTA),
     ("llama", False, (1, 8), 4, {"accumulate": 2, "accumulate_order": "breadth"}),
     ("llama", True, (3, 2), 2, DELTA | {"accumulate": 2, "grad_sync": "step"}),
     ("llama", True, (2, 4), 4, {"stage": 2}),
-    ("llama-6", True, (1, 8), 8, {"remat": "none"}),
-    ("llama-6", True, (2, 4), 2, {"remat": "attention", "accumulate": 3}),
+    ("groups-3", True, (1, 8), 8, {"remat": "none"}),
+    ("groups-3", True, (2, 4), 2, {"remat": "attention", "accumulate": 3}),
     ("gemma", True, (2, 4), 2, {"remat": "none"}),
     ("gemma", True, (3, 2), 2, {"accumulate": 2}),
     ("gpt", False, (1, 8), 2, {"stage": 0}),
@@ -306,6 +311,21 @@ def test_settings_that_do_not_fit_are_refused():
         abstract(lm_loss, 3)
     with pytest.raises(ConfigurationError, match="predict_step: sequence_parallel=2"):
         zerojax.predict_step(abstract(lm_loss), {"tokens": np.zeros((4, 9), np.int32)}, whole_rows)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "devices", "spread"),
+    [
+        (32, 8, 4, (8, 4, 8)),
+        (32, 8, 16, (8, 4, 16)),
+        (28, 4, 8, (4, 8, 8)),  # Qwen2.5 7B
+        (12, 12, 8, (1, 16, 16)),
+        (6, 3, 4, (1, 8, 8)),
+        (2, 1, 8, (1, 8, 8)),
+    ],
+)
+def test_heads_are_spread_with_the_fewest_of_zeros(heads, kv_heads, devices, spread):
+    assert spread_of(heads, kv_heads, devices) == spread
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ row's queries, keys, values and outputs take, and nothing between nodes.
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -83,9 +84,10 @@ def attention(
             f"attention: segments of shape {numbers.shape} for rows of shape {whole}: give those of whole "
             "rows, with one number for each token"
         )
+    spread = spread_of(heads, kv_heads, devices)
     if devices > 1:
-        query, key, value = _to_heads(devices, *_divisible(devices, query, key, value))
-        sinks = None if sinks is None else _own_heads(devices, sinks)
+        query, key, value = _to_heads(devices, *_spread(spread, query, key, value))
+        sinks = None if sinks is None else _own_heads(devices, _filled(spread, sinks, 0))
     if causal:
         options = {"window": window, "windowed": windowed, "scale": scale, "softcap": softcap, "sinks": sinks}
         out = causal_attention(query, key, value, kernel, segments, **options)
@@ -95,35 +97,64 @@ def attention(
         )
     else:
         out = full_attention(query, key, value, kernel, numbers, scale=scale, softcap=softcap)
-    return out if devices == 1 else _to_tokens(devices, out)[:, :, :heads]
+    if devices == 1:
+        return out
+    batch, time, _, dim = (home := _to_tokens(devices, out)).shape
+    grouped = home.reshape(batch, time, spread.groups, spread.filled, dim)
+    return grouped[:, :, :, : heads // spread.groups].reshape(batch, time, heads, dim)
 
 
-def exchanged_heads(heads: int, kv_heads: int, devices: int) -> tuple[int, int]:
-    """The heads of queries and of keys that devices of a row exchange, repeated ones and zeros included."""
-    if heads % devices:
-        padded = -(-heads // devices) * devices
-        return padded, padded
-    return heads, math.lcm(kv_heads, devices)
+class Spread(NamedTuple):
+    """How heads are spread over devices, as many on each.
+
+    Attributes:
+        groups: parts of the query heads, each of which is filled up by heads of zeros.
+        filled: heads of a group then.
+        copies: key-value heads that are sent, copies and zeros included.
+    """
+
+    groups: int
+    filled: int
+    copies: int
+
+    @property
+    def heads(self) -> int:
+        """Query heads that are sent, zeros included."""
+        return self.groups * self.filled
 
 
-def _divisible(devices: int, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
-    """Heads of which each device gets as many, and with queries the keys that they read."""
+def spread_of(heads: int, kv_heads: int, devices: int) -> Spread:
+    """The spread with the fewest heads of zeros, none if the devices divide the heads."""
+    copies = math.lcm(kv_heads, devices)
+    multiple = copies // kv_heads
+    grouped = Spread(kv_heads, -(-heads // (kv_heads * multiple)) * multiple, copies)
+    padded = -(-heads // devices) * devices
+    # A device's heads may then be of parts of several groups, so that each gets a key head of its own.
+    return grouped if grouped.heads <= padded else Spread(1, padded, padded)
+
+
+def _spread(spread: Spread, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
+    """The heads that are sent."""
     heads, kv_heads = query.shape[2], key.shape[2]
-    padded, copies = exchanged_heads(heads, kv_heads, devices)
-    if padded == heads:
-        repeats = copies // kv_heads
-        return query, jnp.repeat(key, repeats, 2), jnp.repeat(value, repeats, 2)
-    # Each query head with a key head of its own: groups would end in the middle of a device's heads.
-    key, value = (jnp.repeat(x, heads // kv_heads, 2) for x in (key, value))
-    zeros = ((0, 0), (0, 0), (0, padded - heads), (0, 0))
-    return jnp.pad(query, zeros), jnp.pad(key, zeros), jnp.pad(value, zeros)
+    if spread.groups == kv_heads:
+        key, value = (jnp.repeat(x, spread.copies // kv_heads, 2) for x in (key, value))
+    else:
+        key, value = (_filled(spread, jnp.repeat(x, heads // kv_heads, 2), 2) for x in (key, value))
+    return _filled(spread, query, 2), key, value
 
 
-def _own_heads(devices: int, each: Sinks) -> Sinks:
+def _filled(spread: Spread, x: Array, axis: int) -> Array:
+    """Heads along an axis, with zeros behind those of each group."""
+    own = x.shape[axis] // spread.groups
+    grouped = x.reshape(*x.shape[:axis], spread.groups, own, *x.shape[axis + 1 :])
+    widths = [(0, spread.filled - own if i == axis + 1 else 0) for i in range(grouped.ndim)]
+    return jnp.pad(grouped, widths).reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+
+
+def _own_heads(devices: int, each: Array) -> Array:
     """Of a number for each head those of the heads that this device gets."""
-    count = -(-each.size // devices)
-    padded = jnp.pad(each, (0, devices * count - each.size))
-    return lax.dynamic_slice_in_dim(padded, lax.axis_index(LOCAL) % devices * count, count)
+    count = each.size // devices
+    return lax.dynamic_slice_in_dim(each, lax.axis_index(LOCAL) % devices * count, count)
 
 
 def _exchange(devices: int, payload: Array) -> Array:

@@ -45,7 +45,7 @@ from dataclasses import dataclass, replace
 from zerojax.models.attention import FLASH_MAX_HEAD_DIM
 from zerojax.models.config import GPTConfig, attended_tokens, flops_per_token
 from zerojax.models.loss import VOCABULARY_TILE
-from zerojax.models.shared_rows import exchanged_heads
+from zerojax.models.shared_rows import spread_of
 from zerojax.sharding.layout import ParamLayout
 from zerojax.train.spec import TrainSpec
 from zerojax.zero_config import Remat
@@ -165,14 +165,14 @@ def decoder_work(
     per_pair = 12 * c.attention_width * tokens
     matrices = model_flops - unembedding - per_pair * attended_tokens(c, length)
     attention = per_pair * c.layers * (_computed_tokens(c, length) if flash else length)
-    heads, kv_heads = exchanged_heads(c.heads, c.key_value_heads, sharing)
-    attention *= heads / c.heads
+    spread = spread_of(c.heads, c.key_value_heads, sharing)
+    attention *= spread.heads / c.heads
     matrices_again = 0.0 if remat == "none" else matrices / 3
     again = matrices_again + (attention / 3 if remat == "full" else 0)
     item = ITEM[dtype]
     fp32 = 4 * c.layers * _kept_fp32(c, remat, length, flash=flash)
     kept = tokens * (item * _over_layers(c, lambda kind: _kept_width(kind, remat)) + fp32)
-    there, back = (heads + 2 * kv_heads) * c.head_dim, heads * c.head_dim
+    there, back = (spread.heads + 2 * spread.copies) * c.head_dim, spread.heads * c.head_dim
     sent = tokens * item * (there + back) if sharing > 1 else 0
     if sent and remat == "none":
         kept += tokens * c.layers * item * (there - _qkv_width(c) + back)
