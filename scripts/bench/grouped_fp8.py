@@ -293,10 +293,10 @@ def main() -> None:
                     lambda run, given: jax.jit(run.function).lower(*given).compile(), run, given
                 )
                 futures[case, run.name] = pool.submit(lowered)
+        for future in futures.values():
+            future.exception()  # waits, so that nothing compiles beside what is measured
+        print(f"[{time.monotonic() - begin:.0f} s]", flush=True)
         for case in cases:
-            for (own, _), future in futures.items():
-                if own is case:
-                    future.exception()  # waits, so that nothing compiles beside what is measured
             for skewed in (False, True):
                 measure(case, futures, skewed, options.each)
             print(f"[{time.monotonic() - begin:.0f} s]", flush=True)

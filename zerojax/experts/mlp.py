@@ -91,7 +91,7 @@ class Plan:
         return rows.all if self.every else self.window(rows, 0)
 
 
-_BIAS_DEPTH = 16  # the least that the kernels of products read in one piece
+_BIAS_DEPTH = 64  # the least that the kernels of products read in one piece
 
 
 def _bias(scale: Float[Array, " rows"], bias: Float[Array, "experts n"], window: Window) -> Array:
