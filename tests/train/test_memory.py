@@ -5,9 +5,16 @@ from unittest import mock
 
 import jax
 import numpy as np
+import pytest
 from generation_models import SMALL, create
+from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax.train.memory import device_bytes, free_memory, state_bytes
+from zerojax.errors import ConfigurationError
+from zerojax.sharding.host_memory import LIMIT
+from zerojax.sharding.memory import HOST
+from zerojax.sharding.mesh import make_mesh
+from zerojax.train import memory
+from zerojax.train.memory import check_host_memory, device_bytes, free_memory, host_bytes, state_bytes
 
 
 def test_room_is_what_the_state_leaves_of_a_device():
@@ -19,3 +26,35 @@ def test_room_is_what_the_state_leaves_of_a_device():
     devices = [mock.Mock(memory_stats=lambda own=own: {"bytes_limit": own}) for own in (8 << 30, 4 << 30)]
     fake: Any = mock.Mock(mesh=mock.Mock(local_devices=devices), once=lambda *_: state)
     assert free_memory(fake) == int(0.85 * (4 << 30) - state) >> 20
+
+
+def test_arrays_count_in_the_memory_where_they_are():
+    mesh = make_mesh(2, 2, devices=jax.devices()[:4])
+    sharded = NamedSharding(mesh, PartitionSpec(("local", "node")))
+    there = jax.ShapeDtypeStruct((8, 3), np.float32, sharding=sharded.with_memory_kind(HOST))
+    here = jax.ShapeDtypeStruct((8, 5), np.float32, sharding=sharded)
+    tree = {"there": there, "here": here, "whole": np.zeros(7, np.int8)}
+    assert (host_bytes(tree), device_bytes(tree)) == (2 * 3 * 4, 2 * 5 * 4 + 7)
+    put = jax.device_put(np.zeros((8, 3), np.float32), there.sharding)
+    assert (host_bytes(put), device_bytes(put)) == (2 * 3 * 4, 0)
+
+
+def test_too_little_host_memory_is_refused_with_the_way_out(monkeypatch):
+    held, gib = 3 << 30, 1 << 30
+    devices = [mock.Mock(platform="gpu")] * 2
+    spec: Any = mock.Mock(mesh=mock.Mock(local_devices=devices), zero=mock.Mock(host=("optimizer",)))
+    monkeypatch.setattr(memory, "abstract_fields", lambda _: {})
+    monkeypatch.setattr(memory, "host_bytes", lambda _: held)
+    monkeypatch.setenv(LIMIT, "7")
+    monkeypatch.setattr(memory, "free_host_memory", lambda: 7 * gib)
+    check_host_memory(spec)
+    with pytest.raises(ConfigurationError, match=r"12\.9 GB in the memory of a host.* 7\.52 GB are free"):
+        check_host_memory(spec, activations=held)
+    monkeypatch.setenv(LIMIT, "6")
+    with pytest.raises(ConfigurationError, match=rf"(?s)lets this process lock 6\.44 GB.*{LIMIT}=7 python"):
+        check_host_memory(spec)
+    devices[:] = [mock.Mock(platform="cpu")] * 2  # no pool, and no limit of XLA's
+    check_host_memory(spec)
+    monkeypatch.setattr(memory, "host_bytes", lambda _: 0)
+    monkeypatch.setattr(memory, "free_host_memory", lambda: 0)
+    check_host_memory(spec)

@@ -21,6 +21,7 @@ from zerojax.models import flash_attention
 from zerojax.network import nccl
 from zerojax.run.config import ClusterSection, MeshSection
 from zerojax.run.metrics import peak_flops
+from zerojax.sharding.host_memory import LIMIT, free_host_memory, host_limit
 from zerojax.sharding.mesh import on_gpus
 from zerojax.versions import installed
 
@@ -169,7 +170,8 @@ def _host(runs: Path) -> Rows:
     memory, disk = psutil.virtual_memory(), shutil.disk_usage(place)
     rows = [
         ("processors", str(psutil.cpu_count())),
-        ("memory", f"{memory.available / 2**30:.0f} of {memory.total / 2**30:.0f} GiB free"),
+        ("memory", f"{free_host_memory() / 2**30:.0f} of {memory.total / 2**30:.0f} GiB free"),
+        ("page-locked", f"a process may have {host_limit() / 2**30:.0f} GiB for arrays ({LIMIT})"),
         ("disk", f"{disk.free / 2**30:.0f} of {disk.total / 2**30:.0f} GiB free for {runs}"),
     ]
     try:

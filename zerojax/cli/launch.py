@@ -31,6 +31,7 @@ from zerojax.multihost import supervisor
 from zerojax.multihost.devices import Platform, share_devices
 from zerojax.multihost.distributed import VARIABLES, free_port
 from zerojax.multihost.peers.handshake import VARIABLE, new_token
+from zerojax.sharding.host_memory import limit_variable
 
 # Per machine, emulated devices included.
 _MAX_DEVICES = 4096
@@ -93,9 +94,9 @@ def _tasks(job: Job, nodes: int) -> list[supervisor.Task]:
     shares = share_devices(nodes, job.devices_per_node, job.platform)
     coordinator = f"127.0.0.1:{free_port()}"
     # Passed in the environment: other users can read a command line.
-    token = {VARIABLE: new_token()}
+    shared = {VARIABLE: new_token()} | limit_variable(1 / nodes)
     return [
-        supervisor.Task(f"rank {rank}", command, os.environ | share | token | more)
+        supervisor.Task(f"rank {rank}", command, os.environ | share | shared | more)
         for rank, share in enumerate(shares)
         for command, more in [_command(job, coordinator, rank, nodes)]
     ]

@@ -19,6 +19,7 @@ from zerojax.multihost import peers
 from zerojax.multihost.devices import visible_gpus
 from zerojax.multihost.peers.handshake import SHORTEST, VARIABLE
 from zerojax.network.discovery import remember_coordinator
+from zerojax.sharding.host_memory import limit_variable
 
 # The environment variable that permits a job without a token on interfaces other than loopback.
 _INSECURE = "ZEROJAX_INSECURE"
@@ -58,6 +59,9 @@ def joined(
     ``JAX_NUM_PROCESSES`` (set by ``zerojax launch`` and emulated clusters); SLURM, Open MPI or Kubernetes,
     through JAX's detection. Without any of them the process runs alone.
 
+    On hosts with GPUs XLA is allowed most of the memory that the host has left, shared by the processes that a
+    scheduler has started there (``zerojax.sharding.host_memory``).
+
     When the block ends, this process waits for the others to end theirs. When it raises, the others are told
     and this process exits at once, without JAX's shutdown, which would wait for them. When another process
     dies, falls silent or fails, this one exits with a line that names it and code 4 (2 if the cause was wrong
@@ -93,6 +97,8 @@ def joined(
         JobError: process 0 cannot listen, or the others did not join in time.
     """
     found = _given(coordinator, process_id, num_processes) or _detected()
+    if visible_gpus():
+        os.environ.update(limit_variable(1 / (_tasks_of_a_scheduler() or 1)))
     if found is None or found[2] == 1:
         yield None
         return

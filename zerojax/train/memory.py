@@ -1,4 +1,4 @@
-"""What arrays take of a device's memory, and how much a train state leaves."""
+"""What arrays take of a device's memory and of its host's, and how much a train state leaves."""
 
 import math
 from typing import Any
@@ -6,6 +6,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from zerojax.errors import ConfigurationError
+from zerojax.formatting import size
+from zerojax.sharding.host_memory import LIMIT, free_host_memory, host_limit, pool_bytes
+from zerojax.sharding.memory import HOST
+from zerojax.sharding.mesh import on_gpus
 from zerojax.train.fields import abstract_fields
 from zerojax.train.spec import TrainSpec
 
@@ -14,19 +19,67 @@ _SHARE = 0.85
 
 
 def device_bytes(tree: Any) -> int:
-    """Bytes on one device of a tree of arrays or ShapeDtypeStructs; of those without a sharding, all."""
+    """Bytes in one device's memory of a tree of arrays or ShapeDtypeStructs.
 
-    def one(x: Any) -> int:
-        sharding = getattr(x, "sharding", None)
-        shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
-        return math.prod(shape) * x.dtype.itemsize  # which random keys have, too
+    Of those without a sharding, all; of those in host memory, none.
+    """
+    return sum(_part_bytes(x) for x in jax.tree.leaves(tree) if not _in_host(x))
 
-    return sum(map(one, jax.tree.leaves(tree)))
+
+def host_bytes(tree: Any) -> int:
+    """Bytes of one device's parts of those arrays of a tree, or ShapeDtypeStructs, that are in host memory."""
+    return sum(_part_bytes(x) for x in jax.tree.leaves(tree) if _in_host(x))
+
+
+def _in_host(x: Any) -> bool:
+    return getattr(getattr(x, "sharding", None), "memory_kind", None) == HOST
+
+
+def _part_bytes(x: Any) -> int:
+    """Bytes of one device's part of an array."""
+    sharding = getattr(x, "sharding", None)
+    shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
+    return math.prod(shape) * x.dtype.itemsize  # which random keys have, too
 
 
 def state_bytes(spec: TrainSpec) -> int:
-    """Bytes of a state on one device."""
+    """Bytes of a state in one device's memory."""
     return spec.once("bytes of the state", lambda: device_bytes(abstract_fields(spec)))
+
+
+def check_host_memory(spec: TrainSpec, activations: int = 0) -> None:
+    """Refuse what does not fit in this host's memory, or in what XLA may lock of it.
+
+    Call it before arrays are made. Processes that share a host each see what the others have left so far.
+
+    Args:
+        spec: of a state whose devices exist.
+        activations: bytes a device that a step keeps in host memory.
+
+    Raises:
+        ConfigurationError: says how much is needed, how much there is, and what to do.
+    """
+    devices = len(spec.mesh.local_devices)
+    needed = devices * (host_bytes(abstract_fields(spec)) + activations)
+    if not needed:
+        return
+    what = (
+        f"ZeroConfig.host={spec.zero.host} keeps {size(needed)} in the memory of a host, that of "
+        f"{devices} device{'s' * (devices > 1)}"
+    )
+    pool, free = pool_bytes(needed) if on_gpus(spec.mesh.local_devices) else needed, free_host_memory()
+    if pool > free:
+        raise ConfigurationError(
+            f"{what}, for which it needs {size(pool)}, and {size(free)} are free here: use a host (or a "
+            "container's limit) with more memory, more hosts, which share it, or keep less on the host."
+        )
+    if on_gpus(spec.mesh.local_devices) and pool > host_limit():
+        raise ConfigurationError(
+            f"{what}, and XLA lets this process lock {size(host_limit())}. It reads its limit when it starts "
+            f"the GPUs: set it before, in the command that starts the program:\n\n"
+            f"    {LIMIT}={pool >> 30} python ...\n\n"
+            "zerojax train, zerojax launch and zerojax.distributed.joined() set it, if they come first."
+        )
 
 
 def free_memory(spec: TrainSpec) -> int:

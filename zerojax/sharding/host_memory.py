@@ -1,0 +1,82 @@
+"""How much page-locked memory this process may have: what its host has left, and XLA's limit.
+
+XLA takes page-locked memory from a pool of the process, whose limit it reads from the environment when it
+starts the GPUs. The pool grows in pieces of twice the size, up to the limit, and returns none: without a limit
+it would take up to 1.8 times what the states of decoders of 1B to 13B parameters need. With a limit of 1.1
+times it they fit; what is lost lies between arrays in different pieces. ``ulimit -l`` does not matter: it is
+the driver that locks the pages.
+"""
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from zerojax.errors import ConfigurationError
+
+LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""The environment variable of XLA's limit, in GiB."""
+
+_DEFAULT = 64
+_LOCKED = 0.85
+"""The share of a host's free memory to lock; the rest is for what processes have besides."""
+_POOL = 1.1
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def pool_bytes(needed: int) -> int:
+    """The bytes of XLA's pool in which arrays of ``needed`` bytes fit, a whole number of GiB."""
+    return math.ceil(_POOL * needed / (1 << 30)) << 30
+
+
+def host_limit() -> int:
+    """XLA's limit for this process, in bytes.
+
+    Raises:
+        ConfigurationError: the variable is not a number.
+    """
+    given = os.environ.get(LIMIT, str(_DEFAULT))
+    if not given.isdecimal():
+        raise ConfigurationError(f"{LIMIT}={given!r}: give a whole number of GiB, such as 96")
+    return int(given) << 30
+
+
+def limit_variable(share: float = 1.0) -> dict[str, str]:
+    """The variable that lets a process lock its share of this host's free memory; empty if it is set."""
+    if LIMIT in os.environ:
+        return {}
+    return {LIMIT: str(max(1, int(share * _LOCKED * free_host_memory()) >> 30))}
+
+
+def free_host_memory() -> int:
+    """Bytes that this process can still get: what the host has, or less if its container may have less."""
+    return max(0, min([psutil.virtual_memory().available, *_left_in_cgroups()]))
+
+
+def _left_in_cgroups(own: Path = Path("/proc/self/cgroup"), root: Path = _CGROUPS) -> Iterator[int]:
+    """What each control group of this process has left; its cache of files can be dropped."""
+    with suppress(OSError):
+        for line in own.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                base, names = root, ("memory.max", "memory.current", "inactive_file")
+            elif "memory" in controllers.split(","):
+                base = root / "memory"
+                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            else:
+                continue
+            folder = base / path.lstrip("/")
+            while folder.is_relative_to(base):
+                # Some have no limit ("max"); of a container's, those outside of it cannot be seen.
+                with suppress(OSError, ValueError):
+                    yield _left(folder, *names)
+                folder = folder.parent
+
+
+def _left(folder: Path, limit: str, used: str, cache: str) -> int:
+    most, now = (int((folder / name).read_text()) for name in (limit, used))
+    stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    return most - now + int(stat.get(cache, 0))
