@@ -46,6 +46,8 @@ class Options(on_config.Options):
         memory_gb: The GPU's memory; overrides the listed one.
         memory_bandwidth: The GPU's memory bandwidth in GB/s; overrides the listed one.
         local_bandwidth: Measured rate at which a GPU sends to others of its node during compute, in GB/s.
+        host_memory_gb: The memory of each node's host.
+        host_bandwidth: Measured rate of copies between a GPU and its host in one direction, in GB/s.
     """
 
     json: bool = False
@@ -62,6 +64,8 @@ class Options(on_config.Options):
     memory_gb: float | None = None
     memory_bandwidth: float | None = None
     local_bandwidth: float | None = None
+    host_memory_gb: float | None = None
+    host_bandwidth: float | None = None
 
 
 def run(arguments: list[str]) -> None:
@@ -133,11 +137,17 @@ def _cluster(options: Options, mesh: MeshSection, name: str) -> Cluster:
         local=local,
         gpu=dataclasses.replace(known, **corrected),
         bandwidth=bandwidth,
-        local_bandwidth=None if options.local_bandwidth is None else 1e9 * options.local_bandwidth,
+        local_bandwidth=_giga(options.local_bandwidth),
+        host_memory=_giga(options.host_memory_gb),
+        host_bandwidth=_giga(options.host_bandwidth),
         efficiency=options.efficiency,
         memory_fraction=options.memory_fraction,
         links=None if options.links is None else LinkReport.read(options.links),
     )
+
+
+def _giga(value: float | None) -> float | None:
+    return None if value is None else 1e9 * value
 
 
 def _outlook(sequences: int | None, settings: RunConfig, cluster: Cluster) -> Outlook:

@@ -59,8 +59,8 @@ def joined(
     ``JAX_NUM_PROCESSES`` (set by ``zerojax launch`` and emulated clusters); SLURM, Open MPI or Kubernetes,
     through JAX's detection. Without any of them the process runs alone.
 
-    On hosts with GPUs XLA is allowed most of the memory that the host has left, shared by the processes that a
-    scheduler has started there (``zerojax.sharding.host_memory``).
+    On hosts with GPUs XLA is allowed most of the memory that the host has left, shared by the processes that
+    a scheduler has started there (``zerojax.sharding.host_memory``).
 
     When the block ends, this process waits for the others to end theirs. When it raises, the others are told
     and this process exits at once, without JAX's shutdown, which would wait for them. When another process

@@ -1,10 +1,10 @@
 """How much page-locked memory this process may have: what its host has left, and XLA's limit.
 
 XLA takes page-locked memory from a pool of the process, whose limit it reads from the environment when it
-starts the GPUs. The pool grows in pieces of twice the size, up to the limit, and returns none: without a limit
-it would take up to 1.8 times what the states of decoders of 1B to 13B parameters need. With a limit of 1.1
-times it they fit; what is lost lies between arrays in different pieces. ``ulimit -l`` does not matter: it is
-the driver that locks the pages.
+starts the GPUs. The pool grows in pieces, each twice as large as the one before, up to the limit, and returns
+none. Without a limit it would take up to 1.8 times what the states of decoders of 1B to 13B parameters need;
+with a limit of 1.1 times that they fit (what is lost lies at the ends of pieces). ``ulimit -l`` does not
+matter: it is the driver that locks the pages.
 """
 
 import math

@@ -27,7 +27,7 @@ def device_bytes(tree: Any) -> int:
 
 
 def host_bytes(tree: Any) -> int:
-    """Bytes of one device's parts of those arrays of a tree, or ShapeDtypeStructs, that are in host memory."""
+    """Bytes in host memory, for one device, of a tree of arrays or ShapeDtypeStructs."""
     return sum(_part_bytes(x) for x in jax.tree.leaves(tree) if _in_host(x))
 
 

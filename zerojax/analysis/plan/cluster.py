@@ -8,7 +8,15 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.typing import DTypeLike
 
 from zerojax.adapters.adapter import Parameter
-from zerojax.analysis.gpus import FP8_EFFICIENCY, LINK_EFFICIENCY, MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, Gpu
+from zerojax.analysis.gpus import (
+    BOTH_WAYS,
+    FP8_EFFICIENCY,
+    HOST_EFFICIENCY,
+    LINK_EFFICIENCY,
+    MATMUL_EFFICIENCY,
+    MEMORY_EFFICIENCY,
+    Gpu,
+)
 from zerojax.analysis.link_report import LinkReport, Op
 from zerojax.errors import ConfigurationError
 from zerojax.sharding.mesh import AXES, MeshShape
@@ -41,6 +49,9 @@ class Cluster:
             data sheet's rate times ``LINK_EFFICIENCY``.
         efficiency: fraction of the GPU's peak that matmuls and attention reach.
         memory_fraction: fraction of its memory available for arrays.
+        host_memory: bytes of the memory of a node's host; None if it is not known.
+        host_bandwidth: bytes/s of a copy between a GPU and its host in one direction; None is PCIe's rate
+            times ``HOST_EFFICIENCY``.
         links: measured between such nodes, in place of ``bandwidth``.
     """
 
@@ -51,6 +62,8 @@ class Cluster:
     local_bandwidth: float | None = None
     efficiency: float = MATMUL_EFFICIENCY
     memory_fraction: float = MEMORY_FRACTION
+    host_memory: float | None = None
+    host_bandwidth: float | None = None
     links: LinkReport | None = None
 
     def __post_init__(self) -> None:
@@ -64,7 +77,8 @@ class Cluster:
             raise ConfigurationError(
                 "the network between the nodes needs a rate: give --bandwidth, such as 100gbit, or --links"
             )
-        figures = (self.gpu.flops, self.gpu.memory, self.gpu.memory_rate, self.link_rate)
+        figures = [self.gpu.flops, self.gpu.memory, self.gpu.memory_rate, self.link_rate, self.host_rate]
+        figures += [] if self.host_memory is None else [self.host_memory]
         if not 0 < min(figures) <= max(*figures, self.bandwidth) < _ABSURD:
             raise ConfigurationError(
                 f"a GPU's FLOP/s, memory and rates must be above 0 and below {_ABSURD:g}"
@@ -87,6 +101,16 @@ class Cluster:
     def link_rate(self) -> float:
         """Bytes/s that one GPU reaches to the others of its node."""
         return self.local_bandwidth or self.gpu.link_rate * LINK_EFFICIENCY
+
+    @property
+    def host_rate(self) -> float:
+        """Bytes/s of a copy between a GPU and its host while none goes the other way."""
+        return self.host_bandwidth or self.gpu.host_rate * HOST_EFFICIENCY
+
+    def host_seconds(self, arriving: float, leaving: float) -> float:
+        """Seconds of copies of as many bytes from the host and to it, which run at once."""
+        shorter, longer = sorted((arriving, leaving))
+        return (shorter / BOTH_WAYS + longer - shorter) / self.host_rate
 
     def network_seconds(self, op: Op, sent: float, messages: int) -> float:
         """Seconds of collectives between nodes.

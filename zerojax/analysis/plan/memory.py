@@ -16,16 +16,20 @@ Where a stack keeps activations, its sums take their place from the last layer t
 memory of their own (``zerojax.schedule.sum_storage``). Matrices that the optimizer needs whole (Muon) take
 12 N / L, in place of the above and of hpZ or delta weights. Those add 2 N / L; weights computed with in fp8
 take one byte instead of two where they are gathered or copied. Frozen weights have neither masters nor
-gradients: their bytes, in the format in which they are stored, over L. Activations depend on the model and
+gradients: their bytes, in the format in which they are stored, over L. What ``ZeroConfig.host`` names is in
+host memory. Of masters and optimizer the device then has three layers during the update (one arrives, one is
+updated, one leaves) and, of the whole model, what a pass sends: 2 N / D. Of weights there are two layers, of
+activations three, and sums find no place there. Activations depend on the model and
 the batch (``work.py``). With them, the peak is at one of four moments: in the backward pass; with a large
 vocabulary, in the loss, when there are logits but no gradients yet (except sums of earlier micro-batches); at
 the end, when there are the fp32 gradients of the embedding tables; or with Muon in the update.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax.numpy as jnp
+from jaxtyping import PyTree
 from rich.table import Table
 
 from zerojax.analysis.plan.work import Work
@@ -33,13 +37,14 @@ from zerojax.formatting import numeric, size
 from zerojax.optim.muon import by_shape, most_dealt
 from zerojax.sharding.layout import ParamLayout
 from zerojax.train.fields import abstract_fields
-from zerojax.train.memory import device_bytes
+from zerojax.train.memory import device_bytes, host_bytes
 from zerojax.train.spec import TrainSpec
 
 KINDS = {
     "parameters": "fp32 master weights",
     "optimizer": "the optimizer's state",
     "outer": "outer weights, their momentum, and the node's copy of them",
+    "encoded": "of masters in host memory: what the next pass sends",
     "frozen": "weights that are not trained, encoded",
     "gradients": "sums, at their owners",
     "secondary": "hpZ's or delta's node-local copy",
@@ -50,9 +55,14 @@ KINDS = {
     "wire": "gradients of a unit, encoded, sent and arriving",
     "activations": "kept for the backward pass, and of the current layer",
     "matrices": "in the update, whole: Muon's",
+    "streamed": "layers of what is in host memory, here for a while",
     "workspace": "of the matmul library",
 }
-"""The kinds of memory of a device."""
+"""The kinds of memory of a device, and of its part of a host's."""
+
+_LAYERS_UPDATED = 3
+_LAYERS_FETCHED = 2
+_LAYERS_KEPT = 3
 
 
 @dataclass(frozen=True)
@@ -61,19 +71,30 @@ class PredictedMemory:
 
     Attributes:
         kinds: bytes by ``KINDS``.
+        host: bytes in host memory, for each device, by those of ``KINDS`` that are there.
     """
 
     kinds: dict[str, int]
+    host: dict[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
-        """The sum over all kinds."""
+        """The sum over all kinds, on the device."""
         return sum(self.kinds.values())
+
+    @property
+    def host_total(self) -> int:
+        """The sum over all kinds, in host memory."""
+        return sum(self.host.values())
+
+    def wherever(self, kind: str) -> int:
+        """Bytes of a kind in either memory."""
+        return self.kinds[kind] + self.host.get(kind, 0)
 
     @property
     def lasting(self) -> int:
         """Bytes that stay from step to step."""
-        names = ("parameters", "optimizer", "outer", "frozen", "residual", "other")
+        names = ("parameters", "optimizer", "outer", "encoded", "frozen", "residual", "other")
         return sum(self.kinds[name] for name in names)
 
     def table(self, title: str | None = None, of: str = "") -> Table:
@@ -91,6 +112,11 @@ class PredictedMemory:
                 table.add_row(kind, KINDS[kind], size(count))
         table.add_section()
         table.add_row("total", of, size(self.total))
+        if self.host:
+            table.add_section()
+            for kind, count in self.host.items():
+                table.add_row(f"host: {kind}", KINDS[kind], size(count))
+            table.add_row("host: total", "in page-locked memory of its host", size(self.host_total))
         return table
 
 
@@ -102,33 +128,84 @@ def predict_memory(spec: TrainSpec, work: Work | None = None, *, workspace: int 
         work: gives its activations; None counts the backward pass without any.
         workspace: bytes of the matmul library.
     """
-    lasting = spec.once("bytes held", lambda: _held_bytes(spec))
+    lasting = spec.once("bytes held", lambda: _held_bytes(spec, device_bytes))
+    host = {kind: count for kind, count in _in_host(spec).items() if count}
+    if work is not None and (moved := _moved_activations(spec.reading, work)):
+        host["activations"] = moved
     passes = spec.reading
     moments = [_in_backward(passes, work), _in_update(passes)]
     if work is not None:
         moments += [_in_loss(passes, work), _at_end(passes, work)]
     fullest = max(moments, key=lambda moment: sum(moment.values()))
     kinds = {kind: lasting.get(kind, 0) + fullest.get(kind, 0) for kind in KINDS}
-    return PredictedMemory(kinds | {"workspace": workspace})
+    return PredictedMemory(kinds | {"workspace": workspace}, host)
 
 
-def _held_bytes(spec: TrainSpec) -> dict[str, int]:
-    """The bytes of a train state on one device, by kind."""
+def _in_host(spec: TrainSpec) -> dict[str, int]:
+    """The bytes of a train state in host memory, for one device, by kind."""
+    return spec.once("bytes in host memory", lambda: _held_bytes(spec, host_bytes))
+
+
+def _held_bytes(spec: TrainSpec, count: Callable[[PyTree], int]) -> dict[str, int]:
+    """The bytes of one device's part of a train state that ``count`` counts, by kind."""
     fields = abstract_fields(spec)
     params, local = fields["params"], fields["local"]
     if local is None:
         own, outer = params, ()
     else:
         own, outer = local.weights, (params, local.momentum, local.known)
-    return {
-        "parameters": device_bytes(own),
-        "outer": device_bytes(outer),
-        "optimizer": device_bytes(fields["opt_state"]),
-        "frozen": device_bytes(fields["frozen"]),
-        "secondary": device_bytes(fields["copies"]),
-        "residual": device_bytes(fields["residual"]),
-        "other": device_bytes(fields["model_state"]),
+    held = {
+        "parameters": own,
+        "outer": outer,
+        "optimizer": fields["opt_state"],
+        "encoded": fields.get("encoded"),
+        "frozen": fields["frozen"],
+        "secondary": fields["copies"],
+        "residual": fields["residual"],
+        "other": fields["model_state"],
     }
+    return {kind: count(tree) for kind, tree in held.items()}
+
+
+def _here(spec: TrainSpec, held: int, layers: int, *, frozen: bool = False) -> int:
+    """Of what is in host memory for some weights, the bytes that are on the device at a time.
+
+    These are some layers of the largest stack, and what belongs to weights in no stack.
+
+    Args:
+        spec: of the step.
+        held: all bytes, of the trained or of the frozen weights.
+        layers: of a stack at a time.
+        frozen: whether it is that of frozen weights.
+    """
+    groups = [(group, group.frozen if frozen else group.leaves) for group in spec.groups]
+    owned = [(sum(leaf.owned for leaf in leaves), group) for group, leaves in groups]
+    whole = sum(count * group.layers for count, group in owned)
+    apart = sum(count for count, group in owned if not group.stack)
+    largest = max((count * min(layers, group.layers) for count, group in owned if group.stack), default=0)
+    return held * (apart + largest) // max(1, whole)
+
+
+def _fetched(spec: TrainSpec) -> int:
+    """Weights in host memory that are here during a pass."""
+    held = _in_host(spec)
+    trained = _here(spec, held["encoded"], _LAYERS_FETCHED)
+    return trained + _here(spec, held["frozen"], _LAYERS_FETCHED, frozen=True)
+
+
+def _moved_activations(spec: TrainSpec, work: Work) -> int:
+    """Bytes of activations that stacks keep in host memory."""
+    if "activations" not in spec.zero.host:
+        return 0
+    stacked = sum(group.layers for group in spec.unit_groups if group.stack)
+    return work.kept * _together(spec) * stacked // max(1, sum(group.layers for group in spec.unit_groups))
+
+
+def _kept(spec: TrainSpec, work: Work) -> int:
+    """Bytes of activations that are kept on the device, or on their way."""
+    moved = _moved_activations(spec, work)
+    layers = max((group.layers for group in spec.unit_groups if group.stack), default=1)
+    return work.kept * _together(spec) - moved + moved * min(_LAYERS_KEPT, layers) // layers
 
 
 def _in_backward(spec: TrainSpec, work: Work | None) -> dict[str, int]:
@@ -142,6 +219,7 @@ def _in_backward(spec: TrainSpec, work: Work | None) -> dict[str, int]:
         "weight gradients": _whole_gradients(spec, rest=work is None),
         "wire": _payload(spec),
         "activations": _at_work(spec, work) + work.head if work else 0,
+        "streamed": _fetched(spec),
     }
 
 
@@ -163,7 +241,8 @@ def _in_loss(spec: TrainSpec, work: Work) -> dict[str, int]:
         "secondary": _hpz_copy(spec),
         "weights": _gathered(spec, 1) + _frozen_in_loss(spec),
         "weight gradients": _whole_gradients(spec) if strategy.grad_level == "full" else 0,
-        "activations": work.kept * _together(spec) + _loss(spec, work),
+        "activations": _kept(spec, work) + _loss(spec, work),
+        "streamed": _fetched(spec),
     }
 
 
@@ -200,6 +279,7 @@ def _in_update(spec: TrainSpec) -> dict[str, int]:
     return {
         "gradients": _gradients(spec) + _sums_in_nodes(spec),
         "matrices": max([*one_by_one, *crossing], default=0),
+        "streamed": _here(spec, _in_host(spec)["parameters"] + _in_host(spec)["optimizer"], _LAYERS_UPDATED),
     }
 
 
@@ -210,7 +290,7 @@ def _together(spec: TrainSpec) -> int:
 
 def _at_work(spec: TrainSpec, work: Work) -> int:
     """Activations during a layer's backward pass of one micro-batch."""
-    return work.kept * _together(spec) + work.working + _others(spec, work)
+    return _kept(spec, work) + work.working + _others(spec, work)
 
 
 def _loss(spec: TrainSpec, work: Work) -> int:
@@ -253,7 +333,7 @@ def _in_place_of_activations(spec: TrainSpec, work: Work) -> int:
 
     Of each stack all layers but one take part (``zerojax.schedule.sum_storage``).
     """
-    if spec.zero.stage < 3:
+    if spec.zero.stage < 3 or "activations" in spec.zero.host:
         return 0
     stacks = [group for group in spec.unit_groups if group.stack]
     sums = sum(_sum_bytes(spec, leaf) * (leaf.layers - 1) for group in stacks for leaf in group.leaves)

@@ -9,6 +9,7 @@ from typing import Any
 from zerojax.analysis.local_quality import expected_loss
 from zerojax.analysis.plan.cluster import Cluster, on_world
 from zerojax.analysis.plan.hops import HopPlan, hops_of, usual_bytes
+from zerojax.analysis.plan.host_choice import HostChoice, choose_host, host_fits, host_needed
 from zerojax.analysis.plan.memory import PredictedMemory, predict_memory
 from zerojax.analysis.plan.speed import StepTime, hop_seconds, predict_step
 from zerojax.analysis.plan.work import Work, work_of
@@ -48,10 +49,11 @@ class Forecast:
         name: "zero3", "zero++", "delta", "local", "stage 1", "stage 2", or "as configured"; with several
             micro-batches also "zero3 in breadth" and so on (``ZeroConfig.accumulate_order``). The stages
             below 3 have no fp8 matmuls. With frozen weights there are no such stages, and with
-            ``frozen_spread="world"`` only zero3. With one node there is no "local".
+            ``frozen_spread="world"`` only zero3. With one node, or the optimizer in host memory, there is
+            no "local".
         every: as ``ZeroConfig.every``; 0 without local updates.
         memory: peak of one device in a step.
-        fits: whether the memory is within the GPU's budget.
+        fits: whether the memory is within the GPU's budget, and that in host memory within the host's.
         hops: of a step.
         time: of a step.
         tokens_per_second: of the cluster.
@@ -89,6 +91,7 @@ class Outlook:
         forecasts: one per way of sharding.
         fp8: whether matmuls with weights are computed in fp8 where the stage is 3.
         advice: which way to take, and why.
+        host: what to keep in host memory; None if the config fits as it is.
     """
 
     cluster: Cluster
@@ -100,6 +103,7 @@ class Outlook:
     forecasts: tuple[Forecast, ...]
     fp8: bool
     advice: str
+    host: HostChoice | None = None
 
     @property
     def own(self) -> Forecast:
@@ -124,6 +128,7 @@ class Outlook:
             "configured": self.configured,
             "fp8": self.fp8,
             "advice": self.advice,
+            "host": None if self.host is None else dataclasses.asdict(self.host),
             "forecasts": [_to_dict(forecast, self.cluster) for forecast in self.forecasts],
         }
 
@@ -166,9 +171,12 @@ def foresee(
         zero = ways[name] if every is None else ways[name].replace(every=every)
         return _forecast(name, zero, cluster, sequences, try_out)
 
+    def memory_and_time(zero: ZeroConfig) -> tuple[PredictedMemory, StepTime]:
+        there, work, memory = try_out(zero, cluster.world, sequences)
+        return memory, predict_step(there, work, hops_of(there, work), memory, cluster)
+
     def hides(name: str, every: int) -> bool:
-        there, work, memory = try_out(ways[name].replace(every=every), cluster.world, sequences)
-        return _hidden(predict_step(there, work, hops_of(there, work), memory, cluster))
+        return _hidden(memory_and_time(ways[name].replace(every=every))[1])
 
     def hiding(name: str) -> Forecast:
         least = max(2, ways[name].outer_delay)
@@ -179,7 +187,11 @@ def foresee(
     advice = recommend(forecasts, cluster, sequences, hiding, optimizer)
     fp8 = own.matmul_dtype == "fp8"
     sharing = own.sequence_parallel
-    return Outlook(cluster, sequences, sharing, length, own.accumulate, configured, forecasts, fp8, advice)
+    found = Outlook(cluster, sequences, sharing, length, own.accumulate, configured, forecasts, fp8, advice)
+    if found.own.fits:
+        return found
+    chosen = choose_host(configured, own, cluster, memory_and_time, found.own.fewest_nodes)
+    return dataclasses.replace(found, host=chosen)
 
 
 def _ways(own: ZeroConfig, cluster: Cluster) -> Iterator[tuple[str, ZeroConfig]]:
@@ -193,7 +205,7 @@ def _ways(own: ZeroConfig, cluster: Cluster) -> Iterator[tuple[str, ZeroConfig]]
         preset = PRESETS[name]
         if own.frozen_spread == "world" and name != "zero3":
             continue
-        if cluster.nodes == 1 and "every" in preset:
+        if "every" in preset and (cluster.nodes == 1 or "optimizer" in own.host):
             continue
         yield name, zero3.replace(**preset)
         if own.accumulate > 1:
@@ -214,8 +226,11 @@ def _forecast(name: str, zero: ZeroConfig, cluster: Cluster, sequences: int, try
     def mfu(work: Work, time: StepTime) -> float:
         return zero.accumulate * work.model_flops / time.seconds / cluster.gpu.flops
 
+    def within(memory: PredictedMemory) -> bool:
+        return memory.total <= cluster.budget and host_fits(memory, cluster)
+
     def fits(world: MeshShape, sequences: int) -> bool:
-        return try_out(zero, world, sequences)[2].total <= cluster.budget
+        return within(try_out(zero, world, sequences)[2])
 
     largest = _last(lambda n: fits(cluster.world, n), _MAX_SEQUENCES)
     widest, most, fullest = try_out(zero, cluster.world, max(1, largest))
@@ -224,7 +239,7 @@ def _forecast(name: str, zero: ZeroConfig, cluster: Cluster, sequences: int, try
         name=name,
         every=zero.every,
         memory=memory,
-        fits=memory.total <= cluster.budget,
+        fits=within(memory),
         hops=hops,
         time=time,
         tokens_per_second=zero.accumulate * work.tokens * cluster.world.size / time.seconds,
@@ -354,6 +369,7 @@ def _to_dict(forecast: Forecast, cluster: Cluster) -> dict[str, Any]:
     plain = {name: value for name, value in vars(forecast).items() if name != "time"}
     return plain | {
         "memory": {**forecast.memory.kinds, "total": forecast.memory.total},
+        "host_memory": {**forecast.memory.host, "needed": host_needed(forecast.memory, cluster)},
         "hops": [hop_dict(hop) for hop in forecast.hops],
         "local_bytes": local_bytes,
         "node_bytes": node_bytes,

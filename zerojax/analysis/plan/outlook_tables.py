@@ -4,9 +4,11 @@ from rich.console import Group as Rows
 from rich.console import RenderableType
 from rich.table import Table
 
+from zerojax.analysis.gpus import BOTH_WAYS
 from zerojax.analysis.link_report import OPS, gigabits
 from zerojax.analysis.plan.cluster import Cluster
 from zerojax.analysis.plan.hops import hops_table, usual_bytes
+from zerojax.analysis.plan.host_choice import host_needed
 from zerojax.analysis.plan.outlook import Forecast, Outlook
 from zerojax.analysis.plan.speed import hop_seconds
 from zerojax.formatting import milliseconds, numeric, size
@@ -17,8 +19,9 @@ _TCP = 60e9 / 8
 
 def outlook_tables(outlook: Outlook) -> RenderableType:
     """Assumptions; memory and hops under the config's own options; all forecasts side by side; the advice."""
+    host = () if outlook.host is None else (outlook.host.advice,)
     return Rows(
-        *assumptions(outlook), _memory(outlook), _hops(outlook), _side_by_side(outlook), outlook.advice
+        *assumptions(outlook), _memory(outlook), _hops(outlook), _side_by_side(outlook), outlook.advice, *host
     )
 
 
@@ -42,6 +45,12 @@ def assumptions(outlook: Outlook) -> list[str]:
         f"- {size(cluster.budget)} of {size(gpu.memory)} for arrays "
         f"(XLA_CLIENT_MEM_FRACTION={cluster.memory_fraction:g})",
     ]
+    if outlook.own.memory.host:
+        rate = cluster.host_rate / 1e9
+        memory = "" if cluster.host_memory is None else f"; {size(cluster.host_memory)} of memory in a host"
+        lines.append(
+            f"- {rate:.0f} GB/s between a GPU and its host, {BOTH_WAYS * rate:.0f} each way at once{memory}"
+        )
     if outlook.fp8 and gpu.fp8_flops:
         reached = f"{cluster.fp8_flops('bfloat16') / 1e12:.0f} of {gpu.fp8_flops / 1e12:g} TFLOP/s"
         lines.append(f"- matmuls with weights in fp8, at {reached} and conversions; below stage 3 in bf16")
@@ -76,29 +85,35 @@ def _hops(outlook: Outlook) -> Table:
 
 
 def _side_by_side(outlook: Outlook) -> Table:
+    on_host = any(forecast.memory.host for forecast in outlook.forecasts)
     table = Table(
         "",
-        *numeric("memory", "sent", "compute", "local", "network", "waiting", "step"),
+        *numeric("memory", *["of a host"] * on_host, "sent", "compute", "local", "network", "waiting"),
+        *numeric(*["copying"] * on_host, "step"),
         *numeric("tokens/s", "MFU", "largest", "nodes"),
         title="Predicted steps, ms",
         caption="sent: between nodes, by a node. "
         "compute, local, network and optimizer overlap; waiting: what the network adds to the step. "
-        "largest: sequences a device that fit. nodes: the fewest that fit",
+        + "copying: what copies from and to host memory add. " * on_host
+        + "largest: sequences a device that fit. nodes: the fewest that fit",
     )
     for forecast in outlook.forecasts:
-        table.add_row(*_row(forecast, outlook.cluster), style=None if forecast.fits else "dim")
+        row = _row(forecast, outlook.cluster, on_host=on_host)
+        table.add_row(*row, style=None if forecast.fits else "dim")
     return table
 
 
-def _row(forecast: Forecast, cluster: Cluster) -> list[str]:
+def _row(forecast: Forecast, cluster: Cluster, *, on_host: bool) -> list[str]:
     time = forecast.time
     memory = size(forecast.memory.total)
     speed = [f"{forecast.tokens_per_second:,.0f}", f"{forecast.mfu:.1%}"]
-    parts = (time.compute + time.optimizer, time.local, time.node, time.waiting, time.seconds)
+    copying = [time.copying] * on_host
+    parts = (time.compute + time.optimizer, time.local, time.node, time.waiting, *copying, time.seconds)
     nodes = str(forecast.fewest_nodes) if forecast.fewest_nodes else "-"
     return [
         forecast.name,
         memory if forecast.fits else f"{memory}: too much",
+        *[size(host_needed(forecast.memory, cluster))] * on_host,
         size(usual_bytes(forecast.hops)[1] * cluster.local),
         *map(milliseconds, parts),
         *speed,

@@ -11,6 +11,8 @@ from zerojax.errors import ConfigurationError, file_errors
 
 _COLOURS = ("#33638d", "#20a387", "#95d840", "#fde725", "#f8961e", "#f3722c", "#577590", "#9b5de5", "#e07a9a")
 
+_ALWAYS = ("compute", "hops in the node", "waiting for the network", "optimizer")
+
 
 def draw_outlook(outlook: Outlook, path: Path, title: str) -> None:
     """Draw an outlook as PNG.
@@ -62,7 +64,9 @@ def _draw_time(outlook: Outlook, axes: Axes) -> None:
         "hops in the node": [1e3 * t.local for t in times],
         "waiting for the network": [1e3 * t.waiting for t in times],
         "optimizer": [1e3 * t.optimizer for t in times],
+        "copies from and to the host": [1e3 * t.copying for t in times],
     }
+    parts = {name: widths for name, widths in parts.items() if name in _ALWAYS or any(widths)}
     ends = _stack(axes, outlook, parts)
     for row, (end, forecast) in enumerate(zip(ends, outlook.forecasts, strict=True)):
         axes.annotate(

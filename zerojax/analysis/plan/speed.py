@@ -21,6 +21,11 @@ while hops within a node do not count as hidden: they overlap with the matmuls, 
 memory bandwidth from them. What runs once per step overlaps with nothing: the gather of stages 1 and 2, that
 of delta with several micro-batches, a reduction after the last micro-batch, the optimizer.
 
+Copies from and to host memory (``ZeroConfig.host``) overlap like hops between nodes: the longest of the
+three counts in full. Weights are fetched in each forward pass and, unless a node keeps its own copy, in each
+backward pass; activations leave in the former and come back in the latter. The update overlaps with nothing:
+masters and moments come and go at once, and its kernels are hidden behind that.
+
 With local updates and ``outer_delay`` a fragment crosses nodes beside the passes of all micro-batches, which
 have no hops between nodes: the step takes the longer of the two. With a delay of 1 the outer weights' change
 follows alone, and without one the whole exchange does.
@@ -52,6 +57,8 @@ class StepTime:
         node: hops between nodes, hidden or not.
         optimizer: the update.
         seconds: the step.
+        host: copies from and to host memory, hidden or not.
+        copying: what these add to the step.
     """
 
     compute: float
@@ -59,11 +66,13 @@ class StepTime:
     node: float
     optimizer: float
     seconds: float
+    host: float = 0.0
+    copying: float = 0.0
 
     @property
     def waiting(self) -> float:
         """Seconds of the step spent on the network alone."""
-        return max(0.0, self.seconds - self.compute - self.local - self.optimizer)
+        return max(0.0, self.seconds - self.compute - self.local - self.optimizer - self.copying)
 
     def to_dict(self) -> dict[str, float]:
         """The times as plain data, for JSON."""
@@ -103,15 +112,48 @@ def predict_step(
             local[part] += within
             node[part] += between
             compute[part] += hop.codec_bytes / rate
-    masters, state = memory.kinds["parameters"], memory.kinds["optimizer"]
+    masters, state = memory.wherever("parameters"), memory.wherever("optimizer")
     optimizer = (2 * (masters + state) + _TIMES_GRADIENTS * masters) / rate
-    passes = 0.0
-    for part in ("forward", "backward"):
-        shorter, longer = sorted((compute[part], node[part]))
-        passes += local[part] + longer + shorter / units
-    alone = optimizer + compute["beside"] + compute["alone"] + local["alone"] + node["alone"]
-    seconds = alone + max(passes, node["beside"])
-    return StepTime(sum(compute.values()), sum(local.values()), sum(node.values()), optimizer, seconds)
+    alone = compute["beside"] + compute["alone"] + local["alone"] + node["alone"]
+
+    def step(host: dict[str, float]) -> float:
+        passes = sum(
+            local[part] + _overlapped(units, compute[part], node[part], host[part])
+            for part in ("forward", "backward")
+        )
+        return alone + _overlapped(units, optimizer, host["update"]) + max(passes, node["beside"])
+
+    host = _copies(spec, memory, cluster)
+    seconds = step(host)
+    copying = seconds - step(dict.fromkeys(host, 0.0))
+    return StepTime(
+        sum(compute.values()),
+        sum(local.values()),
+        sum(node.values()),
+        optimizer,
+        seconds,
+        sum(host.values()),
+        copying,
+    )
+
+
+def _overlapped(units: int, *seconds: float) -> float:
+    """The time of what runs side by side, each one unit ahead of or behind another."""
+    longest = max(seconds)
+    return longest + (sum(seconds) - longest) / units
+
+
+def _copies(spec: TrainSpec, memory: PredictedMemory, cluster: Cluster) -> dict[str, float]:
+    """Seconds of the copies from and to host memory in the passes and in the update of a step."""
+    held, passes = memory.host, spec.zero.passes
+    encoded, frozen = held.get("encoded", 0), held.get("frozen", 0)
+    again = spec.strategy.keep == "primary"
+    state, kept = held.get("parameters", 0) + held.get("optimizer", 0), held.get("activations", 0)
+    return {
+        "forward": passes * cluster.host_seconds(encoded + frozen, kept),
+        "backward": passes * cluster.host_seconds(again * encoded + frozen + kept, 0),
+        "update": cluster.host_seconds(state, state + encoded),
+    }
 
 
 def _matmuls(spec: TrainSpec, work: Work, cluster: Cluster) -> tuple[float, float]:
