@@ -85,3 +85,14 @@ def test_data_take_the_place_of_a_kept_tokenizer_and_of_nothing_else(text: Path,
     with pytest.raises(ConfigurationError, match=r"data holds '.*', but not all files of prepared data"):
         prepare(settings.data, folder.data)
     assert (folder.data / "train.bin").exists()
+
+
+def test_a_run_whose_hosts_have_no_room_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a step keeps in host memory counts, before any data is prepared."""
+    setup = RunSetup.of(micro_config(tmp_path, zero={"host": ["activations"]}))
+    setup.check()
+    monkeypatch.setattr("zerojax.train.memory.free_host_memory", lambda: 0)
+    with pytest.raises(ConfigurationError, match=r"host=\('activations',\) keeps .* 0 B are free here"):
+        setup.check()

@@ -14,6 +14,8 @@ from jax.sharding import Mesh
 
 from zerojax.adapters import LossFn
 from zerojax.analysis.comm_report import comm_report
+from zerojax.analysis.plan import predict_memory
+from zerojax.analysis.plan.work import work_of
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import LoRA
 from zerojax.models import GPT, Block, GPTConfig, flops_per_token, lm_loss
@@ -28,6 +30,7 @@ from zerojax.run.optimizers import make_optimizer, make_schedule
 from zerojax.run.run_dir import Resume, RunFolder, check_start
 from zerojax.run.trackers import check_trackers
 from zerojax.train.initial import initializer
+from zerojax.train.memory import check_host_memory
 from zerojax.train.spikes import SpikeRule
 from zerojax.train.state import TrainState
 from zerojax.versions import installed
@@ -83,7 +86,9 @@ class RunSetup:
         )
 
     def check(self) -> None:
-        """Refuse what cannot be logged and a batch size that does not divide, before any data is prepared.
+        """Refuse what cannot be logged, a batch size that does not divide, and too little host memory.
+
+        Call it before any data is prepared.
 
         Raises:
             ConfigurationError: names the setting and a value that works.
@@ -94,6 +99,14 @@ class RunSetup:
                 'log.fp8 reports on weights of fp8 matmuls: set zero.matmul_dtype to "fp8", or leave it out'
             )
         check_batch(self.config, self.mesh)
+        if self.zero.host:
+            self._check_host()
+
+    def _check_host(self) -> None:
+        train, spec = self.config.train, self.abstract_state().spec
+        rows = train.batch_size * self.zero.sequence_parallel // (spec.world.size * train.accumulate)
+        work = work_of(spec, self.config.model, sequences=max(1, rows), length=train.sequence_length)
+        check_host_memory(spec, predict_memory(spec, work).host.get("activations", 0))
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the model and optimizer, to restore into."""

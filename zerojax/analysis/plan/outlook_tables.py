@@ -3,6 +3,7 @@
 from rich.console import Group as Rows
 from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from zerojax.analysis.gpus import BOTH_WAYS
 from zerojax.analysis.link_report import OPS, gigabits
@@ -19,7 +20,7 @@ _TCP = 60e9 / 8
 
 def outlook_tables(outlook: Outlook) -> RenderableType:
     """Assumptions; memory and hops under the config's own options; all forecasts side by side; the advice."""
-    host = () if outlook.host is None else (outlook.host.advice,)
+    host = () if outlook.host is None else (Text(outlook.host.advice),)
     return Rows(
         *assumptions(outlook), _memory(outlook), _hops(outlook), _side_by_side(outlook), outlook.advice, *host
     )
@@ -47,9 +48,10 @@ def assumptions(outlook: Outlook) -> list[str]:
     ]
     if outlook.own.memory.host:
         rate = cluster.host_rate / 1e9
-        memory = "" if cluster.host_memory is None else f"; {size(cluster.host_memory)} of memory in a host"
+        there = "" if cluster.host_memory is None else f" of {size(cluster.host_memory)}"
+        needed = f"{size(host_needed(outlook.own.memory, cluster))}{there} of page-locked memory in a host"
         lines.append(
-            f"- {rate:.0f} GB/s between a GPU and its host, {BOTH_WAYS * rate:.0f} each way at once{memory}"
+            f"- {needed}; {rate:.0f} GB/s between it and a GPU, {BOTH_WAYS * rate:.0f} each way at once"
         )
     if outlook.fp8 and gpu.fp8_flops:
         reached = f"{cluster.fp8_flops('bfloat16') / 1e12:.0f} of {gpu.fp8_flops / 1e12:g} TFLOP/s"
@@ -88,8 +90,7 @@ def _side_by_side(outlook: Outlook) -> Table:
     on_host = any(forecast.memory.host for forecast in outlook.forecasts)
     table = Table(
         "",
-        *numeric("memory", *["of a host"] * on_host, "sent", "compute", "local", "network", "waiting"),
-        *numeric(*["copying"] * on_host, "step"),
+        *numeric("memory", "sent", "compute", "local", "network", "waiting", *["copying"] * on_host, "step"),
         *numeric("tokens/s", "MFU", "largest", "nodes"),
         title="Predicted steps, ms",
         caption="sent: between nodes, by a node. "
@@ -113,7 +114,6 @@ def _row(forecast: Forecast, cluster: Cluster, *, on_host: bool) -> list[str]:
     return [
         forecast.name,
         memory if forecast.fits else f"{memory}: too much",
-        *[size(host_needed(forecast.memory, cluster))] * on_host,
         size(usual_bytes(forecast.hops)[1] * cluster.local),
         *map(milliseconds, parts),
         *speed,

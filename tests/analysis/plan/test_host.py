@@ -1,0 +1,135 @@
+"""Host memory in plans: what is there, what its copies cost, and which line makes a run fit."""
+
+import dataclasses
+
+import pytest
+
+from zerojax import ZeroConfig
+from zerojax.analysis.gpus import GPUS
+from zerojax.analysis.plan import Cluster, predict_memory
+from zerojax.analysis.plan.cluster import on_world
+from zerojax.analysis.plan.host_choice import choose_host
+from zerojax.analysis.plan.memory import KINDS, PredictedMemory
+from zerojax.analysis.plan.speed import StepTime, predict_step
+from zerojax.analysis.plan.work import work_of
+from zerojax.cli.untrained import abstract_run
+from zerojax.models import GPTConfig
+from zerojax.run.config import MeshSection, RunConfig, TrainSection, with_settings
+from zerojax.sharding.mesh import MeshShape
+from zerojax.train.spec import TrainSpec
+
+LENGTH = 512
+MODEL = GPTConfig(vocab_size=8192, layers=24, d_model=2048, heads=16, max_seq_len=LENGTH)
+CLUSTER = Cluster(1, 2, GPUS["h100"], 0)
+
+
+@pytest.fixture(scope="module")
+def spec() -> TrainSpec:
+    """Of four micro-batches in breadth, on two devices of one node, with nothing in host memory."""
+    train = TrainSection(sequence_length=LENGTH, accumulate=4)
+    config = RunConfig(train=train, model=MODEL, mesh=MeshSection(nodes=1, local=2))
+    config = with_settings(config, {"zero": {"accumulate_order": "breadth"}})
+    return abstract_run(config)[0].spec
+
+
+def with_host(spec: TrainSpec, *host: str) -> TrainSpec:
+    return on_world(spec, MeshShape(1, 2), spec.zero.replace(host=host))
+
+
+def test_activations_in_host_memory(spec):
+    """All that a stack keeps; on the device there are three layers of it, and no place for sums."""
+    work = work_of(spec, MODEL, sequences=2, length=LENGTH)
+    before = predict_memory(spec, work)
+    there = predict_memory(with_host(spec, "activations"), work)
+    kept = 4 * work.kept
+    assert before.host == {}
+    assert there.host == {"activations": kept}
+    assert before.kinds["activations"] - there.kinds["activations"] == pytest.approx(kept * 21 / 24)
+    in_place = there.kinds["gradients"] - before.kinds["gradients"]
+    assert in_place == pytest.approx(kept * 23 / 24)
+    rows = str(there.table().columns[0]._cells)
+    assert "host: activations" in rows
+    assert "host: total" in rows
+
+
+def test_copies_are_hidden_behind_what_takes_longer(spec):
+    there = with_host(spec, "activations")
+    work = work_of(there, MODEL, sequences=2, length=LENGTH)
+    memory = predict_memory(there, work)
+    own = predict_step(there, work, (), memory, CLUSTER)
+    kept = 4 * work.kept
+    assert own.host == pytest.approx(2 * kept / CLUSTER.host_rate)
+    assert own.copying == pytest.approx(own.host / 24)  # a layer's, in either pass
+    assert own.waiting == pytest.approx(0)
+    slow = dataclasses.replace(CLUSTER, host_bandwidth=1e9)
+    step = predict_step(there, work, (), memory, slow)
+    assert step.host == pytest.approx(2 * kept / 1e9)
+    assert step.seconds == pytest.approx(step.host + step.compute / 24 + step.optimizer, rel=1e-3)
+    without = predict_step(there, work, (), dataclasses.replace(memory, host={}), slow)
+    assert step.copying == pytest.approx(step.seconds - without.seconds)
+
+
+def test_weights_are_fetched_for_both_passes_and_the_optimizer_by_itself(spec):
+    gigabyte = 10**9
+    held = {"parameters": 4 * gigabyte, "optimizer": 8 * gigabyte, "encoded": 2 * gigabyte}
+    memory = PredictedMemory(dict.fromkeys(KINDS, 0), held)
+    work = work_of(spec, MODEL, sequences=1, length=LENGTH)
+    step = predict_step(spec, work, (), memory, CLUSTER)
+    rate = 64e9 * 0.84
+    update = (12 / 0.8 + 2) * 1e9 / rate  # 12 bytes come, 14 leave
+    assert step.host == pytest.approx((2 + 2) * 1e9 / rate + update)
+    kernels = (2 * 12 + 4 * 4) * 1e9 / CLUSTER.memory_rate
+    assert step.optimizer == pytest.approx(kernels)
+    again = predict_step(spec, work, (), dataclasses.replace(memory, host=held | {"encoded": 0}), CLUSTER)
+    assert again.copying == pytest.approx(12e9 / 0.8 / rate - kernels + kernels / 24)
+
+
+def test_both_directions_at_once_are_slower_than_one():
+    rate = CLUSTER.host_rate
+    assert rate == pytest.approx(54e9, rel=0.01)
+    assert 43e9 / CLUSTER.host_seconds(43e9, 43e9) == pytest.approx(43e9, rel=0.01)
+    assert CLUSTER.host_seconds(0, 1e9) == pytest.approx(1e9 / rate)
+    assert CLUSTER.host_seconds(3e9, 1e9) == pytest.approx((1e9 / 0.8 + 2e9) / rate)
+
+
+def predicted(zero: ZeroConfig) -> tuple[PredictedMemory, StepTime]:
+    """100 GB, of which the optimizer is 50, weights 20 and activations 10; they cost 3, 2 and 1 seconds."""
+    sizes = {"optimizer": (50, 3), "weights": (20, 2), "activations": (10, 1)}
+    moved = sum(sizes[store][0] for store in zero.host)
+    copying = float(sum(sizes[store][1] for store in zero.host))
+    kinds = dict.fromkeys(KINDS, 0) | {"parameters": (100 - moved) * 10**9}
+    host = {"parameters": moved * 10**9} if moved else {}
+    return PredictedMemory(kinds, host), StepTime(1.0, 0.0, 0.0, 0.0, 1.0 + copying, 2 * copying, copying)
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "line"),
+    [(95, '["activations"]'), (60, '["optimizer"]'), (45, '["optimizer", "activations"]'), (10, None)],
+)
+def test_the_fewest_parts_that_fit_are_proposed(gigabytes, line):
+    gpu = dataclasses.replace(GPUS["h100"], memory=gigabytes * 1e9)
+    cluster = Cluster(1, 1, gpu, 0, memory_fraction=1.0)
+    found = choose_host("zero3", ZeroConfig(), cluster, predicted, fewest_nodes=2)
+    assert f"zero3 does not fit: a GPU would hold 100 GB, and has {gigabytes}.0 GB. " in found.advice
+    if line is None:
+        assert found.host is None
+        assert 'With host = ["optimizer", "weights", "activations"] 10.0 GB are still missing' in found.advice
+        assert "Take 2 such nodes, fewer tokens at a time, or adapters" in found.advice
+        return
+    assert found.advice.endswith(f"Under [zero], set\n\n    host = {line}")
+    assert found.host is not None
+    seconds = sum({"optimizer": 3, "weights": 2, "activations": 1}[store] for store in found.host)
+    assert f"A step takes {1 + seconds:.2f} s, of which {seconds:.2f} s are copies" in found.advice
+
+
+def test_a_host_without_room_is_no_place():
+    gpu = dataclasses.replace(GPUS["h100"], memory=60e9)
+    cluster = Cluster(1, 1, gpu, 0, memory_fraction=1.0, host_memory=40e9)
+    found = choose_host("zero3", ZeroConfig(), cluster, predicted, fewest_nodes=None)
+    assert found.host is None
+    assert 'With host = ["optimizer"] a host needs 55.8 GB, and has 40.0 GB. Take more GPUs' in found.advice
+    there = dataclasses.replace(cluster, host_memory=60e9)
+    assert choose_host("zero3", ZeroConfig(), there, predicted, None).host == ("optimizer",)
+    small = dataclasses.replace(there, gpu=GPUS["h200"], host_memory=5e9)
+    full = choose_host("zero3", ZeroConfig(host=("activations",)), small, predicted, None)
+    assert full.advice.startswith("zero3 does not fit in the memory of its hosts: each needs 11.8 GB")
