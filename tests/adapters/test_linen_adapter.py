@@ -165,7 +165,7 @@ class Caller:
         (by_methods, (Coder,)),
         (by_keyword, (Coder,)),
         (with_state, (Coder,)),
-        (with_state, ()),
+        pytest.param(with_state, (), marks=pytest.mark.slow),
         (applied, (Coder,)),
         pytest.param(applied_by_collection, (Coder,), marks=pytest.mark.slow),
         pytest.param(inside, (Coder,), marks=pytest.mark.slow),

@@ -129,7 +129,7 @@ def slope_of(total: Any, model: Any, x: jax.Array) -> jax.Array:
 @pytest.mark.parametrize(
     ("loss", "zero"),
     [
-        (value_of, {}),
+        pytest.param(value_of, {}, marks=pytest.mark.slow),
         (value_of, {"hpz": True, "remat": "none", "accumulate": 2}),
         (value_of, {"accumulate": 2, "accumulate_order": "breadth"}),
         (slope_of, {}),

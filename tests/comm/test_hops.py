@@ -180,7 +180,7 @@ def reduction(mesh: tuple[int, int], options: dict[str, Any], pairs: Sequence[tu
 @pytest.mark.parametrize(
     ("mesh", "options"),
     # The slow ones are of meshes that are there with other options, or are cut into hops below.
-    [pytest.param(*x, marks=pytest.mark.slow if i in (1, 3, 5) else ()) for i, x in enumerate(REDUCTIONS)],
+    [pytest.param(*x, marks=pytest.mark.slow if i in (1, 2, 3, 5) else ()) for i, x in enumerate(REDUCTIONS)],
     ids=str,
 )
 def test_two_hops_bring_every_sum_to_its_owner(mesh, options):
@@ -196,7 +196,7 @@ def test_two_hops_bring_every_sum_to_its_owner(mesh, options):
 
 @pytest.mark.parametrize(
     ("mesh", "options"),
-    [pytest.param(*REDUCTIONS[2], marks=pytest.mark.slow), *(REDUCTIONS[i] for i in (3, 4, 5))],
+    [*(pytest.param(*REDUCTIONS[i], marks=pytest.mark.slow) for i in (2, 4)), REDUCTIONS[3], REDUCTIONS[5]],
     ids=str,
 )
 def test_separate_hops_and_error_feedback(mesh, options):

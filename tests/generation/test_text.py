@@ -41,18 +41,27 @@ def draw_prompt(length, batch=2):
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "length"),
     [
-        {},
-        LLAMA | {"heads": 8, "kv_heads": 1, "head_width": 6},
-        {"scan": False, "position_offset": 2, "sliding_window": 5},
-        GEMMA,
-        OLMO,
-        MIXED | {"scan": False, "sliding_window": 5, "sliding_window_layers": (1,)},
+        # One length of each family, and all of a window, which the longest is longer than.
+        pytest.param(
+            settings, length, id=f"{name}-{length}", marks=() if length in quick else pytest.mark.slow
+        )
+        for name, quick, settings in (
+            ("gpt2", (17,), {}),
+            ("llama", (6,), LLAMA | {"heads": 8, "kv_heads": 1, "head_width": 6}),
+            ("list", (1, 6, 17), {"scan": False, "position_offset": 2, "sliding_window": 5}),
+            ("gemma", (17,), GEMMA),
+            ("olmo", (1,), OLMO),
+            (
+                "mixed-list",
+                (17,),
+                MIXED | {"scan": False, "sliding_window": 5, "sliding_window_layers": (1,)},
+            ),
+        )
+        for length in (1, 6, 17)
     ],
-    ids=["gpt2", "llama", "list", "gemma", "olmo", "mixed-list"],
 )
-@pytest.mark.parametrize("length", [1, 6, 17])
 def test_cached_greedy_text_is_that_of_the_full_forward(settings, length):
     model, prompt = make(**settings), draw_prompt(length)
     new = generate(model, prompt, 8, key=KEY, how=GREEDY)

@@ -107,7 +107,7 @@ def test_logits_loss_and_gradients_are_those_of_each_document_alone(family):
     [
         pytest.param(LLAMA, "depth", id="depth"),
         pytest.param(FLASH, "breadth", id="flash-breadth", marks=NEEDS_LIBRARY),
-        pytest.param(GEMMA, "breadth", id="gemma-breadth"),
+        pytest.param(GEMMA, "breadth", id="gemma-breadth", marks=pytest.mark.slow),
         pytest.param(MIXED, "breadth", id="mixed-breadth", marks=pytest.mark.slow),
     ],
 )

@@ -64,7 +64,7 @@ def plain_rest(tx: optax.GradientTransformation) -> optax.GradientTransformation
     ("name", "nodes", "local", "zero"),
     [
         ("nnx", 3, 2, {}),
-        ("stack", 2, 4, {"hpz": True}),
+        pytest.param("stack", 2, 4, {"hpz": True}, marks=pytest.mark.slow),
         ("stack", 4, 2, {"accumulate": 3, "grad_sync": "step", "weights_delta": True, "hpz": True}),
         ("awkward", 2, 2, {"stage": 2}),
         pytest.param("stack", 1, 1, {}, marks=pytest.mark.slow),
@@ -114,7 +114,7 @@ def test_a_penalty_of_matrices_that_every_node_holds_counts_once(zero):
 @pytest.mark.parametrize(
     ("preset", "nodes", "local", "wanted"),
     [
-        ("zero++", 3, 2, 1),
+        pytest.param("zero++", 3, 2, 1, marks=pytest.mark.slow),
         ("delta", 2, 4, 1),
         pytest.param("zero3", 2, 4, 0.752, marks=pytest.mark.slow),
         pytest.param("zero++", 2, 4, 1, marks=pytest.mark.slow),

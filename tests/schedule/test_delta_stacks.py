@@ -99,11 +99,14 @@ def values(copy: Weight) -> np.ndarray:
 
 
 BREADTH = {"accumulate": 2, "accumulate_order": "breadth"}
-# Each way to call the stacks in depth, and what differs between one layer and several, or in breadth.
-ALWAYS: list[tuple[Any, int, dict[str, Any]]] = [(run, 3, {}) for run in RUNS]
-ALWAYS += [(in_order, 1, {}), (one_twice, 3, BREADTH)]
+# The ways to call the stacks, and what differs between one layer and several, or in breadth.
+ALWAYS: list[tuple[Any, int, dict[str, Any]]] = [
+    *((run, 3, {}) for run in (in_order, one_never, in_nnx_remat)),
+    (in_order, 1, {}),
+    (one_twice, 3, BREADTH),
+]
 SOMETIMES = [
-    (run, layers, order) for run in RUNS for layers, order in ((1, {}), (3, BREADTH))
+    (run, layers, order) for run in RUNS for layers, order in ((1, {}), (3, {}), (3, BREADTH))
     if (run, layers, order) not in ALWAYS
 ]  # fmt: skip
 

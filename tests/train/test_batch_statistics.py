@@ -190,7 +190,7 @@ def rows(batch: Any, chosen: Any) -> Any:
 @pytest.mark.parametrize(
     ("style", "mesh", "options"),
     [
-        ("nnx", (2, 4), {}),
+        pytest.param("nnx", (2, 4), {}, marks=pytest.mark.slow),
         ("stack", (3, 2), {"hpz": True}),
         pytest.param("linen", (2, 4), {}, marks=pytest.mark.slow),
         ("linen", (1, 3), {"stage": 2}),
@@ -228,7 +228,7 @@ def test_statistics_over_one_axis_are_those_of_its_devices(style, axis):
         pytest.param("stack", "depth", marks=pytest.mark.slow),
         pytest.param("stack", "breadth", marks=pytest.mark.slow),
         ("linen", "depth"),
-        ("scan", "breadth"),
+        pytest.param("scan", "breadth", marks=pytest.mark.slow),
     ],
 )
 def test_a_micro_batch_has_the_statistics_of_its_rows_on_all_devices(style, order):

@@ -140,7 +140,7 @@ def test_half_precision_weights_have_full_precision_masters(stage):
 @pytest.mark.parametrize(
     ("name", "mesh", "stage", "options"),
     [
-        ("gpt-tied", (2, 4), 3, {"remat": "attention"}),
+        pytest.param("gpt-tied", (2, 4), 3, {"remat": "attention"}, marks=SLOW),
         pytest.param("nnx", (1, 5), 1, {"accumulate": 2}, marks=SLOW),
         # Stages, meshes and accumulation are those of the exact comparison below.
         pytest.param("stack", (4, 2), 2, {"accumulate": 2}, marks=SLOW),
@@ -162,10 +162,12 @@ def test_adamw_with_mask_clip_and_schedule(name, mesh, stage, options):
     ("name", "mesh", "stage", "options"),
     [
         ("nnx", (2, 4), 0, {"accumulate": 2}),
-        ("nnx", (3, 2), 1, {"accumulate": 2}),
+        pytest.param("nnx", (3, 2), 1, {"accumulate": 2}, marks=SLOW),
         pytest.param("linen", (2, 4), 2, {"accumulate": 3}, marks=SLOW),
         ("stack", (2, 4), 3, {"accumulate": 3, "remat": "none"}),
-        ("gpt-tied", (4, 2), 3, {"grad_sync": "step", "accumulate": 2, "remat": "attention"}),
+        pytest.param(
+            "gpt-tied", (4, 2), 3, {"grad_sync": "step", "accumulate": 2, "remat": "attention"}, marks=SLOW
+        ),
         ("stack", (3, 2), 2, {"grad_sync": "step", "accumulate": 4}),
         ("nnx", (2, 4), 3, {"units": ()}),
     ],
@@ -182,15 +184,15 @@ BREADTH = {"accumulate_order": "breadth"}
     ("name", "mesh", "options"),
     [
         pytest.param("nnx", (2, 4), {"accumulate": 2}, marks=SLOW),
-        ("stack", (2, 4), {"accumulate": 3, "remat": "none"}),
+        pytest.param("stack", (2, 4), {"accumulate": 3, "remat": "none"}, marks=SLOW),
         ("stack", (3, 2), {"accumulate": 5, "hpz": True, "weights_delta": True}),
         pytest.param("stack", (1, 5), {"accumulate": 2}, marks=SLOW),
-        ("linen", (4, 2), {"accumulate": 3}),
+        pytest.param("linen", (4, 2), {"accumulate": 3}, marks=SLOW),
         ("linen-scan", (3, 2), {"accumulate": 2}),
         ("gpt-tied", (2, 4), {"accumulate": 3, "hpz": True, "remat": "attention"}),
         pytest.param("gpt-tied", (1, 1), {"accumulate": 4}, marks=SLOW),
         ("awkward", (8, 1), {"accumulate": 2, "grad_sync": "step"}),
-        ("ragged", (2, 4), {"accumulate": 5}),
+        pytest.param("ragged", (2, 4), {"accumulate": 5}, marks=SLOW),
     ],
     ids=str,
 )
@@ -203,7 +205,7 @@ def test_micro_batches_in_breadth(name, mesh, options):
     ("mesh", "stage", "options"),
     [
         ((2, 4), 3, {"accumulate": 3}),
-        ((1, 5), 0, {"accumulate": 2}),
+        pytest.param((1, 5), 0, {"accumulate": 2}, marks=SLOW),
         pytest.param((3, 2), 1, {}, marks=SLOW),
         ((8, 1), 2, {"grad_sync": "step", "accumulate": 2}),
     ],

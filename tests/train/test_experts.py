@@ -153,7 +153,7 @@ def trained(nodes: int, local: int, steps: int = 4, **zero: Any) -> tuple[list[f
 
 EXACT = {"weights": "fp32", "grads": ("fp32", "fp32")}
 CASES = [
-    ((2, 4), {"stage": 3}),
+    pytest.param((2, 4), {"stage": 3}, marks=pytest.mark.slow),
     ((3, 2), {"stage": 3, "hpz": True, **EXACT, "grad_sync": "step", "accumulate": 2}),
     pytest.param((1, 8), {"stage": 2}, marks=pytest.mark.slow),
     pytest.param((2, 2), {"stage": 1, "accumulate": 2}, marks=pytest.mark.slow),

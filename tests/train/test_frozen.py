@@ -147,7 +147,7 @@ def test_what_cannot_be_is_refused_in_words(options, words):
     ("name", "mesh", "options"),
     [
         ("stack", (2, 4), {"frozen_weights": "nf4"}),
-        ("nnx", (3, 2), {}),
+        pytest.param("nnx", (3, 2), {}, marks=pytest.mark.slow),
         pytest.param("stack", (3, 2), {"frozen_weights": "int8"}, marks=pytest.mark.slow),
         pytest.param("linen-scan", (2, 4), {"frozen_weights": "int8"}, marks=pytest.mark.slow),
         pytest.param("nnx", (2, 4), {"frozen_weights": "int4"}, marks=pytest.mark.slow),

@@ -57,7 +57,7 @@ def wanted(name: str):
 @pytest.mark.parametrize(
     ("name", "mesh", "options"),
     [
-        ("stack", (1, 1), {}),
+        pytest.param("stack", (1, 1), {}, marks=pytest.mark.slow),
         ("stack", (2, 4), {"hpz": True}),
         ("linen-scan", (3, 2), {"accumulate": 2, "accumulate_order": "breadth"}),
         pytest.param("nnx", (3, 2), {}, marks=pytest.mark.slow),

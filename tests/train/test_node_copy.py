@@ -81,7 +81,7 @@ STEPS = {name: CHOICES[name] | {"accumulate": 2} for name in CHOICES} | {
 }
 
 
-@pytest.mark.parametrize("name", subset(STEPS, "zero3", "delta", "adapters"))
+@pytest.mark.parametrize("name", subset(STEPS, "delta", "adapters"))
 def test_a_step_from_the_copy_is_the_same_and_sends_gradients_alone(name):
     """Delta's copies afterwards are those of the node's copy."""
     case = fp8_case("stack") if "fp8" in name else CASES["gpt-tied" if name == "zero3" else "stack"]

@@ -45,7 +45,7 @@ def with_bad_row(batch: dict[str, np.ndarray], row: int, value: float) -> dict[s
     [
         {"stage": 0},
         pytest.param({"stage": 2, "accumulate": 3}, marks=pytest.mark.slow),
-        {"stage": 3, **LOSSY},
+        pytest.param({"stage": 3, **LOSSY}, marks=pytest.mark.slow),
         {
             "stage": 3,
             **LOSSY,
@@ -108,7 +108,11 @@ def loss_with_a_bad_gradient(model: Any, batch: Any) -> jax.Array:
     return jnp.mean(jnp.where(bad, jnp.sqrt(jnp.where(bad, out * 0, 1)), (out - batch["y"]) ** 2))
 
 
-@pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 3, **LOSSY}], ids=["exact", "lossy"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"stage": 0}, marks=pytest.mark.slow), {"stage": 3, **LOSSY}],
+    ids=["exact", "lossy"],
+)
 def test_a_bad_gradient_under_a_finite_loss_is_skipped(options):
     """No codec may turn NaN into a silent number."""
     case = CASES["nnx"]

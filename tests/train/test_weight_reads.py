@@ -222,7 +222,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_transformed_calls_are_not_reads(call, stage):
     traced(lambda m, x: jnp.mean(call(m, x) ** 2), stage)
 

@@ -311,9 +311,8 @@ def test_what_an_adapter_cannot_hold_is_not_exported(tmp_path):
 
 ALL = (
     "llama3",
-    "mistral",
     "qwen2",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("opt", "phi3")),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "opt", "phi3")),
 )
 """Models with adapters of everything that zerojax imports; see ADAPTERS of hf_fixtures.py."""
 

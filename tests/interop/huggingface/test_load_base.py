@@ -52,7 +52,7 @@ def same(one: Any, other: Any) -> None:
     ("imported", "options"),
     [
         ("gpt2", {"frozen_weights": "int8", "block_size": 64, "precise": ()}),
-        ("opt", {"frozen_weights": "bf16"}),
+        pytest.param("opt", {"frozen_weights": "bf16"}, marks=pytest.mark.slow),
         ("llama2", {"frozen_weights": "nf4", "precise": ()}),
         ("llama3", {"frozen_weights": "fp8", "matmul_dtype": "fp8"}),
     ],
