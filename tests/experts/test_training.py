@@ -1,6 +1,7 @@
 """``zerojax.Experts`` in training steps: on every mesh the same as an optax loop on one device."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from flax import nnx
 from jax import Array
 from plain_loop import distance
+from plain_muon import plain_muon
 
 import zerojax
 from zerojax import RouterConfig, RouterStats
@@ -62,11 +64,15 @@ def adamw() -> optax.GradientTransformation:
     return optax.adamw(1e-2, weight_decay=0.1)
 
 
+def muon() -> optax.GradientTransformation:
+    return plain_muon(0.01, "blocks")
+
+
 @functools.cache
-def plain() -> tuple[list[float], Any, Any]:
+def plain(optimizer: Callable[[], optax.GradientTransformation] = adamw) -> tuple[list[float], Any, Any]:
     """Losses, weights, and the loads of the last step."""
     graph, weights, state = nnx.split(create(nnx.Rngs(jax.random.key(0))), nnx.Param, ...)
-    tx = adamw()
+    tx = optimizer()
     held = tx.init(weights)
     losses = []
 
@@ -85,6 +91,21 @@ def plain() -> tuple[list[float], Any, Any]:
     return losses, nnx.to_pure_dict(weights), state["blocks"]["block"]["mixture"]
 
 
+def trained(tx: Any, nodes: int, local: int, **zero: Any) -> tuple[zerojax.TrainState, list[float]]:
+    """The state after all batches, and their losses."""
+    config = zerojax.ZeroConfig(compute_dtype="float32", **zero)
+    mesh = zerojax.make_mesh(nodes, local)
+    state = zerojax.TrainState.create(create, tx, loss, mesh=mesh, zero=config, seed=0)
+    state = zerojax.put_params(
+        state, nnx.to_pure_dict(nnx.state(create(nnx.Rngs(jax.random.key(0))), nnx.Param))
+    )
+    losses = []
+    for batch in batches():
+        state, metrics = zerojax.train_step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
 @pytest.mark.parametrize(
     ("nodes", "local", "zero"),
     [
@@ -97,16 +118,7 @@ def plain() -> tuple[list[float], Any, Any]:
     ids=str,
 )
 def test_equals_an_unsharded_loop(nodes: int, local: int, zero: dict[str, Any]):
-    config = zerojax.ZeroConfig(compute_dtype="float32", **zero)
-    mesh = zerojax.make_mesh(nodes, local)
-    state = zerojax.TrainState.create(create, adamw(), loss, mesh=mesh, zero=config, seed=0)
-    state = zerojax.put_params(
-        state, nnx.to_pure_dict(nnx.state(create(nnx.Rngs(jax.random.key(0))), nnx.Param))
-    )
-    losses = []
-    for batch in batches():
-        state, metrics = zerojax.train_step(state, batch)
-        losses.append(float(metrics["loss"]))
+    state, losses = trained(adamw(), nodes, local, **zero)
     wanted, weights, kept = plain()
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
     assert distance(zerojax.gather_params(state), weights) < 1e-4
@@ -114,4 +126,24 @@ def test_equals_an_unsharded_loop(nodes: int, local: int, zero: dict[str, Any]):
     for name, values in kept.items():
         (found,) = (x for path, x in state.model_state.items() if path.endswith(f"mixture/{name}"))
         # The loads are means over devices: a step's counts over the number of them.
-        np.testing.assert_allclose(found, values / (mesh.size if name == "load" else 1), atol=1e-6)
+        np.testing.assert_allclose(found, values / (nodes * local if name == "load" else 1), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "local", "zero", "axes"),
+    [
+        (2, 2, {"matrix_spread": "world"}, ("local", "node")),
+        pytest.param(2, 2, {}, ("local",), marks=pytest.mark.slow),
+        pytest.param(3, 2, {"matrix_spread": "world", "stage": 2}, ("local", "node"), marks=pytest.mark.slow),
+        pytest.param(2, 2, {"experts": "gathered"}, ("local",), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_muon_takes_each_experts_matrix(nodes: int, local: int, zero: dict[str, Any], axes: tuple[str, ...]):
+    tx = zerojax.chain(zerojax.scale_by_muon(), optax.scale_by_learning_rate(0.01))
+    state, losses = trained(tx, nodes, local, **zero)
+    wanted, weights, _ = plain(muon)
+    (gate,) = (leaf for leaf in state.spec.leaves if leaf.path[-2:] == ("mixture", "gate"))
+    assert (gate.owners, gate.of_experts) == (axes, True)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-4)
+    assert distance(zerojax.gather_params(state), weights) < 1e-3

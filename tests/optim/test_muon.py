@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 from core_models import CASES, squared_error
-from optax import contrib
 from plain_loop import Plain, by_path, distance, masters, plain_loop, plain_model
+from plain_muon import plain_muon
 from wire_models import abstract_state, batch_of
 
 import zerojax
@@ -22,42 +22,8 @@ ROWS = 24
 RATE = optax.linear_schedule(0.05, 0.01, 4)
 
 
-def whole_muon(stacked: bool) -> optax.GradientTransformation:
-    """optax's own, told which axes are a matrix's: the last two of every kernel."""
-
-    def dims(params: Any) -> Any:
-        def one(path: Any, x: Any) -> Any:
-            in_stack = stacked and "stack" in jax.tree_util.keystr(path)
-            if x.ndim - in_stack != 2:
-                return None
-            return contrib.MuonDimensionNumbers(in_stack, in_stack + 1)
-
-        return jax.tree_util.tree_map_with_path(one, params)
-
-    return contrib.muon(
-        RATE,
-        adam_b2=0.95,
-        nesterov=True,
-        consistent_rms=0.2,
-        muon_weight_dimension_numbers=dims,
-    )
-
-
 def sharded_muon() -> Any:
     return zerojax.chain(zerojax.scale_by_muon(), optax.scale_by_learning_rate(RATE))
-
-
-def plain_rest(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """optax's Muon uses Nesterov for Adam's leaves too; here they are compared with plain Adam."""
-
-    def labels(params: Any) -> Any:
-        def one(path: Any, x: Any) -> str:
-            in_stack = "stack" in jax.tree_util.keystr(path)
-            return "muon" if x.ndim - in_stack == 2 else "adam"
-
-        return jax.tree_util.tree_map_with_path(one, params)
-
-    return optax.partition({"muon": tx, "adam": optax.adam(RATE, 0.9, 0.95)}, labels)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +44,7 @@ def test_sharded_steps_equal_whole_ones(name, nodes, local, zero):
     case = CASES[name]
     batches = case.batches(ROWS, 4)
     plain = plain_model(name)
-    losses, wanted = plain_loop(plain, plain_rest(whole_muon(name == "stack")), batches)
+    losses, wanted = plain_loop(plain, plain_muon(RATE), batches)
     state = case.start(sharded_muon(), plain.weights, nodes=nodes, local=local, **zero)
     found = []
     for batch in batches:
@@ -103,7 +69,7 @@ def penalised(model: Any, batch: Any) -> jax.Array:
 def test_a_penalty_of_matrices_that_every_node_holds_counts_once(zero):
     case = dataclasses.replace(CASES["stack"], loss=penalised)
     plain, batches = Plain(case), case.batches(ROWS, 2)
-    losses, wanted = plain_loop(plain, plain_rest(whole_muon(stacked=True)), batches)
+    losses, wanted = plain_loop(plain, plain_muon(RATE), batches)
     state = case.start(sharded_muon(), plain.weights, nodes=3, local=2, **zero)
     for batch, loss in zip(batches, losses, strict=True):
         state, metrics = zerojax.train_step(state, batch)

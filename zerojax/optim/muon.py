@@ -7,6 +7,9 @@ Newton-Schulz on them, and a second all-to-all returns the pieces to their owner
 elements twice, for any number of devices: on N nodes 2 P (N - 1)/N elements per step between all of them,
 while gathering the weights once sends N times as many.
 
+The experts of a layer are as many matrices, which go to a device together. Where the devices of a node have
+experts of their own, pieces of these are on other nodes alone.
+
 Momentum is shaped, sharded and checkpointed like the parameters.
 """
 
@@ -25,6 +28,7 @@ from jaxtyping import Array, Float, Int32, PyTree, Shaped
 from zerojax.comm.in_order import on_mesh
 from zerojax.optim.shard_check import OnLayout
 from zerojax.sharding.layout import ParamLayout
+from zerojax.sharding.mesh import LOCAL
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.zero_config import ZeroConfig
 
@@ -34,9 +38,9 @@ _CONSISTENT_RMS = 0.2
 
 
 def is_hidden_matrix(leaf: ParamLayout) -> bool:
-    """Whether a leaf is a matrix, other than an embedding, whose rows are looked up, or experts' biases."""
+    """Whether a leaf is a matrix, or one for each expert; not an embedding, whose rows are looked up."""
     name = leaf.path[-1]
-    return len(leaf.shape) == 2 and name != "embedding" and not name.endswith("bias")
+    return len(leaf.shape) == 2 + leaf.of_experts and name != "embedding" and not name.endswith("bias")
 
 
 def scale_by_muon(
@@ -57,7 +61,8 @@ def scale_by_muon(
         b1: decay of the first moment of the rest.
         b2: decay of the second moment of the rest.
         eps: added to the root of the second moment of the rest.
-        is_matrix: whether a leaf is updated by Muon; it must have two dimensions in one layer.
+        is_matrix: whether a leaf is updated by Muon; it must have two dimensions in one layer, or three if
+            the first one is that of experts (``leaf.of_experts``).
 
     Returns:
         An optimizer for ``TrainState.create``, which builds the transform for its layout.
@@ -69,8 +74,7 @@ def scale_by_muon(
         labels = to_tree({leaf.path: "muon" if leaf.path in mine else "adam" for leaf in leaves})
         # Orthogonalising needs no more precision than the forward pass, and saves traffic.
         wire = jnp.dtype(zero.compute_dtype)
-        axes = matrices[0].owners if matrices and zero.stage > 0 else ()
-        muon = optax.chain(_momentum(beta), _orthogonalised(mesh, matrices, axes, wire))
+        muon = optax.chain(_momentum(beta), _orthogonalised(mesh, matrices, zero.stage > 0, wire))
         return optax.partition({"muon": muon, "adam": optax.scale_by_adam(b1, b2, eps)}, labels)
 
     return OnLayout(make, is_matrix)
@@ -80,14 +84,19 @@ def by_shape(matrices: Sequence[ParamLayout]) -> list[list[ParamLayout]]:
     """Matrices in groups that are dealt out together."""
     shapes: dict[tuple[int, ...], list[ParamLayout]] = {}
     for leaf in matrices:
-        shapes.setdefault((*leaf.shape, leaf.owned), []).append(leaf)
+        shapes.setdefault((*leaf.shape, leaf.owned, leaf.parts), []).append(leaf)
     return list(shapes.values())
 
 
+def dealt_over(leaf: ParamLayout) -> tuple[str, ...]:
+    """The mesh axes over which the pieces of a matrix are spread, in the order of their owners."""
+    return tuple(axis for axis in leaf.owners if axis != LOCAL or leaf.parts == 1)
+
+
 def most_dealt(same: Sequence[ParamLayout]) -> int:
-    """How many matrices of a group of ``by_shape`` a device gets, if they are spread over devices."""
-    leaf = same[0]
-    return -(-sum(leaf.layers for leaf in same) * leaf.owned // leaf.padded)
+    """How many matrices of a group of ``by_shape`` a device gets; of experts, how many layers' share."""
+    own = same[0].on_device
+    return -(-sum(leaf.layers for leaf in same) * own.owned // own.padded)
 
 
 class MomentumState(NamedTuple):
@@ -119,17 +128,18 @@ def _momentum(beta: float) -> optax.GradientTransformation:
 
 
 def _orthogonalised(
-    mesh: Mesh, matrices: Sequence[ParamLayout], axes: tuple[str, ...], wire: jnp.dtype
+    mesh: Mesh, matrices: Sequence[ParamLayout], sharded: bool, wire: jnp.dtype
 ) -> optax.GradientTransformation:
     """Orthogonalise stored leaves, and scale them by shape."""
     shapes = by_shape(matrices)
-    specs = {leaf.path: leaf.spec(axes) for leaf in matrices}
+    specs = {leaf.path: leaf.spec(leaf.owners if sharded else ()) for leaf in matrices}
 
     def on_device(blocks: dict[Path, Array]) -> dict[Path, Array]:
         result = {}
         for leaves in shapes:
             parts = [blocks[leaf.path].reshape(leaf.layers, -1) for leaf in leaves]
-            rows = _dealt_out(jnp.concatenate(parts), leaves[0], axes, wire)
+            axes = dealt_over(leaves[0]) if sharded else ()
+            rows = _dealt_out(jnp.concatenate(parts), leaves[0].on_device, axes, wire)
             ends = [sum(len(part) for part in parts[: i + 1]) for i in range(len(parts) - 1)]
             for leaf, part in zip(leaves, jnp.split(rows, ends), strict=True):
                 result[leaf.path] = part.reshape(blocks[leaf.path].shape)
@@ -157,7 +167,7 @@ def _dealt_out(
     pieces = _exchange(sent.astype(wire), axes).astype(jnp.float32)
     # The pieces of a matrix in the order of their owners are the whole of it, and padding.
     whole = pieces.transpose(1, 0, 2).reshape(each, -1)
-    done = _orthogonal(whole[:, : leaf.size].reshape(each, *leaf.shape)).reshape(each, -1)
+    done = _orthogonal(whole[:, : leaf.size].reshape(-1, *leaf.shape[-2:])).reshape(each, -1)
     done = jnp.pad(done, ((0, 0), (0, leaf.padded - leaf.size)))
     back = done.reshape(each, devices, -1).transpose(1, 0, 2)
     return _exchange(back.astype(wire), axes).astype(jnp.float32).reshape(devices * each, -1)[:n]

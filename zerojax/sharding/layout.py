@@ -102,6 +102,7 @@ class ParamLayout(ParamShape):
             gradients to all nodes. Else None.
         parts: into how many parts, each padded by itself, a layer's leading axis is cut: 1, or one for each
             device of a node, which gathers no other.
+        of_experts: whether the leading axis of a layer is the expert's.
     """
 
     world: MeshShape
@@ -113,6 +114,7 @@ class ParamLayout(ParamShape):
     frozen: bool = False
     sums: Codec | None = None
     parts: int = 1
+    of_experts: bool = False
 
     @property
     def on_device(self) -> "ParamLayout":
@@ -207,6 +209,7 @@ def make_layout(
     frozen: bool = False,
     in_every_node: bool = False,
     parts: int = 1,
+    of_experts: bool = False,
 ) -> ParamLayout:
     """Lay out one parameter and choose its formats, by ``ZeroConfig.precise`` and its rank.
 
@@ -239,7 +242,7 @@ def make_layout(
     shard = unit * -(-max(1, p.size // parts) // (unit * (world.size // parts)))
     rotation = zero.rotation if not all(codec.raw for codec in grads) else 0
     own = p.path, p.shape, p.dtype, p.stack
-    return ParamLayout(*own, world, shard, weights, grads, rotation, index, frozen, sums, parts)
+    return ParamLayout(*own, world, shard, weights, grads, rotation, index, frozen, sums, parts, of_experts)
 
 
 def without_place(leaf: ParamLayout) -> ParamLayout:

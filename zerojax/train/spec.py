@@ -351,7 +351,14 @@ def lay_out(
     frozen = not adapter and zero.is_frozen(p.name)
     parts = zero.parts_of(p.name, p.shape[0], world.local) if p.of_experts else 1
     make = functools.partial(
-        make_layout, p, index=index, world=world, zero=zero, fp8=fp8, frozen=frozen, parts=parts
+        *(make_layout, p),
+        index=index,
+        world=world,
+        zero=zero,
+        fp8=fp8,
+        frozen=frozen,
+        parts=parts,
+        of_experts=p.of_experts,
     )
     layout = make()
     apart = zero.stage == 3 and world.nodes > 1 and not zero.every and zero.matrix_spread == "node"

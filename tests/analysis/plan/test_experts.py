@@ -27,15 +27,24 @@ CONFIG = GPTConfig(
 )
 
 
-def state(nodes: int, local: int, **zero: object) -> zerojax.TrainState:
+def state(nodes: int, local: int, *, muon: bool = False, **zero: object) -> zerojax.TrainState:
     settings = zerojax.ZeroConfig.preset("delta", **zero)
     mesh = zerojax.make_mesh(nodes, local)
     model = lambda rngs: GPT(CONFIG, rngs=rngs)  # noqa: E731
-    return zerojax.TrainState.abstract(model, optax.sgd(0.1), lm_loss, mesh=mesh, zero=settings)
+    tx = zerojax.scale_by_muon() if muon else optax.sgd(0.1)
+    return zerojax.TrainState.abstract(model, tx, lm_loss, mesh=mesh, zero=settings)
 
 
 @pytest.mark.parametrize(
-    "zero", [{"remat": "none"}, {"remat": "full", "accumulate": 2}, {"experts": "gathered"}], ids=str
+    "zero",
+    [
+        {"remat": "none"},
+        {"remat": "full", "accumulate": 2},
+        {"experts": "gathered"},
+        {"muon": True, "remat": "none", "matrix_spread": "world"},
+        pytest.param({"muon": True, "remat": "none"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_bytes_are_those_of_the_traced_step(zero):
     """Within a node; between nodes nothing of a token."""

@@ -41,7 +41,7 @@ from rich.table import Table
 from zerojax.adapters.nnx_adapter import NNXAdapter
 from zerojax.analysis.plan.work import Work
 from zerojax.formatting import milliseconds, numeric, size
-from zerojax.optim.muon import by_shape, most_dealt
+from zerojax.optim.muon import by_shape, dealt_over, most_dealt
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
 from zerojax.sharding.wire_format import Codec
@@ -251,8 +251,8 @@ def _optimizer_hops(spec: TrainSpec) -> Iterator[_LeafHop]:
     codec = Codec(spec.zero.compute_format, spec.zero.block_size)
     for same in by_shape(spec.matrices):
         leaf, sent = same[0], most_dealt(same) * same[0].owned
-        axis = "node+local" if NODE in leaf.owners else LOCAL
-        yield _LeafHop(leaf, "optimizer", axis, codec, sent, 2 / leaf.layers, coded=False)
+        for axis in ["node+local"] if len(dealt_over(leaf)) > 1 else dealt_over(leaf):
+            yield _LeafHop(leaf, "optimizer", axis, codec, sent, 2 / leaf.layers, coded=False)
 
 
 def hops_table(

@@ -25,6 +25,7 @@ vocabulary, in the loss, when there are logits but no gradients yet (except sums
 the end, when there are the fp32 gradients of the embedding tables; or with Muon in the update.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -258,6 +259,11 @@ def _at_end(spec: TrainSpec, work: Work) -> dict[str, int]:
     }
 
 
+def _in_products(leaf: ParamLayout) -> int:
+    """Elements of the product of a matrix with itself; of experts, of all of these."""
+    return math.prod(leaf.shape[:-2]) * min(leaf.shape[-2:]) ** 2
+
+
 def _in_update(spec: TrainSpec) -> dict[str, int]:
     """In the update, while a device has whole matrices of one shape, as many as it gets of all at most.
 
@@ -267,11 +273,11 @@ def _in_update(spec: TrainSpec) -> dict[str, int]:
     """
     item = jnp.dtype(spec.zero.compute_dtype).itemsize
     shapes = by_shape(spec.matrices) if spec.zero.stage else []
-    dealt = [most_dealt(same) * same[0].padded for same in shapes]
+    dealt = [most_dealt(same) * same[0].on_device.padded for same in shapes]
     one_by_one = [(4 + 4 + item) * elements for elements in dealt]
     crossing = [
         (4 + 4) * elements
-        + 3 * 4 * most_dealt(same) * min(same[0].shape) ** 2
+        + 3 * 4 * most_dealt(same) * _in_products(same[0].on_device)
         + 2 * item * (sum(dealt) - elements)
         for same, elements in zip(shapes, dealt, strict=True)
         if spec.world.nodes > 1 and not same[0].in_every_node
