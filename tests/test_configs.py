@@ -23,6 +23,7 @@ SIZES = {
     "gpt-13b": 12.85e9,
     "gpt-18b": 18.45e9,
     "full": 494.0e6,  # Qwen2.5 0.5B
+    "full-7b": 6.738e9,
     "lora": 7.616e9,  # Qwen2.5 7B
     "qlora": 7.616e9,
 }
@@ -49,11 +50,13 @@ def test_a_config_says_what_it_reaches(name):
 
 
 def test_fine_tuning_trains_all_weights_or_adapters_beside_frozen_ones():
-    found = {name: load_config(FOLDER / f"{name}.toml") for name in ("full", "lora", "qlora")}
+    names = ("full", "full-7b", "lora", "qlora")
+    found = {name: load_config(FOLDER / f"{name}.toml") for name in names}
     rank = {name: config.lora and config.lora.rank for name, config in found.items()}
-    assert rank == {"full": None, "lora": 16, "qlora": 16}
+    assert rank == {"full": None, "full-7b": None, "lora": 16, "qlora": 16}
     frozen = {
         name: (config.to_zero().frozen, config.to_zero().frozen_weights) for name, config in found.items()
     }
-    assert frozen == {"full": ((), None), "lora": (("*",), None), "qlora": (("*",), "nf4")}
+    none = (), None
+    assert frozen == {"full": none, "full-7b": none, "lora": (("*",), None), "qlora": (("*",), "nf4")}
     assert all(config.data.kind == "chat" for config in found.values())

@@ -84,7 +84,7 @@ def test_a_whole_config() -> None:
         "zero_optimization.offload_param",
         "zero_optimization.overlap_comm",
     ]
-    assert "stays on the devices" in result.left_out[3]
+    assert "zero.host keeps it in host memory" in result.left_out[3]
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,13 @@ memory of their own (``zerojax.schedule.sum_storage``). Matrices that the optimi
 take one byte instead of two where they are gathered or copied. Frozen weights have neither masters nor
 gradients: their bytes, in the format in which they are stored, over L. What ``ZeroConfig.host`` names is in
 host memory. Of masters and optimizer the device then has three layers during the update (one arrives, one is
-updated, one leaves) and, of the whole model, what a pass sends: 2 N / D. Of weights there are two layers, of
-activations three, and sums find no place there. Activations depend on the model and
-the batch (``work.py``). With them, the peak is at one of four moments: in the backward pass; with a large
-vocabulary, in the loss, when there are logits but no gradients yet (except sums of earlier micro-batches); at
-the end, when there are the fp32 gradients of the embedding tables; or with Muon in the update.
+updated, one leaves), those of units in no stack two at a time and, of the whole model, what a pass sends:
+2 N / D. Of weights there are two layers, of activations three, and sums find no place there.
+
+Activations depend on the model and the batch (``work.py``). With them, the peak is at one of four moments: in
+the backward pass; with a large vocabulary, in the loss, when there are logits but no gradients yet (except
+sums of earlier micro-batches); at the end, when there are the fp32 gradients of the embedding tables; or in
+the update, with Muon or host memory.
 """
 
 import math
@@ -168,30 +170,34 @@ def _held_bytes(spec: TrainSpec, count: Callable[[PyTree], int]) -> dict[str, in
     return {kind: count(tree) for kind, tree in held.items()}
 
 
-def _here(spec: TrainSpec, held: int, layers: int, *, frozen: bool = False) -> int:
+def _here(spec: TrainSpec, held: int, layers: int, groups: int, *, frozen: bool = False) -> int:
     """Of what is in host memory for some weights, the bytes that are on the device at a time.
-
-    These are some layers of the largest stack, and what belongs to weights in no stack.
 
     Args:
         spec: of the step.
         held: all bytes, of the trained or of the frozen weights.
         layers: of a stack at a time.
+        groups: at a time, the largest; of one that is no stack there is everything.
         frozen: whether it is that of frozen weights.
     """
-    groups = [(group, group.frozen if frozen else group.leaves) for group in spec.groups]
-    owned = [(sum(leaf.owned for leaf in leaves), group) for group, leaves in groups]
-    whole = sum(count * group.layers for count, group in owned)
-    apart = sum(count for count, group in owned if not group.stack)
-    largest = max((count * min(layers, group.layers) for count, group in owned if group.stack), default=0)
-    return held * (apart + largest) // max(1, whole)
+    every = [(group, group.frozen if frozen else group.leaves) for group in spec.groups]
+    sizes = [(sum(leaf.owned for leaf in leaves), group.layers) for group, leaves in every]
+    whole = sum(size * copies for size, copies in sizes)
+    parts = sorted((size * min(layers, copies) for size, copies in sizes), reverse=True)
+    return held * sum(parts[:groups]) // max(1, whole)
 
 
 def _fetched(spec: TrainSpec) -> int:
-    """Weights in host memory that are here during a pass."""
+    """Weights in host memory that are here during a pass: two layers, and those outside units."""
     held = _in_host(spec)
-    trained = _here(spec, held["encoded"], _LAYERS_FETCHED)
-    return trained + _here(spec, held["frozen"], _LAYERS_FETCHED, frozen=True)
+    trained = _here(spec, held["encoded"], _LAYERS_FETCHED, 2)
+    return trained + _here(spec, held["frozen"], _LAYERS_FETCHED, 2, frozen=True)
+
+
+def _updated(spec: TrainSpec) -> int:
+    """Masters and moments in host memory that are here during the update (``zerojax.train.host_update``)."""
+    held = _in_host(spec)
+    return _here(spec, held["parameters"] + held["optimizer"], _LAYERS_UPDATED, 2)
 
 
 def _moved_activations(spec: TrainSpec, work: Work) -> int:
@@ -285,7 +291,7 @@ def _in_update(spec: TrainSpec) -> dict[str, int]:
     return {
         "gradients": _gradients(spec) + _sums_in_nodes(spec),
         "matrices": max([*one_by_one, *crossing], default=0),
-        "streamed": _here(spec, _in_host(spec)["parameters"] + _in_host(spec)["optimizer"], _LAYERS_UPDATED),
+        "streamed": _updated(spec),
     }
 
 

@@ -21,7 +21,7 @@ OPTIMIZERS: dict[str, tuple[str, str | None]] = {
 
 _BUCKETS = "the compiler schedules collectives layer by layer; there is nothing to tune"
 _SCALING = "bfloat16 needs no loss scaling"
-_OFFLOAD = "state stays on the devices: shard it over more of them"
+_OFFLOAD = "zero.host keeps it in host memory; zerojax plan says whether that is needed"
 _SAVING = "checkpoints are whole and unsharded, for any mesh; zerojax export writes them for other programs"
 
 NOTES: dict[str, str] = {
