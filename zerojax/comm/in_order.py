@@ -21,6 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from zerojax.matmul.replay import as_it_is, evaluate
+from zerojax.sharding.memory import in_host
 from zerojax.sharding.mesh import AXES, on_cpus
 
 # XLA takes what these call into the program around them.
@@ -150,7 +151,6 @@ def _communicates(jaxpr: core.Jaxpr) -> bool:
 
 
 def _numbers(values: Sequence[Array]) -> list[Array]:
-    """Those that are neither empty nor arrays of keys."""
-    return [
-        x for x in values if (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jnp.bool_) and np.size(x) > 0
-    ]
+    """Those that one can compute with: neither empty, nor arrays of keys, nor in host memory."""
+    numbers = [x for x in values if jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jnp.bool_]
+    return [x for x in numbers if np.size(x) > 0 and not in_host(x)]

@@ -15,6 +15,10 @@ carries as well what each hop of the gradients sends and receives. A pass that d
 weights one layer ahead and sums gradients one layer behind. Layers with nothing left to fetch, or nothing
 yet to send, are peeled off the loops.
 
+With ``ShardingStrategy.residuals_in_host`` the stacks of what layers keep for the backward pass are in host
+memory. Layer i's part is copied there while layer i computes, as far as it is ready, and comes back while the
+backward pass computes layer i + 1.
+
 If the loss itself contains a gradient, this schedule must be differentiated. Derivatives of any order are
 taken through the same layers run one after another (``_one_by_one``), without overlap of hops and compute.
 """
@@ -38,9 +42,9 @@ from zerojax.schedule.breadth_first import (
     with_batching_rule,
 )
 from zerojax.schedule.gradient_queue import GradientQueue, InFlight
-from zerojax.schedule.partition import inexact, with_float0
+from zerojax.schedule.partition import inexact, partition, with_float0
 from zerojax.schedule.sharded import Sharded, read_by_unit
-from zerojax.schedule.stacked import Index, empty_layers, layer_at, put_layer
+from zerojax.schedule.stacked import Index, empty_layers, large_floats, layer_at, put_layer
 from zerojax.schedule.sum_storage import Stored, SumStorage
 from zerojax.schedule.transforms import Pullback, TracedOnce, pullback, with_derivatives_of
 from zerojax.schedule.unit import (
@@ -57,6 +61,7 @@ from zerojax.schedule.unit import (
     take_apart,
 )
 from zerojax.schedule.weight_prefetcher import Fetching, WeightPrefetcher
+from zerojax.sharding.memory import in_host
 from zerojax.sharding.param_tree import Path
 from zerojax.weights.gather import to_full
 from zerojax.weights.weight import Weight, Weights
@@ -258,12 +263,13 @@ def _forward(run: _Run, args: _ScanArgs) -> _Forward:
     _, after, residual = run.shapes(whole, x, layer_at(state, 0), shared)
     # Filled in place by hand: lax.scan would stack the results of its own iterations, not of peeled ones.
     kept = kept_of(secondary)
-    carry = _ForwardCarry(x, fetching, kept, whole, empty_layers((after, residual, kept), last))
+    on_host = large_floats(residual) if strategy.residuals_in_host else ()
+    stacks = (empty_layers(after, last), empty_layers(residual, last, on_host), empty_layers(kept, last))
+    carry = _ForwardCarry(x, fetching, kept, whole, stacks)
     looped = max(last - 1, 0) if prefetcher.crosses else last
     if looped:
-        carry, _ = lax.scan(
-            lambda c, i: (layer(c, i, crossing=prefetcher.crosses), None), carry, jnp.arange(looped)
-        )
+        # By the loop's own counter: only slices at such an index become copies by DMA.
+        carry = lax.fori_loop(0, looped, lambda i, c: layer(c, i, crossing=prefetcher.crosses), carry)
     for index in range(looped, last):
         carry = layer(carry, index, crossing=False)
     states, residuals, kept = carry.stacks
@@ -323,7 +329,9 @@ class _BackwardCarry(NamedTuple):
         fetching: the weights of earlier layers.
         whole: this layer's weights.
         in_flight: the gradients of later layers.
-        stored: the residuals of this layer and those before it, and the sums that have arrived.
+        stored: the residuals of this layer and those before it that are on the device, and the sums that have
+            arrived.
+        from_host: this layer's other residuals.
     """
 
     cotangent: Arrays
@@ -333,6 +341,7 @@ class _BackwardCarry(NamedTuple):
     whole: Weights
     in_flight: InFlight
     stored: Stored
+    from_host: list[Array]
 
 
 def _backward(
@@ -381,7 +390,8 @@ def _backward(
         """Run a layer's vjp, and move the gradients one stage on; the weights stay where they are."""
         sent, arrived = queue.advance(carry.in_flight, index + 1)
         stored = carry.stored
-        done = run(layer_at(stored.residuals, index), carry.whole, carry.cotangent, index)
+        residual = join(carry.from_host, layer_at(stored.residuals, index))
+        done = run(residual, carry.whole, carry.cotangent, index)
         if arrived is not None:
             # Sums overwrite this layer's residuals: without the barrier the compiler would copy those first.
             done, arrived = lax.optimization_barrier((done, arrived))
@@ -398,28 +408,31 @@ def _backward(
     def layer(carry: _BackwardCarry, index: Index, *, crossing: bool) -> _BackwardCarry:
         fetching, secondary = prefetcher.advance(carry.fetching, index, crossing=crossing)
         whole = to_full(secondary, strategy.weight_dtype)
-        return compute(carry, index)._replace(fetching=fetching, whole=whole)
+        from_host = layer_at(on_host, index - 1)
+        return compute(carry, index)._replace(fetching=fetching, whole=whole, from_host=from_host)
 
-    storage = SumStorage(stacked, unit.sinks)
-    fetching, whole = Fetching(None, (), ()), last_whole
+    on_host, on_device, join = partition(stacked, in_host)
+    storage = SumStorage(on_device, unit.sinks)
+    fetching, whole, from_host = Fetching(None, (), ()), last_whole, []
     if last > 0:
+        from_host = layer_at(on_host, last - 1)
         fetching, secondary = prefetcher.start(last - 1)
         whole = to_full(secondary, strategy.weight_dtype)
     grads, cotangent, own, of_shared = run(last_residual, last_whole, cotangent, last)
     of_state = put_layer(empty_layers(own, last + 1), own, last)
-    in_flight, stored = queue.enqueue(grads, last), storage.start(stacked)
-    carry = _BackwardCarry(cotangent, of_state, of_shared, fetching, whole, in_flight, stored)
+    in_flight, stored = queue.enqueue(grads, last), storage.start(on_device)
+    carry = _BackwardCarry(cotangent, of_state, of_shared, fetching, whole, in_flight, stored, from_host)
     # The loop runs layers `top` - 1 down to `stop`: the layers peeled off before it fill every hop.
     stop = min(2 if prefetcher.crosses else 1, last)
     top = max(last - max(queue.stages - 1, 0), stop)
     for index in range(last - 1, top - 1, -1):
         carry = layer(carry, index, crossing=prefetcher.crosses)
     if top > stop:
-        carry, _ = lax.scan(
-            lambda c, i: (layer(c, i, crossing=prefetcher.crosses), None),
+        carry = lax.fori_loop(
+            0,
+            top - stop,
+            lambda i, c: layer(c, top - 1 - i, crossing=prefetcher.crosses),
             carry._replace(in_flight=queue.prime(carry.in_flight)),
-            jnp.arange(stop, top),
-            reverse=True,
         )
     for index in range(stop - 1, 0, -1):
         carry = layer(carry, index, crossing=False)

@@ -6,7 +6,10 @@ beside the compute, if the index is the loop's own counter (``lax.fori_loop``). 
 writes one stack, the later of the two must depend on the earlier; else XLA copies the whole stack each time.
 """
 
+from collections.abc import Sequence
+
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, PyTree
 
@@ -35,6 +38,32 @@ def put_layer[T: PyTree[Array]](stacked: T, layer: T, index: Index) -> T:
     return jax.tree.map(one, stacked, layer)
 
 
-def empty_layers[T: PyTree[Array]](one: T, layers: int) -> T:
-    """A stack of ``layers`` layers like ``one``, uninitialised: on GPUs nothing is written."""
-    return jax.tree.map(lambda x: lax.empty((layers, *x.shape), x.dtype), one)
+def empty_layers[T: PyTree[Array]](one: T, layers: int, on_host: Sequence[bool] = ()) -> T:
+    """A stack of ``layers`` layers like ``one``, uninitialised: on GPUs nothing is written.
+
+    Args:
+        one: arrays or ShapeDtypeStructs.
+        layers: how many.
+        on_host: whether the stack of each array is in host memory; by default none is.
+    """
+    leaves, structure = jax.tree.flatten(one)
+    stacks = [lax.empty((layers, *x.shape), x.dtype) for x in leaves]
+    if on_host:
+        stacks = [to_host(x) if away else x for x, away in zip(stacks, on_host, strict=True)]
+    return jax.tree.unflatten(structure, stacks)
+
+
+def large_floats(one: PyTree[Array]) -> tuple[bool, ...]:
+    """Which of a layer's arrays are worth a copy to host memory and back.
+
+    Activations: floating-point arrays of at least a 64th of the bytes of the largest. Statistics of norms and
+    of attention, positions, choices of experts and random keys stay on the device: they take a percent of its
+    memory, and each copy has a cost of its own.
+
+    Args:
+        one: arrays or ShapeDtypeStructs.
+    """
+    sizes = [
+        x.size * x.dtype.itemsize if jnp.issubdtype(x.dtype, jnp.floating) else 0 for x in jax.tree.leaves(one)
+    ]
+    return tuple(size > 0 and size * 64 >= max(sizes) for size in sizes)

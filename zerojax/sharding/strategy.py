@@ -64,6 +64,7 @@ class ShardingStrategy:
             they are sent once per step, after the passes.
         in_place: whether products read a layer's weights in their stack (``LayerOperand``): where there are
             few tokens.
+        residuals_in_host: whether a ``Stack`` keeps in host memory what its backward pass needs.
     """
 
     source: Level
@@ -78,6 +79,7 @@ class ShardingStrategy:
     frozen: Literal["primary", "secondary"] = "secondary"
     sums_in_pass: bool = False
     in_place: bool = False
+    residuals_in_host: bool = False
 
     @staticmethod
     def of(zero: ZeroConfig) -> "ShardingStrategy":
@@ -103,6 +105,7 @@ class ShardingStrategy:
             own_stream=_own_stream(zero, keep, grad_level),
             frozen="primary" if zero.frozen_spread == "world" else "secondary",
             sums_in_pass=zero.stage == 3 and grad_level == "primary" and zero.passes == 1,
+            residuals_in_host="activations" in zero.host,
         )
 
     def weight_dtype(self, leaf: ParamLayout) -> jnp.dtype:
