@@ -438,6 +438,11 @@ class ZeroConfig:
                 'ZeroConfig.host=("weights",) alone keeps the fp32 master weights, which are larger, on the '
                 'device: use ("optimizer", "weights").'
             )
+        if "activations" in self.host and self.stage < 3:
+            raise ConfigurationError(
+                'ZeroConfig.host=("activations", ...) moves them layer by layer with the gathers of a Stack, '
+                f"and stage {self.stage} gathers none: use stage 3."
+            )
         if "optimizer" in self.host and (self.stage == 0 or self.every or self.delta_resync):
             setting = "stage=0" if self.stage == 0 else "every" if self.every else "delta_resync"
             raise ConfigurationError(

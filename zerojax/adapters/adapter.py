@@ -70,6 +70,11 @@ class Adapter(Protocol):
         ...
 
     @property
+    def stacks(self) -> frozenset[str]:
+        """Names of the units that are a ``Stack``."""
+        ...
+
+    @property
     def updating(self) -> frozenset[str]:
         """Names of the units that update delta's copies when called (``Sharded.copy``)."""
         ...

@@ -334,6 +334,11 @@ class LinenAdapter:
         )
 
     @property
+    def stacks(self) -> frozenset[str]:
+        """See ``Adapter.stacks``: none, since a Linen module has none."""
+        return frozenset()
+
+    @property
     def updating(self) -> frozenset[str]:
         """See ``Adapter.updating``: none, since a Linen module cannot keep an updated copy."""
         return frozenset()

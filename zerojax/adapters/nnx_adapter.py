@@ -89,6 +89,7 @@ class NNXAdapter:
                 where = "occurs only inside another unit" if inside else "does not occur in the model"
                 raise ConfigurationError(f"ZeroConfig.units: {cls.__name__} {where}.")
         self.parameters = _parameters(abstract, found)
+        self.stacks = frozenset(unit.name for unit in found if unit.prefetching)
         self.updating = _updating(found)
         for unit in found:
             unit.module.__class__ = _gathering_class(type(unit.module))

@@ -365,6 +365,7 @@ def _backward(
     unit, shared = args.unit, args.shared
     strategy = unit.strategy
     stacked, gathered, last_residual, last_whole = kept
+    assert stacked is not None
     assert last_residual is not None
     # Secondary partitions that the forward pass kept stand in for weights at lower levels.
     stand_in = iter(gathered)
@@ -408,7 +409,12 @@ def _backward(
     def layer(carry: _BackwardCarry, index: Index, *, crossing: bool) -> _BackwardCarry:
         fetching, secondary = prefetcher.advance(carry.fetching, index, crossing=crossing)
         whole = to_full(secondary, strategy.weight_dtype)
-        from_host = layer_at(on_host, index - 1)
+        stacks = on_host
+        if isinstance(index, int) and on_host:
+            # The layers that are peeled off would all be fetched at once, and wait on the device.
+            stacks, cotangent = lax.optimization_barrier((on_host, carry.cotangent))
+            carry = carry._replace(cotangent=cotangent)
+        from_host = layer_at(stacks, index - 1)
         return compute(carry, index)._replace(fetching=fetching, whole=whole, from_host=from_host)
 
     on_host, on_device, join = partition(stacked, in_host)

@@ -63,7 +63,6 @@ def large_floats(one: PyTree[Array]) -> tuple[bool, ...]:
     Args:
         one: arrays or ShapeDtypeStructs.
     """
-    sizes = [
-        x.size * x.dtype.itemsize if jnp.issubdtype(x.dtype, jnp.floating) else 0 for x in jax.tree.leaves(one)
-    ]
+    leaves = jax.tree.leaves(one)
+    sizes = [x.size * x.dtype.itemsize if jnp.issubdtype(x.dtype, jnp.floating) else 0 for x in leaves]
     return tuple(size > 0 and size * 64 >= max(sizes) for size in sizes)

@@ -263,6 +263,11 @@ def build(
             'accumulate_order="breadth" runs micro-batches through one unit after another, and no unit is '
             "named: name the model's block classes in ZeroConfig.units, or use zerojax.Stack."
         )
+    if "activations" in zero.host and not adapter.stacks:
+        raise ConfigurationError(
+            'ZeroConfig.host=("activations", ...) moves what a zerojax.Stack keeps for its backward pass, '
+            "and the model has none: stack its blocks (an NNX model), or leave the activations on the device."
+        )
     groups = tuple(ParamGroup(unit, *_of_unit(unit, layouts, units)) for unit in dict.fromkeys(units))
     if zero.stage == 3 and all(unit is None for unit in units):
         warnings.warn(

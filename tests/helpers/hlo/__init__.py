@@ -9,6 +9,7 @@ gathers to int8 and bf16 reductions to fp32.
 """
 
 from hlo.collectives import HloCollective, collectives
+from hlo.host import HostCopy, host_copies
 from hlo.memory import CompiledMemory, memory
 from hlo.moves import MOVES, Movement, movements
 from hlo.text import HloError
@@ -18,8 +19,10 @@ __all__ = [
     "CompiledMemory",
     "HloCollective",
     "HloError",
+    "HostCopy",
     "Movement",
     "collectives",
+    "host_copies",
     "memory",
     "movements",
 ]

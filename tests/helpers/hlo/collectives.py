@@ -122,7 +122,7 @@ def _split(
         raise HloError(f"{instruction.name} is in a loop of unknown trip count")
     arrays, hides_behind, covers = instruction.arrays, 0, 0.0
     if visit.instruction.opcode.endswith("-start"):
-        done, hides_behind, covers = _done(program, visit.computation, visit.instruction)
+        done, hides_behind, covers = until_done(program, visit.computation, visit.instruction)
         if instruction is visit.instruction:
             arrays = done.arrays
     if op == "collective-permute":
@@ -141,7 +141,9 @@ def _split(
     ]  # fmt: skip
 
 
-def _done(program: Program, computation: Computation, start: Instruction) -> tuple[Instruction, int, float]:
+def until_done(
+    program: Program, computation: Computation, start: Instruction
+) -> tuple[Instruction, int, float]:
     """The instruction that ends an asynchronous one, and the compute between the two.
 
     As a number of instructions, and as the fraction of all matmuls of the computation; a loop counts as all
