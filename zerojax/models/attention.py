@@ -127,7 +127,9 @@ def full_attention(
         ConfigurationError: FlashAttention-4, which is for causal attention here, or a softcap with cuDNN.
     """
     if kernel == "auto":
-        kernel = "xla" if segments is not None else _fastest(query, softcap, masked=False)
+        # cuDNN has gradients for even lengths only.
+        plain = segments is None and query.shape[1] % 2 == key.shape[1] % 2 == 0
+        kernel = _fastest(query, softcap, masked=False) if plain else "xla"
     if kernel == "flash_attention_4" or (kernel == "cudnn" and softcap is not None):
         raise ConfigurationError(f'the kernel "{kernel}" cannot do this attention: leave it out, or "xla"')
     if softcap is None and (segments is None or kernel == "cudnn"):

@@ -1,0 +1,104 @@
+#!/usr/bin/env python3
+"""Measure training steps whose rows are shared by the GPUs of one host (``ZeroConfig.sequence_parallel``).
+
+    python3 scripts/bench/long_rows.py                        # about 2 minutes on two H100
+    python3 scripts/bench/long_rows.py 32768:1:2 524288:2:1   # TOKENS:GPUS A ROW:ROWS, one after another
+    python3 scripts/bench/long_rows.py --small                # what runs on a CPU, in small
+
+Blocks of LLaMA 3 8B, few of them, with AdamW, stage 3 and remat "full", on random tokens. The second case has
+the rows of the first, each on all GPUs: the losses are equal within rounding, and the difference of the times
+is what the exchange of heads costs. For each case: the first loss, milliseconds of a step, tokens/s of all
+GPUs, the share of their peak that model FLOPs take (causal attention counts half of the square, and nothing
+twice), and peak memory of the process so far. What fails prints its error, and the rest goes on.
+"""
+
+import argparse
+import statistics
+import time
+
+import jax
+import numpy as np
+import optax
+
+import zerojax
+from zerojax.analysis.gpus import find_gpu
+from zerojax.models import GPT, GPTConfig, lm_loss
+from zerojax.models.config import attended_tokens, flops_per_token
+
+DEFAULT = ("32768:1:N", "32768:N:N", "131072:N:1", "262144:N:1")
+SMALL = ("64:1:N", "64:N:N", "256:N:1")
+
+
+def shape(length: int, layers: int, *, small: bool) -> GPTConfig:
+    """The model, for rows of a length."""
+    return GPTConfig(
+        vocab_size=512 if small else 32000,
+        layers=layers,
+        d_model=64 if small else 4096,
+        heads=8 if small else 32,
+        kv_heads=2 if small else 8,
+        ffn=128 if small else 14336,
+        norm="rms",
+        positions="rope",
+        mlp="swiglu",
+        tied=False,
+        biases=False,
+        max_seq_len=length,
+    )
+
+
+def measure(config: GPTConfig, sharing: int, rows: int, steps: int, kind: str) -> str:
+    """One case, as a line of a table."""
+    length, devices = config.max_seq_len, jax.device_count()
+    zero = zerojax.ZeroConfig(sequence_parallel=sharing)
+    state = zerojax.TrainState.create(
+        lambda rngs: GPT(config, rngs=rngs),
+        optax.adamw(1e-4),
+        lm_loss,
+        mesh=zerojax.make_mesh(1, devices),
+        zero=zero,
+    )
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (rows, length + 1), np.int32)
+    seconds, losses = [], []
+    for _ in range(steps + 1):
+        start = time.perf_counter()
+        state, metrics = zerojax.train_step(state, {"tokens": tokens})
+        losses.append(float(metrics["loss"]))
+        seconds.append(time.perf_counter() - start)
+    step, every = statistics.median(seconds[1:]), rows * length
+    square = 12 * config.attention_width * attended_tokens(config, length)
+    flops = every * (flops_per_token(config, length) - square / 2)
+    used = flops / step / devices / find_gpu(kind).flops
+    stats = jax.devices()[0].memory_stats() or {}
+    return (
+        f"| {length:,} | {rows} | {sharing} | {losses[0]:.5f} | {1e3 * step:,.1f} | {every / step:,.0f} | "
+        f"{used:.1%} | {stats.get('peak_bytes_in_use', 0) / 1e9:.1f} | {seconds[0]:.0f} |"
+    )
+
+
+def main() -> None:
+    """Parse the command line, and print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("cases", nargs="*", help="tokens of a row, GPUs that share it, rows: 131072:2:1")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=2, help="timed, after one that compiles")
+    parser.add_argument("--gpu", default="h100", help="whose peak counts")
+    parser.add_argument("--small", action="store_true")
+    options = parser.parse_args()
+    print(f"{jax.device_count()} x {jax.devices()[0].device_kind}, {options.layers} layers")
+    names = "tokens of a row | rows | GPUs a row | first loss | step, ms | tokens/s | of the peak | GB"
+    print(f"| {names} | first step, s |")
+    print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    for case in options.cases or (SMALL if options.small else DEFAULT):
+        length, sharing, rows = map(int, case.replace("N", str(jax.device_count())).split(":"))
+        try:
+            config = shape(length, options.layers, small=options.small)
+            print(measure(config, sharing, rows, options.steps, options.gpu), flush=True)
+        except Exception as error:  # a case that does not fit must not cost the others
+            print(f"| {length} | - | {sharing} | {type(error).__name__}: {str(error)[:200]} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
