@@ -19,7 +19,7 @@ take one byte instead of two where they are gathered or copied. Frozen weights h
 gradients: their bytes, in the format in which they are stored, over L. What ``ZeroConfig.host`` names is in
 host memory. Of masters and optimizer the device then has three layers during the update (one arrives, one is
 updated, one leaves), those of units in no stack two at a time and, of the whole model, what a pass sends:
-2 N / D. Of weights there are two layers, of activations three, and sums find no place there.
+2 N / D. Of weights there are two layers, of activations the last and two others; sums find no place there.
 
 Activations depend on the model and the batch (``work.py``). With them, the peak is at one of four moments: in
 the backward pass; with a large vocabulary, in the loss, when there are logits but no gradients yet (except
@@ -65,7 +65,7 @@ KINDS = {
 
 _LAYERS_UPDATED = 3
 _LAYERS_FETCHED = 2
-_LAYERS_KEPT = 3
+_LAYERS_MOVED = 2
 
 
 @dataclass(frozen=True)
@@ -201,18 +201,19 @@ def _updated(spec: TrainSpec) -> int:
 
 
 def _moved_activations(spec: TrainSpec, work: Work) -> int:
-    """Bytes of activations that stacks keep in host memory."""
+    """Bytes of activations that stacks keep in host memory: those of all layers but the last."""
     if "activations" not in spec.zero.host:
         return 0
-    stacked = sum(group.layers for group in spec.unit_groups if group.stack)
-    return work.kept * _together(spec) * stacked // max(1, sum(group.layers for group in spec.unit_groups))
+    moved = sum(group.layers - 1 for group in spec.unit_groups if group.stack)
+    return work.kept * _together(spec) * moved // max(1, sum(group.layers for group in spec.unit_groups))
 
 
 def _kept(spec: TrainSpec, work: Work) -> int:
     """Bytes of activations that are kept on the device, or on their way."""
     moved = _moved_activations(spec, work)
-    layers = max((group.layers for group in spec.unit_groups if group.stack), default=1)
-    return work.kept * _together(spec) - moved + moved * min(_LAYERS_KEPT, layers) // layers
+    others = max((group.layers - 1 for group in spec.unit_groups if group.stack), default=0)
+    on_their_way = moved * min(_LAYERS_MOVED, others) // max(1, others)
+    return work.kept * _together(spec) - moved + on_their_way
 
 
 def _in_backward(spec: TrainSpec, work: Work | None) -> dict[str, int]:
