@@ -265,6 +265,18 @@ FAMILIES: dict[str, Any] = {
     "olmoe": transformers.OlmoeConfig(
         **TINY | {"num_key_value_heads": 4}, pad_token_id=0, num_experts=6, num_experts_per_tok=3
     ),
+    "glm4-moe": transformers.Glm4MoeConfig(
+        **TINY | {"num_hidden_layers": 3},
+        head_dim=8,
+        pad_token_id=0,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        n_shared_experts=2,
+        moe_intermediate_size=12,
+        routed_scaling_factor=1.5,
+        attention_bias=True,
+        use_qk_norm=True,
+    ),
     "gpt-oss": transformers.GptOssConfig(
         **TINY | {"intermediate_size": 16},
         head_dim=16,
@@ -312,7 +324,11 @@ def make_model(config: Any, dtype: torch.dtype) -> torch.nn.Module:
             # Gemma's norms multiply by 1 + weight.
             around = float(is_norm and not config.model_type.startswith("gemma"))
             parameter.copy_(around * name.endswith("weight") + 0.2 * torch.randn_like(parameter))
-    return model.to(dtype).eval()
+    model = model.to(dtype).eval()
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # which files have in fp32
+            buffer.data = 0.2 * torch.randn(buffer.shape)
+    return model
 
 
 @torch.no_grad()

@@ -54,6 +54,9 @@ SHAPE: dict[str, dict[str, Any]] = {
     "qwen3_moe": _LLAMA_SHAPE
     | {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12},
     "olmoe": _LLAMA_SHAPE | {"num_experts": 6, "num_experts_per_tok": 3},
+    "glm4_moe": _LLAMA_SHAPE
+    | {"num_key_value_heads": 2, "n_routed_experts": 6, "num_experts_per_tok": 3}
+    | {"moe_intermediate_size": 12},
     "gpt_oss": _LLAMA_SHAPE
     | {"num_key_value_heads": 2, "num_local_experts": 6, "num_experts_per_tok": 3}
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
@@ -130,6 +133,10 @@ MODELS |= {
     "qwen3_moe": like_llama(**_EXPERTS, ffn=12, qk_norm=True, router_normalise=False),
     "olmoe": like_llama(
         **_EXPERTS, kv_heads=None, norm_eps=1e-5, qk_norm=True, qk_norm_joint=True, router_normalise=False
+    ),
+    "glm4_moe": like_llama(
+        **_EXPERTS, ffn=12, dense_layers=(0,), dense_ffn=24, shared_ffn=12, router="sigmoid",
+        router_balance_rate=0.001, norm_eps=1e-5, rope_fraction=0.5,
     ),
     "gpt_oss": like_llama(
         **_EXPERTS, head_width=64, norm_eps=1e-5, mlp="swiglu_clamped", biases=True, attention_sinks=True,
@@ -305,6 +312,23 @@ KEYS: dict[str, dict[str, tuple[Any, Any]]] = {
         "use_sliding_window": (False, True),
     },
     "olmoe": _OLMO | {"clip_qkv": (None, 8.0), "norm_topk_prob": (False, True)},
+    "glm4_moe": _LIKE_LLAMA
+    | {
+        "attention_bias": (False, True),
+        "first_k_dense_replace": (1, 0),
+        "n_group": (1, 2),
+        "n_shared_experts": (1, 2),
+        "norm_topk_prob": (True, False),
+        "partial_rotary_factor": (0.5, 1.0),
+        "rms_norm_eps": (1e-5, 1e-6),
+        "rope_scaling": (
+            {"type": "default", "partial_rotary_factor": 0.5},
+            {"type": "linear", "factor": 2.0},
+        ),
+        "routed_scaling_factor": (1.0, 2.5),
+        "topk_group": (1, 2),
+        "use_qk_norm": (False, True),
+    },
     "gpt_oss": {
         "attention_bias": (True, False),
         "head_dim": (64, 8),
@@ -358,6 +382,7 @@ UNUSED = {
         *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
     },
     "qwen3_moe": {"max_window_layers"},
+    "glm4_moe": {"num_nextn_predict_layers", "num_mtp_layers"},
     "gpt_oss": {"experts_per_token", "initial_context_length"},
     "gemma2": {"cache_implementation", "sliding_window_size"},
     "gemma3_text": {"cache_implementation", "_sliding_window_pattern"},

@@ -1,9 +1,11 @@
-"""Mixtures of experts: Mixtral, Qwen3-MoE, OLMoE and gpt-oss.
+"""Mixtures of experts: Mixtral, Qwen3-MoE, OLMoE, GLM-4.5 and gpt-oss.
 
-The files of the first three have three matrices for each expert. transformers 5 holds the experts of a layer
+The files of all but the last have three matrices for each expert. transformers 5 holds the experts of a layer
 in two tensors, but reads and writes the same files. gpt-oss' files have these two tensors, in which the
 outputs of gate and up take turns.
 """
+
+from dataclasses import replace
 
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface.config_keys import ConfigKeys
@@ -60,6 +62,29 @@ def _write_dense_layers(model: GPTConfig) -> Fields:
     dense = model.dense_layers
     widths = {"intermediate_size": model.of_layer(dense[0]).ffn_width} if dense else {}
     return {"decoder_sparse_step": 1, "mlp_only_layers": list(dense)} | widths
+
+
+def _first_dense(keys: ConfigKeys, found: Fields) -> Fields:
+    """The first layers have no experts, and intermediate_size is theirs."""
+    dense = tuple(range(min(keys.take("first_k_dense_replace", int, 1), found["layers"])))
+    return {"dense_layers": dense, "dense_ffn": found["ffn"] if dense else None}
+
+
+def _write_first_dense(model: GPTConfig) -> Fields:
+    dense = model.dense_layers
+    if dense != tuple(range(len(dense))):
+        raise ConfigurationError(f"model.dense_layers = {dense}, but this family has the first layers")
+    widths = {"intermediate_size": model.of_layer(0).ffn_width} if dense else {}
+    return {"first_k_dense_replace": len(dense)} | widths
+
+
+def _shared_experts(model: GPTConfig) -> int:
+    count, rest = divmod(model.shared_ffn, model.ffn_width)
+    if rest or not count:
+        raise ConfigurationError(
+            f"model.shared_ffn = {model.shared_ffn}, but this family has a multiple of ffn, {model.ffn_width}"
+        )
+    return count
 
 
 _NORMALISE = key("norm_topk_prob", "router_normalise", bool, False)
@@ -133,6 +158,33 @@ GPT_OSS = like_llama(
     biases=True,
     attention_sinks=True,
 )
+PREDICTING = "num_nextn_predict_layers"
+"""The key of layers that predict further tokens, which are not read."""
+GLM4_MOE = like_llama(
+    SILU,
+    key("attention_bias", "qkv_biases", bool, False),
+    key("use_qk_norm", "qk_norm", bool, False),
+    Entry(_first_dense, _write_first_dense, lambda _: dict.fromkeys(("dense_layers", "dense_ffn"), ANY)),
+    key("moe_intermediate_size", "ffn", written="ffn_width"),
+    *_mixture("n_routed_experts"),
+    key(
+        *("n_shared_experts", "shared_ffn", int, 1),
+        decode=lambda count, found: count * found["ffn"],
+        written=_shared_experts,
+    ),
+    key("norm_topk_prob", "router_normalise", bool, True),
+    key("routed_scaling_factor", "router_scale", float, 1.0),
+    Entry(  # files have the biases of the choice, and not how they move
+        lambda *_: {"router_balance_rate": 0.001},
+        allowed=lambda model: {"router_balance_rate": model.router_balance_rate or "above 0"},
+    ),
+    only("n_group", 1),
+    only("topk_group", 1),
+    Entry(lambda keys, _: keys.unused(PREDICTING, "num_mtp_layers"), lambda _: {PREDICTING: 0}),
+    norm_eps=1e-5,
+    rotary=rope(fraction=0.5),
+    router="sigmoid",
+)
 _FUSED = "mlp.experts.gate_up_proj"
 GPT_OSS_NAMES = Names(
     LLAMA_BLOCK,
@@ -147,4 +199,10 @@ GPT_OSS_NAMES = Names(
         "mlp/up_bias": Bare(f"{_FUSED}_bias", transposed=False, turn=1),
         "mlp/down_bias": Bare("mlp.experts.down_proj_bias", transposed=False),
     },
+)
+_SHARED = {f"mlp/shared/{name}": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
+GLM4_MOE_NAMES = replace(
+    _names("mlp", "gate_proj", "up_proj", "down_proj", **QK_NORMS, **_SHARED),
+    bare=QWEN3_MOE_NAMES.bare
+    | {"mlp/choice_bias": Bare("mlp.gate.e_score_correction_bias", transposed=False)},
 )

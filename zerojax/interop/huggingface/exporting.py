@@ -15,7 +15,6 @@ from zerojax.interop.huggingface.families import Family, describe_model, read_mo
 from zerojax.interop.huggingface.importing import TENSORS
 from zerojax.interop.huggingface.load import load_params
 from zerojax.interop.huggingface.mapping import TensorParts
-from zerojax.interop.huggingface.mxfp4 import without_quantization
 from zerojax.interop.huggingface.quantized import QuantizedFiles, WeightFormat
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles, SafetensorWriter, TensorSpec
 from zerojax.interop.huggingface.save import cast, each_tensor, tensor_specs
@@ -75,10 +74,11 @@ def plan_export(state: TrainState, config: RunConfig, folder: RunFolder, dtype: 
         family, values = describe_model(config.model)
         prefix = family.prefix
     else:
-        values = without_quantization(read_config_json(imported))
+        values = read_config_json(imported)
         family, model, _ = read_model(values, str(imported / "config.json"))
         if config.model != model_section(model, config.model):
             raise ConfigurationError(f"{imported} and {folder.config} describe different models")
+        values = family.exported(values)
         dtypes = json.loads((imported / TENSORS).read_text(encoding="utf-8"))
         prefix = family.prefix_in(dtypes)
     named = wanted or "float32"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface import experts, gemma, glm, llama, olmo, qwen
+from zerojax.interop.huggingface import experts, gemma, glm, llama, mxfp4, olmo, qwen
 from zerojax.interop.huggingface.config_keys import ConfigKeys
 from zerojax.interop.huggingface.config_table import Table, check_fields, read_fields, write_keys
 from zerojax.interop.huggingface.gpt2 import GPT2, GPT2_NAMES
@@ -31,6 +31,8 @@ class Family:
         names: of its modules.
         prefix: of the tensors' names; files of a model without its head leave it out.
         buffers: patterns of the names of tensors in old files that hold no weights.
+        predicts: whether files may have layers behind the last one, which predict further tokens and are not
+            read.
         linear: whether its kernels are ``torch.nn.Linear``, which compressed-tensors can quantize.
     """
 
@@ -41,6 +43,7 @@ class Family:
     names: Names = LLAMA_NAMES
     prefix: str = "model."
     buffers: tuple[str, ...] = (r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+    predicts: bool = False
     linear: bool = True
 
     def read(self, keys: ConfigKeys) -> GPTConfig:
@@ -60,6 +63,11 @@ class Family:
         check_fields(self.table, model, self.label)
         return write_keys(self.table, model)
 
+    def exported(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The config.json of an imported model, without what is not imported."""
+        kept = {name: value for name, value in values.items() if name != mxfp4.KEY}
+        return kept | ({experts.PREDICTING: 0} if self.predicts else {})
+
     def parts(self, model: GPTConfig, prefix: str) -> TensorParts:
         """The tensors of each leaf, for a model and the prefix of their names."""
         return self.names.parts(model, prefix)
@@ -73,8 +81,11 @@ class Family:
         """The prefix of the names in a file: the family's, or none."""
         return self.prefix if any(name.startswith(self.prefix) for name in names) else ""
 
-    def is_buffer(self, name: str) -> bool:
-        """Whether the tensor of this name is a mask or a table that the model computes itself."""
+    def is_left_out(self, name: str, layers: int) -> bool:
+        """Whether a model of so many layers does without the tensor of this name."""
+        behind = re.match(r"(?:model\.)?layers\.(\d+)\.", name) if self.predicts else None
+        if behind is not None and int(behind[1]) >= layers:
+            return True
         return any(re.fullmatch(pattern, name) for pattern in self.buffers)
 
 
@@ -107,6 +118,10 @@ FAMILIES = {
         Family("Mixtral", "mixtral", "MixtralForCausalLM", experts.MIXTRAL, experts.MIXTRAL_NAMES),
         Family("Qwen3-MoE", "qwen3_moe", "Qwen3MoeForCausalLM", experts.QWEN3_MOE, experts.QWEN3_MOE_NAMES),
         Family("OLMoE", "olmoe", "OlmoeForCausalLM", experts.OLMOE, experts.QWEN3_MOE_NAMES),
+        Family(
+            *("GLM-4.5", "glm4_moe", "Glm4MoeForCausalLM", experts.GLM4_MOE, experts.GLM4_MOE_NAMES),
+            predicts=True,
+        ),
         Family("gpt-oss", "gpt_oss", "GptOssForCausalLM", experts.GPT_OSS, experts.GPT_OSS_NAMES),
     )
 }

@@ -3,10 +3,18 @@
 import json
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from zerojax.errors import ConfigurationError, disk_errors
-from zerojax.interop.huggingface.load import Files, check_tensors, load_base, load_params, load_weights
+from zerojax.interop.huggingface.load import (
+    Files,
+    check_tensors,
+    load_base,
+    load_params,
+    load_state,
+    load_weights,
+)
 from zerojax.interop.huggingface.mxfp4 import open_weights
 from zerojax.interop.huggingface.source import FREE, ModelFolder, is_model, model_section
 from zerojax.interop.huggingface.tokenizer_files import KEPT, copy_files
@@ -125,6 +133,7 @@ def import_model(source: ModelFolder, config: RunConfig, folder: RunFolder) -> T
         run_on_process_zero(lock.take)
         run_on_process_zero(lambda: _write_new(source, files, folder))
         state = begin_with(state, load_params(state.spec, files, parts), config.train.seed)
+        state = load_state(state, files, parts)
         mesh = state.spec.mesh
         record = Record(config=spelled_out(config), mesh=(mesh.shape["node"], mesh.shape["local"]))
         with Checkpoints(folder.checkpoints) as checkpoints:
@@ -150,7 +159,8 @@ def _write_files(source: ModelFolder, files: Files, folder: RunFolder) -> None:
     """Write the run's tokenizer, and the files that an export needs to write the same model back."""
     folder.huggingface.mkdir(exist_ok=True)
     copy_files(source.folder, folder.huggingface, ("config.json", *KEPT))
-    dtypes = {name: spec.dtype for name, spec in files.specs.items() if not source.family.is_buffer(name)}
+    left_out = partial(source.family.is_left_out, layers=source.model.layers)
+    dtypes = {name: spec.dtype for name, spec in files.specs.items() if not left_out(name)}
     (folder.huggingface / TENSORS).write_text(json.dumps(dtypes, indent=1) + "\n", encoding="utf-8")
     if source.tokenizer is not None:
         folder.tokenizer.parent.mkdir(exist_ok=True)

@@ -19,6 +19,7 @@ from zerojax.interop.huggingface.mapping import (
     place_of,
     tensors_at,
     tensors_of,
+    tensors_of_state,
 )
 from zerojax.interop.huggingface.mxfp4 import Mxfp4Files, open_weights
 from zerojax.interop.huggingface.safetensors_files import TensorSpec
@@ -90,9 +91,11 @@ def load_weights(state: TrainState, folder: Path | str, *, new: str | None = Non
     """
     state = load_base(state, folder, new=new)
     check_there(state)
+    files, parts = _open(state.spec, Path(folder), new)
+    state = load_state(state, files, parts)
     if all(leaf.frozen for leaf in state.spec.weights):
         return state
-    found = from_tree(load_params(state.spec, *_open(state.spec, Path(folder), new), new=new))
+    found = from_tree(load_params(state.spec, files, parts, new=new))
     return state.replace(params=to_tree(from_tree(state.params) | found))
 
 
@@ -132,6 +135,9 @@ def check_tensors(
     """
     leaves = _model_weights(train_spec, new)
     needed = {tensor.name: tensor for leaf in leaves for tensor in tensors_of(leaf, parts)}
+    kept = tensors_of_state(train_spec.adapter.abstract_model_state, parts)
+    needed |= {tensor.name: tensor for *_, tensor in kept}
+    layers = 1 + max(tensor.place[1] or 0 for tensor in needed.values())
     replaced = {part.name for name in parts if name.partition("/")[0] == new for part in parts[name]}
     for name, tensor in needed.items():
         if name not in files.specs:
@@ -146,9 +152,28 @@ def check_tensors(
                 f"{name} is of dtype {spec.dtype}: weights are one of {', '.join(FLOATS)}"
             )
     known = needed.keys() | replaced
-    unknown = [name for name in files.specs if name not in known and not family.is_buffer(name)]
+    unknown = [name for name in files.specs if name not in known and not family.is_left_out(name, layers)]
     if unknown:
         raise ConfigurationError(f"nothing is imported: the model has no {', '.join(sorted(unknown)[:4])}")
+
+
+def load_state(state: TrainState, files: Files, parts: TensorParts) -> TrainState:
+    """The state with what the model keeps besides its weights from checked files, if they have some of it.
+
+    Args:
+        state: filled or abstract.
+        files: of the model.
+        parts: of its family.
+    """
+    found: dict[str, np.ndarray] = {}
+    for name, layer, tensor in tensors_of_state(state.model_state, parts):
+        whole = found.setdefault(name, np.zeros(state.model_state[name].shape, np.float32))
+        whole[() if layer is None else layer] = files.read(tensor.name)
+    placed = {
+        name: jax.make_array_from_callback(x.shape, state.model_state[name].sharding, x.__getitem__)
+        for name, x in found.items()
+    }
+    return state.replace(model_state=state.model_state | placed)
 
 
 def load_params(train_spec: TrainSpec, files: Files, parts: TensorParts, *, new: str | None = None) -> PyTree:

@@ -6,9 +6,10 @@ not. A tensor may hold those of other leaves as well, side by side or in turns. 
 (experts, in, out), and a tensor holds the matrix of one expert, or those of all, one behind the other.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import jax
 import numpy as np
 
 from zerojax.models import GPTConfig
@@ -103,7 +104,7 @@ class Names:
     Attributes:
         block: ours -> theirs, of the modules in a block. There may be more leaves than a model has: those of
             biases are always among them.
-        bare: the same of parameters in a block that have a tensor of their own.
+        bare: the same of parameters, and state, in a block that have a tensor of their own.
         layers: what the names of a block's modules begin with.
         embed: the token embedding.
         norm: the norm after the last block.
@@ -260,6 +261,26 @@ def tensors_of(leaf: ParamLayout, parts: TensorParts) -> Iterator[Tensor]:
     """Every tensor of a leaf, layer by layer."""
     for layer in layers_of(leaf):
         yield from tensors_at(place_of(leaf, layer), leaf.shape, parts)
+
+
+def tensors_of_state(
+    model_state: Mapping[str, jax.Array | jax.ShapeDtypeStruct], parts: TensorParts
+) -> Iterator[tuple[str, int | None, Tensor]]:
+    """The tensors of what a model keeps besides its weights, such as the biases of a router's choice.
+
+    Args:
+        model_state: as in ``TrainState``.
+        parts: of the family.
+
+    Yields:
+        An array's name, the index of a layer if it is stacked, and the tensor.
+    """
+    for name, x in model_state.items():
+        path = tuple(name.split("/"))
+        stacked = "block" in path[1:3]
+        for layer in range(x.shape[0]) if stacked else (None,):
+            for tensor in tensors_at(place_at(path, layer), x.shape[stacked:], parts):
+                yield name, layer, tensor
 
 
 def tensors_at(place: Place, shape: Shape, parts: TensorParts) -> Iterator[Tensor]:

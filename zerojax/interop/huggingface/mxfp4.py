@@ -4,9 +4,7 @@ Of a tensor NAME of (experts, in, out) the files have NAME_blocks, (experts, out
 e2m1 codes, the lower one first, and NAME_scales, (experts, out, in / 32) exponents of two with a bias of 127.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import Shaped
@@ -20,26 +18,21 @@ from zerojax.validation.untrusted import short
 _BLOCK = 32
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _VALUES = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
-_KEY, _METHOD = "quantization_config", "mxfp4"
+KEY, _METHOD = "quantization_config", "mxfp4"
 _CODES, _SCALES = "_blocks", "_scales"
 
 
 def _check_method(keys: ConfigKeys, found: Fields) -> None:
     del found
-    values = keys.take(_KEY, dict, {})
+    values = keys.take(KEY, dict, {})
     if values.get("quant_method", _METHOD) != _METHOD:
         raise ConfigurationError(
-            f"{_KEY} of quant_method = {short(values['quant_method'])} is not supported, only {_METHOD!r}"
+            f"{KEY} of quant_method = {short(values['quant_method'])} is not supported, only {_METHOD!r}"
         )
 
 
 QUANTIZATION = Entry(_check_method)
 """The key of files with such tensors, which are exported without it."""
-
-
-def without_quantization(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of the same model in full precision."""
-    return {name: value for name, value in values.items() if name != _KEY}
 
 
 class Mxfp4Files:

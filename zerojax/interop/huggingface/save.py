@@ -19,6 +19,7 @@ from zerojax.interop.huggingface.mapping import (
     place_of,
     tensors_at,
     tensors_of,
+    tensors_of_state,
 )
 from zerojax.interop.huggingface.safetensors_files import DTYPES, TensorSpec
 from zerojax.matmul.lora import merged
@@ -39,13 +40,17 @@ def tensor_specs(
         parts: of its family.
         dtypes: of tensors by name, if known; the second copy of a tied matrix is written only if it is among
             them.
-        default: dtype of the others.
+        default: dtype of the others; what is no weight is fp32.
     """
-    return {
+    weights = {
         tensor.name: TensorSpec(dtypes.get(tensor.name, default), tensor.shape)
         for leaf in spec.weights
         for tensor in tensors_of(leaf, parts)
         if tensor.part.required or tensor.name in dtypes
+    }
+    kept = tensors_of_state(spec.adapter.abstract_model_state, parts)
+    return weights | {
+        tensor.name: TensorSpec(dtypes.get(tensor.name, "F32"), tensor.shape) for *_, tensor in kept
     }
 
 
@@ -67,6 +72,8 @@ def each_tensor(state: TrainState, parts: TensorParts) -> Iterator[tuple[Tensor,
                 whole = merged(whole, factors[0], factors[1], spec.lora, leaf.name)
             for tensor in tensors_at(place_of(leaf, layer), leaf.shape, parts):
                 yield tensor, tensor.of(whole)
+    for name, layer, tensor in tensors_of_state(state.model_state, parts):
+        yield tensor, np.asarray(state.model_state[name])[() if layer is None else layer]
 
 
 def gather_layer(
