@@ -6,7 +6,7 @@ import pytest
 
 from zerojax import ZeroConfig
 from zerojax.analysis.gpus import GPUS
-from zerojax.analysis.plan import Cluster, predict_memory
+from zerojax.analysis.plan import Cluster, foresee, predict_memory
 from zerojax.analysis.plan.cluster import on_world
 from zerojax.analysis.plan.host_choice import choose_host
 from zerojax.analysis.plan.memory import KINDS, PredictedMemory
@@ -133,3 +133,18 @@ def test_a_host_without_room_is_no_place():
     small = dataclasses.replace(there, gpu=GPUS["h200"], host_memory=5e9)
     full = choose_host("zero3", ZeroConfig(host=("activations",)), small, predicted, None)
     assert full.advice.startswith("zero3 does not fit in the memory of its hosts: each needs 11.8 GB")
+
+
+def test_ways_that_do_not_go_with_host_memory_are_left_out(spec):
+    """A stack of activations there needs stage 3; local updates keep their optimizer on the device."""
+
+    def names(*host):
+        where = Cluster(2, 2, GPUS["h100"], 1e9)
+        there = on_world(spec, MeshShape(2, 2), spec.zero.replace(host=host))
+        found = foresee(there, MODEL, where, sequences=1, length=LENGTH, optimizer="adamw")
+        return {forecast.name for forecast in found.forecasts if " in breadth" not in forecast.name}
+
+    every = {"zero3", "zero++", "delta", "local", "stage 1", "stage 2"}
+    assert names() == every
+    assert names("activations") == every - {"stage 1", "stage 2"}
+    assert names("optimizer") == every - {"local"}

@@ -97,6 +97,24 @@ def test_compiled_memory_with_muon_is_as_planned(name, spread):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_compiled_memory_with_activations_in_host_memory(remat):
+    """In both memories."""
+    config = dataclasses.replace(
+        LLAMA_70B, layers=16, d_model=2048, heads=16, kv_heads=None, ffn=5504, max_seq_len=4096
+    )
+    zero = zerojax.ZeroConfig(remat=remat, host=("activations",))
+    with aot.cudnn_assumed():
+        state, compiled = compiled_gpt(config, zero, 1, 2)
+    work = work_of(state.spec, config, sequences=1, length=config.max_seq_len)
+    memory = predict_memory(state.spec, work, workspace=GPUS["h100"].workspace)
+    assert hlo.memory(compiled).peak == pytest.approx(memory.total, rel=0.05)
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    assert analysis.host_temp_size_in_bytes == pytest.approx(memory.host_total, rel=0.01)
+
+
+@pytest.mark.slow
 def test_compiled_memory_with_copies_and_gathered_layers_in_fp8():
     delta = SETTINGS["delta"] | {"matmul_dtype": "fp8"}
     state, compiled = compiled_step(zerojax.ZeroConfig.preset(delta.pop("preset"), **delta))

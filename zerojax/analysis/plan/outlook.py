@@ -48,9 +48,9 @@ class Forecast:
     Attributes:
         name: "zero3", "zero++", "delta", "local", "stage 1", "stage 2", or "as configured"; with several
             micro-batches also "zero3 in breadth" and so on (``ZeroConfig.accumulate_order``). The stages
-            below 3 have no fp8 matmuls. With frozen weights there are no such stages, and with
-            ``frozen_spread="world"`` only zero3. With one node, or the optimizer in host memory, there is
-            no "local".
+            below 3 have no fp8 matmuls. With frozen weights, or activations in host memory, there are no such
+            stages, and with ``frozen_spread="world"`` only zero3. With one node, or the optimizer in host
+            memory, there is no "local".
         every: as ``ZeroConfig.every``; 0 without local updates.
         memory: peak of one device in a step.
         fits: whether the memory is within the GPU's budget, and that in host memory within the host's.
@@ -210,7 +210,7 @@ def _ways(own: ZeroConfig, cluster: Cluster) -> Iterator[tuple[str, ZeroConfig]]
         yield name, zero3.replace(**preset)
         if own.accumulate > 1:
             yield name + IN_BREADTH, zero3.replace(**preset, accumulate_order="breadth")
-    if not own.frozen:
+    if not own.frozen and "activations" not in own.host:
         for stage in (1, 2):
             yield f"stage {stage}", zero3.replace(stage=stage, matmul_dtype="compute", fp8=MATMUL_WEIGHTS)
 
