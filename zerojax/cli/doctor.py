@@ -171,9 +171,10 @@ def _host(runs: Path) -> Rows:
     rows = [
         ("processors", str(psutil.cpu_count())),
         ("memory", f"{free_host_memory() / 2**30:.0f} of {memory.total / 2**30:.0f} GiB free"),
-        ("page-locked", f"a process may have {host_limit() / 2**30:.0f} GiB for arrays ({LIMIT})"),
         ("disk", f"{disk.free / 2**30:.0f} of {disk.total / 2**30:.0f} GiB free for {runs}"),
     ]
+    if on_gpus(jax.devices()):
+        rows.append(("page-locked", f"at most {host_limit() / 2**30:.0f} GiB a process ({LIMIT})"))
     try:
         with tempfile.TemporaryFile(dir=place) as file:
             file.write(b"zerojax")
