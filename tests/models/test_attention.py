@@ -110,13 +110,14 @@ def test_grouped_attention_equals_repeated_heads():
     np.testing.assert_allclose(causal_attention(q, k, v), repeated, atol=1e-6)
 
 
-def test_a_policy_that_saves_attention_runs_its_cudnn_kernel_once(monkeypatch):
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
+def test_a_policy_that_saves_attention_runs_its_cudnn_kernel_once(sinks, monkeypatch):
     # Traced only: neither cuDNN nor a GPU is needed for the program's text.
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
 
     def layer(weight, x):
         q = (x @ weight).reshape(2, 128, 4, 64)
-        out = causal_attention(q, q[:, :, :2], q[:, :, 2:], "cudnn")
+        out = causal_attention(q, q[:, :, :2], q[:, :, 2:], "cudnn", sinks=sinks)
         return jnp.sin(out.reshape(2, 128, 256) @ weight)
 
     def kernels(policy):

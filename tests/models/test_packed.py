@@ -165,13 +165,16 @@ def test_kernels_keep_segments_apart(kernel, most, kv_heads):
     inputs = [
         jax.random.normal(k, (3, 256, n, 64)) for k, n in zip(keys, (8, kv_heads, kv_heads), strict=True)
     ]
+    inputs += [jnp.linspace(-2, 4, 8)] if kv_heads == 2 else []
     half = [x.astype(jnp.bfloat16) for x in inputs]
 
-    def loss(q, k, v, kernel):
-        out = causal_attention(q, k, v, kernel, documents, window=40, windowed=jnp.array(True))
+    def loss(kernel, q, k, v, sinks=None):
+        options = {"window": 40, "windowed": jnp.array(True), "sinks": sinks}
+        out = causal_attention(q, k, v, kernel, documents, **options)
         return jnp.sum(out.astype(jnp.float32) * jnp.cos(jnp.arange(64.0)))
 
-    ours = jax.jit(jax.grad(loss, argnums=(0, 1, 2)), static_argnums=3)(*half, kernel)
-    theirs = jax.grad(loss, argnums=(0, 1, 2))(*(x.astype(jnp.float32) for x in half), "xla")
+    wanted = range(1, 1 + len(inputs))
+    ours = jax.jit(jax.grad(loss, argnums=wanted), static_argnums=0)(kernel, *half)
+    theirs = jax.grad(loss, argnums=wanted)("xla", *(x.astype(jnp.float32) for x in half))
     for mine, exact in zip(ours, theirs, strict=True):
         assert float(jnp.linalg.norm(mine.astype(jnp.float32) - exact) / jnp.linalg.norm(exact)) < 0.01
