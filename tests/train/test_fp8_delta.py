@@ -19,7 +19,7 @@ from zerojax.train.gathering import averaged
 
 ROWS = 24
 DELTA = zerojax.ZeroConfig.preset(
-    "delta", matmul_dtype="fp8", compute_dtype="float32", rounding="nearest", block_size=64
+    "delta", matmul_dtype="fp8", compute_dtype="float32", rounding="nearest", rotation=0, block_size=64
 ).__dict__
 DELTA = {key: value for key, value in DELTA.items() if key != "units"}
 
