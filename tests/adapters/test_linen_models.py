@@ -278,7 +278,13 @@ class Nested(linen.Module):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"stage": 2}, {"accumulate": 2, "accumulate_order": "breadth"}], ids=str
+    "options",
+    [
+        {},
+        pytest.param({"stage": 2}, marks=pytest.mark.slow),
+        {"accumulate": 2, "accumulate_order": "breadth"},
+    ],
+    ids=str,
 )
 def test_layers_in_nested_loops(options):
     model = Nested()

@@ -105,7 +105,9 @@ STORED_CALLS = {
 
 
 @needs_triton
-@pytest.mark.parametrize("kind", ["NVIDIA A100", "NVIDIA H100", "NVIDIA B200"])
+@pytest.mark.parametrize(
+    "kind", ["NVIDIA A100", "NVIDIA H100", pytest.param("NVIDIA B200", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", STORED_CALLS)
 def test_nf4_lowers_without_a_gpu(name, kind):
     call, shape = STORED_CALLS[name]
@@ -142,8 +144,17 @@ def test_casts_lower_where_chip_and_shape_allow(kind, shape, kernel):
 
 
 @needs_triton
-@pytest.mark.parametrize("kind", ["NVIDIA A100", "NVIDIA B200"])
-@pytest.mark.parametrize("name", ["encode rotated", "decode", "decode_sum_encode"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("encode rotated", "NVIDIA A100"),
+        ("decode_sum_encode", "NVIDIA B200"),
+        pytest.param("encode rotated", "NVIDIA B200", marks=pytest.mark.slow),
+        pytest.param("decode_sum_encode", "NVIDIA A100", marks=pytest.mark.slow),
+        pytest.param("decode", "NVIDIA A100", marks=pytest.mark.slow),
+        pytest.param("decode", "NVIDIA B200", marks=pytest.mark.slow),
+    ],
+)
 def test_kernel_lowers_for_other_chips(name, kind):
     call, *shapes = CALLS[name]("int4")
     assert CALL in lowered(call, *shapes, kind=kind)

@@ -128,7 +128,7 @@ def by_class(model: Any, batch: Any) -> Any:
 @pytest.mark.parametrize(
     ("style", "mesh", "options"),
     [
-        ("linen", (2, 2), {"accumulate": 3}),
+        pytest.param("linen", (2, 2), {"accumulate": 3}, marks=pytest.mark.slow),
         ("stack", (3, 2), {"accumulate": 2, "accumulate_order": "breadth"}),
     ],
     ids=str,

@@ -59,7 +59,7 @@ def limits(losses: list[float]) -> list[float]:
 @pytest.mark.parametrize(
     ("nodes", "local", "zero"),
     [
-        (1, 1, {"stage": 0}),
+        pytest.param(1, 1, {"stage": 0}, marks=pytest.mark.slow),
         (2, 4, {"accumulate": 3}),
         pytest.param(3, 2, {"stage": 2}, marks=pytest.mark.slow),
         pytest.param(4, 2, {**LOSSY, "accumulate": 3}, marks=pytest.mark.slow),

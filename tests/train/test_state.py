@@ -317,7 +317,7 @@ def test_tied_parameters_count_once_and_collect_all_their_gradients(outside):
         pytest.param(1, True, marks=pytest.mark.slow),
         pytest.param(2, False, marks=pytest.mark.slow),
         (2, True),
-        (4, True),
+        pytest.param(4, True, marks=pytest.mark.slow),
     ],
 )
 def test_stacks_of_few_layers(layers, hpz):

@@ -95,7 +95,7 @@ def test_a_plan_knows_them_too():
     assert cluster.flops(jnp.float32) == cluster.flops("fp32") == cluster.flops("bf16") / 2
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_a_loss_sees_weights_in_the_compute_dtype(stage):
     """Weights in units and outside units."""
     case, seen = CASES["nnx"], {}
