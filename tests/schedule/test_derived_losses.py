@@ -123,6 +123,9 @@ EXACT_DELTA = {"hpz": True, "weights_delta": True, "weights": "fp32", "local_wei
         (Stacked, both, (2, 4), {"hpz": True, "remat": "none"}),
         pytest.param(Stacked, both, (3, 2), {"remat": "attention"}, marks=pytest.mark.slow),
         pytest.param(Stacked, both, (2, 2), EXACT_DELTA, marks=pytest.mark.slow),
+        pytest.param(
+            Stacked, both, (2, 2), {"remat": "none", "host": ("activations",)}, marks=pytest.mark.slow
+        ),
         pytest.param(TWO_LAYERS, third_derivative, (2, 1), {}, marks=pytest.mark.slow),
         pytest.param(
             Stacked,

@@ -8,6 +8,8 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, PyTree
 
+from zerojax.sharding.memory import in_host, to_host
+
 
 class Pullback(Protocol):
     """What ``jax.vjp`` returns: a pytree of residuals that maps cotangents back.
@@ -73,7 +75,9 @@ def with_derivatives_of[T: PyTree[Array]](
 
     def backward(residuals: tuple[tuple[PyTree[Array], ...], T], cotangents: T) -> tuple[PyTree[Array], ...]:
         args, result = residuals
-        return jax.vjp(functools.partial(plain, result), *args)[1](cotangents)
+        found = jax.vjp(functools.partial(plain, result), *args)[1](cotangents)
+        # JAX's zeros for what `plain` does not read are on the device.
+        return jax.tree.map(lambda x, arg: to_host(x) if in_host(arg) else x, found, args)
 
     run.defvjp(forward, backward)
     return run
