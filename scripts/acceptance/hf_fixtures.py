@@ -107,6 +107,19 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "target_modules": ["o_proj", "embed_tokens", "lm_head"],
         "modules_to_save": ["model.norm", "1.mlp.gate_proj"],
     },
+    "families/mixtral": {
+        "r": 2,
+        "lora_alpha": 3,
+        "target_modules": ["o_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    },
+    "families/gpt-oss": {
+        "r": 2,
+        "lora_alpha": 3,
+        "rank_pattern": {"gate_up_proj": 3},
+        "target_modules": [],
+        "target_parameters": ["mlp.experts.gate_up_proj"],
+    },
     "families/phi3": {
         "r": 4,
         "lora_alpha": 6,

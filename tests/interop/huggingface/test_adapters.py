@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import peft_by_hand
@@ -403,6 +404,42 @@ def test_an_adapter_comes_back_as_it_was(loaded: Loaded, tmp_path: Path):
     assert ours.keys() == theirs.keys()
     for name, x in theirs.items():
         np.testing.assert_array_equal(ours[name], x, err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["mixtral", pytest.param("gpt-oss", marks=pytest.mark.slow)])
+def test_adapters_of_experts_come_back_as_they_were(name: str, tmp_path: Path):
+    source, files = ModelFolder.open(FIXTURES / "families" / name), ADAPTERS / name
+    loaded = Loaded(name, source, load_adapter(created(source, files), files, source.model))
+    test_logits_with_all_that_peft_has(loaded)
+    out = loaded.export(tmp_path / "out")
+    about, before = map(peft_by_hand.settings, (out, files))
+    same = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules", "target_parameters")
+    assert {key: about[key] for key in same} == {key: before[key] for key in same}
+    ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (out, files))
+    assert ours.keys() == theirs.keys()
+    for key, x in theirs.items():
+        np.testing.assert_array_equal(ours[key], x, err_msg=key)
+    # With an A each, gate and up are side by side in one parameter, and come apart again.
+    changed = jax.tree.map(lambda x: x + jnp.cos(jnp.arange(x.size)).reshape(x.shape), loaded.state.params)
+    other = loaded.state.replace(params=changed)
+    export_adapter(other, source.model, tmp_path / "other", base=str(source.folder))
+    again = load_adapter(loaded.state, tmp_path / "other", source.model)
+    gathered = (from_tree(zerojax.gather_adapters(x)) for x in (again, other))
+    for mine, first in zip(*(x.values() for x in gathered), strict=True):
+        np.testing.assert_array_equal(mine, first)
+    assert adapter_lora(tmp_path / "other", source.model) == other.spec.lora
+
+
+def test_what_cannot_hold_adapters_of_experts_is_refused(tmp_path: Path):
+    source, files = ModelFolder.open(FIXTURES / "families" / "mixtral"), ADAPTERS / "mixtral"
+    state = abstract(source.model, LoRA(rank=2, targets=("*out/kernel", "*/gate", "*/up")))
+    with pytest.raises(ZeroError, match=r"an adapter of rank 2 for 'block/mlp/down' of block 0"):
+        load_adapter(state, files, source.model)
+    shutil.copytree(files, tmp_path / "files")
+    about = peft_by_hand.settings(files) | {"target_parameters": ["mlp.router.weight"]}
+    (tmp_path / "files" / "adapter_config.json").write_text(json.dumps(about))
+    with pytest.raises(ZeroError, match=r"target_parameters = .*router.weight.* is not supported"):
+        adapter_lora(tmp_path / "files", source.model)
 
 
 def test_a_fused_module_is_trained_on(tmp_path: Path):

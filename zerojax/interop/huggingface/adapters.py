@@ -1,7 +1,7 @@
 """Moves adapters between train states and the files of PEFT."""
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -9,9 +9,11 @@ import numpy as np
 from jaxtyping import Float32
 
 from zerojax.errors import ConfigurationError
+from zerojax.interop.huggingface import peft_experts
 from zerojax.interop.huggingface.exporting import EXPORT_DTYPES, new_folder
 from zerojax.interop.huggingface.families import FAMILIES, Family, describe_model, fitting, read_model
 from zerojax.interop.huggingface.mapping import layers_of, place_of
+from zerojax.interop.huggingface.peft_experts import ExpertFactor
 from zerojax.interop.huggingface.peft_files import (
     KINDS,
     WEIGHTS,
@@ -34,7 +36,7 @@ from zerojax.interop.huggingface.peft_files import (
 from zerojax.interop.huggingface.safetensors_files import SafetensorWriter, TensorSpec
 from zerojax.interop.huggingface.save import cast, gather_layer
 from zerojax.interop.huggingface.source import CONFIG, is_model, read_config_json
-from zerojax.matmul.lora import A, B, LoRA, Piece, input_axes
+from zerojax.matmul.lora import A, B, LoRA, Piece
 from zerojax.models import GPTConfig
 from zerojax.run.build import is_first
 from zerojax.run.checkpoints import read_manifest
@@ -106,6 +108,14 @@ def export_adapter(
         a, b = side_by_side(factors, parts[tensor][0].outputs, factors[0].scale)
         tensors |= {key_of(module, name): x.T for name, x in zip(KINDS, (a, b), strict=True)}
         ranks[module], alphas[module] = len(b), alpha_for(lora, len(b), factors[0].scale)
+    parameters = list[str]()
+    for parameter, module, adapted_ones, factor in _experts_of(spec, own, model, values):
+        wrapper = peft_experts.wrapped(module, parameter, adapted_ones)
+        pair = zip(KINDS, peft_experts.to_files(factor), strict=True)
+        tensors |= {key_of(wrapper, name): x for name, x in pair}
+        name, rank = f"{module}.{parameter}", factor.b.shape[1]
+        ranks[name], alphas[name] = rank, alpha_for(lora, rank, factor.scale)
+        parameters = adapted_ones
     for tensor in parts:
         if tensor in trained or module_of(tensor) in whole:
             tensors[whole_keys(tensor)[module_of(tensor) in targets]] = _whole(state, parts[tensor])
@@ -115,6 +125,7 @@ def export_adapter(
         _by_ends(alphas, lora.alpha),
         "none" if not biases else "lora_only" if biases <= {*targets} else "all",
         target_modules(whole, modules),
+        parameters,
     )
     ends = target_modules(targets, modules)
     with new_folder(out) as draft:
@@ -209,7 +220,11 @@ def load_adapter(state: TrainState, folder: Path, model: GPTConfig) -> TrainStat
             new |= {part.path: x for part, x in zip(pair, (a, b), strict=True)}
             for layer in layers_of(leaf):
                 at = () if layer is None else (layer,)
-                _fill(spec, leaf, a[at], b[at], found.factors.get(place_of(leaf, layer), []))
+                place = place_of(leaf, layer)
+                if leaf.of_experts:
+                    _fill_experts(_scale_of_experts(spec, leaf), a[at], b[at], found.experts.get(place))
+                else:
+                    _fill(spec, leaf, a[at], b[at], found.factors.get(place, []))
         if any(place_of(leaf, layer) in found.given for layer in layers_of(leaf)):
             new[leaf.path] = _with_given(state, leaf, found)
     placed: dict[param_tree.Path, jax.Array] = {}
@@ -264,11 +279,8 @@ def _pieces_in(spec: TrainSpec, part: Tensor) -> list[Piece]:
     leaf, _ = _leaves(spec)[part.place]
     if spec.lora is None or leaf.path not in spec.adapters:
         return []
-    if not input_axes(leaf.name, leaf.shape):
-        raise ConfigurationError(
-            f"the adapter of the experts {leaf.name!r} has no place in PEFT's files: merge it into the "
-            "model, which zerojax export does without --adapter."
-        )
+    if leaf.of_experts:  # whose tensors are others: see _experts_of
+        return []
     pieces, own = spec.lora.pieces_of(leaf.name, leaf.shape[-1]), part.columns
     return [one for one in pieces if one.columns.start < own.stop and own.start < one.columns.stop]
 
@@ -290,6 +302,45 @@ def _factors_within(spec: TrainSpec, part: Tensor, values: Arrays) -> list[Facto
         columns = piece.columns
         factors.append(Factor(a[:, piece.ranks], b[: piece.rank, columns], columns.start, piece.scale))
     return within(factors, part.columns, part.rows.start)
+
+
+def _scale_of_experts(spec: TrainSpec, leaf: ParamLayout) -> float:
+    """What the adapters of a weight of experts are multiplied by.
+
+    Raises:
+        ConfigurationError: its columns have several, which PEFT does not have.
+    """
+    assert spec.lora is not None
+    pieces = spec.lora.pieces_of(leaf.name, leaf.shape[-1])
+    if len(pieces) != 1:
+        raise ConfigurationError(
+            f"lora.pieces gives {leaf.name!r} several adapters, and PEFT has one for the experts of a layer: "
+            "merge them into the model, which zerojax export does without --adapter"
+        )
+    return pieces[0].scale
+
+
+def _experts_of(
+    spec: TrainSpec, family: Family, model: GPTConfig, values: Arrays
+) -> Iterator[tuple[str, str, list[str], ExpertFactor]]:
+    """The adapters of experts: the parameter, its module, all such parameters, and what they hold."""
+    leaves = _leaves(spec)
+
+    def factor_of(name: str, layer: int) -> ExpertFactor | None:
+        leaf, index = leaves[peft_experts.place(name, layer)]
+        if leaf.path not in spec.adapters:
+            return None
+        a, b = (values[*leaf.path, kind][() if index is None else index] for kind in (A, B))
+        return ExpertFactor(a, b, _scale_of_experts(spec, leaf))
+
+    for layer, module in peft_experts.modules(family, model):
+        found = {
+            parameter: {name: own for name in names if (own := factor_of(name, layer)) is not None}
+            for parameter, names in peft_experts.PARAMETERS.items()
+        }
+        adapted = [parameter for parameter, own in found.items() if own]
+        for parameter in adapted:
+            yield parameter, module, adapted, peft_experts.joined(parameter, found[parameter], family, model)
 
 
 def _by_ends[T](values: Mapping[str, T], default: T) -> dict[str, T]:
@@ -343,6 +394,14 @@ def _check_fits(spec: TrainSpec, found: PeftAdapter) -> None:
             raise ConfigurationError(
                 f"the state has adapters for fewer columns of {place[0]!r} than {found.folder}: {way_out}"
             )
+    for place, factor in sorted(found.experts.items(), key=lambda item: item[0]):
+        leaf = leaves[place][0] if place in leaves else None
+        pair = () if leaf is None else spec.adapters.get(leaf.path, ())
+        if leaf is None or not pair or pair[0].shape[-1] < factor.a.shape[-1]:
+            raise ConfigurationError(
+                f"{found.folder} has an adapter of rank {factor.a.shape[-1]} for {place[0]!r} of block "
+                f"{place[1]}, and the state has none of such a rank: {way_out}"
+            )
     for place in sorted(found.given, key=str):
         leaf = leaves[place][0] if place in leaves else None
         if leaf is None or leaf.frozen:
@@ -363,6 +422,15 @@ def _fill(spec: TrainSpec, leaf: ParamLayout, a: np.ndarray, b: np.ndarray, fact
             first, second = side_by_side(own, width, piece.scale)
             a[:, piece.ranks.start :][:, : len(second)] = first
             b[: len(second), piece.columns] = second
+
+
+def _fill_experts(scale: float, a: np.ndarray, b: np.ndarray, given: ExpertFactor | None) -> None:
+    """Put those of one layer of a weight of experts into its adapter, which has this scale."""
+    b[...] = 0
+    if given is not None:
+        rank = given.b.shape[1]
+        a[..., :rank] = given.a
+        b[:, :rank] = given.b * np.float32(given.scale / scale)
 
 
 def _with_given(state: TrainState, leaf: ParamLayout, found: PeftAdapter) -> Float32[np.ndarray, "..."]:

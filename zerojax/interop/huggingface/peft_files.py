@@ -21,10 +21,12 @@ from flax import nnx
 from jaxtyping import Float32
 
 from zerojax.errors import ConfigurationError
+from zerojax.interop.huggingface import peft_experts
 from zerojax.interop.huggingface.config_keys import REQUIRED, ConfigKeys
 from zerojax.interop.huggingface.families import Family, fitting
 from zerojax.interop.huggingface.load import FLOATS
 from zerojax.interop.huggingface.mapping import Place, Shape, Tensor, place_at, tensors_at
+from zerojax.interop.huggingface.peft_experts import ExpertFactor
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
 from zerojax.interop.huggingface.source import read_config_json
 from zerojax.matmul.lora import LoRA
@@ -200,6 +202,7 @@ class Settings(NamedTuple):
         alphas: other alphas, likewise.
         bias: "none", "all" or "lora_only": which biases are in the files.
         saved: ends of the names of modules that are in the files as a whole.
+        parameters: those of experts that have adapters, of ``peft_experts.PARAMETERS``.
     """
 
     lora: LoRA
@@ -207,6 +210,7 @@ class Settings(NamedTuple):
     alphas: Mapping[str, float]
     bias: str
     saved: Sequence[str]
+    parameters: Sequence[str] = ()
 
     @classmethod
     def read(cls, folder: Path) -> "Settings":
@@ -225,6 +229,10 @@ class Settings(NamedTuple):
         own = {field: keys.take(*option) for field, option in _OPTIONS.items()}
         ranks, alphas = (keys.take(f"{name}_pattern", dict, {}) for name in ("rank", "alpha"))
         saved, bias = keys.take("modules_to_save", list, []), keys.take("bias", str, "none")
+        named = keys.take("target_parameters", list, [])
+        parameters = [name for name in peft_experts.PARAMETERS if any(_ends(x, name) for x in named)]
+        if len(parameters) < len(named):
+            keys.only("target_parameters", *(f"{peft_experts.MODULE}.{x}" for x in peft_experts.PARAMETERS))
         keys.finish(f"{_MERGE}, as zerojax lacks these options")
         try:
             lora = LoRA(**own)
@@ -234,7 +242,8 @@ class Settings(NamedTuple):
                 raise ConfigurationError(f"modules_to_save = {short(saved)} should be names of modules")
         except ConfigurationError as error:
             raise ConfigurationError(f"{folder / CONFIG}: {error}") from error
-        return cls(lora, ranks, {pattern: float(x) for pattern, x in alphas.items()}, bias, tuple(saved))
+        factors = {pattern: float(x) for pattern, x in alphas.items()}
+        return cls(lora, ranks, factors, bias, tuple(saved), parameters)
 
     def write(self, folder: Path, targets: Sequence[str], family: Family, base: str | None) -> None:
         """Write adapter_config.json.
@@ -256,6 +265,7 @@ class Settings(NamedTuple):
             "peft_type": "LORA",
             "rank_pattern": {re.escape(end): x for end, x in self.ranks.items()},
             "target_modules": list(targets),
+            "target_parameters": [f"{peft_experts.MODULE}.{name}" for name in self.parameters] or None,
             "task_type": "CAUSAL_LM",
         }
         text = json.dumps(values, indent=2, sort_keys=True)
@@ -271,6 +281,12 @@ class Settings(NamedTuple):
         module = module_of(tensor)
         biases = self.bias == "all" or (self.bias == "lora_only" and module in adapted)
         return (tensor.endswith(".bias") and biases) or module.endswith(tuple(self.saved))
+
+
+def _ends(name: object, parameter: str) -> bool:
+    """Whether a name in ``target_parameters`` is that of a parameter of experts."""
+    whole = f".{peft_experts.MODULE}.{parameter}"
+    return (isinstance(name, str) and whole.endswith(f".{name}")) or str(name).endswith(whole)
 
 
 def _by_pattern[T](values: Mapping[str, T], module: str, default: T) -> T:
@@ -321,6 +337,7 @@ class PeftAdapter:
         settings: of adapter_config.json.
         shapes: of all weights of the model, by name.
         factors: of each weight that has an adapter.
+        experts: of each weight of experts that has an adapter.
         given: of each weight that is trained as a whole.
     """
 
@@ -333,9 +350,10 @@ class PeftAdapter:
         """
         self.folder, self.settings, self.shapes = folder, Settings.read(folder), weight_shapes(model)
         self.factors: dict[Place, list[Factor]] = {}
+        self.experts: dict[Place, ExpertFactor] = {}
         self.given: dict[Place, list[Given]] = {}
         self._files = SafetensorFiles(folder, WEIGHTS)
-        self._tensors = self._tensors_of_files(model)
+        family, self._tensors = self._tensors_of_files(model)
         self._adapted = {
             module_of(x) for x in self._tensors if self._files.specs.keys() & _adapter_keys(module_of(x))
         }
@@ -349,13 +367,19 @@ class PeftAdapter:
                 in_block = all(part.place[0].startswith("block/") for part in parts)
                 take = self._take_factors if in_block else self._add_product
                 take(module_of(tensor), parts)
+        for parameter in self.settings.parameters:
+            for layer, module in peft_experts.modules(family, model):
+                self._take_experts(parameter, layer, module, family, model)
         self._check()
 
     @property
     def lora(self) -> LoRA:
         """The settings of adapters that hold these, each of its own rank and scale."""
-        names = sorted({name for name, _ in self.factors})
-        pieces = [piece for name in names for piece in self._pieces(name)]
+        own = sorted({name for name, _ in self.factors})
+        of_experts = sorted({name for name, _ in self.experts})
+        pieces = [piece for name in own for piece in self._pieces(name)]
+        pieces += [piece for name in of_experts for piece in self._piece_of_experts(name)]
+        names = own + of_experts
         return replace(self.settings.lora, targets=tuple(map(path_pattern, names)), pieces=tuple(pieces))
 
     @property
@@ -380,15 +404,27 @@ class PeftAdapter:
         if [piece[1:] for piece in found] != [(0, lora.rank, lora.alpha)]:
             yield from found
 
-    def _tensors_of_files(self, model: GPTConfig) -> dict[str, list[Tensor]]:
-        """The tensors of the first family with this model that has all modules of the files."""
+    def _piece_of_experts(self, name: str) -> Iterator[tuple[str, int, int, float]]:
+        """The ``LoRA.pieces`` of a weight of experts."""
+        layers = [factor for (own, _), factor in self.experts.items() if own == name]
+        lora, rank = self.settings.lora, max(factor.b.shape[1] for factor in layers)
+        alpha = alpha_for(lora, rank, layers[0].scale)
+        if (rank, alpha) != (lora.rank, lora.alpha):
+            yield path_pattern(name), 0, rank, alpha
+
+    def _tensors_of_files(self, model: GPTConfig) -> tuple[Family, dict[str, list[Tensor]]]:
+        """The first family with this model that has all modules of the files, and its tensors."""
         first: tuple[Family, str] | None = None
         for family in fitting(model):
             parts = tensors_of_model(family, model)
             known = {key for tensor in parts for key in whole_keys(tensor)}
             known |= {key for tensor in parts for key in _adapter_keys(module_of(tensor))}
+            adapted = self.settings.parameters
+            for _, module in peft_experts.modules(family, model) if adapted else ():
+                wrappers = (peft_experts.wrapped(module, parameter, adapted) for parameter in adapted)
+                known |= {key_of(wrapper, kind) for wrapper in wrappers for kind in KINDS}
             if not (unknown := self._files.specs.keys() - known):
-                return parts
+                return family, parts
             first = first or (family, min(unknown))
         if first is None:
             raise ConfigurationError("no Hugging Face family fits this model")
@@ -426,6 +462,21 @@ class PeftAdapter:
             if own.a.shape[1]:
                 self.factors.setdefault(part.place, []).append(own)
 
+    def _take_experts(
+        self, parameter: str, layer: int, module: str, family: Family, model: GPTConfig
+    ) -> None:
+        """The adapters of a parameter of a layer's experts."""
+        rank, scale = self.settings.of(f"{module}.{parameter}")
+        inputs, outputs = model.d_model, len(peft_experts.PARAMETERS[parameter]) * model.ffn_width
+        if parameter == "down_proj":
+            inputs, outputs = outputs, inputs
+        wrapper = peft_experts.wrapped(module, parameter, self.settings.parameters)
+        stacked = rank * model.experts
+        a, b = self._pair(wrapper, KINDS, (stacked, inputs), (outputs, stacked))
+        both = peft_experts.from_files(a.T, b.T, model.experts, scale)
+        for name, factor in peft_experts.split(parameter, both, family, model):
+            self.experts[peft_experts.place(name, layer)] = factor
+
     def _add_product(self, module: str, parts: Sequence[Tensor]) -> None:
         """An adapter of an embedding or a head, which is added to the weight."""
         rank, scale = self.settings.of(module)
@@ -442,7 +493,7 @@ class PeftAdapter:
 
     def _check(self) -> None:
         """Refuse what the files lack, and weights of which they have two kinds of values."""
-        if not self.factors:
+        if not self.factors and not self.experts:
             raise ConfigurationError(
                 f"{self.folder / WEIGHTS} has no adapter for a matrix of a block, and a state needs one: "
                 f"{_MERGE}"
