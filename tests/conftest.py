@@ -21,6 +21,11 @@ prepare()
 pytest_plugins = ("cuda_clusters", "finished_runs", "imported_runs", "joined_peers")
 
 
+def pytest_collection_finish() -> None:
+    """What was imported for the tests stays: collections need not look through it."""
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def compiled_programs(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What is compiled twice is compiled once; pytest clears the folder away, unless JAX was told of one."""
