@@ -129,13 +129,14 @@ def test_equals_an_unsharded_loop(nodes: int, local: int, zero: dict[str, Any]):
         np.testing.assert_allclose(found, values / (nodes * local if name == "load" else 1), atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nodes", "local", "zero", "axes"),
     [
         (2, 2, {"matrix_spread": "world"}, ("local", "node")),
-        pytest.param(2, 2, {}, ("local",), marks=pytest.mark.slow),
-        pytest.param(3, 2, {"matrix_spread": "world", "stage": 2}, ("local", "node"), marks=pytest.mark.slow),
-        pytest.param(2, 2, {"experts": "gathered"}, ("local",), marks=pytest.mark.slow),
+        (2, 2, {}, ("local",)),
+        (3, 2, {"matrix_spread": "world", "stage": 2}, ("local", "node")),
+        (2, 2, {"experts": "gathered"}, ("local",)),
     ],
     ids=str,
 )

@@ -18,7 +18,7 @@ def plain_muon(rate: optax.ScalarOrSchedule, stack: str = "stack") -> optax.Grad
     def is_matrix(path: Any, x: Any) -> bool:
         name = jax.tree_util.keystr(path)
         of_experts = "'mixture'" in name and x.ndim - (stack in name) == 3
-        return x.ndim - (stack in name) == 2 + of_experts
+        return x.ndim - (stack in name) == 2 + of_experts and "bias" not in name
 
     def dims(params: Any) -> Any:
         def one(path: Any, x: Any) -> Any:

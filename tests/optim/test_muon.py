@@ -1,13 +1,16 @@
 """Muon on shards against optax's Muon on whole leaves, on meshes that divide nothing; what it sends."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from core_models import CASES, squared_error
+from flax import nnx
 from plain_loop import Plain, by_path, distance, masters, plain_loop, plain_model
 from plain_muon import plain_muon
 from wire_models import abstract_state, batch_of
@@ -16,6 +19,8 @@ import zerojax
 from zerojax.optim.muon import MomentumState
 from zerojax.run.checkpoints import Checkpoints, Record, restore
 from zerojax.run.checkpoints.canonical import to_canonical
+from zerojax.sharding.layout import from_stored, to_stored
+from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.zero_config import PRESETS, Preset
 
 ROWS = 24
@@ -52,6 +57,41 @@ def test_sharded_steps_equal_whole_ones(name, nodes, local, zero):
         found.append(float(metrics["loss"]))
     np.testing.assert_allclose(found, losses, rtol=2e-4)
     assert distance(masters(state), wanted) < (1e-3 if zero.get("stage") else 1e-6)
+
+
+class Mixture(nnx.Module):
+    """Experts in a stack, beside matrices of a shape of their own."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        def block(rngs: nnx.Rngs) -> nnx.Module:
+            return nnx.Dict(mixture=zerojax.Experts(5, 3, experts=4, per_token=2, biases=True, rngs=rngs))
+
+        self.stack = zerojax.Stack(block, 3, rngs=rngs)
+
+
+@pytest.mark.parametrize("zero", [{"matrix_spread": "world"}, {}, {"experts": "gathered"}], ids=str)
+def test_each_expert_has_matrices_of_its_own(zero):
+    mesh = zerojax.make_mesh(2, 2)
+    options = zerojax.ZeroConfig(compute_dtype="float32", **zero)
+    state = zerojax.TrainState.abstract(Mixture, sharded_muon(), squared_error, mesh=mesh, zero=options)
+    spec, rng = state.spec, np.random.default_rng(0)
+    assert {leaf.parts for leaf in spec.leaves if leaf.of_experts} == {1 if "experts" in zero else 2}
+    whole = {leaf.path: rng.standard_normal(leaf.unsharded_shape, np.float32) for leaf in spec.leaves}
+    places = {leaf.path: spec.sharding(spec.param_spec(leaf)) for leaf in spec.leaves}
+    stored = {
+        leaf.path: jax.device_put(to_stored(jnp.asarray(whole[leaf.path]), leaf), places[leaf.path])
+        for leaf in spec.leaves
+    }
+
+    def updates(tx: optax.GradientTransformation, grads: Any) -> Any:
+        return tx.update(grads, tx.init(grads), grads)[0]
+
+    assert spec.tx is not None
+    found = from_tree(jax.jit(partial(updates, spec.tx))(to_tree(stored)))
+    wanted = from_tree(updates(plain_muon(RATE), to_tree(whole)))
+    for leaf in spec.leaves:
+        mine = from_stored(found[leaf.path], leaf)
+        np.testing.assert_allclose(mine, wanted[leaf.path], atol=1e-5, err_msg=leaf.name)
 
 
 def penalised(model: Any, batch: Any) -> jax.Array:
