@@ -170,34 +170,30 @@ def _held_bytes(spec: TrainSpec, count: Callable[[PyTree], int]) -> dict[str, in
     return {kind: count(tree) for kind, tree in held.items()}
 
 
-def _here(spec: TrainSpec, held: int, layers: int, groups: int, *, frozen: bool = False) -> int:
-    """Of what is in host memory for some weights, the bytes that are on the device at a time.
+def _here(spec: TrainSpec, held: int, layers: int) -> int:
+    """Of what is in host memory for trained weights, the bytes that are on the device at a time.
+
+    There are two groups, of which one is done when the next but one begins.
 
     Args:
         spec: of the step.
-        held: all bytes, of the trained or of the frozen weights.
-        layers: of a stack at a time.
-        groups: at a time, the largest; of one that is no stack there is everything.
-        frozen: whether it is that of frozen weights.
+        held: all bytes.
+        layers: of a stack at a time; of a group that is no stack there is everything.
     """
-    every = [(group, group.frozen if frozen else group.leaves) for group in spec.groups]
-    sizes = [(sum(leaf.owned for leaf in leaves), group.layers) for group, leaves in every]
+    sizes = [(sum(leaf.owned for leaf in group.leaves), group.layers) for group in spec.groups]
     whole = sum(size * copies for size, copies in sizes)
     parts = sorted((size * min(layers, copies) for size, copies in sizes), reverse=True)
-    return held * sum(parts[:groups]) // max(1, whole)
+    return held * sum(parts[:2]) // max(1, whole)
 
 
 def _fetched(spec: TrainSpec) -> int:
-    """Weights in host memory that are here during a pass: two layers, and those outside units."""
-    held = _in_host(spec)
-    trained = _here(spec, held["encoded"], _LAYERS_FETCHED, 2)
-    return trained + _here(spec, held["frozen"], _LAYERS_FETCHED, 2, frozen=True)
+    """Weights in host memory that are here during a pass."""
+    return _here(spec, _in_host(spec)["encoded"], _LAYERS_FETCHED)
 
 
 def _updated(spec: TrainSpec) -> int:
     """Masters and moments in host memory that are here during the update (``zerojax.train.host_update``)."""
-    held = _in_host(spec)
-    return _here(spec, held["parameters"] + held["optimizer"], _LAYERS_UPDATED, 2)
+    return _here(spec, _in_host(spec)["parameters"] + _in_host(spec)["optimizer"], _LAYERS_UPDATED)
 
 
 def _moved_activations(spec: TrainSpec, work: Work) -> int:
