@@ -275,7 +275,6 @@ def test_bytes_are_those_of_the_plan_and_none_cross_nodes(remat):
     work = work_of(state.spec, GPTConfig(**FAMILIES["llama"]), sequences=2, length=TOKENS)
     (planned,) = [hop for hop in hops_of(state.spec, work) if hop.phase == "attention"]
     assert report.phases()["attention"] == (planned.local_bytes, 0)
-    assert {c.group for c in report.collectives if c.phase == "attention"} == {2}
 
 
 def whole_rows(model: Any, batch: Any) -> jax.Array:

@@ -13,6 +13,7 @@ all_gather      (A - 1) b                        one device's part
 all_to_all      (A - 1) / A b                    the whole operand
 reduce_scatter  (A - 1) / A b                    the whole operand
 psum, pmax, ... 2 (A - 1) / A b                  the operand
+ppermute        b                                the operand
 =============== ================================ ==================
 
 for a group of A devices. Over both axes, one of every ``local`` links of a ring leaves the node; the messages
@@ -72,7 +73,6 @@ class JaxprCollective:
     Attributes:
         primitive: its name in JAX.
         axes: mesh axes that it runs over.
-        group: how many neighbours it joins, if not all devices along the axes; else 0.
         dtype: on the wire.
         elements: of the operand, on one device.
         count: executions per step, loop trips included.
@@ -85,7 +85,6 @@ class JaxprCollective:
 
     primitive: str
     axes: tuple[str, ...]
-    group: int
     dtype: str
     elements: int
     count: int
@@ -184,8 +183,7 @@ class CommReport:
             sent = [size(c.local_bytes), size(c.node_bytes)]
             if not c.usual:
                 sent = [f"({value})" for value in sent]
-            axis = "+".join(c.axes) + (f" by {c.group}" if c.group else "")
-            cells = (c.phase, c.primitive, axis, c.dtype, f"{c.elements:,}", str(c.count))
+            cells = (c.phase, c.primitive, "+".join(c.axes), c.dtype, f"{c.elements:,}", str(c.count))
             table.add_row(*cells, *sent)
         if not all(c.usual for c in self.collectives):
             table.caption = "(in parentheses: not in every step, and in no total)"
@@ -280,18 +278,17 @@ def _walk_branches(equation: core.JaxprEqn, place: _Place) -> Iterator[JaxprColl
 
 def _read(equation: core.JaxprEqn, axes: tuple[str, ...], place: _Place) -> Iterator[JaxprCollective]:
     name = equation.primitive.name
-    groups = equation.params.get("axis_index_groups") or ()
-    sizes = {len(group) for group in groups}
-    if name not in _KNOWN or (groups and (axes != (LOCAL,) or len(sizes) > 1)):
+    known = name in _KNOWN or (name == "ppermute" and axes == (LOCAL,))
+    if not known or equation.params.get("axis_index_groups") is not None:
         raise ConfigurationError(
             f"the collective {name!r} over {axes} cannot be counted: only {', '.join(sorted(_KNOWN))} can, "
-            "over whole mesh axes or equal groups within a node."
+            "over whole mesh axes, and ppermute within a node."
         )
     for operand in equation.invars:
         aval: Any = operand.aval
         phase = _phase(place)
         yield JaxprCollective(
-            name, axes, sum(sizes), aval.dtype.name, aval.size, place.count, phase, place.usual, 0.0, 0.0
+            name, axes, aval.dtype.name, aval.size, place.count, phase, place.usual, 0.0, 0.0
         )
 
 
@@ -321,7 +318,6 @@ def _phase(place: _Place) -> str:
 
 def _counted(key: JaxprCollective, count: int, world: MeshShape) -> JaxprCollective:
     payload = key.elements * np.dtype(key.dtype).itemsize
-    world = MeshShape(world.nodes, key.group or world.local)
     local, node = _sent(key.primitive, key.axes, payload, world)
     return dataclasses.replace(key, count=count, local_bytes=count * local, node_bytes=count * node)
 
@@ -331,6 +327,8 @@ def _sent(primitive: str, axes: tuple[str, ...], payload: int, world: MeshShape)
     nodes = world.nodes if NODE in axes else 1
     local = world.local if LOCAL in axes else 1
     group = nodes * local
+    if primitive == "ppermute":
+        return payload, 0.0
     if primitive == "all_to_all":
         return payload * (local - 1) / group, payload * (nodes - 1) * local / group
     if primitive in _GATHERS:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from zerojax.sharding.mesh import on_gpus
 
-CompilerOptions = dict[str, bool | int]
+CompilerOptions = dict[str, bool | int | str]
 """XLA's options by name, as ``jax.jit`` takes them."""
 GPU_OPTIONS: CompilerOptions = {
     # Overlaps collectives with compute; without it every start is followed at once by its done.
@@ -21,6 +21,10 @@ GPU_OPTIONS: CompilerOptions = {
     # most hops between nodes behind all compute, and those within a node over a single matmul each.
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
     "xla_gpu_experimental_parallel_collective_overlap_limit": 16,
+    # Only heads of rows that devices share are permuted (`zerojax.models.shared_rows`), and attention needs
+    # them at once. Beside compute they would queue behind the hops between nodes, and the scheduler would
+    # await those in the middle of a layer to have something to do.
+    "xla_gpu_disable_async_collectives": "COLLECTIVEPERMUTE",
     # Estimates collectives' costs from the chip's bandwidth, which the default guess underestimates.
     "xla_gpu_enable_analytical_sol_latency_estimator": True,
     # The scan carries one layer's weights from iteration to iteration. Alternating between two buffers

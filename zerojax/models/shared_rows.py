@@ -7,6 +7,7 @@ row's queries, keys, values and outputs take, and nothing between nodes.
 """
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -157,14 +158,41 @@ def _own_heads(devices: int, each: Array) -> Array:
     return lax.dynamic_slice_in_dim(each, lax.axis_index(LOCAL) % devices * count, count)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _exchange(devices: int, payload: Array) -> Array:
-    """Send row i of ``[devices, ...]`` to device i of the group; returns what arrives, by sender."""
+    """An all-to-all of the group: row i of ``[devices, ...]`` goes to device i; returns rows by sender.
+
+    It is done by permutations, which run in line with compute on GPUs (``zerojax.comm.xla_options``). XLA
+    would run an all-to-all beside it, behind the hops between nodes: attention would wait for the network.
+    """
     local = lax.axis_size(LOCAL)
-    firsts = range(0, local, devices)
-    groups = None if local == devices else [list(range(first, first + devices)) for first in firsts]
-    with jax.named_scope(EXCHANGE):
-        arrived = lax.all_to_all(payload, LOCAL, 0, 0, axis_index_groups=groups)
-    return checkpoint_name(arrived, EXCHANGED)
+    own = lax.axis_index(LOCAL) % devices
+
+    def row(shift: int) -> Array:
+        return lax.dynamic_index_in_dim(payload, (own + shift) % devices, keepdims=False)
+
+    def neighbour(device: int, shift: int) -> int:
+        return device // devices * devices + (device + shift) % devices
+
+    arrived = lax.dynamic_update_index_in_dim(jnp.zeros_like(payload), row(0), own, 0)
+    for shift in range(1, devices):
+        pairs = [(device, neighbour(device, shift)) for device in range(local)]
+        with jax.named_scope(EXCHANGE):
+            piece = lax.ppermute(row(shift), LOCAL, pairs)
+        arrived = lax.dynamic_update_index_in_dim(arrived, piece, (own - shift) % devices, 0)
+    return arrived
+
+
+def _exchange_fwd(devices: int, payload: Array) -> tuple[Array, None]:
+    return _exchange(devices, payload), None
+
+
+def _exchange_bwd(devices: int, _: None, cotangent: Array) -> tuple[Array]:
+    # What was sent from i to j comes back from j to i.
+    return (_exchange(devices, cotangent),)
+
+
+_exchange.defvjp(_exchange_fwd, _exchange_bwd)
 
 
 def _to_heads(devices: int, *parts: Array) -> list[Array]:
@@ -179,7 +207,8 @@ def _to_heads(devices: int, *parts: Array) -> list[Array]:
         return x.transpose(1, 0, 2, 3, 4).reshape(batch, devices * time, heads, dim)
 
     rows = [by_receiver(x) for x in parts]
-    arrived = _exchange(devices, jnp.concatenate([row.reshape(devices, -1) for row in rows], axis=1))
+    payload = jnp.concatenate([row.reshape(devices, -1) for row in rows], axis=1)
+    arrived = checkpoint_name(_exchange(devices, payload), EXCHANGED)
     found, start = [], 0
     for row in rows:
         size = row.size // devices
@@ -192,5 +221,5 @@ def _to_tokens(devices: int, out: Array) -> Array:
     """The way back of ``_to_heads``."""
     batch, time, heads, dim = out.shape
     row = out.reshape(batch, devices, time // devices, heads, dim).transpose(1, 0, 2, 3, 4)
-    arrived = _exchange(devices, row)
+    arrived = checkpoint_name(_exchange(devices, row), EXCHANGED)
     return arrived.transpose(1, 2, 0, 3, 4).reshape(batch, time // devices, devices * heads, dim)

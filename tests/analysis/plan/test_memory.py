@@ -124,6 +124,20 @@ def test_compiled_memory_with_copies_and_gathered_layers_in_fp8():
     assert hlo.memory(compiled).peak == pytest.approx(plan.memory.total, rel=0.10)
 
 
+@pytest.mark.slow
+def test_the_exchange_of_heads_does_not_wait_for_the_hops_between_nodes():
+    """It runs in line with compute, and these hops still last as long as their layer, forward."""
+    config = dataclasses.replace(CONFIG, layers=8, d_model=1024, heads=8, max_seq_len=4096)
+    _, compiled = compiled_gpt(config, zerojax.ZeroConfig(sequence_parallel=4), NODES, LOCAL)
+    text = compiled.as_text() or ""
+    assert "collective-permute(" in text
+    assert "collective-permute-start(" not in text
+    gathers = [c for c in hlo.collectives(text) if c.crosses_nodes(LOCAL) and c.op == "all-gather"]
+    looped = [c.covers for c in gathers if c.count == config.layers // 2 - 1]
+    assert looped, [(c.count, c.covers) for c in gathers]
+    assert min(looped) > 0.45
+
+
 LLAMA_70B = GPTConfig(
     vocab_size=32000,
     layers=80,
