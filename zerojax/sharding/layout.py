@@ -140,6 +140,12 @@ class ParamLayout(ParamShape):
         return self.secondary if self.in_every_node else self.shard
 
     @property
+    def next_codec(self) -> Codec:
+        """The codec of the master weight's next hop: between nodes, or where it has none, within a node."""
+        crosses = self.world.nodes > 1 and not self.in_every_node
+        return self.weights.node if crosses else self.weights.local
+
+    @property
     def fp8(self) -> bool:
         """Whether it is gathered as the operand of fp8 products."""
         return self.weights.local.fmt == E4M3

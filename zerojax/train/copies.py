@@ -11,13 +11,14 @@ from collections.abc import Collection
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Float32, PyTree
 
 from zerojax.comm.in_order import on_mesh
 from zerojax.matmul import fp8
+from zerojax.sharding.memory import to_device
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train.blocks import by_group
-from zerojax.train.fields import abstract_copies, specs_of
+from zerojax.train.fields import Shards, abstract_copies, specs_of
 from zerojax.train.spec import TrainSpec
 from zerojax.weights.gather import gather_exact, to_secondary
 from zerojax.weights.weight import Weight
@@ -30,12 +31,17 @@ def masters_of(spec: TrainSpec, params: PyTree[Array]) -> ByPath:
     """This device's shards of a state's master weights, which at stage 0 every device has whole."""
     own, blocks = {}, from_tree(params)
     for leaf in spec.leaves:
-        shard = blocks[leaf.path].reshape(*leaf.stack, -1)
+        shard = to_device(blocks[leaf.path]).reshape(*leaf.stack, -1)
         if spec.zero.stage == 0:
             first = lax.axis_index(leaf.world.owners) * leaf.shard
             shard = lax.dynamic_slice_in_dim(shard, first, leaf.shard, axis=-1)
         own[leaf.path] = Weight(shard, leaf, "primary")
     return own
+
+
+def owned_of(spec: TrainSpec, shards: Shards) -> ByPath:
+    """This device's shards of the trained weights as a pass reads them: encoded already, or as masters."""
+    return shards.encoded or masters_of(spec, shards.params)
 
 
 def with_scales(spec: TrainSpec, masters: ByPath, copies: ByPath) -> tuple[ByPath, ByPath]:
@@ -45,7 +51,7 @@ def with_scales(spec: TrainSpec, masters: ByPath, copies: ByPath) -> tuple[ByPat
 
     Args:
         spec: the train spec.
-        masters: the master weights.
+        masters: the master weights; those that are encoded already have their scales.
         copies: delta's; or empty.
 
     Returns:
@@ -54,29 +60,39 @@ def with_scales(spec: TrainSpec, masters: ByPath, copies: ByPath) -> tuple[ByPat
     chosen = [leaf for leaf in spec.leaves if leaf.fp8]
     if not chosen:
         return masters, copies
+    if all(masters[leaf.path].ready for leaf in chosen):
+        given = {leaf.path: masters[leaf.path].scale for leaf in chosen if leaf.path in copies}
+        return masters, copies | {path: rescaled(copies[path], scale) for path, scale in given.items()}
     own = [jnp.max(jnp.abs(masters[leaf.path].values), axis=-1).reshape(-1) for leaf in chosen]
     with jax.named_scope("scales"):
         peaks = lax.pmax(jnp.concatenate(own), spec.world.axes)
     ends = list(itertools.accumulate(leaf.layers for leaf in chosen))
     scaled, renewed = dict(masters), dict(copies)
     for leaf, peak in zip(chosen, jnp.split(peaks, ends[:-1]), strict=True):
-        scale = fp8.scale_for(peak.reshape(leaf.stack), fp8.E4M3)
-        if (copy := copies.get(leaf.path)) is not None:
-            before = copy.scale
-            scale = jnp.where((scale >= before) & (scale <= 4 * before), before, scale)
-            codes = _rescaled(copy.values, before, scale)
-            renewed[leaf.path] = Weight(codes, leaf, copy.level, scale)
+        copy = copies.get(leaf.path)
+        scale = scale_of(peak.reshape(leaf.stack), copy)
+        if copy is not None:
+            renewed[leaf.path] = rescaled(copy, scale)
         scaled[leaf.path] = Weight(masters[leaf.path].values, leaf, "primary", scale)
     return scaled, renewed
 
 
-def _rescaled(codes: Array, before: Array, scale: Array) -> Array:
-    """A copy's codes after a change of scale."""
+def scale_of(peak: Float32[Array, "*layers"], copy: Weight | None) -> Float32[Array, "*layers"]:
+    """The scale of weights of fp8 products by their largest magnitude; that of delta's copy, if it fits."""
+    scale = fp8.scale_for(peak, fp8.E4M3)
+    if copy is None:
+        return scale
+    return jnp.where((scale >= copy.scale) & (scale <= 4 * copy.scale), copy.scale, scale)
+
+
+def rescaled(copy: Weight, scale: Float32[Array, "*layers"]) -> Weight:
+    """Delta's copy with another scale."""
 
     def change() -> Array:
-        return fp8.encode(fp8.decode(codes, jnp.float32), (scale / before)[..., None])
+        return fp8.encode(fp8.decode(copy.values, jnp.float32), (scale / copy.scale)[..., None])
 
-    return lax.cond(jnp.any(scale != before), change, lambda: codes)
+    codes = lax.cond(jnp.any(scale != copy.scale), change, lambda: copy.values)
+    return Weight(codes, copy.layout, copy.level, scale)
 
 
 def copies_of(spec: TrainSpec, params: PyTree) -> ByPath:

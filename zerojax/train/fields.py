@@ -29,6 +29,7 @@ class Shards(NamedTuple):
     step: Int32[Array, ""]
     seed: UInt32[Array, ""]
     params: PyTree[Array]
+    encoded: dict[Path, Weight]
     model_state: ModelState
     copies: dict[Path, Weight]
     residual: PyTree[Array]
@@ -50,27 +51,37 @@ def abstract_fields(spec: TrainSpec) -> dict[str, Any]:
         return to_tree(spec.by_path(make)) if wanted else {}
 
     zero, scalar = spec.zero, jax.ShapeDtypeStruct((), jnp.int32)
-    params = by_leaf(lambda leaf: spec.abstract(leaf.stored_shape, jnp.float32, spec.param_spec(leaf)))
-    opt_state = jax.eval_shape(spec.first_opt_state, params)
+    params = by_leaf(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.stored_shape, jnp.float32, sharding=spec.param_sharding(leaf))
+    )
+    opt_state = jax.eval_shape(
+        spec.first_opt_state, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    )
     if spec.local_updates:
         nodes = spec.world.nodes
         places = by_moment(
             spec.leaves,
             opt_state,
-            lambda leaf, _: by_node(leaf),
-            lambda _: PartitionSpec(NODE),
+            lambda leaf, _: spec.sharding(by_node(leaf)),
+            lambda _: spec.sharding(PartitionSpec(NODE)),
             lambda leaf: (nodes, *leaf.stored_shape),
         )
     else:
         places = by_moment(
-            spec.leaves, opt_state, lambda leaf, _: spec.param_spec(leaf), lambda _: PartitionSpec()
+            spec.leaves,
+            opt_state,
+            lambda leaf, _: spec.param_sharding(leaf),
+            lambda _: spec.sharding(PartitionSpec()),
         )
     return {
         "step": like(scalar),
         "skipped_in_row": like(scalar),
         "seed": spec.abstract((), jnp.uint32),
         "params": params,
-        "opt_state": jax.tree.map(lambda x, to: spec.abstract(x.shape, x.dtype, to), opt_state, places),
+        "opt_state": jax.tree.map(
+            lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), opt_state, places
+        ),
+        "encoded": abstract_encoded(spec),
         "model_state": like(spec.adapter.abstract_model_state),
         "copies": abstract_copies(spec) if zero.weights_delta else {},
         "residual": by_leaf(spec.abstract_residual, zero.error_feedback and spec.tx is not None),
@@ -89,6 +100,11 @@ def abstract_losses(spec: TrainSpec) -> PyTree:
     where = PartitionSpec(NODE) if nodes else PartitionSpec()
     one = jax.eval_shape(spec.spikes.start)
     return jax.tree.map(lambda x: spec.abstract((*nodes, *x.shape), x.dtype, where), one)
+
+
+def abstract_encoded(spec: TrainSpec) -> dict[Path, Weight]:
+    """The trained weights as their owners send them next; none if passes read master weights."""
+    return spec.by_path(spec.encoded) if spec.streams else {}
 
 
 def abstract_copies(spec: TrainSpec, *, frozen: bool = False) -> dict[Path, Weight]:

@@ -15,6 +15,7 @@ from zerojax.comm.in_order import on_mesh, one_at_a_time
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import merged
 from zerojax.sharding.layout import ParamLayout, from_stored, to_stored, without_place
+from zerojax.sharding.memory import to_device
 from zerojax.sharding.mesh import NODE
 from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.train.blocks import flat_blocks, stored_blocks
@@ -120,7 +121,7 @@ def put_params(state: TrainState, params: PyTree) -> TrainState:
                 f"put_params: {leaf.name!r} has shape {np.shape(given[path])}, not {leaf.unsharded_shape}."
             )
         stored = np.asarray(to_stored(jnp.asarray(given[path], jnp.float32), leaf))
-        placed[path] = jax.device_put(stored, spec.sharding(spec.param_spec(leaf)))
+        placed[path] = jax.device_put(stored, spec.param_sharding(leaf))
     return state.replace(params=to_tree(placed))
 
 
@@ -208,7 +209,7 @@ def _gathered(spec: TrainSpec, leaf: ParamLayout, stored: Any) -> np.ndarray:
     one = without_place(leaf)  # weights of one layout share a compiled function
 
     def decode(x: Any) -> Array:
-        return (decode_frozen(x) if one.frozen else from_stored(x, one)).astype(one.dtype)
+        return (decode_frozen(x) if one.frozen else from_stored(to_device(x), one)).astype(one.dtype)
 
     everyone = spec.sharding(PartitionSpec())
     gather = spec.once(f"gather {one}", lambda: jax.jit(decode, out_shardings=everyone))

@@ -5,10 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
 from zerojax.adapters import ModelState
-from zerojax.sharding.layout import to_stored
+from zerojax.sharding.layout import ParamLayout, to_stored
+from zerojax.sharding.memory import to_device
 from zerojax.sharding.param_tree import Path, to_tree
 from zerojax.train.copies import copies_of
 from zerojax.train.fields import abstract_fields, abstract_losses, shardings_of
@@ -26,6 +28,9 @@ def initializer(spec: TrainSpec, *, frozen: bool = True) -> Any:
     """
     places = shardings_of(abstract_fields(spec))
 
+    def on_device(leaf: ParamLayout) -> NamedSharding:
+        return spec.sharding(spec.param_spec(leaf))
+
     def init(seed: Array) -> dict[str, Any]:
         key = jax.random.key(seed)
         weights, model_state = spec.adapter.init(key)
@@ -33,12 +38,13 @@ def initializer(spec: TrainSpec, *, frozen: bool = True) -> Any:
         stored = to_tree(
             {leaf.path: to_stored(weights[leaf.path].astype(jnp.float32), leaf) for leaf in spec.leaves}
         )
-        stored = jax.lax.with_sharding_constraint(stored, places["params"])
+        stored = jax.lax.with_sharding_constraint(stored, to_tree(spec.by_path(on_device)))
         values = {"params": stored, **first_values(spec, seed, stored, model_state)}
         if frozen:
             values |= frozen_values(spec, weights)
         return values
 
+    del places["encoded"]  # follows from the others (``TrainState.replace``)
     if not frozen:
         del places["frozen"], places["base"]
     return jax.jit(init, out_shardings=places)
@@ -68,13 +74,13 @@ def frozen_values(spec: TrainSpec, weights: Mapping[Path, Array]) -> dict[str, A
 
 
 def first_values(spec: TrainSpec, seed: Array, stored: PyTree, model_state: ModelState) -> dict[str, Any]:
-    """Every field at step 0 but the parameters."""
+    """Every field at step 0 but the parameters and what is encoded of them."""
     residual = abstract_fields(spec)["residual"]
     return {
         "step": jnp.int32(0),
         "skipped_in_row": jnp.int32(0),
         "seed": seed.astype(jnp.uint32),
-        "opt_state": spec.first_opt_state(stored),
+        "opt_state": spec.first_opt_state(to_device(stored)),
         "model_state": model_state,
         "copies": copies_of(spec, stored) if spec.zero.weights_delta else {},
         "residual": jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), residual),

@@ -318,7 +318,7 @@ def train_locally(state: TrainState, local: LocalState, batch: Batch) -> tuple[T
         return _Passed(grads, sums, model_state, _stored(flat, outer), reports)
 
     def update(before: Trained, grads: PyTree[Array], sums: Sums) -> tuple[Trained, dict[str, Array]]:
-        after, _, metrics = updated(node, before, grads, sums.loss / sums.tokens)
+        after, _, metrics = updated(node, before, grads, sums.loss / sums.tokens, {})
         return after, metrics
 
     def finish(

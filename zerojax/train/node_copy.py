@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 from zerojax.comm.in_order import on_mesh
 from zerojax.comm.xla_options import compiler_options
 from zerojax.sharding.param_tree import from_tree
-from zerojax.train.copies import ByPath, masters_of, secondary_partitions
+from zerojax.train.copies import ByPath, owned_of, secondary_partitions
 from zerojax.train.fields import Shards, abstract_copies, shard_specs, specs_of
 from zerojax.train.memory import device_bytes
 from zerojax.train.spec import TrainSpec
@@ -94,9 +94,9 @@ def per_node[T: PyTree](
 
     def of_shards(every: Shards, current: bool) -> T:
         def on_device(shards: Shards) -> T:
-            masters, frozen = masters_of(spec, shards.params), from_tree(shards.frozen)
+            owned, frozen = owned_of(spec, shards), from_tree(shards.frozen)
             partitions = secondary_partitions(
-                spec, masters, frozen, shards.copies, shards.step, current=current
+                spec, owned, frozen, shards.copies, shards.step, current=current
             )
             return local(partitions)
 

@@ -14,7 +14,7 @@ from zerojax.sharding.layout import from_stored
 from zerojax.sharding.param_tree import Path, from_tree
 from zerojax.sharding.wire_format import Seed, mix
 from zerojax.train.blocks import Blocks, by_group
-from zerojax.train.copies import ByPath, masters_of, updated_copies, with_scales
+from zerojax.train.copies import ByPath, masters_of, owned_of, updated_copies, with_scales
 from zerojax.train.fields import Shards
 from zerojax.train.spec import ParamGroup, TrainSpec
 from zerojax.weights.gather import to_full, to_secondary
@@ -48,21 +48,22 @@ def pass_weights(
         current: whether the state's copies have the values of its master weights.
         updating: the units that update delta's copies themselves, if those are not current.
     """
-    masters, copies = masters_of(spec, shards.params), shards.copies
+    owned, copies = owned_of(spec, shards), shards.copies
     later: frozenset[Path] = frozenset()
     if not current:
-        masters, copies = with_scales(spec, masters, copies)
+        owned, copies = with_scales(spec, owned, copies)
         if copies:
             units = (leaf.path for group in updating for leaf in group.leaves)
             later = frozenset(path for path in units if path in copies)
-            copies = updated_copies(spec, masters, copies, shards.step, later=later)
+            copies = updated_copies(spec, owned, copies, shards.step, later=later)
     begun = {path: copy for path, copy in copies.items() if path not in later}
     if not begun:
-        begun = _whole(spec, shards, masters) if spec.strategy.source == "full" else {}
-    return PassWeights(masters | from_tree(shards.frozen) | begun, masters, copies, later)
+        begun = _whole(spec, shards, owned) if spec.strategy.source == "full" else {}
+    masters = masters_of(spec, shards.params)
+    return PassWeights(owned | from_tree(shards.frozen) | begun, masters, copies, later)
 
 
-def _whole(spec: TrainSpec, shards: Shards, masters: ByPath) -> ByPath:
+def _whole(spec: TrainSpec, shards: Shards, owned: ByPath) -> ByPath:
     """Whole weights, for stages 0 to 2, at which every device has them throughout a step."""
     dtype = spec.strategy.weight_dtype
     if spec.zero.stage == 0:
@@ -75,7 +76,7 @@ def _whole(spec: TrainSpec, shards: Shards, masters: ByPath) -> ByPath:
     def gather(weights: Weights) -> Weights:
         return to_full(to_secondary(weights), dtype)
 
-    return by_group(spec, gather, masters)
+    return by_group(spec, gather, owned)
 
 
 class Placed(NamedTuple):

@@ -20,6 +20,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import A, B, LoRA
 from zerojax.optim.shard_check import OnLayout, Optimizer, Whole, on_shards
 from zerojax.sharding.layout import OWNED, ParamLayout, make_layout
+from zerojax.sharding.memory import HOST
 from zerojax.sharding.mesh import AXES, LOCAL, NODE, MeshShape, refuse_another
 from zerojax.sharding.param_tree import Path, by_name
 from zerojax.sharding.strategy import Level, ShardingStrategy
@@ -68,7 +69,8 @@ class TrainSpec:
     Compared by identity, so that two specs in one process never share a compiled step.
 
     Attributes:
-        tx: the optimizer; None for inference alone.
+        tx: the optimizer's transform of stored leaves; None for inference alone.
+        optimizer: the optimizer as it was given, from which a transform of single layers is made.
         whole: whether the optimizer needs a matrix whole, by its layout; None if it needs none.
         world: the extents of what shares one state: the mesh or, for the passes of local updates, one node.
         leaves: the trained parameters: the model's, then the adapters'.
@@ -81,6 +83,7 @@ class TrainSpec:
     zero: ZeroConfig
     adapter: Adapter
     tx: optax.GradientTransformation | None
+    optimizer: Optimizer | None
     loss_fn: LossFn
     leaves: tuple[ParamLayout, ...]
     groups: tuple[ParamGroup, ...]
@@ -148,6 +151,27 @@ class TrainSpec:
         # A world of one node is only a part of the mesh in ``in_node``.
         within = leaf.in_every_node or self.world != MeshShape.of(self.mesh)
         return leaf.spec((leaf.owners if within else OWNED) if self.zero.stage > 0 else ())
+
+    @property
+    def streams(self) -> bool:
+        """Whether the optimizer's state and master weights are in host memory, and updates go by layers."""
+        return "optimizer" in self.zero.host and self.tx is not None
+
+    def param_sharding(self, leaf: ParamLayout) -> NamedSharding:
+        """Where a master weight and its moments are."""
+        sharding = self.sharding(self.param_spec(leaf))
+        return sharding.with_memory_kind(HOST) if self.streams else sharding
+
+    def encoded(self, leaf: ParamLayout) -> Weight:
+        """The shapes, dtypes and shardings of a trained weight as its owners send it next."""
+        codec = leaf.next_codec
+        shape = (*leaf.stack, leaf.world.size * codec.row_items(leaf.shard))
+        sharding = self.sharding(leaf.spec(leaf.owners))
+        if "weights" in self.zero.host:
+            sharding = sharding.with_memory_kind(HOST)
+        values = jax.ShapeDtypeStruct(shape, codec.dtype, sharding=sharding)
+        scale = self.abstract(leaf.stack, jnp.float32) if leaf.fp8 else None
+        return Weight(values, leaf, "primary", scale, ready=True)
 
     def stored(self, leaf: ParamLayout, level: Level) -> Weight:
         """The shapes, dtypes and shardings of a weight that a state has at a level, in its local format."""
@@ -285,6 +309,7 @@ def build(
         zero,
         adapter,
         transform,
+        tx,
         loss_fn,
         leaves,
         groups,

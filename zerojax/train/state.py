@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -21,6 +22,7 @@ from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train.batch import unmarked
 from zerojax.train.copies import ByPath, copies_of
 from zerojax.train.fields import Shards, abstract_fields, copied, shardings_of
+from zerojax.train.host_update import first_encoded
 from zerojax.train.initial import first_values, frozen_values, initializer
 from zerojax.train.local_state import LocalState, abstract_local, first_local
 from zerojax.train.memory import device_bytes
@@ -31,9 +33,9 @@ from zerojax.validation.bounds import checked_seed
 from zerojax.weights.weight import Weight
 from zerojax.zero_config import ZeroConfig
 
-_LARGE = ("params", "opt_state", "model_state", "copies", "residual", "frozen", "local")
+_LARGE = ("params", "opt_state", "encoded", "model_state", "copies", "residual", "frozen", "local")
 """The fields whose size a summary has."""
-_TRACKED = ("params", "frozen", "copies", "local")
+_TRACKED = ("params", "frozen", "copies", "encoded", "local")
 """The weights and their copies, of which ``replace`` keeps one true to the other."""
 
 
@@ -48,6 +50,8 @@ class TrainState:
         seed: determines, with ``step``, all random bits of a run.
         params: fp32 master weights, nested by path, each as ``ParamLayout.stored_shape``.
         opt_state: the optimizer's state; empty without one.
+        encoded: by path, the trained weights as their owners send them next, if the master weights are in
+            host memory (``ZeroConfig.host``); else empty.
         model_state: non-parameter state by name, replicated.
         copies: by path, the secondary partitions of trained weights: with ``weights_delta`` always, else
             after ``with_node_copy`` alone, together with those of frozen ones that are not in every node.
@@ -69,6 +73,7 @@ class TrainState:
     seed: UInt32[Array, ""]
     params: PyTree
     opt_state: PyTree
+    encoded: dict[Path, Weight]
     model_state: ModelState
     copies: dict[Path, Weight]
     residual: PyTree
@@ -85,10 +90,13 @@ class TrainState:
         """Renew the copies of weights that ``replace`` has changed."""
         if (before := self._before) is not None:
             changed = {name for name, value in before.items() if getattr(self, name) is not value}
-            if self.copies and changed and "copies" not in changed:
+            if self.copies and changed - {"encoded"} and "copies" not in changed:
                 self._renew_copies(of_params="params" in changed)
             if self.local is not None and "params" in changed and self.local is before["local"]:
                 self._begin_again()
+            read = {"params"} | ({"copies"} if self.spec.zero.weights_delta else set())
+            if self.encoded and "encoded" not in changed and self._has_changed(before, read):
+                self._encode_again()
         object.__setattr__(self, "_before", {name: getattr(self, name) for name in _TRACKED})
 
     def _renew_copies(self, *, of_params: bool) -> None:
@@ -100,6 +108,19 @@ class TrainState:
             copies, current = _copies(self.spec, self.params), False
         object.__setattr__(self, "copies", copies)
         object.__setattr__(self, "current_copies", current)
+
+    def _has_changed(self, before: dict[str, Any], names: Iterable[str]) -> bool:
+        """Whether fields are others than before, and are arrays."""
+        fields = [(getattr(self, name), before[name]) for name in names]
+        return any(now is not then for now, then in fields) and all(
+            isinstance(x, jax.Array | np.ndarray) and not isinstance(x, Tracer)
+            for x in jax.tree.leaves([now for now, _ in fields])
+        )
+
+    def _encode_again(self) -> None:
+        """Encode other master weights, or their differences from other copies."""
+        copies = self.copies if self.spec.zero.weights_delta else {}
+        object.__setattr__(self, "encoded", first_encoded(self.spec, self.params, copies))
 
     def _begin_again(self) -> None:
         """Let all nodes begin with other outer weights, with local updates."""
@@ -120,7 +141,7 @@ class TrainState:
         """What an update changes: with local updates, of each node."""
         params = self.params if self.local is None else self.local.weights
         skipped_in_row = self.skipped_in_row if self.local is None else self.local.skipped_in_row
-        return Trained(params, self.opt_state, self.losses, skipped_in_row)
+        return Trained(params, self.opt_state, self.encoded, self.losses, skipped_in_row)
 
     def __repr__(self) -> str:
         """A summary of a few lines."""
@@ -293,7 +314,7 @@ def begin_with(state: TrainState, params: PyTree, seed: int) -> TrainState:
         return first_values(state.spec, seed, stored, model_state)
 
     places = shardings_of(abstract_fields(state.spec))
-    del places["params"], places["frozen"], places["base"]
+    del places["params"], places["encoded"], places["frozen"], places["base"]
     return state.replace(params=params, **jax.jit(init, out_shardings=places)(checked_seed(seed), params))
 
 

@@ -324,7 +324,7 @@ def _train(state: TrainState, read: _Read, batch: Batch) -> tuple[TrainState, Me
         following, metrics = train_locally(state.replace(**read), state.local, batch)
         return following.replace(frozen={}), metrics
     after, metrics = _gradients(spec, state.replace(**read), batch)
-    trained, ok, told = updated(spec, state.trained, after.gradients, metrics["loss"])
+    trained, ok, told = updated(spec, state.trained, after.gradients, metrics["loss"], after.copies)
     following = state.replace(
         **trained._asdict(),
         step=state.step + 1,

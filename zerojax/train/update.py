@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int32, PyTree
 
+from zerojax.train.copies import ByPath
+from zerojax.train.host_update import updated_by_layers
 from zerojax.train.spec import TrainSpec
 from zerojax.train.spikes import Losses
 
@@ -20,12 +22,13 @@ class Trained(NamedTuple):
 
     params: PyTree[Array]
     opt_state: PyTree[Array]
+    encoded: ByPath
     losses: Losses
     skipped_in_row: Int32[Array, ""]
 
 
 def updated(
-    spec: TrainSpec, before: Trained, grads: PyTree[Array], loss: Float[Array, ""]
+    spec: TrainSpec, before: Trained, grads: PyTree[Array], loss: Float[Array, ""], copies: ByPath
 ) -> tuple[Trained, Bool[Array, ""], dict[str, Array]]:
     """Update the weights, unless the loss or a gradient is not finite, or the loss is a spike.
 
@@ -34,6 +37,7 @@ def updated(
         before: the fields before the step.
         grads: the mean gradients, stored like the weights.
         loss: the step's mean loss.
+        copies: delta's copies after the passes; or empty.
 
     Returns:
         The fields after the step; whether the update was made; and the metrics "grad_norm", "skipped" and
@@ -49,16 +53,17 @@ def updated(
         ok &= ~spike
         losses = spec.spikes.add(losses, loss, ok)
         metrics |= {"spike": spike.astype(jnp.int32), "loss_limit": limit}
-    with jax.named_scope("optimizer"):
-        updates, opt_state = spec.tx.update(grads, before.opt_state, before.params)
-        params = optax.apply_updates(before.params, updates)
+    params, opt_state, encoded = before.params, before.opt_state, before.encoded
+    if spec.streams:
+        params, opt_state, encoded = updated_by_layers(spec, ok, grads, opt_state, params, encoded, copies)
+    else:
+        with jax.named_scope("optimizer"):
+            updates, opt_state = spec.tx.update(grads, opt_state, params)
+            params = optax.apply_updates(params, updates)
+        params = unless_skipped(ok, params, before.params)
+        opt_state = unless_skipped(ok, opt_state, before.opt_state)
     in_row = jnp.where(ok, 0, before.skipped_in_row + 1)
-    after = Trained(
-        unless_skipped(ok, params, before.params),
-        unless_skipped(ok, opt_state, before.opt_state),
-        losses,
-        in_row,
-    )
+    after = Trained(params, opt_state, encoded, losses, in_row)
     return after, ok, metrics | {"skipped": 1 - ok.astype(jnp.int32), "skipped_in_row": in_row}
 
 

@@ -7,7 +7,7 @@ in the local hop's format has m items:
 level           values, per layer form
 =============== ================= ==================================================================
 primary         ``[owned]``       fp32 master values, of a shard or of a node's shards
-primary, frozen ``[m]``           encoded
+primary, ready  ``[m]``           encoded
 secondary       ``[nodes * m]``   encoded, one owner's shard after another
 full            of ``on_device``  in the compute dtype; where fp8 products read the weight, fp8 codes
 =============== ================= ==================================================================
@@ -28,6 +28,7 @@ from jaxtyping import Array, Float, Num
 
 from zerojax.matmul.operand import Fp8Operand
 from zerojax.sharding.layout import ParamLayout, unflatten
+from zerojax.sharding.memory import to_device
 from zerojax.sharding.mesh import NODE
 from zerojax.sharding.strategy import LEVELS, Level
 from zerojax.sharding.wire_format import Codec
@@ -45,6 +46,8 @@ class Weight:
         values: see this module. Arrays, or what describes them: ShapeDtypeStructs, PartitionSpecs.
         layout: where its elements live, and how they are encoded on the way.
         level: where the values are now.
+        ready: whether the values at "primary" of a trained weight are encoded already, as the next hop sends
+            them (with delta, differences): its master values are in host memory.
         scale: fp32, one per layer, of a weight that fp8 products read: what it was multiplied by before
             encoding, or at "primary" will be. None for all others.
         gradient: at "full", of codes: zeros that nothing reads, whose cotangent is the weight's gradient.
@@ -55,6 +58,7 @@ class Weight:
     layout: ParamLayout = field(metadata={"static": True})
     level: Level = field(metadata={"static": True})
     scale: Any = None
+    ready: bool = field(default=False, kw_only=True, metadata={"static": True})
     gradient: Any = None
 
     def reaches(self, level: Level) -> bool:
@@ -84,13 +88,15 @@ class Weight:
         return self.values if self.scale is None else self.values * self.scale[..., None]
 
     def encoded(self, codec: Codec) -> Payload:
-        """One layer's shard, or a node's one after another, as sent; a frozen one is stored in that form."""
-        if self.layout.frozen:
-            return self.values
+        """One layer's shard, or a node's one after another, as sent; some are stored in that form."""
+        if self.ready or self.layout.frozen:
+            return to_device(self.values)
         return codec.encode(self.scaled().reshape(-1, self.layout.shard)).reshape(-1)
 
     def difference(self, copy: Payload) -> Payload:
         """One layer's shard less its row of delta's copy of the weight, as its owner sends it."""
+        if self.ready:
+            return to_device(self.values)
         row = lax.dynamic_index_in_dim(self._widened(copy), lax.axis_index(NODE))
         return self.layout.weights.node.encode_delta(self.scaled()[None], row)[0]
 

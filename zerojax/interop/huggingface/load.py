@@ -191,7 +191,7 @@ def load_params(train_spec: TrainSpec, files: Files, parts: TensorParts, *, new:
     """
     placed = {}
     for leaf in (leaf for leaf in _model_weights(train_spec, new) if not leaf.frozen):
-        sharding = train_spec.sharding(train_spec.param_spec(leaf))
+        sharding = train_spec.param_sharding(leaf)
         placed[leaf.path] = jax.block_until_ready(_placed(sharding, leaf, files, parts))
     return to_tree(placed)
 

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float32
 
@@ -23,7 +22,9 @@ from zerojax.interop.huggingface.mapping import (
 )
 from zerojax.interop.huggingface.safetensors_files import DTYPES, TensorSpec
 from zerojax.matmul.lora import merged
+from zerojax.schedule.stacked import layer_at
 from zerojax.sharding.layout import ParamLayout, unflatten
+from zerojax.sharding.memory import to_device
 from zerojax.sharding.param_tree import from_tree
 from zerojax.train.frozen import decode_frozen
 from zerojax.train.spec import TrainSpec
@@ -89,7 +90,7 @@ def gather_layer(
     """
 
     def pick(x: Array, layer: Array) -> Array:
-        return lax.dynamic_index_in_dim(x, layer, keepdims=False) if leaf.stack else x
+        return layer_at(x, layer) if leaf.stack else to_device(x)
 
     def gather(stored: Any, layer: Array) -> Array:
         one = jax.tree.map(lambda x: pick(x, layer), stored)

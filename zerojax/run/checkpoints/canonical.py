@@ -26,6 +26,7 @@ from zerojax.comm.in_order import on_mesh
 from zerojax.errors import ConfigurationError
 from zerojax.optim.moments import by_moment
 from zerojax.sharding.layout import OWNED, ParamLayout, from_stored, to_stored
+from zerojax.sharding.memory import to_device
 from zerojax.sharding.mesh import LOCAL, NODE
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train.copies import copies_of
@@ -346,6 +347,7 @@ def _convert(
         cut = _cut_rows if _is_cut_by_rows(layout) else _gather_and_cut
         have = PartitionSpec(*source[1:]) if by_node else source
         want = PartitionSpec(*target[1:]) if to_nodes else target
+        part = to_device(part)
         done = cut(layout, have, want, shape)(part[0] if by_node else part)
         return done[None] if to_nodes else done
 
@@ -353,10 +355,10 @@ def _convert(
         return jax.jit(on_mesh(on_device, train_spec.mesh, in_specs=source, out_specs=target))
 
     layout = f"{leaf.unsharded_shape} {leaf.stack} {leaf.shard} {leaf.parts}"
-    key = f"canonical {layout} {x.shape} {source} {like.shape} {target}"
+    key = f"canonical {layout} {x.shape} {x.sharding.memory_kind} {source} {like.shape} {target}"
     # One at a time, to bound the memory, and because XLA:CPU starts and runs programs on the same few
     # threads: a process that starts 32 at once deadlocks when another process lags behind.
-    return jax.block_until_ready(train_spec.once(key, make)(x))
+    return jax.block_until_ready(jax.device_put(train_spec.once(key, make)(x), like.sharding))
 
 
 def _is_cut_by_rows(leaf: ParamLayout) -> bool:

@@ -1,0 +1,250 @@
+"""Runs an optimizer's update one layer at a time, with the results that it has for all layers at once.
+
+Where master weights and moments are in host memory, a device never has all of them. An optimizer that is
+correct on shards (``shard_check``) computes each element's update from that element's values and from norms.
+So its program is evaluated twice (``zerojax.matmul.replay.evaluate``): once with the gradients of the whole
+tree and without weights and moments, for the norms and the counters; and then for each layer with that
+layer's values alone, where a norm is not computed again but looked up.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.extend import core
+from jax.extend.core import primitives
+from jax.sharding import Mesh
+from jaxtyping import Array, PyTree
+
+from zerojax.errors import ConfigurationError
+from zerojax.matmul.replay import as_it_is, evaluate
+from zerojax.optim.moments import by_moment
+from zerojax.optim.shard_check import OnLayout, Optimizer
+from zerojax.sharding.layout import ParamLayout
+from zerojax.sharding.param_tree import Path, from_tree, to_tree
+from zerojax.zero_config import ZeroConfig
+
+# By the primitive of a call, the parameter that has the called program.
+_CALLED = {primitives.closed_call_p.name: "call_jaxpr", "custom_jvp_call": "call_jaxpr", "jit": "jaxpr"}
+_REDUCTIONS = ("argmax", "argmin", "dot_general", "sort")
+_NORMS = (
+    "the optimizer computes norms of weights or moments (LAMB and LARS do), or chooses by them, which an "
+    'update of one layer at a time cannot: leave "optimizer" out of ZeroConfig.host, or use norms of '
+    "gradients alone, such as optax.clip_by_global_norm's."
+)
+
+
+class _Absent:
+    """In place of a value that an evaluation lacks."""
+
+
+_ABSENT = _Absent()
+_Value = Array | _Absent
+
+
+class Reduced(NamedTuple):
+    """What an update computes of the whole tree.
+
+    Attributes:
+        norms: the program's reductions, in its order: the operation, and its results.
+        others: the new values of what is no moment, such as counters, by their places in the state.
+    """
+
+    norms: list[tuple[str, list[_Value]]]
+    others: dict[str, Array]
+
+
+class Traced(NamedTuple):
+    """An update's program for leaves of certain shapes.
+
+    Attributes:
+        program: from gradients, state and weights to weights and state, all flat.
+        paths: the paths of gradients and weights, in order.
+        keys: the places of the state's arrays, in order.
+        moments: by its place, the path of a moment's weight.
+    """
+
+    program: core.ClosedJaxpr
+    paths: tuple[Path, ...]
+    keys: tuple[str, ...]
+    moments: dict[str, Path]
+
+
+class LayerwiseOptimizer:
+    """An optimizer's update, of the whole tree but for weights and moments, and of single layers."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        whole: optax.GradientTransformation,
+        mesh: Mesh,
+        leaves: Sequence[ParamLayout],
+        zero: ZeroConfig,
+    ) -> None:
+        """Trace the update of the whole tree.
+
+        Args:
+            optimizer: as ``TrainState.create`` got it.
+            whole: its transform of stored leaves.
+            mesh: of the state.
+            leaves: the trained parameters' layouts.
+            zero: the options.
+        """
+        self._optimizer = optimizer
+        self._mesh = mesh
+        self._leaves = leaves
+        self._zero = zero
+        self._whole = _traced(whole, leaves)
+
+    @property
+    def moments(self) -> dict[str, Path]:
+        """By its place in the optimizer's state, the path of each moment's weight."""
+        return self._whole.moments
+
+    def reduce(self, grads: PyTree[Array], state: Mapping[str, Array]) -> Reduced:
+        """Compute norms and counters.
+
+        Args:
+            grads: of all leaves, nested by path.
+            state: what is no moment, by its place in the optimizer's state.
+
+        Raises:
+            ConfigurationError: a counter depends on weights or moments.
+        """
+        norms: list[tuple[str, list[_Value]]] = []
+
+        def reduction(equation: core.JaxprEqn, given: list[_Value]) -> list[_Value]:
+            norms.append((equation.primitive.name, _unless_absent(equation, given)))
+            return norms[-1][1]
+
+        _, after = _run(self._whole, from_tree(grads), state, {}, reduction)
+        others = {key: x for key, x in after.items() if key not in self.moments}
+        return Reduced(norms, _there(others))
+
+    def of_group(self, paths: Collection[Path]) -> Traced:
+        """The update's program for single layers of the weights at ``paths``, which are updated together."""
+        layers = [dataclasses.replace(leaf, stack=()) for leaf in self._leaves]
+        if not isinstance(self._optimizer, OnLayout):
+            return _traced(self._optimizer, layers)
+        # One that exchanges matrices must see no others; vectors stand in for them.
+        mine = [leaf if leaf.path in paths else dataclasses.replace(leaf, shape=(1,)) for leaf in layers]
+        return _traced(self._optimizer.make(self._mesh, mine, self._zero), mine)
+
+    def update(
+        self,
+        traced: Traced,
+        reduced: Reduced,
+        grads: Mapping[Path, Array],
+        state: Mapping[str, Array],
+        params: Mapping[Path, Array],
+    ) -> tuple[dict[Path, Array], dict[str, Array]]:
+        """Update one layer.
+
+        Args:
+            traced: as ``of_group`` returns.
+            reduced: as ``reduce`` returns.
+            grads: the layer's gradients by path, of the shapes of stored leaves without layers.
+            state: its moments, and what is no moment as it was, by their places in the state.
+            params: its weights.
+
+        Returns:
+            The new weights, and the new moments.
+
+        Raises:
+            ConfigurationError: the update needs norms of weights or of moments.
+        """
+        norms = list(reversed(reduced.norms))
+
+        def look_up(equation: core.JaxprEqn, given: list[_Value]) -> list[_Value]:
+            del given
+            name, results = norms.pop() if norms else ("", [])
+            if name != equation.primitive.name:
+                raise ConfigurationError(_NORMS)
+            return results
+
+        after, moments = _run(traced, grads, state, params, look_up)
+        mine = {key: moments[key] for key, path in traced.moments.items() if path in params}
+        return _there({path: after[path] for path in params}), _there(mine)
+
+
+def places(state: PyTree[Array]) -> dict[str, Array]:
+    """The arrays of an optimizer's state, by their places in it."""
+    return {_key(keys): x for keys, x in jax.tree_util.tree_leaves_with_path(state)}
+
+
+def with_places(state: PyTree[Array], values: Mapping[str, Array]) -> PyTree[Array]:
+    """A state with other arrays at its places."""
+    return jax.tree_util.tree_map_with_path(lambda keys, _: values[_key(keys)], state)
+
+
+def _key(keys: Any) -> str:
+    return jax.tree_util.keystr(keys)
+
+
+def _traced(tx: optax.GradientTransformation, leaves: Sequence[ParamLayout]) -> Traced:
+    shapes = to_tree({leaf.path: jax.ShapeDtypeStruct(leaf.stored_shape, jnp.float32) for leaf in leaves})
+    by_index = {leaf.index: leaf.path for leaf in leaves}
+    number = to_tree({leaf.path: leaf.index for leaf in leaves})
+    state = jax.eval_shape(tx.init, shapes)
+
+    def update(grads: PyTree[Array], state: PyTree[Array], params: PyTree[Array]) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    found = places(by_moment(leaves, state, lambda leaf, _: leaf.index, lambda _: -1))
+    return Traced(
+        jax.make_jaxpr(update)(shapes, state, shapes),
+        tuple(by_index[index] for index in jax.tree.leaves(number)),
+        tuple(found),
+        {key: by_index[int(index)] for key, index in found.items() if index >= 0},
+    )
+
+
+def _run(
+    traced: Traced,
+    grads: Mapping[Path, Array],
+    state: Mapping[str, Array],
+    params: Mapping[Path, Array],
+    reduction: Callable[[core.JaxprEqn, list[_Value]], list[_Value]],
+) -> tuple[dict[Path, _Value], dict[str, _Value]]:
+    """Evaluate an update's program as far as the given values go."""
+
+    def run(equation: core.JaxprEqn, given: list[_Value]) -> Sequence[_Value]:
+        name = equation.primitive.name
+        if (name.startswith("reduce_") and name != "reduce_precision") or name in _REDUCTIONS:
+            return reduction(equation, given)
+        if name in _CALLED:
+            inner = equation.params[_CALLED[name]]
+            return evaluate(inner.jaxpr, inner.consts, given, run)
+        return _unless_absent(equation, given)
+
+    given = [
+        *(grads.get(path, _ABSENT) for path in traced.paths),
+        *(state.get(key, _ABSENT) for key in traced.keys),
+        *(params.get(path, _ABSENT) for path in traced.paths),
+    ]
+    program = traced.program
+    results = evaluate(program.jaxpr, program.consts, given, run)
+    count = len(traced.paths)
+    return (
+        dict(zip(traced.paths, results[:count], strict=True)),
+        dict(zip(traced.keys, results[count:], strict=True)),
+    )
+
+
+def _unless_absent(equation: core.JaxprEqn, given: Sequence[_Value]) -> list[_Value]:
+    there = [x for x in given if not isinstance(x, _Absent)]
+    if len(there) < len(given):
+        return [_ABSENT] * len(equation.outvars)
+    return list(as_it_is(equation, there))
+
+
+def _there[K](values: Mapping[K, _Value]) -> dict[K, Array]:
+    """Values of which none may be absent."""
+    there = {key: x for key, x in values.items() if not isinstance(x, _Absent)}
+    if len(there) < len(values):
+        raise ConfigurationError(_NORMS)
+    return there

@@ -1,0 +1,311 @@
+"""The update of weights whose masters and moments are in host memory, one layer of a stack at a time.
+
+While layer i is updated, the state of layer i + 1 comes to the device and that of layer i - 1 goes back, by
+DMA (``zerojax.schedule.stacked``). An iteration thus reads and writes each array of a stack, one after the
+other. Half of the bytes are read first and half are written first, so that both directions run at once.
+
+What passes read of a weight stays on the device: the shard as its owner sends it next, encoded when the
+weight is updated (``Weight.ready``). With delta that is its difference from the copy that every node has.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float32, Num, PyTree
+
+from zerojax.comm.in_order import on_mesh
+from zerojax.comm.xla_options import compiler_options
+from zerojax.optim.layerwise import LayerwiseOptimizer, places, with_places
+from zerojax.schedule.stacked import Index, empty_layers, layer_at, put_layer
+from zerojax.sharding.memory import to_device, to_host
+from zerojax.sharding.param_tree import Path, from_tree, to_tree
+from zerojax.train.copies import ByPath, rescaled, scale_of
+from zerojax.train.spec import ParamGroup, TrainSpec
+from zerojax.weights.gather import encode
+from zerojax.weights.weight import Weight
+
+_Place = tuple[str, ...]
+"""Of a stored array: ("params", *path), or ("state", its place in the optimizer's state)."""
+_Stored = dict[_Place, Float32[Array, "..."]]
+_GROUPS_AT_ONCE = 2
+"""Groups of weights on the device at once: one is updated while the next one is fetched."""
+
+
+class _Sent(NamedTuple):
+    """Weights as their owners send them next: of one layer or of a stack, by path.
+
+    Attributes:
+        values: encoded.
+        scales: of the weights of fp8 products.
+    """
+
+    values: dict[Path, Num[Array, "..."]]
+    scales: dict[Path, Float32[Array, "..."]]
+
+
+def updated_by_layers(
+    spec: TrainSpec,
+    ok: Bool[Array, ""],
+    grads: PyTree[Array],
+    opt_state: PyTree[Array],
+    params: PyTree[Array],
+    encoded: ByPath,
+    copies: ByPath,
+) -> tuple[PyTree[Array], PyTree[Array], ByPath]:
+    """Update all weights, or none.
+
+    Args:
+        spec: the train spec.
+        ok: whether the step is taken.
+        grads: the mean gradients, stored like the weights, on the device.
+        opt_state: the optimizer's state, its moments in host memory.
+        params: the master weights, in host memory.
+        encoded: the weights as they were sent, whose memory the new ones take.
+        copies: delta's copies after the passes; or empty.
+
+    Returns:
+        The new weights, the new state, and the weights as they are sent next.
+
+    Raises:
+        ConfigurationError: the optimizer cannot update layers by themselves.
+    """
+    assert spec.optimizer is not None
+    assert spec.tx is not None
+    optimizer = LayerwiseOptimizer(spec.optimizer, spec.tx, spec.mesh, spec.leaves, spec.zero)
+    before, masters, gradients = places(opt_state), from_tree(params), from_tree(grads)
+    counters = {place: x for place, x in before.items() if place not in optimizer.moments}
+    with jax.named_scope("optimizer"):
+        reduced = optimizer.reduce(grads, counters)
+        others = {place: jnp.where(ok, x, counters[place]) for place, x in reduced.others.items()}
+
+    def updated(group: ParamGroup, stored: _Stored) -> tuple[_Stored, ByPath, _Sent]:
+        mine = [leaf.path for leaf in group.leaves]
+        traced = optimizer.of_group(mine)
+        own = _rows(group, {path: gradients[path] for path in mine})
+
+        def update(index: Index, have: _Stored) -> _Stored:
+            with jax.named_scope("optimizer"):
+                weights = {path: have["params", *path] for path in mine}
+                moments = {place[1]: x for place, x in have.items() if place[0] == "state"}
+                given = _layer(group, own, index)
+                weights, moments = optimizer.update(traced, reduced, given, counters | moments, weights)
+                new: _Stored = {("params", *path): x for path, x in weights.items()}
+                new |= {("state", place): x for place, x in moments.items()}
+                return {place: jnp.where(ok, x, have[place]) for place, x in new.items()}
+
+        return _over_layers(spec, group, stored, encoded, copies, update)
+
+    def stored_of(group: ParamGroup) -> _Stored:
+        mine = {leaf.path for leaf in group.leaves}
+        stored: _Stored = {("params", *path): masters[path] for path in mine}
+        return stored | {
+            ("state", place): before[place] for place, path in optimizer.moments.items() if path in mine
+        }
+
+    stored, fresh = _over_groups(spec, stored_of, updated)
+    weights = {place[1:]: x for place, x in stored.items() if place[0] == "params"}
+    moments = {place[1]: x for place, x in stored.items() if place[0] == "state"}
+    return to_tree(weights), with_places(opt_state, others | moments), fresh
+
+
+def first_encoded(spec: TrainSpec, params: PyTree[Array], copies: ByPath) -> ByPath:
+    """The weights of a state as their owners send them next, by a function that is compiled once.
+
+    Args:
+        spec: the train spec.
+        params: the master weights, in host memory.
+        copies: delta's; or empty.
+    """
+
+    def run(params: PyTree[Array], copies: ByPath) -> ByPath:
+        masters = from_tree(params)
+
+        def encoded(group: ParamGroup, stored: _Stored) -> tuple[_Stored, ByPath, _Sent]:
+            return _over_layers(spec, group, stored, None, copies, None)
+
+        def stored_of(group: ParamGroup) -> _Stored:
+            return {("params", *leaf.path): masters[leaf.path] for leaf in group.leaves}
+
+        return _over_groups(spec, stored_of, encoded)[1]
+
+    def make() -> jax.stages.Wrapped:
+        to = jax.tree.map(lambda x: x.sharding, spec.by_path(spec.encoded))
+        options = compiler_options(spec.mesh, host_memory=True)
+        return jax.jit(run, out_shardings=to, compiler_options=options)
+
+    return spec.once("encoded", make)(params, copies)
+
+
+def _over_groups(
+    spec: TrainSpec,
+    stored_of: Callable[[ParamGroup], _Stored],
+    run: Callable[[ParamGroup, _Stored], tuple[_Stored, ByPath, _Sent]],
+) -> tuple[_Stored, ByPath]:
+    """Run all groups, of which each begins to be fetched when the one before the last is done."""
+    after: _Stored = {}
+    fresh: ByPath = {}
+    done: list[_Sent] = []
+    for group in spec.groups:
+        if not group.leaves:
+            continue
+        stored = stored_of(group)
+        if len(done) >= _GROUPS_AT_ONCE:
+            # Without the barrier XLA could fetch everything at the beginning.
+            stored, _ = lax.optimization_barrier((stored, done[-_GROUPS_AT_ONCE]))
+        stored, sent, last = run(group, stored)
+        done.append(last)
+        after |= stored
+        fresh |= sent
+    return after, fresh
+
+
+def _over_layers(
+    spec: TrainSpec,
+    group: ParamGroup,
+    stored: _Stored,
+    encoded: ByPath | None,
+    copies: ByPath,
+    update: Callable[[Index, _Stored], _Stored] | None,
+) -> tuple[_Stored, ByPath, _Sent]:
+    """Update and encode every layer of a group.
+
+    Args:
+        spec: the train spec.
+        group: the group.
+        stored: its arrays in host memory, of all layers.
+        encoded: arrays that the results take the place of; or None.
+        copies: delta's, of all weights; or empty.
+        update: from a layer's index and its arrays to the new ones; None leaves them as they are.
+
+    Returns:
+        The arrays in host memory; the encoded weights; and those of the last layer.
+    """
+    layers = group.layers
+    mine = _rows(group, {leaf.path: copies[leaf.path] for leaf in group.leaves if leaf.path in copies})
+
+    def compute(index: Index, have: _Stored) -> tuple[_Stored, _Sent]:
+        new = have if update is None else update(index, have)
+        return new, _encode_layer(spec, group, new, _layer(group, mine, index))
+
+    if not group.stack:
+        new, last = compute(0, to_device(stored))
+        return stored if update is None else to_host(new), _weights(spec, group, last), last
+    shapes = {place: x.shape for place, x in stored.items()}
+    stored = _rows(group, stored)
+    first = {place: x for place, x in stored.items() if place in _read_first(stored)}
+
+    def swap(stored: _Stored, new: _Stored, index: Index) -> tuple[_Stored, _Stored]:
+        """Store layer ``index - 1`` and fetch layer ``index + 1``."""
+        if update is None:
+            return stored, layer_at(stored, index + 1)
+        early = {place: stored[place] for place in first}
+        late = {place: x for place, x in stored.items() if place not in first}
+        fetched, early = lax.optimization_barrier((layer_at(early, index + 1), early))
+        early = put_layer(early, {place: new[place] for place in early}, index - 1)
+        late = put_layer(late, {place: new[place] for place in late}, index - 1)
+        return early | late, fetched | layer_at(late, index + 1)
+
+    new, sent = compute(0, layer_at(stored, 0))
+    if encoded is None:
+        result = empty_layers(sent, layers)
+    else:
+        own = {leaf.path: encoded[leaf.path] for leaf in group.leaves}
+        scales = {path: w.scale for path, w in own.items() if w.layout.fp8}
+        result = _rows(group, _Sent({path: w.values for path, w in own.items()}, scales))
+    result = put_layer(result, sent, 0)
+    if layers > 1:
+        have, stored = lax.optimization_barrier((layer_at(stored, 1), stored))
+
+        def layer(
+            index: Index, carry: tuple[_Stored, _Stored, _Stored, _Sent]
+        ) -> tuple[_Stored, _Stored, _Stored, _Sent]:
+            stored, have, new, result = carry
+            stored, following = swap(stored, new, index)
+            new, sent = compute(index, have)
+            return stored, following, new, put_layer(result, sent, index)
+
+        stored, have, new, result = lax.fori_loop(1, layers - 1, layer, (stored, have, new, result))
+        if update is not None:
+            stored = put_layer(stored, new, layers - 2)
+        new, sent = compute(layers - 1, have)
+        result = put_layer(result, sent, layers - 1)
+    if update is not None:
+        stored = put_layer(stored, new, layers - 1)
+    stored = {place: x.reshape(shapes[place]) for place, x in stored.items()}
+    return stored, _weights(spec, group, result), sent
+
+
+def _read_first(stored: _Stored) -> set[_Place]:
+    """The arrays that an iteration reads before it writes them: about half of the bytes."""
+    chosen: set[_Place] = set()
+    balance = 0
+    for place, x in sorted(stored.items(), key=lambda item: -item[1].nbytes):
+        chosen |= {place} if balance <= 0 else set()
+        balance += x.nbytes if balance <= 0 else -x.nbytes
+    return chosen
+
+
+def _encode_layer(spec: TrainSpec, group: ParamGroup, stored: _Stored, copies: ByPath) -> _Sent:
+    """One layer's weights as their owners send them next, by the masters among ``stored``."""
+    leaves = [dataclasses.replace(leaf, stack=()) for leaf in group.leaves]
+
+    def local(masters: Mapping[Path, Array], copies: Mapping[Path, Weight]) -> _Sent:
+        chosen = [leaf.path for leaf in leaves if leaf.fp8]
+        scales: dict[Path, Array] = {}
+        if chosen:
+            with jax.named_scope("scales"):
+                peaks = lax.pmax(jnp.stack([jnp.max(jnp.abs(masters[p])) for p in chosen]), spec.world.axes)
+            scales = {p: scale_of(peak, copies.get(p)) for p, peak in zip(chosen, peaks, strict=True)}
+            copies = {p: rescaled(copy, scales[p]) if p in scales else copy for p, copy in copies.items()}
+        weights = [
+            Weight(masters[leaf.path].reshape(-1), leaf, "primary", scales.get(leaf.path)) for leaf in leaves
+        ]
+        alone = tuple(w for w in weights if not w.layout.in_every_node)
+        before = tuple(copies[w.layout.path].values for w in alone) if copies else None
+        payloads = encode(alone, before) if alone else ()
+        values = {w.layout.path: x for w, x in zip(alone, payloads, strict=True)}
+        everywhere = [w for w in weights if w.layout.in_every_node]
+        values |= {w.layout.path: w.encoded(w.layout.weights.local) for w in everywhere}
+        return _Sent({leaf.path: values[leaf.path] for leaf in leaves}, scales)
+
+    stored_specs = {leaf.path: spec.param_spec(leaf) for leaf in leaves}
+    copied = [leaf for leaf in leaves if leaf.path in copies]
+    copy_specs = {
+        leaf.path: jax.tree.map(lambda x: x.sharding.spec, spec.stored(leaf, "secondary")) for leaf in copied
+    }
+    out = _Sent(
+        {leaf.path: leaf.spec(leaf.owners) for leaf in leaves},
+        {leaf.path: PartitionSpec() for leaf in leaves if leaf.fp8},
+    )
+    masters = {leaf.path: stored["params", *leaf.path] for leaf in leaves}
+    given = {leaf.path: dataclasses.replace(copies[leaf.path], layout=leaf) for leaf in copied}
+    run = on_mesh(local, spec.mesh, in_specs=(stored_specs, copy_specs), out_specs=out)
+    return run(masters, given)
+
+
+def _rows[T: PyTree[Array]](group: ParamGroup, tree: T) -> T:
+    """Arrays of a stack with its layers along one axis."""
+    axes = len(group.stack)
+    return jax.tree.map(lambda x: x.reshape(group.layers, *x.shape[axes:]) if axes > 1 else x, tree)
+
+
+def _layer[T: PyTree[Array]](group: ParamGroup, rows: T, index: Index) -> T:
+    """A layer of ``_rows``, or arrays that are no stack as they are."""
+    return layer_at(rows, index) if group.stack else rows
+
+
+def _weights(spec: TrainSpec, group: ParamGroup, sent: _Sent) -> ByPath:
+    """Encoded weights as a state has them."""
+    found: ByPath = {}
+    for leaf in group.leaves:
+        like = spec.encoded(leaf)
+        values = sent.values[leaf.path].reshape(like.values.shape)
+        values = to_host(values) if "weights" in spec.zero.host else values
+        scale = sent.scales[leaf.path].reshape(leaf.stack) if leaf.fp8 else None
+        found[leaf.path] = dataclasses.replace(like, values=values, scale=scale)
+    return found
