@@ -130,7 +130,8 @@ class ZeroConfig:
             every device like other weights; "auto" is "local" where a node's devices divide the experts.
         host: what is kept in page-locked host memory and copied to the device a layer at a time: "optimizer",
             the master weights and the optimizer's state, of which the device then has what passes read
-            (2 bytes a parameter in bfloat16, over all devices); with it "weights", these too; "activations",
+            (2 bytes a parameter in bfloat16, over all devices); with it "weights", these too, of weights that
+            are trained; "activations",
             what a ``Stack`` keeps for the backward pass. Losses and weights stay the same, bit for bit.
         sequence_parallel: how many neighbouring devices of a node share a row of tokens: 1, or a divisor of
             the devices of a node. Each computes with its part of the tokens, and attention exchanges heads
@@ -433,10 +434,11 @@ class ZeroConfig:
             raise ConfigurationError(
                 f"ZeroConfig.host has {unknown[0]!r}, which is not one of {HOST_STORES}."
             )
-        if "weights" in self.host and "optimizer" not in self.host and "*" not in self.frozen:
+        if "weights" in self.host and "optimizer" not in self.host:
             raise ConfigurationError(
-                'ZeroConfig.host=("weights",) alone keeps the fp32 master weights, which are larger, on the '
-                'device: use ("optimizer", "weights").'
+                'ZeroConfig.host has "weights" without "optimizer", so that the fp32 master weights, which are '
+                'larger, stay on the device: use ("optimizer", "weights"). Frozen weights stay there as well; '
+                'frozen_weights="nf4" makes them smaller.'
             )
         if "activations" in self.host and self.stage < 3:
             raise ConfigurationError(

@@ -82,22 +82,34 @@ class LayerwiseOptimizer:
         whole: optax.GradientTransformation,
         mesh: Mesh,
         leaves: Sequence[ParamLayout],
+        groups: Sequence[Sequence[Path]],
         zero: ZeroConfig,
     ) -> None:
-        """Trace the update of the whole tree.
+        """Trace the update of the whole tree, and of layers of each group.
 
         Args:
             optimizer: as ``TrainState.create`` got it.
             whole: its transform of stored leaves.
             mesh: of the state.
             leaves: the trained parameters' layouts.
+            groups: the paths of the weights that are updated together.
             zero: the options.
+
+        Raises:
+            ConfigurationError: the optimizer needs norms of weights or of moments.
         """
-        self._optimizer = optimizer
-        self._mesh = mesh
-        self._leaves = leaves
-        self._zero = zero
         self._whole = _traced(whole, leaves)
+        layers = [dataclasses.replace(leaf, stack=()) for leaf in leaves]
+        if isinstance(optimizer, OnLayout):
+            self._of_groups = {
+                path: traced
+                for group in groups
+                for traced in [_traced_alone(optimizer, mesh, layers, group, zero)]
+                for path in group
+            }
+        else:
+            self._of_groups = dict.fromkeys((leaf.path for leaf in leaves), _traced(optimizer, layers))
+        jax.eval_shape(self._check, *(_shapes(whole, some) for some in (leaves, layers)))
 
     @property
     def moments(self) -> dict[str, Path]:
@@ -124,18 +136,8 @@ class LayerwiseOptimizer:
         others = {key: x for key, x in after.items() if key not in self.moments}
         return Reduced(norms, _there(others))
 
-    def of_group(self, paths: Collection[Path]) -> Traced:
-        """The update's program for single layers of the weights at ``paths``, which are updated together."""
-        layers = [dataclasses.replace(leaf, stack=()) for leaf in self._leaves]
-        if not isinstance(self._optimizer, OnLayout):
-            return _traced(self._optimizer, layers)
-        # One that exchanges matrices must see no others; vectors stand in for them.
-        mine = [leaf if leaf.path in paths else dataclasses.replace(leaf, shape=(1,)) for leaf in layers]
-        return _traced(self._optimizer.make(self._mesh, mine, self._zero), mine)
-
     def update(
         self,
-        traced: Traced,
         reduced: Reduced,
         grads: Mapping[Path, Array],
         state: Mapping[str, Array],
@@ -144,11 +146,10 @@ class LayerwiseOptimizer:
         """Update one layer.
 
         Args:
-            traced: as ``of_group`` returns.
             reduced: as ``reduce`` returns.
             grads: the layer's gradients by path, of the shapes of stored leaves without layers.
             state: its moments, and what is no moment as it was, by their places in the state.
-            params: its weights.
+            params: its weights, those of one group.
 
         Returns:
             The new weights, and the new moments.
@@ -156,6 +157,7 @@ class LayerwiseOptimizer:
         Raises:
             ConfigurationError: the update needs norms of weights or of moments.
         """
+        traced = self._of_groups[next(iter(params))]
         norms = list(reversed(reduced.norms))
 
         def look_up(equation: core.JaxprEqn, given: list[_Value]) -> list[_Value]:
@@ -168,6 +170,18 @@ class LayerwiseOptimizer:
         after, moments = _run(traced, grads, state, params, look_up)
         mine = {key: moments[key] for key, path in traced.moments.items() if path in params}
         return _there({path: after[path] for path in params}), _there(mine)
+
+    def _check(self, whole: tuple[Any, Any], layers: tuple[Any, Any]) -> None:
+        """Run all of it, on shapes alone."""
+        grads, state = whole
+        counters = {place: x for place, x in places(state).items() if place not in self.moments}
+        reduced = self.reduce(grads, counters)
+        of_layer, moments = from_tree(layers[0]), places(layers[1])
+        for traced in {id(traced): traced for traced in self._of_groups.values()}.values():
+            mine = [path for path, own in self._of_groups.items() if own is traced]
+            params = {path: of_layer[path] for path in mine}
+            given = {place: moments[place] for place, path in traced.moments.items() if path in params}
+            self.update(reduced, params, given | counters, params)
 
 
 def places(state: PyTree[Array]) -> dict[str, Array]:
@@ -184,11 +198,28 @@ def _key(keys: Any) -> str:
     return jax.tree_util.keystr(keys)
 
 
-def _traced(tx: optax.GradientTransformation, leaves: Sequence[ParamLayout]) -> Traced:
+def _traced_alone(
+    optimizer: OnLayout,
+    mesh: Mesh,
+    layers: Sequence[ParamLayout],
+    paths: Collection[Path],
+    zero: ZeroConfig,
+) -> Traced:
+    """The update of a group by an optimizer that exchanges matrices; vectors stand in for other weights."""
+    mine = [leaf if leaf.path in paths else dataclasses.replace(leaf, shape=(1,)) for leaf in layers]
+    return _traced(optimizer.make(mesh, mine, zero), mine)
+
+
+def _shapes(tx: optax.GradientTransformation, leaves: Sequence[ParamLayout]) -> tuple[Any, Any]:
+    """The shapes of weights and of the optimizer's state."""
     shapes = to_tree({leaf.path: jax.ShapeDtypeStruct(leaf.stored_shape, jnp.float32) for leaf in leaves})
+    return shapes, jax.eval_shape(tx.init, shapes)
+
+
+def _traced(tx: optax.GradientTransformation, leaves: Sequence[ParamLayout]) -> Traced:
+    shapes, state = _shapes(tx, leaves)
     by_index = {leaf.index: leaf.path for leaf in leaves}
     number = to_tree({leaf.path: leaf.index for leaf in leaves})
-    state = jax.eval_shape(tx.init, shapes)
 
     def update(grads: PyTree[Array], state: PyTree[Array], params: PyTree[Array]) -> Any:
         updates, state = tx.update(grads, state, params)

@@ -10,17 +10,17 @@ weight is updated (``Weight.ready``). With delta that is its difference from the
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float32, Num, PyTree
+from jaxtyping import Array, Bool, Float32, PyTree
 
 from zerojax.comm.in_order import on_mesh
 from zerojax.comm.xla_options import compiler_options
-from zerojax.optim.layerwise import LayerwiseOptimizer, places, with_places
+from zerojax.optim.layerwise import places, with_places
 from zerojax.schedule.stacked import Index, empty_layers, layer_at, put_layer
 from zerojax.sharding.memory import to_device, to_host
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
@@ -40,12 +40,12 @@ class _Sent(NamedTuple):
     """Weights as their owners send them next: of one layer or of a stack, by path.
 
     Attributes:
-        values: encoded.
-        scales: of the weights of fp8 products.
+        values: encoded; arrays, or their PartitionSpecs.
+        scales: of the weights of fp8 products, fp32.
     """
 
-    values: dict[Path, Num[Array, "..."]]
-    scales: dict[Path, Float32[Array, "..."]]
+    values: dict[Path, Any]
+    scales: dict[Path, Any]
 
 
 def updated_by_layers(
@@ -74,9 +74,8 @@ def updated_by_layers(
     Raises:
         ConfigurationError: the optimizer cannot update layers by themselves.
     """
-    assert spec.optimizer is not None
-    assert spec.tx is not None
-    optimizer = LayerwiseOptimizer(spec.optimizer, spec.tx, spec.mesh, spec.leaves, spec.zero)
+    optimizer = spec.layerwise
+    assert optimizer is not None
     before, masters, gradients = places(opt_state), from_tree(params), from_tree(grads)
     counters = {place: x for place, x in before.items() if place not in optimizer.moments}
     with jax.named_scope("optimizer"):
@@ -85,7 +84,6 @@ def updated_by_layers(
 
     def updated(group: ParamGroup, stored: _Stored) -> tuple[_Stored, ByPath, _Sent]:
         mine = [leaf.path for leaf in group.leaves]
-        traced = optimizer.of_group(mine)
         own = _rows(group, {path: gradients[path] for path in mine})
 
         def update(index: Index, have: _Stored) -> _Stored:
@@ -93,7 +91,7 @@ def updated_by_layers(
                 weights = {path: have["params", *path] for path in mine}
                 moments = {place[1]: x for place, x in have.items() if place[0] == "state"}
                 given = _layer(group, own, index)
-                weights, moments = optimizer.update(traced, reduced, given, counters | moments, weights)
+                weights, moments = optimizer.update(reduced, given, counters | moments, weights)
                 new: _Stored = {("params", *path): x for path, x in weights.items()}
                 new |= {("state", place): x for place, x in moments.items()}
                 return {place: jnp.where(ok, x, have[place]) for place, x in new.items()}

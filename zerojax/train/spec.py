@@ -18,6 +18,7 @@ from zerojax.adapters import Adapter, LossFn, Model, adapt
 from zerojax.adapters.adapter import Parameter
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import A, B, LoRA
+from zerojax.optim.layerwise import LayerwiseOptimizer
 from zerojax.optim.shard_check import OnLayout, Optimizer, Whole, on_shards
 from zerojax.sharding.layout import OWNED, ParamLayout, make_layout
 from zerojax.sharding.memory import HOST
@@ -70,8 +71,8 @@ class TrainSpec:
 
     Attributes:
         tx: the optimizer's transform of stored leaves; None for inference alone.
-        optimizer: the optimizer as it was given, from which a transform of single layers is made.
         whole: whether the optimizer needs a matrix whole, by its layout; None if it needs none.
+        layerwise: its update of single layers, if its state is in host memory.
         world: the extents of what shares one state: the mesh or, for the passes of local updates, one node.
         leaves: the trained parameters: the model's, then the adapters'.
         frozen: the model's other parameters.
@@ -83,7 +84,6 @@ class TrainSpec:
     zero: ZeroConfig
     adapter: Adapter
     tx: optax.GradientTransformation | None
-    optimizer: Optimizer | None
     loss_fn: LossFn
     leaves: tuple[ParamLayout, ...]
     groups: tuple[ParamGroup, ...]
@@ -92,6 +92,7 @@ class TrainSpec:
     frozen: tuple[ParamLayout, ...] = ()
     lora: LoRA | None = None
     whole: Whole | None = None
+    layerwise: LayerwiseOptimizer | None = None
     cache: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     def once[T](self, name: str, make: Callable[[], T]) -> T:
@@ -155,7 +156,7 @@ class TrainSpec:
     @property
     def streams(self) -> bool:
         """Whether the optimizer's state and master weights are in host memory, and updates go by layers."""
-        return "optimizer" in self.zero.host and self.tx is not None
+        return self.layerwise is not None
 
     def param_sharding(self, leaf: ParamLayout) -> NamedSharding:
         """Where a master weight and its moments are."""
@@ -302,6 +303,10 @@ def build(
     # With local updates each node has an optimizer of its own.
     updated = tuple(leaf.in_node for leaf in leaves) if zero.every else leaves
     transform = None if tx is None else on_shards(tx, mesh, updated, zero)
+    layerwise = None
+    if tx is not None and transform is not None and "optimizer" in zero.host:
+        paths = [[leaf.path for leaf in group.leaves] for group in groups if group.leaves]
+        layerwise = LayerwiseOptimizer(tx, transform, mesh, leaves, paths, zero)
     strategy = ShardingStrategy.of(zero)
     return TrainSpec(
         mesh,
@@ -309,7 +314,6 @@ def build(
         zero,
         adapter,
         transform,
-        tx,
         loss_fn,
         leaves,
         groups,
@@ -318,6 +322,7 @@ def build(
         frozen=frozen,
         lora=lora,
         whole=whole,
+        layerwise=layerwise,
     )
 
 

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from zerojax.comm.coalesced import gather_together
 from zerojax.sharding.layout import ParamLayout
+from zerojax.sharding.memory import to_device
 from zerojax.sharding.mesh import LOCAL, NODE
 from zerojax.weights.weight import Payload, Weight, Weights
 
@@ -124,8 +125,8 @@ def to_full(weights: Weights, dtype: Callable[[ParamLayout], jnp.dtype]) -> Weig
     if not spread:
         return weights
     with jax.named_scope("gather_local"):
-        arrived = iter(gather_together([w.values for w in spread if w.crosses_local], LOCAL))
-        blocks = (next(arrived) if w.crosses_local else w.values for w in spread)
+        arrived = iter(gather_together([to_device(w.values) for w in spread if w.crosses_local], LOCAL))
+        blocks = (next(arrived) if w.crosses_local else to_device(w.values) for w in spread)
         whole = (w.whole(own, dtype(w.layout)) for w, own in zip(spread, blocks, strict=True))
         return tuple(w if w.level == "full" else next(whole) for w in weights)
 

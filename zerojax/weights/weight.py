@@ -79,7 +79,9 @@ class Weight:
 
     def replace(self, values: Any, level: Level | None = None, gradient: Any = None) -> "Weight":
         """The same weight and scale with other values, perhaps at another level; ``gradient`` is not kept."""
-        return dataclasses.replace(self, values=values, level=level or self.level, gradient=gradient)
+        level = level or self.level
+        ready = self.ready and level == "primary"
+        return dataclasses.replace(self, values=values, level=level, gradient=gradient, ready=ready)
 
     # From the owner: "primary".
 
