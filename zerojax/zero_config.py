@@ -436,9 +436,9 @@ class ZeroConfig:
             )
         if "weights" in self.host and "optimizer" not in self.host:
             raise ConfigurationError(
-                'ZeroConfig.host has "weights" without "optimizer", so that the fp32 master weights, which are '
-                'larger, stay on the device: use ("optimizer", "weights"). Frozen weights stay there as well; '
-                'frozen_weights="nf4" makes them smaller.'
+                'ZeroConfig.host has "weights" without "optimizer", so that the fp32 master weights, which '
+                'are larger, stay on the device: use ("optimizer", "weights"). Frozen weights stay there as '
+                'well; frozen_weights="nf4" makes them smaller.'
             )
         if "activations" in self.host and self.stage < 3:
             raise ConfigurationError(
