@@ -70,6 +70,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zero3-breadth-x8": {"preset": "zero3", "accumulate": 8, "accumulate_order": "breadth"},
     "zero++-breadth-x8": {"preset": "zero++", "accumulate": 8, "accumulate_order": "breadth"},
     "delta-breadth-x8": {"preset": "delta", "accumulate": 8, "accumulate_order": "breadth"},
+    "zero3-host": {"preset": "zero3", "host": ("optimizer",)},
+    "zero3-host-x8": {"preset": "zero3", "accumulate": 8, "host": ("optimizer",)},
+    "zero3-host-x16": {"preset": "zero3", "accumulate": 16, "host": ("optimizer",)},
+    "zero3-host-breadth-x8": {
+        "preset": "zero3", "accumulate": 8, "accumulate_order": "breadth", "host": ("optimizer", "activations"),
+    },
+    "zero3-host-weights-breadth-x8": {
+        "preset": "zero3", "accumulate": 8, "accumulate_order": "breadth",
+        "host": ("optimizer", "weights", "activations"),
+    },
 }
 GSPMD = "gspmd"
 RANK = 16

@@ -1,0 +1,163 @@
+"""Master weights and moments in host memory: the same steps, checkpoints and refusals as on the device."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import numpy as jnp
+
+import zerojax
+from zerojax.errors import ConfigurationError
+from zerojax.sharding.memory import HOST
+from zerojax.train.state import TrainState
+from zerojax.train.step import train_step
+from zerojax.zero_config import ZeroConfig
+
+WIDTH = 24
+# Powers of two: products with them are exact, so it does not matter which of them the compiler fuses with a
+# sum, and both programs have the same bits.
+EXACT = optax.adamw(2.0**-7, b1=0.5, b2=0.5, weight_decay=2.0**-5)
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(optax.linear_schedule(1e-2, 1e-3, 4)))
+
+
+class Block(nnx.Module):
+    """A residual MLP."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, 3 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(3 * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(jax.nn.gelu(self.up(self.norm(x))))
+
+
+class Model(nnx.Module):
+    """A stack of several layers, a unit by itself, and weights outside of units."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.blocks = zerojax.Stack(Block, 4, rngs=rngs)
+        self.last = Block(rngs=rngs)
+        self.head = nnx.Linear(WIDTH, 3, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(self.last(self.blocks(x)))
+
+
+def loss(model: Model, batch: dict[str, jax.Array]) -> jax.Array:
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def batch_of(step: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(step)
+    x, y = rng.standard_normal((48, WIDTH)), rng.standard_normal((48, 3))
+    if step == 1:
+        y[0] = np.nan  # a step that is skipped
+    return {"x": x.astype(np.float32), "y": y.astype(np.float32)}
+
+
+def created(mesh: tuple[int, int], tx: Any, preset: str = "zero3", **options: Any) -> TrainState:
+    zero = ZeroConfig.preset(preset, units=(Block,), **options)
+    return TrainState.create(Model, tx, loss, mesh=zerojax.make_mesh(*mesh), zero=zero, seed=1)
+
+
+def trained(state: TrainState, steps: range = range(3)) -> tuple[TrainState, list[list[float]]]:
+    told = []
+    for step in steps:
+        state, metrics = train_step(state, batch_of(step))
+        told.append([float(metrics[name]) for name in ("loss", "grad_norm", "skipped")])
+    return state, told
+
+
+def same_weights(one: TrainState, other: TrainState) -> bool:
+    pairs = zip(*(jax.tree.leaves(zerojax.gather_params(state)) for state in (one, other)), strict=True)
+    return all(np.array_equal(x, y) for x, y in pairs)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "preset", "host", "options"),
+    [
+        ((2, 4), "delta", ("optimizer",), {}),
+        ((1, 1), "zero3", ("optimizer", "weights"), {}),
+        pytest.param((3, 2), "zero++", ("optimizer", "weights"), {}, marks=pytest.mark.slow),
+        pytest.param((3, 2), "zero3", ("optimizer",), {"stage": 1}, marks=pytest.mark.slow),
+        pytest.param((2, 4), "zero3", ("optimizer",), {"stage": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            (2, 2),
+            "delta",
+            ("optimizer", "weights"),
+            {"accumulate": 2, "accumulate_order": "breadth"},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_steps_have_the_bits_of_those_on_the_device(
+    mesh: tuple[int, int], preset: str, host: tuple[str, ...], options: dict[str, Any]
+) -> None:
+    state, told = trained(created(mesh, EXACT, preset, **options))
+    other, also = trained(created(mesh, EXACT, preset, host=host, **options))
+    assert np.array_equal(told, also, equal_nan=True)
+    assert [skipped for *_, skipped in told] == [0, 1, 0]
+    assert same_weights(state, other)
+    assert int(zerojax.eval_step(other, batch_of(0))["loss"] == zerojax.eval_step(state, batch_of(0))["loss"])
+
+
+def test_a_norm_is_that_of_the_whole_tree() -> None:
+    state, told = trained(created((2, 2), CLIPPED))
+    other, also = trained(created((2, 2), CLIPPED, host=("optimizer",)))
+    np.testing.assert_allclose(told, also, rtol=1e-6)
+    one, two = (jax.tree.leaves(zerojax.gather_params(x)) for x in (state, other))
+    for x, y in zip(one, two, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-7)
+
+
+def test_masters_and_moments_are_in_host_memory() -> None:
+    state, _ = trained(created((1, 2), EXACT, host=("optimizer",)), range(1))
+    moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
+    kinds = {x.sharding.memory_kind for x in (*jax.tree.leaves(state.params), *moments)}
+    assert kinds == {HOST}
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state.encoded)} == {"device"}
+    both = created((1, 2), EXACT, host=("optimizer", "weights"))
+    assert {w.values.sharding.memory_kind for w in both.encoded.values()} == {HOST}
+
+
+def test_other_weights_are_encoded_again() -> None:
+    state = created((2, 2), EXACT, host=("optimizer",))
+    halved = jax.tree.map(lambda x: x / 2, zerojax.gather_params(state))
+    plain = zerojax.put_params(created((2, 2), EXACT), halved)
+    found = zerojax.eval_step(zerojax.put_params(state, halved), batch_of(0))
+    assert float(found["loss"]) == float(zerojax.eval_step(plain, batch_of(0))["loss"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spread", ["node", "world"])
+def test_muon_updates_layers_by_themselves(spread: str) -> None:
+    tx = zerojax.chain(optax.clip_by_global_norm(0.1), zerojax.scale_by_muon(), optax.scale(-1e-3))
+    state, told = trained(created((2, 2), tx, matrix_spread=spread))
+    other, also = trained(created((2, 2), tx, matrix_spread=spread, host=("optimizer",)))
+    np.testing.assert_allclose(told, also, rtol=1e-6)
+    one, two = (jax.tree.leaves(zerojax.gather_params(x)) for x in (state, other))
+    for x, y in zip(one, two, strict=True):
+        np.testing.assert_allclose(x, y, atol=3e-6)
+
+
+def test_refuses_norms_of_weights() -> None:
+    with pytest.raises(ConfigurationError, match="norms of weights or moments"):
+        created((1, 1), optax.lamb(1e-3), host=("optimizer",))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"host": ("weights",)}, 'without "optimizer"'),
+        ({"host": ("disk",)}, "'disk'"),
+        ({"host": ("optimizer",), "stage": 0}, "stage=0"),
+        ({"host": ("optimizer",), "every": 4}, "every"),
+    ],
+)
+def test_refuses_what_does_not_go_together(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        ZeroConfig(**options)
