@@ -71,14 +71,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zero++-breadth-x8": {"preset": "zero++", "accumulate": 8, "accumulate_order": "breadth"},
     "delta-breadth-x8": {"preset": "delta", "accumulate": 8, "accumulate_order": "breadth"},
     "zero3-host": {"preset": "zero3", "host": ("optimizer",)},
-    "zero3-host-x8": {"preset": "zero3", "accumulate": 8, "host": ("optimizer",)},
-    "zero3-host-x16": {"preset": "zero3", "accumulate": 16, "host": ("optimizer",)},
+    "zero3-host-x8": {"preset": "zero3", "host": ("optimizer",), "accumulate": 8},
     "zero3-host-breadth-x8": {
-        "preset": "zero3", "accumulate": 8, "accumulate_order": "breadth", "host": ("optimizer", "activations"),
+        "preset": "zero3",
+        "host": ("optimizer",),
+        "accumulate": 8,
+        "accumulate_order": "breadth",
     },
-    "zero3-host-weights-breadth-x8": {
-        "preset": "zero3", "accumulate": 8, "accumulate_order": "breadth",
+    "zero3-host-breadth-x16": {
+        "preset": "zero3",
+        "host": ("optimizer",),
+        "accumulate": 16,
+        "accumulate_order": "breadth",
+    },
+    "zero3-host-all-breadth-x8": {
+        "preset": "zero3",
         "host": ("optimizer", "weights", "activations"),
+        "accumulate": 8,
+        "accumulate_order": "breadth",
     },
 }
 GSPMD = "gspmd"

@@ -45,7 +45,7 @@ from zerojax.schedule.gradient_queue import GradientQueue, InFlight
 from zerojax.schedule.partition import inexact, partition, with_float0
 from zerojax.schedule.sharded import Sharded, read_by_unit
 from zerojax.schedule.stacked import Index, empty_layers, large_floats, layer_at, put_layer
-from zerojax.schedule.sum_storage import Stored, SumStorage
+from zerojax.schedule.sum_storage import SeparateSums, Stored, SumStorage
 from zerojax.schedule.transforms import Pullback, TracedOnce, pullback, with_derivatives_of
 from zerojax.schedule.unit import (
     Arrays,
@@ -418,7 +418,7 @@ def _backward(
         return compute(carry, index)._replace(fetching=fetching, whole=whole, from_host=from_host)
 
     on_host, on_device, join = partition(stacked, in_host)
-    storage = SumStorage(on_device, unit.sinks)
+    storage = SeparateSums(unit.sinks) if strategy.reads_layers else SumStorage(on_device, unit.sinks)
     fetching, whole, from_host = Fetching(None, (), ()), last_whole, []
     if last > 0:
         from_host = layer_at(on_host, last - 1)

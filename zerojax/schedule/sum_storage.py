@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float32, Num, PyTree, UInt
 
 from zerojax.comm.reduction import Values
-from zerojax.schedule.stacked import Index
+from zerojax.schedule.stacked import Index, put_layer
 
 # Sums are written as integers of the residuals' width: the compiler may widen small floats on the way, and
 # then does not return every bit pattern as it was.
@@ -45,11 +45,11 @@ class Stored(NamedTuple):
 
     Attributes:
         residuals: of all layers but the last, stacked; those of layers that are done hold sums.
-        extra: the sums that do not fit there, fp32 ``[layers - 1, n]``.
+        extra: the sums that do not fit there, fp32 ``[layers - 1, n]``; or all, each parameter's by itself.
     """
 
     residuals: PyTree[Array]
-    extra: Float32[Array, "layers n"]
+    extra: PyTree[Float32[Array, "layers n"]]
 
 
 class SumStorage:
@@ -124,6 +124,29 @@ class SumStorage:
             here = lax.pad(jnp.ones(part.shape, jnp.bool_), jnp.bool_(False), around)
             joined = jnp.where(here, lax.pad(part, jnp.float32(0), around), joined)
         return joined
+
+
+class SeparateSums:
+    """The same for sums that are read layer by layer: each parameter's have memory of their own.
+
+    ``SumStorage`` puts them together where they are read. A loop that reads layers would begin with a copy.
+    """
+
+    def __init__(self, sinks: Values) -> None:
+        """Take arrays of the sums' shape, fp32 ``[layers, n]``."""
+        self._sinks = sinks
+
+    def start(self, residuals: PyTree[Array]) -> Stored:
+        """As ``SumStorage.start``."""
+        return Stored(residuals, tuple(lax.empty(sink.shape, jnp.float32) for sink in self._sinks))
+
+    def write(self, stored: Stored, sums: Values, layer: Index) -> Stored:
+        """As ``SumStorage.write``."""
+        return stored._replace(extra=put_layer(stored.extra, sums, layer))
+
+    def collect(self, stored: Stored, first: Values) -> Values:
+        """As ``SumStorage.collect``."""
+        return put_layer(stored.extra, first, 0)
 
 
 def _keeps_bits(dtype: jnp.dtype) -> bool:

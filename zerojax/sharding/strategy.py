@@ -65,6 +65,7 @@ class ShardingStrategy:
         in_place: whether products read a layer's weights in their stack (``LayerOperand``): where there are
             few tokens.
         residuals_in_host: whether a ``Stack`` keeps in host memory what its backward pass needs.
+        reads_layers: whether the optimizer reads gradients layer by layer, its state being in host memory.
     """
 
     source: Level
@@ -80,6 +81,7 @@ class ShardingStrategy:
     sums_in_pass: bool = False
     in_place: bool = False
     residuals_in_host: bool = False
+    reads_layers: bool = False
 
     @staticmethod
     def of(zero: ZeroConfig) -> "ShardingStrategy":
@@ -106,6 +108,7 @@ class ShardingStrategy:
             frozen="primary" if zero.frozen_spread == "world" else "secondary",
             sums_in_pass=zero.stage == 3 and grad_level == "primary" and zero.passes == 1,
             residuals_in_host="activations" in zero.host,
+            reads_layers="optimizer" in zero.host,
         )
 
     def weight_dtype(self, leaf: ParamLayout) -> jnp.dtype:
