@@ -13,7 +13,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from zerojax.adapters.own_tokens import EXCHANGE, devices_a_row
@@ -22,7 +21,6 @@ from zerojax.models.attention import Windowed, causal_attention, full_attention
 from zerojax.models.config import AttentionKernel
 from zerojax.models.flash_attention import Documents, Segments
 from zerojax.models.sinks import Sinks
-from zerojax.schedule.remat import EXCHANGED
 from zerojax.sharding.mesh import LOCAL
 
 Heads = Float[Array, "batch time heads dim"]
@@ -164,6 +162,7 @@ def _exchange(devices: int, payload: Array) -> Array:
 
     It is done by permutations, which run in line with compute on GPUs (``zerojax.comm.xla_options``). XLA
     would run an all-to-all beside it, behind the hops between nodes: attention would wait for the network.
+    What arrives is kept under remat "none", as the results of all functions with a rule of their own are.
     """
     local = lax.axis_size(LOCAL)
     own = lax.axis_index(LOCAL) % devices
@@ -208,7 +207,7 @@ def _to_heads(devices: int, *parts: Array) -> list[Array]:
 
     rows = [by_receiver(x) for x in parts]
     payload = jnp.concatenate([row.reshape(devices, -1) for row in rows], axis=1)
-    arrived = checkpoint_name(_exchange(devices, payload), EXCHANGED)
+    arrived = _exchange(devices, payload)
     found, start = [], 0
     for row in rows:
         size = row.size // devices
@@ -221,5 +220,5 @@ def _to_tokens(devices: int, out: Array) -> Array:
     """The way back of ``_to_heads``."""
     batch, time, heads, dim = out.shape
     row = out.reshape(batch, devices, time // devices, heads, dim).transpose(1, 0, 2, 3, 4)
-    arrived = checkpoint_name(_exchange(devices, row), EXCHANGED)
+    arrived = _exchange(devices, row)
     return arrived.transpose(1, 2, 0, 3, 4).reshape(batch, time // devices, devices * heads, dim)

@@ -24,8 +24,6 @@ _EXPENSIVE = frozenset(
         "top_k",
     )
 )
-EXCHANGED = "exchanged"
-"""The ``checkpoint_name`` of what came from other devices of a row (``zerojax.models.shared_rows``)."""
 _KERNELS = ("attention", "call", "ffi", "pallas", "triton")
 
 
@@ -50,7 +48,7 @@ def _is_attention(primitive: Primitive, *_: object, **params: object) -> bool:
 
 
 def _is_expensive(primitive: Primitive, *_: object, **params: object) -> bool:
-    named = params.get("name") in ("experts", EXCHANGED, SUM)  # "experts": ``zerojax.experts.mlp``
+    named = params.get("name") in ("experts", SUM)  # "experts": ``zerojax.experts.mlp``
     if named or primitive.name in _EXPENSIVE or _is_attention(primitive, **params):
         return True
     return any(part in primitive.name for part in _KERNELS)
