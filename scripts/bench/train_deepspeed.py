@@ -8,7 +8,13 @@
 Bucket sizes are DeepSpeed's defaults for ZeRO-3 and its ZeRO++ tutorial's for ZeRO++; overlap_comm is on,
 and the optimizer is PyTorch's fused AdamW, which needs no build. ZeRO++'s kernels are compiled at first use,
 which needs nvcc, ninja and perhaps CUDA_HOME, and takes minutes without MAX_JOBS=32 TORCH_CUDA_ARCH_LIST=9.0.
-On a CPU (DS_ACCELERATOR=cpu, --device cpu) only "zero3" runs.
+On a CPU (DS_ACCELERATOR=cpu, --device cpu) ZeRO++ does not run.
+
+"ds-offload" keeps masters and moments in host memory and updates them there with DeepSpeedCPUAdam, which is
+compiled at first use with g++ and ninja; "ds-offload-torch-x8" updates with PyTorch's fused AdamW instead.
+Micro-batches (-x8) are summed in bf16, DeepSpeed's default. The host needs 18 bytes for each parameter, more
+where PyTorch rounds pinned buffers up to powers of two; a PyTorch that knows it does not with
+PYTORCH_CUDA_ALLOC_CONF=pinned_max_round_threshold_mb:1.
 """
 
 # pyright: reportMissingImports=false
@@ -16,14 +22,18 @@ On a CPU (DS_ACCELERATOR=cpu, --device cpu) only "zero3" runs.
 import argparse
 import logging
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import deepspeed
 import peer_blocks
 import torch
 import torch.distributed as dist
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+FusedAdamW = partial(torch.optim.AdamW, fused=True)
 ZERO3 = {"stage": 3, "overlap_comm": True, "contiguous_gradients": True}
 ZERO_PLUS_PLUS = {
     **ZERO3,
@@ -31,11 +41,15 @@ ZERO_PLUS_PLUS = {
     "zero_quantized_weights": True,
     "zero_quantized_gradients": True,
 }
+OFFLOAD = {**ZERO3, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
 # Also in fp16: the norm reveals whether DeepSpeed's kernels read bf16 gradients as fp16.
 PEERS: dict[str, dict[str, Any]] = {
     "ds-zero3": {"zero": ZERO3},
     "ds-zero++": {"zero": ZERO_PLUS_PLUS},
     "ds-zero++16": {"zero": ZERO_PLUS_PLUS, "dtype": torch.float16},
+    "ds-offload": {"zero": OFFLOAD, "adamw": DeepSpeedCPUAdam},
+    "ds-offload-x8": {"zero": OFFLOAD, "adamw": DeepSpeedCPUAdam, "micro_batches": 8},
+    "ds-offload-torch-x8": {"zero": OFFLOAD, "micro_batches": 8},
 }
 
 
@@ -76,6 +90,8 @@ def build(
     *,
     zero: dict[str, Any],
     dtype: torch.dtype = torch.bfloat16,
+    adamw: Callable[..., torch.optim.Optimizer] = FusedAdamW,
+    micro_batches: int = 1,
 ) -> peer_blocks.Peer:
     """A peer's engine and its step."""
     torch.manual_seed(0)
@@ -84,24 +100,29 @@ def build(
         blocks = [checkpoint_wrapper(block, preserve_rng_state=False) for block in blocks]
     model = peer_blocks.BlockStack(blocks, peer_blocks.make_rope(options, device))
     parameters = sum(weight.numel() for weight in model.parameters())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=1e-4, fused=True)
-    config = make_config(options, zero, dtype)
+    optimizer = adamw(model.parameters(), lr=1e-4, weight_decay=1e-4)
+    config = make_config(options, zero, dtype, micro_batches)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    ((x, y),) = peer_blocks.make_batch(options, device, 1, dtype)
+    batch = peer_blocks.make_batch(options, device, micro_batches, dtype)
 
     def step() -> torch.Tensor:
-        loss = peer_blocks.loss_fn(engine(x), y)
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
+        total = torch.zeros((), device=device)
+        for x, y in batch:
+            loss = peer_blocks.loss_fn(engine(x), y)
+            engine.backward(loss)  # divides by the micro-batches
+            engine.step()  # updates after the last one
+            total += loss.detach() / micro_batches
+        return total
 
     def norm() -> float:
         return float(engine.get_global_grad_norm())
 
-    return peer_blocks.Peer(name, 1, step, norm, parameters, close=engine.destroy)
+    return peer_blocks.Peer(name, micro_batches, step, norm, parameters, close=engine.destroy)
 
 
-def make_config(options: argparse.Namespace, zero: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+def make_config(
+    options: argparse.Namespace, zero: dict[str, Any], dtype: torch.dtype, micro_batches: int
+) -> dict[str, Any]:
     """DeepSpeed's configuration."""
     zero = dict(zero)
     if "zero_quantized_weights" in zero:
@@ -112,6 +133,9 @@ def make_config(options: argparse.Namespace, zero: dict[str, Any], dtype: torch.
         zero["stage3_prefetch_bucket_size"] = options.prefetch_bucket
     return {
         "train_micro_batch_size_per_gpu": options.sequences,
+        "gradient_accumulation_steps": micro_batches,
+        # PyTorch's AdamW may update on the host.
+        "zero_force_ds_cpu_optimizer": False,
         "fp16" if dtype == torch.float16 else "bf16": {"enabled": True},
         "zero_optimization": zero,
     }
