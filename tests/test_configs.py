@@ -1,10 +1,20 @@
 """The settings that come with zerojax."""
 
+from dataclasses import replace
+
 import pytest
 from environment import ROOT
 
+from zerojax.analysis.gpus import GPUS
+from zerojax.analysis.plan import Cluster, Outlook, foresee
+from zerojax.analysis.plan.cluster import on_world
+from zerojax.analysis.plan.host_choice import host_needed
+from zerojax.analysis.plan.outlook_tables import outlook_tables
+from zerojax.cli.untrained import abstract_run
+from zerojax.formatting import plain_text
 from zerojax.models import flops_per_token, parameter_count
-from zerojax.run.config import load_config
+from zerojax.run.config import MeshSection, load_config
+from zerojax.sharding.mesh import MeshShape
 
 FOLDER = ROOT / "configs"
 SIZES = {
@@ -60,3 +70,31 @@ def test_fine_tuning_trains_all_weights_or_adapters_beside_frozen_ones():
     none = (), None
     assert frozen == {"full": none, "full-7b": none, "lora": (("*",), None), "qlora": (("*",), "nf4")}
     assert all(config.data.kind == "chat" for config in found.values())
+
+
+def test_all_weights_of_7b_fit_on_one_gpu_with_the_optimizer_in_host_memory():
+    """Without that line the plan ends with it."""
+    config = load_config(FOLDER / "full-7b.toml")
+    spec = abstract_run(replace(config, mesh=MeshSection(nodes=2, local=1)))[0].spec
+    assert spec.layerwise is not None
+    cluster = Cluster(1, 1, GPUS["h100"], 0, host_memory=128e9)
+
+    def outlook(**zero: object) -> Outlook:
+        there = on_world(spec, MeshShape(1, 1), spec.zero.replace(**zero))
+        sizes = {"sequences": 1, "length": config.train.sequence_length}
+        return foresee(
+            there, config.model, cluster, **sizes, optimizer=config.optimizer.name, streaming=lambda: spec
+        )
+
+    found = outlook()
+    assert found.own.fits
+    assert found.host is None
+    assert found.own.memory.total == pytest.approx(55e9, rel=0.02)  # as the config says
+    assert host_needed(found.own.memory, cluster) == pytest.approx(89e9, rel=0.01)
+    assert found.own.time.seconds == pytest.approx(14, rel=0.05)
+    assert found.own.time.copying == pytest.approx(1.8, rel=0.05)
+    lacking = outlook(host=())
+    assert not lacking.own.fits
+    assert plain_text(outlook_tables(lacking), width=140).endswith(
+        'Under [zero], set\n\n    host = ["optimizer"]'
+    )

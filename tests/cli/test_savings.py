@@ -42,19 +42,23 @@ def check(trial: Trial, *options: str) -> None:
         (
             (),
             ["--zero.preset delta", "--zero.stage 2", "--zero.preset local"],
-            ["--train.accumulate 4", "--zero.remat full"],
+            ["--train.accumulate 4", "--zero.remat full", "--zero.host optimizer"],
         ),
-        (("--zero.preset", "delta"), ["--zero.preset local"], ["--train.accumulate 4"]),
+        (
+            ("--zero.preset", "delta"),
+            ["--zero.preset local"],
+            ["--train.accumulate 4", "--zero.host optimizer"],
+        ),
         (("--zero.preset", "local"), [], ["--train.accumulate 4"]),
         (
             ("--zero.preset", "zero++", "--train.accumulate", "4", "--zero.remat", "none"),
             ["--zero.preset delta", "--zero.accumulate-order breadth", "--zero.preset local"],
-            ["--zero.remat full"],
+            ["--zero.remat full", "--zero.host optimizer"],
         ),
         (
             ("--mesh.nodes", "1", "--mesh.local", "8"),
             ["--zero.stage 2"],
-            ["--train.accumulate 4", "--zero.remat full"],
+            ["--train.accumulate 4", "--zero.remat full", "--zero.host optimizer"],
         ),
     ],
 )

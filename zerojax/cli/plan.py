@@ -19,7 +19,8 @@ from zerojax.formatting import plain_text
 from zerojax.models import describe_parameters
 from zerojax.posttrain.roles.memory import RoleMemory
 from zerojax.posttrain.settings import PREFERENCES
-from zerojax.run.config import MeshSection, RunConfig
+from zerojax.run.config import MeshSection, RunConfig, with_settings
+from zerojax.train.spec import TrainSpec
 from zerojax.validation.rates import bytes_per_second
 
 
@@ -153,7 +154,12 @@ def _giga(value: float | None) -> float | None:
 def _outlook(sequences: int | None, settings: RunConfig, cluster: Cluster) -> Outlook:
     train, sharing = settings.train, settings.zero.sequence_parallel
     # The model's parameters and units do not depend on the mesh: two nodes stand for all.
-    state, _ = abstract_run(dataclasses.replace(settings, mesh=MeshSection(nodes=2, local=sharing)))
+    anywhere = dataclasses.replace(settings, mesh=MeshSection(nodes=2, local=sharing))
+    state, _ = abstract_run(anywhere)
+
+    def streaming() -> TrainSpec:
+        return abstract_run(with_settings(anywhere, {"zero": {"host": ["optimizer"]}}))[0].spec
+
     if sequences is None:
         rows = train.batch_size * (2 if settings.posttrain.method in PREFERENCES else 1)  # a pair is two
         sequences = max(1, rows * sharing // (cluster.world.size * train.accumulate))
@@ -164,4 +170,5 @@ def _outlook(sequences: int | None, settings: RunConfig, cluster: Cluster) -> Ou
         sequences=sequences,
         length=train.sequence_length,
         optimizer=settings.optimizer.name,
+        streaming=streaming,
     )

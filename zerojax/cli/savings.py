@@ -14,6 +14,7 @@ from zerojax.analysis.plan.cluster import on_world
 from zerojax.analysis.plan.hops import hops_of, usual_bytes
 from zerojax.analysis.plan.memory import predict_memory
 from zerojax.analysis.plan.work import work_of
+from zerojax.cli.untrained import abstract_run
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import size
 from zerojax.run.config import RunConfig, with_settings
@@ -79,17 +80,24 @@ class Savings:
         return list(dict.fromkeys([*ways[:1], *same[:1], *self._sending([_LOCAL_UPDATES])]))
 
     def held(self) -> list[Trial]:
-        """The option that holds least, and the one that does so without sending more, if less than now."""
+        """The option that holds least, the one that does so without sending more, and host memory.
+
+        Those of them that hold less than now.
+        """
         train, holding = self._config.train, [*_HOLDING]
         accumulate = 2 * train.accumulate
         groups = self._spec.world.size // self._config.zero.sequence_parallel
         while train.batch_size % (groups * accumulate) == 0:
             holding.append(("train.accumulate", accumulate))
             accumulate *= 2
-        ways = [trial for trial in self._tried(holding) if trial.held < _WORTH_IT * self.now.held]
-        ways.sort(key=lambda trial: (trial.held, trial.sent))
+        ways = self._holding(holding)
         free = [trial for trial in ways if not self._more_sent(trial)]
-        return list(dict.fromkeys([*ways[:1], *free[:1]]))
+        return list(dict.fromkeys([*ways[:1], *free[:1], *self._holding([_HOST])]))
+
+    def _holding(self, options: list[tuple[str, Any]]) -> list[Trial]:
+        """Those that hold less than now, the least first."""
+        ways = [trial for trial in self._tried(options) if trial.held < _WORTH_IT * self.now.held]
+        return sorted(ways, key=lambda trial: (trial.held, trial.sent))
 
     def _sending(self, options: list[tuple[str, Any]]) -> list[Trial]:
         """Those that send less than now, the least first."""
@@ -144,7 +152,8 @@ class Savings:
     def _try(self, option: str, config: RunConfig) -> Trial:
         train, world = config.train, self._spec.world
         zero = config.to_zero(self._spec.zero.units)
-        there = on_world(self._spec, world, zero)
+        of_optimizer = "optimizer" in zero.host and self._spec.layerwise is None
+        there = on_world(abstract_run(config)[0].spec if of_optimizer else self._spec, world, zero)
         sequences = max(1, train.batch_size * zero.sequence_parallel // (world.size * train.accumulate))
         work = work_of(there, config.model, sequences=sequences, length=train.sequence_length)
         local, node = usual_bytes(hops_of(there, work))
@@ -159,6 +168,8 @@ def _price(now: ZeroConfig, then: ZeroConfig, optimizer: str) -> str:
     """The effect of a change of options on precision or time."""
     if then.every and not now.every:
         return f"each node trains weights of its own: {expected_loss(then.every, optimizer)}"
+    if then.host != now.host:
+        return "copied from and to host memory in each step"
     if then.remat != now.remat:
         return "computed again in the backward pass"
     if all(getattr(then, name) == getattr(now, name) for name in (*_ROUNDING, "every")):
@@ -180,6 +191,7 @@ _SENDING: list[tuple[str, Any]] = [
     ("zero.grads", ("int8", "int4")),
 ]
 _LOCAL_UPDATES = ("zero.preset", "local")
+_HOST = ("zero.host", ("optimizer",))
 _HOLDING: list[tuple[str, Any]] = [
     ("zero.remat", "full"),
     ("zero.hpz", False),

@@ -13,6 +13,7 @@ from zerojax.analysis.plan.memory import KINDS, PredictedMemory
 from zerojax.analysis.plan.speed import StepTime, predict_step
 from zerojax.analysis.plan.work import work_of
 from zerojax.cli.untrained import abstract_run
+from zerojax.errors import ConfigurationError
 from zerojax.models import GPTConfig
 from zerojax.run.config import MeshSection, RunConfig, TrainSection, with_settings
 from zerojax.sharding.mesh import MeshShape
@@ -23,13 +24,24 @@ MODEL = GPTConfig(vocab_size=8192, layers=24, d_model=2048, heads=16, max_seq_le
 CLUSTER = Cluster(1, 2, GPUS["h100"], 0)
 
 
-@pytest.fixture(scope="module")
-def spec() -> TrainSpec:
-    """Of four micro-batches in breadth, on two devices of one node, with nothing in host memory."""
+def built(optimizer: str = "adamw", **zero: object) -> TrainSpec:
+    """Four micro-batches in breadth, on two devices of one node."""
     train = TrainSection(sequence_length=LENGTH, accumulate=4)
     config = RunConfig(train=train, model=MODEL, mesh=MeshSection(nodes=1, local=2))
-    config = with_settings(config, {"zero": {"accumulate_order": "breadth"}})
-    return abstract_run(config)[0].spec
+    settings = {"zero": {"accumulate_order": "breadth", **zero}, "optimizer": {"name": optimizer}}
+    return abstract_run(with_settings(config, settings))[0].spec
+
+
+@pytest.fixture(scope="module")
+def spec() -> TrainSpec:
+    """With nothing in host memory."""
+    return built()
+
+
+@pytest.fixture(scope="module")
+def streaming() -> TrainSpec:
+    """With the optimizer in host memory."""
+    return built(host=["optimizer"])
 
 
 def with_host(spec: TrainSpec, *host: str) -> TrainSpec:
@@ -50,6 +62,29 @@ def test_activations_in_host_memory(spec):
     rows = str(there.table().columns[0]._cells)
     assert "host: activations" in rows
     assert "host: total" in rows
+
+
+def test_the_optimizer_in_host_memory(spec, streaming):
+    """Masters and moments; the device has what passes read and, in the update, three layers of all that."""
+    before, there = predict_memory(spec), predict_memory(with_host(streaming, "optimizer"))
+    assert there.host == {
+        kind: pytest.approx(before.kinds[kind], abs=16) for kind in ("parameters", "optimizer")
+    }
+    parameters = before.kinds["parameters"] / 4
+    assert there.kinds["encoded"] == pytest.approx(2 * parameters)
+    assert there.kinds["parameters"] == 0
+    stack = next(group for group in spec.groups if group.stack)
+    layer, apart = (
+        sum(leaf.owned for group in spec.groups if bool(group.stack) == stacked for leaf in group.leaves)
+        for stacked in (True, False)
+    )
+    assert stack.layers == 24
+    assert there.kinds["streamed"] == pytest.approx(12 * (3 * layer + apart), rel=1e-3)
+    assert predict_memory(with_host(streaming)) == before
+    assert predict_memory(streaming) == there
+    weights = predict_memory(with_host(streaming, "optimizer", "weights"))
+    assert weights.kinds["encoded"] == 0
+    assert weights.host["encoded"] == there.kinds["encoded"]
 
 
 def test_copies_are_hidden_behind_what_takes_longer(spec):
@@ -122,6 +157,23 @@ def test_the_fewest_parts_that_fit_are_proposed(gigabytes, line):
     assert f"A step takes {1 + seconds:.2f} s, of which {seconds:.2f} s are copies" in found.advice
 
 
+def test_what_does_not_go_with_the_model_or_its_optimizer_is_not_proposed(spec):
+    """An optimizer that needs norms of weights stays on the device."""
+
+    def without_optimizer(zero):
+        if "optimizer" in zero.host:
+            raise ConfigurationError("the optimizer computes norms of weights")
+        return predicted(zero)
+
+    cluster = Cluster(1, 1, dataclasses.replace(GPUS["h100"], memory=95e9), 0, memory_fraction=1.0)
+    assert choose_host("zero3", ZeroConfig(), cluster, without_optimizer, None).host == ("activations",)
+    small = dataclasses.replace(cluster, memory_fraction=0.6)
+    found = choose_host("zero3", ZeroConfig(), small, without_optimizer, None)
+    assert 'With host = ["activations"] 33.0 GB are still missing' in found.advice
+    with pytest.raises(ConfigurationError, match="once it is there"):
+        on_world(spec, MeshShape(1, 2), spec.zero.replace(host=("optimizer",)))
+
+
 def test_a_host_without_room_is_no_place():
     gpu = dataclasses.replace(GPUS["h100"], memory=60e9)
     cluster = Cluster(1, 1, gpu, 0, memory_fraction=1.0, host_memory=40e9)
@@ -135,12 +187,13 @@ def test_a_host_without_room_is_no_place():
     assert full.advice.startswith("zero3 does not fit in the memory of its hosts: each needs 11.8 GB")
 
 
-def test_ways_that_do_not_go_with_host_memory_are_left_out(spec):
+def test_ways_that_do_not_go_with_host_memory_are_left_out(spec, streaming):
     """A stack of activations there needs stage 3; local updates keep their optimizer on the device."""
 
     def names(*host):
         where = Cluster(2, 2, GPUS["h100"], 1e9)
-        there = on_world(spec, MeshShape(2, 2), spec.zero.replace(host=host))
+        base = streaming if "optimizer" in host else spec
+        there = on_world(base, MeshShape(2, 2), spec.zero.replace(host=host))
         found = foresee(there, MODEL, where, sequences=1, length=LENGTH, optimizer="adamw")
         return {forecast.name for forecast in found.forecasts if " in breadth" not in forecast.name}
 

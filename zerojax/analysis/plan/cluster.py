@@ -147,14 +147,17 @@ def on_world(spec: TrainSpec, world: MeshShape, zero: ZeroConfig) -> TrainSpec:
     """The same model and optimizer with other options on another mesh, for inspection only.
 
     Args:
-        spec: built for any mesh.
+        spec: built for any mesh; with the optimizer in host memory if the other options have it there.
         world: extents of the other mesh.
         zero: the other options; ``units`` are those of ``spec``.
 
     Raises:
-        ConfigurationError: the options do not fit the mesh.
+        ConfigurationError: the options do not fit the mesh, or have the optimizer in host memory alone.
     """
     check_options(zero, world)
+    streams = "optimizer" in zero.host and spec.tx is not None
+    if streams and spec.layerwise is None:
+        raise ConfigurationError("whether this optimizer can be in host memory is known once it is there.")
     # A layout needs only the extents and names of a mesh, no devices.
     mesh = cast(Mesh, AbstractMesh((world.nodes, world.local), AXES, axis_types=(AxisType.Auto,) * len(AXES)))
     zero = zero.replace(units=spec.zero.units)
@@ -190,5 +193,6 @@ def on_world(spec: TrainSpec, world: MeshShape, zero: ZeroConfig) -> TrainSpec:
         frozen=tuple(moved[leaf.path] for leaf in spec.frozen),
         groups=groups,
         strategy=ShardingStrategy.of(zero),
+        layerwise=spec.layerwise if streams else None,
         cache={},
     )

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from zerojax.analysis.plan.cluster import Cluster
@@ -48,11 +49,15 @@ def choose_host(
         name: of the way of sharding.
         zero: the run's options.
         cluster: to run on.
-        predict: the memory and the time of a step under other options.
+        predict: the memory and the time of a step under other options; raises a ConfigurationError for those
+            that do not go with the model or its optimizer.
         fewest_nodes: on which it fits as it is; None if more do not help.
     """
     now = predict(zero)[0]
-    tried = {more.host: predict(more) for more in _with_more(zero)}
+    tried: dict[tuple[HostStore, ...], tuple[PredictedMemory, StepTime]] = {}
+    for host in _with_more(zero.host):
+        with suppress(ConfigurationError):
+            tried[host] = predict(zero.replace(host=host))
     on_device = {host: memory for host, (memory, _) in tried.items() if memory.total <= cluster.budget}
     fitting = [host for host, memory in on_device.items() if host_fits(memory, cluster)]
     trouble = f"{name} does not fit"
@@ -77,15 +82,12 @@ def choose_host(
     )
 
 
-def _with_more(zero: ZeroConfig) -> Iterator[ZeroConfig]:
-    """The options with more in host memory than they have there, as far as they go together."""
-    others = [store for store in HOST_STORES if store not in zero.host]
+def _with_more(now: tuple[HostStore, ...]) -> Iterator[tuple[HostStore, ...]]:
+    """What could be in host memory besides what is there now."""
+    others = [store for store in HOST_STORES if store not in now]
     for count in range(1, len(others) + 1):
         for added in itertools.combinations(others, count):
-            try:
-                yield zero.replace(host=tuple(s for s in HOST_STORES if s in (*zero.host, *added)))
-            except ConfigurationError:
-                continue
+            yield tuple(store for store in HOST_STORES if store in (*now, *added))
 
 
 def _missing(tried: _Memories, on_device: _Memories, cluster: Cluster) -> str:

@@ -161,7 +161,7 @@ def _held_bytes(spec: TrainSpec, count: Callable[[PyTree], int]) -> dict[str, in
         "parameters": own,
         "outer": outer,
         "optimizer": fields["opt_state"],
-        "encoded": fields.get("encoded"),
+        "encoded": fields["encoded"],
         "frozen": fields["frozen"],
         "secondary": fields["copies"],
         "residual": fields["residual"],

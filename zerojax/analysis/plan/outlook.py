@@ -134,7 +134,14 @@ class Outlook:
 
 
 def foresee(
-    spec: TrainSpec, config: GPTConfig, cluster: Cluster, *, sequences: int, length: int, optimizer: str
+    spec: TrainSpec,
+    config: GPTConfig,
+    cluster: Cluster,
+    *,
+    sequences: int,
+    length: int,
+    optimizer: str,
+    streaming: Callable[[], TrainSpec] | None = None,
 ) -> Outlook:
     """Predict a run of a decoder under its own options, the presets and the lower stages.
 
@@ -148,6 +155,8 @@ def foresee(
         sequences: per micro-batch and device, or devices that share them.
         length: tokens of a sequence.
         optimizer: its name in ``[optimizer]``, on which the quality of local updates depends.
+        streaming: makes the same spec with the optimizer in host memory, or raises a ConfigurationError;
+            without it that is not proposed.
 
     Raises:
         ConfigurationError: fewer than one sequence, or sequences longer than the model takes.
@@ -158,7 +167,12 @@ def foresee(
     configured = next((name for name, zero in ways.items() if zero == own), AS_CONFIGURED)
     if configured == AS_CONFIGURED:
         ways = {AS_CONFIGURED: own} | ways
-    elsewhere = functools.cache(functools.partial(on_world, spec))
+    with_state_on_host = None if streaming is None else functools.cache(streaming)
+
+    @functools.cache
+    def elsewhere(world: MeshShape, zero: ZeroConfig) -> TrainSpec:
+        another = "optimizer" in zero.host and spec.layerwise is None and with_state_on_host
+        return on_world(another() if another else spec, world, zero)
 
     def try_out(
         zero: ZeroConfig, world: MeshShape, sequences: int
