@@ -106,7 +106,8 @@ class RunSetup:
         train, spec = self.config.train, self.abstract_state().spec
         rows = train.batch_size * self.zero.sequence_parallel // (spec.world.size * train.accumulate)
         work = work_of(spec, self.config.model, sequences=max(1, rows), length=train.sequence_length)
-        check_host_memory(spec, predict_memory(spec, work).host.get("activations", 0))
+        activations = predict_memory(spec, work).host.get("activations", 0)
+        check_host_memory(spec, activations, saves=True)
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the model and optimizer, to restore into."""

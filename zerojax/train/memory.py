@@ -47,7 +47,7 @@ def state_bytes(spec: TrainSpec) -> int:
     return spec.once("bytes of the state", lambda: device_bytes(abstract_fields(spec)))
 
 
-def check_host_memory(spec: TrainSpec, activations: int = 0) -> None:
+def check_host_memory(spec: TrainSpec, activations: int = 0, *, saves: bool = False) -> None:
     """Refuse what does not fit in this host's memory, or in what XLA may lock of it.
 
     Call it before arrays are made. Processes that share a host each see what the others have left so far.
@@ -55,18 +55,20 @@ def check_host_memory(spec: TrainSpec, activations: int = 0) -> None:
     Args:
         spec: of a state whose devices exist.
         activations: bytes a device that a step keeps in host memory.
+        saves: whether checkpoints are saved, for which what is in host memory is copied there.
 
     Raises:
         ConfigurationError: says how much is needed, how much there is, and what to do.
     """
     devices = len(spec.mesh.local_devices)
-    needed = devices * (host_bytes(abstract_fields(spec)) + activations)
+    held = host_bytes(abstract_fields(spec))
+    needed = devices * (held * (2 if saves and spec.streams else 1) + activations)
     if not needed:
         return
     what = (
         f"ZeroConfig.host={spec.zero.host} keeps {size(needed)} in the memory of a host, that of "
         f"{devices} device{'s' * (devices > 1)}"
-    )
+    ) + ", with the copy for a checkpoint" * (saves and spec.streams)
     pool, free = pool_bytes(needed) if on_gpus(spec.mesh.local_devices) else needed, free_host_memory()
     if pool > free:
         raise ConfigurationError(

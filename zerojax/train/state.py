@@ -25,7 +25,7 @@ from zerojax.train.fields import Shards, abstract_fields, copied, shardings_of
 from zerojax.train.host_update import first_encoded
 from zerojax.train.initial import first_values, frozen_values, initializer
 from zerojax.train.local_state import LocalState, abstract_local, first_local
-from zerojax.train.memory import device_bytes
+from zerojax.train.memory import check_host_memory, device_bytes
 from zerojax.train.spec import TrainSpec, build
 from zerojax.train.spikes import Losses, SpikeRule
 from zerojax.train.update import Trained
@@ -212,6 +212,7 @@ class TrainState:
         state = cls.abstract(
             model, tx, loss_fn, mesh=mesh, zero=zero, sample_batch=sample_batch, spikes=spikes, lora=lora
         )
+        check_host_memory(state.spec)
         if base is None:
             return state.replace(**initializer(state.spec)(checked_seed(seed)))
         shared = {"frozen": shared_frozen(state, base), "base": jax.tree.map(copied, base.base)}
