@@ -167,8 +167,8 @@ def test_refuses_what_does_not_go_together(options: dict[str, Any], words: str) 
 def test_a_checkpoint_is_of_either_kind() -> None:
     plain, _ = trained(created((2, 2), EXACT, "zero++"), range(1))
     held, _ = trained(created((2, 2), EXACT, "zero++", host=("optimizer",)), range(1))
-    begun = created((1, 2), EXACT, "zero++", host=("optimizer", "weights"))
-    resumed = from_canonical(begun, to_canonical(held, on_host=True))
+    begun = created((2, 2), EXACT, "zero++", host=("optimizer", "weights"))
+    resumed = from_canonical(begun, to_canonical(held))
     assert {x.sharding.memory_kind for x in jax.tree.leaves(resumed.params)} == {HOST}
     assert same_weights(resumed, plain)
     back = from_canonical(created((2, 2), EXACT, "zero++"), to_canonical(held))
