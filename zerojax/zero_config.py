@@ -130,9 +130,9 @@ class ZeroConfig:
             every device like other weights; "auto" is "local" where a node's devices divide the experts.
         host: what is kept in page-locked host memory and copied to the device a layer at a time: "optimizer",
             the master weights and the optimizer's state, of which the device then has what passes read
-            (2 bytes a parameter in bfloat16, over all devices); with it "weights", these too, of weights that
-            are trained; "activations",
-            what a ``Stack`` keeps for the backward pass. Losses and weights stay the same, bit for bit.
+            (2 bytes a parameter in bfloat16, over all devices); with it "weights", these too; "activations",
+            what a ``Stack`` keeps for the backward pass. Frozen weights stay on the device. All is computed
+            as without.
         sequence_parallel: how many neighbouring devices of a node share a row of tokens: 1, or a divisor of
             the devices of a node. Each computes with its part of the tokens, and attention exchanges heads
             between them (``zerojax.attention``); nothing more crosses nodes.

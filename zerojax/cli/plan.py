@@ -40,6 +40,7 @@ class Options(on_config.Options):
         links: File of `zerojax links --json`, measured between such nodes; replaces --bandwidth.
         sequences: Sequences per micro-batch and device, or devices that share them (zero.sequence_parallel);
             by default from train.batch_size, at least 1.
+        longest: Find the longest sequences that fit, with --sequences of them (by default 1).
         picture: PNG file to draw the prediction to.
         memory_fraction: Fraction of the GPU's memory that JAX uses (XLA_CLIENT_MEM_FRACTION).
         efficiency: Fraction of the GPU's peak that matmuls reach.
@@ -58,6 +59,7 @@ class Options(on_config.Options):
     bandwidth: str | None = None
     links: Path | None = None
     sequences: int | None = None
+    longest: bool = False
     picture: Path | None = None
     memory_fraction: float = MEMORY_FRACTION
     efficiency: float = MATMUL_EFFICIENCY
@@ -103,7 +105,8 @@ def _refuse_without_gpu(options: Options) -> None:
 
 def _predict(options: Options, settings: RunConfig, gpu: str) -> None:
     cluster = _cluster(options, settings.mesh, gpu)
-    outlook = _outlook(options.sequences, settings, cluster)
+    sequences = 1 if options.longest and options.sequences is None else options.sequences
+    outlook = _outlook(sequences, settings, cluster, longest=options.longest)
     if options.picture is not None:
         # Matplotlib takes longer to import than all of zerojax: no other command waits for it.
         from zerojax.analysis.plan.picture import draw_outlook
@@ -151,7 +154,7 @@ def _giga(value: float | None) -> float | None:
     return None if value is None else 1e9 * value
 
 
-def _outlook(sequences: int | None, settings: RunConfig, cluster: Cluster) -> Outlook:
+def _outlook(sequences: int | None, settings: RunConfig, cluster: Cluster, *, longest: bool) -> Outlook:
     train, sharing = settings.train, settings.zero.sequence_parallel
     # The model's parameters and units do not depend on the mesh: two nodes stand for all.
     anywhere = dataclasses.replace(settings, mesh=MeshSection(nodes=2, local=sharing))
@@ -171,4 +174,5 @@ def _outlook(sequences: int | None, settings: RunConfig, cluster: Cluster) -> Ou
         length=train.sequence_length,
         optimizer=settings.optimizer.name,
         streaming=streaming,
+        longest=longest,
     )

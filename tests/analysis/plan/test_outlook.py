@@ -1,5 +1,6 @@
 """The outlook on absent clusters: what fits, what is fastest, what is advised."""
 
+import dataclasses
 import json
 import math
 import re
@@ -154,6 +155,22 @@ def test_the_largest_batch_fits_and_one_more_does_not(spec):
     assert largest > 1
     assert by_name(outlook(spec, gpu="a10g", sequences=largest))["zero++"].fits
     assert not by_name(outlook(spec, gpu="a10g", sequences=largest + 1))["zero++"].fits
+
+
+def test_the_longest_rows_fit_and_longer_ones_do_not(spec):
+    where = Cluster(2, 1, GPUS["a10g"], SLOW)
+
+    def planned(length, sequences=1):
+        shape = dataclasses.replace(MODEL, max_seq_len=1 << 24)
+        return foresee(
+            spec, shape, where, sequences=sequences, length=length, optimizer="adamw", longest=True
+        )
+
+    longest = planned(LENGTH).longest
+    assert longest % 1024 == 0
+    assert planned(longest).own.fits
+    assert not planned(longest + 1024).own.fits
+    assert planned(LENGTH, sequences=4).longest < longest
 
 
 def test_the_smallest_cluster_fits_and_a_smaller_one_does_not(spec):

@@ -27,6 +27,10 @@ COMPARED: tuple[Preset, ...] = ("zero3", "zero++", "delta", "local")
 EXACT = ("stage 1", "stage 2", "zero3", "zero3" + IN_BREADTH)
 _MAX_SEQUENCES = 1 << 14
 _MAX_NODES = 1 << 12
+_ROW_TOKENS = 1024
+"""Lengths of rows are tried in multiples of it, for each device that shares a row."""
+_MAX_ROW = 1 << 14
+"""In those multiples."""
 _WORTH_IT = 1.03
 _WORTH_NODES_APART = 1.1
 """The speed from which local updates are recommended: they do not train the same as the other ways."""
@@ -92,6 +96,8 @@ class Outlook:
         fp8: whether matmuls with weights are computed in fp8 where the stage is 3.
         advice: which way to take, and why.
         host: what to keep in host memory; None if the config fits as it is.
+        longest: the most tokens of a sequence that fit under the config's own options; 0 if not even the
+            fewest tried do, None if it was not looked for.
     """
 
     cluster: Cluster
@@ -104,6 +110,7 @@ class Outlook:
     fp8: bool
     advice: str
     host: HostChoice | None = None
+    longest: int | None = None
 
     @property
     def own(self) -> Forecast:
@@ -129,6 +136,7 @@ class Outlook:
             "fp8": self.fp8,
             "advice": self.advice,
             "host": None if self.host is None else dataclasses.asdict(self.host),
+            "longest": self.longest,
             "forecasts": [_to_dict(forecast, self.cluster) for forecast in self.forecasts],
         }
 
@@ -142,6 +150,7 @@ def foresee(
     length: int,
     optimizer: str,
     streaming: Callable[[], TrainSpec] | None = None,
+    longest: bool = False,
 ) -> Outlook:
     """Predict a run of a decoder under its own options, the presets and the lower stages.
 
@@ -157,6 +166,7 @@ def foresee(
         optimizer: its name in ``[optimizer]``, on which the quality of local updates depends.
         streaming: makes the same spec with the optimizer in host memory, or raises a ConfigurationError;
             without it that is not proposed.
+        longest: whether to look for the longest sequences that fit.
 
     Raises:
         ConfigurationError: fewer than one sequence, or sequences longer than the model takes.
@@ -202,6 +212,8 @@ def foresee(
     fp8 = own.matmul_dtype == "fp8"
     sharing = own.sequence_parallel
     found = Outlook(cluster, sequences, sharing, length, own.accumulate, configured, forecasts, fp8, advice)
+    if longest:
+        found = dataclasses.replace(found, longest=_longest(spec, config, cluster, sequences))
     if found.own.fits:
         return found
     chosen = choose_host(configured, own, cluster, memory_and_time, found.own.fewest_nodes)
@@ -262,6 +274,25 @@ def _forecast(name: str, zero: ZeroConfig, cluster: Cluster, sequences: int, try
         largest_mfu=mfu(most, in_time) if largest else 0.0,
         fewest_nodes=_first(lambda n: fits(MeshShape(n, cluster.local), sequences), _MAX_NODES),
     )
+
+
+def _longest(spec: TrainSpec, config: GPTConfig, cluster: Cluster, sequences: int) -> int:
+    """The most tokens of a sequence that fit, in multiples of ``_ROW_TOKENS`` a device.
+
+    Rotary positions go as far as needed, a table of learned ones to its end.
+    """
+    there = on_world(spec, cluster.world, spec.zero)
+    step = _ROW_TOKENS * spec.zero.sequence_parallel
+    most = _MAX_ROW if config.positions == "rope" else config.max_seq_len // step
+
+    def fits(number: int) -> bool:
+        length = number * step
+        shape = dataclasses.replace(config, max_seq_len=max(config.max_seq_len, length))
+        work = work_of(there, shape, sequences=sequences, length=length)
+        memory = predict_memory(there, work, workspace=cluster.gpu.workspace)
+        return memory.total <= cluster.budget and host_fits(memory, cluster)
+
+    return step * _last(fits, most)
 
 
 def _last(holds: Callable[[int], bool], most: int) -> int:

@@ -20,10 +20,19 @@ _TCP = 60e9 / 8
 
 def outlook_tables(outlook: Outlook) -> RenderableType:
     """Assumptions; memory and hops under the config's own options; all forecasts side by side; the advice."""
-    host = () if outlook.host is None else (Text(outlook.host.advice),)
-    return Rows(
-        *assumptions(outlook), _memory(outlook), _hops(outlook), _side_by_side(outlook), outlook.advice, *host
-    )
+    more = [] if outlook.host is None else [Text(outlook.host.advice)]
+    more += [] if outlook.longest is None else [Text(_longest(outlook, outlook.longest))]
+    tables = _memory(outlook), _hops(outlook), _side_by_side(outlook)
+    return Rows(*assumptions(outlook), *tables, outlook.advice, *more)
+
+
+def _longest(outlook: Outlook, tokens: int) -> str:
+    """How long sequences may be."""
+    many = f"{outlook.sequences} of them" if outlook.sequences > 1 else "one of them"
+    where = "a device" if outlook.sharing == 1 else f"{outlook.sharing} devices that share it"
+    if not tokens:
+        return f"No sequence of at least 1,024 tokens a device fits, {many} at a time."
+    return f"The longest sequences that fit have {tokens:,} tokens, {many} on {where} in a micro-batch."
 
 
 def assumptions(outlook: Outlook) -> list[str]:
