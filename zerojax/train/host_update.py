@@ -1,8 +1,7 @@
 """The update of weights whose masters and moments are in host memory, one layer of a stack at a time.
 
-While layer i is updated, the state of layer i + 1 comes to the device and that of layer i - 1 goes back, by
-DMA (``zerojax.schedule.stacked``). An iteration thus reads and writes each array of a stack, one after the
-other. Half of the bytes are read first and half are written first, so that both directions run at once.
+While layer i is updated, the state of layer i + 1 comes to the device and that of layer i - 1 goes back
+(``zerojax.schedule.streaming``). Norms over the whole tree are computed before (``zerojax.optim.layerwise``).
 
 What passes read of a weight stays on the device: the shard as its owner sends it next, encoded when the
 weight is updated (``Weight.ready``). With delta that is its difference from the copy that every node has.
@@ -21,7 +20,8 @@ from jaxtyping import Array, Bool, Float32, PyTree
 from zerojax.comm.in_order import on_mesh
 from zerojax.comm.xla_options import compiler_options
 from zerojax.optim.layerwise import places, with_places
-from zerojax.schedule.stacked import Index, empty_layers, layer_at, put_layer
+from zerojax.schedule.stacked import Index, empty_layers, layer_at
+from zerojax.schedule.streaming import over_host_layers
 from zerojax.sharding.memory import to_device, to_host
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train.copies import ByPath, rescaled, scale_of
@@ -183,7 +183,6 @@ def _over_layers(
     Returns:
         The arrays in host memory; the encoded weights; and those of the last layer.
     """
-    layers = group.layers
     mine = _rows(group, {leaf.path: copies[leaf.path] for leaf in group.leaves if leaf.path in copies})
 
     def compute(index: Index, have: _Stored) -> tuple[_Stored, _Sent]:
@@ -193,59 +192,18 @@ def _over_layers(
     if not group.stack:
         new, last = compute(0, to_device(stored))
         return stored if update is None else to_host(new), _weights(spec, group, last), last
-    shapes = {place: x.shape for place, x in stored.items()}
-    stored = _rows(group, stored)
-    first = {place: x for place, x in stored.items() if place in _read_first(stored)}
-
-    def swap(stored: _Stored, new: _Stored, index: Index) -> tuple[_Stored, _Stored]:
-        """Store layer ``index - 1`` and fetch layer ``index + 1``."""
-        if update is None:
-            return stored, layer_at(stored, index + 1)
-        early = {place: stored[place] for place in first}
-        late = {place: x for place, x in stored.items() if place not in first}
-        fetched, early = lax.optimization_barrier((layer_at(early, index + 1), early))
-        early = put_layer(early, {place: new[place] for place in early}, index - 1)
-        late = put_layer(late, {place: new[place] for place in late}, index - 1)
-        return early | late, fetched | layer_at(late, index + 1)
-
-    new, sent = compute(0, layer_at(stored, 0))
     if encoded is None:
-        result = empty_layers(sent, layers)
+        one = jax.eval_shape(lambda: compute(0, layer_at(_rows(group, stored), 0))[1])
+        into = empty_layers(one, group.layers)
     else:
         own = {leaf.path: encoded[leaf.path] for leaf in group.leaves}
         scales = {path: w.scale for path, w in own.items() if w.layout.fp8}
-        result = _rows(group, _Sent({path: w.values for path, w in own.items()}, scales))
-    result = put_layer(result, sent, 0)
-    if layers > 1:
-        have, stored = lax.optimization_barrier((layer_at(stored, 1), stored))
-
-        def layer(
-            index: Index, carry: tuple[_Stored, _Stored, _Stored, _Sent]
-        ) -> tuple[_Stored, _Stored, _Stored, _Sent]:
-            stored, have, new, result = carry
-            stored, following = swap(stored, new, index)
-            new, sent = compute(index, have)
-            return stored, following, new, put_layer(result, sent, index)
-
-        stored, have, new, result = lax.fori_loop(1, layers - 1, layer, (stored, have, new, result))
-        if update is not None:
-            stored = put_layer(stored, new, layers - 2)
-        new, sent = compute(layers - 1, have)
-        result = put_layer(result, sent, layers - 1)
-    if update is not None:
-        stored = put_layer(stored, new, layers - 1)
-    stored = {place: x.reshape(shapes[place]) for place, x in stored.items()}
-    return stored, _weights(spec, group, result), sent
-
-
-def _read_first(stored: _Stored) -> set[_Place]:
-    """The arrays that an iteration reads before it writes them: about half of the bytes."""
-    chosen: set[_Place] = set()
-    balance = 0
-    for place, x in sorted(stored.items(), key=lambda item: -item[1].nbytes):
-        chosen |= {place} if balance <= 0 else set()
-        balance += x.nbytes if balance <= 0 else -x.nbytes
-    return chosen
+        into = _rows(group, _Sent({path: w.values for path, w in own.items()}, scales))
+    rows, sent, last = over_host_layers(
+        group.layers, _rows(group, stored), into, compute, stores=update is not None
+    )
+    stored = {place: x.reshape(stored[place].shape) for place, x in rows.items()}
+    return stored, _weights(spec, group, sent), last
 
 
 def _encode_layer(spec: TrainSpec, group: ParamGroup, stored: _Stored, copies: ByPath) -> _Sent:

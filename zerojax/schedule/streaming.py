@@ -1,0 +1,82 @@
+"""Runs over stacks in host memory: while a layer computes, the next one is fetched and the last one stored.
+
+The copies are made by DMA (``zerojax.schedule.stacked``). An iteration reads and writes each stack, one after
+the other. Half of the bytes are read first and half are written first, so that both directions run at once:
+on an H100 6.4 GB went to the device and back in 155 ms, and in 190 ms with all of them read first.
+"""
+
+from collections.abc import Callable, Hashable
+
+from jax import lax
+from jaxtyping import Array, PyTree
+
+from zerojax.schedule.stacked import Index, layer_at, put_layer
+
+
+def over_host_layers[K: Hashable, R: PyTree[Array]](
+    layers: int,
+    stored: dict[K, Array],
+    results: R,
+    compute: Callable[[Index, dict[K, Array]], tuple[dict[K, Array], R]],
+    *,
+    stores: bool,
+) -> tuple[dict[K, Array], R, R]:
+    """Run ``new, result = compute(index, arrays)`` for every layer.
+
+    Args:
+        layers: how many, at least 1.
+        stored: stacks in host memory, ``[layers, ...]``.
+        results: stacks that the results are written to.
+        compute: from a layer's index and its arrays, on the device, to new ones and its result.
+        stores: whether the new arrays take the place of the old ones; if not, they are not looked at.
+
+    Returns:
+        The stacks in host memory, the results, and the last layer's result.
+    """
+    first = _read_first(stored)
+
+    def swap(
+        stored: dict[K, Array], new: dict[K, Array], index: Index
+    ) -> tuple[dict[K, Array], dict[K, Array]]:
+        """Store layer ``index - 1``, and fetch layer ``index + 1``."""
+        if not stores:
+            return stored, layer_at(stored, index + 1)
+        early = {key: x for key, x in stored.items() if key in first}
+        late = {key: x for key, x in stored.items() if key not in first}
+        # Without the barrier XLA would copy the whole stacks, to read them while they are written.
+        fetched, early = lax.optimization_barrier((layer_at(early, index + 1), early))
+        early = put_layer(early, {key: new[key] for key in early}, index - 1)
+        late = put_layer(late, {key: new[key] for key in late}, index - 1)
+        return early | late, fetched | layer_at(late, index + 1)
+
+    new, last = compute(0, layer_at(stored, 0))
+    results = put_layer(results, last, 0)
+    if layers > 1:
+        have, stored = lax.optimization_barrier((layer_at(stored, 1), stored))
+
+        def layer(
+            index: Index, carry: tuple[dict[K, Array], dict[K, Array], dict[K, Array], R]
+        ) -> tuple[dict[K, Array], dict[K, Array], dict[K, Array], R]:
+            stored, have, new, results = carry
+            stored, following = swap(stored, new, index)
+            new, result = compute(index, have)
+            return stored, following, new, put_layer(results, result, index)
+
+        stored, have, new, results = lax.fori_loop(1, layers - 1, layer, (stored, have, new, results))
+        stored = put_layer(stored, new, layers - 2) if stores else stored
+        new, last = compute(layers - 1, have)
+        results = put_layer(results, last, layers - 1)
+    return put_layer(stored, new, layers - 1) if stores else stored, results, last
+
+
+def _read_first[K: Hashable](stored: dict[K, Array]) -> set[K]:
+    """The stacks that an iteration reads before it writes them: about half of the bytes."""
+    chosen: set[K] = set()
+    balance = 0
+    for key, x in sorted(stored.items(), key=lambda item: -item[1].nbytes):
+        if balance <= 0:
+            chosen.add(key)
+            balance += x.nbytes
+        else:
+            balance -= x.nbytes
+    return chosen
