@@ -87,18 +87,19 @@ def check_nf4():
 
 
 def check_attention():
-    """Attention to a cache: few rows and many, padded widths, shared heads, windows, and a softcap."""
+    """Attention to a cache: few rows and many, padded widths, shared heads, windows, a softcap, and sinks."""
     for rows, heads, kv_heads, length, dim, softcap in (
         (3, 2, 2, 70, 24, None),
         (2, 10, 2, 600, 16, 2.0),
     ):
-        keys = jax.random.split(jax.random.key(length), 3)
+        keys = jax.random.split(jax.random.key(length), 4)
         cache = 2, rows, kv_heads, length, dim
         kept, values = (jax.random.normal(key, cache, jnp.bfloat16) for key in keys[:2])
         query = 3 * jax.random.normal(keys[2], (rows, heads, dim), jnp.bfloat16)
         stop = jnp.asarray([length, 1, 7][:rows], jnp.int32)
         start = jnp.asarray([length // 3, 0, 2][:rows], jnp.int32)
-        arguments = query, kept, values, jnp.int32(1), start, stop
+        sinks = None if softcap is None else jax.random.normal(keys[3], (heads,), jnp.float32)
+        arguments = query, kept, values, jnp.int32(1), start, stop, sinks
         got = calls.attend_cache(*arguments, scale=0.3, softcap=softcap)
         want = attention_reference.attend_cache(*arguments, scale=0.3, softcap=softcap)
         got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
