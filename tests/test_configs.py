@@ -81,9 +81,15 @@ def test_all_weights_of_7b_fit_on_one_gpu_with_the_optimizer_in_host_memory():
 
     def outlook(**zero: object) -> Outlook:
         there = on_world(spec, MeshShape(1, 1), spec.zero.replace(**zero))
-        sizes = {"sequences": 1, "length": config.train.sequence_length}
+        length, optimizer = config.train.sequence_length, config.optimizer.name
         return foresee(
-            there, config.model, cluster, **sizes, optimizer=config.optimizer.name, streaming=lambda: spec
+            there,
+            config.model,
+            cluster,
+            sequences=1,
+            length=length,
+            optimizer=optimizer,
+            streaming=lambda: spec,
         )
 
     found = outlook()

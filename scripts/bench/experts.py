@@ -13,6 +13,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -99,8 +100,8 @@ def layer(args: argparse.Namespace) -> Iterator[tuple[str, float, float]]:
     rows = random(8, tokens * k, d)
 
     def products(rows: Array, own: ExpertWeights) -> Array:
-        gate, up = (grouped_matmul(rows, w, sizes) for w in own[:2])
-        return grouped_matmul(ACTIVATIONS["swiglu"](gate, up), own.down, sizes)
+        gate, up = (grouped_matmul(rows, cast(Array, w), sizes) for w in own[:2])
+        return grouped_matmul(ACTIVATIONS["swiglu"](gate, up), cast(Array, own.down), sizes)
 
     @jax.jit
     def both_products(rows: Array, own: ExpertWeights, cotangent: Array) -> object:

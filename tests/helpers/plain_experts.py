@@ -1,5 +1,7 @@
 """A mixture of experts as a loop over all of them, each on every token."""
 
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +23,8 @@ ACTIVATIONS = {
 def plain_experts(x: Array, experts: Array, weights: Array, own: ExpertWeights, activation: str) -> Array:
     """See ``zerojax.experts.apply_experts``, with all experts."""
     total = jnp.zeros_like(x)
-    for number, (gate, up, down) in enumerate(zip(own.gate, own.up, own.down, strict=True)):
+    gates, ups, downs = (cast(Array, weight) for weight in own[:3])
+    for number, (gate, up, down) in enumerate(zip(gates, ups, downs, strict=True)):
         biases = (None if bias is None else bias[number] for bias in own[3:])
         of_gate, of_up, of_down = (0 if bias is None else bias for bias in biases)
         hidden = ACTIVATIONS[activation](x @ gate + of_gate, x @ up + of_up)

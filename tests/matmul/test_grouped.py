@@ -72,8 +72,8 @@ def test_products_in_fp8_are_those_of_numpy(dtype):
     x = jnp.asarray(1000 * normal(ROWS, K), jnp.float8_e5m2)
     w = jnp.asarray(100 * normal(5, K, N), jnp.float8_e4m3fn)
     sizes, scale = SIZES["fewer than rows"], 2.0**-12
-    exact = [np.asarray(a, np.float32) for a in (x, w)]
-    wanted, _, _ = expected(*exact, sizes, np.zeros((ROWS, N), np.float32))
+    rows, of_groups = np.asarray(x, np.float32), np.asarray(w, np.float32)
+    wanted, _, _ = expected(rows, of_groups, sizes, np.zeros((ROWS, N), np.float32))
     assert abs(wanted).max() > float(jnp.finfo(jnp.float16).max)
     for matrices, transposed in ((w, False), (jnp.swapaxes(w, 1, 2), True)):
         given = x, matrices, jnp.array(sizes, jnp.int32), jnp.float32(scale)

@@ -15,7 +15,7 @@ from zerojax.run.checkpoints.canonical import from_canonical, to_canonical
 from zerojax.sharding.memory import HOST
 from zerojax.train.state import TrainState
 from zerojax.train.step import train_step
-from zerojax.zero_config import ZeroConfig
+from zerojax.zero_config import Preset, ZeroConfig
 
 WIDTH = 24
 # Powers of two: products with them are exact, so it does not matter which of them the compiler fuses with a
@@ -60,7 +60,7 @@ def batch_of(step: int) -> dict[str, np.ndarray]:
     return {"x": x.astype(np.float32), "y": y.astype(np.float32)}
 
 
-def created(mesh: tuple[int, int], tx: Any, preset: str = "zero3", **options: Any) -> TrainState:
+def created(mesh: tuple[int, int], tx: Any, preset: Preset = "zero3", **options: Any) -> TrainState:
     zero = ZeroConfig.preset(preset, units=(Block,), **options)
     return TrainState.create(Model, tx, loss, mesh=zerojax.make_mesh(*mesh), zero=zero, seed=1)
 
@@ -96,7 +96,7 @@ def same_weights(one: TrainState, other: TrainState) -> bool:
     ],
 )
 def test_steps_have_the_bits_of_those_on_the_device(
-    mesh: tuple[int, int], preset: str, host: tuple[str, ...], options: dict[str, Any]
+    mesh: tuple[int, int], preset: Preset, host: tuple[str, ...], options: dict[str, Any]
 ) -> None:
     state, told = trained(created(mesh, EXACT, preset, **options))
     other, also = trained(created(mesh, EXACT, preset, host=host, **options))

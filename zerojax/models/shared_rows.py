@@ -8,7 +8,7 @@ row's queries, keys, values and outputs take, and nothing between nodes.
 
 import math
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -207,7 +207,7 @@ def _to_heads(devices: int, *parts: Array) -> list[Array]:
 
     rows = [by_receiver(x) for x in parts]
     payload = jnp.concatenate([row.reshape(devices, -1) for row in rows], axis=1)
-    arrived = _exchange(devices, payload)
+    arrived = cast(Array, _exchange(devices, payload))
     found, start = [], 0
     for row in rows:
         size = row.size // devices
@@ -220,5 +220,5 @@ def _to_tokens(devices: int, out: Array) -> Array:
     """The way back of ``_to_heads``."""
     batch, time, heads, dim = out.shape
     row = out.reshape(batch, devices, time // devices, heads, dim).transpose(1, 0, 2, 3, 4)
-    arrived = _exchange(devices, row)
+    arrived = cast(Array, _exchange(devices, row))
     return arrived.transpose(1, 2, 0, 3, 4).reshape(batch, time // devices, devices * heads, dim)
