@@ -99,7 +99,7 @@ def updated_by_layers(
         return _over_layers(spec, group, stored, encoded, copies, update)
 
     def stored_of(group: ParamGroup) -> _Stored:
-        mine = {leaf.path for leaf in group.leaves}
+        mine = [leaf.path for leaf in group.leaves]  # in order: every process traces the same program
         stored: _Stored = {("params", *path): masters[path] for path in mine}
         return stored | {
             ("state", place): before[place] for place, path in optimizer.moments.items() if path in mine
