@@ -11,9 +11,6 @@ experts, forward and backward. Rates are TFLOP/s, errors relative to fp32 of the
 fails prints its error, and the rest goes on; after ``--budget`` seconds the process ends.
 """
 
-import argparse
-import os
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -266,19 +263,10 @@ def measure(case: Case, futures: dict[tuple[Case, str], "Future[Any]"], skewed: 
 def main() -> None:
     """Check, measure and print."""
     begin = time.monotonic()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="few rows")
-    parser.add_argument("--budget", type=float, default=110, help="seconds after which the process ends")
-    parser.add_argument("--each", type=float, default=0.1, help="seconds of runs of each measurement")
+    parser = bench.common_options(__doc__)
     options = parser.parse_args()
 
-    def give_up() -> None:
-        print(f"ended after {options.budget} s", flush=True)
-        os._exit(1)
-
-    watch = threading.Timer(options.budget, give_up)
-    watch.daemon = True
-    watch.start()
+    bench.end_after(options.budget)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
     check(256, 384)
     check(384, 320)  # sides of 64: decoded, where there is a kernel at all

@@ -391,24 +391,36 @@ def attempt(name: str, work: Callable[[], None]) -> None:
         print(f"  {name:<22} failed: {type(error).__name__}: {' | '.join(lines[:3])[:400]}", flush=True)
 
 
-def main() -> None:
-    """Check, measure and print."""
-    begin = time.monotonic()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def common_options(description: str | None) -> argparse.ArgumentParser:
+    """The options of this script and of ``grouped_fp8.py``."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--small", action="store_true", help="few rows")
     parser.add_argument("--budget", type=float, default=110, help="seconds after which the process ends")
     parser.add_argument("--each", type=float, default=0.1, help="seconds of runs of each measurement")
+    return parser
+
+
+def end_after(seconds: float) -> None:
+    """End the process when so many seconds have passed."""
+
+    def give_up() -> None:
+        print(f"ended after {seconds} s", flush=True)
+        os._exit(1)
+
+    watch = threading.Timer(seconds, give_up)
+    watch.daemon = True
+    watch.start()
+
+
+def main() -> None:
+    """Check, measure and print."""
+    begin = time.monotonic()
+    parser = common_options(__doc__)
     parser.add_argument("--kernels", action="store_true", help="measure the kernels as tuned otherwise")
     parser.add_argument("--quack", action="store_true", help="also measure quack-kernels")
     options = parser.parse_args()
 
-    def give_up() -> None:
-        print(f"ended after {options.budget} s", flush=True)
-        os._exit(1)
-
-    watch = threading.Timer(options.budget, give_up)
-    watch.daemon = True
-    watch.start()
+    end_after(options.budget)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
     cases = SMALL if options.small else CASES
     compilations: Compilations = {}

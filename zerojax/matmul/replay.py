@@ -58,7 +58,7 @@ Operand = Fp8Operand | LowRankOperand | LayerOperand
 Value = Array | Operand
 """What an equation reads: an array, or a weight that only a product reads."""
 # By the primitive of a call, the parameter that has the called program. JAX 0.11.2 renamed closed_call.
-_CALLED = {primitives.closed_call_p.name: "call_jaxpr", "jit": "jaxpr"}
+CALLED = {primitives.closed_call_p.name: "call_jaxpr", "jit": "jaxpr"}
 
 
 def at_matmuls[**P, T: PyTree[Array]](
@@ -137,8 +137,8 @@ def _results(equation: core.JaxprEqn, given: list[Value]) -> Sequence[Value]:
                 return moved
         case "jit" if (reader := _READERS.get(params["name"])) and _all_codes(weights):
             return [reader(*given)]
-        case name if name in _CALLED:
-            inner = params[_CALLED[name]]
+        case name if name in CALLED:
+            inner = params[CALLED[name]]
             return evaluate(inner.jaxpr, inner.consts, given, _results)
         case "remat2":
             run = jax.checkpoint(

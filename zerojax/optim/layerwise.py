@@ -15,20 +15,18 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.extend import core
-from jax.extend.core import primitives
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from zerojax.errors import ConfigurationError
-from zerojax.matmul.replay import as_it_is, evaluate
+from zerojax.matmul.replay import CALLED, as_it_is, evaluate
 from zerojax.optim.moments import by_moment
 from zerojax.optim.shard_check import OnLayout, Optimizer
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.zero_config import ZeroConfig
 
-# By the primitive of a call, the parameter that has the called program.
-_CALLED = {primitives.closed_call_p.name: "call_jaxpr", "custom_jvp_call": "call_jaxpr", "jit": "jaxpr"}
+_CALLED = CALLED | {"custom_jvp_call": "call_jaxpr"}
 _REDUCTIONS = ("argmax", "argmin", "dot_general", "sort")
 _NORMS = (
     "the optimizer computes norms of weights or moments (LAMB and LARS do), or chooses by them, which an "

@@ -25,6 +25,7 @@ from zerojax.schedule.streaming import over_host_layers
 from zerojax.sharding.memory import to_device, to_host
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train.copies import ByPath, rescaled, scale_of
+from zerojax.train.fields import abstract_encoded, shardings_of, specs_of
 from zerojax.train.spec import ParamGroup, TrainSpec
 from zerojax.weights.gather import encode
 from zerojax.weights.weight import Weight
@@ -132,9 +133,8 @@ def first_encoded(spec: TrainSpec, params: PyTree[Array], copies: ByPath) -> ByP
         return _over_groups(spec, stored_of, encoded)[1]
 
     def make() -> jax.stages.Wrapped:
-        to = jax.tree.map(lambda x: x.sharding, spec.by_path(spec.encoded))
-        options = compiler_options(spec.mesh, host_memory=True)
-        return jax.jit(run, out_shardings=to, compiler_options=options)
+        places, options = shardings_of(abstract_encoded(spec)), compiler_options(spec.mesh, host_memory=True)
+        return jax.jit(run, out_shardings=places, compiler_options=options)
 
     return spec.once("encoded", make)(params, copies)
 
@@ -231,9 +231,7 @@ def _encode_layer(spec: TrainSpec, group: ParamGroup, stored: _Stored, copies: B
 
     stored_specs = {leaf.path: spec.param_spec(leaf) for leaf in leaves}
     copied = [leaf for leaf in leaves if leaf.path in copies]
-    copy_specs = {
-        leaf.path: jax.tree.map(lambda x: x.sharding.spec, spec.stored(leaf, "secondary")) for leaf in copied
-    }
+    copy_specs = specs_of({leaf.path: spec.stored(leaf, "secondary") for leaf in copied})
     out = _Sent(
         {leaf.path: leaf.spec(leaf.owners) for leaf in leaves},
         {leaf.path: PartitionSpec() for leaf in leaves if leaf.fp8},

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -94,9 +93,8 @@ class TrainState:
                 self._renew_copies(of_params="params" in changed)
             if self.local is not None and "params" in changed and self.local is before["local"]:
                 self._begin_again()
-            read = {"params"} | ({"copies"} if self.spec.zero.weights_delta else set())
-            if self.encoded and "encoded" not in changed and self._has_changed(before, read):
-                self._encode_again()
+            if self.encoded and "encoded" not in changed:
+                self._encode_again(before)
         object.__setattr__(self, "_before", {name: getattr(self, name) for name in _TRACKED})
 
     def _renew_copies(self, *, of_params: bool) -> None:
@@ -104,27 +102,22 @@ class TrainState:
         copies, current = self.copies, self.current_copies
         if not self.spec.zero.weights_delta:
             copies, current = {}, False
-        elif of_params and all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(self.params)):
+        elif of_params and _are_arrays(self.params):
             copies, current = _copies(self.spec, self.params), False
         object.__setattr__(self, "copies", copies)
         object.__setattr__(self, "current_copies", current)
 
-    def _has_changed(self, before: dict[str, Any], names: Iterable[str]) -> bool:
-        """Whether fields are others than before, and are arrays."""
-        fields = [(getattr(self, name), before[name]) for name in names]
-        return any(now is not then for now, then in fields) and all(
-            isinstance(x, jax.Array | np.ndarray) and not isinstance(x, Tracer)
-            for x in jax.tree.leaves([now for now, _ in fields])
-        )
-
-    def _encode_again(self) -> None:
-        """Encode other master weights, or their differences from other copies."""
-        copies = self.copies if self.spec.zero.weights_delta else {}
-        object.__setattr__(self, "encoded", first_encoded(self.spec, self.params, copies))
+    def _encode_again(self, before: dict[str, Any]) -> None:
+        """Encode master weights, or their differences from delta's copies, if these are others."""
+        delta = self.spec.zero.weights_delta
+        same = self.params is before["params"] and not (delta and self.copies is not before["copies"])
+        copies = self.copies if delta else {}
+        if not same and _are_arrays((self.params, copies)):
+            object.__setattr__(self, "encoded", first_encoded(self.spec, self.params, copies))
 
     def _begin_again(self) -> None:
         """Let all nodes begin with other outer weights, with local updates."""
-        if all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(self.params)):
+        if _are_arrays(self.params):
             object.__setattr__(self, "local", _local(self.spec, self.params))
 
     @property
@@ -247,6 +240,11 @@ class TrainState:
         ``params``, those of ``with_node_copy`` dropped.
         """
         return dataclasses.replace(self, **changes)
+
+
+def _are_arrays(tree: PyTree) -> bool:
+    """Whether all leaves have values, unlike those of an abstract state."""
+    return all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(tree))
 
 
 def _copies(spec: TrainSpec, params: PyTree) -> ByPath:

@@ -26,7 +26,7 @@ from zerojax.comm.in_order import on_mesh
 from zerojax.errors import ConfigurationError
 from zerojax.optim.moments import by_moment
 from zerojax.sharding.layout import OWNED, ParamLayout, from_stored, to_stored
-from zerojax.sharding.memory import to_device
+from zerojax.sharding.memory import HOST, to_device
 from zerojax.sharding.mesh import LOCAL, NODE
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train.copies import copies_of
@@ -91,7 +91,7 @@ def to_canonical(state: TrainState, *, on_host: bool = False) -> Tree:
         else:
             copy = _convert(state.spec, entry, _canonical(state, entry), to_nodes=entry.by_node)
         if on_host:
-            on_its_host = copy.sharding.with_memory_kind("pinned_host")
+            on_its_host = copy.sharding.with_memory_kind(HOST)
             copy = jax.block_until_ready(jax.device_put(copy, on_its_host))
         tree[name] = copy
     return _nested(tree)

@@ -18,6 +18,8 @@ from orbax.checkpoint._src.serialization.types import DefaultSerializationStatus
 
 from zerojax.errors import RunError
 from zerojax.run.checkpoints.canonical import abstract_canonical
+from zerojax.sharding.host_memory import LIMIT
+from zerojax.sharding.memory import HOST
 from zerojax.sharding.mesh import on_gpus
 from zerojax.train.memory import device_bytes
 from zerojax.train.state import TrainState
@@ -90,13 +92,13 @@ def reserve_host_memory(states: Sequence[TrainState]) -> None:
     needed = sum(
         min(len(devices) * sum(sizes), max(PORTION, len(devices) * max(sizes))) for sizes in _sizes(states)
     )
-    on_host = jax.sharding.SingleDeviceSharding(devices[0], memory_kind="pinned_host")
+    on_host = jax.sharding.SingleDeviceSharding(devices[0], memory_kind=HOST)
     try:
         jax.block_until_ready(jax.device_put(np.zeros(needed, np.uint8), on_host))
     except jax.errors.JaxRuntimeError as error:
         raise RunError(
             f"cannot allocate {needed / 1e9:.1f} GB of page-locked host memory per process for checkpoints: "
-            "raise XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB (64 by default), or start more processes with fewer "
+            f"raise {LIMIT} (64 by default), or start more processes with fewer "
             "GPUs each"
         ) from error
 
