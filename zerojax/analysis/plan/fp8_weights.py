@@ -66,12 +66,10 @@ def fp8_of(spec: TrainSpec) -> Fp8Plan | None:
     """The weights of a train spec, those of the same kind merged; None without fp8."""
     if spec.zero.matmul_dtype != "fp8":
         return None
-    of_experts = {p.path for p in spec.adapter.parameters if p.of_experts}
     kinds: dict[tuple[str, tuple[int, ...], str | None], int] = {}
     for group in spec.groups:
         for leaf in group.every:
-            own = {"of_experts": leaf.path in of_experts}
-            why = spec.zero.without_fp8(leaf.name, leaf.shape, group.unit, **own)
+            why = spec.zero.without_fp8(leaf.name, leaf.shape, group.unit, of_experts=leaf.of_experts)
             key = kind_of(leaf.path), leaf.shape, why
             kinds[key] = kinds.get(key, 0) + leaf.layers
     sizes = {(kind_of(leaf.path), leaf.shape): leaf.size for leaf in (*spec.leaves, *spec.frozen)}

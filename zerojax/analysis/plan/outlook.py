@@ -252,11 +252,8 @@ def _forecast(name: str, zero: ZeroConfig, cluster: Cluster, sequences: int, try
     def mfu(work: Work, time: StepTime) -> float:
         return zero.accumulate * work.model_flops / time.seconds / cluster.gpu.flops
 
-    def within(memory: PredictedMemory) -> bool:
-        return memory.total <= cluster.budget and host_fits(memory, cluster)
-
     def fits(world: MeshShape, sequences: int) -> bool:
-        return within(try_out(zero, world, sequences)[2])
+        return _is_within(cluster, try_out(zero, world, sequences)[2])
 
     largest = _last(lambda n: fits(cluster.world, n), _MAX_SEQUENCES)
     widest, most, fullest = try_out(zero, cluster.world, max(1, largest))
@@ -265,7 +262,7 @@ def _forecast(name: str, zero: ZeroConfig, cluster: Cluster, sequences: int, try
         name=name,
         every=zero.every,
         memory=memory,
-        fits=within(memory),
+        fits=_is_within(cluster, memory),
         hops=hops,
         time=time,
         tokens_per_second=zero.accumulate * work.tokens * cluster.world.size / time.seconds,
@@ -274,6 +271,11 @@ def _forecast(name: str, zero: ZeroConfig, cluster: Cluster, sequences: int, try
         largest_mfu=mfu(most, in_time) if largest else 0.0,
         fewest_nodes=_first(lambda n: fits(MeshShape(n, cluster.local), sequences), _MAX_NODES),
     )
+
+
+def _is_within(cluster: Cluster, memory: PredictedMemory) -> bool:
+    """Whether a device and a host have room."""
+    return memory.total <= cluster.budget and host_fits(memory, cluster)
 
 
 def _longest(spec: TrainSpec, config: GPTConfig, cluster: Cluster, sequences: int) -> int:
@@ -289,8 +291,7 @@ def _longest(spec: TrainSpec, config: GPTConfig, cluster: Cluster, sequences: in
         length = number * step
         shape = dataclasses.replace(config, max_seq_len=max(config.max_seq_len, length))
         work = work_of(there, shape, sequences=sequences, length=length)
-        memory = predict_memory(there, work, workspace=cluster.gpu.workspace)
-        return memory.total <= cluster.budget and host_fits(memory, cluster)
+        return _is_within(cluster, predict_memory(there, work, workspace=cluster.gpu.workspace))
 
     return step * _last(fits, most)
 
