@@ -19,7 +19,8 @@ take one byte instead of two where they are gathered or copied. Frozen weights h
 gradients: their bytes, in the format in which they are stored, over L. What ``ZeroConfig.host`` names is in
 host memory. Of masters and optimizer the device then has three layers during the update (one arrives, one is
 updated, one leaves), those of units in no stack two at a time and, of the whole model, what a pass sends:
-2 N / D. Of weights there are two layers, of activations the last and two others; sums find no place there.
+2 N / D. Of weights there are two layers, of activations the last and two others. With masters or activations
+in host memory, sums take memory of their own.
 
 Activations depend on the model and the batch (``work.py``). With them, the peak is at one of four moments: in
 the backward pass; with a large vocabulary, in the loss, when there are logits but no gradients yet (except
@@ -342,7 +343,7 @@ def _in_place_of_activations(spec: TrainSpec, work: Work) -> int:
 
     Of each stack all layers but one take part (``zerojax.schedule.sum_storage``).
     """
-    if spec.zero.stage < 3 or "activations" in spec.zero.host:
+    if spec.zero.stage < 3 or spec.strategy.residuals_in_host or spec.strategy.reads_layers:
         return 0
     stacks = [group for group in spec.unit_groups if group.stack]
     sums = sum(_sum_bytes(spec, leaf) * (leaf.layers - 1) for group in stacks for leaf in group.leaves)
