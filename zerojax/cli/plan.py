@@ -11,6 +11,7 @@ from zerojax.analysis.plan import plan_state
 from zerojax.analysis.plan.cluster import MEMORY_FRACTION, Cluster
 from zerojax.analysis.plan.outlook import Outlook, foresee
 from zerojax.analysis.plan.outlook_tables import outlook_tables
+from zerojax.analysis.plan.work import sequences_of
 from zerojax.cli import on_config
 from zerojax.cli.savings import Savings
 from zerojax.cli.untrained import abstract_run
@@ -165,7 +166,8 @@ def _outlook(sequences: int | None, settings: RunConfig, cluster: Cluster, *, lo
 
     if sequences is None:
         rows = train.batch_size * (2 if settings.posttrain.method in PREFERENCES else 1)  # a pair is two
-        sequences = max(1, rows * sharing // (cluster.world.size * train.accumulate))
+        devices = cluster.world.size
+        sequences = sequences_of(rows, devices, accumulate=train.accumulate, sharing=sharing)
     return foresee(
         state.spec,
         settings.model,

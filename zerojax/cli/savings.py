@@ -13,7 +13,7 @@ from zerojax.analysis.local_quality import expected_loss
 from zerojax.analysis.plan.cluster import on_world
 from zerojax.analysis.plan.hops import hops_of, usual_bytes
 from zerojax.analysis.plan.memory import predict_memory
-from zerojax.analysis.plan.work import work_of
+from zerojax.analysis.plan.work import sequences_of, work_of
 from zerojax.cli.untrained import abstract_run
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import size
@@ -154,7 +154,8 @@ class Savings:
         zero = config.to_zero(self._spec.zero.units)
         of_optimizer = "optimizer" in zero.host and self._spec.layerwise is None
         there = on_world(abstract_run(config)[0].spec if of_optimizer else self._spec, world, zero)
-        sequences = max(1, train.batch_size * zero.sequence_parallel // (world.size * train.accumulate))
+        sharing, accumulate = zero.sequence_parallel, train.accumulate
+        sequences = sequences_of(train.batch_size, world.size, accumulate=accumulate, sharing=sharing)
         work = work_of(there, config.model, sequences=sequences, length=train.sequence_length)
         local, node = usual_bytes(hops_of(there, work))
         sent = local + self._besides

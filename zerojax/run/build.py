@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from zerojax.adapters import LossFn
 from zerojax.analysis.comm_report import comm_report
 from zerojax.analysis.plan import predict_memory
-from zerojax.analysis.plan.work import work_of
+from zerojax.analysis.plan.work import sequences_of, work_of
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import LoRA
 from zerojax.models import GPT, Block, GPTConfig, flops_per_token, lm_loss
@@ -104,8 +104,9 @@ class RunSetup:
 
     def _check_host(self) -> None:
         train, spec = self.config.train, self.abstract_state().spec
-        rows = train.batch_size * self.zero.sequence_parallel // (spec.world.size * train.accumulate)
-        work = work_of(spec, self.config.model, sequences=max(1, rows), length=train.sequence_length)
+        sharing, devices = self.zero.sequence_parallel, spec.world.size
+        rows = sequences_of(train.batch_size, devices, accumulate=train.accumulate, sharing=sharing)
+        work = work_of(spec, self.config.model, sequences=rows, length=train.sequence_length)
         activations = predict_memory(spec, work).host.get("activations", 0)
         check_host_memory(spec, activations, saves=True)
 

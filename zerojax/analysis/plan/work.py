@@ -109,6 +109,18 @@ def flash_attention(config: GPTConfig, dtype: str) -> bool:
     return config.attention != "xla"
 
 
+def sequences_of(rows: int, devices: int, *, accumulate: int, sharing: int) -> int:
+    """Sequences of a micro-batch on one device, or on those that share them; at least one.
+
+    Args:
+        rows: of a step.
+        devices: over which they are spread.
+        accumulate: micro-batches.
+        sharing: how many devices share a row (``ZeroConfig.sequence_parallel``).
+    """
+    return max(1, rows * sharing // (devices * accumulate))
+
+
 def work_of(spec: TrainSpec, config: GPTConfig, *, sequences: int, length: int) -> Work:
     """The work of a decoder of shape ``config`` under the options of its train spec; see ``decoder_work``.
 
