@@ -203,7 +203,7 @@ def train_all(
     """
     if options.text:
         config = replace(config, data=replace(config.data, source=str(options.folder / "text.jsonl")))
-    RunSetup.of(config).check()
+    RunSetup(config).check()
     names = list(dict.fromkeys([EXACT, *(half for name, _ in missing for half in halves(name))]))
     spawn = multiprocessing.get_context("spawn")  # a fork would share JAX's threads
     # The processes of a job tune kernels together, so that all must compile in the same order.

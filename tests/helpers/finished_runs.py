@@ -34,8 +34,8 @@ def shared_steps() -> Iterator[None]:
 
     def of(setup: build.RunSetup, base: bool = True) -> tuple[zerojax.TrainState, Any]:
         """The abstract state and its initializer, of frozen weights if ``base``."""
-        parts = setup.config.model, id(setup.tx), setup.zero, setup.spikes, setup.lora, setup.loss_fn, base
-        key = setup.mesh, repr(parts)
+        own = setup.config.model, setup.config.lora, setup.zero, setup.spikes, setup.loss_fn
+        key = setup.mesh, id(setup.tx), base, repr(own)
         if key in shared:
             return shared[key]
         state = abstract_state(setup)

@@ -9,7 +9,6 @@ import pytest
 
 from zerojax.multihost import watchdog
 from zerojax.multihost.watchdog import Limits, Watchdog, dump_stacks
-from zerojax.run.build import watchdog_limits
 from zerojax.run.config import ClusterSection
 
 pytestmark = pytest.mark.alone
@@ -28,7 +27,8 @@ def clock():
 
 
 def watch(clock, **settings):
-    return Watchdog(watchdog_limits(ClusterSection(**settings)), lambda line: None, clock)
+    usual = {name: getattr(ClusterSection(), name) for name in Limits._fields}
+    return Watchdog(Limits(**usual | settings), lambda line: None, clock)
 
 
 def pass_time(clock, dog, seconds):

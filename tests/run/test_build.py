@@ -61,7 +61,7 @@ def test_a_run_resumes_with_the_tokenizer_that_it_began_with(tmp_path: Path) -> 
 def test_first_weights_of_another_tokenizer_are_noted(finished: RunFolder, tmp_path: Path) -> None:
     settings, folder, notes = config(tmp_path), RunFolder(tmp_path / "run"), []
     for data in (replace(settings.data, tokenizer="byte"), settings.data):
-        setup = RunSetup.of(replace(finished.read_config(), data=data))
+        setup = RunSetup(replace(finished.read_config(), data=data))
         notes.append(start_run(setup, folder, None, finished.path).notes)
     assert len(notes[0]) == 1
     assert notes[1] == [
@@ -91,7 +91,7 @@ def test_a_run_whose_hosts_have_no_room_does_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a step keeps in host memory counts, before any data is prepared."""
-    setup = RunSetup.of(micro_config(tmp_path, zero={"host": ["activations"]}))
+    setup = RunSetup(micro_config(tmp_path, zero={"host": ["activations"]}))
     setup.check()
     monkeypatch.setattr("zerojax.train.memory.free_host_memory", lambda: 0)
     with pytest.raises(ConfigurationError, match=r"host=\('activations',\) keeps .* 0 B are free here"):

@@ -132,6 +132,6 @@ def test_an_adapter_does_not_load_beside_another_base(text: Path, tmp_path: Path
     config = micro_config(text, **LORA)
     run = train(config, tmp_path / "run")
     assert read_manifest(run.folder.checkpoints / "4").record.base == ""
-    state = initial_base(RunSetup.of(config).abstract_state(), seed=1)
+    state = initial_base(RunSetup(config).abstract_state(), seed=1)
     with pytest.raises(ZeroError, match="trained on another base"):
         restore(run.folder.checkpoints / "4", state)

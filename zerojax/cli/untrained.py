@@ -31,6 +31,6 @@ def abstract_run(config: RunConfig) -> tuple[TrainState, dict[str, jax.ShapeDtyp
     emulate_devices(emulated, processes=1)
     run = dataclasses.replace(config, mesh=emulated)
     if config.posttrain.method in PREFERENCES:
-        setup = RunSetup.of(run, loss_fn=preference_loss(config.posttrain))
+        setup = RunSetup(run, loss_fn=preference_loss(config.posttrain))
         return setup.abstract_state(), abstract_pairs(config)
-    return RunSetup.of(run).abstract_state(), abstract_batch(config)
+    return RunSetup(run).abstract_state(), abstract_batch(config)

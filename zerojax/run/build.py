@@ -4,8 +4,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,73 +16,45 @@ from zerojax.analysis.comm_report import comm_report
 from zerojax.analysis.plan import predict_memory
 from zerojax.analysis.plan.work import sequences_of, work_of
 from zerojax.errors import ConfigurationError
-from zerojax.matmul.lora import LoRA
 from zerojax.models import GPT, Block, GPTConfig, flops_per_token, lm_loss
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.watchdog import Limits, Watchdog, end_alone
-from zerojax.optim.shard_check import Optimizer
-from zerojax.run.checkpoints import Manifest
-from zerojax.run.checkpoints.select import choose
 from zerojax.run.config import ClusterSection, RunConfig, config_to_dict
 from zerojax.run.metrics import RunLog, StepCosts
 from zerojax.run.optimizers import make_optimizer, make_schedule
-from zerojax.run.run_dir import Resume, RunFolder, check_start
+from zerojax.run.run_dir import RunFolder
 from zerojax.run.trackers import check_trackers
 from zerojax.train.initial import initializer
 from zerojax.train.memory import check_host_memory
 from zerojax.train.spikes import SpikeRule
 from zerojax.train.state import TrainState
 from zerojax.versions import installed
-from zerojax.zero_config import ZeroConfig
 
 _TEXTS = ("tokens", "chosen", "rejected")
 
 
-@dataclass(frozen=True)
 class RunSetup:
     """A run's mesh, sharding and optimizer, built once from its settings.
 
-    Attributes:
+    Args:
         config: the settings.
-        mesh: the devices, (node, local).
-        zero: how the state is sharded.
-        lora: the adapters, or None.
-        tx: the optimizer; None for inference alone.
-        spikes: which losses count as spikes, or None.
         loss_fn: of a batch.
+        trains: whether it has the configured optimizer; without one it is for inference alone.
+
+    Raises:
+        ConfigurationError: settings contradict each other or the devices.
     """
 
-    config: RunConfig
-    mesh: Mesh
-    zero: ZeroConfig
-    lora: LoRA | None
-    tx: Optimizer | None
-    spikes: SpikeRule | None
-    loss_fn: LossFn = lm_loss
-
-    @classmethod
-    def of(cls, config: RunConfig, loss_fn: LossFn = lm_loss, *, trains: bool = True) -> Self:
-        """Build a run's setup.
-
-        Args:
-            config: the settings.
-            loss_fn: of a batch.
-            trains: whether it has the configured optimizer; without one it is for inference alone.
-
-        Raises:
-            ConfigurationError: settings contradict each other or the devices.
-        """
-        train, units = config.train, () if config.model.scan else (Block,)
-        deviations = train.spike_deviations
-        return cls(
-            config=config,
-            mesh=config.mesh.to_mesh(),
-            zero=config.to_zero(units=units),
-            lora=config.lora,
-            tx=make_optimizer(config.optimizer, train.steps) if trains else None,
-            spikes=SpikeRule(deviations, train.spike_window) if deviations else None,
-            loss_fn=loss_fn,
+    def __init__(self, config: RunConfig, loss_fn: LossFn = lm_loss, *, trains: bool = True) -> None:
+        train = config.train
+        self.config = config
+        self.mesh = config.mesh.to_mesh()
+        self.zero = config.to_zero(units=() if config.model.scan else (Block,))
+        self.tx = make_optimizer(config.optimizer, train.steps) if trains else None
+        self.spikes = (
+            SpikeRule(train.spike_deviations, train.spike_window) if train.spike_deviations else None
         )
+        self.loss_fn = loss_fn
 
     def check(self) -> None:
         """Refuse what cannot be logged, a batch size that does not divide, and too little host memory.
@@ -119,7 +90,7 @@ class RunSetup:
             mesh=self.mesh,
             zero=self.zero,
             spikes=self.spikes,
-            lora=self.lora,
+            lora=self.config.lora,
         )
 
     def initial_state(self, *, base: bool = True) -> TrainState:
@@ -152,22 +123,7 @@ def check_batch(config: RunConfig, mesh: Mesh) -> None:
 
 def abstract_model(config: RunConfig) -> TrainState:
     """The abstract state of a run without its optimizer: to use a trained model, not to train it."""
-    return RunSetup.of(config, trains=False).abstract_state()
-
-
-def choose_checkpoint(
-    config: RunConfig, folder: RunFolder, resume: Resume
-) -> tuple[Manifest | None, list[str]]:
-    """``choose`` the checkpoint from which a run resumes; its manifest is None if the run starts anew.
-
-    Raises:
-        ConfigurationError: ``resume`` does not fit the checkpoints, or all of them are damaged.
-    """
-    return choose(
-        folder.checkpoints,
-        checksums=config.checkpoint.verify,
-        check=lambda latest: check_start(latest, resume, folder),
-    )
+    return RunSetup(config, trains=False).abstract_state()
 
 
 class Trained(NamedTuple):
@@ -230,14 +186,9 @@ def _spared_flops(state: TrainState) -> int:
     return sum(2 * leaf.count for leaf in frozen if len(leaf.shape) > 1)
 
 
-def watchdog_limits(cluster: ClusterSection) -> Limits:
-    """The watchdog's limits from the settings."""
-    return Limits(cluster.phase_timeout, cluster.step_timeout, cluster.step_factor)
-
-
 def make_watchdog(cluster: ClusterSection, folder: RunFolder, peers: Peers | None) -> Watchdog:
     """The watchdog that ends a hung run, together with its peers if it has any."""
-    limits = watchdog_limits(cluster)
+    limits = Limits(cluster.phase_timeout, cluster.step_timeout, cluster.step_factor)
     stacks = folder.stacks / f"rank-{jax.process_index()}.txt"
     if peers is None:
         return Watchdog(limits, lambda line: end_alone(stacks, line))

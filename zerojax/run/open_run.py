@@ -2,7 +2,7 @@
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -11,73 +11,98 @@ from zerojax.analysis.plan import describe_plan
 from zerojax.errors import Stopped
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.multihost.peers import Peers
-from zerojax.multihost.watchdog import Watchdog
 from zerojax.network import nccl
 from zerojax.run.build import Trained, environment, is_first, make_log, make_watchdog
 from zerojax.run.checkpoints import (
     Checkpoints,
+    Manifest,
     Record,
     Retention,
     TrainingClock,
     reserve_host_memory,
 )
+from zerojax.run.checkpoints.select import choose
 from zerojax.run.config import RunConfig, spelled_out
 from zerojax.run.loop import Schedule, TrainLoop, disk_errors_explained
-from zerojax.run.metrics import MetricsFile, RunLog
-from zerojax.run.run_dir import RunFolder
+from zerojax.run.metrics import MetricsFile
+from zerojax.run.run_dir import Resume, RunFolder, check_start
 from zerojax.run.run_lock import RunLock
 from zerojax.run.weights import Start
-from zerojax.train.state import TrainState
 
 
-@dataclass(frozen=True, kw_only=True)
-class Services:
-    """What a run uses besides its settings and its state.
+class Opening(NamedTuple):
+    """A run that is being opened.
 
     Attributes:
-        folder: of the run.
-        checkpoints: of the run.
-        clock: time trained, and whether a save is due by time.
-        log: metrics, files, progress line.
-        watchdog: ends a hung run.
-        lock: keeps other runs out of the folder.
-        samples: the file of completions, on process zero of a run that makes them.
+        config: its settings.
+        folder: its folder.
+        lock: of the folder, taken.
+        manifest: of the checkpoint to resume from; None if the run starts anew.
+        notes: lines for the user.
+        on_error: closes what is registered here if the run cannot be opened.
     """
 
+    config: RunConfig
     folder: RunFolder
-    checkpoints: Checkpoints
-    clock: TrainingClock
-    log: RunLog
-    watchdog: Watchdog
     lock: RunLock
-    samples: MetricsFile | None
+    manifest: Manifest | None
+    notes: list[str]
+    on_error: ExitStack
 
 
 @dataclass(kw_only=True)
 class OpenRun(TrainLoop):
-    """A run with what every loop needs; a context manager.
+    """A run with what every loop needs, made within ``opening``; a context manager.
 
-    Attributes:
-        config: the settings.
-        services: what the loop uses; its attributes are the loop's, too.
-        base: where the frozen weights, or a reference, are from (``Record.base``).
+    Making it writes the settings to its folder.
+
+    Args:
+        new: its settings, folder and lock.
+        start: its state, step and base (``Record.base``).
+        batch: shapes and dtypes of a global batch.
+        peers: the other processes of the run, if there are any.
+        also_trained: further states that each step trains.
+        makes_samples: whether it makes completions, which process zero writes to a file.
     """
 
-    config: RunConfig
-    services: Services
-    state: TrainState
-    step: int
-    base: str
+    new: InitVar[Opening]
+    start: InitVar[Start]
+    batch: InitVar[Any]
+    peers: InitVar[Peers | None]
+    also_trained: InitVar[Sequence[Trained]] = ()
+    makes_samples: InitVar[bool] = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(
+        self,
+        new: Opening,
+        start: Start,
+        batch: Any,
+        peers: Peers | None,
+        also_trained: Sequence[Trained],
+        makes_samples: bool,
+    ) -> None:
+        config = self.config = new.config
+        self.lock = new.lock
+        self.state, self.step, self.base = start.state, start.step, start.base
         # A run always has a folder and checkpoints.
-        self.folder: RunFolder = self.services.folder  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.checkpoints: Checkpoints = self.services.checkpoints  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.clock = self.services.clock
-        self.log = self.services.log
-        self.watchdog = self.services.watchdog
-        self.lock = self.services.lock
-        self.samples = self.services.samples
+        self.folder: RunFolder = new.folder  # pyright: ignore[reportIncompatibleVariableOverride]
+        if is_first():
+            self.folder.write_config(config)
+        trained = [Trained(config.model, start.state, batch), *also_trained]
+        reserve_host_memory([one.state for one in trained])
+        self.log = make_log(config, self.folder, trained, start.step, start.record.skipped)
+        saving = config.checkpoint
+        self.checkpoints: Checkpoints = Checkpoints(  # pyright: ignore[reportIncompatibleVariableOverride]
+            self.folder.checkpoints,
+            Retention(saving.keep, saving.keep_every, saving.keep_best, saving.keep_minutes),
+            start=None if start.manifest is None else start.step,
+            say=self.log.say,
+        )
+        self.clock = TrainingClock(start.record.seconds, minutes=saving.minutes)
+        self.watchdog = make_watchdog(config.cluster, self.folder, peers)
+        self.samples = (
+            MetricsFile(self.folder.samples, start=start.step) if makes_samples and is_first() else None
+        )
 
     advice = (
         "Lower optimizer.learning_rate or optimizer.clip_norm, set train.spike_deviations, look at the data, "
@@ -129,75 +154,24 @@ class OpenRun(TrainLoop):
             self.folder.update_summary(steps=config.train.steps, **environment())
 
 
-class Opening(NamedTuple):
-    """A run that is being opened.
-
-    Attributes:
-        config: its settings.
-        folder: its folder.
-        lock: of the folder, taken.
-        notes: lines for the user.
-        on_error: closes what is registered here if the run cannot be opened.
-    """
-
-    config: RunConfig
-    folder: RunFolder
-    lock: RunLock
-    notes: list[str]
-    on_error: ExitStack
-
-    def services(
-        self,
-        start: Start,
-        batch: Any,
-        peers: Peers | None,
-        beside: Sequence[Trained] = (),
-        *,
-        samples: bool = False,
-    ) -> Services:
-        """What the run uses; writes the settings to its folder.
-
-        Args:
-            start: what the run starts with.
-            batch: shapes and dtypes of a global batch.
-            peers: the other processes of the run, if there are any.
-            beside: further states that each step trains.
-            samples: whether the run makes completions, which it writes to a file.
-        """
-        config, folder, record, saving = self.config, self.folder, start.record, self.config.checkpoint
-        if is_first():
-            folder.write_config(config)
-        trained = [Trained(config.model, start.state, batch), *beside]
-        reserve_host_memory([one.state for one in trained])
-        log = make_log(config, folder, trained, start.step, record.skipped)
-        checkpoints = Checkpoints(
-            folder.checkpoints,
-            Retention(saving.keep, saving.keep_every, saving.keep_best, saving.keep_minutes),
-            start=None if start.manifest is None else start.step,
-            say=log.say,
-        )
-        return Services(
-            folder=folder,
-            checkpoints=checkpoints,
-            clock=TrainingClock(record.seconds, minutes=saving.minutes),
-            log=log,
-            watchdog=make_watchdog(config.cluster, folder, peers),
-            lock=self.lock,
-            samples=MetricsFile(folder.samples, start=start.step) if samples and is_first() else None,
-        )
-
-
 @contextmanager
-def opening(config: RunConfig, folder: RunFolder) -> Generator[Opening]:
+def opening(config: RunConfig, folder: RunFolder, resume: Resume) -> Generator[Opening]:
     """Create and lock a run's folder, for a block that opens the run; unlock it if that fails.
 
     Raises:
-        ConfigurationError: another process trains in the folder, or it cannot be written to.
+        ConfigurationError: another process trains in the folder, or it cannot be written to; ``resume`` does
+            not fit its checkpoints, or all of them are damaged.
         RunError: the disk is full.
     """
     lock = RunLock(folder)
     with ExitStack() as on_error, disk_errors_explained(folder):
         on_error.callback(lock.close)
         unlocked = run_on_process_zero(lock.take)
-        yield Opening(config, folder, lock, [] if unlocked is None else [unlocked], on_error)
+        manifest, damaged = choose(
+            folder.checkpoints,
+            checksums=config.checkpoint.verify,
+            check=lambda latest: check_start(latest, resume, folder),
+        )
+        notes = damaged if unlocked is None else [unlocked, *damaged]
+        yield Opening(config, folder, lock, manifest, notes, on_error)
         on_error.pop_all()

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,7 +14,7 @@ from zerojax.errors import DivergedError
 from zerojax.models import describe_parameters
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.preemption import StopRequest
-from zerojax.run.build import RunSetup, choose_checkpoint, is_first
+from zerojax.run.build import RunSetup, is_first
 from zerojax.run.config import RunConfig
 from zerojax.run.data.batches import Batch, TrainBatches
 from zerojax.run.data.dataset import Dataset
@@ -85,7 +85,7 @@ class TrainRun(BatchRun):
     data: Dataset
     exact_match: ExactMatch | None
     sampled: int
-    profile: StepProfile
+    profile: StepProfile = field(init=False)
 
     @classmethod
     def open(
@@ -116,34 +116,31 @@ class TrainRun(BatchRun):
             RunError: the disk is full.
         """
         config.model.check_language_model("zerojax train")
-        setup = RunSetup.of(config)
+        setup = RunSetup(config)
         setup.check()
-        with opening(config, folder) as new:
+        with opening(config, folder, resume) as new:
             data = prepare_data(config, folder)
             batches, validation = make_batches(config, data)
             exact_match = ExactMatch.of(config, data, folder.data)
-            manifest, damaged = choose_checkpoint(config, folder, resume)
-            start = start_run(setup, folder, manifest, init_from, reader)
+            start = start_run(setup, folder, new.manifest, init_from, reader)
             if start.record.position:
                 batches.set_state(start.record.position)
-            samples = config.train.eval_samples > 0
-            services = new.services(start, abstract_batch(config), peers, samples=samples)
             trainer = cls(
-                config=config,
-                services=services,
-                state=start.state,
-                step=start.step,
-                base=start.base,
+                new=new,
+                start=start,
+                batch=abstract_batch(config),
+                peers=peers,
+                makes_samples=config.train.eval_samples > 0,
                 data=data,
                 batches=batches,
                 validation=validation,
                 exact_match=exact_match,
                 sampled=start.step,
-                profile=StepProfile(
-                    folder.profile, profile, services.log.say, done=start.step, planned=config.train.steps
-                ),
             )
-            notes = [*new.notes, *damaged, *data.notes(config.train.sequence_length), *start.notes]
+            trainer.profile = StepProfile(
+                folder.profile, profile, trainer.log.say, done=start.step, planned=config.train.steps
+            )
+            notes = [*new.notes, *data.notes(config.train.sequence_length), *start.notes]
             trainer.announce(f"{describe_parameters(config.model)}, {data.describe()}", notes)
             return trainer
 

@@ -136,8 +136,9 @@ def start_run(
     if source is None:
         return Start(setup.initial_state(), "", [])
     state, notes = first_weights(setup, source, reader)
-    base, kept = needed_base(folder, source) if state.spec.frozen or reference else ("", [])
-    notes += kept
+    base = ""
+    if state.spec.frozen or reference:
+        base, notes = base_of(folder, source), notes + keep_for(folder, source)
     theirs = reader.tokenizer(source)
     if theirs is not None and not same_tokenizer(theirs, open_tokenizer(setup.config.data, folder.data)):
         notes.append(
@@ -154,22 +155,13 @@ def base_of(folder: RunFolder, source: Path) -> str:
     return str(path.relative_to(own) if path.is_relative_to(own) else path)
 
 
-def needed_base(folder: RunFolder, source: Path) -> tuple[str, list[str]]:
-    """The ``Record.base`` of weights that a run needs again, and lines about it for the user."""
-    return base_of(folder, source), keep_for(folder, source)
-
-
-def keep_base(folder: RunFolder, base: str) -> list[str]:
-    """``keep_for`` the weights at ``Record.base`` of a run that resumes: its folder may have moved since."""
-    return keep_for(folder, folder.path / base) if base else []
-
-
 def keep_for(folder: RunFolder, source: Path) -> list[str]:
     """Have a checkpoint of another run kept for this one; returns a line if that is impossible.
 
     Args:
         folder: of this run.
-        source: the checkpoint; anything else stays where it is anyway.
+        source: the checkpoint; anything else stays where it is anyway. For a run that resumes it is found by
+            ``Record.base``: the folder may have moved since.
     """
     others = source.parent.resolve() != folder.checkpoints.resolve()
     if not (others and is_first() and (source / MANIFEST).exists()):
@@ -217,7 +209,8 @@ def _resumed(
     changes = check_same_run(before, setup.config, folder)
     changes += rate_changes(before, setup.config, manifest.step - record.skipped)
     state = with_base(setup.abstract_state(), folder, record.base, setup.config, reader)
-    notes = ["; ".join([f"resuming from step {manifest.step}", *changes]), *keep_base(folder, record.base)]
+    notes = ["; ".join([f"resuming from step {manifest.step}", *changes])]
+    notes += keep_for(folder, folder.path / record.base)
     state = checkpoints.restore(folder.checkpoints / str(manifest.step), state, say=notes.append)
     return Start(state, record.base, notes, manifest)
 

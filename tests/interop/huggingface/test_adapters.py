@@ -77,7 +77,7 @@ def tuned(imported: Imported) -> Tuned:
     zero = config.zero.replace(frozen=("*",))
     config = replace(config, lora=lora, zero=zero, mesh=MeshSection(nodes=2, local=2))
     before = start_run(
-        RunSetup.of(config, trains=False), folder, read_manifest(folder.checkpoints / "0"), None
+        RunSetup(config, trains=False), folder, read_manifest(folder.checkpoints / "0"), None
     ).state
     return Tuned(name, config.model, lora.rank, before, load_adapter(before, ADAPTERS / name, config.model))
 

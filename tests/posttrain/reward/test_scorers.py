@@ -73,7 +73,7 @@ def expected(config: RunConfig, state: zerojax.TrainState, rollout: Rollout) -> 
 
 def test_scores_are_those_of_the_unsharded_model(text: Path, tmp_path: Path) -> None:
     config = micro_config(text, mesh={"nodes": 2, "local": 1}, **SCORES)
-    state = RunSetup.of(config).initial_state()
+    state = RunSetup(config).initial_state()
     policy, rollout = saved(config, state, tmp_path), ragged(5)
     check_settings(policy, 1)
     scorer = open_scorer(policy, ByteTokenizer(), CHECKPOINTS)
@@ -89,14 +89,14 @@ def test_scores_are_those_of_the_unsharded_model(text: Path, tmp_path: Path) -> 
     assert "5 of 5 scores by posttrain.reward_model" in why
     # The memory of the roles before the start is that of the arrays.
     assert isinstance(scorer, ModelScorer)
-    roles = RoleMemory.of(policy, RunSetup.of(policy).abstract_state().spec)
+    roles = RoleMemory.of(policy, RunSetup(policy).abstract_state().spec)
     assert (roles.reward_model, roles.critic, roles.reference) == (held(scorer.state), held(state), None)
     assert {"critic", "reward model"} <= set(map(str, roles.table().columns[0].cells))
 
 
 def test_a_run_keeps_the_reward_model_that_it_began_with(text: Path, tmp_path: Path) -> None:
     config = micro_config(text, mesh={"nodes": 1, "local": 1}, **SCORES)
-    state = RunSetup.of(config).initial_state()
+    state = RunSetup(config).initial_state()
     policy, run = saved(config, state, tmp_path / "reward"), RunFolder(tmp_path / "run")
     steps = tmp_path / "reward/checkpoints"
 
@@ -123,7 +123,7 @@ def test_a_run_keeps_the_reward_model_that_it_began_with(text: Path, tmp_path: P
 @pytest.mark.slow
 def test_a_reward_model_of_adapters(text: Path, finished: RunFolder, tmp_path: Path) -> None:
     config = micro_config(text, mesh={"nodes": 1, "local": 2}, lora={"rank": 2}, model=SCORES["model"])
-    start = start_run(RunSetup.of(config), RunFolder(tmp_path), None, finished.path)
+    start = start_run(RunSetup(config), RunFolder(tmp_path), None, finished.path)
     # The same number everywhere would leave the norms little but rounding.
     changed = jax.tree.map(
         lambda x: x + 0.1 * jnp.sin(jnp.arange(x.size)).reshape(x.shape), start.state.params
@@ -136,7 +136,7 @@ def test_a_reward_model_of_adapters(text: Path, finished: RunFolder, tmp_path: P
 
 def test_what_is_no_reward_model_is_refused(text: Path, finished: RunFolder, tmp_path: Path) -> None:
     config = micro_config(text, mesh={"nodes": 1, "local": 1}, **SCORES)
-    policy = saved(config, RunSetup.of(config).initial_state(), tmp_path)
+    policy = saved(config, RunSetup(config).initial_state(), tmp_path)
     check_settings(policy, 1)
     other = BPETokenizer.train([b"all work and no play"] * 9, 270)
     with pytest.raises(ConfigurationError, match="has another tokenizer than this run"):

@@ -29,7 +29,7 @@ def held(state: Any) -> int:
 
 
 def test_each_role_holds_what_its_arrays_hold(config: RunConfig) -> None:
-    state = RunSetup.of(config).initial_state()
+    state = RunSetup(config).initial_state()
     roles = RoleMemory.of(config, state.spec)
     setup = reference_setup(config, state.spec)
     assert setup is not None
@@ -48,7 +48,7 @@ def test_each_role_holds_what_its_arrays_hold(config: RunConfig) -> None:
 
 def test_without_room_the_weights_are_spread_and_adapters_need_no_reference(config: RunConfig) -> None:
     config = with_settings(config, {"lora": {"rank": 2}})
-    spec = RunSetup.of(config).abstract_state().spec
+    spec = RunSetup(config).abstract_state().spec
     roles = RoleMemory.of(config, spec, room=0)
     assert roles.generator is not None
     assert (roles.reference, roles.generator.form) == (0, "gathered")
@@ -59,7 +59,7 @@ def test_without_room_the_weights_are_spread_and_adapters_need_no_reference(conf
 @pytest.mark.parametrize(("method", "beside"), [("dpo", 1), ("reward", 0)])
 def test_preferences_need_no_generator(config: RunConfig, method: Any, beside: int) -> None:
     config = dataclasses.replace(config, posttrain=PosttrainSection(method=method))
-    spec = RunSetup.of(config).abstract_state().spec
+    spec = RunSetup(config).abstract_state().spec
     roles = RoleMemory.of(config, spec)
     assert roles.generator is None
     assert (roles.reference is not None) == beside

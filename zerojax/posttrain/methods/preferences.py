@@ -29,7 +29,7 @@ from zerojax.posttrain.settings import (
     check_preferences,
     longest_answer,
 )
-from zerojax.run.build import RunSetup, choose_checkpoint
+from zerojax.run.build import RunSetup
 from zerojax.run.checkpoints import Manifest
 from zerojax.run.config import RunConfig
 from zerojax.run.data.answers import AnswerEnd
@@ -72,32 +72,31 @@ class PreferenceTrainer(BatchRun):
         Arguments and errors as for ``TrainRun.open``; the folder may hold an imported model.
         """
         settings = config.posttrain
-        setup = RunSetup.of(config, loss_fn=preference_loss(settings))
+        setup = RunSetup(config, loss_fn=preference_loss(settings))
         setup.check()
         check_preferences(config)
-        with opening(config, folder) as new:
-            manifest, damaged = choose_checkpoint(config, folder, resume)
-            pairs, exact_match = read_data(config, folder, manifest)
+        with opening(config, folder, resume) as new:
+            pairs, exact_match = read_data(config, folder, new.manifest)
             batches, validation = make_batches(config, pairs)
-            check_first_weights(manifest, init_from)
+            check_first_weights(new.manifest, init_from)
             referenced = settings.method in REFERENCED
-            start = start_run(setup, folder, manifest, init_from, reader, reference=referenced)
+            start = start_run(setup, folder, new.manifest, init_from, reader, reference=referenced)
             if start.record.position:
                 batches.set_state(start.record.position)
-            state = start.state
-            reference = Reference.of(config, folder, start.base, state, reader) if referenced else None
+            state, reference = start.state, None
+            if referenced:
+                reference = Reference.of(config, folder, start.base, state, reader)
             trainer = cls(
-                config=config,
-                services=new.services(start, abstract_pairs(config), peers),
-                state=state,
-                step=start.step,
-                base=start.base,
+                new=new,
+                start=start,
+                batch=abstract_pairs(config),
+                peers=peers,
                 batches=batches,
                 validation=validation,
                 reference=reference,
                 exact_match=exact_match,
             )
-            notes = [*new.notes, *damaged, plain_text(RoleMemory.of(config, state.spec).table())]
+            notes = [*new.notes, plain_text(RoleMemory.of(config, state.spec).table())]
             trainer.announce(
                 f"{settings.method}, {describe_parameters(config.model)}, "
                 f"{len(pairs.train):,} pairs and {len(pairs.held_out):,} held out",

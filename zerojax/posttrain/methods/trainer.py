@@ -32,7 +32,7 @@ from zerojax.posttrain.settings import (
     rollout_rows,
     steps_per_rollout,
 )
-from zerojax.run.build import RunSetup, choose_checkpoint, is_first
+from zerojax.run.build import RunSetup, is_first
 from zerojax.run.checkpoints import Record
 from zerojax.run.config import RunConfig
 from zerojax.run.evaluation import for_several_passes
@@ -80,27 +80,26 @@ class PostTrainer(OpenRun):
         config = with_reward_checkpoint(config, folder, resume)
         settings = config.posttrain
         check_settings(config, jax.process_count())
-        setup = RunSetup.of(config, loss_fn=policy_loss(settings))
+        setup = RunSetup(config, loss_fn=policy_loss(settings))
         setup.check()
-        with opening(config, folder) as new:
-            manifest, damaged = choose_checkpoint(config, folder, resume)
-            task = Task.open(config, folder, manifest, reader)
+        with opening(config, folder, resume) as new:
+            task = Task.open(config, folder, new.manifest, reader)
             new.on_error.callback(task.scorer.close)
-            check_first_weights(manifest, init_from)
-            start = start_run(setup, folder, manifest, init_from, reader, reference=settings.kl > 0)
+            check_first_weights(new.manifest, init_from)
+            start = start_run(setup, folder, new.manifest, init_from, reader, reference=settings.kl > 0)
             state = start.state
             reference = Reference.of(config, folder, start.base, state, reader) if settings.kl else None
             critic, about_critic = None, []
             if settings.method == "ppo":
                 critic, about_critic = Critic.open(config, folder, start, reader)
             memory = RoleMemory.of(config, state.spec, critic=critic.state.spec if critic else None)
-            beside = [critic.trained] if critic else []
             trainer = cls(
-                config=config,
-                services=new.services(start, abstract_batch(config), peers, beside, samples=True),
-                state=state,
-                step=start.step,
-                base=start.base,
+                new=new,
+                start=start,
+                batch=abstract_batch(config),
+                peers=peers,
+                also_trained=[critic.trained] if critic else [],
+                makes_samples=True,
                 task=task,
                 reference=reference,
                 critic=critic,
@@ -111,7 +110,6 @@ class PostTrainer(OpenRun):
                 f"{settings.method}, {describe_parameters(config.model)}, {task.describe()}",
                 [
                     *new.notes,
-                    *damaged,
                     plain_text(memory.table()),
                     *task.notes(),
                     *start.notes,

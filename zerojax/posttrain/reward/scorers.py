@@ -157,7 +157,7 @@ class ModelScorer:
         path = Path(run_on_process_zero(lambda: str(checkpoints.find(Path(config.posttrain.reward_model)))))
         record = checkpoints.read_manifest(path).record
         setup, saved = reward_setup(config), saved_config(record.config)
-        if setup.lora is None and not saved.zero.frozen:
+        if setup.config.lora is None and not saved.zero.frozen:
             state = reader.weights(path, setup.initial_state(base=False))
         else:
             folder = RunFolder(path.parent.parent)
@@ -206,5 +206,5 @@ def reward_setup(config: RunConfig) -> RunSetup:
     saved = saved_settings(config.posttrain.reward_model, "posttrain.reward_model")
     if saved.zero.frozen:
         zero = saved.zero.replace(weights_delta=False, error_feedback=False)
-        return RunSetup.of(replace(config, model=saved.model, lora=saved.lora, zero=zero), trains=False)
+        return RunSetup(replace(config, model=saved.model, lora=saved.lora, zero=zero), trains=False)
     return frozen_setup(replace(config, model=saved.model, lora=None))

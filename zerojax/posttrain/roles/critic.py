@@ -22,7 +22,7 @@ from zerojax.run.config import RunConfig, saved_config, spelled_out, with_settin
 from zerojax.run.data.dataset import open_tokenizer
 from zerojax.run.evaluation import for_several_passes
 from zerojax.run.run_dir import RunFolder, sharding_changes
-from zerojax.run.weights import Start, WeightReader, first_weights, keep_base, needed_base, with_base
+from zerojax.run.weights import Start, WeightReader, base_of, first_weights, keep_for, with_base
 from zerojax.train.state import TrainState
 from zerojax.train.step import Metrics, predict_step, train_step
 
@@ -79,9 +79,11 @@ class Critic:
                 config.critic.init_from, "critic.init_from", open_tokenizer(config.data, folder.data)
             )
         source = first if named is None else Path(run_on_process_zero(lambda: str(reader.find(Path(named)))))
-        state, notes = first_weights(RunSetup.of(own, loss_fn=value_loss(own.posttrain)), source, reader)
-        base, kept = needed_base(folder, source) if state.spec.frozen else ("", [])
-        return cls(own, state, base), [f"critic: {note}" for note in (*notes, *kept)]
+        state, notes = first_weights(RunSetup(own, loss_fn=value_loss(own.posttrain)), source, reader)
+        base = ""
+        if state.spec.frozen:
+            base, notes = base_of(folder, source), notes + keep_for(folder, source)
+        return cls(own, state, base), [f"critic: {note}" for note in notes]
 
     @classmethod
     def resume(
@@ -97,11 +99,12 @@ class Critic:
             raise ConfigurationError(f"{path} has no critic: start again in another --run-dir")
         before = saved_config(record.config)
         own = critic_config(config, before)
-        setup = RunSetup.of(own, loss_fn=value_loss(own.posttrain))
+        setup = RunSetup(own, loss_fn=value_loss(own.posttrain))
         state = with_base(setup.abstract_state(), folder, record.base, own, reader)
         critic = cls(own, restore(path, state, name=NAME), record.base)
         changes = sharding_changes(before, own)
-        notes = ["; ".join([f"resuming from step {step}", *changes]), *keep_base(folder, record.base)]
+        notes = ["; ".join([f"resuming from step {step}", *changes])]
+        notes += keep_for(folder, folder.path / record.base)
         return critic, [f"critic: {note}" for note in notes]
 
     @property

@@ -55,7 +55,7 @@ class RoleMemory:
             setup = reference_setup(config, spec)
             reference = 0 if setup is None else _held(setup)
         if settings.method == "ppo" and critic is None:
-            critic = RunSetup.of(critic_config(config)).abstract_state().spec
+            critic = RunSetup(critic_config(config)).abstract_state().spec
         return RoleMemory(
             policy=state_bytes(spec),
             generator=None if settings.method in PREFERENCES else _generator(config, spec, room),

@@ -61,4 +61,4 @@ def frozen_setup(config: RunConfig) -> RunSetup:
     """How a state of frozen weights, for inference alone, is built."""
     # Stored once per node, so that no byte of them crosses nodes.
     zero = config.zero.replace(frozen=("*",), weights_delta=False, error_feedback=False)
-    return RunSetup.of(replace(config, zero=zero), trains=False)
+    return RunSetup(replace(config, zero=zero), trains=False)
