@@ -37,6 +37,7 @@ FrozenFormat = Literal[WireFormat, "nf4"]
 ComputeDtype = Literal["float32", "bfloat16", "fp32", "bf16"] | type[np.generic] | np.dtype
 AccumulateOrder = Literal["depth", "breadth"]
 Spread = Literal["node", "world"]
+Moments = Literal["float32", "bfloat16"]
 ExpertSpread = Literal["auto", "local", "gathered"]
 HostStore = Literal["optimizer", "weights", "activations"]
 """What can be in host memory."""
@@ -73,8 +74,7 @@ class ZeroConfig:
             (``zerojax.Stack`` needs no mention); one class, or a list, is kept as a tuple. Without any, the
             whole model is one unit.
         compute_dtype: the dtype of the gathered weights: bfloat16 or float32, as a name ("bfloat16", "bf16")
-            or a dtype (``jnp.bfloat16``); kept as the long name. Master weights and optimizer state are
-            always fp32.
+            or a dtype (``jnp.bfloat16``); kept as the long name. Master weights are always fp32.
         remat: what a unit's backward pass recomputes: "full" everything, "attention" all but the
             attention's output, "none" only what fuses into its readers (element-wise operations, row
             sums, casts, layout changes): results of matmuls and kernels are kept.
@@ -124,6 +124,8 @@ class ZeroConfig:
             and its momentum, at stage 3: those of each "node", so that neither its weight nor its update
             crosses nodes and a step sends no more than with AdamW; or those of the "world", to save memory:
             its momentum and its update then cross nodes in the compute format.
+        moments: the dtype of the optimizer's moments (Adam's two, a momentum): "float32", or "bfloat16",
+            rounded stochastically, which takes half of their memory (``zerojax.optim.low_precision``).
         experts: where the weights of experts (``zerojax.Experts``) are whole: "local" spreads them over the
             devices of a node, each of which holds some of all nodes' experts and gets the tokens for them, so
             that neither these weights nor their gradients travel within a node; "gathered" gathers them for
@@ -183,6 +185,7 @@ class ZeroConfig:
     frozen_weights: FrozenFormat | None = None
     frozen_spread: Spread = "node"
     matrix_spread: Spread = "node"
+    moments: Moments = "float32"
     experts: ExpertSpread = "auto"
     host: tuple[HostStore, ...] = ()
     sequence_parallel: int = 1
@@ -372,6 +375,7 @@ class ZeroConfig:
             "compute_dtype": dtype_name(
                 self.compute_dtype, "ZeroConfig.compute_dtype", tuple(COMPUTE_FORMAT)
             ),
+            "moments": dtype_name(self.moments, "ZeroConfig.moments", get_args(Moments)),
             "weights": _sent(self.weights),
             "local_weights": _sent(self.local_weights),
             "grads": tuple(map(_sent, self.grads)),

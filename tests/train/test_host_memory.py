@@ -106,9 +106,10 @@ def test_steps_have_the_bits_of_those_on_the_device(
     assert int(zerojax.eval_step(other, batch_of(0))["loss"] == zerojax.eval_step(state, batch_of(0))["loss"])
 
 
-def test_a_norm_is_that_of_the_whole_tree() -> None:
-    state, told = trained(created((2, 2), CLIPPED))
-    other, also = trained(created((2, 2), CLIPPED, host=("optimizer",)))
+@pytest.mark.parametrize("moments", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_a_norm_is_that_of_the_whole_tree(moments: str) -> None:
+    state, told = trained(created((2, 2), CLIPPED, moments=moments))
+    other, also = trained(created((2, 2), CLIPPED, moments=moments, host=("optimizer",)))
     np.testing.assert_allclose(told, also, rtol=1e-6)
     one, two = (jax.tree.leaves(zerojax.gather_params(x)) for x in (state, other))
     for x, y in zip(one, two, strict=True):

@@ -152,8 +152,9 @@ class Savings:
     def _try(self, option: str, config: RunConfig) -> Trial:
         train, world = config.train, self._spec.world
         zero = config.to_zero(self._spec.zero.units)
-        of_optimizer = "optimizer" in zero.host and self._spec.layerwise is None
-        there = on_world(abstract_run(config)[0].spec if of_optimizer else self._spec, world, zero)
+        streams = "optimizer" in zero.host and self._spec.layerwise is None
+        other_state = streams or zero.moments != self._spec.zero.moments
+        there = on_world(abstract_run(config)[0].spec if other_state else self._spec, world, zero)
         sharing, accumulate = zero.sequence_parallel, train.accumulate
         sequences = sequences_of(train.batch_size, world.size, accumulate=accumulate, sharing=sharing)
         work = work_of(there, config.model, sequences=sequences, length=train.sequence_length)
@@ -171,6 +172,8 @@ def _price(now: ZeroConfig, then: ZeroConfig, optimizer: str) -> str:
         return f"each node trains weights of its own: {expected_loss(then.every, optimizer)}"
     if then.host != now.host:
         return "copied from and to host memory in each step"
+    if then.moments != now.moments:
+        return "rounded, without bias"
     if then.remat != now.remat:
         return "computed again in the backward pass"
     if all(getattr(then, name) == getattr(now, name) for name in (*_ROUNDING, "every")):
@@ -197,6 +200,7 @@ _HOLDING: list[tuple[str, Any]] = [
     ("zero.remat", "full"),
     ("zero.hpz", False),
     ("zero.matrix_spread", "world"),
+    ("zero.moments", "bfloat16"),
     ("zero.preset", "zero3"),
     ("zero.accumulate_order", "depth"),
     ("zero.error_feedback", False),

@@ -20,6 +20,7 @@ from jaxtyping import Array, PyTree
 
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.replay import CALLED, as_it_is, evaluate
+from zerojax.optim.low_precision import with_moments_as_set
 from zerojax.optim.moments import by_moment
 from zerojax.optim.shard_check import OnLayout, Optimizer
 from zerojax.sharding.layout import ParamLayout
@@ -106,7 +107,8 @@ class LayerwiseOptimizer:
                 for path in group
             }
         else:
-            self._of_groups = dict.fromkeys((leaf.path for leaf in leaves), _traced(optimizer, layers))
+            traced = _traced(with_moments_as_set(optimizer, zero), layers)
+            self._of_groups = dict.fromkeys((leaf.path for leaf in leaves), traced)
         jax.eval_shape(self._check, *(_shapes(whole, some) for some in (leaves, layers)))
 
     @property
@@ -205,7 +207,7 @@ def _traced_alone(
 ) -> Traced:
     """The update of a group by an optimizer that exchanges matrices; vectors stand in for other weights."""
     mine = [leaf if leaf.path in paths else dataclasses.replace(leaf, shape=(1,)) for leaf in layers]
-    return _traced(optimizer.make(mesh, mine, zero), mine)
+    return _traced(with_moments_as_set(optimizer.make(mesh, mine, zero), zero), mine)
 
 
 def _shapes(tx: optax.GradientTransformation, leaves: Sequence[ParamLayout]) -> tuple[Any, Any]:

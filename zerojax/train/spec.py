@@ -19,6 +19,7 @@ from zerojax.adapters.adapter import Parameter
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import A, B, LoRA
 from zerojax.optim.layerwise import LayerwiseOptimizer
+from zerojax.optim.low_precision import with_moments_as_set
 from zerojax.optim.shard_check import OnLayout, Optimizer, Whole, on_shards
 from zerojax.sharding.layout import OWNED, ParamLayout, make_layout
 from zerojax.sharding.memory import HOST
@@ -302,7 +303,9 @@ def build(
         )
     # With local updates each node has an optimizer of its own.
     updated = tuple(leaf.in_node for leaf in leaves) if zero.every else leaves
-    transform = None if tx is None else on_shards(tx, mesh, updated, zero)
+    transform = None
+    if tx is not None:
+        transform = with_moments_as_set(on_shards(tx, mesh, updated, zero), zero)
     layerwise = None
     if tx is not None and transform is not None and "optimizer" in zero.host:
         paths = [[leaf.path for leaf in group.leaves] for group in groups if group.leaves]

@@ -41,9 +41,11 @@ _COUNTERS = ("step", "skipped_in_row", "seed")
 OPTIMIZER = "optimizer"
 """The kind of the optimizer's arrays, which are named by their places in its state."""
 AVERAGE = "average"
+ROUNDING = "rounding"
+"""The kind of the count by which moments in bfloat16 are rounded; all else of them has its fp32 names."""
 NODES = "nodes"
 """The kind of what each node has of its own with local updates, besides the optimizer's arrays."""
-REINITIALISED = ("secondary", "residual", AVERAGE, "losses", NODES, "outer")
+REINITIALISED = ("secondary", "residual", AVERAGE, ROUNDING, "losses", NODES, "outer")
 """Kinds that are initialised again if a checkpoint has none that fits."""
 
 
@@ -112,7 +114,7 @@ def abstract_saved(state: TrainState, nodes: int | None) -> Tree:
     return _nested(
         {
             name: _of_nodes(state, entry, nodes)
-            if name.startswith((f"{OPTIMIZER}/", f"{AVERAGE}/"))
+            if name.startswith((f"{OPTIMIZER}/", f"{AVERAGE}/", f"{ROUNDING}/"))
             else _canonical(state, entry)
             for name, entry in _entries(state).items()
         }
@@ -298,11 +300,16 @@ def _changed(state: TrainState, change: Callable[[str, _Entry], Array]) -> dict[
 
 
 def _optimizer_name(path: Any) -> str:
-    """Averaged weights are named as a kind of their own, so that they can be read without the moments."""
+    """Averaged weights are named as a kind of their own, so that they can be read without the moments.
+
+    Moments have the same names whatever their dtype is.
+    """
     for number, key in enumerate(path):
         if (field := getattr(key, "name", None)) in ("averaged_count", "averaged_params"):
             return _name(f"{AVERAGE}/{field.removeprefix('averaged_')}", path[number + 1 :])
-    return _name(OPTIMIZER, path)
+        if field == "rounds":
+            return f"{ROUNDING}/{field}"
+    return _name(OPTIMIZER, tuple(key for key in path if getattr(key, "name", None) != "rounded"))
 
 
 def _name(kind: str, path: Any) -> str:
@@ -317,6 +324,7 @@ def _stored(state: TrainState, entry: _Entry, x: Array) -> Array:
     if entry.leaf is not None:
         # Another state may have cut it along another dimension.
         x = jax.device_put(x, _of_nodes(state, entry, x.shape[0] if of_nodes else None).sharding)
+        x = x if x.dtype == like.dtype else x.astype(like.dtype)  # moments of another ZeroConfig.moments
         return _convert(state.spec, _Entry(entry.leaf, x, of_nodes), like, to_nodes=entry.by_node)
     if entry.by_node == of_nodes and x.sharding == like.sharding:
         return x

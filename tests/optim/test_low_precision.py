@@ -1,0 +1,148 @@
+"""Moments in bfloat16: unbiased, and read from checkpoints of either dtype."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import zerojax
+from zerojax.errors import ConfigurationError
+from zerojax.optim.low_precision import round_to_bfloat16
+from zerojax.run.checkpoints import Checkpoints, Record, restore
+
+
+class Model(nnx.Module):
+    """Two layers, of sizes that divide nothing."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up, self.down = nnx.Linear(7, 13, rngs=rngs), nnx.Linear(13, 3, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jnp.tanh(self.up(x)))
+
+
+def loss(model: Model, batch: dict[str, jax.Array]) -> jax.Array:
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def batch_of(step: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(step)
+    sizes = {"x": 7, "y": 3}
+    return {name: rng.standard_normal((24, size)).astype(np.float32) for name, size in sizes.items()}
+
+
+ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, b2=0.999))
+
+
+def created(
+    moments: str, mesh: tuple[int, int] = (2, 2), tx: Any = ADAMW, *, abstract: bool = False
+) -> zerojax.TrainState:
+    make = zerojax.TrainState.abstract if abstract else zerojax.TrainState.create
+    zero = zerojax.ZeroConfig(compute_dtype="float32", units=(nnx.Linear,), moments=moments)
+    return make(Model, tx, loss, mesh=zerojax.make_mesh(*mesh), zero=zero)
+
+
+def trained(state: zerojax.TrainState, steps: range) -> zerojax.TrainState:
+    for step in steps:
+        state, _ = zerojax.train_step(state, batch_of(step))
+    return state
+
+
+def moments_of(state: zerojax.TrainState) -> list[jax.Array]:
+    return [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
+
+
+def leaves(tree: Any) -> list[np.ndarray]:
+    return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
+def test_rounds_to_either_neighbour_and_keeps_the_mean() -> None:
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal(100_000) * 10.0 ** rng.integers(-30, 30, 100_000)).astype(np.float32)
+    noise = rng.integers(0, 2**32, x.size, dtype=np.uint32)
+    found = np.asarray(round_to_bfloat16(jnp.asarray(x), jnp.asarray(noise)), np.float32)
+    toward_zero = (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    away = ((x.view(np.uint32) & np.uint32(0xFFFF0000)) + np.uint32(0x10000)).view(np.float32)
+    assert np.all((found == toward_zero) | (found == away))
+    error = (found - x) / np.abs(x)
+    assert abs(error.mean()) < 4 * error.std() / np.sqrt(x.size)
+
+
+@pytest.mark.parametrize("x", [0.0, -0.0, np.inf, -np.inf, np.nan, 1.5, -(2.0**-120)])
+def test_keeps_what_bfloat16_has(x: float) -> None:
+    for noise in (0, 0xFFFF, 0xFFFFFFFF):
+        found = round_to_bfloat16(jnp.float32(x), jnp.uint32(noise))
+        assert np.array_equal(np.float32(found), jnp.bfloat16(x).astype(np.float32), equal_nan=True)
+
+
+def test_a_slow_average_moves() -> None:
+    """Rounded to nearest, an average of constant squares never gets beyond half a percent of a step."""
+    state = created("bfloat16", (1, 1), optax.scale_by_adam(b2=0.999))
+    tx, params = state.spec.tx, state.params
+    assert tx is not None
+    gradient = jax.tree.map(lambda x: jnp.linspace(0.5, 2.0, x.size).reshape(x.shape), params)
+    update = jax.jit(tx.update)
+    opt_state = state.opt_state
+    for _ in range(1500):
+        _, opt_state = update(gradient, opt_state, params)
+    found = np.concatenate([x.ravel() for x in leaves(opt_state.rounded.nu)]).astype(np.float32)
+    exact = np.concatenate([x.ravel() for x in leaves(gradient)]) ** 2 * (1 - 0.999**1500)
+    assert found.mean() == pytest.approx(exact.mean(), rel=0.01)
+    np.testing.assert_allclose(found, exact, rtol=0.2)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1), (3, 2)])
+def test_trains_nearly_as_in_fp32(mesh: tuple[int, int]) -> None:
+    exact, rounded = (trained(created(moments, mesh), range(6)) for moments in ("float32", "bfloat16"))
+    assert {x.dtype for x in moments_of(rounded)} == {jnp.dtype(jnp.bfloat16)}
+    assert {x.dtype for x in jax.tree.leaves(rounded.params)} == {jnp.dtype(jnp.float32)}
+    before = zerojax.gather_params(created("float32", mesh))
+    moved, off = 0.0, 0.0
+    for start, x, y in zip(
+        *map(leaves, (before, *map(zerojax.gather_params, (exact, rounded)))), strict=True
+    ):
+        moved += float(np.sum((x - start) ** 2))
+        off += float(np.sum((y - x) ** 2))
+    assert 0 < off < 1e-4 * moved
+
+
+@pytest.mark.parametrize(("saved", "now"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_a_checkpoint_has_moments_of_either_dtype(saved: str, now: str, tmp_path: Path) -> None:
+    before = trained(created(saved), range(2))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(2, before, Record())
+    same = trained(restore(tmp_path / "2", created(saved, abstract=True)), range(2, 4))
+    other = restore(tmp_path / "2", created(now, (1, 2), abstract=True))
+    for x, y in zip(leaves(moments_of(before)), leaves(moments_of(trained(other, range(0)))), strict=True):
+        np.testing.assert_allclose(np.sort(x.ravel())[-9:], np.sort(y.ravel())[-9:], rtol=2.0**-8)
+    assert {str(x.dtype) for x in moments_of(other)} == {now}
+    after = trained(before, range(2, 4))
+    for x, y in zip(leaves(after.opt_state), leaves(same.opt_state), strict=True):
+        assert np.array_equal(x, y)
+
+
+def test_muons_momentum() -> None:
+    tx = zerojax.chain(zerojax.scale_by_muon(), optax.scale(-1e-2))
+    state = trained(created("bfloat16", tx=tx), range(2))
+    assert {x.dtype for x in moments_of(state)} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_an_average_of_weights_stays_in_fp32() -> None:
+    state = created("bfloat16", tx=optax.chain(ADAMW, zerojax.average_weights(0.9)))
+    kinds = {str(x.dtype) for x in moments_of(state)}
+    assert kinds == {"bfloat16", "float32"}
+    assert {str(x.dtype) for x in jax.tree.leaves(zerojax.averaged(trained(state, range(1))).params)} == {
+        "float32"
+    }
+
+
+def test_refuses_an_optimizer_without_moments() -> None:
+    with pytest.raises(ConfigurationError, match="has no fp32 moments"):
+        created("bfloat16", tx=optax.sgd(1e-2))
+    with pytest.raises(ConfigurationError, match=r"ZeroConfig\.moments='int8'"):
+        zerojax.ZeroConfig(moments="int8")
