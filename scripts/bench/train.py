@@ -78,6 +78,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "accumulate": 8,
         "accumulate_order": "breadth",
     },
+    "zero3-host-breadth-x8-bf16-moments": {
+        "preset": "zero3",
+        "host": ("optimizer",),
+        "moments": "bfloat16",
+        "accumulate": 8,
+        "accumulate_order": "breadth",
+    },
     "zero3-host-breadth-x16": {
         "preset": "zero3",
         "host": ("optimizer",),
