@@ -22,7 +22,7 @@ from zerojax.experts.router import RouterConfig
 from zerojax.experts.stats import RouterStats, balance_loss, z_loss
 from zerojax.generation.generate import Completions, generate
 from zerojax.matmul.lora import LoRA
-from zerojax.models.shared_rows import attention
+from zerojax.models.shared_rows import attention, whole_rows
 from zerojax.optim.ema import average_weights
 from zerojax.optim.muon import scale_by_muon
 from zerojax.optim.shard_check import chain
@@ -114,6 +114,7 @@ __all__ = [
     "trackers",
     "train_step",
     "weight_sum",
+    "whole_rows",
     "with_node_copy",
     "world_sum",
     "z_loss",

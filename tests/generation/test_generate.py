@@ -67,6 +67,23 @@ def test_greedy_answers_are_those_of_the_model_without_a_cache(name, mesh, form)
     assert_same(got, expected)
 
 
+IN_PIECES = [("list", (1, 1), "compute"), ("stack", (2, 4), "gathered")]
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "form"),
+    [*IN_PIECES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE if case[0] != "stack")],
+)
+def test_prompts_that_are_prefilled_in_pieces_have_the_same_answers(name, mesh, form, monkeypatch):
+    monkeypatch.setattr("zerojax.generation.engine._PREFILL_TOKENS", 5)
+    monkeypatch.setattr("zerojax.models.kv_cache._BLOCK", 6)
+    stop, expected = wanted(name)
+    got = zerojax.generate(
+        create(MODELS[name], *mesh), prompts(), 7, temperature=0, stop=stop, weights=form, slots=2
+    )
+    assert_same(got, expected)
+
+
 def test_several_tokens_end_a_row_in_their_order():
     state = create(SMALL, 1, 1)
     free = zerojax.generate(state, prompts(), 7, temperature=0).tokens.tolist()

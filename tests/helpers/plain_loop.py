@@ -41,13 +41,16 @@ class Plain:
 
     def loss(self, weights: Tree, batch: Any) -> jax.Array:
         """The case's loss, with each weight in the dtype that the model gave it."""
+        return scalar(self.case.loss(self.model(weights), batch))
+
+    def model(self, weights: Tree) -> Any:
+        """The model with these weights."""
         flat = by_path(weights)
         params = [
             (path, leaf.replace(flat[key].astype(self.dtypes[key])))
             for key, (path, leaf) in self._params.items()
         ]
-        model = nnx.merge(self._graph, nnx.from_flat_state(params), self._rest)
-        return scalar(self.case.loss(model, batch))
+        return nnx.merge(self._graph, nnx.from_flat_state(params), self._rest)
 
 
 class PlainLinen:

@@ -290,9 +290,19 @@ def own_segments(model: Any, batch: Any) -> jax.Array:
     return jnp.mean(zerojax.attention(x, x, x, segments=zerojax.own_tokens(batch["tokens"])))
 
 
+def twice(model: Any, batch: Any) -> jax.Array:
+    return jnp.mean(model(zerojax.own_tokens(batch["tokens"])))
+
+
+def numbers(model: Any, batch: Any) -> jax.Array:
+    return jnp.mean(model(zerojax.own_tokens(batch)["tokens"]))
+
+
 @pytest.mark.parametrize(
     ("loss", "shape", "message"),
     [
+        (twice, (4, 8), r"own_tokens at .*test_shared_rows.py.* is given parts of rows"),
+        (numbers, (4, 8), r"own_tokens: an array of shape \(\) has no axis 1 of tokens"),
         (whole_rows, (4, 8), "zerojax.own_tokens"),
         (no_attention, (4, 8), "never calls zerojax.attention"),
         (own_segments, (4, 8), r"segments of shape \(1, 4\) for rows of shape \(1, 8\)"),
@@ -301,8 +311,18 @@ def own_segments(model: Any, batch: Any) -> jax.Array:
     ],
 )
 def test_what_cannot_be_shared_is_refused(loss, shape, message):
+    batch = {"tokens": jax.ShapeDtypeStruct(shape, np.int32), "number": 1.0}
     with pytest.raises(ConfigurationError, match=message):
-        zerojax.lower_train_step(abstract(loss), {"tokens": jax.ShapeDtypeStruct(shape, np.int32)})
+        zerojax.lower_train_step(abstract(loss), batch)
+
+
+def test_predictions_of_parts_are_refused():
+    with pytest.raises(ConfigurationError, match=r"\(2, 4, 16\) that differs .* zerojax.whole_rows"):
+        zerojax.predict_step(
+            small(2),
+            {"tokens": np.zeros((4, 8), np.int32)},
+            lambda model, batch: model.hidden(batch["tokens"]),
+        )
 
 
 def test_settings_that_do_not_fit_are_refused():
@@ -310,8 +330,6 @@ def test_settings_that_do_not_fit_are_refused():
         zerojax.ZeroConfig(sequence_parallel=0)
     with pytest.raises(ConfigurationError, match=r"sequence_parallel=3 devices .* its 4 devices"):
         abstract(lm_loss, 3)
-    with pytest.raises(ConfigurationError, match="predict_step: sequence_parallel=2"):
-        zerojax.predict_step(abstract(lm_loss), {"tokens": np.zeros((4, 9), np.int32)}, whole_rows)
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,20 @@ from collections.abc import Generator
 from contextvars import ContextVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, PyTree
 
 from zerojax.errors import ConfigurationError
 from zerojax.sharding.mesh import LOCAL
 
-OWN_TOKENS = "own_tokens"
-"""The name scope of what takes a device's part of a row."""
+OWN_TOKENS = "zerojax: whole rows of which a device takes its part"
+"""The checkpoint name of what ``own_tokens`` is given, by which the traced program is checked."""
+WHOLE_ROWS = "zerojax: rows that parts were put together to"
+"""The checkpoint name of what ``zerojax.whole_rows`` returns; likewise."""
+ATTENDED = "zerojax: outputs of attention over all devices of a row"
+"""That of the outputs of ``zerojax.attention``; likewise."""
 EXCHANGE = "exchange_heads"
 """The name scope of what the devices of a row send each other (``zerojax.models.shared_rows``)."""
 
@@ -47,7 +53,8 @@ def own_tokens[T: PyTree[Array]](x: T, axis: int = 1) -> T:
         axis: that of the tokens.
 
     Raises:
-        ConfigurationError: k does not divide the tokens.
+        ConfigurationError: k does not divide the tokens, or an array has no such axis. Before anything is
+            compiled: what it is given differs between the devices of a row, as what was cut before does.
 
     Examples:
         >>> tokens = jnp.arange(8).reshape(1, 8)
@@ -59,13 +66,19 @@ def own_tokens[T: PyTree[Array]](x: T, axis: int = 1) -> T:
 
 
 def _part(whole: Array, axis: int, devices: int) -> Array:
-    tokens = whole.shape[axis]
+    shape = jnp.shape(whole)
+    if not -len(shape) <= axis < len(shape):
+        raise ConfigurationError(
+            f"own_tokens: an array of shape {shape} has no axis {axis} of tokens: leave out what is not by "
+            "token, such as numbers and what there is one of for each row."
+        )
+    tokens = shape[axis]
     if tokens % devices:
         raise ConfigurationError(
-            f"own_tokens: {tokens} tokens in an array of shape {whole.shape} do not divide by "
+            f"own_tokens: {tokens} tokens in an array of shape {shape} do not divide by "
             f"sequence_parallel={devices}: pad the rows by tokens that do not count, to "
             f"{-(-tokens // devices) * devices}, or choose another sequence_parallel."
         )
     length = tokens // devices
-    with jax.named_scope(OWN_TOKENS):
-        return lax.dynamic_slice_in_dim(whole, lax.axis_index(LOCAL) % devices * length, length, axis)
+    first = lax.axis_index(LOCAL) % devices * length
+    return lax.dynamic_slice_in_dim(checkpoint_name(whole, OWN_TOKENS), first, length, axis)

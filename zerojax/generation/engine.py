@@ -1,9 +1,9 @@
 """Continuous batching on one device: slots that decode together, refilled from a queue of prompts.
 
 A slot holds one row of the key-value cache. Each turn of the loop first refills free slots, a few at a time:
-prefill computes the cache and the first token of whole prompts. Then one decode step draws the next token of
-every slot. A slot is free again when its row draws the stop token or reaches its limit (Yu et al., "Orca",
-OSDI 2022, iteration-level scheduling).
+prefill computes the cache and the first token of whole prompts, of long ones in pieces. Then one decode step
+draws the next token of every slot. A slot is free again when its row draws the stop token or reaches its
+limit (Yu et al., "Orca", OSDI 2022, iteration-level scheduling).
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +22,7 @@ from zerojax.generation.sampling import Sampling, sample
 _SLOTS = 64
 """Rows of a device that are decoded together, unless the caller says."""
 _PREFILL_TOKENS = 8192
+"""Tokens of prompts that pass through the model together."""
 
 
 class Queue(NamedTuple):
@@ -65,6 +66,7 @@ class Engine:
     Attributes:
         slots: rows that are decoded together.
         prefill: prompts that are prefilled together.
+        piece: the most tokens of each that are; longer prompts are prefilled in pieces.
         prompt: columns of the array of prompts.
         new_tokens: the most new tokens of a row.
         length: of a slot's cache, in tokens.
@@ -77,6 +79,7 @@ class Engine:
 
     slots: int
     prefill: int
+    piece: int
     prompt: int
     new_tokens: int
     length: int
@@ -103,7 +106,7 @@ class Engine:
         # Free slots wait until this many can be filled together: a quarter of all at most.
         prefill = max(1, min(_PREFILL_TOKENS // padded, -(-slots // 4)))
         length = int(min(padded + new_tokens, max(context, padded)))
-        return Engine(slots, prefill, padded, new_tokens, length, dtype, how, stop)
+        return Engine(slots, prefill, _PREFILL_TOKENS, padded, new_tokens, length, dtype, how, stop)
 
     def queue(
         self,
@@ -184,15 +187,12 @@ class Engine:
         index = jnp.where(valid, loop.started + numbers, 0)
         prompts = queue.prompts[index]
         lengths = jnp.maximum(queue.lengths[index], 1)
-        model = bind()
-        cache = self.empty_cache(bind, self.prefill, prompts.shape[1])
-        hidden, cache = decoded(model, prompts, jnp.zeros_like(lengths), lengths, cache)
-        last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+        last, cache = self.prefilled(bind, prompts, lengths, prompts.shape[1])
         # The free slots come first in this order. Rows that are not valid go to a slot that does not exist.
         order = jnp.argsort(~is_free, stable=True)[: self.prefill]
         place = jnp.where(valid, order, self.slots)
         row = jnp.where(valid, index, count)
-        token, out, ended = self._draw(model, last, queue, key, row, jnp.zeros_like(row), loop.out)
+        token, out, ended = self._draw(bind(), last, queue, key, row, jnp.zeros_like(row), loop.out)
         slots = _Slots(
             slots.row.at[place].set(jnp.where(ended, count, row), mode="drop"),
             slots.token.at[place].set(token, mode="drop"),
@@ -200,6 +200,42 @@ class Engine:
             _insert(slots.cache, cache, place, axes),
         )
         return loop._replace(started=loop.started + jnp.sum(valid), slots=slots, out=out)
+
+    def prefilled(
+        self, bind: Bind, prompts: Int[Array, "rows prompt"], lengths: Int[Array, " rows"], length: int
+    ) -> tuple[Float[Array, "rows width"], Cache]:
+        """What ``logits`` takes of the last token of each prompt, and a cache of ``length`` tokens with all.
+
+        A prompt that is longer than a piece passes through the model piece by piece, each of which attends to
+        those before it in the cache, so that its activations are those of a piece (Agrawal et al., 2023,
+        "SARATHI", chunked prefills). No piece is computed that has no prompt's tokens.
+        """
+        rows, width = prompts.shape
+        first, cache = jnp.zeros_like(lengths), self.empty_cache(bind, rows, length)
+        if width <= self.piece or not getattr(bind(), "prefills_in_pieces", True):
+            hidden, cache = decoded(bind(), prompts, first, lengths, cache)
+            return jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0], cache
+        prompts = jnp.pad(prompts, ((0, 0), (0, -width % self.piece)))
+        pieces = -(-jnp.max(lengths) // self.piece)
+        if self.group is not None:
+            pieces = lax.pmax(pieces, self.group)  # devices gather a layer's weights together
+
+        def run(start: Array, cache: Cache) -> tuple[Array, Cache]:
+            """The last token of each prompt so far, and the cache with the piece at ``start``."""
+            tokens = lax.dynamic_slice_in_dim(prompts, start, self.piece, axis=1)
+            before, after = jnp.minimum(start, lengths), jnp.minimum(start + self.piece, lengths)
+            hidden, cache = decoded(bind(), tokens, before, after, cache)
+            last = jnp.maximum(after - before - 1, 0)
+            return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0], cache
+
+        def add(number: Array, carry: tuple[Array, Cache]) -> tuple[Array, Cache]:
+            last, cache = carry
+            start = number * self.piece
+            now, cache = run(start, cache)
+            return jnp.where((lengths > start)[:, None], now, last), cache
+
+        shape, _ = jax.eval_shape(run, first[0], cache)
+        return lax.fori_loop(0, pieces, add, (jnp.zeros(shape.shape, shape.dtype), cache))
 
     def _decode(self, model: Decoder, queue: Queue, key: Key[Array, ""], loop: "_Loop") -> "_Loop":
         """Draw the next token of every slot; what free ones draw goes nowhere."""

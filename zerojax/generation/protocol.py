@@ -1,6 +1,7 @@
-"""What a model needs to generate: three methods and, if its sequences are limited, an attribute.
+"""What a model needs to generate: three methods. It may have two attributes.
 
-The attribute is ``context_length``: the most tokens of a sequence.
+``context_length`` is the most tokens of a sequence. ``prefills_in_pieces = False`` says that ``decode`` must
+get a prompt at once, however long it is.
 """
 
 from collections.abc import Callable

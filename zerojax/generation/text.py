@@ -195,11 +195,10 @@ def _first(
     graph: _Graph, weights: nnx.State, queue: Queue, key: Key[Array, ""], *, engine: Engine
 ) -> tuple[Int[Array, " 1"], Cache]:
     """The first new token of a queue of one row, and the cache of the prompt."""
-    model = nnx.merge(graph, weights)
-    cache = model.init_cache(1, engine.length, jnp.dtype(engine.dtype))
-    hidden, cache = decoded(model, queue.prompts, jnp.zeros_like(queue.lengths), queue.lengths, cache)
-    last = jax.lax.dynamic_index_in_dim(hidden[0], queue.lengths[0] - 1)
-    return _drawn(model, last, queue, 0, key, engine), cache
+    last, cache = engine.prefilled(
+        lambda *_: nnx.merge(graph, weights), queue.prompts, queue.lengths, engine.length
+    )
+    return _drawn(nnx.merge(graph, weights), last, queue, 0, key, engine), cache
 
 
 def _next(

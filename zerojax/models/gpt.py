@@ -453,6 +453,11 @@ class GPT(nnx.Module):
         """The longest sequence that it can continue, in tokens."""
         return self.config.max_seq_len
 
+    @property
+    def prefills_in_pieces(self) -> bool:
+        """Whether a prompt's pieces have the keys of the whole: "dynamic" rotates all by the whole length."""
+        return self.config.rope_scaling != "dynamic"
+
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> KVCache:
         """An empty cache for ``batch`` rows of ``length`` tokens."""
         return KVCache.empty(self.config, batch, length, dtype)

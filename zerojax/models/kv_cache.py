@@ -9,11 +9,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from pallas_kernels import attend_cache
-from zerojax.models.attention import Windowed, causal_attention, masked_attention
+from zerojax.models.attention import Windowed, causal_attention
 from zerojax.models.config import GPTConfig
 from zerojax.models.sinks import Sinks
 
 Positions = Int[Array, "batch time"]
+_BLOCK = 512
+"""Columns of the cache whose scores exist at a time while several new tokens attend to them."""
 
 
 class KVCache(NamedTuple):
@@ -87,16 +89,63 @@ def attend_cached(
         softcap = config.attention_softcap
         attended = attend_cache(query, *cache, layer, start, stop, sinks, scale=scale, softcap=softcap)
         return attended[:, None], cache
-    distance = positions[:, None, :, None] - jnp.arange(cache.keys.shape[3])
-    seen = distance >= 0
-    if config.sliding_window is not None:
-        seen &= (distance < config.sliding_window) | jnp.logical_not(windowed)
-    attended = masked_attention(
-        query.astype(cache.keys.dtype),
-        *(jax.lax.dynamic_index_in_dim(x, layer, keepdims=False).swapaxes(1, 2) for x in cache),
-        mask=seen,
-        scale=config.attention_scale,
-        softcap=config.attention_softcap,
-        sinks=sinks,
-    )
-    return attended, cache
+    return _attend_blocks(
+        config, query.astype(cache.keys.dtype), positions, cache, layer, windowed, sinks
+    ), cache
+
+
+def _attend_blocks(
+    config: GPTConfig,
+    query: Float[Array, "batch time heads dim"],
+    positions: Positions,
+    cache: KVCache,
+    layer: int | Int[Array, ""],
+    windowed: Windowed,
+    sinks: Sinks | None,
+) -> Float[Array, "batch time heads dim"]:
+    """Attention of several new tokens to a cache that has them, with the scores of a block of its columns at
+    a time (Rabe and Staats, 2021, "Self-attention Does Not Need O(n^2) Memory")."""
+    batch, time, _, dim = query.shape
+    length, window = cache.keys.shape[3], config.sliding_window
+    block = min(_BLOCK, length)
+    grouped = query.reshape(batch, time, config.key_value_heads, -1, dim)
+    scale = dim**-0.5 if config.attention_scale is None else config.attention_scale
+
+    def add(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        largest, total, sums = carry
+        first = jnp.minimum(number * block, length - block)
+        columns = first + jnp.arange(block)
+        keys, values = (
+            jax.lax.dynamic_slice(x, (layer, 0, 0, first, 0), (1, *x.shape[1:3], block, dim))[0]
+            for x in cache
+        )
+        scores = jnp.einsum("btkgd,bksd->bkgts", grouped, keys, preferred_element_type=jnp.float32) * scale
+        if config.attention_softcap is not None:
+            scores = config.attention_softcap * jnp.tanh(scores / config.attention_softcap)
+        distance = positions[..., None] - columns
+        seen = (distance >= 0) & (columns >= number * block)  # the last block begins within another
+        if window is not None:
+            seen &= (distance < window) | jnp.logical_not(windowed)
+        scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+        now = jnp.maximum(largest, scores.max(axis=-1))
+        weights, kept = jnp.exp(scores - now[..., None]), jnp.exp(largest - now)
+        more = jnp.einsum(
+            "bkgts,bksd->bkgtd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
+        )
+        return now, total * kept + weights.sum(axis=-1), sums * kept[..., None] + more
+
+    rows = (batch, *grouped.shape[2:4], time)
+    if sinks is None:
+        largest, total = jnp.full(rows, jnp.finfo(jnp.float32).min), jnp.zeros(rows)
+    else:
+        own = sinks.astype(jnp.float32).reshape(1, *rows[1:3], 1)
+        largest, total = jnp.broadcast_to(own, rows), jnp.ones(rows)
+    start = 0
+    if window is not None:
+        nearest = jnp.maximum(jnp.min(positions) - window + 1, 0) // block
+        start = jnp.where(windowed, nearest, 0)
+    stop = -(-jnp.minimum(jnp.max(positions) + 1, length) // block)
+    _, total, sums = jax.lax.fori_loop(start, stop, add, (largest, total, jnp.zeros((*rows, dim))))
+    # A token of the padding behind a row may see nothing.
+    out = sums / jnp.where(total > 0, total, 1)[..., None]
+    return out.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)

@@ -3,12 +3,16 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from zerojax.adapters.own_tokens import devices_a_row
 from zerojax.errors import ConfigurationError
 from zerojax.models.gpt import GPT, logits
+from zerojax.models.shared_rows import whole_rows
 
 
 def scores(model: GPT, tokens: Int[Array, "rows time"]) -> Float[Array, "rows time"]:
     """The score at each position, of the text up to there, fp32.
+
+    With ``ZeroConfig(sequence_parallel=k)`` they are those of this device's tokens (``zerojax.own_tokens``).
 
     Args:
         model: with config.outputs = 1, whole or as a loss function gets it. A softcap of the logits does not
@@ -28,7 +32,7 @@ def scores(model: GPT, tokens: Int[Array, "rows time"]) -> Float[Array, "rows ti
 def last_scores(
     model: GPT, tokens: Int[Array, "rows time"], mask: Float[Array, "rows mask"]
 ) -> Float[Array, " rows"]:
-    """The score of each text at its last token that counts.
+    """The score of each text at its last token that counts; on all devices that share its row.
 
     Args:
         model: as for ``scores``.
@@ -36,4 +40,5 @@ def last_scores(
         mask: 1 where a token after the first counts, so that column i is of tokens[:, i + 1].
     """
     last = mask.shape[1] - jnp.argmax(mask[:, ::-1], axis=1)
-    return jnp.take_along_axis(scores(model, tokens), last[:, None], axis=1)[:, 0]
+    tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % devices_a_row())))
+    return jnp.take_along_axis(whole_rows(scores(model, tokens)), last[:, None], axis=1)[:, 0]

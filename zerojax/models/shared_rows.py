@@ -1,4 +1,4 @@
-"""Attention of rows that several devices of a node share.
+"""Attention of rows that several devices of a node share, and whole rows of their parts.
 
 Each has a part of the tokens, with all heads. An all-to-all within the group gives each all tokens of a part
 of the heads, whose attention it computes as if the row were its own; another brings the outputs back to the
@@ -13,9 +13,10 @@ from typing import NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, PyTree
 
-from zerojax.adapters.own_tokens import EXCHANGE, devices_a_row
+from zerojax.adapters.own_tokens import ATTENDED, EXCHANGE, WHOLE_ROWS, devices_a_row
 from zerojax.errors import ConfigurationError
 from zerojax.models.attention import Windowed, causal_attention, full_attention
 from zerojax.models.config import AttentionKernel
@@ -100,7 +101,35 @@ def attention(
         return out
     batch, time, _, dim = (home := _to_tokens(devices, out)).shape
     grouped = home.reshape(batch, time, spread.groups, spread.filled, dim)
-    return grouped[:, :, :, : heads // spread.groups].reshape(batch, time, heads, dim)
+    own = grouped[:, :, :, : heads // spread.groups].reshape(batch, time, heads, dim)
+    return checkpoint_name(own, ATTENDED)
+
+
+def whole_rows[T: PyTree[Array]](x: T, axis: int = 1) -> T:
+    """Whole rows of what each device has of its own tokens: ``own_tokens`` backwards.
+
+    With ``ZeroConfig(sequence_parallel=k)`` all k devices of a row get the whole of it. For what is computed
+    of rows, such as the log-probability of an answer, for the results of ``predict_step``, and around a layer
+    that mixes tokens in another way than attention: ``own_tokens(layer(whole_rows(x)))``, in which each of
+    the k devices then computes with, and holds, all tokens. Without ``sequence_parallel`` it does nothing.
+
+    Args:
+        x: a pytree of arrays of this device's tokens.
+        axis: that of the tokens.
+
+    Examples:
+        >>> zerojax.whole_rows(jnp.ones((1, 8))).shape  # outside of a step, or with k = 1
+        (1, 8)
+    """
+    devices = devices_a_row()
+    return x if devices == 1 else jax.tree.map(lambda part: _joined(part, axis, devices), x)
+
+
+def _joined(part: Array, axis: int, devices: int) -> Array:
+    parts = cast(Array, _exchange(devices, jnp.broadcast_to(part, (devices, *part.shape))))
+    axis %= part.ndim
+    whole = jnp.moveaxis(parts, 0, axis).reshape(*part.shape[:axis], -1, *part.shape[axis + 1 :])
+    return checkpoint_name(whole, WHOLE_ROWS)
 
 
 class Spread(NamedTuple):

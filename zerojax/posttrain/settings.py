@@ -12,6 +12,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.posttrain.roles.saved_runs import check_reward_model
 from zerojax.run.checkpoints import Manifest
 from zerojax.run.config import CriticSection, RunConfig
+from zerojax.train.shared_rows import processes_a_row
 
 REFERENCED = ("dpo", "ipo")
 """The methods that compare the model with its first weights on pairs of answers."""
@@ -95,6 +96,13 @@ def check_settings(config: RunConfig, processes: int) -> None:
                 f"[{name}] asks for local updates, with which each node trains weights of its own, while "
                 f"rollouts are of the outer ones: set {name}.preset to another, such as delta"
             )
+    sharing = config.zero.sequence_parallel
+    if processes_a_row(sharing) > 1:
+        raise ConfigurationError(
+            f"zero.sequence_parallel = {sharing}: rows of a rollout would be shared by devices of several "
+            f"processes, which have {jax.local_device_count()} each and make completions of their own: start "
+            "one process on each node, or lower it"
+        )
     if settings.reward_model:
         check_reward_model(config)
     if rows % train.batch_size:

@@ -1,6 +1,5 @@
 """A batch on the mesh: its rows spread over the devices, scalars and ``Replicated`` arrays on all of them."""
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -9,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree
 
@@ -109,7 +108,13 @@ def place(spec: TrainSpec, batch: Batch, accumulate: int, *, shared: bool = True
     _check_batch(batch, groups, accumulate, min(processes, groups))
     if copies > 1:
         own = spec.world.size // processes
-        batch = map_batch(functools.partial(_rows_of_devices, own=own, copies=copies), lambda x: x, batch)
+
+        def spread(x: Any) -> Any:
+            if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(_by_groups(spec), x.ndim):
+                return _with_shards(x, copies * x.shape[0], spec.sharding(spec.batch_spec))
+            return _rows_of_devices(x, own=own, copies=copies)
+
+        batch = map_batch(spread, lambda x: x, batch)
 
     def place_one(x: Any, to: PartitionSpec) -> Any:
         if isinstance(x, NUMBER):
@@ -147,10 +152,29 @@ def _rows_of_devices(x: Any, *, own: int, copies: int) -> Array | np.ndarray:
     return every.reshape(-1, *x.shape[1:])
 
 
+def rows_once(spec: TrainSpec, x: jax.Array) -> jax.Array:
+    """Results that each device has of its rows, as an array in which rows that devices share stand once."""
+    copies = spec.zero.sequence_parallel
+    return x if copies == 1 else _with_shards(x, x.shape[0] // copies, _by_groups(spec))
+
+
+def _by_groups(spec: TrainSpec) -> NamedSharding:
+    """Rows spread over groups of devices, each of which has all rows of its group."""
+    groups = spec.mesh.devices.reshape(-1, spec.zero.sequence_parallel)
+    mesh = Mesh(groups, ("groups", "devices"), axis_types=(AxisType.Auto,) * 2)
+    return NamedSharding(mesh, PartitionSpec("groups"))
+
+
+def _with_shards(x: jax.Array, rows: int, sharding: NamedSharding) -> jax.Array:
+    """An array of so many rows that has another's shards where they are."""
+    shards = [shard.data for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays((rows, *x.shape[1:]), sharding, shards)
+
+
 def local_rows(x: jax.Array) -> np.ndarray:
-    """The rows of a batch-sharded array that are on this process's devices."""
-    shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-    return np.concatenate([np.asarray(shard.data) for shard in shards])
+    """The rows of a batch-sharded array that are on this process's devices, those of several devices once."""
+    shards = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
+    return np.concatenate([np.asarray(shards[start]) for start in sorted(shards)])
 
 
 def _check_batch(batch: Batch, devices: int, accumulate: int, processes: int = 1) -> None:

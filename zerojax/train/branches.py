@@ -1,26 +1,34 @@
-"""Refuses branches and loops around collectives that devices could take differently.
+"""Follows what differs between devices, to refuse branches and loops that they could take differently.
 
 A unit's weights are gathered from all devices. If a device does not take the branch that calls the unit, or
 leaves a loop before the others, those wait for it forever. So the condition of such a branch has to be equal
 on the devices that a collective within it joins. What differs is followed through the traced program: rows of
 the batch, a device's own number and random bits, and all that is computed of them, until it is summed or
 gathered over the mesh.
+
+Where devices share rows, it is also followed what differs between those of a row: parts of its tokens, until
+they are whole again, and random bits. A part has no parts of its own, and results of rows are of whole ones.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jax.extend import core
 
+from zerojax.adapters.own_tokens import OWN_TOKENS, WHOLE_ROWS
 from zerojax.comm.in_order import collective_axes
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.origins import scan_counts
 from zerojax.schedule.sharded import READ_BY_UNIT
 from zerojax.schedule.user_code import line_of_equation
+from zerojax.sharding.mesh import LOCAL
 
 Axes = frozenset[str]
-"""The mesh axes along which a value differs between devices, or over which a collective joins them."""
+"""The mesh axes along which a value differs between devices, or over which a collective joins them; and
+``ROW``."""
+ROW = "row"
+"""In place of an axis, for what differs between the devices that share a row."""
 
 _NONE: Axes = frozenset()
 _EQUALISING = frozenset({"all_gather", "all_gather_invariant", "pmax", "pmin", "psum", "psum_invariant"})
@@ -32,7 +40,7 @@ class Branches:
     """The branches and loops of programs that run on one mesh.
 
     Attributes:
-        mesh: its axes of more than one device.
+        mesh: its axes of more than one device; and ``ROW`` where devices share rows.
         backward: the axes that a unit's backward pass communicates over, which is not traced; none without
             one.
     """
@@ -48,13 +56,14 @@ class Branches:
             differing: for each argument; what the program closes over is equal everywhere.
 
         Returns:
-            The axes along which each result differs; none, if no branch or loop communicates.
+            The axes along which each result differs; none, if no branch or loop communicates and no devices
+            share rows.
 
         Raises:
             ConfigurationError: a condition differs along an axis over which something in the branch or loop
-                communicates; the message names its line.
+                communicates, or ``own_tokens`` is given what differs; the message names the line.
         """
-        if not self._branches_communicate(jaxpr):
+        if ROW not in self.mesh and not self._branches_communicate(jaxpr):
             return [_NONE] * len(jaxpr.outvars)
         return self._follow(jaxpr, [axes & self.mesh for axes in differing])
 
@@ -104,13 +113,21 @@ class Branches:
                 return self._through_scan(params["jaxpr"].jaxpr, given, constants, carried)
             case "axis_index":
                 axis = params["axis_name"]
-                return [self.mesh & frozenset((axis,) if isinstance(axis, str) else axis)]
+                return [self.mesh & _with_row((axis,) if isinstance(axis, str) else axis)]
             case "optimization_barrier":
                 return given
         every = _NONE.union(*given)
+        if params.get("name") == WHOLE_ROWS:
+            return [each - {ROW} for each in given]
+        if params.get("name") == OWN_TOKENS and ROW in every:
+            raise ConfigurationError(
+                f"own_tokens at {line_of_equation(equation.source_info)} is given parts of rows, or random "
+                "bits, which differ between the devices of a row: cut whole rows once, before a model of "
+                "your own (those of zerojax.models take whole rows), and draw random bits for the parts."
+            )
         if axes := frozenset(collective_axes(equation)):
             if name in _EQUALISING and params.get("axis_index_groups") is None:
-                return [each - axes for each in given]
+                return [each - _with_row(axes) for each in given]
             return [every | (axes & self.mesh)] * len(equation.outvars)
         inside = list(core.jaxprs_in_params(params))
         if len(inside) == 1:
@@ -158,3 +175,8 @@ class Branches:
                 'equal on all devices, by a scalar in the batch or jax.lax.pmax(..., ("node", "local")), or '
                 "compute every way and choose by jnp.where."
             )
+
+
+def _with_row(axes: Iterable[str]) -> Axes:
+    """Mesh axes, with ``ROW`` if they have the one that the devices of a row are neighbours on."""
+    return frozenset((*axes, ROW) if LOCAL in axes else axes)

@@ -39,7 +39,7 @@ from zerojax.sharding.strategy import DIFFERING
 from zerojax.sharding.wire_format import Seed, mix
 from zerojax.train.batch import Batch, map_batch, split_rows, unmarked
 from zerojax.train.blocks import Blocks, flat_blocks, reduce_by_group
-from zerojax.train.branches import Branches
+from zerojax.train.branches import ROW, Axes, Branches
 from zerojax.train.copies import ByPath
 from zerojax.train.pass_weights import PassWeights, Placed, place_weights
 from zerojax.train.shared_rows import refuse_unshared
@@ -173,7 +173,7 @@ def predict[T: PyTree[Array]](
     """What ``fn(model, batch)`` returns for this device's rows: arrays whose leading axis is those rows.
 
     Raises:
-        ConfigurationError: an array has another leading axis.
+        ConfigurationError: an array has another leading axis, or differs between the devices of a row.
     """
     sinks = spec.by_path(spec.strategy.zero_sink)
 
@@ -181,11 +181,17 @@ def predict[T: PyTree[Array]](
         del key
         return fn(model, batch)
 
-    _check(spec, weights, sinks, model_state, batch, seed, call, train=False)
+    differing = _check(spec, weights, sinks, model_state, batch, seed, call, train=False)
     placed = place_weights(spec, weights, sinks, seed, train=False, adapters=adapters)
     _, result = _call(spec, placed, model_state, batch, seed, call, train=False)
     rows = {x.shape[0] for x in split_rows(batch)[0]}
-    for x in jax.tree.leaves(result):
+    for x, axes in zip(jax.tree.leaves(result), differing, strict=True):
+        if ROW in axes:
+            raise ConfigurationError(
+                f"predict_step: fn returned an array of shape {jnp.shape(x)} that differs between the "
+                f"{spec.zero.sequence_parallel} devices of a row (sequence_parallel), such as what it has of "
+                "its own tokens: let fn return whole rows of it, zerojax.whole_rows(x)."
+            )
         if not jnp.ndim(x) or x.shape[0] not in rows:
             raise ConfigurationError(
                 f"predict_step: fn returned an array of shape {jnp.shape(x)} for a batch of {max(rows)} rows "
@@ -244,9 +250,13 @@ def _check(
     run: Run[Any],
     *,
     train: bool = True,
-) -> None:
+) -> list[Axes]:
     """Trace a function of the model, to refuse it if it reads weights of units outside their calls, assigns
-    to weights, or calls units on some devices only; adds nothing to the program."""
+    to weights, calls units on some devices only, or shares rows in part; adds nothing to the program.
+
+    Returns:
+        What each of its results differs along; see ``Branches.refuse_divergent``.
+    """
 
     def traced(placed: dict[Path, Any], model_state: ModelState, batch: Batch) -> PyTree[Array]:
         masters = place_weights(spec, weights, sinks, seed).masters
@@ -260,7 +270,8 @@ def _check(
     refuse_reads(jaxpr, placed)
     refuse_unshared(jaxpr, spec.zero.sequence_parallel)
     mesh = frozenset(spec.axes)
-    branches = Branches(mesh, spec.strategy.backward_axes & mesh if train else frozenset())
+    followed = mesh | {ROW} if spec.zero.sequence_parallel > 1 else mesh
+    branches = Branches(followed, spec.strategy.backward_axes & mesh if train else frozenset())
     differing = [
         _differing(weight)
         for weight in jax.tree.leaves(placed, is_leaf=is_sharded)
@@ -269,10 +280,10 @@ def _check(
     rows = jax.tree.leaves(map_batch(lambda _: frozenset(AXES), lambda _: frozenset(), batch))
     state: list[frozenset[str]] = [frozenset()] * len(model_state)
     while True:
-        after = branches.refuse_divergent(jaxpr, [*differing, *state, *rows])[: len(state)]
-        if spec.zero.passes == 1 or not train or after == state:
-            return
-        state = after  # the next micro-batch begins with it
+        after = branches.refuse_divergent(jaxpr, [*differing, *state, *rows])
+        if spec.zero.passes == 1 or not train or after[: len(state)] == state:
+            return after[len(state) :]
+        state = after[: len(state)]  # the next micro-batch begins with it
 
 
 def _differing(weight: object) -> frozenset[str]:

@@ -1,12 +1,11 @@
 """Rows that several devices of a node share, and losses that have no use for them."""
 
-import re
 from collections.abc import Iterator
 
 import jax
 from jax.extend import core
 
-from zerojax.adapters.own_tokens import EXCHANGE, OWN_TOKENS
+from zerojax.adapters.own_tokens import ATTENDED, OWN_TOKENS
 from zerojax.errors import ConfigurationError
 
 
@@ -16,10 +15,10 @@ def processes_a_row(devices: int) -> int:
 
 
 def refuse_unshared(jaxpr: core.Jaxpr, devices: int) -> None:
-    """Refuse a loss of which so many devices cannot share the rows, as far as its trace tells.
+    """Refuse a function of a model of which so many devices cannot share the rows, as far as its trace tells.
 
     Args:
-        jaxpr: of the loss.
+        jaxpr: of the function.
         devices: that share a row.
 
     Raises:
@@ -27,14 +26,14 @@ def refuse_unshared(jaxpr: core.Jaxpr, devices: int) -> None:
     """
     if devices == 1:
         return
-    scopes = set(_scopes(jaxpr))
-    if OWN_TOKENS not in scopes:
+    names = set(_names(jaxpr))
+    if OWN_TOKENS not in names:
         raise ConfigurationError(
-            f"sequence_parallel={devices}: the loss function computes with whole rows on each of the devices "
+            f"sequence_parallel={devices}: the function computes with whole rows on each of the devices "
             "that share them. Let it take this device's part of tokens and labels by zerojax.own_tokens, as "
             "zerojax.models.lm_loss does, or set sequence_parallel=1."
         )
-    if EXCHANGE not in scopes:
+    if ATTENDED not in names:
         raise ConfigurationError(
             f"sequence_parallel={devices}: the model never calls zerojax.attention, so no token sees those "
             "on the other devices of its row. Call it in place of the attention that the model has; one that "
@@ -42,9 +41,9 @@ def refuse_unshared(jaxpr: core.Jaxpr, devices: int) -> None:
         )
 
 
-def _scopes(jaxpr: core.Jaxpr) -> Iterator[str]:
-    """The name scopes of all equations."""
+def _names(jaxpr: core.Jaxpr) -> Iterator[str | None]:
+    """The names of all equations that have one."""
     for equation in jaxpr.eqns:
-        yield from re.findall(r"\w+", str(equation.source_info.name_stack))
+        yield equation.params.get("name")
         for inner in core.jaxprs_in_params(equation.params):
-            yield from _scopes(inner)
+            yield from _names(inner)

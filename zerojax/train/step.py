@@ -23,7 +23,7 @@ from zerojax.log import logger
 from zerojax.matmul.fp8 import has_fp8
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train import per_device
-from zerojax.train.batch import Batch, abstract_batch, batch_specs, place
+from zerojax.train.batch import Batch, abstract_batch, batch_specs, place, rows_once
 from zerojax.train.blocks import flat_blocks, stored_blocks
 from zerojax.train.fields import Shards, abstract_copies, abstract_fields, shard_specs, shardings_of
 from zerojax.train.local_updates import reported, train_locally
@@ -153,16 +153,18 @@ def predict_step[T: PyTree[Array]](
         batch: as for ``eval_step``.
         fn: ``(model, batch) -> pytree of arrays``, whose leading axis is the batch's. It is called with the
             model in evaluation mode and a device's rows, as a loss function is. Each function is compiled
-            once: do not create a new one for every call.
+            once: do not create a new one for every call. Where devices share rows
+            (``ZeroConfig.sequence_parallel``), it returns what it has of its own tokens by ``whole_rows``.
         adapters: False computes with the frozen weights alone, without the adapters of ``lora``: with the
             model that they began from, if nothing else is trained.
 
     Returns:
-        The results of all rows: global arrays, spread over the devices by rows as the batch is.
+        The results of all rows: global arrays, spread over the devices by rows as the batch is; all devices
+        of a row have its results.
 
     Raises:
-        ConfigurationError: as ``eval_step``; a result has another leading axis; ``adapters`` is False and
-            there are none; or devices share rows (``ZeroConfig.sequence_parallel``).
+        ConfigurationError: as ``eval_step``; a result has another leading axis, or is of a part of the
+            tokens; or ``adapters`` is False and there are none.
 
     Examples:
         >>> def outputs(model, batch):
@@ -172,19 +174,14 @@ def predict_step[T: PyTree[Array]](
     """
     spec = state.spec
     check_adapters(spec, adapters=adapters)
-    if spec.zero.sequence_parallel > 1:
-        raise ConfigurationError(
-            f"predict_step: sequence_parallel={spec.zero.sequence_parallel} devices share a row, and results "
-            "are of whole rows: give the weights to a state without it, put_params(other, "
-            "gather_params(state))."
-        )
     placed = place(spec, batch, 1)
     check_there(state)
     compiled = spec.once(
         "predict",
         lambda: jax.jit(_predict, static_argnums=(2, 3), compiler_options=_compiler_options(spec)),
     )
-    return one_at_a_time(spec.mesh, compiled(state, placed, fn, adapters))
+    found = one_at_a_time(spec.mesh, compiled(state, placed, fn, adapters))
+    return jax.tree.map(functools.partial(rows_once, spec), found)
 
 
 def check_adapters(spec: TrainSpec, *, adapters: bool) -> None:

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from zerojax.adapters.own_tokens import own_tokens
 from zerojax.models import GPT, label_log_probs
 from zerojax.models.loss import IGNORE
 
@@ -16,13 +17,15 @@ def token_log_probs(
 ) -> Float[Array, "rows time"]:
     """The log-probability of each token but the first, given those before it (nats, fp32).
 
+    With ``ZeroConfig(sequence_parallel=k)`` they are those of this device's tokens (``zerojax.own_tokens``).
+
     Args:
         model: a decoder of zerojax, whole or as a loss function gets it.
         tokens: a text per row, int32; what follows it may be anything.
         mask: which of tokens[:, 1:] to measure; the others get 0.
         temperature: divides the logits.
     """
-    labels = jnp.where(mask > 0, tokens[:, 1:], IGNORE)
+    labels = own_tokens(jnp.where(mask > 0, tokens[:, 1:], IGNORE))
     hidden = model.hidden(tokens[:, :-1])
     found = label_log_probs(
         hidden.reshape(-1, hidden.shape[-1]),

@@ -8,7 +8,9 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from zerojax.adapters import LossFn
+from zerojax.adapters.own_tokens import own_tokens
 from zerojax.models import GPT, last_scores, scores
+from zerojax.models.shared_rows import whole_rows
 from zerojax.posttrain.loss.log_probs import token_log_probs
 from zerojax.posttrain.loss.losses import (
     KLEstimator,
@@ -56,7 +58,7 @@ def value_loss(settings: PosttrainSection) -> LossFn:
 
 def values_of(model: GPT, batch: Batch) -> Float[Array, "rows time"]:
     """A function for ``predict_step``: the critic's value of the text before each token of a completion."""
-    return batch["mask"] * scores(model, batch["tokens"][:, :-1])
+    return batch["mask"] * whole_rows(scores(model, batch["tokens"][:, :-1]))
 
 
 def completion_scores(model: GPT, batch: Batch) -> Float[Array, " rows"]:
@@ -70,7 +72,12 @@ def _with_options(fn: Callable[..., Any], **options: float | str) -> Callable[..
 
 
 def _log_probs(model: GPT, batch: Batch, *, temperature: float) -> Array:
-    return token_log_probs(model, batch["tokens"], batch["mask"], temperature=temperature)
+    return whole_rows(token_log_probs(model, batch["tokens"], batch["mask"], temperature=temperature))
+
+
+def _own(batch: Batch, *names: str) -> Batch:
+    """Columns of a device's own tokens."""
+    return own_tokens({name: batch[name] for name in names})
 
 
 def _policy_loss(
@@ -83,14 +90,16 @@ def _policy_loss(
     kl: float,
     kl_estimator: KLEstimator,
 ) -> tuple[Array, dict[str, Array]]:
-    mask, log_probs = batch["mask"], _log_probs(model, batch, temperature=temperature)
+    log_probs = token_log_probs(model, batch["tokens"], batch["mask"], temperature=temperature)
+    own = _own(batch, "mask", "old_log_probs", "advantages", *(["reference_log_probs"] if kl else ()))
+    mask = own["mask"]
     each, clipped = clipped_policy_loss(
-        log_probs, batch["old_log_probs"], batch["advantages"], clip_low=clip_low, clip_high=clip_high
+        log_probs, own["old_log_probs"], own["advantages"], clip_low=clip_low, clip_high=clip_high
     )
     # The mean of -log p over drawn tokens estimates the entropy.
     aux = {"clip_fraction": token_mean(clipped, mask)[0], "entropy": token_mean(-log_probs, mask)[0]}
     if kl:
-        divergence = kl_estimate(log_probs, batch["reference_log_probs"], kl_estimator)
+        divergence = kl_estimate(log_probs, own["reference_log_probs"], kl_estimator)
         aux["kl"] = token_mean(divergence, mask)[0]
         each += kl * divergence
     loss, count = token_mean(each, mask)
@@ -98,6 +107,8 @@ def _policy_loss(
 
 
 def _value_loss(model: GPT, batch: Batch, *, clip: float) -> tuple[Array, dict[str, Array]]:
-    each = clipped_value_loss(values_of(model, batch), batch["old_values"], batch["returns"], clip=clip)
-    loss, count = token_mean(each, batch["mask"])
+    own = _own(batch, "mask", "old_values", "returns")
+    values = own["mask"] * scores(model, batch["tokens"][:, :-1])
+    each = clipped_value_loss(values, own["old_values"], own["returns"], clip=clip)
+    loss, count = token_mean(each, own["mask"])
     return loss, {"tokens": count}

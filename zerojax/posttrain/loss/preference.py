@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from zerojax.adapters import LossFn
 from zerojax.models import GPT, last_scores
+from zerojax.models.shared_rows import whole_rows
 from zerojax.posttrain.loss.log_probs import token_log_probs
 from zerojax.posttrain.loss.losses import bradley_terry_loss, dpo_loss, ipo_loss
 from zerojax.run.config import PosttrainSection
@@ -36,7 +37,8 @@ def preference_loss(settings: PosttrainSection) -> LossFn:
 def answer_log_probs(model: GPT, batch: Batch) -> Answers:
     """The log-probabilities of both answers, summed over their tokens: fp32 [pairs] by name."""
     tokens, mask = both(batch)
-    chosen, rejected = jnp.split(jnp.sum(token_log_probs(model, tokens, mask), axis=1), 2)
+    each = whole_rows(token_log_probs(model, tokens, mask))
+    chosen, rejected = jnp.split(jnp.sum(each, axis=1), 2)
     return {"chosen": chosen, "rejected": rejected}
 
 

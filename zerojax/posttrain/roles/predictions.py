@@ -8,11 +8,13 @@ import numpy as np
 from zerojax.posttrain.rollout.rollout import Rows
 from zerojax.run.config import RunConfig
 from zerojax.train.batch import local_rows
+from zerojax.train.shared_rows import processes_a_row
 
 
 def micro_batch_rows(config: RunConfig) -> int:
-    """How many rows of a micro-batch are this process's."""
-    return config.train.batch_size // config.train.accumulate // jax.process_count()
+    """How many rows of a micro-batch are this process's; processes that share rows have the same ones."""
+    parts = jax.process_count() // processes_a_row(config.zero.sequence_parallel)
+    return config.train.batch_size // config.train.accumulate // parts
 
 
 def micro_batches(config: RunConfig, rows: Rows) -> list[Rows]:

@@ -74,11 +74,15 @@ def check_reward_model(config: RunConfig) -> None:
             f'posttrain.reward_model {path} is not a reward model: train one by posttrain.method = "reward", '
             "with model.outputs = 1"
         )
-    longest = min(config.train.sequence_length + 1, config.model.max_seq_len)
+    sharing, longest = config.zero.sequence_parallel, config.train.sequence_length + 1
+    # Devices that share rows fill them up to a multiple of their number.
+    read = -(-min(longest, model.max_seq_len) // sharing) * sharing
+    longest = max(read, min(longest, config.model.max_seq_len))
     if model.max_seq_len < longest:
         raise ConfigurationError(
             f"posttrain.reward_model {path} reads at most {model.max_seq_len} tokens, and prompts and "
-            f"completions have {longest}: lower train.sequence_length to {model.max_seq_len - 1}"
+            f"completions have {longest}: lower train.sequence_length to "
+            f"{model.max_seq_len // sharing * sharing - 1} or less"
         )
 
 

@@ -67,11 +67,6 @@ class RunConfig:
             f"train.sequence_length {length} does not divide by zero.sequence_parallel {sharing}: "
             f"{-(-length // sharing) * sharing} would",
         )
-        require(
-            sharing == 1 or self.posttrain.method == "none",
-            f"zero.sequence_parallel = {sharing}: devices share rows in zerojax train alone, whose loss is a "
-            "mean over tokens; leave it out of a run with posttrain.method",
-        )
 
     def all_trained(self) -> "RunConfig":
         """The settings of a run of the same model that freezes nothing and has no adapters."""
