@@ -24,7 +24,7 @@ import psutil
 from zerojax.cli.cluster import emulate_devices
 from zerojax.run.checkpoints import restore
 from zerojax.run.config import MeshSection, load_config
-from zerojax.run.metrics import read_metrics
+from zerojax.run.metrics.files import read_metrics
 
 # What a step measures that is not time or memory.
 MEASURED = ("loss", "validation_loss", "grad_norm", "learning_rate", "skipped", "skipped_total")

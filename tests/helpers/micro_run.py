@@ -18,8 +18,7 @@ from zerojax.run import loop
 from zerojax.run import train_run as run_module
 from zerojax.run.config import RunConfig, config_from_dict
 from zerojax.run.data.batches import Batch, TrainBatches
-from zerojax.run.metrics import read_metrics
-from zerojax.run.metrics.files import MetricsFile
+from zerojax.run.metrics.files import MetricsFile, read_metrics
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.train_run import TrainRun
 

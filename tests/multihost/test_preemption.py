@@ -17,7 +17,7 @@ from stopped_reader import full_pipe
 
 from zerojax.errors import EXIT_STOPPED
 from zerojax.run.checkpoints import newest_valid, read_manifest, step_dirs
-from zerojax.run.metrics import read_metrics
+from zerojax.run.metrics.files import read_metrics
 
 CONFIG = """
 [train]

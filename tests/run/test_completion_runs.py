@@ -27,7 +27,7 @@ from zerojax.run.data.dataset import open_dataset
 from zerojax.run.data.prepare import prepare
 from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer
 from zerojax.run.exact_match import ExactMatch
-from zerojax.run.metrics import read_metrics
+from zerojax.run.metrics.files import read_metrics
 from zerojax.run.run_dir import RunFolder
 from zerojax.zero_config import ZeroConfig
 

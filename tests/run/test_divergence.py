@@ -16,7 +16,7 @@ from zerojax.run import loop
 from zerojax.run import train_run as run_module
 from zerojax.run.checkpoints import step_dirs
 from zerojax.run.config import RunConfig, dump_config
-from zerojax.run.metrics import read_metrics
+from zerojax.run.metrics.files import read_metrics
 from zerojax.run.run_dir import RunFolder
 
 LOOSE = {"every": 1, "keep": 1}

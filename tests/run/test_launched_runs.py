@@ -14,7 +14,7 @@ from micro_run import lines, micro_config
 
 from zerojax.run.checkpoints import step_dirs
 from zerojax.run.config import dump_config
-from zerojax.run.metrics import read_metrics
+from zerojax.run.metrics.files import read_metrics
 
 pytestmark = pytest.mark.alone
 

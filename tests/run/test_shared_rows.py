@@ -8,7 +8,7 @@ from environment import zerojax
 from micro_run import micro_config
 
 from zerojax.run.config import dump_config
-from zerojax.run.metrics import read_metrics
+from zerojax.run.metrics.files import read_metrics
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from zerojax.errors import RunError, ZeroError
 from zerojax.network import nccl
 from zerojax.run.checkpoints.canonical import to_canonical
 from zerojax.run.config import RunConfig
-from zerojax.run.metrics import read_metrics
+from zerojax.run.metrics.files import read_metrics
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.train_run import TrainRun
 

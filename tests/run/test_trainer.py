@@ -15,7 +15,7 @@ from flax import nnx
 import zerojax
 from zerojax import checkpoints
 from zerojax.errors import RunError, Stopped
-from zerojax.run.metrics import read_metrics
+from zerojax.run.metrics.files import read_metrics
 from zerojax.run.weights import CHECKPOINTS
 
 RUN: dict[str, Any] = {

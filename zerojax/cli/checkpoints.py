@@ -20,7 +20,7 @@ from zerojax.run.checkpoints import (
     step_dirs,
     verify,
 )
-from zerojax.run.metrics import move_later_lines
+from zerojax.run.metrics.files import move_later_lines
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.run_lock import RunLock
 

@@ -20,7 +20,7 @@ from zerojax.models import GPT, Block, GPTConfig, flops_per_token, lm_loss
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.watchdog import Limits, Watchdog, end_alone
 from zerojax.run.config import ClusterSection, RunConfig, config_to_dict
-from zerojax.run.metrics import RunLog, StepCosts
+from zerojax.run.metrics.log import RunLog, StepCosts
 from zerojax.run.optimizers import make_optimizer, make_schedule
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.trackers import check_trackers

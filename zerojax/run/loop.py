@@ -16,7 +16,7 @@ from zerojax.multihost.preemption import StopRequest
 from zerojax.multihost.watchdog import Watchdog
 from zerojax.run.checkpoints import Checkpoints, Record, TrainingClock, step_dirs
 from zerojax.run.config.tables import zero_to_table
-from zerojax.run.metrics import RunLog
+from zerojax.run.metrics.log import RunLog
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.run_lock import RunLock
 from zerojax.train.state import TrainState

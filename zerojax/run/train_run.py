@@ -21,7 +21,8 @@ from zerojax.run.data.dataset import Dataset
 from zerojax.run.evaluation import mean_loss
 from zerojax.run.exact_match import Answer, ExactMatch, describe_matches, samples_of
 from zerojax.run.inputs import abstract_batch, make_batches, prepare_data
-from zerojax.run.metrics import draw_loss_curve, read_metrics
+from zerojax.run.metrics.curve import draw_loss_curve
+from zerojax.run.metrics.files import read_metrics
 from zerojax.run.open_run import OpenRun, opening
 from zerojax.run.run_dir import Resume, RunFolder
 from zerojax.run.weights import CHECKPOINTS, WeightReader, start_run

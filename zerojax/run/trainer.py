@@ -28,7 +28,7 @@ from zerojax.run.checkpoints import (
 from zerojax.run.config import ClusterSection
 from zerojax.run.evaluation import mean_metrics
 from zerojax.run.loop import Schedule, TrainLoop
-from zerojax.run.metrics import RunLog
+from zerojax.run.metrics.log import RunLog
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.run_lock import RunLock
 from zerojax.run.trackers import check_trackers

@@ -26,7 +26,7 @@ from zerojax.run.checkpoints import Record, step_dirs
 from zerojax.run.checkpoints.manifest import write_manifest
 from zerojax.run.config import RunConfig
 from zerojax.run.data.tokenizer import BPETokenizer
-from zerojax.run.metrics import read_metrics
+from zerojax.run.metrics.files import read_metrics
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import CHECKPOINTS
 from zerojax.zero_config import ZeroConfig

@@ -26,7 +26,7 @@ from zerojax.run.config import ConfigError, DataSection, RunConfig, dump_config,
 from zerojax.run.data.dataset import open_dataset
 from zerojax.run.data.formats import DataError
 from zerojax.run.data.prepare import prepare
-from zerojax.run.metrics import read_metrics
+from zerojax.run.metrics.files import read_metrics
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.train_run import TrainRun
 from zerojax.train.state import TrainState

@@ -16,7 +16,8 @@ from zerojax.errors import RunError, ZeroError
 from zerojax.multihost.background import is_stuck
 from zerojax.run import loop
 from zerojax.run.checkpoints import newest_valid, step_dirs
-from zerojax.run.metrics import MetricsFile, log
+from zerojax.run.metrics import log
+from zerojax.run.metrics.files import MetricsFile
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.train_run import TrainRun
 

@@ -10,7 +10,7 @@ from micro_run import micro_config
 import zerojax
 from zerojax.run import loop
 from zerojax.run.config import dump_config, load_config
-from zerojax.run.metrics import read_metrics
+from zerojax.run.metrics.files import read_metrics
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.train_run import TrainRun
 

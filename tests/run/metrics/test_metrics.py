@@ -14,15 +14,11 @@ from matplotlib.image import imread
 from micro_run import hang
 from rich.console import Console
 
-from zerojax.run.metrics import (
-    MetricsFile,
-    MetricsQueue,
-    Progress,
-    draw_loss_curve,
-    memory_in_use,
-    read_lines,
-    read_metrics,
-)
+from zerojax.run.metrics.curve import draw_loss_curve
+from zerojax.run.metrics.devices import memory_in_use
+from zerojax.run.metrics.files import MetricsFile, read_lines, read_metrics
+from zerojax.run.metrics.progress import Progress
+from zerojax.run.metrics.queue import MetricsQueue
 
 
 class Clock:

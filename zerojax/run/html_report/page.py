@@ -3,8 +3,9 @@
 import json
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from importlib.resources import files
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -105,56 +106,37 @@ def _loss_unit(run: RunData) -> str:
     return "mean over pairs" if run.series("accuracy")[0] else "nats per token"
 
 
-def _preference_charts(run: RunData, skipped: Sequence[int]) -> list[Chart | None]:
-    """How often, and by how much, chosen answers are ahead of rejected ones."""
-    accuracy = smoothed("training", *run.series("accuracy"))
-    accuracy.append(Series("validation", *run.series("validation_accuracy"), "dots"))
-    rewards = [Series(name, *run.series(f"rewards_{name}")) for name in ("chosen", "rejected")]
-    return [
-        _draw(run, "Accuracy", "of pairs", accuracy, label=percent, marks=skipped),
-        _draw(run, "Rewards", "mean of the answers", rewards, marks=skipped),
-    ]
-
-
-def _critic_charts(run: RunData, skipped: Sequence[int]) -> list[Chart | None]:
-    """How well the critic of PPO expects what completions earn."""
-    explained = [Series("variance", *run.series("explained_variance"))]
-    return [
-        _draw(run, "Value loss", "of the critic", smoothed("loss", *run.series("value_loss")), marks=skipped),
-        _draw(run, "Explained variance", "of the returns, before a rollout's steps", explained),
-    ]
-
-
-def _router_charts(run: RunData, skipped: Sequence[int]) -> list[Chart | None]:
-    """How evenly a mixture's routers spread tokens over its experts, and how sure they are."""
-    load = smoothed("load", *run.series("expert_load"))
-    entropy = smoothed("entropy", *run.series("router_entropy"))
-    return [
-        _draw(run, "Expert load", "busiest expert over the mean, worst layer", load, marks=skipped),
-        _draw(run, "Router entropy", "nats per token, mean of the layers", entropy, from_zero=True),
-    ]
-
-
 def _charts(run: RunData, skipped: Sequence[int]) -> list[Chart]:
-    norm = smoothed("norm", *run.series("grad_norm"))
-    rate = [Series("rate", *run.series("learning_rate"))]
-    tokens = smoothed("tokens/s", *run.series("tokens_per_second"), rate=True)
-    mfu = smoothed("MFU", *run.series("mfu"), rate=True)
+    """All charts but the first: of preferences, PPO's critic and routers, then those of every run."""
+
+    def mean(name: str, key: str, *, rate: bool = False) -> list[Series]:
+        return smoothed(name, *run.series(key), rate=rate)
+
+    def line(name: str, key: str, look: Literal["line", "dots"] = "line") -> Series:
+        return Series(name, *run.series(key), look)
+
+    accuracy = [*mean("training", "accuracy"), line("validation", "validation_accuracy", "dots")]
+    rewards = [line("chosen", "rewards_chosen"), line("rejected", "rewards_rejected")]
+    tokens, mfu = mean("tokens/s", "tokens_per_second", rate=True), mean("MFU", "mfu", rate=True)
+    explained, entropy = [line("variance", "explained_variance")], mean("entropy", "router_entropy")
     # Charts go in pairs.
-    seconds = smoothed("step", *run.series("step_seconds")) if run.series("mfu")[0] else []
-    memory = [Series("memory", *run.series("memory_bytes"))]
+    seconds = mean("step", "step_seconds") if run.series("mfu")[0] else []
     place = "in use, " + _memory_of(run).removeprefix("most, ")
-    level = {"from_zero": True, "capped": True}
+    draw, marked = partial(_draw, run), partial(_draw, run, marks=skipped)
+    level = partial(_draw, run, from_zero=True, capped=True)
     found = [
-        *_preference_charts(run, skipped),
-        *_critic_charts(run, skipped),
-        *_router_charts(run, skipped),
-        _draw(run, "Gradient norm", "before clipping, log scale", norm, log=True, marks=skipped),
-        _draw(run, "Learning rate", "", rate, from_zero=True),
-        _draw(run, "Throughput", "tokens per second, all devices", tokens, **level),
-        _draw(run, "Model FLOPs utilisation", "of the devices' bf16 peak", mfu, label=percent, **level),
-        _draw(run, "Step time", "", seconds, label=_duration, **level),
-        _draw(run, "Memory", place, memory, label=size, from_zero=True),
+        marked("Accuracy", "of pairs", accuracy, label=percent),
+        marked("Rewards", "mean of the answers", rewards),
+        marked("Value loss", "of the critic", mean("loss", "value_loss")),
+        draw("Explained variance", "of the returns, before a rollout's steps", explained),
+        marked("Expert load", "busiest expert over the mean, worst layer", mean("load", "expert_load")),
+        draw("Router entropy", "nats per token, mean of the layers", entropy, from_zero=True),
+        marked("Gradient norm", "before clipping, log scale", mean("norm", "grad_norm"), log=True),
+        draw("Learning rate", "", [line("rate", "learning_rate")], from_zero=True),
+        level("Throughput", "tokens per second, all devices", tokens),
+        level("Model FLOPs utilisation", "of the devices' bf16 peak", mfu, label=percent),
+        level("Step time", "", seconds, label=_duration),
+        draw("Memory", place, [line("memory", "memory_bytes")], label=size, from_zero=True),
     ]
     return [chart for chart in found if chart is not None]
 

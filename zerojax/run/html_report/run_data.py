@@ -1,6 +1,5 @@
 """The data in a run's folder, read even if the run was killed or files are damaged."""
 
-import json
 import math
 import time
 import tomllib
@@ -10,7 +9,7 @@ from typing import Any
 from zerojax.errors import ConfigurationError
 from zerojax.run.checkpoints import step_dirs
 from zerojax.run.config import RunConfig, config_to_dict
-from zerojax.run.metrics import read_lines
+from zerojax.run.metrics.files import read_lines
 from zerojax.run.run_dir import RunFolder, sessions
 
 # A run marked as running that has not written a step for this long has probably died.
@@ -86,7 +85,11 @@ def read_run_data(folder: RunFolder) -> RunData:
     if damaged:
         lines = "1 line" if damaged == 1 else f"{damaged} lines"
         notes.append(f"{lines} of {folder.metrics.name} cannot be read and were left out.")
-    summary = _summary(folder, notes)
+    summary = folder.read_summary()
+    if not summary:
+        name = folder.summary.name
+        what = f"{name} cannot be read" if folder.summary.is_file() else f"There is no {name}"
+        notes.append(f"{what}: how the run ended is not known.")
     status = str(summary.get("status", "unknown"))
     written = folder.metrics.stat().st_mtime if folder.metrics.is_file() else None
     if not steps:
@@ -118,20 +121,6 @@ def read_run_data(folder: RunFolder) -> RunData:
             str(p.parent.relative_to(folder.path)) for p in folder.profile.glob("**/*.xplane.pb")
         ),
     )
-
-
-def _summary(folder: RunFolder, notes: list[str]) -> dict[str, Any]:
-    if not folder.summary.is_file():
-        notes.append(f"There is no {folder.summary.name}: how the run ended is not known.")
-        return {}
-    try:
-        summary = json.loads(folder.summary.read_text(encoding="utf-8", errors="replace"))
-    except ValueError:
-        summary = None
-    if not isinstance(summary, dict):
-        notes.append(f"{folder.summary.name} cannot be read: how the run ended is not known.")
-        return {}
-    return summary
 
 
 def _config(folder: RunFolder, notes: list[str]) -> tuple[dict[str, dict[str, Any]], frozenset[str]]:
