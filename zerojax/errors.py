@@ -20,13 +20,8 @@ NO_RESTART = (EXIT_WRONG_USE, EXIT_DIVERGED)
 """Exit codes of a process that would fail in the same way if it were restarted."""
 
 _DISK_ERRORS = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EROFS,
-    errno.EIO,
-    errno.ESTALE,
-    errno.ETIMEDOUT,
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),  # full
+    *(errno.EROFS, errno.EIO, errno.ESTALE, errno.ETIMEDOUT),  # no longer there
 )
 
 

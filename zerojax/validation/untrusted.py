@@ -7,7 +7,10 @@ infinities, whole numbers of hundreds of digits, text that is not valid Unicode.
 import json
 import math
 import tomllib
+from pathlib import Path
 from typing import Any
+
+from zerojax.errors import ConfigurationError
 
 DEEPEST = 64
 """Levels of nested tables and lists; a settings file has four or five."""
@@ -33,6 +36,23 @@ def parse_json(text: str) -> Any:
         raise ValueError(_TOO_DEEP) from None
     _check(data)
     return data
+
+
+def read_json_object(path: Path, kind: type[ConfigurationError] = ConfigurationError) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ConfigurationError: ``kind``, if it cannot be read, ``parse_json`` refuses it, or it is no object.
+    """
+    try:
+        values = parse_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise kind(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise kind(f"{path}: not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise kind(f"{path}: not a JSON object")
+    return values
 
 
 def parse_toml(text: str) -> dict[str, Any]:

@@ -20,52 +20,32 @@ OPTIMIZERS: dict[str, tuple[str, str | None]] = {
 """Type, in lower case -> the optimizer, and how it differs."""
 
 _BUCKETS = "the compiler schedules collectives layer by layer; there is nothing to tune"
-_SCALING = "bfloat16 needs no loss scaling"
 _OFFLOAD = "zero.host keeps it in host memory; zerojax plan says whether that is needed"
 _SAVING = "checkpoints are whole and unsharded, for any mesh; zerojax export writes them for other programs"
 
+_OF_ZERO = {
+    _BUCKETS: (
+        *("overlap_comm", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "sub_group_size"),
+        *("allgather_partitions", "allgather_bucket_size", "round_robin_gradients"),
+        *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"),
+        *("stage3_model_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance"),
+    ),
+    _OFFLOAD: ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_params"),
+    _SAVING: (
+        *("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
+        *("elastic_checkpoint", "load_from_fp32_weights"),
+    ),
+    "there are two levels, node and device: hpz keeps a copy per node": ("mics_shard_size",),
+    "error feedback here is zero.error_feedback": ("zeropp_loco_param",),
+    "frozen weights are sent like all weights": ("zero_quantized_nontrainable_weights",),
+}
+_OF_FP16 = (
+    *("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis"),
+    *("min_loss_scale", "auto_cast"),
+)
 NOTES: dict[str, str] = {
-    **{
-        f"zero_optimization.{name}": _BUCKETS
-        for name in (
-            "overlap_comm",
-            "contiguous_gradients",
-            "reduce_scatter",
-            "reduce_bucket_size",
-            "allgather_partitions",
-            "allgather_bucket_size",
-            "stage3_prefetch_bucket_size",
-            "stage3_param_persistence_threshold",
-            "stage3_model_persistence_threshold",
-            "stage3_max_live_parameters",
-            "stage3_max_reuse_distance",
-            "sub_group_size",
-            "round_robin_gradients",
-        )
-    },
-    **{
-        f"zero_optimization.{name}": _OFFLOAD
-        for name in ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_params")
-    },
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": _SAVING,
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": _SAVING,
-    "zero_optimization.elastic_checkpoint": _SAVING,
-    "zero_optimization.load_from_fp32_weights": _SAVING,
-    "zero_optimization.mics_shard_size": "there are two levels, node and device: hpz keeps a copy per node",
-    "zero_optimization.zeropp_loco_param": "error feedback here is zero.error_feedback",
-    "zero_optimization.zero_quantized_nontrainable_weights": "frozen weights are sent like all weights",
-    **{
-        f"fp16.{name}": _SCALING
-        for name in (
-            "loss_scale",
-            "initial_scale_power",
-            "loss_scale_window",
-            "hysteresis",
-            "consecutive_hysteresis",
-            "min_loss_scale",
-            "auto_cast",
-        )
-    },
+    **{f"zero_optimization.{name}": why for why, names in _OF_ZERO.items() for name in names},
+    **{f"fp16.{name}": "bfloat16 needs no loss scaling" for name in _OF_FP16},
     "amp": "bf16.enabled sets the compute dtype",
     "data_types": "sums of gradients are always fp32",
     "prescale_gradients": "sums of gradients are fp32 and are divided once",

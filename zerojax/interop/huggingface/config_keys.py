@@ -5,53 +5,23 @@ from typing import Any
 from zerojax.errors import ConfigurationError
 from zerojax.validation.untrusted import printable, short
 
-# Roles of tokens, text generation, options of libraries: the logits depend on none of them.
 HARMLESS = frozenset(
     {
-        "_attn_implementation_autoset",
-        "_name_or_path",
-        "architectures",
-        "auto_map",
-        "bad_words_ids",
-        "begin_suppress_tokens",
-        "bos_token_id",
-        "decoder_start_token_id",
-        "do_sample",
-        "dtype",
-        "eos_token_id",
-        "finetuning_task",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "gradient_checkpointing",
-        "id2label",
-        "initializer_range",
-        "label2id",
-        "max_length",
-        "min_length",
-        "model_type",
-        "num_labels",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "pad_token_id",
-        "prefix",
-        "problem_type",
-        "return_dict",
-        "router_aux_loss_coef",
-        "sep_token_id",
-        "task_specific_params",
-        "temperature",
-        "tokenizer_class",
-        "top_k",
-        "top_p",
-        "torch_dtype",
-        "transformers.js_config",
-        "transformers_version",
-        "unsloth_fixed",
-        "unsloth_version",
-        "use_cache",
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "prefix"),
+        # of text generation
+        *("do_sample", "temperature", "top_k", "top_p", "min_length", "max_length", "bad_words_ids"),
+        *("forced_bos_token_id", "forced_eos_token_id", "begin_suppress_tokens", "task_specific_params"),
+        # of other tasks than language models
+        *("problem_type", "num_labels", "id2label", "label2id", "finetuning_task"),
+        # of training
+        *("initializer_range", "router_aux_loss_coef", "output_router_logits", "gradient_checkpointing"),
+        # of libraries
+        *("architectures", "model_type", "auto_map", "tokenizer_class", "dtype", "torch_dtype", "use_cache"),
+        *("_attn_implementation_autoset", "_name_or_path", "transformers_version", "transformers.js_config"),
+        *("output_attentions", "output_hidden_states", "return_dict", "unsloth_fixed", "unsloth_version"),
     }
 )
+"""Keys on which the logits do not depend."""
 REQUIRED = object()
 """The default of a key that must be there."""
 

@@ -40,19 +40,11 @@ _EMBEDDING_KINDS = ("lora_embedding_A", "lora_embedding_B")
 
 _HARMLESS = frozenset(
     {
-        "auto_mapping",
-        "base_model_name_or_path",
+        *("auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode", "megatron_core"),
+        *("peft_version", "qalora_group_size", "revision"),
         "ensure_weight_tying",  # the tensors tell whether a tied matrix still is
-        "exclude_modules",  # the names of the tensors tell which modules have adapters
-        "fan_in_fan_out",
-        "inference_mode",
-        "layers_pattern",
-        "layers_to_transform",
-        "megatron_core",
-        "peft_version",
-        "qalora_group_size",
-        "revision",
-        "target_modules",
+        # the names of the tensors tell which modules have adapters
+        *("exclude_modules", "layers_pattern", "layers_to_transform", "target_modules"),
     }
 )
 _FIRST_VALUES = (True, "gaussian", "orthogonal", "eva")

@@ -10,7 +10,7 @@ from zerojax.interop.huggingface.families import Family, read_model
 from zerojax.interop.huggingface.tokenizer_files import read_tokenizer
 from zerojax.models import GPTConfig
 from zerojax.run.data.tokenizer import BPETokenizer
-from zerojax.validation.untrusted import parse_json
+from zerojax.validation.untrusted import read_json_object
 
 CONFIG = "config.json"
 
@@ -64,17 +64,9 @@ def read_config_json(folder: Path, name: str = CONFIG, owner: str = "a Hugging F
         ConfigurationError: there is none, or it is not a JSON object.
     """
     path = folder / name
-    try:
-        values = parse_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigurationError(
-            f"{path}: {error.strerror or error}; the folder of {owner} has one"
-        ) from error
-    except ValueError as error:
-        raise ConfigurationError(f"{path}: not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigurationError(f"{path}: not a JSON object")
-    return values
+    if not path.exists():
+        raise ConfigurationError(f"{path}: No such file or directory; the folder of {owner} has one")
+    return read_json_object(path)
 
 
 def model_section(source: GPTConfig, wanted: GPTConfig) -> GPTConfig:

@@ -21,15 +21,8 @@ from zerojax.run.data.tokenizer import (
 
 TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
 KEPT = (
-    TOKENIZER,
-    SETTINGS,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    GENERATION,
+    *(TOKENIZER, SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("vocab.json", "merges.txt", "tokenizer.model", GENERATION),
 )
 """Files of a folder that a run keeps, for an export to write back."""
 

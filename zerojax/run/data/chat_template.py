@@ -42,6 +42,7 @@ Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
 Ranges = tuple[tuple[int, int], ...]
 
+_REFUSALS = jinja2.TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError
 _PROBE = "0f2c9a71"  # content that no template writes itself
 _TOOLS = re.compile(r"\btools\b")
 _BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -211,14 +212,7 @@ class ChatTemplate:
                     **self.special_tokens,
                 ):
                     blocks.append(block)
-        except (
-            jinja2.TemplateError,
-            ArithmeticError,
-            LookupError,
-            RecursionError,
-            TypeError,
-            ValueError,
-        ) as error:
+        except _REFUSALS as error:
             raise DataError(f"{self.name}: {printable(str(error))}") from error
         return "".join(blocks), tuple(ranges)
 

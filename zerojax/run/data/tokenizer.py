@@ -12,7 +12,7 @@ import tokenizers
 from jaxtyping import Int64, UInt32
 
 from zerojax.run.data.formats import DataError
-from zerojax.validation.untrusted import parse_json, short
+from zerojax.validation.untrusted import read_json_object, short
 
 END_OF_TEXT = "<|endoftext|>"
 SETTINGS = "tokenizer_config.json"
@@ -278,15 +278,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     Raises:
         DataError: it is not a JSON object.
     """
-    try:
-        settings = parse_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON: {error}") from error
-    if not isinstance(settings, dict):
-        raise DataError(f"{path}: not a JSON object")
-    return settings
+    return read_json_object(path, DataError) if path.is_file() else {}
 
 
 def special_token(settings: dict[str, Any], role: str) -> str | None:
