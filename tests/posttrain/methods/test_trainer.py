@@ -76,7 +76,7 @@ train = partial(post_train, GRPOTrainer)
 
 def scorer(place: Path, name: str, seconds: float) -> FunctionScorer:
     """A scorer by another function than the run's."""
-    return FunctionScorer.of(
+    return FunctionScorer(
         PosttrainSection(reward=f"{place / 'reward.py'}:{name}", reward_seconds=seconds, reward_workers=1)
     )
 

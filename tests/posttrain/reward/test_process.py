@@ -121,9 +121,7 @@ def rollout(texts: list[str], **row: object) -> Rollout:
 
 
 def scorer_of(function: str, seconds: float, workers: int) -> FunctionScorer:
-    return FunctionScorer.of(
-        PosttrainSection(reward=function, reward_seconds=seconds, reward_workers=workers)
-    )
+    return FunctionScorer(PosttrainSection(reward=function, reward_seconds=seconds, reward_workers=workers))
 
 
 def score(process: RewardProcess, prompt: str, completion: str, row: dict[str, Any]) -> float:
@@ -285,7 +283,7 @@ def test_secrets_of_the_environment_stay_outside(function: str, monkeypatch: pyt
 def test_several_rewards_are_added_up_by_their_weights(function: str) -> None:
     named = [function, function.replace("reward", "slowly")]
     rewards = RewardFunction(named[0], 0.5, "right"), RewardFunction(named[1], -2.0, "short")
-    scorer = FunctionScorer.of(PosttrainSection(rewards=rewards))
+    scorer = FunctionScorer(PosttrainSection(rewards=rewards))
     found, _ = scorer.score(rollout(["", "ab", "raise"], answer="ab"))
     scorer.close()
     np.testing.assert_allclose(found, [0, 0.5 * 101 - 2 * 2, np.nan])

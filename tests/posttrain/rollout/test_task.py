@@ -22,7 +22,7 @@ from zerojax.posttrain.methods.grpo import GRPOTrainer
 from zerojax.posttrain.methods.ppo import PPOTrainer
 from zerojax.posttrain.reward.pool import RewardPool
 from zerojax.posttrain.rollout.turns import Episodes, Row
-from zerojax.run.config import RunConfig
+from zerojax.run.config import PosttrainSection, RunConfig
 from zerojax.run.data.answers import AnswerEnd
 from zerojax.run.data.chat_template import CHATML, ChatTemplate
 from zerojax.run.data.tokenizer import ByteTokenizer
@@ -194,7 +194,7 @@ def test_a_torn_run_of_turns_resumes_bit_by_bit(
 def test_observations_are_written_as_the_template_would(place: Path, closed: bool) -> None:
     template, tokenizer = ChatTemplate(CHATML), ByteTokenizer()
     end = AnswerEnd.of(tokenizer, template)
-    pool = RewardPool([f"{place / 'game.py'}:Talk"], 9.0, 1, kind="environment")
+    pool = RewardPool(PosttrainSection(), [f"{place / 'game.py'}:Talk"], "environment")
     question = {"role": "user", "content": "2 + 2"}
     text = template.render([question], add_generation_prompt=True)
     row = Row(Prompt(tokenizer.encode(text.encode()).astype(np.int32), "2 + 2", {}))
@@ -233,7 +233,7 @@ def test_what_is_no_environment_is_refused(
 
 
 def test_an_object_serves_as_well_as_its_class(place: Path) -> None:
-    pool = RewardPool([f"{place / 'game.py'}:game"], 9.0, 1, kind="environment")
+    pool = RewardPool(PosttrainSection(), [f"{place / 'game.py'}:game"], "environment")
     ((begun,), (found,)) = (
         pool.ask([("reset", "", {"turns": 2})]),
         pool.ask([("step", {"left": 1, "said": []}, "a")]),

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from queue import LifoQueue
-from typing import Any, Self
+from typing import Any
 
 from zerojax.errors import ConfigurationError
 from zerojax.log import logger
@@ -19,25 +19,20 @@ class RewardPool:
     """Processes that answer questions, each one at a time.
 
     Args:
+        settings: of the run: how many processes, their time limits and variables.
         named: as for ``RewardProcess``.
-        seconds: likewise.
-        workers: the most processes.
-        variables: as for ``RewardProcess``.
         kind: likewise.
 
     Raises:
         ConfigurationError: a name does not exist.
     """
 
-    def __init__(
-        self,
-        named: Sequence[str],
-        seconds: float,
-        workers: int,
-        variables: Sequence[str] = (),
-        kind: Kind = "rewards",
-    ) -> None:
-        self._processes = [RewardProcess(named, seconds, variables, kind) for _ in range(workers)]
+    def __init__(self, settings: PosttrainSection, named: Sequence[str], kind: Kind) -> None:
+        workers = settings.reward_workers
+        self._processes = [
+            RewardProcess(named, settings.reward_seconds, settings.reward_variables, kind)
+            for _ in range(workers)
+        ]
         self._processes[0].load()  # the others start in parallel, when they are needed
         # Last in, first out: no more processes are started than answer at once.
         self._idle = LifoQueue[RewardProcess]()
@@ -45,11 +40,6 @@ class RewardPool:
             self._idle.put(process)
         # Not one per rollout: a process ends with the thread that started it.
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
-
-    @classmethod
-    def of(cls, settings: PosttrainSection, named: Sequence[str], kind: Kind) -> Self:
-        """The processes that the settings of a run ask for."""
-        return cls(named, settings.reward_seconds, settings.reward_workers, settings.reward_variables, kind)
 
     def ask(
         self, questions: Sequence[Sequence[Any]], stopping: Callable[[], bool] = lambda: False

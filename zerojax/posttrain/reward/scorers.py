@@ -1,12 +1,13 @@
 """What scores completions: a user's function, or a reward model."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol, Self
+from typing import override
 
 import numpy as np
 from jaxtyping import Float32
@@ -23,60 +24,47 @@ from zerojax.posttrain.roles.saved_runs import check_tokenizer, saved_settings
 from zerojax.posttrain.rollout.rollout import Rollout
 from zerojax.run import checkpoints
 from zerojax.run.build import RunSetup
-from zerojax.run.config import PosttrainSection, RewardFunction, RunConfig, saved_config
+from zerojax.run.config import PosttrainSection, RunConfig, saved_config
 from zerojax.run.data.tokenizer import Tokenizer
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import WeightReader, with_base
-from zerojax.train.state import TrainState
 from zerojax.train.step import predict_step
 
+Scores = tuple[Float32[np.ndarray, " rows"], str]
 
-class Scorer(Protocol):
+
+class Scorer(ABC):
     """Scores completions.
 
     Attributes:
         parts: the rewards by name that add up to the last scores; empty if there is only one.
     """
 
-    parts: Mapping[str, Float32[np.ndarray, " rows"]]
+    parts: Mapping[str, Float32[np.ndarray, " rows"]] = MappingProxyType({})
 
-    def score(
-        self, rollout: Rollout, stopping: Callable[[], bool] = lambda: False
-    ) -> tuple[Float32[np.ndarray, " rows"], str]:
+    @abstractmethod
+    def score(self, rollout: Rollout, stopping: Callable[[], bool] = lambda: False) -> Scores:
         """The score of each completion, NaN for those that are lost; and why one was lost, or "".
 
         Once ``stopping`` returns True all may be lost: nobody waits for them.
         """
-        ...
 
     def close(self) -> None:
-        """End what was started."""
-        ...
+        """End what was started, also in the middle of a rollout."""
+        return
 
 
-@dataclass
-class FunctionScorer:
-    """Scores by a user's functions.
+class FunctionScorer(Scorer):
+    """Scores by the functions that the settings of a run name: the sum of what they return, by weight.
 
-    Attributes:
-        rewards: the functions; the score is the sum of what they return, by weight.
-        pool: their processes.
-        parts: what each of several returned.
+    Raises:
+        ConfigurationError: there is no such function.
     """
 
-    rewards: Sequence[RewardFunction]
-    pool: RewardPool
-    parts: Mapping[str, Float32[np.ndarray, " rows"]] = MappingProxyType({})
-
-    @classmethod
-    def of(cls, settings: PosttrainSection) -> Self:
-        """The scorer by the functions that the settings of a run name.
-
-        Raises:
-            ConfigurationError: there is no such function.
-        """
-        rewards = settings.functions
-        return cls(rewards, RewardPool.of(settings, [one.function for one in rewards], "rewards"))
+    def __init__(self, settings: PosttrainSection) -> None:
+        self._rewards = settings.functions
+        self._pool = RewardPool(settings, [one.function for one in self._rewards], "rewards")
+        self.close = self._pool.close
 
     def check(self, prompt: Prompt) -> None:
         """Score an empty completion of a prompt, to find out whether the functions can score any.
@@ -84,108 +72,71 @@ class FunctionScorer:
         Raises:
             ConfigurationError: a function has other arguments, or returns no number.
         """
-        self.pool.check("score", prompt.text, "", prompt.row)
+        self._pool.check("score", prompt.text, "", prompt.row)
 
-    def score(
-        self, rollout: Rollout, stopping: Callable[[], bool] = lambda: False
-    ) -> tuple[Float32[np.ndarray, " rows"], str]:
-        """See ``Scorer``."""
+    @override
+    def score(self, rollout: Rollout, stopping: Callable[[], bool] = lambda: False) -> Scores:
         texts = zip(rollout.prompts, rollout.texts, strict=True)
-        answers = self.pool.ask([("score", one.text, text, one.row) for one, text in texts], stopping)
+        answers = self._pool.ask([("score", one.text, text, one.row) for one, text in texts], stopping)
         lost = [str(one) for one in answers if isinstance(one, LostReward)]
-        none = [math.nan] * len(self.rewards)
+        none = [math.nan] * len(self._rewards)
         found = [none if isinstance(one, LostReward) else one["rewards"] for one in answers]
         each = np.asarray(found, np.float32)
-        names = [one.name for one in self.rewards]
+        names = [one.name for one in self._rewards]
         self.parts = dict(zip(names, each.T, strict=True)) if len(names) > 1 else {}
-        weights = np.asarray([one.weight for one in self.rewards], np.float32)
+        weights = np.asarray([one.weight for one in self._rewards], np.float32)
         return (weights * each).sum(axis=1), lost[-1] if lost else ""
 
-    def close(self) -> None:
-        """End the processes, also in the middle of a rollout."""
-        self.pool.close()
 
+class EpisodeScorer(Scorer):
+    """Scores by the rewards that an environment, in the processes of ``pool``, gave during the rollout."""
 
-@dataclass
-class EpisodeScorer:
-    """Scores by the rewards that an environment gave during the rollout.
+    def __init__(self, pool: RewardPool) -> None:
+        self.close = pool.close
 
-    Attributes:
-        pool: the environment's processes.
-        parts: none.
-    """
-
-    pool: RewardPool
-    parts: Mapping[str, np.ndarray] = MappingProxyType({})
-
-    def score(
-        self, rollout: Rollout, stopping: Callable[[], bool] = lambda: False
-    ) -> tuple[Float32[np.ndarray, " rows"], str]:
-        """See ``Scorer``; the rewards are there already."""
+    @override
+    def score(self, rollout: Rollout, stopping: Callable[[], bool] = lambda: False) -> Scores:
         del stopping
         assert rollout.earned is not None
         return rollout.earned.sum(axis=1), rollout.lost
 
-    def close(self) -> None:
-        """End the processes, also in the middle of a rollout."""
-        self.pool.close()
 
+class ModelScorer(Scorer):
+    """Scores by the model of ``posttrain.reward_model``, on the run's mesh: its score at the last token.
 
-@dataclass
-class ModelScorer:
-    """Scores by a model with one output: its score at the last token.
+    A model that was trained whole is stored as a reference is; one of adapters as in its own run.
 
-    Attributes:
-        config: the settings of the run.
-        state: its weights, which no step changes.
-        parts: none.
+    Raises:
+        ConfigurationError: its checkpoint, or its base, is gone.
     """
 
-    config: RunConfig
-    state: TrainState
-    parts: Mapping[str, np.ndarray] = MappingProxyType({})
-
-    @classmethod
-    def open(cls, config: RunConfig, reader: WeightReader) -> Self:
-        """The model of ``posttrain.reward_model``, on the run's mesh.
-
-        A model that was trained whole is stored as a reference is; one of adapters as in its own run.
-
-        Raises:
-            ConfigurationError: its checkpoint, or its base, is gone.
-        """
+    def __init__(self, config: RunConfig, reader: WeightReader) -> None:
+        self._config = config
         path = Path(run_on_process_zero(lambda: str(checkpoints.find(Path(config.posttrain.reward_model)))))
         record = checkpoints.read_manifest(path).record
         setup, saved = reward_setup(config), saved_config(record.config)
         if setup.config.lora is None and not saved.zero.frozen:
-            state = reader.weights(path, setup.initial_state(base=False))
+            self.state = reader.weights(path, setup.initial_state(base=False))
         else:
             folder = RunFolder(path.parent.parent)
             abstract = with_base(setup.abstract_state(), folder, record.base, saved, reader)
-            state = checkpoints.restore(path, abstract)
-        return cls(config, state)
+            self.state = checkpoints.restore(path, abstract)
 
-    def score(
-        self, rollout: Rollout, stopping: Callable[[], bool] = lambda: False
-    ) -> tuple[Float32[np.ndarray, " rows"], str]:
-        """See ``Scorer``; scores that are not finite are lost, and ``stopping`` is ignored."""
+    @override
+    def score(self, rollout: Rollout, stopping: Callable[[], bool] = lambda: False) -> Scores:
         del stopping
         rows = {"tokens": rollout.tokens, "mask": rollout.mask}
-        score = partial(predict_step, self.state, fn=completion_scores)
-        found = predict_rows(self.config, rows, score)
+        found = predict_rows(self._config, rows, partial(predict_step, self.state, fn=completion_scores))
         lost = ~np.isfinite(found)
         if not lost.any():
             return found, ""
-        path = self.config.posttrain.reward_model
+        path = self._config.posttrain.reward_model
         why = (
             f"{int(lost.sum())} of {len(found)} scores by posttrain.reward_model {path} are not finite: its "
+            "weights, or its activations in zero.compute_dtype, are not; take another of its checkpoints"
         )
-        why += "weights, or its activations in zero.compute_dtype, are not; take another of its checkpoints"
         logger.warning(why)
         return np.where(lost, np.float32(np.nan), found), why
-
-    def close(self) -> None:
-        """Nothing was started."""
 
 
 def open_scorer(config: RunConfig, tokenizer: Tokenizer, reader: WeightReader) -> Scorer:
@@ -196,9 +147,9 @@ def open_scorer(config: RunConfig, tokenizer: Tokenizer, reader: WeightReader) -
     """
     settings = config.posttrain
     if not settings.reward_model:
-        return FunctionScorer.of(settings)
+        return FunctionScorer(settings)
     check_tokenizer(settings.reward_model, "posttrain.reward_model", tokenizer)
-    return ModelScorer.open(config, reader)
+    return ModelScorer(config, reader)
 
 
 def reward_setup(config: RunConfig) -> RunSetup:

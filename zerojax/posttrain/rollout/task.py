@@ -50,7 +50,7 @@ class Task:
         prompts = Prompts.read(config.data, tokenizer, template, longest_prompt(config))
         end, settings = AnswerEnd.of(tokenizer, template), config.posttrain
         if settings.environment:
-            pool = RewardPool.of(settings, [settings.environment], "environment")
+            pool = RewardPool(settings, [settings.environment], "environment")
             episodes = Episodes(pool, tokenizer, template, end, longest_row(config))
             episodes.check(prompts.train[0])
             return cls(config, prompts, tokenizer, end, episodes, EpisodeScorer(pool))
