@@ -74,7 +74,7 @@ def test_variables(variables):
     began = mock.Mock()
     with (
         mock.patch.dict(os.environ, kept | variables, clear=True),
-        mock.patch("zerojax.multihost.peers.join", began),
+        mock.patch("zerojax.multihost.distributed.Peers", began),
         mock.patch("socket.getaddrinfo", return_value=[(0, 0, 0, "", ("10.0.0.1", 1))]),
     ):
         began.side_effect = ZeroError("here it would begin")

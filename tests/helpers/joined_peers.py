@@ -23,6 +23,6 @@ def leave_jobs():
 def join(port, rank, size, facts=None, token="", join_timeout=10.0):
     with tempfile.TemporaryDirectory() as folder:
         place = peers.Place("127.0.0.1", port, "127.0.0.1", rank, size, token, Path(folder))
-        one = peers.join(place, facts or {}, join_timeout=join_timeout, peer_timeout=10.0)
+        one = peers.Peers(place, facts or {}, join_timeout=join_timeout, peer_timeout=10.0)
     _joined.append(one)
     return one

@@ -34,14 +34,14 @@ class Begun(Exception):
 
 @pytest.fixture
 def begin(monkeypatch):
-    """The place that ``peers.join`` receives, without connecting."""
+    """The place that ``Peers`` receives, without connecting."""
     places = []
 
     def stop(place, facts, **_):
         places.append(place)
         raise Begun
 
-    monkeypatch.setattr("zerojax.multihost.peers.join", stop)
+    monkeypatch.setattr("zerojax.multihost.distributed.Peers", stop)
 
     def begun(*arguments, **options):
         with pytest.raises(Begun):
@@ -153,7 +153,7 @@ def test_sockets_are_private_and_their_paths_short(monkeypatch, tmp_path, name):
         assert stat.S_IMODE(place.folder.stat().st_mode) == 0o700
         raise Begun
 
-    monkeypatch.setattr("zerojax.multihost.peers.join", stop)
+    monkeypatch.setattr("zerojax.multihost.distributed.Peers", stop)
     for rank in range(2):
         with pytest.raises(Begun):
             join("127.0.0.1:99", rank, 2)

@@ -15,8 +15,8 @@ from jax._src.clusters import ClusterEnv  # JAX exposes its cluster detection on
 
 from zerojax.errors import ConfigurationError, JobError, RunError
 from zerojax.errors import report as report_error
-from zerojax.multihost import peers
 from zerojax.multihost.devices import visible_gpus
+from zerojax.multihost.peers import Peers, Place
 from zerojax.multihost.peers.handshake import SHORTEST, VARIABLE
 from zerojax.network.discovery import remember_coordinator
 from zerojax.sharding.host_memory import limit_variable
@@ -52,7 +52,7 @@ def joined(
     join_timeout: float = 300.0,
     peer_timeout: float = 60.0,
     report: Callable[[BaseException], tuple[int, str]] = report_error,
-) -> Generator[peers.Peers | None]:
+) -> Generator[Peers | None]:
     """Join a job for the duration of a ``with`` block; enter it before anything uses a device.
 
     The job is described by the first of: the arguments; ``JAX_COORDINATOR_ADDRESS``, ``JAX_PROCESS_ID`` and
@@ -102,7 +102,33 @@ def joined(
     if found is None or found[2] == 1:
         yield None
         return
-    others = _join(*found, facts or {}, bind_address, token, insecure, join_timeout, peer_timeout)
+    address, rank, size, gpus = found
+    host, port = _split(address)
+    listen = None
+    if rank == 0:
+        interface, port = _split(bind_address or _own_address(address))
+        # "All interfaces" is an address to listen on, not one to connect to.
+        host, listen = ("localhost", None) if interface == "::" else (interface, interface)
+    remember_coordinator(_split(address)[0] if listen is None else host)
+    token = _token(token, insecure, None if rank == 0 and listen is None else host)
+    # Needed until all are connected: JAX's client never reconnects, as its connection never ends.
+    with _private_folder() as folder:
+        place = Place(host, port, listen, rank, size, token, folder)
+        others = Peers(place, facts or {}, join_timeout=join_timeout, peer_timeout=peer_timeout)
+        # If XLA aborts for a reason of its own, dumping a core of many GB would delay the end.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+        # JAX's preemption service would intercept SIGTERM.
+        jax.config.update("jax_enable_preemption_service", False)
+        jax.distributed.initialize(
+            f"unix:{place.client}", size, rank,
+            local_device_ids=gpus,
+            coordinator_bind_address=f"unix:{place.service}",
+            cluster_detection_method="deactivate",
+            # All have joined, and `Peers` watches them: JAX's own checks, which abort, must not come first.
+            initialization_timeout=600,
+            heartbeat_timeout_seconds=int(peer_timeout) + 600,
+            shutdown_timeout_seconds=60,
+        )  # fmt: skip
     try:
         yield others
     except SystemExit:  # as all processes do at the same step
@@ -115,48 +141,7 @@ def joined(
     _leave(others)
 
 
-def _join(
-    coordinator: str,
-    rank: int,
-    size: int,
-    gpus: list[int] | None,
-    facts: Mapping[str, str],
-    bind_address: str | None,
-    token: str | None,
-    insecure: bool,
-    join_timeout: float,
-    peer_timeout: float,
-) -> peers.Peers:
-    host, port = _split(coordinator)
-    listen = None
-    if rank == 0:
-        interface, port = _split(bind_address or _own_address(coordinator))
-        # "All interfaces" is an address to listen on, not one to connect to.
-        host, listen = ("localhost", None) if interface == "::" else (interface, interface)
-    remember_coordinator(_split(coordinator)[0] if listen is None else host)
-    token = _token(token, insecure, None if rank == 0 and listen is None else host)
-    # Needed until all are connected: JAX's client never reconnects, as its connection never ends.
-    with _private_folder() as folder:
-        place = peers.Place(host, port, listen, rank, size, token, folder)
-        others = peers.join(place, facts, join_timeout=join_timeout, peer_timeout=peer_timeout)
-        # If XLA aborts for a reason of its own, dumping a core of many GB would delay the end.
-        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-        # JAX's preemption service would intercept SIGTERM.
-        jax.config.update("jax_enable_preemption_service", False)
-        jax.distributed.initialize(
-            f"unix:{place.client}", size, rank,
-            local_device_ids=gpus,
-            coordinator_bind_address=f"unix:{place.service}",
-            cluster_detection_method="deactivate",
-            # All have joined, and `peers` watches them: JAX's own checks, which abort, must not come first.
-            initialization_timeout=600,
-            heartbeat_timeout_seconds=int(peer_timeout) + 600,
-            shutdown_timeout_seconds=60,
-        )  # fmt: skip
-    return others
-
-
-def _leave(others: peers.Peers) -> None:
+def _leave(others: Peers) -> None:
     sys.stdout.flush()
     others.leave()
     jax.distributed.shutdown()

@@ -14,7 +14,7 @@ JAX's own traffic travels inside these connections (``proxy``): a job needs one 
 knows the job's token (``handshake``) reaches JAX's service, and JAX never sees process 0 vanish.
 """
 
-from zerojax.multihost.peers.peers import Peers, join
+from zerojax.multihost.peers.peers import Peers
 from zerojax.multihost.peers.place import Place
 
-__all__ = ["Peers", "Place", "join"]
+__all__ = ["Peers", "Place"]

@@ -26,19 +26,45 @@ _GRACE = 3.0
 
 
 class Peers:
-    """The other processes of a job; runs its event loop in a thread of its own. Made by ``join``."""
+    """The other processes of a job, connected; runs its event loop in a thread of its own.
 
-    def __init__(self, place: Place, join_timeout: float, peer_timeout: float) -> None:
+    JAX's client may now connect to ``place.client``, and in rank 0 JAX's service may listen at
+    ``place.service``.
+
+    Args:
+        place: of this process.
+        facts: values that must be the same in all of them, by name: settings, versions.
+        join_timeout: seconds in which all must join.
+        peer_timeout: seconds of silence after which a process counts as lost.
+
+    Raises:
+        ConfigurationError: facts or tokens differ, a rank or the number of processes is wrong, or rank 0's
+            limit of open files is too low.
+        JobError: rank 0 cannot listen, or not all joined in time; the message says which.
+    """
+
+    def __init__(
+        self, place: Place, facts: Mapping[str, str], *, join_timeout: float, peer_timeout: float
+    ) -> None:
         self.rank = place.rank
         self.size = place.size
         self._stacks: Path | None = None
         self._note: Callable[[str], None] = lambda why: None
         self._ending = False  # whether this process has begun to end by itself
         self._failed = threading.Event()  # whether the job has failed
+        coordinator = None
+        if place.rank == 0:
+            reserve_files(place.size)
+            coordinator = Coordinator(place, facts, join_timeout, peer_timeout)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="zerojax peers", daemon=True)
         self._thread.start()
         self._client = Client(place, join_timeout, peer_timeout, self._on_failure)
+        try:
+            self._join(coordinator, place, facts)
+        except BaseException:
+            self.close()
+            raise
 
     def record_failures(self, stacks: Path, note: Callable[[str], None] = lambda why: None) -> None:
         """Have a failure that ends this process recorded.
@@ -129,37 +155,6 @@ class Peers:
             raise (ConfigurationError if failure.kind == "refused" else JobError)(failure.why)
         if coordinator is None:
             self._do(self._client.serve_jax())
-
-
-def join(place: Place, facts: Mapping[str, str], *, join_timeout: float, peer_timeout: float) -> Peers:
-    """Connect to the other processes.
-
-    Args:
-        place: of this process.
-        facts: values that must be the same in all of them, by name: settings, versions.
-        join_timeout: seconds in which all must join.
-        peer_timeout: seconds of silence after which a process counts as lost.
-
-    Returns:
-        The peers. JAX's client may now connect to ``place.client``, and in rank 0 JAX's service may listen
-        at ``place.service``.
-
-    Raises:
-        ConfigurationError: facts or tokens differ, a rank or the number of processes is wrong, or rank 0's
-            limit of open files is too low.
-        JobError: rank 0 cannot listen, or not all joined in time; the message says which.
-    """
-    coordinator = None
-    if place.rank == 0:
-        reserve_files(place.size)
-        coordinator = Coordinator(place, facts, join_timeout, peer_timeout)
-    peers = Peers(place, join_timeout, peer_timeout)
-    try:
-        peers._join(coordinator, place, facts)  # pyright: ignore[reportPrivateUsage]  (its own factory)
-        return peers
-    except BaseException:
-        peers.close()
-        raise
 
 
 async def _cancel_all() -> None:
