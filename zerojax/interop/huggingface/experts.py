@@ -11,7 +11,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface.config_keys import ConfigKeys
 from zerojax.interop.huggingface.config_table import ANY, Entry, Fields, dropouts, key, only, unused
 from zerojax.interop.huggingface.layer_types import periodic, windows
-from zerojax.interop.huggingface.llama import LLAMA_BLOCK, QK_NORMS, SILU, like_llama
+from zerojax.interop.huggingface.llama import LLAMA_BLOCK, NO_BIASES, QK_NORMS, SILU, like_llama
 from zerojax.interop.huggingface.mapping import Bare, Module, Names
 from zerojax.interop.huggingface.mxfp4 import QUANTIZATION
 from zerojax.interop.huggingface.rope_keys import rope
@@ -88,7 +88,6 @@ def _shared_experts(model: GPTConfig) -> int:
 
 
 _NORMALISE = key("norm_topk_prob", "router_normalise", bool, False)
-_NO_BIASES = only("attention_bias", False)
 
 MIXTRAL = like_llama(
     SILU,
@@ -100,7 +99,7 @@ MIXTRAL = like_llama(
 )
 QWEN3_MOE = like_llama(
     SILU,
-    _NO_BIASES,
+    NO_BIASES,
     Entry(_dense_layers, _write_dense_layers, lambda _: dict.fromkeys(("dense_layers", "dense_ffn"), ANY)),
     key("moe_intermediate_size", "ffn", written="ffn_width"),
     *_mixture("num_experts", "num_local_experts"),
@@ -118,7 +117,7 @@ QWEN3_MOE = like_llama(
 )
 OLMOE = like_llama(
     SILU,
-    _NO_BIASES,
+    NO_BIASES,
     *_mixture("num_experts"),
     _NORMALISE,
     only("clip_qkv", None),

@@ -7,14 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface import experts, gemma, glm, llama, mxfp4, olmo, qwen
+from zerojax.interop.huggingface import experts, gemma, gpt2, llama, mxfp4
 from zerojax.interop.huggingface.config_keys import ConfigKeys
 from zerojax.interop.huggingface.config_table import Table, check_fields, read_fields, write_keys
-from zerojax.interop.huggingface.gpt2 import GPT2, GPT2_NAMES
 from zerojax.interop.huggingface.llama import LLAMA_NAMES
 from zerojax.interop.huggingface.mapping import Names, TensorParts
-from zerojax.interop.huggingface.opt import OPT, OPT_NAMES
-from zerojax.interop.huggingface.phi3 import PHI3, PHI3_NAMES
 from zerojax.models import GPTConfig
 from zerojax.validation.untrusted import short
 
@@ -95,25 +92,25 @@ FAMILIES = {
     family.model_type: family
     for family in (
         Family(
-            *("GPT-2", "gpt2", "GPT2LMHeadModel", GPT2, GPT2_NAMES, "transformer.", _GPT2_MASKS),
+            *("GPT-2", "gpt2", "GPT2LMHeadModel", gpt2.GPT2, gpt2.GPT2_NAMES, "transformer.", _GPT2_MASKS),
             linear=False,
         ),
-        Family("OPT", "opt", "OPTForCausalLM", OPT, OPT_NAMES, buffers=()),
+        Family("OPT", "opt", "OPTForCausalLM", gpt2.OPT, gpt2.OPT_NAMES, buffers=()),
         Family("LLaMA", "llama", "LlamaForCausalLM", llama.LLAMA),
         Family("Mistral", "mistral", "MistralForCausalLM", llama.MISTRAL),
-        Family("Qwen2", "qwen2", "Qwen2ForCausalLM", qwen.QWEN2),
-        Family("Qwen3", "qwen3", "Qwen3ForCausalLM", qwen.QWEN3, qwen.QWEN3_NAMES),
+        Family("Qwen2", "qwen2", "Qwen2ForCausalLM", llama.QWEN2),
+        Family("Qwen3", "qwen3", "Qwen3ForCausalLM", llama.QWEN3, llama.QWEN3_NAMES),
         Family("Gemma", "gemma", "GemmaForCausalLM", gemma.GEMMA),
         Family("Gemma 2", "gemma2", "Gemma2ForCausalLM", gemma.GEMMA2, gemma.GEMMA2_NAMES),
         Family("Gemma 3", "gemma3_text", "Gemma3ForCausalLM", gemma.GEMMA3, gemma.GEMMA3_NAMES),
-        Family("Phi-3", "phi3", "Phi3ForCausalLM", PHI3, PHI3_NAMES),
+        Family("Phi-3", "phi3", "Phi3ForCausalLM", llama.PHI3, llama.PHI3_NAMES),
         Family("SmolLM3", "smollm3", "SmolLM3ForCausalLM", llama.SMOLLM3),
-        Family("OLMo 2", "olmo2", "Olmo2ForCausalLM", olmo.OLMO2, olmo.OLMO_NAMES),
-        Family("OLMo 3", "olmo3", "Olmo3ForCausalLM", olmo.OLMO3, olmo.OLMO_NAMES),
+        Family("OLMo 2", "olmo2", "Olmo2ForCausalLM", llama.OLMO2, llama.OLMO_NAMES),
+        Family("OLMo 3", "olmo3", "Olmo3ForCausalLM", llama.OLMO3, llama.OLMO_NAMES),
         Family("Granite", "granite", "GraniteForCausalLM", llama.GRANITE),
         Family("StarCoder2", "starcoder2", "Starcoder2ForCausalLM", llama.STARCODER2, llama.STARCODER2_NAMES),
-        Family("GLM", "glm", "GlmForCausalLM", glm.GLM, glm.GLM_NAMES),
-        Family("GLM-4", "glm4", "Glm4ForCausalLM", glm.GLM4, glm.GLM4_NAMES),
+        Family("GLM", "glm", "GlmForCausalLM", llama.GLM, llama.GLM_NAMES),
+        Family("GLM-4", "glm4", "Glm4ForCausalLM", llama.GLM4, llama.GLM4_NAMES),
         Family("Ministral 3", "ministral3", "Ministral3ForCausalLM", llama.MINISTRAL3),
         Family("Mixtral", "mixtral", "MixtralForCausalLM", experts.MIXTRAL, experts.MIXTRAL_NAMES),
         Family("Qwen3-MoE", "qwen3_moe", "Qwen3MoeForCausalLM", experts.QWEN3_MOE, experts.QWEN3_MOE_NAMES),

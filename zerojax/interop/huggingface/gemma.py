@@ -9,7 +9,7 @@ from typing import Any
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface.config_table import Entry, follows, key, only, unused
 from zerojax.interop.huggingface.layer_types import periodic, windows
-from zerojax.interop.huggingface.llama import LLAMA_BLOCK, QK_NORMS, like_llama
+from zerojax.interop.huggingface.llama import LLAMA_BLOCK, NO_BIASES, QK_NORMS, like_llama
 from zerojax.interop.huggingface.mapping import Names
 from zerojax.interop.huggingface.rope_keys import rope
 from zerojax.models import GPTConfig
@@ -29,7 +29,7 @@ def _gemma(*entries: Entry, **values: Any) -> tuple[Entry, ...]:
     return like_llama(
         follows("embedding_scale", lambda model: model["d_model"] ** 0.5),
         only("hidden_activation", _ACTIVATION),
-        only("attention_bias", False),
+        NO_BIASES,
         *entries,
         head_dim=256,
         tied=True,

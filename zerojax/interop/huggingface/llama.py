@@ -1,7 +1,15 @@
 """LLaMA 1 to 3, and families that differ from it in a few keys.
 
 Rotary positions, RMS norms, SwiGLU, grouped keys and values. Other modules build on ``like_llama`` and
-``LLAMA_NAMES``.
+``LLAMA_NAMES``. What the others have:
+
+- Qwen 2 and 2.5: biases on query, key and value; Qwen 3: norms of queries and keys.
+- Phi-3: query, key and value in one tensor, and gate and up in another; longrope. A model without longrope
+  and with whole heads rotated that was not imported is exported as LLaMA or Mistral, which compute the same.
+- GLM 4: half of each head rotated, neighbours as pairs, and gate and up in one tensor. The 0414 models
+  (``glm4``) have norms after the branches as well; the earlier ones (``glm``) do not.
+- OLMo 2 and 3: norms after the branches alone, and norms of all queries and keys together. OLMo 3 has a
+  window in three of four layers, whose rotary positions are never scaled.
 """
 
 from typing import Any, Literal
@@ -18,8 +26,8 @@ from zerojax.interop.huggingface.config_table import (
     only,
     unused,
 )
-from zerojax.interop.huggingface.layer_types import NO_ROPE, unrotated, windows
-from zerojax.interop.huggingface.mapping import Module, Names
+from zerojax.interop.huggingface.layer_types import LAST_WINDOWS, NO_ROPE, periodic, unrotated, windows
+from zerojax.interop.huggingface.mapping import Fused, Module, Names
 from zerojax.interop.huggingface.rope_keys import rope
 from zerojax.models import GPTConfig
 
@@ -43,6 +51,7 @@ LLAMA_NAMES = Names(LLAMA_BLOCK)
 
 
 BIASES = key("attention_bias", "biases", bool, False, twin="mlp_bias")
+NO_BIASES = only("attention_bias", False)
 
 
 def _head_dim(default: int | None) -> Entry:
@@ -164,4 +173,59 @@ STARCODER2 = like_llama(
 STARCODER2_NAMES = Names(
     {ours: theirs for ours, theirs in LLAMA_BLOCK.items() if not ours.startswith("mlp")}
     | {"mlp/up": "mlp.c_fc", "mlp/down": "mlp.c_proj"}
+)
+
+QWEN2 = like_llama(SILU, *LAST_WINDOWS, only("use_mrope", False), qkv_biases=True)
+QWEN3 = like_llama(SILU, *LAST_WINDOWS, NO_BIASES, head_dim=128, qk_norm=True)
+QWEN3_NAMES = Names(LLAMA_BLOCK | QK_NORMS)
+
+PHI3 = like_llama(
+    SILU,
+    *(only(name, False) for name in ("attention_bias", "mlp_bias", "lm_head_bias")),
+    key("sliding_window", "sliding_window", int, None),
+    dropouts(dropout=("resid_pdrop", "embd_pdrop")),
+    unused("full_attn_mod", "interpolate_factor"),  # transformers reads none
+    kv_heads=None,
+    norm_eps=1e-5,
+    rotary=rope(kinds=("longrope",), fraction=1.0),
+)
+_FUSED_MLP: dict[str, Module] = {
+    "mlp/gate": Fused("mlp.gate_up_proj", 0, 2),
+    "mlp/up": Fused("mlp.gate_up_proj", 1, 2),
+}
+PHI3_NAMES = Names(LLAMA_BLOCK | _FUSED_MLP | {"attention/qkv": "self_attn.qkv_proj"})
+
+GLM, GLM4 = (
+    like_llama(
+        SILU,
+        key("attention_bias", "qkv_biases", bool, True),
+        head_dim=128,
+        norm_eps=1.5625e-7,
+        rotary=rope(fraction=0.5),
+        rope_interleaved=True,
+        post_norms=post_norms,
+    )
+    for post_norms in (False, True)
+)
+GLM_NAMES = Names(LLAMA_BLOCK | _FUSED_MLP)
+GLM4_NAMES = Names(
+    GLM_NAMES.block
+    | {"post_norm_attention": "post_self_attn_layernorm", "post_norm_mlp": "post_mlp_layernorm"}
+)
+
+_OLMO: dict[str, Any] = {"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_joint": True}
+OLMO2 = like_llama(SILU, NO_BIASES, kv_heads=None, norm_eps=1e-5, **_OLMO)
+OLMO3 = like_llama(
+    SILU,
+    NO_BIASES,
+    windows(lambda _, found: periodic(found["layers"], 4)),
+    kv_heads=None,
+    norm_eps=1e-5,
+    rotary=rope(theta=500000.0, tables="two"),
+    **_OLMO,
+)
+OLMO_NAMES = Names(
+    {ours: theirs for ours, theirs in LLAMA_BLOCK.items() if not ours.startswith("norm")}
+    | QK_NORMS
+    | {"post_norm_attention": "post_attention_layernorm", "post_norm_mlp": "post_feedforward_layernorm"}
 )
