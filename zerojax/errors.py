@@ -88,7 +88,8 @@ def report(error: BaseException) -> tuple[int, str]:
             line = str(error) or "interrupted"
             terminal.stderr.write(f"zerojax: {line}\n")
             return code, line
-    return show_traceback(error)
+    terminal.stderr.write("".join(traceback.format_exception(error)))
+    return EXIT_FAILED, traceback.format_exception_only(error)[-1].strip().splitlines()[0][:500]
 
 
 @contextmanager
@@ -129,9 +130,3 @@ def disk_errors(place: Path, after: str = "") -> Generator[None]:
             raise
         where = error.filename or place
         raise RunError(f"cannot write to {where}: {error.strerror or error}{after}") from error
-
-
-def show_traceback(error: BaseException) -> tuple[int, str]:
-    """Print an error with its traceback; return the exit code and a one-line summary."""
-    terminal.stderr.write("".join(traceback.format_exception(error)))
-    return EXIT_FAILED, traceback.format_exception_only(error)[-1].strip().splitlines()[0][:500]

@@ -7,7 +7,7 @@ import pytest
 from hf_models import FIXTURES
 
 from zerojax.cli import main
-from zerojax.cli.run_options import folder_of, read_run
+from zerojax.cli.run_options import RunOptions, read_run
 from zerojax.cli.train import Options
 from zerojax.models import GPTConfig
 
@@ -16,8 +16,8 @@ def test_a_config_names_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     Path("llama-3.2.toml").touch()
     for config in ("llama-3.2", "llama-3.2.toml", str(tmp_path / "llama-3.2.toml")):
-        assert folder_of(config, None).path == Path("runs/llama-3.2")
-    assert folder_of("llama-3.2", tmp_path / "mine").path == tmp_path / "mine"
+        assert RunOptions(config).folder.path == Path("runs/llama-3.2")
+    assert RunOptions("llama-3.2", run_dir=tmp_path / "mine").folder.path == tmp_path / "mine"
 
 
 def test_a_name_of_the_hub_gets_the_way_to_its_folder(tmp_path, capsys):

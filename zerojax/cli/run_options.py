@@ -45,7 +45,7 @@ class RunOptions(JobOptions, on_config.Options):
     def folder(self) -> RunFolder:
         """The folder of the run: the one that is named, or that of its config."""
         assert self.config is not None  # ``on_config.parse`` refuses that
-        return folder_of(self.config, self.run_dir)
+        return RunFolder(self.run_dir or Path("runs") / find_config(self.config).stem)
 
 
 def read_run[O: RunOptions](
@@ -77,14 +77,15 @@ def read_run[O: RunOptions](
         return found if further is None else merged(found, further(chosen, merged(tables, found)))
 
     read, settings = on_config.parse(options, command, arguments, between)
-    settings = read.folder.here(settings)
-    check_source(read.init_from, settings, read.folder, command)
+    named, folder = read.init_from, read.folder
+    settings = folder.here(settings)
+    # ``between`` refuses a folder that is missing, unless the run resumes.
+    if named is not None and not named.exists() and folder.read_config().model != settings.model:
+        raise ConfigurationError(
+            f"--init-from {named} gave this run its [model], and is gone: "
+            f"resume it by zerojax {command} {folder.config} --run-dir {folder.path}"
+        )
     return read, settings, source
-
-
-def folder_of(config: str, run_dir: Path | None) -> RunFolder:
-    """The folder of a run: the one that is named, or that of its config."""
-    return RunFolder(run_dir or Path("runs") / find_config(config).stem)
 
 
 def _refuse_missing(named: Path, folder: RunFolder) -> None:
@@ -149,18 +150,3 @@ def show_plan(options: RunOptions, settings: RunConfig) -> None:
         check_source_exists(one.source, one.pattern)
     print(describe_plan(state))
     print(f"{folder.path}: {begins}, and train until step {settings.train.steps:,}; nothing was written")
-
-
-def check_source(init_from: Path | None, settings: RunConfig, folder: RunFolder, command: str) -> None:
-    """Refuse to resume from a config whose [model] came from a folder that is gone.
-
-    Raises:
-        ConfigurationError: says how to resume.
-    """
-    if init_from is None or init_from.exists() or not folder.config.is_file():
-        return
-    if folder.read_config().model != settings.model:
-        raise ConfigurationError(
-            f"--init-from {init_from} gave this run its [model], and is gone: "
-            f"resume it by zerojax {command} {folder.config} --run-dir {folder.path}"
-        )

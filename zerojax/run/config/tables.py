@@ -43,18 +43,15 @@ def config_from_dict(data: Mapping[str, Any], origin: str = "config") -> RunConf
                 for name, section in sections.items()
                 if section is not None and name != "zero"
             }
-            frozen = {"frozen": _frozen_by_default(found["lora"], found["model"].outputs)}
-            return RunConfig(**found, zero=zero_from_table(frozen | tables.get("zero", {})))
+            frozen = _frozen_by_default(found["lora"], found["model"].outputs)
+            zero = {"preset": ZeroConfig.base, "frozen": frozen} | tables.get("zero", {})
+            return RunConfig(**found, zero=ZeroConfig.preset(zero.pop("preset"), **zero))
     except (ValueError, TypeError) as error:
         raise ConfigError(_labelled(origin, printable(str(error)))) from error
 
 
 def saved_config(data: Mapping[str, Any]) -> RunConfig:
-    """The settings of a checkpoint, which ``spelled_out`` wrote, or an earlier version of zerojax.
-
-    Raises:
-        ConfigError: as ``config_from_dict``.
-    """
+    """The settings of a checkpoint, perhaps of an earlier zerojax; errors as ``config_from_dict``."""
     zero = data.get("zero", {})
     # Early checkpoints have only the preset's name, and "zero++" then was the published form.
     if zero.get("preset") == "zero++" and not PRESETS["zero++"].keys() <= zero.keys():
@@ -63,11 +60,7 @@ def saved_config(data: Mapping[str, Any]) -> RunConfig:
 
 
 def with_settings(config: RunConfig, tables: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-    """The settings with those of ``tables`` in place of their own, as on a command line.
-
-    Raises:
-        ConfigError: as ``config_from_dict``.
-    """
+    """The settings with those of ``tables`` in place of their own; errors as ``config_from_dict``."""
     return config_from_dict(merged(config_to_dict(config), tables), "")
 
 
@@ -107,18 +100,8 @@ def table_of(section: "DataclassInstance") -> dict[str, Any]:
     return table
 
 
-def zero_from_table(table: Mapping[str, Any]) -> ZeroConfig:
-    """[zero]: the preset, overridden by the other keys.
-
-    Raises:
-        ConfigurationError: options that contradict each other.
-    """
-    given = dict(table)
-    return ZeroConfig.preset(given.pop("preset", ZeroConfig.base), **given)
-
-
 def zero_to_table(zero: ZeroConfig) -> dict[str, Any]:
-    """The inverse of ``zero_from_table``, with every key; "compute" stands for None."""
+    """[zero], with every key; "compute" stands for None."""
     table = table_of(zero) | {"grads": [fmt or "compute" for fmt in zero.grads]}
     return {key: "compute" if value is None else value for key, value in table.items()}
 

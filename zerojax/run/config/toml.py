@@ -32,7 +32,9 @@ def find_config(name: str) -> Path:
         if (place / f"{name}.toml").is_file():
             return place / f"{name}.toml"
     known = known_configs()
-    raise ConfigError(f"{name}: no such config{_suggest(name, known)}; there are: {known}")
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    suggestion = f" (did you mean {nearest[0]}?)" if nearest else ""
+    raise ConfigError(f"{name}: no such config{suggestion}; there are: {known}")
 
 
 def known_configs() -> list[str]:
@@ -73,8 +75,3 @@ def load_tables(path: Path | str) -> Tables:
 def dump_config(config: RunConfig) -> str:
     """The config as TOML text; ``load_config`` returns an equal config."""
     return tomli_w.dumps(config_to_dict(config))
-
-
-def _suggest(name: str, known: list[str]) -> str:
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f" (did you mean {nearest[0]}?)" if nearest else ""
