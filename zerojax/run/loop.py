@@ -6,7 +6,7 @@ import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import jax
 
@@ -28,20 +28,6 @@ _AGREE_EVERY = 8
 _RECORDED = ("loss", "validation_loss", "reward")
 
 
-class Schedule(NamedTuple):
-    """When a loop ends, evaluates and saves.
-
-    Attributes:
-        steps: optimizer steps of the whole run.
-        evaluate_every: steps between evaluations; 0 for one at the end alone, None for none.
-        save_every: steps between saves; 0 for one at the end alone, None for none.
-    """
-
-    steps: int
-    evaluate_every: int | None
-    save_every: int | None
-
-
 class TrainLoop(ABC):
     """A loop with its state and its services; a context manager, which starts and ends the services.
 
@@ -57,6 +43,12 @@ class TrainLoop(ABC):
         should_stop: set it to end the training after the current step.
     """
 
+    # Optimizer steps of the whole run; steps between evaluations and between saves: 0 for one at the end
+    # alone, None for none.
+    _steps: int
+    _evaluate_every: int | None
+    _save_every: int | None
+
     folder: RunFolder | None
     checkpoints: Checkpoints | None
     clock: TrainingClock
@@ -69,11 +61,6 @@ class TrainLoop(ABC):
 
     # What to do about a run that has diverged; the message ends with it.
     advice = "Lower the learning rate, clip gradients, or look at the data"
-
-    @property
-    @abstractmethod
-    def schedule(self) -> Schedule:
-        """When the loop ends, evaluates and saves."""
 
     @abstractmethod
     def loop(self, signalled: StopRequest) -> None:
@@ -149,15 +136,15 @@ class TrainLoop(ABC):
         """Take a step on each batch, evaluate and save, until the last step or until one is asked to stop."""
         every = _AGREE_EVERY if reports_later(self.state) else 1
         agreement, requests = Agreement(self.state.spec.mesh, every), Requests()
-        while self.step < self.schedule.steps:
+        while self.step < self._steps:
             self.watchdog.step(self.step + 1)
             wants_save = self.clock.wants_save and jax.process_index() == 0
             agreement.put(Requests(wants_save, signalled.received, self.should_stop))
             self.advance(next(batches))
-            requests |= agreement.get() | Requests(save=self.is_due(self.schedule.save_every))
+            requests |= agreement.get() | Requests(save=self.is_due(self._save_every))
             if any(requests) and self.save():
                 agreement.forget()
-                if requests.stop and self.step < self.schedule.steps:
+                if requests.stop and self.step < self._steps:
                     self.stop()
                 if requests.end:
                     break
@@ -170,7 +157,7 @@ class TrainLoop(ABC):
     def log_step(self, metrics: Metrics) -> None:
         """Count a step that was dispatched, evaluate if that is due, and log both."""
         self.step += 1
-        due = self.is_due(self.schedule.evaluate_every)
+        due = self.is_due(self._evaluate_every)
         own = functools.partial(last_metrics, self.state) if reports_later(self.state) else None
         self.log.step(self.step, metrics, self.evaluation if due else None, own)
         if self.checkpoints is not None:
@@ -189,7 +176,7 @@ class TrainLoop(ABC):
         """Whether an action that runs every ``every`` steps (0: never) and at the last is due now."""
         if every is None:
             return False
-        return self.step == self.schedule.steps or (every > 0 and self.step % every == 0)
+        return self.step == self._steps or (every > 0 and self.step % every == 0)
 
     def save(self) -> bool:
         """Begin to save a checkpoint; False if it must wait because the last step was skipped."""
@@ -197,7 +184,7 @@ class TrainLoop(ABC):
         if self.checkpoints is None:
             return True
         self.watchdog.phase(f"the checkpoint at step {self.step}")
-        at_end = self.step == self.schedule.steps
+        at_end = self.step == self._steps
         saved = self.checkpoints.save(
             self.step,
             self.state,
@@ -243,7 +230,7 @@ class TrainLoop(ABC):
         if self.checkpoints is not None:
             self.checkpoints.wait()
             after = "saved; the same command resumes from there"
-        raise Stopped(f"stopped on request at step {self.step} of {self.schedule.steps}, and {after}")
+        raise Stopped(f"stopped on request at step {self.step} of {self._steps}, and {after}")
 
     @contextmanager
     def _errors_explained(self) -> Generator[None]:

@@ -23,7 +23,7 @@ from zerojax.run.checkpoints import (
 )
 from zerojax.run.checkpoints.select import choose
 from zerojax.run.config import RunConfig, spelled_out
-from zerojax.run.loop import Schedule, TrainLoop, disk_errors_explained
+from zerojax.run.loop import TrainLoop, disk_errors_explained
 from zerojax.run.metrics.files import MetricsFile
 from zerojax.run.run_dir import Resume, RunFolder, check_start
 from zerojax.run.run_lock import RunLock
@@ -84,6 +84,8 @@ class OpenRun(TrainLoop):
         config = self.config = new.config
         self.lock = new.lock
         self.state, self.step, self.base = start.state, start.step, start.base
+        self._steps, self._evaluate_every = config.train.steps, config.train.eval_every
+        self._save_every = config.checkpoint.every
         # A run always has a folder and checkpoints.
         self.folder: RunFolder = new.folder  # pyright: ignore[reportIncompatibleVariableOverride]
         if is_first():
@@ -108,11 +110,6 @@ class OpenRun(TrainLoop):
         "Lower optimizer.learning_rate or optimizer.clip_norm, set train.spike_deviations, look at the data, "
         "or raise train.max_skips"
     )
-
-    @property
-    def schedule(self) -> Schedule:
-        """As the settings say."""
-        return Schedule(self.config.train.steps, self.config.train.eval_every, self.config.checkpoint.every)
 
     def close_files(self) -> None:
         """Finish the writing of files."""

@@ -27,7 +27,7 @@ from zerojax.run.checkpoints import (
 )
 from zerojax.run.config import ClusterSection
 from zerojax.run.evaluation import mean_metrics
-from zerojax.run.loop import Schedule, TrainLoop
+from zerojax.run.loop import TrainLoop
 from zerojax.run.metrics.log import RunLog
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.run_lock import RunLock
@@ -184,11 +184,6 @@ class Trainer(TrainLoop):
         self.step = int(state.step)
         if self.folder is not None:
             reserve_host_memory([state])
-
-    @property
-    def schedule(self) -> Schedule:
-        """When ``fit`` ends, evaluates and saves."""
-        return Schedule(self._steps, self._evaluate_every, self._save_every)
 
     def fit(self, batches: Iterable[Any], steps: int) -> TrainState:
         """Train until ``steps`` optimizer steps are done, those before a restart included.

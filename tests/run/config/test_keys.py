@@ -9,7 +9,7 @@ import pytest
 import tyro
 
 from zerojax.cli.options import option_table, read_options
-from zerojax.run.config.keys import documentation, keys_of, overrides
+from zerojax.run.config.keys import documentation, keys_of
 from zerojax.run.config.schema import config_schema
 
 
@@ -44,7 +44,9 @@ class Section:
     count: int | None = None
     dtype: Literal["x", "y"] | type[np.generic] | np.dtype = "x"
     kinds: tuple[tuple[str, int | None], ...] = ()
-    other: Mapping[str, Any] = field(default_factory=dict, metadata=overrides("other", Other, "rate"))
+    other: Mapping[str, Any] = field(
+        default_factory=dict, metadata={"overrides": ("other", Other, ("rate",))}
+    )
     left: int = field(default=0, metadata={"key": None})
 
 

@@ -21,7 +21,7 @@ from zerojax.interop.huggingface.mapping import (
     tensors_of,
     tensors_of_state,
 )
-from zerojax.interop.huggingface.mxfp4 import Mxfp4Files, open_weights
+from zerojax.interop.huggingface.mxfp4 import WeightFiles
 from zerojax.interop.huggingface.safetensors_files import TensorSpec
 from zerojax.interop.huggingface.source import CONFIG, read_config_json
 from zerojax.sharding.layout import OWNED, ParamLayout
@@ -99,14 +99,14 @@ def load_weights(state: TrainState, folder: Path | str, *, new: str | None = Non
     return state.replace(params=to_tree(from_tree(state.params) | found))
 
 
-def _open(train_spec: TrainSpec, folder: Path, new: str | None) -> tuple[Mxfp4Files, TensorParts]:
+def _open(train_spec: TrainSpec, folder: Path, new: str | None) -> tuple[WeightFiles, TensorParts]:
     """The checked files of a folder, and the tensors of each leaf.
 
     Raises:
         ConfigurationError: as ``load_base``.
     """
     family, model, _ = read_model(read_config_json(folder), str(folder / CONFIG))
-    files = open_weights(folder)
+    files = WeightFiles(folder)
     parts = family.parts(model, family.prefix_in(files.specs))
     own = _model_weights(train_spec, new)
     places = {leaf.name: {place_of(leaf, x)[0] for x in layers_of(leaf)} for leaf in own}

@@ -35,16 +35,15 @@ QUANTIZATION = Entry(_check_method)
 """The key of files with such tensors, which are exported without it."""
 
 
-class Mxfp4Files:
-    """The tensors of files, some of which are in MXFP4 and read as fp32."""
+class WeightFiles:
+    """The tensors of a model's folder, some of which may be in MXFP4 and are read as fp32.
 
-    def __init__(self, files: SafetensorFiles) -> None:
-        """Find them.
+    Raises:
+        ConfigurationError: as ``SafetensorFiles``, or codes and scales do not fit.
+    """
 
-        Raises:
-            ConfigurationError: codes and scales do not fit.
-        """
-        self._files = files
+    def __init__(self, folder: Path) -> None:
+        self._files = files = SafetensorFiles(folder)
         self._coded: set[str] = set()
         self.specs = dict(files.specs)
         for name, spec in files.specs.items():
@@ -74,12 +73,3 @@ class Mxfp4Files:
         values = np.ldexp(values.reshape(*scales.shape, _BLOCK), scales[..., None])
         whole = values.reshape(*values.shape[:2], -1).swapaxes(1, 2)
         return whole[:, start - first * _BLOCK : stop - first * _BLOCK]
-
-
-def open_weights(folder: Path) -> Mxfp4Files:
-    """The tensors of a model's folder.
-
-    Raises:
-        ConfigurationError: as ``SafetensorFiles``, or codes and scales do not fit.
-    """
-    return Mxfp4Files(SafetensorFiles(folder))

@@ -43,23 +43,13 @@ class Key(NamedTuple):
     override: bool = False
 
 
-def overrides(name: str, section: "Section", *keys: str) -> dict[str, Any]:
-    """The metadata of a field that is a table of keys which override those of another section.
-
-    Args:
-        name: of the other section.
-        section: its dataclass.
-        *keys: that may be set.
-    """
-    return {"overrides": (name, section, keys)}
-
-
 @functools.cache
 def keys_of(section: "Section") -> tuple[Key, ...]:
     """The keys of a section, in the order of its fields.
 
-    The metadata of a field may name its ``"key"``, or None for a field that is not a setting; a field of
-    ``overrides`` has several. A section with the key "preset" sets no key by default.
+    The metadata of a field may name its ``"key"``, or None for a field that is not a setting; one with
+    ``"overrides": (section, dataclass, keys)`` is a table of those keys, which override that section's. A
+    section with the key "preset" sets no key by default.
     """
     _, meanings = documentation(section)
     hints, found = typing.get_type_hints(section), list[Key]()

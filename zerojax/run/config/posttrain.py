@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from zerojax.run.config.keys import overrides
 from zerojax.validation.bounds import MIN_TEMPERATURE, check_numbers, require
 from zerojax.zero_config import ZeroConfig
 
@@ -147,7 +146,7 @@ class CriticSection:
 
     init_from: str = ""
     learning_rate: float | None = None
-    zero: Mapping[str, Any] = field(default_factory=dict, metadata=overrides("zero", ZeroConfig, *_OWN))
+    zero: Mapping[str, Any] = field(default_factory=dict, metadata={"overrides": ("zero", ZeroConfig, _OWN)})
 
     def __post_init__(self) -> None:
         check_numbers(self, "critic.{}".format)
