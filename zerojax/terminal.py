@@ -21,6 +21,8 @@ _MAX_LINES = 1000
 _PATIENCE = 0.1
 # Seconds that the end of the process waits for a reader.
 _AT_END = 5.0
+# Seconds that each stream may take before ``os._exit``.
+_LAST = 2.0
 
 
 class Terminal(io.TextIOBase):
@@ -146,18 +148,13 @@ def _write(descriptor: int, text: bytes) -> None:
 stdout, stderr = Terminal("stdout"), Terminal("stderr")
 
 
-def last_words(text: str, seconds: float = 2.0) -> None:
-    """Write to standard error, and what is still buffered or queued, before ``os._exit``.
-
-    Args:
-        text: to write.
-        seconds: that each stream may take.
-    """
+def last_words(text: str) -> None:
+    """Write to standard error, and what is still buffered or queued, before ``os._exit``."""
     # Python's own buffer may hold up this thread as well.
     flush = threading.Thread(target=sys.stdout.flush, daemon=True)
     flush.start()
-    flush.join(seconds)
+    flush.join(_LAST)
     with suppress(OSError):
         stderr.put(text.encode(errors="backslashreplace"))
     for terminal in (stdout, stderr):
-        terminal.drain(seconds)
+        terminal.drain(_LAST)

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from zerojax.multihost import watchdog
-from zerojax.multihost.watchdog import Limits, Watchdog, dump_stacks
+from zerojax.multihost.watchdog import Watchdog, dump_stacks
 from zerojax.run.config import ClusterSection
 
 pytestmark = pytest.mark.alone
@@ -27,8 +27,9 @@ def clock():
 
 
 def watch(clock, **settings):
-    usual = {name: getattr(ClusterSection(), name) for name in Limits._fields}
-    return Watchdog(Limits(**usual | settings), lambda line: None, clock)
+    names = ("phase_timeout", "step_timeout", "step_factor")
+    usual = {name: getattr(ClusterSection(), name) for name in names}
+    return Watchdog(lambda line: None, clock=clock, **usual | settings)
 
 
 def pass_time(clock, dog, seconds):
@@ -122,7 +123,7 @@ def test_a_pause_of_the_whole_process_does_not_count(clock):
 
 def test_it_reports_once(clock):
     said = []
-    dog = Watchdog(Limits(0.01, 0, 0), said.append)
+    dog = Watchdog(said.append, phase_timeout=0.01)
     dog.phase("waiting")
     dog.start()
     end = time.monotonic() + 10
@@ -136,9 +137,9 @@ def test_it_reports_once(clock):
 def test_a_process_without_peers_ends_and_its_stacks_remain(tmp_path):
     program = f"""
 import pathlib, time
-from zerojax.multihost.watchdog import Limits, Watchdog, end_alone
+from zerojax.multihost.watchdog import Watchdog, end_alone
 stop = lambda line: end_alone(pathlib.Path({str(tmp_path)!r}, "s", "0"), line)
-dog = Watchdog(Limits(0.1, 0, 0), stop)
+dog = Watchdog(stop, phase_timeout=0.1)
 dog.phase("sleeping")
 dog.start()
 def sleep_for_ever():

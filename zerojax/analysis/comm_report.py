@@ -64,6 +64,20 @@ PHASES = {
     "other": "collectives of the model's own",
 }
 """The purposes of collectives."""
+_SCOPES = {
+    "gradients": {"reduce_local", "reduce_node", "all_gather_sum"},
+    "fragment": {"exchange_fragment"},
+    "gradient sums": {"sums_to_nodes"},
+    "attention": {EXCHANGE},
+    "tokens": {"gather_tokens", "return_tokens"},
+    "optimizer": {"orthogonalise"},
+    "delta": {"gather_delta"},
+    "resync": {"gather_exact"},
+    "weights forward": {"gather_node", "gather_local"},
+    "scales": {"scales"},
+    "metrics": {"metrics"},
+}
+"""The name scopes of each; the first that is around a collective decides."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +232,7 @@ def comm_report(state: TrainState, batch: Any) -> CommReport:
     parts = jax.process_count() // processes_a_row(program.zero.sequence_parallel)
     traced = trace_train_step(state, map_batch(partial(_of_all_processes, parts), lambda x: x, batch))
     counts = Counter[JaxprCollective]()
-    for one in _walk(traced.jaxpr.jaxpr, _Place(program.world)):
+    for one in _walk(traced.jaxpr.jaxpr, _Place()):
         counts[dataclasses.replace(one, count=0)] += one.count
     return CommReport(
         nodes=program.world.nodes,
@@ -232,14 +246,13 @@ def comm_report(state: TrainState, batch: Any) -> CommReport:
 class _Place:
     """A position in the program: how often it runs, in which name scopes, and whether in usual steps."""
 
-    world: MeshShape
     count: int = 1
     names: str = ""
     usual: bool = True
 
     def inside(self, equation: core.JaxprEqn, *, times: int = 1, usual: bool = True) -> "_Place":
         names = f"{self.names}/{equation.source_info.name_stack}"
-        return _Place(self.world, self.count * times, names, self.usual and usual)
+        return _Place(self.count * times, names, self.usual and usual)
 
 
 def _walk(jaxpr: core.Jaxpr, place: _Place) -> Iterator[JaxprCollective]:
@@ -295,25 +308,8 @@ def _read(equation: core.JaxprEqn, axes: tuple[str, ...], place: _Place) -> Iter
 def _phase(place: _Place) -> str:
     """The phase of a collective, by the name scopes around it (as in ``zerojax.weights.gather``)."""
     scopes = set(re.findall(r"\w+", place.names))
-    if scopes & {"reduce_local", "reduce_node", "all_gather_sum"}:
-        return "gradients"
-    if "exchange_fragment" in scopes:
-        return "fragment"
-    if "sums_to_nodes" in scopes:
-        return "gradient sums"
-    if EXCHANGE in scopes:
-        return "attention"
-    if scopes & {"gather_tokens", "return_tokens"}:
-        return "tokens"
-    if "orthogonalise" in scopes:
-        return "optimizer"
-    if "gather_delta" in scopes:
-        return "delta"
-    if "gather_exact" in scopes:
-        return "resync"
-    if scopes & {"gather_node", "gather_local"}:
-        return "weights backward" if "transpose" in scopes else "weights forward"
-    return next((phase for phase in ("scales", "metrics") if phase in scopes), "other")
+    phase = next((phase for phase, own in _SCOPES.items() if scopes & own), "other")
+    return "weights backward" if phase == "weights forward" and "transpose" in scopes else phase
 
 
 def _counted(key: JaxprCollective, count: int, world: MeshShape) -> JaxprCollective:

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
 from zerojax import terminal
 from zerojax.multihost.background import attempt
@@ -21,20 +20,6 @@ _LOOK, _LATE = 0.25, 5.0
 _DUMP = 5.0
 
 
-class Limits(NamedTuple):
-    """How long steps and other phases may take.
-
-    Attributes:
-        phase_timeout: seconds for a phase other than a step; 0 for no limit.
-        step_timeout: seconds that any step may take.
-        step_factor: multiple of the median of recent steps that a step may take, if longer; 0 for no limit.
-    """
-
-    phase_timeout: float
-    step_timeout: float
-    step_factor: float
-
-
 class Watchdog:
     """A thread that notices when the training loop hangs.
 
@@ -42,19 +27,26 @@ class Watchdog:
     process dumps its stacks.
 
     Args:
-        limits: how long steps and phases may take.
         stuck: called once, in the watchdog's thread, with a line that names what takes too long.
+        phase_timeout: seconds for a phase other than a step; 0 for no limit.
+        step_timeout: seconds that any step may take.
+        step_factor: multiple of the median of recent steps that a step may take, if longer; 0 for no limit.
         clock: gives the time in seconds; never the wall clock, which may jump.
     """
 
     def __init__(
         self,
-        limits: Limits,
         stuck: Callable[[str], object],
+        *,
+        phase_timeout: float = 0.0,
+        step_timeout: float = 0.0,
+        step_factor: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._limits = limits
         self._stuck = stuck
+        self._phase_timeout = phase_timeout
+        self._step_timeout = step_timeout
+        self._step_factor = step_factor
         self._clock = clock
         self._lock = threading.Lock()
         self._end = threading.Event()
@@ -89,15 +81,15 @@ class Watchdog:
         self._begin(what, more)
 
     def _begin(self, what: str, more: float = 0.0, *, is_step: bool = False) -> None:
-        limits, now = self._limits, self._clock()
+        now = self._clock()
         with self._lock:
             if self._is_step:
                 self._recent.append(now - self._since)
             self._what, self._is_step, self._since = what, is_step, now
-            self._limit = limits.phase_timeout and limits.phase_timeout + more
+            self._limit = self._phase_timeout and self._phase_timeout + more
             if is_step and len(self._recent) >= _ENOUGH:
-                factor = limits.step_factor
-                self._limit = factor and max(limits.step_timeout, factor * median(self._recent))
+                factor = self._step_factor
+                self._limit = factor and max(self._step_timeout, factor * median(self._recent))
 
     def look(self) -> str | None:
         """A line about what takes too long; None if nothing does."""

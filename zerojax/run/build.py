@@ -4,6 +4,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from zerojax.analysis.plan.work import sequences_of, work_of
 from zerojax.errors import ConfigurationError
 from zerojax.models import GPT, Block, GPTConfig, flops_per_token, lm_loss
 from zerojax.multihost.peers import Peers
-from zerojax.multihost.watchdog import Limits, Watchdog, end_alone
+from zerojax.multihost.watchdog import Watchdog, end_alone
 from zerojax.run.config import ClusterSection, RunConfig, config_to_dict
 from zerojax.run.metrics.log import RunLog, StepCosts
 from zerojax.run.optimizers import make_optimizer, make_schedule
@@ -188,15 +189,20 @@ def _spared_flops(state: TrainState) -> int:
 
 def make_watchdog(cluster: ClusterSection, folder: RunFolder, peers: Peers | None) -> Watchdog:
     """The watchdog that ends a hung run, together with its peers if it has any."""
-    limits = Limits(cluster.phase_timeout, cluster.step_timeout, cluster.step_factor)
+    watchdog = partial(
+        Watchdog,
+        phase_timeout=cluster.phase_timeout,
+        step_timeout=cluster.step_timeout,
+        step_factor=cluster.step_factor,
+    )
     stacks = folder.stacks / f"rank-{jax.process_index()}.txt"
     if peers is None:
-        return Watchdog(limits, lambda line: end_alone(stacks, line))
+        return watchdog(lambda line: end_alone(stacks, line))
     if is_first():
         peers.record_failures(stacks, lambda why: folder.update_summary(status="failed", reason=why))
     else:
         peers.record_failures(stacks)
-    return Watchdog(limits, peers.stuck)
+    return watchdog(peers.stuck)
 
 
 def is_first() -> bool:

@@ -15,7 +15,7 @@ from zerojax.log import logger
 from zerojax.multihost.agreement import gather_from_all, run_on_process_zero
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.preemption import StopRequest
-from zerojax.multihost.watchdog import Limits, Watchdog
+from zerojax.multihost.watchdog import Watchdog
 from zerojax.run.build import make_watchdog
 from zerojax.run.checkpoints import (
     Checkpoints,
@@ -149,7 +149,7 @@ class Trainer(TrainLoop):
         check_trackers(trackers)
         self.folder = None if folder is None else RunFolder(Path(folder))
         self.lock = self.checkpoints = None
-        self.watchdog = Watchdog(Limits(0, 0, 0), logger.warning)
+        self.watchdog = Watchdog(logger.warning)  # without limits
         self._evaluate = evaluate if evaluate is None or callable(evaluate) else list(evaluate)
         self._evaluate_every = None if evaluate is None else evaluate_every
         self._save_every = None if folder is None else save_every

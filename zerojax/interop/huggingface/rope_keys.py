@@ -120,7 +120,6 @@ class _Rope:
     kinds: tuple[str, ...]
     fraction: float | None
     tables: Literal["one", "explicit", "two", "local", "growth"]
-    local: float
 
     def read(self, keys: ConfigKeys, found: Fields) -> Fields:
         theta = keys.take("rope_theta", float, self.theta)
@@ -137,7 +136,7 @@ class _Rope:
             return self._read_table(scaling | table, before)
         if unknown := sorted(table.keys() - {FULL, SLIDING}):
             raise ConfigurationError(f"rope_parameters of {', '.join(unknown)} are not supported")
-        local = keys.take("rope_local_base_freq", float, self.local) if self.tables == "local" else theta
+        local = keys.take("rope_local_base_freq", float, 10000.0) if self.tables == "local" else theta
         windowed = self._read_table(table.get(SLIDING) or {}, before | {"rope_theta": local})
         if "rope_scaling" in windowed:
             raise ConfigurationError(
@@ -224,7 +223,6 @@ def rope(
     kinds: tuple[str, ...] = _COMMON,
     fraction: float | None = None,
     tables: Literal["one", "explicit", "two", "local", "growth"] = "one",
-    local: float = 10000.0,
 ) -> Entry:
     """The rotary fields of a model, and its max_seq_len.
 
@@ -235,7 +233,6 @@ def rope(
         tables: "one" for all layers, or "explicit", where it must be there; "two", of layers with and without
             a window, or "local" if the first has a key of its own; "growth": one, with Ministral 3's growth
             of queries.
-        local: "local": without rope_local_base_freq.
     """
-    own = _Rope(theta, kinds, fraction, tables, local)
+    own = _Rope(theta, kinds, fraction, tables)
     return Entry(own.read, own.write, own.allowed)
