@@ -19,7 +19,7 @@ from zerojax.run.data.batches import TrainBatches, make_rows
 from zerojax.run.data.dataset import DatasetPart, open_dataset
 from zerojax.run.data.packing import PackedRows
 from zerojax.run.data.prepare import prepare
-from zerojax.run.data.source import open_source
+from zerojax.run.data.source import TextSource
 from zerojax.run.data.tokens import TokenFile
 
 _MEAN_DOCUMENT = 2000
@@ -48,7 +48,7 @@ def main() -> None:
 def write_documents(path: Path, size: int) -> None:
     """Pieces of source code of log-normal lengths, as JSON lines, `size` bytes of text in all."""
     rng = np.random.default_rng(0)
-    whole = b"".join(document.text for document in open_source("stdlib").documents())
+    whole = b"".join(document.text for document in TextSource("stdlib").documents())
     with path.open("w") as file:
         while size > 0:
             length = int(rng.lognormal(np.log(_MEAN_DOCUMENT) - 0.5, 1.0)) + 1

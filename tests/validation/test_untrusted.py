@@ -27,7 +27,7 @@ from zerojax.interop.huggingface.families import describe_model, read_model
 from zerojax.interop.huggingface.safetensors_files import SINGLE, SafetensorFiles
 from zerojax.models import GPTConfig
 from zerojax.run.config import MixtureSource, RunConfig, config_to_dict, dump_config, load_config
-from zerojax.run.data.source import open_source
+from zerojax.run.data.source import TextSource
 
 COUNT = 1000
 MEGABYTES = 300
@@ -216,7 +216,7 @@ def test_json_lines(name: str, tmp_path: Path):
         return raw
 
     def read(path: Path) -> None:
-        found = [document.text.decode() for document in open_source(str(path)).documents()]
+        found = [document.text.decode() for document in TextSource(str(path)).documents()]
         raw = path.read_bytes()
         raw = gzip.decompress(raw) if name.endswith(".gz") else raw
         lines = [line.decode("utf-8-sig") for line in raw.split(b"\n") if line.strip(b" \t\n\r\x0b\x0c")]
@@ -231,6 +231,6 @@ def test_plain_text(tmp_path: Path):
     whole = "".join(f"line {i}: grüße\r\n" for i in range(100)).encode()
 
     def read(path: Path) -> None:
-        assert b"".join(document.text for document in open_source(str(path)).documents()) == path.read_bytes()
+        assert b"".join(document.text for document in TextSource(str(path)).documents()) == path.read_bytes()
 
     fuzz(lambda _: damage.of_bytes(whole), tmp_path / "text.txt", read)

@@ -140,7 +140,7 @@ class TrainLoop(ABC):
             self.watchdog.step(self.step + 1)
             wants_save = self.clock.wants_save and jax.process_index() == 0
             agreement.put(Requests(wants_save, signalled.received, self.should_stop))
-            self.advance(next(batches))
+            self.log_step(self.take_step(next(batches)))
             requests |= agreement.get() | Requests(save=self.is_due(self._save_every))
             if any(requests) and self.save():
                 agreement.forget()
@@ -149,10 +149,6 @@ class TrainLoop(ABC):
                 if requests.end:
                     break
                 requests = Requests()
-
-    def advance(self, batch: Any) -> None:
-        """Take a step on this process's part of a batch, evaluate if that is due, and log both."""
-        self.log_step(self.take_step(batch))
 
     def log_step(self, metrics: Metrics) -> None:
         """Count a step that was dispatched, evaluate if that is due, and log both."""
@@ -164,7 +160,7 @@ class TrainLoop(ABC):
             self.checkpoints.check()
 
     def take_step(self, batch: Any) -> Metrics:
-        """Dispatch a step on a batch; returns its metrics."""
+        """Dispatch a step on this process's part of a batch; returns its metrics."""
         self.state, metrics = train_step(self.state, batch)
         return metrics
 

@@ -229,9 +229,9 @@ class Trainer(TrainLoop):
             callback.on_train_begin(self)
         self.take_steps(self._source, signalled)
 
-    def advance(self, batch: Any) -> None:
-        """Take a step, and tell the callbacks."""
-        super().advance(batch)
+    def log_step(self, metrics: Metrics) -> None:
+        """Count and log a step, and tell the callbacks."""
+        super().log_step(metrics)
         for callback in self._callbacks:
             callback.on_step_end(self)
 

@@ -19,7 +19,7 @@ from zerojax.run.data.dataset import open_dataset
 from zerojax.run.data.examples import Completions, Conversations
 from zerojax.run.data.formats import DataError
 from zerojax.run.data.prepare import prepare
-from zerojax.run.data.source import open_source
+from zerojax.run.data.source import TextSource
 from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer
 from zerojax.run.data.tokens import TokenFile, open_tokens
 from zerojax.validation.checksummed_json import load_checked
@@ -222,7 +222,7 @@ def test_a_bad_row_of_parquet_is_named(tmp_path: Path) -> None:
 def test_plain_text_has_no_prompts(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(DataError, match=r"a.txt: plain text has no columns \['messages'\]"):
-        list(open_source(str(tmp_path), examples=Conversations(ChatTemplate(CHATML))).documents())
+        list(TextSource(str(tmp_path), examples=Conversations(ChatTemplate(CHATML))).documents())
 
 
 class TestFiles:

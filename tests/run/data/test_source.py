@@ -14,7 +14,7 @@ from pyarrow import parquet
 from zerojax.run.data import formats as formats_module
 from zerojax.run.data.examples import Texts
 from zerojax.run.data.formats import DataError
-from zerojax.run.data.source import open_source
+from zerojax.run.data.source import TextSource
 
 TEXTS = [f"document {i}: grüße {'word ' * i}\n" for i in range(50)]
 FIXTURES = ROOT / "tests" / "fixtures" / "data"
@@ -35,12 +35,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 def texts(source: Path | str, pattern: str = "**/*", column: str = "text") -> list[str]:
-    return [d.text.decode() for d in open_source(str(source), pattern, Texts(column)).documents()]
+    return [d.text.decode() for d in TextSource(str(source), pattern, Texts(column)).documents()]
 
 
 class TestPlainText:
     def test_a_folder_is_read_in_order(self, folder: Path) -> None:
-        places = [document.place for document in open_source(str(folder)).documents()]
+        places = [document.place for document in TextSource(str(folder)).documents()]
         assert len(places) == 40
         assert places == sorted(places)
         assert places[0] == str(folder / "a" / "doc1.txt")
@@ -60,7 +60,7 @@ class TestPlainText:
         assert all(piece.endswith("\n") for piece in pieces)
 
     def test_standard_library(self) -> None:
-        places = [file.as_posix() for file in open_source("stdlib").files]
+        places = [file.as_posix() for file in TextSource("stdlib").files]
         assert any(place.endswith("/argparse.py") for place in places)
         assert any(place.endswith("/asyncio/events.py") for place in places)
         assert not [p for p in places if "test" in p.split("/") or "site-packages" in p]
@@ -68,27 +68,27 @@ class TestPlainText:
     @pytest.mark.parametrize("pattern", ["**.txt", "/a/*.txt", ""])
     def test_what_is_no_pattern(self, folder: Path, pattern: str) -> None:
         with pytest.raises(DataError, match=r"data\.pattern .*; use for instance '\*\*/\*\.txt'"):
-            open_source(str(folder), pattern)
+            TextSource(str(folder), pattern)
 
     def test_a_file_is_read_once_though_links_give_it_many_names(self, folder: Path) -> None:
-        names = open_source(str(folder)).files
+        names = TextSource(str(folder)).files
         (folder / "loop").symlink_to(folder)
-        assert open_source(f"{folder}/**").files == names
+        assert TextSource(f"{folder}/**").files == names
 
     @pytest.mark.parametrize("name", ["nothing-here", "nothing/*.txt", "~nothing/a.txt"])
     def test_missing(self, name: str) -> None:
         with pytest.raises(DataError, match=r"nothing.*no such file, folder or glob"):
-            open_source(name)
+            TextSource(name)
 
     def test_no_text(self, tmp_path: Path) -> None:
         (tmp_path / "x.bin").write_bytes(b"\0")
         with pytest.raises(DataError, match="no text file"):
-            open_source(str(tmp_path))
+            TextSource(str(tmp_path))
 
     def test_empty(self, tmp_path: Path) -> None:
         (tmp_path / "x.txt").touch()
         with pytest.raises(DataError, match="empty"):
-            open_source(str(tmp_path))
+            TextSource(str(tmp_path))
 
 
 def write_lines(path: Path, raw: bytes = b"") -> None:

@@ -16,7 +16,7 @@ from zerojax.run.data import progress as progress_module
 from zerojax.run.data.dataset import is_prepared, open_dataset, perplexity
 from zerojax.run.data.formats import DataError
 from zerojax.run.data.prepare import prepare
-from zerojax.run.data.source import open_source
+from zerojax.run.data.source import TextSource
 from zerojax.run.data.split import rank, validation_limit
 from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer
 from zerojax.run.data.tokens import TokenFile, TokenWriter, open_tokens
@@ -344,7 +344,7 @@ class TestPrepare:
         monkeypatch.setattr(progress_module, "_SECONDS", 0.0)
         said: list[str] = []
         prepare(DataSection(source=str(folder), validation=0.1), tmp_path / "data", said.append)
-        size = sum(len(d.text) for d in open_source(str(folder)).documents())
+        size = sum(len(d.text) for d in TextSource(str(folder)).documents())
         assert said[-1].startswith(f"preparing {folder}: {size / 1000:.2f} KB of text, 0.0M tokens in 0 s")
 
     def test_interrupted_preparation_leaves_no_folder(self, folder: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from zerojax.run.config import DataSection
 from zerojax.run.data.chat_template import ChatTemplate, text_of_content
 from zerojax.run.data.examples import TOOLS, checked_messages, checked_tools
 from zerojax.run.data.formats import DataError, encode_text, read_rows, text_of
-from zerojax.run.data.source import open_source
+from zerojax.run.data.source import TextSource
 from zerojax.run.data.split import evenly_spread, hold_out
 from zerojax.run.data.tokenizer import Tokenizer
 
@@ -92,7 +92,7 @@ def files_of(data: DataSection, what: str) -> Sequence[Path]:
         raise DataError(
             f"zerojax posttrain reads {what}: name one file, folder or glob of them in data.source"
         )
-    return open_source(data.source, data.pattern).files
+    return TextSource(data.source, data.pattern).files
 
 
 def _read_table(

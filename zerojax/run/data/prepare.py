@@ -22,7 +22,7 @@ from zerojax.run.data.dataset import (
 from zerojax.run.data.examples import Completions, Conversations, Encoded, Examples, Texts, text_that_counts
 from zerojax.run.data.formats import DataError, Document
 from zerojax.run.data.progress import TextProgress
-from zerojax.run.data.source import TextSource, open_source
+from zerojax.run.data.source import TextSource
 from zerojax.run.data.split import rank, validation_limit
 from zerojax.run.data.tokenizer import END_OF_TEXT, Tokenizer
 from zerojax.run.data.tokenizer import SETTINGS as TOKENIZER_SETTINGS
@@ -63,7 +63,7 @@ def prepare(settings: DataSection, folder: Path, say: Callable[[str], None] = _p
     _check_replaceable(folder)
     template = _template(settings)
     sources = [
-        open_source(one.source, one.pattern or "", _examples(one, settings, template))
+        TextSource(one.source, one.pattern or "", _examples(one, settings, template))
         for one in settings.sources
     ]
     limits = [

@@ -5,18 +5,11 @@ import itertools
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from zerojax.errors import file_errors
 from zerojax.run.data.examples import Examples, Texts
-from zerojax.run.data.formats import (
-    DataError,
-    Document,
-    cut_document,
-    is_table,
-    user_path,
-)
+from zerojax.run.data.formats import DataError, Document, cut_document, is_table, user_path
 from zerojax.validation.untrusted import parse_json
 
 _SNIFF_BYTES = 8192
@@ -25,24 +18,29 @@ _SAVED_DATASET = "state.json"
 _SAVED_SPLITS = "dataset_dict.json"
 
 
-@dataclass(frozen=True)
 class TextSource:
     """The files of a text source, in a fixed order.
 
+    Args:
+        source: "stdlib" for the .py files of Python's standard library without its tests; or the path of a
+            file or folder; or a glob. A folder saved by ``datasets`` is read as that dataset.
+        pattern: which files of a folder to take. Hidden files, and files with a NUL byte (neither text nor
+            tables), are never taken.
+        examples: how its files become documents; by default texts, in the column "text" of tables.
+
     Attributes:
         files: sorted.
-        examples: how they become documents.
+
+    Raises:
+        DataError: nothing is there, or it holds no text.
     """
 
-    files: tuple[Path, ...]
-    examples: Examples
+    def __init__(self, source: str, pattern: str = "**/*", examples: Examples | None = None) -> None:
+        self.files = _find_files(source, pattern)
+        self.examples = examples or Texts()
 
     def documents(self) -> Iterator[Document]:
-        """The documents with something to learn, in order.
-
-        Raises:
-            DataError: as for ``rows``.
-        """
+        """The documents with something to learn, in order; errors as for ``rows``."""
         return (document for document in self.rows() if document.targets != ())
 
     def rows(self) -> Iterator[Document]:
@@ -54,22 +52,6 @@ class TextSource:
         if len(self.files) == 1 and not (self.examples.masked or is_table(self.files[0])):
             return cut_document(self.files[0])
         return itertools.chain.from_iterable(map(self.examples.read, self.files))
-
-
-def open_source(source: str, pattern: str = "**/*", examples: Examples | None = None) -> TextSource:
-    """Find the files behind a source.
-
-    Args:
-        source: "stdlib" for the .py files of Python's standard library without its tests; or the path of a
-            file or folder; or a glob. A folder saved by ``datasets`` is read as that dataset.
-        pattern: which files of a folder to take. Hidden files, and files with a NUL byte (neither text nor
-            tables), are never taken.
-        examples: how its files become documents; by default texts, in the column "text" of tables.
-
-    Raises:
-        DataError: nothing is there, or it holds no text.
-    """
-    return TextSource(_find_files(source, pattern), examples or Texts())
 
 
 def check_source_exists(source: str, pattern: str | None) -> None:
