@@ -26,6 +26,7 @@ from zerojax.models.shared_rows import attention, whole_rows
 from zerojax.optim.ema import average_weights
 from zerojax.optim.muon import scale_by_muon
 from zerojax.optim.shard_check import chain
+from zerojax.schedule.tiles import tiled
 from zerojax.sharding.mesh import make_mesh
 from zerojax.train.batch import Replicated
 from zerojax.train.fp8_report import fp8_report
@@ -111,6 +112,7 @@ __all__ = [
     "profile",
     "put_params",
     "scale_by_muon",
+    "tiled",
     "trackers",
     "train_step",
     "weight_sum",

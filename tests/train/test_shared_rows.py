@@ -25,11 +25,13 @@ SLOW = pytest.mark.slow
 VOCAB, TOKENS, ROWS, STEPS = 23, 24, 12, 2
 SMALL: dict[str, Any] = {"vocab_size": VOCAB, "layers": 2, "d_model": 16, "heads": 4, "max_seq_len": TOKENS}
 LLAMA = SMALL | {"norm": "rms", "positions": "rope", "mlp": "swiglu", "biases": False, "init_std": 0.3}
+TILES = {"token_tile": 5}
+"""The plain loop computes nothing again, and so has none."""
 FAMILIES = {
-    "gpt": SMALL | {"heads": 3, "d_model": 12, "scan": False, "init_std": 0.3},
+    "gpt": SMALL | {"heads": 3, "d_model": 12, "scan": False, "init_std": 0.3} | TILES,
     "llama": LLAMA | {"kv_heads": 2},
     # Over four devices heads of zeros fill up each of two groups, and the whole of three.
-    "groups-2": LLAMA | {"heads": 6, "kv_heads": 2, "head_width": 4, "attention_sinks": True},
+    "groups-2": LLAMA | {"heads": 6, "kv_heads": 2, "head_width": 4, "attention_sinks": True} | TILES,
     "groups-3": LLAMA | {"heads": 6, "kv_heads": 3, "head_width": 4},
     "gemma": LLAMA
     | {"kv_heads": 1, "mlp": "geglu", "norm_offset": 1.0, "post_norms": True, "embedding_scale": 4.0}
@@ -37,6 +39,7 @@ FAMILIES = {
     | {"attention_softcap": 2.0, "logit_softcap": 3.0},
     "mixture": LLAMA | {"kv_heads": 2, "experts": 4, "ffn": 16, "z_loss": 0.1},
 }
+FAMILIES["gemma in tiles"] = FAMILIES["gemma"] | TILES
 EXACT = {"weights": "fp32", "local_weights": "fp32", "grads": ("fp32", "fp32")}
 DELTA = EXACT | {"hpz": True, "weights_delta": True}
 
@@ -100,6 +103,7 @@ MORE = [
     ("groups-3", True, (1, 8), 8, {"remat": "none"}),
     ("groups-3", True, (2, 4), 2, {"remat": "attention", "accumulate": 3}),
     ("gemma", True, (2, 4), 2, {"remat": "none"}),
+    ("gemma in tiles", True, (2, 4), 4, {"accumulate": 2, "accumulate_order": "breadth"}),
     ("gemma", True, (3, 2), 2, {"accumulate": 2}),
     ("gpt", False, (1, 8), 2, {"stage": 0}),
     ("gpt", False, (2, 4), 4, {"hpz": True, "remat": "attention"}),
@@ -210,7 +214,7 @@ def test_a_model_that_calls_the_attention(linen_model):
 
 def small(devices: int, *, lora: Any = None, tx: Any = None, **zero: Any) -> zerojax.TrainState:
     """A state of one layer of the second family on two nodes of two devices."""
-    config = GPTConfig(**(FAMILIES["llama"] | {"layers": 1}))
+    config = GPTConfig(**(FAMILIES["llama"] | TILES | {"layers": 1}))
     return zerojax.TrainState.create(
         lambda rngs: GPT(config, rngs=rngs),
         tx or momentum(),

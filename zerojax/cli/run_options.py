@@ -114,7 +114,7 @@ def _as_trained(named: Path, tables: Tables, folder: RunFolder) -> Tables:
     if "model" not in before:  # of a custom loop
         return {}
     theirs, outputs = saved_config(before), tables.get("model", {}).get("outputs")
-    own = {"attention", "loss_chunk", "dropout"}
+    own = {"attention", "loss_chunk", "token_tile", "dropout"}
     if outputs is not None:
         own |= {"outputs"} if outputs == theirs.model.outputs else {"outputs", "tied"}
     shape = {key: value for key, value in table_of(theirs.model).items() if key not in own}

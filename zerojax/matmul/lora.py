@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax
@@ -338,6 +338,11 @@ class LowRankOperand:
     def aval(self) -> jax.ShapeDtypeStruct:
         """The array that the model believes it has."""
         return aval_of(self.base)
+
+    def in_tile(self, number: Array) -> "LowRankOperand":
+        """The same weight to a tile of tokens, which drops elements of its own."""
+        seed = self.seed ^ (number.astype(jnp.uint32) * jnp.uint32(0x9E3779B9))
+        return replace(self, seed=seed) if self.dropout else self
 
     def astype(self, dtype: DTypeLike) -> "LowRankOperand":
         """The same weight to a model that computes in another dtype."""

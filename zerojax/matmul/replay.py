@@ -23,6 +23,7 @@ from jaxtyping import Array, PyTree
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import LowRankOperand
 from zerojax.matmul.operand import Fp8Operand, LayerOperand
+from zerojax.matmul.tiles import LOOP, over_tiles
 
 _READERS: dict[str, Callable[..., Array]] = {}
 """Functions that read ``Fp8Operand``s themselves, by the names under which they are called."""
@@ -137,6 +138,9 @@ def _results(equation: core.JaxprEqn, given: list[Value]) -> Sequence[Value]:
                 return moved
         case "jit" if (reader := _READERS.get(params["name"])) and _all_codes(weights):
             return [reader(*given)]
+        case "jit" if params["name"] == LOOP:
+            inner = params["jaxpr"]
+            return evaluate(inner.jaxpr, inner.consts, given, _results_of_loop)
         case name if name in CALLED:
             inner = params[CALLED[name]]
             return evaluate(inner.jaxpr, inner.consts, given, _results)
@@ -151,6 +155,34 @@ def _results(equation: core.JaxprEqn, given: list[Value]) -> Sequence[Value]:
         return _results(equation, [*_as_arrays(given)])
     where = source_info_util.summarize(equation.source_info)
     raise ConfigurationError(_read_elsewhere(refused[0], f"is read by {primitive.name} at {where}"))
+
+
+def _results_of_loop(equation: core.JaxprEqn, given: list[Value]) -> Sequence[Value]:
+    """The same within a loop over tiles (``over_tiles``), whose constants may be weights."""
+    match equation.primitive.name:
+        case "custom_vjp_call":
+            inner = equation.params["call_jaxpr"]
+            return evaluate(inner.jaxpr, inner.consts, given, _results_of_loop)
+        case "scan":
+            inner = equation.params["jaxpr"]
+            count, _ = scan_counts(equation)
+
+            def body(consts: Sequence[Value], tile: Sequence[Array]) -> list[Value]:
+                number, *own = tile
+                read = [w.in_tile(number) if isinstance(w, LowRankOperand) else w for w in consts]
+                return evaluate(inner.jaxpr, inner.consts, [*read, *own], _results)
+
+            tiles = [x for x in given[count:] if not isinstance(x, Operand)]
+            return over_tiles(body, given[:count], [jnp.arange(equation.params["length"]), *tiles])
+    return _results(equation, given)
+
+
+def scan_counts(equation: core.JaxprEqn) -> tuple[int, int]:
+    """How many arguments of a scan are constants, and how many are carried."""
+    if "num_carry" in equation.params:  # JAX 0.11.0
+        return equation.params["num_consts"], equation.params["num_carry"]
+    constants, carry, _ = (len(list(part)) for part in equation.params["ft_in"].unpack())
+    return constants, carry
 
 
 def _all_codes(weights: Sequence[Operand]) -> bool:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from zerojax.errors import ConfigurationError
 from zerojax.models.config_checks import check_model, require
+from zerojax.schedule.tiles import TILE
 
 Norm = Literal["layer", "rms"]
 Positions = Literal["learned", "rope"]
@@ -124,6 +125,8 @@ class GPTConfig:
             in their window, and else cuDNN's flash attention; elsewhere XLA's.
         loss_chunk: Tokens whose logits exist at a time in the loss; fp32 logits take
             4 x loss_chunk x vocab_size bytes.
+        token_tile: Tokens of a device that go through a block at a time, except for its attention and
+            experts, where the backward pass computes the block again (`zerojax.tiled`).
     """
 
     vocab_size: int = 50304
@@ -191,6 +194,7 @@ class GPTConfig:
     scan: bool = True
     attention: AttentionKernel = "auto"
     loss_chunk: int = 2048
+    token_tile: int = TILE
 
     def __post_init__(self) -> None:
         check_model(self)

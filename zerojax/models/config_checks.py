@@ -9,7 +9,10 @@ from zerojax.validation.bounds import check_numbers
 if TYPE_CHECKING:
     from zerojax.models.config import GPTConfig
 
-_COUNTS = ("vocab_size", "layers", "d_model", "heads", "max_seq_len", "rope_original_len", "loss_chunk")
+_COUNTS = (
+    *("vocab_size", "layers", "d_model", "heads", "max_seq_len", "rope_original_len", "loss_chunk"),
+    "token_tile",
+)
 _OPTIONAL_COUNTS = ("kv_heads", "head_width", "ffn", "dense_ffn", "outputs", "sliding_window")
 _POSITIVE = (
     "rope_theta",

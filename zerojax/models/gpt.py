@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int, Key
+from jaxtyping import Bool, Float, Int, Key
 
 from zerojax.adapters.own_tokens import own_tokens
 from zerojax.adapters.stack import Stack
@@ -35,8 +35,10 @@ from zerojax.models.norms import residual_norm, rms_norm
 from zerojax.models.rope import Rope, apply_rope, rope_kinds, rope_of
 from zerojax.models.shared_rows import attention
 from zerojax.models.sinks import Sinks
+from zerojax.schedule.tiles import tiled
 
 Hidden = Float[Array, "batch time d_model"]
+Heads = Float[Array, "batch time heads head_dim"]
 Stream = Hidden | tuple[Hidden, RouterStats]
 """What a block passes on: the residual stream, with what routers did if they are asked for it.
 
@@ -62,9 +64,13 @@ def _embedding(c: GPTConfig, rows: int, rngs: nnx.Rngs) -> nnx.Embed:
     return nnx.Embed(rows, c.d_model, embedding_init=init, rngs=rngs)
 
 
-def _dropout(x: Hidden, rate: float, key: Key[Array, ""]) -> Hidden:
-    keep = jax.random.bernoulli(key, 1 - rate, x.shape)
-    return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
+def _kept(x: Hidden, rate: float, key: Key[Array, ""]) -> Bool[Array, "batch time d_model"]:
+    """Which elements dropout keeps."""
+    return jax.random.bernoulli(key, 1 - rate, x.shape)
+
+
+def _dropped(x: Hidden, rate: float, kept: Bool[Array, "batch time d_model"]) -> Hidden:
+    return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -112,11 +118,18 @@ class Attention(nnx.Module):
         kind: RopeKind = None,
     ) -> Hidden:
         """Mix each position with those before it, in its segment; rope is None with learned positions."""
-        c, (q, k, v) = self.config, self.project(x, rope, kind)
-        mixed = attention(
-            q,
-            k,
-            v,
+        return self.join(self.mix(self.project(x, rope, kind), segments, windowed))
+
+    def mix(
+        self,
+        projected: tuple[Array, Array, Array],
+        segments: Segments | Documents | None = None,
+        windowed: Windowed = True,
+    ) -> Heads:
+        """The attention of what ``project`` returned, before the output projection."""
+        c = self.config
+        return attention(
+            *projected,
             segments=segments,
             window=c.sliding_window,
             windowed=windowed,
@@ -125,14 +138,13 @@ class Attention(nnx.Module):
             sinks=self.scores_of_sinks,
             kernel=c.attention,
         )
-        return self.join(mixed)
 
     @property
     def scores_of_sinks(self) -> Sinks | None:
         """The score of each head's sink, if the model has some."""
         return self.sinks[...] if self.config.attention_sinks else None
 
-    def join(self, heads: Float[Array, "batch time heads head_dim"]) -> Hidden:
+    def join(self, heads: Heads) -> Hidden:
         """The output projection of all heads side by side."""
         return self.out(heads.reshape(*heads.shape[:2], self.config.attention_width))
 
@@ -198,7 +210,7 @@ class Block(nnx.Module):
         def norm(wanted: bool) -> Any:
             return residual_norm(config, rngs) if wanted else _unchanged
 
-        self.dropout, self.residual_scale = config.dropout, config.residual_scale
+        self.config = config
         self.norm_attention = norm(config.pre_norms)
         self.attention = Attention(config, rngs=rngs)
         self.norm_mlp = norm(config.pre_norms)
@@ -229,8 +241,9 @@ class Block(nnx.Module):
             kind: this layer's table of ``rope``.
         """
         hidden, before = x if isinstance(x, tuple) else (x, None)
-        attended = self.attention(self.norm_attention(hidden), rope, segments, windowed, kind)
-        hidden, own = self.finish(hidden, attended, key)
+        rope = None if rope is None else rope.by_token(kind, len(hidden))
+        heads = self.attention.mix(self._tiled(self._project, hidden, rope), segments, windowed)
+        hidden, own = self.finish(hidden, heads, key)
         if before is None:
             return hidden
         if own is None:
@@ -260,27 +273,47 @@ class Block(nnx.Module):
         hidden, cache = x
         attention = self.attention
         qkv = attention.project(self.norm_attention(hidden), rope, kind)
-        attended, cache = attend_cached(
+        heads, cache = attend_cached(
             *(attention.config, qkv, positions, cache, layer, windowed), attention.scores_of_sinks
         )
-        return self.finish(hidden, attention.join(attended))[0], cache
+        return self.finish(hidden, heads)[0], cache
 
     def finish(
-        self, x: Hidden, attended: Hidden, key: Key[Array, ""] | None = None
+        self, x: Hidden, heads: Heads, key: Key[Array, ""] | None = None
     ) -> tuple[Hidden, RouterStats | None]:
-        """The block's output, and what its router did, from its input and the output of its attention."""
-        first = second = None
-        if key is not None and self.dropout:
-            first, second = jax.random.split(jax.random.fold_in(key, self.salt[...]))
-        x = x + self._added(self.post_norm_attention(attended), first)
+        """The block's output, and what its router did, from its input and the heads of its attention.
+
+        Experts have rounds of their own, and their routers count tokens.
+        """
+        kept = None
+        if key is not None and self.config.dropout:
+            keys = jax.random.split(jax.random.fold_in(key, self.salt[...]))
+            kept = [_kept(x, self.config.dropout, key) for key in keys]
+        if self.config.experts:
+            return self._finish(x, heads, kept)
+        return self._tiled(lambda *tile: self._finish(*tile)[0], x, heads, kept), None
+
+    def _tiled[T](self, function: Callable[..., T], *xs: Any) -> T:
+        """A part of the block that is of each token alone."""
+        return tiled(function, *xs, tile=self.config.token_tile)
+
+    def _project(self, x: Hidden, rope: Rope | None) -> tuple[Array, Array, Array]:
+        return self.attention.project(self.norm_attention(x), rope)
+
+    def _finish(
+        self, x: Hidden, heads: Heads, kept: Sequence[Bool[Array, "batch time d_model"]] | None
+    ) -> tuple[Hidden, RouterStats | None]:
+        first, second = kept or (None, None)
+        x = x + self._added(self.post_norm_attention(self.attention.join(heads)), first)
         out = self.mlp(self.norm_mlp(x))
         out, stats = out if isinstance(out, tuple) else (out, None)
         return x + self._added(self.post_norm_mlp(out), second), stats
 
-    def _added(self, x: Hidden, key: Key[Array, ""] | None) -> Hidden:
+    def _added(self, x: Hidden, kept: Bool[Array, "batch time d_model"] | None) -> Hidden:
         """What a branch adds to the residual stream."""
-        x = x if self.residual_scale == 1 else x * self.residual_scale
-        return x if key is None else _dropout(x, self.dropout, key)
+        c = self.config
+        x = x if c.residual_scale == 1 else x * c.residual_scale
+        return x if kept is None else _dropped(x, c.dropout, kept)
 
 
 class GPT(nnx.Module):
@@ -427,7 +460,7 @@ class GPT(nnx.Module):
         key = rngs.dropout() if rngs is not None and c.dropout and not self.deterministic else None
         if key is not None:
             key, first = jax.random.split(key)
-            hidden = _dropout(hidden, c.dropout, first)
+            hidden = _dropped(hidden, c.dropout, _kept(hidden, c.dropout, first))
         documents = None if segments is None else document_offsets(segments)
         x: Stream = hidden if stats is None else (hidden, stats)
         x = self._through(x, rope, key, documents)

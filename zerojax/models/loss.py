@@ -182,6 +182,10 @@ def _chunk_gradients(
     return row_gradient, jnp.einsum("nv,nd->vd", error, rows, preferred_element_type=jnp.float32)
 
 
+def _at(stack: Array, index: Array) -> Array:
+    return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _log_probs(
     head: _Head,
@@ -207,14 +211,16 @@ def _log_probs_backward(
 ) -> tuple[Array, None, Array]:
     hidden, labels, unembedding = args
 
-    def step(weight_gradient: Array, chunk: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-        rows, right, factors = chunk
+    def step(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        weight_gradient, stack = carry
+        rows, right, factors = (_at(x, index) for x in (stack, labels, gradient))
         _, scores, normalizer = _chunk_losses(head, rows, right, unembedding)
         row_gradient, more = _chunk_gradients(head, rows, right, unembedding, scores, normalizer, -factors)
-        return weight_gradient + more, row_gradient
+        stack = jax.lax.dynamic_update_index_in_dim(stack, row_gradient, index, 0)
+        return weight_gradient + more, stack
 
-    start = jnp.zeros(unembedding.shape, jnp.float32)
-    weight_gradient, row_gradients = jax.lax.scan(step, start, (hidden, labels, gradient))
+    start = jnp.zeros(unembedding.shape, jnp.float32), hidden
+    weight_gradient, row_gradients = jax.lax.fori_loop(0, len(hidden), step, start)
     return row_gradients, None, weight_gradient.astype(unembedding.dtype)
 
 
@@ -242,17 +248,19 @@ def _total_loss_forward(
 ) -> tuple[Array, tuple[Array, Array, Array]]:
     dtype = unembedding.dtype
 
-    def step(carry: tuple[Array, Array], chunk: tuple[Array, Array]):
-        total, weight_gradient = carry
-        rows, right = chunk
+    def step(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        total, weight_gradient, stack = carry
+        rows, right = _at(stack, index), _at(labels, index)
         losses, scores, normalizer = _chunk_losses(head, rows, right, unembedding)
         row_gradient, more = _chunk_gradients(
             head, rows, right, unembedding, scores, normalizer, jnp.float32(1)
         )
-        return (total + jnp.sum(losses), weight_gradient + more), row_gradient
+        # The gradients take the place of the rows, which nothing needs any more.
+        stack = jax.lax.dynamic_update_index_in_dim(stack, row_gradient, index, 0)
+        return total + jnp.sum(losses), weight_gradient + more, stack
 
-    start = jnp.zeros((), jnp.float32), jnp.zeros(unembedding.shape, jnp.float32)
-    (total, weight_gradient), row_gradients = jax.lax.scan(step, start, (hidden, labels))
+    start = jnp.zeros((), jnp.float32), jnp.zeros(unembedding.shape, jnp.float32), hidden
+    total, weight_gradient, row_gradients = jax.lax.fori_loop(0, len(hidden), step, start)
     # An empty array carries the dtype of the weight, which its cotangent must have, to the backward rule.
     return total, (row_gradients, weight_gradient, jnp.zeros((0,), dtype))
 

@@ -31,6 +31,16 @@ class Rope(NamedTuple):
         """The table of a kind of layers; None where all are alike."""
         return (self.cos, self.sin) if kind is None else (self.cos[kind], self.sin[kind])
 
+    def by_token(self, kind: int | Int[Array, ""] | None, rows: int) -> "Rope":
+        """One kind's table, with an axis of ``rows`` rows in all arrays."""
+
+        def of_rows(x: Array, axes: int) -> Array:
+            return jnp.broadcast_to(x, (rows, *x.shape[-axes:]))
+
+        cos, sin = self.table(kind)
+        scale = None if self.query_scale is None else of_rows(self.query_scale, 1)
+        return Rope(of_rows(cos, 2), of_rows(sin, 2), scale)
+
 
 def rope_kinds(config: GPTConfig) -> tuple[int, ...]:
     """Which of the tables in ``Rope`` each layer reads."""

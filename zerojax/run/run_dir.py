@@ -43,7 +43,7 @@ _FIXED_KEYS = (
     "zero.frozen_weights",
 )
 _FREE_KEYS = {
-    *("data.verify", "model.attention", "model.loss_chunk", "model.dropout"),
+    *("data.verify", "model.attention", "model.loss_chunk", "model.token_tile", "model.dropout"),
     *("posttrain.reward_workers", "posttrain.reward_seconds", "posttrain.reward_variables"),
     *("posttrain.eval_prompts", "posttrain.samples"),
 }

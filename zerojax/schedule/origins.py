@@ -5,6 +5,8 @@ from typing import Any
 
 from jax.extend import core
 
+from zerojax.matmul.replay import scan_counts
+
 # Primitives that only move data: vmapped, scanned and rematerialised modules apply them to their weights.
 MOVES = frozenset(
     (
@@ -70,11 +72,3 @@ def _source(equation: core.JaxprEqn, place: int) -> int | None:
     if others or first_of is None or carried.get(place, first_of) != first_of:
         return None
     return first + first_of
-
-
-def scan_counts(equation: core.JaxprEqn) -> tuple[int, int]:
-    """How many arguments of a scan are constants, and how many are carried."""
-    if "num_carry" in equation.params:  # JAX 0.11.0
-        return equation.params["num_consts"], equation.params["num_carry"]
-    constants, carry, _ = (len(list(part)) for part in equation.params["ft_in"].unpack())
-    return constants, carry

@@ -7,6 +7,7 @@ from jax.extend.core import Primitive
 
 from zerojax.matmul.fp8 import SCALE
 from zerojax.matmul.lora import SUM
+from zerojax.schedule.tiles import recomputed
 from zerojax.zero_config import Remat
 
 # Operations whose results are kept under "none". All others fuse into their readers: a kept result would be
@@ -34,8 +35,13 @@ def rematerialised[**P, T](body: Callable[P, T], remat: Remat) -> Callable[P, T]
         "attention": _is_attention,
         "none": _is_expensive,
     }
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        with recomputed(remat != "none"):
+            return body(*args, **kwargs)
+
     # The backward pass gathers its own weights, so the compiler cannot merge it with the forward pass.
-    return jax.checkpoint(body, policy=policies[remat], prevent_cse=False)
+    return jax.checkpoint(run, policy=policies[remat], prevent_cse=False)
 
 
 def _is_scale(_: Primitive, *__: object, **params: object) -> bool:

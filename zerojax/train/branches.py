@@ -19,7 +19,7 @@ from jax.extend import core
 from zerojax.adapters.own_tokens import OWN_TOKENS, WHOLE_ROWS
 from zerojax.comm.in_order import collective_axes
 from zerojax.errors import ConfigurationError
-from zerojax.schedule.origins import scan_counts
+from zerojax.matmul.replay import scan_counts
 from zerojax.schedule.sharded import READ_BY_UNIT
 from zerojax.schedule.user_code import line_of_equation
 from zerojax.sharding.mesh import LOCAL

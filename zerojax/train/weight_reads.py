@@ -14,7 +14,8 @@ import jax
 from jax.extend import core
 
 from zerojax.errors import ConfigurationError
-from zerojax.schedule.origins import MOVES, changed, scan_counts
+from zerojax.matmul.replay import scan_counts
+from zerojax.schedule.origins import MOVES, changed
 from zerojax.schedule.sharded import FORWARD_MODE, READ_BY_UNIT, assigned, is_sharded, read_outside
 from zerojax.schedule.user_code import line_of_equation
 from zerojax.sharding.param_tree import Path

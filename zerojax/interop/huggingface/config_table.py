@@ -14,7 +14,7 @@ from zerojax.models import GPTConfig
 
 ANY = object()
 """In ``Entry.allowed``: a family takes any value of this field."""
-FREE = ("attention", "balance_loss", "dropout", "init_std", "loss_chunk", "scan", "z_loss")
+FREE = ("attention", "balance_loss", "dropout", "init_std", "loss_chunk", "token_tile", "scan", "z_loss")
 """The fields of a model that change no logits."""
 _OF_EXPERTS = ("experts_", "shared_", "dense_", "router")
 Fields = Mapping[str, Any]

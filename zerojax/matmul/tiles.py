@@ -1,0 +1,144 @@
+"""A loop over tiles of tokens, whose gradients of what all tiles read are summed in fp32."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.extend.core import jaxpr_as_fun
+from jaxtyping import Array, PyTree
+
+LOOP = "zerojax_tiles"
+"""The name of a call in a jaxpr of which ``over_tiles`` is all (``zerojax.matmul.replay``)."""
+
+
+def over_tiles(
+    body: Callable[[Any, list[Array]], Sequence[PyTree[Array]]],
+    consts: PyTree[Array],
+    tiles: Sequence[Array],
+) -> list[Array]:
+    """``body(consts, tile)`` for one tile after another; its gradients of ``consts`` are summed in fp32.
+
+    Args:
+        body: pure; closes over nothing that is traced. It is traced once.
+        consts: the same for all tiles.
+        tiles: stacked.
+    """
+    like = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in tiles]
+    call = jaxpr_as_fun(jax.make_jaxpr(body)(consts, like))
+    count, leaves = len(tiles[0]), jax.tree.leaves(consts)
+    made = [((count, *x.shape), x.dtype) for x in jax.eval_shape(call, *leaves, *like)]
+
+    @jax.custom_vjp
+    def run(consts: list[Array], tiles: list[Array]) -> list[Array]:
+        # This program tells what the loop does; where it is differentiated, `forward` runs in its place.
+        return lax.map(lambda tile: call(*consts, *tile), tiles)
+
+    def forward(consts: list[CustomVJPPrimal], tiles: list[CustomVJPPrimal]) -> tuple[list[Array], _Kept]:
+        own, values = ([x.value for x in part] for part in (consts, tiles))
+        wanted = tuple(x.perturbed and jnp.issubdtype(x.value.dtype, jnp.inexact) for x in (*consts, *tiles))
+
+        def one(number: Array, stacks: list[Array]) -> list[Array]:
+            return _put(stacks, call(*own, *_at(values, number)), number)
+
+        stacks = [_room(shape, dtype, values[0]) for shape, dtype in made]
+        return lax.fori_loop(0, count, one, stacks), _Kept(own, values, wanted)
+
+    def backward(
+        kept: _Kept, cotangents: list[Array | SymbolicZero]
+    ) -> tuple[list[Array | None], list[Array | None]]:
+        consts, tiles, wanted = kept.consts, kept.tiles, kept.wanted
+        given = zip(cotangents, made, strict=True)
+        arrived = [jnp.zeros(*own) if isinstance(x, SymbolicZero) else x for x, own in given]
+        summed = [x for x, own in zip(consts, wanted, strict=False) if own]
+        sums = [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in summed]
+        stacks, places = _places(
+            arrived, [x for x, own in zip(tiles, wanted[len(consts) :], strict=True) if own]
+        )
+
+        def one(number: Array, carry: tuple[list[Array], list[Array]]) -> tuple[list[Array], list[Array]]:
+            sums, stacks = carry
+            tile, cotangent = _at((tiles, stacks[: len(arrived)]), number)
+            # One tile begins when the one before it is done, also where XLA unrolls the loop.
+            sums, tile, cotangent = lax.optimization_barrier((sums, tile, cotangent))
+            every = [*consts, *tile]
+
+            def of(varied: list[Array]) -> list[Array]:
+                parts = iter(varied)
+                return call(*(next(parts) if own else x for x, own in zip(every, wanted, strict=True)))
+
+            varied = [x for x, own in zip(every, wanted, strict=True) if own]
+            (found,) = jax.vjp(of, varied)[1](cotangent)
+            own = dict(zip(places, found[len(sums) :], strict=True))
+            written = [_put(x, own[place], number) if place in own else x for place, x in enumerate(stacks)]
+            return [*map(jnp.add, sums, found)], written
+
+        sums, stacks = lax.fori_loop(0, count, one, (sums, stacks))
+        of_consts = (x.astype(like.dtype) for x, like in zip(sums, summed, strict=True))
+        found = iter([*of_consts, *(stacks[place] for place in places)])
+        every = [next(found) if own else None for own in wanted]
+        return every[: len(consts)], every[len(consts) :]
+
+    run.defvjp(forward, backward, symbolic_zeros=True)
+    return run(leaves, list(tiles))
+
+
+def _at[T: PyTree[Array]](stacks: T, number: Array) -> T:
+    def one(x: Array) -> Array:
+        return lax.dynamic_index_in_dim(x, number, keepdims=False, allow_negative_indices=False)
+
+    return jax.tree.map(one, stacks)
+
+
+def _put[T: PyTree[Array]](stacks: T, tile: T, number: Array) -> T:
+    def one(x: Array, new: Array) -> Array:
+        return lax.dynamic_update_index_in_dim(x, new, number, 0, allow_negative_indices=False)
+
+    return jax.tree.map(one, stacks, tile)
+
+
+def _room(shape: Sequence[int], dtype: jnp.dtype, after: Array) -> Array:
+    """A stack to fill, allocated when ``after`` is there. XLA allocates what needs nothing long before."""
+    return jnp.broadcast_to(lax.index_in_dim(after.reshape(-1), 0).astype(dtype), shape)
+
+
+def _places(arrived: list[Array], tiles: list[Array]) -> tuple[list[Array], list[int]]:
+    """Where the cotangents of tiles are written.
+
+    Args:
+        arrived: the cotangents of the results. A tile's are dead when those of the tile are there.
+        tiles: stacked.
+
+    Returns:
+        Stacks, which begin with those that have arrived, and for each of ``tiles`` which stack is its.
+    """
+    stacks, free, places = [*arrived], {*range(len(arrived))}, []
+    for x in tiles:
+        like = [i for i in sorted(free) if (stacks[i].shape, stacks[i].dtype) == (x.shape, x.dtype)]
+        place = like[0] if like else len(stacks)
+        if not like:
+            stacks.append(_room(x.shape, x.dtype, arrived[0]))
+        free.discard(place)
+        places.append(place)
+    return stacks, places
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["consts", "tiles"], meta_fields=["wanted"])
+@dataclass(frozen=True)
+class _Kept:
+    """What the backward pass needs.
+
+    Attributes:
+        consts: read by all tiles.
+        tiles: stacked.
+        wanted: for each of these, whether it has a gradient. Those of frozen weights would take a third of
+            the time, and memory for their sums.
+    """
+
+    consts: list[Array]
+    tiles: list[Array]
+    wanted: tuple[bool, ...]

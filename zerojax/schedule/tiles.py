@@ -1,0 +1,115 @@
+"""Functions of single tokens, computed for a part of the tokens at a time.
+
+What such a function makes on the way, as an MLP its wide activations, then exists for one tile of the tokens
+only, forward and backward: the backward pass of a tile computes its forward pass again. Arctic Long Sequence
+Training (Bekman et al., 2025) calls it TiledMLP.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Generator, Sequence
+from contextvars import ContextVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from zerojax.errors import ConfigurationError
+from zerojax.matmul.replay import as_it_is, evaluate
+from zerojax.matmul.tiles import LOOP, over_tiles
+
+TILE = 32768
+"""Tokens of a tile at most.
+
+Gradients of weights are summed in fp32 from tile to tile, which reads and writes 10 bytes an element of the
+weight: on an H100 1% of the time that the matmuls of so many tokens take. Frozen weights have no gradients.
+"""
+
+_recomputed = ContextVar("in what the backward pass computes again", default=False)
+
+
+@contextlib.contextmanager
+def recomputed(again: bool) -> Generator[None]:
+    """Whether the backward pass computes what is traced within this context again."""
+    token = _recomputed.set(again)
+    try:
+        yield
+    finally:
+        _recomputed.reset(token)
+
+
+def tiled[T: PyTree[Array]](function: Callable[..., T], *xs: PyTree[Array], tile: int = TILE) -> T:
+    """``function(*xs)`` for at most ``tile`` tokens at a time, where the backward pass computes it again.
+
+    That is in units under ``ZeroConfig(remat="full")`` and ``"attention"``, in training and evaluation; with
+    ``"none"``, or outside of units, or with fewer tokens, it is a plain call. What ``function`` makes on the
+    way takes memory for one tile. Gradients of the weights that it reads are summed over tiles in fp32. In
+    fp8 each tile's activations have scales of their own.
+
+    Args:
+        function: of each token alone, such as an MLP with its norm: its results, floating-point, must not
+            depend on which other tokens there are. It may close over modules and arrays, and assigns to no
+            variable.
+        *xs: of tokens, ``[batch, time, ...]``. ``function`` gets ``[1, tokens, ...]``; of tokens that
+            do not divide, the last one is repeated, and what that gives is dropped.
+        tile: tokens at the most.
+
+    Returns:
+        As ``function`` does, of all tokens.
+
+    Raises:
+        ConfigurationError: tile is below 1, or an array or a result is not of the same tokens as the others.
+
+    Examples:
+        >>> double = zerojax.tiled(lambda x: 2 * x, jnp.ones((2, 8, 4)), tile=4)
+        >>> double.shape
+        (2, 8, 4)
+    """
+    leaves = jax.tree.leaves(xs)
+    shapes = {x.shape[:2] for x in leaves}
+    if tile < 1 or len(shapes) != 1 or min(x.ndim for x in leaves) < 2:
+        raise ConfigurationError(
+            f"tiled: arrays of shapes {', '.join(str(x.shape) for x in leaves)} in tiles of {tile}: they "
+            "begin with the same two axes, of rows and of tokens, and a tile has at least one token"
+        )
+    (whole,) = shapes
+    tokens = math.prod(whole)
+    if not _recomputed.get() or tokens <= tile:
+        return function(*xs)
+    tiles = _number(tokens, tile)
+    size = -(-tokens // tiles)
+
+    def cut(x: Array) -> Array:
+        flat = x.reshape(tokens, *x.shape[2:])
+        # Not by zeros: what a function makes of them may have no derivative.
+        flat = jnp.pad(flat, [(0, tiles * size - tokens)] + [(0, 0)] * (flat.ndim - 1), mode="edge")
+        return flat.reshape(tiles, 1, size, *x.shape[2:])
+
+    def joined(x: Array) -> Array:
+        return x.reshape(tiles * size, *x.shape[3:])[:tokens].reshape(*whole, *x.shape[3:])
+
+    cuts = jax.tree.map(cut, xs)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), cuts)
+    traced, out = jax.make_jaxpr(function, return_shape=True)(*like)
+    for x in jax.tree.leaves(out):
+        if x.shape[:2] != (1, size) or not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise ConfigurationError(
+                f"tiled: the function returns {x.dtype}{x.shape} for tokens of shape {(1, size)}: it is for "
+                "functions that return floating-point numbers for each token"
+            )
+
+    def body(consts: Sequence[Array], tile: Sequence[Array]) -> list[Array]:
+        return evaluate(traced.jaxpr, consts, tile, as_it_is)
+
+    def loop(consts: Sequence[Array], tiles: Sequence[Array]) -> list[Array]:
+        return over_tiles(body, consts, tiles)
+
+    loop.__name__ = LOOP
+    results = jax.jit(loop)(list(traced.consts), jax.tree.leaves(cuts))
+    return jax.tree.unflatten(jax.tree.structure(out), map(joined, results))
+
+
+def _number(tokens: int, tile: int) -> int:
+    """The fewest tiles; or up to twice as many, if these are equal and the fewest are not."""
+    fewest = -(-tokens // tile)
+    return next((tiles for tiles in range(fewest, 2 * fewest) if tokens % tiles == 0), fewest)
