@@ -20,6 +20,9 @@ from zerojax.errors import ConfigurationError
 LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """The environment variable of XLA's limit, in GiB."""
 
+PORTION = 2 << 30
+"""Bytes of a checkpoint that a process copies or writes at a time; a larger piece goes alone."""
+
 _DEFAULT = 64
 _LOCKED = 0.85
 """The share of a host's free memory to lock; the rest is for what processes have besides."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import size
-from zerojax.sharding.host_memory import LIMIT, free_host_memory, host_limit, pool_bytes
+from zerojax.sharding.host_memory import LIMIT, PORTION, free_host_memory, host_limit, pool_bytes
 from zerojax.sharding.memory import HOST
 from zerojax.sharding.mesh import on_gpus
 from zerojax.train.fields import abstract_fields
@@ -55,25 +55,26 @@ def check_host_memory(spec: TrainSpec, activations: int = 0, *, saves: bool = Fa
     Args:
         spec: of a state whose devices exist.
         activations: bytes a device that a step keeps in host memory.
-        saves: whether checkpoints are saved, for which what is in host memory is copied there.
+        saves: whether checkpoints are saved, of which a portion is in host memory besides.
 
     Raises:
         ConfigurationError: says how much is needed, how much there is, and what to do.
     """
     devices = len(spec.mesh.local_devices)
-    held = host_bytes(abstract_fields(spec))
-    needed = devices * (held * (2 if saves and spec.streams else 1) + activations)
-    if not needed:
+    held = devices * (host_bytes(abstract_fields(spec)) + activations)
+    if not held:
         return
     what = (
-        f"ZeroConfig.host={spec.zero.host} keeps {size(needed)} in the memory of a host, that of "
+        f"ZeroConfig.host={spec.zero.host} keeps {size(held)} in the memory of a host, that of "
         f"{devices} device{'s' * (devices > 1)}"
-    ) + ", with the copy for a checkpoint" * (saves and spec.streams)
-    pool, free = pool_bytes(needed) if on_gpus(spec.mesh.local_devices) else needed, free_host_memory()
-    if pool > free:
+    )
+    pool, free = pool_bytes(held) if on_gpus(spec.mesh.local_devices) else held, free_host_memory()
+    needed = pool + PORTION * saves
+    if needed > free:
+        besides = ", checkpoints included" if saves else ""
         raise ConfigurationError(
-            f"{what}, for which it needs {size(pool)}, and {size(free)} are free here: use a host (or a "
-            "container's limit) with more memory, more hosts, which share it, or keep less on the host."
+            f"{what}, for which it needs {size(needed)}{besides}, and {size(free)} are free here: use a host "
+            "(or a container's limit) with more memory, more hosts, which share it, or keep less on the host."
         )
     if on_gpus(spec.mesh.local_devices) and pool > host_limit():
         raise ConfigurationError(

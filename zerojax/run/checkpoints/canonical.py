@@ -8,6 +8,9 @@ a time, so that no device holds more than one whole leaf.
 With local updates each node has weights, moments and counts of its own, which keep their first axis, by
 node. Where a checkpoint has those of other nodes than the state, the optimizer's are their mean, and
 everything else of the nodes begins again with the outer weights.
+
+What a state has in host memory is there in canonical form, too; ``zerojax.run.checkpoints.portions`` converts
+it without a copy of all of it.
 """
 
 import dataclasses
@@ -17,6 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import traverse_util
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -26,7 +30,7 @@ from zerojax.comm.in_order import on_mesh
 from zerojax.errors import ConfigurationError
 from zerojax.optim.moments import by_moment
 from zerojax.sharding.layout import OWNED, ParamLayout, from_stored, to_stored
-from zerojax.sharding.memory import HOST, to_device
+from zerojax.sharding.memory import HOST, in_host, to_device
 from zerojax.sharding.mesh import LOCAL, NODE
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train.copies import copies_of
@@ -49,7 +53,7 @@ REINITIALISED = ("secondary", "residual", AVERAGE, ROUNDING, "losses", NODES, "o
 """Kinds that are initialised again if a checkpoint has none that fits."""
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
     """An array of a state that is saved.
 
     Attributes:
@@ -68,13 +72,15 @@ class _Entry(NamedTuple):
         return self.x.ndim - self.by_node if self.leaf is None else len(self.leaf.unsharded_shape)
 
 
-def to_canonical(state: TrainState, *, on_host: bool = False) -> Tree:
+def to_canonical(state: TrainState, *, on_host: bool = False, placeholders: bool = False) -> Tree:
     """Everything that a step depends on, by name, each array in its unsharded shape.
 
     Args:
         state: filled.
         on_host: move each array to page-locked host memory before the next one is made, so that the
             devices hold one at a time.
+        placeholders: in place of each array that the state has in host memory, return one of a single
+            element, of the same rank.
 
     Returns:
         A nested dict of copies, none of which shares memory with the state, so the state may be donated:
@@ -87,11 +93,14 @@ def to_canonical(state: TrainState, *, on_host: bool = False) -> Tree:
         and what they have to "report", and "outer" the momentum of the outer weights.
     """
     tree: Tree = {}
-    for name, entry in _entries(state).items():
+    for name, entry in entries_of(state).items():
+        if placeholders and in_host(entry.x):
+            tree[name] = _placeholder(state.spec, entry)
+            continue
         if entry.leaf is None:
             copy = copied(entry.x)
         else:
-            copy = _convert(state.spec, entry, _canonical(state, entry), to_nodes=entry.by_node)
+            copy = convert(state.spec, entry, _canonical(state, entry), to_nodes=entry.by_node)
         if on_host:
             on_its_host = copy.sharding.with_memory_kind(HOST)
             copy = jax.block_until_ready(jax.device_put(copy, on_its_host))
@@ -99,9 +108,14 @@ def to_canonical(state: TrainState, *, on_host: bool = False) -> Tree:
     return _nested(tree)
 
 
+def _placeholder(train_spec: TrainSpec, entry: Entry) -> Array:
+    one = np.zeros((1,) * entry.rank, entry.x.dtype)
+    return jax.make_array_from_callback(one.shape, train_spec.sharding(PartitionSpec()), lambda _: one)
+
+
 def abstract_canonical(state: TrainState) -> Tree:
     """Shapes, dtypes and shardings of what ``to_canonical`` would return."""
-    return _nested({name: _canonical(state, entry) for name, entry in _entries(state).items()})
+    return _nested({name: _canonical(state, entry) for name, entry in entries_of(state).items()})
 
 
 def abstract_saved(state: TrainState, nodes: int | None) -> Tree:
@@ -116,16 +130,16 @@ def abstract_saved(state: TrainState, nodes: int | None) -> Tree:
             name: _of_nodes(state, entry, nodes)
             if name.startswith((f"{OPTIMIZER}/", f"{AVERAGE}/", f"{ROUNDING}/"))
             else _canonical(state, entry)
-            for name, entry in _entries(state).items()
+            for name, entry in entries_of(state).items()
         }
     )
 
 
 def abstract_average(state: TrainState, nodes: int | None) -> Tree:
     """The average of the weights as a checkpoint has it, of a state that keeps none: ``abstract_saved``."""
-    entries = _entries(state).items()
+    entries = entries_of(state).items()
     params = {name: _of_nodes(state, entry, nodes) for name, entry in entries if name.startswith("params/")}
-    return _nested(params) | {"count": _of_nodes(state, _Entry(None, state.step, False), nodes)}
+    return _nested(params) | {"count": _of_nodes(state, Entry(None, state.step, False), nodes)}
 
 
 def from_canonical(state: TrainState, tree: Tree) -> TrainState:
@@ -133,7 +147,8 @@ def from_canonical(state: TrainState, tree: Tree) -> TrainState:
 
     Args:
         state: of the spec that will use it; gives structure and shardings.
-        tree: as ``to_canonical`` returns it. Where it lacks them, the average of weights and the recent
+        tree: as ``to_canonical`` returns it, or in place of arrays functions that make them in stored form
+            (``read_in_portions``). Where it lacks them, the average of weights and the recent
             losses of the spike rule start empty, delta's copies are made from the parameters, residuals and
             the outer momentum start at zero, and all nodes begin with the outer weights. The optimizer's
             arrays of other nodes, or of a state without local updates, become their mean, in every node.
@@ -143,7 +158,7 @@ def from_canonical(state: TrainState, tree: Tree) -> TrainState:
             other frozen weights.
     """
     _check_base(state, tree)
-    entries = _entries(state)
+    entries = entries_of(state)
     given: dict[str, Any] = traverse_util.flatten_dict(tree, sep="/")
     if not all(name in given for name in entries if name.startswith("secondary/")):
         tree = {kind: values for kind, values in tree.items() if kind != "secondary"}  # of other formats
@@ -154,9 +169,9 @@ def from_canonical(state: TrainState, tree: Tree) -> TrainState:
             f"the checkpoint lacks {', '.join(lacking[:4])}: it is of another model or optimizer"
         )
     stored = {name: _stored(state, entry, given[name]) for name, entry in entries.items() if name in given}
-    if "secondary" in tree:
-        return _put(state, stored)
-    return _with_fresh_copies(state, _put(state.replace(copies={}), stored))
+    if "secondary" not in tree:
+        stored = {name: x for name, x in stored.items() if not name.startswith("secondary/")}
+    return _put(state, stored)
 
 
 def with_weights(state: TrainState, tree: Tree) -> TrainState:
@@ -167,12 +182,12 @@ def with_weights(state: TrainState, tree: Tree) -> TrainState:
         tree: "params" of trained leaves in canonical form, and "other" if the model has any. What it lacks,
             such as adapters, stays as it is.
     """
-    entries = _entries(state)
+    entries = entries_of(state)
     given: dict[str, Any] = traverse_util.flatten_dict(tree, sep="/")
     renewed = ("secondary/", f"{NODES}/")
     stored = {name: entry.x for name, entry in entries.items() if not name.startswith(renewed)}
     stored |= {name: _stored(state, entries[name], value) for name, value in given.items()}
-    return _with_fresh_copies(state, _put(state.replace(copies={}), stored))
+    return _put(state, stored)
 
 
 def abstract_weight(state: TrainState, leaf: ParamLayout) -> jax.ShapeDtypeStruct:
@@ -191,24 +206,16 @@ def _check_base(state: TrainState, tree: Tree) -> None:
             )
 
 
-def _with_fresh_copies(state: TrainState, filled: TrainState) -> TrainState:
-    """Add the copies that the spec of ``state`` asks for, computed from the parameters."""
-    if not _delta_copies(state):
-        return filled
-    make = jax.jit(functools.partial(copies_of, state.spec), out_shardings=shardings_of(state.copies))
-    return filled.replace(copies=make(filled.params))
-
-
 def _delta_copies(state: TrainState) -> list[Weight]:
     """Delta's copies, which are saved; those of ``with_node_copy`` are not."""
     return [*state.copies.values()] if state.spec.zero.weights_delta else []
 
 
-def _entries(state: TrainState) -> dict[str, _Entry]:
+def entries_of(state: TrainState) -> dict[str, Entry]:
     """Each non-empty array of a state by name."""
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, Entry] = {}
 
-    def note(name: str, entry: _Entry) -> Array:
+    def note(name: str, entry: Entry) -> Array:
         if entry.x.size if entry.leaf is None else entry.leaf.count:
             entries[name] = entry
         return entry.x
@@ -218,15 +225,24 @@ def _entries(state: TrainState) -> dict[str, _Entry]:
 
 
 def _put(state: TrainState, stored: dict[str, Array]) -> TrainState:
-    """A state of the arrays named as in ``_entries``; missing ones are zeros."""
+    """A state of the arrays named as in ``entries_of``. Missing copies of delta are made, others are zeros.
 
-    def named(name: str, entry: _Entry) -> Array:
+    All fields are replaced at once, so that weights in host memory are encoded once.
+    """
+    lacks_copies = not any(name.startswith("secondary/") for name in stored)
+
+    def named(name: str, entry: Entry) -> Array:
+        if name.startswith("secondary/") and lacks_copies:
+            return entry.x
         return stored[name] if name in stored else zeros(entry.x)
 
     def zeros(x: Array) -> Array:
         return jax.jit(functools.partial(jnp.zeros, x.shape, x.dtype), out_shardings=x.sharding)()
 
     fields = _changed(state, named)
+    if lacks_copies and _delta_copies(state):
+        make = jax.jit(functools.partial(copies_of, state.spec), out_shardings=shardings_of(state.copies))
+        fields["copies"] = make(fields["params"])
     if any(name.startswith(f"{NODES}/") for name in stored) or state.local is None:
         return state.replace(**fields, current_copies=False)
     # Without them the nodes begin with the new outer weights.
@@ -236,7 +252,7 @@ def _put(state: TrainState, stored: dict[str, Array]) -> TrainState:
     return filled.replace(local=dataclasses.replace(filled.local, momentum=momentum))
 
 
-def _changed(state: TrainState, change: Callable[[str, _Entry], Array]) -> dict[str, Any]:
+def _changed(state: TrainState, change: Callable[[str, Entry], Array]) -> dict[str, Any]:
     """The fields of a state with ``change(name, entry)`` in place of every array that is saved.
 
     This gives the arrays of a checkpoint their names.
@@ -245,14 +261,14 @@ def _changed(state: TrainState, change: Callable[[str, _Entry], Array]) -> dict[
     leaves = {leaf.path: leaf for leaf in spec.leaves}
 
     def plain(kind: str, values: dict[str, Array], *, by_node: bool = False) -> dict[str, Array]:
-        return {name: change(f"{kind}/{name}", _Entry(None, x, by_node)) for name, x in values.items()}
+        return {name: change(f"{kind}/{name}", Entry(None, x, by_node)) for name, x in values.items()}
 
     def nested(
         kind: str, tree: Tree, leaves: Mapping[Path, ParamLayout] = leaves, *, by_node: bool = False
     ) -> Tree:
         return to_tree(
             {
-                path: change("/".join((kind, *path)), _Entry(leaves.get(path), x, by_node))
+                path: change("/".join((kind, *path)), Entry(leaves.get(path), x, by_node))
                 for path, x in from_tree(tree).items()
             }
         )
@@ -260,9 +276,9 @@ def _changed(state: TrainState, change: Callable[[str, _Entry], Array]) -> dict[
     def changed_copy(copy: Weight) -> Weight:
         name = "/".join(("secondary", *copy.layout.path))
         if copy.scale is None:
-            return copy.replace(change(name, _Entry(copy.layout, copy.values, False)))
-        values = change(f"{name}/values", _Entry(copy.layout, copy.values, False))
-        scale = change(f"{name}/scale", _Entry(None, copy.scale, False))
+            return copy.replace(change(name, Entry(copy.layout, copy.values, False)))
+        values = change(f"{name}/values", Entry(copy.layout, copy.values, False))
+        scale = change(f"{name}/scale", Entry(None, copy.scale, False))
         return dataclasses.replace(copy, values=values, scale=scale)
 
     def changed_local(local: LocalState) -> LocalState:
@@ -283,10 +299,10 @@ def _changed(state: TrainState, change: Callable[[str, _Entry], Array]) -> dict[
         lambda leaf: (*nodes, *leaf.stored_shape),
     )
     return {
-        **{name: change(f"counters/{name}", _Entry(None, getattr(state, name), False)) for name in _COUNTERS},
+        **{name: change(f"counters/{name}", Entry(None, getattr(state, name), False)) for name in _COUNTERS},
         "params": nested("params", state.params),
         "opt_state": jax.tree_util.tree_map_with_path(
-            lambda path, x, layout: change(_optimizer_name(path), _Entry(layout or None, x, by_node)),
+            lambda path, x, layout: change(_optimizer_name(path), Entry(layout or None, x, by_node)),
             state.opt_state,
             layouts,
         ),
@@ -316,8 +332,11 @@ def _name(kind: str, path: Any) -> str:
     return f"{kind}/{jax.tree_util.keystr(path, simple=True, separator='/')}".removesuffix("/")
 
 
-def _stored(state: TrainState, entry: _Entry, x: Array) -> Array:
+def _stored(state: TrainState, entry: Entry, given: Array | Callable[[TrainState, Entry], Array]) -> Array:
     """An array of a checkpoint as the state has it: of the same nodes, or the mean of others in each."""
+    if not isinstance(given, jax.Array):
+        return given(state, entry)
+    x = given
     like, of_nodes = entry.x, x.ndim > entry.rank
     if of_nodes and not (entry.by_node and x.shape[0] == like.shape[0]):
         x, of_nodes = _mean(state.spec, x), False
@@ -325,7 +344,7 @@ def _stored(state: TrainState, entry: _Entry, x: Array) -> Array:
         # Another state may have cut it along another dimension.
         x = jax.device_put(x, _of_nodes(state, entry, x.shape[0] if of_nodes else None).sharding)
         x = x if x.dtype == like.dtype else x.astype(like.dtype)  # moments of another ZeroConfig.moments
-        return _convert(state.spec, _Entry(entry.leaf, x, of_nodes), like, to_nodes=entry.by_node)
+        return convert(state.spec, Entry(entry.leaf, x, of_nodes), like, to_nodes=entry.by_node)
     if entry.by_node == of_nodes and x.sharding == like.sharding:
         return x
     return jax.jit(functools.partial(jnp.broadcast_to, shape=like.shape), out_shardings=like.sharding)(x)
@@ -338,8 +357,8 @@ def _mean(train_spec: TrainSpec, x: Array) -> Array:
     return jax.jit(functools.partial(reduce, axis=0), out_shardings=to)(x)
 
 
-def _convert(
-    train_spec: TrainSpec, entry: _Entry, like: jax.ShapeDtypeStruct | Array, *, to_nodes: bool
+def convert(
+    train_spec: TrainSpec, entry: Entry, like: jax.ShapeDtypeStruct | Array, *, to_nodes: bool
 ) -> Array:
     """Convert one array to its canonical or stored form, whichever ``like`` has, perhaps in every node.
 
@@ -433,18 +452,23 @@ def _spec(x: Array | jax.ShapeDtypeStruct) -> PartitionSpec:
     return x.sharding.spec
 
 
-def _canonical(state: TrainState, entry: _Entry) -> jax.ShapeDtypeStruct:
-    """The description of an array in canonical form."""
+def abstract_part(spec: TrainSpec, leaf: ParamLayout, dtype: Any) -> jax.ShapeDtypeStruct:
+    """The description of what is laid out like a weight, or like some of its layers, in canonical form."""
+    return spec.abstract(leaf.unsharded_shape, dtype, _canonical_spec(leaf))
+
+
+def _canonical(state: TrainState, entry: Entry) -> jax.ShapeDtypeStruct:
+    """The description of an array in canonical form, in the memory where the array is."""
     leaf, x, by_node = entry
     if leaf is None:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
     if not by_node:
-        return state.spec.abstract(leaf.unsharded_shape, x.dtype, _canonical_spec(leaf))
+        return _in_memory_of(x, abstract_part(state.spec, leaf, x.dtype))
     own = PartitionSpec(NODE, *_canonical_spec(leaf.in_node, (LOCAL,)))
     return state.spec.abstract((x.shape[0], *leaf.unsharded_shape), x.dtype, own)
 
 
-def _of_nodes(state: TrainState, entry: _Entry, nodes: int | None) -> jax.ShapeDtypeStruct:
+def _of_nodes(state: TrainState, entry: Entry, nodes: int | None) -> jax.ShapeDtypeStruct:
     """The same with the axis of so many nodes, or without."""
     leaf, x, by_node = entry
     if nodes is not None and by_node and x.shape[0] == nodes:
@@ -454,7 +478,15 @@ def _of_nodes(state: TrainState, entry: _Entry, nodes: int | None) -> jax.ShapeD
         return state.spec.abstract((*first, *x.shape[by_node:]), x.dtype)
     own = _canonical_spec(leaf)
     own = own if nodes is None else PartitionSpec(None, *own)
-    return state.spec.abstract((*first, *leaf.unsharded_shape), x.dtype, own)
+    like = state.spec.abstract((*first, *leaf.unsharded_shape), x.dtype, own)
+    return _in_memory_of(x, like) if nodes is None else like
+
+
+def _in_memory_of(x: Array, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    assert like.sharding is not None
+    if not in_host(x):
+        return like
+    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=like.sharding.with_memory_kind(HOST))
 
 
 def _canonical_spec(leaf: ParamLayout, owners: tuple[str, ...] = OWNED) -> PartitionSpec:

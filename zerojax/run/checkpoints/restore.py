@@ -16,6 +16,7 @@ from zerojax.run.checkpoints.canonical import (
     NODES,
     OPTIMIZER,
     REINITIALISED,
+    Entry,
     abstract_average,
     abstract_canonical,
     abstract_saved,
@@ -23,7 +24,9 @@ from zerojax.run.checkpoints.canonical import (
     from_canonical,
     with_weights,
 )
+from zerojax.run.checkpoints.portions import read_in_portions
 from zerojax.sharding.layout import ParamLayout
+from zerojax.sharding.memory import in_host
 from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.train.frozen import encode_one, frozen_fields
 from zerojax.train.state import TrainState
@@ -225,6 +228,11 @@ def _load_kind(path: Path, kind: str, tree: Any) -> Any:
     return ocp.load(str(path.absolute()), tree, checkpointable_name=kind)
 
 
+def _reader(path: Path, kind: str, name: str) -> Callable[[TrainState, Entry], jax.Array]:
+    read = read_in_portions(path / kind, name)
+    return lambda state, entry: _reading(path, lambda: read(state, entry))
+
+
 def _saved(path: Path) -> dict[str, Any]:
     """Kind -> names, shapes and dtypes of its arrays."""
     return _reading(path, lambda: ocp.checkpointables_metadata(str(path.absolute())).metadata)
@@ -242,8 +250,22 @@ def _load(path: Path, wanted: dict[str, Any], saved: dict[str, Any], prefix: str
     # others, and Python warns about them.
     return _reading(
         path,
-        lambda: {kind: _load_kind(path, prefix + kind, tree) for kind, tree in wanted.items()},
+        lambda: {kind: _load_here(path, prefix + kind, tree) for kind, tree in wanted.items()},
     )
+
+
+def _load_here(path: Path, kind: str, tree: Any) -> Any:
+    """As ``_load_kind``; for arrays in host memory, functions that read them straight into place."""
+    every: dict[str, Any] = traverse_util.flatten_dict(tree, sep="/")
+    later = {name for name, x in every.items() if in_host(x)}
+    if not later:
+        return _load_kind(path, kind, tree)
+    found: dict[str, Any] = {name: _reader(path, kind, name) for name in later}
+    if now := {name: x for name, x in every.items() if name not in later}:
+        with ocp.Context(pytree_options=_PARTIAL):
+            loaded = _load_kind(path, kind, traverse_util.unflatten_dict(now, sep="/"))
+        found |= traverse_util.flatten_dict(loaded, sep="/")
+    return traverse_util.unflatten_dict(found, sep="/")
 
 
 def _reading[T](path: Path, read: Callable[[], T]) -> T:

@@ -1,9 +1,13 @@
-"""Saves checkpoints during training: Orbax writes, a thread adds the manifest, renames and cleans up."""
+"""Saves checkpoints during training: Orbax writes, a thread adds the manifest, renames and cleans up.
+
+What a run has in host memory is copied there before it is written, if there is room, or else written while
+training waits (``zerojax.run.checkpoints.portions``).
+"""
 
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
@@ -15,9 +19,10 @@ from zerojax.errors import RunError
 from zerojax.run.checkpoints import step_dirs
 from zerojax.run.checkpoints.canonical import to_canonical
 from zerojax.run.checkpoints.manifest import Record, write_manifest
+from zerojax.run.checkpoints.portions import write_in_portions
 from zerojax.run.checkpoints.retention import Retention
 from zerojax.run.checkpoints.select import read_manifests
-from zerojax.run.checkpoints.transfer import fit_beside_training, transfer_options
+from zerojax.run.checkpoints.transfer import fit_beside_host_state, fit_beside_training, transfer_options
 from zerojax.train.state import TrainState, check_there
 from zerojax.train.step import skipped_in_row
 from zerojax.validation.paths import check_checkpoint_path
@@ -45,7 +50,8 @@ class Checkpoints:
             retention: which checkpoints to keep; all by default.
             start: the step that the run resumes from, which is saved already; None for a new run.
             clock: Unix time, for the manifest.
-            say: prints what could not be deleted, perhaps from another thread; saving goes on.
+            say: prints, perhaps from another thread, what could not be deleted, and whether training waits
+                for saves; saving goes on.
 
         Raises:
             ConfigurationError: the folder's path cannot hold checkpoints.
@@ -59,6 +65,7 @@ class Checkpoints:
         self._saving: tuple[int, Future[None]] | None = None
         self._last = start
         self._beside_training: bool | None = None
+        self._in_portions = False
         if jax.process_index() == 0:
             for line in step_dirs.clear_leftovers(folder):
                 say(line)
@@ -81,7 +88,9 @@ class Checkpoints:
         """Start a save; returns when the arrays are copied, on the devices or to the hosts.
 
         The copies stay on the devices until they are written if, at the first save, the devices had room for
-        them on top of training. A step that was saved already is not saved again.
+        them on top of training. If the hosts then had no room for copies of what is in their memory
+        (``ZeroConfig.host``), it is written before this returns. A step that was saved already is not saved
+        again.
 
         While steps are skipped nothing is saved: the last update may have broken the weights, and a save
         could push out the good checkpoints before it. Try again after the next step.
@@ -111,22 +120,37 @@ class Checkpoints:
             return False
         self.wait()
         draft = step_dirs.unfinished(self._folder, step)
-        if self._beside_training is None:  # decided once: later peaks include these copies
-            self._beside_training = fit_beside_training([*states.values()])
+        self._choose([*states.values()])
+        how = {"on_host": not self._beside_training, "placeholders": self._in_portions}
         arrays = {
             f"{prefix}{kind}": tree
             for prefix, one in states.items()
-            for kind, tree in to_canonical(one, on_host=not self._beside_training).items()
+            for kind, tree in to_canonical(one, **how).items()
         }
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with transfer_options(state, beside_training=self._beside_training):
+            with transfer_options(state):
                 writing = ocp.save_checkpointables_async(str(draft.absolute()), arrays)
+            if self._in_portions:
+                writing.result()
+                write_in_portions(draft, states)
         except Exception as error:
             raise self._failure(step, error) from error
         self._saving = step, self._worker.submit(self._finish, writing, step, record)
         self._last = step
         return True
+
+    def _choose(self, states: Sequence[TrainState]) -> None:
+        """Decide where copies are made, at the first save: later peaks include these copies."""
+        if self._beside_training is not None:
+            return
+        self._beside_training = fit_beside_training(states)
+        if any(state.spec.streams for state in states) and not fit_beside_host_state(states):
+            self._in_portions = True
+            self._say(
+                "this host has no room for a copy of what is in its memory: training waits while checkpoints "
+                "are written"
+            )
 
     def check(self) -> None:
         """Raise if the save under way has failed, without waiting; errors as for ``save``."""

@@ -1,9 +1,9 @@
-"""Transfers of a checkpoint's arrays to the host: during the next steps if the devices have room, or at once.
+"""Transfers of a checkpoint's arrays to the host, during the next steps, and where there is room for copies.
 
 By default Orbax copies arrays to host memory before its call returns, because the caller may overwrite them.
-zerojax saves copies of its own, so that transfer can run in the background if the devices can hold the copies
-until then. It goes to page-locked memory, which is several times faster, in portions, because such memory is
-slow to allocate and XLA limits how much a process has.
+zerojax saves copies of its own, on the devices if they can hold them until they are written, so that transfer
+can run in the background. It goes to page-locked memory, which is several times faster, in portions, because
+such memory is slow to allocate and XLA limits how much a process has.
 """
 
 import math
@@ -17,15 +17,13 @@ from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint._src.serialization.types import DefaultSerializationStatusCallback, TransferPriority
 
 from zerojax.errors import RunError
+from zerojax.multihost.agreement import gather_from_all
 from zerojax.run.checkpoints.canonical import abstract_canonical
-from zerojax.sharding.host_memory import LIMIT
+from zerojax.sharding.host_memory import LIMIT, PORTION, free_host_memory, host_limit, pool_bytes
 from zerojax.sharding.memory import HOST
 from zerojax.sharding.mesh import on_gpus
-from zerojax.train.memory import device_bytes
+from zerojax.train.memory import device_bytes, host_bytes
 from zerojax.train.state import TrainState
-
-PORTION = 2 << 30
-"""Bytes per process in transfer at a time; a larger array goes alone."""
 
 
 class _InBackground(DefaultSerializationStatusCallback):
@@ -48,25 +46,29 @@ def fit_beside_training(states: Sequence[TrainState]) -> bool:
     return needed <= _room([device.memory_stats() or {} for device in states[0].spec.mesh.local_devices])
 
 
+def fit_beside_host_state(states: Sequence[TrainState]) -> bool:
+    """Whether all processes' hosts have room for copies of what states have in host memory.
+
+    All processes call it together.
+    """
+    devices = states[0].spec.mesh.local_devices
+    copies = len(devices) * sum(host_bytes(abstract_canonical(state)) for state in states)
+    pool = pool_bytes(2 * copies + PORTION) if on_gpus(devices) else 0
+    return all(gather_from_all(copies <= free_host_memory() and pool <= host_limit()))
+
+
 def _room(memories: list[dict[str, int]]) -> float:
     """Bytes never used so far, on the device with the fewest."""
     known = [memory for memory in memories if "bytes_limit" in memory]
     return min((memory["bytes_limit"] - memory["peak_bytes_in_use"] for memory in known), default=math.inf)
 
 
-def transfer_options(state: TrainState, *, beside_training: bool) -> ocp.Context:
-    """Orbax's options for the transfer to the host.
-
-    Args:
-        state: to save.
-        beside_training: copy in the background, each portion once the previous one is written.
-    """
+def transfer_options(state: TrainState) -> ocp.Context:
+    """Orbax's options for the transfer to the host: each portion once the one before is written."""
     pinned = on_gpus(state.spec.mesh.devices.flat)
     array_options = ocp.options.ArrayOptions(
         saving=ocp.options.ArrayOptions.Saving(enable_pinned_host_transfer=pinned)
     )
-    if not beside_training:
-        return ocp.Context(array_options=array_options)
     memory_options = ocp.options.MemoryOptions(
         transfer_concurrent_bytes=PORTION, serialization_status_callback=_InBackground()
     )

@@ -1,0 +1,272 @@
+"""Writes and reads what a state has in host memory in portions, without a second copy of all of it.
+
+A portion is some layers of an array. It comes to the devices, which convert it, and goes to host memory of
+its own, where it is compressed and written while the next ones come: at most ``PORTION`` bytes at a time.
+Whoever saves has to wait for the last portion, since the next update overwrites what is not copied yet.
+
+Orbax takes and makes whole arrays only, of all layers. So it writes an array of one element in the place of
+each of these, with everything else that belongs to a checkpoint. Here TensorStore, with which Orbax writes
+arrays, replaces them in the same format.
+"""
+
+import dataclasses
+import functools
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import tensorstore as ts
+from jax import lax
+from jaxtyping import Array
+
+from zerojax.comm.xla_options import compiler_options
+from zerojax.multihost.agreement import run_on_process_zero
+from zerojax.run.checkpoints.canonical import Entry, abstract_part, convert, entries_of
+from zerojax.sharding.host_memory import PORTION
+from zerojax.sharding.layout import ParamLayout, in_a_row
+from zerojax.sharding.memory import in_host, to_device, to_host
+from zerojax.train.spec import TrainSpec
+from zerojax.train.state import TrainState
+
+_AT_ONCE = 8
+"""Portions in ``PORTION`` bytes, so that several are compressed at once."""
+
+
+class Portion(NamedTuple):
+    """Some layers of an array, or all of one that is not stacked.
+
+    Attributes:
+        leaf: the layout of these layers by themselves.
+        first: the number of the first one, with all layers in a row.
+        start: where their canonical form begins in that of the whole array.
+    """
+
+    leaf: ParamLayout
+    first: int
+    start: tuple[int, ...]
+
+
+def portions_of(leaf: ParamLayout, itemsize: int, at_least: int = 1) -> list[Portion]:
+    """An array cut into portions of the same shape.
+
+    Args:
+        leaf: its layout.
+        itemsize: bytes of an element.
+        at_least: layers of a portion, if so many divide the layers evenly.
+    """
+    if not leaf.stack:
+        return [Portion(leaf, 0, (0,) * len(leaf.shape))]
+    *outer, layers = leaf.stack
+    fitting = PORTION // _AT_ONCE // (leaf.owned * leaf.world.local * itemsize)  # on one node
+    count = max(n for n in range(1, layers + 1) if layers % n == 0 and n <= max(1, at_least, fitting))
+    some = dataclasses.replace(leaf, stack=(*(1 for _ in outer), count))
+    return [
+        Portion(some, first, (*map(int, np.unravel_index(first, leaf.stack)), *(0 for _ in leaf.shape)))
+        for first in range(0, leaf.layers, count)
+    ]
+
+
+def write_in_portions(folder: Path, states: Mapping[str, TrainState]) -> None:
+    """Write what states have in host memory to a checkpoint that Orbax wrote with placeholders.
+
+    All processes call it together.
+
+    Args:
+        folder: of the checkpoint.
+        states: by the prefix of their kinds.
+
+    Raises:
+        ValueError: a file cannot be written.
+    """
+    context = ts.Context()  # one for all stores, or OCDBT does not copy between them
+    writing = _Writing()
+    kinds: set[str] = set()
+    for prefix, state in states.items():
+        for name, entry in entries_of(state).items():
+            if in_host(entry.x):
+                kind, _, name = name.partition("/")
+                kinds.add(prefix + kind)
+                _write(folder / (prefix + kind), name, state, entry, writing, context)
+    writing.finish(0)
+
+    def merge() -> None:
+        for kind in sorted(kinds):
+            _merge(folder / kind, context)
+
+    run_on_process_zero(merge)  # once all processes have written all
+
+
+class _Writing:
+    """Writes under way, the oldest first, and their bytes."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+        self._under_way: deque[tuple[int, ts.Future[None]]] = deque()
+
+    def add(self, count: int, written: ts.Future[None]) -> None:
+        written.force()  # else it begins when somebody waits for it
+        self._bytes += count
+        self._under_way.append((count, written))
+
+    def finish(self, left: int) -> None:
+        """Wait until at most so many bytes are under way."""
+        while self._under_way and self._bytes > left:
+            count, written = self._under_way.popleft()
+            written.result()
+            self._bytes -= count
+
+
+def _write(
+    folder: Path, name: str, state: TrainState, entry: Entry, writing: _Writing, context: ts.Context
+) -> None:
+    """Write an array, of which every process writes the parts of its devices."""
+    leaf, x, _ = entry
+    assert leaf is not None  # only weights, and what is laid out like them, are in host memory
+    portions = portions_of(leaf, x.dtype.itemsize)
+    like = abstract_part(state.spec, portions[0].leaf, x.dtype)
+    assert like.sharding is not None
+    part = like.sharding.shard_shape(like.shape)
+    size = len(state.spec.mesh.local_devices) * math.prod(part) * x.dtype.itemsize
+    store = _created(folder, name, leaf.unsharded_shape, part, x.dtype, context)
+    for portion in portions:
+        writing.finish(PORTION - size)
+        stored = Entry(portion.leaf, _take(state.spec, leaf, portion, x), by_node=False)
+        canonical = convert(state.spec, stored, like, to_nodes=False)
+        for shard in canonical.addressable_shards:
+            if shard.replica_id == 0:
+                numbers = np.asarray(shard.data)
+                box = _box(portion, shard.index)
+                written = store[box].write(numbers, can_reference_source_data_indefinitely=True)
+                writing.add(numbers.nbytes, written.commit)
+
+
+def read_in_portions(folder: Path, name: str) -> Callable[[TrainState, Entry], Array]:
+    """Open an array of a checkpoint, for ``from_canonical``.
+
+    Args:
+        folder: of its kind.
+        name: of the array, as Orbax has it.
+
+    Returns:
+        A function that reads the array straight into host memory, in stored form. A file whose chunks have
+        more layers than a portion is read as many layers at a time.
+    """
+    store = ts.open(
+        {"driver": "zarr3", "kvstore": _ocdbt(folder, name)}, open=True, read=True, context=ts.Context()
+    ).result()
+
+    def read(state: TrainState, entry: Entry) -> Array:
+        spec, (leaf, x, _) = state.spec, entry
+        assert leaf is not None
+        chunk = store.chunk_layout.read_chunk.shape or ()
+        at_least = (chunk[len(leaf.stack) - 1] if leaf.stack else None) or 1
+        whole: Array | None = None
+        for portion in portions_of(leaf, x.dtype.itemsize, at_least):
+            like = abstract_part(spec, portion.leaf, x.dtype)
+
+            assert like.sharding is not None
+            numbers = functools.partial(_numbers, store, portion)
+            canonical = jax.make_array_from_callback(like.shape, like.sharding, numbers)
+            part = Entry(portion.leaf, canonical, by_node=False)
+            if not leaf.stack:
+                return convert(spec, part, x, to_nodes=False)
+            to = spec.sharding(spec.param_spec(portion.leaf))
+            stored = jax.ShapeDtypeStruct(portion.leaf.stored_shape, x.dtype, sharding=to)
+            whole = _place(spec, leaf, portion, whole, convert(spec, part, stored, to_nodes=False), x)
+        assert whole is not None
+        return whole
+
+    return read
+
+
+def _take(spec: TrainSpec, leaf: ParamLayout, portion: Portion, x: Array) -> Array:
+    """A portion of a stored stack, on the devices; what is not stacked stays where it is."""
+    if not leaf.stack:
+        return x
+    count = portion.leaf.layers
+
+    def take(x: Array, first: Array) -> Array:
+        some = lax.dynamic_slice_in_dim(in_a_row(x, leaf.stack), first, count)
+        return to_device(some).reshape(portion.leaf.stored_shape)
+
+    def make() -> jax.stages.Wrapped:
+        to = spec.sharding(spec.param_spec(portion.leaf))
+        options = compiler_options(spec.mesh, host_memory=True)
+        return jax.jit(take, out_shardings=to, compiler_options=options)
+
+    return spec.once(f"take {count} of {leaf.stack} {x.shape} {x.dtype} {x.sharding}", make)(x, portion.first)
+
+
+def _place(
+    spec: TrainSpec, leaf: ParamLayout, portion: Portion, whole: Array | None, part: Array, like: Array
+) -> Array:
+    """A stored stack in host memory with a portion from the devices; of None, one whose rest is undefined."""
+
+    def begin() -> Array:
+        return to_host(lax.empty(like.shape, like.dtype))
+
+    def place(whole: Array, part: Array, first: Array) -> Array:
+        rows, some = in_a_row(whole, leaf.stack), to_host(in_a_row(part, portion.leaf.stack))
+        return lax.dynamic_update_slice_in_dim(rows, some, first, 0).reshape(whole.shape)
+
+    def make(run: Callable[..., Array], **options: Any) -> jax.stages.Wrapped:
+        for_mesh = compiler_options(spec.mesh, host_memory=True)
+        return jax.jit(run, out_shardings=like.sharding, compiler_options=for_mesh, **options)
+
+    key = f"{portion.leaf.layers} of {leaf.stack} {like.shape} {like.dtype} {like.sharding}"
+    if whole is None:
+        whole = spec.once(f"begin {key}", lambda: make(begin))()
+    return spec.once(f"place {key}", lambda: make(place, donate_argnums=0))(whole, part, portion.first)
+
+
+def _numbers(store: ts.TensorStore, portion: Portion, index: tuple[slice, ...] | None) -> np.ndarray:
+    return store[_box(portion, index or ())].read().result()
+
+
+def _box(portion: Portion, index: tuple[slice, ...]) -> tuple[slice, ...]:
+    """Where a device's part of a portion is in the whole array."""
+    extents = portion.leaf.unsharded_shape
+    bounds = [
+        s.indices(extent) for s, extent in zip(index or (slice(None),) * len(extents), extents, strict=True)
+    ]
+    return tuple(slice(at + a, at + b) for at, (a, b, _) in zip(portion.start, bounds, strict=True))
+
+
+def _created(
+    folder: Path, name: str, shape: tuple[int, ...], chunk: tuple[int, ...], dtype: Any, context: ts.Context
+) -> ts.TensorStore:
+    """An array in place of a placeholder, in the folder of what this process writes."""
+    mine = folder / f"ocdbt.process_{jax.process_index()}"
+    spec = {
+        "driver": "zarr3",
+        "kvstore": _ocdbt(mine, name),
+        "store_data_equal_to_fill_value": True,  # or Orbax takes them for missing
+        "metadata": {
+            "shape": shape,
+            "data_type": np.dtype(dtype).name,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+            "fill_value": 0.0,
+            "codecs": [{"name": "bytes"}, {"name": "zstd", "configuration": {"level": 3}}],
+        },
+    }
+    if jax.process_index() == 0:
+        return ts.open(spec, create=True, delete_existing=True, context=context).result()
+    return ts.open(spec, open=True, assume_metadata=True, context=context).result()
+
+
+def _merge(folder: Path, context: ts.Context) -> None:
+    """Let the store of all processes refer to what each of them has written, as Orbax does."""
+    merging = ts.Transaction(atomic=True)
+    whole = ts.KvStore.open(_ocdbt(folder), context=context).result().with_transaction(merging)
+    for part in sorted(folder.glob("ocdbt.process_*")):
+        ts.KvStore.open(_ocdbt(part), context=context).result().experimental_copy_range_to(whole).result()
+    merging.commit_sync()
+
+
+def _ocdbt(folder: Path, name: str = "") -> dict[str, Any]:
+    base = {"driver": "file", "path": f"{folder.absolute()}/"}
+    return {"driver": "ocdbt", "base": base, "path": f"{name.replace('/', '.')}/" if name else ""}
