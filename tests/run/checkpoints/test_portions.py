@@ -1,18 +1,22 @@
 """Checkpoints of what is in host memory, written and read in portions."""
 
+import dataclasses
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import optax
+import psutil
 import pytest
 from flax import nnx
 from jax import numpy as jnp
 
 import zerojax
 from zerojax.errors import RunError, ZeroError
-from zerojax.run.checkpoints import Checkpoints, Record, portions, restore, store
+from zerojax.run.checkpoints import Checkpoints, Record, newest_valid, portions, restore, store
 from zerojax.run.checkpoints.canonical import to_canonical
 from zerojax.sharding.memory import HOST
 from zerojax.train import state as train_state
@@ -63,12 +67,13 @@ def assert_same(found: TrainState, expected: dict[str, np.ndarray]) -> None:
 @pytest.fixture
 def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "fit_beside_host_state", lambda _: False)
-    monkeypatch.setattr(portions, "PORTION", 1 << 15)  # two layers of the first stack's kernel at a time
+    monkeypatch.setattr(portions, "PORTION", 1 << 15)  # the first stack's kernel in portions of a layer
 
 
 @pytest.mark.usefixtures("short_of_memory")
 @pytest.mark.parametrize(
-    ("mesh", "preset"), [((1, 1), "zero3"), ((2, 4), "delta"), pytest.param((3, 2), "zero++", marks=pytest.mark.slow)]
+    ("mesh", "preset"),
+    [((1, 1), "zero3"), ((2, 4), "delta"), pytest.param((3, 2), "zero++", marks=pytest.mark.slow)],
 )
 def test_goes_on_where_it_stopped(
     mesh: tuple[int, int], preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -101,3 +106,92 @@ def test_goes_on_where_it_stopped(
     with Checkpoints(tmp_path / "plain") as checkpoints:
         checkpoints.save(1, plain, Record())
     assert_same(restore(tmp_path / "plain" / "1", make(mesh, abstract=True, **zero)), kept)
+
+
+@pytest.mark.usefixtures("short_of_memory")
+def test_what_is_half_written_leaves_older_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object) -> None:
+        raise ValueError("no space left [os_error_code='28']")
+
+    state = make((1, 1), host=("optimizer",))
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, state, Record())
+    monkeypatch.setattr(portions, "_merge", stopped)
+    with monkeypatch.context() as patch:
+        patch.setattr(store.step_dirs, "clear_failed", lambda *_: None)  # as if the process was killed there
+        with pytest.raises(RunError, match="2: No space left on device; older ones are intact"):
+            checkpoints.save(2, state, Record())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2.unfinished"]
+    assert newest_valid(tmp_path).step == 1
+    with pytest.raises(RunError):
+        Checkpoints(tmp_path).save(2, state, Record())
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+
+
+@pytest.mark.usefixtures("short_of_memory")
+def test_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, make((1, 1), host=("optimizer",)), Record())
+    numbers = max((tmp_path / "1" / "params").rglob("d/*"), key=lambda file: file.stat().st_size)
+    numbers.write_bytes(bytes(numbers.stat().st_size))
+    with pytest.raises(ZeroError, match=r"1 cannot be read: "):
+        restore(tmp_path / "1", make((1, 1), abstract=True, host=("optimizer",)))
+
+
+@pytest.mark.parametrize("stack", [(), (12,), (2, 12)])
+def test_portions_are_all_of_an_array_once(stack: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    leaf = dataclasses.replace(make((1, 2), abstract=True).spec.leaves[0], stack=stack)
+    layer = leaf.owned * 2 * 4
+    monkeypatch.setattr(portions, "PORTION", portions._AT_ONCE * 5 * layer)
+    found = np.zeros(leaf.unsharded_shape, int)
+    cut = portions.portions_of(leaf, 4)
+    for part in cut:
+        found[portions._box(part, (slice(None),) * found.ndim)] += 1
+    assert (found == 1).all()
+    assert [part.first for part in cut] == list(range(0, leaf.layers, 4)) if stack else [0]
+    if stack:
+        assert {part.leaf.stack for part in portions.portions_of(leaf, 4, at_least=7)} == {
+            (*(1 for _ in stack[1:]), 6)
+        }
+
+
+@pytest.mark.slow
+def test_memory_besides_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this process: saving and restoring 400 MB of state take less than 150 MB more than the state."""
+
+    class Large(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.blocks = zerojax.Stack(lambda rngs: nnx.Linear(1024, 1024, rngs=rngs), 32, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.blocks(x)
+
+    def create(*, abstract: bool = False) -> TrainState:
+        how = TrainState.abstract if abstract else TrainState.create
+        zero = ZeroConfig(host=("optimizer",))
+        return how(Large, ADAMW, loss, mesh=zerojax.make_mesh(1, 1), zero=zero)
+
+    def more(run: Callable[[], Any]) -> float:
+        """MB at the most while it runs, above what there is before."""
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        before = psutil.Process().memory_info().rss
+        run()
+        [most] = [
+            line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line
+        ]
+        return int(most) / 1e3 - before / 1e6
+
+    monkeypatch.setattr(portions, "PORTION", 32 << 20)
+    state = create()
+    state_size = sum(x.nbytes for x in jax.tree.leaves((state.params, state.opt_state))) / 1e6
+    taken = []
+    for step, copies in enumerate((False, False, True)):
+        monkeypatch.setattr(store, "fit_beside_host_state", lambda _, copies=copies: copies)
+        with Checkpoints(tmp_path) as checkpoints:
+            taken.append(more(partial(checkpoints.save, step, state, Record())))
+    assert state_size == pytest.approx(403, abs=2)
+    assert taken[1] < 150
+    assert taken[2] > state_size
+    del state
+    again = []
+    assert more(lambda: again.append(restore(tmp_path / "1", create(abstract=True)))) < state_size + 150

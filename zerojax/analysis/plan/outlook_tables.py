@@ -58,7 +58,7 @@ def assumptions(outlook: Outlook) -> list[str]:
     if outlook.own.memory.host:
         rate = cluster.host_rate / 1e9
         there = "" if cluster.host_memory is None else f" of {size(cluster.host_memory)}"
-        needed = f"{size(host_needed(outlook.own.memory, cluster))}{there} of page-locked memory in a host"
+        needed = f"{size(host_needed(outlook.own.memory, cluster))}{there} in the memory of a host"
         lines.append(
             f"- {needed}; {rate:.0f} GB/s between it and a GPU, {BOTH_WAYS * rate:.0f} each way at once"
         )

@@ -190,7 +190,7 @@ def _take(spec: TrainSpec, leaf: ParamLayout, portion: Portion, x: Array) -> Arr
     count = portion.leaf.layers
 
     def take(x: Array, first: Array) -> Array:
-        some = lax.dynamic_slice_in_dim(in_a_row(x, leaf.stack), first, count)
+        some = lax.dynamic_slice_in_dim(in_a_row(x, leaf.stack), first, count, allow_negative_indices=False)
         return to_device(some).reshape(portion.leaf.stored_shape)
 
     def make() -> jax.stages.Wrapped:
@@ -211,7 +211,9 @@ def _place(
 
     def place(whole: Array, part: Array, first: Array) -> Array:
         rows, some = in_a_row(whole, leaf.stack), to_host(in_a_row(part, portion.leaf.stack))
-        return lax.dynamic_update_slice_in_dim(rows, some, first, 0).reshape(whole.shape)
+        return lax.dynamic_update_slice_in_dim(rows, some, first, 0, allow_negative_indices=False).reshape(
+            whole.shape
+        )
 
     def make(run: Callable[..., Array], **options: Any) -> jax.stages.Wrapped:
         for_mesh = compiler_options(spec.mesh, host_memory=True)
