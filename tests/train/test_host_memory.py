@@ -11,7 +11,6 @@ from jax import numpy as jnp
 
 import zerojax
 from zerojax.errors import ConfigurationError
-from zerojax.run.checkpoints.canonical import from_canonical, to_canonical
 from zerojax.sharding.memory import HOST
 from zerojax.train.state import TrainState
 from zerojax.train.step import train_step
@@ -163,16 +162,3 @@ def test_refuses_norms_of_weights() -> None:
 def test_refuses_what_does_not_go_together(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         ZeroConfig(**options)
-
-
-def test_a_checkpoint_is_of_either_kind() -> None:
-    plain, _ = trained(created((2, 2), EXACT, "zero++"), range(1))
-    held, _ = trained(created((2, 2), EXACT, "zero++", host=("optimizer",)), range(1))
-    begun = created((2, 2), EXACT, "zero++", host=("optimizer", "weights"))
-    resumed = from_canonical(begun, to_canonical(held))
-    assert {x.sharding.memory_kind for x in jax.tree.leaves(resumed.params)} == {HOST}
-    assert same_weights(resumed, plain)
-    back = from_canonical(created((2, 2), EXACT, "zero++"), to_canonical(held))
-    (after, told), (other, also) = trained(back, range(2, 3)), trained(plain, range(2, 3))
-    assert told == also
-    assert same_weights(after, other)

@@ -162,6 +162,7 @@ def from_canonical(state: TrainState, tree: Tree) -> TrainState:
     given: dict[str, Any] = traverse_util.flatten_dict(tree, sep="/")
     if not all(name in given for name in entries if name.startswith("secondary/")):
         tree = {kind: values for kind, values in tree.items() if kind != "secondary"}  # of other formats
+        given = traverse_util.flatten_dict(tree, sep="/")
     reinitialised = tuple(f"{kind}/" for kind in REINITIALISED if kind not in tree)
     lacking = sorted(n for n in entries if n not in given and not n.startswith(reinitialised))
     if lacking:
@@ -169,8 +170,6 @@ def from_canonical(state: TrainState, tree: Tree) -> TrainState:
             f"the checkpoint lacks {', '.join(lacking[:4])}: it is of another model or optimizer"
         )
     stored = {name: _stored(state, entry, given[name]) for name, entry in entries.items() if name in given}
-    if "secondary" not in tree:
-        stored = {name: x for name, x in stored.items() if not name.startswith("secondary/")}
     return _put(state, stored)
 
 
