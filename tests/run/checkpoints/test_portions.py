@@ -108,6 +108,9 @@ def test_goes_on_where_it_stopped(
     with Checkpoints(tmp_path / "plain") as checkpoints:
         checkpoints.save(1, plain, Record())
     assert_same(restore(tmp_path / "plain" / "1", make(mesh, abstract=True, **zero)), kept)
+    rounded = restore(tmp_path / "1", make(mesh, abstract=True, moments="bfloat16", **zero))
+    for name, x in host(to_canonical(rounded)["optimizer"]).items():
+        np.testing.assert_array_equal(x, kept[f"['optimizer']{name}"].astype(x.dtype), err_msg=name)
 
 
 @pytest.mark.usefixtures("short_of_memory")

@@ -169,7 +169,7 @@ def read_in_portions(folder: Path, name: str) -> Callable[[TrainState, Entry], A
             like = abstract_part(spec, portion.leaf, x.dtype)
 
             assert like.sharding is not None
-            numbers = functools.partial(_numbers, store, portion)
+            numbers = functools.partial(_numbers, store, portion, x.dtype)
             canonical = jax.make_array_from_callback(like.shape, like.sharding, numbers)
             part = Entry(portion.leaf, canonical, by_node=False)
             if not leaf.stack:
@@ -225,8 +225,11 @@ def _place(
     return spec.once(f"place {key}", lambda: make(place, donate_argnums=0))(whole, part, portion.first)
 
 
-def _numbers(store: ts.TensorStore, portion: Portion, index: tuple[slice, ...] | None) -> np.ndarray:
-    return store[_box(portion, index or ())].read().result()
+def _numbers(
+    store: ts.TensorStore, portion: Portion, dtype: np.dtype, index: tuple[slice, ...] | None
+) -> np.ndarray:
+    """A device's part of a portion, in the dtype of the state: that of moments may have been another."""
+    return store[_box(portion, index or ())].read().result().astype(dtype, copy=False)
 
 
 def _box(portion: Portion, index: tuple[slice, ...]) -> tuple[slice, ...]:
