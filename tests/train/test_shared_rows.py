@@ -298,6 +298,12 @@ def twice(model: Any, batch: Any) -> jax.Array:
     return jnp.mean(model(zerojax.own_tokens(batch["tokens"])))
 
 
+def never_cut(model: Any, batch: Any) -> jax.Array:
+    x = model.embed(batch["tokens"])[:, :, None]
+    labels = zerojax.own_tokens(batch["tokens"])
+    return jnp.mean(zerojax.attention(x, x, x)) + jnp.mean(labels)
+
+
 def numbers(model: Any, batch: Any) -> jax.Array:
     return jnp.mean(model(zerojax.own_tokens(batch)["tokens"]))
 
@@ -306,6 +312,7 @@ def numbers(model: Any, batch: Any) -> jax.Array:
     ("loss", "shape", "message"),
     [
         (twice, (4, 8), r"own_tokens at .*test_shared_rows.py.* is given parts of rows"),
+        (never_cut, (4, 8), r"attention at .*test_shared_rows.py.* is given whole rows"),
         (numbers, (4, 8), r"own_tokens: an array of shape \(\) has no axis 1 of tokens"),
         (whole_rows, (4, 8), "zerojax.own_tokens"),
         (no_attention, (4, 8), "never calls zerojax.attention"),

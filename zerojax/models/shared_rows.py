@@ -16,7 +16,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
-from zerojax.adapters.own_tokens import ATTENDED, EXCHANGE, WHOLE_ROWS, devices_a_row
+from zerojax.adapters.own_tokens import ATTENDED, EXCHANGE, IN_ORDER, WHOLE_ROWS, devices_a_row
 from zerojax.errors import ConfigurationError
 from zerojax.models.attention import Windowed, causal_attention, full_attention
 from zerojax.models.config import AttentionKernel
@@ -86,7 +86,10 @@ def attention(
         )
     spread = spread_of(heads, kv_heads, devices)
     if devices > 1:
-        query, key, value = _to_heads(devices, *_spread(spread, query, key, value))
+        if causal:
+            query, key, value = (checkpoint_name(x, IN_ORDER) for x in (query, key, value))
+        parts = _spread(spread, checkpoint_name(query, ATTENDED), key, value)
+        query, key, value = _to_heads(devices, *parts)
         sinks = None if sinks is None else _own_heads(devices, _filled(spread, sinks, 0))
     if causal:
         options = {"window": window, "windowed": windowed, "scale": scale, "softcap": softcap, "sinks": sinks}
@@ -101,8 +104,7 @@ def attention(
         return out
     batch, time, _, dim = (home := _to_tokens(devices, out)).shape
     grouped = home.reshape(batch, time, spread.groups, spread.filled, dim)
-    own = grouped[:, :, :, : heads // spread.groups].reshape(batch, time, heads, dim)
-    return checkpoint_name(own, ATTENDED)
+    return grouped[:, :, :, : heads // spread.groups].reshape(batch, time, heads, dim)
 
 
 def whole_rows[T: PyTree[Array]](x: T, axis: int = 1) -> T:

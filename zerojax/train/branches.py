@@ -16,7 +16,7 @@ from typing import Any
 
 from jax.extend import core
 
-from zerojax.adapters.own_tokens import OWN_TOKENS, WHOLE_ROWS
+from zerojax.adapters.own_tokens import IN_ORDER, OWN_TOKENS, WHOLE_ROWS
 from zerojax.comm.in_order import collective_axes
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.replay import scan_counts
@@ -119,12 +119,8 @@ class Branches:
         every = _NONE.union(*given)
         if params.get("name") == WHOLE_ROWS:
             return [each - {ROW} for each in given]
-        if params.get("name") == OWN_TOKENS and ROW in every:
-            raise ConfigurationError(
-                f"own_tokens at {line_of_equation(equation.source_info)} is given parts of rows, or random "
-                "bits, which differ between the devices of a row: cut whole rows once, before a model of "
-                "your own (those of zerojax.models take whole rows), and draw random bits for the parts."
-            )
+        if ROW in self.mesh:
+            _refuse_other_parts(equation, shared=ROW not in every)
         if axes := frozenset(collective_axes(equation)):
             if name in _EQUALISING and params.get("axis_index_groups") is None:
                 return [each - _with_row(axes) for each in given]
@@ -180,3 +176,26 @@ class Branches:
 def _with_row(axes: Iterable[str]) -> Axes:
     """Mesh axes, with ``ROW`` if they have the one that the devices of a row are neighbours on."""
     return frozenset((*axes, ROW) if LOCAL in axes else axes)
+
+
+def _refuse_other_parts(equation: core.JaxprEqn, *, shared: bool) -> None:
+    """Refuse parts of rows where whole ones are needed, and whole ones where parts are.
+
+    Args:
+        equation: of a program for devices that share rows.
+        shared: whether all devices of a row have what it reads.
+    """
+    name = equation.params.get("name")
+    line = line_of_equation(equation.source_info) if name in (OWN_TOKENS, IN_ORDER) else ""
+    if name == OWN_TOKENS and not shared:
+        raise ConfigurationError(
+            f"own_tokens at {line} is given parts of rows, or random bits, which differ between the devices "
+            "of a row: cut whole rows once, before a model of your own (those of zerojax.models take whole "
+            "rows), and draw random bits for the parts."
+        )
+    if name == IN_ORDER and shared:
+        raise ConfigurationError(
+            f"zerojax.attention at {line} is given whole rows on each of the devices that share them "
+            "(sequence_parallel): let the loss function take this device's part of what the model reads, by "
+            "zerojax.own_tokens."
+        )
