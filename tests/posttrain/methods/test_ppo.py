@@ -137,8 +137,9 @@ def adam(rate: float) -> Any:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate, b2=0.95, eps=1e-4))
 
 
+@pytest.mark.parametrize("sharing", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_update_equals_a_plain_loop(
-    place: Path, finished: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sharing: int, place: Path, finished: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     optimizer = {"weight_decay": 0.0, "eps": 1e-4}
     settings = config(
@@ -146,7 +147,7 @@ def test_an_update_equals_a_plain_loop(
         mesh={"nodes": 2, "local": 2},
         critic={"stage": 2},
         optimizer=optimizer,
-        zero={"compute_dtype": "float32", "remat": "none"},
+        zero={"compute_dtype": "float32", "remat": "none", "sequence_parallel": sharing},
         train={"steps": 4},
     )
     (rollout, rewards), folder = ragged_rollout(), RunFolder(tmp_path)

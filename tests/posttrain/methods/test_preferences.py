@@ -185,9 +185,12 @@ def test_dpo_equals_a_plain_loop(dpo: Trained) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["ipo", "reward"])
-def test_others_equal_a_plain_loop(method: str, place: Path, finished: RunFolder, tmp_path: Path) -> None:
-    settings = config(place, mesh={"nodes": 1}, **METHODS[method])
+@pytest.mark.parametrize(("method", "sharing"), [("ipo", 1), ("reward", 1), ("ipo", 2), ("reward", 2)])
+def test_others_equal_a_plain_loop(
+    method: str, sharing: int, place: Path, finished: RunFolder, tmp_path: Path
+) -> None:
+    own = merged({"train": {"sequence_length": 20}}, METHODS[method])
+    settings = config(place, mesh={"nodes": 1}, zero={"sequence_parallel": sharing}, **own)
     run = trained(settings, tmp_path / "run", finished)
     check_plain_loop(method, run)
     figures = run.trainer.folder.read_summary()
