@@ -3,13 +3,16 @@
 import itertools
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from data_files import write_documents, write_masked
+from micro_run import micro_config
 
-from zerojax.run.data.batches import make_rows, validation_batches
+from zerojax.run.data.batches import TrainBatches, make_rows, validation_batches
 from zerojax.run.data.formats import DataError
 from zerojax.run.data.packing import PackedRows, Shortened, best_fit, shortened
+from zerojax.run.inputs import batches_of
 
 END = 999
 
@@ -137,3 +140,33 @@ def test_no_token_to_learn_within_a_row_is_refused(tmp_path: Path):
     file = write_masked(tmp_path, [([1, 2, 3, 4], [0, 0, 0, 1])])
     with pytest.raises(DataError, match=r"no completion begins within 2 tokens: raise train.sequence_length"):
         PackedRows(file, 2)
+
+
+def test_rows_that_processes_share_are_those_of_all_and_resume_on_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Documents of up to five rows, on four processes of one device of which two or four share each row."""
+    file = write_documents(tmp_path, [np.arange(1, 2 + 23 * i % 83) for i in range(40)])
+
+    def read(process: int, processes: int, sharing: int) -> TrainBatches:
+        monkeypatch.setattr(jax, "process_index", lambda: process)
+        monkeypatch.setattr(jax, "process_count", lambda: processes)
+        monkeypatch.setattr(jax, "local_device_count", lambda: 1)
+        train = {"sequence_length": 16, "batch_size": 4}
+        config = micro_config(tmp_path, train=train, zero={"sequence_parallel": sharing})
+        return batches_of(config, [PackedRows(file, 16)], [PackedRows(file, 16)])[0]
+
+    whole = read(0, 1, 1)
+    before = [next(whole) for _ in range(3)]
+    after = [next(whole) for _ in range(60)]  # beyond the first epoch
+    for sharing in (2, 4):
+        parts = [read(process, 4, sharing) for process in range(4)]
+        for batch in before:
+            for rank, part in enumerate(next(one) for one in parts):
+                rows = slice(rank // sharing * sharing, rank // sharing * sharing + sharing)
+                for name, x in part.items():
+                    np.testing.assert_array_equal(x, batch[name][rows])
+        resumed = read(0, 1, 1)
+        resumed.set_state(parts[-1].get_state())
+        for batch in after:
+            jax.tree.map(np.testing.assert_array_equal, next(resumed), batch)
