@@ -3,12 +3,11 @@
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Float32, PyTree, Shaped
+from jaxtyping import Array, Float32, PyTree
 
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface.families import Family, read_model
@@ -22,7 +21,8 @@ from zerojax.interop.huggingface.mapping import (
     tensors_of_state,
 )
 from zerojax.interop.huggingface.mxfp4 import WeightFiles
-from zerojax.interop.huggingface.safetensors_files import TensorSpec
+from zerojax.interop.huggingface.quantized import QuantizedFiles
+from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
 from zerojax.interop.huggingface.source import CONFIG, read_config_json
 from zerojax.sharding.layout import OWNED, ParamLayout
 from zerojax.sharding.param_tree import from_tree, to_tree
@@ -30,17 +30,8 @@ from zerojax.train.frozen import load_frozen
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState, check_there
 
-
-class Files(Protocol):
-    """Tensors that can be read in parts."""
-
-    specs: dict[str, TensorSpec]
-
-    def read(self, name: str, *ranges: slice) -> Shaped[np.ndarray, "..."]:
-        """A part of a tensor: one range per dimension, or none for all of it."""
-        ...
-
-
+Files = SafetensorFiles | WeightFiles | QuantizedFiles
+"""Tensors that can be read in parts."""
 FLOATS = ("F32", "F16", "BF16")
 Index = tuple[slice, ...]
 _TILE = 256

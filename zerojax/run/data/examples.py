@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, UInt32
@@ -35,29 +35,6 @@ class Encoded(NamedTuple):
 
     tokens: UInt32[np.ndarray, " n"]
     mask: Bool[np.ndarray, " n"]
-
-
-class Examples(Protocol):
-    """How the files of a source become documents, and these tokens."""
-
-    masked: ClassVar[bool]
-    """Whether documents count in part, and have the tokens that begin and end them."""
-
-    def read(self, path: Path) -> Iterator[Document]:
-        """The documents of a table, with the ranges that count in the loss.
-
-        Raises:
-            DataError: the file is damaged or not a table, or a row is not as it should be; names the row.
-        """
-        ...
-
-    def encode(self, tokenizer: Tokenizer, documents: Sequence[Document]) -> list[Encoded]:
-        """The tokens of documents.
-
-        Raises:
-            DataError: the tokenizer cannot encode one.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -174,6 +151,15 @@ class Conversations:
                 mask |= (starts < end) & (ends > start)
             found.append(Encoded(tokens, mask))
         return found
+
+
+Examples = Texts | Completions | Conversations
+"""How the files of a source become documents, by ``read``, and these tokens, by ``encode``.
+
+Where they are ``masked``, documents count in part and have the tokens that begin and end them. ``read``
+raises a ``DataError`` if the file is damaged or no table, or a row is not as it should be, and names the row;
+``encode`` does if the tokenizer cannot encode a document.
+"""
 
 
 def text_that_counts(document: Document) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -31,46 +31,6 @@ class Spans(NamedTuple):
     tokens: UInt32[np.ndarray, " n"]
     starts: Int64[np.ndarray, " n"]
     ends: Int64[np.ndarray, " n"]
-
-
-class Tokenizer(Protocol):
-    """The interface that data preparation and sampling use.
-
-    Every id is below ``vocab_size``. ``special_tokens`` are those that a chat template may write, by name:
-    "eos_token" and "bos_token".
-    """
-
-    vocab_size: int
-    end_of_text: int
-    begin_of_text: int
-
-    @property
-    def special_tokens(self) -> dict[str, str]:
-        """Name -> token."""
-        ...
-
-    def encode(self, text: bytes) -> UInt32[np.ndarray, " n"]:
-        """Token ids of a text."""
-        ...
-
-    def encode_batch(self, texts: Sequence[bytes]) -> list[UInt32[np.ndarray, " n"]]:
-        """Token ids of each text, faster than one by one."""
-        ...
-
-    def encode_spans(self, texts: Sequence[str]) -> list[Spans]:
-        """Token ids of each text, and the characters that each token is made from."""
-        ...
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        """The text of token ids; bytes that are not UTF-8 become U+FFFD, and ids of no token nothing.
-
-        A model may have more rows than the tokenizer has tokens, and sample these.
-        """
-        ...
-
-    def save(self, path: Path) -> None:
-        """Write it for ``load_tokenizer``."""
-        ...
 
 
 class ByteTokenizer:
@@ -116,7 +76,10 @@ class ByteTokenizer:
         return found
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of token ids; bytes that are not UTF-8 become U+FFFD, and ids of no token nothing."""
+        """The text of token ids; bytes that are not UTF-8 become U+FFFD, and ids of no token nothing.
+
+        A model may have more rows than the tokenizer has tokens, and sample these.
+        """
         return bytes(t for t in tokens if t != self.end_of_text and t < self.vocab_size).decode(
             errors="replace"
         )
@@ -227,6 +190,11 @@ class BPETokenizer:
         self._tokenizer.save(str(path))
         settings = json.dumps(self.special_tokens, indent=2) + "\n"
         path.with_name(SETTINGS).write_text(settings, encoding="utf-8")
+
+
+Tokenizer = ByteTokenizer | BPETokenizer
+"""Every id is below ``vocab_size``. ``special_tokens`` are those that a chat template may write, by name:
+"eos_token" and "bos_token"."""
 
 
 def same_tokenizer(one: Tokenizer, other: Tokenizer) -> bool:
