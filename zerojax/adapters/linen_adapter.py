@@ -122,19 +122,18 @@ class _LinenModel:
 
 
 class BoundLinen(_LinenModel):
-    """A Linen module with its variables, for one forward pass."""
+    """A Linen module with its variables, for one forward pass.
+
+    Args:
+        module: the model.
+        units: the module paths of its units.
+        variables: ``Sharded`` parameters in units, whole arrays elsewhere.
+        key: for the random bits of this pass.
+    """
 
     def __init__(
         self, module: linen.Module, units: frozenset[Path], variables: Variables, key: Array
     ) -> None:
-        """Bind the module.
-
-        Args:
-            module: the model.
-            units: the module paths of its units.
-            variables: ``Sharded`` parameters in units, whole arrays elsewhere.
-            key: for the random bits of this pass.
-        """
         super().__init__(module, variables)
         self._units = units
         self._key = key
@@ -289,7 +288,18 @@ jax.tree_util.register_pytree_node(_Nothing, lambda empty: ((), empty.name), lam
 
 
 class LinenAdapter:
-    """See ``Adapter``."""
+    """See ``Adapter``; inspects the model without creating its values.
+
+    Args:
+        module: the model.
+        units: the module classes that gather their own weights.
+        loss_fn: calls the model.
+        sample_batch: arrays of the right shapes and dtypes; their values are not used.
+        world: the mesh's extents, whose axes the model may name.
+
+    Raises:
+        ConfigurationError: the loss never calls the model, or a unit class does not occur in it.
+    """
 
     def __init__(
         self,
@@ -299,18 +309,6 @@ class LinenAdapter:
         sample_batch: PyTree[Array],
         world: MeshShape,
     ):
-        """Inspect the model without creating its values.
-
-        Args:
-            module: the model.
-            units: the module classes that gather their own weights.
-            loss_fn: calls the model.
-            sample_batch: arrays of the right shapes and dtypes; their values are not used.
-            world: the mesh's extents, whose axes the model may name.
-
-        Raises:
-            ConfigurationError: the loss never calls the model, or a unit class does not occur in it.
-        """
         self._module = module
         self._units = units
         self._loss_fn = loss_fn

@@ -65,18 +65,17 @@ class BoundNNX:
 
 
 class NNXAdapter:
-    """See ``Adapter``."""
+    """See ``Adapter``; inspects the model without creating its values.
+
+    Args:
+        factory: creates the model from its rngs.
+        units: the module classes that gather their own weights.
+
+    Raises:
+        ConfigurationError: the factory returns no ``nnx.Module``, or a unit class does not occur in it.
+    """
 
     def __init__(self, factory: Callable[[nnx.Rngs], nnx.Module], units: tuple[type, ...]):
-        """Inspect the model without creating its values.
-
-        Args:
-            factory: creates the model from its rngs.
-            units: the module classes that gather their own weights.
-
-        Raises:
-            ConfigurationError: the factory returns no ``nnx.Module``, or a unit class does not occur in it.
-        """
         self._create = functools.partial(create, factory, stacked=(Stack, *units))
         abstract = nnx.eval_shape(lambda: self._create(nnx.Rngs(0)))
         # By the module: two stacks may share a block.

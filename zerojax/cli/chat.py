@@ -72,8 +72,17 @@ def _lines() -> Iterator[str]:
 class Dialogue:
     """What has been said so far, and how the next prompt is made from it.
 
+    Args:
+        tokenizer: of the run.
+        template: None if each line is a prompt by itself.
+        system: message that the conversation begins with.
+        longest: the most tokens of a prompt; the oldest messages are dropped to keep to it.
+
     Attributes:
         end: what ends an answer.
+
+    Raises:
+        DataError: an assistant's message has no end in the template.
     """
 
     def __init__(
@@ -84,17 +93,6 @@ class Dialogue:
         system: str | None = None,
         longest: int,
     ) -> None:
-        """Begin a conversation.
-
-        Args:
-            tokenizer: of the run.
-            template: None if each line is a prompt by itself.
-            system: message that the conversation begins with.
-            longest: the most tokens of a prompt; the oldest messages are dropped to keep to it.
-
-        Raises:
-            DataError: an assistant's message has no end in the template.
-        """
         self.end = AnswerEnd.of(tokenizer, template)
         self._tokenizer = tokenizer
         self._template = template

@@ -25,23 +25,22 @@ def parse_steps(text: str) -> range:
 
 
 class StepProfile:
-    """Traces the chosen steps of a run."""
+    """Traces the chosen steps of a run.
+
+    Args:
+        folder: for the traces.
+        steps: to trace, or None.
+        say: prints a message.
+        done: steps that the run has taken already.
+        planned: steps of the whole run.
+
+    Raises:
+        ConfigurationError: the run will not take these steps.
+    """
 
     def __init__(
         self, folder: Path, steps: range | None, say: Callable[[str], None], *, done: int, planned: int
     ) -> None:
-        """Check the steps; nothing is traced yet.
-
-        Args:
-            folder: for the traces.
-            steps: to trace, or None.
-            say: prints a message.
-            done: steps that the run has taken already.
-            planned: steps of the whole run.
-
-        Raises:
-            ConfigurationError: the run will not take these steps.
-        """
         if steps and not done < steps[0] <= steps[-1] <= planned:
             raise ConfigurationError(
                 f"--profile {steps[0]}:{steps[-1]}: this run will take steps {done + 1} to {planned}"

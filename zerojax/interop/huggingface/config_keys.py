@@ -27,16 +27,15 @@ REQUIRED = object()
 
 
 class ConfigKeys:
-    """The keys of a config.json, marked as they are read."""
+    """The keys of a config.json, marked as they are read.
+
+    Args:
+        values: of the file.
+        origin: its name, for errors.
+        harmless: keys that make no difference.
+    """
 
     def __init__(self, values: dict[str, Any], origin: str, harmless: frozenset[str] = HARMLESS) -> None:
-        """Wrap the keys.
-
-        Args:
-            values: of the file.
-            origin: its name, for errors.
-            harmless: keys that make no difference.
-        """
         self._values = values
         self._origin = origin
         self._seen = set(harmless)

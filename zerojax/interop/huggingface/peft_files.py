@@ -331,15 +331,13 @@ class PeftAdapter:
         factors: of each weight that has an adapter.
         experts: of each weight of experts that has an adapter.
         given: of each weight that is trained as a whole.
+
+    Raises:
+        ConfigurationError: a file is missing or damaged, has an option that zerojax does not support, or
+            belongs to another model; names the key or tensor.
     """
 
     def __init__(self, folder: Path, model: GPTConfig) -> None:
-        """Read and check both files.
-
-        Raises:
-            ConfigurationError: a file is missing or damaged, has an option that zerojax does not support, or
-                belongs to another model; names the key or tensor.
-        """
         self.folder, self.settings, self.shapes = folder, Settings.read(folder), weight_shapes(model)
         self.factors: dict[Place, list[Factor]] = {}
         self.experts: dict[Place, ExpertFactor] = {}

@@ -57,18 +57,17 @@ class TensorSpec:
 
 
 class SafetensorFiles:
-    """The tensors of a folder, read on demand."""
+    """The tensors of a folder, read on demand.
+
+    Args:
+        folder: holds one file, or several and an index.
+        single: the name of the one file.
+
+    Raises:
+        ConfigurationError: there are none, one is damaged, or index and files disagree.
+    """
 
     def __init__(self, folder: Path, single: str = SINGLE) -> None:
-        """Read the headers.
-
-        Args:
-            folder: holds one file, or several and an index.
-            single: the name of the one file.
-
-        Raises:
-            ConfigurationError: there are none, one is damaged, or index and files disagree.
-        """
         self._arrays: dict[str, np.ndarray] = {}
         self.specs: dict[str, TensorSpec] = {}
         index = folder / _index_of(single)
@@ -176,19 +175,18 @@ def plan_shards(specs: Mapping[str, TensorSpec], most: float, single: str) -> di
 
 
 class SafetensorWriter:
-    """Writes files tensor by tensor, or parts of tensors, in any order."""
+    """Writes headers and index, then files tensor by tensor, or parts of tensors, in any order.
+
+    Args:
+        folder: an existing folder.
+        specs: every tensor that will be written.
+        most: bytes of tensors per file; a larger tensor gets a file of its own.
+        single: the name of the file if there is one only.
+    """
 
     def __init__(
         self, folder: Path, specs: Mapping[str, TensorSpec], most: float, single: str = SINGLE
     ) -> None:
-        """Write headers and index, and allocate the files.
-
-        Args:
-            folder: an existing folder.
-            specs: every tensor that will be written.
-            most: bytes of tensors per file; a larger tensor gets a file of its own.
-            single: the name of the file if there is one only.
-        """
         self._specs = specs
         self._places: dict[str, tuple[BinaryIO, int]] = {}
         self._missing = {name: spec.nbytes for name, spec in specs.items()}

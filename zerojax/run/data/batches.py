@@ -37,15 +37,13 @@ class Rows(Protocol):
 class Windows:
     """A token file as a random-access sequence of {"tokens": int32 [T + 1]}; neighbours share a token.
 
-    Window i starts at token i T, so every token but the first is predicted exactly once.
+    Window i starts at token i T, for T = ``length``, so every token but the first is predicted exactly once.
+
+    Raises:
+        DataError: the file is shorter than one window.
     """
 
     def __init__(self, file: TokenFile, length: int) -> None:
-        """Cut ``file`` into windows that predict ``length`` tokens each.
-
-        Raises:
-            DataError: the file is shorter than one window.
-        """
         self._tokens = file.tokens
         self._length = length
         self._count = (len(file.tokens) - 1) // length
@@ -79,7 +77,22 @@ def make_rows(file: TokenFile, length: int, packing: str, *, labels: bool = Fals
 
 
 class TrainBatches(Iterator[Batch]):
-    """An endless stream of this process's part of each global batch, with a position."""
+    """An endless stream of this process's part of each global batch, with a position.
+
+    Every row of a source is seen once before any is seen again, in a new order each time. The sources take
+    turns by their weights, so a small one may be in its tenth epoch when a large one is in its first.
+
+    Args:
+        sources: the rows of the training split of each source.
+        batch_size: rows of the global batch.
+        seed: of the order.
+        weights: of the sources.
+        process: index of this process, which gets rows [process * b, (process + 1) * b).
+        processes: that share the batch; must divide it.
+
+    Raises:
+        DataError: the batch does not divide.
+    """
 
     def __init__(
         self,
@@ -91,23 +104,6 @@ class TrainBatches(Iterator[Batch]):
         process: int = 0,
         processes: int = 1,
     ) -> None:
-        """Start at the first batch.
-
-        Every row of a source is seen once before any is seen again, in a new order each time. The sources
-        take turns by their weights, so a small one may be in its tenth epoch when a large one is in its
-        first.
-
-        Args:
-            sources: the rows of the training split of each source.
-            batch_size: rows of the global batch.
-            seed: of the order.
-            weights: of the sources.
-            process: index of this process, which gets rows [process * b, (process + 1) * b).
-            processes: that share the batch; must divide it.
-
-        Raises:
-            DataError: the batch does not divide.
-        """
         if batch_size % processes:
             raise DataError(f"{processes} processes cannot share a batch of {batch_size} sequences")
         rows = batch_size // processes

@@ -27,14 +27,14 @@ class PackedRows:
     Of a file with a mask, only the beginning of a longer document is taken, since a piece without what comes
     before it is not a conversation; and none of a document that has no token to learn there. With
     ``labels``, a row also has "labels": int32 [T + 1], the tokens that count in the loss, and -1 elsewhere.
+
+    T is ``length``. The plan of the rows takes about 16 bytes of memory per document.
+
+    Raises:
+        DataError: no document has a token to learn within a row.
     """
 
     def __init__(self, file: TokenFile, length: int, *, labels: bool = False) -> None:
-        """Plan rows of T = ``length``; the plan takes about 16 bytes of memory per document.
-
-        Raises:
-            DataError: no document has a token to learn within a row.
-        """
         starts, sizes = _pieces(file, length) if file.mask is None else _beginnings(file, length)[:2]
         if not len(starts):
             raise DataError(

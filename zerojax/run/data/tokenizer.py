@@ -89,7 +89,16 @@ class ByteTokenizer:
 
 
 class BPETokenizer:
-    """A tokenizer of the ``tokenizers`` library."""
+    """A tokenizer of the ``tokenizers`` library that has an end-of-text token.
+
+    Args:
+        tokenizer: of any model.
+        end_of_text: the token that ends a text; None looks for one of the usual names.
+        begin_of_text: the token that begins a text; None for ``end_of_text``.
+
+    Raises:
+        DataError: the tokenizer has no such token.
+    """
 
     def __init__(
         self,
@@ -97,16 +106,6 @@ class BPETokenizer:
         end_of_text: str | None = None,
         begin_of_text: str | None = None,
     ) -> None:
-        """Wrap a tokenizer that has an end-of-text token.
-
-        Args:
-            tokenizer: of any model.
-            end_of_text: the token that ends a text; None looks for one of the usual names.
-            begin_of_text: the token that begins a text; None for ``end_of_text``.
-
-        Raises:
-            DataError: the tokenizer has no such token.
-        """
         # Left in many a tokenizer.json by the last call of transformers: would cut, or fill up, documents.
         tokenizer.no_truncation()
         tokenizer.no_padding()

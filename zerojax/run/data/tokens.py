@@ -102,24 +102,22 @@ class _Checked:
 class TokenWriter:
     """Writes a token file, document by document, and its header at the end if there was no error.
 
+    Args:
+        path: of the .bin file; the others are written beside it.
+        tokenizer: its vocabulary decides the dtype.
+        tokenizer_crc32: as in the header.
+        masked: write a mask; every document then comes with one.
+
     Attributes:
         empty: as in the header.
+
+    Raises:
+        DataError: a file cannot be written.
     """
 
     def __init__(
         self, path: Path, tokenizer: Tokenizer, tokenizer_crc32: int = 0, *, masked: bool = False
     ) -> None:
-        """Open the files.
-
-        Args:
-            path: of the .bin file; the others are written beside it.
-            tokenizer: its vocabulary decides the dtype.
-            tokenizer_crc32: as in the header.
-            masked: write a mask; every document then comes with one.
-
-        Raises:
-            DataError: a file cannot be written.
-        """
         self.empty = 0
         self._path = path
         self._vocab_size = tokenizer.vocab_size
