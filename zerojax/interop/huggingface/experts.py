@@ -14,7 +14,7 @@ from zerojax.interop.huggingface.layer_types import periodic, windows
 from zerojax.interop.huggingface.llama import LLAMA_BLOCK, NO_BIASES, QK_NORMS, SILU, like_llama
 from zerojax.interop.huggingface.mapping import Bare, Module, Names
 from zerojax.interop.huggingface.mxfp4 import QUANTIZATION
-from zerojax.interop.huggingface.rope_keys import rope
+from zerojax.interop.huggingface.rope_keys import Rope
 from zerojax.models import GPTConfig
 
 
@@ -95,7 +95,7 @@ MIXTRAL = like_llama(
     dropouts("router_jitter_noise"),
     key("sliding_window", "sliding_window", int, None),
     norm_eps=1e-5,
-    rotary=rope(theta=1e6),
+    rotary=Rope(theta=1e6),
 )
 QWEN3_MOE = like_llama(
     SILU,
@@ -152,7 +152,7 @@ GPT_OSS = like_llama(
     QUANTIZATION,
     head_dim=64,
     norm_eps=1e-5,
-    rotary=rope(theta=150000.0, tables="explicit"),
+    rotary=Rope(theta=150000.0, tables="explicit"),
     mlp="swiglu_clamped",
     biases=True,
     attention_sinks=True,
@@ -181,7 +181,7 @@ GLM4_MOE = like_llama(
     only("topk_group", 1),
     Entry(lambda keys, _: keys.unused(PREDICTING, "num_mtp_layers"), lambda _: {PREDICTING: 0}),
     norm_eps=1e-5,
-    rotary=rope(fraction=0.5),
+    rotary=Rope(fraction=0.5),
     router="sigmoid",
 )
 _FUSED = "mlp.experts.gate_up_proj"

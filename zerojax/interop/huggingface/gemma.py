@@ -11,7 +11,7 @@ from zerojax.interop.huggingface.config_table import Entry, follows, key, only, 
 from zerojax.interop.huggingface.layer_types import periodic, windows
 from zerojax.interop.huggingface.llama import LLAMA_BLOCK, NO_BIASES, QK_NORMS, like_llama
 from zerojax.interop.huggingface.mapping import Names
-from zerojax.interop.huggingface.rope_keys import rope
+from zerojax.interop.huggingface.rope_keys import Rope
 from zerojax.models import GPTConfig
 
 _ACTIVATION = "gelu_pytorch_tanh"
@@ -68,7 +68,7 @@ GEMMA3 = _since_gemma2(
     unused("_sliding_window_pattern"),  # transformers writes but does not read it
     windows(lambda keys, found: periodic(found["layers"], keys.take("sliding_window_pattern", int, 6))),
     caps=(None, None),
-    rotary=rope(theta=1e6, tables="local"),
+    rotary=Rope(theta=1e6, tables="local"),
     qk_norm=True,
 )
 GEMMA2_NAMES = Names(

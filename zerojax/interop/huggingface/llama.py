@@ -28,7 +28,7 @@ from zerojax.interop.huggingface.config_table import (
 )
 from zerojax.interop.huggingface.layer_types import LAST_WINDOWS, NO_ROPE, periodic, unrotated, windows
 from zerojax.interop.huggingface.mapping import Fused, Module, Names
-from zerojax.interop.huggingface.rope_keys import rope
+from zerojax.interop.huggingface.rope_keys import Rope
 from zerojax.models import GPTConfig
 
 _GELUS = {"gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu": "gelu_exact", "relu": "relu"}
@@ -82,7 +82,7 @@ def like_llama(
     head_dim: int | None = None,
     norm_eps: float = 1e-6,
     tied: bool = False,
-    rotary: Entry | None = None,
+    rotary: Rope = Rope(),  # noqa: B008  (frozen)
     norm: Literal["rms", "layer"] = "rms",
     **values: Any,
 ) -> tuple[Entry, ...]:
@@ -94,7 +94,7 @@ def like_llama(
         head_dim: without the key; None is hidden_size / num_attention_heads.
         norm_eps: without its key.
         tied: without tie_word_embeddings.
-        rotary: the rotary keys, if they are not LLaMA's.
+        rotary: the rotary keys.
         norm: the kind of norms, on which the name of the epsilon depends.
         **values: of fields that the family has, or has otherwise than LLaMA.
     """
@@ -112,7 +112,7 @@ def like_llama(
         key("tie_word_embeddings", "tied", bool, tied),
         key("rms_norm_eps" if norm == "rms" else "norm_epsilon", "norm_eps", float, norm_eps),
         dropouts("attention_dropout"),
-        rotary or rope(),
+        Entry(rotary.read, rotary.write, rotary.allowed),
         *entries,
     )
 
@@ -131,7 +131,7 @@ MINISTRAL3 = like_llama(
     key("sliding_window", "sliding_window", int, None),
     head_dim=128,
     norm_eps=1e-5,
-    rotary=rope(kinds=("yarn",), tables="growth"),
+    rotary=Rope(kinds=("yarn",), tables="growth"),
 )
 SMOLLM3 = like_llama(
     SILU,
@@ -140,7 +140,7 @@ SMOLLM3 = like_llama(
     windows(unrotated, None, switch=True),
     unused("pretraining_tp", "max_window_layers"),
     tied=True,
-    rotary=rope(theta=2e6),
+    rotary=Rope(theta=2e6),
 )
 GRANITE = like_llama(
     SILU,
@@ -187,7 +187,7 @@ PHI3 = like_llama(
     unused("full_attn_mod", "interpolate_factor"),  # transformers reads none
     kv_heads=None,
     norm_eps=1e-5,
-    rotary=rope(kinds=("longrope",), fraction=1.0),
+    rotary=Rope(kinds=("longrope",), fraction=1.0),
 )
 _FUSED_MLP: dict[str, Module] = {
     "mlp/gate": Fused("mlp.gate_up_proj", 0, 2),
@@ -201,7 +201,7 @@ GLM, GLM4 = (
         key("attention_bias", "qkv_biases", bool, True),
         head_dim=128,
         norm_eps=1.5625e-7,
-        rotary=rope(fraction=0.5),
+        rotary=Rope(fraction=0.5),
         rope_interleaved=True,
         post_norms=post_norms,
     )
@@ -221,7 +221,7 @@ OLMO3 = like_llama(
     windows(lambda _, found: periodic(found["layers"], 4)),
     kv_heads=None,
     norm_eps=1e-5,
-    rotary=rope(theta=500000.0, tables="two"),
+    rotary=Rope(theta=500000.0, tables="two"),
     **_OLMO,
 )
 OLMO_NAMES = Names(

@@ -113,15 +113,25 @@ _GROWTH = (
 
 
 @dataclass(frozen=True)
-class _Rope:
-    """See ``rope``."""
+class Rope:
+    """The rotary fields of a model, and its max_seq_len, as of an ``Entry``.
 
-    theta: float
-    kinds: tuple[str, ...]
-    fraction: float | None
-    tables: Literal["one", "explicit", "two", "local", "growth"]
+    Attributes:
+        theta: without rope_theta.
+        kinds: of scaling, besides none.
+        fraction: without partial_rotary_factor; None if the family has no such key.
+        tables: "one" for all layers, or "explicit", where it must be there; "two", of layers with and without
+            a window, or "local" if the first has a key of its own; "growth": one, with Ministral 3's growth
+            of queries.
+    """
+
+    theta: float = 10000.0
+    kinds: tuple[str, ...] = _COMMON
+    fraction: float | None = None
+    tables: Literal["one", "explicit", "two", "local", "growth"] = "one"
 
     def read(self, keys: ConfigKeys, found: Fields) -> Fields:
+        """See ``Entry``."""
         theta = keys.take("rope_theta", float, self.theta)
         before = {"max_seq_len": keys.take("max_position_embeddings", int), "rope_theta": theta}
         needed = REQUIRED if self.tables == "growth" else {}
@@ -172,6 +182,7 @@ class _Rope:
         return found | scaling
 
     def write(self, model: GPTConfig) -> Mapping[str, Any]:
+        """See ``Entry``."""
         kind, scaling = model.rope_scaling, None
         if kind != "none":
             written = write_keys(_SCALING[kind], model)
@@ -207,6 +218,7 @@ class _Rope:
         }
 
     def allowed(self, model: GPTConfig) -> Mapping[str, object]:
+        """See ``Entry``."""
         del model
         has = {
             "rope_fraction": self.fraction is not None,
@@ -216,23 +228,3 @@ class _Rope:
         free = (name for name in _OF_SCALING if name not in _FEATURES or has.get(name))
         kinds = {"rope_scaling": ("none", *self.kinds)}
         return dict.fromkeys(("max_seq_len", *free), ANY) | kinds
-
-
-def rope(
-    theta: float = 10000.0,
-    kinds: tuple[str, ...] = _COMMON,
-    fraction: float | None = None,
-    tables: Literal["one", "explicit", "two", "local", "growth"] = "one",
-) -> Entry:
-    """The rotary fields of a model, and its max_seq_len.
-
-    Args:
-        theta: without rope_theta.
-        kinds: of scaling, besides none.
-        fraction: without partial_rotary_factor; None if the family has no such key.
-        tables: "one" for all layers, or "explicit", where it must be there; "two", of layers with and without
-            a window, or "local" if the first has a key of its own; "growth": one, with Ministral 3's growth
-            of queries.
-    """
-    own = _Rope(theta, kinds, fraction, tables)
-    return Entry(own.read, own.write, own.allowed)
