@@ -17,6 +17,8 @@ from zerojax.run.data.formats import DataError
 from zerojax.run.data.tokenizer import Tokenizer, same_tokenizer
 from zerojax.run.optimizers import rate_changes
 from zerojax.run.run_dir import RunFolder, check_same_model, check_same_run
+from zerojax.sharding.param_tree import from_tree, to_tree
+from zerojax.train.fields import abstract_fields
 from zerojax.train.state import TrainState, initial_base
 
 
@@ -56,7 +58,7 @@ class WeightReader:
 
         Args:
             path: that ``find`` returned.
-            state: filled except for frozen weights.
+            state: filled, except perhaps for the weights that are read.
             new: the first name in the paths of trained weights that keep their values, as "head".
 
         Raises:
@@ -191,7 +193,15 @@ def first_weights(setup: RunSetup, source: Path, reader: WeightReader) -> tuple[
     notes = [f"beginning with the weights of {source}"]
     if new is not None:
         notes.append(f"model.outputs = {model.outputs}: the head is new, drawn by train.seed")
-    return reader.weights(source, state, new=new), notes
+    return reader.weights(source, _without_values(state, new), new=new), notes
+
+
+def _without_values(state: TrainState, new: str | None) -> TrainState:
+    """A state of which the weights that are read next, all but the new ones, take no memory until then."""
+    read = {leaf.path for leaf in state.spec.weights if leaf.path[0] != new}
+    described = from_tree(abstract_fields(state.spec)["params"])
+    params = {path: described[path] if path in read else x for path, x in from_tree(state.params).items()}
+    return state.replace(params=to_tree(params))
 
 
 def _new_head(model: GPTConfig, source: Path, reader: WeightReader) -> str | None:

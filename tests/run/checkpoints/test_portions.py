@@ -16,8 +16,17 @@ from jax import numpy as jnp
 
 import zerojax
 from zerojax.errors import RunError, ZeroError
-from zerojax.run.checkpoints import Checkpoints, Record, newest_valid, portions, restore, store
+from zerojax.run.checkpoints import (
+    Checkpoints,
+    Record,
+    newest_valid,
+    portions,
+    restore,
+    restore_weights,
+    store,
+)
 from zerojax.run.checkpoints.canonical import to_canonical
+from zerojax.run.weights import _without_values
 from zerojax.sharding.memory import HOST
 from zerojax.train import state as train_state
 from zerojax.train.state import TrainState
@@ -57,11 +66,14 @@ def host(tree: Any) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in flat}
 
 
-def assert_same(found: TrainState, expected: dict[str, np.ndarray]) -> None:
-    have = host(to_canonical(found))
-    assert have.keys() == expected.keys()
+def assert_equal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
     for name, value in expected.items():
-        np.testing.assert_array_equal(have[name], value, err_msg=name)
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def assert_same(found: TrainState, expected: dict[str, np.ndarray]) -> None:
+    assert_equal(host(to_canonical(found)), expected)
 
 
 @pytest.fixture
@@ -81,7 +93,7 @@ def test_goes_on_where_it_stopped(
     said: list[str] = []
     zero = {"preset": preset, "host": ("optimizer",)}
     state, _ = zerojax.train_step(make(mesh, **zero), BATCH)
-    kept = host(to_canonical(state))
+    kept, encoded_then = host(to_canonical(state)), host(state.encoded)
     with Checkpoints(tmp_path, say=said.append) as checkpoints:
         checkpoints.save(1, state, Record())
         state, metrics = zerojax.train_step(state, BATCH)
@@ -108,6 +120,10 @@ def test_goes_on_where_it_stopped(
     with Checkpoints(tmp_path / "plain") as checkpoints:
         checkpoints.save(1, plain, Record())
     assert_same(restore(tmp_path / "plain" / "1", state), kept)
+    begun = restore_weights(tmp_path / "1", _without_values(make(mesh, **zero), None))
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(begun.params)} == {HOST}
+    assert_equal(host(begun.encoded), encoded_then)
+    assert_equal(host(begun.params), host(restore(tmp_path / "1", state).params))
     rounded = restore(tmp_path / "1", make(mesh, abstract=True, moments="bfloat16", **zero))
     for name, x in host(to_canonical(rounded)["optimizer"]).items():
         np.testing.assert_array_equal(x, kept[f"['optimizer']{name}"].astype(x.dtype), err_msg=name)

@@ -73,7 +73,8 @@ def load_weights(state: TrainState, folder: Path | str, *, new: str | None = Non
     Adapters, which the model does not have, keep their values.
 
     Args:
-        state: as for ``load_base``, filled except for frozen weights; keeps its optimizer state, step, seed.
+        state: as for ``load_base``, filled, except perhaps for the weights that are read; keeps its optimizer
+            state, step and seed.
         folder: as for ``load_base``.
         new: as for ``load_base``; these keep their values as well.
 

@@ -140,7 +140,7 @@ def restore_weights(path: Path, state: TrainState, *, new: str | None = None) ->
 
     Args:
         path: of a verified checkpoint of the same model under any optimizer.
-        state: filled except for frozen weights; keeps its optimizer state, step and seed.
+        state: filled, except perhaps for the weights that are read; keeps its optimizer state, step, seed.
         new: the first name in the paths of weights that keep their values, too, because the checkpoint has
             others or none there: "head" of a model with other outputs. They are trained.
 
@@ -150,13 +150,13 @@ def restore_weights(path: Path, state: TrainState, *, new: str | None = None) ->
     """
     saved = _saved_model(path, state, new)
     state = _with_base(path, state)
-    trained = [leaf for leaf in state.spec.weights if not leaf.frozen and leaf.count and leaf.path[0] != new]
-    params = to_tree({leaf.path: abstract_weight(state, leaf) for leaf in trained})
-    wanted = {kind: tree for kind, tree in abstract_canonical(state).items() if kind == "other"}
+    every = abstract_canonical(state)
+    own = {leaf.path for leaf in state.spec.weights if leaf.path[0] != new}
+    params = to_tree({at: x for at, x in from_tree(every.get("params", {})).items() if at in own})
     with ocp.Context(pytree_options=_PARTIAL):
-        found = _load(path, wanted, saved)
+        found = _load(path, {kind: tree for kind, tree in every.items() if kind == "other"}, saved)
         if params:
-            found |= _reading(path, lambda: {"params": _load_kind(path, "params", params)})
+            found |= _reading(path, lambda: {"params": _load_here(path, "params", params)})
     return with_weights(state, found)
 
 
