@@ -21,8 +21,10 @@ import jax
 import numpy as np
 import tensorstore as ts
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from zerojax.comm.in_order import on_mesh
 from zerojax.comm.xla_options import compiler_options
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run.checkpoints.canonical import Entry, abstract_part, convert, entries_of
@@ -187,42 +189,56 @@ def _take(spec: TrainSpec, leaf: ParamLayout, portion: Portion, x: Array) -> Arr
     """A portion of a stored stack, on the devices; what is not stacked stays where it is."""
     if not leaf.stack:
         return x
-    count = portion.leaf.layers
+    own, count = spec.param_spec(portion.leaf), portion.leaf.layers
 
     def take(x: Array, first: Array) -> Array:
-        some = lax.dynamic_slice_in_dim(in_a_row(x, leaf.stack), first, count, allow_negative_indices=False)
-        return to_device(some).reshape(portion.leaf.stored_shape)
+        rows = in_a_row(x, leaf.stack)
+        some = to_device(lax.dynamic_slice_in_dim(rows, first, count, allow_negative_indices=False))
+        return some.reshape(*portion.leaf.stack, *some.shape[1:])
 
-    def make() -> jax.stages.Wrapped:
-        to = spec.sharding(spec.param_spec(portion.leaf))
-        options = compiler_options(spec.mesh, host_memory=True)
-        return jax.jit(take, out_shardings=to, compiler_options=options)
-
-    return spec.once(f"take {count} of {leaf.stack} {x.shape} {x.dtype} {x.sharding}", make)(x, portion.first)
+    key = f"take {count} of {leaf.stack} {x.shape} {x.dtype} {x.sharding}"
+    return _compiled(spec, key, take, (own, PartitionSpec()), spec.sharding(own))(x, portion.first)
 
 
 def _place(
     spec: TrainSpec, leaf: ParamLayout, portion: Portion, whole: Array | None, part: Array, like: Array
 ) -> Array:
     """A stored stack in host memory with a portion from the devices; of None, one whose rest is undefined."""
+    own, to = spec.param_spec(leaf), like.sharding
+    assert isinstance(to, NamedSharding)
 
     def begin() -> Array:
-        return to_host(lax.empty(like.shape, like.dtype))
+        return to_host(lax.empty(to.shard_shape(like.shape), like.dtype))
 
     def place(whole: Array, part: Array, first: Array) -> Array:
         rows, some = in_a_row(whole, leaf.stack), to_host(in_a_row(part, portion.leaf.stack))
-        return lax.dynamic_update_slice_in_dim(rows, some, first, 0, allow_negative_indices=False).reshape(
-            whole.shape
-        )
+        rows = lax.dynamic_update_slice_in_dim(rows, some, first, 0, allow_negative_indices=False)
+        return rows.reshape(whole.shape)
 
-    def make(run: Callable[..., Array], **options: Any) -> jax.stages.Wrapped:
-        for_mesh = compiler_options(spec.mesh, host_memory=True)
-        return jax.jit(run, out_shardings=like.sharding, compiler_options=for_mesh, **options)
-
-    key = f"{portion.leaf.layers} of {leaf.stack} {like.shape} {like.dtype} {like.sharding}"
+    key = f"{portion.leaf.layers} of {leaf.stack} {like.shape} {like.dtype} {to}"
     if whole is None:
-        whole = spec.once(f"begin {key}", lambda: make(begin))()
-    return spec.once(f"place {key}", lambda: make(place, donate_argnums=0))(whole, part, portion.first)
+        whole = _compiled(spec, f"begin {key}", begin, (), to)()
+    put = _compiled(spec, f"place {key}", place, (own, own, PartitionSpec()), to, donate=(0,))
+    return put(whole, part, portion.first)
+
+
+def _compiled(
+    spec: TrainSpec,
+    key: str,
+    run: Callable[..., Array],
+    in_specs: tuple[PartitionSpec, ...],
+    to: NamedSharding,
+    *,
+    donate: tuple[int, ...] = (),
+) -> Callable[..., Array]:
+    """``run`` on each device by itself: XLA's partitioner makes slices that change the memory they are in."""
+
+    def make() -> Callable[..., Array]:
+        parts = on_mesh(run, spec.mesh, in_specs=in_specs, out_specs=to.spec)
+        for_mesh = compiler_options(spec.mesh, host_memory=True)
+        return jax.jit(parts, out_shardings=to, compiler_options=for_mesh, donate_argnums=donate)
+
+    return spec.once(key, make)
 
 
 def _numbers(
