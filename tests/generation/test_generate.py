@@ -79,7 +79,12 @@ def test_prompts_that_are_prefilled_in_pieces_have_the_same_answers(name, mesh, 
     monkeypatch.setattr("zerojax.models.kv_cache._BLOCK", 6)
     stop, expected = wanted(name)
     got = zerojax.generate(
-        create(MODELS[name], *mesh), prompts(), 7, temperature=0, stop=stop, weights=form, slots=2
+        create(MODELS[name], *mesh),
+        *(prompts(), 7),
+        temperature=0,
+        stop=stop,
+        weights=form,
+        slots=1 + (form == "gathered"),
     )
     assert_same(got, expected)
 

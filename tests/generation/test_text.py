@@ -105,6 +105,21 @@ def test_longrope_takes_the_length_of_the_cache():
         np.testing.assert_allclose(jnp.concatenate([first, last], axis=1), expected, atol=1e-5)
 
 
+def test_longrope_rotates_the_keys_of_prompt_and_answer_alike():
+    """The array of the prompt is within rope_original_len, the cache of a slot beyond it."""
+    longrope = {"rope_scaling": "longrope", "rope_original_len": 16, "rope_short_factors": (1.0, 1.5)}
+    model = make(**LLAMA, **longrope, rope_long_factors=(20.0, 90.0), rope_factor=3.0)
+    prompt = np.asarray(draw_prompt(14)[0])
+    wanted = []
+    for _ in range(4):
+        text = jnp.concatenate([prompt, jnp.array(wanted, jnp.int32)])
+        scores = model(jnp.pad(text, (0, 20 - len(text)))[None])[0, len(text) - 1]
+        wanted.append(int(scores.argmax()))
+    greedy = Sampling(temperature=0)
+    found = generate(model, [prompt], 4, key=KEY, how=greedy)[0]
+    assert found.tolist() == list(stream(model, prompt, 4, key=KEY, how=greedy)) == wanted
+
+
 def test_prompts_and_counts_of_similar_length_share_a_program(monkeypatch):
     model = make(d_model=8)  # a shape that no other test compiles
     traced, decode = [], GPT.decode

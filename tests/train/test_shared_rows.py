@@ -318,7 +318,7 @@ def numbers(model: Any, batch: Any) -> jax.Array:
         (no_attention, (4, 8), "never calls zerojax.attention"),
         (own_segments, (4, 8), r"segments of shape \(1, 4\) for rows of shape \(1, 8\)"),
         (lm_loss, (4, 8), "7 tokens .* do not divide by sequence_parallel=2: .* to 8"),
-        (lm_loss, (6, 9), "6 rows, not a positive multiple of 4"),
+        (lm_loss, (6, 9), "6 rows, not a positive multiple of 4 groups of 2 devices"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(loss, shape, message):

@@ -66,7 +66,6 @@ class Engine:
     Attributes:
         slots: rows that are decoded together.
         prefill: prompts that are prefilled together.
-        piece: the most tokens of each that are; longer prompts are prefilled in pieces.
         prompt: columns of the array of prompts.
         new_tokens: the most new tokens of a row.
         length: of a slot's cache, in tokens.
@@ -75,11 +74,11 @@ class Engine:
         stop: what ends a row: any of these tokens in their order.
         group: a mesh axis whose devices gather weights from each other, and so must run the same layers at
             the same time; None if there is none.
+        piece: the most tokens of a prompt that are prefilled together; longer ones come in pieces.
     """
 
     slots: int
     prefill: int
-    piece: int
     prompt: int
     new_tokens: int
     length: int
@@ -87,6 +86,7 @@ class Engine:
     how: Sampling
     stop: tuple[tuple[int, ...], ...]
     group: str | None = None
+    piece: int = _PREFILL_TOKENS
 
     @staticmethod
     def of(
@@ -106,7 +106,7 @@ class Engine:
         # Free slots wait until this many can be filled together: a quarter of all at most.
         prefill = max(1, min(_PREFILL_TOKENS // padded, -(-slots // 4)))
         length = int(min(padded + new_tokens, max(context, padded)))
-        return Engine(slots, prefill, _PREFILL_TOKENS, padded, new_tokens, length, dtype, how, stop)
+        return Engine(slots, prefill, padded, new_tokens, length, dtype, how, stop, piece=_PREFILL_TOKENS)
 
     def queue(
         self,
@@ -187,7 +187,8 @@ class Engine:
         index = jnp.where(valid, loop.started + numbers, 0)
         prompts = queue.prompts[index]
         lengths = jnp.maximum(queue.lengths[index], 1)
-        last, cache = self.prefilled(bind, prompts, lengths, prompts.shape[1])
+        same = prompts.shape[1] > self.piece or getattr(bind(), "keys_by_cache_length", False)
+        last, cache = self.prefilled(bind, prompts, lengths, self.length if same else prompts.shape[1])
         # The free slots come first in this order. Rows that are not valid go to a slot that does not exist.
         order = jnp.argsort(~is_free, stable=True)[: self.prefill]
         place = jnp.where(valid, order, self.slots)
@@ -197,7 +198,10 @@ class Engine:
             slots.row.at[place].set(jnp.where(ended, count, row), mode="drop"),
             slots.token.at[place].set(token, mode="drop"),
             slots.made.at[place].set(1, mode="drop"),
-            _insert(slots.cache, cache, place, axes),
+            # The only slot is free, unless its device just does what another needs: its memory is taken over.
+            cache
+            if same and self.slots == 1 and self.group is None
+            else _insert(slots.cache, cache, place, axes),
         )
         return loop._replace(started=loop.started + jnp.sum(valid), slots=slots, out=out)
 

@@ -1,7 +1,8 @@
-"""What a model needs to generate: three methods. It may have two attributes.
+"""What a model needs to generate: three methods. It may have attributes.
 
 ``context_length`` is the most tokens of a sequence. ``prefills_in_pieces = False`` says that ``decode`` must
-get a prompt at once, however long it is.
+get a prompt at once, however long it is, and ``keys_by_cache_length = True`` that what it keeps depends on
+the length of the cache, which is then that of a slot for a prompt, too.
 """
 
 from collections.abc import Callable

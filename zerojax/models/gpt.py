@@ -491,6 +491,11 @@ class GPT(nnx.Module):
         """Whether a prompt's pieces have the keys of the whole: "dynamic" rotates all by the whole length."""
         return self.config.rope_scaling != "dynamic"
 
+    @property
+    def keys_by_cache_length(self) -> bool:
+        """Whether the length of the cache decides how keys are rotated; see ``decode``."""
+        return self.config.rope_scaling == "longrope"
+
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> KVCache:
         """An empty cache for ``batch`` rows of ``length`` tokens."""
         return KVCache.empty(self.config, batch, length, dtype)

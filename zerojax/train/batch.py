@@ -76,7 +76,7 @@ def batch_specs(spec: TrainSpec, batch: Batch) -> PyTree[PartitionSpec]:
 def abstract_batch(spec: TrainSpec, batch: Batch) -> PyTree[jax.ShapeDtypeStruct]:
     """The shapes, dtypes and shardings of a global batch on the devices, as ``place`` spreads it."""
     copies = spec.zero.sequence_parallel
-    _check_batch(batch, spec.world.size // copies, spec.zero.accumulate)
+    _check_batch(batch, spec.world.size // copies, spec.zero.accumulate, copies=copies)
 
     def abstract(x: Any) -> jax.ShapeDtypeStruct:
         shape = (copies * x.shape[0], *x.shape[1:])
@@ -105,7 +105,7 @@ def place(spec: TrainSpec, batch: Batch, accumulate: int, *, shared: bool = True
     processes = spec.once("processes", lambda: len({d.process_index for d in spec.mesh.devices.flat}))
     copies = spec.zero.sequence_parallel if shared else 1
     groups = spec.world.size // copies
-    _check_batch(batch, groups, accumulate, min(processes, groups))
+    _check_batch(batch, groups, accumulate, min(processes, groups), copies)
     if copies > 1:
         own = spec.world.size // processes
 
@@ -177,7 +177,7 @@ def local_rows(x: jax.Array) -> np.ndarray:
     return np.concatenate([np.asarray(shards[start]) for start in sorted(shards)])
 
 
-def _check_batch(batch: Batch, devices: int, accumulate: int, processes: int = 1) -> None:
+def _check_batch(batch: Batch, devices: int, accumulate: int, processes: int = 1, copies: int = 1) -> None:
     """Refuse anything but arrays with equally many rows.
 
     Args:
@@ -185,6 +185,7 @@ def _check_batch(batch: Batch, devices: int, accumulate: int, processes: int = 1
         devices: of all processes, or groups of them that share rows.
         accumulate: micro-batches.
         processes: over which the batch is spread.
+        copies: devices that share a row.
 
     Raises:
         ConfigurationError: naming the array, and what to pass in its place.
@@ -199,12 +200,13 @@ def _check_batch(batch: Batch, devices: int, accumulate: int, processes: int = 1
             "leading axis to spread."
         )
     each: dict[float, tuple[KeyPath, Array]] = {}
+    what = "devices" if copies == 1 else f"groups of {copies} devices"
     for path, x in spread:
         parts = devices // (processes if _is_of_host(x) else 1)
         if x.shape[0] == 0 or x.shape[0] % (parts * accumulate):
             raise ConfigurationError(
                 f"{_name(path)} of shape {x.shape} has {x.shape[0]} rows, not a positive multiple of {parts} "
-                f"devices x accumulate={accumulate}: its leading axis is the batch. {_WHOLE}"
+                f"{what} x accumulate={accumulate}: its leading axis is the batch. {_WHOLE}"
             )
         each.setdefault(x.shape[0] // parts, (path, x))
     if len(each) > 1:
