@@ -1,6 +1,6 @@
 """Measures the speed of a mesh's links and devices, and recommends a preset."""
 
-import time
+import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -156,12 +156,7 @@ def _time(mesh: Mesh, size: int, collective: Callable[[jax.Array], jax.Array]) -
 
 def _best_time(run: Callable[[], Any]) -> float:
     """The shortest of three runs, after one to compile."""
-    jax.block_until_ready(run())
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        jax.block_until_ready(run())
-        times.append(time.perf_counter() - start)
+    _, *times = timeit.repeat(lambda: jax.block_until_ready(run()), repeat=4, number=1)
     return min(times)
 
 

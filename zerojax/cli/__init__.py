@@ -73,7 +73,8 @@ def _main(given: list[str]) -> int:
         print(f"zerojax {VERSION}")
         return EXIT_OK
     if name not in COMMANDS:
-        return _fail(f"no command {name!r}\n\n{_usage()}", EXIT_WRONG_USE)
+        terminal.stderr.write(f"zerojax: no command {name!r}\n\n{_usage()}\n")
+        return EXIT_WRONG_USE
     try:
         importlib.import_module(COMMANDS[name][0]).run(rest)
     except tuple(EXIT_CODES) as error:
@@ -107,8 +108,3 @@ def _usage() -> str:
             "zerojax COMMAND --help describes a command; docs/index.md is the documentation.",
         ]
     )
-
-
-def _fail(message: str, code: int) -> int:
-    terminal.stderr.write(f"zerojax: {message}\n")
-    return code

@@ -1,6 +1,7 @@
 """Rendering of a run's data as an HTML page."""
 
 import json
+import statistics
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -185,8 +186,8 @@ def _environment(run: RunData) -> list[tuple[str, str]]:
 
 def _typical(run: RunData, name: str) -> float | None:
     """The median of a value."""
-    values = sorted(x for x in run.series(name)[1] if x is not None)
-    return values[len(values) // 2] if values else None
+    values = [x for x in run.series(name)[1] if x is not None]
+    return statistics.median_high(values) if values else None
 
 
 def _when(seconds: Any) -> str:
