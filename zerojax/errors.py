@@ -114,11 +114,7 @@ def file_errors(
 
 @contextmanager
 def disk_errors(place: Path, after: str = "") -> Generator[None]:
-    """Report in one line that a disk is full or no longer there.
-
-    Args:
-        place: that is written to, for the message.
-        after: what to add to it.
+    """Report in one line that the disk of ``place`` is full or no longer there; ``after`` ends the line.
 
     Raises:
         RunError: in place of such an ``OSError``; others go on.

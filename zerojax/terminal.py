@@ -72,11 +72,7 @@ class Terminal(io.TextIOBase):
         return len(text)
 
     def put(self, text: bytes, patience: float = _PATIENCE) -> None:
-        """As ``write``, to the stream that the process began with.
-
-        Args:
-            text: encoded.
-            patience: seconds that it may take to write it, before texts queue.
+        """As ``write``, to the stream that the process began with; after ``patience`` seconds, texts queue.
 
         Raises:
             OSError: as for ``write``.

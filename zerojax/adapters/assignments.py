@@ -34,13 +34,7 @@ def replaced_weights(module: nnx.Module, given: Mapping[Path, object]) -> dict[P
 def call_with_weights[T](
     graph: nnx.GraphDef, params: nnx.State, state: nnx.State, use: Callable[[nnx.Module], T]
 ) -> T:
-    """Use a copy of a unit that has whole weights, and that is gone afterwards.
-
-    Args:
-        graph: of the unit.
-        params: the whole weights.
-        state: its other state.
-        use: calls the copy.
+    """Call ``use`` with a copy of a unit that has whole weights, and that is gone afterwards.
 
     Raises:
         ConfigurationError: the call assigned to a weight, which would be lost; the message names it.

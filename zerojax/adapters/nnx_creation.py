@@ -78,11 +78,7 @@ def create(factory: Callable[..., object], rngs: nnx.Rngs, stacked: tuple[type, 
 
 
 def stack_of(unit: str, module: nnx.Module) -> Shape:
-    """The axes that ``nnx.vmap`` put before those of a module's parameters, or nothing.
-
-    Args:
-        unit: the module's name.
-        module: of a class that was ``stacked``.
+    """The axes that ``nnx.vmap`` put before those of the parameters of a ``stacked`` module, or nothing.
 
     Raises:
         ConfigurationError: some of the parameters have one and some do not, or it is not their first.

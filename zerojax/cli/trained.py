@@ -51,13 +51,9 @@ def on_its_mesh(config: RunConfig) -> RunConfig:
 
 
 def open_trained(folder: RunFolder, config: RunConfig, mesh: MeshSection, *, ema: bool = False) -> TrainedRun:
-    """Restore a run's newest valid checkpoint.
+    """Restore a run's newest valid checkpoint onto a mesh, which may differ from that of training.
 
-    Args:
-        folder: of the run.
-        config: its settings.
-        mesh: to restore onto; may differ from that of training.
-        ema: restore the averaged weights instead.
+    With ``ema``, restore the averaged weights instead.
 
     Raises:
         ConfigurationError: there is no checkpoint, all are damaged, or the run keeps no average.

@@ -22,8 +22,7 @@ from zerojax.errors import ConfigurationError
 def run_on_process_zero(find: Callable[[], Any]) -> Any:
     """Call ``find`` on process zero only; return its result, or raise its error, on all processes.
 
-    Args:
-        find: returns data that JSON can represent.
+    The result must be JSON-serializable.
 
     Raises:
         ConfigurationError: as ``find`` did.
@@ -37,11 +36,7 @@ def run_on_process_zero(find: Callable[[], Any]) -> Any:
 
 
 def gather_from_all(value: Any) -> list[Any]:
-    """The values of all processes, in the order of their ranks; all processes call it together.
-
-    Args:
-        value: this process's, which JSON can represent.
-    """
+    """Gather a JSON-serializable value of each process, in order of ranks; all processes call it together."""
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = np.ravel(multihost_utils.process_allgather(np.asarray([text.size], np.int32)))
     padded = np.zeros(int(sizes.max()), np.uint8)
@@ -79,11 +74,7 @@ class Agreement:
 
     A single process acts at once. In several, requests put before step s are known after step s + 1: the
     devices reduce them before they begin step s, so no process has to wait for the result. The devices of one
-    node do wait for those of the others there, which ``every`` makes rare.
-
-    Args:
-        mesh: of the run.
-        every: steps between two reductions.
+    node do wait for those of the others there, so ``every`` sets how many steps lie between two reductions.
     """
 
     def __init__(self, mesh: Mesh, every: int = 1) -> None:

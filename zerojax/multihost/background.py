@@ -6,11 +6,9 @@ from collections.abc import Callable
 
 
 class Worker(threading.Thread):
-    """A daemon thread with a bounded queue of jobs; it skips all jobs after one that raised an error.
+    """A daemon thread that runs jobs in order; it skips all jobs after one that raised an error.
 
-    Args:
-        name: of the thread.
-        most: jobs that may be queued or running.
+    At most ``most`` jobs are queued or running.
     """
 
     def __init__(self, name: str, most: int = 1) -> None:

@@ -76,12 +76,9 @@ def discover_network(environ: Mapping[str, str] | None = None) -> Network:
 
 
 def interface_rate(interface: Path) -> float | None:
-    """An interface's rate in bytes/s; None if the kernel does not know it.
+    """The rate in bytes/s of an interface in /sys/class/net; None if the kernel does not know it.
 
     A virtual interface, such as a container's end of a veth pair, reports 10 Gb/s whatever carries it.
-
-    Args:
-        interface: its folder in /sys/class/net.
     """
     physical = (interface / "device").exists() or (interface / "bonding").exists()
     if not physical and "DEVTYPE=vlan" not in _text(interface / "uevent"):

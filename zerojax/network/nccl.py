@@ -69,10 +69,7 @@ _applied: list[Setting] = []
 def settings_here(processes: int, devices: int, local: int) -> tuple[Network, list[Setting]]:
     """The network as this process finds it, and what NCCL should be told.
 
-    Args:
-        processes: of the job.
-        devices: of the job.
-        local: extent of the mesh's fast axis.
+    Numbers of processes and devices are those of the job; ``local`` is the extent of the mesh's fast axis.
 
     Raises:
         ConfigurationError: ``ZEROJAX_NODE_CORES`` is not a number of cores.

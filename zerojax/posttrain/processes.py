@@ -13,11 +13,7 @@ def of_this_process[T](every: list[T]) -> list[T]:
 
 
 def mean_over_processes(values: dict[str, tuple[np.ndarray, np.ndarray]]) -> dict[str, float | None]:
-    """The mean over all processes of values where they count; None if none does.
-
-    Args:
-        values: name -> values, and where they count, of this process.
-    """
+    """For each name the mean over all processes of values where they count; None if none does."""
     own = [
         [float(np.sum(np.where(counted, x, 0), dtype=np.float64)), int(np.sum(counted))]
         for x, counted in values.values()

@@ -225,12 +225,8 @@ def check_method(config: RunConfig) -> None:
 def check_first_weights(manifest: Manifest | None, init_from: Path | None) -> None:
     """Refuse to begin with random weights.
 
-    Args:
-        manifest: of the checkpoint in the run's folder, if there is one.
-        init_from: what gives a new run its first weights.
-
     Raises:
-        ConfigurationError: neither is there.
+        ConfigurationError: the run's folder has no checkpoint, and ``init_from`` names nothing.
     """
     if manifest is None and init_from is None:
         raise ConfigurationError(

@@ -95,11 +95,7 @@ class RunSetup:
         )
 
     def initial_state(self, *, base: bool = True) -> TrainState:
-        """The model and optimizer at step 0, created sharded.
-
-        Args:
-            base: whether to create the frozen weights, too.
-        """
+        """The model and optimizer at step 0, created sharded; with ``base`` the frozen weights, too."""
         state = self.abstract_state()
         return state.replace(**initializer(state.spec, frozen=base)(np.uint32(self.config.train.seed)))
 

@@ -59,11 +59,6 @@ class ExactMatch:
         They are spread evenly over the validation splits, and over the sources by their weights; exact match
         is of those with prompts. Documents that are longer than a row are left out.
 
-        Args:
-            config: of the run.
-            data: of the run.
-            tokens: folder of the run's tokens.
-
         Raises:
             ConfigurationError: every document is too long.
         """

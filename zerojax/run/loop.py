@@ -64,11 +64,7 @@ class TrainLoop(ABC):
 
     @abstractmethod
     def loop(self, signalled: StopRequest) -> None:
-        """Take the steps that are left, log them, and save.
-
-        Args:
-            signalled: whether a signal has asked this process to stop.
-        """
+        """Take the steps that are left, log them, and save; ``signalled`` tells whether to stop early."""
 
     @abstractmethod
     def evaluation(self) -> Metrics:

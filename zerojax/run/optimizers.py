@@ -59,12 +59,7 @@ def rate_changes(before: RunConfig, now: RunConfig, updates: int) -> list[str]:
 
 
 def make_optimizer(settings: OptimizerSection, steps: int) -> Optimizer:
-    """Clip by global norm, update rule, decoupled weight decay of matrices, learning rate, average.
-
-    Args:
-        settings: name and numbers.
-        steps: optimizer steps of the whole run, for the schedule.
-    """
+    """Clip by global norm, update rule, decoupled weight decay of matrices, learning rate, average."""
     b1, b2, eps = settings.beta1, settings.beta2, settings.eps
     rule: Callable[[], Optimizer] = {
         "adamw": lambda: optax.scale_by_adam(b1, b2, eps),

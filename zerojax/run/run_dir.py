@@ -125,10 +125,7 @@ class RunFolder:
 
 
 def sessions(summary: dict[str, Any]) -> list[dict[str, Any]]:
-    """The starts of a run with their ends, oldest first; the end of the last is that of the run.
-
-    Args:
-        summary: from ``RunFolder.read_summary``.
+    """The starts of a run with their ends, from its summary, oldest first; the last ends as the run does.
 
     Returns:
         Dicts of "began" and "ended" (Unix time), "step" and "last_step", "status", "reason", and what was
@@ -165,11 +162,6 @@ def check_start(latest: int | None, resume: Resume, folder: RunFolder) -> None:
 def check_same_run(before: RunConfig, now: RunConfig, folder: RunFolder) -> list[str]:
     """The changes in the settings of a run that resumes.
 
-    Args:
-        before: the settings it was saved with.
-        now: the settings it resumes with.
-        folder: of the run, for the message.
-
     Returns:
         A line for each change, such as "train.steps: 100 -> 200".
 
@@ -194,12 +186,7 @@ def sharding_changes(before: RunConfig, now: RunConfig) -> list[str]:
 
 
 def check_same_model(before: RunConfig, now: RunConfig, folder: RunFolder) -> None:
-    """Check that the settings describe the model whose weights were imported.
-
-    Args:
-        before: the settings at the import.
-        now: those of the run that starts from the weights.
-        folder: of the run, for the message.
+    """Check that the settings of a run describe the model whose weights were imported into its folder.
 
     Raises:
         ConfigurationError: the model has changed.

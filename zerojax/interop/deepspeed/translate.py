@@ -41,11 +41,7 @@ class Translation:
         return config_from_dict(self.sections, origin="the translated config")
 
     def toml(self, origin: str) -> str:
-        """A file for ``load_config``, with everything left out in comments.
-
-        Args:
-            origin: the name of the DeepSpeed config.
-        """
+        """A file for ``load_config``; comments name its ``origin`` and what was left out."""
         lines = [f"Made from {origin} by zerojax from-deepspeed."]
         for title, items in (("Without counterpart:", self.left_out), ("Differs:", self.differs)):
             lines += ["", title, *(f"- {item}" for item in items)] if items else []

@@ -180,14 +180,7 @@ def adapter_frozen(folder: Path, model: GPTConfig) -> tuple[str, ...]:
     """The ``ZeroConfig.frozen`` of a state that can hold all of PEFT's files.
 
     The patterns freeze all but the biases and modules that the files have as a whole, and the embeddings and
-    heads with an adapter, which is added to them.
-
-    Args:
-        folder: as for ``adapter_lora``.
-        model: as for ``adapter_lora``.
-
-    Raises:
-        ConfigurationError: as ``adapter_lora``.
+    heads with an adapter, which is added to them. Arguments and errors are those of ``adapter_lora``.
     """
     return PeftAdapter(folder, model).frozen
 

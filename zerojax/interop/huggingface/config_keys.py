@@ -27,13 +27,7 @@ REQUIRED = object()
 
 
 class ConfigKeys:
-    """The keys of a config.json, marked as they are read.
-
-    Args:
-        values: of the file.
-        origin: its name, for errors.
-        harmless: keys that make no difference.
-    """
+    """The keys of a config.json, marked as they are read; ``harmless`` ones make no difference."""
 
     def __init__(self, values: dict[str, Any], origin: str, harmless: frozenset[str] = HARMLESS) -> None:
         self._values = values
@@ -91,11 +85,8 @@ class ConfigKeys:
     def finish(self, refusal: str = "cannot import a model with unknown keys") -> None:
         """Refuse the keys never read.
 
-        Args:
-            refusal: the words before their names.
-
         Raises:
-            ConfigurationError: naming them.
+            ConfigurationError: naming them after the words ``refusal``.
         """
         if unknown := sorted(self._values.keys() - self._seen):
             given = ", ".join(f"{printable(name)[:80]} = {short(self._values[name])}" for name in unknown)

@@ -69,11 +69,6 @@ def write_keys(table: Table, model: GPTConfig) -> dict[str, Any]:
 def check_fields(table: Table, model: GPTConfig, family: str) -> None:
     """Refuse a model that a family does not have.
 
-    Args:
-        table: of the family.
-        model: to check.
-        family: its name, for the error.
-
     Raises:
         ConfigurationError: a field has another value than the table allows, or than its default where the
             table does not name it.

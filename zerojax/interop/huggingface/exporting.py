@@ -158,14 +158,7 @@ def export_model(
 def quantized_state(
     state: TrainState, config: RunConfig, target: Target, out: Path, how: WeightFormat
 ) -> TrainState:
-    """A state with the decoded weights of an export, read from its files into shards.
-
-    Args:
-        state: that was exported.
-        config: of the run.
-        target: of the export.
-        out: its folder.
-        how: its quantization.
+    """A state with the decoded weights of an export, read from its files in ``out`` into shards.
 
     Returns:
         ``state`` with these weights; if it has frozen ones, a state of the same model that has none.

@@ -150,13 +150,7 @@ def check_tensors(
 
 
 def load_state(state: TrainState, files: Files, parts: TensorParts) -> TrainState:
-    """The state with what the model keeps besides its weights from checked files, if they have some of it.
-
-    Args:
-        state: filled or abstract.
-        files: of the model.
-        parts: of its family.
-    """
+    """The state with what the model keeps besides its weights from checked files, if they have some of it."""
     found: dict[str, np.ndarray] = {}
     for name, layer, tensor in tensors_of_state(state.model_state, parts):
         whole = found.setdefault(name, np.zeros(state.model_state[name].shape, np.float32))

@@ -213,11 +213,7 @@ class Tensor:
         return shape if self.part.experts is None else (self.part.experts, *shape)
 
     def region(self, inputs: slice = slice(None)) -> tuple[slice, ...]:
-        """Where the columns are in the tensor, a range for each of its axes.
-
-        Args:
-            inputs: some rows of the weight's matrix, if it has rows.
-        """
+        """Where the columns are in the tensor, in these rows of the weight's matrix: a range per axis."""
         if self.part.transposed:
             return self.rows, inputs
         own = (inputs, self.rows)[-len(self.shape) :]
@@ -267,10 +263,6 @@ def tensors_of_state(
     model_state: Mapping[str, jax.Array | jax.ShapeDtypeStruct], parts: TensorParts
 ) -> Iterator[tuple[str, int | None, Tensor]]:
     """The tensors of what a model keeps besides its weights, such as the biases of a router's choice.
-
-    Args:
-        model_state: as in ``TrainState``.
-        parts: of the family.
 
     Yields:
         An array's name, the index of a layer if it is stacked, and the tensor.

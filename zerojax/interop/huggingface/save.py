@@ -82,11 +82,7 @@ def gather_layer(
 ) -> Float32[np.ndarray, "..."]:
     """One layer of a leaf on every host, decoded if it is frozen; all processes must call it.
 
-    Args:
-        spec: of the state.
-        leaf: the layout.
-        stored: as in ``TrainState.params`` or ``TrainState.frozen``.
-        layer: from ``layers_of(leaf)``.
+    ``stored`` is as in ``TrainState.params`` or ``TrainState.frozen``, and ``layer`` from ``layers_of``.
     """
 
     def pick(x: Array, layer: Array) -> Array:

@@ -30,9 +30,7 @@ KEPT = (
 def read_tokenizer(folder: Path, config: dict[str, Any]) -> BPETokenizer | None:
     """The tokenizer of a Hugging Face folder, or None if there is none.
 
-    Args:
-        folder: of the model.
-        config: its config.json, which may name the token that ends a text.
+    The folder's config.json, ``config``, may name the token that ends a text.
 
     Raises:
         DataError: the tokenizer is of a kind that zerojax does not read; says what to do.

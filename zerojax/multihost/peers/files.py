@@ -17,12 +17,9 @@ _TRAINING = 128
 
 
 def reserve_files(size: int) -> None:
-    """Raise this process's limit by what the job's connections need, so that training keeps its share.
+    """Raise this process's limit by what the connections of a job of ``size`` processes need.
 
-    Most systems set a soft limit of 1,024 files and a hard limit of 4,096 or more.
-
-    Args:
-        size: number of processes of the job.
+    Training keeps its share. Most systems set a soft limit of 1,024 files and a hard limit of 4,096 or more.
 
     Raises:
         ConfigurationError: the hard limit is too low.

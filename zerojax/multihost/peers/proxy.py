@@ -59,13 +59,9 @@ class ClientProxy:
 
 
 class ServiceProxy:
-    """Stands in for one process's JAX client towards the service, in rank 0.
+    """Stands in for one process's JAX client towards the service, at a Unix socket, in rank 0.
 
     Connects when the process first sends something.
-
-    Args:
-        path: of the Unix socket of JAX's service.
-        connection: to the process.
     """
 
     def __init__(self, path: str, connection: Connection) -> None:

@@ -181,10 +181,7 @@ class PostTrainer(OpenRun):
     def measure(self, rollout: Rollout, rewards: np.ndarray, rows: Rows) -> Metrics:
         """The metrics of a rollout: means over the completions, or tokens, of all processes.
 
-        Args:
-            rollout: of this process.
-            rewards: of its completions, NaN for lost ones.
-            rows: as ``with_log_probs`` returns them.
+        Lost completions have a reward of NaN; ``rows`` are those of ``with_log_probs``.
         """
         there = np.isfinite(rewards)
         every = np.ones_like(there)

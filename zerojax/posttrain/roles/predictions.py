@@ -26,10 +26,7 @@ def micro_batches(config: RunConfig, rows: Rows) -> list[Rows]:
 def predict_rows(config: RunConfig, rows: Rows, predict: Callable[[Rows], jax.Array]) -> np.ndarray:
     """Predictions for this process's rows, which are filled up with zeros to whole micro-batches.
 
-    Args:
-        config: the settings.
-        rows: the same number in every process.
-        predict: gives those of a micro-batch, as ``predict_step`` does.
+    All processes have the same number of rows; ``predict`` takes a micro-batch, as ``predict_step`` does.
     """
     count = len(rows["tokens"])
     missing = -count % micro_batch_rows(config)

@@ -13,11 +13,7 @@ from zerojax.run.run_dir import Resume, RunFolder
 
 
 def saved_settings(path: str, key: str) -> RunConfig:
-    """The settings of a saved run.
-
-    Args:
-        path: of the run, or of one of its checkpoints.
-        key: the setting that names it, for errors.
+    """The settings of a saved run, from its folder or a checkpoint of it; errors begin with ``key``.
 
     Raises:
         ConfigurationError: there is none.

@@ -44,13 +44,11 @@ class Rollout:
 
     @classmethod
     def of(cls, rows: Sequence[Row], tokenizer: Tokenizer, time: int, *, in_environment: bool) -> "Rollout":
-        """Lay out rows.
+        """Lay out rows that are over.
 
         Args:
-            rows: that are over.
-            tokenizer: of the model.
             time: columns of the rows, without the first token.
-            in_environment: whether it gave them their rewards.
+            in_environment: whether an environment gave them their rewards.
         """
         tokens = np.zeros((len(rows), time + 1), np.int32)
         mask, log_probs, earned = np.zeros((3, len(rows), time), np.float32)
@@ -73,8 +71,7 @@ class Rollout:
     def rewards_per_token(self, rewards: Float32[np.ndarray, " rows"]) -> Float32[np.ndarray, "rows time"]:
         """The reward of each row at the tokens that earned it: the last, or in an environment of each turn.
 
-        Args:
-            rewards: of the rows; NaN for one that does not count, which gets 0.
+        A row whose reward is NaN does not count, and gets 0.
         """
         if self.earned is not None:
             return np.nan_to_num(self.earned)

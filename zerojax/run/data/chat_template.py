@@ -153,8 +153,7 @@ class ChatTemplate:
     def after_answer(self, messages: Sequence[Message]) -> str:
         """What the template writes after the content of an assistant's message, up to the next answer.
 
-        Args:
-            messages: between the two; as for ``render``.
+        ``messages`` are those between the two.
 
         Raises:
             DataError: as for ``render``; or the template leaves out earlier answers.

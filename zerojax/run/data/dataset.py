@@ -79,12 +79,7 @@ class Dataset:
         )
 
     def describe_loss(self, loss: float, digits: int) -> str:
-        """A validation loss in words: per token and per byte; with a mask, of completions, with perplexity.
-
-        Args:
-            loss: nats per token that counts.
-            digits: after the point.
-        """
+        """A validation loss in words, per token and byte; with a mask, of completions, with perplexity."""
         per_byte = loss / self.bytes_per_token
         text = f"validation loss {loss:.{digits}f} nats per token, {per_byte:.{digits}f} per byte"
         if all(part.validation.mask is None for part in self.parts):
@@ -94,8 +89,7 @@ class Dataset:
     def notes(self, length: int) -> list[str]:
         """Lines about what of each source is left out or cut: empty completions, and what fits into no row.
 
-        Args:
-            length: tokens that a row predicts.
+        A row predicts ``length`` tokens.
         """
         found = []
         for part in self.parts:
@@ -197,10 +191,6 @@ def open_tokenizer(settings: DataSection, folder: Path) -> Tokenizer:
 def names_kept_tokenizer(settings: DataSection, folder: Path) -> bool:
     """Whether settings name a file with the tokenizer that a run keeps; its path may have changed.
 
-    Args:
-        settings: of the run.
-        folder: of its tokens.
-
     Raises:
         DataError: one of the two files is not a tokenizer.
     """
@@ -209,12 +199,7 @@ def names_kept_tokenizer(settings: DataSection, folder: Path) -> bool:
 
 
 def tokenizer_file(settings: DataSection, folder: Path) -> Path:
-    """Where a run keeps its tokenizer; there is no file if that is "byte", or before the data are prepared.
-
-    Args:
-        settings: of the run.
-        folder: of its tokens.
-    """
+    """Where a run keeps its tokenizer: no file if that is "byte", or before the data are prepared."""
     return part_folders(settings, folder)[0] / TOKENIZER
 
 

@@ -171,12 +171,7 @@ def text_that_counts(document: Document) -> int:
 
 
 def checked_messages(messages: Any, column: str, place: str) -> list[dict[str, Any]]:
-    """The messages of a conversation.
-
-    Args:
-        messages: what a row has.
-        column: of the messages.
-        place: of the row, for messages to the user.
+    """The messages of a conversation, from a column of a row; errors begin with the row's ``place``.
 
     Raises:
         DataError: they are not a list of messages with role and content. The content is a text or a list of

@@ -237,11 +237,7 @@ def _batches(
 ) -> Iterator[tuple[int, Any]]:
     """The record batches of some columns of a Parquet or Arrow file, each with the number of its first row.
 
-    Args:
-        path: of the file.
-        columns: to read.
-        optional: further columns to read where they are.
-        others: whether to read all other columns as well.
+    ``optional`` columns are read where they exist, and with ``others`` so are all that are not named.
     """
     arrow = _pyarrow(path)
     row = 0

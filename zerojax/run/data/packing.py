@@ -72,11 +72,8 @@ class PackedRows:
 def best_fit(sizes: Int[np.ndarray, " pieces"], capacity: int) -> Int32[np.ndarray, " pieces"]:
     """Assign pieces to rows: longest first, each to the fullest row with room, else to a new one.
 
-    All pieces of one size are placed at once, so the time grows with the number of different sizes.
-
-    Args:
-        sizes: of the pieces, at least one, each 1 to ``capacity``.
-        capacity: of a row.
+    All pieces of one size are placed at once, so the time grows with the number of different sizes. Sizes
+    are from 1 to ``capacity``, and there is at least one.
 
     Returns:
         The row of each piece; rows count from 0, and none is empty.

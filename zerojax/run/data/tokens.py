@@ -203,11 +203,7 @@ class TokenWriter:
 
 
 def open_tokens(path: Path, *, verify: bool = True) -> TokenFile:
-    """Map a token file into memory.
-
-    Args:
-        path: of the .bin file.
-        verify: read it all and compare checksums.
+    """Map a token file, given its .bin file, into memory; with ``verify``, compare all checksums.
 
     Raises:
         DataError: the file is missing, unfinished or damaged; names it and the reason.

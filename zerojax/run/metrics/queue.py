@@ -52,12 +52,7 @@ class _Dispatched:
 
 
 class MetricsQueue:
-    """Dispatched steps, oldest first.
-
-    Args:
-        depth: the most steps in flight.
-        clock: gives the time in seconds.
-    """
+    """Dispatched steps, oldest first, of which at most ``depth`` are in flight."""
 
     def __init__(self, depth: int = 2, clock: Callable[[], float] = time.perf_counter) -> None:
         self._depth = depth

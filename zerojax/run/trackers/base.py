@@ -107,12 +107,7 @@ class Trackers:
         self.close(failed=error is not None)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Queue a step for all trackers.
-
-        Args:
-            step: steps done.
-            values: numbers by name; need not be finite.
-        """
+        """Queue the values of a step, which need not be finite, for all trackers."""
         for name, line in list(self._open.items()):
             if self._has_failed(name, line):
                 self._drop(name)

@@ -91,13 +91,10 @@ def link_bytes() -> LinkBytes:
 
 
 def limit_link(rate: str) -> None:
-    """Change the rate at which this process's node may send.
+    """Change the rate at which this process's node may send, such as "1gbit".
 
     The rate at which it may receive does not change: create the cluster with the highest rate needed, and
     call this in one process of every node.
-
-    Args:
-        rate: as for ``bytes_per_second``.
 
     Raises:
         ValueError: an argument is invalid.
