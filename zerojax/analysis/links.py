@@ -115,9 +115,7 @@ def advise(node: Link | None, local: int, device_flops: float) -> tuple[str, str
 def time_collectives(mesh: Mesh, sizes: Sequence[int]) -> tuple[CollectiveTime, ...]:
     """Time the collectives that carry weights and gradients between nodes; all processes call it together.
 
-    Args:
-        mesh: of at least two nodes.
-        sizes: about how many bytes a device sends to other nodes in one collective.
+    In a collective each device sends about as many bytes to other nodes as one of the ``sizes`` says.
     """
     nodes = mesh.shape[NODE]
 

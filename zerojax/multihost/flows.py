@@ -72,10 +72,7 @@ class Flows:
     def measure(self, neighbour: Sequence[Any], count: int, seconds: float) -> FlowRate:
         """Open flows to the next node and accept as many; send and receive. All nodes call it together.
 
-        Args:
-            neighbour: the next node's ``address``.
-            count: of the flows in each direction.
-            seconds: to measure.
+        ``neighbour`` is the next node's ``address``.
 
         Returns:
             What this node received.

@@ -74,9 +74,7 @@ class Watchdog:
     def phase(self, what: str, more: float = 0.0) -> None:
         """Note that a phase other than a step begins, and that what came before is done.
 
-        Args:
-            what: begins.
-            more: seconds that it may take beyond a phase's limit.
+        It may take ``more`` seconds beyond a phase's limit.
         """
         self._begin(what, more)
 

@@ -90,10 +90,7 @@ def interface_rate(interface: Path) -> float | None:
 def rdma_of(environ: Mapping[str, str], devices: Path = _RDMA, verbs: Path = _VERBS) -> str:
     """What carries NCCL's data in place of TCP sockets, in words; "" if nothing does.
 
-    Args:
-        environ: with NCCL's variables.
-        devices: /sys/class/infiniband.
-        verbs: /dev/infiniband, which containers often lack.
+    Containers often have InfiniBand's folder in /sys, ``devices``, and lack the one in /dev, ``verbs``.
     """
     transport = environ.get("NCCL_NET", "")
     if transport:

@@ -37,10 +37,7 @@ _TEXTS = ("tokens", "chosen", "rejected")
 class RunSetup:
     """A run's mesh, sharding and optimizer, built once from its settings.
 
-    Args:
-        config: the settings.
-        loss_fn: of a batch.
-        trains: whether it has the configured optimizer; without one it is for inference alone.
+    With ``trains=False`` it has no optimizer, and is for inference alone.
 
     Raises:
         ConfigurationError: settings contradict each other or the devices.
@@ -134,14 +131,9 @@ class Trained(NamedTuple):
 def make_log(
     config: RunConfig, folder: RunFolder, trained: Sequence[Trained], step: int, skipped: int
 ) -> RunLog:
-    """The log of a run that starts at ``step``; records the bytes that a step sends in run.json.
+    """The log of a run that starts at ``step``, after ``skipped`` steps without an update.
 
-    Args:
-        config: the settings.
-        folder: of the run.
-        trained: what each step trains; the bytes in run.json are those of the first.
-        step: steps done.
-        skipped: those of them without an update.
+    Records in run.json the bytes that a step sends for the first of what it ``trained``.
     """
     train = config.train
     reports = [comm_report(one.state, one.batch) for one in trained]

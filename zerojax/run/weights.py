@@ -160,10 +160,8 @@ def base_of(folder: RunFolder, source: Path) -> str:
 def keep_for(folder: RunFolder, source: Path) -> list[str]:
     """Have a checkpoint of another run kept for this one; returns a line if that is impossible.
 
-    Args:
-        folder: of this run.
-        source: the checkpoint; anything else stays where it is anyway. For a run that resumes it is found by
-            ``Record.base``: the folder may have moved since.
+    Anything but a checkpoint stays where it is anyway. A run that resumes finds its source by
+    ``Record.base``: the folder may have moved since.
     """
     others = source.parent.resolve() != folder.checkpoints.resolve()
     if not (others and is_first() and (source / MANIFEST).exists()):
@@ -173,13 +171,9 @@ def keep_for(folder: RunFolder, source: Path) -> list[str]:
 
 
 def first_weights(setup: RunSetup, source: Path, reader: WeightReader) -> tuple[TrainState, list[str]]:
-    """A state at step 0 with the weights at a path, and lines about it for the user.
+    """A state at step 0 with the weights that ``reader.find`` found, and lines about it for the user.
 
-    Args:
-        setup: of the state.
-        source: that ``reader.find`` returned. If its model differs in ``outputs``, and so perhaps in
-            ``tied``, the head is new.
-        reader: reads it.
+    If their model differs in ``outputs``, and so perhaps in ``tied``, the head is new.
 
     Raises:
         ConfigurationError: the weights are of another model, or the head would be new and frozen.
@@ -230,12 +224,7 @@ def with_base(
 ) -> TrainState:
     """The abstract state of a run with the frozen weights that it began with, if it has any.
 
-    Args:
-        state: abstract.
-        folder: of the run.
-        base: as in ``Record.base``.
-        config: of the run; its seed is for weights that are from nowhere else.
-        reader: reads the base.
+    ``base`` is as in ``Record.base``. Weights that are from nowhere else are drawn by the run's seed.
 
     Raises:
         ConfigurationError: the base is gone.

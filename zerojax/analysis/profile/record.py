@@ -25,14 +25,7 @@ def parse_steps(text: str) -> range:
 
 
 class StepProfile:
-    """Traces the chosen steps of a run.
-
-    Args:
-        folder: for the traces.
-        steps: to trace, or None.
-        say: prints a message.
-        done: steps that the run has taken already.
-        planned: steps of the whole run.
+    """Traces the chosen steps of a run, which has taken ``done`` steps of the ``planned`` already.
 
     Raises:
         ConfigurationError: the run will not take these steps.
@@ -51,12 +44,7 @@ class StepProfile:
         self._tracing = False
 
     def step[T](self, number: int, run: Callable[[], T]) -> T:
-        """Run a step, and trace it if it was chosen.
-
-        Args:
-            number: of the step.
-            run: takes the step; the arrays it returns may still be being computed.
-        """
+        """Run a step, and trace it if it was chosen; what ``run`` returns may still be being computed."""
         if number not in self._steps:
             return run()
         if not self._tracing:

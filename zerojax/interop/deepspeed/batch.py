@@ -8,16 +8,11 @@ TRAIN, MICRO, ACCUMULATE = "train_batch_size", "train_micro_batch_size_per_gpu",
 
 
 def batch_of(reader: Reader, world: int, given: int | None = None) -> tuple[int, int]:
-    """The global batch and the number of micro-batches.
+    """The global batch and the number of micro-batches, on ``world`` devices (0 if unknown).
 
     Each of the three numbers follows from the other two, as in DeepSpeed's ``_set_batch_related_parameters``;
     with only one of the two sizes there is no accumulation. Without either (the script decided it), the batch
-    is zerojax's default, rounded up so that it divides.
-
-    Args:
-        reader: of the config.
-        world: number of devices; 0 if unknown.
-        given: the global batch, if the config does not give it.
+    is ``given``, or zerojax's default, rounded up so that it divides.
 
     Raises:
         ConfigurationError: the sizes contradict each other, or ``world`` is needed.

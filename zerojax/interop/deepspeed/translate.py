@@ -68,13 +68,7 @@ class _Draft:
         self.result.sections.setdefault(section, {}).update(values)
 
     def adopt(self, name: str, path: str, kind: type, default: Any = None) -> Any:
-        """Copy a key to a setting.
-
-        Args:
-            name: of the setting, "section.key".
-            path: of the key.
-            kind: its type.
-            default: DeepSpeed's, for a missing key; None sets nothing.
+        """Copy a key, or DeepSpeed's default, to a setting "section.key"; a default of None sets nothing.
 
         Returns:
             The value set; None if nothing was, as for "auto".

@@ -142,10 +142,7 @@ def export_adapter(
 def adapter_base(base: Path | None, folder: RunFolder, model: GPTConfig) -> tuple[str | None, str]:
     """The Hugging Face folder that a run's frozen weights are from, or None, and the family of their names.
 
-    Args:
-        base: that folder, or the checkpoint that holds them; None if they are from nowhere.
-        folder: of the run.
-        model: its shape.
+    ``base`` is that folder, or the checkpoint that holds them; None if they are from nowhere.
     """
     source, owner = None, folder
     if base is not None and is_model(base):

@@ -87,11 +87,8 @@ class Pairs:
     ) -> "Pairs":
         """Read ``data.source``, and hold out the pairs of a fraction ``data.validation`` of the prompts.
 
-        Args:
-            data: the settings.
-            tokenizer: of the model.
-            template: for conversations; None if each row has a prompt.
-            longest: pairs with more tokens in a prompt and its answer are left out.
+        The template is for conversations: without one each row has a prompt. Pairs with more than ``longest``
+        tokens in a prompt and its answer are left out.
 
         Raises:
             DataError: a file is damaged, a row is not as it should be, or no pair is left.

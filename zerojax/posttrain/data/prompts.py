@@ -45,11 +45,8 @@ class Prompts:
     ) -> "Prompts":
         """Read ``data.source``, and hold out the fraction ``data.validation`` of the prompts by their text.
 
-        Args:
-            data: the settings.
-            tokenizer: of the model.
-            template: for conversations; None if each row has a prompt.
-            longest: prompts of more tokens are left out.
+        The template is for conversations: without one each row has a prompt. Prompts of more than ``longest``
+        tokens are left out.
 
         Raises:
             DataError: a file is damaged, a row is not as it should be, or all prompts are too long.

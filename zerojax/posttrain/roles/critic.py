@@ -135,13 +135,7 @@ def named_run(config: RunConfig) -> str | None:
 def critic_config(config: RunConfig, saved: RunConfig | None = None) -> RunConfig:
     """The settings of a run with the critic's model, sharding and optimizer.
 
-    Args:
-        config: the settings of the run.
-        saved: those of the critic's checkpoint; by default those that its first weights have.
-
-    Raises:
-        ConfigurationError: its first weights are gone, have adapters alone, or are of a model with a shorter
-            context.
+    ``saved`` are those of the critic's checkpoint; by default those that its first weights have.
     """
     settings, named = config.critic, named_run(config)
     if saved is None and named is not None:

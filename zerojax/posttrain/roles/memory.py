@@ -44,11 +44,8 @@ class RoleMemory:
     ) -> "RoleMemory":
         """The memory of the roles of a run.
 
-        Args:
-            config: the settings.
-            spec: of the policy.
-            room: MiB of a device for the generator; None asks the devices.
-            critic: that of PPO; by default the one that the settings say.
+        ``room`` is what a device has for the generator, in MiB; by default the devices tell. The critic is by
+        default the one that PPO's settings describe.
         """
         settings, reference = config.posttrain, None
         if settings.method in REFERENCED or settings.kl:

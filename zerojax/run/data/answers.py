@@ -79,14 +79,10 @@ class Item(NamedTuple):
 
 
 def held_out_items(file: TokenFile, count: int, longest: int) -> list[Item]:
-    """Prompts and completions, spread evenly over a file.
+    """At most ``count`` prompts and completions, spread evenly over a file of validation documents.
 
     Of a conversation the last message of the assistant is the completion; of a text, its second half.
-
-    Args:
-        file: of validation documents.
-        count: the most to return.
-        longest: documents of more tokens are left out, and texts cut.
+    Documents of more than ``longest`` tokens are left out, and texts are cut.
     """
     lengths = np.asarray(file.lengths, np.int64)
     own = lengths - file.header.shared_ends  # the last token of a document may be the first of the next

@@ -64,11 +64,8 @@ class Windows:
 def make_rows(file: TokenFile, length: int, packing: str, *, labels: bool = False) -> Rows:
     """The rows of a token file: ``Windows`` for packing "none", ``PackedRows`` for "documents".
 
-    Args:
-        file: of tokens.
-        length: tokens that a row predicts.
-        packing: "none" or "documents".
-        labels: whether packed rows have "labels", as all rows of a mixture need if those of one source do.
+    A row predicts ``length`` tokens. With ``labels``, packed rows have "labels": all rows of a mixture need
+    them if those of one source do.
 
     Raises:
         DataError: the file is too short for one.

@@ -87,11 +87,8 @@ def prepare(settings: DataSection, folder: Path, say: Callable[[str], None] = _p
 def keep_tokenizer(settings: DataSection, folder: Path) -> None:
     """Write the tokenizer, and the chat template, of a run that reads its data without preparing them.
 
-    So such a run can be moved, and keeps the tokenizer that it began with.
-
-    Args:
-        settings: name the tokenizer.
-        folder: to write, unless it is prepared; what it kept of another start is replaced.
+    So such a run can be moved, and keeps the tokenizer that it began with. A prepared folder is left alone;
+    what another start kept there is replaced.
 
     Raises:
         DataError: the tokenizer or template cannot be used.

@@ -160,11 +160,7 @@ def smoothed(
 ) -> list[Series]:
     """Split a noisy line into all of it, faint, and its moving mean; a short line stays as it is.
 
-    Args:
-        name: of the line.
-        steps: along x.
-        values: along y.
-        rate: whether the values are per second: then the seconds are averaged.
+    If the values are a ``rate`` per second, the mean is that of the seconds.
     """
     line = Series(name, steps, values)
     if len(values) < _SMOOTHED_FROM:

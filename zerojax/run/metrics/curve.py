@@ -6,13 +6,7 @@ from typing import Any
 
 
 def draw_loss_curve(steps: Sequence[dict[str, Any]], path: Path, title: str) -> None:
-    """Draw training and validation loss against steps, as PNG.
-
-    Args:
-        steps: from ``read_metrics``; steps without a finite loss are left out.
-        path: of the PNG file.
-        title: above the curve.
-    """
+    """Draw training and validation loss against steps, as PNG; steps without a finite loss are left out."""
     # It takes longer to import than all of zerojax, and most commands draw nothing.
     from matplotlib.figure import Figure
 
