@@ -212,6 +212,10 @@ def test_a_completion_without_a_reward_counts_nowhere(
         ({"posttrain": {"epochs": 3}}, "train.steps 4 ends within a rollout, which has 3 steps: 6"),
         ({"posttrain": {"max_new_tokens": 16}}, "leaves no room for prompts in train.sequence_length 16"),
         ({"model": {"dropout": 0.1}}, "model.dropout must be 0"),
+        (
+            {"zero": {"sequence_parallel": 24}, "train": {"sequence_length": 24}},
+            "sequence_parallel = 24: rows .* of several processes, which have 12 each .* one process on each",
+        ),
         ({"zero": {"preset": "local"}}, r"\[zero\] asks for local updates, .* set zero.preset to another"),
         (
             {"checkpoint": {"keep_best": 1}, "train": {"eval_every": 2}},
