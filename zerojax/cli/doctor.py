@@ -5,7 +5,6 @@ import shutil
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import jax
 import psutil
@@ -90,19 +89,16 @@ def _devices() -> Rows:
         if peak := peak_flops(device.device_kind):
             facts.append(f"{peak / 1e12:.0f} TFLOP/s bf16")
         rows.append((str(device.id), ", ".join(facts)))
-    return [*rows, ("fp8 matmuls", _fp8(jax.local_devices()[0]))]
+    fp8 = 'no: matmul_dtype = "fp8" would give the same numbers from a slow reference path'
+    if has_fp8(device := jax.local_devices()[0]):
+        fp8 = f"yes, compute capability {device.compute_capability}"
+    return [*rows, ("fp8 matmuls", fp8)]
 
 
 def _kernels() -> Rows:
     lacking = flash_attention.missing()
     packed = "FlashAttention-4" if lacking is None else f"with a mask: FlashAttention-4 needs {lacking}"
     return [*((str(k), str(v)) for k, v in backend_report().items()), ("packed documents", packed)]
-
-
-def _fp8(device: Any) -> str:
-    if has_fp8(device):
-        return f"yes, compute capability {device.compute_capability}"
-    return 'no: matmul_dtype = "fp8" would give the same numbers from a slow reference path'
 
 
 def _network(settings: MeshSection) -> Rows:
@@ -132,12 +128,15 @@ def _choice(settings: MeshSection) -> Rows:
         return [("refused", str(error))]
     found, rates = links.links_of(mesh), links.measure_matmul()
     local = mesh.shape["local"]
+    why_mesh = "a node for each process, whose devices share a host and its links"
+    if settings.nodes or settings.local:
+        why_mesh = "as requested"
     preset, why = links.advise(found["node"], local, min(rates))
     return [
         ("in a node", _link(found["local"], "one device per node")),
         ("between nodes", _link(found["node"], "one node") + _shared(found["node"], local)),
         ("matrix products", _rates(rates)),
-        ("mesh", f"{mesh.shape['node']} nodes x {local} devices per node: {_mesh_reason(settings)}"),
+        ("mesh", f"{mesh.shape['node']} nodes x {local} devices per node: {why_mesh}"),
         ("preset", f"{preset}: {why}"),
     ]
 
@@ -157,12 +156,6 @@ def _rates(rates: list[float]) -> str:
     text = f"{max(rates) / 1e12:.3g} TFLOP/s"
     slow = [f"rank {i} {rate / 1e12:.3g}" for i, rate in enumerate(rates) if rate < 0.8 * max(rates)]
     return text + (f"; slower, and all wait for the slowest: {', '.join(slow)}" if slow else "")
-
-
-def _mesh_reason(settings: MeshSection) -> str:
-    if settings.nodes or settings.local:
-        return "as requested"
-    return "a node for each process, whose devices share a host and its links"
 
 
 def _host(runs: Path) -> Rows:

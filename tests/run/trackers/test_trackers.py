@@ -16,9 +16,10 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event  # type: ignore[attr-defined]  # generated at import
 
 from zerojax.errors import ZeroError
+from zerojax.run import trackers as package
 from zerojax.run.config import LogSection, RunConfig, config_to_dict
 from zerojax.run.run_dir import RunFolder
-from zerojax.run.trackers import Trackers, base, check_trackers, open_trackers
+from zerojax.run.trackers import Trackers, check_trackers, open_trackers
 
 STEPS = {1: 4.0, 2: 3.0, 3: 2.0}
 
@@ -76,8 +77,8 @@ def test_a_moved_run_goes_on_in_its_trackers_and_a_copy_begins_anew(
 
         def close(self, *, failed: bool) -> None: ...
 
-    monkeypatch.setattr(base, "Fake", Fake, raising=False)
-    monkeypatch.setitem(base._TRACKERS, "wandb", (f"{base.__name__}:Fake", "wandb", None))
+    monkeypatch.setattr(package, "Fake", Fake, raising=False)
+    monkeypatch.setitem(package._TRACKERS, "wandb", (f"{package.__name__}:Fake", "wandb", None))
     names = [tmp_path / name for name in ("run", "moved", "copy")]
     run, moved, copy = map(RunFolder, names)
     run.create()

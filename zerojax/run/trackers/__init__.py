@@ -1,5 +1,230 @@
-"""Experiment trackers of a run: TensorBoard, Weights & Biases, MLflow."""
+"""Experiment trackers of a run: TensorBoard, Weights & Biases, MLflow.
 
-from zerojax.run.trackers.base import Tracker, Trackers, check_trackers, open_trackers, track
+A tracker is a module of this package with a class that opens one run: a new one, or the one that earlier
+processes of this run wrote to, whose identity is kept in ``RUN/run.json``. ``metrics.jsonl`` has all values
+in any case, so a tracker that fails or hangs during a run is dropped with a message, and the run continues.
+Each tracker has a thread of its own, so that neither a step nor the end of the process waits for it.
+"""
 
-__all__ = ["Tracker", "Trackers", "check_trackers", "open_trackers", "track"]
+import functools
+import importlib
+import importlib.util
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol, Self
+
+import jax
+
+from zerojax.errors import ConfigurationError
+from zerojax.multihost.background import Worker
+from zerojax.run.run_dir import RunFolder
+
+# name -> (module and class, required package, extra of zerojax that installs the package; None where zerojax
+# itself requires it, so that only a source tree on the path can lack it)
+_TRACKERS = {
+    "tensorboard": ("zerojax.run.trackers.tensorboard:TensorBoard", "tensorboardX", None),
+    "wandb": ("zerojax.run.trackers.wandb:Wandb", "wandb", "wandb"),
+    "mlflow": ("zerojax.run.trackers.mlflow:MLflow", "mlflow", "mlflow"),
+}
+
+
+class Tracker(Protocol):
+    """One run in a tracker."""
+
+    def __init__(
+        self, folder: RunFolder, project: str, settings: Mapping[str, Any], *, start: int, known: str | None
+    ) -> None:
+        """Begin a run, or resume the one with the identity ``known``.
+
+        Args:
+            folder: of the run; its last part is the run's name.
+            project: that the run belongs to.
+            settings: to show with the run; plain values, possibly nested.
+            start: steps done so far.
+            known: ``identity`` in an earlier process of this run.
+        """
+        ...
+
+    @property
+    def identity(self) -> str:
+        """The tracker's identifier of this run."""
+        ...
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Add a step; runs in the tracker's thread, and may be slow. Values need not be finite."""
+        ...
+
+    def close(self, *, failed: bool) -> None:
+        """Send pending values and end the run."""
+        ...
+
+
+class _TrackerThread:
+    """A tracker and its thread."""
+
+    def __init__(self, name: str, tracker: Tracker, most: int) -> None:
+        self.tracker = tracker
+        self.worker = Worker(name, most)
+        self.step: int | None = None  # being written, or the last written
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self.step = step
+        self.tracker.write(step, values)
+
+    def end(self, *, failed: bool) -> None:
+        self.step = None
+        self.tracker.close(failed=failed)
+
+
+class Trackers:
+    """All trackers of a run; a context manager.
+
+    Args:
+        trackers: open trackers by name.
+        say: prints a message; called by the thread that calls ``write`` and ``close``.
+        most: steps that a tracker may lag behind before it is dropped.
+        patience: seconds for all trackers together to send pending values at the end.
+    """
+
+    def __init__(
+        self,
+        trackers: Mapping[str, Tracker],
+        say: Callable[[str], None],
+        *,
+        most: int = 10_000,
+        patience: float = 30.0,
+    ) -> None:
+        self._open = {name: _TrackerThread(name, tracker, most) for name, tracker in trackers.items()}
+        self._patience = patience
+        self._say = say
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close(failed=error is not None)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Queue the values of a step, which need not be finite, for all trackers."""
+        for name, line in list(self._open.items()):
+            if self._has_failed(name, line):
+                self._drop(name)
+            elif not line.worker.put(functools.partial(line.write, step, values)):
+                self._say(f"log.trackers: {name} has been stuck since step {line.step} and was dropped")
+                self._drop(name)
+
+    def close(self, *, failed: bool) -> None:
+        """End all trackers, with the run's outcome; return when they have ended or time is up."""
+        for line in self._open.values():
+            line.worker.put(functools.partial(line.end, failed=failed))
+        limit = time.monotonic() + self._patience
+        for name, line in list(self._open.items()):
+            done = line.worker.wait(max(0.0, limit - time.monotonic()))
+            if not self._has_failed(name, line) and not done:
+                self._say(
+                    f"log.trackers: {name} did not take its last steps within {self._patience:g} s; they are "
+                    "in metrics.jsonl"
+                )
+            self._drop(name)
+
+    def _has_failed(self, name: str, line: _TrackerThread) -> bool:
+        if (error := line.worker.error) is None:
+            return False
+        if line.step is None:
+            self._say(f"log.trackers: {name} lost its last steps: {error}")
+        else:
+            self._say(f"log.trackers: {name} failed at step {line.step} and was dropped: {error}")
+        return True
+
+    def _drop(self, name: str) -> None:
+        self._open.pop(name).worker.close()
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuse a tracker whose package is not installed; imports nothing.
+
+    Raises:
+        ConfigurationError: with how to install it.
+    """
+    for name in names:
+        _, package, extra = _TRACKERS[name]
+        if importlib.util.find_spec(package) is None:
+            what = f'"zerojax[{extra}]"' if extra else package
+            raise ConfigurationError(
+                f"log.trackers: {name} needs the package {package}, which is not installed: "
+                f"pip install {what}, or remove {name} from log.trackers"
+            )
+
+
+def track(
+    folder: Path | str,
+    trackers: Sequence[str] = ("tensorboard",),
+    *,
+    project: str = "zerojax",
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    start: int = 0,
+    say: Callable[[str], None] = print,
+) -> Trackers:
+    """Open trackers for a training loop of your own; a resumed run continues in them.
+
+    All processes call this, and only process zero writes. Close the result, or use it in a ``with``
+    statement.
+
+    Args:
+        folder: of the run, created if missing; its last part is the run's name. Its ``run.json`` keeps the
+            trackers' identifiers.
+        trackers: "tensorboard" (events in ``folder/tensorboard``), "wandb", "mlflow".
+        project: of Weights & Biases; experiment of MLflow.
+        settings: to show with the run; plain values, possibly nested.
+        start: steps done so far.
+        say: prints a message.
+
+    Raises:
+        ConfigurationError: the folder cannot be written to; a tracker is unknown, not installed or
+            unreachable.
+    """
+    if unknown := [name for name in trackers if name not in _TRACKERS]:
+        raise ConfigurationError(f"no tracker {unknown[0]!r}: there are {', '.join(map(repr, _TRACKERS))}")
+    check_trackers(trackers)
+    if jax.process_index() != 0:
+        return Trackers({}, say)
+    place = RunFolder(Path(folder))
+    place.create()
+    return open_trackers(place, trackers, project, settings, start, say)
+
+
+def open_trackers(
+    folder: RunFolder,
+    names: Sequence[str],
+    project: str,
+    settings: Mapping[str, Any],
+    start: int,
+    say: Callable[[str], None],
+) -> Trackers:
+    """Open the trackers of a run, in process zero; arguments and errors as for ``track``.
+
+    A tracker that has the run already, by its identifier in the folder's run.json, resumes it.
+    """
+    known = _known(folder)
+    trackers: dict[str, Tracker] = {}
+    for name in names:
+        module, _, kind = _TRACKERS[name][0].partition(":")
+        make = getattr(importlib.import_module(module), kind)
+        try:
+            trackers[name] = make(folder, project, settings, start=start, known=known.get(name))
+        except Exception as error:  # each client raises its own kinds
+            raise ConfigurationError(f"log.trackers: {name} cannot start: {error}") from error
+        known[name] = trackers[name].identity
+        folder.update_summary(trackers=known, folder=str(folder.path.absolute()))
+    return Trackers(trackers, say)
+
+
+def _known(folder: RunFolder) -> dict[str, str]:
+    """The identifiers of a run in its trackers; none of a copy beside its original, whose they stay."""
+    summary = folder.read_summary()
+    place = Path(summary.get("folder", folder.path))
+    if place.exists() and not place.samefile(folder.path):
+        return {}
+    return dict(summary.get("trackers", {}))
