@@ -132,9 +132,9 @@ class ZeroConfig:
             every device like other weights; "auto" is "local" where a node's devices divide the experts.
         host: what is kept in page-locked host memory and copied to the device a layer at a time: "optimizer",
             the master weights and the optimizer's state, of which the device then has what passes read
-            (2 bytes a parameter in bfloat16, over all devices); with it "weights", these too; "activations",
-            what a ``Stack`` keeps for the backward pass. Frozen weights stay on the device. All is computed
-            as without.
+            (2 bytes a parameter in bfloat16, over all devices); "weights", the frozen ones, and with
+            "optimizer" what passes read of the trained ones; "activations", what a ``Stack`` keeps for the
+            backward pass. All is computed as without.
         sequence_parallel: how many neighbouring devices of a node share a row of tokens: 1, or a divisor of
             the devices of a node. Each computes with its part of the tokens, and attention exchanges heads
             between them (``zerojax.attention``); nothing more crosses nodes.
@@ -437,12 +437,6 @@ class ZeroConfig:
         if unknown := [store for store in self.host if store not in HOST_STORES]:
             raise ConfigurationError(
                 f"ZeroConfig.host has {unknown[0]!r}, which is not one of {HOST_STORES}."
-            )
-        if "weights" in self.host and "optimizer" not in self.host:
-            raise ConfigurationError(
-                'ZeroConfig.host has "weights" without "optimizer", so that the fp32 master weights, which '
-                'are larger, stay on the device: use ("optimizer", "weights"). Frozen weights stay there as '
-                'well; frozen_weights="nf4" makes them smaller.'
             )
         if "activations" in self.host and self.stage < 3:
             raise ConfigurationError(

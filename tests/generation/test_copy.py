@@ -99,6 +99,16 @@ def test_frozen_weights_are_shared_and_the_bytes_are_counted():
         assert copy.device_bytes == device_bytes(made), form
 
 
+@pytest.mark.parametrize("form", ["gathered", "compute"])
+def test_frozen_weights_in_host_memory_are_copied_to_the_device(form: Form):
+    options = {"frozen": ("*/mlp/*",), "frozen_weights": "int8"}
+    held = create(SMALL, 2, 4, **options, host=("weights",))
+    mine, like = (GenerationCopy.of(state.spec, form) for state in (held, mixed()))
+    made = mine.make(held)
+    jax.tree.map(np.testing.assert_array_equal, made, like.make(mixed()))
+    assert mine.new_bytes == mine.device_bytes == device_bytes(made)
+
+
 @pytest.mark.parametrize("form", ["gathered", "int8"])
 def test_a_copy_that_every_node_has_already_is_used(form: Form):
     """It is not made again, and has the same values."""

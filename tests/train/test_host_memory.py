@@ -1,5 +1,7 @@
 """Master weights and moments in host memory: the same steps, checkpoints and refusals as on the device."""
 
+import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,10 +13,14 @@ from jax import numpy as jnp
 
 import zerojax
 from zerojax.errors import ConfigurationError
+from zerojax.matmul.lora import LoRA
+from zerojax.sharding.layout import OWNED, ParamLayout
 from zerojax.sharding.memory import HOST
+from zerojax.train.frozen import load_frozen
+from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
 from zerojax.train.step import train_step
-from zerojax.zero_config import Preset, ZeroConfig
+from zerojax.zero_config import HostStore, Preset, ZeroConfig
 
 WIDTH = 24
 # Powers of two: products with them are exact, so it does not matter which of them the compiler fuses with a
@@ -145,6 +151,45 @@ def test_muon_updates_layers_by_themselves(spread: str) -> None:
         np.testing.assert_allclose(x, y, atol=3e-6)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "preset", "host", "options"),
+    [
+        ((2, 2), "zero3", ("weights",), {"frozen_spread": "world", "frozen_weights": "nf4"}),
+        pytest.param((1, 1), "zero3", ("optimizer", "weights"), {}, marks=pytest.mark.slow),
+        pytest.param((2, 4), "zero++", ("weights",), {}, marks=pytest.mark.slow),
+    ],
+)
+def test_frozen_weights_are_read_from_host_memory(
+    mesh: tuple[int, int], preset: Preset, host: tuple[HostStore, ...], options: dict[str, Any]
+) -> None:
+    """Beside adapters; created, and loaded layer by layer."""
+
+    def adapted(host: tuple[HostStore, ...]) -> TrainState:
+        zero = ZeroConfig.preset(preset, units=(Block,), frozen=("*/kernel",), host=host, **options)
+        mesh_of = zerojax.make_mesh(*mesh)
+        return TrainState.create(Model, EXACT, loss, mesh=mesh_of, zero=zero, seed=1, lora=LoRA(rank=4))
+
+    def read(spec: TrainSpec, leaf: ParamLayout, layer: int | None) -> jax.Array:
+        one = dataclasses.replace(leaf, stack=() if layer is None else (1,))
+        values = np.random.default_rng([leaf.index, layer or 0]).standard_normal(one.stored_shape, np.float32)
+        return jax.device_put(values, spec.sharding(one.spec(OWNED)))
+
+    plain, held = adapted(()), adapted(host)
+    assert {w.sharding.memory_kind for w in jax.tree.leaves(held.frozen)} == {HOST}
+    loaded, there = (load_frozen(x.spec, partial(read, x.spec)) for x in (plain, held))
+    assert {w.sharding.memory_kind for w in jax.tree.leaves(there["frozen"])} == {HOST}
+    jax.tree.map(np.testing.assert_array_equal, there, loaded)
+    plain, told = trained(plain, range(2))
+    held, also = trained(held, range(2))
+    assert np.array_equal(told, also, equal_nan=True)
+    assert same_weights(plain, held)
+
+
+def test_refuses_weights_of_which_none_is_frozen_alone() -> None:
+    with pytest.raises(ConfigurationError, match='without "optimizer", and no weight is frozen'):
+        created((1, 1), EXACT, host=("weights",))
+
+
 def test_refuses_norms_of_weights() -> None:
     with pytest.raises(ConfigurationError, match="norms of weights or moments"):
         created((1, 1), optax.lamb(1e-3), host=("optimizer",))
@@ -153,7 +198,6 @@ def test_refuses_norms_of_weights() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"host": ("weights",)}, 'without "optimizer"'),
         ({"host": ("disk",)}, "'disk'"),
         ({"host": ("optimizer",), "stage": 0}, "stage=0"),
         ({"host": ("optimizer",), "every": 4}, "every"),

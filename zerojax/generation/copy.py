@@ -26,6 +26,7 @@ from zerojax.comm.coalesced import gather_together
 from zerojax.matmul import fp8
 from zerojax.schedule.sharded import Sharded
 from zerojax.sharding.layout import ParamLayout, flatten, make_layout
+from zerojax.sharding.memory import to_device
 from zerojax.sharding.mesh import LOCAL, MeshShape
 from zerojax.sharding.param_tree import Path, from_tree
 from zerojax.train.copies import ByPath
@@ -91,14 +92,15 @@ class GenerationCopy:
     @property
     def new_bytes(self) -> int:
         """``device_bytes``, without weights that the copy shares with the state."""
-        shared = self.form == "gathered" and self.spec.strategy.frozen == "secondary"
+        there = "weights" not in self.spec.zero.host  # on the device
+        shared = there and self.form == "gathered" and self.spec.strategy.frozen == "secondary"
         frozen = {leaf.path for leaf in self.spec.frozen} if shared else set[Path]()
         return device_bytes({path: x for path, x in self.abstract.items() if path not in frozen})
 
     def make(self, state: TrainState) -> ByPath:
         """The copy of a state's weights: the only part of a generation phase that crosses nodes."""
         if self.form == "gathered":
-            stored = from_tree(state.frozen) | copies_in_node(state, every=True)
+            stored = from_tree(to_device(state.frozen)) | copies_in_node(state, every=True)
             return {
                 path: dataclasses.replace(stored[path], layout=leaf) for path, leaf in self.leaves.items()
             }
@@ -157,7 +159,7 @@ def _whole(copy: GenerationCopy, in_node: ByPath) -> ByPath:
 
 
 def _whole_layer(copy: GenerationCopy, weights: Weights) -> Weights:
-    arrived = [weight.values for weight in weights]
+    arrived = [to_device(weight.values) for weight in weights]
     if copy.spec.world.local > 1:
         arrived = [x.reshape(-1) for x in gather_together(arrived, LOCAL)]  # one owner's shard after another
     return tuple(_stored_whole(copy, *pair) for pair in zip(weights, arrived, strict=True))

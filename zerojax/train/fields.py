@@ -86,7 +86,7 @@ def abstract_fields(spec: TrainSpec) -> dict[str, Any]:
         "copies": abstract_copies(spec) if zero.weights_delta else {},
         "residual": by_leaf(spec.abstract_residual, zero.error_feedback and spec.tx is not None),
         "losses": abstract_losses(spec),
-        "frozen": to_tree({leaf.path: spec.stored(leaf, spec.strategy.frozen) for leaf in spec.frozen}),
+        "frozen": to_tree({leaf.path: spec.stored_frozen(leaf) for leaf in spec.frozen}),
         "base": {"fingerprint": spec.abstract((), jnp.uint32)} if spec.frozen else {},
         "local": abstract_local(spec) if spec.local_updates else None,
     }

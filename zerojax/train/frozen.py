@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Num, PyTree, UInt32
 from zerojax.comm.in_order import on_mesh
 from zerojax.matmul import fp8
 from zerojax.sharding.layout import OWNED, ParamLayout, from_stored, to_stored, without_place
+from zerojax.sharding.memory import in_host, to_device, to_host
 from zerojax.sharding.mesh import AXES, NODE
 from zerojax.sharding.param_tree import Path, to_tree
 from zerojax.sharding.wire_format import mix
@@ -61,7 +62,7 @@ def encode_one(spec: TrainSpec, leaf: ParamLayout, weight: Num[Array, "..."]) ->
     one, everyone = without_place(leaf), spec.sharding(PartitionSpec())
 
     def make() -> Any:
-        shardings = shardings_of(spec.stored(one, spec.strategy.frozen))
+        shardings = shardings_of(spec.stored_frozen(one))
         return jax.jit(functools.partial(encode_frozen, spec, one), out_shardings=(shardings, everyone))
 
     stored, hashed = jax.block_until_ready(spec.once(f"freeze {one}", make)(weight, _salt(leaf)))
@@ -93,19 +94,26 @@ def frozen_fields(spec: TrainSpec, encoded: Iterable[tuple[Path, Weight, int]]) 
 
 def _encode_layers(spec: TrainSpec, leaf: ParamLayout, read: ReadLayer) -> tuple[Weight, int]:
     """A weight as it is stored, and its hash; besides it no more than one layer is in memory in fp32."""
-    like, everyone = spec.stored(leaf, spec.strategy.frozen), spec.sharding(PartitionSpec())
+    like, everyone = spec.stored_frozen(leaf), spec.sharding(PartitionSpec())
     # Weights of one layout share a compiled function: the salt of the hash is what tells them apart.
     one = dataclasses.replace(without_place(leaf), stack=(1,) if leaf.stack else ())
     arrays = (like.values, like.scale)
-    shardings = shardings_of(arrays)
+    shardings, specs = shardings_of(arrays), specs_of(arrays)
+
+    def place(stored: Any, encoded: Any, layer: Array) -> Any:
+        def one(every: Array, own: Array) -> Array:
+            own = to_host(own) if in_host(every) else own
+            return lax.dynamic_update_slice_in_dim(every, own, layer, 0, allow_negative_indices=False)
+
+        return jax.tree.map(one, stored, encoded)
 
     def put(stored: Any, layer: Array, values: Array, salt: Array) -> tuple[Any, Array]:
         weight, hashed = _encode_stored(spec, one, values, salt + layer)
         encoded = (weight.values, weight.scale)
         if leaf.stack:
-            encoded = jax.tree.map(
-                lambda every, own: lax.dynamic_update_slice_in_dim(every, own, layer, 0), stored, encoded
-            )
+            # On each device by itself: XLA's partitioner makes slices that change the memory they are in.
+            run = on_mesh(place, spec.mesh, in_specs=(specs, specs, PartitionSpec()), out_specs=specs)
+            encoded = run(stored, encoded, layer)
         return encoded, hashed
 
     def empty() -> Any:
@@ -172,7 +180,7 @@ def decode_frozen(stored: Weight) -> Float[Array, "..."]:
     """The weight of unsharded shape, layers included, fp32; undoes ``encode_frozen`` up to its rounding."""
     leaf = stored.layout
     codec = leaf.weights.local
-    rows = stored.values.reshape(-1, codec.row_items(leaf.shard))
+    rows = to_device(stored.values).reshape(-1, codec.row_items(leaf.shard))
     flat = codec.decode(rows, leaf.shard, jnp.dtype(jnp.float32)).reshape(leaf.layers, -1)
     if stored.scale is not None:
         flat = flat / stored.scale.reshape(-1, 1)

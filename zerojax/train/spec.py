@@ -182,6 +182,15 @@ class TrainSpec:
         scale = self.abstract(leaf.stack, jnp.float32) if leaf.fp8 else None
         return Weight(values, leaf, level, scale)
 
+    def stored_frozen(self, leaf: ParamLayout) -> Weight:
+        """The shapes, dtypes and shardings of a frozen weight in a state."""
+        stored = self.stored(leaf, self.strategy.frozen)
+        if "weights" not in self.zero.host:
+            return stored
+        sharding = stored.values.sharding.with_memory_kind(HOST)
+        values = jax.ShapeDtypeStruct(stored.values.shape, stored.values.dtype, sharding=sharding)
+        return dataclasses.replace(stored, values=values)
+
     def abstract_residual(self, leaf: ParamLayout) -> jax.ShapeDtypeStruct:
         """The error-feedback residual of a parameter; every device has its own."""
         if self.local_updates:
@@ -289,6 +298,7 @@ def build(
             'accumulate_order="breadth" runs micro-batches through one unit after another, and no unit is '
             "named: name the model's block classes in ZeroConfig.units, or use zerojax.Stack."
         )
+    check_host_weights(zero, frozen)
     if "activations" in zero.host and not adapter.stacks:
         raise ConfigurationError(
             'ZeroConfig.host=("activations", ...) moves what a zerojax.Stack keeps for its backward pass, '
@@ -413,6 +423,15 @@ def _of_unit(
     """A unit's trained and frozen parameters."""
     mine = [leaf for leaf, own in zip(layouts, units, strict=True) if own == unit]
     return tuple(leaf for leaf in mine if not leaf.frozen), tuple(leaf for leaf in mine if leaf.frozen)
+
+
+def check_host_weights(zero: ZeroConfig, frozen: Sequence[ParamLayout]) -> None:
+    """Refuse host memory for weights of which all have their masters on the device."""
+    if "weights" in zero.host and "optimizer" not in zero.host and not frozen:
+        raise ConfigurationError(
+            'ZeroConfig.host has "weights" without "optimizer", and no weight is frozen: the fp32 master '
+            'weights, which are larger, stay on the device. Use ("optimizer", "weights").'
+        )
 
 
 def check_options(zero: ZeroConfig, world: MeshShape) -> None:

@@ -17,7 +17,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.models import GPTConfig
 from zerojax.run.config import MeshSection, RunConfig, TrainSection, with_settings
 from zerojax.sharding.mesh import MeshShape
-from zerojax.train.spec import TrainSpec
+from zerojax.train.spec import TrainSpec, check_host_weights
 
 LENGTH = 512
 MODEL = GPTConfig(vocab_size=8192, layers=24, d_model=2048, heads=16, max_seq_len=LENGTH)
@@ -85,6 +85,21 @@ def test_the_optimizer_in_host_memory(spec, streaming):
     weights = predict_memory(with_host(streaming, "optimizer", "weights"))
     assert weights.kinds["encoded"] == 0
     assert weights.host["encoded"] == there.kinds["encoded"]
+
+
+def test_frozen_weights_in_host_memory():
+    """Two layers of them are on the device, and both passes fetch all."""
+    there = built(host=["weights"], frozen=["*/mlp/*"])
+    before = predict_memory(with_host(there))
+    memory = predict_memory(there)
+    assert memory.host == {"frozen": before.kinds["frozen"]}
+    assert memory.kinds["frozen"] == 0
+    assert memory.kinds["streamed"] == pytest.approx(before.kinds["frozen"] / 12)
+    work = work_of(there, MODEL, sequences=2, length=LENGTH)
+    step = predict_step(there, work, (), memory, CLUSTER)
+    assert step.host == pytest.approx(2 * before.kinds["frozen"] / CLUSTER.host_rate)
+    with pytest.raises(ConfigurationError, match="no weight is frozen"):
+        built(host=["weights"])
 
 
 def test_copies_are_hidden_behind_what_takes_longer(spec):
@@ -163,6 +178,7 @@ def test_what_does_not_go_with_the_model_or_its_optimizer_is_not_proposed(spec):
     def without_optimizer(zero):
         if "optimizer" in zero.host:
             raise ConfigurationError("the optimizer computes norms of weights")
+        check_host_weights(zero, spec.frozen)
         return predicted(zero)
 
     cluster = Cluster(1, 1, dataclasses.replace(GPUS["h100"], memory=95e9), 0, memory_fraction=1.0)

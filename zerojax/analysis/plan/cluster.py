@@ -22,7 +22,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.sharding.mesh import AXES, MeshShape
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.strategy import ShardingStrategy
-from zerojax.train.spec import ParamGroup, TrainSpec, check_options, lay_out
+from zerojax.train.spec import ParamGroup, TrainSpec, check_host_weights, check_options, lay_out
 from zerojax.validation.bounds import MAX_DEVICES
 from zerojax.validation.dtypes import dtype_name
 from zerojax.zero_config import COMPUTE_FORMAT, ZeroConfig
@@ -176,6 +176,7 @@ def on_world(spec: TrainSpec, world: MeshShape, zero: ZeroConfig) -> TrainSpec:
         for group in spec.groups
         for leaf in group.every
     }  # fmt: skip
+    check_host_weights(zero, spec.frozen)
     groups = tuple(
         ParamGroup(
             group.unit,

@@ -171,8 +171,8 @@ def _held_bytes(spec: TrainSpec, count: Callable[[PyTree], int]) -> dict[str, in
     return {kind: count(tree) for kind, tree in held.items()}
 
 
-def _here(spec: TrainSpec, held: int, layers: int) -> int:
-    """Of what is in host memory for trained weights, the bytes that are on the device at a time.
+def _here(spec: TrainSpec, held: int, layers: int, *, frozen: bool = False) -> int:
+    """Of what is in host memory for weights, the bytes that are on the device at a time.
 
     There are two groups, of which one is done when the next but one begins.
 
@@ -180,8 +180,12 @@ def _here(spec: TrainSpec, held: int, layers: int) -> int:
         spec: of the step.
         held: all bytes.
         layers: of a stack at a time; of a group that is no stack there is everything.
+        frozen: whether it is for frozen weights, rather than for trained ones.
     """
-    sizes = [(sum(leaf.owned for leaf in group.leaves), group.layers) for group in spec.groups]
+    sizes = [
+        (sum(leaf.owned for leaf in (group.frozen if frozen else group.leaves)), group.layers)
+        for group in spec.groups
+    ]
     whole = sum(size * copies for size, copies in sizes)
     parts = sorted((size * min(layers, copies) for size, copies in sizes), reverse=True)
     return held * sum(parts[:2]) // max(1, whole)
@@ -189,7 +193,9 @@ def _here(spec: TrainSpec, held: int, layers: int) -> int:
 
 def _fetched(spec: TrainSpec) -> int:
     """Weights in host memory that are here during a pass."""
-    return _here(spec, _in_host(spec)["encoded"], _LAYERS_FETCHED)
+    held = _in_host(spec)
+    trained = _here(spec, held["encoded"], _LAYERS_FETCHED)
+    return trained + _here(spec, held["frozen"], _LAYERS_FETCHED, frozen=True)
 
 
 def _updated(spec: TrainSpec) -> int:

@@ -147,11 +147,12 @@ def _copies(spec: TrainSpec, memory: PredictedMemory, cluster: Cluster) -> dict[
     """Seconds of the copies from and to host memory in the passes and in the update of a step."""
     held, passes = memory.host, spec.zero.passes
     encoded, kept = held.get("encoded", 0), held.get("activations", 0)
+    frozen = held.get("frozen", 0)
     again = spec.strategy.keep == "primary"
     state = held.get("parameters", 0) + held.get("optimizer", 0)
     return {
-        "forward": passes * cluster.host_seconds(encoded, kept),
-        "backward": passes * cluster.host_seconds(again * encoded + kept, 0),
+        "forward": passes * cluster.host_seconds(encoded + frozen, kept),
+        "backward": passes * cluster.host_seconds(again * encoded + frozen + kept, 0),
         "update": cluster.host_seconds(state, state + encoded),
     }
 
