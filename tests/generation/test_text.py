@@ -105,6 +105,19 @@ def test_longrope_takes_the_length_of_the_cache():
         np.testing.assert_allclose(jnp.concatenate([first, last], axis=1), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("settings", [GEMMA, LLAMA | {"attention_sinks": True}])
+def test_pieces_of_a_text_see_all_that_is_before_them(settings, monkeypatch):
+    """Blocks of the cache that divide neither it nor the pieces."""
+    monkeypatch.setattr("zerojax.models.kv_cache._BLOCK", 4)
+    model, text, found = make(**settings), draw_prompt(11), []
+    cache = model.init_cache(2, 11, jnp.float32)
+    for first, last in ((0, 5), (5, 8), (8, 11)):
+        ends = jnp.full(2, first), jnp.full(2, last)
+        hidden, cache = model.decode(text[:, first:last], *ends, cache)
+        found.append(hidden)
+    np.testing.assert_allclose(jnp.concatenate(found, axis=1), model.hidden(text), atol=1e-5)
+
+
 def test_longrope_rotates_the_keys_of_prompt_and_answer_alike():
     """The array of the prompt is within rope_original_len, the cache of a slot beyond it."""
     longrope = {"rope_scaling": "longrope", "rope_original_len": 16, "rope_short_factors": (1.0, 1.5)}
@@ -115,9 +128,8 @@ def test_longrope_rotates_the_keys_of_prompt_and_answer_alike():
         text = jnp.concatenate([prompt, jnp.array(wanted, jnp.int32)])
         scores = model(jnp.pad(text, (0, 20 - len(text)))[None])[0, len(text) - 1]
         wanted.append(int(scores.argmax()))
-    greedy = Sampling(temperature=0)
-    found = generate(model, [prompt], 4, key=KEY, how=greedy)[0]
-    assert found.tolist() == list(stream(model, prompt, 4, key=KEY, how=greedy)) == wanted
+    found = generate(model, [prompt], 4, key=KEY, how=GREEDY)[0]
+    assert found.tolist() == list(stream(model, prompt, 4, key=KEY, how=GREEDY)) == wanted
 
 
 def test_prompts_and_counts_of_similar_length_share_a_program(monkeypatch):
