@@ -76,8 +76,8 @@ def tiled[T: PyTree[Array]](function: Callable[..., T], *xs: PyTree[Array], tile
     tokens = math.prod(whole)
     if not _recomputed.get() or tokens <= tile:
         return function(*xs)
-    tiles = _number(tokens, tile)
-    size = -(-tokens // tiles)
+    size = tokens_of_tile(tokens, tile)
+    tiles = -(-tokens // size)
 
     def cut(x: Array) -> Array:
         flat = x.reshape(tokens, *x.shape[2:])
@@ -109,7 +109,8 @@ def tiled[T: PyTree[Array]](function: Callable[..., T], *xs: PyTree[Array], tile
     return jax.tree.unflatten(jax.tree.structure(out), map(joined, results))
 
 
-def _number(tokens: int, tile: int) -> int:
-    """The fewest tiles; or up to twice as many, if these are equal and the fewest are not."""
-    fewest = -(-tokens // tile)
-    return next((tiles for tiles in range(fewest, 2 * fewest) if tokens % tiles == 0), fewest)
+def tokens_of_tile(tokens: int, most: int) -> int:
+    """How many tokens a tile has: those of the fewest tiles, or of up to twice as many if these are equal."""
+    fewest = -(-tokens // most)
+    tiles = next((tiles for tiles in range(fewest, 2 * fewest) if tokens % tiles == 0), fewest)
+    return -(-tokens // tiles)

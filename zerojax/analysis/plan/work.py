@@ -22,6 +22,10 @@ none      2 d + q + a + f (SwiGLU 2 f)   1.5 d + q + 2 f
 Products with weights read 2 d + a + f elements a token and layer, and make 2 d + q + f (SwiGLU 2 f). In fp8
 they are converted.
 
+Above ``token_tile`` tokens, blocks without experts that recompute go through their projections and their MLP
+in tiles of T tokens. Then 2 q + 2 a are alive a token, what attention reads and makes with its gradients; and
+for a tile 4 d + 4 f (gated 6.5 f) a token of it.
+
 In a mixture f is the width of all experts of a token together, and products read and make a d for each of
 these. While a layer works, the rows of k experts a token are there four times, 4 k d. Tokens of a node that
 routers send to few devices take more.
@@ -33,7 +37,7 @@ the layer at work are there besides its own; "none" keeps them instead of q, and
 
 cuDNN's attention and FlashAttention-4 also keep one fp32 number per head. XLA's has fp32 scores, heads x s
 per token, of which "none" keeps one copy and the backward pass uses 2.7, and 3 q more in another layout. The
-loss holds one chunk's logits in fp32, their gradient in the compute dtype, and eight widths per token. With
+loss holds one chunk's logits in fp32, their gradient in the compute dtype, and six widths per token. With
 several chunks it sums the gradient of the unembedding in fp32, from one buffer to another; with a single
 chunk the logits' gradient is kept and that matmul comes last. A frozen unembedding has no gradient, so XLA
 removes the matmul and its sums; a frozen embedding has none to combine at the end.
@@ -46,6 +50,7 @@ from zerojax.models.attention import FLASH_MAX_HEAD_DIM
 from zerojax.models.config import GPTConfig, attended_tokens, flops_per_token
 from zerojax.models.loss import VOCABULARY_TILE
 from zerojax.models.shared_rows import spread_of
+from zerojax.schedule.tiles import tokens_of_tile
 from zerojax.sharding.layout import ParamLayout
 from zerojax.train.spec import TrainSpec
 from zerojax.zero_config import Remat
@@ -200,7 +205,7 @@ def decoder_work(
         model_flops=model_flops - (0 if head else unembedding),
         stream=tokens * c.d_model * item,
         kept=kept,
-        working=round(tokens * (item * max(_working_width(kind, remat) for kind, _ in c.kinds) + own)) + sent,
+        working=round(item * max(_working(kind, remat, tokens) for kind, _ in c.kinds) + tokens * own) + sent,
         heads=sent * (sharing - 1) // sharing * c.layers * (2 if remat == "none" else 3),
         **(
             _head_bytes(c, tokens, item, {leaf.path[0] for leaf in frozen})
@@ -273,11 +278,17 @@ def _kept_fp32(c: GPTConfig, remat: Remat, length: int, *, flash: bool) -> int:
     return c.heads * length if remat == "none" else 0
 
 
-def _working_width(c: GPTConfig, remat: Remat) -> float:
+def _working(c: GPTConfig, remat: Remat, tokens: int) -> float:
+    """Elements in use during a layer's backward pass, in the compute dtype."""
     rows = 4 * c.experts_per_token * c.d_model if c.experts else 0
     if remat == "none":
-        return rows + 1.5 * c.d_model + _qkv_width(c) + 2 * c.active_ffn_width
-    return rows + 9 * c.d_model + 2 * _qkv_width(c) + (3 if c.gated else 2) * c.active_ffn_width
+        return tokens * (rows + 1.5 * c.d_model + _qkv_width(c) + 2 * c.active_ffn_width)
+    whole = tokens * (rows + 9 * c.d_model + 2 * _qkv_width(c) + (3 if c.gated else 2) * c.active_ffn_width)
+    if c.experts or tokens <= c.token_tile:
+        return whole
+    in_attention = 2 * (_qkv_width(c) + c.attention_width)
+    in_tile = 4 * c.d_model + (6.5 if c.gated else 4) * c.ffn_width
+    return tokens * in_attention + tokens_of_tile(tokens, c.token_tile) * in_tile
 
 
 def _head_bytes(c: GPTConfig, tokens: int, item: int, frozen: set[str]) -> dict[str, int]:
@@ -297,7 +308,7 @@ def _head_bytes(c: GPTConfig, tokens: int, item: int, frozen: set[str]) -> dict[
     logits, table = -(-tokens // chunks) * columns, columns * c.d_model
     sums = 2 * 4 * table if unembedding and chunks > 1 else 0
     return {
-        "loss": logits * (4 + item) + sums + 8 * tokens * c.d_model * item,
+        "loss": logits * (4 + item) + sums + 6 * tokens * c.d_model * item,
         "head": unembedding * item * (table if chunks > 1 else logits),
         "tables": (embedding + unembedding) * 4 * table,
     }
