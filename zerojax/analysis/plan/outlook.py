@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from zerojax.analysis.local_quality import expected_loss
 from zerojax.analysis.plan.cluster import Cluster, on_world
@@ -185,10 +185,11 @@ def foresee(
         return on_world(another() if another else spec, world, zero)
 
     def try_out(
-        zero: ZeroConfig, world: MeshShape, sequences: int
+        zero: ZeroConfig, world: MeshShape, sequences: int, *, in_tokens: bool = False
     ) -> tuple[TrainSpec, Work, PredictedMemory]:
         there = elsewhere(world, zero)
-        work = work_of(there, config, sequences=sequences, length=length)
+        shape = _in_tokens(config) if in_tokens else config
+        work = work_of(there, shape, sequences=sequences, length=length)
         return there, work, predict_memory(there, work, workspace=cluster.gpu.workspace)
 
     def forecast(name: str, every: int | None = None) -> Forecast:
@@ -241,7 +242,14 @@ def _ways(own: ZeroConfig, cluster: Cluster) -> Iterator[tuple[str, ZeroConfig]]
             yield f"stage {stage}", zero3.replace(stage=stage, matmul_dtype="compute", fp8=MATMUL_WEIGHTS)
 
 
-TryOut = Callable[[ZeroConfig, MeshShape, int], tuple[TrainSpec, Work, PredictedMemory]]
+class TryOut(Protocol):
+    """Makes a spec, and predicts its work and its memory."""
+
+    def __call__(
+        self, zero: ZeroConfig, world: MeshShape, sequences: int, *, in_tokens: bool = False
+    ) -> tuple[TrainSpec, Work, PredictedMemory]:
+        """Those of a step; ``in_tokens`` with tiles of a token each."""
+        ...
 
 
 def _forecast(name: str, zero: ZeroConfig, cluster: Cluster, sequences: int, try_out: TryOut) -> Forecast:
@@ -252,10 +260,10 @@ def _forecast(name: str, zero: ZeroConfig, cluster: Cluster, sequences: int, try
     def mfu(work: Work, time: StepTime) -> float:
         return zero.accumulate * work.model_flops / time.seconds / cluster.gpu.flops
 
-    def fits(world: MeshShape, sequences: int) -> bool:
-        return _is_within(cluster, try_out(zero, world, sequences)[2])
+    def fits(world: MeshShape, sequences: int, *, in_tokens: bool = False) -> bool:
+        return _is_within(cluster, try_out(zero, world, sequences, in_tokens=in_tokens)[2])
 
-    largest = _last(lambda n: fits(cluster.world, n), _MAX_SEQUENCES)
+    largest = _most(functools.partial(fits, cluster.world), _MAX_SEQUENCES)
     widest, most, fullest = try_out(zero, cluster.world, max(1, largest))
     in_time = predict_step(widest, most, hops_of(widest, most), fullest, cluster)
     return Forecast(
@@ -287,13 +295,30 @@ def _longest(spec: TrainSpec, config: GPTConfig, cluster: Cluster, sequences: in
     step = _ROW_TOKENS * spec.zero.sequence_parallel
     most = _MAX_ROW if config.positions == "rope" else config.max_seq_len // step
 
-    def fits(number: int) -> bool:
+    def fits(number: int, *, in_tokens: bool = False) -> bool:
         length = number * step
         shape = dataclasses.replace(config, max_seq_len=max(config.max_seq_len, length))
+        shape = _in_tokens(shape) if in_tokens else shape
         work = work_of(there, shape, sequences=sequences, length=length)
         return _is_within(cluster, predict_memory(there, work, workspace=cluster.gpu.workspace))
 
-    return step * _last(fits, most)
+    return step * _most(fits, most)
+
+
+def _in_tokens(config: GPTConfig) -> GPTConfig:
+    """With tiles of a token each, which take less memory than any others."""
+    return dataclasses.replace(config, token_tile=1)
+
+
+def _most(fits: Callable[..., bool], most: int) -> int:
+    """The largest number up to ``most`` that fits, or one within 1/256 of it; or 0.
+
+    Memory does not only grow with the number: it falls where a device's tokens get another tile. With
+    ``in_tokens`` it grows, and is never more.
+    """
+    least, bound = _last(fits, most), _last(functools.partial(fits, in_tokens=True), most)
+    tried = range(bound, least, -max(1, bound // 256))
+    return next((number for number in tried if fits(number)), least)
 
 
 def _last(holds: Callable[[int], bool], most: int) -> int:
