@@ -170,6 +170,32 @@ def test_compiled_memory_of_long_rows_that_devices_share(remat: Any):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("length", "shape"),
+    [
+        (131072, {}),
+        (524288, {}),
+        (131072, {"mlp": "gelu", "kv_heads": 32, "ffn": 16384, "norm": "layer", "biases": True}),
+    ],
+    ids=str,
+)
+def test_compiled_memory_of_one_long_row_in_tiles(length: int, shape: dict[str, Any]):
+    """Above a tile it grows by what attention reads and makes: 8 widths a token in LLaMA 3 8B's shape."""
+    config = dataclasses.replace(
+        LLAMA_70B, layers=4, d_model=4096, heads=32, ffn=14336, vocab_size=128256, max_seq_len=length
+    )
+    config = dataclasses.replace(config, **shape)
+    zero = zerojax.ZeroConfig(frozen=("*",), host=("activations",))
+    with aot.cudnn_assumed():
+        state, compiled = compiled_gpt(config, zero, 1, 1, zerojax.LoRA(rank=16))
+    work = work_of(state.spec, config, sequences=1, length=length)
+    memory = predict_memory(state.spec, work, workspace=GPUS["h100"].workspace)
+    assert hlo.memory(compiled).peak == pytest.approx(memory.total, rel=0.10)
+    if not shape:
+        assert hlo.memory(compiled).temporaries < 9 * work.stream + 8e9
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [80, 8])
 def test_compiled_memory_beside_the_frozen_weights_of_a_llama_70b(layers: int):
     config = dataclasses.replace(LLAMA_70B, layers=layers)

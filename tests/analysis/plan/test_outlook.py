@@ -15,6 +15,7 @@ from zerojax.analysis.plan import Cluster, foresee, plan_state
 from zerojax.analysis.plan.cluster import on_world
 from zerojax.analysis.plan.hops import hops_of
 from zerojax.analysis.plan.memory import predict_memory
+from zerojax.analysis.plan.outlook import _most
 from zerojax.analysis.plan.outlook_tables import assumptions
 from zerojax.analysis.plan.picture import draw_outlook
 from zerojax.analysis.plan.work import decoder_work
@@ -320,3 +321,24 @@ def test_a_gpu_is_found_in_any_case():
     assert find_gpu("H100-PCIe") is GPUS["h100-pcie"]
     with pytest.raises(ZeroError, match="unknown GPU 'H1000': choose one of b200, h200"):
         find_gpu("H1000")
+
+
+def test_the_longest_rows_are_found_across_tiles():
+    """Memory falls where tiles begin and where they become smaller."""
+    config = dataclasses.replace(MODEL, mlp="swiglu", ffn=8192, max_seq_len=1 << 20)
+
+    def working(number: int, *, in_tokens: bool = False) -> int:
+        shape = dataclasses.replace(config, token_tile=1 if in_tokens else config.token_tile)
+        work = decoder_work(shape, remat="full", dtype="bfloat16", sequences=1, length=1024 * number)
+        return work.working
+
+    memory = [working(number) for number in range(1, 400)]
+    assert memory[32] < memory[31] > memory[30]
+    assert all(working(number, in_tokens=True) <= memory[number - 1] for number in range(1, 400))
+    for limit in (memory[20], memory[31] - 1, memory[63] - 1, memory[200], memory[300] - 1):
+        wanted = max(number for number in range(1, 400) if memory[number - 1] <= limit)
+        found = _most(lambda number, limit=limit, **kind: working(number, **kind) <= limit, 1000)
+        assert working(found) <= limit
+        assert wanted * 255 / 256 - 1 <= found <= wanted
+    slope = (working(640) - working(320)) / (320 * 1024)
+    assert slope == pytest.approx(2 * 2 * (3 + 1) * config.d_model), "queries, keys, values, heads, gradients"
