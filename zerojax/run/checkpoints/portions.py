@@ -158,7 +158,7 @@ def read_in_portions(folder: Path, name: str) -> Callable[[TrainState, Entry], A
         more layers than a portion is read as many layers at a time.
     """
     store = ts.open(
-        {"driver": "zarr3", "kvstore": _ocdbt(folder, name)}, open=True, read=True, context=ts.Context()
+        {"driver": "auto", "kvstore": _ocdbt(folder, name)}, open=True, read=True, context=ts.Context()
     ).result()
 
     def read(state: TrainState, entry: Entry) -> Array:
@@ -169,7 +169,6 @@ def read_in_portions(folder: Path, name: str) -> Callable[[TrainState, Entry], A
         whole: Array | None = None
         for portion in portions_of(leaf, x.dtype.itemsize, at_least):
             like = abstract_part(spec, portion.leaf, x.dtype)
-
             assert like.sharding is not None
             numbers = functools.partial(_numbers, store, portion, x.dtype)
             canonical = jax.make_array_from_callback(like.shape, like.sharding, numbers)
