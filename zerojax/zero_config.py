@@ -135,6 +135,8 @@ class ZeroConfig:
             (2 bytes a parameter in bfloat16, over all devices); "weights", the frozen ones, and with
             "optimizer" what passes read of the trained ones; "activations", what a ``Stack`` keeps for the
             backward pass. All is computed as without.
+        host_activations: with "activations" in host, the part of each layer's that is there; the rest stays
+            on the device, where a host has no room for all.
         sequence_parallel: how many neighbouring devices of a node share a row of tokens: 1, or a divisor of
             the devices of a node. Each computes with its part of the tokens, and attention exchanges heads
             between them (``zerojax.attention``); nothing more crosses nodes.
@@ -188,6 +190,7 @@ class ZeroConfig:
     moments: Moments = "float32"
     experts: ExpertSpread = "auto"
     host: tuple[HostStore, ...] = ()
+    host_activations: float = 1.0
     sequence_parallel: int = 1
     every: int = 0
     outer_learning_rate: float = 1.0
@@ -442,6 +445,15 @@ class ZeroConfig:
             raise ConfigurationError(
                 'ZeroConfig.host=("activations", ...) moves them layer by layer with the gathers of a Stack, '
                 f"and stage {self.stage} gathers none: use stage 3."
+            )
+        if not 0 < self.host_activations <= 1:
+            raise ConfigurationError(
+                f"ZeroConfig.host_activations={self.host_activations} must be above 0 and at most 1."
+            )
+        if self.host_activations < 1 and "activations" not in self.host:
+            raise ConfigurationError(
+                f"ZeroConfig.host_activations={self.host_activations} is a part of what host has: set "
+                'host=("activations",), or leave it out.'
             )
         if "optimizer" in self.host and (self.stage == 0 or self.every or self.delta_resync):
             setting = "stage=0" if self.stage == 0 else "every" if self.every else "delta_resync"

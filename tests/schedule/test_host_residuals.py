@@ -17,7 +17,7 @@ import zerojax
 from zerojax import aot
 from zerojax.errors import ConfigurationError
 from zerojax.models import GPT, GPTConfig, lm_loss
-from zerojax.schedule.stacked import empty_layers, large_floats
+from zerojax.schedule.stacked import cut_large, empty_layers, large_floats, pieces_away, uncut
 from zerojax.sharding.memory import in_host
 from zerojax.train.step import trace_train_step
 
@@ -65,9 +65,10 @@ def test_losses_and_weights_have_the_same_bits(case, mesh, zero):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "remat"), [("packed", "attention"), ("experts", "none"), ("adapters", "full")]
+    ("kind", "remat", "part"),
+    [("packed", "attention", 1), ("experts", "none", 0.5), ("adapters", "full", 0.4)],
 )
-def test_so_they_have_in_every_kind_of_decoder(kind, remat):
+def test_so_they_have_in_every_kind_of_decoder(kind, remat, part):
     config = EXPERTS if kind == "experts" else SMALL
     tokens = np.random.default_rng(3).integers(0, 40, (8, 13)).astype(np.int32)
     batch = {"tokens": tokens}
@@ -86,7 +87,7 @@ def test_so_they_have_in_every_kind_of_decoder(kind, remat):
         )
         return two_steps(state, [batch, batch])
 
-    jax.tree.map(np.testing.assert_array_equal, run(), run(**HOST))
+    jax.tree.map(np.testing.assert_array_equal, run(), run(**HOST, host_activations=part))
 
 
 def test_the_stack_of_a_step_is_in_host_memory():
@@ -98,10 +99,22 @@ def test_the_stack_of_a_step_is_in_host_memory():
             mesh=zerojax.make_mesh(1, 1),
             zero=zerojax.ZeroConfig(**zero),
         )
-        return str(trace_train_step(state, STACK.batches(8, 1)[0]).jaxpr)
+        return str(trace_train_step(state, STACK.batches(64, 1)[0]).jaxpr)
 
-    assert "f32<host>[4,8,6]" in traced(**HOST)  # of all layers but the last
+    assert "f32<host>[4,64,6]" in traced(**HOST)  # of all layers but the last
     assert "<host>" not in traced()
+    part = traced(**HOST, host_activations=0.5)
+    assert "f32<host>[4,256]" in part
+    assert "f32[4,128]" in part
+
+
+def test_an_array_in_two_pieces_is_the_same_again():
+    layer = {"x": jnp.arange(390.0).reshape(2, 195), "small": jnp.arange(130.0), "one": jnp.float32(3)}
+    for share, away in ((0.3, 128), (0.4, 256), (0.99, 390)):
+        cut = cut_large(layer, share)
+        assert [piece.size for piece in jax.tree.leaves(cut["x"])] == [away] + [390 - away] * (away < 390)
+        assert sum(pieces_away(cut)) == 2
+        jax.tree.map(np.testing.assert_array_equal, uncut(cut), layer)
 
 
 def test_activations_are_in_host_memory_and_what_is_small_on_the_device():
@@ -130,11 +143,13 @@ def test_activations_are_in_host_memory_and_what_is_small_on_the_device():
     [
         (Case(Listed, squared_error, (Block,), regression_batch), {}, "stack its blocks"),
         (STACK, {"stage": 2}, "use stage 3"),
+        (STACK, {"host_activations": 0.0}, "above 0"),
+        (STACK, {"host": (), "host_activations": 0.5}, "is a part of what host has"),
     ],
 )
 def test_without_a_stack_that_gathers_it_is_refused(case, zero, words):
     with pytest.raises(ConfigurationError, match=words):
-        case.create(optax.sgd(0.1), nodes=1, local=1, **HOST, **zero)
+        case.create(optax.sgd(0.1), nodes=1, local=1, **HOST | zero)
 
 
 # Much more activations than weights.

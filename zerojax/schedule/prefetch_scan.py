@@ -15,7 +15,7 @@ carries as well what each hop of the gradients sends and receives. A pass that d
 weights one layer ahead and sums gradients one layer behind. Layers with nothing left to fetch, or nothing
 yet to send, are peeled off the loops.
 
-With ``ShardingStrategy.residuals_in_host`` the stacks of what layers keep for the backward pass are in host
+With ``ShardingStrategy.residuals_in_host`` that part of what layers keep for the backward pass is in host
 memory. Layer i's part is copied there while layer i computes, as far as it is ready, and comes back while the
 backward pass computes layer i + 1.
 
@@ -44,7 +44,15 @@ from zerojax.schedule.breadth_first import (
 from zerojax.schedule.gradient_queue import GradientQueue, InFlight
 from zerojax.schedule.partition import inexact, partition, with_float0
 from zerojax.schedule.sharded import Sharded, read_by_unit
-from zerojax.schedule.stacked import Index, empty_layers, large_floats, layer_at, put_layer
+from zerojax.schedule.stacked import (
+    Index,
+    cut_large,
+    empty_layers,
+    layer_at,
+    pieces_away,
+    put_layer,
+    uncut,
+)
 from zerojax.schedule.sum_storage import SeparateSums, Stored, SumStorage
 from zerojax.schedule.transforms import Pullback, TracedOnce, pullback, with_derivatives_of
 from zerojax.schedule.unit import (
@@ -245,6 +253,10 @@ def _forward(run: _Run, args: _ScanArgs) -> _Forward:
     last = weights[0].layout.layers - 1
     prefetcher = WeightPrefetcher(weights, end=last, step=1, own_stream=strategy.own_stream)
 
+    def cut(residual: Pullback | None) -> Pullback | None:
+        share = strategy.residuals_in_host
+        return cut_large(residual, share) if share else residual
+
     def kept_of(secondary: Weights) -> Weights:
         if copies is not None:
             return ()
@@ -255,7 +267,7 @@ def _forward(run: _Run, args: _ScanArgs) -> _Forward:
         fetching, secondary = prefetcher.advance(carry.fetching, index, crossing=crossing)
         whole = to_full(secondary, strategy.weight_dtype)
         x, after, residual = run(carry.whole, carry.x, layer_at(state, index), shared)
-        stacks = put_layer(carry.stacks, (after, residual, carry.kept), index)
+        stacks = put_layer(carry.stacks, (after, cut(residual), carry.kept), index)
         return _ForwardCarry(x, fetching, kept_of(secondary), whole, stacks)
 
     fetching, secondary = prefetcher.start(0, copies)
@@ -263,8 +275,9 @@ def _forward(run: _Run, args: _ScanArgs) -> _Forward:
     _, after, residual = run.shapes(whole, x, layer_at(state, 0), shared)
     # Filled in place by hand: lax.scan would stack the results of its own iterations, not of peeled ones.
     kept = kept_of(secondary)
-    on_host = large_floats(residual) if strategy.residuals_in_host else ()
-    stacks = (empty_layers(after, last), empty_layers(residual, last, on_host), empty_layers(kept, last))
+    pieces = jax.eval_shape(cut, residual)
+    residuals = empty_layers(pieces, last, pieces_away(pieces))
+    stacks = (empty_layers(after, last), residuals, empty_layers(kept, last))
     carry = _ForwardCarry(x, fetching, kept, whole, stacks)
     looped = max(last - 1, 0) if prefetcher.crosses else last
     if looped:
@@ -391,7 +404,7 @@ def _backward(
         """Run a layer's vjp, and move the gradients one stage on; the weights stay where they are."""
         sent, arrived = queue.advance(carry.in_flight, index + 1)
         stored = carry.stored
-        residual = join(carry.from_host, layer_at(stored.residuals, index))
+        residual = uncut(join(carry.from_host, layer_at(stored.residuals, index)))
         done = run(residual, carry.whole, carry.cotangent, index)
         if arrived is not None:
             # Sums overwrite this layer's residuals: without the barrier the compiler would copy those first.

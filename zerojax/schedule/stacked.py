@@ -6,7 +6,10 @@ beside the compute, if the index is the loop's own counter (``lax.fori_loop``). 
 writes one stack, the later of the two must depend on the earlier; else XLA copies the whole stack each time.
 """
 
+import functools
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -66,3 +69,62 @@ def large_floats(one: PyTree[Array]) -> tuple[bool, ...]:
     leaves = jax.tree.leaves(one)
     sizes = [x.size * x.dtype.itemsize if jnp.issubdtype(x.dtype, jnp.floating) else 0 for x in leaves]
     return tuple(size > 0 and size * 64 >= max(sizes) for size in sizes)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["away", "here"], meta_fields=["shape"])
+@dataclass(frozen=True)
+class Cut[T]:
+    """A layer's array in two flat pieces, each of which is stacked in another memory.
+
+    Attributes:
+        away: the piece for host memory; or the array as it is.
+        here: the piece for the device; None if there is none.
+        shape: of the array.
+    """
+
+    away: T
+    here: T | None
+    shape: tuple[int, ...]
+
+
+def cut_large[T: PyTree](one: T, share: float) -> T:
+    """A layer's arrays, of which ``large_floats`` are a ``Cut``: that share of each is for host memory."""
+    leaves, structure = jax.tree.flatten(one)
+
+    def cut(x: Array) -> Cut[Array]:
+        size = math.ceil(share * x.size / _MULTIPLE) * _MULTIPLE
+        if size >= x.size:
+            return Cut(x, None, x.shape)
+        away, here = jnp.split(x.reshape(-1), [size])
+        return Cut(away, here, x.shape)
+
+    large = zip(leaves, large_floats(one), strict=True)
+    return jax.tree.unflatten(structure, [cut(x) if away else x for x, away in large])
+
+
+def pieces_away(one: PyTree) -> tuple[bool, ...]:
+    """Which arrays of a pytree with ``Cut``s are for host memory."""
+
+    def flags(x: object) -> PyTree[bool]:
+        return (True, None if x.here is None else False) if isinstance(x, Cut) else False
+
+    return tuple(jax.tree.leaves(jax.tree.map(flags, one, is_leaf=_is_cut)))
+
+
+def uncut[T: PyTree](one: T) -> T:
+    """The inverse of ``cut_large``."""
+
+    def whole(x: Array | Cut[Array]) -> Array:
+        if not isinstance(x, Cut):
+            return x
+        return x.away if x.here is None else jnp.concatenate([x.away, x.here]).reshape(x.shape)
+
+    return jax.tree.map(whole, one, is_leaf=_is_cut)
+
+
+def _is_cut(x: object) -> bool:
+    return isinstance(x, Cut)
+
+
+_MULTIPLE = 128
+"""Elements: the layers of a stack in host memory begin at multiples of a cache line."""

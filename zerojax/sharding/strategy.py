@@ -64,7 +64,7 @@ class ShardingStrategy:
             they are sent once per step, after the passes.
         in_place: whether products read a layer's weights in their stack (``LayerOperand``): where there are
             few tokens.
-        residuals_in_host: whether a ``Stack`` keeps in host memory what its backward pass needs.
+        residuals_in_host: the part of what a ``Stack`` keeps for its backward pass that is in host memory.
         reads_layers: whether the optimizer reads gradients layer by layer, its state being in host memory.
     """
 
@@ -80,7 +80,7 @@ class ShardingStrategy:
     frozen: Literal["primary", "secondary"] = "secondary"
     sums_in_pass: bool = False
     in_place: bool = False
-    residuals_in_host: bool = False
+    residuals_in_host: float = 0.0
     reads_layers: bool = False
 
     @staticmethod
@@ -107,7 +107,7 @@ class ShardingStrategy:
             own_stream=_own_stream(zero, keep, grad_level),
             frozen="primary" if zero.frozen_spread == "world" else "secondary",
             sums_in_pass=zero.stage == 3 and grad_level == "primary" and zero.passes == 1,
-            residuals_in_host="activations" in zero.host,
+            residuals_in_host=zero.host_activations if "activations" in zero.host else 0.0,
             reads_layers="optimizer" in zero.host,
         )
 

@@ -59,6 +59,8 @@ def test_activations_in_host_memory(spec):
     assert before.kinds["activations"] - there.kinds["activations"] == pytest.approx(kept * 21 / 24)
     in_place = there.kinds["gradients"] - before.kinds["gradients"]
     assert in_place == pytest.approx(kept * 23 / 24)
+    half = on_world(spec, MeshShape(1, 2), spec.zero.replace(host=("activations",), host_activations=0.5))
+    assert predict_memory(half, work).host["activations"] == pytest.approx(kept * 23 / 24 / 2)
     rows = str(there.table().columns[0]._cells)
     assert "host: activations" in rows
     assert "host: total" in rows
@@ -217,3 +219,17 @@ def test_ways_that_do_not_go_with_host_memory_are_left_out(spec, streaming):
     assert names() == every
     assert names("activations") == every - {"stage 1", "stage 2"}
     assert names("optimizer") == every - {"local"}
+
+
+def test_a_part_of_the_activations_where_the_host_has_no_room_for_all():
+    """60 GB of them, of which the GPU has room for 20 and the host for 50."""
+
+    def predicted(zero: ZeroConfig) -> tuple[PredictedMemory, StepTime]:
+        there = 60e9 * zero.host_activations if "activations" in zero.host else 0
+        kinds = {"parameters": int(30e9), "activations": int(60e9 - there)}
+        return PredictedMemory(kinds, {"activations": int(there)}), StepTime(1, 0, 0, 0, 0, 0, 0)
+
+    cluster = dataclasses.replace(CLUSTER, local=1, memory_fraction=50 / 85, host_memory=50e9)
+    found = choose_host("zero3", ZeroConfig(), cluster, predicted, None)
+    assert (found.host, found.host_activations) == (("activations",), 0.7)
+    assert found.advice.endswith('host = ["activations"]\n    host_activations = 0.7')

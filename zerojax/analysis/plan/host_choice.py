@@ -1,7 +1,7 @@
 """Which parts of a run to keep in host memory, if its devices have no room for them."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -14,6 +14,7 @@ from zerojax.sharding.host_memory import PORTION, pool_bytes
 from zerojax.zero_config import HOST_STORES, HostStore, ZeroConfig
 
 Predict = Callable[[ZeroConfig], tuple[PredictedMemory, StepTime]]
+_PARTS = tuple(part / 20 for part in range(19, 0, -1))
 _Memories = dict[tuple[HostStore, ...], PredictedMemory]
 
 
@@ -23,11 +24,13 @@ class HostChoice:
 
     Attributes:
         host: as ``ZeroConfig.host``; None if it does not fit with anything there.
+        host_activations: as ``ZeroConfig.host_activations``.
         advice: what it costs, and at the end the line to add; or what is missing.
     """
 
     host: tuple[HostStore, ...] | None
     advice: str
+    host_activations: float = 1.0
 
 
 def host_needed(memory: PredictedMemory, cluster: Cluster) -> int:
@@ -66,6 +69,12 @@ def choose_host(
         trouble += f": a GPU would hold {size(now.total)}, and has {size(cluster.budget)}"
     else:
         trouble += f" in the memory of its hosts: each needs {size(host_needed(now, cluster))}"
+    share = 1.0
+    if not fitting:
+        hosts = [zero.host] * (now.total <= cluster.budget) + [*on_device]
+        if (part := _with_a_part(zero, hosts, cluster, predict)) is not None:
+            host, share, tried[host] = part
+            fitting = [host]
     if not fitting:
         memories = {host: memory for host, (memory, _) in tried.items()}
         missing = _missing(memories, on_device, cluster)
@@ -79,8 +88,21 @@ def choose_host(
         f"{trouble}. It fits with more in host memory: a GPU holds {size(memory.total)}, and a host needs "
         f"{size(host_needed(memory, cluster))}. A step takes {duration(time.seconds)}, of which "
         f"{duration(time.copying)} are copies that nothing hides (docs/host-memory.md). Under [zero], set\n\n"
-        f"    host = {_listed(host)}",
+        f"    host = {_listed(host)}" + (f"\n    host_activations = {share}" if share < 1 else ""),
+        share,
     )
+
+
+def _with_a_part(
+    zero: ZeroConfig, hosts: Sequence[tuple[HostStore, ...]], cluster: Cluster, predict: Predict
+) -> tuple[tuple[HostStore, ...], float, tuple[PredictedMemory, StepTime]] | None:
+    """The first of ``hosts`` that fits with a part of the activations, and the largest such part."""
+    for host, share in itertools.product(hosts, _PARTS):
+        if "activations" in host:
+            memory, time = predict(zero.replace(host=host, host_activations=share))
+            if memory.total <= cluster.budget and host_fits(memory, cluster):
+                return host, share, (memory, time)
+    return None
 
 
 def _with_more(now: tuple[HostStore, ...]) -> Iterator[tuple[HostStore, ...]]:

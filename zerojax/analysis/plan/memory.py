@@ -204,11 +204,12 @@ def _updated(spec: TrainSpec) -> int:
 
 
 def _moved_activations(spec: TrainSpec, work: Work) -> int:
-    """Bytes of activations that stacks keep in host memory: those of all layers but the last."""
+    """Bytes of activations that stacks keep in host memory: of all layers but the last."""
     if "activations" not in spec.zero.host:
         return 0
     moved = sum(group.layers - 1 for group in spec.unit_groups if group.stack)
-    return work.kept * _together(spec) * moved // max(1, sum(group.layers for group in spec.unit_groups))
+    every = max(1, sum(group.layers for group in spec.unit_groups))
+    return round(spec.zero.host_activations * work.kept * _together(spec) * moved) // every
 
 
 def _kept(spec: TrainSpec, work: Work) -> int:
