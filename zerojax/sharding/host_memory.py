@@ -20,8 +20,8 @@ from zerojax.errors import ConfigurationError
 LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """The environment variable of XLA's limit, in GiB."""
 
-PORTION = 2 << 30
-"""Bytes of a checkpoint that a process copies or writes at a time; a larger piece goes alone."""
+SAVING = 4 << 30
+"""Bytes that a process needs at most to save what it has in host memory, besides that."""
 
 _DEFAULT = 64
 _LOCKED = 0.85

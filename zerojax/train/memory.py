@@ -8,7 +8,7 @@ import numpy as np
 
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import size
-from zerojax.sharding.host_memory import LIMIT, PORTION, free_host_memory, host_limit, pool_bytes
+from zerojax.sharding.host_memory import LIMIT, SAVING, free_host_memory, host_limit, pool_bytes
 from zerojax.sharding.memory import HOST
 from zerojax.sharding.mesh import on_gpus
 from zerojax.train.fields import abstract_fields
@@ -69,7 +69,7 @@ def check_host_memory(spec: TrainSpec, activations: int = 0, *, saves: bool = Fa
         f"{devices} device{'s' * (devices > 1)}"
     )
     pool, free = pool_bytes(held) if on_gpus(spec.mesh.local_devices) else held, free_host_memory()
-    needed = pool + PORTION * saves
+    needed = pool + SAVING * saves
     if needed > free:
         besides = ", checkpoints included" if saves else ""
         raise ConfigurationError(

@@ -197,12 +197,12 @@ def test_a_host_without_room_is_no_place():
     cluster = Cluster(1, 1, gpu, 0, memory_fraction=1.0, host_memory=40e9)
     found = choose_host("zero3", ZeroConfig(), cluster, predicted, fewest_nodes=None)
     assert found.host is None
-    assert 'With host = ["optimizer"] a host needs 58.0 GB, and has 40.0 GB. Take more GPUs' in found.advice
-    there = dataclasses.replace(cluster, host_memory=60e9)
+    assert 'With host = ["optimizer"] a host needs 60.1 GB, and has 40.0 GB. Take more GPUs' in found.advice
+    there = dataclasses.replace(cluster, host_memory=61e9)
     assert choose_host("zero3", ZeroConfig(), there, predicted, None).host == ("optimizer",)
     small = dataclasses.replace(there, gpu=GPUS["h200"], host_memory=5e9)
     full = choose_host("zero3", ZeroConfig(host=("activations",)), small, predicted, None)
-    assert full.advice.startswith("zero3 does not fit in the memory of its hosts: each needs 14.0 GB")
+    assert full.advice.startswith("zero3 does not fit in the memory of its hosts: each needs 16.1 GB")
 
 
 def test_ways_that_do_not_go_with_host_memory_are_left_out(spec, streaming):

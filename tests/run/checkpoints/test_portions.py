@@ -1,6 +1,8 @@
 """Checkpoints of what is in host memory, written and read in portions."""
 
+import ctypes
 import dataclasses
+import gc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -79,7 +81,7 @@ def assert_same(found: TrainState, expected: dict[str, np.ndarray]) -> None:
 @pytest.fixture
 def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "fit_beside_host_state", lambda _: False)
-    monkeypatch.setattr(portions, "PORTION", 1 << 15)  # the first stack's kernel in portions of a layer
+    monkeypatch.setattr(portions, "UNDER_WAY", 1 << 15)  # the first stack's kernel in portions of a layer
 
 
 @pytest.mark.usefixtures("short_of_memory")
@@ -163,7 +165,7 @@ def test_a_damaged_one_is_refused(tmp_path: Path) -> None:
 def test_portions_are_all_of_an_array_once(stack: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     leaf = dataclasses.replace(make((1, 2), abstract=True).spec.leaves[0], stack=stack)
     layer = leaf.owned * 2 * 4
-    monkeypatch.setattr(portions, "PORTION", portions._AT_ONCE * 5 * layer)
+    monkeypatch.setattr(portions, "UNDER_WAY", portions._AT_ONCE * 5 * layer)
     found = np.zeros(leaf.unsharded_shape, int)
     cut = portions.portions_of(leaf, 4)
     for part in cut:
@@ -178,7 +180,7 @@ def test_portions_are_all_of_an_array_once(stack: tuple[int, ...], monkeypatch: 
 
 @pytest.mark.slow
 def test_memory_besides_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of this process: saving and restoring 400 MB of state take less than 150 MB more than the state."""
+    """Of this process: to save 400 MB of state takes at most four times 16 MB, and some for the rest."""
 
     class Large(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
@@ -194,6 +196,8 @@ def test_memory_besides_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     def more(run: Callable[[], Any]) -> float:
         """MB at the most while it runs, above what there is before."""
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # or what was freed before is taken again, and not seen
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         before = psutil.Process().memory_info().rss
         run()
@@ -202,8 +206,8 @@ def test_memory_besides_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ]
         return int(most) / 1e3 - before / 1e6
 
-    monkeypatch.setattr(portions, "PORTION", 32 << 20)
-    state = create()
+    monkeypatch.setattr(portions, "UNDER_WAY", 16 << 20)
+    state = jax.block_until_ready(create())
     state_size = sum(x.nbytes for x in jax.tree.leaves((state.params, state.opt_state))) / 1e6
     taken = []
     for step, copies in enumerate((False, False, True)):
@@ -211,8 +215,9 @@ def test_memory_besides_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         with Checkpoints(tmp_path) as checkpoints:
             taken.append(more(partial(checkpoints.save, step, state, Record())))
     assert state_size == pytest.approx(403, abs=2)
-    assert taken[1] < 150
+    assert taken[1] < 4 * 17 + 50
     assert taken[2] > state_size
     del state
     again = []
-    assert more(lambda: again.append(restore(tmp_path / "1", create(abstract=True)))) < state_size + 150
+    taken.append(more(lambda: again.append(restore(tmp_path / "1", create(abstract=True)))))
+    assert state_size < taken[3] < state_size + 70 + 50  # encoded weights included

@@ -10,7 +10,7 @@ from zerojax.analysis.plan.memory import PredictedMemory
 from zerojax.analysis.plan.speed import StepTime
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import duration, size
-from zerojax.sharding.host_memory import PORTION, pool_bytes
+from zerojax.sharding.host_memory import SAVING, pool_bytes
 from zerojax.zero_config import HOST_STORES, HostStore, ZeroConfig
 
 Predict = Callable[[ZeroConfig], tuple[PredictedMemory, StepTime]]
@@ -36,7 +36,7 @@ class HostChoice:
 def host_needed(memory: PredictedMemory, cluster: Cluster) -> int:
     """Bytes of a host's memory that its devices need, with what XLA's pool and checkpoints take besides."""
     pool = pool_bytes(cluster.local * memory.host_total)
-    return pool + PORTION if pool else 0
+    return pool + SAVING if pool else 0
 
 
 def host_fits(memory: PredictedMemory, cluster: Cluster) -> bool:

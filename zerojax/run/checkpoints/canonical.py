@@ -365,11 +365,11 @@ def convert(
     """
     leaf, x, by_node = entry
     assert leaf is not None
-    source, target = _spec(x), _spec(like)
+    source, target, whole = _spec(x), _spec(like), like.shape  # the function, which is kept, holds no array
 
     def on_device(part: Array) -> Array:
         # A node's own arrays are laid out as if it were the world.
-        layout, shape = leaf.in_node if by_node else leaf, like.shape[1:] if to_nodes else like.shape
+        layout, shape = leaf.in_node if by_node else leaf, whole[1:] if to_nodes else whole
         cut = _cut_rows if _is_cut_by_rows(layout) else _gather_and_cut
         have = PartitionSpec(*source[1:]) if by_node else source
         want = PartitionSpec(*target[1:]) if to_nodes else target

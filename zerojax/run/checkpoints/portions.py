@@ -1,7 +1,7 @@
 """Writes and reads what a state has in host memory in portions, without a second copy of all of it.
 
 A portion is some layers of an array. It comes to the devices, which convert it, and goes to host memory of
-its own, where it is compressed and written while the next ones come: at most ``PORTION`` bytes at a time.
+its own, where it is compressed and written while the next ones come: at most ``UNDER_WAY`` bytes at a time.
 Whoever saves has to wait for the last portion, since the next update overwrites what is not copied yet.
 
 Orbax takes and makes whole arrays only, of all layers. So it writes an array of one element in the place of
@@ -28,14 +28,17 @@ from zerojax.comm.in_order import on_mesh
 from zerojax.comm.xla_options import compiler_options
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run.checkpoints.canonical import Entry, abstract_part, convert, entries_of
-from zerojax.sharding.host_memory import PORTION
+from zerojax.sharding.host_memory import SAVING
 from zerojax.sharding.layout import ParamLayout, in_a_row
 from zerojax.sharding.memory import in_host, to_device, to_host
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
 
+UNDER_WAY = SAVING // 4
+"""Bytes on their way to the files at a time; a larger portion goes alone. They take up to four times as much:
+as they are, compressed, and in the buffers of a file."""
 _AT_ONCE = 8
-"""Portions in ``PORTION`` bytes, so that several are compressed at once."""
+"""Portions under way, so that several are compressed at once."""
 
 
 class Portion(NamedTuple):
@@ -63,7 +66,7 @@ def portions_of(leaf: ParamLayout, itemsize: int, at_least: int = 1) -> list[Por
     if not leaf.stack:
         return [Portion(leaf, 0, (0,) * len(leaf.shape))]
     *outer, layers = leaf.stack
-    fitting = PORTION // _AT_ONCE // (leaf.owned * leaf.world.local * itemsize)  # on one node
+    fitting = UNDER_WAY // _AT_ONCE // (leaf.owned * leaf.world.local * itemsize)  # on one node
     count = max(n for n in range(1, layers + 1) if layers % n == 0 and n <= max(1, at_least, fitting))
     some = dataclasses.replace(leaf, stack=(*(1 for _ in outer), count))
     return [
@@ -135,7 +138,7 @@ def _write(
     size = len(state.spec.mesh.local_devices) * math.prod(part) * x.dtype.itemsize
     store = _created(folder, name, leaf.unsharded_shape, part, x.dtype, context)
     for portion in portions:
-        writing.finish(PORTION - size)
+        writing.finish(UNDER_WAY - size)
         stored = Entry(portion.leaf, _take(state.spec, leaf, portion, x), by_node=False)
         canonical = convert(state.spec, stored, like, to_nodes=False)
         for shard in canonical.addressable_shards:
@@ -203,11 +206,12 @@ def _place(
     spec: TrainSpec, leaf: ParamLayout, portion: Portion, whole: Array | None, part: Array, like: Array
 ) -> Array:
     """A stored stack in host memory with a portion from the devices; of None, one whose rest is undefined."""
-    own, to = spec.param_spec(leaf), like.sharding
+    own, to, dtype = spec.param_spec(leaf), like.sharding, like.dtype  # functions that are kept hold no array
     assert isinstance(to, NamedSharding)
+    shape = to.shard_shape(like.shape)
 
     def begin() -> Array:
-        return to_host(lax.empty(to.shard_shape(like.shape), like.dtype))
+        return to_host(lax.empty(shape, dtype))
 
     def place(whole: Array, part: Array, first: Array) -> Array:
         rows, some = in_a_row(whole, leaf.stack), to_host(in_a_row(part, portion.leaf.stack))

@@ -19,11 +19,14 @@ from orbax.checkpoint._src.serialization.types import DefaultSerializationStatus
 from zerojax.errors import RunError
 from zerojax.multihost.agreement import gather_from_all
 from zerojax.run.checkpoints.canonical import abstract_canonical
-from zerojax.sharding.host_memory import LIMIT, PORTION, free_host_memory, host_limit, pool_bytes
+from zerojax.sharding.host_memory import LIMIT, free_host_memory, host_limit, pool_bytes
 from zerojax.sharding.memory import HOST
 from zerojax.sharding.mesh import on_gpus
 from zerojax.train.memory import device_bytes, host_bytes
 from zerojax.train.state import TrainState
+
+PORTION = 2 << 30
+"""Bytes per process in transfer at a time; a larger array goes alone."""
 
 
 class _InBackground(DefaultSerializationStatusCallback):
