@@ -55,7 +55,7 @@ def check_host_memory(spec: TrainSpec, activations: int = 0, *, saves: bool = Fa
     Args:
         spec: of a state whose devices exist.
         activations: bytes a device that a step keeps in host memory.
-        saves: whether checkpoints are saved, of which a portion is in host memory besides.
+        saves: whether checkpoints are saved, which takes some memory besides.
 
     Raises:
         ConfigurationError: says how much is needed, how much there is, and what to do.
@@ -69,6 +69,7 @@ def check_host_memory(spec: TrainSpec, activations: int = 0, *, saves: bool = Fa
         f"{devices} device{'s' * (devices > 1)}"
     )
     pool, free = pool_bytes(held) if on_gpus(spec.mesh.local_devices) else held, free_host_memory()
+    saves = saves and spec.streams
     needed = pool + SAVING * saves
     if needed > free:
         besides = ", checkpoints included" if saves else ""
