@@ -42,7 +42,9 @@ def test_arrays_count_in_the_memory_where_they_are():
 def test_too_little_host_memory_is_refused_with_the_way_out(monkeypatch):
     held, gib = 3 << 30, 1 << 30
     devices = [mock.Mock(platform="gpu")] * 2
-    spec: Any = mock.Mock(mesh=mock.Mock(local_devices=devices), zero=mock.Mock(host=("optimizer",)))
+    spec: Any = mock.Mock(
+        mesh=mock.Mock(local_devices=devices), streams=True, zero=mock.Mock(host=("optimizer",))
+    )
     monkeypatch.setattr(memory, "abstract_fields", lambda _: {})
     monkeypatch.setattr(memory, "host_bytes", lambda _: held)
     monkeypatch.setenv(LIMIT, "7")
