@@ -97,7 +97,7 @@ def test_a_slow_average_moves() -> None:
     np.testing.assert_allclose(found, exact, rtol=0.2)
 
 
-@pytest.mark.parametrize("mesh", [(1, 1), (3, 2)])
+@pytest.mark.parametrize("mesh", [pytest.param((1, 1), marks=pytest.mark.slow), (3, 2)])
 def test_trains_nearly_as_in_fp32(mesh: tuple[int, int]) -> None:
     exact, rounded = trained(created("float32", mesh), range(6)), trained(created("bfloat16", mesh), range(6))
     assert {x.dtype for x in moments_of(rounded)} == {jnp.dtype(jnp.bfloat16)}

@@ -87,7 +87,12 @@ def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("short_of_memory")
 @pytest.mark.parametrize(
     ("mesh", "preset"),
-    [((1, 1), "zero3"), ((2, 4), "delta"), pytest.param((3, 2), "zero++", marks=pytest.mark.slow)],
+    [
+        ((2, 2), "delta"),
+        pytest.param((1, 1), "zero3", marks=pytest.mark.slow),
+        pytest.param((2, 4), "delta", marks=pytest.mark.slow),
+        pytest.param((3, 2), "zero++", marks=pytest.mark.slow),
+    ],
 )
 def test_goes_on_where_it_stopped(
     mesh: tuple[int, int], preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -117,8 +122,8 @@ def test_goes_on_where_it_stopped(
 
     plain = restore(tmp_path / "1", make(mesh, abstract=True, preset=preset))
     assert_same(plain, kept)
-    if mesh == (2, 4):
-        return  # the way back is the same
+    if preset == "delta":
+        return  # the way back is the same, and fresh copies have no differences
     with Checkpoints(tmp_path / "plain") as checkpoints:
         checkpoints.save(1, plain, Record())
     assert_same(restore(tmp_path / "plain" / "1", state), kept)
