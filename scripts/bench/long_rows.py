@@ -4,12 +4,17 @@
     python3 scripts/bench/long_rows.py                        # about 2 minutes on two H100
     python3 scripts/bench/long_rows.py 32768:1:2 524288:2:1   # TOKENS:GPUS A ROW:ROWS, one after another
     python3 scripts/bench/long_rows.py --small                # what runs on a CPU, in small
+    python3 scripts/bench/long_rows.py 131072:1:1 --adapters --layers 8   # on one H100
 
 Blocks of LLaMA 3 8B, few of them, with AdamW, stage 3 and remat "full", on random tokens. The second case has
 the rows of the first, each on all GPUs: the losses are equal within rounding, and the difference of the times
 is what the exchange of heads costs. For each case: the first loss, milliseconds of a step, tokens/s of all
 GPUs, the share of their peak that model FLOPs take (causal attention counts half of the square, and nothing
 twice), and peak memory of the process so far. What fails prints its error, and the rest goes on.
+
+With --adapters, weights are frozen beside adapters of rank 16, activations are in host memory and the
+vocabulary is LLaMA 3's; the share of the peak is left out. JAX page-locks as much memory as
+XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says.
 """
 
 import argparse
@@ -24,16 +29,18 @@ import zerojax
 from zerojax.analysis.gpus import find_gpu
 from zerojax.models import GPT, GPTConfig, lm_loss
 from zerojax.models.config import attended_tokens, flops_per_token
+from zerojax.schedule.tiles import TILE
 
 DEFAULT = ("32768:1:N", "32768:N:N", "131072:N:1", "262144:N:1")
 SMALL = ("64:1:N", "64:N:N", "256:N:1")
 
 
-def shape(length: int, layers: int, *, small: bool) -> GPTConfig:
+def shape(length: int, options: argparse.Namespace) -> GPTConfig:
     """The model, for rows of a length."""
+    small = options.small
     return GPTConfig(
-        vocab_size=512 if small else 32000,
-        layers=layers,
+        vocab_size=512 if small else 128256 if options.adapters else 32000,
+        layers=options.layers,
         d_model=64 if small else 4096,
         heads=8 if small else 32,
         kv_heads=2 if small else 8,
@@ -44,35 +51,41 @@ def shape(length: int, layers: int, *, small: bool) -> GPTConfig:
         tied=False,
         biases=False,
         max_seq_len=length,
+        token_tile=options.tile,
     )
 
 
-def measure(config: GPTConfig, sharing: int, rows: int, steps: int, kind: str) -> str:
+def measure(config: GPTConfig, sharing: int, rows: int, options: argparse.Namespace) -> str:
     """One case, as a line of a table."""
-    length, devices = config.max_seq_len, jax.device_count()
-    zero = zerojax.ZeroConfig(sequence_parallel=sharing)
+    length, devices, adapters = config.max_seq_len, jax.device_count(), options.adapters
+    zero = zerojax.ZeroConfig(
+        sequence_parallel=sharing,
+        frozen=("*",) if adapters else (),
+        host=("activations",) if adapters else (),
+    )
     state = zerojax.TrainState.create(
         lambda rngs: GPT(config, rngs=rngs),
         optax.adamw(1e-4),
         lm_loss,
         mesh=zerojax.make_mesh(1, devices),
         zero=zero,
+        lora=zerojax.LoRA(rank=16) if adapters else None,
     )
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (rows, length + 1), np.int32)
     seconds, losses = [], []
-    for _ in range(steps + 1):
+    for _ in range(options.steps + 1):
         start = time.perf_counter()
         state, metrics = zerojax.train_step(state, {"tokens": tokens})
         losses.append(float(metrics["loss"]))
         seconds.append(time.perf_counter() - start)
-    step, every = statistics.median(seconds[1:]), rows * length
+    step, every = statistics.median(seconds[1:] or seconds), rows * length
     square = 12 * config.attention_width * attended_tokens(config, length)
     flops = every * (flops_per_token(config, length) - square / 2)
-    used = flops / step / devices / find_gpu(kind).flops
+    used = "-" if adapters else f"{flops / step / devices / find_gpu(options.gpu).flops:.1%}"
     stats = jax.devices()[0].memory_stats() or {}
     return (
         f"| {length:,} | {rows} | {sharing} | {losses[0]:.5f} | {1e3 * step:,.1f} | {every / step:,.0f} | "
-        f"{used:.1%} | {stats.get('peak_bytes_in_use', 0) / 1e9:.1f} | {seconds[0]:.0f} |"
+        f"{used} | {stats.get('peak_bytes_in_use', 0) / 1e9:.1f} | {seconds[0]:.0f} |"
     )
 
 
@@ -83,7 +96,9 @@ def main() -> None:
     )
     parser.add_argument("cases", nargs="*", help="tokens of a row, GPUs that share it, rows: 131072:2:1")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=2, help="timed, after one that compiles")
+    parser.add_argument("--steps", type=int, default=2, help="timed, after one that compiles; 0: that one")
+    parser.add_argument("--adapters", action="store_true")
+    parser.add_argument("--tile", type=int, default=TILE, help="model.token_tile")
     parser.add_argument("--gpu", default="h100", help="whose peak counts")
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
@@ -94,8 +109,8 @@ def main() -> None:
     for case in options.cases or (SMALL if options.small else DEFAULT):
         length, sharing, rows = map(int, case.replace("N", str(jax.device_count())).split(":"))
         try:
-            config = shape(length, options.layers, small=options.small)
-            print(measure(config, sharing, rows, options.steps, options.gpu), flush=True)
+            config = shape(length, options)
+            print(measure(config, sharing, rows, options), flush=True)
         except Exception as error:  # a case that does not fit must not cost the others
             print(f"| {length} | - | {sharing} | {type(error).__name__}: {str(error)[:200]} |", flush=True)
 

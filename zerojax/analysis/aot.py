@@ -18,15 +18,18 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from unittest import mock
 
 import jax
 from jax.experimental import topologies
+from jax.extend.mlir import ir
+
+from zerojax.analysis.plan.work import backward_workspace
 
 #: Options for compiling without a GPU to time kernels on. The autotuner could only guess, would take half of
 #: the compile time, and would choose Triton's split-K matmuls, whose fp32 partial sums inflate the temporary
@@ -149,16 +152,37 @@ def cudnn_assumed() -> Generator[None]:
     JAX checks the local machine for cuDNN and a GPU before it lowers the kernel, although the compiled
     program only calls it by name. Within this context the checks pass. Give the model
     ``attention="cudnn"``: "auto" also checks the local machine.
+
+    With a GPU, XLA asks cuDNN how large a kernel's workspace is. Here the backward pass gets
+    ``zerojax.analysis.plan.work.backward_workspace``.
     """
     from jax._src.cudnn import fused_attention_stablehlo as fused
+    from jax._src.interpreters import mlir
 
     answers = {
+        "mlir": SimpleNamespace(**vars(mlir) | {"custom_call": _with_workspace(mlir.custom_call)}),
         "check_cudnn_version": lambda: _CUDNN_VERSION,
         "check_compute_capability": lambda wanted: _version(wanted) <= _HOPPER,
         "is_cuda_compute_capability_equal": lambda wanted: _version(wanted) == _HOPPER,
     }
     with mock.patch.multiple(fused, **answers):
         yield
+
+
+def _with_workspace(custom_call: Callable[..., ir.Operation]) -> Callable[..., ir.Operation]:
+    """``mlir.custom_call``; in the backward pass of cuDNN's attention the last result is a workspace."""
+
+    def call(name: str, *, result_types: Sequence[ir.Type], **kwargs: object) -> ir.Operation:
+        if name.endswith("Backward"):
+            (rows, heads, tokens, width), (_, shared, *_) = (
+                ir.RankedTensorType(t).shape for t in result_types[:2]
+            )
+            size = rows * tokens * backward_workspace(heads, shared, width)
+            space = ir.RankedTensorType.get((size,), ir.IntegerType.get_unsigned(8))
+            result_types = [*result_types[:-1], space]
+        return custom_call(name, result_types=result_types, **kwargs)
+
+    return call
 
 
 @contextmanager

@@ -26,6 +26,10 @@ Above ``token_tile`` tokens, blocks without experts that recompute go through th
 in tiles of T tokens. Then 2 q + 2 a are alive a token, what attention reads and makes with its gradients; and
 for a tile 4 d + 4 f (gated 6.5 f) a token of it.
 
+At another moment the backward pass of attention works: with these, d for the gradient of the block's output,
+keys and values once more (q - a), and the kernel's workspace, ``backward_workspace``. "attention" and "none"
+keep a of these, and "none" q.
+
 In a mixture f is the width of all experts of a token together, and products read and make a d for each of
 these. While a layer works, the rows of k experts a token are there four times, 4 k d. Tokens of a node that
 routers send to few devices take more.
@@ -114,6 +118,19 @@ def flash_attention(config: GPTConfig, dtype: str) -> bool:
     return config.attention != "xla"
 
 
+def backward_workspace(heads: int, kv_heads: int, head_dim: int) -> int:
+    """Bytes a token that the backward pass of cuDNN's attention takes besides its operands and results.
+
+    cudnn-frontend sums gradients of queries in fp32, and has one fp32 number a head. With grouped heads it
+    makes gradients of keys and values for each query head, in bf16 as the operands, and sums over groups
+    afterwards (``CompositeSDPABackwardNode``: dQ_accum, softmax_sum, dK_fullhead, dV_fullhead). Programs
+    compiled with this for 32 heads over 8 take the temporaries that XLA reported on an H100, within 3%
+    (docs/long-context.md). Without groups it is not measured, and the last two are not in that graph.
+    """
+    of_groups = 2 * 2 * head_dim if kv_heads < heads else 0
+    return heads * (4 * head_dim + 4 + of_groups)
+
+
 def sequences_of(rows: int, devices: int, *, accumulate: int, sharing: int) -> int:
     """Sequences of a micro-batch on one device, or on those that share them; at least one.
 
@@ -191,9 +208,17 @@ def decoder_work(
     kept = tokens * (item * _over_layers(c, lambda kind: _kept_width(kind, remat)) + fp32)
     there, back = (spread.heads + 2 * spread.copies) * c.head_dim, spread.heads * c.head_dim
     sent = tokens * item * (there + back) if sharing > 1 else 0
+    working = item * max(_working(kind, remat, tokens) for kind, _ in c.kinds)
     if sent and remat == "none":
         kept += tokens * c.layers * item * (there - _qkv_width(c) + back)
-    own = 0 if flash else 2.7 * 4 * c.heads * length + 3 * item * _qkv_width(c)
+    if flash:
+        working = max(
+            working,
+            tokens
+            * (item * _in_attention(c, remat) + backward_workspace(spread.heads, spread.copies, c.head_dim)),
+        )
+    else:
+        working += tokens * (2.7 * 4 * c.heads * length + 3 * item * _qkv_width(c))
     return Work(
         tokens=tokens,
         forward=(matrices + attention) / 3 + (unembedding if head else 0),
@@ -205,7 +230,7 @@ def decoder_work(
         model_flops=model_flops - (0 if head else unembedding),
         stream=tokens * c.d_model * item,
         kept=kept,
-        working=round(item * max(_working(kind, remat, tokens) for kind, _ in c.kinds) + tokens * own) + sent,
+        working=round(working) + sent,
         heads=sent * (sharing - 1) // sharing * c.layers * (2 if remat == "none" else 3),
         **(
             _head_bytes(c, tokens, item, {leaf.path[0] for leaf in frozen})
@@ -279,7 +304,7 @@ def _kept_fp32(c: GPTConfig, remat: Remat, length: int, *, flash: bool) -> int:
 
 
 def _working(c: GPTConfig, remat: Remat, tokens: int) -> float:
-    """Elements in use during a layer's backward pass, in the compute dtype."""
+    """Elements in use during a layer's backward pass, in the compute dtype, outside of attention's kernel."""
     rows = 4 * c.experts_per_token * c.d_model if c.experts else 0
     if remat == "none":
         return tokens * (rows + 1.5 * c.d_model + _qkv_width(c) + 2 * c.active_ffn_width)
@@ -289,6 +314,14 @@ def _working(c: GPTConfig, remat: Remat, tokens: int) -> float:
     in_attention = 2 * (_qkv_width(c) + c.attention_width)
     in_tile = 4 * c.d_model + (6.5 if c.gated else 4) * c.ffn_width
     return tokens * in_attention + tokens_of_tile(tokens, c.token_tile) * in_tile
+
+
+def _in_attention(c: GPTConfig, remat: Remat) -> int:
+    """Elements per token in use during the backward pass of a flash kernel, besides its workspace."""
+    gradients = _qkv_width(c) + c.attention_width + c.d_model
+    again = _qkv_width(c) - c.attention_width
+    read = {"full": _qkv_width(c) + c.attention_width, "attention": _qkv_width(c), "none": 0}
+    return gradients + again + read[remat]
 
 
 def _head_bytes(c: GPTConfig, tokens: int, item: int, frozen: set[str]) -> dict[str, int]:
