@@ -74,7 +74,7 @@ class Experts(nnx.Module):
         experts: int,
         per_token: int,
         *,
-        router: RouterConfig = RouterConfig(),  # noqa: B008  (frozen)
+        router: RouterConfig = RouterConfig(),
         activation: Activation = "swiglu",
         biases: bool = False,
         shared: int = 0,

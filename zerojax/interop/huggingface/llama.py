@@ -82,7 +82,7 @@ def like_llama(
     head_dim: int | None = None,
     norm_eps: float = 1e-6,
     tied: bool = False,
-    rotary: Rope = Rope(),  # noqa: B008  (frozen)
+    rotary: Rope = Rope(),
     norm: Literal["rms", "layer"] = "rms",
     **values: Any,
 ) -> tuple[Entry, ...]:
