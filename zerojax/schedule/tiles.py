@@ -83,7 +83,8 @@ def tiled[T: PyTree[Array]](function: Callable[..., T], *xs: PyTree[Array], tile
     def cut(x: Array) -> Array:
         flat = x.reshape(tokens, *x.shape[2:])
         # Not by zeros: what a function makes of them may have no derivative.
-        flat = jnp.pad(flat, [(0, tiles * size - tokens)] + [(0, 0)] * (flat.ndim - 1), mode="edge")
+        if rest := tiles * size - tokens:
+            flat = jnp.pad(flat, [(0, rest)] + [(0, 0)] * (flat.ndim - 1), mode="edge")
         return flat.reshape(tiles, 1, size, *x.shape[2:])
 
     def joined(x: Array) -> Array:

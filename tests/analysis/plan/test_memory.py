@@ -195,23 +195,36 @@ def test_memory_of_one_long_row_is_as_measured(length: int, layers: int):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("length", "layers", "shape"),
+    ("length", "layers", "remat", "shape"),
     [
-        *((*measured, {}) for measured in MEASURED),
-        (131072, 4, {"mlp": "gelu", "kv_heads": 32, "ffn": 16384, "norm": "layer", "biases": True}),
+        *((*measured, "full", {}) for measured in MEASURED),
+        (131072, 32, "attention", {}),
+        (524288, 4, "attention", {}),
+        (131072, 4, "full", {"mlp": "gelu", "kv_heads": 32, "ffn": 16384, "norm": "layer", "biases": True}),
     ],
     ids=str,
 )
-def test_compiled_memory_of_one_long_row_in_tiles(length: int, layers: int, shape: dict[str, Any]):
+def test_compiled_memory_of_one_long_row_in_tiles(
+    length: int, layers: int, remat: Any, shape: dict[str, Any]
+):
     """With the workspace of cuDNN's attention, programs compiled without a GPU are those with one."""
     config = dataclasses.replace(LLAMA_8B, layers=layers, max_seq_len=length, **shape)
-    zero = zerojax.ZeroConfig(frozen=("*",), host=("activations",))
+    zero = zerojax.ZeroConfig(frozen=("*",), host=("activations",), remat=remat)
     with aot.cudnn_assumed():
         state, compiled = compiled_gpt(config, zero, 1, 1, zerojax.LoRA(rank=16))
     work = work_of(state.spec, config, sequences=1, length=length)
     memory = predict_memory(state.spec, work, workspace=GPUS["h100"].workspace)
     assert hlo.memory(compiled).peak == pytest.approx(memory.total, rel=0.10)
-    if not shape:
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    assert analysis.host_temp_size_in_bytes == pytest.approx(memory.host_total, rel=0.01)
+    text = compiled.as_text() or ""
+    assert ".remat" not in text, "XLA computes parts of the step a second time"
+    calls = re.findall(r"__cudnn\$fmhaSoftmax(?:Backward)?\b", text)
+    forward, backward = (calls.count(f"__cudnn$fmhaSoftmax{which}") for which in ("", "Backward"))
+    # In a loop of two layers, and of one beside it; "full" has forward kernels in the backward pass, too.
+    assert (forward > backward) == (remat == "full")
+    if not shape and remat == "full":
         temporaries, _ = MEASURED[length, layers]
         assert hlo.memory(compiled).temporaries == pytest.approx(temporaries, rel=0.03)
 

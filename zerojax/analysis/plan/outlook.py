@@ -11,6 +11,7 @@ from zerojax.analysis.plan.cluster import Cluster, on_world
 from zerojax.analysis.plan.hops import HopPlan, hops_of, usual_bytes
 from zerojax.analysis.plan.host_choice import HostChoice, choose_host, host_fits, host_needed
 from zerojax.analysis.plan.memory import PredictedMemory, predict_memory
+from zerojax.analysis.plan.remat_choice import choose_remat
 from zerojax.analysis.plan.speed import StepTime, hop_seconds, predict_step
 from zerojax.analysis.plan.work import Work, work_of
 from zerojax.errors import ConfigurationError
@@ -96,6 +97,7 @@ class Outlook:
         fp8: whether matmuls with weights are computed in fp8 where the stage is 3.
         advice: which way to take, and why.
         host: what to keep in host memory; None if the config fits as it is.
+        remat: another ``ZeroConfig.remat`` that fits and is faster, and what it takes; None if there is none.
         longest: the most tokens of a sequence that fit under the config's own options; 0 if not even the
             fewest tried do, None if it was not looked for.
     """
@@ -110,6 +112,7 @@ class Outlook:
     fp8: bool
     advice: str
     host: HostChoice | None = None
+    remat: str | None = None
     longest: int | None = None
 
     @property
@@ -136,6 +139,7 @@ class Outlook:
             "fp8": self.fp8,
             "advice": self.advice,
             "host": None if self.host is None else dataclasses.asdict(self.host),
+            "remat": self.remat,
             "longest": self.longest,
             "forecasts": [_to_dict(forecast, self.cluster) for forecast in self.forecasts],
         }
@@ -216,7 +220,7 @@ def foresee(
     if longest:
         found = dataclasses.replace(found, longest=_longest(spec, config, cluster, sequences))
     if found.own.fits:
-        return found
+        return dataclasses.replace(found, remat=choose_remat(own, cluster, memory_and_time))
     chosen = choose_host(configured, own, cluster, memory_and_time, found.own.fewest_nodes)
     return dataclasses.replace(found, host=chosen)
 

@@ -20,7 +20,8 @@ _TCP = 60e9 / 8
 
 def outlook_tables(outlook: Outlook) -> RenderableType:
     """Assumptions; memory and hops under the config's own options; all forecasts side by side; the advice."""
-    more = [] if outlook.host is None else [Text(outlook.host.advice)]
+    more = [] if outlook.remat is None else [Text(outlook.remat)]
+    more += [] if outlook.host is None else [Text(outlook.host.advice)]
     more += [] if outlook.longest is None else [Text(_longest(outlook, outlook.longest))]
     tables = _memory(outlook), _hops(outlook), _side_by_side(outlook)
     return Rows(*assumptions(outlook), *tables, outlook.advice, *more)

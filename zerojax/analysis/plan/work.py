@@ -23,8 +23,8 @@ Products with weights read 2 d + a + f elements a token and layer, and make 2 d 
 they are converted.
 
 Above ``token_tile`` tokens, blocks without experts that recompute go through their projections and their MLP
-in tiles of T tokens. Then 2 q + 2 a are alive a token, what attention reads and makes with its gradients; and
-for a tile 4 d + 4 f (gated 6.5 f) a token of it.
+in tiles of T tokens. Then 2 q + 2 a are alive a token, what attention reads and makes with its gradients, of
+which "attention" keeps a; and for a tile 4 d + 4 f (gated 6.5 f) a token of it.
 
 At another moment the backward pass of attention works: with these, d for the gradient of the block's output,
 keys and values once more (q - a), and the kernel's workspace, ``backward_workspace``. "attention" and "none"
@@ -311,7 +311,7 @@ def _working(c: GPTConfig, remat: Remat, tokens: int) -> float:
     whole = tokens * (rows + 9 * c.d_model + 2 * _qkv_width(c) + (3 if c.gated else 2) * c.active_ffn_width)
     if c.experts or tokens <= c.token_tile:
         return whole
-    in_attention = 2 * (_qkv_width(c) + c.attention_width)
+    in_attention = 2 * _qkv_width(c) + (2 if remat == "full" else 1) * c.attention_width
     in_tile = 4 * c.d_model + (6.5 if c.gated else 4) * c.ffn_width
     return tokens * in_attention + tokens_of_tile(tokens, c.token_tile) * in_tile
 

@@ -1,0 +1,65 @@
+"""What a run could keep for its backward pass in place of computing it again."""
+
+import dataclasses
+
+import pytest
+
+from zerojax.analysis.gpus import GPUS
+from zerojax.analysis.plan import Cluster
+from zerojax.analysis.plan.memory import KINDS, PredictedMemory
+from zerojax.analysis.plan.remat_choice import choose_remat
+from zerojax.analysis.plan.speed import StepTime
+from zerojax.errors import ConfigurationError
+from zerojax.zero_config import ZeroConfig
+
+GPU = dataclasses.replace(GPUS["h100"], memory=80e9)
+SECONDS = {"full": 1.2, "attention": 1.1, "none": 1.0}
+KEPT = {"full": 1, "attention": 2, "none": 12}
+
+
+def predicted(zero: ZeroConfig) -> tuple[PredictedMemory, StepTime]:
+    """30 GB, and activations of 4, 8 or 48 GB, which may be in host memory."""
+    gigabytes = {True: 0, False: 0, "activations" in zero.host: 4 * KEPT[zero.remat]}
+    kinds = dict.fromkeys(KINDS, 0) | {"frozen": (30 + gigabytes[False]) * 10**9}
+    host = {"activations": gigabytes[True] * 10**9} if gigabytes[True] else {}
+    seconds = SECONDS[zero.remat]
+    return PredictedMemory(kinds, host), StepTime(seconds, 0, 0, 0, seconds)
+
+
+@pytest.mark.parametrize(
+    ("now", "device", "host", "wanted"),
+    [
+        (ZeroConfig(), 80e9, None, ("none", "1.00 s in place of 1.20 s", "78.0 GB.")),
+        (ZeroConfig(), 77e9, None, ("attention", "1.10 s in place of 1.20 s", "38.0 GB.")),
+        (ZeroConfig(remat="attention"), 77e9, None, None),
+        (ZeroConfig(remat="none"), 77e9, None, None),  # itself does not fit
+        (
+            ZeroConfig(host=("activations",)),
+            35e9,
+            60e9,
+            ("none", "1.00 s", "30.0 GB, and a host needs 53.7 GB"),
+        ),
+        (ZeroConfig(host=("activations",)), 35e9, 50e9, ("attention", "1.10 s", "and a host needs ")),
+    ],
+)
+def test_the_fastest_that_fits_is_named(now, device, host, wanted):
+    cluster = Cluster(1, 1, GPU, 0, memory_fraction=device / GPU.memory, host_memory=host)
+    advice = choose_remat(now, cluster, predicted)
+    if wanted is None:
+        assert advice is None
+        return
+    assert advice is not None
+    remat, *parts = wanted
+    assert advice.startswith(f'With remat = "{remat}" a step takes ')
+    assert all(part in advice for part in parts)
+
+
+def test_what_is_hardly_faster_or_cannot_be_is_not_named():
+    def alike(zero: ZeroConfig) -> tuple[PredictedMemory, StepTime]:
+        if zero.remat == "none":
+            raise ConfigurationError("not with this model")
+        memory, _ = predicted(zero)
+        seconds = {"full": 1.02, "attention": 1.0}[zero.remat]
+        return memory, StepTime(seconds, 0, 0, 0, seconds)
+
+    assert choose_remat(ZeroConfig(), Cluster(1, 1, GPU, 0, memory_fraction=1.0), alike) is None

@@ -1,0 +1,44 @@
+"""Whether a run could compute less a second time, if there is room for what its layers then keep."""
+
+from contextlib import suppress
+from typing import get_args
+
+from zerojax.analysis.plan.cluster import Cluster
+from zerojax.analysis.plan.host_choice import Predict, host_fits, host_needed
+from zerojax.analysis.plan.memory import PredictedMemory
+from zerojax.analysis.plan.speed import StepTime
+from zerojax.errors import ConfigurationError
+from zerojax.formatting import duration, size
+from zerojax.zero_config import Remat, ZeroConfig
+
+_WORTH_IT = 1.03
+"""How many times as long a step takes as configured; predictions are not better than that."""
+
+
+def choose_remat(zero: ZeroConfig, cluster: Cluster, predict: Predict) -> str | None:
+    """The fastest ``ZeroConfig.remat`` that fits, and what it takes; None if that of the run is as good.
+
+    Args:
+        zero: the run's options.
+        cluster: to run on.
+        predict: the memory and the time of a step under other options; raises a ConfigurationError for those
+            that cannot be.
+    """
+    fitting: dict[Remat, tuple[PredictedMemory, StepTime]] = {}
+    for remat in get_args(Remat):
+        with suppress(ConfigurationError):
+            memory, time = predict(zero.replace(remat=remat))
+            if memory.total <= cluster.budget and host_fits(memory, cluster):
+                fitting[remat] = memory, time
+    if zero.remat not in fitting:
+        return None
+    now = fitting[zero.remat][1].seconds
+    remat = min(fitting, key=lambda remat: fitting[remat][1].seconds)
+    memory, time = fitting[remat]
+    if _WORTH_IT * time.seconds > now:
+        return None
+    host = f", and a host needs {size(host_needed(memory, cluster))}" if memory.host_total else ""
+    return (
+        f'With remat = "{remat}" a step takes {duration(time.seconds)} in place of {duration(now)}: less is '
+        f"computed a second time. A GPU then holds {size(memory.total)}{host}."
+    )
