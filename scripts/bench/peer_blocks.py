@@ -39,6 +39,7 @@ class Peer:
         grad_norm: the global norm of the last step's gradients; all ranks call it.
         parameters: of the whole model.
         frozen: whether only adapters are trained.
+        sharing: how many ranks share a row.
         close: frees what would outlive the last reference to the model.
     """
 
@@ -48,7 +49,13 @@ class Peer:
     grad_norm: Callable[[], float]
     parameters: int
     frozen: bool = False
+    sharing: int = 1
     close: Callable[[], None] = lambda: None
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention of (batch, heads, time, dim), with as many heads of keys or fewer."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] < q.shape[1])
 
 
 class Attention(nn.Module):
@@ -57,7 +64,7 @@ class Attention(nn.Module):
     def __init__(self, sizes: Sizes):
         """Draw the weights."""
         super().__init__()
-        d, self.sizes = sizes.d_model, sizes
+        d, self.sizes, self.attend = sizes.d_model, sizes, attend
         self.qkv = nn.Linear(d, (sizes.heads + 2 * sizes.kv_heads) * HEAD_WIDTH, bias=False)
         self.out = nn.Linear(sizes.heads * HEAD_WIDTH, d, bias=False)
         self.query_norm, self.key_norm = (
@@ -72,8 +79,7 @@ class Attention(nn.Module):
         q, k, v = (part.transpose(1, 2) for part in (self.query_norm(q), self.key_norm(k), v))
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=kv < heads)
-        return self.out(mixed.transpose(1, 2).reshape(*x.shape[:2], heads * HEAD_WIDTH))
+        return self.out(self.attend(q, k, v).transpose(1, 2).reshape(*x.shape[:2], heads * HEAD_WIDTH))
 
 
 class GeluMLP(nn.Module):
@@ -249,10 +255,15 @@ def make_block(options: argparse.Namespace, device: torch.device, *, gathers: bo
 
 
 def make_batch(
-    options: argparse.Namespace, device: torch.device, micro_batches: int, dtype: torch.dtype
+    options: argparse.Namespace,
+    device: torch.device,
+    micro_batches: int,
+    dtype: torch.dtype,
+    *,
+    shared: bool = False,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Random activations and targets of this rank, a pair for each micro-batch."""
-    generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
+    """Random activations and targets of this rank, or shared by all, a pair for each micro-batch."""
+    generator = torch.Generator(device).manual_seed(1 if shared else 1 + dist.get_rank())
     shape = (options.sequences, options.seq, options.d_model)
     draw = partial(torch.randn, shape, generator=generator, device=device)
     return [(draw().to(dtype), draw().to(dtype)) for _ in range(micro_batches)]
@@ -351,7 +362,7 @@ def measure(peer: Peer, options: argparse.Namespace, device: torch.device) -> It
     """Time one peer's steps with each rate of the links."""
     say(f"{peer.name}: {peer.parameters / 1e6:.1f}M parameters; first step, compiling")
     world = dist.get_world_size()
-    tokens = world * peer.micro_batches * options.sequences * options.seq
+    tokens = world // peer.sharing * peer.micro_batches * options.sequences * options.seq
     flops = Sizes.of(options).flops_per_token(options.layers, options.seq, frozen=peer.frozen)
     compile_seconds, _ = _timed(peer, device, "first step")
     for rate in options.rates:

@@ -10,7 +10,8 @@ SwiGLU; --qwen3-moe: those and a mixture of experts, without losses of its route
 activations, to measure the blocks and their communication. "gspmd" is JAX's own
 sharding (gspmd.py); train_fsdp2.py runs the same stack in PyTorch. A loss after the same steps that differs
 by more than 1% from that of the first variant with as many micro-batches is remarked upon ("local" reports
-the step before the last). The variants of LoRA train adapters of rank 16 beside a frozen base ("qlora": in
+the step before the last). In "zero3-sp" the devices of a node share each row, so --sequences counts rows of
+all of them. The variants of LoRA train adapters of rank 16 beside a frozen base ("qlora": in
 nf4). Steps
 after the timed ones are traced (unless --no-trace): "hidden" is the fraction of their communication beside
 compute, "exposed" the time of a step with nothing but communication. Several --rates of an emulated cluster's
@@ -47,6 +48,7 @@ from zerojax.testing.emulated_cluster import limit_link
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "zero3": {"preset": "zero3"},
+    "zero3-sp": {"preset": "zero3", "shared": True},
     "qwz": {"preset": "zero3", "weights": "int8"},
     "hpz": {"preset": "zero3", "hpz": True},
     "qgz": {"preset": "zero3", "grads": ("int4", "int4")},
@@ -115,20 +117,21 @@ class BlockStack(nnx.Module):
         self.blocks = zerojax.Stack(partial(Block, config), config.layers, rngs=rngs)
 
     def rope(self, length: int) -> Rope | None:
-        """The rotary table of a sequence, if positions are rotary."""
+        """The rotary table of this device's tokens of a sequence, if positions are rotary."""
         if self.config.positions != "rope":
             return None
-        return rope_of(self.config, jnp.arange(length), length)
+        return rope_of(self.config, zerojax.own_tokens(jnp.arange(length), axis=0), length)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Activations in, activations out."""
-        return self.blocks(x, self.rope(x.shape[1]))
+    def __call__(self, x: jax.Array, length: int) -> jax.Array:
+        """Activations in, activations out; of this device's tokens of sequences of a length."""
+        return self.blocks(x, self.rope(length))
 
 
 def loss_fn(model: BlockStack, batch: dict[str, jax.Array]) -> jax.Array:
     """The mean square distance to a target, in fp32."""
-    out = model(batch["x"]).astype(jnp.float32)
-    return jnp.mean(jnp.square(out - batch["y"].astype(jnp.float32)))
+    x, y = zerojax.own_tokens((batch["x"], batch["y"]))
+    out = model(x, batch["x"].shape[1]).astype(jnp.float32)
+    return jnp.mean(jnp.square(out - y.astype(jnp.float32)))
 
 
 def main() -> None:
@@ -180,9 +183,10 @@ def remark(row: Row, rows: list[Row]) -> str:
 def measure(variant: str, options: argparse.Namespace) -> Iterator[Row]:
     """Compile one variant and time it with each rate of the links."""
     state, step, accumulate = prepare(variant, partial(BlockStack, make_config(options)), options)
-    batch = make_batch(options, accumulate)
+    sharing = options.local if VARIANTS.get(variant, {}).get("shared") else 1
+    batch = make_batch(options, accumulate, sharing)
     world, frozen = options.nodes * options.local, "frozen" in VARIANTS.get(variant, {})
-    tokens = options.seq * options.sequences * accumulate * world
+    tokens = options.seq * options.sequences * accumulate * world // sharing
     flops = Sizes.of(options).flops_per_token(options.layers, options.seq, frozen=frozen)
     state, _, (compile_seconds,) = timed(1, state, step, batch)
     for rate in options.rates:
@@ -276,20 +280,25 @@ def prepare(
     if variant == GSPMD:
         return *gspmd.make(factory, tx, mesh=mesh, remat=options.remat), 1
     fields = dict(VARIANTS[variant])
+    if fields.pop("shared", False):
+        fields["sequence_parallel"] = options.local
     zero = zerojax.ZeroConfig.preset(fields.pop("preset"), remat=options.remat, **fields)
     lora = zerojax.LoRA(rank=RANK) if zero.frozen else None
     state = zerojax.TrainState.create(factory, tx, loss_fn, mesh=mesh, zero=zero, lora=lora)
     return state, zerojax.train_step, zero.accumulate
 
 
-def make_batch(options: argparse.Namespace, accumulate: int) -> dict[str, jax.Array | np.ndarray]:
-    """Random activations and targets; the same in every run."""
+def make_batch(
+    options: argparse.Namespace, accumulate: int, sharing: int
+) -> dict[str, jax.Array | np.ndarray]:
+    """Random activations and targets, the same in every run; ``sharing`` devices share a row."""
     rng = np.random.default_rng(jax.process_index())
-    rows = options.sequences * accumulate * len(jax.local_devices())
+    rows = options.sequences * accumulate * len(jax.local_devices()) // sharing
     shape = (rows, options.seq, options.d_model)
     batch = {name: rng.standard_normal(shape, np.float32).astype(jnp.bfloat16) for name in "xy"}
-    mesh = zerojax.make_mesh(options.nodes, options.local)
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("node", "local")))
+    groups = zerojax.make_mesh(options.nodes, options.local).devices.reshape(-1, sharing)
+    mesh = jax.sharding.Mesh(groups, ("groups", "devices"))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("groups"))
     return {name: jax.make_array_from_process_local_data(sharding, x) for name, x in batch.items()}
 
 

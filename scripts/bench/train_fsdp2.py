@@ -12,12 +12,15 @@ Settings are the documented best: blocks compiled, bf16 parameters and reduction
 fused AdamW, FSDP2's default prefetching. Without --checkpoint nothing is recomputed. The peers with fp8 need
 torchao: "tensorwise" gathers weights in fp8, which "rowwise" cannot. The peers that end in "-gathers" are for
 --qwen3-moe: tokens get to rows and back by gathers in both passes, not by an index whose gradient adds up.
+In "fsdp2-cp" all ranks share each row, by PyTorch's context parallelism: keys and values are gathered, and in
+"fsdp2-cp-ring" sent around; queries stay. Attention is then outside of the compiled code.
 """
 
 # pyright: reportMissingImports=false
 # PyTorch is not a dependency of zerojax.
 import argparse
 import os
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -27,6 +30,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._attention import set_rotate_method
 from torch.nn.utils import get_total_norm
 
 PEERS: dict[str, dict[str, Any]] = {
@@ -35,6 +40,8 @@ PEERS: dict[str, dict[str, Any]] = {
     "hsdp-x8": {"hsdp": True, "micro_batches": 8},
     "fsdp2-gathers": {"gathers": True},
     "hsdp-gathers": {"hsdp": True, "gathers": True},
+    "fsdp2-cp": {"rotate": "allgather"},
+    "fsdp2-cp-ring": {"rotate": "alltoall"},
     "fsdp2-fp8": {"fp8": "tensorwise"},
     "fsdp2-fp8-rowwise": {"fp8": "rowwise"},
 }
@@ -61,14 +68,20 @@ def build(
     micro_batches: int = 1,
     fp8: str | None = None,
     gathers: bool = False,
+    rotate: str | None = None,
 ) -> peer_blocks.Peer:
     """A peer's sharded model, its optimizer and its step."""
     world, local = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     shape = (world // local, local) if hsdp else (world,)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("node", "local")[-len(shape) :])
-    model = shard(options, device, mesh, fp8, gathers=gathers)
+    shared = rotate is not None
+    model = shard(options, device, mesh, fp8, gathers=gathers, shared=shared)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=1e-4, fused=True)
-    batch = peer_blocks.make_batch(options, device, micro_batches, torch.bfloat16)
+    batch = peer_blocks.make_batch(options, device, micro_batches, torch.bfloat16, shared=shared)
+    sharing = ExitStack()
+    if rotate is not None:
+        set_rotate_method(rotate)
+        sharing.enter_context(share(mesh, batch, model.rope))
 
     def step() -> torch.Tensor:
         # Not after the update: the last step's gradients are measured later.
@@ -85,17 +98,45 @@ def build(
             precompute_scales(model)
         return total
 
-    parameters = sum(weight.numel() for weight in model.parameters())
-    return peer_blocks.Peer(name, micro_batches, step, partial(gradient_norm, model), parameters)
+    return peer_blocks.Peer(
+        name,
+        micro_batches,
+        step,
+        partial(gradient_norm, model),
+        parameters=sum(weight.numel() for weight in model.parameters()),
+        sharing=world if shared else 1,
+        close=sharing.close,
+    )
+
+
+def share(
+    mesh: DeviceMesh, batch: list[tuple[torch.Tensor, torch.Tensor]], rope: peer_blocks.RopeTable | None
+) -> AbstractContextManager[None]:
+    """Cut rows and the rotary table in place, and attend to all of a row while the context lasts."""
+    rows = [x for pair in batch for x in pair]
+    table = list(rope or ())
+    return context_parallel(
+        mesh,
+        buffers=[*rows, *table],
+        buffer_seq_dims=[1] * len(rows) + [0] * len(table),
+        no_restore_buffers={*rows, *table},
+    )
 
 
 def shard(
-    options: argparse.Namespace, device: torch.device, mesh: DeviceMesh, fp8: str | None, *, gathers: bool
+    options: argparse.Namespace,
+    device: torch.device,
+    mesh: DeviceMesh,
+    fp8: str | None,
+    *,
+    gathers: bool,
+    shared: bool,
 ) -> Any:
     """The stack, each block checkpointed if asked for, compiled, and sharded, in this order.
 
     So FSDP's hooks stay outside of the compiled code, which has no graph breaks and is shared by all blocks.
-    (It is compiled twice: the first block's input needs no gradient.)
+    (It is compiled twice: the first block's input needs no gradient.) With shared rows attention exchanges
+    keys and values outside of compiled code: each block is compiled around it, then checkpointed.
     """
     torch.manual_seed(0)  # every rank draws all weights and keeps its shards
     # Inputs are bf16 already; a cast would round the table of rotary angles.
@@ -105,9 +146,14 @@ def shard(
         block = peer_blocks.make_block(options, device, gathers=gathers)
         if fp8 is not None:
             convert(block, fp8)
+        if shared:
+            block.attention.attend = torch.compiler.disable(peer_blocks.attend)
+            block = torch.compile(block)
         if options.checkpoint:
             block = checkpoint_wrapper(block, preserve_rng_state=False)
-        blocks.append(fully_shard(torch.compile(block, fullgraph=True), mesh=mesh, mp_policy=policy))
+        if not shared:
+            block = torch.compile(block, fullgraph=True)
+        blocks.append(fully_shard(block, mesh=mesh, mp_policy=policy))
     model = fully_shard(
         peer_blocks.BlockStack(blocks, peer_blocks.make_rope(options, device)), mesh=mesh, mp_policy=policy
     )
