@@ -6,15 +6,14 @@
     python3 scripts/bench/long_rows.py --small                # what runs on a CPU, in small
     python3 scripts/bench/long_rows.py 131072:1:1 --adapters --layers 8   # on one H100
 
-Blocks of LLaMA 3 8B, few of them, with AdamW, stage 3 and remat "full", on random tokens. The second case has
+Blocks of LLaMA 3 8B, few of them, with AdamW and stage 3, on random tokens. The second case has
 the rows of the first, each on all GPUs: the losses are equal within rounding, and the difference of the times
 is what the exchange of heads costs. For each case: the first loss, milliseconds of a step, tokens/s of all
 GPUs, the share of their peak that model FLOPs take (causal attention counts half of the square, and nothing
 twice), and peak memory of the process so far. What fails prints its error, and the rest goes on.
 
 With --adapters, weights are frozen beside adapters of rank 16, activations are in host memory and the
-vocabulary is LLaMA 3's; the share of the peak is left out. JAX page-locks as much memory as
-XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says.
+vocabulary is LLaMA 3's. JAX page-locks as much memory as XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says.
 """
 
 import argparse
@@ -27,8 +26,8 @@ import optax
 
 import zerojax
 from zerojax.analysis.gpus import find_gpu
+from zerojax.analysis.plan.work import sequences_of, work_of
 from zerojax.models import GPT, GPTConfig, lm_loss
-from zerojax.models.config import attended_tokens, flops_per_token
 from zerojax.schedule.tiles import TILE
 
 DEFAULT = ("32768:1:N", "32768:N:N", "131072:N:1", "262144:N:1")
@@ -60,6 +59,7 @@ def measure(config: GPTConfig, sharing: int, rows: int, options: argparse.Namesp
     length, devices, adapters = config.max_seq_len, jax.device_count(), options.adapters
     zero = zerojax.ZeroConfig(
         sequence_parallel=sharing,
+        remat=options.remat,
         frozen=("*",) if adapters else (),
         host=("activations",) if adapters else (),
     )
@@ -79,9 +79,9 @@ def measure(config: GPTConfig, sharing: int, rows: int, options: argparse.Namesp
         losses.append(float(metrics["loss"]))
         seconds.append(time.perf_counter() - start)
     step, every = statistics.median(seconds[1:] or seconds), rows * length
-    square = 12 * config.attention_width * attended_tokens(config, length)
-    flops = every * (flops_per_token(config, length) - square / 2)
-    used = "-" if adapters else f"{flops / step / devices / find_gpu(options.gpu).flops:.1%}"
+    sequences = sequences_of(rows, devices, accumulate=1, sharing=sharing)
+    flops = work_of(state.spec, config, sequences=sequences, length=length).model_flops
+    used = f"{flops / step / find_gpu(options.gpu).flops:.1%}"
     stats = jax.devices()[0].memory_stats() or {}
     return (
         f"| {length:,} | {rows} | {sharing} | {losses[0]:.5f} | {1e3 * step:,.1f} | {every / step:,.0f} | "
@@ -98,6 +98,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2, help="timed, after one that compiles; 0: that one")
     parser.add_argument("--adapters", action="store_true")
+    parser.add_argument("--remat", choices=("full", "attention", "none"), default="full")
     parser.add_argument("--tile", type=int, default=TILE, help="model.token_tile")
     parser.add_argument("--gpu", default="h100", help="whose peak counts")
     parser.add_argument("--small", action="store_true")

@@ -21,6 +21,7 @@ from zerojax.analysis.plan.memory import predict_memory
 from zerojax.analysis.plan.speed import predict_step
 from zerojax.analysis.plan.work import decoder_work
 from zerojax.models import GPT, GPTConfig, lm_loss
+from zerojax.models.config import attended_tokens
 from zerojax.sharding.mesh import MeshShape
 from zerojax.train.spec import TrainSpec
 from zerojax.zero_config import Preset
@@ -89,7 +90,8 @@ def teraflops(config: GPTConfig, spec: TrainSpec, cluster: Cluster, tokens: int,
     memory = predict_memory(there, work)
     seconds = predict_step(there, work, hops_of(there), memory, cluster).seconds
     head = 6 * config.vocab_size * config.d_model * tokens
-    return (4 / 3 * (work.model_flops - head) + head) / seconds / 1e12
+    other_half = 12 * config.attention_width * attended_tokens(config, tokens) * tokens
+    return (4 / 3 * (work.model_flops + other_half - head) + head) / seconds / 1e12
 
 
 def main() -> None:

@@ -133,14 +133,15 @@ def test_parameter_counts_of_published_models():
 def test_flops_per_token_counts_what_is_multiplied():
     config = GPTConfig(**SMALL)
     qkv_and_out, mlp, head = 24 * 72 + 24 * 24, 2 * 24 * 96, 37 * 24
-    scores_and_values = 12 * 3 * 24 * 10
+    scores_and_values = 12 * 3 * 24 * 10 // 2  # of earlier positions
     assert flops_per_token(config, 10) == 6 * (3 * (qkv_and_out + mlp) + head) + scores_and_values
     short = GPTConfig(**SMALL, sliding_window=4)
-    assert flops_per_token(config, 10) - flops_per_token(short, 10) == 12 * 3 * 24 * (10 - 4)
+    skipped = 10 / 2 - (4 - 4**2 / 20)
+    assert flops_per_token(config, 10) - flops_per_token(short, 10) == round(12 * 3 * 24 * skipped)
     assert flops_per_token(config, 3) == flops_per_token(short, 3)
     pattern = GPTConfig(**SMALL, sliding_window=4, sliding_window_pattern=3)
     assert pattern.windowed == (True, True, False)
-    assert flops_per_token(config, 10) - flops_per_token(pattern, 10) == 12 * 2 * 24 * (10 - 4)
+    assert flops_per_token(config, 10) - flops_per_token(pattern, 10) == round(12 * 2 * 24 * skipped)
     by_number = GPTConfig(**SMALL, sliding_window=4, sliding_window_layers=(0, 1))
     assert by_number.windowed == pattern.windowed
     assert flops_per_token(by_number, 10) == flops_per_token(pattern, 10)

@@ -364,10 +364,10 @@ def flops_per_token(config: GPTConfig, seq_len: int) -> int:
     """Floating-point operations of one training token, forward and backward.
 
     6 per weight that is multiplied (including the output projection, without the embedding look-ups; of the
-    experts those that a token goes to), plus 12 x layers x heads x head_dim x seq_len for attention scores
-    and values. This is the convention of PaLM (Chowdhery et al., 2022, appendix B): causal masking is not
-    deducted, recomputation is not added. Where there is a sliding window, it takes the place of a longer
-    seq_len. Model FLOPs utilisation is this times tokens per second over the peak of the chip.
+    experts those that a token goes to), plus 12 x heads x head_dim for each token that a position attends to
+    in a layer (``attended_tokens``). As in PaLM (Chowdhery et al., 2022, appendix B) recomputation is not
+    added; unlike there causal masking is deducted, which would otherwise exceed the peak of the chip in long
+    rows. Model FLOPs utilisation is this times tokens per second over that peak.
 
     Raises:
         ConfigurationError: if seq_len is below 1 or above config.max_seq_len.
@@ -376,10 +376,14 @@ def flops_per_token(config: GPTConfig, seq_len: int) -> int:
         raise ConfigurationError(f"seq_len = {seq_len}: from 1 to max_seq_len = {config.max_seq_len}")
     matrices = sum(count * _block_matrices(kind, active=True) for kind, count in config.kinds)
     matrices += config.output_rows * config.d_model
-    return 6 * matrices + 12 * config.attention_width * attended_tokens(config, seq_len)
+    return 6 * matrices + round(12 * config.attention_width * attended_tokens(config, seq_len))
 
 
-def attended_tokens(config: GPTConfig, seq_len: int) -> int:
-    """Tokens that a position may attend to, summed over the layers; causal masking is not deducted."""
+def attended_tokens(config: GPTConfig, seq_len: int) -> float:
+    """Tokens that a position attends to, on average over positions, summed over the layers.
+
+    Half of the row, or a sliding window w of it: w - w^2 / (2 seq_len).
+    """
     window = min(seq_len, config.sliding_window or seq_len)
-    return sum(window if windowed else seq_len for windowed in config.windowed)
+    reached = (window if windowed else seq_len for windowed in config.windowed)
+    return sum(reach - reach**2 / (2 * seq_len) for reach in reached)

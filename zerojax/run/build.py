@@ -17,7 +17,7 @@ from zerojax.analysis.comm_report import comm_report
 from zerojax.analysis.plan import predict_memory
 from zerojax.analysis.plan.work import sequences_of, work_of
 from zerojax.errors import ConfigurationError
-from zerojax.models import GPT, Block, GPTConfig, flops_per_token, lm_loss
+from zerojax.models import GPT, Block, GPTConfig, lm_loss
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.watchdog import Watchdog, end_alone
 from zerojax.run.config import ClusterSection, RunConfig, config_to_dict
@@ -144,9 +144,7 @@ def make_log(
     schedule = make_schedule(config.optimizer, train.steps)
     batch = trained[0].batch
     tokens = sum(batch[name].shape[0] for name in _TEXTS if name in batch) * train.sequence_length
-    flops = sum(
-        flops_per_token(one.model, train.sequence_length) - _spared_flops(one.state) for one in trained
-    )
+    flops = sum(_flops_per_token(one, train.sequence_length) for one in trained)
     return RunLog(
         folder,
         steps=train.steps,
@@ -169,10 +167,10 @@ def make_log(
     )
 
 
-def _spared_flops(state: TrainState) -> int:
-    """FLOPs per token of the gradients of frozen matrices, which are not computed."""
-    frozen = [leaf for group in state.spec.unit_groups for leaf in group.frozen]
-    return sum(2 * leaf.count for leaf in frozen if len(leaf.shape) > 1)
+def _flops_per_token(one: Trained, length: int) -> float:
+    """As ``zerojax.models.flops_per_token``, without the gradients of frozen matrices."""
+    work = work_of(one.state.spec, one.model, sequences=1, length=length)
+    return work.model_flops / work.tokens
 
 
 def make_watchdog(cluster: ClusterSection, folder: RunFolder, peers: Peers | None) -> Watchdog:

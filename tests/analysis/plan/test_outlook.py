@@ -18,7 +18,7 @@ from zerojax.analysis.plan.memory import predict_memory
 from zerojax.analysis.plan.outlook import _most
 from zerojax.analysis.plan.outlook_tables import assumptions
 from zerojax.analysis.plan.picture import draw_outlook
-from zerojax.analysis.plan.work import decoder_work
+from zerojax.analysis.plan.work import decoder_work, work_of
 from zerojax.cli import main
 from zerojax.cli.untrained import abstract_run
 from zerojax.errors import ZeroError
@@ -222,7 +222,7 @@ def test_every_way_keeps_the_frozen_weights_of_the_config():
 
 
 def test_more_flops_are_executed_than_counted_only_where_something_is_computed_again():
-    config = GPTConfig(vocab_size=64, layers=2, d_model=64, heads=2, max_seq_len=32, attention="xla")
+    config = GPTConfig(vocab_size=64, layers=2, d_model=64, heads=2, max_seq_len=32, attention="cudnn")
     work = {
         remat: decoder_work(config, remat=remat, dtype="bfloat16", sequences=1, length=32)
         for remat in ("none", "attention", "full")
@@ -232,6 +232,15 @@ def test_more_flops_are_executed_than_counted_only_where_something_is_computed_a
     assert work["full"].flops - head == pytest.approx(4 / 3 * (work["none"].flops - head))
     assert work["none"].flops < work["attention"].flops < work["full"].flops
     assert work["none"].kept > work["attention"].kept > work["full"].kept
+
+
+def test_gradients_of_frozen_matrices_are_not_counted():
+    every = decoder_work(MODEL, remat="full", dtype="bfloat16", sequences=1, length=LENGTH)
+    frozen = build(MeshSection(nodes=2, local=1), rank=8)
+    found = work_of(frozen, MODEL, sequences=1, length=LENGTH)
+    blocks, head = 24 * 12 * 2048**2, 8192 * 2048
+    assert every.model_flops - found.model_flops == pytest.approx(2 * LENGTH * (blocks + head), rel=0.01)
+    assert every.forward - found.forward == pytest.approx(2 * LENGTH * head)
 
 
 def test_a_window_saves_what_flash_kernels_skip():

@@ -39,7 +39,7 @@ from dataclasses import asdict, dataclass
 from zerojax.analysis.plan.cluster import Cluster
 from zerojax.analysis.plan.hops import HopPlan
 from zerojax.analysis.plan.memory import PredictedMemory
-from zerojax.analysis.plan.work import Work
+from zerojax.analysis.plan.work import Work, frozen_share
 from zerojax.train.spec import TrainSpec
 
 _TIMES_KEPT = 4
@@ -165,7 +165,7 @@ def _matmuls(spec: TrainSpec, work: Work, cluster: Cluster) -> tuple[float, floa
     every = max(1, sum(leaf.count for leaf in matrices))
     share = sum(leaf.count for leaf in matrices if leaf.fp8) / every
     # A frozen weight has no gradient, whose product takes as long as that of the forward pass.
-    spared = work.weights_forward * sum(leaf.count for leaf in matrices if leaf.frozen) / every
+    spared = work.weights_forward * frozen_share(spec)
     # Neither is that of an expert's matrix in fp8.
     exact = work.weights_forward * sum(leaf.count for leaf in matrices if leaf.fp8 and len(leaf.shape) > 2)
     gained = 1 / rate - 1 / cluster.fp8_flops(dtype)

@@ -74,7 +74,7 @@ class Work:
         weights_backward: those of ``backward``, likewise.
         read: elements that products with the blocks' weights read, of all layers.
         made: elements that they make.
-        model_flops: as the MFU counts them (PaLM's convention: nothing twice, attention as a full square).
+        model_flops: as the MFU counts them: nothing twice, causal attention, no gradients of frozen matrices.
         stream: bytes of the residual stream between two layers.
         kept: bytes of activations kept for the backward pass, of all layers.
         working: bytes of activations in use during one layer's backward pass.
@@ -162,8 +162,17 @@ def work_of(spec: TrainSpec, config: GPTConfig, *, sequences: int, length: int) 
     others = spec.world.local - 1 if spread else 0
     layers = config.layers - len(config.dense_layers)
     return replace(
-        work, exchanged=others * work.tokens * layers * _exchanged_bytes(config, zero.remat, dtype)
+        work,
+        exchanged=others * work.tokens * layers * _exchanged_bytes(config, zero.remat, dtype),
+        model_flops=work.model_flops - frozen_share(spec) * work.weights_forward,
     )
+
+
+def frozen_share(spec: TrainSpec) -> float:
+    """The part of the matrices of units that is frozen: their gradients take no FLOPs."""
+    matrices = [leaf for group in spec.unit_groups for leaf in group.every if len(leaf.shape) > 1]
+    every = sum(leaf.count for leaf in matrices)
+    return sum(leaf.count for leaf in matrices if leaf.frozen) / max(1, every)
 
 
 def decoder_work(
@@ -187,7 +196,7 @@ def decoder_work(
         length: tokens of a sequence.
         head: whether there are embedding, unembedding and loss, unlike in a bare stack of blocks.
         frozen: the parameters of ``zerojax.models.GPT`` that are not trained (``TrainSpec.frozen``). The
-            bytes depend on them; the FLOPs are those of training all.
+            bytes and the head's FLOPs depend on them; the blocks' FLOPs are those of training all.
         sharing: how many devices share a sequence (``ZeroConfig.sequence_parallel``).
 
     Raises:
@@ -198,6 +207,8 @@ def decoder_work(
     unembedding = 6 * c.output_rows * c.d_model * tokens
     per_pair = 12 * c.attention_width * tokens
     matrices = model_flops - unembedding - per_pair * attended_tokens(c, length)
+    modules = {leaf.path[0] for leaf in frozen}
+    spared = unembedding / 3 if _unembedding(c) in modules else 0  # its gradient
     attention = per_pair * c.layers * (_computed_tokens(c, length) if flash else length)
     spread = spread_of(c.heads, c.key_value_heads, sharing)
     attention *= spread.heads / c.heads
@@ -221,22 +232,18 @@ def decoder_work(
         working += tokens * (2.7 * 4 * c.heads * length + 3 * item * _qkv_width(c))
     return Work(
         tokens=tokens,
-        forward=(matrices + attention) / 3 + (unembedding if head else 0),
+        forward=(matrices + attention) / 3 + (unembedding - spared if head else 0),
         backward=2 * (matrices + attention) / 3 + again,
         weights_forward=matrices / 3,
         weights_backward=2 * matrices / 3 + matrices_again,
         read=tokens * _over_layers(c, _read_width),
         made=tokens * _over_layers(c, _made_width),
-        model_flops=model_flops - (0 if head else unembedding),
+        model_flops=model_flops - (spared if head else unembedding),
         stream=tokens * c.d_model * item,
         kept=kept,
         working=round(working) + sent,
         heads=sent * (sharing - 1) // sharing * c.layers * (2 if remat == "none" else 3),
-        **(
-            _head_bytes(c, tokens, item, {leaf.path[0] for leaf in frozen})
-            if head
-            else _distance_bytes(c, tokens, item)
-        ),
+        **(_head_bytes(c, tokens, item, modules) if head else _distance_bytes(c, tokens, item)),
     )
 
 
@@ -271,10 +278,9 @@ def _computed_tokens(c: GPTConfig, length: int) -> float:
 
     It skips what lies outside a window. In a scan the window of some layers is data, and a mask to cuDNN.
     """
-    windows = [min(length, c.sliding_window or length) if windowed else length for windowed in c.windowed]
     if c.attention == "cudnn" and c.scan and len(set(c.windowed)) > 1:
-        windows = [length]
-    return sum(window - window**2 / (2 * length) for window in windows) / len(windows)
+        return length / 2
+    return attended_tokens(c, length) / c.layers
 
 
 def _qkv_width(c: GPTConfig) -> int:
@@ -324,11 +330,15 @@ def _in_attention(c: GPTConfig, remat: Remat) -> int:
     return gradients + again + read[remat]
 
 
+def _unembedding(c: GPTConfig) -> str:
+    """The module that makes logits or scores."""
+    return "embed" if c.tied and c.outputs is None else "head"
+
+
 def _head_bytes(c: GPTConfig, tokens: int, item: int, frozen: set[str]) -> dict[str, int]:
     """Bytes of the loss and of the tables' gradients; ``frozen`` names the modules of the GPT that are."""
     chunks = -(-tokens // c.loss_chunk)
-    tied = c.tied and c.outputs is None
-    embedding, unembedding = "embed" not in frozen, ("embed" if tied else "head") not in frozen
+    embedding, unembedding = "embed" not in frozen, _unembedding(c) not in frozen
     if c.outputs is not None:  # all at once, and of the embedding's size no gradient but its own
         scores, rows = tokens * c.outputs, embedding * c.vocab_size + unembedding * c.outputs
         kept = unembedding * 4 * scores
