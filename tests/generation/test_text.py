@@ -105,10 +105,19 @@ def test_longrope_takes_the_length_of_the_cache():
         np.testing.assert_allclose(jnp.concatenate([first, last], axis=1), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("settings", [GEMMA, LLAMA | {"attention_sinks": True}])
-def test_pieces_of_a_text_see_all_that_is_before_them(settings, monkeypatch):
+WINDOWED = {"sliding_window": 4, "sliding_window_pattern": 2, "layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "flash"),
+    [(GEMMA, None), (LLAMA | {"attention_sinks": True}, None)]
+    + [(LLAMA | more, "xla") for more in ({"attention_sinks": True}, WINDOWED)],
+)
+def test_pieces_of_a_text_see_all_that_is_before_them(settings, flash, monkeypatch):
     """Blocks of the cache that divide neither it nor the pieces."""
     monkeypatch.setattr("zerojax.models.kv_cache._BLOCK", 4)
+    monkeypatch.setattr("zerojax.models.kv_cache._FLASH_BLOCK", 4)
+    monkeypatch.setattr("zerojax.models.kv_cache._flash_kernel", lambda *_: flash)
     model, text, found = make(**settings), draw_prompt(11), []
     cache = model.init_cache(2, 11, jnp.float32)
     for first, last in ((0, 5), (5, 8), (8, 11)):

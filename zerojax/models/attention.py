@@ -1,7 +1,7 @@
 """Causal attention: packed documents, sliding windows, and the choice of the kernel."""
 
 from functools import cache, partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +79,7 @@ def causal_attention(
     if window is not None and window < length and windowed is not False:
         reach, by_layer = window - 1, None if windowed is True else windowed
     if kernel == "auto":
-        kernel = _fastest(query, softcap, masked=segments is not None or by_layer is not None)
+        kernel = fastest(query, softcap, masked=segments is not None or by_layer is not None)
     if kernel != "xla" and softcap is not None:
         raise ConfigurationError(f'softcap = {softcap}: the kernel "{kernel}" has none, only "xla"')
     if kernel == "flash_attention_4":
@@ -129,7 +129,7 @@ def full_attention(
     if kernel == "auto":
         # cuDNN has gradients for even lengths only.
         plain = segments is None and query.shape[1] % 2 == key.shape[1] % 2 == 0
-        kernel = _fastest(query, softcap, masked=False) if plain else "xla"
+        kernel = fastest(query, softcap, masked=False) if plain else "xla"
     if kernel == "flash_attention_4" or (kernel == "cudnn" and softcap is not None):
         raise ConfigurationError(f'the kernel "{kernel}" cannot do this attention: leave it out, or "xla"')
     if softcap is None and (segments is None or kernel == "cudnn"):
@@ -142,6 +142,72 @@ def full_attention(
         mask = seen if segments is None else _within(segments)
         out = masked_attention(query, key, value, mask, scale=scale, softcap=softcap)
     return checkpoint_name(out, ATTENTION_NAME)
+
+
+def attention_and_lse(
+    query: Float[Array, "batch time heads dim"],
+    key: Float[Array, "batch length kv_heads dim"],
+    value: Float[Array, "batch length kv_heads dim"],
+    kernel: Literal["cudnn", "xla"],
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    lengths: Int[Array, " batch"] | None = None,
+) -> tuple[Float[Array, "batch time heads dim"], Float[Array, "batch time heads"]]:
+    """Attention to some of the keys of a softmax, for a forward pass, and what ``joined`` needs of it.
+
+    Args:
+        query: queries.
+        key: keys.
+        value: values.
+        kernel: cuDNN's for bf16 and fp16 alone.
+        scale: of the scores; None is 1 / sqrt(dim).
+        causal: whether each position sees itself and earlier ones alone, else all.
+        lengths: how many keys of each row exist; None is all. A row without any has lse -inf.
+
+    Returns:
+        The output, and the log-sum-exp of the scores, fp32.
+    """
+    there = None if lengths is None else jnp.maximum(lengths, 1)  # a softmax of nothing would be NaN
+
+    def run(query: Array, key: Array, value: Array, *, return_residual: bool = False) -> Any:
+        return jax.nn.dot_product_attention(
+            query,
+            key,
+            value,
+            scale=scale,
+            is_causal=causal,
+            key_value_seq_lengths=there,
+            implementation=kernel,
+            return_residual=return_residual,
+        )
+
+    if kernel == "cudnn":
+        # JAX would return the log-sum-exp in the output's dtype.
+        out, pullback = jax.vjp(run, query, key, value)
+        lse = _lse_of(pullback).swapaxes(1, 2)
+    else:
+        out, lse = run(query, key, value, return_residual=True)
+    lse = lse.astype(jnp.float32)
+    return out, lse if lengths is None else jnp.where(lengths[:, None, None] > 0, lse, -jnp.inf)
+
+
+def joined(
+    out: Float[Array, "*tokens heads dim"],
+    lse: Float[Array, "*tokens heads"],
+    more: Float[Array, "*tokens heads dim"],
+    lse_of_more: Float[Array, "*tokens heads"],
+) -> tuple[Float[Array, "*tokens heads dim"], Float[Array, "*tokens heads"]]:
+    """Attention to two sets of keys, fp32, from that to each; of the first one ``lse`` must be finite."""
+    total = jnp.logaddexp(lse, lse_of_more)
+    first, second = jnp.exp(lse - total)[..., None], jnp.exp(lse_of_more - total)[..., None]
+    return out * first + more * second, total
+
+
+def _lse_of(pullback: Any) -> Array:
+    """The log-sum-exp [batch, heads, time] among the residuals of cuDNN's attention: it has three axes."""
+    (lse,) = (residual for residual in jax.tree.leaves(pullback) if residual.ndim == 3)
+    return lse
 
 
 def _within(segments: Segments) -> Bool[Array, "batch 1 time time"]:
@@ -181,8 +247,8 @@ def _distances(length: int) -> Int[Array, "1 1 time time"]:
     return (index[:, None] - index)[None, None]
 
 
-def _fastest(query: Array, softcap: float | None, *, masked: bool) -> AttentionKernel:
-    """What "auto" stands for.
+def fastest(query: Array, softcap: float | None, *, masked: bool) -> AttentionKernel:
+    """What the kernel "auto" stands for.
 
     Args:
         query: the queries.
@@ -268,8 +334,7 @@ def _cudnn_forward(
     # make remat run the forward kernel again for them. Hence this rule, which names them.
     flash = partial(_dot_product_attention, options, mask=mask, kernel="cudnn")
     out, pullback = jax.vjp(flash, query, key, value)
-    # Only the log-sum-exp has three axes; a mask's bias is cheaper to recompute than to keep.
-    (lse,) = (residual for residual in jax.tree.leaves(pullback) if residual.ndim == 3)
+    lse = _lse_of(pullback)  # a mask's bias is cheaper to recompute than to keep
     results = out, lse
     if sinks is not None:
         joined, by_token = with_sinks(out, lse.swapaxes(1, 2), sinks)

@@ -1,21 +1,25 @@
 """The key-value cache of a GPT, and attention to what it holds."""
 
-from typing import NamedTuple
+from functools import partial
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from pallas_kernels import attend_cache
-from zerojax.models.attention import Windowed, causal_attention
+from zerojax.models.attention import Windowed, attention_and_lse, causal_attention, fastest, joined
 from zerojax.models.config import GPTConfig
-from zerojax.models.sinks import Sinks
+from zerojax.models.sinks import Sinks, with_sinks
 
 Positions = Int[Array, "batch time"]
 _BLOCK = 512
 """Columns of the cache whose scores exist at a time while several new tokens attend to them."""
+_FLASH_BLOCK = 8192
+"""Columns of the cache that flash attention, which keeps no scores, reads in one call."""
 
 
 class KVCache(NamedTuple):
@@ -89,9 +93,66 @@ def attend_cached(
         softcap = config.attention_softcap
         attended = attend_cache(query, *cache, layer, start, stop, sinks, scale=scale, softcap=softcap)
         return attended[:, None], cache
-    return _attend_blocks(
-        config, query.astype(cache.keys.dtype), positions, cache, layer, windowed, sinks
-    ), cache
+    query = query.astype(cache.keys.dtype)
+    by_blocks = partial(_attend_blocks, config, query, positions, cache, layer)
+    kernel = _flash_kernel(config, query)
+    if kernel is None or (config.sliding_window is not None and windowed is True):
+        return by_blocks(windowed, sinks), cache
+
+    def by_flash() -> Array:
+        new = key.astype(query.dtype), value.astype(query.dtype)
+        return _attend_flash(config, kernel, (query, *new), positions[:, 0], cache, layer, sinks)
+
+    if config.sliding_window is None or windowed is False:
+        return by_flash(), cache
+    return jax.lax.cond(windowed, lambda: by_blocks(True, sinks), by_flash), cache
+
+
+def _flash_kernel(config: GPTConfig, query: Array) -> Literal["cudnn", "xla"] | None:
+    """The kernel of ``_attend_flash``; None where scores must be made block by block."""
+    if (
+        config.attention in ("auto", "cudnn")
+        and fastest(query, config.attention_softcap, masked=False) == "cudnn"
+    ):
+        return "cudnn"
+    return None
+
+
+def _attend_flash(
+    config: GPTConfig,
+    kernel: Literal["cudnn", "xla"],
+    qkv: tuple[Array, Array, Array],
+    before: Int[Array, " batch"],
+    cache: KVCache,
+    layer: int | Int[Array, ""],
+    sinks: Sinks | None,
+) -> Float[Array, "batch time heads dim"]:
+    """Attention of new tokens to each other and to the ``before`` tokens of the cache that precede them."""
+    query, scale = qkv[0], config.attention_scale
+    block = min(_FLASH_BLOCK, cache.keys.shape[3])
+
+    def add(number: Array, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
+        first = number * block
+        keys, values = (_columns(x, layer, first, block).swapaxes(1, 2) for x in cache)
+        there = jnp.clip(before - first, 0, block)
+        more = attention_and_lse(query, keys, values, kernel, scale=scale, lengths=there)
+        return joined(*so_far, *more)
+
+    out, lse = attention_and_lse(*qkv, kernel, scale=scale, causal=True)
+    blocks = -(-jnp.max(before) // block)
+    out, lse = jax.lax.fori_loop(0, blocks, add, (out.astype(jnp.float32), lse))
+    out = out if sinks is None else with_sinks(out, lse, sinks)[0]
+    return out.astype(query.dtype)
+
+
+def _columns(whole: Array, layer: int | Int[Array, ""], first: Array, count: int) -> Array:
+    """``count`` columns of a layer of the cache; those behind its end are of no meaning."""
+    start = jnp.minimum(first, whole.shape[3] - count)
+    found = jax.lax.dynamic_slice(
+        whole, (layer, 0, 0, start, 0), (1, *whole.shape[1:3], count, whole.shape[4])
+    )
+    # Else XLA gives the whole cache the layout that flash attention reads, by a copy.
+    return with_layout_constraint(jnp.roll(found[0], start - first, axis=2), Layout((0, 1, 2, 3)))
 
 
 def _attend_blocks(
