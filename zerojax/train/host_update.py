@@ -52,7 +52,8 @@ class _Sent(NamedTuple):
 def updated_by_layers(
     spec: TrainSpec,
     ok: Bool[Array, ""],
-    grads: PyTree[Array],
+    sums: PyTree[Array],
+    tokens: Float32[Array, ""],
     opt_state: PyTree[Array],
     params: PyTree[Array],
     encoded: ByPath,
@@ -63,7 +64,8 @@ def updated_by_layers(
     Args:
         spec: the train spec.
         ok: whether the step is taken.
-        grads: the mean gradients, stored like the weights, on the device.
+        sums: of gradients over all tokens, stored like the weights, on the device.
+        tokens: how many.
         opt_state: the optimizer's state, its moments in host memory.
         params: the master weights, in host memory.
         encoded: the weights as they were sent, whose memory the new ones take.
@@ -77,10 +79,10 @@ def updated_by_layers(
     """
     optimizer = spec.layerwise
     assert optimizer is not None
-    before, masters, gradients = places(opt_state), from_tree(params), from_tree(grads)
+    before, masters, gradients = places(opt_state), from_tree(params), from_tree(sums)
     counters = {place: x for place, x in before.items() if place not in optimizer.moments}
     with jax.named_scope("optimizer"):
-        reduced = optimizer.reduce(grads, counters)
+        reduced = optimizer.reduce(jax.tree.map(lambda x: x / tokens, sums), counters)
         others = {place: jnp.where(ok, x, counters[place]) for place, x in reduced.others.items()}
 
     def updated(group: ParamGroup, stored: _Stored) -> tuple[_Stored, ByPath, _Sent]:
@@ -91,7 +93,8 @@ def updated_by_layers(
             with jax.named_scope("optimizer"):
                 weights = {path: have["params", *path] for path in mine}
                 moments = {place[1]: x for place, x in have.items() if place[0] == "state"}
-                given = _layer(group, own, index)
+                # Each layer is divided by itself: divided before the loop, all would exist twice.
+                given = {path: x / tokens for path, x in _layer(group, own, index).items()}
                 weights, moments = optimizer.update(reduced, given, counters | moments, weights)
                 new: _Stored = {("params", *path): x for path, x in weights.items()}
                 new |= {("state", place): x for place, x in moments.items()}

@@ -244,7 +244,7 @@ class _Passed(NamedTuple):
     """The results of a step's passes. What each node has of its own has the nodes along its first axis.
 
     Attributes:
-        gradients: each node's mean gradients, stored like its weights.
+        gradients: each node's sums over its tokens, stored like its weights.
         sums: each node's, over its part of the batch.
         model_state: the mean over all devices.
         outer: stored, after the exchange that ran beside the passes, if there was one.
@@ -312,13 +312,13 @@ def train_locally(state: TrainState, local: LocalState, batch: Batch) -> tuple[T
             pieces, reports = exchange.receive(pieces, sent)
             flat = exchange.write(flat, pieces)
         sums = per_device.over(node.world.axes, own)
-        grads = stored_blocks({path: grad / sums.tokens for path, grad in grads.items()}, node.leaves)
+        grads = stored_blocks(grads, node.leaves)
         names[:] = sorted(sums.aux)
         grads, sums = jax.tree.map(lambda x: x[None], (to_tree(grads), sums))
         return _Passed(grads, sums, model_state, _stored(flat, outer), reports)
 
     def update(before: Trained, grads: PyTree[Array], sums: Sums) -> tuple[Trained, dict[str, Array]]:
-        after, _, metrics = updated(node, before, grads, sums.loss / sums.tokens, {})
+        after, _, metrics = updated(node, before, grads, sums.tokens, sums.loss / sums.tokens, {})
         return after, metrics
 
     def finish(

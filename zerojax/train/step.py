@@ -212,7 +212,7 @@ def gradients(state: TrainState, batch: Batch) -> PyTree[Array]:
     step = spec.once(
         "gradients",
         lambda: jax.jit(
-            lambda state, read, batch: _gradients(spec, state.replace(**read), batch)[0].gradients,
+            lambda state, read, batch: _gradients(spec, state.replace(**read), batch)[0].mean_gradients,
             compiler_options=_compiler_options(spec),
         ),
     )
@@ -321,7 +321,9 @@ def _train(state: TrainState, read: _Read, batch: Batch) -> tuple[TrainState, Me
         following, metrics = train_locally(state.replace(**read), state.local, batch)
         return following.replace(frozen={}), metrics
     after, metrics = _gradients(spec, state.replace(**read), batch)
-    trained, ok, told = updated(spec, state.trained, after.gradients, metrics["loss"], after.copies)
+    trained, ok, told = updated(
+        spec, state.trained, after.gradients, after.tokens, metrics["loss"], after.copies
+    )
     following = state.replace(
         **trained._asdict(),
         step=state.step + 1,
@@ -337,14 +339,21 @@ class _Changed(NamedTuple):
     """The results of a step's passes.
 
     Attributes:
-        gradients: mean gradients, nested by path and stored like the parameters.
+        gradients: sums over all tokens, nested by path and stored like the parameters.
+        tokens: how many, fp32.
         model_state, copies, residual: the fields of ``TrainState`` after the passes; copies with delta only.
     """
 
     gradients: PyTree[Array]
+    tokens: Array
     model_state: ModelState
     copies: dict[Path, Weight]
     residual: PyTree[Array]
+
+    @property
+    def mean_gradients(self) -> PyTree[Array]:
+        """Of the mean loss over all tokens."""
+        return jax.tree.map(lambda x: x / self.tokens, self.gradients)
 
 
 def _gradients(spec: TrainSpec, state: TrainState, batch: Batch) -> tuple[_Changed, Metrics]:
@@ -364,12 +373,12 @@ def _gradients(spec: TrainSpec, state: TrainState, batch: Batch) -> tuple[_Chang
         flat = flat_blocks(residual, spec.leaves) if residual else {}
         grads, kept = per_device.to_owners(spec, grads, flat, seed)
         metrics, count = per_device.means(sums)
-        grads = stored_blocks({path: grad / count for path, grad in grads.items()}, spec.leaves)
+        grads = stored_blocks(grads, spec.leaves)
         residual = {path: x.reshape(residual[path].shape) for path, x in kept.items()}
-        return _Changed(to_tree(grads), model_state, copies, to_tree(residual)), metrics
+        return _Changed(to_tree(grads), count, model_state, copies, to_tree(residual)), metrics
 
     own = shard_specs(spec, abstract_copies(spec) if spec.zero.weights_delta else ())
-    changed = _Changed(own.params, own.model_state, own.copies, own.residual)
+    changed = _Changed._make([own.params, _REPLICATED, own.model_state, own.copies, own.residual])
     return _on_devices(local, state, batch, (changed, _REPLICATED))
 
 

@@ -28,14 +28,20 @@ class Trained(NamedTuple):
 
 
 def updated(
-    spec: TrainSpec, before: Trained, grads: PyTree[Array], loss: Float[Array, ""], copies: ByPath
+    spec: TrainSpec,
+    before: Trained,
+    sums: PyTree[Array],
+    tokens: Float[Array, ""],
+    loss: Float[Array, ""],
+    copies: ByPath,
 ) -> tuple[Trained, Bool[Array, ""], dict[str, Array]]:
     """Update the weights, unless the loss or a gradient is not finite, or the loss is a spike.
 
     Args:
         spec: the train spec, which has an optimizer.
         before: the fields before the step.
-        grads: the mean gradients, stored like the weights.
+        sums: of gradients over all tokens, stored like the weights.
+        tokens: how many.
         loss: the step's mean loss.
         copies: delta's copies after the passes; or empty.
 
@@ -44,6 +50,7 @@ def updated(
         "skipped_in_row", with a ``SpikeRule`` also "spike" and "loss_limit".
     """
     assert spec.tx is not None  # states without an optimizer have no compiled step
+    grads = jax.tree.map(lambda x: x / tokens, sums)
     grad_norm, losses = optax.tree.norm(grads), before.losses
     ok = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     metrics: dict[str, Array] = {"grad_norm": grad_norm}
@@ -55,7 +62,9 @@ def updated(
         metrics |= {"spike": spike.astype(jnp.int32), "loss_limit": limit}
     params, opt_state, encoded = before.params, before.opt_state, before.encoded
     if spec.streams:
-        params, opt_state, encoded = updated_by_layers(spec, ok, grads, opt_state, params, encoded, copies)
+        params, opt_state, encoded = updated_by_layers(
+            spec, ok, sums, tokens, opt_state, params, encoded, copies
+        )
     else:
         with jax.named_scope("optimizer"):
             updates, opt_state = spec.tx.update(grads, opt_state, params)
