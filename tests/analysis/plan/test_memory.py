@@ -230,10 +230,13 @@ def test_compiled_memory_of_one_long_row_in_tiles(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", [80, 8])
-def test_compiled_memory_beside_the_frozen_weights_of_a_llama_70b(layers: int):
-    config = dataclasses.replace(LLAMA_70B, layers=layers)
-    fmt = "nf4" if layers == 80 else "bf16"
+@pytest.mark.parametrize(
+    ("layers", "fmt", "vocabulary"),
+    [(80, "nf4", 32000), (8, "bf16", 32000), (8, "nf4", 32000), (8, "bf16", 128256)],
+)
+def test_compiled_memory_beside_the_frozen_weights_of_a_llama_70b(layers: int, fmt: Any, vocabulary: int):
+    """With the largest vocabulary the peak is in the forward pass, beside both tables."""
+    config = dataclasses.replace(LLAMA_70B, layers=layers, vocab_size=vocabulary)
     zero = zerojax.ZeroConfig(frozen=("*",), frozen_weights=fmt)
     with aot.cudnn_assumed():
         state, compiled = compiled_gpt(config, zero, 1, 4, zerojax.LoRA(rank=16))
@@ -247,9 +250,10 @@ def test_compiled_memory_beside_the_frozen_weights_of_a_llama_70b(layers: int):
     )
     memory = predict_memory(state.spec, work, workspace=GPUS["h100"].workspace)
     weights = sum(leaf.count for leaf in state.spec.frozen)
-    bits = {80: 4 + 1 / 8 + 0.03, 8: 16}[layers]  # a code, a scale of 8 bits per 64; embeddings in int8
-    assert memory.kinds["frozen"] == pytest.approx(weights * bits / 8 / 4, rel=0.01)
-    assert hlo.memory(compiled).peak == pytest.approx(memory.total, rel=0.10)
+    if layers == 80 or fmt == "bf16":
+        bits = 4 + 1 / 8 + 0.03 if fmt == "nf4" else 16  # a code, a scale per 64; embeddings in int8
+        assert memory.kinds["frozen"] == pytest.approx(weights * bits / 8 / 4, rel=0.01)
+    assert hlo.memory(compiled).peak == pytest.approx(memory.total, rel=0.05)
     assert memory.total < 20e9
 
 

@@ -22,10 +22,10 @@ updated, one leaves), those of units in no stack two at a time and, of the whole
 2 N / D. Of weights there are two layers, of activations the last and two others. With masters or activations
 in host memory, sums take memory of their own.
 
-Activations depend on the model and the batch (``work.py``). With them, the peak is at one of four moments: in
-the backward pass; with a large vocabulary, in the loss, when there are logits but no gradients yet (except
-sums of earlier micro-batches); at the end, when there are the fp32 gradients of the embedding tables; or in
-the update, with Muon or host memory.
+Activations depend on the model and the batch (``work.py``). With them, the peak is at one of five moments:
+in the backward pass; in the forward pass, with frozen tables of embeddings; with a large vocabulary, in the
+loss, when there are logits but no gradients yet (except sums of earlier micro-batches); at the end, when
+there are the fp32 gradients of the embedding tables; or in the update, with Muon or host memory.
 """
 
 import math
@@ -139,7 +139,7 @@ def predict_memory(spec: TrainSpec, work: Work | None = None, *, workspace: int 
     passes = spec.reading
     moments = [_in_backward(passes, work), _in_update(passes)]
     if work is not None:
-        moments += [_in_loss(passes, work), _at_end(passes, work)]
+        moments += [_in_forward(passes, work), _in_loss(passes, work), _at_end(passes, work)]
     fullest = max(moments, key=lambda moment: sum(moment.values()))
     kinds = {kind: lasting.get(kind, 0) + fullest.get(kind, 0) for kind in KINDS}
     return PredictedMemory(kinds | {"workspace": workspace}, host)
@@ -232,6 +232,14 @@ def _in_backward(spec: TrainSpec, work: Work | None) -> dict[str, int]:
         "wire": _payload(spec),
         "activations": _at_work(spec, work) + work.head if work else 0,
         "streamed": _fetched(spec),
+    }
+
+
+def _in_forward(spec: TrainSpec, work: Work) -> dict[str, int]:
+    """At the start of a layer, while all its weights are there."""
+    return _in_loss(spec, work) | {
+        "weights": _gathered(spec, 2) + _frozen_in_forward(spec),
+        "activations": _kept(spec, work) + 2 * work.stream + _others(spec, work),
     }
 
 
@@ -389,31 +397,51 @@ def _gathered(spec: TrainSpec, units: int) -> int:
 
 
 def _frozen_in_use(spec: TrainSpec) -> int:
-    """Frozen weights that are whole in the backward pass, which reads none of those outside units.
+    """Frozen weights of units in a pass: one unit's, decoded, while the next one's arrive.
 
-    In compiled programs these are of two units, and of a third that is arriving. Quantized ones arrive in so
-    few bytes that they are left out; often they are freed before XLA decodes the second unit. On a device
-    that holds all of them no gather has to begin early, and XLA decodes each matrix of the second unit after
-    it has dropped one of the first.
+    The backward pass reads none of those outside units.
     """
     if not spec.unit_groups:
         return _of_no_unit(spec, frozen=True)
-    holders = spec.world.size if spec.strategy.frozen == "primary" else spec.world.local
-    if holders == 1:
-        return sum(_largest_units(spec, _weight_bytes, 1, frozen=True))
-
-    def arriving(spec: TrainSpec, leaf: ParamLayout) -> int:
-        raw = leaf.weights.local.raw and spec.world.local > 1
-        return _weight_bytes(spec, leaf) if raw else 0
-
-    return sum(_largest_units(spec, _weight_bytes, 2, frozen=True)) + sum(
-        _largest_units(spec, arriving, 1, frozen=True)
+    used, arriving = (
+        sum(_largest_units(spec, of, 1, frozen=True)) for of in (_weight_bytes, _frozen_on_the_way)
     )
+    return used + arriving
+
+
+def _frozen_in_forward(spec: TrainSpec) -> int:
+    """The same in the forward pass, which begins to gather what is outside units before the first unit."""
+    if not spec.unit_groups:
+        return _of_no_unit(spec, frozen=True)
+    outside = [leaf for group in spec.groups if group.unit is None for leaf in group.frozen]
+    return _frozen_in_use(spec) + sum(_frozen_arriving(spec, leaf) for leaf in outside)
 
 
 def _frozen_in_loss(spec: TrainSpec) -> int:
-    """Frozen weights that are whole in the loss: of a unit, and those outside units."""
-    return _of_no_unit(spec, frozen=True) + sum(_largest_units(spec, _weight_bytes, 1, frozen=True))
+    """Frozen weights that are whole in the loss: of a unit, and the largest of those outside units."""
+    outside = [leaf for group in spec.groups if group.unit is None for leaf in group.frozen]
+    largest = max((leaf.layers * _weight_bytes(spec, leaf) for leaf in outside), default=0)
+    return largest + sum(_largest_units(spec, _weight_bytes, 1, frozen=True))
+
+
+def _frozen_on_the_way(spec: TrainSpec, leaf: ParamLayout) -> int:
+    """Bytes of one layer of a frozen weight while it is gathered.
+
+    Besides what arrives these are a device's own rows, cut out of the stack, and on the way between nodes.
+    """
+    if not (arriving := _frozen_arriving(spec, leaf)):
+        return 0
+    own = leaf.weights.local.row_bytes(leaf.shard)
+    in_node = spec.world.nodes * own
+    crossing = spec.strategy.frozen == "primary" and spec.world.nodes > 1
+    return arriving + in_node + (in_node + own) * crossing
+
+
+def _frozen_arriving(spec: TrainSpec, leaf: ParamLayout) -> int:
+    """Bytes of one layer as it is gathered, in the format in which it is stored; 0 if nothing is sent."""
+    holders = spec.world.size if spec.strategy.frozen == "primary" else spec.world.local
+    in_node = spec.world.nodes * leaf.weights.local.row_bytes(leaf.shard)
+    return leaf.on_device.world.local * in_node if holders > 1 else 0
 
 
 def _whole_gradients(spec: TrainSpec, *, rest: bool = True) -> int:

@@ -42,6 +42,7 @@ the layer at work are there besides its own; "none" keeps them instead of q, and
 cuDNN's attention and FlashAttention-4 also keep one fp32 number per head. XLA's has fp32 scores, heads x s
 per token, of which "none" keeps one copy and the backward pass uses 2.7, and 3 q more in another layout. The
 loss holds one chunk's logits in fp32, their gradient in the compute dtype, and six widths per token. With
+them the last layer, whose backward pass is next, keeps what "none" keeps: XLA does not compute it again. With
 several chunks it sums the gradient of the unembedding in fp32, from one buffer to another; with a single
 chunk the logits' gradient is kept and that matmul comes last. A frozen unembedding has no gradient, so XLA
 removes the matmul and its sums; a frozen embedding has none to combine at the end.
@@ -230,6 +231,10 @@ def decoder_work(
         )
     else:
         working += tokens * (2.7 * 4 * c.heads * length + 3 * item * _qkv_width(c))
+    at_loss = _head_bytes(c, tokens, item, modules) if head else _distance_bytes(c, tokens, item)
+    if not _in_tiles(c, remat, tokens):
+        kind = c.kinds[-1][0]
+        at_loss["loss"] += tokens * item * (_kept_width(kind, "none") - _kept_width(kind, remat))
     return Work(
         tokens=tokens,
         forward=(matrices + attention) / 3 + (unembedding - spared if head else 0),
@@ -243,7 +248,7 @@ def decoder_work(
         kept=kept,
         working=round(working) + sent,
         heads=sent * (sharing - 1) // sharing * c.layers * (2 if remat == "none" else 3),
-        **(_head_bytes(c, tokens, item, modules) if head else _distance_bytes(c, tokens, item)),
+        **at_loss,
     )
 
 
@@ -315,11 +320,16 @@ def _working(c: GPTConfig, remat: Remat, tokens: int) -> float:
     if remat == "none":
         return tokens * (rows + 1.5 * c.d_model + _qkv_width(c) + 2 * c.active_ffn_width)
     whole = tokens * (rows + 9 * c.d_model + 2 * _qkv_width(c) + (3 if c.gated else 2) * c.active_ffn_width)
-    if c.experts or tokens <= c.token_tile:
+    if not _in_tiles(c, remat, tokens):
         return whole
     in_attention = 2 * _qkv_width(c) + (2 if remat == "full" else 1) * c.attention_width
     in_tile = 4 * c.d_model + (6.5 if c.gated else 4) * c.ffn_width
     return tokens * in_attention + tokens_of_tile(tokens, c.token_tile) * in_tile
+
+
+def _in_tiles(c: GPTConfig, remat: Remat, tokens: int) -> bool:
+    """Whether a layer is computed again in tiles of tokens."""
+    return remat != "none" and not c.experts and tokens > c.token_tile
 
 
 def _in_attention(c: GPTConfig, remat: Remat) -> int:
