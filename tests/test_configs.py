@@ -9,7 +9,9 @@ from zerojax.analysis.gpus import GPUS
 from zerojax.analysis.plan import Cluster, Outlook, foresee
 from zerojax.analysis.plan.cluster import on_world
 from zerojax.analysis.plan.host_choice import host_needed
+from zerojax.analysis.plan.memory import predict_memory
 from zerojax.analysis.plan.outlook_tables import outlook_tables
+from zerojax.analysis.plan.work import work_of
 from zerojax.cli.untrained import abstract_run
 from zerojax.formatting import plain_text
 from zerojax.models import flops_per_token, parameter_count
@@ -35,6 +37,7 @@ SIZES = {
     "full": 494.0e6,  # Qwen2.5 0.5B
     "full-7b": 6.738e9,
     "lora": 7.616e9,  # Qwen2.5 7B
+    "lora-128k": 8.030e9,  # LLaMA 3.1 8B
     "qlora": 7.616e9,
 }
 
@@ -60,15 +63,21 @@ def test_a_config_says_what_it_reaches(name):
 
 
 def test_fine_tuning_trains_all_weights_or_adapters_beside_frozen_ones():
-    names = ("full", "full-7b", "lora", "qlora")
+    names = ("full", "full-7b", "lora", "lora-128k", "qlora")
     found = {name: load_config(FOLDER / f"{name}.toml") for name in names}
     rank = {name: config.lora and config.lora.rank for name, config in found.items()}
-    assert rank == {"full": None, "full-7b": None, "lora": 16, "qlora": 16}
+    assert rank == {"full": None, "full-7b": None, "lora": 16, "lora-128k": 16, "qlora": 16}
     frozen = {
         name: (config.to_zero().frozen, config.to_zero().frozen_weights) for name, config in found.items()
     }
     none = (), None
-    assert frozen == {"full": none, "full-7b": none, "lora": (("*",), None), "qlora": (("*",), "nf4")}
+    assert frozen == {
+        "full": none,
+        "full-7b": none,
+        "lora": (("*",), None),
+        "lora-128k": (("*",), None),
+        "qlora": (("*",), "nf4"),
+    }
     assert all(config.data.kind == "chat" for config in found.values())
 
 
@@ -104,3 +113,15 @@ def test_all_weights_of_7b_fit_on_one_gpu_with_the_optimizer_in_host_memory():
     assert plain_text(outlook_tables(lacking), width=140).endswith(
         'Under [zero], set\n\n    host = ["optimizer"]'
     )
+
+
+def test_rows_of_128k_fit_on_one_gpu_with_activations_in_host_memory():
+    config = load_config(FOLDER / "lora-128k.toml")
+    spec = abstract_run(replace(config, mesh=MeshSection(nodes=2, local=1)))[0].spec
+    there = on_world(spec, MeshShape(1, 1), spec.zero)
+    cluster = Cluster(1, 1, GPUS["h100"], 0, host_memory=128e9)
+    work = work_of(there, config.model, sequences=1, length=config.train.sequence_length)
+    memory = predict_memory(there, work, workspace=cluster.gpu.workspace)
+    assert memory.total == pytest.approx(35.3e9, rel=0.01)  # as the config says
+    assert memory.total < cluster.budget
+    assert host_needed(memory, cluster) == pytest.approx(74.1e9, rel=0.01)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -16,9 +17,9 @@ from zerojax.analysis.plan.cluster import NETWORK_EFFICIENCY, Cluster, on_world
 from zerojax.analysis.plan.hops import hops_of
 from zerojax.analysis.plan.memory import predict_memory
 from zerojax.analysis.plan.speed import StepTime, predict_step
-from zerojax.analysis.plan.work import Work, decoder_work
+from zerojax.analysis.plan.work import Work, decoder_work, work_of
 from zerojax.errors import ConfigurationError
-from zerojax.models import Block, GPTConfig
+from zerojax.models import GPT, Block, GPTConfig, lm_loss
 from zerojax.sharding.mesh import MeshShape
 from zerojax.train.spec import TrainSpec
 
@@ -250,3 +251,23 @@ def test_links_of_cpus_tell_what_flows_carry(spec):
     assert predicted(spec, *case, links=links)[0].seconds == pytest.approx(predicted(spec, *case)[0].seconds)
     with pytest.raises(ConfigurationError, match="run zerojax links on the nodes"):
         predicted(spec, *case, links=measured_links(1e6, 1e6, platform="cpu"))
+
+
+@pytest.mark.parametrize(("length", "layers", "seconds"), [(65536, 4, 1.906), (131072, 8, 11.96)])
+def test_long_rows_beside_adapters_are_predicted(length: int, layers: int, seconds: float):
+    """On one H100 (docs/long-context.md); attention is most of the step, and its kernel slower by length."""
+    config = dataclasses.replace(LLAMA, vocab_size=128256, layers=layers, kv_heads=8, ffn=14336, tied=False)
+    config = dataclasses.replace(config, max_seq_len=length)
+    state = zerojax.TrainState.abstract(
+        lambda rngs: GPT(config, rngs=rngs),
+        optax.adamw(1e-4),
+        lm_loss,
+        mesh=zerojax.make_mesh(1, 1, devices=jax.devices()[:1]),
+        zero=zerojax.ZeroConfig(frozen=("*",), host=("activations",)),
+        lora=zerojax.LoRA(rank=16),
+    )
+    work = work_of(state.spec, config, sequences=1, length=length)
+    step = predict_step(
+        state.spec, work, (), predict_memory(state.spec, work), Cluster(1, 1, GPUS["h100"], 0)
+    )
+    assert step.seconds == pytest.approx(seconds, rel=0.08)

@@ -4,8 +4,9 @@ Let t be the tokens, d the model's width, q = (heads + 2 kv_heads) head_dim the 
 values, a that of the attention's output and f that of the MLP. A block of matrices of w elements takes 2 w t
 FLOPs forward and twice that backward; causal attention takes 2 a s t forward at s tokens per sequence (half
 of the 4 a s t of a full square) and twice that backward, in a sliding window of w tokens
-4 a t (w - w^2 / 2s). XLA's attention computes the full square in either case. A row counts as one document:
-packed ones take less. Recomputing a block in the backward pass takes its forward FLOPs once more, under
+4 a t (w - w^2 / 2s). XLA's attention computes the full square in either case. The backward kernels of cuDNN
+and FlashAttention-4 compute the scores again, half of the forward pass. A row counts as one document: packed
+ones take less. Recomputing a block in the backward pass takes its forward FLOPs once more, under
 ``remat="attention"`` without the attention's.
 
 Elements kept from a layer's forward pass for its backward pass, and the most alive in addition during its
@@ -214,7 +215,8 @@ def decoder_work(
     spread = spread_of(c.heads, c.key_value_heads, sharing)
     attention *= spread.heads / c.heads
     matrices_again = 0.0 if remat == "none" else matrices / 3
-    again = matrices_again + (attention / 3 if remat == "full" else 0)
+    attention_again = (attention / 3 if remat == "full" else 0) + (attention / 6 if flash else 0)
+    again = matrices_again + attention_again
     item = ITEM[dtype]
     fp32 = 4 * c.layers * _kept_fp32(c, remat, length, flash=flash)
     kept = tokens * (item * _over_layers(c, lambda kind: _kept_width(kind, remat)) + fp32)
