@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, PyTree
 
+from zerojax.sharding.layout import in_a_row
 from zerojax.sharding.memory import in_host, to_device, to_host
 
 Index = int | Int[Array, ""]
@@ -32,13 +33,33 @@ def layer_at[T: PyTree[Array]](stacked: T, index: Index) -> T:
 
 
 def put_layer[T: PyTree[Array]](stacked: T, layer: T, index: Index) -> T:
-    """``stacked`` with one layer replaced, in the memory where it was."""
+    """``stacked`` with one layer replaced, or some that follow each other, in the memory where it was."""
 
     def one(x: Array, new: Array) -> Array:
         new = to_host(new) if in_host(x) else new
         return lax.dynamic_update_index_in_dim(x, new, index, 0, allow_negative_indices=False)
 
     return jax.tree.map(one, stacked, layer)
+
+
+def put_layers[T: PyTree[Array]](stack: tuple[int, ...], stacked: T, some: T, first: Index) -> T:
+    """``stacked`` with some layers in a row replaced, from ``first`` on, in the memory where it was.
+
+    On a mesh each device has to run it by itself: XLA's partitioner makes slices that change the memory they
+    are in.
+
+    Args:
+        stack: the axes of layers of ``stacked``; ``some`` have as many.
+        stacked: all layers.
+        some: those to put there.
+        first: the number of the first one, with all layers in a row.
+    """
+
+    def one(x: Array, new: Array) -> Array:
+        rows = new.reshape(-1, *new.shape[len(stack) :])
+        return put_layer(in_a_row(x, stack), rows, first).reshape(x.shape)
+
+    return jax.tree.map(one, stacked, some)
 
 
 def empty_layers[T: PyTree[Array]](one: T, layers: int, on_host: Sequence[bool] = ()) -> T:

@@ -21,8 +21,9 @@ from jaxtyping import Array, Float, Num, PyTree, UInt32
 
 from zerojax.comm.in_order import on_mesh
 from zerojax.matmul import fp8
+from zerojax.schedule.stacked import put_layers
 from zerojax.sharding.layout import OWNED, ParamLayout, from_stored, to_stored, without_place
-from zerojax.sharding.memory import in_host, to_device, to_host
+from zerojax.sharding.memory import to_device
 from zerojax.sharding.mesh import AXES, NODE
 from zerojax.sharding.param_tree import Path, to_tree
 from zerojax.sharding.wire_format import mix
@@ -96,22 +97,15 @@ def _encode_layers(spec: TrainSpec, leaf: ParamLayout, read: ReadLayer) -> tuple
     """A weight as it is stored, and its hash; besides it no more than one layer is in memory in fp32."""
     like, everyone = spec.stored_frozen(leaf), spec.sharding(PartitionSpec())
     # Weights of one layout share a compiled function: the salt of the hash is what tells them apart.
-    one = dataclasses.replace(without_place(leaf), stack=(1,) if leaf.stack else ())
+    one = dataclasses.replace(without_place(leaf), stack=(1,) * len(leaf.stack))
     arrays = (like.values, like.scale)
     shardings, specs = shardings_of(arrays), specs_of(arrays)
-
-    def place(stored: Any, encoded: Any, layer: Array) -> Any:
-        def one(every: Array, own: Array) -> Array:
-            own = to_host(own) if in_host(every) else own
-            return lax.dynamic_update_slice_in_dim(every, own, layer, 0, allow_negative_indices=False)
-
-        return jax.tree.map(one, stored, encoded)
 
     def put(stored: Any, layer: Array, values: Array, salt: Array) -> tuple[Any, Array]:
         weight, hashed = _encode_stored(spec, one, values, salt + layer)
         encoded = (weight.values, weight.scale)
         if leaf.stack:
-            # On each device by itself: XLA's partitioner makes slices that change the memory they are in.
+            place = functools.partial(put_layers, leaf.stack)
             run = on_mesh(place, spec.mesh, in_specs=(specs, specs, PartitionSpec()), out_specs=specs)
             encoded = run(stored, encoded, layer)
         return encoded, hashed

@@ -28,6 +28,7 @@ from zerojax.comm.in_order import on_mesh
 from zerojax.comm.xla_options import compiler_options
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run.checkpoints.canonical import Entry, abstract_part, convert, entries_of
+from zerojax.schedule.stacked import put_layers
 from zerojax.sharding.host_memory import SAVING
 from zerojax.sharding.layout import ParamLayout, in_a_row
 from zerojax.sharding.memory import in_host, to_device, to_host
@@ -226,11 +227,7 @@ def _place(
     def begin() -> Array:
         return to_host(lax.empty(shape, dtype))
 
-    def place(whole: Array, part: Array, first: Array) -> Array:
-        rows, some = in_a_row(whole, leaf.stack), to_host(in_a_row(part, portion.leaf.stack))
-        rows = lax.dynamic_update_slice_in_dim(rows, some, first, 0, allow_negative_indices=False)
-        return rows.reshape(whole.shape)
-
+    place = functools.partial(put_layers, leaf.stack)
     key = f"{portion.leaf.layers} of {leaf.stack} {like.shape} {like.dtype} {to}"
     if whole is None:
         whole = _compiled(spec, f"begin {key}", begin, (), to)()
