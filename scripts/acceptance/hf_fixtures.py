@@ -130,6 +130,25 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 
 TINY = LLAMA | {"intermediate_size": 24}
+DEEPSEEK = TINY | {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 12,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "pad_token_id": 0,
+}
+DEEPSEEK_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 4.0,
+    "beta_slow": 0.5,
+}
 # name -> config: one of each family and feature, without a tokenizer, in bfloat16.
 FAMILIES: dict[str, Any] = {
     "gemma": transformers.GemmaConfig(**TINY, head_dim=8),
@@ -289,6 +308,38 @@ FAMILIES: dict[str, Any] = {
         routed_scaling_factor=1.5,
         attention_bias=True,
         use_qk_norm=True,
+    ),
+    "deepseek-v3": transformers.DeepseekV3Config(
+        **DEEPSEEK,
+        rms_norm_eps=1e-5,
+        q_lora_rank=10,
+        n_routed_experts=8,
+        n_shared_experts=2,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+        rope_parameters=DEEPSEEK_ROPE | {"mscale": 0.9, "mscale_all_dim": 0.7},
+    ),
+    "deepseek-v2": transformers.DeepseekV2Config(
+        **DEEPSEEK,
+        q_lora_rank=10,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=2.0,
+        rope_parameters=DEEPSEEK_ROPE | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    ),
+    "deepseek-v2-lite": transformers.DeepseekV2Config(
+        **DEEPSEEK,
+        q_lora_rank=None,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
     ),
     "gpt-oss": transformers.GptOssConfig(
         **TINY | {"intermediate_size": 16},

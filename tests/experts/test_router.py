@@ -1,5 +1,6 @@
 """Routers against numpy, and what they do about experts that are used unevenly."""
 
+import dataclasses
 import re
 
 import jax
@@ -54,6 +55,19 @@ def test_a_bias_chooses_within_the_best_groups_and_does_not_weigh():
         np.testing.assert_array_equal(experts, wanted)
         weights = 2.5 * score[wanted] / score[wanted].sum()
         np.testing.assert_allclose(routing.weights[token], weights, rtol=1e-5)
+
+
+def test_a_group_can_be_as_good_as_its_best_expert():
+    logits = logits_of() / 8  # two good experts then have more than a very good one
+    config = RouterConfig(normalise=False, groups=4, groups_per_token=2, group_best=1)
+    routing = route(jnp.asarray(logits), PER_TOKEN, config)
+    best_groups = best(logits.reshape(-1, 4, 3).max(-1), 2)
+    inside = (np.arange(EXPERTS)[:, None] // 3 == best_groups[:, None]).any(-1)
+    wanted = best(np.where(inside, logits, -np.inf), PER_TOKEN)
+    np.testing.assert_array_equal(routing.experts, wanted)
+    by_two = route(jnp.asarray(logits), PER_TOKEN, dataclasses.replace(config, group_best=2))
+    assert (by_two.experts != wanted).any()
+    np.testing.assert_allclose(routing.weights, np.take_along_axis(softmax(logits), wanted, -1), rtol=1e-5)
 
 
 def test_weights_have_the_gradients_of_the_chosen_scores():
@@ -137,7 +151,8 @@ def test_moving_biases_even_out_a_skewed_load():
         ({"balance_rate": -1}, "balance_rate=-1 must be at least 0"),
         ({"groups": 2, "groups_per_token": 3}, "groups_per_token=3: from 1 to groups=2"),
         ({"groups": 5}, "groups=5 do not divide experts=12"),
-        ({"groups": 12}, "have one expert each"),
+        ({"groups": 12}, "have 1 each, fewer than group_best=2"),
+        ({"group_best": 0}, "group_best=0 must be at least 1"),
         ({"groups": 6}, "per_token=3 of groups_per_token=1 groups, which have 2 experts each"),
     ],
 )

@@ -28,6 +28,10 @@ MIXED = LLAMA | {
     "residual_scale": 0.5, "logit_divisor": 2.0, "rope_fraction": 0.5, "rope_interleaved": True,
     "rope_theta": 20.0, "no_rope_layers": (1,), "rope_query_growth": 0.3, "rope_original_len": 5,
 }  # fmt: skip
+LATENT = LLAMA | {
+    "kv_heads": None, "head_width": 12, "latent_rank": 10, "latent_query_rank": 7, "latent_rope_width": 4,
+    "latent_value_width": 6, "sliding_window": 6, "sliding_window_pattern": 2, "query_scalar": 5.0,
+}  # fmt: skip
 GREEDY = Sampling(temperature=0)
 KEY = jax.random.key(0)
 
@@ -53,6 +57,7 @@ def draw_prompt(length, batch=2):
             ("list", (1, 6, 17), {"scan": False, "position_offset": 2, "sliding_window": 5}),
             ("gemma", (17,), GEMMA),
             ("olmo", (1,), OLMO),
+            ("latent", (6,), LATENT),
             (
                 "mixed-list",
                 (17,),
@@ -110,7 +115,7 @@ WINDOWED = {"sliding_window": 4, "sliding_window_pattern": 2, "layers": 2}
 
 @pytest.mark.parametrize(
     ("settings", "flash"),
-    [(GEMMA, None), (LLAMA | {"attention_sinks": True}, None)]
+    [(GEMMA, None), (LLAMA | {"attention_sinks": True}, None), (LATENT, None), (LATENT, "xla")]
     + [(LLAMA | more, "xla") for more in ({"attention_sinks": True}, WINDOWED)],
 )
 def test_pieces_of_a_text_see_all_that_is_before_them(settings, flash, monkeypatch):

@@ -1,3 +1,4 @@
+import re
 from functools import partial
 
 import jax
@@ -6,8 +7,9 @@ import numpy as np
 import pytest
 from plain_flash import flash
 
+from zerojax.analysis import aot
 from zerojax.errors import ZeroError
-from zerojax.models.attention import causal_attention
+from zerojax.models.attention import causal_attention, has_flash
 
 
 def heads(key, batch=2, time=6, count=4, dim=8):
@@ -77,8 +79,9 @@ def test_flash_kernels_know_sinks_by_their_residuals(time, monkeypatch):
         run = jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True)
         return jax.jit(run)(q, k, v, SINKS), loss(q, k, v, SINKS)
 
-    def cudnn(q, k, v, *, mask, is_causal, scale, local_window_size, implementation):
+    def cudnn(q, k, v, *, mask, is_causal, scale, local_window_size, implementation, **others):
         assert is_causal
+        assert others == {"key_value_seq_lengths": None, "return_residual": False}
         assert (mask, local_window_size, implementation) == (None, None, "cudnn")
         return flash(scale, jnp.tril(jnp.ones((q.shape[1],) * 2, bool)), q, k, v)[0]
 
@@ -151,6 +154,37 @@ def test_cudnns_kernel_gets_the_window_and_the_scale(monkeypatch):
     assert "1,1,128,128]" in as_data
 
 
+def test_cudnns_kernel_takes_values_that_are_narrower_than_keys():
+    # Traced only, as above: not padded to the width of keys.
+    q, v = (jax.ShapeDtypeStruct((2, 128, 4, width), jnp.bfloat16) for width in (192, 128))
+
+    def loss(q, v, **options):
+        return jnp.sum(causal_attention(q, q, v, "cudnn", **options).astype(jnp.float32))
+
+    segments = jnp.ones((2, 128), int)
+    with aot.cudnn_assumed():
+        text = str(jax.make_jaxpr(jax.grad(partial(loss, scale=0.25, window=32), (0, 1)))(q, v))
+        gradients = jax.eval_shape(jax.grad(partial(loss, segments=segments), (0, 1)), q, v)
+    assert re.search(r":bf16\[2,128,4,128\].* = dot_product_attention_fwd_wrapper\[", text)
+    assert "dot_product_attention_bwd_wrapper[" in text
+    assert "scale=0.25" in text
+    assert "sliding_window_length=32" in text
+    assert "mask_type=MaskType.CAUSAL" in text
+    assert [x.shape for x in gradients] == [q.shape, v.shape]
+
+
+def test_auto_knows_which_widths_flash_kernels_have():
+    assert has_flash(128, 128, since_hopper=False)
+    assert has_flash(192, 128, since_hopper=True)
+    for widths, since_hopper in (
+        ((192, 128), False),
+        ((192, 192), True),
+        ((192, 130), True),
+        ((256, 128), True),
+    ):
+        assert not has_flash(*widths, since_hopper=since_hopper)
+
+
 @pytest.mark.parametrize("segmented", [False, True])
 def test_cudnn_has_gradients_for_an_odd_time(segmented, monkeypatch):
     # Traced only, as above. JAX refuses these shapes in its own rule.
@@ -175,20 +209,27 @@ def test_auto_picks_xla_without_a_gpu():
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN's kernel runs on CUDA only")
 @pytest.mark.parametrize("time", [256, 255])
 @pytest.mark.parametrize(
-    "options", [{}, {"window": 40, "scale": 0.2}, {"window": 40, "data": True}, {"sinks": 8}], ids=str
+    "options",
+    [{}, {"window": 40, "scale": 0.2}, {"window": 40, "data": True}, {"sinks": 8}, {"wide": (192, 192, 128)}],
+    ids=str,
 )
 def test_cudnn_gives_the_gradients_of_the_plain_formula_in_fp32(options, time):
     if options.get("data"):
         options = {"window": options["window"], "windowed": jnp.array(True)}
     sinks = jnp.linspace(-1, 4, 8) if options.get("sinks") else None
-    options = {name: value for name, value in options.items() if name != "sinks"}
+    widths = options.get("wide", (64, 64, 64))
+    options = {name: value for name, value in options.items() if name not in ("sinks", "wide")}
 
     def loss(kernel, q, k, v, sinks=None):
-        weights = jnp.cos(jnp.arange(64.0))
+        weights = jnp.cos(jnp.arange(1.0 * widths[2]))
         out = causal_attention(q, k, v, kernel, **options, sinks=sinks)
         return jnp.sum(out.astype(jnp.float32) * weights)
 
-    inputs = [heads(i, time=time, count=count, dim=64) for i, count in enumerate((8, 2, 2))]
+    counts = (8, 2, 2) if widths[0] == 64 else (8, 8, 8)
+    inputs = [
+        heads(i, time=time, count=count, dim=dim)
+        for i, (count, dim) in enumerate(zip(counts, widths, strict=True))
+    ]
     inputs += [] if sinks is None else [sinks]
     wanted = range(len(inputs))
     half = [x.astype(jnp.bfloat16) for x in inputs]

@@ -52,14 +52,14 @@ def heads(seed: int, count: int) -> jax.Array:
 @pytest.mark.parametrize(("window", "most"), [(None, 2), (3, 2), ("data", 2), ("data", None)])
 def test_outputs_and_gradients_are_those_of_a_mask(window, most, monkeypatch):
     monkeypatch.setattr(flash_attention, "_BACKEND", "reference")
-    inputs = heads(0, 4), heads(1, 2), heads(2, 2)
+    inputs = heads(0, 4), heads(1, 2), heads(2, 2)[..., :4]
     reach = None if window is None else 3
 
     def results(kernel, segments):
         def loss(windowed, q, k, v):
             applies = windowed if window == "data" else True
             out = causal_attention(q, k, v, kernel, segments, window=reach, windowed=applies, scale=0.5)
-            return jnp.sum(out * jnp.cos(jnp.arange(8.0))), out
+            return jnp.sum(out * jnp.cos(jnp.arange(4.0))), out
 
         run = jax.jit(jax.value_and_grad(loss, argnums=(1, 2, 3), has_aux=True))
         return [run(jnp.array(windowed), *inputs) for windowed in (True, False)]

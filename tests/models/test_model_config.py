@@ -10,6 +10,7 @@ from zerojax.models import GPT, GPTConfig, describe_parameters, flops_per_token,
 SMALL: dict[str, Any] = {"vocab_size": 37, "layers": 3, "d_model": 24, "heads": 4, "max_seq_len": 11}
 LLAMA: dict[str, Any] = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "biases": False, "tied": False}
 
+LATENT: dict[str, Any] = LLAMA | {"head_width": 8, "latent_rank": 10, "latent_rope_width": 4}
 EXPERTS: dict[str, Any] = LLAMA | {"experts": 5, "experts_per_token": 2}
 
 
@@ -41,7 +42,7 @@ EXPERTS: dict[str, Any] = LLAMA | {"experts": 5, "experts_per_token": 2}
         ({"pre_norms": False}, "pre_norms = false leaves the branches without a norm"),
         ({"qk_norm_joint": True}, "needs qk_norm = true"),
         ({"residual_scale": 0.0}, "residual_scale = 0.0: above 0"),
-        ({"rope_beta_slow": 32.0}, "rope_beta_slow = 32.0 must lie below"),
+        ({"rope_beta_slow": 33.0}, "rope_beta_slow = 33.0: at most rope_beta_fast = 32.0"),
         ({"rope_attention_factor": 0.0}, "rope_attention_factor = 0.0"),
         ({"rope_scaling": "dynamic", "head_width": 2}, "wider than 2"),
         ({"rope_scaling": "yarn", "rope_theta": 1.0}, "rope_theta above 1"),
@@ -68,6 +69,13 @@ EXPERTS: dict[str, Any] = LLAMA | {"experts": 5, "experts_per_token": 2}
         (EXPERTS | {"router": "top"}, "router = 'top': one of softmax, sigmoid"),
         (EXPERTS | {"balance_loss": -0.1}, "balance_loss = -0.1: at least 0"),
         (EXPERTS | {"router_scale": 0.0}, "router_scale = 0.0: above 0"),
+        (EXPERTS | {"router_groups": 2}, "router_groups: .*groups=2 do not divide experts=5"),
+        ({"latent_query_rank": 4}, "latent_query_rank = 4 is of latent_rank: set that"),
+        (LATENT | {"latent_rope_width": 8}, "latent_rope_width = 8: .*from 2 to below the width .* 8"),
+        (LATENT | {"latent_rope_width": 3}, "a head is 3 wide"),
+        (LATENT | {"kv_heads": 2}, "latent_rank needs .*neither rope_fraction nor kv_heads"),
+        (LATENT | {"latent_value_width": 9}, "latent_value_width = 9: at most the width of queries .* 8"),
+        (LATENT | {"qk_norm": True}, "qk_norm = true is not supported with latent_rank"),
     ],
 )
 def test_wrong_settings_are_named(settings, message):
@@ -94,6 +102,8 @@ def test_wrong_settings_are_named(settings, message):
         | {"ffn": 10, "shared_ffn": 7, "scan": False, "router": "sigmoid", "router_balance_rate": 0.1},
         EXPERTS | {"ffn": 10, "dense_layers": (0, 2), "dense_ffn": 9},
         EXPERTS | {"mlp": "swiglu_clamped", "biases": True, "attention_sinks": True, "kv_heads": 2},
+        LATENT,
+        LATENT | {"latent_query_rank": 7, "latent_value_width": 5},
         LLAMA
         | {"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_joint": True, "kv_heads": 2},
     ],
@@ -127,6 +137,12 @@ def test_parameter_counts_of_published_models():
         experts=32, experts_per_token=4,
     )  # fmt: skip
     assert parameter_count(gpt_oss_20b) == 20_914_757_184
+    deepseek_v3 = GPTConfig(
+        **{"vocab_size": 129280, "layers": 61, "d_model": 7168, "heads": 128, "head_width": 192, "ffn": 2048},
+        **LLAMA, latent_rank=512, latent_query_rank=1536, latent_rope_width=64, latent_value_width=128,
+        experts=256, experts_per_token=8, shared_ffn=2048, dense_layers=(0, 1, 2), dense_ffn=18432,
+    )  # fmt: skip
+    assert parameter_count(deepseek_v3) == 671_026_404_352
     assert describe_parameters(qwen3_30b) == "30,532,122,624 parameters (3,353,032,704 active)"
 
 
@@ -153,5 +169,9 @@ def test_flops_per_token_counts_what_is_multiplied():
     mixed = GPTConfig(**SMALL, **EXPERTS, ffn=10, dense_layers=(1,), dense_ffn=27)
     whole = GPTConfig(**SMALL, **EXPERTS, ffn=10)
     assert flops_per_token(mixed, 10) - flops_per_token(whole, 10) == 6 * 24 * (3 * (27 - 2 * 10) - 5)
+    latent = GPTConfig(**SMALL, **LATENT, latent_query_rank=7, latent_value_width=5, ffn=9)
+    queries, keys_and_values, out = 24 * 7 + 7 * 4 * 8, 24 * 14 + 10 * 4 * (4 + 5), 4 * 5 * 24
+    matrices = 3 * (queries + keys_and_values + out + 3 * 24 * 9) + head
+    assert flops_per_token(latent, 10) == 6 * matrices + 6 * 3 * 4 * (8 + 5) * 5
     with pytest.raises(ZeroError, match="seq_len = 12"):
         flops_per_token(config, 12)

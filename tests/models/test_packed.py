@@ -36,6 +36,10 @@ MIXED = LLAMA | {
     "rope_interleaved": True, "no_rope_layers": (0,), "sliding_window": 3, "sliding_window_layers": (1,),
     "residual_scale": 0.5, "logit_divisor": 2.0, "rope_query_growth": 0.3, "rope_original_len": 5,
 }  # fmt: skip
+LATENT = LLAMA | {
+    "kv_heads": None, "head_width": 12, "latent_rank": 10, "latent_query_rank": 7, "latent_rope_width": 4,
+    "latent_value_width": 6, "rope_interleaved": True,
+}  # fmt: skip
 # On fa4-jax's plain backend.
 FLASH = LLAMA | {"sliding_window": 3, "sliding_window_pattern": 2, "attention": "flash_attention_4"}
 NEEDS_LIBRARY = pytest.mark.skipif(find_spec("fa4_jax") is None, reason="fa4-jax is not installed")
@@ -107,6 +111,12 @@ def test_logits_loss_and_gradients_are_those_of_each_document_alone(family):
     [
         pytest.param(LLAMA, "depth", id="depth"),
         pytest.param(FLASH, "breadth", id="flash-breadth", marks=NEEDS_LIBRARY),
+        pytest.param(
+            LATENT | {"attention": "flash_attention_4"},
+            "depth",
+            id="latent",
+            marks=[NEEDS_LIBRARY, pytest.mark.slow],
+        ),
         pytest.param(GEMMA, "breadth", id="gemma-breadth", marks=pytest.mark.slow),
         pytest.param(MIXED, "breadth", id="mixed-breadth", marks=pytest.mark.slow),
     ],
@@ -155,15 +165,16 @@ def test_segments_of_another_shape_are_refused():
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of fa4-jax, by the CuTe DSL
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="the kernels run on CUDA only")
-@pytest.mark.parametrize("kv_heads", [2, 8])
+@pytest.mark.parametrize(("kv_heads", "widths"), [(2, (64, 64)), (8, (64, 64)), (8, (192, 128))])
 @pytest.mark.parametrize("most", [None, 4], ids=["one-pass", "passes"])
 @pytest.mark.parametrize("kernel", ["cudnn", pytest.param("flash_attention_4", marks=NEEDS_LIBRARY)])
-def test_kernels_keep_segments_apart(kernel, most, kv_heads):
+def test_kernels_keep_segments_apart(kernel, most, kv_heads, widths):
     segments = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 6, (3, 256))), jnp.int32)
     documents = flash_attention.document_offsets(segments, most)
     keys = jax.random.split(jax.random.key(0), 3)
     inputs = [
-        jax.random.normal(k, (3, 256, n, 64)) for k, n in zip(keys, (8, kv_heads, kv_heads), strict=True)
+        jax.random.normal(k, (3, 256, n, dim))
+        for k, n, dim in zip(keys, (8, kv_heads, kv_heads), (widths[0], *widths), strict=True)
     ]
     inputs += [jnp.linspace(-2, 4, 8)] if kv_heads == 2 else []
     half = [x.astype(jnp.bfloat16) for x in inputs]
@@ -171,7 +182,7 @@ def test_kernels_keep_segments_apart(kernel, most, kv_heads):
     def loss(kernel, q, k, v, sinks=None):
         options = {"window": 40, "windowed": jnp.array(True), "sinks": sinks}
         out = causal_attention(q, k, v, kernel, documents, **options)
-        return jnp.sum(out.astype(jnp.float32) * jnp.cos(jnp.arange(64.0)))
+        return jnp.sum(out.astype(jnp.float32) * jnp.cos(jnp.arange(1.0 * widths[1])))
 
     wanted = range(1, 1 + len(inputs))
     ours = jax.jit(jax.grad(loss, argnums=wanted), static_argnums=0)(kernel, *half)

@@ -33,6 +33,10 @@ FAMILIES = {
     # Over four devices heads of zeros fill up each of two groups, and the whole of three.
     "groups-2": LLAMA | {"heads": 6, "kv_heads": 2, "head_width": 4, "attention_sinks": True} | TILES,
     "groups-3": LLAMA | {"heads": 6, "kv_heads": 3, "head_width": 4},
+    # Over four devices two heads of zeros fill up.
+    "latent": LLAMA
+    | {"heads": 6, "head_width": 6, "latent_rank": 10, "latent_query_rank": 7, "latent_rope_width": 2}
+    | {"latent_value_width": 3, "ffn": 16},
     "gemma": LLAMA
     | {"kv_heads": 1, "mlp": "geglu", "norm_offset": 1.0, "post_norms": True, "embedding_scale": 4.0}
     | {"sliding_window": 7, "sliding_window_pattern": 2, "rope_local_theta": 20.0, "query_scalar": 3.0}
@@ -90,6 +94,7 @@ def steps(state: zerojax.TrainState, batches: list[Any]) -> tuple[list[float], z
 CASES = [
     ("groups-2", True, (2, 4), 4, {"accumulate": 3}),
     ("gemma", False, (1, 8), 8, {"remat": "attention"}),
+    ("latent", True, (2, 4), 4, {}),
 ]
 MORE = [
     ("gpt", True, (3, 2), 2, {"remat": "none", "accumulate": 2, "accumulate_order": "breadth"}),

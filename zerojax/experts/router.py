@@ -19,7 +19,8 @@ class RouterConfig:
 
     The defaults are those of Mixtral and Qwen3-MoE. OLMoE has ``normalise=False``; gpt-oss
     ``logit_biases=True``; DeepSeek-V3 ``RouterConfig("sigmoid", scale=2.5, balance_rate=0.001, groups=8,
-    groups_per_token=4)``.
+    groups_per_token=4)``; DeepSeek-V2 ``RouterConfig(normalise=False, scale=16, groups=8, groups_per_token=3,
+    group_best=1)``.
 
     Attributes:
         score: what makes scores of the logits: a "softmax" over all experts, or a "sigmoid" of each.
@@ -30,9 +31,10 @@ class RouterConfig:
         balance_rate: 0, or by how much a bias of each expert moves in every training step against its load,
             without an auxiliary loss (Wang et al., 2024, 2408.15664). The bias is added to scores for the
             choice, not for the weights; it is state, not a weight.
-        groups: into how many groups of neighbours the experts are divided (DeepSeek-V3).
-        groups_per_token: the groups whose two best experts have the largest sums of scores; a token's experts
-            are chosen from these alone.
+        groups: into how many groups of neighbours the experts are divided (DeepSeek-V2).
+        groups_per_token: the groups whose best experts have the largest sums of scores; a token's experts are
+            chosen from these alone.
+        group_best: how many experts of a group are in its sum.
     """
 
     score: Score = "softmax"
@@ -42,6 +44,7 @@ class RouterConfig:
     balance_rate: float = 0.0
     groups: int = 1
     groups_per_token: int = 1
+    group_best: int = 2
 
     def __post_init__(self):
         if self.score not in get_args(Score):
@@ -56,6 +59,8 @@ class RouterConfig:
             raise ConfigurationError(
                 f"RouterConfig: groups_per_token={self.groups_per_token}: from 1 to groups={self.groups}"
             )
+        if self.group_best < 1:
+            raise ConfigurationError(f"RouterConfig: group_best={self.group_best} must be at least 1")
 
     def check(self, experts: int, per_token: int) -> None:
         """Refuse numbers of experts.
@@ -74,9 +79,10 @@ class RouterConfig:
                 f"RouterConfig: groups={self.groups} do not divide experts={experts}: use another number"
             )
         size = experts // self.groups
-        if self.groups > 1 and size < 2:
+        if self.groups > 1 and size < self.group_best:
             raise ConfigurationError(
-                f"RouterConfig: groups={self.groups} of experts={experts} have one expert each: use fewer"
+                f"RouterConfig: groups={self.groups} of experts={experts} have {size} each, fewer than "
+                f"group_best={self.group_best}: use fewer groups, or a smaller group_best"
             )
         if per_token > size * self.groups_per_token:
             raise ConfigurationError(
@@ -135,7 +141,7 @@ _TINY = 1e-20  # sums of sigmoids may be 0
 def _within_groups(scores: Float[Array, "tokens experts"], config: RouterConfig) -> Array:
     """The scores, of which those outside a token's groups can not be chosen."""
     grouped = scores.reshape(len(scores), config.groups, -1)
-    best = jax.lax.top_k(grouped, 2)[0].sum(-1)
+    best = jax.lax.top_k(grouped, config.group_best)[0].sum(-1)
     chosen = jax.lax.top_k(best, config.groups_per_token)[1]
     inside = (chosen[..., None] == jnp.arange(config.groups)).any(-2)
     return jnp.where(inside[..., None], grouped, -jnp.inf).reshape(scores.shape)

@@ -54,6 +54,15 @@ def _reader(function: Callable[..., object], static: Hashable, tree: Hashable) -
     return jax.jit(run)
 
 
+def whole_weight(weight: Array) -> Array:
+    """A kernel ``[inputs, outputs]`` for reads that are no products.
+
+    Of codes, or with an adapter, it is their product with the identity, so it costs one where it is called.
+    """
+    return jnp.copy(weight)
+
+
+whole = jax.jit(whole_weight)
 _MOVES = frozenset(("copy", "name", "reshape", "rev", "slice", "split", "squeeze", "transpose"))
 Operand = Fp8Operand | LowRankOperand | LayerOperand
 Value = Array | Operand
@@ -141,6 +150,9 @@ def _results(equation: core.JaxprEqn, given: list[Value]) -> Sequence[Value]:
         case "jit" if params["name"] == LOOP:
             inner = params["jaxpr"]
             return evaluate(inner.jaxpr, inner.consts, given, _results_of_loop)
+        case "jit" if params["name"] == whole_weight.__name__ and not isinstance(weights[0], LayerOperand):
+            product = jax.make_jaxpr(lambda w: jnp.eye(len(w), dtype=w.dtype) @ w)(weights[0].aval)
+            return evaluate(product.jaxpr, product.consts, given, _results)
         case name if name in CALLED:
             inner = params[CALLED[name]]
             return evaluate(inner.jaxpr, inner.consts, given, _results)

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float, Int
 
@@ -19,6 +20,8 @@ from zerojax.models.sinks import Sinks, gradient_of_sinks, with_sinks
 
 FLASH_MAX_HEAD_DIM = 128
 """The widest head that cuDNN's flash attention and FlashAttention-4 support on every GPU since Ampere."""
+FLASH_LATENT_WIDTHS = (192, 128)
+"""The widest queries and values that they support on every GPU since Hopper, if the latter are narrower."""
 
 
 def segment_positions(segments: Segments) -> Int[Array, "batch time"]:
@@ -35,7 +38,7 @@ Windowed = bool | Bool[Array, ""]
 def causal_attention(
     query: Float[Array, "batch time heads dim"],
     key: Float[Array, "batch time kv_heads dim"],
-    value: Float[Array, "batch time kv_heads dim"],
+    value: Float[Array, "batch time kv_heads value_dim"],
     kernel: AttentionKernel = "auto",
     segments: Segments | Documents | None = None,
     *,
@@ -44,7 +47,7 @@ def causal_attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Sinks | None = None,
-) -> Float[Array, "batch time heads dim"]:
+) -> Float[Array, "batch time heads value_dim"]:
     """Scaled dot-product attention of each position to itself and earlier ones.
 
     With a window, a position attends to at most that many positions, itself included. Positions of different
@@ -61,7 +64,7 @@ def causal_attention(
     Args:
         query: queries.
         key: keys.
-        value: values.
+        value: values; their heads may be narrower than those of keys.
         kernel: "auto" is FlashAttention-4 for segments and for a window that is data, and else cuDNN's, where
             they can do this; elsewhere XLA's. It logs why it does without FlashAttention-4 on a GPU.
         segments: the document of each position, or ``document_offsets`` of it, which serves all layers.
@@ -79,7 +82,7 @@ def causal_attention(
     if window is not None and window < length and windowed is not False:
         reach, by_layer = window - 1, None if windowed is True else windowed
     if kernel == "auto":
-        kernel = fastest(query, softcap, masked=segments is not None or by_layer is not None)
+        kernel = fastest(query, value, softcap, masked=segments is not None or by_layer is not None)
     if kernel != "xla" and softcap is not None:
         raise ConfigurationError(f'softcap = {softcap}: the kernel "{kernel}" has none, only "xla"')
     if kernel == "flash_attention_4":
@@ -114,13 +117,13 @@ def causal_attention(
 def full_attention(
     query: Float[Array, "batch time heads dim"],
     key: Float[Array, "batch time kv_heads dim"],
-    value: Float[Array, "batch time kv_heads dim"],
+    value: Float[Array, "batch time kv_heads value_dim"],
     kernel: AttentionKernel = "auto",
     segments: Segments | None = None,
     *,
     scale: float | None = None,
     softcap: float | None = None,
-) -> Float[Array, "batch time heads dim"]:
+) -> Float[Array, "batch time heads value_dim"]:
     """Attention of each position to all of its segment; see ``causal_attention``.
 
     Raises:
@@ -129,14 +132,12 @@ def full_attention(
     if kernel == "auto":
         # cuDNN has gradients for even lengths only.
         plain = segments is None and query.shape[1] % 2 == key.shape[1] % 2 == 0
-        kernel = fastest(query, softcap, masked=False) if plain else "xla"
+        kernel = fastest(query, value, softcap, masked=False) if plain else "xla"
     if kernel == "flash_attention_4" or (kernel == "cudnn" and softcap is not None):
         raise ConfigurationError(f'the kernel "{kernel}" cannot do this attention: leave it out, or "xla"')
     if softcap is None and (segments is None or kernel == "cudnn"):
         mask = None if segments is None else _within(segments)
-        out = jax.nn.dot_product_attention(
-            query, key, value, mask=mask, scale=scale, implementation="cudnn" if kernel == "cudnn" else "xla"
-        )
+        out = _attend("cudnn" if kernel == "cudnn" else "xla", query, key, value, mask=mask, scale=scale)
     else:
         seen = jnp.ones((1, 1, *query.shape[1:2], *key.shape[1:2]), bool)
         mask = seen if segments is None else _within(segments)
@@ -147,13 +148,13 @@ def full_attention(
 def attention_and_lse(
     query: Float[Array, "batch time heads dim"],
     key: Float[Array, "batch length kv_heads dim"],
-    value: Float[Array, "batch length kv_heads dim"],
+    value: Float[Array, "batch length kv_heads value_dim"],
     kernel: Literal["cudnn", "xla"],
     *,
     scale: float | None = None,
     causal: bool = False,
     lengths: Int[Array, " batch"] | None = None,
-) -> tuple[Float[Array, "batch time heads dim"], Float[Array, "batch time heads"]]:
+) -> tuple[Float[Array, "batch time heads value_dim"], Float[Array, "batch time heads"]]:
     """Attention to some of the keys of a softmax, for a forward pass, and what ``joined`` needs of it.
 
     Args:
@@ -170,18 +171,7 @@ def attention_and_lse(
     """
     there = None if lengths is None else jnp.maximum(lengths, 1)  # a softmax of nothing would be NaN
 
-    def run(query: Array, key: Array, value: Array, *, return_residual: bool = False) -> Any:
-        return jax.nn.dot_product_attention(
-            query,
-            key,
-            value,
-            scale=scale,
-            is_causal=causal,
-            key_value_seq_lengths=there,
-            implementation=kernel,
-            return_residual=return_residual,
-        )
-
+    run = partial(_attend, kernel, scale=scale, causal=causal, lengths=there)
     if kernel == "cudnn":
         # JAX would return the log-sum-exp in the output's dtype.
         out, pullback = jax.vjp(run, query, key, value)
@@ -218,16 +208,16 @@ def _within(segments: Segments) -> Bool[Array, "batch 1 time time"]:
 def masked_attention(
     query: Float[Array, "batch time heads dim"],
     key: Float[Array, "batch length kv_heads dim"],
-    value: Float[Array, "batch length kv_heads dim"],
+    value: Float[Array, "batch length kv_heads value_dim"],
     mask: Bool[Array, "#batch 1 time length"],
     *,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Sinks | None = None,
-) -> Float[Array, "batch time heads dim"]:
+) -> Float[Array, "batch time heads value_dim"]:
     """Attention of each query to the keys in the mask, by XLA; see ``causal_attention``."""
     if softcap is None and sinks is None:
-        return jax.nn.dot_product_attention(query, key, value, mask=mask, scale=scale, implementation="xla")
+        return _attend("xla", query, key, value, mask=mask, scale=scale)
     batch, time, heads, dim = query.shape
     grouped = query.reshape(batch, time, key.shape[2], -1, dim)
     scores = jnp.einsum("btkgd,bskd->bkgts", grouped, key, preferred_element_type=jnp.float32)
@@ -238,7 +228,7 @@ def masked_attention(
         own = sinks.astype(jnp.float32).reshape(*scores.shape[1:3], 1, 1)
         scores = jnp.concatenate([scores, jnp.broadcast_to(own, (*scores.shape[:4], 1))], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)[..., : key.shape[1]].astype(value.dtype)
-    return jnp.einsum("bkgts,bskd->btkgd", weights, value).reshape(batch, time, heads, dim)
+    return jnp.einsum("bkgts,bskd->btkgd", weights, value).reshape(batch, time, heads, -1)
 
 
 def _distances(length: int) -> Int[Array, "1 1 time time"]:
@@ -247,11 +237,28 @@ def _distances(length: int) -> Int[Array, "1 1 time time"]:
     return (index[:, None] - index)[None, None]
 
 
-def fastest(query: Array, softcap: float | None, *, masked: bool) -> AttentionKernel:
+def has_flash(width: int, value_width: int, *, since_hopper: bool) -> bool:
+    """Whether cuDNN's flash attention and FlashAttention-4 support heads of these widths.
+
+    Args:
+        width: of queries and keys.
+        value_width: of values.
+        since_hopper: whether the GPU is a Hopper or newer.
+    """
+    if width % 8 or value_width % 8:
+        return False
+    if width == value_width:
+        return width <= FLASH_MAX_HEAD_DIM
+    most, most_of_values = FLASH_LATENT_WIDTHS
+    return since_hopper and value_width < width <= most and value_width <= most_of_values
+
+
+def fastest(query: Array, value: Array, softcap: float | None, *, masked: bool) -> AttentionKernel:
     """What the kernel "auto" stands for.
 
     Args:
         query: the queries.
+        value: the values.
         softcap: of the scores.
         masked: whether cuDNN would need a mask.
     """
@@ -262,7 +269,7 @@ def fastest(query: Array, softcap: float | None, *, masked: bool) -> AttentionKe
         why = "attention_softcap"
     elif query.dtype not in (jnp.bfloat16, jnp.float16):
         why = f"{query.dtype} in place of bf16"
-    elif width > FLASH_MAX_HEAD_DIM or width % 8:
+    elif not has_flash(width, value.shape[-1], since_hopper=flash_attention.generation() >= 9):
         why = f"heads of {width}, not of a multiple of 8 up to {FLASH_MAX_HEAD_DIM}"
     else:
         if not masked:
@@ -306,16 +313,56 @@ def _dot_product_attention(
     mask: Array | None,
     kernel: Literal["cudnn", "xla"],
 ) -> Array:
-    return jax.nn.dot_product_attention(
+    return _attend(
+        *(kernel, query, key, value), mask=mask, scale=options.scale, causal=True, reach=options.reach
+    )
+
+
+def _attend(
+    kernel: Literal["cudnn", "xla"],
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    scale: float | None,
+    mask: Array | None = None,
+    causal: bool = False,
+    reach: int | None = None,
+    lengths: Array | None = None,
+    return_residual: bool = False,
+) -> Any:
+    """``jax.nn.dot_product_attention``, whose values may be narrower than keys: it would refuse those.
+
+    The function of cuDNN's kernel that it calls takes them, on Hopper and newer (multi-head latent
+    attention). Padded to 192, values of 128 would cost 1.2 times the FLOPs. XLA's attention writes and reads
+    its scores in fp32, beside which the padding is little.
+    """
+    missing = query.shape[-1] - value.shape[-1]
+    if missing and kernel == "cudnn":
+        of_queries = None if lengths is None else jnp.full(len(query), query.shape[1], jnp.int32)
+        kinds = cudnn.MaskType
+        plain, padded = (kinds.CAUSAL, kinds.PADDING_CAUSAL) if causal else (kinds.NO_MASK, kinds.PADDING)
+        return cudnn.dot_product_attention(
+            *(query, key, value, None, mask, of_queries, lengths),
+            scale=query.shape[-1] ** -0.5 if scale is None else scale,
+            mask_type=plain if lengths is None else padded,
+            sliding_window_length=None if reach is None else reach + 1,
+        )
+    found: Any = jax.nn.dot_product_attention(
         query,
         key,
-        value,
+        jnp.pad(value, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else value,
         mask=mask,
-        scale=options.scale,
-        is_causal=True,
-        local_window_size=None if options.reach is None else (options.reach, 0),
+        scale=scale,
+        is_causal=causal,
+        key_value_seq_lengths=lengths,
+        local_window_size=None if reach is None else (reach, 0),
         implementation=kernel,
+        return_residual=return_residual,
     )
+    if not missing:
+        return found
+    return (found[0][..., :-missing], found[1]) if return_residual else found[..., :-missing]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

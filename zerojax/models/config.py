@@ -5,6 +5,7 @@ from itertools import groupby
 from typing import Literal
 
 from zerojax.errors import ConfigurationError
+from zerojax.experts import RouterConfig
 from zerojax.models.config_checks import check_model, require
 from zerojax.schedule.tiles import TILE
 
@@ -31,6 +32,13 @@ class GPTConfig:
         head_width: Width of a head; None means d_model / heads.
         kv_heads: Key and value heads, fewer than heads for grouped-query attention
             (Ainslie et al., 2023); None means as many as heads.
+        latent_rank: Width of a normed latent that keys and values of all heads are made from (multi-head
+            latent attention, DeepSeek-V2, 2405.04434); None means there is none. head_width is then that of
+            a query and a key, rotary part included.
+        latent_query_rank: The same of queries; None means that they are projected at once.
+        latent_rope_width: The last elements of each query and key that are rotated, and those of the keys
+            are the same for all heads.
+        latent_value_width: Width of a head's values, at most that of its keys; None means as much.
         ffn: Hidden width of the MLP, or of each expert. None means 4 d_model, or if gated 8/3 d_model rounded
             up to a multiple of 256, as in LLaMA (Touvron et al., 2023).
         norm: "layer" (with a bias when biases) or "rms".
@@ -55,6 +63,10 @@ class GPTConfig:
             (DeepSeek-V3).
         router_normalise: Whether the weights of a token's experts are divided by their sum.
         router_scale: Factor of those weights.
+        router_groups: Into how many groups of neighbours the experts are divided (DeepSeek-V2).
+        router_groups_per_token: The groups, those with the best scores, that a token's experts are in.
+        router_group_best: How many of a group's best experts its score is the sum of: 1 in DeepSeek-V2, 2 in
+            DeepSeek-V3.
         router_balance_rate: How much a step moves the bias of each expert's score, which only the choice
             sees, towards even loads (DeepSeek-V3); 0 means there is no bias.
         balance_loss: Coefficient of the loss that keeps experts evenly loaded (Fedus et al., 2021), a mean
@@ -135,6 +147,10 @@ class GPTConfig:
     heads: int = 12
     head_width: int | None = None
     kv_heads: int | None = None
+    latent_rank: int | None = None
+    latent_query_rank: int | None = None
+    latent_rope_width: int | None = None
+    latent_value_width: int | None = None
     ffn: int | None = None
     norm: Norm = "layer"
     norm_offset: float = 0.0
@@ -152,6 +168,9 @@ class GPTConfig:
     router: Router = "softmax"
     router_normalise: bool = True
     router_scale: float = 1.0
+    router_groups: int = 1
+    router_groups_per_token: int = 1
+    router_group_best: int = 2
     router_balance_rate: float = 0.0
     balance_loss: float = 0.01
     z_loss: float = 0.0
@@ -203,17 +222,29 @@ class GPTConfig:
 
     @property
     def head_dim(self) -> int:
-        """Width of one attention head, head_width resolved."""
+        """Width of one head's queries and keys, head_width resolved."""
         return self.d_model // self.heads if self.head_width is None else self.head_width
 
     @property
+    def value_dim(self) -> int:
+        """Width of one head's values, latent_value_width resolved."""
+        return self.head_dim if self.latent_value_width is None else self.latent_value_width
+
+    @property
     def attention_width(self) -> int:
-        """Width of all query heads together."""
-        return self.heads * self.head_dim
+        """Width of the outputs of all heads together."""
+        return self.heads * self.value_dim
+
+    @property
+    def qkv_width(self) -> int:
+        """Width of the queries, keys and values of all heads together."""
+        return (self.heads + self.key_value_heads) * self.head_dim + self.key_value_heads * self.value_dim
 
     @property
     def rope_width(self) -> int:
         """Elements of a head that are rotated."""
+        if self.latent_rope_width is not None:
+            return self.latent_rope_width
         return int(self.head_dim * self.rope_fraction)
 
     @property
@@ -239,6 +270,20 @@ class GPTConfig:
     def mlps_per_token(self) -> int:
         """How many MLPs a token goes through in a block."""
         return self.experts_per_token + (self.shared_ffn > 0) if self.experts else 1
+
+    @property
+    def router_config(self) -> RouterConfig:
+        """How tokens choose their experts."""
+        return RouterConfig(
+            self.router,
+            normalise=self.router_normalise,
+            scale=self.router_scale,
+            logit_biases=self.biases,
+            balance_rate=self.router_balance_rate,
+            groups=self.router_groups,
+            groups_per_token=self.router_groups_per_token,
+            group_best=self.router_group_best,
+        )
 
     @property
     def output_rows(self) -> int:
@@ -314,10 +359,20 @@ _MAX_PARAMETERS = 10**15
 
 def _block_matrices(c: GPTConfig, *, active: bool = False) -> int:
     """Elements of one block's weight matrices, or only of those that a token is multiplied with."""
-    kv_width = c.key_value_heads * c.head_dim
-    attention = 2 * c.d_model * (c.attention_width + kv_width)
+    attention = c.d_model * c.attention_width
+    if c.latent_rank is None:
+        attention += c.d_model * c.qkv_width
+    else:
+        ranks = c.latent_rank + c.rope_width + (c.latent_query_rank or 0)
+        queries = c.heads * c.head_dim * (c.latent_query_rank or c.d_model)
+        attention += c.d_model * ranks + queries + c.latent_rank * latent_outputs(c)
     hidden = c.experts * c.ffn_width + c.shared_ffn if c.experts and not active else c.active_ffn_width
     return attention + c.d_model * ((3 if c.gated else 2) * hidden + c.experts)
+
+
+def latent_outputs(c: GPTConfig) -> int:
+    """Width of what is made of a latent: of all heads the values, and the keys without their rotary part."""
+    return c.heads * (c.head_dim - c.rope_width + c.value_dim)
 
 
 def _norm_parameters(c: GPTConfig) -> int:
@@ -343,8 +398,9 @@ def _block_parameters(c: GPTConfig, *, active: bool) -> int:
     block = _block_matrices(c, active=active) + 2 * (c.pre_norms + c.post_norms) * _norm_parameters(c)
     if c.qk_norm:
         block += (c.heads + c.key_value_heads if c.qk_norm_joint else 2) * c.head_dim
+    block += (c.latent_rank or 0) + (c.latent_query_rank or 0)  # the scales of their norms
     if c.biases or c.qkv_biases:
-        block += c.attention_width + 2 * c.key_value_heads * c.head_dim
+        block += c.qkv_width
     if c.biases:
         mlp = (2 if c.gated else 1) * c.ffn_width + c.d_model
         counted = c.experts_per_token if active else c.experts
@@ -364,10 +420,10 @@ def flops_per_token(config: GPTConfig, seq_len: int) -> int:
     """Floating-point operations of one training token, forward and backward.
 
     6 per weight that is multiplied (including the output projection, without the embedding look-ups; of the
-    experts those that a token goes to), plus 12 x heads x head_dim for each token that a position attends to
-    in a layer (``attended_tokens``). As in PaLM (Chowdhery et al., 2022, appendix B) recomputation is not
-    added; unlike there causal masking is deducted, which would otherwise exceed the peak of the chip in long
-    rows. Model FLOPs utilisation is this times tokens per second over that peak.
+    experts those that a token goes to), plus 6 x heads x (head_dim + value_dim) for each token that a
+    position attends to in a layer (``attended_tokens``). As in PaLM (Chowdhery et al., 2022, appendix B)
+    recomputation is not added; unlike there causal masking is deducted, which would otherwise exceed the peak
+    of the chip in long rows. Model FLOPs utilisation is this times tokens per second over that peak.
 
     Raises:
         ConfigurationError: if seq_len is below 1 or above config.max_seq_len.
@@ -376,7 +432,12 @@ def flops_per_token(config: GPTConfig, seq_len: int) -> int:
         raise ConfigurationError(f"seq_len = {seq_len}: from 1 to max_seq_len = {config.max_seq_len}")
     matrices = sum(count * _block_matrices(kind, active=True) for kind, count in config.kinds)
     matrices += config.output_rows * config.d_model
-    return 6 * matrices + round(12 * config.attention_width * attended_tokens(config, seq_len))
+    return 6 * matrices + round(pair_flops(config) * attended_tokens(config, seq_len))
+
+
+def pair_flops(config: GPTConfig) -> int:
+    """Floating-point operations of a layer's attention, forward and backward, for a query and a key."""
+    return 6 * config.heads * (config.head_dim + config.value_dim)
 
 
 def attended_tokens(config: GPTConfig, seq_len: int) -> float:

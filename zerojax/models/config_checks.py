@@ -13,7 +13,10 @@ _COUNTS = (
     *("vocab_size", "layers", "d_model", "heads", "max_seq_len", "rope_original_len", "loss_chunk"),
     "token_tile",
 )
-_OPTIONAL_COUNTS = ("kv_heads", "head_width", "ffn", "dense_ffn", "outputs", "sliding_window")
+_OPTIONAL_COUNTS = (
+    *("kv_heads", "head_width", "ffn", "dense_ffn", "outputs", "sliding_window"),
+    *("latent_rank", "latent_query_rank", "latent_rope_width", "latent_value_width"),
+)
 _POSITIVE = (
     "rope_theta",
     "rope_local_theta",
@@ -51,6 +54,7 @@ def check_model(config: "GPTConfig") -> None:
     check_numbers(config, "[model] {}".format)
     _check_values(config)
     _check_widths(config)
+    _check_latents(config)
     _check_rope(config)
     _check_features(config)
     if config.experts != 0:
@@ -93,24 +97,49 @@ def _check_widths(c: "GPTConfig") -> None:
     )
 
 
+def _check_latents(c: "GPTConfig") -> None:
+    if c.latent_rank is None:
+        for name in ("latent_query_rank", "latent_rope_width", "latent_value_width"):
+            value = getattr(c, name)
+            require(value is None, f"{name} = {value} is of latent_rank: set that, or leave it out")
+        return
+    require(
+        c.latent_rope_width is not None and c.latent_rope_width < c.head_dim,
+        f"latent_rope_width = {c.latent_rope_width}: with latent_rank, from 2 to below the width of a head, "
+        f"{c.head_dim}",
+    )
+    require(
+        c.positions == "rope" and c.rope_fraction == 1 and c.key_value_heads == c.heads,
+        'latent_rank needs positions = "rope", and neither rope_fraction nor kv_heads: all heads have keys '
+        "of the latent, and latent_rope_width says what is rotated",
+    )
+    require(
+        c.value_dim <= c.head_dim,
+        f"latent_value_width = {c.latent_value_width}: at most the width of queries and keys, {c.head_dim}",
+    )
+    for name in ("biases", "qkv_biases", "qk_norm", "attention_sinks"):
+        require(not getattr(c, name), f"{name} = true is not supported with latent_rank: leave it out")
+
+
 def _check_rope(c: "GPTConfig") -> None:
     require(
         c.position_offset == 0 or (c.position_offset > 0 and c.positions == "learned"),
         f"position_offset = {c.position_offset}: 0 or more, and 0 without learned positions",
     )
-    for low, high in (
-        ("rope_low_freq_factor", "rope_high_freq_factor"),
-        ("rope_beta_slow", "rope_beta_fast"),
-    ):
-        require(
-            getattr(c, low) < getattr(c, high),
-            f"{low} = {getattr(c, low)} must lie below {high} = {getattr(c, high)}",
-        )
+    require(
+        c.rope_low_freq_factor < c.rope_high_freq_factor,
+        f"rope_low_freq_factor = {c.rope_low_freq_factor} must lie below rope_high_freq_factor = "
+        f"{c.rope_high_freq_factor}",
+    )
+    require(
+        c.rope_beta_slow <= c.rope_beta_fast,
+        f"rope_beta_slow = {c.rope_beta_slow}: at most rope_beta_fast = {c.rope_beta_fast}",
+    )
     require(c.rope_fraction <= 1, f"rope_fraction = {c.rope_fraction}: at most 1")
     require(
         c.positions != "rope" or (c.rope_width > 0 and c.rope_width % 2 == 0),
         f'positions = "rope" rotates pairs, but a head is {c.rope_width} wide '
-        "(head_width, or d_model / heads, times rope_fraction): make it even",
+        "(latent_rope_width; or head_width, or d_model / heads, times rope_fraction): make it even",
     )
     require(
         c.rope_scaling != "dynamic" or c.rope_width > 2,
@@ -209,3 +238,7 @@ def _check_experts(c: "GPTConfig") -> None:
         "dense_layers are all layers: set experts = 0 and ffn, or leave a layer out",
     )
     require(c.router_scale > 0, f"router_scale = {c.router_scale}: above 0")
+    try:
+        c.router_config.check(c.experts, c.experts_per_token)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"[model] router_groups: {error}") from error

@@ -84,10 +84,15 @@ def _offsets(numbers: Segments, wanted: Int[Array, " documents"]) -> Int[Array, 
     return jnp.searchsorted(numbers.reshape(-1), wanted, method="scan_unrolled").astype(jnp.int32)
 
 
+def generation() -> int:
+    """The major compute capability of this process' GPU: 8 is Ampere, 9 Hopper; 0 if it has none."""
+    capability = re.match(r"(\d+)\.\d", str(getattr(jax.devices()[0], "compute_capability", "")))
+    return 0 if capability is None else int(capability[1])
+
+
 def missing() -> str | None:
     """What this process lacks for the kernels, for a message; None if it has all."""
-    capability = re.match(r"(\d+)\.\d", str(getattr(jax.devices()[0], "compute_capability", "")))
-    if capability is None or int(capability[1]) < 8:
+    if generation() < 8:
         return "a GPU of NVIDIA's Ampere or a newer generation"
     return None if find_spec("fa4_jax") else f"the package {PACKAGE}, which zerojax[gpu] installs"
 
@@ -96,7 +101,7 @@ def attend(
     options: Options,
     query: Float[Array, "batch time heads dim"],
     key: Float[Array, "batch time kv_heads dim"],
-    value: Float[Array, "batch time kv_heads dim"],
+    value: Float[Array, "batch time kv_heads value_dim"],
     documents: Documents,
     windowed: Bool[Array, ""] | None = None,
     sinks: Sinks | None = None,
@@ -122,7 +127,7 @@ def attend(
         )
     flat = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
     attended: Array = _attention(options, *flat, documents, windowed, sinks)
-    return attended.reshape(query.shape)
+    return attended.reshape(*query.shape[:3], -1)
 
 
 class _Slots(NamedTuple):

@@ -24,12 +24,14 @@ from jaxtyping import Bool, Float, Int, Key
 from zerojax.adapters.own_tokens import own_tokens
 from zerojax.adapters.stack import Stack
 from zerojax.errors import ConfigurationError
-from zerojax.experts import Experts, RouterConfig, RouterStats
+from zerojax.experts import Experts, RouterStats
 from zerojax.experts.mlp import ACTIVATIONS
+from zerojax.matmul.replay import whole
 from zerojax.models.attention import Windowed, segment_positions
-from zerojax.models.config import GPTConfig
+from zerojax.models.config import GPTConfig, latent_outputs
 from zerojax.models.flash_attention import Documents, Segments, document_offsets
 from zerojax.models.kv_cache import KVCache, Positions, attend_cached
+from zerojax.models.latent import LatentHeads, Latents, keys_and_values
 from zerojax.models.look_up import look_up
 from zerojax.models.norms import residual_norm, rms_norm
 from zerojax.models.rope import Rope, apply_rope, rope_kinds, rope_of
@@ -38,7 +40,7 @@ from zerojax.models.sinks import Sinks
 from zerojax.schedule.tiles import tiled
 
 Hidden = Float[Array, "batch time d_model"]
-Heads = Float[Array, "batch time heads head_dim"]
+Heads = Float[Array, "batch time heads value_dim"]
 Stream = Hidden | tuple[Hidden, RouterStats]
 """What a block passes on: the residual stream, with what routers did if they are asked for it.
 
@@ -90,7 +92,7 @@ class Attention(nnx.Module):
             self.sinks = nnx.Param(nnx.initializers.normal(c.init_std)(rngs.params(), (c.heads,)))
 
     def project(self, x: Hidden, rope: Rope | None, kind: RopeKind = None) -> tuple[Array, Array, Array]:
-        """Queries (batch, time, heads, head_dim), keys and values (batch, time, kv_heads, ...)."""
+        """Queries (batch, time, heads, head_dim), keys (batch, time, kv_heads, head_dim) and values."""
         c = self.config
         kv = c.key_value_heads
         heads = self.qkv(x).reshape(*x.shape[:2], c.heads + 2 * kv, c.head_dim)
@@ -98,11 +100,12 @@ class Attention(nnx.Module):
         if c.qk_norm:
             q, k = self._normed(self.query_norm, q), self._normed(self.key_norm, k)
         if rope is not None:
-            rotate = partial(apply_rope, table=rope.table(kind), interleaved=c.rope_interleaved)
-            q, k = rotate(q), rotate(k)
-            if rope.query_scale is not None:
-                q = q * jax.lax.stop_gradient(rope.query_scale)[..., None, None].astype(q.dtype)
+            q, k = self._rotated(q, rope, kind), self._rotated(k, rope, kind)
+            q = _scaled(q, rope)
         return q, k, v
+
+    def _rotated(self, x: Array, rope: Rope, kind: RopeKind) -> Array:
+        return apply_rope(x, rope.table(kind), interleaved=self.config.rope_interleaved)
 
     def _normed(self, norm: Callable[[Array], Array], heads: Array) -> Array:
         if not self.config.qk_norm_joint:
@@ -119,6 +122,20 @@ class Attention(nnx.Module):
     ) -> Hidden:
         """Mix each position with those before it, in its segment; rope is None with learned positions."""
         return self.join(self.mix(self.project(x, rope, kind), segments, windowed))
+
+    def decode(
+        self,
+        x: Hidden,
+        rope: Rope | None,
+        positions: Positions,
+        cache: KVCache,
+        layer: int | Int[Array, ""],
+        windowed: Windowed,
+        kind: RopeKind,
+    ) -> tuple[Heads, KVCache]:
+        """The attention of new tokens to the cache, which they are added to, before the output projection."""
+        qkv = self.project(x, rope, kind)
+        return attend_cached(self.config, qkv, positions, cache, layer, windowed, self.scores_of_sinks)
 
     def mix(
         self,
@@ -149,6 +166,82 @@ class Attention(nnx.Module):
         return self.out(heads.reshape(*heads.shape[:2], self.config.attention_width))
 
 
+def _scaled(q: Array, rope: Rope) -> Array:
+    """Queries times their factors, if they have some."""
+    if rope.query_scale is None:
+        return q
+    return q * jax.lax.stop_gradient(rope.query_scale)[..., None, None].astype(q.dtype)
+
+
+_LATENT_EPSILON = 1e-6
+"""Of the norms of latents: in DeepSeek's models it is this whatever that of the others is."""
+
+
+class LatentAttention(Attention):
+    """Attention whose keys and values are made of a latent (``zerojax.models.latent``).
+
+    ``latent_down`` makes latent | rotary part of the keys, ``latent_up`` key | value of one head after the
+    other.
+    """
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        c = config
+        assert c.latent_rank is not None
+        self.config, self.rank = c, c.latent_rank
+        linear = partial(_linear, rngs=rngs, std=c.init_std, biases=False)
+        norm = partial(nnx.RMSNorm, epsilon=_LATENT_EPSILON, rngs=rngs)
+        width = c.heads * c.head_dim
+        if c.latent_query_rank is None:
+            self.query = linear(c.d_model, width)
+        else:
+            self.query_down = linear(c.d_model, c.latent_query_rank)
+            self.query_norm = norm(c.latent_query_rank)
+            self.query_up = linear(c.latent_query_rank, width)
+        self.latent_down = linear(c.d_model, c.latent_rank + c.rope_width)
+        self.latent_norm = norm(c.latent_rank)
+        self.latent_up = linear(c.latent_rank, latent_outputs(c))
+        self.out = _linear(c.attention_width, c.d_model, rngs, _residual_std(c), biases=False)
+
+    def project(self, x: Hidden, rope: Rope | None, kind: RopeKind = None) -> tuple[Array, Array, Array]:
+        """As of ``Attention``."""
+        c = self.config
+        query, latents = self._compressed(x, rope, kind)
+        latent, rotary = jnp.split(latents, [self.rank], axis=-1)
+        made = self.latent_up(latent).reshape(*x.shape[:2], c.heads, -1)
+        return query, *keys_and_values(made, rotary, c.head_dim - c.rope_width)
+
+    def decode(
+        self,
+        x: Hidden,
+        rope: Rope | None,
+        positions: Positions,
+        cache: KVCache,
+        layer: int | Int[Array, ""],
+        windowed: Windowed,
+        kind: RopeKind,
+    ) -> tuple[Heads, KVCache]:
+        """As of ``Attention``; the cache has latents."""
+        c = self.config
+        query, latents = self._compressed(x, rope, kind)
+        up = whole(self.latent_up.kernel[...]).reshape(self.rank, c.heads, -1)
+        heads = LatentHeads(up, c.head_dim - c.rope_width)
+        return attend_cached(c, (query, latents, None), positions, cache, layer, windowed, latent=heads)
+
+    def _compressed(self, x: Hidden, rope: Rope | None, kind: RopeKind) -> tuple[Array, Latents]:
+        c = self.config
+        assert rope is not None
+        if c.latent_query_rank is None:
+            query = self.query(x)
+        else:
+            query = self.query_up(self.query_norm(self.query_down(x)))
+        query = query.reshape(*x.shape[:2], c.heads, c.head_dim)
+        plain, rotary = jnp.split(query, [c.head_dim - c.rope_width], axis=-1)
+        query = jnp.concatenate([plain, self._rotated(rotary, rope, kind)], axis=-1)
+        latent, rotary = jnp.split(self.latent_down(x)[:, :, None], [self.rank], axis=-1)
+        latents = jnp.concatenate([self.latent_norm(latent), self._rotated(rotary, rope, kind)], axis=-1)
+        return _scaled(query, rope), latents
+
+
 _ACTIVATIONS = {
     "gelu": jax.nn.gelu,
     "gelu_exact": partial(jax.nn.gelu, approximate=False),
@@ -176,16 +269,9 @@ class MLP(nnx.Module):
 
 def _experts(c: GPTConfig, rngs: nnx.Rngs) -> Experts:
     assert c.mlp in ACTIVATIONS
-    router = RouterConfig(
-        c.router,
-        normalise=c.router_normalise,
-        scale=c.router_scale,
-        logit_biases=c.biases,
-        balance_rate=c.router_balance_rate,
-    )
     return Experts(
         *(c.d_model, c.ffn_width, c.experts, c.experts_per_token),
-        router=router,
+        router=c.router_config,
         activation=c.mlp,
         biases=c.biases,
         shared=c.shared_ffn,
@@ -212,7 +298,7 @@ class Block(nnx.Module):
 
         self.config = config
         self.norm_attention = norm(config.pre_norms)
-        self.attention = Attention(config, rngs=rngs)
+        self.attention = (Attention if config.latent_rank is None else LatentAttention)(config, rngs=rngs)
         self.norm_mlp = norm(config.pre_norms)
         self.mlp = _experts(config, rngs) if config.experts else MLP(config, rngs=rngs)
         self.post_norm_attention = norm(config.post_norms)
@@ -271,10 +357,8 @@ class Block(nnx.Module):
             kind: likewise.
         """
         hidden, cache = x
-        attention = self.attention
-        qkv = attention.project(self.norm_attention(hidden), rope, kind)
-        heads, cache = attend_cached(
-            *(attention.config, qkv, positions, cache, layer, windowed), attention.scores_of_sinks
+        heads, cache = self.attention.decode(
+            self.norm_attention(hidden), rope, positions, cache, layer, windowed, kind
         )
         return self.finish(hidden, heads)[0], cache
 

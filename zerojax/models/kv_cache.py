@@ -1,5 +1,6 @@
 """The key-value cache of a GPT, and attention to what it holds."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -13,6 +14,7 @@ from jaxtyping import Float, Int
 from pallas_kernels import attend_cache
 from zerojax.models.attention import Windowed, attention_and_lse, causal_attention, fastest, joined
 from zerojax.models.config import GPTConfig
+from zerojax.models.latent import LatentHeads
 from zerojax.models.sinks import Sinks, with_sinks
 
 Positions = Int[Array, "batch time"]
@@ -26,55 +28,61 @@ class KVCache(NamedTuple):
     """Keys and values of all layers; the token at position p of a row is in column p.
 
     The heads come before the columns, which is how attention multiplies them: XLA would otherwise transpose
-    the whole cache for every token.
+    the whole cache for every token. Of a model with latents, ``keys`` are these, as if of one head, and there
+    are no values (``zerojax.models.latent``).
     """
 
     keys: Float[Array, "layers batch kv_heads length dim"]
-    values: Float[Array, "layers batch kv_heads length dim"]
+    values: Float[Array, "layers batch kv_heads length dim"] | None
 
     @staticmethod
     def empty(config: GPTConfig, batch: int, length: int, dtype: DTypeLike) -> "KVCache":
         """Zeros, for ``batch`` rows of ``length`` tokens."""
+        if config.latent_rank is not None:
+            width = config.latent_rank + config.rope_width
+            return KVCache(jnp.zeros((config.layers, batch, 1, length, width), dtype), None)
         shape = (config.layers, batch, config.key_value_heads, length, config.head_dim)
         return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
 def attend_cached(
     config: GPTConfig,
-    qkv: tuple[Array, Array, Array],
+    qkv: tuple[Array, Array, Array | None],
     positions: Positions,
     cache: KVCache,
     layer: int | Int[Array, ""],
     windowed: Windowed,
     sinks: Sinks | None = None,
-) -> tuple[Float[Array, "batch time heads dim"], KVCache]:
+    latent: LatentHeads | None = None,
+) -> tuple[Float[Array, "batch time heads value_dim"], KVCache]:
     """Write keys and values of new tokens into the cache, and let their queries attend to all columns so far.
 
     Args:
         config: of the model.
-        qkv: queries (batch, time, heads, dim), keys and values (batch, time, kv_heads, dim).
+        qkv: queries (batch, time, heads, dim), keys and values (batch, time, kv_heads, dim); or queries,
+            latents and None.
         positions: of the new tokens; what lies beyond the cache's length is not written.
         cache: of all layers.
         layer: the layer's index.
         windowed: whether the sliding window, if the model has one, is this layer's.
         sinks: the layer's, if the model has some.
+        latent: what makes keys and values of the layer's latents, if the model has these.
     """
     query, key, value = qkv
-    rows, heads = jnp.arange(query.shape[0])[:, None, None], jnp.arange(config.key_value_heads)[:, None]
-    cache = KVCache(
-        *(
-            whole.at[layer, rows, heads, positions[:, None]].set(
-                part.swapaxes(1, 2).astype(whole.dtype), mode="drop", unique_indices=True
-            )
-            for whole, part in zip(cache, (key, value), strict=True)
+    rows, heads = jnp.arange(query.shape[0])[:, None, None], jnp.arange(key.shape[2])[:, None]
+
+    def written(whole: Array, part: Array) -> Array:
+        return whole.at[layer, rows, heads, positions[:, None]].set(
+            part.swapaxes(1, 2).astype(whole.dtype), mode="drop", unique_indices=True
         )
-    )
+
+    cache = jax.tree.map(written, cache, KVCache(key, value))
+    read = partial(_keys_and_values, latent)
     if query.shape[1] == cache.keys.shape[3]:
         # The new tokens fill the cache, so it was empty: they see each other alone.
         attended = causal_attention(
             query,
-            key,
-            value,
+            *read(key, value),
             config.attention,
             window=config.sliding_window,
             windowed=windowed,
@@ -91,28 +99,45 @@ def attend_cached(
         query = query[:, 0].astype(cache.keys.dtype)
         scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         softcap = config.attention_softcap
-        attended = attend_cache(query, *cache, layer, start, stop, sinks, scale=scale, softcap=softcap)
+        query = query if latent is None else latent.absorbed(query)
+        values = cache.keys if cache.values is None else cache.values
+        attended = attend_cache(
+            query, cache.keys, values, layer, start, stop, sinks, scale=scale, softcap=softcap
+        )
+        attended = attended if latent is None else latent.values(attended)
         return attended[:, None], cache
     query = query.astype(cache.keys.dtype)
-    by_blocks = partial(_attend_blocks, config, query, positions, cache, layer)
-    kernel = _flash_kernel(config, query)
+    by_blocks = partial(_attend_blocks, config, query, positions, cache, layer, read)
+    new_keys, new_values = (x.astype(query.dtype) for x in read(key, value))
+    kernel = _flash_kernel(config, query, new_values)
     if kernel is None or (config.sliding_window is not None and windowed is True):
         return by_blocks(windowed, sinks), cache
 
     def by_flash() -> Array:
-        new = key.astype(query.dtype), value.astype(query.dtype)
-        return _attend_flash(config, kernel, (query, *new), positions[:, 0], cache, layer, sinks)
+        qkv = query, new_keys, new_values
+        return _attend_flash(config, kernel, qkv, positions[:, 0], cache, layer, read, sinks)
 
     if config.sliding_window is None or windowed is False:
         return by_flash(), cache
     return jax.lax.cond(windowed, lambda: by_blocks(True, sinks), by_flash), cache
 
 
-def _flash_kernel(config: GPTConfig, query: Array) -> Literal["cudnn", "xla"] | None:
+Read = Callable[[Array, Array | None], tuple[Array, Array]]
+"""Keys and values (batch, time, kv_heads, ...), from those that are cached."""
+
+
+def _keys_and_values(latent: LatentHeads | None, keys: Array, values: Array | None) -> tuple[Array, Array]:
+    if latent is not None:
+        return latent.expanded(keys)
+    assert values is not None
+    return keys, values
+
+
+def _flash_kernel(config: GPTConfig, query: Array, value: Array) -> Literal["cudnn", "xla"] | None:
     """The kernel of ``_attend_flash``; None where scores must be made block by block."""
     if (
         config.attention in ("auto", "cudnn")
-        and fastest(query, config.attention_softcap, masked=False) == "cudnn"
+        and fastest(query, value, config.attention_softcap, masked=False) == "cudnn"
     ):
         return "cudnn"
     return None
@@ -125,15 +150,17 @@ def _attend_flash(
     before: Int[Array, " batch"],
     cache: KVCache,
     layer: int | Int[Array, ""],
+    read: Read,
     sinks: Sinks | None,
-) -> Float[Array, "batch time heads dim"]:
+) -> Float[Array, "batch time heads value_dim"]:
     """Attention of new tokens to each other and to the ``before`` tokens of the cache that precede them."""
     query, scale = qkv[0], config.attention_scale
     block = min(_FLASH_BLOCK, cache.keys.shape[3])
 
     def add(number: Array, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
         first = number * block
-        keys, values = (_columns(x, layer, first, block).swapaxes(1, 2) for x in cache)
+        cached = jax.tree.map(lambda x: _columns(x, layer, first, block).swapaxes(1, 2), cache)
+        keys, values = read(*cached)
         there = jnp.clip(before - first, 0, block)
         more = attention_and_lse(query, keys, values, kernel, scale=scale, lengths=there)
         return joined(*so_far, *more)
@@ -161,9 +188,10 @@ def _attend_blocks(
     positions: Positions,
     cache: KVCache,
     layer: int | Int[Array, ""],
+    read: Read,
     windowed: Windowed,
     sinks: Sinks | None,
-) -> Float[Array, "batch time heads dim"]:
+) -> Float[Array, "batch time heads value_dim"]:
     """Attention of several new tokens to a cache that has them, with the scores of a block of its columns at
     a time (Rabe and Staats, 2021, "Self-attention Does Not Need O(n^2) Memory")."""
     batch, time, _, dim = query.shape
@@ -176,11 +204,14 @@ def _attend_blocks(
         largest, total, sums = carry
         first = jnp.minimum(number * block, length - block)
         columns = first + jnp.arange(block)
-        keys, values = (
-            jax.lax.dynamic_slice(x, (layer, 0, 0, first, 0), (1, *x.shape[1:3], block, dim))[0]
-            for x in cache
+        cached = jax.tree.map(
+            lambda x: jax.lax.dynamic_slice(
+                x, (layer, 0, 0, first, 0), (1, *x.shape[1:3], block, x.shape[4])
+            )[0].swapaxes(1, 2),
+            cache,
         )
-        scores = jnp.einsum("btkgd,bksd->bkgts", grouped, keys, preferred_element_type=jnp.float32) * scale
+        keys, values = read(*cached)
+        scores = jnp.einsum("btkgd,bskd->bkgts", grouped, keys, preferred_element_type=jnp.float32) * scale
         if config.attention_softcap is not None:
             scores = config.attention_softcap * jnp.tanh(scores / config.attention_softcap)
         distance = positions[..., None] - columns
@@ -191,7 +222,7 @@ def _attend_blocks(
         now = jnp.maximum(largest, scores.max(axis=-1))
         weights, kept = jnp.exp(scores - now[..., None]), jnp.exp(largest - now)
         more = jnp.einsum(
-            "bkgts,bksd->bkgtd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
+            "bkgts,bskd->bkgtd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
         )
         return now, total * kept + weights.sum(axis=-1), sums * kept[..., None] + more
 
@@ -206,7 +237,8 @@ def _attend_blocks(
         nearest = jnp.maximum(jnp.min(positions) - window + 1, 0) // block
         start = jnp.where(windowed, nearest, 0)
     stop = -(-jnp.minimum(jnp.max(positions) + 1, length) // block)
-    _, total, sums = jax.lax.fori_loop(start, stop, add, (largest, total, jnp.zeros((*rows, dim))))
+    sums = jnp.zeros((*rows, config.value_dim))
+    _, total, sums = jax.lax.fori_loop(start, stop, add, (largest, total, sums))
     # A token of the padding behind a row may see nothing.
     out = sums / jnp.where(total > 0, total, 1)[..., None]
-    return out.transpose(0, 3, 1, 2, 4).reshape(query.shape).astype(query.dtype)
+    return out.transpose(0, 3, 1, 2, 4).reshape(*query.shape[:3], -1).astype(query.dtype)

@@ -12,7 +12,7 @@ import pytest
 from zerojax.errors import ZeroError
 from zerojax.interop.huggingface.config_keys import HARMLESS, ConfigKeys
 from zerojax.interop.huggingface.families import FAMILIES, read_model
-from zerojax.models import GPTConfig
+from zerojax.models import GPTConfig, parameter_count
 
 _LLAMA_SHAPE: dict[str, Any] = {
     "vocab_size": 100,
@@ -57,13 +57,21 @@ SHAPE: dict[str, dict[str, Any]] = {
     "glm4_moe": _LLAMA_SHAPE
     | {"num_key_value_heads": 2, "n_routed_experts": 6, "num_experts_per_tok": 3}
     | {"moe_intermediate_size": 12},
+    "deepseek_v2": _LLAMA_SHAPE
+    | {"n_routed_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 12},
+    "deepseek_v3": _LLAMA_SHAPE
+    | {"n_routed_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 12}
+    | {"num_hidden_layers": 4},
     "gpt_oss": _LLAMA_SHAPE
     | {"num_key_value_heads": 2, "num_local_experts": 6, "num_experts_per_tok": 3}
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
 }
 """Keys that transformers always writes, and without which nothing is imported."""
-NULLABLE = {"num_key_value_heads", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
-"""Keys whose null is not their default: as many as heads, no window, no cap."""
+NULLABLE = {
+    *("num_key_value_heads", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
+    "q_lora_rank",
+}
+"""Keys whose null is not their default: as many as heads, no window, no cap, no rank."""
 
 SAME: dict[str, Any] = {"vocab_size": 100, "layers": 2, "d_model": 16, "heads": 4, "max_seq_len": 32}
 _LLAMA: dict[str, Any] = {
@@ -144,6 +152,19 @@ MODELS |= {
     ),
 }  # fmt: skip
 
+_DEEPSEEK: dict[str, Any] = {
+    "experts": 16, "experts_per_token": 3, "ffn": 12, "kv_heads": None, "head_width": 192,
+    "latent_rank": 512, "latent_query_rank": 1536, "latent_rope_width": 64, "latent_value_width": 128,
+    "rope_interleaved": True,
+}  # fmt: skip
+MODELS |= {
+    "deepseek_v2": like_llama(**_DEEPSEEK, shared_ffn=24, router_normalise=False),
+    "deepseek_v3": like_llama(
+        **_DEEPSEEK, layers=4, shared_ffn=12, dense_layers=(0, 1, 2), dense_ffn=24, router="sigmoid",
+        router_scale=2.5, router_balance_rate=0.001, router_groups=8, router_groups_per_token=4,
+    ),
+}  # fmt: skip
+
 _ROPE: dict[str, tuple[Any, Any]] = {
     "rope_parameters": ({"rope_type": "default", "rope_theta": 10000.0}, {"rope_theta": 5e5}),
     "rope_scaling": ({"type": "default", "partial_rotary_factor": 1.0}, {"type": "linear", "factor": 2.0}),
@@ -183,6 +204,23 @@ _OLMO: dict[str, tuple[Any, Any]] = _LIKE_LLAMA | {
     "attention_bias": (False, True),
     "num_key_value_heads": (None, 2),
     "rms_norm_eps": (1e-5, 1e-6),
+}
+_LIKE_DEEPSEEK: dict[str, tuple[Any, Any]] = _LIKE_LLAMA | {
+    "attention_bias": (False, True),
+    "first_k_dense_replace": (0, 1),
+    "head_dim": (64, 8),
+    "kv_lora_rank": (512, 8),
+    "moe_layer_freq": (1, 2),
+    "n_shared_experts": (2, 1),
+    "num_key_value_heads": (None, 2),
+    "pretraining_tp": (1, 2),
+    "q_lora_rank": (1536, None),
+    "qk_head_dim": (192, 8),
+    "qk_nope_head_dim": (128, 192),
+    "qk_rope_head_dim": (64, 8),
+    "quantization_config": ({}, {"quant_method": "fp8"}),
+    "routed_scaling_factor": (1.0, 2.5),
+    "v_head_dim": (128, 8),
 }
 LONGROPE = {"type": "longrope", "short_factor": [1, 2.0], "long_factor": [2.0, 4.0]}
 
@@ -326,8 +364,27 @@ KEYS: dict[str, dict[str, tuple[Any, Any]]] = {
             {"type": "linear", "factor": 2.0},
         ),
         "routed_scaling_factor": (1.0, 2.5),
-        "topk_group": (1, 2),
+        "topk_group": (1, 1),  # as many as there are groups
         "use_qk_norm": (False, True),
+    },
+    "deepseek_v2": _LIKE_DEEPSEEK
+    | {
+        "mlp_bias": (False, True),
+        "norm_topk_prob": (False, True),
+        "scoring_func": ("softmax", "sigmoid"),
+        "topk_method": ("greedy", "noaux_tc"),
+    },
+    "deepseek_v3": _LIKE_DEEPSEEK
+    | {
+        "first_k_dense_replace": (3, 1),
+        "n_group": (8, 4),
+        "n_shared_experts": (1, 2),
+        "norm_topk_prob": (True, False),
+        "rope_interleave": (True, False),
+        "routed_scaling_factor": (2.5, 1.0),
+        "scoring_func": ("sigmoid", "softmax"),
+        "topk_group": (4, 2),
+        "topk_method": ("noaux_tc", "greedy"),
     },
     "gpt_oss": {
         "attention_bias": (True, False),
@@ -383,6 +440,8 @@ UNUSED = {
     },
     "qwen3_moe": {"max_window_layers"},
     "glm4_moe": {"num_nextn_predict_layers", "num_mtp_layers"},
+    "deepseek_v2": {"ep_size", "aux_loss_alpha", "seq_aux", "n_group", "topk_group"},
+    "deepseek_v3": {"ep_size", "aux_loss_alpha", "seq_aux", "num_nextn_predict_layers", "num_mtp_layers"},
     "gpt_oss": {"experts_per_token", "initial_context_length"},
     "gemma2": {"cache_implementation", "sliding_window_size"},
     "gemma3_text": {"cache_implementation", "_sliding_window_pattern"},
@@ -533,6 +592,50 @@ def test_a_llama_with_the_keys_of_smollm():
     assert model == like_llama(
         d_model=18, heads=9, kv_heads=3, ffn=48, max_seq_len=64, tied=True, norm_eps=1e-5, rope_theta=1e5
     )
+
+
+def test_deepseeks_own_keys():
+    # config.json of DeepSeek-V3, without its quantization, and what differs in V2 and in Kimi K2.
+    scaling = {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    }  # fmt: skip
+    values = {
+        "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "bos_token_id": 0,
+        "eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu",
+        "hidden_size": 7168, "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512,
+        "max_position_embeddings": 163840, "model_type": "deepseek_v3", "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1,
+        "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8,
+        "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+        "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-6,
+        "rope_scaling": scaling, "rope_theta": 10000, "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc",
+        "torch_dtype": "bfloat16", "transformers_version": "4.33.1", "use_cache": True, "v_head_dim": 128,
+        "vocab_size": 129280,
+    }  # fmt: skip
+    model = read_model(values, "config.json")[1]
+    assert parameter_count(model) == 671_026_404_352
+    assert model.attention_scale == pytest.approx(192**-0.5 * (0.1 * np.log(40) + 1) ** 2)
+    assert (model.rope_attention_factor, model.rope_width, model.max_seq_len) == (1.0, 64, 163840)
+    k2 = {
+        "model_type": "kimi_k2",
+        "rope_scaling": scaling | {"beta_fast": 1.0},
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    assert read_model(values | k2, "config.json")[1].router_groups == 1
+    v2 = {
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "norm_topk_prob": False,
+        "scoring_func": "softmax", "topk_method": "group_limited_greedy", "topk_group": 3,
+    }  # fmt: skip
+    values |= v2
+    del values["num_nextn_predict_layers"]
+    model = read_model(values, "config.json")[1]
+    assert (model.router_groups, model.router_groups_per_token, model.router_group_best) == (8, 3, 1)
+    with pytest.raises(ZeroError, match="fp8 are not supported: convert them to bf16"):
+        read_model(values | {"quantization_config": {"quant_method": "fp8"}}, "config.json")
 
 
 @pytest.mark.parametrize("family", KEYS)

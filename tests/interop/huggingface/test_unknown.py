@@ -36,8 +36,8 @@ ROPE = {
         ),
         (
             "llama2",
-            {"model_type": "deepseek_v3"},
-            "model_type = 'deepseek_v3' is not supported, only gpt2, opt",
+            {"model_type": "falcon"},
+            "model_type = 'falcon' is not supported, only gpt2, opt",
         ),
         ("llama2", {"sliding_window": 64}, "cannot import a model with unknown keys: sliding_window = 64"),
         ("llama2", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu'"),

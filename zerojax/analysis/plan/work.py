@@ -1,9 +1,10 @@
 """The work of a decoder in one micro-batch on one device: FLOPs and activation bytes.
 
 Let t be the tokens, d the model's width, q = (heads + 2 kv_heads) head_dim the width of queries, keys and
-values, a that of the attention's output and f that of the MLP. A block of matrices of w elements takes 2 w t
-FLOPs forward and twice that backward; causal attention takes 2 a s t forward at s tokens per sequence (half
-of the 4 a s t of a full square) and twice that backward, in a sliding window of w tokens
+values, a that of the attention's output and f that of the MLP. With latents of l elements, rotary parts and
+those of queries included, "none" keeps 2 l more: before and after their norms. A block of matrices of w
+elements takes 2 w t FLOPs forward and twice that backward; causal attention takes 2 a s t forward at s tokens
+per sequence (half of the 4 a s t of a full square) and twice that backward, in a sliding window of w tokens
 4 a t (w - w^2 / 2s). XLA's attention computes the full square in either case. The backward kernels of cuDNN
 and FlashAttention-4 compute the scores again, half of the forward pass. A row counts as one document: packed
 ones take less. Recomputing a block in the backward pass takes its forward FLOPs once more, under
@@ -28,7 +29,7 @@ in tiles of T tokens. Then 2 q + 2 a are alive a token, what attention reads and
 which "attention" keeps a; and for a tile 4 d + 4 f (gated 6.5 f) a token of it.
 
 At another moment the backward pass of attention works: with these, d for the gradient of the block's output,
-keys and values once more (q - a), and the kernel's workspace, ``backward_workspace``. "attention" and "none"
+keys and values once more, and the kernel's workspace, ``backward_workspace``. "attention" and "none"
 keep a of these, and "none" q.
 
 In a mixture f is the width of all experts of a token together, and products read and make a d for each of
@@ -52,8 +53,8 @@ removes the matmul and its sums; a frozen embedding has none to combine at the e
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from zerojax.models.attention import FLASH_MAX_HEAD_DIM
-from zerojax.models.config import GPTConfig, attended_tokens, flops_per_token
+from zerojax.models.attention import has_flash
+from zerojax.models.config import GPTConfig, attended_tokens, flops_per_token, pair_flops
 from zerojax.models.loss import VOCABULARY_TILE
 from zerojax.models.shared_rows import spread_of
 from zerojax.schedule.tiles import tokens_of_tile
@@ -114,7 +115,7 @@ class Work:
 
 def flash_attention(config: GPTConfig, dtype: str) -> bool:
     """Whether attention runs as cuDNN's kernel or FlashAttention-4 on a GPU, which keep no scores."""
-    takes = dtype == "bfloat16" and config.head_dim <= FLASH_MAX_HEAD_DIM and config.head_dim % 8 == 0
+    takes = dtype == "bfloat16" and has_flash(config.head_dim, config.value_dim, since_hopper=True)
     if config.attention == "auto":
         return takes and config.attention_softcap is None
     return config.attention != "xla"
@@ -207,7 +208,7 @@ def decoder_work(
     c, tokens, flash = config, sequences * length // sharing, flash_attention(config, dtype)
     model_flops = tokens * flops_per_token(c, length)
     unembedding = 6 * c.output_rows * c.d_model * tokens
-    per_pair = 12 * c.attention_width * tokens
+    per_pair = pair_flops(c) * tokens
     matrices = model_flops - unembedding - per_pair * attended_tokens(c, length)
     modules = {leaf.path[0] for leaf in frozen}
     spared = unembedding / 3 if _unembedding(c) in modules else 0  # its gradient
@@ -215,16 +216,18 @@ def decoder_work(
     spread = spread_of(c.heads, c.key_value_heads, sharing)
     attention *= spread.heads / c.heads
     matrices_again = 0.0 if remat == "none" else matrices / 3
-    attention_again = (attention / 3 if remat == "full" else 0) + (attention / 6 if flash else 0)
+    scores = c.head_dim / (c.head_dim + c.value_dim) * attention / 3
+    attention_again = (attention / 3 if remat == "full" else 0) + (scores if flash else 0)
     again = matrices_again + attention_again
     item = ITEM[dtype]
     fp32 = 4 * c.layers * _kept_fp32(c, remat, length, flash=flash)
     kept = tokens * (item * _over_layers(c, lambda kind: _kept_width(kind, remat)) + fp32)
-    there, back = (spread.heads + 2 * spread.copies) * c.head_dim, spread.heads * c.head_dim
+    back = spread.heads * c.value_dim
+    there = (spread.heads + spread.copies) * c.head_dim + spread.copies * c.value_dim
     sent = tokens * item * (there + back) if sharing > 1 else 0
     working = item * max(_working(kind, remat, tokens) for kind, _ in c.kinds)
     if sent and remat == "none":
-        kept += tokens * c.layers * item * (there - _qkv_width(c) + back)
+        kept += tokens * c.layers * item * (there - c.qkv_width + back)
     if flash:
         working = max(
             working,
@@ -232,7 +235,7 @@ def decoder_work(
             * (item * _in_attention(c, remat) + backward_workspace(spread.heads, spread.copies, c.head_dim)),
         )
     else:
-        working += tokens * (2.7 * 4 * c.heads * length + 3 * item * _qkv_width(c))
+        working += tokens * (2.7 * 4 * c.heads * length + 3 * item * c.qkv_width)
     at_loss = _head_bytes(c, tokens, item, modules) if head else _distance_bytes(c, tokens, item)
     if not _in_tiles(c, remat, tokens):
         kind = c.kinds[-1][0]
@@ -261,12 +264,13 @@ def _over_layers(c: GPTConfig, width: Callable[[GPTConfig], int]) -> int:
 
 def _read_width(c: GPTConfig) -> int:
     """Elements per token that products with a layer's weights read."""
-    return (1 + c.mlps_per_token) * c.d_model + c.attention_width + c.active_ffn_width
+    ranks = (c.latent_rank or 0) + (c.latent_query_rank or 0)
+    return (1 + c.mlps_per_token) * c.d_model + ranks + c.attention_width + c.active_ffn_width
 
 
 def _made_width(c: GPTConfig) -> int:
     """Elements per token that they make."""
-    return (1 + c.mlps_per_token) * c.d_model + _qkv_width(c) + _mlp_width(c)
+    return (1 + c.mlps_per_token) * c.d_model + c.qkv_width + _latent_width(c) + _mlp_width(c)
 
 
 def _exchanged_bytes(c: GPTConfig, remat: Remat, dtype: str) -> int:
@@ -290,8 +294,9 @@ def _computed_tokens(c: GPTConfig, length: int) -> float:
     return attended_tokens(c, length) / c.layers
 
 
-def _qkv_width(c: GPTConfig) -> int:
-    return (c.heads + 2 * c.key_value_heads) * c.head_dim
+def _latent_width(c: GPTConfig) -> int:
+    """Elements per token that keys, values and queries are made of."""
+    return 0 if c.latent_rank is None else c.latent_rank + c.rope_width + (c.latent_query_rank or 0)
 
 
 def _mlp_width(c: GPTConfig) -> int:
@@ -304,7 +309,7 @@ def _kept_width(c: GPTConfig, remat: Remat) -> int:
         return c.d_model
     if remat == "attention":
         return c.d_model + c.attention_width
-    return 2 * c.d_model + _qkv_width(c) + c.attention_width + _mlp_width(c)
+    return 2 * c.d_model + 2 * _latent_width(c) + c.qkv_width + c.attention_width + _mlp_width(c)
 
 
 def _kept_fp32(c: GPTConfig, remat: Remat, length: int, *, flash: bool) -> int:
@@ -320,11 +325,11 @@ def _working(c: GPTConfig, remat: Remat, tokens: int) -> float:
     """Elements in use during a layer's backward pass, in the compute dtype, outside of attention's kernel."""
     rows = 4 * c.experts_per_token * c.d_model if c.experts else 0
     if remat == "none":
-        return tokens * (rows + 1.5 * c.d_model + _qkv_width(c) + 2 * c.active_ffn_width)
-    whole = tokens * (rows + 9 * c.d_model + 2 * _qkv_width(c) + (3 if c.gated else 2) * c.active_ffn_width)
+        return tokens * (rows + 1.5 * c.d_model + c.qkv_width + 2 * c.active_ffn_width)
+    whole = tokens * (rows + 9 * c.d_model + 2 * c.qkv_width + (3 if c.gated else 2) * c.active_ffn_width)
     if not _in_tiles(c, remat, tokens):
         return whole
-    in_attention = 2 * _qkv_width(c) + (2 if remat == "full" else 1) * c.attention_width
+    in_attention = 2 * c.qkv_width + (2 if remat == "full" else 1) * c.attention_width
     in_tile = 4 * c.d_model + (6.5 if c.gated else 4) * c.ffn_width
     return tokens * in_attention + tokens_of_tile(tokens, c.token_tile) * in_tile
 
@@ -336,9 +341,9 @@ def _in_tiles(c: GPTConfig, remat: Remat, tokens: int) -> bool:
 
 def _in_attention(c: GPTConfig, remat: Remat) -> int:
     """Elements per token in use during the backward pass of a flash kernel, besides its workspace."""
-    gradients = _qkv_width(c) + c.attention_width + c.d_model
-    again = _qkv_width(c) - c.attention_width
-    read = {"full": _qkv_width(c) + c.attention_width, "attention": _qkv_width(c), "none": 0}
+    gradients = c.qkv_width + c.attention_width + c.d_model
+    again = c.qkv_width - c.heads * c.head_dim
+    read = {"full": c.qkv_width + c.attention_width, "attention": c.qkv_width, "none": 0}
     return gradients + again + read[remat]
 
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts: Mixtral, Qwen3-MoE, OLMoE, GLM-4.5 and gpt-oss.
+"""Mixtures of experts: Mixtral, Qwen3-MoE, OLMoE, GLM-4.5, DeepSeek-V2 and V3, and gpt-oss.
 
 The files of all but the last have three matrices for each expert. transformers 5 holds the experts of a layer
 in two tensors, but reads and writes the same files. gpt-oss' files have these two tensors, in which the
@@ -6,14 +6,15 @@ outputs of gate and up take turns.
 """
 
 from dataclasses import replace
+from typing import Any
 
 from zerojax.errors import ConfigurationError
+from zerojax.interop.huggingface import mxfp4
 from zerojax.interop.huggingface.config_keys import ConfigKeys
 from zerojax.interop.huggingface.config_table import ANY, Entry, Fields, dropouts, key, only, unused
 from zerojax.interop.huggingface.layer_types import periodic, windows
 from zerojax.interop.huggingface.llama import LLAMA_BLOCK, NO_BIASES, QK_NORMS, SILU, like_llama
 from zerojax.interop.huggingface.mapping import Bare, Module, Names
-from zerojax.interop.huggingface.mxfp4 import QUANTIZATION
 from zerojax.interop.huggingface.rope_keys import Rope
 from zerojax.models import GPTConfig
 
@@ -64,10 +65,14 @@ def _write_dense_layers(model: GPTConfig) -> Fields:
     return {"decoder_sparse_step": 1, "mlp_only_layers": list(dense)} | widths
 
 
-def _first_dense(keys: ConfigKeys, found: Fields) -> Fields:
+def _first_dense(default: int) -> Entry:
     """The first layers have no experts, and intermediate_size is theirs."""
-    dense = tuple(range(min(keys.take("first_k_dense_replace", int, 1), found["layers"])))
-    return {"dense_layers": dense, "dense_ffn": found["ffn"] if dense else None}
+
+    def read(keys: ConfigKeys, found: Fields) -> Fields:
+        dense = tuple(range(min(keys.take("first_k_dense_replace", int, default), found["layers"])))
+        return {"dense_layers": dense, "dense_ffn": found["ffn"] if dense else None}
+
+    return Entry(read, _write_first_dense, lambda _: dict.fromkeys(("dense_layers", "dense_ffn"), ANY))
 
 
 def _write_first_dense(model: GPTConfig) -> Fields:
@@ -87,6 +92,36 @@ def _shared_experts(model: GPTConfig) -> int:
     return count
 
 
+def _with_shared(*, dense: int, shared: int, scale: float) -> tuple[Entry, ...]:
+    """The keys of mixtures with dense layers first, and experts for all tokens, and what they default to."""
+    return (
+        _first_dense(dense),
+        key("moe_intermediate_size", "ffn", written="ffn_width"),
+        *_mixture("n_routed_experts"),
+        key(
+            *("n_shared_experts", "shared_ffn", int, shared),
+            decode=lambda count, found: count * found["ffn"],
+            written=_shared_experts,
+        ),
+        key("routed_scaling_factor", "router_scale", float, scale),
+    )
+
+
+def _groups(groups: int, per_token: int) -> tuple[Entry, ...]:
+    """The keys of groups of experts, and what they default to."""
+    return (
+        key("n_group", "router_groups", int, groups),
+        key("topk_group", "router_groups_per_token", int, per_token),
+    )
+
+
+PREDICTING = "num_nextn_predict_layers"
+"""The key of layers that predict further tokens, which are not read."""
+_PREDICTING = Entry(lambda keys, _: keys.unused(PREDICTING, "num_mtp_layers"), lambda _: {PREDICTING: 0})
+_CHOICE_BIASES = Entry(  # files have the biases of the choice, and not how they move
+    lambda *_: {"router_balance_rate": 0.001},
+    allowed=lambda model: {"router_balance_rate": model.router_balance_rate or "above 0"},
+)
 _NORMALISE = key("norm_topk_prob", "router_normalise", bool, False)
 
 MIXTRAL = like_llama(
@@ -149,7 +184,7 @@ GPT_OSS = like_llama(
     only("swiglu_limit", 7.0),
     windows(lambda _, found: periodic(found["layers"], 2), window=128),
     unused("experts_per_token", "initial_context_length"),  # of its first files
-    QUANTIZATION,
+    mxfp4.QUANTIZATION,
     head_dim=64,
     norm_eps=1e-5,
     rotary=Rope(theta=150000.0, tables="explicit"),
@@ -157,32 +192,137 @@ GPT_OSS = like_llama(
     biases=True,
     attention_sinks=True,
 )
-PREDICTING = "num_nextn_predict_layers"
-"""The key of layers that predict further tokens, which are not read."""
 GLM4_MOE = like_llama(
     SILU,
     key("attention_bias", "qkv_biases", bool, False),
     key("use_qk_norm", "qk_norm", bool, False),
-    Entry(_first_dense, _write_first_dense, lambda _: dict.fromkeys(("dense_layers", "dense_ffn"), ANY)),
-    key("moe_intermediate_size", "ffn", written="ffn_width"),
-    *_mixture("n_routed_experts"),
-    key(
-        *("n_shared_experts", "shared_ffn", int, 1),
-        decode=lambda count, found: count * found["ffn"],
-        written=_shared_experts,
-    ),
+    *_with_shared(dense=1, shared=1, scale=1.0),
     key("norm_topk_prob", "router_normalise", bool, True),
-    key("routed_scaling_factor", "router_scale", float, 1.0),
-    Entry(  # files have the biases of the choice, and not how they move
-        lambda *_: {"router_balance_rate": 0.001},
-        allowed=lambda model: {"router_balance_rate": model.router_balance_rate or "above 0"},
-    ),
-    only("n_group", 1),
-    only("topk_group", 1),
-    Entry(lambda keys, _: keys.unused(PREDICTING, "num_mtp_layers"), lambda _: {PREDICTING: 0}),
+    _CHOICE_BIASES,
+    *_groups(1, 1),
+    _PREDICTING,
     norm_eps=1e-5,
     rotary=Rope(fraction=0.5),
     router="sigmoid",
+)
+
+
+def _latents(keys: ConfigKeys, found: Fields) -> Fields:
+    """DeepSeek's heads. What transformers writes besides follows from these keys."""
+    keys.only("num_key_value_heads", found["heads"])
+    plain, rotary = keys.take("qk_nope_head_dim", int, 128), keys.take("qk_rope_head_dim", int, 64)
+    keys.only("head_dim", rotary)
+    keys.only("qk_head_dim", plain + rotary)
+    return {
+        "latent_rank": keys.take("kv_lora_rank", int, 512),
+        "latent_query_rank": keys.nullable("q_lora_rank", int, 1536),
+        "latent_rope_width": rotary,
+        "latent_value_width": keys.take("v_head_dim", int, 128),
+        "head_width": plain + rotary,
+    }
+
+
+def _check_quantization(keys: ConfigKeys, found: Fields) -> None:
+    del found
+    if keys.take(mxfp4.KEY, dict, {}):
+        raise ConfigurationError(
+            f"{mxfp4.KEY}: files in fp8 are not supported: convert them to bf16 first, for example by "
+            "DeepSeek's fp8_cast_bf16.py, and remove this key"
+        )
+
+
+def _write_latents(model: GPTConfig) -> Fields:
+    if model.latent_rank is None:
+        raise ConfigurationError("model.latent_rank = None, but this family has latents")
+    return {
+        "kv_lora_rank": model.latent_rank,
+        "q_lora_rank": model.latent_query_rank,
+        "qk_nope_head_dim": model.head_dim - model.rope_width,
+        "qk_rope_head_dim": model.rope_width,
+        "qk_head_dim": model.head_dim,
+        "head_dim": model.rope_width,
+        "v_head_dim": model.value_dim,
+    }
+
+
+def _deepseek(
+    *entries: Entry, dense: int, shared: int, scale: float, score: str, **values: Any
+) -> tuple[Entry, ...]:
+    """What both versions share, and more."""
+    latents = ("rank", "query_rank", "rope_width", "value_width")
+    return like_llama(
+        SILU,
+        NO_BIASES,
+        only("pretraining_tp", 1),
+        *_with_shared(dense=dense, shared=shared, scale=scale),
+        only("moe_layer_freq", 1, written=False),
+        only("scoring_func", score, written=False),
+        unused("ep_size", "aux_loss_alpha", "seq_aux"),  # of DeepSeek's own code
+        Entry(_check_quantization),
+        *entries,
+        kv_heads=None,
+        head_dim=Entry(
+            _latents,
+            _write_latents,
+            lambda _: dict.fromkeys(("head_width", *(f"latent_{name}" for name in latents)), ANY),
+        ),
+        rotary=Rope(scores=True),
+        router=score,
+        **values,
+    )
+
+
+def _method(keys: ConfigKeys, found: Fields) -> Fields:
+    """DeepSeek-V2's choice, which without groups does not look at their keys."""
+    del found
+    keys.only("topk_method", "greedy", "group_limited_greedy")
+    keys.unused("n_group", "topk_group")
+    if keys.take("topk_method", str, "greedy") == "greedy":
+        return {}
+    return {
+        "router_groups": keys.take("n_group", int),
+        "router_groups_per_token": keys.take("topk_group", int),
+        "router_group_best": 1,
+    }
+
+
+def _write_method(model: GPTConfig) -> Fields:
+    return {
+        "topk_method": "group_limited_greedy" if model.router_groups > 1 else "greedy",
+        "n_group": model.router_groups,
+        "topk_group": model.router_groups_per_token,
+    }
+
+
+DEEPSEEK_V2 = _deepseek(
+    only("mlp_bias", False),
+    only("norm_topk_prob", False),
+    Entry(
+        _method,
+        _write_method,
+        lambda model: (
+            dict.fromkeys(("router_groups", "router_groups_per_token"), ANY)
+            | {"router_group_best": 1 if model.router_groups > 1 else ANY}
+        ),
+    ),
+    dense=0,
+    shared=2,
+    scale=1.0,
+    score="softmax",
+    router_normalise=False,
+    rope_interleaved=True,
+)
+DEEPSEEK_V3 = _deepseek(
+    *_groups(8, 4),
+    only("topk_method", "noaux_tc", written=False),
+    key("norm_topk_prob", "router_normalise", bool, True),
+    _CHOICE_BIASES,
+    _PREDICTING,
+    key("rope_interleave", "rope_interleaved", bool, True),
+    dense=3,
+    shared=1,
+    scale=2.5,
+    score="sigmoid",
 )
 _FUSED = "mlp.experts.gate_up_proj"
 GPT_OSS_NAMES = Names(
@@ -204,4 +344,19 @@ GLM4_MOE_NAMES = replace(
     _names("mlp", "gate_proj", "up_proj", "down_proj", **QK_NORMS, **_SHARED),
     bare=QWEN3_MOE_NAMES.bare
     | {"mlp/choice_bias": Bare("mlp.gate.e_score_correction_bias", transposed=False)},
+)
+_LATENTS: dict[str, Module] = {
+    "attention/query": "self_attn.q_proj",
+    "attention/query_down": "self_attn.q_a_proj",
+    "attention/query_norm": "self_attn.q_a_layernorm",
+    "attention/query_up": "self_attn.q_b_proj",
+    "attention/latent_down": "self_attn.kv_a_proj_with_mqa",
+    "attention/latent_norm": "self_attn.kv_a_layernorm",
+    "attention/latent_up": "self_attn.kv_b_proj",
+}
+DEEPSEEK_NAMES = replace(
+    GLM4_MOE_NAMES,
+    block={ours: theirs for ours, theirs in LLAMA_BLOCK.items() if ours != "attention/qkv"}
+    | _LATENTS
+    | _SHARED,
 )

@@ -119,6 +119,17 @@ FAMILIES = {
             *("GLM-4.5", "glm4_moe", "Glm4MoeForCausalLM", experts.GLM4_MOE, experts.GLM4_MOE_NAMES),
             predicts=True,
         ),
+        Family(
+            *("DeepSeek-V2", "deepseek_v2", "DeepseekV2ForCausalLM", experts.DEEPSEEK_V2),
+            experts.DEEPSEEK_NAMES,
+        ),
+        *(
+            Family(
+                *(label, model_type, "DeepseekV3ForCausalLM", experts.DEEPSEEK_V3, experts.DEEPSEEK_NAMES),
+                predicts=True,
+            )
+            for label, model_type in (("DeepSeek-V3", "deepseek_v3"), ("Kimi K2", "kimi_k2"))
+        ),
         Family("gpt-oss", "gpt_oss", "GptOssForCausalLM", experts.GPT_OSS, experts.GPT_OSS_NAMES),
     )
 }
@@ -126,9 +137,12 @@ _LINEAR_ATTENTION = (
     "most of its layers have gated linear attention, whose state and weights a zerojax model, with the same "
     "layers all through, does not have"
 )
+_SPARSE_ATTENTION = (
+    "a part of each layer chooses the tokens that others attend to, and a zerojax model has no such part"
+)
 REFUSED = dict.fromkeys(
     ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"), _LINEAR_ATTENTION
-)
+) | dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), _SPARSE_ATTENTION)
 """Families that are known and cannot be imported -> why."""
 
 

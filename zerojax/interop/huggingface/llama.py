@@ -79,7 +79,7 @@ def _attention_multiplier(model: GPTConfig) -> float:
 def like_llama(
     *entries: Entry,
     kv_heads: Any = REQUIRED,
-    head_dim: int | None = None,
+    head_dim: int | Entry | None = None,
     norm_eps: float = 1e-6,
     tied: bool = False,
     rotary: Rope = Rope(),
@@ -91,7 +91,7 @@ def like_llama(
     Args:
         *entries: more keys.
         kv_heads: without num_key_value_heads; null is as many as heads.
-        head_dim: without the key; None is hidden_size / num_attention_heads.
+        head_dim: without the key; None is hidden_size / num_attention_heads. Or what describes the heads.
         norm_eps: without its key.
         tied: without tie_word_embeddings.
         rotary: the rotary keys.
@@ -106,7 +106,7 @@ def like_llama(
         key("num_hidden_layers", "layers"),
         key("hidden_size", "d_model"),
         key("num_attention_heads", "heads"),
-        _head_dim(head_dim),
+        head_dim if isinstance(head_dim, Entry) else _head_dim(head_dim),
         key("num_key_value_heads", "kv_heads", int, kv_heads, null=True, written="key_value_heads"),
         key("intermediate_size", "ffn", written="ffn_width"),
         key("tie_word_embeddings", "tied", bool, tied),

@@ -3,6 +3,7 @@
 The latter is transformers 5's; zerojax reads both and writes the former, which version 5 reads as well.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -22,9 +23,10 @@ from zerojax.interop.huggingface.config_table import (
 )
 from zerojax.interop.huggingface.layer_types import FULL, SLIDING
 from zerojax.models import GPTConfig
-from zerojax.models.rope import yarn_amplitude
+from zerojax.models.rope import rope_amplitude, yarn_amplitude
 from zerojax.validation.untrusted import short
 
+_SCALE, _ALL = "mscale", "mscale_all_dim"
 _LENGTH, _PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"
 # Fields that mean something in some kinds of scaling alone, and those that are features of a family.
 _OF_SCALING = tuple(field.name for field in fields(GPTConfig) if field.name.startswith("rope_"))
@@ -43,7 +45,7 @@ def _extended(_: ConfigKeys, found: Fields) -> Fields:
 
 
 def _yarn_amplitude(rope: ConfigKeys, found: Fields) -> float | None:
-    scales = [rope.take(name, float, 0.0) for name in ("mscale", "mscale_all_dim")]
+    scales = [rope.take(name, float, 0.0) for name in (_SCALE, _ALL)]
     if not all(scales):
         return None
     first, second = (yarn_amplitude(found["rope_factor"], scale) for scale in scales)
@@ -112,6 +114,24 @@ _GROWTH = (
 """Ministral 3's growth of queries, in the same table."""
 
 
+def _scales(model: GPTConfig) -> dict[str, float | None]:
+    """The scales of YaRN's amplitude and of DeepSeek's scores, from which both factors follow.
+
+    A scale of 0 is the same as none, so the amplitude is then written as it is.
+    """
+    if model.query_scalar is None or model.rope_factor <= 1:
+        return {}
+    factor = (model.head_dim / model.query_scalar) ** 0.25
+
+    def scale_of(amplitude: float) -> float:
+        """The inverse of ``yarn_amplitude``, without the rounding of powers."""
+        return float(f"{10 * (amplitude - 1) / math.log(model.rope_factor):.12g}")
+
+    amplitude = rope_amplitude(model)
+    scales = {_SCALE: scale_of(factor * amplitude), _ALL: scale_of(factor)}
+    return scales | {"attention_factor": None if all(scales.values()) else amplitude}
+
+
 @dataclass(frozen=True)
 class Rope:
     """The rotary fields of a model, and its max_seq_len, as of an ``Entry``.
@@ -123,12 +143,14 @@ class Rope:
         tables: "one" for all layers, or "explicit", where it must be there; "two", of layers with and without
             a window, or "local" if the first has a key of its own; "growth": one, with Ministral 3's growth
             of queries.
+        scores: whether mscale_all_dim is a factor of the scores as well (DeepSeek).
     """
 
     theta: float = 10000.0
     kinds: tuple[str, ...] = _COMMON
     fraction: float | None = None
     tables: Literal["one", "explicit", "two", "local", "growth"] = "one"
+    scores: bool = False
 
     def read(self, keys: ConfigKeys, found: Fields) -> Fields:
         """See ``Entry``."""
@@ -138,6 +160,8 @@ class Rope:
         table, scaling = keys.take("rope_parameters", dict, needed), keys.take("rope_scaling", dict, {})
         if self.fraction is not None:
             before["rope_fraction"] = keys.take(_PARTIAL, float, self.fraction)
+        if self.scores:
+            before["head_width"] = found["head_width"]
         if "longrope" in self.kinds:
             before["rope_original_len"] = keys.take(_LENGTH, int, 4096)
         if self.tables == "explicit" and not (scaling or table):
@@ -178,6 +202,9 @@ class Rope:
         ]
         scaling = {"rope_scaling": kind} if kind in _SCALING else {}
         found = read_fields(table, rope, before)
+        if self.scores and kind == "yarn" and (scale := rope.take(_ALL, float, 0.0)):
+            factor = yarn_amplitude(found["rope_factor"], scale)
+            found["query_scalar"] = found["head_width"] / factor**4
         rope.finish()
         return found | scaling
 
@@ -186,6 +213,8 @@ class Rope:
         kind, scaling = model.rope_scaling, None
         if kind != "none":
             written = write_keys(_SCALING[kind], model)
+            if self.scores and kind == "yarn":
+                written |= _scales(model)
             scaling = {"rope_type": kind, **{name: x for name, x in written.items() if x is not None}}
         table = (scaling or {"rope_type": "default"}) | {"rope_theta": model.rope_theta}
         if self.tables == "growth":  # with less, transformers takes a default that is not plain
@@ -219,12 +248,13 @@ class Rope:
 
     def allowed(self, model: GPTConfig) -> Mapping[str, object]:
         """See ``Entry``."""
-        del model
         has = {
             "rope_fraction": self.fraction is not None,
             "rope_local_theta": self.tables in ("two", "local"),
             "rope_query_growth": self.tables == "growth",
         }
         free = (name for name in _OF_SCALING if name not in _FEATURES or has.get(name))
-        kinds = {"rope_scaling": ("none", *self.kinds)}
+        kinds: dict[str, object] = {"rope_scaling": ("none", *self.kinds)}
+        if self.scores and model.rope_scaling == "yarn":
+            kinds["query_scalar"] = ANY
         return dict.fromkeys(("max_seq_len", *free), ANY) | kinds
