@@ -19,7 +19,8 @@ import zerojax
 from zerojax import aot
 from zerojax.models import GPT, lm_loss
 from zerojax.run.config import find_config, load_config
-from zerojax.zero_config import PRESETS, Preset
+from zerojax.zero_config import PRESETS
+from zerojax.zero_config.values import Preset
 
 
 def seconds(layers: int, preset: Preset, config: str) -> dict[str, float]:

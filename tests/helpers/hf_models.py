@@ -26,7 +26,8 @@ from zerojax.run.run_dir import RunFolder
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.param_tree import to_tree
 from zerojax.train.state import TrainState, begin_with
-from zerojax.zero_config import Preset, ZeroConfig
+from zerojax.zero_config import ZeroConfig
+from zerojax.zero_config.values import Preset
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "huggingface"
 NAMES = ("gpt2", "opt", "llama2", "llama3")

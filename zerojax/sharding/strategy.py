@@ -25,9 +25,11 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Num
 
+from pallas_kernels import RAW
 from zerojax.sharding.layout import OWNED, ParamLayout
 from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
-from zerojax.zero_config import RAW, Remat, ZeroConfig
+from zerojax.zero_config import ZeroConfig
+from zerojax.zero_config.values import Remat
 
 Level = Literal["primary", "secondary", "full"]
 LEVELS: tuple[Level, ...] = ("primary", "secondary", "full")

@@ -29,7 +29,8 @@ from zerojax.sharding.strategy import Level, ShardingStrategy
 from zerojax.train.spikes import SpikeRule
 from zerojax.validation.patterns import refuse_idle
 from zerojax.weights.weight import Weight
-from zerojax.zero_config import MATMUL_WEIGHTS, ZeroConfig
+from zerojax.zero_config import ZeroConfig
+from zerojax.zero_config.values import MATMUL_WEIGHTS
 
 _EVERYONE = PartitionSpec()
 

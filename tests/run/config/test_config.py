@@ -21,7 +21,8 @@ from zerojax.run.config import (
     with_settings,
 )
 from zerojax.run.config.keys import keys_of, section_of
-from zerojax.zero_config import PRESETS, Preset, ZeroConfig
+from zerojax.zero_config import PRESETS, ZeroConfig
+from zerojax.zero_config.values import Preset
 
 
 def write(tmp_path: Path, text: str) -> Path:

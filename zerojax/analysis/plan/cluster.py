@@ -25,7 +25,8 @@ from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.train.spec import ParamGroup, TrainSpec, check_host_weights, check_options, lay_out
 from zerojax.validation.bounds import MAX_DEVICES
 from zerojax.validation.dtypes import dtype_name
-from zerojax.zero_config import COMPUTE_FORMAT, ZeroConfig
+from zerojax.zero_config import ZeroConfig
+from zerojax.zero_config.values import COMPUTE_FORMAT
 
 NETWORK_EFFICIENCY = 0.94
 """Payload over link rate, after Ethernet, IP and TCP headers at frames of 1500 bytes: 1448 / 1538."""

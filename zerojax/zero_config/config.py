@@ -5,54 +5,72 @@ cannot work or have no effect, before anything is compiled.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Self, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, get_args
 
-import numpy as np
-
-from pallas_kernels import BITS, FORMATS, QUANTIZED, RAW
+from pallas_kernels import RAW
 from zerojax.errors import ConfigurationError
-from zerojax.validation.bounds import check_numbers
 from zerojax.validation.dtypes import dtype_name
 from zerojax.validation.patterns import as_patterns, matches, refuse_idle, why_not
+from zerojax.zero_config.rules import check_zero
+from zerojax.zero_config.values import (
+    COMPUTE_FORMAT,
+    MATMUL_WEIGHTS,
+    OUTER,
+    AccumulateOrder,
+    ComputeDtype,
+    ExpertSpread,
+    FloorFormat,
+    FrozenFormat,
+    GradSync,
+    HostStore,
+    MatmulDtype,
+    Moments,
+    PerHop,
+    Preset,
+    Remat,
+    Rounding,
+    Spread,
+    WireFormat,
+    as_classes,
+    as_floors,
+    as_format,
+    bits_of,
+)
 
-MATMUL_WEIGHTS = ("*kernel", "!*embed*", "!*lm_head*", "!*norm*", "!*router*")
-"""The kernels of a model's blocks: the default of ``ZeroConfig.fp8`` and ``LoRA.targets``."""
-
-COMPUTE_FORMAT = {"float32": "fp32", "bfloat16": "bf16"}
-_MAX_CHUNKS = 64
 _FP8_MULTIPLE = 16
 """Sizes of the matrices that cuBLASLt multiplies in fp8."""
-NF4 = "nf4"
-NF4_BLOCK = 64
-FROZEN_FORMATS = (*FORMATS, NF4)
 
-FloorFormat = Literal["fp32", "bf16", "fp8", "int8", "fp6", "int4", "int2", "float32", "bfloat16"]
-"""The formats of ``pallas_kernels.FORMATS``, and other names of the first two."""
-WireFormat = Literal["compute", FloorFormat]
-"""The same, and "compute" for None."""
-FrozenFormat = Literal[WireFormat, "nf4"]
-ComputeDtype = Literal["float32", "bfloat16", "fp32", "bf16"] | type[np.generic] | np.dtype
-AccumulateOrder = Literal["depth", "breadth"]
-Spread = Literal["node", "world"]
-Moments = Literal["float32", "bfloat16"]
-ExpertSpread = Literal["auto", "local", "gathered"]
-HostStore = Literal["optimizer", "weights", "activations"]
-"""What can be in host memory."""
-GradSync = Literal["micro", "step"]
-MatmulDtype = Literal["compute", "fp8"]
-Preset = Literal["zero3", "zero++", "zero++-paper", "delta", "local"]
-Remat = Literal["full", "attention", "none"]
-Rounding = Literal["nearest", "stochastic"]
-
-
-class PerHop[T](NamedTuple):
-    """One of something for each hop: over the ``node`` axis and over ``local``."""
-
-    node: T
-    local: T
+PRESETS: dict[Preset, dict[str, Any]] = {
+    "zero3": {"stage": 3},
+    "zero++": {"stage": 3, "weights": "int8", "hpz": True, "grads": ("int8", "int4"), "rotation": 32},
+    "zero++-paper": {"stage": 3, "weights": "int8", "hpz": True, "grads": ("int4", "int4")},
+    "delta": {
+        "stage": 3,
+        "weights": "int4",
+        "weights_delta": True,
+        "hpz": True,
+        "grads": ("int8", "int4"),
+        "grad_sync": "step",
+        "rotation": 32,
+        "rounding": "stochastic",
+        "block_size": 128,
+    },
+    "local": {
+        "stage": 3,
+        "every": 64,
+        "outer_learning_rate": 0.7,
+        "outer_momentum": 0.9,
+        "outer_delay": 2,
+        "outer_mixing": 0.5,
+        "weights": "int4",
+        "grads": (None, "int4"),
+        "rotation": 32,
+        "error_feedback": True,
+        "block_size": 128,
+    },
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,29 +222,9 @@ class ZeroConfig:
         Raises:
             ConfigurationError: naming the field, its value and the way out.
         """
-        self._take_names()
-        check_numbers(self, "ZeroConfig.{}".format)
-        for name, allowed in _CHOICES.items():
-            if (value := getattr(self, name)) not in allowed:
-                raise ConfigurationError(f"ZeroConfig.{name}={value!r} is not one of {allowed}.")
-        for name in ("accumulate", "chunks", "sequence_parallel"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"ZeroConfig.{name}={getattr(self, name)} must be at least 1.")
-        if self.chunks > _MAX_CHUNKS:
-            raise ConfigurationError(f"ZeroConfig.chunks={self.chunks} must be at most {_MAX_CHUNKS}.")
-        size = self.block_size
-        if size & (size - 1) or not 64 <= size <= 2048:
-            raise ConfigurationError(f"ZeroConfig.block_size={size} must be a power of two from 64 to 2048.")
-        for _, floor in self.precise:
-            _check_format("precise", floor)
-        self._check_formats()
-        self._check_stage()
-        self._check_delta()
-        self._check_fp8()
-        self._check_frozen()
-        self._check_no_op()
-        self._check_local_updates()
-        self._check_host()
+        for name, value in self._canonical().items():
+            object.__setattr__(self, name, value)  # frozen for everybody else
+        check_zero(self)
 
     @classmethod
     def preset(cls, name: Preset, **overrides: Any) -> Self:
@@ -276,7 +274,7 @@ class ZeroConfig:
 
         It has no fewer bits than gradients have between nodes.
         """
-        return max(self.weight_formats.node, self.grad_formats.node, key=_bits)
+        return max(self.weight_formats.node, self.grad_formats.node, key=bits_of)
 
     @property
     def passes(self) -> int:
@@ -287,9 +285,9 @@ class ZeroConfig:
     def in_node(self) -> Self:
         """The options of one node's passes, with local updates."""
         grads = (self.grads[0], self.grads[0])
-        unset = {name: _DEFAULTS[name] for name in (*_OUTER, "every", "error_feedback", "weights")}
+        unset = {name: getattr(type(self), name) for name in (*OUTER, "every", "error_feedback", "weights")}
         if self.grad_formats.local in RAW:
-            unset |= {name: _DEFAULTS[name] for name in ("rotation", "rounding")}
+            unset |= {name: getattr(type(self), name) for name in ("rotation", "rounding")}
         return self.replace(grads=grads, **unset)
 
     @property
@@ -306,9 +304,9 @@ class ZeroConfig:
             wanted: "fp32" ... "int2".
         """
         if rank < 2:
-            return max(wanted, self.compute_format, key=_bits)
+            return max(wanted, self.compute_format, key=bits_of)
         floors = [floor for pattern, floor in self.precise if matches(pattern, path)]
-        return max([wanted, *floors], key=_bits)
+        return max([wanted, *floors], key=bits_of)
 
     def without_fp8(
         self, path: str, shape: tuple[int, ...], unit: str | None, *, of_experts: bool = False
@@ -371,293 +369,20 @@ class ZeroConfig:
         refuse_idle("ZeroConfig.fp8", self.fp8, paths, default=MATMUL_WEIGHTS)
         refuse_idle("ZeroConfig.frozen", self.frozen, paths)
 
-    def _take_names(self) -> None:
-        """Replace dtypes and aliases by their canonical names, and one class by a tuple of it."""
-        names: dict[str, Any] = {
-            "units": _classes(self.units),
+    def _canonical(self) -> dict[str, Any]:
+        """Dtypes and aliases by their canonical names, and a tuple of one class."""
+        return {
+            "units": as_classes(self.units),
             "compute_dtype": dtype_name(
                 self.compute_dtype, "ZeroConfig.compute_dtype", tuple(COMPUTE_FORMAT)
             ),
             "moments": dtype_name(self.moments, "ZeroConfig.moments", get_args(Moments)),
-            "weights": _sent(self.weights),
-            "local_weights": _sent(self.local_weights),
-            "grads": tuple(map(_sent, self.grads)),
-            "precise": _floors(self.precise),
+            "weights": as_format(self.weights),
+            "local_weights": as_format(self.local_weights),
+            "grads": tuple(map(as_format, self.grads)),
+            "precise": as_floors(self.precise),
             "fp8": as_patterns("ZeroConfig.fp8", self.fp8),
             "frozen": as_patterns("ZeroConfig.frozen", self.frozen),
-            "frozen_weights": _sent(self.frozen_weights),
+            "frozen_weights": as_format(self.frozen_weights),
             "host": (self.host,) if isinstance(self.host, str) else tuple(self.host),
         }
-        for name, value in names.items():
-            object.__setattr__(self, name, value)  # frozen for everybody else
-
-    def _check_formats(self) -> None:
-        if len(self.grads) != 2:
-            raise ConfigurationError(
-                f"ZeroConfig.grads={self.grads!r} must name two formats: over local, over node."
-            )
-        named = {"weights": self.weights, "local_weights": self.local_weights}
-        named |= {"grads[0] (local)": self.grads[0], "grads[1] (node)": self.grads[1]}
-        for name, fmt in named.items():
-            _check_format(name, fmt)
-        if self.grads_hops == 1 and len(set(self.grad_formats)) > 1:
-            raise ConfigurationError(
-                "ZeroConfig.grads_hops=1 sends gradients once, over both axes together: give the same "
-                f"format twice, not grads={self.grads!r}."
-            )
-
-    def _check_stage(self) -> None:
-        if self.stage == 0 and (self.weights or self.local_weights):
-            raise ConfigurationError("stage 0 gathers no weights: leave weights and local_weights at None.")
-        if self.experts == "local" and (self.stage == 0 or self.grads_hops == 1):
-            setting = "stage=0" if self.stage == 0 else "grads_hops=1"
-            raise ConfigurationError(
-                f'experts="local" leaves each device of a node its own experts, and {setting} makes no '
-                "difference between devices of a node: use stage 1 to 3 with grads_hops=2, or "
-                'experts="gathered".'
-            )
-        if self.stage == 0 and set(self.grad_formats) & set(QUANTIZED):
-            raise ConfigurationError(
-                "stage 0 gives every device the whole sum, which has no owner to decode it: use "
-                '"fp32" or "bf16" gradients, or stage 1 and above.'
-            )
-        if self.hpz and self.stage < 3:
-            raise ConfigurationError(
-                f"hpz keeps a copy for the backward gather, and stage {self.stage} has no such gather: "
-                "use stage 3, or drop hpz."
-            )
-        if self.accumulate_order == "breadth" and self.stage < 3:
-            raise ConfigurationError(
-                f'accumulate_order="breadth" gathers each unit once for all micro-batches, and stage '
-                f'{self.stage} gathers none: use stage 3, or "depth".'
-            )
-        if self.grad_sync == "step" and self.stage < 2:
-            raise ConfigurationError(
-                f'stage {self.stage} always reduces once per step: leave grad_sync at "micro".'
-            )
-
-    def _check_host(self) -> None:
-        if unknown := [store for store in self.host if store not in HOST_STORES]:
-            raise ConfigurationError(
-                f"ZeroConfig.host has {unknown[0]!r}, which is not one of {HOST_STORES}."
-            )
-        if "activations" in self.host and self.stage < 3:
-            raise ConfigurationError(
-                'ZeroConfig.host=("activations", ...) moves them layer by layer with the gathers of a Stack, '
-                f"and stage {self.stage} gathers none: use stage 3."
-            )
-        if not 0 < self.host_activations <= 1:
-            raise ConfigurationError(
-                f"ZeroConfig.host_activations={self.host_activations} must be above 0 and at most 1."
-            )
-        if self.host_activations < 1 and "activations" not in self.host:
-            raise ConfigurationError(
-                f"ZeroConfig.host_activations={self.host_activations} is a part of what host has: set "
-                'host=("activations",), or leave it out.'
-            )
-        if "optimizer" in self.host and (self.stage == 0 or self.every or self.delta_resync):
-            setting = "stage=0" if self.stage == 0 else "every" if self.every else "delta_resync"
-            raise ConfigurationError(
-                f'ZeroConfig.host=("optimizer", ...) does not go with {setting}: use stages 1 to 3, without '
-                "local updates and resyncs."
-            )
-
-    def _check_delta(self) -> None:
-        if self.weights_delta and not self.hpz:
-            raise ConfigurationError("weights_delta updates the secondary copy: it needs hpz=True.")
-        if self.weights_delta and self.weight_formats.local not in RAW:
-            raise ConfigurationError(
-                f"weights_delta adds to the secondary copy in place, which local_weights="
-                f'{self.local_weights!r} would round again at every step: use "bf16" or "fp32".'
-            )
-        if self.delta_resync < 0 or (self.delta_resync and not self.weights_delta):
-            raise ConfigurationError(
-                f"delta_resync={self.delta_resync} must be 0 or more, and needs weights_delta=True."
-            )
-        if self.error_feedback and self.grad_sync != "step" and not self.every:
-            raise ConfigurationError(
-                'error_feedback belongs to the optimizer step, not to a micro-batch: set grad_sync="step".'
-            )
-        if self.error_feedback and self.grads_hops == 1:
-            raise ConfigurationError("error_feedback sits on the node hop: it needs grads_hops=2.")
-        if self.grad_sync == "step" and self.grads_hops == 1:
-            raise ConfigurationError(
-                'grad_sync="step" keeps sums between the two hops: it needs grads_hops=2.'
-            )
-
-    def _check_fp8(self) -> None:
-        if self.matmul_dtype != "fp8":
-            if self.fp8 != MATMUL_WEIGHTS:
-                raise ConfigurationError(
-                    'ZeroConfig.fp8 names weights of fp8 matmuls: set matmul_dtype="fp8", or leave it out.'
-                )
-            return
-        if self.stage != 3:
-            raise ConfigurationError(
-                f'matmul_dtype="fp8" multiplies with weights as they are gathered for a unit, and stage '
-                f"{self.stage} gathers none: use stage 3."
-            )
-        if self.local_weights is not None:
-            raise ConfigurationError(
-                f"local_weights={self.local_weights!r} is the format over local of weights that are decoded "
-                'there: leave it out with matmul_dtype="fp8", which sends what matmuls read.'
-            )
-
-    def _check_frozen(self) -> None:
-        _check_format("frozen_weights", self.frozen_weights, FROZEN_FORMATS)
-        if self.frozen_weights is not None and not self.frozen:
-            raise ConfigurationError(
-                f"frozen_weights={self.frozen_weights!r} is the format of frozen weights: name them in "
-                'frozen, such as frozen=("*",).'
-            )
-        if self.frozen_spread == "world" and not self.frozen:
-            raise ConfigurationError(
-                'frozen_spread="world" stores frozen weights once in all nodes, and none are: name them in '
-                'frozen, such as frozen=("*",).'
-            )
-        if self.frozen_spread == "world" and self.hpz:
-            raise ConfigurationError(
-                'frozen_spread="world" stores frozen weights once in all nodes, and hpz keeps a copy of '
-                "gathered weights in each: leave one of the two out."
-            )
-        if self.frozen and self.stage != 3:
-            raise ConfigurationError(
-                f"frozen weights are spread over a node's devices and gathered for each unit, and stage "
-                f"{self.stage} gathers none: use stage 3."
-            )
-
-    def _check_no_op(self) -> None:
-        quantized = set(QUANTIZED) & set(self.grad_formats)
-        if self.rotation and not quantized:
-            raise ConfigurationError("rotation helps quantized gradients only: set grads, or rotation=0.")
-        if self.rounding == "stochastic" and not quantized:
-            raise ConfigurationError(
-                'rounding="stochastic" rounds gradients: set a quantized format in grads.'
-            )
-        if self.error_feedback and self.grad_formats.node == "fp32":
-            raise ConfigurationError(
-                "error_feedback has nothing to feed back: the node hop is exact fp32. Set another format in "
-                "grads, or error_feedback=False."
-            )
-        if self.chunks > 1 and self.grads_hops == 1:
-            raise ConfigurationError(
-                "chunks overlap the two gradient hops, and grads_hops=1 has only one: set chunks=1, or "
-                "grads_hops=2."
-            )
-
-    def _check_local_updates(self) -> None:
-        if not self.every:
-            if given := [name for name in _OUTER if getattr(self, name) != _DEFAULTS[name]]:
-                raise ConfigurationError(
-                    f"ZeroConfig.{given[0]} belongs to local updates: set every, such as every=64, or leave "
-                    "it out."
-                )
-            return
-        bounds = {
-            "every": (self.every > 0, "at least 1, or 0 for none"),
-            "outer_learning_rate": (self.outer_learning_rate > 0, "positive"),
-            "outer_momentum": (0 <= self.outer_momentum < 1, "from 0 to less than 1"),
-            "outer_delay": (0 <= self.outer_delay <= self.every, f"from 0 to every={self.every}"),
-            "outer_mixing": (0 <= self.outer_mixing < 1, "from 0 to less than 1"),
-        }
-        for name, (holds, bound) in bounds.items():
-            if not holds:
-                raise ConfigurationError(f"ZeroConfig.{name}={getattr(self, name)} must be {bound}.")
-        if self.stage == 0:
-            raise ConfigurationError("every is for weights that a node's devices share: use stage 1, 2 or 3.")
-        without = {
-            "hpz": "within a node there is no other copy to keep",
-            "weights_delta": "nodes have weights of their own",
-            "grad_sync": "gradients do not cross nodes",
-            "grads_hops": "gradients stay within a node",
-            "frozen_spread": "a node then needs other nodes' weights in every pass",
-        }
-        for name, why in without.items():
-            if getattr(self, name) != _DEFAULTS[name]:
-                raise ConfigurationError(
-                    f"ZeroConfig.{name}={getattr(self, name)!r} has no meaning with local updates (every="
-                    f"{self.every}): {why}. Leave it out."
-                )
-
-
-_OUTER = ("outer_learning_rate", "outer_momentum", "outer_delay", "outer_mixing")
-_DEFAULTS = {field.name: field.default for field in dataclasses.fields(ZeroConfig)}
-_CHOICES = {
-    name: get_args(kind) for name, kind in get_type_hints(ZeroConfig).items() if get_origin(kind) is Literal
-}
-HOST_STORES: tuple[HostStore, ...] = get_args(HostStore)
-
-PRESETS: dict[Preset, dict[str, Any]] = {
-    "zero3": {"stage": 3},
-    "zero++": {"stage": 3, "weights": "int8", "hpz": True, "grads": ("int8", "int4"), "rotation": 32},
-    "zero++-paper": {"stage": 3, "weights": "int8", "hpz": True, "grads": ("int4", "int4")},
-    "delta": {
-        "stage": 3,
-        "weights": "int4",
-        "weights_delta": True,
-        "hpz": True,
-        "grads": ("int8", "int4"),
-        "grad_sync": "step",
-        "rotation": 32,
-        "rounding": "stochastic",
-        "block_size": 128,
-    },
-    "local": {
-        "stage": 3,
-        "every": 64,
-        "outer_learning_rate": 0.7,
-        "outer_momentum": 0.9,
-        "outer_delay": 2,
-        "outer_mixing": 0.5,
-        "weights": "int4",
-        "grads": (None, "int4"),
-        "rotation": 32,
-        "error_feedback": True,
-        "block_size": 128,
-    },
-}
-
-
-def _classes(given: Any) -> tuple[type, ...]:
-    """The classes of ``units``, from one or several."""
-    classes = tuple(given) if isinstance(given, list | tuple | set | frozenset) else (given,)
-    for one in classes:
-        if not isinstance(one, type):
-            name = one if isinstance(one, str) else type(one).__name__
-            raise ConfigurationError(
-                f"ZeroConfig.units={given!r} must hold classes, and {one!r} is none: name the class of the "
-                f"model's blocks itself, such as units=({name},)."
-            )
-    return classes
-
-
-def _floors(given: Iterable[Any]) -> tuple[tuple[str, str | None], ...]:
-    """The pairs of ``precise``, their formats by canonical names."""
-    pairs = list(given)
-    if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
-        raise ConfigurationError(
-            f"ZeroConfig.precise={given!r}: give pairs of a pattern and a format, such as "
-            '(("*embed*", "int8"),).'
-        )
-    return tuple((pattern, _format_name(floor)) for pattern, floor in pairs)
-
-
-def _format_name(given: Any) -> Any:
-    """A wire format's name from the name or a dtype; other values are returned unchanged."""
-    with suppress(ConfigurationError):
-        return COMPUTE_FORMAT[dtype_name(given, "", tuple(COMPUTE_FORMAT))]
-    return given
-
-
-def _sent(given: Any) -> Any:
-    """As ``_format_name``, of a format that may be the one of ``compute_dtype``: None."""
-    return None if given == "compute" else _format_name(given)
-
-
-def _bits(fmt: str) -> int:
-    return 4 if fmt == NF4 else BITS[fmt]
-
-
-def _check_format(field: str, fmt: str | None, allowed: Sequence[str] = FORMATS) -> None:
-    if fmt is not None and fmt not in allowed:
-        raise ConfigurationError(f"ZeroConfig.{field}: {fmt!r} is not one of {', '.join(allowed)}.")
