@@ -1,5 +1,6 @@
 """Generation on the mesh has the texts of the unsharded model, whatever the mesh, the slots and the copy."""
 
+import dataclasses
 import functools
 import logging
 from typing import Any
@@ -29,6 +30,9 @@ from zerojax import LoRA, ZeroError
 from zerojax.generation import Sampling
 from zerojax.generation.generate import generate_rows
 
+LATENT = dataclasses.replace(
+    SMALL, kv_heads=None, head_width=12, latent_rank=10, latent_query_rank=7, latent_rope_width=4
+)
 MODELS = {"stack": SMALL, "list": LISTED, "user": Averages}
 SOME = [
     ("stack", (1, 1), "compute"),
@@ -193,6 +197,7 @@ def test_the_copy_is_what_the_training_path_computes_with(preset, mesh, form):
         pytest.param(LISTED, (2, 2), "int8", "int8", marks=pytest.mark.slow),
         pytest.param(SMALL, (2, 4), "gathered", "nf4", marks=pytest.mark.slow),
         pytest.param(LISTED, (3, 2), "compute", "int8", marks=pytest.mark.slow),
+        pytest.param(LATENT, (2, 2), "gathered", "nf4", marks=pytest.mark.slow),
     ],
 )
 def test_adapters_take_part_unless_they_are_turned_off(model, mesh, form, frozen):
