@@ -170,6 +170,22 @@ def test_compiled_memory_of_long_rows_that_devices_share(remat: Any):
     assert hlo.memory(compiled).peak == pytest.approx(memory.total, rel=0.10)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["full", "attention", "none"])
+def test_compiled_memory_with_latents(remat: Any):
+    """As wide as DeepSeek-V2-Lite, with latents of queries."""
+    config = dataclasses.replace(
+        LLAMA_70B, layers=12, d_model=2048, heads=32, kv_heads=None, ffn=5504, max_seq_len=8192,
+        head_width=192, latent_rank=512, latent_query_rank=768, latent_rope_width=64, latent_value_width=128,
+    )  # fmt: skip
+    with aot.cudnn_assumed():
+        state, compiled = compiled_gpt(config, zerojax.ZeroConfig(remat=remat), 1, 2)
+    work = work_of(state.spec, config, sequences=1, length=config.max_seq_len)
+    memory = predict_memory(state.spec, work, workspace=GPUS["h100"].workspace)
+    assert hlo.memory(compiled).peak == pytest.approx(memory.total, rel=0.05)
+    assert "fmhaSoftmaxBackward" in (compiled.as_text() or "")
+
+
 LLAMA_8B = dataclasses.replace(LLAMA_70B, d_model=4096, heads=32, ffn=14336, vocab_size=128256)
 MEASURED = {(131072, 8): (16.70e9, 22.4e9), (524288, 4): (59.28e9, 63.2e9)}
 """Of adapters on LLaMA 8B's layers on one H100, activations in host memory: temporaries and peak, by tokens

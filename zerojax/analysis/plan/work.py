@@ -1,14 +1,14 @@
 """The work of a decoder in one micro-batch on one device: FLOPs and activation bytes.
 
 Let t be the tokens, d the model's width, q = (heads + 2 kv_heads) head_dim the width of queries, keys and
-values, a that of the attention's output and f that of the MLP. With latents of l elements, rotary parts and
-those of queries included, "none" keeps 2 l more: before and after their norms. A block of matrices of w
-elements takes 2 w t FLOPs forward and twice that backward; causal attention takes 2 a s t forward at s tokens
-per sequence (half of the 4 a s t of a full square) and twice that backward, in a sliding window of w tokens
-4 a t (w - w^2 / 2s). XLA's attention computes the full square in either case. The backward kernels of cuDNN
-and FlashAttention-4 compute the scores again, half of the forward pass. A row counts as one document: packed
-ones take less. Recomputing a block in the backward pass takes its forward FLOPs once more, under
-``remat="attention"`` without the attention's.
+values, a that of the attention's output and f that of the MLP. With latents of l elements, those of queries
+and rotary parts included, "none" keeps l more. A block of matrices of w elements takes 2 w t FLOPs forward
+and twice that backward; causal attention takes 2 a s t forward at s tokens per sequence (half of the 4 a s t
+of a full square) and twice that backward, in a sliding window of w tokens 4 a t (w - w^2 / 2s). XLA's
+attention computes the full square in either case. The backward kernels of cuDNN and FlashAttention-4 compute
+the scores again, half of the forward pass. A row counts as one document: packed ones take less. Recomputing a
+block in the backward pass takes its forward FLOPs once more, under ``remat="attention"`` without the
+attention's.
 
 Elements kept from a layer's forward pass for its backward pass, and the most alive in addition during its
 backward pass (counted in programs compiled for H100; docs/planner.md has the check):
@@ -309,7 +309,7 @@ def _kept_width(c: GPTConfig, remat: Remat) -> int:
         return c.d_model
     if remat == "attention":
         return c.d_model + c.attention_width
-    return 2 * c.d_model + 2 * _latent_width(c) + c.qkv_width + c.attention_width + _mlp_width(c)
+    return 2 * c.d_model + _latent_width(c) + c.qkv_width + c.attention_width + _mlp_width(c)
 
 
 def _kept_fp32(c: GPTConfig, remat: Remat, length: int, *, flash: bool) -> int:
