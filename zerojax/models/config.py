@@ -20,7 +20,7 @@ AttentionKernel = Literal["auto", "cudnn", "flash_attention_4", "xla"]
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """A decoder-only transformer, of GPT-2's, OPT's, LLaMA's or Gemma's family, or a mixture of experts.
+    """A decoder-only transformer, of GPT-2's, OPT's, LLaMA's, Gemma's or DeepSeek's family.
 
     The defaults are GPT-2 124M (Radford et al., 2019). Layers are numbered from 0.
 

@@ -1,4 +1,4 @@
-"""GPT-2, OPT, LLaMA, Gemma and OLMo style decoders in Flax NNX, dense or mixtures of experts.
+"""GPT-2, OPT, LLaMA, Gemma, OLMo and DeepSeek style decoders in Flax NNX, dense or mixtures of experts.
 
 Every module computes in the dtype of its weights (the trainer passes compute-dtype copies); the statistics of
 norms, rotary angles, softmax and the loss are always fp32.

@@ -634,7 +634,7 @@ def test_deepseeks_own_keys():
     del values["num_nextn_predict_layers"]
     model = read_model(values, "config.json")[1]
     assert (model.router_groups, model.router_groups_per_token, model.router_group_best) == (8, 3, 1)
-    with pytest.raises(ZeroError, match="fp8 are not supported: convert them to bf16"):
+    with pytest.raises(ZeroError, match="quant_method = 'fp8' is not supported: convert the files to bf16"):
         read_model(values | {"quantization_config": {"quant_method": "fp8"}}, "config.json")
 
 

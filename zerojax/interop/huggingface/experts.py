@@ -17,6 +17,7 @@ from zerojax.interop.huggingface.llama import LLAMA_BLOCK, NO_BIASES, QK_NORMS, 
 from zerojax.interop.huggingface.mapping import Bare, Module, Names
 from zerojax.interop.huggingface.rope_keys import Rope
 from zerojax.models import GPTConfig
+from zerojax.validation.untrusted import short
 
 
 def _mixture(*counts: str) -> tuple[Entry, ...]:
@@ -224,10 +225,10 @@ def _latents(keys: ConfigKeys, found: Fields) -> Fields:
 
 def _check_quantization(keys: ConfigKeys, found: Fields) -> None:
     del found
-    if keys.take(mxfp4.KEY, dict, {}):
+    if method := keys.take(mxfp4.KEY, dict, {}).get("quant_method"):
         raise ConfigurationError(
-            f"{mxfp4.KEY}: files in fp8 are not supported: convert them to bf16 first, for example by "
-            "DeepSeek's fp8_cast_bf16.py, and remove this key"
+            f"{mxfp4.KEY} of quant_method = {short(method)} is not supported: convert the files to bf16 "
+            "(from fp8 by DeepSeek's fp8_cast_bf16.py), and remove this key"
         )
 
 
@@ -255,9 +256,9 @@ def _deepseek(
         NO_BIASES,
         only("pretraining_tp", 1),
         *_with_shared(dense=dense, shared=shared, scale=scale),
-        only("moe_layer_freq", 1, written=False),
-        only("scoring_func", score, written=False),
-        unused("ep_size", "aux_loss_alpha", "seq_aux"),  # of DeepSeek's own code
+        only("moe_layer_freq", 1),  # this and the next are of DeepSeek's own code, and of vLLM's
+        only("scoring_func", score),
+        unused("ep_size", "aux_loss_alpha", "seq_aux"),
         Entry(_check_quantization),
         *entries,
         kv_heads=None,
@@ -314,7 +315,7 @@ DEEPSEEK_V2 = _deepseek(
 )
 DEEPSEEK_V3 = _deepseek(
     *_groups(8, 4),
-    only("topk_method", "noaux_tc", written=False),
+    only("topk_method", "noaux_tc"),
     key("norm_topk_prob", "router_normalise", bool, True),
     _CHOICE_BIASES,
     _PREDICTING,
