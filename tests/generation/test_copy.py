@@ -205,8 +205,9 @@ def test_neither_weights_nor_cache_are_copied_for_a_token(family, whole):
     config = dataclasses.replace(SMALL, **sizes | family)
     engine = Engine(64, 1, 16, 200, 216, "bfloat16", Sampling(), ((2,),))
 
-    def attend(query, keys, values, layer, start, stop, **_):
+    def attend(query, keys, values, layer, start, stop, sinks, **_):
         """Reads a layer's columns in place, as the kernel does; its specification's matmuls copy them."""
+        assert sinks is None
         columns = jnp.arange(keys.shape[3])
         seen = (start[:, None] <= columns) & (columns < stop[:, None])
         both = jnp.sum((keys[layer] + values[layer]) * seen[:, None, :, None], axis=2)

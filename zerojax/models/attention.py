@@ -6,7 +6,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float, Int
 
@@ -339,6 +338,8 @@ def _attend(
     """
     missing = query.shape[-1] - value.shape[-1]
     if missing and kernel == "cudnn":
+        from jax._src.cudnn import fused_attention_stablehlo as cudnn  # needed here alone, and not public
+
         of_queries = None if lengths is None else jnp.full(len(query), query.shape[1], jnp.int32)
         kinds = cudnn.MaskType
         plain, padded = (kinds.CAUSAL, kinds.PADDING_CAUSAL) if causal else (kinds.NO_MASK, kinds.PADDING)
