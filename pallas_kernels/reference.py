@@ -267,11 +267,6 @@ def _plain(fmt: str) -> jnp.dtype:
     return jnp.dtype({"fp32": jnp.float32, "bf16": jnp.bfloat16}[fmt])
 
 
-def _octets(rows: int, n: int) -> jax.Array:
-    """uint32[rows, n / 8]: the row-major index of each group of eight neighbours."""
-    return jnp.arange(rows * n // 8, dtype=jnp.uint32).reshape(rows, n // 8)
-
-
 def _encode(
     x: jax.Array, index: jax.Array | None, fmt: str, block: int | None, rounding: str, rotation: int,
     seed: jax.Array | None,
@@ -300,7 +295,9 @@ def encode(
     x: jax.Array, seed: jax.Array | None, *, fmt: str, block: int | None, rounding: str, rotation: int
 ) -> jax.Array:
     """See ``pallas_kernels.encode``."""
-    index = _octets(*x.shape) if rounding == "stochastic" and fmt in QUANTIZED else None
+    index = None
+    if rounding == "stochastic" and fmt in QUANTIZED:
+        index = jnp.arange(x.size // 8, dtype=jnp.uint32).reshape(len(x), x.shape[1] // 8)
     return _encode(x.astype(jnp.float32), index, fmt, block, rounding, rotation, seed)
 
 

@@ -51,7 +51,8 @@ class BoundNNX:
 
     def model_state(self) -> ModelState:
         """The state after the pass, but with the random keys from before it."""
-        return {**self.before, **_named(nnx.state(self.model, STATE)), **self.keys}
+        after = {"/".join(path): leaf for path, leaf in leaves_of(nnx.state(self.model, STATE))}
+        return {**self.before, **after, **self.keys}
 
     def secondary(self) -> dict[Path, Weight]:
         """See ``Bound.secondary``."""
@@ -138,10 +139,6 @@ class NNXAdapter:
         return nnx.merge(
             graph, nnx.from_flat_state([(path, filled(path, held)) for path, held in self._held])
         )
-
-
-def _named(state: nnx.State) -> ModelState:
-    return {"/".join(path): leaf for path, leaf in leaves_of(state)}
 
 
 def _own_key(keys: Array, key: Array) -> Array:

@@ -52,13 +52,5 @@ def _sum[T: PyTree[Array]](axes: tuple[str, ...], x: T) -> T:
     return lax.psum(x, axes)
 
 
-def _sum_fwd[T: PyTree[Array]](axes: tuple[str, ...], x: T) -> tuple[T, None]:
-    return _sum(axes, x), None
-
-
-def _sum_bwd[T: PyTree[Array]](axes: tuple[str, ...], _: None, cotangent: T) -> tuple[T]:
-    # The sum is part of every device's loss, and the devices' gradients are added up.
-    return (lax.psum(cotangent, axes),)
-
-
-_sum.defvjp(_sum_fwd, _sum_bwd)
+# The sum is part of every device's loss, and the devices' gradients are added up.
+_sum.defvjp(lambda axes, x: (_sum(axes, x), None), lambda axes, _, cotangent: (lax.psum(cotangent, axes),))

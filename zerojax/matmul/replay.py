@@ -145,7 +145,9 @@ def _results(equation: core.JaxprEqn, given: list[Value]) -> Sequence[Value]:
         case name if name in _MOVES and len(given) == 1:
             if (moved := weights[0].moved(primitive, params)) is not None:
                 return moved
-        case "jit" if (reader := _READERS.get(params["name"])) and _all_codes(weights):
+        case "jit" if (reader := _READERS.get(params["name"])) and all(
+            isinstance(weight, Fp8Operand) for weight in weights
+        ):
             return [reader(*given)]
         case "jit" if params["name"] == LOOP:
             inner = params["jaxpr"]
@@ -195,10 +197,6 @@ def scan_counts(equation: core.JaxprEqn) -> tuple[int, int]:
         return equation.params["num_consts"], equation.params["num_carry"]
     constants, carry, _ = (len(list(part)) for part in equation.params["ft_in"].unpack())
     return constants, carry
-
-
-def _all_codes(weights: Sequence[Operand]) -> bool:
-    return all(isinstance(weight, Fp8Operand) for weight in weights)
 
 
 def _as_arrays(values: Sequence[Value]) -> list[Array | Fp8Operand | LowRankOperand]:

@@ -161,14 +161,8 @@ def _chunk_gradients(
 ) -> tuple[Array, Array]:
     """The gradients of a chunk's losses, multiplied by ``factors``: of the rows, and fp32 of the unembedding.
 
-    Args:
-        head: of the model.
-        rows: of the chunk.
-        right: their labels.
-        unembedding: padded.
-        scores: the logits.
-        normalizer: their log-sum-exp.
-        factors: one per row, or one for all.
+    The arguments after ``head`` are the chunk's rows, their labels, the padded unembedding, the logits, their
+    log-sum-exp, and a factor for each row or one for all.
     """
     # d loss / d logits = softmax - one-hot, zero in ignored rows.
     error = jnp.exp(scores - normalizer[:, None]) - (right[:, None] == jnp.arange(len(unembedding)))
@@ -200,12 +194,6 @@ def _log_probs(
     return jax.lax.map(measure, (hidden, labels))
 
 
-def _log_probs_forward(
-    head: _Head, hidden: Array, labels: Array, unembedding: Array
-) -> tuple[Array, tuple[Array, Array, Array]]:
-    return _log_probs(head, hidden, labels, unembedding), (hidden, labels, unembedding)
-
-
 def _log_probs_backward(
     head: _Head, args: tuple[Array, Array, Array], gradient: Array
 ) -> tuple[Array, None, Array]:
@@ -224,7 +212,7 @@ def _log_probs_backward(
     return row_gradients, None, weight_gradient.astype(unembedding.dtype)
 
 
-_log_probs.defvjp(_log_probs_forward, _log_probs_backward)
+_log_probs.defvjp(lambda head, *args: (_log_probs(head, *args), args), _log_probs_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -286,18 +274,10 @@ def _total_loss_again(head: _Head, hidden: Array, labels: Array, unembedding: Ar
     return _total_loss(head, hidden, labels, unembedding)
 
 
-def _total_loss_again_forward(head: _Head, *args: Array) -> tuple[Array, tuple[Array, ...]]:
-    return _total_loss(head, *args), args
-
-
-def _total_loss_again_backward(
-    head: _Head, args: tuple[Array, ...], gradient: Array
-) -> tuple[Array, None, Array]:
-    _, residuals = _total_loss_forward(head, *args)
-    return _total_loss_backward(head, residuals, gradient)
-
-
-_total_loss_again.defvjp(_total_loss_again_forward, _total_loss_again_backward)
+_total_loss_again.defvjp(
+    lambda head, *args: (_total_loss(head, *args), args),
+    lambda head, args, gradient: _total_loss_backward(head, _total_loss_forward(head, *args)[1], gradient),
+)
 
 
 def _in_breadth(

@@ -69,11 +69,6 @@ def _plain(c: GPTConfig, theta: float | Array) -> Array:
     return 1.0 / theta**exponents
 
 
-def _linear(c: GPTConfig) -> Array:
-    """All angles divided by rope_factor (Chen et al., 2023)."""
-    return _plain(c, c.rope_theta) / c.rope_factor
-
-
 def _llama3(c: GPTConfig) -> Array:
     """The angles of long wavelengths divided by rope_factor, as in Meta's release of LLaMA 3.1.
 
@@ -123,7 +118,7 @@ def _longrope(c: GPTConfig, length: int | Array) -> Array:
 
 _SCALINGS: dict[RopeScaling, Callable[[GPTConfig, int | Array], Array]] = {
     "none": lambda c, length: _plain(c, c.rope_theta),
-    "linear": lambda c, length: _linear(c),
+    "linear": lambda c, length: _plain(c, c.rope_theta) / c.rope_factor,  # Chen et al., 2023
     "llama3": lambda c, length: _llama3(c),
     "dynamic": _dynamic,
     "yarn": lambda c, length: _yarn(c),

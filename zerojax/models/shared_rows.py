@@ -213,16 +213,11 @@ def _exchange(devices: int, payload: Array) -> Array:
     return arrived
 
 
-def _exchange_fwd(devices: int, payload: Array) -> tuple[Array, None]:
-    return _exchange(devices, payload), None
-
-
-def _exchange_bwd(devices: int, _: None, cotangent: Array) -> tuple[Array]:
-    # What was sent from i to j comes back from j to i.
-    return (_exchange(devices, cotangent),)
-
-
-_exchange.defvjp(_exchange_fwd, _exchange_bwd)
+# What was sent from i to j comes back from j to i.
+_exchange.defvjp(
+    lambda devices, payload: (_exchange(devices, payload), None),
+    lambda devices, _, cotangent: (_exchange(devices, cotangent),),
+)
 
 
 def _to_heads(devices: int, *parts: Array) -> list[Array]:

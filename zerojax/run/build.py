@@ -144,7 +144,9 @@ def make_log(
     schedule = make_schedule(config.optimizer, train.steps)
     batch = trained[0].batch
     tokens = sum(batch[name].shape[0] for name in _TEXTS if name in batch) * train.sequence_length
-    flops = sum(_flops_per_token(one, train.sequence_length) for one in trained)
+    # As ``zerojax.models.flops_per_token``, without the gradients of frozen matrices.
+    rows = [work_of(one.state.spec, one.model, sequences=1, length=train.sequence_length) for one in trained]
+    flops = sum(work.model_flops / work.tokens for work in rows)
     return RunLog(
         folder,
         steps=train.steps,
@@ -165,12 +167,6 @@ def make_log(
         start=step,
         skipped=skipped,
     )
-
-
-def _flops_per_token(one: Trained, length: int) -> float:
-    """As ``zerojax.models.flops_per_token``, without the gradients of frozen matrices."""
-    work = work_of(one.state.spec, one.model, sequences=1, length=length)
-    return work.model_flops / work.tokens
 
 
 def make_watchdog(cluster: ClusterSection, folder: RunFolder, peers: Peers | None) -> Watchdog:

@@ -130,7 +130,8 @@ def _check(data: Any) -> None:
             elif isinstance(value, list):
                 below += value
             elif isinstance(value, str):
-                _check_text(value)
+                if not is_unicode(value):
+                    raise ValueError(f"not valid Unicode: half of a surrogate pair in {short(value)}")
             elif isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{value} is not a finite number")
             elif isinstance(value, int) and abs(value) >= 10**_MAX_DIGITS:
@@ -138,8 +139,3 @@ def _check(data: Any) -> None:
         level, depth = below, depth + 1
         if depth > DEEPEST and any(isinstance(value, dict | list) for value in level):
             raise ValueError(_TOO_DEEP)
-
-
-def _check_text(text: str) -> None:
-    if not is_unicode(text):
-        raise ValueError(f"not valid Unicode: half of a surrogate pair in {short(text)}")

@@ -186,8 +186,13 @@ def read_in_portions(folder: Path, name: str) -> Callable[[TrainState, Entry], A
         reading = deque(begin(portion) for portion in portions[:ahead])
         whole: Array | None = None
         for number, portion in enumerate(portions):
-            numbers = functools.partial(_numbers, reading.popleft(), x.dtype)
-            canonical = jax.make_array_from_callback(like.shape, like.sharding, numbers)
+            parts = reading.popleft()
+            canonical = jax.make_array_from_callback(
+                like.shape,
+                like.sharding,
+                # In the dtype of the state: moments may have been saved in another.
+                lambda index, parts=parts: parts[index or ()].result().astype(x.dtype, copy=False),
+            )
             reading.extend(map(begin, portions[number + ahead : number + ahead + 1]))
             part = Entry(portion.leaf, canonical, by_node=False)
             if not leaf.stack:
@@ -252,15 +257,6 @@ def _compiled(
         return jax.jit(parts, out_shardings=to, compiler_options=for_mesh, donate_argnums=donate)
 
     return spec.once(key, make)
-
-
-def _numbers(
-    reading: Mapping[tuple[slice, ...], ts.Future[np.ndarray]],
-    dtype: np.dtype,
-    index: tuple[slice, ...] | None,
-) -> np.ndarray:
-    """A device's part of a portion, in the dtype of the state: that of moments may have been another."""
-    return reading[index or ()].result().astype(dtype, copy=False)
 
 
 def _box(portion: Portion, index: tuple[slice, ...]) -> tuple[slice, ...]:

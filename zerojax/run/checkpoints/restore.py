@@ -64,7 +64,7 @@ def restore(
     """
     prefix = f"{name}_" if name else ""
     saved = {kind.removeprefix(prefix): x for kind, x in _saved(path).items() if kind.startswith(prefix)}
-    nodes = _nodes(saved)
+    nodes = saved[NODES]["skipped_in_row"].shape[0] if NODES in saved else None  # with local updates
     if (line := _begun_anew(state, nodes)) is not None:
         say(line)
     wanted = {
@@ -82,11 +82,6 @@ def restore(
     del wanted["params"]
     tree = _load(path, wanted | {AVERAGE: abstract_average(state, nodes)}, saved, prefix)
     return from_canonical(state, tree | {"params": tree.pop(AVERAGE)["params"]})
-
-
-def _nodes(saved: dict[str, Any]) -> int | None:
-    """How many nodes saved a state with local updates; None for one without."""
-    return saved[NODES]["skipped_in_row"].shape[0] if NODES in saved else None
 
 
 def _begun_anew(state: TrainState, saved: int | None) -> str | None:

@@ -11,7 +11,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,8 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
         )
-        environment.filters["tojson"] = _to_json
+        # Jinja's own filter would escape HTML.
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals |= {
             "raise_exception": _raise,
             "strftime_now": lambda format: datetime.now().strftime(format),
@@ -279,19 +280,6 @@ def _read(path: Path) -> str:
         raise DataError(f"{path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not valid UTF-8 at byte {error.start}") from error
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter would escape HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
 
 
 def _raise(message: str) -> str:
