@@ -483,12 +483,6 @@ def sums_plan(sizes: jax.Array, k: int, n: int, tuning: Tuning) -> jax.Array:
     from the largest to the smallest.
 
     A tile of a heavy group is more work than a multiprocessor's share of the whole.
-
-    Args:
-        sizes: of the groups, int32 [groups].
-        k: rows of a group's result.
-        n: its columns.
-        tuning: of the kernel.
     """
     tiles, programs = _sums_tiles(k, n, tuning), multiprocessors()
     index = jnp.arange(len(sizes))

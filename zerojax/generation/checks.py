@@ -64,10 +64,6 @@ def checked_limits(model: object) -> Limits:
 def checked_prompts(prompts: Iterable[ArrayLike], vocabulary: int) -> list[Int[np.ndarray, " prompt"]]:
     """Prompts as int32 vectors.
 
-    Args:
-        prompts: of any integers.
-        vocabulary: as of ``Limits``.
-
     Raises:
         ConfigurationError: there is none, or one is empty, is not a vector, or has numbers that are not ids.
     """

@@ -166,13 +166,7 @@ def _whole_layer(copy: GenerationCopy, weights: Weights) -> Weights:
 
 
 def _stored_whole(copy: GenerationCopy, weight: Weight, gathered: Array) -> Weight:
-    """One whole weight in the copy's form.
-
-    Args:
-        copy: says in which form.
-        weight: its secondary partition.
-        gathered: the encoded shards of all devices, in their order.
-    """
+    """One whole weight in the copy's form."""
     leaf = weight.layout
     own = copy.leaves[leaf.path]
     if copy.form != "compute" and _keeps_format(leaf):

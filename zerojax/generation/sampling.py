@@ -44,11 +44,6 @@ def sample(
 ) -> tuple[Int[Array, " batch"], Float[Array, " batch"]]:
     """Draw one token per row of logits.
 
-    Args:
-        scores: the logits.
-        keys: a random key for each row.
-        how: to draw.
-
     Returns:
         The tokens, int32; and their log-probabilities, fp32, under softmax(scores / temperature), before
         ``top_k`` and ``top_p``: those of the whole distribution. Temperature 0 counts as 1 there.

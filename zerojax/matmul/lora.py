@@ -380,12 +380,6 @@ class LowRankOperand:
     ) -> Array | None:
         """``x`` times the weight, of shape ``[*free axes of x, *free axes of the weight]``.
 
-        Args:
-            x: the other operand.
-            x_axes: its contracted axes.
-            axes: those of the weight, in the same order.
-            equation: the ``dot_general``, which gives precision and dtype.
-
         Returns:
             The product; None if it contracts axes of both A and B, or not all of one.
         """
@@ -465,14 +459,7 @@ def _parts(primitive: core.Primitive, params: Params, x: Array, own: Mapping[int
 
 
 def _dropped(x: Array, seed: Array, number: int, rate: float) -> Array:
-    """Dropout: each element is zero with probability ``rate``, the others grow by 1 / (1 - rate).
-
-    Args:
-        x: what drops elements.
-        seed: of the random bits.
-        number: of the draw: other bits for each.
-        rate: the probability.
-    """
+    """Dropout: each element is zero with probability ``rate``, the others grow by 1 / (1 - rate)."""
     if not rate:
         return x
     key = jax.random.wrap_key_data(jnp.stack([seed, seed ^ jnp.uint32(0x10A + number)]), impl="threefry2x32")

@@ -62,14 +62,7 @@ class Fp8Operand:
         return [replace(self, codes=codes, gradient=own) for codes, own in zip(*parts, strict=True)]
 
     def product(self, x: Array, x_axes: Sequence[int], axes: Sequence[int], equation: core.JaxprEqn) -> Array:
-        """``x`` times the weight, of shape ``[*free axes of x, *free axes of the weight]``.
-
-        Args:
-            x: the other operand.
-            x_axes: its contracted axes.
-            axes: those of the weight, in the same order.
-            equation: the ``dot_general``, which gives the dtype.
-        """
+        """``x`` times the weight, of shape ``[*free axes of x, *free axes of the weight]``."""
         x_free = [axis for axis in range(x.ndim) if axis not in x_axes]
         free = [axis for axis in range(self.codes.ndim) if axis not in axes]
         size = math.prod(self.codes.shape[axis] for axis in axes)

@@ -146,13 +146,7 @@ def yarn_amplitude(factor: float, scale: float = 1.0) -> float:
 def rope_of(
     config: GPTConfig, positions: Int[Array, "*batch time"], length: int | Int[Array, " batch"]
 ) -> Rope:
-    """The rotary positions of a model.
-
-    Args:
-        config: of the model.
-        positions: of the tokens.
-        length: tokens of all sequences, or of each.
-    """
+    """The rotary positions of a model."""
     tables = [_table(kind, config, positions, length) for kind in _kinds(config)]
     scale = None
     if config.rope_query_growth:

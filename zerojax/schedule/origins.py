@@ -37,13 +37,7 @@ def origin(jaxpr: core.Jaxpr, var: Any) -> int | None:
 
 
 def changed[T](jaxpr: core.Jaxpr, entered: list[T], left: Sequence[T]) -> list[T]:
-    """The names of results that are not just the argument of the same name, moved or passed on.
-
-    Args:
-        jaxpr: of a program.
-        entered: names of its first arguments.
-        left: names of its last results.
-    """
+    """The names of results that are not just the argument of the same name, moved or passed on."""
     results = jaxpr.outvars[len(jaxpr.outvars) - len(left) :]
     found = []
     for name, var in zip(left, results, strict=True):

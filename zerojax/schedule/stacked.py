@@ -83,9 +83,6 @@ def large_floats(one: PyTree[Array]) -> tuple[bool, ...]:
     Activations: floating-point arrays of at least a 64th of the bytes of the largest. Statistics of norms and
     of attention, positions, choices of experts and random keys stay on the device: they take a percent of its
     memory, and each copy has a cost of its own.
-
-    Args:
-        one: arrays or ShapeDtypeStructs.
     """
     leaves = jax.tree.leaves(one)
     sizes = [x.size * x.dtype.itemsize if jnp.issubdtype(x.dtype, jnp.floating) else 0 for x in leaves]

@@ -157,9 +157,6 @@ def as_layer(body: Body, strategy: ShardingStrategy) -> Body:
 def refuse_mapped(weights: Flags) -> None:
     """Refuse to map a unit over its own weights in breadth.
 
-    Args:
-        weights: their flags.
-
     Raises:
         ConfigurationError: one is.
     """

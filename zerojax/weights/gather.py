@@ -69,13 +69,7 @@ def cross_nodes(payloads: Payloads, *, delta: bool, own_stream: bool = False) ->
 
 
 def decode(weights: Weights, arrived: Payloads, copies: Payloads | None = None) -> Weights:
-    """The weights, of which those at "primary" become the secondary partitions that have arrived.
-
-    Args:
-        weights: as for ``encode``.
-        arrived: as ``cross_nodes`` returns.
-        copies: as for ``encode``.
-    """
+    """The weights, of which those at "primary" become the secondary partitions that have arrived."""
     owned = _owned(weights)
     with jax.named_scope(_node_scope(delta=copies is not None)):
         if not crosses_nodes(owned):
@@ -115,12 +109,7 @@ def gather_exact(weights: Weights) -> Payloads:
 
 
 def to_full(weights: Weights, dtype: Callable[[ParamLayout], jnp.dtype]) -> Weights:
-    """Bring weights from secondary partitions to whole ones; those that are whole stay as they are.
-
-    Args:
-        weights: at "secondary" or "full".
-        dtype: in which to compute with a weight.
-    """
+    """Bring weights from secondary partitions to whole ones; those that are whole stay as they are."""
     spread = [w for w in weights if w.level != "full"]
     if not spread:
         return weights

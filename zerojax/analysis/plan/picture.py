@@ -17,11 +17,6 @@ _ALWAYS = ("compute", "hops in the node", "waiting for the network", "optimizer"
 def draw_outlook(outlook: Outlook, path: Path, title: str) -> None:
     """Draw an outlook as PNG.
 
-    Args:
-        outlook: to draw.
-        path: of the PNG.
-        title: such as the config's name.
-
     Raises:
         ConfigurationError: the file cannot be written.
     """

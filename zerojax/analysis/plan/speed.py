@@ -88,15 +88,7 @@ def hop_seconds(hop: HopPlan, cluster: Cluster) -> tuple[float, float]:
 def predict_step(
     spec: TrainSpec, work: Work, hops: tuple[HopPlan, ...], memory: PredictedMemory, cluster: Cluster
 ) -> StepTime:
-    """The time of a step.
-
-    Args:
-        spec: laid out on the cluster.
-        work: of one micro-batch.
-        hops: of the step.
-        memory: of the step; gives the bytes that the optimizer reads and writes.
-        cluster: to run on.
-    """
+    """The time of a step."""
     micro = spec.zero.accumulate
     units = sum(group.layers for group in spec.unit_groups) or 1
     rate = cluster.memory_rate

@@ -81,10 +81,6 @@ def events_of(profile: Any, names: dict[str, dict[str, tuple[str, str]]]) -> lis
     On GPUs each device has a plane "/device:GPU:n" with a line per stream; CPU devices share the host's
     plane, and each event names its device. In both, the event of an instruction has the stats "hlo_op",
     "hlo_module" and "program_id".
-
-    Args:
-        profile: the trace.
-        names: of the programs' instructions, as ``instructions`` returns them.
     """
     with warnings.catch_warnings():
         # At its first use JAX's reader raises a DeprecationWarning from C++, which aborts the process where

@@ -81,10 +81,6 @@ def write_in_portions(folder: Path, states: Mapping[str, TrainState]) -> None:
 
     All processes call it together.
 
-    Args:
-        folder: of the checkpoint.
-        states: by the prefix of their kinds.
-
     Raises:
         ValueError: a file cannot be written.
     """
@@ -153,10 +149,6 @@ def _write(
 
 def read_in_portions(folder: Path, name: str) -> Callable[[TrainState, Entry], Array]:
     """Open an array of a checkpoint, for ``from_canonical``.
-
-    Args:
-        folder: of its kind.
-        name: of the array, as Orbax has it.
 
     Returns:
         A function that reads the array straight into host memory, in stored form. A file whose chunks have

@@ -28,10 +28,6 @@ class Choice:
 def newest_valid(folder: Path, *, checksums: bool = True) -> Choice:
     """Find the newest checkpoint that matches its manifest; changes nothing.
 
-    Args:
-        folder: of the checkpoints.
-        checksums: read every byte of the checkpoints compared.
-
     Raises:
         ConfigurationError: there are checkpoints, but all are damaged; names each.
         RunError: one cannot be read for a reason other than damage, such as a lack of permission.

@@ -84,9 +84,6 @@ def reserve_host_memory(states: Sequence[TrainState]) -> None:
     While the driver locks memory (seconds for some gigabytes) the GPUs stand still. Does nothing without
     GPUs.
 
-    Args:
-        states: that are saved together, filled or abstract.
-
     Raises:
         RunError: the memory is not there, or above XLA's limit.
     """

@@ -21,10 +21,6 @@ def render(run: RunData, *, now: datetime | None = None) -> str:
     """The page as text.
 
     All values of the run are escaped; the page refers to nothing outside itself.
-
-    Args:
-        run: its data.
-        now: time of creation to show; by default the present.
     """
     environment = Environment(
         loader=PackageLoader("zerojax.run.html_report", "."),
