@@ -80,6 +80,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "accumulate": 8,
         "accumulate_order": "breadth",
     },
+    "zero3-host-breadth-x8-backward": {
+        "preset": "zero3",
+        "host": ("optimizer",),
+        "update_in_backward": True,
+        "accumulate": 8,
+        "accumulate_order": "breadth",
+    },
+    "zero3-host-breadth-x8-bf16-moments-backward": {
+        "preset": "zero3",
+        "host": ("optimizer",),
+        "update_in_backward": True,
+        "moments": "bfloat16",
+        "accumulate": 8,
+        "accumulate_order": "breadth",
+    },
     "zero3-host-breadth-x8-bf16-moments": {
         "preset": "zero3",
         "host": ("optimizer",),

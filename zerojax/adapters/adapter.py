@@ -56,6 +56,10 @@ class Bound(Protocol):
         """The trained weights of units that are at "secondary" after the pass, by path."""
         ...
 
+    def probes(self) -> dict[Path, Array]:
+        """The probes of stacks that were called and that the backward pass updates, by a weight's path."""
+        ...
+
     def replaced(self) -> dict[Path, Num[Array, "..."]]:
         """The weights outside units that are other arrays after the pass, perhaps equal ones, by path."""
         ...

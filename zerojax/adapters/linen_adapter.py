@@ -231,6 +231,10 @@ class _Pass:
         """See ``Bound.secondary``: none, since a Linen module cannot keep an updated copy."""
         return {}
 
+    def probes(self) -> dict[Path, Array]:
+        """See ``Bound.probes``: none, since a Linen module has no ``Stack``."""
+        return {}
+
     def replaced(self) -> dict[Path, Num[Array, "..."]]:
         """See ``Bound.replaced``: parameters are never mutable."""
         return {}

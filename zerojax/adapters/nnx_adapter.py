@@ -60,6 +60,11 @@ class BoundNNX:
         weights = (weight for weight in found if isinstance(weight, Weight))
         return {w.layout.path: w for w in weights if w.level == "secondary" and not w.layout.frozen}
 
+    def probes(self) -> dict[Path, Array]:
+        """See ``Bound.probes``."""
+        found = jax.tree.leaves(nnx.state(self.model, nnx.Param), is_leaf=is_sharded)
+        return {x.leaf.path: x.probe for x in found if is_sharded(x) and x.probe is not None}
+
     def replaced(self) -> dict[Path, Num[Array, "..."]]:
         """See ``Bound.replaced``."""
         return replaced_weights(self.model, self.weights)

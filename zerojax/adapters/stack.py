@@ -1,5 +1,6 @@
 """A stack of equal blocks as one scanned module: compile time does not grow with depth."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
@@ -116,10 +117,12 @@ class Stack(nnx.Module):
 
         own = (state, by_layer or {})
         if weights and all(is_gathered(weight) for weight in weights):
-            x, state, copies = scan_units(body, weights, x, own, arrays)
-            if copies:
+            x, state, copies, probe = scan_units(body, weights, x, own, arrays)
+            if copies or probe:
                 # As state is: the next call begins with them, and the step finds them in the model.
                 weights = [weight.updated(copies) for weight in weights]
+                if probe:
+                    weights[0] = dataclasses.replace(weights[0], probe=probe[0])
                 nnx.update(self.block, jax.tree.unflatten(structure, weights))
         else:
             run = at_matmuls(body)

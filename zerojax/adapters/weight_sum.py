@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Num
 
 from zerojax.errors import ConfigurationError
+from zerojax.schedule.layer_update import LayerState
 from zerojax.schedule.sharded import Sharded
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.mesh import NODE
@@ -42,7 +43,7 @@ class MasterWeights:
 
     leaves: Sequence[ParamLayout] = ()
     shards: Mapping[Path, Float[Array, "... shard"]] = field(default_factory=dict)
-    sinks: Mapping[Path, Sink] = field(default_factory=dict)
+    sinks: Mapping[Path, Sink | LayerState] = field(default_factory=dict)
     level: Level = "primary"
 
 
@@ -139,8 +140,17 @@ def _whole_weights(model: object) -> Iterator[tuple[Path, Array]]:
 
 
 def _sum_of_shards(
-    leaf: ParamLayout, level: Level, function: Elementwise, shard: Float[Array, "... owned"], sink: Sink
+    leaf: ParamLayout,
+    level: Level,
+    function: Elementwise,
+    shard: Float[Array, "... owned"],
+    sink: Sink | LayerState,
 ) -> Float[Array, ""]:
+    if isinstance(sink, LayerState):
+        raise ConfigurationError(
+            f"weight_sum reads {leaf.name!r}, whose stack is updated in its backward pass, without the sum's "
+            "gradient: leave it out by paths=, or set update_in_backward=False."
+        )
     at_sink = sink.shape[-1:]
 
     def own_part(shard: Float[Array, "... owned"]) -> Float[Array, ""]:

@@ -55,7 +55,9 @@ HOST_MEMORY: CompilerOptions = {
     "xla_gpu_graph_min_graph_size": 1 << 30,
     # XLA's own rematerialisation counts arrays in host memory as the device's. With 32 layers' activations
     # there it computes parts of layers and of the loss a second time, and saves nothing.
-    "xla_disable_hlo_passes": "rematerialization",
+    # No asynchronous copies of slices within the device: the scheduler lets copies from and to host memory
+    # run beside no loop that has some, as a layer's loop over micro-batches does.
+    "xla_disable_hlo_passes": "rematerialization,dynamic-slice-copy-fusion-async-wrapper",
 }
 
 

@@ -24,11 +24,17 @@ from zerojax.optim.low_precision import with_moments_as_set
 from zerojax.optim.moments import by_moment
 from zerojax.optim.shard_check import OnLayout, Optimizer
 from zerojax.sharding.layout import ParamLayout
+from zerojax.sharding.mesh import MeshShape
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.zero_config import ZeroConfig
 
 _CALLED = CALLED | {"custom_jvp_call": "call_jaxpr"}
 _REDUCTIONS = ("argmax", "argmin", "dot_general", "sort")
+_NOT_IN_BACKWARD = (
+    "ZeroConfig.update_in_backward updates a layer before the gradients of others exist, and the optimizer "
+    "needs norms of gradients, such as optax.clip_by_global_norm's (optimizer.clip_norm=0 leaves it out), or "
+    "matrices of several layers, as Muon does: leave update_in_backward out."
+)
 _NORMS = (
     "the optimizer computes norms of weights or moments (LAMB and LARS do), or chooses by them, which an "
     'update of one layer at a time cannot: leave "optimizer" out of ZeroConfig.host, or use norms of '
@@ -95,7 +101,8 @@ class LayerwiseOptimizer:
             zero: the options.
 
         Raises:
-            ConfigurationError: the optimizer needs norms of weights or of moments.
+            ConfigurationError: the optimizer needs norms of weights or of moments; or of gradients, or whole
+                matrices, with ``ZeroConfig.update_in_backward``.
         """
         self._whole = _traced(whole, leaves)
         layers = [dataclasses.replace(leaf, stack=()) for leaf in leaves]
@@ -109,12 +116,29 @@ class LayerwiseOptimizer:
         else:
             traced = _traced(with_moments_as_set(optimizer, zero), layers)
             self._of_groups = dict.fromkeys((leaf.path for leaf in leaves), traced)
+        self._needs_others = isinstance(optimizer, OnLayout)
         jax.eval_shape(self._check, *(_shapes(whole, some) for some in (leaves, layers)))
+        self._of_shards: Traced | None = None
+        if zero.update_in_backward:
+            self.refuse_in_backward()
+            assert not isinstance(optimizer, OnLayout)
+            one = MeshShape(1, 1)
+            shards = [dataclasses.replace(leaf, world=one, shard=leaf.owned) for leaf in layers]
+            self._of_shards = _traced(with_moments_as_set(optimizer, zero), shards)
 
     @property
     def moments(self) -> dict[str, Path]:
         """By its place in the optimizer's state, the path of each moment's weight."""
         return self._whole.moments
+
+    def refuse_in_backward(self) -> None:
+        """Refuse to update a layer before the gradients of others exist.
+
+        Raises:
+            ConfigurationError: the optimizer needs those.
+        """
+        if self._needs_others:
+            raise ConfigurationError(_NOT_IN_BACKWARD)
 
     def reduce(self, grads: PyTree[Array], state: Mapping[str, Array]) -> Reduced:
         """Compute norms and counters.
@@ -157,31 +181,56 @@ class LayerwiseOptimizer:
         Raises:
             ConfigurationError: the update needs norms of weights or of moments.
         """
-        traced = self._of_groups[next(iter(params))]
-        norms = list(reversed(reduced.norms))
+        return _updated(self._of_groups[next(iter(params))], reduced, grads, state, params)
 
-        def look_up(equation: core.JaxprEqn, given: list[_Value]) -> list[_Value]:
-            del given
-            name, results = norms.pop() if norms else ("", [])
-            if name != equation.primitive.name:
-                raise ConfigurationError(_NORMS)
-            return results
+    def update_shard(
+        self, grads: Mapping[Path, Array], state: Mapping[str, Array], params: Mapping[Path, Array]
+    ) -> tuple[dict[Path, Array], dict[str, Array]]:
+        """``update`` of one layer on one device, inside ``shard_map``, by an optimizer without norms.
 
-        after, moments = _run(traced, grads, state, params, look_up)
-        mine = {key: moments[key] for key, path in traced.moments.items() if path in params}
-        return _there({path: after[path] for path in params}), _there(mine)
+        Args:
+            grads: as there, of this device's shards.
+            state: likewise.
+            params: likewise.
+        """
+        assert self._of_shards is not None
+        counters = {place: x for place, x in state.items() if place not in self.moments}
+        return _updated(self._of_shards, self.reduce({}, counters), grads, state, params)
 
     def _check(self, whole: tuple[Any, Any], layers: tuple[Any, Any]) -> None:
         """Run all of it, on shapes alone."""
         grads, state = whole
         counters = {place: x for place, x in places(state).items() if place not in self.moments}
         reduced = self.reduce(grads, counters)
+        self._needs_others |= bool(reduced.norms)
         of_layer, moments = from_tree(layers[0]), places(layers[1])
         for traced in {id(traced): traced for traced in self._of_groups.values()}.values():
             mine = [path for path, own in self._of_groups.items() if own is traced]
             params = {path: of_layer[path] for path in mine}
             given = {place: moments[place] for place, path in traced.moments.items() if path in params}
             self.update(reduced, params, given | counters, params)
+
+
+def _updated(
+    traced: Traced,
+    reduced: Reduced,
+    grads: Mapping[Path, Array],
+    state: Mapping[str, Array],
+    params: Mapping[Path, Array],
+) -> tuple[dict[Path, Array], dict[str, Array]]:
+    """See ``LayerwiseOptimizer.update``."""
+    norms = list(reversed(reduced.norms))
+
+    def look_up(equation: core.JaxprEqn, given: list[_Value]) -> list[_Value]:
+        del given
+        name, results = norms.pop() if norms else ("", [])
+        if name != equation.primitive.name:
+            raise ConfigurationError(_NORMS)
+        return results
+
+    after, moments = _run(traced, grads, state, params, look_up)
+    mine = {key: moments[key] for key, path in traced.moments.items() if path in params}
+    return _there({path: after[path] for path in params}), _there(mine)
 
 
 def places(state: PyTree[Array]) -> dict[str, Array]:

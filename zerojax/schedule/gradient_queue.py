@@ -3,7 +3,8 @@
 If gradients cross nodes, each hop has an iteration of the backward pass to itself, and so has the sum: while
 layer i computes, layer i + 1's gradients take their first hop, layer i + 2's their second, and layer i + 3's
 are summed; or sent on to all nodes, and layer i + 4's are decoded, if those hold the master weights. None of
-these waits for another. Otherwise layer i + 1's gradients take all stages at once.
+these waits for another. Otherwise layer i + 1's gradients take all stages at once, unless their sums update
+the layer: hops within a node then have iterations of their own as well, so that an update never waits.
 """
 
 from collections.abc import Iterator
@@ -37,17 +38,20 @@ class GradientQueue:
         reduction: of one layer.
         seeds: one per layer.
         last: the index of the last layer, whose gradients come first.
+        updates: whether sums update their layers. Callers then do not ``prime``, and each layer arrives once.
     """
 
     reduction: GradientReduction
     seeds: Seed
     last: int
+    updates: bool = False
 
     @property
     def stages(self) -> int:
-        """How many hops are stages of their own; 0 if gradients do not cross nodes."""
+        """How many hops are stages of their own: all; or none, if gradients do not cross nodes."""
         reduction = self.reduction
-        return reduction.hops if reduction.strategy.reduces_between_nodes(reduction.world) else 0
+        apart = self.updates or reduction.strategy.reduces_between_nodes(reduction.world)
+        return reduction.hops if apart else 0
 
     def enqueue(self, grads: Values, index: Index, behind: InFlight | None = None) -> InFlight:
         """Encode a layer's whole gradients and put them before those that ``advance`` returned."""
@@ -68,8 +72,10 @@ class GradientQueue:
         *waiting, payload = in_flight
         arrived = None
         if payload is not None:
-            # The zeros of `prime` belong to no layer: they go where the last layer's sums replace them.
-            index = jnp.minimum(first + self.stages, self.last)
+            index = first + self.stages
+            if not self.updates:
+                # The zeros of `prime` belong to no layer: they go where the last layer's sums replace them.
+                index = jnp.minimum(index, self.last)
             if not self.stages:
                 for hop in range(self.reduction.hops):
                     payload = self._send(payload, index, hop)

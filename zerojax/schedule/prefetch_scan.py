@@ -19,6 +19,9 @@ With ``ShardingStrategy.residuals_in_host`` that part of what layers keep for th
 memory. Layer i's part is copied there while layer i computes, as far as it is ready, and comes back while the
 backward pass computes layer i + 1.
 
+Where gradients update their layers (``zerojax.schedule.layer_update``), layers whose sums have arrived are
+updated before layer i's vjp, and stored beside it.
+
 If the loss itself contains a gradient, this schedule must be differentiated. Derivatives of any order are
 taken through the same layers run one after another (``_one_by_one``), without overlap of hops and compute.
 """
@@ -34,6 +37,7 @@ from jax import lax
 from jaxtyping import Array
 
 from zerojax.comm.reduction import Values
+from zerojax.errors import ConfigurationError
 from zerojax.schedule.breadth_first import (
     Flags,
     all_batched,
@@ -42,6 +46,7 @@ from zerojax.schedule.breadth_first import (
     with_batching_rule,
 )
 from zerojax.schedule.gradient_queue import GradientQueue, InFlight
+from zerojax.schedule.layer_update import LayerState, UpdatedLayers, probe
 from zerojax.schedule.partition import inexact, partition, with_float0
 from zerojax.schedule.sharded import Sharded, read_by_unit
 from zerojax.schedule.stacked import (
@@ -58,6 +63,7 @@ from zerojax.schedule.transforms import Pullback, TracedOnce, pullback, with_der
 from zerojax.schedule.unit import (
     Arrays,
     Body,
+    Sinks,
     Unit,
     as_layer,
     call_gathered,
@@ -98,11 +104,13 @@ class _Results(NamedTuple):
         x: the last layer's activations.
         state: each layer's new state, stacked.
         refreshed: the trained weights at "secondary", stacked, if the scan updated delta's copies; else none.
+        probe: for ``with_facts``, if the backward pass updates the layers; else none.
     """
 
     x: Arrays
     state: Arrays
     refreshed: Weights
+    probe: list[Array]
 
 
 def scan_units(
@@ -111,7 +119,7 @@ def scan_units(
     x: Arrays,
     state: Arrays,
     shared: Arrays,
-) -> tuple[Arrays, Arrays, dict[Path, Weight]]:
+) -> tuple[Arrays, Arrays, dict[Path, Weight], list[Array]]:
     """Run ``x, state[i] = body(weights[i], x, state[i], shared)`` for every layer i.
 
     Args:
@@ -122,9 +130,17 @@ def scan_units(
         shared: arrays that every layer receives.
 
     Returns:
-        The last layer's ``x``; the new state, stacked; and by path, stacked, the weights that have a
-        ``copy``, with the copy that the gathers updated as their values.
+        The last layer's ``x``; the new state, stacked; by path, stacked, the weights that have a ``copy``,
+        with the copy that the gathers updated as their values; and the probe of a stack that is updated.
+
+    Raises:
+        ConfigurationError: the backward pass updates the stack, and it was called before.
     """
+    if any(weight.probe is not None for weight in weights):
+        raise ConfigurationError(
+            f"the Stack of {weights[0].leaf.name!r} is called twice, so a layer's gradient is not final in "
+            "its backward pass: set update_in_backward=False."
+        )
     unit, seeds = take_apart(read_by_unit(list(weights)))
     run_on = on_operands(body, weights)
 
@@ -143,14 +159,14 @@ def scan_units(
         state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
         turns = map_microbatches(layer, (all_batched(x, True), all_batched(state, True), given.shared))
         out = cast(_Results, _scan(_Layer(turns), args._replace(x=x, state=state)))
-        x, state, refreshed = out
+        x, state, refreshed, probe = out
         state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
-        flags = _Results(all_batched(x, True), all_batched(state, True), all_batched(refreshed, False))
-        return _Results(x, state, refreshed), flags
+        flags = _Results(*all_batched((x, state), True), *all_batched((refreshed, probe), False))
+        return _Results(x, state, refreshed, probe), flags
 
     run = with_batching_rule(in_breadth, functools.partial(_scan, _Layer(layer)))
-    x, (_, state), refreshed = run(_ScanArgs(unit, x, (seeds, state), shared))
-    return x, state, {w.layout.path: w for w in refreshed}
+    x, (_, state), refreshed, probe = run(_ScanArgs(unit, x, (seeds, state), shared))
+    return x, state, {w.layout.path: w for w in refreshed}, probe
 
 
 class _Layer:
@@ -191,6 +207,11 @@ def _scan(layer: _Layer, args: _ScanArgs) -> _Results:
 
 def _one_by_one(layer: _Layer, args: _ScanArgs) -> tuple[Arrays, Arrays]:
     """The scan's activations and state, computed layer after layer with a gather each: for derivatives."""
+    if args.unit.update is not None:
+        raise ConfigurationError(
+            "the loss contains a gradient, which is differentiated through a Stack, and its layers are "
+            "updated in their backward pass: set update_in_backward=False."
+        )
     # Gradients go to the sinks, and kernels that encode have none.
     unit = replace(args.unit, weights=lax.stop_gradient(args.unit.weights))
 
@@ -290,14 +311,15 @@ def _forward(run: _Run, args: _ScanArgs) -> _Forward:
     states = jax.tree.map(lambda most, one: jnp.concatenate([most, one[None]]), states, after)
     fresh = carry.fetching.copies or ()  # of the trained weights that cross nodes, which come first
     refreshed = tuple(w.replace(copy, "secondary") for w, copy in zip(weights, fresh, strict=False))
-    return _Forward(_Results(x, states, refreshed), _Kept(residuals, kept, residual, carry.whole))
+    given = [] if unit.update is None else [probe()]
+    return _Forward(_Results(x, states, refreshed, given), _Kept(residuals, kept, residual, carry.whole))
 
 
 def _scan_fwd(layer: _Layer, args: _ScanArgs) -> tuple[_Results, tuple[_ScanArgs, _Kept]]:
     def plain(result: _Forward, args: _ScanArgs) -> _Forward:
         refreshed = result.results.refreshed
         x, state = _one_by_one(layer, _after_update(args, refreshed))
-        return _Forward(_Results(x, state, refreshed), result.kept)
+        return _Forward(result.results._replace(x=x, state=state), result.kept)
 
     function = functools.partial(_forward, layer.run_keeping)
     results, kept = with_derivatives_of(plain, function)(args)
@@ -316,8 +338,8 @@ def _scan_bwd(layer: _Layer, residuals: tuple[_ScanArgs, _Kept], cotangents: _Re
     given = (cotangents.x, cotangents.state)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
 
-    def plain(result: Arrays, kept: _Kept, given: list[Array], args: _ScanArgs) -> Arrays:
-        del result, kept
+    def plain(result: Arrays, kept: _Kept, given: list[Array], args: _ScanArgs, facts: list[Array]) -> Arrays:
+        del result, kept, facts
 
         def run(sinks: Values, x: Arrays, state: Arrays, shared: Arrays) -> tuple[Arrays, Arrays]:
             return _one_by_one(layer, _ScanArgs(replace(args.unit, sinks=sinks), x, state, shared))
@@ -327,7 +349,7 @@ def _scan_bwd(layer: _Layer, residuals: tuple[_ScanArgs, _Kept], cotangents: _Re
         return sums, of_x, inexact(of_state), inexact(of_shared)
 
     function = functools.partial(_backward, shapes)
-    sums, of_x, *rest = with_derivatives_of(plain, function)(kept, inexact(given), args)
+    sums, of_x, *rest = with_derivatives_of(plain, function)(kept, inexact(given), args, cotangents.probe)
     of_state, of_shared = map(with_float0, rest, (args.state, args.shared))
     return (_ScanArgs(args.unit.cotangent(sums), of_x, of_state, of_shared),)
 
@@ -362,7 +384,8 @@ def _backward(
     kept: _Kept,
     given: list[Array],
     args: _ScanArgs,
-) -> tuple[Values, Arrays, list[Array], list[Array]]:
+    facts: list[Array],
+) -> tuple[Sinks, Arrays, list[Array], list[Array]]:
     """Run every layer's vjp in reverse order, gathering weights and sending gradients meanwhile.
 
     Args:
@@ -370,10 +393,11 @@ def _backward(
         kept: by ``_forward``.
         given: those cotangents, less those of integers.
         args: of the scan.
+        facts: the cotangent of the probe, if there is one.
 
     Returns:
-        The sinks' sums; the cotangents of the first layer's activations, and of the floating-point arrays in
-        ``state`` and in ``shared``.
+        The sinks' sums, or what has become of the ``LayerState``s; the cotangents of the first layer's
+        activations, and of the floating-point arrays in ``state`` and in ``shared``.
     """
     unit, shared = args.unit, args.shared
     strategy = unit.strategy
@@ -390,7 +414,7 @@ def _backward(
     after = inexact(after)
     last = weights[0].layout.layers - 1
     prefetcher = WeightPrefetcher(weights, end=0, step=-1, own_stream=strategy.own_stream)
-    queue = GradientQueue(reduction_of(strategy, weights), unit.seed, last)
+    queue = GradientQueue(reduction_of(strategy, weights), unit.seed, last, unit.update is not None)
 
     def run(
         residual: Pullback, whole: Weights, cotangent: Arrays, index: Index
@@ -403,10 +427,15 @@ def _backward(
     def compute(carry: _BackwardCarry, index: Index) -> _BackwardCarry:
         """Run a layer's vjp, and move the gradients one stage on; the weights stay where they are."""
         sent, arrived = queue.advance(carry.in_flight, index + 1)
-        stored = carry.stored
+        stored, cotangent = carry.stored, carry.cotangent
+        if arrived is not None and updates is not None:
+            new = updates.update(stored, queue.sum(arrived), arrived.layer)
+            # Copies then begin after the last vjp, and have the next one to run beside.
+            stored, new, cotangent = updates.after(stored, new, cotangent)
+            stored = updates.put(stored, new, arrived.layer)
         residual = uncut(join(carry.from_host, layer_at(stored.residuals, index)))
-        done = run(residual, carry.whole, carry.cotangent, index)
-        if arrived is not None:
+        done = run(residual, carry.whole, cotangent, index)
+        if arrived is not None and updates is None:
             # Sums overwrite this layer's residuals: without the barrier the compiler would copy those first.
             done, arrived = lax.optimization_barrier((done, arrived))
             stored = storage.write(stored, queue.sum(arrived), arrived.layer)
@@ -420,7 +449,15 @@ def _backward(
         )
 
     def layer(carry: _BackwardCarry, index: Index, *, crossing: bool) -> _BackwardCarry:
-        fetching, secondary = prefetcher.advance(carry.fetching, index, crossing=crossing)
+        ahead = prefetcher
+        if updates is not None:
+            ahead = replace(prefetcher, weights=updates.weights(carry.stored))
+        fetching, secondary = ahead.advance(carry.fetching, index, crossing=crossing)
+        if updates is not None:
+            # Reads come before writes: else the compiler would copy the stacks.
+            read = (fetching.payloads, secondary)
+            (payloads, secondary), stored = lax.optimization_barrier((read, carry.stored))
+            fetching, carry = fetching._replace(payloads=payloads), carry._replace(stored=stored)
         whole = to_full(secondary, strategy.weight_dtype)
         stacks = on_host
         if isinstance(index, int) and on_host:
@@ -431,7 +468,14 @@ def _backward(
         return compute(carry, index)._replace(fetching=fetching, whole=whole, from_host=from_host)
 
     on_host, on_device, join = partition(stacked, in_host)
-    storage = SeparateSums(unit.sinks) if strategy.reads_layers else SumStorage(on_device, unit.sinks)
+    arrays = tuple(sink for sink in unit.sinks if not isinstance(sink, LayerState))
+    storage = SeparateSums(arrays) if strategy.reads_layers else SumStorage(on_device, arrays)
+    updates = None
+    if unit.update is not None:
+        # Nothing is fetched before the backward pass begins.
+        sinks, cotangent = lax.optimization_barrier((unit.sinks, cotangent))
+        states = tuple(sink for sink in sinks if isinstance(sink, LayerState))
+        updates = storage = UpdatedLayers(states, weights, unit.update, facts[0])
     fetching, whole, from_host = Fetching(None, (), ()), last_whole, []
     if last > 0:
         from_host = layer_at(on_host, last - 1)
@@ -443,16 +487,22 @@ def _backward(
     carry = _BackwardCarry(cotangent, of_state, of_shared, fetching, whole, in_flight, stored, from_host)
     # The loop runs layers `top` - 1 down to `stop`: the layers peeled off before it fill every hop.
     stop = min(2 if prefetcher.crosses else 1, last)
-    top = max(last - max(queue.stages - 1, 0), stop)
+    filled = queue.stages + 1 if updates else max(queue.stages - 1, 0)
+    top = max(last - filled, stop)
     for index in range(last - 1, top - 1, -1):
         carry = layer(carry, index, crossing=prefetcher.crosses)
-    if top > stop:
-        carry = lax.fori_loop(
-            0,
-            top - stop,
-            lambda i, c: layer(c, top - 1 - i, crossing=prefetcher.crosses),
-            carry._replace(in_flight=queue.prime(carry.in_flight)),
-        )
+    turn = 2 if updates else 1  # layers: beside one half of the state is read, beside the other written
+    if turns := (top - stop) // turn:
+
+        def take_turn(i: Array, carry: _BackwardCarry) -> _BackwardCarry:
+            for index in range(turn):
+                carry = layer(carry, top - 1 - index - turn * i, crossing=prefetcher.crosses)
+            return carry
+
+        carry = carry if updates else carry._replace(in_flight=queue.prime(carry.in_flight))
+        carry = lax.fori_loop(0, turns, take_turn, carry)
+    for index in range(top - 1 - turns * turn, stop - 1, -1):
+        carry = layer(carry, index, crossing=prefetcher.crosses)
     for index in range(stop - 1, 0, -1):
         carry = layer(carry, index, crossing=False)
     if last > 0:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Num
 
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import LoRA
+from zerojax.schedule.layer_update import LayerState, LayerUpdate
 from zerojax.schedule.user_code import is_library_error, line_of_error
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.param_tree import Path
@@ -37,15 +38,19 @@ class Sharded:
             one.
         adapter: its low-rank adapter's A and B, if it has one.
         lora: the adapter's settings.
+        update: how the backward pass of its stack updates it, if its sink is a ``LayerState``.
+        probe: of one weight of a stack that was called, what it returned for ``with_facts``.
     """
 
     weight: Weight
-    sink: Num[Array, "..."] | None
+    sink: Num[Array, "..."] | LayerState | None
     seed: Seed
     strategy: ShardingStrategy = dataclasses.field(metadata={"static": True})
     copy: Num[Array, "..."] | None = None
     adapter: tuple["Sharded", ...] = ()
     lora: LoRA | None = dataclasses.field(default=None, metadata={"static": True})
+    update: LayerUpdate | None = None
+    probe: Array | None = None
 
     @property
     def leaf(self) -> ParamLayout:

@@ -33,7 +33,7 @@ def over_host_layers[K: Hashable, R: PyTree[Array]](
     Returns:
         The stacks in host memory, the results, and the last layer's result.
     """
-    first = _read_first(stored)
+    first = read_first(stored)
 
     def swap(
         stored: dict[K, Array], new: dict[K, Array], index: Index
@@ -69,7 +69,7 @@ def over_host_layers[K: Hashable, R: PyTree[Array]](
     return put_layer(stored, new, layers - 1) if stores else stored, results, last
 
 
-def _read_first[K: Hashable](stored: dict[K, Array]) -> set[K]:
+def read_first[K: Hashable](stored: dict[K, Array]) -> set[K]:
     """The stacks that an iteration reads before it writes them: about half of the bytes."""
     chosen: set[K] = set()
     balance = 0

@@ -26,6 +26,7 @@ from zerojax.matmul.lora import LoRA, LowRankOperand, with_adapters
 from zerojax.matmul.operand import Fp8Operand, LayerOperand
 from zerojax.matmul.replay import Value, at_matmuls
 from zerojax.schedule.breadth_first import Flags, all_batched, map_microbatches, with_batching_rule
+from zerojax.schedule.layer_update import LayerState, LayerUpdate
 from zerojax.schedule.partition import split_arrays
 from zerojax.schedule.remat import rematerialised
 from zerojax.schedule.sharded import Sharded, read_by_unit
@@ -40,6 +41,8 @@ from zerojax.weights.weight import Weights
 
 Arrays = PyTree[Array]
 """Activations, a module's other state, what it returns."""
+Sinks = tuple[Array | LayerState, ...]
+"""One for each trained parameter of a unit; ``LayerState`` for all or none."""
 Body = Callable[..., Arrays]
 """A pure function of a unit's whole weights, as arrays, and of pytrees of arrays."""
 
@@ -178,19 +181,21 @@ class Unit:
         sinks: zeros, whose cotangents are the gradients of the trained ones.
         seed: salts stochastic rounding; one per layer, if the unit is stacked.
         copies: delta's, of the first of the trained ones, if the unit updates them itself; else None.
+        update: how the backward pass updates the trained ones, whose sinks are then ``LayerState``s; or None.
         strategy: how they travel.
     """
 
     weights: Weights
-    sinks: Values
+    sinks: Sinks
     seed: Seed
     copies: Payloads | None
+    update: LayerUpdate | None
     strategy: ShardingStrategy = field(metadata={"static": True})
 
-    def cotangent(self, sinks: Values) -> "Unit":
+    def cotangent(self, sinks: Sinks) -> "Unit":
         """The cotangent of the unit: only sinks have one."""
         none: PyTree[Array] = None
-        return replace(self, weights=none, sinks=sinks, seed=none, copies=None)
+        return replace(self, weights=none, sinks=sinks, seed=none, copies=None, update=none)
 
 
 def take_apart(weights: Sequence[Sharded]) -> tuple[Unit, Seed]:
@@ -204,7 +209,8 @@ def take_apart(weights: Sequence[Sharded]) -> tuple[Unit, Seed]:
         seeds = mix(seeds, next(_calls.get()))
     trained = tuple(part.sink for part in ordered if part.sink is not None)
     held = tuple(part.weight for part in ordered)
-    return Unit(held, trained, seed, copies or None, weights[0].strategy), seeds
+    update = next((part.update for part in ordered if part.update is not None), None)
+    return Unit(held, trained, seed, copies or None, update, weights[0].strategy), seeds
 
 
 def reduction_of(strategy: ShardingStrategy, weights: Weights) -> GradientReduction:
@@ -233,14 +239,14 @@ def gradients_of(cotangents: Weights) -> Values:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _to_whole(strategy: ShardingStrategy, secondary: Weights, sinks: Values, seed: Seed) -> Weights:
+def _to_whole(strategy: ShardingStrategy, secondary: Weights, sinks: Sinks, seed: Seed) -> Weights:
     """Whole weights, whose gradients of any order go to the sinks."""
     del sinks, seed
     return to_full(secondary, strategy.weight_dtype)
 
 
 def _to_whole_fwd(
-    strategy: ShardingStrategy, secondary: Weights, sinks: Values, seed: Seed
+    strategy: ShardingStrategy, secondary: Weights, sinks: Sinks, seed: Seed
 ) -> tuple[Weights, Seed]:
     return _to_whole(strategy, secondary, sinks, seed), seed
 

@@ -32,6 +32,21 @@ def stored_blocks(blocks: Blocks, leaves: Sequence[ParamLayout]) -> Blocks:
     }
 
 
+def without_padding(
+    leaf: ParamLayout, block: Num[Array, "..."], axes: str | tuple[str, ...] = ()
+) -> Num[Array, "..."]:
+    """A block with zeros in the padding behind its leaf; spread over ``axes``, or like the master weight.
+
+    A rotation spreads rounding errors over 32 neighbours, some of which may be padding: left there, they
+    would grow in the master weights and affect their scales, and the gradient's norm.
+    """
+    if not leaf.rotation or leaf.padded == leaf.size:
+        return block
+    first = lax.axis_index(axes or leaf.owners) * block.shape[-1]
+    inside = leaf.element_at(first + jnp.arange(block.shape[-1])) < leaf.size
+    return jnp.where(inside, block, 0)
+
+
 def by_group(
     spec: TrainSpec, hop: Callable[..., Sequence[Any]], *values: Mapping[Path, Any]
 ) -> dict[Path, Any]:

@@ -8,7 +8,8 @@ weight is updated (``Weight.ready``). With delta that is its difference from the
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,7 @@ from zerojax.comm.xla_options import compiler_options
 from zerojax.optim.layerwise import places, with_places
 from zerojax.schedule.stacked import Index, empty_layers, layer_at
 from zerojax.schedule.streaming import over_host_layers
+from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.memory import to_device, to_host
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train.copies import ByPath, rescaled, scale_of
@@ -37,7 +39,23 @@ _GROUPS_AT_ONCE = 2
 """Groups of weights on the device at once: one is updated while the next one is fetched."""
 
 
-class _Sent(NamedTuple):
+class InBackward(NamedTuple):
+    """What the backward pass has updated (``zerojax.train.backward_update``), on one device or global arrays.
+
+    Attributes:
+        params: master weights by path, stored.
+        moments: by their places in the optimizer's state.
+        encoded: the weights as they are sent next.
+        squares: the sum of squares of their mean gradients.
+    """
+
+    params: dict[Path, Any]
+    moments: dict[str, Any]
+    encoded: ByPath
+    squares: Any
+
+
+class Sent(NamedTuple):
     """Weights as their owners send them next: of one layer or of a stack, by path.
 
     Attributes:
@@ -58,6 +76,7 @@ def updated_by_layers(
     params: PyTree[Array],
     encoded: ByPath,
     copies: ByPath,
+    done: InBackward | None = None,
 ) -> tuple[PyTree[Array], PyTree[Array], ByPath]:
     """Update all weights, or none.
 
@@ -70,6 +89,7 @@ def updated_by_layers(
         params: the master weights, in host memory.
         encoded: the weights as they were sent, whose memory the new ones take.
         copies: delta's copies after the passes; or empty.
+        done: what the backward pass has updated, whose gradients are not among ``sums``.
 
     Returns:
         The new weights, the new state, and the weights as they are sent next.
@@ -85,7 +105,7 @@ def updated_by_layers(
         reduced = optimizer.reduce(jax.tree.map(lambda x: x / tokens, sums), counters)
         others = {place: jnp.where(ok, x, counters[place]) for place, x in reduced.others.items()}
 
-    def updated(group: ParamGroup, stored: _Stored) -> tuple[_Stored, ByPath, _Sent]:
+    def updated(group: ParamGroup, stored: _Stored) -> tuple[_Stored, ByPath, Sent]:
         mine = [leaf.path for leaf in group.leaves]
         own = _rows(group, {path: gradients[path] for path in mine})
 
@@ -109,9 +129,11 @@ def updated_by_layers(
             ("state", place): before[place] for place, path in optimizer.moments.items() if path in mine
         }
 
-    stored, fresh = _over_groups(spec, stored_of, updated)
+    stored, fresh = _over_groups(spec, stored_of, updated, skip=spec.updated_in_backward)
     weights = {place[1:]: x for place, x in stored.items() if place[0] == "params"}
     moments = {place[1]: x for place, x in stored.items() if place[0] == "state"}
+    if done is not None:
+        weights, moments, fresh = weights | done.params, moments | done.moments, fresh | done.encoded
     return to_tree(weights), with_places(opt_state, others | moments), fresh
 
 
@@ -127,7 +149,7 @@ def first_encoded(spec: TrainSpec, params: PyTree[Array], copies: ByPath) -> ByP
     def run(params: PyTree[Array], copies: ByPath) -> ByPath:
         masters = from_tree(params)
 
-        def encoded(group: ParamGroup, stored: _Stored) -> tuple[_Stored, ByPath, _Sent]:
+        def encoded(group: ParamGroup, stored: _Stored) -> tuple[_Stored, ByPath, Sent]:
             return _over_layers(spec, group, stored, None, copies, None)
 
         def stored_of(group: ParamGroup) -> _Stored:
@@ -145,14 +167,16 @@ def first_encoded(spec: TrainSpec, params: PyTree[Array], copies: ByPath) -> ByP
 def _over_groups(
     spec: TrainSpec,
     stored_of: Callable[[ParamGroup], _Stored],
-    run: Callable[[ParamGroup, _Stored], tuple[_Stored, ByPath, _Sent]],
+    run: Callable[[ParamGroup, _Stored], tuple[_Stored, ByPath, Sent]],
+    *,
+    skip: Collection[ParamGroup] = (),
 ) -> tuple[_Stored, ByPath]:
     """Run all groups, of which each begins to be fetched when the one before the last is done."""
     after: _Stored = {}
     fresh: ByPath = {}
-    done: list[_Sent] = []
+    done: list[Sent] = []
     for group in spec.groups:
-        if not group.leaves:
+        if not group.leaves or group in skip:
             continue
         stored = stored_of(group)
         if len(done) >= _GROUPS_AT_ONCE:
@@ -172,7 +196,7 @@ def _over_layers(
     encoded: ByPath | None,
     copies: ByPath,
     update: Callable[[Index, _Stored], _Stored] | None,
-) -> tuple[_Stored, ByPath, _Sent]:
+) -> tuple[_Stored, ByPath, Sent]:
     """Update and encode every layer of a group.
 
     Args:
@@ -188,7 +212,7 @@ def _over_layers(
     """
     mine = _rows(group, {leaf.path: copies[leaf.path] for leaf in group.leaves if leaf.path in copies})
 
-    def compute(index: Index, have: _Stored) -> tuple[_Stored, _Sent]:
+    def compute(index: Index, have: _Stored) -> tuple[_Stored, Sent]:
         new = have if update is None else update(index, have)
         return new, _encode_layer(spec, group, new, _layer(group, mine, index))
 
@@ -201,7 +225,7 @@ def _over_layers(
     else:
         own = {leaf.path: encoded[leaf.path] for leaf in group.leaves}
         scales = {path: w.scale for path, w in own.items() if w.layout.fp8}
-        into = _rows(group, _Sent({path: w.values for path, w in own.items()}, scales))
+        into = _rows(group, Sent({path: w.values for path, w in own.items()}, scales))
     rows, sent, last = over_host_layers(
         group.layers, _rows(group, stored), into, compute, stores=update is not None
     )
@@ -209,40 +233,59 @@ def _over_layers(
     return stored, _weights(spec, group, sent), last
 
 
-def _encode_layer(spec: TrainSpec, group: ParamGroup, stored: _Stored, copies: ByPath) -> _Sent:
+def _encode_layer(spec: TrainSpec, group: ParamGroup, stored: _Stored, copies: ByPath) -> Sent:
     """One layer's weights as their owners send them next, by the masters among ``stored``."""
     leaves = [dataclasses.replace(leaf, stack=()) for leaf in group.leaves]
-
-    def local(masters: Mapping[Path, Array], copies: Mapping[Path, Weight]) -> _Sent:
-        chosen = [leaf.path for leaf in leaves if leaf.fp8]
-        scales: dict[Path, Array] = {}
-        if chosen:
-            with jax.named_scope("scales"):
-                peaks = lax.pmax(jnp.stack([jnp.max(jnp.abs(masters[p])) for p in chosen]), spec.world.axes)
-            scales = {p: scale_of(peak, copies.get(p)) for p, peak in zip(chosen, peaks, strict=True)}
-            copies = {p: rescaled(copy, scales[p]) if p in scales else copy for p, copy in copies.items()}
-        weights = [
-            Weight(masters[leaf.path].reshape(-1), leaf, "primary", scales.get(leaf.path)) for leaf in leaves
-        ]
-        alone = tuple(w for w in weights if not w.layout.in_every_node)
-        before = tuple(copies[w.layout.path].values for w in alone) if copies else None
-        payloads = encode(alone, before) if alone else ()
-        values = {w.layout.path: x for w, x in zip(alone, payloads, strict=True)}
-        everywhere = [w for w in weights if w.layout.in_every_node]
-        values |= {w.layout.path: w.encoded(w.layout.weights.local) for w in everywhere}
-        return _Sent({leaf.path: values[leaf.path] for leaf in leaves}, scales)
 
     stored_specs = {leaf.path: spec.param_spec(leaf) for leaf in leaves}
     copied = [leaf for leaf in leaves if leaf.path in copies]
     copy_specs = specs_of({leaf.path: spec.stored(leaf, "secondary") for leaf in copied})
-    out = _Sent(
+    out = Sent(
         {leaf.path: leaf.spec(leaf.owners) for leaf in leaves},
         {leaf.path: PartitionSpec() for leaf in leaves if leaf.fp8},
     )
     masters = {leaf.path: stored["params", *leaf.path] for leaf in leaves}
     given = {leaf.path: dataclasses.replace(copies[leaf.path], layout=leaf) for leaf in copied}
-    run = on_mesh(local, spec.mesh, in_specs=(stored_specs, copy_specs), out_specs=out)
+    run = on_mesh(
+        functools.partial(encoded_layer, spec, leaves),
+        spec.mesh,
+        in_specs=(stored_specs, copy_specs),
+        out_specs=out,
+    )
     return run(masters, given)
+
+
+def encoded_layer(
+    spec: TrainSpec,
+    leaves: Sequence[ParamLayout],
+    masters: Mapping[Path, Array],
+    copies: Mapping[Path, Weight],
+) -> Sent:
+    """One layer's weights as their owners send them next, on one device.
+
+    Args:
+        spec: the train spec.
+        leaves: their layouts, without layers.
+        masters: this device's.
+        copies: delta's after the passes, or none.
+    """
+    chosen = [leaf.path for leaf in leaves if leaf.fp8]
+    scales: dict[Path, Array] = {}
+    if chosen:
+        with jax.named_scope("scales"):
+            peaks = lax.pmax(jnp.stack([jnp.max(jnp.abs(masters[p])) for p in chosen]), spec.world.axes)
+        scales = {p: scale_of(peak, copies.get(p)) for p, peak in zip(chosen, peaks, strict=True)}
+        copies = {p: rescaled(copy, scales[p]) if p in scales else copy for p, copy in copies.items()}
+    weights = [
+        Weight(masters[leaf.path].reshape(-1), leaf, "primary", scales.get(leaf.path)) for leaf in leaves
+    ]
+    alone = tuple(w for w in weights if not w.layout.in_every_node)
+    before = tuple(copies[w.layout.path].values for w in alone) if copies else None
+    payloads = encode(alone, before) if alone else ()
+    values = {w.layout.path: x for w, x in zip(alone, payloads, strict=True)}
+    everywhere = [w for w in weights if w.layout.in_every_node]
+    values |= {w.layout.path: w.encoded(w.layout.weights.local) for w in everywhere}
+    return Sent({leaf.path: values[leaf.path] for leaf in leaves}, scales)
 
 
 def _rows[T: PyTree[Array]](group: ParamGroup, tree: T) -> T:
@@ -256,7 +299,7 @@ def _layer[T: PyTree[Array]](group: ParamGroup, rows: T, index: Index) -> T:
     return layer_at(rows, index) if group.stack else rows
 
 
-def _weights(spec: TrainSpec, group: ParamGroup, sent: _Sent) -> ByPath:
+def _weights(spec: TrainSpec, group: ParamGroup, sent: Sent) -> ByPath:
     """Encoded weights as a state has them."""
     found: ByPath = {}
     for leaf in group.leaves:

@@ -299,7 +299,7 @@ def train_locally(state: TrainState, local: LocalState, batch: Batch) -> tuple[T
             flat, pieces = exchange.read(flat, _flat_own(spec, shards.params))
             sent = exchange.send(pieces, report[0])
         within = shards._replace(params=jax.tree.map(lambda x: x[0], shards.params))
-        grads, (own, model_state, _) = per_device.accumulate(
+        grads, _, (own, model_state, *_) = per_device.accumulate(
             node,
             lambda updating: pass_weights(node, within, current=False, updating=updating),
             shards.model_state,

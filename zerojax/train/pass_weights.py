@@ -6,14 +6,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Num
 
 from zerojax.adapters.weight_sum import MasterWeights
+from zerojax.schedule.layer_update import LayerState, LayerUpdate
 from zerojax.schedule.sharded import Sharded
 from zerojax.schedule.unit import materialise
 from zerojax.sharding.layout import from_stored
 from zerojax.sharding.param_tree import Path, from_tree
 from zerojax.sharding.wire_format import Seed, mix
-from zerojax.train.blocks import Blocks, by_group
+from zerojax.train.blocks import by_group
 from zerojax.train.copies import ByPath, masters_of, owned_of, updated_copies, with_scales
 from zerojax.train.fields import Shards
 from zerojax.train.spec import ParamGroup, TrainSpec
@@ -94,13 +96,17 @@ class Placed(NamedTuple):
 def place_weights(
     spec: TrainSpec,
     given: PassWeights,
-    sinks: Blocks,
+    sinks: Mapping[Path, Num[Array, "..."] | LayerState],
     seed: Seed,
     *,
     train: bool = True,
     adapters: bool = True,
+    rule: LayerUpdate | None = None,
 ) -> Placed:
-    """Every weight in the form that the model gets; a frozen one by itself without ``adapters``."""
+    """Every weight in the form that the model gets; a frozen one by itself without ``adapters``.
+
+    By the ``rule`` the backward pass updates those whose sinks are ``LayerState``s.
+    """
     placed: dict[Path, Any] = {}
     for number, group in enumerate(spec.groups):
         own = mix(seed, number)
@@ -110,7 +116,10 @@ def place_weights(
         for leaf in group.every:
             path = leaf.path
             copy = given.copies[path].values if path in given.updating else None
-            sharded[path] = Sharded(given.weights[path], sinks.get(path), own, spec.strategy, copy)
+            sink = sinks.get(path)
+            update = rule if isinstance(sink, LayerState) else None
+            weight = given.weights[path]
+            sharded[path] = Sharded(weight, sink, own, spec.strategy, copy, update=update)
         placed |= place_group(spec, group, sharded, train=train, adapters=adapters)
     masters = {path: master.values for path, master in given.masters.items()}
     return Placed(placed, MasterWeights(spec.leaves, masters, sinks, spec.strategy.grad_level))

@@ -30,6 +30,7 @@ from zerojax.adapters.world_sum import over_world
 from zerojax.comm.reduction import GradientReduction, Values
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.breadth_first import over_micro_batches
+from zerojax.schedule.layer_update import LayerState, LayerUpdate, with_facts
 from zerojax.schedule.sharded import is_sharded, translated_errors
 from zerojax.schedule.unit import numbered_calls
 from zerojax.sharding.layout import to_stored
@@ -37,8 +38,9 @@ from zerojax.sharding.mesh import AXES, LOCAL
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.strategy import DIFFERING
 from zerojax.sharding.wire_format import Seed, mix
+from zerojax.train.backward_update import BackwardUpdate
 from zerojax.train.batch import Batch, map_batch, split_rows, unmarked
-from zerojax.train.blocks import Blocks, flat_blocks, reduce_by_group
+from zerojax.train.blocks import Blocks, flat_blocks, reduce_by_group, without_padding
 from zerojax.train.branches import ROW, Axes, Branches
 from zerojax.train.copies import ByPath
 from zerojax.train.pass_weights import PassWeights, Placed, place_weights
@@ -64,16 +66,20 @@ class Outcome(NamedTuple):
             ``accumulate``, all of them.
         copies: from one pass, the secondary partitions that units hold afterwards; from ``accumulate``,
             ``TrainState.copies``.
+        probes: from one pass, of stacks that the backward pass updates (``zerojax.schedule.layer_update``).
     """
 
     sums: Sums
     model_state: ModelState
     copies: ByPath
+    probes: dict[Path, Array]
 
 
 Forward = Callable[[TrainSpec, Placed, ModelState, Batch, Seed], tuple[Array, Outcome]]
 type Run[T] = Callable[[Any, Batch, Array], T]
 """A function of a bound model, rows of a batch, and a key."""
+Sinks = dict[Path, Num[Array, "..."] | LayerState]
+"""By path, zeros whose cotangents are gradients, or what the backward pass updates."""
 type _Hop = Callable[[GradientReduction, Values, Seed, Values | None], tuple[Values, Values | None]]
 """A method of ``GradientReduction`` that takes sums over nodes; see ``reduce_node``."""
 TOKENS = "tokens"
@@ -85,7 +91,8 @@ def accumulate(
     model_state: ModelState,
     batch: Batch,
     seed: Seed,
-) -> tuple[Blocks, Outcome]:
+    update: BackwardUpdate | None = None,
+) -> tuple[Blocks, dict[Path, LayerState], Outcome]:
     """Run forward and backward over this device's micro-batches.
 
     Args:
@@ -95,33 +102,48 @@ def accumulate(
         model_state: non-parameter state.
         batch: this device's rows.
         seed: of this step.
+        update: of the stacks that the backward pass updates; or None.
 
     Returns:
-        Gradient sums at ``grad_level``; and the other results. Delta's copies are up to date but
-        for those of units that were not called.
+        Gradient sums at ``grad_level``; what has become of ``update.sinks``; and the other results. Delta's
+        copies are up to date but for those of units that were not called.
+
+    Raises:
+        ConfigurationError: a stack cannot be updated in the backward pass, as the loss calls it.
     """
     zero = spec.zero
-    sinks = spec.by_path(spec.strategy.zero_sink)
+    sinks: Sinks = spec.by_path(spec.strategy.zero_sink)
+    if update is not None:
+        sinks |= update.sinks
     rows, at = _micro_batches(batch, zero.accumulate)
     first = at([x[0] for x in rows])
+    rule = None if update is None else update.rule
 
     def checked(updating: Sequence[ParamGroup]) -> PassWeights:
         weights = weights_for(updating)
-        _check(spec, weights, sinks, model_state, first, seed, _loss_of(spec))
+        _check(spec, weights, sinks, model_state, first, seed, _loss_of(spec), rule=rule)
         return weights
 
     try:
         weights = checked(spec.updating)
-    except TraceContextError:
+    except TraceContextError as error:
+        if update is not None:
+            raise ConfigurationError(_TRANSFORMED) from error
         # Flax lets nothing leave a function that JAX itself transforms (jax.checkpoint, jax.grad, lax.cond).
         # If a Stack is called in one, copies are updated before the pass, not in it.
         if not spec.updating:
             raise
         weights = checked(())
 
-    def run(forward: Forward, model_state: ModelState, batch: Batch, seed: Seed) -> tuple[Outcome, Blocks]:
-        def loss(sinks: Blocks) -> tuple[Array, Outcome]:
-            return forward(spec, place_weights(spec, weights, sinks, seed), model_state, batch, seed)
+    def run(forward: Forward, model_state: ModelState, batch: Batch, seed: Seed) -> tuple[Outcome, Sinks]:
+        def loss(sinks: Sinks) -> tuple[Array, Outcome]:
+            placed = place_weights(spec, weights, sinks, seed, rule=rule)
+            total, outcome = forward(spec, placed, model_state, batch, seed)
+            if update is not None:
+                metrics, count = means(over(spec.world.axes, outcome.sums))
+                probes = _of_each_stack(spec, outcome.probes)
+                total = with_facts(total, probes, update.facts(metrics["loss"], count))
+            return total, outcome
 
         (_, outcome), grads = jax.value_and_grad(loss, has_aux=True)(sinks)
         return outcome, grads
@@ -129,12 +151,12 @@ def accumulate(
     updated: ByPath = {}
     if zero.passes == 1:
         forward = _forward if zero.accumulate == 1 else _forward_in_breadth
-        (sums, changed, updated), grads = run(forward, model_state, batch, mix(seed, 0))
+        (sums, changed, updated, _), grads = run(forward, model_state, batch, mix(seed, 0))
     else:
 
         def body(
-            carry: tuple[tuple[Blocks, Sums], ModelState], xs: tuple[list[Array], Array]
-        ) -> tuple[tuple[tuple[Blocks, Sums], ModelState], None]:
+            carry: tuple[tuple[Sinks, Sums], ModelState], xs: tuple[list[Array], Array]
+        ) -> tuple[tuple[tuple[Sinks, Sums], ModelState], None]:
             total, changed = carry
             rows, index = xs
             outcome, grads = run(_forward, model_state | changed, at(rows), mix(seed, index))
@@ -146,7 +168,30 @@ def accumulate(
         ((grads, sums), changed), _ = lax.scan(body, (zeros, before), (rows, jnp.arange(zero.accumulate)))
     model_state = model_state | _shared(changed)
     fresh = {path: copy for path, copy in updated.items() if path in weights.updating}
-    return grads, Outcome(sums, model_state, weights.copies | fresh)
+    done = {path: x for path, x in grads.items() if isinstance(x, LayerState)}
+    grads = {path: x for path, x in grads.items() if not isinstance(x, LayerState)}
+    return grads, done, Outcome(sums, model_state, weights.copies | fresh, {})
+
+
+_TRANSFORMED = (
+    "the loss calls a Stack in a function that JAX transforms (jax.checkpoint, jax.grad, lax.cond), and its "
+    "layers are updated in their backward pass: set update_in_backward=False."
+)
+
+
+def _of_each_stack(spec: TrainSpec, probes: dict[Path, Array]) -> list[Array]:
+    """The probes; of a stack that was not called, gradients do not arrive.
+
+    Raises:
+        ConfigurationError: one was not called.
+    """
+    for group in spec.updated_in_backward:
+        if not any(leaf.path in probes for leaf in group.every):
+            raise ConfigurationError(
+                f"the loss does not call the Stack {group.unit!r}, whose layers are updated in their "
+                "backward pass: freeze its weights (ZeroConfig.frozen), or set update_in_backward=False."
+            )
+    return list(probes.values())
 
 
 def evaluate(
@@ -243,13 +288,14 @@ def means(sums: Sums) -> tuple[dict[str, Array], Array]:
 def _check(
     spec: TrainSpec,
     weights: PassWeights,
-    sinks: Blocks,
+    sinks: Sinks,
     model_state: ModelState,
     batch: Batch,
     seed: Seed,
     run: Run[Any],
     *,
     train: bool = True,
+    rule: LayerUpdate | None = None,
 ) -> list[Axes]:
     """Trace a function of the model, to refuse it if it reads weights of units outside their calls, assigns
     to weights, calls units on some devices only, or shares rows in part; adds nothing to the program.
@@ -263,7 +309,7 @@ def _check(
         bound, result = _call(spec, Placed(placed, masters), model_state, batch, seed, run, train=train)
         return bound.model_state(), result, bound.replaced() if train else {}
 
-    placed = jax.eval_shape(lambda: place_weights(spec, weights, sinks, seed).weights)
+    placed = jax.eval_shape(lambda: place_weights(spec, weights, sinks, seed, rule=rule).weights)
     closed, (_, _, replaced) = jax.make_jaxpr(traced, return_shape=True)(placed, model_state, batch)
     jaxpr = closed.jaxpr
     refuse_assigned(jaxpr, placed, replaced)
@@ -332,7 +378,7 @@ def _forward(
     total = value * count
     sums = Sums(total, count, {name: x * count for name, x in aux.items()})
     changed = {name: x for name, x in bound.model_state().items() if x is not model_state[name]}
-    return total, Outcome(jax.tree.map(lax.stop_gradient, sums), changed, bound.secondary())
+    return total, Outcome(jax.tree.map(lax.stop_gradient, sums), changed, bound.secondary(), bound.probes())
 
 
 def _forward_in_breadth(
@@ -342,16 +388,20 @@ def _forward_in_breadth(
 
     rows, at = _micro_batches(batch, spec.zero.accumulate)
 
-    def forward(rows: list[Array], index: Array) -> tuple[Array, Sums, ModelState, ByPath]:
-        total, (sums, changed, updated) = _forward(spec, placed, model_state, at(rows), mix(seed, index))
-        return total, sums, changed, updated
+    def forward(
+        rows: list[Array], index: Array
+    ) -> tuple[Array, Sums, ModelState, tuple[ByPath, dict[Path, Array]]]:
+        total, (sums, changed, updated, probes) = _forward(
+            spec, placed, model_state, at(rows), mix(seed, index)
+        )
+        return total, sums, changed, (updated, probes)
 
     run = over_micro_batches(forward, out_axes=(0, 0, 0, None))
-    totals, sums, changed, updated = run(rows, jnp.arange(spec.zero.accumulate))
+    totals, sums, changed, (updated, probes) = run(rows, jnp.arange(spec.zero.accumulate))
     total, sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), (totals, sums))
     mean = jax.vmap(lambda x: _mean(x, "micro"), axis_name="micro", out_axes=None)
     changed = {name: mean(x) if _is_inexact(x) else x[0] for name, x in changed.items()}
-    return total, Outcome(sums, changed, updated)
+    return total, Outcome(sums, changed, updated, probes)
 
 
 def _micro_batches(batch: Batch, count: int) -> tuple[list[Array], Callable[[list[Array]], Batch]]:
@@ -394,21 +444,10 @@ def _is_inexact(x: Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _without_padding(spec: TrainSpec, blocks: Blocks, axes: str | None = None) -> Blocks:
-    """Blocks with zeros in the padding behind each leaf; spread over ``axes``, or like the master weights.
-
-    A rotation spreads rounding errors over 32 neighbours, some of which may be padding: left there, they
-    would grow in the master weights and affect their scales, and the gradient's norm.
-    """
-    zeroed = {}
-    for leaf in spec.leaves:
-        if not leaf.rotation or leaf.padded == leaf.size or leaf.path not in blocks:
-            continue
-        block = blocks[leaf.path]
-        first = lax.axis_index(axes or leaf.owners) * block.shape[-1]
-        inside = leaf.element_at(first + jnp.arange(block.shape[-1])) < leaf.size
-        zeroed[leaf.path] = jnp.where(inside, block, 0)
-    return {**blocks, **zeroed}
+def _without_padding(spec: TrainSpec, blocks: Blocks, axes: str | tuple[str, ...] = ()) -> Blocks:
+    """``without_padding`` for all blocks."""
+    mine = (leaf for leaf in spec.leaves if leaf.path in blocks)
+    return {**blocks, **{leaf.path: without_padding(leaf, blocks[leaf.path], axes) for leaf in mine}}
 
 
 def _to_all_nodes(spec: TrainSpec, sums: Blocks, residual: Blocks, seed: Seed) -> tuple[Blocks, Blocks]:

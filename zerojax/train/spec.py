@@ -231,6 +231,13 @@ class TrainSpec:
             return ()
         return tuple(group for group in self.groups if group.unit in self.adapter.updating)
 
+    @cached_property
+    def updated_in_backward(self) -> tuple[ParamGroup, ...]:
+        """Groups whose layers the backward pass updates: stacks that share no weight with others."""
+        if not self.zero.update_in_backward or self.tx is None:
+            return ()
+        return tuple(group for group in self.groups if group.leaves and group.unit in self.adapter.updating)
+
     @property
     def batch_spec(self) -> PartitionSpec:
         """The sharding of a batch: its leading axis over all devices."""
@@ -322,7 +329,7 @@ def build(
         paths = [[leaf.path for leaf in group.leaves] for group in groups if group.leaves]
         layerwise = LayerwiseOptimizer(tx, transform, mesh, leaves, paths, zero)
     strategy = ShardingStrategy.of(zero)
-    return TrainSpec(
+    spec = TrainSpec(
         mesh,
         world,
         zero,
@@ -338,6 +345,8 @@ def build(
         whole=whole,
         layerwise=layerwise,
     )
+    check_update_in_backward(spec)
+    return spec
 
 
 def adapter_parameters(
@@ -432,6 +441,22 @@ def check_host_weights(zero: ZeroConfig, frozen: Sequence[ParamLayout]) -> None:
         raise ConfigurationError(
             'ZeroConfig.host has "weights" without "optimizer", and no weight is frozen: the fp32 master '
             'weights, which are larger, stay on the device. Use ("optimizer", "weights").'
+        )
+
+
+def check_update_in_backward(spec: TrainSpec) -> None:
+    """Refuse updates in the backward pass with an optimizer or a model that they do not go with.
+
+    Raises:
+        ConfigurationError: the optimizer needs gradients of several layers, or there is no stack to update.
+    """
+    if not spec.zero.update_in_backward or spec.layerwise is None:
+        return
+    spec.layerwise.refuse_in_backward()
+    if not spec.updated_in_backward:
+        raise ConfigurationError(
+            "ZeroConfig.update_in_backward updates the layers of a zerojax.Stack, and the model has none "
+            "that is trained and shares no weight: stack its blocks (an NNX model), or leave it out."
         )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
@@ -23,9 +24,12 @@ from zerojax.log import logger
 from zerojax.matmul.fp8 import has_fp8
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train import per_device
+from zerojax.train.backward_update import BackwardUpdate, OptimizerShards
+from zerojax.train.backward_update import specs as backward_specs
 from zerojax.train.batch import Batch, abstract_batch, batch_specs, place, rows_once
 from zerojax.train.blocks import flat_blocks, stored_blocks
 from zerojax.train.fields import Shards, abstract_copies, abstract_fields, shard_specs, shardings_of
+from zerojax.train.host_update import InBackward
 from zerojax.train.local_updates import reported, train_locally
 from zerojax.train.pass_weights import PassWeights, pass_weights
 from zerojax.train.spec import ParamGroup, TrainSpec
@@ -320,10 +324,10 @@ def _train(state: TrainState, read: _Read, batch: Batch) -> tuple[TrainState, Me
     if state.local is not None:
         following, metrics = train_locally(state.replace(**read), state.local, batch)
         return following.replace(frozen={}), metrics
-    after, metrics = _gradients(spec, state.replace(**read), batch)
-    trained, ok, told = updated(
-        spec, state.trained, after.gradients, after.tokens, metrics["loss"], after.copies
-    )
+    in_backward = bool(spec.updated_in_backward)
+    after, metrics = _gradients(spec, state.replace(**read), batch, in_backward=in_backward)
+    sums, tokens, loss = after.gradients, after.tokens, metrics["loss"]
+    trained, ok, told = updated(spec, state.trained, sums, tokens, loss, after.copies, after.done or None)
     following = state.replace(
         **trained._asdict(),
         step=state.step + 1,
@@ -341,11 +345,13 @@ class _Changed(NamedTuple):
     Attributes:
         gradients: sums over all tokens, nested by path and stored like the parameters.
         tokens: how many, fp32.
+        done: what the backward pass has updated, which has no gradients; empty if there is nothing.
         model_state, copies, residual: the fields of ``TrainState`` after the passes; copies with delta only.
     """
 
     gradients: PyTree[Array]
     tokens: Array
+    done: InBackward | tuple[()]
     model_state: ModelState
     copies: dict[Path, Weight]
     residual: PyTree[Array]
@@ -356,30 +362,50 @@ class _Changed(NamedTuple):
         return jax.tree.map(lambda x: x / self.tokens, self.gradients)
 
 
-def _gradients(spec: TrainSpec, state: TrainState, batch: Batch) -> tuple[_Changed, Metrics]:
-    """Run the passes of a step; returns their results and the metrics of the loss function."""
+def _gradients(
+    spec: TrainSpec, state: TrainState, batch: Batch, *, in_backward: bool = False
+) -> tuple[_Changed, Metrics]:
+    """Run the passes of a step, which update stacks if the config says so (``in_backward``).
 
-    def local(shards: Shards, batch: Batch) -> tuple[_Changed, Metrics]:
+    Returns:
+        Their results, and the metrics of the loss function.
+    """
+
+    def local(shards: Shards, given: OptimizerShards | tuple[()], batch: Batch) -> tuple[_Changed, Metrics]:
         seed, residual = shards.step_seed, from_tree(shards.residual)
+        update = BackwardUpdate(spec, shards, given) if isinstance(given, OptimizerShards) else None
 
         def weights_for(updating: Sequence[ParamGroup]) -> PassWeights:
             return pass_weights(spec, shards, current=state.current_copies, updating=updating)
 
-        grads, (sums, model_state, copies) = per_device.accumulate(
-            spec, weights_for, shards.model_state, batch, seed
+        grads, after, (sums, model_state, copies, _) = per_device.accumulate(
+            spec, weights_for, shards.model_state, batch, seed, update
         )
         sums = per_device.over(spec.world.axes, sums)
         copies = copies if spec.zero.weights_delta else {}
         flat = flat_blocks(residual, spec.leaves) if residual else {}
+        done = () if update is None else update.done(after)
         grads, kept = per_device.to_owners(spec, grads, flat, seed)
         metrics, count = per_device.means(sums)
-        grads = stored_blocks(grads, spec.leaves)
+        grads = stored_blocks(grads, [leaf for leaf in spec.leaves if leaf.path in grads])
         residual = {path: x.reshape(residual[path].shape) for path, x in kept.items()}
-        return _Changed(to_tree(grads), count, model_state, copies, to_tree(residual)), metrics
+        return _Changed(to_tree(grads), count, done, model_state, copies, to_tree(residual)), metrics
 
     own = shard_specs(spec, abstract_copies(spec) if spec.zero.weights_delta else ())
-    changed = _Changed._make([own.params, _REPLICATED, own.model_state, own.copies, own.residual])
-    return _on_devices(local, state, batch, (changed, _REPLICATED))
+    params, given, entering, done = own.params, (), (), ()
+    if in_backward:
+        entering, done = backward_specs(spec)
+        params = to_tree({path: x for path, x in from_tree(params).items() if path not in done.params})
+        limit = jnp.inf if spec.spikes is None else spec.spikes.limit(state.losses)
+        given = OptimizerShards.of(spec, state.opt_state, jnp.float32(limit))
+    changed = _Changed._make([params, _REPLICATED, done, own.model_state, own.copies, own.residual])
+    run = on_mesh(
+        local,
+        spec.mesh,
+        in_specs=(shard_specs(spec, state.copies), entering, batch_specs(spec, batch)),
+        out_specs=(changed, _REPLICATED),
+    )
+    return run(state.shards, given, batch)
 
 
 def _evaluate(state: TrainState, batch: Batch, loss_fn: LossFn) -> Metrics:

@@ -12,7 +12,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int32, PyTree
 
 from zerojax.train.copies import ByPath
-from zerojax.train.host_update import updated_by_layers
+from zerojax.train.host_update import InBackward, updated_by_layers
 from zerojax.train.spec import TrainSpec
 from zerojax.train.spikes import Losses
 
@@ -34,6 +34,7 @@ def updated(
     tokens: Float[Array, ""],
     loss: Float[Array, ""],
     copies: ByPath,
+    done: InBackward | None = None,
 ) -> tuple[Trained, Bool[Array, ""], dict[str, Array]]:
     """Update the weights, unless the loss or a gradient is not finite, or the loss is a spike.
 
@@ -44,6 +45,7 @@ def updated(
         tokens: how many.
         loss: the step's mean loss.
         copies: delta's copies after the passes; or empty.
+        done: what the backward pass has updated, whose gradients are not among ``sums``.
 
     Returns:
         The fields after the step; whether the update was made; and the metrics "grad_norm", "skipped" and
@@ -51,7 +53,8 @@ def updated(
     """
     assert spec.tx is not None  # states without an optimizer have no compiled step
     grads = jax.tree.map(lambda x: x / tokens, sums)
-    grad_norm, losses = optax.tree.norm(grads), before.losses
+    squares = optax.tree.norm(grads, squared=True)
+    grad_norm, losses = jnp.sqrt(squares + done.squares if done else squares), before.losses
     ok = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     metrics: dict[str, Array] = {"grad_norm": grad_norm}
     if spec.spikes is not None:
@@ -63,7 +66,7 @@ def updated(
     params, opt_state, encoded = before.params, before.opt_state, before.encoded
     if spec.streams:
         params, opt_state, encoded = updated_by_layers(
-            spec, ok, sums, tokens, opt_state, params, encoded, copies
+            spec, ok, sums, tokens, opt_state, params, encoded, copies, done
         )
     else:
         with jax.named_scope("optimizer"):

@@ -155,6 +155,12 @@ class ZeroConfig:
             backward pass. All is computed as without.
         host_activations: with "activations" in host, the part of each layer's that is there; the rest stays
             on the device, where a host has no room for all.
+        update_in_backward: let the backward pass of each ``Stack`` update a layer as soon as its gradients
+            are final, so that those of all layers never exist at once, and copies of the optimizer's state
+            run beside the layers. Needs "optimizer" in host, one backward pass a step, and an optimizer
+            without norms of gradients. A step whose loss is not finite, or a spike, is skipped as always. If
+            a gradient is not finite, neither its layer is updated nor any before it in the stack nor any
+            parameter outside of stacks, but layers after it have been; "skipped" is 1.
         sequence_parallel: how many neighbouring devices of a node share a row of tokens: 1, or a divisor of
             the devices of a node. Each computes with its part of the tokens, and attention exchanges heads
             between them (``zerojax.attention``); nothing more crosses nodes.
@@ -209,6 +215,7 @@ class ZeroConfig:
     experts: ExpertSpread = "auto"
     host: tuple[HostStore, ...] = ()
     host_activations: float = 1.0
+    update_in_backward: bool = False
     sequence_parallel: int = 1
     every: int = 0
     outer_learning_rate: float = 1.0

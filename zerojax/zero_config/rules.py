@@ -223,3 +223,13 @@ def _host(z: "ZeroConfig") -> Iterator[str]:
             f'ZeroConfig.host=("optimizer", ...) does not go with {setting}: use stages 1 to 3, without '
             "local updates and resyncs."
         )
+    if z.update_in_backward:
+        needs = {
+            f'host=("optimizer", ...), not {z.host}': "optimizer" in z.host,
+            f"stage 3, whose units reduce gradients in the backward pass, not stage {z.stage}": z.stage == 3,
+            f'one backward pass a step, not {z.passes}: accumulate_order="breadth"': z.passes == 1,
+            "gradients that are final in the backward pass: error_feedback=False": not z.error_feedback,
+        }
+        for what, there in needs.items():
+            if not there:
+                yield (f"ZeroConfig.update_in_backward needs {what}. Or leave update_in_backward out.")

@@ -24,11 +24,12 @@ MODEL = GPTConfig(vocab_size=8192, layers=24, d_model=2048, heads=16, max_seq_le
 CLUSTER = Cluster(1, 2, GPUS["h100"], 0)
 
 
-def built(optimizer: str = "adamw", **zero: object) -> TrainSpec:
+def built(optimizer: str = "adamw", clip_norm: float = 1.0, **zero: object) -> TrainSpec:
     """Four micro-batches in breadth, on two devices of one node."""
     train = TrainSection(sequence_length=LENGTH, accumulate=4)
     config = RunConfig(train=train, model=MODEL, mesh=MeshSection(nodes=1, local=2))
-    settings = {"zero": {"accumulate_order": "breadth", **zero}, "optimizer": {"name": optimizer}}
+    chosen = {"name": optimizer, "clip_norm": clip_norm}
+    settings = {"zero": {"accumulate_order": "breadth", **zero}, "optimizer": chosen}
     return abstract_run(with_settings(config, settings))[0].spec
 
 
@@ -134,6 +135,42 @@ def test_weights_are_fetched_for_both_passes_and_the_optimizer_by_itself(spec):
     assert step.optimizer == pytest.approx(kernels)
     again = predict_step(spec, work, (), dataclasses.replace(memory, host=held | {"encoded": 0}), CLUSTER)
     assert again.copying == pytest.approx(12e9 / 0.8 / rate - kernels + kernels / 24)
+
+
+def test_updates_in_the_backward_pass(streaming):
+    """Sums of one layer instead of all, the update's three layers beside the pass, and its copies, too."""
+    with pytest.raises(ConfigurationError, match="norms of gradients"):
+        built(host=["optimizer"], update_in_backward=True)
+    there = built(host=["optimizer"], update_in_backward=True, clip_norm=0)
+    work = work_of(there, MODEL, sequences=8, length=LENGTH)
+    before, memory = predict_memory(streaming, work), predict_memory(there, work)
+    assert memory.host == before.host
+    stack = sum(leaf.owned for group in there.groups if group.stack for leaf in group.leaves)
+    in_backward = {kind: x for kind, x in memory.kinds.items() if kind in ("gradients", "streamed")}
+    outside = 4 * sum(leaf.owned for group in there.groups if not group.stack for leaf in group.leaves)
+    assert in_backward == {"gradients": 4 * stack + outside, "streamed": pytest.approx(3 * 12 * stack)}
+    after, step = (
+        predict_step(spec, work, (), held, CLUSTER) for spec, held in ((streaming, before), (there, memory))
+    )
+    assert step.host == pytest.approx(after.host)
+    assert step.copying < 0.2 * after.copying
+    assert step.seconds < after.seconds
+    assert predict_memory(on_world(there, there.world, streaming.zero)) == predict_memory(streaming)
+
+
+def test_updates_in_the_backward_pass_are_proposed_where_nothing_else_fits():
+    def predicted(zero: ZeroConfig) -> tuple[PredictedMemory, StepTime]:
+        there = 60e9 * ("optimizer" in zero.host) + 20e9 * zero.update_in_backward
+        kinds = dict.fromkeys(KINDS, 0) | {"parameters": int(100e9 - there)}
+        return PredictedMemory(kinds, {"parameters": int(60e9)}), StepTime(1, 0, 0, 0, 1, 0, 0)
+
+    own = ZeroConfig(accumulate=2, accumulate_order="breadth")
+    for budget, lines in ((50e9, ""), (30e9, "\n    update_in_backward = true")):
+        gpu = dataclasses.replace(GPUS["h100"], memory=budget)
+        cluster = Cluster(1, 1, gpu, 0, memory_fraction=1.0)
+        found = choose_host("zero3", own, cluster, predicted, None)
+        assert found.advice.endswith(f'host = ["optimizer"]{lines}')
+        assert found.update_in_backward == bool(lines)
 
 
 def test_both_directions_at_once_are_slower_than_one():

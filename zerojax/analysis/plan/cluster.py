@@ -22,7 +22,14 @@ from zerojax.errors import ConfigurationError
 from zerojax.sharding.mesh import AXES, MeshShape
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.strategy import ShardingStrategy
-from zerojax.train.spec import ParamGroup, TrainSpec, check_host_weights, check_options, lay_out
+from zerojax.train.spec import (
+    ParamGroup,
+    TrainSpec,
+    check_host_weights,
+    check_options,
+    check_update_in_backward,
+    lay_out,
+)
 from zerojax.validation.bounds import MAX_DEVICES
 from zerojax.validation.dtypes import dtype_name
 from zerojax.zero_config import ZeroConfig
@@ -153,7 +160,8 @@ def on_world(spec: TrainSpec, world: MeshShape, zero: ZeroConfig) -> TrainSpec:
         zero: the other options; ``units`` are those of ``spec``.
 
     Raises:
-        ConfigurationError: the options do not fit the mesh, or have the optimizer in host memory alone.
+        ConfigurationError: the options do not fit the mesh, the model or its optimizer, or have the latter in
+            host memory alone.
     """
     check_options(zero, world)
     streams = "optimizer" in zero.host and spec.tx is not None
@@ -186,7 +194,7 @@ def on_world(spec: TrainSpec, world: MeshShape, zero: ZeroConfig) -> TrainSpec:
         )
         for group in spec.groups
     )
-    return dataclasses.replace(
+    there = dataclasses.replace(
         spec,
         mesh=mesh,
         world=world,
@@ -198,3 +206,5 @@ def on_world(spec: TrainSpec, world: MeshShape, zero: ZeroConfig) -> TrainSpec:
         layerwise=spec.layerwise if streams else None,
         cache={},
     )
+    check_update_in_backward(there)
+    return there

@@ -16,7 +16,9 @@ from zerojax.zero_config.values import HOST_STORES, HostStore
 
 Predict = Callable[[ZeroConfig], tuple[PredictedMemory, StepTime]]
 _PARTS = tuple(part / 20 for part in range(19, 0, -1))
-_Memories = dict[tuple[HostStore, ...], PredictedMemory]
+_Option = tuple[tuple[HostStore, ...], bool]
+"""Of ``ZeroConfig``: ``host``, and ``update_in_backward``."""
+_Memories = dict[_Option, PredictedMemory]
 
 
 @dataclass(frozen=True)
@@ -26,12 +28,14 @@ class HostChoice:
     Attributes:
         host: as ``ZeroConfig.host``; None if it does not fit with anything there.
         host_activations: as ``ZeroConfig.host_activations``.
+        update_in_backward: as ``ZeroConfig.update_in_backward``.
         advice: what it costs, and at the end the line to add; or what is missing.
     """
 
     host: tuple[HostStore, ...] | None
     advice: str
     host_activations: float = 1.0
+    update_in_backward: bool = False
 
 
 def host_needed(memory: PredictedMemory, cluster: Cluster) -> int:
@@ -59,12 +63,12 @@ def choose_host(
         fewest_nodes: on which it fits as it is; None if more do not help.
     """
     now = predict(zero)[0]
-    tried: dict[tuple[HostStore, ...], tuple[PredictedMemory, StepTime]] = {}
-    for host in _with_more(zero.host):
+    tried: dict[_Option, tuple[PredictedMemory, StepTime]] = {}
+    for option in _with_more(zero):
         with suppress(ConfigurationError):
-            tried[host] = predict(zero.replace(host=host))
-    on_device = {host: memory for host, (memory, _) in tried.items() if memory.total <= cluster.budget}
-    fitting = [host for host, memory in on_device.items() if host_fits(memory, cluster)]
+            tried[option] = predict(_under(zero, option))
+    on_device = {option: memory for option, (memory, _) in tried.items() if memory.total <= cluster.budget}
+    fitting = [option for option, memory in on_device.items() if host_fits(memory, cluster)]
     trouble = f"{name} does not fit"
     if now.total > cluster.budget:
         trouble += f": a GPU would hold {size(now.total)}, and has {size(cluster.budget)}"
@@ -72,56 +76,70 @@ def choose_host(
         trouble += f" in the memory of its hosts: each needs {size(host_needed(now, cluster))}"
     share = 1.0
     if not fitting:
-        hosts = [zero.host] * (now.total <= cluster.budget) + [*on_device]
-        if (part := _with_a_part(zero, hosts, cluster, predict)) is not None:
-            host, share, tried[host] = part
-            fitting = [host]
+        options = [(zero.host, zero.update_in_backward)] * (now.total <= cluster.budget) + [*on_device]
+        if (part := _with_a_part(zero, options, cluster, predict)) is not None:
+            option, share, tried[option] = part
+            fitting = [option]
     if not fitting:
-        memories = {host: memory for host, (memory, _) in tried.items()}
+        memories = {option: memory for option, (memory, _) in tried.items()}
         missing = _missing(memories, on_device, cluster)
         nodes = f"{fewest_nodes} such nodes" if fewest_nodes else "more GPUs"
         ways = f"{nodes}, fewer tokens at a time, or adapters (LoRA, docs/adapters.md)"
         return HostChoice(None, f"{trouble}. {missing}. Take {ways}.")
-    host = min(fitting, key=lambda host: (len(host), tried[host][1].seconds))
-    memory, time = tried[host]
+    option = min(fitting, key=lambda option: (len(option[0]) + option[1], tried[option][1].seconds))
+    (host, in_backward), (memory, time) = option, tried[option]
+    lines = [f"host = {_listed(host)}"]
+    lines += [f"host_activations = {share}"] * (share < 1)
+    lines += ["update_in_backward = true"] * (in_backward > zero.update_in_backward)
     return HostChoice(
         host,
         f"{trouble}. It fits with more in host memory: a GPU holds {size(memory.total)}, and a host needs "
         f"{size(host_needed(memory, cluster))}. A step takes {duration(time.seconds)}, of which "
         f"{duration(time.copying)} are copies that nothing hides (docs/host-memory.md). Under [zero], set\n\n"
-        f"    host = {_listed(host)}" + (f"\n    host_activations = {share}" if share < 1 else ""),
+        + "\n".join(f"    {line}" for line in lines),
         share,
+        in_backward,
     )
 
 
+def _under(zero: ZeroConfig, option: _Option, share: float = 1.0) -> ZeroConfig:
+    host, in_backward = option
+    return zero.replace(host=host, update_in_backward=in_backward, host_activations=share)
+
+
 def _with_a_part(
-    zero: ZeroConfig, hosts: Sequence[tuple[HostStore, ...]], cluster: Cluster, predict: Predict
-) -> tuple[tuple[HostStore, ...], float, tuple[PredictedMemory, StepTime]] | None:
-    """The first of ``hosts`` that fits with a part of the activations, and the largest such part."""
-    for host, share in itertools.product(hosts, _PARTS):
-        if "activations" in host:
-            memory, time = predict(zero.replace(host=host, host_activations=share))
+    zero: ZeroConfig, options: Sequence[_Option], cluster: Cluster, predict: Predict
+) -> tuple[_Option, float, tuple[PredictedMemory, StepTime]] | None:
+    """The first of ``options`` that fits with a part of the activations, and the largest such part."""
+    for option, share in itertools.product(options, _PARTS):
+        if "activations" in option[0]:
+            memory, time = predict(_under(zero, option, share))
             if memory.total <= cluster.budget and host_fits(memory, cluster):
-                return host, share, (memory, time)
+                return option, share, (memory, time)
     return None
 
 
-def _with_more(now: tuple[HostStore, ...]) -> Iterator[tuple[HostStore, ...]]:
-    """What could be in host memory besides what is there now."""
-    others = [store for store in HOST_STORES if store not in now]
-    for count in range(1, len(others) + 1):
+def _with_more(zero: ZeroConfig) -> Iterator[_Option]:
+    """What could be in host memory besides what is there now, also with updates in the backward pass."""
+    others = [store for store in HOST_STORES if store not in zero.host]
+    now = zero.update_in_backward
+    for count in range(len(others) + 1):
         for added in itertools.combinations(others, count):
-            yield tuple(store for store in HOST_STORES if store in (*now, *added))
+            host: tuple[HostStore, ...] = tuple(
+                store for store in HOST_STORES if store in (*zero.host, *added)
+            )
+            yield from ((host, more) for more in (now, True) if (host, more) != (zero.host, now))
 
 
 def _missing(tried: _Memories, on_device: _Memories, cluster: Cluster) -> str:
     if on_device:
-        host = min(on_device, key=lambda host: on_device[host].host_total)
-        needed = size(host_needed(on_device[host], cluster))
-        return f"With host = {_listed(host)} a host needs {needed}, and has {size(cluster.host_memory or 0)}"
+        option = min(on_device, key=lambda option: on_device[option].host_total)
+        needed, there = size(host_needed(on_device[option], cluster)), size(cluster.host_memory or 0)
+        return f"With host = {_listed(option[0])} a host needs {needed}, and has {there}"
     if tried:
-        host = min(tried, key=lambda host: tried[host].total)
-        return f"With host = {_listed(host)} {size(tried[host].total - cluster.budget)} are still missing"
+        option = min(tried, key=lambda option: tried[option].total)
+        still = f"{size(tried[option].total - cluster.budget)} are still missing"
+        return f"With host = {_listed(option[0])}{' and update_in_backward' * option[1]} {still}"
     return "No more of it can be in host memory (zero.host)"
 
 

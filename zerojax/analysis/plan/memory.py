@@ -19,8 +19,9 @@ take one byte instead of two where they are gathered or copied. Frozen weights h
 gradients: their bytes, in the format in which they are stored, over L. What ``ZeroConfig.host`` names is in
 host memory. Of masters and optimizer the device then has three layers during the update (one arrives, one is
 updated, one leaves), those of units in no stack two at a time and, of the whole model, what a pass sends:
-2 N / D. Of weights there are two layers, of activations the last and two others. With masters or activations
-in host memory, sums take memory of their own.
+2 N / D. Stacks that the backward pass updates have these layers then, and sums of one layer. Of weights there
+are two layers, of activations the last and two others. With masters or activations in host memory, sums take
+memory of their own.
 
 Activations depend on the model and the batch (``work.py``). With them, the peak is at one of five moments:
 in the backward pass; in the forward pass, with frozen tables of embeddings; with a large vocabulary, in the
@@ -29,7 +30,7 @@ there are the fp32 gradients of the embedding tables; or in the update, with Muo
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import jax.numpy as jnp
@@ -42,7 +43,7 @@ from zerojax.optim.muon import by_shape, most_dealt
 from zerojax.sharding.layout import ParamLayout
 from zerojax.train.fields import abstract_fields
 from zerojax.train.memory import device_bytes, host_bytes
-from zerojax.train.spec import TrainSpec
+from zerojax.train.spec import ParamGroup, TrainSpec
 
 KINDS = {
     "parameters": "fp32 master weights",
@@ -171,7 +172,14 @@ def _held_bytes(spec: TrainSpec, count: Callable[[PyTree], int]) -> dict[str, in
     return {kind: count(tree) for kind, tree in held.items()}
 
 
-def _here(spec: TrainSpec, held: int, layers: int, *, frozen: bool = False) -> int:
+def _here(
+    spec: TrainSpec,
+    held: int,
+    layers: int,
+    *,
+    frozen: bool = False,
+    groups: Collection[ParamGroup] | None = None,
+) -> int:
     """Of what is in host memory for weights, the bytes that are on the device at a time.
 
     There are two groups, of which one is done when the next but one begins.
@@ -181,13 +189,15 @@ def _here(spec: TrainSpec, held: int, layers: int, *, frozen: bool = False) -> i
         held: all bytes.
         layers: of a stack at a time; of a group that is no stack there is everything.
         frozen: whether it is for frozen weights, rather than for trained ones.
+        groups: of which there may be any on the device; None for all.
     """
     sizes = [
-        (sum(leaf.owned for leaf in (group.frozen if frozen else group.leaves)), group.layers)
+        (sum(leaf.owned for leaf in (group.frozen if frozen else group.leaves)), group.layers, group)
         for group in spec.groups
     ]
-    whole = sum(size * copies for size, copies in sizes)
-    parts = sorted((size * min(layers, copies) for size, copies in sizes), reverse=True)
+    whole = sum(size * copies for size, copies, _ in sizes)
+    some = [(size, copies) for size, copies, group in sizes if groups is None or group in groups]
+    parts = sorted((size * min(layers, copies) for size, copies in some), reverse=True)
     return held * sum(parts[:2]) // max(1, whole)
 
 
@@ -198,9 +208,12 @@ def _fetched(spec: TrainSpec) -> int:
     return trained + _here(spec, held["frozen"], _LAYERS_FETCHED, frozen=True)
 
 
-def _updated(spec: TrainSpec) -> int:
-    """Masters and moments in host memory that are here during the update (``zerojax.train.host_update``)."""
-    return _here(spec, _in_host(spec)["parameters"] + _in_host(spec)["optimizer"], _LAYERS_UPDATED)
+def _updated(spec: TrainSpec, *, in_backward: bool = False) -> int:
+    """Masters and moments in host memory that are here during the update, or that of the backward pass."""
+    held = _in_host(spec)["parameters"] + _in_host(spec)["optimizer"]
+    own = spec.updated_in_backward
+    groups = own if in_backward else [group for group in spec.groups if group not in own]
+    return _here(spec, held, _LAYERS_UPDATED, groups=groups)
 
 
 def _moved_activations(spec: TrainSpec, work: Work) -> int:
@@ -231,7 +244,7 @@ def _in_backward(spec: TrainSpec, work: Work | None) -> dict[str, int]:
         "weight gradients": _whole_gradients(spec, rest=work is None),
         "wire": _payload(spec),
         "activations": _at_work(spec, work) + work.head if work else 0,
-        "streamed": _fetched(spec),
+        "streamed": _fetched(spec) + _updated(spec, in_backward=True),
     }
 
 
@@ -329,8 +342,12 @@ def _others(spec: TrainSpec, work: Work) -> int:
 
 
 def _gradient_sums(spec: TrainSpec) -> int:
-    """One fp32 set of gradient sums, sharded over the world or over the node."""
-    return sum(leaf.layers * _sum_bytes(spec, leaf) for leaf in spec.leaves)
+    """One fp32 set of gradient sums, sharded over the world or over the node.
+
+    Of a stack that the backward pass updates there are those of one layer.
+    """
+    once = {leaf.path for group in spec.updated_in_backward for leaf in group.leaves}
+    return sum((leaf.path in once or leaf.layers) * _sum_bytes(spec, leaf) for leaf in spec.leaves)
 
 
 def _sum_bytes(spec: TrainSpec, leaf: ParamLayout) -> int:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -229,7 +230,7 @@ def foresee(
 def _ways(own: ZeroConfig, cluster: Cluster) -> Iterator[tuple[str, ZeroConfig]]:
     """The presets and stages that fit the frozen weights and the cluster, with the config's other options."""
     defaults = {field.name: field.default for field in dataclasses.fields(own) if field.name in _DECIDED}
-    zero3 = own.replace(**defaults)
+    zero3 = own.replace(update_in_backward=False, **defaults)
     if own.frozen:
         # Frozen weights are encoded in blocks of this size; a preset may still set its own.
         zero3 = zero3.replace(block_size=own.block_size)
@@ -239,10 +240,13 @@ def _ways(own: ZeroConfig, cluster: Cluster) -> Iterator[tuple[str, ZeroConfig]]
             continue
         if "every" in preset and (cluster.nodes == 1 or "optimizer" in own.host):
             continue
-        yield name, zero3.replace(**preset)
+        ways = {name: zero3.replace(**preset)}
         if own.accumulate > 1:
-            yield name + IN_BREADTH, zero3.replace(**preset, accumulate_order="breadth")
-    if not own.frozen and "activations" not in own.host:
+            ways[name + IN_BREADTH] = zero3.replace(**preset, accumulate_order="breadth")
+        for way, zero in ways.items():
+            with suppress(ConfigurationError):  # some have gradients that the backward pass leaves incomplete
+                yield way, zero.replace(update_in_backward=own.update_in_backward)
+    if not own.frozen and "activations" not in own.host and not own.update_in_backward:
         for stage in (1, 2):
             yield f"stage {stage}", zero3.replace(stage=stage, matmul_dtype="compute", fp8=MATMUL_WEIGHTS)
 

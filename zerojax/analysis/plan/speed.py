@@ -24,7 +24,8 @@ of delta with several micro-batches, a reduction after the last micro-batch, the
 Copies from and to host memory (``ZeroConfig.host``) overlap like hops between nodes: the longest of the
 three counts in full. Weights are fetched in each forward pass and, unless a node keeps its own copy, in each
 backward pass; activations leave in the former and come back in the latter. The update overlaps with nothing:
-masters and moments come and go at once, and its kernels are hidden behind that.
+masters and moments come and go at once, and its kernels are hidden behind that. Those of stacks that the
+backward pass updates come and go beside it.
 
 With local updates and ``outer_delay`` a fragment crosses nodes beside the passes of all micro-batches, which
 have no hops between nodes: the step takes the longer of the two. With a delay of 1 the outer weights' change
@@ -106,14 +107,15 @@ def predict_step(
             compute[part] += hop.codec_bytes / rate
     masters, state = memory.wherever("parameters"), memory.wherever("optimizer")
     optimizer = (2 * (masters + state) + _TIMES_GRADIENTS * masters) / rate
+    inside = optimizer * _updated_in_backward(spec)
     alone = compute["beside"] + compute["alone"] + local["alone"] + node["alone"]
 
     def step(host: dict[str, float]) -> float:
         passes = sum(
-            local[part] + _overlapped(units, compute[part], node[part], host[part])
-            for part in ("forward", "backward")
+            local[part] + _overlapped(units, compute[part] + kernels, node[part], host[part])
+            for part, kernels in (("forward", 0.0), ("backward", inside))
         )
-        return alone + _overlapped(units, optimizer, host["update"]) + max(passes, node["beside"])
+        return alone + _overlapped(units, optimizer - inside, host["update"]) + max(passes, node["beside"])
 
     host = _copies(spec, memory, cluster)
     seconds = step(host)
@@ -142,11 +144,19 @@ def _copies(spec: TrainSpec, memory: PredictedMemory, cluster: Cluster) -> dict[
     frozen = held.get("frozen", 0)
     again = spec.strategy.keep == "primary"
     state = held.get("parameters", 0) + held.get("optimizer", 0)
+    inside = _updated_in_backward(spec)
+    arriving = again * encoded + frozen + kept + inside * state
     return {
         "forward": passes * cluster.host_seconds(encoded + frozen, kept),
-        "backward": passes * cluster.host_seconds(again * encoded + frozen + kept, 0),
-        "update": cluster.host_seconds(state, state + encoded),
+        "backward": passes * cluster.host_seconds(arriving, inside * (state + encoded)),
+        "update": (1 - inside) * cluster.host_seconds(state, state + encoded),
     }
+
+
+def _updated_in_backward(spec: TrainSpec) -> float:
+    """The part of the trained elements that the backward pass updates."""
+    inside = sum(leaf.layers * leaf.owned for group in spec.updated_in_backward for leaf in group.leaves)
+    return inside / max(1, sum(leaf.layers * leaf.owned for leaf in spec.leaves))
 
 
 def _matmuls(spec: TrainSpec, work: Work, cluster: Cluster) -> tuple[float, float]:

@@ -85,6 +85,8 @@ def settings_of(spec: TrainSpec) -> Iterator[str]:
         yield "error feedback on the node hop"
     if zero.host:
         yield f"in host memory: {', '.join(zero.host)}"
+    if zero.update_in_backward:
+        yield "layers of stacks updated in the backward pass"
     if spec.frozen:
         frozen, own = (sum(leaf.count for leaf in leaves) for leaves in (spec.frozen, spec.leaves))
         formats = ", ".join(dict.fromkeys(leaf.weights.local.fmt for leaf in spec.frozen))

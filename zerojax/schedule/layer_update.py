@@ -1,0 +1,282 @@
+"""Updates the layers of a stack in its backward pass, each as soon as its gradient sums have arrived.
+
+The sinks of such a stack carry what an update changes, stacked: master weights and moments in host memory,
+and the weights as their owners send them next. Their "cotangents" are the same after the update. So gradients
+of all layers never exist at once, and the copies from and to host memory run beside the layers' computing.
+
+A stack in host memory can be read or written at a time, and a layer computes for as long as the copies of a
+layer take in both directions at once. So beside one layer half of the stacks are read and the others written,
+two layers of each; beside the next layer it is the other way round. Of each stack there are at most three
+layers on the device.
+
+What an update needs of the whole step, such as the number of tokens, is known after the forward pass, and so
+reaches the backward pass as the cotangent of a ``probe``, which the forward pass returns (``with_facts``).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32, Num, PyTree
+
+from zerojax.comm.reduction import Values
+from zerojax.schedule.stacked import Index, layer_at, put_layer
+from zerojax.schedule.streaming import read_first
+from zerojax.schedule.sum_storage import Stored
+from zerojax.sharding.memory import in_host, to_host
+from zerojax.weights.weight import Weights
+
+MASTER = ""
+"""The key of the master weight in ``LayerState.held``."""
+_Key = tuple[int, str]
+"""Of a master weight or moment: the number of the weight in its unit, and the key in ``LayerState.held``."""
+_Held = dict[_Key, Array]
+_BYTE = jnp.float8_e4m3fn
+"""Stands in for bytes, which have no cotangents."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerState:
+    """The sink of one weight of a stack; and its cotangent, the same after the update.
+
+    Attributes:
+        held: fp32 master weight and moments ``[layers, n, 1, ...]``, in host memory.
+        encoded: ``[layers, m]``, the weight as its owner sends it next, bytes as 8-bit floats.
+        scale: fp32 ``[layers]``, of the weight of fp8 products; else None.
+        squares: fp32 zero, whose cotangent is the sum of all squares of the stack's mean gradients, over the
+            world, in one weight of the stack.
+    """
+
+    held: dict[str, Array]
+    encoded: Num[Array, "layers m"]
+    scale: Float32[Array, " layers"] | None
+    squares: Float32[Array, ""]
+
+
+class Facts(NamedTuple):
+    """What an update needs of the step as a whole.
+
+    Attributes:
+        tokens: by which gradient sums are divided.
+        taken: 1 if the step is taken by what is known after the forward pass, else 0.
+    """
+
+    tokens: Float32[Array, ""]
+    taken: Float32[Array, ""]
+
+
+class Updated(NamedTuple):
+    """The update of one layer.
+
+    Attributes:
+        held: by weight.
+        encoded: by weight.
+        scales: by weight; None where it has none.
+        squares: the sum of squares so far.
+    """
+
+    held: Sequence[dict[str, Array]]
+    encoded: Values
+    scales: Sequence[Float32[Array, ""] | None]
+    squares: Float32[Array, ""]
+
+
+UpdateLayer = Callable[[Values, Sequence[dict[str, Array]], Weights, PyTree[Array], Facts, Array], Updated]
+"""From a layer's gradient sums, its masters and moments, its weights after the forward pass, the optimizer's
+other state, the facts and the sum of squares so far."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerUpdate:
+    """How a stack's layers are updated.
+
+    Attributes:
+        counters: the optimizer's state that is no moment.
+        run: the update of a layer.
+    """
+
+    counters: PyTree[Array]
+    run: UpdateLayer = field(metadata={"static": True})
+
+
+def as_floats(x: Num[Array, "..."]) -> Float[Array, "..."]:
+    """An array that can have a cotangent: bytes as 8-bit floats."""
+    return lax.bitcast_convert_type(x, _BYTE) if x.dtype == jnp.uint8 else x
+
+
+def as_encoded(x: Float[Array, "..."], dtype: jnp.dtype) -> Num[Array, "..."]:
+    """Undo ``as_floats``, of an array that had a dtype."""
+    return lax.bitcast_convert_type(x, dtype) if dtype == jnp.uint8 else x
+
+
+def probe() -> Float32[Array, " facts"]:
+    """What the forward pass returns for ``with_facts``."""
+    return jnp.zeros(len(Facts._fields), jnp.float32)
+
+
+@jax.custom_vjp
+def with_facts(
+    loss: Float32[Array, ""], probes: Sequence[Float32[Array, " facts"]], facts: Facts
+) -> Float32[Array, ""]:
+    """``loss``, which gives the ``facts`` to the ``probes`` as their cotangents."""
+    del probes, facts
+    return loss
+
+
+def _with_facts_fwd(
+    loss: Array, probes: Sequence[Array], facts: Facts
+) -> tuple[Array, tuple[Sequence[Array], Facts]]:
+    return loss, (probes, facts)
+
+
+def _with_facts_bwd(
+    residuals: tuple[Sequence[Array], Facts], cotangent: Array
+) -> tuple[Array, Sequence[Array], None]:
+    probes, facts = residuals
+    return cotangent, jax.tree.map(lambda _: jnp.stack(facts), probes), None
+
+
+with_facts.defvjp(_with_facts_fwd, _with_facts_bwd)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Carried:
+    """Carried through the backward pass.
+
+    Attributes:
+        held: the stacks.
+        here: layers of them on the device, the next to be updated first.
+        pending: updated layers that are yet to be stored, in order.
+        encoded, scales: stacked, by weight.
+        squares: the sum of squares so far.
+        reads: whether the stacks in ``UpdatedLayers._first`` are read beside the next layer.
+    """
+
+    held: _Held
+    here: dict[_Key, list[Array]]
+    pending: dict[_Key, list[Array]]
+    encoded: Values
+    scales: tuple[Array | None, ...]
+    squares: Array
+    reads: bool = field(metadata={"static": True})
+
+
+class UpdatedLayers:
+    """The ``SumStorage`` of a stack whose layers are updated: sums are used up as they arrive."""
+
+    def __init__(
+        self,
+        sinks: Sequence[LayerState],
+        weights: Weights,
+        update: LayerUpdate,
+        facts: Float32[Array, " facts"],
+    ) -> None:
+        """Take sinks, all weights as the backward pass finds them, the rule, and the probe's cotangent."""
+        self._sinks, self._weights, self._update = sinks, weights, update
+        self._facts = Facts(*facts)
+        self._last = sinks[0].encoded.shape[0] - 1
+        self._first = read_first(_flat([sink.held for sink in sinks]))
+
+    def start(self, residuals: PyTree[Array]) -> Stored:
+        """As ``SumStorage.start``; fetches the last layer, and of half of the stacks the one before."""
+        held = _flat([sink.held for sink in self._sinks])
+        here = {
+            key: [
+                layer_at(x, layer)
+                for layer in (self._last, self._last - 1)[: 1 + (key in self._first)]
+                if layer >= 0
+            ]
+            for key, x in held.items()
+        }
+        here, held = lax.optimization_barrier((here, held))
+        trained = zip(self._sinks, self._weights, strict=False)
+        encoded = tuple(as_encoded(sink.encoded, w.layout.next_codec.dtype) for sink, w in trained)
+        scales = tuple(sink.scale for sink in self._sinks)
+        pending: dict[_Key, list[Array]] = {key: [] for key in held}
+        carried = _Carried(held, here, pending, encoded, scales, jnp.float32(0), reads=False)
+        return Stored(residuals, carried)
+
+    def weights(self, stored: Stored) -> Weights:
+        """All weights, of which those that are ready are read where updates write them."""
+        carried: _Carried = stored.extra
+        trained = zip(self._weights, carried.encoded, strict=False)
+        current = [w.replace(x) if w.ready else w for w, x in trained]
+        return (*current, *self._weights[len(current) :])
+
+    def update(self, stored: Stored, sums: Values, layer: Index) -> Updated:
+        """Update the layer that was fetched last."""
+        carried: _Carried = stored.extra
+        here = [{key: carried.here[k, key][0] for key in sink.held} for k, sink in enumerate(self._sinks)]
+        weights = layer_at(self._weights[: len(here)], layer)
+        return self._update.run(sums, here, weights, self._update.counters, self._facts, carried.squares)
+
+    def put(self, stored: Stored, new: Updated, layer: Index) -> Stored:
+        """Store what is to be stored beside a layer that was updated, and fetch what is to be fetched."""
+        carried: _Carried = stored.extra
+        held, here, pending = dict(carried.held), {}, {}
+        for key, x in _flat(new.held).items():
+            rest, updated = carried.here[key][1:], [*carried.pending[key], x]
+            if (key in self._first) == carried.reads:
+                ahead = [at for at in (layer - 1, layer - 2) if not isinstance(at, int) or at >= 0]
+                # Without the barrier the compiler would copy the whole stack, to read it while it is written.
+                fetched = [layer_at(held[key], at) for at in ahead]
+                fetched, held[key] = lax.optimization_barrier((fetched, held[key]))
+                here[key], pending[key] = [*rest, *fetched], updated
+            else:
+                held[key] = _put_last(held[key], updated, layer)
+                here[key], pending[key] = rest, []
+        sent = self._sent(carried, new, layer)
+        now = replace(sent, held=held, here=here, pending=pending, reads=not carried.reads)
+        return stored._replace(extra=now)
+
+    def after[T: PyTree[Array]](self, stored: Stored, new: Updated, values: T) -> tuple[Stored, Updated, T]:
+        """Let an update come before what reads some values, and these before the copies that follow it."""
+        carried: _Carried = stored.extra
+        new, held, values = lax.optimization_barrier((new, carried.held, values))
+        return stored._replace(extra=replace(carried, held=held)), new, values
+
+    def write(self, stored: Stored, sums: Values, layer: Index) -> Stored:
+        """As ``SumStorage.write``."""
+        return self.put(stored, self.update(stored, sums, layer), layer)
+
+    def collect(self, stored: Stored, first: Values) -> tuple[LayerState, ...]:
+        """Update layer 0 by its sums, ``[n]``; returns the sinks' cotangents."""
+        new = self.update(stored, first, 0)
+        carried = self._sent(stored.extra, new, 0)
+        held = {
+            key: _put_last(carried.held[key], [*carried.pending[key], x], 0)
+            for key, x in _flat(new.held).items()
+        }
+        return tuple(
+            LayerState(
+                {key: held[k, key] for key in sink.held},
+                as_floats(carried.encoded[k]),
+                carried.scales[k],
+                carried.squares if k == 0 else jnp.zeros_like(carried.squares),
+            )
+            for k, sink in enumerate(self._sinks)
+        )
+
+    def _sent(self, carried: _Carried, new: Updated, layer: Index) -> _Carried:
+        encoded = put_layer(carried.encoded, tuple(new.encoded), layer)
+        scales = put_layer(carried.scales, tuple(new.scales), layer)
+        return replace(carried, encoded=encoded, scales=scales, squares=new.squares)
+
+
+def _put_last(stack: Array, layers: Sequence[Array], last: Index) -> Array:
+    """A stack with layers replaced, of which the last has an index and each before it a larger one."""
+    # In one copy: of two, the second would wait for the first, and so would the layer's computing.
+    block = jnp.stack(layers[::-1])
+    starts = (last, *(0,) * (stack.ndim - 1))
+    block = to_host(block) if in_host(stack) else block
+    return lax.dynamic_update_slice(stack, block, starts, allow_negative_indices=False)
+
+
+def _flat(held: Sequence[dict[str, Array]]) -> _Held:
+    return {(k, key): x for k, of_weight in enumerate(held) for key, x in of_weight.items()}
