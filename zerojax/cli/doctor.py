@@ -110,14 +110,10 @@ def _network(settings: MeshSection) -> Rows:
     rate = "rate not known" if network.rate is None else f"{8 * network.rate / 1e9:g} Gb/s"
     by_whom = "set by zerojax" if on_gpus(devices) else "not set here, without GPUs"
     rows = [("interface", f"{network.interface}, {rate}"), ("NCCL uses", network.rdma or "TCP sockets")]
-    rows += [(setting.name, _told(setting, by_whom)) for setting in chosen]
+    for setting in chosen:
+        told = "left alone" if setting.value is None else f"{setting.value} ({by_whom})"
+        rows.append((setting.name, f"{told}: {setting.reason}"))
     return [*rows, ("other programs", "; ".join(nccl.exports(chosen)) or "nothing to set")]
-
-
-def _told(setting: nccl.Setting, by_whom: str) -> str:
-    if setting.value is None:
-        return f"left alone: {setting.reason}"
-    return f"{setting.value} ({by_whom}): {setting.reason}"
 
 
 def _choice(settings: MeshSection) -> Rows:

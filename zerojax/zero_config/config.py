@@ -238,12 +238,9 @@ class ZeroConfig:
         """A named set of options.
 
         Args:
-            name: "zero3" is exact ZeRO-3 (3M bytes between nodes a step); "zero++" has int8 weights, hpZ
-                and rotated gradients in int8 within nodes and int4 between them (0.75M); "zero++-paper" is
-                ZeRO++ as published, with int4 gradients over both hops, not rotated (0.75M); "delta" sends
-                less: int4 weight deltas and one rotated, stochastically rounded int8/int4 gradient
-                reduction per optimizer step (0.5M); "local" the least: 0.5M in ``every`` steps (64), by local
-                updates, with which each node has weights of its own.
+            name: as ``base``. Between nodes a step sends 3M bytes with "zero3", 0.75M with "zero++" and
+                "zero++-paper", 0.5M with "delta", and 0.5M in ``every`` steps (64) with "local". ``PRESETS``
+                has the fields.
             **overrides: fields to set on top.
 
         Raises:

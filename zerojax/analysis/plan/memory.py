@@ -243,7 +243,7 @@ def _in_backward(spec: TrainSpec, work: Work | None) -> dict[str, int]:
         "weights": _gathered(spec, 4 if again else 2) + _frozen_in_use(spec),
         "weight gradients": _whole_gradients(spec, rest=work is None),
         "wire": _payload(spec),
-        "activations": _at_work(spec, work) + work.head if work else 0,
+        "activations": _kept(spec, work) + work.working + _others(spec, work) + work.head if work else 0,
         "streamed": _fetched(spec) + _updated(spec, in_backward=True),
     }
 
@@ -324,11 +324,6 @@ def _in_update(spec: TrainSpec) -> dict[str, int]:
 def _together(spec: TrainSpec) -> int:
     """Micro-batches that go through a layer before the next layer."""
     return spec.zero.accumulate // spec.zero.passes
-
-
-def _at_work(spec: TrainSpec, work: Work) -> int:
-    """Activations during a layer's backward pass of one micro-batch."""
-    return _kept(spec, work) + work.working + _others(spec, work)
 
 
 def _loss(spec: TrainSpec, work: Work) -> int:
@@ -430,15 +425,17 @@ def _frozen_in_forward(spec: TrainSpec) -> int:
     """The same in the forward pass, which begins to gather what is outside units before the first unit."""
     if not spec.unit_groups:
         return _of_no_unit(spec, frozen=True)
-    outside = [leaf for group in spec.groups if group.unit is None for leaf in group.frozen]
-    return _frozen_in_use(spec) + sum(_frozen_arriving(spec, leaf) for leaf in outside)
+    return _frozen_in_use(spec) + sum(_frozen_arriving(spec, leaf) for leaf in _frozen_outside(spec))
 
 
 def _frozen_in_loss(spec: TrainSpec) -> int:
     """Frozen weights that are whole in the loss: of a unit, and the largest of those outside units."""
-    outside = [leaf for group in spec.groups if group.unit is None for leaf in group.frozen]
-    largest = max((leaf.layers * _weight_bytes(spec, leaf) for leaf in outside), default=0)
-    return largest + sum(_largest_units(spec, _weight_bytes, 1, frozen=True))
+    outside = (leaf.layers * _weight_bytes(spec, leaf) for leaf in _frozen_outside(spec))
+    return max(outside, default=0) + sum(_largest_units(spec, _weight_bytes, 1, frozen=True))
+
+
+def _frozen_outside(spec: TrainSpec) -> list[ParamLayout]:
+    return [leaf for group in spec.groups if group.unit is None for leaf in group.frozen]
 
 
 def _frozen_on_the_way(spec: TrainSpec, leaf: ParamLayout) -> int:

@@ -159,7 +159,7 @@ def _session(number: int, session: dict[str, Any], written: float | None) -> dic
     last = session.get("last_step")
     return {
         "number": str(number),
-        "began": _when(begun),
+        "began": f"{datetime.fromtimestamp(begun, UTC):%Y-%m-%d %H:%M:%S}" if is_time(begun) else "not known",
         "steps": f"{session.get('step', 0)} to {'?' if last is None else last}",
         "lasted": lasted,
         "devices": str(session.get("devices", "")),
@@ -184,12 +184,6 @@ def _typical(run: RunData, name: str) -> float | None:
     """The median of a value."""
     values = [x for x in run.series(name)[1] if x is not None]
     return statistics.median_high(values) if values else None
-
-
-def _when(seconds: Any) -> str:
-    if not is_time(seconds):
-        return "not known"
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def _duration(seconds: float) -> str:

@@ -71,9 +71,5 @@ def measure_bytes(
         done = cluster.run(command, env={"PYTHONPATH": path}, timeout=timeout, grace=10, output=output)
         if failed := [f"{o.name} ({o.code})" for o in done.outcomes if o.code]:
             raise RuntimeError(f"{target} failed on {', '.join(failed)}")
-        return [_load(Path(folder) / f"{node}.json") for node in range(nodes)]
-
-
-def _load(path: Path) -> Measurement:
-    data = json.loads(path.read_text())
-    return Measurement(LinkBytes(data["sent"], data["received"]), data["result"])
+        found = [json.loads((Path(folder) / f"{node}.json").read_text()) for node in range(nodes)]
+        return [Measurement(LinkBytes(one["sent"], one["received"]), one["result"]) for one in found]
