@@ -6,6 +6,7 @@ import optax
 import pytest
 from core_models import CASES
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax import LoRA, ZeroError
@@ -46,6 +47,14 @@ def test_rows_come_back_in_their_order(batch, zero):
             np.testing.assert_allclose(x, plain[name], atol=1e-5 if not zero else 0.05)
         if zero:
             state, _ = zerojax.train_step(state, {"tokens": batch["tokens"]})
+
+
+def test_rows_on_a_mesh_of_the_callers(batch):
+    """The same devices in the same order, so nothing is copied; but a program has one mesh."""
+    rows = jax.sharding.NamedSharding(jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]), P("data"))
+    theirs = batch | {"tokens": jax.device_put(batch["tokens"], rows)}
+    found, wanted = (zerojax.predict_step(create(), own, outputs)["hidden"] for own in (theirs, batch))
+    np.testing.assert_array_equal(found, wanted)
 
 
 def test_without_adapters_the_base_predicts(batch):

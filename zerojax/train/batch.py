@@ -111,7 +111,7 @@ def place(spec: TrainSpec, batch: Batch, accumulate: int, *, shared: bool = True
 
         def spread(x: Any) -> Any:
             if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(_by_groups(spec), x.ndim):
-                return _with_shards(x, copies * x.shape[0], spec.sharding(spec.batch_spec))
+                return _with_shards(x, spec.sharding(spec.batch_spec), (copies * x.shape[0], *x.shape[1:]))
             return _rows_of_devices(x, own=own, copies=copies)
 
         batch = map_batch(spread, lambda x: x, batch)
@@ -121,7 +121,8 @@ def place(spec: TrainSpec, batch: Batch, accumulate: int, *, shared: bool = True
             return x
         sharding = spec.sharding(to)
         if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
-            return x
+            # A program takes arrays of one mesh, and this one may be of another with the same devices.
+            return _with_shards(x, sharding, x.shape)
         if processes == 1:
             return jax.device_put(x, sharding)
         return jax.make_array_from_process_local_data(sharding, np.asarray(x))
@@ -155,7 +156,7 @@ def _rows_of_devices(x: Any, *, own: int, copies: int) -> Array | np.ndarray:
 def rows_once(spec: TrainSpec, x: jax.Array) -> jax.Array:
     """Results that each device has of its rows, as an array in which rows that devices share stand once."""
     copies = spec.zero.sequence_parallel
-    return x if copies == 1 else _with_shards(x, x.shape[0] // copies, _by_groups(spec))
+    return x if copies == 1 else _with_shards(x, _by_groups(spec), (x.shape[0] // copies, *x.shape[1:]))
 
 
 def _by_groups(spec: TrainSpec) -> NamedSharding:
@@ -165,10 +166,10 @@ def _by_groups(spec: TrainSpec) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec("groups"))
 
 
-def _with_shards(x: jax.Array, rows: int, sharding: NamedSharding) -> jax.Array:
-    """An array of so many rows that has another's shards where they are."""
+def _with_shards(x: jax.Array, sharding: NamedSharding, shape: tuple[int, ...]) -> jax.Array:
+    """An array of another shape or sharding that has the same shards where they are."""
     shards = [shard.data for shard in x.addressable_shards]
-    return jax.make_array_from_single_device_arrays((rows, *x.shape[1:]), sharding, shards)
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
 def local_rows(x: jax.Array) -> np.ndarray:
