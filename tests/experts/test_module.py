@@ -84,6 +84,13 @@ def test_no_token_is_dropped_if_all_go_to_one_expert():
     np.testing.assert_allclose(out, hidden @ down, rtol=1e-4, atol=1e-4)
 
 
+def test_no_token_at_all():
+    layer = Experts(WIDTH, HIDDEN, experts=EXPERTS, per_token=PER_TOKEN, rngs=nnx.Rngs(0))
+    out, stats = layer(jnp.zeros((2, 0, WIDTH)))
+    assert out.shape == (2, 0, WIDTH)
+    assert float(zerojax.balance_loss(stats) + zerojax.z_loss(stats)) == 0
+
+
 def test_bf16_weights_give_bf16_and_statistics_in_fp32():
     layer = Experts(WIDTH, HIDDEN, EXPERTS, PER_TOKEN, shared=3, rngs=nnx.Rngs(0))
     graph, weights = nnx.split(layer)

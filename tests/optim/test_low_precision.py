@@ -142,8 +142,16 @@ def test_an_average_of_weights_stays_in_fp32() -> None:
     }
 
 
+def test_a_number_of_a_whole_weight_stays_in_fp32() -> None:
+    state = created("bfloat16", tx=optax.novograd(1e-2), abstract=True)
+    second = jax.tree.leaves(optax.tree.get(state.opt_state, "nu"))
+    assert {(x.shape, str(x.dtype)) for x in second} == {((), "float32")}
+
+
 def test_refuses_an_optimizer_without_moments() -> None:
     with pytest.raises(ConfigurationError, match="has no fp32 moments"):
         created("bfloat16", tx=optax.sgd(1e-2))
+    with pytest.raises(ConfigurationError, match="centered=True"):
+        created("bfloat16", tx=optax.rmsprop(1e-2, centered=True))
     with pytest.raises(ConfigurationError, match=r"ZeroConfig\.moments='int8'"):
         zerojax.ZeroConfig(moments="int8")  # pyright: ignore[reportArgumentType]

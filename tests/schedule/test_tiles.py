@@ -182,6 +182,8 @@ def test_each_tile_drops_elements_of_its_own_and_the_same_backward():
         (lambda x, y: x, (jnp.ones((2, 3)), jnp.ones((3, 2))), r"\(2, 3\), \(3, 2\)"),
         (lambda x: x, (jnp.ones(3),), r"same two axes"),
         (lambda x: jnp.sum(x), (jnp.ones((2, 3)),), r"returns float32\(\)"),
+        (lambda x: x * draw(*x.shape), (jnp.ones((2, 3)),), "draws random bits"),
+        (nnx.Dropout(0.5, rngs=nnx.Rngs(0)), (jnp.ones((2, 3)),), "assigns to a variable"),
     ],
 )
 def test_what_is_not_of_tokens_is_refused(function, xs, message):

@@ -199,9 +199,25 @@ def test_refuses_weights_of_which_none_is_frozen_alone() -> None:
         created((1, 1), EXACT, host=("weights",))
 
 
+def test_an_update_in_a_branch() -> None:
+    tx = optax.MultiSteps(EXACT, 2).gradient_transformation()
+    state, _ = trained(created((1, 1), tx))
+    other, _ = trained(created((1, 1), tx, host=("optimizer",)))
+    one, two = (jax.tree.leaves(zerojax.gather_params(x)) for x in (state, other))
+    for x, y in zip(one, two, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-7)
+
+
+def test_refuses_a_state_of_all_weights_together() -> None:
+    with pytest.raises(ConfigurationError, match=r"optax\.flatten"):
+        created((1, 2), optax.flatten(optax.adam(1e-3)), host=("optimizer",))
+
+
 def test_refuses_norms_of_weights() -> None:
     with pytest.raises(ConfigurationError, match="norms of weights or moments"):
         created((1, 1), optax.lamb(1e-3), host=("optimizer",))
+    with pytest.raises(ConfigurationError, match="accumulate="):
+        created((1, 1), optax.MultiSteps(CLIPPED, 2), host=("optimizer",))
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,8 @@ def apply_experts(
     if not capacity > 0:
         raise ConfigurationError(f"capacity={capacity} must be above 0")
     tokens, per_token = experts.shape
+    if not tokens:
+        return x
     wide = x.astype(own.gate.dtype)
     if parts == 1:
         assignments = tokens * per_token

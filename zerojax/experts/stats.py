@@ -50,7 +50,7 @@ def balance_loss(stats: RouterStats) -> Float[Array, ""]:
             axes of layers, for the mean of the losses of each layer.
     """
     counts, probabilities, tokens = world_sum((stats.counts, stats.probabilities, stats.tokens))
-    products = (counts * probabilities).sum(-1) / jnp.square(tokens)
+    products = (counts * probabilities).sum(-1) / jnp.square(jnp.maximum(tokens, 1))
     return counts.shape[-1] * products.mean()
 
 
@@ -60,4 +60,4 @@ def z_loss(stats: RouterStats) -> Float[Array, ""]:
     It is that of the whole batch on all devices. Multiply it by a small factor, such as 0.001.
     """
     squares, tokens = world_sum((stats.square_logsumexp, stats.tokens))
-    return (squares / tokens).mean()
+    return (squares / jnp.maximum(tokens, 1)).mean()

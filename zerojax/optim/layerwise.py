@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.extend import core
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
@@ -38,7 +39,8 @@ _NOT_IN_BACKWARD = (
 _NORMS = (
     "the optimizer computes norms of weights or moments (LAMB and LARS do), or chooses by them, which an "
     'update of one layer at a time cannot: leave "optimizer" out of ZeroConfig.host, or use norms of '
-    "gradients alone, such as optax.clip_by_global_norm's."
+    "gradients alone, such as optax.clip_by_global_norm's. Those of gradients that optax.MultiSteps has "
+    "summed are norms of moments, too: let ZeroConfig(accumulate=) sum them."
 )
 
 
@@ -48,6 +50,7 @@ class _Absent:
 
 _ABSENT = _Absent()
 _Value = Array | _Absent
+_Run = Callable[[core.JaxprEqn, list[_Value]], Sequence[_Value]]
 
 
 class Reduced(NamedTuple):
@@ -101,8 +104,9 @@ class LayerwiseOptimizer:
             zero: the options.
 
         Raises:
-            ConfigurationError: the optimizer needs norms of weights or of moments; or of gradients, or whole
-                matrices, with ``ZeroConfig.update_in_backward``.
+            ConfigurationError: the optimizer needs norms of weights or of moments, or keeps an array of all
+                weights together; or it needs norms of gradients, or whole matrices, with
+                ``ZeroConfig.update_in_backward``.
         """
         self._whole = _traced(whole, leaves)
         layers = [dataclasses.replace(leaf, stack=()) for leaf in leaves]
@@ -201,6 +205,12 @@ class LayerwiseOptimizer:
         """Run all of it, on shapes alone."""
         grads, state = whole
         counters = {place: x for place, x in places(state).items() if place not in self.moments}
+        if pooled := [place for place, x in counters.items() if x.shape != places(layers[1])[place].shape]:
+            raise ConfigurationError(
+                f"the optimizer's state {pooled[0]} is of all weights together (optax.flatten makes one), "
+                "which an update of one layer at a time cannot have: leave it out, or leave "
+                '"optimizer" out of ZeroConfig.host.'
+            )
         reduced = self.reduce(grads, counters)
         self._needs_others |= bool(reduced.norms)
         of_layer, moments = from_tree(layers[0]), places(layers[1])
@@ -299,6 +309,8 @@ def _run(
         if name in _CALLED:
             inner = equation.params[_CALLED[name]]
             return evaluate(inner.jaxpr, inner.consts, given, run)
+        if name == "cond":
+            return _chosen(equation, given, run)
         return _unless_absent(equation, given)
 
     given = [
@@ -313,6 +325,23 @@ def _run(
         dict(zip(traced.paths, results[:count], strict=True)),
         dict(zip(traced.keys, results[count:], strict=True)),
     )
+
+
+def _chosen(equation: core.JaxprEqn, given: Sequence[_Value], run: _Run) -> list[_Value]:
+    """The results of a branch, of which some may be there though an operand is absent (``optax.MultiSteps``).
+
+    All branches are computed, so that each norm has its place.
+    """
+    index, *operands = given
+    branches = [evaluate(b.jaxpr, b.consts, operands, run) for b in equation.params["branches"]]
+
+    def choose(*results: _Value) -> _Value:
+        there = [x for x in (index, *results) if not isinstance(x, _Absent)]
+        if len(there) <= len(results):
+            return _ABSENT
+        return lax.select_n(*there)
+
+    return list(map(choose, *branches))
 
 
 def _unless_absent(equation: core.JaxprEqn, given: Sequence[_Value]) -> list[_Value]:

@@ -55,11 +55,17 @@ def in_bfloat16(tx: optax.GradientTransformation) -> optax.GradientTransformatio
         A transform whose state has bfloat16 arrays in place of the fp32 ones named in ``MOMENTS``.
 
     Raises:
-        ConfigurationError: the state has none of them.
+        ConfigurationError: the state has none of them, or the transform subtracts one from another.
     """
 
     def init(params: PyTree[Array]) -> RoundedState:
         exact = tx.init(params)
+        if any(map(_is_variance, jax.tree.leaves(exact, is_leaf=_is_variance))):
+            raise ConfigurationError(
+                'ZeroConfig.moments="bfloat16": the optimizer subtracts the square of one moment from '
+                "another (RMSProp with centered=True does), which may be below zero when they are rounded: "
+                'leave moments at "float32".'
+            )
         rounded = _with_moments(exact, params, lambda x, *_: x.astype(jnp.bfloat16))
         if [x.dtype for x in jax.tree.leaves(rounded)] == [x.dtype for x in jax.tree.leaves(exact)]:
             raise ConfigurationError(
@@ -86,6 +92,11 @@ def in_bfloat16(tx: optax.GradientTransformation) -> optax.GradientTransformatio
     return optax.GradientTransformation(init, update)
 
 
+def _is_variance(state: object) -> bool:
+    """Whether it is a state of ``optax.scale_by_stddev``, whose two classes optax does not export both."""
+    return type(state).__name__.startswith("ScaleByRStdDev")
+
+
 def _with_moments(
     state: PyTree[Array], tree: PyTree[Array], change: Callable[[Array, Array, int], Array]
 ) -> PyTree[Array]:
@@ -96,7 +107,9 @@ def _with_moments(
         for place, key in enumerate(keys):
             if isinstance(key, GetAttrKey) and key.name in MOMENTS and x.dtype == jnp.float32:
                 leaf = leaves.get(tuple(str(getattr(key, "key", key)) for key in keys[place + 1 :]))
-                return x if leaf is None else change(x, leaf, MOMENTS.index(key.name))
+                # NovoGrad's second moment is one number of each weight.
+                if leaf is not None and leaf.shape == x.shape:
+                    return change(x, leaf, MOMENTS.index(key.name))
         return x
 
     return jax.tree_util.tree_map_with_path(one, state)

@@ -12,6 +12,8 @@ from contextvars import ContextVar
 
 import jax
 import jax.numpy as jnp
+from flax.errors import TraceContextError
+from jax.extend import core
 from jaxtyping import Array, PyTree
 
 from zerojax.errors import ConfigurationError
@@ -25,6 +27,12 @@ Gradients of weights are summed in fp32 from tile to tile, by the products that 
 write 8 bytes an element. Without such sums, tiles of this size cost 2.7% of a step and smaller ones more
 (docs/long-context.md).
 """
+
+_RANDOM = ("random_bits", "rng_bit_generator", "rng_uniform")
+_WAY_OUT = (
+    "leave what draws random bits, as dropout does, or keeps state, as a batch norm does, outside of it, or "
+    "pass what was drawn for each token among the arguments"
+)
 
 _recomputed = ContextVar("in what the backward pass computes again", default=False)
 
@@ -49,8 +57,8 @@ def tiled[T: PyTree[Array]](function: Callable[..., T], *xs: PyTree[Array], tile
 
     Args:
         function: of each token alone, such as an MLP with its norm: its results, floating-point, must not
-            depend on which other tokens there are. It may close over modules and arrays, and assigns to no
-            variable.
+            depend on which other tokens there are. It may close over modules and arrays, assigns to no
+            variable, and draws no random bits.
         *xs: of tokens, ``[batch, time, ...]``. ``function`` gets ``[1, tokens, ...]``; of tokens that
             do not divide, the last one is repeated, and what that gives is dropped.
         tile: tokens at the most.
@@ -59,7 +67,8 @@ def tiled[T: PyTree[Array]](function: Callable[..., T], *xs: PyTree[Array], tile
         As ``function`` does, of all tokens.
 
     Raises:
-        ConfigurationError: tile is below 1, or an array or a result is not of the same tokens as the others.
+        ConfigurationError: tile is below 1, or an array or a result is not of the same tokens as the others;
+            or, where there are several tiles, the function draws random bits or assigns to a variable of NNX.
 
     Examples:
         >>> double = zerojax.tiled(lambda x: 2 * x, jnp.ones((2, 8, 4)), tile=4)
@@ -92,7 +101,14 @@ def tiled[T: PyTree[Array]](function: Callable[..., T], *xs: PyTree[Array], tile
 
     cuts = jax.tree.map(cut, xs)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), cuts)
-    traced, out = jax.make_jaxpr(function, return_shape=True)(*like)
+    try:
+        traced, out = jax.make_jaxpr(function, return_shape=True)(*like)
+    except TraceContextError as error:
+        raise ConfigurationError(f"tiled: the function assigns to a variable: {_WAY_OUT}") from error
+    if _draws(traced.jaxpr):
+        raise ConfigurationError(
+            f"tiled: the function draws random bits, which would be the same in each tile: {_WAY_OUT}"
+        )
     for x in jax.tree.leaves(out):
         if x.shape[:2] != (1, size) or not jnp.issubdtype(x.dtype, jnp.inexact):
             raise ConfigurationError(
@@ -109,6 +125,14 @@ def tiled[T: PyTree[Array]](function: Callable[..., T], *xs: PyTree[Array], tile
     loop.__name__ = LOOP
     results = jax.jit(loop)(list(traced.consts), jax.tree.leaves(cuts))
     return jax.tree.unflatten(jax.tree.structure(out), map(joined, results))
+
+
+def _draws(jaxpr: core.Jaxpr) -> bool:
+    """Whether it draws random bits."""
+    return any(
+        equation.primitive.name in _RANDOM or any(map(_draws, core.jaxprs_in_params(equation.params)))
+        for equation in jaxpr.eqns
+    )
 
 
 def tokens_of_tile(tokens: int, most: int) -> int:
