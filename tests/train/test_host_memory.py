@@ -16,6 +16,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import LoRA
 from zerojax.sharding.layout import OWNED, ParamLayout
 from zerojax.sharding.memory import HOST
+from zerojax.train import initial
 from zerojax.train.frozen import load_frozen
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
@@ -131,6 +132,18 @@ def test_masters_and_moments_are_in_host_memory() -> None:
     assert {x.sharding.memory_kind for x in jax.tree.leaves(state.encoded)} == {"device"}
     both = created((1, 2), EXACT, host=("optimizer", "weights"))
     assert {w.values.sharding.memory_kind for w in both.encoded.values()} == {HOST}
+
+
+def test_a_state_larger_than_the_device_is_made_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two arrays at most, with the same values."""
+    at_once = created((1, 2), EXACT, host=("optimizer",))
+    monkeypatch.setattr(
+        initial, "_AT_ONCE", 4 * 4 * 3 * WIDTH**2
+    )  # a stacked kernel, of which a device has half
+    in_portions = created((1, 2), EXACT, host=("optimizer",))
+    fields = ((x.params, x.opt_state, x.model_state, x.encoded) for x in (at_once, in_portions))
+    jax.tree.map(np.testing.assert_array_equal, *fields)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(in_portions.params)} == {HOST}
 
 
 def test_other_weights_are_encoded_again() -> None:

@@ -1,6 +1,8 @@
 """The first values of a train state, each computed where it is stored."""
 
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -10,13 +12,16 @@ from jaxtyping import Array, PyTree
 
 from zerojax.adapters import ModelState
 from zerojax.sharding.layout import ParamLayout, to_stored
-from zerojax.sharding.memory import to_device
+from zerojax.sharding.memory import HOST, to_device
 from zerojax.sharding.param_tree import Path, to_tree
 from zerojax.train.copies import copies_of
 from zerojax.train.fields import abstract_fields, abstract_losses, shardings_of
 from zerojax.train.frozen import encode_frozen
 from zerojax.train.local_state import first_local
 from zerojax.train.spec import TrainSpec
+
+_AT_ONCE = 8 << 30
+"""Bytes of a device's arrays that are made at once if there are some for host memory; or one array."""
 
 
 def initializer(spec: TrainSpec, *, frozen: bool = True) -> Any:
@@ -47,7 +52,47 @@ def initializer(spec: TrainSpec, *, frozen: bool = True) -> Any:
     del places["encoded"]  # follows from the others (``TrainState.replace``)
     if not frozen:
         del places["frozen"], places["base"]
-    return jax.jit(init, out_shardings=places)
+    return in_portions(init, places)
+
+
+def in_portions(init: Callable[..., dict[str, Any]], places: dict[str, Any]) -> Callable[..., dict[str, Any]]:
+    """A function that makes a state's fields, compiled; arrays for host memory a few at a time.
+
+    They are computed on the device, which need not have room for all of them at once.
+
+    Args:
+        init: of arrays; its results do not depend on each other.
+        places: the shardings of its results.
+    """
+    whole = jax.jit(init, out_shardings=places)
+    shardings, structure = jax.tree.flatten(places)
+    if not any(place.memory_kind == HOST for place in shardings):
+        return whole
+
+    def run(*args: PyTree[Array]) -> dict[str, Any]:
+        shapes = jax.tree.leaves(jax.eval_shape(init, *args))
+        sizes = [
+            math.prod(place.shard_shape(x.shape)) * x.dtype.itemsize
+            for x, place in zip(shapes, shardings, strict=True)
+        ]
+        begins = itertools.accumulate(sizes, initial=0)
+        portions: dict[int, list[int]] = {}
+        for i, begin in zip(range(len(sizes)), begins, strict=False):
+            portions.setdefault(begin // _AT_ONCE, []).append(i)
+        if len(portions) == 1:
+            return whole(*args)
+
+        def made(portion: list[int]) -> list[Array]:
+            def some(*args: PyTree[Array]) -> list[Array]:
+                every = jax.tree.leaves(init(*args))
+                return [every[i] for i in portion]
+
+            compiled = jax.jit(some, out_shardings=[shardings[i] for i in portion])
+            return jax.block_until_ready(compiled(*args))
+
+        return jax.tree.unflatten(structure, itertools.chain(*map(made, portions.values())))
+
+    return run
 
 
 def adapter_values(spec: TrainSpec, key: Array) -> dict[Path, Array]:

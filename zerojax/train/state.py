@@ -22,7 +22,7 @@ from zerojax.train.batch import unmarked
 from zerojax.train.copies import ByPath, copies_of
 from zerojax.train.fields import Shards, abstract_fields, copied, shardings_of
 from zerojax.train.host_update import first_encoded
-from zerojax.train.initial import first_values, frozen_values, initializer
+from zerojax.train.initial import first_values, frozen_values, in_portions, initializer
 from zerojax.train.local_state import LocalState, abstract_local, first_local
 from zerojax.train.memory import check_host_memory, device_bytes
 from zerojax.train.spec import TrainSpec, build
@@ -314,7 +314,7 @@ def begin_with(state: TrainState, params: PyTree, seed: int) -> TrainState:
 
     places = shardings_of(abstract_fields(state.spec))
     del places["params"], places["encoded"], places["frozen"], places["base"]
-    return state.replace(params=params, **jax.jit(init, out_shardings=places)(checked_seed(seed), params))
+    return state.replace(params=params, **in_portions(init, places)(checked_seed(seed), params))
 
 
 def initial_base(state: TrainState, seed: int) -> TrainState:
