@@ -218,7 +218,6 @@ _LIKE_DEEPSEEK: dict[str, tuple[Any, Any]] = _LIKE_LLAMA | {
     "qk_head_dim": (192, 8),
     "qk_nope_head_dim": (128, 192),
     "qk_rope_head_dim": (64, 8),
-    "quantization_config": ({}, {"quant_method": "fp8"}),
     "routed_scaling_factor": (1.0, 2.5),
     "v_head_dim": (128, 8),
 }
@@ -391,7 +390,6 @@ KEYS: dict[str, dict[str, tuple[Any, Any]]] = {
         "head_dim": (64, 8),
         "hidden_act": ("silu", "gelu"),
         "layer_types": (["sliding_attention", "full_attention"], ["sliding_attention"] * 2),
-        "quantization_config": ({"quant_method": "mxfp4"}, {"quant_method": "fp8"}),
         "rms_norm_eps": (1e-5, 1e-6),
         "rope_scaling": ({}, {}),  # rope_parameters is there
         "rope_theta": (150000.0, 150000.0),
@@ -595,10 +593,13 @@ def test_a_llama_with_the_keys_of_smollm():
 
 
 def test_deepseeks_own_keys():
-    # config.json of DeepSeek-V3, without its quantization, and what differs in V2 and in Kimi K2.
+    # config.json of DeepSeek-V3, and what differs in V2 and in Kimi K2.
     scaling = {
         "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
         "original_max_position_embeddings": 4096, "type": "yarn",
+    }  # fmt: skip
+    fp8 = {
+        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
     }  # fmt: skip
     values = {
         "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
@@ -609,8 +610,8 @@ def test_deepseeks_own_keys():
         "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1,
         "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8,
         "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
-        "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-6,
-        "rope_scaling": scaling, "rope_theta": 10000, "routed_scaling_factor": 2.5,
+        "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "quantization_config": fp8,
+        "rms_norm_eps": 1e-6, "rope_scaling": scaling, "rope_theta": 10000, "routed_scaling_factor": 2.5,
         "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc",
         "torch_dtype": "bfloat16", "transformers_version": "4.33.1", "use_cache": True, "v_head_dim": 128,
         "vocab_size": 129280,
@@ -634,8 +635,8 @@ def test_deepseeks_own_keys():
     del values["num_nextn_predict_layers"]
     model = read_model(values, "config.json")[1]
     assert (model.router_groups, model.router_groups_per_token, model.router_group_best) == (8, 3, 1)
-    with pytest.raises(ZeroError, match="quant_method = 'fp8' is not supported: convert the files to bf16"):
-        read_model(values | {"quantization_config": {"quant_method": "fp8"}}, "config.json")
+    with pytest.raises(ZeroError, match="quant_method = 'gptq' is not supported, only 'fp8' and 'mxfp4'"):
+        read_model(values | {"quantization_config": {"quant_method": "gptq"}}, "config.json")
 
 
 @pytest.mark.parametrize("family", KEYS)

@@ -13,8 +13,9 @@ from safetensors.numpy import save_file
 from zerojax.errors import ZeroError
 from zerojax.interop.huggingface import ModelFolder, import_model, plan_export
 from zerojax.interop.huggingface.families import describe_model
-from zerojax.interop.huggingface.mxfp4 import WeightFiles
+from zerojax.interop.huggingface.mxfp4 import MXFP4
 from zerojax.interop.huggingface.save import tensor_specs
+from zerojax.interop.huggingface.weight_files import WeightFiles
 from zerojax.run.build import abstract_model
 from zerojax.run.run_dir import RunFolder
 from zerojax.sharding.param_tree import from_tree
@@ -34,7 +35,7 @@ def coded(rng: np.random.Generator, shape: tuple[int, ...]) -> tuple[dict[str, n
 def test_a_part_is_that_of_the_whole(tmp_path: Path):
     tensors, values = coded(np.random.default_rng(0), (2, 96, 6))
     save_file({f"w{kind}": x for kind, x in tensors.items()}, tmp_path / "model.safetensors")
-    files = WeightFiles(tmp_path)
+    files = WeightFiles(tmp_path, MXFP4())
     assert {name: spec.shape for name, spec in files.specs.items()} == {"w": (2, 96, 6)}
     np.testing.assert_array_equal(files.read("w"), values)
     for region in (np.s_[1:2, 33:70, 1::2], np.s_[:, :5, :3], np.s_[0:1, 64:96, 0::2]):
@@ -49,7 +50,7 @@ def test_what_does_not_fit_is_refused(wrong: dict[str, tuple[int, ...]], tmp_pat
     tensors |= {kind: np.zeros(shape, np.uint8) for kind, shape in wrong.items()}
     save_file({f"w{kind}": x for kind, x in tensors.items()}, tmp_path / "model.safetensors")
     with pytest.raises(ZeroError, match=r"w_blocks .* are not MXFP4"):
-        WeightFiles(tmp_path)
+        WeightFiles(tmp_path, MXFP4())
 
 
 def test_an_import_is_exported_in_full_precision(tmp_path: Path):

@@ -15,6 +15,7 @@ from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
 from zerojax.models import GPTConfig
 from zerojax.run.run_dir import RunFolder
 
+FP8 = {"quant_method": "fp8"}
 OLD_ROPE = {"rope_parameters": None}  # as before transformers 5
 YARN = {"rope_type": "yarn", "factor": 4.0}
 ROPE = {
@@ -53,7 +54,14 @@ ROPE = {
             "factor = '4' should be float",
         ),
         ("llama2", OLD_ROPE | {"rope_scaling": {"type": "linear", "beta": 1, "factor": 2}}, "beta = 1"),
-        ("llama2", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("llama2", {"quantization_config": {"bits": 4}}, "quantization_config of quant_method = None is not"),
+        ("llama2", {"quantization_config": FP8 | {"fmt": "e5m2"}}, "fmt = 'e5m2' is not supported"),
+        ("llama2", {"quantization_config": FP8 | {"weight_block_size": [128]}}, r"\[128\] should be two"),
+        (
+            "llama2",
+            {"quantization_config": FP8 | {"weight_block_size": [0, 128]}},
+            r"\[0, 128\] should be two",
+        ),
         ("llama2", {"architectures": ["LlamaForSequenceClassification"]}, "causal language models"),
         ("llama2", {"num_hidden_layers": "2"}, "num_hidden_layers = '2' should be int"),
         ("llama2", {"hidden_size": None}, "hidden_size is missing"),

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface import mxfp4
 from zerojax.interop.huggingface.config_keys import ConfigKeys
 from zerojax.interop.huggingface.config_table import ANY, Entry, Fields, dropouts, key, only, unused
 from zerojax.interop.huggingface.layer_types import periodic, windows
@@ -17,7 +16,6 @@ from zerojax.interop.huggingface.llama import LLAMA_BLOCK, NO_BIASES, QK_NORMS, 
 from zerojax.interop.huggingface.mapping import Bare, Module, Names
 from zerojax.interop.huggingface.rope_keys import Rope
 from zerojax.models import GPTConfig
-from zerojax.validation.untrusted import short
 
 
 def _mixture(*counts: str) -> tuple[Entry, ...]:
@@ -185,7 +183,6 @@ GPT_OSS = like_llama(
     only("swiglu_limit", 7.0),
     windows(lambda _, found: periodic(found["layers"], 2), window=128),
     unused("experts_per_token", "initial_context_length"),  # of its first files
-    mxfp4.QUANTIZATION,
     head_dim=64,
     norm_eps=1e-5,
     rotary=Rope(theta=150000.0, tables="explicit"),
@@ -223,15 +220,6 @@ def _latents(keys: ConfigKeys, found: Fields) -> Fields:
     }
 
 
-def _check_quantization(keys: ConfigKeys, found: Fields) -> None:
-    del found
-    if method := keys.take(mxfp4.KEY, dict, {}).get("quant_method"):
-        raise ConfigurationError(
-            f"{mxfp4.KEY} of quant_method = {short(method)} is not supported: convert the files to bf16 "
-            "(from fp8 by DeepSeek's fp8_cast_bf16.py), and remove this key"
-        )
-
-
 def _write_latents(model: GPTConfig) -> Fields:
     if model.latent_rank is None:
         raise ConfigurationError("model.latent_rank = None, but this family has latents")
@@ -259,7 +247,6 @@ def _deepseek(
         only("moe_layer_freq", 1),  # this and the next are of DeepSeek's own code, and of vLLM's
         only("scoring_func", score),
         unused("ep_size", "aux_loss_alpha", "seq_aux"),
-        Entry(_check_quantization),
         *entries,
         kv_heads=None,
         head_dim=Entry(

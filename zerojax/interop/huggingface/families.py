@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface import experts, gemma, gpt2, llama, mxfp4
+from zerojax.interop.huggingface import experts, gemma, gpt2, llama
 from zerojax.interop.huggingface.config_keys import ConfigKeys
 from zerojax.interop.huggingface.config_table import Table, check_fields, read_fields, write_keys
 from zerojax.interop.huggingface.llama import LLAMA_NAMES
 from zerojax.interop.huggingface.mapping import Names, TensorParts
+from zerojax.interop.huggingface.weight_files import QUANTIZATION, read_format
 from zerojax.models import GPTConfig
 from zerojax.validation.untrusted import short
 
@@ -62,7 +63,7 @@ class Family:
 
     def exported(self, values: dict[str, Any]) -> dict[str, Any]:
         """The config.json of an imported model, without what is not imported."""
-        kept = {name: value for name, value in values.items() if name != mxfp4.KEY}
+        kept = {name: value for name, value in values.items() if name != QUANTIZATION}
         return kept | ({experts.PREDICTING: 0} if self.predicts else {})
 
     def parts(self, model: GPTConfig, prefix: str) -> TensorParts:
@@ -170,6 +171,7 @@ def read_model(values: dict[str, Any], origin: str) -> tuple[Family, GPTConfig, 
             )
     try:
         model = family.read(keys)
+        read_format(keys)  # refuses those that are not supported
     except ConfigurationError as error:
         raise ConfigurationError(f"{origin}: {str(error).removeprefix(f'{origin}: ')}") from error
     keys.finish()

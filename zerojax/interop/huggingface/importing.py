@@ -15,8 +15,7 @@ from zerojax.interop.huggingface.load import (
     load_state,
     load_weights,
 )
-from zerojax.interop.huggingface.mxfp4 import WeightFiles
-from zerojax.interop.huggingface.source import FREE, ModelFolder, is_model, model_section
+from zerojax.interop.huggingface.source import FREE, ModelFolder, is_model, model_section, open_files
 from zerojax.interop.huggingface.tokenizer_files import KEPT, copy_files
 from zerojax.models import GPTConfig
 from zerojax.multihost.agreement import run_on_process_zero
@@ -98,7 +97,7 @@ def begin_run(source: ModelFolder, config: RunConfig, folder: RunFolder) -> None
         if not folder.config.exists():
             with disk_errors(folder.path), closing(RunLock(folder)) as lock:
                 lock.take()
-                _write_files(source, WeightFiles(source.folder), folder)
+                _write_files(source, open_files(source.folder), folder)
 
     run_on_process_zero(write)
 
@@ -122,7 +121,7 @@ def import_model(source: ModelFolder, config: RunConfig, folder: RunFolder) -> T
         RunError: the disk is full.
     """
     _check_model(source, config)
-    files = WeightFiles(source.folder)
+    files = open_files(source.folder)
     # With dropout, each block has a salt; saving it lets the run turn dropout on later.
     model = replace(config.model, dropout=config.model.dropout or 0.5)
     plain = ZeroConfig(compute_dtype=config.zero.compute_dtype)

@@ -20,10 +20,10 @@ from zerojax.interop.huggingface.mapping import (
     tensors_of,
     tensors_of_state,
 )
-from zerojax.interop.huggingface.mxfp4 import WeightFiles
 from zerojax.interop.huggingface.quantized import QuantizedFiles
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
-from zerojax.interop.huggingface.source import CONFIG, read_config_json
+from zerojax.interop.huggingface.source import CONFIG, open_files, read_config_json
+from zerojax.interop.huggingface.weight_files import WeightFiles
 from zerojax.sharding.layout import OWNED, ParamLayout
 from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.train.frozen import load_frozen
@@ -98,7 +98,7 @@ def _open(train_spec: TrainSpec, folder: Path, new: str | None) -> tuple[WeightF
         ConfigurationError: as ``load_base``.
     """
     family, model, _ = read_model(read_config_json(folder), str(folder / CONFIG))
-    files = WeightFiles(folder)
+    files = open_files(folder)
     parts = family.parts(model, family.prefix_in(files.specs))
     own = _model_weights(train_spec, new)
     places = {leaf.name: {place_of(leaf, x)[0] for x in layers_of(leaf)} for leaf in own}

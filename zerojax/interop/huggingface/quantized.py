@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Float32, Shaped, UInt8
+from jaxtyping import Float32, Int32, Shaped, UInt8
 
 import pallas_kernels
 from zerojax.errors import ConfigurationError
@@ -162,35 +162,19 @@ class QuantizedFiles:
         """A part of a tensor, decoded to fp32 if it is quantized."""
         if f"{name}_scale" not in self._files.specs:
             return self._files.read(name, *ranges)
-        how = self._how
-        extents = self.specs[name].shape
-        steps = [max(how.block_shape[0], 1), max(how.block_shape[1], _WORD if how.packed else 1)]
-        # The whole blocks and words around the wanted part.
-        outer = [
-            slice(r.indices(n)[0] // step * step, min(n, -(-r.indices(n)[1] // step) * step))
-            for r, n, step in zip(ranges, extents, steps, strict=True)
-        ]
-        codes = self._codes(name, *outer)
-        height, width = how.block_shape
-        blocks = (_divided(outer[0], height), _divided(outer[1], width))
-        scales = self._files.read(f"{name}_scale", *blocks).astype(np.float32)
-        values = codes * scales.repeat(height, axis=0).repeat(width, axis=1)
-        starts = [r.indices(n)[0] - o.start for r, n, o in zip(ranges, extents, outer, strict=True)]
-        sizes = [len(range(n)[r]) for r, n in zip(ranges, extents, strict=True)]
-        return values[starts[0] : starts[0] + sizes[0], starts[1] : starts[1] + sizes[1]]
+        how, shape = self._how, self.specs[name].shape
+        codes = self._unpacked(name, *ranges) if how.packed else self._files.read(name, *ranges)
+        scales = self._files.read_repeated(f"{name}_scale", how.block_shape, shape, ranges)
+        return codes.astype(np.float32) * scales
 
-    def _codes(self, name: str, rows: slice, columns: slice) -> Float32[np.ndarray, "rows columns"]:
-        if not self._how.packed:
-            return self._files.read(name, rows, columns).astype(np.float32)
+    def _unpacked(self, name: str, rows: slice, columns: slice) -> Int32[np.ndarray, "rows columns"]:
         bits = self._how.bits
-        words = slice(columns.start * bits // _WORD, -(-columns.stop * bits // _WORD))
-        packed = self._files.read(f"{name}_packed", rows, words)
-        codes = _unpack(packed.view(np.uint8), bits)[:, : columns.stop - columns.start]
-        return codes.astype(np.float32) - (1 << (bits - 1))
-
-
-def _divided(span: slice, by: int) -> slice:
-    return slice(span.start // by, -(-span.stop // by))
+        start, stop, step = columns.indices(self.specs[name].shape[1])
+        first = start * bits // _WORD
+        packed = self._files.read(f"{name}_packed", rows, slice(first, -(-stop * bits // _WORD)))
+        before = first * _WORD // bits  # columns in the words that are left out
+        codes = _unpack(packed.view(np.uint8), bits)[:, start - before : stop - before : step]
+        return codes.astype(np.int32) - (1 << (bits - 1))
 
 
 def _unpack(packed: UInt8[np.ndarray, "rows bytes"], bits: int) -> UInt8[np.ndarray, "rows codes"]:

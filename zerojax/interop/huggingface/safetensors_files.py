@@ -9,14 +9,14 @@ format: eight bytes of header length, a JSON header with each tensor's dtype, sh
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Shaped
+from jaxtyping import Float32, Shaped
 from safetensors import SafetensorError, safe_open
 
 from zerojax.errors import ConfigurationError
@@ -31,6 +31,7 @@ DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     **{f"{kind}{8 * size}": np.dtype(f"{kind}{size}".lower()) for kind in "IU" for size in (1, 2, 4, 8)},
     "BOOL": np.dtype(np.bool_),
 }
@@ -56,6 +57,10 @@ class TensorSpec:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
+Specs = dict[str, TensorSpec]
+"""Tensors by name."""
+
+
 class SafetensorFiles:
     """The tensors of a folder, read on demand.
 
@@ -69,7 +74,7 @@ class SafetensorFiles:
 
     def __init__(self, folder: Path, single: str = SINGLE) -> None:
         self._arrays: dict[str, np.ndarray] = {}
-        self.specs: dict[str, TensorSpec] = {}
+        self.specs: Specs = {}
         index = folder / _index_of(single)
         listed = _listed(folder / single, index)
         for file in sorted(set(listed.values())) or [single]:
@@ -87,6 +92,21 @@ class SafetensorFiles:
     def read(self, name: str, *ranges: slice) -> Shaped[np.ndarray, "..."]:
         """A part of a tensor in its own dtype: one range per dimension, or none for all of it."""
         return np.array(self._arrays[name][ranges])
+
+    def read_repeated(
+        self, name: str, block: Sequence[int], shape: Sequence[int], ranges: Sequence[slice]
+    ) -> Float32[np.ndarray, "..."]:
+        """For each element of a part of a larger tensor, the number that this one has for its block.
+
+        Args:
+            name: of the tensor, a number for each block.
+            block: its size; at the end of a dimension it may be smaller.
+            shape: of the larger tensor.
+            ranges: of the part, one per dimension, not empty.
+        """
+        places = [np.arange(n)[own] // size for n, own, size in zip(shape, ranges, block, strict=True)]
+        numbers = self.read(name, *(slice(own[0], own[-1] + 1) for own in places)).astype(np.float32)
+        return numbers[np.ix_(*(own - own[0] for own in places))]
 
 
 def _mapped(path: Path) -> dict[str, tuple[TensorSpec, np.ndarray]]:

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from zerojax.errors import ConfigurationError
+from zerojax.interop.huggingface.config_keys import ConfigKeys
 from zerojax.interop.huggingface.config_table import FREE
 from zerojax.interop.huggingface.families import Family, read_model
 from zerojax.interop.huggingface.tokenizer_files import read_tokenizer
+from zerojax.interop.huggingface.weight_files import WeightFiles, read_format
 from zerojax.models import GPTConfig
 from zerojax.run.data.tokenizer import BPETokenizer
 from zerojax.validation.untrusted import read_json_object
@@ -50,6 +52,15 @@ class ModelFolder:
                 f"{model.vocab_size}"
             )
         return cls(folder, family, model, tokenizer, notes)
+
+
+def open_files(folder: Path) -> WeightFiles:
+    """The tensors of a model's folder.
+
+    Raises:
+        ConfigurationError: as ``read_format`` and ``WeightFiles``.
+    """
+    return WeightFiles(folder, read_format(ConfigKeys(read_config_json(folder), str(folder / CONFIG))))
 
 
 def is_model(folder: Path) -> bool:

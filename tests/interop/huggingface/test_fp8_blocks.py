@@ -1,0 +1,136 @@
+"""fp8 with a scale for each block, as DeepSeek-V3 and Qwen3's FP8 models were published."""
+
+import json
+import re
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hf_models import FIXTURES, run_config, tensors
+from jax.tree_util import tree_leaves
+from ml_dtypes import bfloat16, float8_e4m3fn, float8_e8m0fnu
+from numpy.typing import DTypeLike
+from safetensors.numpy import save_file
+
+from zerojax import gather_model
+from zerojax.errors import ZeroError
+from zerojax.interop.huggingface import ModelFolder, import_model, plan_export
+from zerojax.interop.huggingface.fp8_blocks import FP8Blocks
+from zerojax.interop.huggingface.weight_files import WeightFiles
+from zerojax.models import GPT
+from zerojax.run.run_dir import RunFolder
+
+Tensors = dict[str, np.ndarray]
+LINEAR = re.compile(r".*layers.*(proj|proj_with_mqa)\.weight")
+
+
+def quantized(
+    name: str, weight: np.ndarray, size: tuple[int, int], dtype: DTypeLike = np.float32
+) -> tuple[Tensors, np.ndarray]:
+    """The tensors that stand for a matrix, and the values that they stand for, in bf16."""
+    codes, decoded = np.empty(weight.shape, float8_e4m3fn), np.empty(weight.shape, bfloat16)
+    scales = np.empty([-(-n // step) for n, step in zip(weight.shape, size, strict=True)], dtype)
+    for row, column in np.ndindex(*scales.shape):
+        block = np.s_[row * size[0] : (row + 1) * size[0], column * size[1] : (column + 1) * size[1]]
+        values = weight[block].astype(np.float32)
+        scales[row, column] = np.abs(values).max() / 448
+        scale = scales[row, column].astype(np.float32)
+        codes[block] = (values / scale).clip(-448, 448)
+        decoded[block] = codes[block].astype(np.float32) * scale
+    return {name: codes, f"{name}_scale_inv": scales}, decoded
+
+
+def matrix(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(shape, np.float32)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, bfloat16, float8_e8m0fnu])
+def test_a_part_is_that_of_the_whole(dtype: DTypeLike, tmp_path: Path):
+    stored, values = quantized("w.weight", matrix(21, 30), (8, 4), dtype)
+    norm = np.ones(3, bfloat16)
+    save_file(stored | {"norm.weight": norm}, tmp_path / "model.safetensors")
+    files = WeightFiles(tmp_path, FP8Blocks((8, 4)))
+    shapes = {name: (spec.dtype, spec.shape) for name, spec in files.specs.items()}
+    assert shapes == {"w.weight": ("BF16", (21, 30)), "norm.weight": ("BF16", (3,))}
+    np.testing.assert_array_equal(files.read("norm.weight"), norm)
+    for region in ((), np.s_[5:6, :], np.s_[9:21, 3:29:2], np.s_[20:, 28:]):
+        part = files.read("w.weight", *region)
+        assert part.dtype == bfloat16
+        np.testing.assert_array_equal(part, values[region])
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_one_scale_for_all_of_a_tensor(shape: tuple[int, ...], tmp_path: Path):
+    codes, scale = matrix(5, 6).astype(float8_e4m3fn), np.full(shape, 0.3, np.float32)
+    stored = {"a.weight": codes, "a.weight_scale_inv": scale, "a.activation_scale": scale}
+    save_file(stored, tmp_path / "model.safetensors")
+    files = WeightFiles(tmp_path, FP8Blocks(None))
+    assert list(files.specs) == ["a.weight"]
+    wanted = (codes.astype(np.float32) * np.float32(0.3)).astype(bfloat16)
+    np.testing.assert_array_equal(files.read("a.weight", np.s_[1:3], np.s_[:]), wanted[1:3])
+
+
+@pytest.mark.parametrize(
+    ("block", "scales", "message"),
+    [
+        ((8, 8), None, "a.weight is in fp8, but the files lack its scales, a.weight_scale_inv"),
+        ((8, 8), np.ones((2, 1), np.float32), r"a.weight .* do not fit: for blocks of \(8, 8\)"),
+        ((8, 8), np.ones(2, np.float32), r"a.weight .* do not fit: for blocks of \(8, 8\)"),
+        ((8, 8), np.ones((2, 2), np.uint8), r"a.weight .* do not fit: for blocks of \(8, 8\)"),
+        (None, np.ones((2, 2), np.float32), "a.weight .* do not fit: one for all"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    block: tuple[int, int] | None, scales: np.ndarray | None, message: str, tmp_path: Path
+):
+    stored = {"a.weight": np.zeros((9, 16), float8_e4m3fn)}
+    stored |= {} if scales is None else {"a.weight_scale_inv": scales}
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(ZeroError, match=message):
+        WeightFiles(tmp_path, FP8Blocks(block))
+
+
+def write(folder: Path, name: str, values: Tensors, quantization: dict[str, object]) -> Path:
+    """A committed model with other tensors."""
+    folder.mkdir()
+    settings = json.loads((FIXTURES / "families" / name / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | quantization))
+    save_file(values, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(("name", "count"), [("qwen3", 14), ("deepseek-v3", 72)])
+def test_logits_are_those_of_the_decoded_model(name: str, count: int, tmp_path: Path):
+    stored, decoded = dict[str, np.ndarray](), dict[str, np.ndarray]()
+    for key, values in tensors(FIXTURES / "families" / name).items():
+        one = quantized(key, values, (8, 8)) if LINEAR.fullmatch(key) else ({key: values}, values)
+        stored |= one[0]
+        decoded[key] = one[1]
+    assert sum(key.endswith("_scale_inv") for key in stored) == count
+    if name == "deepseek-v3":  # of a layer that is not read
+        stored |= quantized("model.layers.3.eh_proj.weight", matrix(16, 32), (8, 8))[0]
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [8, 8]}
+    quantization |= {"activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"]}
+    sources = (
+        write(tmp_path / "fp8", name, stored, {"quantization_config": quantization}),
+        write(tmp_path / "bf16", name, decoded, {}),
+    )
+    states = []
+    for source in sources:
+        opened, run = ModelFolder.open(source), RunFolder(tmp_path / f"run-{source.name}")
+        config = run_config(opened.model)
+        states.append(import_model(opened, config, run))
+        target = plan_export(states[-1], config, run, None)
+        assert target.values == json.loads((sources[1] / "config.json").read_text()) | (
+            {"num_nextn_predict_layers": 0} if name == "deepseek-v3" else {}
+        )
+        assert {key: spec.shape for key, spec in target.specs.items()} == {
+            key: values.shape for key, values in decoded.items()
+        }
+        assert all(target.specs[key].dtype == "BF16" for key in decoded if LINEAR.fullmatch(key))
+    ours, theirs = (nnx.jit(GPT.__call__)(gather_model(state), jnp.arange(16)[None]) for state in states)
+    np.testing.assert_array_equal(ours, theirs)
+    for x, y in zip(*(tree_leaves((s.params, s.model_state)) for s in states), strict=True):
+        np.testing.assert_array_equal(x, y)

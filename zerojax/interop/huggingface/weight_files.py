@@ -1,0 +1,80 @@
+"""The tensors of a model's folder, of which quantized ones are read as the bf16 that they stand for."""
+
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Shaped
+
+from zerojax.errors import ConfigurationError
+from zerojax.interop.huggingface.config_keys import ConfigKeys
+from zerojax.interop.huggingface.fp8_blocks import FP8Blocks
+from zerojax.interop.huggingface.mxfp4 import MXFP4
+from zerojax.interop.huggingface.safetensors_files import SafetensorFiles, Specs
+from zerojax.validation.untrusted import short
+
+QUANTIZATION = "quantization_config"
+"""The key of quantized files in config.json. Exports are not quantized so, and do not have it."""
+
+
+class QuantizedFormat(Protocol):
+    """How files hold quantized tensors."""
+
+    def decoded(self, specs: Specs) -> Specs:
+        """The tensors as they are read, from those of the files.
+
+        Raises:
+            ConfigurationError: the parts of a quantized tensor do not fit together; names it.
+        """
+        ...
+
+    def read(self, files: SafetensorFiles, name: str, *ranges: slice) -> Shaped[np.ndarray, "..."]:
+        """A part of a quantized tensor, as bf16 or fp32 that bf16 can hold; one range for each dimension."""
+        ...
+
+
+def read_format(keys: ConfigKeys) -> QuantizedFormat | None:
+    """The format of a model's quantized tensors, if it has any; which ones they are, the files say.
+
+    Raises:
+        ConfigurationError: it is not supported.
+    """
+    values = keys.take(QUANTIZATION, dict, {})
+    if not values:
+        return None
+    own = ConfigKeys(values, QUANTIZATION)
+    method = values.get("quant_method")
+    if method == "mxfp4":
+        return MXFP4()
+    if method == "fp8":
+        own.only("fmt", "e4m3")
+        # Without the key as in transformers. Null is one scale for all of a tensor.
+        return FP8Blocks.of(own.nullable("weight_block_size", list, [128, 128]))
+    raise ConfigurationError(
+        f"{QUANTIZATION} of quant_method = {short(method)} is not supported, only 'fp8' and 'mxfp4': convert "
+        "the files to bf16, and remove this key"
+    )
+
+
+class WeightFiles:
+    """The tensors of a model's folder.
+
+    Args:
+        folder: of the files.
+        how: the format of the quantized ones.
+
+    Raises:
+        ConfigurationError: as ``SafetensorFiles`` and ``QuantizedFormat.decoded``.
+    """
+
+    def __init__(self, folder: Path, how: QuantizedFormat | None) -> None:
+        self._files = SafetensorFiles(folder)
+        self._how = how
+        self.specs = self._files.specs if how is None else how.decoded(self._files.specs)
+
+    def read(self, name: str, *ranges: slice) -> Shaped[np.ndarray, "..."]:
+        """A part of a tensor, as ``SafetensorFiles.read``."""
+        spec = self.specs[name]
+        if self._how is None or spec == self._files.specs.get(name):
+            return self._files.read(name, *ranges)
+        return self._how.read(self._files, name, *(ranges or (slice(None),) * len(spec.shape)))
