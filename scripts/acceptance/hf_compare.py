@@ -10,6 +10,7 @@ All weights are random; it takes a few minutes on two cores. Ends with an error 
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,13 +23,15 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
-from safetensors.numpy import load_file
+from ml_dtypes import bfloat16, float8_e4m3fn
+from safetensors.numpy import load_file, save_file
 
 from zerojax.cli import main as zerojax
 from zerojax.cli.trained import open_trained
 from zerojax.interop.huggingface import Direction, Format, WeightFormat
 from zerojax.interop.huggingface.quantized import QuantizedFiles
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
+from zerojax.interop.huggingface.source import open_files
 from zerojax.run.config import MeshSection
 from zerojax.run.evaluation import mean_loss
 from zerojax.run.inputs import make_batches, prepare_data
@@ -142,6 +145,31 @@ def compare_quantized(tuned: Path, work: Path, reference: Reference, tokens: np.
             )
 
 
+def compare_fp8_blocks(model: Path, work: Path, reference: Reference, tokens: np.ndarray) -> str:
+    """Write a model in fp8 with scales for blocks of 4 x 4; transformers must read the same weights.
+
+    It multiplies in fp32 here, and in a bf16 model rounds as zerojax does.
+    """
+    out = work / "fp8-blocks"
+    shutil.copytree(model, out)
+    stored = tensors(model)
+    for name in [name for name in stored if name.endswith("_proj.weight")]:
+        rows, columns = stored[name].shape
+        blocks = stored[name].astype(np.float32).reshape(rows // 4, 4, columns // 4, 4)
+        scales = np.abs(blocks).max((1, 3), keepdims=True) / 448
+        stored[name] = (blocks / scales).astype(float8_e4m3fn).reshape(rows, columns)
+        stored[f"{name}_scale_inv"] = scales[:, 0, :, 0]
+    save_file(stored, out / "model.safetensors", {"format": "pt"})
+    values = json.loads((out / "config.json").read_text())
+    values["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [4, 4]}
+    (out / "config.json").write_text(json.dumps(values))
+    theirs, files = np.load(reference("inspect", out, tokens)), open_files(out)
+    for name in files.specs:
+        ours, wanted = files.read(name), theirs[name].astype(bfloat16)
+        assert ours.tobytes() == wanted.tobytes(), f"{out.name}: {name} is decoded differently"
+    return f"{len(files.specs)} tensors in fp8 by blocks are read as by transformers, bit for bit"
+
+
 def main() -> None:
     """Run all comparisons and print their figures."""
     parser = argparse.ArgumentParser(
@@ -165,6 +193,7 @@ def main() -> None:
         lines += ["", "| weights | along | bytes | perplexity | full |", "|---|---|---|---|---|"]
         tokens = np.load(models / "llama2" / "expected.npz")["tokens"]
         lines += compare_quantized(work / "tuned-float32", work, reference, tokens)
+        lines += ["", compare_fp8_blocks(models / "qwen3", work, reference, tokens)]
         print("\n".join(lines))
 
 

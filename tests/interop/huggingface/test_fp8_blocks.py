@@ -130,7 +130,8 @@ def test_logits_are_those_of_the_decoded_model(name: str, count: int, tmp_path: 
             key: values.shape for key, values in decoded.items()
         }
         assert all(target.specs[key].dtype == "BF16" for key in decoded if LINEAR.fullmatch(key))
-    ours, theirs = (nnx.jit(GPT.__call__)(gather_model(state), jnp.arange(16)[None]) for state in states)
+    logits = nnx.jit(GPT.__call__)
+    ours, theirs = (logits(gather_model(state), jnp.arange(16)[None]) for state in states)
     np.testing.assert_array_equal(ours, theirs)
     for x, y in zip(*(tree_leaves((s.params, s.model_state)) for s in states), strict=True):
         np.testing.assert_array_equal(x, y)

@@ -76,4 +76,5 @@ class FP8Blocks:
             scales = files.read(name + _SCALES).astype(np.float32).reshape(())
         else:
             scales = files.read_repeated(name + _SCALES, self.block, files.specs[name].shape, ranges)
-        return (values * scales).astype(ml_dtypes.bfloat16)
+        values *= scales
+        return values.astype(ml_dtypes.bfloat16)

@@ -1,7 +1,6 @@
 """The tensors of a model's folder, of which quantized ones are read as the bf16 that they stand for."""
 
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from jaxtyping import Shaped
@@ -10,27 +9,13 @@ from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface.config_keys import ConfigKeys
 from zerojax.interop.huggingface.fp8_blocks import FP8Blocks
 from zerojax.interop.huggingface.mxfp4 import MXFP4
-from zerojax.interop.huggingface.safetensors_files import SafetensorFiles, Specs
+from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
 from zerojax.validation.untrusted import short
 
 QUANTIZATION = "quantization_config"
 """The key of quantized files in config.json. Exports are not quantized so, and do not have it."""
-
-
-class QuantizedFormat(Protocol):
-    """How files hold quantized tensors."""
-
-    def decoded(self, specs: Specs) -> Specs:
-        """The tensors as they are read, from those of the files.
-
-        Raises:
-            ConfigurationError: the parts of a quantized tensor do not fit together; names it.
-        """
-        ...
-
-    def read(self, files: SafetensorFiles, name: str, *ranges: slice) -> Shaped[np.ndarray, "..."]:
-        """A part of a quantized tensor, as bf16 or fp32 that bf16 can hold; one range for each dimension."""
-        ...
+QuantizedFormat = MXFP4 | FP8Blocks
+"""How files hold quantized tensors."""
 
 
 def read_format(keys: ConfigKeys) -> QuantizedFormat | None:
@@ -64,7 +49,7 @@ class WeightFiles:
         how: the format of the quantized ones.
 
     Raises:
-        ConfigurationError: as ``SafetensorFiles`` and ``QuantizedFormat.decoded``.
+        ConfigurationError: as ``SafetensorFiles``, or the parts of a quantized tensor do not fit together.
     """
 
     def __init__(self, folder: Path, how: QuantizedFormat | None) -> None:
