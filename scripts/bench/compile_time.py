@@ -19,8 +19,7 @@ import zerojax
 from zerojax import aot
 from zerojax.models import GPT, lm_loss
 from zerojax.run.config import find_config, load_config
-from zerojax.zero_config import PRESETS
-from zerojax.zero_config.values import Preset
+from zerojax.zero_config.config import PRESETS, Preset
 
 
 def seconds(layers: int, preset: Preset, config: str) -> dict[str, float]:

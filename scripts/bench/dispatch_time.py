@@ -19,7 +19,7 @@ import optax
 
 import zerojax
 from zerojax.models import GPT, GPTConfig, lm_loss
-from zerojax.zero_config.values import Preset
+from zerojax.zero_config.config import Preset
 
 STEPS = 200
 

@@ -31,8 +31,7 @@ from zerojax.models import GPT, GPTConfig
 from zerojax.multihost.distributed import joined
 from zerojax.posttrain.loss.policy import log_probs_of, policy_loss
 from zerojax.run.config import PosttrainSection
-from zerojax.zero_config import PRESETS
-from zerojax.zero_config.values import Preset
+from zerojax.zero_config.config import PRESETS, Preset
 
 SETTINGS = PosttrainSection(method="grpo")
 

@@ -24,7 +24,7 @@ from zerojax.models import GPT, GPTConfig, lm_loss
 from zerojax.models.config import attended_tokens
 from zerojax.sharding.mesh import MeshShape
 from zerojax.train.spec import TrainSpec
-from zerojax.zero_config.values import Preset
+from zerojax.zero_config.config import Preset
 
 PREDICTED: tuple[Preset, ...] = ("zero3", "zero++-paper", "delta")
 # layers, width, heads

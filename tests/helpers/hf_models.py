@@ -26,8 +26,7 @@ from zerojax.run.run_dir import RunFolder
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.param_tree import to_tree
 from zerojax.train.state import TrainState, begin_with
-from zerojax.zero_config import ZeroConfig
-from zerojax.zero_config.values import Preset
+from zerojax.zero_config.config import Preset, ZeroConfig
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "huggingface"
 NAMES = ("gpt2", "opt", "llama2", "llama3")

@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 
 import zerojax
-from zerojax.zero_config.values import Preset
+from zerojax.zero_config.config import Preset
 
 
 class Block(nnx.Module):

@@ -14,7 +14,7 @@ import zerojax
 from zerojax.errors import ConfigurationError
 from zerojax.optim.low_precision import round_to_bfloat16
 from zerojax.run.checkpoints import Checkpoints, Record, restore
-from zerojax.zero_config.values import Moments
+from zerojax.zero_config.config import Moments
 
 
 class Model(nnx.Module):

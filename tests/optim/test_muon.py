@@ -21,8 +21,7 @@ from zerojax.run.checkpoints import Checkpoints, Record, restore
 from zerojax.run.checkpoints.canonical import to_canonical
 from zerojax.sharding.layout import from_stored, to_stored
 from zerojax.sharding.param_tree import from_tree, to_tree
-from zerojax.zero_config import PRESETS
-from zerojax.zero_config.values import Preset
+from zerojax.zero_config.config import PRESETS, Preset
 
 ROWS = 24
 RATE = optax.linear_schedule(0.05, 0.01, 4)

@@ -13,8 +13,7 @@ from zerojax.run.config import config_from_dict, saved_config, spelled_out
 from zerojax.run.config.keys import Tables
 from zerojax.run.inputs import prepare_data
 from zerojax.run.run_dir import RunFolder, check_same_run
-from zerojax.zero_config import PRESETS
-from zerojax.zero_config.values import Preset
+from zerojax.zero_config.config import PRESETS, Preset
 
 
 @pytest.mark.parametrize("name", ["run[1]", "run*", "run?", "run\\1", "caf\udce9"])

@@ -23,7 +23,7 @@ from zerojax.run.checkpoints import Checkpoints, Record, restore
 from zerojax.sharding.mesh import LOCAL
 from zerojax.sharding.param_tree import from_tree
 from zerojax.train import step as step_module
-from zerojax.zero_config.values import Preset
+from zerojax.zero_config.config import Preset
 
 EXPERTS, WIDTH, HIDDEN, ROWS, LAYERS = 24, 5, 3, 120, 3
 

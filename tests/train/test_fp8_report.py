@@ -12,7 +12,7 @@ from wire_models import Stacked, batch_of, squared_error
 import zerojax
 from zerojax.matmul.fp8 import has_fp8
 from zerojax.train import step as step_module
-from zerojax.zero_config.values import Preset
+from zerojax.zero_config.config import Preset
 
 
 def state_of(preset: Preset, **settings) -> zerojax.TrainState:

@@ -21,8 +21,7 @@ from zerojax.train.frozen import load_frozen
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
 from zerojax.train.step import train_step
-from zerojax.zero_config import ZeroConfig
-from zerojax.zero_config.values import HostStore, Preset
+from zerojax.zero_config.config import HostStore, Preset, ZeroConfig
 
 WIDTH = 24
 # Powers of two: products with them are exact, so it does not matter which of them the compiler fuses with a

@@ -19,7 +19,7 @@ from zerojax.models import GPT
 from zerojax.train import step
 from zerojax.train.memory import device_bytes
 from zerojax.train.node_copy import node_copy_bytes
-from zerojax.zero_config.values import Preset
+from zerojax.zero_config.config import Preset
 
 ADAM = optax.adam(0.1)  # one for all, which is checked once with each model
 CHOICES = {

@@ -20,7 +20,7 @@ from fp8_models import Fp8Block, Fp8Model
 import zerojax
 from pallas_kernels import FORMATS
 from zerojax import TrainState, ZeroConfig, ZeroError
-from zerojax.zero_config.values import COMPUTE_FORMAT, WireFormat
+from zerojax.zero_config.config import COMPUTE_FORMAT, WireFormat
 
 BATCH = regression_batch(np.random.default_rng(0), 8)
 

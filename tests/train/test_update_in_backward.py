@@ -25,8 +25,7 @@ from zerojax.schedule.stacked import layer_at
 from zerojax.sharding.memory import in_host, to_host
 from zerojax.train import step
 from zerojax.train.state import TrainState
-from zerojax.zero_config import ZeroConfig
-from zerojax.zero_config.values import Preset
+from zerojax.zero_config.config import Preset, ZeroConfig
 
 WIDTH = 16
 # Powers of two: products with them are exact, whether or not the compiler fuses them with a sum.

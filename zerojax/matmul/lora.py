@@ -26,7 +26,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.matmul.operand import Base, Fp8Operand, LayerOperand, Params, array_moved, array_product, aval_of
 from zerojax.validation.bounds import check_numbers
 from zerojax.validation.patterns import as_patterns, matches, why_not
-from zerojax.zero_config.values import MATMUL_WEIGHTS
+from zerojax.zero_config.config import MATMUL_WEIGHTS
 
 A, B = "lora_a", "lora_b"
 """Names of an adapter's two parameters, below the path of their weight."""

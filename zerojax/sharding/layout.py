@@ -39,8 +39,7 @@ from pallas_kernels import BITS
 from zerojax.sharding.mesh import LOCAL, OWNED, MeshShape
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.wire_format import E4M3, Codec
-from zerojax.zero_config import ZeroConfig
-from zerojax.zero_config.values import NF4, NF4_BLOCK, PerHop, Rounding
+from zerojax.zero_config.config import NF4, NF4_BLOCK, PerHop, Rounding, ZeroConfig
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from zerojax.sharding.mesh import LOCAL, NODE
 from zerojax.sharding.param_tree import to_tree
 from zerojax.sharding.wire_format import Codec
 from zerojax.train.spec import TrainSpec
-from zerojax.zero_config.values import PerHop
+from zerojax.zero_config.config import PerHop
 
 MAX_METRICS = 64
 """The most scalars that a loss function's aux may have: a state is created before they can be counted."""

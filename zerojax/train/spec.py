@@ -29,8 +29,7 @@ from zerojax.sharding.strategy import Level, ShardingStrategy
 from zerojax.train.spikes import SpikeRule
 from zerojax.validation.patterns import refuse_idle
 from zerojax.weights.weight import Weight
-from zerojax.zero_config import ZeroConfig
-from zerojax.zero_config.values import MATMUL_WEIGHTS
+from zerojax.zero_config.config import MATMUL_WEIGHTS, ZeroConfig
 
 _EVERYONE = PartitionSpec()
 

@@ -5,40 +5,45 @@ cannot work or have no effect, before anything is compiled.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
-from pallas_kernels import RAW
+import numpy as np
+
+from pallas_kernels import BITS, RAW
 from zerojax.errors import ConfigurationError
 from zerojax.validation.dtypes import dtype_name
 from zerojax.validation.patterns import as_patterns, matches, refuse_idle, why_not
 from zerojax.zero_config.rules import check_zero
-from zerojax.zero_config.values import (
-    COMPUTE_FORMAT,
-    MATMUL_WEIGHTS,
-    OUTER,
-    AccumulateOrder,
-    ComputeDtype,
-    ExpertSpread,
-    FloorFormat,
-    FrozenFormat,
-    GradSync,
-    HostStore,
-    MatmulDtype,
-    Moments,
-    PerHop,
-    Preset,
-    Remat,
-    Rounding,
-    Spread,
-    WireFormat,
-    as_classes,
-    as_floors,
-    as_format,
-    bits_of,
-)
 
+MATMUL_WEIGHTS = ("*kernel", "!*embed*", "!*lm_head*", "!*norm*", "!*router*")
+"""The kernels of a model's blocks: the default of ``ZeroConfig.fp8`` and ``LoRA.targets``."""
+
+COMPUTE_FORMAT = {"float32": "fp32", "bfloat16": "bf16"}
+NF4 = "nf4"
+NF4_BLOCK = 64
+
+FloorFormat = Literal["fp32", "bf16", "fp8", "int8", "fp6", "int4", "int2", "float32", "bfloat16"]
+"""The formats of ``pallas_kernels.FORMATS``, and other names of the first two."""
+WireFormat = Literal["compute", FloorFormat]
+"""The same, and "compute" for None."""
+FrozenFormat = Literal[WireFormat, "nf4"]
+ComputeDtype = Literal["float32", "bfloat16", "fp32", "bf16"] | type[np.generic] | np.dtype
+AccumulateOrder = Literal["depth", "breadth"]
+Spread = Literal["node", "world"]
+Moments = Literal["float32", "bfloat16"]
+ExpertSpread = Literal["auto", "local", "gathered"]
+HostStore = Literal["optimizer", "weights", "activations"]
+"""What can be in host memory."""
+HOST_STORES: tuple[HostStore, ...] = get_args(HostStore)
+GradSync = Literal["micro", "step"]
+MatmulDtype = Literal["compute", "fp8"]
+Preset = Literal["zero3", "zero++", "zero++-paper", "delta", "local"]
+Remat = Literal["full", "attention", "none"]
+Rounding = Literal["nearest", "stochastic"]
+_OUTER = ("outer_learning_rate", "outer_momentum", "outer_delay", "outer_mixing")
 _FP8_MULTIPLE = 16
 """Sizes of the matrices that cuBLASLt multiplies in fp8."""
 
@@ -71,6 +76,13 @@ PRESETS: dict[Preset, dict[str, Any]] = {
         "block_size": 128,
     },
 }
+
+
+class PerHop[T](NamedTuple):
+    """One of something for each hop: over the ``node`` axis and over ``local``."""
+
+    node: T
+    local: T
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,7 +290,7 @@ class ZeroConfig:
 
         It has no fewer bits than gradients have between nodes.
         """
-        return max(self.weight_formats.node, self.grad_formats.node, key=bits_of)
+        return max(self.weight_formats.node, self.grad_formats.node, key=_bits)
 
     @property
     def passes(self) -> int:
@@ -289,7 +301,7 @@ class ZeroConfig:
     def in_node(self) -> Self:
         """The options of one node's passes, with local updates."""
         grads = (self.grads[0], self.grads[0])
-        unset = {name: getattr(type(self), name) for name in (*OUTER, "every", "error_feedback", "weights")}
+        unset = {name: getattr(type(self), name) for name in (*_OUTER, "every", "error_feedback", "weights")}
         if self.grad_formats.local in RAW:
             unset |= {name: getattr(type(self), name) for name in ("rotation", "rounding")}
         return self.replace(grads=grads, **unset)
@@ -308,9 +320,9 @@ class ZeroConfig:
             wanted: "fp32" ... "int2".
         """
         if rank < 2:
-            return max(wanted, self.compute_format, key=bits_of)
+            return max(wanted, self.compute_format, key=_bits)
         floors = [floor for pattern, floor in self.precise if matches(pattern, path)]
-        return max([wanted, *floors], key=bits_of)
+        return max([wanted, *floors], key=_bits)
 
     def without_fp8(
         self, path: str, shape: tuple[int, ...], unit: str | None, *, of_experts: bool = False
@@ -376,17 +388,57 @@ class ZeroConfig:
     def _canonical(self) -> dict[str, Any]:
         """Dtypes and aliases by their canonical names, and a tuple of one class."""
         return {
-            "units": as_classes(self.units),
+            "units": _classes(self.units),
             "compute_dtype": dtype_name(
                 self.compute_dtype, "ZeroConfig.compute_dtype", tuple(COMPUTE_FORMAT)
             ),
             "moments": dtype_name(self.moments, "ZeroConfig.moments", get_args(Moments)),
-            "weights": as_format(self.weights),
-            "local_weights": as_format(self.local_weights),
-            "grads": tuple(map(as_format, self.grads)),
-            "precise": as_floors(self.precise),
+            "weights": _sent(self.weights),
+            "local_weights": _sent(self.local_weights),
+            "grads": tuple(map(_sent, self.grads)),
+            "precise": _floors(self.precise),
             "fp8": as_patterns("ZeroConfig.fp8", self.fp8),
             "frozen": as_patterns("ZeroConfig.frozen", self.frozen),
-            "frozen_weights": as_format(self.frozen_weights),
+            "frozen_weights": _sent(self.frozen_weights),
             "host": (self.host,) if isinstance(self.host, str) else tuple(self.host),
         }
+
+
+def _classes(given: Any) -> tuple[type, ...]:
+    """The classes of ``units``, from one or several."""
+    classes = tuple(given) if isinstance(given, list | tuple | set | frozenset) else (given,)
+    for one in classes:
+        if not isinstance(one, type):
+            name = one if isinstance(one, str) else type(one).__name__
+            raise ConfigurationError(
+                f"ZeroConfig.units={given!r} must hold classes, and {one!r} is none: name the class of the "
+                f"model's blocks itself, such as units=({name},)."
+            )
+    return classes
+
+
+def _floors(given: Iterable[Any]) -> tuple[tuple[str, str | None], ...]:
+    """The pairs of ``precise``, their formats by canonical names."""
+    pairs = list(given)
+    if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+        raise ConfigurationError(
+            f"ZeroConfig.precise={given!r}: give pairs of a pattern and a format, such as "
+            '(("*embed*", "int8"),).'
+        )
+    return tuple((pattern, _format_name(floor)) for pattern, floor in pairs)
+
+
+def _format_name(given: Any) -> Any:
+    """A wire format's name from the name or a dtype; other values are returned unchanged."""
+    with suppress(ConfigurationError):
+        return COMPUTE_FORMAT[dtype_name(given, "", tuple(COMPUTE_FORMAT))]
+    return given
+
+
+def _sent(given: Any) -> Any:
+    """As ``_format_name``, of a format that may be the one of ``compute_dtype``: None."""
+    return None if given == "compute" else _format_name(given)
+
+
+def _bits(fmt: str) -> int:
+    return 4 if fmt == NF4 else BITS[fmt]

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
 from pallas_kernels import FORMATS, QUANTIZED, RAW
 from zerojax.errors import ConfigurationError
 from zerojax.validation.bounds import check_numbers
-from zerojax.zero_config.values import FROZEN_FORMATS, HOST_STORES, MATMUL_WEIGHTS, OUTER
 
 if TYPE_CHECKING:
     from zerojax.zero_config.config import ZeroConfig
 
 _MAX_CHUNKS = 64
+_hints = functools.cache(get_type_hints)
 
 
 def check_zero(zero: "ZeroConfig") -> None:
@@ -29,9 +29,10 @@ def check_zero(zero: "ZeroConfig") -> None:
 
 
 def _values(z: "ZeroConfig") -> Iterator[str]:
-    for name, allowed in _choices(type(z)).items():
-        if (value := getattr(z, name)) not in allowed:
-            yield f"ZeroConfig.{name}={value!r} is not one of {allowed}."
+    hints = _hints(type(z))
+    for name, hint in hints.items():
+        if get_origin(hint) is Literal and (value := getattr(z, name)) not in get_args(hint):
+            yield f"ZeroConfig.{name}={value!r} is not one of {get_args(hint)}."
     for name in ("accumulate", "chunks", "sequence_parallel"):
         if getattr(z, name) < 1:
             yield f"ZeroConfig.{name}={getattr(z, name)} must be at least 1."
@@ -40,19 +41,13 @@ def _values(z: "ZeroConfig") -> Iterator[str]:
     size = z.block_size
     if size & (size - 1) or not 64 <= size <= 2048:
         yield f"ZeroConfig.block_size={size} must be a power of two from 64 to 2048."
-    if unknown := [store for store in z.host if store not in HOST_STORES]:
-        yield f"ZeroConfig.host has {unknown[0]!r}, which is not one of {HOST_STORES}."
+    stores = get_args(get_args(hints["host"])[0])
+    if unknown := [store for store in z.host if store not in stores]:
+        yield f"ZeroConfig.host has {unknown[0]!r}, which is not one of {stores}."
     if not 0 < z.host_activations <= 1:
         yield f"ZeroConfig.host_activations={z.host_activations} must be above 0 and at most 1."
     if len(z.grads) != 2:
         yield f"ZeroConfig.grads={z.grads!r} must name two formats: over local, over node."
-
-
-@functools.cache
-def _choices(kind: type["ZeroConfig"]) -> dict[str, tuple[object, ...]]:
-    """The fields with a fixed set of values."""
-    hints = get_type_hints(kind).items()
-    return {name: get_args(hint) for name, hint in hints if get_origin(hint) is Literal}
 
 
 def _formats(z: "ZeroConfig") -> Iterator[str]:
@@ -63,7 +58,7 @@ def _formats(z: "ZeroConfig") -> Iterator[str]:
         ("local_weights", z.local_weights, FORMATS),
         ("grads[0] (local)", local, FORMATS),
         ("grads[1] (node)", node, FORMATS),
-        ("frozen_weights", z.frozen_weights, FROZEN_FORMATS),
+        ("frozen_weights", z.frozen_weights, (*FORMATS, "nf4")),
     ]
     for name, fmt, allowed in named:
         if fmt is not None and fmt not in allowed:
@@ -151,7 +146,7 @@ def _weights(z: "ZeroConfig") -> Iterator[str]:
         )
     if z.delta_resync < 0 or (z.delta_resync and not z.weights_delta):
         yield f"delta_resync={z.delta_resync} must be 0 or more, and needs weights_delta=True."
-    if z.matmul_dtype != "fp8" and z.fp8 != MATMUL_WEIGHTS:
+    if z.matmul_dtype != "fp8" and _given(z, "fp8"):
         yield 'ZeroConfig.fp8 names weights of fp8 matmuls: set matmul_dtype="fp8", or leave it out.'
     if z.matmul_dtype == "fp8" and z.local_weights is not None:
         yield (
@@ -173,8 +168,8 @@ def _frozen(z: "ZeroConfig") -> Iterator[str]:
 
 def _local_updates(z: "ZeroConfig") -> Iterator[str]:
     if not z.every:
-        for name in OUTER:
-            if _given(z, name):
+        for name in _hints(type(z)):
+            if name.startswith("outer_") and _given(z, name):
                 yield (
                     f"ZeroConfig.{name} belongs to local updates: set every, such as every=64, or leave "
                     "it out."

@@ -12,7 +12,7 @@ from wire_models import abstract_state, batch_of
 import zerojax
 from zerojax.analysis.comm_report import CommReport, comm_report
 from zerojax.analysis.plan import describe_plan, plan_state
-from zerojax.zero_config.values import Preset
+from zerojax.zero_config.config import Preset
 
 MESHES = [(2, 4), (4, 2), (1, 8), (8, 1)]
 SETTINGS = {

@@ -21,8 +21,7 @@ from zerojax.run.config import (
     with_settings,
 )
 from zerojax.run.config.keys import keys_of, section_of
-from zerojax.zero_config import PRESETS, ZeroConfig
-from zerojax.zero_config.values import Preset
+from zerojax.zero_config.config import PRESETS, Preset, ZeroConfig
 
 
 def write(tmp_path: Path, text: str) -> Path:

@@ -32,8 +32,7 @@ from zerojax.train.spec import (
 )
 from zerojax.validation.bounds import MAX_DEVICES
 from zerojax.validation.dtypes import dtype_name
-from zerojax.zero_config import ZeroConfig
-from zerojax.zero_config.values import COMPUTE_FORMAT
+from zerojax.zero_config.config import COMPUTE_FORMAT, ZeroConfig
 
 NETWORK_EFFICIENCY = 0.94
 """Payload over link rate, after Ethernet, IP and TCP headers at frames of 1500 bytes: 1448 / 1538."""

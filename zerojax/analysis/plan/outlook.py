@@ -20,8 +20,7 @@ from zerojax.formatting import duration
 from zerojax.models.config import GPTConfig
 from zerojax.sharding.mesh import MeshShape
 from zerojax.train.spec import TrainSpec
-from zerojax.zero_config import PRESETS, ZeroConfig
-from zerojax.zero_config.values import MATMUL_WEIGHTS, Preset
+from zerojax.zero_config.config import MATMUL_WEIGHTS, PRESETS, Preset, ZeroConfig
 
 AS_CONFIGURED = "as configured"
 IN_BREADTH = " in breadth"

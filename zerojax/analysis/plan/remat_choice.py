@@ -9,8 +9,7 @@ from zerojax.analysis.plan.memory import PredictedMemory
 from zerojax.analysis.plan.speed import StepTime
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import duration, size
-from zerojax.zero_config import ZeroConfig
-from zerojax.zero_config.values import Remat
+from zerojax.zero_config.config import Remat, ZeroConfig
 
 _WORTH_IT = 1.03
 """How many times as long a step takes as configured; predictions are not better than that."""

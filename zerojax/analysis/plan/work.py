@@ -60,7 +60,7 @@ from zerojax.models.shared_rows import spread_of
 from zerojax.schedule.tiles import tokens_of_tile
 from zerojax.sharding.layout import ParamLayout
 from zerojax.train.spec import TrainSpec
-from zerojax.zero_config.values import Remat
+from zerojax.zero_config.config import Remat
 
 ITEM = {"float32": 4, "bfloat16": 2}
 
