@@ -22,10 +22,10 @@ ROWS = 24
 
 
 def leaves() -> tuple[Any, ...]:
-    """A vector, a matrix, and a stacked matrix."""
+    """A vector, a matrix, a stacked matrix, a scalar, and one without elements."""
     zero, world = zerojax.ZeroConfig(), MeshShape(2, 4)
     shapes = [(("norm", "scale"), (200,), ()), (("up", "kernel"), (200, 300), ())]
-    shapes += [(("blocks", "kernel"), (200, 130), (3,)), (("gain",), (), ())]
+    shapes += [(("blocks", "kernel"), (200, 130), (3,)), (("gain",), (), ()), (("none",), (0, 3), ())]
     return tuple(
         make_layout(ParamShape(path, shape, "float32", stack), index=i, world=world, zero=zero)
         for i, (path, shape, stack) in enumerate(shapes)

@@ -57,6 +57,14 @@ def slope_loss(model: Any, batch: Any) -> jax.Array:
     return model(batch["slope"]).mean()
 
 
+def test_a_loss_may_take_rngs_by_name_alone():
+    def noisy(model: Any, batch: Any, *, rngs: nnx.Rngs) -> jax.Array:
+        return jnp.mean(model(batch["x"]) * jax.random.normal(rngs.noise()))
+
+    state = Case(Dropping, noisy, (), regression_batch).create(optax.sgd(0.0), nodes=1, local=1, stage=0)
+    zerojax.lower_train_step(state, {"x": np.ones((8, WIDTH), np.float32)})
+
+
 def test_micro_batches_are_rounded_with_bits_of_their_own():
     """fp8 rounds magnitudes: with the same bits, equal and opposite gradients would cancel exactly."""
     case = Case(Slope, slope_loss, (Slope,), regression_batch)

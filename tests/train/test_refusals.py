@@ -39,6 +39,9 @@ def refused(message: str) -> Any:
         ({"accumulate_order": "both"}, r"accumulate_order='both' is not one of .*breadth"),
         ({"accumulate_order": "breadth", "stage": 2}, r"stage 2 gathers none: use stage 3, or \"depth\""),
         ({"chunks": 0}, r"chunks=0 must be at least 1"),
+        ({"sequence_parallel": 2.0}, r"sequence_parallel=2.0 must be a whole number"),
+        ({"hpz": "no"}, r"hpz='no' must be True or False"),
+        ({"host": None}, r"host has None, which is not one of"),
         ({"grads_hops": 3}, r"grads_hops=3 is not one of \(1, 2\)"),
         ({"grad_sync": "never"}, r"grad_sync='never' is not one of .*micro"),
         ({"rounding": "up"}, r"rounding='up' is not one of .*stochastic"),
@@ -221,6 +224,16 @@ def test_the_mesh_has_to_be_ours():
     other = jax.make_mesh((2, 2), ("data", "model"))
     with refused(r"axes \('data', 'model'\): make it by zerojax.make_mesh"):
         create(mesh=other)
+    arguments: Any = (Listed, optax.sgd(0.1), squared_error)
+    with refused("the mesh is a tuple: make it by zerojax.make_mesh"):
+        TrainState.abstract(*arguments, mesh=(2, 2))  # pyright: ignore[reportArgumentType]
+    with refused(r"zero='zero3': give a ZeroConfig"):
+        TrainState.abstract(*arguments, mesh=zerojax.make_mesh(2, 2), zero="zero3")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_mesh_with_explicit_axes():
+    explicit = jax.make_mesh((2, 2), ("node", "local"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    assert create(mesh=explicit).spec.mesh == create(mesh=zerojax.make_mesh(2, 2)).spec.mesh
 
 
 def test_options_that_the_mesh_makes_void():
@@ -383,6 +396,8 @@ def test_put_params_of_another_model():
         zerojax.put_params(state, {**params, "last": {"kernel": params["last"]["kernel"]}})
     with refused(r"missing or unknown: more"):
         zerojax.put_params(state, {**params, "more": np.zeros(3)})
+    with refused("params is a State, not a dict"):
+        zerojax.put_params(state, nnx.state(Block(rngs=nnx.Rngs(0))))
     odd = {"kernel": params["last"]["kernel"].T, "bias": params["last"]["bias"]}
     with refused(re.escape("'last/kernel' has shape (1, 6), not (6, 1)")):
         zerojax.put_params(state, {**params, "last": odd})

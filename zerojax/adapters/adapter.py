@@ -142,7 +142,10 @@ def call_loss(
             a metric of the step.
     """
     if takes_rngs(loss_fn):
-        result = loss_fn(model, batch, nnx.Rngs(jax.random.key(0) if key is None else key))
+        rngs = nnx.Rngs(jax.random.key(0) if key is None else key)
+        parameter = inspect.signature(loss_fn).parameters.get("rngs")
+        named = parameter is not None and parameter.kind is parameter.KEYWORD_ONLY
+        result = loss_fn(model, batch, rngs=rngs) if named else loss_fn(model, batch, rngs)
     else:
         result = loss_fn(model, batch)
     loss: Any

@@ -101,11 +101,16 @@ def on_shards(
 
 
 def _whole(leaves: Sequence[ParamLayout]) -> _Shapes:
-    return tuple((leaf.path, leaf.unsharded_shape) for leaf in leaves)
+    return tuple((leaf.path, _filled(leaf).unsharded_shape) for leaf in leaves)
 
 
 def _stored(leaves: Sequence[ParamLayout]) -> _Shapes:
-    return tuple((leaf.path, leaf.stored_shape) for leaf in leaves)
+    return tuple((leaf.path, _filled(leaf).stored_shape) for leaf in leaves)
+
+
+def _filled(leaf: ParamLayout) -> ParamLayout:
+    """The leaf, or one of an element in place of one of none, which JAX does not compute with."""
+    return leaf if leaf.count else dataclasses.replace(leaf, shape=(1,) * len(leaf.shape), shard=1)
 
 
 def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[ParamLayout]) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from zerojax.errors import ConfigurationError
 from zerojax.network import nccl
@@ -107,6 +107,22 @@ def make_mesh(
         nccl.apply(nccl.settings_here(processes, len(available), local)[1])
     grid = np.asarray(available[:wanted], dtype=object).reshape(nodes, local)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 2)
+
+
+def checked_mesh(mesh: Mesh) -> Mesh:
+    """A mesh from ``make_mesh``, or one of the same axes whose arrays JAX does not place by their types.
+
+    Raises:
+        ConfigurationError: it is none, or has other axes.
+    """
+    names = tuple(mesh.axis_names) if isinstance(mesh, Mesh | AbstractMesh) else None
+    if names != AXES:
+        found = f"has axes {names}" if names else f"is a {type(mesh).__name__}"
+        raise ConfigurationError(f"the mesh {found}: make it by zerojax.make_mesh().")
+    if set(mesh.axis_types) == {AxisType.Auto}:
+        return mesh
+    # jax.make_mesh makes axes that are explicit.
+    return Mesh(mesh.devices, AXES, axis_types=(AxisType.Auto,) * 2)
 
 
 def refuse_another(mesh: Mesh) -> None:

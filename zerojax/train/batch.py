@@ -207,7 +207,8 @@ def _check_batch(batch: Batch, devices: int, accumulate: int, processes: int = 1
         if x.shape[0] == 0 or x.shape[0] % (parts * accumulate):
             raise ConfigurationError(
                 f"{_name(path)} of shape {x.shape} has {x.shape[0]} rows, not a positive multiple of {parts} "
-                f"{what} x accumulate={accumulate}: its leading axis is the batch. {_WHOLE}"
+                f"{what} x accumulate={accumulate}: its leading axis is the batch. Fill a last batch up with "
+                f'rows that do not count, by the aux "tokens". {_WHOLE}'
             )
         each.setdefault(x.shape[0] // parts, (path, x))
     if len(each) > 1:

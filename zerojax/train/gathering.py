@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.core import FrozenDict
 from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
@@ -101,16 +102,26 @@ def put_params(state: TrainState, params: PyTree) -> TrainState:
 
     Args:
         state: any.
-        params: on the host, in the model's shapes, nested by path, as ``gather_params`` returns.
+        params: on the host, in the model's shapes, nested by path, as ``gather_params`` returns; without
+            frozen weights.
 
     Raises:
-        ConfigurationError: a path is missing, unknown, or of the wrong shape.
+        ConfigurationError: a path is missing, unknown, frozen, or of the wrong shape.
 
     Examples:
         >>> state = zerojax.put_params(state, jax.tree.map(lambda x: 0.9 * x, params))
     """
+    if not isinstance(params, dict | FrozenDict):
+        raise ConfigurationError(
+            f"put_params: params is a {type(params).__name__}, not a dict of arrays nested by path: of a "
+            "model, nnx.to_pure_dict(nnx.state(model, nnx.Param)) is one."
+        )
     spec, given = state.spec, from_tree(params)
     known = {leaf.path: leaf for leaf in spec.leaves}
+    if still := [leaf.name for leaf in spec.frozen if leaf.path in given]:
+        raise ConfigurationError(
+            f"put_params: {still[0]!r} is frozen, and only trained weights are put: leave frozen ones out."
+        )
     if given.keys() != known.keys():
         odd = sorted("/".join(path) for path in given.keys() ^ known.keys())
         raise ConfigurationError(f"put_params: these paths are missing or unknown: {', '.join(odd[:8])}.")

@@ -23,7 +23,7 @@ from zerojax.optim.low_precision import with_moments_as_set
 from zerojax.optim.shard_check import OnLayout, Optimizer, Whole, on_shards
 from zerojax.sharding.layout import OWNED, ParamLayout, make_layout
 from zerojax.sharding.memory import HOST
-from zerojax.sharding.mesh import AXES, LOCAL, NODE, MeshShape, refuse_another
+from zerojax.sharding.mesh import AXES, LOCAL, NODE, MeshShape, checked_mesh, refuse_another
 from zerojax.sharding.param_tree import Path, by_name
 from zerojax.sharding.strategy import Level, ShardingStrategy
 from zerojax.train.spikes import SpikeRule
@@ -273,8 +273,7 @@ def build(
     Raises:
         ConfigurationError: they do not fit; the message says which and what to do.
     """
-    if tuple(mesh.axis_names) != AXES:
-        raise ConfigurationError(f"the mesh has axes {mesh.axis_names}: make it by zerojax.make_mesh().")
+    mesh = checked_mesh(mesh)
     refuse_another(mesh)
     world = MeshShape.of(mesh)
     check_options(zero, world)
@@ -465,6 +464,8 @@ def check_options(zero: ZeroConfig, world: MeshShape) -> None:
     Raises:
         ConfigurationError: naming the options.
     """
+    if not isinstance(zero, ZeroConfig):
+        raise ConfigurationError(f'zero={zero!r}: give a ZeroConfig, such as ZeroConfig.preset("zero++").')
     if zero.error_feedback and world.nodes == 1 and not zero.every:
         raise ConfigurationError("error_feedback corrects the node hop, and a mesh of one node has none.")
     if world.local % zero.sequence_parallel:

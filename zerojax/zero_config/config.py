@@ -400,7 +400,7 @@ class ZeroConfig:
             "fp8": as_patterns("ZeroConfig.fp8", self.fp8),
             "frozen": as_patterns("ZeroConfig.frozen", self.frozen),
             "frozen_weights": _sent(self.frozen_weights),
-            "host": (self.host,) if isinstance(self.host, str) else tuple(self.host),
+            "host": tuple(self.host) if isinstance(self.host, list | tuple | set) else (self.host,),
         }
 
 
