@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from model_shapes import GEMMA, LLAMA, MIXED, OLMO
 
 from zerojax.errors import ZeroError
 from zerojax.generation import Sampling, stream
@@ -13,21 +14,6 @@ from zerojax.generation.sampling import sample
 from zerojax.models import GPT, GPTConfig
 
 SMALL = {"vocab_size": 31, "layers": 2, "d_model": 16, "heads": 4, "max_seq_len": 24, "init_std": 0.3}
-LLAMA = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "biases": False, "tied": False, "kv_heads": 2}
-GEMMA = LLAMA | {
-    "mlp": "geglu", "norm_offset": 1.0, "post_norms": True, "qk_norm": True, "embedding_scale": 4.0,
-    "sliding_window": 4, "sliding_window_pattern": 2, "rope_local_theta": 20.0, "query_scalar": 3.0,
-    "attention_softcap": 2.0, "logit_softcap": 3.0,
-}  # fmt: skip
-OLMO = LLAMA | {
-    "pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_joint": True, "sliding_window": 4,
-    "sliding_window_layers": (1,), "rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_len": 4,
-    "rope_local_theta": 20.0,
-}  # fmt: skip
-MIXED = LLAMA | {
-    "residual_scale": 0.5, "logit_divisor": 2.0, "rope_fraction": 0.5, "rope_interleaved": True,
-    "rope_theta": 20.0, "no_rope_layers": (1,), "rope_query_growth": 0.3, "rope_original_len": 5,
-}  # fmt: skip
 LATENT = LLAMA | {
     "kv_heads": None, "head_width": 12, "latent_rank": 10, "latent_query_rank": 7, "latent_rope_width": 4,
     "latent_value_width": 6, "sliding_window": 6, "sliding_window_pattern": 2, "query_scalar": 5.0,

@@ -5,27 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from model_shapes import GEMMA, LLAMA, MIXED, OLMO
 
 from zerojax.errors import ZeroError
 from zerojax.models import GPT, GPTConfig, lm_loss
 
 SMALL = {"vocab_size": 37, "layers": 3, "d_model": 16, "heads": 4, "max_seq_len": 12, "init_std": 0.2}
-LLAMA = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "biases": False, "tied": False, "kv_heads": 2}
 OPT = {"mlp": "relu"}
-GEMMA = LLAMA | {
-    "mlp": "geglu", "norm_offset": 1.0, "post_norms": True, "qk_norm": True, "embedding_scale": 4.0,
-    "sliding_window": 4, "sliding_window_pattern": 2, "rope_local_theta": 20.0, "query_scalar": 3.0,
-    "attention_softcap": 2.0, "logit_softcap": 10.0,
-}  # fmt: skip
-OLMO = LLAMA | {
-    "pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_joint": True, "sliding_window": 4,
-    "sliding_window_layers": (1,), "rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_len": 4,
-    "rope_local_theta": 20.0,
-}  # fmt: skip
-MIXED = LLAMA | {
-    "residual_scale": 0.5, "logit_divisor": 2.0, "rope_fraction": 0.5, "rope_interleaved": True,
-    "rope_theta": 20.0, "no_rope_layers": (1,), "rope_query_growth": 0.3, "rope_original_len": 5,
-}  # fmt: skip
 FAMILIES = pytest.mark.parametrize(
     "family", [{}, OPT, LLAMA, GEMMA, OLMO, MIXED], ids=["gpt2", "opt", "llama", "gemma", "olmo", "mixed"]
 )

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import model_shapes
 import numpy as np
 import optax
 import pytest
@@ -26,11 +27,7 @@ SMALL: dict[str, Any] = {
 }
 LLAMA = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "biases": False, "kv_heads": 2}
 WINDOW = LLAMA | {"sliding_window": 3, "qkv_biases": True, "qk_norm": True}
-GEMMA = LLAMA | {
-    "mlp": "geglu", "norm_offset": 1.0, "post_norms": True, "qk_norm": True, "embedding_scale": 4.0,
-    "sliding_window": 3, "sliding_window_pattern": 2, "rope_local_theta": 20.0, "query_scalar": 3.0,
-    "attention_softcap": 2.0, "logit_softcap": 3.0,
-}  # fmt: skip
+GEMMA = model_shapes.GEMMA | {"tied": True, "sliding_window": 3}
 MIXED = LLAMA | {
     "pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_joint": True, "rope_fraction": 0.5,
     "rope_interleaved": True, "no_rope_layers": (0,), "sliding_window": 3, "sliding_window_layers": (1,),
