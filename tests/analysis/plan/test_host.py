@@ -68,7 +68,7 @@ def test_activations_in_host_memory(spec):
 
 
 def test_the_optimizer_in_host_memory(spec, streaming):
-    """Masters and moments; the device has what passes read and, in the update, three layers of all that."""
+    """Masters and moments; the device has what passes read and, in the update, five layers of all that."""
     before, there = predict_memory(spec), predict_memory(with_host(streaming, "optimizer"))
     assert there.host == {
         kind: pytest.approx(before.kinds[kind], abs=16) for kind in ("parameters", "optimizer")
@@ -82,7 +82,7 @@ def test_the_optimizer_in_host_memory(spec, streaming):
         for stacked in (True, False)
     )
     assert stack.layers == 24
-    assert there.kinds["streamed"] == pytest.approx(12 * (3 * layer + apart), rel=1e-3)
+    assert there.kinds["streamed"] == pytest.approx(12 * (5 * layer + apart), rel=1e-3)
     assert predict_memory(with_host(streaming)) == before
     assert predict_memory(streaming) == there
     weights = predict_memory(with_host(streaming, "optimizer", "weights"))

@@ -17,11 +17,11 @@ memory of their own (``zerojax.schedule.sum_storage``). Matrices that the optimi
 12 N / L, in place of the above and of hpZ or delta weights. Those add 2 N / L; weights computed with in fp8
 take one byte instead of two where they are gathered or copied. Frozen weights have neither masters nor
 gradients: their bytes, in the format in which they are stored, over L. What ``ZeroConfig.host`` names is in
-host memory. Of masters and optimizer the device then has three layers during the update (one arrives, one is
-updated, one leaves), those of units in no stack two at a time and, of the whole model, what a pass sends:
-2 N / D. Stacks that the backward pass updates have these layers then, and sums of one layer. Of weights there
-are two layers, of activations the last and two others. With masters or activations in host memory, sums take
-memory of their own.
+host memory. Of masters and optimizer the device then has five layers during the update (one arrives, one is
+updated, one leaves, and a GPU's loop has two iterations in its body), those of units in no stack two at a
+time and, of the whole model, what a pass sends: 2 N / D. Of stacks that the backward pass updates it has
+three layers then, and sums of one. Of weights there are two layers, of activations the last and two others.
+With masters or activations in host memory, sums take memory of their own.
 
 Activations depend on the model and the batch (``work.py``). With them, the peak is at one of five moments:
 in the backward pass; in the forward pass, with frozen tables of embeddings; with a large vocabulary, in the
@@ -65,7 +65,8 @@ KINDS = {
 }
 """The kinds of memory of a device, and of its part of a host's."""
 
-_LAYERS_UPDATED = 3
+_LAYERS_UPDATED = 5
+_LAYERS_UPDATED_IN_BACKWARD = 3
 _LAYERS_FETCHED = 2
 _LAYERS_MOVED = 2
 
@@ -213,7 +214,8 @@ def _updated(spec: TrainSpec, *, in_backward: bool = False) -> int:
     held = _in_host(spec)["parameters"] + _in_host(spec)["optimizer"]
     own = spec.updated_in_backward
     groups = own if in_backward else [group for group in spec.groups if group not in own]
-    return _here(spec, held, _LAYERS_UPDATED, groups=groups)
+    layers = _LAYERS_UPDATED_IN_BACKWARD if in_backward else _LAYERS_UPDATED
+    return _here(spec, held, layers, groups=groups)
 
 
 def _moved_activations(spec: TrainSpec, work: Work) -> int:
