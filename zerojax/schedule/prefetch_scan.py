@@ -286,6 +286,10 @@ def _forward(run: _Run, args: _ScanArgs) -> _Forward:
 
     def layer(carry: _ForwardCarry, index: Index, *, crossing: bool) -> _ForwardCarry:
         fetching, secondary = prefetcher.advance(carry.fetching, index, crossing=crossing)
+        if isinstance(index, int) and _some_frozen(weights):
+            # Else frozen weights, which come from nothing in the loop, would be gathered before it.
+            secondary, x = lax.optimization_barrier((secondary, carry.x))
+            carry = carry._replace(x=x)
         whole = to_full(secondary, strategy.weight_dtype)
         x, after, residual = run(carry.whole, carry.x, layer_at(state, index), shared)
         stacks = put_layer(carry.stacks, (after, cut(residual), carry.kept), index)
@@ -313,6 +317,10 @@ def _forward(run: _Run, args: _ScanArgs) -> _Forward:
     refreshed = tuple(w.replace(copy, "secondary") for w, copy in zip(weights, fresh, strict=False))
     given = [] if unit.update is None else [probe()]
     return _Forward(_Results(x, states, refreshed, given), _Kept(residuals, kept, residual, carry.whole))
+
+
+def _some_frozen(weights: Weights) -> bool:
+    return any(w.layout.frozen for w in weights)
 
 
 def _scan_fwd(layer: _Layer, args: _ScanArgs) -> tuple[_Results, tuple[_ScanArgs, _Kept]]:
@@ -458,12 +466,12 @@ def _backward(
             read = (fetching.payloads, secondary)
             (payloads, secondary), stored = lax.optimization_barrier((read, carry.stored))
             fetching, carry = fetching._replace(payloads=payloads), carry._replace(stored=stored)
-        whole = to_full(secondary, strategy.weight_dtype)
         stacks = on_host
-        if isinstance(index, int) and on_host:
+        if isinstance(index, int) and (on_host or _some_frozen(weights)):
             # The layers that are peeled off would all be fetched at once, and wait on the device.
-            stacks, cotangent = lax.optimization_barrier((on_host, carry.cotangent))
+            (secondary, stacks), cotangent = lax.optimization_barrier(((secondary, on_host), carry.cotangent))
             carry = carry._replace(cotangent=cotangent)
+        whole = to_full(secondary, strategy.weight_dtype)
         from_host = layer_at(stacks, index - 1)
         return compute(carry, index)._replace(fetching=fetching, whole=whole, from_host=from_host)
 

@@ -247,15 +247,23 @@ def test_compiled_memory_of_one_long_row_in_tiles(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layers", "fmt", "vocabulary"),
-    [(80, "nf4", 32000), (8, "bf16", 32000), (8, "nf4", 32000), (8, "bf16", 128256)],
+    ("nodes", "layers", "fmt", "vocabulary"),
+    [
+        *(
+            (1, *case)
+            for case in [(80, "nf4", 32000), (8, "bf16", 32000), (8, "nf4", 32000), (8, "bf16", 128256)]
+        ),
+        (2, 8, "bf16", 32000),
+    ],
 )
-def test_compiled_memory_beside_the_frozen_weights_of_a_llama_70b(layers: int, fmt: Any, vocabulary: int):
+def test_compiled_memory_beside_the_frozen_weights_of_a_llama_70b(
+    nodes: int, layers: int, fmt: Any, vocabulary: int
+):
     """With the largest vocabulary the peak is in the forward pass, beside both tables."""
     config = dataclasses.replace(LLAMA_70B, layers=layers, vocab_size=vocabulary)
     zero = zerojax.ZeroConfig(frozen=("*",), frozen_weights=fmt)
     with aot.cudnn_assumed():
-        state, compiled = compiled_gpt(config, zero, 1, 4, zerojax.LoRA(rank=16))
+        state, compiled = compiled_gpt(config, zero, nodes, 4, zerojax.LoRA(rank=16))
     work = decoder_work(
         config,
         remat="full",
