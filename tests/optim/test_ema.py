@@ -103,6 +103,14 @@ def test_begins_when_it_is_asked_for(tmp_path):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, wanted)
 
 
+def test_it_comes_last():
+    early = optax.chain(zerojax.average_weights(0.9), optax.adam(1e-2))
+    with pytest.raises(zerojax.ZeroError, match="come last"):
+        CASES["nnx"].create(early, nodes=1, local=1)
+    with pytest.raises(zerojax.ZeroError, match=r"zerojax\.chain"):
+        optax.chain(zerojax.scale_by_muon(), optax.scale(-0.1))  # pyright: ignore[reportArgumentType]
+
+
 @pytest.mark.parametrize("decay", [0.0, 1.0, -0.5])
 def test_a_decay_that_cannot_be(decay):
     with pytest.raises(zerojax.ZeroError, match="must lie between 0 and 1"):

@@ -12,6 +12,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from zerojax.errors import ConfigurationError
+from zerojax.optim.ema import AverageState
 from zerojax.optim.moments import Shape, with_layers_in_a_row
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
@@ -61,6 +63,21 @@ class OnLayout:
 
     make: Callable[[Mesh, Sequence[ParamLayout], ZeroConfig], optax.GradientTransformation]
     whole: Whole | None = None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Refuse what optax's own combinators do.
+
+        Raises:
+            ConfigurationError: for the functions of an optax transform.
+            AttributeError: for all else.
+        """
+        if name in ("init", "update"):
+            raise ConfigurationError(
+                "a transform that is built for a mesh, as zerojax.scale_by_muon, can't be a part of optax's "
+                "chain, masked, partition or MultiSteps: combine it with others by zerojax.chain. It chooses "
+                "its weights itself (is_matrix=), and ZeroConfig(accumulate=) sums gradients before it."
+            )
+        raise AttributeError(name)
 
 
 Optimizer = optax.GradientTransformation | OnLayout
@@ -123,11 +140,46 @@ def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[ParamLayo
         ConfigurationError: naming the leaf on which they differ, or the optimizer's error.
     """
     _compare_updates(tx, tuple((leaf.path, leaf.unsharded_shape, len(leaf.stack)) for leaf in leaves))
+    _check_average(tx, _whole(leaves))
     if _operations(tx, _whole(leaves)) != _operations(tx, _stored(leaves)):
         raise ConfigurationError(
             "the optimizer does other things to flat leaves than to those of the model: a mask that goes by "
             "sizes of leaves does so, which a shard does not have. Choose leaves by their path or their ndim."
         )
+
+
+@functools.lru_cache(maxsize=32)
+def _check_average(tx: optax.GradientTransformation, shapes: _Shapes) -> None:
+    """Refuse an average of weights (``average_weights``) that sees other updates than the weights get.
+
+    Raises:
+        ConfigurationError: it does not come last in its chain.
+    """
+
+    def averages(state: PyTree) -> list[AverageState]:
+        parts = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, AverageState))
+        return [part for part in parts if isinstance(part, AverageState)]
+
+    @jax.jit
+    def update(params: PyTree[Array]) -> tuple[PyTree[Array], list[AverageState]]:
+        updates, state = tx.update(jax.tree.map(lambda x: x / 4, params), tx.init(params), params)
+        return optax.apply_updates(params, updates), averages(state)
+
+    params = to_tree({path: np.ones([min(d, 2) for d in shape], np.float32) for path, shape in shapes})
+    if not averages(jax.eval_shape(tx.init, params)):
+        return
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        after, found = update(params)
+    weights = from_tree(after)
+    for average in found:
+        for path, x in from_tree(average.averaged_params).items():
+            # A mask leaves out weights, and several gradients may make one update.
+            first = isinstance(x, jax.Array) and int(average.averaged_count) == 1
+            if first and not np.allclose(x, weights[path], rtol=1e-4):
+                raise ConfigurationError(
+                    "average_weights averages other weights than the optimizer makes: let it come last in "
+                    "its chain."
+                )
 
 
 @functools.lru_cache(maxsize=32)

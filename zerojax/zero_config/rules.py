@@ -202,7 +202,7 @@ def _local_updates(z: "ZeroConfig") -> Iterator[str]:
         if _given(z, name):
             yield (
                 f"ZeroConfig.{name}={getattr(z, name)!r} has no meaning with local updates (every={z.every}"
-                f"): {why}. Leave it out."
+                f"): {why}. Leave it out" + (f', or the preset "{z.base}".' if z.base != "zero3" else ".")
             )
 
 
