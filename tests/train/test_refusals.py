@@ -387,6 +387,8 @@ def test_a_stack_of_a_block_that_exists_already():
     block = Block(rngs=nnx.Rngs(0))
     with refused("Stack: block.* returned a module.* that was created before"):
         zerojax.Stack(lambda rngs: block, 2, rngs=nnx.Rngs(0))
+    with refused("block is a Block that exists already: give its class"):
+        zerojax.Stack(block, 2, rngs=nnx.Rngs(0))
 
 
 def test_put_params_of_another_model():

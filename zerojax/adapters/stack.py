@@ -48,10 +48,16 @@ class Stack(nnx.Module):
             rngs: seeds them.
 
         Raises:
-            ConfigurationError: ``layers`` is less than 1, or ``block`` returns a module that exists already.
+            ConfigurationError: ``layers`` is less than 1, or ``block`` is or returns a module that exists
+                already.
         """
         if layers < 1:
             raise ConfigurationError(f"Stack: layers={layers} must be at least 1.")
+        if isinstance(block, nnx.Module):
+            raise ConfigurationError(
+                f"Stack: block is a {type(block).__name__} that exists already: give its class, or a function "
+                "that makes one from rngs."
+            )
         self.layers = layers
 
         @nnx.vmap(in_axes=0, out_axes=0)
