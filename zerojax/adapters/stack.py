@@ -55,8 +55,8 @@ class Stack(nnx.Module):
             raise ConfigurationError(f"Stack: layers={layers} must be at least 1.")
         if isinstance(block, nnx.Module):
             raise ConfigurationError(
-                f"Stack: block is a {type(block).__name__} that exists already: give its class, or a function "
-                "that makes one from rngs."
+                f"Stack: block is a {type(block).__name__} that exists already: give its class, or a "
+                "function that makes one from rngs."
             )
         self.layers = layers
 
