@@ -198,6 +198,16 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
         zerojax.Trainer(abstract(), save_every=1)
     with pytest.raises(zerojax.ZeroError, match="evaluate_every needs evaluate="):
         zerojax.Trainer(abstract(), evaluate_every=1)
+    odd: list[tuple[str, Any]] = [
+        ("evaluate has no batch", {"evaluate": []}),
+        ("give a list of zerojax.Callback", {"callbacks": [print]}),
+        ("Retention\\(newest=3\\)", {"retention": 3}),
+        ("no tracker 'wandbb'", {"trackers": ["wandbb"], "folder": tmp_path}),
+        ("give a list, such as", {"trackers": "wandb", "folder": tmp_path}),
+    ]
+    for words, options in odd:
+        with pytest.raises(zerojax.ZeroError, match=words):
+            zerojax.Trainer(abstract(), **options)
     trainer = zerojax.Trainer(abstract())
     with pytest.raises(RunError, match="the batches ended after 2: give more"):
         trainer.fit(iter([draw(0), draw(1)]), steps=3)

@@ -147,10 +147,19 @@ class Trainer(TrainLoop):
         }.items():  # fmt: skip
             require(folder is not None or not given, f"{name} needs folder=, where its files go")
         check_trackers(trackers)
+        require(
+            isinstance(callbacks, Sequence) and all(isinstance(one, Callback) for one in callbacks),
+            f"callbacks={callbacks!r}: give a list of zerojax.Callback",
+        )
+        require(
+            retention is None or isinstance(retention, Retention),
+            f"retention={retention!r}: give a checkpoints.Retention, such as Retention(newest=3)",
+        )
         self.folder = None if folder is None else RunFolder(Path(folder))
         self.lock = self.checkpoints = None
         self.watchdog = Watchdog(logger.warning)  # without limits
         self._evaluate = evaluate if evaluate is None or callable(evaluate) else list(evaluate)
+        require(self._evaluate != [], "evaluate has no batch: leave it out, or give some")
         self._evaluate_every = None if evaluate is None else evaluate_every
         self._save_every = None if folder is None else save_every
         self._save_minutes = save_minutes

@@ -261,6 +261,8 @@ def test_parts_without_a_state_come_and_go_in_the_optimizer(saved: Path, trained
     more = optax.chain(*clipped, optax.scale_by_schedule(schedule))  # which has a state of its own
     with pytest.raises(ZeroError, match=r"does not fit this run: optimizer: 1/count is missing"):
         restore(saved / "3", make(1, 2, abstract=True, tx=more))
+    with pytest.raises(ZeroError, match=r"of another optimizer, and this one keeps none\. restore_weights"):
+        restore(saved / "3", make(1, 2, abstract=True, tx=optax.sgd(0.1)))
 
 
 def test_refuses_another_model(saved: Path) -> None:

@@ -72,6 +72,11 @@ def restore(
         for kind, tree in abstract_saved(state, nodes).items()
         if kind not in REINITIALISED or not _differences(tree, saved.get(kind))
     }
+    if OPTIMIZER in saved and OPTIMIZER not in wanted and state.spec.tx is not None:
+        raise ConfigurationError(
+            f"{path} does not fit this run: it has the state of another optimizer, and this one keeps none. "
+            "restore_weights reads the weights alone."
+        )
     if not average:
         places = _places(wanted.get(OPTIMIZER, {}), saved.get(OPTIMIZER) or {})
         tree = _load(path, _renamed(wanted, places), saved, prefix)

@@ -143,12 +143,16 @@ class Trackers:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuse a tracker whose package is not installed; imports nothing.
+    """Refuse a tracker that is unknown, or whose package is not installed; imports nothing.
 
     Raises:
-        ConfigurationError: with how to install it.
+        ConfigurationError: with those that there are, or how to install it.
     """
+    if isinstance(names, str):
+        raise ConfigurationError(f"trackers={names!r}: give a list, such as [{names!r}]")
     for name in names:
+        if name not in _TRACKERS:
+            raise ConfigurationError(f"no tracker {name!r}: there are {', '.join(_TRACKERS)}")
         _, package, extra = _TRACKERS[name]
         if importlib.util.find_spec(package) is None:
             what = f'"zerojax[{extra}]"' if extra else package
