@@ -84,11 +84,13 @@ def test_a_checkpoint_without_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_begins_when_it_is_asked_for(tmp_path):
+@pytest.mark.parametrize("nested", [False, True])
+def test_begins_when_it_is_asked_for(nested, tmp_path):
     """A run that goes on with an average has that of the steps since."""
     case = CASES["nnx"]
     plain = optax.chain(optax.scale_by_adam(), optax.scale(-1e-2))
-    with_average = optax.chain(optax.scale_by_adam(), optax.scale(-1e-2), zerojax.average_weights(DECAY))
+    parts = [plain] if nested else [optax.scale_by_adam(), optax.scale(-1e-2)]
+    with_average = optax.chain(*parts, zerojax.average_weights(DECAY))
     state = case.create(plain, nodes=1, local=2)
     batches = case.batches(ROWS, 2)
     state, _ = zerojax.train_step(state, batches[0])

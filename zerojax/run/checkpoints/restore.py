@@ -78,9 +78,13 @@ def restore(
             "restore_weights reads the weights alone."
         )
     if not average:
+        outer = _outer(wanted.get(OPTIMIZER, {}), saved.get(OPTIMIZER) or {})
+        if outer is not None:
+            wanted[OPTIMIZER] = wanted[OPTIMIZER][outer]
         places = _places(wanted.get(OPTIMIZER, {}), saved.get(OPTIMIZER) or {})
         tree = _load(path, _renamed(wanted, places), saved, prefix)
-        return from_canonical(state, _renamed(tree, {new: old for old, new in places.items()}))
+        tree = _renamed(tree, {new: old for old, new in places.items()})
+        return from_canonical(state, tree if outer is None else tree | {OPTIMIZER: {outer: tree[OPTIMIZER]}})
     if AVERAGE not in saved:
         raise ConfigurationError(f"{path} has no average of the weights: the run has optimizer.ema_decay = 0")
     wanted.pop("secondary", None)  # copies of the other weights
@@ -114,6 +118,13 @@ def _begun_anew(state: TrainState, saved: int | None) -> str | None:
         f"the checkpoint was {by}, and this run has {own}: every node begins with the outer weights and "
         f"{moments}, and the outer momentum is kept; what only single nodes had learnt is lost"
     )
+
+
+def _outer(wanted: dict[str, Any], saved: dict[str, Any]) -> str | None:
+    """The place in a chain at which the saved state stands by itself: an average has come behind it."""
+    (name, part), *others = wanted.items() if wanted else [("", None)]
+    alone = isinstance(part, dict) and not others and bool(saved)
+    return name if alone and not _differences(part, saved) else None
 
 
 def _places(wanted: dict[str, Any], saved: dict[str, Any]) -> dict[str, str]:
