@@ -6,7 +6,14 @@ import pytest
 
 import zerojax
 from zerojax import aot
-from zerojax.comm.xla_options import GPU_OPTIONS, ONE_PROCESS_OPTIONS, SEPARATE_PRODUCTS, compiler_options
+from zerojax.comm.xla_options import (
+    BREADTH,
+    GPU_OPTIONS,
+    HOST_MEMORY,
+    ONE_PROCESS_OPTIONS,
+    SEPARATE_PRODUCTS,
+    compiler_options,
+)
 from zerojax.sharding.strategy import ShardingStrategy
 
 VARIABLE = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
@@ -20,6 +27,9 @@ def test_gpus_of_one_process_are_told_to_use_copy_engines_besides(cuda_mesh):
     assert compiler_options(cuda_mesh(1, 4)) == GPU_OPTIONS | ONE_PROCESS_OPTIONS
     assert compiler_options(cuda_mesh(2, 4)) == GPU_OPTIONS
     assert compiler_options(cuda_mesh(2, 4), separate_products=True) == GPU_OPTIONS | SEPARATE_PRODUCTS
+    assert compiler_options(cuda_mesh(2, 4), breadth=True) == GPU_OPTIONS | BREADTH
+    # One option, whose value has both passes.
+    assert compiler_options(cuda_mesh(2, 4), breadth=True, host_memory=True) == GPU_OPTIONS | HOST_MEMORY
 
 
 def test_what_is_compiled_without_a_gpu_runs_but_for_tuning():

@@ -93,6 +93,15 @@ def test_between_nodes_muon_has_gradients_alone_beside_all_matmuls(cuda_mesh, pr
     assert hlo.memory(compiled).aliased >= 2 * 4 * held / 4, "matrices and their momentum, in each node"
 
 
+def test_in_breadth_gradients_cross_nodes_beside_a_layers_loop_over_micro_batches(cuda_mesh):
+    cuda_mesh(2, 4)
+    _, _, compiled = compiled_step(zerojax.ZeroConfig(accumulate=2, accumulate_order="breadth"), 2, 4)
+    looped = [
+        c for c in hlo.collectives(str(compiled.as_text())) if c.count > 1 and "reduce_node" in c.source
+    ]
+    assert [c.covers for c in looped] == [0.5, 0.5], "of the body, which is of two layers"
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -50,19 +50,21 @@ SEPARATE_PRODUCTS: CompilerOptions = {
     # first, a copy for every token.
     "xla_gpu_dot_merger_threshold_mb": 0,
 }
+_LOOPS_BESIDE_COPIES = "dynamic-slice-copy-fusion-async-wrapper"
+"""A pass of XLA that makes copies of slices within the device asynchronous. Beside a loop that has some, as a
+layer's loop over micro-batches does, the scheduler runs no collective and no copy from or to host memory."""
+BREADTH: CompilerOptions = {"xla_disable_hlo_passes": _LOOPS_BESIDE_COPIES}
 HOST_MEMORY: CompilerOptions = {
     # No CUDA graphs: in a graph copies from and to host memory do not run beside kernels.
     "xla_gpu_graph_min_graph_size": 1 << 30,
     # XLA's own rematerialisation counts arrays in host memory as the device's. With 32 layers' activations
     # there it computes parts of layers and of the loss a second time, and saves nothing.
-    # No asynchronous copies of slices within the device: the scheduler lets copies from and to host memory
-    # run beside no loop that has some, as a layer's loop over micro-batches does.
-    "xla_disable_hlo_passes": "rematerialization,dynamic-slice-copy-fusion-async-wrapper",
+    "xla_disable_hlo_passes": f"rematerialization,{_LOOPS_BESIDE_COPIES}",
 }
 
 
 def compiler_options(
-    mesh: Mesh, *, separate_products: bool = False, host_memory: bool = False
+    mesh: Mesh, *, separate_products: bool = False, host_memory: bool = False, breadth: bool = False
 ) -> CompilerOptions:
     """The compiler options for programs on a mesh; none unless it has GPUs.
 
@@ -70,10 +72,12 @@ def compiler_options(
         mesh: to run on.
         separate_products: whether matmuls are in fp8, or tokens are made (``SEPARATE_PRODUCTS``).
         host_memory: whether layers are copied from or to host memory.
+        breadth: whether a layer is a loop over micro-batches.
     """
     if not on_gpus(mesh.devices.flat):
         return {}
-    more = (SEPARATE_PRODUCTS if separate_products else {}) | (HOST_MEMORY if host_memory else {})
+    more = SEPARATE_PRODUCTS if separate_products else {}
+    more = more | (BREADTH if breadth else {}) | (HOST_MEMORY if host_memory else {})
     alone = len({device.process_index for device in mesh.devices.flat}) == 1
     return (ONE_PROCESS_OPTIONS if alone else {}) | GPU_OPTIONS | more
 
