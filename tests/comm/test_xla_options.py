@@ -7,7 +7,6 @@ import pytest
 import zerojax
 from zerojax import aot
 from zerojax.comm.xla_options import (
-    BREADTH,
     GPU_OPTIONS,
     HOST_MEMORY,
     ONE_PROCESS_OPTIONS,
@@ -27,9 +26,7 @@ def test_gpus_of_one_process_are_told_to_use_copy_engines_besides(cuda_mesh):
     assert compiler_options(cuda_mesh(1, 4)) == GPU_OPTIONS | ONE_PROCESS_OPTIONS
     assert compiler_options(cuda_mesh(2, 4)) == GPU_OPTIONS
     assert compiler_options(cuda_mesh(2, 4), separate_products=True) == GPU_OPTIONS | SEPARATE_PRODUCTS
-    assert compiler_options(cuda_mesh(2, 4), breadth=True) == GPU_OPTIONS | BREADTH
-    # One option, whose value has both passes.
-    assert compiler_options(cuda_mesh(2, 4), breadth=True, host_memory=True) == GPU_OPTIONS | HOST_MEMORY
+    assert compiler_options(cuda_mesh(2, 4), host_memory=True) == GPU_OPTIONS | HOST_MEMORY
 
 
 def test_what_is_compiled_without_a_gpu_runs_but_for_tuning():

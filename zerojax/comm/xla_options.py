@@ -12,6 +12,9 @@ from zerojax.sharding.mesh import on_gpus
 
 CompilerOptions = dict[str, bool | int | str]
 """XLA's options by name, as ``jax.jit`` takes them."""
+_ASYNC_SLICES = "dynamic-slice-copy-fusion-async-wrapper"
+"""A pass of XLA that makes copies of slices within the device asynchronous. Beside a loop that has some, such
+as a layer's over micro-batches or tiles, the scheduler runs no collective and no copy from or to the host."""
 GPU_OPTIONS: CompilerOptions = {
     # Overlaps collectives with compute; without it every start is followed at once by its done.
     "xla_gpu_enable_latency_hiding_scheduler": True,
@@ -38,6 +41,7 @@ GPU_OPTIONS: CompilerOptions = {
     "xla_gpu_enable_triton_gemm": False,
     # One collective per unit and hop, on separate buffers: fewer launches, and nothing is joined.
     "xla_gpu_all_gather_combine_threshold_bytes": 1 << 30,
+    "xla_disable_hlo_passes": _ASYNC_SLICES,
 }
 ONE_PROCESS_OPTIONS: CompilerOptions = {
     # All-to-alls by copy engines instead of NCCL's kernels, which take multiprocessors from the matmuls. For
@@ -50,21 +54,17 @@ SEPARATE_PRODUCTS: CompilerOptions = {
     # first, a copy for every token.
     "xla_gpu_dot_merger_threshold_mb": 0,
 }
-_LOOPS_BESIDE_COPIES = "dynamic-slice-copy-fusion-async-wrapper"
-"""A pass of XLA that makes copies of slices within the device asynchronous. Beside a loop that has some, as a
-layer's loop over micro-batches does, the scheduler runs no collective and no copy from or to host memory."""
-BREADTH: CompilerOptions = {"xla_disable_hlo_passes": _LOOPS_BESIDE_COPIES}
 HOST_MEMORY: CompilerOptions = {
     # No CUDA graphs: in a graph copies from and to host memory do not run beside kernels.
     "xla_gpu_graph_min_graph_size": 1 << 30,
     # XLA's own rematerialisation counts arrays in host memory as the device's. With 32 layers' activations
     # there it computes parts of layers and of the loss a second time, and saves nothing.
-    "xla_disable_hlo_passes": f"rematerialization,{_LOOPS_BESIDE_COPIES}",
+    "xla_disable_hlo_passes": f"rematerialization,{_ASYNC_SLICES}",
 }
 
 
 def compiler_options(
-    mesh: Mesh, *, separate_products: bool = False, host_memory: bool = False, breadth: bool = False
+    mesh: Mesh, *, separate_products: bool = False, host_memory: bool = False
 ) -> CompilerOptions:
     """The compiler options for programs on a mesh; none unless it has GPUs.
 
@@ -72,12 +72,10 @@ def compiler_options(
         mesh: to run on.
         separate_products: whether matmuls are in fp8, or tokens are made (``SEPARATE_PRODUCTS``).
         host_memory: whether layers are copied from or to host memory.
-        breadth: whether a layer is a loop over micro-batches.
     """
     if not on_gpus(mesh.devices.flat):
         return {}
-    more = SEPARATE_PRODUCTS if separate_products else {}
-    more = more | (BREADTH if breadth else {}) | (HOST_MEMORY if host_memory else {})
+    more = (SEPARATE_PRODUCTS if separate_products else {}) | (HOST_MEMORY if host_memory else {})
     alone = len({device.process_index for device in mesh.devices.flat}) == 1
     return (ONE_PROCESS_OPTIONS if alone else {}) | GPU_OPTIONS | more
 

@@ -281,13 +281,8 @@ def _warn_slow_experts(platform: str, kind: str, dtype: str, sides: tuple[int, .
 
 
 def _compiler_options(spec: TrainSpec) -> CompilerOptions:
-    zero = spec.zero
-    return compiler_options(
-        spec.mesh,
-        separate_products=zero.matmul_dtype == "fp8",
-        host_memory=bool(zero.host),
-        breadth=zero.accumulate > zero.passes,
-    )
+    fp8, host = spec.zero.matmul_dtype == "fp8", bool(spec.zero.host)
+    return compiler_options(spec.mesh, separate_products=fp8, host_memory=host)
 
 
 def _compiled(spec: TrainSpec) -> jax.stages.Wrapped:
