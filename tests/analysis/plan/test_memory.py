@@ -307,9 +307,8 @@ def test_compiled_memory_of_adapters_on_one_device(vocabulary: int):
         config, remat="attention", dtype="bfloat16", sequences=1, length=4096, frozen=state.spec.frozen
     )
     assert (work.head, work.tables) == (0, 0)
-    memory = predict_memory(state.spec, work)
-    # Slices that are copied in line (`xla_options`) leave gaps: 38 of 478 MB.
-    assert memory.total == pytest.approx(hlo.memory(compiled).peak, rel=0.1)
+    memory = predict_memory(state.spec, work, workspace=GPUS["h100"].workspace)
+    assert memory.total == pytest.approx(hlo.memory(compiled).peak, rel=0.05)
     trained = decoder_work(config, remat="attention", dtype="bfloat16", sequences=1, length=4096)
     sums = 2 * 4 * vocabulary * config.d_model
     assert trained.loss - work.loss == trained.tables == sums
