@@ -134,8 +134,16 @@ class Attention(nnx.Module):
         kind: RopeKind,
     ) -> tuple[Heads, KVCache]:
         """The attention of new tokens to the cache, which they are added to, before the output projection."""
-        qkv = self.project(x, rope, kind)
-        return attend_cached(self.config, qkv, positions, cache, layer, windowed, self.scores_of_sinks)
+        new, latent = self.to_cache(x, rope, kind)
+        return attend_cached(
+            self.config, new, positions, cache, layer, windowed, self.scores_of_sinks, latent
+        )
+
+    def to_cache(
+        self, x: Hidden, rope: Rope | None, kind: RopeKind
+    ) -> tuple[tuple[Array, Array, Array | None], LatentHeads | None]:
+        """Queries, what the cache gets of new tokens, and what makes keys and values of it if it is latents."""
+        return self.project(x, rope, kind), None
 
     def mix(
         self,
@@ -210,22 +218,14 @@ class LatentAttention(Attention):
         made = self.latent_up(latent).reshape(*x.shape[:2], c.heads, -1)
         return query, *keys_and_values(made, rotary, c.head_dim - c.rope_width)
 
-    def decode(
-        self,
-        x: Hidden,
-        rope: Rope | None,
-        positions: Positions,
-        cache: KVCache,
-        layer: int | Int[Array, ""],
-        windowed: Windowed,
-        kind: RopeKind,
-    ) -> tuple[Heads, KVCache]:
-        """As of ``Attention``; the cache has latents."""
+    def to_cache(
+        self, x: Hidden, rope: Rope | None, kind: RopeKind
+    ) -> tuple[tuple[Array, Array, Array | None], LatentHeads | None]:
+        """As of ``Attention``: the cache has latents."""
         c = self.config
         query, latents = self._compressed(x, rope, kind)
         up = whole(self.latent_up.kernel[...]).reshape(self.rank, c.heads, -1)
-        heads = LatentHeads(up, c.head_dim - c.rope_width)
-        return attend_cached(c, (query, latents, None), positions, cache, layer, windowed, latent=heads)
+        return (query, latents, None), LatentHeads(up, c.head_dim - c.rope_width)
 
     def _compressed(self, x: Hidden, rope: Rope | None, kind: RopeKind) -> tuple[Array, Latents]:
         c = self.config

@@ -175,11 +175,15 @@ def _attend_flash(
 def _columns(whole: Array, layer: int | Int[Array, ""], first: Array, count: int) -> Array:
     """``count`` columns of a layer of the cache; those behind its end are of no meaning."""
     start = jnp.minimum(first, whole.shape[3] - count)
-    found = jax.lax.dynamic_slice(
-        whole, (layer, 0, 0, start, 0), (1, *whole.shape[1:3], count, whole.shape[4])
-    )
+    found = jnp.roll(_slice(whole, layer, start, count), start - first, axis=2)
     # Else XLA gives the whole cache the layout that flash attention reads, by a copy.
-    return with_layout_constraint(jnp.roll(found[0], start - first, axis=2), Layout((0, 1, 2, 3)))
+    return with_layout_constraint(found, Layout((0, 1, 2, 3)))
+
+
+def _slice(whole: Array, layer: int | Int[Array, ""], start: Array, count: int) -> Array:
+    """``count`` columns of a layer of the cache from ``start`` on, which all exist."""
+    shape = (1, *whole.shape[1:3], count, whole.shape[4])
+    return jax.lax.dynamic_slice(whole, (layer, 0, 0, start, 0), shape)[0]
 
 
 def _attend_blocks(
@@ -204,12 +208,7 @@ def _attend_blocks(
         largest, total, sums = carry
         first = jnp.minimum(number * block, length - block)
         columns = first + jnp.arange(block)
-        cached = jax.tree.map(
-            lambda x: jax.lax.dynamic_slice(
-                x, (layer, 0, 0, first, 0), (1, *x.shape[1:3], block, x.shape[4])
-            )[0].swapaxes(1, 2),
-            cache,
-        )
+        cached = jax.tree.map(lambda x: _slice(x, layer, first, block).swapaxes(1, 2), cache)
         keys, values = read(*cached)
         scores = jnp.einsum("btkgd,bskd->bkgts", grouped, keys, preferred_element_type=jnp.float32) * scale
         if config.attention_softcap is not None:
