@@ -9,8 +9,8 @@ from typing import Any
 
 import hlo
 import jax
+import long_rows
 import numpy as np
-import optax
 import pytest
 from cuda_clusters import check_traffic, compiled_gpt, gpt_batch
 from environment import ROOT
@@ -20,7 +20,7 @@ from zerojax import aot
 from zerojax.analysis.gpus import GPUS
 from zerojax.analysis.plan import plan_state, predict_memory
 from zerojax.analysis.plan.work import decoder_work, work_of
-from zerojax.models import GPT, GPTConfig, lm_loss
+from zerojax.models import GPTConfig
 
 NODES, LOCAL, LAYERS, SEQUENCE = 2, 4, 20, 16
 D = NODES * LOCAL
@@ -196,14 +196,7 @@ of a row and layers."""
 def test_memory_of_one_long_row_is_as_measured(length: int, layers: int):
     """By tiles of an MLP in the shorter row, by the workspace of cuDNN's attention in the longer one."""
     config = dataclasses.replace(LLAMA_8B, layers=layers, max_seq_len=length)
-    state = zerojax.TrainState.abstract(
-        lambda rngs: GPT(config, rngs=rngs),
-        optax.adamw(1e-4),
-        lm_loss,
-        mesh=zerojax.make_mesh(1, 1, devices=jax.devices()[:1]),
-        zero=zerojax.ZeroConfig(frozen=("*",), host=("activations",)),
-        lora=zerojax.LoRA(rank=16),
-    )
+    state = long_rows.abstract_state(config)
     memory = predict_memory(state.spec, work_of(state.spec, config, sequences=1, length=length))
     _, peak = MEASURED[length, layers]
     assert memory.total == pytest.approx(peak, rel=0.05)

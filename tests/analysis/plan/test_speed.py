@@ -4,8 +4,8 @@ import dataclasses
 import functools
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
+import long_rows
 import optax
 import pytest
 from flax import nnx
@@ -19,7 +19,7 @@ from zerojax.analysis.plan.memory import predict_memory
 from zerojax.analysis.plan.speed import StepTime, predict_step
 from zerojax.analysis.plan.work import Work, decoder_work, work_of
 from zerojax.errors import ConfigurationError
-from zerojax.models import GPT, Block, GPTConfig, lm_loss
+from zerojax.models import Block, GPTConfig
 from zerojax.sharding.mesh import MeshShape
 from zerojax.train.spec import TrainSpec
 
@@ -258,14 +258,7 @@ def test_long_rows_beside_adapters_are_predicted(length: int, layers: int, secon
     """On one H100 (docs/long-context.md); attention is most of the step, and its kernel slower by length."""
     config = dataclasses.replace(LLAMA, vocab_size=128256, layers=layers, kv_heads=8, ffn=14336, tied=False)
     config = dataclasses.replace(config, max_seq_len=length)
-    state = zerojax.TrainState.abstract(
-        lambda rngs: GPT(config, rngs=rngs),
-        optax.adamw(1e-4),
-        lm_loss,
-        mesh=zerojax.make_mesh(1, 1, devices=jax.devices()[:1]),
-        zero=zerojax.ZeroConfig(frozen=("*",), host=("activations",)),
-        lora=zerojax.LoRA(rank=16),
-    )
+    state = long_rows.abstract_state(config)
     work = work_of(state.spec, config, sequences=1, length=length)
     step = predict_step(
         state.spec, work, (), predict_memory(state.spec, work), Cluster(1, 1, GPUS["h100"], 0)

@@ -344,7 +344,7 @@ def _gradient_sums(spec: TrainSpec) -> int:
     Of a stack that the backward pass updates there are those of one layer.
     """
     once = {leaf.path for group in spec.updated_in_backward for leaf in group.leaves}
-    return sum((leaf.path in once or leaf.layers) * _sum_bytes(spec, leaf) for leaf in spec.leaves)
+    return sum((1 if leaf.path in once else leaf.layers) * _sum_bytes(spec, leaf) for leaf in spec.leaves)
 
 
 def _sum_bytes(spec: TrainSpec, leaf: ParamLayout) -> int:
