@@ -142,7 +142,7 @@ class Attention(nnx.Module):
     def to_cache(
         self, x: Hidden, rope: Rope | None, kind: RopeKind
     ) -> tuple[tuple[Array, Array, Array | None], LatentHeads | None]:
-        """Queries, what the cache gets of new tokens, and what makes keys and values of it if it is latents."""
+        """Queries, what the cache gets of new tokens, and, of latents, what makes keys and values of them."""
         return self.project(x, rope, kind), None
 
     def mix(
