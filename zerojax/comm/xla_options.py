@@ -57,6 +57,9 @@ SEPARATE_PRODUCTS: CompilerOptions = {
 HOST_MEMORY: CompilerOptions = {
     # No CUDA graphs: in a graph copies from and to host memory do not run beside kernels.
     "xla_gpu_graph_min_graph_size": 1 << 30,
+    # Copies outside loops are counted as computations, of which two at a time is the default: copies of the
+    # layers before and after a loop would be awaited one by one, with nothing running beside them.
+    "xla_gpu_experimental_parallel_async_compute_limit": 256,
     # XLA's own rematerialisation counts arrays in host memory as the device's. With 32 layers' activations
     # there it computes parts of layers and of the loss a second time, and saves nothing.
     "xla_disable_hlo_passes": f"rematerialization,{_ASYNC_SLICES}",
