@@ -6,6 +6,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+import dacite
+
 from zerojax import terminal
 
 EXIT_OK = 0
@@ -23,6 +25,8 @@ _DISK_ERRORS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),  # full
     *(errno.EROFS, errno.EIO, errno.ESTALE, errno.ETIMEDOUT),  # no longer there
 )
+_UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError, dacite.DaciteError)
+"""What readers of JSON, TOML and the like raise on content that they do not expect."""
 
 
 class ZeroJaxError(Exception):
@@ -94,7 +98,7 @@ def report(error: BaseException) -> tuple[int, str]:
 
 @contextmanager
 def file_errors(
-    path: Path, kind: type[ConfigurationError] = ConfigurationError, what: str = ""
+    path: Path, kind: type[ConfigurationError] = ConfigurationError, what: str = "", content: str = ""
 ) -> Generator[None]:
     """Report what the system says of a file as a ``ConfigurationError``: "PATH: No such file or directory".
 
@@ -102,14 +106,21 @@ def file_errors(
         path: of the file, for the message.
         kind: of the error.
         what: cannot be done, for the message, such as "cannot write: ".
+        content: what is wrong if a reader of the content raises an error, such as "not JSON"; "" if none can.
 
     Raises:
-        ConfigurationError: in place of an ``OSError``.
+        ConfigurationError: in place of an ``OSError``, and of a reader's error.
     """
     try:
         yield
+    except ZeroJaxError:
+        raise
     except OSError as error:
         raise kind(f"{path}: {what}{error.strerror or error}") from error
+    except _UNREADABLE as error:
+        if not content:
+            raise
+        raise kind(f"{path}: {content}: {error}") from error
 
 
 @contextmanager

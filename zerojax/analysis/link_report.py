@@ -142,18 +142,12 @@ class LinkReport:
         Raises:
             ConfigurationError: the file cannot be read, or is not a link report.
         """
-        try:
-            data = parse_json(file.read_text())
-            report = dacite.from_dict(
-                LinkReport, data, dacite.Config(strict=True, cast=[tuple], type_hooks={float: _number})
-            )
-        except OSError as error:
-            raise ConfigurationError(f"{file}: {error.strerror}") from error
-        except (ValueError, TypeError, AttributeError, dacite.DaciteError) as error:
-            raise ConfigurationError(f"{file} is not what zerojax links writes: {error}") from error
-        if problem := _problem(report):
-            raise ConfigurationError(f"{file} is not what zerojax links writes: {problem}")
-        return report
+        with file_errors(file, content="not what zerojax links writes"):
+            how = dacite.Config(strict=True, cast=[tuple], type_hooks={float: _number})
+            report = dacite.from_dict(LinkReport, parse_json(file.read_text()), how)
+            if problem := _problem(report):
+                raise ValueError(problem)
+            return report
 
 
 @dataclass(frozen=True)

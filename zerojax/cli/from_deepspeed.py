@@ -37,9 +37,10 @@ def run(arguments: list[str]) -> None:
     options = read_options(Options, "from-deepspeed", arguments)
     if options.nodes < 0 or options.gpus_per_node < 0:
         raise ConfigurationError("--nodes and --gpus-per-node must not be negative")
+    data = read_json(options.config)
     try:
         translation = translate(
-            read_json(options.config),
+            data,
             nodes=options.nodes,
             local=options.gpus_per_node,
             batch_size=options.batch_size,
@@ -62,14 +63,8 @@ def read_json(path: Path) -> Any:
     Raises:
         ConfigurationError: it cannot be read.
     """
-    try:
+    with file_errors(path, content="not valid JSON"):
         text = path.read_text(encoding="utf-8")
         if len(text) > MAX_SETTINGS_CHARS:
-            raise ConfigurationError(f"{len(text):,} characters: no DeepSpeed config has so many")
+            raise ValueError(f"{len(text):,} characters: no DeepSpeed config has so many")
         return parse_json(text)
-    except OSError as error:
-        raise ConfigurationError(f"cannot be read: {error.strerror}") from error
-    except ConfigurationError:
-        raise
-    except ValueError as error:
-        raise ConfigurationError(f"not valid JSON: {error}") from error

@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from zerojax.errors import ConfigurationError
+from zerojax.errors import ConfigurationError, file_errors
 
 DEEPEST = 64
 """Levels of nested tables and lists; a settings file has four or five."""
@@ -44,12 +44,8 @@ def read_json_object(path: Path, kind: type[ConfigurationError] = ConfigurationE
     Raises:
         ConfigurationError: ``kind``, if it cannot be read, ``parse_json`` refuses it, or it is no object.
     """
-    try:
+    with file_errors(path, kind, content="not JSON"):
         values = parse_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise kind(f"{path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise kind(f"{path}: not JSON: {error}") from error
     if not isinstance(values, dict):
         raise kind(f"{path}: not a JSON object")
     return values

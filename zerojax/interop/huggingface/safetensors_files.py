@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Float32, Shaped
 from safetensors import SafetensorError, safe_open
 
-from zerojax.errors import ConfigurationError
+from zerojax.errors import ConfigurationError, file_errors
 from zerojax.validation.untrusted import parse_json, printable, short
 
 SINGLE = "model.safetensors"
@@ -151,12 +151,8 @@ def _listed(single: Path, index: Path) -> dict[str, str]:
     """
     folder = single.parent
     if index.is_file():
-        try:
+        with file_errors(index, content="not an index of safetensors files"):
             return _check_index(parse_json(index.read_text(encoding="utf-8")))
-        except OSError as error:
-            raise ConfigurationError(f"{index}: {error.strerror or error}") from error
-        except ValueError as error:
-            raise ConfigurationError(f"{index}: not an index of safetensors files: {error}") from error
     if single.is_file():
         return {}
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):

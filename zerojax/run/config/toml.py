@@ -8,6 +8,7 @@ from pathlib import Path
 
 import tomli_w
 
+from zerojax.errors import file_errors
 from zerojax.run.config.keys import Tables
 from zerojax.run.config.run_config import RunConfig
 from zerojax.run.config.tables import ConfigError, checked, config_from_dict, config_to_dict
@@ -63,12 +64,8 @@ def load_tables(path: Path | str) -> Tables:
         ConfigError: it is not readable, not TOML, or has an unknown key or a value of a wrong type.
     """
     path = Path(path)
-    try:
+    with file_errors(path, ConfigError, content="not valid TOML"):
         data = parse_toml(path.read_text(encoding="utf-8-sig"))  # as editors on Windows write it
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from error
     return checked(data, origin=str(path))
 
 

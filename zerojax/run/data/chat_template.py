@@ -20,6 +20,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import CallBlock, Node
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from zerojax.errors import file_errors
 from zerojax.run.data.formats import DataError, user_path
 from zerojax.run.data.tokenizer import SETTINGS, read_settings
 from zerojax.validation.untrusted import printable, short
@@ -274,12 +275,8 @@ def load_template(setting: str, tokenizer: str) -> tuple[str, str]:
 
 
 def _read(path: Path) -> str:
-    try:
+    with file_errors(path, DataError, content="not valid UTF-8"):
         return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not valid UTF-8 at byte {error.start}") from error
 
 
 def _raise(message: str) -> str:

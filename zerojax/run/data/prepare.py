@@ -253,10 +253,8 @@ def _source_identity(settings: DataSection, one: MixtureSource) -> dict[str, obj
 
 def _check_same(settings: DataSection, wanted: dict[str, object], folder: Path) -> None:
     path = folder / _SETTINGS
-    try:
+    with file_errors(path, DataError, content="not what tokens were made from"):
         found = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot read what the tokens were made from: {error}") from error
     if found == wanted:
         return
     moved = isinstance(found, dict) and found | {"tokenizer": settings.tokenizer} == wanted

@@ -117,11 +117,9 @@ def _is_taken(path: Path, root: Path) -> bool:
 def _saved_files(folder: Path) -> tuple[Path, ...]:
     """The Arrow files of a saved dataset; other Arrow files beside them are caches."""
     path = folder / _SAVED_DATASET
-    try:
+    with file_errors(path, DataError, content="not what `datasets` writes"):
         names = [entry["filename"] for entry in parse_json(path.read_text(encoding="utf-8"))["_data_files"]]
         outside = [name for name in names if Path(name).name != name]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: not what `datasets` writes: {error!r}") from error
     if outside or not names:
         raise DataError(f"{path}: expected the names of files in this folder, found {outside or 'none'}")
     return tuple(folder / name for name in names)

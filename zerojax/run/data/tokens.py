@@ -237,7 +237,7 @@ def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
 
 
 def _read_header(path: Path) -> Header:
-    try:
+    with file_errors(path, DataError, content="damaged, or not the header of a token file"):
         data = load_checked(path.read_text(encoding="utf-8"))
         if data.get("format") != _FORMAT:
             raise DataError(
@@ -245,12 +245,6 @@ def _read_header(path: Path) -> Header:
                 "delete its folder to prepare the data again"
             )
         header = dacite.from_dict(Header, data, dacite.Config(strict=True))
-    except DataError:
-        raise
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from error
-    except (ValueError, TypeError, RecursionError, dacite.DaciteError) as error:
-        raise DataError(f"{path}: damaged, or not the header of a token file: {error}") from error
     if header.dtype not in _DTYPES or header.tokens < 1 or header.documents < 1:
         raise DataError(
             f"{path}: dtype {header.dtype!r}, {header.tokens} tokens of {header.documents} documents: "
