@@ -29,9 +29,8 @@ from safetensors.numpy import load_file, save_file
 from zerojax.cli import main as zerojax
 from zerojax.cli.trained import open_trained
 from zerojax.interop.huggingface import Direction, Format, WeightFormat
-from zerojax.interop.huggingface.quantized import QuantizedFiles
-from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
 from zerojax.interop.huggingface.source import open_files
+from zerojax.interop.huggingface.weight_files import WeightFiles
 from zerojax.run.config import MeshSection
 from zerojax.run.evaluation import mean_loss
 from zerojax.run.inputs import make_batches, prepare_data
@@ -133,7 +132,7 @@ def compare_quantized(tuned: Path, work: Path, reference: Reference, tokens: np.
             out = work / f"{weights}-{along}"
             run("export", tuned, out, "--weights", weights, "--block-size", "64", "--along", along)
             theirs = np.load(reference("inspect", out, tokens))
-            files = QuantizedFiles(SafetensorFiles(out), WeightFormat(weights, 64, along))
+            files = WeightFiles(out, WeightFormat(weights, 64, along))
             for name, spec in files.specs.items():
                 ours = files.read(name, *(slice(None) for _ in spec.shape)).astype(np.float32)
                 assert ours.tobytes() == theirs[name].tobytes(), f"{out.name}: {name} is decoded differently"

@@ -20,8 +20,8 @@ from zerojax.interop.huggingface import (
     plan_export,
 )
 from zerojax.interop.huggingface.exporting import Target
-from zerojax.interop.huggingface.quantized import QuantizedFiles
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles, SafetensorWriter, TensorSpec
+from zerojax.interop.huggingface.weight_files import WeightFiles
 from zerojax.run.build import abstract_model
 from zerojax.run.run_dir import RunFolder
 from zerojax.train.state import TrainState
@@ -69,7 +69,7 @@ def test_files_hold_what_the_codec_decodes(fmt: Format, along: Direction, dtype:
     np.testing.assert_array_equal(codes * scale, expected)
     assert raw.specs["w_scale"].dtype == dtype
     # And as zerojax reads them back, whole and in parts.
-    files = QuantizedFiles(raw, how)
+    files = WeightFiles(tmp_path, how)
     assert files.specs == {"w": TensorSpec("F32", SHAPE)}
     for ranges in (
         (slice(None), slice(None)),
@@ -142,7 +142,7 @@ def test_layers_that_share_a_tensor_are_quantized_into_it(name: str, along: Dire
     export_model(state, config, folder, target, tmp_path / "full")
     export_model(state, config, folder, target, tmp_path / "out", how)
     raw, full = SafetensorFiles(tmp_path / "out"), tensors(tmp_path / "full")
-    files, fused = QuantizedFiles(raw, how), "model.layers.0.mlp.gate_up_proj.weight"
+    files, fused = WeightFiles(tmp_path / "out", how), "model.layers.0.mlp.gate_up_proj.weight"
     np.testing.assert_array_equal(raw.read(f"{fused}_shape"), (128, 64))
     assert files.specs.keys() == full.keys()
     for tensor, values in full.items():

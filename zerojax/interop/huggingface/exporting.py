@@ -15,11 +15,12 @@ from zerojax.interop.huggingface.families import Family, describe_model, read_mo
 from zerojax.interop.huggingface.importing import TENSORS
 from zerojax.interop.huggingface.load import load_params
 from zerojax.interop.huggingface.mapping import TensorParts
-from zerojax.interop.huggingface.quantized import QuantizedFiles, WeightFormat
-from zerojax.interop.huggingface.safetensors_files import SafetensorFiles, SafetensorWriter, TensorSpec
+from zerojax.interop.huggingface.quantized import WeightFormat
+from zerojax.interop.huggingface.safetensors_files import SafetensorWriter, TensorSpec
 from zerojax.interop.huggingface.save import cast, each_tensor, tensor_specs
 from zerojax.interop.huggingface.source import model_section, read_config_json
 from zerojax.interop.huggingface.tokenizer_files import GENERATION, KEPT, copy_files, write_tokenizer
+from zerojax.interop.huggingface.weight_files import WeightFiles
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run.build import abstract_model, is_first
 from zerojax.run.config import RunConfig
@@ -163,7 +164,7 @@ def quantized_state(
     Returns:
         ``state`` with these weights; if it has frozen ones, a state of the same model that has none.
     """
-    files = QuantizedFiles(SafetensorFiles(out), how)
+    files = WeightFiles(out, how)
     if not state.spec.frozen:
         return replace(state, params=load_params(state.spec, files, target.parts))
     plain = abstract_model(config.all_trained())

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from zerojax.errors import ConfigurationError, disk_errors
 from zerojax.interop.huggingface.load import (
-    Files,
     check_tensors,
     load_base,
     load_params,
@@ -17,6 +16,7 @@ from zerojax.interop.huggingface.load import (
 )
 from zerojax.interop.huggingface.source import FREE, ModelFolder, is_model, model_section, open_files
 from zerojax.interop.huggingface.tokenizer_files import KEPT, copy_files
+from zerojax.interop.huggingface.weight_files import WeightFiles
 from zerojax.models import GPTConfig
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run.build import abstract_model
@@ -148,13 +148,13 @@ def _check_model(source: ModelFolder, config: RunConfig) -> None:
         )
 
 
-def _write_new(source: ModelFolder, files: Files, folder: RunFolder) -> None:
+def _write_new(source: ModelFolder, files: WeightFiles, folder: RunFolder) -> None:
     if folder.config.exists() or step_dirs.steps(folder.checkpoints):
         raise ConfigurationError(f"{folder.path} holds a run already: choose another folder, or delete it")
     _write_files(source, files, folder)
 
 
-def _write_files(source: ModelFolder, files: Files, folder: RunFolder) -> None:
+def _write_files(source: ModelFolder, files: WeightFiles, folder: RunFolder) -> None:
     """Write the run's tokenizer, and the files that an export needs to write the same model back."""
     folder.huggingface.mkdir(exist_ok=True)
     copy_files(source.folder, folder.huggingface, ("config.json", *KEPT))

@@ -20,8 +20,6 @@ from zerojax.interop.huggingface.mapping import (
     tensors_of,
     tensors_of_state,
 )
-from zerojax.interop.huggingface.quantized import QuantizedFiles
-from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
 from zerojax.interop.huggingface.source import CONFIG, open_files, read_config_json
 from zerojax.interop.huggingface.weight_files import WeightFiles
 from zerojax.sharding.layout import OWNED, ParamLayout
@@ -30,8 +28,6 @@ from zerojax.train.frozen import load_frozen
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState, check_there
 
-Files = SafetensorFiles | WeightFiles | QuantizedFiles
-"""Tensors that can be read in parts."""
 FLOATS = ("F32", "F16", "BF16")
 Index = tuple[slice, ...]
 _TILE = 256
@@ -115,7 +111,7 @@ def _model_weights(train_spec: TrainSpec, new: str | None) -> list[ParamLayout]:
 
 def check_tensors(
     train_spec: TrainSpec,
-    files: Files,
+    files: WeightFiles,
     family: Family,
     parts: TensorParts,
     new: str | None = None,
@@ -149,7 +145,7 @@ def check_tensors(
         raise ConfigurationError(f"nothing is imported: the model has no {', '.join(sorted(unknown)[:4])}")
 
 
-def load_state(state: TrainState, files: Files, parts: TensorParts) -> TrainState:
+def load_state(state: TrainState, files: WeightFiles, parts: TensorParts) -> TrainState:
     """The state with what the model keeps besides its weights from checked files, if they have some of it."""
     found: dict[str, np.ndarray] = {}
     for name, layer, tensor in tensors_of_state(state.model_state, parts):
@@ -162,7 +158,9 @@ def load_state(state: TrainState, files: Files, parts: TensorParts) -> TrainStat
     return state.replace(model_state=state.model_state | placed)
 
 
-def load_params(train_spec: TrainSpec, files: Files, parts: TensorParts, *, new: str | None = None) -> PyTree:
+def load_params(
+    train_spec: TrainSpec, files: WeightFiles, parts: TensorParts, *, new: str | None = None
+) -> PyTree:
     """Load master weights from checked files, each process the ranges that its own devices hold.
 
     One leaf is placed before the next is read, so a host needs memory for its shards and for one device's
@@ -183,7 +181,7 @@ def load_params(train_spec: TrainSpec, files: Files, parts: TensorParts, *, new:
 
 
 def _placed(
-    sharding: NamedSharding, leaf: ParamLayout, files: Files, parts: TensorParts, first: int = 0
+    sharding: NamedSharding, leaf: ParamLayout, files: WeightFiles, parts: TensorParts, first: int = 0
 ) -> Float32[Array, "..."]:
     """A leaf's stored array (``ParamLayout.stored_shape``), of the files' layers from ``first`` on."""
 
@@ -201,7 +199,7 @@ def _placed(
 
 
 def _flat_part(
-    leaf: ParamLayout, layer: int | None, start: int, stop: int, files: Files, parts: TensorParts
+    leaf: ParamLayout, layer: int | None, start: int, stop: int, files: WeightFiles, parts: TensorParts
 ) -> Float32[np.ndarray, " n"]:
     """What is stored of one layer at the places [start, stop), flat and padded."""
     flat = np.zeros(stop - start, np.float32)
@@ -211,7 +209,7 @@ def _flat_part(
 
 
 def _elements(
-    leaf: ParamLayout, layer: int | None, start: int, stop: int, files: Files, parts: TensorParts
+    leaf: ParamLayout, layer: int | None, start: int, stop: int, files: WeightFiles, parts: TensorParts
 ) -> Float32[np.ndarray, " n"]:
     """Elements [start, stop) of one layer, cut from whole rows."""
     width = leaf.shape[-1]
@@ -247,7 +245,7 @@ def _copy(values: Float32[np.ndarray, "rows columns"], out: Float32[np.ndarray, 
         list(threads.map(rows, range(0, len(values), _TILE)))
 
 
-def _read_rows(tensor: Tensor, rows: slice, files: Files) -> np.ndarray:
+def _read_rows(tensor: Tensor, rows: slice, files: WeightFiles) -> np.ndarray:
     """Some rows of a leaf's matrix (a vector is one row), from one tensor."""
     if len(tensor.shape) < 2:
         return files.read(tensor.name).reshape(1, -1)

@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Float32, Int32, Shaped, UInt8
+from jaxtyping import Float32, Shaped, UInt8
 
 import pallas_kernels
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface.mapping import Tensor, TensorParts, tensors_of
-from zerojax.interop.huggingface.safetensors_files import DTYPES, SafetensorFiles, TensorSpec
+from zerojax.interop.huggingface.safetensors_files import DTYPES, SafetensorFiles, Specs, TensorSpec
 from zerojax.train.spec import TrainSpec
 
 Format = Literal["int8", "int4", "int2", "fp8"]
@@ -142,39 +142,35 @@ class WeightFormat:
             },
         }
 
-
-class QuantizedFiles:
-    """Files written by ``WeightFormat``, read as if they held fp32 weights."""
-
-    def __init__(self, files: SafetensorFiles, how: WeightFormat) -> None:
-        self._files = files
-        self._how = how
-        self.specs: dict[str, TensorSpec] = {}
-        for name, spec in files.specs.items():
+    def decoded(self, specs: Specs) -> Specs:
+        """The tensors as they are read, in fp32 if they are quantized, from those of the files."""
+        height, width = self.block_shape
+        found: Specs = {}
+        for name, spec in specs.items():
             base, _, kind = name.rpartition("_")
             if name.endswith("_scale"):
-                height, width = how.block_shape
-                self.specs[base] = TensorSpec("F32", (spec.shape[0] * height, spec.shape[1] * width))
-            elif kind not in ("packed", "shape") and f"{name}_scale" not in files.specs:
-                self.specs[name] = spec
+                found[base] = TensorSpec("F32", (spec.shape[0] * height, spec.shape[1] * width))
+            elif kind not in ("packed", "shape") and f"{name}_scale" not in specs:
+                found[name] = spec
+        return found
 
-    def read(self, name: str, *ranges: slice) -> Shaped[np.ndarray, "..."]:
-        """A part of a tensor, decoded to fp32 if it is quantized."""
-        if f"{name}_scale" not in self._files.specs:
-            return self._files.read(name, *ranges)
-        how, shape = self._how, self.specs[name].shape
-        codes = self._unpacked(name, *ranges) if how.packed else self._files.read(name, *ranges)
-        scales = self._files.read_repeated(f"{name}_scale", how.block_shape, shape, ranges)
+    def read(
+        self, files: SafetensorFiles, name: str, rows: slice, columns: slice
+    ) -> Float32[np.ndarray, "rows columns"]:
+        """A part of a quantized tensor, decoded."""
+        (height, width), scale = self.block_shape, f"{name}_scale"
+        shape = files.specs[scale].shape[0] * height, files.specs[scale].shape[1] * width
+        if self.packed:
+            start, stop, step = columns.indices(shape[1])
+            first = start * self.bits // _WORD
+            packed = files.read(f"{name}_packed", rows, slice(first, -(-stop * self.bits // _WORD)))
+            before = first * _WORD // self.bits  # columns in the words that are left out
+            codes = _unpack(packed.view(np.uint8), self.bits)[:, start - before : stop - before : step]
+            codes = codes.astype(np.int32) - (1 << (self.bits - 1))
+        else:
+            codes = files.read(name, rows, columns)
+        scales = files.read_repeated(scale, (height, width), shape, (rows, columns))
         return codes.astype(np.float32) * scales
-
-    def _unpacked(self, name: str, rows: slice, columns: slice) -> Int32[np.ndarray, "rows columns"]:
-        bits = self._how.bits
-        start, stop, step = columns.indices(self.specs[name].shape[1])
-        first = start * bits // _WORD
-        packed = self._files.read(f"{name}_packed", rows, slice(first, -(-stop * bits // _WORD)))
-        before = first * _WORD // bits  # columns in the words that are left out
-        codes = _unpack(packed.view(np.uint8), bits)[:, start - before : stop - before : step]
-        return codes.astype(np.int32) - (1 << (bits - 1))
 
 
 def _unpack(packed: UInt8[np.ndarray, "rows bytes"], bits: int) -> UInt8[np.ndarray, "rows codes"]:

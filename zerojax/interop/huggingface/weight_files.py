@@ -1,4 +1,4 @@
-"""The tensors of a model's folder, of which quantized ones are read as the bf16 that they stand for."""
+"""The tensors of a model's folder, of which quantized ones are read as the numbers that they stand for."""
 
 from pathlib import Path
 
@@ -9,13 +9,14 @@ from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface.config_keys import ConfigKeys
 from zerojax.interop.huggingface.fp8_blocks import FP8Blocks
 from zerojax.interop.huggingface.mxfp4 import MXFP4
+from zerojax.interop.huggingface.quantized import WeightFormat
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
 from zerojax.validation.untrusted import short
 
 QUANTIZATION = "quantization_config"
 """The key of quantized files in config.json. Exports are not quantized so, and do not have it."""
-QuantizedFormat = MXFP4 | FP8Blocks
-"""How files hold quantized tensors."""
+QuantizedFormat = MXFP4 | FP8Blocks | WeightFormat
+"""How files hold quantized tensors; the last is that of exports."""
 
 
 def read_format(keys: ConfigKeys) -> QuantizedFormat | None:
