@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -66,7 +67,11 @@ def in_nnx_remat(model: Model, x: jax.Array) -> jax.Array:
     return model.second(nnx.remat(lambda stack, x: stack(x))(model.first, x))
 
 
-RUNS = [in_order, one_twice, one_never, in_jax_checkpoint, in_nnx_remat]
+def in_one_branch(model: Model, x: jax.Array) -> jax.Array:
+    return nnx.cond(jnp.ones(()) > 0, lambda stack, x: stack(x), lambda stack, x: 2 * x, model.first, x)
+
+
+RUNS = [in_order, one_twice, one_never, in_jax_checkpoint, in_nnx_remat, in_one_branch]
 
 
 def all_at_once(train_spec: Any) -> Callable[[Any], dict[Any, np.ndarray]]:
@@ -103,6 +108,7 @@ BREADTH = {"accumulate": 2, "accumulate_order": "breadth"}
 ALWAYS: list[tuple[Any, int, dict[str, Any]]] = [
     *((run, 3, {}) for run in (in_order, one_never, in_nnx_remat)),
     (in_order, 1, {}),
+    (in_one_branch, 1, {}),
     (one_twice, 3, BREADTH),
 ]
 SOMETIMES = [

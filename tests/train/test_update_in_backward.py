@@ -32,6 +32,10 @@ WIDTH = 16
 # Powers of two: products with them are exact, whether or not the compiler fuses them with a sum.
 EXACT = optax.adamw(2.0**-7, b1=0.5, b2=0.5, weight_decay=2.0**-5)
 BREADTH = {"accumulate": 2, "accumulate_order": "breadth"}
+COUNTING = optax.GradientTransformation(
+    lambda params: {"seen": jax.tree.map(lambda x: x.astype(jnp.int32), params)},
+    lambda updates, state, params=None: (updates, state),
+)
 SLOW = pytest.mark.slow
 
 
@@ -201,6 +205,7 @@ def test_skipped_steps():
         ({"every": 4}, "every"),
         ({"tx": optax.chain(optax.clip_by_global_norm(1.0), EXACT)}, "norms of gradients"),
         ({"tx": zerojax.chain(zerojax.scale_by_muon(), optax.scale(-1e-3))}, "as Muon does"),
+        ({"tx": COUNTING}, r"\['seen'\].* is int32"),
         ({"frozen": ("blocks/*", "short/*")}, "has none"),
     ],
 )
@@ -213,6 +218,25 @@ def called_twice(model: Model, x: jax.Array) -> jax.Array:
     return model.head(model.short(model.blocks(model.blocks(x))))
 
 
+def called_by_a_copy(model: Model, x: jax.Array) -> jax.Array:
+    return model(x) + nnx.clone(model)(2 * x)
+
+
+def in_a_loop(model: Model, x: jax.Array) -> jax.Array:
+    axes = nnx.StateAxes({...: None})
+    run = nnx.scan(lambda stack, x: stack(x), in_axes=(axes, nnx.Carry), out_axes=nnx.Carry, length=2)
+    return model.head(model.short(run(model.blocks, x)))
+
+
+def in_one_branch(model: Model, x: jax.Array) -> jax.Array:
+    choose = jnp.ones(()) > 0
+    return model.head(model.short(nnx.cond(choose, lambda m, x: m(x), lambda m, x: x, model.blocks, x)))
+
+
+def mapped(model: Model, x: jax.Array) -> jax.Array:
+    return nnx.vmap(lambda model, x: model(x), in_axes=(None, 0))(model, x)
+
+
 def one_never(model: Model, x: jax.Array) -> jax.Array:
     return model.head(model.blocks(x))
 
@@ -223,7 +247,7 @@ def transformed(model: Model, x: jax.Array) -> jax.Array:
 
 def with_gradient(model: Model, x: jax.Array) -> jax.Array:
     inner = jax.grad(lambda x: jnp.sum(nnx.clone(model).blocks(x)))(x)
-    return model.head(model.short(model.blocks(x + inner)))
+    return model.head(model.short(x + inner))
 
 
 def with_penalty(model: Model, x: jax.Array) -> jax.Array:
@@ -233,7 +257,11 @@ def with_penalty(model: Model, x: jax.Array) -> jax.Array:
 @pytest.mark.parametrize(
     ("run", "words"),
     [
-        (called_twice, "called twice"),
+        (called_twice, "'blocks/block' more than once"),
+        (called_by_a_copy, "'blocks/block' more than once"),
+        (in_a_loop, "'blocks/block' more than once"),
+        (in_one_branch, "one branch"),
+        (mapped, "nnx.vmap"),
         (one_never, "does not call the Stack 'short/block'"),
         (transformed, "a function that JAX transforms"),
         (with_gradient, "contains a gradient"),

@@ -109,6 +109,7 @@ class LayerwiseOptimizer:
                 ``ZeroConfig.update_in_backward``.
         """
         self._whole = _traced(whole, leaves)
+        self._dtypes = {place: x.dtype for place, x in places(_shapes(whole, leaves)[1]).items()}
         layers = [dataclasses.replace(leaf, stack=()) for leaf in leaves]
         if isinstance(optimizer, OnLayout):
             self._of_groups = {
@@ -139,10 +140,17 @@ class LayerwiseOptimizer:
         """Refuse to update a layer before the gradients of others exist.
 
         Raises:
-            ConfigurationError: the optimizer needs those.
+            ConfigurationError: the optimizer needs those, or keeps integers of each weight, which no
+                cotangent can be.
         """
         if self._needs_others:
             raise ConfigurationError(_NOT_IN_BACKWARD)
+        for place, dtype in self._dtypes.items():
+            if place in self.moments and not jnp.issubdtype(dtype, jnp.floating):
+                raise ConfigurationError(
+                    "ZeroConfig.update_in_backward takes an optimizer's state in floating point alone, and "
+                    f"{place} is {dtype}: leave update_in_backward out."
+                )
 
     def reduce(self, grads: PyTree[Array], state: Mapping[str, Array]) -> Reduced:
         """Compute norms and counters.

@@ -23,6 +23,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Num, PyTree
 
 from zerojax.comm.reduction import Values
+from zerojax.errors import ConfigurationError
 from zerojax.schedule.stacked import Index, layer_at, put_layer
 from zerojax.schedule.streaming import read_first
 from zerojax.schedule.sum_storage import Stored
@@ -212,6 +213,7 @@ class UpdatedLayers:
     def update(self, stored: Stored, sums: Values, layer: Index) -> Updated:
         """Update the layer that was fetched last."""
         carried: _Carried = stored.extra
+        sums = _of_all(sums)
         here = [{key: carried.here[k, key][0] for key in sink.held} for k, sink in enumerate(self._sinks)]
         weights = layer_at(self._weights[: len(here)], layer)
         return self._update.run(sums, here, weights, self._update.counters, self._facts, carried.squares)
@@ -267,6 +269,21 @@ class UpdatedLayers:
         encoded = put_layer(carried.encoded, tuple(new.encoded), layer)
         scales = put_layer(carried.scales, tuple(new.scales), layer)
         return replace(carried, encoded=encoded, scales=scales, squares=new.squares)
+
+
+@jax.custom_batching.custom_vmap
+def _of_all(sums: Values) -> Values:
+    """Gradient sums, which are not those of one of several mapped calls."""
+    return sums
+
+
+@_of_all.def_vmap
+def _refuse_mapped(size: int, mapped: list[bool], sums: Values) -> tuple[Values, list[bool]]:
+    del size, mapped, sums
+    raise ConfigurationError(
+        "the loss maps a Stack over inputs (nnx.vmap), so a layer has several gradients in its backward "
+        "pass: give the Stack one array of all inputs, or set update_in_backward=False."
+    )
 
 
 def _put_last(stack: Array, layers: Sequence[Array], last: Index) -> Array:

@@ -132,15 +132,7 @@ def scan_units(
     Returns:
         The last layer's ``x``; the new state, stacked; by path, stacked, the weights that have a ``copy``,
         with the copy that the gathers updated as their values; and the probe of a stack that is updated.
-
-    Raises:
-        ConfigurationError: the backward pass updates the stack, and it was called before.
     """
-    if any(weight.probe is not None for weight in weights):
-        raise ConfigurationError(
-            f"the Stack of {weights[0].leaf.name!r} is called twice, so a layer's gradient is not final in "
-            "its backward pass: set update_in_backward=False."
-        )
     unit, seeds = take_apart(read_by_unit(list(weights)))
     run_on = on_operands(body, weights)
 

@@ -133,12 +133,17 @@ _TRANSLATIONS = {
 }
 
 
+class InOneBranch(Exception):
+    """A Stack, whose call changes what it holds of its weights, is called in one branch of several."""
+
+
 @contextlib.contextmanager
 def translated_errors() -> Generator[None]:
     """Replace JAX's and Flax's errors about units by messages that say what to change; keep the user's own.
 
     Raises:
         ConfigurationError: for such an IndexError, TypeError or ValueError.
+        InOneBranch: for one about branches.
     """
     try:
         yield
@@ -149,6 +154,8 @@ def translated_errors() -> Generator[None]:
             raise ConfigurationError(_NO_LAYERS.format(line_of_error(error))) from error
         if found := re.search(r"Sharded\('(.*?)'\)", str(error)):
             raise ConfigurationError(read_outside(found[1])) from error
+        if "branch outputs must" in str(error) and re.search(r"\.value\.(probe|weight) is", str(error)):
+            raise InOneBranch from error
         for text, message in _TRANSLATIONS.items():
             if text in str(error):
                 raise ConfigurationError(message) from error

@@ -31,7 +31,7 @@ from zerojax.comm.reduction import GradientReduction, Values
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.breadth_first import over_micro_batches
 from zerojax.schedule.layer_update import LayerState, LayerUpdate, with_facts
-from zerojax.schedule.sharded import is_sharded, translated_errors
+from zerojax.schedule.sharded import InOneBranch, is_sharded, translated_errors
 from zerojax.schedule.unit import numbered_calls
 from zerojax.sharding.layout import to_stored
 from zerojax.sharding.mesh import AXES, LOCAL
@@ -46,7 +46,7 @@ from zerojax.train.copies import ByPath
 from zerojax.train.pass_weights import PassWeights, Placed, place_weights
 from zerojax.train.shared_rows import refuse_unshared
 from zerojax.train.spec import ParamGroup, TrainSpec
-from zerojax.train.weight_reads import refuse_assigned, refuse_reads
+from zerojax.train.weight_reads import refuse_assigned, refuse_calls, refuse_reads
 
 
 class Sums(NamedTuple):
@@ -126,11 +126,12 @@ def accumulate(
 
     try:
         weights = checked(spec.updating)
-    except TraceContextError as error:
+    except (TraceContextError, InOneBranch) as error:
         if update is not None:
             raise ConfigurationError(_TRANSFORMED) from error
-        # Flax lets nothing leave a function that JAX itself transforms (jax.checkpoint, jax.grad, lax.cond).
-        # If a Stack is called in one, copies are updated before the pass, not in it.
+        # Flax lets nothing leave a function that JAX itself transforms (jax.checkpoint, jax.grad, lax.cond),
+        # and all branches of nnx.cond change the same. If a Stack is called in one, copies are updated
+        # before the pass, not in it.
         if not spec.updating:
             raise
         weights = checked(())
@@ -141,8 +142,8 @@ def accumulate(
             total, outcome = forward(spec, placed, model_state, batch, seed)
             if update is not None:
                 metrics, count = means(over(spec.world.axes, outcome.sums))
-                probes = _of_each_stack(spec, outcome.probes)
-                total = with_facts(total, probes, update.facts(metrics["loss"], count))
+                facts = update.facts(metrics["loss"], count)
+                total = with_facts(total, list(outcome.probes.values()), facts)
             return total, outcome
 
         (_, outcome), grads = jax.value_and_grad(loss, has_aux=True)(sinks)
@@ -174,24 +175,10 @@ def accumulate(
 
 
 _TRANSFORMED = (
-    "the loss calls a Stack in a function that JAX transforms (jax.checkpoint, jax.grad, lax.cond), and its "
-    "layers are updated in their backward pass: set update_in_backward=False."
+    "the loss calls a Stack in a function that JAX transforms (jax.checkpoint, jax.grad, lax.cond), or in "
+    "one branch of several (nnx.cond), and its layers are updated in their backward pass: set "
+    "update_in_backward=False."
 )
-
-
-def _of_each_stack(spec: TrainSpec, probes: dict[Path, Array]) -> list[Array]:
-    """The probes; of a stack that was not called, gradients do not arrive.
-
-    Raises:
-        ConfigurationError: one was not called.
-    """
-    for group in spec.updated_in_backward:
-        if not any(leaf.path in probes for leaf in group.every):
-            raise ConfigurationError(
-                f"the loss does not call the Stack {group.unit!r}, whose layers are updated in their "
-                "backward pass: freeze its weights (ZeroConfig.frozen), or set update_in_backward=False."
-            )
-    return list(probes.values())
 
 
 def evaluate(
@@ -314,6 +301,8 @@ def _check(
     jaxpr = closed.jaxpr
     refuse_assigned(jaxpr, placed, replaced)
     refuse_reads(jaxpr, placed)
+    if rule is not None:
+        refuse_calls(jaxpr, placed, {g.leaves[0].path: str(g.unit) for g in spec.updated_in_backward})
     refuse_unshared(jaxpr, spec.zero.sequence_parallel)
     mesh = frozenset(spec.axes)
     followed = mesh | {ROW} if spec.zero.sequence_parallel > 1 else mesh

@@ -7,6 +7,9 @@ and pass on the same arrays. So the traced program is checked: only a unit, whic
 ``zerojax.schedule.sharded.read_by_unit``, may use the arrays of a ``Sharded`` value.
 """
 
+import functools
+import operator
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +18,7 @@ from jax.extend import core
 
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.replay import scan_counts
+from zerojax.schedule.layer_update import LayerState
 from zerojax.schedule.origins import MOVES, changed
 from zerojax.schedule.sharded import FORWARD_MODE, READ_BY_UNIT, assigned, is_sharded, read_outside
 from zerojax.schedule.user_code import line_of_equation
@@ -22,6 +26,8 @@ from zerojax.sharding.param_tree import Path
 
 Names = list[str | None]
 """For each value the name of the weight that it belongs to, or None."""
+Reads = Counter[str]
+"""How often units read the values of a name."""
 
 
 def refuse_reads(jaxpr: core.Jaxpr, weights: Mapping[Path, Any]) -> None:
@@ -38,9 +44,42 @@ def refuse_reads(jaxpr: core.Jaxpr, weights: Mapping[Path, Any]) -> None:
     for weight in jax.tree.leaves(weights, is_leaf=is_sharded):
         names += [weight.leaf.name if is_sharded(weight) else None] * len(jax.tree.leaves(weight))
     names += [None] * (len(jaxpr.invars) - len(names))
-    for name in _follow(jaxpr, names):
+    for name in _follow(jaxpr, names)[0]:
         if name is not None:
             raise ConfigurationError(f"{read_outside(name)} It was returned by the loss function.")
+
+
+def refuse_calls(jaxpr: core.Jaxpr, weights: Mapping[Path, Any], stacks: Mapping[Path, str]) -> None:
+    """Check that a program calls once, on every way through it, each stack that its backward pass updates.
+
+    Args:
+        jaxpr: as for ``refuse_reads``.
+        weights: as there.
+        stacks: the names of such stacks, by the path of one weight of each.
+
+    Raises:
+        ConfigurationError: it does not; the message names the stack.
+    """
+    held = filter(is_sharded, jax.tree.leaves(weights, is_leaf=is_sharded))
+    parts = [part for weight in held for part in (weight, *weight.adapter) if part.leaf.path in stacks]
+    # Of each stack one array is followed: a call reads all of them, some more than once.
+    sinks = {stacks[part.leaf.path]: part.sink for part in parts}
+    followed = {id(sink.squares): stack for stack, sink in sinks.items() if isinstance(sink, LayerState)}
+    names: Names = [followed.get(id(x)) for x in jax.tree.leaves(weights)]
+    names += [None] * (len(jaxpr.invars) - len(names))
+    reads = _follow(jaxpr, names)[1]
+    for stack in stacks.values():
+        if not reads[stack]:
+            raise ConfigurationError(
+                f"the loss does not call the Stack {stack!r}, whose layers are updated in their backward "
+                "pass: freeze its weights (ZeroConfig.frozen), or set update_in_backward=False."
+            )
+        if reads[stack] > 1:
+            raise ConfigurationError(
+                f"the loss calls the Stack {stack!r} more than once, itself or a copy of it (nnx.clone), or "
+                "in a loop or one branch of several, so a layer's gradient is not final in its backward "
+                "pass: set update_in_backward=False."
+            )
 
 
 def refuse_assigned(jaxpr: core.Jaxpr, weights: Mapping[Path, Any], replaced: Mapping[Path, Any]) -> None:
@@ -60,35 +99,48 @@ def refuse_assigned(jaxpr: core.Jaxpr, weights: Mapping[Path, Any], replaced: Ma
         raise ConfigurationError(assigned("/".join(paths[0]), "the loss"))
 
 
-def _follow(jaxpr: core.Jaxpr, names: Names) -> Names:
-    """The names of a jaxpr's results, given those of its arguments."""
+def _follow(jaxpr: core.Jaxpr, names: Names) -> tuple[Names, Reads]:
+    """The names of a jaxpr's results, given those of its arguments, and what units read in it."""
     known = {var: name for var, name in zip(jaxpr.invars, names, strict=True) if name is not None}
+    reads: Reads = Counter()
     for equation in jaxpr.eqns:
         given = [None if isinstance(var, core.Literal) else known.get(var) for var in equation.invars]
-        if any(given) and equation.params.get("name") != READ_BY_UNIT:
-            results = _results(equation, given)
-            known |= {var: name for var, name in zip(equation.outvars, results, strict=True) if name}
-    return [None if isinstance(var, core.Literal) else known.get(var) for var in jaxpr.outvars]
+        if not any(given):
+            continue
+        if equation.params.get("name") == READ_BY_UNIT:
+            reads.update(filter(None, given))
+            continue
+        results, inside = _results(equation, given)
+        known |= {var: name for var, name in zip(equation.outvars, results, strict=True) if name}
+        reads += inside
+    return [None if isinstance(var, core.Literal) else known.get(var) for var in jaxpr.outvars], reads
 
 
-def _results(equation: core.JaxprEqn, given: Names) -> Names:
-    """The names of an equation's results; refuses an equation that computes with a weight."""
+def _results(equation: core.JaxprEqn, given: Names) -> tuple[Names, Reads]:
+    """As ``_follow``, of one equation; refuses one that computes with a weight."""
     params = equation.params
     match equation.primitive.name:
         case "scan":
-            return _through_loop(params["jaxpr"].jaxpr, given, *scan_counts(equation))
+            names, reads = _through_loop(params["jaxpr"].jaxpr, given, *scan_counts(equation))
+            return names, _times(params["length"], reads)
         case "while":
             test, body = params["cond_nconsts"], params["body_nconsts"]
             carry = given[test + body :]
             _follow(params["cond_jaxpr"].jaxpr, [*given[:test], *carry])
-            return _through_loop(params["body_jaxpr"].jaxpr, given[test:], body, len(carry))
+            names, reads = _through_loop(params["body_jaxpr"].jaxpr, given[test:], body, len(carry))
+            return names, _times(2, reads)
         case "cond":
-            results = [_follow(branch.jaxpr, given[1:]) for branch in params["branches"]]
-            return [next(filter(None, names), None) for names in zip(*results, strict=True)]
+            branches, counts = zip(
+                *(_follow(branch.jaxpr, given[1:]) for branch in params["branches"]), strict=True
+            )
+            most, least = functools.reduce(operator.or_, counts), functools.reduce(operator.and_, counts)
+            # What some branches do not read is read neither once nor never.
+            reads = _times(2, most - least) + least
+            return [next(filter(None, names), None) for names in zip(*branches, strict=True)], reads
         case "custom_lin":
             raise ConfigurationError(FORWARD_MODE)
         case name if name in MOVES:
-            return [next(filter(None, given))] * len(equation.outvars)
+            return [next(filter(None, given))] * len(equation.outvars), Counter()
     inside = list(core.jaxprs_in_params(params))
     if len(inside) == 1 and len(inside[0].invars) == len(given):
         return _follow(inside[0], given)
@@ -97,12 +149,18 @@ def _results(equation: core.JaxprEqn, given: Names) -> Names:
     raise ConfigurationError(f"{read_outside(weight)} It was read by {equation.primitive.name} at {where}.")
 
 
-def _through_loop(body: core.Jaxpr, given: Sequence[str | None], constants: int, carried: int) -> Names:
+def _times(factor: int, reads: Reads) -> Reads:
+    return Counter({name: factor * count for name, count in reads.items()})
+
+
+def _through_loop(
+    body: core.Jaxpr, given: Sequence[str | None], constants: int, carried: int
+) -> tuple[Names, Reads]:
     """Follow a loop's body until no more carries turn out to hold a weight."""
     entering = list(given)
     while True:
-        leaving = _follow(body, entering)
+        leaving, reads = _follow(body, entering)
         held = [a or b for a, b in zip(entering[constants:], leaving[:carried], strict=False)]
         if held == entering[constants : constants + carried]:
-            return leaving
+            return leaving, reads
         entering[constants : constants + carried] = held
