@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import hlo
@@ -24,7 +24,7 @@ from zerojax.generation.copy import Form, GenerationCopy
 from zerojax.generation.engine import Engine, Queue
 from zerojax.generation.generate import _copy, generation_program
 from zerojax.generation.sampling import Sampling
-from zerojax.generation.text import _compiled, _continue, _split
+from zerojax.generation.text import _compiled, _next, _split
 from zerojax.matmul import fp8
 from zerojax.models import GPT, lm_loss
 from zerojax.train.memory import device_bytes
@@ -36,7 +36,7 @@ def traced(state: zerojax.TrainState, form: Form, engine: Engine) -> Any:
     if form == "gathered":
         engine = dataclasses.replace(engine, group="local")
     array = functools.partial(state.spec.abstract, dtype=np.int32, spec=state.spec.batch_spec)
-    arrays: Any = (array((16, 16)), *[array((16,))] * 4)
+    arrays: Any = (array((16, 16)), *[array((16,))] * 3)
     queue = Queue(*arrays)
     seed = jax.ShapeDtypeStruct((), np.uint32)
     return generation_program(copy, engine).trace(copy.abstract, state.model_state, queue, seed)
@@ -177,15 +177,19 @@ def test_weights_of_fp8_products_stay_codes_unless_they_are_wanted_whole(form):
 
 
 def text_program(model: GPT, engine: Engine, device: Any) -> Any:
-    """The program by which an unsharded model continues 16 texts."""
+    """The program by which an unsharded model adds a token to 16 texts."""
     graph, weights = _split(model)
     where = SingleDeviceSharding(device)
-    arrays: Any = [jax.ShapeDtypeStruct((16, *shape), np.int32) for shape in ((16,), (), (), (), ())]
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    given = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), (weights, Queue(*arrays), key)
+    row, one = (jax.ShapeDtypeStruct(shape, np.int32) for shape in ((16,), ()))
+    queue = Queue(*cast(Any, [jax.ShapeDtypeStruct((16, 16), np.int32), row, row, row]))
+    cache, key = jax.eval_shape(
+        lambda: (model.init_cache(16, engine.length, jnp.dtype(engine.dtype)), jax.random.key(0))
     )
-    return _compiled(_continue, zerojax.make_mesh(1, 1, devices=[device])).trace(graph, *given, engine=engine)
+    given = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        (weights, queue, row, *2 * [one], cache, key),
+    )
+    return _compiled(_next, zerojax.make_mesh(1, 1, devices=[device])).trace(graph, *given, engine=engine)
 
 
 @pytest.mark.slow

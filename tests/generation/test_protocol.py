@@ -10,7 +10,8 @@ from flax import nnx
 from generation_models import Averages
 
 from zerojax.errors import ZeroError
-from zerojax.generation import continue_text
+from zerojax.generation import stream
+from zerojax.generation.protocol import batch_axes
 
 
 class Wide(Averages):
@@ -35,10 +36,6 @@ class Shared(Averages):
     def init_cache(self, batch, length, dtype):
         return super().init_cache(batch, length, dtype) | {"tick": jnp.zeros((), dtype)}
 
-    def decode(self, tokens, start, end, cache):
-        hidden, after = super().decode(tokens, start, end, cache)
-        return hidden, after | {"tick": cache["tick"] + 1}
-
 
 @pytest.mark.parametrize(
     ("model", "message"),
@@ -46,9 +43,14 @@ class Shared(Averages):
         (Wide, r"with float32\[6, 1\] and returns float16\[6, 1\]"),
         (Renamed, "a cache of another structure"),
         (Last, r"shape \(1, 6\) for tokens of shape \(1, 16\): it must be \[batch, time, width\]"),
-        (Shared, r"shape \(\) for one row and \(\) for two: each array of the cache needs one axis of rows"),
     ],
 )
 def test_a_model_that_breaks_the_protocol_is_told_how(model, message):
     with pytest.raises(ZeroError, match=message):
-        continue_text(model(nnx.Rngs(0)), [np.arange(3)], 4, key=jax.random.key(0))
+        list(stream(model(nnx.Rngs(0)), np.arange(3), 4, key=jax.random.key(0)))
+
+
+def test_an_array_of_the_cache_without_an_axis_of_rows_is_refused():
+    model = Shared(nnx.Rngs(0))
+    with pytest.raises(ZeroError, match=r"shape \(\) for one row and \(\) for two: each array of the cache"):
+        batch_axes(lambda rows: model.init_cache(rows, 4, jnp.float32))

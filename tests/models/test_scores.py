@@ -14,7 +14,7 @@ from micro_run import micro_config
 import zerojax
 from zerojax.cli import main
 from zerojax.errors import ConfigurationError
-from zerojax.generation import continue_text
+from zerojax.generation import stream
 from zerojax.generation.checks import abstract_model, checked_limits
 from zerojax.models import GPT, GPTConfig, flops_per_token, lm_loss, parameter_count, scores
 from zerojax.run.run_dir import RunFolder
@@ -50,7 +50,7 @@ def test_tokens_of_a_model_of_scores_are_refused(text: Path, tmp_path: Path) -> 
     with pytest.raises(ConfigurationError, match=r"outputs = 1 .* a loss of tokens needs a language model"):
         lm_loss(model, {"tokens": tokens})
     with pytest.raises(ConfigurationError, match="generation needs a language model"):
-        continue_text(model, tokens, 2, key=jax.random.key(0))
+        next(stream(model, np.asarray(tokens[0]), 2, key=jax.random.key(0)))
     config = micro_config(text, model={"tied": False, "outputs": 1})
     with pytest.raises(ConfigurationError, match="zerojax train needs a language model"):
         TrainRun.open(config, RunFolder(tmp_path / "run"))

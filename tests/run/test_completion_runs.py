@@ -17,7 +17,7 @@ from zerojax.cli import main
 from zerojax.cli.chat import Dialogue
 from zerojax.cli.trained import open_trained
 from zerojax.errors import ConfigurationError
-from zerojax.generation import Completions, Sampling, continue_text
+from zerojax.generation import Completions, Sampling, stream
 from zerojax.run import exact_match as exact_match_module
 from zerojax.run import html_report
 from zerojax.run.config import MeshSection, RunConfig, load_config
@@ -211,9 +211,9 @@ def test_chat_on_conversations_uses_the_template(
     # The same by hand.
     model = gather_model(open_trained(folder, config, MeshSection(nodes=1, local=1)).state)
     text = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
-    prompt = np.frombuffer(text.encode(), np.uint8)[None].astype(np.int32)
-    new = continue_text(model, prompt, 7, key=jax.random.key(0), how=Sampling(temperature=0), stop=0)
-    assert out == ByteTokenizer().decode(new[0].tolist()).lstrip() + "\n"
+    prompt = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+    new = stream(model, prompt, 7, key=jax.random.key(0), how=Sampling(temperature=0), stop=0)
+    assert out == ByteTokenizer().decode(list(new)).lstrip() + "\n"
 
 
 def test_of_conversations_the_last_answers_are_compared(tmp_path: Path) -> None:

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from zerojax.cli.options import read_options
 from zerojax.cli.sampling import SamplingOptions
-from zerojax.generation import continue_text
+from zerojax.generation import stream
 from zerojax.run.data.dataset import open_tokenizer
 from zerojax.run.run_dir import RunFolder
 
@@ -30,13 +30,6 @@ def run(arguments: list[str]) -> None:
     model = options.open_model(folder)
     tokenizer = open_tokenizer(folder.read_config().data, folder.data)
     prompt = tokenizer.encode(options.prompt.encode(errors="surrogateescape"))
-    start = jnp.asarray([tokenizer.begin_of_text, *prompt.tolist()], jnp.int32)
-    new = continue_text(
-        model,
-        start[None, :],
-        options.tokens,
-        key=jax.random.key(options.seed),
-        how=how,
-        stop=tokenizer.end_of_text,
-    )
-    print(tokenizer.decode([*prompt.tolist(), *new[0].tolist()]))
+    start, key = np.asarray([tokenizer.begin_of_text, *prompt], np.int32), jax.random.key(options.seed)
+    new = stream(model, start, options.tokens, key=key, how=how, stop=tokenizer.end_of_text)
+    print(tokenizer.decode([*prompt.tolist(), *new]))

@@ -2,6 +2,6 @@
 
 from zerojax.generation.generate import Completions, generate
 from zerojax.generation.sampling import Sampling
-from zerojax.generation.text import continue_text, stream
+from zerojax.generation.text import stream
 
-__all__ = ["Completions", "Sampling", "continue_text", "generate", "stream"]
+__all__ = ["Completions", "Sampling", "generate", "stream"]

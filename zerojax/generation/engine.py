@@ -32,14 +32,12 @@ class Queue(NamedTuple):
         prompts: padded on the right.
         lengths: tokens of each.
         rows: which salt the random bits.
-        first: the position of the first new token in its row's answer, which salts them as well.
         limits: the most new tokens of each, at least 1.
     """
 
     prompts: Int[Array, "queue prompt"]
     lengths: Int[Array, " queue"]
     rows: Int[Array, " queue"]
-    first: Int[Array, " queue"]
     limits: Int[Array, " queue"]
 
 
@@ -112,7 +110,6 @@ class Engine:
         self,
         prompts: Sequence[Int[np.ndarray, " prompt"]],
         rows: Sequence[int],
-        first: Sequence[int],
         limits: Sequence[int],
         size: int,
     ) -> Queue:
@@ -120,8 +117,8 @@ class Engine:
         tokens = np.zeros((size, self.prompt), np.int32)
         for own, prompt in zip(tokens, prompts, strict=False):
             own[: len(prompt)] = prompt
-        columns = np.zeros((4, size), np.int32)
-        columns[:, : len(prompts)] = [len(prompt) for prompt in prompts], rows, first, limits
+        columns = np.zeros((3, size), np.int32)
+        columns[:, : len(prompts)] = [len(prompt) for prompt in prompts], rows, limits
         return Queue._make((tokens, *columns))
 
     def run(self, bind: Bind, queue: Queue, key: Key[Array, ""]) -> Drawn:
@@ -265,9 +262,8 @@ class Engine:
         """Draw a token for each row of the queue, after the ``made`` it has; also which rows end with it."""
         # The row of a free slot is beyond the queue: it reads the fill value, and writes nothing.
         number = queue.rows.at[row].get(mode="fill", fill_value=0)
-        position = queue.first.at[row].get(mode="fill", fill_value=0) + made
         limit = queue.limits.at[row].get(mode="fill", fill_value=1)
-        token, log_prob = sample(model.logits(hidden), row_keys(key, number, position), self.how)
+        token, log_prob = sample(model.logits(hidden), row_keys(key, number, made), self.how)
         ended = made + 1 >= limit
         out = Drawn(
             out.tokens.at[row, made].set(token, mode="drop"),

@@ -166,7 +166,6 @@ def generate_rows(
     queue = engine.queue(
         [batch.prompts[row] if row >= 0 else nothing for row in order],
         np.where(waiting, batch.first + order, 0).tolist(),
-        [0] * len(order),
         np.where(waiting, np.asarray(limits)[order], 0).tolist(),
         len(order),
     )
