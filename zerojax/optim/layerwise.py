@@ -105,8 +105,7 @@ class LayerwiseOptimizer:
 
         Raises:
             ConfigurationError: the optimizer needs norms of weights or of moments, or keeps an array of all
-                weights together; or it needs norms of gradients, or whole matrices, with
-                ``ZeroConfig.update_in_backward``.
+                weights together.
         """
         self._whole = _traced(whole, leaves)
         self._dtypes = {place: x.dtype for place, x in places(_shapes(whole, leaves)[1]).items()}
@@ -124,9 +123,7 @@ class LayerwiseOptimizer:
         self._needs_others = isinstance(optimizer, OnLayout)
         jax.eval_shape(self._check, *(_shapes(whole, some) for some in (leaves, layers)))
         self._of_shards: Traced | None = None
-        if zero.update_in_backward:
-            self.refuse_in_backward()
-            assert not isinstance(optimizer, OnLayout)
+        if zero.update_in_backward and not isinstance(optimizer, OnLayout):
             one = MeshShape(1, 1)
             shards = [dataclasses.replace(leaf, world=one, shard=leaf.owned) for leaf in layers]
             self._of_shards = _traced(with_moments_as_set(optimizer, zero), shards)

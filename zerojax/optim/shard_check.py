@@ -228,6 +228,12 @@ def _compare_updates(tx: optax.GradientTransformation, leaves: tuple[tuple[Path,
         # Relative to the update: while a learning rate is warming up, all updates are small.
         size = float(np.max(np.abs(update), initial=0, where=np.isfinite(update)))
         if not np.allclose(update, found[path], rtol=1e-4, atol=1e-4 * size, equal_nan=True):
+            shapes = tuple((path, shape) for path, shape, _ in leaves)
+            if any(name == "random_bits" for name, _ in _operations(tx, shapes)):
+                raise ConfigurationError(
+                    "the optimizer draws random numbers (optax.add_noise does), and others for the flat, "
+                    f"padded leaf {'/'.join(path)!r} than for the model's own. {_WAY_OUT}"
+                )
             raise ConfigurationError(
                 f"the optimizer's update of {'/'.join(path)!r} depends on the leaf's shape, which a shard "
                 "does not have (Adafactor's factors, Muon, unit-wise clipping and block means do), or it "
