@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import zerojax
@@ -125,7 +126,7 @@ def train(
         "tokens": config.train.steps * size,
         "loss": curve[-1][1],
         "loss_exact": float(mean_loss(with_weights_of(state, exact.state), validation)),
-        "loss_mean": float(mean_loss(with_weights_of(mean_of_nodes(state), exact.state), validation)),
+        "loss_mean": float(mean_loss(with_weights_of(at_mean_of_nodes(state), exact.state), validation)),
         "curve": curve,
         "train_loss": means([one.values["loss"] for one in told]),
         "grad_norm": means([one.values["grad_norm"] for one in told]),
@@ -146,6 +147,15 @@ def with_weights_of(state: zerojax.TrainState, exact: zerojax.TrainState) -> zer
     """A run's weights as an exact run's, to evaluate them as they would be exported."""
     params = moved(state.params, state, exact)
     return exact.replace(params=params, step=state.step, seed=state.seed, model_state=state.model_state)
+
+
+def at_mean_of_nodes(state: zerojax.TrainState) -> zerojax.TrainState:
+    """With local updates at the mean of the nodes' own weights, which the outer ones lag behind."""
+    local = state.local
+    if local is None:
+        return state
+    params, *_ = mean_of_nodes(state.spec, local.weights, jnp.ones_like(local.skipped_in_row))
+    return state.replace(params=params)
 
 
 def moved(values: Any, state: zerojax.TrainState, other: zerojax.TrainState) -> Any:

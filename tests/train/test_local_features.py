@@ -9,7 +9,6 @@ from core_models import CASES, Case, Normed, NormedModel, regression_batch, squa
 from plain_loop import distance
 
 import zerojax
-from zerojax.train.gathering import mean_of_nodes
 
 SGD = optax.sgd(0.01)
 NODES: dict[str, Any] = {"every": 2, "outer_delay": 1, "block_size": 64}
@@ -58,11 +57,6 @@ def test_the_average_is_the_mean_of_the_nodes_averages():
     average = zerojax.averaged(state)
     assert average.local is not None
     for found in (average.local.known, average.params):
-        assert distance(found, jax.tree.map(lambda x: np.asarray(x).mean(axis=0), own)) < 1e-6
-    assert state.local is not None
-    mean, own = mean_of_nodes(state), state.local.weights
-    assert mean.local is not None
-    for found in (mean.local.known, mean.params):
         assert distance(found, jax.tree.map(lambda x: np.asarray(x).mean(axis=0), own)) < 1e-6
     whole = zerojax.gather_model(average)
     loss = zerojax.eval_step(average, batch)["loss"]

@@ -155,33 +155,14 @@ def averaged(state: TrainState) -> TrainState:
         )
     local = state.local
     if local is not None:
-        params, known, count = _mean_of_nodes(state.spec, params, count)
+        params, known, count = mean_of_nodes(state.spec, params, count)
         local = dataclasses.replace(local, known=known)
     if not int(count):
         raise ConfigurationError("there is no average of the weights before the first step: take one.")
     return state.replace(params=params, local=local)
 
 
-def mean_of_nodes(state: TrainState) -> TrainState:
-    """A state whose weights are the mean of the nodes' own, for evaluation or gathering, not for training.
-
-    With local updates the outer weights lag behind the nodes' own, up to ``ZeroConfig.every`` steps and what
-    their momentum holds back. The mean sends every weight between nodes once, in fp32. The state shares its
-    other arrays with ``state``, and is invalid after a step from that. Without local updates it is ``state``.
-
-    Raises:
-        ConfigurationError: the state was donated, or is abstract.
-    """
-    check_there(state)
-    local = state.local
-    if local is None:
-        return state
-    everyone = jnp.ones_like(local.skipped_in_row)
-    params, known, _ = _mean_of_nodes(state.spec, local.weights, everyone)
-    return state.replace(params=params, local=dataclasses.replace(local, known=known))
-
-
-def _mean_of_nodes(spec: TrainSpec, averages: PyTree, counts: Array) -> tuple[PyTree, PyTree, Array]:
+def mean_of_nodes(spec: TrainSpec, averages: PyTree, counts: Array) -> tuple[PyTree, PyTree, Array]:
     """The mean of the averages of those nodes that have one.
 
     Returns:
