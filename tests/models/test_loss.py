@@ -1,5 +1,6 @@
+from typing import Any
+
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -7,6 +8,7 @@ import pytest
 from flax import nnx
 
 from zerojax.errors import ZeroError
+from zerojax.matmul.replay import equations_within
 from zerojax.models import GPT, GPTConfig, cross_entropy, label_log_probs, lm_loss
 
 TOKENS, WIDTH, VOCAB = 50, 8, 23
@@ -87,14 +89,9 @@ def test_a_label_outside_the_vocabulary_is_nan():
 
 def widest_fp32(function, *args):
     """The most elements of any fp32 value in the program."""
-
-    def sizes(jaxpr):
-        for equation in jaxpr.eqns:
-            yield from (v.aval.size for v in equation.outvars if v.aval.dtype == jnp.float32)
-            for inner in jax.extend.core.jaxprs_in_params(equation.params):
-                yield from sizes(inner)
-
-    return max(sizes(jax.make_jaxpr(function)(*args).jaxpr))
+    equations = equations_within(jax.make_jaxpr(function)(*args).jaxpr)
+    values: list[Any] = [v.aval for one in equations for v in one.outvars]
+    return max(value.size for value in values if value.dtype == jnp.float32)
 
 
 def test_logits_exist_for_one_chunk_only():

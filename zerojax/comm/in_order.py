@@ -20,7 +20,7 @@ from jax.extend.core import primitives
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from zerojax.matmul.replay import as_it_is, evaluate
+from zerojax.matmul.replay import as_it_is, equations_within, evaluate
 from zerojax.sharding.memory import in_host
 from zerojax.sharding.mesh import AXES, on_cpus
 
@@ -144,10 +144,7 @@ def _ordered(value: object) -> object:
 
 def _communicates(jaxpr: core.Jaxpr) -> bool:
     """Whether a program has collectives."""
-    return any(
-        collective_axes(equation) or any(map(_communicates, core.jaxprs_in_params(equation.params)))
-        for equation in jaxpr.eqns
-    )
+    return any(map(collective_axes, equations_within(jaxpr)))
 
 
 def _numbers(values: Sequence[Array]) -> list[Array]:

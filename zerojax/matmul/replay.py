@@ -10,7 +10,7 @@ be NNX or Linen, and use ``jnp.dot``, ``einsum`` or a nested ``jit``.
 
 import functools
 import hashlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Concatenate, cast
 
 import jax
@@ -119,6 +119,14 @@ def evaluate[T](
             results = run(equation, [read(var) for var in equation.invars])
         values |= dict(zip(equation.outvars, results, strict=True))
     return [read(var) for var in jaxpr.outvars]
+
+
+def equations_within(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+    """The equations of a program, and of the programs in them."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in core.jaxprs_in_params(equation.params):
+            yield from equations_within(inner)
 
 
 def as_it_is(equation: core.JaxprEqn, given: Sequence[Array]) -> Sequence[Array]:

@@ -13,11 +13,10 @@ from contextvars import ContextVar
 import jax
 import jax.numpy as jnp
 from flax.errors import TraceContextError
-from jax.extend import core
 from jaxtyping import Array, PyTree
 
 from zerojax.errors import ConfigurationError
-from zerojax.matmul.replay import as_it_is, evaluate
+from zerojax.matmul.replay import as_it_is, equations_within, evaluate
 from zerojax.matmul.tiles import LOOP, over_tiles
 
 TILE = 32768
@@ -105,7 +104,7 @@ def tiled[T: PyTree[Array]](function: Callable[..., T], *xs: PyTree[Array], tile
         traced, out = jax.make_jaxpr(function, return_shape=True)(*like)
     except TraceContextError as error:
         raise ConfigurationError(f"tiled: the function assigns to a variable: {_WAY_OUT}") from error
-    if _draws(traced.jaxpr):
+    if any(equation.primitive.name in _RANDOM for equation in equations_within(traced.jaxpr)):
         raise ConfigurationError(
             f"tiled: the function draws random bits, which would be the same in each tile: {_WAY_OUT}"
         )
@@ -125,14 +124,6 @@ def tiled[T: PyTree[Array]](function: Callable[..., T], *xs: PyTree[Array], tile
     loop.__name__ = LOOP
     results = jax.jit(loop)(list(traced.consts), jax.tree.leaves(cuts))
     return jax.tree.unflatten(jax.tree.structure(out), map(joined, results))
-
-
-def _draws(jaxpr: core.Jaxpr) -> bool:
-    """Whether it draws random bits."""
-    return any(
-        equation.primitive.name in _RANDOM or any(map(_draws, core.jaxprs_in_params(equation.params)))
-        for equation in jaxpr.eqns
-    )
 
 
 def tokens_of_tile(tokens: int, most: int) -> int:

@@ -19,7 +19,7 @@ from jax.extend import core
 from zerojax.adapters.own_tokens import IN_ORDER, OWN_TOKENS, WHOLE_ROWS
 from zerojax.comm.in_order import collective_axes
 from zerojax.errors import ConfigurationError
-from zerojax.matmul.replay import scan_counts
+from zerojax.matmul.replay import equations_within, scan_counts
 from zerojax.schedule.sharded import READ_BY_UNIT
 from zerojax.schedule.user_code import line_of_equation
 from zerojax.sharding.mesh import LOCAL
@@ -63,29 +63,23 @@ class Branches:
             ConfigurationError: a condition differs along an axis over which something in the branch or loop
                 communicates, or ``own_tokens`` is given what differs; the message names the line.
         """
-        if ROW not in self.mesh and not self._branches_communicate(jaxpr):
+        branches = (one for one in equations_within(jaxpr) if one.primitive.name in _BRANCHES)
+        if ROW not in self.mesh and not any(map(self._within, branches)):
             return [_NONE] * len(jaxpr.outvars)
         return self._follow(jaxpr, [axes & self.mesh for axes in differing])
 
     def _communicates(self, jaxpr: core.Jaxpr) -> Axes:
         """The axes of all collectives in a program, and of the backward passes of its units."""
         axes = _NONE
-        for equation in jaxpr.eqns:
+        for equation in equations_within(jaxpr):
             axes |= frozenset(collective_axes(equation)) & self.mesh
             if equation.params.get("name") == READ_BY_UNIT:
                 axes |= self.backward
-            for inner in core.jaxprs_in_params(equation.params):
-                axes |= self._communicates(inner)
         return axes
 
-    def _branches_communicate(self, jaxpr: core.Jaxpr) -> bool:
-        for equation in jaxpr.eqns:
-            inside = list(core.jaxprs_in_params(equation.params))
-            if equation.primitive.name in _BRANCHES and any(map(self._communicates, inside)):
-                return True
-            if any(map(self._branches_communicate, inside)):
-                return True
-        return False
+    def _within(self, equation: core.JaxprEqn) -> Axes:
+        """The axes that the programs in an equation communicate over."""
+        return _NONE.union(*map(self._communicates, core.jaxprs_in_params(equation.params)))
 
     def _follow(self, jaxpr: core.Jaxpr, given: Sequence[Axes]) -> list[Axes]:
         known: dict[Any, Axes] = dict(zip(jaxpr.invars, given, strict=True))
@@ -162,8 +156,7 @@ class Branches:
 
     def _refuse(self, equation: core.JaxprEqn, condition: Axes) -> None:
         """Refuse a branch or loop whose condition differs where something in it communicates."""
-        inside = core.jaxprs_in_params(equation.params)
-        if condition & _NONE.union(*map(self._communicates, inside)):
+        if condition & self._within(equation):
             raise ConfigurationError(
                 f"the {_BRANCHES[equation.primitive.name]} at {line_of_equation(equation.source_info)} has a "
                 "unit or a collective in it, and its condition depends on a device's own rows or random "

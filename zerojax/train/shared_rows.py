@@ -1,12 +1,11 @@
 """Rows that several devices of a node share, and losses that have no use for them."""
 
-from collections.abc import Iterator
-
 import jax
 from jax.extend import core
 
 from zerojax.adapters.own_tokens import ATTENDED, OWN_TOKENS
 from zerojax.errors import ConfigurationError
+from zerojax.matmul.replay import equations_within
 
 
 def processes_a_row(devices: int) -> int:
@@ -26,7 +25,7 @@ def refuse_unshared(jaxpr: core.Jaxpr, devices: int) -> None:
     """
     if devices == 1:
         return
-    names = set(_names(jaxpr))
+    names = {equation.params.get("name") for equation in equations_within(jaxpr)}
     if OWN_TOKENS not in names:
         raise ConfigurationError(
             f"sequence_parallel={devices}: the function computes with whole rows on each of the devices "
@@ -39,11 +38,3 @@ def refuse_unshared(jaxpr: core.Jaxpr, devices: int) -> None:
             "on the other devices of its row. Call it in place of the attention that the model has; one that "
             "mixes tokens in another way, such as convolutions, needs sequence_parallel=1."
         )
-
-
-def _names(jaxpr: core.Jaxpr) -> Iterator[str | None]:
-    """The names of all equations that have one."""
-    for equation in jaxpr.eqns:
-        yield equation.params.get("name")
-        for inner in core.jaxprs_in_params(equation.params):
-            yield from _names(inner)
