@@ -60,7 +60,8 @@ def by_hand(model: GPT, tokens: jax.Array) -> dict[str, float]:
             x = block(x, rope)
             assert not isinstance(x, tuple)
             continue
-        middle = x + block.attention(block.norm_attention(x), rope)
+        attention = block.attention
+        middle = x + attention.join(attention.mix(attention.project(block.norm_attention(x), rope)))
         routed = block.norm_mlp(middle).reshape(-1, c.d_model)
         logits = np.asarray(routed, np.float64) @ np.asarray(experts.router[...], np.float64)
         x = block(x, rope)

@@ -104,7 +104,7 @@ def causal_attention(
         attended: Array = _cudnn_attention(Options(reach, scale), query, key, value, mask, sinks)
         return attended[:, :length]
     if softcap is None and sinks is None:
-        out = _dot_product_attention(Options(reach, scale), query, key, value, mask, "xla")
+        out = _attend("xla", query, key, value, scale=scale, mask=mask, causal=True, reach=reach)
     else:
         distances = _distances(length)
         seen = (distances >= 0) & (distances < (length if reach is None else reach + 1))
@@ -304,19 +304,6 @@ def _with_a_later_position(
     return query, key, value, mask
 
 
-def _dot_product_attention(
-    options: Options,
-    query: Array,
-    key: Array,
-    value: Array,
-    mask: Array | None,
-    kernel: Literal["cudnn", "xla"],
-) -> Array:
-    return _attend(
-        *(kernel, query, key, value), mask=mask, scale=options.scale, causal=True, reach=options.reach
-    )
-
-
 def _attend(
     kernel: Literal["cudnn", "xla"],
     query: Array,
@@ -372,7 +359,8 @@ def _cudnn_attention(
 ) -> Array:
     if sinks is not None:
         return _cudnn_forward(options, query, key, value, mask, sinks)[0]
-    return checkpoint_name(_dot_product_attention(options, query, key, value, mask, "cudnn"), ATTENTION_NAME)
+    out = _attend("cudnn", query, key, value, mask=mask, causal=True, **options._asdict())
+    return checkpoint_name(out, ATTENTION_NAME)
 
 
 def _cudnn_forward(
@@ -380,7 +368,7 @@ def _cudnn_forward(
 ) -> tuple[Array, tuple]:
     # Naming the output outside of JAX's own rule would name a copy, leave the rule's residuals unnamed, and
     # make remat run the forward kernel again for them. Hence this rule, which names them.
-    flash = partial(_dot_product_attention, options, mask=mask, kernel="cudnn")
+    flash = partial(_attend, "cudnn", mask=mask, causal=True, **options._asdict())
     out, pullback = jax.vjp(flash, query, key, value)
     lse = _lse_of(pullback)  # a mask's bias is cheaper to recompute than to keep
     results = out, lse

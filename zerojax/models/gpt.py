@@ -112,17 +112,6 @@ class Attention(nnx.Module):
             return norm(heads)
         return norm(heads.reshape(*heads.shape[:2], -1)).reshape(heads.shape)
 
-    def __call__(
-        self,
-        x: Hidden,
-        rope: Rope | None,
-        segments: Segments | Documents | None = None,
-        windowed: Windowed = True,
-        kind: RopeKind = None,
-    ) -> Hidden:
-        """Mix each position with those before it, in its segment; rope is None with learned positions."""
-        return self.join(self.mix(self.project(x, rope, kind), segments, windowed))
-
     def decode(
         self,
         x: Hidden,

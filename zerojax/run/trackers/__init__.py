@@ -152,7 +152,7 @@ def check_trackers(names: Sequence[str]) -> None:
         raise ConfigurationError(f"trackers={names!r}: give a list, such as [{names!r}]")
     for name in names:
         if name not in _TRACKERS:
-            raise ConfigurationError(f"no tracker {name!r}: there are {', '.join(_TRACKERS)}")
+            raise ConfigurationError(f"no tracker {name!r}: there are {', '.join(map(repr, _TRACKERS))}")
         _, package, extra = _TRACKERS[name]
         if importlib.util.find_spec(package) is None:
             what = f'"zerojax[{extra}]"' if extra else package
@@ -189,8 +189,6 @@ def track(
         ConfigurationError: the folder cannot be written to; a tracker is unknown, not installed or
             unreachable.
     """
-    if unknown := [name for name in trackers if name not in _TRACKERS]:
-        raise ConfigurationError(f"no tracker {unknown[0]!r}: there are {', '.join(map(repr, _TRACKERS))}")
     check_trackers(trackers)
     if jax.process_index() != 0:
         return Trackers({}, say)
