@@ -1,7 +1,6 @@
 """Rows of tokens that neighbouring devices of a node share, inside a loss function."""
 
-import contextlib
-from collections.abc import Generator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
 import jax
@@ -11,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, PyTree
 
 from zerojax.errors import ConfigurationError
+from zerojax.schedule.context import holding
 from zerojax.sharding.mesh import LOCAL
 
 OWN_TOKENS = "zerojax: whole rows of which a device takes its part"
@@ -27,14 +27,9 @@ EXCHANGE = "exchange_heads"
 _devices: ContextVar[int] = ContextVar("devices that share a row", default=1)
 
 
-@contextlib.contextmanager
-def sharing_rows(devices: int) -> Generator[None]:
+def sharing_rows(devices: int) -> AbstractContextManager[None]:
     """Within this context so many neighbours on ``local`` share each row of a batch."""
-    token = _devices.set(devices)
-    try:
-        yield
-    finally:
-        _devices.reset(token)
+    return holding(_devices, devices)
 
 
 def devices_a_row() -> int:

@@ -5,9 +5,9 @@ call. It can take a sum over their elements: every device sums over the fp32 mas
 one scalar crosses the mesh. In the backward pass each element's owner computes its gradient.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Num
 
 from zerojax.errors import ConfigurationError
+from zerojax.schedule.context import holding
 from zerojax.schedule.layer_update import LayerState
 from zerojax.schedule.sharded import Sharded
 from zerojax.sharding.layout import ParamLayout
@@ -50,14 +51,9 @@ class MasterWeights:
 _of_loss: ContextVar[tuple[object, MasterWeights] | None] = ContextVar("weights of the loss", default=None)
 
 
-@contextlib.contextmanager
-def master_weights(model: object, weights: MasterWeights) -> Generator[None]:
+def master_weights(model: object, weights: MasterWeights) -> AbstractContextManager[None]:
     """Within this context ``weight_sum(model)`` finds the model's master weights."""
-    token = _of_loss.set((model, weights))
-    try:
-        yield
-    finally:
-        _of_loss.reset(token)
+    return holding(_of_loss, (model, weights))
 
 
 def weight_sum(

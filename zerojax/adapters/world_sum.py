@@ -1,25 +1,21 @@
 """Sums over all devices' tokens inside a loss function, which runs on one device's rows of the batch."""
 
-import contextlib
 import functools
-from collections.abc import Generator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
 import jax
 from jax import lax
 from jaxtyping import Array, PyTree
 
+from zerojax.schedule.context import holding
+
 _axes: ContextVar[tuple[str, ...]] = ContextVar("mesh axes of the loss", default=())
 
 
-@contextlib.contextmanager
-def over_world(axes: tuple[str, ...]) -> Generator[None]:
+def over_world(axes: tuple[str, ...]) -> AbstractContextManager[None]:
     """Within this context ``world_sum`` sums over these mesh axes."""
-    token = _axes.set(axes)
-    try:
-        yield
-    finally:
-        _axes.reset(token)
+    return holding(_axes, axes)
 
 
 def world_sum[T: PyTree[Array]](x: T) -> T:

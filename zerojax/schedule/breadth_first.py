@@ -11,8 +11,7 @@ working memory of a layer is that of one.
 rules of their own: units run one micro-batch after another (``map_microbatches``).
 """
 
-import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextvars import ContextVar
 
 import jax
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
+from zerojax.schedule.context import holding
 from zerojax.schedule.partition import inexact, partition, with_float0
 from zerojax.schedule.transforms import Pullback, pullback
 
@@ -38,7 +38,7 @@ def over_micro_batches[**P, T](function: Callable[P, T], *, out_axes: PyTree[int
 
     def mapped(*args: P.args, **kwargs: P.kwargs) -> T:
         # The axis name is part of jit's cache key: a trace in depth must not be used here.
-        with _set(True):
+        with holding(_mapping, True):
             return jax.vmap(function, out_axes=out_axes, axis_name=AXIS)(*args, **kwargs)
 
     return mapped
@@ -76,7 +76,7 @@ def map_microbatches[T: PyTree[Array]](body: Callable[..., T], mapped: tuple[Fla
     flags = jax.tree.leaves(mapped)
 
     def alone(*args: PyTree[Array]) -> T:
-        with _set(False):
+        with holding(_mapping, False):
             return body(*args)
 
     @jax.custom_vjp
@@ -134,12 +134,3 @@ def broadcast_unbatched[T: PyTree[Array]](size: int, mapped: Flags, values: T) -
 def all_batched(values: PyTree[Array], mapped: bool) -> Flags:
     """The flags of values that all have the axis, or all lack it."""
     return jax.tree.map(lambda _: mapped, values)
-
-
-@contextlib.contextmanager
-def _set(mapping: bool) -> Generator[None]:
-    before = _mapping.set(mapping)
-    try:
-        yield
-    finally:
-        _mapping.reset(before)

@@ -5,9 +5,9 @@ only, forward and backward: the backward pass of a tile computes its forward pas
 Training (Bekman et al., 2025) calls it TiledMLP.
 """
 
-import contextlib
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
 import jax
@@ -18,6 +18,7 @@ from jaxtyping import Array, PyTree
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.replay import as_it_is, equations_within, evaluate
 from zerojax.matmul.tiles import LOOP, over_tiles
+from zerojax.schedule.context import holding
 
 TILE = 32768
 """Tokens of a tile at most.
@@ -36,14 +37,9 @@ _WAY_OUT = (
 _recomputed = ContextVar("in what the backward pass computes again", default=False)
 
 
-@contextlib.contextmanager
-def recomputed(again: bool) -> Generator[None]:
+def recomputed(again: bool) -> AbstractContextManager[None]:
     """Whether the backward pass computes what is traced within this context again."""
-    token = _recomputed.set(again)
-    try:
-        yield
-    finally:
-        _recomputed.reset(token)
+    return holding(_recomputed, again)
 
 
 def tiled[T: PyTree[Array]](function: Callable[..., T], *xs: PyTree[Array], tile: int = TILE) -> T:

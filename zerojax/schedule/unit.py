@@ -7,10 +7,10 @@ backward pass gathers again, runs the module's own vjp and reduces the gradients
 A ``Weight`` knows the level from which it is gathered, and the ``ShardingStrategy`` where its gradient goes.
 """
 
-import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from zerojax.matmul.lora import LoRA, LowRankOperand, with_adapters
 from zerojax.matmul.operand import Fp8Operand, LayerOperand
 from zerojax.matmul.replay import Value, at_matmuls
 from zerojax.schedule.breadth_first import Flags, all_batched, map_microbatches, with_batching_rule
+from zerojax.schedule.context import holding
 from zerojax.schedule.layer_update import LayerState, LayerUpdate
 from zerojax.schedule.partition import split_arrays
 from zerojax.schedule.remat import rematerialised
@@ -49,14 +50,9 @@ Body = Callable[..., Arrays]
 _calls: ContextVar[Iterator[int]] = ContextVar("numbers of calls")
 
 
-@contextlib.contextmanager
-def numbered_calls() -> Generator[None]:
+def numbered_calls() -> AbstractContextManager[None]:
     """Number the calls of units within this context, so that adapters drop different elements in each."""
-    token = _calls.set(itertools.count())
-    try:
-        yield
-    finally:
-        _calls.reset(token)
+    return holding(_calls, itertools.count())
 
 
 def materialise(weights: Sequence[Sharded]) -> Values:
