@@ -189,7 +189,7 @@ def text_program(model: GPT, engine: Engine, device: Any) -> Any:
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
         (weights, queue, row, *2 * [one], cache, key),
     )
-    return _compiled(_next, zerojax.make_mesh(1, 1, devices=[device])).trace(graph, *given, engine=engine)
+    return _compiled(_next, graph, engine, zerojax.make_mesh(1, 1, devices=[device])).trace(*given)
 
 
 @pytest.mark.slow

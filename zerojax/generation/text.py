@@ -1,7 +1,7 @@
 """Continues a text with an unsharded model on one device, token by token."""
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import cast
 
 import jax
@@ -60,8 +60,6 @@ def stream(
     (text,) = checked_prompts([prompt], vocabulary)
     graph, weights = _split(model)
     mesh = _mesh(weights)
-    first = _compiled(_first, mesh)
-    following = _compiled(_next, mesh)
     answer: list[int] = []
     while len(answer) < new_tokens:
         begun = len(answer)
@@ -69,15 +67,17 @@ def stream(
         limit = _limit(window, new_tokens - begun, context)
         engine = _engine(model, len(window), limit, context, how)
         queue = engine.queue([window], [0], [limit], 1)
-        token, cache = first(graph, weights, queue, begun, key, engine=engine)
+        first, following = (_compiled(run, graph, engine, mesh) for run in (_first, _next))
+        token, cache = first(weights, queue, begun, key)
         for made in range(1, limit + 1):
-            drawn = int(token[0])
+            last = token
+            if made < limit:  # begun before the last one is read: the device never waits
+                token, cache = following(weights, queue, last, begun, made, cache, key)
+            drawn = last.item()
             if drawn == stop:
                 return
             yield drawn
             answer.append(drawn)
-            if made < limit:
-                token, cache = following(graph, weights, queue, token, begun, made, cache, key, engine=engine)
 
 
 def _split(model: nnx.Module) -> tuple[_Graph, nnx.State]:
@@ -120,16 +120,15 @@ def _mesh(weights: nnx.State) -> Mesh:
 
 
 @cache
-def _compiled(run: Callable[..., object], mesh: Mesh) -> jax.stages.Wrapped:
+def _compiled(run: Callable[..., object], graph: _Graph, engine: Engine, mesh: Mesh) -> jax.stages.Wrapped:
     """A function of this module as one program, compiled like ``zerojax.generate``."""
     options = compiler_options(mesh, separate_products=True)
     donated = "cache" if run is _next else ()  # else every token would copy it
-    static = ("graph", "engine")
-    return jax.jit(run, static_argnames=static, donate_argnames=donated, compiler_options=options)
+    return jax.jit(partial(run, graph, engine), donate_argnames=donated, compiler_options=options)
 
 
 def _first(
-    graph: _Graph, weights: nnx.State, queue: Queue, position: int, key: Key[Array, ""], *, engine: Engine
+    graph: _Graph, engine: Engine, weights: nnx.State, queue: Queue, position: int, key: Key[Array, ""]
 ) -> tuple[Int[Array, " 1"], Cache]:
     """The first new token of a queue of one row, at a position of the answer; and the cache of the prompt."""
     last, cache = engine.prefilled(
@@ -140,6 +139,7 @@ def _first(
 
 def _next(
     graph: _Graph,
+    engine: Engine,
     weights: nnx.State,
     queue: Queue,
     token: Int[Array, " 1"],
@@ -147,8 +147,6 @@ def _next(
     made: int,
     cache: Cache,
     key: Key[Array, ""],
-    *,
-    engine: Engine,
 ) -> tuple[Int[Array, " 1"], Cache]:
     """The token after ``token``, the last of ``made`` behind ``begun`` others; and the cache with it."""
     model = nnx.merge(graph, weights)
