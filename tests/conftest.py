@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from environment import prepare, share_compiled
+from environment import prepare, share_compiled, share_optimizers
 
 _MAPS = Path("/proc/self/maps")
 _tests = itertools.count(1)
 
 gc.set_threshold(50_000, 20)  # tracing makes many objects and few cycles
 prepare()
+share_optimizers()
 pytest_plugins = ("cuda_clusters", "finished_runs", "imported_runs", "joined_peers")
 
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,16 +76,19 @@ def plain(optimizer: Callable[[], optax.GradientTransformation] = adamw) -> tupl
     held = tx.init(weights)
     losses = []
 
-    @jax.jit
     @functools.partial(jax.value_and_grad, has_aux=True)
     def gradients(weights: nnx.State, state: nnx.State, batch: Any) -> tuple[Array, nnx.State]:
         model = nnx.merge(graph, weights, state, copy=True)
         return loss(model, batch), nnx.state(model, nnx.Not(nnx.Param))
 
-    for batch in batches():
+    @jax.jit
+    def step(weights: nnx.State, state: nnx.State, held: Any, batch: Any) -> tuple[Any, Any, Any, Array]:
         (value, state), grads = gradients(weights, state, batch)
         updates, held = tx.update(grads, held, weights)
-        weights = cast(nnx.State, optax.apply_updates(weights, updates))
+        return optax.apply_updates(weights, updates), state, held, value
+
+    for batch in batches():
+        weights, state, held, value = step(weights, state, held, batch)
         losses.append(float(value))
     state = nnx.to_pure_dict(state)
     return losses, nnx.to_pure_dict(weights), state["blocks"]["block"]["mixture"]

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import linen, nnx
 
 import zerojax
@@ -59,28 +60,47 @@ class Case:
             self.model, tx, self.loss, seed=seed, **self._rest(nodes, local, zero)
         )
 
+    def abstract(self, tx: Any, *, nodes: int, local: int, **zero: Any) -> zerojax.TrainState:
+        """What a step of such a state is traced and lowered with, without values."""
+        return zerojax.TrainState.abstract(self.model, tx, self.loss, **self._rest(nodes, local, zero))
+
+    def begin(self, tx: Any, *, nodes: int, local: int, **zero: Any) -> zerojax.TrainState:
+        """What ``create`` gives for seed 0; the weights are drawn once for all meshes and options."""
+        return self.start(tx, _drawn(self), nodes=nodes, local=local, **zero)
+
     def start(self, tx: Any, given: Any, *, nodes: int, local: int, **zero: Any) -> zerojax.TrainState:
-        """A state that begins with given weights: no model is initialised, which is half of what a test
-        of ten steps compiles. For models without other state."""
-        abstract = zerojax.TrainState.abstract(self.model, tx, self.loss, **self._rest(nodes, local, zero))
-        assert not abstract.model_state
-        state = zerojax.put_params(abstract, given)
-        init = jax.jit(
-            abstract.spec.first_opt_state,
-            out_shardings=jax.tree.map(lambda x: x.sharding, abstract.opt_state),
-        )
-        zeros = {
-            name: jax.tree.map(
-                lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), getattr(abstract, name)
-            )
-            for name in ("step", "skipped_in_row", "seed", "residual")
-        }
-        return state.replace(opt_state=init(state.params), **zeros)
+        """A state that begins with given weights; see ``started``."""
+        return started(self.abstract(tx, nodes=nodes, local=local, **zero), given)
 
     def _rest(self, nodes: int, local: int, zero: dict[str, Any]) -> dict[str, Any]:
         config = zerojax.ZeroConfig(**{"compute_dtype": "float32", "units": self.units, **zero})
         sample = self.batches(2, 1)[0] if self.linen else None
         return {"mesh": zerojax.make_mesh(nodes, local), "zero": config, "sample_batch": sample}
+
+
+def started(abstract: zerojax.TrainState, given: Any) -> zerojax.TrainState:
+    """A state with values that begins with given weights: no model is initialised, which is half of what a
+    test of ten steps compiles. For models without other state and frozen weights."""
+    others = (abstract.model_state, abstract.frozen, abstract.encoded, abstract.losses, abstract.local)
+    assert not any(others)
+    state = zerojax.put_params(abstract, given)
+    init = jax.jit(
+        abstract.spec.first_opt_state,
+        out_shardings=jax.tree.map(lambda x: x.sharding, abstract.opt_state),
+    )
+    zeros = {
+        name: jax.tree.map(
+            lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), getattr(abstract, name)
+        )
+        for name in ("step", "skipped_in_row", "seed", "residual")
+    }
+    return state.replace(opt_state=init(state.params), **zeros)
+
+
+@functools.cache
+def _drawn(case: Case) -> Any:
+    """A case's first weights, in its own shapes."""
+    return zerojax.gather_params(case.create(optax.identity(), nodes=1, local=1, stage=0))
 
 
 def regression_batch(rng: np.random.Generator, rows: int) -> dict[str, np.ndarray]:

@@ -4,10 +4,13 @@ Most of a test's time is compiling: so the compiler optimizes less than it does 
 has compiled, the next one finds. ``XLA_FLAGS=--xla_backend_optimization_level=3 pytest`` compiles as usual.
 """
 
+import functools
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 _LEVEL = "--xla_backend_optimization_level"
@@ -45,6 +48,26 @@ def share_compiled(folder: Path) -> None:
     for name, value in settings.items():
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)
+
+
+def share_optimizers() -> None:
+    """Let optax give one object for the same arguments, so that zerojax checks it once with each model."""
+    import optax  # not before the environment is prepared
+
+    def shared(make: Callable[..., Any]) -> Callable[..., Any]:
+        once = functools.cache(make)
+
+        @functools.wraps(make)
+        def get(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return once(*args, **kwargs)
+            except TypeError:  # an argument has no hash
+                return make(*args, **kwargs)
+
+        return get
+
+    for name in ("adam", "adamw", "chain", "clip_by_global_norm", "identity", "sgd"):
+        setattr(optax, name, shared(getattr(optax, name)))
 
 
 def for_programs() -> dict[str, str]:

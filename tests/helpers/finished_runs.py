@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tyro
 from micro_run import micro_config
+from tyro._parsers import ParserSpecification
 
 import zerojax
 from zerojax.run import build
@@ -53,6 +55,25 @@ def shared_steps() -> Iterator[None]:
         patch.setattr(build, "make_optimizer", shared_optimizer)
         patch.setattr(build.RunSetup, "abstract_state", lambda setup: of(setup)[0])
         patch.setattr(build.RunSetup, "initial_state", initial_state)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def shared_parsers() -> Iterator[None]:
+    """A command's options are described to tyro once: that takes forty times as long as parsing a line."""
+    describe = ParserSpecification.from_callable_or_type
+    shared: dict[Any, ParserSpecification] = {}
+
+    def described(options: Any, **settings: Any) -> ParserSpecification:
+        whole = settings["intern_prefix"] == "" and settings["default_instance"] is tyro.MISSING_NONPROP
+        if not whole or not isinstance(options, type):
+            return describe(options, **settings)
+        if options not in shared:
+            shared[options] = describe(options, **settings)
+        return shared[options]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ParserSpecification, "from_callable_or_type", described)
         yield
 
 

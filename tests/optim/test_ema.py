@@ -23,7 +23,7 @@ def optimizer():
 def trained():
     """Four steps on 2 x 4 with delta weights, and the weights after each."""
     case = CASES["nnx"]
-    state, weights = case.create(optimizer(), nodes=2, local=4, **DELTA), []
+    state, weights = case.begin(optimizer(), nodes=2, local=4, **DELTA), []
     for batch in case.batches(ROWS, 4):
         state, _ = zerojax.train_step(state, batch)
         weights.append(by_path(masters(state)))
@@ -54,8 +54,8 @@ def test_is_restored_and_read_alone(trained, tmp_path):
         checkpoints.wait()
     case, batch = CASES["nnx"], CASES["nnx"].batches(ROWS, 1)[0]
     wanted = zerojax.gather_params(zerojax.averaged(state))
-    again = restore(tmp_path / "4", case.create(optimizer(), nodes=3, local=2, **DELTA))
-    alone = restore(tmp_path / "4", case.create(optax.identity(), nodes=2, local=2, **DELTA), average=True)
+    again = restore(tmp_path / "4", case.begin(optimizer(), nodes=3, local=2, **DELTA))
+    alone = restore(tmp_path / "4", case.begin(optax.identity(), nodes=2, local=2, **DELTA), average=True)
     for found in (zerojax.averaged(again), alone):
         jax.tree.map(np.testing.assert_array_equal, zerojax.gather_params(found), wanted)
     # A run that goes on averages on.
@@ -65,7 +65,7 @@ def test_is_restored_and_read_alone(trained, tmp_path):
     )
     assert distance(found, expected) < 1e-3
     # The secondary copies are of the average, too: the loss is that of a model with these weights.
-    fresh = zerojax.put_params(case.create(optax.identity(), nodes=2, local=2, **DELTA), wanted)
+    fresh = zerojax.put_params(case.begin(optax.identity(), nodes=2, local=2, **DELTA), wanted)
     found, expected = zerojax.eval_step(alone, batch), zerojax.eval_step(fresh, batch)
     np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-5)
 
@@ -73,14 +73,14 @@ def test_is_restored_and_read_alone(trained, tmp_path):
 @pytest.mark.slow
 def test_a_checkpoint_without_one(tmp_path):
     case = CASES["nnx"]
-    state = case.create(optax.adam(1e-2), nodes=1, local=2)
+    state = case.begin(optax.adam(1e-2), nodes=1, local=2)
     with pytest.raises(zerojax.ZeroError, match="there is no average of the weights"):
         zerojax.averaged(state)
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state, Record())
         checkpoints.wait()
     with pytest.raises(zerojax.ZeroError, match="has no average of the weights"):
-        restore(tmp_path / "1", case.create(optax.identity(), nodes=1, local=2), average=True)
+        restore(tmp_path / "1", case.begin(optax.identity(), nodes=1, local=2), average=True)
 
 
 @pytest.mark.slow
@@ -91,13 +91,13 @@ def test_begins_when_it_is_asked_for(nested, tmp_path):
     plain = optax.chain(optax.scale_by_adam(), optax.scale(-1e-2))
     parts = [plain] if nested else [optax.scale_by_adam(), optax.scale(-1e-2)]
     with_average = optax.chain(*parts, zerojax.average_weights(DECAY))
-    state = case.create(plain, nodes=1, local=2)
+    state = case.begin(plain, nodes=1, local=2)
     batches = case.batches(ROWS, 2)
     state, _ = zerojax.train_step(state, batches[0])
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state, Record())
         checkpoints.wait()
-    state = restore(tmp_path / "1", case.create(with_average, nodes=1, local=2))
+    state = restore(tmp_path / "1", case.begin(with_average, nodes=1, local=2))
     with pytest.raises(zerojax.ZeroError, match="before the first step"):
         zerojax.averaged(state)
     state, _ = zerojax.train_step(state, batches[1])

@@ -181,7 +181,7 @@ def test_nodes_stay_bit_identical(preset: Preset, zero: dict[str, Any], error: f
 def test_its_bytes_are_reported():
     """Each element of a matrix crosses twice; of 2 nodes, half of the elements go to the other."""
     case = CASES["stack"]
-    state = case.create(sharded_muon(), nodes=2, local=2, matrix_spread="world")
+    state = case.abstract(sharded_muon(), nodes=2, local=2, matrix_spread="world")
     report = zerojax.comm_report(state, case.batches(ROWS, 1)[0])
     world, sent = 4, 0
     for leaf in state.spec.leaves:

@@ -147,4 +147,4 @@ def make(run: Any, layers: int, rngs: nnx.Rngs) -> Model:
 def test_nothing_is_left_to_the_forward_pass_where_it_would_be_done_twice_or_not_at_all(options):
     case = Case(functools.partial(make, in_order, 2), squared_error, (), regression_batch)
     options = {"nodes": 2, "local": 2, **DELTA, **options}
-    assert case.create(optax.sgd(0.1), **options).spec.updating == ()
+    assert case.abstract(optax.sgd(0.1), **options).spec.updating == ()

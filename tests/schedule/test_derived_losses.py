@@ -20,6 +20,7 @@ from zerojax.sharding.param_tree import from_tree
 from zerojax.train import step
 
 ROWS = 48
+SGD = optax.sgd(1.0)  # one for all, which is checked once with each model
 X = np.random.default_rng(0).standard_normal((ROWS, WIDTH)).astype(np.float32)
 
 
@@ -101,11 +102,17 @@ def reference(kind: Any, loss: Any, linen_model: bool = False) -> tuple[float, d
     return float(value), {path: np.asarray(x) for path, x in grads.items()}
 
 
-def create(kind: Any, loss: Any, mesh: tuple[int, int], **zero: Any) -> zerojax.TrainState:
+def create(
+    kind: Any, loss: Any, mesh: tuple[int, int], *, make: Any = zerojax.TrainState.create, **zero: Any
+) -> zerojax.TrainState:
     config = zerojax.ZeroConfig(**{"compute_dtype": "float32", **zero})
     sample = X if isinstance(kind, linen.Module) else None
     arguments = {"mesh": zerojax.make_mesh(*mesh), "zero": config, "sample_batch": sample}
-    return zerojax.TrainState.create(kind, optax.sgd(1.0), loss, **arguments)
+    return make(kind, SGD, loss, **arguments)
+
+
+# For what is only traced.
+abstract = functools.partial(create, make=zerojax.TrainState.abstract)
 
 
 LINEN, TWO_LAYERS = LinenModel(), functools.partial(Stacked, layers=2)
@@ -177,13 +184,13 @@ def test_quantized_gradients_of_a_penalty_are_near(kind, units):
 def test_in_breadth_a_gradient_of_the_loss_s_own_is_refused():
     zero = {"accumulate": 2, "accumulate_order": "breadth"}
     with pytest.raises(zerojax.ZeroError, match='accumulate_order="depth"'):
-        step.trace_train_step(create(Stacked, gradient_penalty, (2, 2), **zero), X)
+        step.trace_train_step(abstract(Stacked, gradient_penalty, (2, 2), **zero), X)
 
 
 def test_a_weight_sum_sends_one_scalar():
     """Beside the same step without it: an all-reduce of one number forward and one backward, each sum."""
-    plain = create(Stacked, lambda model, x: jnp.mean(model(x) ** 2), (2, 2))
-    summed = create(Stacked, weight_penalty, (2, 2))
+    plain = abstract(Stacked, lambda model, x: jnp.mean(model(x) ** 2), (2, 2))
+    summed = abstract(Stacked, weight_penalty, (2, 2))
     sent = [zerojax.comm_report(state, X) for state in (plain, summed)]
     assert sent[0].node_bytes < sent[1].node_bytes < sent[0].node_bytes + 1000
 
@@ -204,6 +211,6 @@ def test_a_weight_sum_of_an_ordinary_module():
     ],
 )
 def test_a_weight_sum_of_something_else_is_refused(use, words):
-    state = create(Stacked, lambda model, x: jnp.mean(model(x)) + use(model), (2, 2))
+    state = abstract(Stacked, lambda model, x: jnp.mean(model(x)) + use(model), (2, 2))
     with pytest.raises(zerojax.ZeroError, match=words):
         step.trace_train_step(state, X)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from core_models import started
 from flax import nnx
 from jax import lax
 from plain_loop import distance
@@ -122,11 +123,15 @@ def plain(steps: int, devices: int, micro: int) -> tuple[list[float], Any]:
     tx = adamw()
     opt_state = tx.init(params)
     losses = []
-    step = jax.jit(jax.value_and_grad(of_batch))
-    for batch in batches(steps):
-        value, grads = step(params, batch)
+
+    @jax.jit
+    def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, Any]:
+        value, grads = jax.value_and_grad(of_batch)(params, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    for batch in batches(steps):
+        params, opt_state, value = step(params, opt_state, batch)
         losses.append(float(value))
     return losses, pure(params)
 
@@ -141,9 +146,8 @@ def create(
 
 
 def trained(nodes: int, local: int, steps: int = 4, **zero: Any) -> tuple[list[float], zerojax.TrainState]:
-    state = create(nodes, local, **zero)
     start = pure(nnx.state(Model(rngs=nnx.Rngs(jax.random.key(0)))))
-    state = zerojax.put_params(state, start)
+    state = started(create(nodes, local, abstract=True, **zero), start)
     losses = []
     for batch in batches(steps):
         state, metrics = zerojax.train_step(state, batch)

@@ -171,7 +171,7 @@ def test_what_weights_spread_over_the_world_send_and_take_is_as_planned():
     options = {"frozen": UP, "frozen_weights": "int8", "block_size": 64, "precise": ()}
     case = CASES["stack"]
     near, far = (
-        case.create(SGD, nodes=2, local=4, frozen_spread=spread, **options) for spread in ("node", "world")
+        case.abstract(SGD, nodes=2, local=4, frozen_spread=spread, **options) for spread in ("node", "world")
     )
     sent = [zerojax.comm_report(state, case.batches(24, 1)[0]) for state in (near, far)]
     planned = [zerojax.plan.plan_state(state) for state in (near, far)]

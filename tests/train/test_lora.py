@@ -111,7 +111,7 @@ def products(state, batch) -> set[str]:
 
 def test_the_gradient_of_a_frozen_weight_is_not_computed():
     batch = CASES["stack"].batches(24, 1)[0]
-    whole = CASES["stack"].create(optax.sgd(0.1), nodes=1, local=1)
+    whole = CASES["stack"].abstract(optax.sgd(0.1), nodes=1, local=1)
     kernels = {"6,11", "11,6"}
     assert products(whole, batch) & kernels
     assert not products(create("stack", 1, 1), batch) & kernels

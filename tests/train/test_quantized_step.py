@@ -130,7 +130,7 @@ def test_leaves_and_layers_draw_bits_of_their_own(grads, rounding):
     """On either hop; to nearest, eight equal gradients stay equal."""
     case = Case(SlopeStack, SLOPE.loss, (), slopes)
     zero = {"grads": grads, "block_size": 64, "rounding": rounding}
-    state = case.create(optax.sgd(1.0), nodes=2, local=2, **zero)
+    state = case.begin(optax.sgd(1.0), nodes=2, local=2, **zero)
     state, _ = zerojax.train_step(state, case.batches(8, 1)[0])
     rows = np.concatenate([x[:, 0] for x in by_path(zerojax.gather_params(state)).values()])
     assert rows.shape == (8, 192)
@@ -164,7 +164,7 @@ def as_blocks(x: Any, leaf: Any, world: Any) -> list[np.ndarray]:
 def test_delta_copies_agree_follow_the_masters_and_know_their_bound(fmt):
     """After each step: one hash over all nodes, the reference's bits, within half a code of the master."""
     case, mesh = CASES["stack"], (3, 2)
-    state = case.create(optax.adam(1e-2), nodes=3, local=2, **{**DELTA, "weights": fmt})
+    state = case.begin(optax.adam(1e-2), nodes=3, local=2, **{**DELTA, "weights": fmt})
     spec, world = state.spec, state.spec.world
     top = {"int4": 7, "fp8": 448}[fmt]
     half_code = {"int4": 0.5, "fp8": 16}[fmt]
@@ -199,7 +199,7 @@ def test_delta_copies_agree_follow_the_masters_and_know_their_bound(fmt):
 def test_a_resync_sends_the_whole_weights():
     case = CASES["stack"]
     batches = case.batches(ROWS, 3)
-    state = case.create(optax.adam(1e-2), nodes=2, local=2, **{**DELTA, **PLAIN, "delta_resync": 2})
+    state = case.begin(optax.adam(1e-2), nodes=2, local=2, **{**DELTA, **PLAIN, "delta_resync": 2})
     for step, batch in enumerate(batches):
         masters = {path: np.asarray(x) for path, x in by_path(state.params).items()}
         state, _ = zerojax.train_step(state, batch)
@@ -220,7 +220,7 @@ def test_evaluation_sees_the_weights_of_now():
     """A copy from before the last update must not be what is evaluated."""
     case = CASES["stack"]
     exact = {**DELTA, **PLAIN, "weights": "fp32", "local_weights": "fp32"}
-    state = case.create(optax.sgd(0.05), nodes=2, local=2, **exact)
+    state = case.begin(optax.sgd(0.05), nodes=2, local=2, **exact)
     batch = case.batches(ROWS, 1)[0]
     state, _ = zerojax.train_step(state, batch)
     state, metrics = zerojax.train_step(state, batch)
@@ -286,7 +286,7 @@ class SpiedModel(nnx.Module):
 )
 def test_forward_and_backward_of_a_step_use_the_same_bits(options):
     case = Case(SpiedModel, squared_error, (Spied,), regression_batch)
-    state = case.create(optax.sgd(0.5), nodes=2, local=2, **options)
+    state = case.begin(optax.sgd(0.5), nodes=2, local=2, **options)
     for batch in case.batches(ROWS, 2):
         SEEN.clear()
         state, _ = zerojax.train_step(state, batch)
@@ -299,7 +299,7 @@ def test_forward_and_backward_of_a_step_use_the_same_bits(options):
 
 def test_no_weight_or_gradient_crosses_nodes_wider_than_asked():
     """Vectors travel in the compute format; every matrix of a unit as bytes."""
-    state = CASES["stack"].create(
+    state = CASES["stack"].abstract(
         optax.sgd(0.1), nodes=2, local=2, **{**DELTA, **PLAIN, "compute_dtype": "bfloat16"}
     )
     for leaf in state.spec.leaves:

@@ -90,7 +90,7 @@ def test_a_number_of_pythons_has_no_dtype_of_its_own(order):
     """As anywhere in JAX: what it is multiplied with keeps its dtype."""
     known, dtypes = CASES["nnx"], []
     case = Case(known.model, functools.partial(seen, dtypes=dtypes), known.units, known.batch)
-    state = case.create(optax.sgd(0.1), nodes=1, local=2, accumulate=2, accumulate_order=order)
+    state = case.abstract(optax.sgd(0.1), nodes=1, local=2, accumulate=2, accumulate_order=order)
     batch = known.batches(ROWS, 1)[0]
     zerojax.lower_train_step(state, {**batch, "weight": 0.5})
     assert set(dtypes) == {jnp.dtype("bfloat16")}

@@ -208,7 +208,7 @@ def test_what_is_no_parameter_is_not_taken_from_a_skipped_step(name, options):
 def test_no_counted_token_at_all_is_no_step():
     """The mean over no token is not a number, and must not become a step."""
     case = CASES["ragged"]
-    state = case.create(optax.sgd(0.1), nodes=2, local=2)
+    state = case.begin(optax.sgd(0.1), nodes=2, local=2)
     batch = case.batches(8, 1)[0]
     before = bits(state)
     state, metrics = zerojax.train_step(state, {**batch, "counted": np.zeros(8, bool)})
@@ -221,7 +221,7 @@ def test_padding_stays_zero_in_weights_moments_and_residuals():
     case = CASES["awkward"]
     options = {**LOSSY, "grad_sync": "step", "error_feedback": True, "rotation": 32}
     tx = optax.adamw(1e-2, weight_decay=0.1)
-    state = case.create(tx, nodes=3, local=2, **options)
+    state = case.begin(tx, nodes=3, local=2, **options)
     for batch in case.batches(ROWS, 3):
         state, _ = zerojax.train_step(state, batch)
     sizes = {leaf.name: leaf.size for leaf in state.spec.leaves}

@@ -68,7 +68,7 @@ def test_a_state_computes_in_the_dtype_however_it_is_given():
     """Weights are sent in it: fp32 ones are not rounded."""
     sent = {}
     for given in (jnp.float32, jnp.bfloat16):
-        state = CASES["nnx"].create(optax.sgd(0.1), nodes=2, local=2, compute_dtype=given)
+        state = CASES["nnx"].abstract(optax.sgd(0.1), nodes=2, local=2, compute_dtype=given)
         report = zerojax.comm_report(state, CASES["nnx"].batches(4, 1)[0])
         sent[given] = {c.dtype for c in report.collectives if c.phase.startswith("weights")}
     assert sent == {jnp.float32: {"float32"}, jnp.bfloat16: {"bfloat16"}}
@@ -106,7 +106,7 @@ def test_a_loss_sees_weights_in_the_compute_dtype(stage):
         return squared_error(model, batch)
 
     case = dataclasses.replace(case, loss=loss)
-    state = case.create(optax.sgd(0.1), nodes=1, local=2, stage=stage, compute_dtype="bfloat16")
+    state = case.abstract(optax.sgd(0.1), nodes=1, local=2, stage=stage, compute_dtype="bfloat16")
     zerojax.lower_train_step(state, case.batches(2, 1)[0])
     assert seen == {"no unit": jnp.bfloat16, "unit": jnp.bfloat16}
 
@@ -117,6 +117,6 @@ def test_rounding_is_that_of_gradients():
     int8 = {"weights": "int8", "grads": ("int8", "int8"), "block_size": 64}
     losses = []
     for rounding in ("nearest", "stochastic"):
-        state = case.create(optax.sgd(0.1), nodes=2, local=1, rounding=rounding, **int8)
+        state = case.begin(optax.sgd(0.1), nodes=2, local=1, rounding=rounding, **int8)
         losses.append(zerojax.eval_step(state, case.batches(2, 1)[0])["loss"])
     assert losses[0] == losses[1]

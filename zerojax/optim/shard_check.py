@@ -210,17 +210,12 @@ def _compare_updates(tx: optax.GradientTransformation, leaves: tuple[tuple[Path,
     def flat(values: _ByPath) -> dict[Path, np.ndarray]:
         return {path: _flat(x, stacked[path]) for path, x in values.items()}
 
+    trees = [[flatten(x) for x in (whole, *grads)] for flatten in (dict, flat)]
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         try:
-            wanted = _updates(tx, whole, grads)
+            wanted, found = _updates(tx, trees)
         except Exception as error:
-            raise ConfigurationError(
-                "the optimizer can't make an update from gradients, its state and parameters alone, which "
-                f"are what a step gives it (one that reads the loss can't): {error}"
-            ) from error
-        try:
-            found = _updates(tx, flat(whole), [flat(g) for g in grads])
-        except Exception as error:
+            _refuse_without_update(tx, trees[:1])
             raise ConfigurationError(
                 f"the optimizer can't work on sharded leaves, which are flat: {error} {_WAY_OUT}"
             ) from error
@@ -250,33 +245,53 @@ def _flat(x: np.ndarray, stacked: bool) -> np.ndarray:
     return padded.reshape(x.shape[0], *shape) if stacked else padded.reshape(shape)
 
 
+def _refuse_without_update(tx: optax.GradientTransformation, trees: Sequence[Sequence[_ByPath]]) -> None:
+    """Refuse an optimizer that makes no update of ordinary leaves.
+
+    Raises:
+        ConfigurationError: with the optimizer's error.
+    """
+    try:
+        _updates(tx, trees)
+    except Exception as error:
+        raise ConfigurationError(
+            "the optimizer can't make an update from gradients, its state and parameters alone, which "
+            f"are what a step gives it (one that reads the loss can't): {error}"
+        ) from error
+
+
 def _updates(
-    tx: optax.GradientTransformation, params: _ByPath, grads: Sequence[_ByPath]
-) -> dict[Path, np.ndarray]:
-    """The sum of successive updates: of as many as it takes until two have changed something.
+    tx: optax.GradientTransformation, trees: Sequence[Sequence[_ByPath]]
+) -> list[dict[Path, np.ndarray]]:
+    """The sums of successive updates of trees: of as many as it takes until two have changed all of these.
 
     The first of a warm-up is zero, and so are those of accumulated gradients until the last of them.
+
+    Args:
+        tx: the optimizer.
+        trees: the parameters of each, and gradients of which one after the other is used, again and again.
     """
-    given = to_tree(params)
-    gradients = [to_tree(each) for each in grads]
+    given = [to_tree(params) for params, *_ in trees]
+    gradients = [list(map(to_tree, each)) for each in zip(*(own for _, *own in trees), strict=True)]
 
     @jax.jit
     def update(
-        total: PyTree[Array], state: PyTree[Array], gradient: PyTree[Array]
-    ) -> tuple[PyTree[Array], PyTree[Array], Array]:
-        one, state = tx.update(gradient, state, given)
-        changes = jnp.any(jnp.stack([jnp.any(x != 0) for x in jax.tree.leaves(one)]))
-        return jax.tree.map(jnp.add, total, one), state, changes
+        totals: list[PyTree[Array]], states: list[PyTree[Array]], gradients: list[PyTree[Array]]
+    ) -> tuple[list[PyTree[Array]], list[PyTree[Array]], Array]:
+        pairs = list(map(tx.update, gradients, states, given))
+        ones, states = [one for one, _ in pairs], [state for _, state in pairs]
+        changes = [jnp.any(jnp.stack([jnp.any(x != 0) for x in jax.tree.leaves(one)])) for one in ones]
+        return jax.tree.map(jnp.add, totals, ones), states, jnp.all(jnp.stack(changes))
 
-    total = jax.tree.map(np.zeros_like, given)
-    state = jax.jit(tx.init)(given)
+    totals = jax.tree.map(np.zeros_like, given)
+    states = jax.jit(lambda given: [tx.init(params) for params in given])(given)
     changed = 0
     for number in range(_MAX_UPDATES):
-        total, state, changes = update(total, state, gradients[number % len(gradients)])
+        totals, states, changes = update(totals, states, gradients[number % len(gradients)])
         changed += int(changes)
         if changed == 2:
             break
-    return {path: np.asarray(x) for path, x in from_tree(total).items()}
+    return [{path: np.asarray(x) for path, x in from_tree(total).items()} for total in totals]
 
 
 @functools.lru_cache(maxsize=32)

@@ -42,8 +42,11 @@ class Shards(NamedTuple):
 
 
 def abstract_fields(spec: TrainSpec) -> dict[str, Any]:
-    """Every field of a state but ``spec``, as ShapeDtypeStructs with shardings."""
+    """Every field of a state but ``spec``, as ShapeDtypeStructs with shardings; found once for each spec."""
+    return dict(spec.once("fields", lambda: _abstract_fields(spec)))
 
+
+def _abstract_fields(spec: TrainSpec) -> dict[str, Any]:
     def like(tree: PyTree) -> PyTree:
         return jax.tree.map(lambda x: spec.abstract(x.shape, x.dtype), tree)
 
