@@ -84,17 +84,18 @@ def started(abstract: zerojax.TrainState, given: Any) -> zerojax.TrainState:
     others = (abstract.model_state, abstract.frozen, abstract.encoded, abstract.losses, abstract.local)
     assert not any(others)
     state = zerojax.put_params(abstract, given)
-    init = jax.jit(
-        abstract.spec.first_opt_state,
-        out_shardings=jax.tree.map(lambda x: x.sharding, abstract.opt_state),
-    )
     zeros = {
-        name: jax.tree.map(
-            lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), getattr(abstract, name)
-        )
+        name: jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), getattr(abstract, name))
         for name in ("step", "skipped_in_row", "seed", "residual")
     }
-    return state.replace(opt_state=init(state.params), **zeros)
+    first = abstract.spec.first_opt_state(jax.tree.map(np.asarray, state.params))
+    values = {"opt_state": jax.tree.map(np.asarray, first), **zeros}
+    return state.replace(
+        **{
+            name: jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), x, getattr(abstract, name))
+            for name, x in values.items()
+        }
+    )
 
 
 @functools.cache

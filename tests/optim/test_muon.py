@@ -143,7 +143,8 @@ def test_nodes_exchange_no_more_than_with_adamw(preset: Preset, nodes: int, loca
 @pytest.mark.parametrize(
     ("preset", "zero", "error"),
     [
-        ("delta", {}, 0.3),
+        ("delta", {"rotation": 0, "rounding": "nearest"}, 0.3),  # compiled in less time
+        pytest.param("delta", {}, 0.3, marks=pytest.mark.slow),
         pytest.param("delta", {"accumulate": 2, "error_feedback": True}, 0.3, marks=pytest.mark.slow),
         pytest.param("zero++", {"accumulate": 2}, 0.2, marks=pytest.mark.slow),
         pytest.param("zero++", {"accumulate": 2, "accumulate_order": "breadth"}, 0.2, marks=pytest.mark.slow),
