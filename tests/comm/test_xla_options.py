@@ -11,6 +11,7 @@ from zerojax.comm.xla_options import (
     HOST_MEMORY,
     ONE_PROCESS_OPTIONS,
     SEPARATE_PRODUCTS,
+    UPDATES_IN_BACKWARD,
     compiler_options,
 )
 from zerojax.sharding.strategy import ShardingStrategy
@@ -27,6 +28,7 @@ def test_gpus_of_one_process_are_told_to_use_copy_engines_besides(cuda_mesh):
     assert compiler_options(cuda_mesh(2, 4)) == GPU_OPTIONS
     assert compiler_options(cuda_mesh(2, 4), separate_products=True) == GPU_OPTIONS | SEPARATE_PRODUCTS
     assert compiler_options(cuda_mesh(2, 4), host_memory=True) == GPU_OPTIONS | HOST_MEMORY
+    assert compiler_options(cuda_mesh(2, 4), updates_in_backward=True) == GPU_OPTIONS | UPDATES_IN_BACKWARD
 
 
 def test_what_is_compiled_without_a_gpu_runs_but_for_tuning():

@@ -64,10 +64,19 @@ HOST_MEMORY: CompilerOptions = {
     # there it computes parts of layers and of the loss a second time, and saves nothing.
     "xla_disable_hlo_passes": f"rematerialization,{_ASYNC_SLICES}",
 }
+UPDATES_IN_BACKWARD: CompilerOptions = {
+    # A turn of such a loop is two layers, and alternates between two buffers as it is. If turns were doubled,
+    # an odd one would be outside the loop, where copies of the state are kernels, for which layers wait.
+    "xla_gpu_enable_while_loop_double_buffering": False,
+}
 
 
 def compiler_options(
-    mesh: Mesh, *, separate_products: bool = False, host_memory: bool = False
+    mesh: Mesh,
+    *,
+    separate_products: bool = False,
+    host_memory: bool = False,
+    updates_in_backward: bool = False,
 ) -> CompilerOptions:
     """The compiler options for programs on a mesh; none unless it has GPUs.
 
@@ -75,10 +84,12 @@ def compiler_options(
         mesh: to run on.
         separate_products: whether matmuls are in fp8, or tokens are made (``SEPARATE_PRODUCTS``).
         host_memory: whether layers are copied from or to host memory.
+        updates_in_backward: whether a backward pass updates layers whose state is there.
     """
     if not on_gpus(mesh.devices.flat):
         return {}
     more = (SEPARATE_PRODUCTS if separate_products else {}) | (HOST_MEMORY if host_memory else {})
+    more |= UPDATES_IN_BACKWARD if updates_in_backward else {}
     alone = len({device.process_index for device in mesh.devices.flat}) == 1
     return (ONE_PROCESS_OPTIONS if alone else {}) | GPU_OPTIONS | more
 

@@ -177,9 +177,18 @@ class UpdatedLayers:
         weights: Weights,
         update: LayerUpdate,
         facts: Float32[Array, " facts"],
+        zero: Index,
     ) -> None:
-        """Take sinks, all weights as the backward pass finds them, the rule, and the probe's cotangent."""
-        self._sinks, self._weights, self._update = sinks, weights, update
+        """Take what a backward pass begins with.
+
+        Args:
+            sinks: of the trained weights.
+            weights: all, as the backward pass finds them.
+            update: the rule.
+            facts: the probe's cotangent.
+            zero: of ``by_dma``.
+        """
+        self._sinks, self._weights, self._update, self._zero = sinks, weights, update, zero
         self._facts = Facts(*facts)
         self._last = sinks[0].encoded.shape[0] - 1
         self._first = read_first(_flat([sink.held for sink in sinks]))
@@ -189,15 +198,14 @@ class UpdatedLayers:
         held = _flat([sink.held for sink in self._sinks])
         here = {
             key: [
-                layer_at(x, layer)
+                layer_at(x, self._copied(layer))
                 for layer in (self._last, self._last - 1)[: 1 + (key in self._first)]
                 if layer >= 0
             ]
             for key, x in held.items()
         }
         here, held = lax.optimization_barrier((here, held))
-        trained = zip(self._sinks, self._weights, strict=False)
-        encoded = tuple(as_encoded(sink.encoded, w.layout.next_codec.dtype) for sink, w in trained)
+        encoded = _encoded(self._sinks, self._weights)
         scales = tuple(sink.scale for sink in self._sinks)
         pending: dict[_Key, list[Array]] = {key: [] for key in held}
         carried = _Carried(held, here, pending, encoded, scales, jnp.float32(0), reads=False)
@@ -205,10 +213,7 @@ class UpdatedLayers:
 
     def weights(self, stored: Stored) -> Weights:
         """All weights, of which those that are ready are read where updates write them."""
-        carried: _Carried = stored.extra
-        trained = zip(self._weights, carried.encoded, strict=False)
-        current = [w.replace(x) if w.ready else w for w, x in trained]
-        return (*current, *self._weights[len(current) :])
+        return _read_from(stored.extra.encoded, self._weights)
 
     def update(self, stored: Stored, sums: Values, layer: Index) -> Updated:
         """Update the layer that was fetched last."""
@@ -227,11 +232,11 @@ class UpdatedLayers:
             if (key in self._first) == carried.reads:
                 ahead = [at for at in (layer - 1, layer - 2) if not isinstance(at, int) or at >= 0]
                 # Without the barrier the compiler would copy the whole stack, to read it while it is written.
-                fetched = [layer_at(held[key], at) for at in ahead]
+                fetched = [layer_at(held[key], self._copied(at)) for at in ahead]
                 fetched, held[key] = lax.optimization_barrier((fetched, held[key]))
                 here[key], pending[key] = [*rest, *fetched], updated
             else:
-                held[key] = _put_last(held[key], updated, layer)
+                held[key] = _put_last(held[key], updated, self._copied(layer))
                 here[key], pending[key] = rest, []
         sent = self._sent(carried, new, layer)
         now = replace(sent, held=held, here=here, pending=pending, reads=not carried.reads)
@@ -252,7 +257,7 @@ class UpdatedLayers:
         new = self.update(stored, first, 0)
         carried = self._sent(stored.extra, new, 0)
         held = {
-            key: _put_last(carried.held[key], [*carried.pending[key], x], 0)
+            key: _put_last(carried.held[key], [*carried.pending[key], x], self._zero)
             for key, x in _flat(new.held).items()
         }
         return tuple(
@@ -264,6 +269,10 @@ class UpdatedLayers:
             )
             for k, sink in enumerate(self._sinks)
         )
+
+    def _copied(self, layer: Index) -> Index:
+        """The index of a layer, for copies from or to host memory."""
+        return layer + self._zero if isinstance(layer, int) else layer
 
     def _sent(self, carried: _Carried, new: Updated, layer: Index) -> _Carried:
         encoded = put_layer(carried.encoded, tuple(new.encoded), layer)
@@ -284,6 +293,21 @@ def _refuse_mapped(size: int, mapped: list[bool], sums: Values) -> tuple[Values,
         "the loss maps a Stack over inputs (nnx.vmap), so a layer has several gradients in its backward "
         "pass: give the Stack one array of all inputs, or set update_in_backward=False."
     )
+
+
+def weights_of(sinks: Sequence[LayerState], weights: Weights) -> Weights:
+    """All weights, of which those that are ready are read from their sinks."""
+    return _read_from(_encoded(sinks, weights), weights)
+
+
+def _encoded(sinks: Sequence[LayerState], weights: Weights) -> Values:
+    trained = zip(sinks, weights, strict=False)
+    return tuple(as_encoded(sink.encoded, w.layout.next_codec.dtype) for sink, w in trained)
+
+
+def _read_from(encoded: Values, weights: Weights) -> Weights:
+    read = [w.replace(x) if w.ready else w for w, x in zip(weights, encoded, strict=False)]
+    return (*read, *weights[len(read) :])
 
 
 def _put_last(stack: Array, layers: Sequence[Array], last: Index) -> Array:

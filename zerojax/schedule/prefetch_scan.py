@@ -34,7 +34,7 @@ from typing import NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from zerojax.comm.reduction import Values
 from zerojax.errors import ConfigurationError
@@ -46,11 +46,12 @@ from zerojax.schedule.breadth_first import (
     with_batching_rule,
 )
 from zerojax.schedule.gradient_queue import GradientQueue, InFlight
-from zerojax.schedule.layer_update import LayerState, UpdatedLayers, probe
+from zerojax.schedule.layer_update import LayerState, UpdatedLayers, probe, weights_of
 from zerojax.schedule.partition import inexact, partition, with_float0
 from zerojax.schedule.sharded import Sharded, read_by_unit
 from zerojax.schedule.stacked import (
     Index,
+    by_dma,
     cut_large,
     empty_layers,
     layer_at,
@@ -379,13 +380,16 @@ class _BackwardCarry(NamedTuple):
     from_host: list[Array]
 
 
+_Backward = tuple[Sinks, Arrays, list[Array], list[Array]]
+
+
 def _backward(
     shapes: tuple[Arrays, Arrays],
     kept: _Kept,
     given: list[Array],
     args: _ScanArgs,
     facts: list[Array],
-) -> tuple[Sinks, Arrays, list[Array], list[Array]]:
+) -> _Backward:
     """Run every layer's vjp in reverse order, gathering weights and sending gradients meanwhile.
 
     Args:
@@ -399,6 +403,33 @@ def _backward(
         The sinks' sums, or what has become of the ``LayerState``s; the cotangents of the first layer's
         activations, and of the floating-point arrays in ``state`` and in ``shared``.
     """
+    if args.unit.update is None:
+        return _by_layers(shapes, kept, given, args, facts, 0)
+
+    def run(zero: Index, carried: tuple[Sinks, list[Array]]) -> tuple[Sinks, list[Array]]:
+        states = cast(tuple[LayerState, ...], carried[0])
+        unit = replace(args.unit, sinks=states, weights=weights_of(states, args.unit.weights))
+        sinks, *cotangents = _by_layers(shapes, kept, given, args._replace(unit=unit), facts, zero)
+        return sinks, inexact(cotangents)
+
+    def floats(tree: PyTree[Array]) -> list[Array]:
+        return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+    like = (shapes[0], floats(args.state), floats(args.shared))
+    empty = [lax.empty(x.shape, x.dtype) for x in floats(like)]
+    sinks, cotangents = by_dma(run, (args.unit.sinks, empty))
+    return (sinks, *with_float0(cotangents, like))
+
+
+def _by_layers(
+    shapes: tuple[Arrays, Arrays],
+    kept: _Kept,
+    given: list[Array],
+    args: _ScanArgs,
+    facts: list[Array],
+    zero: Index,
+) -> _Backward:
+    """See ``_backward``; ``zero`` is that of ``by_dma``."""
     unit, shared = args.unit, args.shared
     strategy = unit.strategy
     stacked, gathered, last_residual, last_whole = kept
@@ -407,14 +438,18 @@ def _backward(
     # Secondary partitions that the forward pass kept stand in for weights at lower levels.
     stand_in = iter(gathered)
     weights = tuple(w if w.reaches(strategy.keep) else next(stand_in) for w in unit.weights)
-    # Keeps the gathers of a short stack from being merged with those of the forward pass.
-    weights, given = lax.optimization_barrier((weights, given))
+    if unit.update is None:
+        # Keeps the gathers of a short stack from being merged with those of the forward pass.
+        weights, given = lax.optimization_barrier((weights, given))
     cotangent, after = with_float0(given, shapes)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), after)
     after = inexact(after)
     last = weights[0].layout.layers - 1
     prefetcher = WeightPrefetcher(weights, end=0, step=-1, own_stream=strategy.own_stream)
     queue = GradientQueue(reduction_of(strategy, weights), unit.seed, last, unit.update is not None)
+
+    def prefetcher_of(stored: Stored) -> WeightPrefetcher:
+        return prefetcher if updates is None else replace(prefetcher, weights=updates.weights(stored))
 
     def run(
         residual: Pullback, whole: Weights, cotangent: Arrays, index: Index
@@ -449,9 +484,7 @@ def _backward(
         )
 
     def layer(carry: _BackwardCarry, index: Index, *, crossing: bool) -> _BackwardCarry:
-        ahead = prefetcher
-        if updates is not None:
-            ahead = replace(prefetcher, weights=updates.weights(carry.stored))
+        ahead = prefetcher_of(carry.stored)
         fetching, secondary = ahead.advance(carry.fetching, index, crossing=crossing)
         if updates is not None:
             # Reads come before writes: else the compiler would copy the stacks.
@@ -472,18 +505,17 @@ def _backward(
     storage = SeparateSums(arrays) if strategy.reads_layers else SumStorage(on_device, arrays)
     updates = None
     if unit.update is not None:
-        # Nothing is fetched before the backward pass begins.
-        sinks, cotangent = lax.optimization_barrier((unit.sinks, cotangent))
-        states = tuple(sink for sink in sinks if isinstance(sink, LayerState))
-        updates = storage = UpdatedLayers(states, weights, unit.update, facts[0])
+        states = tuple(sink for sink in unit.sinks if isinstance(sink, LayerState))
+        updates = storage = UpdatedLayers(states, weights, unit.update, facts[0], zero)
     fetching, whole, from_host = Fetching(None, (), ()), last_whole, []
+    stored = storage.start(on_device)
     if last > 0:
         from_host = layer_at(on_host, last - 1)
-        fetching, secondary = prefetcher.start(last - 1)
+        fetching, secondary = prefetcher_of(stored).start(last - 1)
         whole = to_full(secondary, strategy.weight_dtype)
     grads, cotangent, own, of_shared = run(last_residual, last_whole, cotangent, last)
     of_state = put_layer(empty_layers(own, last + 1), own, last)
-    in_flight, stored = queue.enqueue(grads, last), storage.start(on_device)
+    in_flight = queue.enqueue(grads, last)
     carry = _BackwardCarry(cotangent, of_state, of_shared, fetching, whole, in_flight, stored, from_host)
     # The loop runs layers `top` - 1 down to `stop`: the layers peeled off before it fill every hop.
     stop = min(2 if prefetcher.crosses else 1, last)

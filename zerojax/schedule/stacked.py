@@ -8,12 +8,14 @@ writes one stack, the later of the two must depend on the earlier; else XLA copi
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 from jaxtyping import Array, Int, PyTree
 
 from zerojax.sharding.layout import in_a_row
@@ -21,6 +23,17 @@ from zerojax.sharding.memory import in_host, to_device, to_host
 
 Index = int | Int[Array, ""]
 """Of a layer, not negative: a number while layers are peeled off a loop, traced within it."""
+
+
+def by_dma[T: PyTree[Array]](run: Callable[[Index, T], T], carried: T) -> T:
+    """``run(zero, carried)``, where layers that are peeled off a loop are copied by DMA, too.
+
+    Kernels would copy them otherwise, and what is to run beside would wait. ``run`` is the only turn of a
+    loop, and ``zero`` its counter: an index plus ``zero`` follows from it.
+    """
+    first = (jnp.int32(0), carried)
+    turns = lax.while_loop(lambda turn: turn[0] < 1, lambda turn: (turn[0] + 1, run(*turn)), first)
+    return cast(tuple[Array, T], set_xla_metadata(turns, **_KEEP))[1]
 
 
 def layer_at[T: PyTree[Array]](stacked: T, index: Index) -> T:
@@ -144,5 +157,7 @@ def _is_cut(x: object) -> bool:
     return isinstance(x, Cut)
 
 
+_KEEP = {"skip-simplify-while-loops_trip-count-one": "true"}
+"""XLA puts the turn in the place of other loops of one turn."""
 _MULTIPLE = 128
 """Elements: the layers of a stack in host memory begin at multiples of a cache line."""

@@ -281,8 +281,12 @@ def _warn_slow_experts(platform: str, kind: str, dtype: str, sides: tuple[int, .
 
 
 def _compiler_options(spec: TrainSpec) -> CompilerOptions:
-    fp8, host = spec.zero.matmul_dtype == "fp8", bool(spec.zero.host)
-    return compiler_options(spec.mesh, separate_products=fp8, host_memory=host)
+    return compiler_options(
+        spec.mesh,
+        separate_products=spec.zero.matmul_dtype == "fp8",
+        host_memory=bool(spec.zero.host),
+        updates_in_backward=bool(spec.updated_in_backward),
+    )
 
 
 def _compiled(spec: TrainSpec) -> jax.stages.Wrapped:
