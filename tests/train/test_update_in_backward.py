@@ -320,8 +320,10 @@ def test_on_gpus_the_state_is_copied_beside_the_layers(cuda_mesh, options):
     _, after = compiled_on(mesh, **options)
     text = program.as_text()
     assert text is not None
-    looped = [copy for copy in hlo.host_copies(text) if copy.count > 1 and copy.bytes > 2**16]
-    assert all(copy.by_dma for copy in looped)
+    copies = [copy for copy in hlo.host_copies(text) if copy.bytes > 2**16]
+    looped = [copy for copy in copies if copy.count > 1]
+    # Those of layers that are peeled off, too; outside the passes the test itself reads some.
+    assert all(copy.by_dma for copy in copies if copy.to_host or copy in looped)
     # A loop's body is two layers.
     assert {copy.to_host for copy in looped} == {True, False}
     assert all(copy.covers >= 0.2 for copy in looped)

@@ -18,8 +18,9 @@ from zerojax.interop.huggingface.config_keys import HARMLESS
 from zerojax.interop.huggingface.families import Family, describe_model, read_model
 from zerojax.interop.huggingface.load import check_tensors, load_params, load_state
 from zerojax.interop.huggingface.mapping import TensorParts
-from zerojax.interop.huggingface.safetensors_files import SafetensorFiles, SafetensorWriter
+from zerojax.interop.huggingface.safetensors_files import SafetensorWriter
 from zerojax.interop.huggingface.save import cast, each_tensor, tensor_specs
+from zerojax.interop.huggingface.weight_files import WeightFiles
 from zerojax.models import GPT, GPTConfig
 from zerojax.run.build import abstract_model
 from zerojax.run.config import MeshSection
@@ -46,7 +47,7 @@ def loaded(request: pytest.FixtureRequest) -> Loaded:
     family, model, notes = read_model(json.loads((folder / "config.json").read_text()), "config.json")
     assert not notes
     config = replace(run_config(model, "zero3"), mesh=MeshSection(nodes=1, local=2))
-    state, files = abstract_model(config), SafetensorFiles(folder)
+    state, files = abstract_model(config), WeightFiles(folder, None)
     parts = family.parts(model, family.prefix)
     check_tensors(state.spec, files, family, parts)
     state = load_state(begin_with(state, load_params(state.spec, files, parts), 0), files, parts)

@@ -17,6 +17,7 @@ from zerojax.interop.huggingface.exporting import _write_generation
 from zerojax.interop.huggingface.load import check_tensors, load_params
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
 from zerojax.interop.huggingface.save import each_tensor, tensor_specs
+from zerojax.interop.huggingface.weight_files import WeightFiles
 from zerojax.run.build import abstract_model
 from zerojax.run.data.chat_template import CHATML, ChatTemplate
 from zerojax.run.data.tokenizer import BPETokenizer
@@ -87,7 +88,7 @@ def test_old_files_without_prefix_and_with_masks_are_read(tmp_path):
         "lm_head.weight": bare["wte.weight"],
     }
     renamed = dict.fromkeys(found)
-    files = SafetensorFiles(copy_of("gpt2", tmp_path / "old", None, **(renamed | bare)))
+    files = WeightFiles(copy_of("gpt2", tmp_path / "old", None, **(renamed | bare)), None)
     source = ModelFolder.open(tmp_path / "old")
     train_spec = abstract_model(run_config(source.model)).spec
     parts = source.family.parts(source.model, source.family.prefix_in(files.specs))
@@ -99,11 +100,11 @@ def test_old_files_without_prefix_and_with_masks_are_read(tmp_path):
         np.testing.assert_array_equal(values, bare[tensor.name])
 
 
-class CountingFiles(SafetensorFiles):
+class CountingFiles(WeightFiles):
     """Files that record how many bytes of each tensor are read, and the most at a time."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+        super().__init__(folder, None)
         self.bytes_of = dict.fromkeys(self.specs, 0)
         self.largest = 0
 

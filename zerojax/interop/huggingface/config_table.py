@@ -66,12 +66,11 @@ def write_keys(table: Table, model: GPTConfig) -> dict[str, Any]:
     return {name: value for entry in table for name, value in entry.write(model).items()}
 
 
-def check_fields(table: Table, model: GPTConfig, family: str) -> None:
-    """Refuse a model that a family does not have.
+def differences(table: Table, model: GPTConfig, family: str) -> list[str]:
+    """In what a model differs from those of a family, in words.
 
-    Raises:
-        ConfigurationError: a field has another value than the table allows, or than its default where the
-            table does not name it.
+    Each is a field that has another value than the table allows, or than its default where the table does not
+    name it.
     """
     allowed = {name: value for entry in table for name, value in entry.allowed(model).items()}
     off = {field.name: field.default for field in fields(GPTConfig) if field.name not in (*FREE, "outputs")}
@@ -79,12 +78,12 @@ def check_fields(table: Table, model: GPTConfig, family: str) -> None:
         off = {name: value for name, value in off.items() if not name.startswith("rope_")}
     if not model.experts:  # likewise
         off = {name: value for name, value in off.items() if not name.startswith(_OF_EXPERTS)}
+    found = []
     for name, value in (allowed | off | allowed).items():  # those of the table first
         values = value if isinstance(value, tuple) and value else (value,)
-        if value is not ANY and (found := getattr(model, name)) not in values:
-            raise ConfigurationError(
-                f"model.{name} = {found!r}, but {family} has {' or '.join(map(repr, values))}"
-            )
+        if value is not ANY and (own := getattr(model, name)) not in values:
+            found.append(f"model.{name} = {own!r}, but {family} has {' or '.join(map(repr, values))}")
+    return found
 
 
 def key(

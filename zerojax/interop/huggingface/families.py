@@ -9,7 +9,7 @@ from typing import Any
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface import experts, gemma, gpt2, llama
 from zerojax.interop.huggingface.config_keys import ConfigKeys
-from zerojax.interop.huggingface.config_table import Table, check_fields, read_fields, write_keys
+from zerojax.interop.huggingface.config_table import Table, differences, read_fields, write_keys
 from zerojax.interop.huggingface.llama import LLAMA_NAMES
 from zerojax.interop.huggingface.mapping import Names, TensorParts
 from zerojax.interop.huggingface.weight_files import QUANTIZATION, read_format
@@ -56,9 +56,10 @@ class Family:
         """The config.json of a model, as transformers 4 and 5 both read it.
 
         Raises:
-            ConfigurationError: the family has no such model; names the field.
+            ConfigurationError: the family has no such model; names the fields.
         """
-        check_fields(self.table, model, self.label)
+        if wrong := differences(self.table, model, self.label):
+            raise ConfigurationError("; ".join(wrong))
         return write_keys(self.table, model)
 
     def exported(self, values: dict[str, Any]) -> dict[str, Any]:
@@ -87,6 +88,8 @@ class Family:
         return any(re.fullmatch(pattern, name) for pattern in self.buffers)
 
 
+_NEAREST = 3
+"""Families that a refusal names."""
 _GPT2_MASKS = (r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",)
 # A model that was not imported is exported as the first that fits.
 FAMILIES = {
@@ -182,14 +185,14 @@ def describe_model(model: GPTConfig) -> tuple[Family, dict[str, Any]]:
     """The family of a model, and its config.json.
 
     Raises:
-        ConfigurationError: it belongs to no family; says why, for each.
+        ConfigurationError: it belongs to no family; says why, for those that are nearest.
     """
-    reasons = []
+    reasons: list[list[str]] = []
     for family in FAMILIES.values():
         try:
             config = family.write(model)
         except ConfigurationError as error:
-            reasons.append(str(error))
+            reasons.append(differences(family.table, model, family.label) or [str(error)])
             continue
         # Defaults of some families lie outside of a small vocabulary, where transformers then fails.
         about = {
@@ -198,7 +201,8 @@ def describe_model(model: GPTConfig) -> tuple[Family, dict[str, Any]]:
             "pad_token_id": None,
         }
         return family, about | config | {"initializer_range": model.init_std}
-    raise ConfigurationError(f"no Hugging Face family fits this model: {'; '.join(reasons)}")
+    nearest = " | ".join("; ".join(why) for why in sorted(reasons, key=len)[:_NEAREST])
+    raise ConfigurationError(f"no Hugging Face family fits this model. The nearest: {nearest}")
 
 
 def fitting(model: GPTConfig) -> list[Family]:
