@@ -122,6 +122,7 @@ def test_random_tokens_are_the_same_on_every_mesh_with_any_slots(options):
     np.testing.assert_allclose(same.log_probs, first.log_probs, atol=1e-5)
     other = draw(one, seed=2)
     assert np.mean(other.tokens != first.tokens) > 0.3
+    assert np.mean(first.tokens[:, 1:] != first.tokens[:, :-1]) > 0.3  # each has bits of its own
     assert len({tuple(row) for row in draw(one, prompts=[prompts()[1]] * 11, seed=1).tokens}) > 8
     # The log-probabilities are those of the whole distribution, whatever was left out of it.
     heat = options.get("temperature", 1.0)
