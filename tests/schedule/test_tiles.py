@@ -31,6 +31,12 @@ def block() -> tuple[Any, Any]:
     return nnx.split(Block(16, 32, rngs=nnx.Rngs(0)))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def drawn() -> None:
+    """Whichever test is first: weights that are drawn while something is traced do not outlive the trace."""
+    block()
+
+
 def of_two(block: Any, tile: int, x: jax.Array, y: jax.Array, shift: jax.Array, mask: jax.Array):
     """Two results of three arrays, one of which is data."""
 
@@ -58,7 +64,6 @@ def arguments(tokens: tuple[int, int]) -> tuple[jax.Array, ...]:
 def test_results_and_gradients_are_those_of_all_tokens_at_once(tokens, tile):
     """In equal tiles, in more of them because these are equal, and padded."""
     given = arguments(tokens)
-    block()
 
     def loss(remat: Any, *args: Any) -> Any:
         x, y = run(remat, tile, *args, given[-1])
