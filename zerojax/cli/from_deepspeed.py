@@ -66,5 +66,5 @@ def read_json(path: Path) -> Any:
     with file_errors(path, content="not valid JSON"):
         text = path.read_text(encoding="utf-8")
         if len(text) > MAX_SETTINGS_CHARS:
-            raise ValueError(f"{len(text):,} characters: no DeepSpeed config has so many")
+            raise ConfigurationError(f"{path}: {len(text):,} characters: no DeepSpeed config has so many")
         return parse_json(text)

@@ -108,7 +108,6 @@ class LayerwiseOptimizer:
                 weights together.
         """
         self._whole = _traced(whole, leaves)
-        self._dtypes = {place: x.dtype for place, x in places(_shapes(whole, leaves)[1]).items()}
         layers = [dataclasses.replace(leaf, stack=()) for leaf in leaves]
         if isinstance(optimizer, OnLayout):
             self._of_groups = {
@@ -121,7 +120,9 @@ class LayerwiseOptimizer:
             traced = _traced(with_moments_as_set(optimizer, zero), layers)
             self._of_groups = dict.fromkeys((leaf.path for leaf in leaves), traced)
         self._needs_others = isinstance(optimizer, OnLayout)
-        jax.eval_shape(self._check, *(_shapes(whole, some) for some in (leaves, layers)))
+        of_whole, of_layers = (_shapes(whole, some) for some in (leaves, layers))
+        jax.eval_shape(self._check, of_whole, of_layers)
+        self._dtypes = {place: x.dtype for place, x in places(of_whole[1]).items()}
         self._of_shards: Traced | None = None
         if zero.update_in_backward and not isinstance(optimizer, OnLayout):
             one = MeshShape(1, 1)

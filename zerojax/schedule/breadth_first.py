@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
 from zerojax.schedule.context import holding
-from zerojax.schedule.partition import inexact, partition, with_float0
+from zerojax.schedule.partition import floats, inexact, partition, with_float0
 from zerojax.schedule.transforms import Pullback, pullback
 
 AXIS = "micro_batch"
@@ -110,9 +110,6 @@ def map_microbatches[T: PyTree[Array]](body: Callable[..., T], mapped: tuple[Fla
             of_weights, *of_args = held(with_float0(cotangent, of_one))
             of_own, of_common, _ = partition(tuple(of_args), flags)
             return jax.tree.map(jnp.add, sums, (inexact(of_weights), inexact(of_common))), inexact(of_own)
-
-        def floats(values: PyTree[Array]) -> list[Array]:
-            return partition(values, lambda x: jnp.issubdtype(x.dtype, jnp.inexact))[0]
 
         summed = (floats(weights), floats(common))
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), summed)

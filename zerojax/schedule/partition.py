@@ -51,7 +51,17 @@ def inexact(cotangents: PyTree[Array]) -> list[Array]:
     return partition(cotangents, lambda x: x.dtype != jax.dtypes.float0)[0]
 
 
+def is_float(x: Array) -> bool:
+    """Whether a value, or a ShapeDtypeStruct, has a cotangent other than float0."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def floats(values: PyTree[Array]) -> list[Array]:
+    """The values that are floating-point (``is_float``)."""
+    return partition(values, is_float)[0]
+
+
 def with_float0[T: PyTree[Array]](cotangents: Sequence[Array], primals: T) -> T:
     """Undo ``inexact``: a cotangent for each of ``primals``, which may be ShapeDtypeStructs."""
-    _, integers, combine = partition(primals, lambda x: jnp.issubdtype(x.dtype, jnp.inexact))
+    _, integers, combine = partition(primals, is_float)
     return combine(cotangents, [np.zeros(x.shape, jax.dtypes.float0) for x in integers])

@@ -34,7 +34,7 @@ from typing import NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from zerojax.comm.reduction import Values
 from zerojax.errors import ConfigurationError
@@ -47,7 +47,7 @@ from zerojax.schedule.breadth_first import (
 )
 from zerojax.schedule.gradient_queue import GradientQueue, InFlight
 from zerojax.schedule.layer_update import LayerState, UpdatedLayers, probe, weights_of
-from zerojax.schedule.partition import inexact, partition, with_float0
+from zerojax.schedule.partition import floats, inexact, partition, with_float0
 from zerojax.schedule.sharded import Sharded, read_by_unit
 from zerojax.schedule.stacked import (
     Index,
@@ -412,9 +412,6 @@ def _backward(
         sinks, *cotangents = _by_layers(shapes, kept, given, args._replace(unit=unit), facts, zero)
         return sinks, inexact(cotangents)
 
-    def floats(tree: PyTree[Array]) -> list[Array]:
-        return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
-
     like = (shapes[0], floats(args.state), floats(args.shared))
     empty = [lax.empty(x.shape, x.dtype) for x in floats(like)]
     sinks, cotangents = by_dma(run, (args.unit.sinks, empty))
@@ -447,9 +444,6 @@ def _by_layers(
     last = weights[0].layout.layers - 1
     prefetcher = WeightPrefetcher(weights, end=0, step=-1, own_stream=strategy.own_stream)
     queue = GradientQueue(reduction_of(strategy, weights), unit.seed, last, unit.update is not None)
-
-    def prefetcher_of(stored: Stored) -> WeightPrefetcher:
-        return prefetcher if updates is None else replace(prefetcher, weights=updates.weights(stored))
 
     def run(
         residual: Pullback, whole: Weights, cotangent: Arrays, index: Index
@@ -484,7 +478,9 @@ def _by_layers(
         )
 
     def layer(carry: _BackwardCarry, index: Index, *, crossing: bool) -> _BackwardCarry:
-        ahead = prefetcher_of(carry.stored)
+        ahead = prefetcher
+        if updates is not None:
+            ahead = replace(prefetcher, weights=updates.weights(carry.stored))
         fetching, secondary = ahead.advance(carry.fetching, index, crossing=crossing)
         if updates is not None:
             # Reads come before writes: else the compiler would copy the stacks.
@@ -508,14 +504,13 @@ def _by_layers(
         states = tuple(sink for sink in unit.sinks if isinstance(sink, LayerState))
         updates = storage = UpdatedLayers(states, weights, unit.update, facts[0], zero)
     fetching, whole, from_host = Fetching(None, (), ()), last_whole, []
-    stored = storage.start(on_device)
     if last > 0:
         from_host = layer_at(on_host, last - 1)
-        fetching, secondary = prefetcher_of(stored).start(last - 1)
+        fetching, secondary = prefetcher.start(last - 1)
         whole = to_full(secondary, strategy.weight_dtype)
     grads, cotangent, own, of_shared = run(last_residual, last_whole, cotangent, last)
     of_state = put_layer(empty_layers(own, last + 1), own, last)
-    in_flight = queue.enqueue(grads, last)
+    in_flight, stored = queue.enqueue(grads, last), storage.start(on_device)
     carry = _BackwardCarry(cotangent, of_state, of_shared, fetching, whole, in_flight, stored, from_host)
     # The loop runs layers `top` - 1 down to `stop`: the layers peeled off before it fill every hop.
     stop = min(2 if prefetcher.crosses else 1, last)

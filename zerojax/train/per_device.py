@@ -31,6 +31,7 @@ from zerojax.comm.reduction import GradientReduction, Values
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.breadth_first import over_micro_batches
 from zerojax.schedule.layer_update import LayerState, LayerUpdate, with_facts
+from zerojax.schedule.partition import is_float
 from zerojax.schedule.sharded import InOneBranch, is_sharded, translated_errors
 from zerojax.schedule.unit import numbered_calls
 from zerojax.sharding.layout import to_stored
@@ -389,7 +390,7 @@ def _forward_in_breadth(
     totals, sums, changed, (updated, probes) = run(rows, jnp.arange(spec.zero.accumulate))
     total, sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), (totals, sums))
     mean = jax.vmap(lambda x: _mean(x, "micro"), axis_name="micro", out_axes=None)
-    changed = {name: mean(x) if _is_inexact(x) else x[0] for name, x in changed.items()}
+    changed = {name: mean(x) if is_float(x) else x[0] for name, x in changed.items()}
     return total, Outcome(sums, changed, updated, probes)
 
 
@@ -402,7 +403,7 @@ def _micro_batches(batch: Batch, count: int) -> tuple[list[Array], Callable[[lis
 def _shared(model_state: ModelState) -> ModelState:
     """The mean over the world of state that devices compute from their own data (batch statistics)."""
     with jax.named_scope("metrics"):
-        return {name: _mean(x, AXES) if _is_inexact(x) else x for name, x in model_state.items()}
+        return {name: _mean(x, AXES) if is_float(x) else x for name, x in model_state.items()}
 
 
 def _mean(x: Array, axes: str | tuple[str, ...]) -> Array:
@@ -427,10 +428,6 @@ def over(axes: tuple[str, ...], sums: Sums) -> Sums:
     """Sums over all devices along mesh axes."""
     with jax.named_scope("metrics"):
         return lax.psum(sums, axes)
-
-
-def _is_inexact(x: Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _without_padding(spec: TrainSpec, blocks: Blocks, axes: str | tuple[str, ...] = ()) -> Blocks:

@@ -253,7 +253,7 @@ def _source_identity(settings: DataSection, one: MixtureSource) -> dict[str, obj
 
 def _check_same(settings: DataSection, wanted: dict[str, object], folder: Path) -> None:
     path = folder / _SETTINGS
-    with file_errors(path, DataError, content="not what tokens were made from"):
+    with file_errors(path, DataError, content="cannot read what the tokens were made from"):
         found = parse_json(path.read_text(encoding="utf-8"))
     if found == wanted:
         return
