@@ -1,9 +1,10 @@
 """The interface between a model of either Flax API and the rest of zerojax."""
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,72 +41,63 @@ class Parameter(ParamShape):
     of_experts: bool = False
 
 
-class Bound(Protocol):
-    """A model with its weights in place, for one forward pass."""
+@dataclass(frozen=True)
+class Bound(ABC):
+    """A model with its weights in place, for one forward pass.
 
-    @property
-    def model(self) -> Any:
-        """The model that the loss function gets."""
-        ...
+    Attributes:
+        model: what the loss function gets.
+    """
 
+    model: Any
+
+    @abstractmethod
     def model_state(self) -> ModelState:
         """The non-parameter state after the pass."""
-        ...
 
     def secondary(self) -> dict[Path, Weight]:
         """The trained weights of units that are at "secondary" after the pass, by path."""
-        ...
+        return {}
 
     def probes(self) -> dict[Path, Array]:
         """The probes of stacks that were called and that the backward pass updates, by a weight's path."""
-        ...
+        return {}
 
     def replaced(self) -> dict[Path, Num[Array, "..."]]:
         """The weights outside units that are other arrays after the pass, perhaps equal ones, by path."""
-        ...
+        return {}
 
 
-class Adapter(Protocol):
-    """One model: its parameters and units, and how to run it with given weights."""
+class Adapter(ABC):
+    """One model: its parameters and units, and how to run it with given weights.
 
-    @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        """Every floating-point parameter once, in the model's order."""
-        ...
+    Attributes:
+        parameters: every floating-point parameter once, in the model's order.
+        stacks: names of the units that are a ``Stack``.
+        updating: names of the units that update delta's copies when called (``Sharded.copy``).
+        abstract_model_state: shapes and dtypes of the non-parameter state, by name.
+    """
 
-    @property
-    def stacks(self) -> frozenset[str]:
-        """Names of the units that are a ``Stack``."""
-        ...
+    parameters: tuple[Parameter, ...]
+    stacks: frozenset[str] = frozenset()
+    updating: frozenset[str] = frozenset()
+    abstract_model_state: ModelState
 
-    @property
-    def updating(self) -> frozenset[str]:
-        """Names of the units that update delta's copies when called (``Sharded.copy``)."""
-        ...
-
-    @property
-    def abstract_model_state(self) -> ModelState:
-        """Shapes and dtypes of the non-parameter state, by name."""
-        ...
-
+    @abstractmethod
     def init(self, key: Array) -> tuple[dict[Path, Num[Array, "..."]], ModelState]:
         """Initial parameters of unsharded shape, layers included, and other state; can be traced."""
-        ...
 
+    @abstractmethod
     def bind(self, weights: Given, model_state: ModelState, *, train: bool, key: Array | None) -> Bound:
         """Put weights into the model.
 
-        Args:
-            weights: by path.
-            model_state: non-parameter state.
-            train: False selects the model's evaluation mode, if it has one.
-            key: gives the pass random bits of this device's own; None keeps the model's.
+        Without ``train`` it is in its evaluation mode, if it has one. The key gives the pass random bits of
+        this device's own; None keeps the model's.
         """
-        ...
 
+    @abstractmethod
     def whole(self, weights: Given, model_state: ModelState) -> Callable[..., Any]:
         """An ordinary model with these whole weights, in evaluation mode, without anything of zerojax."""
-        ...
 
 
 def takes_rngs(loss_fn: LossFn) -> bool:

@@ -21,7 +21,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array, Num, PyTree
 
-from zerojax.adapters.adapter import Bound, Given, LossFn, ModelState, Parameter, call_loss
+from zerojax.adapters.adapter import Adapter, Bound, Given, LossFn, ModelState, Parameter, call_loss
 from zerojax.adapters.expert_param import ExpertBox
 from zerojax.adapters.weight_sum import MasterWeights, master_weights
 from zerojax.errors import ConfigurationError
@@ -30,7 +30,6 @@ from zerojax.schedule.sharded import Sharded, read_outside, translated_errors
 from zerojax.schedule.unit import Arrays, call_unit
 from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
 from zerojax.sharding.param_tree import Path, by_name, from_tree, to_tree
-from zerojax.weights.weight import Weight
 
 Shape = tuple[int, ...]
 Variables = dict[str, PyTree[Array]]
@@ -206,12 +205,12 @@ class BoundLinen(_LinenModel):
         return _call_module(module, context.method_name, weights, args, kwargs)
 
 
-class _Pass:
-    """See ``Bound``."""
+@dataclass(frozen=True)
+class _Pass(Bound):
+    """See ``Bound``; a Linen module has no ``Stack``, keeps no updated copy, and its parameters are fixed."""
 
-    def __init__(self, model: BoundLinen, state: Mapping[str, Path]) -> None:
-        self.model = model
-        self._state = state
+    model: BoundLinen
+    state: Mapping[str, Path]
 
     def model_state(self) -> ModelState:
         """The state after the calls so far.
@@ -220,24 +219,12 @@ class _Pass:
             ConfigurationError: the model made variables that it did not make at its creation.
         """
         values = _state(self.model.variables)
-        if new := values.keys() - self._state.values():
+        if new := values.keys() - self.state.values():
             raise ConfigurationError(
                 f"the model made the variable {'/'.join(min(new))!r} in a step, but not when it was created: "
                 "let the module make it in every call."
             )
-        return {name: values[path] for name, path in self._state.items()}
-
-    def secondary(self) -> dict[Path, Weight]:
-        """See ``Bound.secondary``: none, since a Linen module cannot keep an updated copy."""
-        return {}
-
-    def probes(self) -> dict[Path, Array]:
-        """See ``Bound.probes``: none, since a Linen module has no ``Stack``."""
-        return {}
-
-    def replaced(self) -> dict[Path, Num[Array, "..."]]:
-        """See ``Bound.replaced``: parameters are never mutable."""
-        return {}
+        return {name: values[path] for name, path in self.state.items()}
 
 
 class _Unbound(_LinenModel):
@@ -291,7 +278,7 @@ class _Nothing(dict[str, PyTree[Array]]):
 jax.tree_util.register_pytree_node(_Nothing, lambda empty: ((), empty.name), lambda name, _: _Nothing(name))
 
 
-class LinenAdapter:
+class LinenAdapter(Adapter):
     """See ``Adapter``; inspects the model without creating its values.
 
     Args:
@@ -334,16 +321,6 @@ class LinenAdapter:
         self.parameters = tuple(
             _parameter(path, weight, found, path in self._of_experts) for path, weight in weights.items()
         )
-
-    @property
-    def stacks(self) -> frozenset[str]:
-        """See ``Adapter.stacks``: none, since a Linen module has none."""
-        return frozenset()
-
-    @property
-    def updating(self) -> frozenset[str]:
-        """See ``Adapter.updating``: none, since a Linen module cannot keep an updated copy."""
-        return frozenset()
 
     def init(self, key: Array) -> tuple[dict[Path, Num[Array, "..."]], ModelState]:
         """See ``Adapter.init``."""

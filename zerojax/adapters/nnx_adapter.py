@@ -20,7 +20,7 @@ from flax.typing import PathParts
 from jax.tree_util import KeyPath
 from jaxtyping import Array, Num, PyTree
 
-from zerojax.adapters.adapter import Bound, Given, ModelState, Parameter
+from zerojax.adapters.adapter import Adapter, Bound, Given, ModelState, Parameter
 from zerojax.adapters.assignments import call_with_weights, replaced_weights
 from zerojax.adapters.expert_param import ExpertParam
 from zerojax.adapters.nnx_creation import (
@@ -41,7 +41,7 @@ from zerojax.weights.weight import Weight
 
 
 @dataclass(frozen=True)
-class BoundNNX:
+class BoundNNX(Bound):
     """An ``nnx.Module``, the weights in it, the state from before the pass, and its random keys."""
 
     model: nnx.Module
@@ -70,7 +70,7 @@ class BoundNNX:
         return replaced_weights(self.model, self.weights)
 
 
-class NNXAdapter:
+class NNXAdapter(Adapter):
     """See ``Adapter``; inspects the model without creating its values.
 
     Args:

@@ -180,21 +180,20 @@ def new_folder(out: Path) -> Generator[Path]:
         RunError: the disk is full.
     """
     draft = out.parent / f"{out.name}.unfinished"
-    run_on_process_zero(lambda: _make_folder(out, draft))
+
+    def create() -> None:
+        if out.exists():
+            raise ConfigurationError(f"{out} exists: choose another folder, or delete it yourself")
+        shutil.rmtree(draft, ignore_errors=True)  # of an interrupted export
+        with file_errors(draft, what="cannot write: "):
+            draft.mkdir(parents=True)
+
+    run_on_process_zero(create)
     with disk_errors(draft):
         yield draft
         if is_first():
             draft.rename(out)
     run_on_process_zero(lambda: None)  # a barrier: no process reads before all is written
-
-
-def _make_folder(out: Path, draft: Path) -> None:
-    """Create ``draft``, in place of one that an interrupted export left."""
-    if out.exists():
-        raise ConfigurationError(f"{out} exists: choose another folder, or delete it yourself")
-    shutil.rmtree(draft, ignore_errors=True)
-    with file_errors(draft, what="cannot write: "):
-        draft.mkdir(parents=True)
 
 
 def _write_settings(

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,15 +51,15 @@ class Family:
         """
         return GPTConfig(**read_fields(self.table, keys, {}))
 
-    def write(self, model: GPTConfig) -> dict[str, Any]:
-        """The config.json of a model, as transformers 4 and 5 both read it.
-
-        Raises:
-            ConfigurationError: the family has no such model; names the fields.
-        """
+    def why_not(self, model: GPTConfig) -> list[str]:
+        """Why a model is none of this family, field by field; nothing if it is one."""
         if wrong := differences(self.table, model, self.label):
-            raise ConfigurationError("; ".join(wrong))
-        return write_keys(self.table, model)
+            return wrong
+        try:
+            write_keys(self.table, model)
+        except ConfigurationError as error:
+            return [str(error)]
+        return []
 
     def exported(self, values: dict[str, Any]) -> dict[str, Any]:
         """The config.json of an imported model, without what is not imported."""
@@ -182,34 +181,21 @@ def read_model(values: dict[str, Any], origin: str) -> tuple[Family, GPTConfig, 
 
 
 def describe_model(model: GPTConfig) -> tuple[Family, dict[str, Any]]:
-    """The family of a model, and its config.json.
+    """The family of a model, and its config.json as transformers 4 and 5 both read it.
 
     Raises:
         ConfigurationError: it belongs to no family; says why, for those that are nearest.
     """
-    reasons: list[list[str]] = []
-    for family in FAMILIES.values():
-        try:
-            config = family.write(model)
-        except ConfigurationError as error:
-            reasons.append(differences(family.table, model, family.label) or [str(error)])
-            continue
-        # Defaults of some families lie outside of a small vocabulary, where transformers then fails.
-        about = {
-            "architectures": [family.architecture],
-            "model_type": family.model_type,
-            "pad_token_id": None,
-        }
-        return family, about | config | {"initializer_range": model.init_std}
-    nearest = " | ".join("; ".join(why) for why in sorted(reasons, key=len)[:_NEAREST])
-    raise ConfigurationError(f"no Hugging Face family fits this model. The nearest: {nearest}")
+    if not (found := fitting(model)):
+        reasons = sorted((family.why_not(model) for family in FAMILIES.values()), key=len)
+        nearest = " | ".join(map("; ".join, reasons[:_NEAREST]))
+        raise ConfigurationError(f"no Hugging Face family fits this model. The nearest: {nearest}")
+    family = found[0]
+    # Defaults of some families lie outside of a small vocabulary, where transformers then fails.
+    about = {"architectures": [family.architecture], "model_type": family.model_type, "pad_token_id": None}
+    return family, about | write_keys(family.table, model) | {"initializer_range": model.init_std}
 
 
 def fitting(model: GPTConfig) -> list[Family]:
     """All families of a model; ``describe_model`` takes the first, of which others may differ in names."""
-    found = []
-    for family in FAMILIES.values():
-        with suppress(ConfigurationError):
-            family.write(model)
-            found.append(family)
-    return found
+    return [family for family in FAMILIES.values() if not family.why_not(model)]

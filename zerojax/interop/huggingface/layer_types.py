@@ -62,11 +62,10 @@ def _last(keys: ConfigKeys, found: Fields) -> list[str]:
     return [FULL if number < first else SLIDING for number in range(found["layers"])]
 
 
-def _first_windowed(model: GPTConfig) -> Mapping[str, Any]:
-    return {"max_window_layers": [*model.windowed, True].index(True)}
-
-
-LAST_WINDOWS = windows(_last, switch=True), Entry(write=_first_windowed)
+LAST_WINDOWS = (
+    windows(_last, switch=True),
+    Entry(write=lambda model: {"max_window_layers": [*model.windowed, True].index(True)}),
+)
 """Qwen's: without layer_types, ``max_window_layers`` tells how many layers have no window."""
 
 

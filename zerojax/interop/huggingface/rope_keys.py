@@ -61,10 +61,6 @@ def _unless_known(model: GPTConfig) -> float | None:
     return None if known else model.rope_factor
 
 
-def _unless_truncated(model: GPTConfig) -> bool | None:
-    return None if model.rope_truncate else False
-
-
 def _numbers(name: str, field: str) -> Entry:
     def decode(values: list[Any], found: Fields) -> tuple[float, ...]:
         del found
@@ -87,7 +83,13 @@ _SCALING: dict[str, Table] = {
     "dynamic": (_FACTOR, Entry(_extended)),
     "yarn": (
         _FACTOR,
-        key("truncate", "rope_truncate", bool, True, written=_unless_truncated),
+        key(
+            "truncate",
+            "rope_truncate",
+            bool,
+            True,
+            written=lambda model: None if model.rope_truncate else False,
+        ),
         key(_LENGTH, "rope_original_len", int, _length),
         key("beta_fast", "rope_beta_fast", float, 32.0),
         key("beta_slow", "rope_beta_slow", float, 1.0),

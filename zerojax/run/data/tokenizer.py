@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -39,11 +39,7 @@ class ByteTokenizer:
     vocab_size = 256
     end_of_text = 0
     begin_of_text = 0
-
-    @property
-    def special_tokens(self) -> dict[str, str]:
-        """None: byte 0 cannot be written in a text."""
-        return {}
+    special_tokens: ClassVar[dict[str, str]] = {}  # byte 0 cannot be written in a text
 
     def encode(self, text: bytes) -> UInt32[np.ndarray, " n"]:
         """The bytes of a text as token ids.
@@ -116,16 +112,11 @@ class BPETokenizer:
         self.begin_of_text = self._first_id((begin_of_text,)) if begin_of_text else self.end_of_text
         # A tokenizer may have no token that begins a text; its chat template then writes none.
         ends = {"eos_token": self.end_of_text} | ({"bos_token": self.begin_of_text} if begin_of_text else {})
-        self._special_tokens = {
+        self.special_tokens = {
             role: token
             for role, number in ends.items()
             if (token := tokenizer.id_to_token(number)) is not None
         }
-
-    @property
-    def special_tokens(self) -> dict[str, str]:
-        """The tokens that end and begin a text, by name."""
-        return self._special_tokens
 
     @cached_property
     def _with_offsets(self) -> tokenizers.Tokenizer:
