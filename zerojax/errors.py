@@ -48,9 +48,7 @@ class RunError(ZeroJaxError):
 class DivergedError(RunError):
     """Training has diverged: restarting the run would end in the same way.
 
-    Args:
-        message: what was seen.
-        good: the last step whose weights are known to be finite, because a later step used them.
+    ``good`` is the last step whose weights are known to be finite, because a later step used them.
     """
 
     def __init__(self, message: str, good: int) -> None:

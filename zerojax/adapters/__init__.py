@@ -25,12 +25,7 @@ def adapt(
 ) -> Adapter:
     """The adapter for a model.
 
-    Args:
-        model: a callable ``rngs -> nnx.Module``, or a Linen module.
-        units: the classes that gather their own weights.
-        loss_fn: calls the model.
-        sample_batch: a batch of the right shapes, from which Linen infers its parameters' shapes.
-        world: the mesh's extents.
+    Linen infers the shapes of parameters from ``sample_batch``.
 
     Raises:
         ConfigurationError: ``model`` is neither; a Linen module without a sample batch, or the reverse.

@@ -120,11 +120,7 @@ def call_loss(
 ) -> tuple[Array, dict[str, Array]]:
     """Run a loss function and check its result.
 
-    Args:
-        loss_fn: ``(model, batch[, rngs]) -> loss`` or ``-> (loss, aux)``.
-        model: a bound model.
-        batch: this device's part of a micro-batch.
-        key: seeds the rngs of a loss function that takes them.
+    A loss function that takes rngs gets them by the key.
 
     Returns:
         The loss as an fp32 scalar, and ``aux``, a dict of scalars (perhaps empty).

@@ -121,14 +121,7 @@ class _LinenModel:
 
 
 class BoundLinen(_LinenModel):
-    """A Linen module with its variables, for one forward pass.
-
-    Args:
-        module: the model.
-        units: the module paths of its units.
-        variables: ``Sharded`` parameters in units, whole arrays elsewhere.
-        key: for the random bits of this pass.
-    """
+    """A Linen module with its variables, ``Sharded`` in units, and a key, for one forward pass."""
 
     def __init__(
         self, module: linen.Module, units: frozenset[Path], variables: Variables, key: Array
@@ -140,10 +133,8 @@ class BoundLinen(_LinenModel):
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree[Array]:
         """Apply the module; the next call sees changed state, such as batch statistics.
 
-        Args:
-            *args: the module's.
-            **kwargs: the module's, and those of ``linen.Module.apply``. Without ``mutable`` all state of
-                the model may change. With it, collections are mutable and returned as by ``apply``.
+        Arguments are the module's, and those of ``linen.Module.apply``. Without ``mutable`` all state of the
+        model may change. With it, collections are mutable and returned as by ``apply``.
         """
         state = [name for name in self.variables if name != PARAMS]
         mutable = kwargs.pop("mutable", None)
@@ -281,12 +272,7 @@ jax.tree_util.register_pytree_node(_Nothing, lambda empty: ((), empty.name), lam
 class LinenAdapter(Adapter):
     """See ``Adapter``; inspects the model without creating its values.
 
-    Args:
-        module: the model.
-        units: the module classes that gather their own weights.
-        loss_fn: calls the model.
-        sample_batch: arrays of the right shapes and dtypes; their values are not used.
-        world: the mesh's extents, whose axes the model may name.
+    Of the sample batch only shapes and dtypes are used. The model may name the mesh's axes.
 
     Raises:
         ConfigurationError: the loss never calls the model, or a unit class does not occur in it.

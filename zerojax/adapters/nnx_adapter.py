@@ -73,10 +73,6 @@ class BoundNNX(Bound):
 class NNXAdapter(Adapter):
     """See ``Adapter``; inspects the model without creating its values.
 
-    Args:
-        factory: creates the model from its rngs.
-        units: the module classes that gather their own weights.
-
     Raises:
         ConfigurationError: the factory returns no ``nnx.Module``, or a unit class does not occur in it.
     """

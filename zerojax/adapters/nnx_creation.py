@@ -42,10 +42,8 @@ _READS = (
 def create(factory: Callable[..., object], rngs: nnx.Rngs, stacked: tuple[type, ...]) -> nnx.Module:
     """Create a model, whose plain arrays are then part of its state.
 
-    Args:
-        factory: takes the rngs by position, or by the name ``rngs`` if only so.
-        rngs: for it.
-        stacked: classes of the modules that ``stack_of`` will be asked about.
+    The factory takes the rngs by position, or by the name ``rngs`` if only so; ``stack_of`` will be asked
+    about modules of the ``stacked`` classes.
 
     Raises:
         ConfigurationError: the factory returns no module or reads the value of an array, or a variable holds

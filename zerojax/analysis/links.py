@@ -76,11 +76,6 @@ def tokens_to_hide(preset: str, node_bytes_per_second: float, device_flops: floa
 
     A device computes 6 P T operations in a step, for P parameters and T tokens, while the link of its node
     carries a multiple of 2 P bytes: P cancels.
-
-    Args:
-        preset: of ``NETWORK_BYTES``.
-        node_bytes_per_second: of a node's link.
-        device_flops: operations per second of a matrix product.
     """
     return NETWORK_BYTES[preset] * 2 * _REACHED * device_flops / (6 * node_bytes_per_second)
 
@@ -88,10 +83,8 @@ def tokens_to_hide(preset: str, node_bytes_per_second: float, device_flops: floa
 def advise(node: Link | None, local: int, device_flops: float) -> tuple[str, str]:
     """The recommended preset, and why.
 
-    Args:
-        node: one device's link between nodes; None if there is one node.
-        local: devices of a node, which share its link.
-        device_flops: operations per second of a matrix product.
+    ``node`` is one device's link, which the ``local`` devices of a node share, and None if there is one node;
+    ``device_flops`` are operations per second of a matrix product.
     """
     if node is None:
         return "zero3", "there is one node: nothing crosses a network, so exact communication costs nothing"

@@ -13,9 +13,8 @@ random weights, which end up to 18% above."""
 def expected_loss(every: int, *optimizers: str) -> str:
     """The loss of quality to expect from local updates, in words.
 
-    Args:
-        every: as ``ZeroConfig.every``. The figure is that of the next larger one that was measured.
-        optimizers: names as in ``[optimizer]``; by default all that the table has.
+    The figure is that of the next larger ``every`` that was measured; without names of optimizers, of all
+    that the table has.
     """
     each = "; ".join(f"{name} {_figure(name, every)}" for name in optimizers or LOSS_ABOVE_ZERO3)
     return f"validation loss above zero3's at 124M parameters, {each} (docs/quality.md)"

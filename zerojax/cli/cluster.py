@@ -29,9 +29,7 @@ def emulate_devices(mesh: MeshSection, processes: int | None = None) -> None:
     Call it before anything uses a device, which is when XLA reads its flags. Does nothing if XLA_FLAGS
     already sets the number of devices; accelerators are not affected.
 
-    Args:
-        mesh: the settings.
-        processes: number of processes that share the devices; by default ``JAX_NUM_PROCESSES``.
+    ``processes`` share the devices; by default as many as ``JAX_NUM_PROCESSES``.
 
     Raises:
         ConfigurationError: the devices do not divide among the processes, or the variable is not a number.

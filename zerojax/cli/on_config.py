@@ -49,13 +49,9 @@ def parse[Chosen: Options](
 ) -> tuple[Chosen, RunConfig]:
     """Read the command line, and the config whose settings it overrides.
 
-    Args:
-        options: the class of the command's options, all with defaults, documented for --help.
-        command: name of the command.
-        arguments: of the command line.
-        between: settings that override those of the file, and are overridden by those of the command line;
-            from the options, and what is set without these.
-        without_config: whether the command may name no config.
+    The class of the options, all with defaults, has the text of --help. ``between`` are settings that
+    override those of the file, and are overridden by those of the command line: from the options, and what is
+    set without these. ``without_config`` lets the command name no config.
 
     Raises:
         ConfigError: no config is named, it cannot be read, or a setting is wrong.

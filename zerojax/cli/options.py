@@ -51,9 +51,8 @@ def _read_boolean(word: str) -> bool:
 def option_table(section: "Section", shown: Mapping[str, Any] = MappingProxyType({})) -> type:
     """The type, for tyro, of the options of a section: a dict of those that a command line gives.
 
-    Args:
-        section: a section, or ``RunConfig``; lists of tables need a file.
-        shown: the values by key that --help shows as defaults.
+    The section may be ``RunConfig``; lists of tables need a file. --help shows the values in ``shown`` as
+    defaults.
     """
     options: dict[str, Any] = {}
     for key in keys_of(section):
@@ -79,11 +78,8 @@ def read_options[Options: "DataclassInstance"](
 ) -> Options:
     """Read a command line.
 
-    Args:
-        options: the class of the command's options, documented for --help.
-        command: name of the command.
-        arguments: of the command line.
-        helps: whether --help prints the help and exits; otherwise the class has an option of that name.
+    The class of the options has the text of --help, which exits. Without ``helps`` it has an option of that
+    name instead.
 
     Raises:
         ConfigurationError: an invalid value of a setting.

@@ -53,11 +53,7 @@ def read_run[O: RunOptions](
 ) -> tuple[O, RunConfig, ModelFolder | None]:
     """Read the config and the options of a run, and the Hugging Face model that --init-from names, if any.
 
-    Args:
-        options: as for ``on_config.parse``.
-        command: its name.
-        arguments: of the command line.
-        further: settings that other options of the command give, from these and the settings.
+    ``further`` are settings that other options of the command give, from these and the settings.
 
     Raises:
         ConfigurationError: an invalid setting, a model that zerojax does not support, or one that is gone.

@@ -52,10 +52,7 @@ def gather_together(parts: Sequence[Num[Array, " m"]], axis: str, *, own_stream:
 
     Small ones share a collective; large ones get one each, which XLA combines without a copy.
 
-    Args:
-        parts: one payload each.
-        axis: to gather over.
-        own_stream: whether a hop between nodes gets a stream of its own; see ``exchange_together``.
+    ``own_stream`` is as for ``exchange``.
     """
 
     def gather(wire: Array) -> Array:

@@ -55,8 +55,7 @@ def one_at_a_time[T](mesh: Mesh, results: T) -> T:
 def in_order[*Args, T: PyTree[Array]](run: Callable[[*Args], T]) -> Callable[[*Args], T]:
     """The same function, whose collectives run one after another.
 
-    Args:
-        run: a function of arrays, inside ``shard_map``; derivatives are taken within it.
+    It is a function of arrays, inside ``shard_map``; derivatives are taken within it.
     """
 
     def ordered(*args: *Args) -> T:

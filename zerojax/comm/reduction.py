@@ -76,10 +76,7 @@ class GradientReduction:
     def encode(self, grads: Values, seed: Seed) -> Payload:
         """Encode gradients for their first hop.
 
-        Args:
-            grads: one layer of unsharded shape, this device's contribution: cotangents of whole
-                weights.
-            seed: salts stochastic rounding.
+        ``grads`` are of one layer and of unsharded shape: this device's cotangents of whole weights.
 
         Returns:
             The payloads ``[peers, m]``; row i is for peer i of the first axis. Without hops one chunk of

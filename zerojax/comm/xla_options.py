@@ -80,11 +80,8 @@ def compiler_options(
 ) -> CompilerOptions:
     """The compiler options for programs on a mesh; none unless it has GPUs.
 
-    Args:
-        mesh: to run on.
-        separate_products: whether matmuls are in fp8, or tokens are made (``SEPARATE_PRODUCTS``).
-        host_memory: whether layers are copied from or to host memory.
-        updates_in_backward: whether a backward pass updates layers whose state is there.
+    Products are separate if matmuls are in fp8, or tokens are made (``SEPARATE_PRODUCTS``). In host memory
+    are layers that are copied from or to it, and the state of layers that a backward pass updates.
     """
     if not on_gpus(mesh.devices.flat):
         return {}

@@ -77,12 +77,7 @@ def apply_experts(
 
 
 def _parts(count: int, of: int) -> int:
-    """Over how many devices the experts are spread.
-
-    Args:
-        count: of those on this device.
-        of: all of them.
-    """
+    """Over how many devices the experts are spread, of which this one has ``count`` and all have ``of``."""
     if of == count:
         return 1
     try:

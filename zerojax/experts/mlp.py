@@ -172,12 +172,8 @@ def _round_backward(
 def mlp(plan: Plan, x: Float[Array, "tokens d"], weights: Array, own: ExpertWeights, rows: Rows) -> Array:
     """What a device's experts add to each token.
 
-    Args:
-        plan: rounds.
-        x: every token that may have a row, in the dtype of the experts.
-        weights: ``[tokens, per_token]`` fp32, of what an expert returns.
-        own: the experts.
-        rows: the order of their rows.
+    ``x`` are all tokens that may have a row, in the dtype of the experts, and ``weights`` those of what an
+    expert returns, fp32.
 
     Returns:
         ``[tokens, d]``: the weighted sum over the token's experts on this device, which is summed in fp32.

@@ -113,11 +113,7 @@ def route(
 ) -> Routing:
     """Choose each token's experts, in fp32. Of equal scores the first expert's counts as the best.
 
-    Args:
-        logits: of each token and expert.
-        per_token: how many experts a token goes to.
-        config: how.
-        bias: added to scores for the choice alone; see ``RouterConfig.balance_rate``.
+    ``bias`` is added to scores for the choice alone; see ``RouterConfig.balance_rate``.
     """
     logits = logits.astype(jnp.float32)
     scores = jax.nn.softmax(logits) if config.score == "softmax" else jax.nn.sigmoid(logits)

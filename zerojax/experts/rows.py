@@ -69,11 +69,7 @@ def rows_of(
 ) -> Rows:
     """The rows of ``count`` experts from the number ``first`` on.
 
-    Args:
-        experts: of each token.
-        first: the first of these experts.
-        count: how many they are.
-        padded: the length of ``Rows.order``, at least the number of assignments.
+    ``padded`` is the length of ``Rows.order``, at least the number of assignments.
     """
     own = experts.reshape(-1) - first
     own = jnp.where((own >= 0) & (own < count), own, count)
@@ -107,10 +103,7 @@ def to_tokens(
 ) -> Float[Array, "tokens d"]:
     """For each token the sum of its rows in the window, in fp32 and in the order of the token's assignments.
 
-    Args:
-        rows: of which each is added.
-        window: where a token's rows are.
-        before: what the sum is added to.
+    The sum is added to ``before``.
 
     Returns:
         In the dtype of the rows.

@@ -124,10 +124,7 @@ class Engine:
     def run(self, bind: Bind, queue: Queue, key: Key[Array, ""]) -> Drawn:
         """Continue every prompt of a queue.
 
-        Args:
-            bind: makes the model.
-            queue: of this device.
-            key: of the random bits, together with ``Queue.rows`` and the position in the answer.
+        Random bits depend on the key, ``Queue.rows`` and the position in the answer.
         """
         count = queue.lengths.shape[0]
         out = Drawn(

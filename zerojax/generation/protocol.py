@@ -84,9 +84,6 @@ def decoded(
 def batch_axes(init_cache: Callable[[int], Cache]) -> PyTree[int]:
     """The axis of rows in each array of a model's cache: the one that differs in caches of 1 and of 2 rows.
 
-    Args:
-        init_cache: makes a cache of the given number of rows.
-
     Raises:
         ConfigurationError: an array has none.
     """

@@ -153,10 +153,8 @@ class Cluster:
 def on_world(spec: TrainSpec, world: MeshShape, zero: ZeroConfig) -> TrainSpec:
     """The same model and optimizer with other options on another mesh, for inspection only.
 
-    Args:
-        spec: built for any mesh; with the optimizer in host memory if the other options have it there.
-        world: extents of the other mesh.
-        zero: the other options; ``units`` are those of ``spec``.
+    The spec is built for any mesh, with the optimizer in host memory if ``zero`` has it there. ``zero.units``
+    are those of the spec.
 
     Raises:
         ConfigurationError: the options do not fit the mesh, the model or its optimizer, or have the latter in

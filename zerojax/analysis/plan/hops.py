@@ -133,10 +133,8 @@ def _others(axis: str, world: MeshShape) -> tuple[int, int, int]:
 def hops_of(spec: TrainSpec, work: Work | None = None) -> tuple[HopPlan, ...]:
     """One hop per phase and axis, in order; hops that send nothing are left out.
 
-    Args:
-        spec: laid out on a mesh.
-        work: of one micro-batch, for the hops of tokens to experts and of heads between devices that share
-            rows; without it those are left out.
+    The hops of tokens to experts, and of heads between devices that share rows, need the work of a
+    micro-batch.
     """
     together: dict[tuple[str, str, bool], list[_LeafHop]] = {}
     for hop in (*_hops_of_passes(spec.reading), *_optimizer_hops(spec.reading), *_exchange_hops(spec)):

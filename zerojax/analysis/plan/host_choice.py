@@ -53,13 +53,8 @@ def choose_host(
 ) -> HostChoice:
     """The fewest parts in host memory with which a run fits that does not; of as many, the fastest.
 
-    Args:
-        name: of the way of sharding.
-        zero: the run's options.
-        cluster: to run on.
-        predict: the memory and the time of a step under other options; raises a ConfigurationError for those
-            that do not go with the model or its optimizer.
-        fewest_nodes: on which it fits as it is; None if more do not help.
+    ``predict`` raises a ConfigurationError for options that do not go with the model or its optimizer. On
+    ``fewest_nodes`` the run fits as it is; None if more do not help.
     """
     now = predict(zero)[0]
     tried: dict[_Option, tuple[PredictedMemory, StepTime]] = {}

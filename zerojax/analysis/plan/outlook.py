@@ -355,13 +355,8 @@ def recommend(
 ) -> str:
     """The way of sharding to take, and why, in one or two sentences.
 
-    Args:
-        forecasts: of all ways.
-        cluster: to run on.
-        sequences: per device and micro-batch.
-        hiding: the forecast of local updates, by name, with the smallest power of two as ``every`` with which
-            they hide their exchange, or with the largest.
-        optimizer: its name in ``[optimizer]``.
+    ``hiding`` is the forecast of local updates, by name, with the smallest power of two as ``every`` with
+    which they hide their exchange, or with the largest.
     """
     fitting = [forecast for forecast in forecasts if forecast.fits]
     together = [forecast for forecast in fitting if not forecast.every]

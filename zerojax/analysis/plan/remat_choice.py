@@ -18,11 +18,7 @@ _WORTH_IT = 1.03
 def choose_remat(zero: ZeroConfig, cluster: Cluster, predict: Predict) -> str | None:
     """The fastest ``ZeroConfig.remat`` that fits, and what it takes; None if that of the run is as good.
 
-    Args:
-        zero: the run's options.
-        cluster: to run on.
-        predict: the memory and the time of a step under other options; raises a ConfigurationError for those
-            that cannot be.
+    ``predict`` raises a ConfigurationError for options that cannot be.
     """
     fitting: dict[Remat, tuple[PredictedMemory, StepTime]] = {}
     for remat in get_args(Remat):

@@ -135,13 +135,8 @@ def backward_workspace(heads: int, kv_heads: int, head_dim: int) -> int:
 
 
 def sequences_of(rows: int, devices: int, *, accumulate: int, sharing: int) -> int:
-    """Sequences of a micro-batch on one device, or on those that share them; at least one.
-
-    Args:
-        rows: of a step.
-        devices: over which they are spread.
-        accumulate: micro-batches.
-        sharing: how many devices share a row (``ZeroConfig.sequence_parallel``).
+    """Sequences of a micro-batch of a step of ``rows`` on one device, or on the ``sharing`` ones that share
+    them; at least one.
     """
     return max(1, rows * sharing // (devices * accumulate))
 

@@ -130,11 +130,8 @@ def key(
 def choice(name: str, field: str, values: Mapping[str, str]) -> Entry:
     """A key whose names are values of a field.
 
-    Args:
-        name: of the key.
-        field: of the model.
-        values: their name -> ours; the first is the default. Of several names of one value, the first is
-            written.
+    ``values`` are their name -> ours; the first is the default. Of several names of one value, the first is
+    written.
     """
     theirs = {ours: word for word, ours in reversed(list(values.items()))}
 

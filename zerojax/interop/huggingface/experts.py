@@ -23,8 +23,7 @@ def _mixture(*counts: str) -> tuple[Entry, ...]:
 
     The coefficient of the balance loss is a setting of training, so it is written and not read.
 
-    Args:
-        *counts: the names of the number of experts, of which a file may have one or all.
+    A file may have one of the ``counts``, names of the number of experts, or all.
     """
 
     def read(keys: ConfigKeys, found: Fields) -> Fields:

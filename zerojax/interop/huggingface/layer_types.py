@@ -17,10 +17,8 @@ Kinds = Callable[[ConfigKeys, Fields], list[str]]
 def windows(kinds: Kinds, window: int | None = 4096, *, switch: bool = False) -> Entry:
     """The layers that attend within a sliding window: ``layer_types`` and ``sliding_window``.
 
-    Args:
-        kinds: without layer_types.
-        window: without sliding_window.
-        switch: whether use_sliding_window turns the window on.
+    ``kinds`` and ``window`` are for files without these keys; with ``switch`` use_sliding_window turns the
+    window on.
     """
 
     def read(keys: ConfigKeys, found: Fields) -> Fields:

@@ -64,9 +64,7 @@ Specs = dict[str, TensorSpec]
 class SafetensorFiles:
     """The tensors of a folder, read on demand.
 
-    Args:
-        folder: holds one file, or several and an index.
-        single: the name of the one file.
+    It holds one file, named ``single``, or several and an index.
 
     Raises:
         ConfigurationError: there are none, one is damaged, or index and files disagree.
@@ -98,11 +96,8 @@ class SafetensorFiles:
     ) -> Float32[np.ndarray, "..."]:
         """For each element of a part of a larger tensor, the number that this one has for its block.
 
-        Args:
-            name: of the tensor, a number for each block.
-            block: its size; at the end of a dimension it may be smaller.
-            shape: of the larger tensor.
-            ranges: of the part, one per dimension, not empty.
+        ``block`` is its size; at the end of a dimension it may be smaller. ``shape`` is that of the larger
+        tensor, and ``ranges`` are those of the part, one per dimension, not empty.
         """
         places = [np.arange(n)[own] // size for n, own, size in zip(shape, ranges, block, strict=True)]
         numbers = self.read(name, *(slice(own[0], own[-1] + 1) for own in places)).astype(np.float32)
@@ -193,11 +188,8 @@ def plan_shards(specs: Mapping[str, TensorSpec], most: float, single: str) -> di
 class SafetensorWriter:
     """Writes headers and index, then files tensor by tensor, or parts of tensors, in any order.
 
-    Args:
-        folder: an existing folder.
-        specs: every tensor that will be written.
-        most: bytes of tensors per file; a larger tensor gets a file of its own.
-        single: the name of the file if there is one only.
+    ``specs`` are those of every tensor that will be written. A file has at most ``most`` bytes of tensors, or
+    one larger tensor; if there is one only, its name is ``single``.
     """
 
     def __init__(
@@ -237,10 +229,8 @@ class SafetensorWriter:
     def write(self, name: str, values: Shaped[np.ndarray, "..."], *region: slice) -> None:
         """Write one tensor, or a part of it.
 
-        Args:
-            name: of a tensor in ``specs``.
-            values: of its dtype; not written yet.
-            region: where they lie, a range for each of the first axes; successive rows. None is everywhere.
+        The values are of the tensor's dtype and not written yet. ``region`` says where they lie, by a range
+        for each of the first axes, of which the first has successive rows; none is everywhere.
         """
         spec, size = self._specs[name], values.nbytes
         rows, *rest = region or (slice(None),)

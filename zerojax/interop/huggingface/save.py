@@ -36,12 +36,8 @@ def tensor_specs(
 ) -> dict[str, TensorSpec]:
     """The tensors of an export, in the model's order.
 
-    Args:
-        spec: of the model.
-        parts: of its family.
-        dtypes: of tensors by name, if known; the second copy of a tied matrix is written only if it is among
-            them.
-        default: dtype of the others; what is no weight is fp32.
+    Tensors whose dtype is not known by name have the default; what is no weight is fp32. The second copy of a
+    tied matrix is written only if its dtype is known.
     """
     weights = {
         tensor.name: TensorSpec(dtypes.get(tensor.name, default), tensor.shape)

@@ -43,11 +43,7 @@ def read_format(keys: ConfigKeys) -> QuantizedFormat | None:
 
 
 class WeightFiles:
-    """The tensors of a model's folder.
-
-    Args:
-        folder: of the files.
-        how: the format of the quantized ones.
+    """The tensors of a model's folder; ``how`` is the format of the quantized ones.
 
     Raises:
         ConfigurationError: as ``SafetensorFiles``, or the parts of a quantized tensor do not fit together.
