@@ -106,13 +106,8 @@ def _launch(
 ) -> jax.Array:  # fmt: skip
     """Run ``body`` once per multiprocessor, with three warpgroups.
 
-    Args:
-        body: called with the arrays, the result, and the scratch.
-        out: the result.
-        tuning: of the kernel.
-        buffers: for the two operands.
-        copies: by which a step arrives.
-        arrays: in global memory.
+    ``body`` is called with the arrays, which are in global memory, the result, and the scratch. The buffers
+    are those of the two operands, of which a step arrives by so many copies.
     """
     call = plgpu.kernel(
         body,
@@ -297,13 +292,8 @@ def _begin_rows(
 ) -> None:  # fmt: skip
     """Copy STEP rows, which begin anywhere, of so many columns: eight rows at a time, the height of a tile.
 
-    Args:
-        source: in global memory, [rows, n / 64, 64].
-        first: row.
-        column: the first one.
-        width: columns.
-        slot_of: the slot in a view, see ``_Columns.slot``.
-        full: barrier, passed after STEP / 8 copies.
+    ``source`` is in global memory, [rows, n / 64, 64], ``slot_of`` as ``_Columns.slot``, and ``full`` a
+    barrier, passed after STEP / 8 copies.
     """
     for index in range(STEP // _EIGHT):
         plgpu.copy_gmem_to_smem(

@@ -91,11 +91,8 @@ class Tile:
 def choose_tile(blocks: int, width: int, vector: int, elements: int) -> Tile | None:
     """The tile for rows of ``blocks`` blocks; None if a row is too short for any.
 
-    Args:
-        blocks: blocks of a row.
-        width: elements of a block, a power of two.
-        vector: elements that one load or store may move.
-        elements: elements per thread, if the row is long enough.
+    ``width`` is that of a block, a power of two; ``vector`` are the elements that one load or store may move,
+    ``elements`` those per thread, if the row is long enough.
     """
     most = min(_WARP_LANES, width)
     lanes = min(most, max(_MIN_LANES, width // elements))

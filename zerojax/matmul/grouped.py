@@ -48,12 +48,8 @@ def factor(
 ) -> Factor:
     """Rows as products with some matrices read them.
 
-    Args:
-        rows: the other factor.
-        matrices: of which some may be codes.
-        dtype: that of the rows' own codes.
-        among: what has all the numbers that the rows have, perhaps fewer times: its largest magnitude gives
-            the scale. None means the rows.
+    ``dtype`` is that of the rows' own codes. ``among`` has all the numbers that the rows have, perhaps fewer
+    times: its largest magnitude gives the scale. None means the rows.
     """
     if not any(isinstance(w, Fp8Operand) for w in matrices):
         return Factor(rows)

@@ -222,9 +222,7 @@ class Piece(NamedTuple):
 def input_axes(path: str, shape: Sequence[int]) -> int:
     """How many of a weight's axes, from the first on, are inputs of its products; 0 if that is not known.
 
-    Args:
-        path: the weight's path, joined by "/".
-        shape: of one layer's weight.
+    The path is joined by "/", and the shape that of one layer.
     """
     if len(shape) == 3:
         return next((axes for end, axes in ATTENTION_INPUTS.items() if f"/{path}".endswith(f"/{end}")), 0)
@@ -261,12 +259,7 @@ def with_adapters(
 ) -> Float[Array, "experts inputs outputs"]:
     """``weight + scale a b`` for each expert, in the weight's dtype, summed in fp32.
 
-    Args:
-        weight: of experts.
-        a: of each.
-        b: of each, as in ``LoRA.shapes``.
-        lora: gives the scale, and the pieces.
-        path: of the weight, joined by "/".
+    ``a`` and ``b`` are as in ``LoRA.shapes``; the path is joined by "/".
     """
     wide = weight.astype(jnp.float32)
     for columns, ranks, scale in lora.pieces_of(path, weight.shape[-1]):

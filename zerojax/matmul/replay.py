@@ -32,10 +32,8 @@ _READERS: dict[str, Callable[..., Array]] = {}
 def call_reader(function: Callable[..., object], static: Hashable, *args: PyTree[Array]) -> Array:
     """``function(static, *args)`` in a module's forward pass, given ``Fp8Operand``s by ``at_matmuls``.
 
-    Args:
-        function: pure, returns an array, and is correct with ``Fp8Operand``s in place of some arrays.
-        static: its first argument; its ``repr`` tells it from others.
-        args: the others.
+    The function is pure, returns an array, and is correct with ``Fp8Operand``s in place of some arrays. The
+    ``repr`` of ``static`` tells it from others.
     """
     leaves, tree = jax.tree.flatten(args)
     return _reader(function, static, tree)(*leaves)
@@ -76,8 +74,7 @@ def at_matmuls[**P, T: PyTree[Array]](
 ) -> Callable[Concatenate[Sequence[Value], P], T]:
     """``body(weights, *args)``, whose weights may be an ``Operand`` where a product reads them.
 
-    Args:
-        body: a pure function that closes over nothing that is traced.
+    ``body`` is pure, and closes over nothing that is traced.
 
     Returns:
         The same function of such weights. It raises ConfigurationError, naming the weight and the line, if

@@ -23,10 +23,7 @@ def over_tiles(
 ) -> list[Array]:
     """``body(consts, tile)`` for one tile after another; its gradients of ``consts`` are summed in fp32.
 
-    Args:
-        body: pure; closes over nothing that is traced. It is traced once.
-        consts: the same for all tiles.
-        tiles: stacked.
+    ``body`` is pure, closes over nothing that is traced, and is traced once. ``tiles`` are stacked.
     """
     like = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in tiles]
     call = jaxpr_as_fun(jax.make_jaxpr(body)(consts, like))
@@ -109,9 +106,7 @@ def _room(shape: Sequence[int], dtype: jnp.dtype, after: Array) -> Array:
 def _places(arrived: list[Array], tiles: list[Array]) -> tuple[list[Array], list[int]]:
     """Where the cotangents of tiles are written.
 
-    Args:
-        arrived: the cotangents of the results. A tile's are dead when those of the tile are there.
-        tiles: stacked.
+    Cotangents of a tile's results are dead when those of the tile are there.
 
     Returns:
         Stacks, which begin with those that have arrived, and for each of ``tiles`` which stack is its.

@@ -237,13 +237,7 @@ def _distances(length: int) -> Int[Array, "1 1 time time"]:
 
 
 def has_flash(width: int, value_width: int, *, since_hopper: bool) -> bool:
-    """Whether cuDNN's flash attention and FlashAttention-4 support heads of these widths.
-
-    Args:
-        width: of queries and keys.
-        value_width: of values.
-        since_hopper: whether the GPU is a Hopper or newer.
-    """
+    """Whether cuDNN's flash attention and FlashAttention-4 support heads of these widths."""
     if width % 8 or value_width % 8:
         return False
     if width == value_width:
@@ -255,11 +249,7 @@ def has_flash(width: int, value_width: int, *, since_hopper: bool) -> bool:
 def fastest(query: Array, value: Array, softcap: float | None, *, masked: bool) -> AttentionKernel:
     """What the kernel "auto" stands for.
 
-    Args:
-        query: the queries.
-        value: the values.
-        softcap: of the scores.
-        masked: whether cuDNN would need a mask.
+    ``masked`` says whether cuDNN would need a mask.
     """
     if jax.default_backend() != "gpu":
         return "xla"

@@ -382,9 +382,7 @@ def _norm_parameters(c: GPTConfig) -> int:
 def parameter_count(config: GPTConfig, *, active: bool = False) -> int:
     """Number of parameters of ``GPT(config)``; tied matrices count once.
 
-    Args:
-        config: of the model.
-        active: counts of the experts only those that one token goes to.
+    Of the experts, ``active`` counts only those that one token goes to.
     """
     c = config
     tables = c.vocab_size + (0 if c.tied else c.output_rows)

@@ -61,11 +61,9 @@ class Documents(NamedTuple):
 def document_offsets(segments: Segments, most: int | None = None) -> Documents:
     """The documents of packed rows.
 
-    Args:
-        segments: equal for neighbours of one document.
-        most: how many documents attention takes in one pass. There may be more, at the price of more passes;
-            None is one for each 256 positions, but at least 16, of which a kernel takes 1% to 3% longer than
-            for those that exist.
+    ``segments`` are equal for neighbours of one document. ``most`` is how many documents attention takes in
+    one pass. There may be more, at the price of more passes; None is one for each 256 positions, but at least
+    16, of which a kernel takes 1% to 3% longer than for those that exist.
     """
     first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     numbers = jnp.cumsum(first.reshape(-1), dtype=jnp.int32).reshape(segments.shape) - 1
@@ -108,14 +106,8 @@ def attend(
 ) -> Float[Array, "batch time heads dim"]:
     """Attention of each position to itself and earlier ones of its document.
 
-    Args:
-        options: window and scale.
-        query: bf16 or fp16, in heads of a multiple of 8.
-        key: keys.
-        value: values.
-        documents: of the rows.
-        windowed: whether the window applies, as data; None if it does.
-        sinks: one more score in each head's softmax.
+    Queries are bf16 or fp16, in heads of a multiple of 8. ``windowed`` says, as data, whether the window
+    applies; None if it does. ``sinks`` are one more score in each head's softmax.
 
     Raises:
         ConfigurationError: fa4-jax is not installed.

@@ -307,13 +307,10 @@ class Block(nnx.Module):
     ) -> Stream:
         """Apply the block.
 
-        Args:
-            x: the residual stream, alone or with what the routers of earlier blocks did.
-            rope: the rotary positions, if they are rotary.
-            key: turns dropout on.
-            segments: the document of each position, or ``document_offsets`` of it.
-            windowed: whether the sliding window, if the model has one, is this layer's.
-            kind: this layer's table of ``rope``.
+        ``x`` is the residual stream, alone or with what the routers of earlier blocks did. The key turns
+        dropout on. ``segments`` are the document of each position, or ``document_offsets`` of it.
+        ``windowed`` says whether the sliding window, if the model has one, is this layer's, and ``kind``
+        which table of ``rope``.
         """
         hidden, before = x if isinstance(x, tuple) else (x, None)
         rope = None if rope is None else rope.by_token(kind, len(hidden))
@@ -337,13 +334,7 @@ class Block(nnx.Module):
     ) -> tuple[Hidden, KVCache]:
         """Apply the block to new tokens, which attend to the cache and are added to it.
 
-        Args:
-            x: the residual stream, and the cache of all layers.
-            rope: the rotary positions, if they are rotary.
-            positions: of the new tokens.
-            layer: the index of this block.
-            windowed: as for ``__call__``.
-            kind: likewise.
+        ``x`` is the residual stream, and the cache of all layers; the others are as for ``__call__``.
         """
         hidden, cache = x
         heads, cache = self.attention.decode(

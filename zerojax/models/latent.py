@@ -21,10 +21,8 @@ def keys_and_values(
 ) -> tuple[Float[Array, "batch time heads dim"], Float[Array, "batch time heads value_dim"]]:
     """Keys and values, from what is made of the latents and the rotary part of keys.
 
-    Args:
-        made: the first ``plain`` elements of each head's key, and its value.
-        rotary: the others, of all heads.
-        plain: elements of a key that are not rotated.
+    ``made`` are the first ``plain`` elements of each head's key, and its value; ``rotary`` the other
+    elements, of all heads.
     """
     keys, values = jnp.split(made, [plain], axis=-1)
     rotary = jnp.broadcast_to(rotary, (*keys.shape[:3], rotary.shape[-1]))

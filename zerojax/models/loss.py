@@ -357,8 +357,7 @@ def lm_loss(
 def router_metrics(stats: RouterStats) -> dict[str, Float[Array, ""]]:
     """What routers did with the batch of all devices, fp32; means over layers, except for "expert_load".
 
-    Args:
-        stats: of this device, with a leading axis of the layers.
+    ``stats`` are those of this device, with a leading axis of the layers.
 
     Returns:
         "balance_loss" and "z_loss", which can be differentiated, without their coefficients; "expert_load",

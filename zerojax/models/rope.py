@@ -57,9 +57,7 @@ def rope_frequencies(config: GPTConfig, length: int | Int[Array, ""]) -> Float[A
     Pair i is rotated by theta^(-2i/rope_width) (Su et al., 2021, eq. 15), which each kind of rope_scaling
     changes as transformers does.
 
-    Args:
-        config: of the model.
-        length: tokens of the sequence, on which "dynamic" and "longrope" depend.
+    "dynamic" and "longrope" depend on the length of the sequence.
     """
     return _SCALINGS[config.rope_scaling](config, length)
 

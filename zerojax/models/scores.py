@@ -34,10 +34,7 @@ def last_scores(
 ) -> Float[Array, " rows"]:
     """The score of each text at its last token that counts; on all devices that share its row.
 
-    Args:
-        model: as for ``scores``.
-        tokens: likewise.
-        mask: 1 where a token after the first counts, so that column i is of tokens[:, i + 1].
+    The mask is 1 where a token after the first counts, so that column i is of tokens[:, i + 1].
     """
     last = mask.shape[1] - jnp.argmax(mask[:, ::-1], axis=1)
     tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % devices_a_row())))

@@ -16,13 +16,7 @@ Sinks = Float[Array, " heads"]
 def with_sinks(
     out: Float[Array, "*tokens heads dim"], lse: Float[Array, "*tokens heads"], sinks: Sinks
 ) -> tuple[Float[Array, "*tokens heads dim"], Float[Array, "*tokens heads"]]:
-    """The output and log-sum-exp of attention with one more score in the softmax of each head.
-
-    Args:
-        out: without sinks.
-        lse: of the scores, fp32.
-        sinks: the scores.
-    """
+    """The output and log-sum-exp of attention with one more score in the softmax of each head."""
     sinks = sinks.astype(jnp.float32)
     kept = jax.nn.sigmoid(lse - sinks)[..., None]
     return (out * kept).astype(out.dtype), jnp.logaddexp(lse, sinks)

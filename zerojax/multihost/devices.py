@@ -23,10 +23,7 @@ def visible_gpus() -> list[str]:
 def share_devices(processes: int, each: int, platform: Platform = "auto") -> list[dict[str, str]]:
     """Environment variables that show each process its own devices only.
 
-    Args:
-        processes: number of processes.
-        each: devices per process: GPUs in order, or emulated CPU devices.
-        platform: "gpu", "cpu", or "auto" for GPUs if this machine has any.
+    ``each`` are GPUs in order, or emulated CPU devices; the platform "auto" is GPUs if this machine has any.
 
     Returns:
         The variables to add, by process.

@@ -151,10 +151,8 @@ def _leave(others: Peers) -> None:
 def _token(given: str | None, insecure: bool, host: str | None) -> str:
     """The job's token; empty if none is set and none is needed.
 
-    Args:
-        given: by the program; None to read the environment.
-        insecure: whether to do without a token where one is needed.
-        host: that rank 0 listens on; None for all interfaces.
+    ``given`` is the program's; None reads the environment. ``host`` is where rank 0 listens, None for all
+    interfaces.
 
     Raises:
         ConfigurationError: a token is needed and missing, or it is too easy to guess.

@@ -43,8 +43,7 @@ _READ, _MIN_BYTES, _MAX_BYTES = 0.01, 1 << 16, 1 << 22
 class Flows:
     """This node's end of the ring; a context manager, which listens from the start.
 
-    Args:
-        host: this node's address, by which the others reach it.
+    The others reach it by ``host``.
 
     Attributes:
         address: host, port, and the secret in hexadecimal digits, for the previous node's ``measure``.
@@ -131,13 +130,8 @@ def _connect(host: str, port: int, secret: str, held: ExitStack) -> socket.socke
 def measure_flows(mesh: Mesh, host: str, *, counts: Sequence[int], seconds: float) -> tuple[FlowRate, ...]:
     """What flows between the mesh's nodes carry; all processes call it together.
 
-    One process of each node takes part; the others wait.
-
-    Args:
-        mesh: of the job.
-        host: this process's address, by which the others reach it.
-        counts: of flows, measured one after another.
-        seconds: of each measurement.
+    One process of each node takes part, which the others reach by its ``host``; the rest wait. Numbers of
+    flows are measured one after another.
 
     Returns:
         For each count what the slowest node received, and the busiest cores; nothing if a process has more

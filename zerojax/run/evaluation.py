@@ -36,11 +36,7 @@ def mean_metrics(state: TrainState, batches: list[Batch]) -> dict[str, jax.Array
 def for_several_passes(state: TrainState, reserved: int = 0) -> TrainState:
     """``zerojax.with_node_copy``, if every device has room for the copy; else the state itself.
 
-    All processes call it together.
-
-    Args:
-        state: whose weights do not change meanwhile.
-        reserved: bytes of a device that must stay free for other uses.
+    All processes call it together. ``reserved`` bytes of a device stay free for other uses.
     """
     if not lacks_node_copy(state):
         return state

@@ -56,13 +56,8 @@ class OpenRun(TrainLoop):
 
     Making it writes the settings to its folder.
 
-    Args:
-        new: its settings, folder and lock.
-        start: its state, step and base (``Record.base``).
-        batch: shapes and dtypes of a global batch.
-        peers: the other processes of the run, if there are any.
-        also_trained: further states that each step trains.
-        makes_samples: whether it makes completions, which process zero writes to a file.
+    ``batch`` has the shapes and dtypes of a global batch. ``also_trained`` are further states that each step
+    trains. If it ``makes_samples``, process zero writes them to a file.
     """
 
     new: InitVar[Opening]

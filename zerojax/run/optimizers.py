@@ -19,10 +19,8 @@ _DECAYED = frozenset({"kernel", "embedding"})
 def make_schedule(settings: OptimizerSection, steps: int) -> optax.Schedule:
     """The learning rate as a function of the number of updates done.
 
-    Args:
-        settings: shape, peak, warm-up and end.
-        steps: optimizer steps of the whole run; the warm-up is at most half of them, so that a short trial
-            of a long config still reaches its peak.
+    The warm-up is at most half of the run's ``steps``, so that a short trial of a long config still reaches
+    its peak.
     """
     peak, end = settings.learning_rate, settings.learning_rate * settings.final_fraction
     warmup = min(settings.warmup_steps, steps // 2)

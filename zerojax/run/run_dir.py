@@ -142,10 +142,8 @@ def sessions(summary: dict[str, Any]) -> list[dict[str, Any]]:
 def check_start(latest: int | None, resume: Resume, folder: RunFolder) -> None:
     """Check that a run may start or resume as requested.
 
-    Args:
-        latest: the step of the newest checkpoint, or None.
-        resume: "auto" resumes if possible, "must" refuses to start anew, "never" to resume.
-        folder: of the run.
+    "auto" resumes if possible, "must" refuses to start anew, "never" to resume. ``latest`` is the step of the
+    newest checkpoint.
 
     Raises:
         ConfigurationError: it may not; nothing is overwritten.

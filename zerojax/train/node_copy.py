@@ -61,9 +61,7 @@ def lacks_node_copy(state: TrainState) -> bool:
 def copies_in_node(state: TrainState, *, every: bool = False) -> ByPath:
     """Copies of the weights as they are, but for frozen ones that every node has already.
 
-    Args:
-        state: filled.
-        every: also of those whose master weights every node holds, which a pass encodes as it goes.
+    With ``every`` also of those whose master weights every node holds, which a pass encodes as it goes.
     """
     spec = state.spec.reading
     there = state.copies if state.current_copies else {}
@@ -86,10 +84,8 @@ def per_node[T: PyTree](
 ) -> Callable[[TrainState], T]:
     """The compiled function from a state to what ``local`` makes of the weights in a node.
 
-    Args:
-        spec: of the states.
-        local: from the secondary partition of every weight, on one device, to a pytree of arrays.
-        wanted: their global shapes and shardings.
+    ``local`` goes from the secondary partition of every weight, on one device, to a pytree of arrays, and
+    ``wanted`` has their global shapes and shardings.
     """
 
     def of_shards(every: Shards, current: bool) -> T:

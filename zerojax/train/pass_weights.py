@@ -44,11 +44,8 @@ def pass_weights(
 ) -> PassWeights:
     """The weights of a state, with which a pass begins.
 
-    Args:
-        spec: the train spec.
-        shards: this device's.
-        current: whether the state's copies have the values of its master weights.
-        updating: the units that update delta's copies themselves, if those are not current.
+    ``current`` says whether the state's copies have the values of its master weights. If not, the
+    ``updating`` units update delta's copies themselves.
     """
     owned, copies = owned_of(spec, shards), shards.copies
     later: frozenset[Path] = frozenset()
@@ -130,12 +127,7 @@ def place_group(
 ) -> dict[Path, Any]:
     """A group's weights in the form that the model gets: joined with their adapters, and whole outside units.
 
-    Args:
-        spec: the train spec.
-        group: of the weights.
-        sharded: they and the matrices of their adapters, by path.
-        train: whether adapters drop out.
-        adapters: whether they take part.
+    ``sharded`` has the matrices of their adapters, too, which drop out if the model is to ``train``.
     """
     joined = dict(sharded)
     for leaf in group.frozen:

@@ -96,14 +96,8 @@ def accumulate(
 ) -> tuple[Blocks, dict[Path, LayerState], Outcome]:
     """Run forward and backward over this device's micro-batches.
 
-    Args:
-        spec: the train spec.
-        weights_for: from the units that update delta's copies themselves to the weights that the passes begin
-            with.
-        model_state: non-parameter state.
-        batch: this device's rows.
-        seed: of this step.
-        update: of the stacks that the backward pass updates; or None.
+    ``weights_for`` goes from the units that update delta's copies themselves to the weights that the passes
+    begin with. ``update`` is that of the stacks that the backward pass updates.
 
     Returns:
         Gradient sums at ``grad_level``; what has become of ``update.sinks``; and the other results. Delta's
@@ -236,11 +230,8 @@ def predict[T: PyTree[Array]](
 def to_owners(spec: TrainSpec, grads: Blocks, residual: Blocks, seed: Seed) -> tuple[Blocks, Blocks]:
     """Take gradients over the hops that are taken once per step.
 
-    Args:
-        spec: the train spec.
-        grads: sums at ``grad_level``.
-        residual: with error feedback, per path ``[.., secondary]``; else empty.
-        seed: of this step.
+    ``grads`` are sums at ``grad_level``; residuals, with error feedback, ``[.., secondary]``, else there are
+    none.
 
     Returns:
         The sums over the world, stored like the parameters; and the next residuals.

@@ -16,10 +16,6 @@ def processes_a_row(devices: int) -> int:
 def refuse_unshared(jaxpr: core.Jaxpr, devices: int) -> None:
     """Refuse a function of a model of which so many devices cannot share the rows, as far as its trace tells.
 
-    Args:
-        jaxpr: of the function.
-        devices: that share a row.
-
     Raises:
         ConfigurationError: it takes no part of the tokens, or nothing brings the parts together.
     """

@@ -395,13 +395,8 @@ def lay_out(
 ) -> ParamLayout:
     """The layout of a parameter of the model, or of an adapter.
 
-    Args:
-        p: the parameter.
-        index: its number.
-        world: the mesh's extents.
-        zero: the options.
-        adapter: whether it is an adapter's.
-        whole: whether the optimizer needs a matrix whole: every node then holds it, if the options say so.
+    ``index`` is its number. Where the optimizer needs a matrix ``whole``, every node holds it, if the options
+    say so.
     """
     fp8 = not adapter and _without_fp8(zero, p) is None
     frozen = not adapter and zero.is_frozen(p.name)

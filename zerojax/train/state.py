@@ -301,10 +301,7 @@ def _is_gone(state: TrainState) -> bool:
 def begin_with(state: TrainState, params: PyTree, seed: int) -> TrainState:
     """A state at step 0 with given master weights, and otherwise as ``TrainState.create`` makes it.
 
-    Args:
-        state: abstract.
-        params: as ``TrainState.params``, already in place; they are not copied.
-        seed: as for ``create``.
+    The state is abstract. ``params`` are as ``TrainState.params``, already in place; they are not copied.
     """
 
     def init(seed: Array, stored: PyTree) -> dict[str, Any]:

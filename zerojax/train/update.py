@@ -38,14 +38,8 @@ def updated(
 ) -> tuple[Trained, Bool[Array, ""], dict[str, Array]]:
     """Update the weights, unless the loss or a gradient is not finite, or the loss is a spike.
 
-    Args:
-        spec: the train spec, which has an optimizer.
-        before: the fields before the step.
-        sums: of gradients over all tokens, stored like the weights.
-        tokens: how many.
-        loss: the step's mean loss.
-        copies: delta's copies after the passes; or empty.
-        done: what the backward pass has updated, whose gradients are not among ``sums``.
+    ``sums`` are those of gradients over all tokens, stored like the weights. ``copies`` are delta's after the
+    passes, or none. ``done`` is what the backward pass has updated, whose gradients are not among ``sums``.
 
     Returns:
         The fields after the step; whether the update was made; and the metrics "grad_norm", "skipped" and

@@ -33,9 +33,7 @@ Reads = Counter[str]
 def refuse_reads(jaxpr: core.Jaxpr, weights: Mapping[Path, Any]) -> None:
     """Check every use of ``Sharded`` weights in a program.
 
-    Args:
-        jaxpr: of a program whose first argument is ``weights``.
-        weights: arrays or ShapeDtypeStructs, or ``Sharded`` values of them.
+    ``weights``, the program's first argument, are arrays or ShapeDtypeStructs, or ``Sharded`` values of them.
 
     Raises:
         ConfigurationError: something computes with a ``Sharded`` weight, or returns it; the message names it.
@@ -52,10 +50,8 @@ def refuse_reads(jaxpr: core.Jaxpr, weights: Mapping[Path, Any]) -> None:
 def refuse_calls(jaxpr: core.Jaxpr, weights: Mapping[Path, Any], stacks: Mapping[Path, str]) -> None:
     """Check that a program calls once, on every way through it, each stack that its backward pass updates.
 
-    Args:
-        jaxpr: as for ``refuse_reads``.
-        weights: as there.
-        stacks: the names of such stacks, by the path of one weight of each.
+    ``weights`` are as for ``refuse_reads``; ``stacks`` has the names of such stacks, by the path of one
+    weight of each.
 
     Raises:
         ConfigurationError: it does not; the message names the stack.
@@ -85,10 +81,8 @@ def refuse_calls(jaxpr: core.Jaxpr, weights: Mapping[Path, Any], stacks: Mapping
 def refuse_assigned(jaxpr: core.Jaxpr, weights: Mapping[Path, Any], replaced: Mapping[Path, Any]) -> None:
     """Check that weights outside units leave a program as they entered it.
 
-    Args:
-        jaxpr: of a program whose first argument is ``weights``, and whose last result is ``replaced``.
-        weights: as for ``refuse_reads``.
-        replaced: arrays or ShapeDtypeStructs of weights that transformations have returned, or assignments.
+    ``weights`` are as for ``refuse_reads``; ``replaced``, the program's last result, are weights that
+    transformations have returned, or assignments.
 
     Raises:
         ConfigurationError: the loss assigned to one; the message names it.

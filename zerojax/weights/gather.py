@@ -40,9 +40,7 @@ def crosses_nodes(weights: Sequence[Weight]) -> bool:
 def encode(weights: Weights, copies: Payloads | None = None) -> Payloads:
     """Encode the weights at "primary" for the node hop.
 
-    Args:
-        weights: at any levels.
-        copies: delta's copies of those at "primary", from which differences are sent; or None.
+    With delta's copies of those, differences from them are sent.
 
     Returns:
         Their payloads; on one node, which has no node hop, in the local format.
@@ -57,13 +55,7 @@ def encode(weights: Weights, copies: Payloads | None = None) -> Payloads:
 
 
 def cross_nodes(payloads: Payloads, *, delta: bool, own_stream: bool = False) -> Payloads:
-    """All-gather encoded weights over ``node``; the nodes' shards follow each other, not yet decoded.
-
-    Args:
-        payloads: as ``encode`` returns.
-        delta: whether they are differences.
-        own_stream: see ``coalesced.exchange_together``.
-    """
+    """All-gather encoded weights over ``node``; the nodes' shards follow each other, not yet decoded."""
     with jax.named_scope(_node_scope(delta=delta)):
         return tuple(rows.reshape(-1) for rows in gather_together(payloads, NODE, own_stream=own_stream))
 

@@ -130,10 +130,8 @@ class Weight:
     def whole(self, blocks: Num[Array, "..."], dtype: jnp.dtype) -> "Weight":
         """The weight that the matmuls read.
 
-        Args:
-            blocks: one layer's encoded shards, in the order of their owners; of a weight in parts either all
-                of them, or those of this device's part.
-            dtype: to compute in.
+        The blocks are one layer's encoded shards, in the order of their owners; of a weight in parts either
+        all of them, or those of this device's part.
         """
         codec = self.layout.weights.local
         every = blocks.size == self.layout.world.size * codec.row_items(self.layout.shard)

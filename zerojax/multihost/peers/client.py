@@ -22,11 +22,8 @@ _OLD_COORDINATOR = 5.0
 class Client:
     """One process's connection; everything runs in one event loop.
 
-    Args:
-        place: of this process.
-        join_timeout: seconds in which all must join.
-        peer_timeout: seconds of silence after which the coordinator counts as lost.
-        on_failure: called once, in the event loop, if the job fails.
+    A coordinator that is silent for ``peer_timeout`` seconds counts as lost. ``on_failure`` is called once,
+    in the event loop, if the job fails.
     """
 
     def __init__(

@@ -21,11 +21,8 @@ _PAUSE = 10.0
 class Coordinator:
     """The connections of all processes, process 0's own included.
 
-    Args:
-        place: of process 0.
-        facts: values that must be the same in all processes, by name, as process 0 has them.
-        join_timeout: seconds in which all must join.
-        peer_timeout: seconds of silence after which a process counts as lost.
+    Facts must be the same in all processes as here. A process that is silent for ``peer_timeout`` seconds
+    counts as lost.
     """
 
     def __init__(

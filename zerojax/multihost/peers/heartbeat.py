@@ -10,10 +10,8 @@ class Heartbeat:
     If this process itself was paused (stopped, swapped out, machine asleep), ``silent`` is called late; then
     all timers start again, since the silence may be its own.
 
-    Args:
-        peers: their ranks; all count as just heard.
-        limit: seconds of silence that are too long.
-        clock: gives the time in seconds; never the wall clock, which may jump.
+    All peers count as just heard; ``limit`` seconds of silence are too long. The clock is never the wall
+    clock, which may jump.
     """
 
     def __init__(

@@ -26,10 +26,8 @@ _BACKLOG = 4096
 class Listener:
     """The sockets at the coordinator's address.
 
-    Args:
-        token: of the job.
-        serve: called for each authenticated connection with its first message; when it returns, the
-            connection is closed.
+    ``serve`` is called for each authenticated connection with its first message; when it returns, the
+    connection is closed.
     """
 
     def __init__(self, token: str, serve: Callable[[Connection, Message], Awaitable[None]]) -> None:

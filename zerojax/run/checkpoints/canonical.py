@@ -176,10 +176,8 @@ def from_canonical(state: TrainState, tree: Tree) -> TrainState:
 def with_weights(state: TrainState, tree: Tree) -> TrainState:
     """The state with other weights; optimizer state, counters and residuals stay as they are.
 
-    Args:
-        state: filled.
-        tree: "params" of trained leaves in canonical form, and "other" if the model has any. What it lacks,
-            such as adapters, stays as it is.
+    The tree has "params" of trained leaves in canonical form, and "other" if the model has any. What it
+    lacks, such as adapters, stays as it is.
     """
     entries = entries_of(state)
     given: dict[str, Any] = traverse_util.flatten_dict(tree, sep="/")

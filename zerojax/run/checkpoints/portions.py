@@ -59,10 +59,7 @@ class Portion(NamedTuple):
 def portions_of(leaf: ParamLayout, itemsize: int, at_least: int = 1) -> list[Portion]:
     """An array cut into portions of the same shape.
 
-    Args:
-        leaf: its layout.
-        itemsize: bytes of an element.
-        at_least: layers of a portion, if so many divide the layers evenly.
+    One has at least ``at_least`` layers, if so many divide the layers evenly.
     """
     if not leaf.stack:
         return [Portion(leaf, 0, (0,) * len(leaf.shape))]

@@ -39,8 +39,7 @@ class _InBackground(DefaultSerializationStatusCallback):
 def fit_beside_training(states: Sequence[TrainState]) -> bool:
     """Whether this process's devices can hold copies of states on top of the peak memory of their steps.
 
-    Args:
-        states: of a run that has taken steps in this process: only then is the peak known.
+    The run has taken steps in this process: only then is the peak known.
 
     Returns:
         True also for devices that do not report their memory, such as CPUs.

@@ -27,9 +27,7 @@ class ConfigError(ConfigurationError):
 def config_from_dict(data: Mapping[str, Any], origin: str = "config") -> RunConfig:
     """Build a ``RunConfig`` from nested dicts, as TOML and JSON give them.
 
-    Args:
-        data: section -> key -> value; missing keys take their defaults.
-        origin: of the data, for error messages.
+    Missing keys take their defaults.
 
     Raises:
         ConfigError: naming ``origin``, the key and the nearest valid one.

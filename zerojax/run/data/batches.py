@@ -79,13 +79,7 @@ class TrainBatches(Iterator[Batch]):
     Every row of a source is seen once before any is seen again, in a new order each time. The sources take
     turns by their weights, so a small one may be in its tenth epoch when a large one is in its first.
 
-    Args:
-        sources: the rows of the training split of each source.
-        batch_size: rows of the global batch.
-        seed: of the order.
-        weights: of the sources.
-        process: index of this process, which gets rows [process * b, (process + 1) * b).
-        processes: that share the batch; must divide it.
+    The processes share the batch of ``batch_size`` rows; one gets rows [process * b, (process + 1) * b).
 
     Raises:
         DataError: the batch does not divide.
@@ -156,13 +150,7 @@ def validation_batches(
 ) -> list[Batch]:
     """The fixed batches of every evaluation, spread evenly over the validation splits.
 
-    Args:
-        sources: the rows of the validation split of each source.
-        batch_size: rows of the global batch.
-        batches: the most to return; fewer if the splits have too few rows.
-        weights: of the sources, as in training.
-        process: index of this process.
-        processes: that share each batch.
+    Arguments as of ``TrainBatches``. There are at most ``batches``, fewer if the splits have too few rows.
 
     Raises:
         DataError: the splits do not fill one batch.

@@ -246,9 +246,8 @@ def find_template(folder: Path) -> str | None:
 def load_template(setting: str, tokenizer: str) -> tuple[str, str]:
     """The chat template of the settings.
 
-    Args:
-        setting: data.chat_template: "tokenizer", the name of a built-in one, or the path of a Jinja file.
-        tokenizer: data.tokenizer.
+    ``setting`` is data.chat_template: "tokenizer", the name of a built-in one, or the path of a Jinja file;
+    ``tokenizer`` is data.tokenizer.
 
     Returns:
         The template, and its name for messages.

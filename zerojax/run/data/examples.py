@@ -125,10 +125,7 @@ class Conversations:
     def document(self, row: Mapping[str, Any], place: str, answer: str | None = None) -> Document:
         """The conversation of one row.
 
-        Args:
-            row: of the table.
-            place: of the row, for messages.
-            answer: the assistant's, to be added to the messages; then it alone counts.
+        An ``answer`` is the assistant's, and added to the messages; then it alone counts.
 
         Raises:
             DataError: as ``read``.
@@ -202,9 +199,8 @@ def checked_messages(messages: Any, column: str, place: str) -> list[dict[str, A
 def checked_tools(row: Mapping[str, Any], place: str) -> list[dict[str, Any]] | None:
     """The tools of a conversation's row; None if it has none.
 
-    Args:
-        row: of the table, whose column "tools" has a list of tables, or that list as a text of JSON.
-        place: of the row, for messages to the user.
+    The column "tools" has a list of tables, or that list as a text of JSON. Errors begin with the row's
+    ``place``.
 
     Raises:
         DataError: the column has something else.

@@ -44,10 +44,7 @@ def prepare(settings: DataSection, folder: Path, say: Callable[[str], None] = _p
     A prepared folder is left alone, so a resumed run sees the tokens that it began with even if a source
     has changed. So are sources that are prepared folders themselves.
 
-    Args:
-        settings: sources, tokenizer, split.
-        folder: to write; it appears only when it is complete.
-        say: prints progress when it takes long.
+    The folder appears only when it is complete.
 
     Raises:
         DataError: a source or the tokenizer cannot be used, or the folder was prepared with other settings.

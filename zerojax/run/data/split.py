@@ -22,10 +22,7 @@ def validation_limit(texts: Iterable[bytes], fraction: float, where: str = "") -
     names: adding data moves no document, and copies stay together. Only if one side would be empty (with a
     handful of documents) is the limit moved, by one document.
 
-    Args:
-        texts: documents; read until each side has one.
-        fraction: of the documents to hold out, on average.
-        where: they are from, to begin the message with.
+    Texts are read until each side has one. Errors begin with ``where`` they are from.
 
     Raises:
         DataError: fewer than two different documents.
@@ -48,10 +45,7 @@ def validation_limit(texts: Iterable[bytes], fraction: float, where: str = "") -
 def hold_out[T](every: Sequence[T], text: Callable[[T], bytes], fraction: float) -> tuple[list[T], list[T]]:
     """Examples to train on, and those that are held out.
 
-    Args:
-        every: all examples.
-        text: the text of an example, by which it is held out or not, as a document is.
-        fraction: to hold out, as for ``validation_limit``.
+    An example is held out or not by its text, as a document is; ``fraction`` is as for ``validation_limit``.
 
     Raises:
         DataError: fewer than two different texts.

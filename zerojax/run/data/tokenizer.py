@@ -87,10 +87,8 @@ class ByteTokenizer:
 class BPETokenizer:
     """A tokenizer of the ``tokenizers`` library that has an end-of-text token.
 
-    Args:
-        tokenizer: of any model.
-        end_of_text: the token that ends a text; None looks for one of the usual names.
-        begin_of_text: the token that begins a text; None for ``end_of_text``.
+    Without ``end_of_text`` one of the usual names is looked for; without ``begin_of_text`` the same token
+    begins a text.
 
     Raises:
         DataError: the tokenizer has no such token.
@@ -135,10 +133,8 @@ class BPETokenizer:
     def train(cls, texts: Iterable[bytes], vocab_size: int) -> "BPETokenizer":
         """Train a byte-level BPE.
 
-        Args:
-            texts: documents; bytes that are not UTF-8 become U+FFFD.
-            vocab_size: tokens, including the 256 bytes and the end-of-text token. A small corpus may give
-                fewer.
+        Bytes that are not UTF-8 become U+FFFD. ``vocab_size`` counts the 256 bytes and the end-of-text token;
+        a small corpus may give fewer.
         """
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -102,11 +102,8 @@ class _Checked:
 class TokenWriter:
     """Writes a token file, document by document, and its header at the end if there was no error.
 
-    Args:
-        path: of the .bin file; the others are written beside it.
-        tokenizer: its vocabulary decides the dtype.
-        tokenizer_crc32: as in the header.
-        masked: write a mask; every document then comes with one.
+    The path is that of the .bin file; the others are written beside it. If it is ``masked``, every document
+    comes with a mask.
 
     Attributes:
         empty: as in the header.
@@ -142,11 +139,8 @@ class TokenWriter:
     ) -> None:
         """Add a document.
 
-        Args:
-            tokens: of the document, as they are to stand in a file with a mask; else without the two ends,
-                which are added.
-            text_bytes: of the text that counts in the loss.
-            mask: which tokens count, in a file with a mask.
+        In a file with a mask, the tokens are as they are to stand there; else without the two ends, which are
+        added. ``text_bytes`` counts the text that counts in the loss.
 
         Raises:
             DataError: the file cannot be written.

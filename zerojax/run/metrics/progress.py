@@ -30,12 +30,8 @@ _MEASURED = {
 class Progress:
     """The progress line of one run; a context manager.
 
-    Args:
-        steps: of the whole run.
-        start: steps done before.
-        every: steps between lines, without a terminal.
-        console: to print to.
-        shown: whether this process prints at all.
+    ``start`` steps were done before. Without a terminal there is a line every so many steps; a process that
+    is not ``shown`` prints nothing.
     """
 
     def __init__(
@@ -79,11 +75,9 @@ class Progress:
     def show(self, step: int, values: Mapping[str, float]) -> None:
         """Show a finished step.
 
-        Args:
-            step: its number.
-            values: its metrics: "loss", "step_seconds", "memory_bytes", and if known "tokens_per_second",
-                "mfu", "internode_bytes", "exact_match", "reward", "skipped_total", and of an evaluation
-                "validation_loss" and others that begin with "validation_".
+        The values are its metrics: "loss", "step_seconds", "memory_bytes", and if known "tokens_per_second",
+        "mfu", "internode_bytes", "exact_match", "reward", "skipped_total", and of an evaluation
+        "validation_loss" and others that begin with "validation_".
         """
         line = self._line(step, values)
         if self._cell is not None:

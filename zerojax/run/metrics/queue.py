@@ -70,14 +70,10 @@ class MetricsQueue:
     ) -> list[StepRecord]:
         """Add a step; return the steps more than ``depth`` behind it.
 
-        Args:
-            step: its number.
-            metrics: scalar arrays of the training step.
-            evaluation: computes further scalar arrays after the step. It is called once the step has
-                finished, so that the two are timed separately.
-            own: if ``metrics`` are those of the step before, computes those of this one. It is called only if
-                they are needed before the next step brings them. Metrics of a step that was read already, or
-                was never pushed, are ignored.
+        ``evaluation`` computes further scalar arrays after the step. It is called once the step has finished,
+        so that the two are timed separately. If ``metrics`` are those of the step before, ``own`` computes
+        those of this one. It is called only if they are needed before the next step brings them. Metrics of a
+        step that was read already, or was never pushed, are ignored.
         """
         for value in metrics.values():
             value.copy_to_host_async()
