@@ -79,7 +79,7 @@ def measure(config: GPTConfig, sharing: int, rows: int, options: argparse.Namesp
         losses.append(float(metrics["loss"]))
         seconds.append(time.perf_counter() - start)
     step, every = statistics.median(seconds[1:] or seconds), rows * length
-    sequences = sequences_of(rows, devices, accumulate=1, sharing=sharing)
+    sequences = sequences_of(rows, devices, zero)
     flops = work_of(state.spec, config, sequences=sequences, length=length).model_flops
     used = f"{flops / step / find_gpu(options.gpu).flops:.1%}"
     stats = jax.devices()[0].memory_stats() or {}

@@ -156,9 +156,10 @@ def _giga(value: float | None) -> float | None:
 
 
 def _outlook(sequences: int | None, settings: RunConfig, cluster: Cluster, *, longest: bool) -> Outlook:
-    train, sharing = settings.train, settings.zero.sequence_parallel
+    train = settings.train
     # The model's parameters and units do not depend on the mesh: two nodes stand for all.
-    anywhere = dataclasses.replace(settings, mesh=MeshSection(nodes=2, local=sharing))
+    mesh = MeshSection(nodes=2, local=settings.zero.sequence_parallel)
+    anywhere = dataclasses.replace(settings, mesh=mesh)
     state, _ = abstract_run(anywhere)
 
     def streaming() -> TrainSpec:
@@ -166,8 +167,7 @@ def _outlook(sequences: int | None, settings: RunConfig, cluster: Cluster, *, lo
 
     if sequences is None:
         rows = train.batch_size * (2 if settings.posttrain.method in PREFERENCES else 1)  # a pair is two
-        devices = cluster.world.size
-        sequences = sequences_of(rows, devices, accumulate=train.accumulate, sharing=sharing)
+        sequences = sequences_of(rows, cluster.world.size, state.spec.zero)
     return foresee(
         state.spec,
         settings.model,

@@ -155,8 +155,7 @@ class Savings:
         streams = "optimizer" in zero.host and self._spec.layerwise is None
         other_state = streams or zero.moments != self._spec.zero.moments
         there = on_world(abstract_run(config)[0].spec if other_state else self._spec, world, zero)
-        sharing, accumulate = zero.sequence_parallel, train.accumulate
-        sequences = sequences_of(train.batch_size, world.size, accumulate=accumulate, sharing=sharing)
+        sequences = sequences_of(train.batch_size, world.size, zero)
         work = work_of(there, config.model, sequences=sequences, length=train.sequence_length)
         local, node = usual_bytes(hops_of(there, work))
         sent = local + self._besides

@@ -53,8 +53,7 @@ def remember_coordinator(host: str) -> None:
 def discover_network(environ: Mapping[str, str] | None = None) -> Network:
     """Find the network that leads to the other nodes of the job.
 
-    Args:
-        environ: to read NCCL's variables and ``ZEROJAX_LINK_RATE`` from; by default this process's.
+    NCCL's variables and ``ZEROJAX_LINK_RATE`` are read from ``environ``, by default this process's.
 
     Raises:
         ConfigurationError: ``ZEROJAX_LINK_RATE`` is not a rate.

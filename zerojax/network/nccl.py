@@ -95,12 +95,9 @@ def settings(
 ) -> list[Setting]:
     """What NCCL should be told, and why; also what it is better not told.
 
-    Args:
-        network: between the nodes.
-        nodes: processes of the job, each of which has a host or a part of one.
-        local: GPUs of a node.
-        cores: that the processes of a node may use.
-        given: NCCL's variables as they are set already, by name; see ``given_settings``.
+    ``nodes`` are processes of the job, each of which has a host or a part of one, and ``cores`` those that
+    the processes of a node may use. ``given`` are NCCL's variables as they are set already; see
+    ``given_settings``.
     """
     if nodes == 1:
         return []

@@ -95,13 +95,8 @@ class LayerwiseOptimizer:
     ) -> None:
         """Trace the update of the whole tree, and of layers of each group.
 
-        Args:
-            optimizer: as ``TrainState.create`` got it.
-            whole: its transform of stored leaves.
-            mesh: of the state.
-            leaves: the trained parameters' layouts.
-            groups: the paths of the weights that are updated together.
-            zero: the options.
+        The optimizer is as ``TrainState.create`` got it, and ``whole`` its transform of stored leaves.
+        ``groups`` are the paths of weights that are updated together.
 
         Raises:
             ConfigurationError: the optimizer needs norms of weights or of moments, or keeps an array of all
@@ -153,9 +148,8 @@ class LayerwiseOptimizer:
     def reduce(self, grads: PyTree[Array], state: Mapping[str, Array]) -> Reduced:
         """Compute norms and counters.
 
-        Args:
-            grads: of all leaves, nested by path.
-            state: what is no moment, by its place in the optimizer's state.
+        The gradients are those of all leaves; ``state`` is what is no moment, by its place in the optimizer's
+        state.
 
         Raises:
             ConfigurationError: a counter depends on weights or moments.
@@ -179,11 +173,8 @@ class LayerwiseOptimizer:
     ) -> tuple[dict[Path, Array], dict[str, Array]]:
         """Update one layer.
 
-        Args:
-            reduced: as ``reduce`` returns.
-            grads: the layer's gradients by path, of the shapes of stored leaves without layers.
-            state: its moments, and what is no moment as it was, by their places in the state.
-            params: its weights, those of one group.
+        Gradients have the shapes of stored leaves without layers. ``state`` has the layer's moments, and what
+        is no moment as it was, by their places in the state. ``params`` are the weights of one group.
 
         Returns:
             The new weights, and the new moments.
@@ -198,10 +189,7 @@ class LayerwiseOptimizer:
     ) -> tuple[dict[Path, Array], dict[str, Array]]:
         """``update`` of one layer on one device, inside ``shard_map``, by an optimizer without norms.
 
-        Args:
-            grads: as there, of this device's shards.
-            state: likewise.
-            params: likewise.
+        Arguments are as there, of this device's shards.
         """
         assert self._of_shards is not None
         counters = {place: x for place, x in state.items() if place not in self.moments}

@@ -48,8 +48,7 @@ def in_bfloat16(tx: optax.GradientTransformation) -> optax.GradientTransformatio
     An element's random bits are a hash of its gradient and of the number of updates. So they are the same
     wherever the element is stored, and however a compiler rounds the moment before.
 
-    Args:
-        tx: a transform of trees that are nested by path.
+    It takes trees that are nested by path.
 
     Returns:
         A transform whose state has bfloat16 arrays in place of the fp32 ones named in ``MOMENTS``.
@@ -118,9 +117,7 @@ def _with_moments(
 def round_to_bfloat16(x: Float32[Array, "..."], noise: UInt32[Array, "..."]) -> BFloat16[Array, "..."]:
     """Round stochastically: to either neighbour, with the probability that keeps the mean.
 
-    Args:
-        x: values; those that are not finite are rounded to nearest.
-        noise: random bits, of which the lower 16 are used.
+    Values that are not finite are rounded to nearest. Of the noise, the lower 16 bits are used.
     """
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     # A carry, which comes with the probability of what is cut off, rounds away from zero.

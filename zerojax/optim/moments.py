@@ -25,12 +25,8 @@ def by_moment[T](
     A moment is nested like its parameter, in whatever it is a part of, and has its shape. (optax itself
     initialises with a placeholder in place of the parameters, which label functions cannot walk.)
 
-    Args:
-        leaves: the parameters' layouts.
-        tree: the state, or the parameters or updates themselves, which count as moments.
-        moment: takes a parameter's layout and its moment.
-        other: takes what is not a moment.
-        shape: of a parameter's moments.
+    The tree is the state, or the parameters or updates themselves, which count as moments; ``shape`` is that
+    of a parameter's moments.
     """
     known = {leaf.path: leaf for leaf in leaves}
 
@@ -58,10 +54,8 @@ def with_layers_in_a_row(
     Each device puts its own parts of the layers one after another, which moves nothing. The state keeps the
     shapes that it has without this.
 
-    Args:
-        tx: gives the same update for an element wherever in its leaf it is, as ``check_shardable`` finds out.
-        leaves: the layouts of all parameters.
-        sharded: whether they are spread over the devices, as they are from stage 1 on.
+    The transform gives the same update for an element wherever in its leaf it is, as ``check_shardable``
+    finds out. The leaves are those of all parameters, ``sharded`` from stage 1 on.
     """
 
     def parts(leaf: ParamLayout) -> int:

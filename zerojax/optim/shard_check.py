@@ -186,9 +186,7 @@ def _check_average(tx: optax.GradientTransformation, shapes: _Shapes) -> None:
 def _compare_updates(tx: optax.GradientTransformation, leaves: tuple[tuple[Path, Shape, int], ...]) -> None:
     """Compare updates of a small copy of the tree; once per optimizer and model, on whichever mesh.
 
-    Args:
-        tx: the optimizer.
-        leaves: path, unsharded shape and number of stacked axes of each.
+    Of each leaf it takes path, unsharded shape and number of stacked axes.
 
     Raises:
         ConfigurationError: as ``check_shardable``.
@@ -267,9 +265,7 @@ def _updates(
 
     The first of a warm-up is zero, and so are those of accumulated gradients until the last of them.
 
-    Args:
-        tx: the optimizer.
-        trees: the parameters of each, and gradients of which one after the other is used, again and again.
+    A tree is its parameters, and gradients of which one after the other is used, again and again.
     """
     given = [to_tree(params) for params, *_ in trees]
     gradients = [list(map(to_tree, each)) for each in zip(*(own for _, *own in trees), strict=True)]

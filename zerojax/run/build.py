@@ -69,15 +69,11 @@ class RunSetup:
             )
         check_batch(self.config, self.mesh)
         if self.zero.host:
-            self._check_host()
-
-    def _check_host(self) -> None:
-        train, spec = self.config.train, self.abstract_state().spec
-        sharing, devices = self.zero.sequence_parallel, spec.world.size
-        rows = sequences_of(train.batch_size, devices, accumulate=train.accumulate, sharing=sharing)
-        work = work_of(spec, self.config.model, sequences=rows, length=train.sequence_length)
-        activations = predict_memory(spec, work).host.get("activations", 0)
-        check_host_memory(spec, activations, saves=True)
+            train, spec = self.config.train, self.abstract_state().spec
+            rows = sequences_of(train.batch_size, spec.world.size, self.zero)
+            work = work_of(spec, self.config.model, sequences=rows, length=train.sequence_length)
+            activations = predict_memory(spec, work).host.get("activations", 0)
+            check_host_memory(spec, activations, saves=True)
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the model and optimizer, to restore into."""

@@ -56,10 +56,8 @@ class WeightReader:
     def weights(self, path: Path, state: TrainState, *, new: str | None = None) -> TrainState:
         """A filled state with the model's weights, trained and frozen.
 
-        Args:
-            path: that ``find`` returned.
-            state: filled, except perhaps for the weights that are read.
-            new: the first name in the paths of trained weights that keep their values, as "head".
+        ``find`` returned the path. The state is filled, except perhaps for the weights that are read. ``new``
+        is the first name in the paths of trained weights that keep their values, as "head".
 
         Raises:
             ConfigurationError: they are of another model.
@@ -117,13 +115,8 @@ def start_run(
 ) -> Start:
     """What a run starts with: the state of its checkpoint, or first weights.
 
-    Args:
-        setup: of the run.
-        folder: of the run.
-        manifest: of the checkpoint to resume from; one without a position holds imported weights only.
-        init_from: what to take the weights from instead; ignored by a run that resumes.
-        reader: reads them.
-        reference: whether the run compares itself with its first weights.
+    A manifest without a position is that of imported weights only. A run that resumes ignores ``init_from``.
+    ``reference`` says whether the run compares itself with its first weights.
 
     Raises:
         ConfigurationError: the weights cannot be had, or are of another model; or the settings have become

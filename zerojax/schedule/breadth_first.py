@@ -47,10 +47,8 @@ def over_micro_batches[**P, T](function: Callable[P, T], *, out_axes: PyTree[int
 def with_batching_rule[T: PyTree[Array]](rule: Rule, function: Callable[..., T]) -> Callable[..., T]:
     """``function``, which is batched by ``rule`` within ``over_micro_batches``.
 
-    Args:
-        rule: called as ``rule(size, mapped, *args)`` with the flags of ``args`` and the number of
-            micro-batches. Returns the result and its flags.
-        function: of pytrees of arrays; it closes over nothing that is traced.
+    It closes over nothing that is traced. The rule is called as ``rule(size, mapped, *args)`` with the flags
+    of ``args`` and the number of micro-batches, and returns the result and its flags.
     """
     # Only there: a custom_vmap function that nothing maps has no gradient.
     if not _mapping.get():
@@ -64,9 +62,8 @@ def with_batching_rule[T: PyTree[Array]](rule: Rule, function: Callable[..., T])
 def map_microbatches[T: PyTree[Array]](body: Callable[..., T], mapped: tuple[Flags, ...]) -> Callable[..., T]:
     """A function that runs ``body`` on one micro-batch after another.
 
-    Args:
-        body: called as ``body(weights, *args)``; it closes over nothing that is traced.
-        mapped: the flags of ``args``.
+    It is called as ``body(weights, *args)``, and closes over nothing that is traced. ``mapped`` are the flags
+    of ``args``.
 
     Returns:
         A function of the same arguments, whose results all have that axis. Gradients of arrays without it,

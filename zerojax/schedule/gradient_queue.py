@@ -61,9 +61,7 @@ class GradientQueue:
     def advance(self, in_flight: InFlight, first: Index) -> tuple[InFlight, Arrived | None]:
         """Move every layer's gradients one stage on.
 
-        Args:
-            in_flight: the gradients of layer ``first`` and those after it.
-            first: a layer's index.
+        In flight are the gradients of layer ``first`` and those after it.
 
         Returns:
             The gradients in flight without a first stage, for ``enqueue``; and those that had arrived, if

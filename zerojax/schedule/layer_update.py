@@ -181,12 +181,7 @@ class UpdatedLayers:
     ) -> None:
         """Take what a backward pass begins with.
 
-        Args:
-            sinks: of the trained weights.
-            weights: all, as the backward pass finds them.
-            update: the rule.
-            facts: the probe's cotangent.
-            zero: of ``by_dma``.
+        ``facts`` are the probe's cotangent, and ``zero`` is that of ``by_dma``.
         """
         self._sinks, self._weights, self._update, self._zero = sinks, weights, update, zero
         self._facts = Facts(*facts)

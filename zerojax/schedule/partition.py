@@ -16,10 +16,7 @@ def partition[T: PyTree](
 ) -> tuple[list[Any], list[Any], Callable[[Sequence[Any], Sequence[Any]], T]]:
     """Split the leaves of a pytree in two.
 
-    Args:
-        tree: any pytree.
-        chosen: a flag for each leaf, or a function of a leaf.
-        is_leaf: as for ``jax.tree.flatten``.
+    ``chosen`` is a flag for each leaf, or a function of a leaf.
 
     Returns:
         The chosen leaves, the others, and a function from two such lists to a pytree; it keeps no leaf
@@ -39,8 +36,7 @@ def partition[T: PyTree](
 def split_arrays[T: PyTree](arguments: T) -> tuple[list[Array], Callable[[Sequence[Array]], T]]:
     """The arrays among ``arguments``, and a function that puts other arrays in their place.
 
-    Args:
-        arguments: any pytree; leaves that are not arrays (flags, None, functions) stay as they are.
+    Leaves that are not arrays (flags, None, functions) stay as they are.
     """
     arrays, rest, combine = partition(arguments, lambda leaf: isinstance(leaf, jax.Array | np.ndarray))
     return arrays, lambda others: combine(others, rest)

@@ -123,12 +123,9 @@ def scan_units(
 ) -> tuple[Arrays, Arrays, dict[Path, Weight], list[Array]]:
     """Run ``x, state[i] = body(weights[i], x, state[i], shared)`` for every layer i.
 
-    Args:
-        body: a pure function of one layer's whole weights; it may close over nothing that is traced.
-        weights: the stacked parameters.
-        x: floating-point activations, whose shapes and dtypes every layer keeps.
-        state: each layer's other state, stacked.
-        shared: arrays that every layer receives.
+    ``body`` is a pure function of one layer's whole weights, and closes over nothing that is traced. ``x``
+    are floating-point activations, whose shapes and dtypes every layer keeps, ``state`` is stacked, and every
+    layer receives what is ``shared``.
 
     Returns:
         The last layer's ``x``; the new state, stacked; by path, stacked, the weights that have a ``copy``,
@@ -392,12 +389,9 @@ def _backward(
 ) -> _Backward:
     """Run every layer's vjp in reverse order, gathering weights and sending gradients meanwhile.
 
-    Args:
-        shapes: of the cotangents of the activations and the stacked state that ``_forward`` returned.
-        kept: by ``_forward``.
-        given: those cotangents, less those of integers.
-        args: of the scan.
-        facts: the cotangent of the probe, if there is one.
+    ``shapes`` are those of the cotangents of what ``_forward`` returned, activations and stacked state,
+    ``given`` the cotangents themselves, less those of integers, and ``facts`` that of the probe, if there is
+    one.
 
     Returns:
         The sinks' sums, or what has become of the ``LayerState``s; the cotangents of the first layer's

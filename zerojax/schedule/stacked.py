@@ -61,11 +61,8 @@ def put_layers[T: PyTree[Array]](stack: tuple[int, ...], stacked: T, some: T, fi
     On a mesh each device has to run it by itself: XLA's partitioner makes slices that change the memory they
     are in.
 
-    Args:
-        stack: the axes of layers of ``stacked``; ``some`` have as many.
-        stacked: all layers.
-        some: those to put there.
-        first: the number of the first one, with all layers in a row.
+    ``stack`` are the axes of layers of ``stacked``; ``some`` have as many. ``first`` counts all layers in a
+    row.
     """
 
     def one(x: Array, new: Array) -> Array:
@@ -78,10 +75,7 @@ def put_layers[T: PyTree[Array]](stack: tuple[int, ...], stacked: T, some: T, fi
 def empty_layers[T: PyTree[Array]](one: T, layers: int, on_host: Sequence[bool] = ()) -> T:
     """A stack of ``layers`` layers like ``one``, uninitialised: on GPUs nothing is written.
 
-    Args:
-        one: arrays or ShapeDtypeStructs.
-        layers: how many.
-        on_host: whether the stack of each array is in host memory; by default none is.
+    By default the stack of no array is in host memory.
     """
     leaves, structure = jax.tree.flatten(one)
     stacks = [lax.empty((layers, *x.shape), x.dtype) for x in leaves]

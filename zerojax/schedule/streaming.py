@@ -23,12 +23,9 @@ def over_host_layers[K: Hashable, R: PyTree[Array]](
 ) -> tuple[dict[K, Array], R, R]:
     """Run ``new, result = compute(index, arrays)`` for every layer.
 
-    Args:
-        layers: how many, at least 1.
-        stored: stacks in host memory, ``[layers, ...]``.
-        results: stacks that the results are written to.
-        compute: from a layer's index and its arrays, on the device, to new ones and its result.
-        stores: whether the new arrays take the place of the old ones; if not, they are not looked at.
+    The stacks of ``stored`` are in host memory; on the device ``compute`` makes of a layer's arrays new ones
+    and its result. The new arrays take the place of the old ones if it ``stores`` them; if not, they are not
+    looked at.
 
     Returns:
         The stacks in host memory, the results, and the last layer's result.

@@ -65,9 +65,7 @@ class SumStorage:
     def __init__(self, residuals: PyTree[Array], sinks: Values) -> None:
         """Find a place for each parameter's sums, in the largest residuals first.
 
-        Args:
-            residuals: of all layers but the last, stacked.
-            sinks: arrays of the sums' shape, fp32 ``[layers, n]``.
+        Residuals are stacked, of all layers but the last; sinks are of the sums' shape, fp32 ``[layers, n]``.
         """
         leaves = jax.tree.leaves(residuals)
         self._layers = sinks[0].shape[0]

@@ -73,11 +73,8 @@ def call_unit[T: PyTree](
 ) -> T:
     """Run ``body(weights, inputs)`` on gathered weights.
 
-    Args:
-        body: a pure function of whole leaves of unsharded shape and of ``inputs``; it may close over
-            nothing that is traced.
-        weights: the unit's parameters.
-        inputs: a pytree of arrays: activations, the unit's other state.
+    ``body`` is a pure function of whole leaves of unsharded shape and of ``inputs``, activations and the
+    unit's other state, and closes over nothing that is traced.
 
     Returns:
         The result of ``body``, in which strings and Python's numbers stay what they are. Cotangents of
@@ -115,9 +112,8 @@ def call_unit[T: PyTree](
 def on_operands(body: Body, weights: Sequence[Sharded]) -> Body:
     """``body(weights, *args)`` as a function of whole weights as ``take_apart`` orders them.
 
-    Args:
-        body: a pure function of what a model gets for each weight; it may close over nothing that is traced.
-        weights: the unit's parameters, of which only what is static is read.
+    ``body`` is a pure function of what a model gets for each weight, and closes over nothing that is traced.
+    Of the unit's parameters only what is static is read.
 
     Returns:
         The same of ``(whole, seeds, *args)``, with the ``seeds`` of ``take_apart``.
@@ -218,10 +214,8 @@ def reduction_of(strategy: ShardingStrategy, weights: Weights) -> GradientReduct
 def kept_for_backward(strategy: ShardingStrategy, given: Weights, secondary: Weights) -> Weights:
     """The weights from which the backward pass gathers again.
 
-    Args:
-        strategy: says from which level, at the lowest.
-        given: as the unit finds them. What a scan keeps of these, its inputs, is not stacked again.
-        secondary: the same, of which those at "primary" have crossed the nodes.
+    ``given`` are as the unit finds them. What a scan keeps of these, its inputs, is not stacked again. Of
+    ``secondary``, those at "primary" have crossed the nodes.
     """
     return tuple(
         own if own.reaches(strategy.keep) else gathered

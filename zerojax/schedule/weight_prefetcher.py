@@ -54,9 +54,7 @@ class WeightPrefetcher:
     def start(self, first: int, copies: Payloads | None = None) -> tuple[Fetching, Weights]:
         """Fetch the first layer's secondary partitions, and start on the next two layers.
 
-        Args:
-            first: the first layer's index.
-            copies: delta's copies of all layers, which are updated as their weights arrive; or None.
+        Delta's copies of all layers are updated as their weights arrive.
         """
         payloads, arrived = (), ()
         if self.crosses:
@@ -70,10 +68,8 @@ class WeightPrefetcher:
     def advance(self, fetching: Fetching, index: Index, *, crossing: bool) -> tuple[Fetching, Weights]:
         """Move every layer's weights one stage on.
 
-        Args:
-            fetching: as ``start`` or this method returned.
-            index: of the layer that computes.
-            crossing: whether a layer is left that has yet to cross nodes.
+        The layer of the index computes; ``crossing`` says whether a layer is left that has yet to cross
+        nodes.
 
         Returns:
             ``fetching`` for the next layer, and the next layer's secondary partitions.

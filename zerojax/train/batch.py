@@ -96,11 +96,7 @@ def place(spec: TrainSpec, batch: Batch, accumulate: int, *, shared: bool = True
     Arrays that are already in place stay as they are. Python's numbers stay numbers, because jit gives them
     weak dtypes.
 
-    Args:
-        spec: of the devices.
-        batch: one process's part.
-        accumulate: micro-batches.
-        shared: whether devices share rows if the options say so: each of them then gets whole ones.
+    With ``shared``, devices share rows if the options say so: each of them then gets whole ones.
     """
     processes = spec.once("processes", lambda: len({d.process_index for d in spec.mesh.devices.flat}))
     copies = spec.zero.sequence_parallel if shared else 1
@@ -181,12 +177,8 @@ def local_rows(x: jax.Array) -> np.ndarray:
 def _check_batch(batch: Batch, devices: int, accumulate: int, processes: int = 1, copies: int = 1) -> None:
     """Refuse anything but arrays with equally many rows.
 
-    Args:
-        batch: one process's part; an array on the devices of several processes is global.
-        devices: of all processes, or groups of them that share rows.
-        accumulate: micro-batches.
-        processes: over which the batch is spread.
-        copies: devices that share a row.
+    The batch is one process's part of several; an array on the devices of several processes is global. If
+    ``copies`` devices share a row, ``devices`` counts groups of them.
 
     Raises:
         ConfigurationError: naming the array, and what to pass in its place.

@@ -52,10 +52,8 @@ def by_group(
 ) -> dict[Path, Any]:
     """Run ``hop(*values)`` for each group of weights that travel together, layer by layer for stacked ones.
 
-    Args:
-        spec: the train spec.
-        hop: of tuples with one value for each weight of a group; returns as many.
-        *values: by path; weights that the first lacks are left out.
+    The hop takes tuples with one value for each weight of a group, and returns as many. Weights that the
+    first of the values lacks are left out.
     """
     return _of_groups(spec, lambda _, __, *own: hop(*own), values, jnp.uint32(0))
 

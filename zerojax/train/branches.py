@@ -51,9 +51,7 @@ class Branches:
     def refuse_divergent(self, jaxpr: core.Jaxpr, differing: Sequence[Axes]) -> list[Axes]:
         """Check every branch and loop of a program.
 
-        Args:
-            jaxpr: of one device's program, before it is differentiated.
-            differing: for each argument; what the program closes over is equal everywhere.
+        The program is one device's, before it is differentiated. What it closes over is equal everywhere.
 
         Returns:
             The axes along which each result differs; none, if no branch or loop communicates and no devices
@@ -174,9 +172,8 @@ def _with_row(axes: Iterable[str]) -> Axes:
 def _refuse_other_parts(equation: core.JaxprEqn, *, shared: bool) -> None:
     """Refuse parts of rows where whole ones are needed, and whole ones where parts are.
 
-    Args:
-        equation: of a program for devices that share rows.
-        shared: whether all devices of a row have what it reads.
+    The equation is of a program for devices that share rows; ``shared`` says whether all of a row have what
+    it reads.
     """
     name = equation.params.get("name")
     line = line_of_equation(equation.source_info) if name in (OWN_TOKENS, IN_ORDER) else ""

@@ -49,10 +49,7 @@ def with_scales(spec: TrainSpec, masters: ByPath, copies: ByPath) -> tuple[ByPat
 
     Delta's copies keep theirs until it no longer fits, so that their codes rarely change all at once.
 
-    Args:
-        spec: the train spec.
-        masters: the master weights; those that are encoded already have their scales.
-        copies: delta's; or empty.
+    Masters that are encoded already have their scales.
 
     Returns:
         Both, with the same scales.
@@ -135,13 +132,7 @@ def secondary_partitions(
 ) -> ByPath:
     """Every weight as a node has it, with the values that the next forward pass computes with.
 
-    Args:
-        spec: the train spec.
-        masters: the master weights.
-        frozen: the weights that are not trained.
-        copies: the state's; or empty.
-        step: steps taken.
-        current: whether the copies have the values of the master weights.
+    ``current`` says whether the copies, if there are any, have the values of the master weights.
     """
     if current:
         masters, _ = with_scales(spec, masters, {})

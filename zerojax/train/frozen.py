@@ -42,11 +42,8 @@ def encode_frozen(
 
     Each owner encodes its shard, and the nodes exchange the encoded shards, once.
 
-    Args:
-        spec: the train spec.
-        leaf: the weight's layout.
-        weight: of unsharded shape, layers included; any sharding.
-        salt: of the hash; by default that of the weight's path.
+    The weight is of unsharded shape, layers included, with any sharding. The salt is that of the hash, by
+    default of the weight's path.
 
     Returns:
         The weight as ``TrainSpec.stored`` says. And a hash of its path, of its values before they
@@ -73,10 +70,7 @@ def encode_one(spec: TrainSpec, leaf: ParamLayout, weight: Num[Array, "..."]) ->
 def load_frozen(spec: TrainSpec, read: ReadLayer) -> dict[str, PyTree]:
     """The state's fields "frozen" and "base", of weights that are read and encoded layer by layer.
 
-    Args:
-        spec: the train spec.
-        read: gives each layer in turn, cut as its owners hold it; ``None`` stands for a weight that is not
-            stacked.
+    A layer is read cut as its owners hold it.
     """
     return frozen_fields(spec, ((leaf.path, *_encode_layers(spec, leaf, read)) for leaf in spec.frozen))
 

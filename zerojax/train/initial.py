@@ -27,9 +27,7 @@ _AT_ONCE = 8 << 30
 def initializer(spec: TrainSpec, *, frozen: bool = True) -> Any:
     """The compiled function from a seed to a state's first values, each computed where it is stored.
 
-    Args:
-        spec: of the state.
-        frozen: whether the values include the frozen weights.
+    Without ``frozen`` the frozen weights are left out.
     """
     places = shardings_of(abstract_fields(spec))
 
@@ -60,9 +58,7 @@ def in_portions(init: Callable[..., dict[str, Any]], places: dict[str, Any]) -> 
 
     They are computed on the device, which need not have room for all of them at once.
 
-    Args:
-        init: of arrays; its results do not depend on each other.
-        places: the shardings of its results.
+    The results of ``init`` do not depend on each other; ``places`` are their shardings.
     """
     whole = jax.jit(init, out_shardings=places)
     shardings, structure = jax.tree.flatten(places)

@@ -339,17 +339,17 @@ def test_the_longest_rows_are_found_across_tiles():
     """Memory falls where tiles begin and where they become smaller."""
     config = dataclasses.replace(MODEL, mlp="swiglu", ffn=8192, max_seq_len=1 << 20)
 
-    def working(number: int, *, in_tokens: bool = False) -> int:
-        shape = dataclasses.replace(config, token_tile=1 if in_tokens else config.token_tile)
+    def working(number: int, shape: GPTConfig = config) -> int:
         work = decoder_work(shape, remat="full", dtype="bfloat16", sequences=1, length=1024 * number)
         return work.working
 
     memory = [working(number) for number in range(1, 400)]
     assert memory[32] < memory[31] > memory[30]
-    assert all(working(number, in_tokens=True) <= memory[number - 1] for number in range(1, 400))
+    in_tokens = dataclasses.replace(config, token_tile=1)
+    assert all(working(number, in_tokens) <= memory[number - 1] for number in range(1, 400))
     for limit in (memory[20], memory[31] - 1, memory[63] - 1, memory[200], memory[300] - 1):
         wanted = max(number for number in range(1, 400) if memory[number - 1] <= limit)
-        found = _most(lambda number, limit=limit, **kind: working(number, **kind) <= limit, 1000)
+        found = _most(lambda shape, number, limit=limit: working(number, shape) <= limit, config, 1000)
         assert working(found) <= limit
         assert wanted * 255 / 256 - 1 <= found <= wanted
     slope = (working(640) - working(320)) / (320 * 1024)

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from zerojax.analysis.local_quality import expected_loss
 from zerojax.analysis.plan.cluster import Cluster, on_world
@@ -45,6 +45,8 @@ _DECIDED = (
     *("every", "outer_learning_rate", "outer_momentum", "outer_delay", "outer_mixing"),
 )
 """Options that a preset or stage decides; all others are the config's in every forecast."""
+TryOut = Callable[[ZeroConfig, MeshShape, int, GPTConfig], tuple[TrainSpec, Work, PredictedMemory]]
+"""Makes a spec, and predicts the work and the memory of so many sequences."""
 
 
 @dataclass(frozen=True)
@@ -190,16 +192,15 @@ def foresee(
         return on_world(another() if another else spec, world, zero)
 
     def try_out(
-        zero: ZeroConfig, world: MeshShape, sequences: int, *, in_tokens: bool = False
+        zero: ZeroConfig, world: MeshShape, sequences: int, shape: GPTConfig = config
     ) -> tuple[TrainSpec, Work, PredictedMemory]:
         there = elsewhere(world, zero)
-        shape = _in_tokens(config) if in_tokens else config
         work = work_of(there, shape, sequences=sequences, length=length)
         return there, work, predict_memory(there, work, workspace=cluster.gpu.workspace)
 
     def forecast(name: str, every: int | None = None) -> Forecast:
         zero = ways[name] if every is None else ways[name].replace(every=every)
-        return _forecast(name, zero, cluster, sequences, try_out)
+        return _forecast(name, zero, config, cluster, sequences, try_out)
 
     def memory_and_time(zero: ZeroConfig) -> tuple[PredictedMemory, StepTime]:
         there, work, memory = try_out(zero, cluster.world, sequences)
@@ -250,29 +251,21 @@ def _ways(own: ZeroConfig, cluster: Cluster) -> Iterator[tuple[str, ZeroConfig]]
             yield f"stage {stage}", zero3.replace(stage=stage, matmul_dtype="compute", fp8=MATMUL_WEIGHTS)
 
 
-class TryOut(Protocol):
-    """Makes a spec, and predicts its work and its memory."""
-
-    def __call__(
-        self, zero: ZeroConfig, world: MeshShape, sequences: int, *, in_tokens: bool = False
-    ) -> tuple[TrainSpec, Work, PredictedMemory]:
-        """Those of a step; ``in_tokens`` with tiles of a token each."""
-        ...
-
-
-def _forecast(name: str, zero: ZeroConfig, cluster: Cluster, sequences: int, try_out: TryOut) -> Forecast:
-    spec, work, memory = try_out(zero, cluster.world, sequences)
+def _forecast(
+    name: str, zero: ZeroConfig, config: GPTConfig, cluster: Cluster, sequences: int, try_out: TryOut
+) -> Forecast:
+    spec, work, memory = try_out(zero, cluster.world, sequences, config)
     hops = hops_of(spec, work)
     time = predict_step(spec, work, hops, memory, cluster)
 
     def mfu(work: Work, time: StepTime) -> float:
         return zero.accumulate * work.model_flops / time.seconds / cluster.gpu.flops
 
-    def fits(world: MeshShape, sequences: int, *, in_tokens: bool = False) -> bool:
-        return _is_within(cluster, try_out(zero, world, sequences, in_tokens=in_tokens)[2])
+    def fits(world: MeshShape, shape: GPTConfig, sequences: int) -> bool:
+        return _is_within(cluster, try_out(zero, world, sequences, shape)[2])
 
-    largest = _most(functools.partial(fits, cluster.world), _MAX_SEQUENCES)
-    widest, most, fullest = try_out(zero, cluster.world, max(1, largest))
+    largest = _most(functools.partial(fits, cluster.world), config, _MAX_SEQUENCES)
+    widest, most, fullest = try_out(zero, cluster.world, max(1, largest), config)
     in_time = predict_step(widest, most, hops_of(widest, most), fullest, cluster)
     return Forecast(
         name=name,
@@ -285,7 +278,7 @@ def _forecast(name: str, zero: ZeroConfig, cluster: Cluster, sequences: int, try
         mfu=mfu(work, time),
         largest=largest,
         largest_mfu=mfu(most, in_time) if largest else 0.0,
-        fewest_nodes=_first(lambda n: fits(MeshShape(n, cluster.local), sequences), _MAX_NODES),
+        fewest_nodes=_first(lambda n: fits(MeshShape(n, cluster.local), config, sequences), _MAX_NODES),
     )
 
 
@@ -303,30 +296,25 @@ def _longest(spec: TrainSpec, config: GPTConfig, cluster: Cluster, sequences: in
     step = _ROW_TOKENS * spec.zero.sequence_parallel
     most = _MAX_ROW if config.positions == "rope" else config.max_seq_len // step
 
-    def fits(number: int, *, in_tokens: bool = False) -> bool:
+    def fits(shape: GPTConfig, number: int) -> bool:
         length = number * step
-        shape = dataclasses.replace(config, max_seq_len=max(config.max_seq_len, length))
-        shape = _in_tokens(shape) if in_tokens else shape
+        shape = dataclasses.replace(shape, max_seq_len=max(shape.max_seq_len, length))
         work = work_of(there, shape, sequences=sequences, length=length)
         return _is_within(cluster, predict_memory(there, work, workspace=cluster.gpu.workspace))
 
-    return step * _most(fits, most)
+    return step * _most(fits, config, most)
 
 
-def _in_tokens(config: GPTConfig) -> GPTConfig:
-    """With tiles of a token each, which take less memory than any others."""
-    return dataclasses.replace(config, token_tile=1)
-
-
-def _most(fits: Callable[..., bool], most: int) -> int:
+def _most(fits: Callable[[GPTConfig, int], bool], config: GPTConfig, most: int) -> int:
     """The largest number up to ``most`` that fits, or one within 1/256 of it; or 0.
 
-    Memory does not only grow with the number: it falls where a device's tokens get another tile. With
-    ``in_tokens`` it grows, and is never more.
+    Memory does not only grow with the number: it falls where a device's tokens get another tile. With tiles
+    of a token each it grows, and is never more.
     """
-    least, bound = _last(fits, most), _last(functools.partial(fits, in_tokens=True), most)
+    shapes = config, dataclasses.replace(config, token_tile=1)
+    least, bound = (_last(functools.partial(fits, shape), most) for shape in shapes)
     tried = range(bound, least, -max(1, bound // 256))
-    return next((number for number in tried if fits(number)), least)
+    return next((number for number in tried if fits(config, number)), least)
 
 
 def _last(holds: Callable[[int], bool], most: int) -> int:

@@ -40,7 +40,7 @@ from dataclasses import asdict, dataclass
 from zerojax.analysis.plan.cluster import Cluster
 from zerojax.analysis.plan.hops import HopPlan
 from zerojax.analysis.plan.memory import PredictedMemory
-from zerojax.analysis.plan.work import Work, frozen_share
+from zerojax.analysis.plan.work import Work, share_of
 from zerojax.train.spec import TrainSpec
 
 _TIMES_KEPT = 4
@@ -163,13 +163,11 @@ def _matmuls(spec: TrainSpec, work: Work, cluster: Cluster) -> tuple[float, floa
     """Seconds of the FLOPs of one micro-batch, forward and backward."""
     dtype = spec.zero.compute_dtype
     rate = cluster.flops(dtype)
-    matrices = [leaf for group in spec.unit_groups for leaf in group.every if len(leaf.shape) > 1]
-    every = max(1, sum(leaf.count for leaf in matrices))
-    share = sum(leaf.count for leaf in matrices if leaf.fp8) / every
+    share = share_of(spec, lambda leaf: leaf.fp8)
     # A frozen weight has no gradient, whose product takes as long as that of the forward pass.
-    spared = work.weights_forward * frozen_share(spec)
-    # Neither is that of an expert's matrix in fp8.
-    exact = work.weights_forward * sum(leaf.count for leaf in matrices if leaf.fp8 and len(leaf.shape) > 2)
+    spared = work.weights_forward * share_of(spec, lambda leaf: leaf.frozen)
+    # That of an expert's matrix is not in fp8.
+    exact = work.weights_forward * share_of(spec, lambda leaf: leaf.fp8 and len(leaf.shape) > 2)
     gained = 1 / rate - 1 / cluster.fp8_flops(dtype)
     read = share * _FP8_READ * work.read / cluster.memory_rate
     made = share * _FP8_MADE * work.made / cluster.memory_rate
@@ -178,7 +176,7 @@ def _matmuls(spec: TrainSpec, work: Work, cluster: Cluster) -> tuple[float, floa
     return (
         work.forward / rate - work.weights_forward * share * gained + read,
         (work.backward - spared) / rate
-        - (work.weights_backward * share - exact / every) * gained
+        - (work.weights_backward * share - exact) * gained
         + again * read
         + made,
     )

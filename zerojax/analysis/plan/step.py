@@ -62,12 +62,8 @@ class Plan:
 
     def phases(self) -> dict[str, tuple[int, int]]:
         """Per phase the bytes that one device sends: (within its node, to others)."""
-        total: dict[str, tuple[int, int]] = {}
-        for hop in self.hops:
-            if hop.usual:
-                local, node = total.get(hop.phase, (0, 0))
-                total[hop.phase] = local + hop.local_bytes, node + hop.node_bytes
-        return total
+        phases = dict.fromkeys(hop.phase for hop in self.hops if hop.usual)
+        return {phase: usual_bytes([hop for hop in self.hops if hop.phase == phase]) for phase in phases}
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data, for JSON."""

@@ -60,7 +60,7 @@ from zerojax.models.shared_rows import spread_of
 from zerojax.schedule.tiles import tokens_of_tile
 from zerojax.sharding.layout import ParamLayout
 from zerojax.train.spec import TrainSpec
-from zerojax.zero_config.config import Remat
+from zerojax.zero_config.config import Remat, ZeroConfig
 
 ITEM = {"float32": 4, "bfloat16": 2}
 
@@ -134,11 +134,9 @@ def backward_workspace(heads: int, kv_heads: int, head_dim: int) -> int:
     return heads * (4 * head_dim + 4 + of_groups)
 
 
-def sequences_of(rows: int, devices: int, *, accumulate: int, sharing: int) -> int:
-    """Sequences of a micro-batch of a step of ``rows`` on one device, or on the ``sharing`` ones that share
-    them; at least one.
-    """
-    return max(1, rows * sharing // (devices * accumulate))
+def sequences_of(rows: int, devices: int, zero: ZeroConfig) -> int:
+    """Sequences of a micro-batch on one device, or on those that share them; at least one."""
+    return max(1, rows * zero.sequence_parallel // (devices * zero.accumulate))
 
 
 def work_of(spec: TrainSpec, config: GPTConfig, *, sequences: int, length: int) -> Work:
@@ -162,15 +160,15 @@ def work_of(spec: TrainSpec, config: GPTConfig, *, sequences: int, length: int) 
     return replace(
         work,
         exchanged=others * work.tokens * layers * _exchanged_bytes(config, zero.remat, dtype),
-        model_flops=work.model_flops - frozen_share(spec) * work.weights_forward,
+        # The gradients of frozen matrices take no FLOPs.
+        model_flops=work.model_flops - share_of(spec, lambda leaf: leaf.frozen) * work.weights_forward,
     )
 
 
-def frozen_share(spec: TrainSpec) -> float:
-    """The part of the matrices of units that is frozen: their gradients take no FLOPs."""
+def share_of(spec: TrainSpec, some: Callable[[ParamLayout], bool]) -> float:
+    """The part that some matrices are of all those of units."""
     matrices = [leaf for group in spec.unit_groups for leaf in group.every if len(leaf.shape) > 1]
-    every = sum(leaf.count for leaf in matrices)
-    return sum(leaf.count for leaf in matrices if leaf.frozen) / max(1, every)
+    return sum(leaf.count for leaf in matrices if some(leaf)) / max(1, sum(leaf.count for leaf in matrices))
 
 
 def decoder_work(

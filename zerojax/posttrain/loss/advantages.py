@@ -55,10 +55,8 @@ def token_rewards(
     r_t = [t is the last] score - kl (log p_t - log p_t of the reference), the sum of which is the reward of
     Ziegler et al. (2019, equation 2) and of Ouyang et al. (2022, equation 2, without the pretraining term).
 
-    Args:
-        earned: as ``Rollout.rewards_per_token`` returns it.
-        rows: "mask", and with ``kl`` "old_log_probs" and "reference_log_probs".
-        kl: beta of the papers.
+    ``earned`` is as ``Rollout.rewards_per_token`` returns it. Rows have "mask", and with ``kl``, the papers'
+    beta, "old_log_probs" and "reference_log_probs".
     """
     found = np.zeros_like(earned)
     if kl:

@@ -45,9 +45,7 @@ def answer_log_probs(model: GPT, batch: Batch) -> Answers:
 def answer_scores(model: GPT, batch: Batch) -> Answers:
     """The scores of both answers, each at its last token: fp32 [pairs] by name.
 
-    Args:
-        model: of scores.
-        batch: whose answers leave at least the last column free.
+    The answers leave at least the last column of the batch free.
     """
     tokens, mask = both(batch)
     chosen, rejected = jnp.split(last_scores(model, tokens[:, :-1], mask), 2)

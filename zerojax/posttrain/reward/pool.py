@@ -18,10 +18,8 @@ Answer = dict[str, Any] | LostReward
 class RewardPool:
     """Processes that answer questions, each one at a time.
 
-    Args:
-        settings: of the run: how many processes, their time limits and variables.
-        named: as for ``RewardProcess``.
-        kind: likewise.
+    The settings say how many they are, and their time limits and variables; the rest is as for
+    ``RewardProcess``.
 
     Raises:
         ConfigurationError: a name does not exist.

@@ -90,9 +90,7 @@ class RewardProcess:
     def ask(self, what: str, *arguments: Any) -> dict[str, Any]:
         """The answer to a question; reward/worker.py lists both.
 
-        Args:
-            what: "score", "reset" or "step".
-            arguments: of it; values that JSON has no type for become text.
+        The question is "score", "reset" or "step". Arguments that JSON has no type for become text.
 
         Raises:
             LostReward: there is none; says why.

@@ -46,9 +46,7 @@ class Rollout:
     def of(cls, rows: Sequence[Row], tokenizer: Tokenizer, time: int, *, in_environment: bool) -> "Rollout":
         """Lay out rows that are over.
 
-        Args:
-            time: columns of the rows, without the first token.
-            in_environment: whether an environment gave them their rewards.
+        ``time`` is the number of columns, without the first token.
         """
         tokens = np.zeros((len(rows), time + 1), np.int32)
         mask, log_probs, earned = np.zeros((3, len(rows), time), np.float32)

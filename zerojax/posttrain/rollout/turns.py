@@ -143,9 +143,8 @@ class Episodes:
     def tokens_of(self, observation: str | dict[str, Any] | list[Any], before: Sequence[int]) -> list[int]:
         """What follows a turn of the model, up to the next.
 
-        Args:
-            observation: as ``Environment.step`` returns it.
-            before: the tokens up to it, which end with those of the turn.
+        The observation is as ``Environment.step`` returns it; the tokens ``before`` end with those of the
+        turn.
 
         Raises:
             DataError: the template refuses it, or it is not text that can be encoded.

@@ -20,12 +20,9 @@ class MetricsFile:
     A separate thread writes the lines, so that a hung disk delays no step; it ends the run with an error once
     too many lines are queued, or when the queue must be flushed.
 
-    Args:
-        path: of the file.
-        start: steps done so far. Lines of an earlier process about later steps, which will be repeated, are
-            dropped.
-        most: lines that may be queued.
-        patience: seconds for the disk to write a line when one is waited for.
+    ``start`` steps were done. Lines of an earlier process about later ones, which will be repeated, are
+    dropped. At most so many lines are queued, and the disk has ``patience`` seconds to write one that is
+    waited for.
 
     Raises:
         OSError: the file cannot be written.
