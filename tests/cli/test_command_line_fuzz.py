@@ -36,9 +36,10 @@ ARGUMENTS = st.lists(
 def test_launch(arguments, complete):
     if complete:
         arguments = ["--nodes", "2", "--devices-per-node", "1", *arguments, "gpt-tiny"]
-    started = mock.Mock(return_value=mock.Mock(code=0, signals=()))
+    started = mock.Mock()
+    started.return_value.run.return_value = mock.Mock(code=0, signals=())
     with (
-        mock.patch("zerojax.multihost.supervisor.run", started),
+        mock.patch("zerojax.cli.launch.Supervisor", started),
         mock.patch("sys.stderr"),
         mock.patch("sys.stdout"),
     ):

@@ -23,7 +23,7 @@ def shell(name: str, script: str) -> supervisor.Task:
 
 def run(*tasks, **options):
     output = io.BytesIO()
-    result = supervisor.run(tasks, output=output, **options)
+    result = supervisor.Supervisor(tasks, output=output, **options).run()
     return result, output.getvalue().decode().splitlines()
 
 
@@ -118,7 +118,7 @@ def test_nothing_outlives_a_killed_supervisor(tmp_path):
     pid = tmp_path / "pid"
     program = (
         "import os; from zerojax.multihost import supervisor as s;"
-        f"s.run([s.Task('a', ['sh', '-c', 'echo $$ > {pid}; exec sleep 600'], os.environ)])"
+        f"s.Supervisor([s.Task('a', ['sh', '-c', 'echo $$ > {pid}; exec sleep 600'], os.environ)]).run()"
     )
     supervisor = subprocess.Popen([sys.executable, "-c", program])
     while not (pid.exists() and pid.read_text()):
@@ -137,7 +137,7 @@ def test_a_job_ends_although_nobody_reads_its_output(end, tmp_path):
         "import os, sys; from zerojax.multihost import supervisor as s;"
         "chatty = s.Task('rank 0', ['sh', '-c', 'while :; do echo on and on; sleep 0.01; done'], os.environ);"
         f"last = s.Task('rank 1', ['sh', '-c', {script!r}], os.environ);"
-        "sys.exit(s.run([chatty, last], grace=0.5).code)"
+        "sys.exit(s.Supervisor([chatty, last], grace=0.5).run().code)"
     )
     with full_pipe() as (_, writer):
         job = subprocess.Popen([sys.executable, "-c", program], stdout=writer, stderr=writer)

@@ -27,10 +27,10 @@ from typing import get_args
 
 from zerojax.errors import EXIT_OK, EXIT_PEER_LOST, EXIT_STOPPED, NO_RESTART, ConfigurationError
 from zerojax.log import logger
-from zerojax.multihost import supervisor
 from zerojax.multihost.devices import Platform, share_devices
 from zerojax.multihost.distributed import VARIABLES, free_port
 from zerojax.multihost.peers.handshake import VARIABLE, new_token
+from zerojax.multihost.supervisor import Supervisor, Task
 from zerojax.sharding.host_memory import limit_variable
 
 # Per machine, emulated devices included.
@@ -79,9 +79,8 @@ def launch(job: Job) -> int:
         raise ConfigurationError(f"min_nodes is 1 to nodes={job.nodes}, not {job.min_nodes}")
     nodes, left = job.nodes, job.restarts
     while True:
-        result = supervisor.run(
-            _tasks(job, nodes), grace=job.grace, good=(EXIT_OK, EXIT_STOPPED), follows=EXIT_PEER_LOST
-        )
+        tasks, good = _tasks(job, nodes), (EXIT_OK, EXIT_STOPPED)
+        result = Supervisor(tasks, job.grace, good=good, follows=EXIT_PEER_LOST).run()
         if result.code in (EXIT_OK, EXIT_STOPPED, *NO_RESTART) or result.signals or left == 0:
             return result.code
         if job.min_nodes is not None:
@@ -90,13 +89,13 @@ def launch(job: Job) -> int:
         left -= 1
 
 
-def _tasks(job: Job, nodes: int) -> list[supervisor.Task]:
+def _tasks(job: Job, nodes: int) -> list[Task]:
     shares = share_devices(nodes, job.devices_per_node, job.platform)
     coordinator = f"127.0.0.1:{free_port()}"
     # Passed in the environment: other users can read a command line.
     shared = {VARIABLE: new_token()} | limit_variable(1 / nodes)
     return [
-        supervisor.Task(f"rank {rank}", command, os.environ | share | shared | more)
+        Task(f"rank {rank}", command, os.environ | share | shared | more)
         for rank, share in enumerate(shares)
         for command, more in [_command(job, coordinator, rank, nodes)]
     ]

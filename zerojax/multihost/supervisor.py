@@ -71,58 +71,49 @@ def describe(code: int) -> str:
     return f"exit code {code}"
 
 
-def run(
-    tasks: Sequence[Task],
-    *,
-    grace: float = 30.0,
-    timeout: float | None = None,
-    output: BinaryIO | None = None,
-    good: Collection[int] = (0,),
-    follows: int | None = None,
-) -> Result:
-    """Start all tasks and wait until all have ended.
+@dataclass
+class Supervisor:
+    """Starts all tasks and waits until all have ended.
 
     Every task gets a session of its own; signals go to its process group, as from a terminal. The first
     SIGTERM or SIGINT is forwarded without a time limit, so that a job can save; a second one starts the
     grace period.
 
-    Args:
+    Attributes:
         tasks: what to run, in the order of the result.
         grace: seconds between telling tasks to end and killing them.
         timeout: seconds after which all are told to end.
         output: destination of their lines; standard output by default.
         good: exit codes of a task after which the others continue.
         follows: exit code of a task that ended because another had failed.
-
-    Raises:
-        TimeoutError: ``timeout`` has passed; all tasks have ended.
     """
-    return _Job(tasks, grace, timeout, output, good, follows).run()
 
-
-@dataclass
-class _Job:
     tasks: Sequence[Task]
-    grace: float
-    timeout: float | None
-    output: BinaryIO | None
-    good: Collection[int]
-    follows: int | None
+    grace: float = 30.0
+    timeout: float | None = None
+    output: BinaryIO | None = None
+    good: Collection[int] = (0,)
+    follows: int | None = None
 
     def __post_init__(self) -> None:
         # ("signal", number) or ("end", index). A signal handler may put to a SimpleQueue, not to a Queue.
-        self.events: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self.told: set[int] = set()
-        self.signals: list[int] = []
-        self.deadline: float | None = None  # when the remaining ones are killed
+        self._events: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._told: set[int] = set()
+        self._signals: list[int] = []
+        self._deadline: float | None = None  # when the remaining ones are killed
 
     def run(self) -> Result:
+        """Run the tasks.
+
+        Raises:
+            TimeoutError: ``timeout`` has passed; all tasks have ended.
+        """
         with self._forward_signals():
             try:
                 return self._run()
             finally:
-                for process in self.processes:
+                for process in self._processes:
                     if process.returncode is None:
                         _signal(process, signal.SIGKILL)
                         process.wait()
@@ -138,7 +129,7 @@ class _Job:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            self.processes.append(process)
+            self._processes.append(process)
         copiers = [threading.Thread(target=self._copy, args=(i,), daemon=True) for i in self._all()]
         watchers = [threading.Thread(target=self._watch, args=(i,), daemon=True) for i in self._all()]
         for thread in copiers + watchers:
@@ -149,9 +140,9 @@ class _Job:
         if late:
             raise TimeoutError(f"not done after {self.timeout:g} s: {', '.join(late)}")
         outcomes = (
-            Outcome(self.tasks[i].name, _exit_code(self.processes[i]), i in self.told) for i in self._all()
+            Outcome(self.tasks[i].name, _exit_code(self._processes[i]), i in self._told) for i in self._all()
         )
-        return Result(tuple(outcomes), tuple(self.signals))
+        return Result(tuple(outcomes), tuple(self._signals))
 
     def _all(self) -> range:
         return range(len(self.tasks))
@@ -166,12 +157,12 @@ class _Job:
             if kind == "end":
                 running.discard(value)
                 # Kill what it has left behind before its process id can be reused.
-                _signal(self.processes[value], signal.SIGKILL)
-                self.processes[value].wait()
+                _signal(self._processes[value], signal.SIGKILL)
+                self._processes[value].wait()
                 self._react(value, running)
             elif kind == "signal":
-                self.signals.append(value)
-                self._tell(running, value, limited=len(self.signals) > 1)
+                self._signals.append(value)
+                self._tell(running, value, limited=len(self._signals) > 1)
             elif kind == "timeout":
                 late = [self.tasks[i].name for i in sorted(running)]
                 self._tell(running, signal.SIGTERM, limited=True)
@@ -179,44 +170,44 @@ class _Job:
                 names = ", ".join(self.tasks[i].name for i in sorted(running))
                 logger.warning(f"killing {names}: still running {self.grace:g} s after being told to end")
                 self._tell(running, signal.SIGKILL, limited=False)
-                self.deadline = None
+                self._deadline = None
         return late
 
     def _react(self, ended: int, running: set[int]) -> None:
         """End the other tasks if this one has failed."""
-        code = _exit_code(self.processes[ended])
-        if code in self.good or not running or ended in self.told:
+        code = _exit_code(self._processes[ended])
+        if code in self.good or not running or ended in self._told:
             return
         if code == self.follows:
-            self.told.add(ended)
+            self._told.add(ended)
         else:
             logger.warning(f"{self.tasks[ended].name} ended with {describe(code)}; ending the others")
         self._tell(running, signal.SIGTERM, limited=True)
 
     def _next_event(self, limit: float | None) -> tuple[str, int]:
-        times = [t for t in (self.deadline, limit) if t is not None]
+        times = [t for t in (self._deadline, limit) if t is not None]
         try:
             wait = max(0.0, min(times) - time.monotonic()) if times else None
-            return self.events.get(timeout=wait)
+            return self._events.get(timeout=wait)
         except queue.Empty:
-            return ("kill" if min(times) == self.deadline else "timeout"), 0
+            return ("kill" if min(times) == self._deadline else "timeout"), 0
 
     def _tell(self, indices: set[int], number: int, *, limited: bool) -> None:
-        self.told |= indices
+        self._told |= indices
         for i in indices:
-            _signal(self.processes[i], number)
-        if limited and self.deadline is None:
-            self.deadline = time.monotonic() + self.grace
+            _signal(self._processes[i], number)
+        if limited and self._deadline is None:
+            self._deadline = time.monotonic() + self.grace
 
     def _watch(self, index: int) -> None:
         """Report a task's end without reaping it, which the main thread does; runs in its own thread."""
-        os.waitid(os.P_PID, self.processes[index].pid, os.WEXITED | os.WNOWAIT)
-        self.events.put(("end", index))
+        os.waitid(os.P_PID, self._processes[index].pid, os.WEXITED | os.WNOWAIT)
+        self._events.put(("end", index))
 
     def _copy(self, index: int) -> None:
         """Copy a task's output until it ends; runs in its own thread."""
         prefix = f"[{self.tasks[index].name}] ".encode()
-        stream = self.processes[index].stdout
+        stream = self._processes[index].stdout
         assert stream is not None
         with stream:
             for line in stream:
@@ -239,7 +230,8 @@ class _Job:
             return
         numbers = signal.SIGTERM, signal.SIGINT
         before = [
-            signal.signal(number, lambda number, _: self.events.put(("signal", number))) for number in numbers
+            signal.signal(number, lambda number, _: self._events.put(("signal", number)))
+            for number in numbers
         ]
         try:
             yield

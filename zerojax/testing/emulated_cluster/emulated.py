@@ -107,7 +107,7 @@ class EmulatedCluster:
         timeout: float | None = None,
         output: BinaryIO | None = None,
     ) -> supervisor.Result:
-        """Run a command on every node; see ``supervisor.run`` for signals, failures and output.
+        """Run a command on every node; see ``Supervisor`` for signals, failures and output.
 
         Args:
           command: the command, or a function from the number of a node to its command.
@@ -128,7 +128,7 @@ class EmulatedCluster:
                     pass_fds=(namespace,),
                 )
             )
-        return supervisor.run(tasks, grace=grace, timeout=timeout, output=output)
+        return supervisor.Supervisor(tasks, grace, timeout, output).run()
 
     def link_bytes(self) -> list[LinkBytes]:
         """The bytes that each node has sent and received over its link so far."""
