@@ -121,16 +121,12 @@ def _to_node(x: Array, weights: Array, experts: Array) -> tuple[Array, Array, Ar
     return x, weights, experts
 
 
-def _to_node_fwd(x: Array, weights: Array, experts: Array) -> tuple[tuple[Array, Array, Array], None]:
-    return _to_node(x, weights, experts), None
-
-
 def _to_node_bwd(_: None, cotangents: tuple[Array, Array, Array]) -> tuple[Array, Array, None]:
     x, weights = _sum_at_owners(*cotangents[:2])
     return x, weights, None
 
 
-_to_node.defvjp(_to_node_fwd, _to_node_bwd)
+_to_node.defvjp(lambda *args: (_to_node(*args), None), _to_node_bwd)
 
 
 @jax.custom_vjp
@@ -140,12 +136,4 @@ def _to_owners(added: Array) -> Array:
     return out
 
 
-def _to_owners_fwd(added: Array) -> tuple[Array, None]:
-    return _to_owners(added), None
-
-
-def _to_owners_bwd(_: None, cotangent: Array) -> tuple[Array, ...]:
-    return _gather(cotangent)
-
-
-_to_owners.defvjp(_to_owners_fwd, _to_owners_bwd)
+_to_owners.defvjp(lambda added: (_to_owners(added), None), lambda _, cotangent: _gather(cotangent))

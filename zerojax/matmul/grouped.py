@@ -83,6 +83,7 @@ def gradients(
     return of_x, grouped_sums(x, cotangent.rows, sizes).astype(w.gradient.dtype)
 
 
+@jax.custom_vjp
 def grouped_matmul(
     x: Float[Array, "rows k"], w: Float[Array, "groups k n"], sizes: Int32[Array, "groups"]
 ) -> Float[Array, "rows n"]:
@@ -103,11 +104,6 @@ def grouped_matmul(
         ValueError: the shapes do not fit.
         TypeError: ``x`` and ``w`` are not floating-point arrays of one dtype, or ``sizes`` is not int32.
     """
-    return _product(x, w, sizes)
-
-
-@jax.custom_vjp
-def _product(x: Array, w: Array, sizes: Array) -> Array:
     return grouped_rows(x, w, sizes)
 
 
@@ -117,4 +113,4 @@ def _backward(residuals: tuple[Array, Array, Array], cotangent: Array) -> tuple[
     return of_x, grouped_sums(x, cotangent, sizes), np.zeros(sizes.shape, jax.dtypes.float0)
 
 
-_product.defvjp(lambda *args: (_product(*args), args), _backward)
+grouped_matmul.defvjp(lambda *args: (grouped_matmul(*args), args), _backward)

@@ -235,12 +235,6 @@ def _to_whole(strategy: ShardingStrategy, secondary: Weights, sinks: Sinks, seed
     return to_full(secondary, strategy.weight_dtype)
 
 
-def _to_whole_fwd(
-    strategy: ShardingStrategy, secondary: Weights, sinks: Sinks, seed: Seed
-) -> tuple[Weights, Seed]:
-    return _to_whole(strategy, secondary, sinks, seed), seed
-
-
 def _delivered(strategy: ShardingStrategy, cotangents: Weights, seed: Seed) -> Values:
     """Gradients at the sinks. They are not differentiated again: kernels that encode have no derivative.
 
@@ -255,7 +249,7 @@ def _to_whole_bwd(strategy: ShardingStrategy, seed: Seed, cotangents: Weights) -
     return None, _delivered(strategy, cotangents, seed), None
 
 
-_to_whole.defvjp(_to_whole_fwd, _to_whole_bwd)
+_to_whole.defvjp(lambda *args: (_to_whole(*args), args[-1]), _to_whole_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
