@@ -229,7 +229,8 @@ def decoder_work(
         )
     else:
         working += tokens * (2.7 * 4 * c.heads * length + 3 * item * c.qkv_width)
-    at_loss = _head_bytes(c, tokens, item, modules) if head else _distance_bytes(c, tokens, item)
+    distance = {"loss": tokens * c.d_model * (4 + item), "head": 0, "tables": 0}  # a bare stack's loss, fp32
+    at_loss = _head_bytes(c, tokens, item, modules) if head else distance
     if not _in_tiles(c, remat, tokens):
         kind = c.kinds[-1][0]
         at_loss["loss"] += tokens * item * (_kept_width(kind, "none") - _kept_width(kind, remat))
@@ -351,10 +352,9 @@ def _head_bytes(c: GPTConfig, tokens: int, item: int, frozen: set[str]) -> dict[
     embedding, unembedding = "embed" not in frozen, _unembedding(c) not in frozen
     if c.outputs is not None:  # all at once, and of the embedding's size no gradient but its own
         scores, rows = tokens * c.outputs, embedding * c.vocab_size + unembedding * c.outputs
-        kept = unembedding * 4 * scores
         return {
             "loss": 4 * scores + 8 * tokens * c.d_model * item,
-            "head": kept,
+            "head": unembedding * 4 * scores,
             "tables": 4 * rows * c.d_model,
         }
     columns = -(-c.vocab_size // VOCABULARY_TILE) * VOCABULARY_TILE
@@ -365,8 +365,3 @@ def _head_bytes(c: GPTConfig, tokens: int, item: int, frozen: set[str]) -> dict[
         "head": unembedding * item * (table if chunks > 1 else logits),
         "tables": (embedding + unembedding) * 4 * table,
     }
-
-
-def _distance_bytes(c: GPTConfig, tokens: int, item: int) -> dict[str, int]:
-    """Bytes of a bare stack's loss, a distance in fp32."""
-    return {"loss": tokens * c.d_model * (4 + item), "head": 0, "tables": 0}

@@ -267,9 +267,8 @@ def _leaves(spec: TrainSpec) -> dict[Place, tuple[ParamLayout, int | None]]:
 def _pieces_in(spec: TrainSpec, part: Tensor) -> list[Piece]:
     """The adapters that some of a part's columns have."""
     leaf, _ = _leaves(spec)[part.place]
-    if spec.lora is None or leaf.path not in spec.adapters:
-        return []
-    if leaf.of_experts:  # whose tensors are others: see _experts_of
+    # The tensors of experts are others: see _experts_of.
+    if spec.lora is None or leaf.path not in spec.adapters or leaf.of_experts:
         return []
     pieces, own = spec.lora.pieces_of(leaf.name, leaf.shape[-1]), part.columns
     return [one for one in pieces if one.columns.start < own.stop and own.start < one.columns.stop]
@@ -357,14 +356,14 @@ def _check_fits(spec: TrainSpec, found: PeftAdapter) -> None:
     way_out = f"create the state with lora=huggingface.adapter_lora({str(found.folder)!r}, model)"
     if (lora := spec.lora) is None:
         raise ConfigurationError(f"the state has no adapters: {way_out}")
-    leaves = _leaves(spec)
-    for place, (leaf, _) in leaves.items():
+    leaves = {place: leaf for place, (leaf, _) in _leaves(spec).items()}
+    for place, leaf in leaves.items():
         if found.shapes.get(place[0], leaf.shape) != leaf.shape:
             raise ConfigurationError(
                 f"{leaf.name!r} of the state has shape {leaf.shape}, and {found.shapes[place[0]]} by model="
             )
     for place, factors in sorted(found.factors.items()):
-        leaf = leaves[place][0] if place in leaves else None
+        leaf = leaves.get(place)
         if leaf is None or leaf.path not in spec.adapters:
             raise ConfigurationError(
                 f"{found.folder} has an adapter for {place[0]!r} of block {place[1]}, and the state has none"
@@ -385,7 +384,7 @@ def _check_fits(spec: TrainSpec, found: PeftAdapter) -> None:
                 f"the state has adapters for fewer columns of {place[0]!r} than {found.folder}: {way_out}"
             )
     for place, factor in sorted(found.experts.items(), key=lambda item: item[0]):
-        leaf = leaves[place][0] if place in leaves else None
+        leaf = leaves.get(place)
         pair = () if leaf is None else spec.adapters.get(leaf.path, ())
         if leaf is None or not pair or pair[0].shape[-1] < factor.a.shape[-1]:
             raise ConfigurationError(
@@ -393,7 +392,7 @@ def _check_fits(spec: TrainSpec, found: PeftAdapter) -> None:
                 f"{place[1]}, and the state has none of such a rank: {way_out}"
             )
     for place in sorted(found.given, key=str):
-        leaf = leaves[place][0] if place in leaves else None
+        leaf = leaves.get(place)
         if leaf is None or leaf.frozen:
             raise ConfigurationError(
                 f"{found.folder} has values for {place[0]!r}, and the state freezes it: train it by "

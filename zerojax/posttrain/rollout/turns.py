@@ -36,10 +36,10 @@ class Row:
     """
 
     prompt: Prompt
-    tokens: list[int] = field(init=False)
-    mask: list[float] = field(init=False)
-    log_probs: list[float] = field(init=False)
-    earned: list[float] = field(init=False)
+    tokens: list[int] = field(default_factory=list, init=False)
+    mask: list[float] = field(default_factory=list, init=False)
+    log_probs: list[float] = field(default_factory=list, init=False)
+    earned: list[float] = field(default_factory=list, init=False)
     last_turn: str = ""
     turns: int = 0
     over: bool = False
@@ -48,7 +48,6 @@ class Row:
     state: Any = None
 
     def __post_init__(self) -> None:
-        self.tokens, self.mask, self.log_probs, self.earned = [], [], [], []
         self.add_context(self.prompt.tokens.tolist())
 
     def add_context(self, tokens: list[int]) -> None:
