@@ -31,7 +31,9 @@ _TRACKERS = {
 
 
 class Tracker(Protocol):
-    """One run in a tracker."""
+    """One run in a tracker, with the identifier that it has there."""
+
+    identity: str
 
     def __init__(
         self, folder: RunFolder, project: str, settings: Mapping[str, Any], *, start: int, known: str | None
@@ -45,11 +47,6 @@ class Tracker(Protocol):
             start: steps done so far.
             known: ``identity`` in an earlier process of this run.
         """
-        ...
-
-    @property
-    def identity(self) -> str:
-        """The tracker's identifier of this run."""
         ...
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

@@ -23,21 +23,16 @@ class MLflow:
         self._client = MlflowClient()
         if known is not None:
             self._client.update_run(known, status="RUNNING")
-            self._run_id = known
+            self.identity = known
             return
         experiment = self._client.get_experiment_by_name(project)
         number = self._client.create_experiment(project) if experiment is None else experiment.experiment_id
         run = self._client.create_run(number, run_name=folder.path.absolute().name)
-        self._run_id = run.info.run_id
+        self.identity = run.info.run_id
         flat = traverse_util.flatten_dict(dict(settings), sep=".")
         params = [Param(name, str(value)) for name, value in flat.items()]
         for some in itertools.batched(params, 100):  # the most per request
-            self._client.log_batch(self._run_id, params=list(some))
-
-    @property
-    def identity(self) -> str:
-        """The run's id."""
-        return self._run_id
+            self._client.log_batch(self.identity, params=list(some))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Send the values of a step.
@@ -47,7 +42,7 @@ class MLflow:
         """
         now = int(time.time() * 1000)
         self._client.log_batch(
-            self._run_id, [Metric(name, value, now, step) for name, value in values.items()]
+            self.identity, [Metric(name, value, now, step) for name, value in values.items()]
         )
 
     def close(self, *, failed: bool) -> None:
@@ -56,4 +51,4 @@ class MLflow:
         Raises:
             MlflowException: the server cannot be reached.
         """
-        self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
+        self._client.set_terminated(self.identity, "FAILED" if failed else "FINISHED")

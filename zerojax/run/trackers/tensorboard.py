@@ -20,6 +20,8 @@ _FLUSH_SECONDS = 10.0
 class TensorBoard:
     """Event files; a resumed run adds one, which hides the steps that it repeats."""
 
+    identity = "tensorboard"  # their folder, relative to the run's
+
     def __init__(
         self, folder: RunFolder, project: str, settings: Mapping[str, Any], *, start: int, known: str | None
     ) -> None:
@@ -32,11 +34,6 @@ class TensorBoard:
         self._writer = EventsWriter(str(path / "events"), filename_suffix=f".from-{start}")
         self._add(Event(step=start + 1, session_log=SessionLog(status=SessionLog.START)))
         self._flush()
-
-    @property
-    def identity(self) -> str:
-        """The folder of the event files, relative to the run's."""
-        return "tensorboard"
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add a scalar for each value."""

@@ -26,13 +26,9 @@ class Wandb:
             reinit="create_new",
             settings=wandb.Settings(console="off", quiet=True),
         )
+        self.identity: str = self._run.id
         # W&B drops steps below its last one, so the steps repeated after a crash would be missing.
         self._run.define_metric("*", step_metric="step")
-
-    @property
-    def identity(self) -> str:
-        """The run's id."""
-        return self._run.id
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Pass a row to the client's own process."""
