@@ -225,8 +225,7 @@ def _updated(
     """See ``LayerwiseOptimizer.update``."""
     norms = list(reversed(reduced.norms))
 
-    def look_up(equation: core.JaxprEqn, given: list[_Value]) -> list[_Value]:
-        del given
+    def look_up(equation: core.JaxprEqn, _: list[_Value]) -> list[_Value]:
         name, results = norms.pop() if norms else ("", [])
         if name != equation.primitive.name:
             raise ConfigurationError(_NORMS)

@@ -91,11 +91,8 @@ def call_unit[T: PyTree](
     on_whole = on_operands(arrays_of, weights)
     layer = as_layer(lambda whole, inputs: on_whole(whole, *inputs), unit.strategy)
 
-    def in_breadth(
-        size: int, mapped: tuple[Flags, Flags], unit: Unit, inputs: Arrays
-    ) -> tuple[Arrays, Flags]:
+    def in_breadth(_: int, mapped: tuple[Flags, Flags], unit: Unit, inputs: Arrays) -> tuple[Arrays, Flags]:
         """Run one micro-batch after another."""
-        del size
         of_unit, of_inputs = mapped
         refuse_mapped(of_unit)
         if not any(jax.tree.leaves(of_inputs)):

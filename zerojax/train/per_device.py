@@ -204,8 +204,7 @@ def predict[T: PyTree[Array]](
     """
     sinks = spec.by_path(spec.strategy.zero_sink)
 
-    def call(model: Any, batch: Batch, key: Array) -> T:
-        del key
+    def call(model: Any, batch: Batch, _: Array) -> T:
         return fn(model, batch)
 
     differing = _check(spec, weights, sinks, model_state, batch, seed, call, train=False)

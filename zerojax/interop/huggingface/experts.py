@@ -26,8 +26,7 @@ def _mixture(*counts: str) -> tuple[Entry, ...]:
     A file may have one of the ``counts``, names of the number of experts, or all.
     """
 
-    def read(keys: ConfigKeys, found: Fields) -> Fields:
-        del found
+    def read(keys: ConfigKeys, _: Fields) -> Fields:
         given = {name: count for name in counts if (count := keys.take(name, int, 0))}
         if len(set(given.values())) > 1:
             raise ConfigurationError(f"{given} are supported only if they are equal")
@@ -42,9 +41,8 @@ def _mixture(*counts: str) -> tuple[Entry, ...]:
     )
 
 
-def _window(keys: ConfigKeys, found: Fields) -> Fields:
+def _window(keys: ConfigKeys, _: Fields) -> Fields:
     """Qwen's, which all layers of a mixture have."""
-    del found
     window = keys.nullable("sliding_window", int, 4096)
     return {"sliding_window": window if keys.take("use_sliding_window", bool, False) else None}
 
@@ -259,9 +257,8 @@ def _deepseek(
     )
 
 
-def _method(keys: ConfigKeys, found: Fields) -> Fields:
+def _method(keys: ConfigKeys, _: Fields) -> Fields:
     """DeepSeek-V2's choice, which without groups does not look at their keys."""
-    del found
     keys.only("topk_method", "greedy", "group_limited_greedy")
     keys.unused("n_group", "topk_group")
     if keys.take("topk_method", str, "greedy") == "greedy":

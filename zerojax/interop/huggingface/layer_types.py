@@ -90,7 +90,6 @@ NO_ROPE = key(
 """SmolLM3's: ``no_rope_layers`` has a 0 for each layer without rotary positions, and a 1 for others."""
 
 
-def unrotated(keys: ConfigKeys, found: Fields) -> list[str]:
+def unrotated(_: ConfigKeys, found: Fields) -> list[str]:
     """SmolLM3's kinds: a window in the layers without rotary positions."""
-    del keys
     return [SLIDING if number in found["no_rope_layers"] else FULL for number in range(found["layers"])]

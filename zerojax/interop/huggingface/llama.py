@@ -63,9 +63,8 @@ def _head_dim(default: int | None) -> Entry:
     return key("head_dim", "head_width", int, default, decode=unless_plain, written="head_dim")
 
 
-def _query_scalar(factor: float, found: Fields) -> float:
+def _query_scalar(factor: float, _: Fields) -> float:
     """From Granite's factor of the attention scores, the inverse square root of ``query_scalar``."""
-    del found
     if not 1e-9 < factor < 1e9:
         raise ConfigurationError(f"attention_multiplier = {factor} is not supported, only from 1e-9 to 1e9")
     return factor**-2

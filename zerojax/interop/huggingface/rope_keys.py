@@ -62,8 +62,7 @@ def _unless_known(model: GPTConfig) -> float | None:
 
 
 def _numbers(name: str, field: str) -> Entry:
-    def decode(values: list[Any], found: Fields) -> tuple[float, ...]:
-        del found
+    def decode(values: list[Any], _: Fields) -> tuple[float, ...]:
         if not all(type(value) in (int, float) for value in values):
             raise ConfigurationError(f"{name} = {short(values)} should be numbers")
         return tuple(map(float, values))
