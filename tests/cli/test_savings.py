@@ -49,7 +49,7 @@ def check(trial: Trial, *options: str) -> None:
             ["--zero.preset local"],
             ["--train.accumulate 4", "--zero.host optimizer"],
         ),
-        (("--zero.preset", "local"), [], ["--train.accumulate 4"]),
+        (("--zero.preset", "local"), [], ["--train.accumulate 4", "--zero.host optimizer"]),
         (
             ("--zero.preset", "zero++", "--train.accumulate", "4", "--zero.remat", "none"),
             ["--zero.preset delta", "--zero.accumulate-order breadth", "--zero.preset local"],

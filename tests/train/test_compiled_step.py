@@ -1,5 +1,6 @@
 """The real training step, compiled for CUDA clusters without a GPU: what it sends, and in what formats."""
 
+import functools
 from typing import Any
 
 import hlo
@@ -9,10 +10,15 @@ import optax
 import pytest
 from cuda_clusters import check_traffic
 from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec
 
 import zerojax
 from zerojax import aot
-from zerojax.analysis.plan import plan_state
+from zerojax.analysis.plan import plan_state, predict_memory
+from zerojax.sharding.memory import HOST, to_device, to_host
+from zerojax.train import step
+from zerojax.train.memory import host_bytes
 
 WIDTH, LAYERS = 256, 12
 ADAM = optax.adamw(1e-3)
@@ -123,3 +129,56 @@ def test_a_fragment_crosses_nodes_beside_all_matmuls_of_the_step(cuda_mesh, fiel
     assert crossing.sent(4)[1] == report.node_bytes == plan_state(state).node_bytes
     within = sum(c.sent(4)[0] for c in collectives)
     assert within == pytest.approx(report.local_bytes, rel=1e-3, abs=256)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", [("optimizer",), ("optimizer", "weights")])
+def test_local_updates_move_layers_and_fragments_of_host_memory(cuda_mesh, host):
+    """Never a whole stack, as many bytes as planned, and the exchange is still beside all matmuls."""
+    cuda_mesh(2, 4)
+    mesh = zerojax.make_mesh(2, 4, devices=aot.topology(2, 4, "h100"))
+    zero = zerojax.ZeroConfig.preset("local", host=host)
+    state, emulated = (
+        zerojax.TrainState.abstract(Model, ADAM, loss_fn, mesh=on, zero=zero)
+        for on in (mesh, zerojax.make_mesh(2, 4))
+    )
+    row = jax.ShapeDtypeStruct((8, 128), jnp.int32)
+    batch = step.abstract_batch(state.spec, {"tokens": row, "targets": row})
+    arrays, structure = jax.tree.flatten(state)
+    away = [x.sharding.memory_kind == HOST for x in jax.tree.leaves(emulated)]
+    on_each = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+
+    # Described devices have no such inputs: the program allocates them, and returns an element of each.
+    def allocated(x):
+        empty = lambda: to_host(lax.empty(x.sharding.shard_shape(x.shape), x.dtype))  # noqa: E731
+        return on_each(empty, in_specs=(), out_specs=x.sharding.spec)()
+
+    def element(x, like):
+        first = lambda x: to_device(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim)).reshape(1)  # noqa: E731
+        return on_each(first, in_specs=like.sharding.spec, out_specs=PartitionSpec(("node", "local")))(x)
+
+    def run(here, batch):
+        given = iter(here)
+        every = [allocated(x) if there else next(given) for x, there in zip(arrays, away, strict=True)]
+        after, metrics = step._train(structure.unflatten(every), {"frozen": {}, "copies": {}}, batch)
+        results = zip(jax.tree.leaves(after), arrays, away, strict=True)
+        return [element(x, like) if there else x for x, like, there in results], metrics
+
+    here = [x for x, there in zip(arrays, away, strict=True) if not there]
+    jitted = jax.jit(run, donate_argnums=0, compiler_options=step._compiler_options(state.spec))
+    compiled = jitted.lower(here, batch).compile(dict(aot.COMPILER_OPTIONS))
+    text, memory = str(compiled.as_text()), compiled.memory_analysis()
+    assert memory is not None
+    assert memory.host_temp_size_in_bytes == host_bytes(emulated)
+    copies = hlo.host_copies(text)
+    layer = 4 * 2 * WIDTH * WIDTH // 4
+    assert max(copy.bytes for copy in copies) == layer
+    assert all(copy.by_dma for copy in copies if copy.count > 1)
+    (crossing,) = (c for c in hlo.collectives(text) if c.crosses_nodes(4))
+    assert (crossing.op, crossing.covers) == ("all-to-all", 1.0)
+    held = predict_memory(emulated.spec).host
+    fragment = sum(held[kind] for kind in ("parameters", "outer", "residual")) / zero.every
+    updated, sent = held["parameters"] + held["optimizer"], held.get("encoded", 0)
+    for leaving, planned in ((True, updated + fragment + sent), (False, updated + 3 * fragment + 2 * sent)):
+        moved = sum(copy.bytes * copy.count for copy in copies if copy.to_host == leaving)
+        assert moved == pytest.approx(planned, rel=0.1)

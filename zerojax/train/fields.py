@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32, PyTree, UInt32
 
 from zerojax.adapters import ModelState
@@ -65,7 +65,7 @@ def _abstract_fields(spec: TrainSpec) -> dict[str, Any]:
         places = by_moment(
             spec.leaves,
             opt_state,
-            lambda leaf, _: spec.sharding(by_node(leaf)),
+            lambda leaf, _: spec.master_sharding(by_node(leaf)),
             lambda _: spec.sharding(PartitionSpec(NODE)),
             lambda leaf: (nodes, *leaf.stored_shape),
         )
@@ -106,8 +106,19 @@ def abstract_losses(spec: TrainSpec) -> PyTree:
 
 
 def abstract_encoded(spec: TrainSpec) -> dict[Path, Weight]:
-    """The trained weights as their owners send them next; none if passes read master weights."""
-    return spec.by_path(spec.encoded) if spec.streams else {}
+    """The trained weights as their owners send them next; none if passes read master weights.
+
+    With local updates they are each node's own, along the first axis.
+    """
+    if not spec.streams or not spec.local_updates:
+        return spec.by_path(spec.encoded) if spec.streams else {}
+
+    def of_each(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        assert isinstance(x.sharding, NamedSharding)
+        where = x.sharding.update(spec=PartitionSpec(NODE, *x.sharding.spec))
+        return jax.ShapeDtypeStruct((spec.world.nodes, *x.shape), x.dtype, sharding=where)
+
+    return jax.tree.map(of_each, abstract_encoded(spec.in_node))
 
 
 def abstract_copies(spec: TrainSpec, *, frozen: bool = False) -> dict[Path, Weight]:

@@ -172,13 +172,14 @@ def mean_of_nodes(spec: TrainSpec, averages: PyTree, counts: Array) -> tuple[PyT
     def on_device(averages: PyTree, counts: Array) -> tuple[PyTree, PyTree, Array]:
         there = (counts[0] > 0).astype(jnp.float32)
         nodes = jnp.maximum(lax.psum(there, NODE), 1)
-        known = jax.tree.map(lambda x: lax.psum(there * x[0], NODE) / nodes, averages)
+        own = jax.tree.map(lambda x: to_device(x)[0], averages)
+        known = jax.tree.map(lambda x: lax.psum(there * x, NODE) / nodes, own)
         blocks = flat_blocks(from_tree(known), spec.leaves)
-        own = {
+        mine = {
             path: x.reshape(*x.shape[:-1], spec.world.nodes, -1)[..., lax.axis_index(NODE), :]
             for path, x in blocks.items()
         }
-        return to_tree(stored_blocks(own, spec.leaves)), known, lax.pmax(counts[0], NODE)
+        return to_tree(stored_blocks(mine, spec.leaves)), known, lax.pmax(counts[0], NODE)
 
     def make() -> jax.stages.Wrapped:
         places = specs_of(abstract_local(spec))

@@ -21,10 +21,11 @@ from jaxtyping import Array, Bool, Float32, PyTree
 from zerojax.comm.in_order import on_mesh
 from zerojax.comm.xla_options import compiler_options
 from zerojax.optim.layerwise import places, with_places
-from zerojax.schedule.stacked import Index, empty_layers, layer_at
-from zerojax.schedule.streaming import over_host_layers
+from zerojax.schedule.stacked import Index, empty_layers
+from zerojax.schedule.streaming import layer_at, over_host_layers
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.memory import to_device, to_host
+from zerojax.sharding.mesh import NODE
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train.copies import ByPath, rescaled, scale_of
 from zerojax.train.fields import abstract_encoded, shardings_of, specs_of
@@ -142,24 +143,26 @@ def first_encoded(spec: TrainSpec, params: PyTree[Array], copies: ByPath) -> ByP
 
     Args:
         spec: the train spec.
-        params: the master weights, in host memory.
+        params: the master weights, in host memory; with local updates each node's own.
         copies: delta's; or empty.
     """
+    own = spec.in_node if spec.local_updates else spec
 
     def run(params: PyTree[Array], copies: ByPath) -> ByPath:
         masters = from_tree(params)
 
         def encoded(group: ParamGroup, stored: _Stored) -> tuple[_Stored, ByPath, Sent]:
-            return _over_layers(spec, group, stored, None, copies, None)
+            return _over_layers(own, group, stored, None, copies, None)
 
         def stored_of(group: ParamGroup) -> _Stored:
             return {("params", *leaf.path): masters[leaf.path] for leaf in group.leaves}
 
-        return _over_groups(spec, stored_of, encoded)[1]
+        return _over_groups(own, stored_of, encoded)[1]
 
     def make() -> jax.stages.Wrapped:
         places, options = shardings_of(abstract_encoded(spec)), compiler_options(spec.mesh, host_memory=True)
-        return jax.jit(run, out_shardings=places, compiler_options=options)
+        each = jax.vmap(run, spmd_axis_name=NODE) if spec.local_updates else run
+        return jax.jit(each, out_shardings=places, compiler_options=options)
 
     return spec.once("encoded", make)(params, copies)
 

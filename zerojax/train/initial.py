@@ -53,7 +53,7 @@ def initializer(spec: TrainSpec, *, frozen: bool = True) -> Any:
     return in_portions(init, places)
 
 
-def in_portions(init: Callable[..., dict[str, Any]], places: dict[str, Any]) -> Callable[..., dict[str, Any]]:
+def in_portions[T](init: Callable[..., T], places: T) -> Callable[..., T]:
     """A function that makes a state's fields, compiled; arrays for host memory a few at a time.
 
     They are computed on the device, which need not have room for all of them at once.
@@ -65,7 +65,7 @@ def in_portions(init: Callable[..., dict[str, Any]], places: dict[str, Any]) -> 
     if not any(place.memory_kind == HOST for place in shardings):
         return whole
 
-    def run(*args: PyTree[Array]) -> dict[str, Any]:
+    def run(*args: PyTree[Array]) -> T:
         shapes = jax.tree.leaves(jax.eval_shape(init, *args))
         sizes = [
             math.prod(place.shard_shape(x.shape)) * x.dtype.itemsize

@@ -9,16 +9,18 @@ A state has the weights three times (``zerojax.train.local_updates`` has the alg
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float32, Int32, PyTree
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Float32, Int32, PyTree
 
 from zerojax.sharding.layout import ParamLayout
+from zerojax.sharding.memory import in_host, to_device, to_host
 from zerojax.sharding.mesh import LOCAL, NODE
 from zerojax.sharding.param_tree import to_tree
 from zerojax.sharding.wire_format import Codec
@@ -59,7 +61,7 @@ def abstract_local(spec: TrainSpec) -> LocalState:
     def tree(
         shape: Callable[[ParamLayout], tuple[int, ...]], sharding: Callable[[ParamLayout], PartitionSpec]
     ) -> PyTree:
-        return to_tree(spec.by_path(lambda leaf: spec.abstract(shape(leaf), jnp.float32, sharding(leaf))))
+        return to_tree(spec.by_path(lambda leaf: spec.abstract_master(shape(leaf), sharding(leaf))))
 
     def stored(leaf: ParamLayout) -> tuple[int, ...]:
         return leaf.stored_shape
@@ -85,7 +87,9 @@ def first_local(spec: TrainSpec, params: PyTree) -> LocalState:
     nodes, wanted = spec.world.nodes, abstract_local(spec)
 
     def placed(x: Array, like: jax.ShapeDtypeStruct) -> Array:
-        return lax.with_sharding_constraint(jnp.broadcast_to(x, like.shape), like.sharding)
+        assert isinstance(like.sharding, NamedSharding)
+        whole = jnp.broadcast_to(to_device(x), like.shape)
+        return lax.with_sharding_constraint(whole, spec.sharding(like.sharding.spec))
 
     return LocalState(
         weights=jax.tree.map(placed, params, wanted.weights),
@@ -104,8 +108,8 @@ class Fragments:
     every owner. All runs have the same length: what lies behind the shard's end is read as zeros and never
     written.
 
-    The methods run inside ``shard_map``, on one device's part of a parameter: the shard of one owner, or the
-    shards of several, one after another; of a stack ``[layers, n]``.
+    The methods run inside ``shard_map``, on one device's part of a parameter as it is stored: the shard of
+    one owner, or the shards of several, one after another, of each layer.
 
     Attributes:
         leaf: the parameter's layout in the mesh.
@@ -148,19 +152,37 @@ class Fragments:
             weights=PerHop(node=self.change, local=Codec("fp32", self.change.block)),
         )
 
-    def take(self, x: Float32[Array, "*layers n"], index: Int32[Array, ""]) -> Float32[Array, " m"]:
-        """Read fragment ``index`` of a parameter: flat, one owner's part after another."""
+    def take(self, x: Float[Array, "..."], index: Int32[Array, ""]) -> Float[Array, " m"]:
+        """Read fragment ``index`` of a parameter: flat, one owner's part after another.
+
+        Of one in host memory the part of every layer that the fragment has blocks of comes to the device.
+        """
         layer, row = self._rows(index)
-        taken = self._by_block(x).at[layer, :, row].get(mode="fill", fill_value=0)
+        blocks = self._by_block(to_device(x) if self._is_small else x)
+        if in_host(blocks):
+            blocks, layer, row = self._fetched(blocks, layer, row)
+        taken = blocks.at[layer, :, row].get(mode="fill", fill_value=0)
         return taken.swapaxes(0, 1).reshape(-1)
 
     def put(
-        self, x: Float32[Array, "*layers n"], index: Int32[Array, ""], fragment: Float32[Array, " m"]
-    ) -> Float32[Array, "*layers n"]:
+        self, x: Float[Array, "..."], index: Int32[Array, ""], fragment: Float[Array, " m"]
+    ) -> Float[Array, "..."]:
         """The parameter with its fragment ``index`` replaced."""
+        if in_host(x) and self._is_small:
+            return to_host(self.put(to_device(x), index, fragment))
         layer, row = self._rows(index)
         rows = fragment.reshape(-1, self.count, self.change.block).swapaxes(0, 1)
-        return self._by_block(x).at[layer, :, row].set(rows, mode="drop").reshape(x.shape)
+        blocks = self._by_block(x)
+        if not in_host(x):
+            return blocks.at[layer, :, row].set(rows, mode="drop").reshape(x.shape)
+        here, near, close = self._fetched(blocks, layer, row)
+        # Read before it is written: otherwise XLA copies the whole stack.
+        here, blocks = lax.optimization_barrier((here.at[near, :, close].set(rows, mode="drop"), blocks))
+        for part, start in zip(here, self._parts(layer[0], row[0]), strict=True):
+            blocks = lax.dynamic_update_slice(
+                blocks, to_host(part[None]), start, allow_negative_indices=False
+            )
+        return blocks.reshape(x.shape)
 
     def without_padding(
         self, fragment: Float32[Array, " m"], index: Int32[Array, ""], axes: tuple[str, ...]
@@ -191,5 +213,59 @@ class Fragments:
         """For each block of a fragment its layer, and its place among the blocks of an owner's shard."""
         return jnp.divmod(index * self.count + jnp.arange(self.count), self.blocks)
 
-    def _by_block(self, x: Float32[Array, "*layers n"]) -> Float32[Array, "layers owners blocks block"]:
+    def _fetched(
+        self,
+        blocks: Float[Array, "layers owners blocks block"],
+        layer: Int32[Array, " count"],
+        row: Int32[Array, " count"],
+    ) -> tuple[Float[Array, "some owners wide block"], Int32[Array, " count"], Int32[Array, " count"]]:
+        """The parts of layers in host memory that hold a fragment, on the device.
+
+        Returns:
+            Them, and the places of the fragment's blocks in them as ``_rows`` has them in the whole.
+        """
+        shape = (1, blocks.shape[1], self._wide, blocks.shape[3])
+        starts = self._parts(layer[0], row[0])
+        parts = [
+            to_device(lax.dynamic_slice(blocks, start, shape, allow_negative_indices=False))
+            for start in starts
+        ]
+        near = layer - starts[0][0]
+        begin = jnp.stack([start[2] for start in starts])
+        return jnp.concatenate(parts), near, row - begin[jnp.minimum(near, len(starts) - 1)]
+
+    @property
+    def _wide(self) -> int:
+        """How many blocks of a layer come from host memory, if the fragment has one there."""
+        return min(self.count, self.blocks)
+
+    @property
+    def _some(self) -> int:
+        """In how many layers a fragment has blocks at most."""
+        last = self.blocks - math.gcd(self.count, self.blocks)  # at which block of a layer it may begin
+        return min(self.leaf.layers, -(-(last + self.count) // self.blocks))
+
+    @property
+    def _is_small(self) -> bool:
+        """Whether all of the parameter comes from host memory, which XLA takes only as it is stored."""
+        return self._some * self._wide == self.leaf.layers * self.blocks
+
+    def _parts(
+        self, layer: Int32[Array, ""], row: Int32[Array, ""]
+    ) -> list[tuple[Int32[Array, ""], int, Int32[Array, ""], int]]:
+        """Where the parts of ``_wide`` blocks begin that hold a fragment.
+
+        Args:
+            layer: that of the fragment's first block; behind the last one where it is padding alone.
+            row: its place there.
+        """
+        first = jnp.minimum(layer, self.leaf.layers - self._some)
+
+        def begin(number: int) -> Int32[Array, ""]:
+            ahead = row - (first + number - layer) * self.blocks
+            return jnp.clip(ahead, 0, self.blocks - self._wide)
+
+        return [(first + number, 0, begin(number), 0) for number in range(self._some)]
+
+    def _by_block(self, x: Float[Array, "..."]) -> Float[Array, "layers owners blocks block"]:
         return x.reshape(self.leaf.layers, -1, self.blocks, self.change.block)

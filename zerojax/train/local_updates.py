@@ -16,6 +16,9 @@ With ``outer_delay`` 0 both hops follow the optimizer's update, and the step wai
 hops begin with the step, and what arrives is read after its passes: the network has as much time as they
 take. With 2 or more, the second hop is taken one step after the first, together with the first hop of the
 next fragment.
+
+All of these weights may be in host memory. Then passes read what the update encodes (``host_update``), and
+the parts of a fragment come to the device before the passes and go back after them.
 """
 
 from collections.abc import Sequence
@@ -32,12 +35,14 @@ from zerojax.comm.coalesced import Arrived, exchange
 from zerojax.comm.in_order import on_mesh, one_at_a_time
 from zerojax.comm.reduction import GradientReduction, Values
 from zerojax.errors import ConfigurationError
+from zerojax.sharding.memory import to_device
 from zerojax.sharding.mesh import LOCAL, NODE, OWNED
 from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.sharding.wire_format import Seed
 from zerojax.train import per_device
 from zerojax.train.batch import Batch, batch_specs
-from zerojax.train.blocks import Blocks, flat_blocks, stored_blocks
+from zerojax.train.blocks import Blocks, stored_blocks
+from zerojax.train.copies import ByPath
 from zerojax.train.fields import Shards, abstract_fields, shard_specs, specs_of
 from zerojax.train.local_state import (
     MAX_METRICS,
@@ -124,15 +129,15 @@ class FragmentExchange:
         self._current = self._index(0)
         self._changing = self._index(1 if self._changes_later else 0)
 
-    def read(self, outer: Outer, own: Blocks) -> tuple[Outer, _Pieces]:
+    def read(self, outer: Outer, own: Blocks) -> tuple[Outer, Blocks, _Pieces]:
         """Read what the exchange needs.
 
         Args:
-            outer: this device's blocks, flat.
+            outer: this device's blocks, stored.
             own: this node's own weights, likewise.
 
         Returns:
-            ``outer``, to which ``write`` writes the results; and the pieces.
+            ``outer``, to which ``write`` writes the results; ``own``, for the update; and the pieces.
         """
         now, changing = self._current, self._changing
         pairs = zip(self._take(outer.known, now), self._take(own, now), strict=True)
@@ -145,7 +150,7 @@ class FragmentExchange:
             changed=self._take(outer.params, changing) if self._changes_later else (),
         )
         # All pieces are read before anything is written: otherwise XLA copies whole weights to write to.
-        return lax.optimization_barrier((outer, pieces))
+        return lax.optimization_barrier((outer, own, pieces))
 
     def send(self, pieces: _Pieces, report: Float32[Array, " columns"]) -> _Sent:
         """Send outer gradients, the changes that are known by now, and the node's report of its last step."""
@@ -199,8 +204,17 @@ class FragmentExchange:
             residual=self._put(outer.residual, now, pieces.residual),
         )
 
-    def mix_in(self, outer: Outer, own: Blocks) -> Blocks:
-        """The node's own weights, with the outer ones mixed into the fragment that has arrived last."""
+    def mix_in(self, outer: Outer, own: Blocks, encoded: Blocks) -> tuple[Blocks, Blocks]:
+        """Mix the outer weights into the fragment that has arrived last.
+
+        Args:
+            outer: this device's blocks, stored.
+            own: this node's own weights, likewise.
+            encoded: they in the dtype in which passes read them, or none.
+
+        Returns:
+            ``own`` and ``encoded`` with the mixture.
+        """
         ago = max(0, self._zero.outer_delay - 1)
         index, mixing = self._index(ago), self._zero.outer_mixing
         pairs = zip(self._take(own, index), self._take(outer.known, index), strict=True)
@@ -209,7 +223,9 @@ class FragmentExchange:
             jnp.where(self._step >= ago, mixing * mine + (1 - mixing) * known, mine) for mine, known in pairs
         )
         own, mixed = lax.optimization_barrier((own, mixed))  # read before it is written, as in ``read``
-        return self._put(own, index, mixed)
+        sent = zip(self._fragments, mixed, strict=True) if encoded else ()
+        rounded = tuple(x.astype(encoded[fragments.leaf.path].dtype) for fragments, x in sent)
+        return self._put(own, index, mixed), self._put(encoded, index, rounded)
 
     def _index(self, steps_ago: int) -> Int32[Array, ""]:
         """The fragment that was the current one so many steps ago."""
@@ -234,7 +250,7 @@ class FragmentExchange:
 
     def _put(self, blocks: Blocks, index: Int32[Array, ""], pieces: Values) -> Blocks:
         """Undo ``_take``."""
-        each = zip(self._fragments, pieces, strict=False)
+        each = zip(self._fragments, pieces, strict=False)  # of nothing for no blocks
         return {
             fragments.leaf.path: fragments.put(blocks[fragments.leaf.path], index, x) for fragments, x in each
         }
@@ -244,6 +260,7 @@ class _Passed(NamedTuple):
     """The results of a step's passes. What each node has of its own has the nodes along its first axis.
 
     Attributes:
+        own: its weights, of which the exchange has read what it needs.
         gradients: each node's sums over its tokens, stored like its weights.
         sums: each node's, over its part of the batch.
         model_state: the mean over all devices.
@@ -251,6 +268,7 @@ class _Passed(NamedTuple):
         reports: what that exchange brought: every node's report of the step before. Without one, as it was.
     """
 
+    own: PyTree[Array]
     gradients: PyTree[Array]
     sums: Sums
     model_state: ModelState
@@ -259,9 +277,13 @@ class _Passed(NamedTuple):
 
 
 class _Finished(NamedTuple):
-    """The end of a step: each node's own weights, stored; ``outer`` and ``reports`` as in ``_Passed``."""
+    """The end of a step: each node's own weights, stored; ``outer`` and ``reports`` as in ``_Passed``.
+
+    ``encoded`` are its own weights as its passes read them, if the former are in host memory.
+    """
 
     own: PyTree[Array]
+    encoded: ByPath
     outer: Outer
     reports: Float32[Array, "nodes columns"]
 
@@ -289,16 +311,24 @@ def train_locally(state: TrainState, local: LocalState, batch: Batch) -> tuple[T
     places = specs_of(stored["local"])
     outer_fields = stored["params"], stored["local"].momentum, stored["local"].known, stored["residual"]
     outer_specs = Outer(*map(from_tree, specs_of(outer_fields)))
-    fields = shard_specs(node, ())._replace(params=places.weights)
+    encoded_specs = specs_of(stored["encoded"])
+    fields = shard_specs(node, ())._replace(params=places.weights, encoded=encoded_specs)
     names: list[str] = []  # of the loss function's aux, once ``passes`` is traced
 
     def passes(shards: Shards, outer: Outer, report: Float32[Array, "1 columns"], batch: Batch) -> _Passed:
+        if spec.streams:
+            # Or XLA would not know that an array is in host memory which it reshapes as it came.
+            shards, outer = lax.optimization_barrier((shards, outer))
         exchange = FragmentExchange(spec, shards.step, shards.step_seed)
-        flat, sent, pieces, reports = _flat(spec, outer), None, None, report
+        sent, pieces, reports, own_weights = None, None, report, from_tree(shards.params)
         if zero.outer_delay:
-            flat, pieces = exchange.read(flat, _flat_own(spec, shards.params))
+            outer, own_weights, pieces = exchange.read(outer, own_weights)
+            if spec.streams:
+                # Or XLA would fetch the pieces beside the passes, and send them when these have ended.
+                pieces, batch = lax.optimization_barrier((pieces, batch))
             sent = exchange.send(pieces, report[0])
-        within = shards._replace(params=jax.tree.map(lambda x: x[0], shards.params))
+        # Only a sum over masters (``zerojax.weight_sum``) reads those in host memory.
+        within = shards._replace(params=_of_node(to_device(shards.params)), encoded=_of_node(shards.encoded))
         grads, _, (own, model_state, *_) = per_device.accumulate(
             node,
             lambda updating: pass_weights(node, within, current=False, updating=updating),
@@ -310,57 +340,65 @@ def train_locally(state: TrainState, local: LocalState, batch: Batch) -> tuple[T
         if sent is not None and pieces is not None:
             own, sent = _after_passes(own, grads, sent)
             pieces, reports = exchange.receive(pieces, sent)
-            flat = exchange.write(flat, pieces)
+            outer = exchange.write(outer, pieces)
         sums = per_device.over(node.world.axes, own)
         grads = stored_blocks(grads, node.leaves)
         names[:] = sorted(sums.aux)
         grads, sums = jax.tree.map(lambda x: x[None], (to_tree(grads), sums))
-        return _Passed(grads, sums, model_state, _stored(flat, outer), reports)
+        return _Passed(to_tree(own_weights), grads, sums, model_state, outer, reports)
 
     def update(before: Trained, grads: PyTree[Array], sums: Sums) -> tuple[Trained, dict[str, Array]]:
         after, _, metrics = updated(node, before, grads, sums.tokens, sums.loss / sums.tokens, {})
         return after, metrics
 
     def finish(
-        step: Array, seed: Seed, own: PyTree[Array], outer: Outer, report: Float32[Array, "1 columns"]
+        step: Array,
+        seed: Seed,
+        own: PyTree[Array],
+        encoded: ByPath,
+        outer: Outer,
+        report: Float32[Array, "1 columns"],
     ) -> _Finished:
         exchange = FragmentExchange(spec, step, seed)
         # Without the barrier XLA repeats the update where a fragment is read, and keeps all that it reads.
-        flat, mine = lax.optimization_barrier((_flat(spec, outer), _flat_own(spec, own)))
+        outer, mine, encoded = lax.optimization_barrier((outer, from_tree(own), encoded))
         reports = report
         if not zero.outer_delay:
-            flat, pieces = exchange.read(flat, mine)
+            outer, mine, pieces = exchange.read(outer, mine)
             sent = exchange.send(pieces, report[0])
             pieces, reports = exchange.receive(pieces, sent)
-            flat = exchange.write(flat, pieces)
-        blocks = from_tree(own)
-        mixed = {path: x.reshape(blocks[path].shape) for path, x in exchange.mix_in(flat, mine).items()}
-        return _Finished(to_tree(mixed), _stored(flat, outer), reports)
+            outer = exchange.write(outer, pieces)
+        mine, values = exchange.mix_in(outer, mine, {path: w.values for path, w in encoded.items()})
+        encoded = {path: w.replace(values[path]) for path, w in encoded.items()}
+        return _Finished(to_tree(mine), encoded, outer, reports)
 
     reports = _EVERYONE if zero.outer_delay else _BY_NODE
     run = on_mesh(
         passes,
         spec.mesh,
         in_specs=(fields, outer_specs, _BY_NODE, batch_specs(spec, batch)),
-        out_specs=_Passed._make([places.weights, _BY_NODE, fields.model_state, outer_specs, reports]),
+        out_specs=_Passed._make(
+            [places.weights, places.weights, _BY_NODE, fields.model_state, outer_specs, reports]
+        ),
     )
-    shards = state.shards._replace(params=local.weights)
+    shards = state.shards._replace(params=local.weights, encoded=state.encoded)
     passed = run(shards, outer, local.report, batch)
     if len(names) > MAX_METRICS:
         raise ConfigurationError(
             f"the loss function's aux has {len(names)} scalars, and local updates (ZeroConfig.every) have "
             f"room for {MAX_METRICS}: leave some out."
         )
-    after, metrics = jax.vmap(update, spmd_axis_name=NODE)(state.trained, passed.gradients, passed.sums)
+    before = state.trained._replace(params=passed.own)
+    after, metrics = jax.vmap(update, spmd_axis_name=NODE)(before, passed.gradients, passed.sums)
     report = _report(passed.sums, metrics, names)
     reports = _BY_NODE if zero.outer_delay else _EVERYONE
     run = on_mesh(
         finish,
         spec.mesh,
-        in_specs=(_EVERYONE, _EVERYONE, places.weights, outer_specs, _BY_NODE),
-        out_specs=_Finished._make([places.weights, outer_specs, reports]),
+        in_specs=(_EVERYONE, _EVERYONE, places.weights, encoded_specs, outer_specs, _BY_NODE),
+        out_specs=_Finished._make([places.weights, encoded_specs, outer_specs, reports]),
     )
-    done = run(shards.step, shards.step_seed, after.params, passed.outer, report)
+    done = run(shards.step, shards.step_seed, after.params, after.encoded, passed.outer, report)
     spec.cache[_SCALARS] = tuple(names)
     params, momentum, known, residual = map(to_tree, done.outer)
     metrics = _metrics(spec, passed.reports if zero.outer_delay else done.reports, names)
@@ -369,6 +407,7 @@ def train_locally(state: TrainState, local: LocalState, batch: Batch) -> tuple[T
         skipped_in_row=metrics["skipped_in_row"],
         params=params,
         opt_state=after.opt_state,
+        encoded=done.encoded,
         model_state=jax.tree.map(_unless_broken, passed.model_state, state.model_state),
         residual=residual,
         losses=after.losses,
@@ -443,20 +482,13 @@ def _metrics(
     return metrics | {"loss_limit": jnp.mean(by_name["loss_limit"])}
 
 
-def _flat(spec: TrainSpec, outer: Outer) -> Outer:
-    """This device's blocks as ``flat_blocks`` returns them."""
-    return Outer(*(flat_blocks(blocks, spec.leaves) if blocks else {} for blocks in outer))
+def _of_node[T: PyTree[Array]](own: T) -> T:
+    """A node's own arrays without the axis of nodes, of which a device has one.
 
+    XLA takes nothing whole from host memory that it has reshaped: what is no stack comes first.
+    """
 
-def _flat_own(spec: TrainSpec, own: PyTree[Array]) -> Blocks:
-    return flat_blocks(from_tree(own), spec.leaves)
+    def one(x: Array) -> Array:
+        return (x if x.ndim > 2 else to_device(x)).reshape(x.shape[1:])
 
-
-def _stored(flat: Outer, like: Outer) -> Outer:
-    """Undo ``_flat``."""
-    return Outer(
-        *(
-            {path: x.reshape(before[path].shape) for path, x in blocks.items()}
-            for blocks, before in zip(flat, like, strict=True)
-        )
-    )
+    return jax.tree.map(one, own)

@@ -125,9 +125,17 @@ class TrainSpec:
         """The trained parameters that the optimizer needs whole."""
         return tuple(leaf for leaf in self.leaves if self.whole and self.whole(leaf) and leaf.size)
 
-    @property
+    @cached_property
     def reading(self) -> "TrainSpec":
-        """The spec of passes that read a state: with local updates they stay within a node."""
+        """The spec of passes that read a state.
+
+        With local updates they stay within a node, and read the outer weights, which are not encoded.
+        """
+        return dataclasses.replace(self.in_node, layerwise=None, cache={}) if self.local_updates else self
+
+    @property
+    def training(self) -> "TrainSpec":
+        """The spec of a step's passes and update, which with local updates stay within a node."""
         return self.in_node if self.local_updates else self
 
     @cached_property
@@ -161,8 +169,16 @@ class TrainSpec:
 
     def param_sharding(self, leaf: ParamLayout) -> NamedSharding:
         """Where a master weight and its moments are."""
-        sharding = self.sharding(self.param_spec(leaf))
+        return self.master_sharding(self.param_spec(leaf))
+
+    def master_sharding(self, spec: PartitionSpec) -> NamedSharding:
+        """Where fp32 arrays are that a step streams or reads a fragment of."""
+        sharding = self.sharding(spec)
         return sharding.with_memory_kind(HOST) if self.streams else sharding
+
+    def abstract_master(self, shape: tuple[int, ...], spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        """Such an array's description."""
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.master_sharding(spec))
 
     def encoded(self, leaf: ParamLayout) -> Weight:
         """The shapes, dtypes and shardings of a trained weight as its owners send it next."""
@@ -195,7 +211,7 @@ class TrainSpec:
         """The error-feedback residual of a parameter; every device has its own."""
         if self.local_updates:
             shape = (self.world.nodes, *leaf.stored_shape)
-            return self.abstract(shape, jnp.float32, PartitionSpec(NODE, *leaf.spec((LOCAL,))))
+            return self.abstract_master(shape, PartitionSpec(NODE, *leaf.spec((LOCAL,))))
         shape = (*leaf.stack, self.world.nodes, leaf.padded)
         return self.abstract(shape, jnp.float32, PartitionSpec(*(None for _ in leaf.stack), NODE, LOCAL))
 
@@ -325,7 +341,7 @@ def build(
     layerwise = None
     if tx is not None and transform is not None and "optimizer" in zero.host:
         paths = [[leaf.path for leaf in group.leaves] for group in groups if group.leaves]
-        layerwise = LayerwiseOptimizer(tx, transform, mesh, leaves, paths, zero)
+        layerwise = LayerwiseOptimizer(tx, transform, mesh, updated, paths, zero)
     strategy = ShardingStrategy.of(zero)
     spec = TrainSpec(
         mesh,

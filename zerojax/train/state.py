@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -109,11 +110,13 @@ class TrainState:
 
     def _encode_again(self, before: dict[str, Any]) -> None:
         """Encode master weights, or their differences from delta's copies, if these are others."""
-        delta = self.spec.zero.weights_delta
-        same = self.params is before["params"] and not (delta and self.copies is not before["copies"])
+        delta, params, old = self.spec.zero.weights_delta, self.params, before["params"]
+        if self.local is not None:
+            params, old = self.local.weights, before["local"].weights
+        same = params is old and not (delta and self.copies is not before["copies"])
         copies = self.copies if delta else {}
-        if not same and _are_arrays((self.params, copies)):
-            object.__setattr__(self, "encoded", first_encoded(self.spec, self.params, copies))
+        if not same and _are_arrays((params, copies)):
+            object.__setattr__(self, "encoded", first_encoded(self.spec, params, copies))
 
     def _begin_again(self) -> None:
         """Let all nodes begin with other outer weights, with local updates."""
@@ -127,7 +130,9 @@ class TrainState:
         With local updates the weights are the outer ones, as every node knows them.
         """
         shards = Shards(**{name: getattr(self, name) for name in Shards._fields})
-        return shards if self.local is None else shards._replace(params=self.local.known, residual={})
+        if self.local is None:
+            return shards
+        return shards._replace(params=self.local.known, encoded={}, residual={})
 
     @property
     def trained(self) -> Trained:
@@ -255,9 +260,8 @@ def _copies(spec: TrainSpec, params: PyTree) -> ByPath:
 def _local(spec: TrainSpec, params: PyTree) -> LocalState:
     """The arrays of local updates that begin with ``params``, by a function that is compiled once."""
 
-    def make() -> jax.stages.Wrapped:
-        places = shardings_of(abstract_local(spec))
-        return jax.jit(functools.partial(first_local, spec), out_shardings=places)
+    def make() -> Callable[[PyTree], LocalState]:
+        return in_portions(functools.partial(first_local, spec), shardings_of(abstract_local(spec)))
 
     return spec.once("local", make)(params)
 

@@ -162,9 +162,9 @@ class ZeroConfig:
             every device like other weights; "auto" is "local" where a node's devices divide the experts.
         host: what is kept in page-locked host memory and copied to the device a layer at a time: "optimizer",
             the master weights and the optimizer's state, of which the device then has what passes read
-            (2 bytes a parameter in bfloat16, over all devices); "weights", the frozen ones, and with
-            "optimizer" what passes read of the trained ones; "activations", what a ``Stack`` keeps for the
-            backward pass. All is computed as without.
+            (2 bytes a parameter in bfloat16, over all devices), and with local updates what belongs to the
+            outer weights; "weights", the frozen ones, and with "optimizer" what passes read of the trained
+            ones; "activations", what a ``Stack`` keeps for the backward pass. All is computed as without.
         host_activations: with "activations" in host, the part of each layer's that is there; the rest stays
             on the device, where a host has no room for all.
         update_in_backward: let the backward pass of each ``Stack`` update a layer as soon as its gradients

@@ -216,17 +216,25 @@ def _host(z: "ZeroConfig") -> Iterator[str]:
             f"ZeroConfig.host_activations={z.host_activations} is a part of what host has: set "
             'host=("activations",), or leave it out.'
         )
-    if "optimizer" in z.host and (z.stage == 0 or z.every or z.delta_resync):
-        setting = "stage=0" if z.stage == 0 else "every" if z.every else "delta_resync"
+    if "optimizer" in z.host and (z.stage == 0 or z.delta_resync):
+        setting = "stage=0" if z.stage == 0 else "delta_resync"
         yield (
             f'ZeroConfig.host=("optimizer", ...) does not go with {setting}: use stages 1 to 3, without '
-            "local updates and resyncs."
+            "resyncs."
+        )
+    if "optimizer" in z.host and z.every and (z.matmul_dtype == "fp8" or z.weight_formats.local not in RAW):
+        setting = 'matmul_dtype="fp8"' if z.matmul_dtype == "fp8" else f"local_weights={z.local_weights!r}"
+        yield (
+            f'ZeroConfig.host=("optimizer", ...) with local updates (every={z.every}) encodes one fragment '
+            f"of the weights, and {setting} encodes whole layers: leave it out, or keep the optimizer "
+            "on the device."
         )
     if z.update_in_backward:
         needs = {
             f'host=("optimizer", ...), not {z.host}': "optimizer" in z.host,
             f"stage 3, whose units reduce gradients in the backward pass, not stage {z.stage}": z.stage == 3,
             f'one backward pass a step, not {z.passes}: accumulate_order="breadth"': z.passes == 1,
+            f"an update that waits for no fragment: no local updates (every={z.every})": not z.every,
             "gradients that are final in the backward pass: error_feedback=False": not z.error_feedback,
         }
         for what, there in needs.items():

@@ -90,6 +90,31 @@ def test_the_optimizer_in_host_memory(spec, streaming):
     assert weights.host["encoded"] == there.kinds["encoded"]
 
 
+def test_local_updates_in_host_memory():
+    """All that a node holds in fp32; the device has what passes read, and layers in the update."""
+
+    def planned(*host: str) -> tuple[TrainSpec, PredictedMemory]:
+        config = RunConfig(train=TrainSection(sequence_length=LENGTH), model=MODEL, mesh=MeshSection(2, 2))
+        zero = {"preset": "local", "every": 32, "host": list(host)}
+        spec = abstract_run(with_settings(config, {"zero": zero}))[0].spec
+        return spec, predict_memory(spec, work_of(spec, MODEL, sequences=1, length=LENGTH))
+
+    (_, before), (spec, there) = planned(), planned("optimizer")
+    kinds = ("parameters", "outer", "optimizer", "residual")
+    assert there.host == {kind: pytest.approx(before.kinds[kind], rel=1e-4) for kind in kinds}
+    assert not any(there.kinds[kind] for kind in ("parameters", "outer", "residual"))
+    own = before.kinds["parameters"]
+    assert there.kinds["encoded"] == pytest.approx(own / 2)
+    assert there.host_total == pytest.approx((4 + 8 + 4 + 4 + 8 / 2) / 4 * own, rel=1e-4)
+    work = work_of(spec, MODEL, sequences=1, length=LENGTH)
+    step = predict_step(spec, work, (), there, CLUSTER)
+    alone = dataclasses.replace(there, host={kind: there.host[kind] for kind in ("parameters", "optimizer")})
+    exchanged = there.host["outer"] + there.host["residual"]
+    assert step.host - predict_step(spec, work, (), alone, CLUSTER).host == pytest.approx(
+        CLUSTER.host_seconds(3 * exchanged / 32, exchanged / 32)
+    )
+
+
 def test_frozen_weights_in_host_memory():
     """Two layers of them are on the device, and both passes fetch all."""
     there = built(host=["weights"], frozen=["*/mlp/*"])
@@ -243,7 +268,7 @@ def test_a_host_without_room_is_no_place():
 
 
 def test_ways_that_do_not_go_with_host_memory_are_left_out(spec, streaming):
-    """A stack of activations there needs stage 3; local updates keep their optimizer on the device."""
+    """A stack of activations there needs stage 3."""
 
     def names(*host):
         where = Cluster(2, 2, GPUS["h100"], 1e9)
@@ -255,7 +280,7 @@ def test_ways_that_do_not_go_with_host_memory_are_left_out(spec, streaming):
     every = {"zero3", "zero++", "delta", "local", "stage 1", "stage 2"}
     assert names() == every
     assert names("activations") == every - {"stage 1", "stage 2"}
-    assert names("optimizer") == every - {"local"}
+    assert names("optimizer") == every
 
 
 def test_a_part_of_the_activations_where_the_host_has_no_room_for_all():

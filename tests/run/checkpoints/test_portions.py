@@ -91,6 +91,7 @@ def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         ((2, 2), "delta"),
         pytest.param((1, 1), "zero3", marks=pytest.mark.slow),
         pytest.param((2, 4), "delta", marks=pytest.mark.slow),
+        pytest.param((3, 2), "local", marks=pytest.mark.slow),
         pytest.param((3, 2), "zero++", marks=pytest.mark.slow),
     ],
 )
@@ -127,7 +128,11 @@ def test_goes_on_where_it_stopped(
         return  # the way back is the same, and fresh copies have no differences
     with Checkpoints(tmp_path / "plain") as checkpoints:
         checkpoints.save(1, plain, Record())
-    assert_same(restore(tmp_path / "plain" / "1", state), kept)
+    back = restore(tmp_path / "plain" / "1", state)
+    assert_same(back, kept)
+    if preset == "local":
+        assert_equal(host(back.encoded), encoded_then)
+        return  # a new run begins with the outer weights
     begun = restore_weights(tmp_path / "1", _without_values(make(mesh, **zero), None))
     assert {x.sharding.memory_kind for x in jax.tree.leaves(begun.params)} == {HOST}
     assert_equal(host(begun.encoded), encoded_then)
@@ -177,7 +182,7 @@ def test_portions_are_all_of_an_array_once(stack: tuple[int, ...], monkeypatch: 
     for part in cut:
         found[portions._box(part, (slice(None),) * found.ndim)] += 1
     assert (found == 1).all()
-    assert [part.first for part in cut] == list(range(0, leaf.layers, 4)) if stack else [0]
+    assert len(cut) == (leaf.layers // 4 if stack else 1)
     if stack:
         assert {part.leaf.stack for part in portions.portions_of(leaf, 4, at_least=7)} == {
             (*(1 for _ in stack[1:]), 6)

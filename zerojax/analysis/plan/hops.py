@@ -137,7 +137,7 @@ def hops_of(spec: TrainSpec, work: Work | None = None) -> tuple[HopPlan, ...]:
     micro-batch.
     """
     together: dict[tuple[str, str, bool], list[_LeafHop]] = {}
-    for hop in (*_hops_of_passes(spec.reading), *_optimizer_hops(spec.reading), *_exchange_hops(spec)):
+    for hop in (*_hops_of_passes(spec.training), *_optimizer_hops(spec.training), *_exchange_hops(spec)):
         together.setdefault((hop.phase, hop.axis, hop.usual), []).append(hop)
     merged = [_sum(same) for same in together.values()]
     if work is not None:

@@ -136,9 +136,9 @@ def predict_memory(spec: TrainSpec, work: Work | None = None, *, workspace: int 
     """
     lasting = spec.once("bytes held", lambda: _held_bytes(spec, device_bytes))
     host = {kind: count for kind, count in _in_host(spec).items() if count}
-    if work is not None and (moved := _moved_activations(spec.reading, work)):
+    if work is not None and (moved := _moved_activations(spec.training, work)):
         host["activations"] = moved
-    passes = spec.reading
+    passes = spec.training
     moments = [_in_backward(passes, work), _in_update(passes)]
     if work is not None:
         moments += [_in_forward(passes, work), _in_loss(passes, work), _at_end(passes, work)]

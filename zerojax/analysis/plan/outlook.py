@@ -238,14 +238,16 @@ def _ways(own: ZeroConfig, cluster: Cluster) -> Iterator[tuple[str, ZeroConfig]]
         preset = PRESETS[name]
         if own.frozen_spread == "world" and name != "zero3":
             continue
-        if "every" in preset and (cluster.nodes == 1 or "optimizer" in own.host):
+        if "every" in preset and cluster.nodes == 1:
             continue
-        ways = {name: zero3.replace(**preset)}
+        chosen = {**preset, "update_in_backward": own.update_in_backward}
+        ways = {name: chosen}
         if own.accumulate > 1:
-            ways[name + IN_BREADTH] = zero3.replace(**preset, accumulate_order="breadth")
-        for way, zero in ways.items():
-            with suppress(ConfigurationError):  # some have gradients that the backward pass leaves incomplete
-                yield way, zero.replace(update_in_backward=own.update_in_backward)
+            ways[name + IN_BREADTH] = {**chosen, "accumulate_order": "breadth"}
+        for way, options in ways.items():
+            # Some have gradients that the backward pass leaves incomplete, or no fp8 with host memory.
+            with suppress(ConfigurationError):
+                yield way, zero3.replace(**options)
     if not own.frozen and "activations" not in own.host and not own.update_in_backward:
         for stage in (1, 2):
             yield f"stage {stage}", zero3.replace(stage=stage, matmul_dtype="compute", fp8=MATMUL_WEIGHTS)

@@ -25,7 +25,8 @@ Copies from and to host memory (``ZeroConfig.host``) overlap like hops between n
 three counts in full. Weights are fetched in each forward pass and, unless a node keeps its own copy, in each
 backward pass; activations leave in the former and come back in the latter. The update overlaps with nothing:
 masters and moments come and go at once, and its kernels are hidden behind that. Those of stacks that the
-backward pass updates come and go beside it.
+backward pass updates come and go beside it. With local updates one fragment of what is exchanged comes three
+times, to be sent, to be mixed in and before it is written, and goes once; nothing hides that.
 
 With local updates and ``outer_delay`` a fragment crosses nodes beside the passes of all micro-batches, which
 have no hops between nodes: the step takes the longer of the two. With a delay of 1 the outer weights' change
@@ -46,6 +47,7 @@ from zerojax.train.spec import TrainSpec
 _TIMES_KEPT = 4
 _FP8_READ, _FP8_MADE = 10, 14
 _TIMES_GRADIENTS = 4
+_FRAGMENT_READS = 3
 
 
 @dataclass(frozen=True)
@@ -144,12 +146,15 @@ def _copies(spec: TrainSpec, memory: PredictedMemory, cluster: Cluster) -> dict[
     frozen = held.get("frozen", 0)
     again = spec.strategy.keep == "primary"
     state = held.get("parameters", 0) + held.get("optimizer", 0)
+    exchanged = sum(held.get(kind, 0) for kind in ("parameters", "outer", "residual"))
+    fragment = exchanged / spec.zero.every if spec.zero.every else 0
     inside = _updated_in_backward(spec)
     arriving = again * encoded + frozen + kept + inside * state
     return {
         "forward": passes * cluster.host_seconds(encoded + frozen, kept),
         "backward": passes * cluster.host_seconds(arriving, inside * (state + encoded)),
-        "update": (1 - inside) * cluster.host_seconds(state, state + encoded),
+        "update": (1 - inside) * cluster.host_seconds(state, state + encoded)
+        + cluster.host_seconds(_FRAGMENT_READS * fragment, fragment),
     }
 
 

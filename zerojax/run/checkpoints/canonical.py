@@ -109,7 +109,7 @@ def to_canonical(state: TrainState, *, on_host: bool = False, placeholders: bool
 
 
 def _placeholder(train_spec: TrainSpec, entry: Entry) -> Array:
-    one = np.zeros((1,) * entry.rank, entry.x.dtype)
+    one = np.zeros((1,) * (entry.rank + entry.by_node), entry.x.dtype)
     return jax.make_array_from_callback(one.shape, train_spec.sharding(PartitionSpec()), lambda _: one)
 
 
@@ -449,9 +449,17 @@ def _spec(x: Array | jax.ShapeDtypeStruct) -> PartitionSpec:
     return x.sharding.spec
 
 
-def abstract_part(spec: TrainSpec, leaf: ParamLayout, dtype: Any) -> jax.ShapeDtypeStruct:
-    """The description of what is laid out like a weight, or like some of its layers, in canonical form."""
-    return spec.abstract(leaf.unsharded_shape, dtype, _canonical_spec(leaf))
+def abstract_part(
+    spec: TrainSpec, leaf: ParamLayout, dtype: Any, nodes: tuple[int, ...] = ()
+) -> jax.ShapeDtypeStruct:
+    """The description of what is laid out like a weight, or like some of its layers, in canonical form.
+
+    Where each node has one, ``nodes`` is their number.
+    """
+    if not nodes:
+        return spec.abstract(leaf.unsharded_shape, dtype, _canonical_spec(leaf))
+    own = PartitionSpec(NODE, *_canonical_spec(leaf.in_node, (LOCAL,)))
+    return spec.abstract((*nodes, *leaf.unsharded_shape), dtype, own)
 
 
 def _canonical(state: TrainState, entry: Entry) -> jax.ShapeDtypeStruct:
@@ -459,10 +467,7 @@ def _canonical(state: TrainState, entry: Entry) -> jax.ShapeDtypeStruct:
     leaf, x, by_node = entry
     if leaf is None:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-    if not by_node:
-        return _in_memory_of(x, abstract_part(state.spec, leaf, x.dtype))
-    own = PartitionSpec(NODE, *_canonical_spec(leaf.in_node, (LOCAL,)))
-    return state.spec.abstract((x.shape[0], *leaf.unsharded_shape), x.dtype, own)
+    return _in_memory_of(x, abstract_part(state.spec, leaf, x.dtype, x.shape[:by_node]))
 
 
 def _of_nodes(state: TrainState, entry: Entry, nodes: int | None) -> jax.ShapeDtypeStruct:
@@ -476,7 +481,7 @@ def _of_nodes(state: TrainState, entry: Entry, nodes: int | None) -> jax.ShapeDt
     own = _canonical_spec(leaf)
     own = own if nodes is None else PartitionSpec(None, *own)
     like = state.spec.abstract((*first, *leaf.unsharded_shape), x.dtype, own)
-    return _in_memory_of(x, like) if nodes is None else like
+    return _in_memory_of(x, like) if nodes is None and not by_node else like
 
 
 def _in_memory_of(x: Array, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -10,7 +10,6 @@ arrays, replaces them in the same format.
 """
 
 import dataclasses
-import functools
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -28,10 +27,10 @@ from zerojax.comm.in_order import on_mesh
 from zerojax.comm.xla_options import compiler_options
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run.checkpoints.canonical import Entry, abstract_part, convert, entries_of
-from zerojax.schedule.stacked import put_layers
 from zerojax.sharding.host_memory import SAVING
-from zerojax.sharding.layout import ParamLayout, in_a_row
+from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.memory import in_host, to_device, to_host
+from zerojax.train.fields import specs_of
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
 
@@ -47,12 +46,10 @@ class Portion(NamedTuple):
 
     Attributes:
         leaf: the layout of these layers by themselves.
-        first: the number of the first one, with all layers in a row.
         start: where their canonical form begins in that of the whole array.
     """
 
     leaf: ParamLayout
-    first: int
     start: tuple[int, ...]
 
 
@@ -62,13 +59,13 @@ def portions_of(leaf: ParamLayout, itemsize: int, at_least: int = 1) -> list[Por
     One has at least ``at_least`` layers, if so many divide the layers evenly.
     """
     if not leaf.stack:
-        return [Portion(leaf, 0, (0,) * len(leaf.shape))]
+        return [Portion(leaf, (0,) * len(leaf.shape))]
     *outer, layers = leaf.stack
     fitting = UNDER_WAY // _AT_ONCE // (leaf.owned * leaf.world.local * itemsize)  # on one node
     count = max(n for n in range(1, layers + 1) if layers % n == 0 and n <= max(1, at_least, fitting))
     some = dataclasses.replace(leaf, stack=(*(1 for _ in outer), count))
     return [
-        Portion(some, first, (*map(int, np.unravel_index(first, leaf.stack)), *(0 for _ in leaf.shape)))
+        Portion(some, (*map(int, np.unravel_index(first, leaf.stack)), *(0 for _ in leaf.shape)))
         for first in range(0, leaf.layers, count)
     ]
 
@@ -123,23 +120,24 @@ def _write(
     folder: Path, name: str, state: TrainState, entry: Entry, writing: _Writing, context: ts.Context
 ) -> None:
     """Write an array, of which every process writes the parts of its devices."""
-    leaf, x, _ = entry
-    assert leaf is not None  # only weights, and what is laid out like them, are in host memory
+    leaf, x, by_node = _laid_out(entry)
+    assert leaf is not None
+    nodes = x.shape[:by_node]
     portions = portions_of(leaf, x.dtype.itemsize)
-    like = abstract_part(state.spec, portions[0].leaf, x.dtype)
+    like = abstract_part(state.spec, portions[0].leaf, x.dtype, nodes)
     assert like.sharding is not None
     part = like.sharding.shard_shape(like.shape)
     size = len(state.spec.mesh.local_devices) * math.prod(part) * x.dtype.itemsize
-    store = _created(folder, name, leaf.unsharded_shape, part, x.dtype, context)
+    store = _created(folder, name, (*nodes, *leaf.unsharded_shape), part, x.dtype, context)
     for portion in portions:
         writing.finish(UNDER_WAY - size)
-        stored = Entry(portion.leaf, _take(state.spec, leaf, portion, x), by_node=False)
+        stored = Entry(portion.leaf, _take(state.spec, portion, x, by_node), by_node)
         # From page-locked memory numpy takes it as it is; from a GPU's, JAX copies 0.5 GB/s.
-        canonical = to_host(convert(state.spec, stored, like, to_nodes=False))
+        canonical = to_host(convert(state.spec, stored, like, to_nodes=by_node))
         for shard in canonical.addressable_shards:
             if shard.replica_id == 0:
                 numbers = np.asarray(shard.data)
-                box = _box(portion, shard.index)
+                box = _box(portion, shard.index, nodes)
                 written = store[box].write(numbers, can_reference_source_data_indefinitely=True)
                 writing.add(numbers.nbytes, written.commit)
 
@@ -156,17 +154,18 @@ def read_in_portions(folder: Path, name: str) -> Callable[[TrainState, Entry], A
     ).result()
 
     def read(state: TrainState, entry: Entry) -> Array:
-        spec, (leaf, x, _) = state.spec, entry
+        spec, (leaf, x, by_node) = state.spec, _laid_out(entry)
         assert leaf is not None
+        nodes, place = x.shape[:by_node], specs_of(x)
         chunk = store.chunk_layout.read_chunk.shape or ()
-        at_least = (chunk[len(leaf.stack) - 1] if leaf.stack else None) or 1
+        at_least = (chunk[by_node + len(leaf.stack) - 1] if leaf.stack else None) or 1
         portions = portions_of(leaf, x.dtype.itemsize, at_least)
-        like = abstract_part(spec, portions[0].leaf, x.dtype)
+        like = abstract_part(spec, portions[0].leaf, x.dtype, nodes)
         assert like.sharding is not None
         mine = {index or () for index in like.sharding.addressable_devices_indices_map(like.shape).values()}
 
         def begin(portion: Portion) -> dict[tuple[slice, ...], ts.Future[np.ndarray]]:
-            reading = {index: store[_box(portion, index)].read() for index in mine}
+            reading = {index: store[_box(portion, index, nodes)].read() for index in mine}
             for one in reading.values():
                 one.force()  # else it begins when somebody waits for it
             return reading
@@ -183,50 +182,65 @@ def read_in_portions(folder: Path, name: str) -> Callable[[TrainState, Entry], A
                 lambda index, parts=parts: parts[index or ()].result().astype(x.dtype, copy=False),
             )
             reading.extend(map(begin, portions[number + ahead : number + ahead + 1]))
-            part = Entry(portion.leaf, canonical, by_node=False)
+            part = Entry(portion.leaf, canonical, by_node)
             if not leaf.stack:
-                return convert(spec, part, x, to_nodes=False)
-            to = spec.sharding(spec.param_spec(portion.leaf))
-            stored = jax.ShapeDtypeStruct(portion.leaf.stored_shape, x.dtype, sharding=to)
-            whole = _place(spec, leaf, portion, whole, convert(spec, part, stored, to_nodes=False), x)
+                return convert(spec, part, x, to_nodes=by_node)
+            shape = (*nodes, *portion.leaf.stored_shape)
+            stored = jax.ShapeDtypeStruct(shape, x.dtype, sharding=spec.sharding(place))
+            part = convert(spec, part, stored, to_nodes=by_node)
+            whole = _place(spec, portion, whole, part, x, by_node)
         assert whole is not None
         return whole
 
     return read
 
 
-def _take(spec: TrainSpec, leaf: ParamLayout, portion: Portion, x: Array) -> Array:
+def _laid_out(entry: Entry) -> Entry:
+    """An entry with the layout by which its portions are cut: of what each node has, that within a node."""
+    assert entry.leaf is not None  # only weights, and what is laid out like them, are in host memory
+    return entry._replace(leaf=entry.leaf.in_node) if entry.by_node else entry
+
+
+def _take(spec: TrainSpec, portion: Portion, x: Array, by_node: bool) -> Array:
     """A portion of a stored stack, on the devices; what is not stacked stays where it is."""
-    if not leaf.stack:
+    stack = portion.leaf.stack
+    if not stack:
         return x
-    own, count = spec.param_spec(portion.leaf), portion.leaf.layers
+    own, start = specs_of(x), _start(portion, x.ndim, by_node)
 
-    def take(x: Array, first: Array) -> Array:
-        rows = in_a_row(x, leaf.stack)
-        some = to_device(lax.dynamic_slice_in_dim(rows, first, count, allow_negative_indices=False))
-        return some.reshape(*portion.leaf.stack, *some.shape[1:])
+    def take(x: Array, start: Array) -> Array:
+        shape = (*x.shape[:by_node], *stack, *x.shape[by_node + len(stack) :])
+        return to_device(lax.dynamic_slice(x, [*start], shape, allow_negative_indices=False))
 
-    key = f"take {count} of {leaf.stack} {x.shape} {x.dtype} {x.sharding}"
-    return _compiled(spec, key, take, (own, PartitionSpec()), spec.sharding(own))(x, portion.first)
+    key = f"take {stack} {x.shape} {x.dtype} {x.sharding}"
+    return _compiled(spec, key, take, (own, PartitionSpec()), spec.sharding(own))(x, start)
 
 
 def _place(
-    spec: TrainSpec, leaf: ParamLayout, portion: Portion, whole: Array | None, part: Array, like: Array
+    spec: TrainSpec, portion: Portion, whole: Array | None, part: Array, like: Array, by_node: bool
 ) -> Array:
     """A stored stack in host memory with a portion from the devices; of None, one whose rest is undefined."""
-    own, to, dtype = spec.param_spec(leaf), like.sharding, like.dtype  # functions that are kept hold no array
+    own, to, dtype = specs_of(like), like.sharding, like.dtype  # functions that are kept hold no array
     assert isinstance(to, NamedSharding)
     shape = to.shard_shape(like.shape)
 
     def begin() -> Array:
         return to_host(lax.empty(shape, dtype))
 
-    place = functools.partial(put_layers, leaf.stack)
-    key = f"{portion.leaf.layers} of {leaf.stack} {like.shape} {like.dtype} {to}"
+    def place(x: Array, part: Array, start: Array) -> Array:
+        return lax.dynamic_update_slice(x, to_host(part), [*start], allow_negative_indices=False)
+
+    key = f"{portion.leaf.stack} {like.shape} {like.dtype} {to}"
     if whole is None:
         whole = _compiled(spec, f"begin {key}", begin, (), to)()
     put = _compiled(spec, f"place {key}", place, (own, own, PartitionSpec()), to, donate=(0,))
-    return put(whole, part, portion.first)
+    return put(whole, part, _start(portion, like.ndim, by_node))
+
+
+def _start(portion: Portion, rank: int, by_node: bool) -> np.ndarray:
+    """Where a portion begins in the stored array."""
+    layers = portion.start[: len(portion.leaf.stack)]
+    return np.array((*(0,) * by_node, *layers, *(0,) * (rank - by_node - len(layers))), np.int32)
 
 
 def _compiled(
@@ -248,13 +262,13 @@ def _compiled(
     return spec.once(key, make)
 
 
-def _box(portion: Portion, index: tuple[slice, ...]) -> tuple[slice, ...]:
-    """Where a device's part of a portion is in the whole array."""
-    extents = portion.leaf.unsharded_shape
+def _box(portion: Portion, index: tuple[slice, ...], nodes: tuple[int, ...] = ()) -> tuple[slice, ...]:
+    """Where a device's part of a portion is in the whole array, perhaps that of all nodes."""
+    extents, start = (*nodes, *portion.leaf.unsharded_shape), (*(0 for _ in nodes), *portion.start)
     bounds = [
         s.indices(extent) for s, extent in zip(index or (slice(None),) * len(extents), extents, strict=True)
     ]
-    return tuple(slice(at + a, at + b) for at, (a, b, _) in zip(portion.start, bounds, strict=True))
+    return tuple(slice(at + a, at + b) for at, (a, b, _) in zip(start, bounds, strict=True))
 
 
 def _created(
