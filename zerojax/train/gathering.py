@@ -137,23 +137,29 @@ def put_params(state: TrainState, params: PyTree) -> TrainState:
 
 
 def averaged(state: TrainState) -> TrainState:
-    """A state whose weights are the average, for evaluation or gathering, not for training.
+    """A state whose weights are an average, for evaluation or gathering, not for training.
 
-    It shares its arrays with ``state``, and is invalid after a step from that. With local updates it is the
-    mean of the nodes' averages, each of its own weights.
+    It is the optimizer's average over steps (``average_weights``). With local updates it is the mean over
+    nodes: of their averages, or of their own weights if the optimizer keeps no average. All nodes send 4
+    bytes per parameter for it.
+
+    It shares its arrays with ``state``, and is invalid after a step from that.
 
     Raises:
-        ConfigurationError: the optimizer keeps no average, or has made no update yet.
+        ConfigurationError: the optimizer keeps no average and there are no local updates, or it has made no
+            update yet.
     """
     check_there(state)
     params = optax.tree_utils.tree_get(state.opt_state, "averaged_params")
     count = optax.tree_utils.tree_get(state.opt_state, "averaged_count")
+    local = state.local
+    if params is None and local is not None:
+        params, count = local.weights, jnp.ones_like(local.skipped_in_row)
     if params is None:
         raise ConfigurationError(
             "there is no average of the weights: end the optimizer's chain with zerojax.average_weights, or "
             "set optimizer.ema_decay."
         )
-    local = state.local
     if local is not None:
         params, known, count = mean_of_nodes(state.spec, params, count)
         local = dataclasses.replace(local, known=known)

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx, traverse_util
 
 import zerojax
-from zerojax.run.checkpoints import Checkpoints, Record, restore, restore_weights
+from zerojax.run.checkpoints import Checkpoints, Record, restore, restore_base, restore_weights
 from zerojax.run.checkpoints.canonical import to_canonical
 
 ADAMW = optax.adamw(1e-2)
@@ -58,6 +58,12 @@ def host(state: Any) -> Tree:
 def assert_same(found: Tree, expected: Tree, *kinds: str) -> None:
     for name in (name for name in expected if not kinds or name.startswith(kinds)):
         np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+
+
+def assert_mean_of_nodes(found: Tree, kept: Tree) -> None:
+    for name in (name for name in found if name.startswith("params/")):
+        own = kept[name.replace("params", "nodes/weights", 1)]
+        np.testing.assert_allclose(found[name], own.mean(axis=0), rtol=1e-6, atol=1e-7, err_msg=name)
 
 
 @pytest.fixture(scope="module")
@@ -160,19 +166,32 @@ def test_to_another_preset_and_back(saved, kept, tmp_path):
             np.testing.assert_array_equal(own, found[name.replace("nodes/weights", "params")], err_msg=name)
 
 
-def test_inference_reads_the_outer_weights_alone(saved, kept):
+def test_inference_reads_the_mean_of_the_nodes_own_weights(saved, kept):
     state = restore(saved, make(2, 1, tx=None, **LOCAL), say=pytest.fail)
     assert state.local is None
     assert not state.residual
-    assert_same(host(state), kept, "params/")
+    assert_mean_of_nodes(host(state), kept)
     averaged = restore(saved, make(1, 2, tx=None), average=True)
     np.testing.assert_allclose(host(averaged)["params/gain"], kept["average/params/gain"].mean(), rtol=1e-6)
 
 
-def test_a_new_run_begins_with_the_outer_weights_of_another(saved, kept):
+def test_a_new_run_begins_with_that_mean(saved, kept):
     found = host(restore_weights(saved, make(2, 1, filled=True, **LOCAL)))
-    for name in (name for name in kept if name.startswith("params/")):
-        np.testing.assert_array_equal(found[name], kept[name], err_msg=name)
-        for own in found[name.replace("params", "nodes/weights")]:
-            np.testing.assert_array_equal(own, kept[name], err_msg=name)
+    assert_mean_of_nodes(found, kept)
+    for name in (name for name in found if name.startswith("params/")):
+        for own in found[name.replace("params", "nodes/weights", 1)]:
+            np.testing.assert_array_equal(own, found[name], err_msg=name)
     assert not found["outer/momentum/blocks/block/kernel"].any()
+
+
+def test_frozen_weights_are_that_mean(saved, kept):
+    zero = {"frozen": ("even", "blocks/*")}
+    found = zerojax.gather_params(restore_base(saved, make(1, 2, filled=True, **zero)))
+    np.testing.assert_allclose(found["even"], kept["nodes/weights/even"].mean(axis=0), rtol=1e-6)
+
+
+def test_the_mean_of_the_nodes_in_a_program_of_ones_own():
+    state = make(2, 2, filled=True, tx=ADAMW, **LOCAL)
+    for number in range(3):
+        state, _ = step(state, number)
+    assert_mean_of_nodes(host(zerojax.averaged(state)), host(state))

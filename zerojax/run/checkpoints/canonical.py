@@ -336,7 +336,7 @@ def _stored(state: TrainState, entry: Entry, given: Array | Callable[[TrainState
     x = given
     like, of_nodes = entry.x, x.ndim > entry.rank
     if of_nodes and not (entry.by_node and x.shape[0] == like.shape[0]):
-        x, of_nodes = _mean(state.spec, x), False
+        x, of_nodes = mean_over_nodes(state.spec, x), False
     if entry.leaf is not None:
         # Another state may have cut it along another dimension.
         x = jax.device_put(x, _of_nodes(state, entry, x.shape[0] if of_nodes else None).sharding)
@@ -347,7 +347,7 @@ def _stored(state: TrainState, entry: Entry, given: Array | Callable[[TrainState
     return jax.jit(functools.partial(jnp.broadcast_to, shape=like.shape), out_shardings=like.sharding)(x)
 
 
-def _mean(train_spec: TrainSpec, x: Array) -> Array:
+def mean_over_nodes(train_spec: TrainSpec, x: Array) -> Array:
     """The mean over nodes; of counts, the largest."""
     reduce = jnp.mean if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.max
     to = train_spec.sharding(PartitionSpec(*_spec(x)[1:]))
@@ -482,6 +482,11 @@ def _of_nodes(state: TrainState, entry: Entry, nodes: int | None) -> jax.ShapeDt
     own = own if nodes is None else PartitionSpec(None, *own)
     like = state.spec.abstract((*first, *leaf.unsharded_shape), x.dtype, own)
     return _in_memory_of(x, like) if nodes is None and not by_node else like
+
+
+def in_each_node(spec: TrainSpec, x: jax.ShapeDtypeStruct, nodes: int) -> jax.ShapeDtypeStruct:
+    """The description of an array that each of so many nodes has, along a first axis."""
+    return spec.abstract((nodes, *x.shape), x.dtype, PartitionSpec(None, *_spec(x)))
 
 
 def _in_memory_of(x: Array, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

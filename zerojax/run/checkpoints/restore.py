@@ -22,6 +22,8 @@ from zerojax.run.checkpoints.canonical import (
     abstract_saved,
     abstract_weight,
     from_canonical,
+    in_each_node,
+    mean_over_nodes,
     with_weights,
 )
 from zerojax.run.checkpoints.portions import read_in_portions
@@ -53,7 +55,8 @@ def restore(
         path: of a verified checkpoint.
         state: gives the spec, filled or abstract; its values are not used.
         average: restore the average of the weights in their place; the optimizer of ``state`` keeps no
-            average.
+            average. Without it, a state without an optimizer gets the mean of the nodes' own weights where
+            they had made local updates.
         name: of a state that was saved together with the run's.
         say: gets a line, on every process, if what each node had of its own with local updates begins anew;
             by default the first process logs it.
@@ -64,7 +67,7 @@ def restore(
     """
     prefix = f"{name}_" if name else ""
     saved = {kind.removeprefix(prefix): x for kind, x in _saved(path).items() if kind.startswith(prefix)}
-    nodes = saved[NODES]["skipped_in_row"].shape[0] if NODES in saved else None  # with local updates
+    nodes = _nodes_of(saved)
     if (line := _begun_anew(state, nodes)) is not None:
         say(line)
     wanted = {
@@ -82,7 +85,12 @@ def restore(
         if outer is not None:
             wanted[OPTIMIZER] = wanted[OPTIMIZER][outer]
         places = _places(wanted.get(OPTIMIZER, {}), saved.get(OPTIMIZER) or {})
-        tree = _load(path, _renamed(wanted, places), saved, prefix)
+        params = {}
+        if nodes and state.spec.tx is None:
+            params = {"params": wanted.pop("params")}
+            _check_fits(path, params, saved, prefix)
+            params["params"] = _load_params(path, state, params["params"], nodes, prefix)
+        tree = params | _load(path, _renamed(wanted, places), saved, prefix)
         tree = _renamed(tree, {new: old for old, new in places.items()})
         return from_canonical(state, tree if outer is None else tree | {OPTIMIZER: {outer: tree[OPTIMIZER]}})
     if AVERAGE not in saved:
@@ -147,7 +155,8 @@ def _renamed(tree: dict[str, Any], places: dict[str, str]) -> dict[str, Any]:
 def restore_weights(path: Path, state: TrainState, *, new: str | None = None) -> TrainState:
     """The state with a checkpoint's parameters and other model state, such as batch statistics.
 
-    Adapters, which such a checkpoint does not have, keep their values.
+    Adapters, which such a checkpoint does not have, keep their values. Of local updates the parameters are
+    the mean of the nodes' own.
 
     Args:
         path: of a verified checkpoint of the same model under any optimizer.
@@ -160,14 +169,14 @@ def restore_weights(path: Path, state: TrainState, *, new: str | None = None) ->
             differences.
     """
     saved = _saved_model(path, state, new)
-    state = _with_base(path, state)
+    state = _with_base(path, state, _nodes_of(saved))
     every = abstract_canonical(state)
     own = {leaf.path for leaf in state.spec.weights if leaf.path[0] != new}
     params = to_tree({at: x for at, x in from_tree(every.get("params", {})).items() if at in own})
     with ocp.Context(pytree_options=_PARTIAL):
         found = _load(path, {kind: tree for kind, tree in every.items() if kind == "other"}, saved)
         if params:
-            found |= _reading(path, lambda: {"params": _load_here(path, "params", params)})
+            found["params"] = _load_params(path, state, params, _nodes_of(saved))
     return with_weights(state, found)
 
 
@@ -187,8 +196,8 @@ def restore_base(path: Path, state: TrainState, *, new: str | None = None) -> Tr
     """
     if not state.spec.frozen:
         return state
-    _saved_model(path, state, new)
-    return _with_base(path, state)
+    saved = _saved_model(path, state, new)
+    return _with_base(path, state, _nodes_of(saved))
 
 
 def _saved_model(path: Path, state: TrainState, new: str | None) -> dict[str, Any]:
@@ -213,26 +222,44 @@ def _saved_model(path: Path, state: TrainState, new: str | None) -> dict[str, An
     return saved
 
 
-def _with_base(path: Path, state: TrainState) -> TrainState:
+def _with_base(path: Path, state: TrainState, nodes: int | None) -> TrainState:
     """``restore_base`` from a checkpoint that holds the model's weights."""
     spec = state.spec
     if not spec.frozen:
         return state
     with ocp.Context(pytree_options=_PARTIAL):
         encoded = (
-            (leaf.path, *encode_one(spec, leaf, _load_weight(path, state, leaf))) for leaf in spec.frozen
+            (leaf.path, *encode_one(spec, leaf, _load_weight(path, state, leaf, nodes)))
+            for leaf in spec.frozen
         )
         return state.replace(**frozen_fields(spec, encoded))
 
 
-def _load_weight(path: Path, state: TrainState, leaf: ParamLayout) -> jax.Array:
+def _load_weight(path: Path, state: TrainState, leaf: ParamLayout, nodes: int | None) -> jax.Array:
     """One weight in canonical form."""
     like = abstract_weight(state, leaf)
     if not leaf.count:
         return jnp.zeros(like.shape, like.dtype)
-    return from_tree(_reading(path, lambda: _load_kind(path, "params", to_tree({leaf.path: like}))))[
-        leaf.path
-    ]
+    return from_tree(_load_params(path, state, to_tree({leaf.path: like}), nodes))[leaf.path]
+
+
+def _nodes_of(saved: dict[str, Any]) -> int | None:
+    """How many nodes saved a checkpoint with local updates; None if it was saved without."""
+    return saved[NODES]["skipped_in_row"].shape[0] if NODES in saved else None
+
+
+def _load_params(path: Path, state: TrainState, params: Any, nodes: int | None, prefix: str = "") -> Any:
+    """Some weights in canonical form, for one that goes on with nothing else of the checkpoint.
+
+    Of ``nodes`` it is the mean of their own weights. The outer weights would be worse: on average each
+    fragment of them is half a round old, and more with a delay (docs/quality.md).
+    """
+    with ocp.Context(pytree_options=_PARTIAL):
+        if nodes is None:
+            return _reading(path, lambda: _load_here(path, f"{prefix}params", params))
+        each = {"weights": jax.tree.map(lambda x: in_each_node(state.spec, x, nodes), params)}
+        found = _reading(path, lambda: _load_kind(path, f"{prefix}{NODES}", each))["weights"]
+    return jax.tree.map(lambda x: mean_over_nodes(state.spec, x), found)
 
 
 def _load_kind(path: Path, kind: str, tree: Any) -> Any:
@@ -249,14 +276,18 @@ def _saved(path: Path) -> dict[str, Any]:
     return _reading(path, lambda: ocp.checkpointables_metadata(str(path.absolute())).metadata)
 
 
-def _load(path: Path, wanted: dict[str, Any], saved: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Load some kinds, whose names in the checkpoint have a prefix."""
+def _check_fits(path: Path, wanted: dict[str, Any], saved: dict[str, Any], prefix: str) -> None:
+    """Refuse a checkpoint in which some kinds have other arrays."""
     for kind, tree in wanted.items():
         if differences := _differences(tree, saved.get(kind)):
             raise ConfigurationError(
                 f"{path} does not fit this run: {prefix}{kind}: {'; '.join(differences[:3])}"
             )
 
+
+def _load(path: Path, wanted: dict[str, Any], saved: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Load some kinds, whose names in the checkpoint have a prefix."""
+    _check_fits(path, wanted, saved, prefix)
     # One kind at a time: when one fails within a single call, Orbax never awaits the coroutines of the
     # others, and Python warns about them.
     return _reading(
