@@ -18,8 +18,8 @@ def expected_loss(every: int, *optimizers: str) -> str:
     """
     each = "; ".join(f"{name} {_figure(name, every)}" for name in optimizers or LOSS_ABOVE_ZERO3)
     return (
-        f"validation loss above zero3's in 400 steps of 124M parameters, {each} (long runs with large batches "
-        "lose less: docs/quality.md)"
+        f"validation loss above zero3's in 400 steps of 124M parameters, {each} (long runs with large "
+        "batches lose less: docs/quality.md)"
     )
 
 
