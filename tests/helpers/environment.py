@@ -34,6 +34,8 @@ def prepare() -> None:
     wanted = _FLAGS if _LEVEL in given else _FLAGS | _QUICK
     flags = [f"{flag}={value}" for flag, value in wanted.items() if flag not in given]
     os.environ["XLA_FLAGS"] = " ".join([given, *flags]).strip()
+    # Programs carry a traceback for each operation, which the compiler rewrites from form to form.
+    os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 
 def share_compiled(folder: Path) -> None:
