@@ -211,5 +211,5 @@ def _gathered(spec: TrainSpec, leaf: ParamLayout, stored: Any) -> np.ndarray:
         return (decode_frozen(x) if one.frozen else from_stored(to_device(x), one)).astype(one.dtype)
 
     everyone = spec.sharding(PartitionSpec())
-    gather = spec.once(f"gather {one}", lambda: jax.jit(decode, out_shardings=everyone))
+    gather = spec.once_on_mesh(f"gather {one}", lambda: jax.jit(decode, out_shardings=everyone))
     return np.asarray(gather(dataclasses.replace(stored, layout=one) if leaf.frozen else stored))

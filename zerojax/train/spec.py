@@ -32,6 +32,8 @@ from zerojax.weights.weight import Weight
 from zerojax.zero_config.config import MATMUL_WEIGHTS, ZeroConfig
 
 _EVERYONE = PartitionSpec()
+# Compiled functions of layouts, which a policy, its critic and its reference share.
+_ON_MESH: dict[tuple[Mesh, str], Any] = {}
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,13 @@ class TrainSpec:
         if name not in self.cache:
             self.cache[name] = make()
         return self.cache[name]
+
+    def once_on_mesh[T](self, name: str, make: Callable[[], T]) -> T:
+        """As ``once``, for all specs on this mesh: ``make`` reads nothing else that ``name`` does not say."""
+        key = self.mesh, name
+        if key not in _ON_MESH:
+            _ON_MESH[key] = make()
+        return _ON_MESH[key]
 
     @property
     def axes(self) -> tuple[str, ...]:

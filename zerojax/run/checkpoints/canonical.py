@@ -234,7 +234,7 @@ def _put(state: TrainState, stored: dict[str, Array]) -> TrainState:
         return stored[name] if name in stored else zeros(entry.x)
 
     def zeros(x: Array) -> Array:
-        return jax.jit(functools.partial(jnp.zeros, x.shape, x.dtype), out_shardings=x.sharding)()
+        return jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=x.sharding)(x.shape, x.dtype)
 
     fields = _changed(state, named)
     if lacks_copies and _delta_copies(state):
@@ -359,7 +359,7 @@ def convert(
 ) -> Array:
     """Convert one array to its canonical or stored form, whichever ``like`` has, perhaps in every node.
 
-    One function is compiled per layout and cached by the spec.
+    One function is compiled per layout and mesh.
     """
     leaf, x, by_node = entry
     assert leaf is not None
@@ -382,7 +382,7 @@ def convert(
     key = f"canonical {layout} {x.shape} {x.sharding.memory_kind} {source} {like.shape} {target}"
     # One at a time, to bound the memory, and because XLA:CPU starts and runs programs on the same few
     # threads: a process that starts 32 at once deadlocks when another process lags behind.
-    return jax.block_until_ready(jax.device_put(train_spec.once(key, make)(x), like.sharding))
+    return jax.block_until_ready(jax.device_put(train_spec.once_on_mesh(key, make)(x), like.sharding))
 
 
 def _is_cut_by_rows(leaf: ParamLayout) -> bool:
