@@ -1,5 +1,6 @@
 """The command line: help, errors, exit codes, and whole runs in separate processes."""
 
+import io
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from environment import ROOT, for_programs, zerojax
 from micro_run import micro_config
 
+from zerojax import cli
 from zerojax.cli import COMMANDS, main
 from zerojax.cli.cluster import emulate_devices
 from zerojax.cli.on_config import Options, parse
@@ -190,12 +192,15 @@ def test_a_line_is_written_at_once() -> None:
 
 
 @pytest.mark.parametrize(("encoding", "shown"), [("utf-8", "\ufffd é"), ("ascii", "? ??")])
-def test_what_an_encoding_lacks_is_replaced(encoding: str, shown: str) -> None:
-    program = "import sys; from zerojax import cli; cli._main = lambda _: print(end=sys.stdin.read())"
-    environment = for_programs() | {"PYTHONIOENCODING": f"{encoding}:strict"}
-    command = [sys.executable, "-c", f"{program}; cli.main()"]
-    done = subprocess.run(command, env=environment, input=b"\xff \xc3\xa9", capture_output=True, check=False)
-    assert done.stdout.decode(encoding) == shown, done.stderr
+def test_what_an_encoding_lacks_is_replaced(
+    encoding: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = io.BytesIO()
+    for name, raw in (("stdin", io.BytesIO(b"\xff \xc3\xa9")), ("stdout", written), ("stderr", io.BytesIO())):
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(raw, encoding))
+    monkeypatch.setattr(cli, "_main", lambda _: print(end=sys.stdin.read(), flush=True))
+    cli.main()
+    assert written.getvalue().decode(encoding) == shown
 
 
 def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:

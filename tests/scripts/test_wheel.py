@@ -47,7 +47,8 @@ def test_a_wheel_trains_in_an_empty_folder(tmp_path: Path, text: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert os.listdir(empty) == ["runs"]
-    where = [sys.executable, "-c", "import zerojax; print(zerojax.__file__)"]
+    find = "from importlib.util import find_spec; print(find_spec('zerojax').origin)"
+    where = [sys.executable, "-c", find]
     environment = {**os.environ, "PYTHONPATH": str(unpacked)}
     found = subprocess.run(where, env=environment, cwd=empty, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == str(unpacked / "zerojax/__init__.py")
