@@ -25,20 +25,21 @@ ADAM = optax.adamw(1e-3)
 
 
 class Block(nnx.Module):
+    """Two matrices and a vector: every weight more has kernels of its own to compile, for each of its hops."""
+
     def __init__(self, *, rngs: nnx.Rngs):
-        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, 2 * WIDTH, use_bias=False, rngs=rngs)
         self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
 
     def __call__(self, x):
-        return x + self.down(nnx.gelu(self.up(self.norm(x))))
+        return x + self.down(nnx.gelu(self.up(x)))
 
 
 class Model(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.embed = nnx.Embed(128, WIDTH, rngs=rngs)
         self.blocks = zerojax.Stack(Block, LAYERS, rngs=rngs)
-        self.head = nnx.Linear(WIDTH, 128, rngs=rngs)
+        self.head = nnx.Linear(WIDTH, 128, use_bias=False, rngs=rngs)
 
     def __call__(self, tokens):
         return self.head(self.blocks(self.embed(tokens)))
