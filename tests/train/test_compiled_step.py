@@ -25,7 +25,7 @@ ADAM = optax.adamw(1e-3)
 
 
 class Block(nnx.Module):
-    """Two matrices and a vector: every weight more has kernels of its own to compile, for each of its hops."""
+    """Two matrices and a vector: each weight has kernels of its own to compile, for each of its hops."""
 
     def __init__(self, *, rngs: nnx.Rngs):
         self.up = nnx.Linear(WIDTH, 2 * WIDTH, use_bias=False, rngs=rngs)
