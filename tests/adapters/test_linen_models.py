@@ -226,6 +226,49 @@ def test_weights_made_in_setup_are_not_read_outside(method):
         zerojax.lower_train_step(create(Tied(), (Setup, linen.Embed), loss), BATCH)
 
 
+class Grouped(linen.Module):
+    """A layer with a parameter that is a pytree."""
+
+    @linen.compact
+    def __call__(self, x):
+        def init(key: jax.Array) -> Any:
+            return {"a": jax.random.normal(key, (WIDTH, WIDTH)), "b": [jnp.zeros(WIDTH), (jnp.ones(WIDTH),)]}
+
+        w: Any = self.param("w", init)
+        return x + jnp.tanh(x @ w["a"] + w["b"][0]) * w["b"][1][0]
+
+
+class Groups(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(1)(Grouped()(x))
+
+
+def test_a_parameter_is_a_pytree():
+    def by_hand(weights: Any) -> jax.Array:
+        inner, last = weights["Grouped_0"]["w"], weights["Dense_0"]
+        x = BATCH["x"] + jnp.tanh(BATCH["x"] @ inner["a"] + inner["b"]["0"]) * inner["b"]["1"]["0"]
+        return squared_error(lambda _: x @ last["kernel"] + last["bias"], BATCH)
+
+    state = create(Groups(), (Grouped,))
+    before = zerojax.gather_params(state)
+    np.testing.assert_allclose(squared_error(zerojax.gather_model(state), BATCH), by_hand(before), rtol=1e-5)
+    moved = jax.tree.map(lambda x, slope: x - RATE * slope, before, jax.grad(by_hand)(before))
+    state, metrics = zerojax.train_step(state, BATCH)
+    np.testing.assert_allclose(metrics["loss"], by_hand(before), rtol=1e-5)
+    assert distance(masters(state), moved) < 1e-6
+
+
+def test_a_unit_that_only_calls_what_it_is_given_is_refused():
+    class Sequence(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.Sequential([linen.Dense(WIDTH), linen.Dense(1)])(x)
+
+    with pytest.raises(zerojax.ZeroError, match=r"Sequential has no parameters of its own.*name their class"):
+        create(Sequence(), (linen.Sequential,))
+
+
 class Boxed(linen.Module):
     """A layer as MaxText writes it."""
 

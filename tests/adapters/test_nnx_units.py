@@ -121,12 +121,20 @@ def test_an_array_that_a_unit_would_lose_is_refused(stack):
 
 
 class Forgetful(nnx.Module):
-    """It assigns to its weight, itself or within a transformation, or is only passed through one."""
+    """It assigns to its weight, itself or within a transformation, or is only passed through one.
+
+    It counts its calls, and overrides a method of Flax's own, as ``nnx.bridge.ToNNX`` does.
+    """
 
     def __init__(self, how: str, *, rngs: nnx.Rngs):
-        self.linear, self.how = nnx.Linear(4, 4, rngs=rngs), how
+        self.linear, self.how, self.calls = nnx.Linear(4, 4, rngs=rngs), how, nnx.Variable(0)
+
+    def _setattr(self, name: str, value: Any) -> None:
+        super()._setattr(name, value)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        self.calls.set_value(self.calls.get_value() + 1)
+
         def call(linear: nnx.Linear, x: jax.Array) -> jax.Array:
             if self.how != "passed on":
                 linear.kernel[...] = 0.9 * linear.kernel[...]
@@ -149,6 +157,25 @@ def test_an_assignment_to_a_weight_that_a_unit_would_lose_is_refused(stack, how)
         return
     with pytest.raises(zerojax.ZeroError, match="unit Forgetful assigned to the weight 'linear/kernel'"):
         zerojax.train_step(state, X)
+
+
+class Normed(nnx.Module):
+    """A layer whose weight another one normalises in each call."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.norm = nnx.SpectralNorm(self.linear, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.norm(x, update_stats=True)
+
+
+@pytest.mark.parametrize("units", [(), (Normed,)])
+def test_a_weight_that_is_normalised_may_have_two_names(units):
+    def model(rngs: nnx.Rngs) -> Network:
+        return Network(rngs, Normed)
+
+    trace_train_step(create(model, mean_square, units, zerojax.TrainState.abstract), X)
 
 
 class Given(nnx.Module):

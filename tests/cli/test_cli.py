@@ -150,6 +150,7 @@ def test_a_boolean_is_spelled_as_in_toml(config: Path, word: str, value: bool) -
         (["train", "--train.steps", "5"], "name a config first"),
         (["train", "gpt-tinny"], "did you mean gpt-tiny?"),
         (["train", "missing.toml"], "missing.toml: no such file"),
+        (["train", "/usr"], "/usr: a folder, not a file"),
         (["train", "CONFIG", "--train.stepps", "5"], "--train.steps"),
         (["train", "CONFIG", "--train.steps", "many"], "invalid literal"),
         (["train", "CONFIG", "--train.steps", "0"], "train.steps must be at least 1"),

@@ -101,6 +101,12 @@ def test_what_depends_on_a_leafs_shape_is_refused(name):
     assert "Use a transform that works element by element" in str(e.value).replace("\n", " ")
 
 
+def test_a_mask_that_tells_scalars_from_vectors_is_refused():
+    tx = optax.adamw(1e-2, mask=functools.partial(jax.tree.map, lambda x: x.ndim == 1))
+    with pytest.raises(zerojax.ZeroError, match=r"'gain' depends .* A scalar is stored as a vector"):
+        check_shardable(tx, leaves())
+
+
 def test_what_one_model_allows_is_asked_again_of_another():
     tx = BAD["factored"]()
     for _ in range(2):

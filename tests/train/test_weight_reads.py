@@ -240,12 +240,34 @@ def test_what_belongs_to_no_unit_is_read_as_ever():
     traced(lambda m, x: mean_square(m, x) + optax.tree.norm(params(m.last)), model=Both)
 
 
-def test_forward_mode_is_refused():
-    def loss(model, batch):
-        return jax.jvp(lambda x: mean_square(model, x), (batch,), (batch,))[1]
+def tangent(model, batch):
+    return jax.jvp(lambda x: mean_square(model, x), (batch,), (batch,))[1]
 
+
+def curvature(model, batch):
+    return jnp.sum(jax.hessian(lambda x: mean_square(model, x))(batch[:1]))
+
+
+@pytest.mark.parametrize("loss", [tangent, curvature])
+@pytest.mark.parametrize("model", [Model, lambda rngs: zerojax.Stack(Block, 2, rngs=rngs)])
+def test_forward_mode_is_refused(loss, model):
     with pytest.raises(zerojax.ZeroError, match="reverse-mode"):
-        traced(loss)
+        traced(loss, model=model, units=() if model is not Model else (Block,))
+
+
+def test_forward_mode_through_a_rule_of_the_users_is_left_to_jax():
+    @jax.custom_vjp
+    def double(x):
+        return 2 * x
+
+    double.defvjp(lambda x: (double(x), None), lambda _, grad: (2 * grad,))
+
+    def loss(model, batch):
+        return mean_square(model, batch) + jnp.sum(jax.jvp(double, (batch,), (batch,))[1])
+
+    with pytest.raises(TypeError, match="forward-mode") as raised:
+        traced(loss).lower()
+    assert not isinstance(raised.value, zerojax.ZeroError)
 
 
 def test_what_a_loss_does_with_its_weights_is_refused_with_a_way_out():

@@ -21,7 +21,10 @@ def replaced_weights(module: nnx.Module, given: Mapping[Path, object]) -> dict[P
 
     Those that layers of Flax's own replace in every call are left out.
     """
-    skipped = [path for path, layer in nnx.iter_modules(module) if isinstance(layer, _NORMALISING)]
+    normalising = [layer for _, layer in nnx.iter_modules(module) if isinstance(layer, _NORMALISING)]
+    theirs = {id(node) for layer in normalising for _, node in nnx.iter_graph(layer)}
+    # The layer that they normalise may be an attribute of another module as well.
+    skipped = [path for path, node in nnx.iter_graph(module) if id(node) in theirs]
     return {
         path: value
         for path, value in leaves_of(nnx.state(module, nnx.Param))
@@ -46,7 +49,7 @@ def call_with_weights[T](
     replaced = replaced_weights(unit, given)
 
     def left(params: nnx.State) -> list[Num[Array, "..."]]:
-        again = nnx.merge(graph, params, state)
+        again = nnx.merge(graph, params, jax.tree.map(lambda x: x, state))  # with variables of this trace
         use(again)
         found = dict(leaves_of(nnx.state(again, nnx.Param)))
         return [found[path] for path in replaced]

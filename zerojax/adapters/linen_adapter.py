@@ -183,8 +183,8 @@ class BoundLinen(_LinenModel):
         module = context.module
         if not any(module.path[:n] in self._units for n in range(len(module.path) + 1)):
             return run(*args, **kwargs)
-        weights = from_tree(module.variables.get(PARAMS, {}))
-        if not any(isinstance(weight, Sharded) for weight in weights.values()):
+        params = module.variables.get(PARAMS, {})
+        if not any(isinstance(x, Sharded) for x in jax.tree.leaves(params, is_leaf=_is_param)):
             return run(*args, **kwargs)
         if context.method_name == "setup":
             # It runs again, on whole weights, in the call; here it only creates submodules.
@@ -193,7 +193,7 @@ class BoundLinen(_LinenModel):
             return None
         if not _is_method(type(module), context):
             return run(*args, **kwargs)
-        return _call_module(module, context.method_name, weights, args, kwargs)
+        return _call_module(module, context.method_name, params, args, kwargs)
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class _Unbound(_LinenModel):
         mutable = kwargs.pop("mutable", None)
         kwargs.pop("rngs", None)
         out, variables = self._module.init_with_output(self._rngs, *args, mutable=True, **kwargs)
-        created = from_tree(cast(Variables, variables).get(PARAMS, {}))
+        created = _by_path(cast(Variables, variables).get(PARAMS, {}))
         self.of_experts |= {path for path, value in created.items() if isinstance(value, ExpertBox)}
         variables = meta.unbox(variables)
         kept = {name: value for name, value in variables.items() if name not in _PASSING}
@@ -300,9 +300,17 @@ class LinenAdapter(Adapter):
         self._state = by_name(state)
         self.abstract_model_state: ModelState = {name: state[path] for name, path in self._state.items()}
         found = self._find_units(weights)
+        holding = {path[:depth] for path in weights for depth in range(len(path))}
         for cls in units:
-            if not any(cls in kinds for _, kinds in found.values()):
+            modules = {path for path, (_, kinds) in found.items() if cls in kinds}
+            if not modules:
                 raise ConfigurationError(f"ZeroConfig.units: {cls.__name__} does not occur in the model.")
+            if holding.isdisjoint(modules):
+                raise ConfigurationError(
+                    f"ZeroConfig.units: {cls.__name__} has no parameters of its own. The modules that it is "
+                    "given belong to the one that makes them: name their classes, or make them within "
+                    f"{cls.__name__}."
+                )
         self._paths = frozenset(found)
         self.parameters = tuple(
             _parameter(path, weight, found, path in self._of_experts) for path, weight in weights.items()
@@ -330,7 +338,8 @@ class LinenAdapter(Adapter):
         with master_weights(unbound, MasterWeights()):
             call_loss(self._loss_fn, unbound, batch, dropout_key)
         self._of_experts = frozenset(unbound.of_experts)
-        weights = from_tree(unbound.variables.get(PARAMS, {}))
+        weights = _by_path(params := unbound.variables.get(PARAMS, {}))
+        self._order, self._structure = list(weights), jax.tree.structure(params)
         floats = {path: w for path, w in weights.items() if jnp.issubdtype(w.dtype, jnp.floating)}
         if len(floats) < len(weights):
             names = ["/".join(path) for path in weights.keys() - floats.keys()]
@@ -352,8 +361,8 @@ class LinenAdapter(Adapter):
 
     def _variables(self, weights: Given, model_state: ModelState) -> Variables:
         rest = to_tree({path: model_state[name] for name, path in self._state.items()})
-        boxed = {path: _InScope(**vars(x)) if isinstance(x, Sharded) else x for path, x in weights.items()}
-        return {PARAMS: to_tree(boxed), **rest}
+        boxed = [_InScope(**vars(x)) if isinstance(x := weights[p], Sharded) else x for p in self._order]
+        return {PARAMS: jax.tree.unflatten(self._structure, boxed), **rest}
 
     def _trace[*Args, T: PyTree[Array]](
         self, function: Callable[[*Args], T], *args: *Args
@@ -374,7 +383,7 @@ class LinenAdapter(Adapter):
             kinds = {cls for cls in self._units if isinstance(module, cls)}
             outermost = not any(module.path[:n] in found for n in range(len(module.path) + 1))
             if kinds and outermost and any(_is_method(cls, context) for cls in type(module).__mro__):
-                sliced = from_tree(module.variables.get(PARAMS, {}))
+                sliced = _by_path(module.variables.get(PARAMS, {}))
                 own = {(*module.path, *path): x for path, x in sliced.items()}
                 stacks = {_stack("/".join(path), weights[path], x) for path, x in own.items()}
                 if len(stacks) > 1:
@@ -393,6 +402,17 @@ class LinenAdapter(Adapter):
 
         self._trace(look, weights, self.abstract_model_state, self._batch)
         return found
+
+
+def _is_param(value: object) -> bool:
+    """Whether a value in a tree of parameters is one, and no container."""
+    return isinstance(value, Sharded | ExpertBox)
+
+
+def _by_path(params: PyTree) -> dict[Path, Any]:
+    """Parameters by path; one that holds a pytree is one parameter per leaf."""
+    found = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_param)
+    return {tuple(jax.tree_util.keystr((key,), simple=True) for key in path): x for path, x in found}
 
 
 def _state(variables: Variables) -> dict[Path, Array]:
@@ -437,12 +457,12 @@ def _is_method(cls: type, context: InterceptorContext) -> bool:
 def _call_module(
     module: linen.Module,
     method: str,
-    weights: Mapping[Path, Sharded],
+    params: PyTree,
     args: Sequence[object],
     kwargs: Mapping[str, object],
 ) -> Arrays:
     """Run a unit's method on an unbound copy that has whole weights, and copy its state back."""
-    paths = tuple(weights)
+    weights, structure = jax.tree.flatten(params, is_leaf=_is_param)
     arrays, join = split_arrays((args, kwargs))
     free, variables = module.unbind()
     state = {name: value for name, value in variables.items() if name != PARAMS}
@@ -453,14 +473,14 @@ def _call_module(
     def body(whole: Sequence[Array], inputs: Arrays) -> tuple[Arrays, Mapping[str, PyTree[Array]]]:
         state, rngs, arrays = inputs
         args, kwargs = join(arrays)
-        params = to_tree(dict(zip(paths, whole, strict=True)))
+        params = jax.tree.unflatten(structure, whole)
 
         def call(unit: linen.Module) -> Arrays:
             return getattr(unit, method)(*args, **kwargs)
 
         return free.apply({PARAMS: params, **state}, rngs=rngs, method=call, mutable=mutable)
 
-    out, changed = call_unit(body, list(weights.values()), (state, rngs, arrays))
+    out, changed = call_unit(body, weights, (state, rngs, arrays))
     for collection, values in changed.items():
         for name, value in values.items():
             module.put_variable(collection, name, value)

@@ -259,7 +259,9 @@ def _gathering_class(cls: type[nnx.Module]) -> type[nnx.Module]:
     names: dict[str, object] = {}
     for base in reversed(cls.__mro__[: cls.__mro__.index(nnx.Module)]):
         for name, member in vars(base).items():
-            if inspect.isfunction(member) and (name == "__call__" or not name.startswith("__")):
+            # What overrides Flax's own, as ToNNX's ``_setattr`` does, is no way to compute with weights.
+            own = name == "__call__" or not (name.startswith("__") or hasattr(nnx.Module, name))
+            if inspect.isfunction(member) and own:
                 names[name] = _gathering(cls, name)
     names["__module__"] = cls.__module__
     return types.new_class(cls.__name__, (cls,), exec_body=lambda namespace: namespace.update(names))

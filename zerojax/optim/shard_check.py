@@ -230,7 +230,9 @@ def _compare_updates(tx: optax.GradientTransformation, leaves: tuple[tuple[Path,
             raise ConfigurationError(
                 f"the optimizer's update of {'/'.join(path)!r} depends on the leaf's shape, which a shard "
                 "does not have (Adafactor's factors, Muon, unit-wise clipping and block means do), or it "
-                "moves a weight whose gradients are all zero, such as padding (Yogi does). " + _WAY_OUT
+                "moves a weight whose gradients are all zero, such as padding (Yogi does). "
+                + ("" if whole[path].ndim else "A scalar is stored as a vector, so choose it by its path. ")
+                + _WAY_OUT
             )
 
 

@@ -118,7 +118,7 @@ _COMBINED = (
 
 # Parts of JAX's messages about transformations that units do not support, and the messages to show instead.
 _TRANSLATIONS = {
-    "can't apply forward-mode differentiation": FORWARD_MODE,
+    "can't apply forward-mode": FORWARD_MODE,
     "does not support reverse-mode autodiff": (
         "a loss cannot take a gradient of its own through a unit or a Stack for micro-batches in breadth: "
         'set accumulate_order="depth".'

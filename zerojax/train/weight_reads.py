@@ -9,6 +9,7 @@ and pass on the same arrays. So the traced program is checked: only a unit, whic
 
 import functools
 import operator
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from zerojax import schedule
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.replay import scan_counts
 from zerojax.schedule.layer_update import LayerState
@@ -28,6 +30,8 @@ Names = list[str | None]
 """For each value the name of the weight that it belongs to, or None."""
 Reads = Counter[str]
 """How often units read the values of a name."""
+_RULES = f" at {schedule.__path__[0]}{os.sep}"
+"""Where JAX says that the backward rules of units and stacks are."""
 
 
 def refuse_reads(jaxpr: core.Jaxpr, weights: Mapping[Path, Any]) -> None:
@@ -98,10 +102,13 @@ def _follow(jaxpr: core.Jaxpr, names: Names) -> tuple[Names, Reads]:
     known = {var: name for var, name in zip(jaxpr.invars, names, strict=True) if name is not None}
     reads: Reads = Counter()
     for equation in jaxpr.eqns:
+        name, params = equation.primitive.name, equation.params
+        if name == "custom_lin" and _RULES in params["bwd"].debug_info.func_src_info:
+            raise ConfigurationError(FORWARD_MODE)
         given = [None if isinstance(var, core.Literal) else known.get(var) for var in equation.invars]
         if not any(given):
             continue
-        if equation.params.get("name") == READ_BY_UNIT:
+        if params.get("name") == READ_BY_UNIT:
             reads.update(filter(None, given))
             continue
         results, inside = _results(equation, given)
@@ -131,8 +138,6 @@ def _results(equation: core.JaxprEqn, given: Names) -> tuple[Names, Reads]:
             # What some branches do not read is read neither once nor never.
             reads = _times(2, most - least) + least
             return [next(filter(None, names), None) for names in zip(*branches, strict=True)], reads
-        case "custom_lin":
-            raise ConfigurationError(FORWARD_MODE)
         case name if name in MOVES:
             return [next(filter(None, given))] * len(equation.outvars), Counter()
     inside = list(core.jaxprs_in_params(params))

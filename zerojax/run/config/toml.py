@@ -28,7 +28,7 @@ def find_config(name: str) -> Path:
     if path.suffix == ".toml" or len(path.parts) > 1:
         if path.is_file():
             return path
-        raise ConfigError(f"{name}: no such file")
+        raise ConfigError(f"{name}: {'a folder, not a file' if path.is_dir() else 'no such file'}")
     for place in _places():
         if (place / f"{name}.toml").is_file():
             return place / f"{name}.toml"
