@@ -27,6 +27,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    """What is left at the end goes with the process, without seconds of looking for what is garbage."""
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def compiled_programs(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What is compiled twice is compiled once; pytest clears the folder away, unless JAX was told of one."""
