@@ -219,7 +219,7 @@ def test_uneven_token_counts_weigh_as_tokens(mesh, stage, options):
 def test_metrics_are_means_over_tokens_and_the_global_norm():
     case = CASES["ragged"]
     plain, batch = plain_model("ragged"), case.batches(ROWS, 1)[0]
-    loss, grads = jax.value_and_grad(plain.loss)(plain.weights, batch)
+    loss, grads = jax.jit(jax.value_and_grad(plain.loss))(plain.weights, batch)
     state = case.start(momentum(), plain.weights, nodes=3, local=2, accumulate=2)
     state, metrics = zerojax.train_step(state, batch)
     assert metrics["tokens"] == batch["counted"].sum()
@@ -245,7 +245,7 @@ def learned_weights(model: Any, batch: Any) -> tuple[jax.Array, dict[str, Any]]:
 def test_only_the_loss_is_differentiated_whatever_aux_has_in_it():
     case = dataclasses.replace(CASES["nnx"], loss=learned_weights)
     plain, batch = Plain(case), case.batches(ROWS, 1)[0]
-    loss, grads = jax.value_and_grad(plain.loss)(plain.weights, batch)
+    loss, grads = jax.jit(jax.value_and_grad(plain.loss))(plain.weights, batch)
     state = case.start(optax.sgd(1.0), plain.weights, nodes=1, local=1)
     state, metrics = zerojax.train_step(state, batch)
     assert metrics["count"] == ROWS

@@ -274,22 +274,26 @@ def _updates(
 
     @jax.jit
     def update(
-        totals: list[PyTree[Array]], states: list[PyTree[Array]], gradients: list[PyTree[Array]]
-    ) -> tuple[list[PyTree[Array]], list[PyTree[Array]], Array]:
+        states: list[PyTree[Array]], gradients: list[PyTree[Array]], given: list[PyTree[Array]]
+    ) -> tuple[list[PyTree[Array]], list[PyTree[Array]]]:
         pairs = list(map(tx.update, gradients, states, given))
-        ones, states = [one for one, _ in pairs], [state for _, state in pairs]
-        changes = [jnp.any(jnp.stack([jnp.any(x != 0) for x in jax.tree.leaves(one)])) for one in ones]
-        return jax.tree.map(jnp.add, totals, ones), states, jnp.all(jnp.stack(changes))
+        return [one for one, _ in pairs], [state for _, state in pairs]
 
-    totals = jax.tree.map(np.zeros_like, given)
+    totals = [{path: np.zeros_like(x) for path, x in params.items()} for params, *_ in trees]
     states = jax.jit(lambda given: [tx.init(params) for params in given])(given)
     changed = 0
     for number in range(_MAX_UPDATES):
-        totals, states, changes = update(totals, states, gradients[number % len(gradients)])
-        changed += int(changes)
+        updates, states = update(states, gradients[number % len(gradients)], given)
+        ones = [{path: np.asarray(x) for path, x in from_tree(one).items()} for one in updates]
+        with np.errstate(all="ignore"):  # an optimizer may divide by zero
+            totals = [
+                {path: total[path] + x for path, x in one.items()}
+                for total, one in zip(totals, ones, strict=True)
+            ]
+        changed += all(any(x.any() for x in one.values()) for one in ones)
         if changed == 2:
             break
-    return [{path: np.asarray(x) for path, x in from_tree(total).items()} for total in totals]
+    return totals
 
 
 @functools.lru_cache(maxsize=32)
