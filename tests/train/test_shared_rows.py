@@ -294,6 +294,16 @@ def no_attention(model: Any, batch: Any) -> jax.Array:
     return jnp.mean(model.embed(zerojax.own_tokens(batch["tokens"])))
 
 
+def pooled(model: Any, batch: Any) -> jax.Array:
+    x = zerojax.whole_rows(model.embed(zerojax.own_tokens(batch["tokens"])))
+    return jnp.mean(jnp.sum(x, axis=1) * jnp.mean(zerojax.own_tokens(batch["tokens"])))
+
+
+def mixing(model: Any, batch: Any) -> jax.Array:
+    x = model.embed(zerojax.own_tokens(batch["tokens"]))
+    return jnp.mean(zerojax.own_tokens(jnp.cumsum(zerojax.whole_rows(x), axis=1)) ** 2)
+
+
 def own_segments(model: Any, batch: Any) -> jax.Array:
     x = model.embed(zerojax.own_tokens(batch["tokens"]))[:, :, None]
     return jnp.mean(zerojax.attention(x, x, x, segments=zerojax.own_tokens(batch["tokens"])))
@@ -321,6 +331,7 @@ def numbers(model: Any, batch: Any) -> jax.Array:
         (numbers, (4, 8), r"own_tokens: an array of shape \(\) has no axis 1 of tokens"),
         (whole_rows, (4, 8), "zerojax.own_tokens"),
         (no_attention, (4, 8), "never calls zerojax.attention"),
+        (pooled, (4, 8), "never calls zerojax.attention"),
         (own_segments, (4, 8), r"segments of shape \(1, 4\) for rows of shape \(1, 8\)"),
         (lm_loss, (4, 8), "7 tokens .* do not divide by sequence_parallel=2: .* to 8"),
         (lm_loss, (6, 9), "6 rows, not a positive multiple of 4 groups of 2 devices"),
@@ -330,6 +341,13 @@ def test_what_cannot_be_shared_is_refused(loss, shape, message):
     batch = {"tokens": jax.ShapeDtypeStruct(shape, np.int32), "number": 1.0}
     with pytest.raises(ConfigurationError, match=message):
         zerojax.lower_train_step(abstract(loss), batch)
+
+
+def test_a_layer_that_mixes_whole_rows_needs_no_attention():
+    state, tokens = small(2), np.random.default_rng(0).integers(0, VOCAB, (4, 8))
+    found = zerojax.eval_step(state, {"tokens": tokens}, mixing)["loss"]
+    embedding = zerojax.gather_params(state)["embed"]["embedding"]
+    np.testing.assert_allclose(found, np.mean(np.cumsum(embedding[tokens], axis=1) ** 2), rtol=1e-5)
 
 
 def test_predictions_of_parts_are_refused():

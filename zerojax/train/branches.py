@@ -8,10 +8,11 @@ gathered over the mesh.
 
 Where devices share rows, it is also followed what differs between those of a row: parts of its tokens, until
 they are whole again, and random bits. A part has no parts of its own, and results of rows are of whole ones.
+A layer that mixes tokens takes parts of what it has computed of rows that were put together.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jax.extend import core
@@ -29,6 +30,8 @@ Axes = frozenset[str]
 ``ROW``."""
 ROW = "row"
 """In place of an axis, for what differs between the devices that share a row."""
+_JOINED = "joined"
+"""Likewise, for what is computed of rows that ``whole_rows`` has put together."""
 
 _NONE: Axes = frozenset()
 _EQUALISING = frozenset({"all_gather", "all_gather_invariant", "pmax", "pmin", "psum", "psum_invariant"})
@@ -43,10 +46,13 @@ class Branches:
         mesh: its axes of more than one device; and ``ROW`` where devices share rows.
         backward: the axes that a unit's backward pass communicates over, which is not traced; none without
             one.
+        mixed: the lines of the programs, so far, that take parts of what is computed of rows that
+            ``whole_rows`` has put together.
     """
 
     mesh: Axes
     backward: Axes
+    mixed: set[str] = field(default_factory=set)
 
     def refuse_divergent(self, jaxpr: core.Jaxpr, differing: Sequence[Axes]) -> list[Axes]:
         """Check every branch and loop of a program.
@@ -110,7 +116,9 @@ class Branches:
                 return given
         every = _NONE.union(*given)
         if params.get("name") == WHOLE_ROWS:
-            return [each - {ROW} for each in given]
+            return [(each - {ROW}) | {_JOINED} for each in given]
+        if params.get("name") == OWN_TOKENS and _JOINED in every:
+            self.mixed.add(line_of_equation(equation.source_info))
         if ROW in self.mesh:
             _refuse_other_parts(equation, shared=ROW not in every)
         if axes := frozenset(collective_axes(equation)):

@@ -45,7 +45,7 @@ from zerojax.train.blocks import Blocks, flat_blocks, reduce_by_group, without_p
 from zerojax.train.branches import ROW, Axes, Branches
 from zerojax.train.copies import ByPath
 from zerojax.train.pass_weights import PassWeights, Placed, place_weights
-from zerojax.train.shared_rows import refuse_unshared
+from zerojax.train.shared_rows import refuse_unmixed, refuse_unshared
 from zerojax.train.spec import ParamGroup, TrainSpec
 from zerojax.train.weight_reads import refuse_assigned, refuse_calls, refuse_reads
 
@@ -308,6 +308,7 @@ def _check(
     while True:
         after = branches.refuse_divergent(jaxpr, [*differing, *state, *rows])
         if spec.zero.passes == 1 or not train or after[: len(state)] == state:
+            refuse_unmixed(jaxpr, spec.zero.sequence_parallel, branches.mixed)
             return after[len(state) :]
         state = after[: len(state)]  # the next micro-batch begins with it
 

@@ -1,5 +1,7 @@
 """Rows that several devices of a node share, and losses that have no use for them."""
 
+from collections.abc import Collection
+
 import jax
 from jax.extend import core
 
@@ -14,23 +16,38 @@ def processes_a_row(devices: int) -> int:
 
 
 def refuse_unshared(jaxpr: core.Jaxpr, devices: int) -> None:
-    """Refuse a function of a model of which so many devices cannot share the rows, as far as its trace tells.
+    """Refuse a function of a model of which so many devices would compute with whole rows.
 
     Raises:
-        ConfigurationError: it takes no part of the tokens, or nothing brings the parts together.
+        ConfigurationError: it takes no part of the tokens.
     """
-    if devices == 1:
-        return
-    names = {equation.params.get("name") for equation in equations_within(jaxpr)}
-    if OWN_TOKENS not in names:
+    if devices > 1 and OWN_TOKENS not in _names(jaxpr):
         raise ConfigurationError(
             f"sequence_parallel={devices}: the function computes with whole rows on each of the devices "
             "that share them. Let it take this device's part of tokens and labels by zerojax.own_tokens, as "
             "zerojax.models.lm_loss does, or set sequence_parallel=1."
         )
-    if ATTENDED not in names:
+
+
+def refuse_unmixed(jaxpr: core.Jaxpr, devices: int, mixed: Collection[str]) -> None:
+    """Refuse a function of a model of which so many devices cannot share the rows, as far as its trace tells.
+
+    Args:
+        jaxpr: of the function.
+        devices: that share a row.
+        mixed: the lines of layers that mix tokens otherwise than by attention (``Branches.mixed``).
+
+    Raises:
+        ConfigurationError: nothing brings the parts of rows together.
+    """
+    if devices > 1 and not mixed and ATTENDED not in _names(jaxpr):
         raise ConfigurationError(
             f"sequence_parallel={devices}: the model never calls zerojax.attention, so no token sees those "
-            "on the other devices of its row. Call it in place of the attention that the model has; one that "
-            "mixes tokens in another way, such as convolutions, needs sequence_parallel=1."
+            "on the other devices of its row. Call it in place of the attention that the model has. A layer "
+            "that mixes tokens in another way, such as a convolution, is given whole rows: "
+            "own_tokens(layer(whole_rows(x)))."
         )
+
+
+def _names(jaxpr: core.Jaxpr) -> set[object]:
+    return {equation.params.get("name") for equation in equations_within(jaxpr)}
