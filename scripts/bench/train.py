@@ -62,6 +62,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zero++-fp8": {"preset": "zero++", "matmul_dtype": "fp8"},
     "delta-fp8": {"preset": "delta", "matmul_dtype": "fp8"},
     "local": {"preset": "local"},
+    "local-host": {"preset": "local", "host": ("optimizer",)},
     "lora": {"preset": "zero3", "frozen": ("*",)},
     "lora-int8": {"preset": "zero3", "frozen": ("*",), "frozen_weights": "int8"},
     "lora-fp8": {"preset": "zero3", "frozen": ("*",), "frozen_weights": "fp8", "matmul_dtype": "fp8"},

@@ -117,7 +117,7 @@ def test_steps_have_the_bits_of_those_on_the_device(
     assert int(zerojax.eval_step(other, batch_of(0))["loss"] == zerojax.eval_step(state, batch_of(0))["loss"])
 
 
-LOCAL: dict[str, Any] = {"every": 4, "block_size": 64, "outer_delay": 2}
+LOCAL: dict[str, Any] = {"every": 4, "block_size": 64, "outer_momentum": 0.5, "outer_learning_rate": 0.5}
 EXACTLY: dict[str, Any] = {"weights": None, "grads": (None, None), "rotation": 0, "error_feedback": False}
 MOMENTUM = optax.sgd(2.0**-6, momentum=0.5)
 

@@ -240,13 +240,10 @@ def _encode_layer(spec: TrainSpec, group: ParamGroup, stored: _Stored, copies: B
     """One layer's weights as their owners send them next, by the masters among ``stored``."""
     leaves = [dataclasses.replace(leaf, stack=()) for leaf in group.leaves]
 
-    stored_specs = {leaf.path: spec.param_spec(leaf) for leaf in leaves}
+    stored_specs = {leaf.path: leaf.spec(leaf.owners) for leaf in leaves}
     copied = [leaf for leaf in leaves if leaf.path in copies]
     copy_specs = specs_of({leaf.path: spec.stored(leaf, "secondary") for leaf in copied})
-    out = Sent(
-        {leaf.path: leaf.spec(leaf.owners) for leaf in leaves},
-        {leaf.path: PartitionSpec() for leaf in leaves if leaf.fp8},
-    )
+    out = Sent(stored_specs, {leaf.path: PartitionSpec() for leaf in leaves if leaf.fp8})
     masters = {leaf.path: stored["params", *leaf.path] for leaf in leaves}
     given = {leaf.path: dataclasses.replace(copies[leaf.path], layout=leaf) for leaf in copied}
     run = on_mesh(
