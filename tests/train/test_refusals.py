@@ -341,6 +341,16 @@ def test_a_batch_without_rows():
 
 
 @pytest.mark.parametrize(
+    ("ids", "found"), [(np.full(8, 2**40), 2**40), (-(2**31) - 1, -2147483649), (np.uint64(2**32), 2**32)]
+)
+def test_integers_that_need_more_bits_than_devices_have(ids, found):
+    state = create()
+    for step in (zerojax.train_step, zerojax.eval_step):
+        with refused(rf"batch\['ids'\] has {found} in it, .* 32 bits"):
+            step(state, {**BATCH, "ids": ids})
+
+
+@pytest.mark.parametrize(
     ("more", "message"),
     [
         (

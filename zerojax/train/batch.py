@@ -223,6 +223,8 @@ def _check_array(name: str, x: Any) -> None:
             f"{name} is a list, whose elements would be scalars that every device gets: make it an array by "
             "np.asarray."
         )
+    if isinstance(x, int | np.integer | np.ndarray):
+        _refuse_wide(name, np.asarray(x))
     if isinstance(x, NUMBER) or hasattr(x, "__jax_array__"):
         return
     if not isinstance(x, _ARRAYS):
@@ -234,6 +236,18 @@ def _check_array(name: str, x: Any) -> None:
         raise ConfigurationError(
             f"{name} is an array of dtype {x.dtype}, which no device can hold: a batch holds numbers. "
             "Encode it, or leave it out of what the step gets."
+        )
+
+
+def _refuse_wide(name: str, x: np.ndarray) -> None:
+    """Refuse integers beyond those that JAX has, which would lose their upper bits."""
+    if x.dtype.kind not in "iu" or not x.size or jax.dtypes.canonicalize_dtype(x.dtype) == x.dtype:
+        return
+    bounds = np.iinfo(jax.dtypes.canonicalize_dtype(x.dtype))
+    if beyond := [int(n) for n in (x.min(), x.max()) if not bounds.min <= n <= bounds.max]:
+        raise ConfigurationError(
+            f"{name} has {beyond[0]} in it, and JAX's integers have 32 bits: number such ids anew, or pass "
+            "their upper and lower halves."
         )
 
 
