@@ -151,11 +151,15 @@ def test_local_updates_move_layers_and_fragments_of_host_memory(cuda_mesh, host)
 
     # Described devices have no such inputs: the program allocates them, and returns an element of each.
     def allocated(x):
-        empty = lambda: to_host(lax.empty(x.sharding.shard_shape(x.shape), x.dtype))  # noqa: E731
+        def empty():
+            return to_host(lax.empty(x.sharding.shard_shape(x.shape), x.dtype))
+
         return on_each(empty, in_specs=(), out_specs=x.sharding.spec)()
 
     def element(x, like):
-        first = lambda x: to_device(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim)).reshape(1)  # noqa: E731
+        def first(x):
+            return to_device(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim)).reshape(1)
+
         return on_each(first, in_specs=like.sharding.spec, out_specs=PartitionSpec(("node", "local")))(x)
 
     def run(here, batch):

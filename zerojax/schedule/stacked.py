@@ -36,21 +36,21 @@ def by_dma[T: PyTree[Array]](run: Callable[[Index, T], T], carried: T) -> T:
     return cast(tuple[Array, T], set_xla_metadata(turns, **_KEEP))[1]
 
 
-def layer_at[T: PyTree[Array]](stacked: T, index: Index) -> T:
-    """The layer at an index, on the device."""
+def layer_at[T: PyTree[Array]](stacked: T, index: Index, axis: int = 0) -> T:
+    """The layer at an index along the axis of layers, on the device."""
 
     def one(x: Array) -> Array:
-        return to_device(lax.dynamic_index_in_dim(x, index, keepdims=False, allow_negative_indices=False))
+        return to_device(lax.dynamic_index_in_dim(x, index, axis, False, allow_negative_indices=False))
 
     return jax.tree.map(one, stacked)
 
 
-def put_layer[T: PyTree[Array]](stacked: T, layer: T, index: Index) -> T:
+def put_layer[T: PyTree[Array]](stacked: T, layer: T, index: Index, axis: int = 0) -> T:
     """``stacked`` with one layer replaced, or some that follow each other, in the memory where it was."""
 
     def one(x: Array, new: Array) -> Array:
         new = to_host(new) if in_host(x) else new
-        return lax.dynamic_update_index_in_dim(x, new, index, 0, allow_negative_indices=False)
+        return lax.dynamic_update_index_in_dim(x, new, index, axis, allow_negative_indices=False)
 
     return jax.tree.map(one, stacked, layer)
 

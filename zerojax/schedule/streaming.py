@@ -18,7 +18,6 @@ from jaxtyping import Array, PyTree
 
 from zerojax.schedule import stacked
 from zerojax.schedule.stacked import Index
-from zerojax.sharding.memory import in_host, to_device, to_host
 
 
 def over_host_layers[K: Hashable, R: PyTree[Array]](
@@ -84,12 +83,9 @@ def layer_at[T: PyTree[Array]](stack: T, index: Index) -> T:
 def _layer_of_each[T: PyTree[Array]](
     size: int, mapped: tuple[PyTree[bool], bool], stack: T, index: Index
 ) -> tuple[T, PyTree[bool]]:
-    def one(x: Array) -> Array:
-        return to_device(lax.dynamic_index_in_dim(x, index, 1, False, allow_negative_indices=False))
-
     assert all(jax.tree.leaves(mapped[0]))
     assert not mapped[1], f"the same layer of all {size}"
-    return jax.tree.map(one, stack), mapped[0]
+    return stacked.layer_at(stack, index, axis=1), mapped[0]
 
 
 @custom_vmap
@@ -102,14 +98,12 @@ def put_layer[T: PyTree[Array]](stack: T, layer: T, index: Index) -> T:
 def _put_layer_of_each[T: PyTree[Array]](
     size: int, mapped: tuple[PyTree[bool], PyTree[bool], bool], stack: T, layer: T, index: Index
 ) -> tuple[T, PyTree[bool]]:
-    def one(x: Array, new: Array, each: bool) -> Array:
-        x = x if each else jnp.broadcast_to(x, (size, *x.shape))  # one that begins empty
-        new = to_host(new) if in_host(x) else new
-        return lax.dynamic_update_index_in_dim(x, new, index, 1, allow_negative_indices=False)
+    def of_each(x: Array, each: bool) -> Array:
+        return x if each else jnp.broadcast_to(x, (size, *x.shape))  # one that begins empty
 
     assert all(jax.tree.leaves(mapped[1]))
     assert not mapped[2], f"the same layer of all {size}"
-    return jax.tree.map(one, stack, layer, mapped[0]), mapped[1]
+    return stacked.put_layer(jax.tree.map(of_each, stack, mapped[0]), layer, index, axis=1), mapped[1]
 
 
 def read_first[K: Hashable](stored: dict[K, Array]) -> set[K]:

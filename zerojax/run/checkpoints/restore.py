@@ -85,12 +85,12 @@ def restore(
         if outer is not None:
             wanted[OPTIMIZER] = wanted[OPTIMIZER][outer]
         places = _places(wanted.get(OPTIMIZER, {}), saved.get(OPTIMIZER) or {})
-        params = {}
+        means = {}
         if nodes and state.spec.tx is None:
-            params = {"params": wanted.pop("params")}
-            _check_fits(path, params, saved, prefix)
-            params["params"] = _load_params(path, state, params["params"], nodes, prefix)
-        tree = params | _load(path, _renamed(wanted, places), saved, prefix)
+            params = wanted.pop("params")
+            _check_fits(path, {"params": params}, saved, prefix)
+            means = {"params": _load_params(path, state, params, nodes, prefix)}
+        tree = means | _load(path, _renamed(wanted, places), saved, prefix)
         tree = _renamed(tree, {new: old for old, new in places.items()})
         return from_canonical(state, tree if outer is None else tree | {OPTIMIZER: {outer: tree[OPTIMIZER]}})
     if AVERAGE not in saved:
@@ -252,14 +252,20 @@ def _load_params(path: Path, state: TrainState, params: Any, nodes: int | None, 
     """Some weights in canonical form, for one that goes on with nothing else of the checkpoint.
 
     Of ``nodes`` it is the mean of their own weights. The outer weights would be worse: on average each
-    fragment of them is half a round old, and more with a delay (docs/quality.md).
+    fragment of them is half a round old, and more with a delay (docs/quality.md). They are read one by one:
+    those of all nodes together may need more memory than there is.
     """
+
+    def mean(at: tuple[str, ...], like: jax.ShapeDtypeStruct, nodes: int) -> jax.Array:
+        each = {"weights": to_tree({at: in_each_node(state.spec, like, nodes)})}
+        found = from_tree(_load_kind(path, f"{prefix}{NODES}", each)["weights"])
+        return jax.block_until_ready(mean_over_nodes(state.spec, found[at]))
+
     with ocp.Context(pytree_options=_PARTIAL):
         if nodes is None:
             return _reading(path, lambda: _load_here(path, f"{prefix}params", params))
-        each = {"weights": jax.tree.map(lambda x: in_each_node(state.spec, x, nodes), params)}
-        found = _reading(path, lambda: _load_kind(path, f"{prefix}{NODES}", each))["weights"]
-    return jax.tree.map(lambda x: mean_over_nodes(state.spec, x), found)
+        wanted = from_tree(params)
+        return _reading(path, lambda: to_tree({at: mean(at, like, nodes) for at, like in wanted.items()}))
 
 
 def _load_kind(path: Path, kind: str, tree: Any) -> Any:
