@@ -60,9 +60,6 @@ SDP4Bit (arXiv:2410.15526) for the rotation and the encoded difference.
 # jnp.arange and lax.fori_loop have no complete types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -151,12 +148,16 @@ def _flush(x: jax.Array) -> jax.Array:
 
 def rotate(x: jax.Array) -> jax.Array:
     """The butterflies of the 32-wide Hadamard matrix along the last axis, not normalised."""
-    shape = x.shape
-    for stride in (1, 2, 4, 8, 16):
-        pairs = _flush(x).reshape(-1, ROTATION // (2 * stride), 2, stride)
-        a, b = pairs[:, :, 0], pairs[:, :, 1]
-        x = jnp.stack([a + b, a - b], axis=2).reshape(shape)
-    return _flush(x)
+
+    def butterflies(_: int, x: jax.Array) -> jax.Array:
+        # Of neighbours. Sums move to the first half of a group and differences to the second, so the next
+        # stride's pairs are neighbours, and after the last all are in place: one body to compile.
+        pairs = _flush(x).reshape(-1, ROTATION // 2, 2)
+        a, b = pairs[..., 0], pairs[..., 1]
+        return jnp.concatenate([a + b, a - b], axis=-1)
+
+    strides = ROTATION.bit_length() - 1
+    return _flush(lax.fori_loop(0, strides, butterflies, x.reshape(-1, ROTATION))).reshape(x.shape)
 
 
 def _scales(blocks: jax.Array, fmt: str, rounding: str, rotation: int) -> tuple[jax.Array, jax.Array]:
@@ -353,29 +354,23 @@ def _split(payload: jax.Array, fmt: str, n: int, block: int | None) -> tuple[jax
     return values, scale[..., None]
 
 
-def _fold_rows(term: Callable[[Any], jax.Array], rows: int) -> jax.Array:
-    """The sum of term(row) over the rows, in order, one row at a time to bound memory."""
-    return lax.fori_loop(1, rows, lambda row, total: total + term(row), term(0))
+def _fold_rows(terms: jax.Array) -> jax.Array:
+    """The sum over the rows, in order; a compiler computes each term as it adds it."""
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
 
 
 def _sum_rows(payload: jax.Array, fmt: str, n: int, block: int | None) -> jax.Array:
     """fp32[n]: the sum of the decoded rows, in row order."""
-    rows = payload.shape[0]
     if fmt not in HALF_RANGE:
-        return _fold_rows(lambda row: _decode(payload[row], fmt, n, block), rows)
+        return _fold_rows(_decode(payload, fmt, n, block))
     half = np.float32(HALF_RANGE[fmt])
-    scales = _from_bytes(payload[:, code_bytes(fmt, n) :], jnp.dtype(jnp.bfloat16)).astype(jnp.float32)
-    exponent = jnp.minimum(jnp.max(to_bits(scales), axis=0) >> 23, 253)[:, None]
-    down = to_float((254 - exponent) << 23)
-
-    def term(row: Any) -> jax.Array:
-        values, scale = _split(payload[row], fmt, n, block)
-        return (values + half) * (scale * down)
-
-    def bias(row: Any) -> jax.Array:
-        return half * (scales[row][:, None] * down)
-
-    total = _fold_rows(term, rows) - _fold_rows(bias, rows)
+    values, scale = _split(payload, fmt, n, block)
+    exponent = jnp.minimum(jnp.max(to_bits(scale), axis=0) >> 23, 253)
+    scale = scale * to_float((254 - exponent) << 23)
+    total = _fold_rows((values + half) * scale) - _fold_rows(half * scale)
     return (total * to_float(exponent << 23)).reshape(n)
 
 
