@@ -63,6 +63,12 @@ def split_rows(batch: Batch) -> tuple[list[Array], Callable[[Sequence[Array]], B
     return rows, lambda others: combine(others, whole)
 
 
+def micro_batches(batch: Batch, count: int) -> tuple[list[Array], Callable[[Sequence[Array]], Batch]]:
+    """A batch's rows in ``count`` parts along a new leading axis, and the function from a part to a batch."""
+    rows, join = split_rows(batch)
+    return [x.reshape(count, x.shape[0] // count, *x.shape[1:]) for x in rows], join
+
+
 def unmarked(batch: Batch) -> PyTree:
     """A batch as a loss function gets it: without ``Replicated``."""
     return jax.tree.map(lambda x: x.value if _is_replicated(x) else x, batch, is_leaf=_is_replicated)

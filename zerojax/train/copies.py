@@ -127,19 +127,15 @@ def updated_copies(
     return {path: copies[path].replace(x) for path, x in values.items()}
 
 
-def secondary_partitions(
-    spec: TrainSpec, masters: ByPath, frozen: ByPath, copies: ByPath, step: Array, *, current: bool
-) -> ByPath:
-    """Every weight as a node has it, with the values that the next forward pass computes with.
-
-    ``current`` says whether the copies, if there are any, have the values of the master weights.
-    """
-    if current:
+def secondary_partitions(spec: TrainSpec, shards: Shards) -> ByPath:
+    """Every weight as a node has it, with the values that the next forward pass computes with."""
+    masters, frozen, copies = owned_of(spec, shards), from_tree(shards.frozen), shards.copies
+    if shards.current_copies:
         masters, _ = with_scales(spec, masters, {})
     else:
         masters, copies = with_scales(spec, masters, copies)
         if copies:
-            copies = updated_copies(spec, masters, copies, step)
+            copies = updated_copies(spec, masters, copies, shards.step)
     lacking = {
         path: weight
         for path, weight in (masters | frozen).items()

@@ -1,7 +1,10 @@
 """The arrays of a train state: their shapes, dtypes and shardings."""
 
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32, PyTree, UInt32
 
 from zerojax.adapters import ModelState
+from zerojax.comm.in_order import on_mesh
 from zerojax.optim.moments import by_moment
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.mesh import NODE
@@ -19,7 +23,9 @@ from zerojax.train.spec import TrainSpec
 from zerojax.weights.weight import Weight
 
 
-class Shards(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Shards:
     """The fields of a state that a pass reads; see ``TrainState``.
 
     Inside ``shard_map`` they are one device's parts of the arrays; outside, the global arrays or their
@@ -34,8 +40,14 @@ class Shards(NamedTuple):
     copies: dict[Path, Weight]
     residual: PyTree[Array]
     frozen: PyTree[Weight]
+    current_copies: bool = field(metadata={"static": True})
 
-    @property
+    @staticmethod
+    def of(values: Mapping[str, Any]) -> "Shards":
+        """Those among the fields of a state."""
+        return Shards(**{one.name: values[one.name] for one in dataclasses.fields(Shards)})
+
+    @functools.cached_property
     def step_seed(self) -> Seed:
         """The seed of this step's random bits."""
         return mix(self.seed, self.step)
@@ -128,11 +140,24 @@ def abstract_copies(spec: TrainSpec, *, frozen: bool = False) -> dict[Path, Weig
     return {leaf.path: spec.stored(leaf, "secondary") for leaf in lacking}
 
 
-def shard_specs(spec: TrainSpec, copies: Iterable[Path]) -> Shards:
+def shard_specs(spec: TrainSpec, copies: Iterable[Path] = (), *, current_copies: bool = False) -> Shards:
     """The PartitionSpecs of ``Shards``, for a state that has copies of the weights at these paths."""
-    fields, every = abstract_fields(spec), abstract_copies(spec, frozen=True)
-    fields["copies"] = {path: every[path] for path in copies}
-    return specs_of(Shards(**{name: fields[name] for name in Shards._fields}))
+    every = abstract_copies(spec, frozen=True)
+    own = {"copies": {path: every[path] for path in copies}, "current_copies": current_copies}
+    return specs_of(Shards.of(abstract_fields(spec) | own))
+
+
+def on_devices[*Others, T](
+    spec: TrainSpec,
+    run: Callable[[Shards, *Others], T],
+    shards: Shards,
+    *others: *Others,
+    in_specs: Sequence[PyTree[PartitionSpec]] = (),
+    out_specs: PyTree[PartitionSpec],
+) -> T:
+    """Run a function on each device's part of a state, and of the ``others``, which have the ``in_specs``."""
+    own = shard_specs(spec, shards.copies, current_copies=shards.current_copies)
+    return on_mesh(run, spec.mesh, in_specs=(own, *in_specs), out_specs=out_specs)(shards, *others)
 
 
 def specs_of(tree: PyTree) -> PyTree:

@@ -8,11 +8,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from zerojax.comm.in_order import on_mesh
 from zerojax.matmul import fp8
 from zerojax.sharding.mesh import NODE
 from zerojax.train.copies import masters_of, updated_copies, with_scales
-from zerojax.train.fields import Shards, shard_specs
+from zerojax.train.fields import Shards, on_devices
 from zerojax.train.state import TrainState, check_there
 from zerojax.weights.weight import Weight
 
@@ -68,12 +67,11 @@ def _losses(state: TrainState) -> dict[str, Fp8Loss]:
     def local(shards: Shards) -> dict[str, Fp8Loss]:
         masters = masters_of(spec, shards.params)
         masters, copies = with_scales(spec, masters, shards.copies)
-        if copies and not state.current_copies:
+        if copies and not shards.current_copies:
             copies = updated_copies(spec, masters, copies, shards.step)
         return {leaf.name: _loss(masters[leaf.path], copies.get(leaf.path)) for leaf in chosen}
 
-    own = (shard_specs(spec, state.copies),)
-    return on_mesh(local, spec.mesh, in_specs=own, out_specs=PartitionSpec())(state.shards)
+    return on_devices(spec, local, state.shards, out_specs=PartitionSpec())
 
 
 def _loss(master: Weight, copy: Weight | None) -> Fp8Loss:

@@ -21,6 +21,7 @@ All of these weights may be in host memory. Then passes read what the update enc
 the parts of a fragment come to the device before the passes and go back after them.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -51,8 +52,7 @@ from zerojax.train.local_state import (
     Fragments,
     LocalState,
 )
-from zerojax.train.pass_weights import pass_weights
-from zerojax.train.per_device import Sums
+from zerojax.train.model_pass import Sums
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
 from zerojax.train.update import Trained, updated
@@ -312,7 +312,7 @@ def train_locally(state: TrainState, local: LocalState, batch: Batch) -> tuple[T
     outer_fields = stored["params"], stored["local"].momentum, stored["local"].known, stored["residual"]
     outer_specs = Outer(*map(from_tree, specs_of(outer_fields)))
     encoded_specs = specs_of(stored["encoded"])
-    fields = shard_specs(node, ())._replace(params=places.weights, encoded=encoded_specs)
+    fields = dataclasses.replace(shard_specs(node), params=places.weights, encoded=encoded_specs)
     names: list[str] = []  # of the loss function's aux, once ``passes`` is traced
 
     def passes(shards: Shards, outer: Outer, report: Float32[Array, "1 columns"], batch: Batch) -> _Passed:
@@ -328,14 +328,10 @@ def train_locally(state: TrainState, local: LocalState, batch: Batch) -> tuple[T
                 pieces, batch = lax.optimization_barrier((pieces, batch))
             sent = exchange.send(pieces, report[0])
         # Only a sum over masters (``zerojax.weight_sum``) reads those in host memory.
-        within = shards._replace(params=_of_node(to_device(shards.params)), encoded=_of_node(shards.encoded))
-        grads, _, (own, model_state, *_) = per_device.accumulate(
-            node,
-            lambda updating: pass_weights(node, within, current=False, updating=updating),
-            shards.model_state,
-            batch,
-            shards.step_seed,
+        within = dataclasses.replace(
+            shards, params=_of_node(to_device(shards.params)), encoded=_of_node(shards.encoded)
         )
+        grads, _, (own, model_state, *_) = per_device.accumulate(node, within, batch)
         grads, _ = per_device.to_owners(node, grads, {}, shards.step_seed)
         if sent is not None and pieces is not None:
             own, sent = _after_passes(own, grads, sent)
@@ -381,7 +377,7 @@ def train_locally(state: TrainState, local: LocalState, batch: Batch) -> tuple[T
             [places.weights, places.weights, _BY_NODE, fields.model_state, outer_specs, reports]
         ),
     )
-    shards = state.shards._replace(params=local.weights, encoded=state.encoded)
+    shards = dataclasses.replace(state.shards, params=local.weights, encoded=state.encoded)
     passed = run(shards, outer, local.report, batch)
     if len(names) > MAX_METRICS:
         raise ConfigurationError(

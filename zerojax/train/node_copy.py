@@ -11,11 +11,9 @@ from collections.abc import Callable
 import jax
 from jaxtyping import PyTree
 
-from zerojax.comm.in_order import on_mesh
 from zerojax.comm.xla_options import compiler_options
-from zerojax.sharding.param_tree import from_tree
-from zerojax.train.copies import ByPath, owned_of, secondary_partitions
-from zerojax.train.fields import Shards, abstract_copies, shard_specs, specs_of
+from zerojax.train.copies import ByPath, secondary_partitions
+from zerojax.train.fields import Shards, abstract_copies, on_devices, specs_of
 from zerojax.train.memory import device_bytes
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState, check_there
@@ -88,19 +86,13 @@ def per_node[T: PyTree](
     ``wanted`` has their global shapes and shardings.
     """
 
-    def of_shards(every: Shards, current: bool) -> T:
-        def on_device(shards: Shards) -> T:
-            owned, frozen = owned_of(spec, shards), from_tree(shards.frozen)
-            partitions = secondary_partitions(
-                spec, owned, frozen, shards.copies, shards.step, current=current
-            )
-            return local(partitions)
+    def of_shards(every: Shards) -> T:
+        return on_devices(
+            spec, lambda own: local(secondary_partitions(spec, own)), every, out_specs=specs_of(wanted)
+        )
 
-        own = (shard_specs(spec, every.copies),)
-        return on_mesh(on_device, spec.mesh, in_specs=own, out_specs=specs_of(wanted))(every)
-
-    program = jax.jit(of_shards, static_argnums=1, compiler_options=compiler_options(spec.mesh))
-    return lambda state: program(state.shards, state.current_copies)
+    program = jax.jit(of_shards, compiler_options=compiler_options(spec.mesh))
+    return lambda state: program(state.shards)
 
 
 def node_copy_bytes(spec: TrainSpec) -> int:

@@ -1,20 +1,13 @@
-"""The weights that a pass begins with, on one device, and their places in the model."""
+"""The weights that a pass begins with, on one device, and the forms in which the model gets them."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Num
-
-from zerojax.adapters.weight_sum import MasterWeights
-from zerojax.schedule.layer_update import LayerState, LayerUpdate
 from zerojax.schedule.sharded import Sharded
 from zerojax.schedule.unit import materialise
 from zerojax.sharding.layout import from_stored
 from zerojax.sharding.param_tree import Path, from_tree
-from zerojax.sharding.wire_format import Seed, mix
 from zerojax.train.blocks import by_group
 from zerojax.train.copies import ByPath, masters_of, owned_of, updated_copies, with_scales
 from zerojax.train.fields import Shards
@@ -39,17 +32,15 @@ class PassWeights(NamedTuple):
     updating: frozenset[Path]
 
 
-def pass_weights(
-    spec: TrainSpec, shards: Shards, *, current: bool, updating: Sequence[ParamGroup] = ()
-) -> PassWeights:
+def pass_weights(spec: TrainSpec, shards: Shards, *, updating: Sequence[ParamGroup] = ()) -> PassWeights:
     """The weights of a state, with which a pass begins.
 
-    ``current`` says whether the state's copies have the values of its master weights. If not, the
-    ``updating`` units update delta's copies themselves.
+    Unless the state's copies have the values of its master weights, the ``updating`` units update delta's
+    copies themselves.
     """
     owned, copies = owned_of(spec, shards), shards.copies
     later: frozenset[Path] = frozenset()
-    if not current:
+    if not shards.current_copies:
         owned, copies = with_scales(spec, owned, copies)
         if copies:
             units = (leaf.path for group in updating for leaf in group.leaves)
@@ -76,50 +67,6 @@ def _whole(spec: TrainSpec, shards: Shards, owned: ByPath) -> ByPath:
         return to_full(to_secondary(weights), dtype)
 
     return by_group(spec, gather, owned)
-
-
-class Placed(NamedTuple):
-    """The weights in a loss function's model.
-
-    Attributes:
-        weights: per path, ``Sharded`` in units and whole elsewhere.
-        masters: for ``zerojax.weight_sum``.
-    """
-
-    weights: dict[Path, Any]
-    masters: MasterWeights
-
-
-def place_weights(
-    spec: TrainSpec,
-    given: PassWeights,
-    sinks: Mapping[Path, Num[Array, "..."] | LayerState],
-    seed: Seed,
-    *,
-    train: bool = True,
-    adapters: bool = True,
-    rule: LayerUpdate | None = None,
-) -> Placed:
-    """Every weight in the form that the model gets; a frozen one by itself without ``adapters``.
-
-    By the ``rule`` the backward pass updates those whose sinks are ``LayerState``s.
-    """
-    placed: dict[Path, Any] = {}
-    for number, group in enumerate(spec.groups):
-        own = mix(seed, number)
-        if group.stack:
-            own = jax.vmap(lambda i, own=own: mix(own, i))(jnp.arange(group.layers)).reshape(group.stack)
-        sharded: dict[Path, Sharded] = {}
-        for leaf in group.every:
-            path = leaf.path
-            copy = given.copies[path].values if path in given.updating else None
-            sink = sinks.get(path)
-            update = rule if isinstance(sink, LayerState) else None
-            weight = given.weights[path]
-            sharded[path] = Sharded(weight, sink, own, spec.strategy, copy, update=update)
-        placed |= place_group(spec, group, sharded, train=train, adapters=adapters)
-    masters = {path: master.values for path, master in given.masters.items()}
-    return Placed(placed, MasterWeights(spec.leaves, masters, sinks, spec.strategy.grad_level))
 
 
 def place_group(

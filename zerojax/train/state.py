@@ -129,10 +129,10 @@ class TrainState:
 
         With local updates the weights are the outer ones, as every node knows them.
         """
-        shards = Shards(**{name: getattr(self, name) for name in Shards._fields})
+        shards = Shards.of(vars(self))
         if self.local is None:
             return shards
-        return shards._replace(params=self.local.known, encoded={}, residual={})
+        return dataclasses.replace(shards, params=self.local.known, encoded={}, residual={})
 
     @property
     def trained(self) -> Trained:

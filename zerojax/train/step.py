@@ -6,7 +6,7 @@ norm over the whole tree is right by construction.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from jaxtyping import Array, PyTree
 
 from pallas_kernels import has_grouped_kernels
 from zerojax.adapters import LossFn, ModelState
-from zerojax.comm.in_order import on_mesh, one_at_a_time
+from zerojax.comm.in_order import one_at_a_time
 from zerojax.comm.xla_options import CompilerOptions, compiler_options
 from zerojax.errors import ConfigurationError
 from zerojax.log import logger
@@ -28,11 +28,17 @@ from zerojax.train.backward_update import BackwardUpdate, OptimizerShards
 from zerojax.train.backward_update import specs as backward_specs
 from zerojax.train.batch import Batch, abstract_batch, batch_specs, place, rows_once
 from zerojax.train.blocks import flat_blocks, stored_blocks
-from zerojax.train.fields import Shards, abstract_copies, abstract_fields, shard_specs, shardings_of
+from zerojax.train.fields import (
+    Shards,
+    abstract_copies,
+    abstract_fields,
+    on_devices,
+    shard_specs,
+    shardings_of,
+)
 from zerojax.train.host_update import InBackward
 from zerojax.train.local_updates import reported, train_locally
-from zerojax.train.pass_weights import PassWeights, pass_weights
-from zerojax.train.spec import ParamGroup, TrainSpec
+from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState, check_there
 from zerojax.train.update import unless_skipped, updated
 from zerojax.weights.weight import Weight
@@ -378,13 +384,7 @@ def _gradients(
     def local(shards: Shards, given: OptimizerShards | tuple[()], batch: Batch) -> tuple[_Changed, Metrics]:
         seed, residual = shards.step_seed, from_tree(shards.residual)
         update = BackwardUpdate(spec, shards, given) if isinstance(given, OptimizerShards) else None
-
-        def weights_for(updating: Sequence[ParamGroup]) -> PassWeights:
-            return pass_weights(spec, shards, current=state.current_copies, updating=updating)
-
-        grads, after, (sums, model_state, copies, _) = per_device.accumulate(
-            spec, weights_for, shards.model_state, batch, seed, update
-        )
+        grads, after, (sums, model_state, copies, _) = per_device.accumulate(spec, shards, batch, update)
         sums = per_device.over(spec.world.axes, sums)
         copies = copies if spec.zero.weights_delta else {}
         flat = flat_blocks(residual, spec.leaves) if residual else {}
@@ -403,42 +403,24 @@ def _gradients(
         limit = jnp.inf if spec.spikes is None else spec.spikes.limit(state.losses)
         given = OptimizerShards.of(spec, state.opt_state, jnp.float32(limit))
     changed = _Changed._make([params, _REPLICATED, done, own.model_state, own.copies, own.residual])
-    run = on_mesh(
-        local,
-        spec.mesh,
-        in_specs=(shard_specs(spec, state.copies), entering, batch_specs(spec, batch)),
-        out_specs=(changed, _REPLICATED),
+    places = entering, batch_specs(spec, batch)
+    return on_devices(
+        spec, local, state.shards, given, batch, in_specs=places, out_specs=(changed, _REPLICATED)
     )
-    return run(state.shards, given, batch)
 
 
 def _evaluate(state: TrainState, batch: Batch, loss_fn: LossFn) -> Metrics:
     spec = dataclasses.replace(state.spec.reading, loss_fn=loss_fn)
 
     def local(shards: Shards, batch: Batch) -> Metrics:
-        weights = pass_weights(spec, shards, current=state.current_copies)
-        sums = per_device.evaluate(spec, weights, shards.model_state, batch, shards.step_seed)
-        return per_device.means(sums)[0]
+        return per_device.means(per_device.evaluate(spec, shards, batch))[0]
 
-    return _on_devices(local, state, batch, _REPLICATED)
+    places = (batch_specs(spec, batch),)
+    return on_devices(spec, local, state.shards, batch, in_specs=places, out_specs=_REPLICATED)
 
 
 def _predict[T: PyTree](state: TrainState, batch: Batch, fn: Callable[[Any, Batch], T], adapters: bool) -> T:
     spec = state.spec.reading
-
-    def local(shards: Shards, batch: Batch) -> T:
-        weights = pass_weights(spec, shards, current=state.current_copies)
-        return per_device.predict(
-            spec, weights, shards.model_state, batch, shards.step_seed, fn, adapters=adapters
-        )
-
-    return _on_devices(local, state, batch, spec.batch_spec)
-
-
-def _on_devices[T](
-    local: Callable[[Shards, Batch], T], state: TrainState, batch: Batch, out_specs: PyTree[PartitionSpec]
-) -> T:
-    """Run ``local`` on each device's part of a state and of a global batch."""
-    spec = state.spec.reading
-    in_specs = (shard_specs(spec, state.copies), batch_specs(spec, batch))
-    return on_mesh(local, spec.mesh, in_specs=in_specs, out_specs=out_specs)(state.shards, batch)
+    local = functools.partial(per_device.predict, spec, fn=fn, adapters=adapters)
+    places = (batch_specs(spec, batch),)
+    return on_devices(spec, local, state.shards, batch, in_specs=places, out_specs=spec.batch_spec)

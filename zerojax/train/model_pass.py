@@ -1,0 +1,245 @@
+"""One run of the model on one device, inside ``shard_map``: its weights in place, its loss, its checks.
+
+Each loss is weighted by its number of tokens, and the sum over the world divided once by all tokens: the
+result is the mean over all tokens, however they are spread.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float32, Num, PyTree
+
+from zerojax.adapters import Bound, ModelState, call_loss
+from zerojax.adapters.own_tokens import sharing_rows
+from zerojax.adapters.weight_sum import MasterWeights, master_weights
+from zerojax.adapters.world_sum import over_world
+from zerojax.schedule.breadth_first import over_micro_batches
+from zerojax.schedule.layer_update import LayerState, LayerUpdate
+from zerojax.schedule.partition import is_float
+from zerojax.schedule.sharded import Sharded, is_sharded, translated_errors
+from zerojax.schedule.unit import numbered_calls
+from zerojax.sharding.mesh import AXES
+from zerojax.sharding.param_tree import Path
+from zerojax.sharding.strategy import DIFFERING
+from zerojax.sharding.wire_format import Seed, mix
+from zerojax.train.batch import Batch, map_batch, micro_batches, unmarked
+from zerojax.train.branches import ROW, Axes, Branches
+from zerojax.train.copies import ByPath
+from zerojax.train.pass_weights import PassWeights, place_group
+from zerojax.train.shared_rows import refuse_unmixed, refuse_unshared
+from zerojax.train.spec import TrainSpec
+from zerojax.train.weight_reads import refuse_assigned, refuse_calls, refuse_reads
+
+type Run[T] = Callable[[Any, Batch, Array], T]
+"""A function of a bound model, rows of a batch, and a key."""
+Sinks = Mapping[Path, Num[Array, "..."] | LayerState]
+"""By path, zeros whose cotangents are gradients, or what the backward pass updates."""
+TOKENS = "tokens"
+
+
+class Sums(NamedTuple):
+    """Sums over tokens of the loss and of each scalar in the loss function's aux; and the token count."""
+
+    loss: Float32[Array, "*micro"]
+    tokens: Float32[Array, "*micro"]
+    aux: dict[str, Num[Array, "*micro"]]
+
+
+class Outcome(NamedTuple):
+    """The results of forward passes, besides gradients.
+
+    Attributes:
+        sums: over this device's tokens.
+        model_state: from one pass, the entries of ``TrainState.model_state`` that the model changed; from
+            ``accumulate``, all of them.
+        copies: from one pass, the secondary partitions that units hold afterwards; from ``accumulate``,
+            ``TrainState.copies``.
+        probes: from one pass, of stacks that the backward pass updates (``zerojax.schedule.layer_update``).
+    """
+
+    sums: Sums
+    model_state: ModelState
+    copies: ByPath
+    probes: dict[Path, Array]
+
+
+class Placed(NamedTuple):
+    """The weights in a loss function's model.
+
+    Attributes:
+        weights: per path, ``Sharded`` in units and whole elsewhere.
+        masters: for ``zerojax.weight_sum``.
+    """
+
+    weights: dict[Path, Any]
+    masters: MasterWeights
+
+
+@dataclass(frozen=True)
+class ModelPass:
+    """How a device runs the model.
+
+    Attributes:
+        spec: the train spec.
+        given: the weights that it begins with.
+        train: whether the model is in its training mode, and the backward pass follows.
+        adapters: whether frozen weights have their adapters.
+        rule: how the backward pass updates weights whose sinks are ``LayerState``s.
+    """
+
+    spec: TrainSpec
+    given: PassWeights
+    train: bool = True
+    adapters: bool = True
+    rule: LayerUpdate | None = None
+
+    def place(self, sinks: Sinks, seed: Seed) -> Placed:
+        """Every weight in the form that the model gets; a frozen one by itself without ``adapters``."""
+        spec, given = self.spec, self.given
+        placed: dict[Path, Any] = {}
+        for number, group in enumerate(spec.groups):
+            own = mix(seed, number)
+            if group.stack:
+                own = jax.vmap(lambda i, own=own: mix(own, i))(jnp.arange(group.layers)).reshape(group.stack)
+            sharded: dict[Path, Sharded] = {}
+            for path in (leaf.path for leaf in group.every):
+                copy = given.copies[path].values if path in given.updating else None
+                sink = sinks.get(path)
+                update = self.rule if isinstance(sink, LayerState) else None
+                sharded[path] = Sharded(given.weights[path], sink, own, spec.strategy, copy, update=update)
+            placed |= place_group(spec, group, sharded, train=self.train, adapters=self.adapters)
+        return Placed(placed, self._masters(sinks))
+
+    def _masters(self, sinks: Sinks) -> MasterWeights:
+        masters = {path: master.values for path, master in self.given.masters.items()}
+        return MasterWeights(self.spec.leaves, masters, sinks, self.spec.strategy.grad_level)
+
+    def call[T](
+        self, placed: Placed, model_state: ModelState, batch: Batch, seed: Seed, run: Run[T]
+    ) -> tuple[Bound, T]:
+        """Run a function of the model on one micro-batch; returns the model after it, and its result."""
+        spec = self.spec
+        own = mix(seed, lax.axis_index(AXES))
+        key = jax.random.wrap_key_data(jnp.stack([own, mix(own, 1)]), impl="threefry2x32")
+        bound = spec.adapter.bind(placed.weights, model_state, train=self.train, key=key)
+        with (
+            master_weights(bound.model, placed.masters),
+            over_world(spec.axes),
+            sharing_rows(spec.zero.sequence_parallel),
+            numbered_calls(),
+            translated_errors(),
+        ):
+            return bound, run(bound.model, unmarked(batch), key)
+
+    @property
+    def loss(self) -> Run[tuple[Array, dict[str, Array]]]:
+        """The loss function, checked."""
+        return functools.partial(call_loss, self.spec.loss_fn)
+
+    def forward(
+        self, placed: Placed, model_state: ModelState, batch: Batch, seed: Seed
+    ) -> tuple[Array, Outcome]:
+        """The loss of one micro-batch, times its tokens; and the other results."""
+        bound, (value, aux) = self.call(placed, model_state, batch, seed, self.loss)
+        # The loss alone is differentiated, even if the number of tokens is computed from the weights.
+        count = lax.stop_gradient(jnp.asarray(aux.get(TOKENS, 1), jnp.float32))
+        total = value * count
+        sums = Sums(total, count, {name: x * count for name, x in aux.items()})
+        changed = {name: x for name, x in bound.model_state().items() if x is not model_state[name]}
+        return total, Outcome(
+            jax.tree.map(lax.stop_gradient, sums), changed, bound.secondary(), bound.probes()
+        )
+
+    def forward_in_breadth(
+        self, placed: Placed, model_state: ModelState, batch: Batch, seed: Seed
+    ) -> tuple[Array, Outcome]:
+        """``forward`` for all micro-batches at once; the state is their mean, as it is over devices."""
+        rows, at = micro_batches(batch, self.spec.zero.accumulate)
+
+        def forward(
+            rows: list[Array], index: Array
+        ) -> tuple[Array, Sums, ModelState, tuple[ByPath, dict[Path, Array]]]:
+            total, (sums, changed, updated, probes) = self.forward(
+                placed, model_state, at(rows), mix(seed, index)
+            )
+            return total, sums, changed, (updated, probes)
+
+        run = over_micro_batches(forward, out_axes=(0, 0, 0, None))
+        totals, sums, changed, (updated, probes) = run(rows, jnp.arange(self.spec.zero.accumulate))
+        total, sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), (totals, sums))
+        mean = jax.vmap(lambda x: mean_over(x, "micro"), axis_name="micro", out_axes=None)
+        changed = {name: mean(x) if is_float(x) else x[0] for name, x in changed.items()}
+        return total, Outcome(sums, changed, updated, probes)
+
+    def check(
+        self, sinks: Sinks, model_state: ModelState, batch: Batch, seed: Seed, run: Run[Any]
+    ) -> list[Axes]:
+        """Trace a function of the model, to refuse it if it reads weights of units outside their calls,
+        assigns to weights, calls units on some devices only, or shares rows in part; adds nothing to the
+        program.
+
+        Returns:
+            What each of its results differs along; see ``Branches.refuse_divergent``.
+        """
+        spec, train = self.spec, self.train
+
+        def traced(weights: dict[Path, Any], model_state: ModelState, batch: Batch) -> PyTree[Array]:
+            placed = Placed(weights, self._masters(sinks))
+            bound, result = self.call(placed, model_state, batch, seed, run)
+            return bound.model_state(), result, bound.replaced() if train else {}
+
+        placed = jax.eval_shape(lambda: self.place(sinks, seed).weights)
+        closed, (_, _, replaced) = jax.make_jaxpr(traced, return_shape=True)(placed, model_state, batch)
+        jaxpr = closed.jaxpr
+        refuse_assigned(jaxpr, placed, replaced)
+        refuse_reads(jaxpr, placed)
+        if self.rule is not None:
+            refuse_calls(jaxpr, placed, {g.leaves[0].path: str(g.unit) for g in spec.updated_in_backward})
+        refuse_unshared(jaxpr, spec.zero.sequence_parallel)
+        mesh = frozenset(spec.axes)
+        followed = mesh | {ROW} if spec.zero.sequence_parallel > 1 else mesh
+        branches = Branches(followed, spec.strategy.backward_axes & mesh if train else frozenset())
+        differing = [
+            _differing(weight)
+            for weight in jax.tree.leaves(placed, is_leaf=is_sharded)
+            for _ in jax.tree.leaves(weight)
+        ]
+        rows = jax.tree.leaves(map_batch(lambda _: frozenset(AXES), lambda _: frozenset(), batch))
+        state: list[frozenset[str]] = [frozenset()] * len(model_state)
+        while True:
+            after = branches.refuse_divergent(jaxpr, [*differing, *state, *rows])
+            if spec.zero.passes == 1 or not train or after[: len(state)] == state:
+                refuse_unmixed(jaxpr, spec.zero.sequence_parallel, branches.mixed)
+                return after[len(state) :]
+            state = after[: len(state)]  # the next micro-batch begins with it
+
+
+def _differing(weight: object) -> frozenset[str]:
+    """The mesh axes along which the values of a weight in a model differ between devices."""
+    if not is_sharded(weight):
+        return DIFFERING["full"]
+    own_part = weight.leaf.parts > 1
+    return DIFFERING["secondary" if own_part and weight.weight.level == "full" else weight.weight.level]
+
+
+def mean_over(x: Array, axes: str | tuple[str, ...]) -> Array:
+    """The mean over mapped axes, in which elements that are equal everywhere keep their bits.
+
+    It never overflows: what is summed is a fraction of each, in fp32 or more.
+    """
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return lax.complex(mean_over(x.real, axes), mean_over(x.imag, axes))
+    count = lax.axis_size(axes)
+    fraction = 2.0 ** -(count - 1).bit_length()  # a power of two, which rounds nothing
+    summands = x.astype(jnp.float32 if x.dtype.itemsize < 4 else x.dtype) * fraction
+    mean = (lax.psum(summands, axes) / (count * fraction)).astype(x.dtype)
+    bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    wide = bits.astype(jnp.promote_types(bits.dtype, jnp.uint32))  # NCCL reduces no 16-bit integers
+    largest, inverted = lax.pmax((wide, ~wide), axes)
+    same = lax.bitcast_convert_type(largest.astype(bits.dtype), x.dtype)
+    return jnp.where(largest == ~inverted, same, mean)
