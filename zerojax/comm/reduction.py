@@ -199,15 +199,12 @@ class GradientReduction:
         with jax.named_scope(self._last_scope):
             return tuple(total(rows, leaf) for rows, leaf in self._each(chunk))
 
-    def deliver(self, payload: Payload, seed: Seed) -> Values:
-        """Send encoded gradients over all hops, and sum them."""
+    def reduce(self, grads: Values, seed: Seed) -> Values:
+        """Encode gradients, send them over all hops, and sum them."""
+        payload = self.encode(grads, seed)
         for hop in range(self.hops):
             payload = self.send(payload, seed, hop)
         return self.sum(payload)
-
-    def reduce(self, grads: Values, seed: Seed) -> Values:
-        """Encode gradients, send them over all hops, and sum them."""
-        return self.deliver(self.encode(grads, seed), seed)
 
     def to_sink(self, grads: Values, seed: Seed) -> Values:
         """This device's whole gradients as sums at ``grad_level``; at "full" they are not reduced."""
