@@ -85,7 +85,7 @@ def trained() -> Any:
 @pytest.fixture(scope="module")
 def saved(trained: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints")
-    with Checkpoints(folder) as checkpoints:
+    with Checkpoints(str(folder)) as checkpoints:
         checkpoints.save(3, trained, RECORD)
     return folder
 
@@ -245,7 +245,7 @@ def test_makes_what_the_checkpoint_lacks(tmp_path: Path) -> None:
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, exact, Record())
     wanted = {**DELTA, "grads": ("int8", "int8"), "grad_sync": "step", "error_feedback": True}
-    state = restore(tmp_path / "1", make(2, 4, abstract=True, **wanted))
+    state = restore(str(tmp_path / "1"), make(2, 4, abstract=True, **wanted))
     params, copies = zerojax.gather_params(state), to_canonical(state)["secondary"]
     np.testing.assert_array_equal(copies["first"]["kernel"], params["first"]["kernel"])
     assert all(not np.asarray(x).any() for x in jax.tree.leaves(state.residual))
@@ -277,7 +277,7 @@ def test_refuses_another_model(saved: Path) -> None:
 def test_weights_alone_on_another_mesh_under_another_optimizer(saved: Path, trained: Any) -> None:
     mesh, zero = zerojax.make_mesh(3, 2), ZeroConfig.preset("delta", compute_dtype="float32")
     fresh = TrainState.create(Awkward, optax.sgd(1e-2, momentum=0.9), loss, mesh=mesh, zero=zero, seed=7)
-    state = restore_weights(saved / "3", fresh)
+    state = restore_weights(str(saved / "3"), fresh)
     assert int(state.step) == 0
     assert int(state.seed) == 7
     for kind in ("params", "other"):

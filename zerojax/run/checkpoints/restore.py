@@ -42,7 +42,7 @@ def _log(line: str) -> None:
 
 
 def restore(
-    path: Path,
+    path: Path | str,
     state: TrainState,
     *,
     average: bool = False,
@@ -65,6 +65,7 @@ def restore(
         ConfigurationError: the checkpoint has no such state, no average, or is of another model or optimizer;
             names the first differences.
     """
+    path = Path(path)
     prefix = f"{name}_" if name else ""
     saved = {kind.removeprefix(prefix): x for kind, x in _saved(path).items() if kind.startswith(prefix)}
     nodes = _nodes_of(saved)
@@ -152,7 +153,7 @@ def _renamed(tree: dict[str, Any], places: dict[str, str]) -> dict[str, Any]:
     return tree | {OPTIMIZER: {places.get(name, name): x for name, x in tree[OPTIMIZER].items()}}
 
 
-def restore_weights(path: Path, state: TrainState, *, new: str | None = None) -> TrainState:
+def restore_weights(path: Path | str, state: TrainState, *, new: str | None = None) -> TrainState:
     """The state with a checkpoint's parameters and other model state, such as batch statistics.
 
     Adapters, which such a checkpoint does not have, keep their values. Of local updates the parameters are
@@ -168,6 +169,7 @@ def restore_weights(path: Path, state: TrainState, *, new: str | None = None) ->
         ConfigurationError: the checkpoint is of another model, or holds adapters alone; names the first
             differences.
     """
+    path = Path(path)
     saved = _saved_model(path, state, new)
     state = _with_base(path, state, _nodes_of(saved))
     every = abstract_canonical(state)
@@ -180,7 +182,7 @@ def restore_weights(path: Path, state: TrainState, *, new: str | None = None) ->
     return with_weights(state, found)
 
 
-def restore_base(path: Path, state: TrainState, *, new: str | None = None) -> TrainState:
+def restore_base(path: Path | str, state: TrainState, *, new: str | None = None) -> TrainState:
     """The state with its frozen weights from a checkpoint of the whole model.
 
     They are read and encoded one by one: at any time no more than one whole weight is in memory besides,
@@ -196,6 +198,7 @@ def restore_base(path: Path, state: TrainState, *, new: str | None = None) -> Tr
     """
     if not state.spec.frozen:
         return state
+    path = Path(path)
     saved = _saved_model(path, state, new)
     return _with_base(path, state, _nodes_of(saved))
 

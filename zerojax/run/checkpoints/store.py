@@ -36,7 +36,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | str,
         retention: Retention | None = None,
         *,
         start: int | None = None,
@@ -56,6 +56,7 @@ class Checkpoints:
         Raises:
             ConfigurationError: the folder's path cannot hold checkpoints.
         """
+        folder = Path(folder)
         check_checkpoint_path(folder)
         self._folder = folder
         self._retention = retention or Retention()
