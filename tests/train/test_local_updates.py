@@ -26,7 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "waits": {"every": 2, "outer_momentum": 0.9, "outer_learning_rate": 0.7},
     "one step": {"every": 3, "outer_delay": 1, "outer_mixing": 0.5, "stage": 1},
     "two steps": {"every": 4, "outer_delay": 2, "outer_mixing": 0.25, "outer_momentum": 0.5, "stage": 2},
-    "later": {"every": 4, "outer_delay": 4, "accumulate": 2},
+    "later": {"every": 4, "outer_delay": 3, "accumulate": 2},
     "int4": {
         "every": 3,
         "outer_delay": 2,

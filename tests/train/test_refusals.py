@@ -87,6 +87,8 @@ def refused(message: str) -> Any:
             {"chunks": 2, "grads_hops": 1},
             r"chunks overlap the two gradient hops, .* set chunks=1, or grads_hops=2",
         ),
+        ({"every": 2, "outer_delay": 2}, r"outer_delay=2 with every=2 trains nothing.* a larger every"),
+        ({"every": 2, "outer_delay": 3, "outer_mixing": 0.5}, r"outer_delay=3 must be from 0 to every=2"),
     ],
     ids=str,
 )

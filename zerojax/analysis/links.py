@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.analysis.link_report import CollectiveTime
-from zerojax.analysis.local_quality import expected_loss
+from zerojax.analysis.local_quality import LEAST_EVERY, expected_loss
 from zerojax.sharding.mesh import AXES, LOCAL, NODE
 
 # Bytes that a node sends to others in a step, as multiples of M = 2 bytes per parameter (README).
@@ -96,7 +96,7 @@ def advise(node: Link | None, local: int, device_flops: float) -> tuple[str, str
     why = f"hidden behind compute, by tokens per device and step: {listed}"
     if hidden:
         return hidden[0], f"{why}; {hidden[0]} is the most exact preset that {TOKENS:,} tokens hide"
-    every = 2  # the least with which both hops of a fragment are hidden
+    every = LEAST_EVERY
     while needed["delta"] > every * TOKENS:
         every *= 2
     return "local", (

@@ -8,6 +8,9 @@ LOSS_ABOVE_ZERO3: dict[str, dict[int, float]] = {
 
 Two nodes trained weights of 124M parameters on for 400 steps. docs/quality.md has these runs, and others from
 random weights, which end 1.5% (21 tokens a parameter) to 33% above."""
+LEAST_EVERY = 16
+"""The smallest ``every`` to recommend, since none below was measured: the shorter a round, the more of it a
+fragment is on its way, and what nodes learn of it meanwhile is lost (``ZeroConfig.outer_delay``)."""
 
 
 def expected_loss(every: int, *optimizers: str) -> str:

@@ -187,6 +187,8 @@ class ZeroConfig:
         outer_delay: the steps between sending a fragment and taking up what has become of it. 0 exchanges at
             the end of each step, which waits for the network. 1 sends at the beginning of a step and takes up
             the result at its end; with 2 or more each of the two hops has a step of its own to hide behind.
+            What a node learns of a fragment in these steps is replaced, so they must be fewer than ``every``
+            where ``outer_mixing`` is 0.
         outer_mixing: the part of a node's own fragment that stays when it takes up the outer weights; 0
             replaces all of it (Streaming DiLoCo, equation 3).
 

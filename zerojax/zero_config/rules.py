@@ -189,6 +189,12 @@ def _local_updates(z: "ZeroConfig") -> Iterator[str]:
     for name, (holds, bound) in bounds.items():
         if not holds:
             yield f"ZeroConfig.{name}={getattr(z, name)} must be {bound}."
+    if z.outer_delay == z.every and not z.outer_mixing:
+        yield (
+            f"ZeroConfig.outer_delay={z.outer_delay} with every={z.every} trains nothing: nodes take up a "
+            "fragment of the outer weights just before they send it again, and what they have learnt in the "
+            "meantime is replaced. Set a larger every, a smaller outer_delay, or outer_mixing above 0."
+        )
     if z.stage == 0:
         yield "every is for weights that a node's devices share: use stage 1, 2 or 3."
     without = {

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from zerojax.analysis.local_quality import expected_loss
+from zerojax.analysis.local_quality import LEAST_EVERY, expected_loss
 from zerojax.analysis.plan.cluster import Cluster, on_world
 from zerojax.analysis.plan.hops import HopPlan, hops_of, usual_bytes
 from zerojax.analysis.plan.host_choice import HostChoice, choose_host, host_fits, host_needed
@@ -210,8 +210,7 @@ def foresee(
         return _hidden(memory_and_time(ways[name].replace(every=every))[1])
 
     def hiding(name: str) -> Forecast:
-        least = max(2, ways[name].outer_delay)
-        powers = [1 << n for n in range(_MOST_EVERY.bit_length()) if 1 << n >= least]
+        powers = [1 << n for n in range(_MOST_EVERY.bit_length()) if 1 << n >= LEAST_EVERY]
         return forecast(name, next((every for every in powers if hides(name, every)), _MOST_EVERY))
 
     forecasts = tuple(map(forecast, ways))
@@ -345,8 +344,8 @@ def recommend(
 ) -> str:
     """The way of sharding to take, and why, in one or two sentences.
 
-    ``hiding`` is the forecast of local updates, by name, with the smallest power of two as ``every`` with
-    which they hide their exchange, or with the largest.
+    ``hiding`` is the forecast of local updates, by name, with the smallest power of two from ``LEAST_EVERY``
+    on as ``every`` with which they hide their exchange, or with the largest.
     """
     fitting = [forecast for forecast in forecasts if forecast.fits]
     together = [forecast for forecast in fitting if not forecast.every]
