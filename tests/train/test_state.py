@@ -1,5 +1,6 @@
 """States side by side, moved between meshes, born sharded, and the state that is not parameters."""
 
+import copy
 import functools
 from typing import Any
 
@@ -37,6 +38,17 @@ def train(state: zerojax.TrainState, batches: list[Any]) -> tuple[zerojax.TrainS
         state, metrics = zerojax.train_step(state, batch)
         losses.append(float(metrics["loss"]))
     return state, losses
+
+
+def test_a_deep_copy_takes_the_same_steps():
+    case = CASES["nnx"]
+    batches = case.batches(ROWS, 2)
+    state, _ = zerojax.train_step(case.create(optax.sgd(0.02), nodes=2, local=2), batches[0])
+    kept = copy.deepcopy(state)
+    state, losses = train(state, batches)  # donates its own arrays, not those of the copy
+    again, repeated = train(kept, batches)
+    assert losses == repeated
+    jax.tree.map(np.testing.assert_array_equal, state.params, again.params)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +97,10 @@ class TrainSpec:
     whole: Whole | None = None
     layerwise: LayerwiseOptimizer | None = None
     cache: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself, as of a function: the copy of a state belongs to the same compiled steps."""
+        return self
 
     def once[T](self, name: str, make: Callable[[], T]) -> T:
         """The result of ``make``, which is called on the first use of ``name``: a compiled function."""
