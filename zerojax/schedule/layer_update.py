@@ -25,9 +25,7 @@ from jaxtyping import Array, Float, Float32, Num, PyTree
 from zerojax.comm.reduction import Values
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.stacked import Index, layer_at, put_layer
-from zerojax.schedule.streaming import read_first
 from zerojax.schedule.sum_storage import Stored
-from zerojax.sharding.memory import in_host, to_host
 from zerojax.weights.weight import Weights
 
 MASTER = ""
@@ -186,7 +184,7 @@ class UpdatedLayers:
         self._sinks, self._weights, self._update, self._zero = sinks, weights, update, zero
         self._facts = Facts(*facts)
         self._last = sinks[0].encoded.shape[0] - 1
-        self._first = read_first(_flat([sink.held for sink in sinks]))
+        self._first = _read_first(_flat([sink.held for sink in sinks]))
 
     def start(self, residuals: PyTree[Array]) -> Stored:
         """As ``SumStorage.start``; fetches the last layer, and of half of the stacks the one before."""
@@ -308,11 +306,21 @@ def _read_from(encoded: Values, weights: Weights) -> Weights:
 def _put_last(stack: Array, layers: Sequence[Array], last: Index) -> Array:
     """A stack with layers replaced, of which the last has an index and each before it a larger one."""
     # In one copy: of two, the second would wait for the first, and so would the layer's computing.
-    block = jnp.stack(layers[::-1])
-    starts = (last, *(0,) * (stack.ndim - 1))
-    block = to_host(block) if in_host(stack) else block
-    return lax.dynamic_update_slice(stack, block, starts, allow_negative_indices=False)
+    return put_layer(stack, jnp.stack(layers[::-1]), last)
 
 
 def _flat(held: Sequence[dict[str, Array]]) -> _Held:
     return {(k, key): x for k, of_weight in enumerate(held) for key, x in of_weight.items()}
+
+
+def _read_first(held: _Held) -> set[_Key]:
+    """The stacks that are read while the others are written: about half of the bytes."""
+    chosen: set[_Key] = set()
+    balance = 0
+    for key, x in sorted(held.items(), key=lambda item: -item[1].nbytes):
+        if balance <= 0:
+            chosen.add(key)
+            balance += x.nbytes
+        else:
+            balance -= x.nbytes
+    return chosen

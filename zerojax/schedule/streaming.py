@@ -1,13 +1,16 @@
 """Runs over stacks in host memory: while a layer computes, the next one is fetched and the last one stored.
 
-The copies are made by DMA (``zerojax.schedule.stacked``). An iteration reads and writes each stack, one after
-the other. Half of the bytes are read first and half are written first, so that both directions run at once:
-on an H100 6.4 GB went to the device and back in 155 ms, and in 190 ms with all of them read first.
+The copies are made by DMA (``zerojax.schedule.stacked``). An iteration reads each stack and then writes it,
+while it reads the next one, so that both directions run at once. At most two such pairs of copies are under
+way: XLA deals copies out to four streams in the order in which they depend on each other, and on a stream one
+waits for the one before. On an H200 24.3 GB in 21 stacks went to the device and back in 664 ms, and in 795 ms
+where half of the stacks were read first and the others written first, without an order among them.
 
 With local updates the run is mapped over nodes (``vmap``), of which a device has one. JAX would make gathers
 and scatters of the slices, which host memory has none of; here they are slices along the second axis.
 """
 
+import itertools
 from collections.abc import Callable, Hashable
 
 import jax
@@ -37,7 +40,7 @@ def over_host_layers[K: Hashable, R: PyTree[Array]](
     Returns:
         The stacks in host memory, the results, and the last layer's result.
     """
-    first = read_first(stored)
+    order = _neighbours_alike(stored)
 
     def swap(
         stored: dict[K, Array], new: dict[K, Array], index: Index
@@ -45,13 +48,23 @@ def over_host_layers[K: Hashable, R: PyTree[Array]](
         """Store layer ``index - 1``, and fetch layer ``index + 1``."""
         if not stores:
             return stored, layer_at(stored, index + 1)
-        early = {key: x for key, x in stored.items() if key in first}
-        late = {key: x for key, x in stored.items() if key not in first}
-        # Without the barrier XLA would copy the whole stacks, to read them while they are written.
-        fetched, early = lax.optimization_barrier((layer_at(early, index + 1), early))
-        early = put_layer(early, {key: new[key] for key in early}, index - 1)
-        late = put_layer(late, {key: new[key] for key in late}, index - 1)
-        return early | late, fetched | layer_at(late, index + 1)
+        stored, fetched = dict(stored), {}
+        copied: list[list[Array]] = []
+        for last, key in itertools.pairwise([None, *order, None]):
+            pair = {of: stored[of] for of in (last, key) if of is not None}
+            if len(copied) >= _PAIRS_AT_ONCE:
+                pair, _ = lax.optimization_barrier((pair, copied[-_PAIRS_AT_ONCE]))
+            copied.append([])
+            if key is not None:
+                # Without the barrier XLA would copy the whole stack, to read it while it is written.
+                one = layer_at(pair[key], index + 1)
+                fetched[key], pair[key] = lax.optimization_barrier((one, pair[key]))
+                copied[-1].append(fetched[key])
+            if last is not None:
+                pair[last] = put_layer(pair[last], new[last], index - 1)
+                copied[-1].append(pair[last])
+            stored |= pair
+        return stored, fetched
 
     new, last = compute(0, layer_at(stored, 0))
     results = put_layer(results, last, 0)
@@ -106,14 +119,11 @@ def _put_layer_of_each[T: PyTree[Array]](
     return stacked.put_layer(jax.tree.map(of_each, stack, mapped[0]), layer, index, axis=1), mapped[1]
 
 
-def read_first[K: Hashable](stored: dict[K, Array]) -> set[K]:
-    """The stacks that an iteration reads before it writes them: about half of the bytes."""
-    chosen: set[K] = set()
-    balance = 0
-    for key, x in sorted(stored.items(), key=lambda item: -item[1].nbytes):
-        if balance <= 0:
-            chosen.add(key)
-            balance += x.nbytes
-        else:
-            balance -= x.nbytes
-    return chosen
+def _neighbours_alike[K: Hashable](stored: dict[K, Array]) -> list[K]:
+    """The stacks in an order in which neighbours are of similar size, and the first and last are small."""
+    ascending = sorted(stored, key=lambda key: stored[key].nbytes)
+    return ascending[::2] + ascending[1::2][::-1]
+
+
+_PAIRS_AT_ONCE = 2
+"""With one, nothing would run while the next pair is started; with more, copies of one direction queue up."""
