@@ -27,11 +27,12 @@ have met at the owners, do once more.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import cast
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Num
 
@@ -269,17 +270,21 @@ def unflatten(flat: Num[Array, " padded"], leaf: ParamLayout) -> Num[Array, "...
     return flat.reshape(leaf.parts, -1)[:, : leaf.size // leaf.parts].reshape(leaf.shape)
 
 
-def to_stored(x: Num[Array, "..."], leaf: ParamLayout) -> Num[Array, "..."]:
-    """Convert a leaf of unsharded shape, with all layers, to the shape that the train state stores."""
-    flat = jax.vmap(lambda y: flatten(y, leaf))(in_a_row(x, leaf.stack)) if leaf.stack else flatten(x, leaf)
-    return flat.reshape(leaf.stored_shape)
+def to_stored[A: (Array, np.ndarray)](x: A, leaf: ParamLayout) -> A:
+    """Convert a leaf of unsharded shape, with all layers, to the shape that the train state stores.
+
+    An array on the host stays there.
+    """
+    pad = cast(Callable[..., A], np.pad if isinstance(x, np.ndarray) else jnp.pad)
+    padding = (leaf.padded - leaf.size) // leaf.parts
+    parts = x.reshape(leaf.layers, leaf.parts, -1)
+    return pad(parts, ((0, 0), (0, 0), (0, padding))).reshape(leaf.stored_shape)
 
 
-def from_stored(x: Num[Array, "..."], leaf: ParamLayout) -> Num[Array, "..."]:
+def from_stored[A: (Array, np.ndarray)](x: A, leaf: ParamLayout) -> A:
     """Undo ``to_stored``."""
-    if not leaf.stack:
-        return unflatten(x, leaf)
-    return jax.vmap(lambda y: unflatten(y, leaf))(in_a_row(x, leaf.stack)).reshape(leaf.unsharded_shape)
+    parts = x.reshape(leaf.layers, leaf.parts, -1)
+    return parts[..., : leaf.size // leaf.parts].reshape(leaf.unsharded_shape)
 
 
 def in_a_row(x: Num[Array, "..."], stack: tuple[int, ...]) -> Num[Array, "layers ..."]:

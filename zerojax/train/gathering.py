@@ -131,7 +131,7 @@ def put_params(state: TrainState, params: PyTree) -> TrainState:
             raise ConfigurationError(
                 f"put_params: {leaf.name!r} has shape {np.shape(given[path])}, not {leaf.unsharded_shape}."
             )
-        stored = np.asarray(to_stored(jnp.asarray(given[path], jnp.float32), leaf))
+        stored = to_stored(np.asarray(given[path], np.float32), leaf)
         placed[path] = jax.device_put(stored, spec.param_sharding(leaf))
     return state.replace(params=to_tree(placed))
 
