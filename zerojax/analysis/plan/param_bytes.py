@@ -1,0 +1,198 @@
+"""The bytes of weights and gradients on one device, from formulas; ``memory.py`` adds them up."""
+
+import math
+from collections.abc import Callable, Iterable
+
+import jax.numpy as jnp
+
+from zerojax.optim.muon import by_shape, most_dealt
+from zerojax.sharding.layout import ParamLayout
+from zerojax.train.spec import TrainSpec
+
+
+class ParamBytes:
+    """Bytes of what a step makes of parameters, on one device; those of a single leaf are of one layer.
+
+    Attributes:
+        sums_sharded: whether each device has a part of the gradients' sums, rather than all.
+    """
+
+    def __init__(self, spec: TrainSpec) -> None:
+        self.spec, self.strategy, self.world = spec, spec.strategy, spec.world
+        self.sums_sharded = self.strategy.grad_level != "full"
+        rest = [group for group in spec.groups if group.unit is None]
+        self._outside = [leaf for group in rest for leaf in group.leaves]
+        self._frozen_outside = [leaf for group in rest for leaf in group.frozen]
+
+    def weight(self, leaf: ParamLayout) -> int:
+        """Of a whole leaf as it is gathered: in its compute dtype, or in fp8."""
+        return leaf.on_device.padded if leaf.fp8 else self.gradient(leaf)
+
+    def gradient(self, leaf: ParamLayout) -> int:
+        """Of a whole leaf's gradient, in the compute dtype."""
+        return leaf.on_device.padded * self.strategy.weight_dtype(leaf).itemsize
+
+    def sum_of(self, leaf: ParamLayout) -> int:
+        """Of a leaf's gradient sum."""
+        return 4 * (self.strategy.grad_size(leaf) if self.sums_sharded else leaf.shard)
+
+    def gathered(self, units: int) -> int:
+        """Trained weights that are whole at once: below stage 3 all, else some units and the rest."""
+        if self.spec.zero.stage < 3:
+            return self._whole(self.spec.leaves)
+        return self.outside() + self._largest_units(self.weight, units)
+
+    def outside(self) -> int:
+        """Trained weights outside units."""
+        return self._whole(self._outside)
+
+    def hpz_copy(self) -> int:
+        """The node-local weights that the forward pass keeps for the backward pass."""
+        if (self.strategy.source, self.strategy.keep) != ("primary", "secondary"):
+            return 0
+        leaves = (leaf for group in self.spec.unit_groups for leaf in group.leaves if not leaf.in_every_node)
+        return sum(leaf.layers * self._in_node(leaf) for leaf in leaves)
+
+    def frozen_in_use(self) -> int:
+        """Frozen weights of units in a pass: one unit's, decoded, while the next one's arrive.
+
+        The backward pass reads none of those outside units.
+        """
+        if not self.spec.unit_groups:
+            return self._whole(self._frozen_outside)
+        used = self._largest_units(self.weight, frozen=True)
+        return used + self._largest_units(self._frozen_on_the_way, frozen=True)
+
+    def frozen_in_forward(self) -> int:
+        """The same in the forward pass, which gathers what is outside units before the first unit."""
+        arriving = self._frozen_outside if self.spec.unit_groups else ()
+        return self.frozen_in_use() + sum(map(self._frozen_arriving, arriving))
+
+    def frozen_in_loss(self) -> int:
+        """Frozen weights that are whole in the loss: of a unit, and the largest of those outside units."""
+        outside = max((self._whole([leaf]) for leaf in self._frozen_outside), default=0)
+        return outside + self._largest_units(self.weight, frozen=True)
+
+    def _frozen_on_the_way(self, leaf: ParamLayout) -> int:
+        """Of a frozen weight while it is gathered.
+
+        Besides what arrives these are a device's own rows, cut out of the stack, and those between nodes.
+        """
+        if not (arriving := self._frozen_arriving(leaf)):
+            return 0
+        in_node, own = self._in_node(leaf), leaf.weights.local.row_bytes(leaf.shard)
+        crossing = self.strategy.frozen == "primary" and self.world.nodes > 1
+        return arriving + in_node + (in_node + own) * crossing
+
+    def _frozen_arriving(self, leaf: ParamLayout) -> int:
+        """Of a frozen weight as it is gathered, in the format in which it is stored; 0 if nothing is sent."""
+        holders = self.world.size if self.strategy.frozen == "primary" else self.world.local
+        return leaf.on_device.world.local * self._in_node(leaf) if holders > 1 else 0
+
+    def whole_gradients(self, *, rest: bool = True) -> int:
+        """Gradients before they are summed: all at stages 0 and 1, else those of a unit and of the rest.
+
+        Quantized gradients are encoded leaf by leaf: only the largest leaf's is whole.
+        """
+        if not self.sums_sharded:
+            item = jnp.dtype(self.strategy.grad_dtype).itemsize
+            every = sum(leaf.on_device.count * item for leaf in self.spec.leaves)
+            return every * (2 if self.spec.zero.passes > 1 else 1)
+        outside = self.outside() if rest else 0
+        if all(leaf.grads.local.raw for leaf in self.spec.leaves):
+            return outside + self._largest_units(self.gradient)
+        in_units = (leaf for group in self.spec.unit_groups for leaf in group.leaves)
+        return outside + max(map(self.gradient, in_units), default=0)
+
+    def payload(self) -> int:
+        """A unit's encoded gradients, sent and arriving; raw ones are sent as they are.
+
+        Rotated ones also exist in fp32 if XLA runs the codec rather than a kernel. Between two hops one
+        unit's gradients wait, one's are sent and one's arrive. Below stage 3 gradients do not queue behind
+        the backward pass.
+        """
+        strategy, world = self.strategy, self.world
+        two_hops = strategy.reduces_between_nodes(world) and len(strategy.axes(world)) == 2
+
+        def encoded(leaf: ParamLayout) -> int:
+            codec, peers = leaf.grads.local, world.local
+            rotated = 4 * leaf.padded if leaf.rotation else 0
+            first = peers * codec.row_bytes(leaf.padded // peers) if leaf.parts == 1 else 0
+            second = world.nodes * leaf.grads.node.row_bytes(leaf.shard) if two_hops else 0
+            if leaf.sums and strategy.sums_in_pass:
+                second += world.nodes * leaf.sums.row_bytes(leaf.shard)
+            return 3 * second + (two_hops * first if codec.raw else rotated + 2 * first)
+
+        return self._largest_units(encoded) if self.spec.zero.stage == 3 else 0
+
+    def sums(self) -> int:
+        """Sums at ``grad_level``, and a second set of them while micro-batches are summed."""
+        if self.spec.zero.stage == 0:
+            return 0  # the sums replace the gradients in place
+        twice = self.spec.zero.passes > 1 and self.sums_sharded
+        return self._set_of_sums() * (2 if twice else 1)
+
+    def sums_between_passes(self) -> int:
+        """Sums over micro-batches, which are there all the time.
+
+        The zeros that a backward pass starts from are allocated before it if they are wider than a shard, in
+        all compiled programs examined.
+        """
+        if self.spec.zero.stage == 0 or self.spec.zero.passes == 1 or not self.sums_sharded:
+            return 0
+        return self._set_of_sums() * (1 if self.strategy.grad_level == "primary" else 2)
+
+    def sums_in_nodes(self) -> int:
+        """Sums that all nodes need, if they arrive once per step and their owners hold others till then."""
+        if self.strategy.sums_in_pass or self.strategy.grad_level != "primary":
+            return 0
+        return sum(4 * leaf.layers * leaf.owned for leaf in self.spec.leaves if leaf.in_every_node)
+
+    def whole_matrices(self) -> int:
+        """Matrices of one shape that a device has whole in the update, as many as it gets of all at most.
+
+        In compiled programs in fp32 as they come and as they become, and in the compute dtype as they are
+        sent. Where they cross nodes, gradients stay until all are back: those of other shapes are sent and
+        arrive besides, and there are three products of a matrix with itself.
+        """
+        item = jnp.dtype(self.spec.zero.compute_dtype).itemsize
+        shapes = by_shape(self.spec.matrices) if self.spec.zero.stage else []
+        dealt = [most_dealt(same) * same[0].on_device.padded for same in shapes]
+        one_by_one = [(4 + 4 + item) * elements for elements in dealt]
+        crossing = [
+            (4 + 4) * elements
+            + 3 * 4 * most_dealt(same) * _in_products(same[0].on_device)
+            + 2 * item * (sum(dealt) - elements)
+            for same, elements in zip(shapes, dealt, strict=True)
+            if self.world.nodes > 1 and not same[0].in_every_node
+        ]
+        return max([*one_by_one, *crossing], default=0)
+
+    def _set_of_sums(self) -> int:
+        """One fp32 set of gradient sums; of a stack that the backward pass updates those of one layer."""
+        once = {leaf.path for group in self.spec.updated_in_backward for leaf in group.leaves}
+        return sum((1 if leaf.path in once else leaf.layers) * self.sum_of(leaf) for leaf in self.spec.leaves)
+
+    def _whole(self, leaves: Iterable[ParamLayout]) -> int:
+        """Weights of all layers, as they are gathered."""
+        return sum(leaf.layers * self.weight(leaf) for leaf in leaves)
+
+    def _in_node(self, leaf: ParamLayout) -> int:
+        """Of a weight's node-local part, in the format in which it is stored or sent."""
+        return self.world.nodes * leaf.weights.local.row_bytes(leaf.shard)
+
+    def _largest_units(
+        self, of: Callable[[ParamLayout], int], count: int = 1, *, frozen: bool = False
+    ) -> int:
+        """The ``count`` largest units: of their trained weights, or of their frozen ones."""
+        units = [
+            (sum(map(of, group.frozen if frozen else group.leaves)), group.layers)
+            for group in self.spec.unit_groups
+        ]
+        every = [size for size, copies in units for _ in range(min(copies, count))]
+        return sum(sorted(every, reverse=True)[:count])
+
+
+def _in_products(leaf: ParamLayout) -> int:
+    """Elements of the product of a matrix with itself; of experts, of all of these."""
+    return math.prod(leaf.shape[:-2]) * min(leaf.shape[-2:]) ** 2
