@@ -33,7 +33,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import zerojax
 from zerojax.comm.xla_options import compiler_options
 from zerojax.models import GPTConfig
-from zerojax.models.gpt import Block
+from zerojax.models.block import Block
 from zerojax.sharding.memory import HOST
 
 ON_GPU = jax.default_backend() == "gpu"

@@ -1,7 +1,8 @@
 """Language models in Flax NNX: GPT-2, OPT, LLaMA and Gemma style decoders, their loss, and scores."""
 
+from zerojax.models.block import MLP, Attention, Block
 from zerojax.models.config import GPTConfig, describe_parameters, flops_per_token, parameter_count
-from zerojax.models.gpt import GPT, MLP, Attention, Block
+from zerojax.models.gpt import GPT
 from zerojax.models.loss import cross_entropy, label_log_probs, lm_loss
 from zerojax.models.scores import last_scores, scores
 

@@ -1,16 +1,10 @@
 """GPT-2, OPT, LLaMA, Gemma, OLMo and DeepSeek style decoders in Flax NNX, dense or mixtures of experts.
 
 Every module computes in the dtype of its weights (the trainer passes compute-dtype copies); the statistics of
-norms, rotary angles, softmax and the loss are always fp32.
-
-Kernels are stored (in, out), both embeddings (vocab, d_model). ``qkv`` holds query | key | value side by side
-along ``out``, each heads x head_dim: GPT-2's ``c_attn`` unchanged, LLaMA's q_proj, k_proj and v_proj
-transposed and concatenated. On an H200 the single matmul saves 3 to 11% of attention, forward and backward.
-A gated MLP's gate and up are separate, because together they cost up to 6%: splitting their wide output and
-joining its gradient takes longer than a second matmul.
+norms, rotary angles, softmax and the loss are always fp32. Both embeddings are stored (vocab, d_model).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,365 +13,25 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Bool, Float, Int, Key
+from jaxtyping import Float, Int
 
 from zerojax.adapters.own_tokens import own_tokens
 from zerojax.adapters.stack import Stack
 from zerojax.errors import ConfigurationError
-from zerojax.experts import Experts, RouterStats
-from zerojax.experts.mlp import ACTIVATIONS
-from zerojax.matmul.replay import whole
-from zerojax.models.attention import Windowed, segment_positions
-from zerojax.models.config import GPTConfig, latent_outputs
-from zerojax.models.flash_attention import Documents, Segments, document_offsets
-from zerojax.models.kv_cache import KVCache, Positions, attend_cached
-from zerojax.models.latent import LatentHeads, Latents, keys_and_values
+from zerojax.experts import RouterStats
+from zerojax.models.attention import segment_positions
+from zerojax.models.block import Block, Hidden, Routed, Stream, dropout_mask, dropped
+from zerojax.models.config import GPTConfig
+from zerojax.models.flash_attention import Segments, document_offsets
+from zerojax.models.kv_cache import KVCache
 from zerojax.models.look_up import look_up
-from zerojax.models.norms import residual_norm, rms_norm
-from zerojax.models.rope import Rope, apply_rope, rope_kinds, rope_of
-from zerojax.models.shared_rows import attention
-from zerojax.models.sinks import Sinks
-from zerojax.schedule.tiles import tiled
-
-Hidden = Float[Array, "batch time d_model"]
-Heads = Float[Array, "batch time heads value_dim"]
-Stream = Hidden | tuple[Hidden, RouterStats]
-"""What a block passes on: the residual stream, with what routers did if they are asked for it.
-
-The stats have a leading axis of the layers that have experts; such a block leaves out the first row and
-appends its own.
-"""
-RopeKind = int | Int[Array, ""] | None
-"""Which table of ``Rope`` a layer reads; None where all read the same."""
-
-
-def _linear(inputs: int, outputs: int, rngs: nnx.Rngs, std: float, *, biases: bool) -> nnx.Linear:
-    init = nnx.initializers.normal(std)
-    return nnx.Linear(inputs, outputs, use_bias=biases, kernel_init=init, rngs=rngs)
-
-
-def _residual_std(c: GPTConfig) -> float:
-    """GPT-2's scaling: 2 x layers branches add up in the residual stream."""
-    return c.init_std / (2 * c.layers) ** 0.5
+from zerojax.models.norms import residual_norm
+from zerojax.models.rope import Rope, rope_kinds, rope_of
 
 
 def _embedding(c: GPTConfig, rows: int, rngs: nnx.Rngs) -> nnx.Embed:
     init = nnx.initializers.normal(c.init_std)
     return nnx.Embed(rows, c.d_model, embedding_init=init, rngs=rngs)
-
-
-def _kept(x: Hidden, rate: float, key: Key[Array, ""]) -> Bool[Array, "batch time d_model"]:
-    """Which elements dropout keeps."""
-    return jax.random.bernoulli(key, 1 - rate, x.shape)
-
-
-def _dropped(x: Hidden, rate: float, kept: Bool[Array, "batch time d_model"]) -> Hidden:
-    return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
-
-
-class Attention(nnx.Module):
-    """Causal self-attention with grouped key and value heads."""
-
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
-        c = config
-        self.config = c
-        width = (c.heads + 2 * c.key_value_heads) * c.head_dim
-        self.qkv = _linear(c.d_model, width, rngs, c.init_std, biases=c.biases or c.qkv_biases)
-        self.out = _linear(c.attention_width, c.d_model, rngs, _residual_std(c), biases=c.biases)
-        if c.qk_norm:
-            query, key = (c.heads, c.key_value_heads) if c.qk_norm_joint else (1, 1)
-            self.query_norm = rms_norm(c, query * c.head_dim, rngs)
-            self.key_norm = rms_norm(c, key * c.head_dim, rngs)
-        if c.attention_sinks:
-            self.sinks = nnx.Param(nnx.initializers.normal(c.init_std)(rngs.params(), (c.heads,)))
-
-    def project(self, x: Hidden, rope: Rope | None, kind: RopeKind = None) -> tuple[Array, Array, Array]:
-        """Queries (batch, time, heads, head_dim), keys (batch, time, kv_heads, head_dim) and values."""
-        c = self.config
-        kv = c.key_value_heads
-        heads = self.qkv(x).reshape(*x.shape[:2], c.heads + 2 * kv, c.head_dim)
-        q, k, v = jnp.split(heads, [c.heads, c.heads + kv], axis=2)
-        if c.qk_norm:
-            q, k = self._normed(self.query_norm, q), self._normed(self.key_norm, k)
-        if rope is not None:
-            q, k = self._rotated(q, rope, kind), self._rotated(k, rope, kind)
-            q = _scaled(q, rope)
-        return q, k, v
-
-    def _rotated(self, x: Array, rope: Rope, kind: RopeKind) -> Array:
-        return apply_rope(x, rope.table(kind), interleaved=self.config.rope_interleaved)
-
-    def _normed(self, norm: Callable[[Array], Array], heads: Array) -> Array:
-        if not self.config.qk_norm_joint:
-            return norm(heads)
-        return norm(heads.reshape(*heads.shape[:2], -1)).reshape(heads.shape)
-
-    def decode(
-        self,
-        x: Hidden,
-        rope: Rope | None,
-        positions: Positions,
-        cache: KVCache,
-        layer: int | Int[Array, ""],
-        windowed: Windowed,
-        kind: RopeKind,
-    ) -> tuple[Heads, KVCache]:
-        """The attention of new tokens to the cache, which they are added to, before the output projection."""
-        new, latent = self.to_cache(x, rope, kind)
-        return attend_cached(
-            self.config, new, positions, cache, layer, windowed, self.scores_of_sinks, latent
-        )
-
-    def to_cache(
-        self, x: Hidden, rope: Rope | None, kind: RopeKind
-    ) -> tuple[tuple[Array, Array, Array | None], LatentHeads | None]:
-        """Queries, what the cache gets of new tokens, and, of latents, what makes keys and values of them."""
-        return self.project(x, rope, kind), None
-
-    def mix(
-        self,
-        projected: tuple[Array, Array, Array],
-        segments: Segments | Documents | None = None,
-        windowed: Windowed = True,
-    ) -> Heads:
-        """The attention of what ``project`` returned, before the output projection."""
-        c = self.config
-        return attention(
-            *projected,
-            segments=segments,
-            window=c.sliding_window,
-            windowed=windowed,
-            scale=c.attention_scale,
-            softcap=c.attention_softcap,
-            sinks=self.scores_of_sinks,
-            kernel=c.attention,
-        )
-
-    @property
-    def scores_of_sinks(self) -> Sinks | None:
-        """The score of each head's sink, if the model has some."""
-        return self.sinks[...] if self.config.attention_sinks else None
-
-    def join(self, heads: Heads) -> Hidden:
-        """The output projection of all heads side by side."""
-        return self.out(heads.reshape(*heads.shape[:2], self.config.attention_width))
-
-
-def _scaled(q: Array, rope: Rope) -> Array:
-    """Queries times their factors, if they have some."""
-    if rope.query_scale is None:
-        return q
-    return q * jax.lax.stop_gradient(rope.query_scale)[..., None, None].astype(q.dtype)
-
-
-_LATENT_EPSILON = 1e-6
-"""Of the norms of latents: in DeepSeek's models it is this whatever that of the others is."""
-
-
-class LatentAttention(Attention):
-    """Attention whose keys and values are made of a latent (``zerojax.models.latent``).
-
-    ``latent_down`` makes latent | rotary part of the keys, ``latent_up`` key | value of one head after the
-    other.
-    """
-
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
-        c = config
-        assert c.latent_rank is not None
-        self.config, self.rank = c, c.latent_rank
-        linear = partial(_linear, rngs=rngs, std=c.init_std, biases=False)
-        norm = partial(nnx.RMSNorm, epsilon=_LATENT_EPSILON, rngs=rngs)
-        width = c.heads * c.head_dim
-        if c.latent_query_rank is None:
-            self.query = linear(c.d_model, width)
-        else:
-            self.query_down = linear(c.d_model, c.latent_query_rank)
-            self.query_norm = norm(c.latent_query_rank)
-            self.query_up = linear(c.latent_query_rank, width)
-        self.latent_down = linear(c.d_model, c.latent_rank + c.rope_width)
-        self.latent_norm = norm(c.latent_rank)
-        self.latent_up = linear(c.latent_rank, latent_outputs(c))
-        self.out = _linear(c.attention_width, c.d_model, rngs, _residual_std(c), biases=False)
-
-    def project(self, x: Hidden, rope: Rope | None, kind: RopeKind = None) -> tuple[Array, Array, Array]:
-        """As of ``Attention``."""
-        c = self.config
-        query, latents = self._compressed(x, rope, kind)
-        latent, rotary = jnp.split(latents, [self.rank], axis=-1)
-        made = self.latent_up(latent).reshape(*x.shape[:2], c.heads, -1)
-        return query, *keys_and_values(made, rotary, c.head_dim - c.rope_width)
-
-    def to_cache(
-        self, x: Hidden, rope: Rope | None, kind: RopeKind
-    ) -> tuple[tuple[Array, Array, Array | None], LatentHeads | None]:
-        """As of ``Attention``: the cache has latents."""
-        c = self.config
-        query, latents = self._compressed(x, rope, kind)
-        up = whole(self.latent_up.kernel[...]).reshape(self.rank, c.heads, -1)
-        return (query, latents, None), LatentHeads(up, c.head_dim - c.rope_width)
-
-    def _compressed(self, x: Hidden, rope: Rope | None, kind: RopeKind) -> tuple[Array, Latents]:
-        c = self.config
-        assert rope is not None
-        if c.latent_query_rank is None:
-            query = self.query(x)
-        else:
-            query = self.query_up(self.query_norm(self.query_down(x)))
-        query = query.reshape(*x.shape[:2], c.heads, c.head_dim)
-        plain, rotary = jnp.split(query, [c.head_dim - c.rope_width], axis=-1)
-        query = jnp.concatenate([plain, self._rotated(rotary, rope, kind)], axis=-1)
-        latent, rotary = jnp.split(self.latent_down(x)[:, :, None], [self.rank], axis=-1)
-        latents = jnp.concatenate([self.latent_norm(latent), self._rotated(rotary, rope, kind)], axis=-1)
-        return _scaled(query, rope), latents
-
-
-_ACTIVATIONS = {
-    "gelu": jax.nn.gelu,
-    "gelu_exact": partial(jax.nn.gelu, approximate=False),
-    "relu": jax.nn.relu,
-}
-
-
-class MLP(nnx.Module):
-    """The position-wise feed-forward network."""
-
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
-        c = config
-        self.activation = c.mlp
-        if c.gated:
-            self.gate = _linear(c.d_model, c.ffn_width, rngs, c.init_std, biases=c.biases)
-        self.up = _linear(c.d_model, c.ffn_width, rngs, c.init_std, biases=c.biases)
-        self.down = _linear(c.ffn_width, c.d_model, rngs, _residual_std(c), biases=c.biases)
-
-    def __call__(self, x: Hidden) -> Hidden:
-        """Apply up, the activation, and down."""
-        if self.activation in ACTIVATIONS:
-            return self.down(ACTIVATIONS[self.activation](self.gate(x), self.up(x)))
-        return self.down(_ACTIVATIONS[self.activation](self.up(x)))
-
-
-def _experts(c: GPTConfig, rngs: nnx.Rngs) -> Experts:
-    assert c.mlp in ACTIVATIONS
-    return Experts(
-        *(c.d_model, c.ffn_width, c.experts, c.experts_per_token),
-        router=c.router_config,
-        activation=c.mlp,
-        biases=c.biases,
-        shared=c.shared_ffn,
-        init=nnx.initializers.normal(c.init_std),
-        down_init=nnx.initializers.normal(_residual_std(c)),
-        rngs=rngs,
-    )
-
-
-def _unchanged(x: Hidden) -> Hidden:
-    """In place of a norm that a model does not have."""
-    return x
-
-
-class Block(nnx.Module):
-    """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)), where mlp may be ``Experts``.
-
-    With config.post_norms each branch ends with a norm, with config.pre_norms it begins with one.
-    """
-
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
-        def norm(wanted: bool) -> Any:
-            return residual_norm(config, rngs) if wanted else _unchanged
-
-        self.config = config
-        self.norm_attention = norm(config.pre_norms)
-        self.attention = (Attention if config.latent_rank is None else LatentAttention)(config, rngs=rngs)
-        self.norm_mlp = norm(config.pre_norms)
-        self.mlp = _experts(config, rngs) if config.experts else MLP(config, rngs=rngs)
-        self.post_norm_attention = norm(config.post_norms)
-        self.post_norm_mlp = norm(config.post_norms)
-        if config.dropout:
-            # All blocks of a step get the same key; the salt makes their masks differ.
-            self.salt = nnx.Variable(jax.random.bits(rngs.params(), (), jnp.uint32))
-
-    def __call__(
-        self,
-        x: Stream,
-        rope: Rope | None = None,
-        key: Key[Array, ""] | None = None,
-        segments: Segments | Documents | None = None,
-        windowed: Windowed = True,
-        kind: RopeKind = None,
-    ) -> Stream:
-        """Apply the block.
-
-        ``x`` is the residual stream, alone or with what the routers of earlier blocks did. The key turns
-        dropout on. ``segments`` are the document of each position, or ``document_offsets`` of it.
-        ``windowed`` says whether the sliding window, if the model has one, is this layer's, and ``kind``
-        which table of ``rope``.
-        """
-        hidden, before = x if isinstance(x, tuple) else (x, None)
-        rope = None if rope is None else rope.by_token(kind, len(hidden))
-        heads = self.attention.mix(self._tiled(self._project, hidden, rope), segments, windowed)
-        hidden, own = self.finish(hidden, heads, key)
-        if before is None:
-            return hidden
-        if own is None:
-            return hidden, before
-        return hidden, jax.tree.map(lambda rows, row: jnp.concatenate([rows[1:], row[None]]), before, own)
-
-    def decode(
-        self,
-        x: tuple[Hidden, KVCache],
-        rope: Rope | None,
-        positions: Positions,
-        *,
-        layer: int | Int[Array, ""],
-        windowed: Windowed = True,
-        kind: RopeKind = None,
-    ) -> tuple[Hidden, KVCache]:
-        """Apply the block to new tokens, which attend to the cache and are added to it.
-
-        ``x`` is the residual stream, and the cache of all layers; the others are as for ``__call__``.
-        """
-        hidden, cache = x
-        heads, cache = self.attention.decode(
-            self.norm_attention(hidden), rope, positions, cache, layer, windowed, kind
-        )
-        return self.finish(hidden, heads)[0], cache
-
-    def finish(
-        self, x: Hidden, heads: Heads, key: Key[Array, ""] | None = None
-    ) -> tuple[Hidden, RouterStats | None]:
-        """The block's output, and what its router did, from its input and the heads of its attention.
-
-        Experts have rounds of their own, and their routers count tokens.
-        """
-        kept = None
-        if key is not None and self.config.dropout:
-            keys = jax.random.split(jax.random.fold_in(key, self.salt[...]))
-            kept = [_kept(x, self.config.dropout, key) for key in keys]
-        if self.config.experts:
-            return self._finish(x, heads, kept)
-        return self._tiled(lambda *tile: self._finish(*tile)[0], x, heads, kept), None
-
-    def _tiled[T](self, function: Callable[..., T], *xs: Any) -> T:
-        """A part of the block that is of each token alone."""
-        return tiled(function, *xs, tile=self.config.token_tile)
-
-    def _project(self, x: Hidden, rope: Rope | None) -> tuple[Array, Array, Array]:
-        return self.attention.project(self.norm_attention(x), rope)
-
-    def _finish(
-        self, x: Hidden, heads: Heads, kept: Sequence[Bool[Array, "batch time d_model"]] | None
-    ) -> tuple[Hidden, RouterStats | None]:
-        first, second = kept or (None, None)
-        x = x + self._added(self.post_norm_attention(self.attention.join(heads)), first)
-        out = self.mlp(self.norm_mlp(x))
-        out, stats = out if isinstance(out, tuple) else (out, None)
-        return x + self._added(self.post_norm_mlp(out), second), stats
-
-    def _added(self, x: Hidden, kept: Bool[Array, "batch time d_model"] | None) -> Hidden:
-        """What a branch adds to the residual stream."""
-        c = self.config
-        x = x if c.residual_scale == 1 else x * c.residual_scale
-        return x if kept is None else _dropped(x, c.dropout, kept)
 
 
 class GPT(nnx.Module):
@@ -513,7 +167,7 @@ class GPT(nnx.Module):
         segments: Segments | None,
         rngs: nnx.Rngs | None,
         stats: RouterStats | None,
-    ) -> tuple[Hidden, RouterStats | None]:
+    ) -> Routed:
         """The output of the last block, and in place of zeros what routers did."""
         c = self.config
         length = tokens.shape[1]
@@ -524,7 +178,7 @@ class GPT(nnx.Module):
         key = rngs.dropout() if rngs is not None and c.dropout and not self.deterministic else None
         if key is not None:
             key, first = jax.random.split(key)
-            hidden = _dropped(hidden, c.dropout, _kept(hidden, c.dropout, first))
+            hidden = dropped(hidden, c.dropout, dropout_mask(hidden, c.dropout, first))
         documents = None if segments is None else document_offsets(segments)
         x: Stream = hidden if stats is None else (hidden, stats)
         x = self._through(x, rope, key, documents)
