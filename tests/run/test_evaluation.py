@@ -39,6 +39,13 @@ def test_an_evaluation_of_several_batches_copies_the_weights_once():
     np.testing.assert_allclose(loss, np.mean(expected), rtol=1e-6)
 
 
+def test_a_batch_without_tokens_counts_nothing():
+    state, (batch,) = create(2, 2), CASE.batches(8, 1)
+    padding = jax.tree.map(lambda x: np.full_like(x, -1), batch)
+    assert np.isnan(zerojax.eval_step(state, padding)["loss"])
+    assert mean_loss(state, [padding, batch, padding]) == mean_loss(state, [batch])
+
+
 def test_without_room_there_is_no_copy():
     state = create(2, 2)
     with mock.patch.object(evaluation, "free_memory", return_value=1):

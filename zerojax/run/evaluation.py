@@ -19,7 +19,8 @@ def mean_loss(state: TrainState, batches: list[Batch]) -> jax.Array:
 def mean_metrics(state: TrainState, batches: list[Batch]) -> dict[str, jax.Array]:
     """The means of the loss and its aux over some batches of equal size, and the sum of "tokens".
 
-    The means are over "tokens" if the loss counts them, else over batches. GPUs are still computing them.
+    The means are over "tokens" if the loss counts them, else over batches: one without tokens, whose own
+    means are NaN, has no part in them. GPUs are still computing them.
     """
     if len(batches) > 1:
         state = for_several_passes(state)
@@ -27,7 +28,10 @@ def mean_metrics(state: TrainState, batches: list[Batch]) -> dict[str, jax.Array
     counts = [metrics.pop("tokens", 1.0) for metrics in measured]
     total = jnp.asarray(sum(counts))
     sums = {
-        name: sum(metrics[name] * count for metrics, count in zip(measured, counts, strict=True))
+        name: sum(
+            jnp.where(count, metrics[name] * count, 0)
+            for metrics, count in zip(measured, counts, strict=True)
+        )
         for name in measured[0]
     }
     return {name: jnp.asarray(x / total) for name, x in sums.items()} | {"tokens": total}
