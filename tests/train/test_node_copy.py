@@ -56,13 +56,29 @@ def axes(state: zerojax.TrainState, batch: dict[str, np.ndarray]) -> set[str]:
     return set(axes_used(jax.make_jaxpr(predict)(state, batch).jaxpr))
 
 
+STEPS = {name: CHOICES[name] | {"accumulate": 2} for name in CHOICES} | {
+    "delta, one micro-batch": {"preset": "delta"},
+    "delta, breadth": {"preset": "delta", "accumulate": 2, "accumulate_order": "breadth"},
+    "delta, fp8": {"preset": "delta", "matmul_dtype": "fp8"},
+    "zero++, fp8": {"preset": "zero++", "matmul_dtype": "fp8"},
+}
+
+
+def case_of(name: str) -> Case:
+    return fp8_case("stack") if "fp8" in name else CASES["gpt-tied" if name == "zero3" else "stack"]
+
+
+@functools.cache
+def trained(name: str) -> zerojax.TrainState:
+    """After one step; not to be donated."""
+    state = create(2, 2, case=case_of(name), **STEPS[name])
+    state, _ = zerojax.train_step(state, case_of(name).batches(8, 1)[0])
+    return jax.block_until_ready(state)
+
+
 @pytest.mark.parametrize("name", subset(CHOICES, "delta"))
 def test_passes_are_the_same_and_send_nothing_between_nodes(name):
-    case = CASES["gpt-tied" if name == "zero3" else "stack"]
-    state = create(2, 2, case=case, **CHOICES[name])
-    batch, later = case.batches(8, 2)
-    state, _ = zerojax.train_step(state, batch)
-    jax.block_until_ready(state)
+    state, later = trained(name), case_of(name).batches(8, 2)[1]
     copied = zerojax.with_node_copy(state)
     assert zerojax.with_node_copy(copied) is copied
     assert device_bytes(copied.copies) == node_copy_bytes(state.spec)
@@ -74,21 +90,11 @@ def test_passes_are_the_same_and_send_nothing_between_nodes(name):
     np.testing.assert_array_equal(one, other)
 
 
-STEPS = {name: CHOICES[name] | {"accumulate": 2} for name in CHOICES} | {
-    "delta, one micro-batch": {"preset": "delta"},
-    "delta, breadth": {"preset": "delta", "accumulate": 2, "accumulate_order": "breadth"},
-    "delta, fp8": {"preset": "delta", "matmul_dtype": "fp8"},
-    "zero++, fp8": {"preset": "zero++", "matmul_dtype": "fp8"},
-}
-
-
 @pytest.mark.parametrize("name", subset(STEPS, "delta", "adapters"))
 def test_a_step_from_the_copy_is_the_same_and_sends_gradients_alone(name):
     """Delta's copies afterwards are those of the node's copy."""
-    case = fp8_case("stack") if "fp8" in name else CASES["gpt-tied" if name == "zero3" else "stack"]
-    state = create(2, 2, case=case, **STEPS[name])
-    first, second, third = case.batches(8, 3)
-    state, _ = zerojax.train_step(state, first)
+    _, second, third = case_of(name).batches(8, 3)
+    state = jax.tree.map(jax.numpy.copy, trained(name))
     copied = zerojax.with_node_copy(jax.tree.map(jax.numpy.copy, state))
     sent, less = (zerojax.comm_report(one, second).phases() for one in (state, copied))
     crossing = {phase for phase, (_, between) in less.items() if between}
