@@ -138,7 +138,7 @@ MOMENTUM = optax.sgd(2.0**-6, momentum=0.5)
                 ((2, 4), EXACT, ("optimizer",), 2, {}),
                 ((3, 2), EXACT, ("optimizer", "weights"), 0, {}),
                 ((3, 2), MOMENTUM, ("optimizer",), 2, EXACTLY),
-                ((3, 2), MOMENTUM, ("optimizer",), 4, {"stage": 1, "accumulate": 2}),
+                ((3, 2), MOMENTUM, ("optimizer",), 3, {"stage": 1, "accumulate": 2}),
                 ((1, 2), MOMENTUM, ("optimizer", "weights", "activations"), 2, {"error_feedback": False}),
             ]
         ),
