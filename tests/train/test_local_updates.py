@@ -109,6 +109,16 @@ def test_every_step_is_zero3(plain):
     assert distance(masters(state), weights) < 1e-6
 
 
+def test_a_rate_that_is_set_between_steps_is_that_of_all_nodes(plain):
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    state = create(plain, tx, 2, 1, every=2)
+    before = jax.tree.map(np.asarray, local_of(state).weights)
+    state.opt_state.hyperparams["learning_rate"] = 0.0
+    state, _ = zerojax.train_step(state, CASE.batches(8, 1)[0])
+    jax.tree.map(np.testing.assert_array_equal, before, local_of(state).weights)
+    assert state.opt_state.hyperparams["learning_rate"].shape == (2,)
+
+
 def test_a_node_that_skips_learns_nothing_and_the_others_go_on(plain):
     """A NaN in one node's batch stays there: neither its weights nor an exchange see it."""
     state = create(plain, optax.adamw(1e-2), 2, 2, every=2, outer_delay=2, outer_mixing=0.5)
