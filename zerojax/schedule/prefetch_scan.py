@@ -136,14 +136,10 @@ class _Layer:
     """
 
     def __init__(self, body: Body) -> None:
-        def alone(
-            whole: Weights, x: Arrays, state: Arrays, shared: Arrays
-        ) -> tuple[Arrays, Arrays, Pullback | None]:
+        def alone(whole: Weights, x: Arrays, state: Arrays, shared: Arrays) -> _Ran:
             return *body(whole, x, state, shared), None
 
-        def keeping(
-            whole: Weights, x: Arrays, state: Arrays, shared: Arrays
-        ) -> tuple[Arrays, Arrays, Pullback | None]:
+        def keeping(whole: Weights, x: Arrays, state: Arrays, shared: Arrays) -> _Ran:
             (x, after), vjp = pullback(body, whole, x, state, shared)
             _, own_x, own_state, _ = vjp.args_res
             return x, after, vjp.replace(args_res=[None, own_x, own_state, None])
@@ -153,7 +149,8 @@ class _Layer:
         self.run_keeping = TracedOnce(keeping)
 
 
-_Run = TracedOnce[Weights, Arrays, Arrays, Arrays, tuple[Arrays, Arrays, Pullback | None]]
+_Ran = tuple[Arrays, Arrays, Pullback | None]
+_Run = TracedOnce[Weights, Arrays, Arrays, Arrays, _Ran]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -174,23 +174,20 @@ class _BackwardPass:
         filled = queue.stages + 1 if self.updates else max(queue.stages - 1, 0)
         top = max(last - filled, stop)
         for index in range(last - 1, top - 1, -1):
-            carry = self._layer(carry, index, crossing=prefetcher.crosses)
+            carry = self._layer(carry, index)
         # Of updated layers two a turn: beside one half of the state is read, beside the other written.
         turn = 2 if self.updates else 1
         if turns := (top - stop) // turn:
 
             def take_turn(i: Array, carry: _Carry) -> _Carry:
                 for index in range(turn):
-                    layer = top - 1 - index - turn * i
-                    carry = self._layer(carry, layer, crossing=prefetcher.crosses)
+                    carry = self._layer(carry, top - 1 - index - turn * i)
                 return carry
 
             carry = carry if self.updates else carry._replace(in_flight=queue.prime(carry.in_flight))
             carry = lax.fori_loop(0, turns, take_turn, carry)
-        for index in range(top - 1 - turns * turn, stop - 1, -1):
-            carry = self._layer(carry, index, crossing=prefetcher.crosses)
-        for index in range(stop - 1, 0, -1):
-            carry = self._layer(carry, index, crossing=False)
+        for index in range(top - 1 - turns * turn, 0, -1):
+            carry = self._layer(carry, index)
         if last > 0:
             carry = self._compute(carry, 0)
         stored = carry.stored
@@ -199,11 +196,12 @@ class _BackwardPass:
             stored = storage.write(stored, queue.sum(arrived), arrived.layer)
         return storage.collect(stored, queue.sum(first)), carry.cotangent, carry.of_state, carry.of_shared
 
-    def _layer(self, carry: _Carry, index: Index, *, crossing: bool) -> _Carry:
+    def _layer(self, carry: _Carry, index: Index) -> _Carry:
         """Run a layer's vjp, and move weights and gradients one stage on."""
         ahead, updates = self.prefetcher, self.updates
         if updates is not None:
             ahead = replace(ahead, weights=updates.weights(carry.stored))
+        crossing = ahead.crosses and not (isinstance(index, int) and index < 2)  # layer 1 has none to fetch
         fetching, secondary = ahead.advance(carry.fetching, index, crossing=crossing)
         if updates is not None:
             # Reads come before writes: else the compiler would copy the stacks.
