@@ -281,8 +281,8 @@ class _Moments:
     def _fetched(self) -> int:
         """Weights in host memory that are here during a pass."""
         held = _in_host(self.spec)
-        trained = self._here(held["encoded"], _LAYERS_FETCHED)
-        return trained + self._here(held["frozen"], _LAYERS_FETCHED, frozen=True)
+        trained = self._here(held["encoded"], _LAYERS_FETCHED, self.spec.groups)
+        return trained + self._here(held["frozen"], _LAYERS_FETCHED, self.spec.groups, frozen=True)
 
     def _updated(self, *, in_backward: bool = False) -> int:
         """Masters and moments in host memory that are here in the update, or that of the backward pass."""
@@ -290,26 +290,18 @@ class _Moments:
         own = self.spec.updated_in_backward
         groups = own if in_backward else [group for group in self.spec.groups if group not in own]
         layers = _LAYERS_UPDATED_IN_BACKWARD if in_backward else _LAYERS_UPDATED
-        return self._here(held, layers, groups=groups)
+        return self._here(held, layers, groups)
 
-    def _here(
-        self, held: int, layers: int, *, frozen: bool = False, groups: Collection[ParamGroup] | None = None
-    ) -> int:
-        """Of what is in host memory for weights, the bytes that are on the device at a time.
+    def _here(self, held: int, layers: int, groups: Collection[ParamGroup], *, frozen: bool = False) -> int:
+        """Of ``held`` bytes in host memory, for all trained or frozen weights, those on the device at a time.
 
-        There are two groups, of which one is done when the next but one begins.
-
-        Args:
-            held: all bytes.
-            layers: of a stack at a time; of a group that is no stack there is everything.
-            frozen: whether it is for frozen weights, rather than for trained ones.
-            groups: of which there may be any on the device; None for all.
+        There are two of ``groups``, of which one is done when the next but one begins: some ``layers`` of a
+        stack, or everything of a group that is no stack.
         """
-        sizes = [
-            (sum(leaf.owned for leaf in (group.frozen if frozen else group.leaves)), group.layers, group)
-            for group in self.spec.groups
-        ]
-        whole = sum(size * copies for size, copies, _ in sizes)
-        some = [(size, copies) for size, copies, group in sizes if groups is None or group in groups]
-        parts = sorted((size * min(layers, copies) for size, copies in some), reverse=True)
+
+        def owned(group: ParamGroup) -> int:
+            return sum(leaf.owned for leaf in (group.frozen if frozen else group.leaves))
+
+        whole = sum(owned(group) * group.layers for group in self.spec.groups)
+        parts = sorted((owned(group) * min(layers, group.layers) for group in groups), reverse=True)
         return held * sum(parts[:2]) // max(1, whole)
