@@ -339,7 +339,10 @@ def build(
             'ZeroConfig.host=("activations", ...) moves what a zerojax.Stack keeps for its backward pass, '
             "and the model has none: stack its blocks (an NNX model), or leave the activations on the device."
         )
-    groups = tuple(ParamGroup(unit, *_of_unit(unit, layouts, units)) for unit in dict.fromkeys(units))
+    groups = tuple(
+        ParamGroup(unit, *(tuple(x for x in some if units[x.index] == unit) for some in (leaves, frozen)))
+        for unit in dict.fromkeys(units)
+    )
     if zero.stage == 3 and all(unit is None for unit in units):
         warnings.warn(
             "no unit is named, so the whole model is gathered at once: name its block classes in "
@@ -348,25 +351,15 @@ def build(
         )
     # With local updates each node has an optimizer of its own.
     updated = tuple(leaf.in_node for leaf in leaves) if zero.every else leaves
-    transform = None
+    transform = layerwise = None
     if tx is not None:
         transform = with_moments_as_set(on_shards(tx, mesh, updated, zero), zero)
-    layerwise = None
-    if tx is not None and transform is not None and "optimizer" in zero.host:
-        paths = [[leaf.path for leaf in group.leaves] for group in groups if group.leaves]
-        layerwise = LayerwiseOptimizer(tx, transform, mesh, updated, paths, zero)
+        if "optimizer" in zero.host:
+            paths = [[leaf.path for leaf in group.leaves] for group in groups if group.leaves]
+            layerwise = LayerwiseOptimizer(tx, transform, mesh, updated, paths, zero)
     strategy = ShardingStrategy.of(zero)
     spec = TrainSpec(
-        mesh,
-        world,
-        zero,
-        adapter,
-        transform,
-        loss_fn,
-        leaves,
-        groups,
-        strategy,
-        spikes,
+        *(mesh, world, zero, adapter, transform, loss_fn, leaves, groups, strategy, spikes),
         frozen=frozen,
         lora=lora,
         whole=whole,
@@ -447,14 +440,6 @@ def lay_out(
 
 def _without_fp8(zero: ZeroConfig, p: Parameter) -> str | None:
     return zero.without_fp8(p.name, p.shape, p.unit, of_experts=p.of_experts)
-
-
-def _of_unit(
-    unit: str | None, layouts: Sequence[ParamLayout], units: Sequence[str | None]
-) -> tuple[tuple[ParamLayout, ...], tuple[ParamLayout, ...]]:
-    """A unit's trained and frozen parameters."""
-    mine = [leaf for leaf, own in zip(layouts, units, strict=True) if own == unit]
-    return tuple(leaf for leaf in mine if not leaf.frozen), tuple(leaf for leaf in mine if leaf.frozen)
 
 
 def check_host_weights(zero: ZeroConfig, frozen: Sequence[ParamLayout]) -> None:
