@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_models import HIDDEN, WIDTH, Block, Listed
+from core_models import HIDDEN, WIDTH, Block, Listed, started
 from flax import linen, nnx
 
 import zerojax
@@ -76,10 +76,11 @@ def both(model: Any, x: jax.Array) -> jax.Array:
 
 
 @functools.cache
-def reference(kind: Any, loss: Any, linen_model: bool = False) -> tuple[float, dict[Any, np.ndarray]]:
-    """The loss over all rows and its gradient, by path."""
+def reference(kind: Any, loss: Any) -> tuple[dict[str, Any], float, dict[Any, np.ndarray]]:
+    """Weights, the loss over all rows, and its gradient by path."""
     start = create(kind, loss, (1, 1), stage=0, units=())
-    weights = {path: jnp.asarray(x) for path, x in from_tree(zerojax.gather_params(start)).items()}
+    params = zerojax.gather_params(start)
+    weights = {path: jnp.asarray(x) for path, x in from_tree(params).items()}
 
     def whole(weights):
         adapter = start.spec.adapter
@@ -99,7 +100,7 @@ def reference(kind: Any, loss: Any, linen_model: bool = False) -> tuple[float, d
         return value
 
     value, grads = jax.jit(jax.value_and_grad(whole))(weights)
-    return float(value), {path: np.asarray(x) for path, x in grads.items()}
+    return params, float(value), {path: np.asarray(x) for path, x in grads.items()}
 
 
 def create(
@@ -155,8 +156,8 @@ EXACT_DELTA = {"hpz": True, "weights_delta": True, "weights": "fp32", "local_wei
 )
 @pytest.mark.filterwarnings("ignore:no unit is named")
 def test_the_gradient_is_that_of_an_ordinary_module(kind, loss, mesh, zero):
-    wanted, grads = reference(kind, loss)
-    state = create(kind, loss, mesh, **zero)
+    params, wanted, grads = reference(kind, loss)
+    state = started(abstract(kind, loss, mesh, **zero), params)
     leaves = state.spec.leaves
     found = from_tree(step.gradients(state, X))
     assert float(zerojax.eval_step(state, X)["loss"]) == pytest.approx(wanted, rel=2e-5)
@@ -171,9 +172,9 @@ def test_the_gradient_is_that_of_an_ordinary_module(kind, loss, mesh, zero):
 @pytest.mark.parametrize(("kind", "units"), [(Stacked, ()), (Listed, (Block,))])
 def test_quantized_gradients_of_a_penalty_are_near(kind, units):
     """zero++ sends second derivatives by the same hops: int4's error, not a missing part."""
-    _, grads = reference(kind, gradient_penalty)
+    params, _, grads = reference(kind, gradient_penalty)
     zero = zerojax.ZeroConfig.preset("zero++", compute_dtype="float32", units=units).__dict__
-    state = create(kind, gradient_penalty, (2, 4), **zero)
+    state = started(abstract(kind, gradient_penalty, (2, 4), **zero), params)
     found = from_tree(step.gradients(state, X))
     mine = np.concatenate([np.ravel(from_stored(found[x.path], x)) for x in state.spec.leaves])
     theirs = np.concatenate([grads[x.path].ravel() for x in state.spec.leaves])

@@ -21,6 +21,7 @@ from zerojax.schedule.stacked import cut_large, empty_layers, large_floats, piec
 from zerojax.sharding.memory import in_host
 from zerojax.train.step import trace_train_step
 
+ADAMW = optax.adamw(0.01)
 HOST: Any = {"host": ("activations",)}
 STACK = Case(functools.partial(Stacked, layers=5), squared_error, (), regression_batch)
 NORMED = Case(functools.partial(NormedModel, stacked=True), squared_error, (), regression_batch)
@@ -34,7 +35,8 @@ BREADTH = {"accumulate": 2, "accumulate_order": "breadth"}
 def trained(case: Case, mesh: tuple[int, int], zero: dict[str, Any]) -> Any:
     """Losses and weights of two steps."""
     nodes, local = mesh
-    state = case.create(optax.adamw(0.01), nodes=nodes, local=local, **zero)
+    begin = case.begin if case is STACK else case.create  # with other state than weights
+    state = begin(ADAMW, nodes=nodes, local=local, **zero)
     return two_steps(state, case.batches(12 if nodes == 3 else 16, 2))
 
 

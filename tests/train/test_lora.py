@@ -136,8 +136,12 @@ def test_several_adapters_share_one_base():
 def test_dropout_is_for_training_alone_and_reproducible():
     batch = CASES["stack"].batches(24, 1)[0]
 
+    @functools.cache
+    def begun(rate: float) -> zerojax.TrainState:
+        return create("stack", 1, 1, lora=LoRA(rank=3, targets=("*kernel",), dropout=rate))
+
     def losses(rate: float) -> tuple[float, ...]:
-        state = create("stack", 1, 1, lora=LoRA(rank=3, targets=("*kernel",), dropout=rate))
+        state = jax.tree.map(jnp.copy, begun(rate))
         state, _ = zerojax.train_step(state, batch)  # B is zero before
         evaluated = float(zerojax.eval_step(state, batch)["loss"])
         _, metrics = zerojax.train_step(state, batch)
