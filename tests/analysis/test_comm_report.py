@@ -78,7 +78,7 @@ def test_delta_sends_the_differences_of_each_layer_once(style):
 
 
 def test_local_updates_send_a_fragment_and_gather_within_the_node():
-    report = report_of(preset="local", every=2)
+    report = report_of(preset="local", every=3)
     blocks = 1  # of one block an owner has, a fragment takes all
     row = blocks * (64 / 2 + 2)
     assert report.phases()["fragment"] == (0, 2 * row + 284), "learnt, changed and told"

@@ -139,7 +139,7 @@ LOCAL_UPDATES = {
     "local": {},
     "at the end": {"every": 3, "outer_delay": 0, "grads": ("int8", "int4")},
     "a step later": {"every": 5, "outer_delay": 1, "stage": 1, "accumulate": 2},
-    "exact": {"every": 2, "weights": None, "grads": (None, None), "rotation": 0, "stage": 2},
+    "exact": {"every": 3, "weights": None, "grads": (None, None), "rotation": 0, "stage": 2},
 }
 
 
