@@ -132,6 +132,15 @@ def test_overrides(config: Path) -> None:
     assert (settings.zero.fp8, settings.zero.compute_dtype) == (("*", "!*attention*"), "bfloat16")
 
 
+def test_an_empty_path_is_not_the_current_folder(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a shell makes of a variable that is not set."""
+    for command, words in (("train", [str(config), "--run-dir", ""]), ("sample", [""])):
+        with pytest.raises(SystemExit) as exit_:
+            main([command, *words])
+        assert exit_.value.code == 2
+        assert "a path is empty; the current folder is ." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("word", "value"), [("true", True), ("false", False), ("True", True), ("None", True)]
 )

@@ -42,6 +42,26 @@ def _boolean(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[bool] | None:
     )
 
 
+@_REGISTRY.primitive_rule
+def _path(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Path] | None:
+    """A path that is not empty: to tyro "", as a shell makes of an unset variable, is the current folder."""
+    if info.type is not Path:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="PATH",
+        instance_from_str=lambda words: _read_path(words[0]),
+        is_instance=lambda value: isinstance(value, Path),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def _read_path(word: str) -> Path:
+    if not word:
+        raise ValueError("a path is empty; the current folder is .")
+    return Path(word)
+
+
 def _read_boolean(word: str) -> bool:
     if word.lower() not in _BOOLEANS:
         raise ValueError(f"{word!r} is neither true nor false")

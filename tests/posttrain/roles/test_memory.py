@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from micro_run import micro_config
 
@@ -15,6 +16,7 @@ from zerojax.run.build import RunSetup
 from zerojax.run.config import PosttrainSection, RunConfig, with_settings
 from zerojax.train.memory import device_bytes
 from zerojax.train.spec import TrainSpec
+from zerojax.train.step import predict_step
 
 
 @pytest.fixture
@@ -44,6 +46,20 @@ def test_each_role_holds_what_its_arrays_hold(config: RunConfig) -> None:
     assert roles.generator.cache == 4 * roles.generator.length * per_token
     tokens = roles.generator.weights + roles.generator.cache
     assert roles.rollout == roles.policy + reference + tokens
+
+
+def test_where_only_a_part_is_frozen_the_reference_is_what_the_policy_was(config: RunConfig) -> None:
+    config = with_settings(config, {"zero": {"frozen": ("blocks/*",), "frozen_weights": "int4"}})
+    policy = RunSetup(config).initial_state()
+    setup = reference_setup(config, policy.spec)
+    assert setup is not None
+    batch = {"tokens": np.arange(4 * config.train.sequence_length).reshape(4, -1) % config.model.vocab_size}
+
+    def logits(model: Any, batch: Any) -> jax.Array:
+        return model(batch["tokens"])
+
+    first, same = (predict_step(state, batch, logits) for state in (policy, setup.initial_state()))
+    np.testing.assert_array_equal(first, same)
 
 
 def test_without_room_the_weights_are_spread_and_adapters_need_no_reference(config: RunConfig) -> None:

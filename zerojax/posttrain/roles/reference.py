@@ -54,7 +54,10 @@ def reference_setup(config: RunConfig, spec: TrainSpec) -> RunSetup | None:
     """How the state of a reference is built; None if the policy, of this spec, trains adapters alone."""
     if all(leaf.frozen for leaf in spec.weights):
         return None
-    return frozen_setup(replace(config, lora=None))
+    # Weights that the policy trains are read in the compute format, and so are the reference's.
+    exact = [(leaf.name, config.zero.compute_format) for leaf in spec.weights if not leaf.frozen]
+    zero = config.zero.replace(precise=(*config.zero.precise, *exact))
+    return frozen_setup(replace(config, lora=None, zero=zero))
 
 
 def frozen_setup(config: RunConfig) -> RunSetup:
