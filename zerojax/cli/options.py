@@ -2,7 +2,7 @@
 
 import io
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
 from pathlib import Path
 from types import MappingProxyType
@@ -28,34 +28,6 @@ _REGISTRY = ConstructorRegistry()
 _BOOLEANS = {"true": True, "false": False}
 
 
-@_REGISTRY.primitive_rule
-def _boolean(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[bool] | None:
-    """A boolean that may be missing, spelled as in TOML; tyro alone takes "True" and "False" only."""
-    if info.type is not bool:
-        return None
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="{true,false}",
-        instance_from_str=lambda words: _read_boolean(words[0]),
-        is_instance=lambda value: isinstance(value, bool),
-        str_from_instance=lambda value: [str(value).lower()],
-    )
-
-
-@_REGISTRY.primitive_rule
-def _path(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Path] | None:
-    """A path that is not empty: to tyro "", as a shell makes of an unset variable, is the current folder."""
-    if info.type is not Path:
-        return None
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="PATH",
-        instance_from_str=lambda words: _read_path(words[0]),
-        is_instance=lambda value: isinstance(value, Path),
-        str_from_instance=lambda value: [str(value)],
-    )
-
-
 def _read_path(word: str) -> Path:
     if not word:
         raise ValueError("a path is empty; the current folder is .")
@@ -66,6 +38,28 @@ def _read_boolean(word: str) -> bool:
     if word.lower() not in _BOOLEANS:
         raise ValueError(f"{word!r} is neither true nor false")
     return _BOOLEANS[word.lower()]
+
+
+def _one_word[T](kind: type[T], metavar: str, read: Callable[[str], T], show: Callable[[T], str]) -> None:
+    """Have tyro read a type from one word."""
+
+    @_REGISTRY.primitive_rule
+    def rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[T] | None:
+        if info.type is not kind:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar=metavar,
+            instance_from_str=lambda words: read(words[0]),
+            is_instance=lambda value: isinstance(value, kind),
+            str_from_instance=lambda value: [show(value)],
+        )
+
+
+# A boolean, which may be missing, is spelled as in TOML; tyro alone takes "True" and "False" only.
+_one_word(bool, "{true,false}", _read_boolean, lambda value: str(value).lower())
+# To tyro an empty path, as a shell makes of an unset variable, is the current folder.
+_one_word(Path, "PATH", _read_path, str)
 
 
 def option_table(section: "Section", shown: Mapping[str, Any] = MappingProxyType({})) -> type:

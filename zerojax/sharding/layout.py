@@ -261,30 +261,36 @@ def flatten(x: Num[Array, "..."], leaf: ParamLayout) -> Num[Array, " padded"]:
     """One layer of unsharded shape, flat and padded with zeros."""
     if leaf.padded == leaf.size:
         return x.reshape(-1)
-    padding = (leaf.padded - leaf.size) // leaf.parts
-    return jnp.pad(x.reshape(leaf.parts, -1), ((0, 0), (0, padding))).reshape(-1)
+    return _padded(x.reshape(leaf.parts, -1), leaf).reshape(-1)
 
 
 def unflatten(flat: Num[Array, " padded"], leaf: ParamLayout) -> Num[Array, "..."]:
     """Undo ``flatten``."""
-    return flat.reshape(leaf.parts, -1)[:, : leaf.size // leaf.parts].reshape(leaf.shape)
+    return _unpadded(flat.reshape(leaf.parts, -1), leaf).reshape(leaf.shape)
 
 
 def to_stored[A: (Array, np.ndarray)](x: A, leaf: ParamLayout) -> A:
     """Convert a leaf of unsharded shape, with all layers, to the shape that the train state stores.
 
-    An array on the host stays there.
+    An array on the host stays there, as a copy.
     """
-    pad = cast(Callable[..., A], np.pad if isinstance(x, np.ndarray) else jnp.pad)
-    padding = (leaf.padded - leaf.size) // leaf.parts
-    parts = x.reshape(leaf.layers, leaf.parts, -1)
-    return pad(parts, ((0, 0), (0, 0), (0, padding))).reshape(leaf.stored_shape)
+    return _padded(x.reshape(leaf.layers, leaf.parts, -1), leaf).reshape(leaf.stored_shape)
 
 
 def from_stored[A: (Array, np.ndarray)](x: A, leaf: ParamLayout) -> A:
     """Undo ``to_stored``."""
-    parts = x.reshape(leaf.layers, leaf.parts, -1)
-    return parts[..., : leaf.size // leaf.parts].reshape(leaf.unsharded_shape)
+    return _unpadded(x.reshape(leaf.layers, leaf.parts, -1), leaf).reshape(leaf.unsharded_shape)
+
+
+def _padded[A: (Array, np.ndarray)](parts: A, leaf: ParamLayout) -> A:
+    """The parts of one or all layers, each of them padded with zeros."""
+    pad = cast(Callable[..., A], np.pad if isinstance(parts, np.ndarray) else jnp.pad)
+    return pad(parts, [(0, 0)] * (parts.ndim - 1) + [(0, (leaf.padded - leaf.size) // leaf.parts)])
+
+
+def _unpadded[A: (Array, np.ndarray)](parts: A, leaf: ParamLayout) -> A:
+    """Undo ``_padded``."""
+    return parts[..., : leaf.size // leaf.parts]
 
 
 def in_a_row(x: Num[Array, "..."], stack: tuple[int, ...]) -> Num[Array, "layers ..."]:

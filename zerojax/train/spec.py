@@ -339,9 +339,12 @@ def build(
             'ZeroConfig.host=("activations", ...) moves what a zerojax.Stack keeps for its backward pass, '
             "and the model has none: stack its blocks (an NNX model), or leave the activations on the device."
         )
+
+    def of_unit(unit: str | None, some: Sequence[ParamLayout]) -> tuple[ParamLayout, ...]:
+        return tuple(leaf for leaf in some if units[leaf.index] == unit)
+
     groups = tuple(
-        ParamGroup(unit, *(tuple(x for x in some if units[x.index] == unit) for some in (leaves, frozen)))
-        for unit in dict.fromkeys(units)
+        ParamGroup(unit, of_unit(unit, leaves), of_unit(unit, frozen)) for unit in dict.fromkeys(units)
     )
     if zero.stage == 3 and all(unit is None for unit in units):
         warnings.warn(
@@ -359,7 +362,16 @@ def build(
             layerwise = LayerwiseOptimizer(tx, transform, mesh, updated, paths, zero)
     strategy = ShardingStrategy.of(zero)
     spec = TrainSpec(
-        *(mesh, world, zero, adapter, transform, loss_fn, leaves, groups, strategy, spikes),
+        mesh,
+        world,
+        zero,
+        adapter,
+        transform,
+        loss_fn,
+        leaves,
+        groups,
+        strategy,
+        spikes,
         frozen=frozen,
         lora=lora,
         whole=whole,

@@ -149,8 +149,8 @@ def _in_host(spec: TrainSpec) -> dict[str, int]:
 
 def _held_bytes(spec: TrainSpec, count: Callable[[PyTree], int]) -> dict[str, int]:
     """The bytes of one device's part of a train state that ``count`` counts, by kind."""
-    fields = abstract_fields(spec)
-    params, local = fields["params"], fields["local"]
+    state = abstract_fields(spec)
+    params, local = state["params"], state["local"]
     if local is None:
         own, outer = params, ()
     else:
@@ -158,12 +158,12 @@ def _held_bytes(spec: TrainSpec, count: Callable[[PyTree], int]) -> dict[str, in
     held = {
         "parameters": own,
         "outer": outer,
-        "optimizer": fields["opt_state"],
-        "encoded": fields["encoded"],
-        "frozen": fields["frozen"],
-        "secondary": fields["copies"],
-        "residual": fields["residual"],
-        "other": fields["model_state"],
+        "optimizer": state["opt_state"],
+        "encoded": state["encoded"],
+        "frozen": state["frozen"],
+        "secondary": state["copies"],
+        "residual": state["residual"],
+        "other": state["model_state"],
     }
     return {kind: count(tree) for kind, tree in held.items()}
 
