@@ -107,6 +107,19 @@ def test_a_step_from_the_copy_is_the_same_and_sends_gradients_alone(name):
         jax.tree.map(np.testing.assert_array_equal, (copied, metrics), (state, expected))
 
 
+def test_weights_of_fp8_products_that_every_node_has_anyway():
+    """Muon's matrices, which the copy leaves out."""
+    case = fp8_case("stack")
+    tx = zerojax.chain(zerojax.scale_by_muon(), optax.scale_by_learning_rate(0.1))
+    state = case.create(tx, nodes=2, local=2, matmul_dtype="fp8")
+    (batch,) = case.batches(8, 1)
+    copied = zerojax.with_node_copy(state)
+    assert copied.copies
+    assert axes(copied, batch) == {"local"}
+    one, other = (zerojax.eval_step(x, batch)["loss"] for x in (state, copied))
+    np.testing.assert_array_equal(one, other)
+
+
 def test_changed_weights_have_no_copy():
     state = zerojax.with_node_copy(create(2, 2))
     assert state.current_copies

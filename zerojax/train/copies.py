@@ -47,6 +47,8 @@ def owned_of(spec: TrainSpec, shards: Shards) -> ByPath:
 def with_scales(spec: TrainSpec, masters: ByPath, copies: ByPath) -> tuple[ByPath, ByPath]:
     """Give the weights of fp8 products their scales: those of the largest magnitude that any owner has.
 
+    The ``masters`` are all trained weights, or those that copies in every node lack.
+
     Delta's copies keep theirs until it no longer fits, so that their codes rarely change all at once.
 
     Masters that are encoded already have their scales.
@@ -54,7 +56,7 @@ def with_scales(spec: TrainSpec, masters: ByPath, copies: ByPath) -> tuple[ByPat
     Returns:
         Both, with the same scales.
     """
-    chosen = [leaf for leaf in spec.leaves if leaf.fp8]
+    chosen = [leaf for leaf in spec.leaves if leaf.fp8 and leaf.path in masters]
     if not chosen:
         return masters, copies
     if all(masters[leaf.path].ready for leaf in chosen):
@@ -62,7 +64,7 @@ def with_scales(spec: TrainSpec, masters: ByPath, copies: ByPath) -> tuple[ByPat
         return masters, copies | {path: rescaled(copies[path], scale) for path, scale in given.items()}
     own = [jnp.max(jnp.abs(masters[leaf.path].values), axis=-1).reshape(-1) for leaf in chosen]
     with jax.named_scope("scales"):
-        peaks = lax.pmax(jnp.concatenate(own), spec.world.axes)
+        peaks = lax.pmax(jnp.concatenate(own), max((leaf.owners for leaf in chosen), key=len))
     ends = list(itertools.accumulate(leaf.layers for leaf in chosen))
     scaled, renewed = dict(masters), dict(copies)
     for leaf, peak in zip(chosen, jnp.split(peaks, ends[:-1]), strict=True):

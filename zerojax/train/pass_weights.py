@@ -40,7 +40,10 @@ def pass_weights(spec: TrainSpec, shards: Shards, *, updating: Sequence[ParamGro
     """
     owned, copies = owned_of(spec, shards), shards.copies
     later: frozenset[Path] = frozenset()
-    if not shards.current_copies:
+    if shards.current_copies:
+        apart = {path: weight for path, weight in owned.items() if path not in copies}
+        owned |= with_scales(spec, apart, {})[0]
+    else:
         owned, copies = with_scales(spec, owned, copies)
         if copies:
             units = (leaf.path for group in updating for leaf in group.leaves)
