@@ -1,7 +1,5 @@
 """`python -m zerojax` is `zerojax`."""
 
-import sys
+from zerojax.cli import program
 
-from zerojax.cli import main
-
-sys.exit(main())
+program()

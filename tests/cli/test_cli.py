@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import textwrap
 import tomllib
 from pathlib import Path
 from typing import cast
@@ -211,6 +212,34 @@ def test_what_an_encoding_lacks_is_replaced(
     monkeypatch.setattr(cli, "_main", lambda _: print(end=sys.stdin.read(), flush=True))
     cli.main()
     assert written.getvalue().decode(encoding) == shown
+
+
+def test_a_thread_in_jaxlib_does_not_change_the_exit_code(tmp_path: Path) -> None:
+    script = tmp_path / "busy.py"
+    script.write_text(
+        textwrap.dedent("""
+            import threading
+            import jax
+            from zerojax import cli
+
+            def compute():
+                while True:
+                    jax.block_until_ready(jax.device_put(0))
+
+            def command(given):
+                for _ in range(4):
+                    threading.Thread(target=compute, daemon=True).start()
+                print(end="done")
+                return 3
+
+            cli._main = command
+            cli.program()
+        """)
+    )
+    ended = subprocess.run(
+        [sys.executable, script], env=for_programs(), capture_output=True, text=True, timeout=100
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "done", "")
 
 
 def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:

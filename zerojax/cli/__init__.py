@@ -1,10 +1,13 @@
 """The ``zerojax`` command: one module per subcommand, imported on use."""
 
+import atexit
 import importlib
 import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import NoReturn
 
 from zerojax import terminal
 from zerojax.errors import EXIT_CODES, EXIT_FAILED, EXIT_OK, EXIT_WRONG_USE, report
@@ -62,6 +65,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         terminal.last_words("")
         os._exit(code)
     return code
+
+
+def program() -> NoReturn:
+    """Run the process's command line, and end the process with the exit code of ``main``."""
+    code: int | None = None
+
+    def leave() -> None:
+        if code is not None:
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError):
+                    stream.flush()
+            os._exit(code)
+
+    # Registered first, so called last, in place of what Python does next: it stops threads that want its
+    # lock, and if one of them is inside jaxlib 0.11.2, the process aborts, even after a complete run.
+    atexit.register(leave)
+    code = main()
+    sys.exit(code)
 
 
 def _main(given: list[str]) -> int:
