@@ -84,7 +84,7 @@ def test_columns_of_parquet_go_to_the_reward_as_well(tmp_path: Path) -> None:
             [{"prompt": "a", "completion": "b"}],
             "column 'completion' is an argument that the reward has already",
         ),
-        ([{"prompt": "a" * 99}], "no prompt has at most 99 tokens"),
+        ([{"prompt": "a" * 99}], "none of 1 prompts has at most 99 tokens"),
     ],
 )
 def test_what_is_no_prompt_is_refused(tmp_path: Path, rows: list[Any], message: str) -> None:
@@ -107,6 +107,12 @@ def test_what_is_no_conversation_is_refused(tmp_path: Path, messages: Any, messa
     )
     with pytest.raises(ConfigurationError, match=message):
         read(write(tmp_path / "rows.jsonl", [{"messages": messages}]), template=template)
+
+
+def test_plain_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ConfigurationError, match=r"a\.txt: plain text: zerojax posttrain reads prompts from"):
+        read(str(tmp_path / "a.txt"))
 
 
 def test_the_default_source_is_refused() -> None:

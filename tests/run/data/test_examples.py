@@ -184,7 +184,7 @@ MESSAGE = {"role": "user", "content": "a"}
         (
             CHAT,
             {"messages": [MESSAGE], "tools": "x"},
-            "rows.jsonl:2: column 'tools' is text that is not JSON",
+            "^[^:]*rows.jsonl:2: column 'tools' is text that is not JSON",
         ),
         (CHAT, {"messages": [MESSAGE]}, "rows.jsonl:2: no message of the assistant"),
         (

@@ -85,6 +85,11 @@ class TestPlainText:
         with pytest.raises(DataError, match="no text file"):
             TextSource(str(tmp_path))
 
+    def test_packed_text(self, tmp_path: Path) -> None:
+        (tmp_path / "notes.txt.gz").write_bytes(gzip.compress(b"text", mtime=0))
+        with pytest.raises(DataError, match=r"no text file.*; unpack notes\.txt\.gz: only \.jsonl"):
+            TextSource(str(tmp_path / "notes.txt.gz"))
+
     def test_empty(self, tmp_path: Path) -> None:
         (tmp_path / "x.txt").touch()
         with pytest.raises(DataError, match="empty"):

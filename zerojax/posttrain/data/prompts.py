@@ -11,7 +11,7 @@ from jaxtyping import Int32
 from zerojax.run.config import DataSection
 from zerojax.run.data.chat_template import ChatTemplate, text_of_content
 from zerojax.run.data.examples import TOOLS, checked_messages, checked_tools
-from zerojax.run.data.formats import DataError, encode_text, read_rows, text_of
+from zerojax.run.data.formats import DataError, encode_text, is_table, read_rows, text_of
 from zerojax.run.data.source import TextSource
 from zerojax.run.data.split import evenly_spread, hold_out
 from zerojax.run.data.tokenizer import Tokenizer
@@ -57,8 +57,8 @@ class Prompts:
         fitting = [one for one in every if len(one.tokens) <= longest]
         if not fitting:
             raise DataError(
-                f"data.source {data.source!r}: no prompt has at most {longest} tokens, which is what "
-                "posttrain.max_new_tokens leaves of train.sequence_length"
+                f"data.source {data.source!r}: none of {len(every):,} prompts has at most {longest} "
+                "tokens, which is what posttrain.max_new_tokens leaves of train.sequence_length"
             )
         train, held_out = hold_out(fitting, lambda one: one.tokens.tobytes(), data.validation)
         return cls(train, held_out, len(every) - len(fitting))
@@ -83,13 +83,18 @@ def files_of(data: DataSection, what: str) -> Sequence[Path]:
     """The files of ``data.source``, which hold ``what``, such as "prompts".
 
     Raises:
-        DataError: there are none, or no one source is named.
+        DataError: there are none, or no one source is named, or a file is no table.
     """
     if data.mixture or data.source == DataSection.source:
         raise DataError(
             f"zerojax posttrain reads {what}: name one file, folder or glob of them in data.source"
         )
-    return TextSource(data.source, data.pattern).files
+    files = TextSource(data.source, data.pattern).files
+    if texts := [path for path in files if not is_table(path)]:
+        raise DataError(
+            f"{texts[0]}: plain text: zerojax posttrain reads {what} from JSON lines, Parquet or Arrow"
+        )
+    return files
 
 
 def _read_table(
@@ -113,9 +118,9 @@ def _encode(
         given = text_of(row, column, place)
         tokens = tokenizer.encode(encode_text(given, place))
         return np.asarray([tokenizer.begin_of_text, *tokens], np.int32), given
-    messages = checked_messages(row[column], column, place)
+    messages, tools = checked_messages(row[column], column, place), checked_tools(row, place)
     try:
-        text = template.render(messages, tools=checked_tools(row, place), add_generation_prompt=True)
+        text = template.render(messages, tools=tools, add_generation_prompt=True)
     except DataError as error:
         raise DataError(f"{place}: {error}") from error
     return tokenizer.encode(encode_text(text, place)).astype(np.int32), text_of_content(

@@ -130,10 +130,13 @@ class Conversations:
         Raises:
             DataError: as ``read``.
         """
-        messages = checked_messages(row[self.messages], self.messages, place)
+        messages, tools = (
+            checked_messages(row[self.messages], self.messages, place),
+            checked_tools(row, place),
+        )
         added = [] if answer is None else [{"role": "assistant", "content": answer}]
         try:
-            text, targets = self.template.render_targets([*messages, *added], checked_tools(row, place))
+            text, targets = self.template.render_targets([*messages, *added], tools)
         except DataError as error:
             raise DataError(f"{place}: {error}") from error
         return Document(place, encode_text(text, place), targets[-1:] if added else targets)

@@ -13,6 +13,7 @@ from zerojax.run.data.formats import DataError, Document, cut_document, is_table
 from zerojax.validation.untrusted import parse_json
 
 _SNIFF_BYTES = 8192
+_PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".tar", ".tgz")
 # Written by ``datasets.save_to_disk`` beside the Arrow files.
 _SAVED_DATASET = "state.json"
 _SAVED_SPLITS = "dataset_dict.json"
@@ -94,11 +95,14 @@ def _find_files(source: str, pattern: str) -> tuple[Path, ...]:
 
 def _texts_among(paths: Iterable[Path], root: Path, label: str) -> tuple[Path, ...]:
     """The files of text or tables, sorted; what is hidden below ``root`` is left out."""
-    files = [path for path in paths if path.is_file() and _is_taken(path, root)]
+    there = [path for path in paths if path.is_file()]
+    files = [path for path in there if _is_taken(path, root)]
     if not files:
+        packed = next((path for path in there if path.suffix.lower() in _PACKED), None)
         raise DataError(
             f"data.source {label!r}: no text file in it (hidden files, and those with NUL bytes, as "
             "UTF-16 has them, are left out)"
+            + (f"; unpack {packed.name}: only .jsonl and .ndjson are read with .gz or .zst" if packed else "")
         )
     if not any(path.stat().st_size for path in files):
         raise DataError(f"data.source {label!r}: all of its {len(files)} text files are empty")
