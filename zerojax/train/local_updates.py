@@ -23,7 +23,7 @@ the parts of a fragment come to the device before the passes and go back after t
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -384,7 +384,7 @@ def train_locally(state: TrainState, local: LocalState, batch: Batch) -> tuple[T
             f"the loss function's aux has {len(names)} scalars, and local updates (ZeroConfig.every) have "
             f"room for {MAX_METRICS}: leave some out."
         )
-    before = state.trained._replace(params=passed.own, opt_state=_of_each_node(spec, state.opt_state))
+    before = state.trained._replace(params=passed.own, opt_state=state.opt_state)
     after, metrics = jax.vmap(update, spmd_axis_name=NODE)(before, passed.gradients, passed.sums)
     report = _report(passed.sums, metrics, names)
     reports = _BY_NODE if zero.outer_delay else _EVERYONE
@@ -410,19 +410,6 @@ def train_locally(state: TrainState, local: LocalState, batch: Batch) -> tuple[T
         local=LocalState(done.own, known, momentum, after.skipped_in_row, report),
     )
     return following, metrics
-
-
-def _of_each_node(spec: TrainSpec, opt_state: PyTree) -> PyTree:
-    """An optimizer's state with an entry for each node.
-
-    A program may set a value of it for all nodes, such as a learning rate (``optax.inject_hyperparams``).
-    """
-
-    def of_each(x: Any, like: jax.ShapeDtypeStruct) -> Any:
-        alone = jnp.ndim(x) < len(like.shape)
-        return jnp.broadcast_to(jnp.asarray(x, like.dtype), like.shape) if alone else x
-
-    return jax.tree.map(of_each, opt_state, abstract_fields(spec)["opt_state"])
 
 
 def reported(spec: TrainSpec, local: LocalState) -> dict[str, Array]:

@@ -36,7 +36,9 @@ def _in_host(x: Any) -> bool:
 
 
 def _part_bytes(x: Any) -> int:
-    """Bytes of one device's part of an array."""
+    """Bytes of one device's part of an array; none of a Python number that a program has set."""
+    if not hasattr(x, "dtype"):
+        return 0
     sharding = getattr(x, "sharding", None)
     shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
     return math.prod(shape) * x.dtype.itemsize  # which random keys have, too

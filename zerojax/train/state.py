@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
@@ -35,6 +37,8 @@ from zerojax.zero_config import ZeroConfig
 
 _LARGE = ("params", "opt_state", "encoded", "model_state", "copies", "residual", "frozen", "local")
 """The fields whose size a summary has."""
+_SETTABLE = ("step", "skipped_in_row", "seed", "params", "opt_state", "model_state", "residual", "losses")
+"""The fields in which a program may set values by hand."""
 _TRACKED = ("params", "frozen", "copies", "encoded", "local")
 """The weights and their copies, of which ``replace`` keeps one true to the other."""
 
@@ -288,6 +292,56 @@ def check_there(state: TrainState) -> None:
             "the state was passed to train_step before, which takes its arrays for the next one (donation): "
             "use the state that train_step returned."
         )
+
+
+def settled(state: TrainState) -> TrainState:
+    """The state with what a program has set in it by hand as arrays like those that were there.
+
+    A learning rate (``optax.inject_hyperparams``), a counter or batch statistics may so be a Python number, a
+    numpy array or an array on one device. With local updates a value for the optimizer is that of all nodes.
+
+    Raises:
+        ConfigurationError: a value is no number, or does not fit the array that it replaces.
+    """
+    given = {name: getattr(state, name) for name in _SETTABLE}
+    wanted = {name: abstract_fields(state.spec)[name] for name in _SETTABLE}
+    leaves, tree = jax.tree.flatten(given)
+    if tree != jax.tree.structure(wanted) or all(map(_is_placed, leaves, jax.tree.leaves(wanted))):
+        return state
+    placed = jax.tree_util.tree_map_with_path(_placed, given, wanted)
+    # A field that stays as it is keeps its identity, by which ``replace`` sees what has changed.
+    pairs = {name: (jax.tree.leaves(given[name]), jax.tree.leaves(placed[name])) for name in _SETTABLE}
+    return state.replace(
+        **{name: placed[name] for name, both in pairs.items() if any(map(operator.is_not, *both))}
+    )
+
+
+def _is_placed(x: Any, like: jax.ShapeDtypeStruct) -> bool:
+    if isinstance(x, jax.ShapeDtypeStruct | Tracer) or jnp.issubdtype(like.dtype, jax.dtypes.extended):
+        return True  # without a value, or a random key
+    return isinstance(x, jax.Array) and x.committed and x.ndim == len(like.shape)
+
+
+def _placed(path: Any, x: Any, like: jax.ShapeDtypeStruct) -> Array:
+    """A value that was set by hand, as an array of the shape, dtype and sharding of ``like``."""
+    if _is_placed(x, like):
+        return x
+    try:
+        if isinstance(x, jax.Array) and x.committed:
+            return jax.device_put(jnp.broadcast_to(x, like.shape), like.sharding)
+        value = np.asarray(x)
+        if jnp.issubdtype(value.dtype, jnp.inexact) and not jnp.issubdtype(like.dtype, jnp.inexact):
+            raise TypeError("a fraction in place of a whole number")
+        value = np.broadcast_to(value.astype(like.dtype), like.shape)
+    except (TypeError, ValueError) as error:
+        found = f"{x.dtype}{list(x.shape)}" if isinstance(x, jax.Array | np.ndarray) and x.ndim else repr(x)
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        raise ConfigurationError(
+            f"state.{name} was set to {found:.80}, which does not fit its {like.dtype}{list(like.shape)}: "
+            "set a number, or an array of that kind."
+        ) from error
+    assert like.sharding is not None
+    return jax.make_array_from_callback(like.shape, like.sharding, value.__getitem__)
 
 
 def _is_gone(state: TrainState) -> bool:

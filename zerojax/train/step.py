@@ -39,7 +39,7 @@ from zerojax.train.fields import (
 from zerojax.train.host_update import InBackward
 from zerojax.train.local_updates import reported, train_locally
 from zerojax.train.spec import TrainSpec
-from zerojax.train.state import TrainState, check_there
+from zerojax.train.state import TrainState, check_there, settled
 from zerojax.train.update import unless_skipped, updated
 from zerojax.weights.weight import Weight
 
@@ -93,6 +93,7 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     spec = state.spec
     placed = place(spec, batch, spec.zero.accumulate)
     check_there(state)
+    state = settled(state)
     following, metrics = one_at_a_time(spec.mesh, _compiled(spec)(*_apart(state), placed))
     return following.replace(frozen=state.frozen), metrics
 

@@ -23,7 +23,7 @@ from zerojax.run.checkpoints.portions import write_in_portions
 from zerojax.run.checkpoints.retention import Retention
 from zerojax.run.checkpoints.select import read_manifests
 from zerojax.run.checkpoints.transfer import fit_beside_host_state, fit_beside_training, transfer_options
-from zerojax.train.state import TrainState, check_there
+from zerojax.train.state import TrainState, check_there, settled
 from zerojax.train.step import skipped_in_row
 from zerojax.validation.paths import check_checkpoint_path
 
@@ -110,7 +110,7 @@ class Checkpoints:
 
         Raises:
             RunError: this or the previous save failed, perhaps on a full disk; older ones are intact.
-            ConfigurationError: a state was donated.
+            ConfigurationError: a state was donated, or a value that was set in it by hand does not fit.
         """
         states = {"": state} | {f"{name}_": x for name, x in (beside or {}).items()}
         for one in states.values():
@@ -119,6 +119,7 @@ class Checkpoints:
             return True
         if not despite_skips and any(skipped_in_row(one) for one in states.values()):
             return False
+        states = {name: settled(one) for name, one in states.items()}
         self.wait()
         draft = step_dirs.unfinished(self._folder, step)
         self._choose([*states.values()])
