@@ -6,7 +6,7 @@ from pathlib import Path
 from zerojax.cli.options import RunPath, read_options
 from zerojax.errors import file_errors
 from zerojax.run.html_report import read_run_data, render
-from zerojax.run.run_dir import RunFolder
+from zerojax.run.run_dir import RunFolder, write_whole
 
 
 @dataclass(frozen=True)
@@ -28,5 +28,8 @@ def run(arguments: list[str]) -> None:
     out = options.out or options.run / "report.html"
     page = render(read_run_data(RunFolder(options.run)))
     with file_errors(out, what="cannot write the report: "):
-        out.write_text(page, encoding="utf-8")
+        if out.is_file() or not out.exists():
+            write_whole(out, page)
+        else:  # such as /dev/stdout
+            out.write_text(page, encoding="utf-8")
     print(f"{out}: {len(page) / 1000:.0f} kB")

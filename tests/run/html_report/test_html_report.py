@@ -1,6 +1,8 @@
 """`zerojax report`: a page that stands alone, whatever is left of a run."""
 
+import errno
 import json
+import os
 import re
 import shutil
 from html.parser import HTMLParser
@@ -52,6 +54,20 @@ def page_of(folder: Path) -> Page:
 
 def titles(page: Page) -> list[str | None]:
     return [attrs["aria-label"] for tag, attrs in page.tags if tag == "svg"]
+
+
+def test_a_full_disk_leaves_the_report_of_before(
+    finished: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "page.html").write_text("before")
+    monkeypatch.setattr(os, "fsync", full)
+    assert main(["report", str(finished.path), "--out", str(tmp_path / "page.html")]) != 0
+    assert "cannot write the report: " in capsys.readouterr().err
+    assert (tmp_path / "page.html").read_text() == "before"
+    assert main(["report", str(finished.path), "--out", os.devnull]) == 0  # no file to replace
 
 
 def test_a_finished_run(finished: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from matplotlib.image import imread
 from micro_run import hang
 from rich.console import Console
 
+from zerojax.errors import RunError
 from zerojax.run.metrics.curve import draw_loss_curve
 from zerojax.run.metrics.devices import memory_in_use
 from zerojax.run.metrics.files import MetricsFile, read_lines, read_metrics
@@ -149,6 +150,13 @@ class TestFiles:
         again.close()
         steps = read_metrics(tmp_path / "metrics.jsonl")
         assert [(s["step"], s["loss"]) for s in steps] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
+
+    def test_a_file_that_is_deleted_takes_no_lines(self, tmp_path: Path) -> None:
+        files = MetricsFile(tmp_path / "metrics.jsonl")
+        (tmp_path / "metrics.jsonl").unlink()
+        files.write(1, {"loss": 1.0})
+        with pytest.raises(RunError, match=r"metrics\.jsonl was deleted while the run wrote to it"):
+            files.close()
 
     def test_the_file_is_replaced_atomically(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A process that dies while it rewrites the file loses nothing."""

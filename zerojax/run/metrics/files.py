@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from zerojax.errors import RunError
 from zerojax.multihost.background import Worker
 from zerojax.run.checkpoints.step_dirs import free
 from zerojax.run.run_dir import write_whole
@@ -43,6 +44,7 @@ class MetricsFile:
 
         Raises:
             OSError: an earlier line could not be written, or the disk hangs.
+            RunError: the file was deleted.
         """
         self._check()
         append = functools.partial(self._append, _line({"step": step, **values}).encode())
@@ -64,6 +66,8 @@ class MetricsFile:
                 os.close(self._file)
 
     def _append(self, line: bytes) -> None:
+        if not os.fstat(self._file).st_nlink:  # a write would succeed, and nobody could read it
+            raise RunError(f"{self._path} was deleted while the run wrote to it: what follows would be lost")
         while line:
             line = line[os.write(self._file, line) :]
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from zerojax.errors import DivergedError
+from zerojax.errors import DivergedError, RunError
 from zerojax.run.metrics.devices import memory_in_use, peak_flops
 from zerojax.run.metrics.files import MetricsFile
 from zerojax.run.metrics.progress import Progress
@@ -104,7 +104,7 @@ class RunLog:
         try:
             if self._file is not None:
                 self._file.close()
-        except OSError:
+        except (OSError, RunError):
             if error is None:  # an earlier error is the one to report
                 raise
         finally:
@@ -130,7 +130,7 @@ class RunLog:
         """Add a dispatched step, and log the steps that have finished; arguments as ``MetricsQueue.push``.
 
         Raises:
-            OSError: an earlier step could not be written.
+            OSError, RunError: an earlier step could not be written.
             DivergedError: too many steps in a row were skipped, or a loss is a spike that must stop the run.
         """
         for record in self._queue.push(step, metrics, evaluation, own):
@@ -140,7 +140,7 @@ class RunLog:
         """Wait for all dispatched steps, and until they are written.
 
         Raises:
-            OSError: they cannot be written.
+            OSError, RunError: they cannot be written.
             DivergedError: too many steps in a row were skipped, or a loss is a spike that must stop the run.
         """
         for record in self._queue.drain():
