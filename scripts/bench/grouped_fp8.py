@@ -22,8 +22,9 @@ import grouped_matmul as bench
 import jax
 import jax.numpy as jnp
 import numpy as np
-from grouped_matmul import CASES, ON_GPU, SMALL, Case, as_numpy, attempt, expected, milliseconds
+from grouped_matmul import CASES, ON_GPU, SMALL, Case, as_numpy, expected
 from jax import Array
+from timing import attempt, milliseconds
 
 from pallas_kernels import grouped_rows, grouped_rows_fp8
 from pallas_kernels.mosaic import grouped
@@ -132,12 +133,12 @@ def runs_of(case: Case) -> list[Run]:
     return runs
 
 
-def arrays_of(case: Case) -> dict[str, Array]:
-    """In bf16 and as codes of the same."""
+def arrays_of(case: Case, sizes: np.ndarray) -> dict[str, Array]:
+    """In bf16 and as codes of the same; ``sizes`` are those of the groups."""
     found = case.arrays()
     cast = jax.jit(lambda a, dtype: a.astype(dtype), static_argnums=1)
     found |= {"x8": cast(found["x"], E4M3), "g8": cast(found["g"], E5M2), "w8": cast(found["w"], E4M3)}
-    found["t8"] = jax.block_until_ready(jax.jit(lambda w: jnp.swapaxes(w, 1, 2))(found["w8"]))
+    found["t8"] = jax.jit(lambda w: jnp.swapaxes(w, 1, 2))(found["w8"])
     per_token = PER_TOKEN.get(case.groups, 2)
     tokens = case.rows // per_token
     rng = np.random.default_rng(4)
@@ -145,23 +146,9 @@ def arrays_of(case: Case) -> dict[str, Array]:
     small = jax.jit(lambda w: (w / 64).astype(jnp.bfloat16))
     found |= {"u": small(found["w"]), "d": small(jnp.swapaxes(found["w"], 1, 2))}
     found |= {"tokens": found["x"][:tokens], "experts": jnp.asarray(experts), "scale": jnp.float32(0.25)}
+    found["sizes"] = jnp.asarray(sizes)
     as_codes = jax.jit(lambda w: jax.lax.bitcast_convert_type((w * 64).astype(E4M3), jnp.uint8))
     return found | {"u8": as_codes(found["u"]), "d8": as_codes(found["d"])}
-
-
-def shapes_of(case: Case) -> dict[str, Any]:
-    """Of the arrays."""
-    per_token = PER_TOKEN.get(case.groups, 2)
-    rows, k, n, groups = case.rows, case.k, case.n, case.groups
-    wide, narrow, codes = (groups, k, n), (groups, n, k), jnp.uint8
-    kinds: dict[str, tuple[tuple[int, ...], Any]] = {
-        "x": ((rows, k), jnp.bfloat16), "w": (wide, jnp.bfloat16), "g": ((rows, n), jnp.bfloat16),
-        "x8": ((rows, k), E4M3), "w8": (wide, E4M3), "g8": ((rows, n), E5M2), "t8": (narrow, E4M3),
-        "u": (wide, jnp.bfloat16), "d": (narrow, jnp.bfloat16), "u8": (wide, codes), "d8": (narrow, codes),
-        "tokens": ((rows // per_token, k), jnp.bfloat16), "scale": ((), jnp.float32),
-        "experts": ((rows // per_token, per_token), jnp.int32), "sizes": ((groups,), jnp.int32),
-    }  # fmt: skip
-    return {name: jax.ShapeDtypeStruct(*kind) for name, kind in kinds.items()}
 
 
 def of_layer(run: Run, arrays: dict[str, Any]) -> list[Any]:
@@ -208,14 +195,11 @@ def torch_runs(case: Case, sizes: np.ndarray, seconds: float) -> None:
     """Of ``torch._grouped_mm`` and ``torch._scaled_grouped_mm``."""
     import torch  # pyright: ignore[reportMissingImports]
 
-    def normal(*shape: int) -> Any:
-        return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
-
     ends = torch.from_numpy(np.cumsum(sizes).astype(np.int32)).cuda()
-    x, w, g = normal(case.rows, case.k), normal(case.groups, case.k, case.n), normal(case.rows, case.n)
+    x, w, g = bench.torch_arrays(case)
     x8, g8, w8 = (a.to(torch.float8_e4m3fn) for a in (x, g, w))
     t8 = w8.transpose(-2, -1).contiguous().transpose(-2, -1)
-    ones = {m: torch.ones(m, device="cuda") for m in {case.rows}}[case.rows]
+    ones = torch.ones(case.rows, device="cuda")
     by_n, by_k = (torch.ones((case.groups, m), device="cuda") for m in (case.n, case.k))
     options: dict[str, Any] = {"offs": ends, "out_dtype": torch.bfloat16, "use_fast_accum": True}
     runs = {
@@ -226,7 +210,7 @@ def torch_runs(case: Case, sizes: np.ndarray, seconds: float) -> None:
     }
 
     def one(name: str, run: Callable[[], Any]) -> None:
-        took = milliseconds(run, lambda _: torch.cuda.synchronize(), seconds)
+        took = bench.torch_milliseconds(run, seconds)
         print(f"  {name:<34} {took:8.3f} ms {case.flops / took / 1e9:8.1f}", flush=True)
 
     for name, run in runs.items():
@@ -241,7 +225,7 @@ def measure(case: Case, futures: dict[tuple[Case, str], "Future[Any]"], skewed: 
     print(f"\n{case}, {'one takes half' if skewed else 'at random'}", flush=True)
     if ON_GPU and not skewed:
         attempt("torch", partial(torch_runs, case, sizes, seconds))
-    arrays = arrays_of(case) | {"sizes": jnp.asarray(sizes)}
+    arrays = arrays_of(case, sizes)
 
     def one(run: Run) -> None:
         compiled = futures[case, run.name].result()
@@ -251,7 +235,7 @@ def measure(case: Case, futures: dict[tuple[Case, str], "Future[Any]"], skewed: 
         if run.flops == 9 and not all(bool(jnp.isfinite(a.astype(jnp.float32)).all()) for a in found[0]):
             wrong = "NOT FINITE"
         del found
-        took = milliseconds(lambda: compiled(*given), jax.block_until_ready, seconds)
+        took = milliseconds(lambda: compiled(*given), seconds)
         rate = f"{run.flops * case.flops / took / 1e9:8.1f}" if run.flops else " " * 8
         print(f"  {run.name:<34} {took:8.3f} ms {rate} {wrong}", flush=True)
 
@@ -274,13 +258,12 @@ def main() -> None:
     with ThreadPoolExecutor(12) as pool:
         futures: dict[tuple[Case, str], Future[Any]] = {}
         for case in cases:
-            kinds = shapes_of(case)
+            kinds = jax.eval_shape(partial(arrays_of, case, case.sizes(skewed=False)))
             for run in runs_of(case):
                 given = of_layer(run, kinds)
-                lowered = partial(
+                futures[case, run.name] = pool.submit(
                     lambda run, given: jax.jit(run.function).lower(*given).compile(), run, given
                 )
-                futures[case, run.name] = pool.submit(lowered)
         for future in futures.values():
             future.exception()  # waits, so that nothing compiles beside what is measured
         print(f"[{time.monotonic() - begin:.0f} s]", flush=True)

@@ -13,7 +13,6 @@ What fails prints its error, and the rest goes on; after ``--budget`` seconds th
 
 import argparse
 import os
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from timing import attempt, milliseconds
 
 from pallas_kernels.mosaic import grouped
 from pallas_kernels.mosaic.grouped import Tuning
@@ -250,23 +250,6 @@ def check(name: str, make: Make, k: int, n: int) -> None:
 # --- rates
 
 
-def milliseconds(run: Callable[[], object], wait: Callable[[object], object], seconds: float) -> float:
-    """Median over five rounds of calls that follow each other without waiting."""
-    wait(run())
-    start = time.perf_counter()
-    wait(run())
-    once = time.perf_counter() - start
-    calls = max(1, min(50, int(seconds / 5 / once)))
-    rounds: list[float] = []
-    for _ in range(5):
-        start = time.perf_counter()
-        for _ in range(calls - 1):
-            run()
-        wait(run())
-        rounds.append((time.perf_counter() - start) / calls)
-    return 1e3 * statistics.median(rounds)
-
-
 @dataclass(frozen=True)
 class Compiled:
     """A product that is ready to run."""
@@ -277,11 +260,9 @@ class Compiled:
 
 def compile_product(function: Product, case: Case) -> Compiled:
     """For the shapes of a case; in a thread."""
-    kinds = [
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-        for shape in ((case.rows, case.k), (case.groups, case.k, case.n), (case.rows, case.n))
-    ]
-    compiled = jax.jit(function).lower(*kinds, jax.ShapeDtypeStruct((case.groups,), jnp.int32)).compile()
+    kinds = jax.eval_shape(case.arrays)
+    sizes = jax.ShapeDtypeStruct((case.groups,), jnp.int32)
+    compiled = jax.jit(function).lower(kinds["x"], kinds["w"], kinds["g"], sizes).compile()
     memory = compiled.memory_analysis()
     return Compiled(compiled, 0 if memory is None else memory.temp_size_in_bytes)
 
@@ -300,14 +281,27 @@ def print_row(name: str, case: Case, times: Mapping[str, float], base: list[floa
     print(f"  {name:<22} {' '.join(rates)} {whole:>14} {rest}", flush=True)
 
 
+def torch_arrays(case: Case) -> tuple[Any, Any, Any]:
+    """What ``Case.arrays`` has, in PyTorch."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    shapes = (case.rows, case.k), (case.groups, case.k, case.n), (case.rows, case.n)
+    x, w, g = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes)
+    return x, w, g
+
+
+def torch_milliseconds(run: Callable[[], object], seconds: float) -> float:
+    """``milliseconds`` of what PyTorch runs."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    return milliseconds(run, seconds, wait=lambda _: torch.cuda.synchronize())
+
+
 def torch_times(case: Case, sizes: np.ndarray, seconds: float) -> dict[str, float]:
     """Of ``torch._grouped_mm``."""
     import torch  # pyright: ignore[reportMissingImports]
 
-    def normal(*shape: int) -> Any:
-        return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
-
-    x, w, g = normal(case.rows, case.k), normal(case.groups, case.k, case.n), normal(case.rows, case.n)
+    x, w, g = torch_arrays(case)
     ends = torch.from_numpy(np.cumsum(sizes).astype(np.int32)).cuda()
     multiply: Any = torch._grouped_mm
     runs = {
@@ -315,8 +309,7 @@ def torch_times(case: Case, sizes: np.ndarray, seconds: float) -> dict[str, floa
         "dx": lambda: multiply(g, w.transpose(-2, -1), offs=ends),
         "dw": lambda: multiply(x.t(), g, offs=ends),
     }
-    wait = lambda _: torch.cuda.synchronize()  # noqa: E731
-    times = {name: milliseconds(run, wait, seconds) for name, run in runs.items()}
+    times = {name: torch_milliseconds(run, seconds) for name, run in runs.items()}
     del x, w, g
     torch.cuda.empty_cache()
     return times
@@ -327,18 +320,14 @@ def quack_times(case: Case, sizes: np.ndarray, seconds: float) -> dict[str, floa
     import torch  # pyright: ignore[reportMissingImports]
     from quack.gemm_interface import gemm  # pyright: ignore[reportMissingImports]
 
-    def normal(*shape: int) -> Any:
-        return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
-
-    x, w, g = normal(case.rows, case.k), normal(case.groups, case.k, case.n), normal(case.rows, case.n)
+    x, w, g = torch_arrays(case)
     bounds = torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)).cuda()
     runs = {
         "out": lambda: gemm(x, w, cu_seqlens_m=bounds, tuned=False),
         "dx": lambda: gemm(g, w.transpose(-2, -1), cu_seqlens_m=bounds, tuned=False),
         "dw": lambda: gemm(x.t(), g, cu_seqlens_k=bounds, tuned=False),
     }
-    wait = lambda _: torch.cuda.synchronize()  # noqa: E731
-    return {name: milliseconds(run, wait, seconds) for name, run in runs.items()}
+    return {name: torch_milliseconds(run, seconds) for name, run in runs.items()}
 
 
 def measure_quack(case: Case, seconds: float) -> None:
@@ -372,23 +361,12 @@ def measure(case: Case, skewed: bool, names: list[str], compilations: Compilatio
                 continue
             compiled = future.result()
             errors.append(f"{sample.error(compiled.run(*given), product):.0e}")
-            times[product] = milliseconds(
-                lambda run=compiled.run: run(*given), jax.block_until_ready, seconds
-            )
+            times[product] = milliseconds(lambda run=compiled.run: run(*given), seconds)
             temporary = max(temporary, compiled.temporary)
         print_row(name, case, times, base, f"{' '.join(errors)}; {temporary / 1e6:.2f}")
 
     for name in names:
         attempt(name, partial(one, name))
-
-
-def attempt(name: str, work: Callable[[], None]) -> None:
-    """Do it, or print the first lines of an error."""
-    try:
-        work()
-    except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        print(f"  {name:<22} failed: {type(error).__name__}: {' | '.join(lines[:3])[:400]}", flush=True)
 
 
 def common_options(description: str | None) -> argparse.ArgumentParser:

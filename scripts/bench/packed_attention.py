@@ -15,7 +15,6 @@ documents with either, and compares their losses. What fails prints its error, a
 
 import argparse
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -25,8 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jax import Array
+from timing import milliseconds, report
 
 import zerojax
 from zerojax.models import GPT, GPTConfig, flash_attention, lm_loss
@@ -237,23 +236,6 @@ def check(case: Case) -> None:
 # --- rates
 
 
-def milliseconds(run: Callable[[], object], seconds: float) -> float:
-    """Median over five rounds of calls that follow each other without waiting."""
-    jax.block_until_ready(run())
-    start = time.perf_counter()
-    jax.block_until_ready(run())
-    once = time.perf_counter() - start
-    calls = max(1, min(20, int(seconds / 5 / once)))
-    rounds: list[float] = []
-    for _ in range(5):
-        start = time.perf_counter()
-        for _ in range(calls - 1):
-            run()
-        jax.block_until_ready(run())
-        rounds.append((time.perf_counter() - start) / calls)
-    return 1e3 * statistics.median(rounds)
-
-
 def measure(case: Case, seconds: float) -> None:
     """Print a table of one case."""
     print(f"\n{case.describe()}: {case.pairs / 1e6:.1f} M pairs")
@@ -307,7 +289,7 @@ def measure_steps(tokens: int, heads: int, kv_heads: int, seconds: float) -> Non
     for kernel in kernels:
         try:
             state = zerojax.TrainState.create(
-                partial(_model, replace(config, attention=kernel)),
+                lambda rngs, kernel=kernel: GPT(replace(config, attention=kernel), rngs=rngs),
                 optax.sgd(0.1),
                 lm_loss,
                 mesh=zerojax.make_mesh(1, 1, devices=jax.devices()[:1]),
@@ -326,16 +308,6 @@ def measure_steps(tokens: int, heads: int, kv_heads: int, seconds: float) -> Non
             print(f"  {kernel:<22} {ms:8.2f} ms, losses {first}", flush=True)
         except Exception as error:
             report(kernel, error)
-
-
-def _model(config: GPTConfig, rngs: nnx.Rngs) -> GPT:
-    return GPT(config, rngs=rngs)
-
-
-def report(name: str, error: Exception) -> None:
-    """Print the first line of an error."""
-    lines = str(error).strip().splitlines() or [""]
-    print(f"  {name:<22} failed: {type(error).__name__}: {lines[0][:300]}", flush=True)
 
 
 def main() -> None:
