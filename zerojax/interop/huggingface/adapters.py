@@ -40,7 +40,7 @@ from zerojax.matmul.lora import A, B, LoRA, Piece
 from zerojax.models import GPTConfig
 from zerojax.run.build import is_first
 from zerojax.run.checkpoints import read_manifest
-from zerojax.run.checkpoints.canonical import abstract_weight, with_weights
+from zerojax.run.checkpoints.canonical import abstract_part, with_weights
 from zerojax.run.run_dir import RunFolder
 from zerojax.sharding import param_tree
 from zerojax.sharding.layout import ParamLayout
@@ -220,7 +220,7 @@ def load_adapter(state: TrainState, folder: Path, model: GPTConfig) -> TrainStat
     placed: dict[param_tree.Path, jax.Array] = {}
     for leaf in spec.leaves:
         if leaf.path in new:  # in canonical form, spread over the devices
-            like = abstract_weight(state, leaf)
+            like = abstract_part(state.spec, leaf)
             placed[leaf.path] = jax.make_array_from_callback(
                 like.shape, like.sharding, new[leaf.path].__getitem__
             )

@@ -187,11 +187,6 @@ def with_weights(state: TrainState, tree: Tree) -> TrainState:
     return _put(state, stored)
 
 
-def abstract_weight(state: TrainState, leaf: ParamLayout) -> jax.ShapeDtypeStruct:
-    """A weight of the model in canonical form, fp32, whether it is trained or frozen."""
-    return state.spec.abstract(leaf.unsharded_shape, jnp.float32, _canonical_spec(leaf))
-
-
 def _check_base(state: TrainState, tree: Tree) -> None:
     """Refuse what was trained beside other frozen weights than the state's."""
     for name, own in state.base.items():
@@ -450,7 +445,7 @@ def _spec(x: Array | jax.ShapeDtypeStruct) -> PartitionSpec:
 
 
 def abstract_part(
-    spec: TrainSpec, leaf: ParamLayout, dtype: Any, nodes: tuple[int, ...] = ()
+    spec: TrainSpec, leaf: ParamLayout, dtype: Any = jnp.float32, nodes: tuple[int, ...] = ()
 ) -> jax.ShapeDtypeStruct:
     """The description of what is laid out like a weight, or like some of its layers, in canonical form.
 
@@ -475,13 +470,13 @@ def _of_nodes(state: TrainState, entry: Entry, nodes: int | None) -> jax.ShapeDt
     leaf, x, by_node = entry
     if nodes is not None and by_node and x.shape[0] == nodes:
         return _canonical(state, entry)
-    first = () if nodes is None else (nodes,)
     if leaf is None:
-        return state.spec.abstract((*first, *x.shape[by_node:]), x.dtype)
-    own = _canonical_spec(leaf)
-    own = own if nodes is None else PartitionSpec(None, *own)
-    like = state.spec.abstract((*first, *leaf.unsharded_shape), x.dtype, own)
-    return _in_memory_of(x, like) if nodes is None and not by_node else like
+        like = state.spec.abstract(x.shape[by_node:], x.dtype)
+    else:
+        like = abstract_part(state.spec, leaf, x.dtype)
+    if nodes is not None:
+        return in_each_node(state.spec, like, nodes)
+    return like if by_node else _in_memory_of(x, like)
 
 
 def in_each_node(spec: TrainSpec, x: jax.ShapeDtypeStruct, nodes: int) -> jax.ShapeDtypeStruct:

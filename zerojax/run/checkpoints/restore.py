@@ -19,8 +19,8 @@ from zerojax.run.checkpoints.canonical import (
     Entry,
     abstract_average,
     abstract_canonical,
+    abstract_part,
     abstract_saved,
-    abstract_weight,
     from_canonical,
     in_each_node,
     mean_over_nodes,
@@ -211,7 +211,9 @@ def _saved_model(path: Path, state: TrainState, new: str | None) -> dict[str, An
     """
     saved = _saved(path)
     # Those without elements are in no checkpoint.
-    wanted = to_tree({leaf.path: abstract_weight(state, leaf) for leaf in state.spec.weights if leaf.count})
+    wanted = to_tree(
+        {leaf.path: abstract_part(state.spec, leaf) for leaf in state.spec.weights if leaf.count}
+    )
     params = saved.get("params")
     if new is not None and params is not None:
         wanted, params = ({k: v for k, v in tree.items() if k != new} for tree in (wanted, params))
@@ -240,7 +242,7 @@ def _with_base(path: Path, state: TrainState, nodes: int | None) -> TrainState:
 
 def _load_weight(path: Path, state: TrainState, leaf: ParamLayout, nodes: int | None) -> jax.Array:
     """One weight in canonical form."""
-    like = abstract_weight(state, leaf)
+    like = abstract_part(state.spec, leaf)
     if not leaf.count:
         return jnp.zeros(like.shape, like.dtype)
     return from_tree(_load_params(path, state, to_tree({leaf.path: like}), nodes))[leaf.path]
