@@ -53,10 +53,11 @@ def test_train_and_resume(config: Path, tmp_path: Path, capfd: pytest.CaptureFix
     assert "Traceback" not in refused
 
 
-def test_eval_on_one_device_gives_the_loss_of_eight(finished: RunFolder) -> None:
-    done = zerojax("eval", finished.path, "--mesh.nodes", 1, "--mesh.local", 1)
-    assert done.returncode == 0, done.stderr
-    loss = float(done.stdout.split("validation loss ")[1].split()[0])
+def test_eval_on_one_device_gives_the_loss_of_eight(
+    finished: RunFolder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", str(finished.path), "--mesh.nodes", "1", "--mesh.local", "1"]) == 0
+    loss = float(capfd.readouterr().out.split("validation loss ")[1].split()[0])
     assert loss == pytest.approx(finished.read_summary()["validation_loss"], rel=1e-6)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from core_models import started
 from flax import nnx
 from fp8_models import rounded
 from jax import Array
@@ -184,6 +185,7 @@ def momentum() -> optax.GradientTransformation:
     return optax.sgd(0.02, momentum=0.9)
 
 
+@functools.cache
 def start() -> Any:
     return nnx.split(Model(rngs=nnx.Rngs(jax.random.key(0))), nnx.Param, ...)
 
@@ -230,9 +232,8 @@ def test_steps_are_those_of_a_loop(nodes: int, local: int, zero: dict[str, Any])
     config = ZeroConfig(compute_dtype="float32", matmul_dtype="fp8", **zero)
     mesh = zerojax.make_mesh(nodes, local)
     create = lambda rngs: Model(rngs=rngs)  # noqa: E731
-    state = zerojax.TrainState.create(create, momentum(), loss_fn, mesh=mesh, zero=config, seed=0)
     first = nnx.to_pure_dict(start()[1])
-    state = zerojax.put_params(state, first)
+    state = started(zerojax.TrainState.abstract(create, momentum(), loss_fn, mesh=mesh, zero=config), first)
     assert {leaf.path[-1] for leaf in state.spec.leaves if leaf.fp8} == {"gate", "up", "down"}
     losses = []
     for batch in batches():

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import linen, nnx
 from jax import Array
 from plain_experts import assert_close
@@ -70,19 +71,27 @@ def loss(model: Any, batch: Any) -> Array:
     return jnp.mean(jnp.square(out - batch["y"])) + 0.1 * zerojax.balance_loss(stats)
 
 
-def test_a_step_spreads_experts_over_a_node():
-    x = np.random.default_rng(3).normal(size=(16, WIDTH)).astype(np.float32)
-    batch = {"x": x, "y": np.sin(x.sum(-1))}
-    state = zerojax.TrainState.create(
-        Model(),
-        optax.sgd(0.1),
-        loss,
-        mesh=zerojax.make_mesh(1, 2),
-        zero=zerojax.ZeroConfig(compute_dtype="float32", units=(Block,)),
-        sample_batch=batch,
-    )
+def batch_of(rows: int) -> dict[str, np.ndarray]:
+    x = np.random.default_rng(3).normal(size=(rows, WIDTH)).astype(np.float32)
+    return {"x": x, "y": np.sin(x.sum(-1))}
+
+
+def options(batch: dict[str, np.ndarray]) -> dict[str, Any]:
+    zero = zerojax.ZeroConfig(compute_dtype="float32", units=(Block,))
+    return {"mesh": zerojax.make_mesh(1, 2), "zero": zero, "sample_batch": batch}
+
+
+def test_experts_are_spread_over_a_node():
+    """What a step then does with them is the same as in NNX (``test_training.py``)."""
+    state = zerojax.TrainState.abstract(Model(), optax.sgd(0.1), loss, **options(batch_of(2)))
     spread = {leaf.path[-1]: leaf.parts for leaf in state.spec.leaves}
     assert spread == {"router": 1, "gate": 2, "up": 2, "down": 2, "kernel": 1, "bias": 1}
+
+
+@pytest.mark.slow
+def test_a_step_is_that_of_one_device():
+    batch = batch_of(16)
+    state = zerojax.TrainState.create(Model(), optax.sgd(0.1), loss, **options(batch))
     params = jax.tree.map(np.asarray, zerojax.gather_params(state))
     kept = {
         STATE: {
@@ -104,4 +113,4 @@ def test_a_step_spreads_experts_over_a_node():
     wanted = jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)
     assert_close(by_path(masters(state)), by_path(wanted))
     (load,) = (np.asarray(x) for path, x in state.model_state.items() if path.endswith("load"))
-    np.testing.assert_allclose(load.sum(-1), len(x) * PER_TOKEN / 2)  # the mean over devices
+    np.testing.assert_allclose(load.sum(-1), len(batch["x"]) * PER_TOKEN / 2)  # the mean over devices

@@ -36,7 +36,6 @@ LATENT = dataclasses.replace(
 MODELS = {"stack": SMALL, "list": LISTED, "user": Averages}
 SOME = [
     ("stack", (1, 1), "compute"),
-    ("stack", (2, 4), "gathered"),
     ("user", (2, 4), "gathered"),
 ]
 MORE = [

@@ -34,12 +34,12 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(optax.linear_s
 
 
 class Block(nnx.Module):
-    """A residual MLP."""
+    """A residual MLP: matrices and a vector, each with kernels of its own to compile."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
-        self.up = nnx.Linear(WIDTH, 3 * WIDTH, rngs=rngs)
-        self.down = nnx.Linear(3 * WIDTH, WIDTH, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, 3 * WIDTH, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(3 * WIDTH, WIDTH, use_bias=False, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return x + self.down(jax.nn.gelu(self.up(self.norm(x))))

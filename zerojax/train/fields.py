@@ -69,8 +69,8 @@ def _abstract_fields(spec: TrainSpec) -> dict[str, Any]:
     params = by_leaf(
         lambda leaf: jax.ShapeDtypeStruct(leaf.stored_shape, jnp.float32, sharding=spec.param_sharding(leaf))
     )
-    opt_state = jax.eval_shape(
-        spec.first_opt_state, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    opt_state = _abstract_opt_state(
+        spec, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     )
     if spec.local_updates:
         nodes = spec.world.nodes
@@ -105,6 +105,15 @@ def _abstract_fields(spec: TrainSpec) -> dict[str, Any]:
         "base": {"fingerprint": spec.abstract((), jnp.uint32)} if spec.frozen else {},
         "local": abstract_local(spec) if spec.local_updates else None,
     }
+
+
+def _abstract_opt_state(spec: TrainSpec, params: PyTree) -> PyTree:
+    """The shapes of ``spec.first_opt_state``; JAX traces ``init`` once for all specs that agree in shapes."""
+    if spec.tx is None:
+        return spec.first_opt_state(params)
+    of_all = jax.eval_shape(spec.tx.init, params)
+    nodes = (spec.world.nodes,) if spec.local_updates else ()
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*nodes, *x.shape), x.dtype), of_all)
 
 
 def abstract_losses(spec: TrainSpec) -> PyTree:
