@@ -146,8 +146,14 @@ def call_loss(
         )
     if not jnp.issubdtype(loss.dtype, jnp.floating):
         raise ConfigurationError(f"loss_fn must return a floating-point scalar; it returned {loss.dtype}.")
-    if not isinstance(aux, Mapping) or any(not _is_scalar(value) for value in aux.values()):
-        raise ConfigurationError("loss_fn's aux must be a dict of scalars: they are averaged over the world.")
+    other = [name for name, x in aux.items() if not _is_scalar(x)] if isinstance(aux, Mapping) else [aux]
+    if other:
+        found = f"has {other[0]!r}" if isinstance(aux, Mapping) else f"is a {type(aux).__name__}"
+        raise ConfigurationError(
+            f"loss_fn's aux must be a dict of scalars, which are averaged over the world, and it {found}. "
+            "State that the model changes, such as batch statistics, is kept without being returned; use "
+            "predict_step for a model's outputs."
+        )
     if reserved := sorted(METRICS.intersection(aux)):
         raise ConfigurationError(
             f"loss_fn's aux has {reserved[0]!r} in it, which is a metric of the step itself: give it another "
