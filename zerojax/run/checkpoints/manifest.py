@@ -8,7 +8,7 @@ final name.
 import errno
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -127,9 +127,7 @@ def write_manifest(path: Path, step: int, saved_at: float, record: Record) -> Ma
     Raises:
         OSError: a file cannot be read, or the manifest cannot be written.
     """
-    names = sorted(_files(path))
-    files = dict(zip(names, _map(lambda name: _size_and_checksum(path / name), names), strict=True))
-    manifest = Manifest(step, saved_at, record, files)
+    manifest = Manifest(step, saved_at, record, _sizes_and_checksums(path, sorted(_files(path))))
     # It is on the disk before the folder gets its name, as Orbax's arrays are.
     write_whole(path / MANIFEST, dump_checked(asdict(manifest)))
     return manifest
@@ -181,11 +179,9 @@ def verify(path: Path, step: int | None = None, *, checksums: bool = True) -> Ma
         if problems := _differences(manifest, found):
             raise DamagedError(_summary(problems))
         if checksums:
-            changed = _map(lambda name: _size_and_checksum(path / name) != manifest.files[name], list(found))
+            read = _sizes_and_checksums(path, found)
             problems = [
-                f"{name} has changed (wrong checksum)"
-                for name, yes in zip(found, changed, strict=True)
-                if yes
+                f"{name} has changed (wrong checksum)" for name in found if read[name] != manifest.files[name]
             ]
             if problems:
                 raise DamagedError(_summary(problems))
@@ -233,14 +229,15 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _map(function: Any, names: list[str]) -> list[Any]:
+def _sizes_and_checksums(path: Path, names: Collection[str]) -> dict[str, tuple[int, int]]:
+    """Of files in a folder, by name."""
+
+    def read(name: str) -> tuple[int, int]:
+        size = crc = 0
+        with (path / name).open("rb", buffering=0) as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+        return size, crc
+
     with ThreadPoolExecutor(_THREADS) as pool:
-        return list(pool.map(function, names))
-
-
-def _size_and_checksum(path: Path) -> tuple[int, int]:
-    size = crc = 0
-    with path.open("rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
-    return size, crc
+        return dict(zip(names, pool.map(read, names), strict=True))

@@ -65,10 +65,8 @@ def restore(
         ConfigurationError: the checkpoint has no such state, no average, or is of another model or optimizer;
             names the first differences.
     """
-    path = Path(path)
-    prefix = f"{name}_" if name else ""
-    saved = {kind.removeprefix(prefix): x for kind, x in _saved(path).items() if kind.startswith(prefix)}
-    nodes = _nodes_of(saved)
+    checkpoint = _Checkpoint(path, name)
+    saved, nodes = checkpoint.saved, checkpoint.nodes
     if (line := _begun_anew(state, nodes)) is not None:
         say(line)
     wanted = {
@@ -78,8 +76,8 @@ def restore(
     }
     if OPTIMIZER in saved and OPTIMIZER not in wanted and state.spec.tx is not None:
         raise ConfigurationError(
-            f"{path} does not fit this run: it has the state of another optimizer, and this one keeps none. "
-            "restore_weights reads the weights alone."
+            f"{checkpoint.path} does not fit this run: it has the state of another optimizer, and this one "
+            "keeps none. restore_weights reads the weights alone."
         )
     if not average:
         outer = _outer(wanted.get(OPTIMIZER, {}), saved.get(OPTIMIZER) or {})
@@ -89,16 +87,18 @@ def restore(
         means = {}
         if nodes and state.spec.tx is None:
             params = wanted.pop("params")
-            _check_fits(path, {"params": params}, saved, prefix)
-            means = {"params": _load_params(path, state, params, nodes, prefix)}
-        tree = means | _load(path, _renamed(wanted, places), saved, prefix)
+            checkpoint.check_fits({"params": params})
+            means = {"params": checkpoint.load_params(state, params)}
+        tree = means | checkpoint.load(_renamed(wanted, places))
         tree = _renamed(tree, {new: old for old, new in places.items()})
         return from_canonical(state, tree if outer is None else tree | {OPTIMIZER: {outer: tree[OPTIMIZER]}})
     if AVERAGE not in saved:
-        raise ConfigurationError(f"{path} has no average of the weights: the run has optimizer.ema_decay = 0")
+        raise ConfigurationError(
+            f"{checkpoint.path} has no average of the weights: the run has optimizer.ema_decay = 0"
+        )
     wanted.pop("secondary", None)  # copies of the other weights
     del wanted["params"]
-    tree = _load(path, wanted | {AVERAGE: abstract_average(state, nodes)}, saved, prefix)
+    tree = checkpoint.load(wanted | {AVERAGE: abstract_average(state, nodes)})
     return from_canonical(state, tree | {"params": tree.pop(AVERAGE)["params"]})
 
 
@@ -169,16 +169,15 @@ def restore_weights(path: Path | str, state: TrainState, *, new: str | None = No
         ConfigurationError: the checkpoint is of another model, or holds adapters alone; names the first
             differences.
     """
-    path = Path(path)
-    saved = _saved_model(path, state, new)
-    state = _with_base(path, state, _nodes_of(saved))
+    checkpoint = _checkpoint_of_model(path, state, new)
+    state = _with_base(checkpoint, state)
     every = abstract_canonical(state)
     own = {leaf.path for leaf in state.spec.weights if leaf.path[0] != new}
     params = to_tree({at: x for at, x in from_tree(every.get("params", {})).items() if at in own})
     with ocp.Context(pytree_options=_PARTIAL):
-        found = _load(path, {kind: tree for kind, tree in every.items() if kind == "other"}, saved)
+        found = checkpoint.load({kind: tree for kind, tree in every.items() if kind == "other"})
         if params:
-            found["params"] = _load_params(path, state, params, _nodes_of(saved))
+            found["params"] = checkpoint.load_params(state, params)
     return with_weights(state, found)
 
 
@@ -198,136 +197,134 @@ def restore_base(path: Path | str, state: TrainState, *, new: str | None = None)
     """
     if not state.spec.frozen:
         return state
-    path = Path(path)
-    saved = _saved_model(path, state, new)
-    return _with_base(path, state, _nodes_of(saved))
+    return _with_base(_checkpoint_of_model(path, state, new), state)
 
 
-def _saved_model(path: Path, state: TrainState, new: str | None) -> dict[str, Any]:
-    """What a checkpoint holds, as ``_saved``.
+class _Checkpoint:
+    """A verified checkpoint, or the part of it that is of one state.
+
+    Attributes:
+        path: of the checkpoint.
+        saved: kind -> names, shapes and dtypes of its arrays.
+        nodes: how many nodes saved it with local updates; None if it was saved without.
+    """
+
+    def __init__(self, path: Path | str, name: str = "") -> None:
+        """Read what it holds of the state that was saved under a name, or of the run's.
+
+        Raises:
+            ConfigurationError: it cannot be read.
+        """
+        self.path = Path(path)
+        self._prefix = prefix = f"{name}_" if name else ""
+        every = self._reading(lambda: ocp.checkpointables_metadata(str(self.path.absolute())).metadata)
+        self.saved = {kind.removeprefix(prefix): x for kind, x in every.items() if kind.startswith(prefix)}
+        self.nodes = self.saved[NODES]["skipped_in_row"].shape[0] if NODES in self.saved else None
+
+    def check_fits(self, wanted: dict[str, Any]) -> None:
+        """Refuse a checkpoint in which some kinds have other arrays."""
+        for kind, tree in wanted.items():
+            if differences := _differences(tree, self.saved.get(kind)):
+                raise ConfigurationError(
+                    f"{self.path} does not fit this run: {self._prefix}{kind}: {'; '.join(differences[:3])}"
+                )
+
+    def load(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        """Load some kinds."""
+        self.check_fits(wanted)
+        # One kind at a time: when one fails within a single call, Orbax never awaits the coroutines of the
+        # others, and Python warns about them.
+        return self._reading(lambda: {kind: self._load_here(kind, tree) for kind, tree in wanted.items()})
+
+    def load_params(self, state: TrainState, params: Any) -> Any:
+        """Some weights in canonical form, for one that goes on with nothing else of the checkpoint.
+
+        With local updates it is the mean of the nodes' own weights. The outer weights would be worse: on
+        average each fragment of them is half a round old, and more with a delay (docs/quality.md). They are
+        read one by one: those of all nodes together may need more memory than there is.
+        """
+        nodes, wanted = self.nodes, from_tree(params)
+
+        def mean(at: tuple[str, ...], like: jax.ShapeDtypeStruct, nodes: int) -> jax.Array:
+            each = {"weights": to_tree({at: in_each_node(state.spec, like, nodes)})}
+            found = from_tree(self._load_kind(NODES, each)["weights"])
+            return jax.block_until_ready(mean_over_nodes(state.spec, found[at]))
+
+        with ocp.Context(pytree_options=_PARTIAL):
+            if nodes is None:
+                return self._reading(lambda: self._load_here("params", params))
+            return self._reading(lambda: to_tree({at: mean(at, like, nodes) for at, like in wanted.items()}))
+
+    def _load_here(self, kind: str, tree: Any) -> Any:
+        """As ``_load_kind``; for arrays in host memory, functions that read them straight into place."""
+        every: dict[str, Any] = traverse_util.flatten_dict(tree, sep="/")
+        later = {name for name, x in every.items() if in_host(x)}
+        if not later:
+            return self._load_kind(kind, tree)
+        found: dict[str, Any] = {name: self._reader(kind, name) for name in later}
+        if now := {name: x for name, x in every.items() if name not in later}:
+            with ocp.Context(pytree_options=_PARTIAL):
+                loaded = self._load_kind(kind, traverse_util.unflatten_dict(now, sep="/"))
+            found |= traverse_util.flatten_dict(loaded, sep="/")
+        return traverse_util.unflatten_dict(found, sep="/")
+
+    def _load_kind(self, kind: str, tree: Any) -> Any:
+        return ocp.load(str(self.path.absolute()), tree, checkpointable_name=self._prefix + kind)
+
+    def _reader(self, kind: str, name: str) -> Callable[[TrainState, Entry], jax.Array]:
+        read = read_in_portions(self.path / (self._prefix + kind), name)
+        return lambda state, entry: self._reading(lambda: read(state, entry))
+
+    def _reading[T](self, read: Callable[[], T]) -> T:
+        """Call Orbax, and turn whatever it raises on an unverified file into one clear error."""
+        try:
+            return read()
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
+            raise ConfigurationError(f"{self.path} cannot be read: {reason}") from error
+
+
+def _checkpoint_of_model(path: Path | str, state: TrainState, new: str | None) -> _Checkpoint:
+    """A checkpoint that holds the model's weights.
 
     Raises:
-        ConfigurationError: it does not hold exactly the model's weights, as one of adapters does not.
+        ConfigurationError: it does not hold exactly those, as one of adapters does not.
     """
-    saved = _saved(path)
+    checkpoint = _Checkpoint(path)
     # Those without elements are in no checkpoint.
     wanted = to_tree(
         {leaf.path: abstract_part(state.spec, leaf) for leaf in state.spec.weights if leaf.count}
     )
-    params = saved.get("params")
+    params = checkpoint.saved.get("params")
     if new is not None and params is not None:
         wanted, params = ({k: v for k, v in tree.items() if k != new} for tree in (wanted, params))
     if differences := _differences(wanted, params):
-        if "base" in saved:
+        if "base" in checkpoint.saved:
             raise ConfigurationError(
-                f"{path} holds only what its run trained beside frozen weights: `zerojax export` that run, "
-                "and begin with the exported folder"
+                f"{checkpoint.path} holds only what its run trained beside frozen weights: `zerojax export` "
+                "that run, and begin with the exported folder"
             )
-        raise ConfigurationError(f"{path} does not fit this run: params: {'; '.join(differences[:3])}")
-    return saved
+        raise ConfigurationError(
+            f"{checkpoint.path} does not fit this run: params: {'; '.join(differences[:3])}"
+        )
+    return checkpoint
 
 
-def _with_base(path: Path, state: TrainState, nodes: int | None) -> TrainState:
+def _with_base(checkpoint: _Checkpoint, state: TrainState) -> TrainState:
     """``restore_base`` from a checkpoint that holds the model's weights."""
     spec = state.spec
     if not spec.frozen:
         return state
+
+    def weight(leaf: ParamLayout) -> jax.Array:
+        like = abstract_part(spec, leaf)
+        if not leaf.count:
+            return jnp.zeros(like.shape, like.dtype)
+        return from_tree(checkpoint.load_params(state, to_tree({leaf.path: like})))[leaf.path]
+
     with ocp.Context(pytree_options=_PARTIAL):
-        encoded = (
-            (leaf.path, *encode_one(spec, leaf, _load_weight(path, state, leaf, nodes)))
-            for leaf in spec.frozen
-        )
+        encoded = ((leaf.path, *encode_one(spec, leaf, weight(leaf))) for leaf in spec.frozen)
         return state.replace(**frozen_fields(spec, encoded))
-
-
-def _load_weight(path: Path, state: TrainState, leaf: ParamLayout, nodes: int | None) -> jax.Array:
-    """One weight in canonical form."""
-    like = abstract_part(state.spec, leaf)
-    if not leaf.count:
-        return jnp.zeros(like.shape, like.dtype)
-    return from_tree(_load_params(path, state, to_tree({leaf.path: like}), nodes))[leaf.path]
-
-
-def _nodes_of(saved: dict[str, Any]) -> int | None:
-    """How many nodes saved a checkpoint with local updates; None if it was saved without."""
-    return saved[NODES]["skipped_in_row"].shape[0] if NODES in saved else None
-
-
-def _load_params(path: Path, state: TrainState, params: Any, nodes: int | None, prefix: str = "") -> Any:
-    """Some weights in canonical form, for one that goes on with nothing else of the checkpoint.
-
-    Of ``nodes`` it is the mean of their own weights. The outer weights would be worse: on average each
-    fragment of them is half a round old, and more with a delay (docs/quality.md). They are read one by one:
-    those of all nodes together may need more memory than there is.
-    """
-
-    def mean(at: tuple[str, ...], like: jax.ShapeDtypeStruct, nodes: int) -> jax.Array:
-        each = {"weights": to_tree({at: in_each_node(state.spec, like, nodes)})}
-        found = from_tree(_load_kind(path, f"{prefix}{NODES}", each)["weights"])
-        return jax.block_until_ready(mean_over_nodes(state.spec, found[at]))
-
-    with ocp.Context(pytree_options=_PARTIAL):
-        if nodes is None:
-            return _reading(path, lambda: _load_here(path, f"{prefix}params", params))
-        wanted = from_tree(params)
-        return _reading(path, lambda: to_tree({at: mean(at, like, nodes) for at, like in wanted.items()}))
-
-
-def _load_kind(path: Path, kind: str, tree: Any) -> Any:
-    return ocp.load(str(path.absolute()), tree, checkpointable_name=kind)
-
-
-def _reader(path: Path, kind: str, name: str) -> Callable[[TrainState, Entry], jax.Array]:
-    read = read_in_portions(path / kind, name)
-    return lambda state, entry: _reading(path, lambda: read(state, entry))
-
-
-def _saved(path: Path) -> dict[str, Any]:
-    """Kind -> names, shapes and dtypes of its arrays."""
-    return _reading(path, lambda: ocp.checkpointables_metadata(str(path.absolute())).metadata)
-
-
-def _check_fits(path: Path, wanted: dict[str, Any], saved: dict[str, Any], prefix: str) -> None:
-    """Refuse a checkpoint in which some kinds have other arrays."""
-    for kind, tree in wanted.items():
-        if differences := _differences(tree, saved.get(kind)):
-            raise ConfigurationError(
-                f"{path} does not fit this run: {prefix}{kind}: {'; '.join(differences[:3])}"
-            )
-
-
-def _load(path: Path, wanted: dict[str, Any], saved: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Load some kinds, whose names in the checkpoint have a prefix."""
-    _check_fits(path, wanted, saved, prefix)
-    # One kind at a time: when one fails within a single call, Orbax never awaits the coroutines of the
-    # others, and Python warns about them.
-    return _reading(
-        path,
-        lambda: {kind: _load_here(path, prefix + kind, tree) for kind, tree in wanted.items()},
-    )
-
-
-def _load_here(path: Path, kind: str, tree: Any) -> Any:
-    """As ``_load_kind``; for arrays in host memory, functions that read them straight into place."""
-    every: dict[str, Any] = traverse_util.flatten_dict(tree, sep="/")
-    later = {name for name, x in every.items() if in_host(x)}
-    if not later:
-        return _load_kind(path, kind, tree)
-    found: dict[str, Any] = {name: _reader(path, kind, name) for name in later}
-    if now := {name: x for name, x in every.items() if name not in later}:
-        with ocp.Context(pytree_options=_PARTIAL):
-            loaded = _load_kind(path, kind, traverse_util.unflatten_dict(now, sep="/"))
-        found |= traverse_util.flatten_dict(loaded, sep="/")
-    return traverse_util.unflatten_dict(found, sep="/")
-
-
-def _reading[T](path: Path, read: Callable[[], T]) -> T:
-    """Call Orbax, and turn whatever it raises on an unverified file into one clear error."""
-    try:
-        return read()
-    except Exception as error:
-        reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
-        raise ConfigurationError(f"{path} cannot be read: {reason}") from error
 
 
 def _differences(wanted: Any, saved: Any) -> list[str]:
