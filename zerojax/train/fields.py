@@ -66,28 +66,18 @@ def _abstract_fields(spec: TrainSpec) -> dict[str, Any]:
         return to_tree(spec.by_path(make)) if wanted else {}
 
     zero, scalar = spec.zero, jax.ShapeDtypeStruct((), jnp.int32)
-    params = by_leaf(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.stored_shape, jnp.float32, sharding=spec.param_sharding(leaf))
-    )
+    params = by_leaf(lambda leaf: spec.abstract_master(leaf.stored_shape, spec.param_spec(leaf)))
     opt_state = _abstract_opt_state(
         spec, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     )
-    if spec.local_updates:
-        nodes = spec.world.nodes
-        places = by_moment(
-            spec.leaves,
-            opt_state,
-            lambda leaf, _: spec.master_sharding(by_node(leaf)),
-            lambda _: spec.sharding(PartitionSpec(NODE)),
-            lambda leaf: (nodes, *leaf.stored_shape),
-        )
-    else:
-        places = by_moment(
-            spec.leaves,
-            opt_state,
-            lambda leaf, _: spec.param_sharding(leaf),
-            lambda _: spec.sharding(PartitionSpec()),
-        )
+    nodes = (spec.world.nodes,) if spec.local_updates else ()
+    places = by_moment(
+        spec.leaves,
+        opt_state,
+        lambda leaf, _: spec.master_sharding(by_node(leaf) if nodes else spec.param_spec(leaf)),
+        lambda _: spec.sharding(PartitionSpec(NODE) if nodes else PartitionSpec()),
+        lambda leaf: (*nodes, *leaf.stored_shape),
+    )
     return {
         "step": like(scalar),
         "skipped_in_row": like(scalar),
@@ -131,8 +121,10 @@ def abstract_encoded(spec: TrainSpec) -> dict[Path, Weight]:
 
     With local updates they are each node's own, along the first axis.
     """
-    if not spec.streams or not spec.local_updates:
-        return spec.by_path(spec.encoded) if spec.streams else {}
+    if not spec.streams:
+        return {}
+    if not spec.local_updates:
+        return spec.by_path(spec.encoded)
 
     def of_each(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         assert isinstance(x.sharding, NamedSharding)

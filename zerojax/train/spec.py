@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
@@ -154,19 +154,26 @@ class TrainSpec:
     @cached_property
     def in_node(self) -> "TrainSpec":
         """The spec of the passes of local updates: each node is a world of its own."""
-        groups = [
-            dataclasses.replace(group, leaves=tuple(leaf.in_node for leaf in group.leaves))
-            for group in self.groups
-        ]
-        zero = self.zero.in_node
+        layouts = self.by_path(lambda leaf: leaf.in_node)
+        return self.with_layouts(layouts, self.zero.in_node, world=MeshShape(1, self.world.local))
+
+    def with_layouts(
+        self, layouts: Mapping[Path, ParamLayout], zero: ZeroConfig, **others: Any
+    ) -> "TrainSpec":
+        """The spec with other options, and with other layouts where ``layouts`` has one for a path."""
+
+        def of(leaves: Sequence[ParamLayout]) -> tuple[ParamLayout, ...]:
+            return tuple(layouts.get(leaf.path, leaf) for leaf in leaves)
+
         return dataclasses.replace(
             self,
-            world=MeshShape(1, self.world.local),
             zero=zero,
-            leaves=tuple(leaf.in_node for leaf in self.leaves),
-            groups=tuple(groups),
             strategy=ShardingStrategy.of(zero),
+            leaves=of(self.leaves),
+            frozen=of(self.frozen),
+            groups=tuple(ParamGroup(group.unit, of(group.leaves), of(group.frozen)) for group in self.groups),
             cache={},
+            **others,
         )
 
     def param_spec(self, leaf: ParamLayout) -> PartitionSpec:
@@ -436,7 +443,8 @@ def lay_out(
     frozen = not adapter and zero.is_frozen(p.name)
     parts = zero.parts_of(p.name, p.shape[0], world.local) if p.of_experts else 1
     make = functools.partial(
-        *(make_layout, p),
+        make_layout,
+        p,
         index=index,
         world=world,
         zero=zero,

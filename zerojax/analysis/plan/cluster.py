@@ -1,6 +1,5 @@
 """The cluster of a plan, and a train spec laid out on it, without its devices."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import cast
 
@@ -20,10 +19,7 @@ from zerojax.analysis.gpus import (
 from zerojax.analysis.link_report import LinkReport, Op
 from zerojax.errors import ConfigurationError
 from zerojax.sharding.mesh import AXES, MeshShape
-from zerojax.sharding.param_tree import Path
-from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.train.spec import (
-    ParamGroup,
     TrainSpec,
     check_host_weights,
     check_options,
@@ -168,14 +164,9 @@ def on_world(spec: TrainSpec, world: MeshShape, zero: ZeroConfig) -> TrainSpec:
     mesh = cast(Mesh, AbstractMesh((world.nodes, world.local), AXES, axis_types=(AxisType.Auto,) * len(AXES)))
     zero = zero.replace(units=spec.zero.units)
     own = {leaf.path for leaf in spec.weights}
-    experts = {p.path for p in spec.adapter.parameters if p.of_experts}
-
-    def of_experts(path: Path) -> bool:
-        return path in experts or path[:-1] in experts  # the latter of an adapter
-
     moved = {
         leaf.path: lay_out(
-            Parameter(leaf.path, leaf.shape, leaf.dtype, leaf.stack, group.unit, of_experts(leaf.path)),
+            Parameter(leaf.path, leaf.shape, leaf.dtype, leaf.stack, group.unit, leaf.of_experts),
             leaf.index, world, zero,
             adapter=leaf.path not in own, whole=spec.whole,
         )
@@ -183,25 +174,7 @@ def on_world(spec: TrainSpec, world: MeshShape, zero: ZeroConfig) -> TrainSpec:
         for leaf in group.every
     }  # fmt: skip
     check_host_weights(zero, spec.frozen)
-    groups = tuple(
-        ParamGroup(
-            group.unit,
-            tuple(moved[leaf.path] for leaf in group.leaves),
-            tuple(moved[leaf.path] for leaf in group.frozen),
-        )
-        for group in spec.groups
-    )
-    there = dataclasses.replace(
-        spec,
-        mesh=mesh,
-        world=world,
-        zero=zero,
-        leaves=tuple(moved[leaf.path] for leaf in spec.leaves),
-        frozen=tuple(moved[leaf.path] for leaf in spec.frozen),
-        groups=groups,
-        strategy=ShardingStrategy.of(zero),
-        layerwise=spec.layerwise if streams else None,
-        cache={},
-    )
+    layerwise = spec.layerwise if streams else None
+    there = spec.with_layouts(moved, zero, mesh=mesh, world=world, layerwise=layerwise)
     check_update_in_backward(there)
     return there
