@@ -137,7 +137,7 @@ def _timed(
     name: str,
     call: Callable[[], Any],
     repeats: int,
-    prepare: Callable[[], Any] | None = None,
+    prepare: Callable[[], Any] | None,
 ) -> Phase:
     """The figures of a call that waits for its devices, each time after another; the first compiles."""
     seconds: list[float] = []

@@ -357,7 +357,7 @@ class GPTConfig:
 _MAX_PARAMETERS = 10**15
 
 
-def _block_matrices(c: GPTConfig, *, active: bool = False) -> int:
+def _block_matrices(c: GPTConfig, *, active: bool) -> int:
     """Elements of one block's weight matrices, or only of those that a token is multiplied with."""
     attention = c.d_model * c.attention_width
     if c.latent_rank is None:

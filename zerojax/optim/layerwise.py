@@ -238,16 +238,12 @@ def _updated(
 
 def places(state: PyTree[Array]) -> dict[str, Array]:
     """The arrays of an optimizer's state, by their places in it."""
-    return {_key(keys): x for keys, x in jax.tree_util.tree_leaves_with_path(state)}
+    return {jax.tree_util.keystr(keys): x for keys, x in jax.tree_util.tree_leaves_with_path(state)}
 
 
 def with_places(state: PyTree[Array], values: Mapping[str, Array]) -> PyTree[Array]:
     """A state with other arrays at its places."""
-    return jax.tree_util.tree_map_with_path(lambda keys, _: values[_key(keys)], state)
-
-
-def _key(keys: Any) -> str:
-    return jax.tree_util.keystr(keys)
+    return jax.tree_util.tree_map_with_path(lambda keys, _: values[jax.tree_util.keystr(keys)], state)
 
 
 def _traced_alone(

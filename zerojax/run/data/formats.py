@@ -157,7 +157,7 @@ def _own_keys(table: Any) -> Any:
 
 
 def _json_rows(
-    path: Path, columns: Sequence[str], *, optional: Sequence[str] = (), others: bool = False
+    path: Path, columns: Sequence[str], *, optional: Sequence[str], others: bool
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     with _readable(path), _open_lines(path) as lines:
         for number in itertools.count(1):
@@ -233,7 +233,7 @@ def encode_text(text: str, place: str) -> bytes:
 
 
 def _batches(
-    path: Path, columns: Sequence[str], *, optional: Sequence[str] = (), others: bool = False
+    path: Path, columns: Sequence[str], *, optional: Sequence[str], others: bool
 ) -> Iterator[tuple[int, Any]]:
     """The record batches of some columns of a Parquet or Arrow file, each with the number of its first row.
 
