@@ -109,6 +109,15 @@ def regression_batch(rng: np.random.Generator, rows: int) -> dict[str, np.ndarra
     return {"x": x, "y": np.sin(x.sum(-1)).astype(np.float32)}
 
 
+def slope_case(size: int, batch: Callable[..., dict[str, np.ndarray]] = regression_batch) -> Case:
+    """A case whose gradient is the mean of a batch's "slope" over its rows."""
+
+    def make(rngs: nnx.Rngs) -> SlopeLayer:
+        return SlopeLayer(size, rngs=rngs)
+
+    return Case(make, lambda model, batch: model(0, batch["slope"]).mean(), (SlopeLayer,), batch)
+
+
 def squared_error(model: Any, batch: Any) -> jax.Array:
     return jnp.mean((model(batch["x"])[:, 0] - batch["y"]) ** 2)
 

@@ -3,12 +3,10 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_models import Case, regression_batch
-from flax import nnx
+from core_models import slope_case
 
 import zerojax
 from zerojax.train.step import gradients
@@ -17,20 +15,8 @@ SIZE = 150
 ROTATED = {"grads": ("int8", "int4"), "rotation": 32, "block_size": 64}
 
 
-class Slope(nnx.Module):
-    """A unit whose gradient is a given vector."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        del rngs
-        self.w = nnx.Param(jnp.zeros((1, SIZE)))
-
-    def __call__(self, slope: jax.Array) -> jax.Array:
-        return slope @ self.w[0]
-
-
 def created(**options: Any) -> zerojax.TrainState:
-    case = Case(Slope, lambda model, batch: model(batch["slope"]).mean(), (Slope,), regression_batch)
-    return case.create(optax.sgd(0.1), nodes=2, local=2, **ROTATED, **options)
+    return slope_case(SIZE).create(optax.sgd(0.1), nodes=2, local=2, **ROTATED, **options)
 
 
 def batch() -> dict[str, np.ndarray]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_models import CASES, WIDTH, Case, regression_batch, squared_error
+from core_models import CASES, WIDTH, Case, regression_batch, slope_case, squared_error
 from flax import nnx
 from plain_loop import by_path
 from wire_reference import Wire
@@ -46,22 +46,11 @@ def test_stochastic_rounding_is_the_same_twice():
     assert first == weights_after(3, 3, **DELTA)
 
 
-class Slope(nnx.Module):
-    """A model whose gradient is a given vector, whatever its weights: what rounding adds stands alone."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        del rngs
-        self.w = nnx.Param(jnp.zeros((1, 192)))
-
-    def __call__(self, slope):
-        return slope @ self.w[0]
-
-
 def slopes(rng: np.random.Generator, rows: int) -> dict[str, np.ndarray]:
     return {"slope": rng.standard_normal((rows, 192)).astype(np.float32)}
 
 
-SLOPE = Case(Slope, lambda model, batch: model(batch["slope"]).mean(), (Slope,), slopes)
+SLOPE = slope_case(192, slopes)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_models import WIDTH, Case, SlopeLayer, regression_batch
+from core_models import WIDTH, Case, SlopeLayer, regression_batch, slope_case
 from flax import nnx
 
 import zerojax
@@ -42,21 +42,6 @@ def test_micro_batches_have_dropout_masks_of_their_own():
     assert metrics["square"] > 1.0001 * metrics["loss"] ** 2
 
 
-class Slope(nnx.Module):
-    """A unit whose gradient is a given vector."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        del rngs
-        self.w = nnx.Param(jnp.zeros((1, SIZE)))
-
-    def __call__(self, slope: jax.Array) -> jax.Array:
-        return slope @ self.w[0]
-
-
-def slope_loss(model: Any, batch: Any) -> jax.Array:
-    return model(batch["slope"]).mean()
-
-
 def test_a_loss_may_take_rngs_by_name_alone():
     def noisy(model: Any, batch: Any, *, rngs: nnx.Rngs) -> jax.Array:
         return jnp.mean(model(batch["x"]) * jax.random.normal(rngs.noise()))
@@ -67,9 +52,8 @@ def test_a_loss_may_take_rngs_by_name_alone():
 
 def test_micro_batches_are_rounded_with_bits_of_their_own():
     """fp8 rounds magnitudes: with the same bits, equal and opposite gradients would cancel exactly."""
-    case = Case(Slope, slope_loss, (Slope,), regression_batch)
     zero = {"grads": ("fp8", "fp8"), "rounding": "stochastic", "block_size": 64, "accumulate": MICRO}
-    state = case.create(optax.sgd(0.0), nodes=1, local=2, **zero)
+    state = slope_case(SIZE).create(optax.sgd(0.0), nodes=1, local=2, **zero)
     slope = np.random.default_rng(0).standard_normal((2, 1, SIZE)).astype(np.float32)
     # Each device has one row and its negative, one in each micro-batch.
     rows = np.concatenate([slope, -slope], axis=1).reshape(2 * MICRO, SIZE)
@@ -81,14 +65,13 @@ def test_micro_batches_are_rounded_with_bits_of_their_own():
 @pytest.mark.filterwarnings("ignore:no unit is named")
 @pytest.mark.parametrize(
     ("units", "options"),
-    [((), {}), ((), {"stage": 1}), ((Slope,), {"grad_sync": "step", "error_feedback": True})],
+    [((), {}), ((), {"stage": 1}), ((SlopeLayer,), {"grad_sync": "step", "error_feedback": True})],
     ids=["no unit", "stage 1", "once per step"],
 )
 def test_steps_are_rounded_with_bits_of_their_own(units, options):
     """Wherever gradients are encoded; test_quantized_step.py has those of units."""
-    case = Case(Slope, slope_loss, units, regression_batch)
     zero = {"grads": ("int4", "int4"), "rounding": "stochastic", "block_size": 64, **options}
-    state = case.create(optax.sgd(0.0), nodes=2, local=1, **zero)
+    state = slope_case(SIZE).create(optax.sgd(0.0), nodes=2, local=1, units=units, **zero)
     slope = np.random.default_rng(0).standard_normal((2, SIZE)).astype(np.float32)
     found = [
         np.asarray(*jax.tree.leaves(gradients(state.replace(step=step), {"slope": slope})))
@@ -107,7 +90,7 @@ class Layers(nnx.Module):
 
 
 def test_layers_are_rounded_with_bits_of_their_own_where_the_node_hop_is_taken_once_per_step():
-    case = Case(Layers, slope_loss, (), regression_batch)
+    case = Case(Layers, lambda model, batch: model(batch["slope"]).mean(), (), regression_batch)
     zero = {"grads": ("fp32", "int4"), "rounding": "stochastic", "block_size": 64}
     state = case.create(optax.sgd(0.0), nodes=2, local=1, **zero, grad_sync="step", accumulate=MICRO)
     slope = np.random.default_rng(0).standard_normal((2 * MICRO, SIZE)).astype(np.float32)
