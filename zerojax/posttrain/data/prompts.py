@@ -118,7 +118,8 @@ def _encode(
         given = text_of(row, column, place)
         tokens = tokenizer.encode(encode_text(given, place))
         return np.asarray([tokenizer.begin_of_text, *tokens], np.int32), given
-    messages, tools = checked_messages(row[column], column, place), checked_tools(row, place)
+    messages = checked_messages(row[column], column, place)
+    tools = checked_tools(row, place)
     try:
         text = template.render(messages, tools=tools, add_generation_prompt=True)
     except DataError as error:

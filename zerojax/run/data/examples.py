@@ -130,10 +130,8 @@ class Conversations:
         Raises:
             DataError: as ``read``.
         """
-        messages, tools = (
-            checked_messages(row[self.messages], self.messages, place),
-            checked_tools(row, place),
-        )
+        messages = checked_messages(row[self.messages], self.messages, place)
+        tools = checked_tools(row, place)
         added = [] if answer is None else [{"role": "assistant", "content": answer}]
         try:
             text, targets = self.template.render_targets([*messages, *added], tools)
