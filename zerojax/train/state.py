@@ -317,9 +317,11 @@ def settled(state: TrainState) -> TrainState:
 
 
 def _is_placed(x: Any, like: jax.ShapeDtypeStruct) -> bool:
-    if isinstance(x, jax.ShapeDtypeStruct | Tracer) or jnp.issubdtype(like.dtype, jax.dtypes.extended):
-        return True  # without a value, or a random key
-    return isinstance(x, jax.Array) and x.committed and x.ndim == len(like.shape)
+    if isinstance(x, Tracer | jax.ShapeDtypeStruct):  # without a value
+        return True
+    if isinstance(x, jax.Array) and x.committed and x.ndim == len(like.shape):
+        return True
+    return jnp.issubdtype(like.dtype, jax.dtypes.extended)  # a random key
 
 
 def _placed(path: Any, x: Any, like: jax.ShapeDtypeStruct) -> Array:
