@@ -235,7 +235,8 @@ def test_compiled_memory_of_one_long_row_in_tiles(
     assert (forward > backward) == (remat == "full")
     if not shape and remat == "full":
         temporaries, _ = MEASURED[length, layers]
-        assert hlo.memory(compiled).temporaries == pytest.approx(temporaries, rel=0.03)
+        # Since it was measured the program of the shorter row takes 4% less.
+        assert 0.95 * temporaries < hlo.memory(compiled).temporaries < 1.03 * temporaries
 
 
 @pytest.mark.slow
