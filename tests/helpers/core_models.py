@@ -118,6 +118,11 @@ def slope_case(size: int, batch: Callable[..., dict[str, np.ndarray]] = regressi
     return Case(make, lambda model, batch: model(0, batch["slope"]).mean(), (SlopeLayer,), batch)
 
 
+def slope_loss(model: Any, batch: Any) -> jax.Array:
+    """The mean of what a model makes of a batch's "slope"."""
+    return model(batch["slope"]).mean()
+
+
 def squared_error(model: Any, batch: Any) -> jax.Array:
     return jnp.mean((model(batch["x"])[:, 0] - batch["y"]) ** 2)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_models import Case, SlopeLayer
+from core_models import Case, SlopeLayer, slope_loss
 from flax import nnx
 
 import zerojax
@@ -32,7 +32,7 @@ def slopes(rng: np.random.Generator, rows: int) -> dict[str, np.ndarray]:
     return {"slope": rng.standard_normal((rows, SIZE)).astype(np.float32)}
 
 
-CASE = Case(Model, lambda model, batch: model(batch["slope"]).mean(), (SlopeLayer,), slopes)
+CASE = Case(Model, slope_loss, (SlopeLayer,), slopes)
 
 
 SGD = optax.sgd(1.0)

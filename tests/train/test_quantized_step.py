@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_models import CASES, WIDTH, Case, regression_batch, slope_case, squared_error
+from core_models import CASES, WIDTH, Case, regression_batch, slope_case, slope_loss, squared_error
 from flax import nnx
 from plain_loop import by_path
 from wire_reference import Wire
@@ -116,7 +116,7 @@ class SlopeStack(nnx.Module):
 )
 def test_leaves_and_layers_draw_bits_of_their_own(grads, rounding):
     """On either hop; to nearest, eight equal gradients stay equal."""
-    case = Case(SlopeStack, lambda model, batch: model(batch["slope"]).mean(), (), slopes)
+    case = Case(SlopeStack, slope_loss, (), slopes)
     zero = {"grads": grads, "block_size": 64, "rounding": rounding}
     state = case.begin(optax.sgd(1.0), nodes=2, local=2, **zero)
     state, _ = zerojax.train_step(state, case.batches(8, 1)[0])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from core_models import WIDTH, Case, SlopeLayer, regression_batch, slope_case
+from core_models import WIDTH, Case, SlopeLayer, regression_batch, slope_case, slope_loss
 from flax import nnx
 
 import zerojax
@@ -90,7 +90,7 @@ class Layers(nnx.Module):
 
 
 def test_layers_are_rounded_with_bits_of_their_own_where_the_node_hop_is_taken_once_per_step():
-    case = Case(Layers, lambda model, batch: model(batch["slope"]).mean(), (), regression_batch)
+    case = Case(Layers, slope_loss, (), regression_batch)
     zero = {"grads": ("fp32", "int4"), "rounding": "stochastic", "block_size": 64}
     state = case.create(optax.sgd(0.0), nodes=2, local=1, **zero, grad_sync="step", accumulate=MICRO)
     slope = np.random.default_rng(0).standard_normal((2 * MICRO, SIZE)).astype(np.float32)

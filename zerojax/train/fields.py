@@ -67,10 +67,10 @@ def _abstract_fields(spec: TrainSpec) -> dict[str, Any]:
 
     zero, scalar = spec.zero, jax.ShapeDtypeStruct((), jnp.int32)
     params = by_leaf(lambda leaf: spec.abstract_master(leaf.stored_shape, spec.param_spec(leaf)))
-    opt_state = _abstract_opt_state(
-        spec, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    )
     nodes = (spec.world.nodes,) if spec.local_updates else ()
+    opt_state = _abstract_opt_state(
+        spec, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params), nodes
+    )
     places = by_moment(
         spec.leaves,
         opt_state,
@@ -97,12 +97,11 @@ def _abstract_fields(spec: TrainSpec) -> dict[str, Any]:
     }
 
 
-def _abstract_opt_state(spec: TrainSpec, params: PyTree) -> PyTree:
+def _abstract_opt_state(spec: TrainSpec, params: PyTree, nodes: tuple[int, ...]) -> PyTree:
     """The shapes of ``spec.first_opt_state``; JAX traces ``init`` once for all specs that agree in shapes."""
     if spec.tx is None:
         return spec.first_opt_state(params)
     of_all = jax.eval_shape(spec.tx.init, params)
-    nodes = (spec.world.nodes,) if spec.local_updates else ()
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*nodes, *x.shape), x.dtype), of_all)
 
 

@@ -303,17 +303,20 @@ def settled(state: TrainState) -> TrainState:
     Raises:
         ConfigurationError: a value is no number, or does not fit the array that it replaces.
     """
-    given = {name: getattr(state, name) for name in _SETTABLE}
-    wanted = {name: abstract_fields(state.spec)[name] for name in _SETTABLE}
-    leaves, tree = jax.tree.flatten(given)
-    if tree != jax.tree.structure(wanted) or all(map(_is_placed, leaves, jax.tree.leaves(wanted))):
-        return state
-    placed = jax.tree_util.tree_map_with_path(_placed, given, wanted)
-    # A field that stays as it is keeps its identity, by which ``replace`` sees what has changed.
-    pairs = {name: (jax.tree.leaves(given[name]), jax.tree.leaves(placed[name])) for name in _SETTABLE}
-    return state.replace(
-        **{name: placed[name] for name, both in pairs.items() if any(map(operator.is_not, *both))}
+    spec, given = state.spec, {name: getattr(state, name) for name in _SETTABLE}
+    wanted, known = spec.once(
+        "settable", lambda: jax.tree.flatten({name: abstract_fields(spec)[name] for name in _SETTABLE})
     )
+    leaves, tree = jax.tree.flatten(given)
+    if tree != known or all(map(_is_placed, leaves, wanted)):
+        return state
+    placed = jax.tree_util.tree_map_with_path(_placed, given, jax.tree.unflatten(known, wanted))
+
+    def has_changed(name: str) -> bool:
+        return any(map(operator.is_not, jax.tree.leaves(given[name]), jax.tree.leaves(placed[name])))
+
+    # A field that stays as it is keeps its identity, by which ``replace`` sees what has changed.
+    return state.replace(**{name: placed[name] for name in _SETTABLE if has_changed(name)})
 
 
 def _is_placed(x: Any, like: jax.ShapeDtypeStruct) -> bool:

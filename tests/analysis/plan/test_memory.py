@@ -187,9 +187,9 @@ def test_compiled_memory_with_latents(remat: Any):
 
 
 LLAMA_8B = dataclasses.replace(LLAMA_70B, d_model=4096, heads=32, ffn=14336, vocab_size=128256)
-MEASURED = {(131072, 8): (16.70e9, 22.4e9), (524288, 4): (59.28e9, 63.2e9)}
+MEASURED = {(131072, 8): (16.02e9, 22.4e9), (524288, 4): (59.28e9, 63.2e9)}
 """Of adapters on LLaMA 8B's layers on one H100, activations in host memory: temporaries and peak, by tokens
-of a row and layers."""
+of a row and layers. The program of the shorter row had temporaries of 16.70e9 then; it takes less now."""
 
 
 @pytest.mark.parametrize(("length", "layers"), MEASURED)
@@ -235,8 +235,7 @@ def test_compiled_memory_of_one_long_row_in_tiles(
     assert (forward > backward) == (remat == "full")
     if not shape and remat == "full":
         temporaries, _ = MEASURED[length, layers]
-        # Since it was measured the program of the shorter row takes 4% less.
-        assert 0.95 * temporaries < hlo.memory(compiled).temporaries < 1.03 * temporaries
+        assert hlo.memory(compiled).temporaries == pytest.approx(temporaries, rel=0.03)
 
 
 @pytest.mark.slow
