@@ -23,8 +23,8 @@ LEARNED = {
     "gemma_style": (math.log(16), 1.7),
 }
 LOOPS = [path for path in EXAMPLES if path.stem.endswith("_loop")]
-# The others have a scan and a loop among them.
-LONG = ("encoder_decoder", "gemma_style", "linen_loop", "nnx_model", "vit")
+# The other one is short; tests/docs runs loops.
+LONG = ("encoder_decoder", "gemma_style", "linen_loop", "nnx_loop", "nnx_model", "vit")
 
 
 def to_run(paths: list[Path]) -> list[Any]:

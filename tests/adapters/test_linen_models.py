@@ -94,6 +94,7 @@ class Spectrals(linen.Module):
         return linen.Dense(1)(Spectral()(x))
 
 
+@pytest.mark.slow
 def test_names_with_slashes_survive_steps_and_checkpoints():
     model = Spectrals()
     state = create(model, (Spectral,), precise=(("*by/feature", "float32"),))
@@ -323,7 +324,7 @@ class Nested(linen.Module):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"stage": 2}, marks=pytest.mark.slow),
         {"accumulate": 2, "accumulate_order": "breadth"},
     ],

@@ -232,6 +232,7 @@ def linear(rngs: nnx.Rngs) -> nnx.Linear:
     return nnx.Linear(4, 4, rngs=rngs)
 
 
+@pytest.mark.slow
 def test_stacks_that_share_a_parameter_under_delta():
     exact: Any = {"weights": "fp32", "grads": ("fp32", "fp32")}
     delta = {**exact, "hpz": True, "weights_delta": True, "grad_sync": "step"}

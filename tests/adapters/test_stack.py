@@ -43,7 +43,7 @@ def test_each_layer_gets_its_own_part():
     np.testing.assert_allclose(apply(model, x), by_hand(model, x), rtol=1e-5)
 
 
-@pytest.mark.parametrize("order", ["depth", "breadth"])
+@pytest.mark.parametrize("order", [pytest.param("depth", marks=pytest.mark.slow), "breadth"])
 def test_each_layer_gets_its_own_part_in_a_step(order):
     batch = {"x": np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)}
 
@@ -132,7 +132,7 @@ def slope_of(total: Any, model: Any, x: jax.Array) -> jax.Array:
         pytest.param(value_of, {}, marks=pytest.mark.slow),
         (value_of, {"hpz": True, "remat": "none", "accumulate": 2}),
         (value_of, {"accumulate": 2, "accumulate_order": "breadth"}),
-        (slope_of, {}),
+        pytest.param(slope_of, {}, marks=pytest.mark.slow),
     ],
 )
 def test_gradients_flow_through_state_and_what_differs_by_layer(loss, zero):

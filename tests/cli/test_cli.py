@@ -53,6 +53,7 @@ def test_train_and_resume(config: Path, tmp_path: Path, capfd: pytest.CaptureFix
     assert "Traceback" not in refused
 
 
+@pytest.mark.slow
 def test_eval_on_one_device_gives_the_loss_of_eight(
     finished: RunFolder, capfd: pytest.CaptureFixture[str]
 ) -> None:

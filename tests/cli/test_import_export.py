@@ -82,6 +82,7 @@ def test_import_eval_train_export(text: Path, tmp_path: Path, capsys: pytest.Cap
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+@pytest.mark.slow
 def test_a_models_chat_template_is_kept_used_and_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

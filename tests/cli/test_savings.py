@@ -73,6 +73,7 @@ def test_reported_savings_are_those_of_the_option(options: tuple[str, ...], sent
     assert all(trial.held < savings.now.held for trial in savings.held())
 
 
+@pytest.mark.slow
 def test_the_count_of_the_traced_step_agrees():
     """Also of Muon's matrices, whose way of being stored is one of the options."""
 

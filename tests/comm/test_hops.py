@@ -196,7 +196,7 @@ def test_two_hops_bring_every_sum_to_its_owner(mesh, options):
 
 @pytest.mark.parametrize(
     ("mesh", "options"),
-    [*(pytest.param(*REDUCTIONS[i], marks=pytest.mark.slow) for i in (2, 4)), REDUCTIONS[3], REDUCTIONS[5]],
+    [*(pytest.param(*REDUCTIONS[i], marks=pytest.mark.slow) for i in (2, 3, 4)), REDUCTIONS[5]],
     ids=str,
 )
 def test_separate_hops_and_error_feedback(mesh, options):

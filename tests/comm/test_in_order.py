@@ -34,6 +34,7 @@ assert abs(losses[0] - losses[1]) < 1e-5, losses
 """
 
 
+@pytest.mark.slow
 def test_emulated_devices_do_not_wait_for_each_other_forever():
     """Stage 1 gathers a stack in a loop, and the embedding beside it: devices took them in different orders,
     which ended in a hang or, where two gathers were taken for one, in a wrong loss. A loop that reads no

@@ -221,7 +221,7 @@ EXACT_DELTA = {"weights_delta": True, "hpz": True, "weights": "fp32"}
 @pytest.mark.parametrize(
     ("nodes", "local", "zero"),
     [
-        (2, 2, EXACT_DELTA),
+        pytest.param(2, 2, EXACT_DELTA, marks=pytest.mark.slow),
         pytest.param(2, 2, {}, marks=pytest.mark.slow),
         pytest.param(2, 1, {**EXACT_DELTA, "remat": "none"}, marks=pytest.mark.slow),
         pytest.param(1, 2, {"experts": "gathered", "hpz": True, "remat": "none"}, marks=pytest.mark.slow),

@@ -44,7 +44,10 @@ def by_loop(layer: Experts, x: Array) -> tuple[Array, Array]:
     [
         {"shared": 4},
         {"router": RouterConfig(normalise=False), "activation": "geglu", "shared": 4, "shared_gate": True},
-        {"router": RouterConfig(logit_biases=True), "activation": "swiglu_clamped", "biases": True},
+        pytest.param(
+            {"router": RouterConfig(logit_biases=True), "activation": "swiglu_clamped", "biases": True},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["swiglu", "qwen2", "gpt-oss"],
 )

@@ -109,7 +109,7 @@ def test_frozen_weights_in_host_memory_are_copied_to_the_device(form: Form):
     assert mine.new_bytes == mine.device_bytes == device_bytes(made)
 
 
-@pytest.mark.parametrize("form", ["gathered", "int8"])
+@pytest.mark.parametrize("form", ["gathered", pytest.param("int8", marks=pytest.mark.slow)])
 def test_a_copy_that_every_node_has_already_is_used(form: Form):
     """It is not made again, and has the same values."""
     state = create(SMALL, 2, 4, preset="delta")
@@ -119,6 +119,7 @@ def test_a_copy_that_every_node_has_already_is_used(form: Form):
     assert "node" not in set(axes_used(jax.make_jaxpr(copy.make)(copied).jaxpr))
 
 
+@pytest.mark.slow
 def test_matrices_that_every_node_holds_are_encoded_where_they_are():
     """The copy is that of a state whose optimizer does not need them whole."""
     state, other = create(SMALL, 2, 4, preset="delta", tx=zerojax.scale_by_muon()), create(SMALL, 2, 4)
@@ -130,6 +131,7 @@ def test_matrices_that_every_node_holds_are_encoded_where_they_are():
         jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@pytest.mark.slow
 def test_frozen_weights_that_are_spread_over_the_world_are_copied_into_every_node():
     spread = create(SMALL, 2, 4, frozen=("*/mlp/*",), frozen_weights="int8", frozen_spread="world")
     for form in ("gathered", "int8"):
@@ -139,6 +141,7 @@ def test_frozen_weights_that_are_spread_over_the_world_are_copied_into_every_nod
             np.testing.assert_array_equal(mine, like)
 
 
+@pytest.mark.slow
 def test_frozen_weights_of_few_bits_are_not_encoded_again():
     state = create(SMALL, 2, 4, frozen=("*/mlp/*",), frozen_weights="nf4")
     made, frozen = GenerationCopy.of(state.spec, "int8").make(state), by_path(state.frozen)

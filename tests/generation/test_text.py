@@ -43,7 +43,7 @@ def generate(model, prompt, count, *, key=KEY, how=None, stop=None):
         for name, quick, settings in (
             ("gpt2", (17,), {}),
             ("llama", (6,), LLAMA | {"heads": 8, "kv_heads": 1, "head_width": 6}),
-            ("list", (1, 6, 17), {"scan": False, "position_offset": 2, "sliding_window": 5}),
+            ("list", (6, 17), {"scan": False, "position_offset": 2, "sliding_window": 5}),
             ("gemma", (17,), GEMMA),
             ("olmo", (1,), OLMO),
             ("latent", (6,), LATENT),
@@ -87,6 +87,7 @@ def test_dynamic_rotary_scaling_takes_the_length_of_each_prompt():
         assert np.allclose(hidden[1, :9], expected[1], atol=1e-5) == same
 
 
+@pytest.mark.slow
 def test_longrope_takes_the_length_of_the_cache():
     longrope = {"rope_scaling": "longrope", "rope_original_len": 8, "rope_short_factors": (1.0, 1.5)}
     model = make(**LLAMA, **longrope, rope_long_factors=(2.0, 9.0), rope_factor=3.0, layers=1)
@@ -104,7 +105,12 @@ WINDOWED = {"sliding_window": 4, "sliding_window_pattern": 2, "layers": 2}
 
 @pytest.mark.parametrize(
     ("settings", "flash"),
-    [(GEMMA, None), (LLAMA | {"attention_sinks": True}, None), (LATENT, None), (LATENT, "xla")]
+    [
+        (GEMMA, None),
+        pytest.param(LLAMA | {"attention_sinks": True}, None, marks=pytest.mark.slow),
+        pytest.param(LATENT, None, marks=pytest.mark.slow),
+        (LATENT, "xla"),
+    ]
     + [(LLAMA | more, "xla") for more in ({"attention_sinks": True}, WINDOWED)],
 )
 def test_pieces_of_a_text_see_all_that_is_before_them(settings, flash, monkeypatch):
@@ -121,6 +127,7 @@ def test_pieces_of_a_text_see_all_that_is_before_them(settings, flash, monkeypat
     np.testing.assert_allclose(jnp.concatenate(found, axis=1), model.hidden(text), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_longrope_rotates_the_keys_of_prompt_and_answer_alike():
     """The array of the prompt is within rope_original_len, the cache of a slot beyond it."""
     longrope = {"rope_scaling": "longrope", "rope_original_len": 16, "rope_short_factors": (1.0, 1.5)}
@@ -187,6 +194,7 @@ def test_sampling_follows_the_distribution():
     np.testing.assert_allclose(draws(scores, GREEDY), [1, 0, 0, 0])
 
 
+@pytest.mark.slow
 def test_of_equally_likely_tokens_the_lower_id_comes_first():
     tied = [1.0, 2.0, 2.0, 2.0, 1.0]
     for how in (Sampling(top_k=1), Sampling(top_p=0.1), Sampling(top_k=3, top_p=0.3), GREEDY):

@@ -50,7 +50,7 @@ def products_in_fp8(program: Program, kernels: set[tuple[int, ...]]) -> int:
 @pytest.mark.parametrize(
     "settings",
     [
-        # Run by test_kernels_in_step.py every time, with the Triton kernels in it; the test below is without.
+        # Run by test_kernels_in_step.py as well, with the Triton kernels in it; the test below is without.
         pytest.param({"name": "zero3", "remat": "none"}, marks=pytest.mark.slow),
         pytest.param({"name": "zero++"}, marks=pytest.mark.slow),
         pytest.param({"name": "delta", "rotation": 0, "rounding": "nearest"}, marks=pytest.mark.slow),

@@ -65,6 +65,7 @@ def test_half_precision_weights_compute_in_half_precision(family):
     assert float(jnp.max(jnp.abs(half(tokens) - exact))) < 0.05 * float(jnp.max(jnp.abs(exact)))
 
 
+@pytest.mark.slow
 def test_a_tied_embedding_gets_both_gradients():
     tied, untied = make(), make(tied=False)
     # The same numbers, once in one matrix and once in two.

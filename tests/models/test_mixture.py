@@ -101,6 +101,7 @@ def test_training_adds_the_losses_of_routers_and_reports_them(listed: GPT, scann
     assert wanted["expert_load"] > 1.2  # so that a mean would differ
 
 
+@pytest.mark.slow
 def test_stats_are_in_the_order_of_layers(listed: GPT, scanned: GPT):
     hidden, stats = listed.routed(TOKENS)
     assert stats.counts.shape == (3, 5)
@@ -119,7 +120,7 @@ def test_decoding_routes_as_the_whole_text_does(scanned: GPT):
     cache = scanned.init_cache(2, 16, jnp.float32)
     zero = jnp.zeros(2, jnp.int32)
     found = []
-    for start, end in ((0, 6), (6, 8), (8, 9)):
+    for start, end in ((0, 8), (8, 9)):
         hidden, cache = scanned.decode(TOKENS[:, start:end], zero + start, zero + end, cache)
         found.append(hidden)
     np.testing.assert_allclose(jnp.concatenate(found, 1), wanted, atol=1e-5)

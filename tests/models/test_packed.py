@@ -41,7 +41,13 @@ LATENT = LLAMA | {
 FLASH = LLAMA | {"sliding_window": 3, "sliding_window_pattern": 2, "attention": "flash_attention_4"}
 NEEDS_LIBRARY = pytest.mark.skipif(find_spec("fa4_jax") is None, reason="fa4-jax is not installed")
 FAMILIES = pytest.mark.parametrize(
-    "family", [{"scan": False}, WINDOW, GEMMA, MIXED], ids=["learned", "window", "gemma", "mixed"]
+    "family",
+    [
+        pytest.param({"scan": False}, id="learned", marks=pytest.mark.slow),
+        pytest.param(WINDOW, id="window", marks=pytest.mark.slow),
+        pytest.param(GEMMA, id="gemma", marks=pytest.mark.slow),
+        pytest.param(MIXED, id="mixed"),
+    ],
 )
 # The tokens of each document in each row of 17; what is left is padding.
 ROWS = ((17,), (5, 12), (2, 3, 2, 9), (6, 4), (1, 1, 15), (8, 8))
@@ -106,7 +112,7 @@ def test_logits_loss_and_gradients_are_those_of_each_document_alone(family):
 @pytest.mark.parametrize(
     ("family", "order"),
     [
-        pytest.param(LLAMA, "depth", id="depth"),
+        pytest.param(LLAMA, "depth", id="depth", marks=pytest.mark.slow),
         pytest.param(FLASH, "breadth", id="flash-breadth", marks=NEEDS_LIBRARY),
         pytest.param(
             LATENT | {"attention": "flash_attention_4"},

@@ -149,6 +149,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.slow
 def test_a_hung_tracker_does_not_keep_the_process_alive(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with started(
@@ -187,6 +188,7 @@ def test_the_second_signal_ends_at_once(number: signal.Signals) -> None:
         assert process.wait(timeout=20) == 128 + number
 
 
+@pytest.mark.slow
 def test_two_signals_end_a_process_whose_output_nobody_reads() -> None:
     with full_pipe() as (_, writer), started("-c", BUSY, stderr=writer) as process:
         assert process.stdout is not None

@@ -112,7 +112,9 @@ def test_trains_nearly_as_in_fp32(mesh: tuple[int, int]) -> None:
     assert 0 < off < 1e-4 * moved
 
 
-@pytest.mark.parametrize(("saved", "now"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize(
+    ("saved", "now"), [("float32", "bfloat16"), pytest.param("bfloat16", "float32", marks=pytest.mark.slow)]
+)
 def test_a_checkpoint_has_moments_of_either_dtype(saved: Moments, now: Moments, tmp_path: Path) -> None:
     before = trained(created(saved), range(2))
     with Checkpoints(tmp_path) as checkpoints:

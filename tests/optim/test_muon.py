@@ -36,8 +36,14 @@ def sharded_muon() -> Any:
     [
         ("nnx", 3, 2, {}),
         pytest.param("stack", 2, 4, {"hpz": True}, marks=pytest.mark.slow),
-        ("stack", 4, 2, {"accumulate": 3, "grad_sync": "step", "weights_delta": True, "hpz": True}),
-        ("awkward", 2, 2, {"stage": 2}),
+        pytest.param(
+            "stack",
+            4,
+            2,
+            {"accumulate": 3, "grad_sync": "step", "weights_delta": True, "hpz": True},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("awkward", 2, 2, {"stage": 2}, marks=pytest.mark.slow),
         pytest.param("stack", 1, 1, {}, marks=pytest.mark.slow),
         pytest.param("stack", 2, 2, {"stage": 0}, marks=pytest.mark.slow),
         pytest.param("stack", 2, 2, {"matrix_spread": "world"}, marks=pytest.mark.slow),
@@ -69,7 +75,11 @@ class Mixture(nnx.Module):
         self.stack = zerojax.Stack(block, 3, rngs=rngs)
 
 
-@pytest.mark.parametrize("zero", [{"matrix_spread": "world"}, {}, {"experts": "gathered"}], ids=str)
+@pytest.mark.parametrize(
+    "zero",
+    [pytest.param({"matrix_spread": "world"}, marks=pytest.mark.slow), {}, {"experts": "gathered"}],
+    ids=str,
+)
 def test_each_expert_has_matrices_of_its_own(zero):
     mesh = zerojax.make_mesh(2, 2)
     options = zerojax.ZeroConfig(compute_dtype="float32", **zero)
@@ -98,14 +108,8 @@ def penalised(model: Any, batch: Any) -> jax.Array:
     return squared_error(model, batch) + 0.05 * zerojax.weight_sum(model, paths="*kernel")
 
 
-@pytest.mark.parametrize(
-    "zero",
-    [
-        {"accumulate": 2, "grad_sync": "step"},
-        pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"accumulate": 2}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [{"accumulate": 2, "grad_sync": "step"}, {}, {"accumulate": 2}])
 def test_a_penalty_of_matrices_that_every_node_holds_counts_once(zero):
     case = dataclasses.replace(CASES["stack"], loss=penalised)
     plain, batches = Plain(case), case.batches(ROWS, 2)

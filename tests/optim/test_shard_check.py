@@ -277,7 +277,13 @@ def test_refused_before_anything_is_made():
 
 @pytest.mark.parametrize(
     "name",
-    ["lamb", pytest.param("lion", marks=pytest.mark.slow), "multi_transform", "multi steps", "injected"],
+    [
+        "lamb",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("lion", "multi_transform", "multi steps", "injected")
+        ),
+    ],
 )
 def test_sharded_steps_equal_whole_ones(name):
     case, tx = CASES["nnx"], GOOD[name]()
@@ -293,6 +299,7 @@ def test_sharded_steps_equal_whole_ones(name):
     assert distance(masters(state), wanted) < 1e-4
 
 
+@pytest.mark.slow
 def test_frozen_parameters_keep_their_bits_and_carry_no_moments():
     case = CASES["nnx"]
     state = case.create(GOOD["multi_transform"](), nodes=2, local=2)

@@ -85,6 +85,7 @@ def products_in_fp8(module, x, w, g, sizes, scale):
         yield jax.jit(partial(module.grouped_rows_fp8, **options))(rows, w, sizes, scale)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 def test_interpreted_kernels_equal_the_specification_in_fp8():
     given = operands_in_fp8((1, 0, 70), 9, 128, 128)

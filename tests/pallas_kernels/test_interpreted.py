@@ -21,7 +21,11 @@ HERE = ROOT / "tests" / "helpers"
 )
 @pytest.mark.parametrize(
     "fmt",
-    [*pk.STORED, "attention", "cast", *(pytest.param(fmt, marks=pytest.mark.slow) for fmt in pk.QUANTIZED)],
+    [
+        "attention",
+        "cast",
+        *(pytest.param(fmt, marks=pytest.mark.slow) for fmt in (*pk.STORED, *pk.QUANTIZED)),
+    ],
 )
 def test_interpreted_kernels_equal_the_reference(fmt):
     # jax-triton can't be imported without JAX's CUDA plugin.

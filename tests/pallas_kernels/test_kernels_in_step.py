@@ -34,10 +34,10 @@ DERIVED = "tests/schedule/test_derived_losses.py::test_quantized_gradients_of_a_
     ("chosen", "tests"),
     [
         # All of these, though their own marks are slow; scripts/test.sh lowers the others.
-        ("", [f"{STEP}[zero++-paper-2-4-dtypes1]", FP8, REFUSED]),
+        ("", [f"{STEP}[zero++-paper-2-4-dtypes1]", REFUSED]),
         pytest.param(
-            "slow or Stacked or Listed",
-            [LOWERING, f"{DERIVED}[Stacked-units0]", f"{DERIVED}[Listed-units1]"],
+            "slow or Stacked or Listed or fp8",
+            [LOWERING, FP8, f"{DERIVED}[Stacked-units0]", f"{DERIVED}[Listed-units1]"],
             marks=pytest.mark.slow,
         ),
     ],

@@ -1,5 +1,6 @@
 """The bodies of the Mosaic kernels give the reference's bits, and compile for an absent GPU."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -77,8 +78,13 @@ def test_no_tile_for_three_blocks():
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("blocks", [1, 4, 5])
-@pytest.mark.parametrize("fmt_in", FORMATS)
+@pytest.mark.parametrize(
+    ("fmt_in", "blocks"),
+    [
+        pytest.param(fmt, blocks, marks=() if (i + j) % 3 == 0 else pytest.mark.slow)
+        for (i, fmt), (j, blocks) in itertools.product(enumerate(FORMATS), enumerate((1, 4, 5)))
+    ],
+)
 def test_one_short_row(fmt_in, blocks):
     """Words of several codes in a row of any length, and rows that are too short for a kernel."""
     n = 64 * blocks

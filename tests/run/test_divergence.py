@@ -101,29 +101,30 @@ def test_rewinding_gives_the_same_run(
     assert not (broken / "checkpoints" / "5.undone").exists()
 
 
-def test_impossible_rewinds_are_refused(
-    broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["checkpoints", str(broken), "--rewind", "3"]) == 2
-    assert "has no checkpoint of step 3; there are: 4, 5" in capsys.readouterr().err
-    (broken / "checkpoints" / "4" / "manifest.json").unlink()
-    assert main(["checkpoints", str(broken), "--rewind", "4"]) == 2
-    assert "4 is damaged: manifest.json is missing" in capsys.readouterr().err
-    assert steps_in(broken) == [4, 5]
-    assert not (broken / "metrics.jsonl.undone").exists()
+def test_impossible_rewinds_are_refused(finished_copy: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    run = finished_copy.path
+    assert main(["checkpoints", str(run), "--rewind", "3"]) == 2
+    assert "has no checkpoint of step 3; there are: 6, 8" in capsys.readouterr().err
+    (run / "checkpoints" / "6" / "manifest.json").unlink()
+    assert main(["checkpoints", str(run), "--rewind", "6"]) == 2
+    assert "6 is damaged: manifest.json is missing" in capsys.readouterr().err
+    assert steps_in(run) == [6, 8]
+    assert not (run / "metrics.jsonl.undone").exists()
 
 
-def test_files_moved_aside_are_not_overwritten(broken: Path) -> None:
+def test_files_moved_aside_are_not_overwritten(finished_copy: RunFolder) -> None:
     """As if a run broke twice."""
+    run = finished_copy.path
     for number in range(2):
         if number:
-            shutil.copytree(broken / "checkpoints" / "5.undone", broken / "checkpoints" / "5")
-            shutil.copy(broken / "metrics.jsonl.undone", broken / "metrics.jsonl")
-        assert main(["checkpoints", str(broken), "--rewind", "4"]) == 0
-    aside = sorted(path.name for path in broken.rglob("*undone*"))
-    assert aside == ["5.undone", "5.undone-2", "metrics.jsonl.undone", "metrics.jsonl.undone-2"]
+            shutil.copytree(run / "checkpoints" / "8.undone", run / "checkpoints" / "8")
+            shutil.copy(run / "metrics.jsonl.undone", run / "metrics.jsonl")
+        assert main(["checkpoints", str(run), "--rewind", "6"]) == 0
+    aside = sorted(path.name for path in run.rglob("*undone*"))
+    assert aside == ["8.undone", "8.undone-2", "metrics.jsonl.undone", "metrics.jsonl.undone-2"]
 
 
+@pytest.mark.slow
 def test_a_due_save_waits_for_a_step_that_is_not_skipped(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,6 +157,7 @@ def test_a_stop_waits_for_a_step_that_is_not_skipped(
     assert steps_in(tmp_path / "run") == ([3] if len(bad) == 2 else [])
 
 
+@pytest.mark.slow
 def test_weights_broken_by_the_last_update(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,6 +219,7 @@ def test_a_spike_is_skipped(text: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert steps_in(tmp_path / "run")[-1] == 12
 
 
+@pytest.mark.slow
 def test_a_spike_stops(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     strange(monkeypatch, {9})
     message = (
@@ -227,6 +230,7 @@ def test_a_spike_stops(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert steps_in(tmp_path / "run") == [7, 8]
 
 
+@pytest.mark.slow
 def test_weights_that_stay_worse(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All losses after a bad update are spikes: the run skips as many as allowed, and says how to go back."""
     break_at(monkeypatch, 8, factor=9.0)

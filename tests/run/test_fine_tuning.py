@@ -39,6 +39,7 @@ def params_bytes(folder: Path, step: int) -> int:
     return sum(size for name, (size, _) in files.items() if name.startswith("params/"))
 
 
+@pytest.mark.slow
 def test_adapters_of_a_trained_run(
     finished: RunFolder,
     text: Path,

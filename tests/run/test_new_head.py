@@ -45,6 +45,7 @@ def test_the_head_alone_is_new(text: Path, finished: RunFolder) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_saved_head_is_kept_and_no_other_difference_is_allowed(
     text: Path, finished: RunFolder, tmp_path: Path
 ) -> None:

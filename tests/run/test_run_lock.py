@@ -42,10 +42,9 @@ def test_a_second_run_is_refused_and_changes_nothing(finished_copy: RunFolder, t
         with pytest.raises(ZeroError, match=f"in use by process {os.getpid()} on {platform.node()} since 2"):
             TrainRun.open(longer, finished_copy)
         assert {path: path.stat().st_mtime_ns for path in finished_copy.path.rglob("*")} == before
-        (finished_copy.checkpoints / "9.unfinished").rmdir()
-        first.train()
+        assert first.step == 8
     with TrainRun.open(longer, finished_copy, "must") as again:
-        assert again.step == 9
+        assert again.step == 8
 
 
 def test_a_run_that_cannot_start_leaves_no_lock(finished_copy: RunFolder, text: Path) -> None:

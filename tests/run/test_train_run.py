@@ -71,6 +71,7 @@ def test_resume_is_bit_identical(
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
+@pytest.mark.slow
 def test_resumes_with_another_mesh_and_stage(finished_copy: RunFolder, text: Path) -> None:
     with TrainRun.open(finished_copy.read_config(), finished_copy) as trainer:
         before = arrays(trainer)
@@ -98,6 +99,7 @@ def test_a_bad_step_is_skipped_and_counted(
     assert trainer.folder.read_summary()["skipped"] == 2
 
 
+@pytest.mark.slow
 def test_too_many_bad_steps_stop_the_run(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, {2, *range(4, 100)})
     with pytest.raises(RunError, match=r"not finite in 3 steps in a row, from step 4 on"):

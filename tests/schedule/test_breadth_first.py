@@ -159,8 +159,8 @@ def of_a_constant(inner: Any, x: jax.Array) -> jax.Array:
 @pytest.mark.parametrize(
     ("layer", "run", "units"),
     [
-        (functools.partial(stack, Block), in_checkpoint, ()),
-        (functools.partial(stack, Counting), of_a_constant, ()),
+        pytest.param(functools.partial(stack, Block), in_checkpoint, (), marks=pytest.mark.slow),
+        pytest.param(functools.partial(stack, Counting), of_a_constant, (), marks=pytest.mark.slow),
         (Constant, lambda inner, x: x + inner(jnp.float32(2)), (Constant,)),
     ],
     ids=["checkpoint", "stack of a constant", "unit of a constant"],

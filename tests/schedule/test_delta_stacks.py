@@ -106,8 +106,7 @@ def values(copy: Weight) -> np.ndarray:
 BREADTH = {"accumulate": 2, "accumulate_order": "breadth"}
 # The ways to call the stacks, and what differs between one layer and several, or in breadth.
 ALWAYS: list[tuple[Any, int, dict[str, Any]]] = [
-    *((run, 3, {}) for run in (in_order, one_never, in_nnx_remat)),
-    (in_order, 1, {}),
+    (in_order, 3, {}),
     (in_one_branch, 1, {}),
     (one_twice, 3, BREADTH),
 ]

@@ -128,7 +128,7 @@ EXACT_DELTA = {"hpz": True, "weights_delta": True, "weights": "fp32", "local_wei
             Listed, both, (3, 2), {"units": (Block,), "stage": 1, "remat": "none"}, marks=pytest.mark.slow
         ),
         pytest.param(Listed, weight_penalty, (4, 2), {"stage": 0}, marks=pytest.mark.slow),
-        (Stacked, both, (2, 4), {"hpz": True, "remat": "none"}),
+        pytest.param(Stacked, both, (2, 4), {"hpz": True, "remat": "none"}, marks=pytest.mark.slow),
         pytest.param(Stacked, both, (3, 2), {"remat": "attention"}, marks=pytest.mark.slow),
         pytest.param(Stacked, both, (2, 2), EXACT_DELTA, marks=pytest.mark.slow),
         pytest.param(

@@ -52,7 +52,7 @@ def two_steps(state: zerojax.TrainState, batches: list[dict[str, np.ndarray]]) -
     ("case", "mesh", "zero"),
     [
         pytest.param(NORMED, (3, 2), {}, id="state"),
-        pytest.param(STACK, (2, 4), DELTA | {"remat": "none"} | BREADTH, id="delta"),
+        pytest.param(STACK, (2, 4), DELTA | {"remat": "none"} | BREADTH, id="delta", marks=SLOW),
         pytest.param(STACK, (1, 1), {}, id="one device", marks=SLOW),
         pytest.param(STACK, (2, 4), {"remat": "none"}, id="nothing recomputed", marks=SLOW),
         pytest.param(

@@ -77,7 +77,12 @@ def zero_plus_plus(fmt: str) -> dict[str, Any]:
         ((2, 1), {}, 1e-5),
         ((1, 2), {}, 1e-5),
         pytest.param((2, 2), zero_plus_plus("int8"), 0.03, marks=pytest.mark.slow),
-        ((2, 2), {**zero_plus_plus("int8"), "weights_delta": True, "local_weights": "bf16"}, 0.03),
+        pytest.param(
+            (2, 2),
+            {**zero_plus_plus("int8"), "weights_delta": True, "local_weights": "bf16"},
+            0.03,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["zero3", "hpZ", "delta", "node hop once", "one hop", "one node", "zero++", "lossy delta"],
 )

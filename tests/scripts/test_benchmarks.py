@@ -27,6 +27,7 @@ def test_rows_are_drawn(name, tmp_path):
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_links_are_drawn_next_to_predictions(tmp_path):
     rows = json.loads((MEASURED / "2x1-rates-again.json").read_text())
     cells = [{"model": "1.3B", "tokens": 2048, **row} for row in rows]

@@ -23,6 +23,7 @@ def units(finished):
     return gradient_errors.device_gradients(trained, open_dataset(config.data, finished.data), 1)
 
 
+@pytest.mark.slow
 def test_units_are_the_rest_and_each_layer(units):
     rest, *layers = units
     assert len(layers) == 2

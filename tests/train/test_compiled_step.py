@@ -100,6 +100,7 @@ def test_between_nodes_muon_has_gradients_alone_beside_all_matmuls(cuda_mesh, pr
     assert hlo.memory(compiled).aliased >= 2 * 4 * held / 4, "matrices and their momentum, in each node"
 
 
+@pytest.mark.slow
 def test_in_breadth_gradients_cross_nodes_beside_a_layers_loop_over_micro_batches(cuda_mesh):
     cuda_mesh(2, 4)
     _, _, compiled = compiled_step(zerojax.ZeroConfig(accumulate=2, accumulate_order="breadth"), 2, 4)
@@ -112,7 +113,7 @@ def test_in_breadth_gradients_cross_nodes_beside_a_layers_loop_over_micro_batche
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"accumulate": 4}, marks=pytest.mark.slow),  # a loop of loops
         pytest.param({"accumulate": 4, "stage": 1, "outer_delay": 4}, marks=pytest.mark.slow),
     ],

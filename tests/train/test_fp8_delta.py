@@ -122,6 +122,7 @@ def test_copies_agree_follow_the_masters_and_their_scales(name):
         check_copies(before, state)
 
 
+@pytest.mark.slow
 def test_a_skipped_step_leaves_copies_of_the_masters():
     """As a good one does: the update of the copies does not depend on the batch."""
     good, bad = batches(2)

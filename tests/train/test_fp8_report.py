@@ -52,6 +52,7 @@ def test_shares_and_errors_are_those_of_numpy():
     assert 0.01 < found["blocks/block/down/kernel"].error < 0.04
 
 
+@pytest.mark.slow
 def test_delta_reports_its_copies_as_the_next_step_finds_them():
     state = state_of("delta", matmul_dtype="fp8", rotation=0, rounding="nearest")
     first = zerojax.fp8_report(state)

@@ -52,10 +52,11 @@ def states(name: str, nodes: int, local: int, steps: int = 4, **zero):
 
 @pytest.mark.parametrize(
     ("name", "mesh"),
-    [("nnx", (2, 4)), ("stack", (1, 1)), ("linen", (3, 2))]
+    [("stack", (1, 1)), ("linen", (3, 2))]
     + [
         pytest.param(name, mesh, marks=pytest.mark.slow)
         for name, mesh in [
+            ("nnx", (2, 4)),
             ("stack", (2, 4)),
             ("linen-scan", (2, 4)),
             ("nnx", (3, 2)),
@@ -73,7 +74,8 @@ def test_the_others_train_as_beside_an_optimizer_that_leaves_them_out(name, mesh
     assert not {path for path in by_path(masters(state)) if "up" in path and path[-1] == "kernel"}
 
 
-@pytest.mark.parametrize("preset", ["zero++", pytest.param("delta", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["zero++", "delta"])
 def test_the_presets_train_beside_frozen_weights(preset):
     losses, _ = wanted("stack")
     options = zerojax.ZeroConfig.preset(preset)
@@ -98,7 +100,7 @@ def test_frozen_weights_never_cross_nodes():
 
 
 @pytest.mark.parametrize(
-    "fmt", ["fp8", "nf4", *(pytest.param(fmt, marks=pytest.mark.slow) for fmt in ("bf16", "int8", "int4"))]
+    "fmt", ["nf4", *(pytest.param(fmt, marks=pytest.mark.slow) for fmt in ("bf16", "fp8", "int8", "int4"))]
 )
 def test_every_format_is_stored_once_per_node_and_decoded_with_its_own_error(fmt):
     create = functools.partial(CASES["stack"].create, SGD, nodes=2, local=4, frozen=("*up*",))
@@ -116,6 +118,7 @@ def test_every_format_is_stored_once_per_node_and_decoded_with_its_own_error(fmt
     assert float(metrics["loss"]) == pytest.approx(wanted("stack")[0][0], rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_fingerprint_is_of_the_values_alone():
     found = [states("stack", *mesh, steps=0, frozen_weights=fmt)[0] for mesh, fmt in
              [((1, 1), None), ((2, 4), "int8"), ((3, 2), None)]]  # fmt: skip
@@ -146,7 +149,7 @@ def test_what_cannot_be_is_refused_in_words(options, words):
 @pytest.mark.parametrize(
     ("name", "mesh", "options"),
     [
-        ("stack", (2, 4), {"frozen_weights": "nf4"}),
+        pytest.param("stack", (2, 4), {"frozen_weights": "nf4"}, marks=pytest.mark.slow),
         pytest.param("nnx", (3, 2), {}, marks=pytest.mark.slow),
         pytest.param("stack", (3, 2), {"frozen_weights": "int8"}, marks=pytest.mark.slow),
         pytest.param("linen-scan", (2, 4), {"frozen_weights": "int8"}, marks=pytest.mark.slow),

@@ -127,7 +127,13 @@ MOMENTUM = optax.sgd(2.0**-6, momentum=0.5)
 @pytest.mark.parametrize(
     ("mesh", "tx", "host", "options"),
     [
-        ((2, 2), MOMENTUM, ("optimizer", "weights"), EXACTLY | {"error_feedback": True}),  # of bf16
+        pytest.param(
+            (2, 2),
+            MOMENTUM,
+            ("optimizer", "weights"),
+            EXACTLY | {"error_feedback": True},  # of bf16
+            marks=pytest.mark.slow,
+        ),
         *(
             pytest.param(mesh, tx, host, {"outer_delay": delay, **formats}, marks=pytest.mark.slow)
             for mesh, tx, host, delay, formats in [
@@ -172,7 +178,8 @@ def test_local_updates_have_the_bits_of_those_on_the_device(
     )
 
 
-@pytest.mark.parametrize("moments", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 def test_a_norm_is_that_of_the_whole_tree(moments: str) -> None:
     """And masters and moments are in host memory, and other weights are encoded again."""
     state, told = trained(created((2, 2), CLIPPED, moments=moments))
@@ -218,7 +225,7 @@ def test_muon_updates_layers_by_themselves(spread: str) -> None:
 @pytest.mark.parametrize(
     ("mesh", "preset", "host", "options"),
     [
-        ((1, 2), "zero3", ("weights",), {"frozen_weights": "nf4"}),
+        pytest.param((1, 2), "zero3", ("weights",), {"frozen_weights": "nf4"}, marks=pytest.mark.slow),
         pytest.param(
             (2, 2),
             "zero3",
@@ -261,6 +268,7 @@ def test_refuses_weights_of_which_none_is_frozen_alone() -> None:
         created((1, 1), EXACT, host=("weights",))
 
 
+@pytest.mark.slow
 def test_an_update_in_a_branch() -> None:
     tx = optax.MultiSteps(EXACT, 2).gradient_transformation()
     state, _ = trained(created((1, 1), tx))

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+import pytest
 from core_models import CASES, Case, Normed, NormedModel, regression_batch, squared_error
 from plain_loop import distance
 
@@ -31,6 +32,7 @@ def trained(state: Any, batches: list[Any]) -> tuple[Any, list[float]]:
     return state, losses
 
 
+@pytest.mark.slow
 def test_adapters_alone_are_the_nodes_own():
     """With one fragment and plain averaging it is zero3 with adapters on frozen weights."""
     batches = CASES["nnx"].batches(8, 3)
@@ -44,6 +46,7 @@ def test_adapters_alone_are_the_nodes_own():
     assert int(state.base["fingerprint"]) == int(exact.base["fingerprint"])
 
 
+@pytest.mark.slow
 def test_the_average_is_the_mean_of_the_nodes_averages():
     """Of those that have made an update."""
     tx = optax.chain(SGD, zerojax.average_weights(0.5))

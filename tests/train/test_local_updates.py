@@ -65,7 +65,7 @@ def local_of(state: zerojax.TrainState) -> LocalState:
     [
         (2, 1, "waits"),
         (2, 4, "int4"),
-        (3, 2, "two steps"),
+        pytest.param(3, 2, "two steps", marks=pytest.mark.slow),
         *(
             pytest.param(*mesh, name, marks=pytest.mark.slow)
             for mesh in ((1, 1), (2, 1), (2, 4), (3, 2))
@@ -96,6 +96,7 @@ def test_equals_diloco(plain, nodes, local, name):
     np.testing.assert_allclose(told[lag:], wanted[: STEPS - lag], rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_every_step_is_zero3(plain):
     """With one fragment, SGD inside and plain averaging outside, it is data-parallel training."""
     batches = CASE.batches(16, 4)
@@ -109,6 +110,7 @@ def test_every_step_is_zero3(plain):
     assert distance(masters(state), weights) < 1e-6
 
 
+@pytest.mark.slow
 def test_a_rate_that_is_set_between_steps_is_that_of_all_nodes(plain):
     tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
     state = create(plain, tx, 2, 1, every=2)

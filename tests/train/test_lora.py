@@ -59,7 +59,9 @@ def wanted(name: str):
     [
         pytest.param("stack", (1, 1), {}, marks=pytest.mark.slow),
         ("stack", (2, 4), {"hpz": True}),
-        ("linen-scan", (3, 2), {"accumulate": 2, "accumulate_order": "breadth"}),
+        pytest.param(
+            "linen-scan", (3, 2), {"accumulate": 2, "accumulate_order": "breadth"}, marks=pytest.mark.slow
+        ),
         pytest.param("nnx", (3, 2), {}, marks=pytest.mark.slow),
         pytest.param("linen", (2, 4), {}, marks=pytest.mark.slow),
         pytest.param("stack", (3, 2), {"remat": "none"}, marks=pytest.mark.slow),
@@ -117,6 +119,7 @@ def test_the_gradient_of_a_frozen_weight_is_not_computed():
     assert not products(create("stack", 1, 1), batch) & kernels
 
 
+@pytest.mark.slow
 def test_several_adapters_share_one_base():
     first = create("stack", 2, 4, seed=0)
     second = create("stack", 2, 4, seed=1, base=first, lora=LoRA(rank=2, targets=("*up/kernel",)))
@@ -164,7 +167,8 @@ class Twice(nnx.Module):
         return self.linear(x), self.linear(x)
 
 
-@pytest.mark.parametrize("remat", ["full", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["full", "none"])
 def test_every_read_drops_other_elements(remat):
     def loss(model, batch):
         (a, b), (c, _) = model(batch["x"]), model(batch["x"])
@@ -258,7 +262,8 @@ class LinenAttentive(linen.Module):
         return linen.Dense(1)(LinenAttention()(x))[..., 0]
 
 
-@pytest.mark.parametrize("mesh", [(2, 2), pytest.param((3, 2), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(2, 2), (3, 2)])
 def test_the_kernels_of_attention_have_adapters_of_their_matrices(mesh):
     rng = np.random.default_rng(0)
     x, y = (rng.standard_normal(shape, np.float32) for shape in ((4, 24, 5, 8), (4, 24, 5)))

@@ -57,6 +57,7 @@ def test_rows_on_a_mesh_of_the_callers(batch):
     np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.slow
 def test_without_adapters_the_base_predicts(batch):
     state = create(LoRA(rank=2, targets=("*kernel",)))
     first = zerojax.predict_step(state, batch, outputs)

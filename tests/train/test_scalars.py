@@ -38,10 +38,16 @@ AS = {
     ("style", "kind", "mesh", "options"),
     [
         pytest.param("nnx", "Python", (2, 2), {}, marks=pytest.mark.slow),
-        ("nnx", "numpy", (2, 2), {"accumulate": 3}),
+        pytest.param("nnx", "numpy", (2, 2), {"accumulate": 3}, marks=pytest.mark.slow),
         ("stack", "JAX", (3, 2), {"accumulate": 2, "accumulate_order": "breadth"}),
         pytest.param("linen", "JAX", (1, 2), {"stage": 1, "accumulate": 2}, marks=pytest.mark.slow),
-        ("linen-scan", "Python", (2, 1), {"accumulate": 2, "accumulate_order": "breadth"}),
+        pytest.param(
+            "linen-scan",
+            "Python",
+            (2, 1),
+            {"accumulate": 2, "accumulate_order": "breadth"},
+            marks=pytest.mark.slow,
+        ),
         pytest.param("stack", "JAX", (1, 1), {}, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -16,6 +16,7 @@ CASE = CASES["stack"]
 TX = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
 
 
+@pytest.mark.slow
 def test_numbers_are_saved_and_trained_with_as_arrays(tmp_path):
     state = CASE.create(TX, nodes=2, local=2)
     first, second = CASE.batches(8, 2)

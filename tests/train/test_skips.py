@@ -43,7 +43,7 @@ def with_bad_row(batch: dict[str, np.ndarray], row: int, value: float) -> dict[s
 @pytest.mark.parametrize(
     "options",
     [
-        {"stage": 0},
+        pytest.param({"stage": 0}, marks=pytest.mark.slow),
         pytest.param({"stage": 2, "accumulate": 3}, marks=pytest.mark.slow),
         pytest.param({"stage": 3, **LOSSY}, marks=pytest.mark.slow),
         {
@@ -82,7 +82,7 @@ def test_a_bad_batch_changes_nothing_and_is_counted(options):
     assert np.isfinite(metrics["loss"])
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1)), 3])
 def test_good_steps_after_a_skip_are_those_of_a_run_without_it(stage):
     case, tx = CASES["nnx"], optax.sgd(0.02, momentum=0.9)
     good = case.batches(ROWS, 6)

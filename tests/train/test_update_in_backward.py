@@ -158,6 +158,7 @@ def test_steps_are_those_of_an_update_after_the_passes(mesh, preset, layers, opt
         jax.tree.map(np.testing.assert_array_equal, arrays(after), arrays(state))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoint_and_begins_with_one_of_another(tmp_path):
     plain, state = created(layers=2, backward=False), created(layers=2)
     with Checkpoints(tmp_path / "plain") as checkpoints:
@@ -174,6 +175,7 @@ def test_a_run_goes_on_from_its_checkpoint_and_begins_with_one_of_another(tmp_pa
     jax.tree.map(np.testing.assert_array_equal, arrays(again), arrays(state))
 
 
+@pytest.mark.slow
 def test_skipped_steps():
     """A spike changes nothing; a gradient that is not finite stops the updates at its layer, and says so."""
 

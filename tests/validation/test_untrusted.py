@@ -29,7 +29,7 @@ from zerojax.models import GPTConfig
 from zerojax.run.config import MixtureSource, RunConfig, config_to_dict, dump_config, load_config
 from zerojax.run.data.source import TextSource
 
-COUNT = 1000
+COUNT = 500
 MEGABYTES = 300
 """A bound on the memory for all of these small files together."""
 

@@ -39,7 +39,7 @@ def state(nodes: int, local: int, *, muon: bool = False, **zero: object) -> zero
     "zero",
     [
         {"remat": "none"},
-        {"remat": "full", "accumulate": 2},
+        pytest.param({"remat": "full", "accumulate": 2}, marks=pytest.mark.slow),
         {"experts": "gathered"},
         {"muon": True, "remat": "none", "matrix_spread": "world"},
         pytest.param({"muon": True, "remat": "none"}, marks=pytest.mark.slow),

@@ -278,7 +278,7 @@ def test_compiled_memory_beside_the_frozen_weights_of_a_llama_70b(
     "vocabulary",
     [
         pytest.param(32000, id="in the loss", marks=pytest.mark.slow),
-        pytest.param(512, id="in the backward pass"),
+        pytest.param(512, id="in the backward pass", marks=pytest.mark.slow),
     ],
 )
 def test_compiled_memory_of_adapters_on_one_device(vocabulary: int):

@@ -78,6 +78,7 @@ def test_a_slow_network_calls_for_delta_and_a_fast_one_for_something_exact(spec)
     assert "it is exact" in fast.advice
 
 
+@pytest.mark.slow
 def test_where_deltas_exchange_does_not_hide_that_of_local_updates_does(spec):
     """With the smallest power of two as ``every`` that is enough."""
     slow = outlook(spec)
@@ -102,6 +103,7 @@ def test_where_deltas_exchange_does_not_hide_that_of_local_updates_does(spec):
         assert "muon not measured" in local_quality.expected_loss(128, "muon")
 
 
+@pytest.mark.slow
 def test_the_exchange_is_hidden_in_whole_in_half_or_not_at_all(spec):
     """Local updates by their delay; what crosses nodes takes as long in all three."""
     steps = []
@@ -151,6 +153,7 @@ def test_bytes_over_bandwidth_bound_the_step(spec):
     assert zero3.time.node < zero3.time.seconds < 1.1 * zero3.time.node
 
 
+@pytest.mark.slow
 def test_the_largest_batch_fits_and_one_more_does_not(spec):
     largest = by_name(outlook(spec, gpu="a10g"))["zero++"].largest
     assert largest > 1
@@ -158,6 +161,7 @@ def test_the_largest_batch_fits_and_one_more_does_not(spec):
     assert not by_name(outlook(spec, gpu="a10g", sequences=largest + 1))["zero++"].fits
 
 
+@pytest.mark.slow
 def test_the_longest_rows_fit_and_longer_ones_do_not(spec):
     where = Cluster(2, 1, GPUS["a10g"], SLOW)
 
@@ -176,6 +180,7 @@ def test_the_longest_rows_fit_and_longer_ones_do_not(spec):
     assert of_four < longest
 
 
+@pytest.mark.slow
 def test_the_smallest_cluster_fits_and_a_smaller_one_does_not(spec):
     small = {"local": 1, "gpu": "v100-16", "memory_fraction": 0.5, "sequences": 1}
     least = by_name(outlook(spec, nodes=2, **small))["zero3"].fewest_nodes
@@ -201,6 +206,7 @@ def test_settings_of_ones_own_are_a_row_of_their_own():
     assert outlook(build(MeshSection(nodes=2, local=1), preset="zero++")).configured == "zero++"
 
 
+@pytest.mark.slow
 def test_every_way_keeps_the_frozen_weights_of_the_config():
     def ways(**zero):
         return by_name(outlook(build(MeshSection(nodes=2, local=1), rank=8, **zero)))
@@ -301,6 +307,7 @@ def test_half_a_cluster_is_refused(options, said, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_fp8_matmuls_take_half_the_bytes_and_less_time_where_the_gpu_has_them(spec):
     own = build(MeshSection(nodes=2, local=1), matmul_dtype="fp8")
     plain, fp8 = by_name(outlook(spec, bandwidth=FAST)), by_name(outlook(own, bandwidth=FAST))

@@ -109,11 +109,9 @@ def test_they_agree_on_every_mesh(kind, name):
         for name in ("zero3", "zero++", "delta with accumulation", "delta in breadth", "stage 2")
     ],
     [
-        ("listed", "zero3"),
         ("listed", "delta in breadth"),
         ("listed", "stage 2"),
         ("linen", "zero++"),
-        ("linen", "delta with accumulation"),
     ],
 )
 def test_they_agree_for_lists_of_blocks_and_for_linen(kind, name):
@@ -123,8 +121,7 @@ def test_they_agree_for_lists_of_blocks_and_for_linen(kind, name):
 @some(
     [*(("stacked", name) for name in IN_FP8), ("listed", "delta"), ("linen", "zero3"), ("linen", "zero++")],
     [
-        *(("stacked", name) for name in ("zero3 with accumulation", "qwZ in int4", "resync")),
-        ("listed", "delta"),
+        ("stacked", "resync"),
         ("linen", "zero++"),
     ],
 )
@@ -148,7 +145,7 @@ OF_NODES = {str(mesh): mesh for mesh in ((2, 4), (2, 1), (3, 2), (1, 4))}
 
 @some(
     [(mesh, name) for mesh in OF_NODES for name in LOCAL_UPDATES],
-    list(zip(["(2, 4)", "(2, 1)", "(3, 2)", "(3, 2)"], LOCAL_UPDATES, strict=True)),
+    [("(2, 4)", "local"), ("(3, 2)", "a step later")],
 )
 def test_they_agree_with_local_updates(kind, name):
     (nodes, local), zero = OF_NODES[kind], config("local", **LOCAL_UPDATES[name])
@@ -161,10 +158,11 @@ def test_they_agree_with_local_updates(kind, name):
 @pytest.mark.parametrize(
     "name",
     [
-        "zero++ with accumulation",
         "delta in breadth",
-        "stage 2",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero3", "delta", "spread", "fp8")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("zero3", "zero++ with accumulation", "stage 2", "delta", "spread", "fp8")
+        ),
     ],
 )
 def test_they_agree_for_muon(name):

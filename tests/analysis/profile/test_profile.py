@@ -87,6 +87,7 @@ def test_a_step_that_fails_ends_the_trace(tmp_path: Path) -> None:
     assert len(said) == 1
 
 
+@pytest.mark.slow
 def test_programs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     def program(scope: str) -> jax.stages.Wrapped:
         def _train(x: jax.Array) -> jax.Array:

@@ -393,7 +393,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.dictionaries(KEYS, VALUES, max_size=8))
 def test_whatever_it_is_given_it_refuses_or_translates(data: dict[str, Any]) -> None:
     data = {"train_batch_size": 8, "steps_per_print": 5} | data

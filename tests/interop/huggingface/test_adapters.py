@@ -61,7 +61,9 @@ class Tuned:
         return ADAPTERS / self.name
 
 
-BOTH = pytest.mark.parametrize("imported", ["gpt2", "llama2"], indirect=True)
+BOTH = pytest.mark.parametrize(
+    "imported", ["gpt2", pytest.param("llama2", marks=pytest.mark.slow)], indirect=True
+)
 
 
 @pytest.fixture(scope="module")
@@ -312,8 +314,7 @@ def test_what_an_adapter_cannot_hold_is_not_exported(tmp_path):
 
 ALL = (
     "llama3",
-    "qwen2",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "opt", "phi3")),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "mistral", "opt", "phi3")),
 )
 """Models with adapters of everything that zerojax imports; see ADAPTERS of hf_fixtures.py."""
 
@@ -406,7 +407,8 @@ def test_an_adapter_comes_back_as_it_was(loaded: Loaded, tmp_path: Path):
         np.testing.assert_array_equal(ours[name], x, err_msg=name)
 
 
-@pytest.mark.parametrize("name", ["mixtral", pytest.param("gpt-oss", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
 def test_adapters_of_experts_come_back_as_they_were(name: str, tmp_path: Path):
     source, files = ModelFolder.open(FIXTURES / "families" / name), ADAPTERS / name
     loaded = Loaded(name, source, load_adapter(created(source, files), files, source.model))
@@ -442,6 +444,7 @@ def test_what_cannot_hold_adapters_of_experts_is_refused(tmp_path: Path):
         adapter_lora(tmp_path / "files", source.model)
 
 
+@pytest.mark.slow
 def test_a_fused_module_is_trained_on(tmp_path: Path):
     source = ModelFolder.open(FIXTURES / "families" / "phi3")
     before = created(source, ADAPTERS / "phi3")

@@ -53,8 +53,8 @@ def same(one: Any, other: Any) -> None:
     [
         ("gpt2", {"frozen_weights": "int8", "block_size": 64, "precise": ()}),
         pytest.param("opt", {"frozen_weights": "bf16"}, marks=pytest.mark.slow),
-        ("llama2", {"frozen_weights": "nf4", "precise": ()}),
-        ("llama3", {"frozen_weights": "fp8", "matmul_dtype": "fp8"}),
+        pytest.param("llama2", {"frozen_weights": "nf4", "precise": ()}, marks=pytest.mark.slow),
+        pytest.param("llama3", {"frozen_weights": "fp8", "matmul_dtype": "fp8"}, marks=pytest.mark.slow),
     ],
     indirect=["imported"],
 )
@@ -68,6 +68,7 @@ def test_the_bits_are_those_of_an_import(imported: Imported, options: dict[str, 
         assert (mine.sharding, mine.dtype) == (like.sharding, like.dtype)
 
 
+@pytest.mark.slow
 def test_fused_tensors_and_blocks_in_a_list():
     folder = FIXTURES / "families" / "phi3"
     model = replace(ModelFolder.open(folder).model, scan=False)

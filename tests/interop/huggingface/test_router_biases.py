@@ -25,6 +25,7 @@ def copy(folder: Path, **changed: np.ndarray | None) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_them(tmp_path: Path):
     predicting = {"model.layers.3.eh_proj.weight": np.zeros((16, 32), np.float32)}
     folder = copy(tmp_path / "model", **predicting)

@@ -95,8 +95,9 @@ def start(method: str, mesh: tuple[int, int], devices: int, **zero: Any) -> zero
     )
 
 
-STEPS = [("dpo", (2, 4), 2, {}), ("grpo", (1, 8), 4, {"accumulate": 3})]
+STEPS = [("dpo", (2, 4), 2, {})]
 MORE = [
+    ("grpo", (1, 8), 4, {"accumulate": 3}),
     *((method, (1, 8), devices, {}) for method in SETTINGS for devices in (2, 4)),
     *((method, (2, 4), 2, {}) for method in SETTINGS),
     *((method, (3, 2), 2, {"accumulate": 2}) for method in SETTINGS),

@@ -212,7 +212,7 @@ def test_what_is_no_function_is_refused(
         scorer_of(function, 1.0, 2)
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_rewards_are_in_the_order_of_the_completions(
     function: str, workers: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,6 +48,7 @@ def test_each_role_holds_what_its_arrays_hold(config: RunConfig) -> None:
     assert roles.rollout == roles.policy + reference + tokens
 
 
+@pytest.mark.slow
 def test_where_only_a_part_is_frozen_the_reference_is_what_the_policy_was(config: RunConfig) -> None:
     config = with_settings(config, {"zero": {"frozen": ("blocks/*",), "frozen_weights": "int4"}})
     policy = RunSetup(config).initial_state()

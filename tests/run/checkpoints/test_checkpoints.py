@@ -169,7 +169,7 @@ def test_sends_nothing_for_what_is_cut_by_rows(zero: Any, monkeypatch: pytest.Mo
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
-@pytest.mark.parametrize("room", [True, False])
+@pytest.mark.parametrize("room", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_saves_while_training_goes_on(tmp_path: Path, room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "PORTION", 1 << 10)  # the state has 8 KiB
     monkeypatch.setattr(transfer, "_room", lambda _: 1e9 if room else 100)
@@ -211,6 +211,7 @@ def test_reserves_host_memory_or_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
         transfer.reserve_host_memory([state])
 
 
+@pytest.mark.slow
 def test_a_state_beside_another(trained: Any, tmp_path: Path) -> None:
     """As PPO's critic: of other sizes and sharding, in the same checkpoint, and neither is saved alone."""
     critic = make(2, 4, lambda rngs: Awkward(rngs, width=8), stage=2)
@@ -251,6 +252,7 @@ def test_makes_what_the_checkpoint_lacks(tmp_path: Path) -> None:
     assert all(not np.asarray(x).any() for x in jax.tree.leaves(state.residual))
 
 
+@pytest.mark.slow
 def test_parts_without_a_state_come_and_go_in_the_optimizer(saved: Path, trained: Any) -> None:
     schedule = optax.constant_schedule(1e-2)
     clipped = (optax.clip_by_global_norm(1.0), optax.scale_by_adam())

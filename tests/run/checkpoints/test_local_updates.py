@@ -147,6 +147,7 @@ def test_other_nodes_begin_with_the_outer_weights(saved, kept):
     assert not found["residual/blocks/block/kernel"].any()
 
 
+@pytest.mark.slow
 def test_to_another_preset_and_back(saved, kept, tmp_path):
     said: list[str] = []
     plain = restore(saved, make(1, 2), say=said.append)
@@ -190,6 +191,7 @@ def test_frozen_weights_are_that_mean(saved, kept):
     np.testing.assert_allclose(found["even"], kept["nodes/weights/even"].mean(axis=0), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_mean_of_the_nodes_in_a_program_of_ones_own():
     state = make(2, 2, filled=True, tx=ADAMW, **LOCAL)
     for number in range(3):

@@ -28,8 +28,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 ADAMW = optax.adamw(1e-2)  # one for all, which is checked once
 OTHERS = [(4, 2), (1, 8), (3, 2)]
-# The least state and the most, and every mesh once; the others take the same paths.
-USUAL = {"stage 0": OTHERS[:1], "delta, all": OTHERS[1:]}
+# The most state; the others take the same paths.
+USUAL = {"delta, all": OTHERS[1:]}
 GRID = [(name, USUAL[name]) for name in USUAL] + [
     pytest.param(name, OTHERS, marks=pytest.mark.slow) for name in CONFIGS
 ]
