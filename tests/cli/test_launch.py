@@ -39,15 +39,21 @@ def job(program, nodes=2, **options):
 
 @pytest.fixture
 def attempts(tmp_path):
-    """A program that counts the starts of rank 0 and then runs a line; and a function to read the count."""
+    """A program that counts the starts of rank 0 and runs a line, and a function to read the count.
+
+    No process runs the line before all have started, which takes a busy machine seconds; each start of them
+    has another address.
+    """
     notes = tmp_path / "notes"
 
     def program(line):
         return (
             "import sys, os, time; rank, count = int(sys.argv[-3]), int(sys.argv[-1])\n"
-            f"path = {str(notes)!r}\n"
+            f"path, up = {str(notes)!r}, {str(tmp_path / 'up')!r} + sys.argv[-5]\n"
             "if rank == 0: open(path, 'a').write(f'{count} ')\n"
-            "time.sleep(0.3); tries = len(open(path).read().split())\n" + line
+            "open(f'{up}-{rank}', 'w').close()\n"
+            "while not all(os.path.exists(f'{up}-{i}') for i in range(count)): time.sleep(0.01)\n"
+            "tries = len(open(path).read().split())\n" + line
         )
 
     return program, lambda: [int(n) for n in notes.read_text().split()]
@@ -148,7 +154,7 @@ def test_a_stopped_run_is_not_restarted(attempts, capfd):
 
 def test_processes_that_only_follow_are_not_the_cause(attempts, capfd):
     program, starts = attempts
-    line = "sys.exit(0 if tries > 1 else 4 if rank == 0 else (time.sleep(0.5), 9)[1])"
+    line = "sys.exit(0 if tries > 1 else 4 if rank == 0 else (time.sleep(60), 9)[1])"
     assert launch.launch(job(program(line), nodes=2, restarts=5, min_nodes=1)) == 0
     # Rank 1 was told to end before it could fail by itself: nobody is known to be at fault.
     assert starts() == [2, 2]
@@ -181,14 +187,15 @@ def test_continues_with_the_remaining_nodes(attempts):
     assert starts() == [3, 2, 1]
 
 
-def test_a_signal_prevents_restarts(attempts):
+def test_a_signal_prevents_restarts(attempts, tmp_path):
     program, starts = attempts
 
     def interrupt():
-        time.sleep(1)
+        while not [*tmp_path.glob("up*-0")]:
+            time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    thread = threading.Thread(target=interrupt)
+    thread = threading.Thread(target=interrupt, daemon=True)
     thread.start()
     assert launch.launch(job(program("time.sleep(60)"), restarts=5)) == 128 + signal.SIGTERM
     thread.join()

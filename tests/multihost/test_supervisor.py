@@ -72,9 +72,10 @@ def test_a_killed_process_is_named_by_its_signal(capfd):
     assert "rank 1 ended with SIGKILL" in capfd.readouterr().err
 
 
-def test_a_task_that_does_not_end_is_killed_after_the_grace_period(capfd):
-    deaf = "trap '' TERM; while :; do sleep 0.1; done"
-    result, _ = run(shell("deaf", deaf), shell("b", "sleep 0.3; exit 3"), grace=0.5)
+def test_a_task_that_does_not_end_is_killed_after_the_grace_period(capfd, tmp_path):
+    deaf = f"trap '' TERM; touch {tmp_path}/ready; while :; do sleep 0.1; done"
+    other = f"until [ -e {tmp_path}/ready ]; do sleep 0.02; done; exit 3"
+    result, _ = run(shell("deaf", deaf), shell("b", other), grace=0.5)
     assert [o.code for o in result.outcomes] == [128 + 9, 3]
     assert "killing deaf" in capfd.readouterr().err
 
@@ -97,15 +98,16 @@ def test_processes_left_by_a_task_are_killed(tmp_path):
     assert gone(left)
 
 
-def test_a_signal_is_forwarded():
+def test_a_signal_is_forwarded(tmp_path):
     def interrupt():
-        time.sleep(0.5)
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGTERM)
 
     before = signal.getsignal(signal.SIGTERM)
-    thread = threading.Thread(target=interrupt)
+    thread = threading.Thread(target=interrupt, daemon=True)
     thread.start()
-    saver = "trap 'sleep 1; echo saved; exit 9' TERM; while :; do sleep 0.05; done"
+    saver = f"trap 'sleep 1; echo saved; exit 9' TERM; touch {tmp_path}/ready; while :; do sleep 0.05; done"
     result, lines = run(shell("a", saver), grace=0.2)
     thread.join()
     assert lines[-1] == "[a] saved", "the grace only runs after a second signal"

@@ -141,8 +141,8 @@ from zerojax.multihost.watchdog import Watchdog, end_alone
 stop = lambda line: end_alone(pathlib.Path({str(tmp_path)!r}, "s", "0"), line)
 dog = Watchdog(stop, phase_timeout=0.1)
 dog.phase("sleeping")
-dog.start()
 def sleep_for_ever():
+    dog.start()
     time.sleep(1000)
 sleep_for_ever()
 """

@@ -6,6 +6,7 @@ import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 from joined_peers import join
@@ -92,9 +93,17 @@ def receive_frame(stranger):
     return message
 
 
+def when_it_listens(port):
+    """A connection to a process that may not have opened its port yet."""
+    while True:
+        with suppress(ConnectionRefusedError):
+            return socket.create_connection(("127.0.0.1", port), timeout=10)
+        time.sleep(0.01)
+
+
 def answer_again(port, heard):
     """The reply to a replay of what a process of the job has sent."""
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger:
+    with when_it_listens(port) as stranger:
         receive_frame(stranger)
         stranger.sendall(heard)
         return receive_frame(stranger)
@@ -105,7 +114,7 @@ def test_traffic_is_useless_to_an_eavesdropper():
     port = free_port()
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(join, port, 0, 3, token=TOKEN)
-        time.sleep(0.3)
+        when_it_listens(port).close()
         tap = Tap(port)
         second = pool.submit(join, tap.port, 1, 3, token=TOKEN)
         while not any(b'"here"' in data for _, data in tap.heard):
@@ -149,7 +158,7 @@ def test_an_impostor_of_rank_0_is_noticed():
             except TimeoutError:
                 break
             with near:
-                near.settimeout(1)
+                near.settimeout(20)
                 challenge = b'{"say": "challenge", "nonce": "' + b"ab" * 32 + b'"}'
                 welcome = b'{"say": "welcome", "proof": "' + b"ab" * 32 + b'"}'
                 near.sendall(b"".join(struct.pack(">BI", 1, len(x)) + x for x in (challenge, welcome)))
@@ -165,7 +174,6 @@ def test_refused_connections_are_counted_when_a_rank_is_missing():
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(join, port, 0, 2, token=TOKEN, join_timeout=1.5)
-        time.sleep(0.3)
         assert answer_again(port, _answer("ab" * 32, "cd" * 32))["say"] == "refused"
         with pytest.raises(
             JobError, match=r"rank 1 of 2 did not join .* 1 connection did not know the job's"

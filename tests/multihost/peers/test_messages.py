@@ -190,7 +190,7 @@ def test_strangers(monkeypatch):
         if rng.random() < 0.9:  # the others send no end
             writer.write_eof()
         with suppress(ConnectionError):
-            check_sent(await asyncio.wait_for(reader.read(), 20))
+            check_sent(await asyncio.wait_for(reader.read(), 60))
         ended.append(time.monotonic() - began)
         writer.close()
 
@@ -213,7 +213,7 @@ def test_strangers(monkeypatch):
     run(scenario)
     assert served == [{"say": "here", "rank": 1}]
     assert len(ended) == INPUTS
-    assert max(ended) < 10
+    assert max(ended) < 30
 
 
 def test_a_client_that_sends_nonsense_to_the_coordinator():
