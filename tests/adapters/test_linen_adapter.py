@@ -166,7 +166,7 @@ class Caller:
         (by_keyword, (Coder,)),
         (with_state, (Coder,)),
         pytest.param(with_state, (), marks=pytest.mark.slow),
-        (applied, (Coder,)),
+        pytest.param(applied, (Coder,), marks=pytest.mark.slow),
         pytest.param(applied_by_collection, (Coder,), marks=pytest.mark.slow),
         pytest.param(inside, (Coder,), marks=pytest.mark.slow),
         pytest.param(by_methods, (Model,), marks=pytest.mark.slow),

@@ -49,7 +49,12 @@ def check(trial: Trial, *options: str) -> None:
             ["--zero.preset local"],
             ["--train.accumulate 4", "--zero.host optimizer"],
         ),
-        (("--zero.preset", "local"), [], ["--train.accumulate 4", "--zero.host optimizer"]),
+        pytest.param(
+            ("--zero.preset", "local"),
+            [],
+            ["--train.accumulate 4", "--zero.host optimizer"],
+            marks=pytest.mark.slow,
+        ),
         (
             ("--zero.preset", "zero++", "--train.accumulate", "4", "--zero.remat", "none"),
             ["--zero.preset delta", "--zero.accumulate-order breadth", "--zero.preset local"],

@@ -132,7 +132,11 @@ def same_bits(found: np.ndarray, wanted: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "block"), [(m, b) for m, b in zip(MESHES, (64, 128, 256, 2048, 64), strict=True)]
+    ("mesh", "block"),
+    [
+        pytest.param(mesh, block, marks=pytest.mark.slow if i in (1, 4) else ())
+        for i, (mesh, block) in enumerate(zip(MESHES, (64, 128, 256, 2048, 64), strict=True))
+    ],
 )
 def test_gather_brings_every_weight_to_everyone(mesh, block):
     pairs = [
@@ -179,8 +183,8 @@ def reduction(mesh: tuple[int, int], options: dict[str, Any], pairs: Sequence[tu
 
 @pytest.mark.parametrize(
     ("mesh", "options"),
-    # The slow ones are of meshes that are there with other options, or are cut into hops below.
-    [pytest.param(*x, marks=pytest.mark.slow if i in (1, 2, 3, 5) else ()) for i, x in enumerate(REDUCTIONS)],
+    # Always the one with every option, and that of one device.
+    [pytest.param(*x, marks=() if i in (0, 6) else pytest.mark.slow) for i, x in enumerate(REDUCTIONS)],
     ids=str,
 )
 def test_two_hops_bring_every_sum_to_its_owner(mesh, options):

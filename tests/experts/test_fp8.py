@@ -121,6 +121,7 @@ def test_products_and_gradients_are_those_of_a_loop(run):
     assert_close((value, (of_own, *others)), wanted, tolerance=2e-3 if run is in_rounds else 2e-5)
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_trained_have_no_gradient():
     own, x = some_experts(EXPERTS, WIDTH, HIDDEN), tokens()
     experts, weights = some_routing(ROWS, EXPERTS, PER_TOKEN)

@@ -83,6 +83,7 @@ def mixed() -> zerojax.TrainState:
     return create(SMALL, 2, 4, frozen=("*/mlp/*",), frozen_weights="int8")
 
 
+@pytest.mark.slow
 def test_frozen_weights_are_shared_and_the_bytes_are_counted():
     state = mixed()
     spec = state.spec

@@ -192,7 +192,7 @@ def test_the_copy_is_what_the_training_path_computes_with(preset, mesh, form):
 @pytest.mark.parametrize(
     ("model", "mesh", "form", "frozen"),
     [
-        (Averages, (2, 2), "int8", "int8"),
+        pytest.param(Averages, (2, 2), "int8", "int8", marks=pytest.mark.slow),
         pytest.param(LISTED, (2, 2), "int8", "int8", marks=pytest.mark.slow),
         pytest.param(SMALL, (2, 4), "gathered", "nf4", marks=pytest.mark.slow),
         pytest.param(LISTED, (3, 2), "compute", "int8", marks=pytest.mark.slow),

@@ -36,7 +36,7 @@ def generate(model, prompt, count, *, key=KEY, how=None, stop=None):
 @pytest.mark.parametrize(
     ("settings", "length"),
     [
-        # One length of each family, and all of a window, which the longest is longer than.
+        # One length of each family, two of a window.
         pytest.param(
             settings, length, id=f"{name}-{length}", marks=() if length in quick else pytest.mark.slow
         )
@@ -75,6 +75,7 @@ def test_text_goes_on_when_the_context_is_full():
     assert text[5] == jnp.argmax(model(jnp.asarray(window)[None])[0, -1])
 
 
+@pytest.mark.slow
 def test_dynamic_rotary_scaling_takes_the_length_of_each_prompt():
     dynamic = {"rope_scaling": "dynamic", "rope_factor": 8.0, "rope_original_len": 4, "rope_theta": 10.0}
     model, prompt = make(**LLAMA, **dynamic), draw_prompt(9)

@@ -206,8 +206,13 @@ def test_what_eight_neighbours_are_rounded_to(fmt):
     assert np.all(np.abs(total / (8 * count) - FRACTIONS) < 5 * spread + 2**-17)
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 3])
-@pytest.mark.parametrize("fmt", pk.FORMATS)
+@pytest.mark.parametrize(
+    ("fmt", "chunks"),
+    [
+        pytest.param(fmt, chunks, marks=() if (i + chunks) % 3 == 0 else pytest.mark.slow)
+        for (i, fmt), chunks in itertools.product(enumerate(pk.FORMATS), (1, 2, 3))
+    ],
+)
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_reordered_payload_is_the_permuted_leaf(fmt, chunks, rounding):
     local, nodes, q = 4, 3, 128

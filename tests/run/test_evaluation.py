@@ -5,6 +5,7 @@ from unittest import mock
 import jax
 import numpy as np
 import optax
+import pytest
 from core_models import CASES
 
 import zerojax
@@ -46,6 +47,7 @@ def test_a_batch_without_tokens_counts_nothing():
     assert mean_loss(state, [padding, batch, padding]) == mean_loss(state, [batch])
 
 
+@pytest.mark.slow
 def test_without_room_there_is_no_copy():
     state = create(2, 2)
     with mock.patch.object(evaluation, "free_memory", return_value=1):

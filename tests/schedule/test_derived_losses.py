@@ -196,6 +196,7 @@ def test_a_weight_sum_sends_one_scalar():
     assert sent[0].node_bytes < sent[1].node_bytes < sent[0].node_bytes + 1000
 
 
+@pytest.mark.slow
 def test_a_weight_sum_of_an_ordinary_module():
     state = create(Listed, weight_penalty, (1, 1), stage=0)
     model = zerojax.gather_model(state)

@@ -73,7 +73,9 @@ def zero_plus_plus(fmt: str) -> dict[str, Any]:
         ((2, 2), {}, 1e-5),
         pytest.param((2, 2), {"hpz": True}, 1e-5, marks=pytest.mark.slow),
         ((2, 2), {"hpz": True, "weights_delta": True}, 1e-5),
-        ((2, 2), {"hpz": True, "grad_sync": "step", "accumulate": 2}, 1e-5),
+        pytest.param(
+            (2, 2), {"hpz": True, "grad_sync": "step", "accumulate": 2}, 1e-5, marks=pytest.mark.slow
+        ),
         ((2, 1), {}, 1e-5),
         ((1, 2), {}, 1e-5),
         pytest.param((2, 2), zero_plus_plus("int8"), 0.03, marks=pytest.mark.slow),

@@ -75,6 +75,7 @@ def test_gathers_of_both_passes_are_not_merged(layers):
     assert_gathers_are_compiled_as_traced(state_of(layers))
 
 
+@pytest.mark.slow
 def test_gathers_of_two_layers_are_not_merged_for_gpus(cuda_mesh: Callable[[int, int], Mesh]):
     """Two layers have no loop to keep the passes apart; for CPUs the compiler leaves them apart anyway."""
     assert_gathers_are_compiled_as_traced(state_of(2, cuda_mesh(2, 1)), **aot.COMPILER_OPTIONS)

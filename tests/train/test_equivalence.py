@@ -195,7 +195,7 @@ BREADTH = {"accumulate_order": "breadth"}
         pytest.param("stack", (1, 5), {"accumulate": 2}, marks=SLOW),
         pytest.param("linen", (4, 2), {"accumulate": 3}, marks=SLOW),
         ("linen-scan", (3, 2), {"accumulate": 2}),
-        ("gpt-tied", (2, 4), {"accumulate": 3, "hpz": True, "remat": "attention"}),
+        pytest.param("gpt-tied", (2, 4), {"accumulate": 3, "hpz": True, "remat": "attention"}, marks=SLOW),
         pytest.param("gpt-tied", (1, 1), {"accumulate": 4}, marks=SLOW),
         pytest.param("awkward", (8, 1), {"accumulate": 2, "grad_sync": "step"}, marks=SLOW),
         pytest.param("ragged", (2, 4), {"accumulate": 5}, marks=SLOW),

@@ -165,7 +165,7 @@ CASES = [
     pytest.param(
         (2, 2), {"stage": 3, "accumulate": 2, "accumulate_order": "breadth"}, marks=pytest.mark.slow
     ),
-    ((2, 3), {"stage": 3, "experts": "gathered"}),
+    pytest.param((2, 3), {"stage": 3, "experts": "gathered"}, marks=pytest.mark.slow),
     # Five devices do not divide the experts, which are gathered.
     pytest.param((1, 5), {"stage": 3}, marks=pytest.mark.slow),
     pytest.param((2, 1), {"stage": 3}, marks=pytest.mark.slow),

@@ -187,11 +187,11 @@ BF16 = {"matmul_dtype": "compute"}
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        (BF16, {}),
+        pytest.param(BF16, {}, marks=pytest.mark.slow),
         pytest.param({}, BF16, marks=pytest.mark.slow),
         ({}, {"nodes": 3, "local": 2}),
         pytest.param({}, {"fp8": ("*down/kernel",)}, id="fewer weights", marks=pytest.mark.slow),
-        pytest.param({"fp8": ("*down/kernel",)}, {}, id="more weights"),
+        pytest.param({"fp8": ("*down/kernel",)}, {}, id="more weights", marks=pytest.mark.slow),
         pytest.param({"weights_delta": False}, {}, id="zero++"),
     ],
     ids=str,

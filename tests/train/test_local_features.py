@@ -76,6 +76,7 @@ def test_a_state_for_inference_has_the_outer_weights_alone():
         np.testing.assert_allclose(zerojax.eval_step(reader, batch)["loss"], loss, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_node_that_is_not_finite_leaves_batch_statistics_as_they_were():
     case = Case(NormedModel, squared_error, (Normed,), regression_batch)
     state = case.create(SGD, nodes=2, local=1, **NODES)

@@ -130,6 +130,7 @@ def by_class(model: Any, batch: Any) -> Any:
     return jnp.mean(weights[batch["kind"]] * error) + batch["more"]["offset"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("style", "mesh", "options"),
     [

@@ -132,6 +132,7 @@ def test_steps_are_those_of_one_device(family, packed, mesh, devices, options):
     assert distance(masters(state), weights) < 1e-5
 
 
+@pytest.mark.slow
 def test_an_evaluation():
     plain, losses, _ = wanted("groups-2", packed=True)
     state = plain.case.start(momentum(), plain.weights, nodes=2, local=4, sequence_parallel=4)

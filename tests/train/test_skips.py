@@ -134,6 +134,7 @@ def test_a_bad_gradient_under_a_finite_loss_is_skipped(options):
     assert metrics["skipped"] == 0
 
 
+@pytest.mark.slow
 def test_a_bad_loss_over_finite_gradients_is_skipped():
     """A penalty without a gradient, say, that overflows."""
     case = CASES["nnx"]

@@ -41,7 +41,7 @@ def state(nodes: int, local: int, *, muon: bool = False, **zero: object) -> zero
         {"remat": "none"},
         pytest.param({"remat": "full", "accumulate": 2}, marks=pytest.mark.slow),
         {"experts": "gathered"},
-        {"muon": True, "remat": "none", "matrix_spread": "world"},
+        pytest.param({"muon": True, "remat": "none", "matrix_spread": "world"}, marks=pytest.mark.slow),
         pytest.param({"muon": True, "remat": "none"}, marks=pytest.mark.slow),
     ],
     ids=str,

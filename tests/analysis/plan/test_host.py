@@ -49,6 +49,7 @@ def with_host(spec: TrainSpec, *host: str) -> TrainSpec:
     return on_world(spec, MeshShape(1, 2), spec.zero.replace(host=host))
 
 
+@pytest.mark.slow
 def test_activations_in_host_memory(spec):
     """What a stack keeps but for its last layer; on the device are two others, and no place for sums."""
     work = work_of(spec, MODEL, sequences=2, length=LENGTH)

@@ -77,6 +77,7 @@ def test_the_report_and_the_overlap_command_find_it(
     assert "hidden behind compute" in out
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_ends_the_trace(tmp_path: Path) -> None:
     said: list[str] = []
     profile = StepProfile(tmp_path, range(1, 3), said.append, done=0, planned=5)

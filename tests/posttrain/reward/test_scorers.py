@@ -91,6 +91,7 @@ def test_scores_are_those_of_the_unsharded_model(text: Path, tmp_path: Path) -> 
     assert "5 of 5 scores by posttrain.reward_model" in why
 
 
+@pytest.mark.slow
 def test_a_run_keeps_the_reward_model_that_it_began_with(text: Path, tmp_path: Path) -> None:
     config = micro_config(text, mesh={"nodes": 1, "local": 1}, **SCORES)
     state = RunSetup(config).initial_state()

@@ -30,6 +30,7 @@ def held(state: Any) -> int:
     return device_bytes([x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)])
 
 
+@pytest.mark.slow
 def test_each_role_holds_what_its_arrays_hold(config: RunConfig) -> None:
     state = RunSetup(config).initial_state()
     roles = RoleMemory.of(config, state.spec)

@@ -111,7 +111,7 @@ def test_unsharded_shapes(trained: Any) -> None:
         pytest.param(2, 4, DELTA, marks=pytest.mark.slow),
         (4, 2, DELTA),
         pytest.param(3, 2, {}, marks=pytest.mark.slow),
-        (1, 5, {"stage": 1}),
+        pytest.param(1, 5, {"stage": 1}, marks=pytest.mark.slow),
         (1, 1, {"stage": 0}),
     ],
 )

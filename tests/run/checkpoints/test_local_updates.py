@@ -126,6 +126,7 @@ def test_the_same_nodes_go_on_to_the_bit(saved, kept):
     assert not said
 
 
+@pytest.mark.slow
 def test_other_nodes_begin_with_the_outer_weights(saved, kept):
     said: list[str] = []
     state = restore(saved, make(3, 1, **LOCAL), say=said.append)
@@ -185,6 +186,7 @@ def test_a_new_run_begins_with_that_mean(saved, kept):
     assert not found["outer/momentum/blocks/block/kernel"].any()
 
 
+@pytest.mark.slow
 def test_frozen_weights_are_that_mean(saved, kept):
     zero = {"frozen": ("even", "blocks/*")}
     found = zerojax.gather_params(restore_base(saved, make(1, 2, filled=True, **zero)))
