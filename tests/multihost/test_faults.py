@@ -97,21 +97,21 @@ SILENT = (
 
 
 @pytest.mark.parametrize(
-    ("victim", "number", "within", "line"),
+    ("victim", "number", "line"),
     [
-        # On an idle machine within 5 and 9 seconds; JAX itself would take 100.
-        (0, signal.SIGKILL, 20, DIED),
-        (1, signal.SIGSTOP, 30, SILENT),
-        pytest.param(1, signal.SIGKILL, 20, DIED, marks=pytest.mark.slow),
-        pytest.param(0, signal.SIGSTOP, 30, SILENT, marks=pytest.mark.slow),
+        (0, signal.SIGKILL, DIED),
+        (1, signal.SIGSTOP, SILENT),
+        pytest.param(1, signal.SIGKILL, DIED, marks=pytest.mark.slow),
+        pytest.param(0, signal.SIGSTOP, SILENT, marks=pytest.mark.slow),
     ],
 )
-def test_a_process_that_dies_or_hangs(start, tmp_path, victim, number, within, line):
+def test_a_process_that_dies_or_hangs(start, tmp_path, victim, number, line):
     job = start(MEET + FOR_EVER, 3)
     job.wait_until_up()
     job.processes[victim].send_signal(number)
     others = [rank for rank in range(3) if rank != victim]
-    codes, errors = job.end(*others, within=within)
+    # An idle machine needs at most 9 seconds; JAX by itself, 100.
+    codes, errors = job.end(*others, within=60)
     assert codes == [EXIT_PEER_LOST] * 2
     assert errors == [line.format(victim)] * 2, "one line each, and nothing of XLA's"
     assert not list(tmp_path.glob("core*"))

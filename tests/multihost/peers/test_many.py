@@ -50,7 +50,7 @@ def job(size, parts, soft, hard):
         out, err = processes[0].communicate(timeout=500)
         if processes[0].returncode:
             return processes[0].returncode, out, err, []
-        return 0, out, err, [process.communicate(timeout=60)[0] for process in processes[1:]]
+        return 0, out, err, [process.communicate(timeout=120)[0] for process in processes[1:]]
     finally:
         for process in processes:
             process.kill()
@@ -89,7 +89,7 @@ def test_a_flood_of_idle_connections_does_not_stop_a_job():
                 assert rank_0.poll() is None, rank_0.communicate()
                 time.sleep(0.1)
             done = subprocess.run(second, env=env, text=True, capture_output=True, timeout=120)
-            out, err = rank_0.communicate(timeout=60)
+            out, err = rank_0.communicate(timeout=120)
         finally:
             gone.set()
             thread.join()
