@@ -142,6 +142,7 @@ def test_longrope_rotates_the_keys_of_prompt_and_answer_alike():
     assert generate(model, prompt, 4, how=GREEDY) == wanted
 
 
+@pytest.mark.slow
 def test_prompts_and_counts_of_similar_length_share_a_program(monkeypatch):
     model = make(d_model=8)  # a shape that no other test compiles
     traced, decode = [], GPT.decode

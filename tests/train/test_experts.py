@@ -207,6 +207,7 @@ def test_quantized_it_learns_and_padding_stays_zero():
     assert not any(x.any() for x in padding.values())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_to_nodes_of_other_sizes(tmp_path):
     """With its optimizer: the loss of the next step is the same."""
     _, state = trained(3, 2, steps=2)

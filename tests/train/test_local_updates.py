@@ -182,6 +182,7 @@ def test_a_loss_with_too_many_scalars_is_refused():
         trace_train_step(state, CASE.batches(4, 1)[0])
 
 
+@pytest.mark.slow
 def test_evaluation_reads_the_outer_weights_and_stays_in_the_node(plain):
     """Every node knows them: a pass that reads sends no weights between nodes."""
     state = create(plain, optax.sgd(0.05), 2, 2, every=2, outer_delay=1)

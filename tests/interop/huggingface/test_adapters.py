@@ -376,6 +376,7 @@ def assert_merged(state: TrainState, source: ModelFolder, files: Path) -> None:
             np.testing.assert_allclose(np.concatenate(values), wanted[name], rtol=0, atol=3e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_logits_with_all_that_peft_has(loaded: Loaded):
     tokens = np.load(loaded.source.folder / "expected.npz")["tokens"]
     logits = zerojax.gather_model(loaded.state)(tokens)

@@ -113,6 +113,7 @@ def test_a_file_that_cannot_be_read_now_is_not_damaged(
         newest_valid(checkpoint.parent)
 
 
+@pytest.mark.slow
 def test_what_orbax_stumbles_on_is_one_clear_error(checkpoint: Path, tmp_path: Path) -> None:
     """Unverified files give an error that names the checkpoint, or the right arrays."""
     expected, abstract = jax.tree.map(np.asarray, to_canonical(state())), state(abstract=True)

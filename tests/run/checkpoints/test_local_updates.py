@@ -102,6 +102,7 @@ def test_every_nodes_own_is_saved(kept, trained):
     )
 
 
+@pytest.mark.slow
 def test_the_same_nodes_go_on_to_the_bit(saved, kept):
     said: list[str] = []
     again = restore(saved, make(2, 4, **LOCAL), say=said.append)
