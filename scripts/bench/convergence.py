@@ -107,6 +107,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zero3-fp8": {"preset": "zero3", "matmul_dtype": "fp8"},
     "delta-fp8": {**DELTA, "rounding": "stochastic", "matmul_dtype": "fp8"},
     "zero3-bf16-moments": {"preset": "zero3", "moments": "bfloat16"},
+    "zero3-float8-moments": {"preset": "zero3", "moments": "float8"},
     "zero3-fp32": {"preset": "zero3", "grads": ("fp32", "fp32")},
     **{
         f"local-{every}{kind}": {**LOCAL, **keys, "every": every}

@@ -103,6 +103,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "accumulate": 8,
         "accumulate_order": "breadth",
     },
+    "zero3-host-breadth-x8-float8-moments": {
+        "preset": "zero3",
+        "host": ("optimizer",),
+        "moments": "float8",
+        "accumulate": 8,
+        "accumulate_order": "breadth",
+    },
     "zero3-host-breadth-x16": {
         "preset": "zero3",
         "host": ("optimizer",),

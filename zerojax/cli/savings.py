@@ -200,6 +200,7 @@ _HOLDING: list[tuple[str, Any]] = [
     ("zero.hpz", False),
     ("zero.matrix_spread", "world"),
     ("zero.moments", "bfloat16"),
+    ("zero.moments", "float8"),
     ("zero.preset", "zero3"),
     ("zero.accumulate_order", "depth"),
     ("zero.error_feedback", False),

@@ -117,7 +117,8 @@ class LayerwiseOptimizer:
         self._needs_others = isinstance(optimizer, OnLayout)
         of_whole, of_layers = (_shapes(whole, some) for some in (leaves, layers))
         jax.eval_shape(self._check, of_whole, of_layers)
-        self._dtypes = {place: x.dtype for place, x in places(of_whole[1]).items()}
+        self.dtypes = {place: x.dtype for place, x in places(of_whole[1]).items()}
+        """Of the optimizer's state, by place."""
         self._of_shards: Traced | None = None
         if zero.update_in_backward and not isinstance(optimizer, OnLayout):
             one = MeshShape(1, 1)
@@ -134,12 +135,12 @@ class LayerwiseOptimizer:
 
         Raises:
             ConfigurationError: the optimizer needs those, or keeps integers of each weight, which no
-                cotangent can be.
+                cotangent can be (bytes can: ``as_floats``).
         """
         if self._needs_others:
             raise ConfigurationError(_NOT_IN_BACKWARD)
-        for place, dtype in self._dtypes.items():
-            if place in self.moments and not jnp.issubdtype(dtype, jnp.floating):
+        for place, dtype in self.dtypes.items():
+            if place in self.moments and not (jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize == 1):
                 raise ConfigurationError(
                     "ZeroConfig.update_in_backward takes an optimizer's state in floating point alone, and "
                     f"{place} is {dtype}: leave update_in_backward out."

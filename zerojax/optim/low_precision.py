@@ -1,8 +1,14 @@
-"""Moments in bfloat16: half of their memory, and of their part of a checkpoint and of copies from the host.
+"""Moments in fewer bits: less memory, smaller checkpoints and shorter copies from and to the host.
 
 An average that decays by 0.999 changes by less in a step than bfloat16 tells apart, so rounding to nearest
 would keep it where it is. Rounding to either neighbour, with a probability in proportion to what is cut off,
 keeps its mean right (stochastic rounding: Gupta et al., 2015; with bfloat16: Zamirai et al., 2020).
+
+In 8 bits, averages of gradients (``mu``, ``trace``) have a sign, five bits of exponent and two of mantissa.
+Those of squares (``nu``) have six bits of exponent and no sign, since their exponents are twice as large.
+There is no scale: 8-bit optimizers usually have one for each block (Dettmers et al., 2022), but elements
+without one can be sharded, moved and saved like those of any array. The exponents reach from below AdamW's
+``eps`` of 1e-8, which hides what is smaller, to 12, which gradients that are clipped do not reach.
 """
 
 from collections.abc import Callable
@@ -10,27 +16,31 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.tree_util import GetAttrKey, KeyPath
-from jaxtyping import Array, BFloat16, Float32, Int32, PyTree, UInt32
+from jax.typing import DTypeLike
+from jaxtyping import Array, BFloat16, Float32, Int8, Int32, Num, PyTree, UInt8, UInt32
 
 from zerojax.errors import ConfigurationError
 from zerojax.sharding.param_tree import from_tree
 from zerojax.sharding.wire_format import mix
 from zerojax.zero_config import ZeroConfig
+from zerojax.zero_config.config import Moments
 
 MOMENTS = ("mu", "nu", "nu_max", "trace")
 """What optax calls moments in its states. Other arrays of a weight's shape, such as averages of weights, stay
 as they are."""
+_SQUARES = ("nu", "nu_max")
 
 
 class RoundedState(NamedTuple):
-    """The state of ``in_bfloat16``.
+    """The state of ``in_low_precision``.
 
     Attributes:
         rounds: the number of updates, by which random bits differ.
-        rounded: the transform's state, its moments in bfloat16.
+        rounded: the transform's state, its moments in bfloat16 or as codes of 8 bits.
     """
 
     rounds: Int32[Array, ""]
@@ -38,37 +48,45 @@ class RoundedState(NamedTuple):
 
 
 def with_moments_as_set(tx: optax.GradientTransformation, zero: ZeroConfig) -> optax.GradientTransformation:
-    """``tx``, or with ``ZeroConfig.moments="bfloat16"`` what ``in_bfloat16`` makes of it."""
-    return in_bfloat16(tx) if zero.moments == "bfloat16" else tx
+    """``tx``, or what ``in_low_precision`` makes of it if ``ZeroConfig.moments`` says so."""
+    return tx if zero.moments == "float32" else in_low_precision(tx, zero.moments)
 
 
-def in_bfloat16(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """A transform that keeps the moments of another in bfloat16, and computes with them in fp32.
+def in_low_precision(tx: optax.GradientTransformation, moments: Moments) -> optax.GradientTransformation:
+    """A transform that keeps the moments of another in fewer bits, and computes with them in fp32.
 
     An element's random bits are a hash of its gradient and of the number of updates. So they are the same
     wherever the element is stored, and however a compiler rounds the moment before.
 
     It takes trees that are nested by path.
 
+    Args:
+        tx: the other transform.
+        moments: "bfloat16" or "float8".
+
     Returns:
-        A transform whose state has bfloat16 arrays in place of the fp32 ones named in ``MOMENTS``.
+        A transform whose state has arrays of bfloat16, or codes of ``to_codes``, in place of the fp32 ones
+        named in ``MOMENTS``.
 
     Raises:
         ConfigurationError: the state has none of them, or the transform subtracts one from another.
     """
 
+    def dtype(name: str) -> DTypeLike:
+        return jnp.bfloat16 if moments == "bfloat16" else jnp.uint8 if name in _SQUARES else jnp.int8
+
     def init(params: PyTree[Array]) -> RoundedState:
         exact = tx.init(params)
         if any(map(_is_variance, jax.tree.leaves(exact, is_leaf=_is_variance))):
             raise ConfigurationError(
-                'ZeroConfig.moments="bfloat16": the optimizer subtracts the square of one moment from '
+                f'ZeroConfig.moments="{moments}": the optimizer subtracts the square of one moment from '
                 "another (RMSProp with centered=True does), which may be below zero when they are rounded: "
                 'leave moments at "float32".'
             )
-        rounded = _with_moments(exact, params, lambda x, *_: x.astype(jnp.bfloat16))
+        rounded = _with_moments(exact, params, lambda x, _, name: as_moment(x, dtype(name)))
         if [x.dtype for x in jax.tree.leaves(rounded)] == [x.dtype for x in jax.tree.leaves(exact)]:
             raise ConfigurationError(
-                f'ZeroConfig.moments="bfloat16": the optimizer has no fp32 moments ({", ".join(MOMENTS)} in '
+                f'ZeroConfig.moments="{moments}": the optimizer has no fp32 moments ({", ".join(MOMENTS)} in '
                 'its state): leave moments at "float32".'
             )
         return RoundedState(jnp.zeros((), jnp.int32), rounded)
@@ -78,13 +96,14 @@ def in_bfloat16(tx: optax.GradientTransformation) -> optax.GradientTransformatio
     ) -> tuple[PyTree[Array], RoundedState]:
         before, gradients = RoundedState(*state), updates
         like = jax.eval_shape(tx.init, params)
-        exact = jax.tree.map(lambda x, one: x.astype(one.dtype), before.rounded, like)
+        exact = jax.tree.map(lambda x, one: as_moment(x, one.dtype), before.rounded, like)
         rounds = jnp.asarray(optax.safe_increment(before.rounds))
         updates, after = tx.update(updates, exact, params)
 
-        def rounded(x: Array, gradient: Array, number: int) -> Array:
+        def rounded(x: Array, gradient: Array, name: str) -> Array:
             bits = lax.bitcast_convert_type(gradient, jnp.uint32)
-            return round_to_bfloat16(x, mix(rounds.astype(jnp.uint32), number, bits))
+            noise = mix(rounds.astype(jnp.uint32), MOMENTS.index(name), bits)
+            return round_to_bfloat16(x, noise) if moments == "bfloat16" else to_codes(x, dtype(name), noise)
 
         return updates, RoundedState(rounds, _with_moments(after, gradients, rounded))
 
@@ -97,9 +116,9 @@ def _is_variance(state: object) -> bool:
 
 
 def _with_moments(
-    state: PyTree[Array], tree: PyTree[Array], change: Callable[[Array, Array, int], Array]
+    state: PyTree[Array], tree: PyTree[Array], change: Callable[[Array, Array, str], Array]
 ) -> PyTree[Array]:
-    """``state`` with ``change(moment, its leaf of tree, number of its name)`` of its fp32 moments."""
+    """``state`` with ``change(moment, its leaf of tree, its name)`` of its fp32 moments."""
     leaves = from_tree(tree)
 
     def one(keys: KeyPath, x: Array) -> Array:
@@ -108,10 +127,16 @@ def _with_moments(
                 leaf = leaves.get(tuple(str(getattr(key, "key", key)) for key in keys[place + 1 :]))
                 # NovoGrad's second moment is one number of each weight.
                 if leaf is not None and leaf.shape == x.shape:
-                    return change(x, leaf, MOMENTS.index(key.name))
+                    return change(x, leaf, key.name)
         return x
 
     return jax.tree_util.tree_map_with_path(one, state)
+
+
+def is_rounded(path: KeyPath) -> bool:
+    """Whether an array of an optimizer's state may be a moment in few bits."""
+    names = [key.name for key in path if isinstance(key, GetAttrKey)]
+    return "rounded" in names and any(name in MOMENTS for name in names)
 
 
 def round_to_bfloat16(x: Float32[Array, "..."], noise: UInt32[Array, "..."]) -> BFloat16[Array, "..."]:
@@ -119,7 +144,93 @@ def round_to_bfloat16(x: Float32[Array, "..."], noise: UInt32[Array, "..."]) -> 
 
     Values that are not finite are rounded to nearest. Of the noise, the lower 16 bits are used.
     """
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    rounded = lax.bitcast_convert_type(_upper_bits(x, 16, noise).astype(jnp.uint16), jnp.bfloat16)
+    return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
+
+
+def _upper_bits(x: Float32[Array, "..."], cut: int, noise: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+    """The bits of a number without so many of the lowest, rounded stochastically by as many of the noise."""
     # A carry, which comes with the probability of what is cut off, rounds away from zero.
-    rounded = ((bits + (noise & 0xFFFF)) >> 16).astype(jnp.uint16)
-    return jnp.where(jnp.isfinite(x), lax.bitcast_convert_type(rounded, jnp.bfloat16), x.astype(jnp.bfloat16))
+    return (lax.bitcast_convert_type(x, jnp.uint32) + (noise & ((1 << cut) - 1))) >> cut
+
+
+class _Codes(NamedTuple):
+    """The numbers that codes of 8 bits stand for: code 1 for 2**lowest, and four in each octave.
+
+    Attributes:
+        lowest: the exponent of the smallest.
+        largest: the largest code.
+        nan: the code of what is not finite.
+    """
+
+    lowest: int
+    largest: int
+    nan: int
+
+    @property
+    def before(self) -> int:
+        """The upper bits of an fp32 number, less its code."""
+        return 4 * (127 + self.lowest) - 1
+
+
+_CUT = 21  # leaves fp32's exponent and two bits of its mantissa
+_HALF = 1 << 31 | 1 << (_CUT - 1)
+"""Noise that rounds to nearest. Below the smallest number ``to_codes`` uses its upper bits, else its lower."""
+_CODES = {
+    jnp.dtype(jnp.int8): _Codes(-28, 127, -128),
+    jnp.dtype(jnp.uint8): _Codes(-56, 254, 255),
+}
+
+
+def to_codes(
+    x: Float32[Array, "..."], dtype: DTypeLike, noise: UInt32[Array, "..."]
+) -> Int8[Array, "..."] | UInt8[Array, "..."]:
+    """Round a moment stochastically to 8 bits.
+
+    Args:
+        x: averages of gradients, or of squares, which are not below zero.
+        dtype: int8 for averages of gradients: sign and magnitude from 2**-28 to 12; or uint8 for those of
+            squares: from 2**-56 to 160. What is larger becomes the largest.
+        noise: random bits for each element, or for all.
+
+    Returns:
+        The codes, whose mean over the noise is x, with two exceptions: what is larger than the largest, and
+        squares smaller than the smallest, which become that, so that nothing is divided by zero.
+    """
+    codes = _CODES[jnp.dtype(dtype)]
+    smallest = np.float32(2.0**codes.lowest)
+    if dtype == jnp.uint8:
+        size = jnp.maximum(x, 0)
+        small = size > 0
+    else:
+        size = jnp.abs(x)
+        chance = (noise >> 8).astype(jnp.float32) * np.float32(2.0**-24)
+        small = chance * smallest < size
+    code = _upper_bits(size, _CUT, noise).astype(jnp.int32) - codes.before
+    code = jnp.where(size < smallest, small.astype(jnp.int32), jnp.clip(code, 1, codes.largest))
+    code = jnp.where(jnp.isfinite(x), jnp.where(x < 0, -code, code), codes.nan)
+    return code.astype(dtype)
+
+
+def as_moment(x: Num[Array, "..."], dtype: DTypeLike) -> Num[Array, "..."]:
+    """A moment in another dtype of ``moments``, rounded to nearest; anything else only by ``astype``.
+
+    int8 and uint8 are those of ``to_codes``.
+    """
+    dtype = jnp.dtype(dtype)
+    if x.dtype == dtype:
+        return x
+    if (codes := _CODES.get(x.dtype)) is not None:
+        code = x.astype(jnp.int32)
+        size = ((jnp.abs(code) + codes.before) << _CUT).astype(jnp.uint32)
+        exact = lax.bitcast_convert_type(size, jnp.float32)
+        exact = jnp.where(code == 0, 0.0, jnp.where(code < 0, -exact, exact))
+        return jnp.where(code == codes.nan, jnp.nan, exact).astype(dtype)
+    if dtype in _CODES:
+        return to_codes(x.astype(jnp.float32), dtype, jnp.uint32(_HALF))
+    return x.astype(dtype)
+
+
+def dtype_in_checkpoint(dtype: DTypeLike) -> np.dtype:
+    """The dtype of a moment in a checkpoint: for codes bfloat16, which has all of their numbers."""
+    return jnp.dtype(jnp.bfloat16) if jnp.dtype(dtype) in _CODES else jnp.dtype(dtype)

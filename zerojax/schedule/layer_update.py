@@ -33,6 +33,7 @@ MASTER = ""
 _Key = tuple[int, str]
 """Of a master weight or moment: the number of the weight in its unit, and the key in ``LayerState.held``."""
 _Held = dict[_Key, Array]
+_BYTES = (jnp.uint8, jnp.int8)
 _BYTE = jnp.float8_e4m3fn
 """Stands in for bytes, which have no cotangents."""
 
@@ -105,12 +106,12 @@ class LayerUpdate:
 
 def as_floats(x: Num[Array, "..."]) -> Float[Array, "..."]:
     """An array that can have a cotangent: bytes as 8-bit floats."""
-    return lax.bitcast_convert_type(x, _BYTE) if x.dtype == jnp.uint8 else x
+    return lax.bitcast_convert_type(x, _BYTE) if x.dtype in _BYTES else x
 
 
 def as_encoded(x: Float[Array, "..."], dtype: jnp.dtype) -> Num[Array, "..."]:
     """Undo ``as_floats``, of an array that had a dtype."""
-    return lax.bitcast_convert_type(x, dtype) if dtype == jnp.uint8 else x
+    return lax.bitcast_convert_type(x, dtype) if dtype in _BYTES else x
 
 
 def probe() -> Float32[Array, " facts"]:

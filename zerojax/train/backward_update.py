@@ -98,7 +98,7 @@ class BackwardUpdate:
         masters, encoded = from_tree(self.shards.params), self.shards.encoded
         moments: dict[Path, dict[str, Array]] = {}
         for place, x in self.state.moments.items():
-            moments.setdefault(self.spec.layerwise.moments[place], {})[place] = x
+            moments.setdefault(self.spec.layerwise.moments[place], {})[place] = as_floats(x)
         return {
             leaf.path: LayerState(
                 {MASTER: masters[leaf.path]} | moments.get(leaf.path, {}),
@@ -120,7 +120,12 @@ class BackwardUpdate:
         encoded = {path: self.shards.encoded[path] for path in after}
         return InBackward(
             {path: sink.held[MASTER] for path, sink in after.items()},
-            {place: x for sink in after.values() for place, x in sink.held.items() if place != MASTER},
+            {
+                place: as_encoded(x, self.state.moments[place].dtype)
+                for sink in after.values()
+                for place, x in sink.held.items()
+                if place != MASTER
+            },
             {
                 path: dataclasses.replace(
                     w, values=as_encoded(after[path].encoded, w.values.dtype), scale=after[path].scale
@@ -155,11 +160,16 @@ def _updated(
     taken = (facts.taken > 0) & jnp.isfinite(squares)
     with jax.named_scope("optimizer"):
         masters = {leaf.path: own[MASTER] for leaf, _, own in each}
-        state = {place: x for _, _, own in each for place, x in own.items() if place != MASTER}
+        state = {
+            place: as_encoded(x, optimizer.dtypes[place])
+            for _, _, own in each
+            for place, x in own.items()
+            if place != MASTER
+        }
         after, moments = optimizer.update_shard(grads, counters | state, masters)
         held = [
             {
-                key: jnp.where(taken, after[leaf.path] if key == MASTER else moments[key], x)
+                key: jnp.where(taken, after[leaf.path] if key == MASTER else as_floats(moments[key]), x)
                 for key, x in own.items()
             }
             for leaf, _, own in each

@@ -33,7 +33,7 @@ FrozenFormat = Literal[WireFormat, "nf4"]
 ComputeDtype = Literal["float32", "bfloat16", "fp32", "bf16"] | type[np.generic] | np.dtype
 AccumulateOrder = Literal["depth", "breadth"]
 Spread = Literal["node", "world"]
-Moments = Literal["float32", "bfloat16"]
+Moments = Literal["float32", "bfloat16", "float8"]
 ExpertSpread = Literal["auto", "local", "gathered"]
 HostStore = Literal["optimizer", "weights", "activations"]
 """What can be in host memory."""
@@ -154,8 +154,9 @@ class ZeroConfig:
             and its momentum, at stage 3: those of each "node", so that neither its weight nor its update
             crosses nodes and a step sends no more than with AdamW; or those of the "world", to save memory:
             its momentum and its update then cross nodes in the compute format.
-        moments: the dtype of the optimizer's moments (Adam's two, a momentum): "float32", or "bfloat16",
-            rounded stochastically, which takes half of their memory (``zerojax.optim.low_precision``).
+        moments: the dtype of the optimizer's moments (Adam's two, a momentum): "float32", or "bfloat16" or
+            "float8", rounded stochastically, which take half or a quarter of their memory
+            (``zerojax.optim.low_precision``).
         experts: where the weights of experts (``zerojax.Experts``) are whole: "local" spreads them over the
             devices of a node, each of which holds some of all nodes' experts and gets the tokens for them, so
             that neither these weights nor their gradients travel within a node; "gathered" gathers them for

@@ -28,6 +28,7 @@ from jaxtyping import Array
 
 from zerojax.comm.in_order import on_mesh
 from zerojax.errors import ConfigurationError
+from zerojax.optim.low_precision import as_moment, dtype_in_checkpoint, is_rounded
 from zerojax.optim.moments import by_moment
 from zerojax.sharding.layout import OWNED, ParamLayout, from_stored, to_stored
 from zerojax.sharding.memory import HOST, in_host, to_device
@@ -46,7 +47,7 @@ OPTIMIZER = "optimizer"
 """The kind of the optimizer's arrays, which are named by their places in its state."""
 AVERAGE = "average"
 ROUNDING = "rounding"
-"""The kind of the count by which moments in bfloat16 are rounded; all else of them has its fp32 names."""
+"""The kind of the count by which moments in few bits are rounded; all else of them has its fp32 names."""
 NODES = "nodes"
 """The kind of what each node has of its own with local updates, besides the optimizer's arrays."""
 REINITIALISED = ("secondary", "residual", AVERAGE, ROUNDING, "losses", NODES, "outer")
@@ -60,11 +61,18 @@ class Entry(NamedTuple):
         leaf: the parameter that it belongs to and is laid out like; None if it is saved as it is.
         x: the array, or its description.
         by_node: whether each node has one, along the first axis.
+        is_rounded: whether it is a moment in few bits, which is saved by its values.
     """
 
     leaf: ParamLayout | None
     x: Array
     by_node: bool
+    is_rounded: bool = False
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype in canonical form."""
+        return dtype_in_checkpoint(self.x.dtype) if self.is_rounded else self.x.dtype
 
     @property
     def rank(self) -> int:
@@ -109,7 +117,7 @@ def to_canonical(state: TrainState, *, on_host: bool = False, placeholders: bool
 
 
 def _placeholder(train_spec: TrainSpec, entry: Entry) -> Array:
-    one = np.zeros((1,) * (entry.rank + entry.by_node), entry.x.dtype)
+    one = np.zeros((1,) * (entry.rank + entry.by_node), entry.dtype)
     return jax.make_array_from_callback(one.shape, train_spec.sharding(PartitionSpec()), lambda _: one)
 
 
@@ -294,7 +302,9 @@ def _changed(state: TrainState, change: Callable[[str, Entry], Array]) -> dict[s
         **{name: change(f"counters/{name}", Entry(None, getattr(state, name), False)) for name in _COUNTERS},
         "params": nested("params", state.params),
         "opt_state": jax.tree_util.tree_map_with_path(
-            lambda path, x, layout: change(_optimizer_name(path), Entry(layout or None, x, by_node)),
+            lambda path, x, layout: change(
+                _optimizer_name(path), Entry(layout or None, x, by_node, is_rounded(path))
+            ),
             state.opt_state,
             layouts,
         ),
@@ -335,7 +345,6 @@ def _stored(state: TrainState, entry: Entry, given: Array | Callable[[TrainState
     if entry.leaf is not None:
         # Another state may have cut it along another dimension.
         x = jax.device_put(x, _of_nodes(state, entry, x.shape[0] if of_nodes else None).sharding)
-        x = x if x.dtype == like.dtype else x.astype(like.dtype)  # moments of another ZeroConfig.moments
         return convert(state.spec, Entry(entry.leaf, x, of_nodes), like, to_nodes=entry.by_node)
     if entry.by_node == of_nodes and x.sharding == like.sharding:
         return x
@@ -354,11 +363,12 @@ def convert(
 ) -> Array:
     """Convert one array to its canonical or stored form, whichever ``like`` has, perhaps in every node.
 
-    One function is compiled per layout and mesh.
+    A moment may have another dtype there. One function is compiled per layout and mesh.
     """
-    leaf, x, by_node = entry
+    leaf, x, by_node, _ = entry
     assert leaf is not None
-    source, target, whole = _spec(x), _spec(like), like.shape  # the function, which is kept, holds no array
+    # The function, which is kept, holds no array.
+    source, target, whole, dtype = _spec(x), _spec(like), like.shape, like.dtype
 
     def on_device(part: Array) -> Array:
         # A node's own arrays are laid out as if it were the world.
@@ -366,7 +376,7 @@ def convert(
         cut = _cut_rows if _is_cut_by_rows(layout) else _gather_and_cut
         have = PartitionSpec(*source[1:]) if by_node else source
         want = PartitionSpec(*target[1:]) if to_nodes else target
-        part = to_device(part)
+        part = as_moment(to_device(part), dtype)
         done = cut(layout, have, want, shape)(part[0] if by_node else part)
         return done[None] if to_nodes else done
 
@@ -374,7 +384,7 @@ def convert(
         return jax.jit(on_mesh(on_device, train_spec.mesh, in_specs=source, out_specs=target))
 
     layout = f"{leaf.unsharded_shape} {leaf.stack} {leaf.shard} {leaf.parts}"
-    key = f"canonical {layout} {x.shape} {x.sharding.memory_kind} {source} {like.shape} {target}"
+    key = f"canonical {layout} {x.shape} {x.sharding.memory_kind} {source} {like.shape} {dtype} {target}"
     # One at a time, to bound the memory, and because XLA:CPU starts and runs programs on the same few
     # threads: a process that starts 32 at once deadlocks when another process lags behind.
     return jax.block_until_ready(jax.device_put(train_spec.once_on_mesh(key, make)(x), like.sharding))
@@ -459,21 +469,21 @@ def abstract_part(
 
 def _canonical(state: TrainState, entry: Entry) -> jax.ShapeDtypeStruct:
     """The description of an array in canonical form, in the memory where the array is."""
-    leaf, x, by_node = entry
+    leaf, x, by_node, _ = entry
     if leaf is None:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-    return _in_memory_of(x, abstract_part(state.spec, leaf, x.dtype, x.shape[:by_node]))
+    return _in_memory_of(x, abstract_part(state.spec, leaf, entry.dtype, x.shape[:by_node]))
 
 
 def _of_nodes(state: TrainState, entry: Entry, nodes: int | None) -> jax.ShapeDtypeStruct:
     """The same with the axis of so many nodes, or without."""
-    leaf, x, by_node = entry
+    leaf, x, by_node, _ = entry
     if nodes is not None and by_node and x.shape[0] == nodes:
         return _canonical(state, entry)
     if leaf is None:
         like = state.spec.abstract(x.shape[by_node:], x.dtype)
     else:
-        like = abstract_part(state.spec, leaf, x.dtype)
+        like = abstract_part(state.spec, leaf, entry.dtype)
     if nodes is not None:
         return in_each_node(state.spec, like, nodes)
     return like if by_node else _in_memory_of(x, like)

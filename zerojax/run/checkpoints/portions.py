@@ -120,15 +120,15 @@ def _write(
     folder: Path, name: str, state: TrainState, entry: Entry, writing: _Writing, context: ts.Context
 ) -> None:
     """Write an array, of which every process writes the parts of its devices."""
-    leaf, x, by_node = _laid_out(entry)
+    leaf, x, by_node, _ = _laid_out(entry)
     assert leaf is not None
-    nodes = x.shape[:by_node]
-    portions = portions_of(leaf, x.dtype.itemsize)
-    like = abstract_part(state.spec, portions[0].leaf, x.dtype, nodes)
+    nodes, dtype = x.shape[:by_node], entry.dtype
+    portions = portions_of(leaf, dtype.itemsize)
+    like = abstract_part(state.spec, portions[0].leaf, dtype, nodes)
     assert like.sharding is not None
     part = like.sharding.shard_shape(like.shape)
-    size = len(state.spec.mesh.local_devices) * math.prod(part) * x.dtype.itemsize
-    store = _created(folder, name, (*nodes, *leaf.unsharded_shape), part, x.dtype, context)
+    size = len(state.spec.mesh.local_devices) * math.prod(part) * dtype.itemsize
+    store = _created(folder, name, (*nodes, *leaf.unsharded_shape), part, dtype, context)
     for portion in portions:
         writing.finish(UNDER_WAY - size)
         stored = Entry(portion.leaf, _take(state.spec, portion, x, by_node), by_node)
@@ -154,13 +154,13 @@ def read_in_portions(folder: Path, name: str) -> Callable[[TrainState, Entry], A
     ).result()
 
     def read(state: TrainState, entry: Entry) -> Array:
-        spec, (leaf, x, by_node) = state.spec, _laid_out(entry)
+        spec, (leaf, x, by_node, _) = state.spec, _laid_out(entry)
         assert leaf is not None
-        nodes, place = x.shape[:by_node], specs_of(x)
+        nodes, place, dtype = x.shape[:by_node], specs_of(x), entry.dtype
         chunk = store.chunk_layout.read_chunk.shape or ()
         at_least = (chunk[by_node + len(leaf.stack) - 1] if leaf.stack else None) or 1
-        portions = portions_of(leaf, x.dtype.itemsize, at_least)
-        like = abstract_part(spec, portions[0].leaf, x.dtype, nodes)
+        portions = portions_of(leaf, dtype.itemsize, at_least)
+        like = abstract_part(spec, portions[0].leaf, dtype, nodes)
         assert like.sharding is not None
         mine = {index or () for index in like.sharding.addressable_devices_indices_map(like.shape).values()}
 
@@ -178,8 +178,8 @@ def read_in_portions(folder: Path, name: str) -> Callable[[TrainState, Entry], A
             canonical = jax.make_array_from_callback(
                 like.shape,
                 like.sharding,
-                # In the dtype of the state: moments may have been saved in another.
-                lambda index, parts=parts: parts[index or ()].result().astype(x.dtype, copy=False),
+                # In the dtype that this state would save: moments may have been saved in another.
+                lambda index, parts=parts: parts[index or ()].result().astype(dtype, copy=False),
             )
             reading.extend(map(begin, portions[number + ahead : number + ahead + 1]))
             part = Entry(portion.leaf, canonical, by_node)
