@@ -175,7 +175,7 @@ class _Codes(NamedTuple):
 
 _CUT = 21  # leaves fp32's exponent and two bits of its mantissa
 _HALF = 1 << 31 | 1 << (_CUT - 1)
-"""Noise that rounds to nearest. Below the smallest number ``to_codes`` takes its upper bits, else the lower."""
+"""Noise that rounds to nearest: its upper bits decide below the smallest number, else its lower ones."""
 _CODES = {
     jnp.dtype(jnp.int8): _Codes(-28, 127, -128),
     jnp.dtype(jnp.uint8): _Codes(-56, 254, 255),
