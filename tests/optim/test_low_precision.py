@@ -74,7 +74,9 @@ def test_rounds_to_either_neighbour_and_keeps_the_mean() -> None:
     assert abs(error.mean()) < 4 * error.std() / np.sqrt(x.size)
 
 
-@pytest.mark.parametrize("x", [0.0, -0.0, np.inf, -np.inf, np.nan, 1.5, -(2.0**-120)])
+@pytest.mark.parametrize(
+    "x", [0.0, -0.0, np.inf, -np.inf, np.nan, np.uint32(0x7FFFFFFF).view(np.float32), 1.5, -(2.0**-120)]
+)
 def test_keeps_what_bfloat16_has(x: float) -> None:
     for noise in (0, 0xFFFF, 0xFFFFFFFF):
         found = round_to_bfloat16(jnp.float32(x), jnp.uint32(noise))
