@@ -20,9 +20,7 @@ if [ $# -gt 0 ]; then
     exec .venv/bin/pytest "$@"
 fi
 
-.venv/bin/pytest -n 2 --dist worksteal -m "not slow and not alone"
-
-# What is left to compute runs beside the tests that mostly wait, and gives way to them; its output follows.
+# Beside the tests, to which they give way; their output follows.
 output=$(mktemp -d)
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$output"' EXIT
 names=() processes=()
@@ -30,12 +28,15 @@ beside() {
     nice -n 19 "${@:2}" >"$output/$1" 2>&1 &
     names+=("$1") processes+=($!)
 }
-# The kernels are lowered where JAX finds the CUDA compiler as it is imported; skipped above.
+# The kernels are lowered where JAX finds the CUDA compiler as it is imported; skipped below.
 compiler=$(.venv/bin/python -c "from zerojax.analysis import aot; print(aot.compiler_dir())")
 lowering=(.venv/bin/pytest -q -p no:cacheprovider tests/pallas_kernels/test_lowering.py)
-beside "lowering of kernels" env PYTHONPATH="$compiler" "${lowering[@]}"
 beside pyright .venv/bin/pyright
+beside "lowering of kernels" env PYTHONPATH="$compiler" "${lowering[@]}"
 beside mkdocs "${site[@]}"
+
+.venv/bin/pytest -n 2 --dist worksteal -m "not slow and not alone"
+
 failed=()
 # Three processes would read all other files, too, before the first test.
 mapfile -t files < <(grep -rl --include='test_*.py' 'pytest\.mark\.alone' tests)

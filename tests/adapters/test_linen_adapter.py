@@ -161,7 +161,7 @@ class Caller:
 @pytest.mark.parametrize(
     ("loss", "units"),
     [
-        (whole, (Coder,)),
+        pytest.param(whole, (Coder,), marks=pytest.mark.slow),
         (by_methods, (Coder,)),
         (by_keyword, (Coder,)),
         (with_state, (Coder,)),

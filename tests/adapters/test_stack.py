@@ -131,7 +131,7 @@ def slope_of(total: Any, model: Any, x: jax.Array) -> jax.Array:
     [
         pytest.param(value_of, {}, marks=pytest.mark.slow),
         (value_of, {"hpz": True, "remat": "none", "accumulate": 2}),
-        (value_of, {"accumulate": 2, "accumulate_order": "breadth"}),
+        pytest.param(value_of, {"accumulate": 2, "accumulate_order": "breadth"}, marks=pytest.mark.slow),
         pytest.param(slope_of, {}, marks=pytest.mark.slow),
     ],
 )

@@ -101,7 +101,7 @@ def at_once(own: ExpertWeights, x: Array, experts: Array, weights: Array) -> Arr
     return at_matmuls(body)(present, x, experts, weights)
 
 
-@pytest.mark.parametrize("run", [at_once, in_rounds])
+@pytest.mark.parametrize("run", [pytest.param(at_once, marks=pytest.mark.slow), in_rounds])
 def test_products_and_gradients_are_those_of_a_loop(run):
     own = some_experts(EXPERTS, WIDTH, HIDDEN, biases=run is at_once)
     x = tokens()

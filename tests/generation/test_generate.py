@@ -106,11 +106,8 @@ def test_several_tokens_end_a_row_in_their_order():
     assert got.lengths.max() == 7
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, pytest.param({"top_k": 5, "top_p": 0.9, "temperature": 0.7}, marks=pytest.mark.slow)],
-    ids=["all", "few"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"top_k": 5, "top_p": 0.9, "temperature": 0.7}], ids=["all", "few"])
 def test_random_tokens_are_the_same_on_every_mesh_with_any_slots(options):
     draw = functools.partial(zerojax.generate, prompts=prompts(), max_new_tokens=6, **options)
     one, many = create(SMALL, 1, 1), create(SMALL, 2, 4)

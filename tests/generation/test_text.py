@@ -42,10 +42,10 @@ def generate(model, prompt, count, *, key=KEY, how=None, stop=None):
         )
         for name, quick, settings in (
             ("gpt2", (17,), {}),
-            ("llama", (6,), LLAMA | {"heads": 8, "kv_heads": 1, "head_width": 6}),
-            ("list", (6, 17), {"scan": False, "position_offset": 2, "sliding_window": 5}),
+            ("llama", (), LLAMA | {"heads": 8, "kv_heads": 1, "head_width": 6}),
+            ("list", (6,), {"scan": False, "position_offset": 2, "sliding_window": 5}),
             ("gemma", (17,), GEMMA),
-            ("olmo", (1,), OLMO),
+            ("olmo", (), OLMO),
             ("latent", (6,), LATENT),
             (
                 "mixed-list",
@@ -107,12 +107,13 @@ WINDOWED = {"sliding_window": 4, "sliding_window_pattern": 2, "layers": 2}
 @pytest.mark.parametrize(
     ("settings", "flash"),
     [
-        (GEMMA, None),
+        pytest.param(GEMMA, None, marks=pytest.mark.slow),
         pytest.param(LLAMA | {"attention_sinks": True}, None, marks=pytest.mark.slow),
         pytest.param(LATENT, None, marks=pytest.mark.slow),
-        (LATENT, "xla"),
-    ]
-    + [(LLAMA | more, "xla") for more in ({"attention_sinks": True}, WINDOWED)],
+        pytest.param(LATENT, "xla", marks=pytest.mark.slow),
+        pytest.param(LLAMA | {"attention_sinks": True}, "xla", marks=pytest.mark.slow),
+        (LLAMA | WINDOWED, "xla"),
+    ],
 )
 def test_pieces_of_a_text_see_all_that_is_before_them(settings, flash, monkeypatch):
     """Blocks of the cache that divide neither it nor the pieces."""

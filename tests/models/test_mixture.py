@@ -115,6 +115,7 @@ def test_stats_are_in_the_order_of_layers(listed: GPT, scanned: GPT):
     np.testing.assert_array_equal(its_stats.counts, stats.counts)
 
 
+@pytest.mark.slow
 def test_decoding_routes_as_the_whole_text_does(scanned: GPT):
     wanted = scanned.hidden(TOKENS)
     cache = scanned.init_cache(2, 16, jnp.float32)

@@ -21,6 +21,7 @@ def create(nodes: int, local: int) -> zerojax.TrainState:
     return zerojax.TrainState.create(CASE.model, optax.sgd(0.1), CASE.loss, mesh=mesh, zero=zero)
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_several_batches_copies_the_weights_once():
     state, batches = create(2, 2), CASE.batches(8, 3)
     evaluated: list[zerojax.TrainState] = []

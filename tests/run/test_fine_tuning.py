@@ -129,6 +129,7 @@ def test_a_needed_checkpoint_stays_needed_when_its_run_is_rewound(
     assert step_dirs.needed_by(path / "8") == []  # of the step that is saved again
 
 
+@pytest.mark.slow
 def test_an_adapter_does_not_load_beside_another_base(text: Path, tmp_path: Path) -> None:
     config = micro_config(text, **LORA)
     run = train(config, tmp_path / "run")

@@ -119,7 +119,10 @@ def case(layer: Any, run: Any = lambda inner, x: inner(x), units: tuple[type, ..
 
 @pytest.mark.parametrize(
     ("layer", "units"),
-    [(Counting, (Counting,)), (functools.partial(stack, Counting), ())],
+    [
+        pytest.param(Counting, (Counting,), marks=pytest.mark.slow),
+        (functools.partial(stack, Counting), ()),
+    ],
     ids=["unit", "stack"],
 )
 def test_state_is_the_mean_over_micro_batches_as_it_is_over_devices(layer, units):

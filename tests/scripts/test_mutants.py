@@ -52,6 +52,7 @@ SURVIVOR = mutant("doubles small numbers only", "2 * x", "2 * x if x < 9 else x"
 EQUIVALENT = mutant("adds one less", "y + 0", "y - 0", "zero has no sign")
 
 
+@pytest.mark.slow
 def test_verdicts_and_what_is_kept_of_them(project):
     mistaken = mutant("doubles nothing", "2 * x", "0", "said so")
     misspelt = mutant("misspells", "2 * x", "2 * z")

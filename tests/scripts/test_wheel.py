@@ -7,7 +7,6 @@ import zipfile
 from email.parser import Parser
 from pathlib import Path
 
-import pytest
 from environment import ROOT, for_programs
 
 from zerojax.versions import VERSION
@@ -18,7 +17,6 @@ TINY = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 def test_a_wheel_trains_in_an_empty_folder(tmp_path: Path, text: Path) -> None:
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)

@@ -38,9 +38,8 @@ def create(
     )
 
 
-@pytest.mark.parametrize(
-    ("mesh", "spread"), [((2, 2), "node"), pytest.param((3, 2), "world", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "spread"), [((2, 2), "node"), ((3, 2), "world")])
 def test_frozen_weights_say_what_trained_ones_say(mesh: tuple[int, int], spread: Any, tmp_path: Path) -> None:
     trained = create(SGD, (1, 2), seed=1)
     with Checkpoints(tmp_path) as checkpoints:

@@ -76,7 +76,8 @@ def trained(name: str) -> zerojax.TrainState:
     return jax.block_until_ready(state)
 
 
-@pytest.mark.parametrize("name", subset(CHOICES, "delta"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHOICES)
 def test_passes_are_the_same_and_send_nothing_between_nodes(name):
     state, later = trained(name), case_of(name).batches(8, 2)[1]
     copied = zerojax.with_node_copy(state)

@@ -38,7 +38,7 @@ def state(nodes: int, local: int, *, muon: bool = False, **zero: object) -> zero
 @pytest.mark.parametrize(
     "zero",
     [
-        {"remat": "none"},
+        pytest.param({"remat": "none"}, marks=pytest.mark.slow),
         pytest.param({"remat": "full", "accumulate": 2}, marks=pytest.mark.slow),
         {"experts": "gathered"},
         pytest.param({"muon": True, "remat": "none", "matrix_spread": "world"}, marks=pytest.mark.slow),

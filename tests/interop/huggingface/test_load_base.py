@@ -82,6 +82,7 @@ def test_fused_tensors_and_blocks_in_a_list():
     same(found.base, wanted["base"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("imported", ["llama2"], indirect=True)
 def test_what_is_trained_beside_them_is_loaded_as_well(imported: Imported):
     model = imported.trained.config.model

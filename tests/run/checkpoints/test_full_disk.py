@@ -93,7 +93,7 @@ def test_full_at_the_start(small_disk: Path, text: Path) -> None:
         assert trainer.step == 0
 
 
-@pytest.mark.parametrize("most", [3, 1000])
+@pytest.mark.parametrize("most", [3, pytest.param(1000, marks=pytest.mark.slow)])
 def test_a_disk_that_hangs(
     most: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
