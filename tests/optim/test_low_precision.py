@@ -183,7 +183,8 @@ def test_trains_nearly_as_in_fp32(
 
 
 def values(moments: list[jax.Array]) -> list[np.ndarray]:
-    return [np.asarray(as_moment(x, jnp.float32)) for x in moments]
+    on_device = (jnp.asarray(np.asarray(x)) for x in moments)  # from host memory, too
+    return [np.asarray(as_moment(x, jnp.float32)) for x in on_device]
 
 
 @pytest.mark.parametrize(
@@ -208,6 +209,33 @@ def test_a_checkpoint_has_moments_of_any_dtype(
     assert {str(x.dtype) for x in moments_of(other)} == ({"int8", "uint8"} if now == "float8" else {now})
     after = trained(before, range(2, 4))
     for x, y in zip(leaves(after.opt_state), leaves(same.opt_state), strict=True):
+        assert np.array_equal(x, y)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", [(), ("optimizer",)], ids=["device", "host"])
+def test_nodes_have_moments_in_8_bits_of_their_own(host: tuple[str, ...], tmp_path: Path) -> None:
+    """They come back bit for bit, and other nodes begin with their mean."""
+
+    def made(mesh: tuple[int, int], moments: Moments, *, abstract: bool = True) -> zerojax.TrainState:
+        make = zerojax.TrainState.abstract if abstract else zerojax.TrainState.create
+        zero = zerojax.ZeroConfig.preset(
+            "local", every=4, compute_dtype="float32", units=(nnx.Linear,), moments=moments, host=host
+        )
+        return make(Model, ADAMW, loss, mesh=zerojax.make_mesh(*mesh), zero=zero)
+
+    state = trained(made((2, 2), "float8", abstract=False), range(2))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(2, state, Record())
+    again = restore(tmp_path / "2", made((2, 2), "float8"))
+    for x, y in zip(leaves(again.opt_state), leaves(state.opt_state), strict=True):
+        assert x.dtype == y.dtype
+        assert np.array_equal(x, y)
+    others = (restore(tmp_path / "2", made((3, 2), moments)) for moments in ("float8", "float32"))
+    coarse, exact = (values([x for x in moments_of(other) if x.ndim > 1]) for other in others)  # not counts
+    for x, y in zip(coarse, exact, strict=True):
+        np.testing.assert_allclose(x, y, rtol=0.125, atol=2.0**-29)
+    for x, y in zip(leaves(trained(again, range(2, 3))), leaves(trained(state, range(2, 3))), strict=True):
         assert np.array_equal(x, y)
 
 
