@@ -31,7 +31,6 @@ with open("shown.json", "w") as file:
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_its_progress_is_one_line(path: Path, tmp_path: Path):
     variables = for_programs() | {"IPYTHONDIR": str(tmp_path / "ipython"), "MPLBACKEND": "agg"}

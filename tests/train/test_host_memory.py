@@ -178,8 +178,9 @@ def test_local_updates_have_the_bits_of_those_on_the_device(
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("moments", ["float32", "bfloat16", "float8"])
+@pytest.mark.parametrize(
+    "moments", ["float32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bfloat16", "float8"))]
+)
 def test_a_norm_is_that_of_the_whole_tree(moments: str) -> None:
     """And masters and moments are in host memory, and other weights are encoded again."""
     state, told = trained(created((2, 2), CLIPPED, moments=moments))

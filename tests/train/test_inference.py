@@ -38,8 +38,9 @@ def create(
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "spread"), [((2, 2), "node"), ((3, 2), "world")])
+@pytest.mark.parametrize(
+    ("mesh", "spread"), [((2, 2), "node"), pytest.param((3, 2), "world", marks=pytest.mark.slow)]
+)
 def test_frozen_weights_say_what_trained_ones_say(mesh: tuple[int, int], spread: Any, tmp_path: Path) -> None:
     trained = create(SGD, (1, 2), seed=1)
     with Checkpoints(tmp_path) as checkpoints:
