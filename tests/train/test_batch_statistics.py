@@ -193,10 +193,10 @@ def rows(batch: Any, chosen: Any) -> Any:
         pytest.param("nnx", (2, 4), {}, marks=pytest.mark.slow),
         ("stack", (3, 2), {"hpz": True}),
         pytest.param("linen", (2, 4), {}, marks=pytest.mark.slow),
-        pytest.param("linen", (1, 3), {"stage": 2}, marks=pytest.mark.slow),
+        ("linen", (1, 3), {"stage": 2}),
         pytest.param("linen", (4, 1), {"stage": 0}, marks=pytest.mark.slow),
         pytest.param("scan", (3, 2), {"hpz": True}, marks=pytest.mark.slow),
-        pytest.param("scan", (2, 2), {"remat": "none"}, marks=pytest.mark.slow),
+        ("scan", (2, 2), {"remat": "none"}),
     ],
     ids=str,
 )
@@ -209,9 +209,7 @@ def test_statistics_over_both_axes_are_those_of_the_whole_batch(style, mesh, opt
     plain.check(state)
 
 
-@pytest.mark.parametrize(
-    ("style", "axis"), [("nnx", "local"), pytest.param("scan", "node", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("style", "axis"), [("nnx", "local"), ("scan", "node")])
 def test_statistics_over_one_axis_are_those_of_its_devices(style, axis):
     nodes, local = 2, 3
     state = create(style, (nodes, local), axis=axis)
@@ -226,10 +224,10 @@ def test_statistics_over_one_axis_are_those_of_its_devices(style, axis):
 @pytest.mark.parametrize(
     ("style", "order"),
     [
-        pytest.param("nnx", "breadth", marks=pytest.mark.slow),
+        ("nnx", "breadth"),
         pytest.param("stack", "depth", marks=pytest.mark.slow),
         pytest.param("stack", "breadth", marks=pytest.mark.slow),
-        pytest.param("linen", "depth", marks=pytest.mark.slow),
+        ("linen", "depth"),
         pytest.param("scan", "breadth", marks=pytest.mark.slow),
     ],
 )
@@ -248,7 +246,7 @@ def in_evaluation(model: Any, batch: Any) -> jax.Array:
     return squared_error(functools.partial(model, train=False), batch)
 
 
-@pytest.mark.parametrize("style", [pytest.param("stack", marks=pytest.mark.slow), "linen"])
+@pytest.mark.parametrize("style", ["stack", "linen"])
 def test_evaluation_uses_the_running_statistics_as_the_gathered_model_does_on_any_batch(style):
     state = create(style, (2, 2))
     first, second = batches(2)

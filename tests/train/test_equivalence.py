@@ -120,13 +120,7 @@ def test_every_stage_on_every_mesh(stage, mesh):
 NAMES = ("stack", "linen", "linen-scan", "gpt-tied", "awkward")
 
 
-@pytest.mark.parametrize(
-    ("stage", "name"),
-    [
-        pytest.param(*case, marks=() if case in ((1, "linen-scan"), (2, "linen"), (3, "awkward")) else SLOW)
-        for case in itertools.product(STAGES, NAMES)
-    ],
-)
+@pytest.mark.parametrize(("stage", "name"), every_fourth(STAGES, NAMES))
 def test_every_model_at_every_stage(stage, name):
     check(name, momentum, (3, 2), stage=stage)
 
@@ -152,7 +146,7 @@ def test_half_precision_weights_have_full_precision_masters(stage):
         pytest.param("stack", (4, 2), 2, {"accumulate": 2}, marks=SLOW),
         ("linen", (8, 1), 3, {"accumulate": 3, "remat": "none"}),
         pytest.param("linen-scan", (1, 8), 0, {"accumulate": 2}, marks=SLOW),
-        pytest.param("awkward", (2, 4), 3, {"grad_sync": "step", "accumulate": 2}, marks=SLOW),
+        ("awkward", (2, 4), 3, {"grad_sync": "step", "accumulate": 2}),
     ],
     ids=str,
 )
@@ -167,10 +161,10 @@ def test_adamw_with_mask_clip_and_schedule(name, mesh, stage, options):
 @pytest.mark.parametrize(
     ("name", "mesh", "stage", "options"),
     [
-        pytest.param("nnx", (2, 4), 0, {"accumulate": 2}, marks=SLOW),
+        ("nnx", (2, 4), 0, {"accumulate": 2}),
         pytest.param("nnx", (3, 2), 1, {"accumulate": 2}, marks=SLOW),
         pytest.param("linen", (2, 4), 2, {"accumulate": 3}, marks=SLOW),
-        pytest.param("stack", (2, 4), 3, {"accumulate": 3, "remat": "none"}, marks=SLOW),
+        ("stack", (2, 4), 3, {"accumulate": 3, "remat": "none"}),
         pytest.param(
             "gpt-tied", (4, 2), 3, {"grad_sync": "step", "accumulate": 2, "remat": "attention"}, marks=SLOW
         ),
@@ -195,9 +189,9 @@ BREADTH = {"accumulate_order": "breadth"}
         pytest.param("stack", (1, 5), {"accumulate": 2}, marks=SLOW),
         pytest.param("linen", (4, 2), {"accumulate": 3}, marks=SLOW),
         ("linen-scan", (3, 2), {"accumulate": 2}),
-        pytest.param("gpt-tied", (2, 4), {"accumulate": 3, "hpz": True, "remat": "attention"}, marks=SLOW),
+        ("gpt-tied", (2, 4), {"accumulate": 3, "hpz": True, "remat": "attention"}),
         pytest.param("gpt-tied", (1, 1), {"accumulate": 4}, marks=SLOW),
-        pytest.param("awkward", (8, 1), {"accumulate": 2, "grad_sync": "step"}, marks=SLOW),
+        ("awkward", (8, 1), {"accumulate": 2, "grad_sync": "step"}),
         pytest.param("ragged", (2, 4), {"accumulate": 5}, marks=SLOW),
     ],
     ids=str,
@@ -213,7 +207,7 @@ def test_micro_batches_in_breadth(name, mesh, options):
         ((2, 4), 3, {"accumulate": 3}),
         pytest.param((1, 5), 0, {"accumulate": 2}, marks=SLOW),
         pytest.param((3, 2), 1, {}, marks=SLOW),
-        pytest.param((8, 1), 2, {"grad_sync": "step", "accumulate": 2}, marks=SLOW),
+        ((8, 1), 2, {"grad_sync": "step", "accumulate": 2}),
     ],
     ids=str,
 )
@@ -272,10 +266,7 @@ ROUTES = (
 
 @pytest.mark.parametrize(
     ("mesh", "route"),
-    [
-        pytest.param(mesh, ROUTES[i % len(ROUTES)], marks=SLOW if mesh in ((8, 1), (4, 3), (2, 1)) else ())
-        for i, mesh in enumerate(MATH_MESHES[:-1])
-    ]
+    [(mesh, ROUTES[i % len(ROUTES)]) for i, mesh in enumerate(MATH_MESHES[:-1])]
     + [((2, 4), ROUTES[4])]
     + [
         pytest.param(mesh, ROUTES[i], marks=SLOW)

@@ -96,10 +96,8 @@ ALL = ("list", "stack", "linen", "linen-scan")
     ("name", "mesh", "options"),
     [
         ("list", (1, 1), {}),
-        pytest.param(
-            "stack", (2, 2), {"hpz": True, "remat": "none", "accumulate": 2}, marks=pytest.mark.slow
-        ),
-        pytest.param("linen", (1, 2), {"remat": "attention"}, marks=pytest.mark.slow),
+        ("stack", (2, 2), {"hpz": True, "remat": "none", "accumulate": 2}),
+        ("linen", (1, 2), {"remat": "attention"}),
     ],
     ids=str,
 )
