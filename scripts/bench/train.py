@@ -46,6 +46,12 @@ from zerojax.multihost.distributed import joined
 from zerojax.network import nccl
 from zerojax.testing.emulated_cluster import limit_link
 
+HOST_X8: dict[str, Any] = {
+    "preset": "zero3",
+    "host": ("optimizer",),
+    "accumulate": 8,
+    "accumulate_order": "breadth",
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "zero3": {"preset": "zero3"},
     "zero3-sp": {"preset": "zero3", "shared": True},
@@ -75,53 +81,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "delta-breadth-x8": {"preset": "delta", "accumulate": 8, "accumulate_order": "breadth"},
     "zero3-host": {"preset": "zero3", "host": ("optimizer",)},
     "zero3-host-x8": {"preset": "zero3", "host": ("optimizer",), "accumulate": 8},
-    "zero3-host-breadth-x8": {
-        "preset": "zero3",
-        "host": ("optimizer",),
-        "accumulate": 8,
-        "accumulate_order": "breadth",
-    },
-    "zero3-host-breadth-x8-backward": {
-        "preset": "zero3",
-        "host": ("optimizer",),
-        "update_in_backward": True,
-        "accumulate": 8,
-        "accumulate_order": "breadth",
-    },
+    "zero3-host-breadth-x8": HOST_X8,
+    "zero3-host-breadth-x8-backward": {**HOST_X8, "update_in_backward": True},
     "zero3-host-breadth-x8-bf16-moments-backward": {
-        "preset": "zero3",
-        "host": ("optimizer",),
+        **HOST_X8,
         "update_in_backward": True,
         "moments": "bfloat16",
-        "accumulate": 8,
-        "accumulate_order": "breadth",
     },
-    "zero3-host-breadth-x8-bf16-moments": {
-        "preset": "zero3",
-        "host": ("optimizer",),
-        "moments": "bfloat16",
-        "accumulate": 8,
-        "accumulate_order": "breadth",
-    },
-    "zero3-host-breadth-x8-float8-moments": {
-        "preset": "zero3",
-        "host": ("optimizer",),
-        "moments": "float8",
-        "accumulate": 8,
-        "accumulate_order": "breadth",
-    },
-    "zero3-host-breadth-x16": {
-        "preset": "zero3",
-        "host": ("optimizer",),
-        "accumulate": 16,
-        "accumulate_order": "breadth",
-    },
-    "zero3-host-all-breadth-x8": {
-        "preset": "zero3",
-        "host": ("optimizer", "weights", "activations"),
-        "accumulate": 8,
-        "accumulate_order": "breadth",
-    },
+    "zero3-host-breadth-x8-bf16-moments": {**HOST_X8, "moments": "bfloat16"},
+    "zero3-host-breadth-x8-float8-moments": {**HOST_X8, "moments": "float8"},
+    "zero3-host-breadth-x16": {**HOST_X8, "accumulate": 16},
+    "zero3-host-all-breadth-x8": {**HOST_X8, "host": ("optimizer", "weights", "activations")},
 }
 GSPMD = "gspmd"
 RANK = 16

@@ -24,6 +24,7 @@ from zerojax.matmul.replay import CALLED, as_it_is, evaluate
 from zerojax.optim.low_precision import with_moments_as_set
 from zerojax.optim.moments import by_moment
 from zerojax.optim.shard_check import OnLayout, Optimizer
+from zerojax.schedule.layer_update import has_cotangent
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.mesh import MeshShape
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
@@ -135,12 +136,12 @@ class LayerwiseOptimizer:
 
         Raises:
             ConfigurationError: the optimizer needs those, or keeps integers of each weight, which no
-                cotangent can be (bytes can: ``as_floats``).
+                cotangent can be (``has_cotangent``).
         """
         if self._needs_others:
             raise ConfigurationError(_NOT_IN_BACKWARD)
         for place, dtype in self.dtypes.items():
-            if place in self.moments and not (jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize == 1):
+            if place in self.moments and not has_cotangent(dtype):
                 raise ConfigurationError(
                     "ZeroConfig.update_in_backward takes an optimizer's state in floating point alone, and "
                     f"{place} is {dtype}: leave update_in_backward out."

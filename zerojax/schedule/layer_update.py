@@ -104,6 +104,11 @@ class LayerUpdate:
     run: UpdateLayer = field(metadata={"static": True})
 
 
+def has_cotangent(dtype: jnp.dtype) -> bool:
+    """Whether an array of the dtype can be in a sink, as ``as_floats`` makes it."""
+    return bool(jnp.issubdtype(dtype, jnp.floating)) or dtype in _BYTES
+
+
 def as_floats(x: Num[Array, "..."]) -> Float[Array, "..."]:
     """An array that can have a cotangent: bytes as 8-bit floats."""
     return lax.bitcast_convert_type(x, _BYTE) if x.dtype in _BYTES else x
