@@ -40,7 +40,8 @@ from zerojax.matmul.lora import A, B, LoRA, Piece
 from zerojax.models import GPTConfig
 from zerojax.run.build import is_first
 from zerojax.run.checkpoints import read_manifest
-from zerojax.run.checkpoints.canonical import abstract_part, with_weights
+from zerojax.run.checkpoints.canonical import with_weights
+from zerojax.run.checkpoints.conversion import abstract_part
 from zerojax.run.run_dir import RunFolder
 from zerojax.sharding import param_tree
 from zerojax.sharding.layout import ParamLayout

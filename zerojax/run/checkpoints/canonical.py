@@ -1,9 +1,6 @@
 """The canonical form of a train state: unsharded shapes, without mesh, stage, padding or wire format.
 
 Checkpoints hold this form, so one written on 2 x 4 devices by ZeRO++ can be read on 3 x 2 by exact ZeRO-3.
-A leaf whose first dimension divides by the number of devices stays cut along it, exactly as its owners hold
-it: converting it sends nothing. Other leaves, small ones or of odd sizes, are gathered and cut again one at
-a time, so that no device holds more than one whole leaf.
 
 With local updates each node has weights, moments and counts of its own, which keep their first axis, by
 node. Where a checkpoint has those of other nodes than the state, the optimizer's are their mean, and
@@ -15,69 +12,35 @@ it without a copy of all of it.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
-from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from zerojax.comm.in_order import on_mesh
 from zerojax.errors import ConfigurationError
-from zerojax.optim.low_precision import as_moment, dtype_in_checkpoint, is_rounded
-from zerojax.optim.moments import by_moment
-from zerojax.sharding.layout import OWNED, ParamLayout, from_stored, to_stored
-from zerojax.sharding.memory import HOST, in_host, to_device
-from zerojax.sharding.mesh import LOCAL, NODE
-from zerojax.sharding.param_tree import Path, from_tree, to_tree
+from zerojax.run.checkpoints.conversion import abstract_part, convert, in_each_node, mean_over_nodes
+from zerojax.run.checkpoints.entries import (
+    AVERAGE,
+    NODES,
+    OPTIMIZER,
+    REINITIALISED,
+    ROUNDING,
+    Entry,
+    Tree,
+    changed_fields,
+    delta_copies,
+    entries_of,
+)
+from zerojax.sharding.memory import HOST, in_host
 from zerojax.train.copies import copies_of
 from zerojax.train.fields import copied, shardings_of
-from zerojax.train.local_state import LocalState
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
-from zerojax.weights.weight import Weight
-
-Tree = dict[str, Any]
-_COUNTERS = ("step", "skipped_in_row", "seed")
-OPTIMIZER = "optimizer"
-"""The kind of the optimizer's arrays, which are named by their places in its state."""
-AVERAGE = "average"
-ROUNDING = "rounding"
-"""The kind of the count by which moments in few bits are rounded; all else of them has its fp32 names."""
-NODES = "nodes"
-"""The kind of what each node has of its own with local updates, besides the optimizer's arrays."""
-REINITIALISED = ("secondary", "residual", AVERAGE, ROUNDING, "losses", NODES, "outer")
-"""Kinds that are initialised again if a checkpoint has none that fits."""
-
-
-class Entry(NamedTuple):
-    """An array of a state that is saved.
-
-    Attributes:
-        leaf: the parameter that it belongs to and is laid out like; None if it is saved as it is.
-        x: the array, or its description.
-        by_node: whether each node has one, along the first axis.
-        is_rounded: whether it is a moment in few bits, which is saved by its values.
-    """
-
-    leaf: ParamLayout | None
-    x: Array
-    by_node: bool
-    is_rounded: bool = False
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The dtype in canonical form."""
-        return dtype_in_checkpoint(self.x.dtype) if self.is_rounded else self.x.dtype
-
-    @property
-    def rank(self) -> int:
-        """The number of dimensions in canonical form, without that of nodes."""
-        return self.x.ndim - self.by_node if self.leaf is None else len(self.leaf.unsharded_shape)
 
 
 def to_canonical(state: TrainState, *, on_host: bool = False, placeholders: bool = False) -> Tree:
@@ -108,7 +71,10 @@ def to_canonical(state: TrainState, *, on_host: bool = False, placeholders: bool
         if entry.leaf is None:
             copy = copied(entry.x)
         else:
-            copy = convert(state.spec, entry, _canonical(state, entry), to_nodes=entry.by_node)
+            form = _canonical(state, entry)
+            copy = convert(
+                state.spec, entry.leaf, entry.x, form, by_node=entry.by_node, to_nodes=entry.by_node
+            )
         if on_host:
             on_its_host = copy.sharding.with_memory_kind(HOST)
             copy = jax.block_until_ready(jax.device_put(copy, on_its_host))
@@ -206,24 +172,6 @@ def _check_base(state: TrainState, tree: Tree) -> None:
             )
 
 
-def _delta_copies(state: TrainState) -> list[Weight]:
-    """Delta's copies, which are saved; those of ``with_node_copy`` are not."""
-    return [*state.copies.values()] if state.spec.zero.weights_delta else []
-
-
-def entries_of(state: TrainState) -> dict[str, Entry]:
-    """Each non-empty array of a state by name."""
-    entries: dict[str, Entry] = {}
-
-    def note(name: str, entry: Entry) -> Array:
-        if entry.x.size if entry.leaf is None else entry.leaf.count:
-            entries[name] = entry
-        return entry.x
-
-    _changed(state, note)
-    return entries
-
-
 def _put(state: TrainState, stored: dict[str, Array]) -> TrainState:
     """A state of the arrays named as in ``entries_of``. Missing copies of delta are made, others are zeros.
 
@@ -239,8 +187,8 @@ def _put(state: TrainState, stored: dict[str, Array]) -> TrainState:
     def zeros(x: Array) -> Array:
         return jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=x.sharding)(x.shape, x.dtype)
 
-    fields = _changed(state, named)
-    if lacks_copies and _delta_copies(state):
+    fields = changed_fields(state, named)
+    if lacks_copies and delta_copies(state):
         make = jax.jit(functools.partial(copies_of, state.spec), out_shardings=shardings_of(state.copies))
         fields["copies"] = make(fields["params"])
     if any(name.startswith(f"{NODES}/") for name in stored) or state.local is None:
@@ -250,88 +198,6 @@ def _put(state: TrainState, stored: dict[str, Array]) -> TrainState:
     filled = state.replace(**fields, current_copies=False)
     assert filled.local is not None
     return filled.replace(local=dataclasses.replace(filled.local, momentum=momentum))
-
-
-def _changed(state: TrainState, change: Callable[[str, Entry], Array]) -> dict[str, Any]:
-    """The fields of a state with ``change(name, entry)`` in place of every array that is saved.
-
-    This gives the arrays of a checkpoint their names.
-    """
-    spec, by_node = state.spec, state.local is not None
-    leaves = {leaf.path: leaf for leaf in spec.leaves}
-
-    def plain(kind: str, values: dict[str, Array], *, by_node: bool = False) -> dict[str, Array]:
-        return {name: change(f"{kind}/{name}", Entry(None, x, by_node)) for name, x in values.items()}
-
-    def nested(
-        kind: str, tree: Tree, leaves: Mapping[Path, ParamLayout] = leaves, *, by_node: bool = False
-    ) -> Tree:
-        return to_tree(
-            {
-                path: change("/".join((kind, *path)), Entry(leaves.get(path), x, by_node))
-                for path, x in from_tree(tree).items()
-            }
-        )
-
-    def changed_copy(copy: Weight) -> Weight:
-        name = "/".join(("secondary", *copy.layout.path))
-        if copy.scale is None:
-            return copy.replace(change(name, Entry(copy.layout, copy.values, False)))
-        values = change(f"{name}/values", Entry(copy.layout, copy.values, False))
-        scale = change(f"{name}/scale", Entry(None, copy.scale, False))
-        return dataclasses.replace(copy, values=values, scale=scale)
-
-    def changed_local(local: LocalState) -> LocalState:
-        told = {"skipped_in_row": local.skipped_in_row, "report": local.report}
-        return LocalState(
-            weights=nested(f"{NODES}/weights", local.weights, by_node=True),
-            known=nested(f"{NODES}/known", local.known),
-            momentum=nested("outer/momentum", local.momentum),
-            **plain(NODES, told, by_node=True),
-        )
-
-    nodes = (spec.world.nodes,) if by_node else ()
-    layouts = by_moment(
-        spec.leaves,
-        state.opt_state,
-        lambda leaf, _: leaf,
-        lambda _: 0,  # in place of None, which is no leaf of a tree
-        lambda leaf: (*nodes, *leaf.stored_shape),
-    )
-    return {
-        **{name: change(f"counters/{name}", Entry(None, getattr(state, name), False)) for name in _COUNTERS},
-        "params": nested("params", state.params),
-        "opt_state": jax.tree_util.tree_map_with_path(
-            lambda path, x, layout: change(
-                _optimizer_name(path), Entry(layout or None, x, by_node, is_rounded(path))
-            ),
-            state.opt_state,
-            layouts,
-        ),
-        "model_state": plain("other", state.model_state),
-        "copies": {copy.layout.path: changed_copy(copy) for copy in _delta_copies(state)},
-        "residual": nested("residual", state.residual, leaves if by_node else {}, by_node=by_node),
-        "losses": plain("losses", state.losses, by_node=by_node),
-        "base": plain("base", state.base),
-        "local": None if state.local is None else changed_local(state.local),
-    }
-
-
-def _optimizer_name(path: Any) -> str:
-    """Averaged weights are named as a kind of their own, so that they can be read without the moments.
-
-    Moments have the same names whatever their dtype is.
-    """
-    for number, key in enumerate(path):
-        if (field := getattr(key, "name", None)) in ("averaged_count", "averaged_params"):
-            return _name(f"{AVERAGE}/{field.removeprefix('averaged_')}", path[number + 1 :])
-        if field == "rounds":
-            return f"{ROUNDING}/{field}"
-    return _name(OPTIMIZER, tuple(key for key in path if getattr(key, "name", None) != "rounded"))
-
-
-def _name(kind: str, path: Any) -> str:
-    return f"{kind}/{jax.tree_util.keystr(path, simple=True, separator='/')}".removesuffix("/")
 
 
 def _stored(state: TrainState, entry: Entry, given: Array | Callable[[TrainState, Entry], Array]) -> Array:
@@ -345,153 +211,32 @@ def _stored(state: TrainState, entry: Entry, given: Array | Callable[[TrainState
     if entry.leaf is not None:
         # Another state may have cut it along another dimension.
         x = jax.device_put(x, _of_nodes(state, entry, x.shape[0] if of_nodes else None).sharding)
-        return convert(state.spec, Entry(entry.leaf, x, of_nodes), like, to_nodes=entry.by_node)
+        return convert(state.spec, entry.leaf, x, like, by_node=of_nodes, to_nodes=entry.by_node)
     if entry.by_node == of_nodes and x.sharding == like.sharding:
         return x
     return jax.jit(functools.partial(jnp.broadcast_to, shape=like.shape), out_shardings=like.sharding)(x)
 
 
-def mean_over_nodes(train_spec: TrainSpec, x: Array) -> Array:
-    """The mean over nodes; of counts, the largest."""
-    reduce = jnp.mean if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.max
-    to = train_spec.sharding(PartitionSpec(*_spec(x)[1:]))
-    return jax.jit(functools.partial(reduce, axis=0), out_shardings=to)(x)
-
-
-def convert(
-    train_spec: TrainSpec, entry: Entry, like: jax.ShapeDtypeStruct | Array, *, to_nodes: bool
-) -> Array:
-    """Convert one array to its canonical or stored form, whichever ``like`` has, perhaps in every node.
-
-    A moment may have another dtype there. One function is compiled per layout and mesh.
-    """
-    leaf, x, by_node, _ = entry
-    assert leaf is not None
-    # The function, which is kept, holds no array.
-    source, target, whole, dtype = _spec(x), _spec(like), like.shape, like.dtype
-
-    def on_device(part: Array) -> Array:
-        # A node's own arrays are laid out as if it were the world.
-        layout, shape = leaf.in_node if by_node else leaf, whole[1:] if to_nodes else whole
-        cut = _cut_rows if _is_cut_by_rows(layout) else _gather_and_cut
-        have = PartitionSpec(*source[1:]) if by_node else source
-        want = PartitionSpec(*target[1:]) if to_nodes else target
-        part = as_moment(to_device(part), dtype)
-        done = cut(layout, have, want, shape)(part[0] if by_node else part)
-        return done[None] if to_nodes else done
-
-    def make() -> Callable[[Array], Array]:
-        return jax.jit(on_mesh(on_device, train_spec.mesh, in_specs=source, out_specs=target))
-
-    layout = f"{leaf.unsharded_shape} {leaf.stack} {leaf.shard} {leaf.parts}"
-    key = f"canonical {layout} {x.shape} {x.sharding.memory_kind} {source} {like.shape} {dtype} {target}"
-    # One at a time, to bound the memory, and because XLA:CPU starts and runs programs on the same few
-    # threads: a process that starts 32 at once deadlocks when another process lags behind.
-    return jax.block_until_ready(jax.device_put(train_spec.once_on_mesh(key, make)(x), like.sharding))
-
-
-def _is_cut_by_rows(leaf: ParamLayout) -> bool:
-    """Whether each device owns a range of the first dimension of a layer."""
-    return leaf.padded == leaf.size and bool(leaf.shape) and leaf.shape[0] % leaf.world.size == 0
-
-
-def _cut_rows(
-    leaf: ParamLayout, source: PartitionSpec, target: PartitionSpec, like: tuple[int, ...]
-) -> Callable[[Array], Array]:
-    """The conversion on a device for a leaf cut by rows: both forms have their numbers in the same order."""
-    axis = len(leaf.stack)
-    have, want = _axes(source, axis), _axes(target, axis)
-    shape = (*like[:axis], -1, *like[axis + 1 :])
-
-    def on_device(part: Array) -> Array:
-        for name in (NODE, LOCAL):  # owners are numbered along nodes first
-            if name in have and name not in want:
-                part = lax.all_gather(part, name, axis=axis, tiled=True)
-        part = part.reshape(shape)
-        for name in (LOCAL, NODE):
-            if name in want and name not in have:
-                part = _own_part(part, name, axis)
-        return part
-
-    return on_device
-
-
-def _gather_and_cut(
-    leaf: ParamLayout, source: PartitionSpec, target: PartitionSpec, like: tuple[int, ...]
-) -> Callable[[Array], Array]:
-    """The conversion on a device for any other leaf: gather it and cut out the device's part.
-
-    XLA's partitioner would gather for this reshape as well, but with a warning.
-    """
-    to_form = from_stored if like == leaf.unsharded_shape else to_stored
-
-    def on_device(part: Array) -> Array:
-        for axis in range(part.ndim):
-            if names := _axes(source, axis):
-                part = lax.all_gather(part, names, axis=axis, tiled=True)
-        whole = to_form(part, leaf).reshape(like)
-        for axis in range(whole.ndim):
-            if names := _axes(target, axis):
-                whole = _own_part(whole, names, axis)
-        return whole
-
-    return on_device
-
-
-def _own_part(x: Array, names: str | tuple[str, ...], axis: int) -> Array:
-    size = x.shape[axis] // lax.axis_size(names)
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(names) * size, size, axis)
-
-
-def _axes(spec: PartitionSpec, axis: int) -> tuple[str, ...]:
-    """The mesh axes that shard a dimension."""
-    names = spec[axis] if axis < len(spec) else None
-    return () if names is None else (names,) if isinstance(names, str) else tuple(names)
-
-
-def _spec(x: Array | jax.ShapeDtypeStruct) -> PartitionSpec:
-    assert isinstance(x.sharding, NamedSharding)  # as everything in a state is placed
-    return x.sharding.spec
-
-
-def abstract_part(
-    spec: TrainSpec, leaf: ParamLayout, dtype: Any = jnp.float32, nodes: tuple[int, ...] = ()
-) -> jax.ShapeDtypeStruct:
-    """The description of what is laid out like a weight, or like some of its layers, in canonical form.
-
-    Where each node has one, ``nodes`` is their number.
-    """
-    if not nodes:
-        return spec.abstract(leaf.unsharded_shape, dtype, _canonical_spec(leaf))
-    own = PartitionSpec(NODE, *_canonical_spec(leaf.in_node, (LOCAL,)))
-    return spec.abstract((*nodes, *leaf.unsharded_shape), dtype, own)
-
-
 def _canonical(state: TrainState, entry: Entry) -> jax.ShapeDtypeStruct:
     """The description of an array in canonical form, in the memory where the array is."""
-    leaf, x, by_node, _ = entry
-    if leaf is None:
+    x = entry.x
+    if entry.leaf is None:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-    return _in_memory_of(x, abstract_part(state.spec, leaf, entry.dtype, x.shape[:by_node]))
+    return _in_memory_of(x, abstract_part(state.spec, entry.leaf, entry.dtype, x.shape[: entry.by_node]))
 
 
 def _of_nodes(state: TrainState, entry: Entry, nodes: int | None) -> jax.ShapeDtypeStruct:
     """The same with the axis of so many nodes, or without."""
-    leaf, x, by_node, _ = entry
+    x, by_node = entry.x, entry.by_node
     if nodes is not None and by_node and x.shape[0] == nodes:
         return _canonical(state, entry)
-    if leaf is None:
+    if entry.leaf is None:
         like = state.spec.abstract(x.shape[by_node:], x.dtype)
     else:
-        like = abstract_part(state.spec, leaf, entry.dtype)
+        like = abstract_part(state.spec, entry.leaf, entry.dtype)
     if nodes is not None:
         return in_each_node(state.spec, like, nodes)
     return like if by_node else _in_memory_of(x, like)
-
-
-def in_each_node(spec: TrainSpec, x: jax.ShapeDtypeStruct, nodes: int) -> jax.ShapeDtypeStruct:
-    """The description of an array that each of so many nodes has, along a first axis."""
-    return spec.abstract((nodes, *x.shape), x.dtype, PartitionSpec(None, *_spec(x)))
 
 
 def _in_memory_of(x: Array, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -499,18 +244,6 @@ def _in_memory_of(x: Array, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     if not in_host(x):
         return like
     return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=like.sharding.with_memory_kind(HOST))
-
-
-def _canonical_spec(leaf: ParamLayout, owners: tuple[str, ...] = OWNED) -> PartitionSpec:
-    """Cut as its owners hold it; else over as many devices as divide one of its dimensions."""
-    if _is_cut_by_rows(leaf):
-        return leaf.spec(owners)
-    world = leaf.world
-    for axes, parts in ((owners, world.size), (LOCAL, world.local), (NODE, world.nodes)):
-        for number, extent in enumerate(leaf.unsharded_shape):
-            if parts > 1 and extent and extent % parts == 0:
-                return PartitionSpec(*(None,) * number, axes)
-    return PartitionSpec()
 
 
 def _nested(flat: dict[str, Any]) -> Tree:

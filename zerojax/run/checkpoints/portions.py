@@ -26,7 +26,8 @@ from jaxtyping import Array
 from zerojax.comm.in_order import on_mesh
 from zerojax.comm.xla_options import compiler_options
 from zerojax.multihost.agreement import run_on_process_zero
-from zerojax.run.checkpoints.canonical import Entry, abstract_part, convert, entries_of
+from zerojax.run.checkpoints.conversion import abstract_part, convert
+from zerojax.run.checkpoints.entries import Entry, entries_of
 from zerojax.sharding.host_memory import SAVING
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.memory import in_host, to_device, to_host
@@ -120,9 +121,8 @@ def _write(
     folder: Path, name: str, state: TrainState, entry: Entry, writing: _Writing, context: ts.Context
 ) -> None:
     """Write an array, of which every process writes the parts of its devices."""
-    leaf, x, by_node, _ = _laid_out(entry)
-    assert leaf is not None
-    nodes, dtype = x.shape[:by_node], entry.dtype
+    leaf, x, by_node, dtype = _layout_of(entry), entry.x, entry.by_node, entry.dtype
+    nodes = x.shape[:by_node]
     portions = portions_of(leaf, dtype.itemsize)
     like = abstract_part(state.spec, portions[0].leaf, dtype, nodes)
     assert like.sharding is not None
@@ -131,9 +131,10 @@ def _write(
     store = _created(folder, name, (*nodes, *leaf.unsharded_shape), part, dtype, context)
     for portion in portions:
         writing.finish(UNDER_WAY - size)
-        stored = Entry(portion.leaf, _take(state.spec, portion, x, by_node), by_node)
+        stored = _take(state.spec, portion, x, by_node)
+        canonical = convert(state.spec, portion.leaf, stored, like, by_node=by_node, to_nodes=by_node)
         # From page-locked memory numpy takes it as it is; from a GPU's, JAX copies 0.5 GB/s.
-        canonical = to_host(convert(state.spec, stored, like, to_nodes=by_node))
+        canonical = to_host(canonical)
         for shard in canonical.addressable_shards:
             if shard.replica_id == 0:
                 numbers = np.asarray(shard.data)
@@ -154,9 +155,8 @@ def read_in_portions(folder: Path, name: str) -> Callable[[TrainState, Entry], A
     ).result()
 
     def read(state: TrainState, entry: Entry) -> Array:
-        spec, (leaf, x, by_node, _) = state.spec, _laid_out(entry)
-        assert leaf is not None
-        nodes, place, dtype = x.shape[:by_node], specs_of(x), entry.dtype
+        spec, leaf, x, by_node, dtype = state.spec, _layout_of(entry), entry.x, entry.by_node, entry.dtype
+        nodes, place = x.shape[:by_node], specs_of(x)
         chunk = store.chunk_layout.read_chunk.shape or ()
         at_least = (chunk[by_node + len(leaf.stack) - 1] if leaf.stack else None) or 1
         portions = portions_of(leaf, dtype.itemsize, at_least)
@@ -182,12 +182,11 @@ def read_in_portions(folder: Path, name: str) -> Callable[[TrainState, Entry], A
                 lambda index, parts=parts: parts[index or ()].result().astype(dtype, copy=False),
             )
             reading.extend(map(begin, portions[number + ahead : number + ahead + 1]))
-            part = Entry(portion.leaf, canonical, by_node)
-            if not leaf.stack:
-                return convert(spec, part, x, to_nodes=by_node)
             shape = (*nodes, *portion.leaf.stored_shape)
-            stored = jax.ShapeDtypeStruct(shape, x.dtype, sharding=spec.sharding(place))
-            part = convert(spec, part, stored, to_nodes=by_node)
+            stored = jax.ShapeDtypeStruct(shape, x.dtype, sharding=spec.sharding(place)) if leaf.stack else x
+            part = convert(spec, portion.leaf, canonical, stored, by_node=by_node, to_nodes=by_node)
+            if not leaf.stack:
+                return part
             whole = _place(spec, portion, whole, part, x, by_node)
         assert whole is not None
         return whole
@@ -195,10 +194,10 @@ def read_in_portions(folder: Path, name: str) -> Callable[[TrainState, Entry], A
     return read
 
 
-def _laid_out(entry: Entry) -> Entry:
-    """An entry with the layout by which its portions are cut: of what each node has, that within a node."""
+def _layout_of(entry: Entry) -> ParamLayout:
+    """The layout by which the portions of an entry are cut: of what each node has, that within a node."""
     assert entry.leaf is not None  # only weights, and what is laid out like them, are in host memory
-    return entry._replace(leaf=entry.leaf.in_node) if entry.by_node else entry
+    return entry.leaf.in_node if entry.by_node else entry.leaf
 
 
 def _take(spec: TrainSpec, portion: Portion, x: Array, by_node: bool) -> Array:

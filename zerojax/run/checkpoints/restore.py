@@ -12,20 +12,14 @@ from orbax.checkpoint import v1 as ocp
 from zerojax.errors import ConfigurationError
 from zerojax.log import logger
 from zerojax.run.checkpoints.canonical import (
-    AVERAGE,
-    NODES,
-    OPTIMIZER,
-    REINITIALISED,
-    Entry,
     abstract_average,
     abstract_canonical,
-    abstract_part,
     abstract_saved,
     from_canonical,
-    in_each_node,
-    mean_over_nodes,
     with_weights,
 )
+from zerojax.run.checkpoints.conversion import abstract_part, in_each_node, mean_over_nodes
+from zerojax.run.checkpoints.entries import AVERAGE, NODES, OPTIMIZER, REINITIALISED, Entry
 from zerojax.run.checkpoints.portions import read_in_portions
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.memory import in_host
