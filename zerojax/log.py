@@ -5,6 +5,8 @@ To redirect its messages, add handlers of your own to it before zerojax is impor
 
 import logging
 
+import jax
+
 from zerojax import terminal
 
 
@@ -17,3 +19,9 @@ logger = logging.getLogger("zerojax")
 logger.propagate = False
 if not logger.handlers:
     logger.addHandler(_StandardError())
+
+
+def warn(text: str) -> None:
+    """Log a warning on the first process of a job, for all of them."""
+    if jax.process_index() == 0:
+        logger.warning(text)

@@ -157,7 +157,7 @@ def on_a_gpu(monkeypatch) -> list[str]:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(flash_attention, "missing", lambda: None)
     lines: list[str] = []
-    monkeypatch.setattr(attention.logger, "warning", lines.append)
+    monkeypatch.setattr(attention, "warn", lines.append)
     attention._warn.cache_clear()
     return lines
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface import ModelReader
-from zerojax.log import logger
+from zerojax.log import warn
 from zerojax.run.build import abstract_model
 from zerojax.run.checkpoints import damage_line, newest_valid, read_manifest, restore
 from zerojax.run.config import MeshSection, RunConfig
@@ -63,7 +63,7 @@ def open_trained(folder: RunFolder, config: RunConfig, mesh: MeshSection, *, ema
     config = on_its_mesh(config)
     choice = newest_valid(folder.checkpoints, checksums=config.checkpoint.verify)
     for step, why in choice.damaged.items():
-        logger.warning(damage_line(folder.checkpoints, step, why))
+        warn(damage_line(folder.checkpoints, step, why))
     if choice.step is None:
         raise ConfigurationError(f"{folder.path} has no checkpoint yet: train the run first")
     path = folder.checkpoints / str(choice.step)

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import size
-from zerojax.log import logger
+from zerojax.log import warn
 from zerojax.models import flash_attention
 from zerojax.models.config import AttentionKernel
 from zerojax.models.flash_attention import ATTENTION_NAME, Documents, Options, Segments
@@ -280,8 +280,7 @@ def fastest(query: Array, value: Array, softcap: float | None, *, masked: bool) 
 @cache
 def _warn(text: str) -> None:
     """Log, once in a process, what attention without FlashAttention-4 costs."""
-    if jax.process_index() == 0:
-        logger.warning(f"attention within documents, or a window of some layers: {text}")
+    warn(f"attention within documents, or a window of some layers: {text}")
 
 
 def _with_a_later_position(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.errors import ConfigurationError, RunError
-from zerojax.log import logger
+from zerojax.log import logger, warn
 from zerojax.multihost.agreement import gather_from_all, run_on_process_zero
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.preemption import StopRequest
@@ -186,7 +186,7 @@ class Trainer(TrainLoop):
         found = None if self.folder is None else resume(self.folder.checkpoints, state)
         if found is not None:
             state, self._saved, self._record = found
-            self._say(f"{folder}: resuming from step {found.step}")
+            warn(f"{folder}: resuming from step {found.step}")
         elif isinstance(state.step, jax.ShapeDtypeStruct):
             state = state.replace(**initializer(state.spec, frozen=False)(checked_seed(seed)))
         self.state = state
@@ -292,7 +292,7 @@ class Trainer(TrainLoop):
         if folder is not None:
             self.lock = RunLock(folder)
             if (warning := run_on_process_zero(self.lock.take)) is not None:
-                self._say(warning)
+                warn(warning)
         try:
             self.log = self._make_log(steps=self._steps, start=self.step, skipped=record.skipped)
         except BaseException:
@@ -310,10 +310,6 @@ class Trainer(TrainLoop):
     def _tell(self, step: int, values: Mapping[str, float]) -> None:
         for callback in self._callbacks:
             callback.on_log(self, step, values)
-
-    def _say(self, line: str) -> None:
-        if jax.process_index() == 0:
-            logger.warning(line)
 
 
 class _Source(Iterator[Any]):

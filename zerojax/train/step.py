@@ -20,7 +20,7 @@ from zerojax.adapters import LossFn, ModelState
 from zerojax.comm.in_order import one_at_a_time
 from zerojax.comm.xla_options import CompilerOptions, compiler_options
 from zerojax.errors import ConfigurationError
-from zerojax.log import logger
+from zerojax.log import warn
 from zerojax.matmul.fp8 import has_fp8
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train import per_device
@@ -266,24 +266,21 @@ def _apart(state: TrainState) -> tuple[TrainState, _Read]:
 @functools.cache
 def _warn_without_fp8(device: Any) -> None:
     """Log, once in a process, that a device has no fp8 matmuls."""
-    if not has_fp8(device) and jax.process_index() == 0:
-        logger.warning(
-            'matmul_dtype="fp8" on %s, which has no fp8 matmuls (NVIDIA GPUs have them from compute '
-            "capability 8.9 on): the same numbers come from a reference path, slower than bf16",
-            device.device_kind,
+    if not has_fp8(device):
+        warn(
+            f'matmul_dtype="fp8" on {device.device_kind}, which has no fp8 matmuls (NVIDIA GPUs have them '
+            "from compute capability 8.9 on): the same numbers come from a reference path, slower than bf16"
         )
 
 
 @functools.cache
 def _warn_slow_experts(platform: str, kind: str, dtype: str, sides: tuple[int, ...]) -> None:
     """Log, once in a process, that matmuls of experts have no kernels on a GPU of a kind."""
-    if platform == "gpu" and not has_grouped_kernels(dtype, *sides) and jax.process_index() == 0:
-        logger.warning(
-            "the grouped matmuls of experts of %s in %s on %s are compiled by XLA, many times slower than "
-            "their kernels, which are for Hopper, in bfloat16, with sides that are multiples of 64",
-            " x ".join(map(str, sides)),
-            dtype,
-            kind,
+    if platform == "gpu" and not has_grouped_kernels(dtype, *sides):
+        warn(
+            f"the grouped matmuls of experts of {' x '.join(map(str, sides))} in {dtype} on {kind} are "
+            "compiled by XLA, many times slower than their kernels, which are for Hopper, in bfloat16, with "
+            "sides that are multiples of 64"
         )
 
 

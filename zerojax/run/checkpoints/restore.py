@@ -10,7 +10,7 @@ from flax import traverse_util
 from orbax.checkpoint import v1 as ocp
 
 from zerojax.errors import ConfigurationError
-from zerojax.log import logger
+from zerojax.log import warn
 from zerojax.run.checkpoints.canonical import (
     abstract_average,
     abstract_canonical,
@@ -30,18 +30,13 @@ from zerojax.train.state import TrainState
 _PARTIAL = ocp.options.PyTreeOptions(loading=ocp.options.PyTreeOptions.Loading(partial_load=True))
 
 
-def _log(line: str) -> None:
-    if jax.process_index() == 0:
-        logger.warning(line)
-
-
 def restore(
     path: Path | str,
     state: TrainState,
     *,
     average: bool = False,
     name: str = "",
-    say: Callable[[str], object] = _log,
+    say: Callable[[str], object] = warn,
 ) -> TrainState:
     """Read a checkpoint into a train state.
 
