@@ -13,6 +13,8 @@ from flax import nnx, traverse_util
 import zerojax
 from zerojax.run.checkpoints import Checkpoints, Record, restore, restore_base, restore_weights
 from zerojax.run.checkpoints.canonical import to_canonical
+from zerojax.run.checkpoints.conversion import abstract_part, convert
+from zerojax.run.checkpoints.entries import entries_of
 
 ADAMW = optax.adamw(1e-2)
 AVERAGED = optax.chain(ADAMW, zerojax.average_weights(0.5))
@@ -100,6 +102,32 @@ def test_every_nodes_own_is_saved(kept, trained):
     np.testing.assert_array_equal(
         kept["params/blocks/block/kernel"], zerojax.gather_params(trained)["blocks"]["block"]["kernel"]
     )
+
+
+class Rows(nnx.Module):
+    """12 rows, without padding: the 4 devices of a node share them evenly, all 8 do not."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.kernel = nnx.Param(jnp.arange(12.0 * 256).reshape(12, 256))
+
+
+def test_a_nodes_own_rows_are_saved_without_sending(monkeypatch):
+    exact = {"weights": "fp32", "grads": ("fp32", "fp32"), "rotation": 0, "error_feedback": False}
+    state = zerojax.TrainState.create(
+        Rows,
+        ADAMW,
+        lambda model, batch: jnp.sum(model.kernel[...]) * batch.mean(),
+        mesh=zerojax.make_mesh(2, 4),
+        zero=zerojax.ZeroConfig.preset("local", every=3, stage=2, **exact),
+    )
+    own = entries_of(state)["nodes/weights/kernel"]
+    assert own.leaf is not None
+    like = abstract_part(state.spec, own.leaf, nodes=(2,))
+    with monkeypatch.context() as patch:
+        patch.setattr(jax.lax, "all_gather", lambda *_, **__: pytest.fail("a save sends rows"))
+        rows = convert(state.spec, own.leaf, own.x, like, by_node=True, to_nodes=True)
+    assert rows.addressable_shards[0].data.shape == (1, 3, 256)
+    np.testing.assert_array_equal(rows, [np.arange(12.0 * 256).reshape(12, 256)] * 2)
 
 
 @pytest.mark.slow
