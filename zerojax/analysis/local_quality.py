@@ -23,7 +23,7 @@ def expected_loss(every: int, *optimizers: str) -> str:
     each = "; ".join(f"{name} {_figure(name, every)}" for name in optimizers or LOSS_ABOVE_ZERO3)
     return (
         f"validation loss above zero3's in 400 steps of 124M parameters on two nodes, {each} (four nodes "
-        "lost twice as much, runs of many tokens a parameter lose less: docs/quality.md)"
+        "lost twice as much with muon; runs of many tokens a parameter lose less: docs/quality.md)"
     )
 
 

@@ -134,8 +134,7 @@ def _write(
         stored = _take(state.spec, portion, x, by_node)
         canonical = convert(state.spec, portion.leaf, stored, like, by_node=by_node, to_nodes=by_node)
         # From page-locked memory numpy takes it as it is; from a GPU's, JAX copies 0.5 GB/s.
-        canonical = to_host(canonical)
-        for shard in canonical.addressable_shards:
+        for shard in to_host(canonical).addressable_shards:
             if shard.replica_id == 0:
                 numbers = np.asarray(shard.data)
                 box = _box(portion, shard.index, nodes)
@@ -182,11 +181,11 @@ def read_in_portions(folder: Path, name: str) -> Callable[[TrainState, Entry], A
                 lambda index, parts=parts: parts[index or ()].result().astype(dtype, copy=False),
             )
             reading.extend(map(begin, portions[number + ahead : number + ahead + 1]))
-            shape = (*nodes, *portion.leaf.stored_shape)
-            stored = jax.ShapeDtypeStruct(shape, x.dtype, sharding=spec.sharding(place)) if leaf.stack else x
-            part = convert(spec, portion.leaf, canonical, stored, by_node=by_node, to_nodes=by_node)
             if not leaf.stack:
-                return part
+                return convert(spec, leaf, canonical, x, by_node=by_node, to_nodes=by_node)
+            shape = (*nodes, *portion.leaf.stored_shape)
+            stored = jax.ShapeDtypeStruct(shape, x.dtype, sharding=spec.sharding(place))
+            part = convert(spec, portion.leaf, canonical, stored, by_node=by_node, to_nodes=by_node)
             whole = _place(spec, portion, whole, part, x, by_node)
         assert whole is not None
         return whole
