@@ -80,6 +80,9 @@ def test_the_compiled_step_sends_what_the_traced_one_says(cuda_mesh, preset, nod
     master = 3 * 4 * report.parameters / (nodes * local)  # fp32 weights and Adam's two moments
     assert memory.arguments >= master
     assert memory.aliased >= master, "the state is donated"
+    of_norms = hlo.fused_opcodes(str(compiled.as_text()), "jit(_train)/reduce_sum")
+    assert "reduce" in of_norms
+    assert "dynamic-update-slice" not in of_norms, "the norm's kernels do the last layers' writes again"
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ gathers to int8 and bf16 reductions to fp32.
 from hlo.collectives import HloCollective, collectives
 from hlo.host import HostCopy, host_copies
 from hlo.memory import CompiledMemory, memory
-from hlo.moves import MOVES, Movement, movements
+from hlo.moves import MOVES, Movement, fused_opcodes, movements
 from hlo.text import HloError
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "HostCopy",
     "Movement",
     "collectives",
+    "fused_opcodes",
     "host_copies",
     "memory",
     "movements",

@@ -45,6 +45,19 @@ def movements(text: str, min_bytes: int, *, loops_only: bool = True) -> tuple[Mo
     return tuple(found)
 
 
+def fused_opcodes(text: str, source: str) -> set[str]:
+    """The opcodes in those fusions outside of loops that compute a JAX operation, named as in ``op_name``."""
+    program = parse(text)
+    fusions = [v.instruction for v in walk(program) if v.instruction.opcode in WRAPPERS and not v.in_loop]
+    return {
+        instruction.opcode
+        for fusion in fusions
+        if fusion.attribute(r'op_name="([^"]*)"') == source
+        for name in callees(fusion)
+        for instruction in program.computations[name].instructions
+    }
+
+
 def _moved(
     program: Program, computation: Computation, instruction: Instruction
 ) -> tuple[tuple[str, ...], int]:
