@@ -194,9 +194,6 @@ class _BackwardPass:
         *others, first = queue.drain(carry.in_flight)
         for arrived in others:
             stored = storage.write(stored, queue.sum(arrived), arrived.layer)
-        if self.updates is None:
-            # Else the compiler would compute these writes again, element by element, in all that reads a sum.
-            stored = lax.optimization_barrier(stored)
         return storage.collect(stored, queue.sum(first)), carry.cotangent, carry.of_state, carry.of_shared
 
     def _layer(self, carry: _Carry, index: Index) -> _Carry:

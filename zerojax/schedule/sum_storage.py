@@ -105,7 +105,8 @@ class SumStorage:
 
     def collect(self, stored: Stored, first: Values) -> Values:
         """The sums of all layers, stacked, fp32 ``[layers, n]``; ``first`` are layer 0's, ``[n]``."""
-        arrays = jax.tree.leaves(stored)
+        # Else the compiler would compute the last writes again, element by element, in all that reads a sum.
+        arrays = jax.tree.leaves(lax.optimization_barrier(stored))
         written = {piece.array for pieces in self._pieces for piece in pieces}
         floats = {i: _as_fp32(_as_rows(arrays[i])) for i in written}
         return tuple(self._joined(floats, x, own) for x, own in zip(first, self._pieces, strict=True))
