@@ -61,6 +61,7 @@ def measure(config: GPTConfig, sharing: int, rows: int, options: argparse.Namesp
         sequence_parallel=sharing,
         remat=options.remat,
         frozen=("*",) if adapters else (),
+        matmul_dtype="fp8" if options.fp8 else "compute",
         host=("activations",) if adapters else (),
     )
     state = zerojax.TrainState.create(
@@ -99,6 +100,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="timed, after one that compiles; 0: that one")
     parser.add_argument("--adapters", action="store_true")
     parser.add_argument("--remat", choices=("full", "attention", "none"), default="full")
+    parser.add_argument("--fp8", action="store_true", help="matmuls in fp8; attention stays in bfloat16")
     parser.add_argument("--tile", type=int, default=TILE, help="model.token_tile")
     parser.add_argument("--gpu", default="h100", help="whose peak counts")
     parser.add_argument("--small", action="store_true")

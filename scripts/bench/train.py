@@ -144,6 +144,10 @@ def main() -> None:
     parser.add_argument(
         "--variants", nargs="+", choices=[*VARIANTS, GSPMD], default=["zero3", "zero++", "delta"]
     )
+    parser.add_argument(
+        "--ahead", action="store_true",
+        help="begin a step before the one before it has ended, as training does: a time is that between ends",
+    )  # fmt: skip
     traces = parser.add_mutually_exclusive_group()
     traces.add_argument("--profile", type=Path, help="keep the traces here")
     traces.add_argument("--no-trace", action="store_true", help="do not trace: no overlap figures")
@@ -186,7 +190,9 @@ def measure(variant: str, options: argparse.Namespace) -> Iterator[Row]:
         if rate is not None:
             limit_link(rate)
         before = sent_so_far()
-        state, metrics, seconds = timed(_UNTIMED + options.steps, state, step, batch, options.seconds)
+        state, metrics, seconds = timed(
+            _UNTIMED + options.steps, state, step, batch, options.seconds, ahead=options.ahead
+        )
         sent = None if before is None else ((sent_so_far() or 0) - before) / len(seconds)
         seconds = seconds[_UNTIMED:] or seconds[-1:]
         exposed = hidden = None
@@ -230,18 +236,20 @@ def make_config(options: argparse.Namespace) -> GPTConfig:
 
 
 def timed(
-    steps: int, state: Any, step: gspmd.Step, batch: Any, most: float = math.inf
+    steps: int, state: Any, step: gspmd.Step, batch: Any, most: float = math.inf, *, ahead: bool = False
 ) -> tuple[Any, dict[str, jax.Array], list[float]]:
-    """The state after some steps, the metrics of the last, and the seconds of each; see --seconds."""
+    """The state after some steps, the metrics of the last, and the seconds of each (see --ahead)."""
     metrics, seconds = {}, []
+    ended = time.perf_counter()
     for _ in range(steps):
-        begun = time.perf_counter()
-        state, metrics = step(state, batch)
-        jax.block_until_ready((state, metrics))
-        seconds.append(time.perf_counter() - begun)
+        before, (state, metrics) = metrics, step(state, batch)
+        # Ahead, times are those of the steps one earlier; the first are not counted.
+        jax.block_until_ready(before if ahead else (state, metrics))
+        seconds.append(time.perf_counter() - ended)
+        ended = time.perf_counter()
         if most < math.inf and run_on_process_zero(lambda: sum(seconds) > most):
             break
-    return state, metrics, seconds
+    return jax.block_until_ready(state), metrics, seconds
 
 
 def trace(

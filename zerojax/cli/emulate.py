@@ -44,6 +44,7 @@ def run(arguments: Sequence[str]) -> None:
         help="rate of each link, such as 400mbit, or none for no limit (default: %(default)s)",
     )
     add("--latency", help="one-way delay to add between nodes, such as 50us")
+    add("--mtu", type=int, default=1500, help="bytes of the largest packet (default: %(default)s)")
     add("--platform", choices=("auto", "cpu", "gpu"), default="auto", help="default: GPUs if there are any")
     add("--grace", type=float, default=30.0, help="seconds from SIGTERM to SIGKILL (default: %(default)s)")
     add("command", nargs=argparse.REMAINDER, help="--, then the command and its arguments")
@@ -57,6 +58,7 @@ def run(arguments: Sequence[str]) -> None:
             options.gpus_per_node,
             rate=None if options.rate == "none" else options.rate,
             latency=options.latency,
+            mtu=options.mtu,
             platform=options.platform,
         )
     except (ValueError, ClusterError) as error:

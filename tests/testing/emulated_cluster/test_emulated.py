@@ -13,6 +13,7 @@ import pytest
 from zerojax import cluster
 from zerojax.multihost.devices import share_devices
 from zerojax.testing.emulated_cluster import inside
+from zerojax.testing.emulated_cluster.network import INTERFACE
 
 pytestmark = pytest.mark.alone
 
@@ -146,6 +147,15 @@ def test_the_command_prints_bytes_and_returns_the_highest_code():
 
 
 @needs_namespaces
+@needs_namespaces
+def test_packets_are_as_large_as_asked():
+    output = io.BytesIO()
+    program = f"import psutil; print(psutil.net_if_stats()['{INTERFACE}'].mtu)"
+    with cluster.EmulatedCluster(2, platform="cpu", mtu=9000) as emulated:
+        emulated.run([sys.executable, "-c", program], output=output)
+    assert sorted(output.getvalue().decode().splitlines()) == ["[node0] 9000", "[node1] 9000"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_nothing_outlives_the_script(number):
     """Not even a process that has left its session, if the script is killed with SIGKILL."""
@@ -240,7 +250,15 @@ def test_refuses_without_root(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"rate": "fast"}, {"rate": "10gbps"}, {"latency": "50"}, {"nodes": 0}, {"devices_per_node": 0}]
+    "wrong",
+    [
+        {"rate": "fast"},
+        {"rate": "10gbps"},
+        {"latency": "50"},
+        {"nodes": 0},
+        {"devices_per_node": 0},
+        {"mtu": 500},
+    ],
 )
 def test_refuses(wrong):
     with pytest.raises(ValueError):  # noqa: PT011  (each says something else)

@@ -39,6 +39,7 @@ class EmulatedCluster:
         devices_per_node: GPUs or emulated CPU devices of each node.
         rate: of each link and direction: "10gbit", "400mbit"; None for no limit.
         latency: one-way delay to add between nodes: "50us"; None for none.
+        mtu: bytes of the largest packet: 1500, or 9000 for jumbo frames.
         platform: "gpu", "cpu", or "auto" for GPUs if this machine has any.
 
     Raises:
@@ -53,13 +54,14 @@ class EmulatedCluster:
         *,
         rate: str | None = "10gbit",
         latency: str | None = None,
+        mtu: int = 1500,
         platform: Platform = "auto",
     ):
         self.nodes = nodes
         self._rate = rate
         self._devices = share_devices(nodes, devices_per_node, platform)
         self._token = new_token()
-        self.network = Network(nodes, rate, latency)
+        self.network = Network(nodes, rate, latency, mtu)
         names = [f"{self.network.address(i)} node{i}\n" for i in range(nodes)]
         self._hosts = "".join(["127.0.0.1 localhost\n", *names])
 

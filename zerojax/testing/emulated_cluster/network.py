@@ -123,15 +123,20 @@ class Network:
         nodes: number of nodes, 1 to 65534.
         rate: of each link and direction, as for ``bytes_per_second``; None for no limit.
         latency: one-way delay to add between two nodes, as for ``microseconds``; None for none.
+        mtu: bytes of the largest packet, 576 to 65535. The rate is that of packets with their headers, as on
+            Ethernet.
 
     Raises:
         ValueError: an argument is invalid.
         ClusterError: this machine cannot emulate a cluster; the message says why.
     """
 
-    def __init__(self, nodes: int, rate: str | None, latency: str | None):
+    def __init__(self, nodes: int, rate: str | None, latency: str | None, mtu: int):
         if not 1 <= nodes <= 65534:
             raise ValueError(f"a cluster has 1 to 65534 nodes, not {nodes}")
+        if not 576 <= mtu <= 65535:
+            raise ValueError(f"packets have at most 576 to 65535 bytes (mtu), not {mtu}")
+        self._mtu = mtu
         self._limit = bytes_per_second(rate) if rate else None
         self._delay = microseconds(latency) if latency else 0
         if reason := unavailable():
@@ -171,8 +176,8 @@ class Network:
         bridge = _index(ip, "switch")
         ip.link("set", index=bridge, state="up")
         for node, namespace in enumerate(self.namespaces):
-            peer = {"ifname": INTERFACE, "net_ns_fd": namespace}
-            ip.link("add", ifname=f"port{node}", kind="veth", peer=peer)
+            peer = {"ifname": INTERFACE, "net_ns_fd": namespace, "mtu": self._mtu}
+            ip.link("add", ifname=f"port{node}", kind="veth", mtu=self._mtu, peer=peer)
             port = _index(ip, f"port{node}")
             ip.link("set", index=port, master=bridge, state="up")
             self._shape(ip, port, delay=0)
