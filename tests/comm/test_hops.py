@@ -300,20 +300,6 @@ def test_large_raw_leaves_travel_alone_and_arrive():
 
 
 @functools.cache
-def test_what_crosses_nodes_beside_a_layer_is_joined_as_it_is_encoded():
-    """Where it is sent, the network would wait for that copy."""
-    mesh, size = (4, 1), coalesced.ALONE_BYTES
-    leaves = [leaf_and_wire(mesh, size, i, grads=("bf16", "bf16"))[0] for i in range(2)]
-
-    def run(*grads: jax.Array) -> Any:
-        (chunk,) = reduction_of(leaves, own_stream=True).encode(grads, jnp.uint32(SEED))
-        assert not chunk.alone
-        return chunk.joined
-
-    (wire,) = on_mesh(mesh, run, *[np.zeros((*mesh, 1, size), np.float32)] * 2)
-    assert wire.size * wire.itemsize == 2 * 2 * size * 4
-
-
 def compiled_round_trip(mesh: tuple[int, int], size: int, fmt: str, block: int) -> Any:
     options = {"weights": fmt, "local_weights": fmt, "grads": (fmt, fmt), "block_size": block, "chunks": 2}
     leaf, wire = leaf_and_wire(mesh, size, **options)

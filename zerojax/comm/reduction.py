@@ -19,7 +19,7 @@ show, and from which ``zerojax.analysis.comm_report`` learns the purpose of a co
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -27,15 +27,7 @@ from jax import lax
 from jaxtyping import Array, Float, Num
 
 import pallas_kernels
-from zerojax.comm.coalesced import (
-    Coalesced,
-    Rows,
-    coalesce,
-    exchange,
-    exchange_together,
-    for_exchange,
-    gather_together,
-)
+from zerojax.comm.coalesced import Rows, exchange_together, gather_together
 from zerojax.sharding.layout import ParamLayout, flatten, unflatten
 from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
 from zerojax.sharding.strategy import ShardingStrategy
@@ -47,8 +39,8 @@ LOCAL_HOP, NODE_HOP, SUMS_HOP = 1, 2, 3
 Values = tuple[Num[Array, "..."], ...]
 """One array per trained parameter of a unit."""
 
-Payload = tuple[Coalesced, ...]
-"""Encoded gradients: per chunk those of all parameters, joined as they cross."""
+Payload = tuple[Values, ...]
+"""Encoded gradients: per chunk and parameter."""
 
 
 @dataclass(frozen=True)
@@ -87,27 +79,25 @@ class GradientReduction:
         ``grads`` are of one layer and of unsharded shape: this device's cotangents of whole weights.
 
         Returns:
-            The payloads ``[peers, m]``; row i is for peer i of the first axis. They are joined here, not
-            when they are sent: the network would wait for that copy. Without hops one chunk of one row, not
-            encoded.
+            The payloads ``[peers, m]``; row i is for peer i of the first axis. Without hops one chunk of
+            one row, not encoded.
         """
         axes = self.axes
         chunks = self.strategy.chunks
         if not axes:
-            return (_at_rest([_as_row(grad, leaf) for grad, leaf in self._each(grads)]),)
+            return (tuple(_as_row(grad, leaf) for grad, leaf in self._each(grads)),)
         if len(axes) == 2:
             staged = [encode_reordered(grad, leaf, seed, chunks) for grad, leaf in self._each(grads)]
-            of_chunks = ([payload[chunk] for payload in staged] for chunk in range(chunks))
-            return tuple(self._coalesced(chunk, LOCAL) for chunk in of_chunks)
+            return tuple(tuple(payload[chunk] for payload in staged) for chunk in range(chunks))
         hop = LOCAL_HOP if axes[0] == LOCAL else NODE_HOP
         peers = lax.axis_size(axes[0])
-        encoded = [
+        encoded = (
             encode_rows(flatten(grad, leaf).reshape(peers, -1), leaf, self._last_codec(leaf), seed, hop)
             if self._crosses(leaf, axes[0])
             else _as_row(grad, leaf)
             for grad, leaf in self._each(grads)
-        ]
-        return (self._coalesced(encoded, axes[0]),)
+        )
+        return (tuple(encoded),)
 
     def send(self, chunks: Payload, seed: Seed, hop: int) -> Payload:
         """Take encoded gradients over one hop, and encode them for the next if there is one.
@@ -124,24 +114,24 @@ class GradientReduction:
         Returns:
             The payload of the next hop; after the last, the payload that arrived, not yet decoded.
         """
-        axes, own_stream = self.axes, self.strategy.own_stream
+        axes = self.axes
         if hop == len(axes):
+            own_stream = self.strategy.own_stream
             with jax.named_scope(self._last_scope):
-                each = [self._gather_sums(chunk.split(), own_stream=own_stream) for chunk in chunks]
-            return tuple(_at_rest(chunk) for chunk in each)
+                return tuple(self._gather_sums(chunk, own_stream=own_stream) for chunk in chunks)
         if hop == len(axes) - 1:
             with jax.named_scope(self._last_scope):
-                arrived = tuple(exchange(chunk, axes[hop], own_stream=own_stream) for chunk in chunks)
+                arrived = tuple(self._exchanged(chunk, axes[hop]) for chunk in chunks)
             return self._at_owners(arrived, seed)
-        sent: list[Coalesced] = []
+        sent: list[Values] = []
         with jax.named_scope("reduce_local"):
             for index, chunk in enumerate(chunks):
-                arrived = exchange(chunk, LOCAL, own_stream=own_stream).split()
+                arrived = self._exchanged(chunk, LOCAL)
                 salted = mix(seed, index)  # bits follow from the place in a chunk: other ones for each
-                summed = [
+                summed = (
                     sum_and_encode(rows, leaf, salted, len(chunks)) for rows, leaf in self._each(arrived)
-                ]
-                sent.append(self._coalesced(summed, NODE))
+                )
+                sent.append(tuple(summed))
         return tuple(sent)
 
     @property
@@ -165,22 +155,19 @@ class GradientReduction:
         """
         (chunk,), (encoded,) = payload, sums
         with jax.named_scope(self._last_scope):
-            sums_of = encoded.split()
-            for_all = [x for x, leaf in self._each(sums_of) if leaf.sums]
+            for_all = [x for x, leaf in self._each(encoded) if leaf.sums]
             rows = [jnp.broadcast_to(x, (self.world.nodes, x.size)) for x in for_all]
-            arrived = exchange_together([*chunk.joined, *rows], NODE, own_stream=True)
-        wires = len(chunk.joined)
-        gathered = iter(arrived[wires:])
-        every = [next(gathered) if leaf.sums else x for x, leaf in self._each(sums_of)]
-        at_owners = self._at_owners((replace(chunk, joined=tuple(arrived[:wires])),), seed)
-        return at_owners, (_at_rest(every),)
+            arrived = exchange_together([*chunk, *rows], NODE, own_stream=True)
+        gathered = iter(arrived[len(chunk) :])
+        every = tuple(next(gathered) if leaf.sums else x for x, leaf in self._each(encoded))
+        return self._at_owners((tuple(arrived[: len(chunk)]),), seed), (every,)
 
     def _at_owners(self, arrived: Payload, seed: Seed) -> Payload:
         """What has arrived at the owners; the sums of it, encoded, if those go on to all nodes."""
         if not self.sends_sums:
             return arrived
         return tuple(
-            _at_rest(self._encode_sums(self._totals(chunk.split(), len(arrived)), mix(seed, index)))
+            self._encode_sums(self._totals(chunk, len(arrived)), mix(seed, index))
             for index, chunk in enumerate(arrived)
         )
 
@@ -192,14 +179,14 @@ class GradientReduction:
             partition.
         """
         if not self.axes:
-            return tuple(rows.reshape(-1).astype(jnp.float32) for rows in arrived[0].split())
+            return tuple(rows.reshape(-1).astype(jnp.float32) for rows in arrived[0])
         of_chunk = self._decode_sums if self.sends_sums else self._totals
-        pieces = [of_chunk(chunk.split(), len(arrived)) for chunk in arrived]
+        pieces = [of_chunk(chunk, len(arrived)) for chunk in arrived]
         if len(pieces) == 1:
             return tuple(x.reshape(-1) for x in pieces[0])
         return tuple(jnp.concatenate(parts, axis=-1).reshape(-1) for parts in zip(*pieces, strict=True))
 
-    def _totals(self, chunk: Sequence[Rows], chunks: int) -> Values:
+    def _totals(self, chunk: Values, chunks: int) -> Values:
         """The sums of what arrived of a chunk by the last of the ``axes``."""
         to_owner = self.strategy.summed_at == "primary"
 
@@ -298,13 +285,13 @@ class GradientReduction:
             for x, leaf in self._each(sums)
         )
 
-    def _gather_sums(self, sent: Sequence[Array], *, own_stream: bool = False) -> Values:
+    def _gather_sums(self, sent: Values, *, own_stream: bool = False) -> Values:
         """All-gather what ``_encode_sums`` encoded: a row from each node."""
         rows = [x.reshape(-1) for x, leaf in self._each(sent) if leaf.sums]
         arrived = iter(gather_together(rows, NODE, own_stream=own_stream))
         return tuple(next(arrived) if leaf.sums else x for x, leaf in self._each(sent))
 
-    def _decode_sums(self, arrived: Sequence[Array], chunks: int) -> Values:
+    def _decode_sums(self, arrived: Values, chunks: int) -> Values:
         """The sums of a chunk in every node, ``[nodes, shard / chunks]``; the others as they are."""
         return tuple(
             decoded_rows(x, leaf, leaf.sums, leaf.shard // chunks) if leaf.sums else x
@@ -331,10 +318,11 @@ class GradientReduction:
         """Whether a parameter's gradient has a hop over an axis: that of a device's own experts stays."""
         return leaf.parts == 1 or axis != LOCAL
 
-    def _coalesced(self, chunk: Sequence[Rows], axis: str | tuple[str, ...]) -> Coalesced:
-        """What is exchanged over an axis next; what does not cross it stays."""
-        stays = [not self._crosses(leaf, axis) for leaf in self.leaves]
-        return for_exchange(chunk, own_stream=self.strategy.own_stream, stays=stays)
+    def _exchanged(self, chunk: Values, axis: str | tuple[str, ...]) -> Values:
+        """All-to-all over an axis; what does not cross it stays."""
+        sent = [rows for rows, leaf in self._each(chunk) if self._crosses(leaf, axis)]
+        arrived = iter(exchange_together(sent, axis, own_stream=self.strategy.own_stream))
+        return tuple(next(arrived) if self._crosses(leaf, axis) else rows for rows, leaf in self._each(chunk))
 
     def _last_codec(self, leaf: ParamLayout) -> Codec:
         return leaf.grads.local if self.axes[-1] == LOCAL else leaf.grads.node
@@ -342,11 +330,6 @@ class GradientReduction:
     @property
     def _last_scope(self) -> str:
         return "reduce_local" if self.axes[-1] == LOCAL else "reduce_node"
-
-
-def _at_rest(values: Sequence[Array]) -> Coalesced:
-    """Gradients that cross no axis, or not by an exchange."""
-    return coalesce(values, stays=[True] * len(values))
 
 
 def encode_rows(rows: Float[Array, "peers n"], leaf: ParamLayout, codec: Codec, seed: Seed, hop: int) -> Rows:

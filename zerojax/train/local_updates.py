@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float32, Int32, PyTree
 
 from zerojax.adapters import ModelState
-from zerojax.comm.coalesced import Coalesced, coalesce, exchange, for_exchange
+from zerojax.comm.coalesced import Arrived, exchange
 from zerojax.comm.in_order import on_mesh, one_at_a_time
 from zerojax.comm.reduction import GradientReduction, Values
 from zerojax.errors import ConfigurationError
@@ -111,7 +111,7 @@ class _Sent(NamedTuple):
         residual: what encoding the outer gradients has lost; empty without error feedback.
     """
 
-    arrived: Coalesced
+    arrived: Arrived
     residual: Values
 
 
@@ -156,8 +156,8 @@ class FragmentExchange:
         """Send outer gradients, the changes that are known by now, and the node's report of its last step."""
         changes = self._encoded(pieces.changed, pieces.known) if self._changes_later else ()
         if self._nodes == 1:
-            own = (*pieces.outer_grads, *changes, report[None])
-            return _Sent(coalesce(own, stays=[True] * len(own)), pieces.residual)
+            own = dict(enumerate((*pieces.outer_grads, *changes, report[None])))
+            return _Sent(Arrived(own, (), ()), pieces.residual)
         with jax.named_scope("exchange_fragment"):
             rows, lost = self._reduction.encode_for_owners(
                 pieces.outer_grads, self._seed, pieces.residual or None
@@ -165,8 +165,7 @@ class FragmentExchange:
             # One collective, because XLA runs those on the stream for hops between nodes one at a time. What
             # is for all nodes is in the row of each, which sends as many bytes as an all-gather.
             for_all = [jnp.broadcast_to(x, (self._nodes, x.size)) for x in (*changes, report)]
-            sent = for_exchange([*rows, *for_all], own_stream=True)
-            return _Sent(exchange(sent, NODE, own_stream=True), lost or ())
+            return _Sent(exchange([*rows, *for_all], NODE, own_stream=True), lost or ())
 
     def receive(self, pieces: _Pieces, sent: _Sent) -> tuple[_Pieces, Float32[Array, "nodes columns"]]:
         """Update the pieces from what has arrived; returns them, and the reports.
