@@ -30,10 +30,10 @@ def products(module, x, w, g, sizes):
     yield jax.jit(module.grouped_sums)(x, g, sizes)
 
 
-def compare(found, wanted):
+def compare(found, wanted, atol=1e-2):
     for a, b in zip(found, wanted, strict=True):
         # Sums in fp32, in another order: results may be rounded to different neighbours.
-        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2**-7, atol=1e-2)
+        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2**-7, atol=atol)
 
 
 @pytest.fixture
@@ -115,4 +115,6 @@ def test_kernels_on_a_gpu_equal_the_specification_in_fp8(k, n):
     with jax.default_device(jax.devices("cpu")[0]):
         wanted = [np.asarray(a) for a in products_in_fp8(grouped_reference, *given)]
     with jax.default_device(jax.devices("cuda")[0]):
-        compare(list(products_in_fp8(calls, *given)), wanted)
+        # Hopper sums products of fp8 with about 14 bits (DeepSeek-V3, section 3.3.2): of 2.3 million results
+        # for 128 x 640 one was 0.016 off, where simulated sums with 13 bits are up to 0.023 off.
+        compare(list(products_in_fp8(calls, *given)), wanted, atol=0.03)
