@@ -77,6 +77,7 @@ def test_the_interface_leads_to_the_coordinator(monkeypatch):
     discovery.remember_coordinator("127.0.0.1")
     found = discover_network({})
     assert (found.interface, found.loopback, found.rate) == ("lo", True, None)
+    assert found.mtu == int(Path("/sys/class/net/lo/mtu").read_text())
     assert discover_network({discovery.VARIABLE: "100gbit"}).rate == 100e9 / 8
 
 

@@ -26,6 +26,8 @@ _BUSY, _STOLEN = 0.9, 0.03
 _MORE = 1.25
 # The share of an interface's rate that flows reach after headers, on a link that nothing else uses.
 _PAYLOAD = 0.8
+# Ethernet's usual packets, 4% of which are headers.
+_USUAL_MTU = 1500
 # Beyond any measurement, and far from the limits of floats.
 _TINY = 1e-18
 
@@ -78,6 +80,7 @@ class LinkReport:
         collectives: by op and size.
         nccl: NCCL's variables during the measurement.
         rdma: what carries collectives in place of TCP; "" if nothing does.
+        mtu: bytes of the interface's largest packet; None if it is not known.
     """
 
     nodes: int
@@ -89,6 +92,7 @@ class LinkReport:
     collectives: tuple[CollectiveTime, ...]
     nccl: dict[str, str]
     rdma: str = ""
+    mtu: int | None = None
 
     def sizes(self) -> list[int]:
         """The sizes of the collectives, in bytes that a device sends."""
@@ -225,12 +229,14 @@ def _beyond_collectives(report: LinkReport, found: str, best: FlowRate) -> Diagn
             link,
             "something between the nodes is slower than their links, or carries other traffic",
         )
+    usual = report.mtu is not None and report.mtu <= _USUAL_MTU
+    jumbo = f"packets have {report.mtu} bytes: jumbo frames carry 4% more. Else " if usual else ""
     return Diagnosis(
         "network",
         found,
-        "only fewer bytes or a faster link help: zerojax plan --links names the preset, and from which "
-        "zero.every on local updates hide; where steps take longer than it predicts, the schedule is the "
-        "limit (zerojax overlap)",
+        f"{jumbo}only fewer bytes or a faster link help: zerojax plan --links names the preset, and from "
+        "which zero.every on local updates hide; where steps take longer than it predicts, the schedule is "
+        "the limit (zerojax overlap)",
     )
 
 

@@ -83,6 +83,7 @@ def _measure(options: Options) -> LinkReport:
         collectives=time_collectives(mesh, [_MIB * size for size in sorted(set(options.sizes))]),
         nccl=given_settings(os.environ),
         rdma=network.rdma,
+        mtu=network.mtu,
     )
 
 

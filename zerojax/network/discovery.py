@@ -35,6 +35,7 @@ class Network:
         rdma: what carries NCCL's data in place of TCP sockets, in words; "" if nothing does.
         loopback: whether the coordinator is reached without leaving this host.
         address: of this node, by which the others reach it; "" if there is no coordinator.
+        mtu: bytes of the interface's largest packet; None if there is no interface.
     """
 
     interface: str = ""
@@ -43,6 +44,7 @@ class Network:
     rdma: str = ""
     loopback: bool = False
     address: str = ""
+    mtu: int | None = None
 
 
 def remember_coordinator(host: str) -> None:
@@ -64,6 +66,7 @@ def discover_network(environ: Mapping[str, str] | None = None) -> Network:
     if not address:
         return Network(rate=given, rdma=rdma)
     interface = _interface_of(address, environ)
+    stats = psutil.net_if_stats().get(interface)
     return Network(
         interface=interface,
         rate=given or interface_rate(_INTERFACES / interface),
@@ -71,6 +74,7 @@ def discover_network(environ: Mapping[str, str] | None = None) -> Network:
         rdma=rdma,
         loopback=ipaddress.ip_address(address).is_loopback,
         address=address,
+        mtu=None if stats is None else stats.mtu,
     )
 
 
