@@ -160,9 +160,17 @@ def test_the_mask_of_segments_is_made_again_and_not_kept(monkeypatch):
     assert (2, 1, 128, 128) not in {x.shape for x in kept}
 
 
-def test_segments_of_another_shape_are_refused():
-    with pytest.raises(ZeroError, match=r'"segments" has shape \(2, 16\), but "tokens" \(2, 17\)'):
-        lm_loss(make(), {"tokens": jnp.zeros((2, 17), int), "segments": jnp.zeros((2, 16), int)})
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"segments": (2, 16)}, r'"segments" has shape \(2, 16\), but "tokens" \(2, 17\)'),
+        ({"labels": (2, 17), "attention_mask": (2, 17)}, r"this batch also has \['attention_mask'\]"),
+    ],
+)
+def test_batches_that_the_loss_would_misread_are_refused(more, message):
+    batch = {name: jnp.zeros(shape, int) for name, shape in ({"tokens": (2, 17)} | more).items()}
+    with pytest.raises(ZeroError, match=message):
+        lm_loss(make(), batch)
 
 
 @pytest.mark.gpu

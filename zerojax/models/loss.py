@@ -20,6 +20,9 @@ from zerojax.schedule.breadth_first import broadcast_unbatched, map_microbatches
 IGNORE = -1
 """The label (and padding token) that neither the loss nor the token count includes."""
 
+_OF_TOKENS = ("segments", "labels")
+"""What a batch of ``lm_loss`` may have besides tokens, of their shape."""
+
 VOCABULARY_TILE = 64
 """The columns of the logits are padded to a multiple of this."""
 
@@ -317,15 +320,20 @@ def lm_loss(
         mixture's metrics, see ``router_metrics``.
 
     Raises:
-        ConfigurationError: if batch has no "tokens" of two or more columns, or "segments" or "labels" of
-            another shape; or the model is one of scores.
+        ConfigurationError: if batch has no "tokens" of two or more columns, "segments" or "labels" of another
+            shape, or anything else; or the model is one of scores.
     """
     model.config.check_language_model("a loss of tokens")
     tokens = batch.get("tokens")
     if tokens is None or tokens.ndim != 2 or tokens.shape[1] < 2:
         shapes = {name: np.shape(value) for name, value in batch.items()}
         raise ConfigurationError(f'a batch needs "tokens" of shape (batch, time + 1); this one has {shapes}')
-    for name in ("segments", "labels"):
+    if unread := sorted(batch.keys() - {"tokens", *_OF_TOKENS}):
+        raise ConfigurationError(
+            f'lm_loss reads "tokens", "segments" and "labels"; this batch also has {unread}. A token '
+            "that does not count has the label -1; leave out what the loss has no use for"
+        )
+    for name in _OF_TOKENS:
         if name in batch and batch[name].shape != tokens.shape:
             raise ConfigurationError(f'"{name}" has shape {batch[name].shape}, but "tokens" {tokens.shape}')
     labels, segments = batch.get("labels", tokens)[:, 1:], batch.get("segments")
