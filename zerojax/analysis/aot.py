@@ -7,7 +7,8 @@ The devices that ``topology`` returns go into an ordinary mesh, and
     compiled = jax.jit(step).lower(*shapes_with_shardings).compile(dict(aot.COMPILER_OPTIONS))
 
 yields the scheduled GPU program: its collectives with their dtypes, replica groups and counts, and the
-memory it takes (``as_text``, ``memory_analysis``). It cannot be run.
+memory it takes (``as_text``, ``memory_analysis``). It cannot be run, nor loaded from JAX's compilation cache,
+which warns of that and compiles it again.
 
 The compiler is not part of a CPU installation of JAX. ``scripts/install_cuda_compiler.sh`` installs it
 (240 MB to download, 600 MB on disk) in a directory of its own, so that ordinary CPU runs never load it; an
