@@ -238,15 +238,19 @@ def make_config(options: argparse.Namespace) -> GPTConfig:
 def timed(
     steps: int, state: Any, step: gspmd.Step, batch: Any, most: float = math.inf, *, ahead: bool = False
 ) -> tuple[Any, dict[str, jax.Array], list[float]]:
-    """The state after some steps, the metrics of the last, and the seconds of each (see --ahead)."""
+    """The state after some steps, the metrics of the last, and the seconds of each.
+
+    ``most`` and ``ahead`` are --seconds and --ahead.
+    """
     metrics, seconds = {}, []
     ended = time.perf_counter()
     for _ in range(steps):
+        begun = ended if ahead else time.perf_counter()
         before, (state, metrics) = metrics, step(state, batch)
         # Ahead, times are those of the steps one earlier; the first are not counted.
         jax.block_until_ready(before if ahead else (state, metrics))
-        seconds.append(time.perf_counter() - ended)
         ended = time.perf_counter()
+        seconds.append(ended - begun)
         if most < math.inf and run_on_process_zero(lambda: sum(seconds) > most):
             break
     return jax.block_until_ready(state), metrics, seconds

@@ -47,6 +47,8 @@ EIGHT = {"NCCL_SOCKET_NTHREADS": "2", "NCCL_NSOCKS_PERTHREAD": "2"}
     [
         # All that flows carry: nothing but the link is left.
         (report({1: 9.4, 2: 9.4}, 9.2, rate=10), "network", "fewer bytes"),
+        (report(GROWING, 92, rate=100), "network", "fewer bytes"),
+        (report(GROWING, 92), "network", "fewer bytes"),
         (
             report(GROWING, 92, rate=100, mtu=1500),
             "network",

@@ -147,7 +147,6 @@ def test_the_command_prints_bytes_and_returns_the_highest_code():
 
 
 @needs_namespaces
-@needs_namespaces
 def test_packets_are_as_large_as_asked():
     output = io.BytesIO()
     program = f"import psutil; print(psutil.net_if_stats()['{INTERFACE}'].mtu)"
@@ -156,6 +155,7 @@ def test_packets_are_as_large_as_asked():
     assert sorted(output.getvalue().decode().splitlines()) == ["[node0] 9000", "[node1] 9000"]
 
 
+@needs_namespaces
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_nothing_outlives_the_script(number):
     """Not even a process that has left its session, if the script is killed with SIGKILL."""

@@ -135,7 +135,7 @@ class Network:
         if not 1 <= nodes <= 65534:
             raise ValueError(f"a cluster has 1 to 65534 nodes, not {nodes}")
         if not 576 <= mtu <= 65535:
-            raise ValueError(f"packets have at most 576 to 65535 bytes (mtu), not {mtu}")
+            raise ValueError(f"the largest packet (mtu) has 576 to 65535 bytes, not {mtu}")
         self._mtu = mtu
         self._limit = bytes_per_second(rate) if rate else None
         self._delay = microseconds(latency) if latency else 0
