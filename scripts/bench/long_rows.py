@@ -12,13 +12,16 @@ is what the exchange of heads costs. For each case: the first loss, milliseconds
 GPUs, the share of their peak that model FLOPs take (causal attention counts half of the square, and nothing
 twice), and peak memory of the process so far. What fails prints its error, and the rest goes on.
 
-With --adapters, weights are frozen beside adapters of rank 16, activations are in host memory and the
-vocabulary is LLaMA 3's. JAX page-locks as much memory as XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says.
+With --adapters, weights are frozen beside adapters of rank 16, and activations are in host memory. With
+--host, all weights are trained, and those parts are in host memory; with "optimizer" the backward pass
+updates. In either case the vocabulary is LLaMA 3's. JAX page-locks as much memory as
+XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says.
 """
 
 import argparse
 import statistics
 import time
+from typing import get_args
 
 import jax
 import numpy as np
@@ -28,6 +31,7 @@ import zerojax
 from zerojax.analysis.gpus import find_gpu
 from zerojax.analysis.plan.work import sequences_of, work_of
 from zerojax.models import GPT, GPTConfig, lm_loss
+from zerojax.models.config import AttentionKernel
 from zerojax.schedule.tiles import TILE
 
 DEFAULT = ("32768:1:N", "32768:N:N", "131072:N:1", "262144:N:1")
@@ -38,7 +42,7 @@ def shape(length: int, options: argparse.Namespace) -> GPTConfig:
     """The model, for rows of a length."""
     small = options.small
     return GPTConfig(
-        vocab_size=512 if small else 128256 if options.adapters else 32000,
+        vocab_size=512 if small else 128256 if options.adapters or options.host else 32000,
         layers=options.layers,
         d_model=64 if small else 4096,
         heads=8 if small else 32,
@@ -51,6 +55,7 @@ def shape(length: int, options: argparse.Namespace) -> GPTConfig:
         biases=False,
         max_seq_len=length,
         token_tile=options.tile,
+        attention=options.attention,
     )
 
 
@@ -62,7 +67,9 @@ def measure(config: GPTConfig, sharing: int, rows: int, options: argparse.Namesp
         remat=options.remat,
         frozen=("*",) if adapters else (),
         matmul_dtype="fp8" if options.fp8 else "compute",
-        host=("activations",) if adapters else (),
+        host=("activations",) if adapters else tuple(options.host),
+        update_in_backward="optimizer" in options.host,
+        moments=options.moments,
     )
     state = zerojax.TrainState.create(
         lambda rngs: GPT(config, rngs=rngs),
@@ -99,7 +106,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2, help="timed, after one that compiles; 0: that one")
     parser.add_argument("--adapters", action="store_true")
+    parser.add_argument("--host", nargs="*", default=(), choices=("optimizer", "weights", "activations"))
+    parser.add_argument("--moments", choices=("float32", "bfloat16", "float8"), default="float32")
     parser.add_argument("--remat", choices=("full", "attention", "none"), default="full")
+    parser.add_argument("--attention", choices=get_args(AttentionKernel), default="auto")
     parser.add_argument("--fp8", action="store_true", help="matmuls in fp8; attention stays in bfloat16")
     parser.add_argument("--tile", type=int, default=TILE, help="model.token_tile")
     parser.add_argument("--gpu", default="h100", help="whose peak counts")

@@ -31,7 +31,7 @@ import zerojax
 from zerojax.models import GPT, GPTConfig, flash_attention, lm_loss
 from zerojax.models.attention import causal_attention
 from zerojax.models.config import AttentionKernel
-from zerojax.models.flash_attention import document_offsets
+from zerojax.models.flash_attention import Documents, document_offsets
 
 SHORTEST, LONGEST = 512, 8192
 """Of the documents, in tokens."""
@@ -84,6 +84,11 @@ class Case:
         row = np.repeat(np.arange(1, len(self.lengths) + 1, dtype=np.int32), self.lengths)
         return jnp.asarray(np.tile(row, (self.rows, 1)))
 
+    @property
+    def documents(self) -> Documents:
+        """Those of all rows."""
+        return document_offsets(self.segments, self.most)
+
     def describe(self) -> str:
         """One line."""
         window = "" if self.window is None else f", window {self.window}"
@@ -111,15 +116,15 @@ def documents(tokens: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-Attend = Callable[[Array, Array, Array, Array], Array]
-"""Attention of queries, keys, values [rows, tokens, heads, width] and segments [rows, tokens]."""
+Attend = Callable[[Array, Array, Array, Documents], Array]
+"""Attention of queries, keys, values [rows, tokens, heads, width], in documents that a step finds once."""
 
 
 def one_document(case: Case) -> Attend:
     """A document as long as the row."""
 
-    def attend(q: Array, k: Array, v: Array, segments: Array) -> Array:
-        del segments
+    def attend(q: Array, k: Array, v: Array, documents: Documents) -> Array:
+        del documents
         return causal_attention(q, k, v, PLAIN, window=case.window)
 
     return attend
@@ -132,8 +137,8 @@ def equal_documents(case: Case) -> tuple[Attend, int]:
     while case.tokens % length:
         length //= 2
 
-    def attend(q: Array, k: Array, v: Array, segments: Array) -> Array:
-        del segments
+    def attend(q: Array, k: Array, v: Array, documents: Documents) -> Array:
+        del documents
         split = [x.reshape(-1, length, *x.shape[2:]) for x in (q, k, v)]
         return causal_attention(split[0], split[1], split[2], PLAIN, window=case.window).reshape(q.shape)
 
@@ -143,12 +148,11 @@ def equal_documents(case: Case) -> tuple[Attend, int]:
 def packed(case: Case, kernel: AttentionKernel, *, bounded: bool = False) -> Attend:
     """Documents in one row; ``bounded`` says that one pass takes all, which saves a branch on the device."""
 
-    def attend(q: Array, k: Array, v: Array, segments: Array) -> Array:
-        found = document_offsets(segments, case.most)
-        found = found._replace(numbers=None) if bounded else found
+    def attend(q: Array, k: Array, v: Array, documents: Documents) -> Array:
         # As data, not a constant that the compiler knows.
-        windowed = segments[0, 0] > 0 if case.by_layer else True
-        return causal_attention(q, k, v, kernel, found, window=case.window, windowed=windowed)
+        windowed = documents.offsets[0] == 0 if case.by_layer else True
+        documents = documents._replace(numbers=None) if bounded else documents
+        return causal_attention(q, k, v, kernel, documents, window=case.window, windowed=windowed)
 
     return attend
 
@@ -156,7 +160,7 @@ def packed(case: Case, kernel: AttentionKernel, *, bounded: bool = False) -> Att
 def candidates(case: Case) -> Iterator[tuple[str, Attend]]:
     """What is compared, by name."""
     yield "FlashAttention-4", packed(case, "flash_attention_4")
-    if case.rows * len(case.lengths) < document_offsets(case.segments, case.most).offsets.size:
+    if case.rows * len(case.lengths) <= case.documents.lengths.size:
         yield "the same, bounded", packed(case, "flash_attention_4", bounded=True)
     yield MASK, packed(case, PLAIN)
 
@@ -175,14 +179,16 @@ def arrays(case: Case, seed: int = 1) -> tuple[Array, Array, Array, Array]:
     return q, k, v, g
 
 
-Step = Callable[[Array, Array, Array, Array, Array], tuple[Array, Array, Array, Array]]
+Step = Callable[[Array, Array, Array, Array, Documents], tuple[Array, Array, Array, Array]]
 
 
 def step_of(attend: Attend) -> Step:
-    """Output and the gradients of q, k and v, of (q, k, v, gradient of the output, segments)."""
+    """Output and the gradients of q, k and v, of (q, k, v, gradient of the output, documents)."""
 
-    def step(q: Array, k: Array, v: Array, g: Array, segments: Array) -> tuple[Array, Array, Array, Array]:
-        out, pullback = jax.vjp(lambda q, k, v: attend(q, k, v, segments), q, k, v)
+    def step(
+        q: Array, k: Array, v: Array, g: Array, documents: Documents
+    ) -> tuple[Array, Array, Array, Array]:
+        out, pullback = jax.vjp(lambda q, k, v: attend(q, k, v, documents), q, k, v)
         dq, dk, dv = pullback(g)
         return out, dq, dk, dv
 
@@ -196,8 +202,8 @@ def reference(case: Case, segments: Array) -> Attend:
     seen = (distance >= 0) & (distance < (case.window or case.tokens))
     mask = seen & (segments[:, :, None] == segments[:, None, :])
 
-    def attend(q: Array, k: Array, v: Array, segments: Array) -> Array:
-        del segments
+    def attend(q: Array, k: Array, v: Array, documents: Documents) -> Array:
+        del documents
         k, v = (jnp.repeat(x, case.heads // case.kv_heads, axis=2) for x in (k, v))
         exact = partial(jnp.einsum, precision="highest")
         scores = exact("bthd,bshd->bhts", q, k) * case.width**-0.5
@@ -210,21 +216,21 @@ def reference(case: Case, segments: Array) -> Attend:
 def check(case: Case) -> None:
     """Print the errors of each candidate, and whether gradients cross from one document to another."""
     print(f"\ncheck: {case.describe()}")
-    segments = case.segments
+    segments, documents = case.segments, case.documents
     given = arrays(case)
     q, k, v, g = (x.astype(jnp.float32) for x in given)
-    exact = jax.jit(step_of(reference(case, segments)))(q, k, v, g, segments)
+    exact = jax.jit(step_of(reference(case, segments)))(q, k, v, g, documents)
     one = (segments == 2)[:, :, None, None]
     for name, attend in candidates(case):
         try:
             step = jax.jit(step_of(attend))
-            found = step(*given, segments)
+            found = step(*given, documents)
             errors = [
                 float(jnp.linalg.norm((a - b).ravel()) / jnp.linalg.norm(b.ravel()))
                 for a, b in zip(found, exact, strict=True)
             ]
             q, k, v, g = given
-            alone = step(q, k, v, jnp.where(one, g, 0), segments)[1:]
+            alone = step(q, k, v, jnp.where(one, g, 0), documents)[1:]
             leaked = max(float(jnp.max(jnp.abs(jnp.where(one, 0, x.astype(jnp.float32))))) for x in alone)
             good = all(e < TOLERANCE for e in errors) and leaked == 0
             texts = ", ".join(f"{n} {e:.1e}" for n, e in zip(("out", "dq", "dk", "dv"), errors, strict=True))
@@ -241,7 +247,7 @@ def measure(case: Case, seconds: float) -> None:
     print(f"\n{case.describe()}: {case.pairs / 1e6:.1f} M pairs")
     columns = ("ms", 8), ("TFLOP/s", 8), ("of row", 7), ("of equal", 8), ("temp GB", 8)
     print(" " * 24, *(f"{title:>{width}}" for title, width in columns), "compile s")
-    segments = case.segments
+    documents = case.documents
     given = arrays(case)
     equal, length = equal_documents(case)
     row = replace(case, lengths=(case.tokens,)).pairs
@@ -255,9 +261,9 @@ def measure(case: Case, seconds: float) -> None:
             continue
         try:
             start = time.monotonic()
-            compiled = jax.jit(step_of(attend)).lower(*given, segments).compile()
+            compiled = jax.jit(step_of(attend)).lower(*given, documents).compile()
             took = time.monotonic() - start
-            ms = milliseconds(lambda compiled=compiled: compiled(*given, segments), seconds)
+            ms = milliseconds(lambda compiled=compiled: compiled(*given, documents), seconds)
             rate = ROW_FLOPS * pairs * case.heads * case.width / ms / 1e9
             if len(bases) < len(base_rows):
                 bases.append(rate)

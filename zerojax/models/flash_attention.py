@@ -50,11 +50,13 @@ class Documents(NamedTuple):
     Attributes:
         offsets: where each of the first documents begins, and where the last of these ends; int32, ascending.
             Those that do not exist begin and end behind the last position.
+        lengths: of these documents, int32.
         numbers: the document of each position, counted from 0, int32 [batch, time]; None where ``offsets``
             has all documents.
     """
 
     offsets: Int[Array, " most_and_one"]
+    lengths: Int[Array, " most"]
     numbers: Segments | None
 
 
@@ -68,12 +70,14 @@ def document_offsets(segments: Segments, most: int | None = None) -> Documents:
     first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     numbers = jnp.cumsum(first.reshape(-1), dtype=jnp.int32).reshape(segments.shape) - 1
     most = min(max(segments.size // 256, 16) if most is None else most, segments.size)
-    return Documents(_offsets(numbers, jnp.arange(most + 1)), numbers)
+    offsets = _offsets(numbers, jnp.arange(most + 1))
+    return Documents(offsets, jnp.diff(offsets), numbers)
 
 
 def one_document_a_row(batch: int, time: int) -> Documents:
     """The documents of rows that hold one each."""
-    return Documents(jnp.arange(batch + 1, dtype=jnp.int32) * time, None)
+    offsets = jnp.arange(batch + 1, dtype=jnp.int32) * time
+    return Documents(offsets, jnp.diff(offsets), None)
 
 
 def _offsets(numbers: Segments, wanted: Int[Array, " documents"]) -> Int[Array, " documents"]:
@@ -123,7 +127,7 @@ def attend(
 
 
 class _Slots(NamedTuple):
-    """Stretches that cover all positions.
+    """Stretches that cover all positions, as the kernels want them.
 
     Attributes:
         offsets: where each begins, and the number of positions.
@@ -135,8 +139,8 @@ class _Slots(NamedTuple):
 
 
 def _slots(offsets: Int[Array, " documents_and_one"], tokens: int) -> _Slots:
-    """The documents, and the positions before and behind them, which take no part."""
-    used = jnp.pad(offsets[1:] - offsets[:-1], 1)
+    """Some of the documents, and the positions before and behind them, which take no part."""
+    used = jnp.pad(jnp.diff(offsets), 1)
     return _Slots(jnp.pad(jnp.pad(offsets, (1, 0)), (0, 1), constant_values=tokens), used)
 
 
@@ -154,11 +158,11 @@ def _in_passes(
     idle time of about as long as a few launches, once per layer and pass. Bounds that need no branch cost
     more: the kernels' time and memory grow with the bound, and there may be as many documents as positions.
     """
-    offsets, numbers = documents
-    tokens, most = arrays[0].shape[0], offsets.size - 1
+    offsets, lengths, numbers = documents
+    tokens, most = arrays[0].shape[0], lengths.size
 
     def one(options: Options, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-        return kernel(options, _slots(offsets, tokens), *arrays)
+        return kernel(options, _Slots(offsets, lengths), *arrays)
 
     def several(options: Options, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
         assert numbers is not None
