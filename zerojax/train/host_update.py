@@ -130,7 +130,7 @@ def updated_by_layers(
             ("state", place): before[place] for place, path in optimizer.moments.items() if path in mine
         }
 
-    stored, fresh = _over_groups(spec, stored_of, updated, skip=spec.updated_in_backward)
+    stored, fresh = _over_groups(spec, stored_of, updated, begin=ok, skip=spec.updated_in_backward)
     weights = {place[1:]: x for place, x in stored.items() if place[0] == "params"}
     moments = {place[1]: x for place, x in stored.items() if place[0] == "state"}
     if done is not None:
@@ -172,19 +172,21 @@ def _over_groups(
     stored_of: Callable[[ParamGroup], _Stored],
     run: Callable[[ParamGroup, _Stored], tuple[_Stored, ByPath, Sent]],
     *,
+    begin: Bool[Array, ""] | None = None,
     skip: Collection[ParamGroup] = (),
 ) -> tuple[_Stored, ByPath]:
-    """Run all groups, of which each begins to be fetched when the one before the last is done."""
+    """Run all groups, of which each begins to be fetched when the one before the last is done.
+
+    The first ones begin when ``begin`` is known; without it, at any time.
+    """
     after: _Stored = {}
     fresh: ByPath = {}
-    done: list[Sent] = []
+    done: list[Any] = [begin] * _GROUPS_AT_ONCE
     for group in spec.groups:
         if not group.leaves or group in skip:
             continue
-        stored = stored_of(group)
-        if len(done) >= _GROUPS_AT_ONCE:
-            # Without the barrier XLA could fetch everything at the beginning.
-            stored, _ = lax.optimization_barrier((stored, done[-_GROUPS_AT_ONCE]))
+        # Without the barrier XLA could fetch everything at the beginning of a step, and hold it to the end.
+        stored, _ = lax.optimization_barrier((stored_of(group), done[-_GROUPS_AT_ONCE]))
         stored, sent, last = run(group, stored)
         done.append(last)
         after |= stored
