@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float, Int
 
@@ -178,7 +178,7 @@ def _in_passes(
             )
 
         shapes = jax.eval_shape(functools.partial(one, options), arrays)
-        return jax.lax.fori_loop(0, passes[-1] + 1, merge, tuple(jnp.zeros(x.shape, x.dtype) for x in shapes))
+        return lax.fori_loop(0, passes[-1] + 1, merge, tuple(jnp.zeros(x.shape, x.dtype) for x in shapes))
 
     branches = [functools.partial(one, options)]
     index = jnp.int32(0)
@@ -189,7 +189,7 @@ def _in_passes(
         index += len(branches) * jnp.logical_not(windowed)
         everything = options._replace(reach=None)
         branches += [functools.partial(branch.func, everything) for branch in branches]
-    return jax.lax.switch(index, branches, arrays)
+    return lax.switch(index, branches, arrays)
 
 
 def _forward_kernel(
@@ -246,7 +246,9 @@ def _attention_forward(
     sinks: Sinks | None,
 ) -> tuple[Array, tuple]:
     arrays = (query, key, value)
-    out, lse = _in_passes(_forward_kernel, options, documents, windowed, arrays)
+    # Without the barrier XLA runs the kernel twice where a scan stacks what it leaves: once in a fusion that
+    # writes into the stack, and once for the layer itself.
+    out, lse = lax.optimization_barrier(_in_passes(_forward_kernel, options, documents, windowed, arrays))
     if sinks is not None:
         out, by_token = with_sinks(out, lse.T, sinks)
         lse = by_token.T
