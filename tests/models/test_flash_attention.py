@@ -245,3 +245,27 @@ def test_the_compiled_program_runs_each_kernel_once_in_each_branch(cuda_mesh):
     memory = compiled.memory_analysis()
     assert memory is not None
     assert memory.temp_size_in_bytes < 2 * 8192**2
+
+
+@NEEDS_LIBRARY
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of fa4-jax, by the CuTe DSL
+def test_a_scan_that_keeps_outputs_runs_the_forward_kernel_once(cuda_mesh):
+    sharding = SingleDeviceSharding(cuda_mesh(1, 1).devices.flat[0])
+    weights = jax.ShapeDtypeStruct((4, 512, 512), jnp.bfloat16, sharding=sharding)
+    x = jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16, sharding=sharding)
+
+    @partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("attention"))
+    def layer(x, weight):
+        q = (x @ weight).reshape(1, 1024, 4, 128)
+        out = causal_attention(q, q[:, :, :2], q[:, :, 2:], "flash_attention_4")
+        return x + out.reshape(1024, 512) @ weight, None
+
+    def loss(weights, x):
+        return jnp.sum(jax.lax.scan(layer, x, weights)[0].astype(jnp.float32) ** 2)
+
+    with aot.flash_attention_assumed():
+        compiled = jax.jit(jax.grad(loss)).lower(weights, x).compile(dict(aot.COMPILER_OPTIONS))
+    text = compiled.as_text()
+    assert text is not None
+    assert len(re.findall(r'custom_call_target="cutejax\.fa4_fwd', text)) == 1

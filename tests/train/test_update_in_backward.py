@@ -335,6 +335,11 @@ def test_on_gpus_the_state_is_copied_beside_the_layers(cuda_mesh, options):
     # A loop's body is two layers.
     assert {copy.to_host for copy in looped} == {True, False}
     assert all(copy.covers >= 0.2 for copy in looped)
+    # What is in no stack comes when the passes are done, not to stay for all of the step.
+    embedding = 4 * DECODER.vocab_size * DECODER.d_model
+    fetched = [n for n, copy in enumerate(copies) if copy.bytes == embedding and not copy.to_host]
+    assert fetched
+    assert min(fetched) > max(n for n, copy in enumerate(copies) if copy.count > 1)
     held = jax.tree.leaves((state.params, state.opt_state))
     memory, before = program.memory_analysis(), after.memory_analysis()
     assert memory is not None
@@ -343,7 +348,8 @@ def test_on_gpus_the_state_is_copied_beside_the_layers(cuda_mesh, options):
     assert memory.host_temp_size_in_bytes <= sum(x.size * x.dtype.itemsize for x in held)
     stacked = jax.tree.leaves(state.params["blocks"])
     saved = before.temp_size_in_bytes - memory.temp_size_in_bytes
-    assert saved > 0.5 * sum(x.size * x.dtype.itemsize for x in stacked)
+    # A stack of gradients, less the layers that are updated beside the passes.
+    assert saved > 0.35 * sum(x.size * x.dtype.itemsize for x in stacked)
     layers, largest = DECODER.layers, max(x.size // DECODER.layers for x in stacked)
     gradients = re.compile(rf"f32\[{layers},{largest}(,1)*\]{{[\d,]*}}")  # what is in host memory says so
     assert not gradients.search(text)

@@ -63,14 +63,17 @@ def check_host_memory(spec: TrainSpec, activations: int = 0, *, saves: bool = Fa
         ConfigurationError: says how much is needed, how much there is, and what to do.
     """
     devices = len(spec.mesh.local_devices)
-    held = devices * (host_bytes(abstract_fields(spec)) + activations)
+    state, by_step = devices * host_bytes(abstract_fields(spec)), devices * activations
+    held = state + by_step
     if not held:
         return
     what = (
         f"ZeroConfig.host={spec.zero.host} keeps {size(held)} in the memory of a host, that of "
         f"{devices} device{'s' * (devices > 1)}"
     )
-    pool, free = pool_bytes(held) if on_gpus(spec.mesh.local_devices) else held, free_host_memory()
+    pool, free = held, free_host_memory()
+    if on_gpus(spec.mesh.local_devices):
+        pool = pool_bytes(state, by_step)
     saves = saves and spec.streams
     needed = pool + SAVING * saves
     if needed > free:

@@ -50,7 +50,9 @@ def host_copies(text: str) -> tuple[HostCopy, ...]:
 def _moved(program: Program, one: Instruction) -> tuple[bool, Array, bool]:
     """Whether an instruction writes to the host, the array that moves, and whether copy engines move it."""
     if one.opcode not in WRAPPERS:
-        return _HOST in one.shape, one.arrays[0], one.opcode == "copy-start"
+        # The shape of a copy's start is where it writes, and what it reads.
+        written = one.shape.partition("}")[0] if one.opcode == "copy-start" else one.shape
+        return _HOST in written, one.arrays[0], one.opcode == "copy-start"
     (callee,) = callees(one)
     called = program.computations[callee]
     # What XLA found out about the offset of a slice: in a loop, that it follows from the loop's counter.
