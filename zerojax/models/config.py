@@ -134,7 +134,8 @@ class GPTConfig:
             modules, each compiled.
         attention: "cudnn", "flash_attention_4" (of the package fa4-jax), "xla", or "auto": on CUDA, if it
             supports the dtype and head width, FlashAttention-4 for packed documents and where layers differ
-            in their window, and else cuDNN's flash attention; elsewhere XLA's.
+            in their window, and else cuDNN's flash attention; elsewhere XLA's. On Hopper FlashAttention-4 is
+            faster than cuDNN for other rows as well, but a repeated step differs by rounding.
         loss_chunk: Tokens whose logits exist at a time in the loss; fp32 logits take
             4 x loss_chunk x vocab_size bytes.
         token_tile: Tokens of a device that go through a block at a time, except for its attention and
