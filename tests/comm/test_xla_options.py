@@ -9,6 +9,7 @@ from zerojax import aot
 from zerojax.comm.xla_options import (
     GPU_OPTIONS,
     HOST_MEMORY,
+    KEPT_PRODUCTS,
     ONE_PROCESS_OPTIONS,
     SEPARATE_PRODUCTS,
     UPDATES_IN_BACKWARD,
@@ -27,6 +28,7 @@ def test_gpus_of_one_process_are_told_to_use_copy_engines_besides(cuda_mesh):
     assert compiler_options(cuda_mesh(1, 4)) == GPU_OPTIONS | ONE_PROCESS_OPTIONS
     assert compiler_options(cuda_mesh(2, 4)) == GPU_OPTIONS
     assert compiler_options(cuda_mesh(2, 4), separate_products=True) == GPU_OPTIONS | SEPARATE_PRODUCTS
+    assert compiler_options(cuda_mesh(2, 4), kept_products=True) == GPU_OPTIONS | KEPT_PRODUCTS
     assert compiler_options(cuda_mesh(2, 4), host_memory=True) == GPU_OPTIONS | HOST_MEMORY
     assert compiler_options(cuda_mesh(2, 4), updates_in_backward=True) == GPU_OPTIONS | UPDATES_IN_BACKWARD
 

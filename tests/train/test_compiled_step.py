@@ -104,6 +104,17 @@ def test_between_nodes_muon_has_gradients_alone_beside_all_matmuls(cuda_mesh, pr
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("remat", "again"), [("none", 0), ("full", 1)])
+def test_a_product_that_is_kept_is_computed_once(cuda_mesh, remat, again):
+    cuda_mesh(1, 1)
+    _, _, compiled = compiled_step(zerojax.ZeroConfig(remat=remat), 1, 1)
+    # Of two matrices and of the head: forward, and two products backward. With "full" the backward pass of
+    # all layers but the last computes `up` again.
+    expected = 3 * (2 * LAYERS + 1) + again * (LAYERS - 1)
+    assert hlo.products(str(compiled.as_text())) == expected
+
+
+@pytest.mark.slow
 def test_in_breadth_gradients_cross_nodes_beside_a_layers_loop_over_micro_batches(cuda_mesh):
     cuda_mesh(2, 4)
     _, _, compiled = compiled_step(zerojax.ZeroConfig(accumulate=2, accumulate_order="breadth"), 2, 4)

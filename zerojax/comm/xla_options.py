@@ -54,6 +54,12 @@ SEPARATE_PRODUCTS: CompilerOptions = {
     # first, a copy for every token.
     "xla_gpu_dot_merger_threshold_mb": 0,
 }
+KEPT_PRODUCTS: CompilerOptions = {
+    # Where a loop stacks the result of a product, for the backward pass, and the layer reads it as well, XLA
+    # would compute it twice: once in a fusion that writes into the stack. Without such fusions, matmuls that
+    # read a slice of a stack copy it first.
+    "xla_gpu_enable_dynamic_slice_fusion": False,
+}
 HOST_MEMORY: CompilerOptions = {
     # No CUDA graphs: in a graph copies from and to host memory do not run beside kernels.
     "xla_gpu_graph_min_graph_size": 1 << 30,
@@ -75,17 +81,20 @@ def compiler_options(
     mesh: Mesh,
     *,
     separate_products: bool = False,
+    kept_products: bool = False,
     host_memory: bool = False,
     updates_in_backward: bool = False,
 ) -> CompilerOptions:
     """The compiler options for programs on a mesh; none unless it has GPUs.
 
-    Products are separate if matmuls are in fp8, or tokens are made (``SEPARATE_PRODUCTS``). In host memory
-    are layers that are copied from or to it, and the state of layers that a backward pass updates.
+    Products are separate if matmuls are in fp8, or tokens are made (``SEPARATE_PRODUCTS``), and kept if the
+    backward pass reads them. In host memory are layers that are copied from or to it, and the state of layers
+    that a backward pass updates.
     """
     if not on_gpus(mesh.devices.flat):
         return {}
-    more = (SEPARATE_PRODUCTS if separate_products else {}) | (HOST_MEMORY if host_memory else {})
+    more = (SEPARATE_PRODUCTS if separate_products else {}) | (KEPT_PRODUCTS if kept_products else {})
+    more |= HOST_MEMORY if host_memory else {}
     more |= UPDATES_IN_BACKWARD if updates_in_backward else {}
     alone = len({device.process_index for device in mesh.devices.flat}) == 1
     return (ONE_PROCESS_OPTIONS if alone else {}) | GPU_OPTIONS | more

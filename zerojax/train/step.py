@@ -288,6 +288,7 @@ def _compiler_options(spec: TrainSpec) -> CompilerOptions:
     return compiler_options(
         spec.mesh,
         separate_products=spec.zero.matmul_dtype == "fp8",
+        kept_products=spec.zero.remat == "none",
         host_memory=bool(spec.zero.host),
         updates_in_backward=bool(spec.updated_in_backward),
     )

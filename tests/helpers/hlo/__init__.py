@@ -8,7 +8,7 @@ Trust only programs compiled for CUDA (``zerojax.analysis.aot`` needs no GPU for
 gathers to int8 and bf16 reductions to fp32.
 """
 
-from hlo.collectives import HloCollective, collectives
+from hlo.collectives import HloCollective, collectives, products
 from hlo.host import HostCopy, host_copies
 from hlo.memory import CompiledMemory, memory
 from hlo.moves import MOVES, Movement, fused_opcodes, movements
@@ -26,4 +26,5 @@ __all__ = [
     "host_copies",
     "memory",
     "movements",
+    "products",
 ]

@@ -177,6 +177,15 @@ def _has_matmul(program: Program, instruction: Instruction) -> bool:
     )
 
 
+def products(text: str) -> int:
+    """How many matmuls a run of the program executes."""
+    program = parse(text)
+    leaves = (
+        visit for visit in walk(program) if visit.instruction.opcode not in ("while", "conditional", "call")
+    )
+    return sum(visit.count or 1 for visit in leaves if _has_matmul(program, visit.instruction))
+
+
 def _devices(text: str) -> int:
     """The number of devices of the program, from its first line."""
     header = text.partition("\n")[0]
