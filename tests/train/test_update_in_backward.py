@@ -348,8 +348,7 @@ def test_on_gpus_the_state_is_copied_beside_the_layers(cuda_mesh, options):
     assert memory.host_temp_size_in_bytes <= sum(x.size * x.dtype.itemsize for x in held)
     stacked = jax.tree.leaves(state.params["blocks"])
     saved = before.temp_size_in_bytes - memory.temp_size_in_bytes
-    # A stack of gradients, less the layers that are updated beside the passes.
-    assert saved > 0.35 * sum(x.size * x.dtype.itemsize for x in stacked)
+    assert saved > 0.5 * sum(x.size * x.dtype.itemsize for x in stacked)
     layers, largest = DECODER.layers, max(x.size // DECODER.layers for x in stacked)
     gradients = re.compile(rf"f32\[{layers},{largest}(,1)*\]{{[\d,]*}}")  # what is in host memory says so
     assert not gradients.search(text)

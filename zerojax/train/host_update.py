@@ -177,16 +177,18 @@ def _over_groups(
 ) -> tuple[_Stored, ByPath]:
     """Run all groups, of which each begins to be fetched when the one before the last is done.
 
-    The first ones begin when ``begin`` is known; without it, at any time.
+    The first ones begin at any time, or if they are no stack, of which all is fetched at once, when ``begin``
+    is known.
     """
     after: _Stored = {}
     fresh: ByPath = {}
-    done: list[Any] = [begin] * _GROUPS_AT_ONCE
+    done: list[Sent] = []
     for group in spec.groups:
         if not group.leaves or group in skip:
             continue
+        known = done[-_GROUPS_AT_ONCE] if len(done) >= _GROUPS_AT_ONCE else None if group.stack else begin
         # Without the barrier XLA could fetch everything at the beginning of a step, and hold it to the end.
-        stored, _ = lax.optimization_barrier((stored_of(group), done[-_GROUPS_AT_ONCE]))
+        stored, _ = lax.optimization_barrier((stored_of(group), known))
         stored, sent, last = run(group, stored)
         done.append(last)
         after |= stored
