@@ -12,10 +12,9 @@ is what the exchange of heads costs. For each case: the first loss, milliseconds
 GPUs, the share of their peak that model FLOPs take (causal attention counts half of the square, and nothing
 twice), and peak memory of the process so far. What fails prints its error, and the rest goes on.
 
-With --adapters, weights are frozen beside adapters of rank 16, and activations are in host memory. With
---host, all weights are trained, and those parts are in host memory; with "optimizer" the backward pass
-updates. In either case the vocabulary is LLaMA 3's. JAX page-locks as much memory as
-XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says.
+With --adapters, weights are frozen beside adapters of rank 16, and activations are in host memory. --host
+names other parts to have there; with "optimizer" the backward pass updates. With either the vocabulary is
+LLaMA 3's. JAX page-locks as much memory as XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says.
 """
 
 import argparse
@@ -33,6 +32,7 @@ from zerojax.analysis.plan.work import sequences_of, work_of
 from zerojax.models import GPT, GPTConfig, lm_loss
 from zerojax.models.config import AttentionKernel
 from zerojax.schedule.tiles import TILE
+from zerojax.zero_config.config import HOST_STORES, Moments, Remat
 
 DEFAULT = ("32768:1:N", "32768:N:N", "131072:N:1", "262144:N:1")
 SMALL = ("64:1:N", "64:N:N", "256:N:1")
@@ -67,7 +67,7 @@ def measure(config: GPTConfig, sharing: int, rows: int, options: argparse.Namesp
         remat=options.remat,
         frozen=("*",) if adapters else (),
         matmul_dtype="fp8" if options.fp8 else "compute",
-        host=("activations",) if adapters else tuple(options.host),
+        host=tuple(options.host) or (("activations",) if adapters else ()),
         update_in_backward="optimizer" in options.host,
         moments=options.moments,
     )
@@ -106,9 +106,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2, help="timed, after one that compiles; 0: that one")
     parser.add_argument("--adapters", action="store_true")
-    parser.add_argument("--host", nargs="*", default=(), choices=("optimizer", "weights", "activations"))
-    parser.add_argument("--moments", choices=("float32", "bfloat16", "float8"), default="float32")
-    parser.add_argument("--remat", choices=("full", "attention", "none"), default="full")
+    parser.add_argument("--host", nargs="*", default=(), choices=HOST_STORES, help="ZeroConfig.host")
+    parser.add_argument("--moments", choices=get_args(Moments), default="float32")
+    parser.add_argument("--remat", choices=get_args(Remat), default="full")
     parser.add_argument("--attention", choices=get_args(AttentionKernel), default="auto")
     parser.add_argument("--fp8", action="store_true", help="matmuls in fp8; attention stays in bfloat16")
     parser.add_argument("--tile", type=int, default=TILE, help="model.token_tile")

@@ -106,7 +106,7 @@ def causal_pairs(length: int, window: int | None) -> int:
     return reach * (reach + 1) // 2 + (length - reach) * reach
 
 
-def documents(tokens: int, seed: int = 0) -> tuple[int, ...]:
+def random_lengths(tokens: int, seed: int = 0) -> tuple[int, ...]:
     """Lengths that fill a row, log-uniform; the last is cut."""
     rng = np.random.default_rng(seed)
     lengths: list[int] = []
@@ -288,7 +288,7 @@ def measure_steps(tokens: int, heads: int, kv_heads: int, seconds: float) -> Non
         sliding_window=100, sliding_window_pattern=2,
     )  # fmt: skip
     print(f"\ntraining steps, {config.layers} layers of {config.d_model}, {tokens} tokens")
-    segments = Case(documents(tokens + 1), 1, 1, 1).segments
+    segments = Case(random_lengths(tokens + 1), 1, 1, 1).segments
     ids = jax.random.randint(jax.random.key(0), segments.shape, 0, config.vocab_size)
     batch = {"tokens": np.asarray(ids), "segments": np.asarray(segments)}
     kernels: tuple[AttentionKernel, ...] = ("auto" if ON_GPU else "flash_attention_4", PLAIN)
@@ -339,18 +339,20 @@ def main() -> None:
     checks = [plain, windowed, replace(windowed, most=5)]
     k = 1024
     cases = [
-        case(documents(32 * k), 128),
-        case(documents(8 * k), 128),
-        case(documents(128 * k), 128),
-        case(documents(32 * k), 128, window=k),
-        case(documents(32 * k), 64),
+        case(random_lengths(32 * k), 128),
+        case(random_lengths(8 * k), 128),
+        case(random_lengths(128 * k), 128),
+        case(random_lengths(32 * k), 128, window=k),
+        case(random_lengths(32 * k), 64),
         # Many short documents, in one pass and in several, and one that fills the row.
         case((256,) * 128, 128),
         case((128,) * 256, 128),
         case((32 * k,), 128),
+        case((8 * k,), 128),
+        case((128 * k,), 128),
     ]
     if options.small:
-        cases = [case(documents(k), 64), case(documents(k), 64, window=100)]
+        cases = [case(random_lengths(k), 64), case(random_lengths(k), 64, window=100)]
     chosen = range(len(cases)) if options.cases is None else options.cases
     work: list[Callable[[], None]] = [partial(check, one) for one in checks]
     if options.steps:

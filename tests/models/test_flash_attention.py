@@ -30,6 +30,7 @@ def test_documents_begin_where_segments_change_and_with_each_row():
     documents = document_offsets(ROWS)
     np.testing.assert_array_equal(documents.offsets, STARTS + [24] * 9)
     np.testing.assert_array_equal(document_offsets(ROWS, 3).offsets, STARTS[:4])
+    np.testing.assert_array_equal(document_offsets(ROWS, 3).lengths, [2, 1, 4])
     assert documents.numbers is not None
     np.testing.assert_array_equal(
         documents.numbers, [[0, 0, 1, 2, 2, 2, 2, 3], [4, 4, 5, 5, 5, 5, 5, 6], [7] * 8]

@@ -50,7 +50,7 @@ class Documents(NamedTuple):
     Attributes:
         offsets: where each of the first documents begins, and where the last of these ends; int32, ascending.
             Those that do not exist begin and end behind the last position.
-        lengths: of these documents, int32.
+        lengths: of these documents, int32; found once, since it would take a kernel in each layer and pass.
         numbers: the document of each position, counted from 0, int32 [batch, time]; None where ``offsets``
             has all documents.
     """

@@ -186,7 +186,8 @@ def _over_groups(
     for group in spec.groups:
         if not group.leaves or group in skip:
             continue
-        known = done[-_GROUPS_AT_ONCE] if len(done) >= _GROUPS_AT_ONCE else None if group.stack else begin
+        of_first = None if group.stack else begin
+        known = done[-_GROUPS_AT_ONCE] if len(done) >= _GROUPS_AT_ONCE else of_first
         # Without the barrier XLA could fetch everything at the beginning of a step, and hold it to the end.
         stored, _ = lax.optimization_barrier((stored_of(group), known))
         stored, sent, last = run(group, stored)

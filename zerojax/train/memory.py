@@ -71,9 +71,8 @@ def check_host_memory(spec: TrainSpec, activations: int = 0, *, saves: bool = Fa
         f"ZeroConfig.host={spec.zero.host} keeps {size(held)} in the memory of a host, that of "
         f"{devices} device{'s' * (devices > 1)}"
     )
-    pool, free = held, free_host_memory()
-    if on_gpus(spec.mesh.local_devices):
-        pool = pool_bytes(state, by_step)
+    pool = pool_bytes(state, by_step) if on_gpus(spec.mesh.local_devices) else held
+    free = free_host_memory()
     saves = saves and spec.streams
     needed = pool + SAVING * saves
     if needed > free:

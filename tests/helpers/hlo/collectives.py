@@ -105,6 +105,12 @@ def collectives(text: str) -> tuple[HloCollective, ...]:
     return tuple(found)
 
 
+def products(text: str) -> int:
+    """How many matmuls a run of the program executes; those of branches and calls are not counted."""
+    program = parse(text)
+    return _matmuls(program, program.computations[program.entry])
+
+
 def _parts(program: Program, instruction: Instruction) -> tuple[Instruction, ...]:
     """The instructions that one executes: itself, or those it wraps.
 
@@ -154,11 +160,16 @@ def until_done(
     computes = matmuls = 0
     for later in computation.instructions[position + 1 :]:
         if start.name in later.operands and later.opcode.endswith("-done"):
-            every = sum(_count(program, i, has_matmul) for i in computation.instructions)
+            every = _matmuls(program, computation)
             return later, computes, matmuls / every if every else 0.0
         computes += _count(program, later, lambda i: i.opcode in _COMPUTES)
         matmuls += _count(program, later, has_matmul)
     raise HloError(f"{start.name} does not end in the computation that starts it")
+
+
+def _matmuls(program: Program, computation: Computation) -> int:
+    """The number of matmuls that a computation executes, its loops included."""
+    return sum(_count(program, i, partial(_has_matmul, program)) for i in computation.instructions)
 
 
 def _count(program: Program, instruction: Instruction, kind: Callable[[Instruction], bool]) -> int:
@@ -175,15 +186,6 @@ def _has_matmul(program: Program, instruction: Instruction) -> bool:
         part.opcode == "dot" or (part.opcode == "custom-call" and "cublas" in part.attributes)
         for part in _parts(program, instruction)
     )
-
-
-def products(text: str) -> int:
-    """How many matmuls a run of the program executes."""
-    program = parse(text)
-    leaves = (
-        visit for visit in walk(program) if visit.instruction.opcode not in ("while", "conditional", "call")
-    )
-    return sum(visit.count or 1 for visit in leaves if _has_matmul(program, visit.instruction))
 
 
 def _devices(text: str) -> int:
