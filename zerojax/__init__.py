@@ -31,6 +31,7 @@ from zerojax.sharding.mesh import make_mesh
 from zerojax.train.batch import Replicated
 from zerojax.train.fp8_report import fp8_report
 from zerojax.train.gathering import averaged, gather_adapters, gather_model, gather_params, put_params
+from zerojax.train.memory import reserve_host_memory
 from zerojax.train.node_copy import with_node_copy
 from zerojax.train.spikes import SpikeRule
 from zerojax.train.state import TrainState
@@ -111,6 +112,7 @@ __all__ = [
     "predict_step",
     "profile",
     "put_params",
+    "reserve_host_memory",
     "scale_by_muon",
     "tiled",
     "trackers",

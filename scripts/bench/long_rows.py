@@ -20,6 +20,7 @@ LLaMA 3's. JAX page-locks as much memory as XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB sa
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from typing import get_args
 
 import jax
@@ -28,10 +29,12 @@ import optax
 
 import zerojax
 from zerojax.analysis.gpus import find_gpu
+from zerojax.analysis.plan import predict_memory
 from zerojax.analysis.plan.work import sequences_of, work_of
 from zerojax.models import GPT, GPTConfig, lm_loss
 from zerojax.models.config import AttentionKernel
 from zerojax.schedule.tiles import TILE
+from zerojax.sharding.host_memory import pool_bytes
 from zerojax.zero_config.config import HOST_STORES, Moments, Remat
 
 DEFAULT = ("32768:1:N", "32768:N:N", "131072:N:1", "262144:N:1")
@@ -71,14 +74,21 @@ def measure(config: GPTConfig, sharing: int, rows: int, options: argparse.Namesp
         update_in_backward="optimizer" in options.host,
         moments=options.moments,
     )
-    state = zerojax.TrainState.create(
-        lambda rngs: GPT(config, rngs=rngs),
-        optax.adamw(1e-4),
-        lm_loss,
-        mesh=zerojax.make_mesh(1, devices),
-        zero=zero,
-        lora=zerojax.LoRA(rank=16) if adapters else None,
-    )
+
+    def make(create: Callable[..., zerojax.TrainState]) -> zerojax.TrainState:
+        return create(
+            lambda rngs: GPT(config, rngs=rngs),
+            optax.adamw(1e-4),
+            lm_loss,
+            mesh=zerojax.make_mesh(1, devices),
+            zero=zero,
+            lora=zerojax.LoRA(rank=16) if adapters else None,
+        )
+
+    spec = make(zerojax.TrainState.abstract).spec
+    work = work_of(spec, config, sequences=sequences_of(rows, devices, zero), length=length)
+    zerojax.reserve_host_memory(pool_bytes(devices * predict_memory(spec, work).host_total))
+    state = make(zerojax.TrainState.create)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (rows, length + 1), np.int32)
     seconds, losses = [], []
     for _ in range(options.steps + 1):
@@ -87,9 +97,7 @@ def measure(config: GPTConfig, sharing: int, rows: int, options: argparse.Namesp
         losses.append(float(metrics["loss"]))
         seconds.append(time.perf_counter() - start)
     step, every = statistics.median(seconds[1:] or seconds), rows * length
-    sequences = sequences_of(rows, devices, zero)
-    flops = work_of(state.spec, config, sequences=sequences, length=length).model_flops
-    used = f"{flops / step / find_gpu(options.gpu).flops:.1%}"
+    used = f"{work.model_flops / step / find_gpu(options.gpu).flops:.1%}"
     stats = jax.devices()[0].memory_stats() or {}
     return (
         f"| {length:,} | {rows} | {sharing} | {losses[0]:.5f} | {1e3 * step:,.1f} | {every / step:,.0f} | "

@@ -9,12 +9,19 @@ import pytest
 from generation_models import SMALL, create
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax.errors import ConfigurationError
+from zerojax.errors import ConfigurationError, RunError
 from zerojax.sharding.host_memory import LIMIT
 from zerojax.sharding.memory import HOST
 from zerojax.sharding.mesh import make_mesh
 from zerojax.train import memory
-from zerojax.train.memory import check_host_memory, device_bytes, free_memory, host_bytes, state_bytes
+from zerojax.train.memory import (
+    check_host_memory,
+    device_bytes,
+    free_memory,
+    host_bytes,
+    reserve_host_memory,
+    state_bytes,
+)
 
 
 def test_room_is_what_the_state_leaves_of_a_device():
@@ -39,6 +46,23 @@ def test_arrays_count_in_the_memory_where_they_are():
     assert (host_bytes(put), device_bytes(put)) == (2 * 3 * 4, 0)
 
 
+def test_reserves_page_locked_memory_in_one_piece_or_says_so(monkeypatch):
+    arrays, wait = [], jax.block_until_ready
+    monkeypatch.setattr(memory, "_reserved", [])
+    monkeypatch.setattr(jax, "block_until_ready", lambda x: arrays.append(wait(x)))
+    reserve_host_memory(1000)
+    assert not arrays, "a CPU locks none"
+    monkeypatch.setattr(memory, "on_gpus", lambda _: True)
+    reserve_host_memory(1000)
+    assert [(x.nbytes, x.sharding.memory_kind) for x in arrays] == [(1000, HOST)]
+    assert memory._reserved == [1000]
+    monkeypatch.setattr(jax, "block_until_ready", mock.Mock(side_effect=jax.errors.JaxRuntimeError))
+    monkeypatch.setenv(LIMIT, "7")
+    with pytest.raises(RunError, match=rf"0\.1 GB of page-locked .*{LIMIT} \(7 now\)"):
+        reserve_host_memory(10**8)
+    assert memory._reserved == [1000]
+
+
 def test_too_little_host_memory_is_refused_with_the_way_out(monkeypatch):
     held, gib = 3 << 30, 1 << 30
     devices = [mock.Mock(platform="gpu")] * 2
@@ -57,6 +81,13 @@ def test_too_little_host_memory_is_refused_with_the_way_out(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(memory, "free_host_memory", lambda: 11 * gib)
         check_host_memory(spec, saves=True)  # a portion is in no pool
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "_reserved", [2 * gib, 4 * gib])
+        patch.setattr(memory, "free_host_memory", lambda: 3 * gib)
+        check_host_memory(spec)
+        patch.setattr(memory, "free_host_memory", lambda: 2 * gib)
+        with pytest.raises(ConfigurationError, match=r"needs 3\.22 GB, and 2\.15 GB are free"):
+            check_host_memory(spec)
     monkeypatch.setenv(LIMIT, "6")
     with pytest.raises(ConfigurationError, match=rf"(?s)lets this process lock 6\.44 GB.*{LIMIT}=7 python"):
         check_host_memory(spec)

@@ -4,7 +4,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -25,8 +25,10 @@ from zerojax.run.metrics.log import RunLog, StepCosts
 from zerojax.run.optimizers import make_optimizer, make_schedule
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.trackers import check_trackers
+from zerojax.sharding.host_memory import pool_bytes
 from zerojax.train.initial import initializer
-from zerojax.train.memory import check_host_memory
+from zerojax.train.memory import check_host_memory, held_in_host, reserve_host_memory
+from zerojax.train.spec import TrainSpec
 from zerojax.train.spikes import SpikeRule
 from zerojax.train.state import TrainState
 from zerojax.versions import installed
@@ -69,11 +71,24 @@ class RunSetup:
             )
         check_batch(self.config, self.mesh)
         if self.zero.host:
-            train, spec = self.config.train, self.abstract_state().spec
-            rows = sequences_of(train.batch_size, spec.world.size, self.zero)
-            work = work_of(spec, self.config.model, sequences=rows, length=train.sequence_length)
-            activations = predict_memory(spec, work).host.get("activations", 0)
-            check_host_memory(spec, activations, saves=True)
+            check_host_memory(*self._in_host, saves=True)
+
+    def reserve_host_memory(self) -> None:
+        """Lock what the run will have in host memory, before its first arrays are made.
+
+        Raises:
+            RunError: the memory is no longer there.
+        """
+        if self.zero.host:
+            reserve_host_memory(pool_bytes(held_in_host(*self._in_host)))
+
+    @cached_property
+    def _in_host(self) -> tuple[TrainSpec, int]:
+        """What is in host memory: a state, and the bytes of a device's activations."""
+        train, spec = self.config.train, self.abstract_state().spec
+        rows = sequences_of(train.batch_size, spec.world.size, self.zero)
+        work = work_of(spec, self.config.model, sequences=rows, length=train.sequence_length)
+        return spec, predict_memory(spec, work).host.get("activations", 0)
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the model and optimizer, to restore into."""

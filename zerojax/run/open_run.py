@@ -19,7 +19,7 @@ from zerojax.run.checkpoints import (
     Record,
     Retention,
     TrainingClock,
-    reserve_host_memory,
+    reserve_for_saves,
 )
 from zerojax.run.checkpoints.select import choose
 from zerojax.run.config import RunConfig, spelled_out
@@ -86,7 +86,7 @@ class OpenRun(TrainLoop):
         if is_first():
             self.folder.write_config(config)
         trained = [Trained(config.model, start.state, batch), *also_trained]
-        reserve_host_memory([one.state for one in trained])
+        reserve_for_saves([one.state for one in trained])
         self.log = make_log(config, self.folder, trained, start.step, start.record.skipped)
         saving = config.checkpoint
         self.checkpoints: Checkpoints = Checkpoints(  # pyright: ignore[reportIncompatibleVariableOverride]

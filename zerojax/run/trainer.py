@@ -22,7 +22,7 @@ from zerojax.run.checkpoints import (
     Record,
     Retention,
     TrainingClock,
-    reserve_host_memory,
+    reserve_for_saves,
     resume,
 )
 from zerojax.run.config import ClusterSection
@@ -192,7 +192,7 @@ class Trainer(TrainLoop):
         self.state = state
         self.step = int(state.step)
         if self.folder is not None:
-            reserve_host_memory([state])
+            reserve_for_saves([state])
 
     def fit(self, batches: Iterable[Any], steps: int) -> TrainState:
         """Train until ``steps`` optimizer steps are done, those before a restart included.

@@ -122,6 +122,7 @@ def start_run(
         ConfigurationError: the weights cannot be had, or are of another model; or the settings have become
             those of another run.
     """
+    setup.reserve_host_memory()
     if manifest is not None and manifest.record.position:
         return _resumed(setup, folder, manifest, reader)
     source = None if init_from is None else Path(run_on_process_zero(lambda: str(reader.find(init_from))))

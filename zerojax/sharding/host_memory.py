@@ -4,7 +4,8 @@ XLA takes page-locked memory from a pool of the process, whose limit it reads fr
 starts the GPUs. The pool grows in pieces, each twice as large as the one before, up to the limit, and returns
 none. Without a limit it would take up to 1.8 times what the states of decoders of 1B to 13B parameters need;
 with a limit of 1.1 times that they fit (what is lost lies at the ends of pieces). What a step keeps there,
-its activations, is one array behind the state, and may need a piece of its own. ``ulimit -l`` does not
+its activations, is one array: behind the state it may need a piece of its own, larger than what the limit
+leaves. So a run reserves what it needs in one piece (``zerojax.train.memory``). ``ulimit -l`` does not
 matter: it is the driver that locks the pages.
 """
 
@@ -31,19 +32,9 @@ _POOL = 1.1
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
-def pool_bytes(held: int, by_step: int = 0) -> int:
-    """The bytes of XLA's pool in which arrays fit, a whole number of GiB.
-
-    Args:
-        held: bytes of arrays that stay.
-        by_step: bytes that a step takes besides, in one piece.
-    """
-    gib = 1 << 30
-    state, step = _POOL * held / gib, by_step / gib
-    # Pieces double, so those that hold the state end at about the next power of two.
-    pieces = 2.0 ** math.ceil(math.log2(max(state, 1)))
-    apart = pieces + step if step > pieces - state else 0.0
-    return math.ceil(max(state + _POOL * step, apart)) << 30
+def pool_bytes(held: int) -> int:
+    """The bytes of XLA's pool in which ``held`` bytes of arrays fit, a whole number of GiB."""
+    return math.ceil(_POOL * held / (1 << 30)) << 30
 
 
 def host_limit() -> int:

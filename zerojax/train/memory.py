@@ -4,18 +4,24 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import SingleDeviceSharding
 
-from zerojax.errors import ConfigurationError
+from zerojax.errors import ConfigurationError, RunError
 from zerojax.formatting import size
 from zerojax.sharding.host_memory import LIMIT, SAVING, free_host_memory, host_limit, pool_bytes
-from zerojax.sharding.memory import HOST
+from zerojax.sharding.memory import HOST, to_host
 from zerojax.sharding.mesh import on_gpus
 from zerojax.train.fields import abstract_fields
 from zerojax.train.spec import TrainSpec
 
 _SHARE = 0.85
 """The share of a device's memory to plan with; the rest is for a layer's work and fragments."""
+
+_reserved: list[int] = []
+"""Bytes of this process's reservations; each may have found those before it free, so the largest counts."""
 
 
 def device_bytes(tree: Any) -> int:
@@ -49,10 +55,16 @@ def state_bytes(spec: TrainSpec) -> int:
     return spec.once("bytes of the state", lambda: device_bytes(abstract_fields(spec)))
 
 
+def held_in_host(spec: TrainSpec, activations: int = 0) -> int:
+    """Bytes in host memory for this process's devices: of a state, and of what a step keeps for each."""
+    return len(spec.mesh.local_devices) * (host_bytes(abstract_fields(spec)) + activations)
+
+
 def check_host_memory(spec: TrainSpec, activations: int = 0, *, saves: bool = False) -> None:
     """Refuse what does not fit in this host's memory, or in what XLA may lock of it.
 
     Call it before arrays are made. Processes that share a host each see what the others have left so far.
+    What this process has reserved is its own.
 
     Args:
         spec: of a state whose devices exist.
@@ -63,18 +75,17 @@ def check_host_memory(spec: TrainSpec, activations: int = 0, *, saves: bool = Fa
         ConfigurationError: says how much is needed, how much there is, and what to do.
     """
     devices = len(spec.mesh.local_devices)
-    state, by_step = devices * host_bytes(abstract_fields(spec)), devices * activations
-    held = state + by_step
+    held = held_in_host(spec, activations)
     if not held:
         return
     what = (
         f"ZeroConfig.host={spec.zero.host} keeps {size(held)} in the memory of a host, that of "
         f"{devices} device{'s' * (devices > 1)}"
     )
-    pool = pool_bytes(state, by_step) if on_gpus(spec.mesh.local_devices) else held
+    pool = pool_bytes(held) if on_gpus(spec.mesh.local_devices) else held
     free = free_host_memory()
     saves = saves and spec.streams
-    needed = pool + SAVING * saves
+    needed = max(0, pool - max(_reserved, default=0)) + SAVING * saves
     if needed > free:
         besides = ", checkpoints included" if saves else ""
         raise ConfigurationError(
@@ -88,6 +99,40 @@ def check_host_memory(spec: TrainSpec, activations: int = 0, *, saves: bool = Fa
             f"    {LIMIT}={pool >> 30} python ...\n\n"
             "zerojax train, zerojax launch and zerojax.distributed.joined() set it, if they come first."
         )
+
+
+def reserve_host_memory(size: int) -> None:
+    """Have XLA lock host memory for this process in one piece, which arrays of any sizes then share.
+
+    Otherwise XLA's pool grows in pieces that double, and what a step keeps in host memory, one array of all
+    layers' activations, needs a piece of its own behind those of the state. ``zerojax train`` reserves what a
+    run needs; call it in a program of your own before a state is made. It takes as long as the driver locks
+    pages: about a second for 2 GiB. XLA rounds the piece up to a power of two, or to what its limit leaves.
+    What is free in the pool already is not locked again. Does nothing without GPUs.
+
+    Args:
+        size: bytes, for all of this process's devices.
+
+    Raises:
+        RunError: the memory is not there, or above XLA's limit.
+
+    Examples:
+        >>> zerojax.reserve_host_memory(96 << 30)
+    """
+    first = jax.local_devices()[0]
+    if not size or not on_gpus([first]):
+        return
+    there = SingleDeviceSharding(first, memory_kind=HOST)
+    # Compiled, it only allocates: nothing is copied, and no device needs room.
+    empty = jax.jit(lambda: to_host(lax.empty((size,), jnp.uint8)), out_shardings=there)
+    try:
+        jax.block_until_ready(empty())
+    except jax.errors.JaxRuntimeError as error:
+        raise RunError(
+            f"cannot allocate {size / 1e9:.1f} GB of page-locked host memory for this process: raise {LIMIT} "
+            f"({host_limit() >> 30} now), or start more processes with fewer GPUs each"
+        ) from error
+    _reserved.append(size)
 
 
 def free_memory(spec: TrainSpec) -> int:

@@ -40,9 +40,7 @@ class HostChoice:
 def host_needed(memory: PredictedMemory, cluster: Cluster) -> int:
     """Bytes of a host's memory that its devices need, with what XLA's pool and checkpoints take besides."""
     saved = memory.host.get("parameters", 0) + memory.host.get("optimizer", 0)
-    by_step = cluster.local * memory.host.get("activations", 0)
-    pool = pool_bytes(cluster.local * memory.host_total - by_step, by_step)
-    return pool + (SAVING if saved else 0)
+    return pool_bytes(cluster.local * memory.host_total) + (SAVING if saved else 0)
 
 
 def host_fits(memory: PredictedMemory, cluster: Cluster) -> bool:

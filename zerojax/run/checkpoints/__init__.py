@@ -20,7 +20,7 @@ from zerojax.run.checkpoints.select import (
     set_damaged_aside,
 )
 from zerojax.run.checkpoints.store import Checkpoints
-from zerojax.run.checkpoints.transfer import reserve_host_memory
+from zerojax.run.checkpoints.transfer import reserve_for_saves
 
 # Orbax's log fills pages with errors that zerojax raises and reports in one line. Other users of "absl" keep
 # theirs.
@@ -41,7 +41,7 @@ __all__ = [
     "newest_valid",
     "read_manifest",
     "read_manifests",
-    "reserve_host_memory",
+    "reserve_for_saves",
     "restore",
     "restore_base",
     "restore_weights",

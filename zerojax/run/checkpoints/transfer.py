@@ -10,19 +10,16 @@ import math
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 # Orbax documents these, as part of an option, but does not export them.
 from orbax.checkpoint._src.serialization.types import DefaultSerializationStatusCallback, TransferPriority
 
-from zerojax.errors import RunError
 from zerojax.multihost.agreement import gather_from_all
 from zerojax.run.checkpoints.canonical import abstract_canonical
-from zerojax.sharding.host_memory import LIMIT, free_host_memory, host_limit, pool_bytes
-from zerojax.sharding.memory import HOST
+from zerojax.sharding.host_memory import free_host_memory, host_limit, pool_bytes
 from zerojax.sharding.mesh import on_gpus
-from zerojax.train.memory import device_bytes, host_bytes
+from zerojax.train.memory import device_bytes, host_bytes, reserve_host_memory
 from zerojax.train.state import TrainState
 
 PORTION = 2 << 30
@@ -77,31 +74,18 @@ def transfer_options(state: TrainState) -> ocp.Context:
     return ocp.Context(array_options=array_options, memory_options=memory_options)
 
 
-def reserve_host_memory(states: Sequence[TrainState]) -> None:
-    """Allocate the page-locked memory that saves will need, once, before a run begins.
+def reserve_for_saves(states: Sequence[TrainState]) -> None:
+    """Have the page-locked memory that saves will need, once, before a run begins.
 
-    While the driver locks memory (seconds for some gigabytes) the GPUs stand still. Does nothing without
-    GPUs.
+    While the driver locks memory (seconds for some gigabytes) the GPUs stand still.
 
     Raises:
         RunError: the memory is not there, or above XLA's limit.
     """
-    mesh = states[0].spec.mesh
-    if not on_gpus(mesh.devices.flat):
-        return
-    devices = mesh.local_devices
-    needed = sum(
-        min(len(devices) * sum(sizes), max(PORTION, len(devices) * max(sizes))) for sizes in _sizes(states)
+    devices = len(states[0].spec.mesh.local_devices)
+    reserve_host_memory(
+        sum(min(devices * sum(sizes), max(PORTION, devices * max(sizes))) for sizes in _sizes(states))
     )
-    on_host = jax.sharding.SingleDeviceSharding(devices[0], memory_kind=HOST)
-    try:
-        jax.block_until_ready(jax.device_put(np.zeros(needed, np.uint8), on_host))
-    except jax.errors.JaxRuntimeError as error:
-        raise RunError(
-            f"cannot allocate {needed / 1e9:.1f} GB of page-locked host memory per process for checkpoints: "
-            f"raise {LIMIT} (64 by default), or start more processes with fewer "
-            "GPUs each"
-        ) from error
 
 
 def _sizes(states: Sequence[TrainState]) -> list[list[int]]:
