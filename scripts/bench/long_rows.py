@@ -34,7 +34,7 @@ from zerojax.analysis.plan.work import sequences_of, work_of
 from zerojax.models import GPT, GPTConfig, lm_loss
 from zerojax.models.config import AttentionKernel
 from zerojax.schedule.tiles import TILE
-from zerojax.sharding.host_memory import pool_bytes
+from zerojax.sharding.host_memory import piece_bytes
 from zerojax.zero_config.config import HOST_STORES, Moments, Remat
 
 DEFAULT = ("32768:1:N", "32768:N:N", "131072:N:1", "262144:N:1")
@@ -71,6 +71,7 @@ def measure(config: GPTConfig, sharing: int, rows: int, options: argparse.Namesp
         frozen=("*",) if adapters else (),
         matmul_dtype="fp8" if options.fp8 else "compute",
         host=tuple(options.host) or (("activations",) if adapters else ()),
+        host_activations=options.host_activations,
         update_in_backward="optimizer" in options.host,
         moments=options.moments,
     )
@@ -87,7 +88,7 @@ def measure(config: GPTConfig, sharing: int, rows: int, options: argparse.Namesp
 
     spec = make(zerojax.TrainState.abstract).spec
     work = work_of(spec, config, sequences=sequences_of(rows, devices, zero), length=length)
-    zerojax.reserve_host_memory(pool_bytes(devices * predict_memory(spec, work).host_total))
+    zerojax.reserve_host_memory(piece_bytes(devices * predict_memory(spec, work).host_total))
     state = make(zerojax.TrainState.create)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (rows, length + 1), np.int32)
     seconds, losses = [], []
@@ -115,6 +116,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="timed, after one that compiles; 0: that one")
     parser.add_argument("--adapters", action="store_true")
     parser.add_argument("--host", nargs="*", default=(), choices=HOST_STORES, help="ZeroConfig.host")
+    parser.add_argument(
+        "--host-activations", type=float, default=1.0, help="the share of them in host memory"
+    )
     parser.add_argument("--moments", choices=get_args(Moments), default="float32")
     parser.add_argument("--remat", choices=get_args(Remat), default="full")
     parser.add_argument("--attention", choices=get_args(AttentionKernel), default="auto")

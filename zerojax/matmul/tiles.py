@@ -42,7 +42,7 @@ def over_tiles(
         def one(number: Array, stacks: list[Array]) -> list[Array]:
             return _put(stacks, call(*own, *_at(values, number)), number)
 
-        stacks = [_room(shape, dtype, values[0]) for shape, dtype in made]
+        stacks = [_room(shape, dtype, values) for shape, dtype in made]
         return lax.fori_loop(0, count, one, stacks), _Kept(own, values, wanted)
 
     def backward(
@@ -98,9 +98,14 @@ def _put[T: PyTree[Array]](stacks: T, tile: T, number: Array) -> T:
     return jax.tree.map(one, stacks, tile)
 
 
-def _room(shape: Sequence[int], dtype: jnp.dtype, after: Array) -> Array:
-    """A stack to fill, allocated when ``after`` is there. XLA allocates what needs nothing long before."""
-    return jnp.broadcast_to(lax.index_in_dim(after.reshape(-1), 0).astype(dtype), shape)
+def _room(shape: Sequence[int], dtype: jnp.dtype, after: Sequence[Array]) -> Array:
+    """A stack to fill, allocated when the largest of ``after`` is there.
+
+    XLA allocates long before what needs nothing, or positions alone: once for all layers of a loop, beside
+    what each of them makes.
+    """
+    last = max(after, key=lambda x: x.size * x.dtype.itemsize)
+    return jnp.broadcast_to(lax.index_in_dim(last.reshape(-1), 0).astype(dtype), shape)
 
 
 def _places(arrived: list[Array], tiles: list[Array]) -> tuple[list[Array], list[int]]:
@@ -116,7 +121,7 @@ def _places(arrived: list[Array], tiles: list[Array]) -> tuple[list[Array], list
         like = [i for i in sorted(free) if (stacks[i].shape, stacks[i].dtype) == (x.shape, x.dtype)]
         place = like[0] if like else len(stacks)
         if not like:
-            stacks.append(_room(x.shape, x.dtype, arrived[0]))
+            stacks.append(_room(x.shape, x.dtype, arrived))
         free.discard(place)
         places.append(place)
     return stacks, places

@@ -204,11 +204,14 @@ def _exchange(devices: int, payload: Array) -> Array:
     def neighbour(device: int, shift: int) -> int:
         return device // devices * devices + (device + shift) % devices
 
-    arrived = lax.dynamic_update_index_in_dim(jnp.zeros_like(payload), row(0), own, 0)
+    pieces = []
     for shift in range(1, devices):
         pairs = [(device, neighbour(device, shift)) for device in range(local)]
         with jax.named_scope(EXCHANGE):
-            piece = lax.ppermute(row(shift), LOCAL, pairs)
+            pieces.append(lax.ppermute(row(shift), LOCAL, pairs))
+    # The row that stays is in its place. Once all others are sent, they can be written over.
+    arrived = payload
+    for shift, piece in enumerate(lax.optimization_barrier(pieces), start=1):
         arrived = lax.dynamic_update_index_in_dim(arrived, piece, (own - shift) % devices, 0)
     return arrived
 

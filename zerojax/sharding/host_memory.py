@@ -28,12 +28,21 @@ SAVING = 4 << 30
 _DEFAULT = 64
 _LOCKED = 0.85
 """The share of a host's free memory to lock; the rest is for what processes have besides."""
+_PIECE = 1.05
 _POOL = 1.1
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
+def piece_bytes(held: int) -> int:
+    """Bytes of one piece of XLA's pool in which ``held`` bytes of arrays fit, with gaps between them."""
+    return int(_PIECE * held)
+
+
 def pool_bytes(held: int) -> int:
-    """The bytes of XLA's pool in which ``held`` bytes of arrays fit, a whole number of GiB."""
+    """Bytes of XLA's pool in which ``held`` bytes of arrays fit, a whole number of GiB.
+
+    They are enough for pieces that double, and for one piece and what transfers take besides.
+    """
     return math.ceil(_POOL * held / (1 << 30)) << 30
 
 
