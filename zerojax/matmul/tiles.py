@@ -12,6 +12,8 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, PyTree
 
+from zerojax.sharding.late_zeros import at, put, scan, zeros_after
+
 LOOP = "zerojax_tiles"
 """The name of a call in a jaxpr of which ``over_tiles`` is all (``zerojax.matmul.replay``)."""
 
@@ -39,27 +41,25 @@ def over_tiles(
         own, values = ([x.value for x in part] for part in (consts, tiles))
         wanted = tuple(x.perturbed and jnp.issubdtype(x.value.dtype, jnp.inexact) for x in (*consts, *tiles))
 
-        def one(number: Array, stacks: list[Array]) -> list[Array]:
-            return _put(stacks, call(*own, *_at(values, number)), number)
-
-        stacks = [_room(shape, dtype, values) for shape, dtype in made]
-        return lax.fori_loop(0, count, one, stacks), _Kept(own, values, wanted)
+        results = scan(lambda _, tile: ((), call(*own, *tile)), (), values)[1]
+        return results, _Kept(own, values, wanted)
 
     def backward(
         kept: _Kept, cotangents: list[Array | SymbolicZero]
     ) -> tuple[list[Array | None], list[Array | None]]:
         consts, tiles, wanted = kept.consts, kept.tiles, kept.wanted
         given = zip(cotangents, made, strict=True)
-        arrived = [jnp.zeros(*own) if isinstance(x, SymbolicZero) else x for x, own in given]
+        known = [x for x in cotangents if not isinstance(x, SymbolicZero)]
+        arrived = [zeros_after(known, *own) if isinstance(x, SymbolicZero) else x for x, own in given]
         summed = [x for x, own in zip(consts, wanted, strict=False) if own]
-        sums = [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in summed]
+        sums = [zeros_after(known, x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in summed]
         stacks, places = _places(
             arrived, [x for x, own in zip(tiles, wanted[len(consts) :], strict=True) if own]
         )
 
         def one(number: Array, carry: tuple[list[Array], list[Array]]) -> tuple[list[Array], list[Array]]:
             sums, stacks = carry
-            tile, cotangent = _at((tiles, stacks[: len(arrived)]), number)
+            tile, cotangent = at((tiles, stacks[: len(arrived)]), number)
             # One tile begins when the one before it is done, also where XLA unrolls the loop.
             sums, tile, cotangent = lax.optimization_barrier((sums, tile, cotangent))
             every = [*consts, *tile]
@@ -71,7 +71,7 @@ def over_tiles(
             varied = [x for x, own in zip(every, wanted, strict=True) if own]
             (found,) = jax.vjp(of, varied)[1](cotangent)
             own = dict(zip(places, found[len(sums) :], strict=True))
-            written = [_put(x, own[place], number) if place in own else x for place, x in enumerate(stacks)]
+            written = [put(x, own[place], number) if place in own else x for place, x in enumerate(stacks)]
             return [*map(jnp.add, sums, found)], written
 
         sums, stacks = lax.fori_loop(0, count, one, (sums, stacks))
@@ -82,30 +82,6 @@ def over_tiles(
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     return run(leaves, list(tiles))
-
-
-def _at[T: PyTree[Array]](stacks: T, number: Array) -> T:
-    def one(x: Array) -> Array:
-        return lax.dynamic_index_in_dim(x, number, keepdims=False, allow_negative_indices=False)
-
-    return jax.tree.map(one, stacks)
-
-
-def _put[T: PyTree[Array]](stacks: T, tile: T, number: Array) -> T:
-    def one(x: Array, new: Array) -> Array:
-        return lax.dynamic_update_index_in_dim(x, new, number, 0, allow_negative_indices=False)
-
-    return jax.tree.map(one, stacks, tile)
-
-
-def _room(shape: Sequence[int], dtype: jnp.dtype, after: Sequence[Array]) -> Array:
-    """A stack to fill, allocated when the largest of ``after`` is there.
-
-    XLA allocates long before what needs nothing, or positions alone: once for all layers of a loop, beside
-    what each of them makes.
-    """
-    last = max(after, key=lambda x: x.size * x.dtype.itemsize)
-    return jnp.broadcast_to(lax.index_in_dim(last.reshape(-1), 0).astype(dtype), shape)
 
 
 def _places(arrived: list[Array], tiles: list[Array]) -> tuple[list[Array], list[int]]:
@@ -121,7 +97,7 @@ def _places(arrived: list[Array], tiles: list[Array]) -> tuple[list[Array], list
         like = [i for i in sorted(free) if (stacks[i].shape, stacks[i].dtype) == (x.shape, x.dtype)]
         place = like[0] if like else len(stacks)
         if not like:
-            stacks.append(_room(x.shape, x.dtype, arrived))
+            stacks.append(zeros_after(arrived, x.shape, x.dtype))
         free.discard(place)
         places.append(place)
     return stacks, places

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, PyTree
 from zerojax.schedule.context import holding
 from zerojax.schedule.partition import floats, inexact, partition, with_float0
 from zerojax.schedule.transforms import Pullback, pullback
+from zerojax.sharding.late_zeros import scan, zeros_after
 
 AXIS = "micro_batch"
 Flags = PyTree[Bool]
@@ -84,12 +85,12 @@ def map_microbatches[T: PyTree[Array]](body: Callable[..., T], mapped: tuple[Fla
     def forward(weights: PyTree[Array], *args: PyTree[Array]) -> tuple[T, _Residuals]:
         each, common, join = partition(args, flags)
 
-        def one(own: list[Array]) -> tuple[T, Pullback]:
+        def one(_: tuple[()], own: list[Array]) -> tuple[tuple[()], tuple[T, Pullback]]:
             out, vjp = pullback(alone, weights, *join(own, common))
             # The loop stacks what differs between micro-batches: not the weights, nor arguments once more.
-            return out, vjp.replace(args_res=[None] * (1 + len(args)))
+            return (), (out, vjp.replace(args_res=[None] * (1 + len(args))))
 
-        out, vjps = lax.map(one, each)
+        _, (out, vjps) = scan(one, (), each)
         return out, (weights, args, vjps)
 
     def backward(residuals: _Residuals, cotangents: T) -> tuple[PyTree[Array], ...]:
@@ -108,9 +109,11 @@ def map_microbatches[T: PyTree[Array]](body: Callable[..., T], mapped: tuple[Fla
             of_own, of_common, _ = partition(tuple(of_args), flags)
             return jax.tree.map(jnp.add, sums, (inexact(of_weights), inexact(of_common))), inexact(of_own)
 
-        summed = (floats(weights), floats(common))
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), summed)
-        sums, of_each = lax.scan(one, zeros, (each, vjps, inexact(cotangents)))
+        summed, arrived = (floats(weights), floats(common)), inexact(cotangents)
+        zeros = jax.tree.map(
+            lambda x: zeros_after(arrived, x.shape, jnp.promote_types(x.dtype, jnp.float32)), summed
+        )
+        sums, of_each = scan(one, zeros, (each, vjps, arrived))
         of_weights, of_common = jax.tree.map(lambda x, like: x.astype(like.dtype), sums, summed)
         return with_float0(of_weights, weights), *join(
             with_float0(of_each, each), with_float0(of_common, common)
