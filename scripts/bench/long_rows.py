@@ -116,9 +116,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="timed, after one that compiles; 0: that one")
     parser.add_argument("--adapters", action="store_true")
     parser.add_argument("--host", nargs="*", default=(), choices=HOST_STORES, help="ZeroConfig.host")
-    parser.add_argument(
-        "--host-activations", type=float, default=1.0, help="the share there"
-    )
+    parser.add_argument("--host-activations", type=float, default=1.0, help="the share there")
     parser.add_argument("--moments", choices=get_args(Moments), default="float32")
     parser.add_argument("--remat", choices=get_args(Remat), default="full")
     parser.add_argument("--attention", choices=get_args(AttentionKernel), default="auto")

@@ -187,26 +187,25 @@ def test_compiled_memory_with_latents(remat: Any):
 
 
 LLAMA_8B = dataclasses.replace(LLAMA_70B, d_model=4096, heads=32, ffn=14336, vocab_size=128256)
-MEASURED = {(131072, 8): (16.02e9, 22.4e9), (524288, 4): (59.28e9, 63.2e9)}
-"""Of adapters on LLaMA 8B's layers on one H100, activations in host memory: temporaries and peak, by tokens
-of a row and layers. The program of the shorter row had temporaries of 16.70e9 then; it takes less now."""
+COMPILED = {(131072, 8): 20.11e9, (524288, 4): 55.92e9}
+"""Of adapters on LLaMA 8B's layers, activations in host memory: the peak of a program compiled for an H100,
+by tokens of a row and layers. A GPU's peak was within 0.3% of such a program's wherever both were looked at."""
 
 
-@pytest.mark.parametrize(("length", "layers"), MEASURED)
-def test_memory_of_one_long_row_is_as_measured(length: int, layers: int):
+@pytest.mark.parametrize(("length", "layers"), COMPILED)
+def test_memory_of_one_long_row_is_that_of_the_compiled_program(length: int, layers: int):
     """By tiles of an MLP in the shorter row, by the workspace of cuDNN's attention in the longer one."""
     config = dataclasses.replace(LLAMA_8B, layers=layers, max_seq_len=length)
     state = long_rows.abstract_state(config)
     memory = predict_memory(state.spec, work_of(state.spec, config, sequences=1, length=length))
-    _, peak = MEASURED[length, layers]
-    assert memory.total == pytest.approx(peak, rel=0.05)
+    assert memory.total == pytest.approx(COMPILED[length, layers], rel=0.03)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("length", "layers", "remat", "shape"),
     [
-        *((*measured, "full", {}) for measured in MEASURED),
+        *((*known, "full", {}) for known in COMPILED),
         (131072, 32, "attention", {}),
         (524288, 4, "attention", {}),
         (131072, 4, "full", {"mlp": "gelu", "kv_heads": 32, "ffn": 16384, "norm": "layer", "biases": True}),
@@ -223,7 +222,7 @@ def test_compiled_memory_of_one_long_row_in_tiles(
         state, compiled = compiled_gpt(config, zero, 1, 1, zerojax.LoRA(rank=16))
     work = work_of(state.spec, config, sequences=1, length=length)
     memory = predict_memory(state.spec, work, workspace=GPUS["h100"].workspace)
-    assert hlo.memory(compiled).peak == pytest.approx(memory.total, rel=0.10)
+    assert hlo.memory(compiled).peak == pytest.approx(memory.total, rel=0.05)
     analysis = compiled.memory_analysis()
     assert analysis is not None
     assert analysis.host_temp_size_in_bytes == pytest.approx(memory.host_total, rel=0.01)
@@ -234,8 +233,7 @@ def test_compiled_memory_of_one_long_row_in_tiles(
     # In a loop of two layers, and of one beside it; "full" has forward kernels in the backward pass, too.
     assert (forward > backward) == (remat == "full")
     if not shape and remat == "full":
-        temporaries, _ = MEASURED[length, layers]
-        assert hlo.memory(compiled).temporaries == pytest.approx(temporaries, rel=0.03)
+        assert hlo.memory(compiled).peak == pytest.approx(COMPILED[length, layers], rel=0.01)
 
 
 @pytest.mark.slow

@@ -199,7 +199,7 @@ class _Moments:
             "weights": params.gathered(4 if again else 2) + params.frozen_in_use(),
             "weight gradients": params.whole_gradients(rest=not self.with_activations),
             "wire": params.payload(),
-            "activations": self._kept() + work.working + self._others() + work.head,
+            "activations": self._kept(_LAYERS_MOVED - 1) + work.working + self._others() + work.head,
             "streamed": self._fetched() + self._updated(in_backward=True),
         }
 
@@ -250,11 +250,14 @@ class _Moments:
         share = self.spec.zero.host_activations
         return round(share * self.work.kept * self.together * self._layers_but_last) // self.layers
 
-    def _kept(self) -> int:
-        """Bytes of activations that are kept on the device, or on their way."""
+    def _kept(self, layers: int = _LAYERS_MOVED) -> int:
+        """Bytes of activations that are kept on the device, or of ``layers`` on their way.
+
+        Those of the last layer are always there, until the backward pass has used them: then one fewer.
+        """
         moved = self.moved_activations
         others = max((group.layers - 1 for group in self.stacks), default=0)
-        on_their_way = moved * min(_LAYERS_MOVED, others) // max(1, others)
+        on_their_way = moved * min(layers, others) // max(1, others)
         return self.work.kept * self.together - moved + on_their_way
 
     def _others(self) -> int:

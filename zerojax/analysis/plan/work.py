@@ -25,12 +25,11 @@ Products with weights read 2 d + a + f elements a token and layer, and make 2 d 
 they are converted.
 
 Above ``token_tile`` tokens, blocks without experts that recompute go through their projections and their MLP
-in tiles of T tokens. Then 2 q + 2 a are alive a token, what attention reads and makes with its gradients, of
-which "attention" keeps a; and for a tile 4 d + 4 f (gated 6.5 f) a token of it.
+in tiles of T tokens. Then q + 2 a + d are alive a token: what attention reads and makes, and the gradients of
+its output and of the block's. "attention" keeps a of these. A tile takes 4 d + 4 f (gated 6.5 f) a token.
 
-At another moment the backward pass of attention works: with these, d for the gradient of the block's output,
-keys and values once more, and the kernel's workspace, ``backward_workspace``. "attention" and "none"
-keep a of these, and "none" q.
+At another moment the backward pass of attention works: 2 q + 2 a + d with the gradients, and the kernel's
+workspace, ``backward_workspace``. "attention" and "none" keep a of these, and "none" q.
 
 In a mixture f is the width of all experts of a token together, and products read and make a d for each of
 these. While a layer works, the rows of k experts a token are there four times, 4 k d. Tokens of a node that
@@ -38,8 +37,9 @@ routers send to few devices take more.
 
 Where k devices share a row, t is 1/k of its tokens. Attention then reads and makes heads for all tokens of
 the row, e elements a token in all: queries, keys, values and outputs, repeated keys and heads of zeros
-included. A device sends (k - 1)/k e t of them in each pass, and once more where they are recomputed. Those of
-the layer at work are there besides its own; "none" keeps them instead of q, and the outputs twice.
+included. A device sends (k - 1)/k e t of them in each pass, and once more where they are recomputed. While
+attention works they are there instead of the device's own, in tiles the outputs besides, and otherwise all of
+them; "none" keeps them instead of q, and the outputs twice.
 
 cuDNN's attention and FlashAttention-4 also keep one fp32 number per head. XLA's has fp32 scores, heads x s
 per token, of which "none" keeps one copy and the backward pass uses 2.7, and 3 q more in another layout. The
@@ -134,6 +134,14 @@ def backward_workspace(heads: int, kv_heads: int, head_dim: int) -> int:
     return heads * (4 * head_dim + 4 + of_groups)
 
 
+def _backward_workspace(c: GPTConfig, heads: int, kv_heads: int) -> int:
+    """That of ``c.attention``; FlashAttention-4 has two fp32 numbers a head, and sums over groups in fp32."""
+    if c.attention != "flash_attention_4":
+        return backward_workspace(heads, kv_heads, c.head_dim)
+    of_groups = 2 * 4 * kv_heads * c.head_dim if kv_heads < heads else 0
+    return heads * (4 * c.head_dim + 8) + of_groups
+
+
 def sequences_of(rows: int, devices: int, zero: ZeroConfig) -> int:
     """Sequences of a micro-batch on one device, or on those that share them; at least one."""
     return max(1, rows * zero.sequence_parallel // (devices * zero.accumulate))
@@ -219,14 +227,14 @@ def decoder_work(
     there = (spread.heads + spread.copies) * c.head_dim + spread.copies * c.value_dim
     sent = tokens * item * (there + back) if sharing > 1 else 0
     working = item * max(_working(kind, remat, tokens) for kind, _ in c.kinds)
+    # In tiles the heads are there instead of the device's own, except for outputs, which are there as both.
+    working += min(sent, tokens * item * back) if _in_tiles(c, remat, tokens) else sent
     if sent and remat == "none":
         kept += tokens * c.layers * item * (there - c.qkv_width + back)
     if flash:
-        working = max(
-            working,
-            tokens
-            * (item * _in_attention(c, remat) + backward_workspace(spread.heads, spread.copies, c.head_dim)),
-        )
+        read = {"full": there + back, "attention": there, "none": 0}[remat]
+        workspace = _backward_workspace(c, spread.heads, spread.copies)
+        working = max(working, tokens * (item * (read + there + back + c.d_model) + workspace))
     else:
         working += tokens * (2.7 * 4 * c.heads * length + 3 * item * c.qkv_width)
     distance = {"loss": tokens * c.d_model * (4 + item), "head": 0, "tables": 0}  # a bare stack's loss, fp32
@@ -245,7 +253,7 @@ def decoder_work(
         model_flops=model_flops - (spared if head else unembedding),
         stream=tokens * c.d_model * item,
         kept=kept,
-        working=round(working) + sent,
+        working=round(working),
         heads=sent * (sharing - 1) // sharing * c.layers * (2 if remat == "none" else 3),
         **at_loss,
     )
@@ -323,7 +331,7 @@ def _working(c: GPTConfig, remat: Remat, tokens: int) -> float:
     whole = tokens * (rows + 9 * c.d_model + 2 * c.qkv_width + (3 if c.gated else 2) * c.active_ffn_width)
     if not _in_tiles(c, remat, tokens):
         return whole
-    in_attention = 2 * c.qkv_width + (2 if remat == "full" else 1) * c.attention_width
+    in_attention = c.qkv_width + (2 if remat == "full" else 1) * c.attention_width + c.d_model
     in_tile = 4 * c.d_model + (6.5 if c.gated else 4) * c.ffn_width
     return tokens * in_attention + tokens_of_tile(tokens, c.token_tile) * in_tile
 
@@ -331,14 +339,6 @@ def _working(c: GPTConfig, remat: Remat, tokens: int) -> float:
 def _in_tiles(c: GPTConfig, remat: Remat, tokens: int) -> bool:
     """Whether a layer is computed again in tiles of tokens."""
     return remat != "none" and not c.experts and tokens > c.token_tile
-
-
-def _in_attention(c: GPTConfig, remat: Remat) -> int:
-    """Elements per token in use during the backward pass of a flash kernel, besides its workspace."""
-    gradients = c.qkv_width + c.attention_width + c.d_model
-    again = c.qkv_width - c.heads * c.head_dim
-    read = {"full": c.qkv_width + c.attention_width, "attention": c.qkv_width, "none": 0}
-    return gradients + again + read[remat]
 
 
 def _unembedding(c: GPTConfig) -> str:
