@@ -189,7 +189,7 @@ def test_compiled_memory_with_latents(remat: Any):
 LLAMA_8B = dataclasses.replace(LLAMA_70B, d_model=4096, heads=32, ffn=14336, vocab_size=128256)
 COMPILED = {(131072, 8): 20.11e9, (524288, 4): 55.92e9}
 """Of adapters on LLaMA 8B's layers, activations in host memory: the peak of a program compiled for an H100,
-by tokens of a row and layers. A GPU's peak was within 0.3% of such a program's wherever both were looked at."""
+by tokens of a row and layers. A GPU's peak was within 0.3% of such a program's in all cases looked at."""
 
 
 @pytest.mark.parametrize(("length", "layers"), COMPILED)

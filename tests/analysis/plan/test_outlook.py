@@ -360,7 +360,7 @@ def test_the_longest_rows_are_found_across_tiles():
         assert working(found) <= limit
         assert wanted * 255 / 256 - 1 <= found <= wanted
     slope = (working(640) - working(320)) / (320 * 1024)
-    # Twice queries, keys, values and heads; the block's output's gradient; the kernel's fp32 sums. The products
-    # of tiles are at another moment.
+    # Twice queries, keys, values and heads; the gradient of the output of the block; fp32 sums of the kernel.
+    # Products of tiles are at another moment.
     widths, sums = 2 * (3 + 1) + 1, 4 * (config.d_model + config.heads)
     assert slope == pytest.approx(2 * widths * config.d_model + sums)

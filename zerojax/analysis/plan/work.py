@@ -84,7 +84,7 @@ class Work:
         loss: bytes while the loss is computed.
         head: bytes of the unembedding's gradient, or kept for it, during the backward pass of the blocks; 0
             if it is frozen.
-        tables: bytes of the fp32 gradients of embedding and unembedding, when they are added at the end; of
+        tables: bytes of the gradients of tables at the end, where they are added: of the embedding in fp32; of
             those that are trained.
         exchanged: bytes that a device sends to others of its node, of tokens whose experts are there.
         heads: bytes that a device sends to others of its node that share its rows, for attention.
@@ -363,5 +363,6 @@ def _head_bytes(c: GPTConfig, tokens: int, item: int, frozen: set[str]) -> dict[
     return {
         "loss": logits * (4 + item) + sums + 6 * tokens * c.d_model * item,
         "head": unembedding * item * (table if chunks > 1 else logits),
-        "tables": (embedding + unembedding) * 4 * table,
+        # Of a tied table both are added at the end; else that of the unembedding is done long before.
+        "tables": (4 * embedding + item * (unembedding and _unembedding(c) == "embed")) * table,
     }
