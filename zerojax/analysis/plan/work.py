@@ -84,7 +84,7 @@ class Work:
         loss: bytes while the loss is computed.
         head: bytes of the unembedding's gradient, or kept for it, during the backward pass of the blocks; 0
             if it is frozen.
-        tables: bytes of the gradients of tables at the end, where they are added: of the embedding in fp32; of
+        tables: bytes of the gradients of tables at the end, where they are added: the embedding's in fp32; of
             those that are trained.
         exchanged: bytes that a device sends to others of its node, of tokens whose experts are there.
         heads: bytes that a device sends to others of its node that share its rows, for attention.
