@@ -350,6 +350,8 @@ def main() -> None:
         case((32 * k,), 128),
         case((8 * k,), 128),
         case((128 * k,), 128),
+        # Of several rows a branch on the device takes a smaller part.
+        case(random_lengths(8 * k), 128, rows=4),
     ]
     if options.small:
         cases = [case(random_lengths(k), 64), case(random_lengths(k), 64, window=100)]
