@@ -45,8 +45,8 @@ cuDNN's attention and FlashAttention-4 also keep one fp32 number per head. XLA's
 per token, of which "none" keeps one copy and the backward pass uses 2.7, and 3 q more in another layout. The
 loss holds one chunk's logits in fp32, their gradient in the compute dtype, and six widths per token. With
 them the last layer, whose backward pass is next, keeps what "none" keeps: XLA does not compute it again. With
-several chunks it sums the gradient of the unembedding in fp32, from one buffer to another; with a single
-chunk the logits' gradient is kept and that matmul comes last. A frozen unembedding has no gradient, so XLA
+several chunks it sums the gradient of the unembedding in fp32; with a single chunk the logits' gradient is
+kept and that matmul comes last. A frozen unembedding has no gradient, so XLA
 removes the matmul and its sums; a frozen embedding has none to combine at the end.
 """
 
@@ -359,7 +359,7 @@ def _head_bytes(c: GPTConfig, tokens: int, item: int, frozen: set[str]) -> dict[
         }
     columns = -(-c.vocab_size // VOCABULARY_TILE) * VOCABULARY_TILE
     logits, table = -(-tokens // chunks) * columns, columns * c.d_model
-    sums = 2 * 4 * table if unembedding and chunks > 1 else 0
+    sums = 4 * table if unembedding and chunks > 1 else 0
     return {
         "loss": logits * (4 + item) + sums + 6 * tokens * c.d_model * item,
         "head": unembedding * item * (table if chunks > 1 else logits),
