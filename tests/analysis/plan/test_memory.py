@@ -280,7 +280,7 @@ def test_compiled_memory_beside_the_frozen_weights_of_a_llama_70b(
     ],
 )
 def test_compiled_memory_of_adapters_on_one_device(vocabulary: int):
-    # Two chunks of tokens in the loss: a trained unembedding would have two fp32 sums of its gradient.
+    # Two chunks of tokens in the loss: a trained unembedding would have an fp32 sum of its gradient.
     config = dataclasses.replace(
         LLAMA_70B,
         vocab_size=vocabulary,
