@@ -122,6 +122,6 @@ def test_rows_of_128k_fit_on_one_gpu_with_activations_in_host_memory():
     cluster = Cluster(1, 1, GPUS["h100"], 0, host_memory=128e9)
     work = work_of(there, config.model, sequences=1, length=config.train.sequence_length)
     memory = predict_memory(there, work, workspace=cluster.gpu.workspace)
-    assert memory.total == pytest.approx(35.3e9, rel=0.01)  # as the config says
+    assert memory.total == pytest.approx(32.7e9, rel=0.01)  # as the config says
     assert memory.total < cluster.budget
     assert host_needed(memory, cluster) == pytest.approx(74.1e9, rel=0.01)

@@ -12,7 +12,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, PyTree
 
-from zerojax.sharding.late_zeros import at, put, scan, zeros_after
+from zerojax.matmul.late_zeros import at, put, scan, zeros_after
 
 LOOP = "zerojax_tiles"
 """The name of a call in a jaxpr of which ``over_tiles`` is all (``zerojax.matmul.replay``)."""

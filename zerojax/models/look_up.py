@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from zerojax.matmul.late_zeros import zeros_after
 from zerojax.schedule.breadth_first import with_batching_rule
-from zerojax.sharding.late_zeros import zeros_after
 
 
 def look_up(table: Float[Array, "rows dim"], ids: Int[Array, "*batch"]) -> Float[Array, "*batch dim"]:

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
+from zerojax.matmul.late_zeros import scan, zeros_after
 from zerojax.schedule.context import holding
 from zerojax.schedule.partition import floats, inexact, partition, with_float0
 from zerojax.schedule.transforms import Pullback, pullback
-from zerojax.sharding.late_zeros import scan, zeros_after
 
 AXIS = "micro_batch"
 Flags = PyTree[Bool]

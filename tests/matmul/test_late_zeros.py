@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zerojax.sharding.late_zeros import scan, zeros_after
+from zerojax.matmul.late_zeros import scan, zeros_after
 
 
 def test_late_zeros_are_zeros_whatever_they_wait_for():
