@@ -122,13 +122,13 @@ def start_run(
         ConfigurationError: the weights cannot be had, or are of another model; or the settings have become
             those of another run.
     """
-    setup.reserve_host_memory()
     if manifest is not None and manifest.record.position:
         return _resumed(setup, folder, manifest, reader)
     source = None if init_from is None else Path(run_on_process_zero(lambda: str(reader.find(init_from))))
     if manifest is not None and source is None:
         check_same_model(saved_config(manifest.record.config), setup.config, folder)
         source = folder.checkpoints / str(manifest.step)
+    setup.reserve_host_memory()
     if source is None:
         return Start(setup.initial_state(), "", [])
     state, notes = first_weights(setup, source, reader)
@@ -206,6 +206,7 @@ def _resumed(
         before = replace(before, data=replace(before.data, tokenizer=data.tokenizer))
     changes = check_same_run(before, setup.config, folder)
     changes += rate_changes(before, setup.config, manifest.step - record.skipped)
+    setup.reserve_host_memory()
     state = with_base(setup.abstract_state(), folder, record.base, setup.config, reader)
     notes = ["; ".join([f"resuming from step {manifest.step}", *changes])]
     notes += keep_for(folder, folder.path / record.base)

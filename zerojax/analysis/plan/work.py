@@ -134,7 +134,7 @@ def backward_workspace(heads: int, kv_heads: int, head_dim: int) -> int:
     return heads * (4 * head_dim + 4 + of_groups)
 
 
-def _backward_workspace(c: GPTConfig, heads: int, kv_heads: int) -> int:
+def _kernel_workspace(c: GPTConfig, heads: int, kv_heads: int) -> int:
     """That of ``c.attention``; FlashAttention-4 has two fp32 numbers a head, and sums over groups in fp32."""
     if c.attention != "flash_attention_4":
         return backward_workspace(heads, kv_heads, c.head_dim)
@@ -233,7 +233,7 @@ def decoder_work(
         kept += tokens * c.layers * item * (there - c.qkv_width + back)
     if flash:
         read = {"full": there + back, "attention": there, "none": 0}[remat]
-        workspace = _backward_workspace(c, spread.heads, spread.copies)
+        workspace = _kernel_workspace(c, spread.heads, spread.copies)
         working = max(working, tokens * (item * (read + there + back + c.d_model) + workspace))
     else:
         working += tokens * (2.7 * 4 * c.heads * length + 3 * item * c.qkv_width)
