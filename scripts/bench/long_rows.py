@@ -14,7 +14,7 @@ twice), and peak memory of the process so far. What fails prints its error, and 
 
 With --adapters, weights are frozen beside adapters of rank 16, and activations are in host memory. --host
 names other parts to have there; with "optimizer" the backward pass updates. With either the vocabulary is
-LLaMA 3's. JAX page-locks as much memory as XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says.
+LLaMA 3's. For each GPU JAX page-locks as much memory as XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says.
 """
 
 import argparse
@@ -34,7 +34,6 @@ from zerojax.analysis.plan.work import sequences_of, work_of
 from zerojax.models import GPT, GPTConfig, lm_loss
 from zerojax.models.config import AttentionKernel
 from zerojax.schedule.tiles import TILE
-from zerojax.sharding.host_memory import piece_bytes
 from zerojax.zero_config.config import HOST_STORES, Moments, Remat
 
 DEFAULT = ("32768:1:N", "32768:N:N", "131072:N:1", "262144:N:1")
@@ -88,7 +87,7 @@ def measure(config: GPTConfig, sharing: int, rows: int, options: argparse.Namesp
 
     spec = make(zerojax.TrainState.abstract).spec
     work = work_of(spec, config, sequences=sequences_of(rows, devices, zero), length=length)
-    zerojax.reserve_host_memory(piece_bytes(devices * predict_memory(spec, work).host_total))
+    zerojax.reserve_host_memory(predict_memory(spec, work).host_total)
     state = make(zerojax.TrainState.create)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (rows, length + 1), np.int32)
     seconds, losses = [], []

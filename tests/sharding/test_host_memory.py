@@ -25,13 +25,13 @@ def test_xlas_limit_is_64_gib_or_what_the_variable_says(monkeypatch):
         host_limit()
 
 
-def test_a_process_gets_its_share_of_what_is_free_unless_the_user_has_set_a_limit(monkeypatch):
+def test_each_gpu_gets_its_share_of_what_is_free_unless_the_user_has_set_a_limit(monkeypatch):
     monkeypatch.delenv(LIMIT, raising=False)
     monkeypatch.setattr(host_memory, "free_host_memory", lambda: 200 * GIB)
-    assert limit_variable() == {LIMIT: "170"}
-    assert limit_variable(1 / 4) == {LIMIT: "42"}
+    assert limit_variable(1) == {LIMIT: "170"}
+    assert limit_variable(4) == {LIMIT: "42"}
     monkeypatch.setenv(LIMIT, "8")
-    assert limit_variable() == {}
+    assert limit_variable(1) == {}
 
 
 def test_the_pool_is_larger_than_what_is_in_it():
@@ -42,9 +42,14 @@ def test_the_pool_is_larger_than_what_is_in_it():
 def test_a_process_joins_a_job_with_its_limit_where_there_are_gpus(monkeypatch):
     with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="0,1"):
         os.environ.pop(LIMIT, None)
-        monkeypatch.setattr(distributed, "limit_variable", lambda share: {LIMIT: f"{12 * share:g}"})
+        monkeypatch.setattr(distributed, "limit_variable", lambda gpus: {LIMIT: f"{12 / gpus:g}"})
         with distributed.joined():
-            assert os.environ[LIMIT] == "12"
+            assert os.environ[LIMIT] == "6"
+        # Four processes of a scheduler's job, each with a GPU of its own.
+        monkeypatch.setattr(distributed, "_tasks_of_a_scheduler", lambda: 4)
+        monkeypatch.setattr(distributed, "_detected", lambda: ("localhost:1", 0, 1, [0]))
+        with distributed.joined():
+            assert os.environ[LIMIT] == "3"
     with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
         os.environ.pop(LIMIT, None)
         with distributed.joined():

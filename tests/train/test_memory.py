@@ -54,13 +54,17 @@ def test_reserves_page_locked_memory_in_one_piece_or_says_so(monkeypatch):
     assert not arrays, "a CPU locks none"
     monkeypatch.setattr(memory, "on_gpus", lambda _: True)
     reserve_host_memory(1000)
-    assert [(x.nbytes, x.sharding.memory_kind) for x in arrays] == [(1000, HOST)]
-    assert memory._reserved == [1000]
+    (array,) = arrays
+    assert [(x.data.nbytes, x.device) for x in array.addressable_shards] == [
+        (1050, device) for device in jax.local_devices()
+    ], "each GPU has a pool"
+    assert array.sharding.memory_kind == HOST
+    assert memory._reserved == [1050]
     monkeypatch.setattr(jax, "block_until_ready", mock.Mock(side_effect=jax.errors.JaxRuntimeError))
     monkeypatch.setenv(LIMIT, "7")
-    with pytest.raises(RunError, match=rf"0\.1 GB of page-locked .*{LIMIT} \(7 now\)"):
+    with pytest.raises(RunError, match=rf"0\.1 GB of page-locked .* {jax.local_device_count()} GPUs.*{LIMIT} \(7 now\)"):
         reserve_host_memory(10**8)
-    assert memory._reserved == [1000]
+    assert memory._reserved == [1050]
 
 
 def test_too_little_host_memory_is_refused_with_the_way_out(monkeypatch):
@@ -71,25 +75,25 @@ def test_too_little_host_memory_is_refused_with_the_way_out(monkeypatch):
     )
     monkeypatch.setattr(memory, "abstract_fields", lambda _: {})
     monkeypatch.setattr(memory, "host_bytes", lambda _: held)
-    monkeypatch.setenv(LIMIT, "7")
-    monkeypatch.setattr(memory, "free_host_memory", lambda: 7 * gib)
+    monkeypatch.setenv(LIMIT, "4")
+    monkeypatch.setattr(memory, "free_host_memory", lambda: 8 * gib)
     check_host_memory(spec)
-    with pytest.raises(ConfigurationError, match=r"12\.9 GB in the memory of a host.* 7\.52 GB are free"):
+    with pytest.raises(ConfigurationError, match=r"12\.9 GB in the memory of a host.* 8\.59 GB are free"):
         check_host_memory(spec, activations=held)
-    with pytest.raises(ConfigurationError, match=r"6\.44 GB in .* needs 11\.8 GB, checkpoints included, and"):
+    with pytest.raises(ConfigurationError, match=r"6\.44 GB in .* needs 12\.9 GB, checkpoints included, and"):
         check_host_memory(spec, saves=True)
     with monkeypatch.context() as patch:
-        patch.setattr(memory, "free_host_memory", lambda: 11 * gib)
+        patch.setattr(memory, "free_host_memory", lambda: 12 * gib)
         check_host_memory(spec, saves=True)  # a portion is in no pool
     with monkeypatch.context() as patch:
-        patch.setattr(memory, "_reserved", [2 * gib, 4 * gib])
-        patch.setattr(memory, "free_host_memory", lambda: 3 * gib)
-        check_host_memory(spec)
+        patch.setattr(memory, "_reserved", [gib, 3 * gib])
         patch.setattr(memory, "free_host_memory", lambda: 2 * gib)
-        with pytest.raises(ConfigurationError, match=r"needs 3\.22 GB, and 2\.15 GB are free"):
+        check_host_memory(spec)
+        patch.setattr(memory, "free_host_memory", lambda: gib)
+        with pytest.raises(ConfigurationError, match=r"needs 2\.15 GB, and 1\.07 GB are free"):
             check_host_memory(spec)
-    monkeypatch.setenv(LIMIT, "6")
-    with pytest.raises(ConfigurationError, match=rf"(?s)lets this process lock 6\.44 GB.*{LIMIT}=7 python"):
+    monkeypatch.setenv(LIMIT, "3")
+    with pytest.raises(ConfigurationError, match=rf"(?s)at most 3\.22 GB for each\. .*{LIMIT}=4 python"):
         check_host_memory(spec)
     devices[:] = [mock.Mock(platform="cpu")] * 2  # no pool, and no limit of XLA's
     check_host_memory(spec)

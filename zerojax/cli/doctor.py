@@ -163,7 +163,7 @@ def _host(runs: Path) -> Rows:
         ("disk", f"{disk.free / 2**30:.0f} of {disk.total / 2**30:.0f} GiB free for {runs}"),
     ]
     if on_gpus(jax.devices()):
-        rows.append(("page-locked", f"at most {host_limit() / 2**30:.0f} GiB a process ({LIMIT})"))
+        rows.append(("page-locked", f"at most {host_limit() / 2**30:.0f} GiB a GPU ({LIMIT})"))
     try:
         with tempfile.TemporaryFile(dir=place) as file:
             file.write(b"zerojax")

@@ -93,7 +93,7 @@ def _tasks(job: Job, nodes: int) -> list[Task]:
     shares = share_devices(nodes, job.devices_per_node, job.platform)
     coordinator = f"127.0.0.1:{free_port()}"
     # Passed in the environment: other users can read a command line.
-    shared = {VARIABLE: new_token()} | limit_variable(1 / nodes)
+    shared = {VARIABLE: new_token()} | limit_variable(nodes * job.devices_per_node)
     return [
         Task(f"rank {rank}", command, os.environ | share | shared | more)
         for rank, share in enumerate(shares)

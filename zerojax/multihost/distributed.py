@@ -97,8 +97,9 @@ def joined(
         JobError: process 0 cannot listen, or the others did not join in time.
     """
     found = _given(coordinator, process_id, num_processes) or _detected()
-    if visible_gpus():
-        os.environ.update(limit_variable(1 / (_tasks_of_a_scheduler() or 1)))
+    if here := visible_gpus():
+        mine = found[3] if found and found[3] else here
+        os.environ.update(limit_variable(len(mine) * (_tasks_of_a_scheduler() or 1)))
     if found is None or found[2] == 1:
         yield None
         return

@@ -25,7 +25,6 @@ from zerojax.run.metrics.log import RunLog, StepCosts
 from zerojax.run.optimizers import make_optimizer, make_schedule
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.trackers import check_trackers
-from zerojax.sharding.host_memory import piece_bytes
 from zerojax.train.initial import initializer
 from zerojax.train.memory import check_host_memory, held_in_host, reserve_host_memory
 from zerojax.train.spec import TrainSpec
@@ -80,7 +79,7 @@ class RunSetup:
             RunError: the memory is no longer there.
         """
         if self.zero.host:
-            reserve_host_memory(piece_bytes(held_in_host(*self._in_host)))
+            reserve_host_memory(held_in_host(*self._in_host))
 
     @cached_property
     def _in_host(self) -> tuple[TrainSpec, int]:

@@ -1,12 +1,12 @@
 """How much page-locked memory this process may have: what its host has left, and XLA's limit.
 
-XLA takes page-locked memory from a pool of the process, whose limit it reads from the environment when it
-starts the GPUs. The pool grows in pieces, each twice as large as the one before, up to the limit, and returns
-none. Without a limit it would take up to 1.8 times what the states of decoders of 1B to 13B parameters need;
-with a limit of 1.1 times that they fit (what is lost lies at the ends of pieces). What a step keeps there,
-its activations, is one array: behind the state it may need a piece of its own, larger than what the limit
-leaves. So a run reserves what it needs in one piece (``zerojax.train.memory``). ``ulimit -l`` does not
-matter: it is the driver that locks the pages.
+XLA takes page-locked memory from pools, one for each GPU of the process. It reads the limit of each pool from
+the environment when it starts the GPUs. A pool grows in pieces, each twice as large as the one before, up to
+the limit, and returns none. Without a limit it would take up to 1.8 times what the states of decoders of 1B
+to 13B parameters need; with a limit of 1.1 times that they fit (what is lost lies at the ends of pieces).
+What a step keeps there, its activations, is one array: behind the state it may need a piece of its own,
+larger than what the limit leaves. So a run reserves what it needs in one piece a GPU
+(``zerojax.train.memory``). ``ulimit -l`` does not matter: it is the driver that locks the pages.
 """
 
 import math
@@ -34,12 +34,12 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def piece_bytes(held: int) -> int:
-    """Bytes of one piece of XLA's pool in which ``held`` bytes of arrays fit, with gaps between them."""
+    """Bytes of one piece of a GPU's pool in which ``held`` bytes of arrays fit, with gaps between them."""
     return int(_PIECE * held)
 
 
 def pool_bytes(held: int) -> int:
-    """Bytes of XLA's pool in which ``held`` bytes of arrays fit, a whole number of GiB.
+    """Bytes of a GPU's pool in which ``held`` bytes of arrays fit, a whole number of GiB.
 
     They are enough for pieces that double, and for one piece and what transfers take besides.
     """
@@ -47,7 +47,7 @@ def pool_bytes(held: int) -> int:
 
 
 def host_limit() -> int:
-    """XLA's limit for this process, in bytes.
+    """XLA's limit for each GPU of this process, in bytes.
 
     Raises:
         ConfigurationError: the variable is not a number.
@@ -58,11 +58,14 @@ def host_limit() -> int:
     return int(given) << 30
 
 
-def limit_variable(share: float = 1.0) -> dict[str, str]:
-    """The variable that lets a process lock its share of this host's free memory; empty if it is set."""
+def limit_variable(gpus: int) -> dict[str, str]:
+    """The variable that lets each of this host's ``gpus`` lock its share of what is free; empty if it is set.
+
+    A GPU that several processes use counts once for each.
+    """
     if LIMIT in os.environ:
         return {}
-    return {LIMIT: str(max(1, int(share * _LOCKED * free_host_memory()) >> 30))}
+    return {LIMIT: str(max(1, int(_LOCKED * free_host_memory() / gpus) >> 30))}
 
 
 def free_host_memory() -> int:

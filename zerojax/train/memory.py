@@ -7,11 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.errors import ConfigurationError, RunError
 from zerojax.formatting import size
-from zerojax.sharding.host_memory import LIMIT, SAVING, free_host_memory, host_limit, pool_bytes
+from zerojax.sharding.host_memory import (
+    LIMIT,
+    SAVING,
+    free_host_memory,
+    host_limit,
+    piece_bytes,
+    pool_bytes,
+)
 from zerojax.sharding.memory import HOST, to_host
 from zerojax.sharding.mesh import on_gpus
 from zerojax.train.fields import abstract_fields
@@ -21,7 +28,7 @@ _SHARE = 0.85
 """The share of a device's memory to plan with; the rest is for a layer's work and fragments."""
 
 _reserved: list[int] = []
-"""Bytes of this process's reservations; each may have found those before it free, so the largest counts."""
+"""Bytes a GPU of this process's reservations. Each may have found earlier ones free: the largest counts."""
 
 
 def device_bytes(tree: Any) -> int:
@@ -56,8 +63,8 @@ def state_bytes(spec: TrainSpec) -> int:
 
 
 def held_in_host(spec: TrainSpec, activations: int = 0) -> int:
-    """Bytes in host memory for this process's devices: of a state, and of what a step keeps for each."""
-    return len(spec.mesh.local_devices) * (host_bytes(abstract_fields(spec)) + activations)
+    """Bytes in host memory for one device: of a state, and of what a step keeps."""
+    return host_bytes(abstract_fields(spec)) + activations
 
 
 def check_host_memory(spec: TrainSpec, activations: int = 0, *, saves: bool = False) -> None:
@@ -79,13 +86,13 @@ def check_host_memory(spec: TrainSpec, activations: int = 0, *, saves: bool = Fa
     if not held:
         return
     what = (
-        f"ZeroConfig.host={spec.zero.host} keeps {size(held)} in the memory of a host, that of "
+        f"ZeroConfig.host={spec.zero.host} keeps {size(devices * held)} in the memory of a host, that of "
         f"{devices} device{'s' * (devices > 1)}"
     )
     pool = pool_bytes(held) if on_gpus(spec.mesh.local_devices) else held
     free = free_host_memory()
     saves = saves and spec.streams
-    needed = max(0, pool - max(_reserved, default=0)) + SAVING * saves
+    needed = devices * max(0, pool - max(_reserved, default=0)) + SAVING * saves
     if needed > free:
         besides = ", checkpoints included" if saves else ""
         raise ConfigurationError(
@@ -94,7 +101,7 @@ def check_host_memory(spec: TrainSpec, activations: int = 0, *, saves: bool = Fa
         )
     if on_gpus(spec.mesh.local_devices) and pool > host_limit():
         raise ConfigurationError(
-            f"{what}, and XLA lets this process lock {size(host_limit())}. It reads its limit when it starts "
+            f"{what}, and XLA locks at most {size(host_limit())} for each. It reads its limit when it starts "
             f"the GPUs: set it before, in the command that starts the program:\n\n"
             f"    {LIMIT}={pool >> 30} python ...\n\n"
             "zerojax train, zerojax launch and zerojax.distributed.joined() set it, if they come first."
@@ -102,16 +109,17 @@ def check_host_memory(spec: TrainSpec, activations: int = 0, *, saves: bool = Fa
 
 
 def reserve_host_memory(size: int) -> None:
-    """Have XLA lock host memory for this process in one piece, which arrays of any sizes then share.
+    """Have XLA lock host memory in one piece for each GPU of this process, for arrays of any sizes.
 
-    Otherwise XLA's pool grows in pieces that double, and what a step keeps in host memory, one array of all
+    Otherwise a GPU's pool grows in pieces that double, and what a step keeps in host memory, one array of all
     layers' activations, needs a piece of its own behind those of the state. ``zerojax train`` reserves what a
     run needs; call it in a program of your own before a state is made. It takes as long as the driver locks
-    pages: about a second for 2 GiB. XLA rounds the piece up to a power of two, or to what its limit leaves.
-    What is free in the pool already is not locked again. Does nothing without GPUs.
+    pages: about a second for 2 GiB. A piece is 5% larger than ``size``, for gaps, and XLA rounds it up to a
+    power of two, or to what its limit leaves. What is free in a pool already is not locked again. Does
+    nothing without GPUs.
 
     Args:
-        size: bytes, for all of this process's devices.
+        size: bytes of one GPU's arrays in host memory, of all that are there at a time.
 
     Raises:
         RunError: the memory is not there, or above XLA's limit.
@@ -119,20 +127,21 @@ def reserve_host_memory(size: int) -> None:
     Examples:
         >>> zerojax.reserve_host_memory(96 << 30)
     """
-    first = jax.local_devices()[0]
-    if not size or not on_gpus([first]):
+    devices = jax.local_devices()
+    if not size or not on_gpus(devices):
         return
-    there = SingleDeviceSharding(first, memory_kind=HOST)
+    piece = piece_bytes(size)
+    there = NamedSharding(Mesh(np.array(devices), "gpu"), PartitionSpec("gpu"), memory_kind=HOST)
     # Compiled, it only allocates: nothing is copied, and no device needs room.
-    empty = jax.jit(lambda: to_host(lax.empty((size,), jnp.uint8)), out_shardings=there)
+    empty = jax.jit(lambda: to_host(lax.empty((len(devices), piece), jnp.uint8)), out_shardings=there)
     try:
         jax.block_until_ready(empty())
     except jax.errors.JaxRuntimeError as error:
         raise RunError(
-            f"cannot allocate {size / 1e9:.1f} GB of page-locked host memory for this process: raise {LIMIT} "
-            f"({host_limit() >> 30} now), or start more processes with fewer GPUs each"
+            f"cannot allocate {piece / 1e9:.1f} GB of page-locked host memory for each of this process's "
+            f"{len(devices)} GPUs: raise {LIMIT} ({host_limit() >> 30} now), or keep less there"
         ) from error
-    _reserved.append(size)
+    _reserved.append(piece)
 
 
 def free_memory(spec: TrainSpec) -> int:

@@ -40,7 +40,7 @@ class HostChoice:
 def host_needed(memory: PredictedMemory, cluster: Cluster) -> int:
     """Bytes of a host's memory that its devices need, with what XLA's pool and checkpoints take besides."""
     saved = memory.host.get("parameters", 0) + memory.host.get("optimizer", 0)
-    return pool_bytes(cluster.local * memory.host_total) + (SAVING if saved else 0)
+    return cluster.local * pool_bytes(memory.host_total) + (SAVING if saved else 0)
 
 
 def host_fits(memory: PredictedMemory, cluster: Cluster) -> bool:

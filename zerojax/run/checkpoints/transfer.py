@@ -51,9 +51,9 @@ def fit_beside_host_state(states: Sequence[TrainState]) -> bool:
     All processes call it together.
     """
     devices = states[0].spec.mesh.local_devices
-    copies = len(devices) * sum(host_bytes(abstract_canonical(state)) for state in states)
+    copies = sum(host_bytes(abstract_canonical(state)) for state in states)
     pool = pool_bytes(2 * copies + PORTION) if on_gpus(devices) else 0
-    return all(gather_from_all(copies <= free_host_memory() and pool <= host_limit()))
+    return all(gather_from_all(len(devices) * copies <= free_host_memory() and pool <= host_limit()))
 
 
 def _room(memories: list[dict[str, int]]) -> float:
@@ -83,9 +83,8 @@ def reserve_for_saves(states: Sequence[TrainState]) -> None:
         RunError: the memory is not there, or above XLA's limit.
     """
     devices = len(states[0].spec.mesh.local_devices)
-    reserve_host_memory(
-        sum(min(devices * sum(sizes), max(PORTION, devices * max(sizes))) for sizes in _sizes(states))
-    )
+    # A portion is of all devices together.
+    reserve_host_memory(sum(min(sum(sizes), max(PORTION // devices, *sizes)) for sizes in _sizes(states)))
 
 
 def _sizes(states: Sequence[TrainState]) -> list[list[int]]:
