@@ -62,7 +62,9 @@ def test_reserves_page_locked_memory_in_one_piece_or_says_so(monkeypatch):
     assert memory._reserved == [1050]
     monkeypatch.setattr(jax, "block_until_ready", mock.Mock(side_effect=jax.errors.JaxRuntimeError))
     monkeypatch.setenv(LIMIT, "7")
-    with pytest.raises(RunError, match=rf"0\.1 GB of page-locked .* {jax.local_device_count()} GPUs.*{LIMIT} \(7 now\)"):
+    with pytest.raises(
+        RunError, match=rf"0\.1 GB of page-locked .* {jax.local_device_count()} GPUs.*{LIMIT} \(7 now\)"
+    ):
         reserve_host_memory(10**8)
     assert memory._reserved == [1050]
 

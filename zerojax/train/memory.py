@@ -1,12 +1,13 @@
 """What arrays take of a device's memory and of its host's, and how much a train state leaves."""
 
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.errors import ConfigurationError, RunError
@@ -131,11 +132,17 @@ def reserve_host_memory(size: int) -> None:
     if not size or not on_gpus(devices):
         return
     piece = piece_bytes(size)
-    there = NamedSharding(Mesh(np.array(devices), "gpu"), PartitionSpec("gpu"), memory_kind=HOST)
-    # Compiled, it only allocates: nothing is copied, and no device needs room.
-    empty = jax.jit(lambda: to_host(lax.empty((len(devices), piece), jnp.uint8)), out_shardings=there)
+    mesh = Mesh(np.array(devices), "gpu")
+    there = NamedSharding(mesh, PartitionSpec("gpu"), memory_kind=HOST)
+
+    # Compiled, it only allocates: nothing is copied, and no device needs room. By jit's sharding alone each
+    # device would make the pieces of all in its own memory, and copy its own.
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(), out_specs=PartitionSpec("gpu"))
+    def pieces() -> Array:
+        return lax.pcast(to_host(lax.empty((piece,), jnp.uint8)), "gpu", to="varying")
+
     try:
-        jax.block_until_ready(empty())
+        jax.block_until_ready(jax.jit(pieces, out_shardings=there)())
     except jax.errors.JaxRuntimeError as error:
         raise RunError(
             f"cannot allocate {piece / 1e9:.1f} GB of page-locked host memory for each of this process's "
