@@ -6,7 +6,9 @@ import os
 import time
 from pathlib import Path
 from threading import Event, current_thread, main_thread
+from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from rich.console import Console
 
 from zerojax.errors import RunError
 from zerojax.run.metrics.curve import draw_loss_curve
-from zerojax.run.metrics.devices import memory_in_use
+from zerojax.run.metrics.devices import most_memory
 from zerojax.run.metrics.files import MetricsFile, read_lines, read_metrics
 from zerojax.run.metrics.progress import Progress
 from zerojax.run.metrics.queue import MetricsQueue
@@ -269,5 +271,9 @@ class TestProgress:
         assert capsys.readouterr().out == ""
 
 
-def test_memory() -> None:
-    assert memory_in_use() > 10 << 20
+def test_memory_is_the_most_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert most_memory() > 10 << 20
+    stats = [None, {"bytes_in_use": 5, "peak_bytes_in_use": 7}, {"bytes_in_use": 6, "peak_bytes_in_use": 8}]
+    devices = [mock.Mock(memory_stats=lambda found=found: found) for found in stats]
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    assert most_memory() == 8

@@ -118,7 +118,7 @@ def _charts(run: RunData, skipped: Sequence[int]) -> list[Chart]:
     explained, entropy = [line("variance", "explained_variance")], mean("entropy", "router_entropy")
     # Charts go in pairs.
     seconds = mean("step", "step_seconds") if run.series("mfu")[0] else []
-    place = "in use, " + _memory_of(run).removeprefix("most, ")
+    place = _memory_of(run).replace("most", "most so far")
     draw, marked = partial(_draw, run), partial(_draw, run, marks=skipped)
     level = partial(_draw, run, from_zero=True, capped=True)
     found = [

@@ -1,7 +1,8 @@
 """Peak FLOP/s and memory use of the devices."""
 
+import resource
+
 import jax
-import psutil
 
 from zerojax.analysis.gpus import GPUS
 
@@ -25,11 +26,15 @@ def peak_flops(device_kind: str) -> float | None:
     return _PEAK_BF16[max(names, key=len)] if names else None
 
 
-def memory_in_use() -> int:
-    """Bytes in use on this process's fullest device; by the process itself if devices do not report them."""
-    in_use = [
-        stats["bytes_in_use"]
+def most_memory() -> int:
+    """The most bytes in use so far, on this process's fullest device; if devices do not say, by the process.
+
+    What is in use between steps, when a line is logged, is the state alone.
+    """
+    most = [
+        stats["peak_bytes_in_use"]
         for device in jax.local_devices()
-        if (stats := device.memory_stats()) and "bytes_in_use" in stats
+        if (stats := device.memory_stats()) and "peak_bytes_in_use" in stats
     ]
-    return max(in_use) if in_use else psutil.Process().memory_info().rss
+    # Linux counts in KiB.
+    return max(most, default=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from zerojax.errors import DivergedError, RunError
-from zerojax.run.metrics.devices import memory_in_use, peak_flops
+from zerojax.run.metrics.devices import most_memory, peak_flops
 from zerojax.run.metrics.files import MetricsFile
 from zerojax.run.metrics.progress import Progress
 from zerojax.run.metrics.queue import Evaluation, Metrics, MetricsQueue, StepRecord
@@ -197,7 +197,7 @@ class RunLog:
             if self._peak is not None and costs.flops is not None and costs.tokens is not None:
                 flops = costs.flops * tokens / costs.tokens
                 values["mfu"] = flops / seconds / (self._peak * costs.devices)
-        values |= {"skipped_total": float(self.skipped), "memory_bytes": float(memory_in_use())}
+        values |= {"skipped_total": float(self.skipped), "memory_bytes": float(most_memory())}
         if costs.internode_bytes is not None:
             values["internode_bytes"] = costs.internode_bytes
         return values
