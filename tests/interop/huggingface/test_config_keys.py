@@ -508,8 +508,14 @@ def test_windows():
         )
         last = read(family, **on, max_window_layers=1)
         assert (last.sliding_window, last.sliding_window_layers) == (8, (1,))
-        with pytest.raises(ZeroError, match="layer_types"):
-            read(family, layer_types=["full_attention"])
+        for wrong in (["full_attention"], []):
+            with pytest.raises(ZeroError, match="layer_types"):
+                read(family, layer_types=wrong)
+    for family in ("qwen2", "smollm3"):
+        # transformers' eager attention of SmolLM3 would have the window, and FlashAttention not.
+        with pytest.raises(ZeroError, match="use_sliding_window = false contradicts layer_types"):
+            read(family, sliding_window=8, layer_types=["sliding_attention"] * 2)
+        assert read(family, layer_types=["sliding_attention"] * 2, sliding_window=None) == MODELS[family]
 
 
 def test_windows_of_a_pattern():

@@ -23,10 +23,16 @@ def windows(kinds: Kinds, window: int | None = 4096, *, switch: bool = False) ->
 
     def read(keys: ConfigKeys, found: Fields) -> Fields:
         width = keys.nullable("sliding_window", int, window)
-        if switch and not keys.take("use_sliding_window", bool, False):
-            width = None
         default = kinds(keys, found)
-        types = keys.take("layer_types", list, default)
+        given = keys.take("layer_types", list, None)
+        if switch and not keys.take("use_sliding_window", bool, False):
+            # Some of transformers' kernels then have the window and others do not.
+            if width is not None and SLIDING in (given or ()):
+                raise ConfigurationError(
+                    f"use_sliding_window = false contradicts layer_types, which has {SLIDING!r}: change one"
+                )
+            width = None
+        types = default if given is None else given
         if len(types) != len(default) or not all(kind in (FULL, SLIDING) for kind in types):
             raise ConfigurationError(
                 f"layer_types = {short(types)}: {len(default)} of {FULL!r} and {SLIDING!r} are supported"
