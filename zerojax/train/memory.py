@@ -105,8 +105,8 @@ def check_host_memory(spec: TrainSpec, activations: int = 0, *, saves: bool = Fa
             f"{what}, and XLA locks at most {size(host_limit())} for each. It reads its limit when it starts "
             f"the GPUs: set it before, in the command that starts the program:\n\n"
             f"    {LIMIT}={pool >> 30} python ...\n\n"
-            "zerojax train, zerojax launch and zerojax.distributed.joined() set it, if they come first: to each "
-            "visible GPU's share of 85% of what is free. CUDA_VISIBLE_DEVICES makes others invisible."
+            "zerojax train, zerojax launch and zerojax.distributed.joined() set it if they come first: to "
+            "the share that each visible GPU has of 85% of what is free. CUDA_VISIBLE_DEVICES hides others."
         )
 
 
