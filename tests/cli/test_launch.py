@@ -12,13 +12,15 @@ import pytest
 
 from zerojax.cli import launch
 from zerojax.errors import ZeroError
+from zerojax.sharding import host_memory
 
 pytestmark = pytest.mark.alone
 
 SHOW = """
 import os, sys
 token = os.environ["ZEROJAX_JOB_TOKEN"]
-print(*sys.argv[1:], os.environ["JAX_PLATFORMS"], os.environ["XLA_FLAGS"].split()[-1], token)
+limit = os.environ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"]
+print(*sys.argv[1:], os.environ["JAX_PLATFORMS"], os.environ["XLA_FLAGS"].split()[-1], limit, token)
 """
 JOIN = r"""
 import sys
@@ -59,13 +61,16 @@ def attempts(tmp_path):
     return program, lambda: [int(n) for n in notes.read_text().split()]
 
 
-def test_the_options_of_each_process(capfd):
+def test_the_options_of_each_process(capfd, monkeypatch):
+    monkeypatch.delenv(host_memory.LIMIT, raising=False)
+    monkeypatch.setattr(host_memory, "free_host_memory", lambda: 60 << 30)
     assert launch.launch(job(SHOW, nodes=3)) == 0
     lines = sorted(capfd.readouterr().out.splitlines())
+    # Each device may lock 8 GiB, its sixth of 85% of 60.
     pattern = (
         r"\[rank (\d)\] train a --mesh\.nodes 3 --mesh\.local 2 b "
         r"--coordinator 127\.0\.0\.1:(\d+) --process-id (\d) --num-processes 3 "
-        r"cpu --xla_force_host_platform_device_count=2 ([0-9a-f]{64})"
+        r"cpu --xla_force_host_platform_device_count=2 8 ([0-9a-f]{64})"
     )
     found = [re.fullmatch(pattern, line) for line in lines]
     assert all(found), lines
