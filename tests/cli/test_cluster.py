@@ -1,10 +1,16 @@
-"""Set-up of a job's processes: what libraries print stays off the terminal."""
+"""Set-up of a job's processes: what libraries print stays off the terminal, and how many GPUs they use."""
 
 import subprocess
 import sys
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 from environment import for_programs
+
+from zerojax.cli.cluster import joined_cluster
+from zerojax.multihost import distributed
+from zerojax.run.config import ClusterSection, MeshSection
 
 PROGRAM = """
 import os, sys
@@ -37,3 +43,15 @@ def test_only_own_output_is_shown_at_the_default_level(variables: dict[str, str]
     command = [sys.executable, "-u", "-c", PROGRAM]
     done = subprocess.run(command, env=environment | variables, capture_output=True, text=True)
     assert (done.stdout.splitlines(), done.stderr) == (shown, "a crash\n")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "devices"),
+    [(MeshSection(), None), (MeshSection(local=2), 2), (MeshSection(nodes=2, local=4), 8)],
+    ids=["all", "local", "nodes"],
+)
+def test_a_mesh_of_some_gpus_shares_host_memory_among_them(mesh: MeshSection, devices: int | None) -> None:
+    inner = mock.patch.object(distributed, "joined", return_value=nullcontext())
+    with inner as joined, joined_cluster(mesh, ClusterSection()):
+        pass
+    assert joined.call_args.kwargs["devices"] == devices

@@ -45,6 +45,10 @@ def test_a_process_joins_a_job_with_its_limit_where_there_are_gpus(monkeypatch):
         monkeypatch.setattr(distributed, "limit_variable", lambda gpus: {LIMIT: f"{12 / gpus:g}"})
         with distributed.joined():
             assert os.environ[LIMIT] == "6"
+        os.environ.pop(LIMIT)
+        with distributed.joined(devices=1):
+            assert os.environ[LIMIT] == "12"
+        os.environ.pop(LIMIT)
         # Four processes of a scheduler's job, each with a GPU of its own.
         monkeypatch.setattr(distributed, "_tasks_of_a_scheduler", lambda: 4)
         monkeypatch.setattr(distributed, "_detected", lambda: ("localhost:1", 0, 1, [0]))

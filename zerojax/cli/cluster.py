@@ -89,6 +89,7 @@ def joined_cluster(
         insecure=job.insecure or cluster.insecure,
         join_timeout=cluster.join_timeout,
         peer_timeout=cluster.peer_timeout,
+        devices=max(mesh.nodes, 1) * mesh.local or None,
     ) as peers:
         if peers is not None:
             only_own_output()

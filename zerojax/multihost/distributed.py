@@ -52,6 +52,7 @@ def joined(
     join_timeout: float = 300.0,
     peer_timeout: float = 60.0,
     report: Callable[[BaseException], tuple[int, str]] = report_error,
+    devices: int | None = None,
 ) -> Generator[Peers | None]:
     """Join a job for the duration of a ``with`` block; enter it before anything uses a device.
 
@@ -59,8 +60,8 @@ def joined(
     ``JAX_NUM_PROCESSES`` (set by ``zerojax launch`` and emulated clusters); SLURM, Open MPI or Kubernetes,
     through JAX's detection. Without any of them the process runs alone.
 
-    On hosts with GPUs XLA is allowed most of the memory that the host has left, shared by the processes that
-    a scheduler has started there (``zerojax.sharding.host_memory``).
+    On hosts with GPUs XLA is allowed most of the memory that the host has left, shared by the GPUs of the
+    processes that a scheduler has started there (``zerojax.sharding.host_memory``).
 
     When the block ends, this process waits for the others to end theirs. When it raises, the others are told
     and this process exits at once, without JAX's shutdown, which would wait for them. When another process
@@ -86,6 +87,7 @@ def joined(
         join_timeout: seconds to wait for the others.
         peer_timeout: seconds of silence after which a process counts as dead and the job ends.
         report: prints an error raised by the block; returns the exit code and a line for the other processes.
+        devices: GPUs that this process will use, if not all that it sees.
 
     Yields:
         The other processes, or None if there are none.
@@ -98,8 +100,8 @@ def joined(
     """
     found = _given(coordinator, process_id, num_processes) or _detected()
     if here := visible_gpus():
-        mine = found[3] if found and found[3] else here
-        os.environ.update(limit_variable(len(mine) * (_tasks_of_a_scheduler() or 1)))
+        own = len(found[3] if found and found[3] else here)
+        os.environ.update(limit_variable(min(own, devices or own) * (_tasks_of_a_scheduler() or 1)))
     if found is None or found[2] == 1:
         yield None
         return

@@ -106,7 +106,7 @@ def check_host_memory(spec: TrainSpec, activations: int = 0, *, saves: bool = Fa
             f"the GPUs: set it before, in the command that starts the program:\n\n"
             f"    {LIMIT}={pool >> 30} python ...\n\n"
             "zerojax train, zerojax launch and zerojax.distributed.joined() set it if they come first: to "
-            "the share that each visible GPU has of 85% of what is free. CUDA_VISIBLE_DEVICES hides others."
+            "the share of 85% of what is free that each GPU has which they use."
         )
 
 
