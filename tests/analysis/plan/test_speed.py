@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import long_rows
 import optax
@@ -19,7 +20,8 @@ from zerojax.analysis.plan.memory import predict_memory
 from zerojax.analysis.plan.speed import StepTime, predict_step
 from zerojax.analysis.plan.work import Work, decoder_work, work_of
 from zerojax.errors import ConfigurationError
-from zerojax.models import Block, GPTConfig
+from zerojax.models import GPT, Block, GPTConfig, lm_loss
+from zerojax.models.config import AttentionKernel
 from zerojax.sharding.mesh import MeshShape
 from zerojax.train.spec import TrainSpec
 
@@ -264,3 +266,29 @@ def test_long_rows_beside_adapters_are_predicted(length: int, layers: int, secon
         state.spec, work, (), predict_memory(state.spec, work), Cluster(1, 1, GPUS["h100"], 0)
     )
     assert step.seconds == pytest.approx(seconds, rel=0.08)
+
+
+@pytest.mark.parametrize(
+    ("attention", "sharing", "seconds", "error"),
+    [
+        ("cudnn", 1, 10.248, -0.05),
+        ("cudnn", 2, 5.302, -0.07),
+        ("flash_attention_4", 1, 9.442, 0.03),
+        ("flash_attention_4", 2, 4.882, 0.02),
+    ],
+)
+def test_long_rows_with_either_kernel(attention: AttentionKernel, sharing: int, seconds: float, error: float):
+    """131,072 tokens, 8 layers with all weights trained, on H200s; errors as in docs/planner.md."""
+    config = dataclasses.replace(LLAMA, vocab_size=32000, layers=8, kv_heads=8, ffn=14336, tied=False)
+    config = dataclasses.replace(config, max_seq_len=131072, attention=attention)
+    spec = zerojax.TrainState.abstract(
+        lambda rngs: GPT(config, rngs=rngs),
+        optax.adamw(1e-4),
+        lm_loss,
+        mesh=zerojax.make_mesh(1, sharing, devices=jax.devices()[:sharing]),
+        zero=zerojax.ZeroConfig(remat="attention", sequence_parallel=sharing),
+    ).spec
+    work = work_of(spec, config, sequences=1, length=131072)
+    cluster = Cluster(1, sharing, GPUS["h200"], 0)
+    step = predict_step(spec, work, hops_of(spec, work), predict_memory(spec, work), cluster)
+    assert step.seconds / seconds - 1 == pytest.approx(error, abs=0.006)
