@@ -13,6 +13,12 @@ MATMUL_EFFICIENCY = 0.61
 One and four sequences a GPU under ``remat="full"`` differ by 106.9 ms and 65 TFLOP (docs/benchmark-notes.md).
 """
 
+CUDNN_EFFICIENCY = 0.87
+"""The rate of cuDNN's attention, relative to that of matmuls; measured on H100 and H200.
+
+Rows of 32,768 to 1,048,576 tokens (docs/planner.md); FlashAttention-4 is as fast as matmuls there.
+"""
+
 FP8_EFFICIENCY = 0.55
 """Fraction of the fp8 peak that products with weights reach, conversions apart; measured on H200.
 

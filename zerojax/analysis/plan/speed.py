@@ -2,9 +2,10 @@
 
 The parts, in seconds per device and step:
 
-- compute: FLOPs executed, recomputed ones included, over the rate that matmuls reach; plus, over the rate
-  that memory reaches, the bytes that codecs read and write, and four times the kept activations (into the
-  stack of all layers and out of it, each a read and a write).
+- compute: FLOPs executed, recomputed ones included, over the rate that matmuls and FlashAttention-4 reach, or
+  over cuDNN's lower one for its attention; plus, over the rate that memory reaches, the bytes that codecs
+  read and write, and four times the kept activations (into the stack of all layers and out of it, each a
+  read and a write).
 - compute, where products with weights are in fp8: their FLOPs over the rate that fp8 reaches, and conversions
   (largest magnitude, fp8, transposition), which take activations and gradients through memory: 10 bytes
   forward and 10 backward for an element that a product reads, 14 for the gradient of one that it makes.
@@ -38,6 +39,7 @@ have some megabytes.
 
 from dataclasses import asdict, dataclass
 
+from zerojax.analysis.gpus import CUDNN_EFFICIENCY
 from zerojax.analysis.plan.cluster import Cluster
 from zerojax.analysis.plan.hops import HopPlan
 from zerojax.analysis.plan.memory import PredictedMemory
@@ -168,6 +170,7 @@ def _matmuls(spec: TrainSpec, work: Work, cluster: Cluster) -> tuple[float, floa
     """Seconds of the FLOPs of one micro-batch, forward and backward."""
     dtype = spec.zero.compute_dtype
     rate = cluster.flops(dtype)
+    slower = (1 / CUDNN_EFFICIENCY - 1) / rate
     share = share_of(spec, lambda leaf: leaf.fp8)
     # A frozen weight has no gradient, whose product takes as long as that of the forward pass.
     spared = work.weights_forward * share_of(spec, lambda leaf: leaf.frozen)
@@ -179,8 +182,9 @@ def _matmuls(spec: TrainSpec, work: Work, cluster: Cluster) -> tuple[float, floa
     # Once more for the gradient of the weight, and for a forward pass that is recomputed.
     again = work.weights_backward / work.weights_forward - 1
     return (
-        work.forward / rate - work.weights_forward * share * gained + read,
+        work.forward / rate + work.cudnn_forward * slower - work.weights_forward * share * gained + read,
         (work.backward - spared) / rate
+        + work.cudnn_backward * slower
         - (work.weights_backward * share - exact) * gained
         + again * read
         + made,

@@ -75,6 +75,8 @@ class Work:
         backward: FLOPs executed in the backward pass of the blocks, including recomputation.
         weights_forward: those of ``forward`` that are products of the blocks' weights.
         weights_backward: those of ``backward``, likewise.
+        cudnn_forward: those of ``forward`` that are of cuDNN's attention.
+        cudnn_backward: those of ``backward``, likewise.
         read: elements that products with the blocks' weights read, of all layers.
         made: elements that they make.
         model_flops: as the MFU counts them: nothing twice, causal attention, no gradients of frozen matrices.
@@ -95,6 +97,8 @@ class Work:
     backward: float
     weights_forward: float
     weights_backward: float
+    cudnn_forward: float
+    cudnn_backward: float
     read: int
     made: int
     model_flops: float
@@ -216,10 +220,14 @@ def decoder_work(
     attention = per_pair * c.layers * (_computed_tokens(c, length) if flash else length)
     spread = spread_of(c.heads, c.key_value_heads, sharing)
     attention *= spread.heads / c.heads
+    # The backward pass begins with a stack's last layer, which has just been computed; tiles are again.
+    all_but_last = 1 - len(c.runs) / c.layers if c.scan else 1.0
     matrices_again = 0.0 if remat == "none" else matrices / 3
+    matrices_again *= 1.0 if _in_tiles(c, remat, tokens) else all_but_last
     scores = c.head_dim / (c.head_dim + c.value_dim) * attention / 3
-    attention_again = (attention / 3 if remat == "full" else 0) + (scores if flash else 0)
+    attention_again = (all_but_last * attention / 3 if remat == "full" else 0) + (scores if flash else 0)
     again = matrices_again + attention_again
+    cudnn = flash and c.attention != "flash_attention_4"
     item = ITEM[dtype]
     fp32 = 4 * c.layers * _kept_fp32(c, remat, length, flash=flash)
     kept = tokens * (item * _over_layers(c, lambda kind: _kept_width(kind, remat)) + fp32)
@@ -248,6 +256,8 @@ def decoder_work(
         backward=2 * (matrices + attention) / 3 + again,
         weights_forward=matrices / 3,
         weights_backward=2 * matrices / 3 + matrices_again,
+        cudnn_forward=cudnn * attention / 3,
+        cudnn_backward=cudnn * (2 * attention / 3 + attention_again),
         read=tokens * _over_layers(c, _read_width),
         made=tokens * _over_layers(c, _made_width),
         model_flops=model_flops - (spared if head else unembedding),
