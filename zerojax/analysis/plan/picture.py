@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -9,7 +10,8 @@ from zerojax.analysis.plan.memory import KINDS
 from zerojax.analysis.plan.outlook import Outlook
 from zerojax.errors import ConfigurationError, file_errors
 
-_COLOURS = ("#33638d", "#20a387", "#95d840", "#fde725", "#f8961e", "#f3722c", "#577590", "#9b5de5", "#e07a9a")
+# Each dark one is followed by a light one of its hue. They are more than the kinds: no two share one.
+_COLOURS = [colormaps["tab20"](i) for i in (*range(0, 20, 2), *range(1, 20, 2))]
 
 _ALWAYS = ("compute", "hops in the node", "waiting for the network", "optimizer")
 
@@ -77,7 +79,7 @@ def _stack(axes: Axes, outlook: Outlook, parts: dict[str, list[float]]) -> list[
     """Draw a bar of stacked parts for each forecast; returns the ends of the bars."""
     names = [forecast.name for forecast in outlook.forecasts]
     ends = [0.0] * len(names)
-    for colour, (label, widths) in zip(_COLOURS * 2, parts.items(), strict=False):
+    for colour, (label, widths) in zip(_COLOURS, parts.items(), strict=False):
         axes.barh(names, widths, left=ends, height=0.65, label=label, color=colour)
         ends = [end + width for end, width in zip(ends, widths, strict=True)]
     if not axes.yaxis_inverted():
