@@ -60,13 +60,16 @@ def test_reserves_page_locked_memory_in_one_piece_or_says_so(monkeypatch):
     ], "each GPU has a pool"
     assert array.sharding.memory_kind == HOST
     assert memory._reserved == [1050]
+    reserve_host_memory(1000, jax.local_devices()[:2])
+    assert [x.device for x in arrays[1].addressable_shards] == jax.local_devices()[:2], "the mesh's alone"
+    assert memory._reserved == [1050, 1050]
     monkeypatch.setattr(jax, "block_until_ready", mock.Mock(side_effect=jax.errors.JaxRuntimeError))
     monkeypatch.setenv(LIMIT, "7")
     with pytest.raises(
         RunError, match=rf"0\.1 GB of page-locked .* {jax.local_device_count()} GPUs.*{LIMIT} \(7 now\)"
     ):
         reserve_host_memory(10**8)
-    assert memory._reserved == [1050]
+    assert memory._reserved == [1050, 1050]
 
 
 def test_too_little_host_memory_is_refused_with_the_way_out(monkeypatch):

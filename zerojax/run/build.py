@@ -79,7 +79,7 @@ class RunSetup:
             RunError: the memory is no longer there.
         """
         if self.zero.host:
-            reserve_host_memory(held_in_host(*self._in_host))
+            reserve_host_memory(held_in_host(*self._in_host), self.mesh.local_devices)
 
     @cached_property
     def _in_host(self) -> tuple[TrainSpec, int]:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -105,12 +106,15 @@ def check_host_memory(spec: TrainSpec, activations: int = 0, *, saves: bool = Fa
             f"{what}, and XLA locks at most {size(host_limit())} for each. It reads its limit when it starts "
             f"the GPUs: set it before, in the command that starts the program:\n\n"
             f"    {LIMIT}={pool >> 30} python ...\n\n"
-            "zerojax train, zerojax launch and zerojax.distributed.joined() set it if they come first: to "
-            "the share of 85% of what is free that each GPU has which they use."
+            "zerojax train, zerojax launch and zerojax.distributed.joined() set it if they come first, to "
+            "each GPU's share of 85% of what is free."
         )
 
 
-def reserve_host_memory(size: int) -> None:
+def reserve_host_memory(
+    size: int,
+    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]  (a class behind a variable)
+) -> None:
     """Have XLA lock host memory in one piece for each GPU of this process, for arrays of any sizes.
 
     Otherwise a GPU's pool grows in pieces that double, and what a step keeps in host memory, one array of all
@@ -122,6 +126,7 @@ def reserve_host_memory(size: int) -> None:
 
     Args:
         size: bytes of one GPU's arrays in host memory, of all that are there at a time.
+        devices: those of this process that will have such arrays, as ``mesh.local_devices``; by default all.
 
     Raises:
         RunError: the memory is not there, or above XLA's limit.
@@ -129,7 +134,7 @@ def reserve_host_memory(size: int) -> None:
     Examples:
         >>> zerojax.reserve_host_memory(96 << 30)
     """
-    devices = jax.local_devices()
+    devices = jax.local_devices() if devices is None else devices
     if not size or not on_gpus(devices):
         return
     piece = piece_bytes(size)
@@ -146,7 +151,7 @@ def reserve_host_memory(size: int) -> None:
         jax.block_until_ready(jax.jit(pieces, out_shardings=there)())
     except jax.errors.JaxRuntimeError as error:
         raise RunError(
-            f"cannot allocate {piece / 1e9:.1f} GB of page-locked host memory for each of this process's "
+            f"cannot allocate {piece / 1e9:.1f} GB of page-locked host memory for each of "
             f"{len(devices)} GPUs: raise {LIMIT} ({host_limit() >> 30} now), or keep less there"
         ) from error
     _reserved.append(piece)

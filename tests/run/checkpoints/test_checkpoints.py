@@ -196,7 +196,7 @@ def test_one_array_at_a_time_where_memory_is_short(trained: Any) -> None:
 def test_a_save_reserves_no_more_than_a_portion(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     state = make(2, 4, abstract=True)
-    monkeypatch.setattr(transfer, "reserve_host_memory", asked.append)
+    monkeypatch.setattr(transfer, "reserve_host_memory", lambda size, _: asked.append(size))
     transfer.reserve_for_saves([state])
     assert 0 < asked[0] < 1 << 16, "no more than the state, where that is less than a portion"
 

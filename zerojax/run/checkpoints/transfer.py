@@ -82,9 +82,9 @@ def reserve_for_saves(states: Sequence[TrainState]) -> None:
     Raises:
         RunError: the memory is not there, or above XLA's limit.
     """
-    devices = len(states[0].spec.mesh.local_devices)
-    # A portion is of all devices together.
-    reserve_host_memory(sum(min(sum(sizes), max(PORTION // devices, *sizes)) for sizes in _sizes(states)))
+    devices = states[0].spec.mesh.local_devices
+    portion = PORTION // len(devices)  # it is of all devices together
+    reserve_host_memory(sum(min(sum(sizes), max(portion, *sizes)) for sizes in _sizes(states)), devices)
 
 
 def _sizes(states: Sequence[TrainState]) -> list[list[int]]:

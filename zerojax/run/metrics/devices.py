@@ -1,6 +1,7 @@
 """Peak FLOP/s and memory use of the devices."""
 
 import resource
+import sys
 
 import jax
 
@@ -36,5 +37,5 @@ def most_memory() -> int:
         for device in jax.local_devices()
         if (stats := device.memory_stats()) and "peak_bytes_in_use" in stats
     ]
-    # Linux counts in KiB.
-    return max(most, default=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes, Linux in KiB
+    return max(most, default=unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
