@@ -15,10 +15,14 @@ twice), and peak memory of the process so far. What fails prints its error, and 
 With --adapters, weights are frozen beside adapters of rank 16, and activations are in host memory. --host
 names other parts to have there; with "optimizer" the backward pass updates. With either the vocabulary is
 LLaMA 3's. For each GPU JAX page-locks as much memory as XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says.
+
+With --steps 0 the first step is timed, which compiles. --compile-first does that before, by JAX's compilation
+cache, so that the first step only traces: for steps of minutes, of which one must do.
 """
 
 import argparse
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from typing import get_args
@@ -85,7 +89,11 @@ def measure(config: GPTConfig, sharing: int, rows: int, options: argparse.Namesp
             lora=zerojax.LoRA(rank=16) if adapters else None,
         )
 
-    spec = make(zerojax.TrainState.abstract).spec
+    abstract = make(zerojax.TrainState.abstract)
+    spec = abstract.spec
+    if options.compile_first:
+        rows_of_tokens = jax.ShapeDtypeStruct((rows, length + 1), np.int32)
+        zerojax.lower_train_step(abstract, {"tokens": rows_of_tokens}).compile()
     work = work_of(spec, config, sequences=sequences_of(rows, devices, zero), length=length)
     zerojax.reserve_host_memory(predict_memory(spec, work).host_total)
     state = make(zerojax.TrainState.create)
@@ -123,7 +131,11 @@ def main() -> None:
     parser.add_argument("--tile", type=int, default=TILE, help="model.token_tile")
     parser.add_argument("--gpu", default="h100", help="whose peak counts")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--compile-first", action="store_true", help="before the first step")
     options = parser.parse_args()
+    if options.compile_first:
+        cache = tempfile.TemporaryDirectory()
+        jax.config.update("jax_compilation_cache_dir", cache.name)
     print(f"{jax.device_count()} x {jax.devices()[0].device_kind}, {options.layers} layers")
     names = "tokens of a row | rows | GPUs a row | first loss | step, ms | tokens/s | of the peak | GB"
     print(f"| {names} | first step, s |")

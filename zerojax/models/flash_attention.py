@@ -155,8 +155,9 @@ def _in_passes(
 
     Data says how many documents there are, and in a scanned stack which layers have the window, so this is a
     branch on the device. XLA's waits for the GPU to reach it before it launches the kernels of the branch: an
-    idle time of about as long as a few launches, once per layer and pass. Bounds that need no branch cost
-    more: the kernels' time and memory grow with the bound, and there may be as many documents as positions.
+    idle time of about as long as a few launches, once per layer and pass; conditional nodes of CUDA graphs do
+    not change that (docs/benchmarks.md). Bounds that need no branch cost more: the kernels' time and memory
+    grow with the bound, and there may be as many documents as positions.
     """
     offsets, lengths, numbers = documents
     tokens, most = arrays[0].shape[0], lengths.size
