@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from plain_flash import flash
 
+import zerojax
 from zerojax.analysis import aot
 from zerojax.errors import ZeroError
 from zerojax.models.attention import causal_attention, has_flash
+from zerojax.models.flash_attention import document_offsets
 
 
 def heads(key, batch=2, time=6, count=4, dim=8):
@@ -94,16 +96,16 @@ def test_flash_kernels_know_sinks_by_their_residuals(time, monkeypatch):
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_whether_a_layer_has_the_window_can_be_data(softcap):
     q, k, v = heads(0), heads(1), heads(2)
-    segments = jnp.array([[1, 1, 1, 1, 1, 2]] * 2)
+    documents = document_offsets(jnp.array([[1, 1, 1, 1, 1, 2]] * 2))
 
     @jax.jit
     def run(windowed):
-        return causal_attention(q, k, v, "xla", segments, window=2, windowed=windowed, softcap=softcap)
+        return causal_attention(q, k, v, "xla", documents, window=2, windowed=windowed, softcap=softcap)
 
     for windowed in (True, False):
-        static = causal_attention(q, k, v, "xla", segments, window=2 if windowed else None, softcap=softcap)
+        static = causal_attention(q, k, v, "xla", documents, window=2 if windowed else None, softcap=softcap)
         np.testing.assert_allclose(run(jnp.array(windowed)), static, atol=1e-6)
-        same = causal_attention(q, k, v, "xla", segments, window=2, windowed=windowed, softcap=softcap)
+        same = causal_attention(q, k, v, "xla", documents, window=2, windowed=windowed, softcap=softcap)
         np.testing.assert_array_equal(same, static)
 
 
@@ -111,6 +113,26 @@ def test_grouped_attention_equals_repeated_heads():
     q, k, v = heads(0), heads(1, count=2), heads(2, count=2)
     repeated = causal_attention(q, jnp.repeat(k, 2, axis=2), jnp.repeat(v, 2, axis=2))
     np.testing.assert_allclose(causal_attention(q, k, v), repeated, atol=1e-6)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_number_that_is_used_again_is_another_document(causal):
+    q = heads(0)
+    ours, theirs = (
+        zerojax.attention(q, q, q, causal=causal, segments=jnp.array([row] * 2))
+        for row in ([0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 2, 2])
+    )
+    np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"window": 0}, "window = 0: 1 or more"), ({"width": 12}, "values of width 12, wider than keys of 8")],
+)
+def test_arguments_that_attention_would_misread_are_refused(options, message):
+    q, v = heads(0), heads(1, dim=options.pop("width", 8))
+    with pytest.raises(ZeroError, match=message):
+        zerojax.attention(q, q, v, **options)
 
 
 @pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
@@ -150,7 +172,8 @@ def test_cudnns_kernel_gets_the_window_and_the_scale(monkeypatch):
     )
     assert "sliding_window_length=32" not in as_data
     # cuDNN takes a window or a bias, not both.
-    assert "sliding_window_length=32" not in text(window=32, segments=jnp.ones((2, 128), int))
+    documents = document_offsets(jnp.ones((2, 128), int))
+    assert "sliding_window_length=32" not in text(window=32, documents=documents)
     assert "1,1,128,128]" in as_data
 
 
@@ -161,10 +184,10 @@ def test_cudnns_kernel_takes_values_that_are_narrower_than_keys():
     def loss(q, v, **options):
         return jnp.sum(causal_attention(q, q, v, "cudnn", **options).astype(jnp.float32))
 
-    segments = jnp.ones((2, 128), int)
+    documents = document_offsets(jnp.ones((2, 128), int))
     with aot.cudnn_assumed():
         text = str(jax.make_jaxpr(jax.grad(partial(loss, scale=0.25, window=32), (0, 1)))(q, v))
-        gradients = jax.eval_shape(jax.grad(partial(loss, segments=segments), (0, 1)), q, v)
+        gradients = jax.eval_shape(jax.grad(partial(loss, documents=documents), (0, 1)), q, v)
     assert re.search(r":bf16\[2,128,4,128\].* = dot_product_attention_fwd_wrapper\[", text)
     assert "dot_product_attention_bwd_wrapper[" in text
     assert "scale=0.25" in text
@@ -190,10 +213,10 @@ def test_cudnn_has_gradients_for_an_odd_time(segmented, monkeypatch):
     # Traced only, as above. JAX refuses these shapes in its own rule.
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
     q = jax.ShapeDtypeStruct((2, 127, 4, 64), jnp.bfloat16)
-    segments = jnp.ones((2, 127), int) if segmented else None
+    documents = document_offsets(jnp.ones((2, 127), int)) if segmented else None
 
     def loss(q):
-        return jnp.sum(causal_attention(q, q, q, "cudnn", segments).astype(jnp.float32))
+        return jnp.sum(causal_attention(q, q, q, "cudnn", documents).astype(jnp.float32))
 
     assert jax.eval_shape(jax.grad(loss), q).shape == q.shape
 

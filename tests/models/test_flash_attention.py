@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 from plain_flash import flash
 
+import zerojax
 from zerojax.analysis import aot
 from zerojax.errors import ConfigurationError
 from zerojax.models import GPT, GPTConfig, attention, flash_attention, lm_loss
@@ -56,16 +57,19 @@ def test_outputs_and_gradients_are_those_of_a_mask(window, most, monkeypatch):
     inputs = heads(0, 4), heads(1, 2), heads(2, 2)[..., :4]
     reach = None if window is None else 3
 
-    def results(kernel, segments):
+    def results(kernel, documents):
         def loss(windowed, q, k, v):
             applies = windowed if window == "data" else True
-            out = causal_attention(q, k, v, kernel, segments, window=reach, windowed=applies, scale=0.5)
+            out = causal_attention(q, k, v, kernel, documents, window=reach, windowed=applies, scale=0.5)
             return jnp.sum(out * jnp.cos(jnp.arange(4.0))), out
 
         run = jax.jit(jax.value_and_grad(loss, argnums=(1, 2, 3), has_aux=True))
         return [run(jnp.array(windowed), *inputs) for windowed in (True, False)]
 
-    ours, theirs = results("flash_attention_4", document_offsets(ROWS, most)), results("xla", ROWS)
+    ours, theirs = (
+        results("flash_attention_4", document_offsets(ROWS, most)),
+        results("xla", document_offsets(ROWS)),
+    )
     jax.tree.map(partial(np.testing.assert_allclose, atol=2e-5), ours, theirs)
 
 
@@ -82,14 +86,17 @@ def test_sinks_are_in_what_the_backward_kernel_reads(monkeypatch):
     monkeypatch.setattr(flash_attention, "find_spec", lambda _: True)
     inputs = heads(0, 4), heads(1, 2), heads(2, 2), jnp.array([-1.0, 0.0, 1.0, 2.0])
 
-    def results(kernel, segments):
+    def results(kernel, documents):
         def loss(q, k, v, sinks):
-            out = causal_attention(q, k, v, kernel, segments, window=3, scale=0.5, sinks=sinks)
+            out = causal_attention(q, k, v, kernel, documents, window=3, scale=0.5, sinks=sinks)
             return jnp.sum(out * jnp.cos(jnp.arange(8.0))), out
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(*inputs)
 
-    ours, theirs = results("flash_attention_4", document_offsets(ROWS)), results("xla", ROWS)
+    ours, theirs = (
+        results("flash_attention_4", document_offsets(ROWS)),
+        results("xla", document_offsets(ROWS)),
+    )
     jax.tree.map(partial(np.testing.assert_allclose, atol=2e-5), ours, theirs)
 
 
@@ -110,7 +117,9 @@ def test_the_backward_kernel_reads_what_the_forward_one_left():
 def test_a_policy_that_saves_attention_keeps_no_more_than_output_and_log_sum_exp():
     def layer(weight, x):
         q = (x @ weight).reshape(2, 128, 4, 64)
-        out = causal_attention(q, q[:, :, :2], q[:, :, 2:], "flash_attention_4", jnp.zeros((2, 128), int))
+        out = causal_attention(
+            q, q[:, :, :2], q[:, :, 2:], "flash_attention_4", document_offsets(jnp.zeros((2, 128), int))
+        )
         return jnp.sin(out.reshape(2, 128, 256) @ weight)
 
     def kept(policy):
@@ -147,7 +156,7 @@ def test_no_array_of_a_models_loss_has_a_row_squared(scan):
 def choice(**options: Any) -> str:
     """The kernel that "auto" is, traced for queries of bf16 on a GPU."""
     q = jax.ShapeDtypeStruct((2, 128, 4, options.pop("width", 64)), options.pop("dtype", jnp.bfloat16))
-    text = str(jax.make_jaxpr(lambda q: causal_attention(q, q, q, **options))(q))
+    text = str(jax.make_jaxpr(lambda q: zerojax.attention(q, q, q, **options))(q))
     return "flash" if "fa4_fwd" in text else "cudnn" if "dot_product_attention_fwd" in text else "xla"
 
 
@@ -176,6 +185,7 @@ def test_auto_is_flash_attention_where_cudnn_needs_a_mask(on_a_gpu):
     ("lacking", "options", "kernel", "why"),
     [
         ("the package fa4-jax", {}, "cudnn", r"a mask of 65\.5 KB.*lacks the package fa4-jax"),
+        (None, {"causal": False}, "cudnn", r"a mask of 65\.5 KB.*is used for causal attention only"),
         (None, {"softcap": 2.0}, "xla", r"524 KB of fp32 scores.*attention_softcap"),
         (None, {"dtype": jnp.float32}, "xla", "float32 in place of bf16"),
         (None, {"width": 256}, "xla", "heads of 256"),
@@ -232,7 +242,7 @@ def test_the_compiled_program_runs_each_kernel_once_in_each_branch(cuda_mesh):
     segments = jax.ShapeDtypeStruct((1, 8192), jnp.int32, sharding=sharding)
 
     def loss(q, segments):
-        out = causal_attention(q, q[:, :, :2], q[:, :, 2:], "flash_attention_4", segments)
+        out = causal_attention(q, q[:, :, :2], q[:, :, 2:], "flash_attention_4", document_offsets(segments))
         return jnp.sum(out.astype(jnp.float32) ** 2)
 
     with aot.flash_attention_assumed():

@@ -87,6 +87,14 @@ def test_a_label_outside_the_vocabulary_is_nan():
     assert np.isnan(cross_entropy(hidden, unembedding, labels.at[3].set(VOCAB))[0])
 
 
+def test_any_negative_label_does_not_count():
+    hidden, unembedding, labels = case()
+    run = jax.value_and_grad(cross_entropy, argnums=(0, 1), has_aux=True)
+    ours = run(hidden, unembedding, jnp.where(labels < 0, -100, labels))
+    jax.tree.map(np.testing.assert_array_equal, ours, run(hidden, unembedding, labels))
+    assert not np.any(label_log_probs(hidden, unembedding, jnp.full_like(labels, -100)))
+
+
 def widest_fp32(function, *args):
     """The most elements of any fp32 value in the program."""
     equations = equations_within(jax.make_jaxpr(function)(*args).jaxpr)

@@ -14,7 +14,8 @@ from sgd_step import check_step
 
 from zerojax.errors import ZeroError
 from zerojax.models import GPT, GPTConfig, flash_attention, lm_loss
-from zerojax.models.attention import causal_attention, segment_positions
+from zerojax.models.attention import causal_attention, segment_lengths, segment_positions
+from zerojax.models.flash_attention import document_offsets
 
 VOCAB = 23
 SMALL: dict[str, Any] = {
@@ -110,6 +111,24 @@ def test_logits_loss_and_gradients_are_those_of_each_document_alone(family):
 
 
 @pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_scaling": "dynamic", "rope_factor": 4.0},
+        {"rope_scaling": "longrope", "rope_short_factors": (1.0, 1.0), "rope_long_factors": (2.0, 4.0)},
+    ],
+    ids=lambda scaling: scaling["rope_scaling"],
+)
+def test_positions_are_scaled_by_the_length_of_each_document(scaling):
+    model = make(**LLAMA, **scaling, rope_original_len=4)
+    tokens = jnp.arange(16)[None] % VOCAB
+    sizes = 2, 9, 5
+    packed = model(tokens, segments=jnp.asarray(np.repeat(range(3), sizes))[None])
+    for end, size in zip(np.cumsum(sizes), sizes, strict=True):
+        document = slice(end - size, end)
+        np.testing.assert_allclose(packed[:, document], model(tokens[:, document]), atol=2e-5)
+
+
+@pytest.mark.parametrize(
     ("family", "order"),
     [
         pytest.param(LLAMA, "depth", id="depth", marks=pytest.mark.slow),
@@ -135,6 +154,7 @@ def test_a_step_counts_tokens_over_devices_and_micro_batches(family, order, monk
 def test_positions_start_again_with_each_segment():
     segments = jnp.array([[1, 1, 2, 3, 3, 3], [1, 2, 2, 0, 0, 0]])
     np.testing.assert_array_equal(segment_positions(segments), [[0, 1, 0, 0, 1, 2], [0, 0, 1, 0, 1, 2]])
+    np.testing.assert_array_equal(segment_lengths(segments), [[2, 2, 1, 3, 3, 3], [1, 2, 2, 3, 3, 3]])
 
 
 def test_the_mask_of_segments_is_made_again_and_not_kept(monkeypatch):
@@ -145,7 +165,7 @@ def test_the_mask_of_segments_is_made_again_and_not_kept(monkeypatch):
 
     def layer(weight, x, segments):
         q = (x @ weight).reshape(2, 128, 4, 64)
-        out = causal_attention(q, q[:, :, :2], q[:, :, 2:], "cudnn", segments)
+        out = causal_attention(q, q[:, :, :2], q[:, :, 2:], "cudnn", document_offsets(segments))
         return jnp.sum(out.reshape(2, 128, 256) @ weight).astype(jnp.float32)
 
     def residuals(weight, x, segments):

@@ -323,12 +323,18 @@ def numbers(model: Any, batch: Any) -> jax.Array:
     return jnp.mean(model(zerojax.own_tokens(batch)["tokens"]))
 
 
+def by_row(model: Any, batch: Any) -> jax.Array:
+    losses = model(zerojax.own_tokens(batch["tokens"]))
+    return jnp.mean(zerojax.whole_rows(jnp.sum(losses, range(1, losses.ndim))))
+
+
 @pytest.mark.parametrize(
     ("loss", "shape", "message"),
     [
         (twice, (4, 8), r"own_tokens at .*test_shared_rows.py.* is given parts of rows"),
         (never_cut, (4, 8), r"attention at .*test_shared_rows.py.* is given whole rows"),
         (numbers, (4, 8), r"own_tokens: an array of shape \(\) has no axis 1 of tokens"),
+        (by_row, (4, 8), r"whole_rows: an array of shape \(1,\) has no axis 1 of tokens"),
         (whole_rows, (4, 8), "zerojax.own_tokens"),
         (no_attention, (4, 8), "never calls zerojax.attention"),
         (pooled, (4, 8), "never calls zerojax.attention"),

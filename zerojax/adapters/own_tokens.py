@@ -62,13 +62,23 @@ def own_tokens[T: PyTree[Array]](x: T, axis: int = 1) -> T:
     return x if devices == 1 else jax.tree.map(lambda whole: _part(whole, axis, devices), x)
 
 
-def _part(whole: Array, axis: int, devices: int) -> Array:
-    shape = jnp.shape(whole)
+def axis_of_tokens(function: str, shape: tuple[int, ...], axis: int) -> int:
+    """An array's axis, from 0 on.
+
+    Raises:
+        ConfigurationError: names the function; the array has no such axis.
+    """
     if not -len(shape) <= axis < len(shape):
         raise ConfigurationError(
-            f"own_tokens: an array of shape {shape} has no axis {axis} of tokens: leave out what is not by "
+            f"{function}: an array of shape {shape} has no axis {axis} of tokens: leave out what is not by "
             "token, such as numbers and what there is one of for each row."
         )
+    return axis % len(shape)
+
+
+def _part(whole: Array, axis: int, devices: int) -> Array:
+    shape = jnp.shape(whole)
+    axis = axis_of_tokens("own_tokens", shape, axis)
     tokens = shape[axis]
     if tokens % devices:
         raise ConfigurationError(

@@ -26,8 +26,20 @@ FLASH_LATENT_WIDTHS = (192, 128)
 def segment_positions(segments: Segments) -> Int[Array, "batch time"]:
     """Positions that start again at 0 with each segment, int32."""
     index = jnp.arange(segments.shape[1], dtype=jnp.int32)
-    first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    first = jnp.pad(_borders(segments), ((0, 0), (1, 0)), constant_values=True)
     return index - jax.lax.cummax(jnp.where(first, index, 0), axis=1)
+
+
+def segment_lengths(segments: Segments) -> Int[Array, "batch time"]:
+    """The length of each position's segment, int32."""
+    index = jnp.arange(segments.shape[1], dtype=jnp.int32)
+    last = jnp.pad(_borders(segments), ((0, 0), (0, 1)), constant_values=True)
+    end = jax.lax.cummin(jnp.where(last, index, segments.shape[1]), axis=1, reverse=True)
+    return segment_positions(segments) + end - index + 1
+
+
+def _borders(segments: Segments) -> Bool[Array, "batch time_less_one"]:
+    return segments[:, 1:] != segments[:, :-1]
 
 
 Windowed = bool | Bool[Array, ""]
@@ -39,7 +51,7 @@ def causal_attention(
     key: Float[Array, "batch time kv_heads dim"],
     value: Float[Array, "batch time kv_heads value_dim"],
     kernel: AttentionKernel = "auto",
-    segments: Segments | Documents | None = None,
+    documents: Documents | None = None,
     *,
     window: int | None = None,
     windowed: Windowed = True,
@@ -50,8 +62,8 @@ def causal_attention(
     """Scaled dot-product attention of each position to itself and earlier ones.
 
     With a window, a position attends to at most that many positions, itself included. Positions of different
-    segments do not attend to each other. cuDNN skips what lies outside a window that all layers have.
-    FlashAttention-4 skips all that is not attended to: it is for segments and for a window that is data.
+    documents do not attend to each other. cuDNN skips what lies outside a window that all layers have.
+    FlashAttention-4 skips all that is not attended to: it is for documents and for a window that is data.
     cuDNN would read either of these from a bias of 2 x batch x time^2 bytes, written and read in each pass of
     each layer and never kept, and computes all pairs; XLA computes all pairs in any case. cuDNN has gradients
     for even lengths only: an odd one is padded by a position.
@@ -64,9 +76,9 @@ def causal_attention(
         query: queries.
         key: keys.
         value: values; their heads may be narrower than those of keys.
-        kernel: "auto" is FlashAttention-4 for segments and for a window that is data, and else cuDNN's, where
-            they can do this; elsewhere XLA's. It logs why it does without FlashAttention-4 on a GPU.
-        segments: the document of each position, or ``document_offsets`` of it, which serves all layers.
+        kernel: "auto" is FlashAttention-4 for documents and for a window that is data, and else cuDNN's,
+            where they can do this; elsewhere XLA's. It logs why it does without FlashAttention-4 on a GPU.
+        documents: those of rows that hold several.
         window: positions that one attends to, itself included.
         windowed: whether the window applies.
         scale: of the scores; None is 1 / sqrt(dim).
@@ -81,19 +93,14 @@ def causal_attention(
     if window is not None and window < length and windowed is not False:
         reach, by_layer = window - 1, None if windowed is True else windowed
     if kernel == "auto":
-        kernel = fastest(query, value, softcap, masked=segments is not None or by_layer is not None)
+        kernel = fastest(query, value, softcap, masked=documents is not None or by_layer is not None)
     if kernel != "xla" and softcap is not None:
         raise ConfigurationError(f'softcap = {softcap}: the kernel "{kernel}" has none, only "xla"')
     if kernel == "flash_attention_4":
-        documents = flash_attention.one_document_a_row(batch, length) if segments is None else segments
-        if not isinstance(documents, Documents):
-            documents = flash_attention.document_offsets(documents)
+        if documents is None:
+            documents = flash_attention.one_document_a_row(batch, length)
         return flash_attention.attend(Options(reach, scale), query, key, value, documents, by_layer, sinks)
-    mask = None
-    if segments is not None:
-        numbers = segments.numbers if isinstance(segments, Documents) else segments
-        assert numbers is not None
-        mask = _within(numbers)
+    mask = None if documents is None else _within(documents)
     if reach is not None and not (mask is None and by_layer is None):
         near = _distances(length) <= reach  # cuDNN takes a window or a bias, not both
         near = near if by_layer is None else near | jnp.logical_not(by_layer)
@@ -118,29 +125,29 @@ def full_attention(
     key: Float[Array, "batch time kv_heads dim"],
     value: Float[Array, "batch time kv_heads value_dim"],
     kernel: AttentionKernel = "auto",
-    segments: Segments | None = None,
+    documents: Documents | None = None,
     *,
     scale: float | None = None,
     softcap: float | None = None,
 ) -> Float[Array, "batch time heads value_dim"]:
-    """Attention of each position to all of its segment; see ``causal_attention``.
+    """Attention of each position to all of its document; see ``causal_attention``.
+
+    The kernel "auto" is cuDNN's for even lengths, for which alone it has gradients here, with a mask if there
+    are documents; elsewhere XLA's.
 
     Raises:
         ConfigurationError: FlashAttention-4, which is for causal attention here, or a softcap with cuDNN.
     """
     if kernel == "auto":
-        # cuDNN has gradients for even lengths only.
-        plain = segments is None and query.shape[1] % 2 == key.shape[1] % 2 == 0
-        kernel = fastest(query, value, softcap, masked=False) if plain else "xla"
+        kernel = fastest(query, value, softcap, masked=documents is not None, causal=False)
     if kernel == "flash_attention_4" or (kernel == "cudnn" and softcap is not None):
         raise ConfigurationError(f'the kernel "{kernel}" cannot do this attention: leave it out, or "xla"')
-    if softcap is None and (segments is None or kernel == "cudnn"):
-        mask = None if segments is None else _within(segments)
+    mask = None if documents is None else _within(documents)
+    if softcap is None:
         out = _attend("cudnn" if kernel == "cudnn" else "xla", query, key, value, mask=mask, scale=scale)
     else:
-        seen = jnp.ones((1, 1, *query.shape[1:2], *key.shape[1:2]), bool)
-        mask = seen if segments is None else _within(segments)
-        out = masked_attention(query, key, value, mask, scale=scale, softcap=softcap)
+        seen = jnp.ones((1, 1, query.shape[1], key.shape[1]), bool) if mask is None else mask
+        out = masked_attention(query, key, value, seen, scale=scale, softcap=softcap)
     return checkpoint_name(out, ATTENTION_NAME)
 
 
@@ -199,9 +206,11 @@ def _lse_of(pullback: Any) -> Array:
     return lse
 
 
-def _within(segments: Segments) -> Bool[Array, "batch 1 time time"]:
-    """Which pairs of positions are of one segment."""
-    return (segments[:, :, None] == segments[:, None, :])[:, None]
+def _within(documents: Documents) -> Bool[Array, "batch 1 time time"]:
+    """Which pairs of positions are of one document."""
+    numbers = documents.numbers
+    assert numbers is not None
+    return (numbers[:, :, None] == numbers[:, None, :])[:, None]
 
 
 def masked_attention(
@@ -215,8 +224,6 @@ def masked_attention(
     sinks: Sinks | None = None,
 ) -> Float[Array, "batch time heads value_dim"]:
     """Attention of each query to the keys in the mask, by XLA; see ``causal_attention``."""
-    if softcap is None and sinks is None:
-        return _attend("xla", query, key, value, mask=mask, scale=scale)
     batch, time, heads, dim = query.shape
     grouped = query.reshape(batch, time, key.shape[2], -1, dim)
     scores = jnp.einsum("btkgd,bskd->bkgts", grouped, key, preferred_element_type=jnp.float32)
@@ -246,7 +253,9 @@ def has_flash(width: int, value_width: int, *, since_hopper: bool) -> bool:
     return since_hopper and value_width < width <= most and value_width <= most_of_values
 
 
-def fastest(query: Array, value: Array, softcap: float | None, *, masked: bool) -> AttentionKernel:
+def fastest(
+    query: Array, value: Array, softcap: float | None, *, masked: bool, causal: bool = True
+) -> AttentionKernel:
     """What the kernel "auto" stands for.
 
     ``masked`` says whether cuDNN would need a mask.
@@ -260,15 +269,19 @@ def fastest(query: Array, value: Array, softcap: float | None, *, masked: bool) 
         why = f"{query.dtype} in place of bf16"
     elif not has_flash(width, value.shape[-1], since_hopper=flash_attention.generation() >= 9):
         why = f"heads of {width}, not of a multiple of 8 up to {FLASH_MAX_HEAD_DIM}"
+    elif not causal and (length % 2 or value.shape[1] % 2):
+        why = "an odd length"
     else:
         if not masked:
             return "cudnn"
-        if (lacking := flash_attention.missing()) is None:
+        lacking = flash_attention.missing()
+        if causal and lacking is None:
             return "flash_attention_4"
         bias = size(2 * batch * length**2)
         _warn(
-            f"cuDNN reads a mask of {bias} in each pass of each layer and computes all pairs of positions, "
-            f"because this process lacks {lacking}. FlashAttention-4 needs no mask"
+            f"cuDNN reads a mask of {bias} in each pass of each layer and computes all pairs of positions. "
+            "FlashAttention-4 needs no mask, but "
+            + (f"this process lacks {lacking}" if causal else "is used for causal attention only")
         )
         return "cudnn"
     if masked:

@@ -22,7 +22,7 @@ from zerojax.experts.mlp import ACTIVATIONS
 from zerojax.matmul.replay import whole
 from zerojax.models.attention import Windowed
 from zerojax.models.config import GPTConfig, latent_outputs
-from zerojax.models.flash_attention import Documents, Segments
+from zerojax.models.flash_attention import Documents
 from zerojax.models.kv_cache import KVCache, Positions, attend_cached
 from zerojax.models.latent import LatentHeads, Latents, keys_and_values
 from zerojax.models.norms import residual_norm, rms_norm
@@ -73,8 +73,7 @@ class Attention(nnx.Module):
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         c = config
         self.config = c
-        width = (c.heads + 2 * c.key_value_heads) * c.head_dim
-        self.qkv = _linear(c.d_model, width, rngs, c.init_std, biases=c.biases or c.qkv_biases)
+        self.qkv = _linear(c.d_model, c.qkv_width, rngs, c.init_std, biases=c.biases or c.qkv_biases)
         self.out = _linear(c.attention_width, c.d_model, rngs, _residual_std(c), biases=c.biases)
         if c.qk_norm:
             query, key = (c.heads, c.key_value_heads) if c.qk_norm_joint else (1, 1)
@@ -127,14 +126,14 @@ class Attention(nnx.Module):
     def mix(
         self,
         projected: Projected,
-        segments: Segments | Documents | None = None,
+        documents: Documents | None = None,
         windowed: Windowed = True,
     ) -> Heads:
         """The attention of what ``project`` returned, before the output projection."""
         c = self.config
         return attention(
             *projected,
-            segments=segments,
+            segments=documents,
             window=c.sliding_window,
             windowed=windowed,
             scale=c.attention_scale,
@@ -289,20 +288,20 @@ class Block(nnx.Module):
         x: Stream,
         rope: Rope | None = None,
         key: Key[Array, ""] | None = None,
-        segments: Segments | Documents | None = None,
+        documents: Documents | None = None,
         windowed: Windowed = True,
         kind: RopeKind = None,
     ) -> Stream:
         """Apply the block.
 
         ``x`` is the residual stream, alone or with what the routers of earlier blocks did. The key turns
-        dropout on. ``segments`` are the document of each position, or ``document_offsets`` of it.
+        dropout on. ``documents`` are those of packed rows.
         ``windowed`` says whether the sliding window, if the model has one, is this layer's, and ``kind``
         which table of ``rope``.
         """
         hidden, before = x if isinstance(x, tuple) else (x, None)
         rope = None if rope is None else rope.by_token(kind, len(hidden))
-        heads = self.attention.mix(self._tiled(self._project, hidden, rope), segments, windowed)
+        heads = self.attention.mix(self._tiled(self._project, hidden, rope), documents, windowed)
         hidden, own = self.finish(hidden, heads, key)
         if before is None:
             return hidden

@@ -19,7 +19,7 @@ from zerojax.adapters.own_tokens import own_tokens
 from zerojax.adapters.stack import Stack
 from zerojax.errors import ConfigurationError
 from zerojax.experts import RouterStats
-from zerojax.models.attention import segment_positions
+from zerojax.models.attention import segment_lengths, segment_positions
 from zerojax.models.block import Block, Hidden, Routed, Stream, dropout_mask, dropped
 from zerojax.models.config import GPTConfig
 from zerojax.models.flash_attention import Segments, document_offsets
@@ -72,15 +72,15 @@ class GPT(nnx.Module):
         self,
         tokens: Int[Array, "batch time"],
         positions: Int[Array, "*batch time"],
-        length: int | Int[Array, " batch"],
+        length: int | Int[Array, "batch #time"],
     ) -> tuple[Hidden, Rope | None]:
         """The start of the residual stream, and the rotary positions if the model has them.
 
         Args:
             tokens: ids in [0, vocab_size).
             positions: of the tokens.
-            length: of the whole sequence, on which rope_scaling = "dynamic" and "longrope" depend; of each
-                row's with "dynamic".
+            length: of the whole sequence, on which rope_scaling = "dynamic" and "longrope" depend; or of each
+                row's, or each token's.
         """
         c = self.config
         x = look_up(self.embed.embedding[...], tokens)
@@ -173,8 +173,11 @@ class GPT(nnx.Module):
         length = tokens.shape[1]
         if length > c.max_seq_len:
             raise ConfigurationError(f"a sequence of {length} tokens, but max_seq_len = {c.max_seq_len}")
-        positions = jnp.arange(length) if segments is None else segment_positions(segments)
-        hidden, rope = self.embed_tokens(own_tokens(tokens), own_tokens(positions, axis=-1), length)
+        if segments is None:
+            positions, lengths = jnp.arange(length), length
+        else:
+            positions, lengths = segment_positions(segments), own_tokens(segment_lengths(segments))
+        hidden, rope = self.embed_tokens(own_tokens(tokens), own_tokens(positions, axis=-1), lengths)
         key = rngs.dropout() if rngs is not None and c.dropout and not self.deterministic else None
         if key is not None:
             key, first = jax.random.split(key)
@@ -240,7 +243,7 @@ class GPT(nnx.Module):
         """
         c = self.config
         positions = start[:, None] + jnp.arange(tokens.shape[1])
-        length = cache.keys.shape[3] if c.rope_scaling == "longrope" else end
+        length = cache.keys.shape[3] if c.rope_scaling == "longrope" else end[:, None]
         hidden, rope = self.embed_tokens(tokens, positions, length)
         x = hidden, cache
         hidden, cache = self._through(x, rope, positions, method="decode", layer=range(c.layers))

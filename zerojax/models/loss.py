@@ -18,7 +18,7 @@ from zerojax.models.gpt import GPT, logits
 from zerojax.schedule.breadth_first import broadcast_unbatched, map_microbatches, with_batching_rule
 
 IGNORE = -1
-"""The label (and padding token) that neither the loss nor the token count includes."""
+"""A label that neither the loss nor the token count includes, as any below 0."""
 
 _OF_TOKENS = ("segments", "labels")
 """What a batch of ``lm_loss`` may have besides tokens, of their shape."""
@@ -58,8 +58,8 @@ def cross_entropy(
     Args:
         hidden: one row per token.
         unembedding: one row per vocabulary entry.
-        labels: the right token for each row, or -1 for none. A label outside the vocabulary makes the loss
-            NaN.
+        labels: the right token for each row; below 0 for none, such as -1, or PyTorch's -100. One beyond the
+            vocabulary makes the loss NaN.
         chunk: most tokens whose logits exist at a time.
         softcap: the logits become softcap x tanh(logits / softcap).
 
@@ -74,7 +74,7 @@ def cross_entropy(
     unembedding = _padded(unembedding)
     total_loss = with_batching_rule(partial(_in_breadth, head), partial(_total_loss, head))
     total: Array = total_loss(*_in_chunks(hidden, labels, chunk), unembedding)
-    count = jnp.sum(labels != IGNORE, dtype=jnp.float32)
+    count = jnp.sum(labels >= 0, dtype=jnp.float32)
     return total / jnp.maximum(count, 1), count
 
 
@@ -95,7 +95,7 @@ def label_log_probs(
     Args:
         hidden: one row per token.
         unembedding: one row per vocabulary entry.
-        labels: one for each row, or -1 for none, whose result is 0. A label outside the vocabulary makes its
+        labels: one for each row; below 0 for none, whose result is 0. One beyond the vocabulary makes its
             result NaN.
         chunk: most tokens whose logits exist at a time.
         softcap: the logits become softcap x tanh(logits / softcap), before they are divided.
@@ -150,7 +150,7 @@ def _chunk_losses(
     index = jnp.maximum(labels, 0)[:, None]
     right = jnp.take_along_axis(scores, index, axis=-1, mode="fill")[:, 0]
     right = jnp.where(labels < head.vocabulary, right, jnp.nan)
-    return jnp.where(labels != IGNORE, normalizer - right, 0), scores, normalizer
+    return jnp.where(labels >= 0, normalizer - right, 0), scores, normalizer
 
 
 def _chunk_gradients(
@@ -174,7 +174,7 @@ def _chunk_gradients(
         slope = 1 - (jnp.maximum(head.temperature * scores, -head.softcap) / head.softcap) ** 2
         error = error * slope
     factors = jnp.broadcast_to(factors / head.temperature, right.shape)[:, None]
-    error = jnp.where(right[:, None] != IGNORE, error * factors, 0).astype(unembedding.dtype)
+    error = jnp.where(right[:, None] >= 0, error * factors, 0).astype(unembedding.dtype)
     row_gradient = jnp.einsum("nv,vd->nd", error, unembedding).astype(rows.dtype)
     return row_gradient, jnp.einsum("nv,nd->vd", error, rows, preferred_element_type=jnp.float32)
 
@@ -307,10 +307,10 @@ def lm_loss(
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Next-token loss of a batch {"tokens": int32[batch, time + 1]}, for ``TrainState.create``.
 
-    Positions whose next token is -1 (padding) do not count. With "segments" (int32, of the same shape) a row
-    holds several documents, which do not attend to each other; positions whose next token is of another
-    document do not count. With "labels" (int32, of the same shape: the tokens, and -1 where they do not
-    count) only those that are labelled count.
+    Positions whose next token is below 0 (padding: -1, or -100) do not count. With "segments" (int32, of the
+    same shape) a row holds several documents, which do not attend to each other; positions whose next token
+    is of another document do not count. With "labels" (int32, of the same shape: the tokens, and -1 or -100
+    where they do not count) only those that are labelled count.
 
     In training, a mixture of experts adds the losses of its routers by their coefficients: those of the whole
     batch on all devices, padding included. In evaluation mode the loss is that of the language alone.

@@ -51,15 +51,16 @@ def _kinds(config: GPTConfig) -> list[Rotation]:
     return [kind for kind in get_args(Rotation) if kind in config.rotations]
 
 
-def rope_frequencies(config: GPTConfig, length: int | Int[Array, ""]) -> Float[Array, " half"]:
+def rope_frequencies(config: GPTConfig, length: int | Int[Array, "*batch #time"]) -> Float[Array, "... half"]:
     """The angle by which each pair of a head is rotated per position, in radians, fp32.
 
     Pair i is rotated by theta^(-2i/rope_width) (Su et al., 2021, eq. 15), which each kind of rope_scaling
     changes as transformers does.
 
-    "dynamic" and "longrope" depend on the length of the sequence.
+    "dynamic" and "longrope" depend on the length of the sequence, which may be another one for each row, or
+    for each position.
     """
-    return _SCALINGS[config.rope_scaling](config, length)
+    return _SCALINGS[config.rope_scaling](config, length if jnp.ndim(length) == 0 else length[..., None])
 
 
 def _plain(c: GPTConfig, theta: float | Array) -> Array:
@@ -142,9 +143,9 @@ def yarn_amplitude(factor: float, scale: float = 1.0) -> float:
 
 
 def rope_of(
-    config: GPTConfig, positions: Int[Array, "*batch time"], length: int | Int[Array, " batch"]
+    config: GPTConfig, positions: Int[Array, "*batch time"], length: int | Int[Array, "batch #time"]
 ) -> Rope:
-    """The rotary positions of a model."""
+    """The rotary positions of a model, in sequences of a length, or of one for each row or position."""
     tables = [_table(kind, config, positions, length) for kind in _kinds(config)]
     scale = None
     if config.rope_query_growth:
@@ -163,15 +164,11 @@ def _table(kind: Rotation, config: GPTConfig, positions: Array, length: int | Ar
         assert config.rope_local_theta is not None
         return rope_table(positions, _plain(config, config.rope_local_theta))
     amplitude = rope_amplitude(config)
-    if config.rope_scaling == "dynamic" and jnp.ndim(length):
-        return jax.vmap(lambda own, n: rope_table(own, rope_frequencies(config, n), amplitude))(
-            positions, length
-        )
     return rope_table(positions, rope_frequencies(config, length), amplitude)
 
 
 def rope_table(
-    positions: Int[Array, "*batch time"], frequencies: Float[Array, " half"], amplitude: float = 1.0
+    positions: Int[Array, "*batch time"], frequencies: Float[Array, "... half"], amplitude: float = 1.0
 ) -> RopeTable:
     """The cosines and sines of the rotary embedding, times an amplitude, fp32."""
     angles = positions.astype(jnp.float32)[..., None] * frequencies

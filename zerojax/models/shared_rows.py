@@ -16,11 +16,18 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
-from zerojax.adapters.own_tokens import ATTENDED, EXCHANGE, IN_ORDER, WHOLE_ROWS, devices_a_row
+from zerojax.adapters.own_tokens import (
+    ATTENDED,
+    EXCHANGE,
+    IN_ORDER,
+    WHOLE_ROWS,
+    axis_of_tokens,
+    devices_a_row,
+)
 from zerojax.errors import ConfigurationError
 from zerojax.models.attention import Windowed, causal_attention, full_attention
 from zerojax.models.config import AttentionKernel
-from zerojax.models.flash_attention import Documents, Segments
+from zerojax.models.flash_attention import Documents, Segments, document_offsets
 from zerojax.models.sinks import Sinks
 from zerojax.sharding.mesh import LOCAL
 
@@ -63,8 +70,9 @@ def attention(
         kernel: "auto" takes the fastest that can do this on the device: cuDNN's, FlashAttention-4 or XLA's.
 
     Raises:
-        ConfigurationError: key-value heads that do not divide the heads, segments of another length than the
-            rows, a window of attention that is not causal, or a kernel that cannot do this.
+        ConfigurationError: key-value heads that do not divide the heads, values wider than keys, segments of
+            another length than the rows, a window below 1 or of attention that is not causal, or a kernel
+            that cannot do this.
 
     Examples:
         >>> q, k = jnp.ones((2, 8, 4, 16)), jnp.ones((2, 8, 2, 16))
@@ -77,8 +85,18 @@ def attention(
             f"attention: {heads} heads of queries, {kv_heads} of keys and {value.shape[2]} of values: those "
             "of keys and values are as many, and divide those of queries"
         )
-    numbers = segments.numbers if isinstance(segments, Documents) else segments
+    if value.shape[3] > query.shape[3]:
+        raise ConfigurationError(
+            f"attention: values of width {value.shape[3]}, wider than keys of {query.shape[3]}: pad queries "
+            "and keys with zeros, and give the scale"
+        )
+    if window is not None and window < 1:
+        raise ConfigurationError(f"attention: window = {window}: 1 or more positions, itself included")
+    documents = (
+        segments if segments is None or isinstance(segments, Documents) else document_offsets(segments)
+    )
     whole = (query.shape[0], devices * query.shape[1])
+    numbers = None if documents is None else documents.numbers
     if numbers is not None and numbers.shape != whole:
         raise ConfigurationError(
             f"attention: segments of shape {numbers.shape} for rows of shape {whole}: give those of whole "
@@ -93,13 +111,13 @@ def attention(
         sinks = None if sinks is None else _own_heads(devices, _filled(spread, sinks, 0))
     if causal:
         options = {"window": window, "windowed": windowed, "scale": scale, "softcap": softcap, "sinks": sinks}
-        out = causal_attention(query, key, value, kernel, segments, **options)
+        out = causal_attention(query, key, value, kernel, documents, **options)
     elif window is not None or sinks is not None:
         raise ConfigurationError(
             "attention: windows and sinks are of causal attention: leave them out, or causal=False"
         )
     else:
-        out = full_attention(query, key, value, kernel, numbers, scale=scale, softcap=softcap)
+        out = full_attention(query, key, value, kernel, documents, scale=scale, softcap=softcap)
     if devices == 1:
         return out
     batch, time, _, dim = (home := _to_tokens(devices, out)).shape
@@ -119,6 +137,9 @@ def whole_rows[T: PyTree[Array]](x: T, axis: int = 1) -> T:
         x: a pytree of arrays of this device's tokens.
         axis: that of the tokens.
 
+    Raises:
+        ConfigurationError: an array has no such axis.
+
     Examples:
         >>> zerojax.whole_rows(jnp.ones((1, 8))).shape  # outside of a step, or with k = 1
         (1, 8)
@@ -128,8 +149,8 @@ def whole_rows[T: PyTree[Array]](x: T, axis: int = 1) -> T:
 
 
 def _joined(part: Array, axis: int, devices: int) -> Array:
+    axis = axis_of_tokens("whole_rows", jnp.shape(part), axis)
     parts = cast(Array, _exchange(devices, jnp.broadcast_to(part, (devices, *part.shape))))
-    axis %= part.ndim
     whole = jnp.moveaxis(parts, 0, axis).reshape(*part.shape[:axis], -1, *part.shape[axis + 1 :])
     return checkpoint_name(whole, WHOLE_ROWS)
 
