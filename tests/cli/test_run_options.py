@@ -20,6 +20,12 @@ def test_a_config_names_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert RunOptions("llama-3.2", run_dir=tmp_path / "mine").folder.path == tmp_path / "mine"
 
 
+def test_a_path_may_begin_at_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(["checkpoints", "~/run"]) == 2
+    assert str(tmp_path / "run") in capsys.readouterr().err
+
+
 def test_a_name_of_the_hub_gets_the_way_to_its_folder(tmp_path, capsys):
     run = ["--run-dir", str(tmp_path / "run")]
     assert main(["train", "gpt-tiny", "--init-from", "Qwen/Qwen3-0.6B", *run]) == 2

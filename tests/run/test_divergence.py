@@ -92,7 +92,7 @@ def test_rewinding_gives_the_same_run(
     out = capsys.readouterr().out
     assert f"{broken} will resume from step 4\n" in out
     assert "later checkpoints are kept as 5.undone\n" in out
-    assert "the metrics of later steps are kept in metrics.jsonl.undone\n" in out
+    assert "lines of later steps are kept in metrics.jsonl.undone\n" in out
     assert [line["step"] for line in read_metrics(broken / "metrics.jsonl.undone")] == [5, 6, 7, 8]
     train(config(text), broken, resume="must")
     assert losses(broken) == losses(whole)
@@ -115,13 +115,16 @@ def test_impossible_rewinds_are_refused(finished_copy: RunFolder, capsys: pytest
 def test_files_moved_aside_are_not_overwritten(finished_copy: RunFolder) -> None:
     """As if a run broke twice."""
     run = finished_copy.path
+    finished_copy.samples.write_text('{"step": 6}\n{"step": 8}\n', encoding="utf-8")
     for number in range(2):
         if number:
             shutil.copytree(run / "checkpoints" / "8.undone", run / "checkpoints" / "8")
             shutil.copy(run / "metrics.jsonl.undone", run / "metrics.jsonl")
         assert main(["checkpoints", str(run), "--rewind", "6"]) == 0
     aside = sorted(path.name for path in run.rglob("*undone*"))
-    assert aside == ["8.undone", "8.undone-2", "metrics.jsonl.undone", "metrics.jsonl.undone-2"]
+    metrics = ["metrics.jsonl.undone", "metrics.jsonl.undone-2"]
+    assert aside == ["8.undone", "8.undone-2", *metrics, "samples.jsonl.undone"]
+    assert finished_copy.samples.read_text(encoding="utf-8") == '{"step": 6}\n'
 
 
 @pytest.mark.slow

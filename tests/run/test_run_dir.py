@@ -2,6 +2,7 @@
 
 import errno
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from zerojax.run.checkpoints import Checkpoints
 from zerojax.run.config import config_from_dict, saved_config, spelled_out
 from zerojax.run.config.keys import Tables
 from zerojax.run.inputs import prepare_data
-from zerojax.run.run_dir import RunFolder, check_same_run
+from zerojax.run.run_dir import RunFolder, check_same_run, sessions
 from zerojax.zero_config.config import PRESETS, Preset
 
 
@@ -81,3 +82,18 @@ def test_a_checkpoint_keeps_what_its_preset_stood_for(
     monkeypatch.setitem(PRESETS, preset, {**PRESETS[preset], "block_size": 512, "rounding": "stochastic"})
     found = check_same_run(saved_config(record), config_from_dict(now), RunFolder(tmp_path))
     assert found == [f"zero.block_size: {config.zero.block_size} -> 512"]
+
+
+def test_a_session_ends_when_its_run_did_and_not_when_the_next_one_writes(tmp_path, monkeypatch) -> None:
+    folder, clock = RunFolder(tmp_path / "run"), [0.0]
+    folder.create()
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    folder.begin_session(0)
+    clock[0] = 10.0
+    folder.update_summary(status="finished", step=4)
+    clock[0] = 5000.0
+    folder.update_summary(communication={})
+    folder.begin_session(4)
+    first, second = sessions(folder.read_summary())
+    assert (first["began"], first["ended"], first["status"]) == (0.0, 10.0, "finished")
+    assert (second["began"], second["status"]) == (5000.0, "running")

@@ -113,15 +113,15 @@ def _rewind(folder: RunFolder, step: int, *, checksums: bool) -> None:
     undone = [
         step_dirs.move_aside(folder.checkpoints, later, "undone") for later in reversed(steps) if later > step
     ]
-    metrics = move_later_lines(folder.metrics, step)
+    moved = [move_later_lines(path, step) for path in (folder.metrics, folder.samples)]
     print(f"{folder.path} will resume from step {step}")
     if undone:
         print(f"later checkpoints are kept as {_listed(path.name for path in reversed(undone))}")
     for path in undone:
         if runs := step_dirs.needed_by(path):
             print(f"{path.name} holds weights that other runs need and no longer find: {_listed(runs)}")
-    if metrics is not None:
-        print(f"the metrics of later steps are kept in {metrics.name}")
+    if kept := [path.name for path in moved if path is not None]:
+        print(f"lines of later steps are kept in {_listed(kept)}")
 
 
 def _delete(folder: Path, name: str) -> None:

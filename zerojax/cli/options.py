@@ -14,6 +14,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 from zerojax.errors import ConfigurationError
 from zerojax.run.config import MeshSection
 from zerojax.run.config.keys import documentation, keys_of, row_of, section_of
+from zerojax.run.data.formats import user_path
 from zerojax.validation.bounds import all_at_once, check_numbers
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ _BOOLEANS = {"true": True, "false": False}
 def _read_path(word: str) -> Path:
     if not word:
         raise ValueError("a path is empty; the current folder is .")
-    return Path(word)
+    return user_path(word)  # shells leave the "~" of --run-dir=~/runs as it is
 
 
 def _read_boolean(word: str) -> bool:

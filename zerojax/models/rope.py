@@ -60,7 +60,8 @@ def rope_frequencies(config: GPTConfig, length: int | Int[Array, "*batch #time"]
     "dynamic" and "longrope" depend on the length of the sequence, which may be another one for each row, or
     for each position.
     """
-    return _SCALINGS[config.rope_scaling](config, length if jnp.ndim(length) == 0 else length[..., None])
+    by_angle = length if isinstance(length, int) or length.ndim == 0 else length[..., None]
+    return _SCALINGS[config.rope_scaling](config, by_angle)
 
 
 def _plain(c: GPTConfig, theta: float | Array) -> Array:

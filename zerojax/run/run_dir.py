@@ -103,8 +103,8 @@ class RunFolder:
         write_whole(self.config, dump_config(config))
 
     def update_summary(self, **values: Any) -> None:
-        """Add values to run.json."""
-        noted = {"noted": time.time()}
+        """Add values to run.json, and with a "status" the time since when it is so."""
+        noted = {"noted": time.time()} if "status" in values else {}
         write_whole(self.summary, json.dumps(self.read_summary() | values | noted, indent=1) + "\n")
 
     def begin_session(self, step: int, **more: Any) -> None:

@@ -95,7 +95,9 @@ def _line(values: Mapping[str, Any]) -> str:
 
 
 def move_later_lines(path: Path, step: int) -> Path | None:
-    """Move the lines of a ``metrics.jsonl`` about later steps, and unreadable ones, to a file beside it.
+    """Move a log's lines about later steps, and unreadable ones, to a file beside it.
+
+    A log is ``metrics.jsonl`` or ``samples.jsonl``.
 
     Returns:
         That file; None if there was nothing to move.
