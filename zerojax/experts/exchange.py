@@ -9,7 +9,6 @@ there. Nothing crosses nodes.
 import math
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
@@ -19,6 +18,7 @@ from zerojax.experts.mlp import Activation, ExpertWeights, Plan, mlp
 from zerojax.experts.rows import rows_of
 from zerojax.matmul.replay import call_reader
 from zerojax.sharding.mesh import LOCAL
+from zerojax.sharding.wire_format import sum_rows
 
 CAPACITY = 1.25
 """Rows of a round on a device of several, relative to its share where experts are used evenly."""
@@ -105,13 +105,8 @@ def _sum_at_owners(*parts: Array) -> tuple[Array, ...]:
     with jax.named_scope("return_tokens"):
         arrived = exchange_together([part.reshape(devices, -1) for part in parts], LOCAL)
 
-    def summed(part: Array, like: Array) -> Array:
-        total = part[0].astype(jnp.float32)
-        for other in part[1:]:
-            total += other.astype(jnp.float32)
-        return total.astype(like.dtype).reshape(-1, like.shape[1])
-
-    return tuple(summed(*both) for both in zip(arrived, parts, strict=True))
+    each = zip(arrived, parts, strict=True)
+    return tuple(sum_rows(x).astype(like.dtype).reshape(-1, like.shape[1]) for x, like in each)
 
 
 @jax.custom_vjp

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt32
 
 from zerojax.errors import ConfigurationError
-from zerojax.matmul.operand import Base, Fp8Operand, LayerOperand, Params, array_moved, array_product, aval_of
+from zerojax.matmul.operand import ArrayOperand, Fp8Operand, Params
 from zerojax.validation.bounds import check_numbers
 from zerojax.validation.patterns import as_patterns, matches, why_not
 from zerojax.zero_config.config import MATMUL_WEIGHTS
@@ -305,7 +305,7 @@ class LowRankOperand:
         reads: numbers of products, each of which drops other elements.
     """
 
-    base: Base
+    base: ArrayOperand | Fp8Operand
     a: Float[Array, "rank ..."]
     b: Float[Array, "rank ..."]
     seed: UInt32[Array, ""]
@@ -318,9 +318,12 @@ class LowRankOperand:
     way_out = "LoRA(targets=(..., '!{name}'))"
 
     @classmethod
-    def of(cls, base: Base, a: Array, b: Array, seed: Array, lora: LoRA, name: str) -> "LowRankOperand":
+    def of(
+        cls, weight: Array | ArrayOperand | Fp8Operand, a: Array, b: Array, seed: Array, lora: LoRA, name: str
+    ) -> "LowRankOperand":
         """From ``[inputs, rank]`` and ``[rank, outputs]``."""
-        shape = aval_of(base).shape
+        base = weight if isinstance(weight, ArrayOperand | Fp8Operand) else ArrayOperand(weight)
+        shape = base.aval.shape
         cut = input_axes(name, shape)
         first, second = _scaled(a, b, lora, name)
         first, second = (x.reshape(-1, *own) for x, own in ((first, shape[:cut]), (second, shape[cut:])))
@@ -330,7 +333,7 @@ class LowRankOperand:
     @property
     def aval(self) -> jax.ShapeDtypeStruct:
         """The array that the model believes it has."""
-        return aval_of(self.base)
+        return self.base.aval
 
     def in_tile(self, number: Array) -> "LowRankOperand":
         """The same weight to a tile of tokens, which drops elements of its own."""
@@ -358,7 +361,7 @@ class LowRankOperand:
                 after = "".join(which for axis, which in enumerate(factors) if axis not in gone)
                 a, b = self._each(lambda x, own: lax.squeeze(x, [own[i] for i in gone if i in own]))
             case "slice" | "split" | "rev":
-                bases = self._base(primitive, params)
+                bases = self.base.moved(primitive, params)
                 a, b = self._each(functools.partial(_parts, primitive, params))
                 return [self._with(*parts, factors) for parts in zip(bases, a, b, strict=True)]
             case "copy" | "name":
@@ -366,7 +369,7 @@ class LowRankOperand:
                 after = factors
             case _:
                 return None
-        return [self._with(self._base(primitive, params)[0], a, b, after)]
+        return [self._with(self.base.moved(primitive, params)[0], a, b, after)]
 
     def product(
         self, x: Array, x_axes: Sequence[int], axes: Sequence[int], equation: core.JaxprEqn
@@ -379,11 +382,7 @@ class LowRankOperand:
         contracted = {self.factors[axis] for axis in axes}
         if len(contracted) != 1 or {*axes} != {i for i, own in enumerate(self.factors) if own in contracted}:
             return None
-        base = (
-            self.base.product(x, x_axes, axes, equation)
-            if isinstance(self.base, Fp8Operand | LayerOperand)
-            else array_product(self.base, x, x_axes, axes, equation)
-        )
+        base = self.base.product(x, x_axes, axes, equation)
         # x W, which contracts the axes of A, needs (x A) B; x W^T, which contracts those of B, (x B^T) A^T.
         first, second = (self.a, self.b) if contracted == {"a"} else (self.b, self.a)
         own = [axis for axis, which in enumerate(self.factors) if which in contracted]
@@ -394,13 +393,8 @@ class LowRankOperand:
         wide = lax.dot_general(narrow, second, (last, ((), ())), preferred_element_type=base.dtype)
         return checkpoint_name(base + wide, SUM)
 
-    def _with(self, base: Base, a: Array, b: Array, factors: str) -> "LowRankOperand":
+    def _with(self, base: ArrayOperand | Fp8Operand, a: Array, b: Array, factors: str) -> "LowRankOperand":
         return LowRankOperand(base, a, b, self.seed, factors, self.dropout, self.name, self.reads)
-
-    def _base(self, primitive: core.Primitive, params: Params) -> Sequence[Base]:
-        if isinstance(self.base, Fp8Operand | LayerOperand):
-            return self.base.moved(primitive, params)
-        return array_moved(self.base, primitive, params)
 
     def _each[T](self, change: Callable[[Array, dict[int, int]], T]) -> tuple[T, T]:
         """``change(factor, own)`` of A and of B; ``own`` gives, for an axis of the weight, the factor's."""

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -97,16 +97,8 @@ jax.tree_util.register_dataclass(Fp8Operand, ["codes", "gradient", "scale"], ["n
 
 
 @dataclass(frozen=True)
-class LayerOperand:
-    """One layer of a stacked weight, or what data movement made of it, which products read where it lies.
-
-    XLA passes a layer of a stack to cuBLAS by its address, unless cuBLAS also adds a bias or applies GELU to
-    the product: then it copies the layer first. So neither is fused into these products. A bias or a GELU
-    of a few tokens costs less than a copy of the weight; everything but a product reads the array.
-
-    Attributes:
-        weight: unsharded.
-    """
+class ArrayOperand:
+    """A weight that is an array, unsharded, or what data movement made of it."""
 
     weight: Num[Array, "..."]
 
@@ -115,46 +107,43 @@ class LayerOperand:
         """The array that the model has."""
         return jax.ShapeDtypeStruct(self.weight.shape, self.weight.dtype)
 
-    def moved(self, primitive: core.Primitive, params: Params) -> "list[LayerOperand]":
+    def moved(self, primitive: core.Primitive, params: Params) -> list[Self]:
         """The operands that a primitive makes, which only moves elements."""
-        return [LayerOperand(x) for x in array_moved(self.weight, primitive, params)]
+        return [type(self)(x) for x in array_moved(self.weight, primitive, params)]
+
+    def product(self, x: Array, x_axes: Sequence[int], axes: Sequence[int], equation: core.JaxprEqn) -> Array:
+        """``x`` times the weight; see ``Fp8Operand.product``."""
+        params = equation.params
+        return lax.dot_general(
+            x, self.weight, ((tuple(x_axes), tuple(axes)), ((), ())),
+            precision=params["precision"], preferred_element_type=params["preferred_element_type"],
+        )  # fmt: skip
+
+    def astype(self, dtype: DTypeLike) -> Self:
+        """The same weight to a model that computes in another dtype."""
+        return type(self)(self.weight.astype(dtype))
+
+
+@dataclass(frozen=True)
+class LayerOperand(ArrayOperand):
+    """One layer of a stacked weight, or what data movement made of it, which products read where it lies.
+
+    XLA passes a layer of a stack to cuBLAS by its address, unless cuBLAS also adds a bias or applies GELU to
+    the product: then it copies the layer first. So neither is fused into these products. A bias or a GELU
+    of a few tokens costs less than a copy of the weight; everything but a product reads the array.
+    """
 
     def product(self, x: Array, x_axes: Sequence[int], axes: Sequence[int], equation: core.JaxprEqn) -> Array:
         """``x`` times the weight; see ``Fp8Operand.product``."""
         # Nothing is fused into a product behind a barrier.
-        return lax.optimization_barrier(array_product(self.weight, x, x_axes, axes, equation))
-
-    def astype(self, dtype: DTypeLike) -> "LayerOperand":
-        """The same weight to a model that computes in another dtype."""
-        return LayerOperand(self.weight.astype(dtype))
+        return lax.optimization_barrier(super().product(x, x_axes, axes, equation))
 
 
-jax.tree_util.register_dataclass(LayerOperand, ["weight"], [])
-
-
-Base = Array | Fp8Operand | LayerOperand
-"""A weight without its adapter, in any form."""
-
-
-def aval_of(weight: Base) -> jax.ShapeDtypeStruct:
-    """The shape and dtype that a model sees."""
-    if isinstance(weight, Fp8Operand | LayerOperand):
-        return weight.aval
-    return jax.ShapeDtypeStruct(weight.shape, weight.dtype)
+for _kind in (ArrayOperand, LayerOperand):
+    jax.tree_util.register_dataclass(_kind, ["weight"], [])
 
 
 def array_moved(weight: Array, primitive: core.Primitive, params: Params) -> list[Array]:
     """The arrays that a primitive makes, which only moves elements."""
     made = primitive.bind(weight, **params)
     return made if primitive.multiple_results else [made]
-
-
-def array_product(
-    weight: Array, x: Array, x_axes: Sequence[int], axes: Sequence[int], equation: core.JaxprEqn
-) -> Array:
-    """``x`` times a weight that is an array; see ``Fp8Operand.product``."""
-    params = equation.params
-    return lax.dot_general(
-        x, weight, ((tuple(x_axes), tuple(axes)), ((), ())),
-        precision=params["precision"], preferred_element_type=params["preferred_element_type"],
-    )  # fmt: skip

@@ -30,7 +30,6 @@ from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train.copies import ByPath, rescaled, scale_of
 from zerojax.train.fields import abstract_encoded, shardings_of, specs_of
 from zerojax.train.spec import ParamGroup, TrainSpec
-from zerojax.weights.gather import encode
 from zerojax.weights.weight import Weight
 
 _Place = tuple[str, ...]
@@ -284,13 +283,8 @@ def encoded_layer(
     weights = [
         Weight(masters[leaf.path].reshape(-1), leaf, "primary", scales.get(leaf.path)) for leaf in leaves
     ]
-    alone = tuple(w for w in weights if not w.layout.in_every_node)
-    before = tuple(copies[w.layout.path].values for w in alone) if copies else None
-    payloads = encode(alone, before) if alone else ()
-    values = {w.layout.path: x for w, x in zip(alone, payloads, strict=True)}
-    everywhere = [w for w in weights if w.layout.in_every_node]
-    values |= {w.layout.path: w.encoded(w.layout.weights.local) for w in everywhere}
-    return Sent({leaf.path: values[leaf.path] for leaf in leaves}, scales)
+    before = {path: copy.values for path, copy in copies.items()}
+    return Sent({w.layout.path: w.sent(before.get(w.layout.path)) for w in weights}, scales)
 
 
 def _rows[T: PyTree[Array]](group: ParamGroup, tree: T) -> T:

@@ -58,19 +58,16 @@ class LocalState:
 def abstract_local(spec: TrainSpec) -> LocalState:
     """The arrays of local updates as ShapeDtypeStructs with shardings."""
 
-    def tree(
-        shape: Callable[[ParamLayout], tuple[int, ...]], sharding: Callable[[ParamLayout], PartitionSpec]
-    ) -> PyTree:
-        return to_tree(spec.by_path(lambda leaf: spec.abstract_master(shape(leaf), sharding(leaf))))
-
-    def stored(leaf: ParamLayout) -> tuple[int, ...]:
-        return leaf.stored_shape
+    def tree(where: Callable[[ParamLayout], PartitionSpec], *nodes: int) -> PyTree:
+        return to_tree(
+            spec.by_path(lambda leaf: spec.abstract_master((*nodes, *leaf.stored_shape), where(leaf)))
+        )
 
     nodes = spec.world.nodes
     arrays: dict[str, PyTree] = {
-        "weights": tree(lambda leaf: (nodes, *leaf.stored_shape), by_node),
-        "known": tree(stored, lambda leaf: leaf.spec((LOCAL,))),
-        "momentum": tree(stored, spec.param_spec) if spec.zero.outer_momentum else {},
+        "weights": tree(by_node, nodes),
+        "known": tree(lambda leaf: leaf.spec((LOCAL,))),
+        "momentum": tree(spec.param_spec) if spec.zero.outer_momentum else {},
         "skipped_in_row": spec.abstract((nodes,), jnp.int32, PartitionSpec(NODE)),
         "report": spec.abstract((nodes, REPORT_COLUMNS), jnp.float32, PartitionSpec(NODE)),
     }

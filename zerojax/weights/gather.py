@@ -47,11 +47,7 @@ def encode(weights: Weights, copies: Payloads | None = None) -> Payloads:
     """
     owned = _owned(weights)
     with jax.named_scope(_node_scope(delta=copies is not None)):
-        if not crosses_nodes(owned):
-            return tuple(w.encoded(w.layout.weights.local) for w in owned)
-        if copies is None:
-            return tuple(w.encoded(w.layout.weights.node) for w in owned)
-        return tuple(w.difference(copy) for w, copy in zip(owned, copies, strict=True))
+        return tuple(map(Weight.sent, owned, copies or (None,) * len(owned)))
 
 
 def cross_nodes(payloads: Payloads, *, delta: bool, own_stream: bool = False) -> Payloads:
@@ -62,25 +58,18 @@ def cross_nodes(payloads: Payloads, *, delta: bool, own_stream: bool = False) ->
 
 def decode(weights: Weights, arrived: Payloads, copies: Payloads | None = None) -> Weights:
     """The weights, of which those at "primary" become the secondary partitions that have arrived."""
-    owned = _owned(weights)
-    with jax.named_scope(_node_scope(delta=copies is not None)):
-        if not crosses_nodes(owned):
-            fresh = [w.replace(sent, "secondary") for w, sent in zip(owned, arrived, strict=True)]
-        elif copies is None:
-            fresh = [w.arrived(sent) for w, sent in zip(owned, arrived, strict=True)]
-        else:
-            pairs = zip(owned, arrived, copies, strict=True)
-            fresh = [w.arrived_difference(sent, copy) for w, sent, copy in pairs]
-    secondary = iter(fresh)
+    sent, before = iter(arrived), iter(copies or ())
 
     def in_node(w: Weight) -> Weight:
         if w.level != "primary":
             return w
-        if w.layout.in_every_node:
-            return w.replace(w.encoded(w.layout.weights.local), "secondary")
-        return next(secondary)
+        payload = w.sent() if w.layout.in_every_node else next(sent)
+        if not w.crosses_nodes:
+            return w.replace(payload, "secondary")
+        return w.arrived(payload) if copies is None else w.arrived_difference(payload, next(before))
 
-    return tuple(map(in_node, weights))
+    with jax.named_scope(_node_scope(delta=copies is not None)):
+        return tuple(map(in_node, weights))
 
 
 def to_secondary(weights: Weights, copies: Payloads | None = None) -> Weights:

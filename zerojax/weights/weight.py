@@ -95,10 +95,10 @@ class Weight:
             return to_device(self.values)
         return codec.encode(self.scaled().reshape(-1, self.layout.shard)).reshape(-1)
 
-    def difference(self, copy: Payload) -> Payload:
-        """One layer's shard less its row of delta's copy of the weight, as its owner sends it."""
-        if self.ready:
-            return to_device(self.values)
+    def sent(self, copy: Payload | None = None) -> Payload:
+        """One layer's shard as its next hop sends it; between nodes, less its row of delta's copy."""
+        if self.ready or copy is None or not self.crosses_nodes:
+            return self.encoded(self.layout.next_codec)
         row = lax.dynamic_index_in_dim(self._widened(copy), lax.axis_index(NODE))
         return self.layout.weights.node.encode_delta(self.scaled()[None], row)[0]
 
