@@ -95,6 +95,34 @@ def test_of_conversations_the_assistants_turns_count(tmp_path: Path, name: str) 
     assert "of which count" in data.describe()
 
 
+def test_an_answer_counts_alone_and_whole() -> None:
+    history = [
+        {"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))
+    ]
+
+    def counted(source: str) -> list[str]:
+        document = Conversations(ChatTemplate(source)).document({"messages": history}, "here", "why</t>d")
+        text = document.text.decode()
+        return [text[start:end] for start, end in document.targets or ()]
+
+    # Without blocks, earlier answers may be written differently.
+    thinking = (FIXTURES / "thinking.jinja").read_text()
+    assert counted(thinking) == ["<think>\n\n</think>\n\nwhy</t>d<|im_end|>\n"]
+    blocks = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}<a>{% set parts = m.content.split('</t>') %}"
+        "{% if parts | length > 1 %}{% generation %}{{ parts[0] + '</t>' }}{% endgeneration %}{% endif %}"
+        "{% generation %}{{ parts[-1] + '</a>' }}{% endgeneration %}{% else %}<u>{{ m.content }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<a>PROMPT{% endif %}"
+    )
+    # An answer may be of several blocks. It begins after the prompt, if it continues that.
+    assert counted(blocks.replace("PROMPT", "")) == ["why</t>", "d</a>"]
+    assert counted(blocks.replace("PROMPT", "why")) == ["</t>", "d</a>"]
+    assert counted(blocks.replace("PROMPT", "<t>")) == ["why</t>", "d</a>"]
+    for source in (CHATML, blocks):
+        with pytest.raises(DataError, match=r"here: .* up to 3 differently .* copy of the template"):
+            counted("{{ messages | length }}" + source)
+
+
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
 @pytest.mark.parametrize("as_text", [False, True])
 def test_the_tools_of_a_conversation_reach_the_template(tmp_path: Path, name: str, as_text: bool) -> None:

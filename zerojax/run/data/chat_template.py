@@ -7,7 +7,7 @@ sandbox, without access to files or to Python's internals.
 
 import json
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -108,25 +108,52 @@ class ChatTemplate:
                 not continue where the text of fewer messages ends.
         """
         text, ranges = self._render(messages, tools, False)
-        if not _BLOCK.search(self.source):
+        if not self._has_blocks:
             turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
             ranges = tuple(self._turn(messages, tools, number, text) for number in turns)
-        ranges = tuple((start, end) for start, end in ranges if start < end)
-        if not ranges:
-            raise DataError("no message of the assistant, so there is nothing to learn")
-        return text, ranges
+        return text, _written(ranges)
+
+    def render_answer(self, messages: Sequence[Message], tools: Tools = None) -> tuple[str, Ranges]:
+        """The text of a conversation, and the ranges of its last message that an assistant is to write.
+
+        They are as for ``render_targets``, and begin after the generation prompt. The template may write
+        earlier answers differently when others follow.
+
+        Raises:
+            DataError: as for ``render``; there is nothing to learn; or the template does not continue where
+                the text of the messages before the last ends.
+        """
+        text, blocks = self._render(messages, tools, False)
+        # A prompt may end with more than is written before an answer, such as "<think>"; blocks say where it
+        # begins all the same.
+        for prompt in (True, False) if self._has_blocks else (True,):
+            before, _ = self._render(messages[:-1], tools, prompt)
+            if text.startswith(before):
+                ranges = blocks if self._has_blocks else ((0, len(text)),)
+                return text, _written((max(start, len(before)), end) for start, end in ranges)
+        raise self._rewrites(len(messages) - 1)
 
     def _turn(self, messages: Sequence[Message], tools: Tools, number: int, text: str) -> tuple[int, int]:
         """The range of an assistant's message in the text of the whole conversation."""
         before, _ = self._render(messages[:number], tools, True)
         after, _ = self._render(messages[: number + 1], tools, False)
         if not (after.startswith(before) and text.startswith(after)):
-            raise DataError(
-                f"{self.name} writes the messages up to {number} differently when others follow: mark what "
-                "the assistant writes by {% generation %} ... {% endgeneration %} in a copy of the template, "
-                "and give its path as data.chat_template"
-            )
+            raise self._rewrites(number)
         return len(before), len(after)
+
+    @property
+    def _has_blocks(self) -> bool:
+        """Whether ``{% generation %}`` blocks mark what an assistant writes."""
+        return _BLOCK.search(self.source) is not None
+
+    def _rewrites(self, number: int) -> DataError:
+        way_out = "write them alike"
+        if not self._has_blocks:
+            way_out = "mark what the assistant writes by {% generation %} ... {% endgeneration %}"
+        return DataError(
+            f"{self.name} writes the messages up to {number} differently when others follow: {way_out} in a "
+            "copy of the template, and give its path as data.chat_template"
+        )
 
     @cached_property
     def turn_end(self) -> str:
@@ -216,6 +243,13 @@ class ChatTemplate:
         except _REFUSALS as error:
             raise DataError(f"{self.name}: {printable(str(error))}") from error
         return "".join(blocks), tuple(ranges)
+
+
+def _written(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    found = tuple((start, end) for start, end in ranges if start < end)
+    if not found:
+        raise DataError("no message of the assistant, so there is nothing to learn")
+    return found
 
 
 def text_of_content(content: Any) -> str:

@@ -132,12 +132,15 @@ class Conversations:
         """
         messages = checked_messages(row[self.messages], self.messages, place)
         tools = checked_tools(row, place)
-        added = [] if answer is None else [{"role": "assistant", "content": answer}]
         try:
-            text, targets = self.template.render_targets([*messages, *added], tools)
+            if answer is None:
+                text, targets = self.template.render_targets(messages, tools)
+            else:
+                answered = [*messages, {"role": "assistant", "content": answer}]
+                text, targets = self.template.render_answer(answered, tools)
         except DataError as error:
             raise DataError(f"{place}: {error}") from error
-        return Document(place, encode_text(text, place), targets[-1:] if added else targets)
+        return Document(place, encode_text(text, place), targets)
 
     def encode(self, tokenizer: Tokenizer, documents: Sequence[Document]) -> list[Encoded]:
         """The tokens of conversations; see ``Examples``."""
