@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from flax import nnx
 from micro_run import Stop, die_at, lines, micro_config, post_train
 
@@ -25,7 +26,7 @@ from zerojax.posttrain.rollout.turns import Episodes, Row
 from zerojax.run.config import PosttrainSection, RunConfig
 from zerojax.run.data.answers import AnswerEnd
 from zerojax.run.data.chat_template import CHATML, ChatTemplate
-from zerojax.run.data.tokenizer import ByteTokenizer
+from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer
 from zerojax.run.run_dir import RunFolder
 
 ENVIRONMENT = """
@@ -213,6 +214,31 @@ def test_observations_are_written_as_the_template_would(place: Path, closed: boo
     heard = row.tokens[: len(row.prompt.tokens) + len(said)]
     heard += episodes.tokens_of("4", heard)
     assert tokenizer.decode(heard) == template.render(user, add_generation_prompt=True)
+
+
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("source", [LLAMA2, LLAMA2.replace("bos_token + '[INST] '", "'user: '")])
+def test_a_turn_ends_once_and_what_follows_is_cut_into_tokens_as_within_the_conversation(source: str) -> None:
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    # It puts a blank before the first word of a text, and no other.
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=99, special_tokens=["<unk>", "<s>", "</s>", "[INST]", "[/INST]"], show_progress=False
+    )
+    inner.train_from_iterator(["user: assistant yes more hi"] * 9, trainer)
+    tokenizer = BPETokenizer(inner, "</s>", "<s>")
+    template = ChatTemplate(source, tokenizer.special_tokens)
+    nobody: Any = None
+    episodes = Episodes(nobody, tokenizer, template, AnswerEnd.of(tokenizer, template), 99)
+    messages = [{"role": role, "content": text} for role, text in (("user", "hi"), ("assistant", "yes"))]
+    turn = tokenizer.encode(template.render(messages).encode()).tolist()
+    whole = template.render([*messages, {"role": "user", "content": "more"}], add_generation_prompt=True)
+    assert turn + episodes.tokens_of("more", turn) == tokenizer.encode(whole.encode()).tolist()
 
 
 @pytest.mark.parametrize(

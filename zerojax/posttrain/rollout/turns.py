@@ -152,14 +152,20 @@ class Episodes:
         if self.template is None:
             if not isinstance(observation, str):
                 raise RefusedReward('step returns messages, which need data.kind = "chat"; return a text')
-            text = observation
-        else:
-            messages: Any = observation if isinstance(observation, list) else [observation]
-            if isinstance(observation, str):
-                messages = [{"role": "user", "content": observation}]
-            text = self.template.after_answer(checked_messages(messages, "observation", "step"))
-            closing = self.end.tokens or (self.end.token,)
-            if tuple(before[-len(closing) :]) == closing:
-                ending = self.template.turn_end
-                text = text.removeprefix(ending.strip() or ending)
+            return self._encode(observation)
+        messages: Any = observation if isinstance(observation, list) else [observation]
+        if isinstance(observation, str):
+            messages = [{"role": "user", "content": observation}]
+        text = self.template.after_answer(checked_messages(messages, "observation", "step"))
+        closing = list(self.end.tokens or (self.end.token,))
+        ending = self.template.closing
+        blank, found, rest = text.partition(ending)
+        if not found or blank.strip() or list(before[-len(closing) :]) != closing:
+            return self._encode(text)
+        # The turn has its end already. What follows is encoded behind it: some tokenizers put a blank before
+        # whatever begins a text.
+        tokens = self._encode(ending + rest)
+        return tokens[len(closing) :] if tokens[: len(closing)] == closing else self._encode(rest)
+
+    def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(encode_text(text, "an observation")).astype(np.int32).tolist()

@@ -36,7 +36,7 @@ class AnswerEnd:
         """
         if template is None:
             return cls(tokenizer.end_of_text)
-        ending = template.turn_end.strip() or template.turn_end
+        ending = template.closing
         tokens = tuple(map(int, tokenizer.encode(ending.encode())))
         return cls(tokens[0]) if len(tokens) == 1 else cls(tokenizer.end_of_text, ending, tokens)
 

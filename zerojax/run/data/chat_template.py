@@ -179,6 +179,15 @@ class ChatTemplate:
             )
         return ending
 
+    @property
+    def closing(self) -> str:
+        """``turn_end`` without the blanks around it, if it is more than blanks: what a model ends with.
+
+        Raises:
+            DataError: as ``turn_end``.
+        """
+        return self.turn_end.strip() or self.turn_end
+
     def after_answer(self, messages: Sequence[Message]) -> str:
         """What the template writes after the content of an assistant's message, up to the next answer.
 
