@@ -400,9 +400,8 @@ KEYS: dict[str, dict[str, tuple[Any, Any]]] = {
     },
     "gemma": _LIKE_GEMMA,
     "gemma2": _GEMMA2,
-    "gemma3_text": _GEMMA2
+    "gemma3_text": {key: values for key, values in _GEMMA2.items() if key != "attn_logit_softcapping"}
     | {
-        "attn_logit_softcapping": (None, 50.0),
         "final_logit_softcapping": (None, 20.0),
         "layer_types": (["sliding_attention"] * 2, ["sliding_attention", "full_attention"]),
         "rope_local_base_freq": (10000.0, 1e6),
@@ -442,7 +441,7 @@ UNUSED = {
     "deepseek_v3": {"ep_size", "aux_loss_alpha", "seq_aux", "num_nextn_predict_layers", "num_mtp_layers"},
     "gpt_oss": {"experts_per_token", "initial_context_length"},
     "gemma2": {"cache_implementation", "sliding_window_size"},
-    "gemma3_text": {"cache_implementation", "_sliding_window_pattern"},
+    "gemma3_text": {"cache_implementation", "_sliding_window_pattern", "attn_logit_softcapping"},
 }
 PAIRS = [(family, key) for family, keys in KEYS.items() for key in keys]
 
@@ -494,6 +493,16 @@ def test_a_shape_is_never_guessed(family: str, key: str):
 def test_null_key_value_heads_are_as_many_as_heads():
     for family in ("llama", "mistral", "qwen2", "qwen3", "phi3"):
         assert read(family, num_key_value_heads=None).key_value_heads == 4
+
+
+def test_a_cap_that_gemma_3_does_not_read():
+    given = SHAPE["gemma3_text"] | {"model_type": "gemma3_text"}
+    for cap, notes in (
+        (None, []),
+        (2.0, ["attn_logit_softcapping = 2.0 is not imported: transformers ignores it as well"]),
+    ):
+        found = read_model(given | {"attn_logit_softcapping": cap}, "config.json")
+        assert found[1:] == (MODELS["gemma3_text"], notes)
 
 
 def test_windows():

@@ -155,6 +155,8 @@ def test_of_a_model_that_no_family_has():
     windowed = GPTConfig(**gemma, post_norms=True, qk_norm=True, sliding_window=8, rope_scaling="linear")
     with pytest.raises(ZeroError, match=r"model\.rope_local_theta = None with rope_scaling = 'linear'"):
         describe_model(windowed)
+    with pytest.raises(ZeroError, match=r"model\.attention_softcap = 2\.0, but Gemma 3 has None"):
+        describe_model(GPTConfig(**gemma, post_norms=True, qk_norm=True, attention_softcap=2.0))
     for model, kind in (
         (GPTConfig(), "gpt2"),
         (GPTConfig(position_offset=2, mlp="relu"), "opt"),

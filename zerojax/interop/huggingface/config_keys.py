@@ -78,6 +78,12 @@ class ConfigKeys:
             if value := self._values.get(name):
                 self.notes.append(f"{name} = {short(value)} is not imported (see model.dropout)")
 
+    def ignored(self, name: str) -> None:
+        """Note a key that is set, but that transformers does not read either."""
+        self._seen.add(name)
+        if (value := self._values.get(name)) is not None:
+            self.notes.append(f"{name} = {short(value)} is not imported: transformers ignores it as well")
+
     def unused(self, *names: str) -> None:
         """Ignore keys of parts that a causal language model does not have."""
         self._seen.update(names)

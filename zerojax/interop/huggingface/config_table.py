@@ -167,6 +167,11 @@ def dropouts(*none: str, dropout: Sequence[str] = ()) -> Entry:
     )
 
 
+def ignored(name: str) -> Entry:
+    """A key that transformers does not read, although it sounds as if the logits depended on it."""
+    return Entry(lambda keys, _: keys.ignored(name))
+
+
 def unused(*names: str, written: str | None = None) -> Entry:
     """Keys that a causal language model does not need; they are written as a field, or not at all."""
     return Entry(

@@ -1,13 +1,13 @@
 """The Gemma families: LLaMA with scaled embeddings, norms around 1 and GEGLU.
 
 Gemma 2 adds norms after each branch, soft caps and a window in every other layer; Gemma 3 norms of queries
-and keys, and rotary wavelengths of their own for the layers with the window.
+and keys, and rotary wavelengths of their own for the layers with the window. It has no cap in attention.
 """
 
 from typing import Any
 
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface.config_table import Entry, follows, key, only, unused
+from zerojax.interop.huggingface.config_table import Entry, follows, ignored, key, only, unused
 from zerojax.interop.huggingface.layer_types import periodic, windows
 from zerojax.interop.huggingface.llama import LLAMA_BLOCK, NO_BIASES, QK_NORMS, like_llama
 from zerojax.interop.huggingface.mapping import Names
@@ -39,16 +39,13 @@ def _gemma(*entries: Entry, **values: Any) -> tuple[Entry, ...]:
     )
 
 
-def _since_gemma2(
-    *entries: Entry, caps: tuple[float | None, float | None], **values: Any
-) -> tuple[Entry, ...]:
-    """With the caps of files that have no keys of them."""
+def _since_gemma2(*entries: Entry, logit_cap: float | None, **values: Any) -> tuple[Entry, ...]:
+    """With the cap of logits of files that have no key of it."""
     return _gemma(
         only("hidden_act", _ACTIVATION),
         unused("cache_implementation"),
         key("query_pre_attn_scalar", "query_scalar", float, 256.0, written=_query_scalar),
-        key("attn_logit_softcapping", "attention_softcap", float, caps[0], null=True),
-        key("final_logit_softcapping", "logit_softcap", float, caps[1], null=True),
+        key("final_logit_softcapping", "logit_softcap", float, logit_cap, null=True),
         *entries,
         post_norms=True,
         **values,
@@ -59,15 +56,17 @@ def _since_gemma2(
 GEMMA = _gemma(only("hidden_act", _ACTIVATION, "gelu"), _ONE_WAY)
 GEMMA2 = _since_gemma2(
     _ONE_WAY,
+    key("attn_logit_softcapping", "attention_softcap", float, 50.0, null=True),
     unused("sliding_window_size"),
     windows(lambda _, found: periodic(found["layers"], 2)),
-    caps=(50.0, 30.0),
+    logit_cap=30.0,
 )
 GEMMA3 = _since_gemma2(
     only("use_bidirectional_attention", False),
+    ignored("attn_logit_softcapping"),
     unused("_sliding_window_pattern"),  # transformers writes but does not read it
     windows(lambda keys, found: periodic(found["layers"], keys.take("sliding_window_pattern", int, 6))),
-    caps=(None, None),
+    logit_cap=None,
     rotary=Rope(theta=1e6, tables="local"),
     qk_norm=True,
 )
