@@ -57,6 +57,64 @@ def test_vocabulary_and_merges_are_a_tokenizer(tmp_path):
     assert tokenizer.end_of_text == 0
 
 
+ADDED = {"<|im_start|>": 400, "<|im_end|>": 300, "word": 301}
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_added_tokens_of_a_vocabulary_have_their_own_ids(legacy, tmp_path):
+    library(FIXTURES / "opt").model.save(str(tmp_path))
+    assert max(json.loads((tmp_path / "vocab.json").read_text()).values()) < 300
+    settings = {
+        "tokenizer_class": "GPT2Tokenizer", "eos_token": {"content": "<|im_end|>"}, "pad_token": "[PAD]",
+        "additional_special_tokens": ["<|im_start|>"],
+    }  # fmt: skip
+    if legacy:
+        (tmp_path / "added_tokens.json").write_text(json.dumps(ADDED))
+    else:
+        tables = {
+            str(number): {"content": name, "special": name == "<|im_end|>", "lstrip": name != "<|im_end|>"}
+            for name, number in ADDED.items()
+        }
+        settings |= {"added_tokens_decoder": tables}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = read(tmp_path)
+    assert (tokenizer.end_of_text, tokenizer.vocab_size) == (300, 402)  # "[PAD]" is in no file
+    plain = [tokenizer.encode(text).tolist() for text in (b"the ", b"the")]
+    found = tokenizer.encode(b" <|im_start|>the word<|im_end|>[PAD]").tolist()
+    assert found[legacy:] == [400, *plain[not legacy], 301, 300, 401]
+    assert tokenizer.decode([400, 301, 300, 401]) == "word"
+    write_tokenizer(tokenizer, tmp_path)
+    assert read(tmp_path).encode(b" <|im_start|>the word<|im_end|>[PAD]").tolist() == found
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"tokenizer_class": "Qwen2Tokenizer"},
+            r"'Qwen2Tokenizer' are not supported, only GPT-2's: write tok",
+        ),
+        (
+            {"added_tokens_decoder": {"1": {"content": "<s>"}}},
+            "added token '<s>' = 1 is not as in vocab.json",
+        ),
+        (
+            {"added_tokens_decoder": {"300": {"content": "own"}}},
+            "added token 'own' = 300 is not as in vocab.json",
+        ),
+        ({"added_tokens_decoder": {"-1": {"content": "<s>"}}}, "should be an id and a text"),
+        ({"added_tokens_decoder": {str(2**40): {"content": "<s>"}}}, "are not a tokenizer"),
+        ({"added_tokens_decoder": [3]}, "should be an id and a text"),
+        ({"additional_special_tokens": 3}, "additional_special_tokens = 3 should be a list"),
+    ],
+)
+def test_added_tokens_that_are_none(settings, message, tmp_path):
+    library(FIXTURES / "opt").model.save(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(DataError, match=message):
+        read_tokenizer(tmp_path, {})
+
+
 def test_what_is_no_tokenizer(tmp_path):
     assert read_tokenizer(tmp_path, {}) is None
     (tmp_path / "tokenizer.model").touch()

@@ -1,7 +1,8 @@
 """Reads and writes tokenizers of Hugging Face folders: tokenizer.json, or vocab.json with merges.txt."""
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from zerojax.run.data.tokenizer import (
     read_settings,
     special_token,
 )
+from zerojax.validation.untrusted import short
 
 TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
 KEPT = (
@@ -25,6 +27,9 @@ KEPT = (
     *("vocab.json", "merges.txt", "tokenizer.model", GENERATION),
 )
 """Files of a folder that a run keeps, for an export to write back."""
+_LIKE_GPT2 = (None, "GPT2Tokenizer", "GPT2TokenizerFast")
+"""Values of tokenizer_class that cut text as GPT-2 does; None where there is none."""
+_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # in transformers' order
 
 
 def read_tokenizer(folder: Path, config: dict[str, Any]) -> BPETokenizer | None:
@@ -41,10 +46,7 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> BPETokenizer | None:
     elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         inner = _from_vocabulary(folder)
     elif found := [name for name in ("tokenizer.model", "spiece.model") if (folder / name).is_file()]:
-        raise DataError(
-            f"{folder / found[0]}: SentencePiece models are not supported: write {TOKENIZER} by "
-            f'transformers\' AutoTokenizer.from_pretrained("{folder}").save_pretrained("{folder}")'
-        )
+        raise DataError(f"{folder / found[0]}: SentencePiece models are not supported: {_way_out(folder)}")
     else:
         return None
     settings = read_settings(folder / "special_tokens_map.json") | read_settings(folder / SETTINGS)
@@ -69,19 +71,85 @@ def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
             (target / name).write_bytes((source / name).read_bytes())
 
 
+def _way_out(folder: Path) -> str:
+    return (
+        f"write {TOKENIZER} by transformers' "
+        f'AutoTokenizer.from_pretrained("{folder}").save_pretrained("{folder}")'
+    )
+
+
 def _from_vocabulary(folder: Path) -> tokenizers.Tokenizer:
-    """GPT-2's and OPT's byte-level BPE from the two files of their slow tokenizers."""
+    """GPT-2's and OPT's byte-level BPE from the files of their slow tokenizers.
+
+    Raises:
+        DataError: it is another family's, which may cut text otherwise; or the files are damaged.
+    """
+    settings = read_settings(folder / "special_tokens_map.json") | read_settings(folder / SETTINGS)
+    if (kind := settings.get("tokenizer_class")) not in _LIKE_GPT2:
+        raise DataError(
+            f"{folder}: vocab.json and merges.txt of tokenizer_class = {short(kind)} are not supported, only "
+            f"GPT-2's: {_way_out(folder)}"
+        )
+    special = _special_tokens(settings)
+    added = _added_tokens(folder, settings, special)
     try:
-        model = tokenizers.models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+        files = str(folder / "vocab.json"), str(folder / "merges.txt")
+        vocabulary, merges = tokenizers.models.BPE.read_file(*files)
+        names = {number: name for name, number in vocabulary.items()}
+        for number, token in added.items():
+            name = token.content
+            if vocabulary.setdefault(name, number) != number or names.setdefault(number, name) != name:
+                raise ValueError(f"added token {short(name)} = {number} is not as in vocab.json")
+        for name in special:
+            vocabulary.setdefault(name, 1 + max(vocabulary.values()))
+        # As a part of the vocabulary they have these ids; the library would number them anew.
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
+        known = [token.content for token in added.values()]
+        tokenizer.add_tokens(list(added.values()))
+        tokenizer.add_special_tokens([name for name in special if name not in known])
     except Exception as error:  # the library raises bare Exception
         raise DataError(f"{folder}: vocab.json and merges.txt are not a tokenizer: {error}") from error
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    blank = settings.get("add_prefix_space") is True
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=blank)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    settings = read_settings(folder / "special_tokens_map.json") | read_settings(folder / SETTINGS)
-    names = {special_token(settings, f"{role}_token") for role in ("bos", "eos", "pad", "unk")}
-    tokenizer.add_special_tokens(sorted(name for name in names if name))
     return tokenizer
+
+
+def _special_tokens(settings: dict[str, Any]) -> list[str]:
+    """The special tokens that settings name."""
+    names = [special_token(settings, f"{role}_token") for role in _ROLES]
+    key = "additional_special_tokens"
+    others = settings.get(key) or []
+    if not isinstance(others, list):
+        raise DataError(f"{key} = {short(others)} should be a list")
+    names += [special_token({key: one}, key) for one in others]
+    return list(dict.fromkeys(name for name in names if name))
+
+
+def _added_tokens(
+    folder: Path, settings: dict[str, Any], special: Collection[str]
+) -> dict[int, tokenizers.AddedToken]:
+    """The tokens of a slow tokenizer beside its vocabulary, by their ids.
+
+    They are in tokenizer_config.json, with how to find them in text, or by older versions of transformers in
+    added_tokens.json.
+    """
+    tables = settings.get("added_tokens_decoder")
+    if tables is None:
+        numbers = read_settings(folder / "added_tokens.json")
+        tables = {number: {"content": content} for content, number in numbers.items()}
+    found: dict[int, tokenizers.AddedToken] = {}
+    for number, table in tables.items() if isinstance(tables, dict) else [("", tables)]:
+        content = table.get("content") if isinstance(table, dict) else None
+        if not (isinstance(content, str) and content and re.fullmatch(r"\d{1,18}", str(number), re.ASCII)):
+            raise DataError(
+                f"{folder}: added token {short(number)} = {short(table)} should be an id and a text"
+            )
+        flags = {name: table.get(name) is True for name in ("lstrip", "rstrip", "single_word", "special")}
+        flags["special"] |= content in special
+        normalized = table.get("normalized", not flags["special"]) is True
+        found[int(number)] = tokenizers.AddedToken(content, normalized=normalized, **flags)
+    return dict(sorted(found.items()))
 
 
 def _bytes_as_bpe() -> tokenizers.Tokenizer:
