@@ -15,8 +15,8 @@ from zerojax.analysis.plan import Cluster, foresee, plan_state
 from zerojax.analysis.plan.cluster import on_world
 from zerojax.analysis.plan.hops import hops_of
 from zerojax.analysis.plan.memory import predict_memory
-from zerojax.analysis.plan.outlook import _most
-from zerojax.analysis.plan.outlook_tables import assumptions
+from zerojax.analysis.plan.outlook import _first, _last, _most, _with_more
+from zerojax.analysis.plan.outlook_tables import _longest, assumptions
 from zerojax.analysis.plan.picture import draw_outlook
 from zerojax.analysis.plan.work import decoder_work, work_of
 from zerojax.cli import main
@@ -334,8 +334,9 @@ def test_a_rate_that_tcp_does_not_reach_is_remarked_upon(spec):
 
 
 def test_figures_that_cannot_be_are_refused():
-    with pytest.raises(ZeroError, match="above 0"):
-        Cluster(1, 1, GPUS["h100"], 0, local_bandwidth=-1)
+    for field, rate in (("local_bandwidth", -1.0), ("local_bandwidth", 0.0), ("host_bandwidth", 0.0)):
+        with pytest.raises(ZeroError, match="above 0"):
+            dataclasses.replace(Cluster(1, 1, GPUS["h100"], 0), **{field: rate})
     with pytest.raises(ZeroError, match="at least 1 node"):
         Cluster(0, 8, GPUS["h100"], SLOW)
 
@@ -344,6 +345,26 @@ def test_a_gpu_is_found_in_any_case():
     assert find_gpu("H100-PCIe") is GPUS["h100-pcie"]
     with pytest.raises(ZeroError, match="unknown GPU 'H1000': choose one of b200, h200"):
         find_gpu("H1000")
+
+
+@pytest.mark.parametrize("number", range(1, 15))
+@pytest.mark.parametrize("most", [1, 5, 8, 12])
+def test_no_more_than_the_most_is_tried(number, most):
+    tried = []
+    assert _last(lambda n: tried.append(n) or n <= number, most) == min(number, most)
+    assert max(tried) <= most
+    assert _first(lambda n: n >= number, most) == (number if number <= most else None)
+
+
+def test_a_search_that_ends_at_the_most_says_so(spec):
+    found = outlook(spec)
+    forecast = dataclasses.replace(found.own, largest=1 << 14)
+    assert "16384 sequences a device, and at least as many fit, the MFU" in _with_more(forecast, 4)
+    assert "8192 sequences a device, the most that fit" in _with_more(
+        dataclasses.replace(forecast, largest=1 << 13), 4
+    )
+    assert _longest(found, 1 << 24).startswith("Sequences of at least 16,777,216 tokens fit, ")
+    assert _longest(found, 1 << 23).startswith("The longest sequences that fit have 8,388,608 tokens, ")
 
 
 def test_the_longest_rows_are_found_across_tiles():

@@ -103,12 +103,14 @@ class Cluster:
     @property
     def link_rate(self) -> float:
         """Bytes/s that one GPU reaches to the others of its node."""
-        return self.local_bandwidth or self.gpu.link_rate * LINK_EFFICIENCY
+        listed = self.gpu.link_rate * LINK_EFFICIENCY
+        return listed if self.local_bandwidth is None else self.local_bandwidth
 
     @property
     def host_rate(self) -> float:
         """Bytes/s of a copy between a GPU and its host while none goes the other way."""
-        return self.host_bandwidth or self.gpu.host_rate * HOST_EFFICIENCY
+        listed = self.gpu.host_rate * HOST_EFFICIENCY
+        return listed if self.host_bandwidth is None else self.host_bandwidth
 
     def host_seconds(self, arriving: float, leaving: float) -> float:
         """Seconds of copies of as many bytes from the host and to it, which run at once."""

@@ -33,6 +33,8 @@ _ROW_TOKENS = 1024
 """Lengths of rows are tried in multiples of it, for each device that shares a row."""
 _MAX_ROW = 1 << 14
 """In those multiples."""
+LONGEST = _ROW_TOKENS * _MAX_ROW
+"""The most tokens of a row that are tried, for each device that shares it."""
 _WORTH_IT = 1.03
 _WORTH_NODES_APART = 1.1
 """The speed from which local updates are recommended: they do not train the same as the other ways."""
@@ -323,6 +325,7 @@ def _last(holds: Callable[[int], bool], most: int) -> int:
     low, high = 0, 1
     while high <= most and holds(high):
         low, high = high, 2 * high
+    high = min(high, most + 1)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)
@@ -369,8 +372,9 @@ def _with_more(forecast: Forecast, sequences: int) -> str:
     """What more sequences would bring, if they fit."""
     if forecast.largest <= sequences:
         return ""
+    most = "the most that fit" if forecast.largest < _MAX_SEQUENCES else "and at least as many fit"
     return (
-        f" With {forecast.largest} sequences a device, the most that fit, the MFU of {forecast.name} would "
+        f" With {forecast.largest} sequences a device, {most}, the MFU of {forecast.name} would "
         f"be {forecast.largest_mfu:.0%}."
     )
 

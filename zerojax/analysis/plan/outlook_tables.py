@@ -10,7 +10,7 @@ from zerojax.analysis.link_report import OPS, gigabits
 from zerojax.analysis.plan.cluster import Cluster
 from zerojax.analysis.plan.hops import hops_table, usual_bytes
 from zerojax.analysis.plan.host_choice import host_needed
-from zerojax.analysis.plan.outlook import Forecast, Outlook
+from zerojax.analysis.plan.outlook import LONGEST, Forecast, Outlook
 from zerojax.analysis.plan.speed import hop_seconds
 from zerojax.formatting import milliseconds, numeric, size
 
@@ -33,7 +33,9 @@ def _longest(outlook: Outlook, tokens: int) -> str:
     where = "a device" if outlook.sharing == 1 else f"{outlook.sharing} devices that share it"
     if not tokens:
         return f"No sequence of at least 1,024 tokens a device fits, {many} at a time."
-    return f"The longest sequences that fit have {tokens:,} tokens, {many} on {where} in a micro-batch."
+    if tokens < LONGEST * outlook.sharing:
+        return f"The longest sequences that fit have {tokens:,} tokens, {many} on {where} in a micro-batch."
+    return f"Sequences of at least {tokens:,} tokens fit, {many} on {where} in a micro-batch."
 
 
 def assumptions(outlook: Outlook) -> list[str]:
