@@ -39,11 +39,6 @@ def masters_of(spec: TrainSpec, params: PyTree[Array]) -> ByPath:
     return own
 
 
-def owned_of(spec: TrainSpec, shards: Shards) -> ByPath:
-    """This device's shards of the trained weights as a pass reads them: encoded already, or as masters."""
-    return shards.encoded or masters_of(spec, shards.params)
-
-
 def with_scales(spec: TrainSpec, masters: ByPath, copies: ByPath) -> tuple[ByPath, ByPath]:
     """Give the weights of fp8 products their scales: those of the largest magnitude that any owner has.
 
@@ -129,18 +124,25 @@ def updated_copies(
     return {path: copies[path].replace(x) for path, x in values.items()}
 
 
+def up_to_date(spec: TrainSpec, shards: Shards, *, later: Collection[Path] = ()) -> tuple[ByPath, ByPath]:
+    """This device's shards of the trained weights as a pass reads them, and delta's copies for it.
+
+    The shards are encoded already, or masters; ``later`` copies stay behind, unless all are current.
+    """
+    owned, copies = shards.encoded or masters_of(spec, shards.params), shards.copies
+    if shards.current_copies:
+        apart = {path: weight for path, weight in owned.items() if path not in copies}
+        return owned | with_scales(spec, apart, {})[0], copies
+    owned, copies = with_scales(spec, owned, copies)
+    return owned, updated_copies(spec, owned, copies, shards.step, later=later)
+
+
 def secondary_partitions(spec: TrainSpec, shards: Shards) -> ByPath:
     """Every weight as a node has it, with the values that the next forward pass computes with."""
-    masters, frozen, copies = owned_of(spec, shards), from_tree(shards.frozen), shards.copies
-    if shards.current_copies:
-        masters, _ = with_scales(spec, masters, {})
-    else:
-        masters, copies = with_scales(spec, masters, copies)
-        if copies:
-            copies = updated_copies(spec, masters, copies, shards.step)
+    (owned, copies), frozen = up_to_date(spec, shards), from_tree(shards.frozen)
     lacking = {
         path: weight
-        for path, weight in (masters | frozen).items()
+        for path, weight in (owned | frozen).items()
         if weight.level == "primary" and path not in copies
     }
     return frozen | by_group(spec, to_secondary, lacking) | copies

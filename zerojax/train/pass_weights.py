@@ -9,7 +9,7 @@ from zerojax.schedule.unit import materialise
 from zerojax.sharding.layout import from_stored
 from zerojax.sharding.param_tree import Path, from_tree
 from zerojax.train.blocks import by_group
-from zerojax.train.copies import ByPath, masters_of, owned_of, updated_copies, with_scales
+from zerojax.train.copies import ByPath, masters_of, up_to_date
 from zerojax.train.fields import Shards
 from zerojax.train.spec import ParamGroup, TrainSpec
 from zerojax.weights.gather import to_full, to_secondary
@@ -38,17 +38,9 @@ def pass_weights(spec: TrainSpec, shards: Shards, *, updating: Sequence[ParamGro
     Unless the state's copies have the values of its master weights, the ``updating`` units update delta's
     copies themselves.
     """
-    owned, copies = owned_of(spec, shards), shards.copies
-    later: frozenset[Path] = frozenset()
-    if shards.current_copies:
-        apart = {path: weight for path, weight in owned.items() if path not in copies}
-        owned |= with_scales(spec, apart, {})[0]
-    else:
-        owned, copies = with_scales(spec, owned, copies)
-        if copies:
-            units = (leaf.path for group in updating for leaf in group.leaves)
-            later = frozenset(path for path in units if path in copies)
-            copies = updated_copies(spec, owned, copies, shards.step, later=later)
+    units = (leaf.path for group in updating for leaf in group.leaves)
+    later = frozenset(() if shards.current_copies else shards.copies.keys() & units)
+    owned, copies = up_to_date(spec, shards, later=later)
     begun = {path: copy for path, copy in copies.items() if path not in later}
     if not begun:
         begun = _whole(spec, shards, owned) if spec.strategy.source == "full" else {}
