@@ -5,11 +5,18 @@ from pathlib import Path
 
 import pytest
 from hf_models import FIXTURES
+from micro_run import micro_config
 
+from zerojax import ZeroError
 from zerojax.cli import main
 from zerojax.cli.run_options import RunOptions, read_run
 from zerojax.cli.train import Options
 from zerojax.models import GPTConfig
+from zerojax.run.checkpoints import Record
+from zerojax.run.checkpoints.manifest import write_manifest
+from zerojax.run.config import DataSection, spelled_out
+from zerojax.run.data.prepare import prepare
+from zerojax.run.run_dir import RunFolder
 
 
 def test_a_config_names_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,6 +52,34 @@ def test_a_run_brings_its_shape_and_tokenizer(finished, tmp_path):
     assert settings.data.tokenizer == theirs.data.tokenizer
     _, changed, _ = read_run(Options, "train", [*arguments, *length, "--model.dropout", "0.25"])
     assert changed.model == replace(settings.model, dropout=0.25)
+
+
+def test_a_run_brings_the_tokenizer_of_its_tokens_not_that_of_its_settings(text, tmp_path, monkeypatch):
+    """Of a run on prepared tokens; with neither them nor a copy of the tokenizer, one must be named."""
+    settings = micro_config(text, data={"tokenizer": "bpe", "vocab_size": 300}, model={"vocab_size": 300})
+    prepare(settings.data, tmp_path / "tokens")
+    theirs, run = replace(settings, data=DataSection(source="tokens")), RunFolder(tmp_path / "theirs")
+    (run.checkpoints / "4").mkdir(parents=True)
+    write_manifest(run.checkpoints / "4", 4, 0.0, Record(spelled_out(theirs)))
+    (tmp_path / "new.toml").touch()
+
+    def tokenizer(*more: str) -> str:
+        own = ["new.toml", "--init-from", "theirs", "--train.sequence-length", "16", *more]
+        _, settings, _ = read_run(Options, "train", own)
+        return settings.data.tokenizer
+
+    monkeypatch.chdir(tmp_path)
+    assert tokenizer() == str(tmp_path / "tokens/tokenizer.json")
+    (tmp_path / "tokens").rename(tmp_path / "moved")
+    with pytest.raises(
+        ZeroError, match=r"theirs/checkpoints/4: its tokenizer is gone; name one in data\.tok"
+    ):
+        tokenizer()
+    assert tokenizer("--data.tokenizer", "byte") == "byte"
+    (tmp_path / "moved").rename(tmp_path / "tokens")
+    prepare(theirs.data, run.data)
+    (tmp_path / "tokens").rename(tmp_path / "moved")
+    assert tokenizer() == str(run.data / "tokenizer.json")
 
 
 def test_a_hugging_face_model_brings_its_shape_and_the_command_line_its_own_head(tmp_path):

@@ -16,8 +16,10 @@ from zerojax.run.build import check_batch
 from zerojax.run.config import RunConfig, find_config, saved_config
 from zerojax.run.config.keys import Tables
 from zerojax.run.config.tables import merged, table_of
-from zerojax.run.data.dataset import tokenizer_file
+from zerojax.run.data.dataset import open_tokenizer, tokenizer_file
+from zerojax.run.data.formats import DataError, user_path
 from zerojax.run.data.source import check_source_exists
+from zerojax.run.data.tokenizer import ByteTokenizer
 from zerojax.run.run_dir import Resume, RunFolder, check_start
 from zerojax.run.trackers import check_trackers
 
@@ -114,14 +116,32 @@ def _as_trained(named: Path, tables: Tables, folder: RunFolder) -> Tables:
     if outputs is not None:
         own |= {"outputs"} if outputs == theirs.model.outputs else {"outputs", "tied"}
     shape = {key: value for key, value in table_of(theirs.model).items() if key not in own}
-    tokenizer = tables.get("data", {}).get("tokenizer")
     if folder.config.is_file():
         tokenizer = folder.read_config().data.tokenizer
-    elif theirs.data.tokenizer == "byte":
-        tokenizer = "byte"
-    elif (file := tokenizer_file(theirs.data, RunFolder(path.parent.parent).data)).is_file():
-        tokenizer = str(file.absolute())
+    else:
+        tokenizer = _their_tokenizer(theirs, path, tables.get("data", {}).get("tokenizer"))
     return {"model": shape, "data": {"tokenizer": tokenizer}}
+
+
+def _their_tokenizer(theirs: RunConfig, checkpoint: Path, given: str | None) -> str:
+    """What data.tokenizer should be for the tokenizer of a checkpoint's run; ``given`` if that is gone.
+
+    Raises:
+        ConfigurationError: it is gone, and none is given.
+    """
+    folder = RunFolder(checkpoint.parent.parent)
+    data = folder.here(theirs).data
+    if (file := tokenizer_file(data, folder.data)).is_file():
+        return str(file.absolute())
+    try:
+        found = open_tokenizer(data, folder.data)
+    except DataError as error:
+        if given is not None:
+            return given
+        raise ConfigurationError(
+            f"--init-from {checkpoint}: its tokenizer is gone; name one in data.tokenizer. {error}"
+        ) from error
+    return "byte" if isinstance(found, ByteTokenizer) else str(user_path(data.tokenizer).absolute())
 
 
 def show_plan(options: RunOptions, settings: RunConfig) -> None:

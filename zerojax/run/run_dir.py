@@ -4,7 +4,7 @@
 RUN/config.toml      the settings, complete; ``zerojax train RUN/config.toml`` repeats the run
 RUN/run.json         its outcome: status, steps, final losses, versions
 RUN/lock             the process that writes here, or was the last to
-RUN/data/            tokens and tokenizer
+RUN/data/            tokens and tokenizer; of tokens prepared elsewhere, which they are
 RUN/huggingface/     config.json and other files of an imported model, for its export
 RUN/tokenizer/       its tokenizer
 RUN/checkpoints/     one folder per step

@@ -9,15 +9,20 @@ from typing import Any
 
 import numpy as np
 
+from zerojax.errors import file_errors
 from zerojax.run.config import DataSection
 from zerojax.run.data.chat_template import TEMPLATE, ChatTemplate, find_template, load_template
 from zerojax.run.data.formats import DataError, user_path
 from zerojax.run.data.packing import shortened
+from zerojax.run.data.source import check_source_exists
 from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer, same_tokenizer
 from zerojax.run.data.tokens import TokenFile, open_tokens
+from zerojax.validation.checksummed_json import load_checked
 
 SPLITS = ("train", "validation")
 TOKENIZER = "tokenizer.json"
+ELSEWHERE = "prepared_elsewhere.json"
+"""In RUN/data of a run that reads tokens prepared elsewhere: which they are. Their tokenizer is beside it."""
 
 
 @dataclass(frozen=True)
@@ -121,10 +126,14 @@ def part_folders(settings: DataSection, folder: Path) -> list[Path]:
     The tokens of a mixture are in numbered folders.
 
     Raises:
-        DataError: only some of the sources are prepared, or one holds the tokens of a mixture.
+        DataError: only some of the sources are prepared, or one holds the tokens of a mixture, or is the
+            folder of a run that reads tokens from elsewhere.
     """
     sources = [user_path(one.source) for one in settings.sources]
     for source in sources:
+        if (source / ELSEWHERE).is_file():
+            names = " and ".join(one["source"] for one in read_tokens(source))
+            raise DataError(f"{source} holds no tokens: its run reads those in {names}: name that")
         if is_prepared(source / "0"):
             raise DataError(
                 f"{source} holds the tokens of a mixture: name those of its sources, {source}/0 ..."
@@ -178,11 +187,21 @@ def open_tokenizer(settings: DataSection, folder: Path) -> Tokenizer:
     """The tokenizer that made the tokens of a run, or that the run keeps, or that will make its tokens.
 
     Raises:
-        DataError: it is trained on the data, which are not prepared yet; or its file is gone.
+        DataError: it is trained on the data, which are not prepared yet; or its file is gone, perhaps with
+            prepared tokens that had it.
     """
-    place = part_folders(settings, folder)[0]
-    if is_prepared(place) or (place / TOKENIZER).is_file():
-        return load_tokenizer(place / TOKENIZER)
+    file = tokenizer_file(settings, folder)
+    if file.is_file() or is_prepared(file.parent) or (folder / ELSEWHERE).is_file():
+        return load_tokenizer(file)
+    if settings.tokenizer in ("byte", "bpe") and not folder.exists():
+        try:
+            check_source_exists(settings.sources[0].source, settings.sources[0].pattern)
+        except DataError as error:
+            raise DataError(
+                f"the tokenizer is in {folder} or with the tokens of data.source, and neither is there "
+                f"({error}): put one of them back, or make that folder: with the {TOKENIZER} of the tokens, "
+                "or empty if they are bytes"
+            ) from error
     if settings.tokenizer == "bpe":
         raise DataError("data.tokenizer = 'bpe' is trained on the data, which are not prepared yet")
     return make_tokenizer(settings, iter(()))
@@ -194,13 +213,41 @@ def names_kept_tokenizer(settings: DataSection, folder: Path) -> bool:
     Raises:
         DataError: one of the two files is not a tokenizer.
     """
-    files = user_path(settings.tokenizer), part_folders(settings, folder)[0] / TOKENIZER
+    files = user_path(settings.tokenizer), tokenizer_file(settings, folder)
     return all(file.is_file() for file in files) and same_tokenizer(*map(load_tokenizer, files))
 
 
 def tokenizer_file(settings: DataSection, folder: Path) -> Path:
     """Where a run keeps its tokenizer: no file if that is "byte", or before the data are prepared."""
-    return part_folders(settings, folder)[0] / TOKENIZER
+    place = folder if (folder / ELSEWHERE).is_file() else part_folders(settings, folder)[0]
+    return place / TOKENIZER
+
+
+def read_tokens(folder: Path) -> list[dict[str, Any]]:
+    """What a run has recorded of tokens prepared elsewhere, a table for each source: ``describe_tokens``.
+
+    Raises:
+        DataError: the record is damaged.
+    """
+    path = folder / ELSEWHERE
+    with file_errors(path, DataError, content="damaged; delete it to go on with the tokens that are there"):
+        found = load_checked(path.read_text(encoding="utf-8"))["sources"]
+        return [{name: one[name] for name in ("source", "tokens", "crc32")} for one in found]
+
+
+def describe_tokens(settings: DataSection, places: Sequence[Path]) -> list[dict[str, Any]]:
+    """Of each source with prepared tokens: its name, their number, and a checksum of all their files'.
+
+    Raises:
+        DataError: a file is missing or damaged.
+    """
+    found = []
+    for one, place in zip(settings.sources, places, strict=True):
+        headers = [open_tokens(place / f"{split}.bin", verify=False).header for split in SPLITS]
+        sums = [(one.crc32, one.lengths_crc32, one.mask_crc32, one.tokenizer_crc32) for one in headers]
+        tokens = sum(header.tokens for header in headers)
+        found.append({"source": one.source, "tokens": tokens, "crc32": zlib.crc32(repr(sums).encode())})
+    return found
 
 
 def open_template(settings: DataSection, folder: Path) -> ChatTemplate:
@@ -209,7 +256,7 @@ def open_template(settings: DataSection, folder: Path) -> ChatTemplate:
     Raises:
         DataError: there is none.
     """
-    place = part_folders(settings, folder)[0]
+    place = tokenizer_file(settings, folder).parent
     tokenizer = open_tokenizer(settings, folder)
     source = find_template(place)
     if source is not None:

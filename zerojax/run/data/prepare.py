@@ -2,31 +2,36 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from zerojax import terminal
 from zerojax.errors import file_errors
 from zerojax.run.config import DataSection, MixtureSource
 from zerojax.run.data.chat_template import TEMPLATE, ChatTemplate, load_template
 from zerojax.run.data.dataset import (
+    ELSEWHERE,
     SPLITS,
     TOKENIZER,
+    describe_tokens,
     is_prepared,
     make_tokenizer,
     names_kept_tokenizer,
     part_folders,
+    read_tokens,
     tokenizer_checksum,
 )
 from zerojax.run.data.examples import Completions, Conversations, Encoded, Examples, Texts, text_that_counts
 from zerojax.run.data.formats import DataError, Document
 from zerojax.run.data.progress import TextProgress
-from zerojax.run.data.source import TextSource
+from zerojax.run.data.source import TextSource, check_source_exists
 from zerojax.run.data.split import rank, validation_limit
 from zerojax.run.data.tokenizer import END_OF_TEXT, Tokenizer
 from zerojax.run.data.tokenizer import SETTINGS as TOKENIZER_SETTINGS
 from zerojax.run.data.tokens import TokenWriter
+from zerojax.validation.checksummed_json import dump_checked
 from zerojax.validation.untrusted import parse_json
 
 _SETTINGS = "settings.json"
@@ -42,22 +47,21 @@ def prepare(settings: DataSection, folder: Path, say: Callable[[str], None] = _p
     """Write the token files of each source, and the tokenizer.
 
     A prepared folder is left alone, so a resumed run sees the tokens that it began with even if a source
-    has changed. So are sources that are prepared folders themselves.
+    has changed. So are sources that are prepared folders themselves: of these the folder gets the tokenizer
+    and the chat template, and a record of which tokens they hold.
 
     The folder appears only when it is complete.
 
     Raises:
-        DataError: a source or the tokenizer cannot be used, or the folder was prepared with other settings.
+        DataError: as ``is_ready``; or a source or the tokenizer cannot be used.
     """
+    if is_ready(settings, folder):
+        return
     draft = _draft(folder)
     drafts = part_folders(settings, draft)
-    if draft not in (drafts[0], drafts[0].parent):
+    if _are_elsewhere(drafts, draft):
+        _keep_from(settings, drafts, folder)
         return
-    wanted = _identity(settings)
-    if all(is_prepared(part) for part in part_folders(settings, folder)):
-        _check_same(settings, wanted, folder)
-        return
-    _check_replaceable(folder)
     template = _template(settings)
     sources = [
         TextSource(one.source, one.pattern or "", _examples(one, settings, template))
@@ -77,8 +81,78 @@ def prepare(settings: DataSection, folder: Path, say: Callable[[str], None] = _p
     for one, source, limit, part in zip(settings.sources, sources, limits, drafts, strict=True):
         _write_tokenizer(tokenizer, template, part)
         _write_splits(source, limit, tokenizer, part, TextProgress(f"preparing {one.source}", say))
-    (draft / _SETTINGS).write_text(json.dumps(wanted, indent=1) + "\n")
+    (draft / _SETTINGS).write_text(json.dumps(_identity(settings), indent=1) + "\n")
     _replace(folder, draft)
+
+
+def is_ready(settings: DataSection, folder: Path) -> bool:
+    """Whether ``prepare`` has nothing to do; reads no text, and writes nothing.
+
+    Raises:
+        DataError: the folder was prepared with other settings, or is of a run on other tokens; or a source,
+            the tokenizer or the chat template is not there.
+    """
+    draft = _draft(folder)
+    parts = part_folders(settings, draft)
+    if _are_elsewhere(parts, draft):
+        if _are_elsewhere([part.resolve() for part in parts], folder.resolve()):
+            return _keeps_from(settings, parts, folder)
+        return True  # a source names the run's own tokens
+    if all(is_prepared(part) for part in part_folders(settings, folder)):
+        _check_same(settings, _identity(settings), folder)
+        return True
+    if (folder / ELSEWHERE).is_file():
+        raise DataError(
+            f"{folder.parent} was begun with prepared tokens, {_words(read_tokens(folder))}, and data.source "
+            f"names none (from {Path.cwd()}): put them back, or choose another --run-dir"
+        )
+    _check_replaceable(folder)
+    for one in settings.sources:
+        check_source_exists(one.source, one.pattern)
+    if settings.tokenizer != "bpe":
+        make_tokenizer(settings, iter(()))
+    _template(settings)
+    return False
+
+
+def _are_elsewhere(parts: list[Path], folder: Path) -> bool:
+    """Whether the tokens of a run are not in its folder."""
+    return folder not in (parts[0], parts[0].parent)
+
+
+def _keeps_from(settings: DataSection, parts: list[Path], folder: Path) -> bool:
+    """Whether a folder has the tokenizer of tokens that are elsewhere; refuses one of other tokens."""
+    if not (folder / ELSEWHERE).is_file():
+        if is_prepared(folder) or is_prepared(folder / "0"):
+            raise DataError(
+                f"{folder} holds tokens, and data.source names others: use another --run-dir, or delete that "
+                "folder"
+            )
+        _check_replaceable(folder)
+        return False
+    before, now = read_tokens(folder), describe_tokens(settings, parts)
+    if before != now:
+        raise DataError(
+            f"{folder.parent} was begun with the tokens of {_words(before)}, and these are {_words(now)}: "
+            "put the former back, or choose another --run-dir"
+        )
+    return True
+
+
+def _words(tokens: list[dict[str, Any]]) -> str:
+    return " and ".join(
+        f"{one['source']} ({one['tokens']:,} tokens, checksum {one['crc32']:08x})" for one in tokens
+    )
+
+
+def _keep_from(settings: DataSection, parts: list[Path], folder: Path) -> None:
+    """Record which prepared tokens a run reads, and copy their tokenizer and chat template."""
+    with _drafted(folder) as draft:
+        for name in (TOKENIZER, TOKENIZER_SETTINGS, TEMPLATE):
+            if (parts[0] / name).is_file():
+                shutil.copyfile(parts[0] / name, draft / name)
+        found = {"sources": describe_tokens(settings, parts)}
+        (draft / ELSEWHERE).write_text(dump_checked(found), encoding="utf-8")
 
 
 def keep_tokenizer(settings: DataSection, folder: Path) -> None:
@@ -90,17 +164,19 @@ def keep_tokenizer(settings: DataSection, folder: Path) -> None:
     Raises:
         DataError: the tokenizer or template cannot be used.
     """
+    if (found := tokenizer_to_keep(settings, folder)) is not None:
+        with _drafted(folder) as draft:
+            _write_tokenizer(*found, draft)
+
+
+def tokenizer_to_keep(settings: DataSection, folder: Path) -> tuple[Tokenizer, ChatTemplate | None] | None:
+    """What ``keep_tokenizer`` writes; None if the folder is left alone. Errors as there."""
     if is_prepared(folder):
-        return
+        return None
     if settings.tokenizer == "bpe":
         raise DataError("data.tokenizer = 'bpe' is trained on prepared data, which this run has none of")
     _check_replaceable(folder)
-    tokenizer, template = make_tokenizer(settings, iter(())), _template(settings)
-    draft = _draft(folder)
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    _write_tokenizer(tokenizer, template, draft)
-    _replace(folder, draft)
+    return make_tokenizer(settings, iter(())), _template(settings)
 
 
 def _check_replaceable(folder: Path) -> None:
@@ -117,6 +193,17 @@ def _draft(folder: Path) -> Path:
     """What becomes the folder of a run's data, which may be a link to another disk."""
     folder = folder.resolve()
     return folder.with_name(folder.name + ".unfinished")
+
+
+@contextmanager
+def _drafted(folder: Path) -> Generator[Path]:
+    """A new folder to write to, which then becomes the folder of a run's data."""
+    draft = _draft(folder)
+    shutil.rmtree(draft, ignore_errors=True)
+    with file_errors(draft, DataError, "cannot write: "):
+        draft.mkdir(parents=True)
+    yield draft
+    _replace(folder, draft)
 
 
 def _replace(folder: Path, draft: Path) -> None:
