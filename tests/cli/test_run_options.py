@@ -112,6 +112,58 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(finished, tmp_path, capsys)
     assert not run.exists()
 
 
+def refused(capsys, *arguments: str) -> str:
+    """What a dry run says of a command that it refuses."""
+    assert main([*arguments, "--dry-run"]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_dry_run_refuses_what_the_run_would(finished, tmp_path, capsys):
+    resumed = ["train", str(finished.config), "--run-dir", str(finished.path)]
+    assert main([*resumed, "--dry-run"]) == 0
+    assert "would resume from step 8" in capsys.readouterr().out
+    error = refused(capsys, *resumed, "--model.layers", "1")
+    assert "was begun with model.layers = 2 and cannot resume with 1" in error
+    (tmp_path / "file").touch()
+    for place in ("file", "file/run"):
+        error = refused(capsys, "train", "gpt-tiny", "--run-dir", str(tmp_path / place))
+        assert f"{place}: cannot create the run folder: {tmp_path}/file is a file" in error
+    new = ["train", "gpt-tiny", "--run-dir", str(tmp_path / "run")]
+    error = refused(capsys, *new, "--data.tokenizer", "missing.json")
+    assert "data.tokenizer 'missing.json': 'byte', 'bpe' or an existing file" in error
+    chat = ["--data.kind", "chat", "--data.packing", "documents", "--data.chat-template"]
+    assert "data.chat_template 'missing.jinja'" in refused(capsys, *new, *chat, "missing.jinja")
+    error = refused(capsys, *new, "--model.vocab-size", "100")
+    assert "the tokenizer has a vocabulary of 256, and model.vocab_size is 100" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_of_post_training_refuses_what_the_run_would(finished, tmp_path, capsys):
+    rows = tmp_path / "pairs.jsonl"
+    rows.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    run = ["posttrain", str(finished.config), "--data.source", str(rows), "--run-dir", str(tmp_path / "run")]
+    first, pairs = ["--init-from", str(finished.path)], ["--data.kind", "completion"]
+    pairs += ["--data.packing", "documents", "--posttrain.method"]
+    assert 'posttrain.method is "none": set it to one of grpo' in refused(capsys, *run, *first)
+    assert "begins with a trained model" in refused(capsys, *run, *pairs, "dpo")
+    assert "there is no reward: set posttrain.reward" in refused(capsys, *run, *first, *pairs, "grpo")
+    error = refused(capsys, *run, *first, *pairs, "dpo", "--data.tokenizer", "missing.json")
+    assert "data.tokenizer 'missing.json'" in error
+    assert main([*run, *first, *pairs, "dpo", "--dry-run"]) == 0
+    assert f"would begin with the weights of {finished.checkpoints}/8" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_knows_the_tokenizer_of_a_hugging_face_model(text, tmp_path, capsys):
+    run = ["train", "gpt-tiny", "--init-from", str(FIXTURES / "gpt2"), "--train.sequence-length", "32"]
+    run += ["--data.source", str(text), "--run-dir", str(tmp_path / "run")]
+    assert main([*run, "--dry-run"]) == 0
+    assert f"would begin with the weights of {FIXTURES / 'gpt2'}" in capsys.readouterr().out
+    error = refused(capsys, *run, "--data.tokenizer", str(tmp_path / "missing.json"))
+    assert "missing.json': 'byte', 'bpe' or an existing file" in error
+    assert not (tmp_path / "run").exists()
+
+
 def test_all_settings_that_do_not_fit_are_reported_at_once(tmp_path, capsys):
     wrong = ["--train.steps", "0", "--data.validation", "2", "--optimizer.learning-rate", "-1"]
     assert main(["train", "gpt-tiny", "--run-dir", str(tmp_path / "run"), *wrong]) == 2

@@ -3,7 +3,7 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from micro_run import micro_config
@@ -11,12 +11,12 @@ from micro_run import micro_config
 from zerojax.errors import ConfigurationError
 from zerojax.run.build import RunSetup
 from zerojax.run.checkpoints import Manifest, Record
-from zerojax.run.config import RunConfig
+from zerojax.run.config import PosttrainSection, RunConfig
 from zerojax.run.data.chat_template import CHATML
 from zerojax.run.data.dataset import open_template, open_tokenizer
 from zerojax.run.data.prepare import prepare
 from zerojax.run.data.tokenizer import BPETokenizer
-from zerojax.run.inputs import kept_tokenizer
+from zerojax.run.inputs import check_inputs, kept_tokenizer
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import start_run
 
@@ -74,6 +74,24 @@ def test_first_weights_of_another_tokenizer_are_noted(finished: RunFolder, tmp_p
 def test_a_vocabulary_larger_than_the_model_s_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="the tokenizer has a vocabulary of 272"):
         kept_tokenizer(config(tmp_path, 272), RunFolder(tmp_path / "run"), None)
+
+
+@pytest.mark.parametrize("method", ["none", "dpo"])
+def test_a_check_of_the_inputs_is_of_what_a_start_would_keep(
+    tmp_path: Path, method: Literal["none", "dpo"]
+) -> None:
+    """Not of the tokenizer that a start which failed has left."""
+    folder = RunFolder(tmp_path / "run")
+    too_large = replace(config(tmp_path, 272), posttrain=PosttrainSection(method=method))
+    with pytest.raises(ConfigurationError, match="the tokenizer has a vocabulary of 272"):
+        check_inputs(too_large, folder, None)
+    assert not folder.data.exists()
+    with pytest.raises(ConfigurationError, match="the tokenizer has a vocabulary of 272"):
+        kept_tokenizer(too_large, folder, None)
+    fits = replace(too_large, data=config(tmp_path).data)
+    check_inputs(fits, folder, None)
+    with pytest.raises(ConfigurationError, match="the tokenizer has a vocabulary of 272"):
+        check_inputs(replace(fits, posttrain=PosttrainSection(method="dpo")), folder, resumed())
 
 
 def test_data_take_the_place_of_a_kept_tokenizer_and_of_nothing_else(text: Path, tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
 """``zerojax posttrain CONFIG [--run-dir DIR] [...]``: train a model with rewards or on preferences."""
 
 from dataclasses import dataclass
+from functools import partial
+
+import jax
 
 from zerojax.cli.cluster import facts_of, joined_cluster
 from zerojax.cli.run_options import RunOptions, read_run, show_plan
@@ -8,7 +11,15 @@ from zerojax.interop.huggingface import ModelReader, begin_run
 from zerojax.posttrain.methods.grpo import GRPOTrainer
 from zerojax.posttrain.methods.ppo import PPOTrainer
 from zerojax.posttrain.methods.preferences import PreferenceTrainer
-from zerojax.posttrain.settings import PREFERENCES
+from zerojax.posttrain.roles.saved_runs import with_reward_checkpoint
+from zerojax.posttrain.settings import (
+    PREFERENCES,
+    check_first_weights,
+    check_preferences,
+    check_settings,
+)
+from zerojax.run.checkpoints import Manifest
+from zerojax.run.config import RunConfig
 
 TRAINERS = {"grpo": GRPOTrainer, "ppo": PPOTrainer} | dict.fromkeys(PREFERENCES, PreferenceTrainer)
 """By method; an unknown one, such as "none", is refused by any of them."""
@@ -28,7 +39,7 @@ def run(arguments: list[str]) -> None:
     options, settings, source = read_run(Options, "posttrain", arguments)
     folder = options.folder
     if options.dry_run:
-        show_plan(options, settings)
+        show_plan(options, settings, source, partial(checked, options))
         return
     facts = facts_of(settings, **{"--resume": options.resume, "--init-from": options.init_from})
     with joined_cluster(settings.mesh, settings.cluster, options, facts) as peers:
@@ -37,3 +48,18 @@ def run(arguments: list[str]) -> None:
         kind = TRAINERS.get(settings.posttrain.method, GRPOTrainer)
         with kind.open(settings, folder, options.resume, options.init_from, peers, ModelReader()) as trainer:
             trainer.train()
+
+
+def checked(options: Options, settings: RunConfig, manifest: Manifest | None) -> RunConfig:
+    """The settings of a run, with the checkpoint of its reward model, after the checks of its method.
+
+    Raises:
+        ConfigurationError: settings do not fit, or there are no first weights.
+    """
+    settings = with_reward_checkpoint(settings, options.folder, options.resume)
+    if settings.posttrain.method in PREFERENCES:
+        check_preferences(settings)
+    else:
+        check_settings(settings, jax.process_count())
+    check_first_weights(manifest, options.init_from)
+    return settings

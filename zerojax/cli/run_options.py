@@ -2,26 +2,26 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from zerojax.analysis.plan import describe_plan
 from zerojax.cli import on_config
 from zerojax.cli.cluster import JobOptions
-from zerojax.cli.untrained import abstract_run
+from zerojax.cli.untrained import emulated_setup
 from zerojax.errors import ConfigurationError, RunError
-from zerojax.interop.huggingface import ModelFolder, ModelReader, is_model, run_settings
+from zerojax.interop.huggingface import ModelFolder, ModelReader, is_model, run_settings, save_tokenizer
 from zerojax.run import checkpoints
-from zerojax.run.build import check_batch
 from zerojax.run.config import RunConfig, find_config, saved_config
 from zerojax.run.config.keys import Tables
 from zerojax.run.config.tables import merged, table_of
 from zerojax.run.data.dataset import open_tokenizer, tokenizer_file
 from zerojax.run.data.formats import DataError, user_path
-from zerojax.run.data.source import check_source_exists
 from zerojax.run.data.tokenizer import ByteTokenizer
-from zerojax.run.run_dir import Resume, RunFolder, check_start
-from zerojax.run.trackers import check_trackers
+from zerojax.run.inputs import check_inputs
+from zerojax.run.run_dir import Resume, RunFolder, check_same_model, check_start
+from zerojax.run.weights import changes_since
 
 
 @dataclass(frozen=True)
@@ -144,25 +144,56 @@ def _their_tokenizer(theirs: RunConfig, checkpoint: Path, given: str | None) -> 
     return "byte" if isinstance(found, ByteTokenizer) else str(user_path(data.tokenizer).absolute())
 
 
-def show_plan(options: RunOptions, settings: RunConfig) -> None:
+def show_plan(
+    options: RunOptions,
+    settings: RunConfig,
+    source: ModelFolder | None,
+    check: Callable[[RunConfig, checkpoints.Manifest | None], RunConfig] = lambda settings, _: settings,
+) -> None:
     """What a run would do, after checks of its settings, files and sources; for --dry-run.
+
+    Args:
+        options: of the command.
+        settings: of the run.
+        source: the Hugging Face model that the run begins with, if any.
+        check: the command's own; gets the settings and what the run's newest checkpoint says, and returns
+            the settings that the run would have.
 
     Raises:
         ConfigurationError: something that the run needs is missing or does not fit.
     """
-    folder = options.folder
-    state, _ = abstract_run(settings)
-    check_trackers(settings.log.trackers)
-    check_batch(settings, state.spec.mesh)
+    folder, setup = options.folder, emulated_setup(settings)
+    setup.check_settings()
+    folder.check()
     latest = checkpoints.newest_valid(folder.checkpoints, checksums=settings.checkpoint.verify).step
     check_start(latest, options.resume, folder)
-    if latest is not None:
-        begins = f"would resume from step {latest}"
-    elif options.init_from is not None:
-        begins = f"would begin with the weights of {ModelReader().find(options.init_from)}"
-    else:
-        begins = "would begin anew"
-    for one in () if folder.data.exists() else settings.data.sources:
-        check_source_exists(one.source, one.pattern)
-    print(describe_plan(state))
+    manifest = None if latest is None else checkpoints.read_manifest(folder.checkpoints / str(latest))
+    settings = check(settings, manifest)
+    with TemporaryDirectory() as place:
+        data, own = settings.data, folder.tokenizer
+        if source is not None and data.tokenizer == str(own.absolute()) and not own.is_file():
+            # The run would write it first.
+            save_tokenizer(source, Path(place) / own.name)
+            data = replace(data, tokenizer=str(Path(place) / own.name))
+        check_inputs(replace(settings, data=data), folder, manifest)
+    begins = _beginning(options, settings, manifest)
+    print(describe_plan(setup.abstract_state()))
     print(f"{folder.path}: {begins}, and train until step {settings.train.steps:,}; nothing was written")
+
+
+def _beginning(options: RunOptions, settings: RunConfig, manifest: checkpoints.Manifest | None) -> str:
+    """What a run would begin with, in words.
+
+    Raises:
+        ConfigurationError: it is not there, or the settings are those of another run.
+    """
+    folder = options.folder
+    if manifest is not None and manifest.record.position:
+        changes_since(manifest, settings, folder)
+        return f"would resume from step {manifest.step}"
+    if options.init_from is not None:
+        return f"would begin with the weights of {ModelReader().find(options.init_from)}"
+    if manifest is None:
+        return "would begin anew"
+    check_same_model(saved_config(manifest.record.config), settings, folder)
+    return f"would begin with the weights of {folder.checkpoints / str(manifest.step)}"

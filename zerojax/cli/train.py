@@ -50,7 +50,7 @@ def run(arguments: list[str]) -> None:
     from_files = {"--init-from": options.init_from, "--adapter": options.adapter}
     profile = None if options.profile is None else parse_steps(options.profile)
     if options.dry_run:
-        show_plan(options, settings)
+        show_plan(options, settings, source)
         return
     facts = facts_of(settings, **{"--resume": options.resume} | from_files)
     with joined_cluster(settings.mesh, settings.cluster, options, facts) as peers:

@@ -15,7 +15,14 @@ from zerojax.train.state import TrainState
 
 
 def abstract_run(config: RunConfig) -> tuple[TrainState, dict[str, jax.ShapeDtypeStruct]]:
-    """A run's state and batch without values, on as many emulated CPU devices as its mesh has.
+    """The state of ``emulated_setup`` and the run's batch, without values; errors as there."""
+    setup = emulated_setup(config)
+    pairs = config.posttrain.method in PREFERENCES
+    return setup.abstract_state(), abstract_pairs(config) if pairs else abstract_batch(config)
+
+
+def emulated_setup(config: RunConfig) -> RunSetup:
+    """A run's mesh, sharding and optimizer, on as many emulated CPU devices as its mesh has.
 
     Raises:
         ConfigurationError: the config does not give the size of the mesh, or its settings contradict each
@@ -31,6 +38,5 @@ def abstract_run(config: RunConfig) -> tuple[TrainState, dict[str, jax.ShapeDtyp
     emulate_devices(emulated, processes=1)
     run = dataclasses.replace(config, mesh=emulated)
     if config.posttrain.method in PREFERENCES:
-        setup = RunSetup(run, loss_fn=preference_loss(config.posttrain))
-        return setup.abstract_state(), abstract_pairs(config)
-    return RunSetup(run).abstract_state(), abstract_batch(config)
+        return RunSetup(run, loss_fn=preference_loss(config.posttrain))
+    return RunSetup(run)

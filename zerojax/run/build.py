@@ -56,9 +56,13 @@ class RunSetup:
         self.loss_fn = loss_fn
 
     def check(self) -> None:
-        """Refuse what cannot be logged, a batch size that does not divide, and too little host memory.
+        """As ``check_settings``, and refuse too little host memory. Call it before any data is prepared."""
+        self.check_settings()
+        if self.zero.host:
+            check_host_memory(*self._in_host, saves=True)
 
-        Call it before any data is prepared.
+    def check_settings(self) -> None:
+        """Refuse what cannot be logged, and a batch size that does not divide.
 
         Raises:
             ConfigurationError: names the setting and a value that works.
@@ -69,8 +73,6 @@ class RunSetup:
                 'log.fp8 reports on weights of fp8 matmuls: set zero.matmul_dtype to "fp8", or leave it out'
             )
         check_batch(self.config, self.mesh)
-        if self.zero.host:
-            check_host_memory(*self._in_host, saves=True)
 
     def reserve_host_memory(self) -> None:
         """Lock what the run will have in host memory, before its first arrays are made.

@@ -13,7 +13,8 @@ from zerojax.run.config import RunConfig
 from zerojax.run.data.batches import Batch, Rows, TrainBatches, make_rows, validation_batches
 from zerojax.run.data.chat_template import ChatTemplate
 from zerojax.run.data.dataset import Dataset, open_dataset, open_template, open_tokenizer
-from zerojax.run.data.prepare import keep_tokenizer, prepare
+from zerojax.run.data.prepare import keep_tokenizer, prepare, prepared_tokenizer, tokenizer_to_keep
+from zerojax.run.data.source import check_source_exists
 from zerojax.run.data.tokenizer import Tokenizer
 from zerojax.run.run_dir import RunFolder
 from zerojax.train.shared_rows import processes_a_row
@@ -43,16 +44,38 @@ def kept_tokenizer(
         ConfigurationError: the tokenizer or template cannot be used, or its vocabulary is larger than the
             model's.
     """
-    resumes = manifest is not None and manifest.record.position
 
     def keep() -> None:
-        if not (resumes and folder.data.exists()):
+        if not (_resumes(manifest) and folder.data.exists()):
             keep_tokenizer(config.data, folder.data)
 
     run_on_process_zero(keep)
     tokenizer = open_tokenizer(config.data, folder.data)
     _check_vocabulary(tokenizer, config)
     return tokenizer, open_template(config.data, folder.data) if config.data.kind == "chat" else None
+
+
+def check_inputs(config: RunConfig, folder: RunFolder, manifest: Manifest | None) -> None:
+    """Refuse what a run would of its data, tokenizer and template, as far as no text is read; writes nothing.
+
+    Raises:
+        ConfigurationError: one is not there or cannot be used, or the tokenizer's vocabulary is larger than
+            the model's.
+    """
+    data, ready = config.data, _resumes(manifest) and folder.data.exists()
+    if config.posttrain.method == "none":
+        tokenizer = prepared_tokenizer(data, folder.data)
+    else:
+        for one in data.sources:
+            check_source_exists(one.source, one.pattern)
+        kept = None if ready else tokenizer_to_keep(data, folder.data)
+        tokenizer = open_tokenizer(data, folder.data) if kept is None else kept[0]
+    if tokenizer is not None:
+        _check_vocabulary(tokenizer, config)
+
+
+def _resumes(manifest: Manifest | None) -> bool:
+    return manifest is not None and bool(manifest.record.position)
 
 
 def _check_vocabulary(tokenizer: Tokenizer, config: RunConfig) -> None:

@@ -67,13 +67,27 @@ class RunFolder:
         self.profile = path / "profile"
         self.stacks = path / "stacks"
 
+    def check(self) -> None:
+        """Refuse a path that cannot be a run's folder; writes nothing.
+
+        Raises:
+            ConfigurationError: it cannot hold checkpoints, or it is a file, or in one.
+        """
+        check_checkpoint_path(self.path)
+        with file_errors(self.path, what="cannot create the run folder: "):
+            there = next(place for place in (self.path, *self.path.absolute().parents) if place.exists())
+        if not there.is_dir():
+            raise ConfigurationError(
+                f"{self.path}: cannot create the run folder: {there} is a file: choose another --run-dir"
+            )
+
     def create(self) -> None:
         """Create the folder.
 
         Raises:
             ConfigurationError: it cannot be created or written to, or its path cannot hold checkpoints.
         """
-        check_checkpoint_path(self.path)
+        self.check()
         with file_errors(self.path, what="cannot create the run folder: "):
             self.path.mkdir(parents=True, exist_ok=True)
         for folder in (self.path, self.checkpoints):

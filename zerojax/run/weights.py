@@ -143,6 +143,14 @@ def start_run(
     return Start(state, base, notes, manifest, source)
 
 
+def changes_since(manifest: checkpoints.Manifest, config: RunConfig, folder: RunFolder) -> list[str]:
+    """The changes in the settings of a run since a checkpoint of it; as ``check_same_run``."""
+    before, data = saved_config(manifest.record.config), config.data
+    if data.tokenizer != before.data.tokenizer and names_kept_tokenizer(data, folder.data):
+        before = replace(before, data=replace(before.data, tokenizer=data.tokenizer))
+    return check_same_run(before, config, folder)
+
+
 def base_of(folder: RunFolder, source: Path) -> str:
     """The path of weights as ``Record.base`` has it: relative to the run's folder if they are there."""
     if source.parent.resolve() == folder.checkpoints.resolve():  # which may be a link to another disk
@@ -201,11 +209,8 @@ def _resumed(
     setup: RunSetup, folder: RunFolder, manifest: checkpoints.Manifest, reader: WeightReader
 ) -> Start:
     record = manifest.record
-    before, data = saved_config(record.config), setup.config.data
-    if data.tokenizer != before.data.tokenizer and names_kept_tokenizer(data, folder.data):
-        before = replace(before, data=replace(before.data, tokenizer=data.tokenizer))
-    changes = check_same_run(before, setup.config, folder)
-    changes += rate_changes(before, setup.config, manifest.step - record.skipped)
+    changes = changes_since(manifest, setup.config, folder)
+    changes += rate_changes(saved_config(record.config), setup.config, manifest.step - record.skipped)
     setup.reserve_host_memory()
     state = with_base(setup.abstract_state(), folder, record.base, setup.config, reader)
     notes = ["; ".join([f"resuming from step {manifest.step}", *changes])]

@@ -15,7 +15,13 @@ from zerojax.interop.huggingface.exporting import (
     quantized_state,
 )
 from zerojax.interop.huggingface.families import FAMILIES
-from zerojax.interop.huggingface.importing import ModelReader, begin_run, import_model, run_settings
+from zerojax.interop.huggingface.importing import (
+    ModelReader,
+    begin_run,
+    import_model,
+    run_settings,
+    save_tokenizer,
+)
 from zerojax.interop.huggingface.load import load_base, load_weights
 from zerojax.interop.huggingface.quantized import Direction, Format, WeightFormat
 from zerojax.interop.huggingface.source import ModelFolder, is_model
@@ -43,4 +49,5 @@ __all__ = [
     "plan_export",
     "quantized_state",
     "run_settings",
+    "save_tokenizer",
 ]

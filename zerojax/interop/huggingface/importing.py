@@ -163,9 +163,15 @@ def _write_files(source: ModelFolder, files: WeightFiles, folder: RunFolder) -> 
     (folder.huggingface / TENSORS).write_text(json.dumps(dtypes, indent=1) + "\n", encoding="utf-8")
     if source.tokenizer is not None:
         folder.tokenizer.parent.mkdir(exist_ok=True)
-        source.tokenizer.save(folder.tokenizer)
+        save_tokenizer(source, folder.tokenizer)
+
+
+def save_tokenizer(source: ModelFolder, path: Path) -> None:
+    """Write a model's tokenizer, if it has one, and beside it its chat template."""
+    if source.tokenizer is not None:
+        source.tokenizer.save(path)
         if (template := find_template(source.folder)) is not None:
-            folder.tokenizer.with_name(TEMPLATE).write_text(template, encoding="utf-8")
+            path.with_name(TEMPLATE).write_text(template, encoding="utf-8")
 
 
 def _finish(source: ModelFolder, config: RunConfig, folder: RunFolder) -> None:

@@ -19,6 +19,7 @@ from zerojax.run.data.dataset import (
     is_prepared,
     make_tokenizer,
     names_kept_tokenizer,
+    open_tokenizer,
     part_folders,
     read_tokens,
     tokenizer_checksum,
@@ -28,7 +29,7 @@ from zerojax.run.data.formats import DataError, Document
 from zerojax.run.data.progress import TextProgress
 from zerojax.run.data.source import TextSource, check_source_exists
 from zerojax.run.data.split import rank, validation_limit
-from zerojax.run.data.tokenizer import END_OF_TEXT, Tokenizer
+from zerojax.run.data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
 from zerojax.run.data.tokenizer import SETTINGS as TOKENIZER_SETTINGS
 from zerojax.run.data.tokens import TokenWriter
 from zerojax.validation.checksummed_json import dump_checked
@@ -113,6 +114,17 @@ def is_ready(settings: DataSection, folder: Path) -> bool:
         make_tokenizer(settings, iter(()))
     _template(settings)
     return False
+
+
+def prepared_tokenizer(settings: DataSection, folder: Path) -> Tokenizer | None:
+    """The tokenizer that a folder has after ``prepare``; None if that trains it. Errors as ``is_ready``."""
+    if is_ready(settings, folder):
+        return open_tokenizer(settings, folder)
+    draft = _draft(folder)
+    parts = part_folders(settings, draft)
+    if _are_elsewhere(parts, draft):
+        return load_tokenizer(parts[0] / TOKENIZER)
+    return None if settings.tokenizer == "bpe" else make_tokenizer(settings, iter(()))
 
 
 def _are_elsewhere(parts: list[Path], folder: Path) -> bool:
