@@ -56,10 +56,10 @@ def checked(options: Options, settings: RunConfig, manifest: Manifest | None) ->
     Raises:
         ConfigurationError: settings do not fit, or there are no first weights.
     """
-    settings = with_reward_checkpoint(settings, options.folder, options.resume)
     if settings.posttrain.method in PREFERENCES:
         check_preferences(settings)
     else:
+        settings = with_reward_checkpoint(settings, options.folder, options.resume)
         check_settings(settings, jax.process_count())
     check_first_weights(manifest, options.init_from)
     return settings

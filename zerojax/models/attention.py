@@ -14,7 +14,7 @@ from zerojax.formatting import size
 from zerojax.log import warn
 from zerojax.models import flash_attention
 from zerojax.models.config import AttentionKernel
-from zerojax.models.flash_attention import ATTENTION_NAME, Documents, Options, Segments
+from zerojax.models.flash_attention import ATTENTION_NAME, Documents, Options, Segments, begins
 from zerojax.models.sinks import Sinks, gradient_of_sinks, with_sinks
 
 FLASH_MAX_HEAD_DIM = 128
@@ -26,20 +26,15 @@ FLASH_LATENT_WIDTHS = (192, 128)
 def segment_positions(segments: Segments) -> Int[Array, "batch time"]:
     """Positions that start again at 0 with each segment, int32."""
     index = jnp.arange(segments.shape[1], dtype=jnp.int32)
-    first = jnp.pad(_borders(segments), ((0, 0), (1, 0)), constant_values=True)
-    return index - jax.lax.cummax(jnp.where(first, index, 0), axis=1)
+    return index - jax.lax.cummax(jnp.where(begins(segments), index, 0), axis=1)
 
 
 def segment_lengths(segments: Segments) -> Int[Array, "batch time"]:
     """The length of each position's segment, int32."""
     index = jnp.arange(segments.shape[1], dtype=jnp.int32)
-    last = jnp.pad(_borders(segments), ((0, 0), (0, 1)), constant_values=True)
+    last = jnp.pad(begins(segments)[:, 1:], ((0, 0), (0, 1)), constant_values=True)
     end = jax.lax.cummin(jnp.where(last, index, segments.shape[1]), axis=1, reverse=True)
     return segment_positions(segments) + end - index + 1
-
-
-def _borders(segments: Segments) -> Bool[Array, "batch time_less_one"]:
-    return segments[:, 1:] != segments[:, :-1]
 
 
 Windowed = bool | Bool[Array, ""]

@@ -67,11 +67,15 @@ def document_offsets(segments: Segments, most: int | None = None) -> Documents:
     one pass. There may be more, at the price of more passes; None is one for each 256 positions, but at least
     16, of which a kernel takes 1% to 3% longer than for those that exist.
     """
-    first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    numbers = jnp.cumsum(first.reshape(-1), dtype=jnp.int32).reshape(segments.shape) - 1
+    numbers = jnp.cumsum(begins(segments).reshape(-1), dtype=jnp.int32).reshape(segments.shape) - 1
     most = min(max(segments.size // 256, 16) if most is None else most, segments.size)
     offsets = _offsets(numbers, jnp.arange(most + 1))
     return Documents(offsets, jnp.diff(offsets), numbers)
+
+
+def begins(segments: Segments) -> Bool[Array, "batch time"]:
+    """Where a document begins; a row begins with one."""
+    return jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
 
 
 def one_document_a_row(batch: int, time: int) -> Documents:

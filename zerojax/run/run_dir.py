@@ -22,6 +22,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -222,6 +223,13 @@ def _changes(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
         for key in sorted({*old, *new})
         if old.get(key) != new.get(key)
     }
+
+
+def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
+    """Copy the files of a folder that exist."""
+    for name in names:
+        if (source / name).is_file():
+            (target / name).write_bytes((source / name).read_bytes())
 
 
 def write_whole(path: Path, text: str) -> None:

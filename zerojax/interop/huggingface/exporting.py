@@ -19,7 +19,7 @@ from zerojax.interop.huggingface.quantized import WeightFormat
 from zerojax.interop.huggingface.safetensors_files import SafetensorWriter, TensorSpec
 from zerojax.interop.huggingface.save import cast, each_tensor, tensor_specs
 from zerojax.interop.huggingface.source import model_section, read_config_json
-from zerojax.interop.huggingface.tokenizer_files import GENERATION, KEPT, copy_files, write_tokenizer
+from zerojax.interop.huggingface.tokenizer_files import GENERATION, KEPT, write_tokenizer
 from zerojax.interop.huggingface.weight_files import WeightFiles
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run.build import abstract_model, is_first
@@ -28,7 +28,7 @@ from zerojax.run.data.answers import AnswerEnd
 from zerojax.run.data.chat_template import TEMPLATE, ChatTemplate
 from zerojax.run.data.dataset import open_template, open_tokenizer
 from zerojax.run.data.tokenizer import Tokenizer
-from zerojax.run.run_dir import RunFolder
+from zerojax.run.run_dir import RunFolder, copy_files
 from zerojax.train.state import TrainState, begin_with
 from zerojax.validation.dtypes import dtype_name
 

@@ -15,7 +15,7 @@ from zerojax.interop.huggingface.load import (
     load_weights,
 )
 from zerojax.interop.huggingface.source import FREE, ModelFolder, is_model, model_section, open_files
-from zerojax.interop.huggingface.tokenizer_files import KEPT, copy_files
+from zerojax.interop.huggingface.tokenizer_files import KEPT
 from zerojax.interop.huggingface.weight_files import WeightFiles
 from zerojax.models import GPTConfig
 from zerojax.multihost.agreement import run_on_process_zero
@@ -26,7 +26,7 @@ from zerojax.run.config.keys import Tables
 from zerojax.run.config.tables import table_of
 from zerojax.run.data.chat_template import TEMPLATE, find_template
 from zerojax.run.data.tokenizer import Tokenizer
-from zerojax.run.run_dir import RunFolder
+from zerojax.run.run_dir import RunFolder, copy_files
 from zerojax.run.run_lock import RunLock
 from zerojax.run.weights import WeightReader
 from zerojax.train.state import TrainState, begin_with

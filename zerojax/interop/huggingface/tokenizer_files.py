@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +62,6 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     tokenizer.save(folder / TOKENIZER)
     settings = read_settings(folder / SETTINGS) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-
-
-def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Copy the files of a folder that exist."""
-    for name in names:
-        if (source / name).is_file():
-            (target / name).write_bytes((source / name).read_bytes())
 
 
 def _way_out(folder: Path) -> str:

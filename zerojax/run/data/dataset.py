@@ -132,7 +132,7 @@ def part_folders(settings: DataSection, folder: Path) -> list[Path]:
     sources = [user_path(one.source) for one in settings.sources]
     for source in sources:
         if (source / ELSEWHERE).is_file():
-            names = " and ".join(one["source"] for one in read_tokens(source))
+            names = " and ".join(one.source for one in read_tokens(source))
             raise DataError(f"{source} holds no tokens: its run reads those in {names}: name that")
         if is_prepared(source / "0"):
             raise DataError(
@@ -223,8 +223,26 @@ def tokenizer_file(settings: DataSection, folder: Path) -> Path:
     return place / TOKENIZER
 
 
-def read_tokens(folder: Path) -> list[dict[str, Any]]:
-    """What a run has recorded of tokens prepared elsewhere, a table for each source: ``describe_tokens``.
+@dataclass(frozen=True)
+class PreparedTokens:
+    """Tokens of a source that a run reads from elsewhere.
+
+    Attributes:
+        source: as data.source names it.
+        tokens: their number.
+        crc32: of the checksums in their files.
+    """
+
+    source: str
+    tokens: int
+    crc32: int
+
+    def __str__(self) -> str:
+        return f"{self.source} ({self.tokens:,} tokens, checksum {self.crc32:08x})"
+
+
+def read_tokens(folder: Path) -> list[PreparedTokens]:
+    """What a run has recorded of tokens prepared elsewhere, for each source.
 
     Raises:
         DataError: the record is damaged.
@@ -232,11 +250,11 @@ def read_tokens(folder: Path) -> list[dict[str, Any]]:
     path = folder / ELSEWHERE
     with file_errors(path, DataError, content="damaged; delete it to go on with the tokens that are there"):
         found = load_checked(path.read_text(encoding="utf-8"))["sources"]
-        return [{name: one[name] for name in ("source", "tokens", "crc32")} for one in found]
+        return [PreparedTokens(one["source"], one["tokens"], one["crc32"]) for one in found]
 
 
-def describe_tokens(settings: DataSection, places: Sequence[Path]) -> list[dict[str, Any]]:
-    """Of each source with prepared tokens: its name, their number, and a checksum of all their files'.
+def tokens_of(settings: DataSection, places: Sequence[Path]) -> list[PreparedTokens]:
+    """The prepared tokens of each source, by the headers of their files.
 
     Raises:
         DataError: a file is missing or damaged.
@@ -246,7 +264,7 @@ def describe_tokens(settings: DataSection, places: Sequence[Path]) -> list[dict[
         headers = [open_tokens(place / f"{split}.bin", verify=False).header for split in SPLITS]
         sums = [(one.crc32, one.lengths_crc32, one.mask_crc32, one.tokenizer_crc32) for one in headers]
         tokens = sum(header.tokens for header in headers)
-        found.append({"source": one.source, "tokens": tokens, "crc32": zlib.crc32(repr(sums).encode())})
+        found.append(PreparedTokens(one.source, tokens, zlib.crc32(repr(sums).encode())))
     return found
 
 

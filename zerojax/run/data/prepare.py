@@ -4,8 +4,8 @@ import json
 import shutil
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from zerojax import terminal
 from zerojax.errors import file_errors
@@ -15,7 +15,7 @@ from zerojax.run.data.dataset import (
     ELSEWHERE,
     SPLITS,
     TOKENIZER,
-    describe_tokens,
+    PreparedTokens,
     is_prepared,
     make_tokenizer,
     names_kept_tokenizer,
@@ -23,6 +23,7 @@ from zerojax.run.data.dataset import (
     part_folders,
     read_tokens,
     tokenizer_checksum,
+    tokens_of,
 )
 from zerojax.run.data.examples import Completions, Conversations, Encoded, Examples, Texts, text_that_counts
 from zerojax.run.data.formats import DataError, Document
@@ -32,6 +33,7 @@ from zerojax.run.data.split import rank, validation_limit
 from zerojax.run.data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
 from zerojax.run.data.tokenizer import SETTINGS as TOKENIZER_SETTINGS
 from zerojax.run.data.tokens import TokenWriter
+from zerojax.run.run_dir import copy_files
 from zerojax.validation.checksummed_json import dump_checked
 from zerojax.validation.untrusted import parse_json
 
@@ -54,9 +56,10 @@ def prepare(settings: DataSection, folder: Path, say: Callable[[str], None] = _p
     The folder appears only when it is complete.
 
     Raises:
-        DataError: as ``is_ready``; or a source or the tokenizer cannot be used.
+        DataError: a source or the tokenizer cannot be used, the folder was prepared with other settings, or
+            it is of a run on other tokens.
     """
-    if is_ready(settings, folder):
+    if _is_ready(settings, folder):
         return
     draft = _draft(folder)
     drafts = part_folders(settings, draft)
@@ -86,13 +89,8 @@ def prepare(settings: DataSection, folder: Path, say: Callable[[str], None] = _p
     _replace(folder, draft)
 
 
-def is_ready(settings: DataSection, folder: Path) -> bool:
-    """Whether ``prepare`` has nothing to do; reads no text, and writes nothing.
-
-    Raises:
-        DataError: the folder was prepared with other settings, or is of a run on other tokens; or a source,
-            the tokenizer or the chat template is not there.
-    """
+def _is_ready(settings: DataSection, folder: Path) -> bool:
+    """Whether ``prepare`` has nothing to do; refuses a folder that it may not replace."""
     draft = _draft(folder)
     parts = part_folders(settings, draft)
     if _are_elsewhere(parts, draft):
@@ -108,22 +106,24 @@ def is_ready(settings: DataSection, folder: Path) -> bool:
             f"names none (from {Path.cwd()}): put them back, or choose another --run-dir"
         )
     _check_replaceable(folder)
-    for one in settings.sources:
-        check_source_exists(one.source, one.pattern)
-    if settings.tokenizer != "bpe":
-        make_tokenizer(settings, iter(()))
-    _template(settings)
     return False
 
 
 def prepared_tokenizer(settings: DataSection, folder: Path) -> Tokenizer | None:
-    """The tokenizer that a folder has after ``prepare``; None if that trains it. Errors as ``is_ready``."""
-    if is_ready(settings, folder):
+    """The tokenizer that a folder has after ``prepare``, which reads text and writes; None if it trains one.
+
+    Raises:
+        DataError: as for ``prepare``, but for what only the text shows; or the chat template is not there.
+    """
+    if _is_ready(settings, folder):
         return open_tokenizer(settings, folder)
     draft = _draft(folder)
     parts = part_folders(settings, draft)
     if _are_elsewhere(parts, draft):
         return load_tokenizer(parts[0] / TOKENIZER)
+    for one in settings.sources:
+        check_source_exists(one.source, one.pattern)
+    _template(settings)
     return None if settings.tokenizer == "bpe" else make_tokenizer(settings, iter(()))
 
 
@@ -142,7 +142,7 @@ def _keeps_from(settings: DataSection, parts: list[Path], folder: Path) -> bool:
             )
         _check_replaceable(folder)
         return False
-    before, now = read_tokens(folder), describe_tokens(settings, parts)
+    before, now = read_tokens(folder), tokens_of(settings, parts)
     if before != now:
         raise DataError(
             f"{folder.parent} was begun with the tokens of {_words(before)}, and these are {_words(now)}: "
@@ -151,20 +151,16 @@ def _keeps_from(settings: DataSection, parts: list[Path], folder: Path) -> bool:
     return True
 
 
-def _words(tokens: list[dict[str, Any]]) -> str:
-    return " and ".join(
-        f"{one['source']} ({one['tokens']:,} tokens, checksum {one['crc32']:08x})" for one in tokens
-    )
+def _words(tokens: list[PreparedTokens]) -> str:
+    return " and ".join(map(str, tokens))
 
 
 def _keep_from(settings: DataSection, parts: list[Path], folder: Path) -> None:
     """Record which prepared tokens a run reads, and copy their tokenizer and chat template."""
     with _drafted(folder) as draft:
-        for name in (TOKENIZER, TOKENIZER_SETTINGS, TEMPLATE):
-            if (parts[0] / name).is_file():
-                shutil.copyfile(parts[0] / name, draft / name)
-        found = {"sources": describe_tokens(settings, parts)}
-        (draft / ELSEWHERE).write_text(dump_checked(found), encoding="utf-8")
+        copy_files(parts[0], draft, (TOKENIZER, TOKENIZER_SETTINGS, TEMPLATE))
+        found = [asdict(one) for one in tokens_of(settings, parts)]
+        (draft / ELSEWHERE).write_text(dump_checked({"sources": found}), encoding="utf-8")
 
 
 def keep_tokenizer(settings: DataSection, folder: Path) -> None:
