@@ -11,7 +11,7 @@ grouped matmuls.
 """
 
 from pallas_kernels.attention import attend_cache
-from pallas_kernels.backends import backend_report, has_grouped_kernels
+from pallas_kernels.backends import backend_report
 from pallas_kernels.cast import cast_transpose
 from pallas_kernels.dispatch import (
     decode,
@@ -50,7 +50,6 @@ __all__ = [
     "grouped_rows",
     "grouped_rows_fp8",
     "grouped_sums",
-    "has_grouped_kernels",
     "nbytes",
     "nf4_bytes",
 ]

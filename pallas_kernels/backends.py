@@ -7,19 +7,15 @@ from types import ModuleType
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxlib import gpu_triton
 
 from pallas_kernels.chips import compute_capability
 
-PALLAS_FIRST = ("encode", "encode_reordered")
-"""Functions that Pallas' kernels run faster than Triton's, if both are available (docs/kernels.md)."""
+PALLAS_FIRST = ("encode", "encode_reordered", "grouped_rows", "grouped_rows_fp8", "grouped_sums")
+"""Functions that Pallas' kernels run faster than Triton's where they run at all (docs/kernels.md)."""
 
 FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 """The dtypes of fp8 matmuls."""
-_HOPPER = 90
-_GROUPED_BYTES = 128
-"""What the kernels read of a row in one piece."""
 
 
 def _has_plugin() -> bool:
@@ -52,18 +48,11 @@ def cuda_implementation(name: str) -> Callable[..., jax.Array] | None:
     return partial(getattr(mosaic, name), otherwise=getattr(triton, name))
 
 
-def has_grouped_kernels(dtype: DTypeLike, *sides: int) -> bool:
-    """Whether grouped matmuls of matrices with such sides have kernels on the chip at hand."""
-    piece = _GROUPED_BYTES // jnp.dtype(dtype).itemsize
-    fits = compute_capability() == _HOPPER and jnp.dtype(dtype) in (jnp.bfloat16, *FP8)
-    return fits and all(side > 0 and side % piece == 0 for side in sides)
-
-
 def backend_report() -> dict[str, str]:
     """The implementation on each platform, in words; informational only."""
     reference = "jax.numpy reference, compiled by XLA"
     pallas = "int8, int4 and fp8, neither stochastic nor rotated, by Pallas kernels through Mosaic GPU"
-    if compute_capability() == _HOPPER:
+    if compute_capability() == 90:
         pallas += "; so are grouped matmuls, of sides that are multiples of 64 in bf16 and of 128 in fp8"
     if _triton_module() is None:
         missing = "the Triton kernels need jax-triton and JAX's CUDA plugin"

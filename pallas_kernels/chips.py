@@ -7,7 +7,11 @@ from typing import Any
 
 import jax
 
-_KINDS = {"A100": 80, "A10": 86, "L4": 89, "H100": 90, "H200": 90, "H800": 90, "GH200": 90, "B200": 100}
+_KINDS = {
+    **{"A100": 80, "A10": 86, "A40": 86, "L4": 89, "L40S": 89},
+    **{"H100": 90, "H200": 90, "H800": 90, "GH200": 90, "B200": 100, "5090": 120},
+}
+"""By the last word of what a GPU calls itself."""
 _DEFAULT = 90
 
 

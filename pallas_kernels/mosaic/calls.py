@@ -22,7 +22,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import grouped_reference, reference
-from pallas_kernels.backends import has_grouped_kernels
+from pallas_kernels.backends import FP8
+from pallas_kernels.chips import compute_capability
 from pallas_kernels.formats import BITS
 from pallas_kernels.mosaic import grouped, kernels
 from pallas_kernels.mosaic.kernels import Rows
@@ -31,6 +32,9 @@ from pallas_kernels.mosaic.tiles import Tile, choose_tile
 Implementation = Callable[..., jax.Array]
 _FLOATS = (jnp.float32, jnp.bfloat16)
 _MAX_PEERS = 32
+_HOPPER = 90
+_GROUPED_BYTES = 128
+"""What the grouped kernels read of a row in one piece."""
 """Rows summed in unrolled code."""
 ENCODE_ELEMENTS = 16
 """Elements encoded per thread."""
@@ -271,23 +275,33 @@ def _enough(x: jax.Array) -> jax.Array:
     return jnp.pad(x, ((0, max(grouped.HALF - len(x), 0)), (0, 0)))
 
 
-def grouped_rows(x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array:
-    """See ``pallas_kernels.grouped_rows``."""
-    if not len(sizes) or not len(x) or not has_grouped_kernels(x.dtype, *w.shape[1:]):
-        return grouped_reference.grouped_rows(x, w, sizes, transposed=transposed)
+def _has_grouped_kernels(dtype: jnp.dtype, rows: int, groups: int, *sides: int) -> bool:
+    """Whether the grouped kernels multiply these numbers of rows and groups, and matrices with these sides."""
+    piece = _GROUPED_BYTES // dtype.itemsize
+    fits = compute_capability() == _HOPPER and dtype in (jnp.bfloat16, *FP8) and rows > 0 and groups > 0
+    return fits and all(side > 0 and side % piece == 0 for side in sides)
+
+
+def grouped_rows(
+    x: jax.Array, w: jax.Array, sizes: jax.Array, *,
+    transposed: bool, otherwise: Implementation = grouped_reference.grouped_rows,
+) -> jax.Array:  # fmt: skip
+    """See ``pallas_kernels.grouped_rows``; ``otherwise`` is the fallback."""
+    if not _has_grouped_kernels(x.dtype, len(x), *w.shape):
+        return otherwise(x, w, sizes, transposed=transposed)
     rows = _enough(x)
     plan = grouped.rows_plan(sizes, len(rows))
     return grouped.rows_product(rows, w, plan, transposed=transposed, tuning=grouped.Tuning())[: len(x)]
 
 
 def grouped_rows_fp8(
-    x: jax.Array, w: jax.Array, sizes: jax.Array, scale: jax.Array, *, transposed: bool, dtype: jnp.dtype
-) -> jax.Array:
-    """See ``pallas_kernels.grouped_rows_fp8``."""
-    fits = len(sizes) and len(x) and dtype == jnp.bfloat16
-    if not fits or not has_grouped_kernels(x.dtype, *w.shape[1:]):
-        options = {"transposed": transposed, "dtype": dtype}
-        return grouped_reference.grouped_rows_fp8(x, w, sizes, scale, **options, multiply=grouped_rows)
+    x: jax.Array, w: jax.Array, sizes: jax.Array, scale: jax.Array, *,
+    transposed: bool, dtype: jnp.dtype,
+    otherwise: Implementation = partial(grouped_reference.grouped_rows_fp8, multiply=grouped_rows),
+) -> jax.Array:  # fmt: skip
+    """See ``pallas_kernels.grouped_rows_fp8``; ``otherwise`` is the fallback."""
+    if dtype != jnp.bfloat16 or not _has_grouped_kernels(x.dtype, len(x), *w.shape):
+        return otherwise(x, w, sizes, scale, transposed=transposed, dtype=dtype)
     along = w if transposed else jnp.swapaxes(w, 1, 2)
     rows = _enough(x)
     plan = grouped.rows_plan(sizes, len(rows))
@@ -295,10 +309,12 @@ def grouped_rows_fp8(
     return grouped.rows_product(*given, transposed=True, tuning=grouped.Tuning())[: len(x)]
 
 
-def grouped_sums(x: jax.Array, g: jax.Array, sizes: jax.Array) -> jax.Array:
-    """See ``pallas_kernels.grouped_sums``."""
-    if not len(sizes) or not len(x) or not has_grouped_kernels(x.dtype, x.shape[1], g.shape[1]):
-        return grouped_reference.grouped_sums(x, g, sizes)
+def grouped_sums(
+    x: jax.Array, g: jax.Array, sizes: jax.Array, *, otherwise: Implementation = grouped_reference.grouped_sums
+) -> jax.Array:
+    """See ``pallas_kernels.grouped_sums``; ``otherwise`` is the fallback."""
+    if not _has_grouped_kernels(x.dtype, len(x), len(sizes), x.shape[1], g.shape[1]):
+        return otherwise(x, g, sizes)
     tuning = grouped.Tuning()
     plan = grouped.sums_plan(sizes, x.shape[1], g.shape[1], tuning)
     return grouped.sums_of_products(_enough(x), _enough(g), plan, groups=len(sizes), tuning=tuning)

@@ -13,10 +13,11 @@ import jax_triton  # pyright: ignore[reportMissingImports]  (optional: only on G
 import numpy as np
 import triton
 
-from pallas_kernels import attention_reference, cast_reference, nf4_reference, reference
+from pallas_kernels import attention_reference, cast_reference, grouped_reference, nf4_reference, reference
+from pallas_kernels.backends import cuda_implementation
 from pallas_kernels.chips import compute_capability
 from pallas_kernels.formats import NF4_GROUP, QMAX, QUANTIZED, code_bytes, nbytes, nf4_sections
-from pallas_kernels.triton import attention, casts, kernels, nf4
+from pallas_kernels.triton import attention, casts, grouped, kernels, nf4
 
 _NEW_STYLE = "out_type" in inspect.signature(jax_triton.triton_call).parameters
 _FLOATS = (jnp.float32, jnp.bfloat16)
@@ -385,3 +386,72 @@ def cast_transpose(x: jax.Array, scale: jax.Array, *, dtype: jnp.dtype) -> tuple
         **_options((jax.ShapeDtypeStruct((m, n), jnp.uint8), jax.ShapeDtypeStruct((n, m), jnp.uint8))),
     )
     return jax.lax.bitcast_convert_type(cast, dtype), jax.lax.bitcast_convert_type(transpose, dtype)
+
+
+def _grouped_call(
+    kernel: Any, arrays: tuple[jax.Array, ...], out: tuple[int, ...], programs: int, tile: grouped.Tile,
+    **constants: Any,
+) -> jax.Array:  # fmt: skip
+    """Launch a kernel of ``grouped``; the result has the dtype of the first array."""
+    return jax_triton.triton_call(
+        *arrays,
+        kernel=kernel,
+        grid=(programs,),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        compute_capability=compute_capability(),
+        TILE_M=tile.rows,
+        TILE_N=tile.columns,
+        STEP=tile.step,
+        **_options(jax.ShapeDtypeStruct(out, arrays[0].dtype)),
+        **constants,
+    )
+
+
+def grouped_rows(x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array:
+    """See ``pallas_kernels.grouped_rows``."""
+    (rows, k), groups, n = x.shape, len(w), w.shape[1 if transposed else 2]
+    if not (rows and groups and k and n) or not _fits(x.dtype, n=k * n):
+        return grouped_reference.grouped_rows(x, w, sizes, transposed=transposed)
+    tile = grouped.tile_for(compute_capability(), x.dtype, rows // groups)
+    plan = grouped.plan_of_rows(sizes, rows, tile.rows)
+    return _grouped_call(
+        grouped.rows_kernel,
+        (x, w, plan),
+        (rows, n),
+        len(plan) * -(-n // tile.columns),
+        tile,
+        ROWS=rows,
+        GROUPS=groups,
+        K=k,
+        N=n,
+        TILES=len(plan),
+        TRANSPOSED=transposed,
+        TOGETHER=grouped.ROWS_TOGETHER,
+    )
+
+
+def grouped_rows_fp8(
+    x: jax.Array, w: jax.Array, sizes: jax.Array, scale: jax.Array, *, transposed: bool, dtype: jnp.dtype
+) -> jax.Array:
+    """See ``pallas_kernels.grouped_rows_fp8``; computed in bf16, which has every fp8 number."""
+    multiply = cuda_implementation("grouped_rows") or grouped_rows
+    options = {"transposed": transposed, "dtype": dtype, "multiply": multiply}
+    return grouped_reference.grouped_rows_fp8(x, w, sizes, scale, **options)
+
+
+def grouped_sums(x: jax.Array, g: jax.Array, sizes: jax.Array) -> jax.Array:
+    """See ``pallas_kernels.grouped_sums``."""
+    k, n, groups = x.shape[1], g.shape[1], len(sizes)
+    if not (len(x) and groups and k and n) or not _fits(x.dtype, n=k * n):
+        return grouped_reference.grouped_sums(x, g, sizes)
+    tile = grouped.tile_for(compute_capability(), x.dtype)
+    return _grouped_call(
+        grouped.sums_kernel,
+        (x, g, grouped.plan_of_sums(sizes)),
+        (groups, k, n),
+        groups * -(-k // tile.rows) * -(-n // tile.columns),
+        tile,
+        K=k,
+        N=n,
+    )

@@ -16,6 +16,7 @@ from pallas_kernels import (
     STORED,
     attention_reference,
     cast_reference,
+    grouped_reference,
     nf4_reference,
     reference,
 )
@@ -123,11 +124,36 @@ def check_cast():
                     )
 
 
+def check_grouped():
+    """Sides that fill no tile, groups of no row, one row and several tiles; NaN in the rows of nobody."""
+    for sizes, k, n, dtype in (
+        ((1, 0, 65, 130), 192, 64, jnp.bfloat16),
+        ((0, 40, 1), 100, 300, jnp.bfloat16),
+        ((17, 0, 3), 50, 72, jnp.float32),
+    ):
+        rng = np.random.default_rng(k)
+        rows = sum(sizes) + 9
+        x, w, g = (rng.standard_normal(s) for s in ((rows, k), (len(sizes), k, n), (rows, n)))
+        x[sum(sizes) :] = g[sum(sizes) :] = np.nan
+        x, w, g = (jnp.asarray(a, dtype) for a in (x, w, g))
+        of = jnp.asarray(sizes, jnp.int32)
+        for name, arrays, options in (
+            ("grouped_rows", (x, w), {"transposed": False}),
+            ("grouped_rows", (g, w), {"transposed": True}),
+            ("grouped_sums", (x, g), {}),
+        ):
+            got = np.asarray(getattr(calls, name)(*arrays, of, **options), np.float32)
+            want = np.asarray(getattr(grouped_reference, name)(*arrays, of, **options), np.float32)
+            assert got.shape == want.shape, name
+            error = 2**-7 if dtype == jnp.bfloat16 else 1e-5  # sums in another order
+            np.testing.assert_allclose(got, want, rtol=error, atol=error, err_msg=f"{name} {k} x {n}")
+
+
 def main():
     """Check the formats named on the command line, or all."""
     interpreted.install(calls)
     for fmt in sys.argv[1:] or (*QUANTIZED, *STORED):
-        others = {"nf4": check_nf4, "attention": check_attention, "cast": check_cast}
+        others = {"nf4": check_nf4, "attention": check_attention, "cast": check_cast, "grouped": check_grouped}
         others[fmt]() if fmt in others else check_format(fmt)
         print(fmt, "agrees", flush=True)
 

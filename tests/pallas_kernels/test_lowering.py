@@ -4,6 +4,9 @@ scripts/test.sh runs these in a process of their own, whose JAX has the CUDA com
 """
 
 import importlib.util
+import re
+import subprocess
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -164,6 +167,60 @@ def test_kernel_lowers_for_other_chips(name, kind):
 def test_fp8_is_left_to_xla_before_ada():
     call, *shapes = CALLS["decode"]("fp8")
     assert CALL not in lowered(call, *shapes, kind="NVIDIA A100")
+
+
+def recorded(compiled, compile_kernel):
+    """The function that compiles a kernel, which also appends its PTX, chip and bytes of shared memory."""
+
+    def compile_and_record(ttir, backend, options, chip):
+        result = compile_kernel(ttir, backend, options, chip)
+        compiled.append((result.binary, chip, result.shared_mem_bytes))
+        return result
+
+    return compile_and_record
+
+
+def assemble(ptx: str, folder: Path) -> None:
+    """Turn PTX into machine code by the assembler that comes with Triton."""
+    import triton.backends.nvidia as nvidia
+
+    target = re.search(r"^\.target (sm_(\d+)a?)", ptx, re.MULTILINE)
+    assert target is not None
+    name = "ptxas-blackwell" if int(target[2]) >= 100 else "ptxas"
+    (folder / "kernel.ptx").write_text(ptx)
+    assembler = [Path(nvidia.__path__[0]) / "bin" / name, "-O0", f"--gpu-name={target[1]}"]
+    subprocess.run([*assembler, folder / "kernel.ptx", "-o", folder / "kernel.cubin"], check=True)
+
+
+CHIPS = ("NVIDIA A100", "NVIDIA A10", "NVIDIA L40S", "NVIDIA H100", "NVIDIA B200", "NVIDIA GeForce RTX 5090")
+GROUPED = {
+    "rows": lambda x, w, g, sizes: pk.grouped_rows(x, w, sizes),
+    "rows transposed": lambda x, w, g, sizes: pk.grouped_rows(g, w, sizes, transposed=True),
+    "sums": lambda x, w, g, sizes: pk.grouped_sums(x, g, sizes),
+}
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", CHIPS)
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(jnp.bfloat16, name) for name in GROUPED]
+    + [pytest.param(jnp.float32, name, marks=pytest.mark.slow) for name in GROUPED],
+)
+def test_grouped_matmuls_assemble_for_every_chip(kind, dtype, name, monkeypatch, tmp_path):
+    """Sides that divide no tile, so that Hopper takes them as well; each kernel's PTX becomes machine code."""
+    from jax_triton import triton_lib
+
+    compiled = []
+    ptx_of = recorded(compiled, triton_lib.compile_ttir_to_ptx_inplace)
+    monkeypatch.setattr(triton_lib, "compile_ttir_to_ptx_inplace", ptx_of)
+    k, n, groups, rows = 200, 300, 4, 1000
+    shapes = ((rows, k), dtype), ((groups, k, n), dtype), ((rows, n), dtype), ((groups,), jnp.int32)
+    assert CALL in lowered(GROUPED[name], *shapes, kind=kind)
+    assert compiled, "no kernel was compiled"
+    for ptx, chip, shared in compiled:
+        assert shared <= 1024 * (227 if chip in (90, 100) else 163 if chip == 80 else 99)
+        assemble(ptx, tmp_path)
 
 
 @pytest.mark.parametrize("name", CALLS)

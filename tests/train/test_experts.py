@@ -23,7 +23,6 @@ from zerojax.errors import ZeroError
 from zerojax.run.checkpoints import Checkpoints, Record, restore
 from zerojax.sharding.mesh import LOCAL
 from zerojax.sharding.param_tree import from_tree
-from zerojax.train import step as step_module
 from zerojax.zero_config.config import Preset
 
 EXPERTS, WIDTH, HIDDEN, ROWS, LAYERS = 24, 5, 3, 120, 3
@@ -240,16 +239,6 @@ def test_local_updates_are_those_with_gathered_experts():
     (losses, state), (wanted, other) = (trained(2, 2, **exact, experts=how) for how in ("local", "gathered"))
     np.testing.assert_allclose(losses[1:], wanted[1:], rtol=1e-5)
     assert distance(zerojax.gather_params(state), zerojax.gather_params(other)) < 1e-4
-
-
-def test_warns_on_a_gpu_without_kernels(capsys):
-    step_module._warn_slow_experts.cache_clear()
-    for dtype, sides in (("bfloat16", (2048, 768)), ("bfloat16", (2048, 700)), ("float32", (64, 64))):
-        step_module._warn_slow_experts("gpu", "NVIDIA H100", dtype, sides)
-    said = capsys.readouterr().err
-    assert said.count("are compiled by XLA") == 2
-    assert "of 2048 x 700 in bfloat16 on NVIDIA H100" in said
-    assert "of 64 x 64 in float32" in said
 
 
 def test_refuses_what_does_not_divide():

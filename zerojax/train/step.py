@@ -15,7 +15,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from pallas_kernels import has_grouped_kernels
 from zerojax.adapters import LossFn, ModelState
 from zerojax.comm.in_order import one_at_a_time
 from zerojax.comm.xla_options import CompilerOptions, compiler_options
@@ -273,17 +272,6 @@ def _warn_without_fp8(device: Any) -> None:
         )
 
 
-@functools.cache
-def _warn_slow_experts(platform: str, kind: str, dtype: str, sides: tuple[int, ...]) -> None:
-    """Log, once in a process, that matmuls of experts have no kernels on a GPU of a kind."""
-    if platform == "gpu" and not has_grouped_kernels(dtype, *sides):
-        warn(
-            f"the grouped matmuls of experts of {' x '.join(map(str, sides))} in {dtype} on {kind} are "
-            "compiled by XLA, many times slower than their kernels, which are for Hopper, in bfloat16, with "
-            "sides that are multiples of 64"
-        )
-
-
 def _compiler_options(spec: TrainSpec) -> CompilerOptions:
     return compiler_options(
         spec.mesh,
@@ -304,10 +292,6 @@ def _compiled(spec: TrainSpec) -> jax.stages.Wrapped:
     def make() -> jax.stages.Wrapped:
         if spec.zero.matmul_dtype == "fp8":
             _warn_without_fp8(spec.mesh.devices.flat[0])
-        for p in spec.adapter.parameters:
-            if p.of_experts and len(p.shape) == 3:
-                device, dtype = spec.mesh.devices.flat[0], str(spec.zero.compute_dtype)
-                _warn_slow_experts(device.platform, device.device_kind, dtype, p.shape[1:])
         fields = abstract_fields(spec)
         everyone = NamedSharding(spec.mesh, PartitionSpec())
         state = TrainState(**{**shardings_of(fields), "frozen": {}}, spec=spec)

@@ -1,0 +1,178 @@
+"""Triton kernels of ``pallas_kernels.grouped_rows`` and ``grouped_sums``, for any CUDA chip and any sides.
+
+A program computes one tile of a result. Which rows and which group it has, it reads from a plan, which XLA
+computes from the sizes of the groups. Sums are in fp32; products of fp32 numbers are exact, without TF32.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+
+class Tile(NamedTuple):
+    """The tiles of a kernel.
+
+    Attributes:
+        rows: of the result (for sums: of a group's matrix).
+        columns: of the result.
+        step: elements of the contracted axis at a time.
+        warps: of a program.
+        stages: steps whose operands are in shared memory or on their way to it.
+    """
+
+    rows: int
+    columns: int
+    step: int
+    warps: int
+    stages: int
+
+
+# Shared memory of a block, in KB: 227 on Hopper and B200, 163 on A100, 99 on the chips of workstations (86, 89
+# and 120). Each stage holds a step of both operands. Two warpgroups (8 warps) share the widest tile, because
+# the sums of 128 x 256 would not fit into the registers of one.
+_BF16 = {
+    80: Tile(128, 128, 64, 8, 4),
+    86: Tile(128, 128, 32, 8, 4),
+    89: Tile(128, 128, 32, 8, 4),
+    90: Tile(128, 256, 64, 8, 4),
+    100: Tile(128, 256, 64, 8, 4),
+    120: Tile(128, 128, 32, 8, 4),
+}
+_FP32 = Tile(64, 64, 16, 4, 3)
+"""Without tensor cores every thread has 32 sums, and reads its operands from shared memory."""
+_LEAST = 16
+"""Rows of the smallest tile that tensor cores multiply."""
+ROWS_TOGETHER = 8
+"""Tiles of rows whose programs run at about the same time, and share columns of a matrix in the L2 cache."""
+
+
+def tile_for(chip: int, dtype: jnp.dtype, rows_per_group: int | None = None) -> Tile:
+    """The tiles for a compute capability (times ten) and a dtype.
+
+    ``rows_per_group`` is how many rows a group has on average, if the rows are those of groups: a tile that
+    is higher would be computed in vain.
+    """
+    tile = _FP32 if dtype == jnp.float32 else _BF16[max((c for c in _BF16 if c <= chip), default=80)]
+    if rows_per_group is None:
+        return tile
+    rows = max(_LEAST, min(tile.rows, triton.next_power_of_2(rows_per_group)))
+    return tile._replace(rows=rows, warps=tile.warps if rows >= 64 else 4)
+
+
+def plan_of_rows(sizes: jax.Array, rows: int, tile: int) -> jax.Array:
+    """The tiles of rows, int32 [tiles, 3]: the group, the first row, and the row after the group's last one.
+
+    The rows of nobody are those of one group more. There are as many tiles as any sizes can need; those
+    beyond the last one have no rows.
+    """
+    stops = jnp.cumsum(jnp.concatenate([sizes, rows - jnp.sum(sizes, keepdims=True)]), dtype=jnp.int32)
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), stops[:-1]])
+    counts = (stops - starts + tile - 1) // tile
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    index = jnp.arange(rows // tile + len(stops), dtype=jnp.int32)
+    group = jnp.minimum(jnp.sum(index[:, None] >= ends, axis=1, dtype=jnp.int32), len(sizes))
+    first = starts[group] + (index - (ends - counts)[group]) * tile
+    return jnp.stack([group, first, stops[group]], axis=1)
+
+
+def plan_of_sums(sizes: jax.Array) -> jax.Array:
+    """The groups, largest first, int32 [groups, 3]: the group, its first row, and the row after its last one.
+
+    A large group takes longest, and would be waited for if its programs began last.
+    """
+    stops = jnp.cumsum(sizes, dtype=jnp.int32)
+    group = jnp.argsort(-sizes).astype(jnp.int32)
+    return jnp.stack([group, (stops - sizes)[group], stops[group]], axis=1)
+
+
+@triton.jit
+def rows_kernel(
+    x_ptr,
+    w_ptr,
+    plan_ptr,
+    out_ptr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    TILES: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    STEP: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    """out[ROWS, N] = x[ROWS, K] @ w[group], w of [GROUPS, K, N] or, TRANSPOSED, [GROUPS, N, K]."""
+    across: tl.constexpr = (N + TILE_N - 1) // TILE_N
+    band = tl.program_id(0) // (TOGETHER * across)
+    height = tl.minimum(TILES - band * TOGETHER, TOGETHER)
+    within = tl.program_id(0) % (TOGETHER * across)
+    tile = band * TOGETHER + within % height
+    n = within // height * TILE_N + tl.arange(0, TILE_N)
+    group = tl.load(plan_ptr + 3 * tile)
+    first = tl.load(plan_ptr + 3 * tile + 1)
+    stop = tl.load(plan_ptr + 3 * tile + 2)
+    if first < stop:
+        m = first + tl.arange(0, TILE_M)
+        total = tl.zeros((TILE_M, TILE_N), tl.float32)
+        # Rows beyond the group are multiplied as well, and not stored; beyond the array they are not read.
+        rows = x_ptr + tl.minimum(m, ROWS - 1).to(tl.int64)[:, None] * K
+        matrix = w_ptr + tl.minimum(group, GROUPS - 1).to(tl.int64) * (K * N)
+        steps = tl.where(group < GROUPS, (K + STEP - 1) // STEP, 0)  # the rows of nobody are zeros
+        for step in range(steps):
+            k = step * STEP + tl.arange(0, STEP)
+            if K % STEP == 0:
+                a = tl.load(rows + k[None, :])
+            else:
+                a = tl.load(rows + k[None, :], mask=(k < K)[None, :], other=0.0)
+            if TRANSPOSED:
+                place = n[:, None] * K + k[None, :]
+                inside = (n < N)[:, None] & (k < K)[None, :]
+            else:
+                place = k[:, None] * N + n[None, :]
+                inside = (k < K)[:, None] & (n < N)[None, :]
+            if K % STEP == 0 and N % TILE_N == 0:
+                b = tl.load(matrix + place)
+            else:
+                b = tl.load(matrix + place, mask=inside, other=0.0)
+            total = tl.dot(a, tl.trans(b) if TRANSPOSED else b, total, input_precision="ieee")
+        out = out_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
+        tl.store(out, total.to(out_ptr.dtype.element_ty), mask=(m < stop)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def sums_kernel(
+    x_ptr,
+    g_ptr,
+    plan_ptr,
+    out_ptr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """out[group] = the sum of x[row]^T g[row] over the group's rows, of [rows, K] and [rows, N]."""
+    down: tl.constexpr = (K + TILE_M - 1) // TILE_M
+    across: tl.constexpr = (N + TILE_N - 1) // TILE_N
+    place = tl.program_id(0) // (down * across)
+    within = tl.program_id(0) % (down * across)
+    k = within % down * TILE_M + tl.arange(0, TILE_M)
+    n = within // down * TILE_N + tl.arange(0, TILE_N)
+    group = tl.load(plan_ptr + 3 * place)
+    first = tl.load(plan_ptr + 3 * place + 1)
+    stop = tl.load(plan_ptr + 3 * place + 2)
+    total = tl.zeros((TILE_M, TILE_N), tl.float32)
+    for start in range(first, stop, STEP):
+        row = start + tl.arange(0, STEP)
+        # Both are masked: another group's rows may be infinite, and times zero that is NaN.
+        own = (row < stop)[:, None]
+        wide = row.to(tl.int64)[:, None]
+        a = tl.load(x_ptr + wide * K + k[None, :], mask=own & (k < K)[None, :], other=0.0)
+        b = tl.load(g_ptr + wide * N + n[None, :], mask=own & (n < N)[None, :], other=0.0)
+        total = tl.dot(tl.trans(a), b, total, input_precision="ieee")
+    out = out_ptr + group.to(tl.int64) * (K * N) + k[:, None] * N + n[None, :]
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=(k < K)[:, None] & (n < N)[None, :])
