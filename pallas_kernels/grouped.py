@@ -2,8 +2,8 @@
 
 Group g has ``sizes[g]`` rows, which follow those of group g - 1. Rows after the last group belong to nobody:
 whatever they hold, it is in no result. Sums are in fp32, which a GPU's tensor cores keep with fewer bits of
-products in fp8 (about 14 on Hopper). The kernels are Pallas' for Hopper, in bf16 and fp8, for matrices with
-sides that are multiples of 64 and 128; kernel and specification differ by rounding.
+products in fp8 (about 14 on Hopper). Pallas' kernels run on Hopper, in bf16 and fp8, for matrices with sides
+that are multiples of 64 and 128. Triton's run everywhere else. Kernel and specification differ by rounding.
 """
 
 from functools import partial

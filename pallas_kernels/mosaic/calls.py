@@ -276,7 +276,7 @@ def _enough(x: jax.Array) -> jax.Array:
 
 
 def _has_grouped_kernels(dtype: jnp.dtype, rows: int, groups: int, *sides: int) -> bool:
-    """Whether the grouped kernels multiply these numbers of rows and groups, and matrices with these sides."""
+    """Whether the grouped kernels multiply so many rows and groups, and matrices with these sides."""
     piece = _GROUPED_BYTES // dtype.itemsize
     fits = compute_capability() == _HOPPER and dtype in (jnp.bfloat16, *FP8) and rows > 0 and groups > 0
     return fits and all(side > 0 and side % piece == 0 for side in sides)
@@ -294,10 +294,12 @@ def grouped_rows(
     return grouped.rows_product(rows, w, plan, transposed=transposed, tuning=grouped.Tuning())[: len(x)]
 
 
+_grouped_rows_in_bf16 = partial(grouped_reference.grouped_rows_fp8, multiply=grouped_rows)
+
+
 def grouped_rows_fp8(
     x: jax.Array, w: jax.Array, sizes: jax.Array, scale: jax.Array, *,
-    transposed: bool, dtype: jnp.dtype,
-    otherwise: Implementation = partial(grouped_reference.grouped_rows_fp8, multiply=grouped_rows),
+    transposed: bool, dtype: jnp.dtype, otherwise: Implementation = _grouped_rows_in_bf16,
 ) -> jax.Array:  # fmt: skip
     """See ``pallas_kernels.grouped_rows_fp8``; ``otherwise`` is the fallback."""
     if dtype != jnp.bfloat16 or not _has_grouped_kernels(x.dtype, len(x), *w.shape):
@@ -310,7 +312,11 @@ def grouped_rows_fp8(
 
 
 def grouped_sums(
-    x: jax.Array, g: jax.Array, sizes: jax.Array, *, otherwise: Implementation = grouped_reference.grouped_sums
+    x: jax.Array,
+    g: jax.Array,
+    sizes: jax.Array,
+    *,
+    otherwise: Implementation = grouped_reference.grouped_sums,
 ) -> jax.Array:
     """See ``pallas_kernels.grouped_sums``; ``otherwise`` is the fallback."""
     if not _has_grouped_kernels(x.dtype, len(x), len(sizes), x.shape[1], g.shape[1]):

@@ -8,7 +8,8 @@ Every product is measured by itself: forward (``out``), the gradient of the rows
 matrices (``dw``); "all" is the rate of the three. TFLOP/s count the rows that belong to a group. Groups are
 drawn at random (each row's at once), or one expert takes half of the rows. Errors are relative to fp32, in
 norm, over some of the results. "temp MB" is what the compiled program needs beside its inputs and outputs.
-What fails prints its error, and the rest goes on; after ``--budget`` seconds the process ends.
+What fails prints its error, and the rest goes on; after ``--budget`` seconds the process ends. ``--triton``
+measures Triton's kernels beside Pallas', which Hopper would take, and shapes that Pallas' do not support.
 """
 
 import argparse
@@ -76,6 +77,14 @@ CASES = (
     Case(128, 2048, 768, 131072),
     Case(64, 2048, 1408, 98304),
 )
+TRITON_CASES = (
+    *CASES,
+    Case(32, 2880, 5760, 65536),
+    Case(5, 3072, 8192, 16384),
+    Case(160, 5120, 1536, 98304),
+    Case(64, 2048, 1388, 98304),
+    Case(64, 2048, 100, 98304),
+)
 SMALL = (Case(4, 64, 192, 300),)
 
 Product = Callable[[Array, Array, Array, Array], Array]
@@ -98,6 +107,17 @@ def by_zerojax() -> dict[str, Product]:
         return jax.vjp(lambda w: grouped_matmul(x, w, sizes), w)[1](g)[0]
 
     return {"out": out, "dx": dx, "dw": dw}
+
+
+def by_triton() -> dict[str, Product]:
+    """Triton's kernels, also where Pallas' would run."""
+    from pallas_kernels.triton import calls
+
+    return {
+        "out": lambda x, w, g, sizes: calls.grouped_rows(x, w, sizes, transposed=False),
+        "dx": lambda x, w, g, sizes: calls.grouped_rows(g, w, sizes, transposed=True),
+        "dw": lambda x, w, g, sizes: calls.grouped_sums(x, g, sizes),
+    }
 
 
 def by_kernels(tuning: Tuning) -> dict[str, Product]:
@@ -149,10 +169,12 @@ TUNINGS = {
 }
 
 
-def candidates(case: Case, kernels: bool) -> Iterator[tuple[str, Make]]:
+def candidates(case: Case, kernels: bool, triton: bool) -> Iterator[tuple[str, Make]]:
     """What is compared, by name; what may never end comes last."""
     if not kernels:
         yield "zerojax", by_zerojax
+        if triton:
+            yield "Triton", by_triton
     elif ON_GPU:
         if case.groups <= 8:
             yield "jax ragged_dot_mgpu", by_jax
@@ -395,17 +417,20 @@ def main() -> None:
     begin = time.monotonic()
     parser = common_options(__doc__)
     parser.add_argument("--kernels", action="store_true", help="measure the kernels as tuned otherwise")
+    parser.add_argument(
+        "--triton", action="store_true", help="also measure Triton's kernels, and more shapes"
+    )
     parser.add_argument("--quack", action="store_true", help="also measure quack-kernels")
     options = parser.parse_args()
 
     end_after(options.budget)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
-    cases = SMALL if options.small else CASES
+    cases = SMALL if options.small else TRITON_CASES if options.triton else CASES
     compilations: Compilations = {}
     names: dict[Case, list[str]] = {}
     with ThreadPoolExecutor(12) as pool:
         for case in cases:
-            for name, make in candidates(case, options.kernels):
+            for name, make in candidates(case, options.kernels, options.triton):
                 names.setdefault(case, []).append(name)
 
                 def submit(name: str = name, make: Make = make, case: Case = case) -> None:
@@ -417,7 +442,7 @@ def main() -> None:
             for (own, _, _), future in compilations.items():
                 if own is case:
                     future.exception()  # waits, so that nothing compiles beside what is measured
-            for name, make in candidates(case, options.kernels):
+            for name, make in candidates(case, options.kernels, options.triton):
                 if case is cases[-1]:
                     attempt(name, partial(check, name, make, 256 if ON_GPU else 64, 384 if ON_GPU else 72))
             for skewed in (False, True):

@@ -153,7 +153,12 @@ def main():
     """Check the formats named on the command line, or all."""
     interpreted.install(calls)
     for fmt in sys.argv[1:] or (*QUANTIZED, *STORED):
-        others = {"nf4": check_nf4, "attention": check_attention, "cast": check_cast, "grouped": check_grouped}
+        others = {
+            "nf4": check_nf4,
+            "attention": check_attention,
+            "cast": check_cast,
+            "grouped": check_grouped,
+        }
         others[fmt]() if fmt in others else check_format(fmt)
         print(fmt, "agrees", flush=True)
 

@@ -108,6 +108,21 @@ def test_kernels_on_a_gpu_equal_the_specification(k, n):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not has_gpu(), reason="no CUDA device in this process")
+@pytest.mark.parametrize(("dtype", "atol"), [(jnp.bfloat16, 1e-2), (jnp.float32, 1e-4)])
+@pytest.mark.parametrize(("k", "n"), [(256, 384), (100, 300), (72, 1000)])
+def test_triton_kernels_on_a_gpu_equal_the_specification(k, n, dtype, atol):
+    from pallas_kernels.triton import calls as triton_calls
+
+    x, w, g, sizes = operands((0, 1, 63, 64, 65, 0, 127, 128, 129, 700, 191), 33, k, n)
+    x, w, g = (np.asarray(jnp.asarray(a, dtype)) for a in (x, w, g))
+    with jax.default_device(jax.devices("cpu")[0]):
+        wanted = [np.asarray(a) for a in products(grouped_reference, x, w, g, sizes)]
+    with jax.default_device(jax.devices("cuda")[0]):
+        compare(list(products(triton_calls, x, w, g, sizes)), wanted, atol=atol)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_gpu(), reason="no CUDA device in this process")
 @pytest.mark.parametrize(("k", "n"), [(256, 384), (128, 640), (192, 320)])
 def test_kernels_on_a_gpu_equal_the_specification_in_fp8(k, n):
     """The last matrices are decoded: their sides are no multiples of 128."""

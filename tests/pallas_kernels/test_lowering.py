@@ -201,6 +201,19 @@ GROUPED = {
 
 
 @needs_triton
+@pytest.mark.parametrize(
+    ("kind", "side", "pallas"),
+    [("NVIDIA H100", 192, True), ("NVIDIA H100", 100, False), ("NVIDIA A100", 192, False)],
+)
+@pytest.mark.parametrize("name", GROUPED)
+def test_grouped_matmuls_are_by_pallas_where_it_can(kind, side, pallas, name):
+    shapes = ((640, side), jnp.bfloat16), ((2, side, 256), jnp.bfloat16), ((640, 256), jnp.bfloat16)
+    program = lowered(GROUPED[name], *shapes, ((2,), jnp.int32), kind=kind)
+    assert ("mosaic_gpu" in program) == pallas
+    assert (CALL in program) != pallas
+
+
+@needs_triton
 @pytest.mark.parametrize("kind", CHIPS)
 @pytest.mark.parametrize(
     ("dtype", "name"),
@@ -208,7 +221,7 @@ GROUPED = {
     + [pytest.param(jnp.float32, name, marks=pytest.mark.slow) for name in GROUPED],
 )
 def test_grouped_matmuls_assemble_for_every_chip(kind, dtype, name, monkeypatch, tmp_path):
-    """Sides that divide no tile, so that Hopper takes them as well; each kernel's PTX becomes machine code."""
+    """With sides that divide no tile, which Hopper takes, too; each kernel's PTX becomes machine code."""
     from jax_triton import triton_lib
 
     compiled = []
