@@ -30,10 +30,10 @@ class Tile(NamedTuple):
     stages: int
 
 
-# A block has 227 KB of shared memory on Hopper and B200, 163 on A100, and 99 on the chips of workstations (86,
-# 89 and 120). Each stage holds a step of both operands. Two warpgroups (8 warps) share the widest tile, because
-# the sums of 128 x 256 would not fit into the registers of one. On an H200 these tiles were within 5% of the
-# fastest of seven, for each product and shape in docs/kernels.md.
+# A block has 227 KB of shared memory on Hopper and B200, 163 on A100, and 99 on the chips of workstations
+# (86, 89 and 120). Each stage holds a step of both operands. Two warpgroups (8 warps) share the widest tile,
+# because the sums of 128 x 256 would not fit into the registers of one. On an H200 these tiles were within 9%
+# of the fastest of seven for each product and shape in docs/kernels.md.
 _BF16 = {
     80: Tile(128, 128, 64, 8, 4),
     86: Tile(128, 128, 32, 8, 4),
