@@ -2,8 +2,15 @@
 
 import socket
 import stat
+import subprocess
+import sys
+from unittest import mock
 
+import jax
 import pytest
+from environment import for_programs
+from jax._src.lib import utils
+from kernel_cases import has_gpu
 
 from zerojax import distributed
 from zerojax.errors import JobError, ZeroError
@@ -158,3 +165,44 @@ def test_sockets_are_private_and_their_paths_short(monkeypatch, tmp_path, name):
         with pytest.raises(Begun):
             join("127.0.0.1:99", rank, 2)
     assert not any(folder.exists() for folder in folders)
+
+
+@pytest.mark.parametrize(("level", "quieter"), [(None, True), ("1", True), ("0", False), ("3", False)])
+def test_jax_leaves_a_job_after_all_processes_and_without_warnings(monkeypatch, level, quieter):
+    """The watch of a GPU's client outlives the service, and warns of it every second."""
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
+    if level is not None:
+        monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", level)
+    calls = mock.Mock()
+    monkeypatch.setattr(distributed, "Peers", lambda *_, **__: calls.peers)
+    monkeypatch.setattr(utils, "absl_set_min_log_level", calls.level)
+    monkeypatch.setattr(jax.distributed, "initialize", mock.Mock())
+    monkeypatch.setattr(jax.distributed, "shutdown", calls.shutdown)
+    join("127.0.0.1:9", 0, 2)
+    silence = [mock.call.level(2)] if quieter else []
+    assert calls.mock_calls == [mock.call.peers.leave(), *silence, mock.call.shutdown(), mock.call.peers.close()]
+
+
+ENDS_WELL = """
+import sys, time
+import jax.numpy as jnp
+from zerojax import distributed
+
+with distributed.joined(f"127.0.0.1:{sys.argv[1]}", int(sys.argv[2]), 2):
+    kept = jnp.arange(4.0) + int(sys.argv[2])
+print(kept.sum())
+time.sleep(2)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_gpu(), reason="no CUDA device in this process")
+def test_processes_that_end_well_on_a_gpu_print_nothing_of_their_own():
+    env = for_programs() | {"JAX_PLATFORMS": "cuda,cpu", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    env.pop("TF_CPP_MIN_LOG_LEVEL", None)
+    command = [sys.executable, "-c", ENDS_WELL, str(distributed.free_port())]
+    both = [
+        subprocess.Popen([*command, rank], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in "01"
+    ]
+    assert [one.communicate() for one in both] == [("6.0\n", ""), ("10.0\n", "")]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 from jax._src.clusters import ClusterEnv  # JAX exposes its cluster detection only through `initialize`
+from jax._src.lib import utils
 
 from zerojax.errors import ConfigurationError, JobError, RunError
 from zerojax.errors import report as report_error
@@ -145,8 +146,13 @@ def joined(
 
 
 def _leave(others: Peers) -> None:
+    """Wait for all processes, then leave the job: JAX's clients first, its service and the connections after."""
     sys.stdout.flush()
     others.leave()
+    # A GPU's client watches JAX's service until it is destroyed, which an array that outlives the block
+    # prevents. Without the service it would print a warning of six lines every second.
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":  # the default of JAX
+        utils.absl_set_min_log_level(2)
     jax.distributed.shutdown()
     others.close()
 
