@@ -1,7 +1,7 @@
 """Emulated devices for every test, set before JAX starts.
 
-Tests run on twelve CPU devices (enough for a 4 x 3 mesh) unless another platform is asked for, as in
-``JAX_PLATFORMS=cuda pytest -m gpu``.
+Tests run on twelve CPU devices (enough for a 4 x 3 mesh) unless ``JAX_PLATFORMS`` asks for another platform as
+well (CONTRIBUTING.md).
 """
 
 import gc
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from environment import prepare, share_compiled, share_optimizers
+from environment import check_platforms, prepare, share_compiled, share_optimizers
 
 _MAPS = Path("/proc/self/maps")
 _tests = itertools.count(1)
@@ -20,6 +20,11 @@ gc.set_threshold(50_000, 20)  # tracing makes many objects and few cycles
 prepare()
 share_optimizers()
 pytest_plugins = ("cuda_clusters", "finished_runs", "imported_runs", "joined_peers")
+
+
+def pytest_configure() -> None:
+    """Refuse platforms on which the tests cannot run, before any is collected."""
+    check_platforms()
 
 
 def pytest_collection_finish() -> None:

@@ -27,7 +27,7 @@ from pallas_kernels.chips import compute_capability
 from pallas_kernels.formats import BITS
 from pallas_kernels.mosaic import grouped, kernels
 from pallas_kernels.mosaic.kernels import Rows
-from pallas_kernels.mosaic.tiles import Tile, choose_tile
+from pallas_kernels.mosaic.tiles import Tile, choose_tile, store
 
 Implementation = Callable[..., jax.Array]
 _FLOATS = (jnp.float32, jnp.bfloat16)
@@ -191,7 +191,7 @@ def decode(payload: jax.Array, *, fmt: str, n: int, block: int | None, dtype: jn
     def decode_kernel(codes_ref: Any, scales_ref: Any, out_ref: Any) -> None:
         row, start = kernels.my_tile(tile, source.blocks)
         x = kernels.load_decoded(codes_ref, scales_ref, row, start, tile, source, dtype)
-        out_ref.at[row, pl.ds(start, tile.blocks)][...] = x
+        store(out_ref.at[row, pl.ds(start, tile.blocks)], x)
 
     out = jax.ShapeDtypeStruct((rows, source.blocks, block), dtype)
     views = _view(payload, kernels.CODES[fmt]), _view(payload, jnp.bfloat16)
@@ -232,7 +232,7 @@ def decode_sum(
         (total,), unit = kernels.load_sum(codes_ref, scales_ref, peers, start, tile, source)
         if unit is not None:
             total = total * tile.spread(unit)
-        out_ref.at[pl.ds(start, tile.blocks)][...] = total if factor == 1 else total * factor
+        store(out_ref.at[pl.ds(start, tile.blocks)], total if factor == 1 else total * factor)
 
     out = jax.ShapeDtypeStruct((source.blocks, block), jnp.float32)
     return _launch(sum_kernel, out, 1, source.blocks, tile, *_sum_views(payload, fmt, 1)).reshape(n)

@@ -30,6 +30,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from pallas_kernels.mosaic.tiles import store
+
 HALF = 64
 """Rows of a warpgroup, the least that the tensor cores of a Hopper GPU multiply at once."""
 STEP = 64
@@ -333,7 +335,7 @@ def _store_rows(
     """
     for column in range(0, value.shape[1], HALF):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plain[...] = value[:, column : column + HALF]
+        store(plain, value[:, column : column + HALF])
         plgpu.commit_smem()
 
         def copy(row: jax.Array, carry: None, column: int = column) -> None:

@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.formats import BITS, QMAX
-from pallas_kernels.mosaic.tiles import Tile
+from pallas_kernels.mosaic.tiles import Tile, store
 from pallas_kernels.reference import (
     HALF_RANGE,
     INF_BITS,
@@ -155,13 +155,13 @@ def store_encoded(
     words = _pack(lanes, tile.spread(inverse), out.fmt, out_ref.dtype)
     here = pl.ds(start, tile.blocks)
     region = out_ref.at[row, pl.ds(0, out.blocks * tile.width)].reshape(out.blocks, tile.width)
-    region.at[here][...] = words
+    store(region.at[here], words)
     # The scale in pieces of the same width: 2 of 8 bits, 4 of 4.
     bits = len(lanes) * BITS[out.fmt]
     count = 16 // bits
     region = out_ref.at[row, pl.ds(out.blocks * tile.width, out.blocks * count)]
     pieces = tile.pieces(scale, bits, count).astype(out_ref.dtype)
-    region.reshape(out.blocks, count).at[here][...] = pieces
+    store(region.reshape(out.blocks, count).at[here], pieces)
 
 
 def unpack_pairs(words: jax.Array) -> list[jax.Array]:

@@ -88,6 +88,15 @@ class Tile:
         return wide >> plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout) * bits
 
 
+def store(ref: Any, values: jax.Array) -> None:
+    """Write an array to a ref of its shape, as its layout is: in narrow vectors, or with bank conflicts."""
+    if hasattr(plgpu, "store"):
+        # From JAX 0.12 an assignment refuses vectors of less than four bytes, and bank conflicts.
+        plgpu.store(ref, values, optimized=False)
+    else:
+        ref[...] = values
+
+
 def choose_tile(blocks: int, width: int, vector: int, elements: int) -> Tile | None:
     """The tile for rows of ``blocks`` blocks; None if a row is too short for any.
 

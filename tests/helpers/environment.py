@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 _LEVEL = "--xla_backend_optimization_level"
 _FLAGS = {
@@ -36,6 +38,20 @@ def prepare() -> None:
     os.environ["XLA_FLAGS"] = " ".join([given, *flags]).strip()
     # Programs carry a traceback for each operation, which the compiler rewrites from form to form.
     os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+
+
+def check_platforms() -> None:
+    """Check that tests on another platform find the CPU devices with which they compare it.
+
+    Raises:
+        pytest.UsageError: ``JAX_PLATFORMS`` excludes them.
+    """
+    given = os.environ.get("JAX_PLATFORMS", "")
+    if given and "cpu" not in given.split(","):
+        raise pytest.UsageError(
+            f"JAX_PLATFORMS={given} leaves out JAX's CPU devices, with which the tests compare the others. "
+            f"Run JAX_PLATFORMS={given},cpu pytest -m gpu"
+        )
 
 
 def share_compiled(folder: Path) -> None:

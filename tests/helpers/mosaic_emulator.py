@@ -30,8 +30,7 @@ class Reference:
     def reshape(self, *shape: int) -> "Reference":
         return Reference(self.array.reshape(shape, copy=False))
 
-    def __setitem__(self, index: Any, value: jax.Array) -> None:
-        assert index is ...
+    def store(self, value: jax.Array, **_: Any) -> None:
         assert (value.shape, value.dtype) == (self.shape, self.dtype)
         self.array[...] = np.asarray(value)
 
@@ -71,6 +70,7 @@ def emulate(monkeypatch) -> None:
     monkeypatch.setattr(lax, "axis_index", lax.axis_index)
     monkeypatch.setattr(plgpu, "kernel", _kernel)
     monkeypatch.setattr(plgpu, "load", lambda ref, **_: jnp.asarray(ref.array))
+    monkeypatch.setattr(plgpu, "store", Reference.store, raising=False)  # new in JAX 0.12
     monkeypatch.setattr(plgpu, "layout_cast", lambda x, _: x)
     monkeypatch.setattr(
         plgpu,

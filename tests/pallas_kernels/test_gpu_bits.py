@@ -1,7 +1,4 @@
-"""The kernels on a GPU against the reference on the CPU, bit for bit.
-
-Run with `pytest -m gpu tests/pallas_kernels/test_gpu_bits.py` on a machine with a CUDA GPU.
-"""
+"""The kernels on a GPU against the reference on the CPU, bit for bit."""
 
 import jax
 import jax.numpy as jnp

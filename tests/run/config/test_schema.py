@@ -3,12 +3,14 @@
 import json
 import tomllib
 
-import jsonschema
 import pytest
 from environment import ROOT
 
 from zerojax.cli import main
 from zerojax.run.config import RunConfig, config_to_dict
+
+pytest.importorskip("jsonschema", reason="the extra zerojax[dev] is not installed")
+import jsonschema  # noqa: E402
 
 
 @pytest.fixture(scope="module")
