@@ -48,7 +48,7 @@ def test_nothing_is_fused_into_the_product_of_a_layer_in_its_stack(name):
 
     found, traced = (f(at_matmuls(run))((LayerOperand(w),), x) for f in (jax.jit, jax.make_jaxpr))
     for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(run((w,), x)), strict=True):
-        np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (mine, theirs)), rtol=1e-6)
+        np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (mine, theirs)), rtol=1e-5)
     assert str(traced).count("optimization_barrier") == str(traced).count("dot_general[") > 0
 
 
