@@ -18,7 +18,8 @@ fi
 
 # jax-cuda12-pjrt is the compiler, jax-cuda12-plugin its glue for this JAX, and nvcc's wheel brings
 # ptxas and libdevice. Their dependencies (cuDNN, cuBLAS, NCCL: 3 GB) only matter at run time.
+nvcc=$(sed -n 's/^\(nvidia-cuda-nvcc-cu12==[^ ]*\).*/\1/p' "$(dirname "${BASH_SOURCE[0]}")/../constraints.txt")
 "$python" -m pip install --quiet --no-deps --upgrade --target "$dir" \
-  "jax-cuda12-pjrt==$version" "jax-cuda12-plugin==$version" "nvidia-cuda-nvcc-cu12>=12.6.85,<13"
+  "jax-cuda12-pjrt==$version" "jax-cuda12-plugin==$version" "$nvcc"
 touch "$dir/complete"
 echo "CUDA compiler for JAX $version: $dir ($(du -sh "$dir" | cut -f1))"

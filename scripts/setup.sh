@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make .venv and install zerojax into it: scripts/setup.sh [EXTRA]
+# Make .venv and install zerojax into it, with the tested versions of constraints.txt: scripts/setup.sh [EXTRA]
 # Needs Python 3.12 or newer with pip. Choose another interpreter by PYTHON=/path/to/python.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -13,10 +13,12 @@ fi
 if ! [ -x .venv/bin/python ]; then
     "$python" -m venv .venv
 fi
-# Installed before from the same pyproject.toml: nothing to do.
 extra=${1:-}
 stamp=.venv/installed-${extra:-base}
-if ! cmp -s pyproject.toml "$stamp"; then
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".${extra:+[$extra]}"
-    cp pyproject.toml "$stamp"
+if cat pyproject.toml constraints.txt | cmp -s - "$stamp"; then
+    exit 0 # installed before from the same files
 fi
+# In the environment, so that they also hold for what builds the package.
+export PIP_CONSTRAINT="${PIP_CONSTRAINT:-} constraints.txt" PIP_BUILD_CONSTRAINT=constraints.txt
+.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".${extra:+[$extra]}"
+cat pyproject.toml constraints.txt >"$stamp"

@@ -1,7 +1,7 @@
 """Emulated devices for every test, set before JAX starts.
 
-Tests run on twelve CPU devices (enough for a 4 x 3 mesh) unless ``JAX_PLATFORMS`` asks for another platform as
-well (CONTRIBUTING.md).
+Tests run on twelve CPU devices (enough for a 4 x 3 mesh) unless ``JAX_PLATFORMS`` asks for another platform
+as well (CONTRIBUTING.md).
 """
 
 import gc

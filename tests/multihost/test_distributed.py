@@ -180,7 +180,12 @@ def test_jax_leaves_a_job_after_all_processes_and_without_warnings(monkeypatch, 
     monkeypatch.setattr(jax.distributed, "shutdown", calls.shutdown)
     join("127.0.0.1:9", 0, 2)
     silence = [mock.call.level(2)] if quieter else []
-    assert calls.mock_calls == [mock.call.peers.leave(), *silence, mock.call.shutdown(), mock.call.peers.close()]
+    assert calls.mock_calls == [
+        mock.call.peers.leave(),
+        *silence,
+        mock.call.shutdown(),
+        mock.call.peers.close(),
+    ]
 
 
 ENDS_WELL = """

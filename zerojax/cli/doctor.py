@@ -22,7 +22,7 @@ from zerojax.run.config import ClusterSection, MeshSection
 from zerojax.run.metrics.devices import peak_flops
 from zerojax.sharding.host_memory import LIMIT, free_host_memory, host_limit
 from zerojax.sharding.mesh import on_gpus
-from zerojax.versions import installed
+from zerojax.versions import JAX_TESTED, installed
 
 _PACKAGES = ("zerojax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers")
 _GPU_PACKAGES = ("jax-cuda13-plugin", "jax-cuda12-plugin", "jax-triton", "triton", flash_attention.PACKAGE)
@@ -76,6 +76,8 @@ def _versions() -> Rows:
         found = installed(name)
         if found or name in _PACKAGES:
             rows.append((name, found or "missing"))
+    if not jax.__version__.startswith(tuple(f"{tested}." for tested in JAX_TESTED)):
+        rows.append(("note", f"zerojax is tested with JAX {' and '.join(JAX_TESTED)}"))
     return rows
 
 

@@ -146,7 +146,7 @@ def joined(
 
 
 def _leave(others: Peers) -> None:
-    """Wait for all processes, then leave the job: JAX's clients first, its service and the connections after."""
+    """Wait for all processes, then leave: JAX's clients, its service, the connections."""
     sys.stdout.flush()
     others.leave()
     # A GPU's client watches JAX's service until it is destroyed, which an array that outlives the block

@@ -10,7 +10,7 @@ from zerojax.cli import main
 from zerojax.run.config import RunConfig, config_to_dict
 
 pytest.importorskip("jsonschema", reason="the extra zerojax[dev] is not installed")
-import jsonschema  # noqa: E402
+import jsonschema
 
 
 @pytest.fixture(scope="module")

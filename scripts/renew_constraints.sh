@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Write constraints.txt: the newest versions that pyproject.toml allows, for all extras on Linux and macOS.
+# PYTHON chooses the interpreter, whose pip fetches uv. Then run scripts/test.sh, and commit the file.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+python=${PYTHON:-python3}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+"$python" -m pip install --quiet --disable-pip-version-check --target "$work/uv" uv
+"$work/uv/bin/uv" pip compile pyproject.toml --universal --all-extras --quiet \
+    --no-annotate --no-header --output-file "$work/found"
+{
+    echo "# Tested versions of all dependencies, written by scripts/renew_constraints.sh; scripts/setup.sh installs them."
+    grep -v "== 'win32'\|== 'emscripten'" "$work/found"
+} >constraints.txt
