@@ -9,6 +9,7 @@ through shared memory.
 # Pallas has no complete types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,11 +91,12 @@ class Tile:
 
 def store(ref: Any, values: jax.Array) -> None:
     """Write an array to a ref of its shape, as its layout is: in narrow vectors, or with bank conflicts."""
-    if hasattr(plgpu, "store"):
-        # From JAX 0.12 an assignment refuses vectors of less than four bytes, and bank conflicts.
-        plgpu.store(ref, values, optimized=False)
-    else:
+    plain: Callable[..., None] | None = getattr(plgpu, "store", None)
+    if plain is None:
         ref[...] = values
+    else:
+        # From JAX 0.12 an assignment refuses vectors of less than four bytes, and bank conflicts.
+        plain(ref, values, optimized=False)
 
 
 def choose_tile(blocks: int, width: int, vector: int, elements: int) -> Tile | None:

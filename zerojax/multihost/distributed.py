@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 from jax._src.clusters import ClusterEnv  # JAX exposes its cluster detection only through `initialize`
-from jax._src.lib import utils
+from jax._src.lib import utils  # pyright: ignore[reportPrivateImportUsage]
 
 from zerojax.errors import ConfigurationError, JobError, RunError
 from zerojax.errors import report as report_error
