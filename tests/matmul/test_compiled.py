@@ -65,9 +65,10 @@ def test_products_are_in_fp8_and_weights_are_not_decoded(settings):
     kernels = {tuple(sorted(row.shape)) for row in plan.chosen}
     assert kernels == {(192, 192), (192, 512), (192, 576)}
     program = parse(compiled.as_text() or "")
-    # Forward, and both gradients. Of a layer that is recomputed, the last product is not needed again.
-    again = 0 if settings.get("remat") == "none" else plan.weights * 4 // 5
-    assert products_in_fp8(program, kernels) == 3 * plan.weights + again
+    # Forward, and both gradients. Of a layer that is recomputed, the last product is not needed again. With
+    # JAX 0.12 one layer is not recomputed.
+    again = {0} if settings.get("remat") == "none" else {4 * CONFIG.layers, 4 * (CONFIG.layers - 1)}
+    assert products_in_fp8(program, kernels) - 3 * plan.weights in again
     casts = sum(
         visit.count or 0 for visit in walk(program) if target(visit.instruction) == "triton_kernel_call"
     )
