@@ -1,6 +1,9 @@
 """A reward that fails costs its completion alone."""
 
 import os
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -15,13 +18,13 @@ import pytest
 
 from zerojax.errors import ConfigurationError
 from zerojax.posttrain.data.prompts import Prompt
-from zerojax.posttrain.reward.process import LostReward, RewardProcess
+from zerojax.posttrain.reward.process import LostReward, RewardProcess, read_line
 from zerojax.posttrain.reward.scorers import FunctionScorer
 from zerojax.posttrain.rollout.rollout import Rollout
 from zerojax.run.config import PosttrainSection, RewardFunction
 
 SOURCE = """
-import os, subprocess, sys, time
+import os, socket, subprocess, sys, time
 from beside import BONUS
 
 def met(completion, others):
@@ -54,11 +57,16 @@ def reward(prompt, completion, answer="", **row):
     if completion == "long":
         raise ValueError("two\\nlines" * 1000)
     if completion == "row":
-        return list(row.values()) == ["2020-01-02", "1.5"]
+        return float(list(row.values()) == ["2020-01-02", "1.5"])
     if completion == "nan":
         return float("nan")
     if completion == "text":
-        return "a lot"
+        return "1.5"
+    if completion == "bool":
+        return True
+    if completion == "numpy bool":
+        import numpy
+        return numpy.bool(True)
     if completion == "pid":
         return os.getpid()
     if completion == "colours":
@@ -75,7 +83,12 @@ def reward(prompt, completion, answer="", **row):
         os.closerange(3, 4096)
         return 7
     if completion == "platform":
-        return os.environ["JAX_PLATFORMS"] == "cpu"
+        return float(os.environ["JAX_PLATFORMS"] == "cpu")
+    if "sends" in row:
+        with socket.socket(socket.AF_UNIX) as channel:
+            channel.connect(sys.argv[1])
+            channel.sendall((row["sends"] * row["times"]).encode())
+            time.sleep(60)
     return len(prompt) + BONUS * (completion == answer) + row.get("more", 0)
 
 async def slowly(prompt, completion, **row):
@@ -134,6 +147,13 @@ def is_alive(pid: int) -> bool:
     return status.exists() and status.read_text().split()[2] != "Z"
 
 
+def assert_gone(pid: int) -> None:
+    deadline = time.monotonic() + 10
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_alive(pid)
+
+
 def test_a_reward_gets_prompt_completion_and_row(process: RewardProcess) -> None:
     assert score(process, "abc", "x", {"answer": "x", "more": 0.5}) == 103.5
     assert score(process, "ä\nß", "y", {}) == 3
@@ -149,6 +169,8 @@ def test_a_reward_gets_prompt_completion_and_row(process: RewardProcess) -> None
         ("huge", r"the reward is 1e\+300"),
         ("long", "^ValueError: two [linestwo ]{100,500}$"),
         ("text", "^reward returns a str, not a number$"),
+        ("bool", "^reward returns a bool, not a number$"),
+        ("numpy bool", "^reward returns a bool, not a number$"),
         ("colours", r"^ValueError: \\x1b\[31mred$"),
     ],
 )
@@ -169,7 +191,56 @@ def test_a_process_that_hangs_or_ends_is_started_again(process: RewardProcess) -
     with pytest.raises(LostReward, match="its process has ended"):
         score(process, "", "exit", {})
     assert score(process, "abc", "x", {}) == 3
-    assert not is_alive(child)
+    assert_gone(child)
+
+
+@pytest.mark.parametrize(
+    ("sent", "times", "why"),
+    [
+        ("5\n", 1, r"its process sent b'5\\n', which is no answer"),
+        ("[1]\n", 1, "which is no answer"),
+        ("[" * 200_000 + "\n", 1, r"sent b'\[\[\[.*\.\.\., which is no answer"),
+        ('{"rewards": ["x", null]}\n', 1, "which is no answer"),
+        ('{"rewards": [1.0, 2.0]}\n', 1, "which is no answer"),
+        ('{"rewards": [NaN]}\n', 1, "which is no answer"),
+        ('{"rewards": [1e300]}\n', 1, "which is no answer"),
+        ('{"state": 1}\n', 1, "which is no answer"),
+        ("\\xff\n", 1, "which is no answer"),
+        ("[" * (1 << 20), 17, "^an answer of more than 16 MiB$"),
+    ],
+)
+def test_what_is_no_answer_is_an_error_of_the_reward(
+    process: RewardProcess, sent: str, times: int, why: str
+) -> None:
+    with pytest.raises(LostReward, match=why):
+        score(process, "", "", {"sends": sent, "times": times})
+    assert score(process, "abc", "x", {}) == 3
+
+
+def test_an_answer_that_keeps_coming_has_the_same_time() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b"{}\n")
+        with pytest.raises(TimeoutError):
+            read_line(ours, time.monotonic() - 1)
+        assert read_line(ours, time.monotonic() + 60) == b"{}\n"
+
+
+def test_what_a_reward_started_ends_with_a_trainer_that_is_killed(function: str) -> None:
+    program = f"""
+from zerojax.posttrain.reward.process import RewardProcess
+process = RewardProcess([{function!r}], 60.0)
+process.load()
+process.ask("score", "", "hang", {{}})
+"""
+    with subprocess.Popen([sys.executable, "-c", program]) as trainer:
+        child, deadline = Path("child"), time.monotonic() + 60
+        while not (child.exists() and child.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        pid = int(child.read_text())
+        assert is_alive(pid)
+        trainer.kill()
+    assert_gone(pid)
 
 
 def test_a_child_that_comes_back_from_the_function_answers_nothing(process: RewardProcess) -> None:
@@ -189,7 +260,7 @@ def test_a_closed_process_is_gone(process: RewardProcess) -> None:
     pid = int(score(process, "", "pid", {}))
     assert is_alive(pid)
     process.close()
-    assert not is_alive(pid)
+    assert_gone(pid)
     assert pid != os.getpid()
 
 

@@ -36,7 +36,6 @@ class RewardPool:
         self._idle = LifoQueue[RewardProcess]()
         for process in reversed(self._processes):
             self._idle.put(process)
-        # Not one per rollout: a process ends with the thread that started it.
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
 
     def ask(
@@ -65,7 +64,7 @@ class RewardPool:
         Raises:
             ConfigurationError: none can be answered.
         """
-        answer = self._threads.submit(self._answer, question).result()
+        answer = self._answer(question)
         if isinstance(answer, RefusedReward):
             self.close()
             raise ConfigurationError(f"{self._processes[0].key}: {answer}") from answer

@@ -16,15 +16,22 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from zerojax.errors import ConfigurationError
-from zerojax.multihost import pdeathsig
 from zerojax.posttrain.reward import worker
-from zerojax.validation.untrusted import printable
+from zerojax.validation.untrusted import printable, short
 
 Kind = Literal["rewards", "environment"]
 
 _LOADING_SECONDS = 60.0
 _POLL_SECONDS = 0.1  # within which the end of a process is noticed
 _MAX_LINE_BYTES = 4096  # of what a function prints
+_MAX_ANSWER_BYTES = 1 << 24  # of a state and an observation, which the model reads
+_ANSWERS = {
+    "load": set[str](),
+    "score": {"rewards"},
+    "reset": {"state"},
+    "step": {"state", "observation", "reward"},
+}
+"""Question -> the keys of its answer."""
 _SECRET = re.compile(
     r"(^|_)(TOKENS?|(API|ACCESS)?KEYS?|SECRETS?|PASS|PASSWD|PASSWORDS?|CREDENTIALS?|AUTH)(_|$)", re.IGNORECASE
 )
@@ -46,7 +53,7 @@ class RewardProcess:
     an exit does not harm the run. The process gets no environment variables whose names suggest a secret,
     such as HF_TOKEN.
 
-    On Linux the process ends with the thread that started it.
+    The process, and those that it started, end with the process that started it, even if that is killed.
 
     Args:
         named: what to run, each "path/to/file.py:name".
@@ -71,7 +78,7 @@ class RewardProcess:
             if not Path(file).is_file():
                 raise ConfigurationError(f"{self.key}: {file}: no such file (from {Path.cwd()})")
             self._arguments += file, name
-        self._named = ", ".join(named)
+        self._named, self._count = ", ".join(named), len(named)
         self._seconds = seconds
         self._variables = {*variables}
         self._process: subprocess.Popen[bytes] | None = None
@@ -97,7 +104,7 @@ class RewardProcess:
         """
         if self._process is None:
             self._start()
-        return self._ask([what, *arguments], self._seconds)
+        return self._ask(what, self._seconds, arguments)
 
     def kill(self) -> None:
         """Kill the process and those that it started; another thread that waits for a reward loses it."""
@@ -111,6 +118,8 @@ class RewardProcess:
         if (process := self._process) is not None:
             self._process = None
             process.wait()
+            assert process.stdin is not None
+            process.stdin.close()
             self._listener.close()
             if self._connection is not None:
                 self._connection.close()
@@ -131,8 +140,8 @@ class RewardProcess:
             name: x for name, x in os.environ.items() if name in self._variables or not _SECRET.search(name)
         }
         self._process = subprocess.Popen(
-            [sys.executable, pdeathsig.__file__, *program],
-            stdin=subprocess.DEVNULL,
+            program,
+            stdin=subprocess.PIPE,  # never written to: it ends when this process does
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             env=plain | {"JAX_PLATFORMS": "cpu"},
@@ -141,33 +150,58 @@ class RewardProcess:
         # Not waited for: a child of the process may hold the pipe open.
         threading.Thread(target=_show, args=(self._process.stderr,), daemon=True).start()
         try:
-            self._ask(None, _LOADING_SECONDS)
+            self._ask("load", _LOADING_SECONDS)
         except LostReward:
             self.close()  # it has loaded nothing, and the next start may do better
             raise
 
-    def _ask(self, question: Any, seconds: float) -> dict[str, Any]:
-        """Send a question, unless it is None, and read the answer; ends the process if there is none."""
+    def _ask(self, what: str, seconds: float, arguments: Sequence[Any] | None = None) -> dict[str, Any]:
+        """Send a question, which loading has none of, and read the answer; ends the process if none comes."""
         deadline = time.monotonic() + seconds
         try:
-            if question is not None:
+            if arguments is not None:
                 assert self._connection is not None
                 self._connection.settimeout(seconds)
                 with self._connection:
-                    self._connection.sendall(json.dumps(question, default=str).encode() + b"\n")
+                    self._connection.sendall(json.dumps([what, *arguments], default=str).encode() + b"\n")
             self._connection = self._accept(deadline)
-            answer = json.loads(_read_line(self._connection, deadline))
+            answer = self._parse(what, read_line(self._connection, deadline))
+        except LostReward:
+            self.close()
+            raise
         except TimeoutError:
             self.close()
-            limit = "to load it" if question is None else "(posttrain.reward_seconds)"
+            limit = "(posttrain.reward_seconds)" if arguments is not None else "to load it"
             raise LostReward(f"no answer for {seconds:g} s {limit}") from None
-        except (OSError, EOFError, ValueError):
+        except (OSError, EOFError):
             self.close()
             raise LostReward("its process has ended") from None
         if "error" in answer:
             kind = RefusedReward if answer.get("refused") else LostReward
             raise kind(printable(answer["error"]))
         return answer
+
+    def _parse(self, what: str, line: bytes) -> dict[str, Any]:
+        """The answer in a line, which anything that the user's code started may have sent.
+
+        Raises:
+            LostReward: reward/worker.py does not answer so.
+        """
+        with suppress(ValueError, RecursionError):
+            if self._is_answer(what, answer := json.loads(line)):
+                return answer
+        raise LostReward(f"its process sent {short(line)}, which is no answer")
+
+    def _is_answer(self, what: str, value: Any) -> bool:
+        if not isinstance(value, dict) or isinstance(value.get("error"), str):
+            return isinstance(value, dict)
+        numbers = value.get("rewards", [value.get("reward", 0.0)])
+        return (
+            value.keys() == _ANSWERS[what]
+            and isinstance(numbers, list)
+            and (what != "score" or len(numbers) == self._count)
+            and all(isinstance(one, float) and abs(one) <= worker.MAX_REWARD for one in numbers)
+        )
 
     def _accept(self, deadline: float) -> socket.socket:
         """The connection by which the process answers.
@@ -189,14 +223,25 @@ class RewardProcess:
                     raise
 
 
-def _read_line(connection: socket.socket, deadline: float) -> bytes:
-    line = b""
+def read_line(connection: socket.socket, deadline: float) -> bytes:
+    """A line that has come in full by the deadline, a time of ``time.monotonic``.
+
+    Raises:
+        TimeoutError: it has not, though more of it may keep coming.
+        EOFError: the connection ended before the line did.
+        LostReward: it is longer than any answer.
+    """
+    line = bytearray()
     while not line.endswith(b"\n"):
-        connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+        if (left := deadline - time.monotonic()) <= 0:
+            raise TimeoutError
+        connection.settimeout(left)
         if not (more := connection.recv(1 << 16)):
             raise EOFError
         line += more
-    return line
+        if len(line) > _MAX_ANSWER_BYTES:
+            raise LostReward(f"an answer of more than {_MAX_ANSWER_BYTES >> 20} MiB")
+    return bytes(line)
 
 
 def _show(printed: IO[bytes]) -> None:

@@ -17,12 +17,16 @@ import importlib.util
 import inspect
 import json
 import os
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
-_MAX_REWARD = 3.4028235e38  # of fp32, in which rewards are kept
+MAX_REWARD = 3.4028235e38
+"""Of fp32, in which rewards are kept."""
+
 _MAX_ERROR_LENGTH = 500  # characters of an error
 
 Answer = dict[str, Any]
@@ -65,12 +69,15 @@ def call(function: Callable[..., Any], given: dict[str, Any], row: dict[str, Any
 
 
 def checked_reward(value: Any, function: Callable[..., Any]) -> float:
-    """A number that fp32 holds."""
+    """A number that fp32 holds. Texts and bools, also those of numpy and torch, are none."""
+    is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
     try:
+        if is_bool or isinstance(value, str | bytes | bytearray):
+            raise TypeError
         found = float(value)
     except (TypeError, ValueError) as error:
         raise RefusedError(f"{_name(function)} returns a {type(value).__name__}, not a number") from error
-    if not abs(found) <= _MAX_REWARD:
+    if not abs(found) <= MAX_REWARD:
         raise ValueError(f"the reward is {found}")
     return found
 
@@ -146,8 +153,26 @@ def answer(find: Callable[[], Answer]) -> Answer:
         return {"error": " ".join(f"{type(error).__name__}: {error}"[:_MAX_ERROR_LENGTH].split())}
 
 
+def kill_group_after(wait: Callable[..., object], *arguments: Any) -> None:
+    """Wait, then kill this process and all of its group."""
+    wait(*arguments)
+    os.killpg(0, signal.SIGKILL)
+
+
+def fork_guarded() -> None:
+    """Fork a process to run the user's code, and return there.
+
+    The first process leads the group. It kills the group, with all that the user's code started, when the
+    second process ends, or when the standard input does: the trainer, which holds its other end, is gone.
+    """
+    if worker := os.fork():
+        threading.Thread(target=kill_group_after, args=(os.waitpid, worker, 0), daemon=True).start()
+        kill_group_after(os.read, 0, 1)
+
+
 def main(address: str, kind: str, *named: str) -> None:
     """Answer questions until nobody asks."""
+    fork_guarded()
     # What a function prints goes to the standard error.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
