@@ -11,7 +11,14 @@ from zerojax.cli import on_config
 from zerojax.cli.cluster import JobOptions
 from zerojax.cli.untrained import emulated_setup
 from zerojax.errors import ConfigurationError, RunError
-from zerojax.interop.huggingface import ModelFolder, ModelReader, is_model, run_settings, save_tokenizer
+from zerojax.interop.huggingface import (
+    ModelFolder,
+    ModelReader,
+    check_template,
+    is_model,
+    run_settings,
+    save_tokenizer,
+)
 from zerojax.run import checkpoints
 from zerojax.run.config import RunConfig, find_config, saved_config
 from zerojax.run.config.keys import Tables
@@ -173,6 +180,7 @@ def show_plan(
         data, own = settings.data, folder.tokenizer
         if source is not None and data.tokenizer == str(own.absolute()) and not own.is_file():
             # The run would write it first.
+            check_template(source, settings, folder)
             save_tokenizer(source, Path(place) / own.name)
             data = replace(data, tokenizer=str(Path(place) / own.name))
         check_inputs(replace(settings, data=data), folder, manifest)

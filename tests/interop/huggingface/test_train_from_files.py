@@ -30,6 +30,16 @@ LORA: dict[str, dict[str, Any]] = {
 }
 
 
+def test_a_template_that_cannot_be_used_is_named_by_the_models_file(text: Path, tmp_path: Path) -> None:
+    model, run = copy_of("llama2", tmp_path / "model"), RunFolder(tmp_path / "run")
+    (model / "chat_template.jinja").write_text("{{ 1 / 0 }}")
+    chat = {**LORA, "data": {"kind": "chat", "packing": "documents"}}
+    source, config = ModelFolder.open(model), with_model(model, micro_config(text, **chat), run)
+    with pytest.raises(ZeroError, match=f"^the chat template in {model}/chat_template.jinja: .*by zero"):
+        begin_run(source, config, run)
+    assert not run.huggingface.exists()
+
+
 def begun(model: Path, text: Path, folder: Path) -> RunConfig:
     """The settings of a run from a model, whose small files are in its folder."""
     source, run = ModelFolder.open(model), RunFolder(folder)

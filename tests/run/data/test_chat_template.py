@@ -97,6 +97,20 @@ def test_a_conversation_without_a_clear_answer_is_refused(name: str, messages: A
         template(name).render_targets(messages)
 
 
+def test_a_generation_prompt_that_does_not_begin_an_answer_is_said_to_be_that() -> None:
+    # trim_blocks takes the line break after "{% if true %}".
+    source = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if true %}\n{{ m.content }}{% endif %}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+    )
+    found = ChatTemplate(source, name="the chat template in here.jinja")
+    message = r"in here.jinja asks for an answer by '<.assistant.>.n', .* as '<.assistant.>b<.end.>', which"
+    with pytest.raises(DataError, match=message):
+        found.render_targets(chat("a", "b"))
+    with pytest.raises(DataError, match=message):
+        found.render_answer(chat("a", "b"))
+
+
 def test_the_end_of_a_turn() -> None:
     ends = {name: template(name).turn_end for name in TEMPLATES}
     assert ends == {
@@ -125,6 +139,18 @@ OUTSIDE = (
         (EACH, r"line 1: .*endfor"),
         ("{{ messages[5].role }}", "has no element 5"),
         ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ 10**5000 }}", "ValueError: Exceeds the limit"),
+        ("{% continue %}", "SyntaxError: 'continue' not properly in loop"),
+        ("{{ messages|dictsort }}", "AttributeError: 'list' object has no attribute 'items'"),
+        ("{{ 'a'|truncate(-1) }}", "AssertionError: expected length"),
+        ("{{ 'a' * 9**15 }}", "it needs more than 1024 MiB: set data.chat_template"),
+        ("{{ 'a' * 2 * 10**9 }}", "it needs more than 1024 MiB: set data.chat_template"),
+        ("{{ 'a' * 10**8 }}", "it writes more than 67,108,864 characters"),
+        (
+            "{% for a in messages %}" * 150 + "{% endfor %}" * 150,
+            "RecursionError|SyntaxError|Indentation",
+        ),
+        ("{{ raise_exception('a' * 10**7) }}", "the chat template: a{400,1000}$"),
         ("{{ messages.append(1) }}", "unsafe|not safely callable"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{% include 'x' %}", "no loader"),
@@ -140,13 +166,13 @@ class TestFiles:
         assert find_template(tmp_path) is None
         config = tmp_path / "tokenizer_config.json"
         config.write_text(json.dumps({"chat_template": "one"}))
-        assert find_template(tmp_path) == "one"
+        assert find_template(tmp_path) == ("one", config)
         named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "two"}]
         config.write_text(json.dumps({"chat_template": named}))
-        assert find_template(tmp_path) == "two"
+        assert find_template(tmp_path) == ("two", config)
         assert load_template("tokenizer", str(tmp_path / "tokenizer.json"))[0] == "two"
         (tmp_path / "chat_template.jinja").write_text("three")
-        assert find_template(tmp_path) == "three"
+        assert find_template(tmp_path) == ("three", tmp_path / "chat_template.jinja")
         assert load_template(str(tmp_path / "chat_template.jinja"), "byte")[0] == "three"
 
     @pytest.mark.parametrize("tokenizer", ["byte", "bpe", "elsewhere/tokenizer.json"])
@@ -159,6 +185,9 @@ class TestFiles:
             load_template("nowhere.jinja", "byte")
         (tmp_path / "tokenizer_config.json").write_text('{"chat_template": 3}')
         with pytest.raises(DataError, match="should be a string"):
+            find_template(tmp_path)
+        (tmp_path / "chat_template.jinja").write_text("a" * (1 << 20) + "b")
+        with pytest.raises(DataError, match=r"chat_template.jinja: more than 1,048,576 characters"):
             find_template(tmp_path)
         (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
         with pytest.raises(DataError, match=r"not valid UTF-8: .* position 0"):

@@ -18,6 +18,7 @@ from zerojax.interop.huggingface.families import FAMILIES
 from zerojax.interop.huggingface.importing import (
     ModelReader,
     begin_run,
+    check_template,
     import_model,
     run_settings,
     save_tokenizer,
@@ -39,6 +40,7 @@ __all__ = [
     "adapter_lora",
     "begin_run",
     "check_quantizable",
+    "check_template",
     "export_adapter",
     "export_model",
     "import_model",

@@ -24,6 +24,7 @@ from zerojax.run.checkpoints import Checkpoints, Record, step_dirs
 from zerojax.run.config import RunConfig, spelled_out
 from zerojax.run.config.keys import Tables
 from zerojax.run.config.tables import table_of
+from zerojax.run.data import prepare
 from zerojax.run.data.chat_template import TEMPLATE, find_template
 from zerojax.run.data.tokenizer import Tokenizer
 from zerojax.run.run_dir import RunFolder, copy_files
@@ -95,6 +96,7 @@ def begin_run(source: ModelFolder, config: RunConfig, folder: RunFolder) -> None
 
     def write() -> None:
         if not folder.config.exists():
+            check_template(source, config, folder)
             with disk_errors(folder.path), closing(RunLock(folder)) as lock:
                 lock.take()
                 _write_files(source, open_files(source.folder), folder)
@@ -170,8 +172,19 @@ def save_tokenizer(source: ModelFolder, path: Path) -> None:
     """Write a model's tokenizer, if it has one, and beside it its chat template."""
     if source.tokenizer is not None:
         source.tokenizer.save(path)
-        if (template := find_template(source.folder)) is not None:
-            path.with_name(TEMPLATE).write_text(template, encoding="utf-8")
+        if (found := find_template(source.folder)) is not None:
+            path.with_name(TEMPLATE).write_text(found[0], encoding="utf-8")
+
+
+def check_template(source: ModelFolder, config: RunConfig, folder: RunFolder) -> None:
+    """Check the chat template of a model, which a run in ``folder`` would copy and use.
+
+    Raises:
+        DataError: it cannot be used; names the model's file.
+    """
+    if source.tokenizer is not None and config.data.tokenizer == str(folder.tokenizer.absolute()):
+        theirs = replace(config.data, tokenizer=str(source.folder / folder.tokenizer.name))
+        prepare.check_template(theirs, folder.data, source.tokenizer)
 
 
 def _finish(source: ModelFolder, config: RunConfig, folder: RunFolder) -> None:

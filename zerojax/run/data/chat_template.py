@@ -2,28 +2,21 @@
 
 Hugging Face tokenizers carry one, as "chat_template" in tokenizer_config.json or as chat_template.jinja.
 Templates are rendered as ``transformers`` does (``apply_chat_template`` with ``tokenize=False``): in Jinja's
-sandbox, without access to files or to Python's internals.
+sandbox, without access to files or to Python's internals; and in a process with limits of time and memory.
 """
 
-import json
 import re
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock, Node
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from zerojax.errors import file_errors
 from zerojax.run.data.formats import DataError, user_path
+from zerojax.run.data.template_process import Ranges, TemplateProcess
 from zerojax.run.data.tokenizer import SETTINGS, read_settings
-from zerojax.validation.untrusted import printable, short
+from zerojax.validation.untrusted import short
 
 TEMPLATE = "chat_template.jinja"
 """Beside a tokenizer.json, as in Hugging Face's folders."""
@@ -41,10 +34,10 @@ BUILT_IN = {"chatml": CHATML}
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
-Ranges = tuple[tuple[int, int], ...]
 
-_REFUSALS = jinja2.TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError
+_PROCESS = TemplateProcess()
 _PROBE = "0f2c9a71"  # content that no template writes itself
+_MAX_CHARS = 1 << 20  # of a template
 _TOOLS = re.compile(r"\btools\b")
 _BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -63,22 +56,6 @@ class ChatTemplate:
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     name: str = "the chat template"
 
-    @cached_property
-    def _compiled(self) -> jinja2.Template:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
-        )
-        # Jinja's own filter would escape HTML.
-        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-        environment.globals |= {
-            "raise_exception": _raise,
-            "strftime_now": lambda format: datetime.now().strftime(format),
-        }
-        try:
-            return environment.from_string(self.source)
-        except jinja2.TemplateSyntaxError as error:
-            raise DataError(f"{self.name}: line {error.lineno}: {printable(str(error))}") from error
-
     def render(
         self, messages: Sequence[Message], *, tools: Tools = None, add_generation_prompt: bool = False
     ) -> str:
@@ -94,7 +71,8 @@ class ChatTemplate:
         Raises:
             DataError: the template is not valid, or refuses the conversation, or does not write its tools.
         """
-        return self._render(messages, tools, add_generation_prompt)[0]
+        ((text, _),) = self._render(messages, tools, [(len(messages), add_generation_prompt)])
+        return text
 
     def render_targets(self, messages: Sequence[Message], tools: Tools = None) -> tuple[str, Ranges]:
         """The text of a conversation, and the ranges of its characters that an assistant is to write.
@@ -107,10 +85,16 @@ class ChatTemplate:
             DataError: as for ``render``; there is nothing to learn; or the template has no blocks and does
                 not continue where the text of fewer messages ends.
         """
-        text, ranges = self._render(messages, tools, False)
-        if not self._has_blocks:
-            turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-            ranges = tuple(self._turn(messages, tools, number, text) for number in turns)
+        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        cuts = [] if self._has_blocks else [cut for n in turns for cut in ((n, True), (n + 1, False))]
+        (text, blocks), *others = self._render(messages, tools, [(len(messages), False), *cuts])
+        if self._has_blocks:
+            return text, _written(blocks)
+        ranges: list[tuple[int, int]] = []
+        for number, (before, _), (after, _) in zip(turns, others[::2], others[1::2], strict=True):
+            if not (after.startswith(before) and text.startswith(after)):
+                raise self._break(messages, tools, number)
+            ranges.append((len(before), len(after)))
         return text, _written(ranges)
 
     def render_answer(self, messages: Sequence[Message], tools: Tools = None) -> tuple[str, Ranges]:
@@ -123,36 +107,38 @@ class ChatTemplate:
             DataError: as for ``render``; there is nothing to learn; or the template does not continue where
                 the text of the messages before the last ends.
         """
-        text, blocks = self._render(messages, tools, False)
+        last = len(messages) - 1
         # A prompt may end with more than is written before an answer, such as "<think>"; blocks say where it
         # begins all the same.
-        for prompt in (True, False) if self._has_blocks else (True,):
-            before, _ = self._render(messages[:-1], tools, prompt)
+        prompts = (True, False) if self._has_blocks else (True,)
+        cuts = [(last + 1, False), *((last, prompt) for prompt in prompts)]
+        (text, blocks), *befores = self._render(messages, tools, cuts)
+        for before, _ in befores:
             if text.startswith(before):
                 ranges = blocks if self._has_blocks else ((0, len(text)),)
                 return text, _written((max(start, len(before)), end) for start, end in ranges)
-        raise self._rewrites(len(messages) - 1)
+        raise self._break(messages, tools, last)
 
-    def _turn(self, messages: Sequence[Message], tools: Tools, number: int, text: str) -> tuple[int, int]:
-        """The range of an assistant's message in the text of the whole conversation."""
-        before, _ = self._render(messages[:number], tools, True)
-        after, _ = self._render(messages[: number + 1], tools, False)
-        if not (after.startswith(before) and text.startswith(after)):
-            raise self._rewrites(number)
-        return len(before), len(after)
-
-    @property
+    @cached_property
     def _has_blocks(self) -> bool:
         """Whether ``{% generation %}`` blocks mark what an assistant writes."""
         return _BLOCK.search(self.source) is not None
 
-    def _rewrites(self, number: int) -> DataError:
+    def _break(self, messages: Sequence[Message], tools: Tools, number: int) -> DataError:
+        """Why the text of a conversation does not go on from that of the messages before an assistant's."""
+        cuts = (number, False), (number, True), (number + 1, False)
+        (before, _), (prompt, _), (after, _) = self._render(messages, tools, cuts)
         way_out = "write them alike"
         if not self._has_blocks:
             way_out = "mark what the assistant writes by {% generation %} ... {% endgeneration %}"
+        way_out += " in a copy of the template, and give its path as data.chat_template"
+        if after.startswith(before) and not after.startswith(prompt):
+            return DataError(
+                f"{self.name} asks for an answer by {short(prompt[len(before) :])}, and writes an answer as "
+                f"{short(after[len(before) :])}, which does not begin with it: {way_out}"
+            )
         return DataError(
-            f"{self.name} writes the messages up to {number} differently when others follow: {way_out} in a "
-            "copy of the template, and give its path as data.chat_template"
+            f"{self.name} writes the messages up to {number} differently when others follow: {way_out}"
         )
 
     @cached_property
@@ -207,12 +193,20 @@ class ChatTemplate:
         """Whether the template reads contents that are lists of texts."""
         parts = [{"type": "text", "text": _PROBE}]
         try:
-            text, _ = self._run([{"role": role, "content": parts} for role in ("user", "assistant")])
+            text, _ = self._run(
+                [{"role": role, "content": parts} for role in ("user", "assistant")], None, [(2, False)]
+            )[0]
         except DataError:
             return False
         return text.count(_PROBE) == 2 and not re.search("['\"]type['\"]", text)
 
-    def _render(self, messages: Sequence[Message], tools: Tools, prompt: bool) -> tuple[str, Ranges]:
+    def _render(
+        self, messages: Sequence[Message], tools: Tools, cuts: Iterable[tuple[int, bool]]
+    ) -> list[tuple[str, Ranges]]:
+        """The texts of the first messages, and the ranges of their blocks.
+
+        Each of ``cuts`` is how many messages a text has, and whether it ends with the generation prompt.
+        """
         if tools and not _TOOLS.search(self.source):
             raise DataError(
                 f"{self.name} does not write the tools that come with the conversation: set "
@@ -231,27 +225,19 @@ class ChatTemplate:
             if isinstance(content, list) and not self._reads_parts:
                 own["content"] = text_of_content(content)
             plain.append(own)
-        return self._run(plain, tools, prompt)
+        return self._run(plain, tools, cuts)
 
     def _run(
-        self, messages: Sequence[Message], tools: Tools = None, prompt: bool = False
-    ) -> tuple[str, Ranges]:
-        template = self._compiled
-        blocks: list[str] = []
-        ranges: list[tuple[int, int]] = []
+        self, messages: Sequence[Message], tools: Tools, cuts: Iterable[tuple[int, bool]]
+    ) -> list[tuple[str, Ranges]]:
+        common = {"tools": tools, "documents": None, **self.special_tokens}
+        every = [
+            common | {"messages": messages[:count], "add_generation_prompt": prompt} for count, prompt in cuts
+        ]
         try:
-            with _GenerationBlocks.recorded(template.environment, blocks, ranges):
-                for block in template.generate(
-                    messages=messages,
-                    tools=tools,
-                    documents=None,
-                    add_generation_prompt=prompt,
-                    **self.special_tokens,
-                ):
-                    blocks.append(block)
-        except _REFUSALS as error:
-            raise DataError(f"{self.name}: {printable(str(error))}") from error
-        return "".join(blocks), tuple(ranges)
+            return _PROCESS.render(self.source, every)
+        except DataError as error:
+            raise DataError(f"{self.name}: {error}") from error
 
 
 def _written(ranges: Iterable[tuple[int, int]]) -> Ranges:
@@ -268,22 +254,22 @@ def text_of_content(content: Any) -> str:
     return content or ""
 
 
-def find_template(folder: Path) -> str | None:
-    """The chat template of a tokenizer's folder, or None if it has none.
+def find_template(folder: Path) -> tuple[str, Path] | None:
+    """The chat template of a tokenizer's folder and the file that holds it, or None if it has none.
 
     Raises:
         DataError: a file of the folder cannot be read.
     """
-    path = folder / TEMPLATE
+    path, settings = folder / TEMPLATE, folder / SETTINGS
     if path.is_file():
-        return _read(path)
-    found = read_settings(folder / SETTINGS).get("chat_template")
+        return _read(path), path
+    found = read_settings(settings).get("chat_template")
     if isinstance(found, list):  # of named ones
         named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
         found = named.get("default")
     if found is not None and not isinstance(found, str):
-        raise DataError(f"{folder / SETTINGS}: chat_template = {short(found)} should be a string")
-    return found
+        raise DataError(f"{settings}: chat_template = {short(found)} should be a string")
+    return None if found is None else (found, settings)
 
 
 def load_template(setting: str, tokenizer: str) -> tuple[str, str]:
@@ -305,57 +291,20 @@ def load_template(setting: str, tokenizer: str) -> tuple[str, str]:
         if not path.is_file():
             known = ", ".join(map(repr, BUILT_IN))
             raise DataError(f"data.chat_template {setting!r}: 'tokenizer', {known} or an existing file")
-        return _read(path), str(path)
-    folder = user_path(tokenizer).parent
-    found = None if tokenizer in ("byte", "bpe") else find_template(folder)
+        return _read(path), f"the chat template in {path}"
+    found = None if tokenizer in ("byte", "bpe") else find_template(user_path(tokenizer).parent)
     if found is None:
         raise DataError(
             f"data.tokenizer {tokenizer!r} has no chat template: set data.chat_template to "
             f"{' or '.join(map(repr, BUILT_IN))}, or to the path of a Jinja file"
         )
-    return found, f"the chat template in {folder}"
+    source, path = found
+    return source, f"the chat template in {path}"
 
 
 def _read(path: Path) -> str:
-    with file_errors(path, DataError, content="not valid UTF-8"):
-        return path.read_text(encoding="utf-8")
-
-
-def _raise(message: str) -> str:
-    raise jinja2.TemplateError(message)
-
-
-class _GenerationBlocks(Extension):
-    """The tag {% generation %} ... {% endgeneration %}, whose text an assistant writes."""
-
-    tags = {"generation"}  # noqa: RUF012  (Jinja's own is not annotated either)
-
-    def __init__(self, environment: jinja2.Environment) -> None:
-        super().__init__(environment)
-        self._blocks: list[str] = []
-        self._ranges: list[tuple[int, int]] = []
-
-    def parse(self, parser: Any) -> Node:
-        """Turn the tag into a call of ``_record``."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return CallBlock(self.call_method("_record"), [], [], body).set_lineno(line)
-
-    def _record(self, caller: Any) -> str:
-        text = caller()
-        start = sum(map(len, self._blocks))
-        self._ranges.append((start, start + len(text)))
-        return text
-
-    @classmethod
-    @contextmanager
-    def recorded(
-        cls, environment: jinja2.Environment, blocks: list[str], ranges: list[tuple[int, int]]
-    ) -> Generator[None]:
-        """Record the ranges of blocks while ``blocks`` collects the text before them."""
-        one: Any = environment.extensions[cls.identifier]
-        one._blocks, one._ranges = blocks, ranges
-        try:
-            yield
-        finally:
-            one._blocks, one._ranges = [], []
+    with file_errors(path, DataError, content="not valid UTF-8"), path.open(encoding="utf-8") as file:
+        source = file.read(_MAX_CHARS + 1)
+    if len(source) > _MAX_CHARS:
+        raise DataError(f"{path}: more than {_MAX_CHARS:,} characters, which no chat template has")
+    return source

@@ -11,7 +11,7 @@ import numpy as np
 
 from zerojax.errors import file_errors
 from zerojax.run.config import DataSection
-from zerojax.run.data.chat_template import TEMPLATE, ChatTemplate, find_template, load_template
+from zerojax.run.data.chat_template import ChatTemplate, find_template, load_template
 from zerojax.run.data.formats import DataError, user_path
 from zerojax.run.data.packing import shortened
 from zerojax.run.data.source import check_source_exists
@@ -276,9 +276,9 @@ def open_template(settings: DataSection, folder: Path) -> ChatTemplate:
     """
     place = tokenizer_file(settings, folder).parent
     tokenizer = open_tokenizer(settings, folder)
-    source = find_template(place)
-    if source is not None:
-        return ChatTemplate(source, tokenizer.special_tokens, str(place / TEMPLATE))
+    if (found := find_template(place)) is not None:
+        source, path = found
+        return ChatTemplate(source, tokenizer.special_tokens, f"the chat template in {path}")
     source, name = load_template(settings.chat_template, settings.tokenizer)
     return ChatTemplate(source, tokenizer.special_tokens, name)
 

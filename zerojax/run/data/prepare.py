@@ -127,6 +127,19 @@ def prepared_tokenizer(settings: DataSection, folder: Path) -> Tokenizer | None:
     return None if settings.tokenizer == "bpe" else make_tokenizer(settings, iter(()))
 
 
+def check_template(settings: DataSection, folder: Path, tokenizer: Tokenizer) -> None:
+    """Check the chat template that ``prepare`` or ``keep_tokenizer`` would use.
+
+    ``tokenizer`` is that of data.tokenizer, whose file need not be there.
+
+    Raises:
+        DataError: it cannot be used.
+    """
+    draft = _draft(folder)
+    if not _are_elsewhere(part_folders(settings, draft), draft):
+        _template(settings, tokenizer)
+
+
 def _are_elsewhere(parts: list[Path], folder: Path) -> bool:
     """Whether the tokens of a run are not in its folder."""
     return folder not in (parts[0], parts[0].parent)
@@ -270,16 +283,16 @@ def _encode(documents: list[Document], tokenizer: Tokenizer, examples: Examples)
         raise
 
 
-def _template(settings: DataSection) -> ChatTemplate | None:
+def _template(settings: DataSection, tokenizer: Tokenizer | None = None) -> ChatTemplate | None:
     """The chat template, if there are conversations; its end of a turn is checked."""
     if all(one.kind != "chat" for one in settings.sources):
         return None
     source, name = load_template(settings.chat_template, settings.tokenizer)
+    if tokenizer is None and settings.tokenizer != "bpe":
+        tokenizer = make_tokenizer(settings, iter(()))
     # Of a tokenizer that is yet to be trained, the special tokens are known.
     ends = {"eos_token": END_OF_TEXT, "bos_token": END_OF_TEXT}
-    if settings.tokenizer != "bpe":
-        ends = make_tokenizer(settings, iter(())).special_tokens
-    template = ChatTemplate(source, ends, name)
+    template = ChatTemplate(source, ends if tokenizer is None else tokenizer.special_tokens, name)
     _ = template.turn_end  # raises if a model could not learn it
     return template
 

@@ -1,0 +1,132 @@
+"""Renders chat templates: ``python template_worker.py SECONDS BYTES``.
+
+A chat template is a program that comes with a model, and nothing in Jinja bounds what it computes. This
+process has a limit of time, SECONDS of computing for each text, and one of memory, BYTES. It is started by
+its path and imports no JAX.
+
+The standard input has pickled requests: the source of a template, and the variables of each text to render.
+The response to each is a line of JSON, {"texts": [[text, ranges], ...]} or {"error": what went wrong}. A text
+with which the first one begins is given as its length. The ranges are those of the characters in
+``{% generation %}`` blocks.
+"""
+
+import json
+import pickle
+import resource
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from functools import lru_cache, partial
+from typing import Any
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import CallBlock, Node
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+_MAX_CHARS = 1 << 26  # of a text
+_MAX_ERROR_LENGTH = 1000
+
+Ranges = list[tuple[int, int]]
+
+
+class GenerationBlocks(Extension):
+    """The tag {% generation %} ... {% endgeneration %}, whose text an assistant writes.
+
+    Attributes:
+        pieces: the text that is written so far.
+        ranges: of its blocks.
+    """
+
+    tags = {"generation"}  # noqa: RUF012  (Jinja's own is not annotated either)
+
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        self.pieces: list[str] = []
+        self.ranges: Ranges = []
+
+    def parse(self, parser: Any) -> Node:
+        """Turn the tag into a call of ``_record``."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_record"), [], [], body).set_lineno(line)
+
+    def _record(self, caller: Any) -> str:
+        text = caller()
+        start = sum(map(len, self.pieces))
+        self.ranges.append((start, start + len(text)))
+        return text
+
+
+def raise_exception(message: str) -> str:
+    """What templates call to refuse a conversation."""
+    raise jinja2.TemplateError(message)
+
+
+ENVIRONMENT = ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, loopcontrols]
+)
+# Jinja's own filter would escape HTML.
+ENVIRONMENT.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+ENVIRONMENT.globals |= {
+    "raise_exception": raise_exception,
+    "strftime_now": lambda format: datetime.now().strftime(format),  # by the name that templates pass
+}
+compiled = lru_cache(maxsize=8)(ENVIRONMENT.from_string)
+
+
+def render(template: jinja2.Template, variables: Mapping[str, Any]) -> tuple[str, Ranges]:
+    """A text, and the ranges of its generation blocks.
+
+    Raises:
+        ValueError: it is too long.
+    """
+    blocks: Any = ENVIRONMENT.extensions[GenerationBlocks.identifier]
+    blocks.pieces, blocks.ranges = pieces, ranges = [], []
+    for piece in template.generate(variables):
+        pieces.append(piece)
+    text = "".join(pieces)
+    if len(text) > _MAX_CHARS:
+        raise ValueError(f"it writes more than {_MAX_CHARS:,} characters")
+    return text, ranges
+
+
+def respond(source: str, every: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
+    """The response to a request."""
+    first, texts = "", list[tuple[str | int, Ranges]]()
+    try:
+        for variables in every:
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
+            text, ranges = render(compiled(source), variables)
+            first = first if texts else text
+            texts.append((len(text) if texts and first.startswith(text) else text, ranges))
+    except MemoryError:
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        return {"error": f"it needs more than {limit >> 20} MiB: set data.chat_template to another template"}
+    except jinja2.TemplateSyntaxError as error:
+        return {"error": f"line {error.lineno}: {error.message}"}
+    except jinja2.TemplateError as error:
+        return {"error": str(error)[:_MAX_ERROR_LENGTH]}
+    except Exception as error:  # whatever Python's own operations raise
+        return {"error": f"{type(error).__name__}: {error}"[:_MAX_ERROR_LENGTH]}
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    return {"texts": texts}
+
+
+def main(seconds: str, memory: str) -> None:
+    """Respond to requests until the standard input ends."""
+    with suppress(ValueError, OSError):  # macOS has no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (int(memory), resource.getrlimit(resource.RLIMIT_AS)[1]))
+    requests, responses = sys.stdin.buffer, sys.stdout.buffer
+    with suppress(EOFError):
+        while True:
+            source, every = pickle.load(requests)
+            responses.write(json.dumps(respond(source, every, float(seconds))).encode() + b"\n")
+            responses.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
