@@ -21,6 +21,7 @@ EXIT_INTERRUPTED = 130
 NO_RESTART = (EXIT_WRONG_USE, EXIT_DIVERGED)
 """Exit codes of a process that would fail in the same way if it were restarted."""
 
+_MAX_LENGTH = 500  # of a line about an error
 _DISK_ERRORS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),  # full
     *(errno.EROFS, errno.EIO, errno.ESTALE, errno.ETIMEDOUT),  # no longer there
@@ -79,6 +80,12 @@ EXIT_CODES: dict[type[BaseException], int] = {
 """Exit codes of errors that are reported in one line, without a traceback."""
 
 
+def one_line(message: str) -> str:
+    """A message as one line of at most 500 characters: more is cut before its end, which has the way out."""
+    line, end = " ".join(message.split()), _MAX_LENGTH // 2
+    return line if len(line) <= _MAX_LENGTH else f"{line[: end - 5]} ... {line[-end:]}"
+
+
 def report(error: BaseException) -> tuple[int, str]:
     """Print an error: one of this package as one line, any other with its traceback.
 
@@ -87,7 +94,7 @@ def report(error: BaseException) -> tuple[int, str]:
     """
     for kind, code in EXIT_CODES.items():
         if isinstance(error, kind):
-            line = str(error) or "interrupted"
+            line = one_line(str(error)) or "interrupted"
             terminal.stderr.write(f"zerojax: {line}\n")
             return code, line
     terminal.stderr.write("".join(traceback.format_exception(error)))

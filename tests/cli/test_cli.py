@@ -313,3 +313,14 @@ class TestEmulateDevices:
         monkeypatch.setenv("JAX_NUM_PROCESSES", "3")
         with pytest.raises(ZeroError, match="do not divide among 3 processes"):
             emulate_devices(MeshSection(nodes=2, local=4, emulate=True))
+
+
+def test_a_working_directory_that_is_gone_is_said_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main(["train", "gpt-tiny", "--dry-run"]) == 2
+    assert "the working directory is gone, change to another: No such file" in capsys.readouterr().err

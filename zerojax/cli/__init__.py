@@ -7,10 +7,11 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
 from zerojax import terminal
-from zerojax.errors import EXIT_CODES, EXIT_FAILED, EXIT_OK, EXIT_WRONG_USE, report
+from zerojax.errors import EXIT_CODES, EXIT_FAILED, EXIT_OK, EXIT_WRONG_USE, file_errors, report
 from zerojax.multihost.background import is_stuck
 from zerojax.versions import VERSION
 
@@ -97,6 +98,8 @@ def _main(given: list[str]) -> int:
         terminal.stderr.write(f"zerojax: no command {name!r}\n\n{_usage()}\n")
         return EXIT_WRONG_USE
     try:
+        with file_errors(Path(), what="the working directory is gone, change to another: "):
+            Path.cwd()
         importlib.import_module(COMMANDS[name][0]).run(rest)
     except tuple(EXIT_CODES) as error:
         return report(error)[0]

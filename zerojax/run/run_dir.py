@@ -134,7 +134,7 @@ class RunFolder:
         """The values in run.json, empty if it is missing or damaged; informational only."""
         try:
             values = json.loads(self.summary.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return values if isinstance(values, dict) else {}
 

@@ -13,7 +13,7 @@ from pyarrow import parquet
 
 from zerojax.run.data import formats as formats_module
 from zerojax.run.data.examples import Texts
-from zerojax.run.data.formats import DataError
+from zerojax.run.data.formats import DataError, read_rows
 from zerojax.run.data.source import TextSource
 
 TEXTS = [f"document {i}: grüße {'word ' * i}\n" for i in range(50)]
@@ -260,3 +260,22 @@ class TestSavedDatasets:
         (tmp_path / "state.json").write_text(state)
         with pytest.raises(DataError, match=r"state\.json: (not what|expected the names)"):
             texts(tmp_path)
+
+
+def test_a_column_whose_name_is_not_utf8_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / "a.arrow"
+    with (
+        pa.OSFile(str(path), "wb") as file,
+        pa.ipc.new_file(file, pa.schema({"name": pa.string()})) as writer,
+    ):
+        writer.write(pa.record_batch({"name": ["a"]}))
+    path.write_bytes(path.read_bytes().replace(b"name", b"n\xe4me"))
+    with pytest.raises(DataError, match=r"a.arrow: damaged: 'utf-8' codec"):
+        list(read_rows(path, ["name"]))
+
+
+def test_a_time_that_python_does_not_have_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"time": pa.array([1, 2**44], pa.timestamp("s"))}), path)
+    with pytest.raises(DataError, match=r"a.parquet rows 0 to 1: a value is damaged: date value out of"):
+        list(read_rows(path, ["time"]))

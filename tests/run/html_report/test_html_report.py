@@ -148,6 +148,49 @@ def test_a_damaged_folder_is_noted_and_shown(finished_copy: RunFolder) -> None:
     assert titles(page)[0] == "Loss by step"
 
 
+COMMUNICATION = {
+    "phases": {"forward": {"local_bytes": 1, "node_bytes": 2}},
+    "local_bytes": 1,
+    "node_bytes": 2,
+}
+COMMUNICATION |= {"nodes": 2, "between_nodes": 2, "model_bytes": 1, "zero3_bytes": 3}
+
+
+@pytest.mark.parametrize(
+    "summary",
+    [
+        {"validation_loss_per_byte": "text"},
+        {"validation_loss_per_byte": 10**400},
+        {"first_loss": 10**400},
+        {"sessions": [{"notes": 5}, {"step": [], "notes": None}]},
+        {"sessions": {"a": 1}},
+        {"status": [], "reason": "\ud800", "versions": []},
+        {"communication": [1]},
+        {"communication": COMMUNICATION | {"phases": {"forward": 5}}},
+        {"communication": COMMUNICATION | {"local_bytes": "text"}},
+        {"communication": COMMUNICATION | {"model_bytes": 0}},
+        {"communication": {"phases": {}}},
+    ],
+)
+def test_other_types_than_a_run_writes_are_left_out(tmp_path: Path, summary: dict[str, object]) -> None:
+    step = {"step": 1, "loss": 2.0, "validation_loss": 3.0}
+    lines = [step, {"step": True}, {"step": 10**400}, step | {"step": 2, "loss": 10**400, "mfu": []}, []]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n" + "[" * 10**5)
+    (tmp_path / "run.json").write_text(json.dumps({"status": "finished", "communication": COMMUNICATION}))
+    assert "Between nodes, per node and step: 2 B, which is 2 M" in page_of(tmp_path).text
+    (tmp_path / "run.json").write_text(json.dumps({"status": "finished"} | summary))
+    page = page_of(tmp_path)
+    assert "4 lines of metrics.jsonl cannot be read" in page.text
+    assert "Between nodes, per node" not in page.text
+
+
+@pytest.mark.parametrize("name", ["run.json", "samples.jsonl", "config.toml"])
+def test_deep_nesting_is_left_out(tmp_path: Path, name: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}')
+    (tmp_path / name).write_text("a = " * (name == "config.toml") + "[" * 10**5)
+    assert "training loss" in page_of(tmp_path).text
+
+
 def test_a_run_of_post_training_shows_rewards_and_completions(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.summary.write_text('{"first_validation_reward": 0.125}')

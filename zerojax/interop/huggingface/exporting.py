@@ -31,6 +31,7 @@ from zerojax.run.data.tokenizer import Tokenizer
 from zerojax.run.run_dir import RunFolder, copy_files
 from zerojax.train.state import TrainState, begin_with
 from zerojax.validation.dtypes import dtype_name
+from zerojax.validation.untrusted import read_json_object
 
 EXPORT_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """The dtypes of an export -> their names in safetensors files."""
@@ -80,7 +81,7 @@ def plan_export(state: TrainState, config: RunConfig, folder: RunFolder, dtype: 
         if config.model != model_section(model, config.model):
             raise ConfigurationError(f"{imported} and {folder.config} describe different models")
         values = family.exported(values)
-        dtypes = json.loads((imported / TENSORS).read_text(encoding="utf-8"))
+        dtypes = read_json_object(imported / TENSORS)
         prefix = family.prefix_in(dtypes)
     named = wanted or "float32"
     if wanted is not None or imported is None:

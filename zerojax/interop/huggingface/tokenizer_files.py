@@ -18,6 +18,7 @@ from zerojax.run.data.tokenizer import (
     read_inner,
     read_settings,
     special_token,
+    tokenizers_errors,
 )
 from zerojax.validation.untrusted import short
 
@@ -85,7 +86,7 @@ def _from_vocabulary(folder: Path) -> tokenizers.Tokenizer:
         )
     special = _special_tokens(settings)
     added = _added_tokens(folder, settings, special)
-    try:
+    with tokenizers_errors(f"{folder}: vocab.json and merges.txt are not a tokenizer"):
         files = str(folder / "vocab.json"), str(folder / "merges.txt")
         vocabulary, merges = tokenizers.models.BPE.read_file(*files)
         names = {number: name for name, number in vocabulary.items()}
@@ -100,8 +101,6 @@ def _from_vocabulary(folder: Path) -> tokenizers.Tokenizer:
         known = [token.content for token in added.values()]
         tokenizer.add_tokens(list(added.values()))
         tokenizer.add_special_tokens([name for name in special if name not in known])
-    except Exception as error:  # the library raises bare Exception
-        raise DataError(f"{folder}: vocab.json and merges.txt are not a tokenizer: {error}") from error
     blank = settings.get("add_prefix_space") is True
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=blank)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()

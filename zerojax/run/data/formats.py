@@ -104,8 +104,7 @@ def read_rows(
         yield from _json_rows(path, columns, optional=optional, others=others)
     elif is_table(path):
         for first, batch in _batches(path, columns, optional=optional, others=others):
-            _validate(batch, path, first)
-            for row, values in enumerate(batch.to_pylist(), first):
+            for row, values in enumerate(_values(batch, path, first), first):
                 for column in (*columns, *optional):
                     if isinstance(tables := values.get(column), list):
                         values[column] = [_own_keys(table) for table in tables]
@@ -272,11 +271,16 @@ def _record_batches(arrow: ModuleType, file: Any, stack: ExitStack) -> tuple[Any
     return reader.schema, iter(reader)
 
 
-def _validate(batch: Any, path: Path, first_row: int) -> None:
-    """Check a batch in full, before any offset in it is believed."""
+def _values(batch: Any, path: Path, first_row: int) -> list[dict[str, Any]]:
+    """The rows of a batch, which is checked in full before any offset in it is believed."""
     try:
         batch.validate(full=True)
-    except _pyarrow(path).ArrowInvalid as error:
+        return batch.to_pylist()
+    except (
+        _pyarrow(path).ArrowException,
+        ValueError,
+        OverflowError,
+    ) as error:
         last = first_row + len(batch) - 1
         raise DataError(f"{path} rows {first_row} to {last}: a value is damaged: {error}") from error
 
@@ -300,7 +304,8 @@ def _pyarrow(path: Path) -> ModuleType:
 @contextmanager
 def _readable(path: Path, arrow: ModuleType | None = None) -> Generator[None]:
     """Turn what readers raise on a damaged or unreadable file into a ``DataError``."""
-    damage = (EOFError, zlib.error) if arrow is None else (EOFError, arrow.ArrowException)
+    # A name of a column that is not UTF-8 is a ValueError.
+    damage = (EOFError, zlib.error) if arrow is None else (EOFError, ValueError, arrow.ArrowException)
     try:
         yield
     except DataError:

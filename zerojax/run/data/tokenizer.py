@@ -1,10 +1,13 @@
 """Tokenizers: bytes, or a byte-level BPE of the ``tokenizers`` library."""
 
 import json
-from collections.abc import Iterable, Sequence
+import os
+import sys
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -150,19 +153,23 @@ class BPETokenizer:
 
     def encode(self, text: bytes) -> UInt32[np.ndarray, " n"]:
         """Token ids of a text."""
-        encoding = self._tokenizer.encode(text.decode(errors="replace"), add_special_tokens=False)
+        with tokenizers_errors("the tokenizer cannot encode a text"):
+            encoding = self._tokenizer.encode(text.decode(errors="replace"), add_special_tokens=False)
         return np.asarray(encoding.ids, np.uint32)
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[UInt32[np.ndarray, " n"]]:
         """Token ids of each text, computed on all cores."""
         decoded = [text.decode(errors="replace") for text in texts]
-        encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
+        with tokenizers_errors("the tokenizer cannot encode a text"):
+            encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
         return [np.asarray(encoding.ids, np.uint32) for encoding in encodings]
 
     def encode_spans(self, texts: Sequence[str]) -> list[Spans]:
         """Token ids of each text, computed on all cores, and the characters that each token is made from."""
         found = []
-        for encoding in self._with_offsets.encode_batch(list(texts), add_special_tokens=False):
+        with tokenizers_errors("the tokenizer cannot encode a text"):
+            encodings = self._with_offsets.encode_batch(list(texts), add_special_tokens=False)
+        for encoding in encodings:
             offsets = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
             found.append(Spans(np.asarray(encoding.ids, np.uint32), offsets[:, 0], offsets[:, 1]))
         return found
@@ -214,16 +221,45 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise DataError(f"{path}: {error}") from error
 
 
+@contextmanager
+def tokenizers_errors(what: str) -> Generator[None]:
+    """Report what the ``tokenizers`` library raises as a ``DataError`` that begins with ``what``.
+
+    The library raises bare ``Exception``, and where its Rust panics a ``BaseException`` of its own.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"{what}: {error}") from error
+
+
+@contextmanager
+def _unprinted_panics() -> Generator[None]:
+    """Print what is written to the standard error, unless the body fails: a panic writes four lines."""
+    saved = os.dup(2)
+    with TemporaryFile() as written:
+        os.dup2(written.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+        written.seek(0)
+        os.write(2, written.read())
+
+
 def read_inner(path: Path) -> tokenizers.Tokenizer:
     """Read a tokenizer.json with the ``tokenizers`` library.
 
     Raises:
         DataError: the file is not a tokenizer.
     """
-    try:
-        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # the library raises bare Exception
-        raise DataError(f"{path}: not a tokenizer file: {error}") from error
+    with tokenizers_errors(f"{path}: not a tokenizer file"):
+        text = path.read_text(encoding="utf-8")
+        with nullcontext() if sys.__stderr__ is None else _unprinted_panics():
+            return tokenizers.Tokenizer.from_str(text)
 
 
 def read_settings(path: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from zerojax.formatting import abbreviated, percent, size
 from zerojax.run.html_report.charts import Chart, Series, smoothed
-from zerojax.run.html_report.run_data import RunData
+from zerojax.run.html_report.run_data import RunData, finite
 from zerojax.validation.bounds import is_time
 
 
@@ -31,8 +31,7 @@ def render(run: RunData, *, now: datetime | None = None) -> str:
     )
     environment.filters["size"] = size
     skipped = [line["step"] for line in run.steps if line.get("skipped")]
-    sent = run.summary.get("communication")
-    return environment.get_template("page.html").render(
+    page = environment.get_template("page.html").render(
         run=run,
         style=_asset("page.css"),
         script=_asset("page.js"),
@@ -40,12 +39,13 @@ def render(run: RunData, *, now: datetime | None = None) -> str:
         chart=_main_chart(run, skipped),
         charts=_charts(run, skipped),
         skipped=skipped,
-        sent=sent if isinstance(sent, dict) and sent.get("phases") else None,
+        sent=_communication(run),
         sessions=[_session(number, one, run.written) for number, one in enumerate(run.sessions, 1)],
         environment=_environment(run),
         made=(now or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),
         json=lambda value: json.dumps(value, separators=(",", ":")),
     )
+    return page.encode(errors="replace").decode()  # JSON may have halves of surrogate pairs
 
 
 def _asset(name: str) -> Markup:
@@ -63,7 +63,7 @@ def _facts(run: RunData) -> list[tuple[str, str, str]]:
     if (loss := run.last("loss")) is not None:
         facts.append(("training loss", f"{loss:.4f}", _loss_unit(run)))
     if (loss := run.last("validation_loss")) is not None:
-        per_byte = run.summary.get("validation_loss_per_byte")
+        per_byte = finite(run.summary.get("validation_loss_per_byte"))
         remark = f"{per_byte:.4f} per byte" if run.status == "finished" and per_byte else _loss_unit(run)
         facts.append(("validation loss", f"{loss:.4f}", remark))
     memory = [x for x in run.series("memory_bytes")[1] if x is not None]
@@ -156,7 +156,7 @@ def _session(number: int, session: dict[str, Any], written: float | None) -> dic
     # If the clock was set back in between, the difference means nothing.
     if is_time(begun) and is_time(ended) and begun <= ended:
         lasted = "so far " * (session.get("status") == "running") + _duration(ended - begun)
-    last = session.get("last_step")
+    last, notes = session.get("last_step"), session.get("notes")
     return {
         "number": str(number),
         "began": f"{datetime.fromtimestamp(begun, UTC):%Y-%m-%d %H:%M:%S}" if is_time(begun) else "not known",
@@ -165,9 +165,23 @@ def _session(number: int, session: dict[str, Any], written: float | None) -> dic
         "devices": str(session.get("devices", "")),
         "end": str(session.get("status") or "not known"),
         "notes": "; ".join(
-            str(note) for note in [*session.get("notes", []), session.get("reason")] if note is not None
+            str(note)
+            for note in [*(notes if isinstance(notes, list) else ()), session.get("reason")]
+            if note is not None
         ),
     }
+
+
+def _communication(run: RunData) -> dict[str, Any] | None:
+    """The bytes that a step sends; None if they are not recorded as ``make_log`` does."""
+    found = run.summary.get("communication")
+    if not isinstance(found, dict) or not isinstance(phases := found.get("phases"), dict) or not phases:
+        return None
+    numbers = [finite(found.get(name)) for name in ("nodes", "between_nodes", "model_bytes", "zero3_bytes")]
+    for one in (found, *phases.values()):
+        hops = one if isinstance(one, dict) else {}
+        numbers += [finite(hops.get(name)) for name in ("local_bytes", "node_bytes")]
+    return None if None in numbers or not found["model_bytes"] else found
 
 
 def _environment(run: RunData) -> list[tuple[str, str]]:

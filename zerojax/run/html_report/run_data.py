@@ -1,8 +1,7 @@
 """The data in a run's folder, read even if the run was killed or files are damaged."""
 
-import math
+import sys
 import time
-import tomllib
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ from zerojax.run.checkpoints import step_dirs
 from zerojax.run.config import RunConfig, config_to_dict
 from zerojax.run.metrics.files import read_lines
 from zerojax.run.run_dir import RunFolder, sessions
+from zerojax.validation.untrusted import parse_toml
 
 # A run marked as running that has not written a step for this long has probably died.
 _SILENCE_SECONDS = 600
@@ -60,7 +60,7 @@ class RunData:
         found = [(line["step"], line[name]) for line in self.steps if name in line]
         if found and f"first_{name}" in self.summary:
             found.insert(0, (0, self.summary[f"first_{name}"]))
-        return [step for step, _ in found], [_finite(value) for _, value in found]
+        return [step for step, _ in found], [finite(value) for _, value in found]
 
     def last(self, name: str) -> float | None:
         """The newest finite value of this name."""
@@ -126,7 +126,7 @@ def read_run_data(folder: RunFolder) -> RunData:
 def _config(folder: RunFolder, notes: list[str]) -> tuple[dict[str, dict[str, Any]], frozenset[str]]:
     """The settings as written, even by another version of zerojax, and which differ from the defaults."""
     try:
-        written = tomllib.loads(folder.config.read_text(encoding="utf-8"))
+        written = parse_toml(folder.config.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         notes.append(f"{folder.config.name} cannot be read: {error}")
         return {}, frozenset()
@@ -141,6 +141,7 @@ def _config(folder: RunFolder, notes: list[str]) -> tuple[dict[str, dict[str, An
     return sections, changed
 
 
-def _finite(value: Any) -> float | None:
+def finite(value: Any) -> float | None:
+    """A number of a file of JSON; None for one that a float cannot hold, and for anything else."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None
+    return float(value) if is_number and abs(value) <= sys.float_info.max else None

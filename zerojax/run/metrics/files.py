@@ -14,6 +14,8 @@ from zerojax.multihost.background import Worker
 from zerojax.run.checkpoints.step_dirs import free
 from zerojax.run.run_dir import write_whole
 
+_MAX_STEPS = 1 << 53  # beyond, a chart could not tell them apart
+
 
 class MetricsFile:
     """Writes a run's metrics; a resumed run continues the file.
@@ -136,6 +138,7 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
 def _read_line(line: str) -> dict[str, Any] | None:
     try:
         values = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return values if isinstance(values, dict) and isinstance(values.get("step"), int) else None
+    step = values.get("step") if isinstance(values, dict) else None
+    return values if type(step) is int and 0 <= step < _MAX_STEPS else None
