@@ -322,3 +322,21 @@ def test_moments_live_where_their_parameters_live():
             assert x.addressable_shards[0].data.size * 8 == x.size
         else:
             assert x.sharding.is_fully_replicated
+
+
+def test_what_was_checked_with_32_bits_is_checked_again_with_64():
+    """An update that has no 64-bit form is the same operations after another trace."""
+    given, seen = leaves(), []
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        seen.append(jax.config.jax_enable_x64)
+        return jax.tree.map(lambda x: -0.1 * x, updates), state
+
+    tx = optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+    check_shardable(tx, given)
+    with jax.enable_x64(True):
+        check_shardable(tx, given)
+    traced = len(seen)
+    check_shardable(tx, given)
+    assert set(seen) == {False, True}
+    assert len(seen) == traced

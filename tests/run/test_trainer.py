@@ -193,6 +193,21 @@ def test_without_a_folder_nothing_is_written(plain: Any, tmp_path: Path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_evaluation_never_replaces_the_metrics_of_a_step() -> None:
+    state = zerojax.TrainState.create(**RUN, mesh=zerojax.make_mesh(1, 2))
+    far = {"x": np.full((4, 4), 100, np.float32)}
+    watch = Watch()
+    trainer = zerojax.Trainer(
+        state, evaluate=lambda state: zerojax.eval_step(state, far) | {"tokens": 4}, callbacks=[watch]
+    )
+    trainer.fit(drawn(), steps=1)
+    assert watch.values[1]["validation_loss"] > 100 * watch.values[1]["loss"]
+    assert "validation_tokens" not in watch.values[1]
+    twice = zerojax.Trainer(trainer.state, evaluate=lambda _: {"validation_loss": 1.0, "loss": 2.0})
+    with pytest.raises(zerojax.ZeroError, match="evaluate returned 'validation_loss' twice"):
+        twice.evaluation()
+
+
 def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
     with pytest.raises(zerojax.ZeroError, match="save_every needs folder="):
         zerojax.Trainer(abstract(), save_every=1)

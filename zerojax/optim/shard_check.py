@@ -45,6 +45,24 @@ _WAY_OUT = (
 )
 
 
+_TRACED_BY = ("enable_x64", "numpy_dtype_promotion", "numpy_rank_promotion", "default_matmul_precision")
+"""The options of JAX's config that change how an optimizer is traced."""
+
+
+def _cached[*Args, T](function: Callable[[*Args], T]) -> Callable[[*Args], T]:
+    """``functools.lru_cache``, under JAX's present config."""
+
+    @functools.lru_cache(maxsize=32)
+    def under(_: Sequence[object], *args: *Args) -> T:
+        return function(*args)
+
+    @functools.wraps(function)
+    def run(*args: *Args) -> T:
+        return under(tuple(getattr(jax.config, f"jax_{name}") for name in _TRACED_BY), *args)
+
+    return run
+
+
 Whole = Callable[[ParamLayout], bool]
 """Whether an optimizer needs a parameter whole."""
 
@@ -148,7 +166,7 @@ def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[ParamLayo
         )
 
 
-@functools.lru_cache(maxsize=32)
+@_cached
 def _check_average(tx: optax.GradientTransformation, shapes: _Shapes) -> None:
     """Refuse an average of weights (``average_weights``) that sees other updates than the weights get.
 
@@ -182,7 +200,7 @@ def _check_average(tx: optax.GradientTransformation, shapes: _Shapes) -> None:
                 )
 
 
-@functools.lru_cache(maxsize=32)
+@_cached
 def _compare_updates(tx: optax.GradientTransformation, leaves: tuple[tuple[Path, Shape, int], ...]) -> None:
     """Compare updates of a small copy of the tree; once per optimizer and model, on whichever mesh.
 
@@ -296,7 +314,7 @@ def _updates(
     return totals
 
 
-@functools.lru_cache(maxsize=32)
+@_cached
 def _operations(tx: optax.GradientTransformation, shapes: _Shapes) -> list[_Operation]:
     """The operations of an update of leaves of these shapes, in order, and of which results; or its error."""
     params = to_tree({path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes})

@@ -37,6 +37,7 @@ from zerojax.train.state import TrainState, initial_base
 from zerojax.train.step import Metrics
 from zerojax.validation.bounds import checked_seed, require
 
+_VALIDATION = "validation_"
 Evaluate = Callable[[TrainState], Mapping[str, jax.Array | float]]
 
 
@@ -85,7 +86,7 @@ class Trainer(TrainLoop):
             or restored without having been created. ``fit`` donates it; use ``Trainer.state``.
         folder: for all files; None writes none, and saves nothing.
         evaluate: batches whose mean loss is "validation_loss", and so on for the loss's aux; or a function of
-            the state that returns scalars by name, of which "validation_..." appear on the progress line.
+            the state that returns scalars by name: "loss" becomes "validation_loss", and so on for the rest.
         evaluate_every: steps between evaluations; there is always one at the end.
         save_every: steps between checkpoints; there is always one at the end.
         save_minutes: also save when the last checkpoint is this many minutes old; 0 turns this off.
@@ -264,9 +265,8 @@ class Trainer(TrainLoop):
         if self._evaluate is None:
             raise ConfigurationError("there is nothing to evaluate on: give Trainer evaluate=")
         if callable(self._evaluate):
-            return {name: jnp.asarray(value) for name, value in self._evaluate(self.state).items()}
-        means = mean_metrics(self.state, self._evaluate)
-        return {f"validation_{name}": value for name, value in means.items() if name != "tokens"}
+            return _as_validation(self._evaluate(self.state))
+        return _as_validation(mean_metrics(self.state, self._evaluate))
 
     def position(self) -> dict[str, Any]:
         """The number of the call of ``fit``, and where the batches of each process stand."""
@@ -310,6 +310,24 @@ class Trainer(TrainLoop):
     def _tell(self, step: int, values: Mapping[str, float]) -> None:
         for callback in self._callbacks:
             callback.on_log(self, step, values)
+
+
+def _as_validation(values: Mapping[str, jax.Array | float]) -> Metrics:
+    """The results of an evaluation under names that no metric of a step has; "tokens" is left out.
+
+    Raises:
+        ConfigurationError: two of them would have one name.
+    """
+    named: Metrics = {}
+    for name, value in values.items():
+        validation = name if name.startswith(_VALIDATION) else _VALIDATION + name
+        require(
+            validation not in named,
+            f"evaluate returned {validation!r} twice, as {validation.removeprefix(_VALIDATION)!r} too, which "
+            "gets that prefix: give one of them another name",
+        )
+        named[validation] = jnp.asarray(value)
+    return {name: value for name, value in named.items() if name != f"{_VALIDATION}tokens"}
 
 
 class _Source(Iterator[Any]):
