@@ -122,6 +122,13 @@ def in_branches(x, y):
     return lax.cond(lax.axis_index(LOCAL) < 9, loop, lambda x: x.sum(), x), gathered(y)
 
 
+def until_with_a_bool(x, y):
+    def step(given):
+        return given[0] + 1, given[1] + gathered(x).sum(), ~given[2]
+
+    return lax.while_loop(lambda given: given[0] < 3, step, (0, 0.0, True)), gathered(y)
+
+
 def until(x, y):
     def step(given):
         return given[0] + 1, given[1] + gathered(x).sum()
@@ -142,6 +149,7 @@ PROGRAMS = [
     in_calls,
     in_gradients,
     in_branches,
+    until_with_a_bool,
     until,
 ]
 

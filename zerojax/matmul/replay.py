@@ -11,10 +11,11 @@ be NNX or Linen, and use ``jnp.dot``, ``einsum`` or a nested ``jit``.
 import functools
 import hashlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Concatenate, cast
+from typing import Any, Concatenate, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core, source_info_util
 from jax.extend.core import primitives
@@ -107,7 +108,7 @@ def evaluate[T](
     values: dict[core.Var, T] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
     def read(var: core.Var | core.Literal) -> T:
-        return var.val if isinstance(var, core.Literal) else values[var]
+        return _with_dtype(var) if isinstance(var, core.Literal) else values[var]
 
     for equation in jaxpr.eqns:
         info = equation.source_info
@@ -116,6 +117,11 @@ def evaluate[T](
             results = run(equation, [read(var) for var in equation.invars])
         values |= dict(zip(equation.outvars, results, strict=True))
     return [read(var) for var in jaxpr.outvars]
+
+
+def _with_dtype(literal: core.Literal) -> Any:
+    """The value of a literal, which has a dtype: a jaxpr has bools as Python's."""
+    return literal.val if hasattr(literal.val, "dtype") else np.asarray(literal.val, literal.aval.dtype)
 
 
 def equations_within(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
