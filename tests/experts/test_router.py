@@ -13,6 +13,7 @@ from jax import Array
 import zerojax
 from zerojax import RouterConfig, RouterStats
 from zerojax.experts import route
+from zerojax.experts.mixture import moved
 
 TOKENS, EXPERTS, PER_TOKEN = 13, 12, 3
 
@@ -110,6 +111,13 @@ def test_losses_are_those_of_all_layers_pooled_or_the_mean_over_layers():
 def test_an_even_load_has_the_least_balance_loss():
     even = RouterStats.zeros(4) + RouterStats(*(jnp.full(4, 6.0), jnp.full(4, 3.0)), *jnp.array([0.0, 0, 12]))
     np.testing.assert_allclose(zerojax.balance_loss(even), 2)
+
+
+@pytest.mark.parametrize("load", [[9, 9, 6, 0], [3, 1, 0, 1], [5, 5, 5, 5], [0, 0, 0, 0], [2**30, 1, 0, 5]])
+def test_a_bias_moves_by_the_sign_of_the_mean_less_the_load(load: list[int]):
+    wanted = [np.sign(sum(load) - len(load) * x) for x in load]  # Python's integers
+    found = moved(jnp.zeros(4), jnp.asarray(load, jnp.int32), 1.0)
+    np.testing.assert_array_equal(found, wanted)
 
 
 def test_moving_biases_even_out_a_skewed_load():

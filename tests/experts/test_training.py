@@ -128,8 +128,7 @@ def test_equals_an_unsharded_loop(nodes: int, local: int, zero: dict[str, Any]):
     assert max(kept["load"][0]) >= 2 * np.mean(kept["load"][0])  # it is skewed
     for name, values in kept.items():
         (found,) = (x for path, x in state.model_state.items() if path.endswith(f"mixture/{name}"))
-        # The loads are means over devices: a step's counts over the number of them.
-        np.testing.assert_allclose(found, values / (nodes * local if name == "load" else 1), atol=1e-6)
+        np.testing.assert_allclose(found, values, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.slow
@@ -151,3 +150,42 @@ def test_muon_takes_each_experts_matrix(nodes: int, local: int, zero: dict[str, 
     assert (gate.owners, gate.of_experts) == (axes, True)
     np.testing.assert_allclose(losses, wanted, rtol=1e-4)
     assert distance(zerojax.gather_params(state), weights) < 1e-3
+
+
+class Routed(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        router = RouterConfig("sigmoid", balance_rate=0.01)
+        self.mixture = zerojax.Experts(WIDTH, 4, 4, 1, router=router, rngs=rngs)
+
+    def __call__(self, x: Array) -> Array:
+        return x + self.mixture(x)[0]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "local", "zero"),
+    [
+        (2, 3, {"accumulate": 2}),
+        pytest.param(2, 2, {"accumulate": 3, "accumulate_order": "breadth"}, marks=pytest.mark.slow),
+        pytest.param(1, 2, {"accumulate": 4, "stage": 1}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_bias_moves_once_a_step_by_the_load_of_the_whole_batch(nodes: int, local: int, zero: Any):
+    def unchanged(rngs: nnx.Rngs) -> zerojax.Stack:
+        return zerojax.Stack(Routed, 1, rngs=rngs)
+
+    config = zerojax.ZeroConfig(compute_dtype="float32", **zero)
+    state = zerojax.TrainState.create(
+        unchanged, optax.sgd(0.0), lambda m, b: jnp.mean(m(b["x"]) ** 2),
+        mesh=zerojax.make_mesh(nodes, local), zero=config,
+    )  # fmt: skip
+    router = np.asarray(zerojax.gather_params(state)["block"]["mixture"]["router"])[0]
+    x = np.random.default_rng(32).normal(size=(2, 24, WIDTH)).astype(np.float32)
+    bias, load = np.zeros(4, np.float32), np.zeros(4, int)
+    for rows in (x[0], x[1], x[0]):
+        state, _ = zerojax.train_step(state, {"x": rows})
+        bias = bias + np.float32(0.01) * np.sign(load.sum() - 4 * load)
+        load = np.bincount((1 / (1 + np.exp(-rows @ router)) + bias).argmax(-1), minlength=4)
+        kept = {path.split("/")[-1]: np.asarray(value)[0] for path, value in state.model_state.items()}
+        np.testing.assert_array_equal(kept["load"], load)
+        np.testing.assert_allclose(kept["choice_bias"], bias, atol=1e-6)

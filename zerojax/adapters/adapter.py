@@ -76,12 +76,14 @@ class Adapter(ABC):
         stacks: names of the units that are a ``Stack``.
         updating: names of the units that update delta's copies when called (``Sharded.copy``).
         abstract_model_state: shapes and dtypes of the non-parameter state, by name.
+        counts: the names of the state that counts the tokens of a step (``zerojax.adapters.router_state``).
     """
 
     parameters: tuple[Parameter, ...]
     stacks: frozenset[str] = frozenset()
     updating: frozenset[str] = frozenset()
     abstract_model_state: ModelState
+    counts: frozenset[str] = frozenset()
 
     @abstractmethod
     def init(self, key: Array) -> tuple[dict[Path, Num[Array, "..."]], ModelState]:

@@ -23,6 +23,7 @@ from jaxtyping import Array, Num, PyTree
 
 from zerojax.adapters.adapter import Adapter, Bound, Given, LossFn, ModelState, Parameter, call_loss
 from zerojax.adapters.expert_param import ExpertBox
+from zerojax.adapters.router_state import ROUTER_STATE
 from zerojax.adapters.weight_sum import MasterWeights, master_weights
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.partition import split_arrays
@@ -299,6 +300,11 @@ class LinenAdapter(Adapter):
             raise ConfigurationError("loss_fn made no parameters: it must call the model it is given.")
         self._state = by_name(state)
         self.abstract_model_state: ModelState = {name: state[path] for name, path in self._state.items()}
+        self.counts = frozenset(
+            name
+            for name, path in self._state.items()
+            if path[0] == ROUTER_STATE and jnp.issubdtype(state[path].dtype, jnp.integer)
+        )
         found = self._find_units(weights)
         holding = {path[:depth] for path in weights for depth in range(len(path))}
         for cls in units:

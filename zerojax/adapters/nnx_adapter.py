@@ -31,6 +31,7 @@ from zerojax.adapters.nnx_creation import (
     leaves_within,
     stack_of,
 )
+from zerojax.adapters.router_state import RouterState
 from zerojax.adapters.stack import STATE, Stack, changed_state, modules_in
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.partition import partition, split_arrays
@@ -99,6 +100,13 @@ class NNXAdapter(Adapter):
         self._weights = frozenset(parameter.path for parameter in self.parameters)
         self._keys = ["/".join(map(str, path)) for path, held in self._held if isinstance(held, nnx.RngKey)]
         _, self.abstract_model_state = self._values(state)
+        self.counts = frozenset(
+            "/".join(inner)
+            for path, held in self._held
+            if isinstance(held, RouterState)
+            for inner, value in leaves_within(path, held)
+            if jnp.issubdtype(value.dtype, jnp.integer)
+        )
         by_name([path for path, _ in leaves_of(state) if path not in self._weights])
 
     def init(self, key: Array) -> tuple[dict[Path, Num[Array, "..."]], ModelState]:

@@ -10,14 +10,13 @@ from flax.typing import Initializer
 from jaxtyping import Array, Float
 
 from zerojax.adapters.expert_param import ExpertBox
+from zerojax.adapters.router_state import ROUTER_STATE
 from zerojax.experts.exchange import CAPACITY
 from zerojax.experts.mixture import check_sizes, mix_experts, moved
 from zerojax.experts.mlp import ACTIVATIONS, Activation, ExpertWeights
 from zerojax.experts.router import RouterConfig
 from zerojax.experts.stats import RouterStats
 
-STATE = "router_state"
-"""The collection of what routers keep from one training step to the next (``RouterConfig.balance_rate``)."""
 _normal = linen.initializers.normal(0.02)
 
 
@@ -99,7 +98,7 @@ class LinenExperts(linen.Module):
         Args:
             x: tokens.
             deterministic: whether the biases of the choice stay as they are (``RouterConfig.balance_rate``),
-                as in evaluation. They do where the collection ``STATE`` is not mutable, too.
+                as in evaluation. They also do where the collection ``ROUTER_STATE`` is not mutable.
 
         Raises:
             ConfigurationError: a size is below 1, or settings exclude each other.
@@ -125,11 +124,12 @@ class LinenExperts(linen.Module):
                 up_bias=linen_expert_param(self, "up_bias", zeros, wide[::2]),
                 down_bias=linen_expert_param(self, "down_bias", zeros, narrow[::2]),
             )
-        moves = self.is_mutable_collection(STATE) and not (deterministic or self.is_initializing())
+        moves = self.is_mutable_collection(ROUTER_STATE) and not (deterministic or self.is_initializing())
         bias = load = None
         if self.router_config.balance_rate:
-            none = jnp.zeros(self.experts, jnp.float32)
-            bias, load = (self.variable(STATE, name, lambda: none) for name in ("choice_bias", "load"))
+            each = (self.experts,)
+            bias = self.variable(ROUTER_STATE, "choice_bias", jnp.zeros, each, jnp.float32)
+            load = self.variable(ROUTER_STATE, "load", jnp.zeros, each, jnp.int32)
             if moves:
                 bias.value = moved(bias.value, load.value, self.router_config.balance_rate)
         out, stats = mix_experts(
@@ -144,7 +144,7 @@ class LinenExperts(linen.Module):
             capacity=self.capacity,
         )
         if load is not None and moves:
-            load.value = stats.counts
+            load.value = stats.counts.astype(jnp.int32)
         if self.shared_hidden:
             shared = GatedMLP(
                 self.shared_hidden,

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from zerojax.errors import ConfigurationError
 from zerojax.experts.exchange import CAPACITY, apply_experts
@@ -72,6 +72,8 @@ def check_sizes(
         raise ConfigurationError(f"Experts: activation={activation!r}: one of {', '.join(ACTIVATIONS)}")
 
 
-def moved(bias: Float[Array, " experts"], load: Float[Array, " experts"], rate: float) -> Array:
-    """The bias of the choice after a step in which the experts had this load."""
-    return bias + rate * jnp.sign(load.mean() - load)
+def moved(bias: Float[Array, " experts"], load: Int32[Array, " experts"], rate: float) -> Array:
+    """The bias of the choice after a step in which the experts had this load; one at the mean stays."""
+    whole, rest = jnp.divmod(load.sum(), load.size)
+    # The sign of the mean less the load, without a rounding.
+    return bias + rate * jnp.sign(2 * (whole - load) + (rest > 0))

@@ -6,6 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from zerojax.adapters.expert_param import ExpertParam
+from zerojax.adapters.router_state import RouterState
 from zerojax.experts.exchange import CAPACITY
 from zerojax.experts.mixture import check_sizes, mix_experts, moved
 from zerojax.experts.mlp import ACTIVATIONS, Activation, ExpertWeights
@@ -13,10 +14,6 @@ from zerojax.experts.router import RouterConfig
 from zerojax.experts.stats import RouterStats
 
 _normal = nnx.initializers.normal(0.02)
-
-
-class RouterState(nnx.Variable):
-    """What a router keeps from one training step to the next: fp32 ``[experts]``, the mean over devices."""
 
 
 class GatedMLP(nnx.Module):
@@ -129,13 +126,14 @@ class Experts(nnx.Module):
         )
         if router.balance_rate:
             self.choice_bias = RouterState(jnp.zeros(experts, jnp.float32))
-            self.load = RouterState(jnp.zeros(experts, jnp.float32))
+            self.load = RouterState(jnp.zeros(experts, jnp.int32))
 
     def __call__(self, x: Float[Array, "*batch width"]) -> tuple[Float[Array, "*batch width"], RouterStats]:
         """What the experts return for each token, and what the router did.
 
         With ``RouterConfig.balance_rate`` a call in training mode first moves the biases of the choice
-        against the load of the last one, and keeps its own load.
+        against the load of the last one, and keeps its own load. In a step the load is the whole batch's:
+        the tokens of each expert on all devices and in all micro-batches, and biases move once.
         """
         tokens = x.reshape(-1, x.shape[-1])
         rate = self.config.balance_rate
@@ -154,7 +152,7 @@ class Experts(nnx.Module):
             capacity=self.capacity,
         )
         if moves:
-            self.load[...] = stats.counts
+            self.load[...] = stats.counts.astype(jnp.int32)
         if self.shared is not None:
             out = out + self.shared(tokens)
         return out.reshape(x.shape), stats

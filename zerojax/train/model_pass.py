@@ -158,7 +158,7 @@ class ModelPass:
     def forward_in_breadth(
         self, placed: Placed, model_state: ModelState, batch: Batch, seed: Seed
     ) -> tuple[Array, Outcome]:
-        """``forward`` for all micro-batches at once; the state is their mean, as it is over devices."""
+        """``forward`` for all micro-batches at once; the state is combined as it is over devices."""
         rows, at = micro_batches(batch, self.spec.zero.accumulate)
 
         def forward(
@@ -173,7 +173,8 @@ class ModelPass:
         totals, sums, changed, (updated, probes) = run(rows, jnp.arange(self.spec.zero.accumulate))
         total, sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), (totals, sums))
         mean = jax.vmap(lambda x: mean_over(x, "micro"), axis_name="micro", out_axes=None)
-        changed = {name: mean(x) if is_float(x) else x[0] for name, x in changed.items()}
+        counts = {name: x.sum(0) for name, x in changed.items() if name in self.spec.adapter.counts}
+        changed = {name: mean(x) if is_float(x) else x[0] for name, x in changed.items()} | counts
         return total, Outcome(sums, changed, updated, probes)
 
     def check(

@@ -103,18 +103,23 @@ def accumulate(
     else:
 
         def body(
-            carry: tuple[tuple[Sinks, Sums], ModelState], xs: tuple[list[Array], Array]
-        ) -> tuple[tuple[tuple[Sinks, Sums], ModelState], None]:
-            total, changed = carry
+            carry: tuple[tuple[Sinks, Sums, ModelState], ModelState], xs: tuple[list[Array], Array]
+        ) -> tuple[tuple[tuple[Sinks, Sums, ModelState], ModelState], None]:
+            total, before = carry
             rows, index = xs
-            outcome, grads = run(model.forward, model_state | changed, at(rows), mix(seed, index))
-            return (jax.tree.map(jnp.add, total, (grads, outcome.sums)), outcome.model_state), None
+            outcome, grads = run(model.forward, model_state | before, at(rows), mix(seed, index))
+            counts = _counts(spec, outcome.model_state)
+            total = jax.tree.map(jnp.add, total, (grads, outcome.sums, counts))
+            return (total, outcome.model_state | jax.tree.map(jnp.zeros_like, counts)), None
 
         shapes, _ = jax.eval_shape(functools.partial(run, model.forward), model_state, first, seed)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (sinks, shapes.sums))
+        counted = _counts(spec, shapes.model_state)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (sinks, shapes.sums, counted))
         before = {name: model_state[name] for name in shapes.model_state}
-        ((grads, sums), changed), _ = lax.scan(body, (zeros, before), (rows, jnp.arange(zero.accumulate)))
-    model_state = model_state | _shared(changed)
+        (total, changed), _ = lax.scan(body, (zeros, before), (rows, jnp.arange(zero.accumulate)))
+        grads, sums, counts = total
+        changed |= counts
+    model_state = model_state | _shared(spec, changed)
     fresh = {path: copy for path, copy in updated.items() if path in model.given.updating}
     done = {path: x for path, x in grads.items() if isinstance(x, LayerState)}
     grads = {path: x for path, x in grads.items() if not isinstance(x, LayerState)}
@@ -206,10 +211,17 @@ def means(sums: Sums) -> tuple[dict[str, Array], Array]:
     return metrics | ({TOKENS: sums.tokens} if TOKENS in sums.aux else {}), sums.tokens
 
 
-def _shared(model_state: ModelState) -> ModelState:
-    """The mean over the world of state that devices compute from their own data (batch statistics)."""
+def _shared(spec: TrainSpec, model_state: ModelState) -> ModelState:
+    """State that devices compute from their own data: the mean over the world, or the sum of counts."""
     with jax.named_scope("metrics"):
-        return {name: mean_over(x, AXES) if is_float(x) else x for name, x in model_state.items()}
+        means = {name: mean_over(x, AXES) if is_float(x) else x for name, x in model_state.items()}
+        counts = _counts(spec, model_state)
+        return means | (lax.psum(counts, AXES) if counts else {})
+
+
+def _counts(spec: TrainSpec, model_state: ModelState) -> ModelState:
+    """The entries that count tokens; see ``zerojax.adapters.router_state``."""
+    return {name: x for name, x in model_state.items() if name in spec.adapter.counts}
 
 
 def over(axes: tuple[str, ...], sums: Sums) -> Sums:
