@@ -1,11 +1,14 @@
 """What a program sets in a state by hand: a learning rate, counters, batch statistics."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from core_models import CASES
+from flax import nnx
 from plain_loop import distance, masters
 
 import zerojax
@@ -68,3 +71,49 @@ def test_refuses_what_does_not_fit(name, value, words):
         state.opt_state.hyperparams[name] = value
     with pytest.raises(ZeroError, match=words):
         zerojax.train_step(state, batch)
+
+
+def linear(zero: zerojax.ZeroConfig) -> tuple[zerojax.TrainState, dict[str, Any]]:
+    state = zerojax.TrainState.create(
+        lambda rngs: nnx.Linear(4, 3, rngs=rngs),
+        TX,
+        lambda model, batch: batch["weight"] * jnp.mean(model(batch["x"]) ** 2),
+        mesh=zerojax.make_mesh(2, 2),
+        zero=zero,
+    )
+    return state, {"x": np.ones((8, 4), np.float32), "weight": 1.0}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"host": ("optimizer",)},
+        {"every": 1},
+        pytest.param({"weights_delta": True, "weights": ("fp32", "fp32")}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_weight_set_in_place_is_refused_where_arrays_were_made_of_it(options: dict[str, Any]) -> None:
+    state, batch = linear(zerojax.ZeroConfig(units=(nnx.Linear,), compute_dtype="float32", **options))
+    params = dict(state.params)
+    state.params["kernel"] = zeros = state.params["kernel"] * 0
+    for call in (zerojax.eval_step, zerojax.train_step):
+        with pytest.raises(zerojax.ZeroError, match="set in place"):
+            call(state.replace(step=0), batch)
+    replaced = state.replace(params=params | {"kernel": zeros})
+    assert float(zerojax.eval_step(replaced, batch)["loss"]) == 0
+
+
+def test_a_weight_set_in_place_is_read_where_passes_read_masters() -> None:
+    state, batch = linear(zerojax.ZeroConfig(units=(nnx.Linear,), compute_dtype="float32"))
+    state.params["kernel"] = state.params["kernel"] * 0
+    assert float(zerojax.eval_step(state, batch)["loss"]) == 0
+
+
+def test_steps_run_under_a_guard_of_transfers() -> None:
+    state, batch = linear(zerojax.ZeroConfig(units=(nnx.Linear,), compute_dtype="float32"))
+    with jax.transfer_guard("disallow"):
+        state.opt_state.hyperparams["learning_rate"] = 0.0
+        state, metrics = zerojax.train_step(state, batch)
+        found = zerojax.eval_step(state, batch | {"weight": np.float32(2)})
+        assert jax.device_get(found["loss"]) == pytest.approx(2 * jax.device_get(metrics["loss"]))

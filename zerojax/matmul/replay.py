@@ -121,7 +121,7 @@ def evaluate[T](
 
 def _with_dtype(literal: core.Literal) -> Any:
     """The value of a literal, which has a dtype: a jaxpr has bools as Python's."""
-    return literal.val if hasattr(literal.val, "dtype") else np.asarray(literal.val, literal.aval.dtype)
+    return np.bool_(literal.val) if isinstance(literal.val, bool) else literal.val
 
 
 def equations_within(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:

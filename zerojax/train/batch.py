@@ -1,6 +1,7 @@
 """A batch on the mesh: its rows spread over the devices, scalars and ``Replicated`` arrays on all of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -94,6 +95,16 @@ def abstract_batch(spec: TrainSpec, batch: Batch) -> PyTree[jax.ShapeDtypeStruct
         return spec.abstract(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype))
 
     return map_batch(abstract, whole, batch)
+
+
+@contextmanager
+def places_arguments() -> Generator[None]:
+    """Let a function transfer the numbers and arrays that it is given, under ``jax.transfer_guard``, too.
+
+    Its caller asks for these transfers; JAX takes them for implicit ones.
+    """
+    with jax.transfer_guard_host_to_device("allow"):
+        yield
 
 
 def place(spec: TrainSpec, batch: Batch, accumulate: int, *, shared: bool = True) -> Batch:

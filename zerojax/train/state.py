@@ -88,19 +88,29 @@ class TrainState:
     spec: TrainSpec = field(metadata={"static": True})
     current_copies: bool = field(default=False, metadata={"static": True})
     _before: dict[str, Any] | None = field(default=None, compare=False)
-    """The weights and their copies as of this state, which ``dataclasses.replace`` gives the next one."""
+    """The weights and their copies as of this state, which ``dataclasses.replace`` gives the next one; and
+    the leaves of ``params``, which a program may replace in place."""
 
     def __post_init__(self) -> None:
         """Renew the copies of weights that ``replace`` has changed."""
         if (before := self._before) is not None:
-            changed = {name for name, value in before.items() if getattr(self, name) is not value}
+            changed = {name for name in _TRACKED if getattr(self, name) is not before[name]}
             if self.copies and changed - {"encoded"} and "copies" not in changed:
                 self._renew_copies(of_params="params" in changed)
             if self.local is not None and "params" in changed and self.local is before["local"]:
                 self._begin_again()
             if self.encoded and "encoded" not in changed:
                 self._encode_again(before)
-        object.__setattr__(self, "_before", {name: getattr(self, name) for name in _TRACKED})
+        same = before is not None and before["params"] is self.params
+        masters = before["masters"] if before is not None and same else jax.tree.leaves(self.params)
+        tracked = {name: getattr(self, name) for name in _TRACKED}
+        object.__setattr__(self, "_before", tracked | {"masters": masters})
+
+    @property
+    def has_weights_set_in_place(self) -> bool:
+        """Whether a program has put other arrays into ``params`` itself, without ``replace``."""
+        masters = self._before["masters"] if self._before is not None else ()
+        return any(map(operator.is_not, jax.tree.leaves(self.params), masters))
 
     def _renew_copies(self, *, of_params: bool) -> None:
         """Make delta's copies again of other ``params``, and drop those of ``with_node_copy``."""
@@ -291,6 +301,22 @@ def check_there(state: TrainState) -> None:
         raise ConfigurationError(
             "the state was passed to train_step before, which takes its arrays for the next one (donation): "
             "use the state that train_step returned."
+        )
+    _refuse_set_in_place(state)
+
+
+def _refuse_set_in_place(state: TrainState) -> None:
+    """Refuse other weights in ``params`` itself, where passes read arrays that were made of the old ones.
+
+    Raises:
+        ConfigurationError: naming the way that makes them again.
+    """
+    made = state.encoded or state.copies or state.local is not None
+    if made and state.has_weights_set_in_place:
+        raise ConfigurationError(
+            "a weight in state.params was set in place, and this state computes with arrays that were made "
+            "of the old one (weights in host memory, a node's replica, or local updates). Leave the tree as "
+            "it is: state = state.replace(params=another_tree), or zerojax.put_params(state, weights)."
         )
 
 

@@ -25,7 +25,7 @@ from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train import per_device
 from zerojax.train.backward_update import BackwardUpdate, OptimizerShards
 from zerojax.train.backward_update import specs as backward_specs
-from zerojax.train.batch import Batch, abstract_batch, batch_specs, place, rows_once
+from zerojax.train.batch import Batch, abstract_batch, batch_specs, place, places_arguments, rows_once
 from zerojax.train.blocks import flat_blocks, stored_blocks
 from zerojax.train.fields import (
     Shards,
@@ -48,6 +48,7 @@ _Read = dict[str, PyTree[Array]]
 _REPLICATED = PartitionSpec()
 
 
+@places_arguments()
 def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """Take one optimizer step.
 
@@ -130,6 +131,7 @@ def skipped_in_row(state: TrainState) -> int:
     return int(np.asarray(last_metrics(state)["skipped_in_row"]))
 
 
+@places_arguments()
 def eval_step(state: TrainState, batch: Batch, loss_fn: LossFn | None = None) -> Metrics:
     """Evaluate the loss function on a batch; returns the loss and its aux as means over the world.
 
@@ -153,6 +155,7 @@ def eval_step(state: TrainState, batch: Batch, loss_fn: LossFn | None = None) ->
     return one_at_a_time(spec.mesh, _compiled_eval(spec)(state, placed, loss_fn or spec.loss_fn))
 
 
+@places_arguments()
 def predict_step[T: PyTree[Array]](
     state: TrainState, batch: Batch, fn: Callable[[Any, Batch], T], *, adapters: bool = True
 ) -> T:
@@ -204,6 +207,7 @@ def check_adapters(spec: TrainSpec, *, adapters: bool) -> None:
         raise ConfigurationError("adapters=False: the state has no adapters to leave out.")
 
 
+@places_arguments()
 def gradients(state: TrainState, batch: Batch) -> PyTree[Array]:
     """The mean gradients that ``train_step`` would pass to the optimizer; the state is not donated.
 
