@@ -1,1 +1,18 @@
 """Pallas kernels for Hopper and newer, through Pallas' Mosaic GPU backend, which needs jax alone."""
+
+from functools import cache
+
+from jax.experimental.mosaic.gpu import fragmented_array
+
+
+def _ask_ptxas_once() -> None:
+    """Remember ptxas's version, for which Mosaic starts ptxas at each conversion of 8 bits or booleans.
+
+    That takes 5 to 15 ms each time, and was half of the time to lower a kernel.
+    """
+    extension = getattr(fragmented_array.mgpu_lib, "_mosaic_gpu_ext", None)
+    if (ask := getattr(extension, "_get_ptxas_isa_version", None)) is not None:
+        setattr(extension, "_get_ptxas_isa_version", cache(ask))  # noqa: B010  (a private name of JAX)
+
+
+_ask_ptxas_once()

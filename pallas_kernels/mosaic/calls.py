@@ -166,7 +166,8 @@ def encode_reordered(
         blocks = g.size // (pieces * block)
 
         def place(piece: jax.Array) -> tuple[jax.Array, jax.Array]:
-            chunk, node, peer = piece % chunks, piece // chunks % nodes, piece // (chunks * nodes)
+            row, chunk = kernels.div_rem(piece, chunks)
+            peer, node = kernels.div_rem(row, nodes)
             return chunk * local + peer, node * blocks
 
         payload = _encode(g.reshape(pieces, -1), Rows(fmt, nodes * blocks, block), chunks * local, place)

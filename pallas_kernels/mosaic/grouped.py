@@ -94,10 +94,10 @@ def multiprocessors() -> int:
 
 def _in_bands(index: jax.Array, rows: Any, columns: int, band: int) -> tuple[jax.Array, jax.Array]:
     """The tile (row, column) that comes at ``index``, in bands of ``band`` tiles along the rows."""
-    first = index // (band * columns)
+    first = lax.div(index, jnp.int32(band * columns))
     within = index - first * (band * columns)
     height = jnp.minimum(band, rows - first * band)
-    column = within // height
+    column = lax.div(within, height)
     return first * band + within - column * height, column
 
 
@@ -297,9 +297,10 @@ def _begin_rows(
     ``source`` is in global memory, [rows, n / 64, 64], ``slot_of`` as ``_Columns.slot``, and ``full`` a
     barrier, passed after STEP / 8 copies.
     """
+    columns = pl.ds(lax.div(column, jnp.int32(HALF)), width // HALF)
     for index in range(STEP // _EIGHT):
         plgpu.copy_gmem_to_smem(
-            source.at[pl.ds(first + index * _EIGHT, _EIGHT), pl.ds(column // HALF, width // HALF)],
+            source.at[pl.ds(first + index * _EIGHT, _EIGHT), columns],
             slot_of(1).at[index].transpose((1, 0, 2)),
             full,
         )
@@ -458,7 +459,7 @@ def rows_product(
 
             tiles.each(column, multiply_width)
 
-        count = (down * across - program + programs - 1) // programs
+        count = lax.div(down * across - program + programs - 1, jnp.int32(programs))
         _walk(count, steps_of, copy, multiply, free, tuning.stages)
 
     kind = jax.ShapeDtypeStruct((rows, n), jnp.bfloat16)
@@ -534,13 +535,13 @@ def sums_of_products(
         def tile_at(turn: jax.Array) -> tuple[jax.Array, ...]:
             """The tile's group, its group's first row and rows, and the tile's first row and column."""
             place = position(turn)
-            rank = place // each
+            rank = lax.div(place, jnp.int32(each))
             row, column = _in_bands(place - rank * each, down, across, tuning.band)
             group, start, size = (plan[1 + 3 * rank + i] for i in range(3))
             return group, start, size, row * height, column * columns
 
         def steps_of(turn: jax.Array) -> jax.Array:
-            return (plan[3 + 3 * (position(turn) // each)] + STEP - 1) // STEP
+            return lax.div(plan[3 + 3 * lax.div(position(turn), jnp.int32(each))] + STEP - 1, jnp.int32(STEP))
 
         def copy(turn: jax.Array) -> Callable[[jax.Array, jax.Array], None]:
             _, start, size, row, column = tile_at(turn)
@@ -601,8 +602,8 @@ def sums_of_products(
 
             tiles.each(column, multiply_width)
 
-        turns = (groups * each - heavy) // others
-        turns += (position(turns) < groups * each).astype(jnp.int32)
+        turns = lax.div(groups * each - heavy, others)
+        turns = jnp.where(position(turns) < groups * each, turns + 1, turns)
         _walk(jnp.where(alone, 1, turns), steps_of, copy, multiply, free, tuning.stages)
 
     kind = jax.ShapeDtypeStruct((groups, k, n), x.dtype)

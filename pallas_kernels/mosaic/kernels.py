@@ -74,11 +74,17 @@ class Rows:
         return ref.at[row, pl.ds(self.code_bytes // 2, self.blocks)]
 
 
+def div_rem(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
+    """Quotient and remainder of an integer that is not negative: ``//`` and ``%`` also compare signs."""
+    return lax.div(a, jnp.int32(b)), lax.rem(a, jnp.int32(b))
+
+
 def my_tile(tile: Tile, blocks: int) -> tuple[jax.Array, jax.Array]:
     """(row, first block) of this program, for rows of ``blocks`` blocks."""
     program = lax.axis_index(TILE_AXIS)
     tiles = pl.cdiv(blocks, tile.blocks)
-    return program // tiles, jnp.minimum(program % tiles * tile.blocks, blocks - tile.blocks)
+    row, index = div_rem(program, tiles)
+    return row, jnp.minimum(index * tile.blocks, blocks - tile.blocks)
 
 
 def _top(lanes: list[jax.Array]) -> jax.Array:

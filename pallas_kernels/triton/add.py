@@ -11,18 +11,20 @@ def load_peer_codes(
     ptr,
     block,
     live,
+    blocks,
     PEERS: tl.constexpr,
     K: tl.constexpr,
     W: tl.constexpr,
-    PITCH: tl.constexpr,
-    CODES: tl.constexpr,
+    BYTES: tl.constexpr,
+    ALIGNED: tl.constexpr,
     FMT: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """The result of load_row_codes for each of PEERS rows."""
     rows = ()
     for peer in tl.static_range(0, PEERS):
-        rows = rows + (load_row_codes(ptr, block * 0 + peer, block * W, live, K, PITCH, CODES, FMT, MASKED),)
+        row = block * 0 + peer
+        rows = rows + (load_row_codes(ptr, row, block * W, live, blocks, K, BYTES, ALIGNED, FMT, MASKED),)
     return rows
 
 
@@ -31,16 +33,16 @@ def load_peer_scales(
     ptr,
     block,
     live,
+    blocks,
     PEERS: tl.constexpr,
     W: tl.constexpr,
-    PITCH: tl.constexpr,
-    CODES: tl.constexpr,
+    BYTES: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """The scales of PEERS rows, fp32[T] each."""
     scales = ()
     for peer in tl.static_range(0, PEERS):
-        scales = scales + (load_scales(ptr, block * 0 + peer, block, live, W, PITCH, CODES, MASKED),)
+        scales = scales + (load_scales(ptr, block * 0 + peer, block, live, blocks, W, BYTES, MASKED),)
     return scales
 
 

@@ -5,6 +5,7 @@ The only module that uses jax-triton; importable only if that is installed.
 
 import inspect
 from functools import partial
+from math import gcd
 from typing import Any
 
 import jax
@@ -16,13 +17,17 @@ import triton
 from pallas_kernels import attention_reference, cast_reference, grouped_reference, nf4_reference, reference
 from pallas_kernels.backends import cuda_implementation
 from pallas_kernels.chips import compute_capability
-from pallas_kernels.formats import NF4_GROUP, QMAX, QUANTIZED, code_bytes, nbytes, nf4_sections
+from pallas_kernels.formats import NF4_GROUP, QMAX, QUANTIZED, nbytes, nf4_sections
 from pallas_kernels.triton import attention, casts, grouped, kernels, nf4
 
 _NEW_STYLE = "out_type" in inspect.signature(jax_triton.triton_call).parameters
 _FLOATS = (jnp.float32, jnp.bfloat16)
 _LIMIT = 2**31
 """Elements of a row that 32-bit offsets can address."""
+_MAX_ROWS = 65535
+"""Rows of a grid's second dimension."""
+_ALIGN = 16
+"""The blocks of a row are a multiple of at most this, to the compiler's knowledge."""
 _MAX_PEERS = 64
 """Rows summed in unrolled code."""
 _PROGRAMS = 512
@@ -51,16 +56,16 @@ def sum_shape(fmt: str, rotation: int, stored: bool) -> tuple[int, int, int]:
     return {"int4": (32, 1, 4), "fp6": (64, 2, 1)}.get(fmt, (32, 2, 1))
 
 
-def _has_kernel(*dtypes: jnp.dtype, fmt: str, n: int) -> bool:
+def _has_kernel(*dtypes: jnp.dtype, fmt: str, n: int, rows: int = 1) -> bool:
     """Whether the kernels support rows of n elements in ``fmt``; the rest falls back to the reference."""
     if fmt == "fp8" and compute_capability() < 89:  # no conversion instructions before Ada
         return False
-    return fmt in QUANTIZED and _fits(*dtypes, n=n)
+    return fmt in QUANTIZED and _fits(*dtypes, n=n, rows=rows)
 
 
-def _fits(*dtypes: jnp.dtype, n: int) -> bool:
+def _fits(*dtypes: jnp.dtype, n: int, rows: int = 1) -> bool:
     """Whether the kernels read and write these dtypes, in rows of n elements."""
-    return n < _LIMIT and all(dtype in _FLOATS for dtype in dtypes)
+    return n < _LIMIT and rows <= _MAX_ROWS and all(dtype in _FLOATS for dtype in dtypes)
 
 
 def _options(out: Any) -> dict[str, Any]:
@@ -74,15 +79,15 @@ def _call(
     kernel: Any, arrays: tuple[jax.Array, ...], out: jax.ShapeDtypeStruct, rows: int, n: int,
     block: int | None, shape: tuple[int, int], **constants: Any,
 ) -> jax.Array:  # fmt: skip
-    """Launch one program per UNROLL (or 1) * T * K elements of each of ``rows`` rows of n."""
+    """Launch a grid of one program per UNROLL (or 1) * T * K elements of each of ``rows`` rows of n."""
     assert block is not None  # as in all quantized formats
     lanes, warps = shape
     threads = max(32 * warps, block // lanes)
-    tiles = -(-n // (threads * lanes * constants.get("UNROLL", 1)))
+    tile = threads * lanes * constants.get("UNROLL", 1)
     return jax_triton.triton_call(
         *arrays,
         kernel=kernel,
-        grid=(rows * tiles,),
+        grid=(-(-n // tile), rows),
         num_warps=threads // 32,
         num_stages=1,
         compute_capability=compute_capability(),
@@ -94,15 +99,31 @@ def _call(
     )
 
 
+def _call_any_length(
+    kernel: Any, arrays: tuple[jax.Array, ...], out: jax.ShapeDtypeStruct, rows: int, n: int,
+    block: int | None, shape: tuple[int, int], *, fixed: bool = False, **constants: Any,
+) -> jax.Array:  # fmt: skip
+    """As ``_call``, of a kernel that takes the rows' length as an argument; a constant if it is ``fixed``."""
+    assert block is not None
+    lanes, warps = shape
+    tile = max(32 * warps, block // lanes) * lanes * constants.get("UNROLL", 1)
+    blocks = n // block
+    align = blocks if fixed else gcd(blocks, _ALIGN)  # jax-triton makes an argument of 1 a constant
+    return _call(
+        kernel, (*arrays, blocks // align), out, rows, n, block, shape,
+        ALIGN=align, MASKED=n % tile != 0, **constants,
+    )  # fmt: skip
+
+
 def _encode(
     x: jax.Array, base: jax.Array | None, seed: jax.Array | None, rows: int, n: int,
     reorder: tuple[int, int, int], out: tuple[int, ...], *,
-    fmt: str, width: int, block: int | None, rounding: str, rotation: int,
+    fmt: str, block: int | None, rounding: str, rotation: int,
 ) -> jax.Array:  # fmt: skip
-    """Encode x as ``rows`` rows of n into ``out``, whose payload rows hold ``width`` elements."""
+    """Encode x as ``rows`` rows of n into ``out``."""
     local, nodes, chunks = reorder
     stochastic = rounding == "stochastic"
-    return _call(
+    return _call_any_length(
         kernels.encode_kernel,
         (x, x if base is None else base, x if seed is None else reference.hash_keys(seed)),
         jax.ShapeDtypeStruct(out, jnp.uint8),
@@ -110,14 +131,12 @@ def _encode(
         n,
         block,
         encode_shape(fmt, rotation, stochastic),
-        N=n,
         LOCAL=local,
         NODES=nodes,
         CHUNKS=chunks,
         FMT=fmt,
         QMAX=QMAX[fmt],
-        PITCH=nbytes(fmt, width, block),
-        CODES=code_bytes(fmt, width),
+        BYTES=nbytes(fmt, block, block),
         DELTA=base is not None,
         ROTATE=bool(rotation),
         STOCHASTIC=stochastic,
@@ -130,9 +149,9 @@ def encode(
     """See ``pallas_kernels.encode``."""
     options: dict[str, Any] = {"fmt": fmt, "block": block, "rounding": rounding, "rotation": rotation}
     rows, n = x.shape
-    if not _has_kernel(x.dtype, fmt=fmt, n=n):
+    if not _has_kernel(x.dtype, fmt=fmt, n=n, rows=rows):
         return reference.encode(x, seed, **options)
-    return _encode(x, None, seed, rows, n, (rows, 1, 1), (rows, nbytes(fmt, n, block)), width=n, **options)
+    return _encode(x, None, seed, rows, n, (rows, 1, 1), (rows, nbytes(fmt, n, block)), **options)
 
 
 def encode_delta(
@@ -141,10 +160,10 @@ def encode_delta(
     """See ``pallas_kernels.encode_delta``."""
     options: dict[str, Any] = {"fmt": fmt, "block": block, "rounding": rounding}
     rows, n = w.shape
-    if not _has_kernel(w.dtype, base.dtype, fmt=fmt, n=n):
+    if not _has_kernel(w.dtype, base.dtype, fmt=fmt, n=n, rows=rows):
         return reference.encode_delta(w, base, seed, **options)
     out = (rows, nbytes(fmt, n, block))
-    return _encode(w, base, seed, rows, n, (rows, 1, 1), out, width=n, rotation=0, **options)
+    return _encode(w, base, seed, rows, n, (rows, 1, 1), out, rotation=0, **options)
 
 
 def encode_reordered(
@@ -155,10 +174,10 @@ def encode_reordered(
     options: dict[str, Any] = {"fmt": fmt, "block": block, "rounding": rounding, "rotation": rotation}
     rows = local * nodes * chunks
     n = g.size // rows
-    if not _has_kernel(g.dtype, fmt=fmt, n=n * nodes):
+    if not _has_kernel(g.dtype, fmt=fmt, n=n * nodes, rows=rows):
         return reference.encode_reordered(g, seed, local=local, nodes=nodes, chunks=chunks, **options)
     out = (chunks, local, nbytes(fmt, nodes * n, block))
-    return _encode(g, None, seed, rows, n, (local, nodes, chunks), out, width=nodes * n, **options)
+    return _encode(g, None, seed, rows, n, (local, nodes, chunks), out, **options)
 
 
 def _decode(
@@ -166,7 +185,7 @@ def _decode(
 ) -> jax.Array:
     rows = payload.shape[0]
     lanes, warps, unroll = decode_shape(fmt, dtype)
-    return _call(
+    return _call_any_length(
         kernels.decode_kernel,
         (payload, payload if base is None else base),
         jax.ShapeDtypeStruct((rows, n), dtype),
@@ -175,17 +194,15 @@ def _decode(
         block,
         (lanes, warps),
         UNROLL=unroll,
-        N=n,
         FMT=fmt,
-        PITCH=nbytes(fmt, n, block),
-        CODES=code_bytes(fmt, n),
+        BYTES=nbytes(fmt, block, block),
         ADD=base is not None,
     )
 
 
 def decode(payload: jax.Array, *, fmt: str, n: int, block: int | None, dtype: jnp.dtype) -> jax.Array:
     """See ``pallas_kernels.decode``."""
-    if not _has_kernel(dtype, fmt=fmt, n=n):
+    if not _has_kernel(dtype, fmt=fmt, n=n, rows=payload.shape[0]):
         return reference.decode(payload, fmt=fmt, n=n, block=block, dtype=dtype)
     return _decode(payload, None, dtype, fmt=fmt, n=n, block=block)
 
@@ -193,7 +210,7 @@ def decode(payload: jax.Array, *, fmt: str, n: int, block: int | None, dtype: jn
 def decode_add(payload: jax.Array, base: jax.Array, *, fmt: str, block: int | None) -> jax.Array:
     """See ``pallas_kernels.decode_add``."""
     n = base.shape[1]
-    if not _has_kernel(base.dtype, fmt=fmt, n=n):
+    if not _has_kernel(base.dtype, fmt=fmt, n=n, rows=payload.shape[0]):
         return reference.decode_add(payload, base, fmt=fmt, block=block)
     return _decode(payload, base, base.dtype, fmt=fmt, n=n, block=block)
 
@@ -206,7 +223,7 @@ def _sum(
     """Sum the payload's rows of rows * n elements into ``out``, in fmt_out ("sum": fp32)."""
     encoded = fmt_out in QUANTIZED
     lanes, warps, unroll = sum_shape(fmt, rotation, not encoded)
-    return _call(
+    return _call_any_length(
         kernels.sum_kernel,
         (payload, payload if seed is None else reference.hash_keys(seed)),
         out,
@@ -214,16 +231,15 @@ def _sum(
         n,
         block,
         (lanes, warps),
+        fixed=encoded,  # where instructions are the limit, each counts
         UNROLL=unroll,
+        ROWS=rows,
         PEERS=payload.shape[0],
         FMT=fmt,
-        PITCH=nbytes(fmt, rows * n, block),
-        CODES=code_bytes(fmt, rows * n),
+        BYTES=nbytes(fmt, block, block),
         OUT_FMT=fmt_out,
-        OUT_N=n,
         OUT_QMAX=QMAX[fmt_out] if encoded else 0.0,
-        OUT_PITCH=nbytes(fmt_out, n, block) if encoded else 0,
-        OUT_CODES=code_bytes(fmt_out, n) if encoded else 0,
+        OUT_BYTES=nbytes(fmt_out, block, block) if encoded else 0,
         ROTATE=bool(rotation),
         FACTOR=factor,
         STOCHASTIC=rounding == "stochastic",
@@ -250,7 +266,7 @@ def decode_sum_encode(
     total = rows_out * n
     re_encode = partial(encode, fmt=fmt_out, block=block, rounding=rounding, rotation=0)
     fits = payload.shape[0] <= _MAX_PEERS and _has_kernel(fmt=fmt_in, n=total)
-    if not fits or not _has_kernel(fmt=fmt_out, n=n):
+    if not fits or not _has_kernel(fmt=fmt_out, n=n, rows=rows_out):
         summed = decode_sum(payload, fmt=fmt_in, n=total, block=block, rotation=0, scale=1.0)
         return re_encode(summed.reshape(rows_out, n), seed)
     out = jax.ShapeDtypeStruct((rows_out, nbytes(fmt_out, n, block)), jnp.uint8)
@@ -261,7 +277,7 @@ def decode_sum_encode(
 def encode_nf4(x: jax.Array, *, block: int) -> jax.Array:
     """See ``pallas_kernels.encode_nf4``: XLA computes the scales, a kernel the codes."""
     rows, n = x.shape
-    if not _fits(x.dtype, n=n):
+    if not _fits(x.dtype, n=n, rows=rows):
         return nf4_reference.encode_nf4(x, block=block)
     tail = nf4_reference.tail(*nf4_reference.block_scales(x, block)[:2])
     scales, units, pitch = nf4_sections(n, block)
@@ -283,7 +299,7 @@ def encode_nf4(x: jax.Array, *, block: int) -> jax.Array:
 
 def decode_nf4(payload: jax.Array, *, n: int, block: int, dtype: jnp.dtype) -> jax.Array:
     """See ``pallas_kernels.decode_nf4``."""
-    if not _fits(dtype, n=n):
+    if not _fits(dtype, n=n, rows=payload.shape[0]):
         return nf4_reference.decode_nf4(payload, n=n, block=block, dtype=dtype)
     lanes, warps, unroll = decode_shape("nf4", dtype)
     scales, units, pitch = nf4_sections(n, block)

@@ -84,11 +84,9 @@ def _e3m2_lanes(low, high, K: tl.constexpr):
 
 
 @triton.jit
-def load_scales(
-    ptr, row, block, live, W: tl.constexpr, PITCH: tl.constexpr, CODES: tl.constexpr, MASKED: tl.constexpr
-):
-    """fp32[T]: the scale of each thread's block."""
-    start = ptr + row.to(tl.int64) * PITCH + CODES
+def load_scales(ptr, row, block, live, blocks, W: tl.constexpr, BYTES: tl.constexpr, MASKED: tl.constexpr):
+    """fp32[T]: the scale of each thread's block, in rows of ``blocks`` blocks."""
+    start = ptr + row.to(tl.int64) * blocks * BYTES + blocks * (BYTES - 2)
     scales = start.to(tl.pointer_type(tl.uint16), bitcast=True) + block + tl.arange(0, live.shape[0]) // W
     if MASKED:
         scale = tl.load(scales, mask=live, other=0)
@@ -103,18 +101,22 @@ def load_row_codes(
     row,
     first,
     live,
+    blocks,
     K: tl.constexpr,
-    PITCH: tl.constexpr,
-    CODES: tl.constexpr,
+    BYTES: tl.constexpr,
+    ALIGNED: tl.constexpr,
     FMT: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The words of K codes per thread, from position ``first`` of a payload row on, and fp6's high plane."""
-    ALIGNED: tl.constexpr = PITCH % 4 == 0
-    start = ptr + row.to(tl.int64) * PITCH
+    """The words of K codes per thread, from position ``first`` of a payload row on, and fp6's high plane.
+
+    A row has ``blocks`` blocks, of an even number if ALIGNED.
+    """
+    start = ptr + row.to(tl.int64) * blocks * BYTES
     if FMT == "fp6":
         low = load_codes(start, first, live, K // 2, ALIGNED, MASKED)
-        return low, load_codes(start + CODES // 3 * 2, first, live, K // 4, ALIGNED, MASKED)
+        high = start + blocks * ((BYTES - 2) // 3 * 2)
+        return low, load_codes(high, first, live, K // 4, ALIGNED, MASKED)
     else:
         BITS: tl.constexpr = 2 if FMT == "int2" else (4 if FMT == "int4" else 8)
         words = load_codes(start, first, live, K * BITS // 8, ALIGNED, MASKED)

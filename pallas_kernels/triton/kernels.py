@@ -4,6 +4,10 @@ They are memory-bound only with few instructions between a load and a store; ``l
 ``dequantize`` say how. A program of T threads takes T * K / BLOCK blocks of one row, W = BLOCK / K threads
 share a block, and threads exchange only the maximum of a block.
 
+The length of rows is an argument, so that a program compiles a kernel once for all its lengths. A row has
+``units * ALIGN`` blocks; ALIGN is a constant, from which the compiler knows how pointers are aligned. A block
+of a payload takes BYTES bytes, two of which are its scale.
+
 Compiled without fused multiply-add contraction; every fused multiply-add is explicit.
 """
 
@@ -33,25 +37,25 @@ def store_encoded(
     block,
     live,
     octet,
+    blocks,
     W: tl.constexpr,
-    PITCH: tl.constexpr,
-    CODES: tl.constexpr,
+    BYTES: tl.constexpr,
+    ALIGNED: tl.constexpr,
     FMT: tl.constexpr,
     QMAX: tl.constexpr,
     ROTATE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Encode lanes as the blocks from ``block`` on of a payload row of PITCH bytes, CODES of them codes.
+    """Encode lanes as the blocks from ``block`` on of a payload row.
 
-    The numbers are lanes * unit if unit is not None. octet[T] is the index of each thread's first eight
-    elements, for the random bits.
+    A row has ``blocks`` blocks, of an even number if ALIGNED. The numbers are lanes * unit if unit is not
+    None. octet[T] is the index of each thread's first eight elements, for the random bits.
     """
     K: tl.constexpr = len(lanes)
     T: tl.constexpr = live.shape[0]
-    ALIGNED: tl.constexpr = PITCH % 4 == 0
     scale, inverse = block_scales(lanes, unit, W, QMAX, STOCHASTIC, ROTATE)
-    start = out_ptr + row.to(tl.int64) * PITCH
+    start = out_ptr + row.to(tl.int64) * blocks * BYTES
     first = block * W
     random = lanes
     if STOCHASTIC:
@@ -59,7 +63,7 @@ def store_encoded(
     if FMT == "fp6":
         low, high = fp6_words(lanes, inverse, random, STOCHASTIC)
         store_codes(start, first, low, live, K // 2, ALIGNED, MASKED)
-        store_codes(start + CODES // 3 * 2, first, high, live, K // 4, ALIGNED, MASKED)
+        store_codes(start + blocks * ((BYTES - 2) // 3 * 2), first, high, live, K // 4, ALIGNED, MASKED)
     elif FMT == "fp8":
         words = fp8_words(lanes, inverse, random, STOCHASTIC)
         store_codes(start, first, words, live, K, ALIGNED, MASKED)
@@ -68,7 +72,7 @@ def store_encoded(
         words = integer_words(lanes, inverse, random, BITS, STOCHASTIC, unit is not None)
         store_codes(start, first, words, live, K * BITS // 8, ALIGNED, MASKED)
     t = tl.arange(0, T)
-    scales = (start + CODES).to(tl.pointer_type(tl.uint16), bitcast=True) + block
+    scales = (start + blocks * (BYTES - 2)).to(tl.pointer_type(tl.uint16), bitcast=True) + block
     tl.store(scales + t // W, scale, mask=live & (t % W == 0))
 
 
@@ -77,8 +81,10 @@ def encode_kernel(
     x_ptr,
     base_ptr,
     keys_ptr,
+    units,
     out_ptr,
-    N: tl.constexpr,
+    ALIGN: tl.constexpr,
+    MASKED: tl.constexpr,
     NODES: tl.constexpr,
     CHUNKS: tl.constexpr,
     LOCAL: tl.constexpr,
@@ -87,26 +93,23 @@ def encode_kernel(
     K: tl.constexpr,
     FMT: tl.constexpr,
     QMAX: tl.constexpr,
-    PITCH: tl.constexpr,
-    CODES: tl.constexpr,
+    BYTES: tl.constexpr,
     DELTA: tl.constexpr,
     ROTATE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """Encode rows of N elements; row (local, node, chunk) becomes piece ``node`` of row (chunk, local).
+    """Encode rows of blocks; row (local, node, chunk) becomes piece ``node`` of row (chunk, local).
 
     base_ptr is read when DELTA, keys_ptr (reference.hash_keys) when STOCHASTIC; K is 32 when ROTATE.
     """
     W: tl.constexpr = BLOCK // K
     R: tl.constexpr = T // W
-    NB: tl.constexpr = N // BLOCK
-    TILES: tl.constexpr = (NB + R - 1) // R
-    MASKED: tl.constexpr = NB % R != 0
-    source = tl.program_id(0) // TILES
-    block = (tl.program_id(0) % TILES) * R
+    blocks = units * ALIGN
+    source = tl.program_id(1)
+    block = tl.program_id(0) * R
     t = tl.arange(0, T)
-    live = block + t // W < NB
-    start = source.to(tl.int64) * N
+    live = block + t // W < blocks
+    start = source.to(tl.int64) * blocks * BLOCK
     lanes = load_lanes(x_ptr + start, block * W, live, K, MASKED)
     if DELTA:
         base = load_lanes(base_ptr + start, block * W, live, K, MASKED)
@@ -116,7 +119,7 @@ def encode_kernel(
         lanes = delta
     if ROTATE:
         lanes = rotate(lanes)
-    octet = source.to(tl.uint32) * (N // 8) + (block * W + t).to(tl.uint32) * (K // 8)
+    octet = source.to(tl.uint32) * blocks * (BLOCK // 8) + (block * W + t).to(tl.uint32) * (K // 8)
     chunk = source % CHUNKS
     node = source // CHUNKS % NODES
     row = chunk * LOCAL + source // (CHUNKS * NODES)
@@ -126,12 +129,13 @@ def encode_kernel(
         out_ptr,
         keys_ptr,
         row,
-        node * NB + block,
+        node * blocks + block,
         live,
         octet,
+        NODES * blocks,
         W,
-        PITCH,
-        CODES,
+        BYTES,
+        ALIGN * NODES % 2 == 0,
         FMT,
         QMAX,
         ROTATE,
@@ -144,34 +148,36 @@ def encode_kernel(
 def decode_kernel(
     payload_ptr,
     base_ptr,
+    units,
     out_ptr,
-    N: tl.constexpr,
+    ALIGN: tl.constexpr,
+    MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
     T: tl.constexpr,
     K: tl.constexpr,
     UNROLL: tl.constexpr,
     FMT: tl.constexpr,
-    PITCH: tl.constexpr,
-    CODES: tl.constexpr,
+    BYTES: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """Decode rows of N elements; if ADD, add them to base_ptr's and flush subnormal sums to zero.
+    """Decode rows of blocks; if ADD, add them to base_ptr's and flush subnormal sums to zero.
 
     A program handles UNROLL tiles, and loads all of them before it stores the first.
     """
     W: tl.constexpr = BLOCK // K
     R: tl.constexpr = T // W
-    NB: tl.constexpr = N // BLOCK
-    TILES: tl.constexpr = (NB + R * UNROLL - 1) // (R * UNROLL)
-    MASKED: tl.constexpr = NB % (R * UNROLL) != 0
-    row = tl.program_id(0) // TILES
-    start = row.to(tl.int64) * N
+    ALIGNED: tl.constexpr = ALIGN % 2 == 0
+    blocks = units * ALIGN
+    row = tl.program_id(1)
+    start = row.to(tl.int64) * blocks * BLOCK
     tiles = ()
     for i in tl.static_range(0, UNROLL):
-        block = ((tl.program_id(0) % TILES) * UNROLL + i) * R
-        live = block + tl.arange(0, T) // W < NB
-        scale = load_scales(payload_ptr, row, block, live, W, PITCH, CODES, MASKED)
-        words, high = load_row_codes(payload_ptr, row, block * W, live, K, PITCH, CODES, FMT, MASKED)
+        block = (tl.program_id(0) * UNROLL + i) * R
+        live = block + tl.arange(0, T) // W < blocks
+        scale = load_scales(payload_ptr, row, block, live, blocks, W, BYTES, MASKED)
+        words, high = load_row_codes(
+            payload_ptr, row, block * W, live, blocks, K, BYTES, ALIGNED, FMT, MASKED
+        )
         base = (scale,)
         if ADD:
             base = load_lanes(base_ptr + start, block * W, live, K, MASKED)
@@ -193,25 +199,26 @@ def decode_kernel(
 def sum_kernel(
     payload_ptr,
     keys_ptr,
+    units,
     out_ptr,
+    ALIGN: tl.constexpr,
+    MASKED: tl.constexpr,
+    ROWS: tl.constexpr,
     PEERS: tl.constexpr,
     BLOCK: tl.constexpr,
     T: tl.constexpr,
     K: tl.constexpr,
     UNROLL: tl.constexpr,
     FMT: tl.constexpr,
-    PITCH: tl.constexpr,
-    CODES: tl.constexpr,
+    BYTES: tl.constexpr,
     OUT_FMT: tl.constexpr,
-    OUT_N: tl.constexpr,
     OUT_QMAX: tl.constexpr,
-    OUT_PITCH: tl.constexpr,
-    OUT_CODES: tl.constexpr,
+    OUT_BYTES: tl.constexpr,
     ROTATE: tl.constexpr,
     FACTOR: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """Sum PEERS payload rows; encode the sum as rows of OUT_N elements, or store it ("sum").
+    """Sum PEERS payload rows; encode the sum as ROWS rows of blocks, or store it ("sum").
 
     The stored sum is rotated if ROTATE (K is 32), and multiplied by FACTOR. A program handles UNROLL tiles,
     one after the other. While it sums one, the codes of the next two are copied into shared memory, and the
@@ -219,23 +226,23 @@ def sum_kernel(
     """
     W: tl.constexpr = BLOCK // K
     R: tl.constexpr = T // W
-    NB: tl.constexpr = OUT_N // BLOCK
-    TILES: tl.constexpr = (NB + R * UNROLL - 1) // (R * UNROLL)
-    MASKED: tl.constexpr = NB % (R * UNROLL) != 0
-    row = tl.program_id(0) // TILES
-    first = (tl.program_id(0) % TILES) * (R * UNROLL)
+    ALIGNED: tl.constexpr = ROWS * ALIGN % 2 == 0
+    blocks = units * ALIGN
+    row = tl.program_id(1)
+    first = tl.program_id(0) * (R * UNROLL)
     t = tl.arange(0, T)
-    live = first + t // W < NB
-    scales = load_peer_scales(payload_ptr, row * NB + first, live, PEERS, W, PITCH, CODES, MASKED)
+    live = first + t // W < blocks
+    every = ROWS * blocks
+    scales = load_peer_scales(payload_ptr, row * blocks + first, live, every, PEERS, W, BYTES, MASKED)
     for i in tl.range(0, UNROLL, num_stages=3):
         block = first + i * R
-        live = block + t // W < NB
-        source = row * NB + block
+        live = block + t // W < blocks
+        source = row * blocks + block
         next_scales = scales
         if UNROLL > 1:
-            more = (block + R + t // W < NB) & (i + 1 < UNROLL)
-            next_scales = load_peer_scales(payload_ptr, source + R, more, PEERS, W, PITCH, CODES, True)
-        codes = load_peer_codes(payload_ptr, source, live, PEERS, K, W, PITCH, CODES, FMT, MASKED)
+            more = (block + R + t // W < blocks) & (i + 1 < UNROLL)
+            next_scales = load_peer_scales(payload_ptr, source + R, more, every, PEERS, W, BYTES, True)
+        codes = load_peer_codes(payload_ptr, source, live, every, PEERS, K, W, BYTES, ALIGNED, FMT, MASKED)
         unit = None
         if FMT == "fp8" or FMT == "fp6":
             total = add_floats(codes, scales, K, FMT)
@@ -248,7 +255,7 @@ def sum_kernel(
             lanes = ()
             for k in tl.static_range(0, K):
                 lanes = lanes + (total[k] * factor,)
-            store_lanes(out_ptr + row.to(tl.int64) * OUT_N, block * W, lanes, live, MASKED)
+            store_lanes(out_ptr + row.to(tl.int64) * blocks * BLOCK, block * W, lanes, live, MASKED)
         else:
             store_encoded(
                 total,
@@ -259,9 +266,10 @@ def sum_kernel(
                 block,
                 live,
                 (source * W + t).to(tl.uint32) * (K // 8),
+                blocks,
                 W,
-                OUT_PITCH,
-                OUT_CODES,
+                OUT_BYTES,
+                ALIGN % 2 == 0,
                 OUT_FMT,
                 OUT_QMAX,
                 False,

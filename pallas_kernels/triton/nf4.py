@@ -88,15 +88,14 @@ def decode_kernel(
     W: tl.constexpr = BLOCK // K
     R: tl.constexpr = T // W
     NB: tl.constexpr = N // BLOCK
-    TILES: tl.constexpr = (NB + R * UNROLL - 1) // (R * UNROLL)
     MASKED: tl.constexpr = NB % (R * UNROLL) != 0
-    row = tl.program_id(0) // TILES
+    row = tl.program_id(1)
     codes = payload_ptr + row.to(tl.int64) * PITCH
     out = out_ptr + row.to(tl.int64) * N
     levels = load_table(levels_ptr, 16, T)
     tiles = ()
     for i in tl.static_range(0, UNROLL):
-        block = ((tl.program_id(0) % TILES) * UNROLL + i) * R
+        block = (tl.program_id(0) * UNROLL + i) * R
         live = block + tl.arange(0, T) // W < NB
         words = load_codes(codes, block * W, live, K // 2, True, MASKED)
         scale = load_scales(payload_ptr, row, block, live, W, PITCH, SCALES, UNITS, GROUP, MASKED)
@@ -137,8 +136,8 @@ def encode_kernel(
     TILES: tl.constexpr = (NB + R - 1) // R
     MASKED: tl.constexpr = NB % R != 0
     TAIL: tl.constexpr = PITCH - SCALES
-    row = tl.program_id(0) // TILES
-    tile = tl.program_id(0) % TILES
+    row = tl.program_id(1)
+    tile = tl.program_id(0)
     block = tile * R
     t = tl.arange(0, T)
     live = block + t // W < NB

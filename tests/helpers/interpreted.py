@@ -128,7 +128,7 @@ def _triton_call(*arrays, kernel, grid, **options):
     out = options["out_type"] if "out_type" in options else options["out_shape"]
     outs = out if isinstance(out, tuple) else (out,)
     results = [np.full(one.shape, 0xAB, one.dtype) for one in outs]  # poison: all of it must be written
-    inputs = [_Array(np.array(a)) for a in arrays]
+    inputs = [a if isinstance(a, int) else _Array(np.array(a)) for a in arrays]
     names = set(kernel.arg_names)
     with np.errstate(all="ignore"):
         kernel[grid](*inputs, *map(_Array, results), **{k: v for k, v in options.items() if k in names})
