@@ -13,6 +13,7 @@ from zerojax.adapters.stack import Stack
 from zerojax.adapters.weight_sum import weight_sum
 from zerojax.adapters.world_sum import world_sum
 from zerojax.analysis.comm_report import CommReport, comm_report
+from zerojax.compilation_cache import use_compilation_cache
 from zerojax.errors import ZeroError
 from zerojax.experts.linen import LinenExperts, linen_expert_param
 from zerojax.experts.mixture import mix_experts
@@ -117,6 +118,7 @@ __all__ = [
     "tiled",
     "trackers",
     "train_step",
+    "use_compilation_cache",
     "weight_sum",
     "whole_rows",
     "with_node_copy",

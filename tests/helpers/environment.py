@@ -66,6 +66,9 @@ def share_compiled(folder: Path) -> None:
     for name, value in settings.items():
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)
+    from zerojax.compilation_cache import use_compilation_cache
+
+    use_compilation_cache()
 
 
 def share_optimizers() -> None:

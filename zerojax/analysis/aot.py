@@ -31,6 +31,7 @@ from jax.experimental import topologies
 from jax.extend.mlir import ir
 
 from zerojax.analysis.plan.work import backward_workspace
+from zerojax.compilation_cache import user_folder
 
 #: Options for compiling without a GPU to time kernels on. The autotuner could only guess, would take half of
 #: the compile time, and would choose Triton's split-K matmuls, whose fp32 partial sums inflate the temporary
@@ -56,8 +57,7 @@ def compiler_dir() -> Path:
     """
     if chosen := os.environ.get("ZEROJAX_CUDA_COMPILER"):
         return Path(chosen)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "zerojax" / f"cuda-compiler-{jax.__version__}"
+    return user_folder() / f"cuda-compiler-{jax.__version__}"
 
 
 def gpus() -> tuple[str, ...]:

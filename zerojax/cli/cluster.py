@@ -11,7 +11,7 @@ import jax
 # JAX's public option would also change the levels of its Python loggers.
 from jax._src.lib import utils  # pyright: ignore[reportPrivateImportUsage]
 
-from zerojax import terminal
+from zerojax import compilation_cache, terminal
 from zerojax.errors import ConfigurationError
 from zerojax.multihost import distributed
 from zerojax.multihost.peers import Peers
@@ -73,7 +73,7 @@ def joined_cluster(
     job: JobOptions | None = None,
     facts: dict[str, str] | None = None,
 ) -> Generator[Peers | None]:
-    """Emulate devices if the settings say so, and join the other processes if there are any.
+    """Emulate devices, use the compilation cache, and join other processes, as the settings say.
 
     In a job of several processes, only zerojax's own output is on the terminal from then on.
 
@@ -81,6 +81,7 @@ def joined_cluster(
     """
     job = job or JobOptions()
     emulate_devices(mesh, job.num_processes)
+    compilation_cache.apply_setting(cluster.compilation_cache)
     with distributed.joined(
         job.coordinator,
         job.process_id,

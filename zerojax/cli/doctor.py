@@ -10,6 +10,7 @@ import jax
 import psutil
 
 from pallas_kernels import backend_report
+from zerojax import compilation_cache
 from zerojax.analysis import links
 from zerojax.cli.cluster import JobOptions, joined_cluster
 from zerojax.cli.options import read_options
@@ -164,6 +165,7 @@ def _host(runs: Path) -> Rows:
         ("memory", f"{free_host_memory() / 2**30:.0f} of {memory.total / 2**30:.0f} GiB free"),
         ("disk", f"{disk.free / 2**30:.0f} of {disk.total / 2**30:.0f} GiB free for {runs}"),
     ]
+    rows.append(("compiled programs", compilation_cache.describe()))
     if on_gpus(jax.devices()):
         rows.append(("page-locked", f"at most {host_limit() / 2**30:.0f} GiB a GPU ({LIMIT})"))
     try:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from zerojax import compilation_cache
 from zerojax.cli.options import RunPath
 from zerojax.cli.trained import as_stored, open_trained
 from zerojax.errors import ConfigurationError
@@ -59,4 +60,5 @@ class SamplingOptions:
         # One device computes with the weights as they are stored: wire formats do not matter.
         config, one = as_stored(folder.read_config()), MeshSection(nodes=1, local=1)
         config.model.check_language_model("generation")
+        compilation_cache.apply_setting(config.cluster.compilation_cache)
         return gather_model(open_trained(folder, config, one, ema=self.ema).state)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from zerojax import compilation_cache
 from zerojax.analysis.plan import describe_plan
 from zerojax.errors import Stopped
 from zerojax.multihost.agreement import run_on_process_zero
@@ -138,6 +139,7 @@ class OpenRun(TrainLoop):
             f"{mesh.shape['local']} {jax.devices()[0].device_kind} devices"
         )
         self.log.say(describe_plan(self.state))
+        self.log.say(f"compiled programs: {compilation_cache.describe()}")
         notes = [*notes, *map(str, nccl.applied())]
         for note in notes:
             self.log.say(note)

@@ -48,7 +48,7 @@ class MeshSection:
 
 @dataclass(frozen=True)
 class ClusterSection:
-    """Timeouts of the processes of a run; docs/clusters.md says what happens at each.
+    """Timeouts of the processes of a run, and their cache; docs/clusters.md says what happens at each.
 
     Attributes:
         join_timeout: Seconds to wait for all processes at the start.
@@ -57,6 +57,8 @@ class ClusterSection:
         step_factor: End the run when a step takes this many times the median of recent ones; 0 never does.
         step_timeout: Seconds that any step may take, whatever the median.
         phase_timeout: Seconds that compilation, an evaluation or a checkpoint may take; 0 is no limit.
+        compilation_cache: Folder that keeps compiled programs for later starts. "auto" is
+            JAX_COMPILATION_CACHE_DIR, else zerojax/compiled in the user's cache folder; "off" keeps none.
     """
 
     join_timeout: float = 300.0
@@ -65,6 +67,7 @@ class ClusterSection:
     step_factor: float = 10.0
     step_timeout: float = 300.0
     phase_timeout: float = 3600.0
+    compilation_cache: str = "auto"
 
     def __post_init__(self) -> None:
         check_numbers(self, "cluster.{}".format)
@@ -72,3 +75,7 @@ class ClusterSection:
             require(getattr(self, name) >= 1, f"cluster.{name} must be at least 1 second")
         for name in ("step_factor", "step_timeout", "phase_timeout"):
             require(getattr(self, name) >= 0, f"cluster.{name} must not be negative")
+        require(
+            self.compilation_cache != "",
+            'cluster.compilation_cache is empty: name a folder, or choose "auto" or "off"',
+        )

@@ -1,0 +1,241 @@
+"""Keeps compiled programs in a folder, from which later processes load them.
+
+JAX's persistent compilation cache looks for a program under its key, a hash of the program, its options, the
+devices, and the versions of JAX and of the driver. This module replaces the files behind it. JAX's own are
+written in place, so that a process that dies or a full disk leaves a part of a program for good; their total
+size is bounded by a lock that all readers wait for; and process 0 alone writes, which leaves other hosts'
+folders empty. Here a file has a checksum and appears as a whole, every process may write, and whoever adds a
+file removes those that were not used for longest.
+"""
+
+import hashlib
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import jax
+from jax._src import compilation_cache, compiler  # JAX has no public way to exchange the files
+from jax._src.compilation_cache_interface import CacheInterface
+from jaxlib._jax import CompileOnlyPyClient
+
+from zerojax.formatting import size
+from zerojax.log import logger
+
+AUTO, OFF = "auto", "off"
+"""Values of the setting ``cluster.compilation_cache`` that are no folder."""
+
+_LIMIT = 4 * 10**9
+"""Bytes of a folder, unless JAX_COMPILATION_CACHE_MAX_SIZE says otherwise."""
+_MINIMUM = 0.1
+"""Seconds that a program must take to compile, unless JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS is set."""
+_SUFFIX, _PART = ".zerojax", ".part"
+_ABANDONED = 3600
+"""Seconds after which a file that was not written to its end is removed."""
+_DIGEST = 32
+_read_program: Callable[..., Any] = compilation_cache.get_executable_and_time
+
+
+def user_folder() -> Path:
+    """zerojax's folder in the user's cache folder.
+
+    Raises:
+        RuntimeError: the user has no home.
+    """
+    if chosen := os.environ.get("XDG_CACHE_HOME"):
+        return Path(chosen) / "zerojax"
+    return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "zerojax"
+
+
+def use_compilation_cache(folder: str | os.PathLike[str] | None = None) -> Path | None:
+    """Keep programs that take 0.1 s or longer to compile in a folder, and load those that are there.
+
+    Call it before the first program is compiled. Commands of zerojax call it by themselves. Results are the
+    same as those of a program that was just compiled. Many processes may use a folder at the same time, also
+    on several hosts. If a file cannot be read or written, one line says so, and the program is compiled.
+
+    Whoever can write to the folder can make this process run code: share it only with users whom you trust.
+
+    Args:
+        folder: where programs are kept. The default is ``JAX_COMPILATION_CACHE_DIR``, else
+            ``zerojax/compiled`` in ``XDG_CACHE_HOME``, ``~/.cache``, or on macOS ``~/Library/Caches``. It
+            holds at most 4 GB, or ``JAX_COMPILATION_CACHE_MAX_SIZE`` bytes: programs that were not used for
+            longest are removed.
+
+    Returns:
+        The folder; None if ``JAX_ENABLE_COMPILATION_CACHE=false`` turns the cache off, or if no folder is
+        given and the user has no home.
+    """
+    if not jax.config.jax_enable_compilation_cache:
+        return None
+    chosen = folder or jax.config.jax_compilation_cache_dir
+    try:
+        path = Path(chosen).absolute() if chosen else user_folder() / "compiled"
+    except RuntimeError:  # no home
+        return None
+    with suppress(OSError):  # reported when a program is to be kept
+        path.mkdir(mode=0o777 if chosen else 0o700, parents=True, exist_ok=True)
+    if jax.config.jax_persistent_cache_min_compile_time_secs == 1:  # JAX's default
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", _MINIMUM)
+    # XLA's own cache, of tuned fusions, has no bound, and a compilation fails where it cannot write.
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    compilation_cache.get_file_cache = _open
+    compilation_cache.get_executable_and_time = _load
+    compiler._cache_write = _keep
+    compilation_cache.reset_cache()
+    return path
+
+
+def apply_setting(setting: str) -> None:
+    """Do what ``cluster.compilation_cache`` says: "auto", "off" or a folder."""
+    if setting == OFF:
+        jax.config.update("jax_enable_compilation_cache", False)
+    else:
+        use_compilation_cache(None if setting == AUTO else setting)
+
+
+def describe() -> str:
+    """Where compiled programs are kept, how many and how large, in words."""
+    folder = jax.config.jax_compilation_cache_dir
+    if not jax.config.jax_enable_compilation_cache or not folder:
+        return "not kept: every process compiles its own"
+    entries = _entries(Path(folder))
+    held = size(sum(length for _, length, _ in entries))
+    text = f"{len(entries)} ({held} of at most {size(_limit())}) in {folder}"
+    return text if os.access(folder, os.W_OK) else f"{text}, which cannot be written to"
+
+
+class Folder(CacheInterface):
+    """Files of compiled programs, as JAX's cache uses them; see the module.
+
+    A program may only run on the processor for which it was compiled: its name ends with a hash of that one.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Of a folder that may not exist."""
+        self._path = Path(path)
+        self._reads, self._writes = True, _limit() > 0
+
+    def get(self, key: str) -> bytes | None:
+        """The program of a key; None if there is none, or if it is damaged."""
+        place = self._place(key)
+        try:
+            content = place.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if self._reads:
+                logger.warning(f"{self._path}: compiled programs cannot be read: {error.strerror}")
+            self._reads = self._writes = False
+            return None
+        digest, program = content[:_DIGEST], content[_DIGEST:]
+        if hashlib.sha256(program).digest() != digest:
+            self.drop(key, "is damaged")
+            return None
+        with suppress(OSError):
+            os.utime(place)  # used now
+        return program
+
+    def put(self, key: str, value: bytes) -> None:
+        """Keep a program; say why if that fails, and then keep no more of this process."""
+        if not self._writes or len(value) > _limit() or self._place(key).exists():
+            return
+        part = self._path / f"{uuid4().hex}{_PART}"
+        try:
+            self._path.mkdir(parents=True, exist_ok=True)
+            part.write_bytes(hashlib.sha256(value).digest() + value)
+            part.replace(self._place(key))
+        except OSError as error:
+            self._writes = False
+            logger.warning(f"{self._path}: compiled programs are not kept: {error.strerror}")
+            with suppress(OSError):
+                part.unlink()
+        else:
+            _trim(self._path)
+
+    def drop(self, key: str, why: str) -> None:
+        """Remove a program, and say why."""
+        logger.warning(f"{self._place(key)} {why}: compiling again")
+        with suppress(OSError):
+            self._place(key).unlink()
+
+    def _place(self, key: str) -> Path:
+        return self._path / f"{key}-{_processor()}{_SUFFIX}"
+
+
+def _open(path: str) -> tuple[CacheInterface, str]:
+    """JAX's ``get_file_cache``, with the files of this module."""
+    return Folder(path), path
+
+
+def _load(key: str, options: Any, backend: Any, *others: Any) -> tuple[Any, int | None]:
+    """JAX's ``get_executable_and_time``, without its warning of several lines."""
+    try:
+        return _read_program(key, options, backend, *others)
+    except Exception as error:  # whatever the runtime does not like about a program
+        files = compilation_cache._get_cache(backend)
+        if isinstance(files, Folder):
+            files.drop(key, f"cannot be loaded ({_first_line(error)})")
+        return None, None
+
+
+def _keep(key: str, seconds: float, name: str, backend: Any, executable: Any) -> None:
+    """JAX's ``_cache_write``, in every process and not in the first alone."""
+    if isinstance(backend, CompileOnlyPyClient):  # of zerojax.aot, whose programs nobody can load
+        return
+    if seconds < jax.config.jax_persistent_cache_min_compile_time_secs:
+        return
+    try:
+        compilation_cache.put_executable_and_time(key, name, executable, backend, int(seconds))
+    except jax.errors.JaxRuntimeError as error:  # one that the runtime cannot write
+        logger.warning(f"{name} is not kept: {_first_line(error)}")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:200]
+
+
+@cache
+def _processor() -> str:
+    """A short hash of the kind of processor and its instructions."""
+    text = platform.machine() + platform.processor()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        text += next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _limit() -> int:
+    chosen = jax.config.jax_compilation_cache_max_size
+    return _LIMIT if chosen < 0 else chosen
+
+
+def _entries(folder: Path) -> list[tuple[float, int, Path]]:
+    """When each program was used, its bytes, and its path."""
+    found: list[tuple[float, int, Path]] = []
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if path.suffix in (_SUFFIX, _PART):
+                with suppress(OSError):  # another process has removed it
+                    about = path.stat()
+                    found.append((about.st_mtime, about.st_size, path))
+    return found
+
+
+def _trim(folder: Path) -> None:
+    """Remove programs that were not used for longest until the rest fits, and files that were abandoned."""
+    entries = sorted(_entries(folder))
+    total = sum(length for _, length, _ in entries)
+    for used, length, path in entries:
+        abandoned = path.suffix == _PART and used < time.time() - _ABANDONED
+        if abandoned or (total > _limit() and path.suffix == _SUFFIX):
+            total -= length
+            with suppress(OSError):
+                path.unlink()
