@@ -5,13 +5,13 @@
     scripts/bench/compile_time.py --first-step                       # on one GPU: three minutes
     scripts/bench/compile_time.py --first-step --small               # the same programs in small, on a CPU
 
-The first form needs scripts/install_cuda_compiler.sh, and reports seconds of CPU time, which other load on the
+The first form needs scripts/install_cuda_compiler.sh. It reports seconds of CPU time, which other load on the
 machine hardly changes; the least of several repetitions.
 
---first-step runs each case in new processes, twice: with an empty compilation cache, and with the programs that
-the first run has left there. "mixture x 2" is two processes that share the GPU, as two nodes. The seconds are
-those of process 0: "state" creates the state; "first step" is the first call of `train_step` until its result is
-there, in which it traces, lowers and compiles (or loads) the program.
+--first-step runs each case in new processes, twice: with an empty compilation cache, and with the programs
+that the first run has left there. "mixture x 2" is two processes that share the GPU, as two nodes. Seconds
+are those of process 0: "state" creates the state; "first step" is the first call of `train_step` until its
+result is there, in which it traces, lowers and compiles (or loads) the program.
 """
 
 import argparse
@@ -134,15 +134,8 @@ def first_steps(options: argparse.Namespace) -> None:
 def run_case(name: str, folder: Path, *, small: bool) -> dict[str, float]:
     """Run a case in processes of its own; what process 0 measured."""
     nodes, port = CASES[name].nodes, free_port()
-    command = [
-        sys.executable,
-        __file__,
-        "--one",
-        name,
-        "--cache",
-        str(folder),
-        *(["--small"] if small else []),
-    ]
+    command = [sys.executable, __file__, "--one", name, "--cache", str(folder)]
+    command += ["--small"] if small else []
     processes: list[subprocess.Popen[str]] = []
     for rank in range(nodes):
         env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -182,7 +175,7 @@ def one(case: Case, folder: str) -> None:
         loss = float(metrics["loss"])
         jax.block_until_ready(state)
         total = time.perf_counter() - made
-        # A program is traced within the tracing of another: the longest has all others within.
+        # The longest tracing contains the others, which are of functions within the step.
         stages = {
             "trace": max(spent["trace"]),
             "lower": sum(spent["lower"]),

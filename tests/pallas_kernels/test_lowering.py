@@ -4,13 +4,16 @@ scripts/test.sh runs these in a process of their own, whose JAX has the CUDA com
 """
 
 import importlib.util
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from environment import ROOT
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import pallas_kernels as pk
@@ -99,6 +102,67 @@ def test_kernel_lowers_without_a_gpu(name, fmt):
     call, *shapes = CALLS[name](fmt)
     pallas = name in ("encode nearest", "encode_reordered") and fmt in ("int8", "int4", "fp8")
     assert lowered(call, *shapes).count("mosaic_gpu" if pallas else CALL) >= 1
+
+
+@needs_triton
+def test_rows_of_all_lengths_share_a_triton_kernel():
+    """A kernel takes tenths of a second to compile, and a model has leaves of many sizes."""
+    compiled = importlib.import_module("jax_triton.triton_lib")._COMPILED_KERNEL_CACHE
+    before = len(compiled)
+
+    def call(seed, *rows):
+        return [pk.encode(x, "int4", block=64, rounding="stochastic", seed=seed) for x in rows]
+
+    lengths = (64 * 16 * 128, 64 * 16 * 256, 64 * 16 * 1024)
+    program = lowered(call, SEED, *(((1, n), jnp.bfloat16) for n in lengths))
+    assert program.count(f"@{CALL}") == len(lengths)
+    assert len(compiled) == before + 1
+
+
+@needs_triton
+def test_mosaic_asks_for_the_version_of_ptxas_once(monkeypatch):
+    """Each conversion of booleans would start ptxas: half of the time to lower a kernel."""
+    importlib.import_module("pallas_kernels.mosaic")
+    library = importlib.import_module("jax.experimental.mosaic.gpu.fragmented_array").mgpu_lib
+    ask = library._mosaic_gpu_ext._get_ptxas_isa_version
+    ask()
+    asked = ask.cache_info().misses
+    call, *shapes = CALLS["encode nearest"]("int4")
+    lowered(call, *shapes)
+    assert ask.cache_info().misses == asked == 1
+
+
+PROGRAM = """
+import hashlib, sys
+import jax, jax.numpy as jnp
+import pallas_kernels as pk
+from jax.sharding import AbstractDevice, AbstractMesh
+
+def call(x, w, sizes):
+    return pk.encode(pk.grouped_rows(x, w, sizes), "int4", block=64, rotation=32)
+
+shapes = ((256, 128), jnp.bfloat16), ((2, 128, 192), jnp.bfloat16), ((2,), jnp.int32)
+device = AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="gpu")
+with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("d",), abstract_device=device)):
+    traced = jax.jit(call).trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+assert "mosaic_gpu" in text and "triton_kernel_call" in text
+print(hashlib.sha256(text.encode()).hexdigest())
+"""
+
+
+@needs_triton
+def test_kernels_are_the_same_in_every_process(tmp_path):
+    """Otherwise a program with kernels would never be found in the compilation cache."""
+
+    def digest(seed: str) -> str:
+        env = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": f"{ROOT}:{os.environ['PYTHONPATH']}"}
+        command = [sys.executable, "-c", PROGRAM]
+        return subprocess.run(
+            command, env=env, cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout
+
+    assert digest("1") == digest("2") != ""
 
 
 STORED_CALLS = {
