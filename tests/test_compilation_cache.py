@@ -201,8 +201,7 @@ def test_the_users_folder(monkeypatch, system, variables, expected):
 def test_the_default_folder_is_the_users_own(tmp_path, monkeypatch, settings):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     jax.config.update("jax_compilation_cache_dir", None)
-    folder = use_compilation_cache()
-    assert folder == tmp_path / "zerojax" / "compiled"
+    assert use_compilation_cache() == (folder := tmp_path / "zerojax" / "compiled")
     assert folder.stat().st_mode & 0o777 == 0o700
 
 

@@ -88,7 +88,7 @@ def use_compilation_cache(folder: str | os.PathLike[str] | None = None) -> Path 
     jax.config.update("jax_compilation_cache_dir", str(path))
     compilation_cache.get_file_cache = _open
     compilation_cache.get_executable_and_time = _load
-    compiler._cache_write = _keep
+    compiler._cache_write = _keep  # pyright: ignore[reportPrivateUsage]
     compilation_cache.reset_cache()
     return path
 
@@ -123,7 +123,7 @@ class Folder(CacheInterface):
         self._path = Path(path)
         self._reads, self._writes = True, _limit() > 0
 
-    def get(self, key: str) -> bytes | None:
+    def get(self, key: str) -> bytes | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The program of a key; None if there is none, or if it is damaged."""
         place = self._place(key)
         try:
@@ -180,7 +180,7 @@ def _load(key: str, options: Any, backend: Any, *others: Any) -> tuple[Any, int 
     try:
         return _read_program(key, options, backend, *others)
     except Exception as error:  # whatever the runtime does not like about a program
-        files = compilation_cache._get_cache(backend)
+        files = compilation_cache._get_cache(backend)  # pyright: ignore[reportPrivateUsage]
         if isinstance(files, Folder):
             files.drop(key, f"cannot be loaded ({_first_line(error)})")
         return None, None

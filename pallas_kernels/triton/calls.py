@@ -111,7 +111,7 @@ def _call_any_length(
     align = blocks if fixed else gcd(blocks, _ALIGN)  # jax-triton makes an argument of 1 a constant
     return _call(
         kernel, (*arrays, blocks // align), out, rows, n, block, shape,
-        ALIGN=align, MASKED=n % tile != 0, **constants,
+        ALIGN=align, MASKED=n % tile != 0, BYTES=nbytes(constants["FMT"], block, block), **constants,
     )  # fmt: skip
 
 
@@ -136,7 +136,6 @@ def _encode(
         CHUNKS=chunks,
         FMT=fmt,
         QMAX=QMAX[fmt],
-        BYTES=nbytes(fmt, block, block),
         DELTA=base is not None,
         ROTATE=bool(rotation),
         STOCHASTIC=stochastic,
@@ -195,7 +194,6 @@ def _decode(
         (lanes, warps),
         UNROLL=unroll,
         FMT=fmt,
-        BYTES=nbytes(fmt, block, block),
         ADD=base is not None,
     )
 
@@ -221,6 +219,7 @@ def _sum(
     rounding: str,
 ) -> jax.Array:  # fmt: skip
     """Sum the payload's rows of rows * n elements into ``out``, in fmt_out ("sum": fp32)."""
+    assert block is not None
     encoded = fmt_out in QUANTIZED
     lanes, warps, unroll = sum_shape(fmt, rotation, not encoded)
     return _call_any_length(
@@ -236,7 +235,6 @@ def _sum(
         ROWS=rows,
         PEERS=payload.shape[0],
         FMT=fmt,
-        BYTES=nbytes(fmt, block, block),
         OUT_FMT=fmt_out,
         OUT_QMAX=QMAX[fmt_out] if encoded else 0.0,
         OUT_BYTES=nbytes(fmt_out, block, block) if encoded else 0,

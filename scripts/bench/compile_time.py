@@ -154,7 +154,9 @@ def one(case: Case, folder: str) -> None:
     zerojax.use_compilation_cache(folder)
     spent: dict[str, list[float]] = defaultdict(list)
     jax.monitoring.register_event_duration_secs_listener(
-        lambda event, taken, **_: spent[STAGES.get(event.rpartition("/")[2], "")].append(taken)
+        lambda event, duration_secs, **_: spent[STAGES.get(event.rpartition("/")[2], "")].append(
+            duration_secs
+        )
     )
     with joined():
         begun = time.perf_counter()

@@ -205,7 +205,7 @@ def test_options_are_frozen_in() -> None:
         "critic": 10,
         "mesh": 3,
         "checkpoint": 7,
-        "cluster": 6,
+        "cluster": 7,
         "log": 4,
     }
 
