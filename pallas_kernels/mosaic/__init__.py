@@ -10,7 +10,8 @@ def _ask_ptxas_once() -> None:
 
     That takes 5 to 15 ms each time, and was half of the time to lower a kernel.
     """
-    extension = getattr(fragmented_array.mgpu_lib, "_mosaic_gpu_ext", None)
+    library = fragmented_array.mgpu_lib  # pyright: ignore[reportPrivateImportUsage]
+    extension = getattr(library, "_mosaic_gpu_ext", None)
     if (ask := getattr(extension, "_get_ptxas_isa_version", None)) is not None:
         setattr(extension, "_get_ptxas_isa_version", cache(ask))  # noqa: B010  (a private name of JAX)
 

@@ -76,7 +76,7 @@ def _options(out: Any) -> dict[str, Any]:
 
 
 def _call(
-    kernel: Any, arrays: tuple[jax.Array, ...], out: jax.ShapeDtypeStruct, rows: int, n: int,
+    kernel: Any, arrays: tuple[jax.Array | int, ...], out: jax.ShapeDtypeStruct, rows: int, n: int,
     block: int | None, shape: tuple[int, int], **constants: Any,
 ) -> jax.Array:  # fmt: skip
     """Launch a grid of one program per UNROLL (or 1) * T * K elements of each of ``rows`` rows of n."""

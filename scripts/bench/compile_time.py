@@ -153,11 +153,11 @@ def one(case: Case, folder: str) -> None:
     """Make a state and take a step on it; print the seconds of the stages as JSON."""
     zerojax.use_compilation_cache(folder)
     spent: dict[str, list[float]] = defaultdict(list)
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, duration_secs, **_: spent[STAGES.get(event.rpartition("/")[2], "")].append(
-            duration_secs
-        )
-    )
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        spent[STAGES.get(event.rpartition("/")[2], "")].append(duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
     with joined():
         begun = time.perf_counter()
         state = zerojax.TrainState.create(
