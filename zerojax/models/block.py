@@ -279,9 +279,6 @@ class Block(nnx.Module):
         self.mlp = _experts(config, rngs) if config.experts else MLP(config, rngs=rngs)
         self.post_norm_attention = norm(config.post_norms)
         self.post_norm_mlp = norm(config.post_norms)
-        if config.dropout:
-            # All blocks of a step get the same key; the salt makes their masks differ.
-            self.salt = nnx.Variable(jax.random.bits(rngs.params(), (), jnp.uint32))
 
     def __call__(
         self,
@@ -291,18 +288,20 @@ class Block(nnx.Module):
         documents: Documents | None = None,
         windowed: Windowed = True,
         kind: RopeKind = None,
+        layer: int | Int[Array, ""] = 0,
     ) -> Stream:
         """Apply the block.
 
-        ``x`` is the residual stream, alone or with what the routers of earlier blocks did. The key turns
-        dropout on. ``documents`` are those of packed rows.
+        ``x`` is the residual stream, alone or with what the routers of earlier blocks did. The key, which all
+        layers share, turns dropout on; the number of the ``layer`` makes its mask differ from theirs.
+        ``documents`` are those of packed rows.
         ``windowed`` says whether the sliding window, if the model has one, is this layer's, and ``kind``
         which table of ``rope``.
         """
         hidden, before = x if isinstance(x, tuple) else (x, None)
         rope = None if rope is None else rope.by_token(kind, len(hidden))
         heads = self.attention.mix(self._tiled(self._project, hidden, rope), documents, windowed)
-        hidden, own = self.finish(hidden, heads, key)
+        hidden, own = self.finish(hidden, heads, None if key is None else jax.random.fold_in(key, layer))
         if before is None:
             return hidden
         if own is None:
@@ -336,7 +335,7 @@ class Block(nnx.Module):
         """
         kept = None
         if key is not None and self.config.dropout:
-            keys = jax.random.split(jax.random.fold_in(key, self.salt[...]))
+            keys = jax.random.split(key)
             kept = [dropout_mask(x, self.config.dropout, key) for key in keys]
         if self.config.experts:
             return self._finish(x, heads, kept)

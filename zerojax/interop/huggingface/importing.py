@@ -124,10 +124,8 @@ def import_model(source: ModelFolder, config: RunConfig, folder: RunFolder) -> T
     """
     _check_model(source, config)
     files = open_files(source.folder)
-    # With dropout, each block has a salt; saving it lets the run turn dropout on later.
-    model = replace(config.model, dropout=config.model.dropout or 0.5)
     plain = ZeroConfig(compute_dtype=config.zero.compute_dtype)
-    state = abstract_model(replace(config.all_trained(), model=model, zero=plain))
+    state = abstract_model(replace(config.all_trained(), zero=plain))
     parts = source.family.parts(config.model, source.family.prefix_in(files.specs))
     check_tensors(state.spec, files, source.family, parts)
     with disk_errors(folder.path), closing(RunLock(folder)) as lock:
