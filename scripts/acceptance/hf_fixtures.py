@@ -149,6 +149,14 @@ DEEPSEEK_ROPE = {
     "beta_fast": 4.0,
     "beta_slow": 0.5,
 }
+FALCON = COMMON | {
+    "max_position_embeddings": 64,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 24,
+}
+HALF_ROPE = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
 # name -> config: one of each family and feature, without a tokenizer, in bfloat16.
 FAMILIES: dict[str, Any] = {
     "gemma": transformers.GemmaConfig(**TINY, head_dim=8),
@@ -359,6 +367,67 @@ FAMILIES: dict[str, Any] = {
         },
     ),
     "qwen3": transformers.Qwen3Config(**TINY, max_window_layers=2, head_dim=8, tie_word_embeddings=True),
+    "llama-attention-biases": transformers.LlamaConfig(**TINY, attention_bias=True),
+    "seed-oss": transformers.SeedOssConfig(
+        **TINY, head_dim=8, pad_token_id=0, attention_dropout=0.0, residual_dropout=0.0
+    ),
+    "cwm": transformers.CwmConfig(
+        **TINY | {"num_hidden_layers": 3},
+        head_dim=8,
+        sliding_window=6,
+        rope_parameters={"rope_theta": 100.0, **LLAMA3_ROPE},
+    ),
+    "arcee": transformers.ArceeConfig(**TINY, attention_bias=True, mlp_bias=True),
+    "helium": transformers.HeliumConfig(**TINY, head_dim=4, pad_token_id=0),
+    "ernie4-5": transformers.Ernie4_5Config(**TINY, head_dim=8, use_bias=True),
+    "hunyuan": transformers.HunYuanDenseV1Config(
+        **TINY,
+        head_dim=8,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 9.0, "factor": 1.0},
+    ),
+    "exaone4": transformers.Exaone4Config(
+        **TINY | {"num_hidden_layers": 3}, sliding_window=6, sliding_window_pattern=2
+    ),
+    "qwen2-moe": transformers.Qwen2MoeConfig(
+        **TINY | {"num_hidden_layers": 3},
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        shared_expert_intermediate_size=20,
+        mlp_only_layers=[0],
+    ),
+    "granitemoe": transformers.GraniteMoeConfig(
+        **TINY,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        attention_bias=True,
+        attention_multiplier=0.22,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.5,
+        logits_scaling=3.0,
+    ),
+    "gpt-neox": transformers.GPTNeoXConfig(
+        **{key: value for key, value in TINY.items() if key != "num_key_value_heads"},
+        classifier_dropout=0.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+    ),
+    "falcon": transformers.FalconConfig(**FALCON),
+    "falcon-groups": transformers.FalconConfig(**FALCON, new_decoder_architecture=True, num_kv_heads=2),
+    "falcon-sequential": transformers.FalconConfig(
+        **FALCON, multi_query=False, parallel_attn=False, bias=True, tie_word_embeddings=False
+    ),
+    "stablelm": transformers.StableLmConfig(**TINY, rope_parameters=HALF_ROPE),
+    "stablelm-parallel": transformers.StableLmConfig(
+        **TINY, use_parallel_residual=True, use_qkv_bias=True, rope_parameters=HALF_ROPE
+    ),
+    "cohere": transformers.CohereConfig(**TINY, pad_token_id=0, attention_bias=True),
+    "cohere2": transformers.Cohere2Config(
+        **TINY | {"num_hidden_layers": 3},
+        pad_token_id=0,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        logit_scale=0.3,
+    ),
 }
 
 

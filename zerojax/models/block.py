@@ -74,7 +74,9 @@ class Attention(nnx.Module):
         c = config
         self.config = c
         self.qkv = _linear(c.d_model, c.qkv_width, rngs, c.init_std, biases=c.biases or c.qkv_biases)
-        self.out = _linear(c.attention_width, c.d_model, rngs, _residual_std(c), biases=c.biases)
+        self.out = _linear(
+            c.attention_width, c.d_model, rngs, _residual_std(c), biases=c.biases or c.out_bias
+        )
         if c.qk_norm:
             query, key = (c.heads, c.key_value_heads) if c.qk_norm_joint else (1, 1)
             self.query_norm = rms_norm(c, query * c.head_dim, rngs)
@@ -88,12 +90,13 @@ class Attention(nnx.Module):
         kv = c.key_value_heads
         heads = self.qkv(x).reshape(*x.shape[:2], c.heads + 2 * kv, c.head_dim)
         q, k, v = jnp.split(heads, [c.heads, c.heads + kv], axis=2)
-        if c.qk_norm:
+        if c.qk_norm and not c.qk_norm_rotated:
             q, k = self._normed(self.query_norm, q), self._normed(self.key_norm, k)
         if rope is not None:
             q, k = self._rotated(q, rope, kind), self._rotated(k, rope, kind)
-            q = _scaled(q, rope)
-        return q, k, v
+        if c.qk_norm_rotated:
+            q, k = self._normed(self.query_norm, q), self._normed(self.key_norm, k)
+        return q if rope is None else _scaled(q, rope), k, v
 
     def _rotated(self, x: Array, rope: Rope, kind: RopeKind) -> Array:
         return apply_rope(x, rope.table(kind), interleaved=self.config.rope_interleaved)
@@ -222,6 +225,7 @@ _ACTIVATIONS = {
     "gelu": jax.nn.gelu,
     "gelu_exact": partial(jax.nn.gelu, approximate=False),
     "relu": jax.nn.relu,
+    "relu2": lambda x: jax.nn.relu(x) ** 2,
 }
 
 
@@ -251,6 +255,7 @@ def _experts(c: GPTConfig, rngs: nnx.Rngs) -> Experts:
         activation=c.mlp,
         biases=c.biases,
         shared=c.shared_ffn,
+        shared_gate=c.shared_gate,
         init=nnx.initializers.normal(c.init_std),
         down_init=nnx.initializers.normal(_residual_std(c)),
         rngs=rngs,
@@ -265,7 +270,8 @@ def _unchanged(x: Hidden) -> Hidden:
 class Block(nnx.Module):
     """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)), where mlp may be ``Experts``.
 
-    With config.post_norms each branch ends with a norm, with config.pre_norms it begins with one.
+    With config.post_norms each branch ends with a norm, with config.pre_norms it begins with one. With
+    parallel config.branches it is x + attention(norm(x)) + mlp(norm(x)).
     """
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
@@ -275,7 +281,7 @@ class Block(nnx.Module):
         self.config = config
         self.norm_attention = norm(config.pre_norms)
         self.attention = (Attention if config.latent_rank is None else LatentAttention)(config, rngs=rngs)
-        self.norm_mlp = norm(config.pre_norms)
+        self.norm_mlp = norm(config.pre_norms and config.branches != "parallel_one_norm")
         self.mlp = _experts(config, rngs) if config.experts else MLP(config, rngs=rngs)
         self.post_norm_attention = norm(config.post_norms)
         self.post_norm_mlp = norm(config.post_norms)
@@ -350,10 +356,11 @@ class Block(nnx.Module):
 
     def _finish(self, x: Hidden, heads: Heads, kept: Sequence[Mask] | None) -> Routed:
         first, second = kept or (None, None)
-        x = x + self._added(self.post_norm_attention(self.attention.join(heads)), first)
-        out = self.mlp(self.norm_mlp(x))
+        attended = x + self._added(self.post_norm_attention(self.attention.join(heads)), first)
+        norm = self.norm_attention if self.config.branches == "parallel_one_norm" else self.norm_mlp
+        out = self.mlp(norm(attended if self.config.branches == "sequential" else x))
         out, stats = out if isinstance(out, tuple) else (out, None)
-        return x + self._added(self.post_norm_mlp(out), second), stats
+        return attended + self._added(self.post_norm_mlp(out), second), stats
 
     def _added(self, x: Hidden, kept: Mask | None) -> Hidden:
         """What a branch adds to the residual stream."""

@@ -11,7 +11,8 @@ from zerojax.schedule.tiles import TILE
 
 Norm = Literal["layer", "rms"]
 Positions = Literal["learned", "rope"]
-Activation = Literal["gelu", "gelu_exact", "relu", "swiglu", "geglu", "swiglu_clamped"]
+Activation = Literal["gelu", "gelu_exact", "relu", "relu2", "swiglu", "geglu", "swiglu_clamped"]
+Branches = Literal["sequential", "parallel", "parallel_one_norm"]
 Router = Literal["softmax", "sigmoid"]
 RopeScaling = Literal["none", "linear", "llama3", "dynamic", "yarn", "longrope"]
 Rotation = Literal["full", "local", "none"]
@@ -44,12 +45,15 @@ class GPTConfig:
         norm: "layer" (with a bias when biases) or "rms".
         norm_offset: Added to the scales of RMS norms, which then begin at 1 minus this (1 in Gemma).
         pre_norms: Whether the input of each residual branch is normed.
+        branches: "sequential" means that the MLP reads the residual stream after attention has added to it.
+            With "parallel" both read the same input, each with a norm of its own (GPT-NeoX), and with
+            "parallel_one_norm" they share the norm (Cohere).
         post_norms: Whether the output of each residual branch is normed (Gemma 2; in OLMo 2 it alone is).
         residual_scale: Factor of what each residual branch adds (Granite).
         positions: "learned" (a table of max_seq_len rows) or "rope" (Su et al., 2021).
         position_offset: Rows of the learned table that lie before that of position 0 and are never
             read; OPT has 2.
-        mlp: "gelu" (the tanh form, as in GPT-2), "gelu_exact", "relu" (OPT), or gated:
+        mlp: "gelu" (the tanh form, as in GPT-2), "gelu_exact", "relu" (OPT), "relu2" (its square), or gated:
             "swiglu" (LLaMA), "geglu" (of the tanh form, Gemma) or "swiglu_clamped" (gpt-oss).
         experts: Number of MLPs in each block, of which a router chooses some for each token (Mixtral);
             0 makes one MLP for all tokens. Experts are gated. With biases, they and the router have some.
@@ -59,6 +63,8 @@ class GPTConfig:
         dense_ffn: Hidden width of their MLP; None means as without ffn.
         shared_ffn: Hidden width of an expert that all tokens go to beside those chosen (DeepSeek); 0 means
             there is none.
+        shared_gate: Whether the output of that expert is multiplied by the sigmoid of a product with the
+            token (Qwen2-MoE).
         router: How logits become the scores that choose: "softmax" over all experts, or "sigmoid" of each
             (DeepSeek-V3).
         router_normalise: Whether the weights of a token's experts are divided by their sum.
@@ -80,9 +86,12 @@ class GPTConfig:
         biases: Whether linear layers and layer norms have biases.
         qkv_biases: Whether the query, key and value projections have biases although other layers
             have none (Qwen2).
+        out_bias: Whether the output projection of attention has a bias although other layers have none.
+        norm_biases: Whether layer norms have biases although linear layers have none (StableLM).
         qk_norm: Whether each head of the queries and keys goes through an RMS norm before it is
             rotated (Qwen3).
         qk_norm_joint: Whether that norm is of all heads together (OLMo 2).
+        qk_norm_rotated: Whether that norm comes after the rotation (HunYuan).
         attention_sinks: Whether each head has one more score in its softmax, which is learned and has no
             value (gpt-oss).
         query_scalar: Attention scores are divided by the square root of this; None means the width of
@@ -156,6 +165,7 @@ class GPTConfig:
     norm: Norm = "layer"
     norm_offset: float = 0.0
     pre_norms: bool = True
+    branches: Branches = "sequential"
     post_norms: bool = False
     residual_scale: float = 1.0
     positions: Positions = "learned"
@@ -166,6 +176,7 @@ class GPTConfig:
     dense_layers: tuple[int, ...] = ()
     dense_ffn: int | None = None
     shared_ffn: int = 0
+    shared_gate: bool = False
     router: Router = "softmax"
     router_normalise: bool = True
     router_scale: float = 1.0
@@ -180,8 +191,11 @@ class GPTConfig:
     outputs: int | None = None
     biases: bool = True
     qkv_biases: bool = False
+    out_bias: bool = False
+    norm_biases: bool = False
     qk_norm: bool = False
     qk_norm_joint: bool = False
+    qk_norm_rotated: bool = False
     attention_sinks: bool = False
     query_scalar: float | None = None
     sliding_window: int | None = None
@@ -368,7 +382,8 @@ def _block_matrices(c: GPTConfig, *, active: bool) -> int:
         queries = c.heads * c.head_dim * (c.latent_query_rank or c.d_model)
         attention += c.d_model * ranks + queries + c.latent_rank * latent_outputs(c)
     hidden = c.experts * c.ffn_width + c.shared_ffn if c.experts and not active else c.active_ffn_width
-    return attention + c.d_model * ((3 if c.gated else 2) * hidden + c.experts)
+    routers = c.experts + c.shared_gate if c.experts else 0
+    return attention + c.d_model * ((3 if c.gated else 2) * hidden + routers)
 
 
 def latent_outputs(c: GPTConfig) -> int:
@@ -377,7 +392,7 @@ def latent_outputs(c: GPTConfig) -> int:
 
 
 def _norm_parameters(c: GPTConfig) -> int:
-    return c.d_model * (2 if c.norm == "layer" and c.biases else 1)
+    return c.d_model * (2 if c.norm == "layer" and (c.biases or c.norm_biases) else 1)
 
 
 def parameter_count(config: GPTConfig, *, active: bool = False) -> int:
@@ -394,16 +409,19 @@ def parameter_count(config: GPTConfig, *, active: bool = False) -> int:
 
 
 def _block_parameters(c: GPTConfig, *, active: bool) -> int:
-    block = _block_matrices(c, active=active) + 2 * (c.pre_norms + c.post_norms) * _norm_parameters(c)
+    norms = 2 * (c.pre_norms + c.post_norms) - (c.branches == "parallel_one_norm")
+    block = _block_matrices(c, active=active) + norms * _norm_parameters(c)
     if c.qk_norm:
         block += (c.heads + c.key_value_heads if c.qk_norm_joint else 2) * c.head_dim
     block += (c.latent_rank or 0) + (c.latent_query_rank or 0)  # the scales of their norms
     if c.biases or c.qkv_biases:
         block += c.qkv_width
+    if c.biases or c.out_bias:
+        block += c.d_model
     if c.biases:
         mlp = (2 if c.gated else 1) * c.ffn_width + c.d_model
         counted = c.experts_per_token if active else c.experts
-        block += c.d_model + (counted * mlp + c.experts if c.experts else mlp)
+        block += counted * mlp + c.experts if c.experts else mlp
     if c.attention_sinks:
         block += c.heads
     return block

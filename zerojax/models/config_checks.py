@@ -117,7 +117,7 @@ def _check_latents(c: "GPTConfig") -> None:
         c.value_dim <= c.head_dim,
         f"latent_value_width = {c.latent_value_width}: at most the width of queries and keys, {c.head_dim}",
     )
-    for name in ("biases", "qkv_biases", "qk_norm", "attention_sinks"):
+    for name in ("biases", "qkv_biases", "out_bias", "qk_norm", "attention_sinks"):
         require(not getattr(c, name), f"{name} = true is not supported with latent_rank: leave it out")
 
 
@@ -187,14 +187,24 @@ def _check_features(c: "GPTConfig") -> None:
         c.pre_norms or c.post_norms,
         "pre_norms = false leaves the branches without a norm: set post_norms = true",
     )
-    require(c.qk_norm or not c.qk_norm_joint, "qk_norm_joint = true needs qk_norm = true")
+    for name in ("qk_norm_joint", "qk_norm_rotated"):
+        require(c.qk_norm or not getattr(c, name), f"{name} = true needs qk_norm = true")
+    require(
+        c.branches != "parallel_one_norm" or c.pre_norms,
+        'branches = "parallel_one_norm" is of one norm before both branches: set pre_norms = true',
+    )
     require(
         c.outputs is None or not c.tied,
         f"outputs = {c.outputs} needs a projection of its own: set tied = false, or leave outputs out",
     )
+    for name in ("qkv_biases", "out_bias", "norm_biases"):
+        require(
+            not (c.biases and getattr(c, name)),
+            f"{name}: biases = true gives them to every layer; set it to false, or leave {name} out",
+        )
     require(
-        not (c.biases and c.qkv_biases),
-        "qkv_biases: biases = true gives them to every layer; set it to false, or leave qkv_biases out",
+        not c.norm_biases or c.norm == "layer",
+        'norm_biases = true is of layer norms: set norm = "layer", or leave it out',
     )
     require(
         c.norm_offset == 0 or c.norm == "rms",
@@ -229,6 +239,10 @@ def _check_experts(c: "GPTConfig") -> None:
     require(
         not (c.biases and c.shared_ffn),
         "shared_ffn: the expert that all tokens go to has no biases: set biases to false, or leave it out",
+    )
+    require(
+        c.shared_ffn > 0 or not c.shared_gate,
+        "shared_gate = true is of the expert that all tokens go to: set shared_ffn, or leave it out",
     )
     for name in ("shared_ffn", "router_balance_rate", "balance_loss", "z_loss"):
         require(getattr(c, name) >= 0, f"{name} = {getattr(c, name)}: at least 0")

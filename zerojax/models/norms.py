@@ -36,4 +36,4 @@ def residual_norm(c: GPTConfig, rngs: nnx.Rngs) -> OffsetRMSNorm | nnx.RMSNorm |
     """A norm of the residual stream, of the kind that the config has."""
     if c.norm == "rms":
         return rms_norm(c, c.d_model, rngs)
-    return nnx.LayerNorm(c.d_model, epsilon=c.norm_eps, use_bias=c.biases, rngs=rngs)
+    return nnx.LayerNorm(c.d_model, epsilon=c.norm_eps, use_bias=c.biases or c.norm_biases, rngs=rngs)

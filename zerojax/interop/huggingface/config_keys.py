@@ -71,6 +71,11 @@ class ConfigKeys:
                 f"{self._origin}: {name} = {short(value)} is not supported, only {known}"
             )
 
+    @property
+    def seen(self) -> frozenset[str]:
+        """The names of the keys that were looked for, whether or not they are there."""
+        return frozenset(self._seen)
+
     def only_training(self, *names: str) -> None:
         """Note non-zero keys that affect training but not the logits."""
         for name in names:

@@ -5,6 +5,7 @@ a ``GPTConfig``, writes them from those fields, and says which values of the fie
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -64,6 +65,15 @@ def write_keys(table: Table, model: GPTConfig) -> dict[str, Any]:
         ConfigurationError: the family has no such model.
     """
     return {name: value for entry in table for name, value in entry.write(model).items()}
+
+
+def key_names(table: Table) -> frozenset[str]:
+    """The names of the keys that a table reads, and of harmless ones."""
+    keys, found = ConfigKeys({"max_position_embeddings": 1}, ""), vars(GPTConfig(ffn=1))
+    for entry in table:
+        with suppress(ConfigurationError):  # a key without a default is missing
+            entry.read(keys, found)
+    return keys.seen
 
 
 def differences(table: Table, model: GPTConfig, family: str) -> list[str]:

@@ -1,8 +1,8 @@
-"""Mixtures of experts: Mixtral, Qwen3-MoE, OLMoE, GLM-4.5, DeepSeek-V2 and V3, and gpt-oss.
+"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, Granite's, OLMoE, GLM-4.5, DeepSeek, and gpt-oss.
 
-The files of all but the last have three matrices for each expert. transformers 5 holds the experts of a layer
-in two tensors, but reads and writes the same files. gpt-oss' files have these two tensors, in which the
-outputs of gate and up take turns.
+The files of most have three matrices for each expert. transformers 5 holds the experts of a layer in two
+tensors, but reads and writes the same files. Granite's and gpt-oss' files have these two tensors; in gpt-oss'
+the outputs of gate and up take turns.
 """
 
 from dataclasses import replace
@@ -11,8 +11,16 @@ from typing import Any
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface.config_keys import ConfigKeys
 from zerojax.interop.huggingface.config_table import ANY, Entry, Fields, dropouts, key, only, unused
-from zerojax.interop.huggingface.layer_types import periodic, windows
-from zerojax.interop.huggingface.llama import LLAMA_BLOCK, NO_BIASES, QK_NORMS, SILU, like_llama
+from zerojax.interop.huggingface.layer_types import FULL, periodic, windows
+from zerojax.interop.huggingface.llama import (
+    ATTENTION_BIASES,
+    GRANITE_FACTORS,
+    LLAMA_BLOCK,
+    NO_BIASES,
+    QK_NORMS,
+    SILU,
+    like_llama,
+)
 from zerojax.interop.huggingface.mapping import Bare, Module, Names
 from zerojax.interop.huggingface.rope_keys import Rope
 from zerojax.models import GPTConfig
@@ -128,10 +136,36 @@ MIXTRAL = like_llama(
     norm_eps=1e-5,
     rotary=Rope(theta=1e6),
 )
+GRANITE_MOE = like_llama(
+    SILU, ATTENTION_BIASES, *GRANITE_FACTORS, *_mixture("num_local_experts"), kv_heads=None
+)
+_DENSE_LAYERS = Entry(
+    _dense_layers, _write_dense_layers, lambda _: dict.fromkeys(("dense_layers", "dense_ffn"), ANY)
+)
+
+
+def _no_windows(keys: ConfigKeys, found: Fields) -> None:
+    """Qwen2-MoE's, whose versions of transformers disagree on which layers would have one."""
+    keys.only("use_sliding_window", False)
+    keys.only("layer_types", [FULL] * found["layers"])
+    keys.unused("sliding_window", "max_window_layers")
+
+
+QWEN2_MOE = like_llama(
+    SILU,
+    _DENSE_LAYERS,
+    key("moe_intermediate_size", "ffn", written="ffn_width"),
+    *_mixture("num_experts"),
+    _NORMALISE,
+    key("shared_expert_intermediate_size", "shared_ffn", int, 5632),
+    key("qkv_bias", "qkv_biases", bool, True),
+    Entry(_no_windows, lambda model: {"use_sliding_window": False, "layer_types": [FULL] * model.layers}),
+    shared_gate=True,
+)
 QWEN3_MOE = like_llama(
     SILU,
     NO_BIASES,
-    Entry(_dense_layers, _write_dense_layers, lambda _: dict.fromkeys(("dense_layers", "dense_ffn"), ANY)),
+    _DENSE_LAYERS,
     key("moe_intermediate_size", "ffn", written="ffn_width"),
     *_mixture("num_experts", "num_local_experts"),
     _NORMALISE,
@@ -170,6 +204,20 @@ def _names(module: str, gate: str, up: str, down: str, **block: Module) -> Names
 
 
 MIXTRAL_NAMES = _names("block_sparse_moe", "w1", "w3", "w2")
+GRANITE_MOE_NAMES = Names(
+    LLAMA_BLOCK,
+    {
+        "mlp/router": Bare("block_sparse_moe.router.layer.weight"),
+        "mlp/gate": Bare("block_sparse_moe.input_linear.weight", stacked=True, turn=0, halves=True),
+        "mlp/up": Bare("block_sparse_moe.input_linear.weight", stacked=True, turn=1, halves=True),
+        "mlp/down": Bare("block_sparse_moe.output_linear.weight", stacked=True),
+    },
+    experts="block_sparse_moe.experts",
+)
+_SHARED_EXPERT = {
+    f"mlp/shared/{name}": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")
+} | {"mlp/shared/output_gate": "mlp.shared_expert_gate"}
+QWEN2_MOE_NAMES = _names("mlp", "gate_proj", "up_proj", "down_proj", **_SHARED_EXPERT)
 QWEN3_MOE_NAMES = _names("mlp", "gate_proj", "up_proj", "down_proj", **QK_NORMS)
 
 GPT_OSS = like_llama(

@@ -202,7 +202,7 @@ def _write_settings(
 ) -> None:
     values = target.values
     if how is not None:
-        values = values | {"quantization_config": how.config(["lm_head"])}
+        values = values | {"quantization_config": how.config([target.family.names.head])}
     (out / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     tokenizer, template = open_tokenizer(config.data, folder.data), None
     if target.imported is not None and config.data.tokenizer == str(folder.tokenizer.absolute()):

@@ -3,17 +3,18 @@
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from typing import Any
 
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface import experts, gemma, gpt2, llama
+from zerojax.interop.huggingface import experts, gemma, gpt2, llama, parallel
 from zerojax.interop.huggingface.config_keys import ConfigKeys
-from zerojax.interop.huggingface.config_table import Table, differences, read_fields, write_keys
+from zerojax.interop.huggingface.config_table import Table, differences, key_names, read_fields, write_keys
 from zerojax.interop.huggingface.llama import LLAMA_NAMES
 from zerojax.interop.huggingface.mapping import Names, TensorParts
 from zerojax.interop.huggingface.weight_files import QUANTIZATION, read_format
 from zerojax.models import GPTConfig
-from zerojax.validation.untrusted import short
+from zerojax.validation.untrusted import printable, short
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,9 @@ class Family:
 
 
 _NEAREST = 3
-"""Families that a refusal names."""
+"""Families, or keys, that a refusal names."""
+_LONGEST_NAME = 80
+"""Characters of a model_type that are compared."""
 _GPT2_MASKS = (r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",)
 # A model that was not imported is exported as the first that fits.
 FAMILIES = {
@@ -133,6 +136,34 @@ FAMILIES = {
             )
             for label, model_type in (("DeepSeek-V3", "deepseek_v3"), ("Kimi K2", "kimi_k2"))
         ),
+        Family(
+            "Granite MoE",
+            "granitemoe",
+            "GraniteMoeForCausalLM",
+            experts.GRANITE_MOE,
+            experts.GRANITE_MOE_NAMES,
+        ),
+        Family("Qwen2-MoE", "qwen2_moe", "Qwen2MoeForCausalLM", experts.QWEN2_MOE, experts.QWEN2_MOE_NAMES),
+        Family("Seed-OSS", "seed_oss", "SeedOssForCausalLM", llama.SEED_OSS),
+        Family("CWM", "cwm", "CwmForCausalLM", llama.CWM),
+        Family("Arcee", "arcee", "ArceeForCausalLM", llama.ARCEE),
+        Family("Helium", "helium", "HeliumForCausalLM", llama.HELIUM),
+        Family("ERNIE 4.5", "ernie4_5", "Ernie4_5ForCausalLM", llama.ERNIE),
+        Family(
+            "HunYuan", "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", llama.HUNYUAN, llama.HUNYUAN_NAMES
+        ),
+        Family("EXAONE 4", "exaone4", "Exaone4ForCausalLM", llama.EXAONE4, llama.OLMO_NAMES),
+        Family(
+            *("GPT-NeoX", "gpt_neox", "GPTNeoXForCausalLM", parallel.GPT_NEOX, parallel.GPT_NEOX_NAMES),
+            "gpt_neox.",
+            (r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
+        ),
+        Family(
+            "Falcon", "falcon", "FalconForCausalLM", parallel.FALCON, parallel.FALCON_NAMES, "transformer."
+        ),
+        Family("StableLM", "stablelm", "StableLmForCausalLM", parallel.STABLELM),
+        Family("Cohere", "cohere", "CohereForCausalLM", parallel.COHERE, parallel.COHERE_NAMES),
+        Family("Cohere 2", "cohere2", "Cohere2ForCausalLM", parallel.COHERE2, parallel.COHERE_NAMES),
         Family("gpt-oss", "gpt_oss", "GptOssForCausalLM", experts.GPT_OSS, experts.GPT_OSS_NAMES),
     )
 }
@@ -161,10 +192,11 @@ def read_model(values: dict[str, Any], origin: str) -> tuple[Family, GPTConfig, 
     kind = values.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        if isinstance(kind, str) and kind in REFUSED:
-            raise ConfigurationError(f"{origin}: model_type = {kind!r} is not supported: {REFUSED[kind]}")
-        known = ", ".join(FAMILIES)
-        raise ConfigurationError(f"{origin}: model_type = {short(kind)} is not supported, only {known}")
+        why = f": {REFUSED[kind]}" if isinstance(kind, str) and kind in REFUSED else ""
+        raise ConfigurationError(
+            f"{origin}: model_type = {short(kind)} is not supported{why}. {_describe_nearest(values)}. "
+            f"docs/huggingface.md lists all {len(FAMILIES)} families"
+        )
     keys = ConfigKeys(values, origin)
     for name in keys.take("architectures", list, []):
         if name not in (family.architecture, family.base):
@@ -178,6 +210,22 @@ def read_model(values: dict[str, Any], origin: str) -> tuple[Family, GPTConfig, 
         raise ConfigurationError(f"{origin}: {str(error).removeprefix(f'{origin}: ')}") from error
     keys.finish()
     return family, model, keys.notes
+
+
+def _describe_nearest(values: dict[str, Any]) -> str:
+    """The family that reads most of the keys of a config.json, and which it does not read."""
+    kind = str(values.get("model_type"))
+
+    def distance(family: Family) -> tuple[int, float]:
+        alike = SequenceMatcher(None, kind[:_LONGEST_NAME], family.model_type).ratio()
+        return len(values.keys() - key_names(family.table)), -alike
+
+    nearest = min(FAMILIES.values(), key=distance)
+    lacking = sorted(values.keys() - key_names(nearest.table))
+    shown = ", ".join(printable(name)[:40] for name in lacking[:_NEAREST])
+    more = f" and {len(lacking) - _NEAREST} more" if len(lacking) > _NEAREST else ""
+    lacks = f"which has no {shown}{more}" if lacking else "which has the same keys but other layers"
+    return f"The nearest family that is supported is {nearest.model_type}, {lacks}"
 
 
 def describe_model(model: GPTConfig) -> tuple[Family, dict[str, Any]]:

@@ -16,7 +16,7 @@ from zerojax.interop.huggingface.config_table import (
 from zerojax.interop.huggingface.llama import QKV
 from zerojax.interop.huggingface.mapping import Names
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "gelu_new": "gelu",
     "gelu_pytorch_tanh": "gelu",
     "gelu_fast": "gelu",
@@ -34,7 +34,7 @@ GPT2 = (
     key("n_head", "heads"),
     PLAIN_HEADS,
     key("n_inner", "ffn", int, None, written="ffn_width"),
-    choice("activation_function", "mlp", _ACTIVATIONS),
+    choice("activation_function", "mlp", ACTIVATIONS),
     key("tie_word_embeddings", "tied", bool, True),
     key("n_positions", "max_seq_len"),
     unused("n_ctx", written="max_seq_len"),

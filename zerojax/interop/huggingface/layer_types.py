@@ -61,6 +61,43 @@ def periodic(layers: int, pattern: int) -> list[str]:
     return [SLIDING if number % max(pattern, 1) else FULL for number in range(1, layers + 1)]
 
 
+def patterned(keys: ConfigKeys, found: Fields) -> list[str]:
+    """Kinds of layers by ``sliding_window_pattern``, which may be a word that only layer_types spell out."""
+    if keys.take("layer_types", list, None) is not None:
+        keys.unused("sliding_window_pattern")
+        return [FULL] * found["layers"]
+    return periodic(found["layers"], keys.take("sliding_window_pattern", int, 4))
+
+
+def full_unrotated(*, always: bool) -> Entry:
+    """The layers without the window are not rotated.
+
+    If no layer has one, either all are rotated, or (``always``) none would be, which is not supported.
+    """
+
+    def read(keys: ConfigKeys, found: Fields) -> Fields:
+        window = found.get("sliding_window")
+        if window is None and (always or keys.nullable("sliding_window", int, None) is not None):
+            raise ConfigurationError("layer_types without a sliding window in some layers are not supported")
+        return {"no_rope_layers": _without_window(found)}
+
+    def allowed(model: GPTConfig) -> Mapping[str, object]:
+        needed = {"sliding_window": model.sliding_window or "a width"} if always else {}
+        return needed | {"no_rope_layers": (_without_window(vars(model)),)}
+
+    return Entry(read, allowed=allowed)
+
+
+def _without_window(found: Fields) -> tuple[int, ...]:
+    """The layers that attend to all earlier positions, if others have a window."""
+    if found.get("sliding_window") is None:
+        return ()
+    layers, pattern = found.get("sliding_window_layers"), found.get("sliding_window_pattern")
+    if layers is not None:
+        return tuple(number for number in range(found["layers"]) if number not in layers)
+    return () if pattern is None else tuple(range(pattern - 1, found["layers"], pattern))
+
+
 def _last(keys: ConfigKeys, found: Fields) -> list[str]:
     first = keys.take("max_window_layers", int, 28)
     return [FULL if number < first else SLIDING for number in range(found["layers"])]

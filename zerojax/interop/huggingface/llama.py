@@ -8,6 +8,10 @@ Rotary positions, RMS norms, SwiGLU, grouped keys and values. Other modules buil
   and with whole heads rotated that was not imported is exported as LLaMA or Mistral, which compute the same.
 - GLM 4: half of each head rotated, neighbours as pairs, and gate and up in one tensor. The 0414 models
   (``glm4``) have norms after the branches as well; the earlier ones (``glm``) do not.
+- Helium and ERNIE 4.5: whole heads rotated, neighbours as pairs. Seed-OSS: biases as Qwen 2. Arcee: no gate,
+  squared ReLU.
+- HunYuan: norms of queries and keys that have been rotated. EXAONE 4: OLMo's norms after the branches, norms
+  of queries and keys, and if some layers have a window, the others are not rotated.
 - OLMo 2 and 3: norms after the branches alone, and norms of all queries and keys together. OLMo 3 has a
   window in three of four layers, whose rotary positions are never scaled.
 """
@@ -15,8 +19,9 @@ Rotary positions, RMS norms, SwiGLU, grouped keys and values. Other modules buil
 from typing import Any, Literal
 
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface.config_keys import REQUIRED
+from zerojax.interop.huggingface.config_keys import REQUIRED, ConfigKeys
 from zerojax.interop.huggingface.config_table import (
+    ANY,
     Entry,
     Fields,
     choice,
@@ -26,7 +31,17 @@ from zerojax.interop.huggingface.config_table import (
     only,
     unused,
 )
-from zerojax.interop.huggingface.layer_types import LAST_WINDOWS, NO_ROPE, periodic, unrotated, windows
+from zerojax.interop.huggingface.layer_types import (
+    FULL,
+    LAST_WINDOWS,
+    NO_ROPE,
+    SLIDING,
+    full_unrotated,
+    patterned,
+    periodic,
+    unrotated,
+    windows,
+)
 from zerojax.interop.huggingface.mapping import Fused, Module, Names
 from zerojax.interop.huggingface.rope_keys import Rope
 from zerojax.models import GPTConfig
@@ -50,8 +65,39 @@ QK_NORMS: dict[str, Module] = {
 LLAMA_NAMES = Names(LLAMA_BLOCK)
 
 
-BIASES = key("attention_bias", "biases", bool, False, twin="mlp_bias")
+def _biases(keys: ConfigKeys, _: Fields) -> Fields:
+    attention, mlp = (keys.take(name, bool, False) for name in ("attention_bias", "mlp_bias"))
+    if mlp and not attention:
+        raise ConfigurationError("mlp_bias = true is not supported without attention_bias = true")
+    of_attention = attention and not mlp
+    return {"biases": mlp, "qkv_biases": of_attention, "out_bias": of_attention}
+
+
+BIASES = Entry(
+    _biases,
+    lambda model: {"attention_bias": model.biases or model.out_bias, "mlp_bias": model.biases},
+    lambda model: {"biases": ANY, "qkv_biases": ANY, "out_bias": model.qkv_biases},
+)
+ATTENTION_BIASES = Entry(
+    lambda keys, _: dict.fromkeys(("qkv_biases", "out_bias"), keys.take("attention_bias", bool, False)),
+    lambda model: {"attention_bias": model.out_bias},
+    lambda model: {"qkv_biases": ANY, "out_bias": model.qkv_biases},
+)
 NO_BIASES = only("attention_bias", False)
+
+
+def linear_biases(name: str, *, default: bool) -> Entry:
+    """A key for the biases of linear layers, in a family whose layer norms always have some."""
+
+    def read(keys: ConfigKeys, _: Fields) -> Fields:
+        biases = keys.take(name, bool, default)
+        return {"biases": biases, "norm_biases": not biases}
+
+    return Entry(
+        read,
+        lambda model: {name: model.biases},
+        lambda model: {"biases": ANY, "norm_biases": not model.biases},
+    )
 
 
 def _head_dim(default: int | None) -> Entry:
@@ -83,6 +129,7 @@ def like_llama(
     tied: bool = False,
     rotary: Rope = Rope(),
     norm: Literal["rms", "layer"] = "rms",
+    norm_key: str = "rms_norm_eps",
     **values: Any,
 ) -> tuple[Entry, ...]:
     """A table of the keys that these families share, and more.
@@ -94,7 +141,8 @@ def like_llama(
         norm_eps: without its key.
         tied: without tie_word_embeddings.
         rotary: the rotary keys.
-        norm: the kind of norms, on which the name of the epsilon depends.
+        norm: the kind of norms.
+        norm_key: of their epsilon.
         **values: of fields that the family has, or has otherwise than LLaMA.
     """
     fields = {"positions": "rope", "norm": norm, "mlp": "swiglu", "biases": False} | values
@@ -109,7 +157,7 @@ def like_llama(
         key("num_key_value_heads", "kv_heads", int, kv_heads, null=True, written="key_value_heads"),
         key("intermediate_size", "ffn", written="ffn_width"),
         key("tie_word_embeddings", "tied", bool, tied),
-        key("rms_norm_eps" if norm == "rms" else "norm_epsilon", "norm_eps", float, norm_eps),
+        key(norm_key, "norm_eps", float, norm_eps),
         dropouts("attention_dropout"),
         Entry(rotary.read, rotary.write, rotary.allowed),
         *entries,
@@ -141,9 +189,7 @@ SMOLLM3 = like_llama(
     tied=True,
     rotary=Rope(theta=2e6),
 )
-GRANITE = like_llama(
-    SILU,
-    BIASES,
+GRANITE_FACTORS = (
     key(
         "attention_multiplier",
         "query_scalar",
@@ -155,17 +201,17 @@ GRANITE = like_llama(
     key("embedding_multiplier", "embedding_scale", float, 1.0),
     key("residual_multiplier", "residual_scale", float, 1.0),
     key("logits_scaling", "logit_divisor", float, 1.0),
-    kv_heads=None,
 )
+GRANITE = like_llama(SILU, BIASES, *GRANITE_FACTORS, kv_heads=None)
 STARCODER2 = like_llama(
     choice("hidden_act", "mlp", _GELUS),
-    only("use_bias", True),
+    linear_biases("use_bias", default=True),
     key("sliding_window", "sliding_window", int, None),
     dropouts(dropout=("residual_dropout", "embedding_dropout")),
     unused(*("norm_type", "mlp_type", "activation_function", "layer_norm_epsilon", "scale_attn_weights")),
     unused(*("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")),  # transformers reads none
-    biases=True,
     norm="layer",
+    norm_key="norm_epsilon",
     norm_eps=1e-5,
     tied=True,
 )
@@ -175,7 +221,7 @@ STARCODER2_NAMES = Names(
 )
 
 QWEN2 = like_llama(SILU, *LAST_WINDOWS, only("use_mrope", False), qkv_biases=True)
-QWEN3 = like_llama(SILU, *LAST_WINDOWS, NO_BIASES, head_dim=128, qk_norm=True)
+QWEN3 = like_llama(SILU, *LAST_WINDOWS, ATTENTION_BIASES, head_dim=128, qk_norm=True)
 QWEN3_NAMES = Names(LLAMA_BLOCK | QK_NORMS)
 
 PHI3 = like_llama(
@@ -227,4 +273,71 @@ OLMO_NAMES = Names(
     {ours: theirs for ours, theirs in LLAMA_BLOCK.items() if not ours.startswith("norm")}
     | QK_NORMS
     | {"post_norm_attention": "post_attention_layernorm", "post_norm_mlp": "post_feedforward_layernorm"}
+)
+
+SEED_OSS = like_llama(
+    SILU,
+    key("attention_bias", "qkv_biases", bool, True),
+    key("attention_out_bias", "out_bias", bool, False),
+    only("mlp_bias", False),
+    only("pretraining_tp", 1),
+    dropouts(dropout=("residual_dropout",)),
+    kv_heads=8,
+    head_dim=128,
+)
+CWM = like_llama(
+    SILU,
+    only("mlp_bias", False),
+    only("pretraining_tp", 1),
+    windows(lambda _, found: [SLIDING if number % 4 else FULL for number in range(found["layers"])], 8192),
+    kv_heads=8,
+    head_dim=128,
+    norm_eps=1e-5,
+    rotary=Rope(theta=1e6, tables="explicit"),
+)
+ARCEE = like_llama(only("hidden_act", "relu2"), BIASES, kv_heads=None, norm_eps=1e-5, mlp="relu2")
+HELIUM = like_llama(
+    SILU,
+    key("attention_bias", "qkv_biases", bool, False),
+    only("mlp_bias", False),
+    kv_heads=20,
+    head_dim=128,
+    norm_eps=1e-8,
+    rotary=Rope(theta=100000.0),
+    rope_interleaved=True,
+)
+ERNIE = like_llama(
+    SILU,
+    key("use_bias", "biases", bool, False),
+    kv_heads=2,
+    head_dim=128,
+    norm_eps=1e-5,
+    tied=True,
+    rotary=Rope(theta=500000.0),
+    rope_interleaved=True,
+)
+HUNYUAN = like_llama(
+    SILU,
+    ATTENTION_BIASES,
+    only("pretraining_tp", 1),
+    *(only(name, value, written=False) for name, value in (("use_qk_norm", True), ("use_cla", False))),
+    *(only(name, value, written=False) for name, value in (("mlp_bias", False), ("norm_type", "rms"))),
+    unused("eod_token_id", "attention_head_dim", "cla_share_factor", "org_vocab_size", "pad_id"),
+    kv_heads=None,
+    norm_eps=1e-5,
+    rotary=Rope(alpha=True),
+    qk_norm=True,
+    qk_norm_rotated=True,
+)
+HUNYUAN_NAMES = Names(
+    LLAMA_BLOCK
+    | {"attention/query_norm": "self_attn.query_layernorm", "attention/key_norm": "self_attn.key_layernorm"}
+)
+EXAONE4 = like_llama(
+    SILU,
+    windows(patterned),
+    full_unrotated(always=False),
+    kv_heads=32,
+    norm_eps=1e-5,
+    **_OLMO | {"qk_norm_joint": False},
 )

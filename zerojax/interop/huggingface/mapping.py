@@ -63,6 +63,13 @@ class Fused:
 
 
 @dataclass(frozen=True)
+class Grouped:
+    """A tensor of queries, keys and values, one group of heads that share keys and values after the other."""
+
+    name: str
+
+
+@dataclass(frozen=True)
 class Bare:
     """A tensor that is one of our parameters itself, not a module's kernel or bias.
 
@@ -71,18 +78,21 @@ class Bare:
         transposed: as in ``TensorPart``.
         stacked: whether it holds the matrices of all experts.
         turn: None, or which columns it holds: the first (0) or the second (1) of each pair.
+        halves: whether it is the first or the second half of the columns, not of each pair.
     """
 
     name: str
     transposed: bool = True
     stacked: bool = False
     turn: int | None = None
+    halves: bool = False
 
     def parts(self, model: GPTConfig, block: str) -> tuple[TensorPart, ...]:
         """The tensors of the parameter; their names begin with ``block``."""
         part = TensorPart(block + self.name, transposed=self.transposed)
         if self.turn is not None:
-            part = replace(part, first=self.turn, step=2, outputs=2 * model.ffn_width)
+            first, step = (self.turn * model.ffn_width, 1) if self.halves else (self.turn, 2)
+            part = replace(part, first=first, step=step, outputs=2 * model.ffn_width)
         if self.stacked:
             part = replace(part, experts=model.experts)
         elif "{expert}" not in self.name:
@@ -93,7 +103,7 @@ class Bare:
         )
 
 
-Module = str | tuple[str, ...] | Fused
+Module = str | tuple[str, ...] | Fused | Grouped
 """What holds a module's weights: a module, several whose outputs lie side by side, or a part of one."""
 
 
@@ -109,6 +119,8 @@ class Names:
         embed: the token embedding.
         norm: the norm after the last block.
         position: the table of learned positions.
+        head: the output projection, if it is not the token embedding.
+        experts: the module of all experts in transformers 5, by which PEFT names their adapters.
         transposed: whether kernels are held as (out, in), as ``torch.nn.Linear`` does.
     """
 
@@ -118,13 +130,14 @@ class Names:
     embed: str = "embed_tokens"
     norm: str = "norm"
     position: str | None = None
+    head: str = "lm_head"
+    experts: str = "mlp.experts"
     transposed: bool = True
 
     def parts(self, model: GPTConfig, prefix: str) -> TensorParts:
         """The tensors of each leaf; all names except the output projection's begin with ``prefix``."""
-        found = _embeddings(f"{prefix}{self.embed}.weight", tied=model.tied) | _norm(
-            "norm", prefix + self.norm
-        )
+        table, head = f"{prefix}{self.embed}.weight", f"{self.head}.weight"
+        found = _embeddings(table, head, tied=model.tied) | _norm("norm", prefix + self.norm)
         if self.position is not None:
             found["position/embedding"] = (TensorPart(f"{prefix}{self.position}.weight"),)
         for ours, theirs in self.block.items():
@@ -149,12 +162,30 @@ def _columns(
         width = model.ffn_width
         first, rows = module.index * width, module.count * width
         return (TensorPart(f"{block}{module.name}.{kind}", transposed=transposed, first=first, outputs=rows),)
+    if isinstance(module, Grouped):
+        part = TensorPart(f"{block}{module.name}.{kind}", transposed=transposed)
+        return tuple(_groups(model, part))
     kv = model.key_value_heads * model.head_dim
     ends = (model.attention_width, model.attention_width + kv, model.attention_width + 2 * kv)
     return tuple(
         TensorPart(f"{block}{name}.{kind}", start, end, transposed)
         for name, start, end in zip(module, (0, *ends), ends, strict=False)
     )
+
+
+def _groups(model: GPTConfig, part: TensorPart) -> Iterator[TensorPart]:
+    """The queries, the key and the value of each group of heads in a tensor of all."""
+    groups, width = model.key_value_heads, model.head_dim
+    queries = model.heads // groups
+    for group in range(groups):
+        first = group * (queries + 2)
+        for head, count, begin in (
+            (group * queries, queries, first),
+            (model.heads + group, 1, first + queries),
+            (model.heads + groups + group, 1, first + queries + 1),
+        ):
+            start, stop = head * width, (head + count) * width
+            yield replace(part, start=start, stop=stop, first=begin * width, outputs=model.qkv_width)
 
 
 def _norm(ours: str, theirs: str) -> TensorParts:
@@ -164,9 +195,9 @@ def _norm(ours: str, theirs: str) -> TensorParts:
     }
 
 
-def _embeddings(name: str, *, tied: bool) -> TensorParts:
+def _embeddings(name: str, projection: str, *, tied: bool) -> TensorParts:
     """The token embedding and the output projection, which are one leaf if tied."""
-    table, head = TensorPart(name), TensorPart("lm_head.weight", required=not tied)
+    table, head = TensorPart(name), TensorPart(projection, required=not tied)
     if tied:
         return {"embed/embedding": (table, head)}
     return {"embed/embedding": (table,), "head/embedding": (head,)}
@@ -214,9 +245,7 @@ class Tensor:
 
     def region(self, inputs: slice = slice(None)) -> tuple[slice, ...]:
         """Where the columns are in the tensor, in these rows of the weight's matrix: a range per axis."""
-        if self.part.transposed:
-            return self.rows, inputs
-        own = (inputs, self.rows)[-len(self.shape) :]
+        own = (self.rows, inputs) if self.part.transposed else (inputs, self.rows)[-len(self.shape) :]
         expert = self.part.expert
         return own if self.part.experts is None or expert is None else (slice(expert, expert + 1), *own)
 

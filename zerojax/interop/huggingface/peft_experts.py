@@ -18,7 +18,8 @@ from zerojax.models import GPTConfig
 
 PARAMETERS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 """transformers' -> the names of our weights."""
-MODULE = "mlp.experts"
+MODULE = "experts"
+"""The last word of the name of a layer's experts."""
 
 
 class ExpertFactor(NamedTuple):
@@ -39,7 +40,7 @@ def modules(family: Family, model: GPTConfig) -> Iterator[tuple[int, str]]:
     """The layers that have experts, and the name of the module that holds these."""
     for layer in range(model.layers):
         if model.of_layer(layer).experts:
-            yield layer, family.prefix + family.names.layers.format(layer=layer) + MODULE
+            yield layer, family.prefix + family.names.layers.format(layer=layer) + family.names.experts
 
 
 def wrapped(module: str, parameter: str, adapted: Collection[str]) -> str:
@@ -58,7 +59,8 @@ def _columns(family: Family, name: str, width: int) -> slice:
     if name == "down":
         return slice(None)
     second = int(name == "up")
-    turns = family.names.bare["mlp/gate"].turn is not None
+    gate = family.names.bare["mlp/gate"]
+    turns = gate.turn is not None and not gate.halves
     return slice(second, None, 2) if turns else slice(second * width, (second + 1) * width)
 
 

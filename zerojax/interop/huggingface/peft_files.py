@@ -254,7 +254,7 @@ class Settings(NamedTuple):
             "peft_type": "LORA",
             "rank_pattern": {re.escape(end): x for end, x in self.ranks.items()},
             "target_modules": list(targets),
-            "target_parameters": [f"{peft_experts.MODULE}.{name}" for name in self.parameters] or None,
+            "target_parameters": [f"{family.names.experts}.{name}" for name in self.parameters] or None,
             "task_type": "CAUSAL_LM",
         }
         text = json.dumps(values, indent=2, sort_keys=True)

@@ -133,6 +133,21 @@ def _scales(model: GPTConfig) -> dict[str, float | None]:
     return scales | {"attention_factor": None if all(scales.values()) else amplitude}
 
 
+def _stretched(values: dict[str, Any], theta: float, width: int) -> dict[str, Any]:
+    """A table without HunYuan's alpha, by which theta grows as if each sequence had one length."""
+    table = ConfigKeys(values, "rope_parameters")
+    if not (alpha := table.take("alpha", float, 0.0)):
+        return values
+    theta = table.take("rope_theta", float, theta)
+    for name in ("type", "rope_type"):
+        table.only(name, "dynamic")
+    table.unused("factor", "beta_fast", "beta_slow", _SCALE, _ALL)
+    table.finish("an alpha has no such keys beside it")
+    if alpha < 0 or width <= 2:
+        raise ConfigurationError(f"alpha = {alpha} is not supported for heads of {width}")
+    return {"rope_type": "default", "rope_theta": theta * alpha ** (width / (width - 2))}
+
+
 @dataclass(frozen=True)
 class Rope:
     """The rotary fields of a model, and its max_seq_len, as of an ``Entry``.
@@ -145,6 +160,9 @@ class Rope:
             a window, or "local" if the first has a key of its own; "growth": one, with Ministral 3's growth
             of queries.
         scores: whether mscale_all_dim is a factor of the scores as well (DeepSeek).
+        alpha: whether "dynamic" may have an alpha that stretches theta (HunYuan).
+        length: without max_position_embeddings.
+        names: of the keys of theta and of the fraction.
     """
 
     theta: float = 10000.0
@@ -152,21 +170,28 @@ class Rope:
     fraction: float | None = None
     tables: Literal["one", "explicit", "two", "local", "growth"] = "one"
     scores: bool = False
+    alpha: bool = False
+    length: Any = REQUIRED
+    names: tuple[str, str] = ("rope_theta", _PARTIAL)
 
     def read(self, keys: ConfigKeys, found: Fields) -> Fields:
         """See ``Entry``."""
-        theta = keys.take("rope_theta", float, self.theta)
-        before = {"max_seq_len": keys.take("max_position_embeddings", int), "rope_theta": theta}
+        theta = keys.take(self.names[0], float, self.theta)
+        length = keys.take("max_position_embeddings", int, self.length)
+        before = {"max_seq_len": length, "rope_theta": theta}
         needed = REQUIRED if self.tables == "growth" else {}
         table, scaling = keys.take("rope_parameters", dict, needed), keys.take("rope_scaling", dict, {})
         if self.fraction is not None:
-            before["rope_fraction"] = keys.take(_PARTIAL, float, self.fraction)
+            before["rope_fraction"] = keys.take(self.names[1], float, self.fraction)
         if self.scores:
             before["head_width"] = found["head_width"]
         if "longrope" in self.kinds:
             before["rope_original_len"] = keys.take(_LENGTH, int, 4096)
         if self.tables == "explicit" and not (scaling or table):
             raise ConfigurationError("rope_scaling or rope_parameters is missing")
+        if self.alpha:
+            width = found.get("head_width") or found["d_model"] // max(found["heads"], 1)
+            scaling, table = {}, _stretched(scaling | table, theta, width)
         if self.tables in ("one", "explicit", "growth"):
             return self._read_table(scaling | table, before)
         if unknown := sorted(table.keys() - {FULL, SLIDING}):
@@ -224,10 +249,10 @@ class Rope:
         keys: dict[str, Any] = {
             "max_position_embeddings": model.rope_original_len if kind == "dynamic" else model.max_seq_len,
             "rope_scaling": scaling,
-            "rope_theta": model.rope_theta,
+            self.names[0]: model.rope_theta,
         }
         if self.fraction is not None:
-            keys[_PARTIAL] = model.rope_fraction
+            keys[self.names[1]] = model.rope_fraction
         if kind == "longrope":
             keys[_LENGTH] = model.rope_original_len
         if self.tables == "explicit":  # without a table, transformers takes one that is not plain
