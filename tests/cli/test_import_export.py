@@ -19,6 +19,7 @@ from zerojax.cli import main
 from zerojax.cli.train import start_from
 from zerojax.errors import RunError, ZeroError
 from zerojax.interop.huggingface.exporting import new_folder
+from zerojax.run.build import abstract_model
 from zerojax.run.data.chat_template import CHATML
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.run_lock import RunLock
@@ -80,6 +81,44 @@ def test_import_eval_train_export(text: Path, tmp_path: Path, capsys: pytest.Cap
     changed = [np.abs(exported[n].astype(np.float32) - x).max() > 1e-3 for n, x in original.items()]
     assert all(changed)
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+FAMILIES = FIXTURES / "families"
+ALWAYS = ("glm4-moe",)
+STATE = {"choice_bias", "load"}
+"""What the models of ``ALWAYS`` keep besides weights: all that any family's model does."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(path.name, marks=() if path.name in ALWAYS else pytest.mark.slow)
+        for path in sorted(FAMILIES.iterdir())
+    ],
+)
+def test_every_family_by_the_commands(name: str, text: Path, tmp_path: Path):
+    model, run, out = tmp_path / "model", str(tmp_path / "run"), tmp_path / "out"
+    shutil.copytree(FAMILIES / name, model)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(FIXTURES / "llama2" / file, model)
+    one = ["--mesh.nodes", "1", "--mesh.local", "1", "--train.sequence-length", "8", "--train.steps", "1"]
+    few = ["--train.batch-size", "2", "--train.eval-batches", "1", "--optimizer.warmup-steps", "1"]
+    data = ["--data.source", str(text), "--data.validation", "0.2"]
+    assert main(["import", str(model), run, *one, *few, *data]) == 0
+    config = RunFolder(tmp_path / "run").read_config()
+    kept = abstract_model(config).spec.adapter.abstract_model_state
+    assert {place.rpartition("/")[2] for place in kept} <= STATE
+    assert main(["export", run, str(out)]) == 0
+    before, exported = tensors(model), tensors(out)
+    assert before.keys() == exported.keys()
+    assert all(exported[tensor].tobytes() == values.tobytes() for tensor, values in before.items())
+    sample = ["sample", run, "--prompt", "the", "--tokens", "2"]
+    assert main(sample) == 0
+    assert main(["train", f"{run}/config.toml", "--run-dir", run]) == 0
+    assert main(sample) == 0
+    assert main(["export", run, str(tmp_path / "trained")]) == 0
+    trained = tensors(tmp_path / "trained")
+    assert {tensor: x.shape for tensor, x in trained.items()} == {t: x.shape for t, x in before.items()}
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from model_shapes import GEMMA, LLAMA, MIXED, OLMO
+from model_shapes import GEMMA, LLAMA, MIXED, OLMO, PARALLEL
 
 from zerojax.errors import ZeroError
 from zerojax.generation import Sampling, stream
@@ -47,6 +47,8 @@ def generate(model, prompt, count, *, key=KEY, how=None, stop=None):
             ("gemma", (17,), GEMMA),
             ("olmo", (), OLMO),
             ("latent", (6,), LATENT),
+            ("parallel", (6,), PARALLEL),
+            ("parallel-norms", (), PARALLEL | {"branches": "parallel", "scan": False}),
             (
                 "mixed-list",
                 (17,),

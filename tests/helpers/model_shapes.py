@@ -15,3 +15,7 @@ MIXED = LLAMA | {
     "residual_scale": 0.5, "logit_divisor": 2.0, "rope_fraction": 0.5, "rope_interleaved": True,
     "rope_theta": 20.0, "no_rope_layers": (1,), "rope_query_growth": 0.3, "rope_original_len": 5,
 }  # fmt: skip
+PARALLEL = LLAMA | {
+    "norm": "layer", "norm_biases": True, "branches": "parallel_one_norm", "mlp": "relu2", "qkv_biases": True,
+    "out_bias": True, "qk_norm": True, "qk_norm_rotated": True, "rope_theta": 20.0,
+}  # fmt: skip

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from model_shapes import GEMMA, LLAMA, MIXED, OLMO
+from model_shapes import GEMMA, LLAMA, MIXED, OLMO, PARALLEL
 
 from zerojax.errors import ZeroError
 from zerojax.models import GPT, GPTConfig, lm_loss
@@ -13,7 +13,9 @@ from zerojax.models import GPT, GPTConfig, lm_loss
 SMALL = {"vocab_size": 37, "layers": 3, "d_model": 16, "heads": 4, "max_seq_len": 12, "init_std": 0.2}
 OPT = {"mlp": "relu"}
 FAMILIES = pytest.mark.parametrize(
-    "family", [{}, OPT, LLAMA, GEMMA, OLMO, MIXED], ids=["gpt2", "opt", "llama", "gemma", "olmo", "mixed"]
+    "family",
+    [{}, OPT, LLAMA, GEMMA, OLMO, MIXED, PARALLEL],
+    ids=["gpt2", "opt", "llama", "gemma", "olmo", "mixed", "parallel"],
 )
 
 

@@ -1,8 +1,10 @@
+from dataclasses import replace
 from typing import Any
 
 import jax
 import pytest
 from flax import nnx
+from model_shapes import PARALLEL
 
 from zerojax.errors import ZeroError
 from zerojax.models import GPT, GPTConfig, describe_parameters, flops_per_token, parameter_count
@@ -22,7 +24,7 @@ EXPERTS: dict[str, Any] = LLAMA | {"experts": 5, "experts_per_token": 2}
         ({"layers": 0}, "layers = 0: at least 1"),
         ({"ffn": 0}, "ffn = 0"),
         ({"norm": "batch"}, "norm = 'batch': one of layer, rms"),
-        ({"mlp": "tanh"}, "one of gelu, gelu_exact, relu, swiglu, geglu, swiglu_clamped"),
+        ({"mlp": "tanh"}, "one of gelu, gelu_exact, relu, relu2, swiglu, geglu, swiglu_clamped"),
         ({"attention": "flash"}, "one of auto, cudnn, flash_attention_4, xla"),
         ({"dropout": 1.0}, "dropout = 1.0"),
         ({"rope_theta": 0.0}, "rope_theta = 0.0"),
@@ -40,7 +42,17 @@ EXPERTS: dict[str, Any] = LLAMA | {"experts": 5, "experts_per_token": 2}
         ({"sliding_window_layers": (1,)}, "sliding_window_layers = .*with a sliding_window"),
         ({"sliding_window": 4, "sliding_window_layers": (1, 1)}, "different numbers from 0"),
         ({"pre_norms": False}, "pre_norms = false leaves the branches without a norm"),
-        ({"qk_norm_joint": True}, "needs qk_norm = true"),
+        ({"qk_norm_joint": True}, "qk_norm_joint = true needs qk_norm = true"),
+        ({"qk_norm_rotated": True}, "qk_norm_rotated = true needs qk_norm = true"),
+        ({"branches": "beside"}, "branches = 'beside': one of sequential, parallel, parallel_one_norm"),
+        (
+            {"branches": "parallel_one_norm", "pre_norms": False, "post_norms": True},
+            'branches = "parallel_one_norm" is of one norm before both branches',
+        ),
+        ({"norm_biases": True}, "norm_biases: biases = true gives them to every layer"),
+        (LLAMA | {"norm_biases": True}, "norm_biases = true is of layer norms"),
+        ({"out_bias": True}, "out_bias: biases = true gives them to every layer"),
+        (EXPERTS | {"shared_gate": True}, "shared_gate = true is of the expert that all tokens go to"),
         ({"residual_scale": 0.0}, "residual_scale = 0.0: above 0"),
         ({"rope_beta_slow": 33.0}, "rope_beta_slow = 33.0: at most rope_beta_fast = 32.0"),
         ({"rope_attention_factor": 0.0}, "rope_attention_factor = 0.0"),
@@ -102,6 +114,9 @@ def test_wrong_settings_are_named(settings, message):
         | {"ffn": 10, "shared_ffn": 7, "scan": False, "router": "sigmoid", "router_balance_rate": 0.1},
         EXPERTS | {"ffn": 10, "dense_layers": (0, 2), "dense_ffn": 9},
         EXPERTS | {"mlp": "swiglu_clamped", "biases": True, "attention_sinks": True, "kv_heads": 2},
+        EXPERTS | {"shared_ffn": 7, "shared_gate": True, "dense_layers": (1,), "out_bias": True},
+        PARALLEL,
+        PARALLEL | {"branches": "parallel", "scan": False},
         LATENT,
         LATENT | {"latent_query_rank": 7, "latent_value_width": 5},
         LLAMA
@@ -163,6 +178,10 @@ def test_flops_per_token_counts_what_is_multiplied():
     assert flops_per_token(by_number, 10) == flops_per_token(pattern, 10)
     of_experts = GPTConfig(**SMALL, **EXPERTS, ffn=10, shared_ffn=7)
     dense = GPTConfig(**SMALL, **LLAMA, ffn=2 * 10 + 7)
+    gated = replace(of_experts, shared_gate=True)
+    assert flops_per_token(gated, 10) - flops_per_token(of_experts, 10) == 6 * 3 * 24
+    beside = GPTConfig(**SMALL, branches="parallel_one_norm")
+    assert flops_per_token(beside, 10) == flops_per_token(config, 10)
     router = 3 * 24 * 5
     assert flops_per_token(of_experts, 10) - flops_per_token(dense, 10) == 6 * router
     assert parameter_count(of_experts, active=True) - parameter_count(dense) == router

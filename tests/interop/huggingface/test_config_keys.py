@@ -62,6 +62,23 @@ SHAPE: dict[str, dict[str, Any]] = {
     "deepseek_v3": _LLAMA_SHAPE
     | {"n_routed_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 12}
     | {"num_hidden_layers": 4},
+    **dict.fromkeys(("arcee", "ernie4_5", "hunyuan_v1_dense", "cohere", "cohere2"), _LLAMA_SHAPE),
+    # As many heads as the keys and values that a file may leave out.
+    "seed_oss": _LLAMA_SHAPE | {"num_attention_heads": 8},
+    "cwm": _LLAMA_SHAPE
+    | {"num_attention_heads": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "helium": _LLAMA_SHAPE | {"num_attention_heads": 20},
+    "exaone4": _LLAMA_SHAPE | {"num_attention_heads": 32, "hidden_size": 64},
+    "stablelm": _LLAMA_SHAPE | {"num_attention_heads": 32, "hidden_size": 256},
+    "gpt_neox": _LLAMA_SHAPE | {"num_attention_heads": 2},
+    "falcon": {
+        key: value
+        for key, value in _LLAMA_SHAPE.items()
+        if key not in ("intermediate_size", "max_position_embeddings")
+    },
+    "granitemoe": _LLAMA_SHAPE | {"num_local_experts": 6, "num_experts_per_tok": 3},
+    "qwen2_moe": _LLAMA_SHAPE
+    | {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12},
     "gpt_oss": _LLAMA_SHAPE
     | {"num_key_value_heads": 2, "num_local_experts": 6, "num_experts_per_tok": 3}
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
@@ -165,6 +182,45 @@ MODELS |= {
     ),
 }  # fmt: skip
 
+_PLAIN: dict[str, Any] = {"kv_heads": None, "norm_eps": 1e-5}
+_NORMS: dict[str, Any] = {"norm": "layer", **_PLAIN}
+_ATTENTION: dict[str, Any] = {"qkv_biases": True, "out_bias": True}
+_NO_KV: Any = {"num_key_value_heads": (None, 2)}
+_COHERE: dict[str, Any] = _NORMS | {
+    "tied": True, "branches": "parallel_one_norm", "rope_interleaved": True, "logit_divisor": 16.0,
+}  # fmt: skip
+MODELS |= {
+    "seed_oss": like_llama(kv_heads=8, heads=8, head_width=128, qkv_biases=True),
+    "cwm": like_llama(
+        kv_heads=8, heads=8, head_width=128, norm_eps=1e-5, sliding_window=8192, sliding_window_layers=(1,)
+    ),
+    "arcee": like_llama(**_PLAIN, mlp="relu2"),
+    "helium": like_llama(
+        heads=20, kv_heads=20, head_width=128, norm_eps=1e-8, rope_theta=1e5, rope_interleaved=True
+    ),
+    "ernie4_5": like_llama(head_width=128, norm_eps=1e-5, tied=True, rope_theta=5e5, rope_interleaved=True),
+    "hunyuan_v1_dense": like_llama(**_PLAIN, qk_norm=True, qk_norm_rotated=True),
+    "exaone4": like_llama(
+        **_OLMO2 | {"qk_norm_joint": False, "kv_heads": 32}, heads=32, d_model=64, sliding_window=4096
+    ),
+    "granitemoe": like_llama(**_EXPERTS, kv_heads=None, query_scalar=1.0),
+    "qwen2_moe": like_llama(
+        **_EXPERTS, ffn=12, shared_ffn=5632, shared_gate=True, qkv_biases=True, router_normalise=False
+    ),
+    "gpt_neox": like_llama(
+        **_NORMS, heads=2, mlp="gelu_exact", biases=True, branches="parallel", rope_fraction=0.25
+    ),
+    "falcon": like_llama(
+        **_NORMS | {"kv_heads": 1}, ffn=None, mlp="gelu_exact", norm_biases=True, tied=True,
+        max_seq_len=2048, branches="parallel_one_norm",
+    ),
+    "stablelm": like_llama(
+        **_NORMS | {"kv_heads": 32}, heads=32, d_model=256, norm_biases=True, rope_fraction=0.25
+    ),
+    "cohere": like_llama(**_COHERE, rope_theta=5e5),
+    "cohere2": like_llama(**_COHERE, sliding_window=4096, no_rope_layers=()),
+}  # fmt: skip
+
 _ROPE: dict[str, tuple[Any, Any]] = {
     "rope_parameters": ({"rope_type": "default", "rope_theta": 10000.0}, {"rope_theta": 5e5}),
     "rope_scaling": ({"type": "default", "partial_rotary_factor": 1.0}, {"type": "linear", "factor": 2.0}),
@@ -204,6 +260,14 @@ _OLMO: dict[str, tuple[Any, Any]] = _LIKE_LLAMA | {
     "attention_bias": (False, True),
     "num_key_value_heads": (None, 2),
     "rms_norm_eps": (1e-5, 1e-6),
+}
+_LIKE_COHERE: dict[str, tuple[Any, Any]] = {
+    **{key: values for key, values in _LIKE_LLAMA.items() if key != "rms_norm_eps"},
+    **_NO_KV,
+    "attention_bias": (False, True),
+    "layer_norm_eps": (1e-5, 1e-6),
+    "logit_scale": (0.0625, 0.5),
+    "tie_word_embeddings": (True, False),
 }
 _LIKE_DEEPSEEK: dict[str, tuple[Any, Any]] = _LIKE_LLAMA | {
     "attention_bias": (False, True),
@@ -398,6 +462,150 @@ KEYS: dict[str, dict[str, tuple[Any, Any]]] = {
         "swiglu_limit": (7.0, 5.0),
         "tie_word_embeddings": (False, True),
     },
+    "seed_oss": _LIKE_LLAMA
+    | {
+        "attention_bias": (True, False),
+        "attention_out_bias": (False, True),
+        "head_dim": (128, 8),
+        "mlp_bias": (False, True),
+        "num_key_value_heads": (8, 2),
+        "pretraining_tp": (1, 2),
+    },
+    "cwm": {key: values for key, values in _LIKE_LLAMA.items() if key != "rope_parameters"}
+    | {
+        "head_dim": (128, 8),
+        "layer_types": (["full_attention", "sliding_attention"], ["sliding_attention"] * 2),
+        "mlp_bias": (False, True),
+        "num_key_value_heads": (8, 2),
+        "pretraining_tp": (1, 2),
+        "rms_norm_eps": (1e-5, 1e-6),
+        "rope_scaling": ({}, {}),  # rope_parameters is there
+        "rope_theta": (1e6, 1e6),
+        "sliding_window": (8192, 8),
+    },
+    "arcee": _LIKE_LLAMA
+    | _NO_KV
+    | {
+        "attention_bias": (False, True),
+        "hidden_act": ("relu2", "silu"),
+        "mlp_bias": (False, True),
+        "rms_norm_eps": (1e-5, 1e-6),
+    },
+    "helium": _LIKE_LLAMA
+    | {
+        "attention_bias": (False, True),
+        "head_dim": (128, 8),
+        "mlp_bias": (False, True),
+        "num_key_value_heads": (20, 2),
+        "rms_norm_eps": (1e-8, 1e-6),
+        "rope_parameters": ({"rope_type": "default", "rope_theta": 1e5}, {"rope_theta": 5e5}),
+        "rope_theta": (1e5, 5e5),
+    },
+    "ernie4_5": _LIKE_LLAMA
+    | {
+        "head_dim": (128, 8),
+        "num_key_value_heads": (2, 4),
+        "rms_norm_eps": (1e-5, 1e-6),
+        "rope_parameters": ({"rope_type": "default", "rope_theta": 5e5}, {"rope_theta": 1e4}),
+        "rope_theta": (5e5, 1e4),
+        "tie_word_embeddings": (True, False),
+        "use_bias": (False, True),
+    },
+    "hunyuan_v1_dense": _LIKE_LLAMA
+    | _NO_KV
+    | {
+        "attention_bias": (False, True),
+        "mlp_bias": (False, True),
+        "norm_type": ("rms", "layer"),
+        "pretraining_tp": (1, 2),
+        "rms_norm_eps": (1e-5, 1e-6),
+        "rope_scaling": ({"type": "default"}, {"type": "dynamic", "alpha": 2.0}),
+        "use_cla": (False, True),
+        "use_qk_norm": (True, False),
+    },
+    "exaone4": _LIKE_LLAMA
+    | {
+        "head_dim": (2, 8),
+        "layer_types": (["sliding_attention"] * 2, ["sliding_attention", "full_attention"]),
+        "num_key_value_heads": (32, 2),
+        "rms_norm_eps": (1e-5, 1e-6),
+        "sliding_window": (4096, 8),
+        "sliding_window_pattern": (4, 2),
+    },
+    "granitemoe": {
+        **_LIKE_LLAMA,
+        **_NO_KV,
+        "attention_bias": (False, True),
+        "attention_multiplier": (1.0, 0.5),
+        "embedding_multiplier": (1.0, 3.0),
+        "residual_multiplier": (1.0, 0.5),
+        "logits_scaling": (1.0, 4.0),
+    },
+    "qwen2_moe": _LIKE_LLAMA
+    | {
+        "decoder_sparse_step": (1, 2),
+        "layer_types": (["full_attention"] * 2, ["sliding_attention"] * 2),
+        "mlp_only_layers": ([], [0]),
+        "norm_topk_prob": (False, True),
+        "qkv_bias": (True, False),
+        "shared_expert_intermediate_size": (5632, 8),
+        "use_sliding_window": (False, True),
+    },
+    "gpt_neox": {
+        "attention_bias": (True, False),
+        "hidden_act": ("gelu", "relu"),
+        "layer_norm_eps": (1e-5, 1e-6),
+        "rope_parameters": ({"rope_type": "default"}, {"rope_theta": 5e5}),
+        "rope_scaling": ({"type": "default"}, {"type": "linear", "factor": 2.0}),
+        "rotary_emb_base": (10000.0, 5e5),
+        "rotary_pct": (0.25, 0.5),
+        "tie_word_embeddings": (False, True),
+        "use_parallel_residual": (True, False),
+    },
+    "falcon": _ROPE
+    | {
+        "activation": ("gelu", "relu"),
+        "alibi": (False, True),
+        "apply_residual_connection_post_layernorm": (False, True),
+        "bias": (False, True),
+        "ffn_hidden_size": (None, 24),
+        "layer_norm_epsilon": (1e-5, 1e-6),
+        "max_position_embeddings": (2048, 32),
+        "multi_query": (True, False),
+        "new_decoder_architecture": (False, True),
+        "num_kv_heads": (4, 4),
+        "num_ln_in_parallel_attn": (1, 2),
+        "parallel_attn": (True, False),
+        "tie_word_embeddings": (True, False),
+    },
+    "stablelm": {key: values for key, values in _LIKE_LLAMA.items() if key != "rms_norm_eps"}
+    | {
+        "head_dim": (8, 16),
+        "layer_norm_eps": (1e-5, 1e-6),
+        "num_key_value_heads": (32, 2),
+        "partial_rotary_factor": (0.25, 0.5),
+        "qk_layernorm": (False, True),
+        "rope_scaling": ({"type": "default"}, {"type": "linear", "factor": 2.0}),
+        "use_parallel_residual": (False, True),
+        "use_qkv_bias": (False, True),
+    },
+    "cohere": _LIKE_COHERE
+    | {
+        "rope_parameters": ({"rope_type": "default", "rope_theta": 5e5}, {"rope_theta": 1e4}),
+        "rope_theta": (5e5, 1e4),
+        "use_qk_norm": (False, True),
+    },
+    "cohere2": _LIKE_COHERE
+    | {
+        "layer_types": (["sliding_attention"] * 2, ["sliding_attention", "full_attention"]),
+        "order_of_interleaved_layers": ("local_attn_first", "global_attn_first"),
+        "position_embedding_type": ("rope_gptj", "alibi"),
+        "rotary_pct": (1.0, 0.5),
+        "sliding_window": (4096, 8),
+        "sliding_window_pattern": (4, 2),
+        "use_gated_activation": (True, False),
+        "use_parallel_block": (True, False),
+    },
     "gemma": _LIKE_GEMMA,
     "gemma2": _GEMMA2,
     "gemma3_text": {key: values for key, values in _GEMMA2.items() if key != "attn_logit_softcapping"}
@@ -421,6 +629,10 @@ TRAINING = {
     "starcoder2": {"attention_dropout", "residual_dropout", "embedding_dropout"},
     "phi3": {"attention_dropout", "resid_pdrop", "embd_pdrop"},
     "mixtral": {"attention_dropout", "router_jitter_noise"},
+    "seed_oss": {"attention_dropout", "residual_dropout"},
+    "gpt_neox": {"attention_dropout", "classifier_dropout", "hidden_dropout"},
+    "falcon": {"attention_dropout", "hidden_dropout"},
+    "stablelm": {"attention_dropout", "hidden_dropout"},
 }
 UNUSED = {
     "gpt2": {
@@ -436,6 +648,13 @@ UNUSED = {
         *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
     },
     "qwen3_moe": {"max_window_layers"},
+    "qwen2_moe": {"sliding_window", "max_window_layers"},
+    "hunyuan_v1_dense": {
+        *("eod_token_id", "attention_head_dim", "cla_share_factor", "org_vocab_size", "pad_id"),
+    },
+    "gpt_neox": {"is_decoder"},
+    "cohere": {"model_max_length"},
+    "cohere2": {"layer_switch", "use_embedding_sharing", "use_parallel_embedding", "cache_implementation"},
     "glm4_moe": {"num_nextn_predict_layers", "num_mtp_layers"},
     "deepseek_v2": {"ep_size", "aux_loss_alpha", "seq_aux", "n_group", "topk_group"},
     "deepseek_v3": {"ep_size", "aux_loss_alpha", "seq_aux", "num_nextn_predict_layers", "num_mtp_layers"},
@@ -552,6 +771,49 @@ def test_layers_without_rotary_positions():
     for wrong in ([1, 0], [1, 2, 1, 1, 1, 1]):
         with pytest.raises(ZeroError, match="no_rope_layers"):
             read("smollm3", **layers, no_rope_layers=wrong)
+
+
+def test_layers_without_a_window_are_not_rotated():
+    layers = {"num_hidden_layers": 4, "sliding_window": 8}
+    types = ["sliding_attention"] * 3 + ["full_attention"]
+    for family in ("exaone4", "cohere2"):
+        assert read(family, **layers).no_rope_layers == (3,)
+        assert read(family, **layers, layer_types=types[::-1]).no_rope_layers == (0,)
+        with pytest.raises(ZeroError, match="layer_types without a sliding window"):
+            read(family, **layers, layer_types=types[-1:] * 4)
+    # A pattern in letters stands beside layer_types, which say the same.
+    assert read("exaone4", **layers, sliding_window_pattern="LLLG", layer_types=types).no_rope_layers == (3,)
+    assert read("exaone4", sliding_window=None).no_rope_layers == ()
+    with pytest.raises(ZeroError, match="layer_types without a sliding window"):
+        read("cohere2", sliding_window=None)
+
+
+def test_hunyuans_alpha_stretches_theta():
+    published = {
+        "alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "type": "dynamic",
+    }  # fmt: skip
+    model = read("hunyuan_v1_dense", rope_scaling=published, head_dim=128, rope_theta=10000.0)
+    assert (model.rope_scaling, model.max_seq_len) == ("none", 32)
+    assert model.rope_theta == pytest.approx(10000 * 1000 ** (128 / 126))
+    for wrong, message in (
+        ({"alpha": -1.0}, "alpha = -1.0"),
+        ({"type": "yarn"}, "'yarn'"),
+        ({"a": 1}, "a = 1"),
+    ):
+        with pytest.raises(ZeroError, match=message):
+            read("hunyuan_v1_dense", rope_scaling=published | wrong)
+
+
+def test_falcons_architectures():
+    published = {"multi_query": True, "new_decoder_architecture": True, "num_kv_heads": 2}
+    found = read("falcon", **published)
+    assert (found.key_value_heads, found.branches) == (2, "parallel")
+    assert read("falcon", **published, num_ln_in_parallel_attn=1).branches == "parallel_one_norm"
+    found = read("falcon", multi_query=False, parallel_attn=False, num_kv_heads=2)  # which is not read
+    assert (found.key_value_heads, found.branches) == (4, "sequential")
+    with pytest.raises(ZeroError, match="parallel_attn = False is not supported"):
+        read("falcon", **published, parallel_attn=False)
 
 
 def test_longrope_reads_the_original_length_beside_its_table():
