@@ -125,6 +125,17 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "lora_alpha": 6,
         "target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
     },
+    "families/gpt-neox": {
+        "r": 3,
+        "lora_alpha": 5,
+        "target_modules": ["query_key_value", "dense_4h_to_h"],
+    },
+    "families/granitemoe": {
+        "r": 2,
+        "lora_alpha": 3,
+        "target_modules": ["o_proj"],
+        "target_parameters": ["block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"],
+    },
     "families/qwen2": {"r": 4, "lora_alpha": 8, "target_modules": SEVEN, "bias": "lora_only"},
 }
 

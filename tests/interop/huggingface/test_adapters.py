@@ -314,7 +314,7 @@ def test_what_an_adapter_cannot_hold_is_not_exported(tmp_path):
 
 ALL = (
     "llama3",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "mistral", "opt", "phi3")),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "mistral", "opt", "phi3", "gpt-neox")),
 )
 """Models with adapters of everything that zerojax imports; see ADAPTERS of hf_fixtures.py."""
 
@@ -409,7 +409,7 @@ def test_an_adapter_comes_back_as_it_was(loaded: Loaded, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "granitemoe"])
 def test_adapters_of_experts_come_back_as_they_were(name: str, tmp_path: Path):
     source, files = ModelFolder.open(FIXTURES / "families" / name), ADAPTERS / name
     loaded = Loaded(name, source, load_adapter(created(source, files), files, source.model))
@@ -520,5 +520,10 @@ def test_every_family_has_modules_for_all_weights(folder: Path):
     kept -= {name for name in kept if name.endswith("e_score_correction_bias")}  # is no weight
     assert kept <= parts.keys()
     fused = {name.split(".")[-2] for name, own in parts.items() if len(own) > 1}
-    fuses = dict.fromkeys(("phi3", "glm", "glm4"), "gate_up_proj") | {"gpt_oss": "experts"}
-    assert fused <= {fuses.get(source.family.model_type)}
+    fuses = {
+        **dict.fromkeys(("phi3", "glm", "glm4"), {"gate_up_proj"}),
+        **dict.fromkeys(("gpt_neox", "falcon"), {"query_key_value"}),
+        "gpt_oss": {"experts"},
+        "granitemoe": {"input_linear", "output_linear"},
+    }
+    assert fused <= fuses.get(source.family.model_type, set())
