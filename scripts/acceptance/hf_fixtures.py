@@ -427,6 +427,7 @@ FAMILIES: dict[str, Any] = {
     "falcon-sequential": transformers.FalconConfig(
         **FALCON, multi_query=False, parallel_attn=False, bias=True, tie_word_embeddings=False
     ),
+    "phi": transformers.PhiConfig(**TINY | {"num_key_value_heads": 4}, rope_parameters=HALF_ROPE),
     "stablelm": transformers.StableLmConfig(**TINY, rope_parameters=HALF_ROPE),
     "stablelm-parallel": transformers.StableLmConfig(
         **TINY, use_parallel_residual=True, use_qkv_bias=True, rope_parameters=HALF_ROPE

@@ -17,5 +17,5 @@ MIXED = LLAMA | {
 }  # fmt: skip
 PARALLEL = LLAMA | {
     "norm": "layer", "norm_biases": True, "branches": "parallel_one_norm", "mlp": "relu2", "qkv_biases": True,
-    "out_bias": True, "qk_norm": True, "qk_norm_rotated": True, "rope_theta": 20.0,
+    "out_bias": True, "qk_norm": True, "qk_norm_rotated": True, "rope_theta": 20.0, "head_bias": True,
 }  # fmt: skip

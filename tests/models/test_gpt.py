@@ -119,6 +119,27 @@ def test_dropout_is_off_without_rngs_and_differs_between_layers_and_steps():
     np.testing.assert_allclose(shares, (0.25, 0.5, 0.25), atol=0.02)
 
 
+def test_the_loss_and_its_gradient_have_the_heads_bias():
+    model, tokens = make(**PARALLEL, layers=1), draw_tokens()
+    model.head.bias[...] = jax.random.normal(jax.random.key(5), (37,))
+    graph, params = nnx.split(model)
+
+    def by_logits(params):
+        scores = jax.nn.log_softmax(nnx.merge(graph, params)(tokens[:, :-1]))
+        return -jnp.mean(jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1))
+
+    def by_chunks(params):
+        return lm_loss(nnx.merge(graph, params), {"tokens": tokens})[0]
+
+    plain = model.head.bias[...]
+    scores = model(tokens)
+    model.head.bias[...] = jnp.zeros(37)
+    np.testing.assert_allclose(scores - model(tokens), jnp.broadcast_to(plain, scores.shape), atol=1e-5)
+    expected, found = (jax.value_and_grad(loss)(params) for loss in (by_logits, by_chunks))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
+    assert float(jnp.max(jnp.abs(found[1]["head"]["bias"][...]))) > 1e-3
+
+
 def test_a_sequence_longer_than_the_model_is_refused():
     with pytest.raises(ZeroError, match="13 tokens, but max_seq_len = 12"):
         make()(draw_tokens(time=13))

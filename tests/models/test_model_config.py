@@ -49,6 +49,7 @@ EXPERTS: dict[str, Any] = LLAMA | {"experts": 5, "experts_per_token": 2}
             {"branches": "parallel_one_norm", "pre_norms": False, "post_norms": True},
             'branches = "parallel_one_norm" is of one norm before both branches',
         ),
+        ({"head_bias": True}, "head_bias = true is of an output projection that is not the embedding"),
         ({"norm_biases": True}, "norm_biases: biases = true gives them to every layer"),
         (LLAMA | {"norm_biases": True}, "norm_biases = true is of layer norms"),
         ({"out_bias": True}, "out_bias: biases = true gives them to every layer"),
@@ -117,6 +118,7 @@ def test_wrong_settings_are_named(settings, message):
         EXPERTS | {"shared_ffn": 7, "shared_gate": True, "dense_layers": (1,), "out_bias": True},
         PARALLEL,
         PARALLEL | {"branches": "parallel", "scan": False},
+        PARALLEL | {"outputs": 2},
         LATENT,
         LATENT | {"latent_query_rank": 7, "latent_value_width": 5},
         LLAMA

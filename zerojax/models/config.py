@@ -83,6 +83,7 @@ class GPTConfig:
         tied: Whether the output projection is the token embedding.
         outputs: Rows of the output projection; None means vocab_size. 1 makes a model of scores, such as a
             reward model, for `zerojax posttrain`; its tied is false.
+        head_bias: Whether the output projection has a bias (Phi); then it is not tied.
         biases: Whether linear layers and layer norms have biases.
         qkv_biases: Whether the query, key and value projections have biases although other layers
             have none (Qwen2).
@@ -189,6 +190,7 @@ class GPTConfig:
     embedding_scale: float = 1.0
     tied: bool = True
     outputs: int | None = None
+    head_bias: bool = False
     biases: bool = True
     qkv_biases: bool = False
     out_bias: bool = False
@@ -405,7 +407,7 @@ def parameter_count(config: GPTConfig, *, active: bool = False) -> int:
     if c.positions == "learned":
         tables += c.max_seq_len + c.position_offset
     blocks = sum(count * _block_parameters(kind, active=active) for kind, count in c.kinds)
-    return blocks + tables * c.d_model + _norm_parameters(c)
+    return blocks + tables * c.d_model + c.head_bias * c.output_rows + _norm_parameters(c)
 
 
 def _block_parameters(c: GPTConfig, *, active: bool) -> int:

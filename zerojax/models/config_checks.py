@@ -203,6 +203,10 @@ def _check_features(c: "GPTConfig") -> None:
             f"{name}: biases = true gives them to every layer; set it to false, or leave {name} out",
         )
     require(
+        not c.head_bias or not c.tied,
+        "head_bias = true is of an output projection that is not the embedding: set tied = false",
+    )
+    require(
         not c.norm_biases or c.norm == "layer",
         'norm_biases = true is of layer norms: set norm = "layer", or leave it out',
     )

@@ -34,6 +34,19 @@ def _embedding(c: GPTConfig, rows: int, rngs: nnx.Rngs) -> nnx.Embed:
     return nnx.Embed(rows, c.d_model, embedding_init=init, rngs=rngs)
 
 
+class Head(nnx.Embed):
+    """An output projection with a bias, which starts at zero."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        init = nnx.initializers.normal(config.init_std)
+        super().__init__(config.output_rows, config.d_model, embedding_init=init, rngs=rngs)
+        self.bias = nnx.Param(jnp.zeros(config.output_rows))
+
+
+_COLUMNS = 8
+"""By so many columns a head's bias widens its matmul, so that rows stay aligned for tensor cores."""
+
+
 class GPT(nnx.Module):
     """A decoder-only language model.
 
@@ -61,12 +74,21 @@ class GPT(nnx.Module):
             self.blocks = nnx.Dict({str(run.start): stack(run) for run in c.runs})
         self.norm = residual_norm(c, rngs)
         if not c.tied:
-            self.head = _embedding(c, c.output_rows, rngs)
+            self.head = Head(c, rngs=rngs) if c.head_bias else _embedding(c, c.output_rows, rngs)
 
     @property
-    def unembedding(self) -> Float[Array, "vocab d_model"]:
-        """The output projection: the embedding itself when tied."""
-        return (self.embed if self.config.tied else self.head).embedding[...]
+    def unembedding(self) -> Float[Array, "vocab width"]:
+        """The output projection: the embedding itself when tied.
+
+        With a bias it is wider than d_model, as ``hidden`` is: there are columns of the bias and of zeros.
+        """
+        if self.config.tied:
+            return self.embed.embedding[...]
+        table = self.head.embedding[...]
+        if not isinstance(self.head, Head):
+            return table
+        bias = jnp.pad(self.head.bias[...][:, None], ((0, 0), (0, _COLUMNS - 1)))
+        return jnp.concatenate([table, bias], axis=1)
 
     def embed_tokens(
         self,
@@ -115,7 +137,11 @@ class GPT(nnx.Module):
     def _finish(self, x: Hidden) -> Hidden:
         """The output of the last block, normed and scaled for the logits."""
         c, x = self.config, self.norm(x)
-        return x if c.logit_divisor == 1 or c.outputs is not None else x / c.logit_divisor
+        x = x if c.logit_divisor == 1 or c.outputs is not None else x / c.logit_divisor
+        if not c.head_bias:
+            return x
+        ones = jnp.zeros((*x.shape[:-1], _COLUMNS), x.dtype).at[..., 0].set(1)
+        return jnp.concatenate([x, ones], axis=-1)
 
     def hidden(
         self,
@@ -126,6 +152,7 @@ class GPT(nnx.Module):
     ) -> Hidden:
         """The normed output of the last block, in the dtype of the weights.
 
+        With ``config.head_bias`` it has more columns, which ``unembedding`` multiplies with the bias.
         With ``ZeroConfig(sequence_parallel=k)`` it is that of this device's tokens (``zerojax.own_tokens``);
         the arguments are whole rows, on which positions and segments depend.
 

@@ -62,7 +62,7 @@ SHAPE: dict[str, dict[str, Any]] = {
     "deepseek_v3": _LLAMA_SHAPE
     | {"n_routed_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 12}
     | {"num_hidden_layers": 4},
-    **dict.fromkeys(("arcee", "ernie4_5", "hunyuan_v1_dense", "cohere", "cohere2"), _LLAMA_SHAPE),
+    **dict.fromkeys(("arcee", "ernie4_5", "hunyuan_v1_dense", "cohere", "cohere2", "phi"), _LLAMA_SHAPE),
     # As many heads as the keys and values that a file may leave out.
     "seed_oss": _LLAMA_SHAPE | {"num_attention_heads": 8},
     "cwm": _LLAMA_SHAPE
@@ -216,6 +216,9 @@ MODELS |= {
     ),
     "stablelm": like_llama(
         **_NORMS | {"kv_heads": 32}, heads=32, d_model=256, norm_biases=True, rope_fraction=0.25
+    ),
+    "phi": like_llama(
+        **_NORMS, mlp="gelu", biases=True, head_bias=True, branches="parallel_one_norm", rope_fraction=0.5
     ),
     "cohere": like_llama(**_COHERE, rope_theta=5e5),
     "cohere2": like_llama(**_COHERE, sliding_window=4096, no_rope_layers=()),
@@ -589,6 +592,16 @@ KEYS: dict[str, dict[str, tuple[Any, Any]]] = {
         "use_parallel_residual": (False, True),
         "use_qkv_bias": (False, True),
     },
+    "phi": {key: values for key, values in _LIKE_LLAMA.items() if key != "rms_norm_eps"}
+    | _NO_KV
+    | {
+        "hidden_act": ("gelu_new", "relu"),
+        "layer_norm_eps": (1e-5, 1e-6),
+        "partial_rotary_factor": (0.5, 1.0),
+        "qk_layernorm": (False, True),
+        "rope_scaling": ({"type": "default"}, {"type": "linear", "factor": 2.0}),
+        "tie_word_embeddings": (False, False),
+    },
     "cohere": _LIKE_COHERE
     | {
         "rope_parameters": ({"rope_type": "default", "rope_theta": 5e5}, {"rope_theta": 1e4}),
@@ -632,6 +645,7 @@ TRAINING = {
     "seed_oss": {"attention_dropout", "residual_dropout"},
     "gpt_neox": {"attention_dropout", "classifier_dropout", "hidden_dropout"},
     "falcon": {"attention_dropout", "hidden_dropout"},
+    "phi": {"attention_dropout", "resid_pdrop", "embd_pdrop"},
     "stablelm": {"attention_dropout", "hidden_dropout"},
 }
 UNUSED = {

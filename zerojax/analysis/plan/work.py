@@ -370,6 +370,7 @@ def _head_bytes(c: GPTConfig, tokens: int, item: int, frozen: set[str]) -> dict[
     columns = -(-c.vocab_size // VOCABULARY_TILE) * VOCABULARY_TILE
     logits, table = -(-tokens // chunks) * columns, columns * c.d_model
     sums = 4 * table if unembedding and chunks > 1 else 0
+    sums += c.head_bias * item * table  # a copy with the bias as a column
     return {
         "loss": logits * (4 + item) + sums + 6 * tokens * c.d_model * item,
         "head": unembedding * item * (table if chunks > 1 else logits),

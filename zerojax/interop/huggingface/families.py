@@ -161,6 +161,7 @@ FAMILIES = {
         Family(
             "Falcon", "falcon", "FalconForCausalLM", parallel.FALCON, parallel.FALCON_NAMES, "transformer."
         ),
+        Family("Phi", "phi", "PhiForCausalLM", parallel.PHI, parallel.PHI_NAMES),
         Family("StableLM", "stablelm", "StableLmForCausalLM", parallel.STABLELM),
         Family("Cohere", "cohere", "CohereForCausalLM", parallel.COHERE, parallel.COHERE_NAMES),
         Family("Cohere 2", "cohere2", "Cohere2ForCausalLM", parallel.COHERE2, parallel.COHERE_NAMES),

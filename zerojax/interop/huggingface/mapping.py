@@ -138,6 +138,7 @@ class Names:
         """The tensors of each leaf; all names except the output projection's begin with ``prefix``."""
         table, head = f"{prefix}{self.embed}.weight", f"{self.head}.weight"
         found = _embeddings(table, head, tied=model.tied) | _norm("norm", prefix + self.norm)
+        found["head/bias"] = (TensorPart(f"{self.head}.bias"),)
         if self.position is not None:
             found["position/embedding"] = (TensorPart(f"{prefix}{self.position}.weight"),)
         for ours, theirs in self.block.items():

@@ -1,4 +1,4 @@
-"""Families with layer norms, most of which have parallel branches: GPT-NeoX, Falcon, Cohere and StableLM.
+"""Families with layer norms, most with parallel branches: GPT-NeoX, Falcon, Cohere, Phi and StableLM.
 
 What each has:
 
@@ -8,6 +8,7 @@ What each has:
   of each. Falcons with ALiBi in place of rotary positions are refused.
 - Cohere (Command R, Aya): one norm without a bias, gated, tied, neighbours rotated as pairs, scaled logits.
   Cohere 2 rotates in layers with a window alone.
+- Phi 1 to 2: one norm, biases everywhere, also of the output projection, part of each head rotated.
 - StableLM: biases of norms and perhaps of query, key and value, part of each head rotated; most have one
   branch after the other.
 """
@@ -31,7 +32,14 @@ from zerojax.interop.huggingface.config_table import (
 )
 from zerojax.interop.huggingface.gpt2 import ACTIVATIONS
 from zerojax.interop.huggingface.layer_types import full_unrotated, patterned, windows
-from zerojax.interop.huggingface.llama import ATTENTION_BIASES, LLAMA_BLOCK, SILU, like_llama, linear_biases
+from zerojax.interop.huggingface.llama import (
+    ATTENTION_BIASES,
+    LLAMA_BLOCK,
+    QKV,
+    SILU,
+    like_llama,
+    linear_biases,
+)
 from zerojax.interop.huggingface.mapping import Grouped, Names, TensorParts
 from zerojax.interop.huggingface.rope_keys import Rope
 from zerojax.models import GPTConfig
@@ -167,6 +175,29 @@ FALCON_NAMES = FalconNames(
     norm="ln_f",
 )
 
+PHI = like_llama(
+    choice("hidden_act", "mlp", ACTIVATIONS),
+    only("qk_layernorm", False),
+    dropouts(dropout=("resid_pdrop", "embd_pdrop")),
+    kv_heads=None,
+    norm="layer",
+    norm_key="layer_norm_eps",
+    norm_eps=1e-5,
+    rotary=Rope(fraction=0.5),
+    biases=True,
+    head_bias=True,
+    branches="parallel_one_norm",
+)
+PHI_NAMES = Names(
+    {
+        "norm_attention": "input_layernorm",
+        "attention/qkv": QKV,
+        "attention/out": "self_attn.dense",
+        "mlp/up": "mlp.fc1",
+        "mlp/down": "mlp.fc2",
+    },
+    norm="final_layernorm",
+)
 STABLELM = like_llama(
     SILU,
     key("use_qkv_bias", "qkv_biases", bool, False),
