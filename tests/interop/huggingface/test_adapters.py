@@ -521,8 +521,8 @@ def test_every_family_has_modules_for_all_weights(folder: Path):
     assert kept <= parts.keys()
     fused = {name.split(".")[-2] for name, own in parts.items() if len(own) > 1}
     fuses = {
-        **dict.fromkeys(("phi3", "glm", "glm4"), {"gate_up_proj"}),
-        **dict.fromkeys(("gpt_neox", "falcon"), {"query_key_value"}),
+        **{name: {"gate_up_proj"} for name in ("phi3", "glm", "glm4")},
+        **{name: {"query_key_value"} for name in ("gpt_neox", "falcon")},
         "gpt_oss": {"experts"},
         "granitemoe": {"input_linear", "output_linear"},
     }
