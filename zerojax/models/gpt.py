@@ -211,8 +211,10 @@ class GPT(nnx.Module):
             hidden = dropped(hidden, c.dropout, dropout_mask(hidden, c.dropout, first))
         documents = None if segments is None else document_offsets(segments)
         x: Stream = hidden if stats is None else (hidden, stats)
-        layers = {} if key is None else {"layer": range(c.layers)}
-        x = self._through(x, rope, key, documents, **layers)
+        if key is None:
+            x = self._through(x, rope, None, documents)
+        else:  # by the number of a layer its masks differ from the others'
+            x = self._through(x, rope, key, documents, layer=range(c.layers))
         hidden, stats = x if isinstance(x, tuple) else (x, None)
         return self._finish(hidden), stats
 

@@ -339,5 +339,7 @@ EXAONE4 = like_llama(
     full_unrotated(always=False),
     kv_heads=32,
     norm_eps=1e-5,
-    **_OLMO | {"qk_norm_joint": False},
+    pre_norms=False,
+    post_norms=True,
+    qk_norm=True,
 )
