@@ -606,6 +606,7 @@ KEYS: dict[str, dict[str, tuple[Any, Any]]] = {
     | {
         "rope_parameters": ({"rope_type": "default", "rope_theta": 5e5}, {"rope_theta": 1e4}),
         "rope_theta": (5e5, 1e4),
+        "pretraining_tp": (1, 2),
         "use_qk_norm": (False, True),
     },
     "cohere2": _LIKE_COHERE
@@ -881,6 +882,56 @@ def test_a_llama_with_the_keys_of_smollm():
     assert model == like_llama(
         d_model=18, heads=9, kv_heads=3, ffn=48, max_seq_len=64, tied=True, norm_eps=1e-5, rope_theta=1e5
     )
+
+
+PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
+    "pythia-70m": (70_426_624, {
+        "architectures": ["GPTNeoXForCausalLM"], "classifier_dropout": 0.1, "hidden_act": "gelu",
+        "hidden_size": 512, "intermediate_size": 2048, "layer_norm_eps": 1e-05,
+        "max_position_embeddings": 2048, "model_type": "gpt_neox", "num_attention_heads": 8,
+        "num_hidden_layers": 6, "rotary_emb_base": 10000, "rotary_pct": 0.25, "tie_word_embeddings": False,
+        "use_parallel_residual": True, "vocab_size": 50304,
+    }),
+    "falcon-40b": (41_303_293_952, {
+        "alibi": False, "apply_residual_connection_post_layernorm": False, "attention_dropout": 0.0,
+        "bias": False, "hidden_dropout": 0.0, "hidden_size": 8192, "layer_norm_epsilon": 1e-05,
+        "model_type": "falcon", "multi_query": True, "new_decoder_architecture": True,
+        "num_attention_heads": 128, "num_hidden_layers": 60, "num_kv_heads": 8, "parallel_attn": True,
+        "vocab_size": 65024,
+    }),
+    "phi-2": (2_779_683_840, {
+        "embd_pdrop": 0.0, "hidden_act": "gelu_new", "hidden_size": 2560, "intermediate_size": 10240,
+        "layer_norm_eps": 1e-05, "max_position_embeddings": 2048, "model_type": "phi",
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+        "partial_rotary_factor": 0.4, "qk_layernorm": False, "resid_pdrop": 0.1, "rope_scaling": None,
+        "rope_theta": 10000.0, "tie_word_embeddings": False, "vocab_size": 51200,
+    }),
+    "command-r7b": (8_028_033_024, {
+        "attention_bias": False, "cache_implementation": "hybrid", "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 4096, "intermediate_size": 14336, "layer_norm_eps": 1e-05, "layer_switch": 4,
+        "logit_scale": 0.25, "max_position_embeddings": 8192, "model_type": "cohere2",
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "order_of_interleaved_layers": "local_attn_first", "position_embedding_type": "rope_gptj",
+        "rope_scaling": None, "rope_theta": 50000, "rotary_pct": 1.0, "sliding_window": 4096,
+        "sliding_window_pattern": 4, "use_embedding_sharing": True, "use_gated_activation": True,
+        "use_parallel_block": True, "use_parallel_embedding": True, "vocab_size": 256000,
+    }),
+    "qwen1.5-moe-a2.7b": (14_315_784_192, {
+        "decoder_sparse_step": 1, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 5632,
+        "max_position_embeddings": 8192, "max_window_layers": 21, "model_type": "qwen2_moe",
+        "moe_intermediate_size": 1408, "norm_topk_prob": False, "num_attention_heads": 16,
+        "num_experts": 60, "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 16,
+        "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_theta": 1e6,
+        "shared_expert_intermediate_size": 5632, "sliding_window": 32768, "tie_word_embeddings": False,
+        "use_sliding_window": False, "vocab_size": 151936,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_as_many_parameters_as_their_files(name: str):
+    count, values = PUBLISHED[name]
+    assert parameter_count(read_model(values, "config.json")[1]) == count
 
 
 def test_deepseeks_own_keys():

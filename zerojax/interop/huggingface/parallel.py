@@ -241,7 +241,12 @@ def _divisor(scale: float, _: Fields) -> float:
     return 1 / scale
 
 
-COHERE = _cohere(only("use_qk_norm", False), unused("model_max_length"), rotary=Rope(theta=500000.0))
+COHERE = _cohere(
+    only("use_qk_norm", False),
+    only("pretraining_tp", 1, written=False),
+    unused("model_max_length"),
+    rotary=Rope(theta=500000.0),
+)
 COHERE2 = _cohere(
     windows(patterned),
     full_unrotated(always=True),
