@@ -1,11 +1,20 @@
 """Formats numbers for people, and tables as plain text."""
 
 import io
+import shutil
+import textwrap
+from collections.abc import Iterable, Iterator
+from html import escape
 
-from rich.console import Console, RenderableType
-from rich.table import Column
+from rich.console import Console, Group, RenderableType
+from rich.measure import Measurement
+from rich.protocol import rich_cast
+from rich.table import Column, Table
+from rich.text import Text
 
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
+# Columns from which tables are always drawn, and the fewest that are used.
+_TABLE_WIDTH, _LEAST_WIDTH = 100, 40
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -50,7 +59,74 @@ def numeric(*names: str) -> list[Column]:
 
 
 def plain_text(renderable: RenderableType, width: int = 120) -> str:
-    """Render with rich as plain text, at most ``width`` columns wide, without trailing blanks."""
+    """Render with rich as plain text for the terminal, without trailing blanks.
+
+    Where the terminal has fewer than 100 columns, a table that is wider becomes a block of lines for each row.
+
+    Args:
+        renderable: a text, a table, or a group of them.
+        width: columns to use if the output is not a terminal and ``COLUMNS`` is not set.
+    """
+    width = max(shutil.get_terminal_size((width, 24)).columns, _LEAST_WIDTH)
     out = io.StringIO()
-    Console(file=out, width=width, color_system=None, legacy_windows=False).print(renderable)
+    console = Console(file=out, width=width, color_system=None, legacy_windows=False)
+    for part in _parts(renderable):
+        fits = not isinstance(part, Table) or _natural_width(part) <= width
+        console.print(part if fits or width >= _TABLE_WIDTH else _stacked(part, width))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def html(renderable: RenderableType) -> str:
+    """The same as HTML, for notebooks."""
+    return "\n".join(
+        _html_table(part) if isinstance(part, Table) else f"<p>{escape(str(part))}</p>"
+        for part in _parts(renderable)
+    )
+
+
+def _parts(renderable: RenderableType) -> Iterator[RenderableType]:
+    """The texts and tables of a renderable, which may be nested groups."""
+    renderable = rich_cast(renderable)
+    if isinstance(renderable, Group):
+        for one in renderable.renderables:
+            yield from _parts(one)
+    else:
+        yield renderable
+
+
+def _natural_width(table: Table) -> int:
+    """The columns that a table takes if none of its lines is folded."""
+    console = Console(width=10_000)
+    return Measurement.get(console, console.options, table).maximum
+
+
+def _rows(table: Table) -> Iterator[list[str]]:
+    """The cells of each row."""
+    yield from ([str(cell) for cell in row] for row in zip(*(c.cells for c in table.columns), strict=True))
+
+
+def _stacked(table: Table, width: int) -> Text:
+    """A table as lines: the first cell of each row, and below it the other cells with their headings."""
+    names, lines = [str(column.header) for column in table.columns[1:]], [str(table.title)]
+    for (label, *cells), row in zip(_rows(table), table.rows, strict=True):
+        named = " | ".join(f"{name} {cell}" for name, cell in zip(names, cells, strict=True) if cell)
+        indent = " " * (len(label) - len(label.lstrip()) + 4)
+        lines += [label, *textwrap.wrap(named, width, initial_indent=indent, subsequent_indent=indent)]
+        lines += [""] * row.end_section
+    lines += [str(table.caption)] * (table.caption is not None)
+    return Text("\n".join(lines).rstrip() + "\n")
+
+
+def _html_table(table: Table) -> str:
+    def line(tag: str, cells: Iterable[str]) -> str:
+        aligned = zip(cells, table.columns, strict=True)
+        inside = (f'<{tag} style="text-align: {c.justify}">{escape(text)}</{tag}>' for text, c in aligned)
+        return f"<tr>{''.join(inside)}</tr>"
+
+    heads = line("th", (str(column.header) for column in table.columns))
+    return "\n".join(
+        [f"<table><caption>{escape(str(table.title))}</caption>", heads]
+        + [line("td", row) for row in _rows(table)]
+        + ["</table>"]
+        + [f"<p>{escape(str(table.caption))}</p>"] * (table.caption is not None)
+    )

@@ -1,6 +1,7 @@
 """The ``zerojax`` command: one module per subcommand, imported on use."""
 
 import atexit
+import difflib
 import importlib
 import io
 import os
@@ -95,7 +96,9 @@ def _main(given: list[str]) -> int:
         print(f"zerojax {VERSION}")
         return EXIT_OK
     if name not in COMMANDS:
-        terminal.stderr.write(f"zerojax: no command {name!r}\n\n{_usage()}\n")
+        nearest = difflib.get_close_matches(name, COMMANDS, n=1)
+        suggestion = f"; did you mean {nearest[0]}?" if nearest else f"\n\n{_usage()}"
+        terminal.stderr.write(f"zerojax: no command {name!r}{suggestion}\n")
         return EXIT_WRONG_USE
     try:
         with file_errors(Path(), what="the working directory is gone, change to another: "):

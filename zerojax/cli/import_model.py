@@ -20,6 +20,11 @@ from zerojax.run.run_dir import RunFolder
 _NO_TOKENIZER = ""
 
 
+def _required(name: str) -> object:
+    """How --help shows a folder without which the command is refused."""
+    return tyro.conf.arg(metavar=name, help_behavior_hint="(required)")
+
+
 @dataclass(frozen=True)
 class Places:
     """The folders of an import, which come first.
@@ -29,8 +34,8 @@ class Places:
         run: Folder of the new run.
     """
 
-    model: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="MODEL")] = None
-    run: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="RUN")] = None
+    model: Annotated[tyro.conf.Positional[Path | None], _required("MODEL")] = None
+    run: Annotated[tyro.conf.Positional[Path | None], _required("RUN")] = None
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,15 @@ class Options(on_config.Options, Places):
     `zerojax train RUN/config.toml --run-dir RUN` trains it further; `zerojax sample RUN` and `zerojax eval
     RUN` use it. Architecture and tokenizer are the model's; all other settings are CONFIG's or the defaults,
     and each can be overridden.
+
+    Attributes:
+        config: Settings of the new run: a TOML file, or the name of one in configs/, such as gpt-tiny.
     """
+
+    config: Annotated[
+        tyro.conf.Positional[str | None],
+        tyro.conf.arg(metavar="[CONFIG]", help_behavior_hint="(optional)"),
+    ] = None
 
 
 def run(arguments: list[str]) -> None:

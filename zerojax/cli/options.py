@@ -1,7 +1,10 @@
 """Parsing of a command's options."""
 
+import dataclasses
 import io
 import sys
+import types
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -9,7 +12,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import tyro
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
+    UnsupportedTypeAnnotationError,
+)
 
 from zerojax.errors import ConfigurationError
 from zerojax.run.config import MeshSection
@@ -27,6 +35,7 @@ RunPath = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
 
 _REGISTRY = ConstructorRegistry()
 _BOOLEANS = {"true": True, "false": False}
+_UNSET = "unset"
 
 
 def _read_path(word: str) -> Path:
@@ -61,6 +70,28 @@ def _one_word[T](kind: type[T], metavar: str, read: Callable[[str], T], show: Ca
 _one_word(bool, "{true,false}", _read_boolean, lambda value: str(value).lower())
 # To tyro an empty path, as a shell makes of an unset variable, is the current folder.
 _one_word(Path, "PATH", _read_path, str)
+
+
+@_REGISTRY.primitive_rule
+def _may_be_unset(
+    info: PrimitiveTypeInfo,
+) -> PrimitiveConstructorSpec[Any] | UnsupportedTypeAnnotationError | None:
+    """Read an option that may be None as one that may be left out.
+
+    tyro alone adds the word "None" to its choices, whose order it loses, and to its help.
+    """
+    kinds = typing.get_args(info.type)
+    if info.type_origin not in (typing.Union, types.UnionType) or types.NoneType not in kinds:
+        return None
+    kind: Any = typing.Union[tuple(one for one in kinds if one is not types.NoneType)]  # noqa: UP007
+    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kind, info.markers))
+    if isinstance(spec, UnsupportedTypeAnnotationError):
+        return spec
+    return dataclasses.replace(
+        spec,
+        is_instance=lambda value: value is None or spec.is_instance(value),
+        str_from_instance=lambda value: [_UNSET] if value is None else spec.str_from_instance(value),
+    )
 
 
 def option_table(section: "Section", shown: Mapping[str, Any] = MappingProxyType({})) -> type:
@@ -117,6 +148,8 @@ def _in_words(value: Any) -> str:
     """A value as a command line has it."""
     if isinstance(value, list):
         return " ".join(map(_in_words, value))
+    if value is None:
+        return _UNSET
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import time
 from pathlib import Path
 from threading import Event, current_thread, main_thread
@@ -222,6 +223,22 @@ def test_loss_curve(tmp_path: Path) -> None:
     assert drawn[..., :3].std() > 0.01
 
 
+def on_screen(written: str) -> list[str]:
+    """The lines of a terminal that knows line feeds, going up and erasing."""
+    lines, at = [""], 0
+    for token in re.findall(r"\x1b\[[?\d;]*[a-zA-Z]|\n|\r|[^\x1b\n\r]+", written):
+        if token == "\n":
+            at += 1
+            lines += [""] * (at == len(lines))
+        elif token == "\x1b[2K":
+            lines[at] = ""
+        elif token == "\x1b[1A":
+            at -= 1
+        elif token[0] not in "\x1b\r":
+            lines[at] += token
+    return [line for line in lines if line]
+
+
 class TestProgress:
     VALUES = {  # noqa: RUF012  # read only
         "loss": 2.5,
@@ -261,8 +278,29 @@ class TestProgress:
             progress.say("hello [bold]")
             for step in range(1, 4):
                 progress.show(step, self.VALUES)
-        assert "step 3/3 | loss 2.5000" in out.getvalue()
-        assert "hello [bold]" in out.getvalue()
+            progress.say("the summary")
+        lines = on_screen(out.getvalue())
+        assert lines == [
+            "hello [bold]",
+            "step 3/3 | loss 2.5000 | 12.3k tok/s | left 0:00:00 | mem 3.00 GB",
+            "the summary",
+        ]
+
+    def test_the_last_line_stays_where_a_run_is_stopped(self) -> None:
+        out = io.StringIO()
+        with Progress(steps=9, console=Console(file=out, force_terminal=True, width=200)) as progress:
+            progress.show(1, self.VALUES)
+        assert on_screen(out.getvalue()) == ["step 1/9 | loss 2.5000 | 12.3k tok/s | mem 3.00 GB"]
+
+    def test_rates_are_medians_of_the_last_ten_steps(self) -> None:
+        out = io.StringIO()
+        rates, seconds = [1.0, *[4e3] * 9, 9e9, 5e3], [900.0, *[2.0] * 9, 0.001, 3.0]
+        with Progress(steps=12, every=1, console=Console(file=out, width=200)) as progress:
+            for step, (rate, length) in enumerate(zip(rates, seconds, strict=True), 1):
+                progress.show(step, self.VALUES | {"tokens_per_second": rate, "step_seconds": length})
+        lines = out.getvalue().splitlines()
+        assert "| 1 tok/s | mem" in lines[0]  # with compilation
+        assert "| 4.0k tok/s | left 0:00:02 |" in lines[10]
 
     def test_silent_on_other_processes(self, capsys: pytest.CaptureFixture[str]) -> None:
         with Progress(steps=1, shown=False) as progress:

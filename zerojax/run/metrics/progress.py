@@ -1,6 +1,8 @@
 """The progress line of a run: live in a terminal or notebook, every few steps in a log file."""
 
+import statistics
 import time
+from collections import deque
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Self, TextIO, cast
@@ -12,8 +14,8 @@ from rich.progress import Progress as RichProgress
 from zerojax import terminal
 from zerojax.formatting import abbreviated, size
 
-# Weight of the newest step in the smoothed step time, half of which comes from the last seven steps.
-_SMOOTHING = 0.1
+# The newest steps whose median time and rates are shown.
+_RECENT = 10
 
 # Characters of the bar.
 _BAR = 20
@@ -48,12 +50,16 @@ class Progress:
         )
         self._steps = steps
         self._every = every
-        self._seconds: float | None = None
+        self._recent: deque[Mapping[str, float]] = deque(maxlen=_RECENT)
+        self._compiled = False
+        self._unsaid: str | None = None
         self._live: RichProgress | None = None
         self._cell: _Cell | None = None
         if self._console.is_terminal and shown:
             self._live = RichProgress(
-                BarColumn(_BAR), TextColumn("{task.description}", markup=False), console=self._console
+                *(BarColumn(_BAR), TextColumn("{task.description}", markup=False)),
+                console=self._console,
+                transient=True,  # else it would print the last line again, below the summary of the run
             )
             self._task = self._live.add_task("compiling the step", total=steps, completed=start)
 
@@ -66,6 +72,8 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         if self._live is not None:
+            if self._unsaid is not None:  # the run was stopped, or failed
+                self.say(self._unsaid)
             self._live.stop()
 
     def say(self, message: str) -> None:
@@ -86,37 +94,39 @@ class Progress:
                 self.say(line)
         elif self._live is not None:
             self._live.update(self._task, completed=step, description=line)
-            if _is_evaluated(values):
+            self._unsaid = line
+            if _is_evaluated(values) or step == self._steps:
                 self.say(line)
+                self._unsaid = None
         elif step % self._every == 0 or step in (1, self._steps) or _is_evaluated(values):
             self.say(line)
 
     def _line(self, step: int, values: Mapping[str, float]) -> str:
-        seconds = values["step_seconds"]
-        previous = self._seconds
-        if previous is None:
-            # The first step's time is mostly compilation, and predicts nothing.
-            self._seconds = 0.0
-        elif previous == 0.0:
-            self._seconds = seconds
-        else:
-            self._seconds = previous + _SMOOTHING * (seconds - previous)
+        # The first step's time is mostly compilation, and predicts nothing.
+        recent = self._recent if self._compiled else [values]
+        if self._compiled:
+            self._recent.append(values)
+
+        def typical(name: str) -> float:
+            return statistics.median(one[name] for one in recent if name in one)
+
         parts = [f"step {step}/{self._steps}", f"loss {values['loss']:.4f}"]
         parts += [text.format(values[name]) for name, text in _MEASURED.items() if name in values]
         others = [name for name in values if name.startswith("validation_") and name not in _MEASURED]
         parts += [f"{name.removeprefix('validation_')} {values[name]:.4g}" for name in others]
         if "tokens_per_second" in values:
-            parts.append(f"{abbreviated(round(values['tokens_per_second']), '.1f', least=1e3)} tok/s")
+            parts.append(f"{abbreviated(round(typical('tokens_per_second')), '.1f', least=1e3)} tok/s")
         if "mfu" in values:
-            parts.append(f"mfu {values['mfu']:.1%}")
-        if self._seconds:
-            left = timedelta(seconds=round(self._seconds * (self._steps - step)))
+            parts.append(f"mfu {typical('mfu'):.1%}")
+        if self._compiled:
+            left = timedelta(seconds=round(typical("step_seconds") * (self._steps - step)))
             parts.append(f"left {left}")
         parts.append(f"mem {size(values['memory_bytes'])}")
         if "internode_bytes" in values:
             parts.append(f"wire {size(values['internode_bytes'])}/step")
         if values.get("skipped_total"):
             parts.append(f"skipped {values['skipped_total']:.0f}")
+        self._compiled = True
         return " | ".join(parts)
 
 
