@@ -9,17 +9,8 @@ from environment import ROOT
 
 PACKAGE = ROOT / "zerojax"
 LAYERS = (
-    *(
-        "terminal",
-        "errors",
-        "log",
-        "versions",
-        "formatting",
-        "compilation_cache",
-        "validation",
-        "zero_config",
-        "network",
-    ),
+    *("terminal", "errors", "log", "versions", "documentation", "formatting", "compilation_cache"),
+    *("validation", "zero_config", "network"),
     *("matmul", "sharding", "comm", "weights", "schedule", "adapters", "experts", "optim", "train", "models"),
     *("generation", "analysis", "multihost", "run", "posttrain", "interop", "testing", "cli"),
 )

@@ -61,7 +61,7 @@ def numeric(*names: str) -> list[Column]:
 def plain_text(renderable: RenderableType, width: int = 120) -> str:
     """Render with rich as plain text for the terminal, without trailing blanks.
 
-    Where the terminal has fewer than 100 columns, a table that is wider becomes a block of lines for each row.
+    Where the terminal has fewer than 100 columns, a wider table becomes a block of lines for each row.
 
     Args:
         renderable: a text, a table, or a group of them.

@@ -53,6 +53,45 @@ def test_train_and_resume(config: Path, tmp_path: Path, capfd: pytest.CaptureFix
     assert "Traceback" not in refused
 
 
+def test_a_command_that_does_not_exist_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trian"]) == 2
+    assert capsys.readouterr().err == "zerojax: no command 'trian'; did you mean train?\n"
+    assert main(["xyzzy"]) == 2
+    assert "usage: zerojax COMMAND" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "choices"),
+    [
+        ("--zero.preset", "('zero3', 'zero++', 'zero++-paper', 'delta', 'local')"),
+        ("--zero.host", "('optimizer', 'weights', 'activations')"),
+        ("--zero.remat", "('full', 'attention', 'none')"),
+        ("--resume", "('auto', 'must', 'never')"),
+    ],
+)
+def test_choices_are_listed_in_their_order(
+    option: str, choices: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["train", "gpt-tiny", option, "xyzzy"])
+    assert end.value.code == 2
+    assert f"Expected one of {choices}" in " ".join(re.findall(r"[^\s│]+", capsys.readouterr().err))
+
+
+def test_the_help_of_import_says_what_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["import", "--help"])
+    text = capsys.readouterr().out
+    assert text.startswith("usage: zerojax import [-h] [OPTIONS] MODEL RUN [CONFIG]\n")
+    assert [text.count(hint) for hint in ("(required)", "(optional)", "None}", "default: None")] == [
+        2,
+        1,
+        0,
+        0,
+    ]
+    assert "--zero.preset {zero3,zero++,zero++-paper,delta,local}" in text
+
+
 @pytest.mark.slow
 def test_eval_on_one_device_gives_the_loss_of_eight(
     finished: RunFolder, capfd: pytest.CaptureFixture[str]

@@ -31,6 +31,9 @@ def test_a_wheel_trains_in_an_empty_folder(tmp_path: Path, text: Path) -> None:
     assert {path.name for path in (unpacked / "zerojax/configs").iterdir()} == {
         path.name for path in (ROOT / "configs").iterdir() if path.is_file()
     }
+    assert {path.name for path in (unpacked / "zerojax/docs").iterdir()} == {
+        path.name for path in (ROOT / "docs").glob("*.md")
+    }
     metadata = Parser().parsestr((unpacked / f"zerojax-{VERSION}.dist-info/METADATA").read_text())
     assert metadata["Version"] == VERSION
     assert {"gpu", "gpu-cuda12"} <= set(metadata.get_all("Provides-Extra") or ())
@@ -39,6 +42,15 @@ def test_a_wheel_trains_in_an_empty_folder(tmp_path: Path, text: Path) -> None:
         assert [one for one in requires if f"jax[{cuda}]" in one and one.endswith(f"extra == '{extra}'")]
 
     empty.mkdir()
+    usage = subprocess.run(
+        [sys.executable, "-m", "zerojax", "--help"],
+        env=for_programs() | {"PYTHONPATH": str(unpacked)},
+        cwd=empty,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert str(unpacked / "zerojax/docs/index.md") in usage.stdout
     options = [str(word) for pair in {**TINY, "--data.source": text}.items() for word in pair]
     done = subprocess.run(
         [sys.executable, "-m", "zerojax", "train", "gpt-tiny", *options],

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from zerojax import terminal
+from zerojax.documentation import page
 from zerojax.errors import EXIT_CODES, EXIT_FAILED, EXIT_OK, EXIT_WRONG_USE, file_errors, report
 from zerojax.multihost.background import is_stuck
 from zerojax.versions import VERSION
@@ -132,6 +133,6 @@ def _usage() -> str:
             "",
             *lines,
             "",
-            "zerojax COMMAND --help describes a command; docs/index.md is the documentation.",
+            f"zerojax COMMAND --help describes a command; the documentation begins with {page('index')}.",
         ]
     )

@@ -23,6 +23,7 @@ class Options:
         nodes: Nodes of the job, if the batch size depends on them.
         gpus_per_node: Devices of each node, if the batch size depends on them.
         batch_size: Sequences per optimizer step, if the config does not say ("auto" or unset).
+        trainer_args: The arguments of the Hugging Face Trainer, JSON, which fill in what is "auto".
     """
 
     config: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DS_CONFIG")]
@@ -30,6 +31,7 @@ class Options:
     nodes: int = 0
     gpus_per_node: int = 0
     batch_size: int | None = None
+    trainer_args: Path | None = None
 
 
 def run(arguments: list[str]) -> None:
@@ -38,12 +40,14 @@ def run(arguments: list[str]) -> None:
     if options.nodes < 0 or options.gpus_per_node < 0:
         raise ConfigurationError("--nodes and --gpus-per-node must not be negative")
     data = read_json(options.config)
+    trainer = None if options.trainer_args is None else read_json(options.trainer_args)
     try:
         translation = translate(
             data,
             nodes=options.nodes,
             local=options.gpus_per_node,
             batch_size=options.batch_size,
+            trainer=trainer,
         )
     except ConfigurationError as error:
         raise ConfigurationError(f"{options.config}: {error}") from error

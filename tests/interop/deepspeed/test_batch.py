@@ -18,6 +18,7 @@ def test_batch_arithmetic(train: Any, micro: Any, accumulate: Any, world: int) -
     """Tries every assignment that DeepSpeed's rules permit: there is one, or an error."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     data = {k: v for k, v in zip(names, (train, micro, accumulate), strict=True) if v is not None}
+    data["steps_per_print"] = 1  # a key of DeepSpeed
     free = accumulate is None and not (train and micro)
     found = [
         (t, a)
@@ -46,10 +47,10 @@ def test_the_number_of_devices_is_asked_for_where_it_matters() -> None:
 @pytest.mark.parametrize(
     ("data", "options", "message"),
     [
-        ({}, {"batch_size": 0}, "--batch-size = 0 must be at least 1"),
+        ({"steps_per_print": 1}, {"batch_size": 0}, "--batch-size = 0 must be at least 1"),
         (BATCH, {"batch_size": 9}, "train_batch_size = 8 contradicts --batch-size 9: drop the option"),
         (
-            {"gradient_accumulation_steps": 3},
+            {"gradient_accumulation_steps": 3, "steps_per_print": 1},
             {"batch_size": 8},
             "--batch-size = 8 does not divide into gradient_a",
         ),

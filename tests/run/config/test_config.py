@@ -152,6 +152,21 @@ def test_missing_file(tmp_path: Path) -> None:
         load_config(tmp_path / "none.toml")
 
 
+def test_configs_of_other_programs_name_the_page_about_them(tmp_path: Path) -> None:
+    for name in ("base.yml", "llama.yaml"):
+        (tmp_path / name).write_text("ici_fsdp_parallelism: 8\n")
+        with pytest.raises(ConfigError, match=r"configs are TOML files\. .*docs/migrate\.md"):
+            find_config(str(tmp_path / name))
+    (tmp_path / "ds.json").write_text("{}")
+    with pytest.raises(ConfigError, match="zerojax from-deepspeed"):
+        find_config(str(tmp_path / "ds.json"))
+    torchtitan = {"job": {"dump_folder": "x"}, "model": {"name": "llama3"}, "training": {"seq_len": 8}}
+    with pytest.raises(ConfigError, match=r"a config of torchtitan; .*docs/migrate\.md"):
+        config_from_dict(torchtitan)
+    with pytest.raises(ConfigError, match=r"unknown key training \(did you mean train\?\)"):
+        config_from_dict({"training": {}})
+
+
 def test_find_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").mkdir()

@@ -9,6 +9,7 @@ import tomli_w
 from zerojax.errors import ConfigurationError
 from zerojax.interop.deepspeed.batch import ACCUMULATE, MICRO, TRAIN, batch_of
 from zerojax.interop.deepspeed.reader import FILLED_IN, Reader
+from zerojax.interop.deepspeed.trainer import check_deepspeed, filled_in, steps_of
 from zerojax.interop.deepspeed.words import NOTES, OPTIMIZERS
 from zerojax.run.config import RunConfig, config_from_dict
 from zerojax.validation.untrusted import printable, short
@@ -118,7 +119,9 @@ class _Draft:
         return ", ".join(map(self.reader.quote, named)) + ": " if named else ""
 
 
-def translate(data: Any, *, nodes: int = 0, local: int = 0, batch_size: int | None = None) -> Translation:
+def translate(
+    data: Any, *, nodes: int = 0, local: int = 0, batch_size: int | None = None, trainer: Any = None
+) -> Translation:
     """Translate a DeepSpeed config.
 
     Args:
@@ -126,15 +129,21 @@ def translate(data: Any, *, nodes: int = 0, local: int = 0, batch_size: int | No
         nodes: number of nodes; 0 if unknown.
         local: devices per node; 0 if unknown.
         batch_size: the global batch, if the config leaves it to the script.
+        trainer: the JSON object of the Hugging Face Trainer's arguments, which fill in what is "auto".
 
     Raises:
-        ConfigurationError: the config contradicts itself, or has values of wrong types or ranges, or its
-            batch size depends on the number of devices, which is unknown.
+        ConfigurationError: the config has no key of DeepSpeed, contradicts itself, or has values of wrong
+            types or ranges, or its batch size depends on the number of devices, which is unknown.
     """
     if not isinstance(data, dict):
         raise ConfigurationError("a DeepSpeed config is a JSON object")
+    check_deepspeed(data)
+    if trainer is not None:
+        data = filled_in(data, trainer)
     reader = Reader(data)
     draft = _Draft(reader)
+    if trainer is not None and (steps := steps_of(trainer)) is not None:
+        draft.set("train", steps=steps)
     partition = reader.take(_HPZ, int, 1) or 1
     if partition > 1 and local and partition != local:
         draft.differs(
@@ -168,16 +177,40 @@ def _zero(reader: Reader, draft: _Draft, *, hpz: bool) -> None:
         raise ConfigurationError(f"{_ZERO}: ZeRO++'s options need stage 3, not stage {stage}")
     if weights and grads and hpz:
         draft.set("zero", preset="zero++-paper")
+        _offload(reader, draft)
         return
     draft.set("zero", preset="zero3")
     if stage != 3:
         draft.set("zero", stage=stage)
+    _offload(reader, draft)
     if weights:
         draft.set("zero", weights="int8")
     if hpz:
         draft.set("zero", hpz=True)
     if grads:
         draft.set("zero", grads=["int4", "int4"])
+
+
+def _offload(reader: Reader, draft: _Draft) -> None:
+    """What is kept in host memory: the optimizer and its master weights, and what passes read."""
+    stores = {
+        "optimizer": ("offload_optimizer", "cpu_offload"),
+        "weights": ("offload_param", "cpu_offload_params"),
+    }
+    host = list[str]()
+    for store, (table, flag) in stores.items():
+        path = f"{_ZERO}.{table}"
+        device = reader.take(f"{path}.device", str, "none")
+        if device == "nvme":
+            draft.differs(f"{path}.device = 'nvme': becomes host memory; nothing is kept on disks")
+        if device in ("cpu", "nvme") or reader.take(f"{_ZERO}.{flag}", bool, False):
+            host.append(store)
+        draft.origins.append(("zero.host", f"{path}.device"))
+    if host == ["weights"]:
+        host = ["optimizer", "weights"]
+        draft.differs(f"{_ZERO}.offload_param: trained weights move together with the optimizer's state")
+    if host:
+        draft.set("zero", host=host)
 
 
 def _precision(reader: Reader, draft: _Draft) -> None:

@@ -20,7 +20,6 @@ OPTIMIZERS: dict[str, tuple[str, str | None]] = {
 """Type, in lower case -> the optimizer, and how it differs."""
 
 _BUCKETS = "the compiler schedules collectives layer by layer; there is nothing to tune"
-_OFFLOAD = "zero.host keeps it in host memory; zerojax plan says whether that is needed"
 _SAVING = "checkpoints are whole and unsharded, for any mesh; zerojax export writes them for other programs"
 
 _OF_ZERO = {
@@ -30,10 +29,22 @@ _OF_ZERO = {
         *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"),
         *("stage3_model_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance"),
     ),
-    _OFFLOAD: ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_params"),
     _SAVING: (
         *("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
         *("elastic_checkpoint", "load_from_fp32_weights"),
+    ),
+    "copies are scheduled layer by layer, from page-locked memory": (
+        f"{table}.{name}"
+        for table in ("offload_optimizer", "offload_param")
+        for name in (
+            "pin_memory",
+            "nvme_path",
+            "buffer_count",
+            "buffer_size",
+            "fast_init",
+            "max_in_cpu",
+            "ratio",
+        )
     ),
     "there are two levels, node and device: hpz keeps a copy per node": ("mics_shard_size",),
     "error feedback here is zero.error_feedback": ("zeropp_loco_param",),

@@ -6,6 +6,7 @@ import typing
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from zerojax.documentation import page
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import LoRA
 from zerojax.run.config.keys import Tables, arms, keys_of, row_of, section_of
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     from zerojax.run.config.keys import Section
+
+_TORCHTITAN = {"job", "training", "parallelism", "activation_checkpoint", "lr_scheduler", "profiling"}
+"""Tables of torchtitan's configs."""
 
 
 class ConfigError(ConfigurationError):
@@ -170,6 +174,10 @@ def _table(section: "Section", data: Mapping[str, Any], path: str) -> dict[str, 
     for name, value in data.items():
         dotted = f"{path}.{name}" if path else name
         if name not in keys:
+            if not path and len(_TORCHTITAN & data.keys()) > 1:
+                raise _WrongError(
+                    f"a config of torchtitan; {page('migrate')} has the keys for those of torchtitan"
+                )
             raise _WrongError(f"unknown key {printable(dotted[:100])}{_suggest_key(dotted[:100])}")
         if value is not None:
             found[name] = _value(keys[name].kind, value, dotted)

@@ -8,11 +8,19 @@ from pathlib import Path
 
 import tomli_w
 
+from zerojax.documentation import page
 from zerojax.errors import file_errors
 from zerojax.run.config.keys import Tables
 from zerojax.run.config.run_config import RunConfig
 from zerojax.run.config.tables import ConfigError, checked, config_from_dict, config_to_dict
 from zerojax.validation.untrusted import parse_toml
+
+_OF_MAXTEXT = f"{page('migrate')} has the keys for those of MaxText and other programs."
+_OTHERS = {
+    **dict.fromkeys((".yml", ".yaml"), _OF_MAXTEXT),
+    ".json": "`zerojax from-deepspeed` converts a DeepSpeed config.",
+}
+"""What to do with the config of another program, by the suffix of its file."""
 
 
 def find_config(name: str) -> Path:
@@ -22,9 +30,11 @@ def find_config(name: str) -> Path:
     among the configs that come with zerojax.
 
     Raises:
-        ConfigError: there is no such file; lists the known names.
+        ConfigError: there is no such file, with the known names; or it is the config of another program.
     """
     path = Path(name)
+    if path.suffix in _OTHERS and path.is_file():
+        raise ConfigError(f"{name}: configs are TOML files. {_OTHERS[path.suffix]}")
     if path.suffix == ".toml" or len(path.parts) > 1:
         if path.is_file():
             return path

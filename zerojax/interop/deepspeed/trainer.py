@@ -1,0 +1,155 @@
+"""The Hugging Face Trainer's arguments, from which it fills in the "auto" of a DeepSpeed config.
+
+As ``HfTrainerDeepSpeedConfig.trainer_config_process`` and ``trainer_config_finalize`` of transformers do.
+"""
+
+import copy
+import math
+from typing import Any
+
+from zerojax.errors import ConfigurationError
+from zerojax.interop.deepspeed.batch import ACCUMULATE, MICRO, TRAIN
+from zerojax.interop.deepspeed.reader import AUTO
+from zerojax.interop.deepspeed.words import NOTES
+from zerojax.validation.untrusted import short
+
+_OWN = (
+    *(TRAIN, MICRO, "zero_optimization", "bf16", "bfloat16", "fp16", "optimizer", "scheduler"),
+    *("gradient_clipping", "communication_data_type", "steps_per_print", "tensorboard", "wandb"),
+)
+_KEYS = frozenset([*_OWN, *(path.partition(".")[0] for path in NOTES)])
+"""The tables and keys of DeepSpeed, without the one that the Trainer's arguments have as well."""
+
+_DEFAULTS: dict[str, Any] = {
+    "per_device_train_batch_size": 8,
+    ACCUMULATE: 1,
+    "learning_rate": 5e-5,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_epsilon": 1e-8,
+    "weight_decay": 0.0,
+    "max_grad_norm": 1.0,
+    "max_steps": -1,
+    "warmup_steps": 0,
+    "warmup_ratio": 0.0,
+    "lr_scheduler_type": "linear",
+    "bf16": False,
+    "fp16": False,
+}
+"""The arguments that are read, and the Trainer's own defaults."""
+
+_SCHEDULERS = {
+    "linear": ("WarmupDecayLR", {"warmup_max_lr": AUTO, "total_num_steps": AUTO}),
+    "cosine": ("WarmupCosineLR", {"total_num_steps": AUTO, "cos_min_ratio": 0.0}),
+    "constant": ("WarmupLR", {"warmup_max_lr": AUTO}),
+    "constant_with_warmup": ("WarmupLR", {"warmup_max_lr": AUTO}),
+}
+"""Those of the Trainer that DeepSpeed has, too."""
+
+
+def check_deepspeed(data: dict[str, Any]) -> None:
+    """Refuse a file of another program.
+
+    Raises:
+        ConfigurationError: none of the keys is DeepSpeed's.
+    """
+    # The Trainer has flags of the same names as two of DeepSpeed's tables.
+    flags = {name for name in ("bf16", "fp16") if isinstance(data.get(name), bool)}
+    if _KEYS & data.keys() - flags:
+        return
+    if {"per_device_train_batch_size", "learning_rate", "lr_scheduler_type"} & data.keys():
+        raise ConfigurationError(
+            "these are arguments of the Hugging Face Trainer, not a DeepSpeed config: name the config that its "
+            "--deepspeed names, and this file by --trainer-args."
+        )
+    raise ConfigurationError(
+        f"no key of DeepSpeed, such as zero_optimization or {TRAIN}; it has {short(sorted(data))}. Name the "
+        "JSON file that is passed to deepspeed.initialize."
+    )
+
+
+def filled_in(data: dict[str, Any], trainer: Any) -> dict[str, Any]:
+    """A DeepSpeed config whose "auto" have the values of the Trainer's arguments.
+
+    A config without an optimizer or a scheduler gets those that the Trainer makes itself.
+
+    Raises:
+        ConfigurationError: the arguments are no JSON object, or one that is read has a wrong type.
+    """
+    arguments = _read(trainer)
+    data = copy.deepcopy(data)
+    data.setdefault("optimizer", {"type": "AdamW", "params": dict.fromkeys(_of_optimizer(arguments), AUTO)})
+    if "scheduler" not in data:
+        kind, parameters = _SCHEDULERS.get(
+            arguments["lr_scheduler_type"], (arguments["lr_scheduler_type"], {})
+        )
+        parameters = {"warmup_num_steps": AUTO, "warmup_type": "linear", **parameters}
+        data["scheduler"] = {"type": kind, "params": parameters}
+    for path, value in _values(arguments).items():
+        _fill(data, path.split("."), value)
+    if data.get(TRAIN) == AUTO:
+        del data[TRAIN]  # follows from the other two
+    return data
+
+
+def steps_of(trainer: Any) -> int | None:
+    """The number of optimizer steps that the Trainer's arguments give; None if it follows from the data."""
+    steps = _read(trainer)["max_steps"]
+    return steps if steps > 0 else None
+
+
+def _read(trainer: Any) -> dict[str, Any]:
+    if not isinstance(trainer, dict):
+        raise ConfigurationError("--trainer-args: the Trainer's arguments are a JSON object")
+    read = dict(_DEFAULTS)
+    for name, default in _DEFAULTS.items():
+        value = trainer.get(name)
+        number = type(default) in (int, float) and type(value) in (int, float)
+        if value is None:
+            continue
+        if not number and type(value) is not type(default):
+            raise ConfigurationError(
+                f"--trainer-args: {name} = {short(value)} should be like its default, {default!r}"
+            )
+        read[name] = value
+    return read
+
+
+def _of_optimizer(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "lr": arguments["learning_rate"],
+        "betas": [arguments["adam_beta1"], arguments["adam_beta2"]],
+        "eps": arguments["adam_epsilon"],
+        "weight_decay": arguments["weight_decay"],
+    }
+
+
+def _values(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What the Trainer fills in, by path; None where it depends on the length of its data set."""
+    steps = steps_of(arguments)
+    warmup, ratio = arguments["warmup_steps"], arguments["warmup_ratio"]
+    if not warmup and ratio:
+        warmup = None if steps is None else math.ceil(ratio * steps)
+    return {
+        MICRO: arguments["per_device_train_batch_size"],
+        ACCUMULATE: arguments[ACCUMULATE],
+        "gradient_clipping": arguments["max_grad_norm"],
+        "bf16.enabled": arguments["bf16"],
+        "fp16.enabled": arguments["fp16"],
+        **{f"optimizer.params.{name}": value for name, value in _of_optimizer(arguments).items()},
+        "scheduler.params.warmup_min_lr": 0,
+        "scheduler.params.warmup_max_lr": arguments["learning_rate"],
+        "scheduler.params.warmup_num_steps": warmup,
+        "scheduler.params.total_num_steps": steps,
+    }
+
+
+def _fill(data: dict[str, Any], keys: list[str], value: Any) -> None:
+    """Set the value at a path that is "auto", if it is known."""
+    *tables, last = keys
+    for key in tables:
+        data = data.get(key, {})
+        if not isinstance(data, dict):  # refused when it is read
+            return
+    if data.get(last) == AUTO and value is not None:
+        data[last] = value
