@@ -107,7 +107,7 @@ def _rows(table: Table) -> Iterator[list[str]]:
 
 def _stacked(table: Table, width: int) -> Text:
     """A table as lines: the first cell of each row, and below it the other cells with their headings."""
-    names, lines = [str(column.header) for column in table.columns[1:]], [str(table.title)]
+    names, lines = [str(column.header) for column in table.columns[1:]], [str(table.title or "")]
     for (label, *cells), row in zip(_rows(table), table.rows, strict=True):
         named = " | ".join(f"{name} {cell}" for name, cell in zip(names, cells, strict=True) if cell)
         indent = " " * (len(label) - len(label.lstrip()) + 4)
@@ -125,7 +125,7 @@ def _html_table(table: Table) -> str:
 
     heads = line("th", (str(column.header) for column in table.columns))
     return "\n".join(
-        [f"<table><caption>{escape(str(table.title))}</caption>", heads]
+        [f"<table><caption>{escape(str(table.title or ''))}</caption>", heads]
         + [line("td", row) for row in _rows(table)]
         + ["</table>"]
         + [f"<p>{escape(str(table.caption))}</p>"] * (table.caption is not None)

@@ -35,6 +35,9 @@ def report_of(loss=squared_error, nodes=2, local=4, model=Matrix, **settings):
 def test_zero3_sends_3m_between_nodes():
     """Forward, backward, gradients: each M (N - 1) / N per node."""
     report = report_of()
+    assert repr(report).startswith("<CommReport of 2 x 4 devices: each sends ")
+    assert len(repr(report)) < 150
+    assert report._repr_html_().count("<table>") == 2
     assert report.parameters == P
     assert report.model_bytes == 2 * P
     weights = (3 * 2 * 2 * P / 8, 1 * 2 * P / 8)  # over local: 3 peers, 2 rows each; over node: 1 peer

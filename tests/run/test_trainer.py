@@ -142,6 +142,10 @@ def test_it_trains_evaluates_logs_and_saves(tmp_path: Path, plain: Any) -> None:
     losses = [np.mean((batch["x"] @ kernel + bias - 1) ** 2) for batch in HELD_OUT]
     assert lines[-1]["validation_loss"] == pytest.approx(np.mean(losses), rel=1e-5)
     assert trainer.evaluate()["validation_loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    shown = f"<Trainer: step 5, mesh 1 x 2, folder {tmp_path}, loss {lines[-1]['loss']:.4f}, validation loss "
+    assert repr(trainer).startswith(shown)
+    assert f'<td style="text-align: left">{tmp_path}</td>' in trainer._repr_html_()
+    assert "loss" not in repr(zerojax.Trainer(abstract(), tmp_path))
     newest = tmp_path / "checkpoints" / "5"
     saved = checkpoints.read_manifest(newest).record.config["zero"]
     assert (saved["preset"], saved["stage"]) == ("zero3", 1)

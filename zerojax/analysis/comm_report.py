@@ -37,7 +37,7 @@ from rich.table import Table
 from zerojax.adapters.own_tokens import EXCHANGE
 from zerojax.comm.in_order import collective_axes
 from zerojax.errors import ConfigurationError
-from zerojax.formatting import numeric, plain_text, size
+from zerojax.formatting import html, numeric, plain_text, size
 from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
 from zerojax.train.batch import map_batch
 from zerojax.train.shared_rows import processes_a_row
@@ -108,7 +108,7 @@ class JaxprCollective:
     node_bytes: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CommReport:
     """The bytes that a training step sends; ``print`` it.
 
@@ -175,6 +175,15 @@ class CommReport:
 
     def __str__(self) -> str:
         return plain_text(self)
+
+    def __repr__(self) -> str:
+        """The mesh and the totals."""
+        sent = f"{size(self.local_bytes)} within the node and {size(self.node_bytes)} to others"
+        return f"<CommReport of {self.nodes} x {self.local} devices: each sends {sent} a step; print it>"
+
+    def _repr_html_(self) -> str:
+        """The tables, for notebooks."""
+        return html(self)
 
     def summary(self) -> str:
         """The total between nodes against M and ZeRO-3, in a sentence."""

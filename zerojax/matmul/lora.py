@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, UInt32
 
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.operand import ArrayOperand, Fp8Operand, Params
+from zerojax.validation.arguments import suggests
 from zerojax.validation.bounds import check_numbers
 from zerojax.validation.patterns import as_patterns, matches, why_not
 from zerojax.zero_config.config import MATMUL_WEIGHTS
@@ -37,6 +38,7 @@ ATTENTION_INPUTS = {"query/kernel": 1, "key/kernel": 1, "value/kernel": 1, "out/
 """The ends of the paths of Flax's three-dimensional attention kernels -> how many axes are inputs."""
 
 
+@suggests
 @dataclass(frozen=True, kw_only=True)
 class LoRA:
     """Which frozen weights get adapters, and of what kind.

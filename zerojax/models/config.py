@@ -8,6 +8,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.experts import RouterConfig
 from zerojax.models.config_checks import check_model, require
 from zerojax.schedule.tiles import TILE
+from zerojax.validation.arguments import suggests
 
 Norm = Literal["layer", "rms"]
 Positions = Literal["learned", "rope"]
@@ -19,6 +20,7 @@ Rotation = Literal["full", "local", "none"]
 AttentionKernel = Literal["auto", "cudnn", "flash_attention_4", "xla"]
 
 
+@suggests
 @dataclass(frozen=True)
 class GPTConfig:
     """A decoder-only transformer, of GPT-2's, OPT's, LLaMA's, Gemma's or DeepSeek's family.

@@ -100,7 +100,7 @@ def missing() -> str | None:
     """What this process lacks for the kernels, for a message; None if it has all."""
     if generation() < 8:
         return "a GPU of NVIDIA's Ampere or a newer generation"
-    return None if find_spec("fa4_jax") else f"the package {PACKAGE}, which zerojax[gpu] installs"
+    return None if find_spec("fa4_jax") else f"the package {PACKAGE}, which the extra \"gpu\" installs"
 
 
 def attend(
@@ -122,8 +122,8 @@ def attend(
     """
     if not find_spec("fa4_jax"):
         raise ConfigurationError(
-            f'attention = "flash_attention_4" needs the package {PACKAGE}: install zerojax[gpu], or leave it '
-            "out"
+            f'attention = "flash_attention_4" needs the package {PACKAGE}: install the extra "gpu", or leave '
+            "it out"
         )
     flat = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
     attended: Array = _attention(options, *flat, documents, windowed, sinks)

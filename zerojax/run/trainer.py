@@ -9,8 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from rich.table import Table
 
 from zerojax.errors import ConfigurationError, RunError
+from zerojax.formatting import html
 from zerojax.log import logger, warn
 from zerojax.multihost.agreement import gather_from_all, run_on_process_zero
 from zerojax.multihost.peers import Peers
@@ -35,6 +37,7 @@ from zerojax.run.trackers import check_trackers
 from zerojax.train.initial import initializer
 from zerojax.train.state import TrainState, initial_base
 from zerojax.train.step import Metrics
+from zerojax.validation.arguments import suggests
 from zerojax.validation.bounds import checked_seed, require
 
 _VALIDATION = "validation_"
@@ -67,6 +70,7 @@ class Callback:
         """``fit`` has taken its last step, and saved."""
 
 
+@suggests
 class Trainer(TrainLoop):
     """Trains a state on batches, and evaluates, logs, saves and resumes it.
 
@@ -194,6 +198,27 @@ class Trainer(TrainLoop):
         self.step = int(state.step)
         if self.folder is not None:
             reserve_for_saves([state])
+
+    def __repr__(self) -> str:
+        """The step, the mesh, the folder and what the last logged step has measured."""
+        return f"<Trainer: {', '.join(f'{name} {value}' for name, value in self._facts().items())}>"
+
+    def _repr_html_(self) -> str:
+        """A table of the same, for notebooks."""
+        table = Table("trainer", "")
+        for row in self._facts().items():
+            table.add_row(*row)
+        return html(table)
+
+    def _facts(self) -> dict[str, str]:
+        """What is shown of a trainer, by name."""
+        world = self.state.spec.world
+        facts = {"step": str(self.step), "mesh": f"{world.nodes} x {world.local}"}
+        if self.folder is not None:
+            facts["folder"] = str(self.folder.path)
+        last = self.log.last if self._fits >= 0 and hasattr(self, "log") else {}
+        shown = ("loss", "validation_loss")
+        return facts | {name.replace("_", " "): f"{last[name]:.4f}" for name in shown if name in last}
 
     def fit(self, batches: Iterable[Any], steps: int) -> TrainState:
         """Train until ``steps`` optimizer steps are done, those before a restart included.

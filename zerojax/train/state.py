@@ -31,6 +31,7 @@ from zerojax.train.memory import check_host_memory, device_bytes
 from zerojax.train.spec import TrainSpec, build
 from zerojax.train.spikes import Losses, SpikeRule
 from zerojax.train.update import Trained
+from zerojax.validation.arguments import suggests
 from zerojax.validation.bounds import checked_seed
 from zerojax.weights.weight import Weight
 from zerojax.zero_config import ZeroConfig
@@ -41,6 +42,11 @@ _SETTABLE = ("step", "skipped_in_row", "seed", "params", "opt_state", "model_sta
 """The fields in which a program may set values by hand."""
 _TRACKED = ("params", "frozen", "copies", "encoded", "local")
 """The weights and their copies, of which ``replace`` keeps one true to the other."""
+
+_GONE = (
+    "the state was passed to train_step before, which takes its arrays for the next one (donation): "
+    "use the state that train_step returned."
+)
 
 
 @functools.partial(jax.tree_util.register_dataclass, drop_fields=("_before",))
@@ -163,22 +169,18 @@ class TrainState:
         elif not _is_gone(self):
             at = f"step {int(self.step)}, seed {int(self.seed)}"
         trained, frozen = (sum(leaf.count for leaf in leaves) for leaves in (spec.leaves, spec.frozen))
-        held = {name: device_bytes(getattr(self, name)) for name in _LARGE}
-        options = [
-            f"{f.name}={getattr(zero, f.name)!r}"
-            for f in dataclasses.fields(zero)
-            if getattr(zero, f.name) != f.default and f.name != "units"
-        ]
+        held = {name: device_bytes(vars(self)[name]) for name in _LARGE}
         return "\n  ".join(
             [
                 f"<TrainState: {at}",
                 f"parameters trained: {trained:,}, frozen: {frozen:,}; units: {len(spec.unit_groups)}",
-                f"mesh: {spec.world.nodes} x {spec.world.local}; ZeroConfig({', '.join(options)})",
+                f"mesh: {spec.world.nodes} x {spec.world.local}; {zero}",
                 f"on each device: {', '.join(f'{name} {size(n)}' for name, n in held.items() if n)}>",
             ]
         )
 
     @classmethod
+    @suggests
     def create(
         cls,
         model: Model,
@@ -231,6 +233,7 @@ class TrainState:
         return state.replace(**initializer(state.spec, frozen=False)(checked_seed(seed)), **shared)
 
     @classmethod
+    @suggests
     def abstract(
         cls,
         model: Model,
@@ -280,6 +283,30 @@ def _local(spec: TrainSpec, params: PyTree) -> LocalState:
     return spec.once("local", make)(params)
 
 
+class _Donated:
+    """A field of a state whose arrays a step takes over: it is refused in a state that was donated."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, state: TrainState | None, _: type | None = None) -> PyTree:
+        if state is None:
+            raise AttributeError(self._name)
+        leaf = vars(state)["params"]
+        while isinstance(leaf, dict):
+            leaf = next(iter(leaf.values()), None)
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
+            raise ConfigurationError(_GONE)
+        return vars(state)[self._name]
+
+    def __set__(self, state: TrainState, value: PyTree) -> None:
+        vars(state)[self._name] = value
+
+
+for _name in ("params", "opt_state"):
+    setattr(TrainState, _name, _Donated(_name))
+
+
 def check_there(state: TrainState) -> None:
     """Refuse a state without values, which no compiled function accepts.
 
@@ -298,10 +325,7 @@ def check_there(state: TrainState) -> None:
             "of what was trained."
         )
     if _is_gone(state):
-        raise ConfigurationError(
-            "the state was passed to train_step before, which takes its arrays for the next one (donation): "
-            "use the state that train_step returned."
-        )
+        raise ConfigurationError(_GONE)
     _refuse_set_in_place(state)
 
 
@@ -383,7 +407,7 @@ def _is_gone(state: TrainState) -> bool:
     """
     if not isinstance(state.step, jax.Array) or isinstance(state.step, Tracer):
         return False
-    arrays = [x for x in (state.step, *jax.tree.leaves(state.params)) if isinstance(x, jax.Array)]
+    arrays = [x for x in (state.step, *jax.tree.leaves(vars(state)["params"])) if isinstance(x, jax.Array)]
     return any(x.is_deleted() for x in arrays) or state.step.addressable_shards[-1].data.is_deleted()
 
 

@@ -5,15 +5,19 @@ cannot work or have no effect, before anything is compiled.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
+from rich.table import Table
 
 from pallas_kernels import BITS, RAW
 from zerojax.errors import ConfigurationError
+from zerojax.formatting import html
+from zerojax.validation.arguments import suggests
 from zerojax.validation.dtypes import dtype_name
 from zerojax.validation.patterns import as_patterns, matches, refuse_idle, why_not
 from zerojax.zero_config.rules import check_zero
@@ -85,6 +89,7 @@ class PerHop[T](NamedTuple):
     local: T
 
 
+@suggests
 @dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
     """How a model is sharded over the mesh and what crosses each axis.
@@ -265,6 +270,23 @@ class ZeroConfig:
             raise ConfigurationError(f"no preset {name!r}: there are {', '.join(map(repr, PRESETS))}.")
         return cls(**{**PRESETS[name], "base": name, **overrides})
 
+    def __repr__(self) -> str:
+        """The call of ``preset`` that makes an equal one; classes by their names."""
+        options = {name: _shown(value) for name, value in self._changes().items()}
+        return f"ZeroConfig.preset({', '.join([repr(self.base), *(f'{k}={v}' for k, v in options.items())])})"
+
+    def _repr_html_(self) -> str:
+        """A table of the preset's options and of those that differ from it, for notebooks."""
+        own, table = self._changes(), Table("option", "value", "", title=f"ZeroConfig: {self.base}")
+        for name in dict.fromkeys([*PRESETS[self.base], *own]):
+            table.add_row(name, _shown(getattr(self, name)), "changed" if name in own else "the preset's")
+        return html(table)
+
+    def _changes(self) -> dict[str, Any]:
+        """The options that differ from the preset's."""
+        plain, names = _plain(self.base), [field.name for field in dataclasses.fields(self) if field.compare]
+        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(plain, name)}
+
     def replace(self, **changes: Any) -> Self:
         """A copy with ``changes``, checked again."""
         return dataclasses.replace(self, **changes)
@@ -405,6 +427,18 @@ class ZeroConfig:
             "frozen_weights": _sent(self.frozen_weights),
             "host": tuple(self.host) if isinstance(self.host, list | tuple | set) else (self.host,),
         }
+
+
+@functools.cache
+def _plain(name: Preset) -> ZeroConfig:
+    return ZeroConfig.preset(name)
+
+
+def _shown(value: Any) -> str:
+    """A value as Python, with classes by their names."""
+    if isinstance(value, tuple) and value and all(isinstance(one, type) for one in value):
+        return f"({', '.join(one.__name__ for one in value)}{',' * (len(value) == 1)})"
+    return repr(value)
 
 
 def _classes(given: Any) -> tuple[type, ...]:

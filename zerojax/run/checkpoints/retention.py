@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zerojax.run.checkpoints.manifest import Manifest
+from zerojax.validation.arguments import suggests
 
 
+@suggests
 @dataclass(frozen=True)
 class Retention:
     """Which checkpoints to keep: the newest two, and those that any of these rules keeps.

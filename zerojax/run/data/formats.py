@@ -297,7 +297,7 @@ def _pyarrow(path: Path) -> ModuleType:
         import pyarrow
         import pyarrow.ipc  # pyright: ignore[reportUnusedImport]  (an attribute from then on)
     except ImportError as error:
-        raise DataError(f"{path}: this format needs pyarrow: pip install 'zerojax[data]'") from error
+        raise DataError(f"{path}: this format needs pyarrow: pip install 'pyarrow>=18'") from error
     return pyarrow
 
 

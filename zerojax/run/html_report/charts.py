@@ -78,6 +78,10 @@ class Chart:
     width: int = 560
     height: int = 230
 
+    def narrow(self) -> "Chart":
+        """The same for a narrow page, on which labels of a wide box would be too small."""
+        return replace(self, width=Chart.width, height=Chart.height)
+
     @cached_property
     def known(self) -> Values:
         """The values that can be drawn."""

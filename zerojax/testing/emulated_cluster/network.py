@@ -70,7 +70,7 @@ def unavailable() -> str | None:
     try:
         import pyroute2  # noqa: F401  # pyright: ignore[reportUnusedImport]  (a probe)
     except ImportError:
-        return "pyroute2 is not installed: pip install 'zerojax[cluster]'"
+        return "pyroute2 is not installed: pip install 'pyroute2>=0.9'"
     try:
         os.close(_new_namespace())
     except OSError as error:

@@ -1,0 +1,30 @@
+"""Names of keyword arguments, with the nearest known one in place of one that is wrong."""
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+
+def suggests[F: Callable[..., Any]](function: F) -> F:
+    """Have a function, or the constructor of a class, say which argument an unknown one may have meant.
+
+    Raises:
+        TypeError: by the function that it returns: as Python raises, with the nearest argument, or all.
+    """
+    if isinstance(function, type):
+        setattr(function, "__init__", suggests(function.__init__))  # noqa: B010  (pyright knows it as read only)
+        return function
+    known = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
+    called = function.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if unknown := [name for name in kwargs if name not in known]:
+            nearest = difflib.get_close_matches(unknown[0], known, n=1)
+            way = f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(known)}"
+            raise TypeError(f"{called} has no argument {unknown[0]!r}: {way}")
+        return function(*args, **kwargs)
+
+    return checked  # pyright: ignore[reportReturnType]
