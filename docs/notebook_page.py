@@ -76,15 +76,18 @@ def page(path: Path, ran: list[dict[str, Any]]) -> str:
             if cell["cell_type"] == "markdown"
             else [_fence("python", source), *_shown(next(results))]
         )
-    return "\\n\\n".join(
+    return "\n\n".join(
         [*parts, "The notebook is `examples/trainer.ipynb`; this page was made by running it.", ""]
     )
 
 
 def _shown(result: dict[str, Any]) -> list[str]:
-    # A line that replaces itself is shown as it was in the end.
-    lines = {str(one.get("transient")): one["data"].get("text/plain", "") for one in result["shown"]}
-    text = "\\n".join(filter(None, [result["printed"].rstrip(), *lines.values()]))
+    lines: dict[str, str] = {}
+    for number, one in enumerate(result["shown"]):
+        # A line that replaces itself is shown as it was in the end.
+        line = (one.get("transient") or {}).get("display_id", str(number))
+        lines[line] = one["data"].get("text/plain", "").rstrip()
+    text = "\n".join(filter(None, [result["printed"].rstrip(), *lines.values()]))
     pictures = [
         f'<img alt="what the cell draws" src="data:image/png;base64,{one}">' for one in result["figures"]
     ]
@@ -92,4 +95,4 @@ def _shown(result: dict[str, Any]) -> list[str]:
 
 
 def _fence(kind: str, text: str) -> str:
-    return f"```{kind}\\n{text}\\n```"
+    return f"```{kind}\n{text}\n```"

@@ -205,7 +205,7 @@ def test_attention_without_it_says_once_what_that_costs(lacking, options, kernel
         (None, True, "a GPU of NVIDIA's Ampere"),
         ("7.5", True, "a GPU of NVIDIA's Ampere"),
         ("gfx942", True, "a GPU of NVIDIA's Ampere"),
-        ("9.0", False, "the package fa4-jax, which zerojax"),
+        ("9.0", False, "the package fa4-jax, which the extra"),
         ("12.0", True, None),
     ],
 )
@@ -218,7 +218,7 @@ def test_what_a_process_lacks(capability, found, lacking, monkeypatch):
 
 def test_without_the_package_it_is_refused(monkeypatch):
     monkeypatch.setattr(flash_attention, "find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match="needs the package fa4-jax: install zerojax"):
+    with pytest.raises(ConfigurationError, match="needs the package fa4-jax: install the extra"):
         choice(kernel="flash_attention_4")
 
 

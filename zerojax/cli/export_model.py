@@ -120,6 +120,8 @@ def _export(options: Options, folder: RunFolder, config: RunConfig, how: WeightF
     if is_first():
         what = f"{target.family.architecture}, {len(target.specs)} tensors"
         print(f"{options.out}: {what}, from step {trained.step} of {folder.path}")
+        if note := _rounding(trained.state):
+            print(note)
     if how is None:
         return
     found = _perplexities(
@@ -132,6 +134,17 @@ def _export(options: Options, folder: RunFolder, config: RunConfig, how: WeightF
             f"perplexity per token: {found['perplexity']:.4f} with {how.format} weights, "
             f"{found['perplexity_full']:.4f} with the full ones ({found['validation_tokens']:,} tokens)"
         )
+
+
+def _rounding(state: TrainState) -> str | None:
+    """What a reader of the files should know of frozen weights that are stored in fewer bits."""
+    stored = state.spec.zero.frozen_weights
+    if stored is None or not state.spec.frozen:
+        return None
+    return (
+        f"its frozen weights have the rounding of {stored}, in which they were trained beside; --adapter writes "
+        "adapters alone, for the base before it was rounded"
+    )
 
 
 def _export_adapter(options: Options, folder: RunFolder, trained: TrainedRun) -> None:

@@ -24,9 +24,9 @@ from zerojax.run.run_dir import RunFolder
 # name -> (module and class, required package, extra of zerojax that installs the package; None where zerojax
 # itself requires it, so that only a source tree on the path can lack it)
 _TRACKERS = {
-    "tensorboard": ("zerojax.run.trackers.tensorboard:TensorBoard", "tensorboardX", None),
-    "wandb": ("zerojax.run.trackers.wandb:Wandb", "wandb", "wandb"),
-    "mlflow": ("zerojax.run.trackers.mlflow:MLflow", "mlflow", "mlflow"),
+    "tensorboard": ("zerojax.run.trackers.tensorboard:TensorBoard", "tensorboardX", "tensorboardX"),
+    "wandb": ("zerojax.run.trackers.wandb:Wandb", "wandb", "wandb>=0.19"),
+    "mlflow": ("zerojax.run.trackers.mlflow:MLflow", "mlflow", "mlflow-skinny>=3"),
 }
 
 
@@ -150,12 +150,11 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         if name not in _TRACKERS:
             raise ConfigurationError(f"no tracker {name!r}: there are {', '.join(map(repr, _TRACKERS))}")
-        _, package, extra = _TRACKERS[name]
+        _, package, wanted = _TRACKERS[name]
         if importlib.util.find_spec(package) is None:
-            what = f'"zerojax[{extra}]"' if extra else package
             raise ConfigurationError(
                 f"log.trackers: {name} needs the package {package}, which is not installed: "
-                f"pip install {what}, or remove {name} from log.trackers"
+                f"pip install {wanted!r}, or remove {name} from log.trackers"
             )
 
 
