@@ -44,11 +44,13 @@ LONG = (
     "docs/fine-tuning.md",
     "docs/huggingface.md",
     "docs/long-context.md",
+    "docs/lora-to-peft.md",
     "docs/monitor.md",
     "docs/optimizers.md",
     "docs/planner.md",
     "docs/settings.md",
     "docs/start.md",
+    "docs/two-nodes.md",
     "docs/wire.md",
 )
 

@@ -142,8 +142,8 @@ def _rounding(state: TrainState) -> str | None:
     if stored is None or not state.spec.frozen:
         return None
     return (
-        f"its frozen weights have the rounding of {stored}, in which they were trained beside; --adapter writes "
-        "adapters alone, for the base before it was rounded"
+        f"its frozen weights are written with the rounding of {stored}, beside which the adapters were trained; "
+        "--adapter writes the adapters alone"
     )
 
 

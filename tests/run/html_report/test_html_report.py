@@ -97,7 +97,9 @@ def test_a_finished_run(finished: RunFolder, tmp_path: Path, capsys: pytest.Capt
     assert not [attrs for _, attrs in page.tags if "href" in attrs or "src" in attrs]
 
 
-def test_on_a_narrow_page_the_main_chart_is_drawn_in_a_box_whose_labels_can_be_read(finished: RunFolder) -> None:
+def test_on_a_narrow_page_the_main_chart_is_drawn_in_a_box_whose_labels_can_be_read(
+    finished: RunFolder,
+) -> None:
     page = page_of(finished.path)
     boxes = [str(attrs["viewbox"]).split()[2:] for name, attrs in page.tags if name == "svg"]
     assert boxes[:2] == [["1160", "320"], ["560", "230"]]
