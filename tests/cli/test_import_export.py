@@ -16,6 +16,7 @@ import pytest
 from hf_models import FIXTURES, copy_of, tensors
 
 from zerojax.cli import main
+from zerojax.cli.export_model import rounding_note
 from zerojax.cli.train import start_from
 from zerojax.errors import RunError, ZeroError
 from zerojax.interop.huggingface.exporting import new_folder
@@ -24,6 +25,7 @@ from zerojax.run.data.chat_template import CHATML
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.run_lock import RunLock
 from zerojax.run.train_run import TrainRun
+from zerojax.train.state import TrainState
 
 MESH = ["--mesh.nodes", "2", "--mesh.local", "4", "--zero.compute-dtype", "float32"]
 TRAINING = ["--train.batch-size", "8", "--train.sequence-length", "16", "--train.eval-batches", "2"]
@@ -147,6 +149,15 @@ def test_a_models_chat_template_is_kept_used_and_exported(
         folder = RunFolder(tmp_path / "run")
         config = folder.read_config()
         folder.write_config(replace(config, data=replace(config.data, chat_template="chatml")))
+
+
+@pytest.mark.parametrize(
+    ("stored", "frozen", "noted"), [("nf4", 2, True), (None, 2, False), ("int8", 0, False)]
+)
+def test_an_export_says_how_frozen_weights_were_rounded(stored: str | None, frozen: int, noted: bool):
+    spec = SimpleNamespace(zero=SimpleNamespace(frozen_weights=stored), frozen=["a weight"] * frozen)
+    note = rounding_note(cast(TrainState, SimpleNamespace(spec=spec)))
+    assert (note is not None and "the rounding of nf4" in note) == noted
 
 
 @pytest.mark.slow

@@ -364,7 +364,7 @@ def test_a_state_is_described_in_a_few_lines():
     assert "step 1" in repr(after)
     assert "donated" in repr(state)
     for name in ("params", "opt_state"):
-        with pytest.raises(zerojax.ZeroError, match="passed to train_step before.*use the state that"):
+        with pytest.raises(zerojax.ZeroError, match=r"passed to train_step before.*use the state that"):
             getattr(state, name)
         assert getattr(after, name)
     assert "abstract" in repr(jax.eval_shape(lambda: after))

@@ -17,10 +17,10 @@ def scale(x: float, *, factor: float = 2.0) -> float:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: zerojax.ZeroConfig(wieghts="int8"), "ZeroConfig has no argument 'wieghts': did you mean 'weights'"),
+        (lambda: zerojax.ZeroConfig(wieghts="int8"), "ZeroConfig has no .*: did you mean 'weights'"),
         (lambda: zerojax.ZeroConfig.preset("delta", acumulate=2), "did you mean 'accumulate'"),
-        (lambda: zerojax.Trainer(None, save_evry=2), "Trainer has no argument 'save_evry': did you mean 'save_every'"),
-        (lambda: zerojax.TrainState.create(None, optax.sgd(1), None, mash=None), "create has no .* mean 'mesh'"),
+        (lambda: zerojax.Trainer(None, save_evry=2), "Trainer has no .*: did you mean 'save_every'"),
+        (lambda: zerojax.TrainState.create(None, optax.sgd(1), None, mash=None), "create has no .* 'mesh'"),
         (lambda: zerojax.TrainState.abstract(None, None, None, zeros=None), "abstract has no .* mean 'zero'"),
         (lambda: zerojax.LoRA(rnk=2), "LoRA has no argument 'rnk': did you mean 'rank'"),
         (lambda: GPTConfig(layer=2), "GPTConfig has no argument 'layer': did you mean 'layers'"),

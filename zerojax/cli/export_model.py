@@ -120,7 +120,7 @@ def _export(options: Options, folder: RunFolder, config: RunConfig, how: WeightF
     if is_first():
         what = f"{target.family.architecture}, {len(target.specs)} tensors"
         print(f"{options.out}: {what}, from step {trained.step} of {folder.path}")
-        if note := _rounding(trained.state):
+        if note := rounding_note(trained.state):
             print(note)
     if how is None:
         return
@@ -136,14 +136,14 @@ def _export(options: Options, folder: RunFolder, config: RunConfig, how: WeightF
         )
 
 
-def _rounding(state: TrainState) -> str | None:
+def rounding_note(state: TrainState) -> str | None:
     """What a reader of the files should know of frozen weights that are stored in fewer bits."""
     stored = state.spec.zero.frozen_weights
     if stored is None or not state.spec.frozen:
         return None
     return (
-        f"its frozen weights are written with the rounding of {stored}, beside which the adapters were trained; "
-        "--adapter writes the adapters alone"
+        f"its frozen weights are written with the rounding of {stored}, beside which the rest was trained; "
+        "--adapter writes adapters alone"
     )
 
 

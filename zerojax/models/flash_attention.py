@@ -100,7 +100,7 @@ def missing() -> str | None:
     """What this process lacks for the kernels, for a message; None if it has all."""
     if generation() < 8:
         return "a GPU of NVIDIA's Ampere or a newer generation"
-    return None if find_spec("fa4_jax") else f"the package {PACKAGE}, which the extra \"gpu\" installs"
+    return None if find_spec("fa4_jax") else f'the package {PACKAGE}, which the extra "gpu" installs'
 
 
 def attend(

@@ -59,8 +59,8 @@ def check_deepspeed(data: dict[str, Any]) -> None:
         return
     if {"per_device_train_batch_size", "learning_rate", "lr_scheduler_type"} & data.keys():
         raise ConfigurationError(
-            "these are arguments of the Hugging Face Trainer, not a DeepSpeed config: name the config that its "
-            "--deepspeed names, and this file by --trainer-args."
+            "these are arguments of the Hugging Face Trainer, not a DeepSpeed config: name the config that "
+            "--deepspeed names there, and this file by --trainer-args."
         )
     raise ConfigurationError(
         f"no key of DeepSpeed, such as zero_optimization or {TRAIN}; it has {short(sorted(data))}. Name the "
