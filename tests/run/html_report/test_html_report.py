@@ -112,7 +112,9 @@ def test_a_run_that_went_on_after_it_was_killed(finished_copy: RunFolder) -> Non
     run = read_run_data(finished_copy)
     assert [one["status"] for one in run.sessions] == ["finished", "killed", "running"]
     page = page_of(finished_copy.path)
-    assert [attrs.get("class") for tag, attrs in page.tags if tag == "line"].count("restart") == 2 * 5
+    assert [attrs.get("class") for tag, attrs in page.tags if tag == "line"].count(
+        "restart"
+    ) == 2 * 6  # the first chart in two widths
     assert "resumed from a checkpoint" in page.text
     finished_copy.update_summary(status="failed", step=7, reason="RunError: <b>no</b> & never")
     page = page_of(finished_copy.path)
