@@ -71,8 +71,9 @@ def plain_text(renderable: RenderableType, width: int = 120) -> str:
     out = io.StringIO()
     console = Console(file=out, width=width, color_system=None, legacy_windows=False)
     for part in _parts(renderable):
-        fits = not isinstance(part, Table) or _natural_width(part) <= width
-        console.print(part if fits or width >= _TABLE_WIDTH else _stacked(part, width))
+        if isinstance(part, Table) and width < min(_TABLE_WIDTH, _natural_width(part)):
+            part = _stacked(part, width)
+        console.print(part)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 

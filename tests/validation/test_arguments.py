@@ -1,5 +1,7 @@
 """Keyword arguments that do not exist: the nearest one is suggested."""
 
+# pyright: reportCallIssue=false
+
 import optax
 import pytest
 

@@ -3,19 +3,19 @@
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 
-def suggests[F: Callable[..., Any]](function: F) -> F:
+def suggests[T](given: T) -> T:
     """Have a function, or the constructor of a class, say which argument an unknown one may have meant.
 
     Raises:
         TypeError: by the function that it returns: as Python raises, with the nearest argument, or all.
     """
+    function: Any = given
     if isinstance(function, type):
         setattr(function, "__init__", suggests(function.__init__))  # noqa: B010  (pyright knows it as read only)
-        return function
+        return given
     known = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
     called = function.__qualname__.removesuffix(".__init__")
 
@@ -27,4 +27,5 @@ def suggests[F: Callable[..., Any]](function: F) -> F:
             raise TypeError(f"{called} has no argument {unknown[0]!r}: {way}")
         return function(*args, **kwargs)
 
-    return checked  # pyright: ignore[reportReturnType]
+    result: Any = checked
+    return result
