@@ -35,12 +35,12 @@ beside pyright .venv/bin/pyright
 beside "lowering of kernels" env PYTHONPATH="$compiler" "${lowering[@]}"
 beside mkdocs "${site[@]}"
 
-.venv/bin/pytest -n 2 --dist worksteal -m "not slow and not alone"
+.venv/bin/pytest -n 2 --dist worksteal -m "not slow and not alone" --cost -
 
 failed=()
 # Three processes would read all other files, too, before the first test.
 mapfile -t files < <(grep -rl --include='test_*.py' 'pytest\.mark\.alone' tests)
-.venv/bin/pytest -n 3 --dist worksteal -m "alone and not slow" "${files[@]}" || failed+=("tests alone")
+.venv/bin/pytest -n 3 --dist worksteal -m "alone and not slow" --cost - "${files[@]}" || failed+=("tests alone")
 for i in "${!names[@]}"; do
     wait "${processes[i]}" || failed+=("${names[i]}")
     cat "$output/${names[i]}"

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from durations import Meter, Reporter
 from environment import check_platforms, prepare, share_compiled, share_optimizers
 
 _MAPS = Path("/proc/self/maps")
@@ -22,9 +23,19 @@ share_optimizers()
 pytest_plugins = ("cuda_clusters", "finished_runs", "imported_runs", "joined_peers")
 
 
-def pytest_configure() -> None:
-    """Refuse platforms on which the tests cannot run, before any is collected."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a run report what its tests cost."""
+    parser.addoption("--cost", metavar="FILE", help="print what tests cost; write it as JSON, or - for none")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse platforms on which no test can run; measure each test, and report where the terminal is."""
     check_platforms()
+    file = config.getoption("cost")
+    if file and not config.getoption("numprocesses", None):
+        config.pluginmanager.register(Meter())
+    if file and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Reporter(file))
 
 
 def pytest_collection_finish() -> None:
@@ -41,6 +52,7 @@ def pytest_sessionfinish() -> None:
 def compiled_programs(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What is compiled twice is compiled once; pytest clears the folder away, unless JAX was told of one."""
     told = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    # One folder for each worker: JAX writes its entries in place, where another process may read half of one.
     share_compiled(Path(told) if told else tmp_path_factory.mktemp("compiled"))
 
 
