@@ -242,6 +242,27 @@ def test_makes_what_the_checkpoint_lacks(tmp_path: Path) -> None:
     assert all(not np.asarray(x).any() for x in jax.tree.leaves(state.residual))
 
 
+class Counting(Awkward):
+    """With a router's count of tokens."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        super().__init__(rngs)
+        self.load = nnx.BatchStat(jnp.zeros(4, jnp.int32))
+
+
+def test_reads_the_state_of_routers_and_dropout_that_earlier_versions_wrote(tmp_path: Path) -> None:
+    state = make(1, 2, Counting)
+    former = {"load": jnp.asarray([3.0, 0.0, 2.0, 1.0]), "blocks/block/salt": jnp.zeros(3, jnp.uint32)}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state.replace(model_state=state.model_state | former), Record())
+    found = restore(tmp_path / "1", make(2, 1, Counting, abstract=True))
+    assert found.model_state.keys() == state.model_state.keys()
+    assert found.model_state["load"].dtype == jnp.int32
+    np.testing.assert_array_equal(found.model_state["load"], [3, 0, 2, 1])
+    with pytest.raises(ZeroError, match="other: load is unknown"):
+        restore(tmp_path / "1", make(2, 1, abstract=True))
+
+
 @pytest.mark.slow
 def test_parts_without_a_state_come_and_go_in_the_optimizer(saved: Path, trained: Any) -> None:
     schedule = optax.constant_schedule(1e-2)

@@ -27,6 +27,8 @@ from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.train.frozen import encode_one, frozen_fields
 from zerojax.train.state import TrainState
 
+# Until 29 November 2026 a router's counts were fp32, and every block with dropout kept a number in its state.
+_FORMER_FLOATS, _FORMER_NAMES = ("load",), ("salt",)
 _PARTIAL = ocp.options.PyTreeOptions(loading=ocp.options.PyTreeOptions.Loading(partial_load=True))
 
 
@@ -221,9 +223,11 @@ class _Checkpoint:
     def load(self, wanted: dict[str, Any]) -> dict[str, Any]:
         """Load some kinds."""
         self.check_fits(wanted)
+        options = _PARTIAL if _former_names(wanted.get("other"), self.saved.get("other")) else None
         # One kind at a time: when one fails within a single call, Orbax never awaits the coroutines of the
         # others, and Python warns about them.
-        return self._reading(lambda: {kind: self._load_here(kind, tree) for kind, tree in wanted.items()})
+        with ocp.Context(pytree_options=options or ocp.options.PyTreeOptions()):
+            return self._reading(lambda: {kind: self._load_here(kind, tree) for kind, tree in wanted.items()})
 
     def load_params(self, state: TrainState, params: Any) -> Any:
         """Some weights in canonical form, for one that goes on with nothing else of the checkpoint.
@@ -323,17 +327,25 @@ def _differences(wanted: Any, saved: Any) -> list[str]:
     have: dict[str, Any] = traverse_util.flatten_dict(saved, sep="/")
     want: dict[str, Any] = traverse_util.flatten_dict(wanted, sep="/")
     found = [f"{name} is missing" for name in want if name not in have]
-    found += [f"{name} is unknown" for name in have if name not in want]
+    former = _former_names(wanted, saved)
+    found += [f"{name} is unknown" for name in have if name not in want and name not in former]
     return found + [
         f"{name} is {have[name].dtype}{list(have[name].shape)}, not {x.dtype}{list(x.shape)}"
         for name, x in want.items()
-        if name in have and not _is_read_as(x, have[name])
+        if name in have and not _is_read_as(name, x, have[name])
     ]
 
 
-def _is_read_as(wanted: Any, saved: Any) -> bool:
+def _former_names(wanted: Any, saved: Any) -> set[str]:
+    """The saved names that earlier versions wrote and this one needs no more."""
+    want, have = (traverse_util.flatten_dict(tree or {}, sep="/") for tree in (wanted, saved))
+    return {name for name in have if name not in want and name.rpartition("/")[2] in _FORMER_NAMES}
+
+
+def _is_read_as(name: str, wanted: Any, saved: Any) -> bool:
     """Whether Orbax reads an array as wanted: it converts floating-point numbers, such as moments."""
     if jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key):
         return True
-    floating = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (wanted, saved))
+    given = (saved,) if name.rpartition("/")[2] in _FORMER_FLOATS else (wanted, saved)
+    floating = all(jnp.issubdtype(x.dtype, jnp.floating) for x in given)
     return wanted.shape == saved.shape and (wanted.dtype == saved.dtype or floating)
