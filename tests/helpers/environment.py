@@ -32,6 +32,7 @@ _QUICK = {
 def prepare() -> None:
     """Set the variables of this process, before JAX reads them."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ["COLUMNS"] = "120"  # tables and lines do not depend on the terminal
     given = os.environ.get("XLA_FLAGS", "")
     wanted = _FLAGS if _LEVEL in given else _FLAGS | _QUICK
     flags = [f"{flag}={value}" for flag, value in wanted.items() if flag not in given]

@@ -60,16 +60,26 @@ def calls(checkout: Path, script: str, *arguments: str, **variables: str) -> lis
     return noted.read_text().splitlines()
 
 
+UV = """#!/bin/sh
+echo "$UV_CONSTRAINT|uv $*" >>"$(dirname "$0")/python.calls"
+"""
+
+
 def test_setup_installs_again_only_if_bounds_or_tested_versions_changed(checkout: Path) -> None:
-    [call] = calls(checkout, "setup.sh", "dev", PIP_CONSTRAINT="mine.txt")
-    assert call.startswith("mine.txt constraints.txt|-m pip install")
-    assert call.endswith("--editable .[dev]")
+    of_uv, of_pip = calls(checkout, "setup.sh", "dev", PIP_CONSTRAINT="mine.txt")  # uv cannot be installed
+    for call, wanted in ((of_uv, " uv"), (of_pip, "--editable .[dev]")):
+        assert call.startswith("mine.txt constraints.txt|-m pip install")
+        assert call.endswith(wanted)
+    uv = checkout / ".venv/bin/uv"
+    uv.write_text(UV)
+    uv.chmod(0o755)
     assert calls(checkout, "setup.sh", "dev") == []
-    assert len(calls(checkout, "setup.sh")) == 1
+    *_, call = calls(checkout, "setup.sh")
+    assert call.startswith("constraints.txt|uv pip install")
     for name in FILES[:2]:
         with (checkout / name).open("a") as file:
             file.write("# renewed\n")
-        assert len(calls(checkout, "setup.sh", "dev")) == 1, name
+        assert len(calls(checkout, "setup.sh", "dev")) == 2, name
 
 
 def test_the_compiler_for_absent_gpus_has_a_tested_version(checkout: Path, tmp_path: Path) -> None:

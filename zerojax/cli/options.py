@@ -36,6 +36,7 @@ RunPath = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
 _REGISTRY = ConstructorRegistry()
 _BOOLEANS = {"true": True, "false": False}
 _UNSET = "unset"
+"""How help shows None. A command line says None, to unset what a file has set."""
 
 
 def _read_path(word: str) -> Path:
@@ -78,7 +79,8 @@ def _may_be_unset(
 ) -> PrimitiveConstructorSpec[Any] | UnsupportedTypeAnnotationError | None:
     """Read an option that may be None as one that may be left out.
 
-    tyro alone adds the word "None" to its choices, whose order it loses, and to its help.
+    The word "None" unsets an option without choices. tyro alone adds that word to the choices, whose order it
+    loses, and to the help.
     """
     kinds = typing.get_args(info.type)
     if info.type_origin not in (typing.Union, types.UnionType) or types.NoneType not in kinds:
@@ -87,8 +89,10 @@ def _may_be_unset(
     spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kind, info.markers))
     if isinstance(spec, UnsupportedTypeAnnotationError):
         return spec
+
     return dataclasses.replace(
         spec,
+        instance_from_str=lambda words: None if words == ["None"] else spec.instance_from_str(words),
         is_instance=lambda value: value is None or spec.is_instance(value),
         str_from_instance=lambda value: [_UNSET] if value is None else spec.str_from_instance(value),
     )

@@ -85,7 +85,7 @@ def test_options_are_those_that_are_given(capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         read("--help")
     shown = capsys.readouterr().out
-    assert "How many, `n` or none. (default: None)" in shown
+    assert "How many, `n` or none. (default: unset)" in shown
     assert "(default: a 1 b 2)" in shown
     assert "--left" not in shown
 
