@@ -169,9 +169,9 @@ def test_overrides(config: Path) -> None:
     assert settings.optimizer.learning_rate == 0.5
     assert settings.train.batch_size == 24
     assert settings.train.steps == 4
-    fp8 = ["--zero.matmul-dtype", "fp8", "--zero.fp8", "*", "!*attention*", "--zero.compute-dtype", "None"]
+    fp8 = ["--zero.matmul-dtype", "fp8", "--zero.fp8", "*", "!*attention*"]
     _, settings = parse(Options, "train", [*fp8, str(config)])
-    assert (settings.zero.fp8, settings.zero.compute_dtype) == (("*", "!*attention*"), "bfloat16")
+    assert settings.zero.fp8 == ("*", "!*attention*")
 
 
 def test_an_empty_path_is_not_the_current_folder(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
