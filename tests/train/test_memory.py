@@ -1,5 +1,6 @@
 """The memory that a state takes and leaves."""
 
+import math
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ from zerojax.train.memory import (
     check_host_memory,
     device_bytes,
     free_memory,
+    held_in_host,
     host_bytes,
     reserve_host_memory,
     state_bytes,
@@ -59,17 +61,17 @@ def test_reserves_page_locked_memory_in_one_piece_or_says_so(monkeypatch):
         (1050, device) for device in jax.local_devices()
     ], "each GPU has a pool"
     assert array.sharding.memory_kind == HOST
-    assert memory._reserved == [1050]
+    assert memory._reserved == [1 << 30]
     reserve_host_memory(1000, jax.local_devices()[:2])
     assert [x.device for x in arrays[1].addressable_shards] == jax.local_devices()[:2], "the mesh's alone"
-    assert memory._reserved == [1050, 1050]
+    assert memory._reserved == [1 << 30] * 2
     monkeypatch.setattr(jax, "block_until_ready", mock.Mock(side_effect=jax.errors.JaxRuntimeError))
     monkeypatch.setenv(LIMIT, "7")
     with pytest.raises(
         RunError, match=rf"0\.1 GB of page-locked .* {jax.local_device_count()} GPUs.*{LIMIT} \(7 now\)"
     ):
         reserve_host_memory(10**8)
-    assert memory._reserved == [1050, 1050]
+    assert memory._reserved == [1 << 30] * 2
 
 
 def test_too_little_host_memory_is_refused_with_the_way_out(monkeypatch):
@@ -81,20 +83,20 @@ def test_too_little_host_memory_is_refused_with_the_way_out(monkeypatch):
     monkeypatch.setattr(memory, "abstract_fields", lambda _: {})
     monkeypatch.setattr(memory, "host_bytes", lambda _: held)
     monkeypatch.setenv(LIMIT, "4")
-    monkeypatch.setattr(memory, "free_host_memory", lambda: 8 * gib)
+    monkeypatch.setattr(memory, "memory_limits", lambda: {"host": 8 * gib})
     check_host_memory(spec)
     with pytest.raises(ConfigurationError, match=r"12\.9 GB in the memory of a host.* 8\.59 GB are free"):
         check_host_memory(spec, activations=held)
     with pytest.raises(ConfigurationError, match=r"6\.44 GB in .* needs 12\.9 GB, checkpoints included, and"):
         check_host_memory(spec, saves=True)
     with monkeypatch.context() as patch:
-        patch.setattr(memory, "free_host_memory", lambda: 12 * gib)
+        patch.setattr(memory, "memory_limits", lambda: {"host": 12 * gib})
         check_host_memory(spec, saves=True)  # a portion is in no pool
     with monkeypatch.context() as patch:
         patch.setattr(memory, "_reserved", [gib, 3 * gib])
-        patch.setattr(memory, "free_host_memory", lambda: 2 * gib)
+        patch.setattr(memory, "memory_limits", lambda: {"host": 2 * gib})
         check_host_memory(spec)
-        patch.setattr(memory, "free_host_memory", lambda: gib)
+        patch.setattr(memory, "memory_limits", lambda: {"host": gib})
         with pytest.raises(ConfigurationError, match=r"needs 2\.15 GB, and 1\.07 GB are free"):
             check_host_memory(spec)
     monkeypatch.setenv(LIMIT, "3")
@@ -103,5 +105,34 @@ def test_too_little_host_memory_is_refused_with_the_way_out(monkeypatch):
     devices[:] = [mock.Mock(platform="cpu")] * 2  # no pool, and no limit of XLA's
     check_host_memory(spec)
     monkeypatch.setattr(memory, "host_bytes", lambda _: 0)
-    monkeypatch.setattr(memory, "free_host_memory", lambda: 0)
+    monkeypatch.setattr(memory, "memory_limits", lambda: {"host": 0})
     check_host_memory(spec)
+
+
+def test_processes_of_a_host_need_its_memory_together(monkeypatch):
+    """Each fits by itself. XLA's pools double up to their limit; the hint names a limit that is enough."""
+    held, gib = 41 << 30, 1 << 30
+    zero, devices = mock.Mock(host=("optimizer",)), [mock.Mock(platform="gpu")]
+    spec: Any = mock.Mock(mesh=mock.Mock(local_devices=devices), streams=True, zero=zero)
+    monkeypatch.setattr(memory, "held_in_host", lambda *_: held)
+    monkeypatch.setattr(memory, "memory_limits", lambda: {"host": 118 * gib})
+    monkeypatch.setenv(LIMIT, "100")
+    check_host_memory(spec)
+    monkeypatch.setattr(memory, "gather_from_all", lambda claim: [claim, claim])
+    with pytest.raises(
+        ConfigurationError, match=rf"2 processes here need together 137 GB.* {LIMIT}=46 "
+    ) as no:
+        check_host_memory(spec)
+    assert len(str(no.value)) <= 500
+    monkeypatch.setenv(LIMIT, "46")
+    check_host_memory(spec)
+    monkeypatch.setattr(memory, "gather_from_all", lambda claim: [claim] * 3)
+    with pytest.raises(ConfigurationError, match=r"3 processes .* 148 GB, and 127 GB .* less on the host\.$"):
+        check_host_memory(spec)
+
+
+def test_all_that_local_updates_keep_in_a_node_counts():
+    """Each node: weights, known outer weights, two moments and residuals; half of masters and of momentum."""
+    spec = create(SMALL, 2, 1, preset="local", host=("optimizer",), abstract=True).spec
+    whole = 4 * sum(math.prod(leaf.stored_shape) for leaf in spec.leaves)
+    assert held_in_host(spec) == 6 * whole

@@ -4,7 +4,6 @@ No step waits for an agreement. Requests are reduced over the devices along with
 next one, by all processes at the same step.
 """
 
-import json
 import operator
 from collections import deque
 from collections.abc import Callable
@@ -12,10 +11,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from zerojax.comm.gather import gather_from_all
 from zerojax.errors import ConfigurationError
 
 
@@ -33,16 +32,6 @@ def run_on_process_zero(find: Callable[[], Any]) -> Any:
     if "refused" in answer:
         raise ConfigurationError(answer["refused"])
     return answer["found"]
-
-
-def gather_from_all(value: Any) -> list[Any]:
-    """Gather a JSON-serializable value of each process, in order of ranks; all processes call it together."""
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = np.ravel(multihost_utils.process_allgather(np.asarray([text.size], np.int32)))
-    padded = np.zeros(int(sizes.max()), np.uint8)
-    padded[: text.size] = text
-    every = np.reshape(multihost_utils.process_allgather(padded), (len(sizes), -1))
-    return [json.loads(row[:size].tobytes()) for row, size in zip(every, sizes, strict=True)]
 
 
 def _answer(find: Callable[[], Any]) -> dict[str, Any]:

@@ -24,8 +24,8 @@ import psutil
 from jax.sharding import Mesh
 
 from zerojax.analysis.link_report import FlowRate
+from zerojax.comm.gather import gather_from_all
 from zerojax.errors import JobError
-from zerojax.multihost.agreement import gather_from_all
 from zerojax.sharding.mesh import node_leaders
 
 # Seconds for all flows of a measurement to open, and without any bytes.

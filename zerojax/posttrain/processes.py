@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from zerojax.multihost.agreement import gather_from_all
+from zerojax.comm.gather import gather_from_all
 
 
 def of_this_process[T](every: list[T]) -> list[T]:

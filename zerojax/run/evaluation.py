@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from zerojax.multihost.agreement import gather_from_all
+from zerojax.comm.gather import gather_from_all
 from zerojax.run.data.batches import Batch
 from zerojax.train.memory import free_memory
 from zerojax.train.node_copy import lacks_node_copy, node_copy_bytes, with_node_copy

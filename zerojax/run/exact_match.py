@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import jax
 
+from zerojax.comm.gather import gather_from_all
 from zerojax.errors import ConfigurationError
 from zerojax.generation import Sampling
 from zerojax.generation.generate import generate_rows
-from zerojax.multihost.agreement import gather_from_all
 from zerojax.run.config import RunConfig
 from zerojax.run.data.answers import AnswerEnd, Item, held_out_items
 from zerojax.run.data.dataset import Dataset, open_template

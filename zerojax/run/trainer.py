@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 from rich.table import Table
 
+from zerojax.comm.gather import gather_from_all
 from zerojax.errors import ConfigurationError, RunError
 from zerojax.formatting import html
 from zerojax.log import logger, warn
-from zerojax.multihost.agreement import gather_from_all, run_on_process_zero
+from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.preemption import StopRequest
 from zerojax.multihost.watchdog import Watchdog

@@ -11,9 +11,11 @@ larger than what the limit leaves. So a run reserves what it needs in one piece 
 
 import math
 import os
-from collections.abc import Iterator
+import platform
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -31,6 +33,21 @@ _LOCKED = 0.85
 _PIECE = 1.05
 _POOL = 1.1
 _CGROUPS = Path("/sys/fs/cgroup")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Shortage(NamedTuple):
+    """A limit of memory that is too low for the processes that share it.
+
+    Attributes:
+        processes: how many share it.
+        needed: bytes that they need together.
+        free: bytes that the limit leaves.
+    """
+
+    processes: int
+    needed: int
+    free: int
 
 
 def piece_bytes(held: int) -> int:
@@ -44,6 +61,12 @@ def pool_bytes(held: int) -> int:
     They are enough for pieces that double, and for one piece and what transfers take besides.
     """
     return math.ceil(_POOL * held / (1 << 30)) << 30
+
+
+def locked_bytes(held: int) -> int:
+    """Bytes that XLA locks for a GPU's ``held`` bytes: pieces of a pool double in size, up to its limit."""
+    doubled = 1 << (piece_bytes(held) - 1).bit_length()
+    return max(pool_bytes(held), min(doubled, host_limit()))
 
 
 def host_limit() -> int:
@@ -70,11 +93,42 @@ def limit_variable(gpus: int) -> dict[str, str]:
 
 def free_host_memory() -> int:
     """Bytes that this process can still get: what the host has, or less if its container may have less."""
-    return max(0, min([psutil.virtual_memory().available, *_left_in_cgroups()]))
+    return max(0, min(memory_limits().values()))
 
 
-def _left_in_cgroups(own: Path = Path("/proc/self/cgroup"), root: Path = _CGROUPS) -> Iterator[int]:
-    """What each control group of this process has left; its cache of files can be dropped."""
+def memory_limits() -> dict[str, int]:
+    """Bytes that each limit on this process's memory leaves: the host's, and its control groups'.
+
+    Processes under the same limit name it by the same key.
+    """
+    host = _BOOT.read_text().strip() if _BOOT.exists() else platform.node()
+    groups = {f"{host} {group}": left for group, left in _left_in_cgroups()}
+    return {host: psutil.virtual_memory().available} | groups
+
+
+def shortage(claims: Sequence[tuple[int, dict[str, int]]]) -> Shortage | None:
+    """The limit that processes exceed most; None if all limits suffice.
+
+    Args:
+        claims: of each process, the bytes that it needs and its ``memory_limits``.
+    """
+    shared = [[(needed, left[key]) for needed, left in claims if key in left] for key in _keys(claims)]
+    totals = [Shortage(len(of), sum(n for n, _ in of), max(0, min(left for _, left in of))) for of in shared]
+    worst = max(totals, key=lambda one: one.needed - one.free)
+    return worst if worst.needed > worst.free else None
+
+
+def _keys(claims: Sequence[tuple[int, dict[str, int]]]) -> list[str]:
+    return list(dict.fromkeys(key for _, left in claims for key in left))
+
+
+def _left_in_cgroups(
+    own: Path = Path("/proc/self/cgroup"), root: Path = _CGROUPS
+) -> Iterator[tuple[str, int]]:
+    """Each control group of this process, and what it has left; its cache of files can be dropped.
+
+    A group is named by its inode, which is the same under every path where containers see it.
+    """
     with suppress(OSError):
         for line in own.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -89,7 +143,7 @@ def _left_in_cgroups(own: Path = Path("/proc/self/cgroup"), root: Path = _CGROUP
             while folder.is_relative_to(base):
                 # Some have no limit ("max"); of a container's, those outside of it cannot be seen.
                 with suppress(OSError, ValueError):
-                    yield _left(folder, *names)
+                    yield f"{names[0]} {folder.stat().st_ino}", _left(folder, *names)
                 folder = folder.parent
 
 

@@ -11,15 +11,18 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zerojax.comm.gather import gather_from_all
 from zerojax.errors import ConfigurationError, RunError
 from zerojax.formatting import size
 from zerojax.sharding.host_memory import (
     LIMIT,
     SAVING,
-    free_host_memory,
     host_limit,
+    locked_bytes,
+    memory_limits,
     piece_bytes,
     pool_bytes,
+    shortage,
 )
 from zerojax.sharding.memory import HOST, to_host
 from zerojax.sharding.mesh import on_gpus
@@ -72,8 +75,8 @@ def held_in_host(spec: TrainSpec, activations: int = 0) -> int:
 def check_host_memory(spec: TrainSpec, activations: int = 0, *, saves: bool = False) -> None:
     """Refuse what does not fit in this host's memory, or in what XLA may lock of it.
 
-    Call it before arrays are made. Processes that share a host each see what the others have left so far.
-    What this process has reserved is its own.
+    All processes call it together, before arrays are made: those that share a host need its memory together.
+    What a process has reserved is its own.
 
     Args:
         spec: of a state whose devices exist.
@@ -89,19 +92,25 @@ def check_host_memory(spec: TrainSpec, activations: int = 0, *, saves: bool = Fa
         return
     what = (
         f"ZeroConfig.host={spec.zero.host} keeps {size(devices * held)} in the memory of a host, that of "
-        f"{devices} device{'s' * (devices > 1)}"
+        f"{devices} device{'s' * (devices > 1)} of a process"
     )
-    pool = pool_bytes(held) if on_gpus(spec.mesh.local_devices) else held
-    free = free_host_memory()
+    pools = on_gpus(spec.mesh.local_devices)
+    pool, locked = (pool_bytes(held), locked_bytes(held)) if pools else (held, held)
     saves = saves and spec.streams
-    needed = devices * max(0, pool - max(_reserved, default=0)) + SAVING * saves
-    if needed > free:
+    needed = devices * max(0, locked - max(_reserved, default=0)) + SAVING * saves
+    if short := shortage(gather_from_all((needed, memory_limits()))):
+        need = "it needs" if short.processes == 1 else f"{short.processes} processes here need together"
         besides = ", checkpoints included" if saves else ""
-        raise ConfigurationError(
-            f"{what}, for which it needs {size(needed)}{besides}, and {size(free)} are free here: use a host "
-            "(or a container's limit) with more memory, more hosts, which share it, or keep less on the host."
+        doubled = (
+            f" XLA's pools double, to {size(locked)} for each device: set {LIMIT}={pool >> 30} in the "
+            f"command that starts the program, and they end at {size(pool)}."
         )
-    if on_gpus(spec.mesh.local_devices) and pool > host_limit():
+        raise ConfigurationError(
+            f"{what}, for which {need} {size(short.needed)}{besides}, and {size(short.free)} are free here: "
+            "use a host (or a container's limit) with more memory, more hosts, which share it, or keep less "
+            f"on the host.{doubled * (locked > pool)}"
+        )
+    if pools and pool > host_limit():
         raise ConfigurationError(
             f"{what}, and XLA locks at most {size(host_limit())} for each. It reads its limit when it starts "
             f"the GPUs: set it before, in the command that starts the program:\n\n"
@@ -154,7 +163,7 @@ def reserve_host_memory(
             f"cannot allocate {piece / 1e9:.1f} GB of page-locked host memory for each of "
             f"{len(devices)} GPUs: raise {LIMIT} ({host_limit() >> 30} now), or keep less there"
         ) from error
-    _reserved.append(piece)
+    _reserved.append(locked_bytes(size))
 
 
 def free_memory(spec: TrainSpec) -> int:

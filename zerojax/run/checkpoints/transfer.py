@@ -15,7 +15,7 @@ from orbax.checkpoint import v1 as ocp
 # Orbax documents these, as part of an option, but does not export them.
 from orbax.checkpoint._src.serialization.types import DefaultSerializationStatusCallback, TransferPriority
 
-from zerojax.multihost.agreement import gather_from_all
+from zerojax.comm.gather import gather_from_all
 from zerojax.run.checkpoints.canonical import abstract_canonical
 from zerojax.sharding.host_memory import free_host_memory, host_limit, pool_bytes
 from zerojax.sharding.mesh import on_gpus

@@ -10,6 +10,7 @@ from zerojax.multihost.devices import Platform, share_devices
 from zerojax.multihost.peers.handshake import VARIABLE, new_token
 from zerojax.network.discovery import VARIABLE as LINK_RATE
 from zerojax.network.nccl import CORES
+from zerojax.sharding.host_memory import limit_variable
 from zerojax.testing.emulated_cluster import inside
 from zerojax.testing.emulated_cluster.network import INTERFACE, LinkBytes, Network
 
@@ -30,6 +31,7 @@ class EmulatedCluster:
       ``zerojax.distributed.joined`` reads, for one process per node; and ``ZEROJAX_JOB_TOKEN``, their secret;
     - ``MASTER_ADDR``, ``MASTER_PORT``, ``NODE_RANK``, ``NNODES`` for torchrun;
     - ``CUDA_VISIBLE_DEVICES``, or ``JAX_PLATFORMS=cpu`` and as many emulated CPU devices;
+    - ``XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB``, a GPU's share of this machine's memory, unless it is set;
     - ``NCCL_HOSTID`` and the interface for NCCL and Gloo, so that NCCL uses sockets between the nodes and
       NVLink within them; ``ZEROJAX_LINK_RATE``, as a virtual interface does not know its rate; and
       ``ZEROJAX_NODE_CORES``, as the nodes share this machine's cores.
@@ -61,6 +63,7 @@ class EmulatedCluster:
         self._rate = rate
         self._devices = share_devices(nodes, devices_per_node, platform)
         self._token = new_token()
+        self._locked = limit_variable(nodes * devices_per_node)
         self.network = Network(nodes, rate, latency, mtu)
         names = [f"{self.network.address(i)} node{i}\n" for i in range(nodes)]
         self._hosts = "".join(["127.0.0.1 localhost\n", *names])
@@ -98,7 +101,7 @@ class EmulatedCluster:
         if self._rate:
             env.setdefault(LINK_RATE, self._rate)
         env.setdefault(CORES, str(max(1, len(os.sched_getaffinity(0)) // self.nodes)))
-        return env | self._devices[node]
+        return env | self._locked | self._devices[node]
 
     def run(
         self,
