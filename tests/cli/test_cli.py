@@ -170,7 +170,7 @@ def test_overrides(config: Path) -> None:
     assert settings.train.batch_size == 24
     assert settings.train.steps == 4
     fp8 = ["--zero.matmul-dtype", "fp8", "--zero.fp8", "*", "!*attention*"]
-    _, settings = parse(Options, "train", [*fp8, str(config)])
+    _, settings = parse(Options, "train", [str(config), *fp8])
     assert settings.zero.fp8 == ("*", "!*attention*")
 
 
