@@ -332,7 +332,7 @@ def test_what_was_checked_with_32_bits_is_checked_again_with_64():
         seen.append(jax.config.jax_enable_x64)
         return jax.tree.map(lambda x: -0.1 * x, updates), state
 
-    tx = optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+    tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
     check_shardable(tx, given)
     with jax.enable_x64(True):
         check_shardable(tx, given)
