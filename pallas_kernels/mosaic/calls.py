@@ -32,10 +32,10 @@ from pallas_kernels.mosaic.tiles import Tile, choose_tile, store
 Implementation = Callable[..., jax.Array]
 _FLOATS = (jnp.float32, jnp.bfloat16)
 _MAX_PEERS = 32
+"""Rows summed in unrolled code."""
 _HOPPER = 90
 _GROUPED_BYTES = 128
 """What the grouped kernels read of a row in one piece."""
-"""Rows summed in unrolled code."""
 ENCODE_ELEMENTS = 16
 """Elements encoded per thread."""
 DECODE_ELEMENTS = 16

@@ -46,6 +46,12 @@ from zerojax.models import GPTConfig
 from zerojax.models.config import Branches
 
 _GELUS = {"gelu": "gelu_exact"} | ACTIVATIONS
+_SIZES = (
+    key("vocab_size", "vocab_size"),
+    key("num_hidden_layers", "layers"),
+    key("hidden_size", "d_model"),
+    key("num_attention_heads", "heads"),
+)
 
 
 def _branches(kind: Branches, *, default: bool) -> Entry:
@@ -63,10 +69,7 @@ def _entry(rope: Rope) -> Entry:
 
 GPT_NEOX = (
     fixed(positions="rope", norm="layer", biases=True),
-    key("vocab_size", "vocab_size"),
-    key("num_hidden_layers", "layers"),
-    key("hidden_size", "d_model"),
-    key("num_attention_heads", "heads"),
+    *_SIZES,
     PLAIN_HEADS,
     key("intermediate_size", "ffn", written="ffn_width"),
     choice("hidden_act", "mlp", _GELUS),
@@ -134,10 +137,7 @@ def _write_falcon(model: GPTConfig) -> Fields:
 
 FALCON = (
     fixed(positions="rope", norm="layer", head_width=None),
-    key("vocab_size", "vocab_size"),
-    key("num_hidden_layers", "layers"),
-    key("hidden_size", "d_model"),
-    key("num_attention_heads", "heads"),
+    *_SIZES,
     Entry(_falcon, _write_falcon, lambda _: dict.fromkeys(("kv_heads", "branches"), ANY)),
     key("ffn_hidden_size", "ffn", int, None, written="ffn_width"),
     choice("activation", "mlp", _GELUS),
