@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Show the results of scripts/bench/links.py and the planner's predictions as a Markdown table and curves.
 
-scripts/bench/draw_links.py --nodes 2 --gpus-per-node 1 links.json more.json --picture docs/links.png
+scripts/bench/draw_links.py --nodes 2 --gpus-per-node 1 links.json more.json --picture build/links.png
 
 Cells are thousands of tokens/s of one GPU, by the median step, and in brackets the planner's prediction. A
 rate above 400 Gb/s means no limit, and is predicted as 400. Below the table: how many are within 15%.

@@ -315,7 +315,6 @@ def test_chance_needs_more_runs_than_variants_and_seeds():
         ("quality-124m-2x1", 17, (1, 2, 3, 4, 6)),
         ("quality-124m-800-steps", 2, (1, 2, 3, 4)),
         ("quality-350m-2x1", 3, (1, 2, 4, 6)),
-        ("quality-2x1", 7, (1, 2, 4)),
     ],
 )
 def test_page_has_the_measured_table(measured, rows, columns):
