@@ -10,10 +10,14 @@ from micro_run import Stop, die_at, losses, micro_config, poison, train
 
 from zerojax.errors import RunError, ZeroError
 from zerojax.network import nccl
+from zerojax.run import train_run
 from zerojax.run.checkpoints.canonical import to_canonical
 from zerojax.run.config import RunConfig
+from zerojax.run.data.dataset import TOKENIZER, is_prepared
+from zerojax.run.data.tokenizer import ByteTokenizer
 from zerojax.run.metrics.files import read_metrics
 from zerojax.run.run_dir import RunFolder
+from zerojax.run.run_lock import RunLock
 from zerojax.run.train_run import TrainRun
 
 EVERYTHING = {"preset": "delta", "error_feedback": True}
@@ -178,3 +182,41 @@ def test_what_nccl_was_told_is_printed_at_the_start_and_recorded(
     line = "NCCL_SOCKET_NTHREADS=4: a link of 25 Gb/s"
     assert line in capsys.readouterr().out
     assert line in finished_copy.read_summary()["sessions"][-1]["notes"]
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_refused_start_leaves_its_folder_as_it_was(text: Path, tmp_path: Path, there: bool) -> None:
+    """Prepared tokens too: beside them, settings that make the data fit would be refused."""
+    folder = tmp_path / "new/run"
+    if there:
+        (folder / "data").mkdir(parents=True)
+        (folder / "notes.txt").write_text("mine")
+        ByteTokenizer().save(folder / "data" / TOKENIZER)
+    before = files_of(tmp_path)
+    with pytest.raises(ZeroError, match="validation"):
+        TrainRun.open(micro_config(text, train={"batch_size": 4096}), RunFolder(folder))
+    assert files_of(tmp_path) == before
+    assert folder.exists() == there
+
+
+def test_a_start_in_a_folder_in_use_removes_nothing_of_it(text: Path, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with RunLock(folder):
+        folder.data.mkdir()
+        before = files_of(tmp_path)
+        with pytest.raises(ZeroError, match="is in use"):
+            TrainRun.open(micro_config(text), folder)
+        assert files_of(tmp_path) == before
+
+
+def test_a_start_that_ends_otherwise_keeps_its_tokens(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_run, "start_run", lambda *_: (_ for _ in ()).throw(MemoryError))
+    with pytest.raises(MemoryError):
+        TrainRun.open(micro_config(text), RunFolder(tmp_path))
+    assert is_prepared(tmp_path / "data")

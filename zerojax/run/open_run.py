@@ -1,15 +1,17 @@
 """An open run: its folder, its state and its services, which training and post-training share."""
 
-from collections.abc import Generator, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import InitVar, dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
 from zerojax import compilation_cache
 from zerojax.analysis.plan import describe_plan
-from zerojax.errors import Stopped
+from zerojax.errors import ConfigurationError, Stopped
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.multihost.peers import Peers
 from zerojax.network import nccl
@@ -152,6 +154,9 @@ class OpenRun(TrainLoop):
 def opening(config: RunConfig, folder: RunFolder, resume: Resume) -> Generator[Opening]:
     """Create and lock a run's folder, for a block that opens the run; unlock it if that fails.
 
+    If the start is refused, process zero removes the files that it has written. After other errors they stay,
+    because the next start can use prepared tokens.
+
     Raises:
         ConfigurationError: another process trains in the folder, or it cannot be written to; ``resume`` does
             not fit its checkpoints, or all of them are damaged.
@@ -160,7 +165,10 @@ def opening(config: RunConfig, folder: RunFolder, resume: Resume) -> Generator[O
     lock = RunLock(folder)
     with ExitStack() as on_error, disk_errors_explained(folder):
         on_error.callback(lock.close)
+        absent = [path for path in (folder.lock, folder.path, *folder.path.parents) if not path.exists()]
         unlocked = run_on_process_zero(lock.take)
+        if is_first():
+            on_error.push(_remover(folder, absent))
         manifest, damaged = choose(
             folder.checkpoints,
             checksums=config.checkpoint.verify,
@@ -169,3 +177,34 @@ def opening(config: RunConfig, folder: RunFolder, resume: Resume) -> Generator[O
         notes = damaged if unlocked is None else [unlocked, *damaged]
         yield Opening(config, folder, lock, manifest, notes, on_error)
         on_error.pop_all()
+
+
+def _remover(folder: RunFolder, absent: Sequence[Path]) -> Callable[..., None]:
+    """An exit function that removes what a refused start adds to a run's folder from now on.
+
+    ``absent`` are the lock and the folders that were not there before the start took the lock.
+    """
+    before = _contents(folder)
+
+    def remove(error: type[BaseException] | None, *_: object) -> None:
+        if error is None or not issubclass(error, ConfigurationError):
+            return
+        for path in _contents(folder) - before:
+            _delete(path)
+        for path in absent:
+            with suppress(OSError):  # a folder to which another process has added a file stays
+                path.unlink() if path == folder.lock else path.rmdir()
+
+    return remove
+
+
+def _contents(folder: RunFolder) -> set[Path]:
+    """The files and folders of a run. A start may add some to data/, which may be a link to another disk."""
+    return {*folder.path.glob("*"), *folder.data.glob("*")}
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

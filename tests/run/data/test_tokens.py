@@ -273,8 +273,21 @@ class TestPrepare:
 
     def test_other_settings_are_refused(self, folder: Path, tmp_path: Path) -> None:
         prepare(DataSection(source=str(folder), validation=0.1), tmp_path / "data")
-        with pytest.raises(DataError, match="was prepared with"):
-            prepare(DataSection(source=str(folder), validation=0.2), tmp_path / "data")
+        with pytest.raises(DataError, match="was prepared with") as got:
+            prepare(DataSection(source=str(folder), validation=0.2, column="body"), tmp_path / "data")
+        assert 'with data.column = "text", data.validation = 0.1; this' in str(got.value)
+        assert 'wants data.column = "body", data.validation = 0.2: use' in str(got.value)
+        assert "{" not in str(got.value)
+
+    def test_a_changed_source_of_a_mixture_is_named(self, folder: Path, tmp_path: Path) -> None:
+        first = MixtureSource(str(folder))
+        parts = (first, replace(first, pattern="*[0-4].txt"))
+        prepare(DataSection(mixture=parts, validation=0.1), tmp_path / "data")
+        parts = (first, replace(first, pattern="*", kind="completion"))
+        with pytest.raises(DataError, match=r'data\.mixture\[2\]\.pattern = "\*\[0-4\]\.txt"; this') as got:
+            prepare(DataSection(mixture=parts, validation=0.1, packing="documents"), tmp_path / "data")
+        assert 'data.mixture[2].kind = "completion"' in str(got.value)
+        assert "data.mixture[1]" not in str(got.value)
 
     def test_a_tokenizer_may_move_but_not_change(self, folder: Path, tmp_path: Path) -> None:
         path = tmp_path / "tokenizer.json"

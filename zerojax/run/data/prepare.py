@@ -364,7 +364,28 @@ def _check_same(settings: DataSection, wanted: dict[str, object], folder: Path) 
         return
     moved = isinstance(found, dict) and found | {"tokenizer": settings.tokenizer} == wanted
     if not (moved and names_kept_tokenizer(settings, folder)):
+        before, now = _differences(found, wanted)
         raise DataError(
-            f"{folder} was prepared with {found}, and this run wants {wanted}: use another "
-            "--run-dir, or delete that folder"
+            f"{folder} was prepared with {before}; this run wants {now}: use another --run-dir, or delete "
+            "that folder"
         )
+
+
+def _differences(before: object, now: object) -> tuple[str, str]:
+    """The settings of tokens that differ, as a TOML file has them: "data.validation = 0.05"."""
+    flat = [_named_values(identity) for identity in (before, now)]
+    names = sorted(name for name in {*flat[0], *flat[1]} if flat[0].get(name) != flat[1].get(name))
+    texts = [", ".join(f"{name} = {one[name]}" for name in names if name in one) for one in flat]
+    return texts[0] or "other settings", texts[1] or "none of them"
+
+
+def _named_values(identity: object) -> dict[str, str]:
+    """The name and the TOML value of each setting; those of several sources are numbered from 1."""
+    identity = identity if isinstance(identity, dict) else {"settings.json": str(identity)}
+    sources = identity.get("sources")
+    sources = [one for one in sources if isinstance(one, dict)] if isinstance(sources, list) else []
+    prefixes = ["data."] if len(sources) == 1 else [f"data.mixture[{i + 1}]." for i in range(len(sources))]
+    found = {f"data.{key}": value for key, value in identity.items() if key != "sources"}
+    for prefix, one in zip(prefixes, sources, strict=True):
+        found |= {prefix + key: value for key, value in one.items()}
+    return {name: json.dumps(value, ensure_ascii=False) for name, value in found.items() if value is not None}
