@@ -25,6 +25,7 @@ from jax._src import compilation_cache, compiler  # JAX has no public way to exc
 from jax._src.compilation_cache_interface import CacheInterface
 from jaxlib._jax import CompileOnlyPyClient
 
+from zerojax.errors import error_line
 from zerojax.formatting import size
 from zerojax.log import logger
 
@@ -182,7 +183,7 @@ def _load(key: str, options: Any, backend: Any, *others: Any) -> tuple[Any, int 
     except Exception as error:  # whatever the runtime does not like about a program
         files = compilation_cache._get_cache(backend)  # pyright: ignore[reportPrivateUsage]
         if isinstance(files, Folder):
-            files.drop(key, f"cannot be loaded ({_first_line(error)})")
+            files.drop(key, f"cannot be loaded ({error_line(error)})")
         return None, None
 
 
@@ -195,11 +196,7 @@ def _keep(key: str, seconds: float, name: str, backend: Any, executable: Any) ->
     try:
         compilation_cache.put_executable_and_time(key, name, executable, backend, int(seconds))
     except jax.errors.JaxRuntimeError as error:  # one that the runtime cannot write
-        logger.warning(f"{name} is not kept: {_first_line(error)}")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:200]
+        logger.warning(f"{name} is not kept: {error_line(error)}")
 
 
 @cache

@@ -86,6 +86,14 @@ def one_line(message: str) -> str:
     return line if len(line) <= _MAX_LENGTH else f"{line[: end - 5]} ... {line[-end:]}"
 
 
+def error_line(error: BaseException) -> str:
+    """The type and the message of an error as one line: "ValueError: not a number".
+
+    JAX adds a note to its errors, which is the last line of their traceback; it is skipped.
+    """
+    return one_line(f"{type(error).__name__}: {error}").removesuffix(":")
+
+
 def report(error: BaseException) -> tuple[int, str]:
     """Print an error: one of this package as one line, any other with its traceback.
 
@@ -98,7 +106,7 @@ def report(error: BaseException) -> tuple[int, str]:
             terminal.stderr.write(f"zerojax: {line}\n")
             return code, line
     terminal.stderr.write("".join(traceback.format_exception(error)))
-    return EXIT_FAILED, traceback.format_exception_only(error)[-1].strip().splitlines()[0][:500]
+    return EXIT_FAILED, error_line(error)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from jax._src.lib import utils  # pyright: ignore[reportPrivateImportUsage]
 from kernel_cases import has_gpu
 
 from zerojax import distributed
-from zerojax.errors import JobError, ZeroError
+from zerojax.errors import EXIT_FAILED, EXIT_WRONG_USE, JobError, ZeroError
 
 pytestmark = pytest.mark.alone
 
@@ -98,6 +98,36 @@ def test_a_coordinator_on_loopback_only_is_refused(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: answer)
     with pytest.raises(ZeroError, match=r"node7 means 127\.0\.1\.1"):
         join("node7:1", 0, 2)
+
+
+GLOO = (
+    "UNKNOWN: Gloo context initialization failed: [external/gloo/transport/tcp/pair.cc:152] timed out "
+    "connecting: SO_ERROR: Connection refused, remote=[{}]:21404$0"
+)
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "remote", "explained"),
+    [
+        ("10.77.0.1:5555", "127.0.0.1", True),
+        ("[fd00::1]:5555", "::1", True),
+        ("10.77.0.1:5555", "10.77.0.2", False),
+        ("127.0.0.1:5555", "127.0.0.1", False),  # all processes are on this host
+    ],
+)
+def test_gloo_that_was_told_a_loopback_address(monkeypatch, capsys, coordinator, remote, explained):
+    peers = mock.Mock()
+    peers.fail.side_effect = Begun
+    monkeypatch.setattr(distributed, "Peers", lambda *_, **__: peers)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: None)
+    with pytest.raises(Begun), distributed.joined(coordinator, 1, 2, insecure=True):
+        raise RuntimeError(GLOO.format(remote))
+    code, line = peers.fail.call_args.args
+    assert code == (EXIT_WRONG_USE if explained else EXIT_FAILED)
+    assert (f"the name of a host means {remote}, which no other host can reach" in line) == explained
+    assert ("Traceback" in capsys.readouterr().err) != explained
+    assert f"remote=[{remote}]:21404" in line
+    assert len(line) <= 500
 
 
 OPEN = [

@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+import re
 import resource
 import socket
 import sys
@@ -14,7 +15,7 @@ import jax
 from jax._src.clusters import ClusterEnv  # JAX exposes its cluster detection only through `initialize`
 from jax._src.lib import utils  # pyright: ignore[reportPrivateImportUsage]
 
-from zerojax.errors import ConfigurationError, JobError, RunError
+from zerojax.errors import ConfigurationError, JobError, RunError, error_line
 from zerojax.errors import report as report_error
 from zerojax.multihost.devices import visible_gpus
 from zerojax.multihost.peers import Peers, Place
@@ -35,6 +36,8 @@ _MAX_FOLDER_LENGTH = 70
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES")
 """Describe a job to a process of it, as do the first three arguments of ``joined``."""
+
+_UNREACHABLE = "which no other host can reach (Debian's /etc/hosts does that)"
 
 # How long an unexpected error waits for a report that a peer died, in seconds.
 _PATIENCE = 3.0
@@ -141,7 +144,7 @@ def joined(
     except BaseException as error:
         if not isinstance(error, (ConfigurationError, RunError, KeyboardInterrupt)):
             others.wait_for_failure(_PATIENCE)  # a dead peer breaks collectives with any kind of error
-        others.fail(*report(error))
+        others.fail(*report(_explained(error, address)))
     _leave(others)
 
 
@@ -288,11 +291,25 @@ def _own_address(coordinator: str) -> str:
     local = {address for address in found if ipaddress.ip_address(address).is_loopback}
     if found == local and host not in {"localhost", *found}:
         raise ConfigurationError(
-            f"on its own host the coordinator's name {host} means {min(local)}, which no other host can "
-            "reach (Debian's /etc/hosts does that): give its address on the network, or set "
-            "JAX_COORDINATOR_BIND_ADDRESS to the address:port to listen on"
+            f"on its own host the coordinator's name {host} means {min(local)}, {_UNREACHABLE}: give its "
+            "address on the network, or set JAX_COORDINATOR_BIND_ADDRESS to the address:port to listen on"
         )
     return coordinator
+
+
+def _explained(error: BaseException, coordinator: str) -> BaseException:
+    """The error to report.
+
+    Each host gives Gloo, the collectives of CPUs, the address that its own name means. If that is a loopback
+    address, the others' connections are refused.
+    """
+    found = re.search(r"Gloo context .* remote=\[(127\.[\d.]+|::1)\]", str(error), re.DOTALL)
+    if found is None or _only_this_host(_split(coordinator)[0]):
+        return error
+    return ConfigurationError(
+        f"on its own host the name of a host means {found[1]}, {_UNREACHABLE}: in each host's /etc/hosts, "
+        f"give its name its address on the network ({error_line(error)})"
+    )
 
 
 def _tasks_of_a_scheduler() -> int | None:

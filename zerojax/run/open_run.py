@@ -11,7 +11,7 @@ import jax
 
 from zerojax import compilation_cache
 from zerojax.analysis.plan import describe_plan
-from zerojax.errors import ConfigurationError, Stopped
+from zerojax.errors import ConfigurationError, Stopped, error_line
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.multihost.peers import Peers
 from zerojax.network import nccl
@@ -129,9 +129,8 @@ class OpenRun(TrainLoop):
     def note_end(self, error: BaseException) -> None:
         """Record in run.json why the run did not finish, unless the disk is full."""
         status = "stopped" if isinstance(error, Stopped) else "failed"
-        reason = f"{type(error).__name__}: {error}"
         with suppress(OSError):  # a full disk, which is then the reported error
-            self.folder.update_summary(status=status, step=self.step, reason=reason)
+            self.folder.update_summary(status=status, step=self.step, reason=error_line(error))
 
     def announce(self, what: str, notes: Sequence[str]) -> None:
         """Print what is trained on which mesh and how the run begins, and record it in run.json."""

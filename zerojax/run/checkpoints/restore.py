@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import traverse_util
 from orbax.checkpoint import v1 as ocp
 
-from zerojax.errors import ConfigurationError
+from zerojax.errors import ConfigurationError, error_line
 from zerojax.log import warn
 from zerojax.run.checkpoints.canonical import (
     abstract_average,
@@ -273,8 +273,7 @@ class _Checkpoint:
         try:
             return read()
         except Exception as error:
-            reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
-            raise ConfigurationError(f"{self.path} cannot be read: {reason}") from error
+            raise ConfigurationError(f"{self.path} cannot be read: {error_line(error)}") from error
 
 
 def _checkpoint_of_model(path: Path | str, state: TrainState, new: str | None) -> _Checkpoint:

@@ -15,7 +15,7 @@ from typing import Self
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from zerojax.errors import RunError
+from zerojax.errors import RunError, error_line
 from zerojax.run.checkpoints import step_dirs
 from zerojax.run.checkpoints.canonical import to_canonical
 from zerojax.run.checkpoints.manifest import Record, write_manifest
@@ -204,4 +204,4 @@ def _reason(error: Exception) -> str:
         return error.strerror or str(error)
     if found := re.search(r"os_error_code='(\d+)'", str(error)):
         return os.strerror(int(found[1]))
-    return str(error).strip().partition("\n")[0][:200] or type(error).__name__
+    return error_line(error)
