@@ -49,6 +49,15 @@ def test_output_is_prefixed_and_codes_are_kept():
     assert (result.code, result.failed, result.signals) == (0, (), ())
 
 
+def test_a_line_without_an_end_is_copied_in_pieces():
+    """Binary data on a task's standard output could otherwise take the supervisor's memory."""
+    _, lines = run(shell("a", "head -c 200000 /dev/zero | tr '\\0' x; echo; echo end"))
+    assert lines[-1] == "[a] end"
+    assert {line[:5] for line in lines} == {"[a] x", "[a] e"}
+    assert sum(len(line) - 4 for line in lines[:-1]) == 200_000
+    assert max(map(len, lines)) == 4 + (64 << 10)
+
+
 def test_a_task_gets_only_its_environment():
     task = supervisor.Task("a", ["/bin/sh", "-c", "env | grep -c HOME; echo $X"], env={"X": "y"})
     assert run(task)[1] == ["[a] 0", "[a] y"]

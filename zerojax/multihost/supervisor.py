@@ -22,6 +22,8 @@ from zerojax.multihost import pdeathsig
 
 # Seconds that the output of tasks waits for a reader before lines queue, and then are dropped.
 _PATIENCE = 1.0
+# A longer line becomes several, of so many bytes.
+_PIECE = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,7 @@ class Supervisor:
         stream = self._processes[index].stdout
         assert stream is not None
         with stream:
-            for line in stream:
+            while line := stream.readline(_PIECE):
                 # A reader that has exited (| head) must not stop the task.
                 with suppress(OSError, ValueError):
                     self._write(prefix + line.rstrip(b"\n") + b"\n")
