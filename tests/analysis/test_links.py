@@ -45,7 +45,7 @@ def test_the_slower_the_network_the_less_is_sent(gigabits, preset, every):
     assert chosen == preset
     assert "8,192" in why
     # At 5 Gb/s 131,867 tokens would hide delta: its bytes over 32 hide behind 8,192.
-    assert re.findall(r"zero.every = (\d+) they do", why) == [str(every)] * (preset == "local")
+    assert re.findall(r"local updates with zero.every = (\d+)", why) == [str(every)] * (preset == "local")
 
 
 def test_without_a_network_exact_is_free():

@@ -27,7 +27,7 @@ def test_plan_and_comm_report_the_same_bytes(capsys):
 def test_text_output(capsys):
     assert main(["plan", *TINY]) == 0
     out = capsys.readouterr().out
-    assert "hpZ: each node keeps a copy" in out
+    assert "hpZ: each node keeps the gathered weights" in out
     assert [line.split(" than ")[0] for line in out.splitlines()[-2:]] == ["To send less", "To hold less"]
     assert main(["comm", *TINY]) == 0
     out = capsys.readouterr().out

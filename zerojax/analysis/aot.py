@@ -6,12 +6,12 @@ The devices that ``topology`` returns go into an ordinary mesh, and
     mesh = zerojax.make_mesh(64, 8, devices=aot.topology(64, 8, gpu="h100"))
     compiled = jax.jit(step).lower(*shapes_with_shardings).compile(dict(aot.COMPILER_OPTIONS))
 
-yields the scheduled GPU program: its collectives with their dtypes, replica groups and counts, and the
-memory it takes (``as_text``, ``memory_analysis``). It cannot be run, nor loaded from JAX's compilation cache,
-which warns of that and compiles it again.
+yields the scheduled GPU program. ``as_text`` shows its collectives with their dtypes, replica groups and
+counts, and ``memory_analysis`` its memory. The program cannot be run. JAX's compilation cache cannot load it
+either: it warns and compiles again.
 
 The compiler is not part of a CPU installation of JAX. ``scripts/install_cuda_compiler.sh`` installs it
-(240 MB to download, 600 MB on disk) in a directory of its own, so that ordinary CPU runs never load it; an
+(240 MB to download, 600 MB on disk) in a separate directory, so that ordinary CPU runs never load it. An
 installed ``jax[cuda12]`` or ``jax[cuda13]`` serves as well.
 """
 
@@ -33,9 +33,9 @@ from jax.extend.mlir import ir
 from zerojax.analysis.plan.work import backward_workspace
 from zerojax.compilation_cache import user_folder
 
-#: Options for compiling without a GPU to time kernels on. The autotuner could only guess, would take half of
-#: the compile time, and would choose Triton's split-K matmuls, whose fp32 partial sums inflate the temporary
-#: memory. Training steps do without Triton's matmuls on GPUs, too (``zerojax.comm.xla_options``).
+#: Options for compiling without a GPU to time kernels on. The autotuner could only guess, and would take half
+#: of the compile time. It would choose Triton's split-K matmuls, whose fp32 partial sums inflate the
+#: temporary memory. Training steps on GPUs avoid Triton's matmuls, too (``zerojax.comm.xla_options``).
 COMPILER_OPTIONS: Mapping[str, bool | int | str] = MappingProxyType(
     {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 )
@@ -70,8 +70,8 @@ def gpu_description(gpu: str | Path) -> str:
     """XLA's description of a GPU, as the text of its ``GpuTargetConfigProto``.
 
     Args:
-        gpu: a name from ``gpus()``, or the path of such a text for another GPU; a machine that has one writes
-          it when a program runs under ``XLA_FLAGS=--xla_dump_to=DIR`` (``*.gpu_target_config.pbtxt``).
+        gpu: a name from ``gpus()``, or the path of a description of another GPU. A machine with that GPU
+          writes the file ``*.gpu_target_config.pbtxt`` under ``XLA_FLAGS=--xla_dump_to=DIR``.
 
     Raises:
         ValueError: the name is not known.
@@ -100,7 +100,7 @@ def topology(nodes: int, local: int, gpu: str | Path = "h100") -> list[jax.Devic
 
     Raises:
         ValueError: a count below 1 or an unknown GPU.
-        CompilerMissingError: the compiler is not installed; the message says how to.
+        CompilerMissingError: the compiler is not installed. The message says how to install it.
     """
     if nodes < 1 or local < 1:
         raise ValueError(f"a cluster has at least 1 node and 1 GPU, not nodes={nodes}, local={local}")
@@ -135,7 +135,7 @@ def _register_compiler() -> None:
             plugin = importlib.import_module(name)
         except ModuleNotFoundError:
             continue
-        # The plugin checks for cuDNN, cuBLAS and a driver, none of which compiling needs.
+        # The plugin checks for cuDNN, cuBLAS and a driver. Compiling needs none of them.
         with mock.patch.dict(os.environ, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1"):
             plugin.initialize()
         return
@@ -148,13 +148,13 @@ def _register_compiler() -> None:
 
 @contextmanager
 def cudnn_assumed() -> Generator[None]:
-    """Lower cuDNN's flash attention for described GPUs, Hopper or newer, on a machine that has none.
+    """Lower cuDNN's flash attention for described GPUs, Hopper or newer, on a machine without them.
 
     JAX checks the local machine for cuDNN and a GPU before it lowers the kernel, although the compiled
     program only calls it by name. Within this context the checks pass. Give the model
-    ``attention="cudnn"``: "auto" also checks the local machine.
+    ``attention="cudnn"``, because "auto" also checks the local machine.
 
-    With a GPU, XLA asks cuDNN how large a kernel's workspace is. Here the backward pass gets
+    With a GPU, XLA asks cuDNN for the size of a kernel's workspace. Here the backward pass gets
     ``zerojax.analysis.plan.work.backward_workspace``.
     """
     from jax._src.cudnn import fused_attention_stablehlo as fused
@@ -171,7 +171,7 @@ def cudnn_assumed() -> Generator[None]:
 
 
 def _with_workspace(custom_call: Callable[..., ir.Operation]) -> Callable[..., ir.Operation]:
-    """``mlir.custom_call``; in the backward pass of cuDNN's attention the last result is a workspace."""
+    """``mlir.custom_call``, but cuDNN's backward attention gets a workspace as its last result."""
 
     def call(name: str, *, result_types: Sequence[ir.Type], **kwargs: object) -> ir.Operation:
         if name.endswith("Backward"):
@@ -188,10 +188,10 @@ def _with_workspace(custom_call: Callable[..., ir.Operation]) -> Callable[..., i
 
 @contextmanager
 def flash_attention_assumed() -> Generator[None]:
-    """Lower FlashAttention-4 for described Hopper GPUs on a machine that has none.
+    """Lower FlashAttention-4 for described Hopper GPUs on a machine without them.
 
-    The kernels are compiled when a program is lowered, for the local GPU unless told otherwise. Needs fa4-jax
-    and a model with ``attention="flash_attention_4"``: "auto" also checks the local machine.
+    fa4-jax compiles its kernels while a program is lowered, by default for the local GPU. This needs fa4-jax
+    and a model with ``attention="flash_attention_4"``, because "auto" also checks the local machine.
 
     Raises:
         CompilerMissingError: fa4-jax is not installed.

@@ -1,10 +1,11 @@
 """The communication of a training step: every collective of the traced program, with dtype, count and bytes.
 
-Counted from the jaxpr, which needs no compiler and has the formats as sent: XLA:CPU widens some of them. The
-sums that XLA itself adds for norms of sharded arrays (the gradient norm, clipping), a few bytes per leaf, are
-not counted.
+The counts are of the jaxpr. It needs no compiler and has the dtypes as they are sent, while XLA:CPU widens
+some of them. Not counted are the sums that XLA adds for norms of sharded arrays (gradient norm, clipping): a
+few bytes per leaf.
 
-A gather or a sum over a group counts as a ring in the order of the mesh, an all-to-all as direct messages:
+A gather or a sum over a group of A devices counts as a ring in the order of the mesh, an all-to-all as direct
+messages:
 
 =============== ================================ ==================
 collective      bytes that each device sends     b is
@@ -16,8 +17,8 @@ psum, pmax, ... 2 (A - 1) / A b                  the operand
 ppermute        b                                the operand
 =============== ================================ ==================
 
-for a group of A devices. Over both axes, one of every ``local`` links of a ring leaves the node; the messages
-of an all-to-all count by their target.
+Over both axes, one of every ``local`` links of a ring leaves the node. The messages of an all-to-all count by
+their target.
 """
 
 import dataclasses
@@ -53,17 +54,17 @@ PHASES = {
     "weights backward": "gathers of the backward pass",
     "delta": "the change of the weights, once per optimizer step",
     "resync": "the whole weights instead of the delta, every delta_resync steps",
-    "fragment": "local updates: what the nodes have learnt of a fragment, and its outer weights' change",
+    "fragment": "local updates: the nodes' changes of a fragment, and the change of its outer weights",
     "gradients": "the hops of the gradients",
-    "gradient sums": "to all nodes, of matrices that the optimizer needs whole; also part of the former",
-    "attention": "heads, between the devices of a node that share rows; and their gradients",
-    "tokens": "to the devices of a node that hold their experts, and back; and their gradients",
+    "gradient sums": "sums sent to all nodes, of matrices that the optimizer needs whole",
+    "attention": "heads and their gradients, between the devices of a node that share rows",
+    "tokens": "tokens and their gradients, to the devices with their experts and back",
     "optimizer": "matrices sent to be orthogonalised, and back",
     "scales": "the largest magnitudes of the weights of fp8 matmuls",
     "metrics": "sums of losses, counts and model state",
-    "other": "collectives of the model's own",
+    "other": "collectives in the model or the loss",
 }
-"""The purposes of collectives."""
+"""The purposes of collectives, and what each includes."""
 _SCOPES = {
     "gradients": {"reduce_local", "reduce_node", "all_gather_sum"},
     "fragment": {"exchange_fragment"},
@@ -77,7 +78,7 @@ _SCOPES = {
     "scales": {"scales"},
     "metrics": {"metrics"},
 }
-"""The name scopes of each; the first that is around a collective decides."""
+"""The name scopes of each phase. A collective belongs to the first phase with a scope around it."""
 
 
 @dataclass(frozen=True)
@@ -88,13 +89,12 @@ class JaxprCollective:
         primitive: its name in JAX.
         axes: mesh axes that it runs over.
         dtype: on the wire.
-        elements: of the operand, on one device.
+        elements: number of elements of the operand on one device.
         count: executions per step, loop trips included.
         phase: one of ``PHASES``.
-        usual: False if it only runs in steps that take the other branch of a conditional; its bytes are in
-            no total.
-        local_bytes: that one device sends within its node, times ``count``.
-        node_bytes: that one device sends to other nodes, times ``count``.
+        usual: False if only some steps run it, in the true branch of a conditional. No total counts it.
+        local_bytes: bytes that one device sends within its node, times ``count``.
+        node_bytes: bytes that one device sends to other nodes, times ``count``.
     """
 
     primitive: str
@@ -115,8 +115,8 @@ class CommReport:
     Attributes:
         nodes: extent of the mesh over ``node``.
         local: extent over ``local``.
-        parameters: elements of the model.
-        collectives: in the order of the program.
+        parameters: number of elements of the model's parameters.
+        collectives: the step's collectives in the order of the program.
     """
 
     nodes: int
@@ -150,7 +150,7 @@ class CommReport:
         return 3 * self.model_bytes * (self.nodes - 1) / self.nodes
 
     def phases(self) -> dict[str, tuple[float, float]]:
-        """Per phase the bytes that one device sends: (within its node, to others)."""
+        """For each phase the bytes that one device sends: (within its node, to other nodes)."""
         return {
             phase: (sum(c.local_bytes for c in own), sum(c.node_bytes for c in own))
             for phase in PHASES
@@ -223,11 +223,11 @@ class CommReport:
 
 
 def comm_report(state: TrainState, batch: Any) -> CommReport:
-    """Count what a training step sends, without running or compiling it.
+    """Count the bytes that a training step sends, without running or compiling it.
 
     Args:
-        state: filled or abstract.
-        batch: as ``train_step`` takes it, or ShapeDtypeStructs of the global batch's shapes.
+        state: a filled or abstract state.
+        batch: a batch for ``train_step``, or ShapeDtypeStructs with the global batch's shapes.
 
     Raises:
         ConfigurationError: the loss has a collective that cannot be counted, such as one in a while loop.
@@ -276,8 +276,8 @@ def _walk(jaxpr: core.Jaxpr, place: _Place) -> Iterator[JaxprCollective]:
             inner = place.inside(equation)
             if any(True for sub in core.jaxprs_in_params(equation.params) for _ in _walk(sub, inner)):
                 raise ConfigurationError(
-                    "a collective is in a while loop, whose number of iterations is unknown: use lax.scan "
-                    "or lax.fori_loop with static bounds."
+                    "a collective in a while loop cannot be counted, because the number of iterations is "
+                    "unknown. Use lax.scan, or lax.fori_loop with static bounds."
                 )
         else:
             times = equation.params["length"] if name == "scan" else 1
@@ -286,7 +286,7 @@ def _walk(jaxpr: core.Jaxpr, place: _Place) -> Iterator[JaxprCollective]:
 
 
 def _walk_branches(equation: core.JaxprEqn, place: _Place) -> Iterator[JaxprCollective]:
-    """A conditional, whose false branch counts as the usual one, as in ``updated_copies``."""
+    """The collectives of a conditional. Its false branch is the usual one, as in ``updated_copies``."""
     branches = [
         list(_walk(branch.jaxpr, place.inside(equation, usual=index == 0)))
         for index, branch in enumerate(equation.params["branches"])
@@ -303,8 +303,8 @@ def _read(equation: core.JaxprEqn, axes: tuple[str, ...], place: _Place) -> Iter
     known = name in _KNOWN or (name == "ppermute" and axes == (LOCAL,))
     if not known or equation.params.get("axis_index_groups") is not None:
         raise ConfigurationError(
-            f"the collective {name!r} over {axes} cannot be counted: only {', '.join(sorted(_KNOWN))} can, "
-            "over whole mesh axes, and ppermute within a node."
+            f"the collective {name!r} over {axes} cannot be counted. Use one of {', '.join(sorted(_KNOWN))} "
+            "over whole mesh axes, or ppermute within a node."
         )
     for operand in equation.invars:
         aval: Any = operand.aval
@@ -328,7 +328,7 @@ def _counted(key: JaxprCollective, count: int, world: MeshShape) -> JaxprCollect
 
 
 def _sent(primitive: str, axes: tuple[str, ...], payload: int, world: MeshShape) -> tuple[float, float]:
-    """Bytes that one device sends by one collective: (within its node, to others)."""
+    """Bytes that one device sends in one collective: (within its node, to other nodes)."""
     nodes = world.nodes if NODE in axes else 1
     local = world.local if LOCAL in axes else 1
     group = nodes * local
@@ -345,6 +345,6 @@ def _sent(primitive: str, axes: tuple[str, ...], payload: int, world: MeshShape)
 
 
 def _of_all_processes(parts: int, x: Any) -> Any:
-    """The global shape of a batch array: with several processes, a host array is one of so many parts."""
+    """The global shape of a batch array. A host array is one of ``parts`` equal parts."""
     parts = parts if isinstance(x, np.ndarray) else 1
     return jax.ShapeDtypeStruct((x.shape[0] * parts, *x.shape[1:]), x.dtype)

@@ -1,4 +1,4 @@
-"""What was measured between a job's nodes, what limits it, and the JSON file that the planner takes."""
+"""Measurements of the links between a job's nodes: their JSON file for the planner, and what limits them."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -17,16 +17,16 @@ Limit = Literal["network", "flows", "cores", "schedule"]
 
 OPS: tuple[Op, ...] = ("all-gather", "all-to-all")
 
-# Collectives that reach this share of what flows carry are limited by the network, not by themselves.
+# The network limits collectives that reach this share of the flows' rate.
 _REACHED = 0.85
-# Cores this busy are a limit, and so is a hypervisor that takes as much: threads that poll wait for others
-# that do not run.
+# Cores that are this busy are a limit. So is a hypervisor that takes this share of them, because threads that
+# poll then wait for threads that do not run.
 _BUSY, _STOLEN = 0.9, 0.03
 # Rates differ if one is this much higher.
 _MORE = 1.25
 # The share of an interface's rate that flows reach after headers, on a link that nothing else uses.
 _PAYLOAD = 0.8
-# Ethernet's usual packets, 4% of which are headers.
+# Ethernet's usual packets: 4% of the bytes are headers.
 _USUAL_MTU = 1500
 # Beyond any measurement, and far from the limits of floats.
 _TINY = 1e-18
@@ -34,11 +34,11 @@ _TINY = 1e-18
 
 @dataclass(frozen=True)
 class FlowRate:
-    """What some TCP flows carry from each node to the next, all nodes at once.
+    """The rate of some TCP flows from each node to the next, all nodes at once.
 
     Attributes:
-        flows: their number.
-        bytes_per_second: received by a node, all its flows together.
+        flows: number of flows.
+        bytes_per_second: rate at which a node receives, all its flows together.
         busiest_thread: share of a core that the busiest thread of a flow took.
         host_busy: share of a host's cores that were busy with anything.
         stolen: share of a host's cores that its hypervisor gave to other machines.
@@ -57,8 +57,8 @@ class CollectiveTime:
 
     Attributes:
         op: "all-gather" (of weights) or "all-to-all" (of gradients).
-        bytes: that each device sends to other nodes.
-        seconds: the shortest of some runs, of the slowest process.
+        bytes: number of bytes that each device sends to other nodes.
+        seconds: the slowest process's shortest time of several runs.
     """
 
     op: Op
@@ -71,16 +71,16 @@ class LinkReport:
     """The links between a job's nodes.
 
     Attributes:
-        nodes: of the mesh.
+        nodes: number of nodes.
         local: devices of a node.
-        platform: of the devices: "gpu", "cpu".
-        interface: that leads to the coordinator.
-        rate: of the interface in bytes/s; None if it is not known.
-        flows: by their number; empty if the nodes are not processes of their own.
-        collectives: by op and size.
+        platform: of the devices, "gpu" or "cpu".
+        interface: name of the network interface that leads to the coordinator.
+        rate: bytes/s of the interface; None if unknown.
+        flows: rates by the number of flows; empty if one process runs all nodes.
+        collectives: times by op and size.
         nccl: NCCL's variables during the measurement.
-        rdma: what carries collectives in place of TCP; "" if nothing does.
-        mtu: bytes of the interface's largest packet; None if it is not known.
+        rdma: the kind of RDMA that carries collectives instead of TCP; "" if none does.
+        mtu: bytes of the interface's largest packet; None if unknown.
     """
 
     nodes: int
@@ -95,19 +95,19 @@ class LinkReport:
     mtu: int | None = None
 
     def sizes(self) -> list[int]:
-        """The sizes of the collectives, in bytes that a device sends."""
+        """The sizes of the collectives: bytes that a device sends, ascending."""
         return sorted({measured.bytes for measured in self.collectives})
 
     def carried(self, op: Op, size: int) -> float:
-        """Bytes/s that a node sends in a collective of a size that was measured."""
+        """Bytes/s that a node sends in a collective. ``size`` is one of ``sizes()``."""
         (seconds,) = (found.seconds for found in self.collectives if (found.op, found.bytes) == (op, size))
         return size * self.local / seconds
 
     def fit(self, op: Op) -> tuple[float, float]:
-        """A collective's time as a straight line over its size, by least squares of the relative errors.
+        """Fit a collective's time by a straight line over its size, by least squares of the relative errors.
 
         Returns:
-            Seconds of a message of no bytes, and bytes/s that a node sends beyond that.
+            The line: seconds of an empty message, and bytes/s that a node sends.
         """
         found = [measured for measured in self.collectives if measured.op == op]
         sizes = np.asarray([measured.bytes for measured in found], float)
@@ -119,29 +119,35 @@ class LinkReport:
         return float(latency), float(self.local / slope)
 
     def expected(self, op: Op) -> tuple[float, float]:
-        """A GPU's collective: seconds of a message of no bytes, and bytes/s that a node sends beyond that.
+        """The line to expect on GPUs: seconds of an empty message, and bytes/s that a node sends.
 
-        From CPUs, whose collectives are gloo's, it is what flows carry: NCCL opens as many as it is told.
+        CPUs use gloo's collectives. Their report gives the rate of the best flows instead, because NCCL opens
+        as many flows as its variables say.
 
         Raises:
-            ConfigurationError: measured on CPUs, and without flows.
+            ConfigurationError: the report was measured on CPUs, and without flows.
         """
         if self.platform != "cpu":
             return self.fit(op)
         if not self.flows:
             raise ConfigurationError(
-                "the links were measured on CPUs in one process: run zerojax links on the nodes"
+                "the links were measured on CPUs in one process, not between nodes: run zerojax links on the "
+                "nodes"
             )
         return 0.0, _best(self).bytes_per_second
 
     def write(self, file: Path) -> None:
-        """Write it as JSON; raises ConfigurationError if that is not possible."""
+        """Write it as JSON.
+
+        Raises:
+            ConfigurationError: the file cannot be written.
+        """
         with file_errors(file, what="cannot write: "):
             file.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @staticmethod
     def read(file: Path) -> "LinkReport":
-        """Read what ``write`` wrote.
+        """Read a file of ``write``.
 
         Raises:
             ConfigurationError: the file cannot be read, or is not a link report.
@@ -156,13 +162,13 @@ class LinkReport:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What limits the traffic between nodes.
+    """The limit of the traffic between nodes.
 
     Attributes:
         limit: "network", "flows" (too few TCP connections), "cores" of the hosts, or "schedule" (how the
             collectives, or the steps around them, use the link).
-        why: what was found.
-        change: what to do about it.
+        why: the measurements that show it.
+        change: the remedy.
     """
 
     limit: Limit
@@ -171,7 +177,10 @@ class Diagnosis:
 
 
 def diagnose(report: LinkReport) -> Diagnosis:
-    """Tell what limits the collectives of a report with flows, from what flows and collectives carry."""
+    """Find the limit of the collectives by comparing their rates with the flows' rates.
+
+    ``report`` must have flows.
+    """
     one, best = report.flows[0], _best(report)
     size = report.sizes()[-1]
     reached = min(report.carried(op, size) for op in OPS)
@@ -182,13 +191,14 @@ def diagnose(report: LinkReport) -> Diagnosis:
     if report.rdma:
         return Diagnosis(
             "network",
-            f"{report.rdma} carries the collectives, {gigabits(reached)} Gb/s a node: TCP says little of it",
+            f"{report.rdma} carries the collectives, {gigabits(reached)} Gb/s a node; TCP flows do not show "
+            "its limit",
             "compare with the rate of the node's adapters; nccl-tests shows whether NCCL uses all of them",
         )
     if best.host_busy >= _BUSY and not (report.rate and _fills(report, best)):
         return Diagnosis(
             "cores",
-            f"{found}; {best.host_busy:.0%} of a host's cores are busy then",
+            f"{found}; {best.host_busy:.0%} of a host's cores are busy meanwhile",
             "give the processes more cores, or take other work off the hosts; more flows do not help",
         )
     if reached >= _REACHED * best.bytes_per_second:
@@ -218,7 +228,7 @@ def gigabits(bytes_per_second: float) -> str:
 
 
 def _beyond_collectives(report: LinkReport, found: str, best: FlowRate) -> Diagnosis:
-    """The limit where collectives carry what flows do."""
+    """The limit if collectives are as fast as flows."""
     if not _fills(report, best):
         rates = [rate.bytes_per_second for rate in report.flows]
         link = f"{found}, of a link of {gigabits(report.rate or 0)}"
@@ -230,13 +240,13 @@ def _beyond_collectives(report: LinkReport, found: str, best: FlowRate) -> Diagn
             "something between the nodes is slower than their links, or carries other traffic",
         )
     usual = report.mtu is not None and report.mtu <= _USUAL_MTU
-    jumbo = f"packets have {report.mtu} bytes: jumbo frames carry 4% more. Else " if usual else ""
+    jumbo = f"packets have {report.mtu} bytes: jumbo frames carry 4% more. Otherwise " if usual else ""
     return Diagnosis(
         "network",
         found,
-        f"{jumbo}only fewer bytes or a faster link help: zerojax plan --links names the preset, and from "
-        "which zero.every on local updates hide; where steps take longer than it predicts, the schedule is "
-        "the limit (zerojax overlap)",
+        f"{jumbo}only fewer bytes or a faster link help. zerojax plan --links names the preset, and the "
+        "smallest zero.every with which compute hides local updates. If steps take longer than it predicts, "
+        "the schedule is the limit (zerojax overlap)",
     )
 
 
@@ -254,20 +264,20 @@ def _best(report: LinkReport) -> FlowRate:
 
 
 def _enough(report: LinkReport) -> int:
-    """The fewest flows that carry nearly as much as the best."""
+    """The fewest flows that reach 90% of the best rate."""
     least = 0.9 * _best(report).bytes_per_second
     return min(rate.flows for rate in report.flows if rate.bytes_per_second >= least)
 
 
 def _opened(report: LinkReport) -> int:
-    """The flows that NCCL opens for a node: one a GPU where a single thread serves all."""
+    """The number of flows that NCCL opens for a node: one a GPU if a single thread serves them all."""
     threads, sockets = (report.nccl.get(name, "") for name in (THREADS, SOCKETS))
     each = int(threads) * int(sockets or 1) if threads.isdecimal() and (sockets or "1").isdecimal() else 0
     return report.local * max(1, CHANNELS * each)
 
 
 def _fills(report: LinkReport, best: FlowRate) -> bool:
-    """Whether flows fill the link, as far as its rate is known."""
+    """Whether flows fill the link; True if its rate is unknown."""
     return report.rate is None or best.bytes_per_second >= _PAYLOAD * report.rate
 
 
@@ -278,7 +288,7 @@ def _number(value: Any) -> float:
 
 
 def _problem(report: LinkReport) -> str:
-    """What is wrong with the values of a file; "" if nothing is."""
+    """The first fault in a file's values; "" if there is none."""
     if report.nodes < 2 or report.local < 1:
         return f"{report.nodes} nodes of {report.local} devices"
     measured = [(found.op, found.bytes) for found in report.collectives]

@@ -17,7 +17,7 @@ from zerojax.sharding.mesh import AXES, LOCAL, NODE
 
 # Bytes that a node sends to others in a step, as multiples of M = 2 bytes per parameter (README).
 NETWORK_BYTES = {"zero3": 3.0, "zero++": 0.75, "delta": 0.5}
-# Tokens per device and step that the recommendation is for: 4 sequences of 2048.
+# The recommendation assumes this many tokens per device and step: 4 sequences of 2048.
 TOKENS = 8192
 # Roughly the fraction of a single matrix product's speed that a training step reaches.
 _REACHED = 0.5
@@ -31,8 +31,8 @@ class Link:
     """The measured speed of one mesh axis.
 
     Attributes:
-        bytes_per_second: that each device sends (and receives), all at once.
-        seconds: of a gather of a few bytes.
+        bytes_per_second: rate at which each device sends (and receives) while all devices do.
+        seconds: duration of a gather of a few bytes.
     """
 
     bytes_per_second: float
@@ -40,10 +40,10 @@ class Link:
 
 
 def measure_link(mesh: Mesh, axis: str) -> Link | None:
-    """Time all-gathers over one axis; all processes must call it together.
+    """Time all-gathers over one axis. All processes must call it together.
 
     Returns:
-        None if the axis has a single device.
+        The link, or None if the axis has a single device.
     """
     peers = mesh.shape[axis]
     if peers == 1:
@@ -56,10 +56,10 @@ def measure_link(mesh: Mesh, axis: str) -> Link | None:
 
 
 def measure_matmul() -> list[float]:
-    """Operations per second of a matrix product on one device of each process, in the order of ranks.
+    """Measure the FLOP/s of a matrix product on one device of each process, in the order of ranks.
 
-    In bf16 on accelerators, and in fp32 on CPUs, where bf16 is slow. All processes wait in every step for one
-    that is far slower than the others.
+    The product is in bf16 on accelerators, and in fp32 on CPUs, where bf16 is slow. A process that is far
+    slower than the others delays every step.
     """
     accelerated = jax.default_backend() != "cpu"
     n, dtype = (8192, jnp.bfloat16) if accelerated else (512, jnp.float32)
@@ -72,22 +72,24 @@ def measure_matmul() -> list[float]:
 
 
 def tokens_to_hide(preset: str, node_bytes_per_second: float, device_flops: float) -> float:
-    """Tokens per device and step from which communication between nodes hides behind compute.
+    """The fewest tokens per device and step with which compute hides the communication between nodes.
 
-    A device computes 6 P T operations in a step, for P parameters and T tokens, while the link of its node
-    carries a multiple of 2 P bytes: P cancels.
+    For P parameters and T tokens a device computes 6 P T FLOPs in a step, and its node's link carries a
+    multiple of 2 P bytes. P cancels.
     """
     return NETWORK_BYTES[preset] * 2 * _REACHED * device_flops / (6 * node_bytes_per_second)
 
 
 def advise(node: Link | None, local: int, device_flops: float) -> tuple[str, str]:
-    """The recommended preset, and why.
+    """Recommend a preset: (its name, the reason).
 
-    ``node`` is one device's link, which the ``local`` devices of a node share, and None if there is one node;
-    ``device_flops`` are operations per second of a matrix product.
+    Args:
+        node: one device's part of the link that its node's devices share; None if there is one node.
+        local: devices of a node.
+        device_flops: FLOP/s of a matrix product.
     """
     if node is None:
-        return "zero3", "there is one node: nothing crosses a network, so exact communication costs nothing"
+        return "zero3", "there is one node, so exact communication costs nothing"
     needed = {
         name: tokens_to_hide(name, node.bytes_per_second * local, device_flops) for name in NETWORK_BYTES
     }
@@ -100,15 +102,17 @@ def advise(node: Link | None, local: int, device_flops: float) -> tuple[str, str
     while needed["delta"] > every * TOKENS:
         every *= 2
     return "local", (
-        f"{why}; {TOKENS:,} tokens hide none. By local updates with zero.every = {every} they do: each node "
-        f"then trains weights of its own and holds the whole state; {expected_loss(every)}"
+        f"{why}; {TOKENS:,} tokens hide none. They hide local updates with zero.every = {every}. Each node "
+        f"then trains its own weights and holds the whole state: {expected_loss(every)}"
     )
 
 
 def time_collectives(mesh: Mesh, sizes: Sequence[int]) -> tuple[CollectiveTime, ...]:
-    """Time the collectives that carry weights and gradients between nodes; all processes call it together.
+    """Time the collectives that carry weights and gradients between nodes. All processes call it together.
 
-    In a collective each device sends about as many bytes to other nodes as one of the ``sizes`` says.
+    Args:
+        mesh: of at least two nodes.
+        sizes: bytes that each device sends to other nodes in a collective, about.
     """
     nodes = mesh.shape[NODE]
 
@@ -134,7 +138,7 @@ def _time(mesh: Mesh, size: int, collective: Callable[[jax.Array], jax.Array]) -
     everywhere = PartitionSpec(AXES)
 
     def run(x: jax.Array) -> jax.Array:
-        # Behind the barrier, so that no part of the collective can be optimised away.
+        # The barrier keeps XLA from optimising parts of the collective away.
         return jax.lax.optimization_barrier(collective(x))[:1]
 
     step = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False))
@@ -146,7 +150,7 @@ def _time(mesh: Mesh, size: int, collective: Callable[[jax.Array], jax.Array]) -
 
 
 def _best_time(run: Callable[[], Any]) -> float:
-    """The shortest of three runs, after one to compile."""
+    """Seconds of the shortest of three runs, after one that compiles."""
     _, *times = timeit.repeat(lambda: jax.block_until_ready(run()), repeat=4, number=1)
     return min(times)
 

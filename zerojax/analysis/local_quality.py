@@ -1,24 +1,27 @@
-"""What local updates cost in quality, as far as it was measured: recommendations quote it."""
+"""The measured loss of quality by local updates, which recommendations quote."""
 
 LOSS_ABOVE_ZERO3: dict[str, dict[int, float]] = {
     "adamw": {16: 6.0, 64: 7.5, 128: 9.3},
     "muon": {16: 6.7, 64: 8.4, 128: 11.3},
 }
-"""Validation loss above that of zero3 with the same optimizer, in percent, by optimizer and ``every``.
+"""Percent by which the validation loss exceeds zero3's with the same optimizer, by optimizer and ``every``.
 
-Two nodes trained weights of 124M parameters on for 400 steps, each way at the best of a few learning rates.
-Four nodes with Muon and ``every=64`` ended 17.7% above. docs/quality.md has these runs, and others from
-random weights, which end 1.5% (21 tokens a parameter) to 33% above."""
+Two nodes continued to train weights of 124M parameters for 400 steps, each way at the best of a few learning
+rates. Four nodes with Muon and ``every=64`` ended 17.7% above. docs/quality.md has these runs. It also has
+runs from random weights, which end 1.5% (21 tokens a parameter) to 33% above."""
 LEAST_EVERY = 16
-"""The smallest ``every`` to recommend, since none below was measured: the shorter a round, the more of it a
-fragment is on its way, and what nodes learn of it meanwhile is lost (``ZeroConfig.outer_delay``)."""
+"""The smallest ``every`` to recommend, because no smaller one was measured.
+
+In a shorter round a fragment travels for a larger part of the round, and the nodes' changes of it meanwhile
+are lost (``ZeroConfig.outer_delay``)."""
 
 
 def expected_loss(every: int, *optimizers: str) -> str:
-    """The loss of quality to expect from local updates, in words.
+    """A sentence about the loss of quality to expect from local updates.
 
-    The figure is that of the next larger ``every`` that was measured; without names of optimizers, of all
-    that the table has.
+    Args:
+        every: as ``ZeroConfig.every``. The figure is of the next larger one that was measured.
+        optimizers: names; none stands for all that were measured.
     """
     each = "; ".join(f"{name} {_figure(name, every)}" for name in optimizers or LOSS_ABOVE_ZERO3)
     return (

@@ -168,7 +168,7 @@ class Savings:
 def _price(now: ZeroConfig, then: ZeroConfig, optimizer: str) -> str:
     """The effect of a change of options on precision or time."""
     if then.every and not now.every:
-        return f"each node trains weights of its own: {expected_loss(then.every, optimizer)}"
+        return f"each node trains its own weights: {expected_loss(then.every, optimizer)}"
     if then.host != now.host:
         return "copied from and to host memory in each step"
     if then.moments != now.moments:

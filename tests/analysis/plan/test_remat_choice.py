@@ -29,8 +29,8 @@ def predicted(zero: ZeroConfig) -> tuple[PredictedMemory, StepTime]:
 @pytest.mark.parametrize(
     ("now", "device", "host", "wanted"),
     [
-        (ZeroConfig(), 80e9, None, ("none", "1.00 s in place of 1.20 s", "78.0 GB.")),
-        (ZeroConfig(), 77e9, None, ("attention", "1.10 s in place of 1.20 s", "38.0 GB.")),
+        (ZeroConfig(), 80e9, None, ("none", "1.00 s instead of 1.20 s", "78.0 GB.")),
+        (ZeroConfig(), 77e9, None, ("attention", "1.10 s instead of 1.20 s", "38.0 GB.")),
         (ZeroConfig(remat="attention"), 77e9, None, None),
         (ZeroConfig(remat="none"), 77e9, None, None),  # itself does not fit
         (

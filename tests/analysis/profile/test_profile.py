@@ -115,7 +115,7 @@ def test_steps_that_are_none(text: str) -> None:
 def test_steps_that_will_not_come(tmp_path: Path) -> None:
     assert parse_steps("5:7") == range(5, 8)
     for done, planned in ((5, 10), (0, 6)):
-        with pytest.raises(ZeroError, match=rf"will take steps {done + 1} to {planned}"):
+        with pytest.raises(ZeroError, match=rf"will only take steps {done + 1} to {planned}"):
             StepProfile(tmp_path, range(5, 8), print, done=done, planned=planned)
 
 

@@ -14,15 +14,15 @@ One and four sequences a GPU under ``remat="full"`` differ by 106.9 ms and 65 TF
 """
 
 CUDNN_EFFICIENCY = 0.87
-"""The rate of cuDNN's attention, relative to that of matmuls; measured on H100 and H200.
+"""The rate of cuDNN's attention relative to the rate of matmuls; measured on H100 and H200.
 
-Rows of 32,768 to 1,048,576 tokens (docs/planner.md); FlashAttention-4 is as fast as matmuls there.
+The rows had 32,768 to 1,048,576 tokens (docs/planner.md). FlashAttention-4 is as fast as matmuls there.
 """
 
 FP8_EFFICIENCY = 0.55
-"""Fraction of the fp8 peak that products with weights reach, conversions apart; measured on H200.
+"""Fraction of the fp8 peak that products with weights reach, without conversions; measured on H200.
 
-With the bytes of conversions in ``zerojax.analysis.plan.speed`` it fits three stacks, of widths 2048, 4096
+Together with the conversions of ``zerojax.analysis.plan.speed`` it fits three stacks, of widths 2048, 4096
 and 8192 (docs/planner.md).
 """
 
@@ -32,17 +32,17 @@ MEMORY_EFFICIENCY = 0.9
 LINK_EFFICIENCY = 0.68
 """Fraction of the link's rate that hops within a node reach during compute; measured on H200.
 
-The bytes of a step of one sequence, over its time without matmuls and optimizer.
+It is the bytes of a step of one sequence over the step's time without matmuls and optimizer.
 """
 
 HOST_EFFICIENCY = 0.84
-"""Fraction of PCIe's rate that copies between a GPU and page-locked memory of its host reach.
+"""Fraction of PCIe's rate that copies between a GPU and page-locked host memory reach.
 
 Measured on H100: 54 GB/s in either direction.
 """
 
 BOTH_WAYS = 0.8
-"""Of that, the fraction that each direction reaches while both copy; measured on H100: 43 GB/s each."""
+"""Fraction of that rate that each direction reaches while both copy; measured on H100: 43 GB/s each."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,14 @@ class Gpu:
     Attributes:
         kind: the part of JAX's ``device_kind`` that identifies it.
         flops: peak dense FLOP/s in bf16 (V100: in fp16, it has no bf16).
-        memory: bytes.
+        memory: bytes of its memory.
         memory_rate: bytes/s of its memory.
-        link_rate: bytes/s that it sends to the others of its node, by NVLink or PCIe, in one direction.
+        link_rate: bytes/s that it sends to the other GPUs of its node, by NVLink or PCIe, in one direction.
         host_rate: bytes/s of PCIe to its host, in one direction.
         fp8_flops: peak dense FLOP/s in fp8; 0 for a GPU without fp8 matmuls.
-        workspace: bytes of cuBLAS for matmuls.
-        measured: whether the efficiencies above were measured on this GPU; for others they are assumed.
+        workspace: bytes that cuBLAS reserves for matmuls.
+        measured: whether the efficiencies above were measured on this GPU. Other GPUs are assumed to be
+            alike.
     """
 
     kind: str
@@ -100,8 +101,8 @@ def find_gpu(name: str) -> Gpu:
     """
     if (known := GPUS.get(name.lower())) is None:
         raise ConfigurationError(
-            f"unknown GPU {name!r}: choose one of {', '.join(GPUS)}. For another one use the nearest, and "
-            "correct it by --peak-tflops, --memory-gb, --memory-bandwidth, --local-bandwidth and "
-            "--host-bandwidth"
+            f"unknown GPU {name!r}: choose one of {', '.join(GPUS)}. For any other GPU choose the most "
+            "similar one, and correct it with --peak-tflops, --memory-gb, --memory-bandwidth, "
+            "--local-bandwidth and --host-bandwidth"
         )
     return known

@@ -1,4 +1,4 @@
-"""Plans: the memory, communication and time of a run from formulas, for a state or for another cluster."""
+"""Plans: formulas for the memory, communication and time of a run, on this mesh or on another cluster."""
 
 from zerojax.analysis.plan.cluster import Cluster
 from zerojax.analysis.plan.hops import HopPlan

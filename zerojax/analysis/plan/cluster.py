@@ -1,4 +1,4 @@
-"""The cluster of a plan, and a train spec laid out on it, without its devices."""
+"""The cluster of a plan, and the layout of a train spec on it, without its devices."""
 
 from dataclasses import dataclass
 from typing import cast
@@ -44,18 +44,18 @@ class Cluster:
     """Nodes of equal GPUs.
 
     Attributes:
-        nodes: their number.
+        nodes: number of nodes.
         local: GPUs per node.
-        gpu: their kind.
+        gpu: kind of GPU.
         bandwidth: bytes/s of one node's link, all its adapters together, in each direction.
-        local_bandwidth: bytes/s that one GPU sends to the others of its node while it computes; None is the
-            data sheet's rate times ``LINK_EFFICIENCY``.
+        local_bandwidth: bytes/s that one GPU sends to the other GPUs of its node while it computes; None is
+            the data sheet's rate times ``LINK_EFFICIENCY``.
         efficiency: fraction of the GPU's peak that matmuls and attention reach.
         memory_fraction: fraction of its memory available for arrays.
-        host_memory: bytes of the memory of a node's host; None if it is not known.
+        host_memory: bytes of a host's memory; None if unknown.
         host_bandwidth: bytes/s of a copy between a GPU and its host in one direction; None is PCIe's rate
             times ``HOST_EFFICIENCY``.
-        links: measured between such nodes, in place of ``bandwidth``.
+        links: measurements between such nodes. They replace ``bandwidth``.
     """
 
     nodes: int
@@ -78,7 +78,8 @@ class Cluster:
             raise ConfigurationError(f"{self.nodes} nodes of {self.local} GPUs: at most {MAX_DEVICES:,} GPUs")
         if self.nodes > 1 and self.bandwidth <= 0 and self.links is None:
             raise ConfigurationError(
-                "the network between the nodes needs a rate: give --bandwidth, such as 100gbit, or --links"
+                "the rate of the network between the nodes is missing: give --bandwidth, such as 100gbit, or "
+                "--links"
             )
         figures = [self.gpu.flops, self.gpu.memory, self.gpu.memory_rate, self.link_rate, self.host_rate]
         figures += [] if self.host_memory is None else [self.host_memory]
@@ -102,18 +103,18 @@ class Cluster:
 
     @property
     def link_rate(self) -> float:
-        """Bytes/s that one GPU reaches to the others of its node."""
+        """Bytes/s at which one GPU sends to the other GPUs of its node."""
         listed = self.gpu.link_rate * LINK_EFFICIENCY
         return listed if self.local_bandwidth is None else self.local_bandwidth
 
     @property
     def host_rate(self) -> float:
-        """Bytes/s of a copy between a GPU and its host while none goes the other way."""
+        """Bytes/s of a copy between a GPU and its host while nothing is copied in the other direction."""
         listed = self.gpu.host_rate * HOST_EFFICIENCY
         return listed if self.host_bandwidth is None else self.host_bandwidth
 
     def host_seconds(self, arriving: float, leaving: float) -> float:
-        """Seconds of copies of as many bytes from the host and to it, which run at once."""
+        """Seconds to copy ``arriving`` bytes from the host and ``leaving`` bytes to it at the same time."""
         shorter, longer = sorted((arriving, leaving))
         return (shorter / BOTH_WAYS + longer - shorter) / self.host_rate
 
@@ -123,7 +124,7 @@ class Cluster:
         Args:
             op: the collective.
             sent: bytes that each device sends to other nodes.
-            messages: number of collectives; without measured links they cost nothing beyond their bytes.
+            messages: number of collectives. Without measured links they have no latency.
         """
         if not sent:
             return 0.0
@@ -134,34 +135,39 @@ class Cluster:
 
     @property
     def memory_rate(self) -> float:
-        """Bytes/s that a GPU's kernels reach in its memory."""
+        """Bytes/s at which a GPU's kernels read and write its memory."""
         return self.gpu.memory_rate * MEMORY_EFFICIENCY
 
     def flops(self, dtype: DTypeLike) -> float:
-        """FLOP/s that matmuls reach in bfloat16, or in float32 (TF32: half of it)."""
+        """FLOP/s that matmuls reach in bfloat16, or in float32 (TF32: half as many)."""
         name = dtype_name(dtype, "dtype", tuple(COMPUTE_FORMAT))
         return self.gpu.flops * self.efficiency / (2 if name == "float32" else 1)
 
     def fp8_flops(self, dtype: DTypeLike) -> float:
-        """FLOP/s that products with weights reach in fp8; on a GPU without it, those of ``dtype``."""
+        """FLOP/s that products with weights reach in fp8, or in ``dtype`` on a GPU without fp8."""
         reached = FP8_EFFICIENCY / MATMUL_EFFICIENCY * self.efficiency
         return self.gpu.fp8_flops * reached or self.flops(dtype)
 
 
 def on_world(spec: TrainSpec, world: MeshShape, zero: ZeroConfig) -> TrainSpec:
-    """The same model and optimizer with other options on another mesh, for inspection only.
+    """The spec of the same model and optimizer with other options on another mesh, for inspection only.
 
-    The spec is built for any mesh, with the optimizer in host memory if ``zero`` has it there. ``zero.units``
-    are those of the spec.
+    Args:
+        spec: built for any mesh. If ``zero`` keeps the optimizer in host memory, so does the spec.
+        world: extents of the other mesh.
+        zero: the other options. Their ``units`` are ignored; the spec's are taken.
 
     Raises:
-        ConfigurationError: the options do not fit the mesh, the model or its optimizer, or have the latter in
-            host memory alone.
+        ConfigurationError: the options do not fit the mesh, the model or its optimizer, or only they keep the
+            optimizer in host memory.
     """
     check_options(zero, world)
     streams = "optimizer" in zero.host and spec.tx is not None
     if streams and spec.layerwise is None:
-        raise ConfigurationError("whether this optimizer can be in host memory is known once it is there.")
+        raise ConfigurationError(
+            "this spec was built with the optimizer on the device. To plan the optimizer in host memory, "
+            "build the spec with it there."
+        )
     # A layout needs only the extents and names of a mesh, no devices.
     mesh = cast(Mesh, AbstractMesh((world.nodes, world.local), AXES, axis_types=(AxisType.Auto,) * len(AXES)))
     zero = zero.replace(units=spec.zero.units)

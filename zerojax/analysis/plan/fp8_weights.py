@@ -1,4 +1,4 @@
-"""The weights that a plan computes with in fp8, and why it leaves the others out."""
+"""The weights with matmuls in fp8, and why other weights have none."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ class Fp8Row:
 
     Attributes:
         name: their path, with numbers replaced by "*".
-        shape: of one of them.
-        copies: their number, layers included.
-        elements: of all of them.
-        left_out: why their matmuls are not computed in fp8; None if they are.
+        shape: of one weight.
+        copies: number of weights, layers included.
+        elements: number of elements of all these weights.
+        left_out: why their matmuls are not in fp8; None if they are.
     """
 
     name: str
@@ -35,8 +35,8 @@ class Fp8Plan:
     """The weights of a model, where ``ZeroConfig.matmul_dtype`` is "fp8".
 
     Attributes:
-        rows: every kind, in the model's order.
-        in_units: elements of all units.
+        rows: every kind of weight, in the model's order.
+        in_units: number of elements of all units.
     """
 
     rows: tuple[Fp8Row, ...]
@@ -44,17 +44,17 @@ class Fp8Plan:
 
     @property
     def chosen(self) -> tuple[Fp8Row, ...]:
-        """The kinds computed with in fp8."""
+        """The kinds with matmuls in fp8."""
         return tuple(row for row in self.rows if row.left_out is None)
 
     @property
     def weights(self) -> int:
-        """The number of weights computed with in fp8, layers included."""
+        """The number of weights with matmuls in fp8, layers included."""
         return sum(row.copies for row in self.chosen)
 
     @property
     def share(self) -> float:
-        """Their share of the units' elements."""
+        """The share of the units' elements with matmuls in fp8."""
         return sum(row.elements for row in self.chosen) / max(1, self.in_units)
 
     def to_dict(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Fp8Plan:
 
 
 def fp8_of(spec: TrainSpec) -> Fp8Plan | None:
-    """The weights of a train spec, those of the same kind merged; None without fp8."""
+    """The weights of a train spec by kind; None without fp8."""
     if spec.zero.matmul_dtype != "fp8":
         return None
     kinds: dict[tuple[str, tuple[int, ...], str | None], int] = {}
@@ -81,7 +81,7 @@ def fp8_of(spec: TrainSpec) -> Fp8Plan | None:
 
 
 def fp8_table(plan: Fp8Plan) -> Table:
-    """The weights computed with in fp8; then the others, by reason."""
+    """The weights with matmuls in fp8, then the other weights by reason."""
     title = f"Matmuls in fp8: {plan.weights} weights, {plan.share:.2%} of the units' parameters"
     table = Table("", Column("weights", overflow="fold"), *numeric("copies", "elements"), title=title)
     for why in dict.fromkeys([None, *(row.left_out for row in plan.rows)]):

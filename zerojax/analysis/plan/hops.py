@@ -1,8 +1,8 @@
 """The communication of a training step, from formulas.
 
-For a leaf of n layers, of which a device owns s elements, on N nodes of L devices, with row bytes w and v of
-its weights' formats over ``node`` and ``local``, and g and h of its gradients' over ``local`` and ``node``,
-one device sends each time:
+There are N nodes of L devices. A leaf has n layers, and a device owns s elements of each. A row of k elements
+takes w(k) and v(k) bytes in the formats of weights over ``node`` and ``local``. It takes g(k) and h(k) bytes
+in the formats of gradients over ``local`` and ``node``. One device sends each time:
 
 ================== ================= ======================
 hop                over              bytes
@@ -16,19 +16,22 @@ sums to all nodes  node              n (N-1) t(s)
 exchange_fragment  node              (N-1) (h(f) + c(f))
 ================== ================= ======================
 
-Experts that are spread over a node's devices have no hops over ``local``; what their tokens send there
-depends on the batch (``Work.exchanged``), and so does what devices send that share rows (``Work.heads``).
+Experts that are spread over a node's devices have no hops over ``local``. Their tokens do
+(``Work.exchanged``), and so do the heads of devices that share rows (``Work.heads``). Both depend on the
+batch.
 
-Sums, with row bytes t, go to all nodes of matrices that the optimizer needs whole and every node holds: those
-have no gather_node. Where no node holds them, two all-to-alls exchange them, in the compute format.
+Some matrices the optimizer needs whole. If every node holds them, their sums go to all nodes, in rows of t(k)
+bytes, and they have no gather_node. If no node holds them, two all-to-alls exchange them in the compute
+format.
 
-With local updates the passes have the hops within a node alone, and a fragment of f elements of an owner's
-shards, in whole codec blocks, crosses nodes: what was learnt of it in the gradient's format, and the change
-of the outer weights, whose row bytes are c, with ``outer_delay`` of 0 or 1 by a gather of its own. The nodes'
-reports are in the same exchange.
+With local updates the passes only have the hops within a node. In each step a fragment of an owner's shards
+crosses nodes: f elements, in whole codec blocks. The node's change of it is sent in the gradients' format,
+with the node's report. The change of the outer weights has rows of c(k) bytes. With ``outer_delay`` of 0 or 1
+a separate gather sends it.
 
-``comm_report`` counts the same bytes in the traced step, and the tests compare the two. Formulas stay because
-a plan tries twenty ways of sharding: tracing one takes 5 s for a decoder of 1.3B, these take a millisecond.
+``comm_report`` counts the same bytes in the traced step, and the tests compare the two. The planner needs
+formulas because it tries twenty ways of sharding. Tracing one takes 5 s for a decoder of 1.3B, a formula a
+millisecond.
 """
 
 from collections import Counter
@@ -59,12 +62,12 @@ class HopPlan:
         phase: one of ``zerojax.analysis.comm_report.PHASES``.
         axis: "node", "local" or "node+local".
         formats: wire formats, by decreasing number of elements.
-        local_bytes: that one device sends within its node per step.
-        node_bytes: that one device sends to other nodes per step.
-        codec_bytes: that one device reads and writes in its own memory per step to encode and decode; 0 for
+        local_bytes: bytes that one device sends within its node per step.
+        node_bytes: bytes that one device sends to other nodes per step.
+        codec_bytes: bytes that one device reads and writes in its memory per step to encode and decode; 0 for
             raw formats.
-        usual: False for the resync, which only some steps have; it is in no total.
-        messages: to other nodes that one device sends per step, a collective for each layer; 0 within a node.
+        usual: False for the resync, which only some steps have. No total counts it.
+        messages: collectives between nodes per step, one for each layer; 0 within a node.
     """
 
     phase: str
@@ -84,12 +87,12 @@ class _LeafHop(NamedTuple):
         leaf: a parameter, or one kind of parameter in all layers of a stack.
         phase: as in ``HopPlan``.
         axis: as in ``HopPlan``.
-        codec: of a row.
-        elements: of a row, which one device sends to each of the others.
+        codec: wire format of a row.
+        elements: number of elements of the row that one device sends to each other device.
         times: how often a layer has the hop in a step.
         usual: as in ``HopPlan``.
         coded: whether the hop encodes and decodes, unless its format is raw.
-        summed: whether the rows are summed where they arrive.
+        summed: whether the receiver sums the rows.
     """
 
     leaf: ParamLayout
@@ -104,7 +107,7 @@ class _LeafHop(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows sent to each of the others per step."""
+        """Rows that one device sends to each other device per step."""
         return round(self.leaf.layers * self.times)
 
     def copied(self) -> int:
@@ -125,16 +128,16 @@ class _LeafHop(NamedTuple):
 
 
 def _others(axis: str, world: MeshShape) -> tuple[int, int, int]:
-    """Devices that one sends to: in its node, and in others; and those of the group, itself included."""
+    """Peers of a device in its node, its peers in other nodes, and the size of the group with itself."""
     nodes, local = (n if name in axis else 1 for name, n in ((NODE, world.nodes), (LOCAL, world.local)))
     return local - 1, (nodes - 1) * local, nodes * local
 
 
 def hops_of(spec: TrainSpec, work: Work | None = None) -> tuple[HopPlan, ...]:
-    """One hop per phase and axis, in order; hops that send nothing are left out.
+    """The hops that send anything: one for each phase and axis, in order.
 
-    The hops of tokens to experts, and of heads between devices that share rows, need the work of a
-    micro-batch.
+    ``work`` of a micro-batch adds the hops of tokens to experts, and of heads between devices that share
+    rows.
     """
     together: dict[tuple[str, str, bool], list[_LeafHop]] = {}
     for hop in (*_hops_of_passes(spec.training), *_optimizer_hops(spec.training), *_exchange_hops(spec)):
@@ -178,7 +181,7 @@ def _hops_of_passes(spec: TrainSpec) -> Iterator[_LeafHop]:
 
 
 def _exchange_hops(spec: TrainSpec) -> Iterator[_LeafHop]:
-    """With local updates, what crosses nodes of a fragment."""
+    """The exchange of a fragment between nodes by local updates."""
     if not spec.zero.every:
         return
     for leaf in spec.leaves:
@@ -190,7 +193,7 @@ def _exchange_hops(spec: TrainSpec) -> Iterator[_LeafHop]:
 
 
 def _weight_hops(spec: TrainSpec, group: ParamGroup, leaf: ParamLayout) -> Iterator[_LeafHop]:
-    """Gathers. Frozen weights travel as they are stored, and are decoded within the node."""
+    """The gathers of a leaf. Frozen weights travel in their stored format, and are decoded in the node."""
     zero, strategy, own = spec.zero, spec.strategy, leaf.weights
     over_node = own.local if leaf.frozen else own.node
     source, keep = (strategy.frozen,) * 2 if leaf.frozen else (strategy.source, strategy.keep)
@@ -200,7 +203,7 @@ def _weight_hops(spec: TrainSpec, group: ParamGroup, leaf: ParamLayout) -> Itera
     def gather(phase: str, times: float, *, node: bool) -> Iterator[_LeafHop]:
         if node:
             yield _LeafHop(leaf, phase, NODE, over_node, leaf.shard, times, coded=not leaf.frozen)
-        # A secondary row is encoded shard by shard; blocks divide shards, so that the bytes are the same.
+        # A secondary row is encoded shard by shard. Blocks divide shards, so the bytes are the same.
         if leaf.parts == 1:
             yield _LeafHop(leaf, phase, LOCAL, own.local, leaf.secondary, times)
 
@@ -221,7 +224,7 @@ def _weight_hops(spec: TrainSpec, group: ParamGroup, leaf: ParamLayout) -> Itera
 
 
 def _gradient_hops(spec: TrainSpec, leaf: ParamLayout) -> Iterator[_LeafHop]:
-    """Reductions, and at stage 0 the gathers that take the sums to all devices."""
+    """The reductions of a leaf's gradients, and at stage 0 the gathers of the sums."""
     if leaf.frozen:
         return
     zero, strategy = spec.zero, spec.strategy
@@ -243,7 +246,7 @@ def _gradient_hops(spec: TrainSpec, leaf: ParamLayout) -> Iterator[_LeafHop]:
 
 
 def _optimizer_hops(spec: TrainSpec) -> Iterator[_LeafHop]:
-    """The exchanges of matrices that the optimizer needs whole (``zerojax.optim.muon``), there and back."""
+    """The exchanges, there and back, of matrices that the optimizer needs whole (``zerojax.optim.muon``)."""
     if spec.zero.stage == 0:
         return
     codec = Codec(spec.zero.compute_format, spec.zero.block_size)
@@ -258,13 +261,16 @@ def hops_table(
     title: str = "Expected bytes that one device sends per step",
     seconds: Callable[[HopPlan], tuple[float, float]] | None = None,
 ) -> Table:
-    """Bytes by phase and axis, and their time if ``seconds`` gives that of a hop on either link."""
+    """A table of bytes by phase and axis.
+
+    ``seconds`` of a hop, within the node and between nodes, add columns of times.
+    """
     time = () if seconds is None else ("ms",)
     numbers = numeric("in the node", *time, "between nodes", *time)
     table = Table("phase", "over", "formats", *numbers, title=title)
 
     def sent(together: Sequence[HopPlan]) -> Iterator[str]:
-        """The cells of some hops: bytes, and time, within the node and between nodes."""
+        """Cells for the sum of some hops: bytes (and time) within the node, then between nodes."""
         totals = sum(hop.local_bytes for hop in together), sum(hop.node_bytes for hop in together)
         for link, total in enumerate(totals):
             yield size(total)
@@ -284,6 +290,6 @@ def hops_table(
 
 
 def usual_bytes(hops: Sequence[HopPlan]) -> tuple[int, int]:
-    """Bytes that one device sends in a usual step: within its node, and to other nodes."""
+    """Bytes that one device sends in a usual step: (within its node, to other nodes)."""
     usual = [hop for hop in hops if hop.usual]
     return sum(hop.local_bytes for hop in usual), sum(hop.node_bytes for hop in usual)

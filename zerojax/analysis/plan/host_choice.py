@@ -1,4 +1,4 @@
-"""Which parts of a run to keep in host memory, if its devices have no room for them."""
+"""Recommends what to keep in host memory, if a run does not fit its devices."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -16,19 +16,19 @@ from zerojax.zero_config.config import HOST_STORES, HostStore, ZeroConfig
 Predict = Callable[[ZeroConfig], tuple[PredictedMemory, StepTime]]
 _PARTS = tuple(part / 20 for part in range(19, 0, -1))
 _Option = tuple[tuple[HostStore, ...], bool]
-"""Of ``ZeroConfig``: ``host``, and ``update_in_backward``."""
+"""``ZeroConfig.host`` and ``ZeroConfig.update_in_backward``."""
 _Memories = dict[_Option, PredictedMemory]
 
 
 @dataclass(frozen=True)
 class HostChoice:
-    """What a run that does not fit would keep in host memory.
+    """A recommendation for a run that does not fit.
 
     Attributes:
-        host: as ``ZeroConfig.host``; None if it does not fit with anything there.
+        host: as ``ZeroConfig.host``; None if no choice fits.
+        advice: its cost, and the lines to add to the config. If no choice fits, the missing bytes.
         host_activations: as ``ZeroConfig.host_activations``.
         update_in_backward: as ``ZeroConfig.update_in_backward``.
-        advice: what it costs, and at the end the line to add; or what is missing.
     """
 
     host: tuple[HostStore, ...] | None
@@ -38,23 +38,27 @@ class HostChoice:
 
 
 def host_needed(memory: PredictedMemory, cluster: Cluster) -> int:
-    """Bytes of a host's memory that its devices need, with what XLA's pool and checkpoints take besides."""
+    """Bytes of a host's memory that its devices need, including XLA's pool and the saving of checkpoints."""
     saved = memory.host.get("parameters", 0) + memory.host.get("optimizer", 0)
     return cluster.local * pool_bytes(memory.host_total) + (SAVING if saved else 0)
 
 
 def host_fits(memory: PredictedMemory, cluster: Cluster) -> bool:
-    """Whether the host has room; also if its memory is not known."""
+    """Whether the host has room; True if its memory is unknown."""
     return cluster.host_memory is None or host_needed(memory, cluster) <= cluster.host_memory
 
 
 def choose_host(
     name: str, zero: ZeroConfig, cluster: Cluster, predict: Predict, fewest_nodes: int | None
 ) -> HostChoice:
-    """The fewest parts in host memory with which a run fits that does not; of as many, the fastest.
+    """Choose the fewest parts in host memory with which the run fits, and of equally few the fastest.
 
-    ``predict`` raises a ConfigurationError for options that do not go with the model or its optimizer. On
-    ``fewest_nodes`` the run fits as it is; None if more do not help.
+    Args:
+        name: of the run's way of sharding.
+        zero: the run's options, with which it does not fit.
+        cluster: of the run.
+        predict: raises a ConfigurationError for options that the model or its optimizer does not support.
+        fewest_nodes: the fewest nodes on which the run fits as it is; None if more do not help.
     """
     now = predict(zero)[0]
     tried: dict[_Option, tuple[PredictedMemory, StepTime]] = {}
@@ -88,8 +92,8 @@ def choose_host(
     return HostChoice(
         host,
         f"{trouble}. It fits with more in host memory: a GPU holds {size(memory.total)}, and a host needs "
-        f"{size(host_needed(memory, cluster))}. A step takes {duration(time.seconds)}, of which "
-        f"{duration(time.copying)} are copies that nothing hides (docs/host-memory.md). Under [zero], set\n\n"
+        f"{size(host_needed(memory, cluster))}. A step takes {duration(time.seconds)}, including "
+        f"{duration(time.copying)} for copies that nothing hides (docs/host-memory.md). Under [zero], set\n\n"
         + "\n".join(f"    {line}" for line in lines),
         share,
         in_backward,
@@ -104,7 +108,7 @@ def _under(zero: ZeroConfig, option: _Option, share: float = 1.0) -> ZeroConfig:
 def _with_a_part(
     zero: ZeroConfig, options: Sequence[_Option], cluster: Cluster, predict: Predict
 ) -> tuple[_Option, float, tuple[PredictedMemory, StepTime]] | None:
-    """The first of ``options`` that fits with a part of the activations, and the largest such part."""
+    """The first of ``options`` that fits with a part of the activations, with the largest such part."""
     for option, share in itertools.product(options, _PARTS):
         if "activations" in option[0]:
             memory, time = predict(_under(zero, option, share))
@@ -114,7 +118,7 @@ def _with_a_part(
 
 
 def _with_more(zero: ZeroConfig) -> Iterator[_Option]:
-    """What could be in host memory besides what is there now, also with updates in the backward pass."""
+    """Options that keep more in host memory or update in the backward pass, the fewest additions first."""
     others = [store for store in HOST_STORES if store not in zero.host]
     now = zero.update_in_backward
     for count in range(len(others) + 1):
@@ -134,7 +138,7 @@ def _missing(tried: _Memories, on_device: _Memories, cluster: Cluster) -> str:
         option = min(tried, key=lambda option: tried[option].total)
         still = f"{size(tried[option].total - cluster.budget)} are still missing"
         return f"With host = {_listed(option[0])}{' and update_in_backward' * option[1]} {still}"
-    return "No more of it can be in host memory (zero.host)"
+    return "The run cannot keep more in host memory (zero.host)"
 
 
 def _listed(host: tuple[HostStore, ...]) -> str:

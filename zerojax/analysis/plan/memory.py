@@ -1,4 +1,4 @@
-"""The memory of one device during a training step, by kind, from formulas.
+"""Formulas for the memory of one device during a training step, by kind.
 
 With N parameters on D devices in nodes of L, bf16 compute and Adam, the bytes are (ZeRO, section 5, with fp32
 sums at the owners)
@@ -12,21 +12,30 @@ stage       master, Adam   gradient sums  weights whole    gradients whole
 3           12 N / D       4 N / D        two units        one unit
 =========== ============== ============== ================ ====================
 
-Where a stack keeps activations, its sums take their place from the last layer to the first and need no
-memory of their own (``zerojax.schedule.sum_storage``). Matrices that the optimizer needs whole (Muon) take
-12 N / L, in place of the above and of hpZ or delta weights. Those add 2 N / L; weights computed with in fp8
-take one byte instead of two where they are gathered or copied. Frozen weights have neither masters nor
-gradients: their bytes, in the format in which they are stored, over L. What ``ZeroConfig.host`` names is in
-host memory. Of masters and optimizer the device then has five layers during the update (one arrives, one is
-updated, one leaves, and a GPU's loop has two iterations in its body), those of units in no stack two at a
-time and, of the whole model, what a pass sends: 2 N / D. Of stacks that the backward pass updates it has
-three layers then, and sums of one. Of weights there are two layers, of activations the last and two others.
-With masters or activations in host memory, sums take memory of their own.
+hpZ and delta add 2 N / L. Weights with matmuls in fp8 take one byte instead of two wherever they are gathered
+or kept in a node. Matrices that the optimizer needs whole (Muon) take 12 N / L instead of the bytes above and
+of hpZ or delta. Frozen weights have neither masters nor gradients. They take their stored bytes, over L. In a
+stack that keeps activations, the sums take the place of the activations, from the last layer to the first,
+and need no further memory (``zerojax.schedule.sum_storage``).
+
+``ZeroConfig.host`` moves parts to host memory. The device then has
+
+- five layers of masters and optimizer state during the update: one arrives, one is updated, one leaves, and a
+  GPU's loop has two iterations in its body. Units outside stacks are there two at a time;
+- three layers, and the sums of one layer, for stacks that the backward pass updates;
+- the payload of a pass for the whole model, 2 N / D;
+- two layers of weights, and the activations of the last layer and two others.
+
+With masters or activations in host memory, sums need further memory.
 
 Activations depend on the model and the batch (``work.py``). With them, the peak is at one of five moments:
-in the backward pass; in the forward pass, with frozen tables of embeddings; with a large vocabulary, in the
-loss, when there are logits but no gradients yet (except sums of earlier micro-batches); at the end, when
-there are the fp32 gradients of the embedding tables; or in the update, with Muon or host memory.
+
+- in the backward pass;
+- in the forward pass, with frozen embedding tables;
+- in the loss, with a large vocabulary, when there are logits but no gradients except sums of earlier
+  micro-batches;
+- at the end, when the fp32 gradients of the embedding tables exist;
+- in the update, with Muon or host memory.
 """
 
 from collections.abc import Callable, Collection
@@ -45,22 +54,22 @@ from zerojax.train.spec import ParamGroup, TrainSpec
 KINDS = {
     "parameters": "fp32 master weights",
     "optimizer": "the optimizer's state",
-    "outer": "outer weights, their momentum, and the node's copy of them",
-    "encoded": "of masters in host memory: what the next pass sends",
+    "outer": "outer weights, their momentum, and the node's replica of them",
+    "encoded": "the next pass's payload, encoded from masters in host memory",
     "frozen": "weights that are not trained, encoded",
     "gradients": "sums, at their owners",
-    "secondary": "hpZ's or delta's node-local copy",
+    "secondary": "the node-local weights of hpZ or delta",
     "residual": "error feedback",
     "other": "non-parameter state",
-    "weights": "gathered: units in use, or all of them",
-    "weight gradients": "not yet summed: of units in use, or of all",
-    "wire": "gradients of a unit, encoded, sent and arriving",
+    "weights": "gathered weights of units in use, or of all units",
+    "weight gradients": "not yet summed, of units in use, or of all units",
+    "wire": "encoded gradients of a unit, sent and arriving",
     "activations": "kept for the backward pass, and of the current layer",
-    "matrices": "in the update, whole: Muon's",
-    "streamed": "layers of what is in host memory, here for a while",
-    "workspace": "of the matmul library",
+    "matrices": "whole matrices in Muon's update",
+    "streamed": "layers from host memory, during their use",
+    "workspace": "reserved by the matmul library",
 }
-"""The kinds of memory of a device, and of its part of a host's."""
+"""The kinds of memory of a device, and of its part of the host's memory."""
 
 _LAYERS_UPDATED = 5
 _LAYERS_UPDATED_IN_BACKWARD = 3
@@ -74,8 +83,8 @@ class PredictedMemory:
     """Bytes on one device at the peak of a step.
 
     Attributes:
-        kinds: bytes by ``KINDS``.
-        host: bytes in host memory, for each device, by those of ``KINDS`` that are there.
+        kinds: bytes for each of ``KINDS``.
+        host: bytes in host memory for each device, by the kinds that are there.
     """
 
     kinds: dict[str, int]
@@ -102,7 +111,7 @@ class PredictedMemory:
         return sum(self.kinds[name] for name in names)
 
     def table(self, title: str | None = None, of: str = "") -> Table:
-        """A table by kind, without empty kinds.
+        """A table of the kinds that take memory.
 
         Args:
             title: None for the default.
@@ -125,12 +134,12 @@ class PredictedMemory:
 
 
 def predict_memory(spec: TrainSpec, work: Work | None = None, *, workspace: int = 0) -> PredictedMemory:
-    """The peak memory of a training step.
+    """Predict the peak memory of a training step.
 
     Args:
         spec: of the step.
-        work: gives its activations; None counts the backward pass without any.
-        workspace: bytes of the matmul library.
+        work: a micro-batch's activations. None counts the backward pass without activations.
+        workspace: bytes that the matmul library reserves.
     """
     lasting = spec.once("bytes held", lambda: _held_bytes(spec, device_bytes))
     host = {kind: count for kind, count in _in_host(spec).items() if count}
@@ -143,12 +152,12 @@ def predict_memory(spec: TrainSpec, work: Work | None = None, *, workspace: int 
 
 
 def _in_host(spec: TrainSpec) -> dict[str, int]:
-    """The bytes of a train state in host memory, for one device, by kind."""
+    """Bytes of one device's part of a train state in host memory, by kind."""
     return spec.once("bytes in host memory", lambda: _held_bytes(spec, host_bytes))
 
 
 def _held_bytes(spec: TrainSpec, count: Callable[[PyTree], int]) -> dict[str, int]:
-    """The bytes of one device's part of a train state that ``count`` counts, by kind."""
+    """Bytes of one device's part of a train state, by kind. ``count`` counts one of the two memories."""
     state = abstract_fields(spec)
     params, local = state["params"], state["local"]
     if local is None:
@@ -169,7 +178,7 @@ def _held_bytes(spec: TrainSpec, count: Callable[[PyTree], int]) -> dict[str, in
 
 
 class _Moments:
-    """What one device has besides what lasts, at each moment of a step that may be its peak, by ``KINDS``."""
+    """Bytes that one device holds in addition to its train state, by kind, at each possible peak."""
 
     def __init__(self, spec: TrainSpec, work: Work | None) -> None:
         self.spec, self.work = spec, work or _NO_WORK
@@ -181,7 +190,7 @@ class _Moments:
         self.layers = max(1, sum(group.layers for group in spec.unit_groups))
 
     def fullest(self) -> dict[str, int]:
-        """The moment of the peak."""
+        """The moment with the most bytes."""
         moments = [self.in_backward(), self.in_update()]
         if self.with_activations:
             moments += [self.in_forward(), self.in_loss(), self.at_end()]
@@ -190,8 +199,7 @@ class _Moments:
     def in_backward(self) -> dict[str, int]:
         """While a layer's vjp runs."""
         work, params, strategy = self.work, self.params, self.spec.strategy
-        # Exact weights that cross nodes again in the backward pass are in flight two layers ahead, in
-        # addition to the gradients.
+        # Weights that cross nodes again in the backward pass are in flight two layers ahead.
         again = strategy.keep == "primary" and self.spec.world.nodes > 1
         return {
             "gradients": params.sums() - self._sums_in_place_of_activations(),
@@ -204,14 +212,14 @@ class _Moments:
         }
 
     def in_forward(self) -> dict[str, int]:
-        """At the start of a layer, while all its weights are there."""
+        """At the start of a layer, while all its weights are gathered."""
         return self.in_loss() | {
             "weights": self.params.gathered(2) + self.params.frozen_in_forward(),
             "activations": self._kept() + 2 * self.work.stream + self._others(),
         }
 
     def in_loss(self) -> dict[str, int]:
-        """In one micro-batch's loss; in breadth the gradients of tables are summed over all."""
+        """In one micro-batch's loss. In breadth the gradients of tables are summed over micro-batches."""
         params, work = self.params, self.work
         in_breadth = work.tables + self._others() if self.together > 1 else 0
         return {
@@ -235,7 +243,7 @@ class _Moments:
         }
 
     def in_update(self) -> dict[str, int]:
-        """In the update, while a device has whole matrices of one shape."""
+        """In the update, while a device has the whole matrices of one shape."""
         return {
             "gradients": self.params.sums() + self.params.sums_in_nodes(),
             "matrices": self.params.whole_matrices(),
@@ -244,16 +252,16 @@ class _Moments:
 
     @property
     def moved_activations(self) -> int:
-        """Bytes of activations that stacks keep in host memory: of all layers but the last."""
+        """Bytes of activations that stacks keep in host memory, in all layers but the last."""
         if "activations" not in self.spec.zero.host:
             return 0
         share = self.spec.zero.host_activations
         return round(share * self.work.kept * self.together * self._layers_but_last) // self.layers
 
     def _kept(self, layers: int = _LAYERS_MOVED) -> int:
-        """Bytes of activations that are kept on the device, or of ``layers`` on their way.
+        """Bytes of kept activations on the device, including ``layers`` on their way to or from the host.
 
-        Those of the last layer are always there, until the backward pass has used them: then one fewer.
+        The last layer's activations stay on the device until the backward pass has used them.
         """
         moved = self.moved_activations
         others = max((group.layers - 1 for group in self.stacks), default=0)
@@ -261,13 +269,13 @@ class _Moments:
         return self.work.kept * self.together - moved + on_their_way
 
     def _others(self) -> int:
-        """The residual stream of the other micro-batches at a layer: input and output."""
+        """Bytes of the other micro-batches' residual stream at a layer: input and output."""
         return 2 * (self.together - 1) * self.work.stream
 
     def _sums_in_place_of_activations(self) -> int:
-        """The sums of stacks that are kept where activations of layers that are done were.
+        """Bytes of sums that take the place of finished layers' activations.
 
-        Of each stack all layers but one take part (``zerojax.schedule.sum_storage``).
+        This holds for all layers of a stack except one (``zerojax.schedule.sum_storage``).
         """
         strategy = self.spec.strategy
         if self.spec.zero.stage < 3 or strategy.residuals_in_host or strategy.reads_layers:
@@ -282,13 +290,16 @@ class _Moments:
         return sum(group.layers - 1 for group in self.stacks)
 
     def _fetched(self) -> int:
-        """Weights in host memory that are here during a pass."""
+        """Bytes of weights from host memory that are on the device during a pass."""
         held = _in_host(self.spec)
         trained = self._here(held["encoded"], _LAYERS_FETCHED, self.spec.groups)
         return trained + self._here(held["frozen"], _LAYERS_FETCHED, self.spec.groups, frozen=True)
 
     def _updated(self, *, in_backward: bool = False) -> int:
-        """Masters and moments in host memory that are here in the update, or that of the backward pass."""
+        """Bytes of masters and moments from host memory that are on the device in the update.
+
+        ``in_backward`` selects the update during the backward pass, else the one after it.
+        """
         held = _in_host(self.spec)["parameters"] + _in_host(self.spec)["optimizer"]
         own = self.spec.updated_in_backward
         groups = own if in_backward else [group for group in self.spec.groups if group not in own]
@@ -296,10 +307,9 @@ class _Moments:
         return self._here(held, layers, groups)
 
     def _here(self, held: int, layers: int, groups: Collection[ParamGroup], *, frozen: bool = False) -> int:
-        """Of ``held`` bytes in host memory, for all trained or frozen weights, those on the device at a time.
+        """The part of ``held`` bytes (all trained or frozen weights in host memory) on the device at a time.
 
-        There are two of ``groups``, of which one is done when the next but one begins: some ``layers`` of a
-        stack, or everything of a group that is no stack.
+        Two of ``groups`` are there at a time: some ``layers`` of a stack, or all of a group outside stacks.
         """
 
         def owned(group: ParamGroup) -> int:

@@ -1,4 +1,4 @@
-"""Forecasts of a run on a cluster under each way of sharding, and a recommendation."""
+"""Forecasts of a run on a cluster for each way of sharding, and a recommendation."""
 
 import dataclasses
 import functools
@@ -25,30 +25,30 @@ from zerojax.zero_config.config import MATMUL_WEIGHTS, PRESETS, Preset, ZeroConf
 AS_CONFIGURED = "as configured"
 IN_BREADTH = " in breadth"
 COMPARED: tuple[Preset, ...] = ("zero3", "zero++", "delta", "local")
-"""The presets with a forecast; "zero++-paper" sends as much between nodes as "zero++", and rounds more."""
+"""The presets with a forecast. "zero++-paper" sends as much between nodes as "zero++", and rounds more."""
 EXACT = ("stage 1", "stage 2", "zero3", "zero3" + IN_BREADTH)
 _MAX_SEQUENCES = 1 << 14
 _MAX_NODES = 1 << 12
 _ROW_TOKENS = 1024
-"""Lengths of rows are tried in multiples of it, for each device that shares a row."""
+"""Row lengths are tried in multiples of this many tokens for each device that shares a row."""
 _MAX_ROW = 1 << 14
-"""In those multiples."""
+"""The largest such multiple to try."""
 LONGEST = _ROW_TOKENS * _MAX_ROW
-"""The most tokens of a row that are tried, for each device that shares it."""
+"""The most tokens of a row to try, for each device that shares it."""
 _WORTH_IT = 1.03
 _WORTH_NODES_APART = 1.1
-"""The speed from which local updates are recommended: they do not train the same as the other ways."""
+"""The least speed-up to recommend local updates for, because they train differently from the other ways."""
 _MOST_EVERY = 1 << 10
 _NOTHING = 1e-3
-"""The share of a step that does not count as waiting."""
+"""A smaller share of a step does not count as waiting."""
 _DECIDED = (
     *("stage", "accumulate_order", "weights", "weights_delta", "delta_resync", "local_weights", "hpz"),
     *("grads", "grads_hops", "grad_sync", "block_size", "rounding", "rotation", "error_feedback", "chunks"),
     *("every", "outer_learning_rate", "outer_momentum", "outer_delay", "outer_mixing"),
 )
-"""Options that a preset or stage decides; all others are the config's in every forecast."""
+"""Options that a preset or stage decides. All other options are the config's in every forecast."""
 TryOut = Callable[[ZeroConfig, MeshShape, int, GPTConfig], tuple[TrainSpec, Work, PredictedMemory]]
-"""Makes a spec, and predicts the work and the memory of so many sequences."""
+"""Makes a spec, and predicts its work and memory for a number of sequences."""
 
 
 @dataclass(frozen=True)
@@ -56,22 +56,22 @@ class Forecast:
     """One way of sharding on the cluster.
 
     Attributes:
-        name: "zero3", "zero++", "delta", "local", "stage 1", "stage 2", or "as configured"; with several
+        name: "zero3", "zero++", "delta", "local", "stage 1", "stage 2", or "as configured". With several
             micro-batches also "zero3 in breadth" and so on (``ZeroConfig.accumulate_order``). The stages
-            below 3 have no fp8 matmuls. With frozen weights, or activations in host memory, there are no such
-            stages, and with ``frozen_spread="world"`` only zero3. With one node, or the optimizer in host
-            memory, there is no "local".
+            below 3 have no fp8 matmuls. Frozen weights and activations in host memory exclude these stages.
+            ``frozen_spread="world"`` excludes all but zero3. One node, or the optimizer in host memory,
+            excludes "local".
         every: as ``ZeroConfig.every``; 0 without local updates.
-        memory: peak of one device in a step.
-        fits: whether the memory is within the GPU's budget, and that in host memory within the host's.
-        hops: of a step.
-        time: of a step.
-        tokens_per_second: of the cluster.
+        memory: one device's peak memory in a step.
+        fits: whether the device's memory is within its budget, and its host's within the host's.
+        hops: hops of a step.
+        time: predicted time of a step.
+        tokens_per_second: tokens per second of the whole cluster.
         mfu: model FLOPs over the peak of the cluster.
         largest: the most sequences per device and micro-batch that fit; 0 if none does.
         largest_mfu: the MFU with ``largest`` sequences; 0 if none fits.
-        fewest_nodes: the fewest such nodes on which the planned batch per device fits; None if more nodes do
-            not help.
+        fewest_nodes: the fewest nodes on which the planned batch per device fits; None if more nodes do not
+            help.
     """
 
     name: str
@@ -92,19 +92,19 @@ class Outlook:
     """A run on a cluster; ``print`` it.
 
     Attributes:
-        cluster: of the run.
-        sequences: per micro-batch and device, or devices that share them.
+        cluster: where the run is planned.
+        sequences: sequences per micro-batch of a device, or of the devices that share them.
         sharing: how many devices share a sequence; 1 if none do.
         length: tokens of a sequence.
         accumulate: micro-batches per step.
         configured: name of the forecast for the config's own options.
-        forecasts: one per way of sharding.
-        fp8: whether matmuls with weights are computed in fp8 where the stage is 3.
-        advice: which way to take, and why.
-        host: what to keep in host memory; None if the config fits as it is.
-        remat: another ``ZeroConfig.remat`` that fits and is faster, and what it takes; None if there is none.
-        longest: the most tokens of a sequence that fit under the config's own options; 0 if not even the
-            fewest tried do, None if it was not looked for.
+        forecasts: one for each way of sharding.
+        fp8: whether matmuls with weights are in fp8 at stage 3.
+        advice: the recommended way of sharding, and the reason.
+        host: recommended parts to keep in host memory; None if the config fits as it is.
+        remat: a faster ``ZeroConfig.remat`` that fits, and its cost; None if there is none.
+        longest: the most tokens of a sequence that fit with the config's own options. 0 if not even the
+            fewest fit, None if not searched.
     """
 
     cluster: Cluster
@@ -127,11 +127,11 @@ class Outlook:
 
     @property
     def batch(self) -> int:
-        """Sequences per step, of the whole cluster."""
+        """Sequences per step of the whole cluster."""
         return self.sequences * self.accumulate * self.cluster.world.size // self.sharing
 
     def to_dict(self) -> dict[str, Any]:
-        """The outlook as plain data, for JSON, in bytes and seconds."""
+        """The outlook as plain data for JSON, in bytes and seconds."""
         return {
             "prediction": True,
             "nodes": self.cluster.nodes,
@@ -161,27 +161,29 @@ def foresee(
     streaming: Callable[[], TrainSpec] | None = None,
     longest: bool = False,
 ) -> Outlook:
-    """Predict a run of a decoder under its own options, the presets and the lower stages.
+    """Predict a decoder's run with its own options, the presets and the lower stages.
 
-    Presets and stages change how trained weights and gradients are stored and sent; frozen weights, dtypes of
+    Presets and stages change how trained weights and gradients are stored and sent. Frozen weights, dtypes of
     matmuls and recomputation are the config's in every forecast.
 
     Args:
-        spec: of the decoder, built for any mesh with the config's own options.
+        spec: the decoder's spec, built for any mesh with the config's own options.
         config: the decoder's shape.
-        cluster: to run on.
-        sequences: per micro-batch and device, or devices that share them.
+        cluster: where to run.
+        sequences: sequences per micro-batch of a device, or of the devices that share them.
         length: tokens of a sequence.
-        optimizer: its name in ``[optimizer]``, on which the quality of local updates depends.
-        streaming: makes the same spec with the optimizer in host memory, or raises a ConfigurationError;
-            without it that is not proposed.
-        longest: whether to look for the longest sequences that fit.
+        optimizer: its name in ``[optimizer]``. The quality of local updates depends on it.
+        streaming: makes the same spec with the optimizer in host memory, or raises a ConfigurationError. None
+            excludes that proposal.
+        longest: whether to search for the longest sequences that fit.
 
     Raises:
         ConfigurationError: fewer than one sequence, or sequences longer than the model takes.
     """
     if sequences < 1:
-        raise ConfigurationError(f"sequences = {sequences}: at least one per device and micro-batch")
+        raise ConfigurationError(
+            f"sequences = {sequences}: give at least one sequence per device and micro-batch"
+        )
     own, ways = spec.zero, dict(_ways(spec.zero, cluster))
     configured = next((name for name, zero in ways.items() if zero == own), AS_CONFIGURED)
     if configured == AS_CONFIGURED:
@@ -246,7 +248,7 @@ def _ways(own: ZeroConfig, cluster: Cluster) -> Iterator[tuple[str, ZeroConfig]]
         if own.accumulate > 1:
             ways[name + IN_BREADTH] = {**chosen, "accumulate_order": "breadth"}
         for way, options in ways.items():
-            # Some have gradients that the backward pass leaves incomplete, or no fp8 with host memory.
+            # Some presets exclude updates in the backward pass, or fp8 together with host memory.
             with suppress(ConfigurationError):
                 yield way, zero3.replace(**options)
     if not own.frozen and "activations" not in own.host and not own.update_in_backward:
@@ -286,14 +288,14 @@ def _forecast(
 
 
 def _is_within(cluster: Cluster, memory: PredictedMemory) -> bool:
-    """Whether a device and a host have room."""
+    """Whether the device and its host have room."""
     return memory.total <= cluster.budget and host_fits(memory, cluster)
 
 
 def _longest(spec: TrainSpec, config: GPTConfig, cluster: Cluster, sequences: int) -> int:
     """The most tokens of a sequence that fit, in multiples of ``_ROW_TOKENS`` a device.
 
-    Rotary positions go as far as needed, a table of learned ones to its end.
+    Only a table of learned positions limits them.
     """
     there = on_world(spec, cluster.world, spec.zero)
     step = _ROW_TOKENS * spec.zero.sequence_parallel
@@ -309,10 +311,10 @@ def _longest(spec: TrainSpec, config: GPTConfig, cluster: Cluster, sequences: in
 
 
 def _most(fits: Callable[[GPTConfig, int], bool], config: GPTConfig, most: int) -> int:
-    """The largest number up to ``most`` that fits, or one within 1/256 of it; or 0.
+    """The largest number up to ``most`` that fits, or one within 1/256 of it; 0 if none fits.
 
-    Memory does not only grow with the number: it falls where a device's tokens get another tile. With tiles
-    of a token each it grows, and is never more.
+    Memory falls where more tokens get another tile size, so the search needs a bound. With tiles of one token
+    memory always grows, and is never larger.
     """
     shapes = config, dataclasses.replace(config, token_tile=1)
     least, bound = (_last(functools.partial(fits, shape), most) for shape in shapes)
@@ -321,7 +323,7 @@ def _most(fits: Callable[[GPTConfig, int], bool], config: GPTConfig, most: int) 
 
 
 def _last(holds: Callable[[int], bool], most: int) -> int:
-    """The largest number up to ``most`` for which a condition holds that holds for all smaller ones; or 0."""
+    """The largest number up to ``most`` that meets a condition that all smaller ones meet; 0 if none does."""
     low, high = 0, 1
     while high <= most and holds(high):
         low, high = high, 2 * high
@@ -333,7 +335,7 @@ def _last(holds: Callable[[int], bool], most: int) -> int:
 
 
 def _first(holds: Callable[[int], bool], most: int) -> int | None:
-    """The smallest number up to ``most`` for which a condition holds that holds for all larger ones."""
+    """The smallest number up to ``most`` that meets a condition that all larger ones meet, or None."""
     below = _last(lambda n: not holds(n), most)
     return below + 1 if below < most and holds(below + 1) else None
 
@@ -345,10 +347,10 @@ def recommend(
     hiding: Callable[[str], Forecast],
     optimizer: str,
 ) -> str:
-    """The way of sharding to take, and why, in one or two sentences.
+    """Recommend a way of sharding, with the reason, in one or two sentences.
 
-    ``hiding`` is the forecast of local updates, by name, with the smallest power of two from ``LEAST_EVERY``
-    on as ``every`` with which they hide their exchange, or with the largest.
+    ``hiding`` makes the forecast of local updates, given their name. Its ``every`` is the smallest power of
+    two from ``LEAST_EVERY`` on with which compute hides the exchange, or the largest tried.
     """
     fitting = [forecast for forecast in forecasts if forecast.fits]
     together = [forecast for forecast in fitting if not forecast.every]
@@ -369,7 +371,7 @@ def recommend(
 
 
 def _with_more(forecast: Forecast, sequences: int) -> str:
-    """What more sequences would bring, if they fit."""
+    """A sentence about the MFU with more sequences; "" if no more fit."""
     if forecast.largest <= sequences:
         return ""
     most = "the most that fit" if forecast.largest < _MAX_SEQUENCES else "and at least as many fit"
@@ -380,28 +382,28 @@ def _with_more(forecast: Forecast, sequences: int) -> str:
 
 
 def _together(fitting: list[Forecast]) -> tuple[Forecast, str]:
-    """The best way with which all nodes train the same weights, and why."""
+    """The best way in which all nodes train the same weights, and the reason."""
     fastest = min(fitting, key=_seconds)
     exact = [forecast for forecast in fitting if forecast.name in EXACT]
     nearest = min(exact, key=_seconds, default=None)
     if nearest and nearest.time.seconds <= _WORTH_IT * fastest.time.seconds:
-        return nearest, "it is exact, and nothing that fits is more than 3% faster"
+        return nearest, "it is exact, and no other way that fits is more than 3% faster"
     reason = f"its step waits {duration(fastest.time.waiting)} for the network"
     if nearest is None:
         return fastest, f"{reason}, and no exact way fits"
     ratio, waiting = nearest.time.seconds / fastest.time.seconds, duration(nearest.time.waiting)
-    return fastest, f"{reason}, that of exact {nearest.name} {waiting}: {ratio:.2f} times the speed"
+    return fastest, f"{reason}, the step of exact {nearest.name} {waiting}: {ratio:.2f} times the speed"
 
 
 def _apart(local: Forecast, other: Forecast, optimizer: str) -> tuple[Forecast, str]:
-    """Local updates, and why they are better than another way."""
+    """Local updates, and the reason to prefer them to another way."""
     waits = "hides its exchange behind compute"
     if not _hidden(local.time):
         waits = f"waits {duration(local.time.waiting)} for the network"
     ratio = other.time.seconds / local.time.seconds
     return local, (
-        f"its step {waits}, that of {other.name} waits {duration(other.time.waiting)}: {ratio:.2f} times the "
-        f"speed. Each node then trains weights of its own: {expected_loss(local.every, optimizer)}"
+        f"its step {waits}, the step of {other.name} waits {duration(other.time.waiting)}: {ratio:.2f} times "
+        f"the speed. Each node then trains its own weights: {expected_loss(local.every, optimizer)}"
     )
 
 
@@ -416,7 +418,7 @@ def _seconds(forecast: Forecast) -> float:
 def _none_fits(forecasts: tuple[Forecast, ...], cluster: Cluster) -> str:
     smallest = min(forecasts, key=lambda forecast: forecast.memory.total)
     advice = (
-        f"Nothing fits: {smallest.name} takes the least, {smallest.memory.total / 1e9:.1f} GB of "
+        f"Nothing fits: {smallest.name} takes the least, {smallest.memory.total / 1e9:.1f} GB, but a GPU has "
         f"{cluster.budget / 1e9:.1f}."
     )
     if smallest.largest:

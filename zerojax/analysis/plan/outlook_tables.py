@@ -19,7 +19,7 @@ _TCP = 60e9 / 8
 
 
 def outlook_tables(outlook: Outlook) -> RenderableType:
-    """Assumptions; memory and hops under the config's own options; all forecasts side by side; the advice."""
+    """Assumptions, memory and hops with the config's own options, all forecasts side by side, and advice."""
     more = [] if outlook.remat is None else [Text(outlook.remat)]
     more += [] if outlook.host is None else [Text(outlook.host.advice)]
     more += [] if outlook.longest is None else [Text(_longest(outlook, outlook.longest))]
@@ -28,7 +28,7 @@ def outlook_tables(outlook: Outlook) -> RenderableType:
 
 
 def _longest(outlook: Outlook, tokens: int) -> str:
-    """How long sequences may be."""
+    """A sentence about the longest sequences that fit."""
     many = f"{outlook.sequences} of them" if outlook.sequences > 1 else "one of them"
     where = "a device" if outlook.sharing == 1 else f"{outlook.sharing} devices that share it"
     if not tokens:
@@ -69,10 +69,10 @@ def assumptions(outlook: Outlook) -> list[str]:
         reached = f"{cluster.fp8_flops('bfloat16') / 1e12:.0f} of {gpu.fp8_flops / 1e12:g} TFLOP/s"
         lines.append(f"- matmuls with weights in fp8, at {reached} and conversions; below stage 3 in bf16")
     elif outlook.fp8:
-        lines.append(f"- {gpu.kind} has no fp8 matmuls: their reference path is slower than predicted here")
+        lines.append(f"- {gpu.kind} has no fp8 matmuls: their emulation is slower than predicted here")
     if cluster.nodes > 1 and cluster.links is None and cluster.bandwidth > _TCP:
         carried = f"NCCL's collectives carried {gigabits(_TCP)} Gb/s between nodes of one GPU"
-        lines.append(f"- a network with RDMA: over TCP {carried} (measure with zerojax links, give --links)")
+        lines.append(f"- a network with RDMA: over TCP {carried} (measure with zerojax links, pass --links)")
     return lines
 
 

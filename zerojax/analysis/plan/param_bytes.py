@@ -1,4 +1,4 @@
-"""The bytes of weights and gradients on one device, from formulas; ``memory.py`` adds them up."""
+"""Formulas for the bytes of weights and gradients on one device. ``memory.py`` adds them up."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -11,10 +11,10 @@ from zerojax.train.spec import TrainSpec
 
 
 class ParamBytes:
-    """Bytes of what a step makes of parameters, on one device; those of a single leaf are of one layer.
+    """Bytes of gathered weights, gradients and sums on one device. Bytes of a single leaf are of one layer.
 
     Attributes:
-        sums_sharded: whether each device has a part of the gradients' sums, rather than all.
+        sums_sharded: whether each device has a part of the gradients' sums, instead of all of them.
     """
 
     def __init__(self, spec: TrainSpec) -> None:
@@ -25,7 +25,7 @@ class ParamBytes:
         self._frozen_outside = [leaf for group in rest for leaf in group.frozen]
 
     def weight(self, leaf: ParamLayout) -> int:
-        """Of a whole leaf as it is gathered: in its compute dtype, or in fp8."""
+        """Of a gathered leaf, in its compute dtype or in fp8."""
         return leaf.on_device.padded if leaf.fp8 else self.gradient(leaf)
 
     def gradient(self, leaf: ParamLayout) -> int:
@@ -37,7 +37,7 @@ class ParamBytes:
         return 4 * (self.strategy.grad_size(leaf) if self.sums_sharded else leaf.shard)
 
     def gathered(self, units: int) -> int:
-        """Trained weights that are whole at once: below stage 3 all, else some units and the rest."""
+        """Trained weights that are whole at once: at stage 3 some units and the leaves outside units."""
         if self.spec.zero.stage < 3:
             return self._whole(self.spec.leaves)
         return self.outside() + self._largest_units(self.weight, units)
@@ -54,9 +54,9 @@ class ParamBytes:
         return sum(leaf.layers * self._in_node(leaf) for leaf in leaves)
 
     def frozen_in_use(self) -> int:
-        """Frozen weights of units in a pass: one unit's, decoded, while the next one's arrive.
+        """Frozen weights in a pass: one unit's are decoded while the next unit's arrive.
 
-        The backward pass reads none of those outside units.
+        The backward pass reads no frozen weights outside units.
         """
         if not self.spec.unit_groups:
             return self._whole(self._frozen_outside)
@@ -64,19 +64,19 @@ class ParamBytes:
         return used + self._largest_units(self._frozen_on_the_way, frozen=True)
 
     def frozen_in_forward(self) -> int:
-        """The same in the forward pass, which gathers what is outside units before the first unit."""
+        """Frozen weights in the forward pass, which gathers leaves outside units before the first unit."""
         arriving = self._frozen_outside if self.spec.unit_groups else ()
         return self.frozen_in_use() + sum(map(self._frozen_arriving, arriving))
 
     def frozen_in_loss(self) -> int:
-        """Frozen weights that are whole in the loss: of a unit, and the largest of those outside units."""
+        """Frozen weights that are whole in the loss: one unit's, and the largest leaf outside units."""
         outside = max((self._whole([leaf]) for leaf in self._frozen_outside), default=0)
         return outside + self._largest_units(self.weight, frozen=True)
 
     def _frozen_on_the_way(self, leaf: ParamLayout) -> int:
         """Of a frozen weight while it is gathered.
 
-        Besides what arrives these are a device's own rows, cut out of the stack, and those between nodes.
+        These are the arriving rows, the device's own rows, cut out of the stack, and rows between nodes.
         """
         if not (arriving := self._frozen_arriving(leaf)):
             return 0
@@ -85,14 +85,15 @@ class ParamBytes:
         return arriving + in_node + (in_node + own) * crossing
 
     def _frozen_arriving(self, leaf: ParamLayout) -> int:
-        """Of a frozen weight as it is gathered, in the format in which it is stored; 0 if nothing is sent."""
+        """Of a gathered frozen weight before it is decoded; 0 if it is not sent."""
         holders = self.world.size if self.strategy.frozen == "primary" else self.world.local
         return leaf.on_device.world.local * self._in_node(leaf) if holders > 1 else 0
 
     def whole_gradients(self, *, rest: bool = True) -> int:
-        """Gradients before they are summed: all at stages 0 and 1, else those of a unit and of the rest.
+        """Gradients before they are summed: all at stages 0 and 1, else one unit's and the rest's.
 
-        Quantized gradients are encoded leaf by leaf: only the largest leaf's is whole.
+        ``rest`` counts the leaves outside units. Quantized gradients are encoded leaf by leaf, so only the
+        largest leaf's gradient is whole.
         """
         if not self.sums_sharded:
             item = jnp.dtype(self.strategy.grad_dtype).itemsize
@@ -105,11 +106,11 @@ class ParamBytes:
         return outside + max(map(self.gradient, in_units), default=0)
 
     def payload(self) -> int:
-        """A unit's encoded gradients, sent and arriving; raw ones are sent as they are.
+        """A unit's encoded gradients, sent and arriving. Raw formats need no encoded copy.
 
-        Rotated ones also exist in fp32 if XLA runs the codec rather than a kernel. Between two hops one
-        unit's gradients wait, one's are sent and one's arrive. Below stage 3 gradients do not queue behind
-        the backward pass.
+        Rotated gradients also exist in fp32 if XLA runs the codec instead of a kernel. Between two hops one
+        unit's gradients wait, a second unit's are sent, and a third unit's arrive. Below stage 3 gradients do
+        not queue behind the backward pass.
         """
         strategy, world = self.strategy, self.world
         two_hops = strategy.reduces_between_nodes(world) and len(strategy.axes(world)) == 2
@@ -126,34 +127,34 @@ class ParamBytes:
         return self._largest_units(encoded) if self.spec.zero.stage == 3 else 0
 
     def sums(self) -> int:
-        """Sums at ``grad_level``, and a second set of them while micro-batches are summed."""
+        """Sums at ``grad_level``, twice while micro-batches are summed."""
         if self.spec.zero.stage == 0:
             return 0  # the sums replace the gradients in place
         twice = self.spec.zero.passes > 1 and self.sums_sharded
         return self._set_of_sums() * (2 if twice else 1)
 
     def sums_between_passes(self) -> int:
-        """Sums over micro-batches, which are there all the time.
+        """Sums over micro-batches, which exist all the time.
 
-        The zeros that a backward pass starts from are allocated before it if they are wider than a shard, in
-        all compiled programs examined.
+        A backward pass starts from zeros. In all compiled programs examined XLA allocates them before the
+        pass if they are wider than a shard.
         """
         if self.spec.zero.stage == 0 or self.spec.zero.passes == 1 or not self.sums_sharded:
             return 0
         return self._set_of_sums() * (1 if self.strategy.grad_level == "primary" else 2)
 
     def sums_in_nodes(self) -> int:
-        """Sums that all nodes need, if they arrive once per step and their owners hold others till then."""
+        """Sums that all nodes need and get once per step, while their owners still hold their own."""
         if self.strategy.sums_in_pass or self.strategy.grad_level != "primary":
             return 0
         return sum(4 * leaf.layers * leaf.owned for leaf in self.spec.leaves if leaf.in_every_node)
 
     def whole_matrices(self) -> int:
-        """Matrices of one shape that a device has whole in the update, as many as it gets of all at most.
+        """The whole matrices of one shape on the device with the most of them, in the update.
 
-        In compiled programs in fp32 as they come and as they become, and in the compute dtype as they are
-        sent. Where they cross nodes, gradients stay until all are back: those of other shapes are sent and
-        arrive besides, and there are three products of a matrix with itself.
+        Compiled programs hold them in fp32 before and after orthogonalisation, and in the compute dtype as
+        they are sent. If they cross nodes, gradients stay until all matrices are back. Then matrices of other
+        shapes are sent and arrive at the same time, and there are three products of a matrix with itself.
         """
         item = jnp.dtype(self.spec.zero.compute_dtype).itemsize
         shapes = by_shape(self.spec.matrices) if self.spec.zero.stage else []
@@ -169,22 +170,22 @@ class ParamBytes:
         return max([*one_by_one, *crossing], default=0)
 
     def _set_of_sums(self) -> int:
-        """One fp32 set of gradient sums; of a stack that the backward pass updates those of one layer."""
+        """One fp32 set of gradient sums. A stack that the backward pass updates has the sums of one layer."""
         once = {leaf.path for group in self.spec.updated_in_backward for leaf in group.leaves}
         return sum((1 if leaf.path in once else leaf.layers) * self.sum_of(leaf) for leaf in self.spec.leaves)
 
     def _whole(self, leaves: Iterable[ParamLayout]) -> int:
-        """Weights of all layers, as they are gathered."""
+        """Gathered weights of all layers."""
         return sum(leaf.layers * self.weight(leaf) for leaf in leaves)
 
     def _in_node(self, leaf: ParamLayout) -> int:
-        """Of a weight's node-local part, in the format in which it is stored or sent."""
+        """Of a weight's node-local part, in its format over ``local``."""
         return self.world.nodes * leaf.weights.local.row_bytes(leaf.shard)
 
     def _largest_units(
         self, of: Callable[[ParamLayout], int], count: int = 1, *, frozen: bool = False
     ) -> int:
-        """The ``count`` largest units: of their trained weights, or of their frozen ones."""
+        """The sum of ``of`` over the trained, or frozen, leaves of the ``count`` largest units."""
         units = [
             (sum(map(of, group.frozen if frozen else group.leaves)), group.layers)
             for group in self.spec.unit_groups
@@ -194,5 +195,5 @@ class ParamBytes:
 
 
 def _in_products(leaf: ParamLayout) -> int:
-    """Elements of the product of a matrix with itself; of experts, of all of these."""
+    """Elements of the product of a matrix with itself, times the number of experts."""
     return math.prod(leaf.shape[:-2]) * min(leaf.shape[-2:]) ** 2

@@ -1,4 +1,4 @@
-"""An outlook as a picture: memory by kind and a step's time by part, under each way of sharding."""
+"""An outlook as a picture: memory by kind and a step's time by part, for each way of sharding."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from zerojax.analysis.plan.memory import KINDS
 from zerojax.analysis.plan.outlook import Outlook
 from zerojax.errors import ConfigurationError, file_errors
 
-# Each dark one is followed by a light one of its hue. They are more than the kinds: no two share one.
+# First the ten dark colours, then their light counterparts. There are more colours than kinds of memory.
 _COLOURS = [colormaps["tab20"](i) for i in (*range(0, 20, 2), *range(1, 20, 2))]
 
 _ALWAYS = ("compute", "hops in the node", "waiting for the network", "optimizer")
@@ -34,7 +34,7 @@ def draw_outlook(outlook: Outlook, path: Path, title: str) -> None:
     with file_errors(path, what="cannot write: "):
         try:
             figure.savefig(path, dpi=120)
-        except ValueError as error:  # of matplotlib, for a suffix that is no format
+        except ValueError as error:  # matplotlib does not know the suffix
             raise ConfigurationError(f"{path}: {error}") from error
 
 
@@ -76,7 +76,7 @@ def _draw_time(outlook: Outlook, axes: Axes) -> None:
 
 
 def _stack(axes: Axes, outlook: Outlook, parts: dict[str, list[float]]) -> list[float]:
-    """Draw a bar of stacked parts for each forecast; returns the ends of the bars."""
+    """Draw a bar of stacked parts for each forecast, and return the ends of the bars."""
     names = [forecast.name for forecast in outlook.forecasts]
     ends = [0.0] * len(names)
     for colour, (label, widths) in zip(_COLOURS, parts.items(), strict=False):

@@ -1,4 +1,4 @@
-"""Whether a run could compute less a second time, if there is room for what its layers then keep."""
+"""Recommends to recompute less, if there is memory for the activations that layers then keep."""
 
 from contextlib import suppress
 from typing import get_args
@@ -12,13 +12,13 @@ from zerojax.formatting import duration, size
 from zerojax.zero_config.config import Remat, ZeroConfig
 
 _WORTH_IT = 1.03
-"""How many times as long a step takes as configured; predictions are not better than that."""
+"""The least speed-up to recommend. Predictions are no more accurate."""
 
 
 def choose_remat(zero: ZeroConfig, cluster: Cluster, predict: Predict) -> str | None:
-    """The fastest ``ZeroConfig.remat`` that fits, and what it takes; None if that of the run is as good.
+    """Recommend the fastest ``ZeroConfig.remat`` that fits; None if the run's own is about as fast.
 
-    ``predict`` raises a ConfigurationError for options that cannot be.
+    ``predict`` raises a ConfigurationError for options that the model or its optimizer does not support.
     """
     fitting: dict[Remat, tuple[PredictedMemory, StepTime]] = {}
     for remat in get_args(Remat):
@@ -35,6 +35,6 @@ def choose_remat(zero: ZeroConfig, cluster: Cluster, predict: Predict) -> str | 
         return None
     host = f", and a host needs {size(host_needed(memory, cluster))}" if memory.host_total else ""
     return (
-        f'With remat = "{remat}" a step takes {duration(time.seconds)} in place of {duration(now)}: less is '
-        f"computed a second time. A GPU then holds {size(memory.total)}{host}."
+        f'With remat = "{remat}" a step takes {duration(time.seconds)} instead of {duration(now)}, because '
+        f"it recomputes less. A GPU then holds {size(memory.total)}{host}."
     )

@@ -2,39 +2,38 @@
 
 The parts, in seconds per device and step:
 
-- compute: FLOPs executed, recomputed ones included, over the rate that matmuls and FlashAttention-4 reach, or
-  over cuDNN's lower one for its attention; plus, over the rate that memory reaches, the bytes that codecs
-  read and write, and four times the kept activations (into the stack of all layers and out of it, each a
-  read and a write).
-- compute, where products with weights are in fp8: their FLOPs over the rate that fp8 reaches, and conversions
-  (largest magnitude, fp8, transposition), which take activations and gradients through memory: 10 bytes
-  forward and 10 backward for an element that a product reads, 14 for the gradient of one that it makes.
+- compute, matmuls: executed FLOPs, including recomputed ones, over the rate that matmuls and FlashAttention-4
+  reach. cuDNN's attention has a lower rate.
+- compute, memory: the bytes that codecs read and write, and four times the kept activations, over the
+  memory's rate. Kept activations go into the stack of all layers and out of it, each by a read and a write.
+- compute, products with weights in fp8: their FLOPs over the fp8 rate, and conversions (largest magnitude,
+  fp8, transposition). These move 10 bytes forward and 10 backward for each element that a product reads, and
+  14 for the gradient of each element that it makes.
 - local and node: bytes of the hops over the rates of their links.
-- optimizer: its state and the parameters read and written once, and gradients read or written four times
-  (norm, mean, update), over the rate that memory reaches.
+- optimizer: its state and the parameters, read and written once, and gradients, read or written four times
+  (norm, mean, update), over the memory's rate.
 
-How they overlap: in each pass over u units, hops between nodes overlap with compute, one unit ahead or
-behind,
+In each pass over u units, hops between nodes overlap with compute, one unit ahead or behind:
 
     pass = local + max(compute, node) + min(compute, node) / u
 
-while hops within a node do not count as hidden: they overlap with the matmuls, but take multiprocessors and
-memory bandwidth from them. What runs once per step overlaps with nothing: the gather of stages 1 and 2, that
-of delta with several micro-batches, a reduction after the last micro-batch, the optimizer.
+Hops within a node count in full. They overlap with the matmuls, but take multiprocessors and memory bandwidth
+from them. Nothing overlaps with the parts that run once per step: the gather of stages 1 and 2, the gather of
+delta with several micro-batches, a reduction after the last micro-batch, and the optimizer.
 
-Copies from and to host memory (``ZeroConfig.host``) overlap like hops between nodes: the longest of the
-three counts in full. Weights are fetched in each forward pass and, unless a node keeps its own copy, in each
-backward pass; activations leave in the former and come back in the latter. The update overlaps with nothing:
-masters and moments come and go at once, and its kernels are hidden behind that. Those of stacks that the
-backward pass updates come and go beside it. With local updates one fragment of what is exchanged comes three
-times, to be sent, to be mixed in and before it is written, and goes once; nothing hides that.
+Copies from and to host memory (``ZeroConfig.host``) overlap like hops between nodes: the longest of compute,
+hops and copies counts in full. Each forward pass fetches weights. So does each backward pass, unless the node
+keeps its replica. Activations leave in the forward pass and return in the backward pass. Masters and moments
+come and go during the update, which hides its kernels but overlaps with nothing else. For stacks that the
+backward pass updates, they come and go during that pass. With local updates one fragment comes three times
+(to be sent, to be mixed in, and before it is written) and goes once. Nothing hides that.
 
-With local updates and ``outer_delay`` a fragment crosses nodes beside the passes of all micro-batches, which
-have no hops between nodes: the step takes the longer of the two. With a delay of 1 the outer weights' change
-follows alone, and without one the whole exchange does.
+With local updates and ``outer_delay`` a fragment crosses nodes during the passes of all micro-batches, which
+have no hops between nodes. The step takes the longer of the two. With a delay of 1 the change of the outer
+weights follows alone. Without a delay the whole exchange does.
 
-Stragglers and input are left out, and latency unless links were measured (``Cluster.links``): units should
-have some megabytes.
+The model excludes stragglers and input, and also latency unless links were measured (``Cluster.links``). So
+units should have some megabytes.
 """
 
 from dataclasses import asdict, dataclass
@@ -63,7 +62,7 @@ class StepTime:
         optimizer: the update.
         seconds: the step.
         host: copies from and to host memory, hidden or not.
-        copying: what these add to the step.
+        copying: seconds that these copies add to the step.
     """
 
     compute: float
@@ -85,7 +84,7 @@ class StepTime:
 
 
 def hop_seconds(hop: HopPlan, cluster: Cluster) -> tuple[float, float]:
-    """Seconds of a hop within the node, and between nodes."""
+    """Seconds of a hop: (within the node, between nodes)."""
     op = "all-to-all" if hop.phase in ("gradients", "optimizer", "fragment") else "all-gather"
     return hop.local_bytes / cluster.link_rate, cluster.network_seconds(op, hop.node_bytes, hop.messages)
 
@@ -93,7 +92,7 @@ def hop_seconds(hop: HopPlan, cluster: Cluster) -> tuple[float, float]:
 def predict_step(
     spec: TrainSpec, work: Work, hops: tuple[HopPlan, ...], memory: PredictedMemory, cluster: Cluster
 ) -> StepTime:
-    """The time of a step."""
+    """Predict the time of a step."""
     micro = spec.zero.accumulate
     units = sum(group.layers for group in spec.unit_groups) or 1
     rate = cluster.memory_rate
@@ -136,7 +135,7 @@ def predict_step(
 
 
 def _overlapped(units: int, *seconds: float) -> float:
-    """The time of what runs side by side, each one unit ahead of or behind another."""
+    """Seconds of activities at the same time, each one unit ahead of or behind another."""
     longest = max(seconds)
     return longest + (sum(seconds) - longest) / units
 
@@ -161,7 +160,7 @@ def _copies(spec: TrainSpec, memory: PredictedMemory, cluster: Cluster) -> dict[
 
 
 def _updated_in_backward(spec: TrainSpec) -> float:
-    """The part of the trained elements that the backward pass updates."""
+    """The fraction of the trained elements that the backward pass updates."""
     inside = sum(leaf.layers * leaf.owned for group in spec.updated_in_backward for leaf in group.leaves)
     return inside / max(1, sum(leaf.layers * leaf.owned for leaf in spec.leaves))
 
@@ -172,14 +171,14 @@ def _matmuls(spec: TrainSpec, work: Work, cluster: Cluster) -> tuple[float, floa
     rate = cluster.flops(dtype)
     slower = (1 / CUDNN_EFFICIENCY - 1) / rate
     share = share_of(spec, lambda leaf: leaf.fp8)
-    # A frozen weight has no gradient, whose product takes as long as that of the forward pass.
+    # The product for a weight's gradient takes as long as the forward pass's. Frozen weights have none.
     spared = work.weights_forward * share_of(spec, lambda leaf: leaf.frozen)
-    # That of an expert's matrix is not in fp8.
+    # The product for the gradient of an expert's matrix is not in fp8.
     exact = work.weights_forward * share_of(spec, lambda leaf: leaf.fp8 and len(leaf.shape) > 2)
     gained = 1 / rate - 1 / cluster.fp8_flops(dtype)
     read = share * _FP8_READ * work.read / cluster.memory_rate
     made = share * _FP8_MADE * work.made / cluster.memory_rate
-    # Once more for the gradient of the weight, and for a forward pass that is recomputed.
+    # The weight's gradient reads once more, and so does a recomputed forward pass.
     again = work.weights_backward / work.weights_forward - 1
     return (
         work.forward / rate + work.cudnn_forward * slower - work.weights_forward * share * gained + read,

@@ -1,7 +1,7 @@
-"""The plan printed at the start of a run: the memory and communication of a step, from formulas.
+"""The plan printed at the start of a run: formulas for the memory and communication of a step.
 
-Nothing is traced or compiled. ``comm_report`` counts the same bytes in the program itself: each checks the
-other.
+Planning traces and compiles nothing. ``comm_report`` counts the same bytes in the traced program, and the
+tests compare the two.
 """
 
 import dataclasses
@@ -26,14 +26,14 @@ class Plan:
 
     Attributes:
         nodes: extent of the mesh over ``node``.
-        local: extent over ``local``.
-        parameters: elements of the model.
-        settings: the options that differ from plain ZeRO-3, and their effect here.
-        units: gathered together.
-        fp8: the weights computed with in fp8 and the others; None if there are none.
-        hops: without the sums of losses and of model state and the scales of fp8 weights, which are a few
+        local: extent of the mesh over ``local``.
+        parameters: number of elements of the model's parameters.
+        settings: the options that differ from plain ZeRO-3, and their effect on this mesh.
+        units: the model's units, whose weights are gathered together.
+        fp8: the weights with matmuls in fp8, and the other ones; None without fp8.
+        hops: the step's hops. Left out are sums of losses and model state, and scales of fp8 weights: a few
             bytes.
-        memory: of one device, by kind, without activations.
+        memory: one device's memory by kind, without activations.
     """
 
     nodes: int
@@ -61,7 +61,7 @@ class Plan:
         return self.node_bytes * self.local
 
     def phases(self) -> dict[str, tuple[int, int]]:
-        """Per phase the bytes that one device sends: (within its node, to others)."""
+        """For each phase the bytes that one device sends: (within its node, to other nodes)."""
         phases = dict.fromkeys(hop.phase for hop in self.hops if hop.usual)
         return {phase: usual_bytes([hop for hop in self.hops if hop.phase == phase]) for phase in phases}
 
@@ -81,7 +81,7 @@ class Plan:
         return plain_text(self)
 
     def summary(self) -> str:
-        """The total between nodes against M, in a sentence."""
+        """The total between nodes as a multiple of M, in a sentence."""
         if self.nodes == 1:
             return "one node: nothing crosses the network"
         share = self.between_nodes / (2 * self.parameters)
@@ -92,7 +92,7 @@ class Plan:
 
 
 def plan_state(of: TrainState | TrainSpec) -> Plan:
-    """The plan of a training step, from a filled or abstract state or its spec."""
+    """Plan the training step of a filled or abstract state, or of its spec."""
     spec = of.spec if isinstance(of, TrainState) else of
     return Plan(
         nodes=spec.world.nodes,
@@ -107,5 +107,5 @@ def plan_state(of: TrainState | TrainSpec) -> Plan:
 
 
 def describe_plan(state: TrainState | TrainSpec) -> str:
-    """The plan of a state as text, for a trainer's log."""
+    """The plan of a state's training step as text, for a log."""
     return str(plan_state(state))

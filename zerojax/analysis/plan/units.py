@@ -1,4 +1,4 @@
-"""The units of a plan, with their leaves and wire formats, and the effect of the options."""
+"""The units of a plan with their leaves and wire formats, and the effect of the options."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -21,10 +21,10 @@ class LeafPlan:
         name: their path, with numbers replaced by "*".
         shape: of one leaf.
         copies: number of leaves.
-        weights: wire formats of their gather over ``node`` and over ``local``; with local updates over
-            ``node`` that of the outer weights' change.
-        grads: wire formats of their gradients' hops over ``local`` and over ``node``; with local updates over
-            ``node`` that of what was learnt.
+        weights: wire formats of the weights over ``node`` and over ``local``. With local updates the first is
+            the format of the outer weights' change.
+        grads: wire formats of the gradients over ``local`` and over ``node``. With local updates the second
+            is the format of a node's change of a fragment.
     """
 
     name: str
@@ -41,9 +41,9 @@ class UnitPlan:
     Attributes:
         name: their path, with numbers replaced by "*"; None for leaves outside units, which are gathered at
             the start of the pass.
-        copies: number of units, layers included.
-        elements: of one unit.
-        leaves: of one unit.
+        copies: number of units, counting each layer of a stack.
+        elements: number of elements of one unit.
+        leaves: the leaves of all these units.
     """
 
     name: str | None
@@ -53,7 +53,7 @@ class UnitPlan:
 
 
 def settings_of(spec: TrainSpec) -> Iterator[str]:
-    """The options in effect, and those without effect on this mesh."""
+    """Sentences about the options in effect, and about options without effect on this mesh."""
     zero, world = spec.zero, spec.world
     sharded = ("nothing", "optimizer", "optimizer, gradients", "optimizer, gradients, parameters")
     where = "within each node of" if zero.every else "on"
@@ -61,8 +61,8 @@ def settings_of(spec: TrainSpec) -> Iterator[str]:
     yield f"stage {zero.stage} {where} {mesh}; sharded: {sharded[zero.stage]}"
     if zero.every:
         yield (
-            f"local updates: nodes train weights of their own, and exchange 1/{zero.every} of what they have "
-            f"learnt in each step; delay {zero.outer_delay}, mixing {zero.outer_mixing:g}"
+            f"local updates: each node trains its own weights, and exchanges 1/{zero.every} of its changes "
+            f"in each step; delay {zero.outer_delay}, mixing {zero.outer_mixing:g}"
         )
     if zero.accumulate > 1:
         breadth = zero.accumulate_order == "breadth"
@@ -71,12 +71,12 @@ def settings_of(spec: TrainSpec) -> Iterator[str]:
         resync = f", whole every {zero.delta_resync} steps" if zero.delta_resync else ""
         yield f"weights between nodes: their change, in {zero.weight_formats.node}, once per step{resync}"
     elif zero.hpz:
-        yield "hpZ: each node keeps a copy for the backward pass"
+        yield "hpZ: each node keeps the gathered weights for the backward pass"
     if zero.stage >= 2 and zero.node_hop_once and not zero.every:
         yield "gradients between nodes: once per step"
     if zero.grads_hops == 1:
         yield "gradients in one hop, from every device to every other"
-    quantized = "what nodes have learnt" if zero.every else "gradients"
+    quantized = "the nodes' changes" if zero.every else "gradients"
     if zero.rotation:
         yield f"{quantized} rotated by a {zero.rotation}-wide Hadamard matrix"
     if zero.rounding == "stochastic":
@@ -91,7 +91,7 @@ def settings_of(spec: TrainSpec) -> Iterator[str]:
         frozen, own = (sum(leaf.count for leaf in leaves) for leaves in (spec.frozen, spec.leaves))
         formats = ", ".join(dict.fromkeys(leaf.weights.local.fmt for leaf in spec.frozen))
         where = "each node" if spec.strategy.frozen == "secondary" else "all nodes together"
-        yield f"frozen: {frozen:,} of {frozen + own:,} parameters, once in {where}, in {formats}"
+        yield f"frozen: {frozen:,} of {frozen + own:,} parameters, stored once in {where}, in {formats}"
     if experts := [p for p in spec.adapter.parameters if p.of_experts]:
         count, parts = experts[0].shape[0], {leaf.parts for leaf in (*spec.leaves, *spec.frozen)} - {1}
         if parts:
@@ -100,7 +100,7 @@ def settings_of(spec: TrainSpec) -> Iterator[str]:
                 "tokens for them; their weights and gradients do not travel within a node"
             )
         elif world.local > 1:
-            yield f"experts: all {count} gathered for every device, as other weights are"
+            yield f"experts: all {count} gathered for every device, like other weights"
     if spec.lora is not None:
         pieces = [
             spec.lora.pieces_of(leaf.name, leaf.shape[-1])
@@ -121,13 +121,13 @@ def settings_of(spec: TrainSpec) -> Iterator[str]:
 
 
 def _without_effect(named: dict[str, str | None]) -> str:
-    """The settings given that have no effect."""
+    """A remark that these settings have no effect; "" if all are None."""
     idle = [f"{name}={value!r}" for name, value in named.items() if value is not None]
     return f"; {', '.join(idle)} without effect" if idle else ""
 
 
 def units_of(spec: TrainSpec) -> tuple[UnitPlan, ...]:
-    """The groups of a train spec, those of the same kind merged."""
+    """The groups of a train spec; equal groups are merged."""
     kinds: dict[Any, int] = {}
     for group in spec.groups:
         leaves = tuple(
@@ -149,7 +149,7 @@ def units_of(spec: TrainSpec) -> tuple[UnitPlan, ...]:
 
 
 def _over_node(spec: TrainSpec, leaf: ParamLayout) -> str:
-    """The format in which a weight crosses nodes; "" if it does not."""
+    """The wire format of a weight between nodes; "" if it stays in the node."""
     if leaf.frozen:
         return "" if spec.strategy.frozen == "secondary" else leaf.weights.node.fmt
     return Fragments.of(spec, leaf).change.fmt if spec.zero.every else leaf.weights.node.fmt
@@ -167,12 +167,12 @@ def kind_of(path: Sequence[str]) -> str:
 
 
 def units_table(units: Sequence[UnitPlan], parameters: int) -> Table:
-    """Units and leaves with their formats; ``parameters`` of the model is for the title."""
+    """Units and leaves with their formats. The title has the number of the model's ``parameters``."""
     table = Table(
         Column("unit, and its leaves", overflow="fold"),
         *numeric("copies", "shape", "elements"),
         *("weights: node", "local", "gradients: local", "node"),
-        title=f"Units: what is gathered together ({parameters:,} parameters)",
+        title=f"Units: weights gathered together ({parameters:,} parameters)",
     )
     for unit in units:
         label = "(outside units)" if unit.name is None else unit.name or "(the model)"

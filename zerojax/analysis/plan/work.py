@@ -1,17 +1,18 @@
 """The work of a decoder in one micro-batch on one device: FLOPs and activation bytes.
 
-Let t be the tokens, d the model's width, q = (heads + 2 kv_heads) head_dim the width of queries, keys and
-values, a that of the attention's output and f that of the MLP. With latents of l elements, those of queries
-and rotary parts included, "none" keeps l more. A block of matrices of w elements takes 2 w t FLOPs forward
-and twice that backward; causal attention takes 2 a s t forward at s tokens per sequence (half of the 4 a s t
-of a full square) and twice that backward, in a sliding window of w tokens 4 a t (w - w^2 / 2s). XLA's
-attention computes the full square in either case. The backward kernels of cuDNN and FlashAttention-4 compute
-the scores again, half of the forward pass. A row counts as one document: packed ones take less. Recomputing a
-block in the backward pass takes its forward FLOPs once more, under ``remat="attention"`` without the
-attention's.
+Let t be the tokens, s the tokens per sequence, d the model's width and f the width of the MLP. The width of
+queries, keys and values is q = (heads + 2 kv_heads) head_dim, and the width of the attention's output is a.
 
-Elements kept from a layer's forward pass for its backward pass, and the most alive in addition during its
-backward pass (counted in programs compiled for H100; docs/planner.md has the check):
+**FLOPs.** A block of matrices of w elements takes 2 w t FLOPs forward and twice as many backward. Causal
+attention takes 2 a s t forward, half of the full square's 4 a s t, and twice as many backward. In a sliding
+window of w tokens it takes 4 a t (w - w^2 / 2s) forward. XLA's attention always computes the full square. The
+backward kernels of cuDNN and FlashAttention-4 compute the scores again, half of the forward pass. A row
+counts as one document; packed documents take less. Recomputing a block in the backward pass takes its forward
+FLOPs once more, except the attention's under ``remat="attention"``.
+
+**Activations.** A layer keeps elements from its forward pass for its backward pass. The table also has the
+most that are alive in addition during the backward pass. Both were counted in programs compiled for H100
+(docs/planner.md has the check):
 
 ========= ============================== =========================
 remat     kept, per token and layer      working, per token
@@ -21,33 +22,38 @@ attention d + a                          the same
 none      2 d + q + a + f (SwiGLU 2 f)   1.5 d + q + 2 f
 ========= ============================== =========================
 
-Products with weights read 2 d + a + f elements a token and layer, and make 2 d + q + f (SwiGLU 2 f). In fp8
-they are converted.
+With latents of l elements, including latent queries and rotary parts, "none" keeps l more. Products with
+weights read 2 d + a + f elements a token and layer, and make 2 d + q + f (SwiGLU 2 f). In fp8 these elements
+are converted.
 
-Above ``token_tile`` tokens, blocks without experts that recompute go through their projections and their MLP
-in tiles of T tokens. Then q + 2 a + d are alive a token: what attention reads and makes, and the gradients of
-its output and of the block's. "attention" keeps a of these. A tile takes 4 d + 4 f (gated 6.5 f) a token.
+**Tiles.** Above ``token_tile`` tokens, blocks without experts that recompute go through their projections and
+their MLP in tiles of T tokens. Then q + 2 a + d are alive a token: the operands and results of attention, and
+the gradients of its output and of the block's output. "attention" keeps a of these. A tile takes 4 d + 4 f
+(gated 6.5 f) a token.
 
-At another moment the backward pass of attention works: 2 q + 2 a + d with the gradients, and the kernel's
-workspace, ``backward_workspace``. "attention" and "none" keep a of these, and "none" q.
+**Attention's backward pass** works at another moment. It takes 2 q + 2 a + d with the gradients, and the
+kernel's workspace (``backward_workspace``). "attention" and "none" keep a of these, and "none" also q.
 
-In a mixture f is the width of all experts of a token together, and products read and make a d for each of
-these. While a layer works, the rows of k experts a token are there four times, 4 k d. Tokens of a node that
-routers send to few devices take more.
+**Experts.** f is the width of all experts of a token together. Products read and make a further d for each
+expert. While a layer works, it has four copies of the rows of k experts a token, 4 k d. If routers send a
+node's tokens to few devices, these take more.
 
-Where k devices share a row, t is 1/k of its tokens. Attention then reads and makes heads for all tokens of
-the row, e elements a token in all: queries, keys, values and outputs, repeated keys and heads of zeros
-included. A device sends (k - 1)/k e t of them in each pass, and once more where they are recomputed. While
-attention works they are there instead of the device's own, in tiles the outputs besides, and otherwise all of
-them; "none" keeps them instead of q, and the outputs twice.
+**Shared rows.** If k devices share a row, t is 1/k of its tokens. Attention then reads and makes heads for
+all tokens of the row, e elements a token in all: queries, keys, values and outputs, including repeated keys
+and heads of zeros. A device sends (k - 1)/k e t of them in each pass, and once more where they are
+recomputed. While attention works, in tiles, they replace the device's own heads, but its outputs exist twice.
+Without tiles they exist in addition. "none" keeps them instead of q, and the outputs twice.
 
-cuDNN's attention and FlashAttention-4 also keep one fp32 number per head. XLA's has fp32 scores, heads x s
-per token, of which "none" keeps one copy and the backward pass uses 2.7, and 3 q more in another layout. The
-loss holds one chunk's logits in fp32, their gradient in the compute dtype, and six widths per token. With
-them the last layer, whose backward pass is next, keeps what "none" keeps: XLA does not compute it again. With
-several chunks it sums the gradient of the unembedding in fp32; with a single chunk the logits' gradient is
-kept and that matmul comes last. A frozen unembedding has no gradient, so XLA
-removes the matmul and its sums; a frozen embedding has none to combine at the end.
+**Scores.** cuDNN's attention and FlashAttention-4 keep one fp32 number per head. XLA's attention has fp32
+scores, heads x s per token. "none" keeps them once. The backward pass uses 2.7 times their memory, and 3 q
+more in another layout.
+
+**Loss.** It holds one chunk's logits in fp32, their gradient in the compute dtype, and six widths per token.
+At the same time the last layer keeps as much as with "none", because its backward pass is next and XLA does
+not recompute it. With several chunks the loss sums the gradient of the unembedding in fp32. With a single
+chunk it keeps the logits' gradient, and the matmul for the unembedding's gradient is last. A frozen
+unembedding has no gradient, so XLA removes the matmul and its sums. A frozen embedding has no gradient to
+combine at the end.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,26 +76,26 @@ class Work:
     """One micro-batch on one device.
 
     Attributes:
-        tokens: predicted.
+        tokens: number of tokens.
         forward: FLOPs executed in the forward pass, including the head with both its gradients.
         backward: FLOPs executed in the backward pass of the blocks, including recomputation.
-        weights_forward: those of ``forward`` that are products of the blocks' weights.
-        weights_backward: those of ``backward``, likewise.
-        cudnn_forward: those of ``forward`` that are of cuDNN's attention.
-        cudnn_backward: those of ``backward``, likewise.
-        read: elements that products with the blocks' weights read, of all layers.
-        made: elements that they make.
-        model_flops: as the MFU counts them: nothing twice, causal attention, no gradients of frozen matrices.
+        weights_forward: FLOPs of ``forward`` for products with the blocks' weights.
+        weights_backward: FLOPs of ``backward`` for products with the blocks' weights.
+        cudnn_forward: FLOPs of ``forward`` in cuDNN's attention.
+        cudnn_backward: FLOPs of ``backward`` in cuDNN's attention.
+        read: elements that products with the blocks' weights read, in all layers.
+        made: elements that products with the blocks' weights make, in all layers.
+        model_flops: FLOPs for the MFU: no recomputation, causal attention, no gradients of frozen matrices.
         stream: bytes of the residual stream between two layers.
-        kept: bytes of activations kept for the backward pass, of all layers.
+        kept: bytes of activations kept for the backward pass, in all layers.
         working: bytes of activations in use during one layer's backward pass.
         loss: bytes while the loss is computed.
         head: bytes of the unembedding's gradient, or kept for it, during the backward pass of the blocks; 0
             if it is frozen.
-        tables: bytes of the gradients of tables at the end, where they are added: the embedding's in fp32; of
-            those that are trained.
-        exchanged: bytes that a device sends to others of its node, of tokens whose experts are there.
-        heads: bytes that a device sends to others of its node that share its rows, for attention.
+        tables: bytes of the trained tables' gradients at the end, where they are added (the embedding's in
+            fp32).
+        exchanged: bytes of tokens that a device sends to other devices of its node, which have their experts.
+        heads: bytes that a device sends for attention to the devices of its node that share its rows.
     """
 
     tokens: int
@@ -118,7 +124,7 @@ class Work:
 
 
 def flash_attention(config: GPTConfig, dtype: str) -> bool:
-    """Whether attention runs as cuDNN's kernel or FlashAttention-4 on a GPU, which keep no scores."""
+    """Whether attention on a GPU is a kernel that keeps no scores: cuDNN's, or FlashAttention-4."""
     takes = dtype == "bfloat16" and has_flash(config.head_dim, config.value_dim, since_hopper=True)
     if config.attention == "auto":
         return takes and config.attention_softcap is None
@@ -126,20 +132,23 @@ def flash_attention(config: GPTConfig, dtype: str) -> bool:
 
 
 def backward_workspace(heads: int, kv_heads: int, head_dim: int) -> int:
-    """Bytes a token that the backward pass of cuDNN's attention takes besides its operands and results.
+    """Bytes a token of the workspace of cuDNN's attention in its backward pass.
 
     cudnn-frontend sums gradients of queries in fp32, and has one fp32 number a head. With grouped heads it
-    makes gradients of keys and values for each query head, in bf16 as the operands, and sums over groups
-    afterwards (``CompositeSDPABackwardNode``: dQ_accum, softmax_sum, dK_fullhead, dV_fullhead). Programs
-    compiled with this for 32 heads over 8 take the temporaries that XLA reported on an H100, within 3%
-    (docs/long-context.md). Without groups it is not measured, and the last two are not in that graph.
+    makes bf16 gradients of keys and values for each query head, and sums over groups afterwards
+    (``CompositeSDPABackwardNode``: dQ_accum, softmax_sum, dK_fullhead, dV_fullhead). With this workspace,
+    programs compiled for 32 heads over 8 take the temporaries that XLA reported on an H100, within 3%
+    (docs/long-context.md). Without groups the graph has no dK_fullhead and dV_fullhead, and was not measured.
     """
     of_groups = 2 * 2 * head_dim if kv_heads < heads else 0
     return heads * (4 * head_dim + 4 + of_groups)
 
 
 def _kernel_workspace(c: GPTConfig, heads: int, kv_heads: int) -> int:
-    """That of ``c.attention``; FlashAttention-4 has two fp32 numbers a head, and sums over groups in fp32."""
+    """Bytes a token of the workspace of ``c.attention`` in its backward pass.
+
+    FlashAttention-4 has two fp32 numbers a head, and sums over groups in fp32.
+    """
     if c.attention != "flash_attention_4":
         return backward_workspace(heads, kv_heads, c.head_dim)
     of_groups = 2 * 4 * kv_heads * c.head_dim if kv_heads < heads else 0
@@ -147,15 +156,12 @@ def _kernel_workspace(c: GPTConfig, heads: int, kv_heads: int) -> int:
 
 
 def sequences_of(rows: int, devices: int, zero: ZeroConfig) -> int:
-    """Sequences of a micro-batch on one device, or on those that share them; at least one."""
+    """Sequences of a micro-batch on one device, or on the devices that share them; at least one."""
     return max(1, rows * zero.sequence_parallel // (devices * zero.accumulate))
 
 
 def work_of(spec: TrainSpec, config: GPTConfig, *, sequences: int, length: int) -> Work:
-    """The work of a decoder of shape ``config`` under the options of its train spec; see ``decoder_work``.
-
-    ``sequences`` are those of the devices that share them, if they do.
-    """
+    """The work of a decoder of shape ``config`` with the options of its train spec; see ``decoder_work``."""
     zero, dtype = spec.zero, str(spec.zero.compute_dtype)
     work = decoder_work(
         config,
@@ -178,7 +184,7 @@ def work_of(spec: TrainSpec, config: GPTConfig, *, sequences: int, length: int) 
 
 
 def share_of(spec: TrainSpec, some: Callable[[ParamLayout], bool]) -> float:
-    """The part that some matrices are of all those of units."""
+    """The fraction of the elements of all units' matrices that is in the matrices selected by ``some``."""
     matrices = [leaf for group in spec.unit_groups for leaf in group.every if len(leaf.shape) > 1]
     return sum(leaf.count for leaf in matrices if some(leaf)) / max(1, sum(leaf.count for leaf in matrices))
 
@@ -198,13 +204,13 @@ def decoder_work(
 
     Args:
         config: its shape.
-        remat: what its blocks recompute.
+        remat: as ``ZeroConfig.remat``.
         dtype: of compute, "bfloat16" or "float32".
-        sequences: on one device, or on those that share them, in one micro-batch.
+        sequences: sequences of a micro-batch on one device, or on the devices that share them.
         length: tokens of a sequence.
-        head: whether there are embedding, unembedding and loss, unlike in a bare stack of blocks.
-        frozen: the parameters of ``zerojax.models.GPT`` that are not trained (``TrainSpec.frozen``). The
-            bytes and the head's FLOPs depend on them; the blocks' FLOPs are those of training all.
+        head: False for a bare stack of blocks, without embedding, unembedding and loss.
+        frozen: the parameters of ``zerojax.models.GPT`` that are not trained (``TrainSpec.frozen``). They
+            change the bytes and the head's FLOPs, but not the blocks' FLOPs.
         sharing: how many devices share a sequence (``ZeroConfig.sequence_parallel``).
 
     Raises:
@@ -220,7 +226,7 @@ def decoder_work(
     attention = per_pair * c.layers * (_computed_tokens(c, length) if flash else length)
     spread = spread_of(c.heads, c.key_value_heads, sharing)
     attention *= spread.heads / c.heads
-    # The backward pass begins with a stack's last layer, which has just been computed; tiles are again.
+    # The backward pass begins with a stack's last layer and does not recompute it, except in tiles.
     all_but_last = 1 - len(c.runs) / c.layers if c.scan else 1.0
     matrices_again = 0.0 if remat == "none" else matrices / 3
     matrices_again *= 1.0 if _in_tiles(c, remat, tokens) else all_but_last
@@ -235,7 +241,7 @@ def decoder_work(
     there = (spread.heads + spread.copies) * c.head_dim + spread.copies * c.value_dim
     sent = tokens * item * (there + back) if sharing > 1 else 0
     working = item * max(_working(kind, remat, tokens) for kind, _ in c.kinds)
-    # In tiles the heads are there instead of the device's own, except for outputs, which are there as both.
+    # In tiles the exchanged heads replace the device's own, but its outputs exist twice.
     working += min(sent, tokens * item * back) if _in_tiles(c, remat, tokens) else sent
     if sent and remat == "none":
         kept += tokens * c.layers * item * (there - c.qkv_width + back)
@@ -270,7 +276,7 @@ def decoder_work(
 
 
 def _over_layers(c: GPTConfig, width: Callable[[GPTConfig], int]) -> int:
-    """The sum over all layers of what a layer's config says."""
+    """The sum of a width over all layers."""
     return sum(count * width(kind) for kind, count in c.kinds)
 
 
@@ -281,15 +287,15 @@ def _read_width(c: GPTConfig) -> int:
 
 
 def _made_width(c: GPTConfig) -> int:
-    """Elements per token that they make."""
+    """Elements per token that products with a layer's weights make."""
     return (1 + c.mlps_per_token) * c.d_model + c.qkv_width + _latent_width(c) + _mlp_width(c)
 
 
 def _exchanged_bytes(c: GPTConfig, remat: Remat, dtype: str) -> int:
-    """Bytes of a token and its gradients that go to another device and come back, in one layer.
+    """Bytes of a token and its gradients that travel to another device and back in one layer.
 
-    There it goes with a weight and a number for each of its experts, once more if the layer is recomputed;
-    back come the sums of what experts add. Gradients take the same ways.
+    A token travels with a weight and a number for each of its experts, twice if the layer is recomputed. The
+    sum of its experts' outputs returns. Gradients travel the same ways.
     """
     token, weights = ITEM[dtype] * c.d_model, 4 * c.experts_per_token
     there = token + 2 * weights
@@ -299,7 +305,8 @@ def _exchanged_bytes(c: GPTConfig, remat: Remat, dtype: str) -> int:
 def _computed_tokens(c: GPTConfig, length: int) -> float:
     """Tokens that a flash kernel reads for a position, on average over positions and layers.
 
-    It skips what lies outside a window. In a scan the window of some layers is data, and a mask to cuDNN.
+    It skips tokens outside a window. If windows differ between the layers of a scan, they are data, and cuDNN
+    gets a mask and skips nothing.
     """
     if c.attention == "cudnn" and c.scan and len(set(c.windowed)) > 1:
         return length / 2
@@ -307,7 +314,7 @@ def _computed_tokens(c: GPTConfig, length: int) -> float:
 
 
 def _latent_width(c: GPTConfig) -> int:
-    """Elements per token that keys, values and queries are made of."""
+    """Elements per token of the latents of keys, values and queries."""
     return 0 if c.latent_rank is None else c.latent_rank + c.rope_width + (c.latent_query_rank or 0)
 
 
@@ -316,7 +323,7 @@ def _mlp_width(c: GPTConfig) -> int:
 
 
 def _kept_width(c: GPTConfig, remat: Remat) -> int:
-    """Elements per token and layer, in the compute dtype."""
+    """Elements per token and layer kept for the backward pass, in the compute dtype."""
     if remat == "full":
         return c.d_model
     if remat == "attention":
@@ -325,7 +332,7 @@ def _kept_width(c: GPTConfig, remat: Remat) -> int:
 
 
 def _kept_fp32(c: GPTConfig, remat: Remat, length: int, *, flash: bool) -> int:
-    """fp32 numbers per token and layer: log-sum-exps, or scores."""
+    """fp32 numbers per token and layer kept for the backward pass: log-sum-exps, or scores."""
     if remat == "full":
         return 0
     if flash:
@@ -334,7 +341,7 @@ def _kept_fp32(c: GPTConfig, remat: Remat, length: int, *, flash: bool) -> int:
 
 
 def _working(c: GPTConfig, remat: Remat, tokens: int) -> float:
-    """Elements in use during a layer's backward pass, in the compute dtype, outside of attention's kernel."""
+    """Elements in use during a layer's backward pass outside of attention's kernel, in the compute dtype."""
     rows = 4 * c.experts_per_token * c.d_model if c.experts else 0
     if remat == "none":
         return tokens * (rows + 1.5 * c.d_model + c.qkv_width + 2 * c.active_ffn_width)
@@ -357,10 +364,10 @@ def _unembedding(c: GPTConfig) -> str:
 
 
 def _head_bytes(c: GPTConfig, tokens: int, item: int, frozen: set[str]) -> dict[str, int]:
-    """Bytes of the loss and of the tables' gradients; ``frozen`` names the modules of the GPT that are."""
+    """Bytes of the loss and of the tables' gradients. ``frozen`` names the GPT's frozen modules."""
     chunks = -(-tokens // c.loss_chunk)
     embedding, unembedding = "embed" not in frozen, _unembedding(c) not in frozen
-    if c.outputs is not None:  # all at once, and of the embedding's size no gradient but its own
+    if c.outputs is not None:  # one chunk, and the embedding's gradient is the only one of its size
         scores, rows = tokens * c.outputs, embedding * c.vocab_size + unembedding * c.outputs
         return {
             "loss": 4 * scores + 8 * tokens * c.d_model * item,
@@ -374,6 +381,6 @@ def _head_bytes(c: GPTConfig, tokens: int, item: int, frozen: set[str]) -> dict[
     return {
         "loss": logits * (4 + item) + sums + 6 * tokens * c.d_model * item,
         "head": unembedding * item * (table if chunks > 1 else logits),
-        # Of a tied table both are added at the end; else that of the unembedding is done long before.
+        # A tied table adds both gradients at the end. Otherwise the unembedding's is finished long before.
         "tables": (4 * embedding + item * (unembedding and _unembedding(c) == "embed")) * table,
     }

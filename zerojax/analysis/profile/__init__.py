@@ -1,4 +1,4 @@
-"""Traces of training steps: ranges by hop and layer, and how much communication hides behind compute."""
+"""Traces of training steps: ranges by hop and layer, and the share of communication that compute hides."""
 
 from zerojax.analysis.profile.events import Event, read_events, trace_files
 from zerojax.analysis.profile.overlap import Overlap, measure_overlap

@@ -35,7 +35,7 @@ class Event:
         name: of the kernel or instruction.
         scope: one of ``SCOPES``, followed by " backward" in the backward pass; "" if it has none.
         start: nanoseconds since the start of the trace.
-        end: likewise.
+        end: nanoseconds since the start of the trace.
         communicates: whether it belongs to a collective.
     """
 
@@ -56,7 +56,9 @@ def trace_files(folder: Path) -> list[Path]:
     """
     found = sorted(folder.glob("**/*.xplane.pb"), key=lambda path: (path.parent.name, path.name))
     if not found:
-        raise ConfigurationError(f"{folder}: no trace (*.xplane.pb) here; zerojax train --profile makes one")
+        raise ConfigurationError(
+            f"{folder}: there is no trace (*.xplane.pb). zerojax train --profile writes one"
+        )
     return found
 
 

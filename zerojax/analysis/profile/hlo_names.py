@@ -1,8 +1,8 @@
 """The name scopes of a traced program's instructions, read from the trace itself.
 
-The metadata of a trace's host plane holds the programs that ran, as XLA's ``HloProto``, whose instructions
-have the name scopes of their source ("op_name"). No light Python package has these messages, so all fields
-are unknown ones, and the few needed are looked up by number; the numbers are those of
+The metadata of a trace's host plane holds each program that ran as an ``HloProto`` of XLA. Its instructions
+have the name scopes of their source ("op_name"). No light Python package defines these messages. So they are
+parsed as messages of unknown fields, and the few fields needed are looked up by their numbers in
 tsl/profiler/protobuf/xplane.proto and xla/service/hlo.proto.
 """
 

@@ -20,7 +20,7 @@ class Overlap:
         total: seconds of communication.
         hidden: seconds of communication during which the device also computes.
         compute: seconds of compute.
-        hops: scope -> (total, hidden); hops that run side by side both count in full.
+        hops: seconds by scope: (total, hidden). Two hops at the same time both count in full.
     """
 
     total: float
@@ -50,7 +50,7 @@ class Overlap:
 def measure_overlap(events: Sequence[Event]) -> Overlap:
     """Measure the overlap of communication and compute in a trace.
 
-    Time counts once, however many kernels run in it. Communication does not hide other communication.
+    Time in which several kernels run counts once. Communication does not hide other communication.
     """
     total = hidden = computing = 0.0
     hops: dict[str, tuple[float, float]] = {}

@@ -1,4 +1,4 @@
-"""Named ranges of a trace for Perfetto: one per consecutive events of a stream in the same hop or layer."""
+"""Named ranges of a trace for Perfetto: consecutive events of a stream in the same hop or layer form one."""
 
 import gzip
 import itertools
@@ -10,7 +10,7 @@ from zerojax.analysis.profile.events import Event
 
 
 def write_ranges(events: Sequence[Event], path: Path) -> None:
-    """Write the ranges to a gzipped file in Chrome's trace format, which ui.perfetto.dev opens."""
+    """Write the ranges in Chrome's trace format, gzipped, for ui.perfetto.dev."""
     lines = {key: number for number, key in enumerate(sorted({(e.device, e.line) for e in events}))}
     written: list[dict[str, object]] = [
         {"ph": "M", "name": "process_name", "pid": device, "args": {"name": f"device {device}"}}

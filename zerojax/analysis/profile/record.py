@@ -14,7 +14,7 @@ def parse_steps(text: str) -> range:
     """The steps of "start:stop", both included: "10:12" is steps 10, 11 and 12.
 
     Raises:
-        ConfigurationError: it has another form, or is empty.
+        ConfigurationError: ``text`` has another form, or there is no such step.
     """
     first, colon, last = text.partition(":")
     if not (colon and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
@@ -25,7 +25,7 @@ def parse_steps(text: str) -> range:
 
 
 class StepProfile:
-    """Traces the chosen steps of a run, which has taken ``done`` steps of the ``planned`` already.
+    """Traces the chosen steps of a run that has taken ``done`` of its ``planned`` steps.
 
     Raises:
         ConfigurationError: the run will not take these steps.
@@ -36,7 +36,8 @@ class StepProfile:
     ) -> None:
         if steps and not done < steps[0] <= steps[-1] <= planned:
             raise ConfigurationError(
-                f"--profile {steps[0]}:{steps[-1]}: this run will take steps {done + 1} to {planned}"
+                f"--profile {steps[0]}:{steps[-1]}: this run will only take steps {done + 1} to {planned}. "
+                "Choose steps among these"
             )
         self._folder = folder
         self._steps = steps or range(0)
@@ -44,7 +45,7 @@ class StepProfile:
         self._tracing = False
 
     def step[T](self, number: int, run: Callable[[], T]) -> T:
-        """Run a step, and trace it if it was chosen; what ``run`` returns may still be being computed."""
+        """Run a step, and trace it if it was chosen. JAX may still be computing the result."""
         if number not in self._steps:
             return run()
         if not self._tracing:
@@ -60,7 +61,7 @@ class StepProfile:
         return result
 
     def close(self) -> None:
-        """End a trace under way, and write its ranges."""
+        """End the running trace, if any, and write its ranges."""
         if not self._tracing:
             return
         self._tracing = False
