@@ -12,7 +12,7 @@ import pytest
 
 from zerojax.cli import main
 from zerojax.formatting import abbreviated, percent
-from zerojax.run.html_report import read_run_data, render
+from zerojax.run.html_report import columns, read_run_data, render
 from zerojax.run.html_report.charts import Chart, Series, smoothed, thinned
 from zerojax.run.run_dir import RunFolder
 
@@ -273,6 +273,32 @@ def test_strings_of_the_run_are_escaped(tmp_path: Path) -> None:
 def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path / "none")]) == 2
     assert "not a run folder" in capsys.readouterr().err
+
+
+def test_a_long_run_is_thinned_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short run stays complete. Of two lines about a step, the newer counts."""
+    monkeypatch.setattr(columns, "_STRETCHES", 100)
+    path = tmp_path / "metrics.jsonl"
+    values = [float(step % 10) for step in range(1, 2001)]
+    values[1234], values[777] = 99.0, -99.0
+    lines = [{"step": step, "loss": x, "mfu": 1 + x % 2} for step, x in enumerate(values, 1)]
+    lines[5]["skipped"] = lines[6]["skipped"] = 1
+    lines[-1]["loss"] = 4.5
+    path.write_text("".join(map("{}\n".format, map(json.dumps, lines))) + "no JSON\n")
+    found = columns.read_columns(path)
+    assert (found.count, found.last, found.skipped, found.damaged) == (2000, 2000, {6, 7}, 1)
+    loss, mfu = found.columns["loss"], found.columns["mfu"]
+    assert len(loss.points) <= 300
+    assert (loss.points[1235], loss.points[778], loss.points[2000]) == (99.0, -99.0, 4.5)
+    assert list(loss.points) == sorted(loss.points)
+    assert len(loss.means) == len(mfu.means) == 96  # 21 lines each
+    assert loss.means[21] == sum(values[:21]) / 21
+    assert mfu.means[42] == pytest.approx(21 / sum(1 / line["mfu"] for line in lines[21:42]))
+    again = [{"step": step, "loss": 0.5} for step in (1, 2, 3, 2, 3)]
+    path.write_text("".join(map("{}\n".format, map(json.dumps, [*again, {"step": 3, "loss": None}]))))
+    found = columns.read_columns(path)
+    assert (found.count, found.last) == (3, 3)
+    assert found.columns["loss"].points == found.columns["loss"].means == {1: 0.5, 2: 0.5, 3: None}
 
 
 class TestCharts:

@@ -160,16 +160,22 @@ class Chart:
 
 
 def smoothed(
-    name: str, steps: Sequence[int], values: Sequence[float | None], *, rate: bool = False
+    name: str,
+    steps: Sequence[int],
+    values: Sequence[float | None],
+    *,
+    every: tuple[Sequence[int], Sequence[float | None]] | None = None,
+    rate: bool = False,
 ) -> list[Series]:
     """Split a noisy line into all of it, faint, and its moving mean; a short line stays as it is.
 
-    If the values are a ``rate`` per second, the mean is that of the seconds.
+    If ``values`` are means of stretches, ``every`` has the steps and the values that the faint line shows. If
+    the values are a ``rate`` per second, the mean is that of the seconds.
     """
-    line = Series(name, steps, values)
+    line = Series(name, *(every or (steps, values)))
     if len(values) < _SMOOTHED_FROM:
         return [line]
-    numbers = line.numbers
+    numbers = Series(name, steps, values).numbers
     known: Bool[np.ndarray, " points"] = numbers > 0 if rate else ~np.isnan(numbers)
     terms = np.zeros_like(numbers)
     terms[known] = 1 / numbers[known] if rate else numbers[known]

@@ -1,7 +1,6 @@
 """Rendering of a run's data as an HTML page."""
 
 import json
-import statistics
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -13,7 +12,8 @@ from markupsafe import Markup
 
 from zerojax.formatting import abbreviated, percent, size
 from zerojax.run.html_report.charts import Chart, Series, smoothed
-from zerojax.run.html_report.run_data import RunData, finite
+from zerojax.run.html_report.columns import RATES, finite
+from zerojax.run.html_report.run_data import RunData
 from zerojax.validation.bounds import is_time
 
 
@@ -30,7 +30,7 @@ def render(run: RunData, *, now: datetime | None = None) -> str:
         lstrip_blocks=True,
     )
     environment.filters["size"] = size
-    skipped = [line["step"] for line in run.steps if line.get("skipped")]
+    skipped = sorted(run.metrics.skipped)
     page = environment.get_template("page.html").render(
         run=run,
         style=_asset("page.css"),
@@ -56,9 +56,9 @@ def _asset(name: str) -> Markup:
 def _facts(run: RunData) -> list[tuple[str, str, str]]:
     """The numbers at the top: (name, value, remark)."""
     facts: list[tuple[str, str, str]] = []
-    if run.steps:
+    if run.metrics.count:
         planned = run.summary.get("steps") or run.config.get("train", {}).get("steps")
-        done = f"{run.steps[-1]['step']:,}"
+        done = f"{run.metrics.last:,}"
         facts.append(("steps", done, f"of {planned:,}" if isinstance(planned, int) else ""))
     if (loss := run.last("loss")) is not None:
         facts.append(("training loss", f"{loss:.4f}", _loss_unit(run)))
@@ -74,9 +74,9 @@ def _facts(run: RunData) -> list[tuple[str, str, str]]:
         ("divergence", run.last("kl"), "{:.3g}".format, "from the first weights, per token"),
         ("exact match", run.last("exact_match"), percent, "of held-out prompts"),
         ("expert load", run.last("expert_load"), "{:.2f}".format, "busiest over the mean, worst layer"),
-        ("tokens per second", _typical(run, "tokens_per_second"), abbreviated, "median step"),
-        ("MFU", _typical(run, "mfu"), percent, "median step"),
-        ("step time", _typical(run, "step_seconds"), _duration, "median"),
+        ("tokens per second", run.typical("tokens_per_second"), abbreviated, "median step"),
+        ("MFU", run.typical("mfu"), percent, "median step"),
+        ("step time", run.typical("step_seconds"), _duration, "median"),
         ("sent per node", run.last("internode_bytes"), size, "per step, to others"),
         ("memory", max(memory, default=None), size, _memory_of(run)),
     ]
@@ -91,7 +91,7 @@ def _memory_of(run: RunData) -> str:
 def _main_chart(run: RunData, skipped: Sequence[int]) -> Chart | None:
     """The loss; of a run of post-training the reward, since its loss says nothing."""
     name, unit = ("reward", "mean") if run.series("reward")[0] else ("loss", _loss_unit(run))
-    series = smoothed("training", *run.series(name))
+    series = smoothed("training", *run.means(name), every=run.series(name))
     steps, values = run.series(f"validation_{name}")
     if steps:
         series.append(Series("validation", steps, values, "dots"))
@@ -106,15 +106,15 @@ def _loss_unit(run: RunData) -> str:
 def _charts(run: RunData, skipped: Sequence[int]) -> list[Chart]:
     """All charts but the first: of preferences, PPO's critic and routers, then those of every run."""
 
-    def mean(name: str, key: str, *, rate: bool = False) -> list[Series]:
-        return smoothed(name, *run.series(key), rate=rate)
+    def mean(name: str, key: str) -> list[Series]:
+        return smoothed(name, *run.means(key), every=run.series(key), rate=key in RATES)
 
     def line(name: str, key: str, look: Literal["line", "dots"] = "line") -> Series:
         return Series(name, *run.series(key), look)
 
     accuracy = [*mean("training", "accuracy"), line("validation", "validation_accuracy", "dots")]
     rewards = [line("chosen", "rewards_chosen"), line("rejected", "rewards_rejected")]
-    tokens, mfu = mean("tokens/s", "tokens_per_second", rate=True), mean("MFU", "mfu", rate=True)
+    tokens, mfu = mean("tokens/s", "tokens_per_second"), mean("MFU", "mfu")
     explained, entropy = [line("variance", "explained_variance")], mean("entropy", "router_entropy")
     # Charts go in pairs.
     seconds = mean("step", "step_seconds") if run.series("mfu")[0] else []
@@ -140,7 +140,7 @@ def _charts(run: RunData, skipped: Sequence[int]) -> list[Chart]:
 
 def _draw(run: RunData, title: str, unit: str, series: Sequence[Series], **options: Any) -> Chart | None:
     """A chart; None if no series has a finite value."""
-    last = run.steps[-1]["step"] if run.steps else 0
+    last = run.metrics.last
     restarts = [one["step"] for one in run.sessions if isinstance(one.get("step"), int)]
     inside = [step for step in restarts if 0 < step <= last]
     chart = Chart(title, unit, [s for s in series if s.steps], last, restarts=inside, **options)
@@ -192,12 +192,6 @@ def _environment(run: RunData) -> list[tuple[str, str]]:
     if isinstance(versions, dict):
         rows += [(str(name), str(version)) for name, version in versions.items()]
     return rows
-
-
-def _typical(run: RunData, name: str) -> float | None:
-    """The median of a value."""
-    values = [x for x in run.series(name)[1] if x is not None]
-    return statistics.median_high(values) if values else None
 
 
 def _duration(seconds: float) -> str:

@@ -1,14 +1,16 @@
 """The data in a run's folder, read even if the run was killed or files are damaged."""
 
-import sys
+import statistics
 import time
+from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from zerojax.errors import ConfigurationError
 from zerojax.run.checkpoints import step_dirs
 from zerojax.run.config import RunConfig, config_to_dict
-from zerojax.run.metrics.files import read_lines
+from zerojax.run.html_report.columns import Column, Metrics, finite, read_columns
+from zerojax.run.metrics.files import iterate_lines
 from zerojax.run.run_dir import RunFolder, sessions
 from zerojax.validation.untrusted import parse_toml
 
@@ -30,7 +32,7 @@ class RunData:
         summary: ``run.json``.
         config: section -> key -> value, from ``config.toml``; empty if it cannot be read.
         changed: "section.key" of the settings that differ from the defaults.
-        steps: of ``metrics.jsonl``.
+        metrics: of ``metrics.jsonl``.
         samples: the newest of ``samples.jsonl``: a prompt, a completion, and its reward or what was expected.
         notes: remarks for the reader: damaged files, a silent run.
         written: when ``metrics.jsonl`` was last written (Unix time), or None.
@@ -45,7 +47,7 @@ class RunData:
     summary: dict[str, Any]
     config: dict[str, dict[str, Any]]
     changed: frozenset[str]
-    steps: list[dict[str, Any]]
+    metrics: Metrics
     samples: list[dict[str, Any]]
     notes: list[str]
     written: float | None
@@ -57,14 +59,28 @@ class RunData:
 
         Step 0 has what the first weights reach, of a run that measured it.
         """
-        found = [(line["step"], line[name]) for line in self.steps if name in line]
+        found = self._column(name).points
         if found and f"first_{name}" in self.summary:
-            found.insert(0, (0, self.summary[f"first_{name}"]))
-        return [step for step, _ in found], [finite(value) for _, value in found]
+            found = {0: finite(self.summary[f"first_{name}"]), **found}
+        return list(found), list(found.values())
+
+    def means(self, name: str) -> tuple[list[int], list[float | None]]:
+        """As ``series``, but the mean of each stretch: the values themselves, if the run is not long."""
+        found = self._column(name).means
+        return list(found), list(found.values())
 
     def last(self, name: str) -> float | None:
         """The newest finite value of this name."""
         return next((x for x in reversed(self.series(name)[1]) if x is not None), None)
+
+    def typical(self, name: str) -> float | None:
+        """The median of a value; of a long run's, of an evenly spaced sample."""
+        column = self._column(name)
+        sample = [x for step in column.means if (x := column.points[step]) is not None]
+        return statistics.median_high(sample) if sample else None
+
+    def _column(self, name: str) -> Column:
+        return self.metrics.columns.get(name, Column())
 
     @property
     def sessions(self) -> list[dict[str, Any]]:
@@ -81,9 +97,9 @@ def read_run_data(folder: RunFolder) -> RunData:
     if not (folder.config.is_file() or folder.metrics.is_file() or folder.summary.is_file()):
         raise ConfigurationError(f"{folder.path} is not a run folder: it has no {folder.config.name}")
     notes: list[str] = []
-    steps, damaged = read_lines(folder.metrics)
-    if damaged:
-        lines = "1 line" if damaged == 1 else f"{damaged} lines"
+    metrics = read_columns(folder.metrics)
+    if metrics.damaged:
+        lines = "1 line" if metrics.damaged == 1 else f"{metrics.damaged} lines"
         notes.append(f"{lines} of {folder.metrics.name} cannot be read and were left out.")
     summary = folder.read_summary()
     if not summary:
@@ -92,7 +108,7 @@ def read_run_data(folder: RunFolder) -> RunData:
         notes.append(f"{what}: how the run ended is not known.")
     status = str(summary.get("status", "unknown"))
     written = folder.metrics.stat().st_mtime if folder.metrics.is_file() else None
-    if not steps:
+    if not metrics.count:
         notes.append("No step is done yet, so there is nothing to draw.")
     elif status == "running":
         silence = time.time() - (written or 0)
@@ -111,9 +127,8 @@ def read_run_data(folder: RunFolder) -> RunData:
         summary=summary,
         config=config,
         changed=changed,
-        # Of two lines about one step, the newer.
-        steps=[line for _, line in sorted({line["step"]: line for line in steps}.items())],
-        samples=[one for one in read_lines(folder.samples)[0] if one.keys() >= _SAMPLE][-_SAMPLES:],
+        metrics=metrics,
+        samples=list(deque((one for one in iterate_lines(folder.samples) if _is_sample(one)), _SAMPLES)),
         notes=notes,
         written=written,
         checkpoints=step_dirs.steps(folder.checkpoints),
@@ -141,7 +156,5 @@ def _config(folder: RunFolder, notes: list[str]) -> tuple[dict[str, dict[str, An
     return sections, changed
 
 
-def finite(value: Any) -> float | None:
-    """A number of a file of JSON; None for one that a float cannot hold, and for anything else."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) <= sys.float_info.max else None
+def _is_sample(line: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
+    return line is not None and line.keys() >= _SAMPLE

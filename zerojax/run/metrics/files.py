@@ -5,7 +5,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -128,11 +128,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     """The steps in a ``metrics.jsonl``, in order, and the number of unreadable lines."""
-    if not path.exists():
-        return [], 0
-    lines = [_read_line(line) for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
+    lines = list(iterate_lines(path))
     steps = [values for values in lines if values is not None]
     return steps, len(lines) - len(steps)
+
+
+def iterate_lines(path: Path) -> Iterator[dict[str, Any] | None]:
+    """The lines of a log, None for one that is unreadable; nothing if there is no file."""
+    if path.exists():
+        with path.open(encoding="utf-8", errors="replace") as file:
+            yield from map(_read_line, file)
 
 
 def _read_line(line: str) -> dict[str, Any] | None:
