@@ -188,6 +188,30 @@ def test_the_second_signal_ends_at_once(number: signal.Signals) -> None:
         assert process.wait(timeout=20) == 128 + number
 
 
+STUCK = """
+import hashlib, sys
+from zerojax.cli import main
+from zerojax.run.loop import TrainLoop
+TrainLoop.save = lambda self: hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+sys.exit(main())
+"""
+
+
+def test_the_second_signal_is_recorded(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with started("-c", STUCK, "train", config, "--run-dir", run) as process:
+        wait_until(lambda: len(read_metrics(run / "metrics.jsonl")) > 2, process)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, err
+    summary = json.loads((run / "run.json").read_text())
+    assert summary["status"] == "stopped"
+    assert summary["reason"] == "Stopped: SIGTERM again: ending at once"
+    assert summary["step"] >= len(read_metrics(run / "metrics.jsonl")) - 1
+
+
 @pytest.mark.slow
 def test_two_signals_end_a_process_whose_output_nobody_reads() -> None:
     with full_pipe() as (_, writer), started("-c", BUSY, stderr=writer) as process:

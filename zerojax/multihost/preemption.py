@@ -4,12 +4,15 @@ import os
 import signal
 import socket
 import threading
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any, NoReturn, Self
 
 from zerojax import terminal
 from zerojax.log import logger
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Seconds that the disk has to record the end of a process.
+_PATIENCE = 2.0
 
 
 class StopRequest:
@@ -17,10 +20,13 @@ class StopRequest:
 
     Python runs signal handlers between two instructions of the main thread, not while that waits for a step.
     So a separate thread reads the signal numbers, which the C-level handler writes to a socket.
+
+    Before the second signal ends the process, ``note`` is called with the reason.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, note: Callable[[str], None] = lambda reason: None) -> None:
         self._received = threading.Event()
+        self._note = note
 
     @property
     def received(self) -> bool:
@@ -53,7 +59,13 @@ class StopRequest:
             if number[0] not in _SIGNALS:
                 continue
             if self.received:
-                terminal.last_words(f"zerojax: {name} again: ending at once\n")
-                os._exit(128 + number[0])
+                self._end(number[0], f"{name} again: ending at once")
             self._received.set()
             logger.warning("%s: saving after this step; once more ends at once", name)
+
+    def _end(self, number: int, reason: str) -> NoReturn:
+        noting = threading.Thread(target=self._note, args=(reason,), daemon=True)
+        noting.start()
+        noting.join(_PATIENCE)
+        terminal.last_words(f"zerojax: {reason}\n")
+        os._exit(128 + number)

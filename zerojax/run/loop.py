@@ -120,13 +120,18 @@ class TrainLoop(ABC):
             RunError: the disk is full, or the loop cannot go on.
             Stopped: a process of the run was asked to stop by a signal; the run has saved.
         """
-        with StopRequest() as signalled, self._errors_explained():
+        with StopRequest(self._note_stop) as signalled, self._errors_explained():
             self.loop(signalled)
             self.log.drain()
             self.watchdog.phase("the end of the run")
             if self.checkpoints is not None:
                 self.checkpoints.wait()
             self.finish()
+
+    def _note_stop(self, reason: str) -> None:
+        """Record that a second signal ends the run without a save."""
+        if jax.process_index() == 0:
+            self.note_end(Stopped(reason))
 
     def take_steps(self, batches: Iterator[Any], signalled: StopRequest) -> None:
         """Take a step on each batch, evaluate and save, until the last step or until one is asked to stop."""

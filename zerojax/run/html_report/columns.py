@@ -61,13 +61,15 @@ class Metrics:
     skipped: set[int] = field(default_factory=set)
     damaged: int = 0
 
-    def _note(self, line: dict[str, Any]) -> None:
+    def count_step(self, line: dict[str, Any]) -> None:
+        """Count a line's step, and note whether it was skipped."""
         step = line["step"]
         if step > self.last or not self.count:  # not one that a resumed run repeats
             self.count, self.last = self.count + 1, step
         (self.skipped.add if line.get("skipped") else self.skipped.discard)(step)
 
-    def _add(self, stretch: Sequence[dict[str, Any]]) -> None:
+    def add(self, stretch: Sequence[dict[str, Any]]) -> None:
+        """Add the values of a stretch of lines to their columns."""
         for name in {name: None for line in stretch for name in line if name != "step"}:
             lines = [line for line in stretch if name in line]
             column = self.columns.setdefault(name, Column())
@@ -83,12 +85,12 @@ def read_columns(path: Path) -> Metrics:
         if line is None:
             found.damaged += 1
             continue
-        found._note(line)
+        found.count_step(line)
         stretch.append(line)
         if len(stretch) >= length:
-            found._add(stretch)
+            found.add(stretch)
             stretch.clear()
-    found._add(stretch)
+    found.add(stretch)
     for column in found.columns.values():
         column.sort()
     return found
