@@ -1,4 +1,4 @@
-"""The product's sentences: docstrings, comments, messages and pages, and the habits that make them hard to read.
+"""The product's sentences in docstrings, comments, messages and pages, and the habits that make them hard.
 
 ``python tests/helpers/prose.py [PATH...]`` prints each finding with its place, then the counts.
 """

@@ -1,6 +1,7 @@
 """The benchmarks' own code: what they print, write and draw. Their figures come from GPUs."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -84,3 +85,11 @@ def test_a_step_of_a_trace_is_drawn(tmp_path):
     assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="1 exchanges in 'exchange_fragment'"):
         draw_trace.step_of(events[:2], "exchange_fragment")
+
+
+def test_the_script_that_measures_again_has_the_sections_that_pages_name():
+    done = subprocess.run([SCRIPTS / "reproduce.sh"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    sections = done.stderr.split("one of: ")[1].split()
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    assert sorted(re.findall(r"reproduce\.sh ([\w-]+)", pages)) == sorted(sections)
