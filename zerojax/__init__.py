@@ -7,8 +7,8 @@ are first used (``from zerojax import checkpoints``). The packages that they com
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from zerojax.adapters.expert_param import ExpertParam
 from zerojax.adapters.own_tokens import own_tokens
+from zerojax.adapters.roles import ExpertParam
 from zerojax.adapters.stack import Stack
 from zerojax.adapters.weight_sum import weight_sum
 from zerojax.adapters.world_sum import world_sum
@@ -19,8 +19,7 @@ from zerojax.experts.linen import LinenExperts, linen_expert_param
 from zerojax.experts.mixture import mix_experts
 from zerojax.experts.mlp import ExpertWeights
 from zerojax.experts.module import Experts
-from zerojax.experts.router import RouterConfig
-from zerojax.experts.stats import RouterStats, balance_loss, z_loss
+from zerojax.experts.router import RouterConfig, RouterStats, balance_loss, z_loss
 from zerojax.generation.generate import Completions, generate
 from zerojax.matmul.lora import LoRA
 from zerojax.models.shared_rows import attention, whole_rows

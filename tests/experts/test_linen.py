@@ -14,7 +14,7 @@ from plain_loop import by_path, masters
 
 import zerojax
 from zerojax import LinenExperts, RouterConfig, RouterStats
-from zerojax.adapters.router_state import ROUTER_STATE as STATE
+from zerojax.adapters.roles import ROUTER_STATE as STATE
 
 WIDTH, HIDDEN, EXPERTS, PER_TOKEN, LAYERS = 6, 5, 4, 2, 2
 ROUTER = RouterConfig("sigmoid", balance_rate=0.1)

@@ -11,7 +11,7 @@ from jax import Array
 from plain_experts import ACTIVATIONS, assert_close, plain_experts
 
 import zerojax
-from zerojax import Experts, RouterConfig
+from zerojax import Experts, ExpertWeights, RouterConfig
 from zerojax.schedule.remat import rematerialised
 from zerojax.zero_config.config import Remat
 
@@ -26,14 +26,16 @@ def by_loop(layer: Experts, x: Array) -> tuple[Array, Array]:
     logits += 0 if layer.router_bias is None else layer.router_bias[...]
     probabilities = jax.nn.softmax(logits)
     chosen, experts = jax.lax.top_k(logits, PER_TOKEN)
-    if layer.config.normalise:
+    if layer.mixture.router.normalise:
         weights = jax.nn.softmax(chosen)
     else:
         weights = jnp.take_along_axis(probabilities, experts, -1)
-    out = plain_experts(tokens, experts, weights, layer._weights(), layer.activation)
+    biases = (b if b is None else b[...] for b in (layer.gate_bias, layer.up_bias, layer.down_bias))
+    own = ExpertWeights(layer.gate[...], layer.up[...], layer.down[...], *biases)
+    out = plain_experts(tokens, experts, weights, own, layer.mixture.activation)
     if (one := layer.shared) is not None:
         gate, up, down = (part.kernel[...] for part in (one.gate, one.up, one.down))
-        shared = ACTIVATIONS[layer.activation](tokens @ gate, tokens @ up) @ down
+        shared = ACTIVATIONS[layer.mixture.activation](tokens @ gate, tokens @ up) @ down
         out += shared if one.output_gate is None else shared * jax.nn.sigmoid(one.output_gate(tokens))
     counts = jax.nn.one_hot(experts, EXPERTS).sum(1)
     return out.reshape(x.shape), EXPERTS * (counts.mean(0) * probabilities.mean(0)).sum()

@@ -18,7 +18,7 @@ from jax import lax
 from plain_loop import distance
 
 import zerojax
-from zerojax.adapters.expert_param import ExpertParam
+from zerojax.adapters.roles import ExpertParam
 from zerojax.errors import ZeroError
 from zerojax.run.checkpoints import Checkpoints, Record, restore
 from zerojax.sharding.mesh import LOCAL

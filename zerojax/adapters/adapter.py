@@ -76,7 +76,7 @@ class Adapter(ABC):
         stacks: names of the units that are a ``Stack``.
         updating: names of the units that update delta's copies when called (``Sharded.copy``).
         abstract_model_state: shapes and dtypes of the non-parameter state, by name.
-        counts: the names of the state that counts the tokens of a step (``zerojax.adapters.router_state``).
+        counts: the names of the state that counts the tokens of a step (``zerojax.adapters.roles``).
     """
 
     parameters: tuple[Parameter, ...]

@@ -22,8 +22,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array, Num, PyTree
 
 from zerojax.adapters.adapter import Adapter, Bound, Given, LossFn, ModelState, Parameter, call_loss
-from zerojax.adapters.expert_param import ExpertBox
-from zerojax.adapters.router_state import ROUTER_STATE
+from zerojax.adapters.roles import ROUTER_STATE, ExpertBox
 from zerojax.adapters.weight_sum import MasterWeights, master_weights
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.partition import split_arrays

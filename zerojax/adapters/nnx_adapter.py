@@ -22,7 +22,6 @@ from jaxtyping import Array, Num, PyTree
 
 from zerojax.adapters.adapter import Adapter, Bound, Given, ModelState, Parameter
 from zerojax.adapters.assignments import call_with_weights, replaced_weights
-from zerojax.adapters.expert_param import ExpertParam
 from zerojax.adapters.nnx_creation import (
     create,
     forget_shapes,
@@ -31,7 +30,7 @@ from zerojax.adapters.nnx_creation import (
     leaves_within,
     stack_of,
 )
-from zerojax.adapters.router_state import RouterState
+from zerojax.adapters.roles import ExpertParam, RouterState
 from zerojax.adapters.stack import STATE, Stack, changed_state, modules_in
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.partition import partition, split_arrays

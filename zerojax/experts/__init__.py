@@ -4,8 +4,7 @@ from zerojax.experts.exchange import apply_experts
 from zerojax.experts.mixture import mix_experts
 from zerojax.experts.mlp import Activation, ExpertWeights
 from zerojax.experts.module import Experts
-from zerojax.experts.router import RouterConfig, Routing, route
-from zerojax.experts.stats import RouterStats, balance_loss, z_loss
+from zerojax.experts.router import RouterConfig, RouterStats, Routing, balance_loss, route, z_loss
 
 __all__ = [
     "Activation",

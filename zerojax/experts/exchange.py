@@ -1,9 +1,9 @@
 """The way of tokens to experts and back.
 
-The experts of a layer may be spread over the devices of a node (``ZeroConfig(experts="local")``). Every
-device then gathers the tokens of its node and where they go, computes what its own experts add to them, and
-sends each device the sums for its tokens. A token so goes to a device once, however many of its experts are
-there. Nothing crosses nodes.
+``ZeroConfig(experts="local")`` spreads a layer's experts over the devices of a node. Every device then
+gathers the node's tokens and their choice of experts, computes its own experts on them, and sends each device
+the sums for its tokens. So a token is sent to a device once, however many of its experts are there. Nothing
+crosses nodes.
 """
 
 import math
@@ -21,7 +21,7 @@ from zerojax.sharding.mesh import LOCAL
 from zerojax.sharding.wire_format import sum_rows
 
 CAPACITY = 1.25
-"""Rows of a round on a device of several, relative to its share where experts are used evenly."""
+"""Rows of a round on one of several devices, relative to its share under even use of the experts."""
 
 
 def apply_experts(
@@ -34,24 +34,22 @@ def apply_experts(
     activation: Activation = "swiglu",
     capacity: float = CAPACITY,
 ) -> Float[Array, "tokens d"]:
-    """For each token the weighted sum of what its experts return; no token is dropped.
+    """The weighted sum of its experts' outputs for each token; no token is dropped.
 
     Args:
-        x: tokens, which are computed with in the dtype of the experts.
-        experts: where they go; those of a token are different ones.
-        weights: of what the experts return, fp32.
-        own: the weights of all experts; or, inside a step, those of this device's, an equal part.
+        x: tokens, which are cast to the experts' dtype.
+        experts: each token's experts, all different.
+        weights: the weights of the experts' outputs, fp32.
+        own: the weights of all experts; inside a step also this device's equal part of them.
         of: the number of all experts.
-        activation: of the experts.
-        capacity: rows that a device computes with at a time where experts are spread over several, relative
-            to its share if experts are used evenly; see ``zerojax.experts.mlp``. It changes memory and speed,
-            not the result.
+        activation: the experts' activation.
+        capacity: see ``zerojax.Experts`` and ``zerojax.experts.mlp``.
 
     Returns:
-        In the dtype of ``x``. Sums over experts are fp32.
+        Sums over experts, computed in fp32, in the dtype of ``x``.
 
     Raises:
-        ConfigurationError: there is a part of the experts that this mesh cannot have, or no capacity.
+        ConfigurationError: ``own`` is no part that a device of this mesh has, or ``capacity`` is not above 0.
     """
     count = own.gate.shape[0]
     parts = _parts(count, of)
@@ -77,7 +75,7 @@ def apply_experts(
 
 
 def _parts(count: int, of: int) -> int:
-    """Over how many devices the experts are spread, of which this one has ``count`` and all have ``of``."""
+    """The number of devices that share ``of`` experts, if this device has ``count`` of them."""
     if of == count:
         return 1
     try:
@@ -100,11 +98,10 @@ def _gather(*parts: Array) -> tuple[Array, ...]:
 
 
 def _sum_at_owners(*parts: Array) -> tuple[Array, ...]:
-    """The sums over the devices of a node, in fp32 and in their order, of ``[devices * tokens, m]``."""
+    """Sum ``[devices * tokens, m]`` over a node's devices, in fp32 and in order, at each token's owner."""
     devices = lax.axis_size(LOCAL)
     with jax.named_scope("return_tokens"):
         arrived = exchange_together([part.reshape(devices, -1) for part in parts], LOCAL)
-
     each = zip(arrived, parts, strict=True)
     return tuple(sum_rows(x).astype(like.dtype).reshape(-1, like.shape[1]) for x, like in each)
 
@@ -126,7 +123,7 @@ _to_node.defvjp(lambda *args: (_to_node(*args), None), _to_node_bwd)
 
 @jax.custom_vjp
 def _to_owners(added: Array) -> Array:
-    """The sums of what all devices add to this device's tokens."""
+    """Sum all devices' results for this device's tokens."""
     (out,) = _sum_at_owners(added)
     return out
 

@@ -1,4 +1,7 @@
-"""A router and its experts as a function of their weights, which the modules of both Flax APIs call."""
+"""A mixture of experts as a function of its weights, for the modules of both Flax APIs and for your own."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -7,8 +10,9 @@ from jaxtyping import Array, Float, Int32
 from zerojax.errors import ConfigurationError
 from zerojax.experts.exchange import CAPACITY, apply_experts
 from zerojax.experts.mlp import ACTIVATIONS, Activation, ExpertWeights
-from zerojax.experts.router import RouterConfig, route
-from zerojax.experts.stats import RouterStats
+from zerojax.experts.router import RouterConfig, RouterStats, route
+
+_Dense = Callable[[Array], Array]
 
 
 def mix_experts(
@@ -23,20 +27,22 @@ def mix_experts(
     activation: Activation = "swiglu",
     capacity: float = CAPACITY,
 ) -> tuple[Float[Array, "tokens d"], RouterStats]:
-    """What the experts that a router chooses return for each token, and what the router did.
-
-    ``zerojax.Experts`` as a function, for modules of your own. No token is dropped.
+    """``zerojax.Experts`` as a function, for modules of your own. No token is dropped.
 
     Args:
         x: tokens.
-        router: makes logits of them, which are fp32.
-        own: the experts, or inside a step those that this device has (``zerojax.ExpertParam``), in one dtype.
+        router: the matrix that gives a token's logits, which are fp32.
+        own: the experts' weights, in one dtype; inside a step the device's part (``zerojax.ExpertParam``).
         per_token: how many experts a token goes to.
-        config: how they are chosen.
-        router_bias: of the logits.
-        choice_bias: of the choice; see ``RouterConfig.balance_rate``.
-        activation: of the experts.
+        config: how a token's experts are chosen.
+        router_bias: added to the logits.
+        choice_bias: added to the scores for the choice alone; see ``RouterConfig.balance_rate``.
+        activation: the experts' activation.
         capacity: see ``zerojax.Experts``.
+
+    Returns:
+        For each token the weighted sum of its experts' outputs, in the dtype of ``x``; and the router's
+        statistics.
     """
     exact = router.dtype == jnp.float32
     logits = jnp.einsum(
@@ -53,27 +59,91 @@ def mix_experts(
     return apply_experts(x, experts, weights, own, **options), stats
 
 
-def check_sizes(
-    width: int, hidden: int, experts: int, activation: Activation, *, shared: int, shared_gate: bool
-) -> None:
-    """Refuse what a module was given.
+@dataclass(frozen=True)
+class Mixture:
+    """The sizes and options that the modules of both Flax APIs share; see ``zerojax.Experts``.
 
     Raises:
         ConfigurationError: a size is below 1, or settings exclude each other.
     """
-    for name, value in {"width": width, "hidden": hidden, "experts": experts}.items():
-        if value < 1:
-            raise ConfigurationError(f"Experts: {name}={value} must be at least 1")
-    if shared < 0 or (shared_gate and not shared):
-        raise ConfigurationError(
-            f"Experts: shared={shared}, shared_gate={shared_gate}: a width of at least 0, above 0 with a gate"
+
+    width: int
+    hidden: int
+    experts: int
+    per_token: int
+    router: RouterConfig
+    activation: Activation
+    shared: int
+    shared_gate: bool
+    capacity: float
+
+    def __post_init__(self):
+        for name in ("width", "hidden", "experts"):
+            if (value := getattr(self, name)) < 1:
+                raise ConfigurationError(f"Experts: {name}={value} must be at least 1")
+        if self.shared < 0 or (self.shared_gate and not self.shared):
+            raise ConfigurationError(
+                f"Experts: shared={self.shared}, shared_gate={self.shared_gate}: a width of at least 0, "
+                "above 0 with a gate"
+            )
+        if self.activation not in ACTIVATIONS:
+            raise ConfigurationError(
+                f"Experts: activation={self.activation!r}: one of {', '.join(ACTIVATIONS)}"
+            )
+        self.router.check(self.experts, self.per_token)
+
+    def __call__(
+        self,
+        x: Float[Array, "*batch width"],
+        router: Array,
+        own: ExpertWeights,
+        *,
+        router_bias: Array | None,
+        choice_bias: Array | None,
+        shared: _Dense | None,
+    ) -> tuple[Float[Array, "*batch width"], RouterStats]:
+        """``mix_experts``, plus the output of the ``shared`` expert if there is one."""
+        tokens = x.reshape(-1, x.shape[-1])
+        out, stats = mix_experts(
+            tokens,
+            router,
+            own,
+            self.per_token,
+            self.router,
+            router_bias=router_bias,
+            choice_bias=choice_bias,
+            activation=self.activation,
+            capacity=self.capacity,
         )
-    if activation not in ACTIVATIONS:
-        raise ConfigurationError(f"Experts: activation={activation!r}: one of {', '.join(ACTIVATIONS)}")
+        if shared is not None:
+            out = out + shared(tokens)
+        return out.reshape(x.shape), stats
+
+
+def gated_mlp(
+    x: Float[Array, "tokens width"],
+    activation: Activation,
+    gate: _Dense,
+    up: _Dense,
+    down: _Dense,
+    output_gate: _Dense | None,
+) -> Float[Array, "tokens width"]:
+    """Apply the expert to which every token goes; its layers have no bias.
+
+    With an ``output_gate`` each token's output is multiplied by the sigmoid of the gate's one output.
+    """
+    wide = ACTIVATIONS[activation](gate(x).astype(jnp.float32), up(x).astype(jnp.float32))
+    out = down(wide.astype(x.dtype))
+    if output_gate is None:
+        return out
+    return (out * jax.nn.sigmoid(output_gate(x).astype(jnp.float32))).astype(x.dtype)
 
 
 def moved(bias: Float[Array, " experts"], load: Int32[Array, " experts"], rate: float) -> Array:
-    """The bias of the choice after a step in which the experts had this load; one at the mean stays."""
+    """The bias of the choice after a step in which the experts had this load.
+
+    An expert whose load is the mean keeps its bias.
+    """
     whole, rest = jnp.divmod(load.sum(), load.size)
     # The sign of the mean less the load, without a rounding.
     return bias + rate * jnp.sign(2 * (whole - load) + (rest > 0))

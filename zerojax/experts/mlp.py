@@ -1,16 +1,16 @@
-"""The experts' networks on the tokens that come to them.
+"""The experts' networks on the tokens that are sent to them.
 
-Every token has a row for each of its experts here (``zerojax.experts.rows``), and the products of all experts
-are grouped matmuls. A device of several cannot know how many rows its experts get, but shapes must be fixed:
-it has ``Plan.rows`` at a time, and goes on in further rounds until none is left. So no token is ever dropped,
-however the router chooses, and what a round needs is bounded. In the usual case there is one round.
+Every token has a row for each of its experts (``zerojax.experts.rows``), and the products of all experts are
+grouped matmuls. One of several devices cannot know how many rows its experts get, but shapes must be fixed.
+So it computes ``Plan.rows`` rows at a time, in rounds until no row is left. No token is ever dropped, however
+the router chooses, and the memory of a round is bounded. Usually there is one round.
 
-Routing weights are applied between the activation and the second product. The backward pass so needs no
-output of an expert, and keeps of each row only ``gate`` and ``up``, and those of the first round alone: other
-rounds are computed again. Rematerialisation knows these two by the name "experts".
+Routing weights are applied between the activation and the second product, so the backward pass needs no
+expert's output. It keeps each row's products with gate and up, under the name "experts" for
+rematerialisation, for the first round alone; it computes other rounds again.
 
-Where the weights are fp8 codes, tokens are cast once, by their own largest magnitude, before they become
-rows; see ``zerojax.matmul.grouped`` for what is computed in which dtype.
+If the weights are fp8 codes, tokens are cast once, by their own largest magnitude, before they become rows;
+``zerojax.matmul.grouped`` says which product has which dtype.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,6 @@ Activation = Literal["swiglu", "geglu", "swiglu_clamped"]
 
 
 def _clamped(gate: Array, up: Array) -> Array:
-    """gpt-oss'."""
     gate, up = jnp.minimum(gate, 7), jnp.clip(up, -7, 7)
     return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
 
@@ -43,19 +42,19 @@ ACTIVATIONS: dict[Activation, Callable[[Array, Array], Array]] = {
     "geglu": lambda gate, up: jax.nn.gelu(gate) * up,
     "swiglu_clamped": _clamped,
 }
-"""Of the products with gate and up."""
+"""From the products with gate and up."""
 
 
 class ExpertWeights(NamedTuple):
     """The weights of the experts on this device, in one dtype. The matrices may be fp8 codes instead.
 
     Attributes:
-        gate: of the activation's first argument, ``[experts, d, f]``.
-        up: of its second one, ``[experts, d, f]``.
+        gate: gives the activation's first argument, ``[experts, d, f]``.
+        up: gives its second one, ``[experts, d, f]``.
         down: back to the width of a token, ``[experts, f, d]``.
-        gate_bias: or None.
-        up_bias: or None.
-        down_bias: or None.
+        gate_bias: added to the product with gate, or None.
+        up_bias: added to the product with up, or None.
+        down_bias: added to the product with down, or None.
     """
 
     gate: Matrices
@@ -68,13 +67,13 @@ class ExpertWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """How the rows are gone through.
+    """How a device computes its rows.
 
     Attributes:
-        activation: of the experts.
-        rows: of a round.
-        rounds: at the most.
-        every: whether the rows of one round are all assignments that there are.
+        activation: the experts' activation.
+        rows: the rows of a round.
+        rounds: the most rounds that there can be.
+        every: whether one round has a row for every assignment.
     """
 
     activation: Activation
@@ -91,30 +90,30 @@ class Plan:
         return rows.all if self.every else self.window(rows, 0)
 
 
-_BIAS_DEPTH = 64  # the least that the kernels of products read in one piece
+_BIAS_DEPTH = 64  # the smallest depth of the product kernels
 
 
 def _bias(scale: Float[Array, " rows"], bias: Float[Array, "experts n"], window: Window) -> Array:
-    """Each row's bias times ``scale``: as a product, whose gradients are sums in a fixed order."""
+    """Each row's bias times ``scale``: a product, because its gradients are sums in a fixed order."""
     ones = jnp.zeros((len(scale), _BIAS_DEPTH), bias.dtype).at[:, 0].set(scale.astype(bias.dtype))
     return grouped_matmul(ones, jnp.pad(bias[:, None], ((0, 0), (0, _BIAS_DEPTH - 1), (0, 0))), window.sizes)
 
 
 def _first(x: Factor, weight: Matrices, bias: Array | None, window: Window) -> Array:
-    """A row's product with gate or up."""
+    """Each row's product with gate or up."""
     out = product(x, weight, window.sizes)
     out = out if bias is None else out + _bias(jnp.ones(len(out)), bias, window)
     return checkpoint_name(out, "experts")
 
 
 def _between(activation: Activation, gate: Array, up: Array, weights: Float[Array, " rows"]) -> Array:
-    """What a row's second product reads, times its weight."""
+    """The input of the second product: the activation times each row's routing weight."""
     wide = ACTIVATIONS[activation](gate.astype(jnp.float32), up.astype(jnp.float32))
     return (wide * weights[:, None]).astype(gate.dtype)
 
 
 class _Kept(NamedTuple):
-    """Of the rows of a round, for the backward pass."""
+    """The products with gate and up of a round, for the backward pass."""
 
     gate: Array
     up: Array
@@ -149,7 +148,7 @@ def _round_backward(
     kept: _Kept,
     cotangent: Array,
 ) -> tuple[tuple[Array, Array], Array, ExpertWeights]:
-    """The gradients of a round: of its rows, by gate and by up; of routing weights; of the experts."""
+    """The gradients of a round: its rows' (by gate, by up), routing weights' and experts' gradients."""
     rows = to_rows(x, window.tokens)
     by_row = to_rows(weights.reshape(-1), window.order)
     between, pull = jax.vjp(partial(_between, activation), *kept, by_row)
@@ -170,13 +169,9 @@ def _round_backward(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def mlp(plan: Plan, x: Float[Array, "tokens d"], weights: Array, own: ExpertWeights, rows: Rows) -> Array:
-    """What a device's experts add to each token.
+    """The weighted sum of each token's experts on this device, summed in fp32.
 
-    ``x`` are all tokens that may have a row, in the dtype of the experts, and ``weights`` those of what an
-    expert returns, fp32.
-
-    Returns:
-        ``[tokens, d]``: the weighted sum over the token's experts on this device, which is summed in fp32.
+    ``x`` are all tokens that may have a row, in the experts' dtype; ``weights`` are routing weights, fp32.
     """
     return _forward(plan, x, weights, own, rows)[0]
 
@@ -187,7 +182,7 @@ _Sums = tuple[Array, Array, ExpertWeights]
 
 
 def _each(function: Callable[..., Matrices], own: ExpertWeights, *others: ExpertWeights) -> ExpertWeights:
-    """A function of every weight that is codes; other weights are those of the last argument."""
+    """Apply a function to every weight that is codes; take other weights from the last argument."""
 
     def one(weight: Matrices, *rest: Array) -> Matrices:
         return function(weight, *rest) if isinstance(weight, Fp8Operand) else (weight, *rest)[-1]
@@ -215,7 +210,7 @@ def _forward(
 
 
 def _once[T](own: ExpertWeights, found: T, given: PyTree[Array]) -> T:
-    """What is computed from codes, and not differentiated again; see ``fp8.underivable``."""
+    """``found``; if it was computed from codes, refuse its derivative (``fp8.underivable``)."""
     codes = any(isinstance(weight, Fp8Operand) for weight in own)
     return fp8.underivable(found, given) if codes else found
 
@@ -232,7 +227,7 @@ def _is_left[T](plan: Plan, rows: Rows, carry: tuple[Array, T]) -> Array:
 def _backward(
     plan: Plan, residuals: _Residuals, cotangent: Array
 ) -> tuple[Array, Array, ExpertWeights, None]:
-    # Without the barrier the compiler may keep the forward pass' rows of tokens, which are gathered again.
+    # Without the barrier XLA may keep the forward pass' rows of tokens instead of gathering them again.
     (x, weights, own, rows, kept), cotangent = lax.optimization_barrier((residuals, cotangent))
     window = plan.first(rows)
     given = (plan.activation, x, weights, own)

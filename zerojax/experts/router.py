@@ -1,4 +1,4 @@
-"""Routers: which experts a token goes to, and with what weights."""
+"""Routers: the choice of each token's experts, their weights, and the auxiliary losses of that choice."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from zerojax.adapters.world_sum import world_sum
 from zerojax.errors import ConfigurationError
-from zerojax.experts.stats import RouterStats
 
 Score = Literal["softmax", "sigmoid"]
 
@@ -17,23 +17,23 @@ Score = Literal["softmax", "sigmoid"]
 class RouterConfig:
     """How a token's logits choose its experts and weigh what they return.
 
-    The defaults are those of Mixtral and Qwen3-MoE. OLMoE has ``normalise=False``; gpt-oss
-    ``logit_biases=True``; DeepSeek-V3 ``RouterConfig("sigmoid", scale=2.5, balance_rate=0.001, groups=8,
-    groups_per_token=4)``; DeepSeek-V2 ``RouterConfig(normalise=False, scale=16, groups=8, groups_per_token=3,
-    group_best=1)``.
+    The defaults are Mixtral's and Qwen3-MoE's. OLMoE has ``normalise=False``, gpt-oss
+    ``logit_biases=True``, DeepSeek-V3 ``RouterConfig("sigmoid", scale=2.5, balance_rate=0.001, groups=8,
+    groups_per_token=4)``, and DeepSeek-V2 ``RouterConfig(normalise=False, scale=16, groups=8,
+    groups_per_token=3, group_best=1)``.
 
     Attributes:
-        score: what makes scores of the logits: a "softmax" over all experts, or a "sigmoid" of each.
+        score: how logits become scores: a "softmax" over all experts, or a "sigmoid" of each.
         normalise: whether a token's weights are its scores divided by their sum. With "softmax" this is the
             softmax over the chosen logits.
-        scale: factor of the weights, after that (DeepSeek's routed scaling factor).
+        scale: factor of the weights, after ``normalise`` (DeepSeek's routed scaling factor).
         logit_biases: whether logits have trained biases (gpt-oss).
-        balance_rate: 0, or by how much a bias of each expert moves in every training step against its load,
-            without an auxiliary loss (Wang et al., 2024, 2408.15664). The bias is added to scores for the
-            choice, not for the weights; it is state, not a weight.
-        groups: into how many groups of neighbours the experts are divided (DeepSeek-V2).
-        groups_per_token: the groups whose best experts have the largest sums of scores; a token's experts are
-            chosen from these alone.
+        balance_rate: how far each expert's bias moves in a training step against the expert's load, without
+            an auxiliary loss (Wang et al., 2024, 2408.15664); 0 means no such biases. The bias is added to
+            scores for the choice, and not for the weights. It is state, and the optimizer does not see it.
+        groups: number of groups of neighbouring experts (DeepSeek-V2).
+        groups_per_token: number of groups from which a token's experts are chosen: the groups whose best
+            experts have the largest sums of scores.
         group_best: how many experts of a group are in its sum.
     """
 
@@ -63,14 +63,10 @@ class RouterConfig:
             raise ConfigurationError(f"RouterConfig: group_best={self.group_best} must be at least 1")
 
     def check(self, experts: int, per_token: int) -> None:
-        """Refuse numbers of experts.
-
-        Args:
-            experts: of a layer.
-            per_token: of them, those of a token.
+        """Check the numbers of a layer's experts and of a token's.
 
         Raises:
-            ConfigurationError: a token cannot have so many, or groups do not divide the experts.
+            ConfigurationError: a token cannot have so many experts, or groups do not divide the experts.
         """
         if not 1 <= per_token <= experts:
             raise ConfigurationError(f"per_token={per_token}: from 1 to experts={experts}")
@@ -91,13 +87,42 @@ class RouterConfig:
             )
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RouterStats:
+    """A router's statistics: sums over the tokens of one device, fp32. Layers add up: ``stats + others``.
+
+    Attributes:
+        counts: tokens of each expert, without a gradient.
+        probabilities: each expert's probability.
+        square_logsumexp: the square of the logits' log-sum-exp.
+        entropy: the entropy of the probabilities, in nats.
+        tokens: how many tokens were routed. A token that passes n layers counts n times.
+    """
+
+    counts: Float[Array, "*layers experts"]
+    probabilities: Float[Array, "*layers experts"]
+    square_logsumexp: Float[Array, "*layers"]
+    entropy: Float[Array, "*layers"]
+    tokens: Float[Array, "*layers"]
+
+    @staticmethod
+    def zeros(experts: int) -> "RouterStats":
+        """The statistics of no token."""
+        each, none = jnp.zeros(experts, jnp.float32), jnp.zeros((), jnp.float32)
+        return RouterStats(each, each, none, none, none)
+
+    def __add__(self, other: "RouterStats") -> "RouterStats":
+        return jax.tree.map(jnp.add, self, other)
+
+
 class Routing(NamedTuple):
     """Where tokens go.
 
     Attributes:
-        experts: of each token, different ones, the best first.
-        weights: of what they return.
-        stats: sums over these tokens.
+        experts: each token's experts, all different, the best first.
+        weights: the weights of these experts' outputs, fp32.
+        stats: the statistics of these tokens.
     """
 
     experts: Int32[Array, "tokens per_token"]
@@ -111,7 +136,7 @@ def route(
     config: RouterConfig,
     bias: Float[Array, " experts"] | None = None,
 ) -> Routing:
-    """Choose each token's experts, in fp32. Of equal scores the first expert's counts as the best.
+    """Choose each token's experts, in fp32. Among equal scores the first expert's counts as the best.
 
     ``bias`` is added to scores for the choice alone; see ``RouterConfig.balance_rate``.
     """
@@ -135,7 +160,7 @@ _TINY = 1e-20  # sums of sigmoids may be 0
 
 
 def _within_groups(scores: Float[Array, "tokens experts"], config: RouterConfig) -> Array:
-    """The scores, of which those outside a token's groups can not be chosen."""
+    """The scores, with minus infinity outside a token's groups."""
     grouped = scores.reshape(len(scores), config.groups, -1)
     best = jax.lax.top_k(grouped, config.group_best)[0].sum(-1)
     chosen = jax.lax.top_k(best, config.groups_per_token)[1]
@@ -157,3 +182,28 @@ def _stats(logits: Array, chosen: Array, config: RouterConfig) -> RouterStats:
         entropy=-jnp.where(probabilities > 0, probabilities * log_probabilities, 0).sum(),
         tokens=jnp.float32(len(logits)),
     )
+
+
+def balance_loss(stats: RouterStats) -> Float[Array, ""]:
+    """How unevenly tokens are spread: experts x the sum over experts of (share of tokens x mean probability).
+
+    It is computed from the whole batch on all devices. With even use it is the number of a token's experts,
+    like ``load_balancing_loss_func`` in transformers (Fedus et al., 2021, "Switch Transformers", section
+    2.2). Multiply it by a small factor, such as 0.01, and add it to the loss.
+
+    Args:
+        stats: added up over layers, for one loss of all layers pooled, as in transformers; or with leading
+            axes of layers, for the mean of the layers' losses.
+    """
+    counts, probabilities, tokens = world_sum((stats.counts, stats.probabilities, stats.tokens))
+    products = (counts * probabilities).sum(-1) / jnp.square(jnp.maximum(tokens, 1))
+    return counts.shape[-1] * products.mean()
+
+
+def z_loss(stats: RouterStats) -> Float[Array, ""]:
+    """The mean of the squared log-sum-exp of the logits, which keeps them small (Zoph et al., 2022, ST-MoE).
+
+    It is computed from the whole batch on all devices. Multiply it by a small factor, such as 0.001.
+    """
+    squares, tokens = world_sum((stats.square_logsumexp, stats.tokens))
+    return (squares / jnp.maximum(tokens, 1)).mean()

@@ -1,8 +1,8 @@
 """The rows in which experts' products read tokens: a row for each assignment of a token to an expert.
 
-Rows lie in order of their experts, of one expert in the order of their tokens. What moves between tokens and
-rows is a gather in both directions, by the tables here, never a sum into places that several rows share: so
-the same bits come out every time.
+Rows are sorted by expert, and within an expert by token. Values move between tokens and rows by gathers in
+both directions, with the tables here. There is no scatter-add into places that several rows share, so every
+run gives the same bits.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ class Window(NamedTuple):
         tokens: the token of each row.
         order: the assignment of each row, ``token * per_token + i``.
         places: the row of each assignment; negative if it has none in the window.
-        complete: whether every assignment has one.
-        sizes: rows of each expert in it, which come first. Rows after these are nobody's.
+        complete: whether every assignment has a row in the window.
+        sizes: each expert's number of rows in the window. Rows after these belong to no expert.
     """
 
     tokens: Int32[Array, " rows"]
@@ -37,7 +37,7 @@ class Rows(NamedTuple):
     Attributes:
         order: as in ``Window``; assignments to other experts come last, then padding.
         places: the row of each assignment.
-        sizes: rows of each of these experts.
+        sizes: each of these experts' number of rows.
     """
 
     order: Int32[Array, " padded"]
@@ -51,7 +51,7 @@ class Rows(NamedTuple):
 
     @property
     def all(self) -> Window:
-        """Every row, where every assignment is to one of these experts."""
+        """Every row, if every assignment is to one of these experts."""
         return Window(self.order // self.places.shape[1], self.order, self.places, True, self.sizes)
 
     def window(self, start: Int32[Array, ""] | int, length: int) -> Window:
@@ -101,15 +101,12 @@ def _at_places(rows: Array, places: Array, complete: bool) -> Array:
 def to_tokens(
     rows: Sequence[Float[Array, "rows d"]], window: Window, before: Float[Array, "tokens d"] | None = None
 ) -> Float[Array, "tokens d"]:
-    """For each token the sum of its rows in the window, in fp32 and in the order of the token's assignments.
+    """``before`` plus the sum of each token's rows in the window, in the dtype of the rows.
 
-    The sum is added to ``before``.
-
-    Returns:
-        In the dtype of the rows.
+    Sums are fp32, in the order of the token's assignments.
     """
     total = jnp.float32(0) if before is None else before.astype(jnp.float32)
-    # Written out, gathers and sum are one loop of the compiler's, which writes nothing in between.
+    # Without a loop here, XLA makes one loop of gathers and sum, which stores nothing in between.
     for i in range(window.places.shape[1]):
         for each in rows:
             total += _at_places(each, window.places[:, i], window.complete)

@@ -220,7 +220,7 @@ def _shared(spec: TrainSpec, model_state: ModelState) -> ModelState:
 
 
 def _counts(spec: TrainSpec, model_state: ModelState) -> ModelState:
-    """The entries that count tokens; see ``zerojax.adapters.router_state``."""
+    """The entries that count tokens; see ``zerojax.adapters.roles``."""
     return {name: x for name, x in model_state.items() if name in spec.adapter.counts}
 
 
