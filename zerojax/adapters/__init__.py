@@ -5,8 +5,9 @@ from collections.abc import Callable
 from flax import linen, nnx
 from jaxtyping import Array, PyTree
 
-from zerojax.adapters.adapter import Adapter, Bound, LossFn, ModelState, Parameter, call_loss
+from zerojax.adapters.adapter import Adapter, Bound, ModelState, Parameter
 from zerojax.adapters.linen_adapter import LinenAdapter
+from zerojax.adapters.loss import LossFn, call_loss
 from zerojax.adapters.nnx_adapter import NNXAdapter
 from zerojax.errors import ConfigurationError
 from zerojax.sharding.mesh import MeshShape

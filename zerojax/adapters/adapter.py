@@ -1,19 +1,16 @@
 """The interface between a model of either Flax API and the rest of zerojax."""
 
-import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from flax import nnx
-from jax.typing import ArrayLike
 from jaxtyping import Array, Num, PyTree
 
-from zerojax.errors import ConfigurationError
-from zerojax.schedule.sharded import Sharded
+from zerojax.schedule.partition import partition, split_arrays
+from zerojax.schedule.sharded import Sharded, is_sharded
+from zerojax.schedule.unit import Arrays, call_unit
 from zerojax.sharding.layout import ParamShape
 from zerojax.sharding.param_tree import Path
 from zerojax.weights.weight import Weight
@@ -21,11 +18,7 @@ from zerojax.weights.weight import Weight
 Given = Mapping[Path, Num[Array, "..."] | jax.ShapeDtypeStruct | Sharded]
 """The weights that a model gets: ``Sharded`` in units, whole arrays elsewhere, or shapes and dtypes."""
 ModelState = dict[str, PyTree[Array]]
-"""What a model keeps between calls besides its parameters, by name."""
-LossFn = Callable[..., Any]
-"""A user's function of a model and a batch; ``call_loss`` checks what it returns."""
-METRICS = frozenset({"grad_norm", "loss", "loss_limit", "skipped", "skipped_in_row", "spike"})
-"""The metrics of a step that are not the loss function's own."""
+"""A model's state between calls besides its parameters, by name."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +27,7 @@ class Parameter(ParamShape):
 
     Attributes:
         unit: the name of the unit that gathers it, or None if it is gathered for the whole step.
-        of_experts: whether its leading axis is the expert's, and its module takes a part of it as well.
+        of_experts: whether its leading axis is the expert's, so that its module also works with a part of it.
     """
 
     unit: str | None
@@ -46,7 +39,7 @@ class Bound(ABC):
     """A model with its weights in place, for one forward pass.
 
     Attributes:
-        model: what the loss function gets.
+        model: the argument of the loss function.
     """
 
     model: Any
@@ -74,9 +67,9 @@ class Adapter(ABC):
     Attributes:
         parameters: every floating-point parameter once, in the model's order.
         stacks: names of the units that are a ``Stack``.
-        updating: names of the units that update delta's copies when called (``Sharded.copy``).
+        updating: names of the units that refresh delta's replica when called (``Sharded.copy``).
         abstract_model_state: shapes and dtypes of the non-parameter state, by name.
-        counts: the names of the state that counts the tokens of a step (``zerojax.adapters.roles``).
+        counts: names of the state that counts the tokens of a step (``zerojax.adapters.roles``).
     """
 
     parameters: tuple[Parameter, ...]
@@ -93,8 +86,8 @@ class Adapter(ABC):
     def bind(self, weights: Given, model_state: ModelState, *, train: bool, key: Array | None) -> Bound:
         """Put weights into the model.
 
-        Without ``train`` it is in its evaluation mode, if it has one. The key gives the pass random bits of
-        this device's own; None keeps the model's.
+        Without ``train`` the model is in its evaluation mode, if it has one. The key gives the pass this
+        device's own random bits; None keeps the model's.
         """
 
     @abstractmethod
@@ -102,63 +95,22 @@ class Adapter(ABC):
         """An ordinary model with these whole weights, in evaluation mode, without anything of zerojax."""
 
 
-def takes_rngs(loss_fn: LossFn) -> bool:
-    """Whether a loss function takes rngs: ``loss_fn(model, batch, rngs)``."""
-    names = inspect.signature(loss_fn).parameters
-    positional = [
-        p
-        for p in names.values()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
-    ]
-    return len(positional) >= 3 or "rngs" in names
+def call_gathered[S, T](
+    run: Callable[[PyTree, S, tuple[object, ...], Mapping[str, object]], T],
+    params: PyTree,
+    state: S,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+) -> T:
+    """``run(params, state, args, kwargs)``, whose ``params`` are gathered where they are ``Sharded``.
 
-
-def _is_scalar(value: ArrayLike) -> bool:
-    return jax.tree_util.all_leaves([value]) and jnp.shape(value) == ()
-
-
-def call_loss(
-    loss_fn: LossFn, model: object, batch: PyTree, key: Array | None
-) -> tuple[Array, dict[str, Array]]:
-    """Run a loss function and check its result.
-
-    A loss function that takes rngs gets them by the key.
-
-    Returns:
-        The loss as an fp32 scalar, and ``aux``, a dict of scalars (perhaps empty).
-
-    Raises:
-        ConfigurationError: the loss is not a scalar, aux is not a dict of scalars, or it has the name of
-            a metric of the step.
+    ``run`` is pure. The arguments may hold leaves that are no arrays.
     """
-    if takes_rngs(loss_fn):
-        rngs = nnx.Rngs(jax.random.key(0) if key is None else key)
-        parameter = inspect.signature(loss_fn).parameters.get("rngs")
-        named = parameter is not None and parameter.kind is parameter.KEYWORD_ONLY
-        result = loss_fn(model, batch, rngs=rngs) if named else loss_fn(model, batch, rngs)
-    else:
-        result = loss_fn(model, batch)
-    loss: Any
-    loss, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-    if not hasattr(loss, "shape") or loss.shape != ():
-        found = f"shape {loss.shape}" if hasattr(loss, "shape") else f"a {type(loss).__name__}"
-        raise ConfigurationError(
-            f"loss_fn must return a scalar or (scalar, aux dict); it returned {found}. "
-            "Take the mean over the batch."
-        )
-    if not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise ConfigurationError(f"loss_fn must return a floating-point scalar; it returned {loss.dtype}.")
-    other = [name for name, x in aux.items() if not _is_scalar(x)] if isinstance(aux, Mapping) else [aux]
-    if other:
-        found = f"has {other[0]!r}" if isinstance(aux, Mapping) else f"is a {type(aux).__name__}"
-        raise ConfigurationError(
-            f"loss_fn's aux must be a dict of scalars, which are averaged over the world, and it {found}. "
-            "State that the model changes, such as batch statistics, is kept without being returned; use "
-            "predict_step for a model's outputs."
-        )
-    if reserved := sorted(METRICS.intersection(aux)):
-        raise ConfigurationError(
-            f"loss_fn's aux has {reserved[0]!r} in it, which is a metric of the step itself: give it another "
-            "name."
-        )
-    return loss.astype(jnp.float32), {name: jnp.asarray(value) for name, value in aux.items()}
+    weights, others, combine = partition(params, is_sharded, is_leaf=is_sharded)
+    arrays, join = split_arrays((args, kwargs))
+
+    def body(whole: Sequence[Array], inputs: Arrays) -> T:
+        state, others, arrays = inputs
+        return run(combine(whole, others), state, *join(arrays))
+
+    return call_unit(body, weights, (state, others, arrays))

@@ -7,16 +7,13 @@ import jax
 from flax import nnx
 from jaxtyping import Array, PyTree
 
-from zerojax.adapters.assignments import call_with_weights
+from zerojax.adapters.nnx_call import STATE, call_with_weights, changed_state, modules_in
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.replay import Operand, at_matmuls
 from zerojax.schedule.partition import split_arrays
 from zerojax.schedule.prefetch_scan import scan_units
 from zerojax.schedule.sharded import Sharded, is_gathered
 from zerojax.schedule.unit import Arrays
-
-STATE = nnx.Not(nnx.Any(nnx.Param, nnx.Intermediate))
-"""Filter for the state that a module keeps between calls, besides its parameters."""
 
 
 class Stack(nnx.Module):
@@ -64,7 +61,7 @@ class Stack(nnx.Module):
         def make(rngs: nnx.Rngs) -> nnx.Module:
             return block(rngs=rngs)
 
-        # Rngs that blocks may keep: nnx.split_rngs would make one rngs of those that they hold again.
+        # Blocks may keep these rngs; nnx.split_rngs would merge the kept ones into one again.
         try:
             self.block = make(rngs.split(layers))
         except ValueError as error:
@@ -89,8 +86,8 @@ class Stack(nnx.Module):
             x: the input of the first block: an array, or a pytree of floating-point arrays; each block must
                 keep its shapes and dtypes.
             *args: passed to every block.
-            by_layer: arguments that differ, by name: arrays with a leading axis of layers, of which each
-                block gets its own part.
+            by_layer: arguments that differ, by name: arrays with a leading axis of layers. Each block gets
+                its own part.
             method: the name of the blocks' method to call.
             **kwargs: passed to every block.
 
@@ -125,7 +122,7 @@ class Stack(nnx.Module):
         if weights and all(is_gathered(weight) for weight in weights):
             x, state, copies, probe = scan_units(body, weights, x, own, arrays)
             if copies or probe:
-                # As state is: the next call begins with them, and the step finds them in the model.
+                # Like state: the next call begins with them, and the step finds them in the model.
                 weights = [weight.updated(copies) for weight in weights]
                 if probe:
                     weights[0] = dataclasses.replace(weights[0], probe=probe[0])
@@ -135,28 +132,3 @@ class Stack(nnx.Module):
             x, state = jax.lax.scan(lambda x, layer: run(layer[0], x, layer[1], arrays), x, (weights, own))
         nnx.update(self.block, state)
         return x
-
-
-def modules_in(arguments: PyTree) -> list[nnx.Module]:
-    """The modules among a call's arguments, themselves pytrees."""
-    leaves = jax.tree.leaves(arguments, is_leaf=lambda leaf: isinstance(leaf, nnx.Module))
-    return [leaf for leaf in leaves if isinstance(leaf, nnx.Module)]
-
-
-def changed_state(module: nnx.Module) -> nnx.State:
-    """All state of a module that a call may have changed, of which what it sowed is not kept between calls.
-
-    Raises:
-        ConfigurationError: the call assigned an array to an ordinary attribute, which would be lost.
-    """
-    state = nnx.state(module, nnx.Not(nnx.Param))
-    known = {id(leaf) for leaf in jax.tree.leaves(state)}
-    for path, inner in nnx.iter_modules(module):
-        for name, value in vars(inner).items():
-            if isinstance(value, jax.Array) and id(value) not in known:
-                raise ConfigurationError(
-                    f"the unit {type(module).__name__} assigned an array to its attribute "
-                    f"{'/'.join(map(str, (*path, name)))!r}, which a unit cannot keep: make it an "
-                    "nnx.Variable, or return it."
-                )
-    return state

@@ -5,20 +5,16 @@ call. It can take a sum over their elements: every device sums over the fp32 mas
 one scalar crosses the mesh. In the backward pass each element's owner computes its gradient.
 """
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float
 
+from zerojax.adapters.loss import MasterWeights, loss_context
 from zerojax.errors import ConfigurationError
-from zerojax.schedule.context import holding
 from zerojax.schedule.layer_update import LayerState
 from zerojax.schedule.sharded import Sharded
 from zerojax.sharding.layout import ParamLayout
@@ -28,32 +24,6 @@ from zerojax.sharding.strategy import Level
 from zerojax.validation.patterns import why_not
 
 Elementwise = Callable[[Float[Array, "..."]], Float[Array, "..."]]
-Sink = Num[Array, "..."]
-
-
-@dataclass(frozen=True)
-class MasterWeights:
-    """The master weights that a device owns, for the loss function that runs on it.
-
-    Attributes:
-        leaves: the layouts of all parameters.
-        shards: per path ``[.., owned]``, fp32.
-        sinks: per path, zeros whose cotangents are the gradients (``Sharded.sink``).
-        level: of the sinks, where gradients end; see ``zerojax.sharding.layout``.
-    """
-
-    leaves: Sequence[ParamLayout] = ()
-    shards: Mapping[Path, Float[Array, "... shard"]] = field(default_factory=dict)
-    sinks: Mapping[Path, Sink | LayerState] = field(default_factory=dict)
-    level: Level = "primary"
-
-
-_of_loss: ContextVar[tuple[object, MasterWeights] | None] = ContextVar("weights of the loss", default=None)
-
-
-def master_weights(model: object, weights: MasterWeights) -> AbstractContextManager[None]:
-    """Within this context ``weight_sum(model)`` finds the model's master weights."""
-    return holding(_of_loss, (model, weights))
 
 
 def weight_sum(
@@ -64,15 +34,15 @@ def weight_sum(
     With ``jnp.square`` it is an L2 penalty, with ``jnp.abs`` an L1 penalty; ``jnp.sqrt(weight_sum(model))``
     is the norm. It is differentiable with respect to the weights. On a mesh it is computed on the shards of
     the fp32 master weights, whatever the compute dtype: no weight is gathered, and one scalar is reduced.
-    Frozen weights, which have no master, are left out.
+    Frozen weights have no master, so they are skipped.
 
     Args:
         model: the argument of the loss function; or an ordinary ``nnx.Module``, such as
             ``zerojax.gather_model`` returns.
-        function: elementwise, from fp32 to fp32 arrays of the same shape; it closes over nothing that is
-            traced.
-        paths: shell patterns of the paths of the parameters to include, such as ``"*kernel"``, read like
-            those of ``ZeroConfig.frozen``: case does not matter, and one that begins with "!" leaves out.
+        function: elementwise, from fp32 to fp32 arrays of the same shape. It must not close over traced
+            values.
+        paths: shell patterns of the included parameters' paths, such as ``"*kernel"``, like
+            ``ZeroConfig.frozen``: case does not matter, and a pattern that begins with "!" excludes.
 
     Returns:
         An fp32 scalar, the same on all devices.
@@ -86,19 +56,11 @@ def weight_sum(
         >>> metrics = zerojax.eval_step(state, batch, penalised)
     """
     patterns = [paths] if isinstance(paths, str) else paths
-    given = _of_loss.get()
-    if given is not None and given[0] is model:
-        weights = given[1]
+    context = loss_context()
+    if model is not None and context.model is model:
+        masters = context.masters
         sums = {
-            leaf.path: functools.partial(
-                _sum_of_shards,
-                leaf,
-                weights.level,
-                function,
-                weights.shards[leaf.path],
-                weights.sinks[leaf.path],
-            )
-            for leaf in weights.leaves
+            leaf.path: lambda leaf=leaf: _sum_of_shards(leaf, masters, function) for leaf in masters.leaves
         }
     else:
         sums = {
@@ -135,13 +97,8 @@ def _whole_weights(model: object) -> Iterator[tuple[Path, Array]]:
             yield tuple(str(part) for part in path), value
 
 
-def _sum_of_shards(
-    leaf: ParamLayout,
-    level: Level,
-    function: Elementwise,
-    shard: Float[Array, "... owned"],
-    sink: Sink | LayerState,
-) -> Float[Array, ""]:
+def _sum_of_shards(leaf: ParamLayout, masters: MasterWeights, function: Elementwise) -> Float[Array, ""]:
+    level, sink = masters.level, masters.sinks[leaf.path]
     if isinstance(sink, LayerState):
         raise ConfigurationError(
             f"weight_sum reads {leaf.name!r}, whose stack is updated in its backward pass, without the sum's "
@@ -157,14 +114,14 @@ def _sum_of_shards(
 
     # The gradient goes to the sink, as units' gradients do: master weights are not differentiated.
     @jax.custom_vjp
-    def total(shard: Float[Array, "... owned"], sink: Sink) -> Float[Array, ""]:
+    def total(shard: Float[Array, "... owned"], sink: Array) -> Float[Array, ""]:
         del sink
         return lax.psum(own_part(shard), leaf.owners)
 
-    def forward(shard: Float[Array, "... owned"], sink: Sink) -> tuple[Float[Array, ""], Array]:
+    def forward(shard: Float[Array, "... owned"], sink: Array) -> tuple[Float[Array, ""], Array]:
         return total(shard, sink), shard
 
-    def backward(shard: Float[Array, "... owned"], cotangent: Float[Array, ""]) -> tuple[None, Sink]:
+    def backward(shard: Float[Array, "... owned"], cotangent: Float[Array, ""]) -> tuple[None, Array]:
         # The sum is part of every device's loss, and the devices' gradients are added up.
         (grad,) = jax.vjp(own_part, shard)[1](lax.psum(cotangent, leaf.world.axes))
         if level == "primary" and grad.shape[-1:] == at_sink:
@@ -175,11 +132,11 @@ def _sum_of_shards(
         return None, _at_sink(grad, leaf, level)
 
     total.defvjp(forward, backward)
-    return total(shard, sink)
+    return total(masters.shards[leaf.path], sink)
 
 
-def _at_sink(grad: Float[Array, "... shard"], leaf: ParamLayout, level: Level) -> Sink:
-    """The owner's gradient among zeros at the sink's level: this device's contribution to the hops' sum."""
+def _at_sink(grad: Float[Array, "... shard"], leaf: ParamLayout, level: Level) -> Array:
+    """The owner's gradient among zeros at the sink's level: this device's part of the hops' sum."""
     if level == "primary":
         return grad
     own = leaf.on_device

@@ -35,7 +35,7 @@ from jax.extend import core
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from zerojax.adapters.own_tokens import EXCHANGE
+from zerojax.adapters.loss import EXCHANGE
 from zerojax.comm.in_order import collective_axes
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import html, numeric, plain_text, size

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from zerojax.adapters.world_sum import world_sum
+from zerojax.adapters.loss import world_sum
 from zerojax.errors import ConfigurationError
 
 Score = Literal["softmax", "sigmoid"]

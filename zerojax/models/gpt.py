@@ -15,7 +15,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from zerojax.adapters.own_tokens import own_tokens
+from zerojax.adapters.loss import own_tokens
 from zerojax.adapters.stack import Stack
 from zerojax.errors import ConfigurationError
 from zerojax.experts import RouterStats

@@ -10,8 +10,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int
 
-from zerojax.adapters.own_tokens import own_tokens
-from zerojax.adapters.world_sum import world_sum
+from zerojax.adapters.loss import own_tokens, world_sum
 from zerojax.errors import ConfigurationError
 from zerojax.experts import RouterStats, balance_loss, z_loss
 from zerojax.models.gpt import GPT, logits

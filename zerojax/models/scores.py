@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from zerojax.adapters.own_tokens import devices_a_row
+from zerojax.adapters.loss import devices_a_row
 from zerojax.errors import ConfigurationError
 from zerojax.models.gpt import GPT, logits
 from zerojax.models.shared_rows import whole_rows

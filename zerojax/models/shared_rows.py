@@ -16,7 +16,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
-from zerojax.adapters.own_tokens import (
+from zerojax.adapters.loss import (
     ATTENDED,
     EXCHANGE,
     IN_ORDER,

@@ -17,7 +17,7 @@ from typing import Any
 
 from jax.extend import core
 
-from zerojax.adapters.own_tokens import IN_ORDER, OWN_TOKENS, WHOLE_ROWS
+from zerojax.adapters.loss import IN_ORDER, OWN_TOKENS, WHOLE_ROWS
 from zerojax.comm.in_order import collective_axes
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.replay import equations_within, scan_counts

@@ -15,9 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float32, Num, PyTree
 
 from zerojax.adapters import Bound, ModelState, call_loss
-from zerojax.adapters.own_tokens import sharing_rows
-from zerojax.adapters.weight_sum import MasterWeights, master_weights
-from zerojax.adapters.world_sum import over_world
+from zerojax.adapters.loss import LossContext, MasterWeights, running_loss
 from zerojax.schedule.breadth_first import over_micro_batches
 from zerojax.schedule.layer_update import LayerState, LayerUpdate
 from zerojax.schedule.partition import is_float
@@ -127,13 +125,8 @@ class ModelPass:
         own = mix(seed, lax.axis_index(AXES))
         key = jax.random.wrap_key_data(jnp.stack([own, mix(own, 1)]), impl="threefry2x32")
         bound = spec.adapter.bind(placed.weights, model_state, train=self.train, key=key)
-        with (
-            master_weights(bound.model, placed.masters),
-            over_world(spec.axes),
-            sharing_rows(spec.zero.sequence_parallel),
-            numbered_calls(),
-            translated_errors(),
-        ):
+        context = LossContext(bound.model, placed.masters, spec.axes, spec.zero.sequence_parallel)
+        with running_loss(context), numbered_calls(), translated_errors():
             return bound, run(bound.model, unmarked(batch), key)
 
     @property

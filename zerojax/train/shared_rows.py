@@ -5,7 +5,7 @@ from collections.abc import Collection
 import jax
 from jax.extend import core
 
-from zerojax.adapters.own_tokens import ATTENDED, OWN_TOKENS
+from zerojax.adapters.loss import ATTENDED, OWN_TOKENS
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.replay import equations_within
 

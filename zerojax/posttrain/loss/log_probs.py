@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from zerojax.adapters.own_tokens import own_tokens
+from zerojax.adapters.loss import own_tokens
 from zerojax.models import GPT, label_log_probs
 from zerojax.models.loss import IGNORE
 

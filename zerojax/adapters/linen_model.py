@@ -1,0 +1,284 @@
+"""Linen models as loss functions get them: called like the module itself, with units that gather.
+
+Units are found by intercepting their methods. The interceptor is active only while a bound model runs, so the
+user's classes are not changed.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Never, Self, cast
+
+import jax
+from flax import linen
+from flax.core import meta
+from flax.core.scope import DenyList, in_filter, intersect_filters
+from flax.linen.module import InterceptorContext
+from jaxtyping import Array, PyTree
+
+from zerojax.adapters.adapter import call_gathered
+from zerojax.adapters.roles import Box, ExpertBox
+from zerojax.errors import ConfigurationError
+from zerojax.schedule.sharded import Sharded, is_sharded, read_outside, translated_errors
+from zerojax.schedule.unit import Arrays
+from zerojax.sharding.param_tree import Path, from_tree, to_tree
+
+Variables = dict[str, PyTree[Array]]
+"""A Linen model's variables, nested by module, by the names of their collections."""
+PARAMS = "params"
+PASSING = frozenset({"intermediates", "perturbations"})
+"""Collections that live for one call only."""
+ANOTHER_AXIS = (
+    "along an axis other than 0: use variable_axes={'params': 0} (in MaxText param_scan_axis=0), or leave "
+    "its class out of ZeroConfig.units."
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, repr=False)
+class InScope(Sharded, Box):
+    """A unit's parameter in a Flax scope: a box, which ``Module.param`` opens."""
+
+    def unbox(self) -> "_Unread":
+        """The value that ``setup`` gets outside of the unit's call."""
+        return _Unread(**vars(self))
+
+    def replace_boxed(self, val: PyTree) -> PyTree:
+        """A new value, without the box."""
+        return val
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> Self:
+        """Called when a loop or a map over layers slices the parameter."""
+        if index != 0:
+            raise ConfigurationError(f"the unit's parameter {self.leaf.name!r} is scanned {ANOTHER_AXIS}")
+        return super().remove_axis(index, params)
+
+
+class _Unread(Sharded):
+    """A leaf of the shape that Flax expects of the parameter, which cannot be read."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The whole parameter's shape."""
+        return self.leaf.shape
+
+    def __getattr__(self, name: str) -> Never:
+        """Refuse all other attributes of arrays."""
+        raise WeightReadError(read_outside(self.leaf.name))
+
+    @property
+    def __jax_array__(self) -> Never:  # pyright: ignore[reportIncompatibleMethodOverride]  (JAX calls no leaf's)
+        """Refuse when JAX looks whether this could be an array."""
+        raise ConfigurationError(read_outside(self.leaf.name))
+
+
+class WeightReadError(ConfigurationError, AttributeError):
+    """A weight was read outside its unit's call. It is an AttributeError too, so that ``hasattr`` works."""
+
+
+class LinenModel:
+    """The model that a loss function gets, which is called like the module itself."""
+
+    def __init__(self, module: linen.Module, variables: Variables):
+        self._module = module
+        self.variables = variables
+
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree[Array]:
+        """Call the module with zerojax's variables; other arguments as for ``apply``."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        """The module's other methods and submodules, called like the module itself, and its fields."""
+        module = self.__dict__.get("_module")  # not set yet while a copy is being created
+        if hasattr(linen.Module, name):
+            raise AttributeError(
+                f"model.{name}: a loss function may call the model, its methods and `apply`, and read its "
+                "`variables` and fields. For the rest of linen.Module use the module itself."
+            )
+        value = getattr(module, name)
+        if inspect.ismethod(value) and value.__self__ is module:
+            return functools.partial(self, method=name)
+        if isinstance(value, linen.Module):
+            return functools.partial(self, method=lambda module, *a, **k: getattr(module, name)(*a, **k))
+        return value
+
+
+class BoundModel(LinenModel):
+    """A Linen module with its variables, ``Sharded`` in units, and a key, for one forward pass."""
+
+    def __init__(
+        self, module: linen.Module, units: frozenset[Path], variables: Variables, key: Array
+    ) -> None:
+        super().__init__(module, variables)
+        self._units = units
+        self._key = key
+
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree[Array]:
+        """Apply the module; the next call sees changed state, such as batch statistics.
+
+        It takes the arguments of the module and of ``linen.Module.apply``. Without ``mutable`` all state of
+        the model may change. With it, collections are mutable and returned as by ``apply``.
+        """
+        state = [name for name in self.variables if name != PARAMS]
+        mutable = kwargs.pop("mutable", None)
+        self._key, key = jax.random.split(self._key)
+        # "params" serves every other stream as well: Flax counts their draws from it.
+        rngs = kwargs.pop("rngs", {"params": jax.random.fold_in(key, 1), "dropout": key})
+        every = state if mutable is None else mutable
+        result = self.apply(self.variables, *args, rngs=rngs, mutable=every, **kwargs)
+        if every is False:
+            return result
+        out, changed = result
+        self.variables = {**self.variables, **{name: changed[name] for name in state if name in changed}}
+        return out if mutable is None else result
+
+    def apply(self, variables: Mapping[str, PyTree], *args: PyTree, **kwargs: PyTree) -> PyTree[Array]:
+        """``linen.Module.apply`` with any variables; the model's own do not change.
+
+        Raises:
+            ConfigurationError: ``mutable`` includes the parameters; or ``capture_intermediates`` in a model
+                with units, whose insides it would not see.
+        """
+        if in_filter(kwargs.get("mutable", False), PARAMS):
+            raise ConfigurationError(
+                "mutable has the parameters in it, which only the optimizer changes: name the other "
+                'collections, or all of them as flax.core.DenyList("params").'
+            )
+        if kwargs.get("capture_intermediates") and self._units:
+            raise ConfigurationError(
+                "capture_intermediates does not see what happens within a unit: let the modules sow what "
+                'is wanted, and call the model with mutable=["intermediates"].'
+            )
+        with linen.intercept_methods(self._intercept):
+            return self._module.apply(variables, *args, **kwargs)
+
+    def _intercept(
+        self,
+        run: Callable[..., Arrays],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        context: InterceptorContext,
+    ) -> Arrays:
+        """Gather the weights of a unit, or of a part of it that is called from outside, for the call.
+
+        A function that is not the module's own method of that name runs unchanged: its calls are such parts.
+        """
+        module = context.module
+        if not any(module.path[:n] in self._units for n in range(len(module.path) + 1)):
+            return run(*args, **kwargs)
+        params = module.variables.get(PARAMS, {})
+        if not any(map(is_sharded, jax.tree.leaves(params, is_leaf=is_sharded))):
+            return run(*args, **kwargs)
+        if context.method_name == "setup":
+            # It runs again, on whole weights, in the call; here it only creates submodules.
+            with contextlib.suppress(ConfigurationError), translated_errors():
+                run(*args, **kwargs)
+            return None
+        if not is_method(type(module), context):
+            return run(*args, **kwargs)
+        return _call_unit(module, context.method_name, params, args, kwargs)
+
+
+class UncreatedModel(LinenModel):
+    """Stands in for the model while its variables are created: each call adds those that it needs."""
+
+    def __init__(self, module: linen.Module, rngs: dict[str, Array]) -> None:
+        super().__init__(module, _NotYet())
+        self._rngs = rngs
+        self.of_experts: set[Path] = set()
+
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree[Array]:
+        """As ``BoundModel``; creates the variables that the call needs and that do not exist yet."""
+        mutable = kwargs.pop("mutable", None)
+        kwargs.pop("rngs", None)
+        out, variables = self._module.init_with_output(self._rngs, *args, mutable=True, **kwargs)
+        created = by_path(cast(Variables, variables).get(PARAMS, {}))
+        self.of_experts |= {path for path, value in created.items() if isinstance(value, ExpertBox)}
+        variables = meta.unbox(variables)
+        kept = {name: value for name, value in variables.items() if name not in PASSING}
+        self.variables = _NotYet(to_tree({**from_tree(kept), **from_tree(self.variables)}))
+        if mutable is None or mutable is False:
+            return out
+        return out, {name: value for name, value in variables.items() if in_filter(mutable, name)}
+
+    def apply(self, variables: Mapping[str, PyTree], *args: PyTree, **kwargs: PyTree) -> PyTree[Array]:
+        """As ``BoundModel.apply``; without parameters it creates them."""
+        if variables.get(PARAMS):
+            return self._module.apply(variables, *args, **kwargs)
+        return self(*args, **kwargs)
+
+
+class _NotYet(Variables):
+    """Variables before the calls that create them: every collection exists and is empty."""
+
+    def __missing__(self, name: str) -> "_Nothing":
+        return _Nothing(name)
+
+
+class _Nothing(dict[str, PyTree[Array]]):
+    """A collection that is empty so far; it can be passed to ``apply`` and summed, but not indexed."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def __missing__(self, name: str) -> Never:
+        raise ConfigurationError(
+            f"model.variables[{self.name!r}][{name!r}] is read before the model was called, and a Linen "
+            "module has no variables before: call the model first."
+        )
+
+
+jax.tree_util.register_pytree_node(_Nothing, lambda empty: ((), empty.name), lambda name, _: _Nothing(name))
+
+
+def by_path(params: PyTree) -> dict[Path, Any]:
+    """Parameters by path; a parameter that holds a pytree counts as one for each leaf."""
+    found = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, Sharded | ExpertBox))
+    return {tuple(jax.tree_util.keystr((key,), simple=True) for key in path): x for path, x in found}
+
+
+def is_method(cls: type, context: InterceptorContext) -> bool:
+    """Whether the intercepted call is to the method that ``cls`` has by this name.
+
+    Functions that Flax's transforms run on a module are called like its methods, and a base class's method
+    may be called although the module's class overrides it.
+    """
+    called = cast("functools.partial[object]", context.orig_method).func
+    method = getattr(cls, context.method_name, None)
+    while method is not None and method is not called:
+        method = getattr(method, "__wrapped__", None)  # Flax and its transforms wrap methods
+    return method is not None and context.method_name != "setup"
+
+
+def _call_unit(
+    module: linen.Module,
+    method: str,
+    params: PyTree,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+) -> Arrays:
+    """Run a unit's method on an unbound copy that has whole weights, and copy its state back."""
+    free, variables = module.unbind()
+    state = {name: value for name, value in variables.items() if name != PARAMS}
+    assert module.scope is not None  # it is being called
+    rngs = {name: module.make_rng(name) for name in module.scope.rngs}
+    mutable = intersect_filters(module.scope.mutable, DenyList(PARAMS)) or []
+
+    def run(
+        params: PyTree, held: tuple[Arrays, Arrays], args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> tuple[Arrays, Mapping[str, PyTree[Array]]]:
+        state, rngs = held
+
+        def call(unit: linen.Module) -> Arrays:
+            return getattr(unit, method)(*args, **kwargs)
+
+        return free.apply({PARAMS: params, **state}, rngs=rngs, method=call, mutable=mutable)
+
+    out, changed = call_gathered(run, params, (state, rngs), args, kwargs)
+    for collection, values in changed.items():
+        for name, value in values.items():
+            module.put_variable(collection, name, value)
+    return out
