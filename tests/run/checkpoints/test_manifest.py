@@ -131,7 +131,7 @@ def test_sizes_alone_are_compared_on_wish(tmp_path: Path) -> None:
 
 def test_a_checkpoint_under_another_step_s_name(tmp_path: Path) -> None:
     make(tmp_path, 400).rename(tmp_path / "500")
-    with pytest.raises(ZeroError, match=r"500 is damaged: manifest\.json is that of step 400"):
+    with pytest.raises(ZeroError, match=r"500 is damaged: manifest\.json belongs to step 400"):
         newest_valid(tmp_path)
 
 

@@ -1,7 +1,7 @@
 """Checkpoints: unsharded arrays written by Orbax, with a manifest, restored on any mesh.
 
-``RUN/checkpoints/STEP/`` holds one folder per kind of array ("params", "optimizer", ...), so that sampling
-reads the parameters alone, and the manifest. docs/checkpoints.md says what a user may rely on.
+``RUN/checkpoints/STEP/`` holds the manifest and one folder for each kind of array ("params", "optimizer",
+...), so sampling can read the parameters alone. docs/checkpoints.md says what a user may rely on.
 """
 
 import logging
@@ -22,8 +22,7 @@ from zerojax.run.checkpoints.select import (
 from zerojax.run.checkpoints.store import Checkpoints
 from zerojax.run.checkpoints.transfer import reserve_for_saves
 
-# Orbax's log fills pages with errors that zerojax raises and reports in one line. Other users of "absl" keep
-# theirs.
+# Orbax logs pages about errors that zerojax reports in one line. Other libraries that log to "absl" are kept.
 logging.getLogger("absl").addFilter(lambda record: "/orbax/checkpoint/" not in record.pathname)
 
 __all__ = [

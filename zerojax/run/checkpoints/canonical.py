@@ -1,13 +1,14 @@
 """The canonical form of a train state: unsharded shapes, without mesh, stage, padding or wire format.
 
-Checkpoints hold this form, so one written on 2 x 4 devices by ZeRO++ can be read on 3 x 2 by exact ZeRO-3.
+Checkpoints hold this form, so a checkpoint that ZeRO++ wrote on 2 x 4 devices can be read by exact ZeRO-3 on
+3 x 2.
 
-With local updates each node has weights, moments and counts of its own, which keep their first axis, by
-node. Where a checkpoint has those of other nodes than the state, the optimizer's are their mean, and
-everything else of the nodes begins again with the outer weights.
+With local updates each node has its own weights, moments and counts. These arrays have the nodes as their
+first axis. If a checkpoint was saved by another number of nodes, every node gets the mean of the saved
+optimizer states. Its weights and everything else start from the outer weights.
 
-What a state has in host memory is there in canonical form, too; ``zerojax.run.checkpoints.portions`` converts
-it without a copy of all of it.
+Arrays in host memory are in canonical form already. ``zerojax.run.checkpoints.portions`` saves them without a
+second copy of all of them.
 """
 
 import dataclasses
@@ -48,20 +49,19 @@ def to_canonical(state: TrainState, *, on_host: bool = False, placeholders: bool
 
     Args:
         state: filled.
-        on_host: move each array to page-locked host memory before the next one is made, so that the
-            devices hold one at a time.
-        placeholders: in place of each array that the state has in host memory, return one of a single
-            element, of the same rank.
+        on_host: move each array to page-locked host memory before the next one is made, so that the devices
+            hold one copy at a time.
+        placeholders: return an array of one element, of the same rank, for each array that is in host memory.
 
     Returns:
-        A nested dict of copies, none of which shares memory with the state, so the state may be donated:
-        "counters", "params", "optimizer" (moments in the shapes of their parameters), "other"; "average"
-        ("count", and "params" in their shapes) if the optimizer averages weights; and "secondary"
-        (unsharded), "residual" (as stored: it belongs to its mesh) and "losses" if the state has them. Of
-        frozen weights only "base", their fingerprint: they are where they came from. Arrays without elements
-        are left out. With local updates "optimizer", "average", "residual" (unsharded) and "losses" have an
-        entry for each node along their first axis; "nodes" are their own "weights", what is "known" in each
-        and what they have to "report", and "outer" the momentum of the outer weights.
+        A nested dict of copies. They share no memory with the state, so the state may be donated. The keys
+        are "counters", "params", "optimizer" (moments in the shapes of their parameters) and "other". If the
+        optimizer averages weights, "average" has "count" and "params". If the state has them, there are
+        "secondary" (unsharded), "residual" (as stored, since it belongs to its mesh) and "losses". Frozen
+        weights are not included: "base" is their fingerprint. Arrays without elements are skipped. With local
+        updates "optimizer", "average", "residual" (unsharded) and "losses" have the nodes as their first
+        axis. "nodes" then has each node's "weights", what it has "known" of the others and its "report";
+        "outer" has the momentum of the outer weights.
     """
     tree: Tree = {}
     for name, entry in entries_of(state).items():
@@ -88,16 +88,16 @@ def _placeholder(train_spec: TrainSpec, entry: Entry) -> Array:
 
 
 def abstract_canonical(state: TrainState) -> Tree:
-    """Shapes, dtypes and shardings of what ``to_canonical`` would return."""
+    """The shapes, dtypes and shardings of the arrays that ``to_canonical`` returns."""
     return _nested({name: _canonical(state, entry) for name, entry in entries_of(state).items()})
 
 
 def abstract_saved(state: TrainState, nodes: int | None) -> Tree:
-    """As ``abstract_canonical``, but the optimizer's arrays and the average as a checkpoint has them.
+    """Like ``abstract_canonical``, but the optimizer's arrays and the average have a checkpoint's nodes.
 
     Args:
-        state: to restore.
-        nodes: that saved it with local updates; None if it was saved without.
+        state: the state to restore into.
+        nodes: the number of nodes that saved the checkpoint with local updates; None without local updates.
     """
     return _nested(
         {
@@ -110,7 +110,10 @@ def abstract_saved(state: TrainState, nodes: int | None) -> Tree:
 
 
 def abstract_average(state: TrainState, nodes: int | None) -> Tree:
-    """The average of the weights as a checkpoint has it, of a state that keeps none: ``abstract_saved``."""
+    """The average of the weights as a checkpoint holds it, for a state that keeps no average.
+
+    ``nodes`` is as in ``abstract_saved``.
+    """
     entries = entries_of(state).items()
     params = {name: _of_nodes(state, entry, nodes) for name, entry in entries if name.startswith("params/")}
     return _nested(params) | {"count": _of_nodes(state, Entry(None, state.step, False), nodes)}
@@ -119,13 +122,15 @@ def abstract_average(state: TrainState, nodes: int | None) -> Tree:
 def from_canonical(state: TrainState, tree: Tree) -> TrainState:
     """The inverse of ``to_canonical``, on any mesh, stage and wire format.
 
+    Missing kinds are initialised. The average of the weights and the recent losses of the spike rule start
+    empty. Delta's replicas are made from the parameters. Residuals and the outer momentum are zeros. All
+    nodes start with the outer weights. Optimizer arrays from another number of nodes, or from a state without
+    local updates, are replaced by their mean in every node.
+
     Args:
-        state: of the spec that will use it; gives structure and shardings.
-        tree: as ``to_canonical`` returns it, or in place of arrays functions that make them in stored form
-            (``read_in_portions``). Where it lacks them, the average of weights and the recent
-            losses of the spike rule start empty, delta's copies are made from the parameters, residuals and
-            the outer momentum start at zero, and all nodes begin with the outer weights. The optimizer's
-            arrays of other nodes, or of a state without local updates, become their mean, in every node.
+        state: a state of the spec that will use the arrays; gives structure and shardings.
+        tree: as ``to_canonical`` returns it. An array may be replaced by a function that makes it in stored
+            form (``read_in_portions``).
 
     Raises:
         ConfigurationError: the tree lacks a parameter or an optimizer state of this spec, or was trained on
@@ -135,7 +140,7 @@ def from_canonical(state: TrainState, tree: Tree) -> TrainState:
     entries = entries_of(state)
     given: dict[str, Any] = traverse_util.flatten_dict(tree, sep="/")
     if not all(name in given for name in entries if name.startswith("secondary/")):
-        tree = {kind: values for kind, values in tree.items() if kind != "secondary"}  # of other formats
+        tree = {kind: values for kind, values in tree.items() if kind != "secondary"}  # in other wire formats
         given = traverse_util.flatten_dict(tree, sep="/")
     reinitialised = tuple(f"{kind}/" for kind in REINITIALISED if kind not in tree)
     lacking = sorted(n for n in entries if n not in given and not n.startswith(reinitialised))
@@ -150,8 +155,8 @@ def from_canonical(state: TrainState, tree: Tree) -> TrainState:
 def with_weights(state: TrainState, tree: Tree) -> TrainState:
     """The state with other weights; optimizer state, counters and residuals stay as they are.
 
-    The tree has "params" of trained leaves in canonical form, and "other" if the model has any. What it
-    lacks, such as adapters, stays as it is.
+    The tree has the "params" of trained leaves in canonical form, and "other" if the model has any. Weights
+    that the tree lacks, such as adapters, keep their values.
     """
     entries = entries_of(state)
     given: dict[str, Any] = traverse_util.flatten_dict(tree, sep="/")
@@ -162,20 +167,21 @@ def with_weights(state: TrainState, tree: Tree) -> TrainState:
 
 
 def _check_base(state: TrainState, tree: Tree) -> None:
-    """Refuse what was trained beside other frozen weights than the state's."""
+    """Raises if the tree was trained beside other frozen weights than the state's."""
     for name, own in state.base.items():
         saved = tree.get("base", {}).get(name)
         if saved is not None and not isinstance(own, jax.ShapeDtypeStruct) and int(saved) != int(own):
             raise ConfigurationError(
                 f"the checkpoint was trained on another base: its frozen weights have the fingerprint "
-                f"{int(saved):08x}, and those of this state {int(own):08x}. Load the base that it began with."
+                f"{int(saved):08x}, and this state's have {int(own):08x}. Load the base that it began with."
             )
 
 
 def _put(state: TrainState, stored: dict[str, Array]) -> TrainState:
-    """A state of the arrays named as in ``entries_of``. Missing copies of delta are made, others are zeros.
+    """A state made from arrays with the names of ``entries_of``.
 
-    All fields are replaced at once, so that weights in host memory are encoded once.
+    Missing replicas of delta are made from the parameters; other missing arrays are zeros. All fields are
+    replaced at once, so that weights in host memory are encoded once.
     """
     lacks_copies = not any(name.startswith("secondary/") for name in stored)
 
@@ -193,7 +199,7 @@ def _put(state: TrainState, stored: dict[str, Array]) -> TrainState:
         fields["copies"] = make(fields["params"])
     if any(name.startswith(f"{NODES}/") for name in stored) or state.local is None:
         return state.replace(**fields, current_copies=False)
-    # Without them the nodes begin with the new outer weights.
+    # The checkpoint has no weights of single nodes: they start with the new outer weights.
     momentum = fields.pop("local").momentum
     filled = state.replace(**fields, current_copies=False)
     assert filled.local is not None
@@ -201,7 +207,7 @@ def _put(state: TrainState, stored: dict[str, Array]) -> TrainState:
 
 
 def _stored(state: TrainState, entry: Entry, given: Array | Callable[[TrainState, Entry], Array]) -> Array:
-    """An array of a checkpoint as the state has it: of the same nodes, or the mean of others in each."""
+    """A checkpoint's array in stored form; every node gets the mean if the number of nodes differs."""
     if not isinstance(given, jax.Array):
         return given(state, entry)
     x = given
@@ -218,7 +224,7 @@ def _stored(state: TrainState, entry: Entry, given: Array | Callable[[TrainState
 
 
 def _canonical(state: TrainState, entry: Entry) -> jax.ShapeDtypeStruct:
-    """The description of an array in canonical form, in the memory where the array is."""
+    """The description of an entry's array in canonical form, in the memory that now holds the array."""
     x = entry.x
     if entry.leaf is None:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
@@ -226,7 +232,7 @@ def _canonical(state: TrainState, entry: Entry) -> jax.ShapeDtypeStruct:
 
 
 def _of_nodes(state: TrainState, entry: Entry, nodes: int | None) -> jax.ShapeDtypeStruct:
-    """The same with the axis of so many nodes, or without."""
+    """Like ``_canonical``, with a first axis of ``nodes``, or without that axis if ``nodes`` is None."""
     x, by_node = entry.x, entry.by_node
     if nodes is not None and by_node and x.shape[0] == nodes:
         return _canonical(state, entry)

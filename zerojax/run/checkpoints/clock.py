@@ -5,7 +5,10 @@ from collections.abc import Callable
 
 
 class TrainingClock:
-    """How long a run has trained, by a monotonic clock: setting the machine's time changes nothing."""
+    """Measures how long a run has trained.
+
+    Its clock is monotonic, so setting the machine's time has no effect.
+    """
 
     def __init__(
         self, seconds: float = 0.0, *, minutes: float = 0.0, clock: Callable[[], float] = time.monotonic
@@ -13,8 +16,8 @@ class TrainingClock:
         """Start counting.
 
         Args:
-            seconds: of training before this start of the run.
-            minutes: between saves; 0 for never.
+            seconds: training time before this start of the run.
+            minutes: minutes between saves; 0 for no saves by time.
             clock: a monotonic clock, in seconds.
         """
         self._clock = clock

@@ -1,8 +1,8 @@
-"""Conversion of an array between its stored and its canonical form, on its devices.
+"""Converts an array between its stored and its canonical form, on its devices.
 
-A leaf whose first dimension divides by the number of devices stays cut along it, exactly as its owners hold
-it: converting it sends nothing. Other leaves, small ones or of odd sizes, are gathered and cut again one at
-a time, so that no device holds more than one whole leaf.
+If a leaf's first dimension divides by the number of devices, the canonical form is cut along it, just as the
+owners hold the leaf, and nothing is sent. Other leaves are small or have odd sizes. They are gathered and cut
+again one at a time, so that no device holds more than one whole leaf.
 """
 
 import functools
@@ -34,21 +34,21 @@ def convert(
 ) -> Array:
     """Convert one array to its canonical or stored form, whichever ``like`` has.
 
-    A moment may have another dtype there. One function is compiled per layout and mesh.
+    The dtype of a moment may differ between the two forms. One function is compiled per layout and mesh.
 
     Args:
-        train_spec: of the state that the array belongs to.
-        leaf: what the array is laid out like.
+        train_spec: the spec of the array's state.
+        leaf: the layout of the array.
         x: the array, in the other form.
-        like: the array that is wanted, or its description.
-        by_node: whether each node has one, along the first axis of ``x``.
-        to_nodes: whether each node shall have one, along the first axis of the result.
+        like: the wanted array or its description.
+        by_node: whether each node has its own array, along the first axis of ``x``.
+        to_nodes: whether each node gets its own array, along the first axis of the result.
     """
-    # The function, which is kept, holds no array.
+    # The compiled function is cached, so it must not capture an array.
     source, target, whole, dtype = _spec(x), _spec(like), like.shape, like.dtype
 
     def on_device(part: Array) -> Array:
-        # A node's own arrays are laid out as if it were the world.
+        # A node's own arrays are laid out as if the node were all devices.
         layout, shape = leaf.in_node if by_node else leaf, whole[1:] if to_nodes else whole
         cut = _cut_rows if _is_cut_by_rows(layout) else _gather_and_cut
         have = PartitionSpec(*source[1:]) if by_node else source
@@ -75,7 +75,7 @@ def _is_cut_by_rows(leaf: ParamLayout) -> bool:
 def _cut_rows(
     leaf: ParamLayout, source: PartitionSpec, target: PartitionSpec, like: tuple[int, ...]
 ) -> Callable[[Array], Array]:
-    """The conversion on a device for a leaf cut by rows: both forms have their numbers in the same order."""
+    """The conversion on a device for a leaf cut by rows: both forms have the same order of numbers."""
     axis = len(leaf.stack)
     have, want = _axes(source, axis), _axes(target, axis)
     shape = (*like[:axis], -1, *like[axis + 1 :])
@@ -121,7 +121,7 @@ def _own_part(x: Array, names: str | tuple[str, ...], axis: int) -> Array:
 
 
 def mean_over_nodes(train_spec: TrainSpec, x: Array) -> Array:
-    """The mean over nodes; of counts, the largest."""
+    """The mean over the first axis, the nodes; for counts, the largest."""
     reduce = jnp.mean if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.max
     to = train_spec.sharding(PartitionSpec(*_spec(x)[1:]))
     return jax.jit(functools.partial(reduce, axis=0), out_shardings=to)(x)
@@ -130,9 +130,9 @@ def mean_over_nodes(train_spec: TrainSpec, x: Array) -> Array:
 def abstract_part(
     spec: TrainSpec, leaf: ParamLayout, dtype: Any = jnp.float32, nodes: tuple[int, ...] = ()
 ) -> jax.ShapeDtypeStruct:
-    """The description of what is laid out like a weight, or like some of its layers, in canonical form.
+    """The description in canonical form of an array laid out like a weight, or like some of its layers.
 
-    Where each node has one, ``nodes`` is their number.
+    ``nodes`` is (number of nodes,) if each node has its own array.
     """
     if not nodes:
         return spec.abstract(leaf.unsharded_shape, dtype, _canonical_spec(leaf))
@@ -141,12 +141,12 @@ def abstract_part(
 
 
 def in_each_node(spec: TrainSpec, x: jax.ShapeDtypeStruct, nodes: int) -> jax.ShapeDtypeStruct:
-    """The description of an array that each of so many nodes has, along a first axis."""
+    """The description of an array that each of ``nodes`` nodes has, along a first axis."""
     return spec.abstract((nodes, *x.shape), x.dtype, PartitionSpec(None, *_spec(x)))
 
 
 def _canonical_spec(leaf: ParamLayout, owners: tuple[str, ...] = OWNED) -> PartitionSpec:
-    """Cut as its owners hold it; else over as many devices as divide one of its dimensions."""
+    """The partition by rows if the owners hold rows; else over as many devices as divide one dimension."""
     if _is_cut_by_rows(leaf):
         return leaf.spec(owners)
     world = leaf.world

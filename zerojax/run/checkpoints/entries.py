@@ -1,4 +1,4 @@
-"""What of a train state is saved, and the names that it has in checkpoints."""
+"""Which arrays of a train state are saved, and their names in checkpoints."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -19,24 +19,24 @@ from zerojax.weights.weight import Weight
 Tree = dict[str, Any]
 _COUNTERS = ("step", "skipped_in_row", "seed")
 OPTIMIZER = "optimizer"
-"""The kind of the optimizer's arrays, which are named by their places in its state."""
+"""The kind of the optimizer's arrays, which are named by their paths in its state."""
 AVERAGE = "average"
 ROUNDING = "rounding"
-"""The kind of the count by which moments in few bits are rounded; all else of them has its fp32 names."""
+"""The kind of the rounding count of low-precision moments. The moments themselves have their fp32 names."""
 NODES = "nodes"
-"""The kind of what each node has of its own with local updates, besides the optimizer's arrays."""
+"""The kind of the arrays that each node owns with local updates, except the optimizer's arrays."""
 REINITIALISED = ("secondary", "residual", AVERAGE, ROUNDING, "losses", NODES, "outer")
-"""Kinds that are initialised again if a checkpoint has none that fits."""
+"""Kinds that are initialised if the checkpoint has none, or none that fits."""
 
 
 class Entry(NamedTuple):
     """An array of a state that is saved.
 
     Attributes:
-        leaf: the parameter that it belongs to and is laid out like; None if it is saved as it is.
+        leaf: the layout of the array's parameter; None if the array is saved as it is.
         x: the array, or its description.
-        by_node: whether each node has one, along the first axis.
-        is_rounded: whether it is a moment in few bits, which is saved by its values.
+        by_node: whether each node has its own array, along the first axis.
+        is_rounded: whether it is a low-precision moment, which is saved by its values.
     """
 
     leaf: ParamLayout | None
@@ -51,7 +51,7 @@ class Entry(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """The number of dimensions in canonical form, without that of nodes."""
+        """The number of dimensions in canonical form, without the axis of nodes."""
         return self.x.ndim - self.by_node if self.leaf is None else len(self.leaf.unsharded_shape)
 
 
@@ -69,9 +69,9 @@ def entries_of(state: TrainState) -> dict[str, Entry]:
 
 
 def changed_fields(state: TrainState, change: Callable[[str, Entry], Array]) -> dict[str, Any]:
-    """The fields of a state with ``change(name, entry)`` in place of every array that is saved.
+    """The fields of a state, with ``change(name, entry)`` in place of every array that is saved.
 
-    This gives the arrays of a checkpoint their names.
+    This function gives the arrays of a checkpoint their names.
     """
     spec, by_node = state.spec, state.local is not None
     leaves = {leaf.path: leaf for leaf in spec.leaves}
@@ -111,7 +111,7 @@ def changed_fields(state: TrainState, change: Callable[[str, Entry], Array]) -> 
         spec.leaves,
         state.opt_state,
         lambda leaf, _: leaf,
-        lambda _: 0,  # in place of None, which is no leaf of a tree
+        lambda _: 0,  # JAX would not take None for a leaf
         lambda leaf: (*nodes, *leaf.stored_shape),
     )
     return {
@@ -134,14 +134,15 @@ def changed_fields(state: TrainState, change: Callable[[str, Entry], Array]) -> 
 
 
 def delta_copies(state: TrainState) -> list[Weight]:
-    """Delta's copies, which are saved; those of ``with_node_copy`` are not."""
+    """The replicas that delta keeps in each node, which are saved. Copies by ``with_node_copy`` are not."""
     return [*state.copies.values()] if state.spec.zero.weights_delta else []
 
 
 def _optimizer_name(path: Any) -> str:
-    """Averaged weights are named as a kind of their own, so that they can be read without the moments.
+    """The name of an array of the optimizer.
 
-    Moments have the same names whatever their dtype is.
+    Averaged weights are a kind by themselves, so that they can be read without the moments. A moment's name
+    does not depend on its dtype.
     """
     for number, key in enumerate(path):
         if (field := getattr(key, "name", None)) in ("averaged_count", "averaged_params"):

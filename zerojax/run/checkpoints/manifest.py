@@ -1,8 +1,8 @@
 """The manifest of a checkpoint: its files, with checksums, and the trainer's record.
 
-``STEP/manifest.json`` lists every other file with its size and CRC-32, which detects accidents, not
-tampering. It is written once all processes have written all their files, before the checkpoint gets its
-final name.
+``STEP/manifest.json`` lists every other file with its size and CRC-32, which detects accidents but not
+tampering. The first process writes it when all processes have written all their files, before the checkpoint
+gets its final name.
 """
 
 import errno
@@ -29,8 +29,8 @@ _CHUNK_BYTES = 1 << 22
 _THREADS = min(8, os.cpu_count() or 1)
 
 
-# Files that are gone or cannot be read from an intact disk. Other errors, such as a lack of permission or a
-# server that does not answer, say nothing about a file.
+# The file is gone, or the disk cannot read it. Other errors say nothing about the file: a lack of permission,
+# or a server that does not respond.
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 
 
@@ -39,7 +39,7 @@ class DamagedError(ConfigurationError):
 
 
 def _unreadable(path: Path, error: OSError) -> DamagedError | RunError:
-    """What an error of a file in a checkpoint says about the checkpoint."""
+    """The error to raise for a file of a checkpoint that could not be read."""
     why = f"{error.filename or path}: {error.strerror or error}"
     if error.errno in _DAMAGE:
         return DamagedError(why)
@@ -48,11 +48,11 @@ def _unreadable(path: Path, error: OSError) -> DamagedError | RunError:
 
 @dataclass(frozen=True)
 class Beside:
-    """What is recorded of a further state in a checkpoint.
+    """The record of a further state in a checkpoint.
 
     Attributes:
         config: as in ``Record``, with the state's own model.
-        base: likewise, of its frozen weights.
+        base: as in ``Record``, for the state's frozen weights.
     """
 
     config: dict[str, Any]
@@ -64,16 +64,16 @@ class Record:
     """The trainer's record, saved with the arrays.
 
     Attributes:
-        config: the run's settings, as ``spelled_out`` returns them; of a custom loop [zero] alone.
-        position: of the training batches.
+        config: the run's settings, as ``spelled_out`` returns them; a custom loop has [zero] alone.
+        position: the position in the training batches.
         skipped: steps without an update so far.
-        seconds: of training so far, over all starts of the run, by a monotonic clock.
-        mesh: (nodes, devices per node) that wrote it.
-        metrics: of the step, such as "validation_loss"; may be empty.
-        base: the checkpoint, or Hugging Face folder, that holds the run's frozen weights or its reference,
-            relative to the run's folder if it is there; empty if there are none, or if they are made from the
-            run's seed.
-        beside: of further states by name, such as a critic.
+        seconds: seconds of training so far, over all starts of the run, by a monotonic clock.
+        mesh: (nodes, devices per node) of the job that wrote it.
+        metrics: the step's metrics, such as "validation_loss"; may be empty.
+        base: the checkpoint or Hugging Face folder that holds the run's frozen weights or its reference.
+            Relative to the run's folder if it is inside. Empty if the run has neither, or draws its frozen
+            weights from its seed.
+        beside: the records of further states by name, such as a critic.
     """
 
     config: dict[str, Any] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Record:
 
     @property
     def bases(self) -> set[str]:
-        """Every ``base``: the run cannot go on without them."""
+        """Every ``base`` of the record: the run cannot continue without them."""
         return {self.base, *(one.base for one in self.beside.values())}
 
 
@@ -101,7 +101,7 @@ class Manifest:
     Attributes:
         step: optimizer steps done.
         saved_at: Unix time; informational only.
-        record: of the trainer.
+        record: the trainer's record.
         files: relative path -> (bytes, CRC-32).
         format: version of this layout.
     """
@@ -128,7 +128,7 @@ def write_manifest(path: Path, step: int, saved_at: float, record: Record) -> Ma
         OSError: a file cannot be read, or the manifest cannot be written.
     """
     manifest = Manifest(step, saved_at, record, _sizes_and_checksums(path, sorted(_files(path))))
-    # It is on the disk before the folder gets its name, as Orbax's arrays are.
+    # It must be on the disk before the folder gets its final name, like Orbax's arrays.
     write_whole(path / MANIFEST, dump_checked(asdict(manifest)))
     return manifest
 
@@ -163,8 +163,8 @@ def verify(path: Path, step: int | None = None, *, checksums: bool = True) -> Ma
     """Compare a checkpoint with its manifest.
 
     Args:
-        path: of the checkpoint.
-        step: that it should be of.
+        path: the checkpoint's folder.
+        step: the step that the manifest must have, if given.
         checksums: read every byte; otherwise compare names and sizes only.
 
     Raises:
@@ -173,7 +173,7 @@ def verify(path: Path, step: int | None = None, *, checksums: bool = True) -> Ma
     """
     manifest = read_manifest(path)
     if step not in (None, manifest.step):
-        raise DamagedError(f"{MANIFEST} is that of step {manifest.step}")
+        raise DamagedError(f"{MANIFEST} belongs to step {manifest.step}")
     try:
         found = {name: (path / name).stat().st_size for name in _files(path)}
         if problems := _differences(manifest, found):
@@ -206,7 +206,7 @@ def _summary(problems: list[str]) -> str:
 
 
 def _files(path: Path) -> Iterator[str]:
-    """Relative names of all files except the manifest, from the directory itself.
+    """Relative names of all files in a checkpoint except the manifest.
 
     Raises:
         OSError: a folder cannot be read.
@@ -230,7 +230,7 @@ def _raise(error: OSError) -> None:
 
 
 def _sizes_and_checksums(path: Path, names: Collection[str]) -> dict[str, tuple[int, int]]:
-    """Of files in a folder, by name."""
+    """The size and CRC-32 of files in a folder, by name."""
 
     def read(name: str) -> tuple[int, int]:
         size = crc = 0

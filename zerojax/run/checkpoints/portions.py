@@ -1,12 +1,12 @@
-"""Writes and reads what a state has in host memory in portions, without a second copy of all of it.
+"""Writes and reads arrays in host memory in portions, without a second copy of all of them.
 
-A portion is some layers of an array. It comes to the devices, which convert it, and goes to host memory of
-its own, where it is compressed and written while the next ones come: at most ``UNDER_WAY`` bytes at a time.
-Whoever saves has to wait for the last portion, since the next update overwrites what is not copied yet.
+A portion is some layers of an array. The devices convert it and return it to a buffer in host memory, from
+which it is compressed and written while the devices convert the next portions. At most ``UNDER_WAY`` bytes
+are in flight. A save has to wait for the last portion, because the next update overwrites the arrays.
 
-Orbax takes and makes whole arrays only, of all layers. So it writes an array of one element in the place of
-each of these, with everything else that belongs to a checkpoint. Here TensorStore, with which Orbax writes
-arrays, replaces them in the same format.
+Orbax writes and reads only whole arrays, with all layers. Therefore Orbax writes a placeholder of one element
+for each of these arrays, together with the rest of the checkpoint. This module replaces the placeholders with
+the same library and format that Orbax uses, TensorStore and zarr3.
 """
 
 import dataclasses
@@ -36,18 +36,18 @@ from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
 
 UNDER_WAY = SAVING // 4
-"""Bytes on their way to the files at a time; a larger portion goes alone. They take up to four times as much:
-as they are, compressed, and in the buffers of a file."""
+"""Bytes of portions in flight; a larger portion is handled alone. Each takes up to four times its size: as it
+is, compressed, and in the buffers of a file."""
 _AT_ONCE = 8
 """Portions under way, so that several are compressed at once."""
 
 
 class Portion(NamedTuple):
-    """Some layers of an array, or all of one that is not stacked.
+    """Some layers of an array, or all of an array that is not stacked.
 
     Attributes:
         leaf: the layout of these layers by themselves.
-        start: where their canonical form begins in that of the whole array.
+        start: the index in the whole canonical array at which the portion begins.
     """
 
     leaf: ParamLayout
@@ -57,7 +57,7 @@ class Portion(NamedTuple):
 def portions_of(leaf: ParamLayout, itemsize: int, at_least: int = 1) -> list[Portion]:
     """An array cut into portions of the same shape.
 
-    One has at least ``at_least`` layers, if so many divide the layers evenly.
+    A portion has at least ``at_least`` layers, if that number divides the layers evenly.
     """
     if not leaf.stack:
         return [Portion(leaf, (0,) * len(leaf.shape))]
@@ -72,7 +72,7 @@ def portions_of(leaf: ParamLayout, itemsize: int, at_least: int = 1) -> list[Por
 
 
 def write_in_portions(folder: Path, states: Mapping[str, TrainState]) -> None:
-    """Write what states have in host memory to a checkpoint that Orbax wrote with placeholders.
+    """Write the arrays that are in host memory to a checkpoint that Orbax wrote with placeholders.
 
     All processes call it together.
 
@@ -98,19 +98,19 @@ def write_in_portions(folder: Path, states: Mapping[str, TrainState]) -> None:
 
 
 class _Writing:
-    """Writes under way, the oldest first, and their bytes."""
+    """Writes in flight, the oldest first, and their bytes."""
 
     def __init__(self) -> None:
         self._bytes = 0
         self._under_way: deque[tuple[int, ts.Future[None]]] = deque()
 
     def add(self, count: int, written: ts.Future[None]) -> None:
-        written.force()  # else it begins when somebody waits for it
+        written.force()  # otherwise it would start only when somebody waits for it
         self._bytes += count
         self._under_way.append((count, written))
 
     def finish(self, left: int) -> None:
-        """Wait until at most so many bytes are under way."""
+        """Wait until at most ``left`` bytes are in flight."""
         while self._under_way and self._bytes > left:
             count, written = self._under_way.popleft()
             written.result()
@@ -120,7 +120,7 @@ class _Writing:
 def _write(
     folder: Path, name: str, state: TrainState, entry: Entry, writing: _Writing, context: ts.Context
 ) -> None:
-    """Write an array, of which every process writes the parts of its devices."""
+    """Write this process's part of an array."""
     leaf, x, by_node, dtype = _layout_of(entry), entry.x, entry.by_node, entry.dtype
     nodes = x.shape[:by_node]
     portions = portions_of(leaf, dtype.itemsize)
@@ -133,7 +133,7 @@ def _write(
         writing.finish(UNDER_WAY - size)
         stored = _take(state.spec, portion, x, by_node)
         canonical = convert(state.spec, portion.leaf, stored, like, by_node=by_node, to_nodes=by_node)
-        # From page-locked memory numpy takes it as it is; from a GPU's, JAX copies 0.5 GB/s.
+        # NumPy reads page-locked memory in place. From a GPU's memory JAX copies at 0.5 GB/s.
         for shard in to_host(canonical).addressable_shards:
             if shard.replica_id == 0:
                 numbers = np.asarray(shard.data)
@@ -146,8 +146,8 @@ def read_in_portions(folder: Path, name: str) -> Callable[[TrainState, Entry], A
     """Open an array of a checkpoint, for ``from_canonical``.
 
     Returns:
-        A function that reads the array straight into host memory, in stored form. A file whose chunks have
-        more layers than a portion is read as many layers at a time.
+        A function that reads the array straight into host memory, in stored form. If the file's chunks have
+        more layers than a portion, it reads whole chunks.
     """
     store = ts.open(
         {"driver": "auto", "kvstore": _ocdbt(folder, name)}, open=True, read=True, context=ts.Context()
@@ -166,7 +166,7 @@ def read_in_portions(folder: Path, name: str) -> Callable[[TrainState, Entry], A
         def begin(portion: Portion) -> dict[tuple[slice, ...], ts.Future[np.ndarray]]:
             reading = {index: store[_box(portion, index, nodes)].read() for index in mine}
             for one in reading.values():
-                one.force()  # else it begins when somebody waits for it
+                one.force()  # otherwise it would start only when somebody waits for it
             return reading
 
         ahead = max(1, min(_AT_ONCE, UNDER_WAY // (like.size * like.dtype.itemsize)))
@@ -177,7 +177,7 @@ def read_in_portions(folder: Path, name: str) -> Callable[[TrainState, Entry], A
             canonical = jax.make_array_from_callback(
                 like.shape,
                 like.sharding,
-                # In the dtype that this state would save: moments may have been saved in another.
+                # This state's dtype: a moment may have been saved in another.
                 lambda index, parts=parts: parts[index or ()].result().astype(dtype, copy=False),
             )
             reading.extend(map(begin, portions[number + ahead : number + ahead + 1]))
@@ -194,13 +194,13 @@ def read_in_portions(folder: Path, name: str) -> Callable[[TrainState, Entry], A
 
 
 def _layout_of(entry: Entry) -> ParamLayout:
-    """The layout by which the portions of an entry are cut: of what each node has, that within a node."""
-    assert entry.leaf is not None  # only weights, and what is laid out like them, are in host memory
+    """The layout by which an entry is cut into portions: within a node if each node has its own array."""
+    assert entry.leaf is not None  # only weights and arrays of their layout are in host memory
     return entry.leaf.in_node if entry.by_node else entry.leaf
 
 
 def _take(spec: TrainSpec, portion: Portion, x: Array, by_node: bool) -> Array:
-    """A portion of a stored stack, on the devices; what is not stacked stays where it is."""
+    """A portion of a stored stack, on the devices; an array that is not stacked stays where it is."""
     stack = portion.leaf.stack
     if not stack:
         return x
@@ -217,8 +217,11 @@ def _take(spec: TrainSpec, portion: Portion, x: Array, by_node: bool) -> Array:
 def _place(
     spec: TrainSpec, portion: Portion, whole: Array | None, part: Array, like: Array, by_node: bool
 ) -> Array:
-    """A stored stack in host memory with a portion from the devices; of None, one whose rest is undefined."""
-    own, to, dtype = specs_of(like), like.sharding, like.dtype  # functions that are kept hold no array
+    """The stack in host memory with a portion from the devices put in place.
+
+    If ``whole`` is None, the rest of the result is undefined.
+    """
+    own, to, dtype = specs_of(like), like.sharding, like.dtype  # cached functions must not capture an array
     assert isinstance(to, NamedSharding)
     shape = to.shard_shape(like.shape)
 
@@ -236,7 +239,7 @@ def _place(
 
 
 def _start(portion: Portion, rank: int, by_node: bool) -> np.ndarray:
-    """Where a portion begins in the stored array."""
+    """The index in the stored array at which a portion begins."""
     layers = portion.start[: len(portion.leaf.stack)]
     return np.array((*(0,) * by_node, *layers, *(0,) * (rank - by_node - len(layers))), np.int32)
 
@@ -250,7 +253,7 @@ def _compiled(
     *,
     donate: tuple[int, ...] = (),
 ) -> Callable[..., Array]:
-    """``run`` on each device by itself: XLA's partitioner makes slices that change the memory they are in."""
+    """``run`` on each device by itself. XLA's partitioner would move its slices to another memory."""
 
     def make() -> Callable[..., Array]:
         parts = on_mesh(run, spec.mesh, in_specs=in_specs, out_specs=to.spec)
@@ -261,7 +264,7 @@ def _compiled(
 
 
 def _box(portion: Portion, index: tuple[slice, ...], nodes: tuple[int, ...] = ()) -> tuple[slice, ...]:
-    """Where a device's part of a portion is in the whole array, perhaps that of all nodes."""
+    """The place of a device's part of a portion in the whole array, which may have an axis of nodes."""
     extents, start = (*nodes, *portion.leaf.unsharded_shape), (*(0 for _ in nodes), *portion.start)
     bounds = [
         s.indices(extent) for s, extent in zip(index or (slice(None),) * len(extents), extents, strict=True)
@@ -272,12 +275,12 @@ def _box(portion: Portion, index: tuple[slice, ...], nodes: tuple[int, ...] = ()
 def _created(
     folder: Path, name: str, shape: tuple[int, ...], chunk: tuple[int, ...], dtype: Any, context: ts.Context
 ) -> ts.TensorStore:
-    """An array in place of a placeholder, in the folder of what this process writes."""
+    """An array in place of a placeholder, in this process's own folder."""
     mine = folder / f"ocdbt.process_{jax.process_index()}"
     spec = {
         "driver": "zarr3",
         "kvstore": _ocdbt(mine, name),
-        "store_data_equal_to_fill_value": True,  # or Orbax takes them for missing
+        "store_data_equal_to_fill_value": True,  # Orbax would report absent chunks as missing
         "metadata": {
             "shape": shape,
             "data_type": np.dtype(dtype).name,
@@ -292,7 +295,7 @@ def _created(
 
 
 def _merge(folder: Path, context: ts.Context) -> None:
-    """Let the store of all processes refer to what each of them has written, as Orbax does."""
+    """Make the common store refer to what each process has written, as Orbax does."""
     merging = ts.Transaction(atomic=True)
     whole = ts.KvStore.open(_ocdbt(folder), context=context).result().with_transaction(merging)
     for part in sorted(folder.glob("ocdbt.process_*")):

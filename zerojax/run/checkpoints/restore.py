@@ -43,18 +43,18 @@ def restore(
     """Read a checkpoint into a train state.
 
     Args:
-        path: of a verified checkpoint.
+        path: a verified checkpoint.
         state: gives the spec, filled or abstract; its values are not used.
-        average: restore the average of the weights in their place; the optimizer of ``state`` keeps no
-            average. Without it, a state without an optimizer gets the mean of the nodes' own weights where
-            they had made local updates.
-        name: of a state that was saved together with the run's.
-        say: gets a line, on every process, if what each node had of its own with local updates begins anew;
-            by default the first process logs it.
+        average: restore the average of the weights in place of the weights; the optimizer of ``state`` keeps
+            no average. Without it, a state that has no optimizer gets the mean of the nodes' own weights if
+            the checkpoint was saved with local updates.
+        name: the name of a further state that was saved together with the run's.
+        say: called on every process with one line if the nodes lose their own weights or moments; by default
+            the first process logs it.
 
     Raises:
-        ConfigurationError: the checkpoint has no such state, no average, or is of another model or optimizer;
-            names the first differences.
+        ConfigurationError: the checkpoint has no such state or no average, or is of another model or
+            optimizer; names the first differences.
     """
     checkpoint = _Checkpoint(path, name)
     saved, nodes = checkpoint.saved, checkpoint.nodes
@@ -87,16 +87,16 @@ def restore(
         raise ConfigurationError(
             f"{checkpoint.path} has no average of the weights: the run has optimizer.ema_decay = 0"
         )
-    wanted.pop("secondary", None)  # copies of the other weights
+    wanted.pop("secondary", None)  # replicas of the weights that the average replaces
     del wanted["params"]
     tree = checkpoint.load(wanted | {AVERAGE: abstract_average(state, nodes)})
     return from_canonical(state, tree | {"params": tree.pop(AVERAGE)["params"]})
 
 
 def _begun_anew(state: TrainState, saved: int | None) -> str | None:
-    """What begins anew because other nodes than the state's had saved it, in words; None if nothing does."""
+    """The line about what local updates lose because the number of nodes changed; None if nothing is lost."""
     if state.spec.tx is None:
-        return None  # it reads the weights alone
+        return None  # the state takes the weights alone
     own = state.spec.world.nodes if state.spec.local_updates else None
     if own == saved:
         return None
@@ -116,22 +116,22 @@ def _begun_anew(state: TrainState, saved: int | None) -> str | None:
         )
     return (
         f"the checkpoint was {by}, and this run has {own}: every node begins with the outer weights and "
-        f"{moments}, and the outer momentum is kept; what only single nodes had learnt is lost"
+        f"{moments}. The outer momentum is kept; what only single nodes had learnt is lost"
     )
 
 
 def _outer(wanted: dict[str, Any], saved: dict[str, Any]) -> str | None:
-    """The place in a chain at which the saved state stands by itself: an average has come behind it."""
+    """The place in the chain of transforms that the whole saved state has now that an average was added."""
     (name, part), *others = wanted.items() if wanted else [("", None)]
     alone = isinstance(part, dict) and not others and bool(saved)
     return name if alone and not _differences(part, saved) else None
 
 
 def _places(wanted: dict[str, Any], saved: dict[str, Any]) -> dict[str, str]:
-    """Where each part of a chain of transforms was when it was saved.
+    """New place -> saved place of each part of a chain of transforms.
 
-    Parts are named by their place in the chain, which changes when one without a state comes or goes, such as
-    the clipping of gradients or the decay of weights.
+    Parts are named by their place in the chain. The place changes when a transform without a state is added
+    or removed, such as gradient clipping or weight decay.
     """
     if len(wanted) != len(saved) or not all(name.isdecimal() for name in (*wanted, *saved)):
         return {}
@@ -147,14 +147,14 @@ def _renamed(tree: dict[str, Any], places: dict[str, str]) -> dict[str, Any]:
 def restore_weights(path: Path | str, state: TrainState, *, new: str | None = None) -> TrainState:
     """The state with a checkpoint's parameters and other model state, such as batch statistics.
 
-    Adapters, which such a checkpoint does not have, keep their values. Of local updates the parameters are
-    the mean of the nodes' own.
+    Adapters keep their values, because such a checkpoint has none. If it was saved with local updates, the
+    parameters are the mean of the nodes' own.
 
     Args:
-        path: of a verified checkpoint of the same model under any optimizer.
+        path: a verified checkpoint of the same model under any optimizer.
         state: filled, except perhaps for the weights that are read; keeps its optimizer state, step, seed.
-        new: the first name in the paths of weights that keep their values, too, because the checkpoint has
-            others or none there: "head" of a model with other outputs. They are trained.
+        new: the first name in the paths of trained weights that keep their values, because the checkpoint has
+            others or none there: "head" of a model with other outputs.
 
     Raises:
         ConfigurationError: the checkpoint is of another model, or holds adapters alone; names the first
@@ -175,11 +175,11 @@ def restore_weights(path: Path | str, state: TrainState, *, new: str | None = No
 def restore_base(path: Path | str, state: TrainState, *, new: str | None = None) -> TrainState:
     """The state with its frozen weights from a checkpoint of the whole model.
 
-    They are read and encoded one by one: at any time no more than one whole weight is in memory besides,
+    The weights are read and encoded one by one, so that only one whole weight is in memory besides the state,
     spread over the devices.
 
     Args:
-        path: of a verified checkpoint of the same model under any optimizer, all of it trained.
+        path: a verified checkpoint of the same model under any optimizer, with all weights trained.
         state: filled or abstract.
         new: as for ``restore_weights``.
 
@@ -192,16 +192,16 @@ def restore_base(path: Path | str, state: TrainState, *, new: str | None = None)
 
 
 class _Checkpoint:
-    """A verified checkpoint, or the part of it that is of one state.
+    """A verified checkpoint, or the part of it that belongs to one state.
 
     Attributes:
-        path: of the checkpoint.
+        path: the checkpoint's folder.
         saved: kind -> names, shapes and dtypes of its arrays.
-        nodes: how many nodes saved it with local updates; None if it was saved without.
+        nodes: the number of nodes that saved it with local updates; None without local updates.
     """
 
     def __init__(self, path: Path | str, name: str = "") -> None:
-        """Read what it holds of the state that was saved under a name, or of the run's.
+        """Read which arrays were saved for the state called ``name``, or for the run's if that is empty.
 
         Raises:
             ConfigurationError: it cannot be read.
@@ -213,7 +213,7 @@ class _Checkpoint:
         self.nodes = self.saved[NODES]["skipped_in_row"].shape[0] if NODES in self.saved else None
 
     def check_fits(self, wanted: dict[str, Any]) -> None:
-        """Refuse a checkpoint in which some kinds have other arrays."""
+        """Raises if some kinds have other arrays than the wanted ones."""
         for kind, tree in wanted.items():
             if differences := _differences(tree, self.saved.get(kind)):
                 raise ConfigurationError(
@@ -224,17 +224,17 @@ class _Checkpoint:
         """Load some kinds."""
         self.check_fits(wanted)
         options = _PARTIAL if _former_names(wanted.get("other"), self.saved.get("other")) else None
-        # One kind at a time: when one fails within a single call, Orbax never awaits the coroutines of the
+        # One kind at a time: if one of several in a call fails, Orbax never awaits the coroutines of the
         # others, and Python warns about them.
         with ocp.Context(pytree_options=options or ocp.options.PyTreeOptions()):
             return self._reading(lambda: {kind: self._load_here(kind, tree) for kind, tree in wanted.items()})
 
     def load_params(self, state: TrainState, params: Any) -> Any:
-        """Some weights in canonical form, for one that goes on with nothing else of the checkpoint.
+        """Load some weights in canonical form, for a state that uses nothing else of the checkpoint.
 
-        With local updates it is the mean of the nodes' own weights. The outer weights would be worse: on
-        average each fragment of them is half a round old, and more with a delay (docs/quality.md). They are
-        read one by one: those of all nodes together may need more memory than there is.
+        With local updates this is the mean of the nodes' own weights. The outer weights would be worse: on
+        average each fragment of them is half a round old, and older with a delay (docs/quality.md). The
+        nodes' weights are read one by one, because all of them together may not fit into memory.
         """
         nodes, wanted = self.nodes, from_tree(params)
 
@@ -249,7 +249,10 @@ class _Checkpoint:
             return self._reading(lambda: to_tree({at: mean(at, like, nodes) for at, like in wanted.items()}))
 
     def _load_here(self, kind: str, tree: Any) -> Any:
-        """As ``_load_kind``; for arrays in host memory, functions that read them straight into place."""
+        """Like ``_load_kind``.
+
+        An array for host memory becomes a function that reads it straight into place.
+        """
         every: dict[str, Any] = traverse_util.flatten_dict(tree, sep="/")
         later = {name for name, x in every.items() if in_host(x)}
         if not later:
@@ -269,7 +272,7 @@ class _Checkpoint:
         return lambda state, entry: self._reading(lambda: read(state, entry))
 
     def _reading[T](self, read: Callable[[], T]) -> T:
-        """Call Orbax, and turn whatever it raises on an unverified file into one clear error."""
+        """Call Orbax, and turn any error that it raises on an unverified file into one clear message."""
         try:
             return read()
         except Exception as error:
@@ -280,10 +283,10 @@ def _checkpoint_of_model(path: Path | str, state: TrainState, new: str | None) -
     """A checkpoint that holds the model's weights.
 
     Raises:
-        ConfigurationError: it does not hold exactly those, as one of adapters does not.
+        ConfigurationError: it holds other weights, or adapters alone.
     """
     checkpoint = _Checkpoint(path)
-    # Those without elements are in no checkpoint.
+    # A checkpoint has no arrays without elements.
     wanted = to_tree(
         {leaf.path: abstract_part(state.spec, leaf) for leaf in state.spec.weights if leaf.count}
     )
@@ -320,7 +323,7 @@ def _with_base(checkpoint: _Checkpoint, state: TrainState) -> TrainState:
 
 
 def _differences(wanted: Any, saved: Any) -> list[str]:
-    """How the saved arrays of one kind differ from the wanted ones, by name."""
+    """The differences between the saved and the wanted arrays of one kind, by name."""
     if saved is None:
         return ["not saved"]
     have: dict[str, Any] = traverse_util.flatten_dict(saved, sep="/")
@@ -336,13 +339,13 @@ def _differences(wanted: Any, saved: Any) -> list[str]:
 
 
 def _former_names(wanted: Any, saved: Any) -> set[str]:
-    """The saved names that earlier versions wrote and this one needs no more."""
+    """The saved names that earlier versions wrote and this version no longer needs."""
     want, have = (traverse_util.flatten_dict(tree or {}, sep="/") for tree in (wanted, saved))
     return {name for name in have if name not in want and name.rpartition("/")[2] in _FORMER_NAMES}
 
 
 def _is_read_as(name: str, wanted: Any, saved: Any) -> bool:
-    """Whether Orbax reads an array as wanted: it converts floating-point numbers, such as moments."""
+    """Whether Orbax can read an array as the wanted one: it converts between floating-point dtypes."""
     if jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key):
         return True
     given = (saved,) if name.rpartition("/")[2] in _FORMER_FLOATS else (wanted, saved)

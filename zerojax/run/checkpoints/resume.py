@@ -17,8 +17,8 @@ class Resumed(NamedTuple):
 
     Attributes:
         state: the model and its optimizer.
-        step: of the checkpoint.
-        record: saved with it: ``position`` in the data, for example.
+        step: the checkpoint's step.
+        record: the record saved with it, such as the ``position`` in the data.
     """
 
     state: TrainState
@@ -35,15 +35,15 @@ def resume(
 ) -> Resumed | None:
     """Restore the newest valid checkpoint of a folder, whatever mesh, stage or wire format wrote it.
 
-    All processes must call it; the first one chooses for all. Damaged checkpoints that are newer are moved
-    aside (``400.damaged``), so that their steps can be saved again.
+    All processes must call it; the first one chooses for all. Newer checkpoints that are damaged are renamed
+    (``400.damaged``), so that their steps can be saved again.
 
     Args:
-        folder: of the checkpoints, as for ``Checkpoints``; need not exist.
+        folder: the checkpoints' folder, as for ``Checkpoints``; need not exist.
         state: gives the spec, filled or abstract (``TrainState.abstract``); its values are not used.
         checksums: read every byte of the checkpoint first; otherwise compare names and sizes only.
-        say: prints a line for each damaged checkpoint, and one if with local updates the nodes begin anew
-            (``restore``), on the first process.
+        say: prints a line for each damaged checkpoint, on the first process. It prints one more if the number
+            of nodes with local updates has changed (``restore``).
 
     Returns:
         None if there is no checkpoint yet: then create a state by ``TrainState.create``.

@@ -11,18 +11,20 @@ from zerojax.validation.arguments import suggests
 @suggests
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints to keep: the newest two, and those that any of these rules keeps.
+    """Which checkpoints to keep: the newest two, and the ones that any of these rules keeps.
 
-    Two, because the newest may hold broken weights, which only the next step shows; that it was saved proves
-    the weights of the one before. Checkpoints that hold a run's frozen weights or its reference stay as well.
+    Two, because the newest may hold broken weights, which only the next step shows. Saving it proved that the
+    weights before it were good. Checkpoints that hold a run's frozen weights or its reference are kept as
+    well.
 
     Orbax's own policies measure time by the wall clock, and know nothing of frozen weights.
 
     Attributes:
         newest: keep this many of the newest, at least two; None keeps all.
-        every: keep those at multiples of this many steps; 0 for none.
-        best: keep this many with the lowest validation loss, of those saved at a step that measured it.
-        minutes: keep those of the last ``minutes`` of training, time between runs not counted.
+        every: keep checkpoints at multiples of this many steps; 0 for none.
+        best: keep this many with the lowest validation loss, among checkpoints saved at a step that measured
+            it.
+        minutes: keep checkpoints from the last ``minutes`` of training; time between runs does not count.
     """
 
     newest: int | None = None
@@ -34,7 +36,7 @@ class Retention:
         """The steps of the checkpoints that no rule keeps.
 
         Args:
-            manifests: of the checkpoints, oldest first; at least one. The last is that of the newest.
+            manifests: the checkpoints' manifests, oldest first; at least one.
         """
         if self.newest is None:
             return []
@@ -51,6 +53,6 @@ class Retention:
 
 
 def _lowest(manifests: Sequence[Manifest], count: int) -> list[int]:
-    """The steps with the lowest validation loss; of equal ones the newest."""
+    """The steps with the lowest validation loss; among equal losses the newest."""
     losses = [(m.record.metrics.get("validation_loss", math.nan), -m.step) for m in manifests]
     return [-step for _, step in sorted(found for found in losses if math.isfinite(found[0]))[:count]]

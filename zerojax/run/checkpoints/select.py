@@ -17,7 +17,7 @@ class Choice:
     """The newest valid checkpoint of a run.
 
     Attributes:
-        step: of the checkpoint; None if there are no checkpoints at all.
+        step: the checkpoint's step; None if there are no checkpoints at all.
         damaged: step -> reason, for each newer, damaged checkpoint.
     """
 
@@ -50,10 +50,10 @@ def newest_valid(folder: Path, *, checksums: bool = True) -> Choice:
 def choose(
     folder: Path, *, checksums: bool = True, check: Callable[[int | None], None] = lambda _: None
 ) -> tuple[Manifest | None, list[str]]:
-    """Choose the newest valid checkpoint, on process zero for all; move newer, damaged ones aside.
+    """Choose the newest valid checkpoint, on process zero for all; rename newer, damaged ones.
 
-    Arguments and errors as for ``newest_valid``. ``check`` gets the step, None if there is no checkpoint, and
-    may refuse it by a ConfigurationError before anything is renamed.
+    Arguments and errors are as for ``newest_valid``. ``check`` gets the step, or None if there is no
+    checkpoint. It may raise a ConfigurationError before anything is renamed.
 
     Returns:
         The manifest of the checkpoint, or None if there is none; and a line for each damaged one.
@@ -70,7 +70,7 @@ def choose(
 
 
 def set_damaged_aside(folder: Path, choice: Choice) -> list[str]:
-    """Move damaged checkpoints aside, so that their steps can be saved again; returns a line for each."""
+    """Rename damaged checkpoints, so that their steps can be saved again; returns a line for each."""
     return [
         f"{damage_line(folder, step, why)}; it is now called {step_dirs.move_aside(folder, step).name}"
         for step, why in choice.damaged.items()

@@ -2,12 +2,12 @@
 
 ```
 400                 a checkpoint; its manifest was written before it got this name
-400.unfinished      being saved (Orbax's own temporary folders begin with this name)
-400.removed         being deleted, or what a failed deletion left
-400.damaged         found damaged when a run resumed from an older one; kept for inspection
-400.undone          newer than the one that a user went back to; kept likewise
-400.needed-by       a file: the runs, one a line, that begin with the weights of checkpoint 400; or of
-                    400.undone, beside which it is 400.undone.needed-by
+400.unfinished      being saved (the names of Orbax's temporary folders begin like this)
+400.removed         being deleted, or left by a deletion that failed
+400.damaged         found damaged when a run resumed from an older checkpoint; kept for inspection
+400.undone          newer than the checkpoint to which a user went back; kept for inspection
+400.needed-by       a file that lists the runs that began with the weights of checkpoint 400, one a line;
+                    400.undone.needed-by for 400.undone
 ```
 """
 
@@ -19,7 +19,7 @@ from typing import Literal
 
 _LEFTOVER = re.compile(r"\d+\.(unfinished|removed)(-\d+)?(\..*)?")
 _ASIDE = re.compile(r"\d+\.(damaged|undone)(-\d+)?")
-# Seconds without anything new after which a failed save has ended, and the most to wait for that.
+# A failed save has ended when nothing new has appeared for this many seconds; and the most seconds to wait.
 _QUIET_SECONDS, _MAX_SECONDS = 0.5, 5.0
 
 
@@ -32,7 +32,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def aside(folder: Path) -> list[Path]:
-    """The checkpoints that were moved aside."""
+    """The checkpoints that were renamed because they are damaged or undone."""
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if _ASIDE.fullmatch(path.name))
@@ -53,9 +53,9 @@ def _leftovers(folder: Path) -> list[Path]:
 
 
 def clear_failed(folder: Path, step: int) -> None:
-    """Remove what a failed save left, until nothing new appears; the next start clears the rest.
+    """Remove what a failed save left, until nothing new appears; the next start removes the rest.
 
-    Orbax gives up at the first error, but its writes of other arrays continue for a while and make their
+    Orbax gives up at the first error, but its writes of other arrays continue for a while and create their
     folders again.
     """
     begun = seen = time.monotonic()
@@ -68,7 +68,10 @@ def clear_failed(folder: Path, step: int) -> None:
 
 
 def move_aside(folder: Path, step: int, why: Literal["damaged", "undone"] = "damaged") -> Path:
-    """Rename a checkpoint so that its step can be saved again, and who needs it; returns the new path."""
+    """Rename a checkpoint and its list of runs that need it, so that its step can be saved again.
+
+    Returns the new path.
+    """
     path = folder / str(step)
     moved = path.rename(free(folder / f"{step}.{why}"))
     if _needs(path).exists():
@@ -86,10 +89,10 @@ def free(path: Path) -> Path:
 
 
 def note_need(path: Path, run: Path) -> str | None:
-    """Note beside a checkpoint that another run needs it: its own run then keeps it.
+    """Record beside a checkpoint that another run needs it, so that the checkpoint's own run keeps it.
 
     Returns:
-        A line if that cannot be written; None if it is.
+        A line if that cannot be written, else None.
     """
     try:
         if str(run.resolve()) not in needed_by(path):
@@ -104,7 +107,7 @@ def note_need(path: Path, run: Path) -> str | None:
 
 
 def needed_by(path: Path) -> list[str]:
-    """The runs that need a checkpoint, of those that are still there; raises OSError."""
+    """The existing runs that need a checkpoint; raises OSError."""
     file = _needs(path)
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     return [line for line in lines if Path(line).exists()]
@@ -115,12 +118,12 @@ def _needs(path: Path) -> Path:
 
 
 def remove(path: Path) -> str | None:
-    """Delete a checkpoint, renamed first so that it is never seen half deleted under its own name.
+    """Delete a checkpoint. It is renamed first, so that nobody sees it half deleted under its own name.
 
-    Of a link, only the link is deleted.
+    If it is a link, only the link is deleted.
 
     Returns:
-        A line on what could not be deleted and why; None if all is gone.
+        A line on what could not be deleted and why; None if everything is deleted.
     """
     gone, number = path, path.name.partition(".")[0]
     try:

@@ -1,7 +1,7 @@
-"""Saves checkpoints during training: Orbax writes, a thread adds the manifest, renames and cleans up.
+"""Saves checkpoints during training: Orbax writes; a thread adds the manifest, renames and cleans up.
 
-What a run has in host memory is copied there before it is written, if there is room, or else written while
-training waits (``zerojax.run.checkpoints.portions``).
+Arrays in host memory are copied there before they are written, if there is room. Otherwise training waits
+until they are written (``zerojax.run.checkpoints.portions``).
 """
 
 import os
@@ -31,7 +31,7 @@ from zerojax.validation.paths import check_checkpoint_path
 class Checkpoints:
     """The checkpoints that a run writes.
 
-    All processes save together, to one file system; the first one writes manifests and cleans up.
+    All processes save together, to one file system. The first one writes manifests and cleans up.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class Checkpoints:
         """Remove what a dead process left half written.
 
         Args:
-            folder: of the checkpoints; created by the first save.
+            folder: the checkpoints' folder; created by the first save.
             retention: which checkpoints to keep; all by default.
             start: the step that the run resumes from, which is saved already; None for a new run.
-            clock: Unix time, for the manifest.
-            say: prints, perhaps from another thread, what could not be deleted, and whether training waits
-                for saves; saving goes on.
+            clock: returns Unix time, for the manifest.
+            say: prints a line, perhaps from another thread, if a checkpoint could not be deleted or if
+                training has to wait for saves. Saving continues.
 
         Raises:
             ConfigurationError: the folder's path cannot hold checkpoints.
@@ -89,21 +89,21 @@ class Checkpoints:
         """Start a save; returns when the arrays are copied, on the devices or to the hosts.
 
         The copies stay on the devices until they are written if, at the first save, the devices had room for
-        them on top of training. If the hosts then had no room for copies of what is in their memory
-        (``ZeroConfig.host``), it is written before this returns. A step that was saved already is not saved
-        again.
+        them on top of training. If the hosts had no room for copies of the arrays in their memory
+        (``ZeroConfig.host``), these are written before this returns. A step that is saved already is not
+        saved again.
 
-        While steps are skipped nothing is saved: the last update may have broken the weights, and a save
+        While steps are skipped, nothing is saved. The last update may have broken the weights, and a save
         could push out the good checkpoints before it. Try again after the next step.
 
         Args:
             step: names the checkpoint.
-            state: may be donated as soon as this returns, as those of ``beside``.
+            state: may be donated as soon as this returns, and so may the states in ``beside``.
             record: saved with it.
-            beside: further states on the same mesh by name, such as a critic, saved in the same checkpoint;
-                ``restore`` takes the name. The same in all saves.
-            despite_skips: save even while steps are skipped: an evaluation has shown that the weights are
-                good.
+            beside: further states on the same mesh by name, such as a critic, saved in the same checkpoint.
+                ``restore`` takes the name. All saves must have the same names.
+            despite_skips: save even while steps are skipped, because an evaluation has shown that the weights
+                are good.
 
         Returns:
             Whether the step is saved, now or before; False if steps are being skipped.
@@ -143,15 +143,15 @@ class Checkpoints:
         return True
 
     def _choose(self, states: Sequence[TrainState]) -> None:
-        """Decide where copies are made, at the first save: later peaks include these copies."""
+        """Decide where copies are made, at the first save: later memory peaks include these copies."""
         if self._beside_training is not None:
             return
         self._beside_training = fit_beside_training(states)
         if any(state.spec.streams for state in states) and not fit_beside_host_state(states):
             self._in_portions = True
             self._say(
-                "this host has no room for a copy of what is in its memory: training waits while checkpoints "
-                "are written"
+                "this host has no room for a copy of the state in its memory, so training waits while "
+                "checkpoints are written"
             )
 
     def check(self) -> None:
@@ -177,14 +177,14 @@ class Checkpoints:
             self._worker.shutdown()
 
     def _finish(self, writing: ocp.AsyncResponse[None], step: int, record: Record) -> None:
-        """Wait for the files of all processes, write the manifest, rename, and remove what is not kept."""
+        """Wait for the files of all processes, write the manifest, rename, and remove surplus checkpoints."""
         writing.result()
         if jax.process_index() != 0:
             return
         draft = step_dirs.unfinished(self._folder, step)
         write_manifest(draft, step, self._clock(), record)
         draft.rename(self._folder / str(step))
-        # Checkpoints of later steps are those of another run, from which this one did not resume.
+        # Checkpoints of later steps belong to another run, from which this one did not resume.
         there = [manifest for manifest in read_manifests(self._folder) if manifest.step <= step]
         for surplus in (self._folder / str(step) for step in self._retention.surplus(there)):
             if not step_dirs.needed_by(surplus) and (line := step_dirs.remove(surplus)) is not None:
@@ -199,7 +199,7 @@ class Checkpoints:
 
 
 def _reason(error: Exception) -> str:
-    """The operating system's message if there is one: TensorStore wraps it in pages of context."""
+    """The operating system's message if there is one; TensorStore wraps it in pages of context."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     if found := re.search(r"os_error_code='(\d+)'", str(error)):

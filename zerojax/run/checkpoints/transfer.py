@@ -1,9 +1,9 @@
-"""Transfers of a checkpoint's arrays to the host, during the next steps, and where there is room for copies.
+"""Transfers a checkpoint's arrays to the host during the next steps, and finds out where copies fit.
 
 By default Orbax copies arrays to host memory before its call returns, because the caller may overwrite them.
-zerojax saves copies of its own, on the devices if they can hold them until they are written, so that transfer
-can run in the background. It goes to page-locked memory, which is several times faster, in portions, because
-such memory is slow to allocate and XLA limits how much a process has.
+zerojax passes Orbax its own copies, on the devices if they have room. The transfer can then run in the
+background. It goes to page-locked memory, which is several times faster, in portions: such memory is slow to
+allocate, and XLA limits how much a process has.
 """
 
 import math
@@ -23,7 +23,7 @@ from zerojax.train.memory import device_bytes, host_bytes, reserve_host_memory
 from zerojax.train.state import TrainState
 
 PORTION = 2 << 30
-"""Bytes per process in transfer at a time; a larger array goes alone."""
+"""Bytes per process in transfer at a time; a larger array is transferred alone."""
 
 
 class _InBackground(DefaultSerializationStatusCallback):
@@ -36,7 +36,7 @@ class _InBackground(DefaultSerializationStatusCallback):
 def fit_beside_training(states: Sequence[TrainState]) -> bool:
     """Whether this process's devices can hold copies of states on top of the peak memory of their steps.
 
-    The run has taken steps in this process: only then is the peak known.
+    The run must have taken steps in this process, because only then is the peak known.
 
     Returns:
         True also for devices that do not report their memory, such as CPUs.
@@ -46,7 +46,7 @@ def fit_beside_training(states: Sequence[TrainState]) -> bool:
 
 
 def fit_beside_host_state(states: Sequence[TrainState]) -> bool:
-    """Whether all processes' hosts have room for copies of what states have in host memory.
+    """Whether all processes' hosts have room for copies of the arrays that the states have in host memory.
 
     All processes call it together.
     """
@@ -57,13 +57,13 @@ def fit_beside_host_state(states: Sequence[TrainState]) -> bool:
 
 
 def _room(memories: list[dict[str, int]]) -> float:
-    """Bytes never used so far, on the device with the fewest."""
+    """Bytes that were never used so far, on the device with the fewest."""
     known = [memory for memory in memories if "bytes_limit" in memory]
     return min((memory["bytes_limit"] - memory["peak_bytes_in_use"] for memory in known), default=math.inf)
 
 
 def transfer_options(state: TrainState) -> ocp.Context:
-    """Orbax's options for the transfer to the host: each portion once the one before is written."""
+    """Orbax's options for the transfer to the host: a portion follows when the one before is written."""
     pinned = on_gpus(state.spec.mesh.devices.flat)
     array_options = ocp.options.ArrayOptions(
         saving=ocp.options.ArrayOptions.Saving(enable_pinned_host_transfer=pinned)
@@ -75,15 +75,15 @@ def transfer_options(state: TrainState) -> ocp.Context:
 
 
 def reserve_for_saves(states: Sequence[TrainState]) -> None:
-    """Have the page-locked memory that saves will need, once, before a run begins.
+    """Allocate the page-locked memory that saves will need, once, before a run begins.
 
-    While the driver locks memory (seconds for some gigabytes) the GPUs stand still.
+    While the driver locks memory (seconds for some gigabytes), the GPUs wait.
 
     Raises:
-        RunError: the memory is not there, or above XLA's limit.
+        RunError: the memory is not available, or exceeds XLA's limit.
     """
     devices = states[0].spec.mesh.local_devices
-    portion = PORTION // len(devices)  # it is of all devices together
+    portion = PORTION // len(devices)  # PORTION is for all devices together
     reserve_host_memory(sum(min(sum(sizes), max(portion, *sizes)) for sizes in _sizes(states)), devices)
 
 
