@@ -1,11 +1,11 @@
 """Keeps compiled programs in a folder, from which later processes load them.
 
 JAX's persistent compilation cache looks for a program under its key, a hash of the program, its options, the
-devices, and the versions of JAX and of the driver. This module replaces the files behind it. JAX's own are
-written in place, so that a process that dies or a full disk leaves a part of a program for good; their total
-size is bounded by a lock that all readers wait for; and process 0 alone writes, which leaves other hosts'
-folders empty. Here a file has a checksum and appears as a whole, every process may write, and whoever adds a
-file removes those that were not used for longest.
+devices, and the versions of JAX and of the driver. This module replaces the files behind it. JAX writes its
+files in place, so a process that dies, or a full disk, leaves a broken program for good. JAX bounds their
+total size by a lock that all readers wait for. And only process 0 writes them, so other hosts' folders stay
+empty. Here a file has a checksum and appears as a whole, every process may write, and adding a file removes
+the least recently used ones.
 """
 
 import hashlib
@@ -30,15 +30,15 @@ from zerojax.formatting import size
 from zerojax.log import logger
 
 AUTO, OFF = "auto", "off"
-"""Values of the setting ``cluster.compilation_cache`` that are no folder."""
+"""Values of the setting ``cluster.compilation_cache`` that are not a folder."""
 
 _LIMIT = 4 * 10**9
-"""Bytes of a folder, unless JAX_COMPILATION_CACHE_MAX_SIZE says otherwise."""
+"""The most bytes in a folder, unless JAX_COMPILATION_CACHE_MAX_SIZE is set."""
 _MINIMUM = 0.1
 """Seconds that a program must take to compile, unless JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS is set."""
 _SUFFIX, _PART = ".zerojax", ".part"
 _ABANDONED = 3600
-"""Seconds after which a file that was not written to its end is removed."""
+"""Seconds after which an incomplete file is removed."""
 _DIGEST = 32
 _read_program: Callable[..., Any] = compilation_cache.get_executable_and_time
 
@@ -55,19 +55,18 @@ def user_folder() -> Path:
 
 
 def use_compilation_cache(folder: str | os.PathLike[str] | None = None) -> Path | None:
-    """Keep programs that take 0.1 s or longer to compile in a folder, and load those that are there.
+    """Keep programs that take 0.1 s or longer to compile in a folder, and load the programs that are there.
 
-    Call it before the first program is compiled. Commands of zerojax call it by themselves. Results are the
-    same as those of a program that was just compiled. Many processes may use a folder at the same time, also
+    Call it before the first program is compiled. Commands of zerojax call it by themselves. A loaded program
+    computes the same results as a newly compiled one. Many processes may use a folder at the same time, also
     on several hosts. If a file cannot be read or written, one line says so, and the program is compiled.
 
     Whoever can write to the folder can make this process run code: share it only with users whom you trust.
 
     Args:
-        folder: where programs are kept. The default is ``JAX_COMPILATION_CACHE_DIR``, else
-            ``zerojax/compiled`` in ``XDG_CACHE_HOME``, ``~/.cache``, or on macOS ``~/Library/Caches``. It
-            holds at most 4 GB, or ``JAX_COMPILATION_CACHE_MAX_SIZE`` bytes: programs that were not used for
-            longest are removed.
+        folder: for the programs. The default is ``JAX_COMPILATION_CACHE_DIR``, else ``zerojax/compiled`` in
+            ``XDG_CACHE_HOME``, ``~/.cache``, or on macOS ``~/Library/Caches``. It holds at most 4 GB, or
+            ``JAX_COMPILATION_CACHE_MAX_SIZE`` bytes: the least recently used programs are removed.
 
     Returns:
         The folder; None if ``JAX_ENABLE_COMPILATION_CACHE=false`` turns the cache off, or if no folder is
@@ -80,11 +79,11 @@ def use_compilation_cache(folder: str | os.PathLike[str] | None = None) -> Path 
         path = Path(chosen).absolute() if chosen else user_folder() / "compiled"
     except RuntimeError:  # no home
         return None
-    with suppress(OSError):  # reported when a program is to be kept
+    with suppress(OSError):  # ``put`` will report it
         path.mkdir(mode=0o777 if chosen else 0o700, parents=True, exist_ok=True)
     if jax.config.jax_persistent_cache_min_compile_time_secs == 1:  # JAX's default
         jax.config.update("jax_persistent_cache_min_compile_time_secs", _MINIMUM)
-    # XLA's own cache, of tuned fusions, has no bound, and a compilation fails where it cannot write.
+    # XLA's own cache of tuned fusions has no size limit, and a compilation fails if it cannot write to it.
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
     jax.config.update("jax_compilation_cache_dir", str(path))
     compilation_cache.get_file_cache = _open
@@ -95,7 +94,7 @@ def use_compilation_cache(folder: str | os.PathLike[str] | None = None) -> Path 
 
 
 def apply_setting(setting: str) -> None:
-    """Do what ``cluster.compilation_cache`` says: "auto", "off" or a folder."""
+    """Apply ``cluster.compilation_cache``: "auto", "off" or a folder."""
     if setting == OFF:
         jax.config.update("jax_enable_compilation_cache", False)
     else:
@@ -103,7 +102,7 @@ def apply_setting(setting: str) -> None:
 
 
 def describe() -> str:
-    """Where compiled programs are kept, how many and how large, in words."""
+    """A description of where compiled programs are kept, how many, and how large."""
     folder = jax.config.jax_compilation_cache_dir
     if not jax.config.jax_enable_compilation_cache or not folder:
         return "not kept: every process compiles its own"
@@ -114,13 +113,14 @@ def describe() -> str:
 
 
 class Folder(CacheInterface):
-    """Files of compiled programs, as JAX's cache uses them; see the module.
+    """Files of compiled programs, with the interface of JAX's cache; see the module.
 
-    A program may only run on the processor for which it was compiled: its name ends with a hash of that one.
+    A program may run only on the kind of processor for which it was compiled: its file's name ends with a
+    hash of the processor.
     """
 
     def __init__(self, path: str) -> None:
-        """Of a folder that may not exist."""
+        """Use a folder, which need not exist."""
         self._path = Path(path)
         self._reads, self._writes = True, _limit() > 0
 
@@ -145,7 +145,7 @@ class Folder(CacheInterface):
         return program
 
     def put(self, key: str, value: bytes) -> None:
-        """Keep a program; say why if that fails, and then keep no more of this process."""
+        """Keep a program. If that fails, say why, and keep no more programs of this process."""
         if not self._writes or len(value) > _limit() or self._place(key).exists():
             return
         part = self._path / f"{uuid4().hex}{_PART}"
@@ -180,7 +180,7 @@ def _load(key: str, options: Any, backend: Any, *others: Any) -> tuple[Any, int 
     """JAX's ``get_executable_and_time``, without its warning of several lines."""
     try:
         return _read_program(key, options, backend, *others)
-    except Exception as error:  # whatever the runtime does not like about a program
+    except Exception as error:  # the runtime may refuse a program for many reasons
         files = compilation_cache._get_cache(backend)  # pyright: ignore[reportPrivateUsage]
         if isinstance(files, Folder):
             files.drop(key, f"cannot be loaded ({error_line(error)})")
@@ -188,7 +188,7 @@ def _load(key: str, options: Any, backend: Any, *others: Any) -> tuple[Any, int 
 
 
 def _keep(key: str, seconds: float, name: str, backend: Any, executable: Any) -> None:
-    """JAX's ``_cache_write``, in every process and not in the first alone."""
+    """JAX's ``_cache_write``, but in every process instead of only the first."""
     if isinstance(backend, CompileOnlyPyClient):  # of zerojax.aot, whose programs nobody can load
         return
     if seconds < jax.config.jax_persistent_cache_min_compile_time_secs:
@@ -227,7 +227,7 @@ def _entries(folder: Path) -> list[tuple[float, int, Path]]:
 
 
 def _trim(folder: Path) -> None:
-    """Remove programs that were not used for longest until the rest fits, and files that were abandoned."""
+    """Remove the least recently used programs until the rest fits, and incomplete files that are old."""
     entries = sorted(_entries(folder))
     total = sum(length for _, length, _ in entries)
     for used, length, path in entries:

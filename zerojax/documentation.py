@@ -6,7 +6,7 @@ _PACKAGE = Path(__file__).parent
 
 
 def page(name: str) -> str:
-    """The path of a page, such as "migrate", for messages: below the current folder a relative one."""
+    """The path of a page, such as "migrate", for messages; relative if it is below the current folder."""
     pages = [folder / "docs" / f"{name}.md" for folder in (_PACKAGE, _PACKAGE.parent)]
     found = next((path for path in pages if path.is_file()), None)
     if found is None:

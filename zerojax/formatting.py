@@ -13,7 +13,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
-# Columns from which tables are always drawn, and the fewest that are used.
+# From this width on, tables are always drawn; and the least width of the output.
 _TABLE_WIDTH, _LEAST_WIDTH = 100, 40
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -44,7 +44,7 @@ def percent(value: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """0.01234 -> "12.3"."""
+    """Seconds as milliseconds without a unit: 0.01234 -> "12.3"."""
     return f"{1e3 * seconds:,.1f}"
 
 
@@ -78,7 +78,7 @@ def plain_text(renderable: RenderableType, width: int = 120) -> str:
 
 
 def html(renderable: RenderableType) -> str:
-    """The same as HTML, for notebooks."""
+    """Render as HTML, for notebooks; the argument is as for ``plain_text``."""
     return "\n".join(
         _html_table(part) if isinstance(part, Table) else f"<p>{escape(str(part))}</p>"
         for part in _parts(renderable)
@@ -96,7 +96,7 @@ def _parts(renderable: RenderableType) -> Iterator[RenderableType]:
 
 
 def _natural_width(table: Table) -> int:
-    """The columns that a table takes if none of its lines is folded."""
+    """The columns that a table takes if no line is wrapped."""
     console = Console(width=10_000)
     return Measurement.get(console, console.options, table).maximum
 

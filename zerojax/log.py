@@ -1,6 +1,6 @@
 """The package's logger, ``logging.getLogger("zerojax")``: prints ``zerojax: MESSAGE`` to standard error.
 
-To redirect its messages, add handlers of your own to it before zerojax is imported, or replace the one here.
+To redirect its messages, add your own handlers to it before zerojax is imported, or replace the one here.
 """
 
 import logging

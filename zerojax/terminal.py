@@ -1,8 +1,9 @@
-"""Standard output and error that do not hold up their writers.
+"""Standard output and error that do not block their writers.
 
-A terminal, pager or pipe whose reader has stopped blocks whoever writes to it. Here a thread writes. While it
-is held up, lines queue; those that find the queue full are dropped and counted, and the next one that finds
-room says how many. Streams that replace the process's own, as in notebooks, are written to directly.
+A terminal, pager or pipe whose reader has stopped blocks every process that writes to it. Here a thread
+writes. While it is blocked, lines wait in a queue. Lines that find the queue full are dropped and counted,
+and the next line that finds room says how many. Streams that replace the process's own, as in notebooks, are
+written to directly.
 """
 
 import atexit
@@ -17,7 +18,7 @@ from typing import Literal, TextIO
 
 # The most texts that wait for a reader.
 _MAX_LINES = 1000
-# Seconds that a writer waits until its text is out, unless the stream is known to be held up.
+# Seconds that a writer waits until its text is written, unless the stream is known to be blocked.
 _PATIENCE = 0.1
 # Seconds that the end of the process waits for a reader.
 _AT_END = 5.0
@@ -29,7 +30,7 @@ class Terminal(io.TextIOBase):
     """The current ``sys.stdout`` or ``sys.stderr``; see the module.
 
     Attributes:
-        descriptor: of the stream that the process began with.
+        descriptor: the file descriptor of the stream with which the process began.
     """
 
     def __init__(self, name: Literal["stdout", "stderr"]) -> None:
@@ -45,12 +46,13 @@ class Terminal(io.TextIOBase):
     @property
     def _stream(self) -> TextIO | None:
         stream = getattr(sys, self._name)
-        # The progress line of rich replaces both streams, and itself writes to the first through this object.
+        # rich's progress line replaces both streams, and itself writes to standard output through this
+        # object.
         return getattr(stream, "rich_proxied_file", stream) if self._name == "stdout" else stream
 
     @property
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """That of the stream."""
+        """The stream's encoding."""
         return "utf-8" if self._stream is None else self._stream.encoding
 
     def isatty(self) -> bool:
@@ -61,7 +63,7 @@ class Terminal(io.TextIOBase):
         """Write a text, queue it or drop it.
 
         Raises:
-            OSError: it cannot be written: the reader has exited, for example.
+            OSError: it cannot be written, for example because the reader has exited.
         """
         stream = self._stream
         if stream is getattr(sys, f"__{self._name}__"):
@@ -72,7 +74,9 @@ class Terminal(io.TextIOBase):
         return len(text)
 
     def put(self, text: bytes, patience: float = _PATIENCE) -> None:
-        """As ``write``, to the stream that the process began with; after ``patience`` seconds, texts queue.
+        """Write bytes to the stream with which the process began.
+
+        If they are not written after ``patience`` seconds, later texts queue without waiting.
 
         Raises:
             OSError: as for ``write``.
@@ -97,7 +101,7 @@ class Terminal(io.TextIOBase):
                 raise self._error
 
     def drain(self, seconds: float) -> None:
-        """Wait until all that was taken is written, for at most so many seconds."""
+        """Wait until all texts so far are written, for at most so many seconds."""
         with self._changed:
             if count := self._count():
                 self._texts.append(count)
@@ -106,7 +110,7 @@ class Terminal(io.TextIOBase):
             self._wait(seconds, self._taken)
 
     def _count(self) -> bytes:
-        """The line about what was dropped, if anything was."""
+        """The line about dropped lines, if any were dropped."""
         dropped, self._dropped = self._dropped, 0
         return f"zerojax: {dropped:,} lines dropped: nobody read them\n".encode() if dropped else b""
 
@@ -145,8 +149,8 @@ stdout, stderr = Terminal("stdout"), Terminal("stderr")
 
 
 def last_words(text: str) -> None:
-    """Write to standard error, and what is still buffered or queued, before ``os._exit``."""
-    # Python's own buffer may hold up this thread as well.
+    """Write a text, and everything that is still buffered or queued, before ``os._exit``."""
+    # Flushing Python's own buffer may block, too.
     flush = threading.Thread(target=sys.stdout.flush, daemon=True)
     flush.start()
     flush.join(_LAST)

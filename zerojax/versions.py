@@ -1,4 +1,4 @@
-"""Versions of zerojax and of what it runs on."""
+"""The versions of zerojax and of the packages that it runs on."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -10,7 +10,7 @@ JAX_TESTED = ("0.11", "0.12")
 
 
 def installed(package: str) -> str | None:
-    """The version of a package; None where it is not installed, or is a source tree on the path."""
+    """The version of a package; None if it is not installed, or is only a source tree on the path."""
     if package == "zerojax":
         return VERSION
     try:

@@ -103,7 +103,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(finished, tmp_path, capsys)
     assert main(command) == 0
     out = capsys.readouterr().out
     assert "between nodes, per node and step" in out
-    assert out.endswith(f"{run}: would begin anew, and train until step 2,000; nothing was written\n")
+    assert out.endswith(f"{run}: would begin with random weights, and train until step 2,000; nothing was written\n")
     assert main([*command, "--train.batch-size", "3"]) == 2
     assert "train.batch_size 3 does not divide" in capsys.readouterr().err
     assert main([*command, "--data.source", str(tmp_path / "nothing")]) == 2
@@ -123,7 +123,7 @@ def test_a_dry_run_refuses_what_the_run_would(finished, tmp_path, capsys):
     assert main([*resumed, "--dry-run"]) == 0
     assert "would resume from step 8" in capsys.readouterr().out
     error = refused(capsys, *resumed, "--model.layers", "1")
-    assert "was begun with model.layers = 2 and cannot resume with 1" in error
+    assert "was started with model.layers = 2 and cannot resume with 1" in error
     (tmp_path / "file").touch()
     for place in ("file", "file/run"):
         error = refused(capsys, "train", "gpt-tiny", "--run-dir", str(tmp_path / place))
@@ -134,7 +134,7 @@ def test_a_dry_run_refuses_what_the_run_would(finished, tmp_path, capsys):
     chat = ["--data.kind", "chat", "--data.packing", "documents", "--data.chat-template"]
     assert "data.chat_template 'missing.jinja'" in refused(capsys, *new, *chat, "missing.jinja")
     error = refused(capsys, *new, "--model.vocab-size", "100")
-    assert "the tokenizer has a vocabulary of 256, and model.vocab_size is 100" in error
+    assert "the tokenizer has a vocabulary of 256, but model.vocab_size is 100" in error
     assert not (tmp_path / "run").exists()
 
 

@@ -159,7 +159,7 @@ def test_a_hung_tracker_does_not_keep_the_process_alive(config: Path, tmp_path: 
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=120)
     assert process.returncode == EXIT_STOPPED, out + err
-    assert "log.trackers: tensorboard did not take its last steps within 1 s" in out
+    assert "log.trackers: tensorboard did not accept its last steps within 1 s" in out
     step = newest_valid(run / "checkpoints").step
     assert f"stopped on request at step {step} of 100000" in err
 

@@ -66,8 +66,8 @@ def test_first_weights_of_another_tokenizer_are_noted(finished: RunFolder, tmp_p
     assert len(notes[0]) == 1
     assert notes[1] == [
         *notes[0],
-        f"data.tokenizer differs from that of {finished.path}/checkpoints/8: "
-        "its tokens may mean something else to the weights",
+        f"data.tokenizer is not the tokenizer of {finished.path}/checkpoints/8: "
+        "the weights may have learnt other tokens",
     ]
 
 

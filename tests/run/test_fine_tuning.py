@@ -112,7 +112,7 @@ def test_the_base_stays_where_checkpoints_are_a_link(
     record = dataclasses.replace(manifest.record, base="checkpoints/6")
     write_manifest(tmp_path / "disk/8", 8, 0.0, record)
     assert main(["checkpoints", str(folder.path), "--delete", "6"]) == 2
-    assert "holds weights that those of steps 8 need" in capsys.readouterr().err
+    assert "holds weights that the checkpoints of steps 8 need" in capsys.readouterr().err
 
 
 def test_a_needed_checkpoint_stays_needed_when_its_run_is_rewound(
@@ -121,7 +121,7 @@ def test_a_needed_checkpoint_stays_needed_when_its_run_is_rewound(
     run, path = str(finished_copy.path), finished_copy.checkpoints
     step_dirs.note_need(path / "8", tmp_path)
     assert main(["checkpoints", run, "--rewind", "6"]) == 0
-    assert f"8.undone holds weights that other runs need and no longer find: {tmp_path}" in (
+    assert f"8.undone holds weights that other runs need and can no longer find: {tmp_path}" in (
         capsys.readouterr().out
     )
     assert main(["checkpoints", run, "--delete", "8.undone"]) == 2

@@ -48,12 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand.
 
     Args:
-        arguments: without the program's name; by default those of the process.
+        arguments: without the program's name; by default the process's arguments.
 
     Returns:
-        The exit code: 0; 1 if a run failed; 2 for wrong use or settings; 3 if a run diverged; 4 if another
-        process of the run was lost; 75 if a run stopped on request, saved, and can be resumed; 130 if it was
-        interrupted without saving.
+        The exit code. 0: success. 1: a run failed. 2: wrong use or settings. 3: a run diverged. 4: another
+        process of the run was lost. 75: a run stopped on request, saved, and can be resumed. 130: interrupted
+        without saving.
     """
     if arguments is not None:
         return _main(list(arguments))
@@ -81,8 +81,8 @@ def program() -> NoReturn:
                     stream.flush()
             os._exit(code)
 
-    # Registered first, so called last, in place of what Python does next: it stops threads that want its
-    # lock, and if one of them is inside jaxlib 0.11.2, the process aborts, even after a complete run.
+    # Registered first, so called last. It ends the process before Python stops the threads that want its
+    # lock: if one of them is inside jaxlib 0.11.2, the process would abort, even after a complete run.
     atexit.register(leave)
     code = main()
     sys.exit(code)

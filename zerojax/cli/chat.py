@@ -18,15 +18,15 @@ from zerojax.run.data.dataset import open_template, open_tokenizer
 from zerojax.run.data.tokenizer import Tokenizer
 from zerojax.run.run_dir import RunFolder
 
-_UNFINISHED = "\ufffd"  # of a character whose last bytes have not come yet
+_UNFINISHED = "\ufffd"  # a character whose last bytes have not arrived yet
 
 
 @dataclass(frozen=True)
 class Options(SamplingOptions):
     """Talk to a run's latest checkpoint, on one device: each line of the input is a message.
 
-    A run trained on conversations sees the whole conversation, without the oldest messages if it is too long
-    for the context. A run trained on prompts and completions sees each line by itself.
+    A run trained on conversations sees the whole conversation; if it is too long for the context, the oldest
+    messages are dropped. A run trained on prompts and completions sees each line by itself.
 
     Attributes:
         system: System message at the beginning of the conversation.
@@ -55,7 +55,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _lines() -> Iterator[str]:
-    """The messages of the user, after a prompt if they are typed."""
+    """The user's messages, with a prompt before each if they are typed."""
     typed = sys.stdin.isatty()
     while True:
         if typed:
@@ -70,19 +70,19 @@ def _lines() -> Iterator[str]:
 
 
 class Dialogue:
-    """What has been said so far, and how the next prompt is made from it.
+    """The conversation so far, from which the next prompt is made.
 
     Args:
-        tokenizer: of the run.
+        tokenizer: the run's tokenizer.
         template: None if each line is a prompt by itself.
-        system: message that the conversation begins with.
+        system: the conversation's system message.
         longest: the most tokens of a prompt; the oldest messages are dropped to keep to it.
 
     Attributes:
-        end: what ends an answer.
+        end: the end of an answer.
 
     Raises:
-        DataError: an assistant's message has no end in the template.
+        DataError: the template does not end an assistant's message.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Dialogue:
         self._messages.append({"role": "assistant", "content": answer})
 
     def read(self, tokens: Iterator[int]) -> Iterator[str]:
-        """The text of an answer in pieces as its tokens come, without blanks at the start."""
+        """Yields an answer's text in pieces as its tokens arrive, without blanks at the start."""
         ids: list[int] = []
         shown = 0
         text, ended = "", False
@@ -133,7 +133,7 @@ class Dialogue:
             if ended:
                 break
             ready = text.rstrip(_UNFINISHED)
-            if self.end.text:  # its beginning may be the end of the text so far
+            if self.end.text:  # the text so far may end with the beginning of that text
                 ready = ready[: max(shown, len(ready) - len(self.end.text) + 1)]
             yield ready[shown:]
             shown = max(shown, len(ready))
@@ -141,11 +141,11 @@ class Dialogue:
 
 
 def _open_dialogue(config: RunConfig, folder: RunFolder, options: Options) -> Dialogue:
-    """The conversation that fits what the run was trained on.
+    """A conversation in the form that the run was trained on.
 
     Raises:
-        ConfigurationError: it was trained on plain text, with a tokenizer without a chat template; or a
-            system message is given to one that answers single prompts.
+        ConfigurationError: the run was trained on plain text, and its tokenizer has no chat template; or a
+            system message is given to a run that completes single prompts.
     """
     kinds = {one.kind for one in config.data.sources}
     tokenizer = open_tokenizer(config.data, folder.data)
@@ -155,7 +155,8 @@ def _open_dialogue(config: RunConfig, folder: RunFolder, options: Options) -> Di
     elif "completion" in kinds:
         if options.system is not None:
             raise ConfigurationError(
-                f"--system: {folder.path} answers single prompts (data.kind), not conversations: leave it out"
+                f"--system is for conversations, and {folder.path} completes single prompts (data.kind): "
+                "leave it out"
             )
         template = None
     else:

@@ -88,7 +88,7 @@ def _damage(path: Path, *, checksums: bool) -> str | None:
 
 
 def _described(path: Path) -> tuple[str, str, str, str]:
-    """Time of saving, size, metrics, and mesh and preset of its run; "?" if the manifest cannot be read."""
+    """Time of saving, size, metrics, and mesh and preset; "?" if the manifest cannot be read."""
     try:
         manifest: Manifest = read_manifest(path)
     except (DamagedError, RunError):
@@ -119,7 +119,7 @@ def _rewind(folder: RunFolder, step: int, *, checksums: bool) -> None:
         print(f"later checkpoints are kept as {_listed(path.name for path in reversed(undone))}")
     for path in undone:
         if runs := step_dirs.needed_by(path):
-            print(f"{path.name} holds weights that other runs need and no longer find: {_listed(runs)}")
+            print(f"{path.name} holds weights that other runs need and can no longer find: {_listed(runs)}")
     if kept := [path.name for path in moved if path is not None]:
         print(f"lines of later steps are kept in {_listed(kept)}")
 
@@ -130,13 +130,13 @@ def _delete(folder: Path, name: str) -> None:
         raise ConfigurationError(f"{folder} has no checkpoint {name!r}; there are: {_listed(known)}")
     if users := [m.step for m in read_manifests(folder) if f"{folder.name}/{name}" in m.record.bases]:
         raise ConfigurationError(
-            f"checkpoint {folder / name} holds weights that those of steps {_listed(users)} need: delete "
-            "these first"
+            f"checkpoint {folder / name} holds weights that the checkpoints of steps {_listed(users)} need: "
+            "delete those first"
         )
     if runs := step_dirs.needed_by(folder / name):
         raise ConfigurationError(
             f"checkpoint {folder / name} holds weights that other runs need: {_listed(runs)}. If they no "
-            f"longer do, delete {name}.needed-by beside it"
+            f"longer need them, delete {name}.needed-by beside it"
         )
     if (line := step_dirs.remove(folder / name)) is not None:
         raise RunError(line)

@@ -1,4 +1,4 @@
-"""Set-up of emulated devices and of the job's processes, before JAX initialises its devices."""
+"""Sets up emulated devices and joins the job's processes, before JAX initialises its devices."""
 
 import os
 import sys
@@ -26,10 +26,10 @@ _PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 def emulate_devices(mesh: MeshSection, processes: int | None = None) -> None:
     """Give this process its share of nodes x local emulated CPU devices, if ``mesh.emulate`` is set.
 
-    Call it before anything uses a device, which is when XLA reads its flags. Does nothing if XLA_FLAGS
-    already sets the number of devices; accelerators are not affected.
+    Call it before anything uses a device, because XLA reads its flags then. It does nothing if XLA_FLAGS
+    already sets the number of devices. Accelerators are not affected.
 
-    ``processes`` share the devices; by default as many as ``JAX_NUM_PROCESSES``.
+    ``processes`` share the devices; by default there are ``JAX_NUM_PROCESSES``.
 
     Raises:
         ConfigurationError: the devices do not divide among the processes, or the variable is not a number.
@@ -73,11 +73,11 @@ def joined_cluster(
     job: JobOptions | None = None,
     facts: dict[str, str] | None = None,
 ) -> Generator[Peers | None]:
-    """Emulate devices, use the compilation cache, and join other processes, as the settings say.
+    """Emulate devices, use the compilation cache, and join the other processes, as the settings say.
 
-    In a job of several processes, only zerojax's own output is on the terminal from then on.
+    In a job of several processes, only zerojax's own output reaches the terminal from then on.
 
-    Arguments and errors as for ``emulate_devices`` and ``zerojax.distributed.joined``.
+    Arguments and errors are as for ``emulate_devices`` and ``zerojax.distributed.joined``.
     """
     job = job or JobOptions()
     emulate_devices(mesh, job.num_processes)
@@ -98,10 +98,11 @@ def joined_cluster(
 
 
 def only_own_output() -> None:
-    """Keep off the terminal what libraries in C++ print about jobs that work.
+    """Keep the messages of C++ libraries about jobs that work off the terminal.
 
-    XLA logs to standard error: only what ends the process stays. Gloo has no levels, and prints to standard
-    output. ``TF_CPP_MIN_LOG_LEVEL=0`` leaves all of it, ``NCCL_DEBUG`` standard output, where NCCL prints.
+    XLA logs to standard error, and only its messages that end the process are kept. Gloo has no log levels,
+    and prints to standard output. ``TF_CPP_MIN_LOG_LEVEL=0`` keeps everything. ``NCCL_DEBUG`` keeps standard
+    output, where NCCL prints.
     """
     if os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "0":
         return
@@ -118,7 +119,7 @@ def only_own_output() -> None:
 
 
 def facts_of(config: RunConfig, **more: object) -> dict[str, str]:
-    """Values that must be the same in all processes of a run: settings, versions, and those in ``more``."""
+    """Values that must be equal in all processes of a run: the settings, the versions, and ``more``."""
     values = {
         f"{section}.{key}": value
         for section, values in config_to_dict(config).items()

@@ -13,7 +13,7 @@ from zerojax.cli.untrained import abstract_run
 class Options(on_config.Options):
     """Count the bytes that a training step of a config sends, and name options that would send less.
 
-    Trains nothing and needs none of the cluster's devices.
+    Trains nothing, and needs none of the cluster's devices.
 
     Attributes:
         json: Print JSON instead of tables.

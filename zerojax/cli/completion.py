@@ -1,4 +1,4 @@
-"""``zerojax completion SHELL``: what makes bash or zsh complete the command line."""
+"""``zerojax completion SHELL``: prints a script that completes the command line in bash or zsh."""
 
 import dataclasses
 import importlib
@@ -57,7 +57,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _options(kind: type[Any], prefix: str = "") -> Iterator[str]:
-    """The options of a command, as tyro names the fields of its dataclass."""
+    """The options of a command, with the names that tyro gives to its dataclass's fields."""
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
         own, *marks = typing.get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
         made = next(

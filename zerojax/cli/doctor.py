@@ -35,8 +35,8 @@ Rows = list[tuple[str, str]]
 class Options(JobOptions):
     """Show this machine's versions, devices and kernels, measure its links, and suggest a mesh and preset.
 
-    Under `zerojax launch` or on several hosts (with the same options and variables as `zerojax train`) the
-    links between the processes are measured, too.
+    Under `zerojax launch`, or on several hosts with the options and variables of `zerojax train`, it also
+    measures the links between the processes.
 
     Attributes:
         mesh: The mesh to measure; by default processes x devices.
@@ -92,7 +92,7 @@ def _devices() -> Rows:
         if peak := peak_flops(device.device_kind):
             facts.append(f"{peak / 1e12:.0f} TFLOP/s bf16")
         rows.append((str(device.id), ", ".join(facts)))
-    fp8 = 'no: matmul_dtype = "fp8" would give the same numbers from a slow reference path'
+    fp8 = 'no: matmul_dtype = "fp8" would compute the same numbers on a slow reference path'
     if has_fp8(device := jax.local_devices()[0]):
         fp8 = f"yes, compute capability {device.compute_capability}"
     return [*rows, ("fp8 matmuls", fp8)]
@@ -105,7 +105,7 @@ def _kernels() -> Rows:
 
 
 def _network(settings: MeshSection) -> Rows:
-    """What joins the processes, and what NCCL is told about it."""
+    """The network between the processes, and the NCCL variables for it."""
     processes, devices = jax.process_count(), jax.devices()
     if processes == 1:
         return [("nodes", "one process: nothing crosses a network")]

@@ -3,9 +3,9 @@
     sudo env PATH="$PATH" zerojax emulate --nodes 2 --gpus-per-node 4 --rate 10gbit -- \\
         zerojax train configs/gpt-tiny.toml
 
-Each node is a network namespace with a full-duplex link of the given rate to a common switch, its own GPUs
-(or emulated CPU devices if there are none) and its own host name. Environment variables make JAX, torchrun
-and NCCL run as one job (see ``EmulatedCluster``). The bytes of each link are printed at the end.
+Each node is a network namespace with its own host name, and a full-duplex link of the given rate to a common
+switch. It has its own GPUs, or emulated CPU devices if there are none. Environment variables make JAX,
+torchrun and NCCL run as one job (see ``EmulatedCluster``). The bytes of each link are printed at the end.
 
 Needs Linux and root. Nothing outside the namespaces is changed, and nothing is left behind, however the run
 ends. The exit code is the highest of the nodes' codes.

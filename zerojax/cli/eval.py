@@ -21,7 +21,7 @@ class Options:
     Attributes:
         run: The run's folder.
         ema: Use the averaged weights (optimizer.ema_decay).
-        exact_match: Held-out prompts to answer; by default as in the run (train.eval_exact_match).
+        exact_match: Held-out prompts to complete; by default as in the run (train.eval_exact_match).
         mesh: Devices to use; by default as in the run.
     """
 

@@ -52,8 +52,8 @@ class Options:
             need 128.
         along: "input" for blocks along a layer's inputs, which vLLM reads; "output" for blocks along its
             outputs, as in training, which only transformers reads.
-        dtype: Dtype of the tensors that are not quantized: float32, float16 or bfloat16 (fp32, fp16, bf16);
-            by default as in the imported model, else float32, as for adapters.
+        dtype: Dtype of the tensors that are not quantized: float32, float16 or bfloat16 (fp32, fp16, bf16).
+            The default is the imported model's dtype; it is float32 without one, and for adapters.
         shard_gb: Largest size of a file, in gigabytes.
         adapter: Write only the adapters: adapter_config.json and adapter_model.safetensors.
         ema: Export the averaged weights (optimizer.ema_decay).
@@ -93,7 +93,7 @@ def run(arguments: list[str]) -> None:
     """Restore the newest checkpoint and write it, quantized if asked to."""
     options = read_options(Options, "export", arguments)
     folder = RunFolder(options.run)
-    # The weights as they are stored are written and measured, whatever the wire formats of training.
+    # The stored weights are written and measured, without the rounding of training's wire formats.
     config = as_stored(with_settings(folder.read_config(), {"mesh": options.mesh}))
     config.model.check_language_model("zerojax export")
     how = None
@@ -137,12 +137,12 @@ def _export(options: Options, folder: RunFolder, config: RunConfig, how: WeightF
 
 
 def rounding_note(state: TrainState) -> str | None:
-    """What a reader of the files should know of frozen weights that are stored in fewer bits."""
+    """A note for readers of the files if frozen weights are stored in fewer bits."""
     stored = state.spec.zero.frozen_weights
     if stored is None or not state.spec.frozen:
         return None
     return (
-        f"its frozen weights are written with the rounding of {stored}, beside which the rest was trained; "
+        f"its frozen weights are written with the rounding of {stored}, as they were in training; "
         "--adapter writes adapters alone"
     )
 
@@ -157,11 +157,11 @@ def _export_adapter(options: Options, folder: RunFolder, trained: TrainedRun) ->
     if is_first():
         print(f"{options.out}: adapters of {', '.join(targets)}, from step {trained.step} of {options.run}")
         if base is None:
-            print("adapter_config.json names no base: this run's was not imported, or trained since")
+            print("adapter_config.json names no base: this run's base was not imported, or was trained since")
 
 
 def _perplexities(trained: TrainedRun, folder: RunFolder, quantized: TrainState) -> dict[str, float]:
-    """Perplexities of the run's validation batches with the quantized and the full weights."""
+    """Perplexities on the run's validation batches with the quantized and the full weights."""
     batches, validation = make_batches(trained.config, prepare_data(trained.config, folder))
     batches.close()
     full = mean_metrics(trained.state, validation)

@@ -23,7 +23,7 @@ class Options:
         nodes: Nodes of the job, if the batch size depends on them.
         gpus_per_node: Devices of each node, if the batch size depends on them.
         batch_size: Sequences per optimizer step, if the config does not say ("auto" or unset).
-        trainer_args: The arguments of the Hugging Face Trainer, JSON, which fill in what is "auto".
+        trainer_args: The arguments of the Hugging Face Trainer, JSON; they replace "auto".
     """
 
     config: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DS_CONFIG")]

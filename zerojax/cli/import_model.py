@@ -21,7 +21,7 @@ _NO_TOKENIZER = ""
 
 
 def _required(name: str) -> object:
-    """How --help shows a folder without which the command is refused."""
+    """Makes --help show a folder as required, because the command refuses to run without it."""
     return tyro.conf.arg(metavar=name, help_behavior_hint="(required)")
 
 
@@ -43,8 +43,8 @@ class Options(on_config.Options, Places):
     """Start a run from the weights of a Hugging Face model: GPT-2, OPT, LLaMA, Qwen, Gemma and others.
 
     `zerojax train RUN/config.toml --run-dir RUN` trains it further; `zerojax sample RUN` and `zerojax eval
-    RUN` use it. Architecture and tokenizer are the model's; all other settings are CONFIG's or the defaults,
-    and each can be overridden.
+    RUN` use it. Architecture and tokenizer come from the model. All other settings come from CONFIG or the
+    defaults, and each can be overridden.
 
     Attributes:
         config: Settings of the new run: a TOML file, or the name of one in configs/, such as gpt-tiny.

@@ -2,8 +2,8 @@
 
     zerojax launch --nodes 2 --devices-per-node 4 --restarts 3 gpt-tiny --run-dir runs/a
 
-starts ``zerojax train gpt-tiny --run-dir runs/a`` twice, as one job, with four devices each; with ``doctor``
-or ``links`` in place of the config, it starts that command, and with ``posttrain`` before the config
+starts ``zerojax train gpt-tiny --run-dir runs/a`` twice, as one job, with four devices each. ``doctor`` or
+``links`` in place of the config starts that command. ``posttrain`` before the config starts
 ``zerojax posttrain``. With a Python program,
 
     zerojax launch --nodes 2 --devices-per-node 4 --restarts 3 my_loop.py --steps 100
@@ -11,10 +11,10 @@ or ``links`` in place of the config, it starts that command, and with ``posttrai
 it starts ``python my_loop.py --steps 100``, which joins the job by ``zerojax.distributed.joined()``. For
 several machines, see ``scripts/slurm`` and ``scripts/k8s``.
 
-Exit codes: 0 success; 2 wrong use or settings, of this command or of ``zerojax train``; 3 the run diverged;
-75 it stopped on request, and saved; else the highest code of a process that ended by itself, 128 + n for
-signal n, ignoring processes that ended because of another (4). The job is restarted after every failure but 2
-and 3, unless a signal has asked it to stop.
+Exit codes: 0, success. 2, wrong use or settings, of this command or of ``zerojax train``. 3, the run
+diverged. 75, the run stopped on request and saved. Otherwise it is the highest code of the processes that
+failed by themselves, 128 + n for signal n; processes that ended because another did (4) do not count. The job
+is restarted after every failure except 2 and 3, unless a signal has asked it to stop.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def launch(job: Job) -> int:
         ConfigurationError: invalid numbers, too few devices, or no such program; nothing was started.
     """
     if is_program(job.train[0]) and not Path(job.train[0]).is_file():
-        raise ConfigurationError(f"{job.train[0]}: there is no such program")
+        raise ConfigurationError(f"{job.train[0]}: there is no such program; check the path")
     if job.restarts < 0:
         raise ConfigurationError(f"restarts must not be negative: {job.restarts}")
     if not 0 <= job.grace < float("inf"):
@@ -102,18 +102,18 @@ def _tasks(job: Job, nodes: int) -> list[Task]:
 
 
 def _command(job: Job, coordinator: str, rank: int, nodes: int) -> tuple[list[str], dict[str, str]]:
-    """The command of one process, and what it finds in its environment."""
+    """The command of one process, and its environment variables."""
     first, *options = job.train
     place = coordinator, str(rank), str(nodes)
     if is_program(first):
-        # Python holds back what it prints to a pipe.
+        # Python buffers its output to a pipe.
         variables = dict(zip(VARIABLES, place, strict=True)) | {"PYTHONUNBUFFERED": "1"}
         return [sys.executable, first, *options], variables
     if first == "posttrain" and options:
         command = [first, options.pop(0)]
     else:
         command = [first] if first in _OTHERS else ["train", first]
-    # Given options come later and override these.
+    # The job's own options come later and override these.
     mesh = ["--mesh.nodes", str(nodes), "--mesh.local", str(job.devices_per_node)]
     names = "--coordinator", "--process-id", "--num-processes"
     joining = [word for pair in zip(names, place, strict=True) for word in pair]
@@ -121,7 +121,7 @@ def _command(job: Job, coordinator: str, rank: int, nodes: int) -> tuple[list[st
 
 
 def is_program(name: str) -> bool:
-    """Whether the first argument names a Python program, and no config or command."""
+    """Whether the first argument names a Python program, not a config or command."""
     return name.endswith(".py")
 
 

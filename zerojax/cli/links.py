@@ -1,7 +1,7 @@
-"""``zerojax links``: what TCP flows and collectives carry between a job's nodes, and what limits them.
+"""``zerojax links``: measures TCP flows and collectives between a job's nodes, and what limits them.
 
-sudo env PATH="$PATH" zerojax emulate --nodes 2 --rate 10gbit -- zerojax links --json links.json
-zerojax plan gpt-1.3b --gpu h100 --nodes 2 --gpus-per-node 1 --links links.json
+sudo env PATH="$PATH" zerojax emulate --nodes 2 --rate 10gbit -- zerojax links --json links.json zerojax plan
+gpt-1.3b --gpu h100 --nodes 2 --gpus-per-node 1 --links links.json
 """
 
 import os
@@ -33,13 +33,14 @@ _MAX_MIB = 1 << 10  # in MiB
 class Options(JobOptions):
     """Measure the rates of TCP flows and collectives between the nodes of a job, and say what limits them.
 
-    Run it as training is run: under `zerojax launch`, `zerojax emulate` or a scheduler, or on each host with
-    the same options and variables.
+    Run it like training: under `zerojax launch`, `zerojax emulate` or a scheduler, or on each host with the
+    same options and variables.
 
     Attributes:
         mesh: The mesh to measure; by default processes x devices.
         seconds: How long to measure each number of flows.
-        sizes: MiB that a device sends to other nodes in one collective; choose about what a layer sends.
+        sizes: MiB that a device sends to other nodes in one collective; choose about the size of a layer's
+            payload.
         json: File to write the measurements to, for `zerojax plan --links`.
     """
 
@@ -88,7 +89,7 @@ def _measure(options: Options) -> LinkReport:
 
 
 def tables(report: LinkReport) -> Group:
-    """The measurements as tables, and what limits them."""
+    """The measurements as tables, and the limit that they show."""
     rate = "of unknown rate" if report.rate is None else f"{gigabits(report.rate)} Gb/s"
     where = f"{report.nodes} nodes of {report.local} {report.platform} devices, {report.interface}, {rate}"
     where = ", ".join([where, *(f"{name}={report.nccl[name]}" for name in NAMES if name in report.nccl)])
@@ -101,7 +102,7 @@ def tables(report: LinkReport) -> Group:
 
 def _flows(report: LinkReport) -> Table | str:
     if not report.flows:
-        return "TCP flows: not measured, as the nodes are not processes of their own"
+        return "TCP flows: not measured, because the nodes are not separate processes"
     columns = (
         "flows",
         "Gb/s a node",
@@ -130,7 +131,7 @@ def _collectives(report: LinkReport) -> Table:
 
 
 def _latency(report: LinkReport) -> list[str]:
-    """From which size on a collective sends for longer than it waits."""
+    """For each collective, the size from which it sends for longer than it waits."""
     lines: list[str] = []
     for op in OPS:
         latency, rate = report.fit(op)

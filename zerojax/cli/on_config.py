@@ -49,9 +49,13 @@ def parse[Chosen: Options](
 ) -> tuple[Chosen, RunConfig]:
     """Read the command line, and the config whose settings it overrides.
 
-    The class of the options, all with defaults, has the text of --help. ``between`` are settings that
-    override those of the file, and are overridden by those of the command line: from the options, and what is
-    set without these. ``without_config`` lets the command name no config.
+    Args:
+        options: the class of the options, all with defaults; its docstring is the text of --help.
+        command: the command's name.
+        arguments: the command line, without the program and the command.
+        between: returns settings that override the file and are overridden by the command line. It gets the
+            options, and the settings of the file and the command line.
+        without_config: whether the command may name no config.
 
     Raises:
         ConfigError: no config is named, it cannot be read, or a setting is wrong.
@@ -66,13 +70,13 @@ def parse[Chosen: Options](
     file = None if chosen.config is None else find_config(chosen.config)
     tables = {} if file is None else load_tables(file)
     further = between(chosen, merged(tables, chosen.given))
-    # An error of the file alone names it; one of the command line has the option's name.
+    # If only the file can be wrong, the error names it. An error on the command line names the option.
     origin = "" if file is None or any(chosen.given.values()) else str(file)
     return chosen, config_from_dict(merged(tables, further, chosen.given), origin)
 
 
 def _showing(options: type[Options], config: RunConfig) -> type[Options]:
-    """The same options for --help, with the settings of a config as defaults."""
+    """The same options for --help, with a config's settings as defaults."""
     table = option_table(RunConfig, spelled_out(config))
     given = Annotated[Tables, tyro.conf.arg(name="", constructor=table)]
     no_help = Annotated[bool, tyro.conf.arg(name="helps"), tyro.conf.Suppress]  # tyro adds its own

@@ -36,7 +36,7 @@ RunPath = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
 _REGISTRY = ConstructorRegistry()
 _BOOLEANS = {"true": True, "false": False}
 _UNSET = "unset"
-"""How help shows None. A command line says None, to unset what a file has set."""
+"""How help shows None. On a command line, None unsets a value that a file has set."""
 
 
 def _read_path(word: str) -> Path:
@@ -67,9 +67,9 @@ def _one_word[T](kind: type[T], metavar: str, read: Callable[[str], T], show: Ca
         )
 
 
-# A boolean, which may be missing, is spelled as in TOML; tyro alone takes "True" and "False" only.
+# A boolean, which may be missing, is spelled as in TOML. tyro itself accepts only "True" and "False".
 _one_word(bool, "{true,false}", _read_boolean, lambda value: str(value).lower())
-# To tyro an empty path, as a shell makes of an unset variable, is the current folder.
+# A shell makes an empty path of an unset variable, which tyro would take for the current folder.
 _one_word(Path, "PATH", _read_path, str)
 
 
@@ -77,10 +77,10 @@ _one_word(Path, "PATH", _read_path, str)
 def _may_be_unset(
     info: PrimitiveTypeInfo,
 ) -> PrimitiveConstructorSpec[Any] | UnsupportedTypeAnnotationError | None:
-    """Read an option that may be None as one that may be left out.
+    """Read an option that may be None as an option that may be left out.
 
-    The word "None" unsets an option without choices. tyro alone adds that word to the choices, whose order it
-    loses, and to the help.
+    The word "None" unsets an option without choices. tyro itself would add that word to the choices, in no
+    order, and to the help.
     """
     kinds = typing.get_args(info.type)
     if info.type_origin not in (typing.Union, types.UnionType) or types.NoneType not in kinds:
@@ -99,10 +99,10 @@ def _may_be_unset(
 
 
 def option_table(section: "Section", shown: Mapping[str, Any] = MappingProxyType({})) -> type:
-    """The type, for tyro, of the options of a section: a dict of those that a command line gives.
+    """The type, for tyro, of a section's options: a dict of the options that a command line gives.
 
-    The section may be ``RunConfig``; lists of tables need a file. --help shows the values in ``shown`` as
-    defaults.
+    The section may be ``RunConfig``. Lists of tables can be set only in a file. --help shows the values in
+    ``shown`` as defaults.
     """
     options: dict[str, Any] = {}
     for key in keys_of(section):
@@ -120,7 +120,7 @@ def option_table(section: "Section", shown: Mapping[str, Any] = MappingProxyType
 
 
 MeshOptions = Annotated[Mapping[str, Any], tyro.conf.arg(constructor=option_table(MeshSection))]
-"""The options of --mesh that are given: those that are not come from a run."""
+"""The given options of --mesh; the others come from a run."""
 
 
 def read_options[Options: "DataclassInstance"](
@@ -128,8 +128,8 @@ def read_options[Options: "DataclassInstance"](
 ) -> Options:
     """Read a command line.
 
-    The class of the options has the text of --help, which exits. Without ``helps`` it has an option of that
-    name instead.
+    ``options`` is a dataclass; its docstring is the text of --help. Without ``helps``, it has its own option
+    of that name.
 
     Raises:
         ConfigurationError: an invalid value of a setting.
@@ -149,7 +149,7 @@ def read_options[Options: "DataclassInstance"](
 
 
 def _in_words(value: Any) -> str:
-    """A value as a command line has it."""
+    """A value in the form of a command line."""
     if isinstance(value, list):
         return " ".join(map(_in_words, value))
     if value is None:
@@ -158,7 +158,7 @@ def _in_words(value: Any) -> str:
 
 
 def _cause(end: BaseException) -> ConfigurationError | None:
-    """The error of one of our sections that made tyro exit: tyro prints such an error in a box."""
+    """The error of one of our sections that made tyro exit: tyro would print it in a box."""
     cause: BaseException | None = end
     while cause is not None and not isinstance(cause, ConfigurationError):
         cause = cause.__context__

@@ -15,7 +15,7 @@ class Options:
     """Measure how much of a profile's communication overlaps compute.
 
     Attributes:
-        trace: An .xplane.pb file, or a run's folder, of which the newest profile is used.
+        trace: An .xplane.pb file, or a run's folder, whose newest profile is used.
     """
 
     trace: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="TRACE")]

@@ -39,8 +39,8 @@ class Options(on_config.Options):
         gpus_per_node: GPUs of each node; by default mesh.local.
         bandwidth: Network bandwidth of a node in each direction, all adapters together, such as 100gbit.
         links: File of `zerojax links --json`, measured between such nodes; replaces --bandwidth.
-        sequences: Sequences per micro-batch and device, or devices that share them (zero.sequence_parallel);
-            by default from train.batch_size, at least 1.
+        sequences: Sequences per micro-batch and device, or group of devices that share them
+            (zero.sequence_parallel); by default from train.batch_size, at least 1.
         longest: Find the longest sequences that fit, with --sequences of them (by default 1).
         picture: PNG file to draw the prediction to.
         memory_fraction: Fraction of the GPU's memory that JAX uses (XLA_CLIENT_MEM_FRACTION).
@@ -48,7 +48,7 @@ class Options(on_config.Options):
         peak_tflops: The GPU's dense bf16 peak; overrides the listed one.
         memory_gb: The GPU's memory; overrides the listed one.
         memory_bandwidth: The GPU's memory bandwidth in GB/s; overrides the listed one.
-        local_bandwidth: Measured rate at which a GPU sends to others of its node during compute, in GB/s.
+        local_bandwidth: Measured rate at which a GPU sends to others in its node during compute, in GB/s.
         host_memory_gb: The memory of each node's host.
         host_bandwidth: Measured rate of copies between a GPU and its host in one direction, in GB/s.
     """
@@ -101,7 +101,9 @@ def _refuse_without_gpu(options: Options) -> None:
     given = sorted(name for name in own if getattr(options, name) != fields[name])
     if given:
         named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ConfigurationError(f"{named}: for a cluster of which GPUs? Give --gpu, such as h100")
+        raise ConfigurationError(
+            f"{named}: these predict for a cluster of GPUs. Name its GPUs, such as --gpu h100"
+        )
 
 
 def _predict(options: Options, settings: RunConfig, gpu: str) -> None:
@@ -132,7 +134,9 @@ def _cluster(options: Options, mesh: MeshSection, name: str) -> Cluster:
     }
     corrected = {field: value * unit for field, (value, unit) in scales.items() if value is not None}
     if options.bandwidth and options.links:
-        raise ConfigurationError("--bandwidth and --links: give one, the links' file has measured rates")
+        raise ConfigurationError(
+            "--bandwidth and --links exclude each other, because --links has measured rates: leave one out"
+        )
     try:
         bandwidth = bytes_per_second(options.bandwidth) if options.bandwidth else 0
     except ValueError as error:

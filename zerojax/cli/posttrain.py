@@ -22,15 +22,15 @@ from zerojax.run.checkpoints import Manifest
 from zerojax.run.config import RunConfig
 
 TRAINERS = {"grpo": GRPOTrainer, "ppo": PPOTrainer} | dict.fromkeys(PREFERENCES, PreferenceTrainer)
-"""By method; an unknown one, such as "none", is refused by any of them."""
+"""By method. Each of them refuses an unknown method, such as "none"."""
 
 
 @dataclass(frozen=True)
 class Options(RunOptions):
     """Train a model with rewards for its own completions or on preferences between answers, or resume that.
 
-    Given again, the command resumes from the last checkpoint of the run folder. Every setting of the config
-    can be overridden; the defaults below are those of the config.
+    The same command given again resumes from the last checkpoint in the run's folder. Every setting of the
+    config can be overridden; the defaults below are the config's.
     """
 
 
@@ -51,7 +51,7 @@ def run(arguments: list[str]) -> None:
 
 
 def checked(options: Options, settings: RunConfig, manifest: Manifest | None) -> RunConfig:
-    """The settings of a run, with the checkpoint of its reward model, after the checks of its method.
+    """The settings of a run with its reward model's checkpoint, after the checks of its method.
 
     Raises:
         ConfigurationError: settings do not fit, or there are no first weights.

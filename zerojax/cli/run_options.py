@@ -1,4 +1,4 @@
-"""What ``zerojax train`` and ``zerojax posttrain`` share: the run's folder, and its first weights."""
+"""The common part of ``zerojax train`` and ``zerojax posttrain``: the run's folder and first weights."""
 
 import re
 from collections.abc import Callable
@@ -33,14 +33,14 @@ from zerojax.run.weights import changes_since
 
 @dataclass(frozen=True)
 class RunOptions(JobOptions, on_config.Options):
-    """Where a run is, and what it begins with.
+    """A run's folder, and its first weights.
 
     Attributes:
         run_dir: Folder of the run; runs/NAME by default.
         resume: "auto" resumes if there is a checkpoint, "must" requires one, "never" refuses one.
         init_from: Start a new run from the weights of a run, a checkpoint, or the folder of a Hugging Face
-            model, which also sets [model] and the tokenizer (a run that resumes uses only these two).
-            Optimizer and step start afresh. A run or checkpoint brings its shape and tokenizer, too.
+            model. The model's shape and tokenizer come with them; optimizer and step start afresh. A run that
+            resumes takes only the shape and tokenizer from a Hugging Face model.
         dry_run: Check the settings and files, show what the run would do, and stop; uses no device and writes
             nothing.
     """
@@ -52,7 +52,7 @@ class RunOptions(JobOptions, on_config.Options):
 
     @property
     def folder(self) -> RunFolder:
-        """The folder of the run: the one that is named, or that of its config."""
+        """The run's folder: the named one, or the default for its config."""
         assert self.config is not None  # ``on_config.parse`` refuses that
         return RunFolder(self.run_dir or Path("runs") / find_config(self.config).stem)
 
@@ -62,10 +62,11 @@ def read_run[O: RunOptions](
 ) -> tuple[O, RunConfig, ModelFolder | None]:
     """Read the config and the options of a run, and the Hugging Face model that --init-from names, if any.
 
-    ``further`` are settings that other options of the command give, from these and the settings.
+    ``further`` returns settings that the command's own options imply. It gets the options and the settings so
+    far.
 
     Raises:
-        ConfigurationError: an invalid setting, a model that zerojax does not support, or one that is gone.
+        ConfigurationError: a setting is invalid, or the model is unsupported or gone.
     """
     source: ModelFolder | None = None
 
@@ -88,29 +89,29 @@ def read_run[O: RunOptions](
     if named is not None and not named.exists() and folder.read_config().model != settings.model:
         raise ConfigurationError(
             f"--init-from {named} gave this run its [model], and is gone: "
-            f"resume it by zerojax {command} {folder.config} --run-dir {folder.path}"
+            f"resume the run by zerojax {command} {folder.config} --run-dir {folder.path}"
         )
     return read, settings, source
 
 
 def _refuse_missing(named: Path, folder: RunFolder) -> None:
-    """Refuse an --init-from that is not there, unless a run resumes, which no longer needs it.
+    """Refuse an --init-from that does not exist, unless a run resumes, which no longer needs it.
 
     Raises:
-        ConfigurationError: says how to get a model of Hugging Face's hub, if the name looks like one.
+        ConfigurationError: says how to get a model from Hugging Face's hub, if the name looks like one.
     """
     if folder.config.is_file():
         return
     hub = re.fullmatch(r"[\w-]+/[\w.-]+", str(named))
     raise ConfigurationError(
         f"--init-from {named}: no such folder"
-        + f". zerojax downloads nothing: get a model of Hugging Face's hub by `hf download {named} "
-        f"--local-dir {named.name}`, and give --init-from {named.name}" * (hub is not None)
+        + f". zerojax downloads nothing: get a model from Hugging Face's hub by `hf download {named} "
+        f"--local-dir {named.name}`, and pass --init-from {named.name}" * (hub is not None)
     )
 
 
 def _as_trained(named: Path, tables: Tables, folder: RunFolder) -> Tables:
-    """The shape and the tokenizer of the run that --init-from names, in place of those of ``tables``."""
+    """The shape and the tokenizer of the run that --init-from names, which replace the ones in ``tables``."""
     try:
         path = checkpoints.find(named)
         before = checkpoints.read_manifest(path).record.config
@@ -131,7 +132,7 @@ def _as_trained(named: Path, tables: Tables, folder: RunFolder) -> Tables:
 
 
 def _their_tokenizer(theirs: RunConfig, checkpoint: Path, given: str | None) -> str:
-    """What data.tokenizer should be for the tokenizer of a checkpoint's run; ``given`` if that is gone.
+    """The value of data.tokenizer for the tokenizer of a checkpoint's run; ``given`` if that is gone.
 
     Raises:
         ConfigurationError: it is gone, and none is given.
@@ -157,14 +158,14 @@ def show_plan(
     source: ModelFolder | None,
     check: Callable[[RunConfig, checkpoints.Manifest | None], RunConfig] = lambda settings, _: settings,
 ) -> None:
-    """What a run would do, after checks of its settings, files and sources; for --dry-run.
+    """Print what a run would do, after checking its settings, files and sources; for --dry-run.
 
     Args:
-        options: of the command.
-        settings: of the run.
-        source: the Hugging Face model that the run begins with, if any.
-        check: the command's own; gets the settings and what the run's newest checkpoint says, and returns
-            the settings that the run would have.
+        options: the command's options.
+        settings: the run's settings.
+        source: the Hugging Face model with the run's first weights, if any.
+        check: the command's own check. It gets the settings and the manifest of the run's newest checkpoint,
+            and returns the settings that the run would have.
 
     Raises:
         ConfigurationError: something that the run needs is missing or does not fit.
@@ -190,10 +191,10 @@ def show_plan(
 
 
 def _beginning(options: RunOptions, settings: RunConfig, manifest: checkpoints.Manifest | None) -> str:
-    """What a run would begin with, in words.
+    """A description of how a run would begin.
 
     Raises:
-        ConfigurationError: it is not there, or the settings are those of another run.
+        ConfigurationError: its first weights are missing, or the settings were changed to another run's.
     """
     folder = options.folder
     if manifest is not None and manifest.record.position:
@@ -202,6 +203,6 @@ def _beginning(options: RunOptions, settings: RunConfig, manifest: checkpoints.M
     if options.init_from is not None:
         return f"would begin with the weights of {ModelReader().find(options.init_from)}"
     if manifest is None:
-        return "would begin anew"
+        return "would begin with random weights"
     check_same_model(saved_config(manifest.record.config), settings, folder)
     return f"would begin with the weights of {folder.checkpoints / str(manifest.step)}"

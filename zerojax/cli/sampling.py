@@ -1,4 +1,4 @@
-"""What ``zerojax sample`` and ``zerojax chat`` share: their options, and a run's model on one device."""
+"""The common part of ``zerojax sample`` and ``zerojax chat``: options, and a run's model on one device."""
 
 from dataclasses import dataclass
 
@@ -48,16 +48,16 @@ class SamplingOptions:
 
     @property
     def sampling(self) -> Sampling:
-        """How to draw a token; raises ConfigurationError for options that do not fit each other."""
+        """How to draw a token; raises ConfigurationError for options that contradict each other."""
         return Sampling(self.temperature, self.top_k, self.top_p)
 
     def open_model(self, folder: RunFolder) -> GPT:
         """The run's model, whole on one device.
 
         Raises:
-            ConfigurationError: as ``open_trained``, or the model is one of scores.
+            ConfigurationError: as ``open_trained``, or the model is a reward model.
         """
-        # One device computes with the weights as they are stored: wire formats do not matter.
+        # One device computes with the stored weights, so wire formats do not matter.
         config, one = as_stored(folder.read_config()), MeshSection(nodes=1, local=1)
         config.model.check_language_model("generation")
         compilation_cache.apply_setting(config.cluster.compilation_cache)

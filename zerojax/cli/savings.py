@@ -1,6 +1,6 @@
-"""Single options that would reduce a run's communication or memory, by the formulas of the plan.
+"""Finds single options that would reduce a run's communication or memory, by the formulas of the plan.
 
-Each option is tried on the config as the command line would set it; options that zerojax refuses are skipped.
+Each option is tried on the config as the command line would set it. Options that zerojax refuses are skipped.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ _ROUNDING = (
     *("weight_formats", "weights_delta", "grad_formats"),
     *("block_size", "rounding", "rotation", "error_feedback"),
 )
-"""Settings that determine how the values sent in a step are rounded."""
+"""Settings that determine the rounding of the values that a step sends."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Trial:
     Attributes:
         option: as on the command line; empty for the unchanged config.
         sent: bytes between nodes, per node and step; with a single node, bytes that a device sends within it.
-        held: a device's peak memory in bytes, activations included.
+        held: a device's peak memory in bytes, with activations.
         price: its effect on precision or time.
     """
 
@@ -52,8 +52,8 @@ class Savings:
     """The options of a config, tried one at a time.
 
     Args:
-        config: of the run.
-        spec: of its training step, on its mesh.
+        config: the run's settings.
+        spec: the spec of its training step, on its mesh.
         report: counted bytes, if known. Traffic that the formulas omit (sums of losses) is assumed to be the
             same under all options.
     """
@@ -61,7 +61,7 @@ class Savings:
     def __init__(self, config: RunConfig, spec: TrainSpec, report: CommReport | None = None) -> None:
         self._config, self._spec = config, spec
         self._nodes = spec.world.nodes
-        self._besides = 0  # what formulas omit
+        self._besides = 0  # bytes that the formulas omit
         self.now = self._try("", config)
         if report is not None:
             counted = report.between_nodes if self._nodes > 1 else report.local_bytes
@@ -69,10 +69,7 @@ class Savings:
             self.now = dataclasses.replace(self.now, sent=round(counted))
 
     def sent(self) -> list[Trial]:
-        """The option that sends least, the one that does so in the same formats, and local updates.
-
-        Those of them that send less than now.
-        """
+        """Up to three ways to send less: the best option, the best that rounds as now, and local updates."""
         ways = self._sending(_SENDING)
         same = [trial for trial in ways if trial.price == SAME]
         if self._nodes == 1:
@@ -80,10 +77,7 @@ class Savings:
         return list(dict.fromkeys([*ways[:1], *same[:1], *self._sending([_LOCAL_UPDATES])]))
 
     def held(self) -> list[Trial]:
-        """The option that holds least, the one that does so without sending more, and host memory.
-
-        Those of them that hold less than now.
-        """
+        """Up to three ways to hold less: the best option, the best without sending more, and host memory."""
         train, holding = self._config.train, [*_HOLDING]
         accumulate = 2 * train.accumulate
         groups = self._spec.world.size // self._config.zero.sequence_parallel
@@ -95,12 +89,12 @@ class Savings:
         return list(dict.fromkeys([*ways[:1], *free[:1], *self._holding([_HOST])]))
 
     def _holding(self, options: list[tuple[str, Any]]) -> list[Trial]:
-        """Those that hold less than now, the least first."""
+        """The options that hold less than now, the least first."""
         ways = [trial for trial in self._tried(options) if trial.held < _WORTH_IT * self.now.held]
         return sorted(ways, key=lambda trial: (trial.held, trial.sent))
 
     def _sending(self, options: list[tuple[str, Any]]) -> list[Trial]:
-        """Those that send less than now, the least first."""
+        """The options that send less than now, the least first."""
         ways = [trial for trial in self._tried(options) if trial.sent < _WORTH_IT * self.now.sent]
         return sorted(ways, key=lambda trial: (trial.sent, trial.held))
 
@@ -126,7 +120,7 @@ class Savings:
         return f"{now}: {'; '.join(ways) or 'no option alone does it'}."
 
     def to_dict(self) -> dict[str, Any]:
-        """Both as plain data, for JSON."""
+        """``sent`` and ``held`` as plain data, for JSON."""
         trials = {"sent": self.sent(), "held": self.held()}
         found = {name: [dataclasses.asdict(trial) for trial in own] for name, own in trials.items()}
         return {"now": dataclasses.asdict(self.now), **found}

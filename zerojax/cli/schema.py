@@ -1,4 +1,4 @@
-"""``zerojax schema``: the JSON schema of configs, with which editors complete and check them."""
+"""``zerojax schema``: prints the JSON schema of configs, with which editors complete and check them."""
 
 import json
 

@@ -24,12 +24,13 @@ from zerojax.run.train_run import TrainRun
 class Options(RunOptions):
     """Train a model, or resume its training.
 
-    Given again, the command resumes from the last checkpoint of the run folder. Every setting of the config
-    can be overridden; the defaults below are those of the config.
+    The same command given again resumes from the last checkpoint in the run's folder. Every setting of the
+    config can be overridden; the defaults below are the config's.
 
     Attributes:
-        adapter: Start a new run's adapters from the folder of a PEFT adapter; sets [lora] if lora.rank is 0,
-            and zero.frozen if its files train more. The run's base is an imported model, or from --init-from.
+        adapter: Start a new run's adapters from the folder of a PEFT adapter. Sets [lora] if lora.rank is 0,
+            and zero.frozen if the adapter's files train more weights. The run's base is an imported model, or
+            from --init-from.
         profile: Steps to trace into RUN/profile, as start:stop, such as 10:12 for three steps.
     """
 
@@ -68,7 +69,7 @@ def run(arguments: list[str]) -> None:
 
 
 def adapter_settings(options: Options, tables: Tables) -> Tables:
-    """The settings of a run that can hold PEFT's files, where ``tables`` say nothing else."""
+    """Settings with which a run can hold PEFT's files, if ``tables`` do not set them."""
     if options.adapter is None:
         return {}
     zero, lora = tables.get("zero", {}), tables.get("lora", {})
@@ -82,7 +83,7 @@ def adapter_settings(options: Options, tables: Tables) -> Tables:
 
 
 def start_from(adapter: Path, trainer: TrainRun) -> None:
-    """Replace the adapters of a new run by those of PEFT's files.
+    """Load PEFT's files into the adapters of a new run.
 
     Raises:
         ConfigurationError: they do not fit the run, or its other weights are random.

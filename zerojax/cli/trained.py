@@ -1,4 +1,4 @@
-"""Loading of trained runs, for commands that use their checkpoints."""
+"""Loads trained runs, for commands that use their checkpoints."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,10 +21,10 @@ class TrainedRun:
     """A run's latest checkpoint, without the optimizer.
 
     Attributes:
-        config: its settings, with the requested mesh.
+        config: the run's settings, with the requested mesh.
         state: the restored model.
-        step: of the checkpoint.
-        base: what holds the frozen weights (``Record.base``); None if there are none, or if they are made
+        step: the checkpoint's step.
+        base: the source of the frozen weights (``Record.base``); None if there are none, or if they are drawn
             from the run's seed.
     """
 
@@ -35,23 +35,23 @@ class TrainedRun:
 
 
 def as_stored(config: RunConfig) -> RunConfig:
-    """The settings of a run without wire formats; frozen weights keep their format and so their values."""
+    """A run's settings without wire formats. Frozen weights keep their format, and so their values."""
     names = ["compute_dtype", "precise", "frozen", "frozen_weights"]
-    if config.zero.frozen_weights == "fp8":  # the operands of fp8 products are scaled layer by layer
+    if config.zero.frozen_weights == "fp8":  # operands of fp8 products are scaled layer by layer
         names += ["matmul_dtype", "fp8"]
     kept = {name: getattr(config.zero, name) for name in (*names, "block_size")}
     return replace(config, zero=ZeroConfig(**kept))
 
 
 def on_its_mesh(config: RunConfig) -> RunConfig:
-    """A trained run's settings on a mesh that may be another: rows are shared only where they can be."""
+    """A trained run's settings for its mesh; devices share rows only if the mesh allows it."""
     if MeshShape.of(config.mesh.to_mesh()).local % config.zero.sequence_parallel == 0:
         return config
     return replace(config, zero=config.zero.replace(sequence_parallel=1))
 
 
 def open_trained(folder: RunFolder, config: RunConfig, mesh: MeshSection, *, ema: bool = False) -> TrainedRun:
-    """Restore a run's newest valid checkpoint onto a mesh, which may differ from that of training.
+    """Restore a run's newest valid checkpoint onto a mesh, which may differ from the training's.
 
     With ``ema``, restore the averaged weights instead.
 

@@ -15,7 +15,7 @@ from zerojax.train.state import TrainState
 
 
 def abstract_run(config: RunConfig) -> tuple[TrainState, dict[str, jax.ShapeDtypeStruct]]:
-    """The state of ``emulated_setup`` and the run's batch, without values; errors as there."""
+    """The abstract state of ``emulated_setup`` and the run's abstract batch; errors as there."""
     setup = emulated_setup(config)
     pairs = config.posttrain.method in PREFERENCES
     return setup.abstract_state(), abstract_pairs(config) if pairs else abstract_batch(config)

@@ -1,4 +1,4 @@
-"""The parts of a run, built from its settings."""
+"""Builds the parts of a run from its settings."""
 
 import platform
 import shlex
@@ -38,7 +38,7 @@ _TEXTS = ("tokens", "chosen", "rejected")
 class RunSetup:
     """A run's mesh, sharding and optimizer, built once from its settings.
 
-    With ``trains=False`` it has no optimizer, and is for inference alone.
+    With ``trains=False`` there is no optimizer: the setup is for inference alone.
 
     Raises:
         ConfigurationError: settings contradict each other or the devices.
@@ -56,13 +56,13 @@ class RunSetup:
         self.loss_fn = loss_fn
 
     def check(self) -> None:
-        """As ``check_settings``, and refuse too little host memory. Call it before any data is prepared."""
+        """Like ``check_settings``, and refuse too little host memory. Call it before any data is prepared."""
         self.check_settings()
         if self.zero.host:
             check_host_memory(*self._in_host, saves=True)
 
     def check_settings(self) -> None:
-        """Refuse what cannot be logged, and a batch size that does not divide.
+        """Refuse trackers and log options that do not work, and a batch size that does not divide.
 
         Raises:
             ConfigurationError: names the setting and a value that works.
@@ -75,17 +75,17 @@ class RunSetup:
         check_batch(self.config, self.mesh)
 
     def reserve_host_memory(self) -> None:
-        """Lock what the run will have in host memory, before its first arrays are made.
+        """Lock the host memory that the run will use, before its first arrays are made.
 
         Raises:
-            RunError: the memory is no longer there.
+            RunError: the memory is no longer available.
         """
         if self.zero.host:
             reserve_host_memory(held_in_host(*self._in_host), self.mesh.local_devices)
 
     @cached_property
     def _in_host(self) -> tuple[TrainSpec, int]:
-        """What is in host memory: a state, and the bytes of a device's activations."""
+        """The spec of the run's state, and the bytes of a device's activations in host memory."""
         train, spec = self.config.train, self.abstract_state().spec
         rows = sequences_of(train.batch_size, spec.world.size, self.zero)
         work = work_of(spec, self.config.model, sequences=rows, length=train.sequence_length)
@@ -104,7 +104,7 @@ class RunSetup:
         )
 
     def initial_state(self, *, base: bool = True) -> TrainState:
-        """The model and optimizer at step 0, created sharded; with ``base`` the frozen weights, too."""
+        """The model and optimizer at step 0, created sharded; with ``base``, the frozen weights as well."""
         state = self.abstract_state()
         return state.replace(**initializer(state.spec, frozen=base)(np.uint32(self.config.train.seed)))
 
@@ -113,7 +113,7 @@ def check_batch(config: RunConfig, mesh: Mesh) -> None:
     """Refuse a batch that does not divide into micro-batches of whole rows on a mesh.
 
     Raises:
-        ConfigurationError: names a size that would, and the mesh.
+        ConfigurationError: names a size that divides, and the mesh.
     """
     train, sharing = config.train, config.zero.sequence_parallel
     groups = max(1, mesh.size // sharing)
@@ -123,12 +123,12 @@ def check_batch(config: RunConfig, mesh: Mesh) -> None:
         raise ConfigurationError(
             f"train.batch_size {size} does not divide into {devices} x "
             f"train.accumulate {train.accumulate}: {-(-size // parts) * parts} would, or set mesh.nodes and "
-            "mesh.local to others"
+            "mesh.local to other values"
         )
 
 
 def abstract_model(config: RunConfig) -> TrainState:
-    """The abstract state of a run without its optimizer: to use a trained model, not to train it."""
+    """The abstract state of a run without its optimizer, for commands that use a trained model."""
     return RunSetup(config, trains=False).abstract_state()
 
 
@@ -145,7 +145,7 @@ def make_log(
 ) -> RunLog:
     """The log of a run that starts at ``step``, after ``skipped`` steps without an update.
 
-    Records in run.json the bytes that a step sends for the first of what it ``trained``.
+    Records in run.json the bytes that a step sends for the first state in ``trained``.
     """
     train = config.train
     reports = [comm_report(one.state, one.batch) for one in trained]
@@ -156,7 +156,7 @@ def make_log(
     schedule = make_schedule(config.optimizer, train.steps)
     batch = trained[0].batch
     tokens = sum(batch[name].shape[0] for name in _TEXTS if name in batch) * train.sequence_length
-    # As ``zerojax.models.flops_per_token``, without the gradients of frozen matrices.
+    # Like ``zerojax.models.flops_per_token``, but frozen matrices have no gradients.
     rows = [work_of(one.state.spec, one.model, sequences=1, length=train.sequence_length) for one in trained]
     flops = sum(work.model_flops / work.tokens for work in rows)
     return RunLog(
@@ -182,7 +182,7 @@ def make_log(
 
 
 def make_watchdog(cluster: ClusterSection, folder: RunFolder, peers: Peers | None) -> Watchdog:
-    """The watchdog that ends a hung run, together with its peers if it has any."""
+    """The watchdog that ends a hung run, together with the other processes if there are ``peers``."""
     watchdog = partial(
         Watchdog,
         phase_timeout=cluster.phase_timeout,

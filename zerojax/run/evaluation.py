@@ -1,4 +1,4 @@
-"""Means over batches, with weights that cross nodes once for all of them."""
+"""Means over batches, with weights that cross nodes once for all batches."""
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +12,16 @@ from zerojax.train.step import eval_step
 
 
 def mean_loss(state: TrainState, batches: list[Batch]) -> jax.Array:
-    """The mean loss over all tokens that count of some batches, in nats per token."""
+    """The mean loss of some batches over all tokens that count, in nats per token."""
     return mean_metrics(state, batches)["loss"]
 
 
 def mean_metrics(state: TrainState, batches: list[Batch]) -> dict[str, jax.Array]:
     """The means of the loss and its aux over some batches of equal size, and the sum of "tokens".
 
-    The means are over "tokens" if the loss counts them, else over batches: one without tokens, whose own
-    means are NaN, has no part in them. GPUs are still computing them.
+    If the loss counts tokens, means are weighted by "tokens", and a batch without tokens, whose own means are
+    NaN, has no weight. Otherwise every batch has the same weight. The result may still be computing on the
+    devices.
     """
     if len(batches) > 1:
         state = for_several_passes(state)
@@ -38,9 +39,9 @@ def mean_metrics(state: TrainState, batches: list[Batch]) -> dict[str, jax.Array
 
 
 def for_several_passes(state: TrainState, reserved: int = 0) -> TrainState:
-    """``zerojax.with_node_copy``, if every device has room for the copy; else the state itself.
+    """``zerojax.with_node_copy`` if every device has room for the copy; otherwise the state unchanged.
 
-    All processes call it together. ``reserved`` bytes of a device stay free for other uses.
+    All processes call it together. On each device ``reserved`` bytes stay free for other uses.
     """
     if not lacks_node_copy(state):
         return state

@@ -1,4 +1,4 @@
-"""Answers to held-out prompts: samples, and the fraction that equals the completion exactly."""
+"""Completions of held-out prompts: samples, and the fraction that equals the reference exactly."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ from zerojax.train.state import TrainState
 
 
 class Answer(NamedTuple):
-    """Texts, without what ends them.
+    """A model's answer, as texts without the end token or end text.
 
     Attributes:
-        prompt: that was answered.
-        given: by the model.
-        wanted: the completion of the prompt.
+        prompt: the prompt.
+        given: the model's completion.
+        wanted: the completion in the data.
     """
 
     prompt: str
@@ -34,7 +34,7 @@ class Answer(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        """Whether the answer equals the completion, without blanks at their ends."""
+        """Whether the two completions are equal, without blanks at their ends."""
         return self.given.strip() == self.wanted.strip()
 
 
@@ -43,9 +43,9 @@ class ExactMatch:
     """Held-out prompts with their completions.
 
     Attributes:
-        items: of each source, with what ends their answers.
-        tokenizer: that made their tokens.
-        longest: tokens of a prompt and its answer together.
+        items: for each source, the end of its answers and its prompts.
+        tokenizer: the tokenizer of the tokens.
+        longest: the most tokens of a prompt and its answer together.
     """
 
     items: Sequence[tuple[AnswerEnd, Sequence[Item]]]
@@ -56,8 +56,8 @@ class ExactMatch:
     def of(cls, config: RunConfig, data: Dataset, tokens: Path) -> "ExactMatch | None":
         """The items of a run's evaluations; None if train.eval_exact_match and train.eval_samples are 0.
 
-        They are spread evenly over the validation splits, and over the sources by their weights; exact match
-        is of those with prompts. Documents that are longer than a row are left out.
+        They are spread evenly over the validation splits, and over the sources by their weights. Exact match
+        skips sources of plain text, which have no prompts. Documents longer than a row are skipped.
 
         Raises:
             ConfigurationError: every document is too long.
@@ -85,27 +85,27 @@ class ExactMatch:
         return sum(len(items) for _, items in self.items)
 
     def measure(self, state: TrainState) -> float:
-        """The fraction of the items that greedy decoding with a state's weights answers right.
+        """The fraction of the items that greedy decoding with a state's weights completes exactly.
 
-        All processes must call it; each answers its share of the prompts, and all get the same result.
+        All processes must call it. Each completes its share of the prompts, and all get the same result.
         """
         return self.share_right(self.answers(state))
 
     def share_right(self, answers: Sequence[Answer]) -> float:
-        """``measure`` of this process's ``answers``."""
+        """The result of ``measure``, from this process's ``answers``."""
         return sum(gather_from_all(sum(one.is_right for one in answers))) / len(self)
 
     def answers(self, state: TrainState) -> list[Answer]:
-        """This process's share of the items, answered greedily; all processes must call it."""
+        """Greedy completions of this process's share of the items; all processes must call it."""
         return [one for end, items in self.items if items for one in self._answered(state, end, items)]
 
     def _answered(self, state: TrainState, end: AnswerEnd, items: Sequence[Item]) -> Iterator[Answer]:
         processes = jax.process_count()
         mine = items[jax.process_index() :: processes]
-        # As many prompts in every process.
+        # Every process must have the same number of prompts.
         rows = [item.prompt for item in mine] + [items[0].prompt] * (-(-len(items) // processes) - len(mine))
         longest = max(len(item.completion) for item in items)
-        # Prompt and completion fit into a row of training: what goes beyond the context is wrong anyway.
+        # Prompt and completion fit into a row of training. A longer answer would be wrong anyway.
         limits = [min(longest, self.longest - len(row)) for row in rows]
         answers = generate_rows(state, rows, limits, how=Sampling(temperature=0), stop=end.stop)
         for item, answer, length in zip(mine, answers.tokens, answers.lengths, strict=False):

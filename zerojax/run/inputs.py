@@ -1,4 +1,4 @@
-"""What a run reads: its tokens and tokenizer, and the batches that it makes of them."""
+"""A run's inputs: its tokens and tokenizer, and the batches made from them."""
 
 import functools
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def prepare_data(config: RunConfig, folder: RunFolder) -> Dataset:
 def kept_tokenizer(
     config: RunConfig, folder: RunFolder, manifest: Manifest | None
 ) -> tuple[Tokenizer, ChatTemplate | None]:
-    """The tokenizer of a run that reads its data without preparing them; and of conversations the template.
+    """The tokenizer of a run that reads its data without preparing them, and the template of conversations.
 
     The run keeps both in its folder, and uses them again when it resumes.
 
@@ -56,11 +56,11 @@ def kept_tokenizer(
 
 
 def check_inputs(config: RunConfig, folder: RunFolder, manifest: Manifest | None) -> None:
-    """Refuse what a run would of its data, tokenizer and template, as far as no text is read; writes nothing.
+    """Check a run's data, tokenizer and template as far as possible without reading text; writes nothing.
 
     Raises:
-        ConfigurationError: one is not there or cannot be used, or the tokenizer's vocabulary is larger than
-            the model's.
+        ConfigurationError: one of them is missing or cannot be used, or the tokenizer's vocabulary is larger
+            than the model's.
     """
     data, ready = config.data, _resumes(manifest) and folder.data.exists()
     if config.posttrain.method == "none":
@@ -81,8 +81,8 @@ def _resumes(manifest: Manifest | None) -> bool:
 def _check_vocabulary(tokenizer: Tokenizer, config: RunConfig) -> None:
     if tokenizer.vocab_size > config.model.vocab_size:
         raise ConfigurationError(
-            f"the tokenizer has a vocabulary of {tokenizer.vocab_size}, and model.vocab_size is "
-            f"{config.model.vocab_size}: raise it"
+            f"the tokenizer has a vocabulary of {tokenizer.vocab_size}, but model.vocab_size is "
+            f"{config.model.vocab_size}: raise model.vocab_size"
         )
 
 
@@ -101,7 +101,7 @@ def make_batches(config: RunConfig, data: Dataset) -> tuple[TrainBatches, list[B
 def batches_of(
     config: RunConfig, train: Sequence[Rows], held_out: Sequence[Rows], weights: Sequence[float] = (1.0,)
 ) -> tuple[TrainBatches, list[Batch]]:
-    """``make_batches`` of each source's rows, those to train on and those held out.
+    """Like ``make_batches``, from each source's rows to train on and its held-out rows.
 
     Validation batches have the size of a micro-batch, so that an evaluation needs no more memory than a step.
 

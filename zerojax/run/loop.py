@@ -23,18 +23,18 @@ from zerojax.train.state import TrainState
 from zerojax.train.step import Metrics, last_metrics, reports_later, train_step
 
 _AGREE_EVERY = 8
-"""Steps between two agreements of nodes that otherwise wait for no other in a step: local updates."""
-# Those that a checkpoint records.
+"""Steps between two agreements of nodes with local updates, whose steps do not wait for each other."""
+# The metrics that a checkpoint records.
 _RECORDED = ("loss", "validation_loss", "reward")
 
 
 class TrainLoop(ABC):
-    """A loop with its state and its services; a context manager, which starts and ends the services.
+    """A training loop with its state and its services; a context manager, which starts and ends the services.
 
     Attributes:
-        folder: of the run, if it writes files.
-        checkpoints: of the run, if it saves any.
-        clock: time trained, and whether a save is due by time.
+        folder: the run's folder, if the loop writes files.
+        checkpoints: the run's checkpoints, if it saves any.
+        clock: the time trained so far, and whether a save is due by time.
         log: metrics, files, progress line.
         watchdog: ends a hung run.
         lock: keeps other runs out of the folder.
@@ -43,8 +43,8 @@ class TrainLoop(ABC):
         should_stop: set it to end the training after the current step.
     """
 
-    # Optimizer steps of the whole run; steps between evaluations and between saves: 0 for one at the end
-    # alone, None for none.
+    # Optimizer steps of the whole run; steps between evaluations and between saves. For these 0 means at the
+    # end only, and None never.
     _steps: int
     _evaluate_every: int | None
     _save_every: int | None
@@ -59,12 +59,12 @@ class TrainLoop(ABC):
     step: int
     should_stop: bool = False
 
-    # What to do about a run that has diverged; the message ends with it.
+    # Advice about a run that has diverged, at the end of the message.
     advice = "Lower the learning rate, clip gradients, or look at the data"
 
     @abstractmethod
     def loop(self, signalled: StopRequest) -> None:
-        """Take the steps that are left, log them, and save; ``signalled`` tells whether to stop early."""
+        """Take the remaining steps, log them, and save; ``signalled`` says whether to stop early."""
 
     @abstractmethod
     def evaluation(self) -> Metrics:
@@ -72,7 +72,7 @@ class TrainLoop(ABC):
 
     @abstractmethod
     def position(self) -> dict[str, Any]:
-        """The position in the data, from which a resumed run continues: plain values."""
+        """The position in the data, from which a resumed run continues; plain values."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -80,11 +80,11 @@ class TrainLoop(ABC):
 
     @abstractmethod
     def close_inputs(self) -> None:
-        """Close what the loop reads from."""
+        """Close the loop's source of data."""
 
     @abstractmethod
     def note_end(self, error: BaseException) -> None:
-        """Record why the run did not finish; on process zero."""
+        """Record on process zero why the run did not finish."""
 
     def __enter__(self) -> Self:
         self.log.__enter__()
@@ -97,7 +97,7 @@ class TrainLoop(ABC):
         try:
             self.close_inputs()
             self.log.__exit__(kind, error, trace)
-            if self.log.hangs:  # as would any other use of the disk
+            if self.log.hangs:  # any other use of the disk would hang, too
                 return
             if error is not None and jax.process_index() == 0:
                 self.note_end(error)
@@ -116,9 +116,10 @@ class TrainLoop(ABC):
         """Train from the current step to the last.
 
         Raises:
-            DivergedError: the loss or gradient was not finite too many times in a row; says how to go back.
+            DivergedError: the loss or gradient was not finite too many times in a row; the message says how
+                to go back.
             RunError: the disk is full, or the loop cannot go on.
-            Stopped: a process of the run was asked to stop by a signal; the run has saved.
+            Stopped: a signal asked a process of the run to stop; the run has saved.
         """
         with StopRequest(self._note_stop) as signalled, self._errors_explained():
             self.loop(signalled)
@@ -134,7 +135,7 @@ class TrainLoop(ABC):
             self.note_end(Stopped(reason))
 
     def take_steps(self, batches: Iterator[Any], signalled: StopRequest) -> None:
-        """Take a step on each batch, evaluate and save, until the last step or until one is asked to stop."""
+        """Take a step on each batch, evaluate and save, until the last step or a request to stop."""
         every = _AGREE_EVERY if reports_later(self.state) else 1
         agreement, requests = Agreement(self.state.spec.mesh, every), Requests()
         while self.step < self._steps:
@@ -152,7 +153,7 @@ class TrainLoop(ABC):
                 requests = Requests()
 
     def log_step(self, metrics: Metrics) -> None:
-        """Count a step that was dispatched, evaluate if that is due, and log both."""
+        """Count a dispatched step, evaluate if an evaluation is due, and log both."""
         self.step += 1
         due = self.is_due(self._evaluate_every)
         own = functools.partial(last_metrics, self.state) if reports_later(self.state) else None
@@ -170,13 +171,13 @@ class TrainLoop(ABC):
         return {name: float(value) for name, value in self.evaluation().items()}
 
     def is_due(self, every: int | None) -> bool:
-        """Whether an action that runs every ``every`` steps (0: never) and at the last is due now."""
+        """Whether an action is due now that runs every ``every`` steps (0: never) and at the last step."""
         if every is None:
             return False
         return self.step == self._steps or (every > 0 and self.step % every == 0)
 
     def save(self) -> bool:
-        """Begin to save a checkpoint; False if it must wait because the last step was skipped."""
+        """Start to save a checkpoint; False if the save must wait because the last step was skipped."""
         self.log.drain()
         if self.checkpoints is None:
             return True
@@ -195,18 +196,21 @@ class TrainLoop(ABC):
         return saved
 
     def are_weights_good(self) -> bool:
-        """Whether the weights may be saved at the end although the last step was skipped.
+        """Whether to save the weights at the end although the last step was skipped.
 
-        It cannot wait for a later one, but the evaluation shows that its weights are good.
+        No later step will show whether they are good, but the evaluation does.
         """
         return math.isfinite(self.log.last.get("validation_loss", math.nan))
 
     def beside(self) -> dict[str, TrainState]:
-        """Further states that are saved with the run's, by name; ``record`` has their ``Beside``."""
+        """Further states to save with the run's, by name; ``record`` has their ``Beside``."""
         return {}
 
     def record(self) -> Record:
-        """What is saved with the arrays; of the settings only [zero], since a custom loop has no others."""
+        """The record to save with the arrays.
+
+        Its settings are [zero] alone, since a custom loop has no others.
+        """
         mesh = self.state.spec.mesh
         return Record(
             config={"zero": zero_to_table(self.state.spec.zero)},
@@ -231,7 +235,7 @@ class TrainLoop(ABC):
 
     @contextmanager
     def _errors_explained(self) -> Generator[None]:
-        """Report a full disk in one line, and add to the error of a diverged run how to go back.
+        """Report a full disk in one line, and add to a diverged run's error how to go back.
 
         Raises:
             DivergedError: with that message.
@@ -255,7 +259,7 @@ class TrainLoop(ABC):
 
 
 def disk_errors_explained(folder: RunFolder) -> AbstractContextManager[None]:
-    """Report in one line, as a ``RunError``, that the disk of a run is full or no longer there."""
+    """Report in one line, as a ``RunError``, that the disk of a run is full or gone."""
     return disk_errors(folder.path, "; checkpoints are intact")
 
 

@@ -1,4 +1,4 @@
-"""An open run: its folder, its state and its services, which training and post-training share."""
+"""An open run: its folder, state and services, shared by training and post-training."""
 
 import shutil
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -37,12 +37,12 @@ class Opening(NamedTuple):
     """A run that is being opened.
 
     Attributes:
-        config: its settings.
-        folder: its folder.
-        lock: of the folder, taken.
-        manifest: of the checkpoint to resume from; None if the run starts anew.
+        config: the run's settings.
+        folder: the run's folder.
+        lock: the lock of the folder, held.
+        manifest: the manifest of the checkpoint to resume from; None for a new run.
         notes: lines for the user.
-        on_error: closes what is registered here if the run cannot be opened.
+        on_error: callbacks that run if the run cannot be opened.
     """
 
     config: RunConfig
@@ -55,9 +55,9 @@ class Opening(NamedTuple):
 
 @dataclass(kw_only=True)
 class OpenRun(TrainLoop):
-    """A run with what every loop needs, made within ``opening``; a context manager.
+    """A run with the services that every loop needs, made within ``opening``; a context manager.
 
-    Making it writes the settings to its folder.
+    Creating it writes the settings to the run's folder.
 
     ``batch`` has the shapes and dtypes of a global batch. ``also_trained`` are further states that each step
     trains. If it ``makes_samples``, process zero writes them to a file.
@@ -116,11 +116,11 @@ class OpenRun(TrainLoop):
         super().close_files()
 
     def record(self) -> Record:
-        """What is saved with the arrays."""
+        """The record to save with the arrays."""
         return replace(super().record(), config=spelled_out(self.config), base=self.base)
 
     def note_first(self, values: Mapping[str, float], words: str) -> None:
-        """Say what the first weights reach, and record it in run.json."""
+        """Log the metrics of the first weights, and record them in run.json."""
         self.log.say(f"before the first step: {words}")
         if is_first():
             self.folder.update_summary(**{f"first_{name}": value for name, value in values.items()})
@@ -133,7 +133,7 @@ class OpenRun(TrainLoop):
             self.folder.update_summary(status=status, step=self.step, reason=error_line(error))
 
     def announce(self, what: str, notes: Sequence[str]) -> None:
-        """Print what is trained on which mesh and how the run begins, and record it in run.json."""
+        """Print the model, its mesh and how the run begins, and record it in run.json."""
         config, mesh = self.config, self.state.spec.mesh
         self.log.say(
             f"{self.folder.path}: {what}, {config.zero.base} on {mesh.shape['node']} x "

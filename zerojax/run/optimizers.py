@@ -19,8 +19,8 @@ _DECAYED = frozenset({"kernel", "embedding"})
 def make_schedule(settings: OptimizerSection, steps: int) -> optax.Schedule:
     """The learning rate as a function of the number of updates done.
 
-    The warm-up is at most half of the run's ``steps``, so that a short trial of a long config still reaches
-    its peak.
+    The warm-up takes at most half of the run's ``steps``, so that a short trial of a long config still
+    reaches its peak.
     """
     peak, end = settings.learning_rate, settings.learning_rate * settings.final_fraction
     warmup = min(settings.warmup_steps, steps // 2)
@@ -41,10 +41,10 @@ def make_schedule(settings: OptimizerSection, steps: int) -> optax.Schedule:
 
 
 def rate_changes(before: RunConfig, now: RunConfig, updates: int) -> list[str]:
-    """How new settings change the learning rate of a run that resumes after ``updates`` updates.
+    """A line on how new settings change the learning rate of a run that resumes after ``updates`` updates.
 
     Returns:
-        A line, or none if the schedule is the same.
+        A list of one line; empty if the schedule is the same.
     """
     schedules = [make_schedule(config.optimizer, config.train.steps) for config in (before, now)]
     ahead = np.arange(updates, max(updates + 1, now.train.steps))
@@ -57,7 +57,7 @@ def rate_changes(before: RunConfig, now: RunConfig, updates: int) -> list[str]:
 
 
 def make_optimizer(settings: OptimizerSection, steps: int) -> Optimizer:
-    """Clip by global norm, update rule, decoupled weight decay of matrices, learning rate, average."""
+    """Clipping by global norm, update rule, decoupled weight decay of matrices, learning rate, average."""
     b1, b2, eps = settings.beta1, settings.beta2, settings.eps
     rule: Callable[[], Optimizer] = {
         "adamw": lambda: optax.scale_by_adam(b1, b2, eps),
@@ -82,7 +82,7 @@ def make_optimizer(settings: OptimizerSection, steps: int) -> Optimizer:
 def decay_mask(params: Any) -> Any:
     """A tree of bools, true for the leaves with weight decay: linear kernels and embeddings.
 
-    Decided by name, because the norm scales of stacked blocks have two dimensions as well.
+    They are recognised by name, because the norm scales of stacked blocks have two dimensions as well.
     """
 
     def is_decayed(path: tuple[Any, ...], _: Any) -> bool:

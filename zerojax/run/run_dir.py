@@ -3,18 +3,18 @@
 ```
 RUN/config.toml      the settings, complete; ``zerojax train RUN/config.toml`` repeats the run
 RUN/run.json         its outcome: status, steps, final losses, versions
-RUN/lock             the process that writes here, or was the last to
-RUN/data/            tokens and tokenizer; of tokens prepared elsewhere, which they are
+RUN/lock             names the process that writes here, or the last one that did
+RUN/data/            tokens and tokenizer; or the tokenizer and the origin of tokens prepared elsewhere
 RUN/huggingface/     config.json and other files of an imported model, for its export
 RUN/tokenizer/       its tokenizer
 RUN/checkpoints/     one folder per step
 RUN/metrics.jsonl    one JSON object per step
-RUN/tensorboard/     the same as events
+RUN/tensorboard/     the same values as TensorBoard events
 RUN/samples.jsonl    completions of ``zerojax posttrain`` with their rewards, or of ``train.eval_samples``
 RUN/loss.png         the loss curve
 RUN/wandb/           files of Weights & Biases
 RUN/profile/         traces of steps, with ``--profile``
-RUN/stacks/          stacks of each process of a hung run
+RUN/stacks/          the stacks of each process of a hung run
 ```
 """
 
@@ -33,7 +33,7 @@ from zerojax.validation.paths import check_checkpoint_path
 
 Resume = Literal["auto", "must", "never"]
 
-# Settings that determine the meaning of a checkpoint's arrays and position; others may change on resuming.
+# Settings that give a checkpoint's arrays and position their meaning; others may change when a run resumes.
 _FIXED_SECTIONS = ("model", "data", "lora", "posttrain")
 _FIXED_KEYS = (
     "optimizer.name",
@@ -51,7 +51,7 @@ _FREE_KEYS = {
 
 
 class RunFolder:
-    """The paths of one run; this module's docstring says what is at each."""
+    """The paths of one run; the module's docstring says what is at each."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -72,7 +72,7 @@ class RunFolder:
         """Refuse a path that cannot be a run's folder; writes nothing.
 
         Raises:
-            ConfigurationError: it cannot hold checkpoints, or it is a file, or in one.
+            ConfigurationError: it cannot hold checkpoints, or it is a file, or inside a file.
         """
         check_checkpoint_path(self.path)
         with file_errors(self.path, what="cannot create the run folder: "):
@@ -107,7 +107,7 @@ class RunFolder:
         return self.here(load_config(self.config))
 
     def here(self, config: RunConfig) -> RunConfig:
-        """The settings of the run, whose folder may have been moved: its own tokenizer moved with it."""
+        """The settings with the run's own tokenizer at its new path, if the run's folder was moved."""
         named = Path(config.data.tokenizer)
         if named.parts[-2:] != self.tokenizer.parts[-2:] or named.exists() or not self.tokenizer.is_file():
             return config
@@ -118,7 +118,7 @@ class RunFolder:
         write_whole(self.config, dump_config(config))
 
     def update_summary(self, **values: Any) -> None:
-        """Add values to run.json, and with a "status" the time since when it is so."""
+        """Add values to run.json; "noted" is then the time of a new "status"."""
         noted = {"noted": time.time()} if "status" in values else {}
         write_whole(self.summary, json.dumps(self.read_summary() | values | noted, indent=1) + "\n")
 
@@ -140,11 +140,11 @@ class RunFolder:
 
 
 def sessions(summary: dict[str, Any]) -> list[dict[str, Any]]:
-    """The starts of a run with their ends, from its summary, oldest first; the last ends as the run does.
+    """The starts of a run and how they ended, oldest first, from the run's summary.
 
     Returns:
-        Dicts of "began" and "ended" (Unix time), "step" and "last_step", "status", "reason", and what was
-        given to ``RunFolder.begin_session``; None for a value that was not recorded.
+        Dicts of "began" and "ended" (Unix time), "step" and "last_step", "status", "reason", and the values
+        passed to ``RunFolder.begin_session``. Values that were not recorded are None.
     """
     found = summary.get("sessions", [])
     known = [dict(one) for one in found if isinstance(one, dict)] if isinstance(found, list) else []
@@ -157,8 +157,8 @@ def sessions(summary: dict[str, Any]) -> list[dict[str, Any]]:
 def check_start(latest: int | None, resume: Resume, folder: RunFolder) -> None:
     """Check that a run may start or resume as requested.
 
-    "auto" resumes if possible, "must" refuses to start anew, "never" to resume. ``latest`` is the step of the
-    newest checkpoint.
+    "auto" resumes if possible, "must" refuses a new run, and "never" refuses to resume. ``latest`` is the
+    step of the newest checkpoint.
 
     Raises:
         ConfigurationError: it may not; nothing is overwritten.
@@ -186,7 +186,7 @@ def check_same_run(before: RunConfig, now: RunConfig, folder: RunFolder) -> list
         section = name.partition(".")[0]
         if name not in _FREE_KEYS and (section in _FIXED_SECTIONS or name in _FIXED_KEYS):
             raise ConfigurationError(
-                f"{folder.path} was begun with {name} = {old!r} and cannot resume with {new!r}: "
+                f"{folder.path} was started with {name} = {old!r} and cannot resume with {new!r}: "
                 "set it back, or choose another --run-dir"
             )
     return [f"{name}: {old} -> {new}" for name, (old, new) in changes.items()]
@@ -209,12 +209,13 @@ def check_same_model(before: RunConfig, now: RunConfig, folder: RunFolder) -> No
     for name, (old, new) in _changes(before, now).items():
         if name.startswith("model.") and name not in _FREE_KEYS | head:
             raise ConfigurationError(
-                f"{folder.path} holds an imported model with {name} = {old!r}, which cannot be {new!r}"
+                f"{folder.path} holds an imported model with {name} = {old!r}, which cannot become {new!r}: "
+                "set it back"
             )
 
 
 def _changes(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Name -> (value saved, value now) of each setting that differs, those of presets included."""
+    """Name -> (value saved, value now) of each setting that differs, with the options of presets."""
     saved = spelled_out(before)
     return {
         f"{section}.{key}": (old.get(key), new.get(key))
@@ -233,7 +234,10 @@ def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a small file that a crash, also of the machine, leaves as it was or as it is now."""
+    """Write a small file.
+
+    After a crash of the process or machine it has its old or its new text, never a part.
+    """
     draft = path.with_name(path.name + ".tmp")
     with draft.open("w", encoding="utf-8") as file:
         file.write(text)

@@ -1,9 +1,9 @@
 """The lock that lets one process at a time write to a run's folder: ``RUN/lock``.
 
-It is a lock of the system (flock), which is released however its process ends; the file's content is for
-people. It excludes processes of the same host, and those of other hosts if the shared file system supports
-locks: NFS does, unless mounted with ``nolock`` or ``local_lock``, and Lustre, unless with ``noflock`` or
-``localflock``.
+It is a lock of the operating system (flock), which is released however its process ends. The file's content
+is for people. It excludes other processes of the same host. It excludes processes of other hosts if the
+shared file system supports locks: NFS unless mounted with ``nolock`` or ``local_lock``, Lustre unless with
+``noflock`` or ``localflock``.
 """
 
 import errno
@@ -38,8 +38,8 @@ class RunLock:
             None, or a warning if the file system has no locks.
 
         Raises:
-            ConfigurationError: another process, which the message names, holds the lock; or the folder cannot
-                be written to.
+            ConfigurationError: another process holds the lock (the message names it), or the folder cannot be
+                written to.
         """
         self._folder.create()
         path, note = self._folder.lock, None
@@ -81,7 +81,7 @@ class RunLock:
 
 
 def _holder(file: TextIO) -> str:
-    """The process that holds a lock, from its file, which is written after the lock is taken."""
+    """The process that holds a lock, as it has described itself in the lock's file."""
     file.seek(0)
     try:
         found = json.loads(file.read())

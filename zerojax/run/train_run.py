@@ -32,7 +32,7 @@ from zerojax.train.step import Metrics
 
 @dataclass(kw_only=True)
 class BatchRun(OpenRun):
-    """A run whose batches are known beforehand; a context manager.
+    """A run whose batches are known in advance; a context manager.
 
     Attributes:
         batches: the training batches, at the run's position.
@@ -65,7 +65,7 @@ class BatchRun(OpenRun):
         return last
 
     def report(self, values: Mapping[str, Any], words: str) -> None:
-        """Draw the loss curve, record values of a finished run in run.json, and print words."""
+        """Draw the loss curve, record a finished run's values in run.json, and print ``words``."""
         if is_first():
             draw_loss_curve(read_metrics(self.folder.metrics), self.folder.curve, str(self.folder.path))
             self.folder.update_summary(status="finished", step=self.step, skipped=self.log.skipped, **values)
@@ -103,17 +103,17 @@ class TrainRun(BatchRun):
 
         Args:
             config: the settings.
-            folder: of the run, new or existing.
+            folder: the run's folder, new or existing.
             resume: whether to resume from a checkpoint in the folder.
-            init_from: what gives a new run its first weights, such as a run or a checkpoint; a resumed run
+            init_from: the source of a new run's first weights, such as a run or a checkpoint; a resumed run
                 ignores it.
             peers: the other processes of the run, if there are any.
             profile: steps to trace.
             reader: reads ``init_from``, and the frozen weights of a resumed run.
 
         Raises:
-            ConfigurationError: invalid settings or data, ``resume`` or ``init_from`` cannot be satisfied, or
-                another process trains in the folder.
+            ConfigurationError: settings or data are invalid, ``resume`` or ``init_from`` cannot be satisfied,
+                or another process trains in the folder.
             RunError: the disk is full.
         """
         config.model.check_language_model("zerojax train")
@@ -155,11 +155,11 @@ class TrainRun(BatchRun):
         super().close_inputs()
 
     def take_step(self, batch: Batch) -> Metrics:
-        """Dispatch a step on a batch, and trace it if that was requested; returns its metrics."""
+        """Dispatch a step on a batch, and trace it if requested; returns its metrics."""
         return self.profile.step(self.step + 1, functools.partial(super().take_step, batch))
 
     def evaluation(self) -> Metrics:
-        """Measure what else is asked for, and dispatch the measurement of the validation loss."""
+        """Compute the requested further metrics, and dispatch the validation loss."""
         self.watchdog.phase(f"the evaluation after step {self.step}")
         values = fp8_metrics(self.state) if self.config.log.fp8 else {}
         if self.exact_match is not None:

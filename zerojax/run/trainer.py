@@ -46,9 +46,9 @@ Evaluate = Callable[[TrainState], Mapping[str, jax.Array | float]]
 
 
 class Callback:
-    """What a ``Trainer`` calls, on every process; override what you need.
+    """Methods that a ``Trainer`` calls on every process; override the ones that you need.
 
-    Set ``trainer.should_stop = True`` to end ``fit`` a step later, on all processes and with a save:
+    Set ``trainer.should_stop = True`` to end ``fit`` one step later, on all processes and with a save:
 
         class StopEarly(zerojax.Callback):
             def on_log(self, trainer, step, values):
@@ -56,28 +56,29 @@ class Callback:
     """
 
     def on_train_begin(self, trainer: "Trainer") -> None:
-        """``fit`` begins."""
+        """Called when ``fit`` begins."""
 
     def on_step_end(self, trainer: "Trainer") -> None:
-        """A step was dispatched: ``trainer.step`` and ``trainer.state`` are those after it."""
+        """Called after each dispatched step; ``trainer.step`` and ``trainer.state`` include it."""
 
     def on_log(self, trainer: "Trainer", step: int, values: Mapping[str, float]) -> None:
-        """The values of a step have arrived, up to two steps after it, those of its evaluation included."""
+        """Called with a step's values and its evaluation's, which arrive up to two steps later."""
 
     def on_save(self, trainer: "Trainer") -> None:
-        """The saving of a checkpoint of ``trainer.step`` has begun."""
+        """Called when the save of a checkpoint of ``trainer.step`` has started."""
 
     def on_train_end(self, trainer: "Trainer") -> None:
-        """``fit`` has taken its last step, and saved."""
+        """Called when ``fit`` has taken its last step and saved."""
 
 
 @suggests
 class Trainer(TrainLoop):
     """Trains a state on batches, and evaluates, logs, saves and resumes it.
 
-    With a folder, the same program given again goes on from its newest checkpoint, bit for bit as if it had
-    not been interrupted. SIGTERM and SIGINT save and then raise ``SystemExit`` with code 75. The folder gets
-    ``metrics.jsonl``, ``checkpoints/`` and the files of trackers. All processes of a job do the same.
+    If the same program runs again with the same folder, it continues from the newest checkpoint, bit for bit
+    as if it had not been interrupted. On SIGTERM and SIGINT it saves, then raises ``SystemExit`` with code
+    75. The folder gets ``metrics.jsonl``, ``checkpoints/`` and the trackers' files. All processes of a job
+    run the same program.
 
     Examples:
         >>> trainer = zerojax.Trainer(state, evaluate=[batch], evaluate_every=50)  # a folder saves, too
@@ -87,29 +88,30 @@ class Trainer(TrainLoop):
         2
 
     Args:
-        state: from ``TrainState.create``, or without values from ``TrainState.abstract``: then it is created,
-            or restored without having been created. ``fit`` donates it; use ``Trainer.state``.
+        state: from ``TrainState.create``, or without values from ``TrainState.abstract``. Without values, the
+            trainer creates the state or restores it. ``fit`` donates it; use ``Trainer.state``.
         folder: for all files; None writes none, and saves nothing.
-        evaluate: batches whose mean loss is "validation_loss", and so on for the loss's aux; or a function of
-            the state that returns scalars by name: "loss" becomes "validation_loss", and so on for the rest.
+        evaluate: batches for the evaluation: their mean loss is "validation_loss", and the means of the
+            loss's aux get the same prefix. Or a function of the state that returns scalars by name, which get
+            that prefix.
         evaluate_every: steps between evaluations; there is always one at the end.
         save_every: steps between checkpoints; there is always one at the end.
         save_minutes: also save when the last checkpoint is this many minutes old; 0 turns this off.
         retention: which checkpoints to keep; the newest two by default.
         callbacks: called in this order.
         trackers: "tensorboard", "wandb", "mlflow".
-        project: of Weights & Biases; experiment of MLflow.
-        settings: for trackers to show; plain values, possibly nested.
-        log_every: steps between progress lines where the output is neither a terminal nor a notebook.
-        max_skips: steps in a row without an update, because the loss or gradient is not finite or a spike,
-            after which ``fit`` raises.
-        seed: of a state without values.
+        project: project of Weights & Biases; experiment of MLflow.
+        settings: shown by trackers; plain values, possibly nested.
+        log_every: steps between progress lines if the output is neither a terminal nor a notebook.
+        max_skips: ``fit`` raises after this many steps in a row without an update, because the loss or
+            gradient is not finite or the loss is a spike.
+        seed: seed of a state without values.
         peers: from ``distributed.joined()``: a step that hangs then ends all processes.
 
     Attributes:
         state: the model and its optimizer.
         step: optimizer steps done.
-        should_stop: set it to end ``fit`` a step later.
+        should_stop: set it to end ``fit`` one step later.
 
     Raises:
         ConfigurationError: an argument is wrong, or the folder's checkpoints are of another model.
@@ -151,7 +153,7 @@ class Trainer(TrainLoop):
         for name, given in {
             "save_every": save_every, "save_minutes": save_minutes, "trackers": trackers, "peers": peers
         }.items():  # fmt: skip
-            require(folder is not None or not given, f"{name} needs folder=, where its files go")
+            require(folder is not None or not given, f"{name} needs folder=, for its files")
         check_trackers(trackers)
         require(
             isinstance(callbacks, Sequence) and all(isinstance(one, Callback) for one in callbacks),
@@ -201,18 +203,18 @@ class Trainer(TrainLoop):
             reserve_for_saves([state])
 
     def __repr__(self) -> str:
-        """The step, the mesh, the folder and what the last logged step has measured."""
+        """The step, the mesh, the folder and the losses of the last logged step."""
         return f"<Trainer: {', '.join(f'{name} {value}' for name, value in self._facts().items())}>"
 
     def _repr_html_(self) -> str:
-        """A table of the same, for notebooks."""
+        """A table of the same facts, for notebooks."""
         table = Table("trainer", "")
         for row in self._facts().items():
             table.add_row(*row)
         return html(table)
 
     def _facts(self) -> dict[str, str]:
-        """What is shown of a trainer, by name."""
+        """The facts that represent a trainer, by name."""
         world = self.state.spec.world
         facts = {"step": str(self.step), "mesh": f"{world.nodes} x {world.local}"}
         if self.folder is not None:
@@ -222,23 +224,23 @@ class Trainer(TrainLoop):
         return facts | {name.replace("_", " "): f"{last[name]:.4f}" for name in shown if name in last}
 
     def fit(self, batches: Iterable[Any], steps: int) -> TrainState:
-        """Train until ``steps`` optimizer steps are done, those before a restart included.
+        """Train until ``steps`` optimizer steps are done, including steps before a restart.
 
-        Calls continue each other; one whose steps are done already returns at once.
+        Each call continues the one before. It returns at once if that many steps are done already.
 
         Args:
-            batches: this process's part of each. An iterator with ``get_state`` and ``set_state`` (plain
-                values), as grain's, resumes by them; any other is read again up to where it stood, so
-                it must give the same batches again. Anything but an iterator, such as a list, is repeated.
-                The same object in the next call goes on where it stands.
-            steps: of the whole training.
+            batches: this process's part of each batch. An iterator with ``get_state`` and ``set_state``
+                (plain values), such as grain's, resumes by them. Any other iterator is read again from the
+                start, so it must give the same batches again. A list or another iterable is repeated. If the
+                next call gets the same object, it continues at the position reached.
+            steps: steps of the whole training.
 
         Returns:
             The state, which is also ``Trainer.state``.
 
         Raises:
-            ConfigurationError: the position of the batches cannot be saved, was saved by another number of
-                processes, or another process uses the folder.
+            ConfigurationError: the position of the batches cannot be saved, or was saved by another number of
+                processes; or another process uses the folder.
             DivergedError: ``max_skips`` steps in a row made no update.
             RunError: the batches ended, or the disk is full.
             SystemExit: a signal asked for a stop (code 75); a checkpoint is saved.
@@ -266,13 +268,13 @@ class Trainer(TrainLoop):
         self.take_steps(self._source, signalled)
 
     def log_step(self, metrics: Metrics) -> None:
-        """Count and log a step, and tell the callbacks."""
+        """Count and log a step, and call the callbacks."""
         super().log_step(metrics)
         for callback in self._callbacks:
             callback.on_step_end(self)
 
     def save(self) -> bool:
-        """Begin to save a checkpoint, and tell the callbacks; False if the last step was skipped."""
+        """Start to save a checkpoint, and call the callbacks; False if the last step was skipped."""
         if not super().save():
             return False
         if self.checkpoints is not None:
@@ -295,22 +297,22 @@ class Trainer(TrainLoop):
         return _as_validation(mean_metrics(self.state, self._evaluate))
 
     def position(self) -> dict[str, Any]:
-        """The number of the call of ``fit``, and where the batches of each process stand."""
+        """The number of this call of ``fit``, and the position of each process in its batches."""
         assert self._source is not None
         every = gather_from_all(self._source.position())
         same = all(one == every[0] for one in every)
         return {"fit": self._fits, "batches": every[:1] if same else every}
 
     def finish(self) -> None:
-        """Tell the callbacks."""
+        """Call the callbacks."""
         for callback in self._callbacks:
             callback.on_train_end(self)
 
     def close_inputs(self) -> None:
-        """The batches are the caller's."""
+        """Nothing: the batches belong to the caller."""
 
     def note_end(self, error: BaseException) -> None:
-        """The caller gets the error."""
+        """Nothing: the caller gets the error."""
 
     def _open(self) -> None:
         """Open the services for one call of ``fit``; they close with the loop."""
@@ -339,18 +341,18 @@ class Trainer(TrainLoop):
 
 
 def _as_validation(values: Mapping[str, jax.Array | float]) -> Metrics:
-    """The results of an evaluation under names that no metric of a step has; "tokens" is left out.
+    """The results of an evaluation with a prefix that no metric of a step has; "tokens" is dropped.
 
     Raises:
-        ConfigurationError: two of them would have one name.
+        ConfigurationError: two results would get the same name.
     """
     named: Metrics = {}
     for name, value in values.items():
         validation = name if name.startswith(_VALIDATION) else _VALIDATION + name
         require(
             validation not in named,
-            f"evaluate returned {validation!r} twice, as {validation.removeprefix(_VALIDATION)!r} too, which "
-            "gets that prefix: give one of them another name",
+            f"evaluate returned {validation!r} and also {validation.removeprefix(_VALIDATION)!r}, which gets "
+            "that prefix: rename one of them",
         )
         named[validation] = jnp.asarray(value)
     return {name: value for name, value in named.items() if name != f"{_VALIDATION}tokens"}
@@ -397,12 +399,13 @@ class _Source(Iterator[Any]):
 
 
 def _of_this_process(positions: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """This process's position, of those that a checkpoint has."""
+    """This process's position, from the positions in a checkpoint."""
     if len(positions) == 1:
         return positions[0]
     if len(positions) != jax.process_count():
         raise ConfigurationError(
             f"the checkpoint has the positions of {len(positions)} processes in their batches, and this job "
-            f"has {jax.process_count()} processes: start as many, or go by the step number"
+            f"has {jax.process_count()} processes: start as many, or pass batches whose order depends on the "
+            "step alone"
         )
     return positions[jax.process_index()]

@@ -1,4 +1,4 @@
-"""The weights that a new run begins with, and the frozen ones of a resumed run: where they come from."""
+"""The first weights of a new run, and the frozen weights of a resumed run."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ class WeightReader:
     """Reads the weights of a model from checkpoints; a subclass may read other formats as well."""
 
     def find(self, path: Path) -> Path:
-        """Where the weights are that a user means by a path: at a checkpoint, or the newest one of a run.
+        """The place of the weights that a user's path means: a checkpoint, or the newest checkpoint of a run.
 
         Raises:
             ConfigurationError: there are none.
@@ -36,14 +36,14 @@ class WeightReader:
     def outputs(self, path: Path) -> int | None:
         """``GPTConfig.outputs`` of the model at a path that ``find`` returned.
 
-        None also stands for a checkpoint of a custom loop.
+        None also for a checkpoint of a custom loop, which does not record it.
         """
         return checkpoints.read_manifest(path).record.config.get("model", {}).get("outputs")
 
     def tokenizer(self, path: Path) -> Tokenizer | None:
-        """That of the model at a path that ``find`` returned.
+        """The tokenizer of the model at a path that ``find`` returned.
 
-        None for a checkpoint of a custom loop, or if the file is gone.
+        None for a checkpoint of a custom loop, or if the tokenizer's file is gone.
         """
         config = checkpoints.read_manifest(path).record.config
         if "model" not in config:
@@ -56,11 +56,13 @@ class WeightReader:
     def weights(self, path: Path, state: TrainState, *, new: str | None = None) -> TrainState:
         """A filled state with the model's weights, trained and frozen.
 
-        ``find`` returned the path. The state is filled, except perhaps for the weights that are read. ``new``
-        is the first name in the paths of trained weights that keep their values, as "head".
+        Args:
+            path: as ``find`` returned it.
+            state: filled, except perhaps for the weights that are read.
+            new: the first name in the paths of trained weights that keep their values, such as "head".
 
         Raises:
-            ConfigurationError: they are of another model.
+            ConfigurationError: the weights are of another model.
         """
         return checkpoints.restore_weights(path, state, new=new)
 
@@ -68,7 +70,7 @@ class WeightReader:
         """A state, filled or abstract, with the model's frozen weights; arguments as for ``weights``.
 
         Raises:
-            ConfigurationError: they are of another model.
+            ConfigurationError: the weights are of another model.
         """
         return checkpoints.restore_base(path, state, new=new)
 
@@ -77,14 +79,14 @@ CHECKPOINTS = WeightReader()
 
 
 class Start(NamedTuple):
-    """What a run starts with.
+    """A run's state before its next step.
 
     Attributes:
         state: the model and its optimizer.
         base: its ``Record.base``.
         notes: lines about it for the user.
-        manifest: of the checkpoint that it resumes from, if there is one.
-        source: where the weights of a new run are from; None of one that resumes, or begins with random ones.
+        manifest: the manifest of the run's checkpoint, if there is one.
+        source: the source of a new run's weights; None if the run resumes, or starts with random weights.
     """
 
     state: TrainState
@@ -100,7 +102,7 @@ class Start(NamedTuple):
 
     @property
     def record(self) -> checkpoints.Record:
-        """What was saved with the checkpoint; empty for a new run."""
+        """The record saved with the checkpoint; empty for a new run."""
         return checkpoints.Record() if self.manifest is None else self.manifest.record
 
 
@@ -113,14 +115,14 @@ def start_run(
     *,
     reference: bool = False,
 ) -> Start:
-    """What a run starts with: the state of its checkpoint, or first weights.
+    """The state with which a run starts: restored from its checkpoint, or with first weights.
 
-    A manifest without a position is that of imported weights only. A run that resumes ignores ``init_from``.
+    A manifest without a position belongs to imported weights only. A run that resumes ignores ``init_from``.
     ``reference`` says whether the run compares itself with its first weights.
 
     Raises:
-        ConfigurationError: the weights cannot be had, or are of another model; or the settings have become
-            those of another run.
+        ConfigurationError: the weights cannot be read, or are of another model; or the settings were changed
+            to another run's.
     """
     if manifest is not None and manifest.record.position:
         return _resumed(setup, folder, manifest, reader)
@@ -138,13 +140,13 @@ def start_run(
     theirs = reader.tokenizer(source)
     if theirs is not None and not same_tokenizer(theirs, open_tokenizer(setup.config.data, folder.data)):
         notes.append(
-            f"data.tokenizer differs from that of {source}: its tokens may mean something else to the weights"
+            f"data.tokenizer is not the tokenizer of {source}: the weights may have learnt other tokens"
         )
     return Start(state, base, notes, manifest, source)
 
 
 def changes_since(manifest: checkpoints.Manifest, config: RunConfig, folder: RunFolder) -> list[str]:
-    """The changes in the settings of a run since a checkpoint of it; as ``check_same_run``."""
+    """The changes in a run's settings since one of its checkpoints; errors as ``check_same_run``."""
     before, data = saved_config(manifest.record.config), config.data
     if data.tokenizer != before.data.tokenizer and names_kept_tokenizer(data, folder.data):
         before = replace(before, data=replace(before.data, tokenizer=data.tokenizer))
@@ -152,7 +154,7 @@ def changes_since(manifest: checkpoints.Manifest, config: RunConfig, folder: Run
 
 
 def base_of(folder: RunFolder, source: Path) -> str:
-    """The path of weights as ``Record.base`` has it: relative to the run's folder if they are there."""
+    """The path of weights in the form of ``Record.base``: relative to the run's folder if they are in it."""
     if source.parent.resolve() == folder.checkpoints.resolve():  # which may be a link to another disk
         return f"{folder.checkpoints.name}/{source.name}"
     path, own = source.resolve(), folder.path.resolve()
@@ -160,10 +162,10 @@ def base_of(folder: RunFolder, source: Path) -> str:
 
 
 def keep_for(folder: RunFolder, source: Path) -> list[str]:
-    """Have a checkpoint of another run kept for this one; returns a line if that is impossible.
+    """Ask the run of a checkpoint to keep it for this run; returns a line if that is impossible.
 
-    Anything but a checkpoint stays where it is anyway. A run that resumes finds its source by
-    ``Record.base``: the folder may have moved since.
+    Only checkpoints of other runs need this. A run that resumes finds its source by ``Record.base``, because
+    the folder may have moved since.
     """
     others = source.parent.resolve() != folder.checkpoints.resolve()
     if not (others and is_first() and (source / MANIFEST).exists()):
@@ -175,7 +177,7 @@ def keep_for(folder: RunFolder, source: Path) -> list[str]:
 def first_weights(setup: RunSetup, source: Path, reader: WeightReader) -> tuple[TrainState, list[str]]:
     """A state at step 0 with the weights that ``reader.find`` found, and lines about it for the user.
 
-    If their model differs in ``outputs``, and so perhaps in ``tied``, the head is new.
+    The head is new if the weights' model differs in ``outputs``; it may then differ in ``tied`` as well.
 
     Raises:
         ConfigurationError: the weights are of another model, or the head would be new and frozen.
@@ -193,7 +195,7 @@ def first_weights(setup: RunSetup, source: Path, reader: WeightReader) -> tuple[
 
 
 def _without_values(state: TrainState, new: str | None) -> TrainState:
-    """A state of which the weights that are read next, all but the new ones, take no memory until then."""
+    """The state without values for the weights that are read next, so that they take no memory until then."""
     read = {leaf.path for leaf in state.spec.weights if leaf.path[0] != new}
     described = from_tree(abstract_fields(state.spec)["params"])
     params = {path: described[path] if path in read else x for path, x in from_tree(state.params).items()}
@@ -201,7 +203,7 @@ def _without_values(state: TrainState, new: str | None) -> TrainState:
 
 
 def _new_head(model: GPTConfig, source: Path, reader: WeightReader) -> str | None:
-    """The name of a head that the weights at a path do not have; None if they have all."""
+    """ "head" if the weights at a path do not have the model's head; None if they have all weights."""
     return "head" if model.outputs not in (None, reader.outputs(source)) else None
 
 
@@ -222,9 +224,9 @@ def _resumed(
 def with_base(
     state: TrainState, folder: RunFolder, base: str, config: RunConfig, reader: WeightReader
 ) -> TrainState:
-    """The abstract state of a run with the frozen weights that it began with, if it has any.
+    """The abstract state of a run with its original frozen weights, if it has any.
 
-    ``base`` is as in ``Record.base``. Weights that are from nowhere else are drawn by the run's seed.
+    ``base`` is as in ``Record.base``. Frozen weights without a base are drawn by the run's seed.
 
     Raises:
         ConfigurationError: the base is gone.
@@ -233,10 +235,10 @@ def with_base(
         return state
     if not base:
         return initial_base(state, config.train.seed)
-    path = folder.path / base  # an absolute one stands for itself
+    path = folder.path / base  # ``base`` itself if it is absolute
     if not path.exists():
         raise ConfigurationError(
-            f"{folder.path} has adapters, or trained parts, of a model whose other weights were in {path}, "
-            "which is gone: put it back."
+            f"{folder.path} has adapters, or trained parts, of a model. The model's other weights were in "
+            f"{path}, which is gone: put it back."
         )
     return reader.base(path, state, new=_new_head(config.model, path, reader))

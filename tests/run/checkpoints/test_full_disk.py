@@ -107,7 +107,7 @@ def test_a_disk_that_hangs(
     assert files is not None
     before_step(monkeypatch, 3, lambda: hang(files))
     message = (
-        rf"cannot write to {folder.metrics}: the disk has not answered for 0\.5 s; checkpoints are intact"
+        rf"cannot write to {folder.metrics}: the disk has not responded for 0\.5 s; checkpoints are intact"
     )
     with pytest.raises(RunError, match=message), trainer:
         trainer.train()

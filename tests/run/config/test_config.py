@@ -161,7 +161,7 @@ def test_configs_of_other_programs_name_the_page_about_them(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="zerojax from-deepspeed"):
         find_config(str(tmp_path / "ds.json"))
     torchtitan = {"job": {"dump_folder": "x"}, "model": {"name": "llama3"}, "training": {"seq_len": 8}}
-    with pytest.raises(ConfigError, match=r"a config of torchtitan; .*docs/migrate\.md"):
+    with pytest.raises(ConfigError, match=r"a config of torchtitan: .*docs/migrate\.md"):
         config_from_dict(torchtitan)
     with pytest.raises(ConfigError, match=r"unknown key training \(did you mean train\?\)"):
         config_from_dict({"training": {}})

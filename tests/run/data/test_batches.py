@@ -168,5 +168,5 @@ class TestValidation:
         assert len(validation_batches([windows], batch_size=1, batches=2**32 - 1)) == 24
 
     def test_too_small(self, windows: Windows) -> None:
-        with pytest.raises(DataError, match="has 24 sequences, but a batch takes 25"):
+        with pytest.raises(DataError, match="has 24 sequences, but a batch needs 25"):
             validation_batches([windows], batch_size=25, batches=1)

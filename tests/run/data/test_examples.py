@@ -92,7 +92,7 @@ def test_of_conversations_the_assistants_turns_count(tmp_path: Path, name: str) 
         wanted.add((text.encode(), "".join(turns).encode()))
     assert set(found) == wanted
     assert (tmp_path / "data" / "chat_template.jinja").read_text() == CHATML
-    assert "of which count" in data.describe()
+    assert " tokens count)" in data.describe()
 
 
 def test_an_answer_counts_alone_and_whole() -> None:
@@ -156,7 +156,7 @@ def test_an_empty_completion_is_left_out_and_counted(tmp_path: Path, name: str) 
     ]
     kept = [row for row in rows if row["completion"]]
     assert sorted(found) == sorted(f"\0{row['prompt']}{row['completion']}\0".encode() for row in kept)
-    assert data.notes(99) == [f"{settings.source}: 2 rows have an empty completion, and are left out"]
+    assert data.notes(99) == [f"{settings.source}: 2 rows have an empty completion and are skipped"]
 
 
 def test_tokens_of_a_bpe_count_if_their_text_does(tmp_path: Path) -> None:

@@ -79,7 +79,9 @@ def test_other_sources_are_refused(text: Path, tmp_path: Path) -> None:
         prepare(settings, tmp_path / "own/data")
     prepare(DataSection(source=str(tmp_path / "own/data")), tmp_path / "own/data")
     assert not (tmp_path / "own/data" / ELSEWHERE).exists()
-    with pytest.raises(DataError, match=r"run/data holds no tokens: its run reads those in .*/first: name"):
+    with pytest.raises(
+        DataError, match=r"run/data holds no tokens: its run reads the tokens in .*/first\. Name"
+    ):
         prepare(DataSection(source=str(run)), tmp_path / "third/data")
 
 
@@ -99,7 +101,9 @@ def test_a_mixture_of_tokens_is_recorded_source_by_source(text: Path, tmp_path: 
 def test_a_run_without_a_record_goes_on_and_gets_one(text: Path, tmp_path: Path) -> None:
     settings, run = tokens(text, tmp_path / "first", tokenizer="bpe"), tmp_path / "run/data"
     (tmp_path / "first").rename(tmp_path / "moved")
-    with pytest.raises(DataError, match=r"the tokenizer is in .*run/data or with the tokens of data\.source"):
+    with pytest.raises(
+        DataError, match=r"the tokenizer should be in .*run/data or beside the tokens of data\.source"
+    ):
         open_tokenizer(settings, run)
     (tmp_path / "moved").rename(tmp_path / "first")
     prepare(settings, run)

@@ -196,7 +196,7 @@ class TestFiles:
             files.write(step, {"loss": 1.0})
         assert time.monotonic() - begun < 0.3
         for do in (lambda: files.write(6, {"loss": 1.0}), files.flush, files.close):
-            with pytest.raises(OSError, match=r"has not answered for 0\.3 s.*metrics\.jsonl"):
+            with pytest.raises(OSError, match=r"has not responded for 0\.3 s.*metrics\.jsonl"):
                 do()
         assert time.monotonic() - begun < 3
 

@@ -247,8 +247,8 @@ class Hanging:
     ("step", "message"),
     [
         (3, "log.trackers: wandb has been stuck since step 3 and was dropped"),
-        (19, "log.trackers: wandb did not take its last steps within 0.5 s; they are in metrics.jsonl"),
-        (0, "log.trackers: wandb did not take its last steps within 0.5 s; they are in metrics.jsonl"),
+        (19, "log.trackers: wandb did not accept its last steps within 0.5 s; metrics.jsonl has them"),
+        (0, "log.trackers: wandb did not accept its last steps within 0.5 s; metrics.jsonl has them"),
     ],
 )
 def test_a_hung_tracker_delays_nothing(step: int, message: str) -> None:

@@ -16,9 +16,9 @@ class MixtureSource:
     Attributes:
         source: As data.source.
         weight: Its share of the sequences, relative to the weights of the others.
-        column: As data.column, which is the default.
-        pattern: As data.pattern, which is the default.
-        kind: As data.kind, which is the default.
+        column: Overrides data.column.
+        pattern: Overrides data.pattern.
+        kind: Overrides data.kind.
     """
 
     source: str
@@ -32,7 +32,7 @@ class MixtureSource:
         require(self.source != "", "data.mixture: a source is empty: name a file, folder, glob or 'stdlib'")
         require(
             0 < self.weight < float("inf"),
-            f"data.mixture: the weight of {self.source!r} must be positive; leave the source out to drop it",
+            f"data.mixture: the weight of {self.source!r} must be positive; remove the table to drop it",
         )
 
 
@@ -41,14 +41,14 @@ class DataSection:
     """The text to learn from.
 
     Attributes:
-        source: A file, folder or glob of plain text, JSON lines, Parquet or Arrow; a folder that Hugging Face
-            `datasets` saved; the tokens of an earlier run (RUN/data); or "stdlib", the source code of
-            Python's standard library.
+        source: A file, folder or glob of plain text, JSON lines, Parquet or Arrow; a folder saved by Hugging
+            Face `datasets`; the tokens of an earlier run (RUN/data); or "stdlib", the source of Python's
+            standard library.
         mixture: Several sources with weights, instead of `source`; in a file only.
         pattern: Which files of a folder to read.
         column: Which column of JSON lines, Parquet and Arrow holds the text.
-        kind: What a row is: a "text"; a conversation ("chat"), of which only the assistant's messages count
-            in the loss; or a prompt and a "completion", of which only the completion counts.
+        kind: What a row holds. "text": one text. "chat": a conversation; the loss counts only the assistant's
+            messages. "completion": a prompt and its completion; the loss counts only the completion.
         messages_column: Which column holds a conversation: a list of {"role", "content"}.
         prompt_column: Which column holds a prompt.
         completion_column: Which column holds its completion.
@@ -56,8 +56,7 @@ class DataSection:
         rejected_column: Which column holds the other one.
         chat_template: What turns a conversation into text: the "tokenizer"'s own chat template, "chatml", or
             the path of a Jinja file.
-        tokenizer: "byte", or "bpe" (trained on the training split), or the path of a
-            tokenizer.json.
+        tokenizer: "byte", or "bpe" (trained on the training split), or the path of a tokenizer.json.
         vocab_size: Vocabulary of a newly trained BPE.
         validation: Fraction of the documents held out for validation.
         packing: "none" joins all documents and cuts them into sequences; "documents" packs whole documents
@@ -91,14 +90,14 @@ class DataSection:
         )
         columns = [one.name for one in dataclasses.fields(self) if one.name.endswith("column")]
         for name in (*columns, "chat_template"):
-            require(getattr(self, name) != "", f"data.{name} is empty: leave it out, or give its name")
+            require(getattr(self, name) != "", f"data.{name} is empty: remove the key, or give it a name")
         require(
             self.prompt_column != self.completion_column,
-            f"data.prompt_column and data.completion_column are both {self.prompt_column!r}",
+            f"data.prompt_column and data.completion_column are both {self.prompt_column!r}: name two",
         )
         require(
             self.chosen_column != self.rejected_column,
-            f"data.chosen_column and data.rejected_column are both {self.chosen_column!r}",
+            f"data.chosen_column and data.rejected_column are both {self.chosen_column!r}: name two",
         )
         require(
             not self.masked or self.packing == "documents",

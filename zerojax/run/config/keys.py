@@ -1,7 +1,7 @@
-"""The keys of a config's tables, from the dataclasses that they set.
+"""The keys of a config's tables, derived from the dataclasses that they set.
 
-A setting is declared once: as a field of a dataclass, and in the text below its ``Attributes:``. The reader
-of TOML files, the JSON schema and the options of the command line follow from these.
+A setting is declared once: as a field of a dataclass, with its meaning below ``Attributes:``. The reader of
+TOML files, the JSON schema and the options of the command line follow from that.
 """
 
 import dataclasses
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     Section = type[DataclassInstance]
 
 Tables = dict[str, dict[str, Any]]
-"""Values by section and key, as TOML has them: of all settings, or of those that are set."""
+"""Values by section and key, as TOML holds them: of all settings, or only of the settings that are given."""
 
 
 class Key(NamedTuple):
     """A key of a table.
 
     Attributes:
-        name: in the table.
-        field: of the dataclass, which has its value.
+        name: the key's name in the table.
+        field: the field of the dataclass that holds its value.
         kind: the type of a value that is set.
-        optional: whether it may be unset, as an option that a preset gives.
-        meaning: for users, on one line.
-        override: whether the field is a table of keys that override those of another section.
+        optional: whether it may be unset, such as an option that a preset sets.
+        meaning: its description for users, on one line.
+        override: whether the field is a table of keys that override keys of another section.
     """
 
     name: str
@@ -47,9 +47,9 @@ class Key(NamedTuple):
 def keys_of(section: "Section") -> tuple[Key, ...]:
     """The keys of a section, in the order of its fields.
 
-    The metadata of a field may name its ``"key"``, or None for a field that is not a setting; one with
-    ``"overrides": (section, dataclass, keys)`` is a table of those keys, which override that section's. A
-    section with the key "preset" sets no key by default.
+    The metadata of a field may give its ``"key"`` another name, or None if the field is not a setting. With
+    ``"overrides": (section, dataclass, keys)`` the field is a table of those keys, which override that
+    section's. A section with the key "preset" sets no key by default.
     """
     _, meanings = documentation(section)
     hints, found = typing.get_type_hints(section), list[Key]()
@@ -77,7 +77,7 @@ def documentation(section: type[Any]) -> tuple[str, dict[str, str]]:
 
 
 def section_of(kind: Any) -> "Section | None":
-    """The dataclass that a type is, or is if it is not None; None for the type of one value."""
+    """The dataclass in a type, alone or in a union with None; None for the type of one value."""
     return next((one for one in arms(kind) if isinstance(one, type) and dataclasses.is_dataclass(one)), None)
 
 
@@ -92,7 +92,7 @@ def arms(kind: Any) -> tuple[Any, ...]:
 
 
 def _written(kind: Any) -> Any:
-    """The type of what TOML holds in place of a field's values: without None, dtypes and classes."""
+    """The type of a field's value in TOML: without None, dtypes and classes."""
     if typing.get_origin(kind) is tuple:
         return tuple[*(one if one is ... else _written(one) for one in typing.get_args(kind))]
     held = [

@@ -1,4 +1,4 @@
-"""The section of a run of ``zerojax posttrain``."""
+"""The settings of ``zerojax posttrain``."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from zerojax.validation.bounds import MIN_TEMPERATURE, check_numbers, require
 from zerojax.zero_config import ZeroConfig
 
 _OWN = ("preset", "stage", "weights", "weights_delta", "hpz", "grads", "compute_dtype", "remat")
-"""The keys of [zero] that the critic may have otherwise."""
+"""The keys of [zero] that the critic may override."""
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class RewardFunction:
 
     Attributes:
         function: As posttrain.reward.
-        weight: Of what it returns in the sum that is the reward of a completion.
-        name: For its metric, reward_NAME.
+        weight: Factor of this function's value in the sum that is a completion's reward.
+        name: Name of its metric, reward_NAME.
     """
 
     function: str
@@ -34,21 +34,21 @@ class PosttrainSection:
     """Post-training with rewards or preferences (`zerojax posttrain`); see docs/posttrain.md.
 
     Attributes:
-        method: "grpo" compares the rewards of a prompt's completions with each other, "ppo" with what a
-            critic expects; "dpo" and "ipo" learn from pairs of a better and a worse answer; "reward"
-            learns to score answers from such pairs; "none" is for `zerojax train`.
+        method: "grpo" compares the rewards of a prompt's completions with each other, "ppo" with a critic's
+            estimate. "dpo" and "ipo" learn from pairs of a chosen and a rejected answer. "reward" trains a
+            reward model on such pairs. "none" is for `zerojax train`.
         beta: How strongly "dpo" and "ipo" hold the model to the first weights.
         reward: The function that scores a completion: "path/to/file.py:function".
         rewards: Several such functions with names and weights, instead of `reward`; in a file only.
         reward_model: A run of the method "reward" (model.outputs = 1) that scores completions instead.
-        environment: What answers the model's turns and rewards them instead: "path/to/file.py:name", where
-            the name is an object or class with the methods `reset` and `step`.
+        environment: An environment that replies to the model's turns and rewards them, instead of `reward`:
+            "path/to/file.py:name", where the name is an object or class with the methods `reset` and `step`.
         max_turns: The most turns of a completion in an environment.
         reward_workers: The most processes that score completions, for each process of the run.
-        reward_seconds: Seconds that the rewards of a completion, or a call of the environment, may take; a
-            completion without them is left out.
-        reward_variables: Variables of the environment that rewards get although their names have TOKEN, KEY,
-            SECRET, PASSWORD or the like in them.
+        reward_seconds: Seconds that the rewards of a completion, or a call of the environment, may take;
+            completions that take longer are dropped.
+        reward_variables: Environment variables that rewards get although their names contain TOKEN, KEY,
+            SECRET, PASSWORD or the like.
         rollout_rows: Completions per rollout, a multiple of train.batch_size; 0 is train.batch_size.
         group_size: Completions per prompt; 0 is 8 with "grpo" and 1 with "ppo".
         epochs: How many times each completion of a rollout is trained on.
@@ -66,7 +66,7 @@ class PosttrainSection:
         kl: Weight of the divergence from the first weights, in the loss of "grpo" and in the reward of each
             token of "ppo"; 0 keeps no reference.
         kl_estimator: Estimator of the divergence (Schulman's k2 or k3) of "grpo"; "ppo" uses k1.
-        eval_prompts: Held-out prompts per evaluation, answered greedily; 0 is none.
+        eval_prompts: Held-out prompts per evaluation, completed greedily; 0 is none.
         samples: Completions of each rollout that are written to RUN/samples.jsonl.
     """
 
@@ -115,14 +115,14 @@ class PosttrainSection:
         names = [one.name for one in self.rewards]
         require(
             len({*names}) == len(names) and all(name.isidentifier() for name in names),
-            f"posttrain.rewards: the names are {names}: each needs one of its own, of letters, digits and _",
+            f"posttrain.rewards has the names {names}: give each a different name, of letters, digits and _",
         )
         for name in ("discount", "gae_lambda"):
             require(0 <= getattr(self, name) <= 1, f"posttrain.{name} must lie in [0, 1]")
 
     @property
     def functions(self) -> tuple[RewardFunction, ...]:
-        """The functions that score completions; none with a reward model or an environment."""
+        """The functions that score completions; empty with a reward model or an environment."""
         return self.rewards or ((RewardFunction(self.reward),) if self.reward else ())
 
     @property
@@ -135,11 +135,11 @@ class PosttrainSection:
 class CriticSection:
     """The critic of `posttrain.method = "ppo"`.
 
-    The options from `preset` on override those of [zero] for the critic.
+    The options from `preset` on override [zero] for the critic.
 
     Attributes:
-        init_from: The run or checkpoint whose weights it begins with; by default `posttrain.reward_model`, or
-            else the policy. A language model gets a new head.
+        init_from: The run or checkpoint whose weights the critic starts from; by default
+            `posttrain.reward_model`, or else the policy. A language model gets a new head.
         learning_rate: Peak learning rate; by default `optimizer.learning_rate`.
         zero: What overrides [zero], by key.
     """

@@ -18,7 +18,8 @@ from zerojax.zero_config import ZeroConfig
 class RunConfig:
     """All settings of a run, as commands read them from TOML and the command line.
 
-    A section is a dataclass, and each of its fields a setting: ``keys_of`` says how it stands in the file.
+    Each section is a dataclass, and each of its fields is a setting. ``keys_of`` gives a setting's key in the
+    file.
     """
 
     train: TrainSection = field(default_factory=TrainSection)
@@ -74,5 +75,5 @@ class RunConfig:
         return dataclasses.replace(self, zero=zero, lora=None)
 
     def to_zero(self, units: tuple[type, ...] = ()) -> ZeroConfig:
-        """How the run's state is sharded: [zero], for the units of its model and its micro-batches."""
+        """[zero] with the units of the run's model and its number of micro-batches."""
         return self.zero.replace(units=units, accumulate=self.train.accumulate)

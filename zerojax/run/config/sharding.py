@@ -54,7 +54,8 @@ class ClusterSection:
         join_timeout: Seconds to wait for all processes at the start.
         peer_timeout: Seconds of silence after which a process counts as lost, and the others end.
         insecure: Run without a token (ZEROJAX_JOB_TOKEN) even if the network can reach process 0.
-        step_factor: End the run when a step takes this many times the median of recent ones; 0 never does.
+        step_factor: End the run when a step takes this many times the median of recent ones; 0 turns this
+            off.
         step_timeout: Seconds that any step may take, whatever the median.
         phase_timeout: Seconds that compilation, an evaluation or a checkpoint may take; 0 is no limit.
         compilation_cache: Folder that keeps compiled programs for later starts. "auto" is

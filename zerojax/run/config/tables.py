@@ -1,4 +1,4 @@
-"""Reads and writes a ``RunConfig`` as tables, as TOML has them, with errors that say what to change."""
+"""Reads and writes a ``RunConfig`` as tables, the form that TOML has, with errors that say what to change."""
 
 import dataclasses
 import difflib
@@ -31,10 +31,10 @@ class ConfigError(ConfigurationError):
 def config_from_dict(data: Mapping[str, Any], origin: str = "config") -> RunConfig:
     """Build a ``RunConfig`` from nested dicts, as TOML and JSON give them.
 
-    Missing keys take their defaults.
+    Missing keys get their defaults.
 
     Raises:
-        ConfigError: naming ``origin``, the key and the nearest valid one.
+        ConfigError: names ``origin``, the key and the nearest valid one.
     """
     tables = checked(data, origin)
     sections = {key.name: section_of(key.kind) for key in keys_of(RunConfig)}
@@ -53,7 +53,7 @@ def config_from_dict(data: Mapping[str, Any], origin: str = "config") -> RunConf
 
 
 def saved_config(data: Mapping[str, Any]) -> RunConfig:
-    """The settings of a checkpoint, perhaps of an earlier zerojax; errors as ``config_from_dict``."""
+    """The settings in a checkpoint, perhaps of an earlier zerojax; errors as ``config_from_dict``."""
     zero = data.get("zero", {})
     # Early checkpoints have only the preset's name, and "zero++" then was the published form.
     if zero.get("preset") == "zero++" and not PRESETS["zero++"].keys() <= zero.keys():
@@ -62,12 +62,12 @@ def saved_config(data: Mapping[str, Any]) -> RunConfig:
 
 
 def with_settings(config: RunConfig, tables: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-    """The settings with those of ``tables`` in place of their own; errors as ``config_from_dict``."""
+    """The config with some settings replaced by ``tables``; errors as ``config_from_dict``."""
     return config_from_dict(merged(config_to_dict(config), tables), "")
 
 
 def merged(*tables: Mapping[str, Mapping[str, Any]]) -> Tables:
-    """Tables of which later ones override earlier ones; a value of None unsets a key."""
+    """Merges tables: later ones override earlier ones, and None unsets a key."""
     result: Tables = {}
     for one in tables:
         for name, table in one.items():
@@ -76,7 +76,7 @@ def merged(*tables: Mapping[str, Mapping[str, Any]]) -> Tables:
 
 
 def config_to_dict(config: RunConfig) -> Tables:
-    """The inverse of ``config_from_dict``; options that are None, or the preset's, are left out."""
+    """The inverse of ``config_from_dict``. Options that are None, or equal to the preset's, are left out."""
     tables = spelled_out(config)
     preset = zero_to_table(ZeroConfig.preset(config.zero.base))
     preset["frozen"] = _plain(_frozen_by_default(config.lora, config.model.outputs))
@@ -85,7 +85,10 @@ def config_to_dict(config: RunConfig) -> Tables:
 
 
 def spelled_out(config: RunConfig) -> Tables:
-    """The settings as a checkpoint has them, those of the preset included: presets may change."""
+    """The settings in the form of checkpoints.
+
+    It has every option of the preset, because presets may change.
+    """
     tables = {key.name: table_of(getattr(config, key.field) or LoRA()) for key in keys_of(RunConfig)}
     tables["zero"] = zero_to_table(config.zero)
     if config.lora is None:
@@ -103,7 +106,7 @@ def table_of(section: "DataclassInstance") -> dict[str, Any]:
 
 
 def zero_to_table(zero: ZeroConfig) -> dict[str, Any]:
-    """[zero], with every key; "compute" stands for None."""
+    """[zero] with every key; "compute" stands for None."""
     table = table_of(zero) | {"grads": [fmt or "compute" for fmt in zero.grads]}
     return {key: "compute" if value is None else value for key, value in table.items()}
 
@@ -125,7 +128,7 @@ def _section(section: "Section", table: Mapping[str, Any]) -> Any:
 
 
 def _frozen_by_default(lora: LoRA | None, outputs: int | None) -> tuple[str, ...]:
-    """With adapters all other weights; a model of scores trains its head as well, which is new."""
+    """The default of zero.frozen: with adapters, all other weights except a reward model's new head."""
     if lora is None:
         return ()
     return ("*",) if outputs is None else ("*", "!head/*")
@@ -135,7 +138,7 @@ def checked(data: Mapping[str, Any], origin: str) -> Tables:
     """The tables of a config with values of the right types: tuples for lists, floats for whole numbers.
 
     Raises:
-        ConfigError: naming ``origin``, an unknown key or a value of a wrong type.
+        ConfigError: names ``origin`` and the unknown key or the value of a wrong type.
     """
     try:
         return _value(RunConfig, data, "")
@@ -144,11 +147,11 @@ def checked(data: Mapping[str, Any], origin: str) -> Tables:
 
 
 class _WrongError(Exception):
-    """A key is unknown or missing, or its value of another type."""
+    """A key is unknown or missing, or its value has another type."""
 
 
 def _value(kind: Any, value: Any, path: str) -> Any:
-    """A value of a TOML file, at a path of keys, as a type has it."""
+    """A value of a TOML file, at a path of keys, converted to a type."""
     for arm in arms(kind):
         parts, fits = typing.get_args(arm), isinstance(value, list | tuple)
         if dataclasses.is_dataclass(arm) and isinstance(value, Mapping):
@@ -163,7 +166,7 @@ def _value(kind: Any, value: Any, path: str) -> Any:
                 return tuple(_value(part, one, path) for part, one in zip(parts, value, strict=True))
         elif arm is float and type(value) is int:
             return float(value)
-        elif type(value) is arm:  # in Python bool is a subclass of int, but "true" is no number
+        elif type(value) is arm:  # bool is a subclass of int, but "true" is not a number
             return value
     shown = str(value).lower() if isinstance(value, bool) else short(value)
     raise _WrongError(f"{path} = {shown} should be {_type_name(kind, path)}")
@@ -176,7 +179,7 @@ def _table(section: "Section", data: Mapping[str, Any], path: str) -> dict[str, 
         if name not in keys:
             if not path and len(_TORCHTITAN & data.keys()) > 1:
                 raise _WrongError(
-                    f"a config of torchtitan; {page('migrate')} has the keys for those of torchtitan"
+                    f"this is a config of torchtitan: translate it by the table of keys in {page('migrate')}"
                 )
             raise _WrongError(f"unknown key {printable(dotted[:100])}{_suggest_key(dotted[:100])}")
         if value is not None:
@@ -192,7 +195,7 @@ def _labelled(origin: str, message: str) -> str:
 
 
 def _suggest_key(dotted: str) -> str:
-    """A suggestion of the nearest valid key: in this section, or of the same name in another."""
+    """A suggestion of the nearest valid key: in this section, or the same name in another section."""
     section, _, key = dotted.rpartition(".")
     names = {
         top.name: [one.name for one in keys_of(inner)]
@@ -220,7 +223,7 @@ def _plain(value: Any) -> Any:
 
 
 def _type_name(kind: Any, path: str) -> str:
-    """A type in words: "a whole number", "one of full, attention, none"."""
+    """A type's description for messages: "a whole number", "one of full, attention, none"."""
     arguments = typing.get_args(kind)
     if section_of(kind) is not None:
         return f"a table, [{path}]"

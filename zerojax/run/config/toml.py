@@ -15,12 +15,12 @@ from zerojax.run.config.run_config import RunConfig
 from zerojax.run.config.tables import ConfigError, checked, config_from_dict, config_to_dict
 from zerojax.validation.untrusted import parse_toml
 
-_OF_MAXTEXT = f"{page('migrate')} has the keys for those of MaxText and other programs."
+_OF_MAXTEXT = f"For MaxText and other programs, translate it by the tables in {page('migrate')}."
 _OTHERS = {
     **dict.fromkeys((".yml", ".yaml"), _OF_MAXTEXT),
     ".json": "`zerojax from-deepspeed` converts a DeepSpeed config.",
 }
-"""What to do with the config of another program, by the suffix of its file."""
+"""The advice for another program's config, by the suffix of its file."""
 
 
 def find_config(name: str) -> Path:
@@ -30,7 +30,7 @@ def find_config(name: str) -> Path:
     among the configs that come with zerojax.
 
     Raises:
-        ConfigError: there is no such file, with the known names; or it is the config of another program.
+        ConfigError: there is no such file (lists the known names), or it is the config of another program.
     """
     path = Path(name)
     if path.suffix in _OTHERS and path.is_file():
@@ -49,7 +49,7 @@ def find_config(name: str) -> Path:
 
 
 def known_configs() -> list[str]:
-    """The names of the configs in ./configs and of those that come with zerojax."""
+    """The names of the configs in ./configs and of the configs that come with zerojax."""
     return sorted({file.stem for place in _places()[1:] for file in place.glob("*.toml")})
 
 

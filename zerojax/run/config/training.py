@@ -1,9 +1,9 @@
 """Settings of the training loop, the optimizer, checkpoints and logs.
 
-Each class is one table of the TOML file and one group of command-line options (``--train.steps 5``);
-``zerojax train --help`` prints the text of ``Attributes``. Values that are wrong on any machine raise a
-``ConfigurationError`` here that names the option, before devices are initialised; what depends on the
-devices (does the batch divide?) is checked later.
+Each class is one table of the TOML file and one group of command-line options (``--train.steps 5``).
+``zerojax train --help`` prints the text of ``Attributes``. A value that is wrong on any machine raises a
+``ConfigurationError`` here, which names the option, before devices are initialised. Checks that depend on the
+devices (does the batch divide?) come later.
 """
 
 from dataclasses import dataclass
@@ -27,12 +27,12 @@ class TrainSection:
         seed: Seed of the initial weights, the data order, dropout and stochastic rounding.
         eval_every: Steps between evaluations; 0 evaluates at the end only.
         eval_batches: Batches per evaluation, spread evenly over the validation split.
-        eval_exact_match: Held-out prompts per evaluation that the model answers greedily; reports the share
-            of answers that equal the completion. 0 is none.
-        eval_samples: Held-out prompts per evaluation that the model answers greedily, for RUN/samples.jsonl
-            and the report; of a text, its second half is to be written. 0 is none.
-        max_skips: Stop after this many skipped steps in a row. A step is skipped for a loss or gradient that
-            is not finite, or a spike.
+        eval_exact_match: Held-out prompts per evaluation that the model completes greedily; reports the share
+            of completions that are right word for word. 0 is none.
+        eval_samples: Held-out prompts per evaluation that the model completes greedily, for RUN/samples.jsonl
+            and the report. The prompt of a plain text is its first half. 0 is none.
+        max_skips: Stop after this many skipped steps in a row. A step is skipped if its loss or gradient is
+            not finite, or its loss is a spike.
         spike_deviations: A loss this many standard deviations above the mean of recent ones is a spike; 0
             turns the rule off.
         spike_window: Number of recent losses; until there are that many, no loss is a spike.
@@ -85,13 +85,13 @@ class OptimizerSection:
     Attributes:
         name: Update rule; docs/optimizers.md compares them.
         learning_rate: Peak learning rate.
-        schedule: Shape after the warm-up: half a cosine; "wsd" holds the peak, then decays linearly
-            over the last `decay_fraction` of the run; "linear" decays throughout; "constant" does not.
+        schedule: Shape after the warm-up: half a cosine; "wsd" holds the peak, then decays linearly over the
+            last `decay_fraction` of the run; "linear" decays throughout; "constant" does not.
         warmup_steps: Steps of linear warm-up; at most half of the run.
         final_fraction: Learning rate at the end, as a fraction of the peak.
         decay_fraction: Fraction of the run over which "wsd" decays.
         beta1: Decay of the first moment; momentum (sgd, and muon's matrices).
-        beta2: Decay of the second moment; of the momentum (lion).
+        beta2: Decay of the second moment; decay of the momentum (lion).
         eps: Added to the root of the second moment (adamw, nadamw, adopt, muon's other leaves).
         weight_decay: Decoupled weight decay, on leaves of two or more dimensions only.
         clip_norm: Largest global gradient norm; 0 does not clip.
@@ -131,13 +131,13 @@ class CheckpointSection:
     Attributes:
         every: Steps between checkpoints; 0 saves at the end only, or by `minutes`.
         minutes: Also save when the last checkpoint is this many minutes old; 0 turns this off.
-        keep: How many of the newest checkpoints to keep; two are always kept.
-        keep_every: Also keep those at multiples of this many steps; 0 keeps none.
-        keep_best: Also keep this many with the lowest validation loss, of those saved at a step that
+        keep: How many of the newest checkpoints to keep; at least two are kept.
+        keep_every: Also keep checkpoints at multiples of this many steps; 0 keeps none.
+        keep_best: Also keep this many with the lowest validation loss, among checkpoints saved at a step that
             measured it.
-        keep_minutes: Also keep those of this many last minutes of training.
-        verify: Read every byte of a checkpoint and compare checksums before resuming from it; otherwise
-            only names and sizes of its files are compared.
+        keep_minutes: Also keep checkpoints from this many last minutes of training.
+        verify: Read every byte of a checkpoint and compare checksums before resuming from it; otherwise only
+            names and sizes of its files are compared.
     """
 
     every: int = 500
@@ -161,11 +161,12 @@ class LogSection:
     """Progress lines and trackers; `metrics.jsonl` always has every step.
 
     Attributes:
-        every: Steps between progress lines where the output is not a terminal.
+        every: Steps between progress lines if the output is not a terminal.
         trackers: "tensorboard" (events in RUN/tensorboard), "wandb", "mlflow".
         project: Project of Weights & Biases, experiment of MLflow.
-        fp8: With every evaluation, log what each weight of fp8 matmuls loses: the fractions that saturate and
-            underflow, and the relative error, as "fp8/PATH/error". Needs zero.matmul_dtype = "fp8".
+        fp8: With every evaluation, log the accuracy of each weight of fp8 matmuls: the fractions that
+            saturate and underflow, and the relative error, as "fp8/PATH/error". Needs zero.matmul_dtype =
+            "fp8".
     """
 
     every: int = 10

@@ -1,4 +1,4 @@
-"""Where an answer ends, and the held-out prompts whose answers are known."""
+"""Recognises the end of an answer, and finds held-out prompts whose answers are known."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,12 +15,13 @@ from zerojax.run.data.tokens import TokenFile
 
 @dataclass(frozen=True)
 class AnswerEnd:
-    """What ends an answer.
+    """The token or text that ends an answer.
 
     Attributes:
-        token: that ends it.
-        text: that ends it as well if it is not a single token, as for bytes; else empty.
-        tokens: of that text.
+        token: the end token.
+        text: a text that also ends an answer, if the template's end is more than one token (as with bytes);
+            else empty.
+        tokens: the tokens of that text.
     """
 
     token: int
@@ -29,7 +30,7 @@ class AnswerEnd:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, template: ChatTemplate | None) -> Self:
-        """The end of an assistant's message, or without a template that of a text.
+        """The end of an assistant's message; without a template, the end of a text.
 
         Raises:
             DataError: the template writes nothing after a message.
@@ -42,13 +43,13 @@ class AnswerEnd:
 
     @property
     def stop(self) -> list[tuple[int, ...]]:
-        """The tokens that end an answer, for ``zerojax.generate``: any of these in their order."""
+        """The sequences of tokens that end an answer, for ``zerojax.generate``."""
         return [(self.token,), self.tokens] if self.tokens else [(self.token,)]
 
     def length(self, tokens: Iterable[int]) -> int:
-        """How many tokens an answer has up to its last end, that included; all if it has none.
+        """The number of tokens of an answer up to and including its last end; all tokens if it has none.
 
-        Templates write more after it, such as a line break; models do not.
+        Templates write more after the end, such as a line break, but models do not.
         """
         ids = tuple(tokens)
         for stop in range(len(ids), 0, -1):
@@ -70,8 +71,8 @@ class Item(NamedTuple):
     """A prompt and its completion, as tokens.
 
     Attributes:
-        prompt: all that is before the completion, with the token that begins the text.
-        completion: with what ends it.
+        prompt: everything before the completion, from the token that begins the text.
+        completion: the completion with its end.
     """
 
     prompt: Int32[np.ndarray, " prompt"]
@@ -81,8 +82,8 @@ class Item(NamedTuple):
 def held_out_items(file: TokenFile, count: int, longest: int) -> list[Item]:
     """At most ``count`` prompts and completions, spread evenly over a file of validation documents.
 
-    Of a conversation the last message of the assistant is the completion; of a text, its second half.
-    Documents of more than ``longest`` tokens are left out, and texts are cut.
+    The completion of a conversation is the assistant's last message; the completion of a text is its second
+    half. Longer documents than ``longest`` tokens are skipped, and longer texts are cut.
     """
     lengths = np.asarray(file.lengths, np.int64)
     own = lengths - file.header.shared_ends  # the last token of a document may be the first of the next

@@ -1,7 +1,7 @@
-"""Batches of rows of tokens, in an order that depends on the seed and the step alone.
+"""Batches of rows of tokens, in an order that depends only on the seed and the step.
 
-The global batch of a step is the same for any number of processes; each reads its own rows of it. So a
-run's position is one number, and a run can resume with another number of processes.
+The global batch of a step is the same for any number of processes, and each reads its own rows of it.
+Therefore a run's position is one number, and a run can resume with another number of processes.
 """
 
 import bisect
@@ -64,11 +64,11 @@ class Windows:
 def make_rows(file: TokenFile, length: int, packing: str, *, labels: bool = False) -> Rows:
     """The rows of a token file: ``Windows`` for packing "none", ``PackedRows`` for "documents".
 
-    A row predicts ``length`` tokens. With ``labels``, packed rows have "labels": all rows of a mixture need
-    them if those of one source do.
+    A row predicts ``length`` tokens. With ``labels``, packed rows have "labels". In a mixture, if the rows of
+    one source have labels, the rows of all sources must have them.
 
     Raises:
-        DataError: the file is too short for one.
+        DataError: the file is too short for one row.
     """
     return PackedRows(file, length, labels=labels) if packing == "documents" else Windows(file, length)
 
@@ -76,13 +76,14 @@ def make_rows(file: TokenFile, length: int, packing: str, *, labels: bool = Fals
 class TrainBatches(Iterator[Batch]):
     """An endless stream of this process's part of each global batch, with a position.
 
-    Every row of a source is seen once before any is seen again, in a new order each time. The sources take
-    turns by their weights, so a small one may be in its tenth epoch when a large one is in its first.
+    A source's rows are all seen once before any is seen again, in a new order each time. The sources take
+    turns by their weights, so a small source may be in its tenth epoch when a large one is in its first.
 
-    The processes share the batch of ``batch_size`` rows; one gets rows [process * b, (process + 1) * b).
+    The processes share the batch of ``batch_size`` rows. A process gets rows [process * b, (process + 1) *
+    b).
 
     Raises:
-        DataError: the batch does not divide.
+        DataError: the batch does not divide among the processes.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class TrainBatches(Iterator[Batch]):
         return next(self._iterator)
 
     def rounds(self, step: int) -> list[float]:
-        """How often the first ``step`` global batches have gone through each source."""
+        """The number of epochs of each source in the first ``step`` global batches."""
         taken = self._shares.taken(step * self._batch_size)
         return [count / size for count, size in zip(taken, self._sizes, strict=True)]
 
@@ -131,7 +132,7 @@ class TrainBatches(Iterator[Batch]):
         return self._iterator.get_state()
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go to a position that ``get_state`` returned; the next batch is the same as it was there."""
+        """Go to a position that ``get_state`` returned; the next batch is the same as it was then."""
         self._iterator.set_state(state)
 
     def close(self) -> None:
@@ -150,7 +151,8 @@ def validation_batches(
 ) -> list[Batch]:
     """The fixed batches of every evaluation, spread evenly over the validation splits.
 
-    Arguments as of ``TrainBatches``. There are at most ``batches``, fewer if the splits have too few rows.
+    Arguments are as for ``TrainBatches``. There are at most ``batches``, or fewer if the splits have too few
+    rows.
 
     Raises:
         DataError: the splits do not fill one batch.
@@ -164,7 +166,7 @@ def validation_batches(
     if not count:
         sizes = " + ".join(str(len(source)) for source in sources)
         raise DataError(
-            f"the validation split has {sizes} sequences, but a batch takes "
+            f"the validation split has {sizes} sequences, but a batch needs "
             f"{' + '.join(map(str, shares.taken(batch_size)))}: raise data.validation, lower "
             "train.batch_size, or bring more text"
         )
@@ -188,5 +190,5 @@ def stack_rows(rows: Sequence[Row]) -> Batch:
 
 
 def _seed_of(seed: int, source: int) -> int:
-    """A seed per source, so that two sources of one size are shuffled differently."""
+    """A different seed for each source, so that sources of the same size are shuffled differently."""
     return seed if source == 0 else int(np.random.SeedSequence((seed, source)).generate_state(1)[0])

@@ -1,8 +1,9 @@
 """Chat templates: Jinja programs that turn a conversation into the text that a model was trained on.
 
 Hugging Face tokenizers carry one, as "chat_template" in tokenizer_config.json or as chat_template.jinja.
-Templates are rendered as ``transformers`` does (``apply_chat_template`` with ``tokenize=False``): in Jinja's
-sandbox, without access to files or to Python's internals; and in a process with limits of time and memory.
+Templates are rendered as in ``transformers`` (``apply_chat_template`` with ``tokenize=False``). They run in
+Jinja's sandbox, without access to files or to Python's internals, and in a process with limits of time and
+memory.
 """
 
 import re
@@ -19,7 +20,7 @@ from zerojax.run.data.tokenizer import SETTINGS, read_settings
 from zerojax.validation.untrusted import short
 
 TEMPLATE = "chat_template.jinja"
-"""Beside a tokenizer.json, as in Hugging Face's folders."""
+"""The template's file beside a tokenizer.json, as in Hugging Face's folders."""
 
 CHATML = """\
 {%- for message in messages -%}
@@ -47,9 +48,9 @@ class ChatTemplate:
     """A chat template.
 
     Attributes:
-        source: Jinja.
-        special_tokens: "bos_token" and "eos_token", as far as the tokenizer has them.
-        name: of its file or setting, for messages.
+        source: the Jinja source.
+        special_tokens: "bos_token" and "eos_token", if the tokenizer has them.
+        name: the name of its file or setting, for messages.
     """
 
     source: str
@@ -63,10 +64,10 @@ class ChatTemplate:
 
         Args:
             messages: each with "role" and "content", and perhaps other keys that the template knows. The
-                content is a text, a list of texts as {"type": "text", "text": ...}, or, beside tool calls,
-                None.
-            tools: descriptions of what the assistant may call, as JSON schemas.
-            add_generation_prompt: end with what begins an answer.
+                content is a text, a list of texts as {"type": "text", "text": ...}, or None in a message with
+                tool calls.
+            tools: descriptions of the functions that the assistant may call, as JSON schemas.
+            add_generation_prompt: end with the text that begins an answer.
 
         Raises:
             DataError: the template is not valid, or refuses the conversation, or does not write its tools.
@@ -75,11 +76,10 @@ class ChatTemplate:
         return text
 
     def render_targets(self, messages: Sequence[Message], tools: Tools = None) -> tuple[str, Ranges]:
-        """The text of a conversation, and the ranges of its characters that an assistant is to write.
+        """The text of a conversation, and the ranges of its characters that the assistant writes.
 
-        These are what the template puts into ``{% generation %}`` blocks; in a template without them, what
-        an assistant's message adds to the text of the messages before it and the generation prompt. That
-        includes what ends the turn.
+        If the template has ``{% generation %}`` blocks, these are the ranges. Otherwise a range is the text
+        that an assistant's message adds after the generation prompt. Both include the end of the turn.
 
         Raises:
             DataError: as for ``render``; there is nothing to learn; or the template has no blocks and does
@@ -98,18 +98,18 @@ class ChatTemplate:
         return text, _written(ranges)
 
     def render_answer(self, messages: Sequence[Message], tools: Tools = None) -> tuple[str, Ranges]:
-        """The text of a conversation, and the ranges of its last message that an assistant is to write.
+        """The text of a conversation, and the ranges in its last message that the assistant writes.
 
-        They are as for ``render_targets``, and begin after the generation prompt. The template may write
-        earlier answers differently when others follow.
+        The ranges are as for ``render_targets``, and begin after the generation prompt. Earlier answers may
+        be written differently than they were at the end of a conversation.
 
         Raises:
             DataError: as for ``render``; there is nothing to learn; or the template does not continue where
                 the text of the messages before the last ends.
         """
         last = len(messages) - 1
-        # A prompt may end with more than is written before an answer, such as "<think>"; blocks say where it
-        # begins all the same.
+        # The generation prompt may end with more than the text before an answer, such as "<think>". Blocks
+        # still say where the answer begins.
         prompts = (True, False) if self._has_blocks else (True,)
         cuts = [(last + 1, False), *((last, prompt) for prompt in prompts)]
         (text, blocks), *befores = self._render(messages, tools, cuts)
@@ -121,11 +121,11 @@ class ChatTemplate:
 
     @cached_property
     def _has_blocks(self) -> bool:
-        """Whether ``{% generation %}`` blocks mark what an assistant writes."""
+        """Whether ``{% generation %}`` blocks mark the assistant's text."""
         return _BLOCK.search(self.source) is not None
 
     def _break(self, messages: Sequence[Message], tools: Tools, number: int) -> DataError:
-        """Why the text of a conversation does not go on from that of the messages before an assistant's."""
+        """The error that an assistant's message does not continue the text of the messages before it."""
         cuts = (number, False), (number, True), (number + 1, False)
         (before, _), (prompt, _), (after, _) = self._render(messages, tools, cuts)
         way_out = "write them alike"
@@ -143,10 +143,11 @@ class ChatTemplate:
 
     @cached_property
     def turn_end(self) -> str:
-        """What the template writes after the content of an assistant's message.
+        """The text that the template writes after the content of an assistant's message.
 
         Raises:
-            DataError: it writes nothing, so that a model could not learn to stop, or does not train on it.
+            DataError: there is no such text, or it does not count in the loss: a model could not learn to
+                stop.
         """
         probe = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
         text, ranges = self.render_targets(probe)
@@ -167,7 +168,7 @@ class ChatTemplate:
 
     @property
     def closing(self) -> str:
-        """``turn_end`` without the blanks around it, if it is more than blanks: what a model ends with.
+        """``turn_end`` without surrounding blanks, unless it is all blanks: the text with which a model ends.
 
         Raises:
             DataError: as ``turn_end``.
@@ -175,9 +176,7 @@ class ChatTemplate:
         return self.turn_end.strip() or self.turn_end
 
     def after_answer(self, messages: Sequence[Message]) -> str:
-        """What the template writes after the content of an assistant's message, up to the next answer.
-
-        ``messages`` are those between the two.
+        """The text between an assistant's message and the next answer, with ``messages`` in between.
 
         Raises:
             DataError: as for ``render``; or the template leaves out earlier answers.
@@ -203,9 +202,10 @@ class ChatTemplate:
     def _render(
         self, messages: Sequence[Message], tools: Tools, cuts: Iterable[tuple[int, bool]]
     ) -> list[tuple[str, Ranges]]:
-        """The texts of the first messages, and the ranges of their blocks.
+        """The texts of a conversation's first messages, and the ranges of their blocks.
 
-        Each of ``cuts`` is how many messages a text has, and whether it ends with the generation prompt.
+        Each of ``cuts`` is the number of messages in a text, and whether the text ends with the generation
+        prompt.
         """
         if tools and not _TOOLS.search(self.source):
             raise DataError(
@@ -248,14 +248,14 @@ def _written(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def text_of_content(content: Any) -> str:
-    """The text of a message's content, as ``ChatTemplate.render`` takes it."""
+    """The text of a message's content, which may be a list of texts or None."""
     if isinstance(content, list):
         return "".join(part["text"] for part in content)
     return content or ""
 
 
 def find_template(folder: Path) -> tuple[str, Path] | None:
-    """The chat template of a tokenizer's folder and the file that holds it, or None if it has none.
+    """The chat template in a tokenizer's folder and the file that holds it; None if there is none.
 
     Raises:
         DataError: a file of the folder cannot be read.
@@ -264,7 +264,7 @@ def find_template(folder: Path) -> tuple[str, Path] | None:
     if path.is_file():
         return _read(path), path
     found = read_settings(settings).get("chat_template")
-    if isinstance(found, list):  # of named ones
+    if isinstance(found, list):  # several templates with names
         named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
         found = named.get("default")
     if found is not None and not isinstance(found, str):
@@ -273,9 +273,9 @@ def find_template(folder: Path) -> tuple[str, Path] | None:
 
 
 def load_template(setting: str, tokenizer: str) -> tuple[str, str]:
-    """The chat template of the settings.
+    """The chat template that the settings choose.
 
-    ``setting`` is data.chat_template: "tokenizer", the name of a built-in one, or the path of a Jinja file;
+    ``setting`` is data.chat_template: "tokenizer", the name of a built-in one, or the path of a Jinja file.
     ``tokenizer`` is data.tokenizer.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The dataset of a run: the token files of each source, opened."""
+"""The dataset of a run: the opened token files of each source."""
 
 import math
 import zlib
@@ -22,7 +22,7 @@ from zerojax.validation.checksummed_json import load_checked
 SPLITS = ("train", "validation")
 TOKENIZER = "tokenizer.json"
 ELSEWHERE = "prepared_elsewhere.json"
-"""In RUN/data of a run that reads tokens prepared elsewhere: which they are. Their tokenizer is beside it."""
+"""The file in RUN/data that names tokens prepared elsewhere. A copy of their tokenizer is beside it."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class DatasetPart:
     """The tokens of one source.
 
     Attributes:
-        source: its name in the settings.
-        weight: of the source in the mixture.
+        source: the source's name in the settings.
+        weight: the weight of the source in the mixture.
         train: the training split.
         validation: documents that training never sees.
     """
@@ -62,7 +62,7 @@ class Dataset:
         return float(np.average(ratios, weights=self.weights))
 
     def account(self, rounds: Sequence[float]) -> list[dict[str, Any]]:
-        """The size of each source and how often training has gone through it, as JSON-able data."""
+        """The size of each source and its number of epochs so far, as JSON-able data."""
         return [
             {
                 "source": part.source,
@@ -75,16 +75,19 @@ class Dataset:
         ]
 
     def describe(self) -> str:
-        """The training split in a line: tokens, documents and weights of each source."""
+        """A line about the training split: tokens, documents and weights of each source."""
         return "; ".join(
             f"{part.train.header.tokens:,} tokens of {part.train.header.documents:,} documents"
-            + (f", {targets:,} of which count" if (targets := part.train.header.targets) else "")
+            + (f" ({targets:,} tokens count)" if (targets := part.train.header.targets) else "")
             + (f" in {part.source} ({part.weight / sum(self.weights):.1%})" if len(self.parts) > 1 else "")
             for part in self.parts
         )
 
     def describe_loss(self, loss: float, digits: int) -> str:
-        """A validation loss in words, per token and byte; with a mask, of completions, with perplexity."""
+        """A validation loss per token and per byte.
+
+        With a mask it is the completions' loss, with its perplexity.
+        """
         per_byte = loss / self.bytes_per_token
         text = f"validation loss {loss:.{digits}f} nats per token, {per_byte:.{digits}f} per byte"
         if all(part.validation.mask is None for part in self.parts):
@@ -92,26 +95,26 @@ class Dataset:
         return f"{text} of the completions, whose perplexity is {perplexity(loss):.{digits}f}"
 
     def notes(self, length: int) -> list[str]:
-        """Lines about what of each source is left out or cut: empty completions, and what fits into no row.
+        """Lines about each source's data that are skipped or cut: empty completions, and too long documents.
 
         A row predicts ``length`` tokens.
         """
         found = []
         for part in self.parts:
             if empty := part.train.header.empty:
-                found.append(f"{part.source}: {empty:,} rows have an empty completion, and are left out")
+                found.append(f"{part.source}: {empty:,} rows have an empty completion and are skipped")
             if part.train.mask is None or not (short := shortened(part.train, length)).cut:
                 continue
             found.append(
                 f"{part.source}: {short.cut:,} of {short.documents:,} documents are longer than "
                 f"{length + 1} tokens (train.sequence_length + 1) and lose their end: {short.lost:,} of "
-                f"{short.targets:,} tokens that count; {short.left_out:,} have none left, and are left out"
+                f"{short.targets:,} tokens that count. {short.left_out:,} have none left and are skipped"
             )
         return found
 
 
 def perplexity(loss: float) -> float:
-    """That of a loss in nats per token; at most 1e9, since that of a diverged model fits no float."""
+    """The perplexity of a loss in nats per token; at most 1e9, because a diverged model's would overflow."""
     return math.exp(min(loss, math.log(1e9)))
 
 
@@ -123,20 +126,22 @@ def is_prepared(folder: Path) -> bool:
 def part_folders(settings: DataSection, folder: Path) -> list[Path]:
     """The folder of each source's tokens: the source itself if it is prepared, else in ``folder``.
 
-    The tokens of a mixture are in numbered folders.
+    A mixture's tokens are in numbered folders.
 
     Raises:
-        DataError: only some of the sources are prepared, or one holds the tokens of a mixture, or is the
+        DataError: only some of the sources are prepared; or a source holds the tokens of a mixture, or is the
             folder of a run that reads tokens from elsewhere.
     """
     sources = [user_path(one.source) for one in settings.sources]
     for source in sources:
         if (source / ELSEWHERE).is_file():
             names = " and ".join(one.source for one in read_tokens(source))
-            raise DataError(f"{source} holds no tokens: its run reads those in {names}: name that")
+            raise DataError(
+                f"{source} holds no tokens: its run reads the tokens in {names}. Name that folder"
+            )
         if is_prepared(source / "0"):
             raise DataError(
-                f"{source} holds the tokens of a mixture: name those of its sources, {source}/0 ..."
+                f"{source} holds the tokens of a mixture: name the folder of a source, such as {source}/0"
             )
     prepared = [is_prepared(source) for source in sources]
     if all(prepared):
@@ -152,10 +157,10 @@ def part_folders(settings: DataSection, folder: Path) -> list[Path]:
 
 
 def open_dataset(settings: DataSection, folder: Path) -> Dataset:
-    """Open what ``prepare`` wrote, or the sources themselves if they are prepared.
+    """Open the token files that ``prepare`` wrote, or the sources themselves if they are prepared.
 
     Raises:
-        DataError: files are missing or damaged, or the tokens are by several tokenizers.
+        DataError: files are missing or damaged, or several tokenizers made the tokens.
     """
     folders = part_folders(settings, folder)
     tokenizer = load_tokenizer(folders[0] / TOKENIZER)
@@ -167,28 +172,28 @@ def open_dataset(settings: DataSection, folder: Path) -> Dataset:
             has = "no loss mask" if train.mask is None else "a loss mask"
             raise DataError(
                 f'{place}: the tokens have {has}, which does not fit data.kind = "{one.kind}": set it to the '
-                "kind that they were prepared from"
+                "kind with which they were prepared"
             )
         if train.header.vocab_size != tokenizer.vocab_size:
             raise DataError(
-                f"{place}: the tokens are of a vocabulary of {train.header.vocab_size}, the tokenizer "
-                f"has {tokenizer.vocab_size}: files of two preparations are mixed"
+                f"{place}: the tokens have a vocabulary of {train.header.vocab_size}, and the tokenizer has "
+                f"{tokenizer.vocab_size}: files of two preparations are mixed. Delete it to prepare again"
             )
         if train.header.tokenizer_crc32 != checksum:
             raise DataError(
-                f"{folders[0] / TOKENIZER}: damaged, or not the one that made the tokens in {place}: wrong "
-                "checksum; delete the damaged folder to prepare the data again"
+                f"{folders[0] / TOKENIZER}: damaged, or not the tokenizer of the tokens in {place} (wrong "
+                "checksum): delete the damaged folder to prepare the data again"
             )
         parts.append(DatasetPart(one.source, one.weight, train, validation))
     return Dataset(tuple(parts), tokenizer)
 
 
 def open_tokenizer(settings: DataSection, folder: Path) -> Tokenizer:
-    """The tokenizer that made the tokens of a run, or that the run keeps, or that will make its tokens.
+    """The tokenizer of a run's tokens: the one that made them, that the run keeps, or that will make them.
 
     Raises:
-        DataError: it is trained on the data, which are not prepared yet; or its file is gone, perhaps with
-            prepared tokens that had it.
+        DataError: it will be trained on data that are not prepared yet; or its file is gone, perhaps with the
+            prepared tokens beside it.
     """
     file = tokenizer_file(settings, folder)
     if file.is_file() or is_prepared(file.parent) or (folder / ELSEWHERE).is_file():
@@ -198,9 +203,9 @@ def open_tokenizer(settings: DataSection, folder: Path) -> Tokenizer:
             check_source_exists(settings.sources[0].source, settings.sources[0].pattern)
         except DataError as error:
             raise DataError(
-                f"the tokenizer is in {folder} or with the tokens of data.source, and neither is there "
-                f"({error}): put one of them back, or make that folder: with the {TOKENIZER} of the tokens, "
-                "or empty if they are bytes"
+                f"the tokenizer should be in {folder} or beside the tokens of data.source, and both are gone "
+                f"({error}). Put one of them back, or create that folder: with the {TOKENIZER} of the "
+                "tokens, or empty if the tokens are bytes"
             ) from error
     if settings.tokenizer == "bpe":
         raise DataError("data.tokenizer = 'bpe' is trained on the data, which are not prepared yet")
@@ -208,7 +213,7 @@ def open_tokenizer(settings: DataSection, folder: Path) -> Tokenizer:
 
 
 def names_kept_tokenizer(settings: DataSection, folder: Path) -> bool:
-    """Whether settings name a file with the tokenizer that a run keeps; its path may have changed.
+    """Whether the settings name a file with the same tokenizer as the run keeps, perhaps at another path.
 
     Raises:
         DataError: one of the two files is not a tokenizer.
@@ -218,7 +223,7 @@ def names_kept_tokenizer(settings: DataSection, folder: Path) -> bool:
 
 
 def tokenizer_file(settings: DataSection, folder: Path) -> Path:
-    """Where a run keeps its tokenizer: no file if that is "byte", or before the data are prepared."""
+    """The place of a run's tokenizer. There is no file if it is "byte", or before the data are prepared."""
     place = folder if (folder / ELSEWHERE).is_file() else part_folders(settings, folder)[0]
     return place / TOKENIZER
 
@@ -229,8 +234,8 @@ class PreparedTokens:
 
     Attributes:
         source: as data.source names it.
-        tokens: their number.
-        crc32: of the checksums in their files.
+        tokens: the number of tokens.
+        crc32: checksum of the checksums in their headers.
     """
 
     source: str
@@ -242,7 +247,7 @@ class PreparedTokens:
 
 
 def read_tokens(folder: Path) -> list[PreparedTokens]:
-    """What a run has recorded of tokens prepared elsewhere, for each source.
+    """The run's record of tokens prepared elsewhere, for each source.
 
     Raises:
         DataError: the record is damaged.
@@ -254,7 +259,7 @@ def read_tokens(folder: Path) -> list[PreparedTokens]:
 
 
 def tokens_of(settings: DataSection, places: Sequence[Path]) -> list[PreparedTokens]:
-    """The prepared tokens of each source, by the headers of their files.
+    """The prepared tokens of each source, from the headers of their files.
 
     Raises:
         DataError: a file is missing or damaged.
@@ -284,7 +289,7 @@ def open_template(settings: DataSection, folder: Path) -> ChatTemplate:
 
 
 def make_tokenizer(settings: DataSection, texts: Iterator[bytes]) -> Tokenizer:
-    """The tokenizer of the settings, trained on ``texts`` if it is "bpe".
+    """The tokenizer that the settings choose, trained on ``texts`` if it is "bpe".
 
     Raises:
         DataError: there is no such file, or it is not a tokenizer.

@@ -1,4 +1,4 @@
-"""Prompts with completions, and conversations: rows of a table whose documents count in the loss in part."""
+"""Turns rows of a table into documents: texts, prompts with completions, and conversations."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,15 +22,15 @@ from zerojax.run.data.tokenizer import Tokenizer
 from zerojax.validation.untrusted import parse_json, short
 
 TOOLS = "tools"
-"""The column of the tools of a conversation."""
+"""The column with the tools of a conversation."""
 
 
 class Encoded(NamedTuple):
-    """The tokens of a document, ends included.
+    """The tokens of a document, with the tokens that begin and end it.
 
     Attributes:
-        tokens: their ids.
-        mask: which of them count in the loss.
+        tokens: the token ids.
+        mask: whether each token counts in the loss.
     """
 
     tokens: UInt32[np.ndarray, " n"]
@@ -39,7 +39,7 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class Texts:
-    """Files of plain text, and rows with a text in one column; all of it counts."""
+    """Files of plain text, and rows with a text in one column; every token counts."""
 
     column: str = "text"
     masked: ClassVar[bool] = False
@@ -49,7 +49,7 @@ class Texts:
         return read_documents(path, self.column)
 
     def encode(self, tokenizer: Tokenizer, documents: Sequence[Document]) -> list[Encoded]:
-        """The tokens of texts, without ends; see ``Examples``."""
+        """The tokens of texts, without begin and end; see ``Examples``."""
         encoded = tokenizer.encode_batch([document.text for document in documents])
         return [Encoded(tokens, np.ones(len(tokens), bool)) for tokens in encoded]
 
@@ -58,9 +58,9 @@ class Texts:
 class Completions:
     """Rows with a prompt and its completion, each in a column.
 
-    Each is encoded by itself, since in use a prompt comes without its completion. The tokens are those of the
-    prompt and the completion, between the tokens that begin and end a text; the completion and the end count
-    in the loss.
+    They are encoded separately, because at inference a prompt comes without its completion. The tokens are
+    the prompt and the completion, between the tokens that begin and end a text. The completion and the end
+    count in the loss.
     """
 
     prompt: str = "prompt"
@@ -75,7 +75,7 @@ class Completions:
     def document(self, row: Mapping[str, Any], place: str) -> Document:
         """The prompt and completion of one row.
 
-        Of an empty completion nothing counts.
+        If the completion is empty, nothing counts.
 
         Raises:
             DataError: they are not text.
@@ -107,10 +107,10 @@ class Completions:
 class Conversations:
     """Rows with a list of messages in one column, which a chat template turns into text.
 
-    The tools that the assistant may call are in the column "tools", where there is one.
+    The column "tools", if there is one, has the tools that the assistant may call.
 
-    The tokens are those of the text as a whole, as with ``apply_chat_template`` in transformers: the template
-    decides which special tokens there are. A token counts in the loss if any of its characters does.
+    The whole text is encoded at once, as ``apply_chat_template`` does in transformers: the template decides
+    which special tokens there are. A token counts in the loss if any of its characters does.
     """
 
     template: ChatTemplate
@@ -125,7 +125,7 @@ class Conversations:
     def document(self, row: Mapping[str, Any], place: str, answer: str | None = None) -> Document:
         """The conversation of one row.
 
-        An ``answer`` is the assistant's, and added to the messages; then it alone counts.
+        If ``answer`` is given, it is added as the assistant's message, and only it counts in the loss.
 
         Raises:
             DataError: as ``read``.
@@ -155,11 +155,11 @@ class Conversations:
 
 
 Examples = Texts | Completions | Conversations
-"""How the files of a source become documents, by ``read``, and these tokens, by ``encode``.
+"""How the files of a source become documents, by ``read``, and these become tokens, by ``encode``.
 
-Where they are ``masked``, documents count in part and have the tokens that begin and end them. ``read``
-raises a ``DataError`` if the file is damaged or no table, or a row is not as it should be, and names the row;
-``encode`` does if the tokenizer cannot encode a document.
+If the class is ``masked``, only parts of a document count, and its tokens include begin and end. ``read``
+raises a ``DataError`` if the file is damaged or not a table, or if a row is wrong; it names the row.
+``encode`` raises one if the tokenizer cannot encode a document.
 """
 
 
@@ -203,7 +203,7 @@ def checked_messages(messages: Any, column: str, place: str) -> list[dict[str, A
 def checked_tools(row: Mapping[str, Any], place: str) -> list[dict[str, Any]] | None:
     """The tools of a conversation's row; None if it has none.
 
-    The column "tools" has a list of tables, or that list as a text of JSON. Errors begin with the row's
+    The column "tools" has a list of tables, or such a list as JSON text. Errors begin with the row's
     ``place``.
 
     Raises:

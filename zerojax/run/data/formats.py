@@ -20,7 +20,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.validation.untrusted import short
 
 MAX_LINE_BYTES = 1 << 28
-"""The longest line of a JSON file, in decompressed bytes; a small archive could hold a huge one."""
+"""The longest line of a JSON file, in decompressed bytes: a small archive could hold a huge line."""
 
 _ROWS = 1024
 _PIECES = 64
@@ -39,9 +39,8 @@ class Document:
 
     Attributes:
         place: for messages: a file, "FILE:LINE" or "FILE row ROW"; lines count from 1, rows from 0.
-        text: its bytes; UTF-8, but those of a plain text file may be anything.
-        targets: the ranges of characters, in order, that count in the loss; None if all do. Where there is
-            none, there is nothing to learn.
+        text: the bytes of the text. They are UTF-8, except that a plain text file may have any bytes.
+        targets: the ranges of characters, in order, that count in the loss; None if all do, () if none does.
     """
 
     place: str
@@ -50,7 +49,7 @@ class Document:
 
 
 def user_path(name: str) -> Path:
-    """The path that a setting names; a leading "~" is the user's home, or that of another whom it names."""
+    """The path that a setting names; a leading "~" or "~USER" becomes that user's home."""
     return Path(os.path.expanduser(name))
 
 
@@ -63,9 +62,9 @@ def read_documents(path: Path, column: str) -> Iterator[Document]:
     """The non-empty documents of a file.
 
     Args:
-        path: .jsonl or .ndjson, plain or with .gz or .zst; .parquet; .arrow (both layouts of Arrow's IPC);
-            anything else is one document of plain text.
-        column: column or key of a row that holds the text.
+        path: .jsonl or .ndjson, plain or with .gz or .zst; .parquet; .arrow (both layouts of Arrow's IPC).
+            Any other file is one document of plain text.
+        column: the column or key of a row that holds the text.
 
     Raises:
         DataError: the file is damaged, a row has no such column or no text in it, or the format's reader is
@@ -83,18 +82,18 @@ def read_documents(path: Path, column: str) -> Iterator[Document]:
 def read_rows(
     path: Path, columns: Sequence[str], *, optional: Sequence[str] = (), others: bool = False
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a table: where each is, and its values of some columns.
+    """The rows of a table, each with its place and its values in some columns.
 
     Args:
         path: .jsonl or .ndjson, plain or with .gz or .zst; .parquet; .arrow.
-        columns: that every row must have.
-        optional: further columns to read where they are.
+        columns: columns that every row must have.
+        optional: further columns to read if they exist.
         others: whether to read all other columns as well.
 
     Yields:
         A place as in ``Document``, and column -> value, as JSON has it: a string, a list, a dict, None ... In
-        a list of tables, what is null inside of a table of Parquet or Arrow is left out: such a table has the
-        keys of all rows.
+        a list of tables from Parquet or Arrow, null values are left out, because such tables have the keys of
+        all rows.
 
     Raises:
         DataError: the file is damaged or not a table, a row lacks a column, or the format's reader is not
@@ -138,14 +137,14 @@ def cut_document(path: Path) -> Iterator[Document]:
 
 
 def _lines_suffix(path: Path) -> str | None:
-    """The suffix of the compression of JSON lines, "" if there is none; None for other files."""
+    """The compression suffix of a JSON lines file, "" if it is not compressed; None for other files."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     packed = suffixes.pop() if suffixes and suffixes[-1] in _COMPRESSED else ""
     return packed if suffixes and suffixes[-1] in _LINES else None
 
 
 def _own_keys(table: Any) -> Any:
-    """A table without the keys that only the tables inside of other rows have; nulls of its own stay."""
+    """A table without the null keys of tables inside of it; its own nulls stay."""
 
     def pruned(value: Any) -> Any:
         if isinstance(value, dict):
@@ -213,7 +212,7 @@ def text_of(row: Mapping[str, Any], column: str, place: str) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """What a value of a row is, for a message."""
+    """The name of a value's type, for a message."""
     return "null" if value is None else type(value).__name__
 
 
@@ -236,7 +235,7 @@ def _batches(
 ) -> Iterator[tuple[int, Any]]:
     """The record batches of some columns of a Parquet or Arrow file, each with the number of its first row.
 
-    ``optional`` columns are read where they exist, and with ``others`` so are all that are not named.
+    ``optional`` columns are read if they exist. With ``others``, all columns are read.
     """
     arrow = _pyarrow(path)
     row = 0
@@ -272,7 +271,7 @@ def _record_batches(arrow: ModuleType, file: Any, stack: ExitStack) -> tuple[Any
 
 
 def _values(batch: Any, path: Path, first_row: int) -> list[dict[str, Any]]:
-    """The rows of a batch, which is checked in full before any offset in it is believed."""
+    """The rows of a batch. The batch is validated in full before any offset in it is used."""
     try:
         batch.validate(full=True)
         return batch.to_pylist()
@@ -304,7 +303,7 @@ def _pyarrow(path: Path) -> ModuleType:
 @contextmanager
 def _readable(path: Path, arrow: ModuleType | None = None) -> Generator[None]:
     """Turn what readers raise on a damaged or unreadable file into a ``DataError``."""
-    # A name of a column that is not UTF-8 is a ValueError.
+    # A column name that is not UTF-8 raises a ValueError.
     damage = (EOFError, zlib.error) if arrow is None else (EOFError, ValueError, arrow.ArrowException)
     try:
         yield

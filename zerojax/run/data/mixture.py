@@ -1,4 +1,4 @@
-"""The source of each row of a mixture, a function of the row's index and the weights alone."""
+"""The source of each row of a mixture, which depends only on the row's index and the weights."""
 
 import math
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ from fractions import Fraction
 class Shares:
     """Rows interleaved from sources in proportion to their weights.
 
-    Of the first k rows, each source has its share of k to within the number of sources. The order is
-    deterministic, that of ``grain.MapDataset.mix``, but takes any weights.
+    Among the first k rows, each source has its share of k, to within the number of sources. The order is
+    deterministic, and equal to ``grain.MapDataset.mix``, which allows fewer weights.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -19,7 +19,7 @@ class Shares:
         self._shares = [int(weight * scale) for weight in exact]
 
     def taken(self, rows: int) -> list[int]:
-        """How many of the first ``rows`` rows come from each source."""
+        """The number of rows from each source among the first ``rows`` rows."""
         counts, left = [], sum(self._shares)
         for share in self._shares:
             others = rows * (left - share) // left

@@ -1,7 +1,7 @@
-"""Documents packed into rows, whole if they fit, by best-fit decreasing.
+"""Packs documents into rows by best-fit decreasing; a document that fits into a row stays whole.
 
-Ding et al., 2024, "Fewer Truncations Improve Language Modeling" (arXiv:2404.10830), section 3: documents
-longer than a row are cut to rows; then, longest first, each piece goes to the fullest row with room for it.
+Ding et al., 2024, "Fewer Truncations Improve Language Modeling" (arXiv:2404.10830), section 3. Documents
+longer than a row are cut into rows. Then each piece, longest first, goes to the fullest row with room for it.
 """
 
 from dataclasses import dataclass
@@ -13,22 +13,23 @@ from zerojax.run.data.formats import DataError
 from zerojax.run.data.tokens import TokenFile
 
 PADDING = -1
-"""The token of unused positions; ``zerojax.models.lm_loss`` does not count it."""
+"""The token at unused positions; ``zerojax.models.lm_loss`` does not count it."""
 
 
 class PackedRows:
     """A token file as a random-access sequence of rows of whole documents, or of pieces of long ones.
 
-    A row is {"tokens": int32 [T + 1], "segments": int32 [T + 1]}. Segments are 1 for the first document of
-    the row, 2 for the next, and 0 for padding. A document includes the tokens that begin and end a text; if
-    it is longer than T + 1, it is cut into pieces of T + 1 that share a token with the next, so that each of
-    its tokens but the first is predicted exactly once.
+    A row is {"tokens": int32 [T + 1], "segments": int32 [T + 1]} with T = ``length``. Segments are 1 for the
+    first document of the row, 2 for the next, and 0 for padding. A document includes the tokens that begin
+    and end a text. If it is longer than T + 1, it is cut into pieces of T + 1. Each piece shares a token with
+    the next, so each token but the first is predicted exactly once.
 
-    Of a file with a mask, only the beginning of a longer document is taken, since a piece without what comes
-    before it is not a conversation; and none of a document that has no token to learn there. With
-    ``labels``, a row also has "labels": int32 [T + 1], the tokens that count in the loss, and -1 elsewhere.
+    In a file with a mask, longer documents are not cut into pieces but lose their end, because a piece
+    without its beginning is not a conversation. A document without a token to learn in its beginning is
+    skipped. With ``labels``, a row also has "labels": int32 [T + 1], with the tokens that count in the loss
+    and -1 elsewhere.
 
-    T is ``length``. The plan of the rows takes about 16 bytes of memory per document.
+    The plan of the rows takes about 16 bytes of memory per document.
 
     Raises:
         DataError: no document has a token to learn within a row.
@@ -72,11 +73,11 @@ class PackedRows:
 def best_fit(sizes: Int[np.ndarray, " pieces"], capacity: int) -> Int32[np.ndarray, " pieces"]:
     """Assign pieces to rows: longest first, each to the fullest row with room, else to a new one.
 
-    All pieces of one size are placed at once, so the time grows with the number of different sizes. Sizes
-    are from 1 to ``capacity``, and there is at least one.
+    All pieces of one size are placed at once, so the time grows with the number of different sizes. Sizes are
+    from 1 to ``capacity``, and there is at least one.
 
     Returns:
-        The row of each piece; rows count from 0, and none is empty.
+        The row of each piece. Rows count from 0, and none is empty.
     """
     row_of = np.empty(len(sizes), np.int32)
     order = np.argsort(-sizes, kind="stable")
@@ -127,14 +128,14 @@ def _pieces(
 
 @dataclass(frozen=True)
 class Shortened:
-    """What rows leave out of the documents of a file with a mask.
+    """What the rows lose of the documents in a file with a mask.
 
     Attributes:
-        documents: all of them.
-        cut: those that are longer than a row, and lose their end.
-        left_out: those of them without any token to learn in what is left.
-        targets: tokens that count in the loss, of all documents.
-        lost: those of them that are in no row.
+        documents: number of documents.
+        cut: documents that are longer than a row, and lose their end.
+        left_out: cut documents that have no token to learn left, and are skipped.
+        targets: tokens that count in the loss, in all documents.
+        lost: tokens that count in the loss and are in no row.
     """
 
     documents: int
@@ -145,14 +146,14 @@ class Shortened:
 
 
 def shortened(file: TokenFile, length: int) -> Shortened:
-    """Count what rows of ``length`` tokens leave out of a file with a mask."""
+    """Count what rows of ``length`` tokens lose of a file with a mask."""
     return _beginnings(file, length)[2]
 
 
 def _beginnings(
     file: TokenFile, length: int
 ) -> tuple[Int64[np.ndarray, " pieces"], Int64[np.ndarray, " pieces"], Shortened]:
-    """Start and size of what a row of length + 1 tokens takes of each document; and what it leaves out."""
+    """Start and size of each document's part in a row of length + 1 tokens; and what the rows lose."""
     assert file.mask is not None
     whole = np.asarray(file.lengths, np.int64)
     starts, sizes = np.cumsum(whole) - whole, np.minimum(whole, length + 1)

@@ -1,4 +1,4 @@
-"""Text sources: from a source's name to its files, and from files to documents."""
+"""Text sources: finds the files of a source, and reads their documents."""
 
 import glob
 import itertools
@@ -25,12 +25,12 @@ class TextSource:
     Args:
         source: "stdlib" for the .py files of Python's standard library without its tests; or the path of a
             file or folder; or a glob. A folder saved by ``datasets`` is read as that dataset.
-        pattern: which files of a folder to take. Hidden files, and files with a NUL byte (neither text nor
-            tables), are never taken.
+        pattern: which files of a folder to read. Hidden files are never read, nor files with a NUL byte that
+            are not tables.
         examples: how its files become documents; by default texts, in the column "text" of tables.
 
     Attributes:
-        files: sorted.
+        files: the files, sorted.
 
     Raises:
         DataError: nothing is there, or it holds no text.
@@ -56,7 +56,7 @@ class TextSource:
 
 
 def check_source_exists(source: str, pattern: str | None) -> None:
-    """Look for a source, without reading it; the tokens of an earlier run are one as well.
+    """Check that a source exists, without reading it. The tokens of an earlier run are a source, too.
 
     Raises:
         DataError: nothing is there.
@@ -86,7 +86,8 @@ def _find_files(source: str, pattern: str) -> tuple[Path, ...]:
     if path.is_file():
         return _texts_among([path], path.parent, source)
     if names := glob.glob(str(path), recursive=True):
-        # Through a link to a folder around it, a file has one more name for every level that is followed.
+        # If a folder links to a folder around it, a file has one more name for every time the link is
+        # followed.
         own = {Path(name).resolve(): Path(name) for name in sorted(names, key=len, reverse=True)}
         folder = Path(os.path.commonpath([file.parent for file in own.values()]))
         return _texts_among(own.values(), folder, source)
@@ -94,7 +95,7 @@ def _find_files(source: str, pattern: str) -> tuple[Path, ...]:
 
 
 def _texts_among(paths: Iterable[Path], root: Path, label: str) -> tuple[Path, ...]:
-    """The files of text or tables, sorted; what is hidden below ``root`` is left out."""
+    """The files of text or tables, sorted, without files that are hidden below ``root``."""
     there = [path for path in paths if path.is_file()]
     files = [path for path in there if _is_taken(path, root)]
     if not files:

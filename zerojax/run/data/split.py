@@ -1,4 +1,4 @@
-"""The validation split: whether a document is held out depends on its own text."""
+"""The validation split: a document's own text decides whether it is held out."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +11,7 @@ _END = 1 << 64
 
 
 def rank(text: bytes) -> int:
-    """A hash of a document's text in 0 .. 2^64 - 1; copies of a document have the same."""
+    """A hash of a document's text in 0 .. 2^64 - 1; equal documents have the same rank."""
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
 
 
@@ -19,13 +19,13 @@ def validation_limit(texts: Iterable[bytes], fraction: float, where: str = "") -
     """The rank below which documents are held out.
 
     It is ``fraction`` of all ranks, so a document's split depends neither on other documents nor on file
-    names: adding data moves no document, and copies stay together. Only if one side would be empty (with a
-    handful of documents) is the limit moved, by one document.
+    names: adding data moves no document, and equal documents stay together. If one side would be empty (with
+    a handful of documents), the limit is moved by one document.
 
-    Texts are read until each side has one. Errors begin with ``where`` they are from.
+    Texts are read until each side has one. Errors begin with ``where``.
 
     Raises:
-        DataError: fewer than two different documents.
+        DataError: there are fewer than two different documents.
     """
     limit = round(fraction * _END)
     least, most = _END, -1
@@ -43,12 +43,12 @@ def validation_limit(texts: Iterable[bytes], fraction: float, where: str = "") -
 
 
 def hold_out[T](every: Sequence[T], text: Callable[[T], bytes], fraction: float) -> tuple[list[T], list[T]]:
-    """Examples to train on, and those that are held out.
+    """Split examples into those for training and those held out.
 
-    An example is held out or not by its text, as a document is; ``fraction`` is as for ``validation_limit``.
+    An example's text decides, as for documents; ``fraction`` is as for ``validation_limit``.
 
     Raises:
-        DataError: fewer than two different texts.
+        DataError: there are fewer than two different texts.
     """
     texts = [text(one) for one in every]
     limit = validation_limit(texts, fraction)

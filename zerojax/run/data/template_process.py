@@ -1,4 +1,4 @@
-"""Renders chat templates in a process of its own, whose time and memory are limited."""
+"""Renders chat templates in a separate process with limits of time and memory."""
 
 import atexit
 import json
@@ -25,13 +25,13 @@ class _Worker(NamedTuple):
 
 
 class TemplateProcess:
-    """A process that renders texts, started on first use and again after it ended.
+    """A process that renders texts. It starts on first use, and again after it has ended.
 
-    It ends with this process, at the latest when its time for a text is over.
+    It ends with this process, or when the time for a text is over.
 
     Args:
-        seconds: of computing that a text may take.
-        memory: bytes that the process may have; only Linux limits them.
+        seconds: computing time that a text may take.
+        memory: bytes that the process may use; only Linux enforces this.
     """
 
     def __init__(self, seconds: float = 10.0, memory: int = 1 << 30) -> None:
@@ -78,7 +78,7 @@ class TemplateProcess:
         except OSError:  # it has ended
             line = b""
         except BaseException:
-            self.close()  # its response would be taken for the one to the next request
+            self.close()  # the next request would read this one's response
             raise
         if line.endswith(b"\n"):
             return json.loads(line)

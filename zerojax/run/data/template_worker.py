@@ -1,13 +1,13 @@
 """Renders chat templates: ``python template_worker.py SECONDS BYTES``.
 
-A chat template is a program that comes with a model, and nothing in Jinja bounds what it computes. This
-process has a limit of time, SECONDS of computing for each text, and one of memory, BYTES. It is started by
-its path and imports no JAX.
+A chat template is a program that comes with a model, and Jinja does not limit its computing. This process has
+a limit of computing time, SECONDS for each text, and a limit of memory, BYTES. It is started by its path, so
+that it does not import JAX.
 
 The standard input has pickled requests: the source of a template, and the variables of each text to render.
-The response to each is a line of JSON, {"texts": [[text, ranges], ...]} or {"error": what went wrong}. A text
-with which the first one begins is given as its length. The ranges are those of the characters in
-``{% generation %}`` blocks.
+The response to a request is a line of JSON, {"texts": [[text, ranges], ...]} or {"error": message}. A text
+that is the beginning of the first text is replaced by its length. The ranges are the characters in ``{%
+generation %}`` blocks.
 """
 
 import json
@@ -33,11 +33,11 @@ Ranges = list[tuple[int, int]]
 
 
 class GenerationBlocks(Extension):
-    """The tag {% generation %} ... {% endgeneration %}, whose text an assistant writes.
+    """The tag {% generation %} ... {% endgeneration %} around text that the assistant writes.
 
     Attributes:
         pieces: the text that is written so far.
-        ranges: of its blocks.
+        ranges: the ranges of its blocks.
     """
 
     tags = {"generation"}  # noqa: RUF012  (Jinja's own is not annotated either)
@@ -61,7 +61,7 @@ class GenerationBlocks(Extension):
 
 
 def raise_exception(message: str) -> str:
-    """What templates call to refuse a conversation."""
+    """Refuse a conversation; called by templates."""
     raise jinja2.TemplateError(message)
 
 

@@ -19,16 +19,16 @@ from zerojax.validation.untrusted import read_json_object, short
 
 END_OF_TEXT = "<|endoftext|>"
 SETTINGS = "tokenizer_config.json"
-"""Beside a tokenizer.json, as in Hugging Face's folders: names the tokens that end and begin a text."""
+"""The file beside a tokenizer.json, as in Hugging Face's folders, that names its end and begin tokens."""
 
 
 class Spans(NamedTuple):
-    """The tokens of a text, and where they come from.
+    """The tokens of a text with the characters that they come from.
 
     Attributes:
-        tokens: their ids.
-        starts: the first character of each, in the text.
-        ends: one past the last; several tokens may come from one character.
+        tokens: the token ids.
+        starts: the index in the text of each token's first character.
+        ends: one past the last character; several tokens may come from one character.
     """
 
     tokens: UInt32[np.ndarray, " n"]
@@ -75,9 +75,9 @@ class ByteTokenizer:
         return found
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of token ids; bytes that are not UTF-8 become U+FFFD, and ids of no token nothing.
+        """The text of token ids. Bytes that are not UTF-8 become U+FFFD; ids that are no token are skipped.
 
-        A model may have more rows than the tokenizer has tokens, and sample these.
+        A model may sample such an id if its vocabulary is larger than the tokenizer's.
         """
         return bytes(t for t in tokens if t != self.end_of_text and t < self.vocab_size).decode(
             errors="replace"
@@ -90,8 +90,8 @@ class ByteTokenizer:
 class BPETokenizer:
     """A tokenizer of the ``tokenizers`` library that has an end-of-text token.
 
-    Without ``end_of_text`` one of the usual names is looked for; without ``begin_of_text`` the same token
-    begins a text.
+    If ``end_of_text`` is not given, it is one of the usual names. If ``begin_of_text`` is not given, the same
+    token begins a text.
 
     Raises:
         DataError: the tokenizer has no such token.
@@ -103,7 +103,7 @@ class BPETokenizer:
         end_of_text: str | None = None,
         begin_of_text: str | None = None,
     ) -> None:
-        # Left in many a tokenizer.json by the last call of transformers: would cut, or fill up, documents.
+        # Many a tokenizer.json has these from the last call of transformers. They would cut or pad documents.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -111,7 +111,7 @@ class BPETokenizer:
         known = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
         self.end_of_text = self._first_id((end_of_text,) if end_of_text else known)
         self.begin_of_text = self._first_id((begin_of_text,)) if begin_of_text else self.end_of_text
-        # A tokenizer may have no token that begins a text; its chat template then writes none.
+        # If the tokenizer has no token that begins a text, its chat template writes none.
         ends = {"eos_token": self.end_of_text} | ({"bos_token": self.begin_of_text} if begin_of_text else {})
         self.special_tokens = {
             role: token
@@ -165,7 +165,7 @@ class BPETokenizer:
         return [np.asarray(encoding.ids, np.uint32) for encoding in encodings]
 
     def encode_spans(self, texts: Sequence[str]) -> list[Spans]:
-        """Token ids of each text, computed on all cores, and the characters that each token is made from."""
+        """Token ids of each text, computed on all cores, and the characters that each token comes from."""
         found = []
         with tokenizers_errors("the tokenizer cannot encode a text"):
             encodings = self._with_offsets.encode_batch(list(texts), add_special_tokens=False)
@@ -186,8 +186,10 @@ class BPETokenizer:
 
 
 Tokenizer = ByteTokenizer | BPETokenizer
-"""Every id is below ``vocab_size``. ``special_tokens`` are those that a chat template may write, by name:
-"eos_token" and "bos_token"."""
+"""Every id is below ``vocab_size``.
+
+``special_tokens`` has the tokens that a chat template may write, by name: "eos_token" and "bos_token".
+"""
 
 
 def same_tokenizer(one: Tokenizer, other: Tokenizer) -> bool:
@@ -202,10 +204,10 @@ def _files(tokenizer: Tokenizer) -> dict[str, bytes]:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer.json; without one, the tokens are bytes.
+    """Read a tokenizer.json; if there is none, the tokens are bytes.
 
-    A tokenizer_config.json beside it may name the tokens that end (``eos_token``) and begin (``bos_token``)
-    a text.
+    A tokenizer_config.json beside it may name the tokens that end (``eos_token``) and begin (``bos_token``) a
+    text.
 
     Raises:
         DataError: the file is not a tokenizer.
@@ -223,9 +225,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 @contextmanager
 def tokenizers_errors(what: str) -> Generator[None]:
-    """Report what the ``tokenizers`` library raises as a ``DataError`` that begins with ``what``.
+    """Turn any error of the ``tokenizers`` library into a ``DataError`` that begins with ``what``.
 
-    The library raises bare ``Exception``, and where its Rust panics a ``BaseException`` of its own.
+    The library raises bare ``Exception``, and a special ``BaseException`` if its Rust code panics.
     """
     try:
         yield
@@ -237,7 +239,7 @@ def tokenizers_errors(what: str) -> Generator[None]:
 
 @contextmanager
 def _unprinted_panics() -> Generator[None]:
-    """Print what is written to the standard error, unless the body fails: a panic writes four lines."""
+    """Hold back the standard error, and drop it if the body fails: a panic writes four lines."""
     saved = os.dup(2)
     with TemporaryFile() as written:
         os.dup2(written.fileno(), 2)

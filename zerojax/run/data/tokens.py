@@ -1,13 +1,13 @@
 """Token files: a flat, memory-mapped array on disk, with the documents' lengths and a JSON header beside it.
 
-``train.bin`` holds the tokens of all documents in a row, each between a token that begins a text and one
-that ends it; if these are the same, as for bytes or GPT-2's tokenizer, neighbouring documents share one.
-``train.lengths`` holds the number of tokens of each document, both ends included, as uint32. Both files are
-little-endian. ``train.json`` has the counts, the dtype and the checksums, including its own; it is written
-last, so a folder without it is unfinished.
+``train.bin`` holds the tokens of all documents one after another, each between a token that begins a text and
+a token that ends it. If these are the same token, as for bytes or GPT-2's tokenizer, neighbouring documents
+share it. ``train.lengths`` holds the number of tokens of each document, including both ends, as uint32. Both
+files are little-endian. ``train.json`` has the counts, the dtype and the checksums, including its own. It is
+written last, so a folder without it is unfinished.
 
 Files of prompts and completions, or of conversations, also have ``train.mask``: a byte for each token, 1 if
-it counts in the loss. Their documents stand as they are, without tokens added between them.
+it counts in the loss. No tokens are added between their documents.
 """
 
 import zlib
@@ -34,20 +34,20 @@ class Header:
     """The header of a token file.
 
     Attributes:
-        tokens: their number.
+        tokens: number of tokens.
         dtype: uint8, uint16 or uint32, the narrowest that holds the vocabulary.
         crc32: checksum of the .bin file.
         vocab_size: every token is below it.
-        documents: their number.
+        documents: number of documents.
         shared_ends: whether the token that ends a document also begins the next.
         lengths_crc32: checksum of the .lengths file.
         text_bytes: bytes of the text whose tokens count in the loss.
         tokenizer_crc32: checksum of the tokenizer.json that made them; 0 if the tokens are bytes.
         format: version of this layout.
-        targets: the number of tokens that count in the loss; None if there is no mask, and all do.
+        targets: number of tokens that count in the loss; None without a mask, when all count.
         mask_crc32: checksum of the .mask file, or None.
-        empty: rows of the source, of both splits, that are left out because their completion is empty; None
-            if there is none.
+        empty: rows of the source that are skipped because their completion is empty, in both splits; None if
+            there are none.
     """
 
     tokens: int
@@ -70,11 +70,11 @@ class TokenFile:
     """An opened token file.
 
     Attributes:
-        path: of the .bin file.
-        header: its description.
+        path: the .bin file.
+        header: its header.
         tokens: memory-mapped array, uint8, uint16 or uint32 [tokens].
-        lengths: memory-mapped array, uint32 [documents]: the tokens of each document, in order, both
-            ends included.
+        lengths: memory-mapped array, uint32 [documents]: the tokens of each document, in order, including
+            both ends.
         mask: memory-mapped array, uint8 [tokens]: 1 for the tokens that count in the loss; None if all do.
     """
 
@@ -86,7 +86,7 @@ class TokenFile:
 
 
 class _Checked:
-    """A file that is being written, and the checksum of what is in it."""
+    """A file that is being written, and the checksum of its content."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb")
@@ -102,8 +102,8 @@ class _Checked:
 class TokenWriter:
     """Writes a token file, document by document, and its header at the end if there was no error.
 
-    The path is that of the .bin file; the others are written beside it. If it is ``masked``, every document
-    comes with a mask.
+    The path names the .bin file; the other files are written beside it. If ``masked``, every document comes
+    with a mask.
 
     Attributes:
         empty: as in the header.
@@ -139,8 +139,8 @@ class TokenWriter:
     ) -> None:
         """Add a document.
 
-        In a file with a mask, the tokens are as they are to stand there; else without the two ends, which are
-        added. ``text_bytes`` counts the text that counts in the loss.
+        With a mask, the tokens are written as they are. Otherwise the tokens that begin and end a text are
+        added. ``text_bytes`` is the number of bytes of text that count in the loss.
 
         Raises:
             DataError: the file cannot be written.
@@ -191,7 +191,7 @@ class TokenWriter:
                 mask_crc32=None if self._mask is None else self._mask.crc32,
                 empty=self.empty or None,
             )
-            # Without a mask, the header is as it was before there were masks.
+            # Without a mask, the header has no more keys than before there were masks.
             values = {name: value for name, value in asdict(header).items() if value is not None}
             self._path.with_suffix(".json").write_text(dump_checked(values))
 
@@ -226,7 +226,7 @@ def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
             f"{path}: damaged: {size} bytes, but its header says {count} numbers of {dtype.itemsize}; "
             "delete its folder to prepare the data again"
         )
-    # A plain array over the mapping: slicing a memmap is ten times slower.
+    # A plain array over the mapping: slicing a memmap would be ten times slower.
     return np.asarray(np.memmap(path, dtype, mode="r"))
 
 

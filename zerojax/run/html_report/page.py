@@ -20,7 +20,7 @@ from zerojax.validation.bounds import is_time
 def render(run: RunData, *, now: datetime | None = None) -> str:
     """The page as text.
 
-    All values of the run are escaped; the page refers to nothing outside itself.
+    All values of the run are escaped, and the page loads nothing from outside itself.
     """
     environment = Environment(
         loader=PackageLoader("zerojax.run.html_report", "."),
@@ -45,7 +45,7 @@ def render(run: RunData, *, now: datetime | None = None) -> str:
         made=(now or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),
         json=lambda value: json.dumps(value, separators=(",", ":")),
     )
-    return page.encode(errors="replace").decode()  # JSON may have halves of surrogate pairs
+    return page.encode(errors="replace").decode()  # JSON may contain halves of surrogate pairs
 
 
 def _asset(name: str) -> Markup:
@@ -54,7 +54,7 @@ def _asset(name: str) -> Markup:
 
 
 def _facts(run: RunData) -> list[tuple[str, str, str]]:
-    """The numbers at the top: (name, value, remark)."""
+    """The numbers at the top of the page: (name, value, remark)."""
     facts: list[tuple[str, str, str]] = []
     if run.metrics.count:
         planned = run.summary.get("steps") or run.config.get("train", {}).get("steps")
@@ -89,7 +89,7 @@ def _memory_of(run: RunData) -> str:
 
 
 def _main_chart(run: RunData, skipped: Sequence[int]) -> Chart | None:
-    """The loss; of a run of post-training the reward, since its loss says nothing."""
+    """The chart of the loss; for post-training with rewards, the chart of the reward."""
     name, unit = ("reward", "mean") if run.series("reward")[0] else ("loss", _loss_unit(run))
     series = smoothed("training", *run.means(name), every=run.series(name))
     steps, values = run.series(f"validation_{name}")
@@ -99,12 +99,12 @@ def _main_chart(run: RunData, skipped: Sequence[int]) -> Chart | None:
 
 
 def _loss_unit(run: RunData) -> str:
-    """The unit of the loss, which of a run on preferences is a mean over pairs."""
+    """The unit of the loss, which is a mean over pairs in a run on preferences."""
     return "mean over pairs" if run.series("accuracy")[0] else "nats per token"
 
 
 def _charts(run: RunData, skipped: Sequence[int]) -> list[Chart]:
-    """All charts but the first: of preferences, PPO's critic and routers, then those of every run."""
+    """All charts but the first: for preferences, PPO's critic and routers, then the charts of every run."""
 
     def mean(name: str, key: str) -> list[Series]:
         return smoothed(name, *run.means(key), every=run.series(key), rate=key in RATES)
@@ -116,7 +116,7 @@ def _charts(run: RunData, skipped: Sequence[int]) -> list[Chart]:
     rewards = [line("chosen", "rewards_chosen"), line("rejected", "rewards_rejected")]
     tokens, mfu = mean("tokens/s", "tokens_per_second"), mean("MFU", "mfu")
     explained, entropy = [line("variance", "explained_variance")], mean("entropy", "router_entropy")
-    # Charts go in pairs.
+    # Charts are shown in pairs: the step time makes up for a missing or added one.
     seconds = mean("step", "step_seconds") if run.series("mfu")[0] else []
     place = _memory_of(run).replace("most", "most so far")
     draw, marked = partial(_draw, run), partial(_draw, run, marks=skipped)
@@ -148,7 +148,7 @@ def _draw(run: RunData, title: str, unit: str, series: Sequence[Series], **optio
 
 
 def _session(number: int, session: dict[str, Any], written: float | None) -> dict[str, str]:
-    """A row of the table of starts; ``written`` is when the last step was recorded."""
+    """A row of the table of starts; ``written`` is the time when the last step was recorded."""
     begun, ended = session.get("began"), session.get("ended")
     if session.get("status") == "running":
         ended = written
@@ -173,7 +173,7 @@ def _session(number: int, session: dict[str, Any], written: float | None) -> dic
 
 
 def _communication(run: RunData) -> dict[str, Any] | None:
-    """The bytes that a step sends; None if they are not recorded as ``make_log`` does."""
+    """The bytes that a step sends; None if they are not recorded in the form of ``make_log``."""
     found = run.summary.get("communication")
     if not isinstance(found, dict) or not isinstance(phases := found.get("phases"), dict) or not phases:
         return None

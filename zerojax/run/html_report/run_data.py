@@ -22,21 +22,22 @@ _SAMPLE = {"prompt", "completion"}
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of a run, as far as it can be read.
+    """The data of a run, as far as they can be read.
 
     Attributes:
-        name: of the folder.
-        path: of the folder.
+        name: the folder's name.
+        path: the folder.
         status: "finished", "failed", "stopped", "running", or "unknown".
         reason: why it failed or stopped, or None.
         summary: ``run.json``.
         config: section -> key -> value, from ``config.toml``; empty if it cannot be read.
         changed: "section.key" of the settings that differ from the defaults.
-        metrics: of ``metrics.jsonl``.
-        samples: the newest of ``samples.jsonl``: a prompt, a completion, and its reward or what was expected.
+        metrics: the values in ``metrics.jsonl``.
+        samples: the newest lines of ``samples.jsonl``: a prompt, a completion, and its reward or the expected
+            completion.
         notes: remarks for the reader: damaged files, a silent run.
         written: when ``metrics.jsonl`` was last written (Unix time), or None.
-        checkpoints: their steps.
+        checkpoints: the steps of the checkpoints.
         profiles: folders with a trace, relative to the run's.
     """
 
@@ -55,9 +56,9 @@ class RunData:
     profiles: list[str]
 
     def series(self, name: str) -> tuple[list[int], list[float | None]]:
-        """The steps that have a value of this name, and the values; None for one that is not finite.
+        """The steps that have a value of this name, and the values; None for a value that is not finite.
 
-        Step 0 has what the first weights reach, of a run that measured it.
+        Step 0 has the value of the first weights, if the run measured it.
         """
         found = self._column(name).points
         if found and f"first_{name}" in self.summary:
@@ -89,7 +90,7 @@ class RunData:
 
 
 def read_run_data(folder: RunFolder) -> RunData:
-    """Read a run's folder; note and omit what cannot be read.
+    """Read a run's folder; skip and note files that cannot be read.
 
     Raises:
         ConfigurationError: there is no run.
@@ -100,7 +101,7 @@ def read_run_data(folder: RunFolder) -> RunData:
     metrics = read_columns(folder.metrics)
     if metrics.damaged:
         lines = "1 line" if metrics.damaged == 1 else f"{metrics.damaged} lines"
-        notes.append(f"{lines} of {folder.metrics.name} cannot be read and were left out.")
+        notes.append(f"{lines} of {folder.metrics.name} cannot be read and were skipped.")
     summary = folder.read_summary()
     if not summary:
         name = folder.summary.name
@@ -139,7 +140,7 @@ def read_run_data(folder: RunFolder) -> RunData:
 
 
 def _config(folder: RunFolder, notes: list[str]) -> tuple[dict[str, dict[str, Any]], frozenset[str]]:
-    """The settings as written, even by another version of zerojax, and which differ from the defaults."""
+    """The settings as written, perhaps by another version of zerojax, and which differ from the defaults."""
     try:
         written = parse_toml(folder.config.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -6,15 +6,15 @@ from typing import Any
 
 
 def draw_loss_curve(steps: Sequence[dict[str, Any]], path: Path, title: str) -> None:
-    """Draw training and validation loss against steps, as PNG; steps without a finite loss are left out."""
-    # It takes longer to import than all of zerojax, and most commands draw nothing.
+    """Draw training and validation loss against steps, as PNG; steps without a finite loss are skipped."""
+    # Matplotlib takes longer to import than all of zerojax, and most commands draw nothing.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     trained = [line for line in steps if line.get("loss") is not None]
     axes.plot([s["step"] for s in trained], [s["loss"] for s in trained], lw=1, label="training")
-    # Runs on preferences have an accuracy.
+    # Only runs on preferences have an accuracy.
     unit = "mean over pairs" if any("accuracy" in line for line in steps) else "nats per token"
     evaluated = [line for line in steps if line.get("validation_loss") is not None]
     if evaluated:

@@ -28,9 +28,9 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def most_memory() -> int:
-    """The most bytes in use so far, on this process's fullest device; if devices do not say, by the process.
+    """The peak of bytes in use on this process's fullest device; the process's own peak on CPUs.
 
-    What is in use between steps, when a line is logged, is the state alone.
+    The peak is logged because at the time of logging, between steps, only the state is in memory.
     """
     most = [
         stats["peak_bytes_in_use"]

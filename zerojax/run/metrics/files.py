@@ -20,12 +20,14 @@ _MAX_STEPS = 1 << 53  # beyond, a chart could not tell them apart
 class MetricsFile:
     """Writes a run's metrics; a resumed run continues the file.
 
-    A separate thread writes the lines, so that a hung disk delays no step; it ends the run with an error once
-    too many lines are queued, or when the queue must be flushed.
+    A separate thread writes the lines, so that a hung disk delays no step. If too many lines are queued, or
+    the queue must be flushed, a hung disk ends the run with an error.
 
-    ``start`` steps were done. Lines of an earlier process about later ones, which will be repeated, are
-    dropped. At most so many lines are queued, and the disk has ``patience`` seconds to write one that is
-    waited for.
+    Args:
+        path: the file.
+        start: steps done before. Lines of later steps, which will be repeated, are dropped.
+        most: the most lines in the queue.
+        patience: seconds that the disk may take for one line when the run waits for it.
 
     Raises:
         OSError: the file cannot be written.
@@ -37,7 +39,7 @@ class MetricsFile:
         self._path = path
         self._patience = patience
         self._most = most
-        # Not a file object: Python would close that at exit, and wait for a hung disk.
+        # Not a file object: Python would close it at exit, and wait for a hung disk.
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
         self._worker = Worker("metrics", most)
 
@@ -68,8 +70,8 @@ class MetricsFile:
                 os.close(self._file)
 
     def _append(self, line: bytes) -> None:
-        if not os.fstat(self._file).st_nlink:  # a write would succeed, and nobody could read it
-            raise RunError(f"{self._path} was deleted while the run wrote to it: what follows would be lost")
+        if not os.fstat(self._file).st_nlink:  # a write would succeed, but nobody could read it
+            raise RunError(f"{self._path} was deleted while the run wrote to it: later lines would be lost")
         while line:
             line = line[os.write(self._file, line) :]
 
@@ -82,7 +84,7 @@ class MetricsFile:
     def _check(self) -> None:
         if self.hangs:
             raise OSError(
-                errno.ETIMEDOUT, f"the disk has not answered for {self._patience:g} s", str(self._path)
+                errno.ETIMEDOUT, f"the disk has not responded for {self._patience:g} s", str(self._path)
             )
         if self._worker.error is not None:
             raise self._worker.error
@@ -97,9 +99,9 @@ def _line(values: Mapping[str, Any]) -> str:
 
 
 def move_later_lines(path: Path, step: int) -> Path | None:
-    """Move a log's lines about later steps, and unreadable ones, to a file beside it.
+    """Move a log's lines of later steps, and unreadable lines, to a file beside it.
 
-    A log is ``metrics.jsonl`` or ``samples.jsonl``.
+    The log is ``metrics.jsonl`` or ``samples.jsonl``.
 
     Returns:
         That file; None if there was nothing to move.

@@ -25,10 +25,10 @@ class StepCosts:
     """The work of a step, for computing throughput.
 
     Attributes:
-        tokens: per step, over all devices; None if only the loss's "tokens" count them.
-        flops: per step, over all devices, as the model counts them, if known.
+        tokens: tokens per step, over all devices; None if only the loss's "tokens" count them.
+        flops: model FLOPs per step, over all devices, if known.
         devices: number of devices.
-        internode_bytes: sent by one node to others per step, if known.
+        internode_bytes: bytes that a node sends to others per step, if known.
     """
 
     tokens: int | None = None
@@ -38,21 +38,21 @@ class StepCosts:
 
 
 class RunLog:
-    """Logs the steps of a run and detects divergence; files, trackers and output are process zero's.
+    """Logs the steps of a run and detects divergence. Only process zero writes files and prints.
 
     Args:
-        folder: of the run; None writes no files.
-        steps: of the whole run.
-        max_skips: steps in a row that may be skipped before the run has diverged.
-        spikes: what a loss that is a spike does: its step is skipped, or the run stops.
-        every: steps between progress lines where the output is not a terminal.
-        trackers: their names; they need a folder.
+        folder: the run's folder; None writes no files.
+        steps: steps of the whole run.
+        max_skips: the run has diverged after this many skipped steps in a row.
+        spikes: what a spike of the loss does: nothing, skip the step, or stop the run.
+        every: steps between progress lines if the output is not a terminal.
+        trackers: names of trackers, which need a folder.
         project: for trackers.
         settings: for trackers.
-        costs: of a step.
+        costs: the work of a step.
         learning_rates: by the number of updates done, if known.
         start: steps done before.
-        skipped: those of them without an update.
+        skipped: steps before that made no update.
         listener: called with each step's number and values, on every process.
 
     Raises:
@@ -113,7 +113,7 @@ class RunLog:
 
     @property
     def hangs(self) -> bool:
-        """Whether the disk hangs, so that nothing can be written any more."""
+        """Whether the disk hangs, so that nothing can be written."""
         return self._file is not None and self._file.hangs
 
     def say(self, message: str) -> None:
@@ -137,7 +137,7 @@ class RunLog:
             self._take(record)
 
     def drain(self) -> None:
-        """Wait for all dispatched steps, and until they are written.
+        """Wait until all dispatched steps have finished and are written.
 
         Raises:
             OSError, RunError: they cannot be written.
@@ -163,11 +163,11 @@ class RunLog:
         if self._listener is not None:
             self._listener(record.step, values)
         if why := self._divergence(record.step, values):
-            # The last but one of the steps that were not skipped: the last may have broken the weights.
+            # The last but one of the steps with an update: the last update may have broken the weights.
             raise DivergedError(why, good=record.step - int(values["skipped_in_row"]) - 1)
 
     def _divergence(self, step: int, values: dict[str, float]) -> str | None:
-        """Why the run must stop at this step; None if it need not."""
+        """The reason to stop the run at this step; None if there is none."""
         in_row = int(values["skipped_in_row"])
         if self._spikes == "stop" and values.get("spike"):
             return (
@@ -183,11 +183,11 @@ class RunLog:
         )
 
     def _complete(self, record: StepRecord) -> dict[str, float]:
-        """A step's values, with those that follow from its numbers and its time."""
+        """A step's values, with the values that follow from its number and its time."""
         values, seconds, costs = dict(record.values), max(record.seconds, 1e-9), self._costs
         updates = record.step - 1 - self.skipped
         self.skipped += int(values["skipped"])
-        # Rows of packed documents have fewer tokens with a loss than positions.
+        # In rows of packed documents not every position counts in the loss.
         tokens = values.get("tokens", costs.tokens)
         if self._rates is not None:
             values["learning_rate"] = float(self._rates[min(updates, len(self._rates) - 1)])

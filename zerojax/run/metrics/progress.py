@@ -14,7 +14,7 @@ from rich.progress import Progress as RichProgress
 from zerojax import terminal
 from zerojax.formatting import abbreviated, size
 
-# The newest steps whose median time and rates are shown.
+# The number of newest steps whose median time and rates are shown.
 _RECENT = 10
 
 # Characters of the bar.
@@ -32,8 +32,8 @@ _MEASURED = {
 class Progress:
     """The progress line of one run; a context manager.
 
-    ``start`` steps were done before. Without a terminal there is a line every so many steps; a process that
-    is not ``shown`` prints nothing.
+    ``start`` steps were done before. If the output is not a terminal, a line is printed every ``every``
+    steps. A process that is not ``shown`` prints nothing.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Progress:
             self._live = RichProgress(
                 *(BarColumn(_BAR), TextColumn("{task.description}", markup=False)),
                 console=self._console,
-                transient=True,  # else it would print the last line again, below the summary of the run
+                transient=True,  # otherwise it prints the last line again, below the summary of the run
             )
             self._task = self._live.add_task("compiling the step", total=steps, completed=start)
 
@@ -83,9 +83,9 @@ class Progress:
     def show(self, step: int, values: Mapping[str, float]) -> None:
         """Show a finished step.
 
-        The values are its metrics: "loss", "step_seconds", "memory_bytes", and if known "tokens_per_second",
-        "mfu", "internode_bytes", "exact_match", "reward", "skipped_total", and of an evaluation
-        "validation_loss" and others that begin with "validation_".
+        ``values`` are its metrics: "loss", "step_seconds", "memory_bytes"; if known, "tokens_per_second",
+        "mfu", "internode_bytes", "exact_match", "reward" and "skipped_total"; and of an evaluation
+        "validation_loss" and others with that prefix.
         """
         line = self._line(step, values)
         if self._cell is not None:
@@ -102,7 +102,7 @@ class Progress:
             self.say(line)
 
     def _line(self, step: int, values: Mapping[str, float]) -> str:
-        # The first step's time is mostly compilation, and predicts nothing.
+        # The first step's time is mostly compilation, so it predicts nothing.
         recent = self._recent if self._compiled else [values]
         if self._compiled:
             self._recent.append(values)
@@ -135,9 +135,9 @@ def _is_evaluated(values: Mapping[str, float]) -> bool:
 
 
 class _Cell:
-    """The line in the output of a notebook's cell, which replaces itself.
+    """A line in the output of a notebook's cell that replaces itself.
 
-    rich would need ipywidgets, and without them print nothing.
+    rich would need ipywidgets for this, and without them prints nothing.
     """
 
     def __init__(self, steps: int) -> None:

@@ -1,12 +1,12 @@
 """Asynchronous transfer of metrics from the device.
 
-A training step returns at once, with metrics that are still being computed. The queue starts their copies to
-the host and reads a step's values only when ``depth`` newer steps have been dispatched, so that the device
-always has a next step; it also keeps the host from running further ahead. A thread waits for each step, and
-notes when it ends: the host, which evaluates, saves or makes rollouts, may look much later.
+A training step returns at once, with metrics that are still being computed. The queue starts copying them to
+the host. It reads a step's values only when ``depth`` newer steps have been dispatched, so the device always
+has a next step, and the host does not run further ahead. A thread waits for each step and records when it
+ends, because the host may look much later: it also evaluates, saves and makes rollouts.
 
-With local updates a step's metrics may come with the next one (``zerojax.train.step.reports_later``). They
-are read then, or where the queue is drained, which waits for them.
+With local updates a step's metrics may arrive with the next step (``zerojax.train.step.reports_later``). They
+are read then. Draining the queue also waits for them.
 """
 
 import time
@@ -29,8 +29,8 @@ class StepRecord:
     Attributes:
         step: optimizer steps done, this one included.
         values: name -> number.
-        seconds: from the end of the previous step, or of the evaluation or save after it, to the end of this
-            one.
+        seconds: seconds from the end of the previous step (or of the evaluation or save after it) to the end
+            of this one.
     """
 
     step: int
@@ -44,7 +44,7 @@ Evaluation = Callable[[], Metrics]
 
 @dataclass
 class _Dispatched:
-    """A step that is not read yet, with its metrics or what computes them, and when it ended."""
+    """A step that is not read yet, with its metrics or a function that computes them, and when it ended."""
 
     step: int
     metrics: Metrics | Evaluation
@@ -52,7 +52,7 @@ class _Dispatched:
 
 
 class MetricsQueue:
-    """Dispatched steps, oldest first, of which at most ``depth`` are in flight."""
+    """Dispatched steps, oldest first; at most ``depth`` are in flight."""
 
     def __init__(self, depth: int = 2, clock: Callable[[], float] = time.perf_counter) -> None:
         self._depth = depth
@@ -70,10 +70,13 @@ class MetricsQueue:
     ) -> list[StepRecord]:
         """Add a step; return the steps more than ``depth`` behind it.
 
-        ``evaluation`` computes further scalar arrays after the step. It is called once the step has finished,
-        so that the two are timed separately. If ``metrics`` are those of the step before, ``own`` computes
-        those of this one. It is called only if they are needed before the next step brings them. Metrics of a
-        step that was read already, or was never pushed, are ignored.
+        Args:
+            step: the step's number.
+            metrics: the step's metrics; with ``own``, the previous step's.
+            evaluation: computes further scalars after the step. It is called when the step has finished, so
+                that the two are timed separately.
+            own: computes this step's metrics if ``metrics`` are the previous step's. It is called only if
+                they are needed before the next step brings them.
         """
         for value in metrics.values():
             value.copy_to_host_async()
@@ -110,7 +113,7 @@ class MetricsQueue:
             self._last = end
 
     def _note_end(self, dispatched: _Dispatched, results: Metrics) -> None:
-        with suppress(Exception):  # whoever reads the step gets its error
+        with suppress(Exception):  # reading the step raises its error
             jax.block_until_ready(results)
         dispatched.end.set_result(self._clock())
 

@@ -1,9 +1,9 @@
 """Experiment trackers of a run: TensorBoard, Weights & Biases, MLflow.
 
-A tracker is a module of this package with a class that opens one run: a new one, or the one that earlier
-processes of this run wrote to, whose identity is kept in ``RUN/run.json``. ``metrics.jsonl`` has all values
-in any case, so a tracker that fails or hangs during a run is dropped with a message, and the run continues.
-Each tracker has a thread of its own, so that neither a step nor the end of the process waits for it.
+A tracker is a module of this package with a class that opens one run: a new one, or the one to which earlier
+processes of this run wrote. ``RUN/run.json`` keeps the tracker's identifier of the run. ``metrics.jsonl`` has
+all values in any case, so a tracker that fails or hangs is dropped with a message, and the run continues.
+Each tracker has its own thread, so that neither a step nor the end of the process waits for it.
 """
 
 import functools
@@ -21,8 +21,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.multihost.background import Worker
 from zerojax.run.run_dir import RunFolder
 
-# name -> (module and class, required package, extra of zerojax that installs the package; None where zerojax
-# itself requires it, so that only a source tree on the path can lack it)
+# name -> (module and class, required package, what to install to get it)
 _TRACKERS = {
     "tensorboard": ("zerojax.run.trackers.tensorboard:TensorBoard", "tensorboardX", "tensorboardX"),
     "wandb": ("zerojax.run.trackers.wandb:Wandb", "wandb", "wandb>=0.19"),
@@ -41,9 +40,9 @@ class Tracker(Protocol):
         """Begin a run, or resume the one with the identity ``known``.
 
         Args:
-            folder: of the run; its last part is the run's name.
-            project: that the run belongs to.
-            settings: to show with the run; plain values, possibly nested.
+            folder: the run's folder; its last part is the run's name.
+            project: the project that the run belongs to.
+            settings: shown with the run; plain values, possibly nested.
             start: steps done so far.
             known: ``identity`` in an earlier process of this run.
         """
@@ -81,7 +80,7 @@ class Trackers:
     Args:
         trackers: open trackers by name.
         say: prints a message; called by the thread that calls ``write`` and ``close``.
-        most: steps that a tracker may lag behind before it is dropped.
+        most: a tracker is dropped when it is this many steps behind.
         patience: seconds for all trackers together to send pending values at the end.
     """
 
@@ -121,8 +120,8 @@ class Trackers:
             done = line.worker.wait(max(0.0, limit - time.monotonic()))
             if not self._has_failed(name, line) and not done:
                 self._say(
-                    f"log.trackers: {name} did not take its last steps within {self._patience:g} s; they are "
-                    "in metrics.jsonl"
+                    f"log.trackers: {name} did not accept its last steps within {self._patience:g} s; "
+                    "metrics.jsonl has them"
                 )
             self._drop(name)
 
@@ -143,7 +142,7 @@ def check_trackers(names: Sequence[str]) -> None:
     """Refuse a tracker that is unknown, or whose package is not installed; imports nothing.
 
     Raises:
-        ConfigurationError: with those that there are, or how to install it.
+        ConfigurationError: lists the known trackers, or says how to install it.
     """
     if isinstance(names, str):
         raise ConfigurationError(f"trackers={names!r}: give a list, such as [{names!r}]")
@@ -167,17 +166,17 @@ def track(
     start: int = 0,
     say: Callable[[str], None] = print,
 ) -> Trackers:
-    """Open trackers for a training loop of your own; a resumed run continues in them.
+    """Open trackers for your own training loop; a resumed run continues in them.
 
     All processes call this, and only process zero writes. Close the result, or use it in a ``with``
     statement.
 
     Args:
-        folder: of the run, created if missing; its last part is the run's name. Its ``run.json`` keeps the
-            trackers' identifiers.
+        folder: the run's folder, created if missing; its last part is the run's name. Its ``run.json`` keeps
+            the trackers' identifiers.
         trackers: "tensorboard" (events in ``folder/tensorboard``), "wandb", "mlflow".
-        project: of Weights & Biases; experiment of MLflow.
-        settings: to show with the run; plain values, possibly nested.
+        project: project of Weights & Biases; experiment of MLflow.
+        settings: shown with the run; plain values, possibly nested.
         start: steps done so far.
         say: prints a message.
 
@@ -212,7 +211,7 @@ def open_trackers(
         make = getattr(importlib.import_module(module), kind)
         try:
             trackers[name] = make(folder, project, settings, start=start, known=known.get(name))
-        except Exception as error:  # each client raises its own kinds
+        except Exception as error:  # each client has its own exceptions
             raise ConfigurationError(f"log.trackers: {name} cannot start: {error}") from error
         known[name] = trackers[name].identity
         folder.update_summary(trackers=known, folder=str(folder.path.absolute()))
@@ -220,7 +219,10 @@ def open_trackers(
 
 
 def _known(folder: RunFolder) -> dict[str, str]:
-    """The identifiers of a run in its trackers; none of a copy beside its original, whose they stay."""
+    """The run's identifiers in its trackers.
+
+    A copy of a run has none, because they stay with the original.
+    """
     summary = folder.read_summary()
     place = Path(summary.get("folder", folder.path))
     if place.exists() and not place.samefile(folder.path):

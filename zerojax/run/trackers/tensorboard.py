@@ -1,7 +1,7 @@
 """The TensorBoard tracker: event files in ``RUN/tensorboard``, written by tensorboardX.
 
-Uses its record writer only: the thread and queue of its ``SummaryWriter`` depend on the wall clock, and hang
-forever if that is set back by weeks.
+It uses only the record writer. The thread and queue of ``SummaryWriter`` depend on the wall clock, and hang
+forever if the clock is set back by weeks.
 """
 
 import time
@@ -29,8 +29,8 @@ class TensorBoard:
         del project, settings, known
         path = folder.path / self.identity
         path.mkdir(exist_ok=True)
-        # File names have a resolution of one second: the suffix keeps a quick restart from overwriting the
-        # last.
+        # File names have a resolution of one second: the suffix keeps a quick restart from overwriting a
+        # file.
         self._writer = EventsWriter(str(path / "events"), filename_suffix=f".from-{start}")
         self._add(Event(step=start + 1, session_log=SessionLog(status=SessionLog.START)))
         self._flush()
