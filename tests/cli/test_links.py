@@ -43,6 +43,6 @@ def test_a_plan_takes_the_measurements(tmp_path: Path, capfd: pytest.CaptureFixt
     said = "all-gather 64, all-to-all 64 Gb/s (collectives measured on 2 x 1 devices) between nodes"
     assert said in capfd.readouterr().out
     assert main([*plan, "--links", str(file), "--bandwidth", "10gbit"]) == 2
-    assert "--bandwidth and --links: give one" in capfd.readouterr().err
+    assert "--bandwidth and --links exclude each other" in capfd.readouterr().err
     assert main(["plan", "gpt-tiny", "--links", str(file)]) == 2
     assert "Give --gpu" in capfd.readouterr().err

@@ -37,7 +37,7 @@ def test_a_name_of_the_hub_gets_the_way_to_its_folder(tmp_path, capsys):
     run = ["--run-dir", str(tmp_path / "run")]
     assert main(["train", "gpt-tiny", "--init-from", "Qwen/Qwen3-0.6B", *run]) == 2
     error = capsys.readouterr().err
-    assert "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`, and give --init-from Qwen3-0.6B" in error
+    assert "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`, and pass --init-from Qwen3-0.6B" in error
     assert main(["train", "gpt-tiny", "--init-from", str(tmp_path / "no" / "where"), *run]) == 2
     assert "where: no such folder\n" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -119,7 +119,7 @@ class TrainBatches(Iterator[Batch]):
         self._sizes = [len(source) for source in sources]
 
     def __next__(self) -> Batch:
-        """The next batch: {"tokens": int32 [rows, T + 1]}, and "segments" and "labels" as ``PackedRows``."""
+        """The next batch: "tokens", int32 [rows, T + 1], and any "segments" and "labels" of its rows."""
         return next(self._iterator)
 
     def rounds(self, step: int) -> list[float]:
