@@ -141,12 +141,7 @@ class Dialogue:
 
 
 def _open_dialogue(config: RunConfig, folder: RunFolder, options: Options) -> Dialogue:
-    """A conversation in the form that the run was trained on.
-
-    Raises:
-        ConfigurationError: the run was trained on plain text, and its tokenizer has no chat template; or a
-            system message is given to a run that completes single prompts.
-    """
+    """A conversation in the form that the run was trained on."""
     kinds = {one.kind for one in config.data.sources}
     tokenizer = open_tokenizer(config.data, folder.data)
     longest = max(1, config.model.max_seq_len - options.tokens)

@@ -46,11 +46,7 @@ class Options:
 
 
 def run(arguments: list[str]) -> None:
-    """Rewind and delete if asked to, then list and verify.
-
-    Raises:
-        RunError: a checkpoint is damaged, or cannot be deleted.
-    """
+    """Rewind and delete if asked to, then list and verify."""
     options = read_options(Options, "checkpoints", arguments)
     folder = RunFolder(options.run)
     if not folder.path.is_dir():

@@ -30,9 +30,6 @@ def emulate_devices(mesh: MeshSection, processes: int | None = None) -> None:
     already sets the number of devices. Accelerators are not affected.
 
     ``processes`` share the devices; by default there are ``JAX_NUM_PROCESSES``.
-
-    Raises:
-        ConfigurationError: the devices do not divide among the processes, or the variable is not a number.
     """
     if not mesh.emulate or _EMULATION_FLAG in os.environ.get("XLA_FLAGS", ""):
         return

@@ -34,11 +34,7 @@ complete -o default -F _zerojax zerojax
 
 
 def run(arguments: list[str]) -> None:
-    """Print the script.
-
-    Raises:
-        ConfigurationError: no shell, or an unknown one, is named.
-    """
+    """Print the script."""
     if arguments not in (["bash"], ["zsh"]):
         raise ConfigurationError("completion: name the shell: zerojax completion bash, or zsh")
     cases = [

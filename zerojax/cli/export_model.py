@@ -72,11 +72,7 @@ class Options:
     mesh: MeshOptions = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse an unknown dtype, a file size of zero, and options without effect.
-
-        Raises:
-            ConfigurationError: names the option.
-        """
+        """Refuse an unknown dtype, a file size of zero, and options without effect."""
         if self.dtype is not None:
             dtype_name(self.dtype, "--dtype", tuple(EXPORT_DTYPES))
         if not self.shard_gb > 0:

@@ -62,11 +62,7 @@ def run(arguments: list[str]) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file; a repeated key is an error.
-
-    Raises:
-        ConfigurationError: it cannot be read.
-    """
+    """Read a JSON file; a repeated key is an error."""
     with file_errors(path, content="not valid JSON"):
         text = path.read_text(encoding="utf-8")
         if len(text) > MAX_SETTINGS_CHARS:

@@ -60,9 +60,6 @@ def launch(job: Job) -> int:
 
     Returns:
         The exit code; see the module.
-
-    Raises:
-        ConfigurationError: invalid numbers, too few devices, or no such program; nothing was started.
     """
     if is_program(job.train[0]) and not Path(job.train[0]).is_file():
         raise ConfigurationError(f"{job.train[0]}: there is no such program; check the path")

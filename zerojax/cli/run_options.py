@@ -64,9 +64,6 @@ def read_run[O: RunOptions](
 
     ``further`` returns settings that the command's own options imply. It gets the options and the settings so
     far.
-
-    Raises:
-        ConfigurationError: a setting is invalid, or the model is unsupported or gone.
     """
     source: ModelFolder | None = None
 
@@ -95,11 +92,7 @@ def read_run[O: RunOptions](
 
 
 def _refuse_missing(named: Path, folder: RunFolder) -> None:
-    """Refuse an --init-from that does not exist, unless a run resumes, which no longer needs it.
-
-    Raises:
-        ConfigurationError: says how to get a model from Hugging Face's hub, if the name looks like one.
-    """
+    """Refuse an --init-from that does not exist, unless a run resumes, which no longer needs it."""
     if folder.config.is_file():
         return
     hub = re.fullmatch(r"[\w-]+/[\w.-]+", str(named))
@@ -132,11 +125,7 @@ def _as_trained(named: Path, tables: Tables, folder: RunFolder) -> Tables:
 
 
 def _their_tokenizer(theirs: RunConfig, checkpoint: Path, given: str | None) -> str:
-    """The value of data.tokenizer for the tokenizer of a checkpoint's run; ``given`` if that is gone.
-
-    Raises:
-        ConfigurationError: it is gone, and none is given.
-    """
+    """The value of data.tokenizer for the tokenizer of a checkpoint's run; ``given`` if that is gone."""
     folder = RunFolder(checkpoint.parent.parent)
     data = folder.here(theirs).data
     if (file := tokenizer_file(data, folder.data)).is_file():

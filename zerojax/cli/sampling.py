@@ -38,11 +38,7 @@ class SamplingOptions:
     ema: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse a number of tokens below 1, or more than fit into memory.
-
-        Raises:
-            ConfigurationError: names the option.
-        """
+        """Refuse a number of tokens below 1, or more than fit into memory."""
         if not 1 <= self.tokens <= _MAX_TOKENS:
             raise ConfigurationError(f"--tokens {self.tokens}: must be 1 to {_MAX_TOKENS:,}")
 

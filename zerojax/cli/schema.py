@@ -7,11 +7,7 @@ from zerojax.run.config.schema import config_schema
 
 
 def run(arguments: list[str]) -> None:
-    """Print the schema.
-
-    Raises:
-        ConfigurationError: arguments were given.
-    """
+    """Print the schema."""
     if arguments:
         raise ConfigurationError(
             "zerojax schema takes no arguments; write it to a file: > zerojax.schema.json"

@@ -83,11 +83,7 @@ def adapter_settings(options: Options, tables: Tables) -> Tables:
 
 
 def start_from(adapter: Path, trainer: TrainRun) -> None:
-    """Load PEFT's files into the adapters of a new run.
-
-    Raises:
-        ConfigurationError: they do not fit the run, or its other weights are random.
-    """
+    """Load PEFT's files into the adapters of a new run."""
     if not trainer.base:
         raise ConfigurationError(
             f"--adapter {adapter}: the other weights of this run are random: import the model that the "

@@ -54,9 +54,6 @@ def open_trained(folder: RunFolder, config: RunConfig, mesh: MeshSection, *, ema
     """Restore a run's newest valid checkpoint onto a mesh, which may differ from the training's.
 
     With ``ema``, restore the averaged weights instead.
-
-    Raises:
-        ConfigurationError: there is no checkpoint, all are damaged, or the run keeps no average.
     """
     # Error feedback concerns gradients only.
     config = replace(config, mesh=mesh, zero=config.zero.replace(error_feedback=False))

@@ -22,12 +22,7 @@ def abstract_run(config: RunConfig) -> tuple[TrainState, dict[str, jax.ShapeDtyp
 
 
 def emulated_setup(config: RunConfig) -> RunSetup:
-    """A run's mesh, sharding and optimizer, on as many emulated CPU devices as its mesh has.
-
-    Raises:
-        ConfigurationError: the config does not give the size of the mesh, or its settings contradict each
-            other.
-    """
+    """A run's mesh, sharding and optimizer, on as many emulated CPU devices as its mesh has."""
     mesh = config.mesh
     if not (mesh.nodes and mesh.local):
         raise ConfigurationError(

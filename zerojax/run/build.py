@@ -62,11 +62,7 @@ class RunSetup:
             check_host_memory(*self._in_host, saves=True)
 
     def check_settings(self) -> None:
-        """Refuse trackers and log options that do not work, and a batch size that does not divide.
-
-        Raises:
-            ConfigurationError: names the setting and a value that works.
-        """
+        """Refuse trackers and log options that do not work, and a batch size that does not divide."""
         check_trackers(self.config.log.trackers)
         if self.config.log.fp8 and self.config.zero.matmul_dtype != "fp8":
             raise ConfigurationError(
@@ -110,11 +106,7 @@ class RunSetup:
 
 
 def check_batch(config: RunConfig, mesh: Mesh) -> None:
-    """Refuse a batch that does not divide into micro-batches of whole rows on a mesh.
-
-    Raises:
-        ConfigurationError: names a size that divides, and the mesh.
-    """
+    """Refuse a batch that does not divide into micro-batches of whole rows on a mesh."""
     train, sharing = config.train, config.zero.sequence_parallel
     groups = max(1, mesh.size // sharing)
     size, parts = train.batch_size, groups * train.accumulate

@@ -58,9 +58,6 @@ class ExactMatch:
 
         They are spread evenly over the validation splits, and over the sources by their weights. Exact match
         skips sources of plain text, which have no prompts. Documents longer than a row are skipped.
-
-        Raises:
-            ConfigurationError: every document is too long.
         """
         matched = config.train.eval_exact_match
         count = matched or config.train.eval_samples

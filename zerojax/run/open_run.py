@@ -155,11 +155,6 @@ def opening(config: RunConfig, folder: RunFolder, resume: Resume) -> Generator[O
 
     If the start is refused, process zero removes the files that it has written. After other errors they stay,
     because the next start can use prepared tokens.
-
-    Raises:
-        ConfigurationError: another process trains in the folder, or it cannot be written to; ``resume`` does
-            not fit its checkpoints, or all of them are damaged.
-        RunError: the disk is full.
     """
     lock = RunLock(folder)
     with ExitStack() as on_error, disk_errors_explained(folder):

@@ -69,11 +69,7 @@ class RunFolder:
         self.stacks = path / "stacks"
 
     def check(self) -> None:
-        """Refuse a path that cannot be a run's folder; writes nothing.
-
-        Raises:
-            ConfigurationError: it cannot hold checkpoints, or it is a file, or inside a file.
-        """
+        """Refuse a path that cannot be a run's folder; writes nothing."""
         check_checkpoint_path(self.path)
         with file_errors(self.path, what="cannot create the run folder: "):
             there = next(place for place in (self.path, *self.path.absolute().parents) if place.exists())
@@ -83,11 +79,7 @@ class RunFolder:
             )
 
     def create(self) -> None:
-        """Create the folder.
-
-        Raises:
-            ConfigurationError: it cannot be created or written to, or its path cannot hold checkpoints.
-        """
+        """Create the folder."""
         self.check()
         with file_errors(self.path, what="cannot create the run folder: "):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -97,11 +89,7 @@ class RunFolder:
                     tempfile.TemporaryFile(dir=folder).close()
 
     def read_config(self) -> RunConfig:
-        """The settings of the run.
-
-        Raises:
-            ConfigError: there is no run here.
-        """
+        """The settings of the run."""
         if not self.config.is_file():
             raise ConfigError(f"{self.path} is not a run folder: it has no {self.config.name}")
         return self.here(load_config(self.config))
@@ -155,13 +143,9 @@ def sessions(summary: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def check_start(latest: int | None, resume: Resume, folder: RunFolder) -> None:
-    """Check that a run may start or resume as requested.
+    """Refuse a start or resumption that was not requested. ``latest`` is the step of the newest checkpoint.
 
-    "auto" resumes if possible, "must" refuses a new run, and "never" refuses to resume. ``latest`` is the
-    step of the newest checkpoint.
-
-    Raises:
-        ConfigurationError: it may not; nothing is overwritten.
+    "auto" resumes if possible, "must" refuses a new run, and "never" refuses to resume.
     """
     if resume == "must" and latest is None:
         raise ConfigurationError(f"--resume must: there is no checkpoint in {folder.checkpoints}")
@@ -173,13 +157,9 @@ def check_start(latest: int | None, resume: Resume, folder: RunFolder) -> None:
 
 
 def check_same_run(before: RunConfig, now: RunConfig, folder: RunFolder) -> list[str]:
-    """The changes in the settings of a run that resumes.
+    """The changes in the settings of a run that resumes, a line for each: "train.steps: 100 -> 200".
 
-    Returns:
-        A line for each change, such as "train.steps: 100 -> 200".
-
-    Raises:
-        ConfigurationError: a change makes it another run (model, data, batch, seed, optimizer).
+    Refuses a change that makes it another run: of model, data, batch, seed or optimizer.
     """
     changes = _changes(before, now)
     for name, (old, new) in changes.items():
@@ -199,11 +179,7 @@ def sharding_changes(before: RunConfig, now: RunConfig) -> list[str]:
 
 
 def check_same_model(before: RunConfig, now: RunConfig, folder: RunFolder) -> None:
-    """Check that the settings of a run describe the model whose weights were imported into its folder.
-
-    Raises:
-        ConfigurationError: the model has changed.
-    """
+    """Check that the settings of a run describe the model whose weights were imported into its folder."""
     # A model of scores gets a new head.
     head = {"model.outputs", "model.tied"} if now.model.outputs is not None else set()
     for name, (old, new) in _changes(before, now).items():

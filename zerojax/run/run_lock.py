@@ -36,10 +36,6 @@ class RunLock:
 
         Returns:
             None, or a warning if the file system has no locks.
-
-        Raises:
-            ConfigurationError: another process holds the lock (the message names it), or the folder cannot be
-                written to.
         """
         self._folder.create()
         path, note = self._folder.lock, None

@@ -178,9 +178,6 @@ def first_weights(setup: RunSetup, source: Path, reader: WeightReader) -> tuple[
     """A state at step 0 with the weights that ``reader.find`` found, and lines about it for the user.
 
     The head is new if the weights' model differs in ``outputs``; it may then differ in ``tied`` as well.
-
-    Raises:
-        ConfigurationError: the weights are of another model, or the head would be new and frozen.
     """
     model, state = setup.config.model, setup.initial_state(base=False)
     new = _new_head(model, source, reader)
@@ -227,9 +224,6 @@ def with_base(
     """The abstract state of a run with its original frozen weights, if it has any.
 
     ``base`` is as in ``Record.base``. Frozen weights without a base are drawn by the run's seed.
-
-    Raises:
-        ConfigurationError: the base is gone.
     """
     if not state.spec.frozen:
         return state

@@ -31,11 +31,11 @@ def test_a_run_keeps_the_tokenizer_and_the_template_of_its_tokens(text: Path, tm
     assert open_tokenizer(settings, run).encode(WORDS).tolist() == wanted
     assert open_template(settings, run).source == CHATML
     assert tokenizer_file(settings, run) == run / "tokenizer.json"
-    with pytest.raises(DataError, match=r"run was begun with prepared tokens, .*/first .*, and data\.source"):
+    with pytest.raises(DataError, match=r"run was started with prepared tokens, .*/first .*, but data\.source"):
         prepare(settings, run)
     (tmp_path / "first").mkdir()  # of which nothing says that it held tokens
     (tmp_path / "first" / "a.txt").write_text("text")
-    with pytest.raises(DataError, match="was begun with prepared tokens"):
+    with pytest.raises(DataError, match="was started with prepared tokens"):
         prepare(settings, run)
 
 
@@ -57,7 +57,7 @@ def test_other_tokens_are_refused(text: Path, tmp_path: Path) -> None:
     tokens(tmp_path / "a.txt", first)
     with pytest.raises(
         DataError,
-        match=r"run was begun with the tokens of .*first \(.* tokens, checksum .*\), and these are "
+        match=r"run was started with the tokens of .*first \(.* tokens, checksum .*\), and these are "
         r".*first \(.* tokens, checksum .*\): put the former back, or choose another --run-dir",
     ):
         prepare(settings, run)
@@ -72,10 +72,10 @@ def test_other_sources_are_refused(text: Path, tmp_path: Path) -> None:
     settings, run = tokens(text, tmp_path / "first"), tmp_path / "run/data"
     prepare(settings, run)
     own = DataSection(source=str(text), validation=0.2)
-    with pytest.raises(DataError, match=r"begun with prepared tokens, .*/first .*, and data\.source names"):
+    with pytest.raises(DataError, match=r"started with prepared tokens, .*/first .*, but data\.source names"):
         prepare(own, run)
     prepare(own, tmp_path / "own/data")
-    with pytest.raises(DataError, match=r"own/data holds tokens, and data\.source names others"):
+    with pytest.raises(DataError, match=r"own/data holds tokens, but data\.source names others"):
         prepare(settings, tmp_path / "own/data")
     prepare(DataSection(source=str(tmp_path / "own/data")), tmp_path / "own/data")
     assert not (tmp_path / "own/data" / ELSEWHERE).exists()

@@ -131,10 +131,6 @@ def from_canonical(state: TrainState, tree: Tree) -> TrainState:
         state: a state of the spec that will use the arrays; gives structure and shardings.
         tree: as ``to_canonical`` returns it. An array may be replaced by a function that makes it in stored
             form (``read_in_portions``).
-
-    Raises:
-        ConfigurationError: the tree lacks a parameter or an optimizer state of this spec, or was trained on
-            other frozen weights.
     """
     _check_base(state, tree)
     entries = entries_of(state)

@@ -206,12 +206,7 @@ def _summary(problems: list[str]) -> str:
 
 
 def _files(path: Path) -> Iterator[str]:
-    """Relative names of all files in a checkpoint except the manifest.
-
-    Raises:
-        OSError: a folder cannot be read.
-        DamagedError: there is a link or another special file.
-    """
+    """Relative names of all files in a checkpoint except the manifest."""
     manifest = _manifest_name(path)
     for folder, folders, names in os.walk(path, onerror=_raise):
         for name in [*folders, *names]:

@@ -280,11 +280,7 @@ class _Checkpoint:
 
 
 def _checkpoint_of_model(path: Path | str, state: TrainState, new: str | None) -> _Checkpoint:
-    """A checkpoint that holds the model's weights.
-
-    Raises:
-        ConfigurationError: it holds other weights, or adapters alone.
-    """
+    """A checkpoint that holds the model's weights."""
     checkpoint = _Checkpoint(path)
     # A checkpoint has no arrays without elements.
     wanted = to_tree(

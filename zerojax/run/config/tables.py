@@ -32,9 +32,6 @@ def config_from_dict(data: Mapping[str, Any], origin: str = "config") -> RunConf
     """Build a ``RunConfig`` from nested dicts, as TOML and JSON give them.
 
     Missing keys get their defaults.
-
-    Raises:
-        ConfigError: names ``origin``, the key and the nearest valid one.
     """
     tables = checked(data, origin)
     sections = {key.name: section_of(key.kind) for key in keys_of(RunConfig)}
@@ -135,11 +132,7 @@ def _frozen_by_default(lora: LoRA | None, outputs: int | None) -> tuple[str, ...
 
 
 def checked(data: Mapping[str, Any], origin: str) -> Tables:
-    """The tables of a config with values of the right types: tuples for lists, floats for whole numbers.
-
-    Raises:
-        ConfigError: names ``origin`` and the unknown key or the value of a wrong type.
-    """
+    """The tables of a config with values of the right types: tuples for lists, floats for whole numbers."""
     try:
         return _value(RunConfig, data, "")
     except _WrongError as error:

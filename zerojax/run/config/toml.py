@@ -28,9 +28,6 @@ def find_config(name: str) -> Path:
 
     A bare name such as ``gpt-tiny`` is looked up as ``./gpt-tiny.toml``, ``./configs/gpt-tiny.toml`` and
     among the configs that come with zerojax.
-
-    Raises:
-        ConfigError: there is no such file (lists the known names), or it is the config of another program.
     """
     path = Path(name)
     if path.suffix in _OTHERS and path.is_file():
@@ -68,11 +65,7 @@ def load_config(path: Path | str) -> RunConfig:
 
 
 def load_tables(path: Path | str) -> Tables:
-    """Read the settings that a TOML file sets.
-
-    Raises:
-        ConfigError: it is not readable, not TOML, or has an unknown key or a value of a wrong type.
-    """
+    """Read the settings that a TOML file sets."""
     path = Path(path)
     with file_errors(path, ConfigError, content="not valid TOML"):
         data = parse_toml(path.read_text(encoding="utf-8-sig"))  # as editors on Windows write it

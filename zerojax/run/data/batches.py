@@ -153,9 +153,6 @@ def validation_batches(
 
     Arguments are as for ``TrainBatches``. There are at most ``batches``, or fewer if the splits have too few
     rows.
-
-    Raises:
-        DataError: the splits do not fill one batch.
     """
     shares = Shares(weights)
 

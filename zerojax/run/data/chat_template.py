@@ -80,10 +80,6 @@ class ChatTemplate:
 
         If the template has ``{% generation %}`` blocks, these are the ranges. Otherwise a range is the text
         that an assistant's message adds after the generation prompt. Both include the end of the turn.
-
-        Raises:
-            DataError: as for ``render``; there is nothing to learn; or the template has no blocks and does
-                not continue where the text of fewer messages ends.
         """
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         cuts = [] if self._has_blocks else [cut for n in turns for cut in ((n, True), (n + 1, False))]
@@ -102,10 +98,6 @@ class ChatTemplate:
 
         The ranges are as for ``render_targets``, and begin after the generation prompt. Earlier answers may
         be written differently than they were at the end of a conversation.
-
-        Raises:
-            DataError: as for ``render``; there is nothing to learn; or the template does not continue where
-                the text of the messages before the last ends.
         """
         last = len(messages) - 1
         # The generation prompt may end with more than the text before an answer, such as "<think>". Blocks
@@ -143,12 +135,7 @@ class ChatTemplate:
 
     @cached_property
     def turn_end(self) -> str:
-        """The text that the template writes after the content of an assistant's message.
-
-        Raises:
-            DataError: there is no such text, or it does not count in the loss: a model could not learn to
-                stop.
-        """
+        """The text that the template writes after the content of an assistant's message."""
         probe = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
         text, ranges = self.render_targets(probe)
         at = text.rfind(_PROBE) + len(_PROBE)
@@ -176,11 +163,7 @@ class ChatTemplate:
         return self.turn_end.strip() or self.turn_end
 
     def after_answer(self, messages: Sequence[Message]) -> str:
-        """The text between an assistant's message and the next answer, with ``messages`` in between.
-
-        Raises:
-            DataError: as for ``render``; or the template leaves out earlier answers.
-        """
+        """The text between an assistant's message and the next answer, with ``messages`` in between."""
         probe = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
         _, found, after = self.render([*probe, *messages], add_generation_prompt=True).partition(_PROBE)
         if not found:
@@ -255,11 +238,7 @@ def text_of_content(content: Any) -> str:
 
 
 def find_template(folder: Path) -> tuple[str, Path] | None:
-    """The chat template in a tokenizer's folder and the file that holds it; None if there is none.
-
-    Raises:
-        DataError: a file of the folder cannot be read.
-    """
+    """The chat template in a tokenizer's folder and the file that holds it; None if there is none."""
     path, settings = folder / TEMPLATE, folder / SETTINGS
     if path.is_file():
         return _read(path), path
@@ -280,9 +259,6 @@ def load_template(setting: str, tokenizer: str) -> tuple[str, str]:
 
     Returns:
         The template, and its name for messages.
-
-    Raises:
-        DataError: there is none; says which to choose.
     """
     if setting in BUILT_IN:
         return BUILT_IN[setting], f'data.chat_template "{setting}"'

@@ -127,10 +127,6 @@ def part_folders(settings: DataSection, folder: Path) -> list[Path]:
     """The folder of each source's tokens: the source itself if it is prepared, else in ``folder``.
 
     A mixture's tokens are in numbered folders.
-
-    Raises:
-        DataError: only some of the sources are prepared; or a source holds the tokens of a mixture, or is the
-            folder of a run that reads tokens from elsewhere.
     """
     sources = [user_path(one.source) for one in settings.sources]
     for source in sources:
@@ -157,11 +153,7 @@ def part_folders(settings: DataSection, folder: Path) -> list[Path]:
 
 
 def open_dataset(settings: DataSection, folder: Path) -> Dataset:
-    """Open the token files that ``prepare`` wrote, or the sources themselves if they are prepared.
-
-    Raises:
-        DataError: files are missing or damaged, or several tokenizers made the tokens.
-    """
+    """Open the token files that ``prepare`` wrote, or the sources themselves if they are prepared."""
     folders = part_folders(settings, folder)
     tokenizer = load_tokenizer(folders[0] / TOKENIZER)
     checksum = tokenizer_checksum(folders[0])
@@ -189,12 +181,7 @@ def open_dataset(settings: DataSection, folder: Path) -> Dataset:
 
 
 def open_tokenizer(settings: DataSection, folder: Path) -> Tokenizer:
-    """The tokenizer of a run's tokens: the one that made them, that the run keeps, or that will make them.
-
-    Raises:
-        DataError: it will be trained on data that are not prepared yet; or its file is gone, perhaps with the
-            prepared tokens beside it.
-    """
+    """The tokenizer of a run's tokens: the one that made them, that the run keeps, or that will make them."""
     file = tokenizer_file(settings, folder)
     if file.is_file() or is_prepared(file.parent) or (folder / ELSEWHERE).is_file():
         return load_tokenizer(file)
@@ -247,11 +234,7 @@ class PreparedTokens:
 
 
 def read_tokens(folder: Path) -> list[PreparedTokens]:
-    """The run's record of tokens prepared elsewhere, for each source.
-
-    Raises:
-        DataError: the record is damaged.
-    """
+    """The run's record of tokens prepared elsewhere, for each source."""
     path = folder / ELSEWHERE
     with file_errors(path, DataError, content="damaged; delete it to go on with the tokens that are there"):
         found = load_checked(path.read_text(encoding="utf-8"))["sources"]
@@ -289,11 +272,7 @@ def open_template(settings: DataSection, folder: Path) -> ChatTemplate:
 
 
 def make_tokenizer(settings: DataSection, texts: Iterator[bytes]) -> Tokenizer:
-    """The tokenizer that the settings choose, trained on ``texts`` if it is "bpe".
-
-    Raises:
-        DataError: there is no such file, or it is not a tokenizer.
-    """
+    """The tokenizer that the settings choose, trained on ``texts`` if it is "bpe"."""
     if settings.tokenizer == "byte":
         return ByteTokenizer()
     if settings.tokenizer == "bpe":

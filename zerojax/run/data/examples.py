@@ -126,9 +126,6 @@ class Conversations:
         """The conversation of one row.
 
         If ``answer`` is given, it is added as the assistant's message, and only it counts in the loss.
-
-        Raises:
-            DataError: as ``read``.
         """
         messages = checked_messages(row[self.messages], self.messages, place)
         tools = checked_tools(row, place)
@@ -174,9 +171,8 @@ def text_that_counts(document: Document) -> int:
 def checked_messages(messages: Any, column: str, place: str) -> list[dict[str, Any]]:
     """The messages of a conversation, from a column of a row; errors begin with the row's ``place``.
 
-    Raises:
-        DataError: they are not a list of messages with role and content. The content is a text or a list of
-            texts, {"type": "text", "text": ...}; a message with tool calls needs none.
+    Each message must have a role and a content. The content is a text or a list of texts, {"type": "text",
+    "text": ...}; a message with tool calls needs none.
     """
     if not isinstance(messages, list) or not messages:
         found = "an empty list" if messages == [] else kind_of(messages)
@@ -201,13 +197,9 @@ def checked_messages(messages: Any, column: str, place: str) -> list[dict[str, A
 
 
 def checked_tools(row: Mapping[str, Any], place: str) -> list[dict[str, Any]] | None:
-    """The tools of a conversation's row; None if it has none.
+    """The tools of a conversation's row; None if it has none. Errors begin with the row's ``place``.
 
-    The column "tools" has a list of tables, or such a list as JSON text. Errors begin with the row's
-    ``place``.
-
-    Raises:
-        DataError: the column has something else.
+    The column "tools" has a list of tables, or such a list as JSON text.
     """
     tools = row.get(TOOLS)
     if isinstance(tools, str):

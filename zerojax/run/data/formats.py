@@ -94,10 +94,6 @@ def read_rows(
         A place as in ``Document``, and column -> value, as JSON has it: a string, a list, a dict, None ... In
         a list of tables from Parquet or Arrow, null values are left out, because such tables have the keys of
         all rows.
-
-    Raises:
-        DataError: the file is damaged or not a table, a row lacks a column, or the format's reader is not
-            installed; names the file and the row.
     """
     if _lines_suffix(path) is not None:
         yield from _json_rows(path, columns, optional=optional, others=others)
@@ -197,11 +193,7 @@ def _json_row(line: bytes, columns: Sequence[str], place: str) -> dict[str, Any]
 
 
 def text_of(row: Mapping[str, Any], column: str, place: str) -> str:
-    """The text in a column of a row.
-
-    Raises:
-        DataError: it is not text.
-    """
+    """The text in a column of a row."""
     value = row[column]
     if not isinstance(value, str):
         raise DataError(
@@ -217,11 +209,7 @@ def kind_of(value: Any) -> str:
 
 
 def encode_text(text: str, place: str) -> bytes:
-    """A string of a JSON file as UTF-8.
-
-    Raises:
-        DataError: JSON's escapes gave it half of a surrogate pair.
-    """
+    """A string of a JSON file as UTF-8."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:

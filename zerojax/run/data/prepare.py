@@ -47,17 +47,11 @@ def _print(message: str) -> None:
 
 
 def prepare(settings: DataSection, folder: Path, say: Callable[[str], None] = _print) -> None:
-    """Write the token files of each source, and the tokenizer.
+    """Write the token files of each source, and the tokenizer. The folder appears only when it is complete.
 
-    A prepared folder is left alone, so a resumed run sees the tokens that it began with even if a source
-    has changed. So are sources that are prepared folders themselves: of these the folder gets the tokenizer
-    and the chat template, and a record of which tokens they hold.
-
-    The folder appears only when it is complete.
-
-    Raises:
-        DataError: a source or the tokenizer cannot be used, the folder was prepared with other settings, or
-            it is of a run on other tokens.
+    A prepared folder is left alone, so a resumed run sees the tokens that it started with even if a source
+    has changed. Sources that are prepared folders are left alone, too. The run's folder then gets a copy of
+    their tokenizer and chat template, and a record of the tokens.
     """
     if _is_ready(settings, folder):
         return
@@ -102,18 +96,20 @@ def _is_ready(settings: DataSection, folder: Path) -> bool:
         return True
     if (folder / ELSEWHERE).is_file():
         raise DataError(
-            f"{folder.parent} was begun with prepared tokens, {_words(read_tokens(folder))}, and data.source "
-            f"names none (from {Path.cwd()}): put them back, or choose another --run-dir"
+            f"{folder.parent} was started with prepared tokens, {_words(read_tokens(folder))}, but "
+            f"data.source names none (from {Path.cwd()}): put them back, or choose another --run-dir"
         )
     _check_replaceable(folder)
     return False
 
 
 def prepared_tokenizer(settings: DataSection, folder: Path) -> Tokenizer | None:
-    """The tokenizer that a folder has after ``prepare``, which reads text and writes; None if it trains one.
+    """The tokenizer that a folder will have after ``prepare``; None if ``prepare`` trains it.
+
+    Nothing is written and no text is read.
 
     Raises:
-        DataError: as for ``prepare``, but for what only the text shows; or the chat template is not there.
+        DataError: as for ``prepare``, except for faults in the text; or the chat template is missing.
     """
     if _is_ready(settings, folder):
         return open_tokenizer(settings, folder)
@@ -130,10 +126,10 @@ def prepared_tokenizer(settings: DataSection, folder: Path) -> Tokenizer | None:
 def check_template(settings: DataSection, folder: Path, tokenizer: Tokenizer) -> None:
     """Check the chat template that ``prepare`` or ``keep_tokenizer`` would use.
 
-    ``tokenizer`` is that of data.tokenizer, whose file need not be there.
+    ``tokenizer`` is the one that data.tokenizer names, whose file need not exist yet.
 
     Raises:
-        DataError: it cannot be used.
+        DataError: the template cannot be used.
     """
     draft = _draft(folder)
     if not _are_elsewhere(part_folders(settings, draft), draft):
@@ -141,16 +137,16 @@ def check_template(settings: DataSection, folder: Path, tokenizer: Tokenizer) ->
 
 
 def _are_elsewhere(parts: list[Path], folder: Path) -> bool:
-    """Whether the tokens of a run are not in its folder."""
+    """Whether a run's tokens are outside of its folder."""
     return folder not in (parts[0], parts[0].parent)
 
 
 def _keeps_from(settings: DataSection, parts: list[Path], folder: Path) -> bool:
-    """Whether a folder has the tokenizer of tokens that are elsewhere; refuses one of other tokens."""
+    """Whether a folder has the tokenizer of tokens that are elsewhere; refuses a folder for other tokens."""
     if not (folder / ELSEWHERE).is_file():
         if is_prepared(folder) or is_prepared(folder / "0"):
             raise DataError(
-                f"{folder} holds tokens, and data.source names others: use another --run-dir, or delete that "
+                f"{folder} holds tokens, but data.source names others: use another --run-dir, or delete that "
                 "folder"
             )
         _check_replaceable(folder)
@@ -158,7 +154,7 @@ def _keeps_from(settings: DataSection, parts: list[Path], folder: Path) -> bool:
     before, now = read_tokens(folder), tokens_of(settings, parts)
     if before != now:
         raise DataError(
-            f"{folder.parent} was begun with the tokens of {_words(before)}, and these are {_words(now)}: "
+            f"{folder.parent} was started with the tokens of {_words(before)}, and these are {_words(now)}: "
             "put the former back, or choose another --run-dir"
         )
     return True
@@ -179,8 +175,8 @@ def _keep_from(settings: DataSection, parts: list[Path], folder: Path) -> None:
 def keep_tokenizer(settings: DataSection, folder: Path) -> None:
     """Write the tokenizer, and the chat template, of a run that reads its data without preparing them.
 
-    So such a run can be moved, and keeps the tokenizer that it began with. A prepared folder is left alone;
-    what another start kept there is replaced.
+    The run can then be moved, and keeps the tokenizer that it started with. A prepared folder is left alone;
+    files from another start are replaced.
 
     Raises:
         DataError: the tokenizer or template cannot be used.
@@ -191,17 +187,17 @@ def keep_tokenizer(settings: DataSection, folder: Path) -> None:
 
 
 def tokenizer_to_keep(settings: DataSection, folder: Path) -> tuple[Tokenizer, ChatTemplate | None] | None:
-    """What ``keep_tokenizer`` writes; None if the folder is left alone. Errors as there."""
+    """The files that ``keep_tokenizer`` writes; None if the folder is left alone. Errors as there."""
     if is_prepared(folder):
         return None
     if settings.tokenizer == "bpe":
-        raise DataError("data.tokenizer = 'bpe' is trained on prepared data, which this run has none of")
+        raise DataError("data.tokenizer = 'bpe' is trained on prepared data, and this run prepares none")
     _check_replaceable(folder)
     return make_tokenizer(settings, iter(())), _template(settings)
 
 
 def _check_replaceable(folder: Path) -> None:
-    """Refuse to replace a folder of a run's data that has more than a tokenizer."""
+    """Refuse to replace a folder of a run's data that holds more than a tokenizer."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     if others := sorted({*names} - {TOKENIZER, TOKENIZER_SETTINGS, TEMPLATE}):
         raise DataError(
@@ -211,14 +207,14 @@ def _check_replaceable(folder: Path) -> None:
 
 
 def _draft(folder: Path) -> Path:
-    """What becomes the folder of a run's data, which may be a link to another disk."""
+    """The path at which a run's data folder is written. The folder may be a link to another disk."""
     folder = folder.resolve()
     return folder.with_name(folder.name + ".unfinished")
 
 
 @contextmanager
 def _drafted(folder: Path) -> Generator[Path]:
-    """A new folder to write to, which then becomes the folder of a run's data."""
+    """A new folder to write to, which becomes the run's data folder at the end."""
     draft = _draft(folder)
     shutil.rmtree(draft, ignore_errors=True)
     with file_errors(draft, DataError, "cannot write: "):
@@ -228,7 +224,7 @@ def _drafted(folder: Path) -> Generator[Path]:
 
 
 def _replace(folder: Path, draft: Path) -> None:
-    """Rename a draft to the folder of a run's data, which has at most a tokenizer."""
+    """Rename a draft to the run's data folder, which has at most a tokenizer."""
     folder = folder.resolve()
     shutil.rmtree(folder, ignore_errors=True)
     draft.rename(folder)
@@ -290,7 +286,7 @@ def _template(settings: DataSection, tokenizer: Tokenizer | None = None) -> Chat
     source, name = load_template(settings.chat_template, settings.tokenizer)
     if tokenizer is None and settings.tokenizer != "bpe":
         tokenizer = make_tokenizer(settings, iter(()))
-    # Of a tokenizer that is yet to be trained, the special tokens are known.
+    # The special tokens are known before the tokenizer is trained.
     ends = {"eos_token": END_OF_TEXT, "bos_token": END_OF_TEXT}
     template = ChatTemplate(source, ends if tokenizer is None else tokenizer.special_tokens, name)
     _ = template.turn_end  # raises if a model could not learn it
@@ -331,7 +327,7 @@ def _training_texts(
 
 
 def _identity(settings: DataSection) -> dict[str, object]:
-    """The settings that decide the tokens."""
+    """The settings that determine the tokens."""
     sources = [_source_identity(settings, one) for one in settings.sources]
     identity: dict[str, object] = {
         "sources": sources,
@@ -342,7 +338,7 @@ def _identity(settings: DataSection) -> dict[str, object]:
 
 
 def _source_identity(settings: DataSection, one: MixtureSource) -> dict[str, object]:
-    """The settings that decide the documents of a source; those of texts are what they always were."""
+    """The settings that determine a source's documents. For texts they are as in the first version."""
     common: dict[str, object] = {"source": one.source, "pattern": one.pattern}
     if one.kind == "text":
         return common | {"column": one.column}

@@ -23,9 +23,6 @@ def validation_limit(texts: Iterable[bytes], fraction: float, where: str = "") -
     a handful of documents), the limit is moved by one document.
 
     Texts are read until each side has one. Errors begin with ``where``.
-
-    Raises:
-        DataError: there are fewer than two different documents.
     """
     limit = round(fraction * _END)
     least, most = _END, -1

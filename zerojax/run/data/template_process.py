@@ -45,9 +45,6 @@ class TemplateProcess:
         """Texts by a template, and the ranges of the characters in its generation blocks.
 
         ``every`` has the variables of each text.
-
-        Raises:
-            DataError: the template is not valid, raises an error, or needs too much time or memory.
         """
         with self._lock:
             response = self._exchange(pickle.dumps((source, every), pickle.HIGHEST_PROTOCOL))

@@ -78,11 +78,7 @@ compiled = lru_cache(maxsize=8)(ENVIRONMENT.from_string)
 
 
 def render(template: jinja2.Template, variables: Mapping[str, Any]) -> tuple[str, Ranges]:
-    """A text, and the ranges of its generation blocks.
-
-    Raises:
-        ValueError: it is too long.
-    """
+    """A text, and the ranges of its generation blocks."""
     blocks: Any = ENVIRONMENT.extensions[GenerationBlocks.identifier]
     blocks.pieces, blocks.ranges = pieces, ranges = [], []
     for piece in template.generate(variables):

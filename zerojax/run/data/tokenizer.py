@@ -45,11 +45,7 @@ class ByteTokenizer:
     special_tokens: ClassVar[dict[str, str]] = {}  # byte 0 cannot be written in a text
 
     def encode(self, text: bytes) -> UInt32[np.ndarray, " n"]:
-        """The bytes of a text as token ids.
-
-        Raises:
-            DataError: the text has a NUL byte.
-        """
+        """The bytes of a text as token ids."""
         if b"\0" in text:
             raise DataError(
                 "a NUL byte, which ends a document for the byte tokenizer: clean the text, or use another "
@@ -208,9 +204,6 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
     A tokenizer_config.json beside it may name the tokens that end (``eos_token``) and begin (``bos_token``) a
     text.
-
-    Raises:
-        DataError: the file is not a tokenizer.
     """
     if not path.exists():
         return ByteTokenizer()
@@ -274,11 +267,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def special_token(settings: dict[str, Any], role: str) -> str | None:
-    """The special token of a role, given as a string or as a table with "content"; None if there is none.
-
-    Raises:
-        DataError: it is something else.
-    """
+    """The special token of a role, given as a string or as a table with "content"; None if there is none."""
     token = settings.get(role)
     if isinstance(token, dict):
         token = token.get("content")

@@ -164,11 +164,7 @@ class TokenWriter:
         return file_errors(self._path, DataError, "cannot write: ")
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Close the files, and write the header if there was no error.
-
-        Raises:
-            DataError: there is no document, or the header cannot be written.
-        """
+        """Close the files, and write the header if there was no error."""
         with self._writing():
             for file in (self._tokens, self._lengths, self._mask):
                 if file is not None:
@@ -197,11 +193,7 @@ class TokenWriter:
 
 
 def open_tokens(path: Path, *, verify: bool = True) -> TokenFile:
-    """Map a token file, given its .bin file, into memory; with ``verify``, compare all checksums.
-
-    Raises:
-        DataError: the file is missing, unfinished or damaged; names it and the reason.
-    """
+    """Map a token file, given its .bin file, into memory; with ``verify``, compare all checksums."""
     header = _read_header(path.with_suffix(".json"))
     lengths_path = path.with_suffix(".lengths")
     tokens = _map(path, _DTYPES[header.dtype], header.tokens)
