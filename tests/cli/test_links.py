@@ -45,4 +45,4 @@ def test_a_plan_takes_the_measurements(tmp_path: Path, capfd: pytest.CaptureFixt
     assert main([*plan, "--links", str(file), "--bandwidth", "10gbit"]) == 2
     assert "--bandwidth and --links exclude each other" in capfd.readouterr().err
     assert main(["plan", "gpt-tiny", "--links", str(file)]) == 2
-    assert "Give --gpu" in capfd.readouterr().err
+    assert "Name its GPUs, such as --gpu" in capfd.readouterr().err

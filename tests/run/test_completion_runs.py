@@ -190,7 +190,7 @@ def test_chat_answers_each_line(
     assert main(["chat", str(answering.path), "--temperature", "0", "--tokens", "9"]) == 0
     assert capfd.readouterr().out == "xy \nzz \n"
     assert main(["chat", str(answering.path), "--system", "be brief"]) == 2
-    assert "--system: " in capfd.readouterr().err
+    assert "--system is for conversations" in capfd.readouterr().err
 
 
 def test_chat_on_conversations_uses_the_template(

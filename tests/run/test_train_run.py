@@ -130,7 +130,7 @@ class TestRefusals:
 
     def test_vocabulary_too_small(self, text: Path, tmp_path: Path) -> None:
         config = micro_config(text, model={"vocab_size": 100})
-        self.refuse(config, tmp_path / "run", r"vocabulary of 256, and model\.vocab_size is 100")
+        self.refuse(config, tmp_path / "run", r"vocabulary of 256, but model\.vocab_size is 100")
 
     def test_sequence_longer_than_the_data(self, text: Path, tmp_path: Path) -> None:
         long = {"max_seq_len": 1 << 20}
@@ -147,7 +147,7 @@ class TestRefusals:
     def test_another_model_in_the_same_folder(self, finished: RunFolder, text: Path) -> None:
         self.refuse(micro_config(text), finished.path, "holds a run at step 8", resume="never")
         wider = micro_config(text, model={"d_model": 32})
-        self.refuse(wider, finished.path, r"begun with model\.d_model = 16 and cannot resume with 32")
+        self.refuse(wider, finished.path, r"started with model\.d_model = 16 and cannot resume with 32")
         seed = micro_config(text, train={"seed": 1})
         self.refuse(seed, finished.path, r"train\.seed")
 
