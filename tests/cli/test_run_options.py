@@ -103,7 +103,8 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(finished, tmp_path, capsys)
     assert main(command) == 0
     out = capsys.readouterr().out
     assert "between nodes, per node and step" in out
-    assert out.endswith(f"{run}: would begin with random weights, and train until step 2,000; nothing was written\n")
+    would = "would begin with random weights, and train until step 2,000; nothing was written"
+    assert out.endswith(f"{run}: {would}\n")
     assert main([*command, "--train.batch-size", "3"]) == 2
     assert "train.batch_size 3 does not divide" in capsys.readouterr().err
     assert main([*command, "--data.source", str(tmp_path / "nothing")]) == 2

@@ -376,7 +376,7 @@ def _differences(before: object, now: object) -> tuple[str, str]:
 
 
 def _named_values(identity: object) -> dict[str, str]:
-    """The name and the TOML value of each setting; those of several sources are numbered from 1."""
+    """The name and the TOML value of each setting. Settings of several sources are numbered from 1."""
     identity = identity if isinstance(identity, dict) else {"settings.json": str(identity)}
     sources = identity.get("sources")
     sources = [one for one in sources if isinstance(one, dict)] if isinstance(sources, list) else []

@@ -12,14 +12,14 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 
 from zerojax.formatting import abbreviated
 
-# Inside the box: left for the labels of y, bottom for those of x.
+# Margins inside the box: left for the labels of y, bottom for the labels of x.
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 26
 _POINTS = 500
-# A smoothed line is a mean over a hundredth of the steps to either side: centred, it does not lag behind.
+# A smoothed line is a centred mean over a hundredth of the steps to either side, so it does not lag behind.
 _WINDOWS = 100
 _SMOOTHED_FROM = 60
 _ROUND = (1, 2, 5, 10)
-"""Ticks are one of these times a power of ten apart."""
+"""The distance of ticks is one of these times a power of ten."""
 
 Values = Float64[np.ndarray, " points"]
 
@@ -29,9 +29,9 @@ class Series:
     """One line of a chart.
 
     Attributes:
-        name: in the legend.
-        steps: along x.
-        values: along y; None or nan leaves a gap.
+        name: the name in the legend.
+        steps: positions along x.
+        values: positions along y; None or nan leaves a gap.
         look: "line"; "dots" joins few points and marks each; "faint" is the original of a smoothed line.
     """
 
@@ -51,18 +51,18 @@ class Chart:
     """A chart that the page draws.
 
     Attributes:
-        title: above it.
-        unit: of y, beside the title.
+        title: the heading.
+        unit: the unit of y, beside the title.
         series: the lines.
         last_step: the end of x.
         label: formats a value of y.
-        log: whether y is logarithmic; values that are not positive are left out.
+        log: whether y is logarithmic; values that are not positive are skipped.
         from_zero: whether y begins at zero.
-        capped: whether y ends at twice its median: a few far outliers are drawn at the edge.
+        capped: whether y ends at twice the median, so that a few far outliers are drawn at the edge.
         marks: steps to mark as skipped.
-        restarts: steps to mark as those from which the run resumed.
-        width: of the box, in its own units.
-        height: likewise.
+        restarts: steps from which the run resumed, to mark.
+        width: width of the box, in its own units.
+        height: height of the box.
     """
 
     title: str
@@ -79,7 +79,7 @@ class Chart:
     height: int = 230
 
     def narrow(self) -> "Chart":
-        """The same for a narrow page, on which labels of a wide box would be too small."""
+        """The same chart for a narrow page, on which the labels of a wide box would be too small."""
         return replace(self, width=Chart.width, height=Chart.height)
 
     @cached_property
@@ -90,7 +90,7 @@ class Chart:
 
     @cached_property
     def cap(self) -> float:
-        """The largest value that is drawn where it is."""
+        """The largest value that is drawn at its own place; larger ones are drawn there, too."""
         return 2 * float(np.sort(self.known)[self.known.size // 2]) if self.capped else math.inf
 
     @cached_property
@@ -169,8 +169,8 @@ def smoothed(
 ) -> list[Series]:
     """Split a noisy line into all of it, faint, and its moving mean; a short line stays as it is.
 
-    If ``values`` are means of stretches, ``every`` has the steps and the values that the faint line shows. If
-    the values are a ``rate`` per second, the mean is that of the seconds.
+    If ``values`` are means of stretches, ``every`` has the steps and values of the faint line. If the values
+    are a ``rate`` per second, the mean is their harmonic mean.
     """
     line = Series(name, *(every or (steps, values)))
     if len(values) < _SMOOTHED_FROM:

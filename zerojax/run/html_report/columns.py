@@ -1,4 +1,4 @@
-"""Metrics by name, thinned while they are read: memory does not grow with the length of a run."""
+"""Metrics by name, thinned while they are read, so that memory does not grow with the length of a run."""
 
 import sys
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from typing import Any
 
 from zerojax.run.metrics.files import iterate_lines
 
-# A longer file is read in so many stretches. A chart shows some hundreds of points, and a smoothed line has a
-# window of a fiftieth of them.
+# A longer file is read in this many stretches. A chart shows some hundreds of points, and the window of a
+# smoothed line is a fiftieth of them.
 _STRETCHES = 10_000
 RATES = ("tokens_per_second", "mfu")
-"""Values per second: their mean is the mean of the seconds."""
+"""Values per second. Their mean is the harmonic mean, the inverse of the mean time."""
 
 type Values = dict[int, float | None]
 """Values by their step; None for one that is not finite."""
@@ -39,19 +39,19 @@ class Column:
         self.means[steps[-1]] = _mean([value for value, _ in known], rate)
 
     def sort(self) -> None:
-        """Order the values by their steps: a run that was resumed may have repeated some."""
+        """Order the values by their steps, because a resumed run may have repeated some."""
         self.points, self.means = dict(sorted(self.points.items())), dict(sorted(self.means.items()))
 
 
 @dataclass
 class Metrics:
-    """A ``metrics.jsonl``, by name.
+    """A ``metrics.jsonl`` by name.
 
     Attributes:
         columns: name -> values. They are complete if the file has at most 10,000 lines.
-        count: of the steps.
+        count: number of steps.
         last: the last step.
-        skipped: the steps that changed nothing.
+        skipped: the steps that made no update.
         damaged: the number of lines that cannot be read.
     """
 
@@ -62,7 +62,7 @@ class Metrics:
     damaged: int = 0
 
     def count_step(self, line: dict[str, Any]) -> None:
-        """Count a line's step, and note whether it was skipped."""
+        """Count a line's step, and record whether it was skipped."""
         step = line["step"]
         if step > self.last or not self.count:  # not one that a resumed run repeats
             self.count, self.last = self.count + 1, step
@@ -111,6 +111,6 @@ def _mean(values: Sequence[float], rate: bool) -> float | None:
 
 
 def finite(value: Any) -> float | None:
-    """A number of a file of JSON; None for one that a float cannot hold, and for anything else."""
+    """A number from a JSON file as a float; None for one too large for a float, and for anything else."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) <= sys.float_info.max else None
