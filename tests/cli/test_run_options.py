@@ -146,7 +146,7 @@ def test_a_dry_run_of_post_training_refuses_what_the_run_would(finished, tmp_pat
     first, pairs = ["--init-from", str(finished.path)], ["--data.kind", "completion"]
     pairs += ["--data.packing", "documents", "--posttrain.method"]
     assert 'posttrain.method is "none": set it to one of grpo' in refused(capsys, *run, *first)
-    assert "begins with a trained model" in refused(capsys, *run, *pairs, "dpo")
+    assert "starts with a trained model" in refused(capsys, *run, *pairs, "dpo")
     assert "there is no reward: set posttrain.reward" in refused(capsys, *run, *first, *pairs, "grpo")
     error = refused(capsys, *run, *first, *pairs, "dpo", "--data.tokenizer", "missing.json")
     assert "data.tokenizer 'missing.json'" in error

@@ -1,4 +1,4 @@
-"""Post-training: losses, advantages, rewards, and the loop of ``zerojax posttrain``."""
+"""Post-training: losses, advantages, rewards, and the loops of ``zerojax posttrain``."""
 
 from zerojax.posttrain.loss.advantages import gae, group_advantages
 from zerojax.posttrain.loss.log_probs import token_log_probs

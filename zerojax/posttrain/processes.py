@@ -1,4 +1,4 @@
-"""Sharing work among the processes of a run: each has its own prompts, and all get the same figures."""
+"""The processes of a run share work: each has its own prompts, and all get the same figures."""
 
 import jax
 import numpy as np
@@ -13,7 +13,14 @@ def of_this_process[T](every: list[T]) -> list[T]:
 
 
 def mean_over_processes(values: dict[str, tuple[np.ndarray, np.ndarray]]) -> dict[str, float | None]:
-    """For each name the mean over all processes of values where they count; None if none does."""
+    """Means over all processes.
+
+    Args:
+        values: by name, arrays of values and of whether each value counts.
+
+    Returns:
+        By name the mean of the values that count; None if none does.
+    """
     own = [
         [float(np.sum(np.where(counted, x, 0), dtype=np.float64)), int(np.sum(counted))]
         for x, counted in values.values()
@@ -26,7 +33,7 @@ def mean_over_processes(values: dict[str, tuple[np.ndarray, np.ndarray]]) -> dic
 
 
 def moments_over_processes(values: np.ndarray, counted: np.ndarray) -> tuple[float, float]:
-    """Mean and variance over all processes of values where they count; 0 and 0 if none does."""
+    """Mean and variance over all processes of the values where ``counted`` > 0; 0 and 0 if there are none."""
     mean = mean_over_processes({"mean": (values, counted > 0)})["mean"] or 0.0
     squares = (np.asarray(values, np.float64) - mean) ** 2
     return mean, mean_over_processes({"variance": (squares, counted > 0)})["variance"] or 0.0

@@ -1,4 +1,4 @@
-"""The methods and the settings that each reads, sizes that follow from them, and what is refused."""
+"""The settings that each method reads, the sizes that follow from them, and checks of both."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ REFERENCED = ("dpo", "ipo")
 """The methods that compare the model with its first weights on pairs of answers."""
 
 PREFERENCES = (*REFERENCED, "reward")
-"""The methods that learn from pairs of answers."""
+"""The methods that train on pairs of answers."""
 
 _ROLLOUT = (
     *("reward", "rewards", "reward_model", "reward_workers", "reward_seconds", "reward_variables"),
@@ -50,25 +50,25 @@ def steps_per_rollout(config: RunConfig) -> int:
 
 
 def longest_prompt(config: RunConfig) -> int:
-    """Tokens of a prompt that leaves room for a completion."""
+    """The most tokens of a prompt that leaves room for a completion."""
     return longest_row(config) - config.posttrain.max_new_tokens
 
 
 def longest_row(config: RunConfig) -> int:
-    """Tokens of a prompt with all that follows it, in a row and in the model's context."""
+    """The most tokens of a prompt with its completion, limited by the row and by the model's context."""
     return min(config.train.sequence_length + 1, config.model.max_seq_len)
 
 
 def longest_answer(config: RunConfig) -> int:
     """The most tokens of a prompt with its answer.
 
-    One less for a model of scores: it also reads the last token, whose score counts.
+    A reward model has one token less, because it reads the last token to score it.
     """
     return config.train.sequence_length + (config.posttrain.method in REFERENCED)
 
 
 def check_settings(config: RunConfig, processes: int) -> None:
-    """Refuse settings of a run with rollouts that do not fit each other.
+    """Refuse settings of a run with rollouts that contradict each other.
 
     Raises:
         ConfigurationError: names the setting and a value that works.
@@ -86,29 +86,31 @@ def check_settings(config: RunConfig, processes: int) -> None:
             "posttrain.environment to an environment"
         )
     if settings.max_turns != type(settings).max_turns and not settings.environment:
-        raise ConfigurationError("posttrain.max_turns is read with posttrain.environment alone: leave it out")
+        raise ConfigurationError(
+            "posttrain.max_turns is only read with posttrain.environment: leave it out, or set an environment"
+        )
     for name, every in {
         "zero": config.zero.every,
         "critic": config.critic.zero.get("preset") == "local",
     }.items():
         if every:
             raise ConfigurationError(
-                f"[{name}] asks for local updates, with which each node trains weights of its own, while "
-                f"rollouts are of the outer ones: set {name}.preset to another, such as delta"
+                f"[{name}] asks for local updates, in which each node trains its own weights, but rollouts "
+                f"use the outer weights. Set {name}.preset to another, such as delta"
             )
     sharing = config.zero.sequence_parallel
     if processes_a_row(sharing) > 1:
         raise ConfigurationError(
-            f"zero.sequence_parallel = {sharing}: rows of a rollout would be shared by devices of several "
-            f"processes, which have {jax.local_device_count()} each and make completions of their own: start "
-            "one process on each node, or lower it"
+            f"zero.sequence_parallel = {sharing} shares rows among several processes of "
+            f"{jax.local_device_count()} devices, but each process makes its own completions. Start one "
+            "process on each node, or lower zero.sequence_parallel"
         )
     if settings.reward_model:
         check_reward_model(config)
     if rows % train.batch_size:
         raise ConfigurationError(
-            f"posttrain.rollout_rows {rows} is not a multiple of train.batch_size {train.batch_size}: "
-            f"{-(-rows // train.batch_size) * train.batch_size} would be"
+            f"posttrain.rollout_rows = {rows} is not a multiple of train.batch_size = {train.batch_size}: "
+            f"set it to {-(-rows // train.batch_size) * train.batch_size}, for example"
         )
     if rows % (settings.completions * processes):
         raise ConfigurationError(
@@ -119,13 +121,13 @@ def check_settings(config: RunConfig, processes: int) -> None:
     steps = steps_per_rollout(config)
     if train.steps % steps:
         raise ConfigurationError(
-            f"train.steps {train.steps} ends within a rollout, which has {steps} steps: "
-            f"{-(-train.steps // steps) * steps} would not"
+            f"train.steps = {train.steps} ends within a rollout of {steps} steps: set it to "
+            f"{-(-train.steps // steps) * steps}, for example"
         )
     if settings.max_new_tokens >= train.sequence_length:
         raise ConfigurationError(
-            f"posttrain.max_new_tokens {settings.max_new_tokens} leaves no room for prompts in "
-            f"train.sequence_length {train.sequence_length}: lower it, or raise that"
+            f"posttrain.max_new_tokens = {settings.max_new_tokens} leaves no room for prompts in "
+            f"train.sequence_length = {train.sequence_length}: lower the former, or raise the latter"
         )
     idle = {
         "train.eval_exact_match": train.eval_exact_match,
@@ -133,12 +135,14 @@ def check_settings(config: RunConfig, processes: int) -> None:
     }
     for name, value in idle.items():
         if value:
-            raise ConfigurationError(f"{name} is for zerojax train, which has a validation loss: set it to 0")
+            raise ConfigurationError(
+                f"{name} needs a validation loss, which only zerojax train has: set it to 0"
+            )
     _refuse_dropout(config)
 
 
 def check_preferences(config: RunConfig) -> None:
-    """Refuse settings of a run on preferences that do not fit each other.
+    """Refuse settings of a run on preferences that contradict each other.
 
     Raises:
         ConfigurationError: names the setting and a value that works.
@@ -150,11 +154,14 @@ def check_preferences(config: RunConfig) -> None:
         config.model.check_language_model(f'posttrain.method = "{method}"')
     elif config.model.outputs != 1:
         raise ConfigurationError(
-            f'posttrain.method = "{method}" trains a model of scores: set model.outputs = 1 and model.tied = '
-            "false"
+            f'posttrain.method = "{method}" trains a reward model, but model.outputs is '
+            f"{config.model.outputs}: set model.outputs = 1 and model.tied = false"
         )
     elif config.train.eval_exact_match:
-        raise ConfigurationError("train.eval_exact_match: a reward model gives no answers: set it to 0")
+        raise ConfigurationError(
+            f"train.eval_exact_match = {config.train.eval_exact_match} needs answers, but a reward model "
+            "generates none: set it to 0"
+        )
 
 
 def _refuse_dropout(config: RunConfig) -> None:
@@ -164,8 +171,8 @@ def _refuse_dropout(config: RunConfig) -> None:
     ):
         if rate:
             raise ConfigurationError(
-                f"{name} must be 0 in zerojax posttrain: with it, a comparison of two probabilities, or of "
-                "two scores, is noise"
+                f"{name} = {rate} makes comparisons of two probabilities, or of two scores, noise: set it to "
+                "0 in zerojax posttrain"
             )
 
 
@@ -177,7 +184,7 @@ def abstract_batch(config: RunConfig) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def abstract_columns(config: RunConfig, names: Sequence[str]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of a global batch's "tokens" and, of the tokens from the second on, other columns."""
+    """Shapes and dtypes of a global batch: int32 "tokens" [rows, time + 1], fp32 ``names`` [rows, time]."""
     rows, time = config.train.batch_size, config.train.sequence_length
     columns = {name: jax.ShapeDtypeStruct((rows, time), jnp.float32) for name in names}
     return columns | {"tokens": jax.ShapeDtypeStruct((rows, time + 1), jnp.int32)}
@@ -196,7 +203,7 @@ def abstract_pairs(config: RunConfig) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def check_method(config: RunConfig) -> None:
-    """Refuse to run without a method, and keys of [posttrain] and [critic] that the method does not read.
+    """Refuse a run without a method, and keys of [posttrain] and [critic] that the method does not read.
 
     Raises:
         ConfigurationError: names the key.
@@ -208,28 +215,28 @@ def check_method(config: RunConfig) -> None:
         )
     if config.train.eval_samples:
         raise ConfigurationError(
-            "train.eval_samples is for zerojax train: set it to 0; posttrain.samples is the number of "
-            "completions of a rollout that are written"
+            f"train.eval_samples = {config.train.eval_samples} is for zerojax train: set it to 0. "
+            "posttrain.samples sets how many completions of a rollout are written"
         )
     for field in dataclasses.fields(settings):
         if field.name == "method" or field.name in READS[method]:
             continue
         if getattr(settings, field.name) != field.default:
             raise ConfigurationError(
-                f'posttrain.{field.name} is not read by posttrain.method = "{method}": leave it out'
+                f'posttrain.method = "{method}" does not read posttrain.{field.name}: leave it out'
             )
     if method != "ppo" and config.critic != CriticSection():
-        raise ConfigurationError(f'[critic] is not read by posttrain.method = "{method}": leave it out')
+        raise ConfigurationError(f'posttrain.method = "{method}" does not read [critic]: leave it out')
 
 
 def check_first_weights(manifest: Manifest | None, init_from: Path | None) -> None:
-    """Refuse to begin with random weights.
+    """Refuse to start with random weights.
 
     Raises:
-        ConfigurationError: the run's folder has no checkpoint, and ``init_from`` names nothing.
+        ConfigurationError: the run's folder has no checkpoint, and ``init_from`` is None.
     """
     if manifest is None and init_from is None:
         raise ConfigurationError(
-            "zerojax posttrain begins with a trained model: name its run in --init-from, or import one into "
-            "the run's folder (zerojax import)"
+            "zerojax posttrain starts with a trained model, but there is none: name its run in --init-from, "
+            "or import a model into the run's folder (zerojax import)"
         )

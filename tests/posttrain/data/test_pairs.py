@@ -62,9 +62,9 @@ def test_pairs_that_are_too_long_or_equal_are_left_out(tmp_path: Path) -> None:
     pairs = read(write(tmp_path / "rows.jsonl", rows), longest=12)
     assert len(pairs.train) + len(pairs.held_out) == 8
     assert pairs.notes(12) == [
-        "1 pairs have more than 12 tokens, and are left out",
-        "1 pairs are of two equal answers, and are left out",
-        "1 pairs have an empty answer, and are left out",
+        "1 pairs have more than 12 tokens and were skipped",
+        "1 pairs have two equal answers and were skipped",
+        "1 pairs have an empty answer and were skipped",
     ]
 
 
@@ -128,9 +128,9 @@ def test_columns_of_parquet(tmp_path: Path) -> None:
         ([{"prompt": "a", "chosen": "b"}], r"rows.jsonl:1: .*'rejected'"),
         ([row(1, chosen=3)], r"rows.jsonl:1: column 'chosen' is int, not text"),
         ([row(1), row(2, rejected=[])], "rows.jsonl:2: column 'rejected' is list, not text"),
-        ([row(1, chosen="")], "none of 1 pairs is left: 1 have an empty answer"),
-        ([row(1, chosen="b" * 99)], "none of 1 pairs is left: 0 have an empty answer, 1 have more than 99"),
-        ([row(1, chosen=" no")], "of 1 both answers are the same"),
+        ([row(1, chosen="")], "none of 1 pairs can be used. 1 have an empty answer"),
+        ([row(1, chosen="b" * 99)], "0 have an empty answer, 1 have more than 99"),
+        ([row(1, chosen=" no")], "1 have two equal answers"),
         ([], "empty"),
     ],
 )  # fmt: skip
@@ -140,5 +140,5 @@ def test_what_is_no_pair_is_refused(tmp_path: Path, rows: list[Any], message: st
 
 
 def test_the_default_source_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"reads pairs: name one file, folder or glob of them"):
+    with pytest.raises(ConfigurationError, match=r"reads pairs from one source: name a file"):
         read("stdlib")

@@ -82,9 +82,9 @@ def test_columns_of_parquet_go_to_the_reward_as_well(tmp_path: Path) -> None:
         ([{"prompt": "a"}, {"text": "a"}], r"rows.jsonl:2: .*'prompt'"),
         (
             [{"prompt": "a", "completion": "b"}],
-            "column 'completion' is an argument that the reward has already",
+            "the reward already has an argument 'completion'",
         ),
-        ([{"prompt": "a" * 99}], "none of 1 prompts has at most 99 tokens"),
+        ([{"prompt": "a" * 99}], "all 1 prompts have more than 99 tokens"),
     ],
 )
 def test_what_is_no_prompt_is_refused(tmp_path: Path, rows: list[Any], message: str) -> None:
@@ -111,10 +111,12 @@ def test_what_is_no_conversation_is_refused(tmp_path: Path, messages: Any, messa
 
 def test_plain_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(ConfigurationError, match=r"a\.txt: plain text: zerojax posttrain reads prompts from"):
+    with pytest.raises(
+        ConfigurationError, match=r"a\.txt is plain text: zerojax posttrain reads prompts from"
+    ):
         read(str(tmp_path / "a.txt"))
 
 
 def test_the_default_source_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"name one file, folder or glob of them in data.source"):
+    with pytest.raises(ConfigurationError, match=r"name a file, folder or glob in data.source"):
         read("stdlib")

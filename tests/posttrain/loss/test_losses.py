@@ -89,7 +89,7 @@ def test_kl_estimates_of_samples_average_to_the_divergence() -> None:
     # Of policies that hardly differ, where 1 takes up all digits of fp32.
     near = array([1e-3, -1e-4, 3e-5])
     np.testing.assert_allclose(losses.kl_estimate(0 * near, near), np.float64(near) ** 2 / 2, rtol=1e-2)
-    with pytest.raises(ConfigurationError, match="'K2' is not one of k1, k2, k3"):
+    with pytest.raises(ConfigurationError, match="'K2' is unknown: choose k1, k2 or k3"):
         losses.kl_estimate(near, near, cast(Any, "K2"))
 
 

@@ -205,21 +205,21 @@ def test_a_completion_without_a_reward_counts_nowhere(
         ({"posttrain": {"method": "none"}}, 'posttrain.method is "none"'),
         ({"posttrain": {"reward": ""}}, "there is no reward: set posttrain.reward"),
         ({"posttrain": {"reward_model": "x"}}, "posttrain.reward and posttrain.reward_model exclude"),
-        ({"critic": {"stage": 2}}, r"\[critic\] is not read by posttrain.method = \"grpo\""),
+        ({"critic": {"stage": 2}}, r"posttrain.method = \"grpo\" does not read \[critic\]"),
         ({"posttrain": {"group_size": 1}}, "group_size must be at least 2: grpo compares"),
-        ({"posttrain": {"rollout_rows": 24}}, "rollout_rows 24 is not a multiple of train.batch_size 16: 32"),
+        ({"posttrain": {"rollout_rows": 24}}, "rollout_rows = 24 is not .* batch_size = 16: set it to 32"),
         ({"posttrain": {"group_size": 3}}, "do not divide into groups of posttrain.group_size 3"),
-        ({"posttrain": {"epochs": 3}}, "train.steps 4 ends within a rollout, which has 3 steps: 6"),
-        ({"posttrain": {"max_new_tokens": 16}}, "leaves no room for prompts in train.sequence_length 16"),
-        ({"model": {"dropout": 0.1}}, "model.dropout must be 0"),
+        ({"posttrain": {"epochs": 3}}, "train.steps = 4 ends within a rollout of 3 steps: set it to 6"),
+        ({"posttrain": {"max_new_tokens": 16}}, "leaves no room for prompts in train.sequence_length = 16"),
+        ({"model": {"dropout": 0.1}}, "model.dropout = .* makes comparisons"),
         (
             {"zero": {"sequence_parallel": 24}, "train": {"sequence_length": 24}},
-            "sequence_parallel = 24: rows .* of several processes, which have 12 each .* one process on each",
+            "sequence_parallel = 24 shares rows .* of 12 devices.* Start one process on each",
         ),
-        ({"zero": {"preset": "local"}}, r"\[zero\] asks for local updates, .* set zero.preset to another"),
+        ({"zero": {"preset": "local"}}, r"\[zero\] asks for local updates, .* Set zero.preset to another"),
         (
             {"checkpoint": {"keep_best": 1}, "train": {"eval_every": 2}},
-            "checkpoint.keep_best is for zerojax train",
+            "checkpoint.keep_best needs a validation loss",
         ),
     ],
 )  # fmt: skip
@@ -232,7 +232,9 @@ def test_settings_that_do_not_fit_are_refused(
 
 
 def test_a_run_begins_with_trained_weights(place: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="begins with a trained model: name its run in --init-from"):
+    with pytest.raises(
+        ConfigurationError, match=r"starts with a trained model.*: name its run in --init-from"
+    ):
         GRPOTrainer.open(config(place), RunFolder(tmp_path / "run"))
 
 

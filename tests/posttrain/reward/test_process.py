@@ -183,7 +183,7 @@ def test_an_error_loses_one_reward(process: RewardProcess, completion: str, why:
 
 def test_a_process_that_hangs_or_ends_is_started_again(process: RewardProcess) -> None:
     began = time.monotonic()
-    with pytest.raises(LostReward, match=r"no answer for 1 s \(posttrain.reward_seconds\)"):
+    with pytest.raises(LostReward, match=r"no response within 1 s \(posttrain.reward_seconds\)"):
         score(process, "", "hang", {})
     assert time.monotonic() - began < 10
     child = int(Path("child").read_text())
@@ -197,16 +197,16 @@ def test_a_process_that_hangs_or_ends_is_started_again(process: RewardProcess) -
 @pytest.mark.parametrize(
     ("sent", "times", "why"),
     [
-        ("5\n", 1, r"its process sent b'5\\n', which is no answer"),
-        ("[1]\n", 1, "which is no answer"),
-        ("[" * 200_000 + "\n", 1, r"sent b'\[\[\[.*\.\.\., which is no answer"),
-        ('{"rewards": ["x", null]}\n', 1, "which is no answer"),
-        ('{"rewards": [1.0, 2.0]}\n', 1, "which is no answer"),
-        ('{"rewards": [NaN]}\n', 1, "which is no answer"),
-        ('{"rewards": [1e300]}\n', 1, "which is no answer"),
-        ('{"state": 1}\n', 1, "which is no answer"),
-        ("\\xff\n", 1, "which is no answer"),
-        ("[" * (1 << 20), 17, "^an answer of more than 16 MiB$"),
+        ("5\n", 1, r"its process sent b'5\\n', which is no response"),
+        ("[1]\n", 1, "which is no response"),
+        ("[" * 200_000 + "\n", 1, r"sent b'\[\[\[.*\.\.\., which is no response"),
+        ('{"rewards": ["x", null]}\n', 1, "which is no response"),
+        ('{"rewards": [1.0, 2.0]}\n', 1, "which is no response"),
+        ('{"rewards": [NaN]}\n', 1, "which is no response"),
+        ('{"rewards": [1e300]}\n', 1, "which is no response"),
+        ('{"state": 1}\n', 1, "which is no response"),
+        ("\\xff\n", 1, "which is no response"),
+        ("[" * (1 << 20), 17, "^the response has more than 16 MiB$"),
     ],
 )
 def test_what_is_no_answer_is_an_error_of_the_reward(
@@ -268,7 +268,7 @@ def test_a_closed_process_is_gone(process: RewardProcess) -> None:
     ("function", "message"),
     [
         ("scores.py", r"name a function, as \"path/to/file.py:function\""),
-        ("gone.py:reward", "gone.py: no such file"),
+        ("gone.py:reward", "gone.py does not exist"),
         ("scores.py:other", "cannot load scores.py:other: AttributeError"),
         ("broken.py:reward", "cannot load broken.py:reward: SyntaxError"),
     ],

@@ -114,7 +114,7 @@ def test_a_run_keeps_the_reward_model_that_it_began_with(text: Path, tmp_path: P
     assert reward(resume="never") == str(steps / "2")
     assert reward(reward_model=str(steps / "2")) == str(steps / "2")
     shutil.rmtree(steps / "1")
-    with pytest.raises(ConfigurationError, match=r"checkpoints/1, with which this run began, is gone.*2,"):
+    with pytest.raises(ConfigurationError, match=r"this run started with .*checkpoints/1, which is gone.*2,"):
         reward()
 
 
@@ -147,5 +147,5 @@ def test_what_is_no_reward_model_is_refused(text: Path, finished: RunFolder, tmp
     with pytest.raises(ConfigurationError, match=r"reads at most 32 tokens, .* have 33"):
         check_settings(longer, 1)
     language = dataclasses.replace(policy.posttrain, reward_model=str(finished.path))
-    with pytest.raises(ConfigurationError, match="is not a reward model: train one"):
+    with pytest.raises(ConfigurationError, match=r"is not a reward model.* Train one"):
         check_settings(dataclasses.replace(policy, posttrain=language), 1)

@@ -244,7 +244,7 @@ def test_a_turn_ends_once_and_what_follows_is_cut_into_tokens_as_within_the_conv
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Talk", 'posttrain.environment: step returns messages, which need data.kind = "chat"'),
+        ("Talk", 'posttrain.environment: step returns messages: set data.kind = "chat"'),
         ("Empty", "cannot load .*: Empty has no method reset"),
         ("Wide", r"posttrain.environment: step does not return \(state, observation, reward\)"),
         ("Closed", "posttrain.environment: reset returns a state that JSON cannot hold: .*object"),

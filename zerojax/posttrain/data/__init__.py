@@ -1,1 +1,1 @@
-"""What a run reads: prompts, and pairs of answers."""
+"""The data of a run: prompts, and pairs of answers."""

@@ -1,4 +1,4 @@
-"""Pairs of answers from tables: which one is better, as rows of a batch."""
+"""Pairs of a preferred and a rejected answer, from tables, as rows of a batch."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -21,9 +21,9 @@ _AT_ONCE = 1024
 
 
 class Pair(NamedTuple):
-    """Two answers to a prompt, of which ``chosen`` is the better one.
+    """A better and a worse answer to a prompt.
 
-    Each has the prompt before it and what ends it; the answer counts.
+    Each text is the prompt, the answer, and the answer's end. Its mask selects the answer.
     """
 
     chosen: Encoded
@@ -32,7 +32,7 @@ class Pair(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Tokens of the longer one."""
+        """Tokens of the longer text."""
         return max(len(self.chosen.tokens), len(self.rejected.tokens))
 
 
@@ -40,12 +40,12 @@ class Pair(NamedTuple):
 class PairRows:
     """Pairs as a random-access sequence of rows of one shape, as ``TrainBatches`` reads them.
 
-    A row has "chosen" and "rejected", int32 [time + 1], followed by zeros; and "chosen_mask" and
-    "rejected_mask", fp32 [time], 1 where the token after the first is of the answer.
+    A row has "chosen" and "rejected", int32 [time + 1], padded with zeros. It also has "chosen_mask" and
+    "rejected_mask", fp32 [time], which are 1 where the tokens after the first belong to the answer.
 
     Attributes:
         pairs: of at most time + 1 tokens.
-        time: columns of a row, without the first token.
+        time: number of columns, without the first token.
     """
 
     pairs: Sequence[Pair]
@@ -68,11 +68,11 @@ class Pairs:
     """The pairs of a run.
 
     Attributes:
-        train: those to learn from.
-        held_out: those of evaluations.
-        too_long: how many were left out for their length.
-        equal: how many were left out because their answers are the same.
-        empty: how many were left out because an answer is empty.
+        train: pairs to train on.
+        held_out: pairs for evaluations.
+        too_long: how many pairs were skipped because they are too long.
+        equal: how many pairs were skipped because their answers are equal.
+        empty: how many pairs were skipped because an answer is empty.
     """
 
     train: Sequence[Pair]
@@ -87,11 +87,14 @@ class Pairs:
     ) -> "Pairs":
         """Read ``data.source``, and hold out the pairs of a fraction ``data.validation`` of the prompts.
 
-        The template is for conversations: without one each row has a prompt. Pairs with more than ``longest``
-        tokens in a prompt and its answer are left out.
+        Args:
+            data: the run's settings of its data.
+            tokenizer: of the model.
+            template: for conversations; None if each row has a prompt.
+            longest: the most tokens of a prompt with its answer. Longer pairs are skipped.
 
         Raises:
-            DataError: a file is damaged, a row is not as it should be, or no pair is left.
+            DataError: a file is damaged, a row is malformed, or all pairs were skipped.
         """
         read = list(_read(data, tokenizer, template))
         every = [pair for pair in read if pair is not None]
@@ -100,27 +103,27 @@ class Pairs:
         pairs = [pair for pair in fitting if not np.array_equal(pair.chosen.tokens, pair.rejected.tokens)]
         if not pairs:
             raise DataError(
-                f"data.source {data.source!r}: none of {len(read):,} pairs is left: "
+                f"data.source {data.source!r}: none of {len(read):,} pairs can be used. "
                 f"{empty:,} have an empty answer, {len(every) - len(fitting):,} have more than {longest} "
-                f"tokens (train.sequence_length), and of {len(fitting):,} both answers are the same"
+                f"tokens (raise train.sequence_length), and {len(fitting):,} have two equal answers"
             )
         train, held_out = hold_out(pairs, lambda pair: pair.prompt, data.validation)
         return cls(train, held_out, len(every) - len(fitting), len(fitting) - len(pairs), empty)
 
     def notes(self, longest: int) -> list[str]:
-        """Lines about the pairs that are left out."""
+        """Lines about skipped pairs."""
         notes = []
         if self.too_long:
-            notes.append(f"{self.too_long:,} pairs have more than {longest} tokens, and are left out")
+            notes.append(f"{self.too_long:,} pairs have more than {longest} tokens and were skipped")
         if self.equal:
-            notes.append(f"{self.equal:,} pairs are of two equal answers, and are left out")
+            notes.append(f"{self.equal:,} pairs have two equal answers and were skipped")
         if self.empty:
-            notes.append(f"{self.empty:,} pairs have an empty answer, and are left out")
+            notes.append(f"{self.empty:,} pairs have an empty answer and were skipped")
         return notes
 
 
 def chosen_items(pairs: Sequence[Pair], count: int) -> list[Item]:
-    """At most ``count`` prompts with their chosen answers, spread evenly over some pairs."""
+    """At most ``count`` prompts with their chosen answers, spread evenly over the pairs."""
     items = []
     for index in evenly_spread(count, len(pairs)):
         tokens, mask = pairs[index].chosen
@@ -130,7 +133,7 @@ def chosen_items(pairs: Sequence[Pair], count: int) -> list[Item]:
 
 
 def _read(data: DataSection, tokenizer: Tokenizer, template: ChatTemplate | None) -> Iterator[Pair | None]:
-    """The pairs of all files; None for one with an empty answer."""
+    """The pairs of all files. A pair with an empty answer becomes None."""
     examples: Examples = Completions() if template is None else Conversations(template)
     given = data.prompt_column if template is None else data.messages_column
     answers, end = (data.chosen_column, data.rejected_column), AnswerEnd.of(tokenizer, template)
@@ -153,7 +156,7 @@ def _read(data: DataSection, tokenizer: Tokenizer, template: ChatTemplate | None
 
 
 def _ended(text: Encoded, end: AnswerEnd) -> Encoded:
-    """A text up to the end of its answer."""
+    """The text up to the end of its answer."""
     start = int(np.argmax(text.mask))
     stop = start + end.length(text.tokens[start:].tolist())
     return Encoded(text.tokens[:stop], text.mask[:stop])
@@ -162,7 +165,7 @@ def _ended(text: Encoded, end: AnswerEnd) -> Encoded:
 def _document(
     row: dict[str, Any], answer: str, place: str, data: DataSection, template: ChatTemplate | None
 ) -> Document:
-    """The prompt or conversation of a row with the answer of a column."""
+    """The prompt or conversation of a row, followed by the answer in a column."""
     if template is None:
         return Completions(data.prompt_column, answer).document(row, place)
     conversations = Conversations(template, data.messages_column)

@@ -1,4 +1,4 @@
-"""Prompts from tables, in an order that depends on seed and rollout alone."""
+"""Prompts from tables, in an order that only depends on the seed and the rollout's number."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ class Prompt(NamedTuple):
     """A prompt.
 
     Attributes:
-        tokens: with the token that begins a text, or in the chat template.
-        text: for the reward; of a conversation its last message.
+        tokens: the prompt after the token that begins a text, or rendered by the chat template.
+        text: the prompt, or a conversation's last message, for the reward.
         row: the other columns of its row, for the reward.
     """
 
@@ -33,7 +33,7 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts of rollouts and of evaluations, and how many were too long."""
+    """The prompts of rollouts and of evaluations, and how many prompts were too long."""
 
     train: Sequence[Prompt]
     held_out: Sequence[Prompt]
@@ -45,11 +45,14 @@ class Prompts:
     ) -> "Prompts":
         """Read ``data.source``, and hold out the fraction ``data.validation`` of the prompts by their text.
 
-        The template is for conversations: without one each row has a prompt. Prompts of more than ``longest``
-        tokens are left out.
+        Args:
+            data: the run's settings of its data.
+            tokenizer: of the model.
+            template: for conversations; None if each row has a prompt.
+            longest: the most tokens of a prompt. Longer prompts are skipped.
 
         Raises:
-            DataError: a file is damaged, a row is not as it should be, or all prompts are too long.
+            DataError: a file is damaged, a row is malformed, or all prompts are too long.
         """
         every = [
             one for path in files_of(data, "prompts") for one in _read_table(path, data, tokenizer, template)
@@ -57,14 +60,14 @@ class Prompts:
         fitting = [one for one in every if len(one.tokens) <= longest]
         if not fitting:
             raise DataError(
-                f"data.source {data.source!r}: none of {len(every):,} prompts has at most {longest} "
-                "tokens, which is what posttrain.max_new_tokens leaves of train.sequence_length"
+                f"data.source {data.source!r}: all {len(every):,} prompts have more than {longest} tokens. "
+                "To leave them more room, raise train.sequence_length or lower posttrain.max_new_tokens"
             )
         train, held_out = hold_out(fitting, lambda one: one.tokens.tobytes(), data.validation)
         return cls(train, held_out, len(every) - len(fitting))
 
     def of_rollout(self, rollout: int, count: int, seed: int) -> list[Prompt]:
-        """The prompts of a rollout, counted from 0: all prompts in one random order after another."""
+        """``count`` prompts for a rollout, counted from 0: all prompts in one random order after another."""
         total, orders = len(self.train), {}
         found = []
         for place in range(rollout * count, (rollout + 1) * count):
@@ -75,24 +78,24 @@ class Prompts:
         return found
 
     def of_evaluation(self, count: int) -> list[Prompt]:
-        """At most ``count`` held-out prompts, spread evenly over them."""
+        """At most ``count`` held-out prompts, spread evenly over all of them."""
         return [self.held_out[i] for i in evenly_spread(count, len(self.held_out))]
 
 
 def files_of(data: DataSection, what: str) -> Sequence[Path]:
-    """The files of ``data.source``, which hold ``what``, such as "prompts".
+    """The files of ``data.source``; messages call their contents ``what``, such as "prompts".
 
     Raises:
-        DataError: there are none, or no one source is named, or a file is no table.
+        DataError: there is no file, not exactly one source is named, or a file is no table.
     """
     if data.mixture or data.source == DataSection.source:
         raise DataError(
-            f"zerojax posttrain reads {what}: name one file, folder or glob of them in data.source"
+            f"zerojax posttrain reads {what} from one source: name a file, folder or glob in data.source"
         )
     files = TextSource(data.source, data.pattern).files
     if texts := [path for path in files if not is_table(path)]:
         raise DataError(
-            f"{texts[0]}: plain text: zerojax posttrain reads {what} from JSON lines, Parquet or Arrow"
+            f"{texts[0]} is plain text: zerojax posttrain reads {what} from JSON lines, Parquet or Arrow"
         )
     return files
 
@@ -104,9 +107,7 @@ def _read_table(
     for place, row in read_rows(path, (column,), optional=(TOOLS,) if template else (), others=True):
         rest = {key: value for key, value in row.items() if key != column}
         if taken := {"prompt", "completion"} & rest.keys():
-            raise DataError(
-                f"{place}: column {min(taken)!r} is an argument that the reward has already: rename it"
-            )
+            raise DataError(f"{place}: the reward already has an argument {min(taken)!r}: rename this column")
         yield Prompt(*_encode(row, place, column, tokenizer, template), rest)
 
 

@@ -1,1 +1,1 @@
-"""What runs on the devices: losses, advantages, and what they read of a model."""
+"""Programs for the devices: losses, advantages, and log-probabilities of tokens."""

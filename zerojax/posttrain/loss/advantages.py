@@ -18,14 +18,14 @@ def group_advantages(
     scale: bool = True,
     eps: float = 1e-6,
 ) -> Float32[Array, " rows"]:
-    """Rewards relative to those of the other completions of the same prompt.
+    """Rewards relative to the other completions of the same prompt.
 
-    A = (r - mean) / (std + eps) over a group (Shao et al., 2024, "DeepSeekMath", section 4.1.2); without
-    ``scale`` A = r - mean (Liu et al., 2025, "Understanding R1-Zero-Like Training").
+    A = (r - mean) / (std + eps) over a group (Shao et al., 2024, "DeepSeekMath", section 4.1.2). Without
+    ``scale``, A = r - mean (Liu et al., 2025, "Understanding R1-Zero-Like Training").
 
     Args:
-        rewards: one per completion, of any dtype; those of a prompt are next to each other.
-        counted: 1, or 0 for a completion without a reward, which belongs to no group and gets 0.
+        rewards: one per completion, of any dtype. The completions of a prompt are next to each other.
+        counted: 1; or 0 for a completion without a reward, which belongs to no group and gets 0.
         group_size: completions per prompt.
         scale: whether to divide by the standard deviation of the group.
         eps: keeps a group of equal rewards at 0.
@@ -34,10 +34,13 @@ def group_advantages(
         ConfigurationError: the rows do not divide into groups.
     """
     if group_size < 1 or rewards.shape[0] % group_size:
-        raise ConfigurationError(f"{rewards.shape[0]} rewards do not divide into groups of {group_size}")
+        raise ConfigurationError(
+            f"{rewards.shape[0]} rewards do not divide into groups of {group_size}: pass group_size rewards "
+            "for each prompt"
+        )
     groups, there = (jnp.asarray(x, jnp.float32).reshape(-1, group_size) for x in (rewards, counted))
     count = jnp.maximum(there.sum(axis=1, keepdims=True), 1)
-    # Relative to the largest: the rounded mean of equal rewards may differ from each of them.
+    # Rewards relative to the largest, because the rounded mean of equal rewards may differ from them.
     largest = jnp.max(groups, axis=1, keepdims=True, where=there > 0, initial=-jnp.inf)
     below = jnp.where(there > 0, groups - largest, 0)
     centred = jnp.where(there > 0, below - below.sum(axis=1, keepdims=True) / count, 0)
@@ -50,13 +53,16 @@ def group_advantages(
 def token_rewards(
     earned: Float32[np.ndarray, "rows time"], rows: Mapping[str, np.ndarray], kl: float
 ) -> Float32[np.ndarray, "rows time"]:
-    """The reward of each token: what it earned, less the divergence from the reference.
+    """The reward of each token: its earned reward minus the divergence from the reference.
 
-    r_t = [t is the last] score - kl (log p_t - log p_t of the reference), the sum of which is the reward of
-    Ziegler et al. (2019, equation 2) and of Ouyang et al. (2022, equation 2, without the pretraining term).
+    r_t = [t is the last] score - kl (log p_t - log p_t of the reference). The sum over a completion is the
+    reward of Ziegler et al. (2019, equation 2) and of Ouyang et al. (2022, equation 2, without the
+    pretraining term).
 
-    ``earned`` is as ``Rollout.rewards_per_token`` returns it. Rows have "mask", and with ``kl``, the papers'
-    beta, "old_log_probs" and "reference_log_probs".
+    Args:
+        earned: as ``Rollout.rewards_per_token`` returns it.
+        rows: have "mask", and with ``kl`` also "old_log_probs" and "reference_log_probs".
+        kl: beta of the papers.
     """
     found = np.zeros_like(earned)
     if kl:
@@ -72,22 +78,22 @@ def gae(
     discount: float = 1.0,
     decay: float = 0.95,
 ) -> tuple[Float32[Array, "rows time"], Float32[Array, "rows time"]]:
-    """Generalised advantage estimates, and the returns that a critic learns.
+    """Generalised advantage estimates, and the returns as a critic's targets.
 
     A_t = sum over l of (discount decay)^l delta_(t+l), with delta_t = r_t + discount V_(t+1) - V_t (Schulman
     et al., 2016, "High-Dimensional Continuous Control Using Generalized Advantage Estimation", equation 16).
     The value after the last action is 0.
 
     Args:
-        rewards: per token, of any dtype, as the others.
+        rewards: of each token. Arrays may have any dtype.
         values: of the state before each token.
-        mask: 1 for the tokens of a completion, 0 elsewhere. Tokens between these, such as an environment's
-            answers, take no time: they are skipped.
+        mask: 1 for the tokens of a completion, 0 elsewhere. Tokens between them, such as an environment's
+            observations, are skipped and take no time.
         discount: gamma of the paper.
         decay: lambda of the paper: 0 trusts the critic, 1 the rewards.
 
     Returns:
-        The advantages, and the returns, advantages + values; both 0 outside of the mask.
+        The advantages, and the returns (advantages + values). Both are 0 outside the mask.
     """
 
     def back(

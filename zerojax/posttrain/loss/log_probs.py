@@ -15,14 +15,14 @@ def token_log_probs(
     *,
     temperature: float = 1.0,
 ) -> Float[Array, "rows time"]:
-    """The log-probability of each token but the first, given those before it (nats, fp32).
+    """The log-probability (nats, fp32) of each token except the first, given the tokens before it.
 
-    With ``ZeroConfig(sequence_parallel=k)`` they are those of this device's tokens (``zerojax.own_tokens``).
+    With ``ZeroConfig(sequence_parallel=k)`` the result covers this device's tokens (``zerojax.own_tokens``).
 
     Args:
         model: a decoder of zerojax, whole or as a loss function gets it.
-        tokens: a text per row, int32; what follows it may be anything.
-        mask: which of tokens[:, 1:] to measure; the others get 0.
+        tokens: a text per row, int32. Any tokens may follow the text.
+        mask: 1 for the tokens of tokens[:, 1:] to measure. All other tokens get 0.
         temperature: divides the logits.
     """
     labels = own_tokens(jnp.where(mask > 0, tokens[:, 1:], IGNORE))

@@ -24,7 +24,7 @@ def dpo_loss(
 
     Args:
         chosen: log-probability of the preferred completion under the policy, summed over its tokens.
-        rejected: of the other one.
+        rejected: log-probability of the rejected completion.
         reference_chosen: as ``chosen``, under the reference.
         reference_rejected: as ``rejected``, under the reference.
         beta: how strongly the policy is held to the reference.
@@ -43,7 +43,7 @@ def ipo_loss(
 ) -> Float[Array, " pairs"]:
     """Identity preference optimisation (Azar et al., 2023, equation 17), one loss per pair.
 
-    Arguments as for ``dpo_loss``; ``beta`` is the paper's tau.
+    It has the same arguments as ``dpo_loss``; ``beta`` is the paper's tau.
     """
     margin = (chosen - reference_chosen) - (rejected - reference_rejected)
     return (margin - 1 / (2 * beta)) ** 2
@@ -52,12 +52,13 @@ def ipo_loss(
 def bradley_terry_loss(
     chosen: Float[Array, " pairs"], rejected: Float[Array, " pairs"]
 ) -> Float[Array, " pairs"]:
-    """The loss of a reward model (Ouyang et al., 2022, equation 1, of one pair): -log of the probability that
-    it gives to the choice that was made (Bradley and Terry, 1952).
+    """The loss of a reward model (Ouyang et al., 2022, equation 1), one loss per pair.
+
+    It is -log of the model's probability of the preference (Bradley and Terry, 1952).
 
     Args:
         chosen: score of the preferred completion.
-        rejected: of the other one.
+        rejected: score of the rejected completion.
     """
     return -jax.nn.log_sigmoid(chosen - rejected)
 
@@ -76,18 +77,18 @@ def clipped_policy_loss(
     clip-higher (Yu et al., 2025, equation 10).
 
     Args:
-        log_probs: of the tokens under the policy that is trained.
-        old_log_probs: under the policy that drew them.
+        log_probs: of the tokens under the trained policy.
+        old_log_probs: of the tokens under the policy that drew them.
         advantages: of the tokens.
         clip_low: the ratio of the two policies is clipped below at 1 - clip_low.
-        clip_high: and above at 1 + clip_high.
+        clip_high: the ratio is clipped above at 1 + clip_high.
 
     Returns:
-        The losses, and which tokens are clipped: their gradient is 0.
+        The losses, and which tokens are clipped and so have a gradient of 0.
     """
     log_ratio = log_probs - old_log_probs
-    # An overflow of the ratio matters only where the advantage is negative: elsewhere the ratio is clipped,
-    # or multiplied by 0.
+    # An overflow of the ratio only matters if the advantage is negative. Otherwise the ratio is clipped, or
+    # multiplied by 0.
     largest = 0.9 * math.log(float(jnp.finfo(log_ratio.dtype).max))
     ratio = jnp.exp(jnp.where(advantages < 0, log_ratio, jnp.minimum(log_ratio, largest)))
     free = ratio * advantages
@@ -102,16 +103,16 @@ def clipped_value_loss(
     *,
     clip: float = 0.2,
 ) -> Float[Array, "*shape"]:
-    """The critic's squared error with its change clipped, halved, one loss per token.
+    """Half of the critic's squared error, with its change clipped, one loss per token.
 
-    As in the code of PPO's authors (OpenAI Baselines, ppo2); equation 9 of Schulman et al., 2017, has it
-    without the clip.
+    This is the loss of OpenAI Baselines (ppo2), by PPO's authors. Equation 9 of Schulman et al., 2017, has no
+    clip.
 
     Args:
-        values: of the critic that is trained.
-        old_values: before it was trained on these tokens.
-        returns: what it should have predicted.
-        clip: the largest change that counts.
+        values: the critic's values.
+        old_values: its values before it was trained on these tokens.
+        returns: the targets.
+        clip: the largest change of a value that reduces the loss.
     """
     held = old_values + jnp.clip(values - old_values, -clip, clip)
     return 0.5 * jnp.maximum((values - returns) ** 2, (held - returns) ** 2)
@@ -122,19 +123,19 @@ def kl_estimate(
     reference_log_probs: Float[Array, "*shape"],
     estimator: KLEstimator = "k3",
 ) -> Float[Array, "*shape"]:
-    """An estimate of KL(policy | reference) per token that the policy drew (Schulman, 2020, "Approximating KL
-    Divergence").
+    """An estimate of KL(policy | reference) for each token drawn by the policy (Schulman, 2020).
 
-    With r = reference / policy: k1 = -log r is unbiased, of high variance; k2 = (log r)^2 / 2 is biased, of
-    low variance; k3 = r - 1 - log r is unbiased and never negative (GRPO's: Shao et al., 2024, equation 4).
+    With r = reference / policy: k1 = -log r is unbiased, with high variance; k2 = (log r)^2 / 2 is biased,
+    with low variance; k3 = r - 1 - log r is unbiased and never negative (GRPO's: Shao et al., 2024, equation
+    4). The source is "Approximating KL Divergence".
 
     Args:
         log_probs: of the tokens under the policy.
-        reference_log_probs: under the reference.
-        estimator: which.
+        reference_log_probs: of the tokens under the reference.
+        estimator: "k1", "k2" or "k3".
 
     Raises:
-        ConfigurationError: it is none of these.
+        ConfigurationError: the estimator is unknown.
     """
     log_ratio = reference_log_probs - log_probs
     if estimator == "k1":
@@ -143,7 +144,7 @@ def kl_estimate(
         return log_ratio**2 / 2
     if estimator == "k3":
         return jnp.expm1(log_ratio) - log_ratio
-    raise ConfigurationError(f"kl_estimate: estimator={estimator!r} is not one of k1, k2, k3.")
+    raise ConfigurationError(f"kl_estimate: estimator={estimator!r} is unknown: choose k1, k2 or k3.")
 
 
 def token_mean(
@@ -151,7 +152,7 @@ def token_mean(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The mean over the tokens of all completions (Yu et al., 2025, "DAPO", section 3.3), and their number.
 
-    Long completions weigh more than short ones. Values outside of the mask are not read, so they may be NaN.
+    Long completions weigh more than short ones. Values outside the mask may be NaN.
     """
     count = jnp.sum(mask)
     return jnp.sum(jnp.where(mask > 0, values, 0)) / jnp.maximum(count, 1), count

@@ -1,4 +1,4 @@
-"""What runs on the devices: the losses of policy and critic, and what they start from."""
+"""The losses of policy and critic, and the predictions that they need from before a rollout's steps."""
 
 import math
 from collections.abc import Callable
@@ -27,9 +27,9 @@ Batch = dict[str, Array]
 def policy_loss(settings: PosttrainSection) -> LossFn:
     """The loss of GRPO and PPO for ``TrainState.create``: the mean over all tokens of all completions.
 
-    A batch has "tokens" int32 [rows, time + 1], and of tokens[:, 1:], fp32 [rows, time]: "mask" (1 for those
-    of completions that count), "advantages", "old_log_probs", and with ``settings.kl`` of GRPO also
-    "reference_log_probs".
+    A batch has "tokens", int32 [rows, time + 1]. Its other columns are fp32 [rows, time] and describe
+    tokens[:, 1:]: "mask" (1 in completions with a reward), "advantages", "old_log_probs", and for GRPO with
+    ``settings.kl`` also "reference_log_probs".
     """
     kl = settings.kl if settings.method == "grpo" else 0.0  # PPO has it in the rewards
     return _with_options(
@@ -50,8 +50,8 @@ def log_probs_of(settings: PosttrainSection) -> Callable[[GPT, Batch], Float[Arr
 def value_loss(settings: PosttrainSection) -> LossFn:
     """The loss of PPO's critic for ``TrainState.create``: the mean over all tokens of all completions.
 
-    A batch has "tokens" and "mask" as for ``policy_loss``, and fp32 [rows, time]: "returns", and "old_values"
-    as ``values_of`` gave them before the rollout's steps.
+    A batch has "tokens" and "mask" as for ``policy_loss``, and, fp32 [rows, time], "returns" and
+    "old_values", which are the results of ``values_of`` before the rollout's steps.
     """
     return _with_options(_value_loss, clip=settings.value_clip or math.inf)
 
@@ -66,7 +66,7 @@ def completion_scores(model: GPT, batch: Batch) -> Float[Array, " rows"]:
     return last_scores(model, batch["tokens"][:, : model.config.max_seq_len], batch["mask"])
 
 
-@cache  # so that runs which differ in other settings share what they compile
+@cache  # runs that differ only in other settings then share compiled programs
 def _with_options(fn: Callable[..., Any], **options: float | str) -> Callable[..., Any]:
     return partial(fn, **options)
 
@@ -96,7 +96,7 @@ def _policy_loss(
     each, clipped = clipped_policy_loss(
         log_probs, own["old_log_probs"], own["advantages"], clip_low=clip_low, clip_high=clip_high
     )
-    # The mean of -log p over drawn tokens estimates the entropy.
+    # The mean of -log p over sampled tokens estimates the entropy.
     aux = {"clip_fraction": token_mean(clipped, mask)[0], "entropy": token_mean(-log_probs, mask)[0]}
     if kl:
         divergence = kl_estimate(log_probs, own["reference_log_probs"], kl_estimator)

@@ -1,4 +1,4 @@
-"""What runs on the devices to learn from preferences: the losses, and the log-probabilities of answers."""
+"""The losses on preferences, and the log-probabilities and scores of answers."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -19,17 +19,20 @@ Answers = dict[str, Float[Array, " pairs"]]
 _LOSSES: dict[str, Callable[..., Array]] = {"dpo": dpo_loss, "ipo": ipo_loss}
 
 
-@cache  # so that runs with the same settings share what they compile
+@cache  # runs with the same settings then share compiled programs
 def preference_loss(settings: PosttrainSection) -> LossFn:
     """The loss of ``settings.method`` for ``TrainState.create``: the mean over pairs.
 
-    A batch has "chosen" and "rejected" int32 [pairs, time + 1]; of their tokens[:, 1:], "chosen_mask" and
-    "rejected_mask" fp32 [pairs, time], 1 for those of the answer; and for DPO and IPO "reference_chosen" and
-    "reference_rejected" fp32 [pairs], as ``answer_log_probs`` of the reference. All micro-batches of all
-    devices have the same number of pairs, so the mean of their means is that over all pairs.
+    A batch has
 
-    The rewards in its aux are the scores of a reward model, or DPO's (Rafailov et al., 2023, section 4): beta
-    times the log of the ratio to the reference's probability.
+    - "chosen" and "rejected", int32 [pairs, time + 1];
+    - "chosen_mask" and "rejected_mask", fp32 [pairs, time], 1 where tokens[:, 1:] belong to the answer;
+    - for DPO and IPO "reference_chosen" and "reference_rejected", fp32 [pairs], the results of
+      ``answer_log_probs`` for the reference.
+
+    All micro-batches of all devices have the same number of pairs, so the mean of their means is the mean
+    over all pairs. The rewards in aux are a reward model's scores. For DPO and IPO they are beta times the
+    log of the ratio to the reference's probability (Rafailov et al., 2023, section 4).
     """
     return _reward_loss if settings.method == "reward" else partial(_preference_loss, settings)
 
@@ -53,7 +56,7 @@ def answer_scores(model: GPT, batch: Batch) -> Answers:
 
 
 def both(batch: Batch) -> tuple[Array, Array]:
-    """Tokens and masks of the chosen answers and then the rejected: one pass gathers each weight once."""
+    """Tokens and masks of the chosen, then the rejected answers: one pass gathers each weight once."""
     return (
         jnp.concatenate([batch["chosen"], batch["rejected"]]),
         jnp.concatenate([batch["chosen_mask"], batch["rejected_mask"]]),

@@ -1,1 +1,1 @@
-"""The methods, a module each: rollout, score, advantages, update and log, in this order."""
+"""The methods, one module each. A loop is rollout, score, advantages, update and log, in this order."""

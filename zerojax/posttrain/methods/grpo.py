@@ -1,4 +1,4 @@
-"""GRPO: a completion is compared with the others of its prompt (Shao et al., 2024, "DeepSeekMath")."""
+"""GRPO: compares the completions of a prompt with each other (Shao et al., 2024, "DeepSeekMath")."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +29,7 @@ class GRPOTrainer(PostTrainer):
             self.finish_rollout(signalled)
 
     def with_advantages(self, rollout: Rollout, rewards: np.ndarray) -> Rows:
-        """The columns of ``policy_loss``: tokens have the advantage of their completion in its group."""
+        """The columns of ``policy_loss``. Each token has the advantage of its completion within the group."""
         settings, rows = self.config.posttrain, self.with_log_probs(rollout, rewards)
         advantages = group_advantages(
             jnp.asarray(rewards),

@@ -1,4 +1,7 @@
-"""PPO with a critic (Schulman et al., 2017; of language models Ziegler et al., 2019; Ouyang et al., 2022)."""
+"""PPO with a critic (Schulman et al., 2017).
+
+Its use for language models is by Ziegler et al., 2019, and Ouyang et al., 2022.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +44,7 @@ class PPOTrainer(PostTrainer):
             self.finish_rollout(signalled)
 
     def with_advantages(self, rollout: Rollout, rewards: np.ndarray) -> Rows:
-        """The columns of ``policy_loss`` and ``value_loss``, and the "rewards" that the KL penalty leaves."""
+        """The columns of ``policy_loss`` and ``value_loss``, and "rewards" after the KL penalty."""
         settings, rows = self.config.posttrain, self.with_log_probs(rollout, rewards)
         rows["old_values"] = self.critic.values(rows)
         rows["rewards"] = token_rewards(rollout.rewards_per_token(rewards), rows, settings.kl)
@@ -58,7 +61,7 @@ class PPOTrainer(PostTrainer):
         return rows
 
     def measure_returns(self, rewards: np.ndarray, rows: Rows) -> Metrics:
-        """PPO's own metrics: scores, rewards, divergence, and how much of the returns the critic predicts."""
+        """PPO's own metrics: scores, rewards, divergence, and the explained variance of the returns."""
         mask, there = rows["mask"], np.isfinite(rewards)
         _, unexplained = moments_over_processes(rows["returns"] - rows["old_values"], mask)
         _, variance = moments_over_processes(rows["returns"], mask)

@@ -1,6 +1,6 @@
-"""DPO, IPO and reward models: steps on pairs of answers, of which one is preferred.
+"""DPO, IPO and reward models: steps on pairs of a preferred and a rejected answer.
 
-The methods differ in their losses (``zerojax.posttrain.loss.preference``), and DPO and IPO have a reference.
+The methods differ in their losses (``zerojax.posttrain.loss.preference``). DPO and IPO have a reference.
 """
 
 import functools
@@ -50,7 +50,7 @@ class PreferenceTrainer(BatchRun):
     """A run that learns from preferences; a context manager.
 
     Attributes:
-        reference: the model that the run began with; None if the method compares with none.
+        reference: the model that the run started with; None if the method needs no reference.
         exact_match: the prompts of every evaluation with their chosen answers, or None.
     """
 
@@ -69,7 +69,7 @@ class PreferenceTrainer(BatchRun):
     ) -> Self:
         """Read the pairs, and take the first weights or the newest checkpoint.
 
-        Arguments and errors as for ``TrainRun.open``; the folder may hold an imported model.
+        Arguments and errors are those for ``TrainRun.open``. The folder may hold an imported model.
         """
         settings = config.posttrain
         setup = RunSetup(config, loss_fn=preference_loss(settings))
@@ -105,7 +105,7 @@ class PreferenceTrainer(BatchRun):
             return trainer
 
     def loop(self, signalled: StopRequest) -> None:
-        """Evaluate the first weights; then take a step on each batch, with the reference's predictions."""
+        """Evaluate the first weights, then take a step on each batch with the reference's predictions."""
         if self.step == 0:
             values = self.evaluate()
             self.note_first(values, self.describe(values))
@@ -119,7 +119,7 @@ class PreferenceTrainer(BatchRun):
             self.reference.log_probs(self.state, part, answer_log_probs)
             for part in micro_batches(self.config, batch)
         ]
-        # One part is in place already, and need not be waited for.
+        # A single part is on its devices already, so there is nothing to wait for.
         joined = (
             found[0]
             if len(found) == 1
@@ -129,11 +129,11 @@ class PreferenceTrainer(BatchRun):
 
     @functools.cached_property
     def held_out(self) -> list[Batch]:
-        """The batches of every evaluation with the reference's log-probabilities, which do not change."""
+        """The batches of every evaluation with the reference's log-probabilities, computed once."""
         return [self.with_reference(batch) for batch in self.validation]
 
     def evaluation(self) -> Metrics:
-        """Measure exact match if asked to, and dispatch the measurement on the held-out pairs."""
+        """Measure exact match if the settings ask for it, and dispatch the held-out pairs' evaluation."""
         self.watchdog.phase(f"the evaluation after step {self.step}")
         right = {}
         if self.exact_match is not None:
@@ -142,12 +142,12 @@ class PreferenceTrainer(BatchRun):
         return right | {f"validation_{name}": means[name] for name in ("loss", "accuracy")}
 
     def finish(self) -> None:
-        """Draw the loss curve, print and record the result."""
+        """Draw the loss curve, and print and record the result."""
         last, names = self.last_evaluation(), ("validation_loss", "validation_accuracy", "exact_match")
         self.report({name: last[name] for name in names if name in last}, self.describe(last))
 
     def describe(self, values: Mapping[str, float]) -> str:
-        """The values of an evaluation in words."""
+        """A sentence with the values of an evaluation."""
         loss, accuracy = values["validation_loss"], values["validation_accuracy"]
         return (
             f"validation loss {loss:.4f}, {accuracy:.1%} of the held-out pairs ranked right"
@@ -158,10 +158,10 @@ class PreferenceTrainer(BatchRun):
 def read_data(
     config: RunConfig, folder: RunFolder, manifest: Manifest | None
 ) -> tuple[Pairs, ExactMatch | None]:
-    """The pairs of a run, and the prompts of its evaluations if ``train.eval_exact_match`` asks for them.
+    """Read a run's pairs, and the prompts of its evaluations if ``train.eval_exact_match`` is set.
 
     Raises:
-        DataError: as for ``Pairs.read``; or the tokenizer or its chat template is not there.
+        DataError: as for ``Pairs.read``; or the tokenizer or its chat template is missing.
     """
     tokenizer, template = kept_tokenizer(config, folder, manifest)
     pairs = Pairs.read(config.data, tokenizer, template, longest_answer(config))
@@ -173,7 +173,7 @@ def read_data(
 
 
 def make_batches(config: RunConfig, pairs: Pairs) -> tuple[TrainBatches, list[Batch]]:
-    """This process's part of the training batches and of the validation batches, as in supervised training.
+    """This process's training batches and validation batches, as in supervised training.
 
     Raises:
         DataError: the held-out pairs do not fill a micro-batch.

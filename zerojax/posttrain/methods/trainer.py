@@ -1,4 +1,4 @@
-"""What the methods that make rollouts share: how such a run opens, and the parts of their loops."""
+"""The base of the methods with rollouts: opening a run, and the parts of their loops."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -47,14 +47,14 @@ from zerojax.train.step import Metrics, predict_step
 class PostTrainer(OpenRun):
     """A run that learns from rewards for its own completions; a context manager.
 
-    Each method, such as GRPO, is a subclass whose ``loop`` calls the others in order.
+    Each method, such as GRPO, is a subclass. Its ``loop`` calls the methods of this class in order.
 
     Attributes:
-        task: the prompts, and what scores completions.
-        reference: the model that the run began with, or None.
-        critic: of PPO; predicts at each token what the completion will earn.
-        generator: bytes that a rollout needs on a device besides the states.
-        rollouts: rollouts done.
+        task: the prompts and the scorer.
+        reference: the model that the run started with, or None.
+        critic: PPO's critic, which predicts at each token the completion's reward; None for other methods.
+        generator: bytes on a device that a rollout needs in addition to the states.
+        rollouts: number of finished rollouts.
     """
 
     task: Task
@@ -75,7 +75,7 @@ class PostTrainer(OpenRun):
     ) -> Self:
         """Open the task, and take the first weights or the newest checkpoint of each role.
 
-        Arguments and errors as for ``TrainRun.open`` of training; the folder may hold an imported model.
+        Arguments and errors are those for ``TrainRun.open``. The folder may hold an imported model.
         """
         config = with_reward_checkpoint(config, folder, resume)
         settings = config.posttrain
@@ -120,11 +120,11 @@ class PostTrainer(OpenRun):
             return trainer
 
     def close_inputs(self) -> None:
-        """End the reward's processes, if there are any."""
+        """End the reward's processes, if any."""
         self.task.scorer.close()
 
     def evaluate_first_weights(self) -> None:
-        """Evaluate the weights that the run begins with, if there are held-out prompts."""
+        """Evaluate the first weights, if there are held-out prompts."""
         if self.step == 0 and (found := self.evaluation()):
             reward = float(found["validation_reward"])
             self.note_first({"validation_reward": reward}, f"held out {reward:.3f}")
@@ -132,20 +132,20 @@ class PostTrainer(OpenRun):
     def rollout(self, signalled: StopRequest) -> Rollout:
         """Complete this process's prompts of the next rollout.
 
-        An environment is not waited for once the process must stop.
+        Once the process must stop, it no longer waits for an environment.
         """
         rows = rollout_rows(self.config) // jax.process_count()
         self.watchdog.phase(f"rollout {self.rollouts + 1}", self.task.longest_rollout(rows))
-        # The first step afterwards uses the copy and drops it.
+        # The next training step uses these gathered weights and drops them.
         self.state = for_several_passes(self.state, reserved=self.generator)
         return self.task.rollout(self.state, self.rollouts, partial(self.must_stop, signalled))
 
     def score(self, rollout: Rollout, signalled: StopRequest) -> Float32[np.ndarray, " rows"]:
-        """The reward of each completion, NaN for a lost one.
+        """The reward of each completion; NaN if it is lost.
 
         Raises:
-            Stopped: a process must stop; it has saved. The run that resumes makes the same rollout.
-            RunError: all of them are lost.
+            Stopped: a process must stop, and all have saved. The resumed run makes the same rollout.
+            RunError: all rewards are lost.
         """
         self.watch_scores(f"scoring rollout {self.rollouts + 1}", rollout)
         stopping = partial(self.must_stop, signalled)
@@ -158,15 +158,15 @@ class PostTrainer(OpenRun):
         return rewards
 
     def must_stop(self, signalled: StopRequest) -> bool:
-        """Whether this process was asked to stop, and can: nothing is saved after a skipped step."""
+        """Whether this process was asked to stop and can save, which it cannot after a skipped step."""
         states = self.state, *self.beside().values()
         return signalled.received and not any(int(one.skipped_in_row) for one in states)
 
     def with_log_probs(self, rollout: Rollout, rewards: np.ndarray) -> Rows:
-        """The columns that all methods need, a row for each completion of this process.
+        """The columns that all methods need, with a row for each completion of this process.
 
-        "tokens" as in ``Rollout``, "mask", which leaves out completions without a reward (NaN),
-        "old_log_probs" by the policy, and "reference_log_probs" if there is a reference.
+        These are "tokens" as in ``Rollout``, "mask" with zeros for completions without a reward (NaN),
+        "old_log_probs" of the policy, and "reference_log_probs" if there is a reference.
         """
         counted = np.isfinite(rewards).astype(np.float32)
         rows = {"tokens": rollout.tokens, "mask": rollout.mask * counted[:, None]}
@@ -181,7 +181,10 @@ class PostTrainer(OpenRun):
     def measure(self, rollout: Rollout, rewards: np.ndarray, rows: Rows) -> Metrics:
         """The metrics of a rollout: means over the completions, or tokens, of all processes.
 
-        Lost completions have a reward of NaN; ``rows`` are those of ``with_log_probs``.
+        Args:
+            rollout: this process's completions.
+            rewards: one for each; NaN for lost completions.
+            rows: the columns of ``with_log_probs``.
         """
         there = np.isfinite(rewards)
         every = np.ones_like(there)
@@ -199,7 +202,7 @@ class PostTrainer(OpenRun):
         return {name: jnp.float32(value) for name, value in found.items() if value is not None}
 
     def minibatches(self, rows: Rows) -> Iterator[Rows]:
-        """This process's part of each batch of a rollout's steps: all rows once per epoch, in a new order."""
+        """This process's rows of each batch: all rows once per epoch, in a new order each time."""
         train = self.config.train
         size = train.batch_size // jax.process_count()
         for batch in minibatches(rows, size, self.config.posttrain.epochs, (train.seed, self.rollouts)):
@@ -207,17 +210,17 @@ class PostTrainer(OpenRun):
             yield batch
 
     def write_samples(self, rollout: Rollout, rewards: np.ndarray) -> None:
-        """Add some completions of a rollout to the file."""
+        """Append some completions of a rollout to the file of samples."""
         if self.samples is not None:
             for sample in samples_of(rollout, rewards, self.config.posttrain.samples):
                 self.samples.write(self.step + 1, {"rollout": self.rollouts + 1, **sample})
 
     def watch_scores(self, what: str, rollout: Rollout) -> None:
-        """Begin a phase that may take as long as scoring the rollout."""
+        """Start a phase of the watchdog that may last as long as scoring the rollout."""
         self.watchdog.phase(what, self.task.longest_score(len(rollout.texts)))
 
     def evaluation(self) -> Metrics:
-        """The mean reward of greedy completions of held-out prompts; nothing if there are none."""
+        """The mean reward of greedy completions of held-out prompts; empty if there are no such prompts."""
         longest = self.task.longest_rollout(self.config.posttrain.eval_prompts)
         self.watchdog.phase(f"the evaluation after step {self.step}", longest)
         answers = self.task.answers(self.state)
@@ -229,7 +232,7 @@ class PostTrainer(OpenRun):
         return {"validation_reward": jnp.float32(np.nan if mean is None else mean)}
 
     def finish_rollout(self, signalled: StopRequest) -> None:
-        """Count a rollout; save if a save is due or a process was asked to stop.
+        """Count a rollout, and save if a save is due or a process was asked to stop.
 
         Raises:
             Stopped: the run ends here, on request.
@@ -245,24 +248,24 @@ class PostTrainer(OpenRun):
             self.stop()
 
     def beside(self) -> dict[str, TrainState]:
-        """The critic's state, if there is one; see ``TrainLoop.beside``."""
+        """The critic's state by its name, if any; see ``TrainLoop.beside``."""
         return {} if self.critic is None else {NAME: self.critic.state}
 
     def record(self) -> Record:
-        """As ``OpenRun.record``, and the critic's record."""
+        """The record of ``OpenRun.record`` with the critic's record."""
         record = super().record()
         return record if self.critic is None else replace(record, beside={NAME: self.critic.record()})
 
     def position(self) -> dict[str, Any]:
-        """The rollouts done; valid between two of them."""
+        """The number of finished rollouts. It is valid between two rollouts."""
         return {"rollouts": self.rollouts}
 
     def are_weights_good(self) -> bool:
-        """Always: a skipped step does not change them."""
+        """True, because a skipped step does not change the weights."""
         return True
 
     def finish(self) -> None:
-        """Print and record the result."""
+        """Print the result and record it."""
         names = ("reward", "validation_reward")
         measured = {name: self.log.last[name] for name in names if name in self.log.last}
         if is_first():

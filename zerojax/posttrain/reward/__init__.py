@@ -1,1 +1,1 @@
-"""What scores completions: functions and environments of the user's in processes of their own, or a model."""
+"""Scorers of completions: the user's functions and environments, in separate processes, or a reward model."""

@@ -1,4 +1,4 @@
-"""The protocol of an environment, in which the model takes turns."""
+"""The protocol of an environment in which the model takes turns."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -7,18 +7,18 @@ Message = Mapping[str, Any]
 
 
 class Environment(Protocol):
-    """What answers a model's turns, such as a tool or a game: the object of ``posttrain.environment``.
+    """A tool or a game that responds to a model's turns, named by ``posttrain.environment``.
 
-    A class is called without arguments. It runs in processes of its own, as rewards do. Any of them may take
-    an episode's next step, so what an episode knows is in its state: a value of JSON (a tuple comes back as a
-    list). Both methods may be async.
+    The name may be of an object, or of a class to call without arguments. Like rewards, it runs in separate
+    processes. Any of them may take an episode's next step. So the state must have all that an episode needs,
+    as a value for JSON (a tuple returns as a list). Both methods may be async.
     """
 
     def reset(self, prompt: str, **row: Any) -> Any:
-        """Begin an episode; returns its state.
+        """Begin an episode, and return its state.
 
         Args:
-            prompt: as a reward gets it.
+            prompt: its text, or a conversation's last message.
             row: the other columns of the prompt's row.
         """
         ...
@@ -26,16 +26,16 @@ class Environment(Protocol):
     def step(
         self, state: Any, completion: str
     ) -> tuple[Any, str | Message | Sequence[Message] | None, float]:
-        """Answer a turn of the model.
+        """Respond to a turn of the model.
 
         Args:
-            state: of the episode.
-            completion: what the model has written in this turn, without what ends it.
+            state: the episode's state.
+            completion: the model's text in this turn, without its end marker.
 
         Returns:
-            The new state, an observation, and the reward of this turn. The model reads the observation and
-            takes its next turn: a text, which in a conversation becomes a message of the user, or in a
-            conversation messages, such as {"role": "tool", "content": text}. None ends the episode, whose
-            reward is the sum over its turns.
+            The new state, an observation, and the reward of this turn. The model reads the observation before
+            its next turn. It is a text, which a conversation takes as the user's message. In a conversation
+            it may also be one or several messages, such as {"role": "tool", "content": text}. None ends the
+            episode. The reward of an episode is the sum over its turns.
         """
         ...

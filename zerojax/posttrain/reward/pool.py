@@ -1,4 +1,4 @@
-"""Processes that run a user's code, several at once."""
+"""Several processes that run a user's code at the same time."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -10,16 +10,18 @@ from zerojax.log import logger
 from zerojax.posttrain.reward.process import Kind, LostReward, RefusedReward, RewardProcess
 from zerojax.run.config import PosttrainSection
 
-_STOP_SECONDS = 0.2  # within which a signal is noticed
+_STOP_SECONDS = 0.2  # the time to notice a signal
 
 Answer = dict[str, Any] | LostReward
 
 
 class RewardPool:
-    """Processes that answer questions, each one at a time.
+    """Processes that run the calls of a user's code, each one call at a time.
 
-    The settings say how many they are, and their time limits and variables; the rest is as for
-    ``RewardProcess``.
+    Args:
+        settings: number of processes, their time limit and variables.
+        named: as for ``RewardProcess``.
+        kind: as for ``RewardProcess``.
 
     Raises:
         ConfigurationError: a name does not exist.
@@ -31,8 +33,8 @@ class RewardPool:
             RewardProcess(named, settings.reward_seconds, settings.reward_variables, kind)
             for _ in range(workers)
         ]
-        self._processes[0].load()  # the others start in parallel, when they are needed
-        # Last in, first out: no more processes are started than answer at once.
+        self._processes[0].load()  # the others start in parallel on first use
+        # Last in, first out: only as many processes start as are busy at the same time.
         self._idle = LifoQueue[RewardProcess]()
         for process in reversed(self._processes):
             self._idle.put(process)
@@ -41,9 +43,11 @@ class RewardPool:
     def ask(
         self, questions: Sequence[Sequence[Any]], stopping: Callable[[], bool] = lambda: False
     ) -> list[Answer]:
-        """The answer to each question, or why there is none; questions are as for ``RewardProcess.ask``.
+        """The response to each question, or the reason why it is lost.
 
-        Once ``stopping`` returns True it closes, and all answers are lost.
+        Args:
+            questions: each has the arguments of ``RewardProcess.ask``.
+            stopping: once it returns True, the pool closes and all responses are lost.
         """
         waiting = [self._threads.submit(self._answer, question) for question in questions]
         while wait(waiting, _STOP_SECONDS).not_done:
@@ -56,13 +60,13 @@ class RewardPool:
         return found
 
     def check(self, *question: Any) -> dict[str, Any] | None:
-        """The answer to a trial question, which shows whether any can be answered.
+        """Ask a trial question, to find out whether the user's code can be called.
 
         Returns:
-            None, with a warning, if this answer is lost but others may not be.
+            The response. None, with a warning, if it is lost but others may not be.
 
         Raises:
-            ConfigurationError: none can be answered.
+            ConfigurationError: every call would fail.
         """
         answer = self._answer(question)
         if isinstance(answer, RefusedReward):
@@ -74,7 +78,7 @@ class RewardPool:
         return answer
 
     def close(self) -> None:
-        """End the processes, even those with a question to answer."""
+        """End all processes, including busy ones."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in self._processes:
             process.kill()

@@ -1,4 +1,4 @@
-"""A user's rewards or environment, in a process of its own with a time limit."""
+"""A separate process with a time limit for a user's rewards or environment."""
 
 import json
 import os
@@ -22,16 +22,16 @@ from zerojax.validation.untrusted import printable, short
 Kind = Literal["rewards", "environment"]
 
 _LOADING_SECONDS = 60.0
-_POLL_SECONDS = 0.1  # within which the end of a process is noticed
-_MAX_LINE_BYTES = 4096  # of what a function prints
-_MAX_ANSWER_BYTES = 1 << 24  # of a state and an observation, which the model reads
+_POLL_SECONDS = 0.1  # the time to notice the end of a process
+_MAX_LINE_BYTES = 4096  # of a line that a function prints
+_MAX_ANSWER_BYTES = 1 << 24  # of a state with an observation
 _ANSWERS = {
     "load": set[str](),
     "score": {"rewards"},
     "reset": {"state"},
     "step": {"state", "observation", "reward"},
 }
-"""Question -> the keys of its answer."""
+"""Question -> the keys of its response."""
 _SECRET = re.compile(
     r"(^|_)(TOKENS?|(API|ACCESS)?KEYS?|SECRETS?|PASS|PASSWD|PASSWORDS?|CREDENTIALS?|AUTH)(_|$)", re.IGNORECASE
 )
@@ -42,27 +42,27 @@ class LostReward(Exception):
 
 
 class RefusedReward(LostReward):
-    """No completion can have a reward: a function takes other arguments, or returns no number."""
+    """No completion can have a reward: a function takes different arguments, or returns no number."""
 
 
 class RewardProcess:
-    """A process that runs a user's code, started on first use and again after it hung or ended.
+    """A process that runs a user's code. It starts on first use, and again after it hung or ended.
 
-    "rewards" are functions ``reward(prompt: str, completion: str, **row) -> float``, which may be async; an
-    "environment" is a ``zerojax.posttrain.Environment``. JAX sees no accelerator there. An error, a hang or
-    an exit does not harm the run. The process gets no environment variables whose names suggest a secret,
-    such as HF_TOKEN.
+    "rewards" are functions ``reward(prompt: str, completion: str, **row) -> float``, which may be async. An
+    "environment" is a ``zerojax.posttrain.Environment``. JAX sees no accelerator in the process. Its errors,
+    hangs and exits do not harm the run. It gets no environment variable whose name suggests a secret, such as
+    HF_TOKEN.
 
-    The process, and those that it started, end with the process that started it, even if that is killed.
+    The process and its children end with the process that started it, even if that process is killed.
 
     Args:
-        named: what to run, each "path/to/file.py:name".
-        seconds: that an answer may take.
-        variables: of the environment that it gets, whatever their names.
-        kind: what ``named`` are.
+        named: the objects to run, each as "path/to/file.py:name".
+        seconds: time limit for a response.
+        variables: names of environment variables to pass on although they suggest a secret.
+        kind: the kind of the objects.
 
     Raises:
-        ConfigurationError: one of ``named`` names nothing, or the file does not exist.
+        ConfigurationError: a name is malformed, or a file does not exist.
     """
 
     def __init__(
@@ -76,7 +76,9 @@ class RewardProcess:
                 what = "function" if kind == "rewards" else "class"
                 raise ConfigurationError(f'{self.key} = "{one}": name a {what}, as "path/to/file.py:{what}"')
             if not Path(file).is_file():
-                raise ConfigurationError(f"{self.key}: {file}: no such file (from {Path.cwd()})")
+                raise ConfigurationError(
+                    f"{self.key}: {file} does not exist: give its path from {Path.cwd()}, or an absolute one"
+                )
             self._arguments += file, name
         self._named, self._count = ", ".join(named), len(named)
         self._seconds = seconds
@@ -84,10 +86,10 @@ class RewardProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def load(self) -> None:
-        """Start, and load the files.
+        """Start the process, which loads the files.
 
         Raises:
-            ConfigurationError: they do not have what is named.
+            ConfigurationError: a file cannot be loaded, or does not have the named object.
         """
         try:
             self._start()
@@ -95,25 +97,27 @@ class RewardProcess:
             raise ConfigurationError(f"{self.key}: cannot load {self._named}: {error}") from error
 
     def ask(self, what: str, *arguments: Any) -> dict[str, Any]:
-        """The answer to a question; reward/worker.py lists both.
+        """The response to a question. reward/worker.py lists questions and responses.
 
-        The question is "score", "reset" or "step". Arguments that JSON has no type for become text.
+        Args:
+            what: "score", "reset" or "step".
+            arguments: of the question. Values without a type in JSON become text.
 
         Raises:
-            LostReward: there is none; says why.
+            LostReward: there is no response. The message says why.
         """
         if self._process is None:
             self._start()
         return self._ask(what, self._seconds, arguments)
 
     def kill(self) -> None:
-        """Kill the process and those that it started; another thread that waits for a reward loses it."""
+        """Kill the process and its children. A thread that waits for a reward loses it."""
         if (process := self._process) is not None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End the process and those that it started."""
+        """End the process and its children, and wait for that."""
         self.kill()
         if (process := self._process) is not None:
             self._process = None
@@ -126,14 +130,16 @@ class RewardProcess:
             self._folder.cleanup()
 
     def _start(self) -> None:
-        # Of this process alone: an earlier one may still have connected to its own.
+        # A new folder for each process, because an earlier process may still connect to its socket.
         self._folder = tempfile.TemporaryDirectory(prefix="zerojax-reward-")
         self._listener, self._connection = socket.socket(socket.AF_UNIX), None
         address = f"{self._folder.name}/socket"
         try:
             self._listener.bind(address)
         except OSError as error:
-            raise ConfigurationError(f"{self.key}: no socket {address}: {error}; set TMPDIR") from error
+            raise ConfigurationError(
+                f"{self.key}: cannot create the socket {address}: {error}. Set TMPDIR to another folder"
+            ) from error
         self._listener.listen()
         program = [sys.executable, "-P", worker.__file__, address, *self._arguments]
         plain = {
@@ -141,22 +147,22 @@ class RewardProcess:
         }
         self._process = subprocess.Popen(
             program,
-            stdin=subprocess.PIPE,  # never written to: it ends when this process does
+            stdin=subprocess.PIPE,  # nothing is written: its end tells the worker that this process has ended
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             env=plain | {"JAX_PLATFORMS": "cpu"},
             start_new_session=True,
         )
-        # Not waited for: a child of the process may hold the pipe open.
+        # Nobody joins this thread, because a child of the process may hold the pipe open.
         threading.Thread(target=_show, args=(self._process.stderr,), daemon=True).start()
         try:
             self._ask("load", _LOADING_SECONDS)
         except LostReward:
-            self.close()  # it has loaded nothing, and the next start may do better
+            self.close()  # nothing was loaded, so the next question starts a new process
             raise
 
     def _ask(self, what: str, seconds: float, arguments: Sequence[Any] | None = None) -> dict[str, Any]:
-        """Send a question, which loading has none of, and read the answer; ends the process if none comes."""
+        """Send a question unless ``arguments`` is None, and read a response. A failure ends the process."""
         deadline = time.monotonic() + seconds
         try:
             if arguments is not None:
@@ -172,7 +178,7 @@ class RewardProcess:
         except TimeoutError:
             self.close()
             limit = "(posttrain.reward_seconds)" if arguments is not None else "to load it"
-            raise LostReward(f"no answer for {seconds:g} s {limit}") from None
+            raise LostReward(f"no response within {seconds:g} s {limit}") from None
         except (OSError, EOFError):
             self.close()
             raise LostReward("its process has ended") from None
@@ -182,15 +188,15 @@ class RewardProcess:
         return answer
 
     def _parse(self, what: str, line: bytes) -> dict[str, Any]:
-        """The answer in a line, which anything that the user's code started may have sent.
+        """Parse a line, which may be from any process that the user's code started.
 
         Raises:
-            LostReward: reward/worker.py does not answer so.
+            LostReward: reward/worker.py does not send such a line.
         """
         with suppress(ValueError, RecursionError):
             if self._is_answer(what, answer := json.loads(line)):
                 return answer
-        raise LostReward(f"its process sent {short(line)}, which is no answer")
+        raise LostReward(f"its process sent {short(line)}, which is no response")
 
     def _is_answer(self, what: str, value: Any) -> bool:
         if not isinstance(value, dict) or isinstance(value.get("error"), str):
@@ -204,10 +210,10 @@ class RewardProcess:
         )
 
     def _accept(self, deadline: float) -> socket.socket:
-        """The connection by which the process answers.
+        """Accept the connection with the process's response.
 
         Raises:
-            TimeoutError: there is none by the deadline.
+            TimeoutError: there was no connection before the deadline.
             EOFError: the process has ended.
         """
         assert self._process is not None
@@ -224,12 +230,12 @@ class RewardProcess:
 
 
 def read_line(connection: socket.socket, deadline: float) -> bytes:
-    """A line that has come in full by the deadline, a time of ``time.monotonic``.
+    """Read a whole line before the deadline, a time of ``time.monotonic``.
 
     Raises:
-        TimeoutError: it has not, though more of it may keep coming.
+        TimeoutError: the deadline has passed, even if bytes keep arriving.
         EOFError: the connection ended before the line did.
-        LostReward: it is longer than any answer.
+        LostReward: the line is longer than any response.
     """
     line = bytearray()
     while not line.endswith(b"\n"):
@@ -240,12 +246,12 @@ def read_line(connection: socket.socket, deadline: float) -> bytes:
             raise EOFError
         line += more
         if len(line) > _MAX_ANSWER_BYTES:
-            raise LostReward(f"an answer of more than {_MAX_ANSWER_BYTES >> 20} MiB")
+            raise LostReward(f"the response has more than {_MAX_ANSWER_BYTES >> 20} MiB")
     return bytes(line)
 
 
 def _show(printed: IO[bytes]) -> None:
-    """Print what a process prints, without control characters."""
+    """Print a process's output without control characters."""
     with printed:
         while line := printed.readline(_MAX_LINE_BYTES):
             print(printable(line.decode(errors="replace").rstrip("\r\n")), file=sys.stderr, flush=True)

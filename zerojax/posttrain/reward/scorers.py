@@ -1,4 +1,4 @@
-"""What scores completions: a user's function, or a reward model."""
+"""Scorers of completions: a user's functions, an environment, or a reward model."""
 
 import math
 from abc import ABC, abstractmethod
@@ -37,28 +37,28 @@ class Scorer(ABC):
     """Scores completions.
 
     Attributes:
-        parts: the rewards by name that add up to the last scores; empty if there is only one.
+        parts: the last rewards by name, whose weighted sum is the score; empty if there is only one.
     """
 
     parts: Mapping[str, Float32[np.ndarray, " rows"]] = MappingProxyType({})
 
     @abstractmethod
     def score(self, rollout: Rollout, stopping: Callable[[], bool] = lambda: False) -> Scores:
-        """The score of each completion, NaN for those that are lost; and why one was lost, or "".
+        """The score of each completion (NaN if lost), and why one was lost, or "".
 
-        Once ``stopping`` returns True all may be lost: nobody waits for them.
+        Once ``stopping`` returns True, all scores may be lost.
         """
 
     def close(self) -> None:
-        """End what was started, also in the middle of a rollout."""
+        """End the scorer's processes, also in the middle of a rollout."""
         return
 
 
 class FunctionScorer(Scorer):
-    """Scores by the functions that the settings of a run name: the sum of what they return, by weight.
+    """Scores by the weighted sum of the functions that the settings name.
 
     Raises:
-        ConfigurationError: there is no such function.
+        ConfigurationError: a function does not exist.
     """
 
     def __init__(self, settings: PosttrainSection) -> None:
@@ -67,10 +67,10 @@ class FunctionScorer(Scorer):
         self.close = self._pool.close
 
     def check(self, prompt: Prompt) -> None:
-        """Score an empty completion of a prompt, to find out whether the functions can score any.
+        """Try the functions on an empty completion of a prompt.
 
         Raises:
-            ConfigurationError: a function has other arguments, or returns no number.
+            ConfigurationError: a function takes different arguments, or returns no number.
         """
         self._pool.check("score", prompt.text, "", prompt.row)
 
@@ -89,7 +89,7 @@ class FunctionScorer(Scorer):
 
 
 class EpisodeScorer(Scorer):
-    """Scores by the rewards that an environment, in the processes of ``pool``, gave during the rollout."""
+    """Scores by the rewards that an environment, run by ``pool``, returned during the rollout."""
 
     def __init__(self, pool: RewardPool) -> None:
         self.close = pool.close
@@ -102,9 +102,10 @@ class EpisodeScorer(Scorer):
 
 
 class ModelScorer(Scorer):
-    """Scores by the model of ``posttrain.reward_model``, on the run's mesh: its score at the last token.
+    """Scores by the model of ``posttrain.reward_model``, at the last token, on the run's mesh.
 
-    A model that was trained whole is stored as a reference is; one of adapters as in its own run.
+    A model trained with all its weights is stored like a reference. A model trained by adapters is stored as
+    in its own run.
 
     Raises:
         ConfigurationError: its checkpoint, or its base, is gone.
@@ -132,18 +133,19 @@ class ModelScorer(Scorer):
             return found, ""
         path = self._config.posttrain.reward_model
         why = (
-            f"{int(lost.sum())} of {len(found)} scores by posttrain.reward_model {path} are not finite: its "
-            "weights, or its activations in zero.compute_dtype, are not; take another of its checkpoints"
+            f"{int(lost.sum())} of {len(found)} scores by posttrain.reward_model {path} are not finite, "
+            "because its weights, or its activations in zero.compute_dtype, are not. Take another of its "
+            "checkpoints"
         )
         logger.warning(why)
         return np.where(lost, np.float32(np.nan), found), why
 
 
 def open_scorer(config: RunConfig, tokenizer: Tokenizer, reader: WeightReader) -> Scorer:
-    """What ``posttrain.reward`` or ``posttrain.reward_model`` names.
+    """Open the scorer named by ``posttrain.reward``, ``rewards`` or ``reward_model``.
 
     Raises:
-        ConfigurationError: there is no such function or model, or the model's tokenizer is another.
+        ConfigurationError: the function or model does not exist, or the model has a different tokenizer.
     """
     settings = config.posttrain
     if not settings.reward_model:
@@ -153,7 +155,7 @@ def open_scorer(config: RunConfig, tokenizer: Tokenizer, reader: WeightReader) -
 
 
 def reward_setup(config: RunConfig) -> RunSetup:
-    """How the state of the reward model is built."""
+    """The setup of the reward model's state."""
     saved = saved_settings(config.posttrain.reward_model, "posttrain.reward_model")
     if saved.zero.frozen:
         zero = saved.zero.replace(weights_delta=False, error_feedback=False)

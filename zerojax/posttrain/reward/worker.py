@@ -1,16 +1,16 @@
 """Runs a user's rewards or environment: ``python worker.py ADDRESS KIND FILE NAME ...``.
 
 KIND is "rewards" for functions, or "environment" for one object. The process connects to the socket at
-ADDRESS, sends one line of JSON and reads one: the next question, [what, *arguments]. Its first line is {}
-once the files are loaded; the others are
+ADDRESS, sends one line of JSON, and reads one line: the next question, [what, *arguments]. It sends {} after
+loading the files. Its responses are
 
 - {"rewards": numbers}, one per function, to ["score", prompt, completion, row];
 - {"state": value} to ["reset", prompt, row];
 - {"state": value, "observation": messages, "reward": number} to ["step", state, completion];
-- {"error": text} where that failed; "refused" says that it always will.
+- {"error": text} after a failure, with "refused": true if every call would fail.
 
-No file descriptor of this exchange is open while a function runs. Uses the standard library only and is
-started by its path, so that it takes no device and starts again in a moment.
+No file descriptor of this exchange is open while a function runs. The file only needs the standard library,
+and runs by its path. So the process takes no device and starts quickly.
 """
 
 import importlib.util
@@ -25,9 +25,9 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_REWARD = 3.4028235e38
-"""Of fp32, in which rewards are kept."""
+"""The largest fp32 number, because rewards are kept in fp32."""
 
-_MAX_ERROR_LENGTH = 500  # characters of an error
+_MAX_ERROR_LENGTH = 500  # characters
 
 Answer = dict[str, Any]
 
@@ -37,7 +37,7 @@ class RefusedError(Exception):
 
 
 def load(file: str, name: str, number: int) -> Any:
-    """The object of a name in a file, which may import the modules beside it."""
+    """Load the object of a name from a file, which may import modules in its folder."""
     sys.path.insert(0, os.path.dirname(os.path.abspath(file)))
     module_name = "reward" if number == 0 else f"reward_{number}"
     spec = importlib.util.spec_from_file_location(module_name, file)
@@ -69,7 +69,7 @@ def call(function: Callable[..., Any], given: dict[str, Any], row: dict[str, Any
 
 
 def checked_reward(value: Any, function: Callable[..., Any]) -> float:
-    """A number that fp32 holds. Texts and bools, also those of numpy and torch, are none."""
+    """The reward as a float. Refuses texts, bools (also NumPy's and torch's), and numbers outside fp32."""
     is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
     try:
         if is_bool or isinstance(value, str | bytes | bytearray):
@@ -83,7 +83,7 @@ def checked_reward(value: Any, function: Callable[..., Any]) -> float:
 
 
 def checked_state(value: Any, function: Callable[..., Any]) -> Any:
-    """A value that JSON has a type for."""
+    """The state, if JSON can hold it."""
     try:
         json.dumps(value)
     except (TypeError, ValueError) as error:
@@ -108,7 +108,7 @@ class Rewards:
 
 
 class Environment:
-    """A user's environment, an object with ``reset`` and ``step`` or a class of such."""
+    """A user's environment: an object with ``reset`` and ``step``, or its class."""
 
     def __init__(self, named: list[Any]) -> None:
         (one,) = named
@@ -118,7 +118,7 @@ class Environment:
                 raise RefusedError(f"{type(self.environment).__name__} has no method {name}")
 
     def reset(self, prompt: str, row: dict[str, Any]) -> Answer:
-        """The state in which an episode begins."""
+        """The first state of an episode."""
         reset = self.environment.reset
         return {"state": checked_state(call(reset, {"prompt": prompt}, row), reset)}
 
@@ -132,7 +132,7 @@ class Environment:
         messages = observation if isinstance(observation, list) else [observation]
         if not (isinstance(observation, str | None) or all(isinstance(one, dict) for one in messages)):
             kind = type(observation).__name__
-            raise RefusedError(f"step returns a {kind} as observation, which is a text, messages or None")
+            raise RefusedError(f"step returns a {kind} as observation: return a text, messages or None")
         return {
             "state": checked_state([state, observation], step)[0],
             "observation": observation,
@@ -154,16 +154,17 @@ def answer(find: Callable[[], Answer]) -> Answer:
 
 
 def kill_group_after(wait: Callable[..., object], *arguments: Any) -> None:
-    """Wait, then kill this process and all of its group."""
+    """Wait, then kill this process and its group."""
     wait(*arguments)
     os.killpg(0, signal.SIGKILL)
 
 
 def fork_guarded() -> None:
-    """Fork a process to run the user's code, and return there.
+    """Fork a process to run the user's code, and return in that process.
 
-    The first process leads the group. It kills the group, with all that the user's code started, when the
-    second process ends, or when the standard input does: the trainer, which holds its other end, is gone.
+    The first process leads the group. It kills the group, including all children of the user's code, when the
+    second process ends or when standard input ends. The latter means that the trainer, which holds the other
+    end, is gone.
     """
     if worker := os.fork():
         threading.Thread(target=kill_group_after, args=(os.waitpid, worker, 0), daemon=True).start()
@@ -171,9 +172,9 @@ def fork_guarded() -> None:
 
 
 def main(address: str, kind: str, *named: str) -> None:
-    """Answer questions until nobody asks."""
+    """Answer questions until the connection ends."""
     fork_guarded()
-    # What a function prints goes to the standard error.
+    # The output of a function goes to standard error.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     own, asked = os.getpid(), list[Any]()
@@ -187,7 +188,7 @@ def main(address: str, kind: str, *named: str) -> None:
         return getattr(asked[0], what)(*arguments)
 
     def exchange(found: Answer) -> bytes:
-        if os.getpid() != own:  # a child that a function forked, and that came back
+        if os.getpid() != own:  # a function has forked, and its child has returned, too
             os._exit(1)
         with socket.socket(socket.AF_UNIX) as channel:
             channel.connect(address)

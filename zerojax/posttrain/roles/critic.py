@@ -1,4 +1,4 @@
-"""PPO's critic: a train state of its own, saved in the policy's checkpoints."""
+"""PPO's critic: a second train state, saved in the policy's checkpoints."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,10 +27,10 @@ from zerojax.train.state import TrainState
 from zerojax.train.step import Metrics, predict_step, train_step
 
 NAME = "critic"
-"""The name of its state in a checkpoint."""
+"""The name of the critic's state in a checkpoint."""
 
 COLUMNS = ("tokens", "mask", "old_values", "returns")
-"""What a batch of ``value_loss`` has."""
+"""The columns of a batch of ``value_loss``."""
 
 
 @dataclass
@@ -39,8 +39,8 @@ class Critic:
 
     Attributes:
         config: the run's settings, with the critic's model, sharding and optimizer.
-        state: its weights and optimizer.
-        base: where its frozen weights are from (``Record.base``), if it has adapters.
+        state: the critic's weights and optimizer.
+        base: the origin of its frozen weights (``Record.base``); "" if it has none.
     """
 
     config: RunConfig
@@ -51,10 +51,10 @@ class Critic:
     def open(
         cls, config: RunConfig, folder: RunFolder, start: Start, reader: WeightReader
     ) -> tuple[Self, list[str]]:
-        """The critic of a run that starts, and lines about it for the user.
+        """Open the critic of a new or resumed run. Returns it with lines about it for the user.
 
         Raises:
-            ConfigurationError: as ``begin`` and ``resume``.
+            ConfigurationError: as for ``begin`` and ``resume``.
         """
         if start.source is None:
             critic, notes = cls.resume(config, folder, start.step, reader)
@@ -68,10 +68,12 @@ class Critic:
     def begin(
         cls, config: RunConfig, folder: RunFolder, first: Path, reader: WeightReader
     ) -> tuple[Self, list[str]]:
-        """The critic of a new run, and lines about it for the user; ``first`` has the policy's first weights.
+        """Make the critic of a new run. Returns it with lines about it for the user.
+
+        ``first`` is the path of the policy's first weights.
 
         Raises:
-            ConfigurationError: its first weights cannot be had, or are of another model or tokenizer.
+            ConfigurationError: its first weights cannot be read, or have a different model or tokenizer.
         """
         own, named = critic_config(config), named_run(config)
         if config.critic.init_from:
@@ -89,14 +91,14 @@ class Critic:
     def resume(
         cls, config: RunConfig, folder: RunFolder, step: int, reader: WeightReader
     ) -> tuple[Self, list[str]]:
-        """The critic that was saved in the valid checkpoint of a step, and lines about it for the user.
+        """Restore the critic from the checkpoint of a step. Returns it with lines about it for the user.
 
         Raises:
             ConfigurationError: the checkpoint has no critic.
         """
         path = folder.checkpoints / str(step)
         if (record := read_manifest(path).record.beside.get(NAME)) is None:
-            raise ConfigurationError(f"{path} has no critic: start again in another --run-dir")
+            raise ConfigurationError(f"{path} has no critic: start a new run in another --run-dir")
         before = saved_config(record.config)
         own = critic_config(config, before)
         setup = RunSetup(own, loss_fn=value_loss(own.posttrain))
@@ -109,7 +111,7 @@ class Critic:
 
     @property
     def trained(self) -> Trained:
-        """What a step of the run trains besides the policy."""
+        """The critic as the second thing that a step trains."""
         return Trained(self.config.model, self.state, abstract_columns(self.config, COLUMNS))
 
     def values(self, rows: Rows) -> Float32[np.ndarray, "rows time"]:
@@ -118,24 +120,24 @@ class Critic:
         return predict_rows(self.config, rows, partial(predict_step, state, fn=values_of))
 
     def take_step(self, rows: Rows) -> Metrics:
-        """Dispatch a step; returns its metrics."""
+        """Dispatch a training step, and return its metrics."""
         self.state, metrics = train_step(self.state, {name: rows[name] for name in COLUMNS})
         return metrics
 
     def record(self) -> Beside:
-        """What is saved with its state."""
+        """The record that is saved with the critic's state."""
         return Beside(spelled_out(self.config), self.base)
 
 
 def named_run(config: RunConfig) -> str | None:
-    """The run whose weights a new critic begins with; None if they are the policy's."""
+    """The run with a new critic's first weights; None if it starts with the policy's."""
     return config.critic.init_from or config.posttrain.reward_model or None
 
 
 def critic_config(config: RunConfig, saved: RunConfig | None = None) -> RunConfig:
     """The settings of a run with the critic's model, sharding and optimizer.
 
-    ``saved`` are those of the critic's checkpoint; by default those that its first weights have.
+    ``saved`` are the settings in the critic's checkpoint. None takes the settings of its first weights.
     """
     settings, named = config.critic, named_run(config)
     if saved is None and named is not None:
@@ -143,14 +145,14 @@ def critic_config(config: RunConfig, saved: RunConfig | None = None) -> RunConfi
         saved = saved_settings(named, key)
         if saved.zero.frozen:
             raise ConfigurationError(
-                f"the critic cannot begin with {key} {named}, which saved adapters or parts alone: name a "
-                "run that trained all weights in critic.init_from"
+                f"the critic cannot start with {key} {named}, which only saved adapters or parts of a model. "
+                "Name a run that trained all weights in critic.init_from"
             )
     model = config.model if saved is None else saved.model
     if model.max_seq_len < config.train.sequence_length:
         raise ConfigurationError(
-            f"the critic reads at most {model.max_seq_len} tokens (max_seq_len of {named}), and "
-            f"train.sequence_length is {config.train.sequence_length}: lower that, or name another run in "
+            f"the critic reads at most {model.max_seq_len} tokens (max_seq_len of {named}), but "
+            f"train.sequence_length is {config.train.sequence_length}: lower it, or name another run in "
             "critic.init_from"
         )
     zero, rate = with_settings(config, {"zero": settings.zero}).zero, settings.learning_rate

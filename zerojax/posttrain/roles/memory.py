@@ -1,4 +1,4 @@
-"""What each role of a run of post-training holds on a device."""
+"""The memory of each role of a post-training run on a device."""
 
 import math
 from dataclasses import dataclass
@@ -22,14 +22,14 @@ from zerojax.train.spec import TrainSpec
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """Bytes on one device; a training step takes more on top (``plan_state``).
+    """Bytes on one device, without the additional bytes of a training step (``plan_state``).
 
     Attributes:
-        policy: the train state.
-        generator: what is there while tokens are made; None without rollouts.
+        policy: the policy's train state.
+        generator: the generator's memory; None without rollouts.
         reference: the first weights; None without a reference, 0 for a base with its adapters off.
-        critic: its train state; None without a critic.
-        reward_model: frozen; None if a function gives the rewards.
+        critic: the critic's train state; None without a critic.
+        reward_model: the frozen reward model; None if functions give the rewards.
     """
 
     policy: int
@@ -42,10 +42,13 @@ class RoleMemory:
     def of(
         config: RunConfig, spec: TrainSpec, room: int | None = None, critic: TrainSpec | None = None
     ) -> "RoleMemory":
-        """The memory of the roles of a run.
+        """The memory of a run's roles.
 
-        ``room`` is what a device has for the generator, in MiB; by default the devices tell. The critic is by
-        default the one that PPO's settings describe.
+        Args:
+            config: the run's settings.
+            spec: of the policy.
+            room: MiB of a device for the generator; None asks the devices.
+            critic: its spec; None derives it from the settings.
         """
         settings, reference = config.posttrain, None
         if settings.method in REFERENCED or settings.kl:
@@ -68,7 +71,7 @@ class RoleMemory:
 
     @property
     def rollout(self) -> int:
-        """Bytes while tokens are made."""
+        """Bytes of all roles during a rollout."""
         return (
             self.policy
             + self.generated
@@ -94,7 +97,7 @@ class RoleMemory:
         if self.reward_model is not None:
             table.add_row("reward model", size(self.reward_model), "frozen")
         if made is not None:
-            table.add_row("rollout", size(self.rollout), "all of these while tokens are made")
+            table.add_row("rollout", size(self.rollout), "all of these during a rollout")
         return table
 
 
@@ -104,7 +107,7 @@ def _held(setup: RunSetup) -> int:
 
 def _generator(config: RunConfig, spec: TrainSpec, room: int | None) -> GenerationMemory:
     rows = math.ceil(rollout_rows(config) / spec.world.size)
-    # In an environment the last turn may follow a row that is full but for a token.
+    # In an environment the last turn may follow a row that only has room for one more token.
     prompt = longest_row(config) - 1 if config.posttrain.environment else longest_prompt(config)
     dtype, context = str(spec.strategy.compute_dtype), config.model.max_seq_len
     new = config.posttrain.max_new_tokens

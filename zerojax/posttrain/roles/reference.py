@@ -1,4 +1,4 @@
-"""The reference: the weights that a run began with, to measure how far it has moved from them."""
+"""The reference: a run's first weights, to measure the divergence from them."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,10 +15,11 @@ from zerojax.train.step import predict_step
 
 @dataclass(frozen=True)
 class Reference:
-    """The model that a run began with.
+    """The model that a run started with.
 
     Attributes:
-        state: a state of frozen weights; None for a run of adapters alone, whose own base it is.
+        state: a state of frozen weights; None if the run only trains adapters, because its base is the
+            reference.
     """
 
     state: TrainState | None
@@ -27,19 +28,18 @@ class Reference:
     def of(
         cls, config: RunConfig, folder: RunFolder, base: str, trained: TrainState, reader: WeightReader
     ) -> "Reference":
-        """The reference of a run, whose first weights are at ``base`` (``Record.base``).
+        """Load the reference of a run. Its first weights are at ``base`` (``Record.base``).
 
         Raises:
-            ConfigurationError: they are gone.
+            ConfigurationError: the first weights are gone.
         """
         setup = reference_setup(config, trained.spec)
         if setup is None:
             return cls(None)
-        path = folder.path / base  # an absolute one stands for itself
+        path = folder.path / base  # pathlib keeps an absolute ``base``
         if not path.exists():
             raise ConfigurationError(
-                f"{folder.path} is compared with its first weights, which were in {path}: it is gone, put it "
-                "back."
+                f"{folder.path} needs its first weights as the reference, but {path} is gone: put it back."
             )
         return cls(reader.weights(path, setup.initial_state(base=False)))
 
@@ -51,17 +51,17 @@ class Reference:
 
 
 def reference_setup(config: RunConfig, spec: TrainSpec) -> RunSetup | None:
-    """How the state of a reference is built; None if the policy, of this spec, trains adapters alone."""
+    """The setup of a reference's state; None if the policy's ``spec`` only trains adapters."""
     if all(leaf.frozen for leaf in spec.weights):
         return None
-    # Weights that the policy trains are read in the compute format, and so are the reference's.
+    # The policy reads the weights that it trains in the compute format, so the reference does, too.
     exact = [(leaf.name, config.zero.compute_format) for leaf in spec.weights if not leaf.frozen]
     zero = config.zero.replace(precise=(*config.zero.precise, *exact))
     return frozen_setup(replace(config, lora=None, zero=zero))
 
 
 def frozen_setup(config: RunConfig) -> RunSetup:
-    """How a state of frozen weights, for inference alone, is built."""
-    # Stored once per node, so that no byte of them crosses nodes.
+    """The setup of a state of frozen weights, for inference only."""
+    # Each node stores the weights, so none of them crosses nodes.
     zero = config.zero.replace(frozen=("*",), weights_delta=False, error_feedback=False)
     return RunSetup(replace(config, zero=zero), trains=False)

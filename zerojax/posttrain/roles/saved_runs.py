@@ -1,4 +1,4 @@
-"""Other runs that the settings name: a reward model, or the first weights of a critic."""
+"""Other runs that the settings name: a reward model, or a critic's first weights."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +13,10 @@ from zerojax.run.run_dir import Resume, RunFolder
 
 
 def saved_settings(path: str, key: str) -> RunConfig:
-    """The settings of a saved run, from its folder or a checkpoint of it; errors begin with ``key``.
+    """The settings of a saved run, given its folder or one of its checkpoints.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: there is no such run. The message begins with ``key``.
     """
     try:
         return saved_config(checkpoints.read_manifest(checkpoints.find(Path(path))).record.config)
@@ -25,12 +25,12 @@ def saved_settings(path: str, key: str) -> RunConfig:
 
 
 def with_reward_checkpoint(config: RunConfig, folder: RunFolder, resume: Resume) -> RunConfig:
-    """The settings with ``posttrain.reward_model`` fixed to one of its run's checkpoints.
+    """The settings with ``posttrain.reward_model`` fixed to one of that run's checkpoints.
 
-    A run keeps the reward that it began with, even if the reward model is trained further.
+    A run keeps its first reward even if training of the reward model continues.
 
     Raises:
-        ConfigurationError: there is no such checkpoint, or no longer.
+        ConfigurationError: the checkpoint does not exist, or no longer exists.
     """
     named = Path(config.posttrain.reward_model)
     if not config.posttrain.reward_model:
@@ -39,7 +39,7 @@ def with_reward_checkpoint(config: RunConfig, folder: RunFolder, resume: Resume)
     def choose() -> str:
         begun = resume != "never" and folder.config.is_file()
         before = Path(folder.read_config().posttrain.reward_model if begun else "")
-        there = before.resolve()  # it may be spelled in another way now
+        there = before.resolve()  # the setting may spell the same path differently
         if begun and there == named.resolve():
             return str(before)
         if not (named / "checkpoints").is_dir():
@@ -48,8 +48,8 @@ def with_reward_checkpoint(config: RunConfig, folder: RunFolder, resume: Resume)
             return str(checkpoints.find(named))
         if not before.is_dir():
             raise ConfigurationError(
-                f"posttrain.reward_model: {before}, with which this run began, is gone. To go on with "
-                f"another, name it: {checkpoints.find(named)}, for example"
+                f"posttrain.reward_model: this run started with {before}, which is gone. To continue with "
+                f"another checkpoint, name it: {checkpoints.find(named)}, for example"
             )
         return str(before)
 
@@ -67,30 +67,31 @@ def check_reward_model(config: RunConfig) -> None:
     model = saved_settings(path, "posttrain.reward_model").model
     if model.outputs != 1:
         raise ConfigurationError(
-            f'posttrain.reward_model {path} is not a reward model: train one by posttrain.method = "reward", '
-            "with model.outputs = 1"
+            f"posttrain.reward_model {path} is not a reward model, because its model.outputs is not 1. Train "
+            'one with posttrain.method = "reward" and model.outputs = 1'
         )
     sharing, longest = config.zero.sequence_parallel, config.train.sequence_length + 1
-    # Devices that share rows fill them up to a multiple of their number.
+    # Devices that share rows pad them to a multiple of their number.
     read = -(-min(longest, model.max_seq_len) // sharing) * sharing
     longest = max(read, min(longest, config.model.max_seq_len))
     if model.max_seq_len < longest:
         raise ConfigurationError(
-            f"posttrain.reward_model {path} reads at most {model.max_seq_len} tokens, and prompts and "
+            f"posttrain.reward_model {path} reads at most {model.max_seq_len} tokens, but prompts with "
             f"completions have {longest}: lower train.sequence_length to "
             f"{model.max_seq_len // sharing * sharing - 1} or less"
         )
 
 
 def check_tokenizer(path: str, key: str, tokenizer: Tokenizer) -> None:
-    """Refuse a run, named as for ``saved_settings``, whose tokenizer is not the policy's.
+    """Refuse a saved run (named as for ``saved_settings``) with another tokenizer than the policy's.
 
     Raises:
-        ConfigurationError: the tokenizers differ, or its own is gone.
+        ConfigurationError: the tokenizers differ, or the run's tokenizer is gone.
     """
     folder = RunFolder(checkpoints.find(Path(path)).parent.parent)
     theirs = open_tokenizer(saved_settings(path, key).data, folder.data)
     if not same_tokenizer(theirs, tokenizer):
         raise ConfigurationError(
-            f"{key} {path} has another tokenizer than this run (data.tokenizer): both must have the same"
+            f"{key} {path} has another tokenizer than this run: name a run with the tokenizer of "
+            "data.tokenizer"
         )

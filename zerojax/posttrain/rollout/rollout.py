@@ -18,18 +18,18 @@ Rows = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Rollout:
-    """Completions of prompts; those of one prompt are next to each other.
+    """Completions of prompts. The completions of one prompt are next to each other.
 
     Attributes:
         prompts: one per row.
-        texts: the completions; in an environment all turns, with the observations between them.
+        texts: the completions; in an environment all turns with the observations between them.
         tokens: prompt and completion, then zeros.
-        mask: 1 where tokens[:, 1:] are the model's, the end of a completion included.
-        log_probs: those of the generator.
-        ended: whether the completion, or the episode, has ended by itself.
-        earned: in an environment, the reward of each turn at its last token, and NaN in a row without one.
-        turns: of the model, in an environment.
-        lost: why a row has no reward in an environment, or "".
+        mask: 1 where tokens[:, 1:] are the model's, including the end of a completion.
+        log_probs: the generator's log-probabilities of tokens[:, 1:].
+        ended: whether the model, or the environment, has ended the row.
+        earned: in an environment, the reward of each turn at its last token; NaN in a row without a reward.
+        turns: in an environment, the number of the model's turns.
+        lost: in an environment, why a row has no reward; "" if none was lost.
     """
 
     prompts: Sequence[Prompt]
@@ -44,10 +44,7 @@ class Rollout:
 
     @classmethod
     def of(cls, rows: Sequence[Row], tokenizer: Tokenizer, time: int, *, in_environment: bool) -> "Rollout":
-        """Lay out rows that are over.
-
-        ``time`` is the number of columns, without the first token.
-        """
+        """Lay out finished rows in ``time`` columns, without the first token."""
         tokens = np.zeros((len(rows), time + 1), np.int32)
         mask, log_probs, earned = np.zeros((3, len(rows), time), np.float32)
         for number, row in enumerate(rows):
@@ -67,9 +64,9 @@ class Rollout:
         return cls(prompts, texts, tokens, mask, log_probs, ended, earned, turns, lost)
 
     def rewards_per_token(self, rewards: Float32[np.ndarray, " rows"]) -> Float32[np.ndarray, "rows time"]:
-        """The reward of each row at the tokens that earned it: the last, or in an environment of each turn.
+        """The reward of each row at its last token, or in an environment at the last token of each turn.
 
-        A row whose reward is NaN does not count, and gets 0.
+        A row with a reward of NaN gets 0.
         """
         if self.earned is not None:
             return np.nan_to_num(self.earned)
@@ -86,7 +83,7 @@ class Rollout:
 
 
 def minibatches(rows: Rows, size: int, epochs: int, seed: Sequence[int]) -> Iterator[Rows]:
-    """Batches of ``size`` rows: all rows once per epoch, in an order that depends on the seed."""
+    """Batches of ``size`` rows. Each epoch has all rows once, in an order that depends on the seed."""
     total = len(rows["tokens"])
     for epoch in range(epochs):
         order = np.random.default_rng((*seed, epoch)).permutation(total)
@@ -95,7 +92,7 @@ def minibatches(rows: Rows, size: int, epochs: int, seed: Sequence[int]) -> Iter
 
 
 def mixed_groups(rewards: np.ndarray, group_size: int) -> float:
-    """The share of the groups of all processes whose completions differ in reward."""
+    """The share of all processes' groups in which completions differ in reward."""
     groups = rewards.reshape(-1, group_size)
     differ = np.nanmax(groups, axis=1, initial=-np.inf) > np.nanmin(groups, axis=1, initial=np.inf)
     share = mean_over_processes({"mixed_groups": (differ, np.ones_like(differ))})["mixed_groups"]
@@ -104,7 +101,7 @@ def mixed_groups(rewards: np.ndarray, group_size: int) -> float:
 
 
 def samples_of(rollout: Rollout, rewards: np.ndarray, count: int) -> Iterator[dict[str, Any]]:
-    """At most ``count`` completions, spread evenly over the rows, as values of JSON."""
+    """At most ``count`` completions, spread evenly over the rows, as values for JSON."""
     for row in evenly_spread(count, len(rewards)):
         yield {
             "prompt": rollout.prompts[row].text,

@@ -1,4 +1,4 @@
-"""The task of a policy: prompts to complete, and what scores the completions."""
+"""The task of a policy: prompts to complete, and a scorer for the completions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -62,9 +62,9 @@ class Task:
     def rollout(
         self, state: TrainState, number: int, stopping: Callable[[], bool] = lambda: False
     ) -> Rollout:
-        """Complete this process's prompts of a rollout, counted from 0.
+        """Complete this process's prompts of rollout ``number``, counted from 0.
 
-        Once ``stopping`` returns True, an environment's rewards may all be lost.
+        Once ``stopping`` returns True, all rewards of an environment may be lost.
         """
         settings, seed = self.config.posttrain, self.config.train.seed
         groups = rollout_rows(self.config) // settings.completions
@@ -74,7 +74,7 @@ class Task:
         return self._complete(state, each, Sampling(settings.temperature), seeds.tolist(), stopping)
 
     def answers(self, state: TrainState) -> Rollout | None:
-        """Answer this process's held-out prompts of an evaluation greedily; None if there are none."""
+        """Complete this process's held-out prompts of an evaluation greedily; None if there are none."""
         prompts = self.prompts.of_evaluation(self.config.posttrain.eval_prompts)
         prompts = of_this_process(prompts[: len(prompts) // jax.process_count() * jax.process_count()])
         return self._complete(state, prompts, Sampling(0.0), [0] * self.most_turns) if prompts else None
@@ -92,9 +92,9 @@ class Task:
         seeds: Sequence[int],
         stopping: Callable[[], bool] = lambda: False,
     ) -> Rollout:
-        """Complete each prompt; in an environment turn by turn, with a seed for each.
+        """Complete each prompt, in an environment turn by turn, with one seed per turn.
 
-        All rows are in every turn, so that turns share compiled programs; one that is over gets no tokens.
+        All rows are in every turn, so that turns share compiled programs. A finished row gets no tokens.
         """
         most, longest = self.config.posttrain.max_new_tokens, longest_row(self.config)
         rows = [Row(prompt) for prompt in prompts]
@@ -124,11 +124,11 @@ class Task:
         return Rollout.of(rows, self.tokenizer, time, in_environment=in_environment)
 
     def longest_rollout(self, completions: int) -> float:
-        """Seconds within which an environment begins and takes all turns of some completions; else 0."""
+        """Time limit in seconds for all calls of an environment in a rollout; 0 without an environment."""
         return 0.0 if self.episodes is None else (1 + self.most_turns) * self._longest_call(completions)
 
     def longest_score(self, completions: int) -> float:
-        """Seconds within which functions score some completions; 0 for other scorers."""
+        """Time limit in seconds for functions to score some completions; 0 for other scorers."""
         return self._longest_call(completions) if self.config.posttrain.functions else 0.0
 
     def _longest_call(self, completions: int) -> float:
@@ -136,10 +136,10 @@ class Task:
         return settings.reward_seconds * -(-completions // settings.reward_workers)
 
     def describe(self) -> str:
-        """The number of prompts."""
+        """A text with the number of prompts."""
         return f"{len(self.prompts.train):,} prompts and {len(self.prompts.held_out):,} held out"
 
     def notes(self) -> list[str]:
-        """A line about prompts that are not used."""
+        """A line about skipped prompts, if any."""
         left_out = self.prompts.left_out
-        return [f"{left_out:,} prompts are too long, and are left out"] if left_out else []
+        return [f"{left_out:,} prompts are too long and were skipped"] if left_out else []

@@ -1,4 +1,4 @@
-"""Rows in the making: the turns of a model, and what an environment answers."""
+"""Rows of a rollout while they grow: the model's turns, and an environment's observations."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,20 +19,20 @@ from zerojax.run.data.tokenizer import Tokenizer
 
 @dataclass
 class Row:
-    """A prompt and what follows it so far; fields per token have a value for each of ``tokens``.
+    """A prompt with the model's turns so far. The four lists have one entry per token.
 
     Attributes:
-        prompt: that begins it.
-        tokens: of the prompt, the model's turns and the observations between them.
-        mask: 1 for the model's.
-        log_probs: those of the generator; 0 for tokens that are not the model's.
-        earned: by each turn, at its last token.
-        last_turn: its text, without what ends it.
-        turns: that were taken.
-        over: whether no turn follows.
-        ended: whether it is over because the model, or the environment, has ended it.
-        lost: why it has no reward, or "".
-        state: of the environment.
+        prompt: the prompt.
+        tokens: tokens of the prompt, the model's turns and the observations between them.
+        mask: 1 for the model's tokens, 0 for the others.
+        log_probs: the generator's log-probabilities; 0 for tokens that are not the model's.
+        earned: each turn's reward at its last token; 0 elsewhere.
+        last_turn: the last turn's text, without its end marker.
+        turns: number of turns so far.
+        over: whether there are no further turns.
+        ended: whether the model, or the environment, has ended the row.
+        lost: why the row has no reward, or "".
+        state: the environment's state.
     """
 
     prompt: Prompt
@@ -63,7 +63,7 @@ class Row:
         self.turns += 1
 
     def mark_lost(self, why: LostReward | DataError) -> None:
-        """End it without a reward."""
+        """End the row without a reward."""
         self.over, self.ended, self.lost = True, False, str(why)
 
     def _add(self, tokens: list[int], mask: float, log_probs: list[float]) -> None:
@@ -75,13 +75,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Episodes:
-    """A user's environment, and how its observations become tokens.
+    """A user's environment, and the conversion of its observations to tokens.
 
     Attributes:
         pool: the processes in which it runs.
         tokenizer: of the model.
         template: for conversations, or None.
-        end: of a turn.
+        end: the end of a turn.
         longest: the most tokens of a row.
     """
 
@@ -92,10 +92,10 @@ class Episodes:
     longest: int
 
     def check(self, prompt: Prompt) -> None:
-        """Begin an episode and take an empty turn, to find out whether any can be taken.
+        """Try the environment: begin an episode and take an empty turn.
 
         Raises:
-            ConfigurationError: its methods take or return something other than the protocol says.
+            ConfigurationError: its methods take or return other values than ``Environment`` says.
         """
         if (begun := self.pool.check("reset", prompt.text, prompt.row)) is None:
             return
@@ -117,9 +117,10 @@ class Episodes:
                 row.state = answer["state"]
 
     def step(self, rows: Sequence[Row], stopping: Callable[[], bool], *, last: bool) -> None:
-        """Answer the last turn of each row.
+        """Pass the last turn of each row to the environment.
 
-        A row is over if its episode is, if the observation leaves no room for a turn, or after the ``last``.
+        A row is over if its episode is over, if the observation leaves no room for a turn, or after the
+        ``last`` turn.
         """
         answers = self.pool.ask([("step", row.state, row.last_turn) for row in rows], stopping)
         for row, answer in zip(rows, answers, strict=True):
@@ -140,18 +141,19 @@ class Episodes:
                 row.add_context(observed)
 
     def tokens_of(self, observation: str | dict[str, Any] | list[Any], before: Sequence[int]) -> list[int]:
-        """What follows a turn of the model, up to the next.
+        """The tokens between a turn of the model and its next turn.
 
-        The observation is as ``Environment.step`` returns it; the tokens ``before`` end with those of the
-        turn.
+        Args:
+            observation: as ``Environment.step`` returns it.
+            before: the row's tokens, which end with the turn.
 
         Raises:
-            DataError: the template refuses it, or it is not text that can be encoded.
-            RefusedReward: it is messages, and the run has no conversations.
+            DataError: the template refuses the observation, or it is not text that can be encoded.
+            RefusedReward: it is messages, but the run has no conversations.
         """
         if self.template is None:
             if not isinstance(observation, str):
-                raise RefusedReward('step returns messages, which need data.kind = "chat"; return a text')
+                raise RefusedReward('step returns messages: set data.kind = "chat", or return a text')
             return self._encode(observation)
         messages: Any = observation if isinstance(observation, list) else [observation]
         if isinstance(observation, str):
@@ -162,8 +164,8 @@ class Episodes:
         blank, found, rest = text.partition(ending)
         if not found or blank.strip() or list(before[-len(closing) :]) != closing:
             return self._encode(text)
-        # The turn has its end already. What follows is encoded behind it: some tokenizers put a blank before
-        # whatever begins a text.
+        # The turn already has its end. The rest is encoded together with this end, because some tokenizers
+        # put a blank at the start of a text.
         tokens = self._encode(ending + rest)
         return tokens[len(closing) :] if tokens[: len(closing)] == closing else self._encode(rest)
 
