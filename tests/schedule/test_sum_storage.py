@@ -29,7 +29,7 @@ def test_every_bit_of_sums_and_of_unfinished_layers_is_kept(sizes):
     wide = any_bits(rng, (LAYERS - 1, 2, 11)).view(np.float32)
     residuals = {"small": small, "codes": codes, "wide": wide, "tokens": np.ones((LAYERS - 1, 50), np.int32)}
     sums = [any_bits(rng, (LAYERS, n)).view(np.float32) for n in sizes]
-    storage = SumStorage(residuals, tuple(map(jnp.asarray, sums)))
+    storage = SumStorage(residuals, tuple(map(jnp.asarray, sums)), LAYERS - 1)
     put = jax.jit(lambda stored, own, layer: storage.write(stored, own, layer))
     stored = storage.start(jax.tree.map(jnp.asarray, residuals))
     for layer in range(LAYERS - 1, 0, -1):

@@ -81,9 +81,10 @@ class NNXAdapter(Adapter):
                 raise ConfigurationError(f"ZeroConfig.units: {cls.__name__} {where}.")
         users = _users(found)
         self.parameters = _parameters(abstract, found, users)
-        self.stacks = frozenset(unit.name for unit in found if unit.prefetching)
+        self.stacks = frozenset(unit.name for unit in found if unit.within is not None)
         # A unit that shares a parameter with the stack would not see it updated.
-        self.updating = self.stacks - {unit.name for every in users.values() if every[1:] for unit in every}
+        sharing = {unit.within for every in users.values() if every[1:] for unit in every}
+        self.updating = frozenset(unit.name for unit in found if unit.within not in {None, *sharing})
         for unit in found:
             unit.module.__class__ = gathering_class(type(unit.module))
         self._graph, state = nnx.split(abstract)
@@ -149,12 +150,12 @@ def _own_key(keys: Array, key: Array) -> Array:
 
 
 class _Unit(NamedTuple):
-    """A unit of a model; ``stack`` as in ``Parameter``, ``prefetching`` if it is in a ``Stack``."""
+    """A unit of a model; ``stack`` as in ``Parameter``, ``within`` the name of its ``Stack``."""
 
     name: str
     module: nnx.Module
     stack: tuple[int, ...]
-    prefetching: bool
+    within: str | None = None
 
 
 _Users = dict[int, list[_Unit]]
@@ -168,17 +169,20 @@ def _find_units(module: nnx.Module, units: tuple[type, ...]) -> Iterator[_Unit]:
     for path, child in sorted(nnx.iter_modules(module), key=lambda item: len(item[0])):
         if id(child) in inside or not isinstance(child, (Stack, *units)):
             continue
-        stack = stack_of("/".join(map(str, path)), child)
-        prefetching = isinstance(child, Stack)
-        if isinstance(child, Stack):
-            if stack:
-                raise ConfigurationError(
-                    f"the Stack {'/'.join(map(str, path))!r} was created by nnx.vmap, and it is stacked "
-                    "already: create several, one after another, in an nnx.List."
-                )
-            stack, path, child = (child.layers,), (*path, "block"), child.block
+        name = "/".join(map(str, path))
+        stack = stack_of(name, child)
         inside.update(id(inner) for _, inner in nnx.iter_modules(child))
-        yield _Unit("/".join(map(str, path)), child, stack, prefetching)
+        if not isinstance(child, Stack):
+            yield _Unit(name, child, stack)
+            continue
+        if stack:
+            raise ConfigurationError(
+                f"the Stack {name!r} was created by nnx.vmap, and it is stacked already: create several, one "
+                "after another, in an nnx.List."
+            )
+        for kind, (inner, block) in enumerate(child.stacked.items()):
+            own = "/".join(map(str, (*path, *inner)))
+            yield _Unit(own, block, (child.order.count(kind),), name)
 
 
 def _users(units: Sequence[_Unit]) -> _Users:

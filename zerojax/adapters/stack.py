@@ -1,19 +1,27 @@
 """A stack of equal blocks as one scanned module: compile time does not grow with depth."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, PyTree
 
 from zerojax.adapters.nnx_call import STATE, call_with_weights, changed_state, modules_in
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.replay import Operand, at_matmuls
+from zerojax.schedule.order import Order
 from zerojax.schedule.partition import split_arrays
-from zerojax.schedule.prefetch_scan import scan_units
+from zerojax.schedule.prefetch_scan import Scanned, scan_units
 from zerojax.schedule.sharded import Sharded, is_gathered
+from zerojax.schedule.stacked import layer_at
 from zerojax.schedule.unit import Arrays
+
+
+Block = Callable[..., nnx.Module]
+"""A module class or a factory, called as ``block(rngs=rngs)``."""
 
 
 class Stack(nnx.Module):
@@ -23,6 +31,16 @@ class Stack(nnx.Module):
     ``stack(x, by_layer={"scale": scales})`` calls block i with ``scale=scales[i]``, and
     ``stack(x, method="decode")`` calls ``block.decode(x)``. In a ``TrainState`` each layer is a unit whose
     weights are gathered for it alone, whether or not the block's class is in ``ZeroConfig.units``.
+
+    The blocks may be of several kinds: ``Stack([Local, Local, Full], 24, rngs=rngs)`` repeats this period
+    eight times. A list of 24 blocks gives each layer its own. Blocks are of one kind if they are equal
+    (``functools.partial`` objects are not: repeat the same one). The blocks of a kind are stacked together.
+
+    Attributes:
+        layers: the number of blocks.
+        order: the kind of each layer.
+        block: the blocks of a stack of one kind. Those of several kinds are ``getattr(stack, "3").block``,
+            by the number of the first layer of each kind.
 
     Examples:
         >>> class Block(nnx.Module):
@@ -36,41 +54,50 @@ class Stack(nnx.Module):
         (2, 8)
     """
 
-    def __init__(self, block: Callable[..., nnx.Module], layers: int, *, rngs: nnx.Rngs):
+    def __init__(self, block: Block | Sequence[Block], layers: int, *, rngs: nnx.Rngs):
         """Create the blocks, each with its own random bits.
 
         Args:
-            block: called as ``block(rngs=rngs)``: a module class or a factory.
+            block: a module class or a factory; or a list of some, which repeats until there are enough.
             layers: the number of blocks.
             rngs: seeds them.
 
         Raises:
-            ConfigurationError: ``layers`` is less than 1, or ``block`` is or returns a module that exists
-                already.
+            ConfigurationError: ``layers`` is less than 1, or less than there are blocks; or ``block`` is or
+                returns a module that exists already.
         """
+        blocks = list(block) if isinstance(block, Sequence) else [block]
         if layers < 1:
             raise ConfigurationError(f"Stack: layers={layers} must be at least 1.")
-        if isinstance(block, nnx.Module):
+        if not 0 < len(blocks) <= layers:
             raise ConfigurationError(
-                f"Stack: block is a {type(block).__name__} that exists already: give its class, or a "
-                "function that makes one from rngs."
+                f"Stack: a list of {len(blocks)} blocks for {layers} layers: give at least one block, and at "
+                "most one for each layer."
             )
+        for each in blocks:
+            if isinstance(each, nnx.Module):
+                raise ConfigurationError(
+                    f"Stack: block is a {type(each).__name__} that exists already: give its class, or a "
+                    "function that makes one from rngs."
+                )
         self.layers = layers
+        different = [each for number, each in enumerate(blocks) if each not in blocks[:number]]
+        self.order = tuple(different.index(blocks[number % len(blocks)]) for number in range(layers))
+        counts = [self.order.count(kind) for kind in range(len(different))]
+        if len(different) == 1:
+            self.block = _stacked(different[0], layers, rngs)
+        else:
+            made = [_stacked(each, count, rngs) for each, count in zip(different, counts, strict=True)]
+            for kind, each in enumerate(made):
+                setattr(self, str(self.order.index(kind)), nnx.Dict(block=each))
 
-        @nnx.vmap(in_axes=0, out_axes=0)
-        def make(rngs: nnx.Rngs) -> nnx.Module:
-            return block(rngs=rngs)
-
-        # Blocks may keep these rngs; nnx.split_rngs would merge the kept ones into one again.
-        try:
-            self.block = make(rngs.split(layers))
-        except ValueError as error:
-            if "different trace level" not in str(error):
-                raise
-            raise ConfigurationError(
-                "Stack: block(rngs=rngs) returned a module, or a part of one, that was created before. It is "
-                "called once for all layers, and has to create what it returns, from these rngs."
-            ) from error
+    @property
+    def stacked(self) -> dict[tuple[str, ...], nnx.Module]:
+        """The blocks of each kind, by their paths in the stack."""
+        if len(set(self.order)) == 1:
+            return {("block",): self.block}
+        first = [str(self.order.index(kind)) for kind in range(max(self.order) + 1)]
+        return {(name, "block"): getattr(self, name).block for name in first}
 
     def __call__(
         self,
@@ -104,31 +131,126 @@ class Stack(nnx.Module):
                     f"{'/'.join(map(str, names[0]))!r} its blocks share and cannot change: make it a part of "
                     "the block, or call it outside the Stack."
                 )
-        graph, params, state = nnx.split(self.block, nnx.Param, ...)
-        weights, structure = jax.tree.flatten(params, is_leaf=lambda x: isinstance(x, Sharded | Operand))
         arrays, join = split_arrays((args, kwargs))
-
-        def body(whole: Sequence[Array], x: Arrays, own: Arrays, arrays: Arrays) -> tuple[Arrays, Arrays]:
-            state, differing = own
-            args, kwargs = join(arrays)
-
-            def use(block: nnx.Module) -> tuple[Arrays, Arrays]:
-                out = getattr(block, method)(x, *args, **kwargs | differing)
-                return out, changed_state(block)
-
-            return call_with_weights(graph, jax.tree.unflatten(structure, whole), state, use)
-
-        own = (state, by_layer or {})
+        blocks = list(self.stacked.values())
+        kinds = [
+            _scanned(block, method, join, _of_kind(self.order, kind, by_layer or {}))
+            for kind, block in enumerate(blocks)
+        ]
+        weights = [weight for kind in kinds for weight in kind.weights]
         if weights and all(is_gathered(weight) for weight in weights):
-            x, state, copies, probe = scan_units(body, weights, x, own, arrays)
-            if copies or probe:
-                # Like state: the next call begins with them, and the step finds them in the model.
-                weights = [weight.updated(copies) for weight in weights]
-                if probe:
-                    weights[0] = dataclasses.replace(weights[0], probe=probe[0])
-                nnx.update(self.block, jax.tree.unflatten(structure, weights))
-        else:
-            run = at_matmuls(body)
-            x, state = jax.lax.scan(lambda x, layer: run(layer[0], x, layer[1], arrays), x, (weights, own))
-        nnx.update(self.block, state)
+            x, after = scan_units(Order(self.order), kinds, x, arrays)
+            for block, kind, (state, copies, probe) in zip(blocks, kinds, after, strict=True):
+                if copies or probe:
+                    # Like state: the next call begins with them, and the step finds them in the model.
+                    weights = [weight.updated(copies) for weight in kind.weights]
+                    if probe:
+                        weights[0] = dataclasses.replace(weights[0], probe=probe[0])
+                    nnx.update(block, jax.tree.unflatten(_leaves(nnx.state(block, nnx.Param))[1], weights))
+                nnx.update(block, state)
+            return x
+        x, states = _run_whole(Order(self.order), kinds, x, arrays)
+        for block, state in zip(blocks, states, strict=True):
+            nnx.update(block, state)
         return x
+
+
+def _stacked(block: Block, layers: int, rngs: nnx.Rngs) -> nnx.Module:
+    """Blocks of one kind."""
+
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(rngs: nnx.Rngs) -> nnx.Module:
+        return block(rngs=rngs)
+
+    # Rngs that blocks may keep: nnx.split_rngs would make one rngs of those that they hold again.
+    try:
+        return make(rngs.split(layers))
+    except ValueError as error:
+        if "different trace level" not in str(error):
+            raise
+        raise ConfigurationError(
+            "Stack: block(rngs=rngs) returned a module, or a part of one, that was created before. It is "
+            "called once for all layers, and has to create what it returns, from these rngs."
+        ) from error
+
+
+def _of_kind(order: tuple[int, ...], kind: int, by_layer: dict[str, Array]) -> dict[str, Array]:
+    """The arguments that differ by layer, of the layers of one kind."""
+    if len(set(order)) == 1:
+        return by_layer
+    numbers = jnp.array([number for number, own in enumerate(order) if own == kind])
+    return {name: values[numbers] for name, values in by_layer.items()}
+
+
+def _leaves(params: nnx.State) -> tuple[list[Any], jax.tree_util.PyTreeDef]:
+    """The parameters of stacked blocks, as what a scan slices."""
+    return jax.tree.flatten(params, is_leaf=lambda x: isinstance(x, Sharded | Operand))
+
+
+def _scanned(
+    block: nnx.Module,
+    method: str,
+    join: Callable[[Sequence[Array]], tuple[tuple[PyTree, ...], dict[str, PyTree]]],
+    by_layer: dict[str, Array],
+) -> Scanned:
+    """The blocks of one kind, whose method gets the joined arguments and those that differ by layer."""
+    graph, params, state = nnx.split(block, nnx.Param, ...)
+    weights, structure = _leaves(params)
+
+    def body(whole: Sequence[Array], x: Arrays, own: Arrays, arrays: Arrays) -> tuple[Arrays, Arrays]:
+        state, differing = own
+        args, kwargs = join(arrays)
+
+        def use(block: nnx.Module) -> tuple[Arrays, Arrays]:
+            out = getattr(block, method)(x, *args, **kwargs | differing)
+            return out, changed_state(block)
+
+        return call_with_weights(graph, jax.tree.unflatten(structure, whole), state, use)
+
+    return Scanned(body, weights, (state, by_layer))
+
+
+def _run_whole(
+    order: Order, kinds: Sequence[Scanned], x: Arrays, arrays: Arrays
+) -> tuple[Arrays, list[Arrays]]:
+    """Run blocks whose weights are not gathered; returns the output, and the new state of each kind."""
+    runs = [at_matmuls(kind.body) for kind in kinds]
+    stacks = tuple((kind.weights, kind.state) for kind in kinds)
+    if order.uniform:
+        x, state = jax.lax.scan(lambda x, layer: runs[0](layer[0], x, layer[1], arrays), x, stacks[0])
+        return x, [state]
+    begin, period = order.first_periodic, order.period
+    turns = (order.last + 1 - begin) // period
+    states: list[list[Arrays]] = [[] for _ in kinds]
+
+    def alone(x: Arrays, numbers: Iterable[int]) -> Arrays:
+        for place in map(order.at, numbers):
+            weights, own = place.of(stacks)
+            x, state = runs[place.kind](weights, x, own, arrays)
+            states[place.kind].append(jax.tree.map(lambda x: x[None], state))
+        return x
+
+    def take_turn(x: Arrays, stacks: tuple[Arrays, ...]) -> tuple[Arrays, list[Arrays]]:
+        new: list[list[Arrays]] = [[] for _ in kinds]
+        for kind in order.kinds[begin : begin + period]:
+            weights, own = layer_at(stacks[kind], len(new[kind]))
+            x, state = runs[kind](weights, x, own, arrays)
+            new[kind].append(state)
+        return x, [jax.tree.map(lambda *each: jnp.stack(each), *own) if own else None for own in new]
+
+    x = alone(x, range(begin))
+    by_turn = tuple(_by_turn(order, kind, turns, stack) for kind, stack in enumerate(stacks))
+    x, repeated = jax.lax.scan(take_turn, x, by_turn)
+    for own, new in zip(states, repeated, strict=True):
+        own.extend([] if new is None else [jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), new)])
+    x = alone(x, range(begin + turns * period, order.last + 1))
+    return x, [jax.tree.map(lambda *each: jnp.concatenate(each), *own) for own in states]
+
+
+def _by_turn(order: Order, kind: int, turns: int, stack: Arrays) -> Arrays:
+    """Of the layers of a kind those that repeat, ``[turns, ...]``; None if none do."""
+    begin, end = order.first_periodic, order.first_periodic + turns * order.period
+    first, count = order.kinds[:begin].count(kind), order.kinds[begin:end].count(kind)
+    if not count:
+        return None
+    return jax.tree.map(lambda x: x[first : first + count].reshape(turns, -1, *x.shape[1:]), stack)

@@ -84,7 +84,12 @@ def _split(model: nnx.Module) -> tuple[_Graph, nnx.State]:
     """``nnx.split``, with the parameters of stacks as ``LayerOperand``: products of a merged model read each
     layer's weights where they lie."""
     graph, state = nnx.split(model)
-    stacks = [(*path, "block") for path, each in nnx.iter_modules(model) if isinstance(each, Stack)]
+    stacks = [
+        (*path, *inner)
+        for path, each in nnx.iter_modules(model)
+        if isinstance(each, Stack)
+        for inner in each.stacked
+    ]
 
     def marked(path: PathParts, variable: object) -> object:
         if isinstance(variable, nnx.Param) and any(path[: len(stack)] == stack for stack in stacks):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.comm.reduction import GradientReduction, Payload, Values
-from zerojax.schedule.stacked import Index
+from zerojax.schedule.order import Place
 from zerojax.sharding.wire_format import Seed
 
 InFlight = tuple[Payload | None, ...]
@@ -24,10 +24,10 @@ InFlight = tuple[Payload | None, ...]
 
 
 class Arrived(NamedTuple):
-    """One layer's gradients, which have crossed every hop and are yet to be summed, and its index."""
+    """One layer's gradients, which have crossed every hop and are yet to be summed."""
 
     payload: Payload
-    layer: Index
+    place: Place
 
 
 @dataclass(frozen=True)
@@ -35,30 +35,35 @@ class GradientQueue:
     """The stages of one stack; callers hold the gradients in flight.
 
     Attributes:
-        reduction: of one layer.
-        seeds: one per layer.
-        last: the index of the last layer, whose gradients come first.
-        updates: whether sums update their layers. Callers then do not ``prime``, and each layer arrives once.
+        reductions: of one layer of each kind.
+        seeds: by kind, one per layer.
+        last: the last layer, whose gradients come first.
+        updates: whether sums update their layers.
     """
 
-    reduction: GradientReduction
-    seeds: Seed
-    last: int
+    reductions: tuple[GradientReduction, ...]
+    seeds: tuple[Seed, ...]
+    last: Place
     updates: bool = False
+
+    @property
+    def primes(self) -> bool:
+        """Whether callers ``prime``; else each layer arrives once."""
+        return len(self.reductions) == 1 and not self.updates
 
     @property
     def stages(self) -> int:
         """How many hops are stages of their own: all; or none, if gradients do not cross nodes."""
-        reduction = self.reduction
+        reduction = self.reductions[0]
         apart = self.updates or reduction.strategy.reduces_between_nodes(reduction.world)
-        return reduction.hops if apart else 0
+        return max(each.hops for each in self.reductions) if apart else 0
 
-    def enqueue(self, grads: Values, index: Index, behind: InFlight | None = None) -> InFlight:
+    def enqueue(self, grads: Values, place: Place, behind: InFlight | None = None) -> InFlight:
         """Encode a layer's whole gradients and put them before those that ``advance`` returned."""
-        encoded = self.reduction.encode(grads, self.seeds[index])
+        encoded = self.reductions[place.kind].encode(grads, self._seed(place))
         return (encoded, *((None,) * self.stages if behind is None else behind))
 
-    def advance(self, in_flight: InFlight, first: Index) -> tuple[InFlight, Arrived | None]:
+    def advance(self, in_flight: InFlight, first: Place) -> tuple[InFlight, Arrived | None]:
         """Move every layer's gradients one stage on.
 
         In flight are the gradients of layer ``first`` and those after it.
@@ -70,26 +75,25 @@ class GradientQueue:
         *waiting, payload = in_flight
         arrived = None
         if payload is not None:
-            index = first + self.stages
-            if not self.updates:
-                # The zeros of `prime` belong to no layer: they go where the last layer's sums replace them.
-                index = jnp.minimum(index, self.last)
+            # The zeros of `prime` belong to no layer: they go where the last layer's sums replace them.
+            place = first.ahead(self.stages) if self.primes else first + self.stages
             if not self.stages:
-                for hop in range(self.reduction.hops):
-                    payload = self._send(payload, index, hop)
-            arrived = Arrived(payload, index)
+                for hop in range(self.reductions[place.kind].hops):
+                    payload = self._send(payload, place, hop)
+            arrived = Arrived(payload, place)
         both: tuple[Payload, ...] = ()
-        if self.reduction.joins_hops:
+        if all(reduction.joins_hops for reduction in self.reductions):
             *others, payload, sums = waiting
-            if payload is not None and sums is not None:
+            place = first + len(others)
+            if payload is not None and sums is not None and place.kind == (place + 1).kind:
                 waiting = others
-                both = self.reduction.send_both(payload, sums, self.seeds[first + len(others)])
+                both = self.reductions[place.kind].send_both(payload, sums, self._seed(place))
         sent = [
             None if payload is None else self._send(payload, first + hop, hop)
             for hop, payload in enumerate(waiting)
         ]
         sent += both
-        if self.reduction.sends_sums:
+        if any(reduction.sends_sums for reduction in self.reductions):
             # Off the loop XLA would join the gathers of several layers, and the first wait for the last.
             sent = lax.optimization_barrier(sent)
         return tuple(sent), arrived
@@ -104,15 +108,21 @@ class GradientQueue:
 
     def sum(self, arrived: Arrived) -> Values:
         """The sums of gradients that have arrived, at ``grad_level``."""
-        return self.reduction.sum(arrived.payload)
+        return self.reductions[arrived.place.kind].sum(arrived.payload)
 
     def drain(self, in_flight: InFlight) -> Iterator[Arrived]:
         """The gradients still in flight, as they arrive; layer 0's are on the first stage, and come last."""
+        first = self.last.order.at(0)
         for done in range(self.stages + 1):
-            sent, arrived = self.advance(in_flight, -done)
+            sent, arrived = self.advance(in_flight, first + -done)
             if arrived is not None:
                 yield arrived
             in_flight = (None, *sent)
 
-    def _send(self, payload: Payload, index: Index, hop: int) -> Payload:
-        return self.reduction.send(payload, self.seeds[index], hop)
+    def _send(self, payload: Payload, place: Place, hop: int) -> Payload:
+        reduction = self.reductions[place.kind]
+        # Of another kind, layers may have a hop more.
+        return reduction.send(payload, self._seed(place), hop) if hop < reduction.hops else payload
+
+    def _seed(self, place: Place) -> Seed:
+        return self.seeds[place.kind][place.index]

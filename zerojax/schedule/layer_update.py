@@ -225,6 +225,8 @@ class UpdatedLayers:
     def put(self, stored: Stored, new: Updated, layer: Index) -> Stored:
         """Store what is to be stored beside a layer that was updated, and fetch what is to be fetched."""
         carried: _Carried = stored.extra
+        if isinstance(layer, int) and layer == 0:
+            return stored._replace(extra=self._finished(carried, new))
         held, here, pending = dict(carried.held), {}, {}
         for key, x in _flat(new.held).items():
             rest, updated = carried.here[key][1:], [*carried.pending[key], x]
@@ -251,23 +253,26 @@ class UpdatedLayers:
         """As ``SumStorage.write``."""
         return self.put(stored, self.update(stored, sums, layer), layer)
 
-    def collect(self, stored: Stored, first: Values) -> tuple[LayerState, ...]:
-        """Update layer 0 by its sums, ``[n]``; returns the sinks' cotangents."""
-        new = self.update(stored, first, 0)
-        carried = self._sent(stored.extra, new, 0)
-        held = {
-            key: _put_last(carried.held[key], [*carried.pending[key], x], self._zero)
-            for key, x in _flat(new.held).items()
-        }
+    def collect(self, stored: Stored, first: Values | None) -> tuple[LayerState, ...]:
+        """Update layer 0 by its sums, ``[n]``, if it is not updated yet; returns the sinks' cotangents."""
+        carried: _Carried = (stored if first is None else self.write(stored, first, 0)).extra
         return tuple(
             LayerState(
-                {key: held[k, key] for key in sink.held},
+                {key: carried.held[k, key] for key in sink.held},
                 as_floats(carried.encoded[k]),
                 carried.scales[k],
                 carried.squares if k == 0 else jnp.zeros_like(carried.squares),
             )
             for k, sink in enumerate(self._sinks)
         )
+
+    def _finished(self, carried: _Carried, new: Updated) -> _Carried:
+        """With layer 0 updated, and all that was pending stored."""
+        held = {
+            key: _put_last(carried.held[key], [*carried.pending[key], x], self._zero)
+            for key, x in _flat(new.held).items()
+        }
+        return replace(self._sent(carried, new, 0), held=held)
 
     def _copied(self, layer: Index) -> Index:
         """The index of a layer, for copies from or to host memory."""

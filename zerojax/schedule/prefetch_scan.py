@@ -1,4 +1,4 @@
-"""The prefetching scan runs a stack of equal units, gathering ahead of the computing layer, reducing behind.
+"""The prefetching scan runs a stack of units, gathering ahead of the computing layer, reducing behind.
 
 One ``custom_vjp`` covers the whole scan, because XLA moves no collective from one iteration of a loop to
 another. In program order:
@@ -14,6 +14,9 @@ The forward loop carries one layer's weights, one layer's payload and one layer'
 carries as well what each hop of the gradients sends and receives. A pass that does not cross nodes gathers
 weights one layer ahead and sums gradients one layer behind. Layers with nothing left to fetch, or nothing
 yet to send, are peeled off the loops.
+
+The layers may be of several kinds (``zerojax.schedule.order``). A loop then runs a period of layers in each
+turn. Weights, state, residuals and sums are tuples with the stacked values of each kind.
 
 With ``ShardingStrategy.residuals_in_host`` that part of what layers keep for the backward pass is in host
 memory. Layer i's part is copied there while layer i computes, as far as it is ready, and comes back while the
@@ -43,10 +46,11 @@ from zerojax.schedule.breadth_first import (
     with_batching_rule,
 )
 from zerojax.schedule.layer_update import probe
+from zerojax.schedule.order import Order, Place
 from zerojax.schedule.partition import inexact, with_float0
 from zerojax.schedule.scan_backward import Kept, ScanArgs, run_backward
 from zerojax.schedule.sharded import Sharded, read_by_unit
-from zerojax.schedule.stacked import Index, cut_large, empty_layers, layer_at, pieces_away, put_layer
+from zerojax.schedule.stacked import cut_large, empty_layers, pieces_away
 from zerojax.schedule.transforms import Pullback, TracedOnce, pullback, with_derivatives_of
 from zerojax.schedule.unit import (
     Arrays,
@@ -58,8 +62,9 @@ from zerojax.schedule.unit import (
     refuse_mapped,
     take_apart,
 )
-from zerojax.schedule.weight_prefetcher import Fetching, WeightPrefetcher
+from zerojax.schedule.weight_prefetcher import Copies, Fetching, WeightPrefetcher
 from zerojax.sharding.param_tree import Path
+from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.weights.gather import to_full
 from zerojax.weights.weight import Weight, Weights
 
@@ -69,64 +74,109 @@ class _Results(NamedTuple):
 
     Attributes:
         x: the last layer's activations.
-        state: each layer's new state, stacked.
-        refreshed: the trained weights at "secondary", stacked, if the scan updated delta's copies; else none.
-        probe: for ``with_facts``, if the backward pass updates the layers; else none.
+        state: the layers' new state, stacked, of each kind.
+        refreshed: of each kind the trained weights at "secondary", stacked, if the scan updated delta's
+            copies; else none.
+        probes: of each kind one for ``with_facts``, if the backward pass updates the layers; else none.
     """
 
     x: Arrays
+    state: tuple[Arrays, ...]
+    refreshed: tuple[Weights, ...]
+    probes: tuple[list[Array], ...]
+
+
+class Scanned(NamedTuple):
+    """Layers of one kind.
+
+    Attributes:
+        body: ``x, state[i] = body(weights[i], x, state[i], shared)`` runs layer i. It is a pure function of
+            one layer's whole weights, and closes over nothing that is traced.
+        weights: stacked.
+        state: stacked.
+    """
+
+    body: Callable[[Sequence[Array], Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]
+    weights: Sequence[Sharded]
     state: Arrays
-    refreshed: Weights
+
+
+class ScannedOnce(NamedTuple):
+    """What running the layers of one kind leaves.
+
+    Attributes:
+        state: the new state, stacked.
+        copies: by path, stacked, the weights that have a ``copy``, with the copy that the gathers updated as
+            their values.
+        probe: of a stack that is updated.
+    """
+
+    state: Arrays
+    copies: dict[Path, Weight]
     probe: list[Array]
 
 
 def scan_units(
-    body: Callable[[Sequence[Array], Arrays, Arrays, Arrays], tuple[Arrays, Arrays]],
-    weights: Sequence[Sharded],
-    x: Arrays,
-    state: Arrays,
-    shared: Arrays,
-) -> tuple[Arrays, Arrays, dict[Path, Weight], list[Array]]:
-    """Run ``x, state[i] = body(weights[i], x, state[i], shared)`` for every layer i.
+    order: Order, kinds: Sequence[Scanned], x: Arrays, shared: Arrays
+) -> tuple[Arrays, list[ScannedOnce]]:
+    """Run the layers in their order.
 
-    ``body`` is a pure function of one layer's whole weights, and closes over nothing that is traced. ``x``
-    are floating-point activations, whose shapes and dtypes every layer keeps, ``state`` is stacked, and every
-    layer receives what is ``shared``.
+    ``x`` are floating-point activations, whose shapes and dtypes every layer keeps; every layer receives what
+    is ``shared``.
 
     Returns:
-        The last layer's ``x``; the new state, stacked; by path, stacked, the weights that have a ``copy``,
-        with the copy that the gathers updated as their values; and the probe of a stack that is updated.
+        The last layer's ``x``; and for each kind the rest.
     """
-    unit, seeds = take_apart(read_by_unit(list(weights)))
-    run_on = on_operands(body, weights)
+    units, seeds = zip(*(take_apart(read_by_unit(list(kind.weights))) for kind in kinds), strict=True)
+    layers = tuple(
+        as_layer(_with_seeds(kind), unit.strategy) for kind, unit in zip(kinds, units, strict=True)
+    )
+
+    def in_breadth(size: int, mapped: tuple[ScanArgs], args: ScanArgs) -> tuple[_Results, Flags]:
+        """Run all micro-batches through a layer before the next layer; ``state`` has their axis, too."""
+        (given,) = mapped
+        refuse_mapped(given.units)
+        x, state = broadcast_unbatched(size, (given.x, given.state), (args.x, args.state))
+        state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
+        turns = tuple(
+            map_microbatches(layer, (all_batched(x, True), all_batched(own, True), given.shared))
+            for layer, own in zip(layers, state, strict=True)
+        )
+        out = cast(_Results, _scan(_Layers(order, turns), args._replace(x=x, state=state)))
+        x, state, refreshed, probes = out
+        state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
+        flags = _Results(*all_batched((x, state), True), *all_batched((refreshed, probes), False))
+        return _Results(x, state, refreshed, probes), flags
+
+    run = with_batching_rule(in_breadth, functools.partial(_scan, _Layers(order, layers)))
+    states = tuple((own, kind.state) for own, kind in zip(seeds, kinds, strict=True))
+    x, states, refreshed, probes = run(ScanArgs(units, x, states, shared))
+    each = zip(states, refreshed, probes, strict=True)
+    return x, [ScannedOnce(own[1], {w.layout.path: w for w in new}, probe) for own, new, probe in each]
+
+
+def _with_seeds(kind: Scanned) -> Body:
+    """The body of a kind's layers, whose state begins with their seeds."""
+    run_on = on_operands(kind.body, kind.weights)
 
     def one(whole: Weights, x: Arrays, own: Arrays, shared: Arrays) -> tuple[Arrays, Arrays]:
         seeds, state = own
         x, state = run_on(whole, seeds, x, state, shared)
         return x, (seeds, state)
 
-    layer = as_layer(one, unit.strategy)
+    return one
 
-    def in_breadth(size: int, mapped: tuple[ScanArgs], args: ScanArgs) -> tuple[_Results, Flags]:
-        """Run all micro-batches through a layer before the next layer; ``state`` has their axis, too."""
-        (given,) = mapped
-        refuse_mapped(given.unit)
-        x, state = broadcast_unbatched(size, (given.x, given.state), (args.x, args.state))
-        state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
-        turns = map_microbatches(layer, (all_batched(x, True), all_batched(state, True), given.shared))
-        out = cast(_Results, _scan(_Layer(turns), args._replace(x=x, state=state)))
-        x, state, refreshed, probe = out
-        state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
-        flags = _Results(*all_batched((x, state), True), *all_batched((refreshed, probe), False))
-        return _Results(x, state, refreshed, probe), flags
 
-    run = with_batching_rule(in_breadth, functools.partial(_scan, _Layer(layer)))
-    x, (_, state), refreshed, probe = run(ScanArgs(unit, x, (seeds, state), shared))
-    return x, state, {w.layout.path: w for w in refreshed}, probe
+class _Layers:
+    """The order of a stack's layers, and what runs those of each kind."""
+
+    def __init__(self, order: Order, bodies: Sequence[Body]) -> None:
+        self.order = order
+        self.kinds = tuple(map(_Layer, bodies))
 
 
 class _Layer:
-    """A layer's body, traced once for all layers: ``run(whole, x, state, shared) -> (x, state, residual)``.
+    """A layer's body, traced once for its kind: ``run(whole, x, state, shared) -> (x, state, residual)``.
 
     Attributes:
         body: the function.
@@ -154,28 +204,37 @@ _Run = TracedOnce[Weights, Arrays, Arrays, Arrays, _Ran]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scan(layer: _Layer, args: ScanArgs) -> _Results:
-    return _forward(layer.run, args)[0]
+def _scan(layers: _Layers, args: ScanArgs) -> _Results:
+    return _forward(layers.order, [layer.run for layer in layers.kinds], args)[0]
 
 
-def _one_by_one(layer: _Layer, args: ScanArgs) -> tuple[Arrays, Arrays]:
+def _one_by_one(layers: _Layers, args: ScanArgs) -> tuple[Arrays, tuple[Arrays, ...]]:
     """The scan's activations and state, computed layer after layer with a gather each: for derivatives."""
-    if args.unit.update is not None:
+    if any(unit.update is not None for unit in args.units):
         raise ConfigurationError(
             "the loss contains a gradient, which is differentiated through a Stack, and its layers are "
             "updated in their backward pass: set update_in_backward=False."
         )
     # Gradients go to the sinks, and kernels that encode have none.
-    unit = replace(args.unit, weights=lax.stop_gradient(args.unit.weights))
+    units = (replace(unit, weights=lax.stop_gradient(unit.weights)) for unit in args.units)
+    stacks = tuple(zip(units, args.state, strict=True))
 
-    def body(whole: Weights, inputs: Arrays) -> Arrays:
-        return layer.body(whole, *inputs)
+    def one(kind: int, x: Arrays, own: Arrays) -> tuple[Arrays, Arrays]:
+        def body(whole: Weights, inputs: Arrays) -> Arrays:
+            return layers.kinds[kind].body(whole, *inputs)
 
-    def one(x: Arrays, own: Arrays) -> Arrays:
         unit, state = own
         return call_gathered(body, unit, (x, state, args.shared))
 
-    return lax.scan(one, args.x, (unit, args.state))
+    order, x = layers.order, args.x
+    if order.uniform:
+        x, state = lax.scan(functools.partial(one, 0), x, stacks[0])
+        return x, (state,)
+    after: list[list[Arrays]] = [[] for _ in stacks]
+    for number, kind in enumerate(order.kinds):
+        x, state = one(kind, x, order.at(number).of(stacks))
+        after[kind].append(state)
+    return x, tuple(jax.tree.map(lambda *each: jnp.stack(each), *own) for own in after)
 
 
 class _ForwardCarry(NamedTuple):
@@ -187,105 +246,151 @@ class _ForwardCarry(NamedTuple):
         kept: this layer's secondary partitions that the backward pass gathers from, unless it finds them
             among the scan's arguments or the copies.
         whole: this layer's weights.
-        stacks: the earlier layers' new state, residuals and ``kept``, stacked.
+        stacks: of each kind the earlier layers' new state, residuals and ``kept``, stacked.
     """
 
     x: Arrays
     fetching: Fetching
     kept: Weights
     whole: Weights
-    stacks: tuple[Arrays, Pullback | None, Weights]
+    stacks: tuple[tuple[Arrays, Pullback | None, Weights], ...]
 
 
-def _forward(run: _Run, args: ScanArgs) -> tuple[_Results, Kept]:
+def _forward(order: Order, runs: Sequence[_Run], args: ScanArgs) -> tuple[_Results, Kept]:
     """Run every layer in order, gathering each while those before it compute."""
-    unit, x, state, shared = args
-    weights, copies, strategy = unit.weights, unit.copies, unit.strategy
-    last = weights[0].layout.layers - 1
-    prefetcher = WeightPrefetcher(weights, end=last, step=1, own_stream=strategy.own_stream)
+    units, x, state, shared = args
+    weights, copies = tuple(unit.weights for unit in units), tuple(unit.copies for unit in units)
+    strategy, last = units[0].strategy, order.last
+    prefetcher = WeightPrefetcher(weights, step=1, own_stream=strategy.own_stream)
 
     def cut(residual: Pullback | None) -> Pullback | None:
         share = strategy.residuals_in_host
         return cut_large(residual, share) if share else residual
 
-    def kept_of(secondary: Weights) -> Weights:
-        if copies is not None:
+    def kept_of(secondary: Weights, kind: int) -> Weights:
+        if copies[kind] is not None:
             return ()
-        given = zip(weights, kept_for_backward(strategy, weights, secondary), strict=True)
+        own = weights[kind]
+        given = zip(own, kept_for_backward(strategy, own, secondary), strict=True)
         return tuple(kept for own, kept in given if kept is not own)
 
-    def layer(carry: _ForwardCarry, index: Index, *, crossing: bool) -> _ForwardCarry:
-        fetching, secondary = prefetcher.advance(carry.fetching, index, crossing=crossing)
-        if isinstance(index, int) and any(w.layout.frozen for w in weights):
+    def layer(carry: _ForwardCarry, place: Place, *, crossing: bool) -> _ForwardCarry:
+        kind, after = place.kind, (place + 1).kind
+        fetching, secondary = prefetcher.advance(carry.fetching, place, crossing=crossing)
+        if place.peeled and any(w.layout.frozen for w in weights[after]):
             # Else frozen weights, which come from nothing in the loop, would be gathered before it.
             secondary, x = lax.optimization_barrier((secondary, carry.x))
             carry = carry._replace(x=x)
         whole = to_full(secondary, strategy.weight_dtype)
-        x, after, residual = run(carry.whole, carry.x, layer_at(state, index), shared)
-        stacks = put_layer(carry.stacks, (after, cut(residual), carry.kept), index)
-        return _ForwardCarry(x, fetching, kept_of(secondary), whole, stacks)
+        x, new, residual = runs[kind](carry.whole, carry.x, place.of(state), shared)
+        stacks = place.put(carry.stacks, (new, cut(residual), carry.kept))
+        return _ForwardCarry(x, fetching, kept_of(secondary, after), whole, stacks)
 
-    fetching, secondary = prefetcher.start(0, copies)
+    def empty(place: Place, secondary: Weights, whole: Weights) -> tuple[Arrays, Pullback | None, Weights]:
+        # Filled in place by hand: lax.scan would stack the results of its own iterations, not of peeled ones.
+        kind, count = place.kind, order.counts[place.kind]
+        rows = count - order.uniform
+        _, new, residual = runs[kind].shapes(whole, x, place.of(state), shared)
+        pieces = jax.eval_shape(cut, residual)
+        residuals = empty_layers(pieces, rows, pieces_away(pieces))
+        return empty_layers(new, count), residuals, empty_layers(kept_of(secondary, kind), rows)
+
+    first = order.at(0)
+    fetching, secondary = prefetcher.start(first, copies)
     whole = to_full(secondary, strategy.weight_dtype)
-    _, after, residual = run.shapes(whole, x, layer_at(state, 0), shared)
-    # Filled in place by hand: lax.scan would stack the results of its own iterations, not of peeled ones.
-    kept = kept_of(secondary)
-    pieces = jax.eval_shape(cut, residual)
-    residuals = empty_layers(pieces, last, pieces_away(pieces))
-    stacks = (empty_layers(after, last), residuals, empty_layers(kept, last))
-    carry = _ForwardCarry(x, fetching, kept, whole, stacks)
+    stacks = [empty(first, secondary, whole)]
+    for kind in range(1, len(units)):
+        place = order.of_kind(kind)
+        stacks.append(
+            empty(place, *jax.eval_shape(functools.partial(_fetched, prefetcher, copies, strategy, place)))
+        )
+    carry = _ForwardCarry(x, fetching, kept_of(secondary, 0), whole, tuple(stacks))
     looped = max(last - 1, 0) if prefetcher.crosses else last
-    if looped:
+    begin, period = order.first_periodic, order.period
+    turns = (looped - begin) // period
+    if not order.uniform and turns < 2:
+        begin, turns = looped, 0
+    for number in range(begin):
+        carry = layer(carry, order.at(number), crossing=prefetcher.crosses)
+    if turns:
+
+        def take_turn(turn: Array, carry: _ForwardCarry) -> _ForwardCarry:
+            for number in range(begin, begin + period):
+                carry = layer(carry, order.at(number, turn), crossing=prefetcher.crosses)
+            return carry
+
         # By the loop's own counter: only slices at such an index become copies by DMA.
-        carry = lax.fori_loop(0, looped, lambda i, c: layer(c, i, crossing=prefetcher.crosses), carry)
-    for index in range(looped, last):
-        carry = layer(carry, index, crossing=False)
-    states, residuals, kept = carry.stacks
-    x, after, residual = run(carry.whole, carry.x, layer_at(state, last), shared)
-    states = jax.tree.map(lambda most, one: jnp.concatenate([most, one[None]]), states, after)
-    fresh = carry.fetching.copies or ()  # of the trained weights that cross nodes, which come first
-    refreshed = tuple(w.replace(copy, "secondary") for w, copy in zip(weights, fresh, strict=False))
-    given = [] if unit.update is None else [probe()]
-    return _Results(x, states, refreshed, given), Kept(residuals, kept, residual, carry.whole)
+        carry = lax.fori_loop(0, turns, take_turn, carry)
+    for number in range(begin + turns * period, last):
+        carry = layer(carry, order.at(number), crossing=prefetcher.crosses and number < looped)
+    place = order.at(last)
+    x, new, residual = runs[place.kind](carry.whole, carry.x, place.of(state), shared)
+    states, residuals, kept = zip(*carry.stacks, strict=True)
+    states = place.put(states, new)
+    fresh = carry.fetching.copies  # of the trained weights that cross nodes, which come first
+    refreshed = tuple(
+        tuple(w.replace(copy, "secondary") for w, copy in zip(own, new or (), strict=False))
+        for own, new in zip(weights, fresh, strict=True)
+    )
+    probes = tuple([] if unit.update is None else [probe()] for unit in units)
+    return _Results(x, states, refreshed, probes), Kept(order, residuals, kept, residual, carry.whole)
 
 
-def _scan_fwd(layer: _Layer, args: ScanArgs) -> tuple[_Results, tuple[ScanArgs, Kept]]:
+def _fetched(
+    prefetcher: WeightPrefetcher, copies: Copies, strategy: ShardingStrategy, place: Place
+) -> tuple[Weights, Weights]:
+    """A layer's secondary partitions and whole weights."""
+    secondary = prefetcher.start(place, copies)[1]
+    return secondary, to_full(secondary, strategy.weight_dtype)
+
+
+def _scan_fwd(layers: _Layers, args: ScanArgs) -> tuple[_Results, tuple[ScanArgs, Kept]]:
     def plain(result: tuple[_Results, Kept], args: ScanArgs) -> tuple[_Results, Kept]:
         results, kept = result
-        x, state = _one_by_one(layer, _after_update(args, results.refreshed))
+        x, state = _one_by_one(layers, _after_update(args, results.refreshed))
         return results._replace(x=x, state=state), kept
 
-    function = functools.partial(_forward, layer.run_keeping)
+    function = functools.partial(_forward, layers.order, [layer.run_keeping for layer in layers.kinds])
     results, kept = with_derivatives_of(plain, function)(args)
     return results, (_after_update(args, results.refreshed), kept)
 
 
-def _after_update(args: ScanArgs, refreshed: Weights) -> ScanArgs:
+def _after_update(args: ScanArgs, refreshed: tuple[Weights, ...]) -> ScanArgs:
     """The arguments of a scan over the weights as the forward pass has left them."""
-    unit = args.unit
-    weights = (*refreshed, *unit.weights[len(refreshed) :])
-    return args._replace(unit=replace(unit, weights=weights, copies=None))
+    units = tuple(
+        replace(unit, weights=(*new, *unit.weights[len(new) :]), copies=None)
+        for unit, new in zip(args.units, refreshed, strict=True)
+    )
+    return args._replace(units=units)
 
 
-def _scan_bwd(layer: _Layer, residuals: tuple[ScanArgs, Kept], cotangents: _Results) -> tuple[ScanArgs]:
+def _scan_bwd(layers: _Layers, residuals: tuple[ScanArgs, Kept], cotangents: _Results) -> tuple[ScanArgs]:
     args, kept = residuals
     given = (cotangents.x, cotangents.state)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
 
-    def plain(result: Arrays, kept: Kept, given: list[Array], args: ScanArgs, facts: list[Array]) -> Arrays:
+    def plain(
+        result: Arrays, kept: Kept, given: list[Array], args: ScanArgs, facts: tuple[list[Array], ...]
+    ) -> Arrays:
         del result, kept, facts
 
-        def run(sinks: Values, x: Arrays, state: Arrays, shared: Arrays) -> tuple[Arrays, Arrays]:
-            return _one_by_one(layer, ScanArgs(replace(args.unit, sinks=sinks), x, state, shared))
+        def run(sinks: tuple[Values, ...], x: Arrays, state: Arrays, shared: Arrays) -> tuple[Arrays, Arrays]:
+            each = zip(args.units, sinks, strict=True)
+            units = tuple(replace(unit, sinks=own) for unit, own in each)
+            return _one_by_one(layers, ScanArgs(units, x, state, shared))
 
-        _, vjp = pullback(run, args.unit.sinks, args.x, args.state, args.shared)
+        sinks = tuple(unit.sinks for unit in args.units)
+        _, vjp = pullback(run, sinks, args.x, args.state, args.shared)
         sums, of_x, of_state, of_shared = vjp(with_float0(given, shapes))
-        return sums, of_x, inexact(of_state), inexact(of_shared)
+        return sums, of_x, tuple(map(inexact, of_state)), inexact(of_shared)
 
     function = functools.partial(run_backward, shapes)
-    sums, of_x, *rest = with_derivatives_of(plain, function)(kept, inexact(given), args, cotangents.probe)
-    of_state, of_shared = map(with_float0, rest, (args.state, args.shared))
-    return (ScanArgs(args.unit.cotangent(sums), of_x, of_state, of_shared),)
+    sums, of_x, of_state, of_shared = with_derivatives_of(plain, function)(
+        kept, inexact(given), args, cotangents.probes
+    )
+    of_units = tuple(unit.cotangent(own) for unit, own in zip(args.units, sums, strict=True))
+    of_state = tuple(map(with_float0, of_state, args.state))
+    return (ScanArgs(of_units, of_x, of_state, with_float0(of_shared, args.shared)),)
 
 
 _scan.defvjp(_scan_fwd, _scan_bwd)

@@ -5,7 +5,7 @@ updated before layer i's vjp, and stored beside it.
 """
 
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,9 @@ from jaxtyping import Array
 from zerojax.comm.reduction import Values
 from zerojax.schedule.gradient_queue import GradientQueue, InFlight
 from zerojax.schedule.layer_update import LayerState, UpdatedLayers, weights_of
+from zerojax.schedule.order import Order, Place
 from zerojax.schedule.partition import floats, inexact, partition, with_float0
-from zerojax.schedule.stacked import Index, by_dma, empty_layers, layer_at, put_layer, uncut
+from zerojax.schedule.stacked import Index, by_dma, uncut
 from zerojax.schedule.sum_storage import SeparateSums, Stored, SumStorage
 from zerojax.schedule.transforms import Pullback
 from zerojax.schedule.unit import Arrays, Sinks, Unit, gradients_of, reduction_of
@@ -30,15 +31,15 @@ class ScanArgs(NamedTuple):
     """The traced arguments of the scan, their cotangents, or their flags in breadth.
 
     Attributes:
-        unit: of all layers.
+        units: of all layers of each kind.
         x: the first layer's activations.
-        state: each layer's other state, stacked.
+        state: of each kind the layers' other state, stacked.
         shared: arrays that every layer receives.
     """
 
-    unit: Unit
+    units: tuple[Unit, ...]
     x: Arrays
-    state: Arrays
+    state: tuple[Arrays, ...]
     shared: Arrays
 
 
@@ -46,14 +47,16 @@ class Kept(NamedTuple):
     """What the forward pass keeps for the backward pass, besides the scan's arguments.
 
     Attributes:
-        residuals: of all layers but the last, stacked.
-        gathered: the secondary partitions from which it gathers again, of all layers but the last, stacked.
+        order: of the layers.
+        residuals: of each kind, stacked; those of the last layer have no row, or an unused one.
+        gathered: likewise the secondary partitions from which it gathers again.
         last_residual: the last layer's.
         last_whole: the last layer's weights.
     """
 
-    residuals: Pullback | None
-    gathered: Weights
+    order: Order
+    residuals: tuple[Pullback | None, ...]
+    gathered: tuple[Weights, ...]
     last_residual: Pullback | None
     last_whole: Weights
 
@@ -63,57 +66,66 @@ class _Carry(NamedTuple):
 
     Attributes:
         cotangent: of the activations.
-        of_state: the cotangents of the floating-point arrays in ``state``, for all layers.
+        of_state: the cotangents of the floating-point arrays in ``state``, of each kind for all layers.
         of_shared: the cotangents of the floating-point arrays in ``shared``, summed so far.
         fetching: the weights of earlier layers.
         whole: this layer's weights.
         in_flight: the gradients of later layers.
-        stored: the residuals of this layer and those before it that are on the device, and the sums that have
-            arrived.
+        stored: of each kind the residuals of this layer and those before it that are on the device, and the
+            sums that have arrived.
         from_host: this layer's other residuals.
     """
 
     cotangent: Arrays
-    of_state: list[Array]
+    of_state: tuple[list[Array], ...]
     of_shared: list[Array]
     fetching: Fetching
     whole: Weights
     in_flight: InFlight
-    stored: Stored
+    stored: tuple[Stored, ...]
     from_host: list[Array]
 
 
-Cotangents = tuple[Sinks, Arrays, list[Array], list[Array]]
+Cotangents = tuple[tuple[Sinks, ...], Arrays, tuple[list[Array], ...], list[Array]]
 
 
 def run_backward(
-    shapes: tuple[Arrays, Arrays], kept: Kept, given: list[Array], args: ScanArgs, facts: list[Array]
+    shapes: tuple[Arrays, tuple[Arrays, ...]],
+    kept: Kept,
+    given: list[Array],
+    args: ScanArgs,
+    facts: tuple[list[Array], ...],
 ) -> Cotangents:
     """Run every layer's vjp in reverse order, gathering weights and sending gradients meanwhile.
 
     ``shapes`` are those of the cotangents of what the forward pass returned, activations and stacked state,
-    ``given`` the cotangents themselves, less those of integers, and ``facts`` that of the probe, if there is
-    one.
+    ``given`` the cotangents themselves, less those of integers, and ``facts`` those of the probes, if there
+    are some.
 
     Returns:
         The sinks' sums, or what has become of the ``LayerState``s; the cotangents of the first layer's
         activations, and of the floating-point arrays in ``state`` and in ``shared``.
     """
-
-    if args.unit.update is None:
+    if all(unit.update is None for unit in args.units):
         return _BackwardPass(shapes, kept, given, args, facts, 0).run()
 
-    def run(zero: Index, carried: tuple[Sinks, list[Array]]) -> tuple[Sinks, list[Array]]:
-        states = cast(tuple[LayerState, ...], carried[0])
-        unit = replace(args.unit, sinks=states, weights=weights_of(states, args.unit.weights))
-        own = args._replace(unit=unit)
-        sinks, *cotangents = _BackwardPass(shapes, kept, given, own, facts, zero).run()
+    def run(zero: Index, carried: tuple[tuple[Sinks, ...], list[Array]]) -> tuple[Any, list[Array]]:
+        units = tuple(map(_with_sinks, args.units, carried[0]))
+        sinks, *cotangents = _BackwardPass(shapes, kept, given, args._replace(units=units), facts, zero).run()
         return sinks, inexact(cotangents)
 
-    like = (shapes[0], floats(args.state), floats(args.shared))
+    like = (shapes[0], tuple(map(floats, args.state)), floats(args.shared))
     empty = [lax.empty(x.shape, x.dtype) for x in floats(like)]
-    sinks, cotangents = by_dma(run, (args.unit.sinks, empty))
+    sinks, cotangents = by_dma(run, (tuple(unit.sinks for unit in args.units), empty))
     return (sinks, *with_float0(cotangents, like))
+
+
+def _with_sinks(unit: Unit, sinks: Sinks) -> Unit:
+    """The unit with other sinks, and those of its weights that are read from them."""
+    if unit.update is None:
+        return replace(unit, sinks=sinks)
+    states = cast(tuple[LayerState, ...], sinks)
+    return replace(unit, sinks=states, weights=weights_of(states, unit.weights))
 
 
 class _BackwardPass:
@@ -121,134 +133,197 @@ class _BackwardPass:
 
     def __init__(
         self,
-        shapes: tuple[Arrays, Arrays],
+        shapes: tuple[Arrays, tuple[Arrays, ...]],
         kept: Kept,
         given: list[Array],
         args: ScanArgs,
-        facts: list[Array],
+        facts: tuple[list[Array], ...],
         zero: Index,
     ) -> None:
         """See ``run_backward``; ``zero`` is that of ``by_dma``."""
-        unit, strategy = args.unit, args.unit.strategy
-        assert kept.residuals is not None
-        # Secondary partitions that the forward pass kept stand in for weights at lower levels.
-        stand_in = iter(kept.gathered)
-        weights = tuple(w if w.reaches(strategy.keep) else next(stand_in) for w in unit.weights)
-        if unit.update is None:
+        strategy, self.order = args.units[0].strategy, kept.order
+        weights = tuple(
+            _stood_in(unit, gathered) for unit, gathered in zip(args.units, kept.gathered, strict=True)
+        )
+        self.updates = any(unit.update is not None for unit in args.units)
+        if not self.updates:
             # Keeps the gathers of a short stack from being merged with those of the forward pass.
             weights, given = lax.optimization_barrier((weights, given))
         self.cotangent, after = with_float0(given, shapes)
         self.like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), after)
-        self.after = inexact(after)
-        self.kept, self.shared, self.weight_dtype = kept, args.shared, strategy.weight_dtype
-        self.last = weights[0].layout.layers - 1
-        self.some_frozen = any(w.layout.frozen for w in weights)
-        self.prefetcher = WeightPrefetcher(weights, end=0, step=-1, own_stream=strategy.own_stream)
-        self.queue = GradientQueue(
-            reduction_of(strategy, weights), unit.seed, self.last, unit.update is not None
+        self.after = tuple(map(inexact, after))
+        self.kept, self.state, self.shared, self.weight_dtype = (
+            kept,
+            args.state,
+            args.shared,
+            strategy.weight_dtype,
         )
-        self.on_host, self.on_device, self.join = partition(kept.residuals, in_host)
-        arrays = tuple(sink for sink in unit.sinks if not isinstance(sink, LayerState))
-        self.storage = SeparateSums(arrays) if strategy.reads_layers else SumStorage(self.on_device, arrays)
-        self.updates = None
-        if unit.update is not None:
-            states = tuple(sink for sink in unit.sinks if isinstance(sink, LayerState))
-            self.updates = self.storage = UpdatedLayers(states, weights, unit.update, facts[0], zero)
+        self.last = self.order.last
+        self.some_frozen = any(w.layout.frozen for own in weights for w in own)
+        self.prefetcher = WeightPrefetcher(weights, step=-1, own_stream=strategy.own_stream)
+        self.queue = GradientQueue(
+            tuple(map(reduction_of, [strategy] * len(weights), weights)),
+            tuple(unit.seed for unit in args.units),
+            self.order.at(self.last),
+            self.updates,
+        )
+        parts = [partition(residuals, in_host) for residuals in kept.residuals]
+        self.on_host, self.on_device, self.join = zip(*parts, strict=True)
+        each = zip(args.units, weights, self.on_device, self.order.counts, facts, strict=True)
+        self.storage = tuple(
+            _storage(unit, own, residuals, count - self.order.uniform, probed, zero)
+            for unit, own, residuals, count, probed in each
+        )
 
     def run(self) -> Cotangents:
         """As ``run_backward``."""
-        last, prefetcher, queue, storage = self.last, self.prefetcher, self.queue, self.storage
+        order, last, prefetcher, queue = self.order, self.last, self.prefetcher, self.queue
         last_whole, last_residual = self.kept.last_whole, self.kept.last_residual
         assert last_residual is not None
-        fetching, whole, from_host = Fetching(None, (), ()), last_whole, []
+        fetching, whole, from_host = Fetching((), (), ()), last_whole, []
+        at_last = order.at(last)
         if last > 0:
-            from_host = layer_at(self.on_host, last - 1)
-            fetching, secondary = prefetcher.start(last - 1)
+            before = order.at(last - 1)
+            from_host = before.of(self.on_host)
+            fetching, secondary = prefetcher.start(before)
             whole = to_full(secondary, self.weight_dtype)
-        grads, cotangent, own, of_shared = self._vjp(last_residual, last_whole, self.cotangent, last)
-        of_state = put_layer(empty_layers(own, last + 1), own, last)
-        in_flight, stored = queue.enqueue(grads, last), storage.start(self.on_device)
+        grads, cotangent, of_last, of_shared = self._vjp(last_residual, last_whole, self.cotangent, at_last)
+        of_state = tuple([lax.empty(x.shape, x.dtype) for x in floats(own)] for own in self.state)
+        of_state = at_last.put(of_state, of_last)
+        stored = tuple(map(lambda storage, x: storage.start(x), self.storage, self.on_device))
+        in_flight = queue.enqueue(grads, at_last)
         carry = _Carry(cotangent, of_state, of_shared, fetching, whole, in_flight, stored, from_host)
-        # The loop runs layers `top` - 1 down to `stop`: the layers peeled off before it fill every hop.
-        stop = min(2 if prefetcher.crosses else 1, last)
-        filled = queue.stages + 1 if self.updates else max(queue.stages - 1, 0)
-        top = max(last - filled, stop)
-        for index in range(last - 1, top - 1, -1):
-            carry = self._layer(carry, index)
         # Of updated layers two a turn: beside one half of the state is read, beside the other written.
-        turn = 2 if self.updates else 1
-        if turns := (top - stop) // turn:
+        turn = order.period * (2 if self.updates else 1)
+        top, stop = self._looped()
+        turns = max(top - stop, 0) // turn
+        if turns < 2 and not order.uniform:
+            top, turns = stop, 0
+        for number in range(last - 1, top - 1, -1):
+            carry = self._layer(carry, order.at(number))
+        if turns:
 
             def take_turn(i: Array, carry: _Carry) -> _Carry:
-                for index in range(turn):
-                    carry = self._layer(carry, top - 1 - index - turn * i)
+                for number in range(turn):
+                    periods = i if turn == order.period else 2 * i
+                    carry = self._layer(carry, order.at(top - 1 - number, -periods))
                 return carry
 
-            carry = carry if self.updates else carry._replace(in_flight=queue.prime(carry.in_flight))
+            carry = carry._replace(in_flight=queue.prime(carry.in_flight)) if queue.primes else carry
             carry = lax.fori_loop(0, turns, take_turn, carry)
-        for index in range(top - 1 - turns * turn, 0, -1):
-            carry = self._layer(carry, index)
+        for number in range(top - 1 - turns * turn, 0, -1):
+            carry = self._layer(carry, order.at(number))
         if last > 0:
-            carry = self._compute(carry, 0)
-        stored = carry.stored
-        *others, first = queue.drain(carry.in_flight)
-        for arrived in others:
-            stored = storage.write(stored, queue.sum(arrived), arrived.layer)
-        return storage.collect(stored, queue.sum(first)), carry.cotangent, carry.of_state, carry.of_shared
+            carry = self._compute(carry, order.at(0))
+        stored, first = carry.stored, None
+        for arrived in queue.drain(carry.in_flight):
+            if order.uniform and arrived.place.number == 0:
+                first = queue.sum(arrived)
+            else:
+                stored = self._write(stored, queue.sum(arrived), arrived.place)
+        sums = tuple(storage.collect(own, first) for storage, own in zip(self.storage, stored, strict=True))
+        return sums, carry.cotangent, carry.of_state, carry.of_shared
 
-    def _layer(self, carry: _Carry, index: Index) -> _Carry:
+    def _looped(self) -> tuple[int, int]:
+        """The loop runs layers ``top`` - 1 down to ``stop``."""
+        order, queue = self.order, self.queue
+        stop = min(2 if self.prefetcher.crosses else 1, self.last)
+        # The layers peeled off before it fill every hop.
+        filled = queue.stages + order.period if self.updates else queue.stages - queue.primes
+        top = max(self.last - max(filled, 0), stop)
+        if order.uniform:
+            return top, stop
+        if order.first_periodic:
+            stop = max(stop, order.first_periodic + 3)  # of which the weights are fetched are of its period
+        if self.updates:
+            # The first layer of a kind, after which nothing is fetched, is updated outside of the loop.
+            stop = max(stop, max(map(order.kinds.index, set(order.kinds))))
+        return top, stop
+
+    def _layer(self, carry: _Carry, place: Place) -> _Carry:
         """Run a layer's vjp, and move weights and gradients one stage on."""
-        ahead, updates = self.prefetcher, self.updates
-        if updates is not None:
-            ahead = replace(ahead, weights=updates.weights(carry.stored))
-        crossing = ahead.crosses and not (isinstance(index, int) and index < 2)  # layer 1 has none to fetch
-        fetching, secondary = ahead.advance(carry.fetching, index, crossing=crossing)
-        if updates is not None:
+        ahead = self.prefetcher
+        if self.updates:
+            now = zip(self.storage, carry.stored, ahead.weights, strict=True)
+            ahead = replace(ahead, weights=tuple(_ready(*own) for own in now))
+        crossing = ahead.crosses and not (place.peeled and place.number < 2)  # layer 1 has none to fetch
+        fetching, secondary = ahead.advance(carry.fetching, place, crossing=crossing)
+        if self.updates:
             # Reads come before writes: else the compiler would copy the stacks.
             read = (fetching.payloads, secondary)
             (payloads, secondary), stored = lax.optimization_barrier((read, carry.stored))
             fetching, carry = fetching._replace(payloads=payloads), carry._replace(stored=stored)
         on_host = self.on_host
-        if isinstance(index, int) and (on_host or self.some_frozen):
+        if place.peeled and (any(on_host) or self.some_frozen):
             # The layers that are peeled off would all be fetched at once, and wait on the device.
             (secondary, on_host), cotangent = lax.optimization_barrier(
                 ((secondary, on_host), carry.cotangent)
             )
             carry = carry._replace(cotangent=cotangent)
         whole = to_full(secondary, self.weight_dtype)
-        from_host = layer_at(on_host, index - 1)
-        return self._compute(carry, index)._replace(fetching=fetching, whole=whole, from_host=from_host)
+        from_host = (place + -1).of(on_host)
+        return self._compute(carry, place)._replace(fetching=fetching, whole=whole, from_host=from_host)
 
-    def _compute(self, carry: _Carry, index: Index) -> _Carry:
+    def _compute(self, carry: _Carry, place: Place) -> _Carry:
         """Run a layer's vjp, and move the gradients one stage on; the weights stay where they are."""
-        queue, updates = self.queue, self.updates
-        sent, arrived = queue.advance(carry.in_flight, index + 1)
+        queue = self.queue
+        sent, arrived = queue.advance(carry.in_flight, place + 1)
         stored, cotangent = carry.stored, carry.cotangent
-        if arrived is not None and updates is not None:
-            new = updates.update(stored, queue.sum(arrived), arrived.layer)
+        storage = None if arrived is None else self.storage[arrived.place.kind]
+        if arrived is not None and isinstance(storage, UpdatedLayers):
+            own, at = arrived.place, arrived.place.index
+            before = stored[own.kind]
+            new = storage.update(before, queue.sum(arrived), at)
             # Copies then begin after the last vjp, and have the next one to run beside.
-            stored, new, cotangent = updates.after(stored, new, cotangent)
-            stored = updates.put(stored, new, arrived.layer)
-        residual = uncut(self.join(carry.from_host, layer_at(stored.residuals, index)))
-        done = self._vjp(residual, carry.whole, cotangent, index)
-        if arrived is not None and updates is None:
+            before, new, cotangent = storage.after(before, new, cotangent)
+            stored = own.replaced(stored, storage.put(before, new, at))
+        residuals = tuple(each.residuals for each in stored)
+        residual = uncut(self.join[place.kind](carry.from_host, place.of(residuals)))
+        done = self._vjp(residual, carry.whole, cotangent, place)
+        if arrived is not None and not isinstance(storage, UpdatedLayers):
             # Sums overwrite this layer's residuals: without the barrier the compiler would copy those first.
-            done, arrived = lax.optimization_barrier((done, arrived))
-            stored = self.storage.write(stored, queue.sum(arrived), arrived.layer)
+            done, payload = lax.optimization_barrier((done, arrived.payload))
+            stored = self._write(stored, queue.sum(arrived._replace(payload=payload)), arrived.place)
         grads, cotangent, own, more = done
         return carry._replace(
             cotangent=cotangent,
-            of_state=put_layer(carry.of_state, own, index),
+            of_state=place.put(carry.of_state, own),
             of_shared=jax.tree.map(jnp.add, carry.of_shared, more),
-            in_flight=queue.enqueue(grads, index, sent),
+            in_flight=queue.enqueue(grads, place, sent),
             stored=stored,
         )
 
+    def _write(self, stored: tuple[Stored, ...], sums: Values, place: Place) -> tuple[Stored, ...]:
+        kind = place.kind
+        return place.replaced(stored, self.storage[kind].write(stored[kind], sums, place.index))
+
     def _vjp(
-        self, residual: Pullback, whole: Weights, cotangent: Arrays, index: Index
+        self, residual: Pullback, whole: Weights, cotangent: Arrays, place: Place
     ) -> tuple[Values, Arrays, list[Array], list[Array]]:
         _, x, state, _ = residual.args_res
         vjp = residual.replace(args_res=[whole, x, state, self.shared])
-        of_layer = cotangent, with_float0(layer_at(self.after, index), self.like)
+        of_layer = cotangent, with_float0(place.of(self.after), self.like[place.kind])
         of_whole, before, of_state, of_shared = vjp(of_layer)
         return gradients_of(of_whole), before, inexact(of_state), inexact(of_shared)
+
+
+def _stood_in(unit: Unit, gathered: Weights) -> Weights:
+    """A unit's weights, with the secondary partitions that the forward pass kept in place of lower levels."""
+    stand_in = iter(gathered)
+    return tuple(w if w.reaches(unit.strategy.keep) else next(stand_in) for w in unit.weights)
+
+
+def _storage(
+    unit: Unit, weights: Weights, residuals: list[Array], rows: int, facts: list[Array], zero: Index
+) -> SumStorage | SeparateSums | UpdatedLayers:
+    """Where the sums of the layers of a kind go."""
+    if unit.update is not None:
+        states = tuple(sink for sink in unit.sinks if isinstance(sink, LayerState))
+        return UpdatedLayers(states, weights, unit.update, facts[0], zero)
+    arrays = tuple(sink for sink in unit.sinks if not isinstance(sink, LayerState))
+    return SeparateSums(arrays) if unit.strategy.reads_layers else SumStorage(residuals, arrays, rows)
+
+
+def _ready(storage: SumStorage | SeparateSums | UpdatedLayers, stored: Stored, weights: Weights) -> Weights:
+    """The weights of a kind, where those that updates have encoded are read from what they wrote."""
+    return storage.weights(stored) if isinstance(storage, UpdatedLayers) else weights

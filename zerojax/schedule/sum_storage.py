@@ -41,11 +41,11 @@ class _Piece(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Carried through the backward pass.
+    """Carried through the backward pass, for the layers of one kind.
 
     Attributes:
-        residuals: of all layers but the last, stacked; those of layers that are done hold sums.
-        extra: the sums that do not fit there, fp32 ``[layers - 1, n]``; or all, each parameter's by itself.
+        residuals: stacked; those of layers that are done hold sums.
+        extra: the sums that do not fit there, fp32 ``[rows, n]``; or all, each parameter's by itself.
     """
 
     residuals: PyTree[Array]
@@ -56,19 +56,22 @@ class SumStorage:
     """Where the sums of one stack are kept: layer i's in place of the residuals of layer i - 1.
 
     So layer i's may be written once the vjp of layer i - 1 is done. The last layer's residuals are in no
-    stack, which leaves layer 0's sums without a place: ``collect`` takes them as they are.
+    stack, which leaves layer 0's sums without a place: ``collect`` takes them as they are. Where a stack has
+    layers of several kinds, layer i - 1 of the same kind may not be done. Each kind's residuals then have a
+    row for all layers, and layer i's sums replace its own.
 
     Callers carry the stacked residuals through the loop, and one more array for sums that do not fit there
     (``Stored``).
     """
 
-    def __init__(self, residuals: PyTree[Array], sinks: Values) -> None:
+    def __init__(self, residuals: PyTree[Array], sinks: Values, rows: int) -> None:
         """Find a place for each parameter's sums, in the largest residuals first.
 
-        Residuals are stacked, of all layers but the last; sinks are of the sums' shape, fp32 ``[layers, n]``.
+        Residuals are stacked, ``rows`` of them; sinks are of the sums' shape, fp32 ``[layers, n]``.
         """
         leaves = jax.tree.leaves(residuals)
-        self._layers = sinks[0].shape[0]
+        self._rows = rows
+        self._without_first = bool(sinks) and sinks[0].shape[0] > rows
         room = {i: math.prod(x.shape[1:]) * x.dtype.itemsize // _FP32 for i, x in enumerate(leaves)}
         order = sorted((i for i, x in enumerate(leaves) if _keeps_bits(x.dtype)), key=lambda i: -room[i])
         extra = len(leaves)
@@ -88,38 +91,44 @@ class SumStorage:
 
     def start(self, residuals: PyTree[Array]) -> Stored:
         """What to carry before there are any sums."""
-        return Stored(residuals, lax.empty((self._layers - 1, self._extra), jnp.float32))
+        return Stored(residuals, lax.empty((self._rows, self._extra), jnp.float32))
 
     def write(self, stored: Stored, sums: Values, layer: Index) -> Stored:
-        """Write the sums of one layer, any but layer 0, over the residuals of the layer before it."""
+        """Write the sums of one layer; layer 0's have no place where there is a row less than layers."""
         arrays, structure = jax.tree.flatten(stored)
         for x, pieces in zip(sums, self._pieces, strict=True):
             for array, begin, offset, size in pieces:
                 old = arrays[array]
                 unsigned = _UNSIGNED[old.dtype.itemsize]
                 bits = lax.bitcast_convert_type(lax.slice(x, (offset,), (offset + size,)), unsigned)
-                place = (layer - 1, begin * _FP32 // old.dtype.itemsize)
+                place = (layer - self._without_first, begin * _FP32 // old.dtype.itemsize)
                 new = lax.dynamic_update_slice(_as_rows(old), bits.reshape(1, -1), place)
                 arrays[array] = lax.bitcast_convert_type(new.reshape(old.shape), old.dtype)
         return jax.tree.unflatten(structure, arrays)
 
-    def collect(self, stored: Stored, first: Values) -> Values:
-        """The sums of all layers, stacked, fp32 ``[layers, n]``; ``first`` are layer 0's, ``[n]``."""
+    def collect(self, stored: Stored, first: Values | None) -> Values:
+        """The sums of all layers, stacked, fp32 ``[layers, n]``; ``first`` are layer 0's, if not written."""
         # Else the compiler would compute the last writes again, element by element, in all that reads a sum.
         arrays = jax.tree.leaves(lax.optimization_barrier(stored))
         written = {piece.array for pieces in self._pieces for piece in pieces}
         floats = {i: _as_fp32(_as_rows(arrays[i])) for i in written}
-        return tuple(self._joined(floats, x, own) for x, own in zip(first, self._pieces, strict=True))
+        of_first = first or [None for _ in self._pieces]
+        return tuple(self._joined(floats, x, own) for x, own in zip(of_first, self._pieces, strict=True))
 
     def _joined(
-        self, floats: dict[int, Array], first: Float32[Array, " n"], pieces: Sequence[_Piece]
+        self, floats: dict[int, Array], first: Float32[Array, " n"] | None, pieces: Sequence[_Piece]
     ) -> Float32[Array, "layers n"]:
         # XLA fuses paddings and selections with the optimizer that reads them. It would copy a concatenation,
         # and then hold all gradients in addition to the residuals.
-        joined = lax.pad(first[None], jnp.float32(0), [(0, self._layers - 1, 0), (0, 0, 0)])
+        before, whole = int(self._without_first), sum(piece.size for piece in pieces)
+        joined = (
+            jnp.zeros((self._rows, whole))
+            if first is None
+            else lax.pad(first[None], jnp.float32(0), [(0, self._rows, 0), (0, 0, 0)])
+        )
         for array, begin, offset, size in pieces:
             part = floats[array][:, begin : begin + size]
-            around = [(1, 0, 0), (offset, first.size - offset - size, 0)]
+            around = [(before, 0, 0), (offset, whole - offset - size, 0)]
             here = lax.pad(jnp.ones(part.shape, jnp.bool_), jnp.bool_(False), around)
             joined = jnp.where(here, lax.pad(part, jnp.float32(0), around), joined)
         return joined
@@ -143,9 +152,9 @@ class SeparateSums:
         """As ``SumStorage.write``."""
         return stored._replace(extra=put_layer(stored.extra, sums, layer))
 
-    def collect(self, stored: Stored, first: Values) -> Values:
+    def collect(self, stored: Stored, first: Values | None) -> Values:
         """As ``SumStorage.collect``."""
-        return put_layer(stored.extra, first, 0)
+        return stored.extra if first is None else put_layer(stored.extra, first, 0)
 
 
 def _keeps_bits(dtype: jnp.dtype) -> bool:

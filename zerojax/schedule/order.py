@@ -1,0 +1,143 @@
+"""The order of a stack's layers, which may be of several kinds: those of one kind are stacked together.
+
+Most stacks of several kinds repeat a period, such as three layers of one kind and one of another. A loop over
+such a stack runs a period a turn, in which the kind of every layer is static. Layers before the first period,
+and those that are peeled off a loop, are compiled one by one.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from zerojax.schedule.stacked import Index, layer_at, put_layer
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Order:
+    """The kinds of a stack's layers.
+
+    Attributes:
+        kinds: of each layer, numbers from 0.
+    """
+
+    kinds: tuple[int, ...]
+
+    @property
+    def last(self) -> int:
+        """The number of the last layer."""
+        return len(self.kinds) - 1
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all layers are of one kind."""
+        return len(set(self.kinds)) == 1
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many layers there are of each kind."""
+        return tuple(self.kinds.count(kind) for kind in range(max(self.kinds) + 1))
+
+    @functools.cached_property
+    def first_periodic(self) -> int:
+        """The layer from which on the kinds repeat."""
+        return self._repeats[0]
+
+    @functools.cached_property
+    def period(self) -> int:
+        """After how many layers the kinds repeat."""
+        return self._repeats[1]
+
+    @functools.cached_property
+    def _repeats(self) -> tuple[int, int]:
+        """The fewest layers that are not repetitions: those before the first period, and the period."""
+        kinds, found = self.kinds, (0, len(self.kinds))
+        for period in range(1, len(kinds)):
+            first = len(kinds) - period
+            while first > 0 and kinds[first - 1] == kinds[first - 1 + period]:
+                first -= 1
+            found = min(found, (first, period), key=lambda pair: (sum(pair), pair))
+        return found
+
+    def at(self, number: int, turn: Index = 0) -> "Place":
+        """The layer of a number, or the one that many periods later."""
+        return Place(self, number, turn)
+
+    def within(self, number: int) -> tuple[int, int]:
+        """A layer of the stack, and how many periods later the layer of ``number`` would come."""
+        periods = max(-((self.last - number) // self.period), 0) - max(-(number // self.period), 0)
+        return number - periods * self.period, periods
+
+    def of_kind(self, kind: int) -> "Place":
+        """The first layer of a kind."""
+        return self.at(self.kinds.index(kind))
+
+
+@dataclass(frozen=True)
+class Place:
+    """A layer in a stack's order.
+
+    Attributes:
+        order: of the stack.
+        number: of the layer, or in a loop that of the layer in its first turn. It may lie outside of the
+            stack, where the order goes on periodically.
+        turn: how many periods later the layer comes; traced within a loop.
+        bound: 1 if the last of its kind stands in for a layer behind the stack, -1 if the first does for one
+            before it.
+    """
+
+    order: Order
+    number: int
+    turn: Index = 0
+    bound: Literal[-1, 0, 1] = 0
+
+    def __add__(self, layers: int) -> "Place":
+        return replace(self, number=self.number + layers)
+
+    def ahead(self, layers: int) -> "Place":
+        """The layer that comes so many later, or earlier; instead of one outside of the stack any in it."""
+        there = self + layers
+        if not self.peeled:
+            return replace(there, bound=1 if layers > 0 else -1)
+        return replace(there, number=min(max(there.number, 0), self.order.last))
+
+    @property
+    def peeled(self) -> bool:
+        """Whether the layer is in no loop."""
+        return isinstance(self.turn, int)
+
+    @property
+    def kind(self) -> int:
+        """The layer's kind."""
+        return self.order.kinds[self.order.within(self.number)[0]]
+
+    @property
+    def index(self) -> Index:
+        """The layer's index among those of its kind."""
+        order, kind = self.order, self.kind
+        found, periods = order.within(self.number)
+        before = order.kinds[:found].count(kind)
+        if order.uniform:
+            index = self.turn + (before + periods)
+        else:
+            repeated = order.kinds[order.last + 1 - order.period :].count(kind)
+            index = (self.turn + periods) * repeated + before
+        if self.bound > 0:
+            return jnp.minimum(index, order.counts[kind] - 1)
+        return jnp.maximum(index, 0) if self.bound < 0 else index
+
+    def of[T: PyTree[Array]](self, stacks: tuple[T, ...]) -> T:
+        """The layer's values, from those of each kind, stacked."""
+        return layer_at(stacks[self.kind], self.index)
+
+    def put[T: PyTree[Array]](self, stacks: tuple[T, ...], layer: T) -> tuple[T, ...]:
+        """``stacks`` with the layer's values replaced."""
+        return self.replaced(stacks, put_layer(stacks[self.kind], layer, self.index))
+
+    def replaced[T](self, kinds: tuple[T, ...], own: T) -> tuple[T, ...]:
+        """``kinds`` with another value for the layer's kind."""
+        return (*kinds[: self.kind], own, *kinds[self.kind + 1 :])
