@@ -1,0 +1,151 @@
+"""The gated delta rule: chunked against token by token, with documents, gradients and states."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import delta_rule_reference
+from zerojax.models.delta_rule import CHUNK, gated_delta_rule, last_inputs, short_convolution
+
+BATCH, KEY_HEADS, HEADS, DIM, WIDTH = 2, 2, 4, 8, 6
+
+
+def inputs(time: int, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    query, key = rng.normal(size=(2, BATCH, time, KEY_HEADS, DIM))
+    return {
+        "query": query / DIM,
+        "key": key / np.linalg.norm(key, axis=-1, keepdims=True),
+        "value": rng.normal(size=(BATCH, time, HEADS, WIDTH)),
+        "log_decay": -rng.exponential(size=(BATCH, time, HEADS)) ** 3,
+        "beta": rng.uniform(size=(BATCH, time, HEADS)),
+    }
+
+
+def documents_of(time: int) -> np.ndarray:
+    """Documents of all lengths: of one token, across chunks, and one that ends with a chunk."""
+    ends = np.array([[1, 2, 50, CHUNK, 100], [3, CHUNK - 1, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1]])
+    return (np.arange(time)[None, None] >= ends[..., None]).sum(1).astype(np.int32)
+
+
+def by_token(given: dict[str, np.ndarray], numbers: np.ndarray) -> np.ndarray:
+    begins = np.diff(numbers, axis=1, prepend=-1) != 0
+    heads = np.empty_like(given["value"])
+    for row in range(BATCH):
+        for head in range(HEADS):
+            own = head * KEY_HEADS // HEADS
+            q, k = given["query"][row, :, own], given["key"][row, :, own]
+            rest = (given[name][row, :, head] for name in ("value", "log_decay", "beta"))
+            heads[row, :, head] = delta_rule_reference.gated_delta_rule(q, k, *rest, begins[row])
+    return heads
+
+
+def fp32(given: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    return {name: jnp.asarray(x, jnp.float32) for name, x in given.items()}
+
+
+@pytest.mark.parametrize("time", [1, 40, 2 * CHUNK, 2 * CHUNK + 37])
+def test_chunks_give_what_single_tokens_do(time):
+    given = inputs(time)
+    for numbers in (np.zeros((BATCH, time), np.int32), documents_of(time))[: 1 if time == 1 else 2]:
+        out, _ = jax.jit(gated_delta_rule)(**fp32(given), documents=jnp.asarray(numbers))
+        np.testing.assert_allclose(out, by_token(given, numbers), atol=3e-6)
+    low = fp32(given) | {name: jnp.asarray(given[name], jnp.bfloat16) for name in ("query", "key", "value")}
+    rounded, _ = jax.jit(gated_delta_rule)(**low)
+    wanted = by_token(given, np.zeros((BATCH, time), np.int32))
+    assert np.linalg.norm(np.asarray(rounded, np.float32) - wanted) < 0.02 * np.linalg.norm(wanted)
+
+
+def test_equal_keys_that_replace_each_other_stay_exact():
+    """The system's matrix is then all ones below its diagonal, whose powers would overflow fp32."""
+    given = inputs(CHUNK)
+    given["key"][:] = given["key"][:, :1]
+    given["beta"][:], given["log_decay"][:] = 1, 0
+    out, _ = gated_delta_rule(**fp32(given))
+    np.testing.assert_allclose(out, by_token(given, np.zeros((BATCH, CHUNK), np.int32)), atol=1e-5)
+
+
+def test_gradients_are_those_of_single_tokens():
+    time, numbers = CHUNK + 9, documents_of(CHUNK + 9)
+    given, begins = fp32(inputs(time)), jnp.asarray(np.diff(numbers, axis=1, prepend=-1) != 0)
+    seen = jnp.asarray(np.random.default_rng(1).normal(size=(BATCH, time, HEADS, WIDTH)), jnp.float32)
+
+    def recurrent(given: dict[str, jax.Array]) -> jax.Array:
+        def step(state: jax.Array, token: Any) -> tuple[jax.Array, jax.Array]:
+            begins, token = token
+            state = jnp.where(begins[:, None, None, None], 0, state)
+            single = {name: x[:, None] for name, x in token.items()}
+            out, state = gated_delta_rule(**single, state=state)
+            return state, out[:, 0]
+
+        swapped = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (begins, given))
+        _, out = jax.lax.scan(step, jnp.zeros((BATCH, HEADS, DIM, WIDTH)), swapped)
+        return jnp.sum(jnp.swapaxes(out, 0, 1) * seen)
+
+    def chunked(given: dict[str, jax.Array]) -> jax.Array:
+        return jnp.sum(gated_delta_rule(**given, documents=jnp.asarray(numbers))[0] * seen)
+
+    found, wanted = jax.jit(jax.grad(chunked))(given), jax.jit(jax.grad(recurrent))(given)
+    for name, x in wanted.items():
+        np.testing.assert_allclose(found[name], x, atol=2e-5, err_msg=name)
+
+
+def test_nothing_crosses_from_one_document_to_the_next():
+    """Exactly zero, in both directions, and even where the other document holds infinities."""
+    time, numbers = 2 * CHUNK + 5, documents_of(2 * CHUNK + 5)
+    given, kernel = fp32(inputs(time)), jax.random.normal(jax.random.key(0), (4, HEADS * WIDTH))
+    chosen = jnp.asarray(numbers == 3)[..., None, None]
+
+    def out_of_document(value: jax.Array) -> jax.Array:
+        mixed = short_convolution(value.reshape(BATCH, time, -1), kernel, jnp.asarray(numbers))
+        given["value"] = mixed.reshape(value.shape)
+        out, _ = gated_delta_rule(**given, documents=jnp.asarray(numbers))
+        return jnp.where(chosen, out, 0)
+
+    value = given["value"]
+    out, pull = jax.vjp(out_of_document, value)
+    (gradient,) = pull(jnp.ones_like(out))
+    assert np.all(np.asarray(jnp.where(chosen, 0, gradient)) == 0)
+    assert np.any(np.asarray(gradient) != 0)
+    large = out_of_document(jnp.where(chosen, value, 1e30))
+    np.testing.assert_array_equal(large, out)
+
+
+def test_a_row_in_pieces_is_the_whole_row():
+    """The state and the last inputs of the convolution go from piece to piece, also after padding."""
+    time, taps = CHUNK + 20, 4
+    given = fp32(inputs(time))
+    whole, state = gated_delta_rule(**given)
+    pieces, carried = [], None
+    for first, last in ((0, 30), (30, 31), (31, time)):
+        own = {name: x[:, first:last] for name, x in given.items()}
+        out, carried = gated_delta_rule(**own, state=carried)
+        pieces.append(out)
+    np.testing.assert_allclose(jnp.concatenate(pieces, 1), whole, atol=1e-5)
+    np.testing.assert_allclose(carried, state, atol=1e-5)
+
+    x = given["value"].reshape(BATCH, time, -1)
+    kernel = jax.random.normal(jax.random.key(0), (taps, x.shape[2]))
+    padded, before = jnp.pad(x, ((0, 0), (0, 8), (0, 0))), jnp.zeros((BATCH, taps - 1, x.shape[2]))
+    wanted, run = short_convolution(x, kernel), functools.partial(short_convolution, kernel=kernel)
+    for first, count in ((0, 1), (1, 2), (3, time - 3)):
+        piece = padded[:, first : first + count + 5]
+        np.testing.assert_allclose(
+            run(piece, before=before)[:, :count], wanted[:, first : first + count], rtol=1e-6, atol=1e-6
+        )
+        before = last_inputs(piece, before, jnp.full(BATCH, count))
+
+
+def test_memory_grows_linearly_with_the_sequence():
+    def temporaries(time: int) -> int:
+        shapes = jax.eval_shape(lambda: fp32(inputs(time)))
+        run = jax.jit(jax.grad(lambda given: jnp.sum(gated_delta_rule(**given)[0])))
+        analysis = run.lower(shapes).compile().memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
+
+    assert temporaries(32 * CHUNK) < 2.2 * temporaries(16 * CHUNK)

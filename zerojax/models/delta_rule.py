@@ -1,0 +1,195 @@
+"""The gated delta rule of linear attention, chunk by chunk, and the short convolution before it.
+
+A head keeps a state of fixed size in place of keys and values (``pallas_kernels.delta_rule_reference`` has
+the rule, token by token). The chunked form computes ``CHUNK`` tokens together by matrix products (Yang and
+others, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", 2024). A triangular
+system for each chunk tells what its tokens write into the state. Then a scan over chunks carries the state.
+
+States, decays and the triangular systems are fp32; other products have operands of the values' dtype and fp32
+sums. The backward pass computes the chunks again: besides its arguments it keeps one state for each chunk, so
+that memory grows linearly with the sequence.
+
+In packed rows a document's state begins at zero, and the convolution sees zeros before its first token. Masks
+choose between values, so that exactly nothing crosses from one document to the next, in values and gradients.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Float, Float32, Int
+
+from zerojax.models.flash_attention import ATTENTION_NAME, Segments
+
+CHUNK = 64
+"""Tokens whose triangular system is solved at once."""
+State = Float32[Array, "batch heads dim value_dim"]
+
+
+class _Chunk(NamedTuple):
+    """What a chunk of tokens does to the state, and reads of it; each for [batch, heads].
+
+    Attributes:
+        query: [token, dim], which reads the state before the chunk, decayed.
+        scores: [token, token], by which a token reads what earlier ones write.
+        written: [token, value_dim], what tokens write if the state before the chunk is zero.
+        removed: [token, dim], by which that state changes what they write.
+        key: [token, dim], under which it is written, decayed to the end of the chunk.
+        decay: [1, 1], of the state.
+    """
+
+    query: Array
+    scores: Array
+    written: Array
+    removed: Array
+    key: Array
+    decay: Array
+
+
+def gated_delta_rule(
+    query: Float[Array, "batch time key_heads dim"],
+    key: Float[Array, "batch time key_heads dim"],
+    value: Float[Array, "batch time heads value_dim"],
+    log_decay: Float32[Array, "batch time heads"],
+    beta: Float32[Array, "batch time heads"],
+    documents: Segments | None = None,
+    state: State | None = None,
+) -> tuple[Float[Array, "batch time heads value_dim"], State]:
+    """Apply the rule to whole rows.
+
+    Each query and key head serves as many neighbouring heads of values. The output has the checkpoint name
+    "attention": under a remat policy that saves it the forward pass runs once.
+
+    Args:
+        query: scaled as the output is to be.
+        key: of norm 1.
+        value: decides the dtype of products.
+        log_decay: at most 0.
+        beta: from 0 to 1.
+        documents: the number of each token's document, for rows that hold several.
+        state: from before the row; None is zero.
+
+    Returns:
+        The outputs, in the values' dtype, and the state after the row.
+    """
+    batch, _, heads, width = value.shape
+    if state is None:
+        state = jnp.zeros((batch, heads, key.shape[3], width), jnp.float32)
+    numbers = jnp.zeros(value.shape[:2], jnp.int32) if documents is None else documents
+    if value.shape[1] == 1:
+        return _one_token(query, key, value, log_decay, beta, state)
+    # Nothing is kept of the chunks: their backward pass computes them again.
+    out, state = jax.checkpoint(_by_chunks)(query, key, value, log_decay, beta, numbers, state)
+    return checkpoint_name(out, ATTENTION_NAME), state
+
+
+def _one_token(
+    query: Array, key: Array, value: Array, log_decay: Array, beta: Array, state: State
+) -> tuple[Array, State]:
+    """The rule for the one token that generation has at a time."""
+    repeats = value.shape[2] // key.shape[2]
+    q, k = (jnp.repeat(x[:, 0], repeats, axis=1).astype(jnp.float32) for x in (query, key))
+    state = state * jnp.exp(log_decay[:, 0, :, None, None])
+    error = value[:, 0].astype(jnp.float32) - jnp.einsum("bhd,bhde->bhe", k, state)
+    state = state + jnp.einsum("bhd,bhe->bhde", k, beta[:, 0, :, None] * error)
+    return jnp.einsum("bhd,bhde->bhe", q, state)[:, None].astype(value.dtype), state
+
+
+def _by_chunks(
+    query: Array, key: Array, value: Array, log_decay: Array, beta: Array, numbers: Array, state: State
+) -> tuple[Array, State]:
+    batch, time, heads, width = value.shape
+    repeats = heads // key.shape[2]
+
+    def cut(x: Array) -> Array:
+        """[chunk, batch, heads, token, ...]: tokens of zeros behind a row change nothing."""
+        x = jnp.pad(x, ((0, 0), (0, -time % CHUNK), *((0, 0) for _ in x.shape[2:])))
+        x = x.reshape(batch, -1, CHUNK, *x.shape[2:])
+        return jnp.moveaxis(x, (1, 3), (0, 2))
+
+    numbers = jnp.pad(numbers, ((0, 0), (0, -time % CHUNK)), mode="edge")
+    numbers = jnp.moveaxis(numbers.reshape(batch, -1, CHUNK), 1, 0)[:, :, None]
+    before = jnp.concatenate([numbers[:1, :, :, :1], numbers[:-1, :, :, -1:]])
+    q, k = (jnp.repeat(cut(x), repeats, axis=2) for x in (query, key))
+    chunks = _within_chunks(q, k, cut(value), cut(log_decay), cut(beta), numbers, before)
+
+    def step(state: State, chunk: _Chunk) -> tuple[State, Array]:
+        low = state.astype(value.dtype)
+        written = (chunk.written - _product(chunk.removed, low)).astype(value.dtype)
+        out = _product(chunk.query, low) + _product(chunk.scores, written)
+        state = state * chunk.decay + _product(chunk.key.mT, written)
+        return state, out.astype(value.dtype)
+
+    state, out = lax.scan(step, state, chunks)
+    return jnp.moveaxis(out, (0, 2), (1, 3)).reshape(batch, -1, heads, width)[:, :time], state
+
+
+def _within_chunks(
+    query: Array, key: Array, value: Array, log_decay: Array, beta: Array, numbers: Array, before: Array
+) -> _Chunk:
+    """All that needs no state, for all chunks at once; arguments are [chunk, batch, heads, token, ...].
+
+    ``before`` is the document before each chunk.
+    """
+    total = jnp.cumsum(log_decay, axis=-1)
+    earlier = jnp.tril(jnp.ones((CHUNK, CHUNK), bool))
+    seen = earlier & (numbers[..., :, None] == numbers[..., None, :])
+    pairs = jnp.where(seen, jnp.exp(jnp.where(seen, total[..., :, None] - total[..., None, :], 0)), 0)
+    last = numbers[..., -1:]
+    from_before = jnp.where(numbers == before, jnp.exp(total), 0)[..., None]
+    to_end = jnp.where(numbers == last, jnp.exp(total[..., -1:] - total), 0)[..., None]
+    decay = jnp.where(last == before, jnp.exp(total[..., -1:]), 0)[..., None]
+    # (I + system) [written | removed] = beta [value | decayed key]; the solver takes the diagonal as ones.
+    system = beta[..., None] * pairs * _product(key, key.mT)
+    wanted = jnp.concatenate([value.astype(jnp.float32), key * from_before], axis=-1) * beta[..., None]
+    solved = lax.linalg.triangular_solve(system, wanted, left_side=True, lower=True, unit_diagonal=True)
+    written, removed = jnp.split(solved, [value.shape[-1]], axis=-1)
+    low = value.dtype
+    return _Chunk(
+        (query * from_before).astype(low),
+        (pairs * _product(query, key.mT)).astype(low),
+        written,
+        removed.astype(low),
+        (key * to_end).astype(low),
+        decay,
+    )
+
+
+def _product(a: Array, b: Array) -> Array:
+    """A matrix product with an fp32 sum."""
+    return jnp.matmul(a, b, preferred_element_type=jnp.float32)
+
+
+def short_convolution(
+    x: Float[Array, "batch time width"],
+    kernel: Float[Array, "taps width"],
+    documents: Segments | None = None,
+    before: Float[Array, "batch taps_less_one width"] | None = None,
+) -> Float[Array, "batch time width"]:
+    """Each element's weighted sum over its last tokens, the token itself included, fp32.
+
+    ``before`` are the inputs before the row, by default zeros.
+    """
+    taps, time = kernel.shape[0], x.shape[1]
+    if before is None:
+        before = jnp.zeros((x.shape[0], taps - 1, x.shape[2]), x.dtype)
+    every = jnp.concatenate([before.astype(x.dtype), x], axis=1)
+    total = jnp.zeros(x.shape, jnp.float32)
+    for tap in range(taps):
+        shifted = lax.slice_in_dim(every, tap, tap + time, axis=1).astype(jnp.float32)
+        if documents is not None and tap < taps - 1:
+            numbers = jnp.pad(documents, ((0, 0), (taps - 1 - tap, 0)), mode="edge")[:, :time]
+            shifted = jnp.where((numbers == documents)[..., None], shifted, 0)
+        total += kernel[tap].astype(jnp.float32) * shifted
+    return total
+
+
+def last_inputs(
+    x: Float[Array, "batch time width"], before: Float[Array, "batch kept width"], count: Int[Array, " batch"]
+) -> Float[Array, "batch kept width"]:
+    """The last inputs of a convolution, after ``count`` tokens of each row of ``x``."""
+    every = jnp.concatenate([before.astype(x.dtype), x], axis=1)
+    places = count[:, None] + jnp.arange(before.shape[1])
+    return jnp.take_along_axis(every, places[..., None], axis=1)
