@@ -21,7 +21,7 @@ def inputs(time: int, seed: int = 0) -> dict[str, np.ndarray]:
         "query": query / DIM,
         "key": key / np.linalg.norm(key, axis=-1, keepdims=True),
         "value": rng.normal(size=(BATCH, time, HEADS, WIDTH)),
-        "log_decay": -rng.exponential(size=(BATCH, time, HEADS)) ** 3,
+        "log_decay": -rng.exponential(size=(BATCH, time, HEADS)) / 4,
         "beta": rng.uniform(size=(BATCH, time, HEADS)),
     }
 
