@@ -19,7 +19,6 @@ from zerojax.schedule.sharded import Sharded, is_gathered
 from zerojax.schedule.stacked import layer_at
 from zerojax.schedule.unit import Arrays
 
-
 Block = Callable[..., nnx.Module]
 """A module class or a factory, called as ``block(rngs=rngs)``."""
 
