@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Measures a section of docs/benchmarks.md or docs/quality.md again: scripts/bench/reproduce.sh SECTION
-# Each function has the commands of one section. Without a section, prints their names.
+# Measures a table of the documentation again: scripts/bench/reproduce.sh SECTION
+# Each function has the commands of one section of a page. Without a section, prints their names.
 set -eo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -188,6 +188,53 @@ long-rows() {
 
 # docs/quality.md
 
+formats() {
+    scripts/bench/convergence.py scripts/bench/convergence.toml --seeds 0 1 2 \
+        --variants zero3 delta-stochastic delta-nearest zero++-256 zero++-128 delta-stochastic-unrotated \
+            delta-nearest-feedback delta-stochastic-int8 zero3-fp8 delta-fp8 \
+        --json docs/measured/quality-124m-2x1.json --picture docs/quality.png
+}
+
+formats-800-steps() {
+    scripts/bench/convergence.py scripts/bench/convergence.toml --mesh.nodes 1 --train.steps 800 --train.batch-size 24 \
+        --train.eval-every 200 --optimizer.warmup-steps 240 --seeds 0 1 2 --variants zero3 zero3-fp8 \
+        --json docs/measured/quality-124m-800-steps.json
+}
+
+moments() {
+    series() {
+        scripts/bench/convergence.py scripts/bench/convergence.toml --mesh.nodes 1 --train.accumulate 4 --train.steps 250 \
+            --optimizer.warmup-steps 80 --seeds 0 1 2 --json docs/measured/quality-moments$1.json --variants "${@:2}"
+    }
+    series "" zero3 zero3-bf16-moments
+    series -float8 {zero3,zero3-float8-moments}{,@1.2e-3}
+}
+
+formats-350m() {
+    scripts/bench/convergence.py scripts/bench/convergence.toml --model.layers 24 --model.d-model 1024 --model.heads 16 \
+        --train.steps 250 --train.eval-every 50 --optimizer.warmup-steps 80 --seeds 0 \
+        --variants zero3 delta-stochastic zero++-256 \
+        --json docs/measured/quality-350m-2x1.json
+}
+
+formats-nodes-of-two() {
+    nvidia-cuda-mps-control -d
+    CUDA_VISIBLE_DEVICES=0,1,0,1 XLA_PYTHON_CLIENT_PREALLOCATE=false zerojax emulate --nodes 2 --gpus-per-node 2 --rate none -- \
+        scripts/bench/convergence.py scripts/bench/convergence.toml --mesh.local 2 --seeds 0 1 2 3 4 \
+        --variants zero3 delta-stochastic zero++-256 zero++-stochastic zero++-rotated zero++-int8-local \
+        zero++-int8-local-rotated --json docs/measured/quality-124m-2x2.json
+}
+
+local-updates-exact() {
+    scripts/bench/convergence.py scripts/bench/convergence.toml --seeds 0 --train.steps 800 --train.eval-every 200 \
+        --optimizer.warmup-steps 240 --train.batch-size 24 --variants zero3 local-64 local-64-exact
+}
+
+experts-quality() {
+    scripts/bench/convergence.py scripts/bench/convergence-moe.toml --text 40 --kinds Python --folder build/convergence-moe \
+        --seeds 0 1 2 --variants zero3 delta-stochastic zero++-int8-local-rotated --json docs/measured/quality-moe-2x1.json
+}
+
 local-updates-rates() {
     rates() {
         scripts/bench/convergence.py scripts/bench/convergence.toml --optimizer.name muon --optimizer.beta1 0.95 --train.eval-batches 64 \
@@ -225,6 +272,39 @@ fine-tuning() {
         --kinds "C and C++" --text 60 --seeds 0 1 2 \
         --variants zero3 deltas-int2 weights-int2 deltas-int4 weights-int4 weights-fp6 weights-int8 deltas-int8 \
         --json docs/measured/fine-tuning-124m-2x1.json --picture docs/fine-tuning.png
+}
+
+# docs/host-memory.md
+
+host-memory-backward() {
+    XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=86 scripts/bench/train.py --nodes 1 --local 1 --llama --d-model 4096 --layers 32 \
+        --ffn 11008 --seq 4096 --sequences 1 --no-trace --steps 3 --variants zero3-host-breadth-x8-backward
+    XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=110 scripts/bench/train.py --nodes 1 --local 1 --llama --d-model 5120 --layers 40 \
+        --ffn 13824 --seq 4096 --sequences 1 --no-trace --steps 3 --variants zero3-host-breadth-x8-bf16-moments-backward
+}
+
+host-memory-local() {
+    for variant in local local-host; do
+        XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=100 scripts/bench/train.py --nodes 2 --local 1 --sequences 20 --no-trace --variants $variant
+    done
+}
+
+# docs/clusters.md
+
+nccl() {
+    zerojax emulate --nodes 2 --gpus-per-node 1 --rate 100gbit -- scripts/bench/train.py --nodes 2 --local 1 --layers 20 \
+        --d-model 3072 --sequences 1 --no-trace --variants delta zero++-paper --rates 100gbit 40gbit 25gbit
+    export NCCL_SOCKET_NTHREADS=4 NCCL_BUFFSIZE=4194304 NCCL_P2P_NET_CHUNKSIZE=1048576  # and so on, then the same again
+    zerojax emulate --nodes 2 --gpus-per-node 1 --rate 100gbit -- zerojax links --sizes 1 16 32 64
+}
+
+# docs/posttrain.md
+
+grpo() {
+    zerojax emulate --nodes 2 --gpus-per-node 1 --rate 10gbit -- \
+        scripts/bench/grpo.py --nodes 2 --local 1 --presets delta zero3 zero++-paper --repeats 2 --json docs/measured/grpo.json
+    zerojax emulate --nodes 2 --gpus-per-node 1 --rate 10gbit -- \
+        scripts/bench/grpo.py --nodes 2 --local 1 --presets delta zero3 zero++-paper --repeats 1 --accumulate 1 --layers 32 --d-model 4096 --vocab 32000
 }
 
 if [ $# != 1 ] || ! declare -F -- "$1" > /dev/null; then

@@ -92,4 +92,4 @@ def test_the_script_that_measures_again_has_the_sections_that_pages_name():
     assert done.returncode == 2
     sections = done.stderr.split("one of: ")[1].split()
     pages = "\n".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
-    assert sorted(re.findall(r"reproduce\.sh ([\w-]+)", pages)) == sorted(sections)
+    assert set(re.findall(r"reproduce\.sh ([\w-]+)", pages)) == set(sections)

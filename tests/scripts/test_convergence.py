@@ -318,7 +318,7 @@ def test_chance_needs_more_runs_than_variants_and_seeds():
     ],
 )
 def test_page_has_the_measured_table(measured, rows, columns):
-    """Seeds, loss, spread, difference and bytes of every variant; of other sizes less."""
+    """Seeds, loss, spread, difference and bytes of every variant with several seeds; of other sizes less."""
     root = FOLDER.parents[1]
     runs = json.loads((root / "docs" / "measured" / f"{measured}.json").read_text())["runs"]
     page = (root / "docs" / "quality.md").read_text()
@@ -327,7 +327,8 @@ def test_page_has_the_measured_table(measured, rows, columns):
     ]
     assert len(lines) == rows
     for cells in lines:
-        assert " | ".join(cells[column] for column in columns).replace("  ", " ") in page.replace("  ", " ")
+        shown = " | ".join(cells[column] for column in columns).replace("  ", " ") in page.replace("  ", " ")
+        assert shown or (rows > 3 and cells[1] == "1")
         within = 0.06 if "fp8" in cells[0] else 0.015 if "fp6" in cells[0] else 0.005
         assert abs(float(cells[5].removesuffix("%"))) < within
 
