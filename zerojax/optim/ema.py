@@ -30,15 +30,15 @@ class AverageState(NamedTuple):
 def average_weights(decay: float) -> optax.GradientTransformation:
     """Keep an average of the weights after each update.
 
-    After n updates the average is sum_i w_i p_i with weights w_i in proportion to decay^(n - i), which sum
-    to 1 from the first update on (the debiased average of Adam, Kingma and Ba, section 3, applied to
-    weights). It contains nothing of the initial weights.
+    After n updates the average is sum_i w_i p_i, where w_i is in proportion to decay^(n - i) and the w_i sum
+    to 1 (Adam's debiased average, Kingma and Ba, section 3, applied to weights). It contains nothing of the
+    initial weights.
 
     Args:
         decay: the factor per update, in (0, 1).
 
     Returns:
-        A transform that does not change the updates. It must come last in its chain.
+        A transform that leaves the updates as they are. It must come last in its chain.
 
     Raises:
         ConfigurationError: ``decay`` is not in (0, 1).
@@ -61,7 +61,7 @@ def average_weights(decay: float) -> optax.GradientTransformation:
     ) -> tuple[PyTree[Array], AverageState]:
         before = AverageState(*state)
         count = jnp.asarray(optax.safe_increment(before.averaged_count))
-        # (1 - decay) / (1 - decay^n): 1 at the first update, which leaves nothing of the zeros.
+        # (1 - decay) / (1 - decay^n): 1 at the first update, which removes the zeros.
         share = (1 - decay) / -jnp.expm1(count * math.log(decay))
         after = optax.apply_updates(params, updates)
         average = jax.tree.map(lambda a, p: a + share * (p - a), before.averaged_params, after)

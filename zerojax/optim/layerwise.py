@@ -1,14 +1,14 @@
 """Runs an optimizer's update one layer at a time, with the results that it has for all layers at once.
 
-Where master weights and moments are in host memory, a device never has all of them. An optimizer that is
-correct on shards (``shard_check``) computes each element's update from that element's values and from norms.
-So its program is evaluated twice (``zerojax.matmul.replay.evaluate``): once with the gradients of the whole
-tree and without weights and moments, for the norms and the counters; and then for each layer with that
-layer's values alone, where a norm is not computed again but looked up.
+If master weights and moments are in host memory, a device never has all of them. An optimizer that is correct
+on shards (``shard_check``) computes each element's update from that element's values and from norms. So its
+program is evaluated twice (``zerojax.matmul.replay.evaluate``). The first time it gets the whole tree's
+gradients, but no weights and moments, and gives the norms and the counters. The second time it gets one
+layer's values alone, and every norm is looked up.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,29 +40,24 @@ _NOT_IN_BACKWARD = (
 _NORMS = (
     "the optimizer computes norms of weights or moments (LAMB and LARS do), or chooses by them, which an "
     'update of one layer at a time cannot: leave "optimizer" out of ZeroConfig.host, or use norms of '
-    "gradients alone, such as optax.clip_by_global_norm's. Those of gradients that optax.MultiSteps has "
-    "summed are norms of moments, too: let ZeroConfig(accumulate=) sum them."
+    "gradients alone, such as optax.clip_by_global_norm's. Gradients that optax.MultiSteps has summed are "
+    "moments, too: let ZeroConfig(accumulate=) sum them."
 )
 
-
-class _Absent:
-    """In place of a value that an evaluation lacks."""
-
-
-_ABSENT = _Absent()
-_Value = Array | _Absent
-_Run = Callable[[core.JaxprEqn, list[_Value]], Sequence[_Value]]
+_Value = Array | None
+"""None where an evaluation lacks the value."""
+_Reduction = Callable[[core.JaxprEqn, list[_Value]], Sequence[_Value]]
 
 
 class Reduced(NamedTuple):
-    """What an update computes of the whole tree.
+    """An update's results that depend on the whole tree.
 
     Attributes:
         norms: the program's reductions, in its order: the operation, and its results.
-        others: the new values of what is no moment, such as counters, by their places in the state.
+        others: the new values of counters and other state that is no moment, by their places in the state.
     """
 
-    norms: list[tuple[str, list[_Value]]]
+    norms: list[tuple[str, Sequence[_Value]]]
     others: dict[str, Array]
 
 
@@ -73,7 +68,7 @@ class Traced(NamedTuple):
         program: from gradients, state and weights to weights and state, all flat.
         paths: the paths of gradients and weights, in order.
         keys: the places of the state's arrays, in order.
-        moments: by its place, the path of a moment's weight.
+        moments: by a moment's place, the path of its weight.
     """
 
     program: core.ClosedJaxpr
@@ -81,9 +76,79 @@ class Traced(NamedTuple):
     keys: tuple[str, ...]
     moments: dict[str, Path]
 
+    @staticmethod
+    def of(tx: optax.GradientTransformation, leaves: Sequence[ParamLayout]) -> "Traced":
+        """The program of a transform of these stored leaves."""
+
+        def update(grads: PyTree[Array], state: PyTree[Array], params: PyTree[Array]) -> Any:
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        shapes, state = _shapes(tx, leaves)
+        by_index = {leaf.index: leaf.path for leaf in leaves}
+        order = jax.tree.leaves(to_tree({leaf.path: leaf.index for leaf in leaves}))
+        found = places(by_moment(leaves, state, lambda leaf, _: leaf.index, lambda _: -1))
+        return Traced(
+            jax.make_jaxpr(update)(shapes, state, shapes),
+            tuple(by_index[index] for index in order),
+            tuple(found),
+            {key: by_index[int(index)] for key, index in found.items() if index >= 0},
+        )
+
+    def run(
+        self,
+        grads: Mapping[Path, Array],
+        state: Mapping[str, Array],
+        params: Mapping[Path, Array],
+        reduction: _Reduction,
+    ) -> tuple[dict[Path, _Value], dict[str, _Value]]:
+        """Evaluate the program as far as the given values go; ``reduction`` evaluates each norm."""
+
+        def run(equation: core.JaxprEqn, given: list[_Value]) -> Sequence[_Value]:
+            name = equation.primitive.name
+            if (name.startswith("reduce_") and name != "reduce_precision") or name in _REDUCTIONS:
+                return reduction(equation, given)
+            if name in _CALLED:
+                inner = equation.params[_CALLED[name]]
+                return evaluate(inner.jaxpr, inner.consts, given, run)
+            if name == "cond":
+                # All branches are computed, so that each norm has its place.
+                index, *operands = given
+                branches = [evaluate(b.jaxpr, b.consts, operands, run) for b in equation.params["branches"]]
+                return [_chosen(index, *results) for results in zip(*branches, strict=True)]
+            return _if_complete(equation, given)
+
+        given = [*map(grads.get, self.paths), *map(state.get, self.keys), *map(params.get, self.paths)]
+        results = evaluate(self.program.jaxpr, self.program.consts, given, run)
+        count = len(self.paths)
+        return (
+            dict(zip(self.paths, results[:count], strict=True)),
+            dict(zip(self.keys, results[count:], strict=True)),
+        )
+
+    def updated(
+        self,
+        reduced: Reduced,
+        grads: Mapping[Path, Array],
+        state: Mapping[str, Array],
+        params: Mapping[Path, Array],
+    ) -> tuple[dict[Path, Array], dict[str, Array]]:
+        """See ``LayerwiseOptimizer.update``."""
+        norms = list(reversed(reduced.norms))
+
+        def look_up(equation: core.JaxprEqn, _: list[_Value]) -> Sequence[_Value]:
+            name, results = norms.pop() if norms else ("", [])
+            if name != equation.primitive.name:
+                raise ConfigurationError(_NORMS)
+            return results
+
+        after, state_after = self.run(grads, state, params, look_up)
+        moments = {key: state_after[key] for key, path in self.moments.items() if path in params}
+        return _complete({path: after[path] for path in params}), _complete(moments)
+
 
 class LayerwiseOptimizer:
-    """An optimizer's update, of the whole tree but for weights and moments, and of single layers."""
+    """An optimizer's update: the norms of the whole tree's gradients, and updates of single layers."""
 
     def __init__(
         self,
@@ -96,35 +161,35 @@ class LayerwiseOptimizer:
     ) -> None:
         """Trace the update of the whole tree, and of layers of each group.
 
-        The optimizer is as ``TrainState.create`` got it, and ``whole`` its transform of stored leaves.
+        ``optimizer`` is ``TrainState.create``'s argument, ``whole`` its transform of stored leaves, and
         ``groups`` are the paths of weights that are updated together.
 
         Raises:
             ConfigurationError: the optimizer needs norms of weights or of moments, or keeps an array of all
                 weights together.
         """
-        self._whole = _traced(whole, leaves)
         layers = [dataclasses.replace(leaf, stack=()) for leaf in leaves]
+        self._whole = Traced.of(whole, leaves)
+        self._of_shards: Traced | None = None
+        self._of_groups: dict[Path, Traced] = {}
         if isinstance(optimizer, OnLayout):
-            self._of_groups = {
-                path: traced
-                for group in groups
-                for traced in [_traced_alone(optimizer, mesh, layers, group, zero)]
-                for path in group
-            }
+            for group in groups:
+                # It exchanges the group's matrices; vectors stand in for other weights.
+                own = [x if x.path in group else dataclasses.replace(x, shape=(1,)) for x in layers]
+                traced = Traced.of(with_moments_as_set(optimizer.make(mesh, own, zero), zero), own)
+                self._of_groups |= dict.fromkeys(group, traced)
         else:
-            traced = _traced(with_moments_as_set(optimizer, zero), layers)
-            self._of_groups = dict.fromkeys((leaf.path for leaf in leaves), traced)
+            tx = with_moments_as_set(optimizer, zero)
+            self._of_groups = dict.fromkeys((leaf.path for leaf in leaves), Traced.of(tx, layers))
+            if zero.update_in_backward:
+                one = MeshShape(1, 1)
+                shards = [dataclasses.replace(leaf, world=one, shard=leaf.owned) for leaf in layers]
+                self._of_shards = Traced.of(tx, shards)
         self._needs_others = isinstance(optimizer, OnLayout)
         of_whole, of_layers = (_shapes(whole, some) for some in (leaves, layers))
         jax.eval_shape(self._check, of_whole, of_layers)
         self.dtypes = {place: x.dtype for place, x in places(of_whole[1]).items()}
-        """Of the optimizer's state, by place."""
-        self._of_shards: Traced | None = None
-        if zero.update_in_backward and not isinstance(optimizer, OnLayout):
-            one = MeshShape(1, 1)
-            shards = [dataclasses.replace(leaf, world=one, shard=leaf.owned) for leaf in layers]
-            self._of_shards = _traced(with_moments_as_set(optimizer, zero), shards)
+        """The dtypes of the optimizer's state, by place."""
 
     @property
     def moments(self) -> dict[str, Path]:
@@ -135,8 +200,8 @@ class LayerwiseOptimizer:
         """Refuse to update a layer before the gradients of others exist.
 
         Raises:
-            ConfigurationError: the optimizer needs those, or keeps integers of each weight, which no
-                cotangent can be (``has_cotangent``).
+            ConfigurationError: the optimizer needs the other gradients, or keeps integers of each weight,
+                which no cotangent can be (``has_cotangent``).
         """
         if self._needs_others:
             raise ConfigurationError(_NOT_IN_BACKWARD)
@@ -148,23 +213,19 @@ class LayerwiseOptimizer:
                 )
 
     def reduce(self, grads: PyTree[Array], state: Mapping[str, Array]) -> Reduced:
-        """Compute norms and counters.
-
-        The gradients are those of all leaves; ``state`` is what is no moment, by its place in the optimizer's
-        state.
+        """Compute norms and counters from all gradients and from the state that is no moment, by place.
 
         Raises:
             ConfigurationError: a counter depends on weights or moments.
         """
-        norms: list[tuple[str, list[_Value]]] = []
+        norms: list[tuple[str, Sequence[_Value]]] = []
 
-        def reduction(equation: core.JaxprEqn, given: list[_Value]) -> list[_Value]:
-            norms.append((equation.primitive.name, _unless_absent(equation, given)))
+        def reduction(equation: core.JaxprEqn, given: list[_Value]) -> Sequence[_Value]:
+            norms.append((equation.primitive.name, _if_complete(equation, given)))
             return norms[-1][1]
 
-        _, after = _run(self._whole, from_tree(grads), state, {}, reduction)
-        others = {key: x for key, x in after.items() if key not in self.moments}
-        return Reduced(norms, _there(others))
+        _, after = self._whole.run(from_tree(grads), state, {}, reduction)
+        return Reduced(norms, _complete({key: x for key, x in after.items() if key not in self.moments}))
 
     def update(
         self,
@@ -175,8 +236,11 @@ class LayerwiseOptimizer:
     ) -> tuple[dict[Path, Array], dict[str, Array]]:
         """Update one layer.
 
-        Gradients have the shapes of stored leaves without layers. ``state`` has the layer's moments, and what
-        is no moment as it was, by their places in the state. ``params`` are the weights of one group.
+        Args:
+            reduced: the result of ``reduce``.
+            grads: gradients, shaped like stored leaves without layers.
+            state: the layer's moments, and the state before the update that is no moment, by place.
+            params: the weights of one group.
 
         Returns:
             The new weights, and the new moments.
@@ -184,58 +248,33 @@ class LayerwiseOptimizer:
         Raises:
             ConfigurationError: the update needs norms of weights or of moments.
         """
-        return _updated(self._of_groups[next(iter(params))], reduced, grads, state, params)
+        return self._of_groups[next(iter(params))].updated(reduced, grads, state, params)
 
     def update_shard(
         self, grads: Mapping[Path, Array], state: Mapping[str, Array], params: Mapping[Path, Array]
     ) -> tuple[dict[Path, Array], dict[str, Array]]:
-        """``update`` of one layer on one device, inside ``shard_map``, by an optimizer without norms.
-
-        Arguments are as there, of this device's shards.
-        """
+        """``update`` of one device's shards, inside ``shard_map``, by an optimizer without norms."""
         assert self._of_shards is not None
         counters = {place: x for place, x in state.items() if place not in self.moments}
-        return _updated(self._of_shards, self.reduce({}, counters), grads, state, params)
+        return self._of_shards.updated(self.reduce({}, counters), grads, state, params)
 
     def _check(self, whole: tuple[Any, Any], layers: tuple[Any, Any]) -> None:
         """Run all of it, on shapes alone."""
         grads, state = whole
+        of_layer, moments = from_tree(layers[0]), places(layers[1])
         counters = {place: x for place, x in places(state).items() if place not in self.moments}
-        if pooled := [place for place, x in counters.items() if x.shape != places(layers[1])[place].shape]:
+        if pooled := [place for place, x in counters.items() if x.shape != moments[place].shape]:
             raise ConfigurationError(
-                f"the optimizer's state {pooled[0]} is of all weights together (optax.flatten makes one), "
-                "which an update of one layer at a time cannot have: leave it out, or leave "
+                f"the optimizer's state {pooled[0]} is of all weights together (optax.flatten makes one). An "
+                "update of one layer at a time cannot have it: leave the transform out, or leave "
                 '"optimizer" out of ZeroConfig.host.'
             )
         reduced = self.reduce(grads, counters)
         self._needs_others |= bool(reduced.norms)
-        of_layer, moments = from_tree(layers[0]), places(layers[1])
         for traced in {id(traced): traced for traced in self._of_groups.values()}.values():
-            mine = [path for path, own in self._of_groups.items() if own is traced]
-            params = {path: of_layer[path] for path in mine}
+            params = {path: of_layer[path] for path, own in self._of_groups.items() if own is traced}
             given = {place: moments[place] for place, path in traced.moments.items() if path in params}
             self.update(reduced, params, given | counters, params)
-
-
-def _updated(
-    traced: Traced,
-    reduced: Reduced,
-    grads: Mapping[Path, Array],
-    state: Mapping[str, Array],
-    params: Mapping[Path, Array],
-) -> tuple[dict[Path, Array], dict[str, Array]]:
-    """See ``LayerwiseOptimizer.update``."""
-    norms = list(reversed(reduced.norms))
-
-    def look_up(equation: core.JaxprEqn, _: list[_Value]) -> list[_Value]:
-        name, results = norms.pop() if norms else ("", [])
-        if name != equation.primitive.name:
-            raise ConfigurationError(_NORMS)
-        return results
-
-    after, moments = _run(traced, grads, state, params, look_up)
-    mine = {key: moments[key] for key, path in traced.moments.items() if path in params}
-    return _there({path: after[path] for path in params}), _there(mine)
 
 
 def places(state: PyTree[Array]) -> dict[str, Array]:
@@ -248,103 +287,27 @@ def with_places(state: PyTree[Array], values: Mapping[str, Array]) -> PyTree[Arr
     return jax.tree_util.tree_map_with_path(lambda keys, _: values[jax.tree_util.keystr(keys)], state)
 
 
-def _traced_alone(
-    optimizer: OnLayout,
-    mesh: Mesh,
-    layers: Sequence[ParamLayout],
-    paths: Collection[Path],
-    zero: ZeroConfig,
-) -> Traced:
-    """The update of a group by an optimizer that exchanges matrices; vectors stand in for other weights."""
-    mine = [leaf if leaf.path in paths else dataclasses.replace(leaf, shape=(1,)) for leaf in layers]
-    return _traced(with_moments_as_set(optimizer.make(mesh, mine, zero), zero), mine)
-
-
 def _shapes(tx: optax.GradientTransformation, leaves: Sequence[ParamLayout]) -> tuple[Any, Any]:
     """The shapes of weights and of the optimizer's state."""
     shapes = to_tree({leaf.path: jax.ShapeDtypeStruct(leaf.stored_shape, jnp.float32) for leaf in leaves})
     return shapes, jax.eval_shape(tx.init, shapes)
 
 
-def _traced(tx: optax.GradientTransformation, leaves: Sequence[ParamLayout]) -> Traced:
-    shapes, state = _shapes(tx, leaves)
-    by_index = {leaf.index: leaf.path for leaf in leaves}
-    number = to_tree({leaf.path: leaf.index for leaf in leaves})
-
-    def update(grads: PyTree[Array], state: PyTree[Array], params: PyTree[Array]) -> Any:
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    found = places(by_moment(leaves, state, lambda leaf, _: leaf.index, lambda _: -1))
-    return Traced(
-        jax.make_jaxpr(update)(shapes, state, shapes),
-        tuple(by_index[index] for index in jax.tree.leaves(number)),
-        tuple(found),
-        {key: by_index[int(index)] for key, index in found.items() if index >= 0},
-    )
+def _chosen(index: _Value, *results: _Value) -> _Value:
+    """The chosen branch's result, if no branch lacks it."""
+    found = [x for x in (index, *results) if x is not None]
+    return lax.select_n(*found) if len(found) > len(results) else None
 
 
-def _run(
-    traced: Traced,
-    grads: Mapping[Path, Array],
-    state: Mapping[str, Array],
-    params: Mapping[Path, Array],
-    reduction: Callable[[core.JaxprEqn, list[_Value]], list[_Value]],
-) -> tuple[dict[Path, _Value], dict[str, _Value]]:
-    """Evaluate an update's program as far as the given values go."""
-
-    def run(equation: core.JaxprEqn, given: list[_Value]) -> Sequence[_Value]:
-        name = equation.primitive.name
-        if (name.startswith("reduce_") and name != "reduce_precision") or name in _REDUCTIONS:
-            return reduction(equation, given)
-        if name in _CALLED:
-            inner = equation.params[_CALLED[name]]
-            return evaluate(inner.jaxpr, inner.consts, given, run)
-        if name == "cond":
-            return _chosen(equation, given, run)
-        return _unless_absent(equation, given)
-
-    given = [
-        *(grads.get(path, _ABSENT) for path in traced.paths),
-        *(state.get(key, _ABSENT) for key in traced.keys),
-        *(params.get(path, _ABSENT) for path in traced.paths),
-    ]
-    program = traced.program
-    results = evaluate(program.jaxpr, program.consts, given, run)
-    count = len(traced.paths)
-    return (
-        dict(zip(traced.paths, results[:count], strict=True)),
-        dict(zip(traced.keys, results[count:], strict=True)),
-    )
+def _if_complete(equation: core.JaxprEqn, given: Sequence[_Value]) -> Sequence[_Value]:
+    """The results of an equation; None for each if an operand is missing."""
+    found = [x for x in given if x is not None]
+    return as_it_is(equation, found) if len(found) == len(given) else [None] * len(equation.outvars)
 
 
-def _chosen(equation: core.JaxprEqn, given: Sequence[_Value], run: _Run) -> list[_Value]:
-    """The results of a branch, of which some may be there though an operand is absent (``optax.MultiSteps``).
-
-    All branches are computed, so that each norm has its place.
-    """
-    index, *operands = given
-    branches = [evaluate(b.jaxpr, b.consts, operands, run) for b in equation.params["branches"]]
-
-    def choose(*results: _Value) -> _Value:
-        there = [x for x in (index, *results) if not isinstance(x, _Absent)]
-        if len(there) <= len(results):
-            return _ABSENT
-        return lax.select_n(*there)
-
-    return list(map(choose, *branches))
-
-
-def _unless_absent(equation: core.JaxprEqn, given: Sequence[_Value]) -> list[_Value]:
-    there = [x for x in given if not isinstance(x, _Absent)]
-    if len(there) < len(given):
-        return [_ABSENT] * len(equation.outvars)
-    return list(as_it_is(equation, there))
-
-
-def _there[K](values: Mapping[K, _Value]) -> dict[K, Array]:
-    """Values of which none may be absent."""
-    there = {key: x for key, x in values.items() if not isinstance(x, _Absent)}
-    if len(there) < len(values):
+def _complete[K](values: Mapping[K, _Value]) -> dict[K, Array]:
+    """Check that no value is missing."""
+    found = {key: x for key, x in values.items() if x is not None}
+    if len(found) < len(values):
         raise ConfigurationError(_NORMS)
-    return there
+    return found

@@ -1,14 +1,14 @@
 """Moments in fewer bits: less memory, smaller checkpoints and shorter copies from and to the host.
 
-An average that decays by 0.999 changes by less in a step than bfloat16 tells apart, so rounding to nearest
-would keep it where it is. Rounding to either neighbour, with a probability in proportion to what is cut off,
-keeps its mean right (stochastic rounding: Gupta et al., 2015; with bfloat16: Zamirai et al., 2020).
+An average that decays by 0.999 changes in a step by less than bfloat16's resolution, so rounding to nearest
+would leave it unchanged. Stochastic rounding goes to either neighbour, with a probability in proportion to
+the remainder, and keeps the mean right (Gupta et al., 2015; with bfloat16: Zamirai et al., 2020).
 
 In 8 bits, averages of gradients (``mu``, ``trace``) have a sign, five bits of exponent and two of mantissa.
-Those of squares (``nu``) have six bits of exponent and no sign, since their exponents are twice as large.
-There is no scale: 8-bit optimizers usually have one for each block (Dettmers et al., 2022), but elements
-without one can be sharded, moved and saved like those of any array. The exponents reach from below AdamW's
-``eps`` of 1e-8, which hides what is smaller, to 12, which gradients that are clipped do not reach.
+Averages of squares (``nu``) have six bits of exponent and no sign, since their exponents are twice as large.
+Optimizers in 8 bits usually have a scale for each block (Dettmers et al., 2022). Without scales, moments can be
+sharded, moved and saved like any array. The smallest magnitude is below AdamW's ``eps`` of 1e-8, which hides
+smaller ones. The largest is 12, which clipped gradients do not reach.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from zerojax.zero_config import ZeroConfig
 from zerojax.zero_config.config import Moments
 
 MOMENTS = ("mu", "nu", "nu_max", "trace")
-"""What optax calls moments in its states. Other arrays of a weight's shape, such as averages of weights, stay
+"""optax's names of moments in its states. Other arrays of a weight's shape, such as averages of weights, stay
 as they are."""
 _SQUARES = ("nu", "nu_max")
 
@@ -48,24 +48,22 @@ class RoundedState(NamedTuple):
 
 
 def with_moments_as_set(tx: optax.GradientTransformation, zero: ZeroConfig) -> optax.GradientTransformation:
-    """``tx``, or what ``in_low_precision`` makes of it if ``ZeroConfig.moments`` says so."""
+    """``tx``, with its moments in the dtype that ``ZeroConfig.moments`` says."""
     return tx if zero.moments == "float32" else in_low_precision(tx, zero.moments)
 
 
 def in_low_precision(tx: optax.GradientTransformation, moments: Moments) -> optax.GradientTransformation:
     """A transform that keeps the moments of another in fewer bits, and computes with them in fp32.
 
-    An element's random bits are a hash of its gradient and of the number of updates. So they are the same
-    wherever the element is stored, and however a compiler rounds the moment before.
-
-    It takes trees that are nested by path.
+    An element's random bits are a hash of its gradient and of the number of updates. So they do not depend on
+    where the element is stored, or on how a compiler rounds the moment before.
 
     Args:
-        tx: the other transform.
+        tx: the other transform, of trees that are nested by path.
         moments: "bfloat16" or "float8".
 
     Returns:
-        A transform whose state has arrays of bfloat16, or codes of ``to_codes``, in place of the fp32 ones
+        A transform whose state has bfloat16 arrays, or codes of ``to_codes``, in place of the fp32 arrays
         named in ``MOMENTS``.
 
     Raises:
@@ -111,7 +109,7 @@ def in_low_precision(tx: optax.GradientTransformation, moments: Moments) -> opta
 
 
 def _is_variance(state: object) -> bool:
-    """Whether it is a state of ``optax.scale_by_stddev``, whose two classes optax does not export both."""
+    """Whether it is the state of ``optax.scale_by_stddev``; optax exports only one of its two classes."""
     return type(state).__name__.startswith("ScaleByRStdDev")
 
 
@@ -140,17 +138,14 @@ def is_rounded(path: KeyPath) -> bool:
 
 
 def round_to_bfloat16(x: Float32[Array, "..."], noise: UInt32[Array, "..."]) -> BFloat16[Array, "..."]:
-    """Round stochastically: to either neighbour, with the probability that keeps the mean.
-
-    Values that are not finite are rounded to nearest. Of the noise, the lower 16 bits are used.
-    """
+    """Round stochastically, by the lower 16 bits of the noise; round infinities and NaN to nearest."""
     rounded = lax.bitcast_convert_type(_upper_bits(x, 16, noise).astype(jnp.uint16), jnp.bfloat16)
     return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
 
 
 def _upper_bits(x: Float32[Array, "..."], cut: int, noise: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """The bits of a number without so many of the lowest, rounded stochastically by as many of the noise."""
-    # A carry, which comes with the probability of what is cut off, rounds away from zero.
+    """A number's bits without the lowest ``cut``, rounded stochastically by as many bits of the noise."""
+    # The sum carries with a probability in proportion to the bits that are cut off: it rounds away from zero.
     return (lax.bitcast_convert_type(x, jnp.uint32) + (noise & ((1 << cut) - 1))) >> cut
 
 
@@ -158,9 +153,9 @@ class _Codes(NamedTuple):
     """The numbers that codes of 8 bits stand for: code 1 for 2**lowest, and four in each octave.
 
     Attributes:
-        lowest: the exponent of the smallest.
+        lowest: the exponent of the smallest number.
         largest: the largest code.
-        nan: the code of what is not finite.
+        nan: the code of infinities and NaN.
     """
 
     lowest: int
@@ -175,7 +170,7 @@ class _Codes(NamedTuple):
 
 _CUT = 21  # leaves fp32's exponent and two bits of its mantissa
 _HALF = 1 << 31 | 1 << (_CUT - 1)
-"""Noise that rounds to nearest: its upper bits decide below the smallest number, else its lower ones."""
+"""Noise that rounds to nearest: by its upper bits below the smallest number, by its lower bits else."""
 _CODES = {
     jnp.dtype(jnp.int8): _Codes(-28, 127, -128),
     jnp.dtype(jnp.uint8): _Codes(-56, 254, 255),
@@ -189,13 +184,13 @@ def to_codes(
 
     Args:
         x: averages of gradients, or of squares, which are not below zero.
-        dtype: int8 for averages of gradients: sign and magnitude from 2**-28 to 12; or uint8 for those of
-            squares: from 2**-56 to 160. What is larger becomes the largest.
+        dtype: int8 for averages of gradients: sign and magnitude from 2**-28 to 12; or uint8 for averages of
+            squares: from 2**-56 to 160.
         noise: random bits for each element, or for all.
 
     Returns:
-        The codes, whose mean over the noise is x, with two exceptions: what is larger than the largest, and
-        squares smaller than the smallest, which become that, so that nothing is divided by zero.
+        The codes. Their mean over the noise is x, with two exceptions. A number above the largest becomes the
+        largest. A square below the smallest becomes the smallest, so that nothing is divided by zero.
     """
     codes = _CODES[jnp.dtype(dtype)]
     smallest = np.float32(2.0**codes.lowest)
@@ -213,10 +208,7 @@ def to_codes(
 
 
 def as_moment(x: Num[Array, "..."], dtype: DTypeLike) -> Num[Array, "..."]:
-    """A moment in another dtype of ``moments``, rounded to nearest; anything else only by ``astype``.
-
-    int8 and uint8 are those of ``to_codes``.
-    """
+    """A moment in another dtype of ``moments``, rounded to nearest; int8 and uint8 are ``to_codes``'."""
     dtype = jnp.dtype(dtype)
     if x.dtype == dtype:
         return x
@@ -232,5 +224,5 @@ def as_moment(x: Num[Array, "..."], dtype: DTypeLike) -> Num[Array, "..."]:
 
 
 def dtype_in_checkpoint(dtype: DTypeLike) -> np.dtype:
-    """The dtype of a moment in a checkpoint: for codes bfloat16, which has all of their numbers."""
+    """The dtype of a moment in a checkpoint: bfloat16 for codes, because it has all of their numbers."""
     return jnp.dtype(jnp.bfloat16) if jnp.dtype(dtype) in _CODES else jnp.dtype(dtype)

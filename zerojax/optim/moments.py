@@ -1,4 +1,4 @@
-"""What an optimizer holds of each parameter, and how it sees the layers of a stack."""
+"""An optimizer's moments of each parameter, and its view of a stack's layers."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -22,17 +22,14 @@ def by_moment[T](
 ) -> PyTree[T]:
     """``moment(leaf, x)`` for each moment x of a parameter in an optimizer's state, and ``other(x)`` else.
 
-    A moment is nested like its parameter, in whatever it is a part of, and has its shape. (optax itself
-    initialises with a placeholder in place of the parameters, which label functions cannot walk.)
-
-    The tree is the state, or the parameters or updates themselves, which count as moments; ``shape`` is that
-    of a parameter's moments.
+    A moment's path in the state ends with its parameter's path, and its shape is ``shape(leaf)``. Parameters
+    and updates themselves count as moments. (optax's own function initialises with a placeholder in place of
+    the parameters, which label functions cannot walk.)
     """
     known = {leaf.path: leaf for leaf in leaves}
 
     def choose(keys: KeyPath, x: Array) -> T:
         names = [str(getattr(key, "key", key)) for key in keys]
-        # The parameter's own path ends the moment's, behind the names of what holds it.
         endings = (tuple(names[first:]) for first in range(len(names)))
         leaf = next((known[ending] for ending in endings if ending in known), None)
         return other(x) if leaf is None or x.shape != shape(leaf) else moment(leaf, x)
@@ -41,7 +38,7 @@ def by_moment[T](
 
 
 def _row_shape(leaf: ParamLayout) -> Shape:
-    """The shape of a stored leaf whose layers are one after another: of the ndim of one layer."""
+    """The shape of a stored leaf whose layers are one after another, with the ndim of one layer."""
     stored = leaf.stored_shape[len(leaf.stack) :]
     return (leaf.layers * leaf.padded, *stored[1:])
 
@@ -49,13 +46,11 @@ def _row_shape(leaf: ParamLayout) -> Shape:
 def with_layers_in_a_row(
     tx: optax.GradientTransformation, leaves: Sequence[ParamLayout], *, sharded: bool
 ) -> optax.GradientTransformation:
-    """A transform whose masks and label functions see the ndim of one layer where several are stacked.
+    """A transform whose masks and label functions see a stacked leaf with the ndim of one layer.
 
-    Each device puts its own parts of the layers one after another, which moves nothing. The state keeps the
-    shapes that it has without this.
-
-    The transform gives the same update for an element wherever in its leaf it is, as ``check_shardable``
-    finds out. The leaves are those of all parameters, ``sharded`` from stage 1 on.
+    Each device puts its own parts of the layers one after another, which moves nothing between devices. The
+    state keeps its usual shapes. This is correct because an element's update does not depend on the element's
+    place in its leaf (``check_shardable``). ``leaves`` are all parameters, ``sharded`` from stage 1 on.
     """
 
     def parts(leaf: ParamLayout) -> int:
@@ -64,7 +59,7 @@ def with_layers_in_a_row(
     def to_row(leaf: ParamLayout, x: Num[Array, "..."]) -> Num[Array, "..."]:
         if not leaf.stack:
             return x
-        # By device, then by layer: what a device has stays there.
+        # By device, then by layer: a device keeps its elements.
         return x.reshape(leaf.layers, parts(leaf), -1).swapaxes(0, 1).reshape(_row_shape(leaf))
 
     def from_row(leaf: ParamLayout, x: Num[Array, "..."]) -> Num[Array, "..."]:

@@ -1,14 +1,14 @@
 """Muon on shards: one device orthogonalises each whole matrix, and all devices share the work.
 
 Muon (Jordan, 2024) replaces a matrix's momentum by a nearly orthogonal matrix of the same row and column
-spaces. That needs the whole matrix, while ZeRO stores it in pieces. So the matrices of one shape are
-distributed over the devices: one all-to-all brings each device all pieces of its own few matrices, it runs
+spaces. That needs the whole matrix, while ZeRO stores it in pieces. So the matrices of one shape are dealt
+out to the devices. One all-to-all brings each device all pieces of its few matrices. The device runs
 Newton-Schulz on them, and a second all-to-all returns the pieces to their owners. A device sends each of its
-elements twice, for any number of devices: on N nodes 2 P (N - 1)/N elements per step between all of them,
-while gathering the weights once sends N times as many.
+elements twice, for any number of devices. On N nodes that is 2 P (N - 1)/N elements per step between all of
+them. Gathering the weights once would send N times as many.
 
-The experts of a layer are as many matrices, which go to a device together. Where the devices of a node have
-experts of their own, pieces of these are on other nodes alone.
+The experts of a layer are as many matrices, which go to a device together. If experts are spread over a
+node's devices, the pieces of an expert are only on different nodes.
 
 Momentum is shaped, sharded and checkpointed like the parameters.
 """
@@ -38,7 +38,7 @@ _CONSISTENT_RMS = 0.2
 
 
 def is_hidden_matrix(leaf: ParamLayout) -> bool:
-    """Whether a leaf is a matrix, or one for each expert; not an embedding, whose rows are looked up."""
+    """Whether a leaf is a matrix, or one for each expert, but no embedding, whose rows are looked up."""
     name = leaf.path[-1]
     return len(leaf.shape) == 2 + leaf.of_experts and name != "embedding" and not name.endswith("bias")
 
@@ -58,11 +58,11 @@ def scale_by_muon(
 
     Args:
         beta: decay of the matrices' momentum.
-        b1: decay of the first moment of the rest.
-        b2: decay of the second moment of the rest.
-        eps: added to the root of the second moment of the rest.
-        is_matrix: whether a leaf is updated by Muon; it must have two dimensions in one layer, or three if
-            the first one is that of experts (``leaf.of_experts``).
+        b1: decay of the first moment of other leaves.
+        b2: decay of the second moment of other leaves.
+        eps: added to the root of the second moment of other leaves.
+        is_matrix: whether Muon updates a leaf. Such a leaf must have two dimensions in one layer, or three if
+            the first one is the experts' (``leaf.of_experts``).
 
     Returns:
         An optimizer for ``TrainState.create``, which builds the transform for its layout.
@@ -94,7 +94,7 @@ def dealt_over(leaf: ParamLayout) -> tuple[str, ...]:
 
 
 def most_dealt(same: Sequence[ParamLayout]) -> int:
-    """How many matrices of a group of ``by_shape`` a device gets; of experts, how many layers' share."""
+    """How many matrices of a ``by_shape`` group a device gets; for experts, how many layers' share."""
     own = same[0].on_device
     return -(-sum(leaf.layers for leaf in same) * own.owned // own.padded)
 
@@ -119,7 +119,7 @@ def _momentum(beta: float) -> optax.GradientTransformation:
         before = MomentumState(*state)
         mu = optax.tree.update_moment(updates, before.mu, beta, 1)
         count = jnp.asarray(optax.safe_increment(before.updates))
-        # As in optax: the average debiased as at the next update, and this gradient once more.
+        # Like optax: the average debiased as at the next update, and this gradient once more.
         ahead = optax.tree.bias_correction(mu, beta, optax.safe_increment(count))
         now = optax.tree.bias_correction(updates, beta, count)
         return jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now), MomentumState(count, mu)

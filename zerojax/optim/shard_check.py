@@ -2,9 +2,9 @@
 
 An optimizer sees the model's own tree as global arrays, each leaf flat and padded but of its unsharded rank
 (``ParamLayout.stored_shape``). Norms over a leaf or over the whole tree are therefore correct, and padding
-stays zero. One that chooses leaves by their ndim is given the layers of a stack in a row, as leaves of one
-layer's ndim. An optimizer that uses a leaf's shape (Adafactor's factors, Muon's matrices) is not correct. The
-check finds it by comparing updates of unsharded and of flat leaves on a small copy of the tree.
+stays zero. An optimizer that chooses leaves by their ndim gets the layers of a stack in a row, as leaves of
+one layer's ndim. An optimizer that uses a leaf's shape (Adafactor's factors, Muon's matrices) is not correct.
+The check finds it by comparing updates of unsharded and of flat leaves on a small copy of the tree.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -43,14 +43,12 @@ _WAY_OUT = (
     "Use a transform that works element by element, or by norms of whole leaves; for Muon, "
     "zerojax.scale_by_muon."
 )
-
-
 _TRACED_BY = ("enable_x64", "numpy_dtype_promotion", "numpy_rank_promotion", "default_matmul_precision")
 """The options of JAX's config that change how an optimizer is traced."""
 
 
 def _cached[*Args, T](function: Callable[[*Args], T]) -> Callable[[*Args], T]:
-    """``functools.lru_cache``, under JAX's present config."""
+    """``functools.lru_cache`` that also looks at JAX's config."""
 
     @functools.lru_cache(maxsize=32)
     def under(_: Sequence[object], *args: *Args) -> T:
@@ -71,12 +69,12 @@ Whole = Callable[[ParamLayout], bool]
 class OnLayout:
     """An optimizer that depends on the layout: its transform is built for each mesh and model.
 
-    It is not checked; its author must make sure that it is correct on shards.
+    Nothing checks it: its author must make sure that it is correct on shards.
 
     Attributes:
         make: from the mesh, the layouts and the options to the transform of stored leaves.
         whole: whether it needs a parameter whole; None if it needs none. With
-            ``ZeroConfig.matrix_spread="node"`` every node holds those, spread over its devices.
+            ``ZeroConfig.matrix_spread="node"`` every node holds such parameters, spread over its devices.
     """
 
     make: Callable[[Mesh, Sequence[ParamLayout], ZeroConfig], optax.GradientTransformation]
@@ -102,13 +100,14 @@ Optimizer = optax.GradientTransformation | OnLayout
 
 
 def chain(*parts: Optimizer) -> Optimizer:
-    """``optax.chain`` for parts of which some may be ``OnLayout``.
+    """``optax.chain`` for transforms and ``OnLayout`` optimizers.
 
     Examples:
         >>> tx = zerojax.chain(optax.clip_by_global_norm(1.0), zerojax.scale_by_muon(), optax.scale(-1e-3))
     """
-    if not any(isinstance(part, OnLayout) for part in parts):
-        return optax.chain(*(part for part in parts if not isinstance(part, OnLayout)))
+    plain = [part for part in parts if not isinstance(part, OnLayout)]
+    if len(plain) == len(parts):
+        return optax.chain(*plain)
 
     def make(mesh: Mesh, leaves: Sequence[ParamLayout], zero: ZeroConfig) -> optax.GradientTransformation:
         return optax.chain(*(on_shards(part, mesh, leaves, zero) for part in parts))
@@ -144,67 +143,32 @@ def _stored(leaves: Sequence[ParamLayout]) -> _Shapes:
 
 
 def _filled(leaf: ParamLayout) -> ParamLayout:
-    """The leaf, or one of an element in place of one of none, which JAX does not compute with."""
+    """The leaf, with one element if it has none, because JAX does not compute with empty leaves."""
     return leaf if leaf.count else dataclasses.replace(leaf, shape=(1,) * len(leaf.shape), shard=1)
 
 
 def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[ParamLayout]) -> None:
-    """Refuse an optimizer whose update of a flat, padded leaf differs from that of the leaf itself.
+    """Refuse an optimizer that updates a flat, padded leaf differently from the model's own leaf.
 
-    Updates of a small copy of the tree (the model's own paths, sides of at most 128) are compared, and the
+    It compares updates of a small copy of the tree (the model's paths, sides of at most 128), and the
     operations of an update of the tree itself.
 
     Raises:
         ConfigurationError: naming the leaf on which they differ, or the optimizer's error.
     """
     _compare_updates(tx, tuple((leaf.path, leaf.unsharded_shape, len(leaf.stack)) for leaf in leaves))
-    _check_average(tx, _whole(leaves))
     if _operations(tx, _whole(leaves)) != _operations(tx, _stored(leaves)):
         raise ConfigurationError(
-            "the optimizer does other things to flat leaves than to those of the model: a mask that goes by "
-            "sizes of leaves does so, which a shard does not have. Choose leaves by their path or their ndim."
+            "the optimizer treats flat leaves differently from the model's own: a mask that goes by sizes of "
+            "leaves does so, and a shard has other sizes. Choose leaves by their path or their ndim."
         )
-
-
-@_cached
-def _check_average(tx: optax.GradientTransformation, shapes: _Shapes) -> None:
-    """Refuse an average of weights (``average_weights``) that sees other updates than the weights get.
-
-    Raises:
-        ConfigurationError: it does not come last in its chain.
-    """
-
-    def averages(state: PyTree) -> list[AverageState]:
-        parts = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, AverageState))
-        return [part for part in parts if isinstance(part, AverageState)]
-
-    @jax.jit
-    def update(params: PyTree[Array]) -> tuple[PyTree[Array], list[AverageState]]:
-        updates, state = tx.update(jax.tree.map(lambda x: x / 4, params), tx.init(params), params)
-        return optax.apply_updates(params, updates), averages(state)
-
-    params = to_tree({path: np.ones([min(d, 2) for d in shape], np.float32) for path, shape in shapes})
-    if not averages(jax.eval_shape(tx.init, params)):
-        return
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        after, found = update(params)
-    weights = from_tree(after)
-    for average in found:
-        for path, x in from_tree(average.averaged_params).items():
-            # A mask leaves out weights, and several gradients may make one update.
-            first = isinstance(x, jax.Array) and int(average.averaged_count) == 1
-            if first and not np.allclose(x, weights[path], rtol=1e-4):
-                raise ConfigurationError(
-                    "average_weights averages other weights than the optimizer makes: let it come last in "
-                    "its chain."
-                )
 
 
 @_cached
 def _compare_updates(tx: optax.GradientTransformation, leaves: tuple[tuple[Path, Shape, int], ...]) -> None:
     """Compare updates of a small copy of the tree; once per optimizer and model, on whichever mesh.
 
-    Of each leaf it takes path, unsharded shape and number of stacked axes.
+    Each leaf is its path, unsharded shape and number of stacked axes.
 
     Raises:
         ConfigurationError: as ``check_shardable``.
@@ -218,10 +182,10 @@ def _compare_updates(tx: optax.GradientTransformation, leaves: tuple[tuple[Path,
         seen.add(unsharded)
         shape = tuple(min(d, 2 if i < stacked_axes else side) for i, d in enumerate(unsharded))
         whole[path] = rng.standard_normal(shape).astype(np.float32)
+    stacked = {path: axes > 0 for path, _, axes in leaves}
     grads = [
         {path: rng.standard_normal(x.shape).astype(np.float32) for path, x in whole.items()} for _ in range(2)
     ]
-    stacked = {path: axes > 0 for path, _, axes in leaves}
 
     def flat(values: _ByPath) -> dict[Path, np.ndarray]:
         return {path: _flat(x, stacked[path]) for path, x in values.items()}
@@ -229,94 +193,116 @@ def _compare_updates(tx: optax.GradientTransformation, leaves: tuple[tuple[Path,
     trees = [[flatten(x) for x in (whole, *grads)] for flatten in (dict, flat)]
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         try:
-            wanted, found = _updates(tx, trees)
+            (wanted, found), first = _updates(tx, trees)
         except Exception as error:
-            _refuse_without_update(tx, trees[:1])
+            try:
+                _updates(tx, trees[:1])
+            except Exception as without_flat:
+                raise ConfigurationError(
+                    "the optimizer can't make an update from gradients, its state and parameters alone, "
+                    f"which are what a step gives it (one that reads the loss can't): {without_flat}"
+                ) from without_flat
             raise ConfigurationError(
                 f"the optimizer can't work on sharded leaves, which are flat: {error} {_WAY_OUT}"
             ) from error
+        after: PyTree[Array] = optax.apply_updates(to_tree(whole), first.updates)
+        _check_average(first.state, from_tree(after))
     for path, update in flat(wanted).items():
         # Relative to the update: while a learning rate is warming up, all updates are small.
         size = float(np.max(np.abs(update), initial=0, where=np.isfinite(update)))
         if not np.allclose(update, found[path], rtol=1e-4, atol=1e-4 * size, equal_nan=True):
-            shapes = tuple((path, shape) for path, shape, _ in leaves)
-            if any(name == "random_bits" for name, _ in _operations(tx, shapes)):
-                raise ConfigurationError(
-                    "the optimizer draws random numbers (optax.add_noise does), and others for the flat, "
-                    f"padded leaf {'/'.join(path)!r} than for the model's own. {_WAY_OUT}"
-                )
-            raise ConfigurationError(
-                f"the optimizer's update of {'/'.join(path)!r} depends on the leaf's shape, which a shard "
-                "does not have (Adafactor's factors, Muon, unit-wise clipping and block means do), or it "
-                "moves a weight whose gradients are all zero, such as padding (Yogi does). "
-                + ("" if whole[path].ndim else "A scalar is stored as a vector, so choose it by its path. ")
-                + _WAY_OUT
-            )
+            _refuse(tx, path, tuple((path, shape) for path, shape, _ in leaves))
+
+
+def _refuse(tx: optax.GradientTransformation, path: Path, shapes: _Shapes) -> NoReturn:
+    """Raise the error for a leaf whose flat update differs."""
+    name = "/".join(path)
+    if any(operation == "random_bits" for operation, _ in _operations(tx, shapes)):
+        raise ConfigurationError(
+            "the optimizer draws random numbers (optax.add_noise does), and others for the flat, "
+            f"padded leaf {name!r} than for the model's own. {_WAY_OUT}"
+        )
+    raise ConfigurationError(
+        f"the optimizer's update of {name!r} depends on the leaf's shape, which a shard does not have "
+        "(Adafactor's factors, Muon, unit-wise clipping and block means do). Or it moves a weight whose "
+        "gradients are all zero, such as padding (Yogi does). "
+        + ("" if dict(shapes)[path] else "A scalar is stored as a vector, so choose it by its path. ")
+        + _WAY_OUT
+    )
 
 
 def _flat(x: np.ndarray, stacked: bool) -> np.ndarray:
     """Reshape a leaf as ``ParamLayout.stored_shape`` does, with some padding."""
-    rows = x.reshape(x.shape[0] if stacked else 1, -1)
-    padded = np.pad(rows, ((0, 0), (0, _PADDING)))
-    rank = max(1, x.ndim - (1 if stacked else 0))
-    shape = (padded.shape[1], *(1,) * (rank - 1))
-    return padded.reshape(x.shape[0], *shape) if stacked else padded.reshape(shape)
+    stack = x.shape[:1] if stacked else ()
+    rows = np.pad(x.reshape(*stack, -1), [*((0, 0) for _ in stack), (0, _PADDING)])
+    return rows.reshape(*rows.shape, *(1,) * (x.ndim - rows.ndim))
 
 
-def _refuse_without_update(tx: optax.GradientTransformation, trees: Sequence[Sequence[_ByPath]]) -> None:
-    """Refuse an optimizer that makes no update of ordinary leaves.
+def _check_average(state: PyTree, weights: Mapping[Path, Array]) -> None:
+    """Refuse an ``average_weights`` that saw other updates than the weights got in the first update.
 
     Raises:
-        ConfigurationError: with the optimizer's error.
+        ConfigurationError: it does not come last in its chain.
     """
-    try:
-        _updates(tx, trees)
-    except Exception as error:
-        raise ConfigurationError(
-            "the optimizer can't make an update from gradients, its state and parameters alone, which "
-            f"are what a step gives it (one that reads the loss can't): {error}"
-        ) from error
+    for average in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, AverageState)):
+        if not isinstance(average, AverageState) or int(average.averaged_count) != 1:
+            continue  # several gradients may make one update
+        for path, x in from_tree(average.averaged_params).items():
+            # A mask leaves out weights.
+            if isinstance(x, jax.Array) and not np.allclose(x, weights[path], rtol=1e-4):
+                raise ConfigurationError(
+                    "average_weights averages other weights than the optimizer makes: let it come last in "
+                    "its chain."
+                )
+
+
+class _Updated(NamedTuple):
+    """The updates of a tree, and the optimizer's state after them."""
+
+    updates: PyTree[Array]
+    state: PyTree[Array]
 
 
 def _updates(
     tx: optax.GradientTransformation, trees: Sequence[Sequence[_ByPath]]
-) -> list[dict[Path, np.ndarray]]:
-    """The sums of successive updates of trees: of as many as it takes until two have changed all of these.
+) -> tuple[list[dict[Path, np.ndarray]], _Updated]:
+    """Sum successive updates of trees until two of them have changed every tree; the weights stay.
 
-    The first of a warm-up is zero, and so are those of accumulated gradients until the last of them.
+    The first update of a warm-up is zero, and so are all but the last update of accumulated gradients.
 
-    A tree is its parameters, and gradients of which one after the other is used, again and again.
+    Args:
+        tx: the transform.
+        trees: for each tree its weights, and gradients that are used in turn.
+
+    Returns:
+        The sums, and the first update of the first tree.
     """
     given = [to_tree(params) for params, *_ in trees]
     gradients = [list(map(to_tree, each)) for each in zip(*(own for _, *own in trees), strict=True)]
 
     @jax.jit
-    def update(
-        states: list[PyTree[Array]], gradients: list[PyTree[Array]], given: list[PyTree[Array]]
-    ) -> tuple[list[PyTree[Array]], list[PyTree[Array]]]:
-        pairs = list(map(tx.update, gradients, states, given))
-        return [one for one, _ in pairs], [state for _, state in pairs]
+    def update(states: list[PyTree], gradients: list[PyTree], given: list[PyTree]) -> list[_Updated]:
+        return [_Updated(*tx.update(*each)) for each in zip(gradients, states, given, strict=True)]
 
-    totals = [{path: np.zeros_like(x) for path, x in params.items()} for params, *_ in trees]
+    totals = jax.tree.map(np.zeros_like, given)
     states = jax.jit(lambda given: [tx.init(params) for params in given])(given)
-    changed = 0
+    first, changed = None, 0
     for number in range(_MAX_UPDATES):
-        updates, states = update(states, gradients[number % len(gradients)], given)
-        ones = [{path: np.asarray(x) for path, x in from_tree(one).items()} for one in updates]
+        updated = update(states, gradients[number % len(gradients)], given)
+        states, first = [one.state for one in updated], first or updated[0]
+        ones = [one.updates for one in updated]
         with np.errstate(all="ignore"):  # an optimizer may divide by zero
-            totals = [
-                {path: total[path] + x for path, x in one.items()}
-                for total, one in zip(totals, ones, strict=True)
-            ]
-        changed += all(any(x.any() for x in one.values()) for one in ones)
+            totals = jax.tree.map(lambda total, x: total + np.asarray(x), totals, ones)
+        changed += all(any(np.any(x) for x in jax.tree.leaves(one)) for one in ones)
         if changed == 2:
             break
-    return totals
+    assert first is not None
+    return list(map(from_tree, totals)), first
 
 
 @_cached
 def _operations(tx: optax.GradientTransformation, shapes: _Shapes) -> list[_Operation]:
-    """The operations of an update of leaves of these shapes, in order, and of which results; or its error."""
+    """The operations of an update of leaves of these shapes, in order, with their operands; or its error."""
     params = to_tree({path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes})
     try:
         traced = jax.make_jaxpr(lambda params: tx.update(params, tx.init(params), params))(params)
