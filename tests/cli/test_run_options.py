@@ -169,7 +169,7 @@ def test_all_settings_that_do_not_fit_are_reported_at_once(tmp_path, capsys):
     wrong = ["--train.steps", "0", "--data.validation", "2", "--optimizer.learning-rate", "-1"]
     assert main(["train", "gpt-tiny", "--run-dir", str(tmp_path / "run"), *wrong]) == 2
     count, messages = capsys.readouterr().err.strip().split(": ", 2)[1:]
-    assert count == "3 settings do not fit"
+    assert count == "3 settings cannot be used"
     assert sorted(messages.split("; ")) == [
         "data.validation must lie between 0 and 1",
         "optimizer.learning_rate must be positive",
@@ -177,4 +177,4 @@ def test_all_settings_that_do_not_fit_are_reported_at_once(tmp_path, capsys):
     ]
     (tmp_path / "wrong.toml").write_text("[train]\nsteps = 0\n[data]\nvalidation = 2.0\n[mesh]\nnodes = -1\n")
     assert main(["train", str(tmp_path / "wrong.toml")]) == 2
-    assert "wrong.toml: 3 settings do not fit: train.steps" in capsys.readouterr().err
+    assert "wrong.toml: 3 settings cannot be used: train.steps" in capsys.readouterr().err

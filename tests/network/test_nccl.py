@@ -120,9 +120,9 @@ def test_what_is_applied_is_in_the_environment_and_announced(monkeypatch):
     assert os.environ[THREADS] == "2"
     assert SPLIT not in os.environ
     assert list(map(str, nccl.applied())) == [
-        f"{THREADS}=2: a link of 25 Gb/s: 4 threads of a node send, each with a TCP flow, in place of 1",
+        f"{THREADS}=2: a link of 25 Gb/s: 4 threads of a node send, each with a TCP flow, instead of 1",
         f"{BUFFER}=16777216: 16 MiB a connection in place of 4, for longer pieces",
-        f"{PIECES}=2097152: pieces of up to 2 MiB in place of 128 KiB, for the flows to share",
+        f"{PIECES}=2097152: pieces of up to 2 MiB instead of 128 KiB, for the flows to share",
     ]
     exports = {THREADS: "2"} | LONG
     assert nccl.exports(found) == [f"export {name}={value}" for name, value in exports.items()]

@@ -15,7 +15,7 @@ from zerojax.zero_config.config import MATMUL_WEIGHTS
     [
         (("*kernel",), None),
         (("*Kernel", "!*norm*"), None),
-        (("*kernel", "!*attn*"), "left out by '!*attn*'"),
+        (("*kernel", "!*attn*"), "excluded by '!*attn*'"),
         (("!*attn*", "*kernel"), None),  # the last that matches decides
         (("*bias",), "no pattern of frozen matches"),
         ((), "no pattern of frozen matches"),
@@ -34,7 +34,8 @@ def test_defaults_leave_out_what_is_in_no_block() -> None:
 def test_patterns_that_match_nothing_are_refused_unless_they_are_defaults() -> None:
     refuse_idle("ZeroConfig.fp8", ("*kernel", "!*embed*"), ["up/kernel"], default=MATMUL_WEIGHTS)
     with pytest.raises(
-        ConfigurationError, match=r"ZeroConfig.fp8: '\*upp\*' matches no parameter; paths are"
+        ConfigurationError,
+        match=r"ZeroConfig.fp8: '\*upp\*' matches no parameter. Correct or remove it; paths are",
     ):
         refuse_idle("ZeroConfig.fp8", ("*upp*", "*kernel"), ["up/kernel"], default=MATMUL_WEIGHTS)
 

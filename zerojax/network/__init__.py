@@ -1,1 +1,1 @@
-"""The network that joins the nodes of a job, and what NCCL is told about it."""
+"""The network between the nodes of a job, and NCCL's variables for it."""

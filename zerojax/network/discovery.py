@@ -1,4 +1,4 @@
-"""Finds the network that joins the nodes of a job, from what the kernel of this host says of it."""
+"""Finds the network between the nodes of a job in this host's kernel."""
 
 import ipaddress
 import os
@@ -13,28 +13,28 @@ from jax._src import distributed  # JAX keeps the coordinator's address nowhere 
 from zerojax.errors import ConfigurationError
 from zerojax.validation.rates import bytes_per_second
 
-# The environment variable that names the rate of a node's link, where its interface does not know it.
+# The environment variable with the rate of a node's link, for interfaces that do not know it.
 VARIABLE = "ZEROJAX_LINK_RATE"
 
 # Linux's own description of its interfaces; see Documentation/ABI/testing/sysfs-class-net.
 _INTERFACES, _RDMA = Path("/sys/class/net"), Path("/sys/class/infiniband")
 _VERBS = Path("/dev/infiniband")
 
-# The host of the coordinator that `zerojax.distributed.joined` has connected to: JAX's is a Unix socket then.
+# The coordinator's host after `zerojax.distributed.joined`, when JAX itself only knows a Unix socket.
 _joined: list[str] = []
 
 
 @dataclass(frozen=True)
 class Network:
-    """What joins this node to the others.
+    """The link between this node and the other nodes.
 
     Attributes:
-        interface: the one that leads to the coordinator; "" if there is none.
-        rate: of this node's link in each direction, in bytes/s; None if it is not known.
-        vendor: PCI vendor of the interface's adapter, such as "0x1d0f"; "" for a virtual one.
-        rdma: what carries NCCL's data in place of TCP sockets, in words; "" if nothing does.
-        loopback: whether the coordinator is reached without leaving this host.
-        address: of this node, by which the others reach it; "" if there is no coordinator.
+        interface: name of the interface that leads to the coordinator; "" if there is none.
+        rate: bytes/s of this node's link in each direction; None if unknown.
+        vendor: PCI vendor of the interface's adapter, such as "0x1d0f"; "" for a virtual adapter.
+        rdma: the kind of RDMA that carries NCCL's data instead of TCP sockets; "" if none does.
+        loopback: whether the coordinator is on this host.
+        address: this node's address for the other nodes; "" if there is no coordinator.
         mtu: bytes of the interface's largest packet; None if there is no interface.
     """
 
@@ -48,14 +48,14 @@ class Network:
 
 
 def remember_coordinator(host: str) -> None:
-    """Note the coordinator's host, which tells the job's network."""
+    """Note the coordinator's host, from which ``discover_network`` finds the job's network."""
     _joined[:] = [host]
 
 
 def discover_network(environ: Mapping[str, str] | None = None) -> Network:
     """Find the network that leads to the other nodes of the job.
 
-    NCCL's variables and ``ZEROJAX_LINK_RATE`` are read from ``environ``, by default this process's.
+    ``environ`` has NCCL's variables and ``ZEROJAX_LINK_RATE``. None is this process's environment.
 
     Raises:
         ConfigurationError: ``ZEROJAX_LINK_RATE`` is not a rate.
@@ -81,7 +81,7 @@ def discover_network(environ: Mapping[str, str] | None = None) -> Network:
 def interface_rate(interface: Path) -> float | None:
     """The rate in bytes/s of an interface in /sys/class/net; None if the kernel does not know it.
 
-    A virtual interface, such as a container's end of a veth pair, reports 10 Gb/s whatever carries it.
+    Virtual interfaces have no rate here, because a container's end of a veth pair always reports 10 Gb/s.
     """
     physical = (interface / "device").exists() or (interface / "bonding").exists()
     if not physical and "DEVTYPE=vlan" not in _text(interface / "uevent"):
@@ -91,9 +91,9 @@ def interface_rate(interface: Path) -> float | None:
 
 
 def rdma_of(environ: Mapping[str, str], devices: Path = _RDMA, verbs: Path = _VERBS) -> str:
-    """What carries NCCL's data in place of TCP sockets, in words; "" if nothing does.
+    """The RDMA that carries NCCL's data instead of TCP sockets, such as "RoCE (mlx5_0)"; "" if none does.
 
-    Containers often have InfiniBand's folder in /sys, ``devices``, and lack the one in /dev, ``verbs``.
+    Containers often have InfiniBand's folder in /sys, ``devices``, but not its folder in /dev, ``verbs``.
     """
     transport = environ.get("NCCL_NET", "")
     if transport:
@@ -109,9 +109,10 @@ def rdma_of(environ: Mapping[str, str], devices: Path = _RDMA, verbs: Path = _VE
 
 
 def chosen_interfaces(names: Iterable[str], wanted: str) -> list[str]:
-    """The interfaces that a value of NCCL_SOCKET_IFNAME stands for.
+    """The interfaces among ``names`` that a value of NCCL_SOCKET_IFNAME selects.
 
-    A list of prefixes; after "=" they are names, after "^" those to leave out (NCCL's documentation).
+    The value is a list of prefixes. After "=" it is a list of names, and after "^" a list to exclude (NCCL's
+    documentation).
     """
     unwanted = wanted.startswith("^")
     exact = wanted.lstrip("^").startswith("=")
@@ -132,7 +133,7 @@ def _given_rate(environ: Mapping[str, str]) -> float | None:
 
 
 def _coordinator() -> str:
-    """The host of the job's coordinator, "" if there is none."""
+    """The host of the job's coordinator; "" if there is none."""
     if _joined:
         return _joined[0]
     address = distributed.global_state.coordinator_address or ""
@@ -140,7 +141,7 @@ def _coordinator() -> str:
 
 
 def _own_address(host: str) -> str:
-    """The address of this host from which packets to another leave; "" if they cannot."""
+    """The address from which this host sends packets to another host; "" if it cannot reach that host."""
     try:
         found = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM) if host else []
     except (OSError, UnicodeError):
@@ -148,7 +149,7 @@ def _own_address(host: str) -> str:
     for family, kind, _, _, address in found:
         try:
             with socket.socket(family, kind) as probe:
-                probe.connect(address)  # of a datagram socket: chooses the route, and sends nothing
+                probe.connect(address)  # on a datagram socket this only chooses the route
                 return str(probe.getsockname()[0])
         except OSError:
             continue
@@ -156,7 +157,7 @@ def _own_address(host: str) -> str:
 
 
 def _interface_of(address: str, environ: Mapping[str, str]) -> str:
-    """The interface that has an address, unless NCCL is told to use others: then the first of those."""
+    """The interface with an address, or the first one that NCCL_SOCKET_IFNAME selects if it excludes that."""
     every = psutil.net_if_addrs()
     own = next(
         (name for name, has in every.items() if any(a.address.split("%")[0] == address for a in has)), ""
@@ -167,7 +168,7 @@ def _interface_of(address: str, environ: Mapping[str, str]) -> str:
 
 
 def _text(file: Path) -> str:
-    """The text of one of the kernel's files; "" if it cannot be read."""
+    """The text of a kernel file; "" if it cannot be read."""
     try:
         return file.read_text().strip()
     except OSError:

@@ -1,12 +1,12 @@
-"""What NCCL is told before it starts, from what the network is.
+"""Chooses NCCL's variables for the network, before NCCL starts.
 
-NCCL reads its environment when the first communicator is made, which in JAX is the first collective:
-``make_mesh`` is in time. A variable that is set already stays, in the environment or in one of NCCL's files
-(NCCL's documentation, "Environment Variables").
+NCCL reads its environment when it makes the first communicator. In JAX that is the first collective, so
+``make_mesh`` is early enough. Variables that the user has set stay, in the environment or in one of NCCL's
+files (NCCL's documentation, "Environment Variables").
 
-Over sockets two GPUs have a connection each way on each of NCCL's two channels, and one thread does the work
-of all. A thread carries about 20 Gb/s: it copies every byte. ``NCCL_SOCKET_NTHREADS`` gives each connection
-threads of its own, each with a TCP flow.
+Over sockets two GPUs have a connection each way on each of NCCL's two channels. One thread serves them all.
+It carries about 20 Gb/s, because it copies every byte. ``NCCL_SOCKET_NTHREADS`` gives each connection several
+threads, each with a TCP flow.
 """
 
 import math
@@ -27,14 +27,14 @@ CHANNELS = 2
 """Connections each way between two GPUs over sockets (the log of NCCL 2.28)."""
 
 CORES = "ZEROJAX_NODE_CORES"
-"""The environment variable that names a node's cores, where the kernel counts more than it may use."""
+"""The environment variable with the number of a node's cores, if the kernel counts more than it may use."""
 
-# The rate in bytes/s up to which one thread fills a node's link, and the threads for a faster one. They poll,
-# at both ends of a flow: on nodes of 16 cores four were faster than eight, at 25, 40 and 100 Gb/s
+# One thread fills a link of up to _ONE_THREAD bytes/s. A faster link gets _THREADS threads. They poll at both
+# ends of a flow, so on nodes of 16 cores four were faster than eight, at 25, 40 and 100 Gb/s
 # (docs/clusters.md).
 _ONE_THREAD, _THREADS, _CORES_PER_THREAD = 10e9 / 8, 4, 4
-# Bytes of a connection's buffer, and those that all-to-alls hand to the network at a time, at most an eighth
-# of the buffer. NCCL divides a piece among the flows of a connection.
+# Bytes of a connection's buffer, and of the pieces that all-to-alls hand to the network, at most an eighth of
+# the buffer. NCCL divides a piece among the flows of a connection.
 _BUFFER, _PIECE = 2**24, 2**21
 
 # Adapters for which NCCL chooses threads and sockets by itself, by PCI vendor.
@@ -50,8 +50,8 @@ class Setting:
 
     Attributes:
         name: of the variable.
-        value: to set it to; None to leave it as it is.
-        reason: in words.
+        value: the value to set; None to leave it as it is.
+        reason: a sentence for the user.
     """
 
     name: str
@@ -62,14 +62,17 @@ class Setting:
         return f"{self.name if self.value is None else f'{self.name}={self.value}'}: {self.reason}"
 
 
-# What this process has told NCCL.
+# The variables that this process has set.
 _applied: list[Setting] = []
 
 
 def settings_here(processes: int, devices: int, local: int) -> tuple[Network, list[Setting]]:
-    """The network as this process finds it, and what NCCL should be told.
+    """Find the network of this process, and choose NCCL's variables for it.
 
-    Numbers of processes and devices are those of the job; ``local`` is the extent of the mesh's fast axis.
+    Args:
+        processes: of the job.
+        devices: of the job.
+        local: extent of the mesh over ``local``.
 
     Raises:
         ConfigurationError: ``ZEROJAX_NODE_CORES`` is not a number of cores.
@@ -81,33 +84,38 @@ def settings_here(processes: int, devices: int, local: int) -> tuple[Network, li
 
 
 def _cores(processes: int) -> int:
-    """The cores of this node, on which ``processes`` processes run."""
+    """The number of cores of this node, on which ``processes`` processes run."""
     if given := os.environ.get(CORES):
         if not given.isdecimal() or not int(given):
-            raise ConfigurationError(f"{CORES}={given}: the number of this node's cores, such as 16")
+            raise ConfigurationError(
+                f"{CORES}={given} is not a number of cores: set it to this node's, such as 16"
+            )
         return int(given)
-    # Where a node has a process for each GPU, a scheduler gives each its share of the cores.
+    # If a node has a process for each GPU, a scheduler gives each process its share of the cores.
     return min(len(os.sched_getaffinity(0)) * processes, os.cpu_count() or 1)
 
 
 def settings(
     network: Network, *, nodes: int, local: int, cores: int, given: Mapping[str, str]
 ) -> list[Setting]:
-    """What NCCL should be told, and why; also what it is better not told.
+    """Choose NCCL's variables, including those to leave as they are, with reasons.
 
-    ``nodes`` are processes of the job, each of which has a host or a part of one, and ``cores`` those that
-    the processes of a node may use. ``given`` are NCCL's variables as they are set already; see
-    ``given_settings``.
+    Args:
+        network: as ``discover_network`` returns it.
+        nodes: processes of the job.
+        local: extent of the mesh over ``local``.
+        cores: cores that the processes of a node may use.
+        given: NCCL's variables that the user has set; see ``given_settings``.
     """
     if nodes == 1:
         return []
     chosen = [
-        Setting(SPLIT, "0", "XLA splits communicators, and a part would have no more channels than the whole")
+        Setting(SPLIT, "0", "XLA splits communicators, and the parts would share the channels of the whole")
     ]
     if reason := _one_thread_suffices(network, local, cores):
         chosen.append(Setting(THREADS, None, reason))
     else:
-        pieces = "pieces of up to 2 MiB in place of 128 KiB, for the flows to share"
+        pieces = "pieces of up to 2 MiB instead of 128 KiB, for the flows to share"
         chosen += [_threads(network, local, given), _buffer(local), Setting(PIECES, str(_PIECE), pieces)]
     return [
         Setting(one.name, None, f"set to {given[one.name]} already") if one.name in given else one
@@ -116,7 +124,7 @@ def settings(
 
 
 def given_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """NCCL's variables as the user has set them: in the environment, or in one of NCCL's files."""
+    """NCCL's variables that the user has set in the environment or in one of NCCL's files."""
     own = environ.get("NCCL_CONF_FILE") or f"{environ.get('HOME', '')}/.nccl.conf"
     found: dict[str, str] = {}
     for file in ("/etc/nccl.conf", own):
@@ -125,21 +133,21 @@ def given_settings(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def apply(chosen: list[Setting]) -> None:
-    """Set the variables that are to be set; NCCL must not have started yet."""
+    """Set the chosen variables. NCCL must not have started yet."""
     for setting in chosen:
         if setting.value is not None:
             os.environ[setting.name] = setting.value
-    # A second mesh finds the variables of the first one set.
+    # A second mesh finds the variables that the first mesh has set.
     _applied.extend(setting for setting in chosen if setting.value is not None)
 
 
 def applied() -> list[Setting]:
-    """What this process has told NCCL so far."""
+    """The variables that this process has set so far."""
     return list(_applied)
 
 
 def exports(chosen: list[Setting]) -> list[str]:
-    """The same for other programs: lines of a shell."""
+    """The chosen variables as lines of a shell, for other programs."""
     return [f"export {setting.name}={setting.value}" for setting in chosen if setting.value is not None]
 
 
@@ -149,7 +157,7 @@ def _threads(network: Network, local: int, given: Mapping[str, str]) -> Setting:
     if network.vendor in _CHOSEN_BY_NCCL:
         return Setting(THREADS, None, _CHOSEN_BY_NCCL[network.vendor])
     each = _threads_of_a_connection(local)
-    sending = f"{CHANNELS * each * local} threads of a node send, each with a TCP flow, in place of {local}"
+    sending = f"{CHANNELS * each * local} threads of a node send, each with a TCP flow, instead of {local}"
     return Setting(THREADS, str(each), f"{_rate(network)}: {sending}")
 
 
@@ -177,18 +185,18 @@ def _one_thread_suffices(network: Network, local: int, cores: int) -> str:
         return f"{_rate(network)}: each of a node's {local} GPUs has a thread"
     needed = _CORES_PER_THREAD * CHANNELS * _threads_of_a_connection(local) * local
     if cores < needed:
-        return f"{cores} cores are too few for more threads: {needed} would do"
+        return f"{cores} cores are too few for more threads, which need {needed}"
     return ""
 
 
 def _rate(network: Network) -> str:
     if network.rate is None:
-        return f"{network.interface} does not say its rate ({VARIABLE} would)"
+        return f"{network.interface} does not report its rate (set {VARIABLE})"
     return f"a link of {8 * network.rate / 1e9:g} Gb/s"
 
 
 def _read(file: Path) -> dict[str, str]:
-    """The variables in one of NCCL's files: lines of NAME=VALUE, and comments after #."""
+    """The variables in one of NCCL's files. It has lines of NAME=VALUE, and comments after #."""
     try:
         lines = file.read_text(errors="replace").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Names of keyword arguments, with the nearest known one in place of one that is wrong."""
+"""Suggests the most similar keyword argument for an unknown one."""
 
 import difflib
 import functools
@@ -7,10 +7,11 @@ from typing import Any
 
 
 def suggests[T](given: T) -> T:
-    """Have a function, or the constructor of a class, say which argument an unknown one may have meant.
+    """Decorate a function, or a class's constructor, to suggest an argument in place of an unknown one.
 
     Raises:
-        TypeError: by the function that it returns: as Python raises, with the nearest argument, or all.
+        TypeError: (the decorated function) an argument is unknown. The message has the most similar argument,
+            or all of them.
     """
     function: Any = given
     if isinstance(function, type):

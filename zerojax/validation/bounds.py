@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 MAX_INTEGER = 2**32 - 1
 """The largest whole number of any setting: the largest seed."""
 MAX_FLOAT = (2 - 2.0**-23) * 2.0**127
-"""The largest number of fp32, in which steps are computed."""
+"""The largest fp32 number, because steps compute in fp32."""
 MAX_DEVICES = 1 << 20
 """The most devices of a mesh: ten times the largest existing cluster."""
 MIN_TEMPERATURE = 1e-6
-"""Logits that are divided by less may overflow."""
+"""The lowest temperature. Logits divided by a lower one may overflow."""
 MAX_EMULATED = 4096
-"""CPU devices emulated by one process; with four times as many, XLA takes minutes to start."""
+"""The most CPU devices emulated by one process. With four times as many, XLA takes minutes to start."""
 
 
 def check_numbers(settings: "DataclassInstance", name: Callable[[str], str]) -> None:
-    """Refuse NaN and numbers beyond 32 bits, whole or of floating point, in the fields of a dataclass.
+    """Refuse NaN, and integers and floats beyond 32 bits, in the fields of a dataclass.
 
     Args:
-        settings: to check; sections inside it check themselves.
-        name: from a field to its name for users, such as "train.{}".format.
+        settings: the dataclass. Its nested sections check themselves.
+        name: maps a field to its name for users, such as "train.{}".format.
 
     Raises:
-        ConfigurationError: naming the field and its value.
+        ConfigurationError: names the field and its value.
     """
     for field in dataclasses.fields(settings):
         given = getattr(settings, field.name)
@@ -42,11 +42,13 @@ def check_numbers(settings: "DataclassInstance", name: Callable[[str], str]) -> 
             if isinstance(value, float) and not abs(value) <= MAX_FLOAT:
                 raise ConfigurationError(f"{name(field.name)} = {value} must be a finite number of 32 bits")
             if isinstance(value, int) and abs(value) > MAX_INTEGER:
-                raise ConfigurationError(f"{name(field.name)} must lie within {MAX_INTEGER:,} of 0")
+                raise ConfigurationError(
+                    f"{name(field.name)} must be between -{MAX_INTEGER:,} and {MAX_INTEGER:,}"
+                )
 
 
 def checked_seed(seed: int) -> np.uint32:
-    """A seed.
+    """The seed as uint32.
 
     Raises:
         ConfigurationError: it is not a whole number from 0 to 2^32 - 1.
@@ -58,15 +60,15 @@ def checked_seed(seed: int) -> np.uint32:
 
 
 def is_time(value: object) -> TypeGuard[float]:
-    """Whether a value can be a Unix time, or a number of seconds, of any run: until the year 5138."""
+    """Whether a value is a plausible Unix time or number of seconds, up to the year 5138."""
     return isinstance(value, int | float) and 0 <= value < 1e11
 
 
 def require(condition: bool, message: str) -> None:
-    """Refuse a setting.
+    """Refuse a setting unless the condition holds.
 
     Raises:
-        ConfigurationError: with the message, unless the condition holds; in ``all_at_once`` at its end.
+        ConfigurationError: has the message. Inside ``all_at_once`` it is raised at the end of the block.
     """
     if condition:
         return
@@ -80,10 +82,10 @@ _found: ContextVar[list[str] | None] = ContextVar("refused", default=None)
 
 @contextmanager
 def all_at_once() -> Generator[None]:
-    """Collect what ``require`` refuses in a block, which therefore goes on, and report all of it at the end.
+    """Collect the messages of ``require`` in a block, so that the user sees all faults at once.
 
     Raises:
-        ConfigurationError: with the one message, or a list of them.
+        ConfigurationError: at the end of the block, with all messages, if there are any.
     """
     found: list[str] = []
     token = _found.set(found)
@@ -93,9 +95,9 @@ def all_at_once() -> Generator[None]:
         if isinstance(error, ConfigurationError):
             found.append(str(error))
         elif not found:
-            raise  # otherwise it may be due to a value that was refused
+            raise  # after a refused value the error may be a consequence of that value
     finally:
         _found.reset(token)
     if found := list(dict.fromkeys(found)):
-        several = f"{len(found)} settings do not fit: " * (len(found) > 1)
+        several = f"{len(found)} settings cannot be used: " * (len(found) > 1)
         raise ConfigurationError(several + "; ".join(found))

@@ -1,4 +1,4 @@
-"""Small JSON files with a checksum of their data, against accidents, not against tampering."""
+"""Small JSON files with a checksum of their data, which detects accidents but not tampering."""
 
 import json
 import zlib
@@ -11,10 +11,10 @@ def dump_checked(data: dict[str, Any]) -> str:
 
 
 def load_checked(text: str) -> dict[str, Any]:
-    """The data of a text written by ``dump_checked``.
+    """The data in a text of ``dump_checked``.
 
     Raises:
-        ValueError: it is not JSON, has another layout, or a wrong checksum; says which.
+        ValueError: the text is not JSON, or has another layout or a wrong checksum. The message says which.
     """
     try:
         whole = json.loads(text)

@@ -1,4 +1,4 @@
-"""Which paths checkpoints may have."""
+"""Checks of the paths of checkpoints."""
 
 import glob
 from pathlib import Path
@@ -8,16 +8,17 @@ from zerojax.validation.untrusted import is_unicode, printable
 
 
 def check_checkpoint_path(folder: Path) -> None:
-    """Refuse a folder of checkpoints whose absolute path reads as a shell pattern, or is not valid Unicode.
+    """Refuse a folder of checkpoints if its absolute path is a shell pattern, or is not valid Unicode.
 
-    Orbax looks for the files that it has just written by a pattern, and would silently leave out all arrays.
+    Orbax finds the files that it has just written by a pattern. In such a folder it would silently skip all
+    arrays.
 
     Raises:
-        ConfigurationError: naming the folder.
+        ConfigurationError: names the folder.
     """
     path = str(folder.absolute())
     if glob.escape(path) != path or "\\" in path or not is_unicode(path):
         raise ConfigurationError(
-            f"{printable(path)}: no checkpoint can be written below a folder whose name has one of [ * ? \\, "
-            "or is not valid Unicode: choose another, or rename it"
+            f"{printable(path)}: checkpoints cannot be written in a folder whose path has one of [ * ? \\, "
+            "or is not valid Unicode. Choose another folder, or rename it"
         )

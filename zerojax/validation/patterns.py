@@ -1,4 +1,4 @@
-"""Shell patterns that choose parameters by path: the last that matches decides, "!" leaves out."""
+"""Shell patterns that select parameters by path: the last matching pattern decides, and "!" excludes."""
 
 import fnmatch
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ def as_patterns(setting: str, given: Iterable[str]) -> tuple[str, ...]:
     """The patterns of a setting as a tuple.
 
     Raises:
-        ConfigurationError: they are one string, which would be read letter by letter.
+        ConfigurationError: ``given`` is one string, which would be read letter by letter.
     """
     if isinstance(given, str):
         raise ConfigurationError(
@@ -20,29 +20,29 @@ def as_patterns(setting: str, given: Iterable[str]) -> tuple[str, ...]:
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether a shell pattern, a leading "!" aside, matches a path; upper and lower case are the same."""
+    """Whether a shell pattern, without its leading "!", matches a path. Case does not matter."""
     return fnmatch.fnmatchcase(path.lower(), pattern.lower().removeprefix("!"))
 
 
 def why_not(patterns: Sequence[str], path: str, setting: str) -> str | None:
-    """Why the patterns of a setting do not choose a path, joined by "/"; None if they do."""
+    """Why the patterns of a setting do not select a path, joined by "/"; None if they do."""
     deciding = next((pattern for pattern in reversed(patterns) if matches(pattern, path)), None)
     if deciding is None:
         return f"no pattern of {setting} matches"
-    return f"left out by {deciding!r}" if deciding.startswith("!") else None
+    return f"excluded by {deciding!r}" if deciding.startswith("!") else None
 
 
 def refuse_idle(
     setting: str, patterns: Sequence[str], paths: Sequence[str], default: Sequence[str] = ()
 ) -> None:
-    """Refuse shell patterns that match none of a model's paths, those of ``default`` aside.
+    """Refuse shell patterns that match none of a model's paths. Patterns in ``default`` need not match.
 
     Raises:
-        ConfigurationError: naming the setting, the patterns, and a few paths.
+        ConfigurationError: names the setting, the patterns, and a few paths.
     """
     idle = [p for p in patterns if p not in default and not any(matches(p, path) for path in paths)]
     if idle:
         raise ConfigurationError(
-            f"{setting}: {', '.join(map(repr, idle))} matches no parameter; paths are "
+            f"{setting}: {', '.join(map(repr, idle))} matches no parameter. Correct or remove it; paths are "
             f"{', '.join(map(repr, paths[:4]))} and so on."
         )

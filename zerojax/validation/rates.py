@@ -1,4 +1,4 @@
-"""Rates of links as people write them."""
+"""Rates of links in words, such as 10gbit."""
 
 import re
 
@@ -13,5 +13,5 @@ def bytes_per_second(rate: str) -> int:
     """
     found = _RATE.fullmatch(rate.strip())
     if found is None or not 0 < float(found[1]) < 1e9:
-        raise ValueError(f"{rate!r} is not a rate: use for instance 10gbit, 2.5gbit or 400mbit")
+        raise ValueError(f"{rate!r} is not a rate: give one such as 10gbit, 2.5gbit or 400mbit")
     return int(float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2].lower()] / 8)

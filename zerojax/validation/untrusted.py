@@ -1,7 +1,7 @@
 """Strict readers of untrusted JSON and TOML, and quoting of their values in messages.
 
-What the formats leave to their readers is refused in all files: unbounded nesting, duplicate keys, NaN and
-infinities, whole numbers of hundreds of digits, text that is not valid Unicode.
+They refuse values that the formats leave to their readers: unbounded nesting, duplicate keys, NaN and
+infinities, whole numbers of hundreds of digits, and text that is not valid Unicode.
 """
 
 import json
@@ -13,11 +13,11 @@ from typing import Any
 from zerojax.errors import ConfigurationError, file_errors
 
 DEEPEST = 64
-"""Levels of nested tables and lists; a settings file has four or five."""
+"""The most levels of nested tables and lists. A settings file has four or five."""
 MAX_SETTINGS_CHARS = 1 << 20
-"""Characters of a settings file."""
+"""The most characters of a settings file."""
 _MAX_DOTS = 200  # per line
-_MAX_DIGITS = 300  # so that every whole number fits a float; transformers writes one of 31
+_MAX_DIGITS = 300  # every whole number then fits a float; transformers writes one of 31 digits
 _TOO_LONG = f"a whole number of more than {_MAX_DIGITS} digits"
 _TOO_DEEP = f"nested too deeply: more than {DEEPEST} tables and lists inside each other"
 
@@ -26,7 +26,7 @@ def parse_json(text: str) -> Any:
     """The value of a JSON text.
 
     Raises:
-        ValueError: it is not JSON, or has what the module refuses; says which in one line.
+        ValueError: the text is not JSON, or has a value that this module refuses. The message is one line.
     """
     try:
         data = json.loads(
@@ -42,7 +42,8 @@ def read_json_object(path: Path, kind: type[ConfigurationError] = ConfigurationE
     """The object in a JSON file.
 
     Raises:
-        ConfigurationError: ``kind``, if it cannot be read, ``parse_json`` refuses it, or it is no object.
+        ConfigurationError: the file cannot be read, ``parse_json`` refuses it, or it is no object. The
+            error's class is ``kind``.
     """
     with file_errors(path, kind, content="not JSON"):
         values = parse_json(path.read_text(encoding="utf-8"))
@@ -55,15 +56,13 @@ def parse_toml(text: str) -> dict[str, Any]:
     """The tables of a TOML text.
 
     Raises:
-        ValueError: as for ``parse_json``; or the text is longer than any settings.
+        ValueError: as for ``parse_json``, or the text is too long.
     """
     if len(text) > MAX_SETTINGS_CHARS:
-        raise ValueError(
-            f"{len(text):,} characters, more than the {MAX_SETTINGS_CHARS:,} of any settings file"
-        )
-    # The time of tomllib is quadratic in the parts of a dotted key.
+        raise ValueError(f"{len(text):,} characters, but a settings file has at most {MAX_SETTINGS_CHARS:,}")
+    # tomllib's time is quadratic in the parts of a dotted key.
     if any(line.count(".") > _MAX_DOTS for line in text.splitlines()):
-        raise ValueError(f"nested too deeply: a line has more than {_MAX_DOTS} dots; break it if it is not")
+        raise ValueError(f"nested too deeply: a line has more than {_MAX_DOTS} dots. Break long lines")
     try:
         data = tomllib.loads(text)
     except RecursionError:
@@ -73,7 +72,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text has no half of a surrogate pair, as file names and options that are not UTF-8 have."""
+    """Whether a text has no lone surrogates, which Python puts into file names and options not in UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -82,13 +81,13 @@ def is_unicode(text: str) -> bool:
 
 
 def short(value: Any) -> str:
-    """A value as one line of at most 80 characters, for a message."""
+    """A value as one line of at most 80 characters for a message."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def printable(text: str) -> str:
-    """Text as one line that is safe in a terminal, a log or a TOML comment.
+    """The text as one line that is safe in a terminal, a log or a TOML comment.
 
     Control characters, line breaks, direction marks and lone surrogates become escapes.
     """
@@ -109,13 +108,13 @@ def _refuse_constant(constant: str) -> Any:
 
 
 def _integer(digits: str) -> int:
-    if len(digits) > _MAX_DIGITS:  # Python itself refuses thousands of digits, with another message
+    if len(digits) > _MAX_DIGITS:  # before Python refuses thousands of digits with another message
         raise ValueError(_TOO_LONG)
     return int(digits)
 
 
 def _check(data: Any) -> None:
-    """Refuse deep nesting and bad values, without recursion: the data may be deeper than Python's stack."""
+    """Refuse deep nesting and bad values. No recursion: the data may be deeper than Python's stack."""
     level, depth = [data], 0
     while level:
         below: list[Any] = []

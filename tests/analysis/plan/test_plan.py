@@ -190,11 +190,11 @@ def test_weights_computed_with_in_fp8_are_listed_and_the_others_with_the_reason(
         ("blocks/*/up/kernel", 3, 3 * 32 * 48)
     ]
     reasons = {row.name: row.left_out for row in plan.fp8.rows}
-    assert reasons["blocks/*/down/kernel"] == "left out by '!*down*'"
+    assert reasons["blocks/*/down/kernel"] == "excluded by '!*down*'"
     assert reasons["blocks/*/up/bias"] == "not two-dimensional"
     assert reasons["embed/kernel"] == "in no unit"
     assert plan.fp8.share == pytest.approx(32 * 48 / (2 * 32 * 48 + 48))
-    for words in ("Matmuls in fp8: 3 weights, 49.23% of the units' parameters", "left out by '!*down*'"):
+    for words in ("Matmuls in fp8: 3 weights, 49.23% of the units' parameters", "excluded by '!*down*'"):
         assert words in str(plan)
     found = json.loads(json.dumps(plan.to_dict()))["fp8"]
     assert found["weights"] == 3

@@ -25,28 +25,29 @@ class EmulatedCluster:
             result = cluster.run([sys.executable, "train.py"])
             print(result.code, cluster.link_bytes())
 
-    A command finds, in its environment:
+    The environment of a command has
 
-    - ``JAX_COORDINATOR_ADDRESS``, ``JAX_PROCESS_ID``, ``JAX_NUM_PROCESSES``, which
-      ``zerojax.distributed.joined`` reads, for one process per node; and ``ZEROJAX_JOB_TOKEN``, their secret;
+    - ``JAX_COORDINATOR_ADDRESS``, ``JAX_PROCESS_ID`` and ``JAX_NUM_PROCESSES`` for one process per node, read
+      by ``zerojax.distributed.joined``, and ``ZEROJAX_JOB_TOKEN``, the job's secret;
     - ``MASTER_ADDR``, ``MASTER_PORT``, ``NODE_RANK``, ``NNODES`` for torchrun;
-    - ``CUDA_VISIBLE_DEVICES``, or ``JAX_PLATFORMS=cpu`` and as many emulated CPU devices;
+    - ``CUDA_VISIBLE_DEVICES``, or ``JAX_PLATFORMS=cpu`` and the number of emulated CPU devices;
     - ``XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB``, a GPU's share of this machine's memory, unless it is set;
     - ``NCCL_HOSTID`` and the interface for NCCL and Gloo, so that NCCL uses sockets between the nodes and
-      NVLink within them; ``ZEROJAX_LINK_RATE``, as a virtual interface does not know its rate; and
-      ``ZEROJAX_NODE_CORES``, as the nodes share this machine's cores.
+      NVLink within them;
+    - ``ZEROJAX_LINK_RATE``, because a virtual interface does not know its rate;
+    - ``ZEROJAX_NODE_CORES``, because the nodes share this machine's cores.
 
     Args:
         nodes: number of nodes.
         devices_per_node: GPUs or emulated CPU devices of each node.
-        rate: of each link and direction: "10gbit", "400mbit"; None for no limit.
-        latency: one-way delay to add between nodes: "50us"; None for none.
+        rate: rate of each link in each direction, such as "10gbit" or "400mbit"; None for no limit.
+        latency: one-way delay to add between nodes, such as "50us"; None for none.
         mtu: bytes of the largest packet: 1500, or 9000 for jumbo frames.
         platform: "gpu", "cpu", or "auto" for GPUs if this machine has any.
 
     Raises:
         ConfigurationError: an argument is invalid, or there are too few GPUs.
-        ClusterError: this machine cannot emulate a cluster; the message says why.
+        ClusterError: this machine cannot emulate a cluster. The message says why.
     """
 
     def __init__(
@@ -115,11 +116,14 @@ class EmulatedCluster:
         """Run a command on every node; see ``Supervisor`` for signals, failures and output.
 
         Args:
-          command: the command, or a function from the number of a node to its command.
+          command: the command, or a function from a node's number to its command.
           env: variables to add to ``environment``.
-          grace: seconds between telling a node to end and killing it.
-          timeout: seconds after which all are ended and TimeoutError is raised.
-          output: destination of the lines, prefixed with ``[node0]`` and so on; standard output by default.
+          grace: seconds between the signal to end a node and killing it.
+          timeout: seconds for the command; None for no limit.
+          output: destination of the lines, prefixed with ``[node0]`` and so on; None is standard output.
+
+        Raises:
+          TimeoutError: the command took too long. All nodes have been ended.
         """
         tasks = []
         for node, namespace in enumerate(self.network.namespaces):

@@ -2,12 +2,12 @@
 
     python inside.py NAMESPACE_FD HOSTNAME HOSTS COMMAND...
 
-Enters the network namespace, with its own host name, /etc/hosts (the text HOSTS) and process ids, and runs
-the command there. Its exit code is the command's (128 + n if signal n ended it). Signals to this process
-group are forwarded once to the command's. When the command or the parent of this program ends, all processes
-started by the command end, too: the kernel ends a process id namespace with its init.
+Enters the network namespace, and runs the command with a separate host name, /etc/hosts (the text HOSTS) and
+process ids. The exit code is the command's (128 + n if signal n ended it). Signals to this process group are
+forwarded once to the command's group. When the command or the parent of this program ends, all processes
+started by the command end, too, because the kernel ends a process id namespace with its init.
 
-Uses the standard library only and is started by its path, so that a node need not import JAX.
+The file only needs the standard library, and runs by its path, so that a node need not import JAX.
 """
 
 import ctypes
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
     os.unshare(os.CLONE_NEWNS | os.CLONE_NEWUTS | os.CLONE_NEWPID)
     socket.sethostname(hostname)
     mount("none", "/", None, _MS_REC | _MS_PRIVATE)
-    with tempfile.NamedTemporaryFile("w") as file:  # its name is not needed once it is mounted
+    with tempfile.NamedTemporaryFile("w") as file:  # a mounted file no longer needs its name
         file.write(hosts)
         file.flush()
         os.fchmod(file.fileno(), 0o644)
@@ -59,9 +59,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _init(command: list[str]) -> int:
-    """Process 1 of the node: start the command, forward signals, reap children, and end when it ends.
+    """Process 1 of the node: start the command, forward signals, reap children, and end with the command.
 
-    Begins with the signals blocked.
+    The signals must be blocked at the start.
     """
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     mount("proc", "/proc", "proc", 0)
@@ -86,7 +86,7 @@ def _init(command: list[str]) -> int:
 def _signal_group(leader: int, number: int) -> None:
     try:
         os.killpg(leader, number)
-    except ProcessLookupError:  # not yet a group of its own, or already ended
+    except ProcessLookupError:  # the group does not exist yet, or has already ended
         os.kill(leader, number)
 
 

@@ -1,4 +1,4 @@
-"""Network traffic of part of a distributed program, from the interfaces' counters."""
+"""The network traffic of part of a distributed program, read from the interfaces' counters."""
 
 import json
 import os
@@ -18,7 +18,7 @@ class Measurement:
     """The measurement of one node."""
 
     link: LinkBytes  # bytes on its link during the measured part
-    result: Any  # what the measured part returned
+    result: Any  # result of the measured part
 
 
 def measure_bytes(
@@ -31,19 +31,19 @@ def measure_bytes(
     timeout: float = 300.0,
     output: BinaryIO | None = None,
 ) -> list[Measurement]:
-    """Run a function on every node of an emulated cluster and count the bytes sent and received.
+    """Run a function on every node of an emulated cluster, and count the bytes sent and received.
 
-    The function runs once per node, joined to the others by ``jax.distributed``, on emulated CPU devices. It
-    prepares (compiles, warms up) and *returns a function without arguments*, which is measured and returns
-    plain JSON data.
+    One process per node runs the function, on emulated CPU devices. ``jax.distributed`` joins the processes.
+    The function prepares (compiles, warms up) and *returns a function without arguments*. That one is
+    measured, and returns plain JSON data.
 
     Args:
         target: "package.module:function", importable from the current directory.
         arguments: keyword arguments for it, plain JSON data.
         nodes: number of nodes, one process each.
-        devices_per_node: emulated CPU devices of each.
+        devices_per_node: emulated CPU devices of each node.
         rate: of the links, see ``EmulatedCluster``. If the processors cannot keep up, TCP retransmits packets
-            (up to a tenth of the bytes were measured), which count here as on a real link.
+            (up to a tenth of the bytes were measured). They count as on a real link.
         timeout: seconds for the whole measurement.
         output: destination of the processes' lines.
 

@@ -1,15 +1,14 @@
 """A network of emulated hosts: one namespace and one rate-limited link each, on a common switch.
 
-Nothing has a name outside. Only this process's file descriptors and the programs inside keep the namespaces
-alive, including the switch's, so the kernel removes everything when those end: nothing is left behind even
-after a kill -9.
+No namespace has a name. Only this process's file descriptors and the programs inside keep the namespaces
+alive, including the switch's. The kernel removes everything when these end, even after a kill -9.
 
     node 0: wire0 10.77.0.1 ---- port0 \\
     node 1: wire0 10.77.0.2 ---- port1  switch (a bridge)
     node 2: wire0 10.77.0.3 ---- port2 /
 
-Each end of a link has its own token bucket: the node's end limits what the node sends, the switch's end what
-it receives, so that links are full duplex and incast queues up as on a real switch. The nodes reach each
+Each end of a link has its own token bucket. The node's end limits the rate of sending, the switch's end the
+rate of receiving. So links are full duplex, and incast queues up as on a real switch. The nodes reach each
 other and nothing else.
 """
 
@@ -28,7 +27,7 @@ from zerojax.validation.rates import bytes_per_second
 if TYPE_CHECKING:
     from pyroute2 import IPRoute
 
-#: The interface of a node; unlike any name on the host, whose interfaces /sys still shows.
+#: The interface of a node. No interface of the host has this name, because a node's /sys still shows those.
 INTERFACE = "wire0"
 _TIME = re.compile(r"([\d.]+)\s*(us|ms|s)")
 
@@ -39,7 +38,7 @@ class ClusterError(RuntimeError):
 
 @dataclass(frozen=True)
 class LinkBytes:
-    """A node's traffic from its interface's counters: bytes on the link, headers included."""
+    """A node's traffic by its interface's counters: bytes on the link, including headers."""
 
     sent: int
     received: int
@@ -57,14 +56,14 @@ def microseconds(time: str) -> int:
     """
     found = _TIME.fullmatch(time.strip())
     if found is None or float(found[1]) > 1e9:
-        raise ValueError(f"{time!r} is not a latency: use for instance 50us or 1ms")
+        raise ValueError(f"{time!r} is not a latency: give one such as 50us or 1ms")
     return round(float(found[1]) * {"us": 1, "ms": 1e3, "s": 1e6}[found[2]])
 
 
 def unavailable() -> str | None:
-    """Why an emulated cluster cannot be set up here, or None if it can."""
+    """Why this machine cannot emulate a cluster; None if it can."""
     if sys.platform != "linux":
-        return "emulated clusters need Linux network namespaces; this is not Linux"
+        return "emulated clusters need Linux network namespaces, and this is not Linux"
     if os.geteuid() != 0:
         return "network namespaces and their links need root (sudo, or a privileged container)"
     try:
@@ -93,12 +92,12 @@ def link_bytes() -> LinkBytes:
 def limit_link(rate: str) -> None:
     """Change the rate at which this process's node may send, such as "1gbit".
 
-    The rate at which it may receive does not change: create the cluster with the highest rate needed, and
-    call this in one process of every node.
+    The rate of receiving stays. So create the cluster with the highest rate needed, and call this in one
+    process of every node.
 
     Raises:
-        ValueError: an argument is invalid.
-        ClusterError: the process does not run in a node of an emulated cluster whose links have a rate.
+        ValueError: ``rate`` is not a rate.
+        ClusterError: the process does not run in a node of an emulated cluster with rates.
     """
     limit = bytes_per_second(rate)
     link_bytes()  # raises an error if this is not a node
@@ -123,12 +122,12 @@ class Network:
         nodes: number of nodes, 1 to 65534.
         rate: of each link and direction, as for ``bytes_per_second``; None for no limit.
         latency: one-way delay to add between two nodes, as for ``microseconds``; None for none.
-        mtu: bytes of the largest packet, 576 to 65535. The rate is that of packets with their headers, as on
-            Ethernet.
+        mtu: bytes of the largest packet, 576 to 65535. As on Ethernet, the rate includes the packets'
+            headers.
 
     Raises:
         ValueError: an argument is invalid.
-        ClusterError: this machine cannot emulate a cluster; the message says why.
+        ClusterError: this machine cannot emulate a cluster. The message says why.
     """
 
     def __init__(self, nodes: int, rate: str | None, latency: str | None, mtu: int):
@@ -166,7 +165,7 @@ class Network:
         return [self._inside(namespace, read) for namespace in self.namespaces]
 
     def close(self) -> None:
-        """Release the namespaces; programs still inside keep theirs until they end."""
+        """Release the namespaces. A program inside keeps its namespace until it ends."""
         for namespace in (self._switch, *self.namespaces):
             os.close(namespace)
         self.namespaces = []
@@ -222,7 +221,7 @@ class Network:
 
 
 def _bucket(limit: int) -> dict[str, Any]:
-    """The only class of a link: its rate in bytes/s, and bursts of 1 ms but at least 128 KiB."""
+    """Options of a link's only class: its rate in bytes/s, and bursts of 1 ms but at least 128 KiB."""
     burst = max(1 << 17, limit // 1000)
     return {
         "handle": "1:1", "parent": "1:", "rate": limit, "burst": burst, "cburst": burst, "quantum": 60000,
