@@ -12,7 +12,7 @@ from zerojax.analysis.plan.host_choice import host_needed
 from zerojax.analysis.plan.memory import predict_memory
 from zerojax.analysis.plan.outlook_tables import outlook_tables
 from zerojax.analysis.plan.work import work_of
-from zerojax.cli.untrained import abstract_run
+from zerojax.cli.trained import abstract_run
 from zerojax.formatting import plain_text
 from zerojax.models import flops_per_token, parameter_count
 from zerojax.run.config import MeshSection, load_config

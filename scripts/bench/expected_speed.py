@@ -18,7 +18,7 @@ from panels import Curve, draw_panels
 from zerojax.analysis.gpus import find_gpu
 from zerojax.analysis.plan.cluster import Cluster
 from zerojax.analysis.plan.outlook import COMPARED, Outlook, foresee
-from zerojax.cli.untrained import abstract_run
+from zerojax.cli.trained import abstract_run
 from zerojax.run.config import MeshSection, find_config, load_config
 from zerojax.validation.rates import bytes_per_second
 

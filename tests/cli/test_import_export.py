@@ -22,8 +22,7 @@ from zerojax.errors import RunError, ZeroError
 from zerojax.interop.huggingface.exporting import new_folder
 from zerojax.run.build import abstract_model
 from zerojax.run.data.chat_template import CHATML
-from zerojax.run.run_dir import RunFolder
-from zerojax.run.run_lock import RunLock
+from zerojax.run.run_dir import RunFolder, RunLock
 from zerojax.run.train_run import TrainRun
 from zerojax.train.state import TrainState
 

@@ -7,7 +7,7 @@ from zerojax.analysis.plan import plan_state, predict_memory
 from zerojax.analysis.plan.work import decoder_work
 from zerojax.cli.on_config import Options, parse
 from zerojax.cli.savings import SAME, Savings, Trial
-from zerojax.cli.untrained import abstract_run
+from zerojax.cli.trained import abstract_run
 from zerojax.run.config import RunConfig
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState

@@ -18,15 +18,14 @@ from zerojax.cli.chat import Dialogue
 from zerojax.cli.trained import open_trained
 from zerojax.errors import ConfigurationError
 from zerojax.generation import Completions, Sampling, stream
-from zerojax.run import exact_match as exact_match_module
-from zerojax.run import html_report
+from zerojax.run import evaluation, html_report
 from zerojax.run.config import MeshSection, RunConfig, load_config
 from zerojax.run.data.answers import held_out_items
 from zerojax.run.data.chat_template import CHATML, ChatTemplate
 from zerojax.run.data.dataset import open_dataset
 from zerojax.run.data.prepare import prepare
 from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer
-from zerojax.run.exact_match import ExactMatch
+from zerojax.run.evaluation import ExactMatch
 from zerojax.run.metrics.files import read_metrics
 from zerojax.run.run_dir import RunFolder
 from zerojax.zero_config import ZeroConfig
@@ -144,12 +143,12 @@ def test_exact_match_is_the_share_of_right_answers_as_text(
             lengths[number] = len(right) + 1
         return Completions(found, lengths, np.zeros(found.shape, np.float32))
 
-    monkeypatch.setattr(exact_match_module, "generate_rows", answers)
+    monkeypatch.setattr(evaluation, "generate_rows", answers)
     state: Any = None
     assert items.measure(state) == 4 / 6
     # Each of two processes answers three, of which its first one right.
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(exact_match_module, "gather_from_all", lambda x: [x] * 2)
+    monkeypatch.setattr(evaluation, "gather_from_all", lambda x: [x] * 2)
     for process in range(2):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
         assert items.measure(state) == 2 / 6

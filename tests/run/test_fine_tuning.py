@@ -12,7 +12,7 @@ from micro_run import Stop, die_at, losses, micro_config, train
 
 import zerojax
 from zerojax.cli import main
-from zerojax.cli.sampling import SamplingOptions
+from zerojax.cli.sample import SamplingOptions
 from zerojax.cli.trained import open_trained
 from zerojax.errors import ZeroError
 from zerojax.run.build import RunSetup

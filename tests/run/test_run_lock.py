@@ -18,15 +18,14 @@ from micro_run import micro_config
 
 from zerojax.cli import main
 from zerojax.errors import ZeroError
-from zerojax.run.run_dir import RunFolder
-from zerojax.run.run_lock import RunLock
+from zerojax.run.run_dir import RunFolder, RunLock
 from zerojax.run.train_run import TrainRun
 
 HOLD = """
 import sys, time
 from pathlib import Path
 from zerojax.run.run_dir import RunFolder
-from zerojax.run.run_lock import RunLock
+from zerojax.run.run_dir import RunLock
 lock = RunLock(RunFolder(Path(sys.argv[1])))
 lock.take()
 print("taken", flush=True)

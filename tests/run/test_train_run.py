@@ -16,8 +16,7 @@ from zerojax.run.config import RunConfig
 from zerojax.run.data.dataset import TOKENIZER, is_prepared
 from zerojax.run.data.tokenizer import ByteTokenizer
 from zerojax.run.metrics.files import read_metrics
-from zerojax.run.run_dir import RunFolder
-from zerojax.run.run_lock import RunLock
+from zerojax.run.run_dir import RunFolder, RunLock
 from zerojax.run.train_run import TrainRun
 
 EVERYTHING = {"preset": "delta", "error_feedback": True}

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from zerojax.cli.options import read_options
-from zerojax.cli.sampling import SamplingOptions
+from zerojax.cli.sample import SamplingOptions
 from zerojax.errors import ConfigurationError
 from zerojax.generation import stream
 from zerojax.run.config import RunConfig

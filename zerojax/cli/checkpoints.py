@@ -21,8 +21,7 @@ from zerojax.run.checkpoints import (
     verify,
 )
 from zerojax.run.metrics.files import move_later_lines
-from zerojax.run.run_dir import RunFolder
-from zerojax.run.run_lock import RunLock
+from zerojax.run.run_dir import RunFolder, RunLock
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from zerojax.analysis.comm_report import comm_report
 from zerojax.cli import on_config
 from zerojax.cli.savings import Savings
-from zerojax.cli.untrained import abstract_run
+from zerojax.cli.trained import abstract_run
 
 
 @dataclass(frozen=True)

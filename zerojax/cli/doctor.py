@@ -20,7 +20,7 @@ from zerojax.matmul.fp8 import has_fp8
 from zerojax.models import flash_attention
 from zerojax.network import nccl
 from zerojax.run.config import ClusterSection, MeshSection
-from zerojax.run.metrics.devices import peak_flops
+from zerojax.run.metrics.log import peak_flops
 from zerojax.sharding.host_memory import LIMIT, free_host_memory, host_limit
 from zerojax.sharding.mesh import on_gpus
 from zerojax.versions import JAX_TESTED, installed

@@ -8,8 +8,7 @@ from zerojax.cli.trained import on_its_mesh, open_trained
 from zerojax.errors import ConfigurationError
 from zerojax.run.build import check_batch, is_first
 from zerojax.run.config import RunConfig, with_settings
-from zerojax.run.evaluation import mean_loss
-from zerojax.run.exact_match import ExactMatch, describe_matches
+from zerojax.run.evaluation import ExactMatch, describe_matches, mean_loss
 from zerojax.run.inputs import make_batches, prepare_data
 from zerojax.run.run_dir import RunFolder
 

@@ -16,8 +16,7 @@ from zerojax.run.config import (
     spelled_out,
 )
 from zerojax.run.config.keys import Tables
-from zerojax.run.config.tables import merged
-from zerojax.run.config.toml import load_tables
+from zerojax.run.config.tables import load_tables, merged
 
 
 @dataclass(frozen=True)

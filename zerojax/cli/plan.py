@@ -14,7 +14,7 @@ from zerojax.analysis.plan.outlook_tables import outlook_tables
 from zerojax.analysis.plan.work import sequences_of
 from zerojax.cli import on_config
 from zerojax.cli.savings import Savings
-from zerojax.cli.untrained import abstract_run
+from zerojax.cli.trained import abstract_run
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import plain_text
 from zerojax.models import describe_parameters

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from zerojax.analysis.plan import describe_plan
 from zerojax.cli import on_config
 from zerojax.cli.cluster import JobOptions
-from zerojax.cli.untrained import emulated_setup
+from zerojax.cli.trained import emulated_setup
 from zerojax.errors import ConfigurationError, RunError
 from zerojax.interop.huggingface import (
     ModelFolder,

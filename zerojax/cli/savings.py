@@ -14,7 +14,7 @@ from zerojax.analysis.plan.cluster import on_world
 from zerojax.analysis.plan.hops import hops_of, usual_bytes
 from zerojax.analysis.plan.memory import predict_memory
 from zerojax.analysis.plan.work import sequences_of, work_of
-from zerojax.cli.untrained import abstract_run
+from zerojax.cli.trained import abstract_run
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import size
 from zerojax.run.config import RunConfig, with_settings

@@ -1,14 +1,21 @@
-"""Loads trained runs, for commands that use their checkpoints."""
+"""The states of commands that do not train: of trained runs, and abstract ones of configs."""
 
+import dataclasses
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import jax
+
+from zerojax.cli.cluster import emulate_devices
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface import ModelReader
 from zerojax.log import warn
-from zerojax.run.build import abstract_model
+from zerojax.posttrain.loss.preference import preference_loss
+from zerojax.posttrain.settings import PREFERENCES, abstract_pairs
+from zerojax.run.build import RunSetup, abstract_model
 from zerojax.run.checkpoints import damage_line, newest_valid, read_manifest, restore
 from zerojax.run.config import MeshSection, RunConfig
+from zerojax.run.inputs import abstract_batch
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import with_base
 from zerojax.sharding.mesh import MeshShape
@@ -70,3 +77,26 @@ def open_trained(folder: RunFolder, config: RunConfig, mesh: MeshSection, *, ema
     state = with_base(abstract_model(config), folder, record.base, config, ModelReader())
     state = restore(path, state, average=ema)
     return TrainedRun(config, state, choice.step, folder.path / record.base if record.base else None)
+
+
+def abstract_run(config: RunConfig) -> tuple[TrainState, dict[str, jax.ShapeDtypeStruct]]:
+    """The abstract state of ``emulated_setup`` and the run's abstract batch; errors as there."""
+    setup = emulated_setup(config)
+    pairs = config.posttrain.method in PREFERENCES
+    return setup.abstract_state(), abstract_pairs(config) if pairs else abstract_batch(config)
+
+
+def emulated_setup(config: RunConfig) -> RunSetup:
+    """A run's mesh, sharding and optimizer, on as many emulated CPU devices as its mesh has."""
+    mesh = config.mesh
+    if not (mesh.nodes and mesh.local):
+        raise ConfigurationError(
+            "the size of the mesh is not known: give --mesh.nodes and --mesh.local; no device is needed"
+        )
+    jax.config.update("jax_platforms", "cpu")
+    emulated = dataclasses.replace(mesh, emulate=True)
+    emulate_devices(emulated, processes=1)
+    run = dataclasses.replace(config, mesh=emulated)
+    if config.posttrain.method in PREFERENCES:
+        return RunSetup(run, loss_fn=preference_loss(config.posttrain))
+    return RunSetup(run)

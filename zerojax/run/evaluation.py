@@ -1,10 +1,22 @@
-"""Means over batches, with weights that cross nodes once for all batches."""
+"""Evaluations: means over batches, and greedy answers to held-out prompts."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from zerojax.comm.gather import gather_from_all
-from zerojax.run.data.batches import Batch
+from zerojax.errors import ConfigurationError
+from zerojax.generation import Sampling
+from zerojax.generation.generate import generate_rows
+from zerojax.run.config import RunConfig
+from zerojax.run.data.answers import AnswerEnd, Item, held_out_items
+from zerojax.run.data.batches import Batch, Shares
+from zerojax.run.data.dataset import Dataset, open_template
+from zerojax.run.data.tokenizer import Tokenizer
 from zerojax.train.memory import free_memory
 from zerojax.train.node_copy import lacks_node_copy, node_copy_bytes, with_node_copy
 from zerojax.train.state import TrainState
@@ -47,3 +59,112 @@ def for_several_passes(state: TrainState, reserved: int = 0) -> TrainState:
         return state
     room = (free_memory(state.spec) << 20) - reserved - node_copy_bytes(state.spec)
     return with_node_copy(state) if min(gather_from_all(room)) >= 0 else state
+
+
+class Answer(NamedTuple):
+    """A model's answer, as texts without the end token or end text.
+
+    Attributes:
+        prompt: the prompt.
+        given: the model's completion.
+        wanted: the completion in the data.
+    """
+
+    prompt: str
+    given: str
+    wanted: str
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the two completions are equal, without blanks at their ends."""
+        return self.given.strip() == self.wanted.strip()
+
+
+@dataclass(frozen=True)
+class ExactMatch:
+    """Held-out prompts with their completions.
+
+    Attributes:
+        items: for each source, the end of its answers and its prompts.
+        tokenizer: the tokenizer of the tokens.
+        longest: the most tokens of a prompt and its answer together.
+    """
+
+    items: Sequence[tuple[AnswerEnd, Sequence[Item]]]
+    tokenizer: Tokenizer
+    longest: int
+
+    @classmethod
+    def of(cls, config: RunConfig, data: Dataset, tokens: Path) -> "ExactMatch | None":
+        """The items of a run's evaluations; None if train.eval_exact_match and train.eval_samples are 0.
+
+        They are spread evenly over the validation splits, and over the sources by their weights. Exact match
+        skips sources of plain text, which have no prompts. Documents longer than a row are skipped.
+        """
+        matched = config.train.eval_exact_match
+        count = matched or config.train.eval_samples
+        if not count:
+            return None
+        sources = zip(config.data.sources, data.parts, strict=True)
+        asked = [(one, part) for one, part in sources if one.kind != "text" or not matched]
+        found = []
+        shares = Shares([part.weight for _, part in asked]).taken(count)
+        for (one, part), share in zip(asked, shares, strict=True):
+            template = open_template(config.data, tokens) if one.kind == "chat" else None
+            items = held_out_items(part.validation, share, config.train.sequence_length + 1)
+            found.append((AnswerEnd.of(data.tokenizer, template), items))
+        if not any(items for _, items in found):
+            raise ConfigurationError(
+                f"train.eval_{'exact_match' if matched else 'samples'}: no held-out document fits into "
+                f"{config.train.sequence_length + 1} tokens: raise train.sequence_length, or leave it out"
+            )
+        return cls(found, data.tokenizer, config.train.sequence_length + 1)
+
+    def __len__(self) -> int:
+        return sum(len(items) for _, items in self.items)
+
+    def measure(self, state: TrainState) -> float:
+        """The fraction of the items that greedy decoding with a state's weights completes exactly.
+
+        All processes must call it. Each completes its share of the prompts, and all get the same result.
+        """
+        return self.share_right(self.answers(state))
+
+    def share_right(self, answers: Sequence[Answer]) -> float:
+        """The result of ``measure``, from this process's ``answers``."""
+        return sum(gather_from_all(sum(one.is_right for one in answers))) / len(self)
+
+    def answers(self, state: TrainState) -> list[Answer]:
+        """Greedy completions of this process's share of the items; all processes must call it."""
+        return [one for end, items in self.items if items for one in self._answered(state, end, items)]
+
+    def _answered(self, state: TrainState, end: AnswerEnd, items: Sequence[Item]) -> Iterator[Answer]:
+        processes = jax.process_count()
+        mine = items[jax.process_index() :: processes]
+        # Every process must have the same number of prompts.
+        rows = [item.prompt for item in mine] + [items[0].prompt] * (-(-len(items) // processes) - len(mine))
+        longest = max(len(item.completion) for item in items)
+        # Prompt and completion fit into a row of training. A longer answer would be wrong anyway.
+        limits = [min(longest, self.longest - len(row)) for row in rows]
+        answers = generate_rows(state, rows, limits, how=Sampling(temperature=0), stop=end.stop)
+        for item, answer, length in zip(mine, answers.tokens, answers.lengths, strict=False):
+            given, wanted = (
+                end.read(self.tokenizer, tokens.tolist())[0] for tokens in (answer[:length], item.completion)
+            )
+            yield Answer(self.tokenizer.decode(item.prompt), given, wanted)
+
+
+def samples_of(answers: Sequence[Answer], count: int) -> list[dict[str, str]]:
+    """At most ``count`` of all processes' answers, as values of JSON; all processes must call it."""
+    own = [
+        {"prompt": one.prompt, "completion": one.given, "expected": one.wanted}
+        for one in answers[: -(-count // jax.process_count())]
+    ]
+    return [one for part in gather_from_all(own) for one in part][:count]
+
+
+def describe_matches(measured: Mapping[str, float], items: ExactMatch | None) -> str:
+    """The end of a line about an evaluation: its "exact_match", or nothing if it has none."""
+    if "exact_match" not in measured or items is None:
+        return ""
+    return f"; exact match {measured['exact_match']:.1%} of {len(items)} held-out prompts"

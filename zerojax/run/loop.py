@@ -17,8 +17,7 @@ from zerojax.multihost.watchdog import Watchdog
 from zerojax.run.checkpoints import Checkpoints, Record, TrainingClock, step_dirs
 from zerojax.run.config.tables import zero_to_table
 from zerojax.run.metrics.log import RunLog
-from zerojax.run.run_dir import RunFolder
-from zerojax.run.run_lock import RunLock
+from zerojax.run.run_dir import RunFolder, RunLock
 from zerojax.train.state import TrainState
 from zerojax.train.step import Metrics, last_metrics, reports_later, train_step
 

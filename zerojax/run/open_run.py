@@ -28,8 +28,7 @@ from zerojax.run.checkpoints.select import choose
 from zerojax.run.config import RunConfig, spelled_out
 from zerojax.run.loop import TrainLoop, disk_errors_explained
 from zerojax.run.metrics.files import MetricsFile
-from zerojax.run.run_dir import Resume, RunFolder, check_start
-from zerojax.run.run_lock import RunLock
+from zerojax.run.run_dir import Resume, RunFolder, RunLock, check_start
 from zerojax.run.weights import Start
 
 

@@ -1,4 +1,4 @@
-"""A run's folder: its layout, and checks of whether a run may resume in it.
+"""A run's folder: its layout, its lock, and checks of whether a run may resume in it.
 
 ```
 RUN/config.toml      the settings, complete; ``zerojax train RUN/config.toml`` repeats the run
@@ -18,16 +18,23 @@ RUN/stacks/          the stacks of each process of a hung run
 ```
 """
 
+import errno
+import fcntl
 import json
 import os
+import platform
+import shlex
+import sys
 import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self, TextIO
 
 from zerojax.errors import ConfigurationError, file_errors
+from zerojax.log import logger
 from zerojax.run.config import ConfigError, RunConfig, dump_config, load_config, spelled_out
 from zerojax.validation.paths import check_checkpoint_path
 
@@ -48,6 +55,9 @@ _FREE_KEYS = {
     *("posttrain.reward_workers", "posttrain.reward_seconds", "posttrain.reward_variables"),
     *("posttrain.eval_prompts", "posttrain.samples"),
 }
+
+# Error numbers of flock on file systems without locks.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class RunFolder:
@@ -220,3 +230,66 @@ def write_whole(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
+
+
+class RunLock:
+    """The lock of a run's folder, held by process zero of a job; a context manager."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._file: TextIO | None = None
+
+    def take(self) -> str | None:
+        """Create the folder and lock it.
+
+        Returns:
+            None, or a warning if the file system has no locks.
+        """
+        self._folder.create()
+        path, note = self._folder.lock, None
+        with file_errors(path, what="the run cannot write here: "):
+            file = path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with file:
+                raise ConfigurationError(
+                    f"{self._folder.path} is in use by {_holder(file)}: wait for it, end it, or choose "
+                    "another folder"
+                ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                file.close()
+                raise
+            note = f"{path}: this file system has no locks: let no second run use the folder"
+        file.truncate(0)
+        own = {"host": platform.node(), "pid": os.getpid(), "since": f"{datetime.now():%Y-%m-%d %H:%M:%S}"}
+        file.write(json.dumps(own | {"command": shlex.join(sys.argv)}))
+        file.flush()
+        self._file = file
+        return note
+
+    def close(self) -> None:
+        """Release the lock."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> Self:
+        if (line := self.take()) is not None:
+            logger.warning(line)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _holder(file: TextIO) -> str:
+    """The process that holds a lock, as it has described itself in the lock's file."""
+    file.seek(0)
+    try:
+        found = json.loads(file.read())
+        line = f"process {found['pid']} on {found['host']} since {found['since']} ({found['command']})"
+        return "".join(x if x.isprintable() else "?" for x in line)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return "another process"

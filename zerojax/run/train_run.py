@@ -18,10 +18,8 @@ from zerojax.run.build import RunSetup, is_first
 from zerojax.run.config import RunConfig
 from zerojax.run.data.batches import Batch, TrainBatches
 from zerojax.run.data.dataset import Dataset
-from zerojax.run.evaluation import mean_loss
-from zerojax.run.exact_match import Answer, ExactMatch, describe_matches, samples_of
+from zerojax.run.evaluation import Answer, ExactMatch, describe_matches, mean_loss, samples_of
 from zerojax.run.inputs import abstract_batch, make_batches, prepare_data
-from zerojax.run.metrics.curve import draw_loss_curve
 from zerojax.run.metrics.files import read_metrics
 from zerojax.run.open_run import OpenRun, opening
 from zerojax.run.run_dir import Resume, RunFolder
@@ -186,3 +184,28 @@ class TrainRun(BatchRun):
             measured["exact_match"] = last["exact_match"]
         words = self.data.describe_loss(loss, digits=4) + describe_matches(measured, self.exact_match)
         self.report(measured | {"sources": self.data.account(self.batches.rounds(self.step))}, words)
+
+
+def draw_loss_curve(steps: Sequence[dict[str, Any]], path: Path, title: str) -> None:
+    """Draw training and validation loss against steps, as PNG; steps without a finite loss are skipped."""
+    # Matplotlib takes longer to import than all of zerojax, and most commands draw nothing.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    trained = [line for line in steps if line.get("loss") is not None]
+    axes.plot([s["step"] for s in trained], [s["loss"] for s in trained], lw=1, label="training")
+    # Only runs on preferences have an accuracy.
+    unit = "mean over pairs" if any("accuracy" in line for line in steps) else "nats per token"
+    evaluated = [line for line in steps if line.get("validation_loss") is not None]
+    if evaluated:
+        xs = [line["step"] for line in evaluated]
+        ys = [line["validation_loss"] for line in evaluated]
+        axes.plot(xs, ys, "o-", label="validation")
+        axes.annotate(
+            f"{ys[-1]:.3f}", (xs[-1], ys[-1]), textcoords="offset points", xytext=(0, 10), ha="right"
+        )
+    axes.set(xlabel="step", ylabel=f"loss ({unit})", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)

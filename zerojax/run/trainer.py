@@ -32,8 +32,7 @@ from zerojax.run.config import ClusterSection
 from zerojax.run.evaluation import mean_metrics
 from zerojax.run.loop import TrainLoop
 from zerojax.run.metrics.log import RunLog
-from zerojax.run.run_dir import RunFolder
-from zerojax.run.run_lock import RunLock
+from zerojax.run.run_dir import RunFolder, RunLock
 from zerojax.run.trackers import check_trackers
 from zerojax.train.initial import initializer
 from zerojax.train.state import TrainState, initial_base

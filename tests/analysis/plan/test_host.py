@@ -12,7 +12,7 @@ from zerojax.analysis.plan.host_choice import choose_host
 from zerojax.analysis.plan.memory import KINDS, PredictedMemory
 from zerojax.analysis.plan.speed import StepTime, predict_step
 from zerojax.analysis.plan.work import work_of
-from zerojax.cli.untrained import abstract_run
+from zerojax.cli.trained import abstract_run
 from zerojax.errors import ConfigurationError
 from zerojax.models import GPTConfig
 from zerojax.run.config import MeshSection, RunConfig, TrainSection, with_settings

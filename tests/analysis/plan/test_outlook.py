@@ -20,7 +20,7 @@ from zerojax.analysis.plan.outlook_tables import _longest, assumptions
 from zerojax.analysis.plan.picture import draw_outlook
 from zerojax.analysis.plan.work import decoder_work, work_of
 from zerojax.cli import main
-from zerojax.cli.untrained import abstract_run
+from zerojax.cli.trained import abstract_run
 from zerojax.errors import ZeroError
 from zerojax.models import GPTConfig
 from zerojax.run.config import MeshSection, RunConfig, TrainSection, with_settings

@@ -9,8 +9,8 @@ import pytest
 import tyro
 
 from zerojax.cli.options import option_table, read_options
+from zerojax.cli.schema import config_schema
 from zerojax.run.config.keys import documentation, keys_of
-from zerojax.run.config.schema import config_schema
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from data_files import write_documents
 
-from zerojax.run.data.batches import TrainBatches, Windows, validation_batches
+from zerojax.run.data.batches import Shares, TrainBatches, Windows, validation_batches
 from zerojax.run.data.formats import DataError
-from zerojax.run.data.mixture import Shares
 from zerojax.run.data.tokens import TokenFile
 
 

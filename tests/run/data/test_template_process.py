@@ -5,8 +5,8 @@ from contextlib import closing
 
 import pytest
 
+from zerojax.run.data.chat_template import TemplateProcess
 from zerojax.run.data.formats import DataError
-from zerojax.run.data.template_process import TemplateProcess
 
 
 @pytest.fixture

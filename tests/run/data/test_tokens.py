@@ -12,7 +12,7 @@ import tokenizers
 from data_files import write_documents
 
 from zerojax.run.config import DataSection, MixtureSource
-from zerojax.run.data import progress as progress_module
+from zerojax.run.data import prepare as prepare_module
 from zerojax.run.data.dataset import is_prepared, open_dataset, perplexity
 from zerojax.run.data.formats import DataError
 from zerojax.run.data.prepare import prepare
@@ -354,7 +354,7 @@ class TestPrepare:
     def test_long_work_is_reported(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(progress_module, "_SECONDS", 0.0)
+        monkeypatch.setattr(prepare_module, "_PROGRESS_SECONDS", 0.0)
         said: list[str] = []
         prepare(DataSection(source=str(folder), validation=0.1), tmp_path / "data", said.append)
         size = sum(len(d.text) for d in TextSource(str(folder)).documents())

@@ -18,11 +18,11 @@ from micro_run import hang
 from rich.console import Console
 
 from zerojax.errors import RunError
-from zerojax.run.metrics.curve import draw_loss_curve
-from zerojax.run.metrics.devices import most_memory
 from zerojax.run.metrics.files import MetricsFile, read_lines, read_metrics
+from zerojax.run.metrics.log import most_memory
 from zerojax.run.metrics.progress import Progress
 from zerojax.run.metrics.queue import MetricsQueue
+from zerojax.run.train_run import draw_loss_curve
 
 
 class Clock:

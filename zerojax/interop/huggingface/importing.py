@@ -27,8 +27,7 @@ from zerojax.run.config.tables import table_of
 from zerojax.run.data import prepare
 from zerojax.run.data.chat_template import TEMPLATE, find_template
 from zerojax.run.data.tokenizer import Tokenizer
-from zerojax.run.run_dir import RunFolder, copy_files
-from zerojax.run.run_lock import RunLock
+from zerojax.run.run_dir import RunFolder, RunLock, copy_files
 from zerojax.run.weights import WeightReader
 from zerojax.train.state import TrainState, begin_with
 from zerojax.zero_config import ZeroConfig

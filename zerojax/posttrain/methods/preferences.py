@@ -34,8 +34,7 @@ from zerojax.run.checkpoints import Manifest
 from zerojax.run.config import RunConfig
 from zerojax.run.data.answers import AnswerEnd
 from zerojax.run.data.batches import Batch, TrainBatches
-from zerojax.run.evaluation import mean_metrics
-from zerojax.run.exact_match import ExactMatch, describe_matches
+from zerojax.run.evaluation import ExactMatch, describe_matches, mean_metrics
 from zerojax.run.inputs import batches_of, kept_tokenizer
 from zerojax.run.open_run import opening
 from zerojax.run.run_dir import Resume, RunFolder

@@ -6,11 +6,8 @@
 
 import logging
 
-from zerojax.run.checkpoints.clock import TrainingClock
 from zerojax.run.checkpoints.manifest import Beside, DamagedError, Manifest, Record, read_manifest, verify
-from zerojax.run.checkpoints.restore import restore, restore_base, restore_weights
-from zerojax.run.checkpoints.resume import Resumed, resume
-from zerojax.run.checkpoints.retention import Retention
+from zerojax.run.checkpoints.restore import Resumed, restore, restore_base, restore_weights, resume
 from zerojax.run.checkpoints.select import (
     Choice,
     damage_line,
@@ -19,8 +16,7 @@ from zerojax.run.checkpoints.select import (
     read_manifests,
     set_damaged_aside,
 )
-from zerojax.run.checkpoints.store import Checkpoints
-from zerojax.run.checkpoints.transfer import reserve_for_saves
+from zerojax.run.checkpoints.store import Checkpoints, Retention, TrainingClock, reserve_for_saves
 
 # Orbax logs pages about errors that zerojax reports in one line. Other libraries that log to "absl" are kept.
 logging.getLogger("absl").addFilter(lambda record: "/orbax/checkpoint/" not in record.pathname)

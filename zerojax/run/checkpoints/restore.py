@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,9 @@ from zerojax.run.checkpoints.canonical import (
 )
 from zerojax.run.checkpoints.conversion import abstract_part, in_each_node, mean_over_nodes
 from zerojax.run.checkpoints.entries import AVERAGE, NODES, OPTIMIZER, REINITIALISED, Entry
+from zerojax.run.checkpoints.manifest import Record
 from zerojax.run.checkpoints.portions import read_in_portions
+from zerojax.run.checkpoints.select import choose
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.memory import in_host
 from zerojax.sharding.param_tree import from_tree, to_tree
@@ -347,3 +349,57 @@ def _is_read_as(name: str, wanted: Any, saved: Any) -> bool:
     given = (saved,) if name.rpartition("/")[2] in _FORMER_FLOATS else (wanted, saved)
     floating = all(jnp.issubdtype(x.dtype, jnp.floating) for x in given)
     return wanted.shape == saved.shape and (wanted.dtype == saved.dtype or floating)
+
+
+class Resumed(NamedTuple):
+    """A restored checkpoint.
+
+    Attributes:
+        state: the model and its optimizer.
+        step: the checkpoint's step.
+        record: the record saved with it, such as the ``position`` in the data.
+    """
+
+    state: TrainState
+    step: int
+    record: Record
+
+
+def resume(
+    folder: Path | str,
+    state: TrainState,
+    *,
+    checksums: bool = True,
+    say: Callable[[str], object] = print,
+) -> Resumed | None:
+    """Restore the newest valid checkpoint of a folder, whatever mesh, stage or wire format wrote it.
+
+    All processes must call it; the first one chooses for all. Newer checkpoints that are damaged are renamed
+    (``400.damaged``), so that their steps can be saved again.
+
+    Args:
+        folder: the checkpoints' folder, as for ``Checkpoints``; need not exist.
+        state: gives the spec, filled or abstract (``TrainState.abstract``); its values are not used.
+        checksums: read every byte of the checkpoint first; otherwise compare names and sizes only.
+        say: prints a line for each damaged checkpoint, on the first process. It prints one more if the number
+            of nodes with local updates has changed (``restore``).
+
+    Returns:
+        None if there is no checkpoint yet: then create a state by ``TrainState.create``.
+
+    Raises:
+        ConfigurationError: all checkpoints are damaged, or the newest valid one is of another model or
+            optimizer.
+    """
+    manifest, damaged = choose(Path(folder), checksums=checksums)
+
+    def say_once(line: str) -> None:
+        if jax.process_index() == 0:
+            say(line)
+
+    for line in damaged:
+        say_once(line)
+    if manifest is None:
+        return None
+    state = restore(Path(folder) / str(manifest.step), state, say=say_once)
+    return Resumed(state, manifest.step, manifest.record)

@@ -4,28 +4,120 @@ Arrays in host memory are copied there before they are written, if there is room
 until they are written (``zerojax.run.checkpoints.portions``).
 """
 
+import math
 import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 import jax
 from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint._src.serialization.types import DefaultSerializationStatusCallback, TransferPriority
 
+from zerojax.comm.gather import gather_from_all
 from zerojax.errors import RunError, error_line
 from zerojax.run.checkpoints import step_dirs
-from zerojax.run.checkpoints.canonical import to_canonical
-from zerojax.run.checkpoints.manifest import Record, write_manifest
+from zerojax.run.checkpoints.canonical import abstract_canonical, to_canonical
+from zerojax.run.checkpoints.manifest import Manifest, Record, write_manifest
 from zerojax.run.checkpoints.portions import write_in_portions
-from zerojax.run.checkpoints.retention import Retention
 from zerojax.run.checkpoints.select import read_manifests
-from zerojax.run.checkpoints.transfer import fit_beside_host_state, fit_beside_training, transfer_options
+from zerojax.sharding.host_memory import free_host_memory, host_limit, pool_bytes
+from zerojax.sharding.mesh import on_gpus
+from zerojax.train.memory import device_bytes, host_bytes, reserve_host_memory
 from zerojax.train.state import TrainState, check_there, settled
 from zerojax.train.step import skipped_in_row
+from zerojax.validation.arguments import suggests
 from zerojax.validation.paths import check_checkpoint_path
+
+
+class TrainingClock:
+    """Measures how long a run has trained.
+
+    Its clock is monotonic, so setting the machine's time has no effect.
+    """
+
+    def __init__(
+        self, seconds: float = 0.0, *, minutes: float = 0.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Start counting.
+
+        Args:
+            seconds: training time before this start of the run.
+            minutes: minutes between saves; 0 for no saves by time.
+            clock: a monotonic clock, in seconds.
+        """
+        self._clock = clock
+        self._begun = clock() - seconds
+        self._minutes = minutes
+        self._saved = clock()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training so far."""
+        return self._clock() - self._begun
+
+    @property
+    def wants_save(self) -> bool:
+        """Whether a save is due since the last one, or since the start."""
+        return self._minutes > 0 and self._clock() - self._saved >= self._minutes * 60
+
+    def saved(self) -> None:
+        """Restart the interval: a checkpoint was saved now."""
+        self._saved = self._clock()
+
+
+@suggests
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints to keep: the newest two, and the ones that any of these rules keeps.
+
+    Two, because the newest may hold broken weights, which only the next step shows. Saving it proved that the
+    weights before it were good. Checkpoints that hold a run's frozen weights or its reference are kept as
+    well.
+
+    Orbax's own policies measure time by the wall clock, and know nothing of frozen weights.
+
+    Attributes:
+        newest: keep this many of the newest, at least two; None keeps all.
+        every: keep checkpoints at multiples of this many steps; 0 for none.
+        best: keep this many with the lowest validation loss, among checkpoints saved at a step that measured
+            it.
+        minutes: keep checkpoints from the last ``minutes`` of training; time between runs does not count.
+    """
+
+    newest: int | None = None
+    every: int = 0
+    best: int = 0
+    minutes: float = 0.0
+
+    def surplus(self, manifests: Sequence[Manifest]) -> list[int]:
+        """The steps of the checkpoints that no rule keeps.
+
+        Args:
+            manifests: the checkpoints' manifests, oldest first; at least one.
+        """
+        if self.newest is None:
+            return []
+        steps = [manifest.step for manifest in manifests]
+        newest = manifests[-1].record
+        kept = {*steps[-max(2, self.newest) :], *_lowest(manifests, self.best)}
+        kept |= {step for step in steps if f"checkpoints/{step}" in newest.bases}
+        if self.every:
+            kept |= {step for step in steps if step % self.every == 0}
+        if self.minutes:
+            since = newest.seconds - self.minutes * 60
+            kept |= {manifest.step for manifest in manifests if manifest.record.seconds > since}
+        return [step for step in steps if step not in kept]
+
+
+def _lowest(manifests: Sequence[Manifest], count: int) -> list[int]:
+    """The steps with the lowest validation loss; among equal losses the newest."""
+    losses = [(m.record.metrics.get("validation_loss", math.nan), -m.step) for m in manifests]
+    return [-step for _, step in sorted(found for found in losses if math.isfinite(found[0]))[:count]]
 
 
 class Checkpoints:
@@ -205,3 +297,74 @@ def _reason(error: Exception) -> str:
     if found := re.search(r"os_error_code='(\d+)'", str(error)):
         return os.strerror(int(found[1]))
     return error_line(error)
+
+
+PORTION = 2 << 30
+"""Bytes per process in transfer at a time; a larger array is transferred alone."""
+
+
+class _InBackground(DefaultSerializationStatusCallback):
+    """Lets Orbax return before any array is copied."""
+
+    def key_priority(self, _: object) -> TransferPriority:
+        return TransferPriority.ASYNCHRONOUS_PRIORITIZED
+
+
+def fit_beside_training(states: Sequence[TrainState]) -> bool:
+    """Whether this process's devices can hold copies of states on top of the peak memory of their steps.
+
+    The run must have taken steps in this process, because only then is the peak known.
+
+    Returns:
+        True also for devices that do not report their memory, such as CPUs.
+    """
+    needed = sum(size for sizes in _sizes(states) for size in sizes)
+    return needed <= _room([device.memory_stats() or {} for device in states[0].spec.mesh.local_devices])
+
+
+def fit_beside_host_state(states: Sequence[TrainState]) -> bool:
+    """Whether all processes' hosts have room for copies of the arrays that the states have in host memory.
+
+    All processes call it together.
+    """
+    devices = states[0].spec.mesh.local_devices
+    copies = sum(host_bytes(abstract_canonical(state)) for state in states)
+    pool = pool_bytes(2 * copies + PORTION) if on_gpus(devices) else 0
+    return all(gather_from_all(len(devices) * copies <= free_host_memory() and pool <= host_limit()))
+
+
+def _room(memories: list[dict[str, int]]) -> float:
+    """Bytes that were never used so far, on the device with the fewest."""
+    known = [memory for memory in memories if "bytes_limit" in memory]
+    return min((memory["bytes_limit"] - memory["peak_bytes_in_use"] for memory in known), default=math.inf)
+
+
+def transfer_options(state: TrainState) -> ocp.Context:
+    """Orbax's options for the transfer to the host: a portion follows when the one before is written."""
+    pinned = on_gpus(state.spec.mesh.devices.flat)
+    array_options = ocp.options.ArrayOptions(
+        saving=ocp.options.ArrayOptions.Saving(enable_pinned_host_transfer=pinned)
+    )
+    memory_options = ocp.options.MemoryOptions(
+        transfer_concurrent_bytes=PORTION, serialization_status_callback=_InBackground()
+    )
+    return ocp.Context(array_options=array_options, memory_options=memory_options)
+
+
+def reserve_for_saves(states: Sequence[TrainState]) -> None:
+    """Allocate the page-locked memory that saves will need, once, before a run begins.
+
+    While the driver locks memory (seconds for some gigabytes), the GPUs wait.
+
+    Raises:
+        RunError: the memory is not available, or exceeds XLA's limit.
+    """
+    devices = states[0].spec.mesh.local_devices
+    portion = PORTION // len(devices)  # PORTION is for all devices together
+    reserve_host_memory(sum(min(sum(sizes), max(portion, *sizes)) for sizes in _sizes(states)), devices)
+
+
+def _sizes(states: Sequence[TrainState]) -> list[list[int]]:
+    """The bytes of one device's part of every array of a checkpoint, in a list per kind."""
+    trees = (tree for state in states for tree in abstract_canonical(state).values())
+    return [[device_bytes(x) for x in jax.tree.leaves(tree)] for tree in trees]

@@ -1,11 +1,14 @@
 """Batches of rows of tokens, in an order that depends only on the seed and the step.
 
 The global batch of a step is the same for any number of processes, and each reads its own rows of it.
-Therefore a run's position is one number, and a run can resume with another number of processes.
+Therefore a run's position is one number, and a run can resume with another number of processes. The source of
+a row in a mixture depends only on the row's index and the weights.
 """
 
 import bisect
+import math
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from typing import Any, Protocol, cast
 
 import grain
@@ -13,10 +16,39 @@ import numpy as np
 from jaxtyping import Int32
 
 from zerojax.run.data.formats import DataError
-from zerojax.run.data.mixture import Shares
 from zerojax.run.data.packing import PackedRows
 from zerojax.run.data.split import evenly_spread
 from zerojax.run.data.tokens import TokenFile
+
+
+class Shares:
+    """Rows interleaved from sources in proportion to their weights.
+
+    Among the first k rows, each source has its share of k, to within the number of sources. The order is
+    deterministic, and equal to ``grain.MapDataset.mix``, which allows fewer weights.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        """Take the sources' weights, all positive; only their ratios matter."""
+        exact = [Fraction(weight) for weight in weights]
+        scale = math.lcm(*(weight.denominator for weight in exact))
+        self._shares = [int(weight * scale) for weight in exact]
+
+    def taken(self, rows: int) -> list[int]:
+        """The number of rows from each source among the first ``rows`` rows."""
+        counts, left = [], sum(self._shares)
+        for share in self._shares:
+            others = rows * (left - share) // left
+            counts.append(rows - others)
+            rows, left = others, left - share
+        return counts
+
+    def place(self, row: int) -> tuple[int, int]:
+        """The source of a row, and its index in that source."""
+        before, after = self.taken(row), self.taken(row + 1)
+        source = next(i for i, (b, a) in enumerate(zip(before, after, strict=True)) if a > b)
+        return source, before[source]
+
 
 Row = dict[str, Int32[np.ndarray, " length_plus_1"]]
 Batch = dict[str, Int32[np.ndarray, "rows length_plus_1"]]

@@ -6,18 +6,26 @@ Jinja's sandbox, without access to files or to Python's internals, and in a proc
 memory.
 """
 
+import atexit
+import json
+import pickle
 import re
+import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import Any, BinaryIO, NamedTuple
 
 from zerojax.errors import file_errors
+from zerojax.run.data import template_worker
 from zerojax.run.data.formats import DataError, user_path
-from zerojax.run.data.template_process import Ranges, TemplateProcess
 from zerojax.run.data.tokenizer import SETTINGS, read_settings
-from zerojax.validation.untrusted import short
+from zerojax.validation.untrusted import printable, short
 
 TEMPLATE = "chat_template.jinja"
 """The template's file beside a tokenizer.json, as in Hugging Face's folders."""
@@ -36,11 +44,94 @@ BUILT_IN = {"chatml": CHATML}
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
 
-_PROCESS = TemplateProcess()
 _PROBE = "0f2c9a71"  # content that no template writes itself
 _MAX_CHARS = 1 << 20  # of a template
 _TOOLS = re.compile(r"\btools\b")
 _BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+class _Worker(NamedTuple):
+    process: subprocess.Popen[bytes]
+    requests: socket.socket
+    responses: BinaryIO
+
+
+class TemplateProcess:
+    """A process that renders texts. It starts on first use, and again after it has ended.
+
+    It ends with this process, or when the time for a text is over.
+
+    Args:
+        seconds: computing time that a text may take.
+        memory: bytes that the process may use; only Linux enforces this.
+    """
+
+    def __init__(self, seconds: float = 10.0, memory: int = 1 << 30) -> None:
+        self._seconds = seconds
+        self._memory = memory
+        self._lock = Lock()
+        self._worker: _Worker | None = None
+        atexit.register(self.close)
+
+    def render(self, source: str, every: Sequence[Mapping[str, Any]]) -> list[tuple[str, Ranges]]:
+        """Texts by a template, and the ranges of the characters in its generation blocks.
+
+        ``every`` has the variables of each text.
+        """
+        with self._lock:
+            response = self._exchange(pickle.dumps((source, every), pickle.HIGHEST_PROTOCOL))
+        if "error" in response:
+            raise DataError(printable(response["error"]))
+        texts = response["texts"]
+        whole = texts[0][0]
+        return [
+            (whole[:text] if isinstance(text, int) else text, tuple((start, end) for start, end in ranges))
+            for text, ranges in texts
+        ]
+
+    def close(self) -> int:
+        """End the process; returns its exit code, which is negative for a signal."""
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return 0
+        worker.requests.close()
+        worker.responses.close()
+        worker.process.kill()
+        return worker.process.wait()
+
+    def _exchange(self, request: bytes) -> dict[str, Any]:
+        try:
+            worker = self._worker = self._worker or self._start()
+            worker.requests.sendall(request)
+            line = worker.responses.readline()
+        except OSError:  # it has ended
+            line = b""
+        except BaseException:
+            self.close()  # the next request would read this one's response
+            raise
+        if line.endswith(b"\n"):
+            return json.loads(line)
+        code = self.close()
+        if code == -signal.SIGPROF:
+            raise DataError(
+                f"one text takes it more than {self._seconds:g} s: set data.chat_template to another template"
+            )
+        raise DataError(f"the process that renders it has ended (exit code {code})")
+
+    def _start(self) -> _Worker:
+        program = [sys.executable, "-P", template_worker.__file__, str(self._seconds), str(self._memory)]
+        ours, theirs = socket.socketpair()
+        with theirs:
+            end = theirs.fileno()
+            process = subprocess.Popen(
+                program, stdin=end, stdout=end, stderr=subprocess.DEVNULL, start_new_session=True
+            )
+        return _Worker(process, ours, ours.makefile("rb"))
+
+
+_PROCESS = TemplateProcess()
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from zerojax import terminal
 from zerojax.errors import file_errors
+from zerojax.formatting import size
 from zerojax.run.config import DataSection, MixtureSource
 from zerojax.run.data.chat_template import TEMPLATE, ChatTemplate, load_template
 from zerojax.run.data.dataset import (
@@ -27,7 +29,6 @@ from zerojax.run.data.dataset import (
 )
 from zerojax.run.data.examples import Completions, Conversations, Encoded, Examples, Texts, text_that_counts
 from zerojax.run.data.formats import DataError, Document
-from zerojax.run.data.progress import TextProgress
 from zerojax.run.data.source import TextSource, check_source_exists
 from zerojax.run.data.split import rank, validation_limit
 from zerojax.run.data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
@@ -40,6 +41,29 @@ from zerojax.validation.untrusted import parse_json
 _SETTINGS = "settings.json"
 _BATCH_DOCUMENTS = 1024
 _BATCH_BYTES = 1 << 22
+_PROGRESS_SECONDS = 10.0
+
+
+class TextProgress:
+    """Counts bytes and tokens, and prints a line every ten seconds."""
+
+    def __init__(self, task: str, say: Callable[[str], None]) -> None:
+        self._task = task
+        self._say = say
+        self._bytes = self._tokens = 0
+        self._start = self._said = time.monotonic()
+
+    def add(self, text_bytes: int, tokens: int = 0) -> None:
+        """Count more bytes of text, and the tokens made of them."""
+        self._bytes += text_bytes
+        self._tokens += tokens
+        now = time.monotonic()
+        if now - self._said < _PROGRESS_SECONDS:
+            return
+        self._said = now
+        made = f", {self._tokens / 1e6:,.1f}M tokens" if self._tokens else ""
+        seconds = now - self._start
+        self._say(f"{self._task}: {size(self._bytes)} of text{made} in {seconds:.0f} s")
 
 
 def _print(message: str) -> None:
