@@ -80,9 +80,6 @@ class Dialogue:
 
     Attributes:
         end: the end of an answer.
-
-    Raises:
-        DataError: the template does not end an assistant's message.
     """
 
     def __init__(
@@ -101,11 +98,7 @@ class Dialogue:
         self._messages: list[dict[str, str]] = []
 
     def ask(self, line: str) -> np.ndarray:
-        """Add a message of the user; returns the tokens of the prompt, int32.
-
-        Raises:
-            DataError: the template refuses the conversation.
-        """
+        """Add a message of the user; returns the tokens of the prompt, int32."""
         if self._template is None:
             prompt = self._tokenizer.encode(line.encode(errors="replace"))
             return np.asarray([self._tokenizer.begin_of_text, *prompt], np.int32)

@@ -51,11 +51,7 @@ def run(arguments: list[str]) -> None:
 
 
 def checked(options: Options, settings: RunConfig, manifest: Manifest | None) -> RunConfig:
-    """The settings of a run with its reward model's checkpoint, after the checks of its method.
-
-    Raises:
-        ConfigurationError: settings do not fit, or there are no first weights.
-    """
+    """The settings of a run with its reward model's checkpoint, after the checks of its method."""
     if settings.posttrain.method in PREFERENCES:
         check_preferences(settings)
     else:

@@ -155,9 +155,6 @@ def show_plan(
         source: the Hugging Face model with the run's first weights, if any.
         check: the command's own check. It gets the settings and the manifest of the run's newest checkpoint,
             and returns the settings that the run would have.
-
-    Raises:
-        ConfigurationError: something that the run needs is missing or does not fit.
     """
     folder, setup = options.folder, emulated_setup(settings)
     setup.check_settings()
@@ -180,11 +177,7 @@ def show_plan(
 
 
 def _beginning(options: RunOptions, settings: RunConfig, manifest: checkpoints.Manifest | None) -> str:
-    """A description of how a run would begin.
-
-    Raises:
-        ConfigurationError: its first weights are missing, or the settings were changed to another run's.
-    """
+    """A description of how a run would begin."""
     folder = options.folder
     if manifest is not None and manifest.record.position:
         changes_since(manifest, settings, folder)

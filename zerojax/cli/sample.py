@@ -52,11 +52,7 @@ class SamplingOptions:
         return Sampling(self.temperature, self.top_k, self.top_p)
 
     def open_model(self, folder: RunFolder) -> GPT:
-        """The run's model, whole on one device.
-
-        Raises:
-            ConfigurationError: as ``open_trained``, or the model is a reward model.
-        """
+        """The run's model, whole on one device."""
         # One device computes with the stored weights, so wire formats do not matter.
         config, one = as_stored(folder.read_config()), MeshSection(nodes=1, local=1)
         config.model.check_language_model("generation")

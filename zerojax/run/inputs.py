@@ -21,12 +21,7 @@ from zerojax.train.shared_rows import processes_a_row
 
 
 def prepare_data(config: RunConfig, folder: RunFolder) -> Dataset:
-    """Write a run's token files on process zero, unless they are there; open them on all.
-
-    Raises:
-        ConfigurationError: the source, the tokenizer or the folder cannot be used, or the tokenizer's
-            vocabulary is larger than the model's.
-    """
+    """Write a run's token files on process zero, unless they are there; open them on all."""
     run_on_process_zero(lambda: prepare(config.data, folder.data))
     data = open_dataset(config.data, folder.data)
     _check_vocabulary(data.tokenizer, config)
@@ -39,10 +34,6 @@ def kept_tokenizer(
     """The tokenizer of a run that reads its data without preparing them, and the template of conversations.
 
     The run keeps both in its folder, and uses them again when it resumes.
-
-    Raises:
-        ConfigurationError: the tokenizer or template cannot be used, or its vocabulary is larger than the
-            model's.
     """
 
     def keep() -> None:
@@ -87,11 +78,7 @@ def _check_vocabulary(tokenizer: Tokenizer, config: RunConfig) -> None:
 
 
 def make_batches(config: RunConfig, data: Dataset) -> tuple[TrainBatches, list[Batch]]:
-    """This process's part of the training batches and of the validation batches.
-
-    Raises:
-        DataError: a split is too short.
-    """
+    """This process's part of the training batches and of the validation batches."""
     length, packing, labels = config.train.sequence_length, config.data.packing, config.data.masked
     rows = functools.partial(make_rows, length=length, packing=packing, labels=labels)
     held_out = [rows(part.validation) for part in data.parts]
@@ -104,9 +91,6 @@ def batches_of(
     """Like ``make_batches``, from each source's rows to train on and its held-out rows.
 
     Validation batches have the size of a micro-batch, so that an evaluation needs no more memory than a step.
-
-    Raises:
-        DataError: the held-out rows do not fill a micro-batch.
     """
     size, sharing = config.train.batch_size, processes_a_row(config.zero.sequence_parallel)
     place = {"process": jax.process_index() // sharing, "processes": jax.process_count() // sharing}

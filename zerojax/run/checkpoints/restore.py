@@ -203,11 +203,7 @@ class _Checkpoint:
     """
 
     def __init__(self, path: Path | str, name: str = "") -> None:
-        """Read which arrays were saved for the state called ``name``, or for the run's if that is empty.
-
-        Raises:
-            ConfigurationError: it cannot be read.
-        """
+        """Read which arrays were saved for the state called ``name``, or for the run's if that is empty."""
         self.path = Path(path)
         self._prefix = prefix = f"{name}_" if name else ""
         every = self._reading(lambda: ocp.checkpointables_metadata(str(self.path.absolute())).metadata)

@@ -489,11 +489,7 @@ class MeshSection:
         )
 
     def to_mesh(self) -> Mesh:
-        """The mesh of this job's devices.
-
-        Raises:
-            ConfigurationError: as ``zerojax.make_mesh``.
-        """
+        """The mesh of this job's devices."""
         return make_mesh(self.nodes or None, self.local or None)
 
 

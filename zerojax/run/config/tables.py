@@ -278,11 +278,7 @@ def _places() -> list[Path]:
 
 
 def load_config(path: Path | str) -> RunConfig:
-    """Read a TOML file.
-
-    Raises:
-        ConfigError: it is not readable, not TOML, or has an unknown key or a value of wrong type or range.
-    """
+    """Read a TOML file."""
     return config_from_dict(load_tables(path), origin=str(path))
 
 

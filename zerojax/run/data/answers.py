@@ -30,11 +30,7 @@ class AnswerEnd:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, template: ChatTemplate | None) -> Self:
-        """The end of an assistant's message; without a template, the end of a text.
-
-        Raises:
-            DataError: the template writes nothing after a message.
-        """
+        """The end of an assistant's message; without a template, the end of a text."""
         if template is None:
             return cls(tokenizer.end_of_text)
         ending = template.closing

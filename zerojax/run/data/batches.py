@@ -70,9 +70,6 @@ class Windows:
     """A token file as a random-access sequence of {"tokens": int32 [T + 1]}; neighbours share a token.
 
     Window i starts at token i T, for T = ``length``, so every token but the first is predicted exactly once.
-
-    Raises:
-        DataError: the file is shorter than one window.
     """
 
     def __init__(self, file: TokenFile, length: int) -> None:
@@ -98,9 +95,6 @@ def make_rows(file: TokenFile, length: int, packing: str, *, labels: bool = Fals
 
     A row predicts ``length`` tokens. With ``labels``, packed rows have "labels". In a mixture, if the rows of
     one source have labels, the rows of all sources must have them.
-
-    Raises:
-        DataError: the file is too short for one row.
     """
     return PackedRows(file, length, labels=labels) if packing == "documents" else Windows(file, length)
 
@@ -113,9 +107,6 @@ class TrainBatches(Iterator[Batch]):
 
     The processes share the batch of ``batch_size`` rows. A process gets rows [process * b, (process + 1) *
     b).
-
-    Raises:
-        DataError: the batch does not divide among the processes.
     """
 
     def __init__(

@@ -159,9 +159,6 @@ class ChatTemplate:
                 tool calls.
             tools: descriptions of the functions that the assistant may call, as JSON schemas.
             add_generation_prompt: end with the text that begins an answer.
-
-        Raises:
-            DataError: the template is not valid, or refuses the conversation, or does not write its tools.
         """
         ((text, _),) = self._render(messages, tools, [(len(messages), add_generation_prompt)])
         return text
@@ -246,11 +243,7 @@ class ChatTemplate:
 
     @property
     def closing(self) -> str:
-        """``turn_end`` without surrounding blanks, unless it is all blanks: the text with which a model ends.
-
-        Raises:
-            DataError: as ``turn_end``.
-        """
+        """``turn_end`` without surrounding blanks, unless it is all blanks: the text with which a model ends."""
         return self.turn_end.strip() or self.turn_end
 
     def after_answer(self, messages: Sequence[Message]) -> str:

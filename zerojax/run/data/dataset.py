@@ -200,11 +200,7 @@ def open_tokenizer(settings: DataSection, folder: Path) -> Tokenizer:
 
 
 def names_kept_tokenizer(settings: DataSection, folder: Path) -> bool:
-    """Whether the settings name a file with the same tokenizer as the run keeps, perhaps at another path.
-
-    Raises:
-        DataError: one of the two files is not a tokenizer.
-    """
+    """Whether the settings name a file with the same tokenizer as the run keeps, perhaps at another path."""
     files = user_path(settings.tokenizer), tokenizer_file(settings, folder)
     return all(file.is_file() for file in files) and same_tokenizer(*map(load_tokenizer, files))
 
@@ -242,11 +238,7 @@ def read_tokens(folder: Path) -> list[PreparedTokens]:
 
 
 def tokens_of(settings: DataSection, places: Sequence[Path]) -> list[PreparedTokens]:
-    """The prepared tokens of each source, from the headers of their files.
-
-    Raises:
-        DataError: a file is missing or damaged.
-    """
+    """The prepared tokens of each source, from the headers of their files."""
     found = []
     for one, place in zip(settings.sources, places, strict=True):
         headers = [open_tokens(place / f"{split}.bin", verify=False).header for split in SPLITS]
@@ -257,11 +249,7 @@ def tokens_of(settings: DataSection, places: Sequence[Path]) -> list[PreparedTok
 
 
 def open_template(settings: DataSection, folder: Path) -> ChatTemplate:
-    """The chat template that made the tokens of a run, or that will make them.
-
-    Raises:
-        DataError: there is none.
-    """
+    """The chat template that made the tokens of a run, or that will make them."""
     place = tokenizer_file(settings, folder).parent
     tokenizer = open_tokenizer(settings, folder)
     if (found := find_template(place)) is not None:

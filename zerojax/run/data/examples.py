@@ -76,9 +76,6 @@ class Completions:
         """The prompt and completion of one row.
 
         If the completion is empty, nothing counts.
-
-        Raises:
-            DataError: they are not text.
         """
         prompt, completion = (text_of(row, column, place) for column in (self.prompt, self.completion))
         whole = prompt + completion

@@ -112,11 +112,7 @@ def read_rows(
 
 
 def cut_document(path: Path) -> Iterator[Document]:
-    """A single text file as about 64 documents, cut at line ends, so that some of them can be held out.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
+    """A single text file as about 64 documents, cut at line ends, so that some of them can be held out."""
     with _readable(path), path.open("rb") as lines:
         target = max(1, path.stat().st_size // _PIECES)
         piece: list[bytes] = []

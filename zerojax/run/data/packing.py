@@ -30,9 +30,6 @@ class PackedRows:
     and -1 elsewhere.
 
     The plan of the rows takes about 16 bytes of memory per document.
-
-    Raises:
-        DataError: no document has a token to learn within a row.
     """
 
     def __init__(self, file: TokenFile, length: int, *, labels: bool = False) -> None:

@@ -151,9 +151,6 @@ def check_template(settings: DataSection, folder: Path, tokenizer: Tokenizer) ->
     """Check the chat template that ``prepare`` or ``keep_tokenizer`` would use.
 
     ``tokenizer`` is the one that data.tokenizer names, whose file need not exist yet.
-
-    Raises:
-        DataError: the template cannot be used.
     """
     draft = _draft(folder)
     if not _are_elsewhere(part_folders(settings, draft), draft):
@@ -201,9 +198,6 @@ def keep_tokenizer(settings: DataSection, folder: Path) -> None:
 
     The run can then be moved, and keeps the tokenizer that it started with. A prepared folder is left alone;
     files from another start are replaced.
-
-    Raises:
-        DataError: the tokenizer or template cannot be used.
     """
     if (found := tokenizer_to_keep(settings, folder)) is not None:
         with _drafted(folder) as draft:

@@ -31,9 +31,6 @@ class TextSource:
 
     Attributes:
         files: the files, sorted.
-
-    Raises:
-        DataError: nothing is there, or it holds no text.
     """
 
     def __init__(self, source: str, pattern: str = "**/*", examples: Examples | None = None) -> None:
@@ -45,22 +42,14 @@ class TextSource:
         return (document for document in self.rows() if document.targets != ())
 
     def rows(self) -> Iterator[Document]:
-        """All documents, in order; a single file of plain text is cut into about 64.
-
-        Raises:
-            DataError: a file is damaged; names it and the row.
-        """
+        """All documents, in order; a single file of plain text is cut into about 64."""
         if len(self.files) == 1 and not (self.examples.masked or is_table(self.files[0])):
             return cut_document(self.files[0])
         return itertools.chain.from_iterable(map(self.examples.read, self.files))
 
 
 def check_source_exists(source: str, pattern: str | None) -> None:
-    """Check that a source exists, without reading it. The tokens of an earlier run are a source, too.
-
-    Raises:
-        DataError: nothing is there.
-    """
+    """Check that a source exists, without reading it. The tokens of an earlier run are a source, too."""
     if source != "stdlib" and not user_path(source).exists():
         _find_files(source, pattern or "**/*")
 

@@ -43,9 +43,6 @@ def hold_out[T](every: Sequence[T], text: Callable[[T], bytes], fraction: float)
     """Split examples into those for training and those held out.
 
     An example's text decides, as for documents; ``fraction`` is as for ``validation_limit``.
-
-    Raises:
-        DataError: there are fewer than two different texts.
     """
     texts = [text(one) for one in every]
     limit = validation_limit(texts, fraction)

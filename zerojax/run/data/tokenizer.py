@@ -58,11 +58,7 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def encode_spans(self, texts: Sequence[str]) -> list[Spans]:
-        """Token ids of each text, and the character that each byte belongs to.
-
-        Raises:
-            DataError: a text has a NUL byte.
-        """
+        """Token ids of each text, and the character that each byte belongs to."""
         found = []
         for text in texts:
             tokens = self.encode(text.encode())
@@ -88,9 +84,6 @@ class BPETokenizer:
 
     If ``end_of_text`` is not given, it is one of the usual names. If ``begin_of_text`` is not given, the same
     token begins a text.
-
-    Raises:
-        DataError: the tokenizer has no such token.
     """
 
     def __init__(
@@ -246,11 +239,7 @@ def _unprinted_panics() -> Generator[None]:
 
 
 def read_inner(path: Path) -> tokenizers.Tokenizer:
-    """Read a tokenizer.json with the ``tokenizers`` library.
-
-    Raises:
-        DataError: the file is not a tokenizer.
-    """
+    """Read a tokenizer.json with the ``tokenizers`` library."""
     with tokenizers_errors(f"{path}: not a tokenizer file"):
         text = path.read_text(encoding="utf-8")
         with nullcontext() if sys.__stderr__ is None else _unprinted_panics():
@@ -258,11 +247,7 @@ def read_inner(path: Path) -> tokenizers.Tokenizer:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Read a JSON file beside a tokenizer; empty if there is none.
-
-    Raises:
-        DataError: it is not a JSON object.
-    """
+    """Read a JSON file beside a tokenizer; empty if there is none."""
     return read_json_object(path, DataError) if path.is_file() else {}
 
 

@@ -107,9 +107,6 @@ class TokenWriter:
 
     Attributes:
         empty: as in the header.
-
-    Raises:
-        DataError: a file cannot be written.
     """
 
     def __init__(
@@ -141,9 +138,6 @@ class TokenWriter:
 
         With a mask, the tokens are written as they are. Otherwise the tokens that begin and end a text are
         added. ``text_bytes`` is the number of bytes of text that count in the loss.
-
-        Raises:
-            DataError: the file cannot be written.
         """
         length = len(tokens)
         if mask is None:

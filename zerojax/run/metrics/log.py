@@ -69,9 +69,6 @@ class RunLog:
         start: steps done before.
         skipped: steps before that made no update.
         listener: called with each step's number and values, on every process.
-
-    Raises:
-        ConfigurationError: a tracker cannot start.
     """
 
     def __init__(

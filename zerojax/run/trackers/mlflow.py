@@ -35,20 +35,12 @@ class MLflow:
             self._client.log_batch(self.identity, params=list(some))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the values of a step.
-
-        Raises:
-            MlflowException: they could not be sent.
-        """
+        """Send the values of a step."""
         now = int(time.time() * 1000)
         self._client.log_batch(
             self.identity, [Metric(name, value, now, step) for name, value in values.items()]
         )
 
     def close(self, *, failed: bool) -> None:
-        """End the run.
-
-        Raises:
-            MlflowException: the server cannot be reached.
-        """
+        """End the run."""
         self._client.set_terminated(self.identity, "FAILED" if failed else "FINISHED")
