@@ -72,14 +72,8 @@ def _lines() -> Iterator[str]:
 class Dialogue:
     """The conversation so far, from which the next prompt is made.
 
-    Args:
-        tokenizer: the run's tokenizer.
-        template: None if each line is a prompt by itself.
-        system: the conversation's system message.
-        longest: the most tokens of a prompt; the oldest messages are dropped to keep to it.
-
-    Attributes:
-        end: the end of an answer.
+    Without a template, each line is a prompt by itself. The oldest messages are dropped to keep a prompt to
+    ``longest`` tokens. ``end`` is the end of an answer.
     """
 
     def __init__(

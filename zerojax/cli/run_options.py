@@ -149,12 +149,9 @@ def show_plan(
 ) -> None:
     """Print what a run would do, after checking its settings, files and sources; for --dry-run.
 
-    Args:
-        options: the command's options.
-        settings: the run's settings.
-        source: the Hugging Face model with the run's first weights, if any.
-        check: the command's own check. It gets the settings and the manifest of the run's newest checkpoint,
-            and returns the settings that the run would have.
+    ``source`` is the Hugging Face model with the run's first weights, if any. ``check`` is the command's own
+    check. It gets the settings and the manifest of the run's newest checkpoint, and returns the settings that
+    the run would have.
     """
     folder, setup = options.folder, emulated_setup(settings)
     setup.check_settings()

@@ -70,11 +70,11 @@ class Savings:
 
     def sent(self) -> list[Trial]:
         """Up to three ways to send less: the best option, the best that rounds as now, and local updates."""
-        ways = self._sending(_SENDING)
+        ways = self._better("sent", _SENDING)
         same = [trial for trial in ways if trial.price == SAME]
         if self._nodes == 1:
             return same[:1]  # rounding gains nothing
-        return list(dict.fromkeys([*ways[:1], *same[:1], *self._sending([_LOCAL_UPDATES])]))
+        return list(dict.fromkeys([*ways[:1], *same[:1], *self._better("sent", [_LOCAL_UPDATES])]))
 
     def held(self) -> list[Trial]:
         """Up to three ways to hold less: the best option, the best without sending more, and host memory."""
@@ -84,19 +84,18 @@ class Savings:
         while train.batch_size % (groups * accumulate) == 0:
             holding.append(("train.accumulate", accumulate))
             accumulate *= 2
-        ways = self._holding(holding)
+        ways = self._better("held", holding)
         free = [trial for trial in ways if not self._more_sent(trial)]
-        return list(dict.fromkeys([*ways[:1], *free[:1], *self._holding([_HOST])]))
+        return list(dict.fromkeys([*ways[:1], *free[:1], *self._better("held", [_HOST])]))
 
-    def _holding(self, options: list[tuple[str, Any]]) -> list[Trial]:
-        """The options that hold less than now, the least first."""
-        ways = [trial for trial in self._tried(options) if trial.held < _WORTH_IT * self.now.held]
-        return sorted(ways, key=lambda trial: (trial.held, trial.sent))
+    def _better(self, what: str, options: list[tuple[str, Any]]) -> list[Trial]:
+        """The options with less of "sent" or "held" than now, the least first."""
 
-    def _sending(self, options: list[tuple[str, Any]]) -> list[Trial]:
-        """The options that send less than now, the least first."""
-        ways = [trial for trial in self._tried(options) if trial.sent < _WORTH_IT * self.now.sent]
-        return sorted(ways, key=lambda trial: (trial.sent, trial.held))
+        def costs(trial: Trial) -> tuple[int, int]:
+            return (trial.sent, trial.held) if what == "sent" else (trial.held, trial.sent)
+
+        limit = _WORTH_IT * costs(self.now)[0]
+        return sorted((one for one in self._tried(options) if costs(one)[0] < limit), key=costs)
 
     def sent_line(self) -> str:
         """``sent`` as a line of text."""

@@ -25,14 +25,10 @@ from zerojax.zero_config import ZeroConfig
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A run's latest checkpoint, without the optimizer.
+    """A run's latest checkpoint, without the optimizer, and the run's settings with the requested mesh.
 
-    Attributes:
-        config: the run's settings, with the requested mesh.
-        state: the restored model.
-        step: the checkpoint's step.
-        base: the source of the frozen weights (``Record.base``); None if there are none, or if they are drawn
-            from the run's seed.
+    ``base`` is the source of the frozen weights (``Record.base``). It is None if there are none, or if they
+    are drawn from the run's seed.
     """
 
     config: RunConfig

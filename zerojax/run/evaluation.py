@@ -62,13 +62,7 @@ def for_several_passes(state: TrainState, reserved: int = 0) -> TrainState:
 
 
 class Answer(NamedTuple):
-    """A model's answer, as texts without the end token or end text.
-
-    Attributes:
-        prompt: the prompt.
-        given: the model's completion.
-        wanted: the completion in the data.
-    """
+    """A prompt, the model's completion and the data's, as texts without the end token or end text."""
 
     prompt: str
     given: str
@@ -84,10 +78,8 @@ class Answer(NamedTuple):
 class ExactMatch:
     """Held-out prompts with their completions.
 
-    Attributes:
-        items: for each source, the end of its answers and its prompts.
-        tokenizer: the tokenizer of the tokens.
-        longest: the most tokens of a prompt and its answer together.
+    For each source, ``items`` has the end of its answers and its prompts. ``tokenizer`` made the tokens.
+    ``longest`` is the most tokens of a prompt and its answer together.
     """
 
     items: Sequence[tuple[AnswerEnd, Sequence[Item]]]

@@ -33,15 +33,10 @@ from zerojax.run.weights import Start
 
 
 class Opening(NamedTuple):
-    """A run that is being opened.
+    """A run that is being opened, with the lock of its folder held.
 
-    Attributes:
-        config: the run's settings.
-        folder: the run's folder.
-        lock: the lock of the folder, held.
-        manifest: the manifest of the checkpoint to resume from; None for a new run.
-        notes: lines for the user.
-        on_error: callbacks that run if the run cannot be opened.
+    ``manifest`` is None for a new run, ``notes`` are lines for the user, and ``on_error`` closes what was
+    opened if the run cannot be opened.
     """
 
     config: RunConfig

@@ -233,7 +233,13 @@ def write_whole(path: Path, text: str) -> None:
 
 
 class RunLock:
-    """The lock of a run's folder, held by process zero of a job; a context manager."""
+    """The lock of a run's folder, held by process zero of a job; a context manager.
+
+    It is a lock of the operating system (flock), which is released however its process ends. The file's
+    content is for people. It excludes other processes of the same host, and of other hosts if the shared file
+    system supports locks: NFS unless mounted with ``nolock`` or ``local_lock``, Lustre unless with
+    ``noflock`` or ``localflock``.
+    """
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder

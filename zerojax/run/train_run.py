@@ -30,11 +30,9 @@ from zerojax.train.step import Metrics
 
 @dataclass(kw_only=True)
 class BatchRun(OpenRun):
-    """A run whose batches are known in advance; a context manager.
+    """A run whose training and validation batches are known in advance; a context manager.
 
-    Attributes:
-        batches: the training batches, at the run's position.
-        validation: the batches of every evaluation.
+    ``batches`` are at the run's position. Every evaluation has the same ``validation`` batches.
     """
 
     batches: TrainBatches
@@ -74,11 +72,8 @@ class BatchRun(OpenRun):
 class TrainRun(BatchRun):
     """A run of training; a context manager.
 
-    Attributes:
-        data: training and validation tokens.
-        exact_match: the prompts of every evaluation, or None.
-        sampled: the last step whose samples are in the file.
-        profile: traces the requested steps.
+    ``exact_match`` has the prompts of every evaluation. ``sampled`` is the last step whose samples are in the
+    file. ``profile`` traces the requested steps.
     """
 
     data: Dataset

@@ -56,10 +56,8 @@ class WeightReader:
     def weights(self, path: Path, state: TrainState, *, new: str | None = None) -> TrainState:
         """A filled state with the model's weights, trained and frozen.
 
-        Args:
-            path: as ``find`` returned it.
-            state: filled, except perhaps for the weights that are read.
-            new: the first name in the paths of trained weights that keep their values, such as "head".
+        ``state`` need not have values for the weights that are read. ``new`` is the first name in the paths
+        of trained weights that keep their values, such as "head".
 
         Raises:
             ConfigurationError: the weights are of another model.

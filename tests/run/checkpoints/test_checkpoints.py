@@ -25,7 +25,7 @@ from zerojax.run.checkpoints import (
     restore,
     restore_weights,
     step_dirs,
-    transfer,
+    store,
     verify,
 )
 from zerojax.run.checkpoints.canonical import abstract_canonical, from_canonical, to_canonical
@@ -171,8 +171,8 @@ def test_sends_nothing_for_what_is_cut_by_rows(zero: Any, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("room", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_saves_while_training_goes_on(tmp_path: Path, room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "PORTION", 1 << 10)  # the state has 8 KiB
-    monkeypatch.setattr(transfer, "_room", lambda _: 1e9 if room else 100)
+    monkeypatch.setattr(store, "PORTION", 1 << 10)  # the state has 8 KiB
+    monkeypatch.setattr(store, "_room", lambda _: 1e9 if room else 100)
     state = make(2, 4, **DELTA)
     expected = host(jax.tree.map(jnp.copy, to_canonical(state)))
     with Checkpoints(tmp_path) as checkpoints:
@@ -189,15 +189,15 @@ def test_one_array_at_a_time_where_memory_is_short(trained: Any) -> None:
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(to_canonical(trained, on_host=True))}
     assert kinds == {"pinned_host"}
     device = {"bytes_limit": 1000, "peak_bytes_in_use": 600}
-    assert transfer._room([device, device | {"peak_bytes_in_use": 900}]) == 100
-    assert transfer._room([{}]) == float("inf"), "a CPU does not say"
+    assert store._room([device, device | {"peak_bytes_in_use": 900}]) == 100
+    assert store._room([{}]) == float("inf"), "a CPU does not say"
 
 
 def test_a_save_reserves_no_more_than_a_portion(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     state = make(2, 4, abstract=True)
-    monkeypatch.setattr(transfer, "reserve_host_memory", lambda size, _: asked.append(size))
-    transfer.reserve_for_saves([state])
+    monkeypatch.setattr(store, "reserve_host_memory", lambda size, _: asked.append(size))
+    store.reserve_for_saves([state])
     assert 0 < asked[0] < 1 << 16, "no more than the state, where that is less than a portion"
 
 

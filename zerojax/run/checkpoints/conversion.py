@@ -34,15 +34,10 @@ def convert(
 ) -> Array:
     """Convert one array to its canonical or stored form, whichever ``like`` has.
 
-    The dtype of a moment may differ between the two forms. One function is compiled per layout and mesh.
-
-    Args:
-        train_spec: the spec of the array's state.
-        leaf: the layout of the array.
-        x: the array, in the other form.
-        like: the wanted array or its description.
-        by_node: whether each node has its own array, along the first axis of ``x``.
-        to_nodes: whether each node gets its own array, along the first axis of the result.
+    ``leaf`` is the array's layout, ``x`` the array in the other form, and ``like`` the wanted array or its
+    description. With ``by_node`` the first axis of ``x`` is the nodes, with ``to_nodes`` the first axis of
+    the result. The dtype of a moment may differ between the two forms. One function is compiled per layout
+    and mesh.
     """
     # The compiled function is cached, so it must not capture an array.
     source, target, whole, dtype = _spec(x), _spec(like), like.shape, like.dtype

@@ -43,11 +43,9 @@ _AT_ONCE = 8
 
 
 class Portion(NamedTuple):
-    """Some layers of an array, or all of an array that is not stacked.
+    """The layout of some layers of an array by themselves, and the index in the whole array where they begin.
 
-    Attributes:
-        leaf: the layout of these layers by themselves.
-        start: the index in the whole canonical array at which the portion begins.
+    The index is in canonical form. An array that is not stacked is one portion.
     """
 
     leaf: ParamLayout

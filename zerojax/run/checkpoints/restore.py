@@ -196,10 +196,8 @@ def restore_base(path: Path | str, state: TrainState, *, new: str | None = None)
 class _Checkpoint:
     """A verified checkpoint, or the part of it that belongs to one state.
 
-    Attributes:
-        path: the checkpoint's folder.
-        saved: kind -> names, shapes and dtypes of its arrays.
-        nodes: the number of nodes that saved it with local updates; None without local updates.
+    ``saved`` is kind -> names, shapes and dtypes of its arrays. ``nodes`` is the number of nodes that saved
+    it with local updates, or None.
     """
 
     def __init__(self, path: Path | str, name: str = "") -> None:

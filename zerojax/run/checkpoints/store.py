@@ -1,7 +1,12 @@
 """Saves checkpoints during training: Orbax writes; a thread adds the manifest, renames and cleans up.
 
-Arrays in host memory are copied there before they are written, if there is room. Otherwise training waits
-until they are written (``zerojax.run.checkpoints.portions``).
+By default Orbax copies arrays to host memory before its call returns, because the caller may overwrite them.
+zerojax passes Orbax its own copies, on the devices if they have room, so the transfer can run in the
+background. Arrays in host memory are copied there, if there is room. Otherwise training waits until they are
+written (``zerojax.run.checkpoints.portions``).
+
+The transfer goes to page-locked memory, which is several times faster. It goes in portions, because such
+memory is slow to allocate, and XLA limits how much a process has.
 """
 
 import math
@@ -16,6 +21,8 @@ from typing import Self
 
 import jax
 from orbax.checkpoint import v1 as ocp
+
+# Orbax documents these, as part of an option, but does not export them.
 from orbax.checkpoint._src.serialization.types import DefaultSerializationStatusCallback, TransferPriority
 
 from zerojax.comm.gather import gather_from_all
@@ -51,14 +58,14 @@ class TrainingClock:
             clock: a monotonic clock, in seconds.
         """
         self._clock = clock
-        self._begun = clock() - seconds
+        self._started = clock() - seconds
         self._minutes = minutes
         self._saved = clock()
 
     @property
     def seconds(self) -> float:
         """Seconds of training so far."""
-        return self._clock() - self._begun
+        return self._clock() - self._started
 
     @property
     def wants_save(self) -> bool:

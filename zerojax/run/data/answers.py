@@ -64,12 +64,7 @@ class AnswerEnd:
 
 
 class Item(NamedTuple):
-    """A prompt and its completion, as tokens.
-
-    Attributes:
-        prompt: everything before the completion, from the token that begins the text.
-        completion: the completion with its end.
-    """
+    """The tokens of a prompt, from the token that begins the text, and of its completion, with its end."""
 
     prompt: Int32[np.ndarray, " prompt"]
     completion: Int32[np.ndarray, " completion"]

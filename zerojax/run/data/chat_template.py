@@ -243,7 +243,7 @@ class ChatTemplate:
 
     @property
     def closing(self) -> str:
-        """``turn_end`` without surrounding blanks, unless it is all blanks: the text with which a model ends."""
+        """``turn_end`` without surrounding blanks, unless it is all blanks: a model writes just this."""
         return self.turn_end.strip() or self.turn_end
 
     def after_answer(self, messages: Sequence[Message]) -> str:

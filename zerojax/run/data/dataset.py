@@ -27,13 +27,9 @@ ELSEWHERE = "prepared_elsewhere.json"
 
 @dataclass(frozen=True)
 class DatasetPart:
-    """The tokens of one source.
+    """The token files of one source, with its name in the settings and its weight in the mixture.
 
-    Attributes:
-        source: the source's name in the settings.
-        weight: the weight of the source in the mixture.
-        train: the training split.
-        validation: documents that training never sees.
+    Training never sees the documents in ``validation``.
     """
 
     source: str
@@ -213,13 +209,7 @@ def tokenizer_file(settings: DataSection, folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class PreparedTokens:
-    """Tokens of a source that a run reads from elsewhere.
-
-    Attributes:
-        source: as data.source names it.
-        tokens: the number of tokens.
-        crc32: checksum of the checksums in their headers.
-    """
+    """The number of tokens of a source that a run reads from elsewhere, and a checksum of their headers."""
 
     source: str
     tokens: int

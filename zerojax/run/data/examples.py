@@ -26,12 +26,7 @@ TOOLS = "tools"
 
 
 class Encoded(NamedTuple):
-    """The tokens of a document, with the tokens that begin and end it.
-
-    Attributes:
-        tokens: the token ids.
-        mask: whether each token counts in the loss.
-    """
+    """The tokens of a document, with begin and end, and whether each counts in the loss."""
 
     tokens: UInt32[np.ndarray, " n"]
     mask: Bool[np.ndarray, " n"]

@@ -35,9 +35,7 @@ Ranges = list[tuple[int, int]]
 class GenerationBlocks(Extension):
     """The tag {% generation %} ... {% endgeneration %} around text that the assistant writes.
 
-    Attributes:
-        pieces: the text that is written so far.
-        ranges: the ranges of its blocks.
+    ``pieces`` are the text written so far, ``ranges`` the places of its blocks.
     """
 
     tags = {"generation"}  # noqa: RUF012  (Jinja's own is not annotated either)

@@ -61,13 +61,10 @@ class RunLog:
         max_skips: the run has diverged after this many skipped steps in a row.
         spikes: what a spike of the loss does: nothing, skip the step, or stop the run.
         every: steps between progress lines if the output is not a terminal.
-        trackers: names of trackers, which need a folder.
-        project: for trackers.
-        settings: for trackers.
+        trackers: names of trackers, which need a folder; ``project`` and ``settings`` are for them.
         costs: the work of a step.
         learning_rates: by the number of updates done, if known.
-        start: steps done before.
-        skipped: steps before that made no update.
+        start: steps done before; ``skipped`` of them made no update.
         listener: called with each step's number and values, on every process.
     """
 

@@ -24,13 +24,10 @@ from zerojax.multihost.background import Worker
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A finished step.
+    """The values of a finished step, by name, and its time.
 
-    Attributes:
-        step: optimizer steps done, this one included.
-        values: name -> number.
-        seconds: seconds from the end of the previous step (or of the evaluation or save after it) to the end
-            of this one.
+    ``step`` counts this one. ``seconds`` is the time since the end of the previous step, or of the evaluation
+    or save after it.
     """
 
     step: int
