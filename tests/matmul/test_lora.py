@@ -10,7 +10,8 @@ from jax import lax
 from matmuls import CUBE, MATMULS, exact, operand
 
 from zerojax import LoRA, ZeroError
-from zerojax.matmul.lora import LowRankOperand, merged
+from zerojax.matmul.lora import merged
+from zerojax.matmul.low_rank import LowRankOperand
 from zerojax.matmul.replay import at_matmuls
 
 LORA = LoRA(rank=3, alpha=6.0)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 import zerojax
 from zerojax import aot
-from zerojax.matmul.lora import LowRankOperand
+from zerojax.matmul.low_rank import LowRankOperand
 from zerojax.matmul.replay import at_matmuls
 from zerojax.schedule.remat import rematerialised
 from zerojax.train.step import trace_train_step

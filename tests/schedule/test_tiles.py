@@ -14,7 +14,7 @@ from matmuls import exact, operand
 
 import zerojax
 from zerojax.errors import ConfigurationError
-from zerojax.matmul.lora import LowRankOperand
+from zerojax.matmul.low_rank import LowRankOperand
 from zerojax.matmul.operand import LayerOperand
 from zerojax.matmul.replay import at_matmuls
 from zerojax.schedule.remat import rematerialised

@@ -1,9 +1,9 @@
 """8-bit floating point with one scale per tensor: codes, scales, and the products of a layer with a weight.
 
-Weights and activations are e4m3 (4 bits of exponent, largest value 448), gradients of activations e5m2
-(5 bits, 57344), as in Micikevicius et al., "FP8 Formats for Deep Learning", 2022, section 3. A tensor is
-multiplied by a scale that takes its largest magnitude close to the largest value. Scales are powers of two:
-they round nothing, and a weight that does not change keeps its code while others do.
+Weights and activations are e4m3 (4 bits of exponent, largest value 448), and gradients of activations are
+e5m2 (5 bits, 57344), as in section 3 of "FP8 Formats for Deep Learning" (Micikevicius et al., 2022). A tensor
+is multiplied by a scale that takes its largest magnitude close to the largest value. Scales are powers of
+two: they round nothing, and a weight that does not change keeps its code while others do.
 
 On a GPU with fp8 units XLA turns each product here into one cuBLASLt call (``__cublas$lt$matmul$f8``).
 Elsewhere the same codes are multiplied in the dtype of the activations: the results differ only in the
@@ -55,14 +55,14 @@ def scale_for(peak: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."
 
 
 def encode(x: Float[Array, "..."], scale: Float[Array, "..."] | float = 1) -> UInt8[Array, "..."]:
-    """The e4m3 codes of ``x * scale``, as bytes; what lies beyond 448 becomes 448, NaN stays NaN."""
+    """The e4m3 codes of ``x * scale``, as bytes, clipped to 448; NaN stays NaN."""
     top = float(jnp.finfo(E4M3).max)
     scaled = jnp.clip(x.astype(jnp.float32) * scale, -top, top)
     return lax.bitcast_convert_type(scaled.astype(E4M3), jnp.uint8)
 
 
 def decode(codes: UInt8[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
-    """What ``encode`` put in, still multiplied by the scale; exact in bf16 and wider."""
+    """The numbers of codes, still multiplied by the scale; exact in bf16 and wider."""
     return lax.bitcast_convert_type(codes, E4M3).astype(dtype)
 
 
@@ -78,29 +78,28 @@ def product(
     """``x`` times a weight, both in e4m3, summed in fp32.
 
     The backward pass multiplies the cotangent, in e5m2, with the weight and with ``x`` in the same codes. The
-    gradient of the weight is summed without fast accumulation, which loses several percent of it.
+    weight's gradient is summed without fast accumulation, which would lose several percent of it.
 
     Args:
         x: activations.
-        codes: of the weight, made with ``scale``; they have no gradient.
-        scale: of the weight.
+        codes: the weight's codes, made with ``scale``; they have no gradient.
+        scale: the weight's scale.
         gradient: never read: its cotangent is the weight's gradient, and has its dtype.
-        dtype: of the result.
+        dtype: the result's dtype.
         trained: whether the weight's gradient is wanted; otherwise it is zero.
     """
     return _forward(x, codes, scale, gradient, dtype, trained)[0]
 
 
 class _Residuals(NamedTuple):
-    """What a product keeps for its backward pass.
+    """The residuals of a product.
 
     Attributes:
         x: the activations in e4m3; None if the weight's gradient is not wanted.
-        x_scale: of the activations.
-        codes: of the weight.
-        scale: of the weight.
-        like: of the activations and of ``gradient``; arrays of no elements, which remember the dtypes of the
-            arguments, and that they are differentiated.
+        x_scale: their scale.
+        codes: the weight's codes.
+        scale: the weight's scale.
+        like: no elements of the activations and of ``gradient``: their dtypes, and that they have cotangents.
     """
 
     x: Num[Array, "tokens k"] | None
@@ -134,14 +133,14 @@ def _backward(
     weight = lax.bitcast_convert_type(codes, E4M3)
     arrived = cotangent.astype(_wide(cotangent.dtype))
     if own is not None:  # trained
-        # The maximum takes a pass of its own. In one with what computes the cotangent, XLA would write what
-        # that shares with the activations, such as the tanh of a GELU, to memory and read it back.
-        # It has a constant, since XLA's double buffering cannot compile a barrier on a loop's carry alone.
+        # The barrier keeps the maximum in a separate pass. Fused with the computation of the cotangent, XLA
+        # would store values shared with the activations, such as a GELU's tanh, and read them back. The
+        # constant is there because XLA's double buffering cannot compile a barrier on a loop's carry alone.
         arrived, _ = lax.optimization_barrier((arrived, np.int32(0)))
         arrived_scale = scale_of(arrived, E5M2)
-        # The kernel has no derivative; that of what follows is refused below.
+        # The kernel has no derivative; ``underivable`` below refuses a second one.
         arrived, turned = cast_transpose(*lax.stop_gradient((arrived, arrived_scale)), E5M2)
-        # Without the barrier XLA transposes while it casts: three times slower than to transpose bytes.
+        # Without the barrier XLA transposes while it casts, which is three times slower than bytes alone.
         own = lax.optimization_barrier(own)
         precision = lax.Precision.HIGHEST
         of_weight = _dot((own, own_scale), (turned, arrived_scale), (0, 1), dtype, precision=precision)
@@ -161,9 +160,9 @@ product.defvjp(_forward, _backward)
 
 @jax.custom_vjp
 def underivable[T: PyTree[Array]](values: T, given: PyTree[Array]) -> T:
-    """Values computed in a derivative from what is ``given``, which are not differentiated again.
+    """Values that a derivative computed from ``given``; refuses to differentiate them again.
 
-    A part of their derivative would go through codes, which have none: it would be wrong, not refused.
+    A part of their derivative would go through codes, which have none, so it would be silently wrong.
     """
     del given
     return values
@@ -171,8 +170,8 @@ def underivable[T: PyTree[Array]](values: T, given: PyTree[Array]) -> T:
 
 def _refuse(*_: object) -> Never:
     raise ConfigurationError(
-        "a loss that takes a gradient of its own (by jax.grad, say) is not differentiated through fp8 "
-        'matmuls: set matmul_dtype="compute".'
+        "a loss that itself takes a gradient (by jax.grad, say) is not differentiated through fp8 matmuls: "
+        'set matmul_dtype="compute".'
     )
 
 
@@ -199,7 +198,7 @@ def _dot(
     dtype: DTypeLike,
     precision: lax.Precision | None = None,
 ) -> Array:
-    """The product of two scaled matrices: the pattern of which XLA makes fp8 calls."""
+    """The product of two scaled matrices, in the pattern that XLA turns into fp8 calls."""
     wide = _wide(dtype)
     left, right = (x.astype(wide) * (1 / scale).astype(wide) for x, scale in (a, b))
     axes = (((contract[0],), (contract[1],)), ((), ()))

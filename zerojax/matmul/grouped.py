@@ -1,10 +1,10 @@
 """Products of groups of rows with a matrix for each group: the matmuls of a mixture of experts.
 
-The rows lie in order of their groups; see ``pallas_kernels.grouped``. Matrices are arrays, or fp8 codes
+The rows are sorted by group; see ``pallas_kernels.grouped``. Matrices are arrays, or fp8 codes
 (``Fp8Operand``). With codes, products with the matrices are computed in fp8: activations in e4m3, their
-gradients in e5m2, scaled as in ``zerojax.matmul.fp8``. The gradient of the matrices is the sum of products of
-rows and gradients as they were before, in their own dtype: it would be a sum over tokens, which fp8's tensor
-cores keep with too few bits, of operands that each need another copy in another orientation.
+gradients in e5m2, scaled as in ``zerojax.matmul.fp8``. The gradient of the matrices is computed from rows and
+gradients in their own dtype. It is a sum over tokens, for which fp8's tensor cores have too few bits, and
+each operand would need another copy in another orientation.
 """
 
 from collections.abc import Sequence
@@ -26,13 +26,7 @@ Matrices = Float[Array, "groups k n"] | Fp8Operand
 
 
 class Factor(NamedTuple):
-    """The rows of a product, in all forms in which matrices are multiplied by them.
-
-    Attributes:
-        rows: as they are.
-        codes: in fp8; or None, if no matrices are.
-        scale: of the codes.
-    """
+    """The rows of a product, as they are and, for matrices in fp8, as fp8 codes with their scale."""
 
     rows: Float[Array, "rows k"]
     codes: Float[Array, "rows k"] | None = None
@@ -46,10 +40,10 @@ def factor(
     *,
     among: Float[Array, "..."] | None = None,
 ) -> Factor:
-    """Rows as products with some matrices read them.
+    """Rows for products with these matrices; ``dtype`` is the dtype of the rows' codes.
 
-    ``dtype`` is that of the rows' own codes. ``among`` has all the numbers that the rows have, perhaps fewer
-    times: its largest magnitude gives the scale. None means the rows.
+    The largest magnitude of ``among`` gives the scale. It has the rows' numbers, perhaps fewer times; None
+    means the rows.
     """
     if not any(isinstance(w, Fp8Operand) for w in matrices):
         return Factor(rows)
@@ -89,16 +83,8 @@ def grouped_matmul(
 ) -> Float[Array, "rows n"]:
     """Multiply each row by the matrix of its group: ``x[i] @ w[group of i]``, summed in fp32.
 
-    Group g has ``sizes[g]`` rows, which follow those of group g - 1. Rows after the last group give zeros and
-    get zero gradients. The gradients of ``x`` and ``w`` are summed in fp32, too, and have their dtypes.
-
-    Args:
-        x: rows in order of their groups.
-        w: a matrix for each group, in the dtype of ``x``.
-        sizes: rows of each group, from 0 on; together at most ``rows``.
-
-    Returns:
-        In the dtype of ``x``.
+    Group g has ``sizes[g]`` rows, after the rows of group g - 1. Rows after the last group give zeros and get
+    zero gradients. The gradients of ``x`` and ``w`` are also summed in fp32, and have the dtype of both.
 
     Raises:
         ValueError: the shapes do not fit.

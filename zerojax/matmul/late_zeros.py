@@ -1,8 +1,8 @@
-"""Arrays of zeros that take memory only from when they are needed.
+"""Arrays of zeros that are allocated late, and reads and writes of one element of a stack.
 
-XLA makes all zeros of a shape that depend on nothing at once, when the first of them are needed, however much
-later the others are. So the gradient of an embedding, which the end of a backward pass sums up, would take
-memory from its beginning, beside what the layers make.
+XLA allocates all zeros of a shape that depend on nothing at the same time, when it needs the first of them.
+So the gradient of an embedding, which the end of a backward pass sums up, would take memory from the pass's
+beginning.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from jaxtyping import Array, Int, PyTree
 
 
 def zeros_after(after: PyTree[Array], shape: Sequence[int], dtype: DTypeLike) -> Array:
-    """Zeros that are allocated when ``after`` is there."""
+    """Zeros that are allocated when ``after`` has been computed."""
     zero, _ = lax.optimization_barrier((jnp.zeros((), dtype), after))
     return jnp.broadcast_to(zero, tuple(shape))
 
@@ -23,12 +23,12 @@ def zeros_after(after: PyTree[Array], shape: Sequence[int], dtype: DTypeLike) ->
 def scan[C: PyTree[Array], X: PyTree[Array], Y: PyTree[Array]](
     body: Callable[[C, X], tuple[C, Y]], carry: C, xs: X
 ) -> tuple[C, Y]:
-    """``lax.scan``, whose stacks of results are allocated when ``xs`` are there. It has no derivative."""
+    """``lax.scan`` that allocates its results when ``xs`` have been computed. It has no derivative."""
     structures = []
 
     def flat(carry: C, x: X) -> tuple[C, list[Array]]:
         carry, results = body(carry, x)
-        # Of a result that holds a function, such as a pullback, the structure differs from trace to trace.
+        # The structure of a result that holds a function, such as a pullback, differs from trace to trace.
         leaves, structure = jax.tree.flatten(results)
         structures.append(structure)
         return carry, leaves

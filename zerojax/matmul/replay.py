@@ -3,9 +3,9 @@
 The module is traced with ordinary arrays, and the traced program is evaluated equation by equation with the
 weights in their place. Equations that only move or cast a weight pass it on. A ``dot_general`` of a weight is
 replaced by the product for its form: of fp8 codes (``zerojax.matmul.fp8``), with a low-rank adapter
-(``zerojax.matmul.lora``), or of a layer in its stack (``LayerOperand``). What reads codes by itself, as the
-grouped products of experts do, is given them (``call_reader``). The module itself does not change, so it may
-be NNX or Linen, and use ``jnp.dot``, ``einsum`` or a nested ``jit``.
+(``zerojax.matmul.low_rank``), or of a layer in its stack (``LayerOperand``). What reads codes by itself, as
+the grouped products of experts do, is given them (``call_reader``). The module itself does not change, so it
+may be NNX or Linen, and use ``jnp.dot``, ``einsum`` or a nested ``jit``.
 """
 
 import functools
@@ -22,7 +22,7 @@ from jax.extend.core import primitives
 from jaxtyping import Array, PyTree
 
 from zerojax.errors import ConfigurationError
-from zerojax.matmul.lora import LowRankOperand
+from zerojax.matmul.low_rank import LowRankOperand
 from zerojax.matmul.operand import Fp8Operand, LayerOperand
 from zerojax.matmul.tiles import LOOP, over_tiles
 

@@ -1,4 +1,4 @@
-"""A loop over tiles of tokens, whose gradients of what all tiles read are summed in fp32."""
+"""A loop over tiles of tokens, which sums the gradients of shared inputs in fp32."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from jaxtyping import Array, PyTree
 from zerojax.matmul.late_zeros import at, put, scan, zeros_after
 
 LOOP = "zerojax_tiles"
-"""The name of a call in a jaxpr of which ``over_tiles`` is all (``zerojax.matmul.replay``)."""
+"""The name of a call in a jaxpr that holds nothing but ``over_tiles`` (``zerojax.matmul.replay``)."""
 
 
 def over_tiles(
@@ -23,9 +23,9 @@ def over_tiles(
     consts: PyTree[Array],
     tiles: Sequence[Array],
 ) -> list[Array]:
-    """``body(consts, tile)`` for one tile after another; its gradients of ``consts`` are summed in fp32.
+    """``body(consts, tile)`` for each of the stacked ``tiles``; gradients of ``consts`` are summed in fp32.
 
-    ``body`` is pure, closes over nothing that is traced, and is traced once. ``tiles`` are stacked.
+    ``body`` is pure, closes over nothing that is traced, and is traced once.
     """
     like = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in tiles]
     call = jaxpr_as_fun(jax.make_jaxpr(body)(consts, like))
@@ -34,7 +34,7 @@ def over_tiles(
 
     @jax.custom_vjp
     def run(consts: list[Array], tiles: list[Array]) -> list[Array]:
-        # This program tells what the loop does; where it is differentiated, `forward` runs in its place.
+        # Interpreters of the program read this loop; under differentiation `forward` runs in its place.
         return lax.map(lambda tile: call(*consts, *tile), tiles)
 
     def forward(consts: list[CustomVJPPrimal], tiles: list[CustomVJPPrimal]) -> tuple[list[Array], _Kept]:
@@ -60,7 +60,7 @@ def over_tiles(
         def one(number: Array, carry: tuple[list[Array], list[Array]]) -> tuple[list[Array], list[Array]]:
             sums, stacks = carry
             tile, cotangent = at((tiles, stacks[: len(arrived)]), number)
-            # One tile begins when the one before it is done, also where XLA unrolls the loop.
+            # A tile waits for the tile before it, even if XLA unrolls the loop.
             sums, tile, cotangent = lax.optimization_barrier((sums, tile, cotangent))
             every = [*consts, *tile]
 
@@ -85,12 +85,10 @@ def over_tiles(
 
 
 def _places(arrived: list[Array], tiles: list[Array]) -> tuple[list[Array], list[int]]:
-    """Where the cotangents of tiles are written.
+    """Stacks for the cotangents of tiles, and for each of ``tiles`` the number of its stack.
 
-    Cotangents of a tile's results are dead when those of the tile are there.
-
-    Returns:
-        Stacks, which begin with those that have arrived, and for each of ``tiles`` which stack is its.
+    The first stacks are the results' cotangents. They are reused if a shape fits, because a tile's part is
+    dead when the cotangent of the tile is computed.
     """
     stacks, free, places = [*arrived], {*range(len(arrived))}, []
     for x in tiles:
@@ -106,13 +104,9 @@ def _places(arrived: list[Array], tiles: list[Array]) -> tuple[list[Array], list
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["consts", "tiles"], meta_fields=["wanted"])
 @dataclass(frozen=True)
 class _Kept:
-    """What the backward pass needs.
+    """The residuals: ``consts``, stacked ``tiles``, and whether each of these has a gradient.
 
-    Attributes:
-        consts: read by all tiles.
-        tiles: stacked.
-        wanted: for each of these, whether it has a gradient. Those of frozen weights would take a third of
-            the time, and memory for their sums.
+    Gradients of frozen weights would take a third of the time, and memory for their sums.
     """
 
     consts: list[Array]

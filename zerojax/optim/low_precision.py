@@ -6,9 +6,9 @@ the remainder, and keeps the mean right (Gupta et al., 2015; with bfloat16: Zami
 
 In 8 bits, averages of gradients (``mu``, ``trace``) have a sign, five bits of exponent and two of mantissa.
 Averages of squares (``nu``) have six bits of exponent and no sign, since their exponents are twice as large.
-Optimizers in 8 bits usually have a scale for each block (Dettmers et al., 2022). Without scales, moments can be
-sharded, moved and saved like any array. The smallest magnitude is below AdamW's ``eps`` of 1e-8, which hides
-smaller ones. The largest is 12, which clipped gradients do not reach.
+Optimizers in 8 bits usually have a scale for each block (Dettmers et al., 2022). Without scales, moments can
+be sharded, moved and saved like any array. The smallest magnitude is below AdamW's ``eps`` of 1e-8, which
+hides smaller ones. The largest is 12, which clipped gradients do not reach.
 """
 
 from collections.abc import Callable

@@ -6,7 +6,7 @@ import jax
 from jax.extend.core import Primitive
 
 from zerojax.matmul.fp8 import SCALE
-from zerojax.matmul.lora import SUM
+from zerojax.matmul.low_rank import SUM
 from zerojax.schedule.tiles import recomputed
 from zerojax.zero_config.config import Remat
 

@@ -22,7 +22,8 @@ from jaxtyping import Array, PyTree
 
 from zerojax.comm.reduction import GradientReduction, Values
 from zerojax.errors import ConfigurationError
-from zerojax.matmul.lora import LoRA, LowRankOperand, with_adapters
+from zerojax.matmul.lora import LoRA
+from zerojax.matmul.low_rank import LowRankOperand, with_adapters
 from zerojax.matmul.operand import Fp8Operand, LayerOperand
 from zerojax.matmul.replay import Value, at_matmuls
 from zerojax.schedule.breadth_first import Flags, all_batched, map_microbatches, with_batching_rule
