@@ -39,6 +39,13 @@ VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES")
 
 _UNREACHABLE = "which no other host can reach (Debian's /etc/hosts does that)"
 
+# JAX's service measures heartbeats by the wall clock: a jump forwards by more than this would abort all
+# processes. 68 years is the most that it accepts.
+_HEARTBEAT_TIMEOUT = 2**31 - 1
+
+# How long rank 0 waits for the others to leave JAX's service, which it runs, in seconds.
+_SHUTDOWN_TIMEOUT = 60.0
+
 # How long an unexpected error waits for a report that a peer died, in seconds.
 _PATIENCE = 3.0
 
@@ -126,6 +133,8 @@ def joined(
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         # JAX's preemption service would intercept SIGTERM.
         jax.config.update("jax_enable_preemption_service", False)
+        # Without this, JAX's service aborts all processes when the wall clock jumps backwards.
+        jax.config.update("jax_enable_recoverability", True)
         jax.distributed.initialize(
             f"unix:{place.client}", size, rank,
             local_device_ids=gpus,
@@ -133,8 +142,7 @@ def joined(
             cluster_detection_method="deactivate",
             # All have joined, and `Peers` watches them: JAX's own checks, which abort, must not come first.
             initialization_timeout=600,
-            heartbeat_timeout_seconds=int(peer_timeout) + 600,
-            shutdown_timeout_seconds=60,
+            heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT,
         )  # fmt: skip
     try:
         yield others
@@ -156,6 +164,7 @@ def _leave(others: Peers) -> None:
     # prevents. Without the service it would print a warning of six lines every second.
     if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":  # the default of JAX
         utils.absl_set_min_log_level(2)
+    others.wait_for_closed(_SHUTDOWN_TIMEOUT)
     jax.distributed.shutdown()
     others.close()
 

@@ -49,6 +49,11 @@ class Coordinator:
         self._listener.open(self._place.listen, self._place.port)
         self._watch = asyncio.ensure_future(self._watch_over())
 
+    async def wait_for_closed(self) -> None:
+        """Wait until only rank 0 is connected."""
+        while self._connections.keys() - {0}:
+            await asyncio.sleep(0.02)
+
     async def _serve(self, connection: Connection, hello: Message) -> None:
         """Serve one process, from its first message to the end of its connection."""
         match hello:
@@ -76,9 +81,9 @@ class Coordinator:
             await self._receive(rank, connection, proxy)
         finally:
             proxy.close()
-        if self._heartbeat is None:
-            self._connections.pop(rank, None)  # it may connect again
-        elif rank not in self._done:
+        if self._heartbeat is None or rank in self._done:
+            self._connections.pop(rank, None)  # before the start it may connect again
+        else:
             self._fail(Failure("lost", rank, f"rank {rank} has died: its connection is closed"))
 
     async def _receive(self, rank: int, connection: Connection, proxy: ServiceProxy) -> None:

@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -52,10 +53,10 @@ class Peers:
         self._note: Callable[[str], None] = lambda why: None
         self._ending = False  # whether this process has begun to end by itself
         self._failed = threading.Event()  # whether the job has failed
-        coordinator = None
+        self._coordinator = coordinator = None
         if place.rank == 0:
             reserve_files(place.size)
-            coordinator = Coordinator(place, facts, join_timeout, peer_timeout)
+            self._coordinator = coordinator = Coordinator(place, facts, join_timeout, peer_timeout)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="zerojax peers", daemon=True)
         self._thread.start()
@@ -79,6 +80,12 @@ class Peers:
         """Wait until all processes are done; failures are still noticed meanwhile."""
         self._do(self._client.report_done())
         self._do(self._client.all_done.wait())
+
+    def wait_for_closed(self, seconds: float) -> None:
+        """In rank 0, wait until the others have closed their connections, for at most so many seconds."""
+        if self._coordinator is not None:
+            with suppress(TimeoutError):
+                self._do(asyncio.wait_for(self._coordinator.wait_for_closed(), seconds))
 
     def close(self) -> None:
         """Close the connection and end the thread."""
