@@ -198,21 +198,25 @@ def test_sockets_are_private_and_their_paths_short(monkeypatch, tmp_path, name):
 
 
 @pytest.mark.parametrize(("level", "quieter"), [(None, True), ("1", True), ("0", False), ("3", False)])
-def test_jax_leaves_a_job_after_all_processes_and_without_warnings(monkeypatch, level, quieter):
-    """The watch of a GPU's client outlives the service, and warns of it every second."""
+def test_jax_joins_and_leaves_a_job_with_all_processes_and_without_warnings(monkeypatch, level, quieter):
+    """Its service warns at the start, and a GPU's client, which watches the service, after the end."""
     monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
     if level is not None:
         monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", level)
     calls = mock.Mock()
     monkeypatch.setattr(distributed, "Peers", lambda *_, **__: calls.peers)
     monkeypatch.setattr(utils, "absl_set_min_log_level", calls.level)
-    monkeypatch.setattr(jax.distributed, "initialize", mock.Mock())
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: calls.initialize())
     monkeypatch.setattr(jax.distributed, "shutdown", calls.shutdown)
     join("127.0.0.1:9", 0, 2)
     silence = [mock.call.level(2)] if quieter else []
     assert calls.mock_calls == [
+        *silence,
+        mock.call.initialize(),
+        *([mock.call.level(1)] if quieter else []),
         mock.call.peers.leave(),
         *silence,
+        mock.call.peers.wait_for_closed(60.0),
         mock.call.shutdown(),
         mock.call.peers.close(),
     ]

@@ -1,6 +1,8 @@
 """Failures in jobs of real processes: all processes end soon, with a line that names the cause."""
 
+import itertools
 import re
+import shutil
 import signal
 import socket
 import struct
@@ -38,9 +40,9 @@ FOR_EVER = """
 class Job:
     """The processes of a job, and what they print."""
 
-    def __init__(self, program, size, folder):
+    def __init__(self, program, size, folder, variables):
         self.port = free_port()
-        env = for_programs()
+        env = for_programs() | variables
         self.out = [folder / f"out{rank}" for rank in range(size)]
         self.err = [folder / f"err{rank}" for rank in range(size)]
         self.processes = [self._begin(program, rank, size, env) for rank in range(size)]
@@ -70,8 +72,8 @@ class Job:
 def start(tmp_path):
     jobs = []
 
-    def begin(program, size):
-        jobs.append(Job(program, size, tmp_path))
+    def begin(program, size, **variables):
+        jobs.append(Job(program, size, tmp_path, variables))
         return jobs[-1]
 
     yield begin
@@ -160,6 +162,100 @@ def test_all_leave_together(start):
     codes, errors = job.end(0, 1, within=120)
     assert codes == [0, 0]
     assert errors == ["", ""]
+
+
+# A library to preload: it adds the seconds in a file to the wall clock, and to no other.
+SHIFTED_CLOCK = r"""
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+
+static volatile int64_t none, *offset = &none;
+
+__attribute__((constructor)) static void begin(void) {
+    int file = open(getenv("CLOCK_OFFSET"), O_RDONLY);
+    void *shared = file < 0 ? MAP_FAILED : mmap(0, 8, PROT_READ, MAP_SHARED, file, 0);
+    if (shared != MAP_FAILED) offset = shared;
+}
+
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    int failed = syscall(SYS_clock_gettime, clock, now);
+    if (!failed && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) now->tv_sec += *offset;
+    return failed;
+}
+
+int gettimeofday(struct timeval *now, void *zone) {
+    struct timespec exact;
+    clock_gettime(CLOCK_REALTIME, &exact);
+    now->tv_sec = exact.tv_sec;
+    now->tv_usec = exact.tv_nsec / 1000;
+    return 0;
+}
+
+time_t time(time_t *now) {
+    struct timespec exact;
+    clock_gettime(CLOCK_REALTIME, &exact);
+    if (now) *now = exact.tv_sec;
+    return exact.tv_sec;
+}
+"""
+# Rank 0 mostly waits for rank 1 in a collective. Both say which time it is.
+UNTIL_TOLD = """
+    def told():
+        time.sleep(0.05 * rank)
+        all_told = multihost_utils.process_allgather(np.array(bool(open("told").read())))
+        sys.stdout.write(f"{time.time()} up\\n")
+        return all_told.any()
+    while not told():
+        pass
+    multihost_utils.sync_global_devices("the coordination service still works")
+"""
+
+
+@pytest.fixture
+def shifted_clock(tmp_path):
+    """The variables that let a program's wall clock be shifted, and the function that shifts it."""
+    if (compiler := shutil.which("cc") or shutil.which("gcc")) is None:
+        pytest.skip("no C compiler")
+    source, library, file = (tmp_path / name for name in ("clock.c", "clock.so", "offset"))
+    source.write_text(SHIFTED_CLOCK)
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    file.write_bytes(bytes(8))
+
+    def shift(seconds):
+        with file.open("r+b") as shared:
+            shared.write(struct.pack("=q", seconds))
+
+    return {"LD_PRELOAD": str(library), "CLOCK_OFFSET": str(file)}, shift
+
+
+def test_a_wall_clock_that_jumps_ends_no_job(start, tmp_path, shifted_clock):
+    """JAX's service checks its heartbeats every few seconds, and Gloo's waits have a limit of 30 minutes."""
+    variables, shift = shifted_clock
+    (tmp_path / "told").touch()
+    job = start(
+        MEET.replace('    print("up", flush=True)\n', "") + UNTIL_TOLD,
+        2,
+        TF_CPP_MIN_LOG_LEVEL="1",
+        **variables,
+    )
+    job.wait_until_up()
+    for seconds in (3600, -3600, 86400):
+        shift(seconds)
+        time.sleep(8)
+    (tmp_path / "told").write_text("now")
+    codes, errors = job.end(0, 1, within=60)
+    assert (codes, errors) == ([0, 0], ["", ""])
+    for path in job.out:
+        times = [float(time) for time in re.findall(r"^(\d+\.\d+) up$", path.read_text(), re.MULTILINE)]
+        jumps = [round((after - before) / 3600) for before, after in itertools.pairwise(times)]
+        assert [jump for jump in jumps if jump] == [1, -2, 25]
 
 
 NAN = r"""

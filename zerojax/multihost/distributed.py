@@ -39,9 +39,10 @@ VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES")
 
 _UNREACHABLE = "which no other host can reach (Debian's /etc/hosts does that)"
 
-# JAX's service measures heartbeats by the wall clock: a jump forwards by more than this would abort all
-# processes. 68 years is the most that it accepts.
-_HEARTBEAT_TIMEOUT = 2**31 - 1
+# The limits of JAX's heartbeats and of a wait in Gloo, in seconds. Both would otherwise end the job when the
+# wall clock jumps forwards, by JAX's default of 100 s and XLA's of 30 minutes.
+_TEN_YEARS = 10 * 365 * 24 * 3600
+_GLOO_TIMEOUT = "xla_cpu_collective_timeout_seconds"
 
 # How long rank 0 waits for the others to leave JAX's service, which it runs, in seconds.
 _SHUTDOWN_TIMEOUT = 60.0
@@ -131,19 +132,7 @@ def joined(
         others = Peers(place, facts or {}, join_timeout=join_timeout, peer_timeout=peer_timeout)
         # If XLA aborts for a reason of its own, dumping a core of many GB would delay the end.
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-        # JAX's preemption service would intercept SIGTERM.
-        jax.config.update("jax_enable_preemption_service", False)
-        # Without this, JAX's service aborts all processes when the wall clock jumps backwards.
-        jax.config.update("jax_enable_recoverability", True)
-        jax.distributed.initialize(
-            f"unix:{place.client}", size, rank,
-            local_device_ids=gpus,
-            coordinator_bind_address=f"unix:{place.service}",
-            cluster_detection_method="deactivate",
-            # All have joined, and `Peers` watches them: JAX's own checks, which abort, must not come first.
-            initialization_timeout=600,
-            heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT,
-        )  # fmt: skip
+        _connect_jax(place, gpus)
     try:
         yield others
     except SystemExit:  # as all processes do at the same step
@@ -156,14 +145,47 @@ def joined(
     _leave(others)
 
 
+def _connect_jax(place: Place, gpus: list[int] | None) -> None:
+    """Start JAX's service in rank 0, and connect JAX's client to it.
+
+    All processes have joined, and ``Peers`` watches them by the monotonic clock. JAX's own checks would abort
+    the process, and its service and Gloo measure time by the wall clock: their limits are longer than a clock
+    is likely to jump.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _GLOO_TIMEOUT not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --{_GLOO_TIMEOUT}={_TEN_YEARS}".strip()
+    # JAX's preemption service would intercept SIGTERM.
+    jax.config.update("jax_enable_preemption_service", False)
+    # If the wall clock jumps backwards, the service takes all processes for lost, and would end the job. It
+    # ignores the loss of recoverable processes, but warns in rank 0 that they are experimental.
+    jax.config.update("jax_enable_recoverability", True)
+    _set_log_level(2)
+    jax.distributed.initialize(
+        f"unix:{place.client}", place.size, place.rank,
+        local_device_ids=gpus,
+        coordinator_bind_address=f"unix:{place.service}",
+        cluster_detection_method="deactivate",
+        initialization_timeout=600,
+        heartbeat_timeout_seconds=_TEN_YEARS,
+    )  # fmt: skip
+    _set_log_level(1)
+
+
+def _set_log_level(level: int) -> None:
+    """Set the level of XLA's log, unless the user has chosen another one than JAX's default."""
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":
+        utils.absl_set_min_log_level(level)
+
+
 def _leave(others: Peers) -> None:
     """Wait for all processes, then leave: JAX's clients, its service, the connections."""
     sys.stdout.flush()
     others.leave()
     # A GPU's client watches JAX's service until it is destroyed, which an array that outlives the block
     # prevents. Without the service it would print a warning of six lines every second.
-    if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":  # the default of JAX
-        utils.absl_set_min_log_level(2)
+    _set_log_level(2)
+    # JAX's service does not wait for recoverable processes.
     others.wait_for_closed(_SHUTDOWN_TIMEOUT)
     jax.distributed.shutdown()
     others.close()
