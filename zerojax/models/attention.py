@@ -20,17 +20,17 @@ from zerojax.models.sinks import Sinks, gradient_of_sinks, with_sinks
 FLASH_MAX_HEAD_DIM = 128
 """The widest head that cuDNN's flash attention and FlashAttention-4 support on every GPU since Ampere."""
 FLASH_LATENT_WIDTHS = (192, 128)
-"""The widest queries and values that they support on every GPU since Hopper, if the latter are narrower."""
+"""The widest queries and narrower values that both kernels support on every GPU since Hopper."""
 
 
 def segment_positions(segments: Segments) -> Int[Array, "batch time"]:
-    """Positions that start again at 0 with each segment, int32."""
+    """Each token's position within its segment, int32, counted from 0."""
     index = jnp.arange(segments.shape[1], dtype=jnp.int32)
     return index - jax.lax.cummax(jnp.where(begins(segments), index, 0), axis=1)
 
 
 def segment_lengths(segments: Segments) -> Int[Array, "batch time"]:
-    """The length of each position's segment, int32."""
+    """The length of the segment of each token, int32."""
     index = jnp.arange(segments.shape[1], dtype=jnp.int32)
     last = jnp.pad(begins(segments)[:, 1:], ((0, 0), (0, 1)), constant_values=True)
     end = jax.lax.cummin(jnp.where(last, index, segments.shape[1]), axis=1, reverse=True)
@@ -38,7 +38,7 @@ def segment_lengths(segments: Segments) -> Int[Array, "batch time"]:
 
 
 Windowed = bool | Bool[Array, ""]
-"""Whether a layer has the window: in a scanned stack it is data, else static."""
+"""Whether a layer has the sliding window. A scanned stack passes it as data; otherwise it is static."""
 
 
 def causal_attention(
@@ -57,26 +57,29 @@ def causal_attention(
     """Scaled dot-product attention of each position to itself and earlier ones.
 
     With a window, a position attends to at most that many positions, itself included. Positions of different
-    documents do not attend to each other. cuDNN skips what lies outside a window that all layers have.
-    FlashAttention-4 skips all that is not attended to: it is for documents and for a window that is data.
-    cuDNN would read either of these from a bias of 2 x batch x time^2 bytes, written and read in each pass of
-    each layer and never kept, and computes all pairs; XLA computes all pairs in any case. cuDNN has gradients
-    for even lengths only: an odd one is padded by a position.
+    documents do not attend to each other. Scores and softmax are fp32 for any dtype.
 
-    Scores and softmax are fp32 for any dtype. The output has the checkpoint name "attention", and so does the
-    log-sum-exp that the backward kernel of cuDNN or FlashAttention-4 reads: under a remat policy that saves
-    this name, the forward kernel runs once per step, not twice.
+    - cuDNN skips all pairs outside a window that every layer has. For documents, or for a window that is
+      data, it needs a bias of 2 x batch x time^2 bytes, and computes all pairs. Each pass of each layer
+      writes and reads the bias; nothing keeps it. cuDNN has gradients for even lengths only: odd ones are
+      padded by a position.
+    - FlashAttention-4 skips all pairs that do not attend, also for documents and windows that are data.
+    - XLA computes all pairs.
+
+    The output has the checkpoint name "attention", and so does the log-sum-exp that the backward kernel of
+    cuDNN or FlashAttention-4 reads. Under a remat policy that saves this name, the forward kernel runs once
+    per step, not twice.
 
     Args:
         query: queries.
         key: keys.
-        value: values; their heads may be narrower than those of keys.
-        kernel: "auto" is FlashAttention-4 for documents and for a window that is data, and else cuDNN's,
-            where they can do this; elsewhere XLA's. It logs why it does without FlashAttention-4 on a GPU.
-        documents: those of rows that hold several.
+        value: values; their heads may be narrower than the keys' heads.
+        kernel: "auto" is FlashAttention-4 for documents and for a window that is data, and cuDNN otherwise.
+            Where neither can do this it is XLA. On a GPU it logs why FlashAttention-4 is not used.
+        documents: the documents of packed rows.
         window: positions that one attends to, itself included.
         windowed: whether the window applies.
-        scale: of the scores; None is 1 / sqrt(dim).
+        scale: factor of the scores; None is 1 / sqrt(dim).
         softcap: the scores become softcap x tanh(scores / softcap).
         sinks: one more score in each head's softmax, which has no value.
 
@@ -90,7 +93,9 @@ def causal_attention(
     if kernel == "auto":
         kernel = fastest(query, value, softcap, masked=documents is not None or by_layer is not None)
     if kernel != "xla" and softcap is not None:
-        raise ConfigurationError(f'softcap = {softcap}: the kernel "{kernel}" has none, only "xla"')
+        raise ConfigurationError(
+            f'softcap = {softcap}: the kernel "{kernel}" has no softcap. Use kernel="xla", or leave it out.'
+        )
     if kernel == "flash_attention_4":
         if documents is None:
             documents = flash_attention.one_document_a_row(batch, length)
@@ -125,18 +130,21 @@ def full_attention(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> Float[Array, "batch time heads value_dim"]:
-    """Attention of each position to all of its document; see ``causal_attention``.
+    """Attention of each position to all positions of its document; see ``causal_attention``.
 
-    The kernel "auto" is cuDNN's for even lengths, for which alone it has gradients here, with a mask if there
-    are documents; elsewhere XLA's.
+    "auto" selects cuDNN for even lengths, with a mask if there are documents, and XLA otherwise. The reason
+    is that cuDNN has gradients for even lengths only, and that nothing pads odd ones here.
 
     Raises:
-        ConfigurationError: FlashAttention-4, which is for causal attention here, or a softcap with cuDNN.
+        ConfigurationError: FlashAttention-4 (for causal attention only), or a softcap with cuDNN.
     """
     if kernel == "auto":
         kernel = fastest(query, value, softcap, masked=documents is not None, causal=False)
     if kernel == "flash_attention_4" or (kernel == "cudnn" and softcap is not None):
-        raise ConfigurationError(f'the kernel "{kernel}" cannot do this attention: leave it out, or "xla"')
+        raise ConfigurationError(
+            f'the kernel "{kernel}" cannot do this: FlashAttention-4 is causal here, and cuDNN has no '
+            'softcap. Leave kernel out, or use kernel="xla".'
+        )
     mask = None if documents is None else _within(documents)
     if softcap is None:
         out = _attend("cudnn" if kernel == "cudnn" else "xla", query, key, value, mask=mask, scale=scale)
@@ -156,16 +164,16 @@ def attention_and_lse(
     causal: bool = False,
     lengths: Int[Array, " batch"] | None = None,
 ) -> tuple[Float[Array, "batch time heads value_dim"], Float[Array, "batch time heads"]]:
-    """Attention to some of the keys of a softmax, for a forward pass, and what ``joined`` needs of it.
+    """Attention to some of a softmax's keys, forward only, and the log-sum-exp that ``joined`` needs.
 
     Args:
         query: queries.
         key: keys.
         value: values.
-        kernel: cuDNN's for bf16 and fp16 alone.
-        scale: of the scores; None is 1 / sqrt(dim).
-        causal: whether each position sees itself and earlier ones alone, else all.
-        lengths: how many keys of each row exist; None is all. A row without any has lse -inf.
+        kernel: "cudnn" for bf16 and fp16 only.
+        scale: factor of the scores; None is 1 / sqrt(dim).
+        causal: whether each position sees itself and earlier ones only, instead of all.
+        lengths: how many keys of each row exist; None is all. A row without keys has lse -inf.
 
     Returns:
         The output, and the log-sum-exp of the scores, fp32.
@@ -189,20 +197,20 @@ def joined(
     more: Float[Array, "*tokens heads dim"],
     lse_of_more: Float[Array, "*tokens heads"],
 ) -> tuple[Float[Array, "*tokens heads dim"], Float[Array, "*tokens heads"]]:
-    """Attention to two sets of keys, fp32, from that to each; of the first one ``lse`` must be finite."""
+    """Attention to two sets of keys, from the attention to each. ``lse`` must be finite; all are fp32."""
     total = jnp.logaddexp(lse, lse_of_more)
     first, second = jnp.exp(lse - total)[..., None], jnp.exp(lse_of_more - total)[..., None]
     return out * first + more * second, total
 
 
 def _lse_of(pullback: Any) -> Array:
-    """The log-sum-exp [batch, heads, time] among the residuals of cuDNN's attention: it has three axes."""
+    """The log-sum-exp [batch, heads, time] of cuDNN's attention: the only residual with three axes."""
     (lse,) = (residual for residual in jax.tree.leaves(pullback) if residual.ndim == 3)
     return lse
 
 
 def _within(documents: Documents) -> Bool[Array, "batch 1 time time"]:
-    """Which pairs of positions are of one document."""
+    """Whether the query and the key belong to the same document, for every pair of positions."""
     numbers = documents.numbers
     assert numbers is not None
     return (numbers[:, :, None] == numbers[:, None, :])[:, None]
@@ -233,7 +241,7 @@ def masked_attention(
 
 
 def _distances(length: int) -> Int[Array, "1 1 time time"]:
-    """How far back each key lies from each query."""
+    """How many positions before each query each key lies."""
     index = jnp.arange(length)
     return (index[:, None] - index)[None, None]
 
@@ -251,10 +259,7 @@ def has_flash(width: int, value_width: int, *, since_hopper: bool) -> bool:
 def fastest(
     query: Array, value: Array, softcap: float | None, *, masked: bool, causal: bool = True
 ) -> AttentionKernel:
-    """What the kernel "auto" stands for.
-
-    ``masked`` says whether cuDNN would need a mask.
-    """
+    """The kernel that "auto" selects. ``masked`` says whether cuDNN would need a mask."""
     if jax.default_backend() != "gpu":
         return "xla"
     batch, length, heads, width = query.shape
@@ -287,14 +292,17 @@ def fastest(
 
 @cache
 def _warn(text: str) -> None:
-    """Log, once in a process, what attention without FlashAttention-4 costs."""
+    """Log, once in a process, what masked attention costs without FlashAttention-4."""
     warn(f"attention within documents, or a window of some layers: {text}")
 
 
 def _with_a_later_position(
     query: Array, key: Array, value: Array, mask: Array | None
 ) -> tuple[Array, Array, Array, Array | None]:
-    """The arguments with one more position, which no earlier one sees; it sees all, for a finite softmax."""
+    """The arguments with one more position.
+
+    No earlier position sees it, and it sees all: its softmax is finite.
+    """
     query, key, value = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (query, key, value))
     if mask is not None:
         mask = jnp.pad(mask, ((0, 0), (0, 0), (0, 1), (0, 1)), constant_values=True)
@@ -314,15 +322,15 @@ def _attend(
     lengths: Array | None = None,
     return_residual: bool = False,
 ) -> Any:
-    """``jax.nn.dot_product_attention``, whose values may be narrower than keys: it would refuse those.
+    """``jax.nn.dot_product_attention``, also for values narrower than keys, which JAX's function refuses.
 
-    The function of cuDNN's kernel that it calls takes them, on Hopper and newer (multi-head latent
-    attention). Padded to 192, values of 128 would cost 1.2 times the FLOPs. XLA's attention writes and reads
-    its scores in fp32, beside which the padding is little.
+    cuDNN's kernel takes them on Hopper and newer (multi-head latent attention), through the function that
+    JAX's calls. Padding values of 128 to 192 would cost 1.2 times the FLOPs. XLA's attention pads: its fp32
+    scores dominate.
     """
     missing = query.shape[-1] - value.shape[-1]
     if missing and kernel == "cudnn":
-        from jax._src.cudnn import fused_attention_stablehlo as cudnn  # needed here alone, and not public
+        from jax._src.cudnn import fused_attention_stablehlo as cudnn  # not public
 
         of_queries = None if lengths is None else jnp.full(len(query), query.shape[1], jnp.int32)
         kinds = cudnn.MaskType
@@ -363,11 +371,11 @@ def _cudnn_attention(
 def _cudnn_forward(
     options: Options, query: Array, key: Array, value: Array, mask: Array | None, sinks: Sinks | None
 ) -> tuple[Array, tuple]:
-    # Naming the output outside of JAX's own rule would name a copy, leave the rule's residuals unnamed, and
-    # make remat run the forward kernel again for them. Hence this rule, which names them.
+    # A name on the output of JAX's function would name a copy of it. JAX's rule would keep unnamed residuals,
+    # and remat would run the forward kernel again for them. This rule names the residuals themselves.
     flash = partial(_attend, "cudnn", mask=mask, causal=True, **options._asdict())
     out, pullback = jax.vjp(flash, query, key, value)
-    lse = _lse_of(pullback)  # a mask's bias is cheaper to recompute than to keep
+    lse = _lse_of(pullback)  # a mask's bias stays unnamed: recomputing it is cheaper than keeping it
     results = out, lse
     if sinks is not None:
         joined, by_token = with_sinks(out, lse.swapaxes(1, 2), sinks)

@@ -1,10 +1,10 @@
-"""A decoder's layer: self-attention, also with latents, the MLP, and the block that has both.
+"""A decoder's layer: self-attention (also multi-head latent attention), the MLP, and the block of both.
 
 Kernels are stored (in, out). ``qkv`` holds query | key | value side by side along ``out``, each heads x
-head_dim: GPT-2's ``c_attn`` unchanged, LLaMA's q_proj, k_proj and v_proj transposed and concatenated. On an
-H200 the single matmul saves 3 to 11% of attention, forward and backward. A gated MLP's gate and up are
-separate, because together they cost up to 6%: splitting their wide output and joining its gradient takes
-longer than a second matmul.
+head_dim wide. GPT-2's ``c_attn`` has this layout. LLaMA's q_proj, k_proj and v_proj are transposed and
+concatenated. On an H200 the single matmul saves 3 to 11% of attention, forward and backward. A gated MLP's
+gate and up stay separate: joined they cost up to 6%, because splitting the wide output and joining its
+gradient takes longer than a second matmul.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,17 +34,18 @@ from zerojax.schedule.tiles import tiled
 Hidden = Float[Array, "batch time d_model"]
 Heads = Float[Array, "batch time heads value_dim"]
 Stream = Hidden | tuple[Hidden, RouterStats]
-"""What a block passes on: the residual stream, with what routers did if they are asked for it.
+"""A block's input and output: the residual stream, and the routers' statistics if ``GPT.routed`` asks for
+them.
 
-The stats have a leading axis of the layers that have experts; such a block leaves out the first row and
-appends its own.
+The statistics have one row for each layer with experts. Each such block drops the first row and appends its
+own.
 """
 Routed = tuple[Hidden, RouterStats | None]
 Mask = Bool[Array, "batch time d_model"]
 Projected = tuple[Array, Array, Array]
 Cached = tuple[tuple[Array, Array, Array | None], LatentHeads | None]
 RopeKind = int | Int[Array, ""] | None
-"""Which table of ``Rope`` a layer reads; None where all read the same."""
+"""The table of ``Rope`` that a layer reads; None if all layers read the same one."""
 
 
 def _linear(inputs: int, outputs: int, rngs: nnx.Rngs, std: float, *, biases: bool) -> nnx.Linear:
@@ -53,17 +54,17 @@ def _linear(inputs: int, outputs: int, rngs: nnx.Rngs, std: float, *, biases: bo
 
 
 def _residual_std(c: GPTConfig) -> float:
-    """GPT-2's scaling: 2 x layers branches add up in the residual stream."""
+    """GPT-2's scaling: the residual stream sums 2 x layers branches."""
     return c.init_std / (2 * c.layers) ** 0.5
 
 
 def dropout_mask(x: Hidden, rate: float, key: Key[Array, ""]) -> Mask:
-    """Which elements dropout keeps."""
+    """Draw which elements dropout keeps."""
     return jax.random.bernoulli(key, 1 - rate, x.shape)
 
 
 def dropped(x: Hidden, rate: float, kept: Mask) -> Hidden:
-    """What is left of ``x``, scaled so that its mean stays."""
+    """``x`` with dropped elements zeroed and the kept ones divided by 1 - rate, which preserves the mean."""
     return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
 
 
@@ -85,7 +86,7 @@ class Attention(nnx.Module):
             self.sinks = nnx.Param(nnx.initializers.normal(c.init_std)(rngs.params(), (c.heads,)))
 
     def project(self, x: Hidden, rope: Rope | None, kind: RopeKind = None) -> Projected:
-        """Queries (batch, time, heads, head_dim), keys (batch, time, kv_heads, head_dim) and values."""
+        """Queries (batch, time, heads, head_dim), and keys and values (batch, time, kv_heads, head_dim)."""
         c = self.config
         kv = c.key_value_heads
         heads = self.qkv(x).reshape(*x.shape[:2], c.heads + 2 * kv, c.head_dim)
@@ -116,14 +117,14 @@ class Attention(nnx.Module):
         windowed: Windowed,
         kind: RopeKind,
     ) -> tuple[Heads, KVCache]:
-        """The attention of new tokens to the cache, which they are added to, before the output projection."""
+        """Add new tokens to the cache, and return their attention to it before the output projection."""
         new, latent = self.to_cache(x, rope, kind)
         return attend_cached(
             self.config, new, positions, cache, layer, windowed, self.scores_of_sinks, latent
         )
 
     def to_cache(self, x: Hidden, rope: Rope | None, kind: RopeKind) -> Cached:
-        """Queries, what the cache gets of new tokens, and, of latents, what makes keys and values of them."""
+        """Queries and cache entries of new tokens, and for latents the heads that expand the entries."""
         return self.project(x, rope, kind), None
 
     def mix(
@@ -132,7 +133,7 @@ class Attention(nnx.Module):
         documents: Documents | None = None,
         windowed: Windowed = True,
     ) -> Heads:
-        """The attention of what ``project`` returned, before the output projection."""
+        """Attention to ``project``'s results, before the output projection."""
         c = self.config
         return attention(
             *projected,
@@ -147,30 +148,29 @@ class Attention(nnx.Module):
 
     @property
     def scores_of_sinks(self) -> Sinks | None:
-        """The score of each head's sink, if the model has some."""
+        """The score of each head's attention sink; None if the model has no sinks."""
         return self.sinks[...] if self.config.attention_sinks else None
 
     def join(self, heads: Heads) -> Hidden:
-        """The output projection of all heads side by side."""
+        """Apply the output projection to all heads side by side."""
         return self.out(heads.reshape(*heads.shape[:2], self.config.attention_width))
 
 
 def _scaled(q: Array, rope: Rope) -> Array:
-    """Queries times their factors, if they have some."""
+    """Queries times ``rope.query_scale``, if there is one."""
     if rope.query_scale is None:
         return q
     return q * jax.lax.stop_gradient(rope.query_scale)[..., None, None].astype(q.dtype)
 
 
 _LATENT_EPSILON = 1e-6
-"""Of the norms of latents: in DeepSeek's models it is this whatever that of the others is."""
+"""Epsilon of the norms of latents. DeepSeek's models use this value whatever their norm_eps is."""
 
 
 class LatentAttention(Attention):
-    """Attention whose keys and values are made of a latent (``zerojax.models.latent``).
+    """Attention that computes keys and values from a latent (``zerojax.models.latent``).
 
-    ``latent_down`` makes latent | rotary part of the keys, ``latent_up`` key | value of one head after the
-    other.
+    ``latent_down`` projects to latent | rotary part of the keys, ``latent_up`` to key | value of each head.
     """
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
@@ -192,7 +192,7 @@ class LatentAttention(Attention):
         self.out = _linear(c.attention_width, c.d_model, rngs, _residual_std(c), biases=False)
 
     def project(self, x: Hidden, rope: Rope | None, kind: RopeKind = None) -> Projected:
-        """As of ``Attention``."""
+        """Queries and keys (batch, time, heads, head_dim), and values (batch, time, heads, value_dim)."""
         c = self.config
         query, latents = self._compressed(x, rope, kind)
         latent, rotary = jnp.split(latents, [self.rank], axis=-1)
@@ -200,7 +200,7 @@ class LatentAttention(Attention):
         return query, *keys_and_values(made, rotary, c.head_dim - c.rope_width)
 
     def to_cache(self, x: Hidden, rope: Rope | None, kind: RopeKind) -> Cached:
-        """As of ``Attention``: the cache has latents."""
+        """Like ``Attention.to_cache``, but the cache stores latents."""
         c = self.config
         query, latents = self._compressed(x, rope, kind)
         up = whole(self.latent_up.kernel[...]).reshape(self.rank, c.heads, -1)
@@ -241,7 +241,7 @@ class MLP(nnx.Module):
         self.down = _linear(c.ffn_width, c.d_model, rngs, _residual_std(c), biases=c.biases)
 
     def __call__(self, x: Hidden) -> Hidden:
-        """Apply up, the activation, and down."""
+        """Apply the up projection (and the gate's), the activation, and the down projection."""
         if self.activation in ACTIVATIONS:
             return self.down(ACTIVATIONS[self.activation](self.gate(x), self.up(x)))
         return self.down(_ACTIVATIONS[self.activation](self.up(x)))
@@ -263,15 +263,15 @@ def _experts(c: GPTConfig, rngs: nnx.Rngs) -> Experts:
 
 
 def _unchanged(x: Hidden) -> Hidden:
-    """In place of a norm that a model does not have."""
+    """The identity, in place of a norm that the model lacks."""
     return x
 
 
 class Block(nnx.Module):
     """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)), where mlp may be ``Experts``.
 
-    With config.post_norms each branch ends with a norm, with config.pre_norms it begins with one. With
-    parallel config.branches it is x + attention(norm(x)) + mlp(norm(x)).
+    With config.pre_norms each branch begins with a norm, with config.post_norms it ends with one. With
+    parallel config.branches the block computes x + attention(norm(x)) + mlp(norm(x)).
     """
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
@@ -298,11 +298,14 @@ class Block(nnx.Module):
     ) -> Stream:
         """Apply the block.
 
-        ``x`` is the residual stream, alone or with what the routers of earlier blocks did. The key, which all
-        layers share, turns dropout on; the number of the ``layer`` makes its mask differ from theirs.
-        ``documents`` are those of packed rows.
-        ``windowed`` says whether the sliding window, if the model has one, is this layer's, and ``kind``
-        which table of ``rope``.
+        Args:
+            x: the residual stream, alone or with the statistics of earlier blocks' routers.
+            rope: rotary positions, if the model has them.
+            key: turns dropout on; all layers get the same key.
+            documents: the documents of packed rows.
+            windowed: whether this layer has the model's sliding window.
+            kind: which table of ``rope`` this layer reads.
+            layer: this layer's number, which makes its dropout mask differ from the others'.
         """
         hidden, before = x if isinstance(x, tuple) else (x, None)
         rope = None if rope is None else rope.by_token(kind, len(hidden))
@@ -326,7 +329,7 @@ class Block(nnx.Module):
     ) -> tuple[Hidden, KVCache]:
         """Apply the block to new tokens, which attend to the cache and are added to it.
 
-        ``x`` is the residual stream, and the cache of all layers; the others are as for ``__call__``.
+        ``x`` is the residual stream and the cache of all layers. For the other arguments see ``__call__``.
         """
         hidden, cache = x
         heads, cache = self.attention.decode(
@@ -335,9 +338,9 @@ class Block(nnx.Module):
         return self.finish(hidden, heads)[0], cache
 
     def finish(self, x: Hidden, heads: Heads, key: Key[Array, ""] | None = None) -> Routed:
-        """The block's output, and what its router did, from its input and the heads of its attention.
+        """The block's output and its router's statistics, from the block's input and its attention's heads.
 
-        Experts have rounds of their own, and their routers count tokens.
+        Experts are not tiled: they exchange tokens in rounds, and their routers count tokens.
         """
         kept = None
         if key is not None and self.config.dropout:
@@ -348,7 +351,7 @@ class Block(nnx.Module):
         return self._tiled(lambda *tile: self._finish(*tile)[0], x, heads, kept), None
 
     def _tiled[T](self, function: Callable[..., T], *xs: Any) -> T:
-        """A part of the block that is of each token alone."""
+        """Apply a function that treats each token alone to a tile of tokens at a time."""
         return tiled(function, *xs, tile=self.config.token_tile)
 
     def _project(self, x: Hidden, rope: Rope | None) -> Projected:
@@ -363,7 +366,7 @@ class Block(nnx.Module):
         return attended + self._added(self.post_norm_mlp(out), second), stats
 
     def _added(self, x: Hidden, kept: Mask | None) -> Hidden:
-        """What a branch adds to the residual stream."""
+        """A branch's contribution to the residual stream."""
         c = self.config
         x = x if c.residual_scale == 1 else x * c.residual_scale
         return x if kept is None else dropped(x, c.dropout, kept)

@@ -35,56 +35,58 @@ class GPTConfig:
         head_width: Width of a head; None means d_model / heads.
         kv_heads: Key and value heads, fewer than heads for grouped-query attention
             (Ainslie et al., 2023); None means as many as heads.
-        latent_rank: Width of a normed latent that keys and values of all heads are made from (multi-head
-            latent attention, DeepSeek-V2, 2405.04434); None means there is none. head_width is then that of
-            a query and a key, rotary part included.
-        latent_query_rank: The same of queries; None means that they are projected at once.
-        latent_rope_width: The last elements of each query and key that are rotated, and those of the keys
-            are the same for all heads.
-        latent_value_width: Width of a head's values, at most that of its keys; None means as much.
+        latent_rank: Width of the normed latent from which all heads compute keys and values (multi-head
+            latent attention, DeepSeek-V2, 2405.04434); None means there is none. With a latent, head_width
+            is the width of a query and a key, rotary part included.
+        latent_query_rank: Width of a normed latent for queries; None projects queries from the stream.
+        latent_rope_width: The last elements of each query and key, which are rotated. All heads' keys share
+            these elements.
+        latent_value_width: Width of a head's values, at most a key's width; None means the same width.
         ffn: Hidden width of the MLP, or of each expert. None means 4 d_model, or if gated 8/3 d_model rounded
             up to a multiple of 256, as in LLaMA (Touvron et al., 2023).
         norm: "layer" (with a bias when biases) or "rms".
-        norm_offset: Added to the scales of RMS norms, which then begin at 1 minus this (1 in Gemma).
+        norm_offset: Added to the scales of RMS norms, whose weights then begin at 1 - norm_offset (1 in
+            Gemma).
         pre_norms: Whether the input of each residual branch is normed.
         branches: "sequential" means that the MLP reads the residual stream after attention has added to it.
-            With "parallel" both read the same input, each with a norm of its own (GPT-NeoX), and with
+            With "parallel" both read the same input through separate norms (GPT-NeoX). With
             "parallel_one_norm" they share the norm (Cohere).
-        post_norms: Whether the output of each residual branch is normed (Gemma 2; in OLMo 2 it alone is).
-        residual_scale: Factor of what each residual branch adds (Granite).
+        post_norms: Whether the output of each residual branch is normed (Gemma 2, and OLMo 2 without
+            pre_norms).
+        residual_scale: Factor of each residual branch's output (Granite).
         positions: "learned" (a table of max_seq_len rows) or "rope" (Su et al., 2021).
-        position_offset: Rows of the learned table that lie before that of position 0 and are never
-            read; OPT has 2.
+        position_offset: Unused rows of the learned table before the row of position 0; OPT has 2.
         mlp: "gelu" (the tanh form, as in GPT-2), "gelu_exact", "relu" (OPT), "relu2" (its square), or gated:
             "swiglu" (LLaMA), "geglu" (of the tanh form, Gemma) or "swiglu_clamped" (gpt-oss).
-        experts: Number of MLPs in each block, of which a router chooses some for each token (Mixtral);
-            0 makes one MLP for all tokens. Experts are gated. With biases, they and the router have some.
-        experts_per_token: Experts that each token goes to; this and the following are used only with experts.
-        dense_layers: The layers that have one MLP for all tokens in place of experts (the first ones in
-            DeepSeek). A scanned model has a stack for each run of layers of a kind.
-        dense_ffn: Hidden width of their MLP; None means as without ffn.
-        shared_ffn: Hidden width of an expert that all tokens go to beside those chosen (DeepSeek); 0 means
-            there is none.
-        shared_gate: Whether the output of that expert is multiplied by the sigmoid of a product with the
+        experts: Number of MLPs in each block. A router chooses some of them for each token (Mixtral). 0 makes
+            one MLP for all tokens. Experts are gated, and biases = true gives them and the router biases.
+        experts_per_token: Experts that each token goes to. Read only with experts, like the following fields
+            up to z_loss.
+        dense_layers: The layers with one MLP for all tokens in place of experts (the first ones in DeepSeek).
+            A scanned model has a stack for each run of equal layers.
+        dense_ffn: Hidden width of the MLP in dense_layers; None means the default of ffn.
+        shared_ffn: Hidden width of an expert that all tokens go to in addition (DeepSeek); 0 means none.
+        shared_gate: Whether that expert's output is multiplied by a gate, the sigmoid of a product with the
             token (Qwen2-MoE).
         router: How logits become the scores that choose: "softmax" over all experts, or "sigmoid" of each
             (DeepSeek-V3).
         router_normalise: Whether the weights of a token's experts are divided by their sum.
-        router_scale: Factor of those weights.
-        router_groups: Into how many groups of neighbours the experts are divided (DeepSeek-V2).
-        router_groups_per_token: The groups, those with the best scores, that a token's experts are in.
-        router_group_best: How many of a group's best experts its score is the sum of: 1 in DeepSeek-V2, 2 in
-            DeepSeek-V3.
-        router_balance_rate: How much a step moves the bias of each expert's score, which only the choice
-            sees, towards even loads (DeepSeek-V3); 0 means there is no bias.
+        router_scale: Factor of the weights of a token's experts.
+        router_groups: Number of groups of neighbouring experts (DeepSeek-V2).
+        router_groups_per_token: How many groups a token's experts come from: the groups with the best scores.
+        router_group_best: A group's score is the sum of this many of its best experts' scores: 1 in
+            DeepSeek-V2, 2 in DeepSeek-V3.
+        router_balance_rate: How far a step moves each expert's selection bias towards even loads
+            (DeepSeek-V3). The bias changes the choice only, not the weights. 0 means there is no bias.
         balance_loss: Coefficient of the loss that keeps experts evenly loaded (Fedus et al., 2021), a mean
             over layers.
-        z_loss: Coefficient of the loss that keeps the router's logits small (Zoph et al., 2022), likewise.
-        embedding_scale: Factor of the token embedding (sqrt(d_model) in Gemma), not of a tied output
-            projection.
+        z_loss: Coefficient of the loss that keeps the router's logits small (Zoph et al., 2022), a mean over
+            layers.
+        embedding_scale: Factor of the token embedding (sqrt(d_model) in Gemma). A tied output projection
+            is not scaled.
         tied: Whether the output projection is the token embedding.
         outputs: Rows of the output projection; None means vocab_size. 1 makes a model of scores, such as a
-            reward model, for `zerojax posttrain`; its tied is false.
+            reward model, for `zerojax posttrain`; it needs tied = false.
         head_bias: Whether the output projection has a bias (Phi); then it is not tied.
         biases: Whether linear layers and layer norms have biases.
         qkv_biases: Whether the query, key and value projections have biases although other layers
@@ -93,50 +95,48 @@ class GPTConfig:
         norm_biases: Whether layer norms have biases although linear layers have none (StableLM).
         qk_norm: Whether each head of the queries and keys goes through an RMS norm before it is
             rotated (Qwen3).
-        qk_norm_joint: Whether that norm is of all heads together (OLMo 2).
-        qk_norm_rotated: Whether that norm comes after the rotation (HunYuan).
-        attention_sinks: Whether each head has one more score in its softmax, which is learned and has no
-            value (gpt-oss).
+        qk_norm_joint: Whether that norm covers all heads together (OLMo 2).
+        qk_norm_rotated: Whether that norm follows the rotation (HunYuan).
+        attention_sinks: Whether each head's softmax has one more, learned score without a value (gpt-oss).
         query_scalar: Attention scores are divided by the square root of this; None means the width of
             a head.
         sliding_window: Tokens that a position attends to, itself included (Mistral); None means
             itself and all earlier ones.
-        sliding_window_pattern: Every so many layers one attends to all earlier positions, from the
-            layer of this number on (2 in Gemma 2, 6 in Gemma 3); None means none does.
+        sliding_window_pattern: In each group of this many layers, the last layer attends to all earlier
+            positions (2 in Gemma 2, 6 in Gemma 3). None gives all layers the window.
         sliding_window_layers: In place of a pattern, the layers with the window; the others attend to all
             earlier positions (Qwen2).
         attention_softcap: Attention scores s become cap x tanh(s / cap) (Gemma 2); None means they do
-            not. cuDNN's kernel cannot do this.
-        logit_softcap: The same of the logits.
-        logit_divisor: What logits are divided by (Granite), before any cap.
+            not. Only XLA's kernel can do this.
+        logit_softcap: Logits l become cap x tanh(l / cap); None means they do not.
+        logit_divisor: Divisor of the logits (Granite), applied before any cap.
         max_seq_len: The longest sequence, in tokens.
         dropout: Probability of zeroing an element of the embedding and of each residual branch.
-        rope_theta: Base of the rotary wavelengths; this and the following are used only when
-            positions is "rope".
+        rope_theta: Base of the rotary wavelengths. Read only if positions is "rope", like the following
+            fields up to rope_query_growth.
         rope_fraction: The part of each head, from its beginning, that is rotated (0.5 in GLM4).
-        rope_interleaved: Whether neighbours in a head are rotated as a pair (GLM4), not elements of its
-            two halves.
+        rope_interleaved: Whether a rotated pair is two neighbours (GLM4), or an element of each half.
         no_rope_layers: The layers whose queries and keys are not rotated (SmolLM3).
         rope_local_theta: The base in layers with the sliding window, where no wavelength is stretched
-            (Gemma 3); None means they are rotated like the others.
-        rope_scaling: How wavelengths are stretched for longer contexts: "none", "linear" (all by
-            rope_factor), "llama3" (long ones by rope_factor, short ones not, interpolated
-            between the two bounds), "dynamic" (by a theta that grows with the length of a sequence
-            beyond rope_original_len), "yarn" (those that turn rarely by rope_factor, those that
-            turn often not, interpolated between the two bounds) or "longrope" (each by a factor of its
-            own, Phi-3).
+            (Gemma 3); None rotates all layers alike.
+        rope_scaling: How wavelengths are stretched for longer contexts. "none"; "linear": all by
+            rope_factor. "llama3": long ones by rope_factor, short ones not, interpolated between the two
+            bounds. "dynamic": by a theta that grows with the sequence beyond rope_original_len. "yarn":
+            pairs that turn rarely by rope_factor, pairs that turn often not, interpolated between the two
+            bounds. "longrope": each by a separate factor (Phi-3).
         rope_factor: Factor of the stretching.
         rope_low_freq_factor: "llama3": wavelengths above rope_original_len / this are stretched in full.
         rope_high_freq_factor: "llama3": wavelengths below rope_original_len / this are not stretched.
-        rope_original_len: all but "linear": tokens of the context before its extension.
-        rope_beta_fast: "yarn": what turns this often in the original context is not stretched.
-        rope_beta_slow: "yarn": what turns this rarely in the original context is stretched in full.
+        rope_original_len: Tokens of the context before its extension; "linear" does not read it.
+        rope_beta_fast: "yarn": pairs with at least this many turns in the original context are not stretched.
+        rope_beta_slow: "yarn": pairs with at most this many turns in the original context are stretched in
+            full.
         rope_truncate: "yarn": whether the bounds of the interpolation are whole pairs (not in gpt-oss).
         rope_attention_factor: "yarn", "longrope": factor of the rotated queries and keys; None means
             1 + 0.1 ln(rope_factor), or sqrt(1 + ln(rope_factor) / ln(rope_original_len)).
         rope_short_factors: "longrope": a factor for each wavelength, for sequences of at most
             rope_original_len tokens.
-        rope_long_factors: The same for longer ones.
+        rope_long_factors: "longrope": a factor for each wavelength, for longer sequences.
         rope_query_growth: Queries at position p are multiplied by
             1 + this x ln(1 + floor(p / rope_original_len)) (Ministral 3).
         norm_eps: Added to the variance inside the norms.
@@ -144,14 +144,15 @@ class GPTConfig:
             stream get init_std / sqrt(2 layers), as in GPT-2.
         scan: Whether the blocks are one scanned `zerojax.Stack`, compiled once, or a list of
             modules, each compiled.
-        attention: "cudnn", "flash_attention_4" (of the package fa4-jax), "xla", or "auto": on CUDA, if it
-            supports the dtype and head width, FlashAttention-4 for packed documents and where layers differ
-            in their window, and else cuDNN's flash attention; elsewhere XLA's. On Hopper FlashAttention-4 is
-            faster than cuDNN for other rows as well, but a repeated step differs by rounding.
+        attention: The kernel: "cudnn", "flash_attention_4" (of the package fa4-jax), "xla" or "auto". On a
+            GPU that supports the dtype and head width, "auto" is FlashAttention-4 for packed documents and
+            for layers with different windows, and cuDNN's flash attention otherwise. Elsewhere it is "xla".
+            On Hopper FlashAttention-4 is faster than cuDNN for all rows, but its gradients are not
+            deterministic: a repeated step differs by rounding.
         loss_chunk: Tokens whose logits exist at a time in the loss; fp32 logits take
             4 x loss_chunk x vocab_size bytes.
-        token_tile: Tokens of a device that go through a block at a time, except for its attention and
-            experts, where the backward pass computes the block again (`zerojax.tiled`).
+        token_tile: Tokens of a device that pass through a block at a time where the backward pass recomputes
+            the block (`zerojax.tiled`). Attention and experts are not tiled.
     """
 
     vocab_size: int = 50304
@@ -241,22 +242,22 @@ class GPTConfig:
 
     @property
     def head_dim(self) -> int:
-        """Width of one head's queries and keys, head_width resolved."""
+        """Width of a head's queries and keys: head_width or its default."""
         return self.d_model // self.heads if self.head_width is None else self.head_width
 
     @property
     def value_dim(self) -> int:
-        """Width of one head's values, latent_value_width resolved."""
+        """Width of a head's values: latent_value_width or its default."""
         return self.head_dim if self.latent_value_width is None else self.latent_value_width
 
     @property
     def attention_width(self) -> int:
-        """Width of the outputs of all heads together."""
+        """Width of all heads' outputs together."""
         return self.heads * self.value_dim
 
     @property
     def qkv_width(self) -> int:
-        """Width of the queries, keys and values of all heads together."""
+        """Width of all heads' queries, keys and values together."""
         return (self.heads + self.key_value_heads) * self.head_dim + self.key_value_heads * self.value_dim
 
     @property
@@ -268,12 +269,12 @@ class GPTConfig:
 
     @property
     def key_value_heads(self) -> int:
-        """Number of key and value heads, kv_heads resolved."""
+        """Number of key and value heads: kv_heads or its default."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def ffn_width(self) -> int:
-        """Hidden width of the MLP, ffn resolved."""
+        """Hidden width of the MLP: ffn or its default."""
         if self.ffn is not None:
             return self.ffn
         if self.gated:
@@ -282,12 +283,12 @@ class GPTConfig:
 
     @property
     def active_ffn_width(self) -> int:
-        """Hidden width of all that a token goes through: the MLP, or its experts together."""
+        """Total hidden width of the MLPs that a token passes through in a block."""
         return self.experts_per_token * self.ffn_width + self.shared_ffn if self.experts else self.ffn_width
 
     @property
     def mlps_per_token(self) -> int:
-        """How many MLPs a token goes through in a block."""
+        """Number of MLPs that a token passes through in a block."""
         return self.experts_per_token + (self.shared_ffn > 0) if self.experts else 1
 
     @property
@@ -306,7 +307,7 @@ class GPTConfig:
 
     @property
     def output_rows(self) -> int:
-        """Rows of the output projection, outputs resolved."""
+        """Rows of the output projection: outputs or its default."""
         return self.vocab_size if self.outputs is None else self.outputs
 
     @property
@@ -320,20 +321,20 @@ class GPTConfig:
         return self.mlp in ("swiglu", "geglu", "swiglu_clamped")
 
     def of_layer(self, number: int) -> "GPTConfig":
-        """The config of one layer: that of a model without experts, if the layer has none."""
+        """The config of one layer. A layer in dense_layers has the config of a model without experts."""
         if number not in self.dense_layers:
             return self
         return replace(self, experts=0, ffn=self.dense_ffn, dense_layers=(), dense_ffn=None)
 
     @property
     def runs(self) -> tuple[range, ...]:
-        """The layers, in runs of those that have experts and those that have none."""
+        """The layers, cut into runs with and without experts."""
         runs = groupby(range(self.layers), lambda number: number in self.dense_layers)
         return tuple(range(run[0], run[-1] + 1) for run in (list(numbers) for _, numbers in runs))
 
     @property
     def kinds(self) -> tuple[tuple["GPTConfig", int], ...]:
-        """The configs of the kinds of layers, and how many there are."""
+        """The config of each kind of layers, and the number of such layers."""
         dense = len(self.dense_layers)
         others = ((self, self.layers - dense),)
         return others if not dense else (*others, (self.of_layer(self.dense_layers[0]), dense))
@@ -350,7 +351,7 @@ class GPTConfig:
 
     @property
     def rotations(self) -> tuple[Rotation, ...]:
-        """How each layer rotates queries and keys: "local" is by rope_local_theta."""
+        """How each layer rotates queries and keys; "local" uses rope_local_theta."""
         local = self.rope_local_theta is not None
         return tuple(
             "none" if number in self.no_rope_layers else "local" if windowed and local else "full"
@@ -361,14 +362,14 @@ class GPTConfig:
         """Refuse a model of scores.
 
         Args:
-            what: needs a language model.
+            what: the caller that needs a language model, for the message.
 
         Raises:
-            ConfigurationError: says so.
+            ConfigurationError: ``outputs`` is set.
         """
         require(
             self.outputs is None,
-            f"outputs = {self.outputs} makes a model of scores, and {what} needs a language model: leave it "
+            f"outputs = {self.outputs} makes a model of scores, but {what} needs a language model. Leave it "
             "out, or use zerojax posttrain",
         )
 
@@ -377,7 +378,7 @@ _MAX_PARAMETERS = 10**15
 
 
 def _block_matrices(c: GPTConfig, *, active: bool) -> int:
-    """Elements of one block's weight matrices, or only of those that a token is multiplied with."""
+    """Elements of one block's weight matrices; ``active`` counts only the matrices that one token meets."""
     attention = c.d_model * c.attention_width
     if c.latent_rank is None:
         attention += c.d_model * c.qkv_width
@@ -391,7 +392,7 @@ def _block_matrices(c: GPTConfig, *, active: bool) -> int:
 
 
 def latent_outputs(c: GPTConfig) -> int:
-    """Width of what is made of a latent: of all heads the values, and the keys without their rotary part."""
+    """Width of all heads' values and keys (without the rotary part), which are projected from a latent."""
     return c.heads * (c.head_dim - c.rope_width + c.value_dim)
 
 
@@ -402,7 +403,7 @@ def _norm_parameters(c: GPTConfig) -> int:
 def parameter_count(config: GPTConfig, *, active: bool = False) -> int:
     """Number of parameters of ``GPT(config)``; tied matrices count once.
 
-    Of the experts, ``active`` counts only those that one token goes to.
+    With ``active``, only the experts of one token count.
     """
     c = config
     tables = c.vocab_size + (0 if c.tied else c.output_rows)
@@ -432,7 +433,7 @@ def _block_parameters(c: GPTConfig, *, active: bool) -> int:
 
 
 def describe_parameters(config: GPTConfig) -> str:
-    """The number of parameters in words, for a mixture of experts also of those that one token meets."""
+    """The number of parameters as text, for a mixture of experts also the number that one token meets."""
     text = f"{parameter_count(config):,} parameters"
     return f"{text} ({parameter_count(config, active=True):,} active)" if config.experts else text
 
@@ -440,14 +441,17 @@ def describe_parameters(config: GPTConfig) -> str:
 def flops_per_token(config: GPTConfig, seq_len: int) -> int:
     """Floating-point operations of one training token, forward and backward.
 
-    6 per weight that is multiplied (including the output projection, without the embedding look-ups; of the
-    experts those that a token goes to), plus 6 x heads x (head_dim + value_dim) for each token that a
-    position attends to in a layer (``attended_tokens``). As in PaLM (Chowdhery et al., 2022, appendix B)
-    recomputation is not added; unlike there causal masking is deducted, which would otherwise exceed the peak
-    of the chip in long rows. Model FLOPs utilisation is this times tokens per second over that peak.
+    Each weight that multiplies the token counts 6. That includes the output projection and the token's
+    experts, but no embedding look-ups. Each token that a position attends to in a layer (``attended_tokens``)
+    counts 6 x heads x (head_dim + value_dim).
+
+    As in PaLM (Chowdhery et al., 2022, appendix B), recomputation is not counted. Unlike in PaLM, causal
+    masking
+    is deducted: in long rows the masked pairs would lift the figure above the chip's peak. Model FLOPs
+    utilisation is this times tokens per second, divided by the peak.
 
     Raises:
-        ConfigurationError: if seq_len is below 1 or above config.max_seq_len.
+        ConfigurationError: seq_len is below 1 or above config.max_seq_len.
     """
     if not 1 <= seq_len <= config.max_seq_len:
         raise ConfigurationError(f"seq_len = {seq_len}: from 1 to max_seq_len = {config.max_seq_len}")
@@ -457,14 +461,14 @@ def flops_per_token(config: GPTConfig, seq_len: int) -> int:
 
 
 def pair_flops(config: GPTConfig) -> int:
-    """Floating-point operations of a layer's attention, forward and backward, for a query and a key."""
+    """Floating-point operations of a layer's attention for one query and key, forward and backward."""
     return 6 * config.heads * (config.head_dim + config.value_dim)
 
 
 def attended_tokens(config: GPTConfig, seq_len: int) -> float:
-    """Tokens that a position attends to, on average over positions, summed over the layers.
+    """Tokens that a position attends to: the mean over positions, summed over layers.
 
-    Half of the row, or a sliding window w of it: w - w^2 / (2 seq_len).
+    A layer without a window counts half of the row. A window w counts w - w^2 / (2 seq_len).
     """
     window = min(seq_len, config.sliding_window or seq_len)
     reached = (window if windowed else seq_len for windowed in config.windowed)

@@ -1,8 +1,8 @@
 """FlashAttention-4 within documents that lie one behind another, by the optional package fa4-jax.
 
-Its kernels (Dao and others; Shepperd's port to JAX) are written in the CuTe DSL and compiled when a program
-is lowered, in 6 to 8 seconds for each width, number of heads and window. They read where documents begin, so
-no mask exists in memory. The order in which the backward kernel sums a query's gradient is not fixed.
+Its kernels (Dao and others; Shepperd's port to JAX) are written in the CuTe DSL. They are compiled when a
+program is lowered, which takes 6 to 8 seconds for each width, number of heads and window. They read where
+documents begin, so no mask exists in memory. The backward kernel sums a query's gradient in no fixed order.
 """
 
 import functools
@@ -21,7 +21,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.models.sinks import Sinks, gradient_of_sinks, with_sinks
 
 ATTENTION_NAME = "attention"
-"""The ``checkpoint_name`` of attention's output, and of what its backward pass needs besides q, k and v."""
+"""The ``checkpoint_name`` of attention's output, and of its residuals other than q, k and v."""
 
 PACKAGE = "fa4-jax"
 
@@ -29,15 +29,15 @@ _BACKEND = "cute"
 """fa4-jax's kernels; its "reference" is plain JAX."""
 
 Segments = Int[Array, "batch time"]
-"""The document of each position, for rows that hold several."""
+"""The document of each position, for rows that hold several documents."""
 
 
 class Options(NamedTuple):
-    """What a kernel is compiled for.
+    """Static options of an attention kernel.
 
     Attributes:
         reach: earlier positions within the window; None for all.
-        scale: of the scores.
+        scale: factor of the scores; None is 1 / sqrt(dim).
     """
 
     reach: int | None
@@ -45,14 +45,15 @@ class Options(NamedTuple):
 
 
 class Documents(NamedTuple):
-    """Documents in the flattened rows of a batch. A row begins with one, whatever the last one ends with.
+    """Documents in the flattened rows of a batch. Every row begins with a new document.
 
     Attributes:
-        offsets: where each of the first documents begins, and where the last of these ends; int32, ascending.
-            Those that do not exist begin and end behind the last position.
-        lengths: of these documents, int32; found once, since it would take a kernel in each layer and pass.
-        numbers: the document of each position, counted from 0, int32 [batch, time]; None where ``offsets``
-            has all documents.
+        offsets: the first position of each document, then the end of the last one; int32, ascending. Unused
+            entries hold the number of positions.
+        lengths: the length of each document in ``offsets``, int32. It is stored because every layer and pass
+            would need a kernel to compute it.
+        numbers: the document of each position, counted from 0, int32 [batch, time]; None if ``offsets`` has
+            all documents.
     """
 
     offsets: Int[Array, " most_and_one"]
@@ -63,9 +64,10 @@ class Documents(NamedTuple):
 def document_offsets(segments: Segments, most: int | None = None) -> Documents:
     """The documents of packed rows.
 
-    ``segments`` are equal for neighbours of one document. ``most`` is how many documents attention takes in
-    one pass. There may be more, at the price of more passes; None is one for each 256 positions, but at least
-    16, of which a kernel takes 1% to 3% longer than for those that exist.
+    Args:
+        segments: the document of each token, equal for neighbours of one document.
+        most: documents that attention handles in one pass; more documents need more passes. None is one for
+            each 256 positions, at least 16. An unused entry of these 16 costs a kernel 1% to 3%.
     """
     numbers = jnp.cumsum(begins(segments).reshape(-1), dtype=jnp.int32).reshape(segments.shape) - 1
     most = min(max(segments.size // 256, 16) if most is None else most, segments.size)
@@ -74,7 +76,7 @@ def document_offsets(segments: Segments, most: int | None = None) -> Documents:
 
 
 def begins(segments: Segments) -> Bool[Array, "batch time"]:
-    """Where a document begins; a row begins with one."""
+    """Whether a document begins at each position; one begins at the start of every row."""
     return jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
 
 
@@ -85,19 +87,19 @@ def one_document_a_row(batch: int, time: int) -> Documents:
 
 
 def _offsets(numbers: Segments, wanted: Int[Array, " documents"]) -> Int[Array, " documents"]:
-    """Where documents begin; those behind the last one at the number of positions."""
-    # One fused kernel, where jnp.nonzero needs several.
+    """Where each wanted document begins; the number of positions for one that does not exist."""
+    # This is one fused kernel; jnp.nonzero would need several.
     return jnp.searchsorted(numbers.reshape(-1), wanted, method="scan_unrolled").astype(jnp.int32)
 
 
 def generation() -> int:
-    """The major compute capability of this process' GPU: 8 is Ampere, 9 Hopper; 0 if it has none."""
+    """The major compute capability of this process' GPU: 8 is Ampere, 9 Hopper, and 0 means no GPU."""
     capability = re.match(r"(\d+)\.\d", str(getattr(jax.devices()[0], "compute_capability", "")))
     return 0 if capability is None else int(capability[1])
 
 
 def missing() -> str | None:
-    """What this process lacks for the kernels, for a message; None if it has all."""
+    """The first requirement of the kernels that this process lacks, as text; None if it lacks none."""
     if generation() < 8:
         return "a GPU of NVIDIA's Ampere or a newer generation"
     return None if find_spec("fa4_jax") else f'the package {PACKAGE}, which the extra "gpu" installs'
@@ -112,18 +114,24 @@ def attend(
     windowed: Bool[Array, ""] | None = None,
     sinks: Sinks | None = None,
 ) -> Float[Array, "batch time heads dim"]:
-    """Attention of each position to itself and earlier ones of its document.
+    """Attention of each position to itself and earlier positions of its document.
 
-    Queries are bf16 or fp16, in heads of a multiple of 8. ``windowed`` says, as data, whether the window
-    applies; None if it does. ``sinks`` are one more score in each head's softmax.
+    Args:
+        options: window and scale.
+        query: bf16 or fp16, with heads of a multiple of 8.
+        key: keys.
+        value: values.
+        documents: from ``document_offsets`` or ``one_document_a_row``.
+        windowed: whether the window applies, as data; None if it always does.
+        sinks: one more score in each head's softmax.
 
     Raises:
         ConfigurationError: fa4-jax is not installed.
     """
     if not find_spec("fa4_jax"):
         raise ConfigurationError(
-            f'attention = "flash_attention_4" needs the package {PACKAGE}: install the extra "gpu", or leave '
-            "it out"
+            f'attention = "flash_attention_4" needs the package {PACKAGE}. Install the extra "gpu", or leave '
+            "it out."
         )
     flat = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
     attended: Array = _attention(options, *flat, documents, windowed, sinks)
@@ -131,11 +139,11 @@ def attend(
 
 
 class _Slots(NamedTuple):
-    """Stretches that cover all positions, as the kernels want them.
+    """Intervals that cover all positions, in the kernels' format.
 
     Attributes:
-        offsets: where each begins, and the number of positions.
-        used: positions of each that take part.
+        offsets: where each interval begins, then the number of positions.
+        used: how many positions of each interval attend; 0 for intervals without a document.
     """
 
     offsets: Int[Array, " slots_and_one"]
@@ -143,25 +151,25 @@ class _Slots(NamedTuple):
 
 
 def _slots(offsets: Int[Array, " documents_and_one"], tokens: int) -> _Slots:
-    """Some of the documents, and the positions before and behind them, which take no part."""
+    """The intervals of some documents, with one unused interval before and one behind them."""
     used = jnp.pad(jnp.diff(offsets), 1)
     return _Slots(jnp.pad(jnp.pad(offsets, (1, 0)), (0, 1), constant_values=tokens), used)
 
 
 _Kernel = Callable[..., tuple[Array, ...]]
-"""Of options, slots and arrays; what it leaves for positions that take no part is undefined."""
+"""Takes options, slots and arrays. Its results are undefined at positions that are not used."""
 
 
 def _in_passes(
     kernel: _Kernel, options: Options, documents: Documents, windowed: Array | None, arrays: tuple[Array, ...]
 ) -> tuple[Array, ...]:
-    """The results of a kernel that takes as many documents at a time as ``documents.offsets`` has.
+    """Run a kernel on as many documents at a time as ``documents.offsets`` has, and merge its results.
 
-    Data says how many documents there are, and in a scanned stack which layers have the window, so this is a
-    branch on the device. XLA's waits for the GPU to reach it before it launches the kernels of the branch: an
-    idle time of about as long as a few launches, once per layer and pass; conditional nodes of CUDA graphs do
-    not change that (docs/benchmarks.md). Bounds that need no branch cost more: the kernels' time and memory
-    grow with the bound, and there may be as many documents as positions.
+    The number of documents is data, and so is the window of a layer in a scanned stack. Hence this is a
+    branch on the device. XLA waits until the GPU reaches the branch before it launches the branch's kernels.
+    The GPU is idle for about a few launches, once per layer and pass; conditional nodes of CUDA graphs do not
+    change that (docs/benchmarks.md). Bounds that need no branch cost more: the kernels' time and memory grow
+    with the bound, and there may be as many documents as positions.
     """
     offsets, lengths, numbers = documents
     tokens, most = arrays[0].shape[0], lengths.size
@@ -177,7 +185,7 @@ def _in_passes(
             slots = _slots(_offsets(known, number * most + jnp.arange(most + 1)), tokens)
             own = passes == number
             return tuple(
-                # Log-sum-exps are [heads, tokens], all else [tokens, heads, dim].
+                # Log-sum-exps are [heads, tokens], all other arrays [tokens, heads, dim].
                 jnp.where(own if new.ndim == 2 else own[:, None, None], new, old)
                 for new, old in zip(kernel(options, slots, *arrays), merged, strict=True)
             )
@@ -200,7 +208,7 @@ def _in_passes(
 def _forward_kernel(
     options: Options, slots: _Slots, query: Array, key: Array, value: Array
 ) -> tuple[Array, Array]:
-    """The output, and the log-sum-exps of the scores."""
+    """The output, and the log-sum-exp of the scores."""
     from fa4_jax import flash_attn_varlen
 
     return flash_attn_varlen(
@@ -218,12 +226,12 @@ def _forward_kernel(
 def _backward_kernel(
     options: Options, slots: _Slots, query: Array, key: Array, value: Array, *rest: Array
 ) -> tuple[Array, Array, Array]:
-    """The gradients of queries, keys and values, from those of the output."""
+    """The gradients of queries, keys and values, from the output's gradient."""
     kept_out, kept_lse, gradient = rest
     forward = functools.partial(_forward_kernel, options, slots)
     out, pullback, lse = jax.vjp(forward, query, key, value, has_aux=True)
-    # The library has no backward pass of its own name. With what is kept in their place, nothing reads the
-    # results of this forward kernel, so it does not run.
+    # The library offers the backward pass only as a VJP. Its residuals are replaced by the kept arrays, so
+    # nothing reads the results of this forward kernel, and XLA removes it.
     kept = {id(out): kept_out, id(lse): kept_lse}
     return jax.tree.map(lambda residual: kept.get(id(residual), residual), pullback)(gradient)
 
@@ -251,7 +259,7 @@ def _attention_forward(
     sinks: Sinks | None,
 ) -> tuple[Array, tuple]:
     arrays = (query, key, value)
-    # Without the barrier XLA runs the kernel twice where a scan stacks what it leaves: once in a fusion that
+    # Without the barrier XLA runs the kernel twice where a scan stacks its results: once in the fusion that
     # writes into the stack, and once for the layer itself.
     out, lse = lax.optimization_barrier(_in_passes(_forward_kernel, options, documents, windowed, arrays))
     if sinks is not None:

@@ -44,15 +44,16 @@ class Head(nnx.Embed):
 
 
 _COLUMNS = 8
-"""By so many columns a head's bias widens its matmul, so that rows stay aligned for tensor cores."""
+"""Columns that a head's bias adds to its matmul. Rows stay aligned for tensor cores."""
 
 
 class GPT(nnx.Module):
     """A decoder-only language model.
 
     Its modules are ``embed``, ``position`` (learned positions only), ``blocks``, ``norm``, and ``head``
-    (untied only). The blocks are a ``Stack``; or with layers of two kinds an ``nnx.Dict`` of one for each run
-    of a kind, by the number of its first layer; or an ``nnx.List`` if config.scan is false.
+    (untied only). ``blocks`` is one ``Stack`` if all layers have the same modules. With two kinds of layers
+    it is an ``nnx.Dict`` with a ``Stack`` for each run of equal layers, named by the number of the run's
+    first layer. If config.scan is false it is an ``nnx.List``.
     """
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
@@ -80,7 +81,8 @@ class GPT(nnx.Module):
     def unembedding(self) -> Float[Array, "vocab width"]:
         """The output projection: the embedding itself when tied.
 
-        With a bias it is wider than d_model, as ``hidden`` is: there are columns of the bias and of zeros.
+        With config.head_bias it has ``_COLUMNS`` more columns than d_model: the bias, then zeros. ``hidden``
+        has ones and zeros there.
         """
         if self.config.tied:
             return self.embed.embedding[...]
@@ -100,9 +102,9 @@ class GPT(nnx.Module):
 
         Args:
             tokens: ids in [0, vocab_size).
-            positions: of the tokens.
-            length: of the whole sequence, on which rope_scaling = "dynamic" and "longrope" depend; or of each
-                row's, or each token's.
+            positions: position of each token in its document.
+            length: tokens of the whole sequence, as one number, one for each row or one for each token. It
+                matters for rope_scaling = "dynamic" and "longrope" only.
         """
         c = self.config
         x = look_up(self.embed.embedding[...], tokens)
@@ -112,13 +114,13 @@ class GPT(nnx.Module):
         return x, rope_of(c, positions, length)
 
     def _through[T](self, x: T, *args: Any, method: str = "__call__", **by_layer: Sequence[int]) -> T:
-        """The output of the last block.
+        """Run all blocks and return the last one's output.
 
         Args:
-            x: the input of the first one.
-            *args: of every block.
-            method: of blocks.
-            **by_layer: an argument of each block.
+            x: the input of the first block.
+            *args: arguments that all blocks share.
+            method: the blocks' method to call.
+            **by_layer: arguments with one value for each block.
         """
         c = self.config
         arguments = {"windowed": c.windowed, "kind": rope_kinds(c)}
@@ -150,20 +152,21 @@ class GPT(nnx.Module):
         segments: Segments | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Hidden:
-        """The normed output of the last block, in the dtype of the weights.
+        """The normed output of the last block, [batch, time, d_model] in the dtype of the weights.
 
-        With ``config.head_bias`` it has more columns, which ``unembedding`` multiplies with the bias.
-        With ``ZeroConfig(sequence_parallel=k)`` it is that of this device's tokens (``zerojax.own_tokens``);
-        the arguments are whole rows, on which positions and segments depend.
+        With ``config.head_bias`` it has ``_COLUMNS`` more columns, which multiply the bias in
+        ``unembedding``. With ``ZeroConfig(sequence_parallel=k)`` the result covers this device's tokens
+        (``zerojax.own_tokens``), but the arguments are whole rows, because positions and segments depend on
+        them.
 
         Args:
             tokens: ids in [0, vocab_size), at most max_seq_len per row.
             segments: the document of each token, for rows that hold several; equal for neighbours of one
-                document. The output is that of each document alone in its row.
+                document. Each document gets the output that it would get alone in its row.
             rngs: source of dropout's random bits; None, like ``model.eval()``, turns dropout off.
 
         Raises:
-            ConfigurationError: if the sequence is longer than max_seq_len.
+            ConfigurationError: the sequence is longer than max_seq_len.
         """
         return self._run(tokens, segments, rngs, None)[0]
 
@@ -174,10 +177,12 @@ class GPT(nnx.Module):
         segments: Segments | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> tuple[Hidden, RouterStats]:
-        """``hidden``, and what each router did with this device's tokens, padding included.
+        """``hidden``, and each router's statistics of this device's tokens, padding included.
+
+        The statistics have a leading axis of the layers with experts.
 
         Raises:
-            ConfigurationError: the model has no experts; or as ``hidden``.
+            ConfigurationError: the model has no experts, or the sequence is longer than max_seq_len.
         """
         c = self.config
         if not c.experts:
@@ -195,7 +200,7 @@ class GPT(nnx.Module):
         rngs: nnx.Rngs | None,
         stats: RouterStats | None,
     ) -> Routed:
-        """The output of the last block, and in place of zeros what routers did."""
+        """``hidden``, and the routers' statistics if ``stats`` has zeros to replace."""
         c = self.config
         length = tokens.shape[1]
         if length > c.max_seq_len:
@@ -213,7 +218,7 @@ class GPT(nnx.Module):
         x: Stream = hidden if stats is None else (hidden, stats)
         if key is None:
             x = self._through(x, rope, None, documents)
-        else:  # by the number of a layer its masks differ from the others'
+        else:  # the layer's number makes its dropout masks differ from the other layers'
             x = self._through(x, rope, key, documents, layer=range(c.layers))
         hidden, stats = x if isinstance(x, tuple) else (x, None)
         return self._finish(hidden), stats
@@ -225,21 +230,24 @@ class GPT(nnx.Module):
         segments: Segments | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> Float[Array, "batch time vocab"]:
-        """Logits, fp32, of the token that follows each position; see ``hidden``."""
+        """Logits of the token that follows each position, fp32. For the arguments see ``hidden``."""
         return self.logits(self.hidden(tokens, segments=segments, rngs=rngs))
 
     def logits(self, hidden: Float[Array, "... d_model"]) -> Float[Array, "... vocab"]:
-        """Logits, fp32, of normed outputs of the last block."""
+        """Logits of normed outputs of the last block, fp32."""
         return logits(hidden, self.unembedding, self.config.logit_softcap)
 
     @property
     def context_length(self) -> int:
-        """The longest sequence that it can continue, in tokens."""
+        """The longest sequence that the model can continue, in tokens."""
         return self.config.max_seq_len
 
     @property
     def prefills_in_pieces(self) -> bool:
-        """Whether a prompt's pieces have the keys of the whole: "dynamic" rotates all by the whole length."""
+        """Whether a prompt's pieces get the keys that the whole prompt would get.
+
+        With "dynamic" they don't, because the length of the whole prompt rotates every key.
+        """
         return self.config.rope_scaling != "dynamic"
 
     @property
@@ -260,16 +268,16 @@ class GPT(nnx.Module):
     ) -> tuple[Hidden, KVCache]:
         """``hidden`` of new tokens, which attend to the cache and are added to it.
 
-        With rope_scaling = "dynamic", cached keys stay as they were rotated at the length of their time, as
-        in transformers. With "longrope" the length of the cache decides between short and long factors, so
-        that all keys have the same; transformers computes the whole cache again when a text grows beyond
-        rope_original_len.
+        With rope_scaling = "dynamic" each cached key keeps the rotation for the length at which it was
+        cached, as in transformers. With "longrope" the length of the cache chooses short or long factors for
+        all keys. (transformers instead recomputes the whole cache when a text grows beyond
+        rope_original_len.)
 
         Args:
             tokens: ids in [0, vocab_size).
-            start: the number of tokens of each row that are in the cache.
-            end: the number of tokens after the call; those that follow in a row are padding.
-            cache: as ``init_cache`` or this method returned it.
+            start: tokens of each row in the cache before the call.
+            end: tokens of each row in the cache after the call. Columns of ``tokens`` beyond it are padding.
+            cache: from ``init_cache`` or an earlier call.
         """
         c = self.config
         positions = start[:, None] + jnp.arange(tokens.shape[1])
@@ -285,9 +293,9 @@ def logits(
     unembedding: Float[Array, "vocab d_model"],
     softcap: float | None = None,
 ) -> Float[Array, "... vocab"]:
-    """Scores of every token, accumulated and returned in fp32 from operands of any dtype.
+    """Logits of all tokens, fp32, accumulated in fp32 from operands of any dtype.
 
-    With a softcap they become softcap x tanh(scores / softcap).
+    With a softcap they become softcap x tanh(logits / softcap).
     """
     scores = jnp.einsum("...d,vd->...v", hidden, unembedding, preferred_element_type=jnp.float32)
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)

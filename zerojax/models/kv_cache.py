@@ -1,4 +1,4 @@
-"""The key-value cache of a GPT, and attention to what it holds."""
+"""The key-value cache of a GPT, and attention to it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,15 +21,15 @@ Positions = Int[Array, "batch time"]
 _BLOCK = 512
 """Columns of the cache whose scores exist at a time while several new tokens attend to them."""
 _FLASH_BLOCK = 8192
-"""Columns of the cache that flash attention, which keeps no scores, reads in one call."""
+"""Columns of the cache that flash attention reads in one call; it stores no scores."""
 
 
 class KVCache(NamedTuple):
     """Keys and values of all layers; the token at position p of a row is in column p.
 
-    The heads come before the columns, which is how attention multiplies them: XLA would otherwise transpose
-    the whole cache for every token. Of a model with latents, ``keys`` are these, as if of one head, and there
-    are no values (``zerojax.models.latent``).
+    Heads come before columns, in the order in which attention multiplies them. In another order XLA would
+    transpose the whole cache for every token. A model with latents stores them in ``keys`` as one head, and
+    has no ``values`` (``zerojax.models.latent``).
     """
 
     keys: Float[Array, "layers batch kv_heads length dim"]
@@ -55,18 +55,21 @@ def attend_cached(
     sinks: Sinks | None = None,
     latent: LatentHeads | None = None,
 ) -> tuple[Float[Array, "batch time heads value_dim"], KVCache]:
-    """Write keys and values of new tokens into the cache, and let their queries attend to all columns so far.
+    """Write new tokens into the cache, and compute their attention to all columns so far.
 
     Args:
-        config: of the model.
-        qkv: queries (batch, time, heads, dim), keys and values (batch, time, kv_heads, dim); or queries,
-            latents and None.
-        positions: of the new tokens; what lies beyond the cache's length is not written.
-        cache: of all layers.
+        config: the model's config.
+        qkv: queries (batch, time, heads, dim), keys and values (batch, time, kv_heads, dim). With latents:
+            queries, latents and None.
+        positions: positions of the new tokens; tokens beyond the cache's length are not written.
+        cache: the cache of all layers.
         layer: the layer's index.
-        windowed: whether the sliding window, if the model has one, is this layer's.
-        sinks: the layer's, if the model has some.
-        latent: what makes keys and values of the layer's latents, if the model has these.
+        windowed: whether this layer has the model's sliding window.
+        sinks: the layer's attention sinks, if it has some.
+        latent: expands the layer's latents to keys and values, if it has latents.
+
+    Returns:
+        The attention, and the cache with the new tokens.
     """
     query, key, value = qkv
     rows, heads = jnp.arange(query.shape[0])[:, None, None], jnp.arange(key.shape[2])[:, None]
@@ -79,7 +82,7 @@ def attend_cached(
     cache = jax.tree.map(written, cache, KVCache(key, value))
     read = partial(_keys_and_values, latent)
     if query.shape[1] == cache.keys.shape[3]:
-        # The new tokens fill the cache, so it was empty: they see each other alone.
+        # The new tokens fill the cache, so it was empty: they see only each other.
         attended = causal_attention(
             query,
             *read(key, value),
@@ -123,7 +126,7 @@ def attend_cached(
 
 
 Read = Callable[[Array, Array | None], tuple[Array, Array]]
-"""Keys and values (batch, time, kv_heads, ...), from those that are cached."""
+"""Expands cache entries to keys and values (batch, time, kv_heads, ...)."""
 
 
 def _keys_and_values(latent: LatentHeads | None, keys: Array, values: Array | None) -> tuple[Array, Array]:
@@ -134,7 +137,7 @@ def _keys_and_values(latent: LatentHeads | None, keys: Array, values: Array | No
 
 
 def _flash_kernel(config: GPTConfig, query: Array, value: Array) -> Literal["cudnn", "xla"] | None:
-    """The kernel of ``_attend_flash``; None where scores must be made block by block."""
+    """The kernel for ``_attend_flash``; None if attention must go block by block."""
     if (
         config.attention in ("auto", "cudnn")
         and fastest(query, value, config.attention_softcap, masked=False) == "cudnn"
@@ -153,7 +156,7 @@ def _attend_flash(
     read: Read,
     sinks: Sinks | None,
 ) -> Float[Array, "batch time heads value_dim"]:
-    """Attention of new tokens to each other and to the ``before`` tokens of the cache that precede them."""
+    """Attention of new tokens to each other and to the ``before`` tokens in the cache."""
     query, scale = qkv[0], config.attention_scale
     block = min(_FLASH_BLOCK, cache.keys.shape[3])
 
@@ -173,15 +176,15 @@ def _attend_flash(
 
 
 def _columns(whole: Array, layer: int | Int[Array, ""], first: Array, count: int) -> Array:
-    """``count`` columns of a layer of the cache; those behind its end are of no meaning."""
+    """``count`` columns of one layer's cache from ``first`` on; those beyond its end are arbitrary."""
     start = jnp.minimum(first, whole.shape[3] - count)
     found = jnp.roll(_slice(whole, layer, start, count), start - first, axis=2)
-    # Else XLA gives the whole cache the layout that flash attention reads, by a copy.
+    # Without this XLA copies the whole cache into the layout that flash attention reads.
     return with_layout_constraint(found, Layout((0, 1, 2, 3)))
 
 
 def _slice(whole: Array, layer: int | Int[Array, ""], start: Array, count: int) -> Array:
-    """``count`` columns of a layer of the cache from ``start`` on, which all exist."""
+    """``count`` columns of one layer's cache from ``start`` on; all must exist."""
     shape = (1, *whole.shape[1:3], count, whole.shape[4])
     return jax.lax.dynamic_slice(whole, (layer, 0, 0, start, 0), shape)[0]
 
@@ -196,8 +199,10 @@ def _attend_blocks(
     windowed: Windowed,
     sinks: Sinks | None,
 ) -> Float[Array, "batch time heads value_dim"]:
-    """Attention of several new tokens to a cache that has them, with the scores of a block of its columns at
-    a time (Rabe and Staats, 2021, "Self-attention Does Not Need O(n^2) Memory")."""
+    """Attention of new tokens to a cache that already has them, one block of columns at a time.
+
+    Only the scores of one block exist (Rabe and Staats, 2021, "Self-attention Does Not Need O(n^2) Memory").
+    """
     batch, time, _, dim = query.shape
     length, window = cache.keys.shape[3], config.sliding_window
     block = min(_BLOCK, length)
@@ -214,7 +219,7 @@ def _attend_blocks(
         if config.attention_softcap is not None:
             scores = config.attention_softcap * jnp.tanh(scores / config.attention_softcap)
         distance = positions[..., None] - columns
-        seen = (distance >= 0) & (columns >= number * block)  # the last block begins within another
+        seen = (distance >= 0) & (columns >= number * block)  # the last block overlaps the one before
         if window is not None:
             seen &= (distance < window) | jnp.logical_not(windowed)
         scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
@@ -238,6 +243,6 @@ def _attend_blocks(
     stop = -(-jnp.minimum(jnp.max(positions) + 1, length) // block)
     sums = jnp.zeros((*rows, config.value_dim))
     _, total, sums = jax.lax.fori_loop(start, stop, add, (largest, total, sums))
-    # A token of the padding behind a row may see nothing.
+    # Padding behind a row may see no column.
     out = sums / jnp.where(total > 0, total, 1)[..., None]
     return out.transpose(0, 3, 1, 2, 4).reshape(*query.shape[:3], -1).astype(query.dtype)

@@ -17,22 +17,22 @@ from zerojax.models.gpt import GPT, logits
 from zerojax.schedule.breadth_first import broadcast_unbatched, map_microbatches, with_batching_rule
 
 IGNORE = -1
-"""A label that neither the loss nor the token count includes, as any below 0."""
+"""A label that is in neither the loss nor the token count. Any label below 0 is ignored."""
 
 _OF_TOKENS = ("segments", "labels")
-"""What a batch of ``lm_loss`` may have besides tokens, of their shape."""
+"""Optional entries of ``lm_loss``'s batch, in the shape of "tokens"."""
 
 VOCABULARY_TILE = 64
 """The columns of the logits are padded to a multiple of this."""
 
 
 class _Head(NamedTuple):
-    """What a head is compiled for.
+    """Static options of the output projection and its softmax.
 
     Attributes:
-        vocabulary: tokens, without the padding of the unembedding.
-        softcap: of the logits.
-        temperature: that divides them.
+        vocabulary: tokens, without the unembedding's padding.
+        softcap: the logits become softcap x tanh(logits / softcap).
+        temperature: divisor of the logits.
     """
 
     vocabulary: int
@@ -50,15 +50,15 @@ def cross_entropy(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Mean negative log-likelihood (nats per token) of labels under softmax(hidden @ unembedding.T).
 
-    Both matmuls of the gradient run in the forward pass, chunk by chunk while the logits exist, so nothing of
-    the size of the logits outlives its chunk and no logit is computed twice. Operands keep their dtype (bf16
-    on tensor cores); logits, sums and the gradient of the unembedding accumulate in fp32. Reverse mode only.
+    Both matmuls of the gradient run in the forward pass, chunk by chunk, while a chunk's logits exist. No
+    array of the logits' size outlives its chunk, and no logit is computed twice. Operands keep their dtype
+    (bf16 on tensor cores). Logits, sums and the unembedding's gradient accumulate in fp32. Reverse mode only.
 
     Args:
         hidden: one row per token.
         unembedding: one row per vocabulary entry.
-        labels: the right token for each row; below 0 for none, such as -1, or PyTorch's -100. One beyond the
-            vocabulary makes the loss NaN.
+        labels: the right token for each row. A label below 0 is ignored, such as -1 or PyTorch's -100. One
+            beyond the vocabulary makes the loss NaN.
         chunk: most tokens whose logits exist at a time.
         softcap: the logits become softcap x tanh(logits / softcap).
 
@@ -66,7 +66,7 @@ def cross_entropy(
         The mean over counted tokens (0 if there are none) and their number, both fp32.
 
     Raises:
-        ConfigurationError: if chunk is below 1 or the shapes do not fit together.
+        ConfigurationError: chunk is below 1, or the shapes do not fit together.
     """
     _check(hidden, unembedding, labels, chunk)
     head = _Head(len(unembedding), softcap)
@@ -88,20 +88,19 @@ def label_log_probs(
 ) -> Float[Array, " tokens"]:
     """The log-probability (nats, fp32) of each label under softmax(hidden @ unembedding.T / temperature).
 
-    Nothing of the size of the logits outlives its chunk: the backward pass computes them again. Precision as
-    of ``cross_entropy``. Reverse mode only.
+    No array of the logits' size outlives its chunk: the backward pass recomputes the logits. Dtypes are as in
+    ``cross_entropy``. Reverse mode only.
 
     Args:
         hidden: one row per token.
         unembedding: one row per vocabulary entry.
-        labels: one for each row; below 0 for none, whose result is 0. One beyond the vocabulary makes its
-            result NaN.
+        labels: one for each row. A label below 0 has the result 0, one beyond the vocabulary NaN.
         chunk: most tokens whose logits exist at a time.
-        softcap: the logits become softcap x tanh(logits / softcap), before they are divided.
-        temperature: positive.
+        softcap: the logits become softcap x tanh(logits / softcap), before the division by ``temperature``.
+        temperature: divisor of the logits, above 0.
 
     Raises:
-        ConfigurationError: if chunk is below 1, the temperature is not positive, or the shapes do not fit
+        ConfigurationError: chunk is below 1, the temperature is not positive, or the shapes do not fit
             together.
     """
     _check(hidden, unembedding, labels, chunk)
@@ -123,12 +122,12 @@ def _check(hidden: Array, unembedding: Array, labels: Array, chunk: int) -> None
 
 
 def _padded(unembedding: Array) -> Array:
-    # On tensor cores GPT-2's 50257 columns take twice as long as 50304; padding gets probability 0.
+    # On tensor cores GPT-2's 50257 columns take twice as long as 50304. Padding gets probability 0.
     return jnp.pad(unembedding, ((0, -len(unembedding) % VOCABULARY_TILE), (0, 0)))
 
 
 def _in_chunks(hidden: Array, labels: Array, chunk: int) -> tuple[Array, Array]:
-    """Cut both into equal chunks of at most ``chunk`` rows, the last one padded with ignored rows."""
+    """Cut both into equal chunks of at most ``chunk`` rows; ignored rows fill up the last one."""
     tokens = len(labels)
     chunks = max(1, -(-tokens // chunk))
     size = -(-tokens // chunks)
@@ -142,7 +141,7 @@ def _in_chunks(hidden: Array, labels: Array, chunk: int) -> tuple[Array, Array]:
 def _chunk_losses(
     head: _Head, hidden: Array, labels: Array, unembedding: Array
 ) -> tuple[Array, Array, Array]:
-    """The loss of each row of a chunk, the logits and their log-sum-exp."""
+    """A chunk's losses [rows], logits [rows, vocab] and log-sum-exp [rows]."""
     scores = logits(hidden, unembedding, head.softcap) / head.temperature
     scores = jnp.where(jnp.arange(scores.shape[-1]) < head.vocabulary, scores, -jnp.inf)
     normalizer = jax.nn.logsumexp(scores, axis=-1)
@@ -161,15 +160,21 @@ def _chunk_gradients(
     normalizer: Array,
     factors: Array,
 ) -> tuple[Array, Array]:
-    """The gradients of a chunk's losses, multiplied by ``factors``: of the rows, and fp32 of the unembedding.
+    """The gradients of a chunk's losses times ``factors``: of the rows, and of the unembedding in fp32.
 
-    The arguments after ``head`` are the chunk's rows, their labels, the padded unembedding, the logits, their
-    log-sum-exp, and a factor for each row or one for all.
+    Args:
+        head: options of the projection.
+        rows: the chunk's rows of hidden states.
+        right: their labels.
+        unembedding: padded.
+        scores: the chunk's logits.
+        normalizer: their log-sum-exp.
+        factors: one for each row, or one for all.
     """
     # d loss / d logits = softmax - one-hot, zero in ignored rows.
     error = jnp.exp(scores - normalizer[:, None]) - (right[:, None] == jnp.arange(len(unembedding)))
     if head.softcap is not None:
-        # The slope of the cap; padding columns have scores of -inf and an error of 0.
+        # The slope of the softcap. Padding columns have scores of -inf and an error of 0.
         slope = 1 - (jnp.maximum(head.temperature * scores, -head.softcap) / head.softcap) ** 2
         error = error * slope
     factors = jnp.broadcast_to(factors / head.temperature, right.shape)[:, None]
@@ -245,13 +250,13 @@ def _total_loss_forward(
         row_gradient, more = _chunk_gradients(
             head, rows, right, unembedding, scores, normalizer, jnp.float32(1)
         )
-        # The gradients take the place of the rows, which nothing needs any more.
+        # The gradients overwrite the rows, which nothing reads again.
         stack = jax.lax.dynamic_update_index_in_dim(stack, row_gradient, index, 0)
         return total + jnp.sum(losses), weight_gradient + more, stack
 
     start = jnp.zeros((), jnp.float32), jnp.zeros(unembedding.shape, jnp.float32), hidden
     total, weight_gradient, row_gradients = jax.lax.fori_loop(0, len(hidden), step, start)
-    # An empty array carries the dtype of the weight, which its cotangent must have, to the backward rule.
+    # The cotangent must have the weight's dtype. An empty array carries that dtype to the backward rule.
     return total, (row_gradients, weight_gradient, jnp.zeros((0,), dtype))
 
 
@@ -272,7 +277,7 @@ _total_loss.defvjp(_total_loss_forward, _total_loss_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _total_loss_again(head: _Head, hidden: Array, labels: Array, unembedding: Array) -> Array:
-    """``_total_loss`` with the logits recomputed in the backward pass, so that no gradient is kept for it."""
+    """``_total_loss``, but the backward pass recomputes the logits instead of keeping gradients."""
     return _total_loss(head, hidden, labels, unembedding)
 
 
@@ -285,7 +290,7 @@ _total_loss_again.defvjp(
 def _in_breadth(
     head: _Head, size: int, mapped: Any, hidden: Array, labels: Array, unembedding: Array
 ) -> tuple[Array, bool]:
-    """Micro-batches one after another, so that gradients of the unembedding are summed, not stacked.
+    """Map micro-batches one after another, which sums the unembedding's gradients instead of stacking them.
 
     The forward pass cannot sum them, because it does not know the cotangent of each loss.
     """
@@ -306,21 +311,23 @@ def lm_loss(
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Next-token loss of a batch {"tokens": int32[batch, time + 1]}, for ``TrainState.create``.
 
-    Positions whose next token is below 0 (padding: -1, or -100) do not count. With "segments" (int32, of the
-    same shape) a row holds several documents, which do not attend to each other; positions whose next token
-    is of another document do not count. With "labels" (int32, of the same shape: the tokens, and -1 or -100
-    where they do not count) only those that are labelled count.
+    Positions whose next token is below 0 (padding: -1, or -100) do not count. Two more entries are optional,
+    both int32 in the shape of "tokens":
 
-    In training, a mixture of experts adds the losses of its routers by their coefficients: those of the whole
-    batch on all devices, padding included. In evaluation mode the loss is that of the language alone.
+    - "segments": the document of each token. Documents of a row do not attend to each other, and a position
+      whose next token starts another document does not count.
+    - "labels": the tokens, with -1 or -100 where they do not count.
+
+    In training, a mixture of experts adds its routers' losses times their coefficients, over the whole batch
+    on all devices, padding included. In evaluation mode the loss is the language loss alone.
 
     Returns:
-        The mean loss in nats per token, and {"tokens": the number of counted tokens}; in training also a
-        mixture's metrics, see ``router_metrics``.
+        The mean loss in nats per token, and {"tokens": the number of counted tokens}. In training a mixture
+        of experts adds ``router_metrics``.
 
     Raises:
-        ConfigurationError: if batch has no "tokens" of two or more columns, "segments" or "labels" of another
-            shape, or anything else; or the model is one of scores.
+        ConfigurationError: the batch has no "tokens" of two or more columns, "segments" or "labels" of
+            another shape, or any other entry; or the model is a model of scores.
     """
     model.config.check_language_model("a loss of tokens")
     tokens = batch.get("tokens")
@@ -329,8 +336,8 @@ def lm_loss(
         raise ConfigurationError(f'a batch needs "tokens" of shape (batch, time + 1); this one has {shapes}')
     if unread := sorted(batch.keys() - {"tokens", *_OF_TOKENS}):
         raise ConfigurationError(
-            f'lm_loss reads "tokens", "segments" and "labels"; this batch also has {unread}. A token '
-            "that does not count has the label -1; leave out what the loss has no use for"
+            f'lm_loss reads "tokens", "segments" and "labels"; this batch also has {unread}. Give tokens '
+            "that do not count the label -1, and leave out other entries"
         )
     for name in _OF_TOKENS:
         if name in batch and batch[name].shape != tokens.shape:
@@ -362,15 +369,17 @@ def lm_loss(
 
 
 def router_metrics(stats: RouterStats) -> dict[str, Float[Array, ""]]:
-    """What routers did with the batch of all devices, fp32; means over layers, except for "expert_load".
+    """The routers' metrics over the batch of all devices, fp32.
 
-    ``stats`` are those of this device, with a leading axis of the layers.
+    Args:
+        stats: this device's statistics, with a leading axis of layers.
 
     Returns:
-        "balance_loss" and "z_loss", which can be differentiated, without their coefficients; "expert_load",
-        the tokens of a layer's busiest expert over the mean, of the layer where that is largest; 1 is even;
-        "router_entropy", of a token's probabilities of all experts in nats, at most the logarithm of their
-        number.
+        - "balance_loss" and "z_loss": means over layers without their coefficients; differentiable.
+        - "expert_load": the busiest expert's tokens divided by the mean, for the layer where this is largest.
+          1 is even.
+        - "router_entropy": entropy of a token's probabilities of all experts in nats, averaged over tokens
+          and layers. It is at most the logarithm of the number of experts.
     """
     counts, entropy, tokens = world_sum(
         jax.tree.map(jax.lax.stop_gradient, (stats.counts, stats.entropy, stats.tokens))

@@ -1,4 +1,4 @@
-"""The norms of a decoder; their statistics are fp32 for inputs of any dtype."""
+"""A decoder's norms. Their statistics are fp32 for inputs of any dtype."""
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +9,9 @@ from zerojax.models.config import GPTConfig
 
 
 class OffsetRMSNorm(nnx.Module):
-    """An RMS norm (Zhang and Sennrich, 2019) whose scale is ``offset + scale``, computed in fp32 throughout.
+    """An RMS norm (Zhang and Sennrich, 2019) with the scale ``offset + scale``, computed in fp32.
 
-    Gemma's norms have an offset of 1, so that decay of the weights pulls the scale to 1, not to 0.
+    Gemma's norms have an offset of 1, so that weight decay pulls the scale to 1, not to 0.
     """
 
     def __init__(self, width: int, offset: float, epsilon: float):
@@ -19,7 +19,7 @@ class OffsetRMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.full(width, 1 - offset, jnp.float32))
 
     def __call__(self, x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
-        """The normed input, in its dtype."""
+        """Norm the last axis; the result has the input's dtype."""
         wide = x.astype(jnp.float32)
         normed = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.epsilon)
         return (normed * (self.offset + self.scale[...].astype(jnp.float32))).astype(x.dtype)
@@ -33,7 +33,7 @@ def rms_norm(c: GPTConfig, width: int, rngs: nnx.Rngs) -> OffsetRMSNorm | nnx.RM
 
 
 def residual_norm(c: GPTConfig, rngs: nnx.Rngs) -> OffsetRMSNorm | nnx.RMSNorm | nnx.LayerNorm:
-    """A norm of the residual stream, of the kind that the config has."""
+    """The config's kind of norm, for the residual stream."""
     if c.norm == "rms":
         return rms_norm(c, c.d_model, rngs)
     return nnx.LayerNorm(c.d_model, epsilon=c.norm_eps, use_bias=c.biases or c.norm_biases, rngs=rngs)

@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al., 2021) and how their wavelengths are stretched for longer contexts."""
+"""Rotary positions (Su et al., 2021), and the stretching of their wavelengths for longer contexts."""
 
 import math
 from collections.abc import Callable
@@ -18,9 +18,9 @@ class Rope(NamedTuple):
     """The rotary positions of some tokens, for all layers of a model.
 
     Attributes:
-        cos: of the angles; where layers differ, those of each kind in ``rope_kinds``, stacked.
-        sin: likewise.
-        query_scale: factors of the queries, if they have some.
+        cos: cosines of the angles; where layers differ, the tables of all ``rope_kinds``, stacked.
+        sin: sines, in the same shape.
+        query_scale: factor of each position's query, if the model has one.
     """
 
     cos: Float[Array, "*kinds batch time half"]
@@ -28,11 +28,11 @@ class Rope(NamedTuple):
     query_scale: Float[Array, "*batch time"] | None
 
     def table(self, kind: int | Int[Array, ""] | None) -> RopeTable:
-        """The table of a kind of layers; None where all are alike."""
+        """The cosines and sines for a kind of layers; kind is None if all layers are alike."""
         return (self.cos, self.sin) if kind is None else (self.cos[kind], self.sin[kind])
 
     def by_token(self, kind: int | Int[Array, ""] | None, rows: int) -> "Rope":
-        """One kind's table, with an axis of ``rows`` rows in all arrays."""
+        """One kind's table, with a leading axis of ``rows`` rows in all arrays."""
 
         def of_rows(x: Array, axes: int) -> Array:
             return jnp.broadcast_to(x, (rows, *x.shape[-axes:]))
@@ -43,7 +43,7 @@ class Rope(NamedTuple):
 
 
 def rope_kinds(config: GPTConfig) -> tuple[int, ...]:
-    """Which of the tables in ``Rope`` each layer reads."""
+    """The index of each layer's table in ``Rope``."""
     return tuple(map(_kinds(config).index, config.rotations))
 
 
@@ -52,13 +52,11 @@ def _kinds(config: GPTConfig) -> list[Rotation]:
 
 
 def rope_frequencies(config: GPTConfig, length: int | Int[Array, "*batch #time"]) -> Float[Array, "... half"]:
-    """The angle by which each pair of a head is rotated per position, in radians, fp32.
+    """The rotation of each pair of a head per position, in radians, fp32.
 
-    Pair i is rotated by theta^(-2i/rope_width) (Su et al., 2021, eq. 15), which each kind of rope_scaling
-    changes as transformers does.
-
-    "dynamic" and "longrope" depend on the length of the sequence, which may be another one for each row, or
-    for each position.
+    Pair i is rotated by theta^(-2i/rope_width) (Su et al., 2021, eq. 15). Each kind of rope_scaling changes
+    that as in transformers. "dynamic" and "longrope" depend on ``length``, the tokens of the sequence: one
+    number, or one for each row or position.
     """
     by_angle = length if isinstance(length, int) or length.ndim == 0 else length[..., None]
     return _SCALINGS[config.rope_scaling](config, by_angle)
@@ -70,10 +68,10 @@ def _plain(c: GPTConfig, theta: float | Array) -> Array:
 
 
 def _llama3(c: GPTConfig) -> Array:
-    """The angles of long wavelengths divided by rope_factor, as in Meta's release of LLaMA 3.1.
+    """Divide the angles of long wavelengths by rope_factor, as in Meta's release of LLaMA 3.1.
 
-    Those of wavelengths above rope_original_len / rope_low_freq_factor are divided, those below
-    rope_original_len / rope_high_freq_factor are kept, and those in between interpolated.
+    Wavelengths above rope_original_len / rope_low_freq_factor are divided in full, and wavelengths below
+    rope_original_len / rope_high_freq_factor are kept. Between the two bounds the angles are interpolated.
     """
     plain = _plain(c, c.rope_theta)
     turns = c.rope_original_len * plain / (2 * jnp.pi)  # in the original context
@@ -89,14 +87,14 @@ def _dynamic(c: GPTConfig, length: int | Array) -> Array:
 
 
 def _yarn(c: GPTConfig) -> Array:
-    """YaRN (Peng et al., 2023, sections 3.2 and A.1): divides the angles of pairs that turn rarely.
+    """YaRN (Peng et al., 2023, sections 3.2 and A.1): divide the angles of pairs that turn rarely.
 
-    Pairs that turn rope_beta_fast times or more in the original context are kept, those that turn
-    rope_beta_slow times or less are divided by rope_factor, and those in between interpolated by index.
+    Pairs with at least rope_beta_fast turns in the original context are kept. Pairs with at most
+    rope_beta_slow turns are divided by rope_factor. Between them the angles are interpolated by index.
     """
 
     def index_of(turns: float) -> float:
-        """The index of the pair that turns so often in the original context."""
+        """The index of the pair with this many turns in the original context."""
         ratio = c.rope_original_len / (turns * 2 * math.pi)
         return c.rope_width * math.log(ratio) / (2 * math.log(c.rope_theta))
 
@@ -111,7 +109,7 @@ def _yarn(c: GPTConfig) -> Array:
 
 
 def _longrope(c: GPTConfig, length: int | Array) -> Array:
-    """Each angle divided by a factor of its own (Ding et al., 2024), by another in long sequences."""
+    """Divide each angle by a separate factor (Ding et al., 2024); long sequences have other factors."""
     short, long = jnp.array(c.rope_short_factors), jnp.array(c.rope_long_factors)
     return _plain(c, c.rope_theta) / jnp.where(length > c.rope_original_len, long, short)
 
@@ -127,7 +125,7 @@ _SCALINGS: dict[RopeScaling, Callable[[GPTConfig, int | Array], Array]] = {
 
 
 def rope_amplitude(config: GPTConfig) -> float:
-    """What cosines and sines are multiplied by: rope_attention_factor, or what its default says."""
+    """The factor of cosines and sines: rope_attention_factor or its default."""
     c = config
     if c.rope_scaling not in ("yarn", "longrope"):
         return 1.0
@@ -139,14 +137,14 @@ def rope_amplitude(config: GPTConfig) -> float:
 
 
 def yarn_amplitude(factor: float, scale: float = 1.0) -> float:
-    """1 + 0.1 scale ln(factor), and 1 below factor 1 (Peng et al., 2023, eq. 22)."""
+    """1 + 0.1 scale ln(factor), or 1 for factors up to 1 (Peng et al., 2023, eq. 22)."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
 def rope_of(
     config: GPTConfig, positions: Int[Array, "*batch time"], length: int | Int[Array, "batch #time"]
 ) -> Rope:
-    """The rotary positions of a model, in sequences of a length, or of one for each row or position."""
+    """The rotary positions of tokens; ``length`` is as in ``rope_frequencies``."""
     tables = [_table(kind, config, positions, length) for kind in _kinds(config)]
     scale = None
     if config.rope_query_growth:
@@ -171,7 +169,7 @@ def _table(kind: Rotation, config: GPTConfig, positions: Array, length: int | Ar
 def rope_table(
     positions: Int[Array, "*batch time"], frequencies: Float[Array, "... half"], amplitude: float = 1.0
 ) -> RopeTable:
-    """The cosines and sines of the rotary embedding, times an amplitude, fp32."""
+    """Cosines and sines of the rotary embedding, times an amplitude, fp32."""
     angles = positions.astype(jnp.float32)[..., None] * frequencies
     return jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude
 
@@ -179,12 +177,12 @@ def rope_table(
 def apply_rope(
     x: Float[Array, "batch time heads dim"], table: RopeTable, *, interleaved: bool = False
 ) -> Float[Array, "batch time heads dim"]:
-    """Rotate each pair (x[i], x[i + half]) by its position's angle, computed in fp32, returned in x's dtype.
+    """Rotate each pair (x[i], x[i + half]) by its position's angle, in fp32; returns x's dtype.
 
-    Pairing the halves rather than neighbours is LLaMA's convention in Hugging Face checkpoints; interleaved,
-    the pairs are (x[2 i], x[2 i + 1]). What is behind the pairs of the table stays as it is.
+    Hugging Face checkpoints of LLaMA pair the two halves. If interleaved, the pairs are (x[2 i], x[2 i + 1]).
+    Elements beyond the table's pairs are unchanged.
     """
-    # The table depends on no parameter; without this a scanned stack would accumulate a gradient for it.
+    # The table depends on no parameter. Without this a scanned stack would accumulate a gradient for it.
     cos, sin = (jax.lax.stop_gradient(t)[..., None, :] for t in table)
     width = 2 * cos.shape[-1]
     turned, rest = (x, None) if width == x.shape[-1] else (x[..., :width], x[..., width:])

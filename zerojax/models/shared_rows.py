@@ -1,9 +1,9 @@
-"""Attention of rows that several devices of a node share, and whole rows of their parts.
+"""Attention of rows that several devices of a node share, and whole rows from their parts.
 
-Each has a part of the tokens, with all heads. An all-to-all within the group gives each all tokens of a part
-of the heads, whose attention it computes as if the row were its own; another brings the outputs back to the
-tokens' owners (DeepSpeed-Ulysses, Jacobs et al., 2023). A device so sends (k - 1) / k^2 of what the
-row's queries, keys, values and outputs take, and nothing between nodes.
+Each device has a part of the tokens, with all heads. An all-to-all within the group gives each device all
+tokens of a part of the heads. It computes their attention as if the row were its own. A second all-to-all
+returns the outputs to the tokens' owners (DeepSpeed-Ulysses, Jacobs et al., 2023). With k devices a row, each
+sends (k - 1) / k^2 of the row's queries, keys, values and outputs. Nothing crosses nodes.
 """
 
 import math
@@ -50,29 +50,29 @@ def attention(
 ) -> Heads:
     """Scaled dot-product attention within rows, which devices may share.
 
-    With ``ZeroConfig(sequence_parallel=k)`` the arguments are of this device's tokens (``own_tokens``), and
-    the devices of a row exchange heads: each computes with 1 / k of them, for all tokens. Key-value heads are
-    sent to all devices with a query head that reads them. If k does not divide the heads, heads of zeros fill
-    up: 12 on 8 devices take the time of 16. Scores and softmax are fp32.
+    With ``ZeroConfig(sequence_parallel=k)`` the arguments cover this device's tokens (``own_tokens``). The
+    devices of a row exchange heads: each computes 1 / k of the heads for all tokens. Key-value heads are sent
+    to all devices with a query head that reads them. If k does not divide the heads, heads of zeros are
+    added: 12 heads on 8 devices take the time of 16. Scores and softmax are fp32.
 
     Args:
-        query: of this device's tokens, or of whole rows.
-        key: likewise; a divisor of the query's heads (grouped-query attention).
-        value: likewise.
-        causal: whether a position attends to itself and earlier ones only.
+        query: queries of this device's tokens, or of whole rows.
+        key: keys of the same tokens; their number of heads divides the query's (grouped-query attention).
+        value: values of the same tokens, with as many heads as keys.
+        causal: whether a position attends to itself and earlier positions only.
         segments: the document of each token of whole rows, equal for neighbours of one document (int32
-            [batch, whole row]): no position attends to another document. Or ``document_offsets`` of it.
-        window: positions that one attends to, itself included; of causal attention.
+            [batch, whole row]), or ``document_offsets`` of it. No position attends to another document.
+        window: positions that one attends to, itself included; for causal attention only.
         windowed: whether the window applies, which may be data.
-        scale: of the scores; None is 1 / sqrt(dim).
+        scale: factor of the scores; None is 1 / sqrt(dim).
         softcap: the scores become softcap x tanh(scores / softcap).
-        sinks: one more score in each head's softmax, which has no value; of causal attention.
-        kernel: "auto" takes the fastest that can do this on the device: cuDNN's, FlashAttention-4 or XLA's.
+        sinks: one more score in each head's softmax, which has no value; for causal attention only.
+        kernel: "auto" is the fastest of cuDNN's, FlashAttention-4 and XLA's that can do this on the device.
 
     Raises:
-        ConfigurationError: key-value heads that do not divide the heads, values wider than keys, segments of
-            another length than the rows, a window below 1 or of attention that is not causal, or a kernel
-            that cannot do this.
+        ConfigurationError: key-value heads that do not divide the heads, or values wider than keys; segments
+            of another length than the rows; a window below 1 or without causal attention; or a kernel that
+            cannot do this.
 
     Examples:
         >>> q, k = jnp.ones((2, 8, 4, 16)), jnp.ones((2, 8, 2, 16))
@@ -82,13 +82,13 @@ def attention(
     heads, kv_heads, devices = query.shape[2], key.shape[2], devices_a_row()
     if heads % kv_heads or value.shape[2] != kv_heads:
         raise ConfigurationError(
-            f"attention: {heads} heads of queries, {kv_heads} of keys and {value.shape[2]} of values: those "
-            "of keys and values are as many, and divide those of queries"
+            f"attention: {heads} heads of queries, {kv_heads} of keys and {value.shape[2]} of values. Pass "
+            "equally many heads of keys and values, a number that divides the heads of queries."
         )
     if value.shape[3] > query.shape[3]:
         raise ConfigurationError(
-            f"attention: values of width {value.shape[3]}, wider than keys of {query.shape[3]}: pad queries "
-            "and keys with zeros, and give the scale"
+            f"attention: values of width {value.shape[3]} are wider than keys of {query.shape[3]}. Pad "
+            "queries and keys with zeros, and pass the scale."
         )
     if window is not None and window < 1:
         raise ConfigurationError(f"attention: window = {window}: 1 or more positions, itself included")
@@ -99,8 +99,8 @@ def attention(
     numbers = None if documents is None else documents.numbers
     if numbers is not None and numbers.shape != whole:
         raise ConfigurationError(
-            f"attention: segments of shape {numbers.shape} for rows of shape {whole}: give those of whole "
-            "rows, with one number for each token"
+            f"attention: segments of shape {numbers.shape} for rows of shape {whole}. Pass the segments of "
+            "whole rows, one number for each token."
         )
     spread = spread_of(heads, kv_heads, devices)
     if devices > 1:
@@ -114,7 +114,7 @@ def attention(
         out = causal_attention(query, key, value, kernel, documents, **options)
     elif window is not None or sinks is not None:
         raise ConfigurationError(
-            "attention: windows and sinks are of causal attention: leave them out, or causal=False"
+            "attention: windows and sinks need causal attention. Leave them out, or leave out causal=False."
         )
     else:
         out = full_attention(query, key, value, kernel, documents, scale=scale, softcap=softcap)
@@ -126,16 +126,16 @@ def attention(
 
 
 def whole_rows[T: PyTree[Array]](x: T, axis: int = 1) -> T:
-    """Whole rows of what each device has of its own tokens: ``own_tokens`` backwards.
+    """Whole rows from this device's tokens: the inverse of ``own_tokens``.
 
-    With ``ZeroConfig(sequence_parallel=k)`` all k devices of a row get the whole of it. For what is computed
-    of rows, such as the log-probability of an answer, for the results of ``predict_step``, and around a layer
-    that mixes tokens in another way than attention: ``own_tokens(layer(whole_rows(x)))``, in which each of
-    the k devices then computes with, and holds, all tokens. Without ``sequence_parallel`` it does nothing.
+    With ``ZeroConfig(sequence_parallel=k)`` all k devices of a row get the whole row; otherwise this returns
+    its argument. Use it for values of whole rows, such as the log-probability of a response, and for the
+    results of ``predict_step``. Use it also around a layer that mixes tokens by other means than attention:
+    ``own_tokens(layer(whole_rows(x)))``. Each of the k devices then holds and computes all tokens.
 
     Args:
         x: a pytree of arrays of this device's tokens.
-        axis: that of the tokens.
+        axis: the axis of tokens.
 
     Raises:
         ConfigurationError: an array has no such axis.
@@ -156,11 +156,11 @@ def _joined(part: Array, axis: int, devices: int) -> Array:
 
 
 class Spread(NamedTuple):
-    """How heads are spread over devices, as many on each.
+    """How heads are spread over devices; every device gets the same number.
 
     Attributes:
-        groups: parts of the query heads, each of which is filled up by heads of zeros.
-        filled: heads of a group then.
+        groups: parts of the query heads; heads of zeros fill up each part.
+        filled: heads of a group, zeros included.
         copies: key-value heads that are sent, copies and zeros included.
     """
 
@@ -175,17 +175,17 @@ class Spread(NamedTuple):
 
 
 def spread_of(heads: int, kv_heads: int, devices: int) -> Spread:
-    """The spread with the fewest heads of zeros, none if the devices divide the heads."""
+    """The spread with the fewest heads of zeros: none if the devices divide the heads."""
     copies = math.lcm(kv_heads, devices)
     multiple = copies // kv_heads
     grouped = Spread(kv_heads, -(-heads // (kv_heads * multiple)) * multiple, copies)
     padded = -(-heads // devices) * devices
-    # A device's heads may then be of parts of several groups, so that each gets a key head of its own.
+    # A device's query heads may then read different key heads, so each gets a separate copy of its key head.
     return grouped if grouped.heads <= padded else Spread(1, padded, padded)
 
 
 def _spread(spread: Spread, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
-    """The heads that are sent."""
+    """Queries, keys and values with the heads that are sent."""
     heads, kv_heads = query.shape[2], key.shape[2]
     if spread.groups == kv_heads:
         key, value = (jnp.repeat(x, spread.copies // kv_heads, 2) for x in (key, value))
@@ -195,7 +195,7 @@ def _spread(spread: Spread, query: Array, key: Array, value: Array) -> tuple[Arr
 
 
 def _filled(spread: Spread, x: Array, axis: int) -> Array:
-    """Heads along an axis, with zeros behind those of each group."""
+    """Heads along an axis, with zeros behind each group's heads."""
     own = x.shape[axis] // spread.groups
     grouped = x.reshape(*x.shape[:axis], spread.groups, own, *x.shape[axis + 1 :])
     widths = [(0, spread.filled - own if i == axis + 1 else 0) for i in range(grouped.ndim)]
@@ -203,7 +203,7 @@ def _filled(spread: Spread, x: Array, axis: int) -> Array:
 
 
 def _own_heads(devices: int, each: Array) -> Array:
-    """Of a number for each head those of the heads that this device gets."""
+    """The entries for this device's heads, from one number per head."""
     count = each.size // devices
     return lax.dynamic_slice_in_dim(each, lax.axis_index(LOCAL) % devices * count, count)
 
@@ -212,9 +212,10 @@ def _own_heads(devices: int, each: Array) -> Array:
 def _exchange(devices: int, payload: Array) -> Array:
     """An all-to-all of the group: row i of ``[devices, ...]`` goes to device i; returns rows by sender.
 
-    It is done by permutations, which run in line with compute on GPUs (``zerojax.comm.xla_options``). XLA
-    would run an all-to-all beside it, behind the hops between nodes: attention would wait for the network.
-    What arrives is kept under remat "none", as the results of all functions with a rule of their own are.
+    It consists of permutations, which run in line with compute on GPUs (``zerojax.comm.xla_options``). XLA
+    would put an all-to-all on another stream, behind the hops between nodes, and attention would wait for the
+    network. Under remat "none" the received rows are kept, like the results of all functions with a custom
+    VJP.
     """
     local = lax.axis_size(LOCAL)
     own = lax.axis_index(LOCAL) % devices
@@ -230,14 +231,14 @@ def _exchange(devices: int, payload: Array) -> Array:
         pairs = [(device, neighbour(device, shift)) for device in range(local)]
         with jax.named_scope(EXCHANGE):
             pieces.append(lax.ppermute(row(shift), LOCAL, pairs))
-    # The row that stays is in its place. Once all others are sent, they can be written over.
+    # This device's own row is in place already. Once the other rows are sent, they can be overwritten.
     arrived = payload
     for shift, piece in enumerate(lax.optimization_barrier(pieces), start=1):
         arrived = lax.dynamic_update_index_in_dim(arrived, piece, (own - shift) % devices, 0)
     return arrived
 
 
-# What was sent from i to j comes back from j to i.
+# The gradient of a row that i sent to j returns from j to i: the same exchange.
 _exchange.defvjp(
     lambda devices, payload: (_exchange(devices, payload), None),
     lambda devices, _, cotangent: (_exchange(devices, cotangent),),
@@ -267,7 +268,7 @@ def _to_heads(devices: int, *parts: Array) -> list[Array]:
 
 
 def _to_tokens(devices: int, out: Array) -> Array:
-    """The way back of ``_to_heads``."""
+    """The inverse of ``_to_heads``."""
     batch, time, heads, dim = out.shape
     row = out.reshape(batch, devices, time // devices, heads, dim).transpose(1, 0, 2, 3, 4)
     arrived = cast(Array, _exchange(devices, row))

@@ -1,9 +1,9 @@
 """Attention sinks (Xiao et al., 2023): a learned score in each head's softmax, without a value (gpt-oss).
 
-Flash attention needs no kernel of its own for them. With a sink the log-sum-exp of the scores grows, and the
-output shrinks by the same factor as all probabilities. Backward kernels read these two alone: probabilities
-are exp(score - log-sum-exp), and the gradient of a score is its probability times what its value adds to
-sum(gradient x output).
+No flash attention kernel needs to know them. A sink increases the scores' log-sum-exp, and scales the output
+by the same factor as all probabilities. Backward kernels read only these two. They compute probabilities as
+exp(score - log-sum-exp), and a score's gradient as its probability times the difference that its value makes
+to sum(gradient x output).
 """
 
 import jax
@@ -16,7 +16,7 @@ Sinks = Float[Array, " heads"]
 def with_sinks(
     out: Float[Array, "*tokens heads dim"], lse: Float[Array, "*tokens heads"], sinks: Sinks
 ) -> tuple[Float[Array, "*tokens heads dim"], Float[Array, "*tokens heads"]]:
-    """The output and log-sum-exp of attention with one more score in the softmax of each head."""
+    """Attention's output and log-sum-exp after adding one more score to each head's softmax."""
     sinks = sinks.astype(jnp.float32)
     kept = jax.nn.sigmoid(lse - sinks)[..., None]
     return (out * kept).astype(out.dtype), jnp.logaddexp(lse, sinks)
@@ -28,7 +28,7 @@ def gradient_of_sinks(
     sinks: Sinks,
     gradient: Float[Array, "*tokens heads dim"],
 ) -> Sinks:
-    """The gradient of sinks, from what ``with_sinks`` returned and the gradient of that output."""
+    """The gradient of the sinks, from ``with_sinks``' results and the gradient of its output."""
     taken = jnp.exp(sinks.astype(jnp.float32) - lse)
     towards = (out.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(-1)
     return -(taken * towards).reshape(-1, sinks.shape[0]).sum(0).astype(sinks.dtype)
