@@ -127,7 +127,10 @@ def test_a_number_that_is_used_again_is_another_document(causal):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"window": 0}, "window = 0: 1 or more"), ({"width": 12}, "values of width 12, wider than keys of 8")],
+    [
+        ({"window": 0}, "window = 0: 1 or more"),
+        ({"width": 12}, "values of width 12 are wider than keys of 8"),
+    ],
 )
 def test_arguments_that_attention_would_misread_are_refused(options, message):
     q, v = heads(0), heads(1, dim=options.pop("width", 8))

@@ -35,7 +35,7 @@ def test_a_score_is_the_product_of_the_last_norm_and_the_head() -> None:
     assert (found.shape, found.dtype, model.head.embedding.shape) == ((3, 12), np.float32, (1, 16))
     wanted = np.asarray(model.hidden(tokens)) @ np.asarray(model.head.embedding[...])[0]
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
-    with pytest.raises(ConfigurationError, match="outputs = None: scores are of a model with outputs = 1"):
+    with pytest.raises(ConfigurationError, match="outputs = None: scores need a model with outputs = 1"):
         scores(make(outputs=None), tokens)
 
 

@@ -1,4 +1,4 @@
-"""What a ``GPTConfig`` refuses: values out of range, and combinations that mean nothing."""
+"""Checks of a ``GPTConfig``: values out of range, and combinations without a meaning."""
 
 from dataclasses import fields
 from typing import TYPE_CHECKING, Literal, get_args, get_origin
@@ -46,10 +46,10 @@ def require(condition: bool, message: str) -> None:
 
 
 def check_model(config: "GPTConfig") -> None:
-    """Refuse a config.
+    """Refuse an invalid config.
 
     Raises:
-        ConfigurationError: naming the field, its value and what would be right.
+        ConfigurationError: names the field, its value and a valid one.
     """
     check_numbers(config, "[model] {}".format)
     _check_values(config)
@@ -61,11 +61,11 @@ def check_model(config: "GPTConfig") -> None:
         _check_experts(config)
     require(
         config.experts != 0 or not config.dense_layers,
-        f"dense_layers = {config.dense_layers} are of a model with experts: set experts, or leave it out",
+        f"dense_layers = {config.dense_layers} needs a model with experts: set experts, or leave it out",
     )
     require(
         config.dense_ffn is None or len(config.dense_layers) > 0,
-        f"dense_ffn = {config.dense_ffn} is of dense_layers: name these, or leave it out",
+        f"dense_ffn = {config.dense_ffn} needs dense_layers: set them, or leave it out",
     )
 
 
@@ -101,7 +101,7 @@ def _check_latents(c: "GPTConfig") -> None:
     if c.latent_rank is None:
         for name in ("latent_query_rank", "latent_rope_width", "latent_value_width"):
             value = getattr(c, name)
-            require(value is None, f"{name} = {value} is of latent_rank: set that, or leave it out")
+            require(value is None, f"{name} = {value} needs latent_rank: set it, or leave {name} out")
         return
     require(
         c.latent_rope_width is not None and c.latent_rope_width < c.head_dim,
@@ -110,8 +110,8 @@ def _check_latents(c: "GPTConfig") -> None:
     )
     require(
         c.positions == "rope" and c.rope_fraction == 1 and c.key_value_heads == c.heads,
-        'latent_rank needs positions = "rope", and neither rope_fraction nor kv_heads: all heads have keys '
-        "of the latent, and latent_rope_width says what is rotated",
+        'latent_rank needs positions = "rope", and neither rope_fraction nor kv_heads. Every head makes its '
+        "keys from the latent, and latent_rope_width sets how much of a key is rotated",
     )
     require(
         c.value_dim <= c.head_dim,
@@ -168,13 +168,13 @@ def _check_rope(c: "GPTConfig") -> None:
     )
     require(
         c.rope_local_theta is None or (c.positions == "rope" and c.sliding_window is not None),
-        f"rope_local_theta = {c.rope_local_theta} is of layers with a window: set sliding_window and "
+        f"rope_local_theta = {c.rope_local_theta} applies to layers with a window: set sliding_window and "
         'positions = "rope", or leave it out',
     )
 
 
 def _check_layers(c: "GPTConfig", name: str) -> None:
-    """Refuse numbers of layers that do not exist."""
+    """Refuse repeated layer numbers, and numbers of layers that do not exist."""
     numbers = getattr(c, name)
     require(
         len(set(numbers)) == len(numbers) and all(0 <= number < c.layers for number in numbers),
@@ -191,11 +191,11 @@ def _check_features(c: "GPTConfig") -> None:
         require(c.qk_norm or not getattr(c, name), f"{name} = true needs qk_norm = true")
     require(
         c.branches != "parallel_one_norm" or c.pre_norms,
-        'branches = "parallel_one_norm" is of one norm before both branches: set pre_norms = true',
+        'branches = "parallel_one_norm" has one norm before both branches: set pre_norms = true',
     )
     require(
         c.outputs is None or not c.tied,
-        f"outputs = {c.outputs} needs a projection of its own: set tied = false, or leave outputs out",
+        f"outputs = {c.outputs} needs a separate output projection: set tied = false, or leave outputs out",
     )
     for name in ("qkv_biases", "out_bias", "norm_biases"):
         require(
@@ -204,15 +204,15 @@ def _check_features(c: "GPTConfig") -> None:
         )
     require(
         not c.head_bias or not c.tied,
-        "head_bias = true is of an output projection that is not the embedding: set tied = false",
+        "head_bias = true needs a separate output projection: set tied = false, or leave it out",
     )
     require(
         not c.norm_biases or c.norm == "layer",
-        'norm_biases = true is of layer norms: set norm = "layer", or leave it out',
+        'norm_biases = true needs layer norms: set norm = "layer", or leave it out',
     )
     require(
         c.norm_offset == 0 or c.norm == "rms",
-        f'norm_offset = {c.norm_offset} is of RMS norms: set norm = "rms", or leave it out',
+        f'norm_offset = {c.norm_offset} needs RMS norms: set norm = "rms", or leave it out',
     )
     pattern = c.sliding_window_pattern
     require(
@@ -229,7 +229,8 @@ def _check_features(c: "GPTConfig") -> None:
     )
     require(
         c.attention_softcap is None or c.attention in ("auto", "xla"),
-        f'attention = "{c.attention}" has no attention_softcap: set attention to "xla", or leave it out',
+        f'attention = "{c.attention}" has no softcap for attention_softcap: set attention = "xla", or leave '
+        "it out",
     )
 
 
@@ -242,18 +243,19 @@ def _check_experts(c: "GPTConfig") -> None:
     require(c.gated, f"experts are gated: set mlp to swiglu, geglu or swiglu_clamped, not {c.mlp}")
     require(
         not (c.biases and c.shared_ffn),
-        "shared_ffn: the expert that all tokens go to has no biases: set biases to false, or leave it out",
+        "shared_ffn: the expert that all tokens go to cannot have biases. Set biases = false, or leave "
+        "shared_ffn out",
     )
     require(
         c.shared_ffn > 0 or not c.shared_gate,
-        "shared_gate = true is of the expert that all tokens go to: set shared_ffn, or leave it out",
+        "shared_gate = true gates the expert that all tokens go to: set shared_ffn, or leave it out",
     )
     for name in ("shared_ffn", "router_balance_rate", "balance_loss", "z_loss"):
         require(getattr(c, name) >= 0, f"{name} = {getattr(c, name)}: at least 0")
     _check_layers(c, "dense_layers")
     require(
         len(c.dense_layers) < c.layers,
-        "dense_layers are all layers: set experts = 0 and ffn, or leave a layer out",
+        "dense_layers lists all layers: set experts = 0 and ffn, or leave a layer out",
     )
     require(c.router_scale > 0, f"router_scale = {c.router_scale}: above 0")
     try:
