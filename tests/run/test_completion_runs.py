@@ -20,10 +20,10 @@ from zerojax.errors import ConfigurationError
 from zerojax.generation import Completions, Sampling, stream
 from zerojax.run import evaluation, html_report
 from zerojax.run.config import MeshSection, RunConfig, load_config
-from zerojax.run.data.answers import held_out_items
 from zerojax.run.data.chat_template import CHATML, ChatTemplate
 from zerojax.run.data.dataset import open_dataset
 from zerojax.run.data.prepare import prepare
+from zerojax.run.data.responses import held_out_items
 from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer
 from zerojax.run.evaluation import ExactMatch
 from zerojax.run.metrics.files import read_metrics

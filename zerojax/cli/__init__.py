@@ -88,11 +88,11 @@ def program() -> NoReturn:
     sys.exit(code)
 
 
-def _main(given: list[str]) -> int:
-    if not given or given[0] in ("-h", "--help"):
+def _main(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage())
-        return EXIT_OK if given else EXIT_WRONG_USE
-    name, *rest = given
+        return EXIT_OK if arguments else EXIT_WRONG_USE
+    name, *rest = arguments
     if name == "--version":
         print(f"zerojax {VERSION}")
         return EXIT_OK

@@ -12,9 +12,9 @@ from zerojax.cli.sample import SamplingOptions
 from zerojax.errors import ConfigurationError
 from zerojax.generation import stream
 from zerojax.run.config import RunConfig
-from zerojax.run.data.answers import AnswerEnd
 from zerojax.run.data.chat_template import ChatTemplate
 from zerojax.run.data.dataset import open_template, open_tokenizer
+from zerojax.run.data.responses import ResponseEnd
 from zerojax.run.data.tokenizer import Tokenizer
 from zerojax.run.run_dir import RunFolder
 
@@ -36,7 +36,7 @@ class Options(SamplingOptions):
 
 
 def run(arguments: list[str]) -> None:
-    """Restore the newest checkpoint, and answer each line of the input."""
+    """Restore the newest checkpoint, and respond to each line of the input."""
     options = read_options(Options, "chat", arguments)
     how, folder = options.sampling, RunFolder(options.run)
     dialogue = _open_dialogue(folder.read_config(), folder, options)
@@ -46,12 +46,12 @@ def run(arguments: list[str]) -> None:
         prompt = dialogue.ask(line)
         key = jax.random.fold_in(keys, turn)
         new = stream(model, prompt, options.tokens, key=key, how=how, stop=dialogue.end.token)
-        answer = ""
+        response = ""
         for piece in dialogue.read(new):
-            answer += piece
+            response += piece
             print(piece, end="", flush=True)
         print(flush=True)
-        dialogue.answered(answer)
+        dialogue.add_response(response)
 
 
 def _lines() -> Iterator[str]:
@@ -73,7 +73,7 @@ class Dialogue:
     """The conversation so far, from which the next prompt is made.
 
     Without a template, each line is a prompt by itself. The oldest messages are dropped to keep a prompt to
-    ``longest`` tokens. ``end`` is the end of an answer.
+    ``longest`` tokens. ``end`` is the end of a response.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Dialogue:
         system: str | None = None,
         longest: int,
     ) -> None:
-        self.end = AnswerEnd.of(tokenizer, template)
+        self.end = ResponseEnd.of(tokenizer, template)
         self._tokenizer = tokenizer
         self._template = template
         self._longest = longest
@@ -102,14 +102,14 @@ class Dialogue:
             prompt = self._tokenizer.encode(text.encode(errors="replace")).astype(np.int32)
             if len(prompt) <= self._longest or len(self._messages) == 1:
                 return prompt
-            del self._messages[:2]  # a question and its answer
+            del self._messages[:2]  # a question and its response
 
-    def answered(self, answer: str) -> None:
-        """Add the answer to the conversation."""
-        self._messages.append({"role": "assistant", "content": answer})
+    def add_response(self, response: str) -> None:
+        """Add the response to the conversation."""
+        self._messages.append({"role": "assistant", "content": response})
 
     def read(self, tokens: Iterator[int]) -> Iterator[str]:
-        """Yields an answer's text in pieces as its tokens arrive, without blanks at the start."""
+        """Yields a response's text in pieces as its tokens arrive, without blanks at the start."""
         ids: list[int] = []
         shown = 0
         text, ended = "", False
@@ -119,11 +119,11 @@ class Dialogue:
             text = text.lstrip()
             if ended:
                 break
-            ready = text.rstrip(_UNFINISHED)
+            certain = text.rstrip(_UNFINISHED)
             if self.end.text:  # the text so far may end with the beginning of that text
-                ready = ready[: max(shown, len(ready) - len(self.end.text) + 1)]
-            yield ready[shown:]
-            shown = max(shown, len(ready))
+                certain = certain[: max(shown, len(certain) - len(self.end.text) + 1)]
+            yield certain[shown:]
+            shown = max(shown, len(certain))
         yield text[shown:]
 
 

@@ -114,8 +114,8 @@ def _network(settings: MeshSection) -> Rows:
     by_whom = "set by zerojax" if on_gpus(devices) else "not set here, without GPUs"
     rows = [("interface", f"{network.interface}, {rate}"), ("NCCL uses", network.rdma or "TCP sockets")]
     for setting in chosen:
-        told = "left alone" if setting.value is None else f"{setting.value} ({by_whom})"
-        rows.append((setting.name, f"{told}: {setting.reason}"))
+        value = "left alone" if setting.value is None else f"{setting.value} ({by_whom})"
+        rows.append((setting.name, f"{value}: {setting.reason}"))
     return [*rows, ("other programs", "; ".join(nccl.exports(chosen)) or "nothing to set")]
 
 

@@ -25,14 +25,14 @@ class Options:
 
     Attributes:
         config: A TOML file, or the name of one in configs/, such as gpt-tiny.
-        given: The settings that the command line gives, by section.
+        settings: The settings that the command line gives, by section.
         help: Show this help, with the defaults of CONFIG if it is named, and exit.
     """
 
     config: Annotated[
         tyro.conf.Positional[str | None], tyro.conf.arg(metavar="CONFIG", help_behavior_hint="")
     ] = None
-    given: Annotated[Tables, tyro.conf.arg(name="", constructor=option_table(RunConfig))] = field(
+    settings: Annotated[Tables, tyro.conf.arg(name="", constructor=option_table(RunConfig))] = field(
         default_factory=dict
     )
     help: Annotated[bool, tyro.conf.arg(aliases=("-h",)), tyro.conf.FlagCreatePairsOff] = False
@@ -68,18 +68,18 @@ def parse[Chosen: Options](
         raise ConfigError(f"{command}: name a config first: zerojax {command} CONFIG [options]")
     file = None if chosen.config is None else find_config(chosen.config)
     tables = {} if file is None else load_tables(file)
-    further = between(chosen, merged(tables, chosen.given))
+    further = between(chosen, merged(tables, chosen.settings))
     # If only the file can be wrong, the error names it. An error on the command line names the option.
-    origin = "" if file is None or any(chosen.given.values()) else str(file)
-    return chosen, config_from_dict(merged(tables, further, chosen.given), origin)
+    origin = "" if file is None or any(chosen.settings.values()) else str(file)
+    return chosen, config_from_dict(merged(tables, further, chosen.settings), origin)
 
 
 def _showing(options: type[Options], config: RunConfig) -> type[Options]:
     """The same options for --help, with a config's settings as defaults."""
     table = option_table(RunConfig, spelled_out(config))
-    given = Annotated[Tables, tyro.conf.arg(name="", constructor=table)]
+    settings = Annotated[Tables, tyro.conf.arg(name="", constructor=table)]
     no_help = Annotated[bool, tyro.conf.arg(name="helps"), tyro.conf.Suppress]  # tyro adds its own
-    fields = [("given", given, field(default_factory=dict)), ("help", no_help, field(default=False))]
+    fields = [("settings", settings, field(default_factory=dict)), ("help", no_help, field(default=False))]
     shown = make_dataclass(options.__name__, fields, bases=(options,), frozen=True)
     shown.__doc__ = options.__doc__
     return shown

@@ -27,7 +27,7 @@ TRAINERS = {"grpo": GRPOTrainer, "ppo": PPOTrainer} | dict.fromkeys(PREFERENCES,
 
 @dataclass(frozen=True)
 class Options(RunOptions):
-    """Train a model with rewards for its own completions or on preferences between answers, or resume that.
+    """Train a model with rewards for its own completions or on preferences between responses, or resume that.
 
     The same command given again resumes from the last checkpoint in the run's folder. Every setting of the
     config can be overridden; the defaults below are the config's.

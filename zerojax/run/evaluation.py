@@ -1,4 +1,4 @@
-"""Evaluations: means over batches, and greedy answers to held-out prompts."""
+"""Evaluations: means over batches, and greedy responses to held-out prompts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from zerojax.errors import ConfigurationError
 from zerojax.generation import Sampling
 from zerojax.generation.generate import generate_rows
 from zerojax.run.config import RunConfig
-from zerojax.run.data.answers import AnswerEnd, Item, held_out_items
 from zerojax.run.data.batches import Batch, Shares
 from zerojax.run.data.dataset import Dataset, open_template
+from zerojax.run.data.responses import Item, ResponseEnd, held_out_items
 from zerojax.run.data.tokenizer import Tokenizer
 from zerojax.train.memory import free_memory
 from zerojax.train.node_copy import lacks_node_copy, node_copy_bytes, with_node_copy
@@ -61,28 +61,28 @@ def for_several_passes(state: TrainState, reserved: int = 0) -> TrainState:
     return with_node_copy(state) if min(gather_from_all(room)) >= 0 else state
 
 
-class Answer(NamedTuple):
+class Response(NamedTuple):
     """A prompt, the model's completion and the data's, as texts without the end token or end text."""
 
     prompt: str
-    given: str
-    wanted: str
+    completion: str
+    expected: str
 
     @property
     def is_right(self) -> bool:
         """Whether the two completions are equal, without blanks at their ends."""
-        return self.given.strip() == self.wanted.strip()
+        return self.completion.strip() == self.expected.strip()
 
 
 @dataclass(frozen=True)
 class ExactMatch:
     """Held-out prompts with their completions.
 
-    For each source, ``items`` has the end of its answers and its prompts. ``tokenizer`` made the tokens.
-    ``longest`` is the most tokens of a prompt and its answer together.
+    For each source, ``items`` has the end of its responses and its prompts. ``tokenizer`` made the tokens.
+    ``longest`` is the most tokens of a prompt and its response together.
     """
 
-    items: Sequence[tuple[AnswerEnd, Sequence[Item]]]
+    items: Sequence[tuple[ResponseEnd, Sequence[Item]]]
     tokenizer: Tokenizer
     longest: int
 
@@ -104,7 +104,7 @@ class ExactMatch:
         for (one, part), share in zip(asked, shares, strict=True):
             template = open_template(config.data, tokens) if one.kind == "chat" else None
             items = held_out_items(part.validation, share, config.train.sequence_length + 1)
-            found.append((AnswerEnd.of(data.tokenizer, template), items))
+            found.append((ResponseEnd.of(data.tokenizer, template), items))
         if not any(items for _, items in found):
             raise ConfigurationError(
                 f"train.eval_{'exact_match' if matched else 'samples'}: no held-out document fits into "
@@ -120,37 +120,38 @@ class ExactMatch:
 
         All processes must call it. Each completes its share of the prompts, and all get the same result.
         """
-        return self.share_right(self.answers(state))
+        return self.share_right(self.responses(state))
 
-    def share_right(self, answers: Sequence[Answer]) -> float:
-        """The result of ``measure``, from this process's ``answers``."""
-        return sum(gather_from_all(sum(one.is_right for one in answers))) / len(self)
+    def share_right(self, responses: Sequence[Response]) -> float:
+        """The result of ``measure``, from this process's ``responses``."""
+        return sum(gather_from_all(sum(one.is_right for one in responses))) / len(self)
 
-    def answers(self, state: TrainState) -> list[Answer]:
+    def responses(self, state: TrainState) -> list[Response]:
         """Greedy completions of this process's share of the items; all processes must call it."""
-        return [one for end, items in self.items if items for one in self._answered(state, end, items)]
+        return [one for end, items in self.items if items for one in self._responses(state, end, items)]
 
-    def _answered(self, state: TrainState, end: AnswerEnd, items: Sequence[Item]) -> Iterator[Answer]:
+    def _responses(self, state: TrainState, end: ResponseEnd, items: Sequence[Item]) -> Iterator[Response]:
         processes = jax.process_count()
         mine = items[jax.process_index() :: processes]
         # Every process must have the same number of prompts.
         rows = [item.prompt for item in mine] + [items[0].prompt] * (-(-len(items) // processes) - len(mine))
         longest = max(len(item.completion) for item in items)
-        # Prompt and completion fit into a row of training. A longer answer would be wrong anyway.
+        # Prompt and completion fit into a row of training. A longer response would be wrong anyway.
         limits = [min(longest, self.longest - len(row)) for row in rows]
-        answers = generate_rows(state, rows, limits, how=Sampling(temperature=0), stop=end.stop)
-        for item, answer, length in zip(mine, answers.tokens, answers.lengths, strict=False):
-            given, wanted = (
-                end.read(self.tokenizer, tokens.tolist())[0] for tokens in (answer[:length], item.completion)
+        responses = generate_rows(state, rows, limits, how=Sampling(temperature=0), stop=end.stop)
+        for item, response, length in zip(mine, responses.tokens, responses.lengths, strict=False):
+            completion, expected = (
+                end.read(self.tokenizer, tokens.tolist())[0]
+                for tokens in (response[:length], item.completion)
             )
-            yield Answer(self.tokenizer.decode(item.prompt), given, wanted)
+            yield Response(self.tokenizer.decode(item.prompt), completion, expected)
 
 
-def samples_of(answers: Sequence[Answer], count: int) -> list[dict[str, str]]:
-    """At most ``count`` of all processes' answers, as values of JSON; all processes must call it."""
+def samples_of(responses: Sequence[Response], count: int) -> list[dict[str, str]]:
+    """At most ``count`` of all processes' responses, as values of JSON; all processes must call it."""
     own = [
-        {"prompt": one.prompt, "completion": one.given, "expected": one.wanted}
-        for one in answers[: -(-count // jax.process_count())]
+        {"prompt": one.prompt, "completion": one.completion, "expected": one.expected}
+        for one in responses[: -(-count // jax.process_count())]
     ]
     return [one for part in gather_from_all(own) for one in part][:count]
 

@@ -53,13 +53,13 @@ def check_inputs(config: RunConfig, folder: RunFolder, manifest: Manifest | None
         ConfigurationError: one of them is missing or cannot be used, or the tokenizer's vocabulary is larger
             than the model's.
     """
-    data, ready = config.data, _resumes(manifest) and folder.data.exists()
+    data, keeps = config.data, _resumes(manifest) and folder.data.exists()
     if config.posttrain.method == "none":
         tokenizer = prepared_tokenizer(data, folder.data)
     else:
         for one in data.sources:
             check_source_exists(one.source, one.pattern)
-        kept = None if ready else tokenizer_to_keep(data, folder.data)
+        kept = None if keeps else tokenizer_to_keep(data, folder.data)
         tokenizer = open_tokenizer(data, folder.data) if kept is None else kept[0]
     if tokenizer is not None:
         _check_vocabulary(tokenizer, config)

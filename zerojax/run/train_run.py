@@ -18,7 +18,7 @@ from zerojax.run.build import RunSetup, is_first
 from zerojax.run.config import RunConfig
 from zerojax.run.data.batches import Batch, TrainBatches
 from zerojax.run.data.dataset import Dataset
-from zerojax.run.evaluation import Answer, ExactMatch, describe_matches, mean_loss, samples_of
+from zerojax.run.evaluation import ExactMatch, Response, describe_matches, mean_loss, samples_of
 from zerojax.run.inputs import abstract_batch, make_batches, prepare_data
 from zerojax.run.metrics.files import read_metrics
 from zerojax.run.open_run import OpenRun, opening
@@ -156,16 +156,16 @@ class TrainRun(BatchRun):
         self.watchdog.phase(f"the evaluation after step {self.step}")
         values = fp8_metrics(self.state) if self.config.log.fp8 else {}
         if self.exact_match is not None:
-            answers = self.exact_match.answers(self.state)
+            responses = self.exact_match.responses(self.state)
             if self.config.train.eval_exact_match:
-                values |= {"exact_match": jnp.asarray(self.exact_match.share_right(answers))}
-            self.write_samples(answers)
+                values |= {"exact_match": jnp.asarray(self.exact_match.share_right(responses))}
+            self.write_samples(responses)
         return values | {"validation_loss": mean_loss(self.state, self.validation)}
 
-    def write_samples(self, answers: Sequence[Answer]) -> None:
-        """Add some answers of an evaluation to the file, once for each step."""
+    def write_samples(self, responses: Sequence[Response]) -> None:
+        """Add some responses of an evaluation to the file, once for each step."""
         if self.step > self.sampled and (count := self.config.train.eval_samples):
-            for sample in samples_of(answers, count):
+            for sample in samples_of(responses, count):
                 if self.samples is not None:
                     self.samples.write(self.step, sample)
             self.sampled = self.step

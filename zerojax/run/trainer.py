@@ -149,10 +149,10 @@ class Trainer(TrainLoop):
             evaluate is not None or not evaluate_every,
             "evaluate_every needs evaluate=: batches, or a function of the state",
         )
-        for name, given in {
+        for name, value in {
             "save_every": save_every, "save_minutes": save_minutes, "trackers": trackers, "peers": peers
         }.items():  # fmt: skip
-            require(folder is not None or not given, f"{name} needs folder=, for its files")
+            require(folder is not None or not value, f"{name} needs folder=, for its files")
         check_trackers(trackers)
         require(
             isinstance(callbacks, Sequence) and all(isinstance(one, Callback) for one in callbacks),
@@ -246,7 +246,7 @@ class Trainer(TrainLoop):
         """
         require(steps >= 1, f"steps is 1 or more, not {steps!r}")
         self._steps, self._fits, self.should_stop = steps, self._fits + 1, False
-        if self._source is None or self._source.given is not batches:
+        if self._source is None or self._source.batches is not batches:
             self._source = _Source(batches)
         saved = self._record.position
         if saved.get("fit") == self._fits:
@@ -360,16 +360,16 @@ def _as_validation(values: Mapping[str, jax.Array | float]) -> Metrics:
 class _Source(Iterator[Any]):
     """The batches of ``Trainer.fit``, with their position."""
 
-    def __init__(self, given: Iterable[Any]) -> None:
-        self.given = given
-        self._iterator = iter(given)
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self.batches = batches
+        self._iterator = iter(batches)
         self._taken = 0
         self.position()
 
     def __next__(self) -> Any:
         batch = next(self._iterator, self)
-        if batch is self and self._iterator is not self.given:
-            self._iterator = iter(self.given)
+        if batch is self and self._iterator is not self.batches:
+            self._iterator = iter(self.batches)
             batch = next(self._iterator, self)
         if batch is self:
             raise RunError(f"the batches ended after {self._taken}: give more of them, or fewer steps")

@@ -24,8 +24,8 @@ from zerojax.posttrain.methods.ppo import PPOTrainer
 from zerojax.posttrain.reward.pool import RewardPool
 from zerojax.posttrain.rollout.turns import Episodes, Row
 from zerojax.run.config import PosttrainSection, RunConfig
-from zerojax.run.data.answers import AnswerEnd
 from zerojax.run.data.chat_template import CHATML, ChatTemplate
+from zerojax.run.data.responses import ResponseEnd
 from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer
 from zerojax.run.run_dir import RunFolder
 
@@ -194,7 +194,7 @@ def test_a_torn_run_of_turns_resumes_bit_by_bit(
 @pytest.mark.parametrize("closed", [True, False])
 def test_observations_are_written_as_the_template_would(place: Path, closed: bool) -> None:
     template, tokenizer = ChatTemplate(CHATML), ByteTokenizer()
-    end = AnswerEnd.of(tokenizer, template)
+    end = ResponseEnd.of(tokenizer, template)
     pool = RewardPool(PosttrainSection(), [f"{place / 'game.py'}:Talk"], "environment")
     question = {"role": "user", "content": "2 + 2"}
     text = template.render([question], add_generation_prompt=True)
@@ -234,7 +234,7 @@ def test_a_turn_ends_once_and_what_follows_is_cut_into_tokens_as_within_the_conv
     tokenizer = BPETokenizer(inner, "</s>", "<s>")
     template = ChatTemplate(source, tokenizer.special_tokens)
     nobody: Any = None
-    episodes = Episodes(nobody, tokenizer, template, AnswerEnd.of(tokenizer, template), 99)
+    episodes = Episodes(nobody, tokenizer, template, ResponseEnd.of(tokenizer, template), 99)
     messages = [{"role": role, "content": text} for role, text in (("user", "hi"), ("assistant", "yes"))]
     turn = tokenizer.encode(template.render(messages).encode()).tolist()
     whole = template.render([*messages, {"role": "user", "content": "more"}], add_generation_prompt=True)

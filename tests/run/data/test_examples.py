@@ -12,13 +12,13 @@ from environment import ROOT
 from pyarrow import parquet
 
 from zerojax.run.config import DataSection, MixtureSource
-from zerojax.run.data.answers import AnswerEnd, held_out_items
 from zerojax.run.data.batches import make_rows
 from zerojax.run.data.chat_template import CHATML, ChatTemplate
 from zerojax.run.data.dataset import open_dataset
 from zerojax.run.data.examples import Completions, Conversations
 from zerojax.run.data.formats import DataError
 from zerojax.run.data.prepare import prepare
+from zerojax.run.data.responses import ResponseEnd, held_out_items
 from zerojax.run.data.source import TextSource
 from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer
 from zerojax.run.data.tokens import TokenFile, open_tokens
@@ -334,8 +334,8 @@ def test_of_a_conversation_the_last_answer_is_held_out(tmp_path: Path) -> None:
     settings = replace(CHAT, source=str(write_rows(tmp_path / "rows.jsonl", conversations(30))))
     prepare(settings, tmp_path / "data")
     file = open_tokens(tmp_path / "data" / "validation.bin")
-    end = AnswerEnd.of(ByteTokenizer(), ChatTemplate(CHATML))
-    assert end == AnswerEnd(0, "<|im_end|>", tuple(b"<|im_end|>"))
+    end = ResponseEnd.of(ByteTokenizer(), ChatTemplate(CHATML))
+    assert end == ResponseEnd(0, "<|im_end|>", tuple(b"<|im_end|>"))
     assert end.stop == [(0,), end.tokens]
     for prompt, completion in held_out_items(file, 9, 999):
         text = ByteTokenizer().decode(prompt.tolist())

@@ -24,9 +24,9 @@ from zerojax.interop.huggingface.weight_files import WeightFiles
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run.build import abstract_model, is_first
 from zerojax.run.config import RunConfig
-from zerojax.run.data.answers import AnswerEnd
 from zerojax.run.data.chat_template import TEMPLATE, ChatTemplate
 from zerojax.run.data.dataset import open_template, open_tokenizer
+from zerojax.run.data.responses import ResponseEnd
 from zerojax.run.data.tokenizer import Tokenizer
 from zerojax.run.run_dir import RunFolder, copy_files
 from zerojax.train.state import TrainState, begin_with
@@ -222,7 +222,7 @@ def _write_generation(tokenizer: Tokenizer, template: ChatTemplate | None, out: 
     values = read_config_json(out, GENERATION) if own else plain
     given = values.get("eos_token_id")
     ends = given if isinstance(given, list) else [] if given is None else [given]
-    if template is not None and (end := AnswerEnd.of(tokenizer, template).token) not in ends:
+    if template is not None and (end := ResponseEnd.of(tokenizer, template).token) not in ends:
         values = values | {"eos_token_id": [*ends, end]}
     elif own:
         return

@@ -10,10 +10,10 @@ from jaxtyping import Float32, Int32
 
 from zerojax.posttrain.data.prompts import files_of
 from zerojax.run.config import DataSection
-from zerojax.run.data.answers import AnswerEnd, Item
 from zerojax.run.data.chat_template import ChatTemplate
 from zerojax.run.data.examples import TOOLS, Completions, Conversations, Encoded, Examples
 from zerojax.run.data.formats import DataError, Document, read_rows, text_of
+from zerojax.run.data.responses import Item, ResponseEnd
 from zerojax.run.data.split import evenly_spread, hold_out
 from zerojax.run.data.tokenizer import Tokenizer
 
@@ -136,7 +136,7 @@ def _read(data: DataSection, tokenizer: Tokenizer, template: ChatTemplate | None
     """The pairs of all files. A pair with an empty answer becomes None."""
     examples: Examples = Completions() if template is None else Conversations(template)
     given = data.prompt_column if template is None else data.messages_column
-    answers, end = (data.chosen_column, data.rejected_column), AnswerEnd.of(tokenizer, template)
+    answers, end = (data.chosen_column, data.rejected_column), ResponseEnd.of(tokenizer, template)
     rows = (
         row
         for path in files_of(data, "pairs")
@@ -155,7 +155,7 @@ def _read(data: DataSection, tokenizer: Tokenizer, template: ChatTemplate | None
             yield Pair(_ended(chosen, end), _ended(rejected, end), document.text.decode()[:start].encode())
 
 
-def _ended(text: Encoded, end: AnswerEnd) -> Encoded:
+def _ended(text: Encoded, end: ResponseEnd) -> Encoded:
     """The text up to the end of its answer."""
     start = int(np.argmax(text.mask))
     stop = start + end.length(text.tokens[start:].tolist())
@@ -169,4 +169,4 @@ def _document(
     if template is None:
         return Completions(data.prompt_column, answer).document(row, place)
     conversations = Conversations(template, data.messages_column)
-    return conversations.document(row, place, answer=text_of(row, answer, place))
+    return conversations.document(row, place, response=text_of(row, answer, place))

@@ -32,8 +32,8 @@ from zerojax.posttrain.settings import (
 from zerojax.run.build import RunSetup
 from zerojax.run.checkpoints import Manifest
 from zerojax.run.config import RunConfig
-from zerojax.run.data.answers import AnswerEnd
 from zerojax.run.data.batches import Batch, TrainBatches
+from zerojax.run.data.responses import ResponseEnd
 from zerojax.run.evaluation import ExactMatch, describe_matches, mean_metrics
 from zerojax.run.inputs import batches_of, kept_tokenizer
 from zerojax.run.open_run import opening
@@ -167,7 +167,7 @@ def read_data(
     count = config.train.eval_exact_match
     if not count:
         return pairs, None
-    items = [(AnswerEnd.of(tokenizer, template), chosen_items(pairs.held_out, count))]
+    items = [(ResponseEnd.of(tokenizer, template), chosen_items(pairs.held_out, count))]
     return pairs, ExactMatch(items, tokenizer, longest_answer(config))
 
 

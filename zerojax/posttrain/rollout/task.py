@@ -18,7 +18,7 @@ from zerojax.posttrain.rollout.turns import Episodes, Row
 from zerojax.posttrain.settings import longest_prompt, longest_row, rollout_rows
 from zerojax.run.checkpoints import Manifest
 from zerojax.run.config import RunConfig
-from zerojax.run.data.answers import AnswerEnd
+from zerojax.run.data.responses import ResponseEnd
 from zerojax.run.data.tokenizer import Tokenizer
 from zerojax.run.inputs import kept_tokenizer
 from zerojax.run.run_dir import RunFolder
@@ -33,7 +33,7 @@ class Task:
     config: RunConfig
     prompts: Prompts
     tokenizer: Tokenizer
-    end: AnswerEnd
+    end: ResponseEnd
     episodes: Episodes | None
     scorer: Scorer
 
@@ -48,7 +48,7 @@ class Task:
         """
         tokenizer, template = kept_tokenizer(config, folder, manifest)
         prompts = Prompts.read(config.data, tokenizer, template, longest_prompt(config))
-        end, settings = AnswerEnd.of(tokenizer, template), config.posttrain
+        end, settings = ResponseEnd.of(tokenizer, template), config.posttrain
         if settings.environment:
             pool = RewardPool(settings, [settings.environment], "environment")
             episodes = Episodes(pool, tokenizer, template, end, longest_row(config))

@@ -10,10 +10,10 @@ from zerojax.errors import ConfigurationError
 from zerojax.posttrain.data.prompts import Prompt
 from zerojax.posttrain.reward.pool import RewardPool
 from zerojax.posttrain.reward.process import LostReward, RefusedReward
-from zerojax.run.data.answers import AnswerEnd
 from zerojax.run.data.chat_template import ChatTemplate
 from zerojax.run.data.examples import checked_messages
 from zerojax.run.data.formats import DataError, encode_text
+from zerojax.run.data.responses import ResponseEnd
 from zerojax.run.data.tokenizer import Tokenizer
 
 
@@ -55,7 +55,7 @@ class Row:
         self._add(tokens, 0.0, [0.0] * len(tokens))
 
     def add_turn(
-        self, tokens: list[int], log_probs: list[float], tokenizer: Tokenizer, end: AnswerEnd
+        self, tokens: list[int], log_probs: list[float], tokenizer: Tokenizer, end: ResponseEnd
     ) -> None:
         """Add a turn of the model."""
         self._add(tokens, 1.0, log_probs)
@@ -88,7 +88,7 @@ class Episodes:
     pool: RewardPool
     tokenizer: Tokenizer
     template: ChatTemplate | None
-    end: AnswerEnd
+    end: ResponseEnd
     longest: int
 
     def check(self, prompt: Prompt) -> None:
@@ -158,7 +158,7 @@ class Episodes:
         messages: Any = observation if isinstance(observation, list) else [observation]
         if isinstance(observation, str):
             messages = [{"role": "user", "content": observation}]
-        text = self.template.after_answer(checked_messages(messages, "observation", "step"))
+        text = self.template.after_response(checked_messages(messages, "observation", "step"))
         closing = list(self.end.tokens or (self.end.token,))
         ending = self.template.closing
         blank, found, rest = text.partition(ending)

@@ -134,17 +134,17 @@ def from_canonical(state: TrainState, tree: Tree) -> TrainState:
     """
     _check_base(state, tree)
     entries = entries_of(state)
-    given: dict[str, Any] = traverse_util.flatten_dict(tree, sep="/")
-    if not all(name in given for name in entries if name.startswith("secondary/")):
+    saved: dict[str, Any] = traverse_util.flatten_dict(tree, sep="/")
+    if not all(name in saved for name in entries if name.startswith("secondary/")):
         tree = {kind: values for kind, values in tree.items() if kind != "secondary"}  # in other wire formats
-        given = traverse_util.flatten_dict(tree, sep="/")
+        saved = traverse_util.flatten_dict(tree, sep="/")
     reinitialised = tuple(f"{kind}/" for kind in REINITIALISED if kind not in tree)
-    lacking = sorted(n for n in entries if n not in given and not n.startswith(reinitialised))
+    lacking = sorted(n for n in entries if n not in saved and not n.startswith(reinitialised))
     if lacking:
         raise ConfigurationError(
             f"the checkpoint lacks {', '.join(lacking[:4])}: it is of another model or optimizer"
         )
-    stored = {name: _stored(state, entry, given[name]) for name, entry in entries.items() if name in given}
+    stored = {name: _stored(state, entry, saved[name]) for name, entry in entries.items() if name in saved}
     return _put(state, stored)
 
 
@@ -155,10 +155,10 @@ def with_weights(state: TrainState, tree: Tree) -> TrainState:
     that the tree lacks, such as adapters, keep their values.
     """
     entries = entries_of(state)
-    given: dict[str, Any] = traverse_util.flatten_dict(tree, sep="/")
+    saved: dict[str, Any] = traverse_util.flatten_dict(tree, sep="/")
     renewed = ("secondary/", f"{NODES}/")
     stored = {name: entry.x for name, entry in entries.items() if not name.startswith(renewed)}
-    stored |= {name: _stored(state, entries[name], value) for name, value in given.items()}
+    stored |= {name: _stored(state, entries[name], value) for name, value in saved.items()}
     return _put(state, stored)
 
 
@@ -202,11 +202,11 @@ def _put(state: TrainState, stored: dict[str, Array]) -> TrainState:
     return filled.replace(local=dataclasses.replace(filled.local, momentum=momentum))
 
 
-def _stored(state: TrainState, entry: Entry, given: Array | Callable[[TrainState, Entry], Array]) -> Array:
+def _stored(state: TrainState, entry: Entry, saved: Array | Callable[[TrainState, Entry], Array]) -> Array:
     """A checkpoint's array in stored form; every node gets the mean if the number of nodes differs."""
-    if not isinstance(given, jax.Array):
-        return given(state, entry)
-    x = given
+    if not isinstance(saved, jax.Array):
+        return saved(state, entry)
+    x = saved
     like, of_nodes = entry.x, x.ndim > entry.rank
     if of_nodes and not (entry.by_node and x.shape[0] == like.shape[0]):
         x, of_nodes = mean_over_nodes(state.spec, x), False

@@ -98,12 +98,12 @@ def changed_fields(state: TrainState, change: Callable[[str, Entry], Array]) -> 
         return dataclasses.replace(copy, values=values, scale=scale)
 
     def changed_local(local: LocalState) -> LocalState:
-        told = {"skipped_in_row": local.skipped_in_row, "report": local.report}
+        values = {"skipped_in_row": local.skipped_in_row, "report": local.report}
         return LocalState(
             weights=nested(f"{NODES}/weights", local.weights, by_node=True),
             known=nested(f"{NODES}/known", local.known),
             momentum=nested("outer/momentum", local.momentum),
-            **plain(NODES, told, by_node=True),
+            **plain(NODES, values, by_node=True),
         )
 
     nodes = (spec.world.nodes,) if by_node else ()

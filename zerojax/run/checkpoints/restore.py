@@ -60,7 +60,7 @@ def restore(
     """
     checkpoint = _Checkpoint(path, name)
     saved, nodes = checkpoint.saved, checkpoint.nodes
-    if (line := _begun_anew(state, nodes)) is not None:
+    if (line := _line_on_nodes(state, nodes)) is not None:
         say(line)
     wanted = {
         kind: tree
@@ -95,7 +95,7 @@ def restore(
     return from_canonical(state, tree | {"params": tree.pop(AVERAGE)["params"]})
 
 
-def _begun_anew(state: TrainState, saved: int | None) -> str | None:
+def _line_on_nodes(state: TrainState, saved: int | None) -> str | None:
     """The line about what local updates lose because the number of nodes changed; None if nothing is lost."""
     if state.spec.tx is None:
         return None  # the state takes the weights alone
@@ -340,8 +340,8 @@ def _is_read_as(name: str, wanted: Any, saved: Any) -> bool:
     """Whether Orbax can read an array as the wanted one: it converts between floating-point dtypes."""
     if jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key):
         return True
-    given = (saved,) if name.rpartition("/")[2] in _FORMER_FLOATS else (wanted, saved)
-    floating = all(jnp.issubdtype(x.dtype, jnp.floating) for x in given)
+    compared = (saved,) if name.rpartition("/")[2] in _FORMER_FLOATS else (wanted, saved)
+    floating = all(jnp.issubdtype(x.dtype, jnp.floating) for x in compared)
     return wanted.shape == saved.shape and (wanted.dtype == saved.dtype or floating)
 
 

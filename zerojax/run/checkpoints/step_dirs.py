@@ -58,8 +58,8 @@ def clear_failed(folder: Path, step: int) -> None:
     Orbax gives up at the first error, but its writes of other arrays continue for a while and create their
     folders again.
     """
-    begun = seen = time.monotonic()
-    while (now := time.monotonic()) - seen < _QUIET_SECONDS and now - begun < _MAX_SECONDS:
+    started = seen = time.monotonic()
+    while (now := time.monotonic()) - seen < _QUIET_SECONDS and now - started < _MAX_SECONDS:
         if left := [path for path in _leftovers(folder) if path.name.startswith(f"{step}.")]:
             seen = now
         for path in left:

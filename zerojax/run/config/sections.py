@@ -239,7 +239,7 @@ class DataSection:
         messages_column: Which column holds a conversation: a list of {"role", "content"}.
         prompt_column: Which column holds a prompt.
         completion_column: Which column holds its completion.
-        chosen_column: Which column holds the better of two answers, to learn from preferences.
+        chosen_column: Which column holds the better of two responses, to learn from preferences.
         rejected_column: Which column holds the other one.
         chat_template: What turns a conversation into text: the "tokenizer"'s own chat template, "chatml", or
             the path of a Jinja file.
@@ -340,7 +340,7 @@ class PosttrainSection:
 
     Attributes:
         method: "grpo" compares the rewards of a prompt's completions with each other, "ppo" with a critic's
-            estimate. "dpo" and "ipo" learn from pairs of a chosen and a rejected answer. "reward" trains a
+            estimate. "dpo" and "ipo" learn from pairs of a chosen and a rejected response. "reward" trains a
             reward model on such pairs. "none" is for `zerojax train`.
         beta: How strongly "dpo" and "ipo" hold the model to the first weights.
         reward: The function that scores a completion: "path/to/file.py:function".

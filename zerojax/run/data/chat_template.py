@@ -158,7 +158,7 @@ class ChatTemplate:
                 content is a text, a list of texts as {"type": "text", "text": ...}, or None in a message with
                 tool calls.
             tools: descriptions of the functions that the assistant may call, as JSON schemas.
-            add_generation_prompt: end with the text that begins an answer.
+            add_generation_prompt: end with the text that begins a response.
         """
         ((text, _),) = self._render(messages, tools, [(len(messages), add_generation_prompt)])
         return text
@@ -181,15 +181,15 @@ class ChatTemplate:
             ranges.append((len(before), len(after)))
         return text, _written(ranges)
 
-    def render_answer(self, messages: Sequence[Message], tools: Tools = None) -> tuple[str, Ranges]:
+    def render_response(self, messages: Sequence[Message], tools: Tools = None) -> tuple[str, Ranges]:
         """The text of a conversation, and the ranges in its last message that the assistant writes.
 
-        The ranges are as for ``render_targets``, and begin after the generation prompt. Earlier answers may
+        The ranges are as for ``render_targets``, and begin after the generation prompt. Earlier responses may
         be written differently than they were at the end of a conversation.
         """
         last = len(messages) - 1
-        # The generation prompt may end with more than the text before an answer, such as "<think>". Blocks
-        # still say where the answer begins.
+        # The generation prompt may end with more than the text before a response, such as "<think>". Blocks
+        # still say where the response begins.
         prompts = (True, False) if self._has_blocks else (True,)
         cuts = [(last + 1, False), *((last, prompt) for prompt in prompts)]
         (text, blocks), *befores = self._render(messages, tools, cuts)
@@ -214,7 +214,7 @@ class ChatTemplate:
         way_out += " in a copy of the template, and give its path as data.chat_template"
         if after.startswith(before) and not after.startswith(prompt):
             return DataError(
-                f"{self.name} asks for an answer by {short(prompt[len(before) :])}, and writes an answer as "
+                f"{self.name} prompts for a response by {short(prompt[len(before) :])}, and writes one as "
                 f"{short(after[len(before) :])}, which does not begin with it: {way_out}"
             )
         return DataError(
@@ -246,12 +246,12 @@ class ChatTemplate:
         """``turn_end`` without surrounding blanks, unless it is all blanks: a model writes just this."""
         return self.turn_end.strip() or self.turn_end
 
-    def after_answer(self, messages: Sequence[Message]) -> str:
-        """The text between an assistant's message and the next answer, with ``messages`` in between."""
+    def after_response(self, messages: Sequence[Message]) -> str:
+        """The text between an assistant's message and the next response, with ``messages`` in between."""
         probe = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
         _, found, after = self.render([*probe, *messages], add_generation_prompt=True).partition(_PROBE)
         if not found:
-            raise DataError(f"{self.name} leaves out an answer that others follow")
+            raise DataError(f"{self.name} leaves out a response that others follow")
         return after
 
     @cached_property

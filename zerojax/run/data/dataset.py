@@ -104,7 +104,7 @@ class Dataset:
             found.append(
                 f"{part.source}: {short.cut:,} of {short.documents:,} documents are longer than "
                 f"{length + 1} tokens (train.sequence_length + 1) and lose their end: {short.lost:,} of "
-                f"{short.targets:,} tokens that count. {short.left_out:,} have none left and are skipped"
+                f"{short.targets:,} tokens that count. {short.skipped:,} have none left and are skipped"
             )
         return found
 

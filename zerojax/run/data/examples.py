@@ -114,19 +114,19 @@ class Conversations:
         for place, row in read_rows(path, (self.messages,), optional=(TOOLS,)):
             yield self.document(row, place)
 
-    def document(self, row: Mapping[str, Any], place: str, answer: str | None = None) -> Document:
+    def document(self, row: Mapping[str, Any], place: str, response: str | None = None) -> Document:
         """The conversation of one row.
 
-        If ``answer`` is given, it is added as the assistant's message, and only it counts in the loss.
+        If ``response`` is given, it is added as the assistant's message, and only it counts in the loss.
         """
         messages = checked_messages(row[self.messages], self.messages, place)
         tools = checked_tools(row, place)
         try:
-            if answer is None:
+            if response is None:
                 text, targets = self.template.render_targets(messages, tools)
             else:
-                answered = [*messages, {"role": "assistant", "content": answer}]
-                text, targets = self.template.render_answer(answered, tools)
+                messages = [*messages, {"role": "assistant", "content": response}]
+                text, targets = self.template.render_response(messages, tools)
         except DataError as error:
             raise DataError(f"{place}: {error}") from error
         return Document(place, encode_text(text, place), targets)

@@ -130,14 +130,14 @@ class Shortened:
     Attributes:
         documents: number of documents.
         cut: documents that are longer than a row, and lose their end.
-        left_out: cut documents that have no token to learn left, and are skipped.
+        skipped: cut documents that have no token to learn left.
         targets: tokens that count in the loss, in all documents.
         lost: tokens that count in the loss and are in no row.
     """
 
     documents: int
     cut: int
-    left_out: int
+    skipped: int
     targets: int
     lost: int
 
@@ -159,7 +159,7 @@ def _beginnings(
     report = Shortened(
         documents=len(whole),
         cut=int(np.sum(sizes < whole)),
-        left_out=int(np.sum(~kept)),
+        skipped=int(np.sum(~kept)),
         targets=int(all_targets.sum()),
         lost=int(all_targets.sum() - targets.sum()),
     )

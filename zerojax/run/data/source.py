@@ -57,8 +57,8 @@ def check_source_exists(source: str, pattern: str | None) -> None:
 def _find_files(source: str, pattern: str) -> tuple[Path, ...]:
     if source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
-        left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-        files = (p for p in root.rglob("*.py") if not left_out & set(p.relative_to(root).parts))
+        excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+        files = (p for p in root.rglob("*.py") if not excluded & set(p.relative_to(root).parts))
         return _texts_among(files, root, source)
     path = user_path(source)
     if path.is_dir():
@@ -91,7 +91,7 @@ def _texts_among(paths: Iterable[Path], root: Path, label: str) -> tuple[Path, .
         packed = next((path for path in there if path.suffix.lower() in _PACKED), None)
         raise DataError(
             f"data.source {label!r}: no text file in it (hidden files, and those with NUL bytes, as "
-            "UTF-16 has them, are left out)"
+            "UTF-16 has them, are skipped)"
             + (f"; unpack {packed.name}: only .jsonl and .ndjson are read with .gz or .zst" if packed else "")
         )
     if not any(path.stat().st_size for path in files):

@@ -70,7 +70,7 @@ def _facts(run: RunData) -> list[tuple[str, str, str]]:
     others: list[tuple[str, float | None, Callable[[float], str], str]] = [
         ("accuracy", run.last("validation_accuracy"), percent, "of held-out pairs"),
         ("reward", run.last("reward"), "{:.3f}".format, "mean of the last rollout"),
-        ("held-out reward", run.last("validation_reward"), "{:.3f}".format, "of greedy answers"),
+        ("held-out reward", run.last("validation_reward"), "{:.3f}".format, "of greedy responses"),
         ("divergence", run.last("kl"), "{:.3g}".format, "from the first weights, per token"),
         ("exact match", run.last("exact_match"), percent, "of held-out prompts"),
         ("expert load", run.last("expert_load"), "{:.2f}".format, "busiest over the mean, worst layer"),
@@ -123,7 +123,7 @@ def _charts(run: RunData, skipped: Sequence[int]) -> list[Chart]:
     level = partial(_draw, run, from_zero=True, capped=True)
     found = [
         marked("Accuracy", "of pairs", accuracy, label=percent),
-        marked("Rewards", "mean of the answers", rewards),
+        marked("Rewards", "mean of the responses", rewards),
         marked("Value loss", "of the critic", mean("loss", "value_loss")),
         draw("Explained variance", "of the returns, before a rollout's steps", explained),
         marked("Expert load", "busiest expert over the mean, worst layer", mean("load", "expert_load")),
@@ -149,17 +149,17 @@ def _draw(run: RunData, title: str, unit: str, series: Sequence[Series], **optio
 
 def _session(number: int, session: dict[str, Any], written: float | None) -> dict[str, str]:
     """A row of the table of starts; ``written`` is the time when the last step was recorded."""
-    begun, ended = session.get("began"), session.get("ended")
+    began, ended = session.get("began"), session.get("ended")
     if session.get("status") == "running":
         ended = written
     lasted = "not known"
     # If the clock was set back in between, the difference means nothing.
-    if is_time(begun) and is_time(ended) and begun <= ended:
-        lasted = "so far " * (session.get("status") == "running") + _duration(ended - begun)
+    if is_time(began) and is_time(ended) and began <= ended:
+        lasted = "so far " * (session.get("status") == "running") + _duration(ended - began)
     last, notes = session.get("last_step"), session.get("notes")
     return {
         "number": str(number),
-        "began": f"{datetime.fromtimestamp(begun, UTC):%Y-%m-%d %H:%M:%S}" if is_time(begun) else "not known",
+        "began": f"{datetime.fromtimestamp(began, UTC):%Y-%m-%d %H:%M:%S}" if is_time(began) else "not known",
         "steps": f"{session.get('step', 0)} to {'?' if last is None else last}",
         "lasted": lasted,
         "devices": str(session.get("devices", "")),

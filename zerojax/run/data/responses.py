@@ -1,4 +1,4 @@
-"""Recognises the end of an answer, and finds held-out prompts whose answers are known."""
+"""Recognises the end of a response, and finds held-out prompts whose responses are known."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from zerojax.run.data.tokens import TokenFile
 
 
 @dataclass(frozen=True)
-class AnswerEnd:
-    """The token or text that ends an answer.
+class ResponseEnd:
+    """The token or text that ends a response.
 
     Attributes:
         token: the end token.
-        text: a text that also ends an answer, if the template's end is more than one token (as with bytes);
+        text: a text that also ends a response, if the template's end is more than one token (as with bytes);
             else empty.
         tokens: the tokens of that text.
     """
@@ -39,11 +39,11 @@ class AnswerEnd:
 
     @property
     def stop(self) -> list[tuple[int, ...]]:
-        """The sequences of tokens that end an answer, for ``zerojax.generate``."""
+        """The sequences of tokens that end a response, for ``zerojax.generate``."""
         return [(self.token,), self.tokens] if self.tokens else [(self.token,)]
 
     def length(self, tokens: Iterable[int]) -> int:
-        """The number of tokens of an answer up to and including its last end; all tokens if it has none.
+        """The number of tokens of a response up to and including its last end; all tokens if it has none.
 
         Templates write more after the end, such as a line break, but models do not.
         """
@@ -54,7 +54,7 @@ class AnswerEnd:
         return len(ids)
 
     def read(self, tokenizer: Tokenizer, tokens: Iterable[int]) -> tuple[str, bool]:
-        """The text of an answer up to its end, and whether it has ended."""
+        """The text of a response up to its end, and whether it has ended."""
         ids = list(tokens)
         ended = self.token in ids
         text = tokenizer.decode(ids[: ids.index(self.token)] if ended else ids)
