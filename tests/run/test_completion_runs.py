@@ -272,7 +272,7 @@ class TestDialogue:
         prompt = ""
         for turn in range(4):
             prompt = ByteTokenizer().decode(dialogue.ask(f"q{turn}").tolist())
-            dialogue.answered(f"a{turn}")
+            dialogue.add_response(f"a{turn}")
         assert len(prompt) <= 150
         assert prompt.startswith("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nq2")
         assert prompt.endswith("a2<|im_end|>\n<|im_start|>user\nq3<|im_end|>\n<|im_start|>assistant\n")

@@ -114,8 +114,8 @@ def test_longer_documents_lose_their_end_and_are_counted(tmp_path: Path):
     ]
     file = write_masked(tmp_path, documents)
     # The first token of a document is never predicted.
-    assert shortened(file, 2) == Shortened(documents=5, cut=3, left_out=2, targets=8, lost=3)
-    assert shortened(file, 4) == Shortened(documents=5, cut=0, left_out=1, targets=8, lost=0)
+    assert shortened(file, 2) == Shortened(documents=5, cut=3, skipped=2, targets=8, lost=3)
+    assert shortened(file, 4) == Shortened(documents=5, cut=0, skipped=1, targets=8, lost=0)
     rows = PackedRows(file, 2, labels=True)
     assert sorted(rows[i]["tokens"].tolist() for i in range(len(rows))) == [
         [1, 2, 3],
@@ -133,7 +133,7 @@ def test_a_mask_is_counted_as_document_by_document(tmp_path: Path):
         wanted = [sum(mask[1 : length + 1]) for _, mask in documents]
         found = shortened(file, length)
         assert found.targets - found.lost == sum(wanted)
-        assert found.left_out == sum(count == 0 for count in wanted)
+        assert found.skipped == sum(count == 0 for count in wanted)
 
 
 def test_no_token_to_learn_within_a_row_is_refused(tmp_path: Path):
