@@ -28,7 +28,6 @@ from zerojax.run.inputs import abstract_batch, make_batches
 from zerojax.run.metrics.queue import MetricsQueue
 from zerojax.sharding.layout import from_stored, to_stored
 from zerojax.sharding.param_tree import from_tree, to_tree
-from zerojax.train.copies import copies_of
 from zerojax.train.fields import shardings_of
 from zerojax.train.gathering import mean_of_nodes
 from zerojax.train.initial import initializer
@@ -51,10 +50,6 @@ class Trainee:
             zerojax.lower_train_step(self.state, batch),
             lower_eval_step(self.state, batch),
         )
-        copies = jax.jit(partial(copies_of, self.state.spec), out_shardings=shardings_of(self.state.copies))
-        self.copies = copies if self.state.copies else None
-        if self.copies:
-            lowered += (self.copies.lower(self.state.params),)
         self._compiled = [threads.submit(one.compile) for one in lowered]
         self.between_nodes = comm_report(self.state, batch).between_nodes
 
@@ -83,11 +78,9 @@ class Base:
         state = checkpoints.restore_weights(path, exact.state.replace(**exact.init(np.uint32(0))))
         return cls({"step": manifest.step, "saved_at": manifest.saved_at, **manifest.record.metrics}, state)
 
-    def into(self, trainee: Trainee, state: zerojax.TrainState) -> zerojax.TrainState:
+    def into(self, state: zerojax.TrainState) -> zerojax.TrainState:
         """A state of a variant with these weights."""
-        params = moved(self.state.params, self.state, state)
-        copies = jax.block_until_ready(trainee.copies(params)) if trainee.copies else {}
-        return state.replace(params=params, copies=copies)
+        return state.with_params(moved(self.state.params, self.state, state))
 
 
 def train(
@@ -101,7 +94,7 @@ def train(
     state = first.state.replace(**jax.block_until_ready(first.init(np.uint32(seed))))
     curve = []
     if base is not None:
-        state = base.into(first, state)
+        state = base.into(state)
         curve = [(0, float(mean_loss(state, validation)))]
     steps = []
     with closing(MetricsQueue()) as queue, closing(batches):
@@ -155,7 +148,7 @@ def at_mean_of_nodes(state: zerojax.TrainState) -> zerojax.TrainState:
     if local is None:
         return state
     params, *_ = mean_of_nodes(state.spec, local.weights, jnp.ones_like(local.skipped_in_row))
-    return state.replace(params=params)
+    return state.with_params(params)
 
 
 def moved(values: Any, state: zerojax.TrainState, other: zerojax.TrainState) -> Any:

@@ -170,7 +170,7 @@ def test_the_copy_is_what_the_training_path_computes_with(preset, mesh, form):
     """A node's weights are rounded, or differ from the masters by an update: both paths read the same."""
     options = {"stage": int(preset[-1])} if "stage" in preset else {"preset": preset}
     state = create(SMALL, *mesh, **options)
-    state = state.replace(params=jax.tree.map(lambda x: 0.9 * x + 0.01, state.params))
+    state = state.with_params(jax.tree.map(lambda x: 0.9 * x + 0.01, state.params))
     given = prompts(12)
     got = zerojax.generate(state, given, 7, weights=form)
     texts, log_probs = np.zeros((12, CONTEXT), np.int32), np.zeros((12, CONTEXT - 1), np.float32)
@@ -201,7 +201,7 @@ def test_adapters_take_part_unless_they_are_turned_off(model, mesh, form, frozen
     base = create(model, *mesh, **options)
     # B begins at zero, where the adapters add nothing.
     noise = np.random.default_rng(2).standard_normal
-    tuned = base.replace(params=jax.tree.map(lambda x: x + 0.1 * noise(x.shape), base.params))
+    tuned = base.with_params(jax.tree.map(lambda x: x + 0.1 * noise(x.shape), base.params))
     answers = []
     for adapters in (True, False):
         got = zerojax.generate(tuned, prompts(), 5, temperature=0, weights=form, adapters=adapters)

@@ -35,7 +35,7 @@ def break_at(patch: pytest.MonkeyPatch, step: int, factor: float = 1e30) -> None
     def train_step(state: Any, batch: Any) -> Any:
         state, metrics = real(state, batch)
         if int(state.step) == step:
-            state = state.replace(params=jax.tree.map(lambda x: x * factor, state.params))
+            state = state.with_params(jax.tree.map(lambda x: x * factor, state.params))
         return state, metrics
 
     patch.setattr(loop, "train_step", train_step)

@@ -1,5 +1,6 @@
 """Delta's copies in fp8: the same codes on all nodes, near the masters, at scales that follow them."""
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def check_copies(before: Any, state: zerojax.TrainState) -> None:
 
 def with_masters(state, params):
     """The state with other master weights and the copies that it has, as after an update."""
-    return state.replace(params=params, copies=dict(state.copies))
+    return dataclasses.replace(state, params=params, _masters=None)
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,7 @@ DELTA = {"weights": "int4", "weights_delta": True, "hpz": True, "block_size": 64
 
 CHANGES = {
     "put_params": lambda state, given: zerojax.put_params(state, jax.tree.map(lambda x: -100 * x, given)),
-    "replace": lambda state, _: state.replace(params=jax.tree.map(lambda x: -100 * x, state.params)),
-    "dataclasses.replace": lambda state, _: dataclasses.replace(
-        state, params=jax.tree.map(lambda x: -100 * x, state.params)
-    ),
+    "with_params": lambda state, _: state.with_params(jax.tree.map(lambda x: -100 * x, state.params)),
 }
 
 

@@ -133,7 +133,7 @@ def put_params(state: TrainState, params: PyTree) -> TrainState:
             )
         stored = to_stored(np.asarray(given[path], np.float32), leaf)
         placed[path] = jax.device_put(stored, spec.param_sharding(leaf))
-    return state.replace(params=to_tree(placed))
+    return state.with_params(to_tree(placed))
 
 
 def averaged(state: TrainState) -> TrainState:
@@ -165,7 +165,9 @@ def averaged(state: TrainState) -> TrainState:
         local = dataclasses.replace(local, known=known)
     if not int(count):
         raise ConfigurationError("there is no average of the weights before the first step: take one.")
-    return state.replace(params=params, local=local)
+    if local is None:
+        return state.with_params(params)
+    return state.replace(params=params, local=local, encoded=state.encoded)
 
 
 def mean_of_nodes(spec: TrainSpec, averages: PyTree, counts: Array) -> tuple[PyTree, PyTree, Array]:

@@ -22,16 +22,15 @@ the parts of a fragment come to the device before the passes and go back after t
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float32, Int32, PyTree
+from jaxtyping import Array, Bool, Float32, Int32, PyTree
 
-from zerojax.adapters import ModelState
 from zerojax.comm.coalesced import Arrived, exchange
 from zerojax.comm.in_order import on_mesh, one_at_a_time
 from zerojax.comm.reduction import GradientReduction, Values
@@ -40,10 +39,10 @@ from zerojax.sharding.memory import to_device
 from zerojax.sharding.mesh import LOCAL, NODE, OWNED
 from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.sharding.wire_format import Seed
-from zerojax.train import per_device
-from zerojax.train.batch import Batch, batch_specs
-from zerojax.train.blocks import Blocks, stored_blocks
+from zerojax.train.batch import Batch
+from zerojax.train.blocks import Blocks
 from zerojax.train.copies import ByPath
+from zerojax.train.exchange import REPLICATED, Exchange, Metrics, Passed
 from zerojax.train.fields import Shards, abstract_fields, shard_specs, specs_of
 from zerojax.train.local_state import (
     MAX_METRICS,
@@ -51,16 +50,16 @@ from zerojax.train.local_state import (
     REPORTED,
     Fragments,
     LocalState,
+    abstract_local,
 )
 from zerojax.train.model_pass import Sums
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
-from zerojax.train.update import Trained, updated
+from zerojax.train.update import Trained
 from zerojax.weights.gather import cross_nodes, decode, encode
 from zerojax.weights.weight import Weight, Weights
 
-_SCALARS = "scalars of the loss function's aux"
-_EVERYONE, _BY_NODE = PartitionSpec(), PartitionSpec(NODE)
+_BY_NODE = PartitionSpec(NODE)
 
 
 class Outer(NamedTuple):
@@ -115,7 +114,7 @@ class _Sent(NamedTuple):
     residual: Values
 
 
-class FragmentExchange:
+class _OnDevice:
     """The exchange of one fragment of each parameter, on one device, inside ``shard_map``."""
 
     def __init__(self, spec: TrainSpec, step: Int32[Array, ""], seed: Seed) -> None:
@@ -256,98 +255,174 @@ class FragmentExchange:
         }
 
 
-class _Passed(NamedTuple):
-    """The results of a step's passes. What each node has of its own has the nodes along its first axis.
+class _Exchanged(NamedTuple):
+    """What an exchange needs until a step ends: of one device, global arrays or PartitionSpecs.
 
     Attributes:
-        own: its weights, of which the exchange has read what it needs.
-        gradients: each node's sums over its tokens, stored like its weights.
-        sums: each node's, over its part of the batch.
-        model_state: the mean over all devices.
+        own: each node's own weights, nested by path. The exchange has read what it needs of them.
         outer: stored, after the exchange that ran beside the passes, if there was one.
         reports: what that exchange brought: every node's report of the step before. Without one, as it was.
     """
 
-    own: PyTree[Array]
-    gradients: PyTree[Array]
-    sums: Sums
-    model_state: ModelState
+    own: PyTree[Any]
     outer: Outer
-    reports: Float32[Array, "nodes columns"]
+    reports: Any
+
+
+class _Started(NamedTuple):
+    """An exchange on one device. ``pieces`` and ``sent`` are None unless it runs beside the passes."""
+
+    device: _OnDevice
+    own: Blocks
+    outer: Outer
+    report: Float32[Array, "1 columns"]
+    pieces: _Pieces | None
+    sent: _Sent | None
 
 
 class _Finished(NamedTuple):
-    """The end of a step: each node's own weights, stored; ``outer`` and ``reports`` as in ``_Passed``.
+    """The end of a step: each node's own weights, stored; ``outer`` and ``reports`` as in ``_Exchanged``.
 
     ``encoded`` are its own weights as its passes read them, if the former are in host memory.
     """
 
-    own: PyTree[Array]
+    own: PyTree[Any]
     encoded: ByPath
     outer: Outer
-    reports: Float32[Array, "nodes columns"]
+    reports: Any
 
 
-def train_locally(state: TrainState, local: LocalState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
-    """Take a step of local updates.
+class FragmentExchange(Exchange):
+    """Each node trains weights of its own, and one fragment of them crosses the nodes.
 
-    Args:
-        state: with ``ZeroConfig.every``.
-        local: the same as ``state.local``.
-        batch: the global batch.
-
-    Returns:
-        The next state, and the metrics, as ``train_step`` returns them. "loss" and aux are means over all
-        tokens; "grad_norm" is the root mean square over nodes, "loss_limit" the mean; "skipped",
-        "skipped_in_row" and "spike" are those of the node with the most.
-
-    Raises:
-        ConfigurationError: the loss function's aux has more than ``MAX_METRICS`` scalars.
+    The metrics are means over all nodes: "loss" and aux over their tokens, "grad_norm" the root mean square,
+    "loss_limit" the mean; "skipped", "skipped_in_row" and "spike" are those of the node with the most. With
+    an ``outer_delay`` they come from the step before.
     """
-    spec = state.spec
-    zero, node = spec.zero, spec.in_node
-    outer = Outer(*map(from_tree, (state.params, local.momentum, local.known, state.residual)))
-    stored = abstract_fields(spec)
-    places = specs_of(stored["local"])
-    outer_fields = stored["params"], stored["local"].momentum, stored["local"].known, stored["residual"]
-    outer_specs = Outer(*map(from_tree, specs_of(outer_fields)))
-    encoded_specs = specs_of(stored["encoded"])
-    fields = dataclasses.replace(shard_specs(node), params=places.weights, encoded=encoded_specs)
-    names: list[str] = []  # of the loss function's aux, once ``passes`` is traced
 
-    def passes(shards: Shards, outer: Outer, report: Float32[Array, "1 columns"], batch: Batch) -> _Passed:
+    @property
+    def _places(self) -> LocalState:
+        return specs_of(abstract_local(self.spec))
+
+    @property
+    def _outer(self) -> Outer:
+        fields, places = abstract_fields(self.spec), self._places
+        of_outer = specs_of((fields["params"], fields["residual"]))
+        return Outer(*map(from_tree, (of_outer[0], places.momentum, places.known, of_outer[1])))
+
+    @property
+    def _beside_passes(self) -> bool:
+        return self.spec.zero.outer_delay > 0
+
+    def arrays(self, state: TrainState) -> tuple[Shards, Any]:
+        """See ``Exchange``: the passes read the nodes' own weights."""
+        local = state.local
+        assert local is not None
+        outer = Outer(*map(from_tree, (state.params, local.momentum, local.known, state.residual)))
+        shards = dataclasses.replace(state.shards, params=local.weights, encoded=state.encoded)
+        return shards, (outer, local.report)
+
+    def specs(self, shards: Shards) -> tuple[Shards, Any]:
+        """See ``Exchange``."""
+        encoded = specs_of(abstract_fields(self.spec)["encoded"])
+        own = dataclasses.replace(
+            shard_specs(self.spec.in_node), params=self._places.weights, encoded=encoded
+        )
+        return own, (self._outer, _BY_NODE)
+
+    def results(self) -> Passed:
+        """See ``Exchange``."""
+        weights, reports = self._places.weights, REPLICATED if self._beside_passes else _BY_NODE
+        exchanged = _Exchanged(weights, self._outer, reports)
+        model_state = shard_specs(self.spec.in_node).model_state
+        return Passed(weights, _BY_NODE, (), model_state, {}, {}, exchanged)
+
+    def start(self, shards: Shards, own: Any, batch: Batch) -> tuple[Shards, Any, Batch]:
+        """See ``Exchange``: reads the fragments and sends them, if they have the passes to hide behind."""
+        spec, (outer, report) = self.spec, own
         if spec.streams:
             # Or XLA would not know that an array is in host memory which it reshapes as it came.
             shards, outer = lax.optimization_barrier((shards, outer))
-        exchange = FragmentExchange(spec, shards.step, shards.step_seed)
-        sent, pieces, reports, own_weights = None, None, report, from_tree(shards.params)
-        if zero.outer_delay:
-            outer, own_weights, pieces = exchange.read(outer, own_weights)
+        device, weights = _OnDevice(spec, shards.step, shards.step_seed), from_tree(shards.params)
+        pieces, sent = None, None
+        if self._beside_passes:
+            outer, weights, pieces = device.read(outer, weights)
             if spec.streams:
                 # Or XLA would fetch the pieces beside the passes, and send them when these have ended.
                 pieces, batch = lax.optimization_barrier((pieces, batch))
-            sent = exchange.send(pieces, report[0])
+            sent = device.send(pieces, report[0])
         # Only a sum over masters (``zerojax.weight_sum``) reads those in host memory.
         within = dataclasses.replace(
             shards, params=_of_node(to_device(shards.params)), encoded=_of_node(shards.encoded)
         )
-        grads, _, (own, model_state, *_) = per_device.accumulate(node, within, batch)
-        grads, _ = per_device.to_owners(node, grads, {}, shards.step_seed)
-        if sent is not None and pieces is not None:
-            own, sent = _after_passes(own, grads, sent)
-            pieces, reports = exchange.receive(pieces, sent)
-            outer = exchange.write(outer, pieces)
-        sums = per_device.over(node.world.axes, own)
-        grads = stored_blocks(grads, node.leaves)
-        names[:] = sorted(sums.aux)
-        grads, sums = jax.tree.map(lambda x: x[None], (to_tree(grads), sums))
-        return _Passed(to_tree(own_weights), grads, sums, model_state, outer, reports)
+        return within, _Started(device, weights, outer, report, pieces, sent), batch
 
-    def update(before: Trained, grads: PyTree[Array], sums: Sums) -> tuple[Trained, dict[str, Array]]:
-        after, _, metrics = updated(node, before, grads, sums.tokens, sums.loss / sums.tokens, {})
-        return after, metrics
+    def residual(self, shards: Shards) -> Blocks:
+        """None of the passes: it belongs to the exchange of fragments."""
+        return {}
+
+    def arrive(self, started: _Started, gradients: Blocks, sums: Sums) -> tuple[Sums, _Exchanged]:
+        """See ``Exchange``."""
+        device, own, outer, reports, pieces, sent = started
+        if sent is not None and pieces is not None:
+            sums, sent = _after_passes(sums, gradients, sent)
+            pieces, reports = device.receive(pieces, sent)
+            outer = device.write(outer, pieces)
+        return sums, _Exchanged(to_tree(own), outer, reports)
+
+    def by_node[T: PyTree[Array]](self, values: T) -> T:
+        """See ``Exchange``."""
+        return jax.tree.map(lambda x: x[None], values)
+
+    def before(self, state: TrainState, passed: Passed) -> Trained:
+        """See ``Exchange``: each node's own weights and optimizer state."""
+        return state.trained._replace(params=passed.exchanged.own, opt_state=state.opt_state)
+
+    def on_each_node[**P, T](self, update: Callable[P, T]) -> Callable[P, T]:
+        """See ``Exchange``."""
+        return jax.vmap(update, spmd_axis_name=NODE)
 
     def finish(
+        self, state: TrainState, passed: Passed, after: Trained, taken: Bool[Array, ""], told: Metrics
+    ) -> tuple[dict[str, Any], Metrics]:
+        """See ``Exchange``: mixes the outer weights into the nodes' own.
+
+        Raises:
+            ConfigurationError: the loss function's aux has more than ``MAX_METRICS`` scalars.
+        """
+        del taken
+        spec, names = self.spec, sorted(passed.sums.aux)
+        if len(names) > MAX_METRICS:
+            raise ConfigurationError(
+                f"the loss function's aux has {len(names)} scalars, and local updates (ZeroConfig.every) "
+                f"have room for {MAX_METRICS}: leave some out."
+            )
+        report = _report(passed.sums, told, names)
+        weights, encoded = self._places.weights, specs_of(abstract_fields(spec)["encoded"])
+        reports = _BY_NODE if self._beside_passes else REPLICATED
+        run = on_mesh(
+            self._finish_on_device,
+            spec.mesh,
+            in_specs=(REPLICATED, REPLICATED, weights, encoded, self._outer, _BY_NODE),
+            out_specs=_Finished(weights, encoded, self._outer, reports),
+        )
+        step, seed = state.step, state.shards.step_seed
+        done = run(step, seed, after.params, after.encoded, passed.exchanged.outer, report)
+        params, momentum, known, residual = map(to_tree, done.outer)
+        metrics = _metrics(spec, passed.exchanged.reports if self._beside_passes else done.reports, names)
+        return {
+            "skipped_in_row": metrics["skipped_in_row"],
+            "params": params,
+            "opt_state": after.opt_state,
+            "encoded": done.encoded,
+            "model_state": jax.tree.map(_unless_broken, passed.model_state, state.model_state),
+            "residual": residual,
+            "losses": after.losses,
+            "local": LocalState(done.own, known, momentum, after.skipped_in_row, report),
+        }, metrics
+
+    def _finish_on_device(
+        self,
         step: Array,
         seed: Seed,
         own: PyTree[Array],
@@ -355,75 +430,36 @@ def train_locally(state: TrainState, local: LocalState, batch: Batch) -> tuple[T
         outer: Outer,
         report: Float32[Array, "1 columns"],
     ) -> _Finished:
-        exchange = FragmentExchange(spec, step, seed)
+        device = _OnDevice(self.spec, step, seed)
         # Without the barrier XLA repeats the update where a fragment is read, and keeps all that it reads.
         outer, mine, encoded = lax.optimization_barrier((outer, from_tree(own), encoded))
         reports = report
-        if not zero.outer_delay:
-            outer, mine, pieces = exchange.read(outer, mine)
-            sent = exchange.send(pieces, report[0])
-            pieces, reports = exchange.receive(pieces, sent)
-            outer = exchange.write(outer, pieces)
-        mine, values = exchange.mix_in(outer, mine, {path: w.values for path, w in encoded.items()})
+        if not self._beside_passes:
+            outer, mine, pieces = device.read(outer, mine)
+            sent = device.send(pieces, report[0])
+            pieces, reports = device.receive(pieces, sent)
+            outer = device.write(outer, pieces)
+        mine, values = device.mix_in(outer, mine, {path: w.values for path, w in encoded.items()})
         encoded = {path: w.replace(values[path]) for path, w in encoded.items()}
         return _Finished(to_tree(mine), encoded, outer, reports)
 
-    reports = _EVERYONE if zero.outer_delay else _BY_NODE
-    run = on_mesh(
-        passes,
-        spec.mesh,
-        in_specs=(fields, outer_specs, _BY_NODE, batch_specs(spec, batch)),
-        out_specs=_Passed._make(
-            [places.weights, places.weights, _BY_NODE, fields.model_state, outer_specs, reports]
-        ),
-    )
-    shards = dataclasses.replace(state.shards, params=local.weights, encoded=state.encoded)
-    passed = run(shards, outer, local.report, batch)
-    if len(names) > MAX_METRICS:
-        raise ConfigurationError(
-            f"the loss function's aux has {len(names)} scalars, and local updates (ZeroConfig.every) have "
-            f"room for {MAX_METRICS}: leave some out."
-        )
-    before = state.trained._replace(params=passed.own, opt_state=state.opt_state)
-    after, metrics = jax.vmap(update, spmd_axis_name=NODE)(before, passed.gradients, passed.sums)
-    report = _report(passed.sums, metrics, names)
-    reports = _BY_NODE if zero.outer_delay else _EVERYONE
-    run = on_mesh(
-        finish,
-        spec.mesh,
-        in_specs=(_EVERYONE, _EVERYONE, places.weights, encoded_specs, outer_specs, _BY_NODE),
-        out_specs=_Finished._make([places.weights, encoded_specs, outer_specs, reports]),
-    )
-    done = run(shards.step, shards.step_seed, after.params, after.encoded, passed.outer, report)
-    spec.cache[_SCALARS] = tuple(names)
-    params, momentum, known, residual = map(to_tree, done.outer)
-    metrics = _metrics(spec, passed.reports if zero.outer_delay else done.reports, names)
-    following = state.replace(
-        step=state.step + 1,
-        skipped_in_row=metrics["skipped_in_row"],
-        params=params,
-        opt_state=after.opt_state,
-        encoded=done.encoded,
-        model_state=jax.tree.map(_unless_broken, passed.model_state, state.model_state),
-        residual=residual,
-        losses=after.losses,
-        local=LocalState(done.own, known, momentum, after.skipped_in_row, report),
-    )
-    return following, metrics
+
+def scalars_of(metrics: Metrics) -> tuple[str, ...]:
+    """The names of aux among the metrics of a step, in the order of a report's columns."""
+    return tuple(sorted(metrics.keys() - {"loss", *REPORTED}))
 
 
-def reported(spec: TrainSpec, local: LocalState) -> dict[str, Array]:
+def reported(spec: TrainSpec, local: LocalState, names: tuple[str, ...]) -> Metrics:
     """The metrics of a state's last step, of which each node holds its own part; waits for all nodes.
 
-    Those of the loss function's aux are left out if this process has taken no step yet.
+    ``names`` are as ``scalars_of`` returns them, or empty if they are not known.
     """
     gather = on_mesh(
         lambda report: lax.all_gather(report, NODE, tiled=True),
         spec.mesh,
         in_specs=_BY_NODE,
-        out_specs=_EVERYONE,
+        out_specs=REPLICATED,
     )
-    names = spec.cache.get(_SCALARS, ())
 
     def make() -> jax.stages.Wrapped:
         return jax.jit(lambda report: _metrics(spec, gather(report), names))
@@ -461,14 +497,12 @@ def _report(sums: Sums, metrics: dict[str, Array], names: list[str]) -> Float32[
     return jnp.pad(report, ((0, 0), (0, REPORT_COLUMNS - report.shape[1])))
 
 
-def _metrics(
-    spec: TrainSpec, report: Float32[Array, "nodes columns"], names: Sequence[str]
-) -> dict[str, Array]:
-    """The metrics of a step from all nodes' reports, as ``train_locally`` returns them."""
+def _metrics(spec: TrainSpec, report: Float32[Array, "nodes columns"], names: Sequence[str]) -> Metrics:
+    """The metrics of a step from all nodes' reports: see ``FragmentExchange``."""
     loss, tokens, *rest = report.T
     by_name: dict[str, Array] = dict(zip(REPORTED, rest, strict=False))
     aux = {name: column.sum() for name, column in zip(names, rest[len(REPORTED) :], strict=False)}
-    metrics, _ = per_device.means(Sums(loss.sum(), tokens.sum(), aux))
+    metrics = Sums(loss.sum(), tokens.sum(), aux).means()
     metrics["grad_norm"] = jnp.sqrt(jnp.mean(jnp.square(by_name["grad_norm"])))
     for name in ("skipped", "skipped_in_row", "spike"):
         metrics[name] = jnp.max(by_name[name]).astype(jnp.int32)

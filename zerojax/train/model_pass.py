@@ -47,6 +47,12 @@ class Sums(NamedTuple):
     tokens: Float32[Array, "*micro"]
     aux: dict[str, Num[Array, "*micro"]]
 
+    def means(self) -> dict[str, Array]:
+        """Means over all tokens: "loss" and each scalar of aux, in which "tokens" stays the sum."""
+        totals = self.aux | {"loss": self.loss}
+        means = {name: total / self.tokens for name, total in totals.items()}
+        return means | ({TOKENS: self.tokens} if TOKENS in self.aux else {})
+
 
 class Outcome(NamedTuple):
     """The results of forward passes, besides gradients.

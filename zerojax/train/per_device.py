@@ -36,7 +36,7 @@ from zerojax.train.blocks import Blocks, flat_blocks, reduce_by_group, without_p
 from zerojax.train.branches import ROW
 from zerojax.train.copies import ByPath
 from zerojax.train.fields import Shards
-from zerojax.train.model_pass import TOKENS, ModelPass, Outcome, Placed, Sinks, Sums, mean_over
+from zerojax.train.model_pass import ModelPass, Outcome, Placed, Sinks, Sums, mean_over
 from zerojax.train.pass_weights import pass_weights
 from zerojax.train.spec import ParamGroup, TrainSpec
 
@@ -88,8 +88,8 @@ def accumulate(
         def loss(sinks: Sinks) -> tuple[Array, Outcome]:
             total, outcome = forward(model.place(sinks, seed), model_state, batch, seed)
             if update is not None:
-                metrics, count = means(over(spec.world.axes, outcome.sums))
-                facts = update.facts(metrics["loss"], count)
+                sums = over(spec.world.axes, outcome.sums)
+                facts = update.facts(sums.loss / sums.tokens, sums.tokens)
                 total = with_facts(total, list(outcome.probes.values()), facts)
             return total, outcome
 
@@ -202,13 +202,6 @@ def to_owners(spec: TrainSpec, grads: Blocks, residual: Blocks, seed: Seed) -> t
         stored = {leaf.path: to_stored(sums[leaf.path], leaf) for leaf in spec.leaves}
         return flat_blocks(stored, spec.leaves), residual
     return _without_padding(spec, sums), residual
-
-
-def means(sums: Sums) -> tuple[dict[str, Array], Array]:
-    """Means over all tokens from sums over the world, and the number of tokens."""
-    totals = sums.aux | {"loss": sums.loss}
-    metrics = {name: total / sums.tokens for name, total in totals.items()}
-    return metrics | ({TOKENS: sums.tokens} if TOKENS in sums.aux else {}), sums.tokens
 
 
 def _shared(spec: TrainSpec, model_state: ModelState) -> ModelState:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -22,7 +22,7 @@ from zerojax.optim.shard_check import Optimizer
 from zerojax.sharding.mesh import refuse_another
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train.batch import unmarked
-from zerojax.train.copies import ByPath, copies_of
+from zerojax.train.copies import copies_of
 from zerojax.train.fields import Shards, abstract_fields, copied, shardings_of
 from zerojax.train.host_update import first_encoded
 from zerojax.train.initial import first_values, frozen_values, in_portions, initializer
@@ -40,8 +40,8 @@ _LARGE = ("params", "opt_state", "encoded", "model_state", "copies", "residual",
 """The fields whose size a summary has."""
 _SETTABLE = ("step", "skipped_in_row", "seed", "params", "opt_state", "model_state", "residual", "losses")
 """The fields in which a program may set values by hand."""
-_TRACKED = ("params", "frozen", "copies", "encoded", "local")
-"""The weights and their copies, of which ``replace`` keeps one true to the other."""
+_DERIVED = ("encoded", "copies", "local")
+"""The fields that ``with_params`` computes from the master weights."""
 
 _GONE = (
     "the state was passed to train_step before, which takes its arrays for the next one (donation): "
@@ -49,7 +49,7 @@ _GONE = (
 )
 
 
-@functools.partial(jax.tree_util.register_dataclass, drop_fields=("_before",))
+@functools.partial(jax.tree_util.register_dataclass, drop_fields=("_masters",))
 @dataclass(frozen=True, repr=False)
 class TrainState:
     """The global arrays that a step changes, and the ``TrainSpec`` that stays the same.
@@ -93,55 +93,46 @@ class TrainState:
     local: LocalState | None
     spec: TrainSpec = field(metadata={"static": True})
     current_copies: bool = field(default=False, metadata={"static": True})
-    _before: dict[str, Any] | None = field(default=None, compare=False)
-    """The weights and their copies as of this state, which ``dataclasses.replace`` gives the next one; and
-    the leaves of ``params``, which a program may replace in place."""
+    _masters: tuple[Any, ...] | None = field(default=None, compare=False)
+    """The leaves of the ``params`` that the fields in ``_DERIVED`` were computed from."""
 
     def __post_init__(self) -> None:
-        """Renew the copies of weights that ``replace`` has changed."""
-        if (before := self._before) is not None:
-            changed = {name for name in _TRACKED if getattr(self, name) is not before[name]}
-            if self.copies and changed - {"encoded"} and "copies" not in changed:
-                self._renew_copies(of_params="params" in changed)
-            if self.local is not None and "params" in changed and self.local is before["local"]:
-                self._begin_again()
-            if self.encoded and "encoded" not in changed:
-                self._encode_again(before)
-        same = before is not None and before["params"] is self.params
-        masters = before["masters"] if before is not None and same else jax.tree.leaves(self.params)
-        tracked = {name: getattr(self, name) for name in _TRACKED}
-        object.__setattr__(self, "_before", tracked | {"masters": masters})
+        """Remember which weights this state was made with."""
+        if self._masters is None:
+            object.__setattr__(self, "_masters", tuple(jax.tree.leaves(vars(self)["params"])))
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy of the state with ``changes``, as ``dataclasses.replace`` makes it; computes nothing.
+
+        With delta, local updates or master weights in host memory, other fields are computed from ``params``:
+        use ``with_params`` there. The replica of ``with_node_copy`` is dropped if its weights are replaced.
+        """
+        if self.current_copies and not self.spec.zero.weights_delta and changes.keys() & {"params", "frozen"}:
+            changes = {"copies": {}, "current_copies": False} | changes
+        if "params" in changes and all(name in changes or not getattr(self, name) for name in _DERIVED):
+            changes["_masters"] = None
+        return dataclasses.replace(self, **changes)
+
+    def with_params(self, params: PyTree) -> Self:
+        """The state with other master weights, and with everything that is computed from them.
+
+        That is delta's replica in every node, the nodes' own weights of local updates, which all begin with
+        ``params``, and what passes read if the master weights are in host memory. Optimizer state, counters
+        and all other fields stay.
+
+        Args:
+            params: as the field ``params``, in place. ``zerojax.put_params`` takes whole arrays instead.
+        """
+        changes = {"copies": {}, "current_copies": False} | derived(self.spec, params)
+        return self.replace(params=params, **changes)
 
     @property
-    def has_weights_set_in_place(self) -> bool:
-        """Whether a program has put other arrays into ``params`` itself, without ``replace``."""
-        masters = self._before["masters"] if self._before is not None else ()
-        return any(map(operator.is_not, jax.tree.leaves(self.params), masters))
-
-    def _renew_copies(self, *, of_params: bool) -> None:
-        """Make delta's copies again of other ``params``, and drop those of ``with_node_copy``."""
-        copies, current = self.copies, self.current_copies
-        if not self.spec.zero.weights_delta:
-            copies, current = {}, False
-        elif of_params and _are_arrays(self.params):
-            copies, current = _copies(self.spec, self.params), False
-        object.__setattr__(self, "copies", copies)
-        object.__setattr__(self, "current_copies", current)
-
-    def _encode_again(self, before: dict[str, Any]) -> None:
-        """Encode master weights, or their differences from delta's copies, if these are others."""
-        delta, params, old = self.spec.zero.weights_delta, self.params, before["params"]
-        if self.local is not None:
-            params, old = self.local.weights, before["local"].weights
-        same = params is old and not (delta and self.copies is not before["copies"])
-        copies = self.copies if delta else {}
-        if not same and _are_arrays((params, copies)):
-            object.__setattr__(self, "encoded", first_encoded(self.spec, params, copies))
-
-    def _begin_again(self) -> None:
-        """Let all nodes begin with other outer weights, with local updates."""
-        if _are_arrays(self.params):
-            object.__setattr__(self, "local", _local(self.spec, self.params))
+    def computes_with_other_params(self) -> bool:
+        """Whether ``params`` are other arrays than the ones that derived fields were computed from."""
+        if not any(getattr(self, name) for name in _DERIVED):
+            return False
+        pairs = zip(jax.tree.leaves(self.params), self._masters or (), strict=False)
+        return any(x is not one for x, one in pairs if isinstance(x, jax.Array))
 
     @property
     def shards(self) -> Shards:
@@ -227,10 +218,10 @@ class TrainState:
             model, tx, loss_fn, mesh=mesh, zero=zero, sample_batch=sample_batch, spikes=spikes, lora=lora
         )
         check_host_memory(state.spec)
-        if base is None:
-            return state.replace(**initializer(state.spec)(checked_seed(seed)))
-        shared = {"frozen": shared_frozen(state, base), "base": jax.tree.map(copied, base.base)}
-        return state.replace(**initializer(state.spec, frozen=False)(checked_seed(seed)), **shared)
+        fields = initializer(state.spec, frozen=base is None)(checked_seed(seed))
+        if base is not None:
+            fields |= {"frozen": shared_frozen(state, base), "base": jax.tree.map(copied, base.base)}
+        return cls(**vars(state) | fields | encoded_fields(state.spec, fields) | {"_masters": None})
 
     @classmethod
     @suggests
@@ -255,27 +246,29 @@ class TrainState:
         spec = build(model, tx, loss_fn, mesh=mesh, zero=zero, sample_batch=sample, spikes=spikes, lora=lora)
         return cls(**abstract_fields(spec), spec=spec)
 
-    def replace(self, **changes: Any) -> Self:
-        """A copy of the state with ``changes``, as ``dataclasses.replace`` makes it.
 
-        Other weights bring other ``copies``, unless those are given, too: delta's are made again of
-        ``params``, those of ``with_node_copy`` dropped.
-        """
-        return dataclasses.replace(self, **changes)
-
-
-def _are_arrays(tree: PyTree) -> bool:
-    """Whether all leaves have values, unlike those of an abstract state."""
-    return all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(tree))
+def derived(spec: TrainSpec, params: PyTree) -> dict[str, Any]:
+    """The fields of a state that are computed from master weights, by functions that are compiled once."""
+    fields: dict[str, Any] = {}
+    if spec.zero.weights_delta:
+        make = spec.once("copies", lambda: jax.jit(functools.partial(copies_of, spec)))
+        fields["copies"] = make(params)
+    if spec.local_updates:
+        fields["local"] = nodes_at(spec, params)
+    return fields | encoded_fields(spec, {"params": params} | fields)
 
 
-def _copies(spec: TrainSpec, params: PyTree) -> ByPath:
-    """Delta's copies of master weights, by a function that is compiled once."""
-    return spec.once("copies", lambda: jax.jit(functools.partial(copies_of, spec)))(params)
+def encoded_fields(spec: TrainSpec, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The field ``encoded``, from a state's other fields; none if passes read master weights."""
+    if not spec.streams:
+        return {}
+    local, copies = fields.get("local"), fields.get("copies", {})
+    params = fields["params"] if local is None else local.weights
+    return {"encoded": first_encoded(spec, params, copies if spec.zero.weights_delta else {})}
 
 
-def _local(spec: TrainSpec, params: PyTree) -> LocalState:
-    """The arrays of local updates that begin with ``params``, by a function that is compiled once."""
+def nodes_at(spec: TrainSpec, params: PyTree) -> LocalState:
+    """The arrays of local updates when all nodes begin with ``params``."""
 
     def make() -> Callable[[PyTree], LocalState]:
         return in_portions(functools.partial(first_local, spec), shardings_of(abstract_local(spec)))
@@ -326,21 +319,20 @@ def check_there(state: TrainState) -> None:
         )
     if _is_gone(state):
         raise ConfigurationError(_GONE)
-    _refuse_set_in_place(state)
+    _refuse_other_params(state)
 
 
-def _refuse_set_in_place(state: TrainState) -> None:
-    """Refuse other weights in ``params`` itself, where passes read arrays that were made of the old ones.
+def _refuse_other_params(state: TrainState) -> None:
+    """Refuse master weights that were set without the fields that are computed from them.
 
     Raises:
-        ConfigurationError: naming the way that makes them again.
+        ConfigurationError: naming the ways that compute them.
     """
-    made = state.encoded or state.copies or state.local is not None
-    if made and state.has_weights_set_in_place:
+    if state.computes_with_other_params:
         raise ConfigurationError(
-            "a weight in state.params was set in place, and this state computes with arrays that were made "
-            "of the old one (weights in host memory, a node's replica, or local updates). Leave the tree as "
-            "it is: state = state.replace(params=another_tree), or zerojax.put_params(state, weights)."
+            "state.params has other weights than this state computes with: other fields are computed from "
+            "them (a node's replica, local updates, or weights in host memory). Set weights by state = "
+            "state.with_params(tree), or zerojax.put_params(state, arrays)."
         )
 
 
@@ -365,7 +357,7 @@ def settled(state: TrainState) -> TrainState:
     def has_changed(name: str) -> bool:
         return any(map(operator.is_not, jax.tree.leaves(given[name]), jax.tree.leaves(placed[name])))
 
-    # A field that stays as it is keeps its identity, by which ``replace`` sees what has changed.
+    # A field that stays as it is keeps its identity: by that a state knows the weights it was made with.
     return state.replace(**{name: placed[name] for name in _SETTABLE if has_changed(name)})
 
 
@@ -424,7 +416,8 @@ def begin_with(state: TrainState, params: PyTree, seed: int) -> TrainState:
 
     places = shardings_of(abstract_fields(state.spec))
     del places["params"], places["encoded"], places["frozen"], places["base"]
-    return state.replace(params=params, **in_portions(init, places)(checked_seed(seed), params))
+    fields = {"params": params} | in_portions(init, places)(checked_seed(seed), params)
+    return state.replace(**fields, **encoded_fields(state.spec, fields))
 
 
 def initial_base(state: TrainState, seed: int) -> TrainState:

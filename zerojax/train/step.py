@@ -7,7 +7,7 @@ norm over the whole tree is right by construction.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,37 +15,29 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from zerojax.adapters import LossFn, ModelState
-from zerojax.comm.in_order import one_at_a_time
+from zerojax.adapters import LossFn
+from zerojax.comm.in_order import on_mesh, one_at_a_time
 from zerojax.comm.xla_options import CompilerOptions, compiler_options
 from zerojax.errors import ConfigurationError
 from zerojax.log import warn
 from zerojax.matmul.fp8 import has_fp8
-from zerojax.sharding.param_tree import Path, from_tree, to_tree
+from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.train import per_device
 from zerojax.train.backward_update import BackwardUpdate, OptimizerShards
 from zerojax.train.backward_update import specs as backward_specs
 from zerojax.train.batch import Batch, abstract_batch, batch_specs, place, places_arguments, rows_once
-from zerojax.train.blocks import flat_blocks, stored_blocks
-from zerojax.train.fields import (
-    Shards,
-    abstract_copies,
-    abstract_fields,
-    on_devices,
-    shard_specs,
-    shardings_of,
-)
-from zerojax.train.host_update import InBackward
-from zerojax.train.local_updates import reported, train_locally
+from zerojax.train.blocks import stored_blocks
+from zerojax.train.exchange import REPLICATED, Exchange, Metrics, Passed
+from zerojax.train.fields import Shards, abstract_fields, on_devices, shardings_of
+from zerojax.train.local_updates import FragmentExchange, reported, scalars_of
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState, check_there, settled
-from zerojax.train.update import unless_skipped, updated
-from zerojax.weights.weight import Weight
+from zerojax.train.update import updated
 
-Metrics = dict[str, Array]
 _Read = dict[str, PyTree[Array]]
 """Fields of a state that a step reads and does not change, by name."""
-_REPLICATED = PartitionSpec()
+_SCALARS = "scalars of the loss function's aux"
+"""Under this name a spec remembers ``scalars_of`` its steps."""
 
 
 @places_arguments()
@@ -95,6 +87,7 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     check_there(state)
     state = settled(state)
     following, metrics = one_at_a_time(spec.mesh, _compiled(spec)(*_apart(state), placed))
+    spec.once(_SCALARS, lambda: scalars_of(metrics))
     return following.replace(frozen=state.frozen), metrics
 
 
@@ -116,7 +109,7 @@ def last_metrics(state: TrainState) -> Metrics:
             "the state has no local updates (ZeroConfig.every): train_step has returned the metrics of its "
             "last step."
         )
-    return reported(state.spec, state.local)
+    return reported(state.spec, state.local, state.spec.cache.get(_SCALARS, ()))
 
 
 def reports_later(state: TrainState) -> bool:
@@ -225,10 +218,7 @@ def gradients(state: TrainState, batch: Batch) -> PyTree[Array]:
         )
     step = spec.once(
         "gradients",
-        lambda: jax.jit(
-            lambda state, read, batch: _gradients(spec, state.replace(**read), batch)[0].mean_gradients,
-            compiler_options=_compiler_options(spec),
-        ),
+        lambda: jax.jit(_mean_gradients, compiler_options=_compiler_options(spec)),
     )
     placed = place(spec, batch, spec.zero.accumulate)
     check_there(state)
@@ -317,93 +307,63 @@ def _compiled_eval(spec: TrainSpec) -> jax.stages.Wrapped:
 
 
 def _train(state: TrainState, read: _Read, batch: Batch) -> tuple[TrainState, Metrics]:
-    spec = state.spec
-    if state.local is not None:
-        following, metrics = train_locally(state.replace(**read), state.local, batch)
-        return following.replace(frozen={}), metrics
-    in_backward = bool(spec.updated_in_backward)
-    after, metrics = _gradients(spec, state.replace(**read), batch, in_backward=in_backward)
-    sums, tokens, loss = after.gradients, after.tokens, metrics["loss"]
-    trained, ok, told = updated(spec, state.trained, sums, tokens, loss, after.copies, after.done or None)
-    following = state.replace(
-        **trained._asdict(),
-        step=state.step + 1,
-        model_state=unless_skipped(ok, after.model_state, state.model_state),
-        copies=after.copies,
-        current_copies=False,
-        residual=unless_skipped(ok, after.residual, state.residual),
-    )
-    return following, metrics | told
+    """A step: passes, update, metrics. An exchange between nodes begins with the passes and ends last."""
+    spec, state = state.spec, state.replace(**read)
+    exchange = FragmentExchange(spec) if spec.local_updates else Exchange(spec)
+    passed = _passes(exchange, state, batch, in_backward=bool(spec.updated_in_backward))
+    update = exchange.on_each_node(functools.partial(updated, spec.training))
+    before, done = exchange.before(state, passed), passed.updated or None
+    after, taken, told = update(before, passed.gradients, passed.sums, passed.copies, done)
+    fields, metrics = exchange.finish(state, passed, after, taken, told)
+    return state.replace(step=state.step + 1, frozen={}, **fields), metrics
 
 
-class _Changed(NamedTuple):
-    """The results of a step's passes.
+def _passes(exchange: Exchange, state: TrainState, batch: Batch, *, in_backward: bool = False) -> Passed:
+    """Run the passes of a step, which update stacks if the config says so (``in_backward``)."""
+    spec, training = state.spec, state.spec.training
 
-    Attributes:
-        gradients: sums over all tokens, nested by path and stored like the parameters.
-        tokens: how many, fp32.
-        done: what the backward pass has updated, which has no gradients; empty if there is nothing.
-        model_state, copies, residual: the fields of ``TrainState`` after the passes; copies with delta only.
-    """
-
-    gradients: PyTree[Array]
-    tokens: Array
-    done: InBackward | tuple[()]
-    model_state: ModelState
-    copies: dict[Path, Weight]
-    residual: PyTree[Array]
-
-    @property
-    def mean_gradients(self) -> PyTree[Array]:
-        """Of the mean loss over all tokens."""
-        return jax.tree.map(lambda x: x / self.tokens, self.gradients)
-
-
-def _gradients(
-    spec: TrainSpec, state: TrainState, batch: Batch, *, in_backward: bool = False
-) -> tuple[_Changed, Metrics]:
-    """Run the passes of a step, which update stacks if the config says so (``in_backward``).
-
-    Returns:
-        Their results, and the metrics of the loss function.
-    """
-
-    def local(shards: Shards, given: OptimizerShards | tuple[()], batch: Batch) -> tuple[_Changed, Metrics]:
+    def on_device(shards: Shards, own: Any, optimizer: OptimizerShards | tuple[()], batch: Batch) -> Passed:
+        shards, started, batch = exchange.start(shards, own, batch)
         seed, residual = shards.step_seed, from_tree(shards.residual)
-        update = BackwardUpdate(spec, shards, given) if isinstance(given, OptimizerShards) else None
-        grads, after, (sums, model_state, copies, _) = per_device.accumulate(spec, shards, batch, update)
-        sums = per_device.over(spec.world.axes, sums)
+        update = BackwardUpdate(spec, shards, optimizer) if isinstance(optimizer, OptimizerShards) else None
+        grads, after, (sums, model_state, copies, _) = per_device.accumulate(training, shards, batch, update)
+        grads, kept = per_device.to_owners(training, grads, exchange.residual(shards), seed)
+        sums, exchanged = exchange.arrive(started, grads, sums)
+        sums = per_device.over(training.world.axes, sums)
+        grads = to_tree(stored_blocks(grads, [leaf for leaf in training.leaves if leaf.path in grads]))
+        kept = to_tree({path: x.reshape(residual[path].shape) for path, x in kept.items()})
+        grads, sums = exchange.by_node((grads, sums))
         copies = copies if spec.zero.weights_delta else {}
-        flat = flat_blocks(residual, spec.leaves) if residual else {}
         done = () if update is None else update.done(after)
-        grads, kept = per_device.to_owners(spec, grads, flat, seed)
-        metrics, count = per_device.means(sums)
-        grads = stored_blocks(grads, [leaf for leaf in spec.leaves if leaf.path in grads])
-        residual = {path: x.reshape(residual[path].shape) for path, x in kept.items()}
-        return _Changed(to_tree(grads), count, done, model_state, copies, to_tree(residual)), metrics
+        return Passed(grads, sums, done, model_state, copies, kept, exchanged)
 
-    own = shard_specs(spec, abstract_copies(spec) if spec.zero.weights_delta else ())
-    params, given, entering, done = own.params, (), (), ()
+    shards, own = exchange.arrays(state)
+    shard_places, own_places = exchange.specs(shards)
+    entering, optimizer, results = (), (), exchange.results()
     if in_backward:
         entering, done = backward_specs(spec)
-        params = to_tree({path: x for path, x in from_tree(params).items() if path not in done.params})
+        left = {path: x for path, x in from_tree(results.gradients).items() if path not in done.params}
+        results = results._replace(gradients=to_tree(left), updated=done)
         limit = jnp.inf if spec.spikes is None else spec.spikes.limit(state.losses)
-        given = OptimizerShards.of(spec, state.opt_state, jnp.float32(limit))
-    changed = _Changed._make([params, _REPLICATED, done, own.model_state, own.copies, own.residual])
-    places = entering, batch_specs(spec, batch)
-    return on_devices(
-        spec, local, state.shards, given, batch, in_specs=places, out_specs=(changed, _REPLICATED)
-    )
+        optimizer = OptimizerShards.of(spec, state.opt_state, jnp.float32(limit))
+    places = shard_places, own_places, entering, batch_specs(spec, batch)
+    return on_mesh(on_device, spec.mesh, in_specs=places, out_specs=results)(shards, own, optimizer, batch)
+
+
+def _mean_gradients(state: TrainState, read: _Read, batch: Batch) -> PyTree[Array]:
+    """The gradients of the mean loss over all tokens."""
+    passed = _passes(Exchange(state.spec), state.replace(**read), batch)
+    return jax.tree.map(lambda x: x / passed.sums.tokens, passed.gradients)
 
 
 def _evaluate(state: TrainState, batch: Batch, loss_fn: LossFn) -> Metrics:
     spec = dataclasses.replace(state.spec.reading, loss_fn=loss_fn)
 
     def local(shards: Shards, batch: Batch) -> Metrics:
-        return per_device.means(per_device.evaluate(spec, shards, batch))[0]
+        return per_device.evaluate(spec, shards, batch).means()
 
     places = (batch_specs(spec, batch),)
-    return on_devices(spec, local, state.shards, batch, in_specs=places, out_specs=_REPLICATED)
+    return on_devices(spec, local, state.shards, batch, in_specs=places, out_specs=REPLICATED)
 
 
 def _predict[T: PyTree](state: TrainState, batch: Batch, fn: Callable[[Any, Batch], T], adapters: bool) -> T:

@@ -9,10 +9,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int32, PyTree
+from jaxtyping import Array, Bool, Int32, PyTree
 
 from zerojax.train.copies import ByPath
 from zerojax.train.host_update import InBackward, updated_by_layers
+from zerojax.train.model_pass import Sums
 from zerojax.train.spec import TrainSpec
 from zerojax.train.spikes import Losses
 
@@ -30,23 +31,28 @@ class Trained(NamedTuple):
 def updated(
     spec: TrainSpec,
     before: Trained,
-    sums: PyTree[Array],
-    tokens: Float[Array, ""],
-    loss: Float[Array, ""],
+    gradients: PyTree[Array],
+    sums: Sums,
     copies: ByPath,
     done: InBackward | None = None,
 ) -> tuple[Trained, Bool[Array, ""], dict[str, Array]]:
     """Update the weights, unless the loss or a gradient is not finite, or the loss is a spike.
 
-    ``sums`` are those of gradients over all tokens, stored like the weights. ``copies`` are delta's after the
-    passes, or none. ``done`` is what the backward pass has updated, whose gradients are not among ``sums``.
+    Args:
+        spec: the train spec; with local updates the one of a node.
+        before: the fields before the step.
+        gradients: summed over all tokens, nested by path, stored like the weights.
+        sums: of the losses and the tokens.
+        copies: delta's after the passes; else empty.
+        done: what the backward pass has updated, whose gradients are not among ``gradients``.
 
     Returns:
         The fields after the step; whether the update was made; and the metrics "grad_norm", "skipped" and
         "skipped_in_row", with a ``SpikeRule`` also "spike" and "loss_limit".
     """
     assert spec.tx is not None  # states without an optimizer have no compiled step
-    grads = jax.tree.map(lambda x: x / tokens, sums)
+    tokens, loss = sums.tokens, sums.loss / sums.tokens
+    grads = jax.tree.map(lambda x: x / tokens, gradients)
     squares = optax.tree.norm(grads, squared=True)
     grad_norm, losses = jnp.sqrt(squares + done.squares if done else squares), before.losses
     ok = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -60,7 +66,7 @@ def updated(
     params, opt_state, encoded = before.params, before.opt_state, before.encoded
     if spec.streams:
         params, opt_state, encoded = updated_by_layers(
-            spec, ok, sums, tokens, opt_state, params, encoded, copies, done
+            spec, ok, gradients, tokens, opt_state, params, encoded, copies, done
         )
     else:
         with jax.named_scope("optimizer"):

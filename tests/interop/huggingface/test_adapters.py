@@ -424,7 +424,7 @@ def test_adapters_of_experts_come_back_as_they_were(name: str, tmp_path: Path):
         np.testing.assert_array_equal(ours[key], x, err_msg=key)
     # With an A each, gate and up are side by side in one parameter, and come apart again.
     changed = jax.tree.map(lambda x: x + jnp.cos(jnp.arange(x.size)).reshape(x.shape), loaded.state.params)
-    other = loaded.state.replace(params=changed)
+    other = loaded.state.with_params(changed)
     export_adapter(other, source.model, tmp_path / "other", base=str(source.folder))
     again = load_adapter(loaded.state, tmp_path / "other", source.model)
     gathered = (from_tree(zerojax.gather_adapters(x)) for x in (again, other))

@@ -157,7 +157,7 @@ def test_an_update_equals_a_plain_loop(
         assert (trainer.state.spec.zero.stage, trainer.critic.state.spec.zero.stage) == (3, 2)
         # The reference is another model than the policy, as after some rollouts.
         params = jax.tree.map(lambda x: 1.1 * x, trainer.state.params)
-        trainer.state = trainer.state.replace(params=params)
+        trainer.state = trainer.state.with_params(params)
         first = jax.tree.map(lambda x: 1.1 * x, policy_weights)
         monkeypatch.setattr(trainer, "rollout", lambda signalled: rollout)
         monkeypatch.setattr(trainer, "score", lambda rollout, signalled: rewards)

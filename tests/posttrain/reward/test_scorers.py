@@ -85,7 +85,7 @@ def test_scores_are_those_of_the_unsharded_model(text: Path, tmp_path: Path) -> 
     roles = RoleMemory.of(policy, RunSetup(policy).abstract_state().spec)
     assert (roles.reward_model, roles.critic, roles.reference) == (held(scorer.state), held(state), None)
     assert {"critic", "reward model"} <= set(map(str, roles.table().columns[0].cells))
-    scorer.state = state.replace(params=jax.tree.map(lambda x: x * jnp.nan, state.params))
+    scorer.state = state.with_params(jax.tree.map(lambda x: x * jnp.nan, state.params))
     lost, why = scorer.score(rollout)
     assert np.isnan(lost).all()
     assert "5 of 5 scores by posttrain.reward_model" in why
@@ -126,7 +126,7 @@ def test_a_reward_model_of_adapters(text: Path, finished: RunFolder, tmp_path: P
     changed = jax.tree.map(
         lambda x: x + 0.1 * jnp.sin(jnp.arange(x.size)).reshape(x.shape), start.state.params
     )
-    state, rollout = start.state.replace(params=changed), ragged(4)
+    state, rollout = start.state.with_params(changed), ragged(4)
     policy = saved(config, state, tmp_path, start.base)
     found, _ = open_scorer(policy, ByteTokenizer(), CHECKPOINTS).score(rollout)
     np.testing.assert_allclose(found, expected(config, state, rollout), rtol=1e-4, atol=1e-6)

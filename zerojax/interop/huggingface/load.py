@@ -84,7 +84,7 @@ def load_weights(state: TrainState, folder: Path | str, *, new: str | None = Non
     if all(leaf.frozen for leaf in state.spec.weights):
         return state
     found = from_tree(load_params(state.spec, files, parts, new=new))
-    return state.replace(params=to_tree(from_tree(state.params) | found))
+    return state.with_params(to_tree(from_tree(state.params) | found))
 
 
 def _open(train_spec: TrainSpec, folder: Path, new: str | None) -> tuple[WeightFiles, TensorParts]:

@@ -41,7 +41,7 @@ from zerojax.sharding.memory import HOST, in_host
 from zerojax.train.copies import copies_of
 from zerojax.train.fields import copied, shardings_of
 from zerojax.train.spec import TrainSpec
-from zerojax.train.state import TrainState
+from zerojax.train.state import TrainState, encoded_fields, nodes_at
 
 
 def to_canonical(state: TrainState, *, on_host: bool = False, placeholders: bool = False) -> Tree:
@@ -193,13 +193,12 @@ def _put(state: TrainState, stored: dict[str, Array]) -> TrainState:
     if lacks_copies and delta_copies(state):
         make = jax.jit(functools.partial(copies_of, state.spec), out_shardings=shardings_of(state.copies))
         fields["copies"] = make(fields["params"])
-    if any(name.startswith(f"{NODES}/") for name in stored) or state.local is None:
-        return state.replace(**fields, current_copies=False)
-    # The checkpoint has no weights of single nodes: they start with the new outer weights.
-    momentum = fields.pop("local").momentum
-    filled = state.replace(**fields, current_copies=False)
-    assert filled.local is not None
-    return filled.replace(local=dataclasses.replace(filled.local, momentum=momentum))
+    if state.local is not None and not any(name.startswith(f"{NODES}/") for name in stored):
+        # The checkpoint has no weights of single nodes: they begin with the new outer weights.
+        nodes = nodes_at(state.spec, fields["params"])
+        fields["local"] = dataclasses.replace(nodes, momentum=fields["local"].momentum)
+    encoded = encoded_fields(state.spec, vars(state) | fields)
+    return state.replace(**fields, **encoded, current_copies=False)
 
 
 def _stored(state: TrainState, entry: Entry, saved: Array | Callable[[TrainState, Entry], Array]) -> Array:
