@@ -27,8 +27,7 @@ from zerojax.sharding import wire_format
 from zerojax.sharding.layout import ParamLayout, ParamShape, make_layout
 from zerojax.sharding.mesh import MeshShape
 from zerojax.sharding.strategy import ShardingStrategy
-from zerojax.weights.gather import to_full, to_secondary
-from zerojax.weights.weight import Weight
+from zerojax.weights import Weight, to_full, to_secondary
 
 FORMATS = ("fp32", "bf16", "fp8", "int8", "fp6", "int4", "int2")
 SIZES = (1, 7, 113, 300, 64, 1021, 257)

@@ -19,9 +19,9 @@ from flax import nnx
 from zerojax import eval_step, train_step
 from zerojax.adapters import stack
 from zerojax.sharding.param_tree import to_tree
-from zerojax.train.copies import masters_of, updated_copies
 from zerojax.train.fields import abstract_copies, specs_of
-from zerojax.weights.weight import Weight
+from zerojax.train.pass_weights import masters_of, updated_copies
+from zerojax.weights import Weight
 
 DELTA = {"weights": "int4", "weights_delta": True, "hpz": True, "block_size": 64}
 

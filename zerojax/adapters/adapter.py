@@ -8,12 +8,12 @@ from typing import Any
 import jax
 from jaxtyping import Array, Num, PyTree
 
-from zerojax.schedule.partition import partition, split_arrays
 from zerojax.schedule.sharded import Sharded, is_sharded
+from zerojax.schedule.transforms import partition, split_arrays
 from zerojax.schedule.unit import Arrays, call_unit
 from zerojax.sharding.layout import ParamShape
 from zerojax.sharding.param_tree import Path
-from zerojax.weights.weight import Weight
+from zerojax.weights import Weight
 
 Given = Mapping[Path, Num[Array, "..."] | jax.ShapeDtypeStruct | Sharded]
 """The weights that a model gets: ``Sharded`` in units, whole arrays elsewhere, or shapes and dtypes."""

@@ -17,8 +17,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Num, PyTree
 
 from zerojax.errors import ConfigurationError
-from zerojax.schedule.context import holding
 from zerojax.schedule.layer_update import LayerState
+from zerojax.schedule.transforms import holding
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.mesh import LOCAL
 from zerojax.sharding.param_tree import Path

@@ -27,7 +27,7 @@ from zerojax.adapters.stack import Stack
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.sharded import is_sharded
 from zerojax.sharding.param_tree import Path, by_name
-from zerojax.weights.weight import Weight
+from zerojax.weights import Weight
 
 
 @dataclass(frozen=True)

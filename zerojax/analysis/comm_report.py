@@ -315,7 +315,7 @@ def _read(equation: core.JaxprEqn, axes: tuple[str, ...], place: _Place) -> Iter
 
 
 def _phase(place: _Place) -> str:
-    """The phase of a collective, by the name scopes around it (as in ``zerojax.weights.gather``)."""
+    """The phase of a collective, by the name scopes around it (as in ``zerojax.weights``)."""
     scopes = set(re.findall(r"\w+", place.names))
     phase = next((phase for phase, own in _SCOPES.items() if scopes & own), "other")
     return "weights backward" if phase == "weights forward" and "transpose" in scopes else phase

@@ -29,13 +29,12 @@ from zerojax.sharding.layout import ParamLayout, flatten, make_layout
 from zerojax.sharding.memory import to_device
 from zerojax.sharding.mesh import LOCAL, MeshShape
 from zerojax.sharding.param_tree import Path, from_tree
-from zerojax.train.copies import ByPath
 from zerojax.train.memory import device_bytes
 from zerojax.train.node_copy import copies_in_node, per_node
-from zerojax.train.pass_weights import place_group
+from zerojax.train.pass_weights import ByPath, place_group
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
-from zerojax.weights.weight import Weight, Weights
+from zerojax.weights import Weight, Weights
 from zerojax.zero_config import ZeroConfig
 
 Form = Literal["compute", "fp8", "int8", "gathered"]

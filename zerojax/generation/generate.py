@@ -34,9 +34,9 @@ from zerojax.log import logger
 from zerojax.schedule.sharded import translated_errors
 from zerojax.sharding.mesh import LOCAL
 from zerojax.train.batch import local_rows, place
-from zerojax.train.copies import ByPath
 from zerojax.train.fields import specs_of
 from zerojax.train.memory import free_memory
+from zerojax.train.pass_weights import ByPath
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState, check_there
 from zerojax.train.step import check_adapters

@@ -73,7 +73,7 @@ def joined(
     through JAX's detection. Without any of them the process runs alone.
 
     On hosts with GPUs XLA is allowed most of the memory that the host has left, shared by the GPUs of the
-    processes that a scheduler has started there (``zerojax.sharding.host_memory``).
+    processes that a scheduler has started there (``zerojax.sharding.memory``).
 
     When the block ends, this process waits for the others to end theirs. When it raises, the others are told
     and this process exits at once, without JAX's shutdown, which would wait for them. When another process

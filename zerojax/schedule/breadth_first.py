@@ -20,9 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
 from zerojax.matmul.late_zeros import scan, zeros_after
-from zerojax.schedule.context import holding
-from zerojax.schedule.partition import floats, inexact, partition, with_float0
-from zerojax.schedule.transforms import Pullback, pullback
+from zerojax.schedule.transforms import Pullback, floats, holding, inexact, partition, pullback, with_float0
 
 AXIS = "micro_batch"
 Flags = PyTree[Bool]

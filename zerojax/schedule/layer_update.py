@@ -26,7 +26,7 @@ from zerojax.comm.reduction import Values
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.stacked import Index, layer_at, put_layer
 from zerojax.schedule.sum_storage import Stored
-from zerojax.weights.weight import Weights
+from zerojax.weights import Weights
 
 MASTER = ""
 """The key of the master weight in ``LayerState.held``."""

@@ -45,13 +45,20 @@ from zerojax.schedule.breadth_first import (
     map_microbatches,
     with_batching_rule,
 )
+from zerojax.schedule.in_flight import Copies, Fetching, WeightPrefetcher
 from zerojax.schedule.layer_update import probe
 from zerojax.schedule.order import Order, Place
-from zerojax.schedule.partition import inexact, with_float0
 from zerojax.schedule.scan_backward import Kept, ScanArgs, run_backward
 from zerojax.schedule.sharded import Sharded, read_by_unit
 from zerojax.schedule.stacked import cut_large, empty_layers, pieces_away
-from zerojax.schedule.transforms import Pullback, TracedOnce, pullback, with_derivatives_of
+from zerojax.schedule.transforms import (
+    Pullback,
+    TracedOnce,
+    inexact,
+    pullback,
+    with_derivatives_of,
+    with_float0,
+)
 from zerojax.schedule.unit import (
     Arrays,
     Body,
@@ -62,11 +69,9 @@ from zerojax.schedule.unit import (
     refuse_mapped,
     take_apart,
 )
-from zerojax.schedule.weight_prefetcher import Copies, Fetching, WeightPrefetcher
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.strategy import ShardingStrategy
-from zerojax.weights.gather import to_full
-from zerojax.weights.weight import Weight, Weights
+from zerojax.weights import Weight, Weights, to_full
 
 
 class _Results(NamedTuple):

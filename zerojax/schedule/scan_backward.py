@@ -13,18 +13,15 @@ from jax import lax
 from jaxtyping import Array
 
 from zerojax.comm.reduction import Values
-from zerojax.schedule.gradient_queue import GradientQueue, InFlight
+from zerojax.schedule.in_flight import Fetching, GradientQueue, InFlight, WeightPrefetcher
 from zerojax.schedule.layer_update import LayerState, UpdatedLayers, weights_of
 from zerojax.schedule.order import Order, Place
-from zerojax.schedule.partition import floats, inexact, partition, with_float0
 from zerojax.schedule.stacked import Index, by_dma, uncut
 from zerojax.schedule.sum_storage import SeparateSums, Stored, SumStorage
-from zerojax.schedule.transforms import Pullback
+from zerojax.schedule.transforms import Pullback, floats, inexact, partition, with_float0
 from zerojax.schedule.unit import Arrays, Sinks, Unit, gradients_of, reduction_of
-from zerojax.schedule.weight_prefetcher import Fetching, WeightPrefetcher
 from zerojax.sharding.memory import in_host
-from zerojax.weights.gather import to_full
-from zerojax.weights.weight import Weights
+from zerojax.weights import Weights, to_full
 
 
 class ScanArgs(NamedTuple):

@@ -18,7 +18,7 @@ from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.sharding.wire_format import Seed
-from zerojax.weights.weight import Weight
+from zerojax.weights import Weight
 
 READ_BY_UNIT = "zerojax: a weight read by its unit"
 """The ``checkpoint_name`` of a ``Sharded`` weight's arrays where its unit reads them."""

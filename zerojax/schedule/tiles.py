@@ -18,7 +18,7 @@ from jaxtyping import Array, PyTree
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.replay import as_it_is, equations_within, evaluate
 from zerojax.matmul.tiles import LOOP, over_tiles
-from zerojax.schedule.context import holding
+from zerojax.schedule.transforms import holding
 
 TILE = 32768
 """Tokens of a tile at most.

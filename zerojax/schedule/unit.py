@@ -27,19 +27,16 @@ from zerojax.matmul.low_rank import LowRankOperand, with_adapters
 from zerojax.matmul.operand import Fp8Operand, LayerOperand
 from zerojax.matmul.replay import Value, at_matmuls
 from zerojax.schedule.breadth_first import Flags, all_batched, map_microbatches, with_batching_rule
-from zerojax.schedule.context import holding
 from zerojax.schedule.layer_update import LayerState, LayerUpdate
-from zerojax.schedule.partition import split_arrays
 from zerojax.schedule.remat import rematerialised
 from zerojax.schedule.sharded import Sharded, read_by_unit
-from zerojax.schedule.transforms import Pullback, pullback
+from zerojax.schedule.transforms import Pullback, holding, pullback, split_arrays
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.mesh import AXES
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.sharding.wire_format import Seed, mix
-from zerojax.weights.gather import Payloads, to_full, to_secondary
-from zerojax.weights.weight import Weights
+from zerojax.weights import Payloads, Weights, to_full, to_secondary
 
 Arrays = PyTree[Array]
 """Activations, a module's other state, what it returns."""

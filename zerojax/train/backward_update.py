@@ -32,7 +32,7 @@ from zerojax.train.blocks import without_padding
 from zerojax.train.fields import Shards, abstract_fields, specs_of
 from zerojax.train.host_update import InBackward, encoded_layer
 from zerojax.train.spec import TrainSpec
-from zerojax.weights.weight import Weights
+from zerojax.weights import Weights
 
 
 class OptimizerShards(NamedTuple):

@@ -14,7 +14,7 @@ from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree
 
 from zerojax.errors import ConfigurationError
-from zerojax.schedule.partition import partition
+from zerojax.schedule.transforms import partition
 from zerojax.train.spec import TrainSpec
 
 Batch = PyTree

@@ -19,10 +19,10 @@ from zerojax.adapters import ModelState
 from zerojax.sharding.param_tree import from_tree
 from zerojax.train.batch import Batch
 from zerojax.train.blocks import Blocks, flat_blocks
-from zerojax.train.copies import ByPath
 from zerojax.train.fields import Shards, abstract_copies, shard_specs
 from zerojax.train.host_update import InBackward
 from zerojax.train.model_pass import Sums
+from zerojax.train.pass_weights import ByPath
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
 from zerojax.train.update import Trained, unless_skipped

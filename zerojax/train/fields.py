@@ -20,7 +20,7 @@ from zerojax.sharding.param_tree import Path, to_tree
 from zerojax.sharding.wire_format import Seed, mix
 from zerojax.train.local_state import abstract_local, by_node
 from zerojax.train.spec import TrainSpec
-from zerojax.weights.weight import Weight
+from zerojax.weights import Weight
 
 
 @jax.tree_util.register_dataclass

@@ -10,10 +10,10 @@ from jaxtyping import Array
 
 from zerojax.matmul import fp8
 from zerojax.sharding.mesh import NODE
-from zerojax.train.copies import masters_of, updated_copies, with_scales
 from zerojax.train.fields import Shards, on_devices
+from zerojax.train.pass_weights import masters_of, updated_copies, with_scales
 from zerojax.train.state import TrainState, check_there
-from zerojax.weights.weight import Weight
+from zerojax.weights import Weight
 
 
 class Fp8Loss(NamedTuple):

@@ -29,7 +29,7 @@ from zerojax.sharding.param_tree import Path, to_tree
 from zerojax.sharding.wire_format import mix
 from zerojax.train.fields import shardings_of, specs_of
 from zerojax.train.spec import TrainSpec
-from zerojax.weights.weight import Weight
+from zerojax.weights import Weight
 
 ReadLayer = Callable[[ParamLayout, int | None], Float[Array, "..."]]
 """From a layout, and the index of a stacked layer, to the fp32 values of that layer in stored form."""

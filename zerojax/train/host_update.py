@@ -27,10 +27,10 @@ from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.memory import to_device, to_host
 from zerojax.sharding.mesh import NODE
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
-from zerojax.train.copies import ByPath, rescaled, scale_of
 from zerojax.train.fields import abstract_encoded, shardings_of, specs_of
+from zerojax.train.pass_weights import ByPath, rescaled, scale_of
 from zerojax.train.spec import ParamGroup, TrainSpec
-from zerojax.weights.weight import Weight
+from zerojax.weights import Weight
 
 _Place = tuple[str, ...]
 """Of a stored array: ("params", *path), or ("state", its place in the optimizer's state)."""

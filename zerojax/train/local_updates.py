@@ -8,7 +8,7 @@ are computed. Here each step sends 1/``every`` of all elements (``local_state.Fr
 1. Each node sends every owner of a part of the fragment its outer gradient: the outer weights as the nodes
    know them, less its own. The owner takes the mean, and a step of SGD with Nesterov momentum.
 2. The owner sends all nodes the change: the outer weights less what the nodes know, as delta does
-   (``zerojax.weights.gather``). So all nodes know the same, and rounding errors are part of the next change.
+   (``zerojax.weights``). So all nodes know the same, and rounding errors are part of the next change.
 
 Then each node mixes the outer weights that it knows into its own (Streaming DiLoCo, equation 3).
 
@@ -41,7 +41,6 @@ from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.sharding.wire_format import Seed
 from zerojax.train.batch import Batch
 from zerojax.train.blocks import Blocks
-from zerojax.train.copies import ByPath
 from zerojax.train.exchange import REPLICATED, Exchange, Metrics, Passed
 from zerojax.train.fields import Shards, abstract_fields, shard_specs, specs_of
 from zerojax.train.local_state import (
@@ -53,11 +52,11 @@ from zerojax.train.local_state import (
     abstract_local,
 )
 from zerojax.train.model_pass import Sums
+from zerojax.train.pass_weights import ByPath
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
 from zerojax.train.update import Trained
-from zerojax.weights.gather import cross_nodes, decode, encode
-from zerojax.weights.weight import Weight, Weights
+from zerojax.weights import Weight, Weights, cross_nodes, decode, encode
 
 _BY_NODE = PartitionSpec(NODE)
 

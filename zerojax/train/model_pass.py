@@ -18,8 +18,8 @@ from zerojax.adapters import Bound, ModelState, call_loss
 from zerojax.adapters.loss import LossContext, MasterWeights, running_loss
 from zerojax.schedule.breadth_first import over_micro_batches
 from zerojax.schedule.layer_update import LayerState, LayerUpdate
-from zerojax.schedule.partition import is_float
 from zerojax.schedule.sharded import Sharded, is_sharded, translated_errors
+from zerojax.schedule.transforms import is_float
 from zerojax.schedule.unit import numbered_calls
 from zerojax.sharding.mesh import AXES
 from zerojax.sharding.param_tree import Path
@@ -27,8 +27,7 @@ from zerojax.sharding.strategy import DIFFERING
 from zerojax.sharding.wire_format import Seed, mix
 from zerojax.train.batch import Batch, map_batch, micro_batches, unmarked
 from zerojax.train.branches import ROW, Axes, Branches
-from zerojax.train.copies import ByPath
-from zerojax.train.pass_weights import PassWeights, place_group
+from zerojax.train.pass_weights import ByPath, PassWeights, place_group
 from zerojax.train.shared_rows import refuse_unmixed, refuse_unshared
 from zerojax.train.spec import TrainSpec
 from zerojax.train.weight_reads import refuse_assigned, refuse_calls, refuse_reads

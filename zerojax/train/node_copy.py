@@ -12,9 +12,9 @@ import jax
 from jaxtyping import PyTree
 
 from zerojax.comm.xla_options import compiler_options
-from zerojax.train.copies import ByPath, secondary_partitions
 from zerojax.train.fields import Shards, abstract_copies, on_devices, specs_of
 from zerojax.train.memory import device_bytes
+from zerojax.train.pass_weights import ByPath, secondary_partitions
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState, check_there
 

@@ -1,19 +1,163 @@
-"""The weights that a pass begins with, on one device, and the forms in which the model gets them."""
+"""The weights that a pass begins with, on one device, and the forms in which the model gets them.
+
+Replicas are secondary partitions of ZeRO++ (section 3.2) that a state holds in every node, with the scales
+that fp8 products need. Delta keeps them from step to step, one update behind the master weights (SDP4Bit,
+section 3.1). ``zerojax.train.node_copy`` makes them of the current weights, for several passes.
+"""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float32, PyTree
+
+from zerojax.comm.in_order import on_mesh
+from zerojax.matmul import fp8
 from zerojax.schedule.sharded import Sharded
 from zerojax.schedule.unit import materialise
 from zerojax.sharding.layout import from_stored
-from zerojax.sharding.param_tree import Path, from_tree
+from zerojax.sharding.memory import to_device
+from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train.blocks import by_group
-from zerojax.train.copies import ByPath, masters_of, up_to_date
-from zerojax.train.fields import Shards
+from zerojax.train.fields import Shards, abstract_copies, specs_of
 from zerojax.train.spec import ParamGroup, TrainSpec
-from zerojax.weights.gather import to_full, to_secondary
-from zerojax.weights.weight import Weight, Weights
+from zerojax.weights import Weight, Weights, gather_exact, to_full, to_secondary
+
+ByPath = dict[Path, Weight]
+"""Weights by path: of a state, or of one device."""
+
+
+def masters_of(spec: TrainSpec, params: PyTree[Array]) -> ByPath:
+    """This device's shards of a state's master weights, which at stage 0 every device has whole."""
+    own, blocks = {}, from_tree(params)
+    for leaf in spec.leaves:
+        shard = to_device(blocks[leaf.path]).reshape(*leaf.stack, -1)
+        if spec.zero.stage == 0:
+            first = lax.axis_index(leaf.world.owners) * leaf.shard
+            shard = lax.dynamic_slice_in_dim(shard, first, leaf.shard, axis=-1)
+        own[leaf.path] = Weight(shard, leaf, "primary")
+    return own
+
+
+def with_scales(spec: TrainSpec, masters: ByPath, copies: ByPath) -> tuple[ByPath, ByPath]:
+    """Give the weights of fp8 products their scales: those of the largest magnitude that any owner has.
+
+    The ``masters`` are all trained weights, or those that copies in every node lack.
+
+    Delta's copies keep theirs until it no longer fits, so that their codes rarely change all at once.
+
+    Masters that are encoded already have their scales.
+
+    Returns:
+        Both, with the same scales.
+    """
+    chosen = [leaf for leaf in spec.leaves if leaf.fp8 and leaf.path in masters]
+    if not chosen:
+        return masters, copies
+    if all(masters[leaf.path].ready for leaf in chosen):
+        given = {leaf.path: masters[leaf.path].scale for leaf in chosen if leaf.path in copies}
+        return masters, copies | {path: rescaled(copies[path], scale) for path, scale in given.items()}
+    own = [jnp.max(jnp.abs(masters[leaf.path].values), axis=-1).reshape(-1) for leaf in chosen]
+    with jax.named_scope("scales"):
+        peaks = lax.pmax(jnp.concatenate(own), max((leaf.owners for leaf in chosen), key=len))
+    ends = list(itertools.accumulate(leaf.layers for leaf in chosen))
+    scaled, renewed = dict(masters), dict(copies)
+    for leaf, peak in zip(chosen, jnp.split(peaks, ends[:-1]), strict=True):
+        copy = copies.get(leaf.path)
+        scale = scale_of(peak.reshape(leaf.stack), copy)
+        if copy is not None:
+            renewed[leaf.path] = rescaled(copy, scale)
+        scaled[leaf.path] = Weight(masters[leaf.path].values, leaf, "primary", scale)
+    return scaled, renewed
+
+
+def scale_of(peak: Float32[Array, "*layers"], copy: Weight | None) -> Float32[Array, "*layers"]:
+    """The scale of weights of fp8 products by their largest magnitude; that of delta's copy, if it fits."""
+    scale = fp8.scale_for(peak, fp8.E4M3)
+    if copy is None:
+        return scale
+    return jnp.where((scale >= copy.scale) & (scale <= 4 * copy.scale), copy.scale, scale)
+
+
+def rescaled(copy: Weight, scale: Float32[Array, "*layers"]) -> Weight:
+    """Delta's copy with another scale."""
+
+    def change() -> Array:
+        return fp8.encode(fp8.decode(copy.values, jnp.float32), (scale / copy.scale)[..., None])
+
+    codes = lax.cond(jnp.any(scale != copy.scale), change, lambda: copy.values)
+    return Weight(codes, copy.layout, copy.level, scale)
+
+
+def copies_of(spec: TrainSpec, params: PyTree) -> ByPath:
+    """Delta's copies, made of the global master weights: for a new state, other weights, or a new mesh."""
+
+    def local(params: PyTree[Array]) -> ByPath:
+        masters, _ = with_scales(spec, masters_of(spec, params), {})
+        exact = by_group(spec, gather_exact, _of(abstract_copies(spec), masters))
+        return {path: masters[path].replace(x, "secondary") for path, x in exact.items()}
+
+    given = (to_tree(spec.by_path(spec.param_spec)),)
+    return on_mesh(local, spec.mesh, in_specs=given, out_specs=specs_of(abstract_copies(spec)))(params)
+
+
+def updated_copies(
+    spec: TrainSpec,
+    masters: ByPath,
+    copies: ByPath,
+    step: Array,
+    *,
+    later: Collection[Path] = (),
+) -> ByPath:
+    """Delta's copies, updated by the change of the weights, or resynchronised; ``later`` ones stay behind."""
+
+    def update() -> dict[Path, Array]:
+        values = {path: copy.values for path, copy in copies.items()}
+        changed = {path: values[path] for path in values if path not in later}
+        return values | by_group(spec, _updated, _of(changed, masters), changed)
+
+    if every := spec.zero.delta_resync:
+        due = (step > 0) & (step % every == 0)
+        values = lax.cond(due, lambda: by_group(spec, gather_exact, _of(copies, masters)), update)
+    else:
+        values = update()
+    return {path: copies[path].replace(x) for path, x in values.items()}
+
+
+def up_to_date(spec: TrainSpec, shards: Shards, *, later: Collection[Path] = ()) -> tuple[ByPath, ByPath]:
+    """This device's shards of the trained weights as a pass reads them, and delta's copies for it.
+
+    The shards are encoded already, or masters; ``later`` copies stay behind, unless all are current.
+    """
+    owned, copies = shards.encoded or masters_of(spec, shards.params), shards.copies
+    if shards.current_copies:
+        apart = {path: weight for path, weight in owned.items() if path not in copies}
+        return owned | with_scales(spec, apart, {})[0], copies
+    owned, copies = with_scales(spec, owned, copies)
+    return owned, updated_copies(spec, owned, copies, shards.step, later=later)
+
+
+def secondary_partitions(spec: TrainSpec, shards: Shards) -> ByPath:
+    """Every weight as a node has it, with the values that the next forward pass computes with."""
+    (owned, copies), frozen = up_to_date(spec, shards), from_tree(shards.frozen)
+    lacking = {
+        path: weight
+        for path, weight in (owned | frozen).items()
+        if weight.level == "primary" and path not in copies
+    }
+    return frozen | by_group(spec, to_secondary, lacking) | copies
+
+
+def _updated(weights: tuple[Weight, ...], copies: tuple[Array, ...]) -> list[Array]:
+    return [w.values for w in to_secondary(weights, copies)]
+
+
+def _of(paths: Collection[Path], weights: ByPath) -> ByPath:
+    return {path: weight for path, weight in weights.items() if path in paths}
 
 
 class PassWeights(NamedTuple):

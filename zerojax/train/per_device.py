@@ -24,8 +24,8 @@ from zerojax.adapters import ModelState
 from zerojax.comm.reduction import GradientReduction, Values
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.layer_update import LayerState, with_facts
-from zerojax.schedule.partition import is_float
 from zerojax.schedule.sharded import InOneBranch
+from zerojax.schedule.transforms import is_float
 from zerojax.sharding.layout import to_stored
 from zerojax.sharding.mesh import AXES, LOCAL
 from zerojax.sharding.param_tree import Path
@@ -34,10 +34,9 @@ from zerojax.train.backward_update import BackwardUpdate
 from zerojax.train.batch import Batch, micro_batches, split_rows
 from zerojax.train.blocks import Blocks, flat_blocks, reduce_by_group, without_padding
 from zerojax.train.branches import ROW
-from zerojax.train.copies import ByPath
 from zerojax.train.fields import Shards
 from zerojax.train.model_pass import ModelPass, Outcome, Placed, Sinks, Sums, mean_over
-from zerojax.train.pass_weights import pass_weights
+from zerojax.train.pass_weights import ByPath, pass_weights
 from zerojax.train.spec import ParamGroup, TrainSpec
 
 Forward = Callable[[Placed, ModelState, Batch, Seed], tuple[Array, Outcome]]

@@ -28,7 +28,7 @@ from zerojax.sharding.param_tree import Path, by_name
 from zerojax.sharding.strategy import Level, ShardingStrategy
 from zerojax.train.spikes import SpikeRule
 from zerojax.validation.patterns import refuse_idle
-from zerojax.weights.weight import Weight
+from zerojax.weights import Weight
 from zerojax.zero_config.config import MATMUL_WEIGHTS, ZeroConfig
 
 _EVERYONE = PartitionSpec()

@@ -22,18 +22,18 @@ from zerojax.optim.shard_check import Optimizer
 from zerojax.sharding.mesh import refuse_another
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train.batch import unmarked
-from zerojax.train.copies import copies_of
 from zerojax.train.fields import Shards, abstract_fields, copied, shardings_of
 from zerojax.train.host_update import first_encoded
 from zerojax.train.initial import first_values, frozen_values, in_portions, initializer
 from zerojax.train.local_state import LocalState, abstract_local, first_local
 from zerojax.train.memory import check_host_memory, device_bytes
+from zerojax.train.pass_weights import copies_of
 from zerojax.train.spec import TrainSpec, build
 from zerojax.train.spikes import Losses, SpikeRule
 from zerojax.train.update import Trained
 from zerojax.validation.arguments import suggests
 from zerojax.validation.bounds import checked_seed
-from zerojax.weights.weight import Weight
+from zerojax.weights import Weight
 from zerojax.zero_config import ZeroConfig
 
 _LARGE = ("params", "opt_state", "encoded", "model_state", "copies", "residual", "frozen", "local")

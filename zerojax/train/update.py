@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Int32, PyTree
 
-from zerojax.train.copies import ByPath
 from zerojax.train.host_update import InBackward, updated_by_layers
 from zerojax.train.model_pass import Sums
+from zerojax.train.pass_weights import ByPath
 from zerojax.train.spec import TrainSpec
 from zerojax.train.spikes import Losses
 

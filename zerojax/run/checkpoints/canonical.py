@@ -38,8 +38,8 @@ from zerojax.run.checkpoints.entries import (
     entries_of,
 )
 from zerojax.sharding.memory import HOST, in_host
-from zerojax.train.copies import copies_of
 from zerojax.train.fields import copied, shardings_of
+from zerojax.train.pass_weights import copies_of
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState, encoded_fields, nodes_at
 

@@ -14,7 +14,7 @@ from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train.local_state import LocalState
 from zerojax.train.state import TrainState
-from zerojax.weights.weight import Weight
+from zerojax.weights import Weight
 
 Tree = dict[str, Any]
 _COUNTERS = ("step", "skipped_in_row", "seed")

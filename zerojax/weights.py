@@ -1,0 +1,238 @@
+"""One weight at one of its levels, and the hops that bring the weights of a unit from one level to the next.
+
+A weight is at a level of ``zerojax.sharding.layout``. In these forms m is the number of items in one owner's
+encoded shard:
+
+================= ================= ================================================================
+level             values, per layer form
+================= ================= ================================================================
+primary           ``[owned]``       fp32 master values, of one shard or of a node's shards
+primary, encoded  ``[m]``           as the next hop sends it
+secondary         ``[nodes * m]``   in the local hop's format, one owner's shard after another
+full              of ``on_device``  in the compute dtype; fp8 codes where fp8 products read the weight
+================= ================= ================================================================
+
+Two hops lead from the owner to the matmul. The weights of a unit share one collective per hop
+(``zerojax.comm.coalesced``), except that payloads of a megabyte or more go alone.
+
+1. The node hop (``encode``, ``cross_nodes``, ``decode``): the owner encodes its shard, and an all-gather over
+   ``node`` gives every node the secondary partition (qwZ, ZeRO++ section 3.1). With delta, the owner encodes
+   its difference from the node's replica, and every node, its own included, adds the same decoded difference.
+   So replicas stay bit-identical, and rounding errors become part of the next difference (SDP4Bit, section
+   3.1). The three parts are separate functions because a prefetching scan runs them in different iterations.
+2. The local hop (``to_full``): an all-gather over ``local`` gives every device the whole weight, in the
+   buffer that the matmuls read. The backward pass repeats this hop (hpZ, section 3.2), or both.
+
+A weight has no node hop if every node holds its master values, and no local hop if it belongs to experts
+that are spread over a node's devices (``ParamLayout.parts``). A mesh axis of extent 1 has no hop. Each hop
+has a named scope, which profiles show, and by which ``zerojax.analysis.comm_report`` names the collective.
+
+Functions and methods run inside ``shard_map`` on one device's values of one layer. The class also describes
+the arrays of a train state: global arrays of all layers, their shapes or their shardings.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Num
+
+from zerojax.comm.coalesced import gather_together
+from zerojax.matmul.operand import Fp8Operand
+from zerojax.sharding.layout import ParamLayout, unflatten
+from zerojax.sharding.memory import to_device
+from zerojax.sharding.mesh import LOCAL, NODE
+from zerojax.sharding.strategy import LEVELS, Level
+from zerojax.sharding.wire_format import Codec
+
+Payload = Num[Array, " m"]
+"""One encoded weight of one layer."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Weight:
+    """A weight at a level.
+
+    Attributes:
+        values: see this module. Arrays, ShapeDtypeStructs or PartitionSpecs.
+        layout: where its elements live, and how they are encoded.
+        level: where the values are now.
+        ready: whether the values at "primary" are already encoded as the next hop sends them. That is so for
+            trained weights whose master values are in host memory.
+        scale: fp32, one per layer, for a weight that fp8 products read: the factor that is applied before
+            encoding. None for all others.
+        gradient: at "full", beside fp8 codes: zeros that nothing reads, whose cotangent is the weight's
+            gradient. Codes are integers and have no cotangent.
+    """
+
+    values: Any
+    layout: ParamLayout = field(metadata={"static": True})
+    level: Level = field(metadata={"static": True})
+    scale: Any = None
+    ready: bool = field(default=False, kw_only=True, metadata={"static": True})
+    gradient: Any = None
+
+    def reaches(self, level: Level) -> bool:
+        """Whether the weight is at a level or beyond it, or has no hop to it."""
+        if level == "secondary" and self.layout.in_every_node:
+            return True
+        return LEVELS.index(self.level) >= LEVELS.index(level)
+
+    @property
+    def crosses_nodes(self) -> bool:
+        """Whether the weight has a hop between nodes on the way to "full"."""
+        return not self.reaches("secondary") and self.layout.world.nodes > 1
+
+    def replace(self, values: Any, level: Level | None = None, gradient: Any = None) -> "Weight":
+        """The same weight and scale with other values, perhaps at another level; ``gradient`` is not kept."""
+        level = level or self.level
+        ready = self.ready and level == "primary"
+        return dataclasses.replace(self, values=values, level=level, gradient=gradient, ready=ready)
+
+    def scaled(self) -> Float[Array, "*layers owned"]:
+        """The master values, multiplied by the scale if there is one."""
+        return self.values if self.scale is None else self.values * self.scale[..., None]
+
+    def encoded(self, codec: Codec) -> Payload:
+        """The values at "primary" as one payload, for a node one shard after another."""
+        if self.ready or self.layout.frozen:
+            return to_device(self.values)
+        return codec.encode(self.scaled().reshape(-1, self.layout.shard)).reshape(-1)
+
+    def sent(self, replica: Payload | None = None) -> Payload:
+        """The payload of the next hop; with delta's replica, the encoded difference from the owner's row."""
+        if self.ready or replica is None or not self.crosses_nodes:
+            return self.encoded(self.layout.next_codec)
+        row = lax.dynamic_index_in_dim(self._as_numbers(replica), lax.axis_index(NODE))
+        return self.layout.weights.node.encode_delta(self.scaled()[None], row)[0]
+
+    def arrived(self, payload: Payload) -> "Weight":
+        """The secondary partition from the shards of all nodes, re-encoded in the local hop's format."""
+        node, local = self.layout.weights.node, self.layout.weights.local
+        if node != local:
+            rows = payload.reshape(self.layout.world.nodes, -1)
+            payload = local.encode(node.decode(rows, self.layout.shard, jnp.dtype(jnp.float32))).reshape(-1)
+        return self.replace(payload, "secondary")
+
+    def arrived_difference(self, payload: Payload, replica: Payload) -> "Weight":
+        """The secondary partition: delta's replica plus the differences from all nodes."""
+        rows, weights = payload.reshape(self.layout.world.nodes, -1), self.layout.weights
+        added = weights.local.encode(weights.node.decode_add(rows, self._as_numbers(replica)))
+        return self.replace(added.reshape(-1), "secondary")
+
+    def _as_numbers(self, replica: Payload) -> Num[Array, "nodes shard"]:
+        """Rows of delta's replica as numbers that kernels can add to; fp8 codes are decoded."""
+        rows = replica.reshape(self.layout.world.nodes, -1)
+        if not self.layout.fp8:
+            return rows
+        return self.layout.weights.local.decode(rows, self.layout.shard, jnp.dtype(jnp.bfloat16))
+
+    def whole(self, blocks: Num[Array, "..."], dtype: jnp.dtype) -> "Weight":
+        """The weight that the matmuls read, from one layer's encoded shards in the order of their owners.
+
+        For a weight in parts, ``blocks`` are all shards or the ones of this device's part.
+        """
+        codec = self.layout.weights.local
+        every = blocks.size == self.layout.world.size * codec.row_items(self.layout.shard)
+        leaf = self.layout if every else self.layout.on_device
+        if leaf.fp8:
+            codes = unflatten(blocks, leaf)
+            return self.replace(codes, "full", gradient=jnp.zeros(codes.shape, dtype))
+        rows = blocks.reshape(leaf.world.size, codec.row_items(leaf.shard))
+        return self.replace(unflatten(codec.decode(rows, leaf.shard, dtype).reshape(-1), leaf), "full")
+
+    def operand(self) -> Array | Fp8Operand:
+        """What a model receives for the whole weight: an array, or an operand that only products read."""
+        if self.gradient is None:
+            return self.values
+        trained = not self.layout.frozen
+        return Fp8Operand(self.values, self.gradient, self.scale, self.layout.name, trained=trained)
+
+    def cotangent(self) -> Num[Array, "..."]:
+        """The weight's gradient, if ``self`` is the cotangent of a whole weight."""
+        return self.values if self.gradient is None else self.gradient
+
+
+Weights = tuple[Weight, ...]
+"""The weights of a unit, which travel together."""
+Payloads = tuple[Payload, ...]
+"""One payload for each weight that takes a hop, or delta's replica of each."""
+
+
+def crosses_nodes(weights: Sequence[Weight]) -> bool:
+    """Whether any weight has a hop between nodes."""
+    return any(w.crosses_nodes for w in weights)
+
+
+def encode(weights: Weights, replicas: Payloads | None = None) -> Payloads:
+    """Encode the weights at "primary" for the node hop, with delta as differences from their replicas.
+
+    On one node, which has no node hop, they are encoded in the local format.
+    """
+    owned = tuple(w for w in weights if w.level == "primary" and not w.layout.in_every_node)
+    with jax.named_scope(_node_scope(delta=replicas is not None)):
+        return tuple(map(Weight.sent, owned, replicas or (None,) * len(owned)))
+
+
+def cross_nodes(payloads: Payloads, *, delta: bool, own_stream: bool = False) -> Payloads:
+    """All-gather encoded weights over ``node``; the result holds the nodes' payloads one after another."""
+    with jax.named_scope(_node_scope(delta=delta)):
+        return tuple(rows.reshape(-1) for rows in gather_together(payloads, NODE, own_stream=own_stream))
+
+
+def decode(weights: Weights, arrived: Payloads, replicas: Payloads | None = None) -> Weights:
+    """The weights, with the ones at "primary" replaced by the secondary partitions that have arrived."""
+    payloads, before = iter(arrived), iter(replicas or ())
+
+    def in_node(w: Weight) -> Weight:
+        if w.level != "primary":
+            return w
+        payload = w.sent() if w.layout.in_every_node else next(payloads)
+        if not w.crosses_nodes:
+            return w.replace(payload, "secondary")
+        return w.arrived(payload) if replicas is None else w.arrived_difference(payload, next(before))
+
+    with jax.named_scope(_node_scope(delta=replicas is not None)):
+        return tuple(map(in_node, weights))
+
+
+def to_secondary(weights: Weights, replicas: Payloads | None = None) -> Weights:
+    """Bring the weights at "primary" to secondary partitions; the others stay as they are."""
+    payloads = encode(weights, replicas)
+    if crosses_nodes(weights):
+        payloads = cross_nodes(payloads, delta=replicas is not None)
+    return decode(weights, payloads, replicas)
+
+
+@jax.named_scope("gather_exact")
+def gather_exact(weights: Weights) -> Payloads:
+    """New replicas for delta: secondary partitions of weights at "primary", sent in the local format."""
+    payloads = [w.encoded(w.layout.weights.local) for w in weights]
+    if not crosses_nodes(weights):
+        return tuple(payloads)
+    return tuple(x.reshape(-1) for x in gather_together(payloads, NODE))
+
+
+def to_full(weights: Weights, dtype: Callable[[ParamLayout], jnp.dtype]) -> Weights:
+    """Bring weights from secondary partitions to whole ones; whole ones stay as they are."""
+    spread = [w for w in weights if w.level != "full"]
+    if not spread:
+        return weights
+    crosses = [w.layout.on_device.world.local > 1 for w in spread]
+    with jax.named_scope("gather_local"):
+        blocks = [to_device(w.values) for w in spread]
+        arrived = iter(
+            gather_together([x for x, crossing in zip(blocks, crosses, strict=True) if crossing], LOCAL)
+        )
+        blocks = [next(arrived) if crossing else x for x, crossing in zip(blocks, crosses, strict=True)]
+        whole = iter([w.whole(x, dtype(w.layout)) for w, x in zip(spread, blocks, strict=True)])
+        return tuple(w if w.level == "full" else next(whole) for w in weights)
+
+
+def _node_scope(*, delta: bool) -> str:
+    return "gather_delta" if delta else "gather_node"
