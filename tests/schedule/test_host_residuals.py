@@ -146,7 +146,7 @@ def test_activations_are_in_host_memory_and_what_is_small_on_the_device():
         (Case(Listed, squared_error, (Block,), regression_batch), {}, "stack its blocks"),
         (STACK, {"stage": 2}, "use stage 3"),
         (STACK, {"host_activations": 0.0}, "above 0"),
-        (STACK, {"host": (), "host_activations": 0.5}, "is a part of what host has"),
+        (STACK, {"host": (), "host_activations": 0.5}, "needs activations in host memory"),
     ],
 )
 def test_without_a_stack_that_gathers_it_is_refused(case, zero, words):

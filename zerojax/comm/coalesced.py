@@ -24,12 +24,12 @@ Rows = Num[Array, "rows m"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Arrived:
-    """Payloads that have crossed an axis together, before they are split. To split them is to wait for them.
+    """Payloads that have crossed an axis together and are not yet split. Splitting them waits for them.
 
     Attributes:
-        alone: those that were not joined, by their places among all payloads.
-        joined: the others, joined; empty if there are none.
-        parts: of the others the place, the length and the dtype.
+        alone: the payloads that crossed separately, by their places among all payloads.
+        joined: the joined payloads; empty if there are none.
+        parts: place, length and dtype of each joined payload.
     """
 
     alone: dict[int, Array]
@@ -68,15 +68,15 @@ def exchange_together(parts: Sequence[Rows], axis: Axis, *, own_stream: bool = F
 
 
 def exchange(parts: Sequence[Rows], axis: Axis, *, own_stream: bool = False) -> Arrived:
-    """``exchange_together`` for those who split later what has arrived.
+    """``exchange_together`` for callers that split the arrived payloads later.
 
-    Small ones share a collective; large ones get one each, since XLA does not combine all-to-alls.
+    Small payloads share a collective. Large ones get one each, because XLA does not combine all-to-alls.
 
     Args:
         parts: ``[extent, m]`` each.
-        axis: to exchange over.
-        own_stream: whether hops between nodes get a stream of their own, so that they and hops within a
-            node do not wait for each other. XLA then runs no two collectives of the same devices at once, so
+        axis: the axis to exchange over.
+        own_stream: whether hops between nodes run on a separate stream, so that they and hops within a node
+            do not wait for each other. XLA then runs only one collective of the same devices at a time. So
             with several nodes large parts are joined as well, at the cost of a copy.
     """
 
@@ -109,5 +109,5 @@ def _across_together(parts: Sequence[Array], collective: Callable[[Array], Array
 def _across(wire: Array, collective: Callable[[Array], Array]) -> Array:
     # With a constant, since XLA's double buffering cannot compile a barrier on a loop's carry alone.
     wire, _ = lax.optimization_barrier((wire, np.int32(0)))
-    # Without this one a cast of what arrives could move before the collective, which would send more bytes.
+    # Without this barrier a cast of the result could move before the collective, which would send more bytes.
     return lax.optimization_barrier(collective(wire))

@@ -8,7 +8,7 @@ from jax.experimental import multihost_utils
 
 
 def gather_from_all(value: Any) -> list[Any]:
-    """Gather a JSON-serializable value of each process, in order of ranks; all processes call it together."""
+    """Gather a JSON-serializable value from each process, by rank; all processes call it together."""
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = np.ravel(multihost_utils.process_allgather(np.asarray([text.size], np.int32)))
     padded = np.zeros(int(sizes.max()), np.uint8)

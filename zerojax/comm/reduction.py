@@ -1,21 +1,22 @@
-"""The hops of one unit's gradients across the mesh, from every device's own to their sums.
+"""The hops that bring one unit's gradients from every device to their sums.
 
 All methods of ``GradientReduction`` run inside ``shard_map`` on one device's values. The gradients of a unit
 share one collective per hop (``zerojax.comm.coalesced``); payloads of a megabyte or more go alone.
 
-1. ``encode``, ``send`` and ``sum``: gradients are encoded, exchanged over ``local``, decoded and summed in
-   fp32, encoded again, exchanged over ``node``, decoded and summed in fp32 at the owner (qgZ, ZeRO++ section
-   3.3). A scan can have each hop in an iteration of its own.
-2. ``reduce_node``: the last hop alone, if it is taken once per step.
-3. ``to_all_nodes``: the owners' sums of matrices whose master weights every node holds, encoded once more and
-   all-gathered over ``node``; every node, the owner's included, decodes the same bytes. In the backward pass
-   it is the last hop of 1 (``ShardingStrategy.sums_in_pass``), else it follows once per step.
+1. ``encode``, ``send`` and ``sum`` are qgZ (ZeRO++ section 3.3). Gradients are encoded, exchanged over
+   ``local``, decoded and summed in fp32. The sums are encoded again, exchanged over ``node``, decoded and
+   summed in fp32 at the owner. A scan can run each hop in a different iteration.
+2. ``reduce_node`` is the last hop alone, for gradients that cross nodes once per step.
+3. ``to_all_nodes`` sends the owners' sums to all nodes, for matrices whose master weights every node holds.
+   They are encoded once more and all-gathered over ``node``; every node, the owner's included, decodes the
+   same bytes. This is the last hop of 1 if ``ShardingStrategy.sums_in_pass``; otherwise it follows once per
+   step.
 
-Experts that are spread over a node's devices (``ParamLayout.parts``) have no hop over ``local``: a device's
-gradients of its own are complete, and wait where those of the others are exchanged.
+Experts that are spread over a node's devices (``ParamLayout.parts``) have no hop over ``local``. Their
+gradients are complete on their device, and are passed on unchanged while the other gradients cross.
 
 A mesh axis of extent 1 has no hop, and nothing is encoded for it. Each hop has a named scope, which profiles
-show, and from which ``zerojax.analysis.comm_report`` learns the purpose of a collective.
+show, and by which ``zerojax.analysis.comm_report`` names the collective.
 """
 
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.sharding.wire_format import Codec, Seed, mix
 
 LOCAL_HOP, NODE_HOP, SUMS_HOP = 1, 2, 3
-"""What salts the random bits of a gradient's hops."""
+"""Salts for the random bits of a gradient's hops."""
 
 Values = tuple[Num[Array, "..."], ...]
 """One array per trained parameter of a unit."""
@@ -49,8 +50,8 @@ class GradientReduction:
 
     Attributes:
         strategy: to which level, and over which hops.
-        leaves: the layouts of the trained parameters; there may be none. ``Values`` has one array for each.
-        world: the mesh's extents.
+        leaves: the layouts of the trained parameters, perhaps none. ``Values`` has one array for each.
+        world: extents of the mesh.
     """
 
     strategy: ShardingStrategy
@@ -59,7 +60,7 @@ class GradientReduction:
 
     @property
     def axes(self) -> tuple[str | tuple[str, str], ...]:
-        """The mesh axes that a gradient crosses, in order, without those of extent 1."""
+        """The mesh axes that a gradient crosses, in order; axes of extent 1 are left out."""
         return self.strategy.axes(self.world)
 
     @property
@@ -76,11 +77,11 @@ class GradientReduction:
     def encode(self, grads: Values, seed: Seed) -> Payload:
         """Encode gradients for their first hop.
 
-        ``grads`` are of one layer and of unsharded shape: this device's cotangents of whole weights.
+        ``grads`` are this device's cotangents of one layer's whole weights.
 
         Returns:
-            The payloads ``[peers, m]``; row i is for peer i of the first axis. Without hops one chunk of
-            one row, not encoded.
+            The payloads ``[peers, m]``; row i is for peer i of the first axis. Without hops, one chunk of one
+            row that is not encoded.
         """
         axes = self.axes
         chunks = self.strategy.chunks
@@ -100,19 +101,19 @@ class GradientReduction:
         return (tuple(encoded),)
 
     def send(self, chunks: Payload, seed: Seed, hop: int) -> Payload:
-        """Take encoded gradients over one hop, and encode them for the next if there is one.
+        """Take encoded gradients over one hop, and encode them for the next one if there is one.
 
-        Between two hops one fused pass decodes, sums and encodes again. Chunks do not depend on each other:
-        if both hops of a unit follow each other, one chunk's node hop overlaps the next one's local hop
+        One fused pass between two hops decodes, sums and encodes again. Chunks do not depend on each other:
+        if both hops of a unit follow each other, one chunk's node hop overlaps the next chunk's local hop
         (qgZ's pipeline, ZeRO++ Figure 8).
 
         Args:
-            chunks: as ``encode`` returns, or this method for the hop before.
-            seed: the same as there.
+            chunks: the result of ``encode``, or of this method for the hop before.
+            seed: the same as in ``encode``.
             hop: which of the ``hops``, from 0.
 
         Returns:
-            The payload of the next hop; after the last, the payload that arrived, not yet decoded.
+            The payload of the next hop; after the last hop, the arrived payload, which is not yet decoded.
         """
         axes = self.axes
         if hop == len(axes):
@@ -142,16 +143,16 @@ class GradientReduction:
     def send_both(self, payload: Payload, sums: Payload, seed: Seed) -> tuple[Payload, Payload]:
         """Take two layers' gradients over the last two hops in one collective.
 
-        XLA runs no two at once on the stream of the hops between nodes. What a node sends to all others is in
-        the row of each, which is as many bytes as gathering it.
+        XLA runs only one collective at a time on the stream of the hops between nodes. The sums, which a node
+        sends to all others, are repeated in each peer's row. That is as many bytes as an all-gather sends.
 
         Args:
             payload: for the hop to the owners, as ``send`` takes it.
-            sums: for the last hop, of another layer.
+            sums: for the last hop, from another layer.
             seed: of ``payload``.
 
         Returns:
-            As ``send`` for each.
+            The results of ``send`` for each of the two.
         """
         (chunk,), (encoded,) = payload, sums
         with jax.named_scope(self._last_scope):
@@ -163,7 +164,7 @@ class GradientReduction:
         return self._at_owners((tuple(arrived[: len(chunk)]),), seed), (every,)
 
     def _at_owners(self, arrived: Payload, seed: Seed) -> Payload:
-        """What has arrived at the owners; the sums of it, encoded, if those go on to all nodes."""
+        """The payloads that have arrived at the owners; if the sums go on to all nodes, the encoded sums."""
         if not self.sends_sums:
             return arrived
         return tuple(
@@ -172,10 +173,10 @@ class GradientReduction:
         )
 
     def sum(self, arrived: Payload) -> Values:
-        """Decode and sum the payload of the last hop; without hops, that of ``encode``.
+        """Decode and sum the payload of the last hop, or the one of ``encode`` if there are no hops.
 
         Returns:
-            The fp32 sum, not yet a mean: over the world at its owner, or over the node as a secondary
+            The fp32 sum, not a mean: over all devices at its owner, or over the node as a secondary
             partition.
         """
         if not self.axes:
@@ -187,7 +188,7 @@ class GradientReduction:
         return tuple(jnp.concatenate(parts, axis=-1).reshape(-1) for parts in zip(*pieces, strict=True))
 
     def _totals(self, chunk: Values, chunks: int) -> Values:
-        """The sums of what arrived of a chunk by the last of the ``axes``."""
+        """The sums of a chunk's payloads after the last of the ``axes``."""
         to_owner = self.strategy.summed_at == "primary"
 
         def total(rows: Rows, leaf: ParamLayout) -> Float[Array, " n"]:
@@ -207,7 +208,7 @@ class GradientReduction:
         return self.sum(payload)
 
     def to_sink(self, grads: Values, seed: Seed) -> Values:
-        """This device's whole gradients as sums at ``grad_level``; at "full" they are not reduced."""
+        """This device's whole gradients as sums at ``grad_level``. At "full" they are not reduced."""
         if self.strategy.grad_level == "full":
             return tuple(grad.astype(self.strategy.grad_dtype) for grad in grads)
         return self.reduce(grads, seed)
@@ -221,11 +222,11 @@ class GradientReduction:
         Args:
             sums: ``[secondary]``, the fp32 sum over the node's devices, un-rotated.
             seed: salts stochastic rounding.
-            residuals: with error feedback, the last encoding's error (fp32, un-rotated), which is added
+            residuals: with error feedback, the error of the last encoding (fp32, un-rotated), which is added
                 before encoding.
 
         Returns:
-            ``[shard]``, the fp32 sum over the world at its owner; and the new residuals, or None.
+            ``[shard]``, the fp32 sum over all devices at its owner; and the new residuals, or None.
         """
         if self.world.nodes == 1:
             return sums, None
@@ -248,7 +249,7 @@ class GradientReduction:
         return sent, tuple(encoding_error(x, rows, leaf) for x, rows, leaf in each)
 
     def sum_at_owners(self, arrived: Sequence[Rows]) -> Values:
-        """The last part of ``reduce_node``: the sums of the rows that have arrived."""
+        """The last part of ``reduce_node``: the sums of the arrived rows."""
         return tuple(
             leaf.grads.node.decode_sum(rows, leaf.shard, rotation=leaf.rotation)
             for rows, leaf in self._each(arrived)
@@ -258,17 +259,17 @@ class GradientReduction:
     def to_all_nodes(
         self, sums: Values, seed: Seed, residuals: Values | None = None
     ) -> tuple[Values, Values | None]:
-        """Send the owners' sums to all nodes, of parameters whose master weights every node holds.
+        """Send the owners' sums to all nodes, for parameters whose master weights every node holds.
 
         Args:
-            sums: ``[shard]``, fp32, of the world at its owner.
+            sums: ``[shard]``, the fp32 sum over all devices at its owner.
             seed: salts stochastic rounding.
-            residuals: with error feedback, as ``reduce_node`` returns them. The owner adds what encoding the
-                sum loses to its own.
+            residuals: with error feedback, the residuals from ``reduce_node``. The owner adds the error of
+                encoding the sum to its part.
 
         Returns:
-            ``[secondary]`` of those, the same bits in every node, and the others as they are; and the
-            residuals, or None.
+            ``[secondary]``, the same bits in every node, for these parameters; the other sums unchanged; and
+            the residuals, or None.
         """
         sent = self._encode_sums(sums, seed)
         kept = residuals
@@ -279,20 +280,20 @@ class GradientReduction:
         return tuple(x.reshape(-1) for x in every), kept
 
     def _encode_sums(self, sums: Values, seed: Seed) -> Values:
-        """Encode the owners' sums that all nodes need, one row each; the others stay as they are."""
+        """Encode the owners' sums that all nodes need, one row each; the others are returned unchanged."""
         return tuple(
             encode_rows(x[None], leaf, leaf.sums, seed, SUMS_HOP) if leaf.sums else x
             for x, leaf in self._each(sums)
         )
 
     def _gather_sums(self, sent: Values, *, own_stream: bool = False) -> Values:
-        """All-gather what ``_encode_sums`` encoded: a row from each node."""
+        """All-gather the payloads of ``_encode_sums``: one row from each node."""
         rows = [x.reshape(-1) for x, leaf in self._each(sent) if leaf.sums]
         arrived = iter(gather_together(rows, NODE, own_stream=own_stream))
         return tuple(next(arrived) if leaf.sums else x for x, leaf in self._each(sent))
 
     def _decode_sums(self, arrived: Values, chunks: int) -> Values:
-        """The sums of a chunk in every node, ``[nodes, shard / chunks]``; the others as they are."""
+        """A chunk's sums in every node, ``[nodes, shard / chunks]``; the others are returned unchanged."""
         return tuple(
             decoded_rows(x, leaf, leaf.sums, leaf.shard // chunks) if leaf.sums else x
             for x, leaf in self._each(arrived)
@@ -302,7 +303,7 @@ class GradientReduction:
     def all_gather_sum(self, sums: Values) -> Values:
         """Replicate the owners' sums: the second half of stage 0's all-reduce.
 
-        They stay in the wire's raw format, which saves memory: the optimizer widens them as it reads.
+        The sums stay in the wire's raw format, which saves memory; the optimizer widens them as it reads.
         """
         rows = [x.astype(leaf.grads.node.dtype) for x, leaf in self._each(sums)]
         # In the order of the blocks, l * nodes + n: nothing is transposed.
@@ -311,15 +312,18 @@ class GradientReduction:
         return tuple(unflatten(x, leaf) for x, leaf in self._each(rows))
 
     def _each(self, values: Sequence[Array]) -> "zip[tuple[Array, ParamLayout]]":
-        """Every parameter's array among ``values``, with its layout."""
+        """Pairs of an array in ``values`` and its layout."""
         return zip(values, self.leaves, strict=True)
 
     def _crosses(self, leaf: ParamLayout, axis: str | tuple[str, ...]) -> bool:
-        """Whether a parameter's gradient has a hop over an axis: that of a device's own experts stays."""
+        """Whether a parameter's gradient has a hop over an axis.
+
+        Gradients of a device's own experts stay in place.
+        """
         return leaf.parts == 1 or axis != LOCAL
 
     def _exchanged(self, chunk: Values, axis: str | tuple[str, ...]) -> Values:
-        """All-to-all over an axis; what does not cross it stays."""
+        """All-to-all over an axis; arrays that do not cross it are returned unchanged."""
         sent = [rows for rows, leaf in self._each(chunk) if self._crosses(leaf, axis)]
         arrived = iter(exchange_together(sent, axis, own_stream=self.strategy.own_stream))
         return tuple(next(arrived) if self._crosses(leaf, axis) else rows for rows, leaf in self._each(chunk))
@@ -338,16 +342,16 @@ def encode_rows(rows: Float[Array, "peers n"], leaf: ParamLayout, codec: Codec, 
 
 
 def _as_row(grad: Num[Array, "..."], leaf: ParamLayout) -> Rows:
-    """A gradient that has no hop: one row, not encoded."""
+    """A gradient without hops, as one row that is not encoded."""
     return flatten(grad, leaf.on_device)[None]
 
 
 def encode_reordered(
     grad: Num[Array, "..."], leaf: ParamLayout, seed: Seed, chunks: int
 ) -> Num[Array, "chunks local m"]:
-    """The payload of the first of two hops, by chunk: the encoder's index map does the reordering.
+    """The payload of the first of two hops, by chunk. The encoder's index map does the reordering.
 
-    Of a device's own experts, which skip that hop, it is one row, not encoded.
+    A device's own experts skip that hop: their payload is one row that is not encoded.
     """
     world = leaf.world
     codec = leaf.grads.local
@@ -376,8 +380,8 @@ def encode_reordered(
 def sum_and_encode(rows: Rows, leaf: ParamLayout, seed: Seed, chunks: int) -> Rows:
     """Between two hops: sum a chunk over the node's devices, and encode it for its owners.
 
-    Of a device's own experts there is nothing to sum. If both hops are quantized the values stay rotated; if
-    only one is, it rotates on its own.
+    A device's own experts need no sum. If both hops are quantized the values stay rotated; if only one is, it
+    rotates by itself.
     """
     first, second = leaf.grads.local, leaf.grads.node
     nodes = leaf.world.nodes
@@ -391,14 +395,14 @@ def sum_and_encode(rows: Rows, leaf: ParamLayout, seed: Seed, chunks: int) -> Ro
 
 
 def encoding_error(sums: Float[Array, " n"], rows: Rows, leaf: ParamLayout) -> Float[Array, " n"]:
-    """What the node hop's encoding of ``sums`` into ``rows`` loses, un-rotated."""
+    """The part of ``sums`` that the node hop's encoding into ``rows`` loses, un-rotated."""
     return sums - decoded_rows(rows, leaf, leaf.grads.node, leaf.shard).reshape(-1)
 
 
 def with_encoding_error(
     residual: Float[Array, " secondary"], total: Float[Array, " shard"], sent: Rows, leaf: ParamLayout
 ) -> Float[Array, " secondary"]:
-    """The residual with what encoding the owner's sum into ``sent`` loses added to the owner's part."""
+    """The residual, with the error of encoding the owner's sum added to the owner's part."""
     if leaf.sums is None:
         return residual
     lost = total - decoded_rows(sent, leaf, leaf.sums, leaf.shard).reshape(-1)
@@ -407,12 +411,12 @@ def with_encoding_error(
 
 
 def decoded_rows(rows: Rows, leaf: ParamLayout, codec: Codec, n: int) -> Float[Array, "rows {n}"]:
-    """Each row as its receiver decodes it, fp32, rotated back: as a sum over one peer."""
+    """Each row as its receiver decodes it (a sum over one peer), fp32, rotated back."""
     return jnp.stack([codec.decode_sum(row[None], n, rotation=leaf.rotation) for row in rows])
 
 
 def _salt(seed: Seed, leaf: ParamLayout, codec: Codec, hop: int) -> Seed:
-    """A separate seed for each leaf, hop and device; as it is where the codec draws no bits."""
+    """A seed for each parameter, hop and device; the given one if the codec draws no random bits."""
     if codec.raw or codec.rounding == "nearest":
         return seed
     return mix(seed, leaf.index, hop, lax.axis_index(NODE), lax.axis_index(LOCAL))

@@ -19,9 +19,9 @@ GPU_OPTIONS: CompilerOptions = {
     # Overlaps collectives with compute; without it every start is followed at once by its done.
     "xla_gpu_enable_latency_hiding_scheduler": True,
     # Hops start as soon as their operands are ready, all of a layer's at once (zero3's backward pass on
-    # several nodes has twelve), and are awaited where their result is read: `prefetch_scan` puts a layer's
-    # compute between the two. By its own estimates, which do not include the network, the scheduler puts
-    # most hops between nodes behind all compute, and those within a node over a single matmul each.
+    # several nodes has twelve). They are awaited where their result is read: `prefetch_scan` puts a layer's
+    # compute between the two. The scheduler's estimates do not include the network. By them it puts most
+    # hops between nodes behind all compute, and each hop within a node over a single matmul.
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
     "xla_gpu_experimental_parallel_collective_overlap_limit": 16,
     # Only heads of rows that devices share are permuted (`zerojax.models.shared_rows`), and attention needs
@@ -55,15 +55,15 @@ SEPARATE_PRODUCTS: CompilerOptions = {
     "xla_gpu_dot_merger_threshold_mb": 0,
 }
 KEPT_PRODUCTS: CompilerOptions = {
-    # Where a loop stacks the result of a product, for the backward pass, and the layer reads it as well, XLA
-    # would compute it twice: once in a fusion that writes into the stack. Without such fusions, matmuls that
+    # A loop stacks the result of a product for the backward pass, and the layer reads it as well. XLA would
+    # then compute it twice: once in a fusion that writes into the stack. Without such fusions, matmuls that
     # read a slice of a stack copy it first.
     "xla_gpu_enable_dynamic_slice_fusion": False,
 }
 HOST_MEMORY: CompilerOptions = {
     # No CUDA graphs: in a graph copies from and to host memory do not run beside kernels.
     "xla_gpu_graph_min_graph_size": 1 << 30,
-    # Copies outside loops are counted as computations, of which two at a time is the default: copies of the
+    # XLA counts copies outside loops as computations, and runs two at a time by default. The copies of the
     # layers before and after a loop would be awaited one by one, with nothing running beside them.
     "xla_gpu_experimental_parallel_async_compute_limit": 256,
     # XLA's own rematerialisation counts arrays in host memory as the device's. With 32 layers' activations
@@ -101,11 +101,10 @@ def compiler_options(
 
 
 def on_own_stream(wanted: bool) -> AbstractContextManager[object]:
-    """If ``wanted``, collectives created in this context run on a stream of their own.
+    """If ``wanted``, collectives created in this context run on a separate stream.
 
-    On one stream a hop within a node waits for the hop between nodes before it, and the next one between
-    nodes for that. XLA has two communication domains with a stream each; this is the one that nothing else
-    uses.
+    On one stream a hop within a node waits for the hop between nodes before it, and the next hop between
+    nodes waits for that. XLA has two communication domains with a stream each; nothing else uses this one.
     """
     if not wanted:
         return nullcontext()

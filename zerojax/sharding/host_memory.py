@@ -1,12 +1,13 @@
-"""How much page-locked memory this process may have: what its host has left, and XLA's limit.
+"""Page-locked memory of this process: how much the host has left, and XLA's limit.
 
-XLA takes page-locked memory from pools, one for each GPU of the process. It reads the limit of each pool from
-the environment when it starts the GPUs. A pool grows in pieces, each twice as large as the one before, up to
-the limit, and returns none. Without a limit it would take up to 1.8 times what the states of decoders of 1B
-to 13B parameters need; with a limit of 1.1 times that they fit (what is lost lies at the ends of pieces).
-What a step keeps there, its activations, is one array: behind the state it may need a piece of its own,
-larger than what the limit leaves. So a run reserves what it needs in one piece a GPU
-(``zerojax.train.memory``). ``ulimit -l`` does not matter: it is the driver that locks the pages.
+XLA takes page-locked memory from pools, one for each GPU of the process, and reads each pool's limit from the
+environment when it starts the GPUs. A pool grows in pieces that double in size up to the limit, and never
+shrinks. Without a limit, pools take up to 1.8 times the size of the state (decoders of 1B to 13B parameters).
+With a limit of 1.1 times that size the state fits; the rest is lost at the ends of pieces.
+
+The activations that a step keeps there are one array. Behind the state it may need a separate piece, larger
+than the limit leaves. So a run reserves all it needs in one piece for each GPU (``zerojax.train.memory``).
+``ulimit -l`` has no effect, because the driver locks the pages.
 """
 
 import math
@@ -25,11 +26,11 @@ LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """The environment variable of XLA's limit, in GiB."""
 
 SAVING = 4 << 30
-"""Bytes that a process needs at most to save what it has in host memory, besides that."""
+"""Bytes that a process needs at most to save its arrays in host memory, besides the arrays."""
 
 _DEFAULT = 64
 _LOCKED = 0.85
-"""The share of a host's free memory to lock; the rest is for what processes have besides."""
+"""The share of a host's free memory to lock; the rest is left for other memory of the processes."""
 _PIECE = 1.05
 _POOL = 1.1
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -82,9 +83,9 @@ def host_limit() -> int:
 
 
 def limit_variable(gpus: int) -> dict[str, str]:
-    """The variable that lets each of this host's ``gpus`` lock its share of what is free; empty if it is set.
+    """The environment variable that lets each of this host's ``gpus`` lock its share of the free memory.
 
-    A GPU that several processes use counts once for each.
+    Empty if the variable is already set. A GPU that several processes use counts once for each.
     """
     if LIMIT in os.environ:
         return {}
@@ -92,14 +93,14 @@ def limit_variable(gpus: int) -> dict[str, str]:
 
 
 def free_host_memory() -> int:
-    """Bytes that this process can still get: what the host has, or less if its container may have less."""
+    """Bytes that this process can still get from the host and from its container."""
     return max(0, min(memory_limits().values()))
 
 
 def memory_limits() -> dict[str, int]:
-    """Bytes that each limit on this process's memory leaves: the host's, and its control groups'.
+    """Bytes that are left under each limit on this process's memory: the host's, and its control groups'.
 
-    Processes under the same limit name it by the same key.
+    Processes under the same limit give it the same key.
     """
     host = _BOOT.read_text().strip() if _BOOT.exists() else platform.node()
     groups = {f"{host} {group}": left for group, left in _left_in_cgroups()}
@@ -107,10 +108,10 @@ def memory_limits() -> dict[str, int]:
 
 
 def shortage(claims: Sequence[tuple[int, dict[str, int]]]) -> Shortage | None:
-    """The limit that processes exceed most; None if all limits suffice.
+    """The limit that the processes exceed by the most bytes; None if all limits suffice.
 
     Args:
-        claims: of each process, the bytes that it needs and its ``memory_limits``.
+        claims: for each process, the bytes that it needs and its ``memory_limits``.
     """
     shared = [[(needed, left[key]) for needed, left in claims if key in left] for key in _keys(claims)]
     totals = [Shortage(len(of), sum(n for n, _ in of), max(0, min(left for _, left in of))) for of in shared]
@@ -125,7 +126,7 @@ def _keys(claims: Sequence[tuple[int, dict[str, int]]]) -> list[str]:
 def _left_in_cgroups(
     own: Path = Path("/proc/self/cgroup"), root: Path = _CGROUPS
 ) -> Iterator[tuple[str, int]]:
-    """Each control group of this process, and what it has left; its cache of files can be dropped.
+    """Each control group of this process, and the bytes left in it; cached files count as free.
 
     A group is named by its inode, which is the same under every path where containers see it.
     """
@@ -141,7 +142,7 @@ def _left_in_cgroups(
                 continue
             folder = base / path.lstrip("/")
             while folder.is_relative_to(base):
-                # Some have no limit ("max"); of a container's, those outside of it cannot be seen.
+                # Some groups have no limit ("max"), and a container cannot see the groups around it.
                 with suppress(OSError, ValueError):
                     yield f"{names[0]} {folder.stat().st_ino}", _left(folder, *names)
                 folder = folder.parent

@@ -1,11 +1,11 @@
-"""The layout of a leaf: which device owns which elements.
+"""The layout of a parameter: which device owns which elements.
 
-A leaf is flattened, padded with zeros to a multiple of the world (times the codec block, if it is quantized)
-and cut into ``local x nodes`` equal blocks, of which device ``(node n, local l)`` owns block
-``l * nodes + n``: as a global array, one dimension sharded ``P(("local", "node"))``. With that order every
-hop is contiguous: an all-gather over ``node`` gives block row ``l``, the secondary partition; one over
-``local`` then gives the leaf; the gradient's two all-to-alls run the same way back (the tensor-slice
-reordering of ZeRO++ section 3.3, equation 2, is this order).
+A parameter is flattened and padded with zeros to a multiple of the number of devices, or of that times the
+codec block if it is quantized. It is cut into ``local x nodes`` equal blocks. Device ``(node n, local l)``
+owns block ``l * nodes + n``: as a global array, one dimension is sharded ``P(("local", "node"))``. In that
+order every hop is contiguous. An all-gather over ``node`` gives block row ``l``, the secondary partition. An
+all-gather over ``local`` then gives the whole parameter. The gradient's two all-to-alls run the same way back
+(this order is the tensor-slice reordering of ZeRO++ section 3.3, equation 2).
 
 A weight or a gradient is at one of three levels:
 
@@ -17,13 +17,14 @@ secondary  P / local          every node once, spread over its devices
 full       P                  every device
 ========== ================== ==========================================
 
-The leading axis of a weight of experts may be spread over a node's devices for good: it is cut into one part
-for each (``ParamLayout.parts``), which is padded by itself, so that device l's secondary partition is part l.
-At "full" a device then has its own part alone (``ParamLayout.on_device``): no hop over ``local``.
+Weights of experts may be spread over a node's devices for good. Their leading axis is then cut into one part
+for each device (``ParamLayout.parts``), and each part is padded separately, so that device l's secondary
+partition is part l. At "full" a device has its own part alone (``ParamLayout.on_device``), and no hop over
+``local`` is needed.
 
-The master weights of matrices that the optimizer needs whole (Muon) are held by every node, spread over its
-devices: ``ParamLayout.in_every_node``. Their weights cross no nodes; the sums of their gradients, after they
-have met at the owners, do once more.
+Every node holds the master weights of matrices that the optimizer needs whole (Muon), spread over its devices
+(``ParamLayout.in_every_node``). These weights cross no nodes. Their gradient sums cross nodes once more after
+they have met at the owners.
 """
 
 import math
@@ -45,14 +46,14 @@ from zerojax.zero_config.config import NF4, NF4_BLOCK, PerHop, Rounding, ZeroCon
 
 @dataclass(frozen=True)
 class ParamShape:
-    """One parameter of the model, before it is laid out.
+    """A parameter of the model before it is laid out.
 
     Attributes:
         path: its path in the model.
-        shape: unsharded shape; of one layer, if it is stacked.
+        shape: its unsharded shape; of one layer, if it is stacked.
         dtype: its dtype in the model.
-        stack: ``(layers,)`` if that many layers are stacked along a leading axis, more extents if they are
-            scanned by nested loops, else ``()``.
+        stack: ``(layers,)`` if layers are stacked along a leading axis, more extents if nested loops scan
+            them, otherwise ``()``.
     """
 
     path: Path
@@ -88,22 +89,22 @@ class ParamShape:
 
 @dataclass(frozen=True)
 class ParamLayout(ParamShape):
-    """One parameter of the model with its layout and its wire formats.
+    """A parameter with its layout and its wire formats.
 
     Attributes:
-        world: the mesh's extents.
+        world: extents of the mesh.
         shard: elements of one layer that one device owns, padding included.
-        weights: codecs of its gather's hops.
-        grads: codecs of its gradient's hops.
-        rotation: of its gradient; 0 if no hop is quantized.
-        index: of the parameter in the model; salts its random bits.
-        frozen: whether it is not trained: it is stored in the format of ``weights``, at
+        weights: codecs of the hops that gather the weight.
+        grads: codecs of the hops that reduce the gradient.
+        rotation: width of the gradient's rotation; 0 if no hop is quantized.
+        index: the parameter's number in the model, which salts its random bits.
+        frozen: whether it is not trained. It is then stored in the format of ``weights``, at the level
             ``ShardingStrategy.frozen``.
-        sums: if every node holds the master weight: the codec in which its owner sends the sum of a shard's
-            gradients to all nodes. Else None.
-        parts: into how many parts, each padded by itself, a layer's leading axis is cut: 1, or one for each
-            device of a node, which gathers no other.
-        of_experts: whether the leading axis of a layer is the expert's.
+        sums: if every node holds the master weight, the codec in which an owner sends its gradient sums to
+            all nodes; otherwise None.
+        parts: the number of separately padded parts into which the leading axis is cut: 1, or the number of
+            devices of a node.
+        of_experts: whether the leading axis counts experts.
     """
 
     world: MeshShape
@@ -119,7 +120,7 @@ class ParamLayout(ParamShape):
 
     @property
     def on_device(self) -> "ParamLayout":
-        """The layout of what one device gathers: the whole weight, or its own part by itself."""
+        """The layout of the tensor that one device gathers: the whole weight, or this device's part of it."""
         if self.parts == 1:
             return self
         shape = (self.shape[0] // self.parts, *self.shape[1:])
@@ -142,13 +143,13 @@ class ParamLayout(ParamShape):
 
     @property
     def next_codec(self) -> Codec:
-        """The codec of the master weight's next hop: between nodes, or where it has none, within a node."""
+        """The codec of the master weight's next hop: the node hop, or the local hop if it has no node hop."""
         crosses = self.world.nodes > 1 and not self.in_every_node
         return self.weights.node if crosses else self.weights.local
 
     @property
     def fp8(self) -> bool:
-        """Whether it is gathered as the operand of fp8 products."""
+        """Whether the weight is gathered as an operand of fp8 products."""
         return self.weights.local.fmt == E4M3
 
     @property
@@ -165,19 +166,19 @@ class ParamLayout(ParamShape):
     def stored_shape(self) -> tuple[int, ...]:
         """The shape in the train state: flat, but of the unsharded rank.
 
-        Trailing ones keep the rank, so that an optimizer mask such as ``x.ndim > 1`` gives the same result as
-        on the model, in which a stacked leaf has an axis more than one layer's.
+        Trailing axes of extent 1 keep the rank, so that an optimizer mask such as ``x.ndim > 1`` gives the
+        same result as on the model. A stacked parameter has one axis more there than one of its layers.
         """
         return (*self.stack, self.padded, *(1,) * (len(self.shape) - 1))
 
     @property
     def encoded_shape(self) -> tuple[int, ...]:
-        """The shape of the shards in the local hop's format, one after another."""
+        """The shape of all shards in the local hop's format, one after another."""
         return (*self.stack, self.world.size * self.weights.local.row_items(self.shard))
 
     @property
     def in_node(self) -> "ParamLayout":
-        """The layout where each node has the parameter by itself: a device owns its secondary partition."""
+        """The layout if each node holds the parameter alone: a device then owns its secondary partition."""
         return replace(self, world=MeshShape(1, self.world.local), shard=self.secondary)
 
     def element_at(self, place: Num[Array, "..."]) -> Num[Array, "..."]:
@@ -192,7 +193,7 @@ class ParamLayout(ParamShape):
         """The elements stored at the places [start, stop), without padding.
 
         Yields:
-            A place, and the first of the elements from there on and the one after the last, for each part.
+            For each part: a place, the first element stored from there on, and one past the last.
         """
         size, padded = self.size // self.parts, self.padded // self.parts
         for part in range(start // padded, -(-stop // padded)):
@@ -218,12 +219,12 @@ def make_layout(
     parts: int = 1,
     of_experts: bool = False,
 ) -> ParamLayout:
-    """Lay out one parameter and choose its formats, by ``ZeroConfig.precise`` and its rank.
+    """Lay out one parameter and choose its formats from ``ZeroConfig.precise`` and its rank.
 
-    A weight of ``fp8`` products crosses ``local`` as what they read, and ``node`` as well, unless differences
-    or fewer bits are sent there. A frozen one is stored as it travels. Where every node holds the
-    master weight, sums of gradients cross nodes in the format in which the weight would have, if that has
-    enough bits for gradients.
+    A weight of ``fp8`` products crosses ``local`` in the form that products read, and ``node`` too, unless
+    differences or fewer bits are sent there. A frozen weight is stored as it travels. If every node holds the
+    master weight, gradient sums cross nodes in the format that the weight would use there, or in the
+    gradient's format if that has more bits.
     """
 
     def codec(fmt: str, rounding: Rounding = "nearest") -> Codec:
@@ -253,7 +254,7 @@ def make_layout(
 
 
 def without_place(leaf: ParamLayout) -> ParamLayout:
-    """A layout without the path that tells it from others of the same shape and formats."""
+    """The layout without its path and index, equal for all parameters of the same shape and formats."""
     return replace(leaf, path=(), index=0)
 
 
@@ -283,7 +284,7 @@ def from_stored[A: (Array, np.ndarray)](x: A, leaf: ParamLayout) -> A:
 
 
 def _padded[A: (Array, np.ndarray)](parts: A, leaf: ParamLayout) -> A:
-    """The parts of one or all layers, each of them padded with zeros."""
+    """The parts of one or of all layers, each padded with zeros."""
     pad = cast(Callable[..., A], np.pad if isinstance(parts, np.ndarray) else jnp.pad)
     return pad(parts, [(0, 0)] * (parts.ndim - 1) + [(0, (leaf.padded - leaf.size) // leaf.parts)])
 

@@ -134,9 +134,9 @@ def refuse_another(mesh: Mesh) -> None:
     current = jax.sharding.get_abstract_mesh()
     if not current.empty and current != mesh.abstract_mesh:
         raise ConfigurationError(
-            f"jax.set_mesh has set a mesh with the axes {current.axis_names}, and this state is on one from "
-            "zerojax.make_mesh: leave its `with` block before calling zerojax, or set the state's own mesh, "
-            "jax.set_mesh(mesh)."
+            f"jax.set_mesh has set a mesh with the axes {current.axis_names}, but this state is on a mesh "
+            "from zerojax.make_mesh. Leave the `with` block of jax.set_mesh before calling zerojax, or set "
+            "the state's mesh: jax.set_mesh(mesh)."
         )
 
 

@@ -11,14 +11,14 @@ Path = tuple[str, ...]
 
 
 def by_name(paths: Collection[Path]) -> dict[str, Path]:
-    """The paths of a model's leaves by name: their parts, joined by "/".
+    """The paths of a model's parameters by name: their parts joined by "/".
 
-    Patterns choose by names, and checkpoints are folders of them. Parts may have a "/" in them, as those of
-    ``flax.linen.SpectralNorm`` do.
+    Patterns select parameters by name, and checkpoints use names as folders. A part may contain "/" itself,
+    as in ``flax.linen.SpectralNorm``.
 
     Raises:
-        ConfigurationError: two of them, or the modules that hold them, have the same name; or one is named
-            like a folder of another.
+        ConfigurationError: two parameters or modules have the same name, or one has the name of another's
+            folder.
     """
     found: dict[str, Path] = {}
     named = {"/".join(path): path for path in paths}
@@ -36,8 +36,8 @@ def by_name(paths: Collection[Path]) -> dict[str, Path]:
 
 def _ambiguous(one: Path, other: Path) -> ConfigurationError:
     return ConfigurationError(
-        f'the names of {one} and {other} in the model, which are these parts joined by "/", are the same or '
-        'one is a folder of the other: rename a variable or module that has a "/" in its name.'
+        f'{one} and {other} in the model have the same name when their parts are joined by "/", or one is '
+        'a folder of the other: rename the variable or module that has a "/" in its name.'
     )
 
 

@@ -1,6 +1,6 @@
-"""Sharding strategies: the level at which a unit's weights start, are kept, and its gradients end.
+"""Sharding strategies: the level at which a unit's weights start, where they are kept, where gradients end.
 
-The stages of ZeRO and hpZ differ only in these (levels as in ``zerojax.sharding.layout``):
+The stages of ZeRO and hpZ differ only in these three levels (see ``zerojax.sharding.layout``):
 
 ===================== ========= ========= ==========
                       source    keep      grad_level
@@ -12,11 +12,12 @@ stage 3, hpZ          primary   secondary primary
 stage 3, delta        secondary secondary primary
 ===================== ========= ========= ==========
 
-Frozen weights start at "secondary", or with ``frozen_spread`` at "primary", as the trained ones do then. If
-the node hop is taken once per step, gradients end at the secondary partition.
+Frozen weights start at "secondary". With ``frozen_spread="world"`` they start at "primary", where trained
+weights then start too. If the node hop is taken once per step, gradients end at the secondary partition.
 
-A weight knows its own level (``zerojax.weights``). A pass by copies that every node has finds all of them at
-"secondary", and a stack whose layers update delta's copies as they are gathered finds its own at "primary".
+A weight knows its own level (``zerojax.weights``), because two cases differ from the table. A pass that reads
+the node's replica starts with every weight at "secondary". A stack that refreshes delta's replica during its
+forward pass starts at "primary".
 """
 
 from dataclasses import dataclass
@@ -43,30 +44,30 @@ DIFFERING: dict[Level, frozenset[str]] = {
 
 @dataclass(frozen=True)
 class ShardingStrategy:
-    """Between which levels weights and gradients travel, when, and how.
+    """The levels between which weights and gradients travel, and how they travel.
 
     Attributes:
         source: the level at which a step begins with the trained weights.
-        keep: the level from which the backward pass gathers again, at the lowest.
+        keep: the lowest level from which the backward pass gathers again.
         grad_level: the level at which a unit leaves its gradients.
-        compute_dtype: of the gathered weights.
-        grad_dtype: of gradients left at level "full".
+        compute_dtype: dtype of the gathered weights.
+        grad_dtype: dtype of gradients left at level "full".
         remat: the rematerialisation policy within the unit.
-        hops: of a gradient that is summed over the world: 2, or 1 for a single all-to-all over both axes (the
-            paper's Figure 3), in which every device sends every other its block: M between nodes per device,
-            while two hops send M per node.
-        chunks: the number of pieces of the owner's block if there are two hops.
-        own_stream: whether hops between nodes, also those of the weights, have a stream of their own
+        hops: collectives that sum a gradient over all devices. 2 send M bytes between nodes for each node. 1
+            is a single all-to-all over both axes (the paper's Figure 3) and sends M for each device.
+        chunks: pieces into which the owner's block is cut if there are two hops.
+        own_stream: whether hops between nodes, of weights too, run on a separate stream
             (``zerojax.comm.coalesced``).
-        frozen: the level at which the weights that are not trained are stored; "primary" only if the others
-            start and are kept there.
-        sums_in_pass: whether the backward pass, layer by layer, sends sums of gradients to all nodes where
-            those need them (``ParamLayout.in_every_node``), and leaves them in the size of "secondary". Else
-            they are sent once per step, after the passes.
-        in_place: whether products read a layer's weights in their stack (``LayerOperand``): where there are
-            few tokens.
-        residuals_in_host: the part of what a ``Stack`` keeps for its backward pass that is in host memory.
-        reads_layers: whether the optimizer reads gradients layer by layer, its state being in host memory.
+        frozen: the level at which frozen weights are stored; "primary" only if trained weights start and are
+            kept there.
+        sums_in_pass: whether the backward pass sends gradient sums to all nodes layer by layer, for the
+            parameters whose masters every node holds (``ParamLayout.in_every_node``). Gradients then have the
+            size of "secondary". Otherwise these sums are sent once per step, after the passes.
+        in_place: whether products read a layer's weights inside their stack (``LayerOperand``), which is
+            faster for few tokens.
+        residuals_in_host: the fraction of a ``Stack``'s residuals that is kept in host memory.
+        reads_layers: whether the optimizer reads gradients layer by layer because its state is in host
+            memory.
     """
 
     source: Level
@@ -122,7 +123,7 @@ class ShardingStrategy:
         return "secondary" if self.grad_level == "secondary" else "primary"
 
     def axes(self, world: MeshShape) -> tuple[str | tuple[str, str], ...]:
-        """The mesh axes that a gradient crosses to be summed, in order, without those of extent 1."""
+        """The mesh axes over which a gradient is summed, in order; axes of extent 1 are left out."""
         if self.summed_at == "primary" and self.hops == 1:
             return (OWNED,) if world.size > 1 else ()
         extents = {LOCAL: world.local} | ({NODE: world.nodes} if self.summed_at == "primary" else {})
@@ -139,23 +140,24 @@ class ShardingStrategy:
         return DIFFERING[self.keep] | (frozenset() if self.grad_level == "full" else sums)
 
     def zero_sink(self, leaf: ParamLayout) -> Num[Array, "..."]:
-        """A gradient of zeros at ``grad_level``; of all layers, if the parameter is stacked."""
+        """Zeros with the shape of a gradient at ``grad_level``, for all layers of a stacked parameter."""
         if self.grad_level == "full":
             return jnp.zeros(leaf.on_device.unsharded_shape, self.grad_dtype)
         return jnp.zeros((*leaf.stack, self.grad_size(leaf)), jnp.float32)
 
     def grad_size(self, leaf: ParamLayout) -> int:
-        """Elements of one layer of a gradient at ``grad_level``, which is not "full", on one device."""
+        """Elements on one device of one layer's gradient at ``grad_level``, if that is not "full"."""
         if self.grad_level == "secondary":
             return leaf.secondary
         return leaf.owned if self.sums_in_pass else leaf.shard
 
 
 def _own_stream(zero: ZeroConfig, keep: Level, grad_level: Level) -> bool:
-    """Whether hops between nodes get a stream of their own, apart from hops within a node.
+    """Whether hops between nodes run on a separate stream from hops within a node.
 
-    That needs one collective per hop. So it is off if the backward pass also gathers from other nodes, with
-    chunks, with raw gradients, which joining would copy at full size, and if no micro-batch crosses nodes.
+    A separate stream needs one collective per hop. It is therefore off with chunks, with raw gradients
+    (joining would copy them at full size), and if the backward pass also gathers from other nodes. It is also
+    off if no micro-batch crosses nodes.
     """
     crosses = grad_level == "primary" or not zero.weights_delta or zero.passes == 1
     quantized = zero.grad_formats.local not in RAW

@@ -64,7 +64,7 @@ class Codec:
 
     @property
     def raw(self) -> bool:
-        """Whether the format is a plain dtype, without scales of its own."""
+        """Whether the format is a plain dtype without scales."""
         return self.fmt in _RAW_DTYPE
 
     @property

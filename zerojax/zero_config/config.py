@@ -15,6 +15,7 @@ import numpy as np
 from rich.table import Table
 
 from pallas_kernels import BITS, RAW
+from pallas_kernels.formats import Format
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import html
 from zerojax.validation.arguments import suggests
@@ -29,7 +30,7 @@ COMPUTE_FORMAT = {"float32": "fp32", "bfloat16": "bf16"}
 NF4 = "nf4"
 NF4_BLOCK = 64
 
-FloorFormat = Literal["fp32", "bf16", "fp8", "int8", "fp6", "int4", "int2", "float32", "bfloat16"]
+FloorFormat = Literal[Format, "float32", "bfloat16"]
 """The formats of ``pallas_kernels.FORMATS``, and other names of the first two."""
 WireFormat = Literal["compute", FloorFormat]
 """The same, and "compute" for None."""
@@ -92,17 +93,17 @@ class PerHop[T](NamedTuple):
 @suggests
 @dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
-    """How a model is sharded over the mesh and what crosses each axis.
+    """How a model is sharded over the mesh, and what crosses each axis.
 
-    Wire formats are "fp32", "bf16", "fp8", "int8", "fp6", "int4" or "int2". "compute", or None, is the format
-    of ``compute_dtype``, which sends exactly what the model computes with. "float32", ``jnp.bfloat16`` and
-    the like are other names of the first two.
+    Wire formats are "fp32", "bf16", "fp8", "int8", "fp6", "int4" and "int2"; "float32", ``jnp.bfloat16`` and
+    the like are other names of the first two. "compute", or None, is the format of ``compute_dtype``: the
+    values that the model computes with, unchanged.
 
     Attributes:
-        base: the preset that gives what is not set: "zero3" is exact, "zero++" sends a quarter of its bytes,
-            "delta" a sixth; "zero++-paper" is ZeRO++ as published, with int4 gradients within nodes, too,
-            which trains less exactly; "local" a hundredth, by local updates (``every``). In Python,
-            ``ZeroConfig.preset`` sets it.
+        base: the preset that supplies all options that are not set. "zero3" is exact. "zero++" sends a
+            quarter of its bytes, "delta" a sixth, and "local" a hundredth, by local updates (``every``).
+            "zero++-paper" is ZeRO++ as published, with int4 gradients also within nodes, and trains less
+            exactly. In Python, ``ZeroConfig.preset`` sets it.
         stage: 0 replicates everything, 1 shards the optimizer, 2 also the gradients, 3 also the
             parameters (ZeRO, Rajbhandari et al.).
         units: module classes whose weights are gathered just before use and dropped after
@@ -110,14 +111,14 @@ class ZeroConfig:
             whole model is one unit.
         compute_dtype: the dtype of the gathered weights: bfloat16 or float32, as a name ("bfloat16", "bf16")
             or a dtype (``jnp.bfloat16``); kept as the long name. Master weights are always fp32.
-        remat: what a unit's backward pass recomputes: "full" everything, "attention" all but the
-            attention's output, "none" only what fuses into its readers (element-wise operations, row
-            sums, casts, layout changes): results of matmuls and kernels are kept.
+        remat: the results that a unit's backward pass computes again. "full": all. "attention": all but the
+            output of attention. "none": only results that fuse into their readers (element-wise operations,
+            row sums, casts, layout changes); results of matmuls and kernels are kept.
         accumulate: micro-batches per optimizer step.
-        accumulate_order: "depth" runs each micro-batch through the whole model before the next; "breadth"
-            runs all of them through a unit before the next unit, so that weights are gathered and
-            gradients reduced once a step, during compute. It keeps the activations of all micro-batches
-            for the backward pass, and needs units (``zerojax.schedule.breadth_first``).
+        accumulate_order: "depth" runs each micro-batch through the whole model before the next. "breadth"
+            runs all of them through a unit before the next unit (``zerojax.schedule.breadth_first``): weights
+            are gathered and gradients reduced once a step, during compute. It keeps the activations of all
+            micro-batches for the backward pass, and needs units.
         weights: format of the weight all-gather over ``node`` (qwZ, ZeRO++ section 3.1).
         weights_delta: keep the secondary copy across steps and send only what changed, once per
             optimizer step (needs ``hpz``).
@@ -139,63 +140,64 @@ class ZeroConfig:
             shell pattern, neither its weight nor its gradient travels in fewer bits than ``format``.
             Vectors and scalars always travel in the compute format. By default embeddings: a rare
             token's gradient, in one block with a frequent one's, would round to zero in four bits.
-        matmul_dtype: "compute", or "fp8": matmuls of units with their weights are computed in 8-bit floating
-            point, forward and backward, and the weights that ``fp8`` names are gathered as what such a matmul
-            reads: over ``local``, and over ``node`` as well, unless differences or fewer than 8 bits are sent
-            there (``zerojax.matmul.fp8``). Needs stage 3.
+        matmul_dtype: "compute", or "fp8", which needs stage 3 (``zerojax.matmul.fp8``). With "fp8", matmuls
+            with the weights that ``fp8`` names are computed in 8-bit floating point, forward and backward.
+            These weights cross ``local`` in the form that such a matmul reads. They cross ``node`` in that
+            form too, unless differences or fewer than 8 bits are sent there.
         fp8: shell patterns of paths: with ``matmul_dtype="fp8"`` the weights to use it for, among the
             two-dimensional ones of units, and matrices of experts, whose sizes are multiples of 16. The last
             pattern that matches decides; one that begins with "!" leaves the weight out. The default takes
             all experts.
-        frozen: shell patterns of paths, read like those of ``fp8``: the weights that are not trained. They
-            have no master weight, optimizer state or gradient. Needs stage 3. In a config with adapters
-            ([lora]), all weights by default.
+        frozen: shell patterns of paths, read like ``fp8``: the weights that are not trained. They have no
+            master weight, optimizer state or gradient. Needs stage 3. In a config with adapters ([lora]), all
+            weights by default.
         frozen_weights: the format in which frozen weights are stored and gathered over ``local``: a wire
             format or "nf4" (QLoRA; blocks of 64). ``precise`` holds for them too.
-        frozen_spread: over which devices a frozen weight is stored once: those of each "node", so that it
-            never crosses nodes, or those of the "world", to save memory: it is then gathered over ``node`` as
-            well, in the forward and in the backward pass.
-        matrix_spread: over which devices a matrix that the optimizer needs whole (Muon) has its master weight
-            and its momentum, at stage 3: those of each "node", so that neither its weight nor its update
-            crosses nodes and a step sends no more than with AdamW; or those of the "world", to save memory:
-            its momentum and its update then cross nodes in the compute format.
+        frozen_spread: where a frozen weight is stored once. "node": in each node, so that it never crosses
+            nodes. "world": over all devices, which saves memory; the forward and the backward pass then also
+            gather it over ``node``.
+        matrix_spread: where a matrix that the optimizer needs whole (Muon) has its master weight and
+            momentum, at stage 3. "node": in each node, so that neither the weight nor its update crosses
+            nodes, and a step sends no more than with AdamW. "world": over all devices, which saves memory;
+            the momentum and the update then cross nodes in the compute format.
         moments: the dtype of the optimizer's moments (Adam's two, a momentum): "float32", or "bfloat16" or
             "float8", rounded stochastically, which take half or a quarter of their memory
             (``zerojax.optim.low_precision``).
-        experts: where the weights of experts (``zerojax.Experts``) are whole: "local" spreads them over the
-            devices of a node, each of which holds some of all nodes' experts and gets the tokens for them, so
-            that neither these weights nor their gradients travel within a node; "gathered" gathers them for
-            every device like other weights; "auto" is "local" where a node's devices divide the experts.
-        host: what is kept in page-locked host memory and copied to the device a layer at a time: "optimizer",
-            the master weights and the optimizer's state, of which the device then has what passes read
-            (2 bytes a parameter in bfloat16, over all devices), and with local updates what belongs to the
-            outer weights; "weights", the frozen ones, and with "optimizer" what passes read of the trained
-            ones; "activations", what a ``Stack`` keeps for the backward pass. All is computed as without.
-        host_activations: with "activations" in host, the part of each layer's that is there; the rest stays
-            on the device, where a host has no room for all.
+        experts: where the weights of experts (``zerojax.Experts``) are whole. "local" spreads them over the
+            devices of a node. A device then holds some of the experts and receives the tokens for them, so
+            that neither these weights nor their gradients travel within a node. "gathered" gathers them for
+            every device like other weights. "auto" is "local" if the devices of a node divide the experts.
+        host: what is kept in page-locked host memory and copied to the device one layer at a time.
+            "optimizer": the master weights and the optimizer's state; the device keeps the weights that
+            passes read, 2 bytes a parameter in bfloat16 over all devices. With local updates also the outer
+            weights. "weights": the frozen weights, and with "optimizer" the trained weights that passes read.
+            "activations": the residuals of a ``Stack``. Results are the same as without.
+        host_activations: with "activations" in host, the fraction of each layer's residuals that is there.
+            The rest stays on the device, if a host has no room for all.
         update_in_backward: let the backward pass of each ``Stack`` update a layer as soon as its gradients
-            are final, so that those of all layers never exist at once, and copies of the optimizer's state
+            are final. Gradients of all layers then never exist at once, and copies of the optimizer's state
             run beside the layers. Needs "optimizer" in host, one backward pass a step, and an optimizer
-            without norms of gradients. A step whose loss is not finite, or a spike, is skipped as always. If
-            a gradient is not finite, neither its layer is updated nor any before it in the stack nor any
-            parameter outside of stacks, but layers after it have been; "skipped" is 1.
+            without norms of gradients. A step whose loss is a spike or not finite is skipped as always. If a
+            gradient is not finite, "skipped" is 1: neither its layer is updated, nor earlier layers of the
+            stack, nor parameters outside of stacks. Later layers have been updated by then.
         sequence_parallel: how many neighbouring devices of a node share a row of tokens: 1, or a divisor of
             the devices of a node. Each computes with its part of the tokens, and attention exchanges heads
             between them (``zerojax.attention``); nothing more crosses nodes.
-        every: 0, or the steps in which each weight crosses nodes once, by local updates (DiLoCo, Douillard et
-            al., 2023; Streaming DiLoCo, 2025): every node trains weights of its own, and each step exchanges
-            what the nodes have learnt of one fragment, 1/``every`` of all elements. Owners apply the mean to
-            the outer weights, which are those of evaluations. ``grads`` and ``weights`` are then
-            the formats of what is learnt, on the way to the owners (over ``node``), and of the change of the
-            outer weights, on the way back. Each node holds the whole state, spread over its devices.
+        every: 0, or for local updates the number of steps in which each weight crosses nodes once (DiLoCo,
+            Douillard et al., 2023; Streaming DiLoCo, 2025). Every node trains weights that only it has. Each
+            step exchanges what the nodes have learnt about one fragment, 1/``every`` of all elements, and
+            owners apply the mean to the outer weights. Evaluations read the outer weights. ``grads`` (over
+            ``node``) is then the format of what is learnt, on its way to the owners. ``weights`` is the
+            format of the outer weights' change, on its way back. Each node holds the whole state, spread over
+            its devices.
         outer_learning_rate: of the outer weights' SGD with Nesterov momentum.
         outer_momentum: its momentum.
-        outer_delay: the steps between sending a fragment and taking up what has become of it. 0 exchanges at
-            the end of each step, which waits for the network. 1 sends at the beginning of a step and takes up
-            the result at its end; with 2 or more each of the two hops has a step of its own to hide behind.
-            What a node learns of a fragment in these steps is replaced, so they must be fewer than ``every``
-            where ``outer_mixing`` is 0.
-        outer_mixing: the part of a node's own fragment that stays when it takes up the outer weights; 0
+        outer_delay: steps between sending a fragment and using the result. 0 exchanges at the end of each
+            step, which waits for the network. 1 sends at the beginning of a step and uses the result at its
+            end. With 2 or more, each of the two hops has a whole step to hide behind. What a node learns
+            about a fragment in these steps is replaced, so with ``outer_mixing`` 0 they must be fewer than
+            ``every``.
+        outer_mixing: the fraction of a node's own fragment that stays when it takes up the outer weights; 0
             replaces all of it (Streaming DiLoCo, equation 3).
 
     Examples:
@@ -311,9 +313,10 @@ class ZeroConfig:
 
     @property
     def sum_format(self) -> str:
-        """Format of gradients' sums from their owners to all nodes: that of the weights, which then stay.
+        """Format in which gradient sums travel from their owners to all nodes.
 
-        It has no fewer bits than gradients have between nodes.
+        It is the format of the weights, which then need no hop, or the gradients' format if that has more
+        bits.
         """
         return max(self.weight_formats.node, self.grad_formats.node, key=_bits)
 
@@ -337,11 +340,11 @@ class ZeroConfig:
         return self.error_feedback or (self.grad_sync == "step" and self.passes > 1)
 
     def wire_format_of(self, path: str, rank: int, wanted: str) -> str:
-        """The wire format of a leaf's weight or gradient for which the config gives ``wanted``.
+        """The wire format of a parameter's weight or gradient, if the config asks for ``wanted``.
 
         Args:
-            path: the leaf's path, joined by "/".
-            rank: the number of dimensions of one layer's leaf.
+            path: the parameter's path, joined by "/".
+            rank: the number of dimensions of one layer.
             wanted: "fp32" ... "int2".
         """
         if rank < 2:
@@ -352,13 +355,13 @@ class ZeroConfig:
     def without_fp8(
         self, path: str, shape: tuple[int, ...], unit: str | None, *, of_experts: bool = False
     ) -> str | None:
-        """Why a weight's matmuls are not computed in fp8; None if they are.
+        """The reason why a weight's matmuls are not computed in fp8; None if they are.
 
         Args:
-            path: the leaf's path, joined by "/".
-            shape: of one layer's leaf.
+            path: the parameter's path, joined by "/".
+            shape: the shape of one layer.
             unit: the name of its unit, if it has one.
-            of_experts: whether its leading axis is the expert's.
+            of_experts: whether the leading axis counts experts.
         """
         if self.matmul_dtype != "fp8":
             return 'matmul_dtype is "compute"'
@@ -378,10 +381,10 @@ class ZeroConfig:
         return None
 
     def parts_of(self, path: str, experts: int, local: int) -> int:
-        """Into how many parts the weight of experts is cut: one for each device of a node, or 1.
+        """The number of parts into which the weight of experts is cut: one for each device of a node, or 1.
 
         Args:
-            path: the leaf's path, joined by "/".
+            path: the parameter's path, joined by "/".
             experts: the extent of its leading axis.
             local: the number of devices of a node.
 
@@ -411,7 +414,7 @@ class ZeroConfig:
         refuse_idle("ZeroConfig.frozen", self.frozen, paths)
 
     def _canonical(self) -> dict[str, Any]:
-        """Dtypes and aliases by their canonical names, and a tuple of one class."""
+        """Dtypes and aliases under their canonical names, and a single class as a tuple."""
         return {
             "units": _classes(self.units),
             "compute_dtype": dtype_name(
@@ -473,7 +476,7 @@ def _format_name(given: Any) -> Any:
 
 
 def _sent(given: Any) -> Any:
-    """As ``_format_name``, of a format that may be the one of ``compute_dtype``: None."""
+    """Like ``_format_name``, but "compute" becomes None: the weight is sent in the compute dtype."""
     return None if given == "compute" else _format_name(given)
 
 

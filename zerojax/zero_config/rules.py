@@ -1,4 +1,4 @@
-"""What a ``ZeroConfig`` refuses: values out of range, and combinations that cannot work or have no effect."""
+"""The values and combinations that a ``ZeroConfig`` refuses: out of range, impossible, or without effect."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -219,7 +219,7 @@ def _given(z: "ZeroConfig", name: str) -> bool:
 def _host(z: "ZeroConfig") -> Iterator[str]:
     if z.host_activations < 1 and "activations" not in z.host:
         yield (
-            f"ZeroConfig.host_activations={z.host_activations} is a part of what host has: set "
+            f"ZeroConfig.host_activations={z.host_activations} needs activations in host memory: set "
             'host=("activations",), or leave it out.'
         )
     if "optimizer" in z.host and (z.stage == 0 or z.delta_resync):
