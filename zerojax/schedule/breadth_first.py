@@ -1,14 +1,14 @@
 """Breadth-first accumulation: all micro-batches of a step go through one layer before the next layer.
 
-Depth-first, each micro-batch runs through the whole model before the next begins: weights are gathered for
-each of them, and gradients cross the nodes at the end of the last, with no compute left to hide that.
+Depth-first, each micro-batch runs through the whole model before the next begins. Weights are gathered for
+each of them, and gradients cross the nodes at the end of the last one, with no compute left to hide that.
 Breadth-first, a layer's weights are gathered once for all micro-batches, and its gradients are complete and
 on their way while earlier layers still compute (Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2022, on
-gradient accumulation). The activations kept for the backward pass are those of all micro-batches; the
-working memory of a layer is that of one.
+gradient accumulation). Activations of all micro-batches are kept for the backward pass; the working memory of
+a layer is the one of a single micro-batch.
 
-``jax.vmap`` maps the model over micro-batches. Functions called through ``with_batching_rule`` have batching
-rules of their own: units run one micro-batch after another (``map_microbatches``).
+``jax.vmap`` maps the model over micro-batches. Functions called through ``with_batching_rule`` define how
+they are batched: units run one micro-batch after another (``map_microbatches``).
 """
 
 from collections.abc import Callable
@@ -26,9 +26,9 @@ AXIS = "micro_batch"
 Flags = PyTree[Bool]
 """For every array of a pytree, whether it has a leading axis of micro-batches."""
 Rule = Callable[..., tuple[PyTree[Array], Flags]]
-"""A batching rule of ``jax.custom_batching.custom_vmap``, but with flags for all arrays."""
+"""A batching rule like ``jax.custom_batching.custom_vmap``'s, but with flags for all arrays."""
 _Residuals = tuple[PyTree[Array], tuple[PyTree[Array], ...], Pullback]
-"""The weights, the other arguments, and the rest of what each micro-batch keeps, stacked."""
+"""The weights, the other arguments, and the remaining residuals of each micro-batch, stacked."""
 _mapping = ContextVar("mapping", default=False)
 
 
@@ -44,10 +44,10 @@ def over_micro_batches[**P, T](function: Callable[P, T], *, out_axes: PyTree[int
 
 
 def with_batching_rule[T: PyTree[Array]](rule: Rule, function: Callable[..., T]) -> Callable[..., T]:
-    """``function``, which is batched by ``rule`` within ``over_micro_batches``.
+    """``function``, which ``rule`` batches inside ``over_micro_batches``.
 
-    It closes over nothing that is traced. The rule is called as ``rule(size, mapped, *args)`` with the flags
-    of ``args`` and the number of micro-batches, and returns the result and its flags.
+    It closes over nothing that is traced. The rule is called as ``rule(size, mapped, *args)`` with the number
+    of micro-batches and the flags of ``args``, and returns the result and its flags.
     """
     # Only there: a custom_vmap function that nothing maps has no gradient.
     if not _mapping.get():
@@ -61,13 +61,13 @@ def with_batching_rule[T: PyTree[Array]](rule: Rule, function: Callable[..., T])
 def map_microbatches[T: PyTree[Array]](body: Callable[..., T], mapped: tuple[Flags, ...]) -> Callable[..., T]:
     """A function that runs ``body`` on one micro-batch after another.
 
-    It is called as ``body(weights, *args)``, and closes over nothing that is traced. ``mapped`` are the flags
-    of ``args``.
+    ``body`` is called as ``body(weights, *args)``, and closes over nothing that is traced. ``mapped`` are the
+    flags of ``args``.
 
     Returns:
-        A function of the same arguments, whose results all have that axis. Gradients of arrays without it,
-        such as the weights, are summed in fp32. The residuals are those of ``body``'s own rematerialisation
-        policy; arguments are not kept twice.
+        A function of the same arguments, whose results all have the axis of micro-batches. Gradients of
+        arrays without the axis, such as the weights, are summed in fp32. Residuals follow ``body``'s
+        rematerialisation policy; arguments are not kept twice.
     """
     flags = jax.tree.leaves(mapped)
 

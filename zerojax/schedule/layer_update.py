@@ -1,16 +1,17 @@
 """Updates the layers of a stack in its backward pass, each as soon as its gradient sums have arrived.
 
-The sinks of such a stack carry what an update changes, stacked: master weights and moments in host memory,
-and the weights as their owners send them next. Their "cotangents" are the same after the update. So gradients
-of all layers never exist at once, and the copies from and to host memory run beside the layers' computing.
+The sinks of such a stack carry everything that an update changes, stacked: master weights and moments in host
+memory, and the encoded weights. Their "cotangents" are the same arrays after the update. So gradients of all
+layers never exist at once, and copies from and to host memory run beside the layers' compute.
 
-A stack in host memory can be read or written at a time, and a layer computes for as long as the copies of a
-layer take in both directions at once. So beside one layer half of the stacks are read and the others written,
-two layers of each; beside the next layer it is the other way round. Of each stack there are at most three
-layers on the device.
+XLA cannot read and write the same stack in host memory at once. Computing a layer takes about as long as
+copying one layer in and one out. So beside one layer half of the stacks are read and the other half written,
+two layers each; beside the next layer the halves change places. At most three layers of each stack are on the
+device.
 
-What an update needs of the whole step, such as the number of tokens, is known after the forward pass, and so
-reaches the backward pass as the cotangent of a ``probe``, which the forward pass returns (``with_facts``).
+An update needs facts about the whole step, such as the number of tokens, which are known only after the
+forward pass. They reach the backward pass as the cotangent of a ``probe`` that the forward pass returns
+(``with_facts``).
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +32,10 @@ from zerojax.weights import Weights
 MASTER = ""
 """The key of the master weight in ``LayerState.held``."""
 _Key = tuple[int, str]
-"""Of a master weight or moment: the number of the weight in its unit, and the key in ``LayerState.held``."""
+"""Key of a master weight or moment:
+
+The number of the weight in its unit, and the key in ``LayerState.held``.
+"""
 _Held = dict[_Key, Array]
 _BYTES = (jnp.uint8, jnp.int8)
 _BYTE = jnp.float8_e4m3fn
@@ -41,14 +45,14 @@ _BYTE = jnp.float8_e4m3fn
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerState:
-    """The sink of one weight of a stack; and its cotangent, the same after the update.
+    """The sink of one weight of a stack; and its cotangent, the same arrays after the update.
 
     Attributes:
         held: fp32 master weight and moments ``[layers, n, 1, ...]``, in host memory.
-        encoded: ``[layers, m]``, the weight as its owner sends it next, bytes as 8-bit floats.
-        scale: fp32 ``[layers]``, of the weight of fp8 products; else None.
-        squares: fp32 zero, whose cotangent is the sum of all squares of the stack's mean gradients, over the
-            world, in one weight of the stack.
+        encoded: ``[layers, m]``, the weight as its owner sends it next, with bytes as 8-bit floats.
+        scale: fp32 ``[layers]``, for a weight of fp8 products; otherwise None.
+        squares: an fp32 zero. In one weight of the stack its cotangent is the sum of squares of the stack's
+            mean gradients, over all devices.
     """
 
     held: dict[str, Array]
@@ -58,11 +62,11 @@ class LayerState:
 
 
 class Facts(NamedTuple):
-    """What an update needs of the step as a whole.
+    """Facts about the whole step that an update needs.
 
     Attributes:
-        tokens: by which gradient sums are divided.
-        taken: 1 if the step is taken by what is known after the forward pass, else 0.
+        tokens: the number of tokens, by which gradient sums are divided.
+        taken: 0 if the step is skipped because of its loss, otherwise 1.
     """
 
     tokens: Float32[Array, ""]
@@ -73,9 +77,9 @@ class Updated(NamedTuple):
     """The update of one layer.
 
     Attributes:
-        held: by weight.
-        encoded: by weight.
-        scales: by weight; None where it has none.
+        held: as in ``LayerState``, for each weight.
+        encoded: for each weight.
+        scales: for each weight; None where it has none.
         squares: the sum of squares so far.
     """
 
@@ -87,7 +91,8 @@ class Updated(NamedTuple):
 
 UpdateLayer = Callable[[Values, Sequence[dict[str, Array]], Weights, PyTree[Array], Facts, Array], Updated]
 """From a layer's gradient sums, its masters and moments, its weights after the forward pass, the optimizer's
-other state, the facts and the sum of squares so far."""
+other state, the facts and the sum of squares so far, to its update.
+"""
 
 
 @jax.tree_util.register_dataclass
@@ -96,7 +101,7 @@ class LayerUpdate:
     """How a stack's layers are updated.
 
     Attributes:
-        counters: the optimizer's state that is no moment.
+        counters: the optimizer's state without the moments.
         run: the update of a layer.
     """
 
@@ -105,22 +110,22 @@ class LayerUpdate:
 
 
 def has_cotangent(dtype: jnp.dtype) -> bool:
-    """Whether an array of the dtype can be in a sink, as ``as_floats`` makes it."""
+    """Whether an array of the dtype can be in a sink after ``as_floats``."""
     return bool(jnp.issubdtype(dtype, jnp.floating)) or dtype in _BYTES
 
 
 def as_floats(x: Num[Array, "..."]) -> Float[Array, "..."]:
-    """An array that can have a cotangent: bytes as 8-bit floats."""
+    """An array that can have a cotangent: bytes become 8-bit floats."""
     return lax.bitcast_convert_type(x, _BYTE) if x.dtype in _BYTES else x
 
 
 def as_encoded(x: Float[Array, "..."], dtype: jnp.dtype) -> Num[Array, "..."]:
-    """Undo ``as_floats``, of an array that had a dtype."""
+    """Undo ``as_floats`` for an array that had a dtype."""
     return lax.bitcast_convert_type(x, dtype) if dtype in _BYTES else x
 
 
 def probe() -> Float32[Array, " facts"]:
-    """What the forward pass returns for ``with_facts``."""
+    """The array that the forward pass returns for ``with_facts``."""
     return jnp.zeros(len(Facts._fields), jnp.float32)
 
 
@@ -128,7 +133,7 @@ def probe() -> Float32[Array, " facts"]:
 def with_facts(
     loss: Float32[Array, ""], probes: Sequence[Float32[Array, " facts"]], facts: Facts
 ) -> Float32[Array, ""]:
-    """``loss``, which gives the ``facts`` to the ``probes`` as their cotangents."""
+    """Returns ``loss`` unchanged, but gives the ``facts`` to the ``probes`` as their cotangents."""
     del probes, facts
     return loss
 
@@ -156,9 +161,9 @@ class _Carried:
 
     Attributes:
         held: the stacks.
-        here: layers of them on the device, the next to be updated first.
+        here: their layers on the device; the next one to be updated comes first.
         pending: updated layers that are yet to be stored, in order.
-        encoded, scales: stacked, by weight.
+        encoded, scales: stacked, for each weight.
         squares: the sum of squares so far.
         reads: whether the stacks in ``UpdatedLayers._first`` are read beside the next layer.
     """
@@ -183,9 +188,9 @@ class UpdatedLayers:
         facts: Float32[Array, " facts"],
         zero: Index,
     ) -> None:
-        """Take what a backward pass begins with.
+        """Take the arrays with which a backward pass begins.
 
-        ``facts`` are the probe's cotangent, and ``zero`` is that of ``by_dma``.
+        ``facts`` are the probe's cotangent, and ``zero`` comes from ``by_dma``.
         """
         self._sinks, self._weights, self._update, self._zero = sinks, weights, update, zero
         self._facts = Facts(*facts)
@@ -193,7 +198,7 @@ class UpdatedLayers:
         self._first = _read_first(_flat([sink.held for sink in sinks]))
 
     def start(self, residuals: PyTree[Array]) -> Stored:
-        """As ``SumStorage.start``; fetches the last layer, and of half of the stacks the one before."""
+        """Like ``SumStorage.start``. Fetches the last layer, and for half of the stacks the one before."""
         held = _flat([sink.held for sink in self._sinks])
         here = {
             key: [
@@ -211,7 +216,7 @@ class UpdatedLayers:
         return Stored(residuals, carried)
 
     def weights(self, stored: Stored) -> Weights:
-        """All weights, of which those that are ready are read where updates write them."""
+        """All weights. The encoded ones are read from the arrays to which updates write."""
         return _read_from(stored.extra.encoded, self._weights)
 
     def update(self, stored: Stored, sums: Values, layer: Index) -> Updated:
@@ -223,7 +228,7 @@ class UpdatedLayers:
         return self._update.run(sums, here, weights, self._update.counters, self._facts, carried.squares)
 
     def put(self, stored: Stored, new: Updated, layer: Index) -> Stored:
-        """Store what is to be stored beside a layer that was updated, and fetch what is to be fetched."""
+        """After the update of a layer, store or fetch the layers that are due beside it."""
         carried: _Carried = stored.extra
         if isinstance(layer, int) and layer == 0:
             return stored._replace(extra=self._finished(carried, new))
@@ -244,7 +249,10 @@ class UpdatedLayers:
         return stored._replace(extra=now)
 
     def after[T: PyTree[Array]](self, stored: Stored, new: Updated, values: T) -> tuple[Stored, Updated, T]:
-        """Let an update come before what reads some values, and these before the copies that follow it."""
+        """Returns its arguments unchanged, but orders them:
+
+        The update, then readers of ``values``, then copies.
+        """
         carried: _Carried = stored.extra
         new, held, values = lax.optimization_barrier((new, carried.held, values))
         return stored._replace(extra=replace(carried, held=held)), new, values
@@ -275,7 +283,7 @@ class UpdatedLayers:
         return replace(self._sent(carried, new, 0), held=held)
 
     def _copied(self, layer: Index) -> Index:
-        """The index of a layer, for copies from or to host memory."""
+        """The index of a layer in a form for which copies from or to host memory are made by DMA."""
         return layer + self._zero if isinstance(layer, int) else layer
 
     def _sent(self, carried: _Carried, new: Updated, layer: Index) -> _Carried:
@@ -286,7 +294,7 @@ class UpdatedLayers:
 
 @jax.custom_batching.custom_vmap
 def _of_all(sums: Values) -> Values:
-    """Gradient sums, which are not those of one of several mapped calls."""
+    """Returns the gradient sums unchanged. Refuses to run under ``vmap``."""
     return sums
 
 
@@ -300,7 +308,7 @@ def _refuse_mapped(size: int, mapped: list[bool], sums: Values) -> tuple[Values,
 
 
 def weights_of(sinks: Sequence[LayerState], weights: Weights) -> Weights:
-    """All weights, of which those that are ready are read from their sinks."""
+    """All weights. The encoded ones are read from their sinks."""
     return _read_from(_encoded(sinks, weights), weights)
 
 
@@ -315,7 +323,10 @@ def _read_from(encoded: Values, weights: Weights) -> Weights:
 
 
 def _put_last(stack: Array, layers: Sequence[Array], last: Index) -> Array:
-    """A stack with layers replaced, of which the last has an index and each before it a larger one."""
+    """A stack with layers replaced.
+
+    ``last`` is the index of the last one; each one before has a larger index.
+    """
     # In one copy: of two, the second would wait for the first, and so would the layer's computing.
     return put_layer(stack, jnp.stack(layers[::-1]), last)
 

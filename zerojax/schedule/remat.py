@@ -45,7 +45,7 @@ def rematerialised[**P, T](body: Callable[P, T], remat: Remat) -> Callable[P, T]
 
 
 def _is_scale(_: Primitive, *__: object, **params: object) -> bool:
-    """Scalars that would cost a pass over activations."""
+    """Whether a result is a scale, which would cost a pass over activations to compute again."""
     return params.get("name") == SCALE
 
 

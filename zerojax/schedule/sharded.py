@@ -1,4 +1,4 @@
-"""A unit's parameter before it is gathered: a value in the model's tree that only its unit can read."""
+"""A unit's parameter before it is gathered: a value in the model that only its unit can read."""
 
 import contextlib
 import dataclasses
@@ -27,19 +27,19 @@ READ_BY_UNIT = "zerojax: a weight read by its unit"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """One parameter as its unit receives it: a value in the model's tree, which scans slice like any other.
+    """One parameter as its unit receives it: a value in the model, which scans slice like any other.
 
     Attributes:
-        weight: at the level where the unit finds it.
-        sink: zeros at ``ShardingStrategy.grad_level``; their cotangent is the gradient. None if it is frozen.
-        seed: salts stochastic rounding; one per layer, if the leaf is stacked.
+        weight: at the level where the unit receives it.
+        sink: zeros at ``ShardingStrategy.grad_level``, whose cotangent is the gradient. None if it is frozen.
+        seed: salts stochastic rounding; one per layer, if the parameter is stacked.
         strategy: how it travels.
-        copy: delta's copy of a weight at "primary", if the unit updates it itself; ``updated`` takes the new
-            one.
-        adapter: its low-rank adapter's A and B, if it has one.
+        copy: delta's replica of a weight at "primary", if the unit refreshes it itself; ``updated`` takes the
+            new one.
+        adapter: A and B of its low-rank adapter, if it has one.
         lora: the adapter's settings.
         update: how the backward pass of its stack updates it, if its sink is a ``LayerState``.
-        probe: of one weight of a stack that was called, what it returned for ``with_facts``.
+        probe: the probe that a stack returned for ``with_facts``, in one weight of the stack.
     """
 
     weight: Weight
@@ -58,18 +58,18 @@ class Sharded:
         return self.weight.layout
 
     def updated(self, copies: Mapping[Path, Weight]) -> "Sharded":
-        """The parameter and its adapter with updated copies as their weights."""
+        """The parameter and its adapter with refreshed replicas as their weights."""
         adapter = tuple(part.updated(copies) for part in self.adapter)
         if self.copy is None:
             return dataclasses.replace(self, adapter=adapter)
         return dataclasses.replace(self, weight=copies[self.leaf.path], copy=None, adapter=adapter)
 
     def __jax_array__(self) -> Array:
-        """Refuse use outside a unit's call, where there is no whole weight."""
+        """Refuse use outside a unit's call, where the whole weight does not exist."""
         raise ConfigurationError(read_outside(self.leaf.name))
 
     def __repr__(self) -> str:
-        """The name alone, which ``translated_errors`` looks for in messages."""
+        """The parameter's name, which ``translated_errors`` looks for in messages."""
         return f"Sharded({self.leaf.name!r})"
 
 
@@ -84,17 +84,17 @@ def read_outside(weight: str) -> str:
     """The error message for a weight that is read outside a call of its unit."""
     return (
         f"the weight {weight!r} is sharded and was read outside a call of its unit. For a norm or a penalty "
-        "use zerojax.weight_sum; for its values call one of the unit's own methods (in NNX none whose name "
-        'begins with "_", in Linen none under nn.nowrap), or leave its class out of ZeroConfig.units.'
+        "use zerojax.weight_sum. For its values call a method of the unit (in NNX one whose name does not "
+        'begin with "_", in Linen one without nn.nowrap), or leave its class out of ZeroConfig.units.'
     )
 
 
 def assigned(weight: str, by: str) -> str:
     """The error message for a weight to which ``by`` assigned."""
     return (
-        f"{by} assigned to the weight {weight!r}, which only the optimizer changes: compute with the new "
-        "value without assigning it, keep what the loss changes in an nnx.Variable that is not an nnx.Param, "
-        "or change weights between steps by zerojax.put_params."
+        f"{by} assigned to the weight {weight!r}, which only the optimizer changes. Compute with the new "
+        "value without assigning it, or use an nnx.Variable that is not an nnx.Param. Between steps, "
+        "zerojax.put_params changes weights."
     )
 
 
@@ -111,17 +111,17 @@ _NO_LAYERS = (
 )
 
 _COMBINED = (
-    "a loss combined the weights of units with others (by jax.tree.map over nnx.state, as for an average "
-    "of weights?), and they are sharded there: leave those classes out of ZeroConfig.units, and keep the "
-    "average in variables that are not nnx.Param, or take it in the optimizer."
+    "a loss combined the sharded weights of units with other arrays (by jax.tree.map over nnx.state?). "
+    "Leave the classes of these units out of ZeroConfig.units. Keep an average of weights in variables that "
+    "are not nnx.Param, or take it in the optimizer."
 )
 
-# Parts of JAX's messages about transformations that units do not support, and the messages to show instead.
+# Fragments of JAX's messages about transformations that units do not support, with the messages to show.
 _TRANSLATIONS = {
     "can't apply forward-mode": FORWARD_MODE,
     "does not support reverse-mode autodiff": (
-        "a loss cannot take a gradient of its own through a unit or a Stack for micro-batches in breadth: "
-        'set accumulate_order="depth".'
+        "a loss cannot contain a gradient through a unit or a Stack for micro-batches in breadth: set "
+        'accumulate_order="depth".'
     ),
     "but got uint32": (
         "a loss took a gradient with respect to unsigned integers. With respect to the model "
@@ -134,16 +134,17 @@ _TRANSLATIONS = {
 
 
 class InOneBranch(Exception):
-    """A Stack, whose call changes what it holds of its weights, is called in one branch of several."""
+    """A ``Stack``, whose call changes its weights' fields, is called in only one of several branches."""
 
 
 @contextlib.contextmanager
 def translated_errors() -> Generator[None]:
-    """Replace JAX's and Flax's errors about units by messages that say what to change; keep the user's own.
+    """Replace JAX's and Flax's errors about units by messages that say what to change; keep the user's
+    errors.
 
     Raises:
         ConfigurationError: for such an IndexError, TypeError or ValueError.
-        InOneBranch: for one about branches.
+        InOneBranch: for an error about branches.
     """
     try:
         yield
@@ -168,7 +169,7 @@ def is_sharded(value: object) -> TypeGuard[Sharded]:
 
 
 def is_gathered(weight: object) -> bool:
-    """Whether a unit's parameter has to be gathered; at stages 0 to 2 it is whole."""
+    """Whether a unit's parameter has to be gathered; at stages 0 to 2 it is whole already."""
     return is_sharded(weight) and weight.weight.level != "full"
 
 

@@ -1,9 +1,10 @@
 """Reads and replaces single layers of stacked pytrees, in device or in host memory.
 
-A stack in host memory (``zerojax.sharding.memory``) is read and written a layer at a time: ``layer_at``
-brings the layer to the device, ``put_layer`` takes it to the host. In a loop XLA makes these copies by DMA,
+A stack in host memory (``zerojax.sharding.memory``) is read and written one layer at a time. ``layer_at``
+copies the layer to the device, ``put_layer`` copies it to the host. In a loop XLA makes these copies by DMA,
 beside the compute, if the index is the loop's own counter (``lax.fori_loop``). If an iteration both reads and
-writes one stack, the later of the two must depend on the earlier; else XLA copies the whole stack each time.
+writes a stack, the later operation must depend on the earlier one. Otherwise XLA copies the whole stack in
+each iteration.
 """
 
 import functools
@@ -22,14 +23,15 @@ from zerojax.sharding.layout import in_a_row
 from zerojax.sharding.memory import in_host, to_device, to_host
 
 Index = int | Int[Array, ""]
-"""Of a layer, not negative: a number while layers are peeled off a loop, traced within it."""
+"""Index of a layer, not negative: a number in layers that are peeled off a loop, traced inside the loop."""
 
 
 def by_dma[T: PyTree[Array]](run: Callable[[Index, T], T], carried: T) -> T:
-    """``run(zero, carried)``, where layers that are peeled off a loop are copied by DMA, too.
+    """``run(zero, carried)``, in which copies of layers that are peeled off a loop are made by DMA, too.
 
-    Kernels would copy them otherwise, and what is to run beside would wait. ``run`` is the only turn of a
-    loop, and ``zero`` its counter: an index plus ``zero`` follows from it.
+    Otherwise kernels would make these copies, and the compute that should run beside them would wait. ``run``
+    is the only iteration of a loop, and ``zero`` is the loop's counter, so that an index plus ``zero``
+    depends on it.
     """
     first = (jnp.int32(0), carried)
     turns = lax.while_loop(lambda turn: turn[0] < 1, lambda turn: (turn[0] + 1, run(*turn)), first)
@@ -46,7 +48,7 @@ def layer_at[T: PyTree[Array]](stacked: T, index: Index, axis: int = 0) -> T:
 
 
 def put_layer[T: PyTree[Array]](stacked: T, layer: T, index: Index, axis: int = 0) -> T:
-    """``stacked`` with one layer replaced, or some that follow each other, in the memory where it was."""
+    """``stacked`` with one layer, or several consecutive layers, replaced in the memory where it is."""
 
     def one(x: Array, new: Array) -> Array:
         new = to_host(new) if in_host(x) else new
@@ -56,12 +58,12 @@ def put_layer[T: PyTree[Array]](stacked: T, layer: T, index: Index, axis: int = 
 
 
 def put_layers[T: PyTree[Array]](stack: tuple[int, ...], stacked: T, some: T, first: Index) -> T:
-    """``stacked`` with some layers in a row replaced, from ``first`` on, in the memory where it was.
+    """``stacked`` with consecutive layers replaced, from ``first`` on, in the memory where it is.
 
-    On a mesh each device has to run it by itself: XLA's partitioner makes slices that change the memory they
-    are in.
+    On a mesh, call it inside ``shard_map``: XLA's partitioner makes slices that move arrays to another
+    memory.
 
-    ``stack`` are the axes of layers of ``stacked``; ``some`` have as many. ``first`` counts all layers in a
+    ``stack`` are the axes of layers of ``stacked``; ``some`` has as many. ``first`` counts all layers in a
     row.
     """
 
@@ -75,7 +77,7 @@ def put_layers[T: PyTree[Array]](stack: tuple[int, ...], stacked: T, some: T, fi
 def empty_layers[T: PyTree[Array]](one: T, layers: int, on_host: Sequence[bool] = ()) -> T:
     """A stack of ``layers`` layers like ``one``, uninitialised: on GPUs nothing is written.
 
-    By default the stack of no array is in host memory.
+    ``on_host`` says for each array whether its stack is in host memory; by default none is.
     """
     leaves, structure = jax.tree.flatten(one)
     stacks = [lax.empty((layers, *x.shape), x.dtype) for x in leaves]
@@ -87,9 +89,9 @@ def empty_layers[T: PyTree[Array]](one: T, layers: int, on_host: Sequence[bool] 
 def large_floats(one: PyTree[Array]) -> tuple[bool, ...]:
     """Which of a layer's arrays are worth a copy to host memory and back.
 
-    Activations: floating-point arrays of at least a 64th of the bytes of the largest. Statistics of norms and
-    of attention, positions, choices of experts and random keys stay on the device: they take a percent of its
-    memory, and each copy has a cost of its own.
+    Activations are: floating-point arrays of at least a 64th of the largest one's bytes. Statistics of norms
+    and attention, positions, choices of experts and random keys stay on the device. They take a percent of
+    its memory, and each copy has a fixed cost.
     """
     leaves = jax.tree.leaves(one)
     sizes = [x.size * x.dtype.itemsize if jnp.issubdtype(x.dtype, jnp.floating) else 0 for x in leaves]
@@ -99,12 +101,12 @@ def large_floats(one: PyTree[Array]) -> tuple[bool, ...]:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["away", "here"], meta_fields=["shape"])
 @dataclass(frozen=True)
 class Cut[T]:
-    """A layer's array in two flat pieces, each of which is stacked in another memory.
+    """A layer's array in two flat pieces, which are stacked in different memories.
 
     Attributes:
-        away: the piece for host memory; or the array as it is.
+        away: the piece for host memory, or the whole array in its own shape.
         here: the piece for the device; None if there is none.
-        shape: of the array.
+        shape: the array's shape.
     """
 
     away: T
@@ -113,7 +115,7 @@ class Cut[T]:
 
 
 def cut_large[T: PyTree](one: T, share: float) -> T:
-    """A layer's arrays, of which ``large_floats`` are a ``Cut``: that share of each is for host memory."""
+    """A layer's arrays, with each of ``large_floats`` as a ``Cut``: a fraction ``share`` is for the host."""
     leaves, structure = jax.tree.flatten(one)
 
     def cut(x: Array) -> Cut[Array]:
@@ -152,6 +154,6 @@ def _is_cut(x: object) -> bool:
 
 
 _KEEP = {"skip-simplify-while-loops_trip-count-one": "true"}
-"""XLA puts the turn in the place of other loops of one turn."""
+"""Without this, XLA replaces a loop of one iteration by its body."""
 _MULTIPLE = 128
 """Elements: the layers of a stack in host memory begin at multiples of a cache line."""

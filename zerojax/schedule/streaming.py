@@ -1,13 +1,14 @@
 """Runs over stacks in host memory: while a layer computes, the next one is fetched and the last one stored.
 
-The copies are made by DMA (``zerojax.schedule.stacked``). An iteration reads each stack and then writes it,
-while it reads the next one, so that both directions run at once. At most two such pairs of copies are under
-way: XLA deals copies out to four streams in the order in which they depend on each other, and on a stream one
-waits for the one before. On an H200 24.3 GB in 21 stacks went to the device and back in 664 ms, and in 795 ms
-where half of the stacks were read first and the others written first, without an order among them.
+The copies are made by DMA (``zerojax.schedule.stacked``). An iteration reads each stack and then writes it
+while it reads the next stack, so that both directions run at once. At most two such pairs of copies are in
+flight. XLA deals copies out to four streams in the order in which they depend on each other, and a copy waits
+for the one before it on its stream. On an H200, 24.3 GB in 21 stacks went to the device and back in 664 ms.
+Without an order among the stacks, half of them read first and the others written first, it took 795 ms.
 
-With local updates the run is mapped over nodes (``vmap``), of which a device has one. JAX would make gathers
-and scatters of the slices, which host memory has none of; here they are slices along the second axis.
+With local updates the run is mapped over nodes (``vmap``), with one node per device. JAX would turn the
+slices into gathers and scatters, which host memory does not have. Here they become slices along the second
+axis.
 """
 
 import itertools
@@ -33,9 +34,9 @@ def over_host_layers[K: Hashable, R: PyTree[Array]](
 ) -> tuple[dict[K, Array], R, R]:
     """Run ``new, result = compute(index, arrays)`` for every layer.
 
-    The stacks of ``stored`` are in host memory; on the device ``compute`` makes of a layer's arrays new ones
-    and its result. The new arrays take the place of the old ones if it ``stores`` them; if not, they are not
-    looked at.
+    The stacks of ``stored`` are in host memory. ``compute`` takes one layer's arrays on the device, and
+    returns new ones and its result. If ``stores``, the new arrays replace the old ones; otherwise they are
+    ignored.
 
     Returns:
         The stacks in host memory, the results, and the last layer's result.
@@ -88,7 +89,7 @@ def over_host_layers[K: Hashable, R: PyTree[Array]](
 
 @custom_vmap
 def layer_at[T: PyTree[Array]](stack: T, index: Index) -> T:
-    """``stacked.layer_at``, mapped over all arrays or none."""
+    """``stacked.layer_at``, which can be mapped over all arrays or none."""
     return stacked.layer_at(stack, index)
 
 
@@ -103,7 +104,7 @@ def _layer_of_each[T: PyTree[Array]](
 
 @custom_vmap
 def put_layer[T: PyTree[Array]](stack: T, layer: T, index: Index) -> T:
-    """``stacked.put_layer``, likewise."""
+    """``stacked.put_layer``, which can be mapped over all arrays or none."""
     return stacked.put_layer(stack, layer, index)
 
 
@@ -120,7 +121,7 @@ def _put_layer_of_each[T: PyTree[Array]](
 
 
 def _neighbours_alike[K: Hashable](stored: dict[K, Array]) -> list[K]:
-    """The stacks in an order in which neighbours are of similar size, and the first and last are small."""
+    """The stacks in an order in which neighbours have similar sizes, and the first and last are small."""
     ascending = sorted(stored, key=lambda key: stored[key].nbytes)
     return ascending[::2] + ascending[1::2][::-1]
 

@@ -1,7 +1,7 @@
 """Functions of single tokens, computed for a part of the tokens at a time.
 
-What such a function makes on the way, as an MLP its wide activations, then exists for one tile of the tokens
-only, forward and backward: the backward pass of a tile computes its forward pass again. Arctic Long Sequence
+Intermediate results of such a function, like an MLP's wide activations, then exist for one tile of the tokens
+only, forward and backward. The backward pass of a tile computes its forward pass again. Arctic Long Sequence
 Training (Bekman et al., 2025) calls it TiledMLP.
 """
 
@@ -21,10 +21,10 @@ from zerojax.matmul.tiles import LOOP, over_tiles
 from zerojax.schedule.transforms import holding
 
 TILE = 32768
-"""Tokens of a tile at most.
+"""Most tokens of a tile.
 
-Gradients of weights are summed in fp32 from tile to tile, by the products that make them. These so read and
-write 8 bytes an element. Without such sums, tiles of this size cost 2.7% of a step and smaller ones more
+The products that make gradients of weights also add them up in fp32 from tile to tile, which reads and writes
+8 bytes an element. Compared with no such sums, tiles of this size cost 2.7% of a step, and smaller ones more
 (docs/long-context.md).
 """
 
@@ -38,32 +38,32 @@ _recomputed = ContextVar("in what the backward pass computes again", default=Fal
 
 
 def recomputed(again: bool) -> AbstractContextManager[None]:
-    """Whether the backward pass computes what is traced within this context again."""
+    """Says whether the backward pass computes again whatever is traced in this context."""
     return holding(_recomputed, again)
 
 
 def tiled[T: PyTree[Array]](function: Callable[..., T], *xs: PyTree[Array], tile: int = TILE) -> T:
-    """``function(*xs)`` for at most ``tile`` tokens at a time, where the backward pass computes it again.
+    """``function(*xs)`` for at most ``tile`` tokens at a time, if the backward pass computes it again.
 
-    That is in units under ``ZeroConfig(remat="full")`` and ``"attention"``, in training and evaluation; with
-    ``"none"``, or outside of units, or with fewer tokens, it is a plain call. What ``function`` makes on the
-    way takes memory for one tile. Gradients of the weights that it reads are summed over tiles in fp32. In
-    fp8 each tile's activations have scales of their own.
+    It does in units under ``ZeroConfig(remat="full")`` and ``"attention"``, in training and evaluation. With
+    ``"none"``, outside of units, or with fewer tokens, ``tiled`` is a plain call. Intermediate results of
+    ``function`` then take memory for one tile. Gradients of the weights that it reads are summed over tiles
+    in fp32. In fp8 the activations of each tile have separate scales.
 
     Args:
-        function: of each token alone, such as an MLP with its norm: its results, floating-point, must not
-            depend on which other tokens there are. It may close over modules and arrays, assigns to no
+        function: acts on each token alone, such as an MLP with its norm: its floating-point results must not
+            depend on which other tokens there are. It may close over modules and arrays. It assigns to no
             variable, and draws no random bits.
-        *xs: of tokens, ``[batch, time, ...]``. ``function`` gets ``[1, tokens, ...]``; of tokens that
-            do not divide, the last one is repeated, and what that gives is dropped.
-        tile: tokens at the most.
+        *xs: arrays ``[batch, time, ...]``. ``function`` gets ``[1, tokens, ...]``. If tokens do not divide
+            into tiles, the last token is repeated, and its additional results are dropped.
+        tile: most tokens of a tile.
 
     Returns:
-        As ``function`` does, of all tokens.
+        The results of ``function`` for all tokens.
 
     Raises:
-        ConfigurationError: tile is below 1, or an array or a result is not of the same tokens as the others;
-            or, where there are several tiles, the function draws random bits or assigns to a variable of NNX.
+        ConfigurationError: ``tile`` is below 1, or an array or a result does not have the same tokens as the
+            others; or, with several tiles, the function draws random bits or assigns to a variable of NNX.
 
     Examples:
         >>> double = zerojax.tiled(lambda x: 2 * x, jnp.ones((2, 8, 4)), tile=4)
@@ -123,7 +123,10 @@ def tiled[T: PyTree[Array]](function: Callable[..., T], *xs: PyTree[Array], tile
 
 
 def tokens_of_tile(tokens: int, most: int) -> int:
-    """How many tokens a tile has: those of the fewest tiles, or of up to twice as many if these are equal."""
+    """The number of tokens in a tile:
+
+    From the fewest tiles, or from up to twice as many if those are equal.
+    """
     fewest = -(-tokens // most)
     tiles = next((tiles for tiles in range(fewest, 2 * fewest) if tokens % tiles == 0), fewest)
     return -(-tokens // tiles)

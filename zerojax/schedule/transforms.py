@@ -16,10 +16,10 @@ from zerojax.sharding.memory import in_host, to_host
 
 
 class Pullback(Protocol):
-    """What ``jax.vjp`` returns: a pytree of residuals that maps cotangents back.
+    """The result of ``jax.vjp``: a pytree of residuals that maps cotangents back.
 
-    ``args_res`` are those of its residuals that are the function's own arguments. They can be taken out, and
-    put back before the call, so that a loop stacks and keeps only the rest for the backward pass.
+    ``args_res`` are the residuals that are arguments of the function. They can be taken out, and put back
+    before the call, so that a loop stacks and keeps only the other residuals for the backward pass.
     """
 
     @property
@@ -28,7 +28,7 @@ class Pullback(Protocol):
         ...
 
     def replace(self, *, args_res: Sequence[PyTree[Array]]) -> Self:
-        """The same with other arguments; None takes one out."""
+        """The pullback with other arguments; None takes one out."""
         ...
 
     def __call__(self, cotangents: PyTree[Array], /) -> tuple[PyTree[Array], ...]:
@@ -50,7 +50,7 @@ class TracedOnce[*Args, T: PyTree[Array]]:
         self._traced: tuple[Callable[..., list[Array]], T] | None = None
 
     def __call__(self, *args: *Args) -> T:
-        """Run what was traced."""
+        """Run the traced function."""
         self.shapes(*args)
         assert self._traced is not None
         call, shapes = self._traced
@@ -67,7 +67,7 @@ class TracedOnce[*Args, T: PyTree[Array]]:
 def with_derivatives_of[T: PyTree[Array]](
     plain: Callable[..., T], function: Callable[..., T]
 ) -> Callable[..., T]:
-    """``function``, with the derivatives of ``plain(result, *args)``, which computes the same differently."""
+    """``function`` with the derivatives of ``plain(result, *args)``, which has the same results."""
 
     @jax.custom_vjp
     def run(*args: PyTree[Array]) -> T:
@@ -124,14 +124,14 @@ def partition[T: PyTree](
 def split_arrays[T: PyTree](arguments: T) -> tuple[list[Array], Callable[[Sequence[Array]], T]]:
     """The arrays among ``arguments``, and a function that puts other arrays in their place.
 
-    Leaves that are not arrays (flags, None, functions) stay as they are.
+    Leaves that are not arrays (flags, None, functions) stay in place.
     """
     arrays, rest, combine = partition(arguments, lambda leaf: isinstance(leaf, jax.Array | np.ndarray))
     return arrays, lambda others: combine(others, rest)
 
 
 def inexact(cotangents: PyTree[Array]) -> list[Array]:
-    """The cotangents of floating-point values: those of integers are float0, which no loop can carry."""
+    """The cotangents of floating-point values. Cotangents of integers are float0, which no loop can carry."""
     return partition(cotangents, lambda x: x.dtype != jax.dtypes.float0)[0]
 
 

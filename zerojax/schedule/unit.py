@@ -1,10 +1,10 @@
-"""A unit: the module whose weights are gathered just before use and dropped after.
+"""A unit: a module whose weights are gathered just before use and dropped afterwards.
 
-A unit's parameters reach the model as ``Sharded`` values, which carry all that a gather needs. Calling the
-unit goes through ``call_unit``: one ``custom_vjp`` that gathers the weights, runs the module, and in the
+A unit's parameters reach the model as ``Sharded`` values, which carry everything that a gather needs. A call
+of the unit goes through ``call_unit``, a ``custom_vjp`` that gathers the weights and runs the module. Its
 backward pass gathers again, runs the module's own vjp and reduces the gradients to their owners.
 
-A ``Weight`` knows the level from which it is gathered, and the ``ShardingStrategy`` where its gradient goes.
+A ``Weight`` knows from which level it is gathered. The ``ShardingStrategy`` says where its gradient ends.
 """
 
 import functools
@@ -39,22 +39,22 @@ from zerojax.sharding.wire_format import Seed, mix
 from zerojax.weights import Payloads, Weights, to_full, to_secondary
 
 Arrays = PyTree[Array]
-"""Activations, a module's other state, what it returns."""
+"""Activations, a module's other state, or its results."""
 Sinks = tuple[Array | LayerState, ...]
-"""One for each trained parameter of a unit; ``LayerState`` for all or none."""
+"""One for each trained parameter of a unit; either all are ``LayerState`` or none is."""
 Body = Callable[..., Arrays]
-"""A pure function of a unit's whole weights, as arrays, and of pytrees of arrays."""
+"""A pure function of a unit's whole weights and of pytrees of arrays."""
 
 _calls: ContextVar[Iterator[int]] = ContextVar("numbers of calls")
 
 
 def numbered_calls() -> AbstractContextManager[None]:
-    """Number the calls of units within this context, so that adapters drop different elements in each."""
+    """Number the calls of units in this context, so that adapters drop different elements in each call."""
     return holding(_calls, itertools.count())
 
 
 def materialise(weights: Sequence[Sharded]) -> Values:
-    """Gather weights that belong to no unit; they stay whole until the backward pass ends.
+    """Gather weights outside of units. They stay whole until the backward pass ends.
 
     Their gradients are reduced once, after all uses have contributed.
     """
@@ -71,12 +71,12 @@ def call_unit[T: PyTree](
 ) -> T:
     """Run ``body(weights, inputs)`` on gathered weights.
 
-    ``body`` is a pure function of whole leaves of unsharded shape and of ``inputs``, activations and the
-    unit's other state, and closes over nothing that is traced.
+    ``body`` is a pure function of whole weights of unsharded shape and of ``inputs``: activations and the
+    unit's other state. It closes over nothing that is traced.
 
     Returns:
-        The result of ``body``, in which strings and Python's numbers stay what they are. Cotangents of
-        ``inputs`` are ordinary, those of the weights go to their sinks.
+        The result of ``body``. Strings and Python numbers in it stay what they are. Cotangents of ``inputs``
+        are ordinary ones; cotangents of the weights go to their sinks.
     """
     joins: list[Callable[[Sequence[Array]], T]] = []
 
@@ -105,13 +105,13 @@ def call_unit[T: PyTree](
 
 
 def on_operands(body: Body, weights: Sequence[Sharded]) -> Body:
-    """``body(weights, *args)`` as a function of whole weights as ``take_apart`` orders them.
+    """``body(weights, *args)`` as a function of whole weights in the order of ``take_apart``.
 
-    ``body`` is a pure function of what a model gets for each weight, and closes over nothing that is traced.
-    Of the unit's parameters only what is static is read.
+    ``body`` is a pure function of the operands that a model receives for its weights, and closes over nothing
+    that is traced. Only static fields of ``weights`` are read.
 
     Returns:
-        The same of ``(whole, seeds, *args)``, with the ``seeds`` of ``take_apart``.
+        A function of ``(whole, seeds, *args)``, with the ``seeds`` from ``take_apart``.
     """
     run = at_matmuls(body)
     slots = [(w.leaf, tuple(part.leaf.path for part in w.adapter), w.lora) for w in weights]
@@ -140,7 +140,7 @@ def on_operands(body: Body, weights: Sequence[Sharded]) -> Body:
 
 
 def as_layer(body: Body, strategy: ShardingStrategy) -> Body:
-    """``body`` under the name that profiles show, rematerialised as the strategy says."""
+    """``body`` under the name that profiles show, rematerialised by the strategy's policy."""
     return jax.named_scope("layer")(rematerialised(body, strategy.remat))
 
 
@@ -148,7 +148,7 @@ def refuse_mapped(weights: Flags) -> None:
     """Refuse to map a unit over its own weights in breadth.
 
     Raises:
-        ConfigurationError: one is.
+        ConfigurationError: at least one weight is mapped.
     """
     if any(jax.tree.leaves(weights)):
         raise ConfigurationError(
@@ -160,16 +160,18 @@ def refuse_mapped(weights: Flags) -> None:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Unit:
-    """A unit's parameters, adapters included, grouped by how they are used; for a Stack, those of all layers.
+    """A unit's parameters, adapters included, grouped by their use; for a ``Stack``, of all layers.
 
     Attributes:
-        weights: the trained ones, of which those that every node holds come last, then the frozen ones, each
-            at its own level.
-        sinks: zeros, whose cotangents are the gradients of the trained ones.
+        weights: trained weights first, with the ones that every node holds last among them; then frozen
+            weights. Each is at its own level.
+        sinks: zeros whose cotangents are the gradients of the trained weights.
         seed: salts stochastic rounding; one per layer, if the unit is stacked.
-        copies: delta's, of the first of the trained ones, if the unit updates them itself; else None.
-        update: how the backward pass updates the trained ones, whose sinks are then ``LayerState``s; or None.
-        strategy: how they travel.
+        copies: delta's replicas of the first trained weights, if the unit refreshes them itself; otherwise
+            None.
+        update: how the backward pass updates the trained weights, whose sinks are then ``LayerState``s; or
+            None.
+        strategy: how weights and gradients travel.
     """
 
     weights: Weights
@@ -180,13 +182,13 @@ class Unit:
     strategy: ShardingStrategy = field(metadata={"static": True})
 
     def cotangent(self, sinks: Sinks) -> "Unit":
-        """The cotangent of the unit: only sinks have one."""
+        """The cotangent of the unit, in which only the sinks have values."""
         none: PyTree[Array] = None
         return replace(self, weights=none, sinks=sinks, seed=none, copies=None, update=none)
 
 
 def take_apart(weights: Sequence[Sharded]) -> tuple[Unit, Seed]:
-    """The parameters of a unit as a ``Unit``; and the seeds of adapters' dropout."""
+    """The parameters of a unit as a ``Unit``, and the seeds of its adapters' dropout."""
     every = [part for weight in weights for part in (weight, *weight.adapter)]
     ordered = sorted(every, key=lambda part: (part.leaf.frozen, part.leaf.in_every_node))
     copies = tuple(part.copy for part in ordered if part.copy is not None)
@@ -209,8 +211,9 @@ def reduction_of(strategy: ShardingStrategy, weights: Weights) -> GradientReduct
 def kept_for_backward(strategy: ShardingStrategy, given: Weights, secondary: Weights) -> Weights:
     """The weights from which the backward pass gathers again.
 
-    ``given`` are as the unit finds them. What a scan keeps of these, its inputs, is not stacked again. Of
-    ``secondary``, those at "primary" have crossed the nodes.
+    ``given`` are the weights at the level where the unit receives them. ``secondary`` are the same weights
+    after the hop between nodes. A scan already stores its inputs, so weights found in ``given`` are not
+    stored twice.
     """
     return tuple(
         own if own.reaches(strategy.keep) else gathered
@@ -219,7 +222,7 @@ def kept_for_backward(strategy: ShardingStrategy, given: Weights, secondary: Wei
 
 
 def gradients_of(cotangents: Weights) -> Values:
-    """The gradients of a unit's trained weights in the cotangents of all."""
+    """The gradients of the trained weights among the cotangents of all weights."""
     return tuple(w.cotangent() for w in cotangents if not w.layout.frozen)
 
 
@@ -231,10 +234,11 @@ def _to_whole(strategy: ShardingStrategy, secondary: Weights, sinks: Sinks, seed
 
 
 def _delivered(strategy: ShardingStrategy, cotangents: Weights, seed: Seed) -> Values:
-    """Gradients at the sinks. They are not differentiated again: kernels that encode have no derivative.
+    """Gradients at the sinks. They cannot be differentiated again, because kernels that encode have no
+    derivative.
 
-    Nothing is lost by that: a loss that contains a gradient takes it with respect to activations, and
-    discards the weights' gradients computed on the way.
+    That loses nothing: a loss that contains a gradient takes it with respect to activations, and discards the
+    gradients of weights that are computed on the way.
     """
     gradients = lax.stop_gradient(gradients_of(cotangents))
     return reduction_of(strategy, cotangents).to_sink(gradients, seed)
@@ -249,7 +253,7 @@ _to_whole.defvjp(lambda *args: (_to_whole(*args), args[-1]), _to_whole_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def call_gathered(body: Body, unit: Unit, inputs: Arrays) -> Arrays:
-    """``call_unit`` for weights that ``take_apart`` has taken apart."""
+    """``call_unit`` for a ``Unit``."""
     weights = read_by_unit(unit.weights)
     if not all(w.layout.frozen and w.level == "full" for w in weights):
         # Without the barrier the compiler may gather every unit's weights before the first is used.
@@ -261,8 +265,8 @@ class _Residuals(NamedTuple):
     """What a unit keeps for its backward pass.
 
     Attributes:
-        unit: at the levels from which it gathers again.
-        vjp: the module's, without whole weights.
+        unit: with the weights at the levels from which they are gathered again.
+        vjp: the module's vjp, without whole weights.
     """
 
     unit: Unit

@@ -20,7 +20,7 @@ _LIBRARIES = (
 
 
 def line_of_equation(info: source_info_util.SourceInfo) -> str:
-    """``file:line`` of what became an equation, or what JAX says about it."""
+    """``file:line`` of the code behind an equation, or JAX's summary of it."""
     frames = info.traceback.frames if info.traceback else ()
     return _innermost((f.file_name, f.line_num) for f in frames) or source_info_util.summarize(info)
 

@@ -1,7 +1,7 @@
-"""The update of stacks by their backward pass: what enters it, the update of a layer, and what comes out.
+"""The update of stacks by their backward pass: its arguments, the update of a layer, and its results.
 
 See ``ZeroConfig.update_in_backward``; ``zerojax.schedule.layer_update`` says when layers are updated. All
-functions run inside ``shard_map``, on one device's part: an optimizer that needs no norm computes each
+functions run inside ``shard_map``, on one device's part. An optimizer that needs no norm computes each
 element from that element's values.
 """
 
@@ -36,11 +36,11 @@ from zerojax.weights import Weights
 
 
 class OptimizerShards(NamedTuple):
-    """What updates in the backward pass read of a state, besides ``Shards``; or the PartitionSpecs of it.
+    """The fields that updates in the backward pass read besides ``Shards``; or their PartitionSpecs.
 
     Attributes:
-        moments: of stacks, by their places in the optimizer's state.
-        counters: what is no moment, likewise.
+        moments: the moments of stacks, by their places in the optimizer's state.
+        counters: the rest of the optimizer's state, by place.
         limit: the largest loss that is not a spike, fp32.
     """
 
@@ -50,7 +50,7 @@ class OptimizerShards(NamedTuple):
 
     @staticmethod
     def of(spec: TrainSpec, opt_state: PyTree[Any], limit: Any) -> "OptimizerShards":
-        """Those of an optimizer's state."""
+        """Take them from an optimizer's state."""
         assert spec.layerwise is not None
         every, moments = places(opt_state), spec.layerwise.moments
         paths = {leaf.path for group in spec.updated_in_backward for leaf in group.leaves}
@@ -62,7 +62,7 @@ class OptimizerShards(NamedTuple):
 
 
 def specs(spec: TrainSpec) -> tuple[OptimizerShards, InBackward]:
-    """The PartitionSpecs of what enters the passes, and of what comes out."""
+    """The PartitionSpecs of the arrays that the passes read for updates, and of the updated arrays."""
     fields = specs_of({name: abstract_fields(spec)[name] for name in ("params", "opt_state", "encoded")})
     scalar = jax.sharding.PartitionSpec()
     entering = OptimizerShards.of(spec, fields["opt_state"], scalar)
@@ -111,12 +111,12 @@ class BackwardUpdate:
         }
 
     def facts(self, loss: Float32[Array, ""], tokens: Float32[Array, ""]) -> Facts:
-        """What updates need of the step, by its mean loss and its tokens."""
+        """The facts of a step that updates need, from its mean loss and number of tokens."""
         taken = jnp.isfinite(loss) & ~(loss > self.state.limit)
         return Facts(tokens, taken.astype(jnp.float32))
 
     def done(self, after: Mapping[Path, LayerState]) -> InBackward:
-        """What has been updated, by the sinks' cotangents."""
+        """The updated arrays, from the sinks' cotangents."""
         encoded = {path: self.shards.encoded[path] for path in after}
         return InBackward(
             {path: sink.held[MASTER] for path, sink in after.items()},

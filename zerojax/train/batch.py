@@ -18,7 +18,7 @@ from zerojax.schedule.transforms import partition
 from zerojax.train.spec import TrainSpec
 
 Batch = PyTree
-"""Of arrays whose leading axis is the batch, scalars, Python's numbers and ``Replicated``."""
+"""A pytree of arrays whose leading axis is the batch, scalars, Python's numbers and ``Replicated``."""
 NUMBER = (bool, int, float, complex)
 """Python's numbers, which have no dtype of their own."""
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
@@ -48,7 +48,7 @@ class Replicated:
 
 
 def map_batch[T](rows: Callable[[Any], T], whole: Callable[[Any], T], batch: Batch) -> PyTree[T]:
-    """Map the arrays of a batch that are spread by rows, and those that every device gets whole."""
+    """Map the arrays of a batch that are spread by rows, and the ones that every device gets whole."""
 
     def one(x: Any) -> PyTree[T]:
         if isinstance(x, Replicated):
@@ -71,7 +71,7 @@ def micro_batches(batch: Batch, count: int) -> tuple[list[Array], Callable[[Sequ
 
 
 def unmarked(batch: Batch) -> PyTree:
-    """A batch as a loss function gets it: without ``Replicated``."""
+    """A batch as a loss function receives it, without ``Replicated``."""
     return jax.tree.map(lambda x: x.value if _is_replicated(x) else x, batch, is_leaf=_is_replicated)
 
 
@@ -99,9 +99,10 @@ def abstract_batch(spec: TrainSpec, batch: Batch) -> PyTree[jax.ShapeDtypeStruct
 
 @contextmanager
 def places_arguments() -> Generator[None]:
-    """Let a function transfer the numbers and arrays that it is given, under ``jax.transfer_guard``, too.
+    """Allow a function to transfer the numbers and arrays that it is given, also under
+    ``jax.transfer_guard``.
 
-    Its caller asks for these transfers; JAX takes them for implicit ones.
+    Its caller asks for these transfers, but JAX considers them implicit.
     """
     with jax.transfer_guard_host_to_device("allow"):
         yield
@@ -110,10 +111,10 @@ def places_arguments() -> Generator[None]:
 def place(spec: TrainSpec, batch: Batch, accumulate: int, *, shared: bool = True) -> Batch:
     """Spread a host batch over the devices, and replicate its scalars and ``Replicated`` arrays.
 
-    Arrays that are already in place stay as they are. Python's numbers stay numbers, because jit gives them
-    weak dtypes.
+    Arrays that are already in place stay there. Python's numbers stay numbers, because jit gives them weak
+    dtypes.
 
-    With ``shared``, devices share rows if the options say so: each of them then gets whole ones.
+    With ``shared``, devices share rows if the options say so: each of them then gets whole rows.
     """
     processes = spec.once("processes", lambda: len({d.process_index for d in spec.mesh.devices.flat}))
     copies = spec.zero.sequence_parallel if shared else 1
@@ -144,21 +145,21 @@ def place(spec: TrainSpec, batch: Batch, accumulate: int, *, shared: bool = True
 
 
 def _rows_of_devices(x: Any, *, own: int, copies: int) -> Array | np.ndarray:
-    """The rows of groups of ``copies`` devices once for each of this process's ``own`` devices.
+    """The rows of groups of ``copies`` devices, once for each of this process's ``own`` devices.
 
     Raises:
-        ConfigurationError: a group is on devices of several processes but not all of theirs, or the rows are
-            on the devices of several processes already.
+        ConfigurationError: a group spans devices of several processes but not all of their devices, or the
+            rows are already on the devices of several processes.
     """
     if own % copies and copies % own:
         raise ConfigurationError(
-            f"sequence_parallel={copies}: each process has {own} devices, some of which would share rows "
-            "with another's: choose a divisor or a multiple."
+            f"sequence_parallel={copies}: a process has {own} devices, and some would share rows with "
+            "another process's devices. Choose a divisor or a multiple."
         )
     if not _is_of_host(x):
         raise ConfigurationError(
-            f"sequence_parallel={copies}: an array of the batch is on devices of several processes already: "
-            "give each process's rows as numpy's, which a step places."
+            f"sequence_parallel={copies}: an array of the batch is already on devices of several processes. "
+            "Pass each process's rows as NumPy arrays; train_step places them on the devices."
         )
     groups, numpy = max(1, own // copies), np if isinstance(x, np.ndarray) else jnp
     each = numpy.reshape(x, (groups, 1, -1, *x.shape[1:]))
@@ -167,26 +168,26 @@ def _rows_of_devices(x: Any, *, own: int, copies: int) -> Array | np.ndarray:
 
 
 def rows_once(spec: TrainSpec, x: jax.Array) -> jax.Array:
-    """Results that each device has of its rows, as an array in which rows that devices share stand once."""
+    """Results for a device's rows, as an array that has rows shared by several devices only once."""
     copies = spec.zero.sequence_parallel
     return x if copies == 1 else _with_shards(x, _by_groups(spec), (x.shape[0] // copies, *x.shape[1:]))
 
 
 def _by_groups(spec: TrainSpec) -> NamedSharding:
-    """Rows spread over groups of devices, each of which has all rows of its group."""
+    """The sharding of rows over groups of devices. Each device of a group has all its rows."""
     groups = spec.mesh.devices.reshape(-1, spec.zero.sequence_parallel)
     mesh = Mesh(groups, ("groups", "devices"), axis_types=(AxisType.Auto,) * 2)
     return NamedSharding(mesh, PartitionSpec("groups"))
 
 
 def _with_shards(x: jax.Array, sharding: NamedSharding, shape: tuple[int, ...]) -> jax.Array:
-    """An array of another shape or sharding that has the same shards where they are."""
+    """An array of another shape or sharding that consists of the same shards on the same devices."""
     shards = [shard.data for shard in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
 def local_rows(x: jax.Array) -> np.ndarray:
-    """The rows of a batch-sharded array that are on this process's devices, those of several devices once."""
+    """The rows of a batch-sharded array that are on this process's devices. Shared rows occur once."""
     shards = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
     return np.concatenate([np.asarray(shards[start]) for start in sorted(shards)])
 
@@ -194,8 +195,8 @@ def local_rows(x: jax.Array) -> np.ndarray:
 def _check_batch(batch: Batch, devices: int, accumulate: int, processes: int = 1, copies: int = 1) -> None:
     """Refuse anything but arrays with equally many rows.
 
-    The batch is one process's part of several; an array on the devices of several processes is global. If
-    ``copies`` devices share a row, ``devices`` counts groups of them.
+    The batch is one process's part; an array on the devices of several processes is global. If ``copies``
+    devices share a row, ``devices`` counts groups of them.
 
     Raises:
         ConfigurationError: naming the array, and what to pass in its place.
@@ -247,24 +248,24 @@ def _check_array(name: str, x: Any) -> None:
     if not isinstance(x, _ARRAYS):
         raise ConfigurationError(
             f"{name} is of type {type(x).__name__}: a batch holds arrays of numpy or JAX, and numbers. "
-            "Convert it, or leave it out of what the step gets."
+            "Convert it, or leave it out of the batch."
         )
     if not any(jnp.issubdtype(x.dtype, kind) for kind in _ON_DEVICES):
         raise ConfigurationError(
             f"{name} is an array of dtype {x.dtype}, which no device can hold: a batch holds numbers. "
-            "Encode it, or leave it out of what the step gets."
+            "Encode it, or leave it out of the batch."
         )
 
 
 def _refuse_wide(name: str, x: np.ndarray) -> None:
-    """Refuse integers beyond those that JAX has, which would lose their upper bits."""
+    """Refuse integers outside JAX's range, which would lose their upper bits."""
     if x.dtype.kind not in "iu" or not x.size or jax.dtypes.canonicalize_dtype(x.dtype) == x.dtype:
         return
     bounds = np.iinfo(jax.dtypes.canonicalize_dtype(x.dtype))
     if beyond := [int(n) for n in (x.min(), x.max()) if not bounds.min <= n <= bounds.max]:
         raise ConfigurationError(
-            f"{name} has {beyond[0]} in it, and JAX's integers have 32 bits: number such ids anew, or pass "
-            "their upper and lower halves."
+            f"{name} contains {beyond[0]}, and JAX's integers have 32 bits. Renumber the ids to fit in 32 "
+            "bits, or pass the upper and lower halves as two arrays."
         )
 
 

@@ -35,10 +35,11 @@ def stored_blocks(blocks: Blocks, leaves: Sequence[ParamLayout]) -> Blocks:
 def without_padding(
     leaf: ParamLayout, block: Num[Array, "..."], axes: str | tuple[str, ...] = ()
 ) -> Num[Array, "..."]:
-    """A block with zeros in the padding behind its leaf; spread over ``axes``, or like the master weight.
+    """A block with zeros in the padding behind its parameter.
 
-    A rotation spreads rounding errors over 32 neighbours, some of which may be padding: left there, they
-    would grow in the master weights and affect their scales, and the gradient's norm.
+    ``axes`` are the mesh axes over which the block is spread, by default the owners of the master weight. A
+    rotation spreads rounding errors over 32 neighbours, and some of these may be padding. Left there, errors
+    would grow in the master weights and affect their scales and the gradient's norm.
     """
     if not leaf.rotation or leaf.padded == leaf.size:
         return block
@@ -52,8 +53,8 @@ def by_group(
 ) -> dict[Path, Any]:
     """Run ``hop(*values)`` for each group of weights that travel together, layer by layer for stacked ones.
 
-    The hop takes tuples with one value for each weight of a group, and returns as many. Weights that the
-    first of the values lacks are left out.
+    The hop takes tuples with one value for each weight of a group, and returns as many. Weights that have no
+    entry in the first of the values are left out.
     """
     return _of_groups(spec, lambda _, __, *own: hop(*own), values, jnp.uint32(0))
 
@@ -75,7 +76,7 @@ def _of_groups(
     values: Sequence[Mapping[Path, Any]],
     seed: Seed,
 ) -> dict[Path, Any]:
-    """Run ``hop(leaves, seed, *values)`` for each group and layer, each with a seed of its own."""
+    """Run ``hop(leaves, seed, *values)`` for each group and layer, each with a separate seed."""
     result: dict[Path, Any] = {}
     for number, group in enumerate(spec.groups):
         leaves = tuple(leaf for leaf in group.every if leaf.path in values[0])
@@ -90,7 +91,7 @@ def _of_groups(
 def _over_layers(
     group: ParamGroup, hop: Callable[..., Sequence[Any]], seed: Seed, values: list[Any]
 ) -> Sequence[Any]:
-    """Run a hop for every layer, in place if its results have the shapes of the last of its values.
+    """Run a hop for every layer; in place, if its results have the shapes of the last of its values.
 
     Otherwise the compiler would hold the old and the new values of all layers at once.
     """

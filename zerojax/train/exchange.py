@@ -5,8 +5,8 @@ says which arrays the passes read, and takes part before and after them:
 
 - ``Exchange``, for zero3, zero++ and delta: the passes send gradients and weights between nodes, and nothing
   else crosses.
-- ``FragmentExchange`` (``zerojax.train.local_updates``): each node trains weights of its own, and one
-  fragment of them crosses the nodes.
+- ``FragmentExchange`` (``zerojax.train.local_updates``): each node trains its own weights, and one fragment
+  of them crosses the nodes.
 """
 
 from collections.abc import Callable
@@ -87,7 +87,7 @@ class Exchange:
         return shards, own, batch
 
     def residual(self, shards: Shards) -> Blocks:
-        """What the hop between nodes has lost so far, flat: this device's part; empty without."""
+        """This device's part of the node hop's past encoding errors, flat; empty without error feedback."""
         residual = from_tree(shards.residual)
         return flat_blocks(residual, self.spec.leaves) if residual else {}
 
@@ -106,7 +106,7 @@ class Exchange:
         return state.trained
 
     def on_each_node[**P, T](self, update: Callable[P, T]) -> Callable[P, T]:
-        """The update, for every node if each node has weights of its own."""
+        """The update; mapped over the nodes, if each node has its own weights."""
         return update
 
     def finish(

@@ -44,7 +44,7 @@ class Shards:
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> "Shards":
-        """Those among the fields of a state."""
+        """Take these fields from the fields of a state."""
         return Shards(**{one.name: values[one.name] for one in dataclasses.fields(Shards)})
 
     @functools.cached_property
@@ -54,7 +54,7 @@ class Shards:
 
 
 def abstract_fields(spec: TrainSpec) -> dict[str, Any]:
-    """Every field of a state but ``spec``, as ShapeDtypeStructs with shardings; found once for each spec."""
+    """Every field of a state except ``spec``, as ShapeDtypeStructs; computed once for each spec."""
     return dict(spec.once("fields", lambda: _abstract_fields(spec)))
 
 
@@ -116,7 +116,7 @@ def abstract_losses(spec: TrainSpec) -> PyTree:
 
 
 def abstract_encoded(spec: TrainSpec) -> dict[Path, Weight]:
-    """The trained weights as their owners send them next; none if passes read master weights.
+    """The trained weights as their owners send them next; empty if passes read master weights.
 
     With local updates they are each node's own, along the first axis.
     """
@@ -134,14 +134,17 @@ def abstract_encoded(spec: TrainSpec) -> dict[Path, Weight]:
 
 
 def abstract_copies(spec: TrainSpec, *, frozen: bool = False) -> dict[Path, Weight]:
-    """Copies in every node: of the trained weights that it lacks and, if asked for, of such frozen ones."""
+    """Replicas in every node:
+
+    Of the trained weights that it lacks and, with ``frozen``, of such frozen ones.
+    """
     apart = spec.frozen if frozen and spec.strategy.frozen == "primary" else ()
     lacking = (leaf for leaf in (*spec.leaves, *apart) if not leaf.in_every_node)
     return {leaf.path: spec.stored(leaf, "secondary") for leaf in lacking}
 
 
 def shard_specs(spec: TrainSpec, copies: Iterable[Path] = (), *, current_copies: bool = False) -> Shards:
-    """The PartitionSpecs of ``Shards``, for a state that has copies of the weights at these paths."""
+    """The PartitionSpecs of ``Shards``, for a state that has replicas of the weights at these paths."""
     every = abstract_copies(spec, frozen=True)
     own = {"copies": {path: every[path] for path in copies}, "current_copies": current_copies}
     return specs_of(Shards.of(abstract_fields(spec) | own))

@@ -22,7 +22,7 @@ class Fp8Loss(NamedTuple):
     Attributes:
         saturated: fraction of elements beyond e4m3's largest value, which they become.
         underflowed: fraction of elements that are not zero and become zero.
-        error: root mean square of all errors, over that of the weight.
+        error: root mean square of all errors, divided by the root mean square of the weight.
     """
 
     saturated: Any
@@ -33,14 +33,14 @@ class Fp8Loss(NamedTuple):
 def fp8_report(state: TrainState) -> dict[str, Fp8Loss]:
     """The precision that each weight of fp8 matmuls loses in the codes of the next step.
 
-    With ``weights_delta`` the codes are those of the copy, after the next update. All processes must call it;
-    it reads each weight once, and changes nothing.
+    With ``weights_delta`` these are the codes of the replica after it is refreshed. All processes must call
+    it. It reads each weight once, and changes nothing.
 
     Args:
         state: any.
 
     Returns:
-        By the weight's path, joined by "/"; of all layers together, if it is stacked. Empty without fp8
+        By the weight's path, joined by "/"; for a stacked weight, of all layers together. Empty without fp8
         matmuls.
 
     Raises:

@@ -1,9 +1,9 @@
 """Frozen weights: how they are encoded and stored, and decoded again.
 
 A frozen weight is stored once per node, spread over its devices, in the format in which it is gathered
-(``ZeroConfig.frozen_weights``): the secondary partition of ZeRO++ (section 3.2), which then never has to be
-sent again. With ``frozen_spread="world"`` its owners store its encoded shards alone, which then cross nodes
-as they are.
+(``ZeroConfig.frozen_weights``). That is the secondary partition of ZeRO++ (section 3.2), which then never has
+to be sent again. With ``frozen_spread="world"`` only its owners store its encoded shards, which cross nodes
+unchanged.
 """
 
 import dataclasses
@@ -38,17 +38,20 @@ ReadLayer = Callable[[ParamLayout, int | None], Float[Array, "..."]]
 def encode_frozen(
     spec: TrainSpec, leaf: ParamLayout, weight: Num[Array, "..."], salt: UInt32[Array, ""] | None = None
 ) -> tuple[Weight, UInt32[Array, ""]]:
-    """A weight as it is stored, and its fingerprint; runs under ``jit``.
+    """A weight in the form in which it is stored, and its fingerprint; runs under ``jit``.
 
     Each owner encodes its shard, and the nodes exchange the encoded shards, once.
 
-    The weight is of unsharded shape, layers included, with any sharding. The salt is that of the hash, by
-    default of the weight's path.
+    Args:
+        spec: the train spec.
+        leaf: the weight's layout.
+        weight: of unsharded shape, layers included, with any sharding.
+        salt: of the hash; by default made from the weight's path.
 
     Returns:
-        The weight as ``TrainSpec.stored`` says. And a hash of its path, of its values before they
-        were encoded, and of their order, the same on every mesh: the sum of the hashes of a model's weights
-        is its fingerprint.
+        The weight as ``TrainSpec.stored`` describes it. And a hash of its path, of its values before
+        encoding, and of their order, which is the same on every mesh. The sum of all hashes is a model's
+        fingerprint.
     """
     owned = spec.sharding(leaf.spec(OWNED))
     stored = lax.with_sharding_constraint(to_stored(weight.astype(jnp.float32), leaf), owned)
@@ -68,15 +71,15 @@ def encode_one(spec: TrainSpec, leaf: ParamLayout, weight: Num[Array, "..."]) ->
 
 
 def load_frozen(spec: TrainSpec, read: ReadLayer) -> dict[str, PyTree]:
-    """The state's fields "frozen" and "base", of weights that are read and encoded layer by layer.
+    """The state's fields "frozen" and "base", from weights that are read and encoded layer by layer.
 
-    A layer is read cut as its owners hold it.
+    ``read`` returns a layer cut as its owners hold it.
     """
     return frozen_fields(spec, ((leaf.path, *_encode_layers(spec, leaf, read)) for leaf in spec.frozen))
 
 
 def frozen_fields(spec: TrainSpec, encoded: Iterable[tuple[Path, Weight, int]]) -> dict[str, PyTree]:
-    """The state's fields "frozen" and "base", of the path, the stored form and the hash of each weight."""
+    """The state's fields "frozen" and "base", from the path, the stored form and the hash of each weight."""
     stored: dict[Path, Weight] = {}
     total = 0
     for path, one, hashed in encoded:
@@ -88,9 +91,9 @@ def frozen_fields(spec: TrainSpec, encoded: Iterable[tuple[Path, Weight, int]]) 
 
 
 def _encode_layers(spec: TrainSpec, leaf: ParamLayout, read: ReadLayer) -> tuple[Weight, int]:
-    """A weight as it is stored, and its hash; besides it no more than one layer is in memory in fp32."""
+    """A weight in the form in which it is stored, and its hash. At most one layer is in memory in fp32."""
     like, everyone = spec.stored_frozen(leaf), spec.sharding(PartitionSpec())
-    # Weights of one layout share a compiled function: the salt of the hash is what tells them apart.
+    # Weights of one layout share a compiled function; only the salt of the hash differs.
     one = dataclasses.replace(without_place(leaf), stack=(1,) * len(leaf.stack))
     arrays = (like.values, like.scale)
     shardings, specs = shardings_of(arrays), specs_of(arrays)
@@ -126,7 +129,7 @@ def _encode_layers(spec: TrainSpec, leaf: ParamLayout, read: ReadLayer) -> tuple
 def _encode_stored(
     spec: TrainSpec, leaf: ParamLayout, stored: Float[Array, "..."], salt: UInt32[Array, ""] | np.uint32
 ) -> tuple[Weight, UInt32[Array, ""]]:
-    """``encode_frozen`` of values that their owners hold; the layers' hashes have salts from ``salt`` on."""
+    """``encode_frozen`` for values that their owners hold; the layers' hashes have salts from ``salt`` on."""
     level = spec.strategy.frozen
 
     def encode(block: Float[Array, "..."], salt: UInt32[Array, ""]) -> tuple[Weight, Array]:

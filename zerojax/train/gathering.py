@@ -98,7 +98,7 @@ def gather_model(state: TrainState) -> Any:
 def put_params(state: TrainState, params: PyTree) -> TrainState:
     """A state whose master weights are ``params``; the optimizer's state is unchanged.
 
-    It shares all other arrays with ``state``, so a step from either donates those of both.
+    It shares all other arrays with ``state``, so a step from one of them donates the arrays of both.
 
     Args:
         state: any.
@@ -171,10 +171,11 @@ def averaged(state: TrainState) -> TrainState:
 
 
 def mean_of_nodes(spec: TrainSpec, averages: PyTree, counts: Array) -> tuple[PyTree, PyTree, Array]:
-    """The mean of the averages of those nodes that have one.
+    """The mean of the averages over the nodes that have one.
 
     Returns:
-        It, stored like the outer weights; it, as every node knows them; and the most updates in an average.
+        The mean, stored like the outer weights; the mean as every node knows it; and the most updates in an
+        average.
     """
 
     def on_device(averages: PyTree, counts: Array) -> tuple[PyTree, PyTree, Array]:

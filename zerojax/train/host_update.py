@@ -1,10 +1,10 @@
 """The update of weights whose masters and moments are in host memory, one layer of a stack at a time.
 
-While layer i is updated, the state of layer i + 1 comes to the device and that of layer i - 1 goes back
+While layer i is updated, the state of layer i + 1 comes to the device and the state of layer i - 1 goes back
 (``zerojax.schedule.streaming``). Norms over the whole tree are computed before (``zerojax.optim.layerwise``).
 
-What passes read of a weight stays on the device: the shard as its owner sends it next, encoded when the
-weight is updated (``Weight.ready``). With delta that is its difference from the copy that every node has.
+Passes read encoded weights, which stay on the device: each shard as its owner sends it next, encoded when the
+weight is updated (``Weight.ready``). With delta that is its difference from the node's replica.
 """
 
 import dataclasses
@@ -33,14 +33,14 @@ from zerojax.train.spec import ParamGroup, TrainSpec
 from zerojax.weights import Weight
 
 _Place = tuple[str, ...]
-"""Of a stored array: ("params", *path), or ("state", its place in the optimizer's state)."""
+"""Place of a stored array: ("params", *path), or ("state", its place in the optimizer's state)."""
 _Stored = dict[_Place, Float32[Array, "..."]]
 _GROUPS_AT_ONCE = 2
 """Groups of weights on the device at once: one is updated while the next one is fetched."""
 
 
 class InBackward(NamedTuple):
-    """What the backward pass has updated (``zerojax.train.backward_update``), on one device or global arrays.
+    """The arrays that the backward pass has updated (``zerojax.train.backward_update``).
 
     Attributes:
         params: master weights by path, stored.
@@ -60,7 +60,7 @@ class Sent(NamedTuple):
 
     Attributes:
         values: encoded; arrays, or their PartitionSpecs.
-        scales: of the weights of fp8 products, fp32.
+        scales: for weights of fp8 products, fp32.
     """
 
     values: dict[Path, Any]
@@ -83,16 +83,16 @@ def updated_by_layers(
     Args:
         spec: the train spec.
         ok: whether the step is taken.
-        sums: of gradients over all tokens, stored like the weights, on the device.
-        tokens: how many.
+        sums: gradients summed over all tokens, stored like the weights, on the device.
+        tokens: the number of tokens.
         opt_state: the optimizer's state, its moments in host memory.
         params: the master weights, in host memory.
-        encoded: the weights as they were sent, whose memory the new ones take.
-        copies: delta's copies after the passes; or empty.
-        done: what the backward pass has updated, whose gradients are not among ``sums``.
+        encoded: the previous encoded weights, whose memory the new ones take.
+        copies: delta's replicas after the passes; or empty.
+        done: the arrays that the backward pass has updated, which have no entry in ``sums``.
 
     Returns:
-        The new weights, the new state, and the weights as they are sent next.
+        The new weights, the new state, and the new encoded weights.
 
     Raises:
         ConfigurationError: the optimizer cannot update layers by themselves.
@@ -138,12 +138,12 @@ def updated_by_layers(
 
 
 def first_encoded(spec: TrainSpec, params: PyTree[Array], copies: ByPath) -> ByPath:
-    """The weights of a state as their owners send them next, by a function that is compiled once.
+    """The encoded weights of a state, by a function that is compiled once.
 
     Args:
         spec: the train spec.
         params: the master weights, in host memory; with local updates each node's own.
-        copies: delta's; or empty.
+        copies: delta's replicas; or empty.
     """
     own = spec.in_node if spec.local_updates else spec
 
@@ -174,10 +174,10 @@ def _over_groups(
     begin: Bool[Array, ""] | None = None,
     skip: Collection[ParamGroup] = (),
 ) -> tuple[_Stored, ByPath]:
-    """Run all groups, of which each begins to be fetched when the one before the last is done.
+    """Run all groups, one after another. A group is fetched once the group two before it is done.
 
-    The first ones begin at any time, or if they are no stack, of which all is fetched at once, when ``begin``
-    is known.
+    The first groups are fetched at any time. The first ones that are no stack, and so are fetched whole, wait
+    for ``begin``.
     """
     after: _Stored = {}
     fresh: ByPath = {}
@@ -210,12 +210,12 @@ def _over_layers(
         spec: the train spec.
         group: the group.
         stored: its arrays in host memory, of all layers.
-        encoded: arrays that the results take the place of; or None.
-        copies: delta's, of all weights; or empty.
-        update: from a layer's index and its arrays to the new ones; None leaves them as they are.
+        encoded: arrays that the results replace; or None.
+        copies: delta's replicas of all weights; or empty.
+        update: from a layer's index and its arrays to the new ones; None leaves them unchanged.
 
     Returns:
-        The arrays in host memory; the encoded weights; and those of the last layer.
+        The arrays in host memory; the encoded weights; and the last layer's encoded weights.
     """
     mine = _rows(group, {leaf.path: copies[leaf.path] for leaf in group.leaves if leaf.path in copies})
 
@@ -241,7 +241,7 @@ def _over_layers(
 
 
 def _encode_layer(spec: TrainSpec, group: ParamGroup, stored: _Stored, copies: ByPath) -> Sent:
-    """One layer's weights as their owners send them next, by the masters among ``stored``."""
+    """One layer's encoded weights, from the masters in ``stored``."""
     leaves = [dataclasses.replace(leaf, stack=()) for leaf in group.leaves]
 
     stored_specs = {leaf.path: leaf.spec(leaf.owners) for leaf in leaves}
@@ -265,13 +265,13 @@ def encoded_layer(
     masters: Mapping[Path, Array],
     copies: Mapping[Path, Weight],
 ) -> Sent:
-    """One layer's weights as their owners send them next, on one device.
+    """One layer's encoded weights, on one device.
 
     Args:
         spec: the train spec.
         leaves: their layouts, without layers.
-        masters: this device's.
-        copies: delta's after the passes, or none.
+        masters: this device's masters.
+        copies: delta's replicas after the passes, or none.
     """
     chosen = [leaf.path for leaf in leaves if leaf.fp8]
     scales: dict[Path, Array] = {}
@@ -294,7 +294,7 @@ def _rows[T: PyTree[Array]](group: ParamGroup, tree: T) -> T:
 
 
 def _layer[T: PyTree[Array]](group: ParamGroup, rows: T, index: Index) -> T:
-    """A layer of ``_rows``, or arrays that are no stack as they are."""
+    """A layer of ``_rows``; arrays that are no stack are returned unchanged."""
     return layer_at(rows, index) if group.stack else rows
 
 

@@ -21,7 +21,7 @@ from zerojax.train.pass_weights import copies_of
 from zerojax.train.spec import TrainSpec
 
 _AT_ONCE = 8 << 30
-"""Bytes of a device's arrays that are made at once if there are some for host memory; or one array."""
+"""Bytes of a device's arrays that are made at once, if some are for host memory; or one larger array."""
 
 
 def initializer(spec: TrainSpec, *, frozen: bool = True) -> Any:
@@ -47,14 +47,14 @@ def initializer(spec: TrainSpec, *, frozen: bool = True) -> Any:
             values |= frozen_values(spec, weights)
         return values
 
-    del places["encoded"]  # follows from the others (``TrainState.replace``)
+    del places["encoded"]  # follows from the others (``state.encoded_fields``)
     if not frozen:
         del places["frozen"], places["base"]
     return in_portions(init, places)
 
 
 def in_portions[T](init: Callable[..., T], places: T) -> Callable[..., T]:
-    """A function that makes a state's fields, compiled; arrays for host memory a few at a time.
+    """A compiled function that makes a state's fields; arrays for host memory are made a few at a time.
 
     They are computed on the device, which need not have room for all of them at once.
 
@@ -103,7 +103,7 @@ def adapter_values(spec: TrainSpec, key: Array) -> dict[Path, Array]:
 
 
 def frozen_values(spec: TrainSpec, weights: Mapping[Path, Array]) -> dict[str, Any]:
-    """The state's fields "frozen" and "base" for a model's weights of unsharded shape."""
+    """The state's fields "frozen" and "base", from a model's weights of unsharded shape."""
     if not spec.frozen:
         return {"frozen": {}, "base": {}}
     encoded = {leaf.path: encode_frozen(spec, leaf, weights[leaf.path]) for leaf in spec.frozen}
@@ -115,7 +115,7 @@ def frozen_values(spec: TrainSpec, weights: Mapping[Path, Array]) -> dict[str, A
 
 
 def first_values(spec: TrainSpec, seed: Array, stored: PyTree, model_state: ModelState) -> dict[str, Any]:
-    """Every field at step 0 but the parameters and what is encoded of them."""
+    """Every field at step 0, except the parameters and the encoded weights."""
     residual = abstract_fields(spec)["residual"]
     return {
         "step": jnp.int32(0),

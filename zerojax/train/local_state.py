@@ -4,8 +4,8 @@ A state has the weights three times (``zerojax.train.local_updates`` has the alg
 
 - the outer weights, ``TrainState.params``: stored once, spread over all devices, like the weights of ZeRO;
 - each node's own weights, which the node trains, spread over its devices;
-- the outer weights as the nodes know them, once in every node. They lag behind the outer weights by what is
-  still to be sent, and by rounding errors.
+- the known weights: the outer weights as the nodes know them, once in every node. They lag behind the outer
+  weights by changes that are still to be sent, and by rounding errors.
 """
 
 import dataclasses
@@ -28,9 +28,9 @@ from zerojax.train.spec import TrainSpec
 from zerojax.zero_config.config import PerHop
 
 MAX_METRICS = 64
-"""The most scalars that a loss function's aux may have: a state is created before they can be counted."""
+"""The most scalars that a loss function's aux may have. A state is created before they can be counted."""
 REPORTED = ("grad_norm", "skipped", "skipped_in_row", "spike", "loss_limit")
-"""The metrics of a node's update that its report has, besides sums over its tokens."""
+"""The metrics of a node's update in its report, besides sums over its tokens."""
 REPORT_COLUMNS = 2 + len(REPORTED) + MAX_METRICS
 """The fp32 numbers in a node's report: the sums of its loss and tokens come first."""
 
@@ -44,7 +44,7 @@ class LocalState:
         weights: each node's own weights, fp32 ``[nodes, *stored_shape]``, spread over the node's devices.
         known: the outer weights as the nodes know them, fp32 ``stored_shape``, the same in every node.
         momentum: of the outer weights, fp32, stored like them; empty if ``ZeroConfig.outer_momentum`` is 0.
-        skipped_in_row: of each node, what ``TrainState.skipped_in_row`` is of all.
+        skipped_in_row: ``TrainState.skipped_in_row`` of each node.
         report: a row for each node, with the sums and metrics of its last step.
     """
 
@@ -75,7 +75,7 @@ def abstract_local(spec: TrainSpec) -> LocalState:
 
 
 def by_node(leaf: ParamLayout) -> PartitionSpec:
-    """The sharding of ``[nodes, *stored_shape]``, of which each node has its row, spread over its devices."""
+    """The sharding of ``[nodes, *stored_shape]``: a row for each node, spread over its devices."""
     return PartitionSpec(NODE, *leaf.spec((LOCAL,)))
 
 
@@ -99,14 +99,14 @@ def first_local(spec: TrainSpec, params: PyTree) -> LocalState:
 
 @dataclass(frozen=True)
 class Fragments:
-    """A parameter cut into ``every`` fragments, of which each step sends one.
+    """A parameter cut into ``every`` fragments. Each step sends one of them.
 
     An owner's shard of all layers is cut into ``every`` runs of whole codec blocks; fragment i is run i of
-    every owner. All runs have the same length: what lies behind the shard's end is read as zeros and never
+    every owner. All runs have the same length: places behind the shard's end are read as zeros and never
     written.
 
-    The methods run inside ``shard_map``, on one device's part of a parameter as it is stored: the shard of
-    one owner, or the shards of several, one after another, of each layer.
+    The methods run inside ``shard_map``, on one device's part of a stored parameter. That is the shard of one
+    owner, or the shards of several owners, one after another, of each layer.
 
     Attributes:
         leaf: the parameter's layout in the mesh.
@@ -127,12 +127,12 @@ class Fragments:
 
     @property
     def blocks(self) -> int:
-        """How many codec blocks one owner's shard of one layer has."""
+        """Codec blocks in one owner's shard of one layer."""
         return self.leaf.shard // self.change.block
 
     @property
     def count(self) -> int:
-        """How many codec blocks of one owner's shard a fragment has."""
+        """Codec blocks of one owner's shard in a fragment."""
         return -(-self.leaf.layers * self.blocks // self.every)
 
     @property
@@ -152,7 +152,7 @@ class Fragments:
     def take(self, x: Float[Array, "..."], index: Int32[Array, ""]) -> Float[Array, " m"]:
         """Read fragment ``index`` of a parameter: flat, one owner's part after another.
 
-        Of one in host memory the part of every layer that the fragment has blocks of comes to the device.
+        From a parameter in host memory, the parts of layers that hold the fragment are copied to the device.
         """
         layer, row = self._rows(index)
         blocks = self._by_block(to_device(x) if self._is_small else x)
@@ -186,7 +186,7 @@ class Fragments:
     ) -> Float32[Array, " m"]:
         """Fragment ``index`` with zeros in the parameter's padding.
 
-        A rotation spreads rounding errors over 32 neighbours, some of which may be padding.
+        A rotation spreads rounding errors over 32 neighbours, and some of these may be padding.
 
         Args:
             fragment: as ``take`` returns it.
@@ -207,7 +207,7 @@ class Fragments:
         return jnp.where(leaf.element_at(place.reshape(-1)) < leaf.size, fragment, 0)
 
     def _rows(self, index: Int32[Array, ""]) -> tuple[Int32[Array, " count"], Int32[Array, " count"]]:
-        """For each block of a fragment its layer, and its place among the blocks of an owner's shard."""
+        """For each block of a fragment, its layer and its place among the blocks of an owner's shard."""
         return jnp.divmod(index * self.count + jnp.arange(self.count), self.blocks)
 
     def _fetched(
@@ -216,10 +216,11 @@ class Fragments:
         layer: Int32[Array, " count"],
         row: Int32[Array, " count"],
     ) -> tuple[Float[Array, "some owners wide block"], Int32[Array, " count"], Int32[Array, " count"]]:
-        """The parts of layers in host memory that hold a fragment, on the device.
+        """The parts of layers in host memory that hold a fragment, copied to the device.
 
         Returns:
-            Them, and the places of the fragment's blocks in them as ``_rows`` has them in the whole.
+            These parts, and the places of the fragment's blocks in them, like ``_rows`` for the whole
+            parameter.
         """
         shape = (1, blocks.shape[1], self._wide, blocks.shape[3])
         starts = self._parts(layer[0], row[0])
@@ -233,18 +234,21 @@ class Fragments:
 
     @property
     def _wide(self) -> int:
-        """How many blocks of a layer come from host memory, if the fragment has one there."""
+        """Blocks that are copied from each layer in host memory that holds a part of the fragment."""
         return min(self.count, self.blocks)
 
     @property
     def _some(self) -> int:
-        """In how many layers a fragment has blocks at most."""
+        """The most layers over which a fragment's blocks extend."""
         last = self.blocks - math.gcd(self.count, self.blocks)  # at which block of a layer it may begin
         return min(self.leaf.layers, -(-(last + self.count) // self.blocks))
 
     @property
     def _is_small(self) -> bool:
-        """Whether all of the parameter comes from host memory, which XLA takes only as it is stored."""
+        """Whether a fragment needs all of the parameter.
+
+        XLA copies that from host memory only as it is stored.
+        """
         return self._some * self._wide == self.leaf.layers * self.blocks
 
     def _parts(
@@ -253,8 +257,9 @@ class Fragments:
         """Where the parts of ``_wide`` blocks begin that hold a fragment.
 
         Args:
-            layer: that of the fragment's first block; behind the last one where it is padding alone.
-            row: its place there.
+            layer: the layer of the fragment's first block; behind the last layer, if the fragment is all
+                padding.
+            row: the first block's place in that layer.
         """
         first = jnp.minimum(layer, self.leaf.layers - self._some)
 

@@ -1,4 +1,4 @@
-"""A step of local updates: each node trains weights of its own, and one fragment crosses the nodes.
+"""Local updates: each node trains its own weights, and one fragment of them crosses the nodes in each step.
 
 In DiLoCo (Douillard et al., 2023) each node trains a replica of the model. From time to time it sends its
 outer gradient, the outer weights less its own, and an outer optimizer updates the outer weights by the mean.
@@ -7,18 +7,19 @@ are computed. Here each step sends 1/``every`` of all elements (``local_state.Fr
 
 1. Each node sends every owner of a part of the fragment its outer gradient: the outer weights as the nodes
    know them, less its own. The owner takes the mean, and a step of SGD with Nesterov momentum.
-2. The owner sends all nodes the change: the outer weights less what the nodes know, as delta does
-   (``zerojax.weights``). So all nodes know the same, and rounding errors are part of the next change.
+2. The owner sends all nodes the change: the outer weights less the known weights, as delta does
+   (``zerojax.weights``). So all nodes know the same weights, and rounding errors become part of the next
+   change.
 
-Then each node mixes the outer weights that it knows into its own (Streaming DiLoCo, equation 3).
+Then each node mixes the known outer weights into its own (Streaming DiLoCo, equation 3).
 
 With ``outer_delay`` 0 both hops follow the optimizer's update, and the step waits for the network. Otherwise
-hops begin with the step, and what arrives is read after its passes: the network has as much time as they
-take. With 2 or more, the second hop is taken one step after the first, together with the first hop of the
-next fragment.
+hops begin with the step, and their results are read after its passes, so that the network has as much time as
+the passes take. With 2 or more, the second hop is taken one step after the first, together with the first hop
+of the next fragment.
 
-All of these weights may be in host memory. Then passes read what the update encodes (``host_update``), and
-the parts of a fragment come to the device before the passes and go back after them.
+All of these weights may be in host memory. Passes then read encoded weights (``host_update``), and the parts
+of a fragment come to the device before the passes and go back after them.
 """
 
 import dataclasses
@@ -68,7 +69,7 @@ class Outer(NamedTuple):
         params: the outer weights, at their owners.
         momentum: of the outer optimizer, at the owners; empty without momentum.
         known: the outer weights as the nodes know them, in every node.
-        residual: with error feedback, what encoding a node's outer gradients has lost so far; else empty.
+        residual: with error feedback, the past errors of encoding a node's outer gradients; else empty.
     """
 
     params: Blocks
@@ -78,10 +79,11 @@ class Outer(NamedTuple):
 
 
 class _Pieces(NamedTuple):
-    """What one device has of the fragments that a step exchanges: an array for each parameter.
+    """One device's part of the fragments that a step exchanges: an array for each parameter.
 
     Two fragments take part: the current one, whose outer gradients are sent, and the one whose change is
-    sent. They are the same, but with an ``outer_delay`` of 2 or more the latter is that of the step before.
+    sent. They are the same fragment, except with an ``outer_delay`` of 2 or more. The change then belongs to
+    the fragment of the step before.
 
     Attributes:
         outer_grads: of the current fragment in this node.
@@ -100,13 +102,13 @@ class _Pieces(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """What is on its way, or has arrived from the other nodes.
+    """Payloads on their way, or arrived from the other nodes.
 
     Attributes:
-        arrived: outer gradients of the current fragment from every node, encoded, of one node as they are;
-            changes from every owner, encoded, unless they can only be sent after the outer update; and the
+        arrived: encoded outer gradients of the current fragment from every node (of one node, not encoded);
+            encoded changes from every owner, unless they can only be sent after the outer update; and the
             reports of every node.
-        residual: what encoding the outer gradients has lost; empty without error feedback.
+        residual: the errors of encoding the outer gradients; empty without error feedback.
     """
 
     arrived: Arrived
@@ -128,11 +130,11 @@ class _OnDevice:
         self._changing = self._index(1 if self._changes_later else 0)
 
     def read(self, outer: Outer, own: Blocks) -> tuple[Outer, Blocks, _Pieces]:
-        """Read what the exchange needs.
+        """Read the pieces that the exchange needs.
 
         Args:
             outer: this device's blocks, stored.
-            own: this node's own weights, likewise.
+            own: this node's own weights, stored.
 
         Returns:
             ``outer``, to which ``write`` writes the results; ``own``, for the update; and the pieces.
@@ -160,13 +162,13 @@ class _OnDevice:
             rows, lost = self._reduction.encode_for_owners(
                 pieces.outer_grads, self._seed, pieces.residual or None
             )
-            # One collective, because XLA runs those on the stream for hops between nodes one at a time. What
-            # is for all nodes is in the row of each, which sends as many bytes as an all-gather.
+            # One collective, because XLA runs only one at a time on the stream of the hops between nodes.
+            # Values for all nodes are repeated in each row, which is as many bytes as an all-gather sends.
             for_all = [jnp.broadcast_to(x, (self._nodes, x.size)) for x in (*changes, report)]
             return _Sent(exchange([*rows, *for_all], NODE, own_stream=True), lost or ())
 
     def receive(self, pieces: _Pieces, sent: _Sent) -> tuple[_Pieces, Float32[Array, "nodes columns"]]:
-        """Update the pieces from what has arrived; returns them, and the reports.
+        """Update the pieces from the arrived payloads; returns them, and the reports.
 
         The outer optimizer is SGD with Nesterov momentum, as PyTorch and optax define it. Changes that
         ``send`` could not send yet are sent here.
@@ -193,7 +195,7 @@ class _OnDevice:
         return pieces._replace(params=params, momentum=momentum, known=known, residual=residual), reports
 
     def write(self, outer: Outer, pieces: _Pieces) -> Outer:
-        """Write the pieces that ``receive`` returned to where ``read`` found them."""
+        """Write the pieces from ``receive`` to the places from which ``read`` took them."""
         now = self._current
         return Outer(
             params=self._put(outer.params, now, pieces.params),
@@ -207,8 +209,8 @@ class _OnDevice:
 
         Args:
             outer: this device's blocks, stored.
-            own: this node's own weights, likewise.
-            encoded: they in the dtype in which passes read them, or none.
+            own: this node's own weights, stored.
+            encoded: the own weights in the dtype in which passes read them, or none.
 
         Returns:
             ``own`` and ``encoded`` with the mixture.
@@ -226,7 +228,7 @@ class _OnDevice:
         return self._put(own, index, mixed), self._put(encoded, index, rounded)
 
     def _index(self, steps_ago: int) -> Int32[Array, ""]:
-        """The fragment that was the current one so many steps ago."""
+        """The fragment that was the current one ``steps_ago`` steps ago."""
         return (self._step - steps_ago) % self._zero.every
 
     def _encoded(self, params: Values, known: Values) -> Values:
@@ -236,12 +238,12 @@ class _OnDevice:
         return tuple(Weight(x, layout, "primary") for x, layout in zip(params, self._layouts, strict=True))
 
     def _without_padding(self, pieces: Values, axes: tuple[str, ...]) -> Values:
-        """The current fragment with zeros in the padding; nothing of nothing."""
+        """The current fragment with zeros in the padding; empty for no pieces."""
         each = zip(self._fragments, pieces, strict=False)
         return tuple(fragments.without_padding(x, self._current, axes) for fragments, x in each)
 
     def _take(self, blocks: Blocks, index: Int32[Array, ""]) -> Values:
-        """A fragment of each parameter; nothing of no blocks."""
+        """A fragment of each parameter; empty for no blocks."""
         if not blocks:
             return ()
         return tuple(fragments.take(blocks[fragments.leaf.path], index) for fragments in self._fragments)
@@ -255,12 +257,12 @@ class _OnDevice:
 
 
 class _Exchanged(NamedTuple):
-    """What an exchange needs until a step ends: of one device, global arrays or PartitionSpecs.
+    """The arrays that an exchange needs until a step ends: of one device, global, or their PartitionSpecs.
 
     Attributes:
-        own: each node's own weights, nested by path. The exchange has read what it needs of them.
+        own: each node's own weights, nested by path. The exchange has read its fragments of them.
         outer: stored, after the exchange that ran beside the passes, if there was one.
-        reports: what that exchange brought: every node's report of the step before. Without one, as it was.
+        reports: every node's report of the step before, if that exchange brought it; otherwise unchanged.
     """
 
     own: PyTree[Any]
@@ -282,7 +284,7 @@ class _Started(NamedTuple):
 class _Finished(NamedTuple):
     """The end of a step: each node's own weights, stored; ``outer`` and ``reports`` as in ``_Exchanged``.
 
-    ``encoded`` are its own weights as its passes read them, if the former are in host memory.
+    ``encoded`` are its own weights as its passes read them, if the own weights are in host memory.
     """
 
     own: PyTree[Any]
@@ -292,11 +294,11 @@ class _Finished(NamedTuple):
 
 
 class FragmentExchange(Exchange):
-    """Each node trains weights of its own, and one fragment of them crosses the nodes.
+    """Each node trains its own weights, and one fragment of them crosses the nodes.
 
-    The metrics are means over all nodes: "loss" and aux over their tokens, "grad_norm" the root mean square,
-    "loss_limit" the mean; "skipped", "skipped_in_row" and "spike" are those of the node with the most. With
-    an ``outer_delay`` they come from the step before.
+    The metrics cover all nodes. "loss" and aux are means over their tokens, "grad_norm" is the root mean
+    square, and "loss_limit" the mean. "skipped", "skipped_in_row" and "spike" are the largest of all nodes.
+    With an ``outer_delay`` they belong to the step before.
     """
 
     @property
@@ -357,7 +359,7 @@ class FragmentExchange(Exchange):
         return within, _Started(device, weights, outer, report, pieces, sent), batch
 
     def residual(self, shards: Shards) -> Blocks:
-        """None of the passes: it belongs to the exchange of fragments."""
+        """Empty: the residual belongs to the exchange of fragments, not to the passes."""
         return {}
 
     def arrive(self, started: _Started, gradients: Blocks, sums: Sums) -> tuple[Sums, _Exchanged]:
@@ -449,9 +451,9 @@ def scalars_of(metrics: Metrics) -> tuple[str, ...]:
 
 
 def reported(spec: TrainSpec, local: LocalState, names: tuple[str, ...]) -> Metrics:
-    """The metrics of a state's last step, of which each node holds its own part; waits for all nodes.
+    """The metrics of a state's last step, from the reports of all nodes; waits for them.
 
-    ``names`` are as ``scalars_of`` returns them, or empty if they are not known.
+    ``names`` are the result of ``scalars_of``, or empty if they are not known.
     """
     gather = on_mesh(
         lambda report: lax.all_gather(report, NODE, tiled=True),
@@ -467,12 +469,13 @@ def reported(spec: TrainSpec, local: LocalState, names: tuple[str, ...]) -> Metr
 
 
 def _after_passes(own: Sums, grads: Blocks, sent: _Sent) -> tuple[Sums, _Sent]:
-    """The same, of which what is sent is awaited when the passes have ended, so that all of them hide it.
+    """Returns its arguments unchanged, but makes the exchange wait for the passes to finish.
 
-    An element of a gradient tells when it is there, in a stack of the first layer, which comes last: a
-    barrier on whole gradients would copy them. XLA's scheduler, which begins at the end, sees one small
-    kernel beside the collective. It would put the collective behind a loop of the passes if it saw the loop
-    itself there, or what splits the result; or if sums over devices had to be ready first.
+    XLA can then overlap the whole exchange with the passes. The barrier depends on one element of each
+    gradient, which in a stack belongs to the first layer, the last to finish. A barrier on whole gradients
+    would copy them. XLA's scheduler, which works backwards from the end, sees one small kernel beside the
+    collective. If the barrier depended on the loop itself, on a split of its result, or on a sum over
+    devices, XLA would schedule the collective after the loop.
     """
     values, tree = jax.tree.flatten(own)
     ends = [grad.reshape(-1)[0] for grad in grads.values()]
@@ -482,7 +485,7 @@ def _after_passes(own: Sums, grads: Blocks, sent: _Sent) -> tuple[Sums, _Sent]:
 
 
 def _unless_broken(after: Array, before: Array) -> Array:
-    """State that all nodes share, such as batch statistics; as it was, if that of a node is not finite."""
+    """State that all nodes share, such as batch statistics; unchanged if a node's is not finite."""
     if not jnp.issubdtype(after.dtype, jnp.inexact):
         return after
     return jnp.where(jnp.isfinite(after).all(), after, before)
@@ -512,9 +515,10 @@ def _metrics(spec: TrainSpec, report: Float32[Array, "nodes columns"], names: Se
 
 
 def _of_node[T: PyTree[Array]](own: T) -> T:
-    """A node's own arrays without the axis of nodes, of which a device has one.
+    """A node's own arrays without the axis of nodes, which has extent 1 on a device.
 
-    XLA takes nothing whole from host memory that it has reshaped: what is no stack comes first.
+    XLA copies an array whole from host memory only if it has not been reshaped, so arrays that are no stack
+    are copied first.
     """
 
     def one(x: Array) -> Array:

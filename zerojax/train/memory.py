@@ -1,4 +1,4 @@
-"""What arrays take of a device's memory and of its host's, and how much a train state leaves."""
+"""Memory that arrays take on a device and on its host, and how much a train state leaves free."""
 
 import functools
 import math
@@ -33,13 +33,15 @@ _SHARE = 0.85
 """The share of a device's memory to plan with; the rest is for a layer's work and fragments."""
 
 _reserved: list[int] = []
-"""Bytes a GPU of this process's reservations. Each may have found earlier ones free: the largest counts."""
+"""Bytes for each GPU that this process has reserved. A reservation may use what an earlier one left free, so
+the largest counts.
+"""
 
 
 def device_bytes(tree: Any) -> int:
     """Bytes in one device's memory of a tree of arrays or ShapeDtypeStructs.
 
-    Of those without a sharding, all; of those in host memory, none.
+    Arrays without a sharding count whole; arrays in host memory do not count.
     """
     return sum(_part_bytes(x) for x in jax.tree.leaves(tree) if not _in_host(x))
 
@@ -54,7 +56,7 @@ def _in_host(x: Any) -> bool:
 
 
 def _part_bytes(x: Any) -> int:
-    """Bytes of one device's part of an array; none of a Python number that a program has set."""
+    """Bytes of one device's part of an array; 0 for a Python number that a program has set."""
     if not hasattr(x, "dtype"):
         return 0
     sharding = getattr(x, "sharding", None)
@@ -68,20 +70,20 @@ def state_bytes(spec: TrainSpec) -> int:
 
 
 def held_in_host(spec: TrainSpec, activations: int = 0) -> int:
-    """Bytes in host memory for one device: of a state, and of what a step keeps."""
+    """Bytes in host memory for one device: of a state, and of a step's residuals."""
     return host_bytes(abstract_fields(spec)) + activations
 
 
 def check_host_memory(spec: TrainSpec, activations: int = 0, *, saves: bool = False) -> None:
-    """Refuse what does not fit in this host's memory, or in what XLA may lock of it.
+    """Refuse arrays that do not fit in this host's memory, or in the part of it that XLA may lock.
 
-    All processes call it together, before arrays are made: those that share a host need its memory together.
-    What a process has reserved is its own.
+    All processes call it together, before arrays are made, because processes on a host share its memory.
+    Memory that a process has reserved counts as its own.
 
     Args:
         spec: of a state whose devices exist.
         activations: bytes a device that a step keeps in host memory.
-        saves: whether checkpoints are saved, which takes some memory besides.
+        saves: whether checkpoints are saved, which takes additional memory.
 
     Raises:
         ConfigurationError: says how much is needed, how much there is, and what to do.
@@ -116,7 +118,7 @@ def check_host_memory(spec: TrainSpec, activations: int = 0, *, saves: bool = Fa
             f"the GPUs: set it before, in the command that starts the program:\n\n"
             f"    {LIMIT}={pool >> 30} python ...\n\n"
             "zerojax train, zerojax launch and zerojax.distributed.joined() set it if they come first, to "
-            "each GPU's share of 85% of what is free."
+            "each GPU's share of 85% of the free memory."
         )
 
 
@@ -126,16 +128,17 @@ def reserve_host_memory(
 ) -> None:
     """Have XLA lock host memory in one piece for each GPU of this process, for arrays of any sizes.
 
-    Otherwise a GPU's pool grows in pieces that double, and what a step keeps in host memory, one array of all
-    layers' activations, needs a piece of its own behind those of the state. ``zerojax train`` reserves what a
-    run needs; call it in a program of your own before a state is made. It takes as long as the driver locks
-    pages: about a second for 2 GiB. A piece is 5% larger than ``size``, for gaps, and XLA rounds it up to a
-    power of two, or to what its limit leaves. What is free in a pool already is not locked again. Does
-    nothing without GPUs.
+    Otherwise a GPU's pool grows in pieces that double. A step's activations in host memory are one array of
+    all layers, and need a separate piece behind the state. ``zerojax train`` reserves the memory that a run
+    needs; in your own program, call it before a state is made. It takes as long as the driver locks pages:
+    about a second for 2 GiB. A piece is 5% larger than ``size``, for gaps, and XLA rounds it up to a power of
+    two, or down to the rest of its limit. Memory that is free in a pool is not locked again. Does nothing
+    without GPUs.
 
     Args:
-        size: bytes of one GPU's arrays in host memory, of all that are there at a time.
-        devices: those of this process that will have such arrays, as ``mesh.local_devices``; by default all.
+        size: bytes of one GPU's arrays in host memory, of all that exist at a time.
+        devices: the devices of this process that will have such arrays, as ``mesh.local_devices``; by default
+            all.
 
     Raises:
         RunError: the memory is not there, or above XLA's limit.
@@ -167,7 +170,7 @@ def reserve_host_memory(
 
 
 def free_memory(spec: TrainSpec) -> int:
-    """MiB of a device's memory that are free with the state in it; unlimited where it is not known."""
+    """MiB of a device's memory that are free with the state in it; int32's maximum where it is not known."""
     stats = [device.memory_stats() or {} for device in spec.mesh.local_devices]
     known = [one for one in stats if "bytes_limit" in one]
     if not known:

@@ -1,6 +1,6 @@
 """One run of the model on one device, inside ``shard_map``: its weights in place, its loss, its checks.
 
-Each loss is weighted by its number of tokens, and the sum over the world divided once by all tokens: the
+Each loss is weighted by its number of tokens, and the sum over all devices is divided once by all tokens. The
 result is the mean over all tokens, however they are spread.
 """
 
@@ -35,7 +35,7 @@ from zerojax.train.weight_reads import refuse_assigned, refuse_calls, refuse_rea
 type Run[T] = Callable[[Any, Batch, Array], T]
 """A function of a bound model, rows of a batch, and a key."""
 Sinks = Mapping[Path, Num[Array, "..."] | LayerState]
-"""By path, zeros whose cotangents are gradients, or what the backward pass updates."""
+"""By path, zeros whose cotangents are gradients, or arrays that the backward pass updates."""
 TOKENS = "tokens"
 
 
@@ -60,7 +60,7 @@ class Outcome(NamedTuple):
         sums: over this device's tokens.
         model_state: from one pass, the entries of ``TrainState.model_state`` that the model changed; from
             ``accumulate``, all of them.
-        copies: from one pass, the secondary partitions that units hold afterwards; from ``accumulate``,
+        copies: from one pass, the secondary partitions that units refreshed; from ``accumulate``,
             ``TrainState.copies``.
         probes: from one pass, of stacks that the backward pass updates (``zerojax.schedule.layer_update``).
     """
@@ -89,7 +89,7 @@ class ModelPass:
 
     Attributes:
         spec: the train spec.
-        given: the weights that it begins with.
+        given: the weights with which it begins.
         train: whether the model is in its training mode, and the backward pass follows.
         adapters: whether frozen weights have their adapters.
         rule: how the backward pass updates weights whose sinks are ``LayerState``s.
@@ -102,7 +102,7 @@ class ModelPass:
     rule: LayerUpdate | None = None
 
     def place(self, sinks: Sinks, seed: Seed) -> Placed:
-        """Every weight in the form that the model gets; a frozen one by itself without ``adapters``."""
+        """Every weight in the form that the model receives; without ``adapters``, frozen ones alone."""
         spec, given = self.spec, self.given
         placed: dict[Path, Any] = {}
         for number, group in enumerate(spec.groups):
@@ -156,7 +156,7 @@ class ModelPass:
     def forward_in_breadth(
         self, placed: Placed, model_state: ModelState, batch: Batch, seed: Seed
     ) -> tuple[Array, Outcome]:
-        """``forward`` for all micro-batches at once; the state is combined as it is over devices."""
+        """``forward`` for all micro-batches at once. State is combined as it is over devices."""
         rows, at = micro_batches(batch, self.spec.zero.accumulate)
 
         def forward(
@@ -227,9 +227,9 @@ def _differing(weight: object) -> frozenset[str]:
 
 
 def mean_over(x: Array, axes: str | tuple[str, ...]) -> Array:
-    """The mean over mapped axes, in which elements that are equal everywhere keep their bits.
+    """The mean over mapped axes. Elements that are equal everywhere keep their bits.
 
-    It never overflows: what is summed is a fraction of each, in fp32 or more.
+    It never overflows, because it adds up fractions of the elements, in fp32 or more.
     """
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return lax.complex(mean_over(x.real, axes), mean_over(x.imag, axes))

@@ -1,7 +1,7 @@
-"""A copy of the weights in every node, for passes that read the same weights more than once.
+"""The node's replica of the weights, for passes that read the same weights more than once.
 
 Each forward pass brings a state's weights across nodes. Evaluations, log-probabilities and generation make
-many passes between two updates, and the next step one more: with a copy the first exchange is the only one.
+many passes between two updates, and the next step makes one more. With the replica, the weights cross once.
 Like frozen weights (``zerojax.train.frozen``) it consists of the secondary partitions of ZeRO++ (section
 3.2), stored once per node, with exactly the values that each pass would compute with.
 """
@@ -20,20 +20,20 @@ from zerojax.train.state import TrainState, check_there
 
 
 def with_node_copy(state: TrainState) -> TrainState:
-    """The state with a copy of its weights in every node: the passes that follow send none between nodes.
+    """The state with a replica of its weights in every node: following passes send no weights between nodes.
 
-    For several calls of ``eval_step``, ``predict_step`` or ``generate`` between two updates, and at stage 3
-    the ``train_step`` after them. They compute with the same weights as without it; in bf16 the compiler may
-    round intermediate results elsewhere. The step, and ``TrainState.replace`` of weights, drop the copy; that
-    of ``weights_delta``, which is then only updated a little earlier, stays.
+    Use it for several calls of ``eval_step``, ``predict_step`` or ``generate`` between two updates, and at
+    stage 3 the ``train_step`` after them. They compute with the same weights as without it; in bf16 the
+    compiler may round intermediate results elsewhere. The step, and ``TrainState.replace`` of weights, drop
+    the replica. With ``weights_delta`` it stays, because it is delta's own, refreshed a little earlier.
 
     Args:
         state: any; it is not donated.
 
     Returns:
-        With the copy: two bytes per parameter, or as few as ``ZeroConfig.local_weights`` takes, over the
-        devices of a node. The state itself where no pass sends weights: on one node, at stage 0, and if all
-        are frozen and in every node.
+        The state with the replica, which takes two bytes per parameter, or fewer with
+        ``ZeroConfig.local_weights``, over the devices of a node. The state itself if no pass sends weights:
+        on one node, at stage 0, and if all weights are frozen and in every node.
 
     Raises:
         ConfigurationError: the state is abstract or was donated.
@@ -49,7 +49,7 @@ def with_node_copy(state: TrainState) -> TrainState:
 
 
 def lacks_node_copy(state: TrainState) -> bool:
-    """Whether a pass of the state sends weights between nodes, which a copy would spare."""
+    """Whether a pass of the state sends weights between nodes that a replica would make unnecessary."""
     spec = state.spec.reading
     if spec.world.nodes == 1 or spec.zero.stage == 0 or state.current_copies:
         return False
@@ -57,9 +57,9 @@ def lacks_node_copy(state: TrainState) -> bool:
 
 
 def copies_in_node(state: TrainState, *, every: bool = False) -> ByPath:
-    """Copies of the weights as they are, but for frozen ones that every node has already.
+    """Replicas of the current weights, without frozen ones that every node has already.
 
-    With ``every`` also of those whose master weights every node holds, which a pass encodes as it goes.
+    With ``every`` also of weights whose masters every node holds, which a pass otherwise encodes as it goes.
     """
     spec = state.spec.reading
     there = state.copies if state.current_copies else {}
@@ -80,9 +80,9 @@ def copies_in_node(state: TrainState, *, every: bool = False) -> ByPath:
 def per_node[T: PyTree](
     spec: TrainSpec, local: Callable[[ByPath], T], wanted: T
 ) -> Callable[[TrainState], T]:
-    """The compiled function from a state to what ``local`` makes of the weights in a node.
+    """The compiled function from a state to ``local``'s result for the weights in a node.
 
-    ``local`` goes from the secondary partition of every weight, on one device, to a pytree of arrays, and
+    ``local`` goes from the secondary partition of every weight, on one device, to a pytree of arrays;
     ``wanted`` has their global shapes and shardings.
     """
 
@@ -96,5 +96,5 @@ def per_node[T: PyTree](
 
 
 def node_copy_bytes(spec: TrainSpec) -> int:
-    """Bytes of the copy on one device."""
+    """Bytes of the replica on one device."""
     return device_bytes(abstract_copies(spec, frozen=True))

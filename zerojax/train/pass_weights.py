@@ -32,7 +32,10 @@ ByPath = dict[Path, Weight]
 
 
 def masters_of(spec: TrainSpec, params: PyTree[Array]) -> ByPath:
-    """This device's shards of a state's master weights, which at stage 0 every device has whole."""
+    """This device's shards of a state's master weights.
+
+    At stage 0 every device has all of them, and takes its own.
+    """
     own, blocks = {}, from_tree(params)
     for leaf in spec.leaves:
         shard = to_device(blocks[leaf.path]).reshape(*leaf.stack, -1)
@@ -44,13 +47,15 @@ def masters_of(spec: TrainSpec, params: PyTree[Array]) -> ByPath:
 
 
 def with_scales(spec: TrainSpec, masters: ByPath, copies: ByPath) -> tuple[ByPath, ByPath]:
-    """Give the weights of fp8 products their scales: those of the largest magnitude that any owner has.
+    """Give the weights of fp8 products their scales, which follow from the largest magnitude over all owners.
 
-    The ``masters`` are all trained weights, or those that copies in every node lack.
+    Delta's replicas keep their scales until they no longer fit, so that codes rarely change all at once.
+    Masters that are already encoded have their scales.
 
-    Delta's copies keep theirs until it no longer fits, so that their codes rarely change all at once.
-
-    Masters that are encoded already have their scales.
+    Args:
+        spec: the train spec.
+        masters: all trained weights, or the ones that have no replica in every node.
+        copies: replicas.
 
     Returns:
         Both, with the same scales.
@@ -76,7 +81,7 @@ def with_scales(spec: TrainSpec, masters: ByPath, copies: ByPath) -> tuple[ByPat
 
 
 def scale_of(peak: Float32[Array, "*layers"], copy: Weight | None) -> Float32[Array, "*layers"]:
-    """The scale of weights of fp8 products by their largest magnitude; that of delta's copy, if it fits."""
+    """The scale for fp8 products from the largest magnitude of weights; the replica's scale, if it fits."""
     scale = fp8.scale_for(peak, fp8.E4M3)
     if copy is None:
         return scale
@@ -84,7 +89,7 @@ def scale_of(peak: Float32[Array, "*layers"], copy: Weight | None) -> Float32[Ar
 
 
 def rescaled(copy: Weight, scale: Float32[Array, "*layers"]) -> Weight:
-    """Delta's copy with another scale."""
+    """Delta's replica with another scale."""
 
     def change() -> Array:
         return fp8.encode(fp8.decode(copy.values, jnp.float32), (scale / copy.scale)[..., None])
@@ -94,7 +99,7 @@ def rescaled(copy: Weight, scale: Float32[Array, "*layers"]) -> Weight:
 
 
 def copies_of(spec: TrainSpec, params: PyTree) -> ByPath:
-    """Delta's copies, made of the global master weights: for a new state, other weights, or a new mesh."""
+    """Delta's replicas, made from global master weights: for a new state, other weights, or a new mesh."""
 
     def local(params: PyTree[Array]) -> ByPath:
         masters, _ = with_scales(spec, masters_of(spec, params), {})
@@ -113,7 +118,10 @@ def updated_copies(
     *,
     later: Collection[Path] = (),
 ) -> ByPath:
-    """Delta's copies, updated by the change of the weights, or resynchronised; ``later`` ones stay behind."""
+    """Delta's replicas, refreshed by the change of the weights, or resynchronised.
+
+    ``later`` ones are not refreshed.
+    """
 
     def update() -> dict[Path, Array]:
         values = {path: copy.values for path, copy in copies.items()}
@@ -129,9 +137,10 @@ def updated_copies(
 
 
 def up_to_date(spec: TrainSpec, shards: Shards, *, later: Collection[Path] = ()) -> tuple[ByPath, ByPath]:
-    """This device's shards of the trained weights as a pass reads them, and delta's copies for it.
+    """This device's shards of the trained weights as a pass reads them, and the replicas for it.
 
-    The shards are encoded already, or masters; ``later`` copies stay behind, unless all are current.
+    The shards are master values, or already encoded. ``later`` replicas are not refreshed, unless all
+    replicas are current.
     """
     owned, copies = shards.encoded or masters_of(spec, shards.params), shards.copies
     if shards.current_copies:
@@ -142,7 +151,7 @@ def up_to_date(spec: TrainSpec, shards: Shards, *, later: Collection[Path] = ())
 
 
 def secondary_partitions(spec: TrainSpec, shards: Shards) -> ByPath:
-    """Every weight as a node has it, with the values that the next forward pass computes with."""
+    """Every weight as a node holds it, with the values that the next forward pass computes with."""
     (owned, copies), frozen = up_to_date(spec, shards), from_tree(shards.frozen)
     lacking = {
         path: weight
@@ -161,13 +170,13 @@ def _of(paths: Collection[Path], weights: ByPath) -> ByPath:
 
 
 class PassWeights(NamedTuple):
-    """The weights that a pass begins with.
+    """The weights with which a pass begins.
 
     Attributes:
-        weights: per path, trained and frozen, at the level where units find them.
-        masters: per path this device's part of a trained weight.
-        copies: the state's copies in every node, up to date but for those that units update.
-        updating: the paths of the weights whose copies are updated by units.
+        weights: by path, trained and frozen, at the level where units receive them.
+        masters: by path, this device's part of each trained weight.
+        copies: the state's replicas, refreshed except for ``updating``.
+        updating: the paths of the replicas that units refresh.
     """
 
     weights: ByPath
@@ -177,10 +186,9 @@ class PassWeights(NamedTuple):
 
 
 def pass_weights(spec: TrainSpec, shards: Shards, *, updating: Sequence[ParamGroup] = ()) -> PassWeights:
-    """The weights of a state, with which a pass begins.
+    """The weights of a state with which a pass begins.
 
-    Unless the state's copies have the values of its master weights, the ``updating`` units update delta's
-    copies themselves.
+    The ``updating`` units refresh delta's replicas themselves, unless the replicas are current.
     """
     units = (leaf.path for group in updating for leaf in group.leaves)
     later = frozenset(() if shards.current_copies else shards.copies.keys() & units)
@@ -193,7 +201,7 @@ def pass_weights(spec: TrainSpec, shards: Shards, *, updating: Sequence[ParamGro
 
 
 def _whole(spec: TrainSpec, shards: Shards, owned: ByPath) -> ByPath:
-    """Whole weights, for stages 0 to 2, at which every device has them throughout a step."""
+    """Whole weights, for stages 0 to 2, where every device holds them throughout a step."""
     dtype = spec.strategy.weight_dtype
     if spec.zero.stage == 0:
         params = from_tree(shards.params)
@@ -211,9 +219,10 @@ def _whole(spec: TrainSpec, shards: Shards, owned: ByPath) -> ByPath:
 def place_group(
     spec: TrainSpec, group: ParamGroup, sharded: Mapping[Path, Sharded], *, train: bool, adapters: bool = True
 ) -> dict[Path, Any]:
-    """A group's weights in the form that the model gets: joined with their adapters, and whole outside units.
+    """A group's weights in the form that the model receives: joined with their adapters, and whole outside
+    units.
 
-    ``sharded`` has the matrices of their adapters, too, which drop out if the model is to ``train``.
+    ``sharded`` includes the matrices of adapters. If the model is to ``train``, adapters drop elements.
     """
     joined = dict(sharded)
     for leaf in group.frozen:

@@ -2,11 +2,11 @@
 
 The order of a training step:
 
-1. ``zerojax.train.pass_weights`` brings weights to the level at which units find them: delta's copies are
-   updated (but those of stacks are in 2, layer by layer), stages 0 to 2 gather everything, stage 3 does
+1. ``zerojax.train.pass_weights`` brings weights to the level at which units receive them. Delta's replicas
+   are refreshed, except in stacks, where 2 does it layer by layer. Stages 0 to 2 gather everything, stage 3
    nothing yet.
 2. ``accumulate`` runs micro-batches forward and backward, one by one or all through a unit before the next
-   (``zerojax.schedule.breadth_first``); units gather and reduce as they are called.
+   (``zerojax.schedule.breadth_first``). Units gather and reduce as they are called.
 3. ``to_owners`` takes the hops that are taken once per step.
 """
 
@@ -41,7 +41,7 @@ from zerojax.train.spec import ParamGroup, TrainSpec
 
 Forward = Callable[[Placed, ModelState, Batch, Seed], tuple[Array, Outcome]]
 type _Hop = Callable[[GradientReduction, Values, Seed, Values | None], tuple[Values, Values | None]]
-"""A method of ``GradientReduction`` that takes sums over nodes; see ``reduce_node``."""
+"""A method of ``GradientReduction`` that sums over nodes; see ``reduce_node``."""
 
 
 def accumulate(
@@ -49,14 +49,14 @@ def accumulate(
 ) -> tuple[Blocks, dict[Path, LayerState], Outcome]:
     """Run forward and backward over this device's micro-batches.
 
-    ``update`` is that of the stacks that the backward pass updates.
+    ``update`` updates the stacks in the backward pass, if the config says so.
 
     Returns:
-        Gradient sums at ``grad_level``; what has become of ``update.sinks``; and the other results. Delta's
-        copies are up to date but for those of units that were not called.
+        Gradient sums at ``grad_level``; ``update.sinks`` after the update; and the other results. Delta's
+        replicas are refreshed, except for units that were not called.
 
     Raises:
-        ConfigurationError: a stack cannot be updated in the backward pass, as the loss calls it.
+        ConfigurationError: a stack cannot be updated in the backward pass, because of how the loss calls it.
     """
     zero, model_state, seed = spec.zero, shards.model_state, shards.step_seed
     sinks: dict[Path, Num[Array, ...] | LayerState] = spec.by_path(spec.strategy.zero_sink)
@@ -77,8 +77,8 @@ def accumulate(
         if update is not None:
             raise ConfigurationError(_TRANSFORMED) from error
         # Flax lets nothing leave a function that JAX itself transforms (jax.checkpoint, jax.grad, lax.cond),
-        # and all branches of nnx.cond change the same. If a Stack is called in one, copies are updated
-        # before the pass, not in it.
+        # and all branches of nnx.cond must change the same variables. If a Stack is called in one, replicas
+        # are refreshed before the pass, not in it.
         if not spec.updating:
             raise
         model = checked(())
@@ -127,7 +127,7 @@ def accumulate(
 
 _TRANSFORMED = (
     "the loss calls a Stack in a function that JAX transforms (jax.checkpoint, jax.grad, lax.cond), or in "
-    "one branch of several (nnx.cond), and its layers are updated in their backward pass: set "
+    "one branch of several (nnx.cond). Its layers cannot be updated in their backward pass then: set "
     "update_in_backward=False."
 )
 
@@ -144,7 +144,8 @@ def evaluate(spec: TrainSpec, shards: Shards, batch: Batch) -> Sums:
 def predict[T: PyTree[Array]](
     spec: TrainSpec, shards: Shards, batch: Batch, fn: Callable[[Any, Batch], T], *, adapters: bool
 ) -> T:
-    """What ``fn(model, batch)`` returns for this device's rows: arrays whose leading axis is those rows.
+    """The results of ``fn(model, batch)`` for this device's rows: arrays whose leading axis counts these
+    rows.
 
     Raises:
         ConfigurationError: an array has another leading axis, or differs between the devices of a row.
@@ -162,8 +163,8 @@ def predict[T: PyTree[Array]](
         if ROW in axes:
             raise ConfigurationError(
                 f"predict_step: fn returned an array of shape {jnp.shape(x)} that differs between the "
-                f"{spec.zero.sequence_parallel} devices of a row (sequence_parallel), such as what it has of "
-                "its own tokens: let fn return whole rows of it, zerojax.whole_rows(x)."
+                f"{spec.zero.sequence_parallel} devices of a row (sequence_parallel), such as values for a "
+                "device's own tokens. Let fn return whole rows: zerojax.whole_rows(x)."
             )
         if not jnp.ndim(x) or x.shape[0] not in rows:
             raise ConfigurationError(
@@ -176,11 +177,10 @@ def predict[T: PyTree[Array]](
 def to_owners(spec: TrainSpec, grads: Blocks, residual: Blocks, seed: Seed) -> tuple[Blocks, Blocks]:
     """Take gradients over the hops that are taken once per step.
 
-    ``grads`` are sums at ``grad_level``; residuals, with error feedback, ``[.., secondary]``, else there are
-    none.
+    ``grads`` are sums at ``grad_level``. ``residual`` is ``[.., secondary]`` with error feedback, else empty.
 
     Returns:
-        The sums over the world, stored like the parameters; and the next residuals.
+        The sums over all devices, stored like the parameters; and the next residuals.
     """
     strategy = spec.strategy
     if strategy.grad_level == "primary":
@@ -204,7 +204,7 @@ def to_owners(spec: TrainSpec, grads: Blocks, residual: Blocks, seed: Seed) -> t
 
 
 def _shared(spec: TrainSpec, model_state: ModelState) -> ModelState:
-    """State that devices compute from their own data: the mean over the world, or the sum of counts."""
+    """State that devices compute from their own data: the mean over all devices, or the sum of counts."""
     with jax.named_scope("metrics"):
         means = {name: mean_over(x, AXES) if is_float(x) else x for name, x in model_state.items()}
         counts = _counts(spec, model_state)
@@ -229,7 +229,7 @@ def _without_padding(spec: TrainSpec, blocks: Blocks, axes: str | tuple[str, ...
 
 
 def _to_all_nodes(spec: TrainSpec, sums: Blocks, residual: Blocks, seed: Seed) -> tuple[Blocks, Blocks]:
-    """Send the owners' sums to all nodes for the leaves of which every node holds the master weight."""
+    """Send the owners' sums to all nodes, for parameters whose master weights every node holds."""
     mine = {leaf.path: sums[leaf.path] for leaf in spec.leaves if leaf.in_every_node}
     kept = {path: residual[path] for path in mine} if residual else {}
     everywhere, kept = _take_hop(spec, GradientReduction.to_all_nodes, mine, kept, seed)
@@ -239,7 +239,7 @@ def _to_all_nodes(spec: TrainSpec, sums: Blocks, residual: Blocks, seed: Seed) -
 def _take_hop(
     spec: TrainSpec, hop: _Hop, sums: Blocks, residual: Blocks, seed: Seed
 ) -> tuple[Blocks, Blocks]:
-    """Take a hop with the gradients of all groups; with error feedback ``residual`` has as many paths."""
+    """Take a hop with the gradients of all groups. With error feedback ``residual`` has the same paths."""
 
     def exactly(reduction: GradientReduction, own: Seed, values: Values) -> Values:
         return hop(reduction, values, own, None)[0]

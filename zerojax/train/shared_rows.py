@@ -1,4 +1,4 @@
-"""Rows that several devices of a node share, and losses that have no use for them."""
+"""Rows that several devices of a node share, and losses that cannot use them."""
 
 from collections.abc import Collection
 
@@ -11,12 +11,12 @@ from zerojax.matmul.replay import equations_within
 
 
 def processes_a_row(devices: int) -> int:
-    """How many processes share a row, if so many devices do: all of them pass it to a step."""
+    """The number of processes that share a row if so many devices do; all of them pass it to a step."""
     return max(1, devices // jax.local_device_count())
 
 
 def refuse_unshared(jaxpr: core.Jaxpr, devices: int) -> None:
-    """Refuse a function of a model of which so many devices would compute with whole rows.
+    """Refuse a function that would compute with whole rows on each of ``devices`` devices that share them.
 
     Raises:
         ConfigurationError: it takes no part of the tokens.
@@ -30,12 +30,12 @@ def refuse_unshared(jaxpr: core.Jaxpr, devices: int) -> None:
 
 
 def refuse_unmixed(jaxpr: core.Jaxpr, devices: int, mixed: Collection[str]) -> None:
-    """Refuse a function of a model of which so many devices cannot share the rows, as far as its trace tells.
+    """Refuse a function that never brings together the parts of rows that ``devices`` devices share.
 
     Args:
         jaxpr: of the function.
-        devices: that share a row.
-        mixed: the lines of layers that mix tokens otherwise than by attention (``Branches.mixed``).
+        devices: number of devices that share a row.
+        mixed: the lines of layers that mix tokens by other means than attention (``Branches.mixed``).
 
     Raises:
         ConfigurationError: nothing brings the parts of rows together.

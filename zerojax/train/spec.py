@@ -1,4 +1,4 @@
-"""The train spec, which is fixed for a run: the model, its leaves' layouts, and how they travel."""
+"""The train spec, which stays the same for a run: the model, its layouts, and how parameters travel."""
 
 import dataclasses
 import functools
@@ -38,12 +38,12 @@ _ON_MESH: dict[tuple[Mesh, str], Any] = {}
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """Leaves that travel together: those of one unit, or the rest of the model.
+    """Parameters that travel together: the ones of a unit, or the ones outside of all units.
 
     Attributes:
-        unit: the unit's name, or None for leaves of no unit.
-        leaves: the layouts of trained parameters, in the model's order; those of adapters come last.
-        frozen: the layouts of the others.
+        unit: the unit's name, or None.
+        leaves: the layouts of trained parameters, in the model's order; adapters come last.
+        frozen: the layouts of frozen parameters.
     """
 
     unit: str | None
@@ -52,12 +52,12 @@ class ParamGroup:
 
     @property
     def every(self) -> tuple[ParamLayout, ...]:
-        """Trained and frozen ones."""
+        """The layouts of trained and frozen parameters."""
         return (*self.leaves, *self.frozen)
 
     @property
     def stack(self) -> tuple[int, ...]:
-        """As ``ParamLayout.stack``, which all of them share."""
+        """``ParamLayout.stack``, which all parameters of a group share."""
         return self.every[0].stack
 
     @property
@@ -73,13 +73,14 @@ class TrainSpec:
     Compared by identity, so that two specs in one process never share a compiled step.
 
     Attributes:
-        tx: the optimizer's transform of stored leaves; None for inference alone.
-        whole: whether the optimizer needs a matrix whole, by its layout; None if it needs none.
-        layerwise: its update of single layers, if its state is in host memory.
-        world: the extents of what shares one state: the mesh or, for the passes of local updates, one node.
-        leaves: the trained parameters: the model's, then the adapters'.
-        frozen: the model's other parameters.
-        lora: of the adapters, if there are any.
+        world: extents of the devices that share one state: the mesh or, for the passes of local updates, a
+            node.
+        tx: the optimizer's transform of stored parameters; None for inference alone.
+        leaves: layouts of the trained parameters: the model's, then the adapters'.
+        frozen: layouts of the model's other parameters.
+        lora: settings of the adapters, if there are any.
+        whole: tells by its layout whether the optimizer needs a matrix whole; None if it needs none.
+        layerwise: the optimizer's update of single layers, if its state is in host memory.
     """
 
     mesh: Mesh
@@ -99,17 +100,20 @@ class TrainSpec:
     cache: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Itself, as of a function: the copy of a state belongs to the same compiled steps."""
+        """Returns itself, because the copy of a state uses the same compiled steps."""
         return self
 
     def once[T](self, name: str, make: Callable[[], T]) -> T:
-        """The result of ``make``, which is called on the first use of ``name``: a compiled function."""
+        """The result of ``make``, such as a compiled function. It is called when ``name`` is first used."""
         if name not in self.cache:
             self.cache[name] = make()
         return self.cache[name]
 
     def once_on_mesh[T](self, name: str, make: Callable[[], T]) -> T:
-        """As ``once``, for all specs on this mesh: ``make`` reads nothing else that ``name`` does not say."""
+        """Like ``once``, but shared by all specs on this mesh:
+
+        ``name`` must determine the result of ``make``.
+        """
         key = self.mesh, name
         if key not in _ON_MESH:
             _ON_MESH[key] = make()
@@ -122,11 +126,11 @@ class TrainSpec:
 
     @property
     def local_updates(self) -> bool:
-        """Whether nodes train weights of their own; a state for inference alone has the outer ones only."""
+        """Whether nodes train their own weights. A state for inference alone has only the outer weights."""
         return self.zero.every > 0 and self.tx is not None
 
     def first_opt_state(self, params: PyTree) -> PyTree:
-        """The optimizer's state before the first step, with local updates of every node; else empty."""
+        """The optimizer's state before the first step; with local updates one for every node."""
         if self.tx is None:
             return optax.EmptyState()
         if self.local_updates:
@@ -140,27 +144,27 @@ class TrainSpec:
 
     @cached_property
     def reading(self) -> "TrainSpec":
-        """The spec of passes that read a state.
+        """The spec of passes that only read a state.
 
-        With local updates they stay within a node, and read the outer weights, which are not encoded.
+        With local updates they stay within a node and read the outer weights, which are not encoded.
         """
         return dataclasses.replace(self.in_node, layerwise=None, cache={}) if self.local_updates else self
 
     @property
     def training(self) -> "TrainSpec":
-        """The spec of a step's passes and update, which with local updates stay within a node."""
+        """The spec of a step's passes and update; with local updates they stay within a node."""
         return self.in_node if self.local_updates else self
 
     @cached_property
     def in_node(self) -> "TrainSpec":
-        """The spec of the passes of local updates: each node is a world of its own."""
+        """The spec in which each node trains alone, for local updates."""
         layouts = self.by_path(lambda leaf: leaf.in_node)
         return self.with_layouts(layouts, self.zero.in_node, world=MeshShape(1, self.world.local))
 
     def with_layouts(
         self, layouts: Mapping[Path, ParamLayout], zero: ZeroConfig, **others: Any
     ) -> "TrainSpec":
-        """The spec with other options, and with other layouts where ``layouts`` has one for a path."""
+        """The spec with other options, and with the layouts that ``layouts`` has for a path."""
 
         def of(leaves: Sequence[ParamLayout]) -> tuple[ParamLayout, ...]:
             return tuple(layouts.get(leaf.path, leaf) for leaf in leaves)
@@ -177,31 +181,31 @@ class TrainSpec:
         )
 
     def param_spec(self, leaf: ParamLayout) -> PartitionSpec:
-        """The sharding of a parameter, its gradient and its moments; at stage 0 they are replicated."""
+        """The sharding of a parameter, its gradient and its moments. At stage 0 they are replicated."""
         # A world of one node is only a part of the mesh in ``in_node``.
         within = leaf.in_every_node or self.world != MeshShape.of(self.mesh)
         return leaf.spec((leaf.owners if within else OWNED) if self.zero.stage > 0 else ())
 
     @property
     def streams(self) -> bool:
-        """Whether the optimizer's state and master weights are in host memory, and updates go by layers."""
+        """Whether optimizer state and master weights are in host memory, and are updated by layers."""
         return self.layerwise is not None
 
     def param_sharding(self, leaf: ParamLayout) -> NamedSharding:
-        """Where a master weight and its moments are."""
+        """The sharding of a master weight and its moments."""
         return self.master_sharding(self.param_spec(leaf))
 
     def master_sharding(self, spec: PartitionSpec) -> NamedSharding:
-        """Where fp32 arrays are that a step streams or reads a fragment of."""
+        """The sharding of fp32 arrays that are in host memory if the spec ``streams``."""
         sharding = self.sharding(spec)
         return sharding.with_memory_kind(HOST) if self.streams else sharding
 
     def abstract_master(self, shape: tuple[int, ...], spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        """Such an array's description."""
+        """The description of an fp32 array with ``master_sharding``."""
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.master_sharding(spec))
 
     def encoded(self, leaf: ParamLayout) -> Weight:
-        """The shapes, dtypes and shardings of a trained weight as its owners send it next."""
+        """The description of a trained weight as its owners send it next."""
         codec = leaf.next_codec
         shape = (*leaf.stack, leaf.world.size * codec.row_items(leaf.shard))
         sharding = self.sharding(leaf.spec(leaf.owners))
@@ -212,14 +216,14 @@ class TrainSpec:
         return Weight(values, leaf, "primary", scale, ready=True)
 
     def stored(self, leaf: ParamLayout, level: Level) -> Weight:
-        """The shapes, dtypes and shardings of a weight that a state has at a level, in its local format."""
+        """The description of a weight that a state holds at a level, in the local hop's format."""
         axes = {"primary": OWNED, "secondary": (LOCAL,), "full": ()}[level]
         values = self.abstract(leaf.encoded_shape, leaf.weights.local.dtype, leaf.spec(axes))
         scale = self.abstract(leaf.stack, jnp.float32) if leaf.fp8 else None
         return Weight(values, leaf, level, scale)
 
     def stored_frozen(self, leaf: ParamLayout) -> Weight:
-        """The shapes, dtypes and shardings of a frozen weight in a state."""
+        """The description of a frozen weight in a state."""
         stored = self.stored(leaf, self.strategy.frozen)
         if "weights" not in self.zero.host:
             return stored
@@ -228,7 +232,7 @@ class TrainSpec:
         return dataclasses.replace(stored, values=values)
 
     def abstract_residual(self, leaf: ParamLayout) -> jax.ShapeDtypeStruct:
-        """The error-feedback residual of a parameter; every device has its own."""
+        """The description of a parameter's error-feedback residual, which differs on every device."""
         if self.local_updates:
             shape = (self.world.nodes, *leaf.stored_shape)
             return self.abstract_master(shape, PartitionSpec(NODE, *leaf.spec((LOCAL,))))
@@ -237,28 +241,28 @@ class TrainSpec:
 
     @cached_property
     def adapters(self) -> dict[Path, tuple[ParamLayout, ParamLayout]]:
-        """The layouts of each adapter, A and B, by the path of its weight."""
+        """The layouts of A and B for each weight that has an adapter, by the weight's path."""
         by_path = {leaf.path: leaf for leaf in self.leaves}
         parts = {leaf.path: ((*leaf.path, A), (*leaf.path, B)) for leaf in self.frozen if self.lora}
         return {path: (by_path[a], by_path[b]) for path, (a, b) in parts.items() if a in by_path}
 
     @cached_property
     def weights(self) -> tuple[ParamLayout, ...]:
-        """The model's own parameters, trained and frozen, in its order; adapters are left out."""
+        """The model's own parameters, trained and frozen, in its order; adapters are excluded."""
         adapters = {part.path for pair in self.adapters.values() for part in pair}
         every = (leaf for leaf in (*self.leaves, *self.frozen) if leaf.path not in adapters)
         return tuple(sorted(every, key=lambda leaf: leaf.index))
 
     @property
     def unit_groups(self) -> tuple[ParamGroup, ...]:
-        """The groups that are units: all but that of the parameters outside of units."""
+        """The groups that are units."""
         return tuple(group for group in self.groups if group.unit is not None)
 
     @property
     def updating(self) -> tuple[ParamGroup, ...]:
-        """Groups whose units update delta's copies during the forward pass.
+        """Groups whose units refresh delta's replicas during the forward pass.
 
-        There are none with several passes a step, or with resyncs: then all copies are updated before the
+        There are none with several passes a step, or with resyncs. Then all replicas are refreshed before the
         first forward pass.
         """
         zero = self.zero
@@ -285,7 +289,7 @@ class TrainSpec:
     def abstract(
         self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = _EVERYONE
     ) -> jax.ShapeDtypeStruct:
-        """An array's shape, dtype and sharding, replicated by default."""
+        """The description of an array, replicated by default."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding(spec))
 
     def by_path(self, make: Callable[[ParamLayout], Any]) -> dict[Path, Any]:
@@ -304,10 +308,10 @@ def build(
     spikes: SpikeRule | None = None,
     lora: LoRA | None = None,
 ) -> TrainSpec:
-    """Check that a model, an optimizer, a loss, a mesh and a config fit each other; no device is used.
+    """Check that a model, an optimizer, a loss, a mesh and a config fit each other; uses no device.
 
     Raises:
-        ConfigurationError: they do not fit; the message says which and what to do.
+        ConfigurationError: they do not fit; the message says which ones and what to do.
     """
     mesh = checked_mesh(mesh)
     refuse_another(mesh)
@@ -359,7 +363,7 @@ def build(
             "ZeroConfig.units, or use zerojax.Stack, to gather layer by layer.",
             stacklevel=4,
         )
-    # With local updates each node has an optimizer of its own.
+    # With local updates each node has its own optimizer.
     updated = tuple(leaf.in_node for leaf in leaves) if zero.every else leaves
     transform = layerwise = None
     if tx is not None:
@@ -391,11 +395,11 @@ def build(
 def adapter_parameters(
     parameters: Sequence[Parameter], zero: ZeroConfig, lora: LoRA | None
 ) -> list[Parameter]:
-    """The parameters of low-rank adapters, by the weights of a model and the settings.
+    """The parameters of low-rank adapters for a model's weights.
 
     Raises:
-        ConfigurationError: no weight gets one; a target matches nothing, or is not frozen; dropout with
-            micro-batches in breadth.
+        ConfigurationError: no weight gets an adapter; a target matches nothing, or is not frozen; or dropout
+            with micro-batches in breadth.
     """
     if lora is None:
         return []
@@ -410,8 +414,8 @@ def adapter_parameters(
     chosen = [p for p in parameters if lora.without(p.name, p.shape, p.unit, of_experts=p.of_experts) is None]
     if not chosen:
         raise ConfigurationError(
-            "no weight gets an adapter: adapters are for two-dimensional weights of units, and those of "
-            f"Flax's attention and of experts, which LoRA.targets={lora.targets} matches."
+            f"no weight gets an adapter: LoRA.targets={lora.targets} matches no two-dimensional weight of a "
+            "unit, and none of Flax's attention or of experts. Give patterns of such weights."
         )
     if trained := [p.name for p in chosen if not zero.is_frozen(p.name)]:
         raise ConfigurationError(
@@ -436,8 +440,14 @@ def lay_out(
 ) -> ParamLayout:
     """The layout of a parameter of the model, or of an adapter.
 
-    ``index`` is its number. Where the optimizer needs a matrix ``whole``, every node holds it, if the options
-    say so.
+    Args:
+        p: the parameter.
+        index: its number.
+        world: extents of the mesh.
+        zero: the options.
+        adapter: whether it belongs to an adapter.
+        whole: tells whether the optimizer needs a matrix whole. Every node then holds it, if the options say
+            so.
     """
     fp8 = not adapter and _without_fp8(zero, p) is None
     frozen = not adapter and zero.is_frozen(p.name)
@@ -463,7 +473,7 @@ def _without_fp8(zero: ZeroConfig, p: Parameter) -> str | None:
 
 
 def check_host_weights(zero: ZeroConfig, frozen: Sequence[ParamLayout]) -> None:
-    """Refuse host memory for weights of which all have their masters on the device."""
+    """Refuse host memory for weights if all master weights are on the device."""
     if "weights" in zero.host and "optimizer" not in zero.host and not frozen:
         raise ConfigurationError(
             'ZeroConfig.host has "weights" without "optimizer", and no weight is frozen: the fp32 master '
@@ -472,7 +482,7 @@ def check_host_weights(zero: ZeroConfig, frozen: Sequence[ParamLayout]) -> None:
 
 
 def check_update_in_backward(spec: TrainSpec) -> None:
-    """Refuse updates in the backward pass with an optimizer or a model that they do not go with.
+    """Refuse updates in the backward pass that the optimizer or the model does not support.
 
     Raises:
         ConfigurationError: the optimizer needs gradients of several layers, or there is no stack to update.

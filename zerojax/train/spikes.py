@@ -1,9 +1,9 @@
 """Loss spikes: a step whose loss is far above recent ones is skipped, like one whose loss is not finite.
 
-One bad update, from a bad batch or an exploding gradient, shows as a jump of the loss; skipping the batches
-around it is the usual cure (PaLM, Chowdhery et al., 2022, section 5.1). The compiled step decides whether a
-loss is a spike, from losses that the train state carries: nothing waits for the host, and a resumed run
-decides like one that was not interrupted.
+A bad update, from a bad batch or an exploding gradient, shows as a jump of the loss. The usual cure is to
+skip the batches around it (PaLM, Chowdhery et al., 2022, section 5.1). The compiled step decides by the
+losses in the train state whether a loss is a spike. So nothing waits for the host, and a resumed run decides
+like one that was not interrupted.
 """
 
 import math

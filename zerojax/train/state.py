@@ -37,7 +37,7 @@ from zerojax.weights import Weight
 from zerojax.zero_config import ZeroConfig
 
 _LARGE = ("params", "opt_state", "encoded", "model_state", "copies", "residual", "frozen", "local")
-"""The fields whose size a summary has."""
+"""The fields whose size a summary shows."""
 _SETTABLE = ("step", "skipped_in_row", "seed", "params", "opt_state", "model_state", "residual", "losses")
 """The fields in which a program may set values by hand."""
 _DERIVED = ("encoded", "copies", "local")
@@ -56,26 +56,27 @@ class TrainState:
 
     Attributes:
         step: steps taken, skipped ones included.
-        skipped_in_row: steps skipped since the last that was not.
+        skipped_in_row: consecutive skipped steps up to the last one.
         seed: determines, with ``step``, all random bits of a run.
         params: fp32 master weights, nested by path, each as ``ParamLayout.stored_shape``.
         opt_state: the optimizer's state; empty without one.
         encoded: by path, the trained weights as their owners send them next, if the master weights are in
             host memory (``ZeroConfig.host``); else empty.
         model_state: non-parameter state by name, replicated.
-        copies: by path, the secondary partitions of trained weights: with ``weights_delta`` always, else
-            after ``with_node_copy`` alone, together with those of frozen ones that are not in every node.
+        copies: by path, the node's replica: secondary partitions of trained weights. With ``weights_delta``
+            it is always there. Otherwise only ``with_node_copy`` makes it, together with frozen weights that
+            are not in every node.
         residual: with ``error_feedback``, the node hop's encoding error, nested by path; else empty.
         losses: with a ``SpikeRule``, recent losses as ``SpikeRule.start`` returns them; else empty.
         frozen: the weights that are not trained, nested by path, encoded in ``ZeroConfig.frozen_weights``. No
             step changes them, and states can share them.
         base: with frozen weights, their "fingerprint" (``encode_frozen``); else empty.
         spec: the model, optimizer, loss, mesh and config.
-        local: with ``ZeroConfig.every``, the nodes' own weights and what belongs to them; ``params`` are then
+        local: with ``ZeroConfig.every``, the nodes' own weights and what belongs to them. ``params`` are then
             the outer weights, and ``opt_state`` and ``losses`` have an entry for each node along their first
             axis. Else None.
-        current_copies: whether ``copies`` have the values of ``params`` already. Without ``with_node_copy``
-            those of delta follow at the beginning of the next pass.
+        current_copies: whether ``copies`` have the values of ``params`` already. If not, they are delta's,
+            and the next pass refreshes them.
     """
 
     step: Int32[Array, ""]
@@ -136,7 +137,7 @@ class TrainState:
 
     @property
     def shards(self) -> Shards:
-        """What a pass that follows ``TrainSpec.reading`` reads.
+        """The fields that a pass of ``TrainSpec.reading`` reads.
 
         With local updates the weights are the outer ones, as every node knows them.
         """
@@ -147,7 +148,7 @@ class TrainState:
 
     @property
     def trained(self) -> Trained:
-        """What an update changes: with local updates, of each node."""
+        """The fields that an update changes; with local updates, for each node."""
         params = self.params if self.local is None else self.local.weights
         skipped_in_row = self.skipped_in_row if self.local is None else self.local.skipped_in_row
         return Trained(params, self.opt_state, self.encoded, self.losses, skipped_in_row)
@@ -192,14 +193,14 @@ class TrainState:
             model: a callable ``rngs -> nnx.Module``, or a Linen module.
             tx: an optax transform that works on shards, or one made by ``zerojax.chain``. None makes a state
                 for inference alone, whose weights may all be frozen: evaluations, predictions and generation
-                take it, and ``train_step`` refuses it.
+                accept it, and ``train_step`` refuses it.
             loss_fn: ``(model, batch[, rngs]) -> scalar`` or ``-> (scalar, aux dict of scalars)``. If aux
                 has ``"tokens"``, the loss is the mean over that many tokens.
             mesh: from ``zerojax.make_mesh``.
             zero: by default exact ZeRO-3.
             seed: of the initial parameters and of all random bits later.
             sample_batch: for a Linen module, arrays of a batch's shapes and dtypes.
-            spikes: also skip steps whose loss is a spike; by default none is skipped for that.
+            spikes: when a loss is a spike, so that its step is skipped; by default no loss is.
             lora: give frozen weights low-rank adapters, which are trained.
             base: a state of the same model with the same frozen weights, which the new one shares: several
                 adapters on one base. By default they are created from the seed.
@@ -277,7 +278,7 @@ def nodes_at(spec: TrainSpec, params: PyTree) -> LocalState:
 
 
 class _Donated:
-    """A field of a state whose arrays a step takes over: it is refused in a state that was donated."""
+    """A field whose arrays a step takes over. Reading it from a donated state is refused."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -304,8 +305,8 @@ def check_there(state: TrainState) -> None:
     """Refuse a state without values, which no compiled function accepts.
 
     Raises:
-        ConfigurationError: its arrays were donated to a step, or never created; or the current mesh of
-            ``jax.set_mesh`` is another.
+        ConfigurationError: its arrays were donated to a step, or never created; ``params`` are other weights
+            than its derived fields; or the current mesh of ``jax.set_mesh`` is another.
     """
     refuse_another(state.spec.mesh)
     if isinstance(state.step, jax.ShapeDtypeStruct):
@@ -314,8 +315,8 @@ def check_there(state: TrainState) -> None:
         )
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state.frozen)[:1]):
         raise ConfigurationError(
-            "the state has no frozen weights yet: load them by checkpoints.restore_base then the checkpoint "
-            "of what was trained."
+            "the state has no frozen weights yet: load them by checkpoints.restore_base, and then the "
+            "checkpoint of the trained weights."
         )
     if _is_gone(state):
         raise ConfigurationError(_GONE)
@@ -337,10 +338,10 @@ def _refuse_other_params(state: TrainState) -> None:
 
 
 def settled(state: TrainState) -> TrainState:
-    """The state with what a program has set in it by hand as arrays like those that were there.
+    """The state with values that a program has set by hand converted to arrays like the ones they replace.
 
     A learning rate (``optax.inject_hyperparams``), a counter or batch statistics may so be a Python number, a
-    numpy array or an array on one device. With local updates a value for the optimizer is that of all nodes.
+    NumPy array or an array on one device. With local updates a value for the optimizer is used in all nodes.
 
     Raises:
         ConfigurationError: a value is no number, or does not fit the array that it replaces.
@@ -370,7 +371,7 @@ def _is_placed(x: Any, like: jax.ShapeDtypeStruct) -> bool:
 
 
 def _placed(path: Any, x: Any, like: jax.ShapeDtypeStruct) -> Array:
-    """A value that was set by hand, as an array of the shape, dtype and sharding of ``like``."""
+    """A value that was set by hand, as an array with the shape, dtype and sharding of ``like``."""
     if _is_placed(x, like):
         return x
     try:
@@ -394,8 +395,8 @@ def _placed(path: Any, x: Any, like: jax.ShapeDtypeStruct) -> Array:
 def _is_gone(state: TrainState) -> bool:
     """Whether a state was donated.
 
-    On CPUs an array that was read before, as by ``int(state.step)``, stays on the first device, the only
-    one that JAX asks.
+    On CPUs an array that was read before, as by ``int(state.step)``, stays on the first device, and JAX asks
+    only that one.
     """
     if not isinstance(state.step, jax.Array) or isinstance(state.step, Tracer):
         return False
@@ -406,7 +407,7 @@ def _is_gone(state: TrainState) -> bool:
 def begin_with(state: TrainState, params: PyTree, seed: int) -> TrainState:
     """A state at step 0 with given master weights, and otherwise as ``TrainState.create`` makes it.
 
-    The state is abstract. ``params`` are as ``TrainState.params``, already in place; they are not copied.
+    The state is abstract. ``params`` are in place, like ``TrainState.params``; they are not copied.
     """
 
     def init(seed: Array, stored: PyTree) -> dict[str, Any]:
@@ -421,7 +422,7 @@ def begin_with(state: TrainState, params: PyTree, seed: int) -> TrainState:
 
 
 def initial_base(state: TrainState, seed: int) -> TrainState:
-    """The state with the frozen weights that ``TrainState.create`` makes of a seed."""
+    """The state with the frozen weights that ``TrainState.create`` draws from a seed."""
     if not state.frozen:
         return state
 
@@ -436,7 +437,7 @@ def shared_frozen(state: TrainState, base: TrainState) -> PyTree:
     """The frozen weights of another state of the same model, for ``state``.
 
     Raises:
-        ConfigurationError: they are others, or in another format, or on another mesh.
+        ConfigurationError: they are other weights, or in another format, or on another mesh.
     """
     ours, theirs = ({leaf.path: leaf for leaf in one.spec.frozen} for one in (state, base))
     same = state.spec.strategy.frozen == base.spec.strategy.frozen

@@ -44,9 +44,9 @@ _SCALARS = "scalars of the loss function's aux"
 def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """Take one optimizer step.
 
-    A step whose loss or gradient is not finite is skipped, and so is one whose loss is a spike, if the state
-    has a ``SpikeRule``. A skipped step changes only the counters and, with delta, the secondary copies: they
-    take up the last difference of the weights before the loss is known.
+    A step whose loss or gradient is not finite is skipped. So is a step whose loss is a spike, if the state
+    has a ``SpikeRule``. A skipped step changes only the counters and delta's replicas, which take up the last
+    change of the weights before the loss is known.
 
     The state is donated: the next one takes over its memory. Write ``state, metrics = train_step(state,
     batch)`` and do not use the old state, or a part of it, again. Copies stay valid: the results of
@@ -58,19 +58,20 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         state: the state so far; its arrays are invalid afterwards.
         batch: a pytree of arrays whose leading axis is the global batch, a multiple of the number of
             devices times ``ZeroConfig.accumulate``; in several processes, this process's part of it.
-            Scalars among them (arrays without axes, or Python's numbers), such as a schedule's weight, and
-            what is marked by ``zerojax.Replicated`` go unchanged to every device and micro-batch; all
-            processes pass the same ones.
+            Scalars (arrays without axes, or Python's numbers), such as a schedule's weight, and
+            ``zerojax.Replicated`` arrays go unchanged to every device and micro-batch; all processes pass the
+            same ones.
 
     Returns:
         The next state, and the metrics as scalar arrays that GPUs are still computing: "loss" and the loss
-        function's aux (means over the world), "grad_norm", "skipped" (0 or 1), "skipped_in_row"; with a
+        function's aux (means over all tokens), "grad_norm", "skipped" (0 or 1), "skipped_in_row"; with a
         ``SpikeRule`` also "spike" (0 or 1) and "loss_limit", the largest loss that is not a spike.
 
-        With local updates (``ZeroConfig.every``) and an ``outer_delay`` they are those of the step before,
+        With local updates (``ZeroConfig.every``) and an ``outer_delay`` they are the metrics of the step
+        before,
         and NaN or 0 at the first step: nodes report with the next exchange, so that no step waits for another
-        node. ``last_metrics`` has those of the last step. "skipped" and "skipped_in_row" are then those of
-        the node with the most, and "grad_norm" is the root mean square over nodes.
+        node. ``last_metrics`` returns the metrics of the last step. "skipped" and "skipped_in_row" are then
+        the largest of all nodes, and "grad_norm" is the root mean square over nodes.
 
     Raises:
         ConfigurationError: the batch does not divide, its arrays have unequal leading axes or hold no
@@ -92,13 +93,15 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
 
 
 def last_metrics(state: TrainState) -> Metrics:
-    """The metrics of the last step of a state with local updates, which ``train_step`` may tell a step later.
+    """The metrics of the last step of a state with local updates, which ``train_step`` may return a step
+    late.
 
     It waits for all nodes, and all processes must call it: at the end of a run, or before an evaluation or a
     checkpoint.
 
     Returns:
-        As ``train_step``; the loss function's aux is left out if this process has taken no step.
+        The metrics that ``train_step`` returns. The loss function's aux is left out if this process has taken
+        no step.
 
     Raises:
         ConfigurationError: the state has no local updates, or was donated.
@@ -113,12 +116,12 @@ def last_metrics(state: TrainState) -> Metrics:
 
 
 def reports_later(state: TrainState) -> bool:
-    """Whether the metrics that ``train_step`` returns are those of the step before."""
+    """Whether ``train_step`` returns the previous step's metrics."""
     return state.local is not None and state.spec.zero.outer_delay > 0
 
 
 def skipped_in_row(state: TrainState) -> int:
-    """How many steps in a row were skipped, up to the last one; of the node with the most."""
+    """The number of consecutive skipped steps up to the last one; the largest of all nodes."""
     if state.local is None:
         return int(np.asarray(state.skipped_in_row))
     return int(np.asarray(last_metrics(state)["skipped_in_row"]))
@@ -126,14 +129,14 @@ def skipped_in_row(state: TrainState) -> int:
 
 @places_arguments()
 def eval_step(state: TrainState, batch: Batch, loss_fn: LossFn | None = None) -> Metrics:
-    """Evaluate the loss function on a batch; returns the loss and its aux as means over the world.
+    """Evaluate the loss function on a batch; returns the loss and its aux as means over all tokens.
 
     Args:
         state: any; it is not donated.
         batch: as for ``train_step``, but it need not be a multiple of ``accumulate``.
-        loss_fn: by default the state's; its signature is that of ``TrainState.create``'s. A Linen module
-            learns of evaluation from its own arguments, so pass a loss that gives them: ``model(x,
-            train=False)``. Each function is compiled once: do not create a new one for every call.
+        loss_fn: by default the state's, with the signature in ``TrainState.create``. A Linen module learns
+            about evaluation only from its arguments, so pass a loss that calls ``model(x, train=False)``.
+            Each function is compiled once: do not create a new one for every call.
 
     Raises:
         ConfigurationError: as ``train_step``.
@@ -152,24 +155,24 @@ def eval_step(state: TrainState, batch: Batch, loss_fn: LossFn | None = None) ->
 def predict_step[T: PyTree[Array]](
     state: TrainState, batch: Batch, fn: Callable[[Any, Batch], T], *, adapters: bool = True
 ) -> T:
-    """What a function of the model returns for each row of a batch: log-probabilities, scores, embeddings.
+    """Call a function of the model on each row of a batch: log-probabilities, scores, embeddings.
 
     Args:
         state: any; it is not donated.
         batch: as for ``eval_step``.
         fn: ``(model, batch) -> pytree of arrays``, whose leading axis is the batch's. It is called with the
             model in evaluation mode and a device's rows, as a loss function is. Each function is compiled
-            once: do not create a new one for every call. Where devices share rows
-            (``ZeroConfig.sequence_parallel``), it returns what it has of its own tokens by ``whole_rows``.
-        adapters: False computes with the frozen weights alone, without the adapters of ``lora``: with the
-            model that they began from, if nothing else is trained.
+            once: do not create a new one for every call. If devices share rows
+            (``ZeroConfig.sequence_parallel``), it makes whole rows of its results by ``whole_rows``.
+        adapters: False computes with the frozen weights alone, without the adapters of ``lora``. If nothing
+            else is trained, that is the model from which the adapters began.
 
     Returns:
-        The results of all rows: global arrays, spread over the devices by rows as the batch is; all devices
-        of a row have its results.
+        The results of all rows: global arrays, spread over the devices by rows as the batch is. All devices
+        that share a row have its results.
 
     Raises:
-        ConfigurationError: as ``eval_step``; a result has another leading axis, or is of a part of the
+        ConfigurationError: as ``eval_step``; a result has another leading axis, or covers a part of the
             tokens; or ``adapters`` is False and there are none.
 
     Examples:
@@ -191,7 +194,7 @@ def predict_step[T: PyTree[Array]](
 
 
 def check_adapters(spec: TrainSpec, *, adapters: bool) -> None:
-    """Refuse to leave out adapters where there are none: the result would not be that of a base.
+    """Refuse to leave out adapters if there are none, because the result would not be the base's.
 
     Raises:
         ConfigurationError: ``adapters`` is False, and the state has none.
@@ -213,7 +216,7 @@ def gradients(state: TrainState, batch: Batch) -> PyTree[Array]:
     if spec.zero.every:
         raise ConfigurationError(
             "gradients: with local updates (ZeroConfig.every) each node has gradients of its own weights. "
-            "For those of the outer weights give them to a state of another preset: "
+            "For gradients of the outer weights, copy these to a state of another preset: "
             "put_params(other, gather_params(state))."
         )
     step = spec.once(
@@ -247,10 +250,10 @@ def trace_train_step(state: TrainState, batch: Batch) -> jax.stages.Traced:
 
 
 def _apart(state: TrainState) -> tuple[TrainState, _Read]:
-    """What a step changes, and is donated to it; and what it only reads."""
+    """The state without the fields that a step only reads, which is donated; and these fields."""
     if state.spec.zero.weights_delta:
         return state.replace(frozen={}), {"frozen": state.frozen}
-    # At other stages every device has whole weights, which the node's copies are not made of.
+    # At other stages every device has whole weights, and does not read the node's replica.
     copies = state.copies if state.spec.zero.stage == 3 else {}
     own = state.replace(frozen={}, copies={}, current_copies=bool(copies))
     return own, {"frozen": state.frozen, "copies": copies}

@@ -19,7 +19,7 @@ from zerojax.train.spikes import Losses
 
 
 class Trained(NamedTuple):
-    """The fields of a state that an update changes, with local updates of one node; see ``TrainState``."""
+    """The fields of a state that an update changes, with local updates for one node; see ``TrainState``."""
 
     params: PyTree[Array]
     opt_state: PyTree[Array]
@@ -39,12 +39,12 @@ def updated(
     """Update the weights, unless the loss or a gradient is not finite, or the loss is a spike.
 
     Args:
-        spec: the train spec; with local updates the one of a node.
+        spec: the train spec; with local updates the spec of a node.
         before: the fields before the step.
         gradients: summed over all tokens, nested by path, stored like the weights.
         sums: of the losses and the tokens.
-        copies: delta's after the passes; else empty.
-        done: what the backward pass has updated, whose gradients are not among ``gradients``.
+        copies: delta's replicas after the passes; else empty.
+        done: the parameters that the backward pass has updated, which have no entry in ``gradients``.
 
     Returns:
         The fields after the step; whether the update was made; and the metrics "grad_norm", "skipped" and
