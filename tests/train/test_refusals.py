@@ -351,7 +351,7 @@ def test_a_batch_without_rows():
 def test_integers_that_need_more_bits_than_devices_have(ids, found):
     state = create()
     for step in (zerojax.train_step, zerojax.eval_step):
-        with refused(rf"batch\['ids'\] has {found} in it, .* 32 bits"):
+        with refused(rf"batch\['ids'\] contains {found}, .* 32 bits"):
             step(state, {**BATCH, "ids": ids})
 
 

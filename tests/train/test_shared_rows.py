@@ -397,5 +397,5 @@ def test_a_processs_rows_go_to_each_device_of_their_group(own, wanted):
     rows = _rows_of_devices(np.arange(4), own=own, copies=2)
     assert rows.tolist() == wanted
     assert jnp.array_equal(_rows_of_devices(jnp.arange(4), own=own, copies=2), rows)
-    with pytest.raises(ConfigurationError, match="each process has 3 devices"):
+    with pytest.raises(ConfigurationError, match="a process has 3 devices"):
         _rows_of_devices(np.arange(4), own=3, copies=2)

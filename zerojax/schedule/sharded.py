@@ -128,8 +128,8 @@ _TRANSLATIONS = {
         "(nnx.grad, MAML) it can take none where the weights of units are sharded: leave those classes out "
         "of ZeroConfig.units."
     ),
-    "zerojax.schedule.sharded.Sharded": _COMBINED,
-    "zerojax.weights.weight.Weight": _COMBINED,
+    f"{Sharded.__module__}.{Sharded.__name__}": _COMBINED,
+    f"{Weight.__module__}.{Weight.__name__}": _COMBINED,
 }
 
 
