@@ -1,4 +1,4 @@
-"""An encoder-decoder that learns to reverse a sequence: two stacks, of which the second attends to the first.
+"""An encoder-decoder that learns to reverse a sequence: the second of two stacks attends to the first.
 
 XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/encoder_decoder.py"""
 

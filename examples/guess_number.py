@@ -1,6 +1,6 @@
-"""An environment: guess a number from 1 to 7 in three turns, each of which is told "higher" or "lower".
+"""An environment: the model guesses a number from 1 to 7 in three turns, and reads "higher" or "lower".
 
-python examples/guess_number.py > games.jsonl                # games of a bad player, to begin with
+python examples/guess_number.py > games.jsonl                # games of a bad player, for zerojax train
 python examples/guess_number.py --secrets > secrets.jsonl    # numbers to guess, for zerojax posttrain
 """
 
@@ -16,12 +16,12 @@ class Game:
     """One number, up to three guesses; a right one earns 1."""
 
     def reset(self, prompt: str, secret: int) -> dict[str, int]:
-        """A game begins with no guess."""
+        """The state of a new game."""
         del prompt
         return {"secret": secret, "guesses": 0}
 
     def step(self, state: dict[str, int], completion: str) -> tuple[dict[str, int], str | None, float]:
-        """What is said to a guess; a text that is no number ends the game."""
+        """Answer a guess. A text that is no number ends the game."""
         guesses = state["guesses"] + 1
         if not (text := completion.strip()).isdecimal():
             return state, None, 0.0
@@ -32,7 +32,7 @@ class Game:
 
 
 def question(number: int) -> dict[str, str]:
-    """What begins a game."""
+    """The message that begins a game."""
     return {"role": "user", "content": f"Game {number}"}
 
 
