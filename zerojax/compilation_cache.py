@@ -189,13 +189,13 @@ def _load(key: str, options: Any, backend: Any, *others: Any) -> tuple[Any, int 
 
 def _keep(key: str, seconds: float, name: str, backend: Any, executable: Any) -> None:
     """JAX's ``_cache_write``, but in every process instead of only the first."""
-    if isinstance(backend, CompileOnlyPyClient):  # of zerojax.aot, whose programs nobody can load
+    if isinstance(backend, CompileOnlyPyClient):  # zerojax.aot's programs cannot be loaded here
         return
     if seconds < jax.config.jax_persistent_cache_min_compile_time_secs:
         return
     try:
         compilation_cache.put_executable_and_time(key, name, executable, backend, int(seconds))
-    except jax.errors.JaxRuntimeError as error:  # one that the runtime cannot write
+    except jax.errors.JaxRuntimeError as error:  # the runtime cannot write all programs
         logger.warning(f"{name} is not kept: {error_line(error)}")
 
 

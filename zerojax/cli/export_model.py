@@ -98,7 +98,7 @@ def run(arguments: list[str]) -> None:
         ZeroConfig(block_size=block)  # refuses a size that the codec does not support
         how = WeightFormat(options.weights, block, options.along)
     with joined_cluster(config.mesh, config.cluster):
-        if how is not None:  # whose perplexity is measured
+        if how is not None:  # perplexities are measured on batches
             check_batch(config, config.mesh.to_mesh())
         _export(options, folder, config, how)
 

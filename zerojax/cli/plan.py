@@ -170,7 +170,7 @@ def _outlook(sequences: int | None, settings: RunConfig, cluster: Cluster, *, lo
         return abstract_run(with_settings(anywhere, {"zero": {"host": ["optimizer"]}}))[0].spec
 
     if sequences is None:
-        rows = train.batch_size * (2 if settings.posttrain.method in PREFERENCES else 1)  # a pair is two
+        rows = train.batch_size * (2 if settings.posttrain.method in PREFERENCES else 1)  # two rows a pair
         sequences = sequences_of(rows, cluster.world.size, state.spec.zero)
     return foresee(
         state.spec,

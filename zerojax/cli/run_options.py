@@ -108,9 +108,9 @@ def _as_trained(named: Path, tables: Tables, folder: RunFolder) -> Tables:
     try:
         path = checkpoints.find(named)
         before = checkpoints.read_manifest(path).record.config
-    except (ConfigurationError, RunError):  # reported when the weights are read, by a run that needs them
+    except (ConfigurationError, RunError):  # a run that needs the weights reports this later
         return {}
-    if "model" not in before:  # of a custom loop
+    if "model" not in before:  # a custom loop wrote the checkpoint
         return {}
     theirs, outputs = saved_config(before), tables.get("model", {}).get("outputs")
     own = {"attention", "loss_chunk", "token_tile", "dropout"}

@@ -73,7 +73,7 @@ class Savings:
         ways = self._better("sent", _SENDING)
         same = [trial for trial in ways if trial.price == SAME]
         if self._nodes == 1:
-            return same[:1]  # rounding gains nothing
+            return same[:1]  # within a node rounding gains nothing
         return list(dict.fromkeys([*ways[:1], *same[:1], *self._better("sent", [_LOCAL_UPDATES])]))
 
     def held(self) -> list[Trial]:
@@ -153,7 +153,7 @@ class Savings:
         local, node = usual_bytes(hops_of(there, work))
         sent = local + self._besides
         if self._nodes > 1:
-            sent = node * world.local + (0 if zero.every else self._besides)  # but a fragment nothing crosses
+            sent = node * world.local + (0 if zero.every else self._besides)  # only a fragment crosses
         held = predict_memory(there, work).total
         return Trial(option, sent, held, _price(self._spec.zero, zero, config.optimizer.name))
 

@@ -168,9 +168,9 @@ def opening(config: RunConfig, folder: RunFolder, resume: Resume) -> Generator[O
 
 
 def _remover(folder: RunFolder, absent: Sequence[Path]) -> Callable[..., None]:
-    """An exit function that removes what a refused start adds to a run's folder from now on.
+    """An exit function that removes the files that a refused start adds to a run's folder.
 
-    ``absent`` are the lock and the folders that were not there before the start took the lock.
+    ``absent`` are the lock and the folders that did not exist before the start took the lock.
     """
     before = _contents(folder)
 

@@ -95,7 +95,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         for folder in (self.path, self.checkpoints):
             with file_errors(folder, what="the run cannot write here: "):
-                if folder.exists() or folder.is_symlink():  # perhaps to a disk that is not there now
+                if folder.exists() or folder.is_symlink():  # a link may lead to a disk that is not mounted
                     tempfile.TemporaryFile(dir=folder).close()
 
     def read_config(self) -> RunConfig:
@@ -190,7 +190,7 @@ def sharding_changes(before: RunConfig, now: RunConfig) -> list[str]:
 
 def check_same_model(before: RunConfig, now: RunConfig, folder: RunFolder) -> None:
     """Check that the settings of a run describe the model whose weights were imported into its folder."""
-    # A model of scores gets a new head.
+    # A reward model gets a new head.
     head = {"model.outputs", "model.tied"} if now.model.outputs is not None else set()
     for name, (old, new) in _changes(before, now).items():
         if name.startswith("model.") and name not in _FREE_KEYS | head:

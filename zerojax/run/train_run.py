@@ -53,7 +53,7 @@ class BatchRun(OpenRun):
             DivergedError: the validation loss is not finite.
         """
         last = self.log.last
-        if "validation_loss" not in last:  # the run had already finished
+        if "validation_loss" not in last:  # the run had finished before: no step was taken
             last = self.evaluate()
         if not math.isfinite(last["validation_loss"]):
             skipped = int(last.get("skipped_in_row", 0))

@@ -60,7 +60,9 @@ def portions_of(leaf: ParamLayout, itemsize: int, at_least: int = 1) -> list[Por
     if not leaf.stack:
         return [Portion(leaf, (0,) * len(leaf.shape))]
     *outer, layers = leaf.stack
-    fitting = UNDER_WAY // _AT_ONCE // (leaf.owned * leaf.world.local * itemsize)  # on one node
+    fitting = (
+        UNDER_WAY // _AT_ONCE // (leaf.owned * leaf.world.local * itemsize)
+    )  # bytes of a layer in a node
     count = max(n for n in range(1, layers + 1) if layers % n == 0 and n <= max(1, at_least, fitting))
     some = dataclasses.replace(leaf, stack=(*(1 for _ in outer), count))
     return [

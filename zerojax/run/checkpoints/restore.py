@@ -217,7 +217,7 @@ class _Checkpoint:
                 )
 
     def load(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        """Load some kinds."""
+        """Load the wanted arrays of some kinds."""
         self.check_fits(wanted)
         options = _PARTIAL if _former_names(wanted.get("other"), self.saved.get("other")) else None
         # One kind at a time: if one of several in a call fails, Orbax never awaits the coroutines of the

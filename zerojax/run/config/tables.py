@@ -118,7 +118,7 @@ def _section(section: "Section", table: Mapping[str, Any]) -> Any:
     if section is LoRA:
         rank = table.get("rank", 0)
         require(rank >= 0, "lora.rank must be 0 (no adapters) or more")
-        lora = LoRA(**{**table, "rank": max(rank, 1)})  # checks what is given, whatever the rank
+        lora = LoRA(**{**table, "rank": max(rank, 1)})  # validates the other keys even if the rank is 0
         return lora if rank else None
     own: dict[str, Any] = {}
     for key in keys_of(section):

@@ -289,7 +289,7 @@ def _encode(documents: list[Document], tokenizer: Tokenizer, examples: Examples)
     try:
         return examples.encode(tokenizer, documents)
     except DataError:
-        for document in documents:  # find the one at fault, to name it
+        for document in documents:  # find the faulty one, to name it
             try:
                 examples.encode(tokenizer, [document])
             except DataError as error:

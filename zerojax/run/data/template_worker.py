@@ -70,7 +70,7 @@ ENVIRONMENT = ImmutableSandboxedEnvironment(
 ENVIRONMENT.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
 ENVIRONMENT.globals |= {
     "raise_exception": raise_exception,
-    "strftime_now": lambda format: datetime.now().strftime(format),  # by the name that templates pass
+    "strftime_now": lambda format: datetime.now().strftime(format),  # templates pass "format"
 }
 compiled = lru_cache(maxsize=8)(ENVIRONMENT.from_string)
 

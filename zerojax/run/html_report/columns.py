@@ -64,7 +64,7 @@ class Metrics:
     def count_step(self, line: dict[str, Any]) -> None:
         """Count a line's step, and record whether it was skipped."""
         step = line["step"]
-        if step > self.last or not self.count:  # not one that a resumed run repeats
+        if step > self.last or not self.count:  # a resumed run may repeat steps
             self.count, self.last = self.count + 1, step
         (self.skipped.add if line.get("skipped") else self.skipped.discard)(step)
 

@@ -75,7 +75,7 @@ class RunData:
         return next((x for x in reversed(self.series(name)[1]) if x is not None), None)
 
     def typical(self, name: str) -> float | None:
-        """The median of a value; of a long run's, of an evenly spaced sample."""
+        """The median of a value; in a long run, the median of an evenly spaced sample."""
         column = self._column(name)
         sample = [x for step in column.means if (x := column.points[step]) is not None]
         return statistics.median_high(sample) if sample else None
