@@ -53,7 +53,7 @@ def test_a_run_learns_and_leaves_its_files(finished: RunFolder, finished_copy: R
     assert summary["validation_loss"] == lines[-1]["validation_loss"]
 
 
-@pytest.mark.slow  # test_resume.py holds the same of the state, test_soak.py of the whole program
+@pytest.mark.slow  # test_restore.py holds the same of the state, test_soak.py of the whole program
 @pytest.mark.parametrize(
     "sections", [{"train": {"batch_size": 16, "accumulate": 2}}, {"zero": EVERYTHING}], ids=["exact", "all"]
 )

@@ -16,7 +16,7 @@ def soak(*options: object) -> str:
     return done.stdout
 
 
-@pytest.mark.slow  # accepts a release; test_resume.py, test_preemption.py and test_faults.py hold its parts
+@pytest.mark.slow  # accepts a release; test_restore.py, test_preemption.py and test_faults.py hold its parts
 def test_three_kills() -> None:
     out = soak("--kills", 3, "--processes", 2, "--steps", 60)
     assert "all 60 steps and the final state are equal, bit for bit" in out
