@@ -34,7 +34,9 @@ def config(text: Path, tmp_path: Path) -> Path:
     return path
 
 
-def test_train_and_resume(config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_train_resumes_where_it_stopped(
+    config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "run"
     done = zerojax("train", config, "--run-dir", folder, "--train.eval-every", 2)
     assert done.returncode == 0, done.stderr
@@ -112,7 +114,7 @@ def test_a_mesh_that_the_batch_does_not_divide_on_is_refused_before_anything_is_
     assert not out.exists()
 
 
-def test_sample(finished: RunFolder, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_seed_gives_the_same_sample(finished: RunFolder, capfd: pytest.CaptureFixture[str]) -> None:
     texts = []
     for options in (["--temperature", "0"], ["--temperature", "0"], ["--seed", "1", "--top-k", "50"]):
         code = main(["sample", str(finished.path), "--prompt", "all work", "--tokens", "20", *options])
@@ -129,7 +131,7 @@ def test_a_prompt_may_be_any_bytes(finished: RunFolder, capfd: pytest.CaptureFix
     assert capfd.readouterr().out.startswith("all \ufffd")
 
 
-def test_doctor(capfd: pytest.CaptureFixture[str]) -> None:
+def test_doctor_describes_the_machine(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--mesh.nodes", "3"]) == 0
     out = capfd.readouterr().out
     for part in (
@@ -162,7 +164,7 @@ def test_help_describes_every_option(config: Path, capsys: pytest.CaptureFixture
     assert "(default: 4)" in capsys.readouterr().out  # the config's own
 
 
-def test_overrides(config: Path) -> None:
+def test_options_override_the_file(config: Path) -> None:
     _, settings = parse(
         Options, "train", [str(config), "--optimizer.learning-rate", "0.5", "--train.batch_size", "24"]
     )
@@ -215,7 +217,7 @@ def test_a_boolean_is_spelled_as_in_toml(config: Path, word: str, value: bool) -
         (["eval", "nowhere"], "nowhere is not a run folder"),
     ],
 )
-def test_wrong_use(
+def test_wrong_use_is_reported_in_one_line(
     arguments: list[str],
     message: str,
     config: Path,
@@ -284,7 +286,7 @@ def test_a_thread_in_jaxlib_does_not_change_the_exit_code(tmp_path: Path) -> Non
     assert (ended.returncode, ended.stdout, ended.stderr) == (3, "done", "")
 
 
-def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_usage_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("zerojax 0.")
     assert main(["--help"]) == 0

@@ -33,7 +33,7 @@ ARGUMENTS = st.lists(
 
 @settings(max_examples=300, deadline=None)
 @given(ARGUMENTS, st.booleans())
-def test_launch(arguments, complete):
+def test_launch_survives_any_numbers(arguments, complete):
     if complete:
         arguments = ["--nodes", "2", "--devices-per-node", "1", *arguments, "gpt-tiny"]
     started = mock.Mock()
@@ -70,7 +70,7 @@ VALUES = NUMBERS | st.sampled_from(
 
 @settings(max_examples=300, deadline=None)
 @given(st.dictionaries(st.sampled_from(VARIABLES), VALUES, max_size=6))
-def test_variables(variables):
+def test_joining_survives_any_variables(variables):
     kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     began = mock.Mock()
     with (
@@ -85,7 +85,7 @@ def test_variables(variables):
 
 @settings(max_examples=100, deadline=None)
 @given(NUMBERS)
-def test_emulation(processes):
+def test_emulation_survives_any_numbers(processes):
     variables = {"JAX_NUM_PROCESSES": processes, "XLA_FLAGS": ""}
     with mock.patch.dict(os.environ, variables), suppress(ZeroError):
         emulate_devices(MeshSection(nodes=2, local=4, emulate=True))

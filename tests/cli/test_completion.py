@@ -16,7 +16,7 @@ def completed(script: str, *words: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_commands_configs_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_configs_and_options_are_completed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
     assert completed(script, "zerojax", "") == set(COMMANDS)

@@ -58,7 +58,9 @@ def test_an_export_to_a_full_disk_says_so(tmp_path: Path):
     assert not (tmp_path / "out").exists()
 
 
-def test_import_eval_train_export(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_model_is_imported_evaluated_trained_and_exported(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     run = str(tmp_path / "run")
     data = ["--data.source", str(text), "--data.validation", "0.2"]
     assert main(["import", str(FIXTURES / "llama2"), run, *MESH, *TRAINING, *data]) == 0
@@ -263,7 +265,7 @@ def test_a_trained_run_is_exported_quantized(tmp_path: Path, capsys: pytest.Capt
         (["export", "RUN", "out"], "has no checkpoint yet"),
     ],
 )
-def test_wrong_use(
+def test_wrong_use_is_refused_before_anything_is_written(
     arguments: list[str],
     message: str,
     tmp_path: Path,

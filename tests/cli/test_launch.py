@@ -207,7 +207,7 @@ def test_a_signal_prevents_restarts(attempts, tmp_path):
     assert starts() == [2]
 
 
-def test_the_command_line():
+def test_the_command_line_becomes_a_job():
     parsed = launch.parse(
         [
             "--nodes",
@@ -235,7 +235,7 @@ def test_the_command_line():
         ({"nodes": 0}, "at least 1"),
     ],
 )
-def test_refuses(options, message):
+def test_impossible_jobs_are_refused(options, message):
     with pytest.raises(ZeroError, match=message):
         launch.launch(job("pass", **options))
 

@@ -28,7 +28,9 @@ def test_one_process_measures_its_collectives_and_no_flows(tmp_path: Path, capfd
         (["--mesh.nodes", "2", "--sizes", "1000000"], "--sizes"),
     ],
 )
-def test_refuses(options: list[str], said: str, capfd: pytest.CaptureFixture[str]):
+def test_impossible_measurements_are_refused(
+    options: list[str], said: str, capfd: pytest.CaptureFixture[str]
+):
     assert main(["links", *options]) == 2
     assert said in capfd.readouterr().err
 

@@ -24,7 +24,7 @@ def test_plan_and_comm_report_the_same_bytes(capsys):
     assert plan["memory"]["kinds"]["parameters"] == pytest.approx(4 * report["parameters"] / 8, rel=0.01)
 
 
-def test_text_output(capsys):
+def test_both_print_text(capsys):
     assert main(["plan", *TINY]) == 0
     out = capsys.readouterr().out
     assert "hpZ: each node keeps the gathered weights" in out

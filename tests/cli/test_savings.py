@@ -97,7 +97,7 @@ def test_the_count_of_the_traced_step_agrees():
         assert counted(*trial.option.split())[2].between_nodes == pytest.approx(trial.sent, abs=16)
 
 
-def test_the_lines():
+def test_lines_say_what_would_save():
     savings = Savings(*opened())
     line = savings.sent_line()
     assert line.count("\n") == 0

@@ -223,7 +223,7 @@ def test_a_spike_is_skipped(text: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_a_spike_stops(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spike_stops_the_run(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     strange(monkeypatch, {9})
     message = (
         r"the loss of step 9 is a spike: \d.*, above \d.*; it did not change the parameters\. .*--rewind 7"
@@ -234,7 +234,9 @@ def test_a_spike_stops(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-def test_weights_that_stay_worse(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_stay_worse_end_the_run(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All losses after a bad update are spikes: the run skips as many as allowed, and says how to go back."""
     break_at(monkeypatch, 8, factor=9.0)
     message = "not finite, or the loss a spike, in 3 steps in a row, from step 9 on.*--rewind 7"

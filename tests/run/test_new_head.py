@@ -79,7 +79,7 @@ def test_beside_adapters_the_head_is_trained(text: Path, finished: RunFolder, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama2", "llama3"])  # of which one has a head of its own
-def test_hugging_face_models(name: str, text: Path, tmp_path: Path) -> None:
+def test_a_hugging_face_model_gets_a_new_head(name: str, text: Path, tmp_path: Path) -> None:
     model, folder = FIXTURES / name, RunFolder(tmp_path)
     config = with_model(model, scoring(text), folder)
     assert (config.model.outputs, config.model.tied) == (1, False)

@@ -19,7 +19,7 @@ def curve(steps: int, **settings: Any) -> np.ndarray:
     return np.asarray(jax.vmap(schedule)(jnp.arange(steps)))
 
 
-def test_warmup_cosine() -> None:
+def test_the_rate_follows_warmup_and_cosine() -> None:
     got = curve(100, schedule="warmup-cosine", warmup_steps=10, final_fraction=0.1)
     for i in range(100):
         if i < 10:
@@ -29,18 +29,18 @@ def test_warmup_cosine() -> None:
         assert got[i] == pytest.approx(want, rel=1e-5)
 
 
-def test_wsd() -> None:
+def test_wsd_holds_the_peak_and_decays_at_the_end() -> None:
     got = curve(100, schedule="wsd", warmup_steps=10, final_fraction=0.0, decay_fraction=0.2)
     np.testing.assert_allclose(got[10:81], 2.0)
     np.testing.assert_allclose(got[80:], 2.0 * (1 - np.arange(20) / 20), rtol=1e-5)
 
 
-def test_linear() -> None:
+def test_linear_decays_throughout() -> None:
     got = curve(100, schedule="linear", warmup_steps=0, final_fraction=0.5)
     np.testing.assert_allclose(got, 2.0 - np.arange(100) / 100, rtol=1e-5)
 
 
-def test_constant_and_short_run() -> None:
+def test_a_short_run_warms_up_for_half_of_its_steps() -> None:
     got = curve(4, schedule="constant", warmup_steps=100)
     np.testing.assert_allclose(got, [1.0, 1.5, 2.0, 2.0])
 
@@ -92,7 +92,7 @@ PARAMS = {
 }
 
 
-def test_decay_mask_by_name() -> None:
+def test_names_decide_which_leaves_decay() -> None:
     assert decay_mask(PARAMS) == {
         "embed": {"embedding": True},
         "blocks": {"norm": {"scale": False}, "linear": {"kernel": True, "bias": False}},
@@ -133,7 +133,7 @@ def test_updates_equal_optax(name: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), ours, theirs)
 
 
-def test_no_clip_no_decay() -> None:
+def test_without_clip_and_decay_updates_are_the_gradients() -> None:
     settings = OptimizerSection(
         name="sgd",
         learning_rate=1.0,

@@ -88,7 +88,7 @@ def test_another_model_is_refused(tmp_path):
         checkpoints.resume(tmp_path, abstract(width=5))
 
 
-def test_all_damaged_is_refused(tmp_path):
+def test_a_folder_of_damaged_checkpoints_is_refused(tmp_path):
     save(tmp_path, 3)
     (tmp_path / "3" / "manifest.json").unlink()
     with pytest.raises(zerojax.ZeroError, match="no checkpoint can be used"):

@@ -38,7 +38,7 @@ def test_a_path_that_checkpoints_cannot_have_is_refused(tmp_path: Path, name: st
         Checkpoints(tmp_path / name)
 
 
-def test_odd_names_are_taken(tmp_path: Path) -> None:
+def test_odd_names_are_allowed(tmp_path: Path) -> None:
     RunFolder(tmp_path / "a b %41 é#{x}~ 'q'").create()
 
 

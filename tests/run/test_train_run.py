@@ -57,7 +57,7 @@ def test_a_run_learns_and_leaves_its_files(finished: RunFolder, finished_copy: R
 @pytest.mark.parametrize(
     "sections", [{"train": {"batch_size": 16, "accumulate": 2}}, {"zero": EVERYTHING}], ids=["exact", "all"]
 )
-def test_resume_is_bit_identical(
+def test_a_resumed_run_is_bit_identical(
     sections: dict[str, Any], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = micro_config(text, **sections)
@@ -119,15 +119,15 @@ class TestRefusals:
         with pytest.raises(ZeroError, match=match):
             TrainRun.open(config, RunFolder(folder), **options)
 
-    def test_batch_does_not_divide(self, text: Path, tmp_path: Path) -> None:
+    def test_a_batch_that_does_not_divide_is_refused(self, text: Path, tmp_path: Path) -> None:
         config = micro_config(text, train={"batch_size": 12})
         self.refuse(config, tmp_path / "run", r"batch_size 12 .* 8 devices .*: 16 would")
         assert not (tmp_path / "run").exists()
 
-    def test_mesh_too_large(self, text: Path, tmp_path: Path) -> None:
+    def test_a_mesh_larger_than_the_devices_is_refused(self, text: Path, tmp_path: Path) -> None:
         self.refuse(micro_config(text, mesh={"nodes": 9}), tmp_path / "run", "does not fit the 12 devices")
 
-    def test_vocabulary_too_small(self, text: Path, tmp_path: Path) -> None:
+    def test_a_vocabulary_smaller_than_the_tokenizer_s_is_refused(self, text: Path, tmp_path: Path) -> None:
         config = micro_config(text, model={"vocab_size": 100})
         self.refuse(config, tmp_path / "run", r"vocabulary of 256, but model\.vocab_size is 100")
 
@@ -136,7 +136,7 @@ class TestRefusals:
         config = micro_config(text, model=long, train={"sequence_length": 1 << 20})
         self.refuse(config, tmp_path / "run", "too few for one sequence")
 
-    def test_folder_cannot_be_created(self, text: Path, tmp_path: Path) -> None:
+    def test_a_folder_that_cannot_be_created_is_refused(self, text: Path, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         self.refuse(micro_config(text), tmp_path / "file" / "run", "cannot create the run folder")
 

@@ -90,7 +90,7 @@ def saved(trained: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_unsharded_shapes(trained: Any) -> None:
+def test_a_checkpoint_has_unsharded_shapes(trained: Any) -> None:
     tree = to_canonical(trained)
     assert tree["params"]["first"]["kernel"].shape == (13, 7)
     assert tree["params"]["blocks"]["block"]["kernel"].shape == (3, 7, 7)
@@ -115,7 +115,9 @@ def test_unsharded_shapes(trained: Any) -> None:
         (1, 1, {"stage": 0}),
     ],
 )
-def test_restores_onto_any_mesh(saved: Path, trained: Any, nodes: int, local: int, zero: Any) -> None:
+def test_a_checkpoint_restores_onto_any_mesh(
+    saved: Path, trained: Any, nodes: int, local: int, zero: Any
+) -> None:
     assert newest_valid(saved).step == 3
     assert read_manifest(saved / "3").record == RECORD
     state = restore(saved / "3", make(nodes, local, abstract=True, **zero))
@@ -202,7 +204,7 @@ def test_a_save_reserves_no_more_than_a_portion(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-def test_a_state_beside_another(trained: Any, tmp_path: Path) -> None:
+def test_a_state_beside_another_is_restored_by_its_name(trained: Any, tmp_path: Path) -> None:
     """As PPO's critic: of other sizes and sharding, in the same checkpoint, and neither is saved alone."""
     critic = make(2, 4, lambda rngs: Awkward(rngs, width=8), stage=2)
     record = Record(beside={"critic": Beside({"a": 1}, "base")})
@@ -278,7 +280,7 @@ def test_parts_without_a_state_come_and_go_in_the_optimizer(saved: Path, trained
         restore(saved / "3", make(1, 2, abstract=True, tx=optax.sgd(0.1)))
 
 
-def test_refuses_another_model(saved: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused(saved: Path) -> None:
     other = make(2, 4, lambda rngs: Awkward(rngs, width=8), abstract=True)
     for read in (restore, restore_weights):
         with pytest.raises(

@@ -154,7 +154,7 @@ def test_loading_unpickles_nothing(checkpoint: Path, finished: RunFolder) -> Non
     assert found == []
 
 
-def test_damaged_settings(text: Path, tmp_path: Path) -> None:
+def test_damaged_settings_are_refused_in_one_line(text: Path, tmp_path: Path) -> None:
     path, random = tmp_path / "config.toml", np.random.default_rng(0)
     refused: list[str] = []
     for _ in range(200):
@@ -169,7 +169,7 @@ def test_damaged_settings(text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
-def test_damaged_tokens(text: Path, tmp_path: Path, tokenizer: str) -> None:
+def test_damaged_tokens_are_refused_in_one_line(text: Path, tmp_path: Path, tokenizer: str) -> None:
     settings = DataSection(source=str(text), tokenizer=tokenizer, vocab_size=300, validation=0.2)
     prepare(settings, tmp_path / "data")
     valid = open_dataset(settings, tmp_path / "data")

@@ -60,7 +60,9 @@ def before_step(monkeypatch: pytest.MonkeyPatch, number: int, happen: Any) -> No
         (0, "cannot "),
     ],
 )
-def test_full(small_disk: Path, text: Path, monkeypatch: pytest.MonkeyPatch, free: int, message: str) -> None:
+def test_a_disk_that_fills_up_ends_the_run_in_one_line(
+    small_disk: Path, text: Path, monkeypatch: pytest.MonkeyPatch, free: int, message: str
+) -> None:
     """At a checkpoint, and at the next line of metrics."""
     folder = RunFolder(small_disk / "run")
 
@@ -80,7 +82,7 @@ def test_full(small_disk: Path, text: Path, monkeypatch: pytest.MonkeyPatch, fre
     assert [path.name for path in folder.checkpoints.iterdir()] == ["3"]
 
 
-def test_full_at_the_start(small_disk: Path, text: Path) -> None:
+def test_a_disk_that_is_full_at_the_start_is_reported(small_disk: Path, text: Path) -> None:
     folder = RunFolder(small_disk / "run")
     with TrainRun.open(micro_config(text), folder):
         pass
@@ -94,7 +96,7 @@ def test_full_at_the_start(small_disk: Path, text: Path) -> None:
 
 
 @pytest.mark.parametrize("most", [3, pytest.param(1000, marks=pytest.mark.slow)])
-def test_a_disk_that_hangs(
+def test_a_disk_that_hangs_ends_the_run(
     most: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Noticed by unwritten lines or at the next checkpoint; the end of the run does not wait for the disk."""

@@ -81,7 +81,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-def test_a_valid_one(tmp_path: Path) -> None:
+def test_a_valid_checkpoint_is_found(tmp_path: Path) -> None:
     manifest = verify(make(tmp_path, 400), 400)
     assert (manifest.step, manifest.saved_at, manifest.record) == (400, 1.7e9, RECORD)
     assert manifest.size == sum(map(len, FILES.values()))
@@ -144,7 +144,7 @@ def test_all_damaged_is_refused_and_none_is_none(tmp_path: Path) -> None:
         newest_valid(tmp_path)
 
 
-def test_names(tmp_path: Path) -> None:
+def test_names_of_folders_say_what_they_hold(tmp_path: Path) -> None:
     for name in ("400", "0", "0400", "400.unfinished", "400.removed", "400.damaged", "notes", "x400"):
         (tmp_path / name).mkdir()
     (tmp_path / "300").touch()

@@ -82,7 +82,9 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "others"), GRID)
-def test_resume(name: str, others: list[tuple[int, int]], tmp_path: Path) -> None:
+def test_a_resumed_run_equals_one_that_was_not_interrupted(
+    name: str, others: list[tuple[int, int]], tmp_path: Path
+) -> None:
     """Stop after 3 of 6 steps: on the same mesh nothing is lost; on others parameters and optimizer."""
     state, _ = steps(create(2, 4, **CONFIGS[name]), 1, 3)
     with Checkpoints(tmp_path) as checkpoints:

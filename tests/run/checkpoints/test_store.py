@@ -46,7 +46,7 @@ def manifests(run: dict[int, tuple[int, float | None]]) -> list[Manifest]:
         (Retention(1, every=300, best=1, minutes=90), [300, 400, 600, 700]),
     ],
 )
-def test_what_stays(retention: Retention, kept: list[int]) -> None:
+def test_the_rules_decide_which_checkpoints_stay(retention: Retention, kept: list[int]) -> None:
     surplus = retention.surplus(manifests(RUN))
     assert [step for step in RUN if step not in surplus] == kept
 
@@ -61,7 +61,7 @@ def test_one_after_the_other_leads_to_the_same() -> None:
     assert list(there) == [300, 400, 600, 700]
 
 
-def test_due_by_time() -> None:
+def test_a_save_is_due_when_the_minutes_are_over() -> None:
     now = 1000.0
     clock = TrainingClock(50.0, minutes=2, clock=lambda: now)
     assert (clock.seconds, clock.wants_save) == (50.0, False)
@@ -75,7 +75,7 @@ def test_due_by_time() -> None:
     assert clock.wants_save
 
 
-def test_never_due_without_minutes() -> None:
+def test_no_save_is_due_without_minutes() -> None:
     now = 0.0
     clock = TrainingClock(clock=lambda: now)
     now += 1e9

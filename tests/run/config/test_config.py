@@ -34,7 +34,7 @@ def test_empty_file_is_all_defaults(tmp_path: Path) -> None:
     assert load_config(write(tmp_path, "")) == RunConfig()
 
 
-def test_values_arrive(tmp_path: Path) -> None:
+def test_values_of_a_file_reach_the_settings(tmp_path: Path) -> None:
     config = load_config(
         write(
             tmp_path,
@@ -65,7 +65,7 @@ def test_values_arrive(tmp_path: Path) -> None:
     assert config.mesh.emulate
 
 
-def test_round_trip(tmp_path: Path) -> None:
+def test_a_written_config_is_read_as_the_same(tmp_path: Path) -> None:
     config = config_from_dict(
         {
             "train": {"steps": 7, "seed": 3},
@@ -141,13 +141,13 @@ def test_a_name_that_is_not_unicode_is_refused() -> None:
         RunConfig(data=DataSection(source="caf\udce9"))
 
 
-def test_not_text(tmp_path: Path) -> None:
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="not valid TOML"):
         load_config(tmp_path / "run.toml")
 
 
-def test_missing_file(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         load_config(tmp_path / "none.toml")
 
@@ -167,7 +167,7 @@ def test_configs_of_other_programs_name_the_page_about_them(tmp_path: Path) -> N
         config_from_dict({"training": {}})
 
 
-def test_find_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configs_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "mine.toml").touch()
@@ -188,13 +188,13 @@ def test_every_field_of_the_library_is_a_key() -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_zero_presets(preset: Preset) -> None:
+def test_a_preset_sets_the_options_of_zero(preset: Preset) -> None:
     config = config_from_dict({"zero": {"preset": preset}, "train": {"accumulate": 2}})
     assert config.to_zero() == ZeroConfig.preset(preset, accumulate=2)
     assert config_to_dict(config)["zero"] == {"preset": preset}
 
 
-def test_zero_overrides() -> None:
+def test_an_option_overrides_its_preset() -> None:
     table = {"preset": "zero++", "weights": "compute", "grads": ["int8", "compute"]}
     config = config_from_dict({"zero": table})
     zero = config.zero
@@ -207,7 +207,7 @@ def test_zero_overrides() -> None:
         config_from_dict({"zero": {"preset": "zero9"}})
 
 
-def test_options_are_frozen_in() -> None:
+def test_the_number_of_options_is_known() -> None:
     """A new option is a promise: it needs help text, a reason and a line here."""
     options = {top.name: len(keys_of(cast(type, section_of(top.kind)))) for top in keys_of(RunConfig)}
     del options["model"], options["zero"]

@@ -46,7 +46,7 @@ class TestWindows:
         assert windows[0]["tokens"].dtype == np.int32
         np.testing.assert_array_equal(windows[0]["tokens"], file.tokens[:11])
 
-    def test_too_short(self, file: TokenFile) -> None:
+    def test_a_file_shorter_than_a_window_is_refused(self, file: TokenFile) -> None:
         with pytest.raises(DataError, match=r"241 tokens are too few for one sequence of 241"):
             Windows(file, 241)
 
@@ -62,14 +62,14 @@ class TestOrder:
         assert not np.array_equal(first, second)
         assert batches.rounds(8) == [2.0]
 
-    def test_seed_decides_the_order(self, windows: Windows) -> None:
+    def test_the_seed_decides_the_order(self, windows: Windows) -> None:
         one, same = (next(TrainBatches([windows], **self.SETTINGS))["tokens"] for _ in range(2))
         other = next(TrainBatches([windows], batch_size=6, seed=4))["tokens"]
         np.testing.assert_array_equal(one, same)
         assert not np.array_equal(one, other)
 
     @pytest.mark.parametrize("step", [0, 1, 4, 7])
-    def test_position_resumes_exactly(self, step: int) -> None:
+    def test_a_position_resumes_exactly(self, step: int) -> None:
         sources: Any = [Numbers(0, 5), Numbers(1, 17)]
         weights = [0.3, 0.7]
         batches = TrainBatches(sources, weights=weights, **self.SETTINGS)
@@ -140,7 +140,7 @@ class TestMixture:
 
 
 class TestValidation:
-    def test_spreads_over_the_split(self, windows: Windows) -> None:
+    def test_batches_spread_over_the_split(self, windows: Windows) -> None:
         batches = validation_batches([windows], batch_size=4, batches=3)
         starts = np.concatenate([batch["tokens"][:, 1] for batch in batches])
         assert len(batches) == 3
@@ -162,10 +162,10 @@ class TestValidation:
         assert np.bincount(rows[:, 0]).tolist() == [12, 36]
         assert len({tuple(row) for row in rows}) == 48
 
-    def test_takes_what_there_is(self, windows: Windows) -> None:
+    def test_a_small_split_gives_fewer_batches(self, windows: Windows) -> None:
         assert len(validation_batches([windows], batch_size=10, batches=9)) == 2
         assert len(validation_batches([windows], batch_size=1, batches=2**32 - 1)) == 24
 
-    def test_too_small(self, windows: Windows) -> None:
+    def test_a_split_smaller_than_a_batch_is_refused(self, windows: Windows) -> None:
         with pytest.raises(DataError, match="has 24 sequences, but a batch needs 25"):
             validation_batches([windows], batch_size=25, batches=1)

@@ -166,7 +166,7 @@ def test_a_template_that_cannot_be_used_is_refused(source: str, message: str) ->
 
 
 class TestFiles:
-    def test_where_a_template_is(self, tmp_path: Path) -> None:
+    def test_a_template_is_found_beside_its_tokenizer(self, tmp_path: Path) -> None:
         assert find_template(tmp_path) is None
         config = tmp_path / "tokenizer_config.json"
         config.write_text(json.dumps({"chat_template": "one"}))

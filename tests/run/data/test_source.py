@@ -45,10 +45,10 @@ class TestPlainText:
         assert places == sorted(places)
         assert places[0] == str(folder / "a" / "doc1.txt")
 
-    def test_pattern(self, folder: Path) -> None:
+    def test_a_pattern_chooses_files(self, folder: Path) -> None:
         assert texts(folder, "b/*.txt") == [p.read_text() for p in sorted(folder.glob("b/*"))]
 
-    def test_glob_equals_folder(self, folder: Path) -> None:
+    def test_a_glob_equals_its_folder(self, folder: Path) -> None:
         assert texts(folder / "*" / "doc*.txt") == texts(folder)
 
     def test_single_file_is_cut_at_line_ends(self, tmp_path: Path) -> None:
@@ -59,14 +59,14 @@ class TestPlainText:
         assert "".join(pieces) == text
         assert all(piece.endswith("\n") for piece in pieces)
 
-    def test_standard_library(self) -> None:
+    def test_the_standard_library_comes_without_its_tests(self) -> None:
         places = [file.as_posix() for file in TextSource("stdlib").files]
         assert any(place.endswith("/argparse.py") for place in places)
         assert any(place.endswith("/asyncio/events.py") for place in places)
         assert not [p for p in places if "test" in p.split("/") or "site-packages" in p]
 
     @pytest.mark.parametrize("pattern", ["**.txt", "/a/*.txt", ""])
-    def test_what_is_no_pattern(self, folder: Path, pattern: str) -> None:
+    def test_an_invalid_pattern_is_refused(self, folder: Path, pattern: str) -> None:
         with pytest.raises(DataError, match=r"data\.pattern .*; use for instance '\*\*/\*\.txt'"):
             TextSource(str(folder), pattern)
 
@@ -76,21 +76,21 @@ class TestPlainText:
         assert TextSource(f"{folder}/**").files == names
 
     @pytest.mark.parametrize("name", ["nothing-here", "nothing/*.txt", "~nothing/a.txt"])
-    def test_missing(self, name: str) -> None:
+    def test_a_missing_source_is_named(self, name: str) -> None:
         with pytest.raises(DataError, match=r"nothing.*no such file, folder or glob"):
             TextSource(name)
 
-    def test_no_text(self, tmp_path: Path) -> None:
+    def test_a_source_without_text_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "x.bin").write_bytes(b"\0")
         with pytest.raises(DataError, match="no text file"):
             TextSource(str(tmp_path))
 
-    def test_packed_text(self, tmp_path: Path) -> None:
+    def test_packed_text_is_refused_with_the_way_out(self, tmp_path: Path) -> None:
         (tmp_path / "notes.txt.gz").write_bytes(gzip.compress(b"text", mtime=0))
         with pytest.raises(DataError, match=r"no text file.*; unpack notes\.txt\.gz: only \.jsonl"):
             TextSource(str(tmp_path / "notes.txt.gz"))
 
-    def test_empty(self, tmp_path: Path) -> None:
+    def test_empty_files_are_refused(self, tmp_path: Path) -> None:
         (tmp_path / "x.txt").touch()
         with pytest.raises(DataError, match="empty"):
             TextSource(str(tmp_path))

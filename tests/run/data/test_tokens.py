@@ -48,7 +48,7 @@ class TestSplit:
         limit = validation_limit(texts, fraction)
         return {text for text in texts if rank(text) < limit}
 
-    def test_size(self) -> None:
+    def test_the_fraction_decides_the_size(self) -> None:
         assert 70 <= len(self.held_out(self.TEXTS, 0.05)) <= 130
 
     def test_more_documents_move_none_across(self) -> None:
@@ -66,7 +66,7 @@ class TestSplit:
         assert len(list(texts)) > 1900
 
     @pytest.mark.parametrize("texts", [[], [b"a"], [b"a", b"a"]])
-    def test_one_document(self, texts: list[bytes]) -> None:
+    def test_a_single_document_cannot_be_split(self, texts: list[bytes]) -> None:
         with pytest.raises(DataError, match=r"^here: a validation split needs two different documents"):
             validation_limit(texts, 0.5, "here: ")
 
@@ -74,7 +74,7 @@ class TestSplit:
 class TestTokenizers:
     TEXT = "def f(x):\n    return 'grüße' + x  # 😀\n"
 
-    def test_bytes_round_trip(self) -> None:
+    def test_bytes_decode_to_their_text(self) -> None:
         tokenizer = ByteTokenizer()
         ids = tokenizer.encode(self.TEXT.encode())
         assert ids.max() < tokenizer.vocab_size
@@ -137,7 +137,7 @@ class TestTokenizers:
         (a,) = tokenizer.encode(b"x").tolist()
         assert tokenizer.decode([a, 5000, a]) == "xx"
 
-    def test_damaged_file(self, tmp_path: Path) -> None:
+    def test_a_damaged_tokenizer_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "tokenizer.json").write_text("{")
         with pytest.raises(DataError, match="not a tokenizer file"):
             load_tokenizer(tmp_path / "tokenizer.json")
@@ -152,7 +152,7 @@ class TestTokenFiles:
         ("vocab_size", "dtype"),
         [(256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "uint32")],
     )
-    def test_round_trip(self, tmp_path: Path, vocab_size: int, dtype: str) -> None:
+    def test_written_tokens_are_read_as_the_same(self, tmp_path: Path, vocab_size: int, dtype: str) -> None:
         tokens = np.random.default_rng(0).integers(0, vocab_size, 1000)
         tokens[0] = vocab_size - 1
         for begin, between in ((7, [7]), (8, [7, 8])):
@@ -165,7 +165,7 @@ class TestTokenFiles:
             np.testing.assert_array_equal(file.tokens, whole)
             assert isinstance(file.tokens.base, np.memmap)
 
-    def test_truncated(self, file: TokenFile) -> None:
+    def test_a_truncated_file_is_refused(self, file: TokenFile) -> None:
         for path, size in ((file.path, 252), (file.path.with_suffix(".lengths"), 8)):
             raw = path.read_bytes()
             assert len(raw) == size
@@ -174,7 +174,7 @@ class TestTokenFiles:
                 open_tokens(file.path, verify=False)
             path.write_bytes(raw)
 
-    def test_flipped_byte(self, file: TokenFile) -> None:
+    def test_a_flipped_byte_is_found(self, file: TokenFile) -> None:
         for path in (file.path, file.path.with_suffix(".lengths")):
             raw = bytearray(path.read_bytes())
             raw[5] ^= 1
@@ -188,13 +188,13 @@ class TestTokenFiles:
         "header",
         ["", "[]", "{}", '{"tokens": "many"}', '{"format": 9, "tokens": 1}', "null", "\udcff", "[" * 9999],
     )
-    def test_bad_header(self, file: TokenFile, header: str) -> None:
+    def test_a_damaged_header_is_refused(self, file: TokenFile, header: str) -> None:
         file.path.with_suffix(".json").write_bytes(header.encode(errors="surrogateescape"))
         with pytest.raises(DataError, match=r"train\.json"):
             open_tokens(file.path)
 
     @pytest.mark.parametrize(("key", "value"), [("format", 1), ("dtype", "object"), ("tokens", 0)])
-    def test_foreign_header(self, file: TokenFile, key: str, value: object) -> None:
+    def test_a_header_of_another_version_is_refused(self, file: TokenFile, key: str, value: object) -> None:
         path = file.path.with_suffix(".json")
         path.write_text(dump_checked(load_checked(path.read_text()) | {key: value}))
         with pytest.raises(DataError, match="this version reads"):
@@ -211,7 +211,7 @@ class TestTokenFiles:
 
 
 class TestPrepare:
-    def test_bytes(self, folder: Path, tmp_path: Path) -> None:
+    def test_prepared_bytes_are_those_of_the_files(self, folder: Path, tmp_path: Path) -> None:
         settings = DataSection(source=str(folder), validation=0.2)
         prepare(settings, tmp_path / "data")
         (part,) = open_dataset(settings, tmp_path / "data").parts
@@ -366,7 +366,7 @@ class TestPrepare:
             prepare(settings, tmp_path / "data")
         assert not (tmp_path / "data").exists()
 
-    def test_unwritable(self, folder: Path, tmp_path: Path) -> None:
+    def test_a_folder_that_cannot_be_written_is_refused(self, folder: Path, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         with pytest.raises(DataError, match="cannot write"):
             prepare(DataSection(source=str(folder)), tmp_path / "file" / "data")

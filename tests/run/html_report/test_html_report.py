@@ -71,7 +71,9 @@ def test_a_full_disk_leaves_the_report_of_before(
     assert main(["report", str(finished.path), "--out", os.devnull]) == 0  # no file to replace
 
 
-def test_a_finished_run(finished: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_of_a_finished_run_loads_nothing(
+    finished: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["report", str(finished.path), "--out", str(tmp_path / "page.html")]) == 0
     assert str(tmp_path / "page.html") in capsys.readouterr().out
     text = (tmp_path / "page.html").read_text()
@@ -250,7 +252,7 @@ def test_a_run_on_preferences_shows_accuracy_and_rewards(tmp_path: Path) -> None
     assert percent(0.75) in page.text
 
 
-def test_before_the_first_step(tmp_path: Path, finished: RunFolder) -> None:
+def test_a_run_before_its_first_step_has_no_charts(tmp_path: Path, finished: RunFolder) -> None:
     shutil.copy(finished.config, tmp_path)
     page = page_of(tmp_path)
     assert "No step is done yet" in page.text
@@ -270,7 +272,7 @@ def test_strings_of_the_run_are_escaped(tmp_path: Path) -> None:
     assert "<script>alert(1)</script>" in page.text
 
 
-def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path / "none")]) == 2
     assert "not a run folder" in capsys.readouterr().err
 
@@ -319,7 +321,7 @@ class TestCharts:
         assert {0.1, 1, 10} <= {*chart.y_ticks}
         assert re.findall("[ML]", chart.path(line)) == ["M", "M"]
 
-    def test_equal_values(self) -> None:
+    def test_equal_values_are_drawn(self) -> None:
         line = Series("a", [1, 2], [0.0, 0.0])
         assert "nan" not in Chart("t", "", [line], 2).path(line)
 
@@ -348,5 +350,5 @@ class TestCharts:
         ("value", "text"),
         [(12345, "12.35k"), (2.5e6, "2.5M"), (0.00012, "0.00012"), (0, "0"), (3.14159, "3.142")],
     )
-    def test_abbreviated(self, value: float, text: str) -> None:
+    def test_numbers_are_abbreviated(self, value: float, text: str) -> None:
         assert abbreviated(value) == text

@@ -109,7 +109,7 @@ class TestQueue:
         assert first.values == {"loss": 3.0, "validation_loss": 2.0}
         assert (first.seconds, second.seconds) == (1.0, 1.0)
 
-    def test_restart_clock(self) -> None:
+    def test_a_restarted_clock_excludes_the_time_before(self) -> None:
         clock = Clock()
         queue = MetricsQueue(depth=2, clock=clock)
         clock.now = 5.0
@@ -120,14 +120,14 @@ class TestQueue:
         (record,) = queue.drain()
         assert record.seconds == 1.0
 
-    def test_arrays(self) -> None:
+    def test_arrays_become_numbers(self) -> None:
         queue = MetricsQueue(depth=0)
         (record,) = queue.push(1, {"loss": jnp.float32(1.5), "skipped": jnp.int32(1)})
         assert record.values == {"loss": 1.5, "skipped": 1.0}
 
 
 class TestFiles:
-    def test_one_object_per_step(self, tmp_path: Path) -> None:
+    def test_a_file_has_one_object_per_step(self, tmp_path: Path) -> None:
         files = MetricsFile(tmp_path / "metrics.jsonl")
         files.write(1, {"loss": 2.5})
         files.write(2, {"loss": float("nan"), "skipped": 1.0})
@@ -209,11 +209,11 @@ class TestFiles:
         files.close()
         assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, 9))
 
-    def test_no_file(self, tmp_path: Path) -> None:
+    def test_no_file_has_no_steps(self, tmp_path: Path) -> None:
         assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
-def test_loss_curve(tmp_path: Path) -> None:
+def test_a_loss_curve_is_drawn(tmp_path: Path) -> None:
     steps = [{"step": i, "loss": 3.0 / i} for i in range(1, 20)]
     steps[5]["loss"] = None  # type: ignore[assignment]  # as a skipped step reads
     steps[10]["validation_loss"] = 1.0
@@ -302,7 +302,7 @@ class TestProgress:
         assert "| 1 tok/s | mem" in lines[0]  # with compilation
         assert "| 4.0k tok/s | left 0:00:02 |" in lines[10]
 
-    def test_silent_on_other_processes(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_other_processes_print_nothing(self, capsys: pytest.CaptureFixture[str]) -> None:
         with Progress(steps=1, shown=False) as progress:
             progress.say("hello")
             progress.show(1, self.VALUES)

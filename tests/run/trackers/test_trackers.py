@@ -57,7 +57,7 @@ def scalars(folder: RunFolder, tag: str) -> list[tuple[int, float]]:
     return [(e.step, v.simple_value) for e in events(folder) for v in e.summary.value if v.tag == tag]
 
 
-def test_tensorboard(tmp_path: Path) -> None:
+def test_tensorboard_continues_a_run(tmp_path: Path) -> None:
     folder, messages = die_and_go_on(tmp_path, "tensorboard")
     assert scalars(folder, "loss") == [(1, 4.0), (2, 3.0), (2, 3.0), (3, 2.0)]
     # A SessionLog of START at step 2 hides what was written of it before.
@@ -107,7 +107,7 @@ def wandb_records(raw: bytes) -> Iterator[bytes]:
             position += block - position % block
 
 
-def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_continues_a_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="the extra zerojax[wandb] is not installed")
     from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]  # generated
 
@@ -137,7 +137,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(settings["train"])["steps"] == 1000
 
 
-def test_mlflow_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_continues_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow", reason="the extra zerojax[mlflow] is not installed")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -286,6 +286,6 @@ def test_a_tracker_whose_thread_dies() -> None:
     assert messages == ["log.trackers: wandb failed at step 1 and was dropped: no more"]
 
 
-def test_a_tracker_named_twice() -> None:
+def test_a_tracker_named_twice_is_refused() -> None:
     with pytest.raises(ZeroError, match="names one twice"):
         LogSection(trackers=("wandb", "wandb"))
