@@ -27,9 +27,6 @@ def adapt(
     """The adapter for a model.
 
     Linen infers the shapes of parameters from ``sample_batch``.
-
-    Raises:
-        ConfigurationError: ``model`` is neither; a Linen module without a sample batch, or the reverse.
     """
     if isinstance(model, linen.Module):
         if sample_batch is None:

@@ -45,11 +45,7 @@ class BoundLinen(Bound):
     state: Mapping[str, Path]
 
     def model_state(self) -> ModelState:
-        """The state after the calls so far.
-
-        Raises:
-            ConfigurationError: the model made variables that it did not make at its creation.
-        """
+        """The state after the calls so far."""
         values = _state(self.model.variables)
         if new := values.keys() - self.state.values():
             raise ConfigurationError(
@@ -63,9 +59,6 @@ class LinenAdapter(Adapter):
     """See ``Adapter``; inspects the model without creating its values.
 
     Of the sample batch only shapes and dtypes are used. The model may name the mesh's axes.
-
-    Raises:
-        ConfigurationError: the loss never calls the model, or a unit class does not occur in it.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ user's classes are not changed.
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Never, Self, cast
 
@@ -86,7 +86,7 @@ class LinenModel:
         self.variables = variables
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree[Array]:
-        """Call the module with zerojax's variables; other arguments as for ``apply``."""
+        """Call the module with zerojax's variables; it takes ``apply``'s arguments, too."""
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
@@ -135,12 +135,7 @@ class BoundModel(LinenModel):
         return out if mutable is None else result
 
     def apply(self, variables: Mapping[str, PyTree], *args: PyTree, **kwargs: PyTree) -> PyTree[Array]:
-        """``linen.Module.apply`` with any variables; the model's own do not change.
-
-        Raises:
-            ConfigurationError: ``mutable`` includes the parameters; or ``capture_intermediates`` in a model
-                with units, whose insides it would not see.
-        """
+        """``linen.Module.apply`` with any variables; the model's own do not change."""
         if in_filter(kwargs.get("mutable", False), PARAMS):
             raise ConfigurationError(
                 "mutable has the parameters in it, which only the optimizer changes: name the other "
@@ -198,7 +193,7 @@ class UncreatedModel(LinenModel):
         self.of_experts |= {path for path, value in created.items() if isinstance(value, ExpertBox)}
         variables = meta.unbox(variables)
         kept = {name: value for name, value in variables.items() if name not in PASSING}
-        self.variables = _NotYet(to_tree({**from_tree(kept), **from_tree(self.variables)}))
+        self.variables = _NotYet(to_tree({**from_tree(kept), **from_tree(self.variables)}).items())
         if mutable is None or mutable is False:
             return out
         return out, {name: value for name, value in variables.items() if in_filter(mutable, name)}
@@ -211,27 +206,29 @@ class UncreatedModel(LinenModel):
 
 
 class _NotYet(Variables):
-    """Variables before the calls that create them: every collection exists and is empty."""
+    """Variables before the calls that create them: every collection exists and is empty.
 
-    def __missing__(self, name: str) -> "_Nothing":
-        return _Nothing(name)
+    An empty collection can be passed to ``apply`` and summed, but not indexed.
+    """
 
+    def __init__(self, given: Iterable[tuple[str, PyTree]] = (), collection: str | None = None) -> None:
+        super().__init__(given)
+        self.collection = collection
 
-class _Nothing(dict[str, PyTree[Array]]):
-    """A collection that is empty so far; it can be passed to ``apply`` and summed, but not indexed."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-
-    def __missing__(self, name: str) -> Never:
+    def __missing__(self, name: str) -> "_NotYet":
+        if self.collection is None:
+            return _NotYet(collection=name)
         raise ConfigurationError(
-            f"model.variables[{self.name!r}][{name!r}] is read before the model was called, and a Linen "
-            "module has no variables before: call the model first."
+            f"model.variables[{self.collection!r}][{name!r}] is read before the model was called, and a "
+            "Linen module has no variables before: call the model first."
         )
 
 
-jax.tree_util.register_pytree_node(_Nothing, lambda empty: ((), empty.name), lambda name, _: _Nothing(name))
+jax.tree_util.register_pytree_node(
+    _NotYet,
+    lambda found: (tuple(found.values()), (tuple(found), found.collection)),
+    lambda names, values: _NotYet(zip(names[0], values, strict=True), names[1]),
+)
 
 
 def by_path(params: PyTree) -> dict[Path, Any]:

@@ -111,10 +111,6 @@ def call_loss(
 
     Returns:
         The loss as an fp32 scalar, and ``aux``, a dict of scalars (perhaps empty).
-
-    Raises:
-        ConfigurationError: the loss is not a scalar, aux is not a dict of scalars, or it has the name of
-            a metric of the step.
     """
     if takes_rngs(loss_fn):
         rngs = nnx.Rngs(jax.random.key(0) if key is None else key)
@@ -213,11 +209,7 @@ def own_tokens[T: PyTree[Array]](x: T, axis: int = 1) -> T:
 
 
 def axis_of_tokens(function: str, shape: tuple[int, ...], axis: int) -> int:
-    """An array's axis, counted from 0.
-
-    Raises:
-        ConfigurationError: the array has no such axis; the message names the ``function``.
-    """
+    """An array's axis, counted from 0."""
     if not -len(shape) <= axis < len(shape):
         raise ConfigurationError(
             f"{function}: an array of shape {shape} has no axis {axis} of tokens: leave out what is not by "

@@ -61,11 +61,7 @@ class BoundNNX(Bound):
 
 
 class NNXAdapter(Adapter):
-    """See ``Adapter``; inspects the model without creating its values.
-
-    Raises:
-        ConfigurationError: the factory returns no ``nnx.Module``, or a unit class does not occur in it.
-    """
+    """See ``Adapter``; inspects the model without creating its values."""
 
     def __init__(self, factory: Callable[[nnx.Rngs], nnx.Module], units: tuple[type, ...]):
         self._create = functools.partial(create, factory, stacked=(Stack, *units))
@@ -213,11 +209,7 @@ def _parameters(model: nnx.Module, units: Sequence[_Unit], users: _Users) -> tup
 
 
 def _is_weight(path: Path, value: Array) -> bool:
-    """Whether a parameter's value is floating-point, so that it has a gradient.
-
-    Raises:
-        ConfigurationError: it is complex.
-    """
+    """Whether a parameter's value is floating-point, so that it has a gradient."""
     if jnp.issubdtype(value.dtype, jnp.complexfloating):
         raise ConfigurationError(
             f"the parameter {'/'.join(path)!r} is complex, which no optimizer here takes: split it into "

@@ -1,15 +1,15 @@
 """Creates an NNX model under a trace, where Flax treats two things differently.
 
-It takes arrays that are plain attributes for static values, and ``nnx.vmap`` leaves no sign that a module's
-parameters are those of several. So every call of a module class is observed, in this thread and until the
-model exists. The user's classes are not changed.
+Flax takes arrays that are plain attributes for static values, and ``nnx.vmap`` leaves no sign that a module's
+parameters belong to several modules. So zerojax observes every call of a module class in this thread until
+the model exists. The user's classes are not changed.
 """
 
 import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -42,12 +42,8 @@ _READS = (
 def create(factory: Callable[..., object], rngs: nnx.Rngs, stacked: tuple[type, ...]) -> nnx.Module:
     """Create a model, whose plain arrays are then part of its state.
 
-    The factory takes the rngs by position, or by the name ``rngs`` if only so; ``stack_of`` will be asked
-    about modules of the ``stacked`` classes.
-
-    Raises:
-        ConfigurationError: the factory returns no module or reads the value of an array, or a variable holds
-            what a step cannot keep.
+    The factory takes the rngs by position, or by the name ``rngs`` if it is keyword-only. ``stack_of`` works
+    for modules of the ``stacked`` classes.
     """
     with _observed(stacked):
         try:
@@ -76,11 +72,7 @@ def create(factory: Callable[..., object], rngs: nnx.Rngs, stacked: tuple[type, 
 
 
 def stack_of(unit: str, module: nnx.Module) -> Shape:
-    """The axes that ``nnx.vmap`` put before those of the parameters of a ``stacked`` module, or nothing.
-
-    Raises:
-        ConfigurationError: some of the parameters have one and some do not, or it is not their first.
-    """
+    """The leading axes that ``nnx.vmap`` gave to the parameters of a ``stacked`` module, or nothing."""
     born = dict(vars(module).get(_SHAPES, ()))
     params = leaves_of(nnx.state(module, nnx.Param))
     shapes = [(jnp.shape(leaf), born[path]) for path, leaf in params if path in born]
@@ -103,16 +95,13 @@ def forget_shapes(model: nnx.Module) -> None:
 
 
 def leaves_of(state: nnx.State) -> Iterator[tuple[Path, Array]]:
-    """The leaves of a state by path: of its variables, without their hooks, and of plain attributes.
-
-    A variable that holds a pytree has a leaf for each of that, whose path goes on.
-    """
+    """The leaves of a state by path: of its variables, without their hooks, and of plain attributes."""
     for path, held in nnx.to_flat_state(state):
         yield from leaves_within(path, held)
 
 
 def leaves_within(path: PathParts, held: object) -> Iterator[tuple[Path, Array]]:
-    """The leaves of a variable or an attribute at a path, by path."""
+    """The leaves of a variable or an attribute at a path, by path; one that holds a pytree has several."""
     value = held.get_raw_value() if isinstance(held, nnx.Variable) else held
     for inner, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_sharded):
         yield leaf_path(path, inner), leaf
@@ -125,25 +114,19 @@ def leaf_path(path: PathParts, inner: KeyPath) -> Path:
 
 def _by_name(factory: Callable[..., object]) -> bool:
     """Whether a factory takes its rngs by name only."""
-    args: tuple[object, ...] = ()
-    named: Mapping[str, object] = {}
-    if isinstance(factory, functools.partial):
-        args = factory.args
-        named = factory.keywords
-        factory = factory.func
-    if isinstance(factory, type):
-        # The signature of the class would be that of its metaclass's call.
-        args = (None, *args)  # of self
-        factory = factory.__init__
+    own = factory if isinstance(factory, functools.partial) else functools.partial(factory)
+    if isinstance(own.func, type):
+        # A class has the signature of its metaclass's call; None stands for `self`.
+        own = functools.partial(own.func.__init__, None, *own.args, **own.keywords)
     try:
-        rngs = inspect.signature(functools.partial(factory, *args, **named)).parameters.get("rngs")
+        rngs = inspect.signature(own).parameters.get("rngs")
     except (TypeError, ValueError):
         return False  # its call will say why
     return rngs is not None and rngs.kind is rngs.KEYWORD_ONLY
 
 
 def _make_data(node: object) -> None:
-    """Make plain attributes that are traced arrays what they are without a trace: data, not static values."""
+    """Make plain attributes that are traced arrays data, as arrays are without a trace."""
     for name, value in list(vars(node).items()):
         if isinstance(value, Tracer):
             setattr(node, name, nnx.data(value))
@@ -151,7 +134,7 @@ def _make_data(node: object) -> None:
 
 @contextlib.contextmanager
 def _observed(stacked: tuple[type, ...]) -> Generator[None]:
-    """Within this context every new module has its arrays as data, and its parameters' shapes noted."""
+    """Within this context every new module has its arrays as data, and stacked ones note their shapes."""
     with _lock:
         call = _META.__call__
 

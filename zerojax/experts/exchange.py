@@ -47,9 +47,6 @@ def apply_experts(
 
     Returns:
         Sums over experts, computed in fp32, in the dtype of ``x``.
-
-    Raises:
-        ConfigurationError: ``own`` is no part that a device of this mesh has, or ``capacity`` is not above 0.
     """
     count = own.gate.shape[0]
     parts = _parts(count, of)

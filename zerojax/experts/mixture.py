@@ -61,11 +61,7 @@ def mix_experts(
 
 @dataclass(frozen=True)
 class Mixture:
-    """The sizes and options that the modules of both Flax APIs share; see ``zerojax.Experts``.
-
-    Raises:
-        ConfigurationError: a size is below 1, or settings exclude each other.
-    """
+    """The sizes and options that the modules of both Flax APIs share; see ``zerojax.Experts``."""
 
     width: int
     hidden: int

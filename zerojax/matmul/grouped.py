@@ -85,10 +85,6 @@ def grouped_matmul(
 
     Group g has ``sizes[g]`` rows, after the rows of group g - 1. Rows after the last group give zeros and get
     zero gradients. The gradients of ``x`` and ``w`` are also summed in fp32, and have the dtype of both.
-
-    Raises:
-        ValueError: the shapes do not fit.
-        TypeError: ``x`` and ``w`` are not floating-point arrays of one dtype, or ``sizes`` is not int32.
     """
     return grouped_rows(x, w, sizes)
 

@@ -163,10 +163,6 @@ class LayerwiseOptimizer:
 
         ``optimizer`` is ``TrainState.create``'s argument, ``whole`` its transform of stored leaves, and
         ``groups`` are the paths of weights that are updated together.
-
-        Raises:
-            ConfigurationError: the optimizer needs norms of weights or of moments, or keeps an array of all
-                weights together.
         """
         layers = [dataclasses.replace(leaf, stack=()) for leaf in leaves]
         self._whole = Traced.of(whole, leaves)
@@ -197,12 +193,7 @@ class LayerwiseOptimizer:
         return self._whole.moments
 
     def refuse_in_backward(self) -> None:
-        """Refuse to update a layer before the gradients of others exist.
-
-        Raises:
-            ConfigurationError: the optimizer needs the other gradients, or keeps integers of each weight,
-                which no cotangent can be (``has_cotangent``).
-        """
+        """Refuse to update a layer before the gradients of others exist."""
         if self._needs_others:
             raise ConfigurationError(_NOT_IN_BACKWARD)
         for place, dtype in self.dtypes.items():
@@ -213,11 +204,7 @@ class LayerwiseOptimizer:
                 )
 
     def reduce(self, grads: PyTree[Array], state: Mapping[str, Array]) -> Reduced:
-        """Compute norms and counters from all gradients and from the state that is no moment, by place.
-
-        Raises:
-            ConfigurationError: a counter depends on weights or moments.
-        """
+        """Compute norms and counters from all gradients and from the state that is no moment, by place."""
         norms: list[tuple[str, Sequence[_Value]]] = []
 
         def reduction(equation: core.JaxprEqn, given: list[_Value]) -> Sequence[_Value]:
@@ -244,9 +231,6 @@ class LayerwiseOptimizer:
 
         Returns:
             The new weights, and the new moments.
-
-        Raises:
-            ConfigurationError: the update needs norms of weights or of moments.
         """
         return self._of_groups[next(iter(params))].updated(reduced, grads, state, params)
 

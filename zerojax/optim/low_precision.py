@@ -65,9 +65,6 @@ def in_low_precision(tx: optax.GradientTransformation, moments: Moments) -> opta
     Returns:
         A transform whose state has bfloat16 arrays, or codes of ``to_codes``, in place of the fp32 arrays
         named in ``MOMENTS``.
-
-    Raises:
-        ConfigurationError: the state has none of them, or the transform subtracts one from another.
     """
 
     def dtype(name: str) -> DTypeLike:

@@ -81,12 +81,7 @@ class OnLayout:
     whole: Whole | None = None
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Refuse what optax's own combinators do.
-
-        Raises:
-            ConfigurationError: for the functions of an optax transform.
-            AttributeError: for all else.
-        """
+        """Refuse what optax's own combinators do."""
         if name in ("init", "update"):
             raise ConfigurationError(
                 "a transform that is built for a mesh, as zerojax.scale_by_muon, can't be a part of optax's "
@@ -119,11 +114,7 @@ def chain(*parts: Optimizer) -> Optimizer:
 def on_shards(
     tx: Optimizer, mesh: Mesh, leaves: Sequence[ParamLayout], zero: ZeroConfig
 ) -> optax.GradientTransformation:
-    """The transform that a step runs on stored leaves.
-
-    Raises:
-        ConfigurationError: as ``check_shardable``.
-    """
+    """The transform that a step runs on stored leaves."""
     if isinstance(tx, OnLayout):
         return tx.make(mesh, leaves, zero)
     layers = [dataclasses.replace(leaf, stack=()) for leaf in leaves]
@@ -152,9 +143,6 @@ def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[ParamLayo
 
     It compares updates of a small copy of the tree (the model's paths, sides of at most 128), and the
     operations of an update of the tree itself.
-
-    Raises:
-        ConfigurationError: naming the leaf on which they differ, or the optimizer's error.
     """
     _compare_updates(tx, tuple((leaf.path, leaf.unsharded_shape, len(leaf.stack)) for leaf in leaves))
     if _operations(tx, _whole(leaves)) != _operations(tx, _stored(leaves)):
@@ -169,9 +157,6 @@ def _compare_updates(tx: optax.GradientTransformation, leaves: tuple[tuple[Path,
     """Compare updates of a small copy of the tree; once per optimizer and model, on whichever mesh.
 
     Each leaf is its path, unsharded shape and number of stacked axes.
-
-    Raises:
-        ConfigurationError: as ``check_shardable``.
     """
     rng = np.random.default_rng(0)
     whole: dict[Path, np.ndarray] = {}
@@ -239,11 +224,7 @@ def _flat(x: np.ndarray, stacked: bool) -> np.ndarray:
 
 
 def _check_average(state: PyTree, weights: Mapping[Path, Array]) -> None:
-    """Refuse an ``average_weights`` that saw other updates than the weights got in the first update.
-
-    Raises:
-        ConfigurationError: it does not come last in its chain.
-    """
+    """Refuse an ``average_weights`` that saw other updates than the weights got in the first update."""
     for average in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, AverageState)):
         if not isinstance(average, AverageState) or int(average.averaged_count) != 1:
             continue  # several gradients may make one update
