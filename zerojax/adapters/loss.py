@@ -93,17 +93,6 @@ def devices_a_row() -> int:
     return loss_context().devices_a_row
 
 
-def takes_rngs(loss_fn: LossFn) -> bool:
-    """Whether a loss function takes rngs: ``loss_fn(model, batch, rngs)``."""
-    names = inspect.signature(loss_fn).parameters
-    positional = [
-        p
-        for p in names.values()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
-    ]
-    return len(positional) >= 3 or "rngs" in names
-
-
 def call_loss(
     loss_fn: LossFn, model: object, batch: PyTree, key: Array | None
 ) -> tuple[Array, dict[str, Array]]:
@@ -112,10 +101,12 @@ def call_loss(
     Returns:
         The loss as an fp32 scalar, and ``aux``, a dict of scalars (perhaps empty).
     """
-    if takes_rngs(loss_fn):
+    names = inspect.signature(loss_fn).parameters
+    kinds = [p.kind for p in names.values() if p.default is p.empty]
+    positional = [kind for kind in kinds if kind.name.startswith("POSITIONAL_")]
+    if "rngs" in names or len(positional) >= 3:
         rngs = nnx.Rngs(jax.random.key(0) if key is None else key)
-        parameter = inspect.signature(loss_fn).parameters.get("rngs")
-        named = parameter is not None and parameter.kind is parameter.KEYWORD_ONLY
+        named = "rngs" in names and names["rngs"].kind is inspect.Parameter.KEYWORD_ONLY
         result = loss_fn(model, batch, rngs=rngs) if named else loss_fn(model, batch, rngs)
     else:
         result = loss_fn(model, batch)

@@ -57,9 +57,8 @@ def apply_experts(
         return x
     wide = x.astype(own.gate.dtype)
     if parts == 1:
-        assignments = tokens * per_token
-        plan = Plan(activation, assignments, 1, True)
-        added = call_reader(mlp, plan, wide, weights, own, rows_of(experts, 0, count, assignments))
+        plan = Plan(activation, tokens * per_token, 1, True)
+        added = call_reader(mlp, plan, wide, weights, own, rows_of(experts, 0, count, plan.rows))
         return added.astype(x.dtype)
     most = parts * tokens * min(per_token, count)
     rows = min(math.ceil(capacity * tokens * per_token), most)

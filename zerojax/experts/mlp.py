@@ -83,11 +83,7 @@ class Plan:
 
     def window(self, rows: Rows, number: Array | int) -> Window:
         """The rows of a round."""
-        return rows.window(number * self.rows, self.rows)
-
-    def first(self, rows: Rows) -> Window:
-        """The rows of the first round."""
-        return rows.all if self.every else self.window(rows, 0)
+        return rows.all if self.every else rows.window(number * self.rows, self.rows)
 
 
 _BIAS_DEPTH = 64  # the smallest depth of the product kernels
@@ -193,7 +189,7 @@ def _each(function: Callable[..., Matrices], own: ExpertWeights, *others: Expert
 def _forward(
     plan: Plan, x: Array, weights: Array, own: ExpertWeights, rows: Rows
 ) -> tuple[Array, _Residuals]:
-    window = plan.first(rows)
+    window = plan.window(rows, 0)
     added, kept = _round(plan.activation, x, weights, own, window)
     out = to_tokens([added], window)
 
@@ -229,7 +225,7 @@ def _backward(
 ) -> tuple[Array, Array, ExpertWeights, None]:
     # Without the barrier XLA may keep the forward pass' rows of tokens instead of gathering them again.
     (x, weights, own, rows, kept), cotangent = lax.optimization_barrier((residuals, cotangent))
-    window = plan.first(rows)
+    window = plan.window(rows, 0)
     given = (plan.activation, x, weights, own)
     of_rows, of_weights, of_experts = _round_backward(*given, window, kept, cotangent)
     sums = (to_tokens(of_rows, window), of_weights, of_experts)
