@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen
+from flax.core import meta
 from flax.linen.module import InterceptorContext
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
@@ -26,7 +27,7 @@ from zerojax.adapters.linen_model import (
     is_method,
 )
 from zerojax.adapters.loss import LossContext, LossFn, call_loss, running_loss
-from zerojax.adapters.roles import ROUTER_STATE
+from zerojax.adapters.roles import ROUTER_STATE, ExpertBox
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.sharded import Sharded
 from zerojax.schedule.unit import Arrays
@@ -46,7 +47,7 @@ class BoundLinen(Bound):
 
     def model_state(self) -> ModelState:
         """The state after the calls so far."""
-        values = _state(self.model.variables)
+        _, values = _split(self.model.variables)
         if new := values.keys() - self.state.values():
             raise ConfigurationError(
                 f"the model made the variable {'/'.join(min(new))!r} in a step, but not when it was created: "
@@ -77,9 +78,17 @@ class LinenAdapter(Adapter):
             sample_batch,
         )
         self._axes = ((NODE, world.nodes), (LOCAL, world.local))
-        _, (weights, state) = self._trace(self._init, jax.random.key(0))
+        _, self._created = self._trace(self._create, jax.random.key(0))
+        weights = by_path(self._created.get(PARAMS, {}))
         if not weights:
             raise ConfigurationError("loss_fn made no parameters: it must call the model it is given.")
+        of_experts = {path for path, weight in weights.items() if isinstance(weight, ExpertBox)}
+        weights, state = _split(self._created)
+        if integers := [p for p, w in weights.items() if not jnp.issubdtype(w.dtype, jnp.floating)]:
+            raise ConfigurationError(
+                f"parameters {['/'.join(path) for path in integers]} are not floating-point: keep them in "
+                "another collection."
+            )
         self._state = by_name(state)
         self.abstract_model_state: ModelState = {name: state[path] for name, path in self._state.items()}
         self.counts = frozenset(
@@ -95,18 +104,18 @@ class LinenAdapter(Adapter):
                 raise ConfigurationError(f"ZeroConfig.units: {cls.__name__} does not occur in the model.")
             if holding.isdisjoint(modules):
                 raise ConfigurationError(
-                    f"ZeroConfig.units: {cls.__name__} has no parameters of its own. The modules that it is "
-                    "given belong to the one that makes them: name their classes, or make them within "
+                    f"ZeroConfig.units: {cls.__name__} has no parameters of its own. The modules that it gets"
+                    " belong to the module that makes them: name their classes, or make them within "
                     f"{cls.__name__}."
                 )
         self._paths = frozenset(found)
         self.parameters = tuple(
-            _parameter(path, weight, found, path in self._of_experts) for path, weight in weights.items()
+            _parameter(path, weight, found, path in of_experts) for path, weight in weights.items()
         )
 
     def init(self, key: Array) -> tuple[dict[Path, Num[Array, "..."]], ModelState]:
         """See ``Adapter.init``."""
-        jaxpr, shapes = self._trace(self._init, key)
+        jaxpr, _ = self._trace(self._create, key)
         # There are no named axes here, so the forward pass, whose collectives need them, is eliminated.
         initial, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
         try:
@@ -116,25 +125,17 @@ class LinenAdapter(Adapter):
                 f"an initial value depends on a collective ({error}): values are made before they are "
                 "spread over the mesh, so compute it from local ones."
             ) from error
-        weights, state = jax.tree.unflatten(jax.tree.structure(shapes), values)
+        weights, state = _split(jax.tree.unflatten(jax.tree.structure(self._created), values))
         return weights, {name: state[path] for name, path in self._state.items()}
 
-    def _init(self, key: Array) -> tuple[dict[Path, Num[Array, "..."]], dict[Path, Array]]:
+    def _create(self, key: Array) -> Variables:
+        """The variables that the loss function needs, weights of experts in their boxes."""
         params_key, dropout_key = jax.random.split(key)
-        unbound = UncreatedModel(self._module, {"params": params_key, "dropout": dropout_key})
+        model = UncreatedModel(self._module, {"params": params_key, "dropout": dropout_key})
         batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._batch)
-        with running_loss(LossContext(unbound)):
-            call_loss(self._loss_fn, unbound, batch, dropout_key)
-        self._of_experts = frozenset(unbound.of_experts)
-        weights = by_path(params := unbound.variables.get(PARAMS, {}))
-        self._order, self._structure = list(weights), jax.tree.structure(params)
-        floats = {path: w for path, w in weights.items() if jnp.issubdtype(w.dtype, jnp.floating)}
-        if len(floats) < len(weights):
-            names = ["/".join(path) for path in weights.keys() - floats.keys()]
-            raise ConfigurationError(
-                f"parameters {names} are not floating-point: keep them in another collection."
-            )
-        return floats, _state(unbound.variables)
+        with running_loss(LossContext(model)):
+            call_loss(self._loss_fn, model, batch, dropout_key)
+        return model.boxed
 
     def bind(self, weights: Given, model_state: ModelState, *, train: bool, key: Array | None) -> Bound:
         """See ``Adapter.bind``; a Linen module learns of evaluation from its own call's arguments."""
@@ -149,8 +150,9 @@ class LinenAdapter(Adapter):
 
     def _variables(self, weights: Given, model_state: ModelState) -> Variables:
         rest = to_tree({path: model_state[name] for name, path in self._state.items()})
-        boxed = [InScope(**vars(x)) if isinstance(x := weights[p], Sharded) else x for p in self._order]
-        return {PARAMS: jax.tree.unflatten(self._structure, boxed), **rest}
+        params = meta.unbox(self._created[PARAMS])
+        boxed = [InScope(**vars(x)) if isinstance(x := weights[p], Sharded) else x for p in by_path(params)]
+        return {PARAMS: jax.tree.unflatten(jax.tree.structure(params), boxed), **rest}
 
     def _trace[*Args, T: PyTree[Array]](
         self, function: Callable[[*Args], T], *args: *Args
@@ -192,13 +194,14 @@ class LinenAdapter(Adapter):
         return found
 
 
-def _state(variables: Variables) -> dict[Path, Array]:
-    """What is kept between calls, besides parameters."""
-    return from_tree({name: value for name, value in variables.items() if name not in {PARAMS, *PASSING}})
+def _split(variables: Variables) -> tuple[dict[Path, Array], dict[Path, Array]]:
+    """The parameters by path, and the state that is kept between calls by path."""
+    state = {name: value for name, value in variables.items() if name not in {PARAMS, *PASSING}}
+    return by_path(meta.unbox(variables.get(PARAMS, {}))), from_tree(state)
 
 
 def _stack(name: str, whole: Array, sliced: Array) -> tuple[int, ...]:
-    """The ``Parameter.stack`` of a parameter ``whole``, of which a unit gets ``sliced``."""
+    """The ``Parameter.stack`` of a parameter ``whole`` that a unit gets as ``sliced``."""
     loops = whole.ndim - sliced.ndim
     if whole.shape[loops:] == sliced.shape:
         return whole.shape[:loops]

@@ -182,18 +182,22 @@ class UncreatedModel(LinenModel):
     def __init__(self, module: linen.Module, rngs: dict[str, Array]) -> None:
         super().__init__(module, _NotYet())
         self._rngs = rngs
-        self.of_experts: set[Path] = set()
+        self.boxed: Variables = {}
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree[Array]:
         """As ``BoundModel``; creates the variables that the call needs and that do not exist yet."""
         mutable = kwargs.pop("mutable", None)
         kwargs.pop("rngs", None)
         out, variables = self._module.init_with_output(self._rngs, *args, mutable=True, **kwargs)
-        created = by_path(cast(Variables, variables).get(PARAMS, {}))
-        self.of_experts |= {path for path, value in created.items() if isinstance(value, ExpertBox)}
-        variables = meta.unbox(variables)
-        kept = {name: value for name, value in variables.items() if name not in PASSING}
-        self.variables = _NotYet(to_tree({**from_tree(kept), **from_tree(self.variables)}).items())
+        opened = jax.tree.map(
+            lambda x: x if isinstance(x, ExpertBox) else meta.unbox(x),
+            cast(Variables, variables),
+            is_leaf=lambda x: isinstance(x, meta.AxisMetadata),
+        )
+        kept = {name: value for name, value in opened.items() if name not in PASSING}
+        self.boxed = to_tree({**from_tree(kept), **from_tree(self.boxed)})
+        self.variables = _NotYet(meta.unbox(self.boxed).items())
+        variables = meta.unbox(opened)
         if mutable is None or mutable is False:
             return out
         return out, {name: value for name, value in variables.items() if in_filter(mutable, name)}

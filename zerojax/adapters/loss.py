@@ -28,16 +28,13 @@ LossFn = Callable[..., Any]
 """A user's function of a model and a batch; ``call_loss`` checks its result."""
 METRICS = frozenset({"grad_norm", "loss", "loss_limit", "skipped", "skipped_in_row", "spike"})
 """The names of a step's own metrics, which a loss function's aux cannot have."""
-OWN_TOKENS = "zerojax: whole rows of which a device takes its part"
-"""The checkpoint name of the arguments of ``own_tokens``, by which the traced program is checked."""
-WHOLE_ROWS = "zerojax: rows that parts were put together to"
-"""The checkpoint name of the results of ``zerojax.whole_rows``, for the same checks."""
-ATTENDED = "zerojax: what attends to tokens on the other devices of a row"
-"""The checkpoint name of what ``zerojax.attention`` sends to the other devices of a row."""
-IN_ORDER = "zerojax: what attends to earlier tokens"
-"""The checkpoint name of causal attention's queries, keys and values, if devices share rows."""
+# Checkpoint names by which the traced program is checked (``zerojax.train.branches``).
+OWN_TOKENS = "zerojax: argument of own_tokens"
+WHOLE_ROWS = "zerojax: result of whole_rows"
+ATTENDED = "zerojax: queries that attend to the other devices of a row"
+IN_ORDER = "zerojax: queries, keys and values of causal attention in shared rows"
 EXCHANGE = "exchange_heads"
-"""The name scope of what the devices of a row send each other (``zerojax.models.shared_rows``)."""
+"""The name scope of the exchange between the devices of a row (``zerojax.models.shared_rows``)."""
 
 
 @dataclass(frozen=True)
@@ -203,8 +200,8 @@ def axis_of_tokens(function: str, shape: tuple[int, ...], axis: int) -> int:
     """An array's axis, counted from 0."""
     if not -len(shape) <= axis < len(shape):
         raise ConfigurationError(
-            f"{function}: an array of shape {shape} has no axis {axis} of tokens: leave out what is not by "
-            "token, such as numbers and what there is one of for each row."
+            f"{function}: an array of shape {shape} has no axis {axis} of tokens. Pass only arrays that have "
+            "such an axis: no numbers, and no arrays with one value for each row."
         )
     return axis % len(shape)
 

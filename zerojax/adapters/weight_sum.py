@@ -14,9 +14,10 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from zerojax.adapters.loss import MasterWeights, loss_context
+from zerojax.adapters.nnx_creation import leaves_of
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.layer_update import LayerState
-from zerojax.schedule.sharded import Sharded
+from zerojax.schedule.sharded import is_sharded
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.mesh import NODE
 from zerojax.sharding.param_tree import Path
@@ -86,15 +87,14 @@ def _whole_weights(model: object) -> Iterator[tuple[Path, Array]]:
             f"weight_sum was given a {type(model).__name__}: pass the model that the loss function was "
             "given, or an nnx.Module."
         )
-    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        value = variable.get_raw_value()
-        if isinstance(value, Sharded):
+    for path, value in leaves_of(nnx.state(model, nnx.Param)):
+        if is_sharded(value):
             raise ConfigurationError(
                 "weight_sum was given a part or a copy of the model whose weights are sharded: pass the "
                 "model that the loss function was given, and choose by paths=."
             )
         if jnp.issubdtype(value.dtype, jnp.floating):
-            yield tuple(str(part) for part in path), value
+            yield path, value
 
 
 def _sum_of_shards(leaf: ParamLayout, masters: MasterWeights, function: Elementwise) -> Float[Array, ""]:

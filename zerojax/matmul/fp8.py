@@ -1,9 +1,9 @@
 """8-bit floating point with one scale per tensor: codes, scales, and the products of a layer with a weight.
 
-Weights and activations are e4m3 (4 bits of exponent, largest value 448), and gradients of activations are
-e5m2 (5 bits, 57344), as in section 3 of "FP8 Formats for Deep Learning" (Micikevicius et al., 2022). A tensor
-is multiplied by a scale that takes its largest magnitude close to the largest value. Scales are powers of
-two: they round nothing, and a weight that does not change keeps its code while others do.
+Weights and activations are e4m3 (4 bits of exponent, largest value 448), gradients of activations are e5m2
+(5 bits, 57344): section 3 of "FP8 Formats for Deep Learning" (Micikevicius et al., 2022). A tensor is
+multiplied by a scale that takes its largest magnitude close to the largest value. Scales are powers of two:
+they round nothing, and a weight that does not change keeps its code while others do.
 
 On a GPU with fp8 units XLA turns each product here into one cuBLASLt call (``__cublas$lt$matmul$f8``).
 Elsewhere the same codes are multiplied in the dtype of the activations: the results differ only in the

@@ -31,8 +31,8 @@ def average_weights(decay: float) -> optax.GradientTransformation:
     """Keep an average of the weights after each update.
 
     After n updates the average is sum_i w_i p_i, where w_i is in proportion to decay^(n - i) and the w_i sum
-    to 1 (Adam's debiased average, Kingma and Ba, section 3, applied to weights). It contains nothing of the
-    initial weights.
+    to 1. It contains nothing of the initial weights. This is Adam's debiased average (Kingma and Ba, section
+    3), applied to weights.
 
     Args:
         decay: the factor per update, in (0, 1).

@@ -33,15 +33,15 @@ from zerojax.zero_config import ZeroConfig
 _CALLED = CALLED | {"custom_jvp_call": "call_jaxpr"}
 _REDUCTIONS = ("argmax", "argmin", "dot_general", "sort")
 _NOT_IN_BACKWARD = (
-    "ZeroConfig.update_in_backward updates a layer before the gradients of others exist, and the optimizer "
-    "needs norms of gradients, such as optax.clip_by_global_norm's (optimizer.clip_norm=0 leaves it out), or "
+    "ZeroConfig.update_in_backward updates a layer before the gradients of others exist. The optimizer needs "
+    "norms of gradients, such as optax.clip_by_global_norm's (optimizer.clip_norm=0 leaves it out), or "
     "matrices of several layers, as Muon does: leave update_in_backward out."
 )
 _NORMS = (
-    "the optimizer computes norms of weights or moments (LAMB and LARS do), or chooses by them, which an "
-    'update of one layer at a time cannot: leave "optimizer" out of ZeroConfig.host, or use norms of '
-    "gradients alone, such as optax.clip_by_global_norm's. Gradients that optax.MultiSteps has summed are "
-    "moments, too: let ZeroConfig(accumulate=) sum them."
+    "the optimizer computes norms of weights or moments (LAMB and LARS do), or chooses by them. An update of "
+    'one layer at a time cannot: leave "optimizer" out of ZeroConfig.host, or use norms of gradients alone, '
+    "such as optax.clip_by_global_norm's. Gradients that optax.MultiSteps has summed are moments, too: let "
+    "ZeroConfig(accumulate=) sum them."
 )
 
 _Value = Array | None
