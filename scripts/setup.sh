@@ -23,7 +23,7 @@ fi
 export PIP_CONSTRAINT="${PIP_CONSTRAINT:-} constraints.txt" PIP_BUILD_CONSTRAINT=constraints.txt
 export UV_CONSTRAINT=constraints.txt UV_BUILD_CONSTRAINT=constraints.txt
 pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
-# uv takes an eighth of pip's time, but does not read pip's settings, such as those of a mirror.
+# uv takes an eighth of pip's time, but does not read pip's settings, such as a mirror's.
 if ! "${pip[@]}" uv || ! .venv/bin/uv pip install --quiet --python .venv/bin/python "${what[@]}"; then
     echo "uv could not install zerojax (see above): pip does." >&2
     "${pip[@]}" "${what[@]}"

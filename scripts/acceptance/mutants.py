@@ -156,7 +156,7 @@ def run_tests(tree: Path, tests: str, compiled: Path, limit: float | None = None
     paths = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": paths, "JAX_COMPILATION_CACHE_DIR": str(compiled)}
     with tempfile.TemporaryFile() as written:
-        # In a session of its own, so that processes started by a test end with it.
+        # In a separate session, so that processes started by a test end with it.
         process = subprocess.Popen(
             command,
             cwd=tree,

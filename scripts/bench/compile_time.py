@@ -8,10 +8,10 @@
 The first form needs scripts/install_cuda_compiler.sh. It reports seconds of CPU time, which other load on the
 machine hardly changes; the least of several repetitions.
 
---first-step runs each case in new processes, twice: with an empty compilation cache, and with the programs
-that the first run has left there. "mixture x 2" is two processes that share the GPU, as two nodes. Seconds
-are those of process 0: "state" creates the state; "first step" is the first call of `train_step` until its
-result is there, in which it traces, lowers and compiles (or loads) the program.
+--first-step runs each case in new processes, twice: first with an empty compilation cache, then with the
+cache of the first run. "mixture x 2" is two processes that share the GPU, as two nodes. Seconds are measured
+in process 0: "state" creates the state. "first step" is the first call of `train_step` until its result is
+ready, with tracing, lowering and compiling (or loading) the program.
 """
 
 import argparse
@@ -132,7 +132,7 @@ def first_steps(options: argparse.Namespace) -> None:
 
 
 def run_case(name: str, folder: Path, *, small: bool) -> dict[str, float]:
-    """Run a case in processes of its own; what process 0 measured."""
+    """Run a case in new processes. Return process 0's measurements."""
     nodes, port = CASES[name].nodes, free_port()
     command = [sys.executable, __file__, "--one", name, "--cache", str(folder)]
     command += ["--small"] if small else []

@@ -3,16 +3,16 @@
 
     scripts/bench/convergence.py scripts/bench/convergence.toml --seeds 0 1 2 --minutes 30 --json runs.json
 
-Runs of one seed begin with the same weights and see the same data in the same order, so that what differs
-between them is the format. A run's difference from the exact one ("zero3") of its seed is what counts; seeds
-say how much of it is chance. The first seed of all variants is trained before the second of any.
+Runs of one seed begin with the same weights and see the same data in the same order, so only the format
+differs. The result is each run's difference from the exact run ("zero3") of its seed. Seeds show how much of
+it is chance. The first seed of all variants is trained before the second of any.
 
 The JSON file gets each run when it is done; a run that fails is reported at the end, after all others.
-Started again with the same file, the command trains what is not in it. Without data of one's own (--text 0)
-the text is what this machine has: see machine_text.py.
+Started again with the same file, the command trains the missing runs. Unless you pass data (--text 0), the
+text is collected on this machine: see machine_text.py.
 
-A variant may have a learning rate of its own: "local-64@1e-3". With --tuned, seeds after the first train
-each variant with only that of its rates which ended best with the first, the exact one included.
+A variant may name its learning rate: "local-64@1e-3". With --tuned, each variant, also the exact one, trains
+the seeds after the first only at the rate that was best with the first.
 
 It runs as one process, or as one per node (zerojax launch, zerojax emulate) with the folder in common.
 
@@ -123,7 +123,7 @@ HALVES = {
     "zero++-fp6-first-half": ("zero++-fp6", "weights-fp6"),
     "zero++-fp6-second-half": ("weights-fp6", "zero++-fp6"),
 }
-"""Variants that quantize gradients in one half of the run only: of which variant each half is."""
+"""Variants that quantize gradients in one half of the run only, and the variant of each half."""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def random(seed: int, *shape: int, dtype: DTypeLike = BF16) -> Array:
 def parts(
     tokens: int, width: int, count: int, per_token: int, devices: int
 ) -> Iterator[tuple[str, float, float]]:
-    """Name, milliseconds and bytes of what moves tokens to rows and back."""
+    """Name, milliseconds and bytes of the operations that move tokens to rows and back."""
     rng = np.random.default_rng(0)
     all_experts = count * devices
     chosen = np.argsort(rng.random((tokens, all_experts)), axis=1)[:, :per_token]

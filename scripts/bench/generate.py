@@ -4,10 +4,10 @@
     scripts/bench/generate.py --layers 32 --d-model 4096 --rows 64 --prompt 128 --new 256
     scripts/bench/generate.py --gpt --layers 24 --d-model 2048 --ffn 8192 --vocab 50304
 
-Rows of equal length decode greedily. A token's time is the difference of a long and a short generation,
-over the difference of their lengths: the copy of the weights and the prompts' prefill cancel out. The least
-time is that of reading each weight, and the keys and values so far, once at the rate of a copy on this device
-(bytes read and written). generate_transformers.py does the same with transformers.
+Rows of equal length decode greedily. A token's time is the difference of a long and a short generation, over
+the difference of their lengths: the copy of the weights and the prompts' prefill cancel out. The least time
+is the time to read each weight, and the keys and values so far, once at the rate of a copy on this device
+(bytes read and written). The script generate_transformers.py does the same with transformers.
 """
 
 import argparse

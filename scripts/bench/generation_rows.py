@@ -110,7 +110,7 @@ class Generated:
 
 
 def report(rows: Sequence[Generated], shape: Shape, rate: float, path: Path | None) -> None:
-    """Print and write the figures beside the least time; ``rate`` is that of a copy (bytes/s both ways)."""
+    """Print and write the figures beside the least time. ``rate`` is a copy's (bytes/s both ways)."""
     least = 1e3 * (shape.weight_bytes + shape.cache_bytes) / rate
     weights, cache = shape.weight_bytes / 1e9, shape.cache_bytes / 1e9
     print(

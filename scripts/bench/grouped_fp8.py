@@ -134,7 +134,7 @@ def runs_of(case: Case) -> list[Run]:
 
 
 def arrays_of(case: Case, sizes: np.ndarray) -> dict[str, Array]:
-    """In bf16 and as codes of the same; ``sizes`` are those of the groups."""
+    """The operands in bf16 and as fp8 codes; ``sizes`` are the groups' sizes."""
     found = case.arrays()
     cast = jax.jit(lambda a, dtype: a.astype(dtype), static_argnums=1)
     found |= {"x8": cast(found["x"], E4M3), "g8": cast(found["g"], E5M2), "w8": cast(found["w"], E4M3)}

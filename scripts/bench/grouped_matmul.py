@@ -4,10 +4,10 @@
     python3 scripts/bench/grouped_matmul.py            # about 100 s on an H100
     python3 scripts/bench/grouped_matmul.py --small    # what runs on a CPU, in small
 
-Every product is measured by itself: forward (``out``), the gradient of the rows (``dx``) and that of the
-matrices (``dw``); "all" is the rate of the three. TFLOP/s count the rows that belong to a group. Groups are
-drawn at random (each row's at once), or one expert takes half of the rows. Errors are relative to fp32, in
-norm, over some of the results. "temp MB" is what the compiled program needs beside its inputs and outputs.
+Every product is measured by itself: forward (``out``), the gradient of the rows (``dx``) and the gradient of
+the matrices (``dw``). "all" is the rate of the three. TFLOP/s count the rows that belong to a group. Groups
+are drawn at random (each row's at once), or one expert takes half of the rows. Errors are relative to fp32,
+in norm, over some of the results. "temp MB" is what the compiled program needs beside its inputs and outputs.
 What fails prints its error, and the rest goes on; after ``--budget`` seconds the process ends. ``--triton``
 measures Triton's kernels beside Pallas', which Hopper would take, and shapes that Pallas' do not support.
 """
@@ -313,7 +313,7 @@ def torch_arrays(case: Case) -> tuple[Any, Any, Any]:
 
 
 def torch_milliseconds(run: Callable[[], object], seconds: float) -> float:
-    """``milliseconds`` of what PyTorch runs."""
+    """``milliseconds`` of PyTorch's products."""
     import torch  # pyright: ignore[reportMissingImports]
 
     return milliseconds(run, seconds, wait=lambda _: torch.cuda.synchronize())

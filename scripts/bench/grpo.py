@@ -4,10 +4,10 @@
     zerojax emulate --nodes 2 --gpus-per-node 1 --rate 10gbit -- \\
         scripts/bench/grpo.py --nodes 2 --local 1 --presets zero3 zero++ delta
 
-The phases are those of `zerojax posttrain`: copy (of the weights, into every node), generate (the prefill and
+The phases are `zerojax posttrain`'s: copy (of the weights, into every node), generate (the prefill and
 all tokens), log-probabilities under the weights that made the tokens, and one update on them, from the copy.
 Each device has --rows rows of equal length. "a token" is the difference between a long and a short
-generation, in which the prefill cancels out; bytes are those that a node put on its link (None without
+generation, in which the prefill cancels out; bytes are a node's on its link (None without
 zerojax emulate).
 """
 

@@ -2,14 +2,14 @@
 """Measure what it costs to keep a stack's activations in host memory, beside JAX's own policy, on one GPU.
 
     python3 scripts/bench/host_activations.py            # about 90 s on an H100
-    python3 scripts/bench/host_activations.py --small    # what runs on a CPU, in small
+    python3 scripts/bench/host_activations.py --small    # small shapes, for a CPU
 
 A step of SGD of 24 blocks of width 4096 on 16,384 tokens, which keep their inputs for the backward pass and
 compute the rest again (``remat="full"``): by ``zerojax.Stack`` with and without ``host=("activations",)``,
 and by ``jax.lax.scan`` over the same block in ``jax.checkpoint``, with and without its policy
-``save_and_offload_only_these_names``. Each is compiled in a thread of its own. "device" is what the compiled
-program takes of the device's memory beside its arguments, "host" what it takes of the host's. What fails
-prints its error, and the rest goes on.
+``save_and_offload_only_these_names``. Each is compiled in a separate thread. "device" is the compiled
+program's memory on the device beside its arguments, "host" its memory on the host. A case that fails prints
+its error, and the others run.
 """
 
 import argparse

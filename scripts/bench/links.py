@@ -4,7 +4,7 @@
     scripts/bench/links.py --nodes 2 --gpus-per-node 1 --json links.json
     scripts/bench/draw_links.py --nodes 2 --gpus-per-node 1 links.json --picture links.png
 
-Each model and batch is one run of scripts/bench/train.py in a cluster of its own, which measures all rates.
+Each model and batch is one run of scripts/bench/train.py in a separate cluster, which measures all rates.
 Results are written after each run, so that a failure loses only one. Needs root.
 """
 

@@ -3,21 +3,21 @@
 
     python3 scripts/bench/long_rows.py                        # about 2 minutes on two H100
     python3 scripts/bench/long_rows.py 32768:1:2 524288:2:1   # TOKENS:GPUS A ROW:ROWS, one after another
-    python3 scripts/bench/long_rows.py --small                # what runs on a CPU, in small
+    python3 scripts/bench/long_rows.py --small                # small shapes, for a CPU
     python3 scripts/bench/long_rows.py 131072:1:1 --adapters --layers 8   # on one H100
 
-Blocks of LLaMA 3 8B, few of them, with AdamW and stage 3, on random tokens. The second case has
-the rows of the first, each on all GPUs: the losses are equal within rounding, and the difference of the times
-is what the exchange of heads costs. For each case: the first loss, milliseconds of a step, tokens/s of all
-GPUs, the share of their peak that model FLOPs take (causal attention counts half of the square, and nothing
-twice), and peak memory of the process so far. What fails prints its error, and the rest goes on.
+Blocks of LLaMA 3 8B, few of them, with AdamW and stage 3, on random tokens. The second case has the rows of
+the first, each on all GPUs. The losses are equal within rounding, and the difference of the times is the cost
+of exchanging heads. For each case: the first loss, milliseconds of a step, tokens/s of all GPUs, the share of
+their peak that model FLOPs take (causal attention counts half of the square, and nothing twice), and peak
+memory of the process so far. A case that fails prints its error, and the others run.
 
 With --adapters, weights are frozen beside adapters of rank 16, and activations are in host memory. --host
 names other parts to have there; with "optimizer" the backward pass updates. With either the vocabulary is
 LLaMA 3's. For each GPU JAX page-locks as much memory as XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says.
 
-With --steps 0 the first step is timed, which compiles. --compile-first does that before, by JAX's compilation
-cache, so that the first step only traces: for steps of minutes, of which one must do.
+With --steps 0 the first step is timed, including its compilation. --compile-first compiles it before, by
+JAX's compilation cache, so that the first step only traces. Use it for steps that take minutes.
 """
 
 import argparse

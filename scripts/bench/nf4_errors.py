@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What nf4's 8-bit scales add to its error, beside those of QLoRA's double quantization.
+"""The error that nf4's 8-bit scales add, beside the error of QLoRA's double quantization.
 
     scripts/bench/nf4_errors.py
 

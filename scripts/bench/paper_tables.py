@@ -3,7 +3,7 @@
 
     scripts/bench/paper_tables.py
 
-Prints Markdown. The paper gives sizes, not shapes: 18B is that of Megatron-LM (Narayanan et al., 2021), the
+Prints Markdown. The paper gives sizes, not shapes: 18B is Megatron-LM's (Narayanan et al., 2021), and the
 others have its widths. TFLOP/s include recomputation, as in the paper's formula. Matmuls on V100 are assumed
 to reach 61.44 of 125 TFLOP/s, from the paper's Table 7 for 18B with hpZ; on A100 the fraction measured here
 on H200. The V100s use fp16, of the size of bf16.

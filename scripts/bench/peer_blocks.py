@@ -110,7 +110,7 @@ class SwigluMLP(GeluMLP):
 
 
 class ToRows(torch.autograd.Function):
-    """The token of each row; the gradient of a token is the sum of those of its rows, gathered."""
+    """The token of each row. A token's gradient is the sum of its rows' gradients, which are gathered."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -275,7 +275,7 @@ def loss_fn(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def make_parser(description: str, peers: list[str], default: list[str]) -> argparse.ArgumentParser:
-    """The options of every peer, named as those of scripts/bench/train.py."""
+    """The options of every peer, named as in scripts/bench/train.py."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -98,7 +98,7 @@ class Sizes:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> "Sizes":
-        """The options' own, and those of the family for what they leave out."""
+        """The options' own sizes, and the family's sizes where they have none."""
         d, mixture = options.d_model, options.qwen3_moe
         heads = d // HEAD_WIDTH * (2 if mixture else 1)
         dense = -(-8 * d // 768) * 256 if options.llama else 4 * d

@@ -7,15 +7,14 @@
 
 The model is a stack of pre-norm GPT blocks without embeddings (--llama: RMS norms, rotary positions and
 SwiGLU; --qwen3-moe: those and a mixture of experts, without losses of its router), fed random bf16
-activations, to measure the blocks and their communication. "gspmd" is JAX's own
-sharding (gspmd.py); train_fsdp2.py runs the same stack in PyTorch. A loss after the same steps that differs
-by more than 1% from that of the first variant with as many micro-batches is remarked upon ("local" reports
-the step before the last). In "zero3-sp" the devices of a node share each row, so --sequences counts rows of
-all of them. The variants of LoRA train adapters of rank 16 beside a frozen base ("qlora": in
-nf4). Steps
-after the timed ones are traced (unless --no-trace): "hidden" is the fraction of their communication beside
-compute, "exposed" the time of a step with nothing but communication. Several --rates of an emulated cluster's
-links are timed one after the other, without recompiling.
+activations, to measure the blocks and their communication. "gspmd" is JAX's own sharding (gspmd.py);
+train_fsdp2.py runs the same stack in PyTorch. The script remarks on a loss that differs by more than 1% from
+the loss of the first variant with as many micro-batches after the same steps ("local" reports the step before
+the last). In "zero3-sp" the devices of a node share each row, so --sequences counts rows of all of them. The
+variants of LoRA train adapters of rank 16 beside a frozen base ("qlora": in nf4). Steps after the timed ones
+are traced (unless --no-trace): "hidden" is the fraction of their communication beside compute, "exposed" the
+time of a step with nothing but communication. Several --rates of an emulated cluster's links are timed one
+after the other, without recompiling.
 """
 
 import argparse
@@ -247,7 +246,7 @@ def timed(
     for _ in range(steps):
         begun = ended if ahead else time.perf_counter()
         before, (state, metrics) = metrics, step(state, batch)
-        # Ahead, times are those of the steps one earlier; the first are not counted.
+        # With --ahead, times belong to the step before; the first are not counted.
         jax.block_until_ready(before if ahead else (state, metrics))
         ended = time.perf_counter()
         seconds.append(ended - begun)
@@ -261,7 +260,7 @@ def trace(
 ) -> tuple[Any, float, float]:
     """The state after three more steps, the exposed milliseconds per step, and the hidden fraction."""
     with tempfile.TemporaryDirectory() as folder:
-        # Every node writes traces, and those of an emulated cluster share a file system.
+        # Every node writes traces, and the nodes of an emulated cluster share a file system.
         place = (keep or Path(folder)) / variant / f"process{jax.process_index()}"
         with jax.profiler.trace(str(place)):
             state, _, _ = timed(1 + TRACED_STEPS, state, step, batch)

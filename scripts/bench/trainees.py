@@ -107,7 +107,7 @@ def train(
                 state = from_canonical(later[0].state, to_canonical(state))
                 queue.restart_clock()
     curve += [(one.step, one.values["validation_loss"]) for one in steps if "validation_loss" in one.values]
-    # With local updates a step's metrics are those of the step before, and the first has none.
+    # With local updates a step returns the previous step's metrics, and the first has none.
     told = steps[1:] if first.config.zero.outer_delay else steps
     size = config.train.batch_size * config.train.sequence_length
     return {
