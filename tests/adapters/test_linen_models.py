@@ -137,7 +137,9 @@ def test_names_that_cannot_be_told_apart_are_refused(collection, paths):
     if paths[1] == ("a", "b/d"):
         create(model, (linen.Dense,))
         return
-    with pytest.raises(zerojax.ZeroError, match=r"the names of \(.*'a.*: rename a variable or module"):
+    with pytest.raises(
+        zerojax.ZeroError, match=r"\(.*'a.* have the same name .*: rename the variable or module"
+    ):
         create(model, (linen.Dense,))
 
 

@@ -367,7 +367,7 @@ class Slashes(nnx.Module):
 
 
 def test_variables_of_one_name_are_refused():
-    with pytest.raises(zerojax.ZeroError, match=r"'c', 'b'.*rename a variable or module that has a \"/\""):
+    with pytest.raises(zerojax.ZeroError, match=r"'c', 'b'.*rename the variable or module that has a \"/\""):
         create(Slashes, mean_square, (), zerojax.TrainState.abstract)
 
 

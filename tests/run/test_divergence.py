@@ -142,6 +142,9 @@ class Asked:
 
     received = True
 
+    def __init__(self, *_: object) -> None:
+        pass
+
     def __enter__(self) -> "Asked":
         return self
 

@@ -208,6 +208,7 @@ def test_a_process_that_hangs_or_ends_is_started_again(process: RewardProcess) -
         ("\\xff\n", 1, "which is no response"),
         ("[" * (1 << 20), 17, "^the response has more than 16 MiB$"),
     ],
+    ids=["number", "list", "brackets", "text", "two", "NaN", "infinite", "object", "bytes", "endless"],
 )
 def test_what_is_no_answer_is_an_error_of_the_reward(
     process: RewardProcess, sent: str, times: int, why: str
