@@ -213,7 +213,7 @@ def test_adapters_take_part_unless_they_are_turned_off(model, mesh, form, frozen
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("too long", r"prompt 1 has 20 tokens, and with 5 new ones exceeds the model's context of 24"),
+        ("too long", r"prompt 1 has 20 tokens, and 5 more would exceed the model's context of 24"),
         ("empty", r"prompt 2 has shape \(0,\)"),
         ("scalar", r"prompt 0 has shape \(\)"),
         ("ragged", r"prompt 0 has shape \(\) and dtype object"),

@@ -1,4 +1,4 @@
-"""What ``generate`` refuses, before any device is touched."""
+"""Checks of ``generate``'s arguments, made before any device is used."""
 
 import math
 import operator
@@ -17,14 +17,14 @@ from zerojax.sharding.param_tree import Path
 from zerojax.train.spec import TrainSpec
 
 _IDS = 2**31
-"""Ids are int32."""
+"""Upper bound of token ids, which are int32."""
 
 Stop = int | Sequence[int | Sequence[int]] | None
-"""What ends a row: a token, or any of several, each a token or tokens in their order."""
+"""The ends of a row: a token, or any of several ends, each a token or tokens in their order."""
 
 
 def abstract_model(spec: TrainSpec) -> Decoder:
-    """The model with shapes and dtypes for weights, to read its attributes and to trace its methods."""
+    """The model with shapes and dtypes in place of weights, to read its attributes and trace its methods."""
     weights: dict[Path, Any] = {
         leaf.path: jax.ShapeDtypeStruct(leaf.unsharded_shape, spec.strategy.weight_dtype(leaf))
         for leaf in (*spec.leaves, *spec.frozen)
@@ -33,11 +33,11 @@ def abstract_model(spec: TrainSpec) -> Decoder:
 
 
 class Limits(NamedTuple):
-    """What a model takes.
+    """Limits of a model's inputs.
 
     Attributes:
         context: the longest sequence, in tokens; infinity if the model does not say.
-        vocabulary: ids begin at 0 and end below this; 2**31 if it is not known.
+        vocabulary: ids are below this; 2**31 if the model does not say.
     """
 
     context: float
@@ -48,7 +48,7 @@ def checked_limits(model: object) -> Limits:
     """The limits of a model that can generate.
 
     Raises:
-        ConfigurationError: it lacks a method, or gives scores in place of logits.
+        ConfigurationError: the model lacks a method, or computes scores instead of logits.
     """
     if missing := [name for name in PROTOCOL if not hasattr(model, name)]:
         raise ConfigurationError(
@@ -65,7 +65,8 @@ def checked_prompts(prompts: Iterable[ArrayLike], vocabulary: int) -> list[Int[n
     """Prompts as int32 vectors.
 
     Raises:
-        ConfigurationError: there is none, or one is empty, is not a vector, or has numbers that are not ids.
+        ConfigurationError: there is no prompt, or one is empty, is not a vector, or has numbers that are not
+            ids.
     """
     rows = list(map(_as_array, prompts))
     if not rows:
@@ -84,7 +85,7 @@ def checked_prompts(prompts: Iterable[ArrayLike], vocabulary: int) -> list[Int[n
 
 
 def _as_array(prompt: ArrayLike) -> np.ndarray:
-    """A prompt as an array; of objects, and no vector, if its rows are not equally long."""
+    """A prompt as an array. Rows of different lengths give an array of objects, which is no vector."""
     try:
         return np.asarray(prompt)
     except ValueError:
@@ -92,10 +93,10 @@ def _as_array(prompt: ArrayLike) -> np.ndarray:
 
 
 def checked_stop(stop: Stop) -> tuple[tuple[int, ...], ...]:
-    """What ends a row, as tokens in their order.
+    """The ends of a row, each as tokens in their order.
 
     Raises:
-        ConfigurationError: it holds anything but ids.
+        ConfigurationError: ``stop`` holds anything but ids.
     """
     if stop is None:
         return ()
@@ -115,16 +116,16 @@ def _several(value: Any) -> Iterable[Any]:
 
 
 def check_limits(rows: Sequence[np.ndarray], limits: Sequence[int], context: float, least: int) -> None:
-    """Refuse limits below the least, and rows that do not fit the context.
+    """Refuse limits below ``least``, and rows that with their limit exceed the context.
 
     Raises:
-        ConfigurationError: naming the row.
+        ConfigurationError: names the row.
     """
     for number, (row, limit) in enumerate(zip(rows, limits, strict=True)):
         if limit < least:
             raise ConfigurationError(f"max_new_tokens={limit} must be at least {least}.")
         if len(row) + limit > context:
             raise ConfigurationError(
-                f"prompt {number} has {len(row)} tokens, and with {limit} new ones exceeds the model's "
+                f"prompt {number} has {len(row)} tokens, and {limit} more would exceed the model's "
                 f"context of {int(context)}: shorten it, or lower max_new_tokens."
             )

@@ -1,15 +1,15 @@
-"""The weights of a generation phase: a copy of all of them in every node, made once, from a train state.
+"""The weights of a generation phase: one copy per node of all weights, made from a train state.
 
-Making tokens reads every weight once per token, and updates none. So the copy is one of frozen weights
-(``zerojax.train.frozen``): it is made by the hops of a forward pass, and has exactly the values that the
-forward pass of training computes with. Afterwards no byte of it crosses nodes (ZeRO++, section 3.2, and the
-hybrid engine of DeepSpeed-Chat, Yao et al., 2023). It has one of these forms:
+Generation reads every weight once per token and updates none. The copy therefore consists of frozen weights
+(``zerojax.train.frozen``). The hops of a forward pass make it, so it has exactly the values of training's
+forward pass. After that no weight crosses nodes (ZeRO++, section 3.2, and the hybrid engine of
+DeepSpeed-Chat, Yao et al., 2023). It has one of these forms:
 
 - "gathered": the secondary partitions, spread over the devices of a node and gathered layer by layer. Weights
-  that are frozen so already are shared with the state.
+  that are already frozen in this form are shared with the state.
 - "compute": whole on every device, in the compute dtype.
-- "int8", "fp8": whole on every device, in blocks of 8-bit codes which are decoded layer by layer. Weights
-  that are stored in 8 bits or fewer already, or computed with in fp8, keep their format.
+- "int8", "fp8": whole on every device, in blocks of 8-bit codes, decoded layer by layer. Weights that are
+  already stored in 8 bits or fewer, or computed with in fp8, keep their format.
 """
 
 import dataclasses
@@ -42,12 +42,12 @@ Form = Literal["compute", "fp8", "int8", "gathered"]
 
 @dataclass(frozen=True, eq=False)
 class GenerationCopy:
-    """How the weights of a generation phase are stored.
+    """The layout of a generation phase's weights.
 
     Attributes:
-        spec: of the train state.
+        spec: the train state's spec.
         form: see this module.
-        adapters: whether low-rank adapters are a part of it.
+        adapters: whether the copy includes low-rank adapters.
         leaves: the layout of each weight, as a frozen one.
     """
 
@@ -58,7 +58,7 @@ class GenerationCopy:
 
     @staticmethod
     def of(spec: TrainSpec, form: Form, *, adapters: bool = True) -> "GenerationCopy":
-        """The copy for a train spec, in a form."""
+        """The copy in this form for a train spec."""
         spec = spec.reading
         small = {part.path for pair in spec.adapters.values() for part in pair}
         leaves = {
@@ -78,26 +78,26 @@ class GenerationCopy:
                 return Weight(self.spec.abstract(leaf.unsharded_shape, dtype), leaf, "full")
             if self.form == "gathered":
                 return self.spec.stored(leaf, "secondary")
-            # Spread over no device of the mesh: to their units, which decode them, they are local shards.
+            # Every device has them whole. Their units decode them as if they were local shards.
             return dataclasses.replace(self.spec.stored(leaf, "full"), level="secondary")
 
         return {path: stored(leaf) for path, leaf in self.leaves.items()}
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the copy on one device, without what is gathered or decoded for a layer."""
+        """Bytes of the copy on one device, without the gathered or decoded weights of a layer."""
         return device_bytes(self.abstract)
 
     @property
     def new_bytes(self) -> int:
-        """``device_bytes``, without weights that the copy shares with the state."""
+        """``device_bytes`` without weights that the copy shares with the state."""
         there = "weights" not in self.spec.zero.host  # on the device
         shared = there and self.form == "gathered" and self.spec.strategy.frozen == "secondary"
         frozen = {leaf.path for leaf in self.spec.frozen} if shared else set[Path]()
         return device_bytes({path: x for path, x in self.abstract.items() if path not in frozen})
 
     def make(self, state: TrainState) -> ByPath:
-        """The copy of a state's weights: the only part of a generation phase that crosses nodes."""
+        """Copy a state's weights. No other part of a generation phase sends bytes between nodes."""
         if self.form == "gathered":
             stored = from_tree(to_device(state.frozen)) | copies_in_node(state, every=True)
             return {
@@ -110,11 +110,11 @@ class GenerationCopy:
         return self.spec.once(f"generation copy {self.form} {self.adapters}", compiled)(state)
 
     def place(self, stored: ByPath) -> dict[Path, Array | Sharded]:
-        """The weights as the model gets them, inside ``shard_map``: ``Sharded`` in units, whole elsewhere."""
+        """The weights for the model, inside ``shard_map``: ``Sharded`` in units, whole elsewhere."""
         placed: dict[Path, Array | Sharded] = {}
         strategy = dataclasses.replace(self.spec.strategy, in_place=self.form == "compute")
         for group in self.spec.groups:
-            seeds = jnp.zeros(group.stack, jnp.uint32)  # nothing random is left: dropout is off
+            seeds = jnp.zeros(group.stack, jnp.uint32)  # unused: dropout is off
             sharded = {
                 leaf.path: Sharded(stored[leaf.path], None, seeds, strategy)
                 for leaf in group.every
@@ -128,7 +128,7 @@ def _stored_layout(spec: TrainSpec, leaf: ParamLayout, form: Form, *, adapter: b
     if form in ("gathered", "compute"):
         return dataclasses.replace(leaf, frozen=True)
     if _keeps_format(leaf):
-        # Shards in their order, as if each were a node of one device.
+        # Shards stay in their order, as if each were a node of one device.
         return dataclasses.replace(leaf, world=MeshShape(leaf.world.size, 1), frozen=True)
     zero = spec.zero
     options = ZeroConfig(
@@ -142,7 +142,7 @@ def _stored_layout(spec: TrainSpec, leaf: ParamLayout, form: Form, *, adapter: b
 
 
 def _keeps_format(leaf: ParamLayout) -> bool:
-    """Whether a weight is stored in an 8-bit form as it comes."""
+    """Whether a weight is already stored in 8 bits or fewer."""
     return leaf.fp8 or (leaf.frozen and not leaf.weights.local.raw)
 
 
@@ -160,7 +160,7 @@ def _whole(copy: GenerationCopy, in_node: ByPath) -> ByPath:
 def _whole_layer(copy: GenerationCopy, weights: Weights) -> Weights:
     arrived = [to_device(weight.values) for weight in weights]
     if copy.spec.world.local > 1:
-        arrived = [x.reshape(-1) for x in gather_together(arrived, LOCAL)]  # one owner's shard after another
+        arrived = [x.reshape(-1) for x in gather_together(arrived, LOCAL)]  # owners' shards in order
     return tuple(_stored_whole(copy, *pair) for pair in zip(weights, arrived, strict=True))
 
 

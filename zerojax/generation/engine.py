@@ -1,9 +1,9 @@
-"""Continuous batching on one device: slots that decode together, refilled from a queue of prompts.
+"""Continuous batching on one device: slots decode together and are refilled from a queue of prompts.
 
-A slot holds one row of the key-value cache. Each turn of the loop first refills free slots, a few at a time:
-prefill computes the cache and the first token of whole prompts, of long ones in pieces. Then one decode step
-draws the next token of every slot. A slot is free again when its row draws the stop token or reaches its
-limit (Yu et al., "Orca", OSDI 2022, iteration-level scheduling).
+A slot holds one row of the key-value cache. Each turn of the loop first refills free slots, a few at a time.
+Prefill computes the cache and the first token of prompts, in pieces if they are long. Then one decode step
+draws the next token of every slot. A slot becomes free when its row draws a stop token or reaches its limit
+(Yu et al., "Orca", OSDI 2022, iteration-level scheduling).
 """
 
 from collections.abc import Callable, Sequence
@@ -20,19 +20,19 @@ from zerojax.generation.protocol import Cache, Decoder, batch_axes, decoded
 from zerojax.generation.sampling import Sampling, sample
 
 _SLOTS = 64
-"""Rows of a device that are decoded together, unless the caller says."""
+"""Default for the rows that a device decodes together."""
 _PREFILL_TOKENS = 8192
 """Tokens of prompts that pass through the model together."""
 
 
 class Queue(NamedTuple):
-    """Prompts that wait for a slot; those of length 0 only fill up the array, and come last.
+    """Prompts that wait for a slot. Prompts of length 0 only fill up the array, and come last.
 
     Attributes:
         prompts: padded on the right.
-        lengths: tokens of each.
-        rows: which salt the random bits.
-        limits: the most new tokens of each, at least 1.
+        lengths: tokens of each prompt.
+        rows: each prompt's row over all processes, which salts its random bits.
+        limits: the most new tokens of each prompt, at least 1.
     """
 
     prompts: Int[Array, "queue prompt"]
@@ -42,7 +42,7 @@ class Queue(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """New tokens, in the order of the queue; zeros after the length of each row."""
+    """New tokens in the queue's order; zeros after the length of each row."""
 
     tokens: Int[Array, "queue new"]
     lengths: Int[Array, " queue"]
@@ -50,29 +50,29 @@ class Drawn(NamedTuple):
 
 
 class Bind(Protocol):
-    """Makes the model, wherever JAX traces a part of the program: an ``nnx.Module`` belongs to its trace."""
+    """Makes the model for each part of the program: an ``nnx.Module`` belongs to the trace that made it."""
 
     def __call__(self, after: Array | None = None, /) -> Decoder:
-        """The model, of which no weight is gathered before ``after`` is computed."""
+        """Return the model with its gathers delayed until ``after`` has been computed."""
         ...
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What a generation program is compiled for.
+    """Static options of a generation program.
 
     Attributes:
         slots: rows that are decoded together.
         prefill: prompts that are prefilled together.
         prompt: columns of the array of prompts.
         new_tokens: the most new tokens of a row.
-        length: of a slot's cache, in tokens.
-        dtype: of the cache.
-        how: to draw tokens.
-        stop: what ends a row: any of these tokens in their order.
+        length: tokens of a slot's cache.
+        dtype: dtype of the cache.
+        how: how to draw tokens.
+        stop: ends of a row, each as tokens in their order.
         group: a mesh axis whose devices gather weights from each other, and so must run the same layers at
             the same time; None if there is none.
-        piece: the most tokens of a prompt that are prefilled together; longer ones come in pieces.
+        piece: the most tokens of a prompt that are prefilled together; longer prompts are split into pieces.
     """
 
     slots: int
@@ -101,7 +101,7 @@ class Engine:
         """The engine for ``rows`` rows per device, each of at most ``prompt`` and ``new_tokens`` tokens."""
         slots = min(slots or _SLOTS, rows)
         padded = padded_length(prompt, context)
-        # Free slots wait until this many can be filled together: a quarter of all at most.
+        # Free slots wait until this many can be filled together, at most a quarter of all.
         prefill = max(1, min(_PREFILL_TOKENS // padded, -(-slots // 4)))
         length = int(min(padded + new_tokens, max(context, padded)))
         return Engine(slots, prefill, padded, new_tokens, length, dtype, how, stop, piece=_PREFILL_TOKENS)
@@ -113,7 +113,7 @@ class Engine:
         limits: Sequence[int],
         size: int,
     ) -> Queue:
-        """A queue of ``size`` rows on the host; arguments as for ``Queue``, without padding."""
+        """A queue of ``size`` rows on the host, from unpadded arguments; see ``Queue``."""
         tokens = np.zeros((size, self.prompt), np.int32)
         for own, prompt in zip(tokens, prompts, strict=False):
             own[: len(prompt)] = prompt
@@ -124,7 +124,7 @@ class Engine:
     def run(self, bind: Bind, queue: Queue, key: Key[Array, ""]) -> Drawn:
         """Continue every prompt of a queue.
 
-        Random bits depend on the key, ``Queue.rows`` and the position in the answer.
+        Random bits depend on the key, ``Queue.rows`` and the position in the response.
         """
         count = queue.lengths.shape[0]
         out = Drawn(
@@ -153,7 +153,7 @@ class Engine:
         return bind().init_cache(rows, length, jnp.dtype(self.dtype))
 
     def _decide(self, loop: "_Loop", queue: Queue) -> "_Loop":
-        """Whether to refill slots, and whether there is anything left to do.
+        """Set whether to refill slots, and whether any row is left.
 
         Slots are refilled when enough are free for a whole prefill, or for the rest of the queue.
         """
@@ -164,7 +164,7 @@ class Engine:
         refill = (most > 0) & ((most >= self.prefill) | (most == left))
         flags = jnp.stack([refill, (left > 0) | (free < self.slots)])
         if self.group is not None:
-            # Devices that gather from each other all do what one of them needs.
+            # Devices that gather from each other must take the same branch.
             flags = lax.pmax(flags.astype(jnp.int32), self.group) > 0
         return loop._replace(refill=flags[0], busy=flags[1])
 
@@ -183,7 +183,7 @@ class Engine:
         lengths = jnp.maximum(queue.lengths[index], 1)
         same = prompts.shape[1] > self.piece or getattr(bind(), "keys_by_cache_length", False)
         last, cache = self.prefilled(bind, prompts, lengths, self.length if same else prompts.shape[1])
-        # The free slots come first in this order. Rows that are not valid go to a slot that does not exist.
+        # Free slots are first in this order. Rows that are not valid go to a slot that does not exist.
         order = jnp.argsort(~is_free, stable=True)[: self.prefill]
         place = jnp.where(valid, order, self.slots)
         row = jnp.where(valid, index, count)
@@ -192,7 +192,7 @@ class Engine:
             slots.row.at[place].set(jnp.where(ended, count, row), mode="drop"),
             slots.token.at[place].set(token, mode="drop"),
             slots.made.at[place].set(1, mode="drop"),
-            # The only slot is free, unless its device just does what another needs: its memory is taken over.
+            # A single slot is free here, so the new cache replaces its memory. In a group it may be busy.
             cache
             if same and self.slots == 1 and self.group is None
             else _insert(slots.cache, cache, place, axes),
@@ -202,11 +202,12 @@ class Engine:
     def prefilled(
         self, bind: Bind, prompts: Int[Array, "rows prompt"], lengths: Int[Array, " rows"], length: int
     ) -> tuple[Float[Array, "rows width"], Cache]:
-        """What ``logits`` takes of the last token of each prompt, and a cache of ``length`` tokens with all.
+        """The input of ``logits`` for each prompt's last token, and a cache of ``length`` tokens with all
+        prompts.
 
-        A prompt that is longer than a piece passes through the model piece by piece, each of which attends to
-        those before it in the cache, so that its activations are those of a piece (Agrawal et al., 2023,
-        "SARATHI", chunked prefills). No piece is computed that has no prompt's tokens.
+        A prompt longer than a piece passes through the model piece by piece. Each piece attends to the
+        earlier ones in the cache, so only one piece's activations exist (Agrawal et al., 2023, "SARATHI",
+        chunked prefills). Pieces without any prompt's tokens are skipped.
         """
         rows, width = prompts.shape
         first, cache = jnp.zeros_like(lengths), self.empty_cache(bind, rows, length)
@@ -236,7 +237,7 @@ class Engine:
         return lax.fori_loop(0, pieces, add, (jnp.zeros(shape.shape, shape.dtype), cache))
 
     def _decode(self, model: Decoder, queue: Queue, key: Key[Array, ""], loop: "_Loop") -> "_Loop":
-        """Draw the next token of every slot; what free ones draw goes nowhere."""
+        """Draw the next token of every slot; the tokens of free slots are dropped."""
         slots = loop.slots
         count = queue.lengths.shape[0]
         lengths = queue.lengths.at[slots.row].get(mode="fill", fill_value=1)
@@ -256,8 +257,11 @@ class Engine:
         made: Int[Array, " slots"],
         out: Drawn,
     ) -> tuple[Int[Array, " slots"], Drawn, Bool[Array, " slots"]]:
-        """Draw a token for each row of the queue, after the ``made`` it has; also which rows end with it."""
-        # The row of a free slot is beyond the queue: it reads the fill value, and writes nothing.
+        """Draw the next token of each row of the queue, and return which rows end with it.
+
+        ``made`` is the number of tokens that each row has so far.
+        """
+        # A free slot's row is beyond the queue: it reads the fill value, and its writes are dropped.
         number = queue.rows.at[row].get(mode="fill", fill_value=0)
         limit = queue.limits.at[row].get(mode="fill", fill_value=1)
         token, log_prob = sample(model.logits(hidden), row_keys(key, number, made), self.how)
@@ -268,7 +272,7 @@ class Engine:
             out.log_probs.at[row, made].set(log_prob, mode="drop"),
         )
         for tokens in self.stop:
-            # The last places of an answer, of which those before its beginning are negative.
+            # The last places of a response; places before its beginning are negative.
             places = made[:, None] + jnp.arange(1 - len(tokens), 1)
             last = out.tokens.at[row[:, None], places].get(mode="fill", fill_value=-1)
             ended |= jnp.all((last == jnp.asarray(tokens)) & (places >= 0), axis=1)
@@ -279,10 +283,10 @@ class _Slots(NamedTuple):
     """The state of all slots.
 
     Attributes:
-        row: the row of the queue that each holds; the length of the queue if it is free.
-        token: the last that was drawn, not yet in the cache.
+        row: the queue's row in each slot; the length of the queue if the slot is free.
+        token: the last drawn token, which is not in the cache yet.
         made: tokens drawn so far.
-        cache: of all slots.
+        cache: the cache of all slots.
     """
 
     row: Int[Array, " slots"]
@@ -292,14 +296,14 @@ class _Slots(NamedTuple):
 
 
 class _Loop(NamedTuple):
-    """Carried from turn to turn.
+    """The loop's carry.
 
     Attributes:
         started: rows of the queue that have had a slot.
-        slots: of this device.
+        slots: this device's slots.
         out: tokens so far.
         refill: whether to refill slots now.
-        busy: whether a row is in a slot, or left in the queue.
+        busy: whether a row is in a slot or in the queue.
     """
 
     started: Int[Array, ""]
@@ -310,21 +314,21 @@ class _Loop(NamedTuple):
 
 
 def padded_length(prompt: int, context: float) -> int:
-    """The length of the array for a prompt: the next power of two, at least 16, at most the context."""
+    """The array length for a prompt: the next power of two, at least 16, at most the context."""
     return int(min(max(16, 1 << (prompt - 1).bit_length()), max(context, prompt)))
 
 
 def row_keys(
     key: Key[Array, ""], rows: Int[Array, " batch"], positions: Int[Array, " batch"]
 ) -> Key[Array, " batch"]:
-    """The random key of each row's token at a position of its answer."""
+    """The random key of each row's token at a position of its response."""
     return jax.vmap(lambda row, position: jax.random.fold_in(jax.random.fold_in(key, row), position))(
         rows, positions
     )
 
 
 def _insert(cache: Cache, filled: Cache, place: Int[Array, " rows"], axes: PyTree[int]) -> Cache:
-    """A cache with prefilled rows at their places."""
+    """The cache with prefilled rows at their places."""
 
     def insert(whole: Array, part: Array, axis: int) -> Array:
         where: list[slice | Array] = [slice(0, size) for size in part.shape]

@@ -44,13 +44,13 @@ from zerojax.validation.bounds import checked_seed
 
 
 class Completions(NamedTuple):
-    """What ``generate`` returns: NumPy arrays, in the order of the prompts.
+    """The result of ``generate``: NumPy arrays, in the order of the prompts.
 
     Attributes:
-        tokens: int32, without the prompts; 0 after the end of a row.
-        lengths: new tokens of each row, int32; those that end it count.
-        log_probs: of each token under softmax(logits / temperature), before ``top_k`` and ``top_p``, fp32; of
-            the logits themselves at temperature 0; 0 after the end of a row.
+        tokens: new tokens, int32; 0 after the end of a row.
+        lengths: new tokens of each row, including the tokens that end it, int32.
+        log_probs: log-probability of each token under softmax(logits / temperature), before ``top_k`` and
+            ``top_p``, fp32. At temperature 0 it is under softmax(logits). 0 after the end of a row.
     """
 
     tokens: Int[np.ndarray, "rows max_new_tokens"]
@@ -74,38 +74,40 @@ def generate(
 ) -> Completions:
     """Continue prompts with the weights of a state, which stay sharded; the prompts are spread over the mesh.
 
-    First every node gets a copy of the weights (``weights`` says in which form). Then each device continues
-    its own prompts, with a key-value cache, and no byte of weights crosses nodes.
+    First every node makes a copy of the weights in the form ``weights``. Then each device continues its own
+    prompts with a key-value cache, and no weight crosses nodes.
 
-    The model needs the methods ``init_cache``, ``decode`` and ``logits`` (docs/generation.md), which
-    zerojax's own models have. Prompt lengths are rounded up to powers of two, so that a few compiled
-    programs serve all.
+    The model needs the methods ``init_cache``, ``decode`` and ``logits`` (docs/generation.md); zerojax's
+    models have them. Prompt lengths are rounded up to powers of two, so that a few compiled programs serve
+    all lengths.
 
     Args:
-        state: any; it is not donated.
-        prompts: vectors of int32 ids, of any lengths from 1. In several processes, this process's part of
-            them: each passes as many.
-        max_new_tokens: the most tokens that a row gets.
+        state: a filled state; it is not donated.
+        prompts: vectors of int32 ids, of any lengths from 1. With several processes, this process's part of
+            the prompts; all parts have the same number.
+        max_new_tokens: the most new tokens of a row.
         temperature: divisor of the logits; 0 takes the likeliest token.
         top_k: draw only from this many likeliest tokens.
         top_p: draw only from the fewest likeliest tokens whose probabilities sum to this.
-        stop: what ends a row: a token, or a list of such ends, each a token or a tuple of tokens in their
-            order.
-        seed: of the random bits. These depend on the seed, the row's index over all processes, and the
-            position in the answer alone: so the result is the same on every mesh and with any ``slots``, up
-            to rounding.
-        weights: "compute", "fp8" and "int8" are whole on every device; "gathered" is spread over the devices
-            of a node, and gathered layer by layer. "auto" is "compute" if that fits into the device's memory
-            in addition to the state, else "gathered".
-        slots: rows that a device decodes together; by default all of its own up to 64. When one ends, the
-            next prompt takes its place.
-        adapters: whether low-rank adapters take part; without them the base model generates.
+        stop: ends of a row: a token, or a list of ends, each a token or a tuple of tokens in their order.
+        seed: seed of the random bits. They depend only on the seed, the row's index over all processes, and
+            the position in the response. The result is therefore the same on every mesh and with any
+            ``slots``, up to rounding.
+        weights: the form of the copy. "compute", "fp8" and "int8" are whole on every device. "gathered" is
+            spread over a node's devices and gathered layer by layer. "auto" is "compute" if that fits into a
+            device's memory in addition to the state, and "gathered" otherwise.
+        slots: rows that a device decodes together; by default its number of rows, at most 64. When a row
+            ends, the next prompt takes its place.
+        adapters: whether to apply low-rank adapters; without them the base model generates.
 
     Raises:
-        ConfigurationError: a prompt is empty, is not a vector, has ids that the model does not have, or is
-            too long for its context together with max_new_tokens; another argument is invalid; the model
-            lacks a method; ``adapters`` is False and there are none; the state is abstract or was donated;
-            processes pass different numbers of prompts.
+        ConfigurationError: one of these:
+
+            - A prompt is empty, is not a vector, has ids that the model does not have, or exceeds the context
+              together with max_new_tokens.
+            - Another argument is invalid, or ``adapters`` is False and there are none.
+            - The model lacks a method, or the state is abstract or was donated.
+            - Processes pass different numbers of prompts.
     """
     return generate_rows(
         state,
@@ -135,12 +137,13 @@ def generate_rows(
     unread: int = 1,
     width: int | None = None,
 ) -> Completions:
-    """``generate`` with a limit of new tokens for each row.
+    """``generate`` with a separate limit of new tokens for each row.
 
-    The model never reads the last token of a row: with ``unread=1`` the context need not hold it.
-
-    With a ``width``, the most new tokens of any row in any call, calls with other limits share their compiled
-    program, and a row of limit 0 gets no tokens.
+    Args:
+        unread: tokens at the end of a row that need no room in the context. 1 is enough for all rows, because
+            the model never reads a row's last token.
+        width: the most new tokens of any row in any call. With it, calls with other limits share a compiled
+            program, and a row of limit 0 gets no tokens.
     """
     spec = state.spec
     if weights not in ("auto", *get_args(Form)):
@@ -178,9 +181,9 @@ def generate_rows(
 
 
 def _order(limits: Sequence[int], rows: int, devices: int) -> Int[np.ndarray, " queue"]:
-    """Which row is at each place of the queues of this process's devices; -1 for none.
+    """The row at each place of the queues of this process's devices; -1 for none.
 
-    Rows of limit 0 are in none; the others are spread evenly, and come first in each queue.
+    Rows of limit 0 get no place. The others are spread evenly, and come first in each queue.
     """
     waiting = np.flatnonzero(limits)
     order = np.full((devices, rows), -1)
@@ -191,15 +194,15 @@ def _order(limits: Sequence[int], rows: int, devices: int) -> Int[np.ndarray, " 
 
 
 class _Batch(NamedTuple):
-    """What all processes agree on, and this process's part of it.
+    """The sizes on which all processes agree, and this process's prompts.
 
     Attributes:
-        prompts: of this process.
-        longest: the length of the longest prompt that is continued.
+        prompts: this process's prompts.
+        longest: tokens of the longest prompt with a limit above 0.
         new: the largest limit, or the width.
-        room: MiB of a device's memory that the state leaves.
-        first: this process's first row among those of all.
-        rows: of a device, padded.
+        room: MiB of a device's memory that the state leaves free.
+        first: the index of this process's first row among all processes' rows.
+        rows: rows of a device, padded.
     """
 
     prompts: list[Int[np.ndarray, " prompt"]]
@@ -221,7 +224,7 @@ def _agree(
     """The batch of all processes.
 
     Raises:
-        ConfigurationError: a process's prompts are refused, or they are not equally many.
+        ConfigurationError: a process's prompts are refused, or processes pass different numbers of prompts.
     """
     processes = sorted({device.process_index for device in spec.mesh.devices.flat})
     refused: ConfigurationError | None = None
@@ -232,7 +235,7 @@ def _agree(
         longest = max((len(row) for row, limit in zip(rows, limits, strict=True) if limit), default=1)
         mine = [len(rows), longest, width or max(limits), free_memory(spec)]
     except ConfigurationError as error:
-        # The others must learn of it, or they would wait for this process.
+        # Raise only after the exchange: the other processes wait for it.
         refused = error
         mine = [-1] * 4
     found = np.asarray([mine])
@@ -244,7 +247,7 @@ def _agree(
         raise ConfigurationError("the prompts of another process were refused: see its message.")
     counts = found[:, 0].tolist()
     if len(set(counts)) > 1:
-        raise ConfigurationError(f"the processes pass {counts} prompts: each passes equally many.")
+        raise ConfigurationError(f"the processes pass {counts} prompts: pass the same number in each.")
     return _Batch(
         prompts=rows,
         longest=int(found[:, 1].max()),
@@ -258,7 +261,7 @@ def _agree(
 def _copy(
     spec: TrainSpec, engine: Engine, weights: Literal["auto"] | Form, room: int, *, adapters: bool
 ) -> GenerationCopy:
-    """The copy in the form asked for; "auto" takes the one that fits into ``room`` MiB of a device."""
+    """The copy in the requested form; "auto" selects the form that fits into ``room`` MiB of a device."""
     form = fitting_form(spec, engine, room, adapters=adapters) if weights == "auto" else weights
     return spec.once(
         f"generation copy of {form} {adapters}", lambda: GenerationCopy.of(spec, form, adapters=adapters)
@@ -266,7 +269,7 @@ def _copy(
 
 
 def _program(copy: GenerationCopy, engine: Engine, queue: Queue) -> jax.stages.Wrapped:
-    """The compiled function from a copy, model state, a queue and a seed to what is drawn."""
+    """The compiled function that draws tokens, from a copy, model state, a queue and a seed."""
 
     def make() -> jax.stages.Wrapped:
         logger.info("generating with %s", GenerationMemory.of(copy, engine))
@@ -277,10 +280,9 @@ def _program(copy: GenerationCopy, engine: Engine, queue: Queue) -> jax.stages.W
 
 
 def generation_program(copy: GenerationCopy, engine: Engine) -> jax.stages.Wrapped:
-    """``_program``, not cached.
+    """``_program`` without the cache.
 
-    Each device runs on its own and waits for no other; where the copy is "gathered", it waits for those of
-    its node.
+    Devices do not wait for each other, except for a node's devices if the copy is "gathered".
     """
     spec = copy.spec
 
@@ -290,7 +292,7 @@ def generation_program(copy: GenerationCopy, engine: Engine) -> jax.stages.Wrapp
         def bind(after: Array | None = None) -> Decoder:
             own = placed
             if engine.group is not None and after is not None:
-                # Devices that took these gathers and those of a refill in other orders would wait forever.
+                # These gathers must follow a refill's gathers: devices with other orders would deadlock.
                 own, _ = lax.optimization_barrier((placed, after))
             return spec.adapter.bind(own, model_state, train=False, key=None).model
 

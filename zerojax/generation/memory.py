@@ -1,4 +1,4 @@
-"""What a generation phase holds on a device, and in which form its weights fit."""
+"""The memory of a generation phase on a device, and the form of the weights that fits."""
 
 import functools
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from zerojax.train.spec import TrainSpec
 
 @dataclass(frozen=True)
 class GenerationMemory:
-    """Bytes on one device in addition to the state, without what is gathered or computed for a layer.
+    """Bytes on one device in addition to the state, without the gathered or computed arrays of a layer.
 
     Attributes:
-        form: of the weights.
-        weights: bytes of their copy that are not the state's.
+        form: the form of the weights.
+        weights: bytes of the copy that it does not share with the state.
         cache: bytes of the key-value cache.
-        slots: of the cache.
+        slots: rows of the cache.
         length: tokens of a slot.
     """
 
@@ -33,7 +33,7 @@ class GenerationMemory:
 
     @staticmethod
     def of(copy: GenerationCopy, engine: Engine) -> "GenerationMemory":
-        """The memory of a copy and the engine that runs on it."""
+        """The memory of a copy and its engine."""
         cache = cache_bytes(copy.spec, engine)
         return GenerationMemory(copy.form, copy.new_bytes, cache, engine.slots, engine.length)
 
@@ -45,13 +45,13 @@ class GenerationMemory:
 
 
 def cache_bytes(spec: TrainSpec, engine: Engine) -> int:
-    """Bytes of the cache of a device's slots."""
+    """Bytes of the key-value cache of a device's slots."""
     bind = functools.partial(abstract_model, spec)
     return device_bytes(jax.eval_shape(lambda: engine.empty_cache(bind, engine.slots, engine.length)))
 
 
 def fitting_form(spec: TrainSpec, engine: Engine, room: int, *, adapters: bool = True) -> Form:
-    """The form of the weights that fits into ``room`` MiB of a device: whole if possible."""
+    """The form that fits into ``room`` MiB of a device together with the cache: "compute" if possible."""
 
     def whole() -> int:
         copy = GenerationCopy.of(spec, "compute", adapters=adapters)

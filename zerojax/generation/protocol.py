@@ -1,8 +1,9 @@
-"""What a model needs to generate: three methods. It may have attributes.
+"""The methods that a model needs to generate, and three optional attributes.
 
-``context_length`` is the most tokens of a sequence. ``prefills_in_pieces = False`` says that ``decode`` must
-get a prompt at once, however long it is, and ``keys_by_cache_length = True`` that what it keeps depends on
-the length of the cache, which is then that of a slot for a prompt, too.
+- ``context_length``: the most tokens of a sequence.
+- ``prefills_in_pieces = False``: ``decode`` must get a whole prompt at once, however long it is.
+- ``keys_by_cache_length = True``: the cached values depend on the cache's length. A prompt then gets a cache
+  of a slot's length.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from zerojax.errors import ConfigurationError
 
 PROTOCOL = ("init_cache", "decode", "logits")
 Cache = PyTree[Array]
-"""Of keys and values, or whatever a model remembers: arrays that have an axis of rows."""
+"""Keys and values, or other memory of a model: arrays with an axis of rows."""
 
 
 class Decoder(Protocol):
@@ -33,19 +34,19 @@ class Decoder(Protocol):
         cache: Cache,
         /,
     ) -> tuple[Float[Array, "batch time width"], Cache]:
-        """Run new tokens; returns what ``logits`` takes, and the cache with them.
+        """Run new tokens; return the input of ``logits``, and the cache with the tokens.
 
         Args:
-            tokens: padded on the right: what a row has beyond ``end`` must not be attended to, and is
-                overwritten later.
-            start: how many predecessors each row has in the cache.
-            end: how many tokens it has in all, afterwards.
-            cache: as it was returned before.
+            tokens: padded on the right. Tokens beyond ``end`` must not be attended to, and are overwritten
+                later.
+            start: tokens of each row in the cache before the call.
+            end: tokens of each row in the cache after the call.
+            cache: from ``init_cache`` or an earlier call.
         """
         ...
 
     def logits(self, hidden: Float[Array, "... width"], /) -> Float[Array, "... vocab"]:
-        """Scores of every token."""
+        """Logits of all tokens."""
         ...
 
 
@@ -56,36 +57,36 @@ def decoded(
     end: Int[Array, " batch"],
     cache: Cache,
 ) -> tuple[Float[Array, "batch time width"], Cache]:
-    """``model.decode``, checked.
+    """Call ``model.decode`` and check its results.
 
     Raises:
-        ConfigurationError: it returns another kind of cache, or no ``hidden`` for each token.
+        ConfigurationError: it returns a cache of other arrays, or no hidden state for each token.
     """
     hidden, after = model.decode(tokens, start, end, cache)
     if jax.tree.structure(after) != jax.tree.structure(cache):
         raise ConfigurationError(
-            "the model's decode returns a cache of another structure than init_cache: return the one that it "
-            "was given, with new values."
+            "the model's decode returns a cache of another structure than init_cache. Return the cache that "
+            "it gets, with new values."
         )
     for before, now in zip(jax.tree.leaves(cache), jax.tree.leaves(after), strict=True):
         if (before.shape, before.dtype) != (now.shape, now.dtype):
             raise ConfigurationError(
-                f"the model's decode was given a cache with {before.dtype}{list(before.shape)} and returns "
-                f"{now.dtype}{list(now.shape)} in its place: the cache keeps its shapes and dtypes."
+                f"the model's decode gets a cache with {before.dtype}{list(before.shape)} and returns "
+                f"{now.dtype}{list(now.shape)} in its place. Return the same shapes and dtypes."
             )
     if hidden.ndim != 3 or hidden.shape[:2] != tokens.shape:
         raise ConfigurationError(
             f"the model's decode returns an array of shape {hidden.shape} for tokens of shape "
-            f"{tokens.shape}: it must be [batch, time, width]."
+            f"{tokens.shape}. Return [batch, time, width]."
         )
     return hidden, after
 
 
 def batch_axes(init_cache: Callable[[int], Cache]) -> PyTree[int]:
-    """The axis of rows in each array of a model's cache: the one that differs in caches of 1 and of 2 rows.
+    """The axis of rows in each array of a model's cache: the one that differs between caches of 1 and 2 rows.
 
     Raises:
-        ConfigurationError: an array has none.
+        ConfigurationError: an array has no such axis, or several.
     """
     one, two = (jax.eval_shape(lambda rows=rows: init_cache(rows)) for rows in (1, 2))
 
@@ -93,8 +94,8 @@ def batch_axes(init_cache: Callable[[int], Cache]) -> PyTree[int]:
         found = [i for i, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n]
         if len(found) != 1:
             raise ConfigurationError(
-                f"init_cache made an array of shape {a.shape} for one row and {b.shape} for two: each array "
-                "of the cache needs one axis of rows"
+                f"init_cache made an array of shape {a.shape} for one row and {b.shape} for two. Give each "
+                "array of the cache exactly one axis of rows."
             )
         return found[0]
 

@@ -1,4 +1,4 @@
-"""Draws tokens from logits."""
+"""Drawing tokens from logits."""
 
 from dataclasses import dataclass
 from numbers import Integral
@@ -21,7 +21,7 @@ class Sampling:
         top_p: Draw only from the fewest likeliest tokens whose probabilities (after temperature and
             top_k) sum to at least this (Holtzman et al., 2020).
 
-    Of equally likely tokens, those of lower ids count as likelier, as for greedy decoding.
+    Among equally likely tokens, lower ids count as likelier, as in greedy decoding.
     """
 
     temperature: float = 1.0
@@ -45,8 +45,8 @@ def sample(
     """Draw one token per row of logits.
 
     Returns:
-        The tokens, int32; and their log-probabilities, fp32, under softmax(scores / temperature), before
-        ``top_k`` and ``top_p``: those of the whole distribution. Temperature 0 counts as 1 there.
+        The tokens, int32, and their log-probabilities under softmax(scores / temperature), fp32. ``top_k``
+        and ``top_p`` do not change the log-probabilities, and temperature 0 counts as 1 there.
     """
     scores = scores.astype(jnp.float32) / (how.temperature or 1.0)
     if how.temperature == 0:
@@ -58,7 +58,7 @@ def sample(
 
 
 def _truncated(scores: Float[Array, "batch vocab"], how: Sampling) -> Float[Array, "batch vocab"]:
-    """The logits, with -inf for tokens that ``top_k`` and ``top_p`` leave out."""
+    """The logits, with -inf for tokens that ``top_k`` and ``top_p`` exclude."""
     if how.top_k is not None and how.top_k < scores.shape[-1]:
         least = jax.lax.top_k(scores, how.top_k)[0][:, -1:]
         scores = _likeliest(scores, least, how.top_k)
@@ -75,7 +75,7 @@ def _truncated(scores: Float[Array, "batch vocab"], how: Sampling) -> Float[Arra
 def _likeliest(
     scores: Float[Array, "batch vocab"], least: Float[Array, "batch 1"], count: Int[Array, "batch 1"] | int
 ) -> Float[Array, "batch vocab"]:
-    """The logits, with -inf for all but the ``count`` likeliest, the last of which is ``least``."""
+    """The logits, with -inf for all but the ``count`` likeliest; ``least`` is the last of these."""
     tied, above = scores == least, scores > least
     room = count - above.sum(axis=-1, keepdims=True)
     return jnp.where(above | (tied & (jnp.cumsum(tied, axis=-1) <= room)), scores, -jnp.inf)

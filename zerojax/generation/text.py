@@ -1,4 +1,4 @@
-"""Continues a text with an unsharded model on one device, token by token."""
+"""Continuing a text with an unsharded model on one device, token by token."""
 
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -35,22 +35,22 @@ def stream(
     how: Sampling | None = None,
     stop: int | None = None,
 ) -> Iterator[int]:
-    """Continue a prompt: the new tokens, one by one as they are drawn.
+    """Continue a prompt, and yield each new token as it is drawn.
 
     Lengths are rounded up to powers of two, so that a few compiled programs serve all prompts. When the
-    context is full, a text continues from its last context_length / 2 tokens.
+    context is full, the text continues from its last context_length / 2 tokens.
 
     Args:
         model: an unsharded model, such as ``zerojax.gather_model(state)``.
-        prompt: int32 ids; of one longer than the context only the last half of a context is used.
+        prompt: int32 ids. Of a prompt longer than the context, only the last half of a context is used.
         new_tokens: the most tokens to add.
         key: random key; the same key gives the same text.
         how: temperature, top-k and top-p; None is ``Sampling()``.
-        stop: a token that ends the text, and is not among the tokens.
+        stop: a token that ends the text; it is not yielded.
 
     Raises:
-        ConfigurationError: the prompt is empty, is not a vector, or has ids that the model does not have;
-            new_tokens is below 1; stop is several tokens; or the model cannot generate.
+        ConfigurationError: the prompt is empty, is not a vector, or has ids that the model does not have. Or
+            new_tokens is below 1, stop is several tokens, or the model cannot generate.
     """
     context, vocabulary = checked_limits(model)
     if new_tokens < 1:
@@ -71,7 +71,7 @@ def stream(
         token, cache = first(weights, queue, begun, key)
         for made in range(1, limit + 1):
             last = token
-            if made < limit:  # begun before the last one is read: the device never waits
+            if made < limit:  # started before the last token is read, so that the device never waits
                 token, cache = following(weights, queue, last, begun, made, cache, key)
             drawn = last.item()
             if drawn == stop:
@@ -81,8 +81,10 @@ def stream(
 
 
 def _split(model: nnx.Module) -> tuple[_Graph, nnx.State]:
-    """``nnx.split``, with the parameters of stacks as ``LayerOperand``: products of a merged model read each
-    layer's weights where they lie."""
+    """``nnx.split`` with stacked parameters as ``LayerOperand``.
+
+    Products of a merged model then read each layer's weights in place.
+    """
     graph, state = nnx.split(model)
     stacks = [
         (*path, *inner)
@@ -101,13 +103,16 @@ def _split(model: nnx.Module) -> tuple[_Graph, nnx.State]:
 
 
 def _window(text: np.ndarray, answer: list[int], context: float) -> np.ndarray:
-    """What the model sees of a text: all, or half a context if it is longer than one."""
+    """The part of a text that the model sees: all of it, or half a context if it is longer than one."""
     text = np.concatenate([text, np.asarray(answer, np.int32)])
     return text if len(text) <= context else text[-max(1, int(context) // 2) :]
 
 
 def _limit(window: np.ndarray, wanted: int, context: float) -> int:
-    """How many tokens can be added: the last new one is never an input, and needs no room in the context."""
+    """How many tokens can be added.
+
+    The last new token is never an input, so it needs no room in the context.
+    """
     return int(min(wanted, context - len(window) + 1))
 
 
@@ -119,23 +124,26 @@ def _engine(model: nnx.Module, prompt: int, limit: int, context: float, how: Sam
 
 
 def _mesh(weights: nnx.State) -> Mesh:
-    """A mesh of one device that has the weights."""
+    """A mesh of one device that holds the weights."""
     placed = next((x for x in jax.tree.leaves(weights) if isinstance(x, jax.Array)), jnp.zeros(()))
     return make_mesh(1, 1, devices=[min(placed.devices(), key=lambda device: device.id)])
 
 
 @cache
 def _compiled(run: Callable[..., object], graph: _Graph, engine: Engine, mesh: Mesh) -> jax.stages.Wrapped:
-    """A function of this module as one program, compiled like ``zerojax.generate``."""
+    """A function of this module, compiled like ``zerojax.generate``'s program."""
     options = compiler_options(mesh, separate_products=True)
-    donated = "cache" if run is _next else ()  # else every token would copy it
+    donated = "cache" if run is _next else ()  # without it every token would copy the cache
     return jax.jit(partial(run, graph, engine), donate_argnames=donated, compiler_options=options)
 
 
 def _first(
     graph: _Graph, engine: Engine, weights: nnx.State, queue: Queue, position: int, key: Key[Array, ""]
 ) -> tuple[Int[Array, " 1"], Cache]:
-    """The first new token of a queue of one row, at a position of the answer; and the cache of the prompt."""
+    """The first new token of a queue of one row, and the cache of the prompt.
+
+    ``position`` is the token's index in the response.
+    """
     last, cache = engine.prefilled(
         lambda *_: nnx.merge(graph, weights), queue.prompts, queue.lengths, engine.length
     )
@@ -153,7 +161,10 @@ def _next(
     cache: Cache,
     key: Key[Array, ""],
 ) -> tuple[Int[Array, " 1"], Cache]:
-    """The token after ``token``, the last of ``made`` behind ``begun`` others; and the cache with it."""
+    """The token after ``token``, and the cache with ``token``.
+
+    ``made`` tokens were drawn since the prompt was prefilled, and ``begun`` before.
+    """
     model = nnx.merge(graph, weights)
     end = queue.lengths + made
     hidden, cache = decoded(model, token[:, None], end - 1, end, cache)
