@@ -60,24 +60,24 @@ def stream(
     (text,) = checked_prompts([prompt], vocabulary)
     graph, weights = _split(model)
     mesh = _mesh(weights)
-    answer: list[int] = []
-    while len(answer) < new_tokens:
-        begun = len(answer)
-        window = _window(text, answer, context)
-        limit = _limit(window, new_tokens - begun, context)
+    response: list[int] = []
+    while len(response) < new_tokens:
+        earlier = len(response)
+        window = _window(text, response, context)
+        limit = _limit(window, new_tokens - earlier, context)
         engine = _engine(model, len(window), limit, context, how)
         queue = engine.queue([window], [0], [limit], 1)
         first, following = (_compiled(run, graph, engine, mesh) for run in (_first, _next))
-        token, cache = first(weights, queue, begun, key)
+        token, cache = first(weights, queue, earlier, key)
         for made in range(1, limit + 1):
             last = token
             if made < limit:  # started before the last token is read, so that the device never waits
-                token, cache = following(weights, queue, last, begun, made, cache, key)
+                token, cache = following(weights, queue, last, earlier, made, cache, key)
             drawn = last.item()
             if drawn == stop:
                 return
             yield drawn
-            answer.append(drawn)
+            response.append(drawn)
 
 
 def _split(model: nnx.Module) -> tuple[_Graph, nnx.State]:
@@ -102,9 +102,9 @@ def _split(model: nnx.Module) -> tuple[_Graph, nnx.State]:
     return cast(_Graph, graph), nnx.from_flat_state(flat)
 
 
-def _window(text: np.ndarray, answer: list[int], context: float) -> np.ndarray:
+def _window(text: np.ndarray, response: list[int], context: float) -> np.ndarray:
     """The part of a text that the model sees: all of it, or half a context if it is longer than one."""
-    text = np.concatenate([text, np.asarray(answer, np.int32)])
+    text = np.concatenate([text, np.asarray(response, np.int32)])
     return text if len(text) <= context else text[-max(1, int(context) // 2) :]
 
 
@@ -156,19 +156,19 @@ def _next(
     weights: nnx.State,
     queue: Queue,
     token: Int[Array, " 1"],
-    begun: int,
+    earlier: int,
     made: int,
     cache: Cache,
     key: Key[Array, ""],
 ) -> tuple[Int[Array, " 1"], Cache]:
     """The token after ``token``, and the cache with ``token``.
 
-    ``made`` tokens were drawn since the prompt was prefilled, and ``begun`` before.
+    ``made`` tokens were drawn since the prompt was prefilled, and ``earlier`` tokens earlier.
     """
     model = nnx.merge(graph, weights)
     end = queue.lengths + made
     hidden, cache = decoded(model, token[:, None], end - 1, end, cache)
-    return _drawn(model, hidden[:, 0], queue, begun + made, key, engine), cache
+    return _drawn(model, hidden[:, 0], queue, earlier + made, key, engine), cache
 
 
 def _drawn(
