@@ -42,7 +42,7 @@ class Shared(Averages):
     [
         (Wide, r"with float32\[6, 1\] and returns float16\[6, 1\]"),
         (Renamed, "a cache of another structure"),
-        (Last, r"shape \(1, 6\) for tokens of shape \(1, 16\): it must be \[batch, time, width\]"),
+        (Last, r"shape \(1, 6\) for tokens of shape \(1, 16\). Return \[batch, time, width\]"),
     ],
 )
 def test_a_model_that_breaks_the_protocol_is_told_how(model, message):

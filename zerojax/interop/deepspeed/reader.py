@@ -1,4 +1,4 @@
-"""Reads a config without losing a key: those that were never read are listed at the end."""
+"""Reads a config without losing a key: keys that were never read are listed at the end."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +14,7 @@ class Reader:
     """Nested JSON whose leaves are marked as they are read.
 
     Attributes:
-        remarks: lines on what the config leaves open.
+        remarks: lines on choices that the config leaves open.
     """
 
     def __init__(self, data: dict[str, Any]) -> None:
@@ -28,12 +28,12 @@ class Reader:
 
         Args:
             path: keys joined by ".".
-            kind: the types that it may have; an int is accepted as a float.
-            default: DeepSpeed's, for a missing or null value.
+            kind: the allowed types; an int is accepted as a float.
+            default: DeepSpeed's default, for a missing or null value.
             auto: the result for "auto".
 
         Raises:
-            ConfigurationError: it has another type.
+            ConfigurationError: the value has another type.
         """
         value = self._look_up(path)
         self._tick_off(path)
@@ -45,7 +45,8 @@ class Reader:
         kinds = kind if isinstance(kind, tuple) else (kind,)
         if float in kinds and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
-        # In Python bool is a subclass of int; DeepSpeed's parser also takes "3" for a number, JSON does not.
+        # In Python bool is a subclass of int. Unlike DeepSpeed's parser, this one does not read "3" as a
+        # number.
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             wanted = " or ".join(_WORDS.get(k, k.__name__) for k in kinds)
             raise ConfigurationError(f"{path} = {short(value)} should be {wanted}")
@@ -64,14 +65,14 @@ class Reader:
         return self._look_up(path) == AUTO
 
     def note(self, path: str, why: str) -> None:
-        """Note that a key has no counterpart, and why; marks it and all below it as read."""
+        """Note why a key has no counterpart; marks the key and all keys below it as read."""
         value = self._look_up(path)
         if value is not None:
             self._tick_off(path)
             self._notes[path] = why
 
     def notes(self) -> list[str]:
-        """A line for every key without counterpart, including those never read."""
+        """A line for every key without a counterpart, including keys that were never read."""
         noted = {path: (self._look_up(path), why) for path, why in self._notes.items()}
         unread = {path: (value, "no counterpart") for path, value in self._left.items()}
         lines = sorted((noted | unread).items())
@@ -97,7 +98,7 @@ _WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true
 
 def _leaves(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in data.items():
-        path = prefix + key.replace(".", "\\.")  # a dot within a key does not separate
+        path = prefix + key.replace(".", "\\.")  # a dot within a key is no separator
         if isinstance(value, dict) and value:
             yield from _leaves(value, path + ".")
         else:

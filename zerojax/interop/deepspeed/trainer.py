@@ -1,6 +1,7 @@
-"""The Hugging Face Trainer's arguments, from which it fills in the "auto" of a DeepSpeed config.
+"""The Hugging Face Trainer's arguments, which replace "auto" in a DeepSpeed config.
 
-As ``HfTrainerDeepSpeedConfig.trainer_config_process`` and ``trainer_config_finalize`` of transformers do.
+This follows transformers' ``HfTrainerDeepSpeedConfig.trainer_config_process`` and
+``trainer_config_finalize``.
 """
 
 import copy
@@ -18,7 +19,7 @@ _OWN = (
     *("gradient_clipping", "communication_data_type", "steps_per_print", "tensorboard", "wandb"),
 )
 _KEYS = frozenset([*_OWN, *(path.partition(".")[0] for path in NOTES)])
-"""The tables and keys of DeepSpeed, without the one that the Trainer's arguments have as well."""
+"""DeepSpeed's tables and keys, without the key that the Trainer's arguments have as well."""
 
 _DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 8,
@@ -36,7 +37,7 @@ _DEFAULTS: dict[str, Any] = {
     "bf16": False,
     "fp16": False,
 }
-"""The arguments that are read, and the Trainer's own defaults."""
+"""The arguments that are read, and the Trainer's defaults."""
 
 _SCHEDULERS = {
     "linear": ("WarmupDecayLR", {"warmup_max_lr": AUTO, "total_num_steps": AUTO}),
@@ -44,14 +45,14 @@ _SCHEDULERS = {
     "constant": ("WarmupLR", {"warmup_max_lr": AUTO}),
     "constant_with_warmup": ("WarmupLR", {"warmup_max_lr": AUTO}),
 }
-"""Those of the Trainer that DeepSpeed has, too."""
+"""The Trainer's schedulers that DeepSpeed also has."""
 
 
 def check_deepspeed(data: dict[str, Any]) -> None:
-    """Refuse a file of another program.
+    """Refuse another program's file.
 
     Raises:
-        ConfigurationError: none of the keys is DeepSpeed's.
+        ConfigurationError: no key is one of DeepSpeed's.
     """
     # The Trainer has flags of the same names as two of DeepSpeed's tables.
     flags = {name for name in ("bf16", "fp16") if isinstance(data.get(name), bool)}
@@ -59,22 +60,22 @@ def check_deepspeed(data: dict[str, Any]) -> None:
         return
     if {"per_device_train_batch_size", "learning_rate", "lr_scheduler_type"} & data.keys():
         raise ConfigurationError(
-            "these are arguments of the Hugging Face Trainer, not a DeepSpeed config: name the config that "
-            "--deepspeed names there, and this file by --trainer-args."
+            "these are arguments of the Hugging Face Trainer, not a DeepSpeed config. Name the config that "
+            "the argument deepspeed names, and this file by --trainer-args."
         )
     raise ConfigurationError(
-        f"no key of DeepSpeed, such as zero_optimization or {TRAIN}; it has {short(sorted(data))}. Name the "
-        "JSON file that is passed to deepspeed.initialize."
+        f"the file has no key of DeepSpeed, such as zero_optimization or {TRAIN}, but {short(sorted(data))}. "
+        "Name the JSON file that is passed to deepspeed.initialize."
     )
 
 
 def filled_in(data: dict[str, Any], trainer: Any) -> dict[str, Any]:
-    """A DeepSpeed config whose "auto" have the values of the Trainer's arguments.
+    """A DeepSpeed config with the Trainer's arguments in place of "auto".
 
-    A config without an optimizer or a scheduler gets those that the Trainer makes itself.
+    A config without an optimizer or a scheduler gets the Trainer's own.
 
     Raises:
-        ConfigurationError: the arguments are no JSON object, or one that is read has a wrong type.
+        ConfigurationError: the arguments are no JSON object, or one of them has a wrong type.
     """
     arguments = _read(trainer)
     data = copy.deepcopy(data)
@@ -93,7 +94,7 @@ def filled_in(data: dict[str, Any], trainer: Any) -> dict[str, Any]:
 
 
 def steps_of(trainer: Any) -> int | None:
-    """The number of optimizer steps that the Trainer's arguments give; None if it follows from the data."""
+    """The number of optimizer steps in the Trainer's arguments; None if it follows from the data."""
     steps = _read(trainer)["max_steps"]
     return steps if steps > 0 else None
 
@@ -125,7 +126,7 @@ def _of_optimizer(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _values(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What the Trainer fills in, by path; None where it depends on the length of its data set."""
+    """The Trainer's values by path; None if one depends on the length of the data set."""
     steps = steps_of(arguments)
     warmup, ratio = arguments["warmup_steps"], arguments["warmup_ratio"]
     if not warmup and ratio:
@@ -145,11 +146,11 @@ def _values(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fill(data: dict[str, Any], keys: list[str], value: Any) -> None:
-    """Set the value at a path that is "auto", if it is known."""
+    """Replace "auto" at a path by a value, if it is known."""
     *tables, last = keys
     for key in tables:
         data = data.get(key, {})
-        if not isinstance(data, dict):  # refused when it is read
+        if not isinstance(data, dict):  # the reader refuses it
             return
     if data.get(last) == AUTO and value is not None:
         data[last] = value

@@ -21,11 +21,11 @@ _HPZ = f"{_ZERO}.zero_hpz_partition_size"
 
 @dataclass
 class Translation:
-    """Translated settings, and what could not be translated.
+    """Translated settings, and notes on keys without an exact counterpart.
 
     Attributes:
-        sections: section -> key -> value, as in a TOML file; only what the config decides.
-        left_out: a line for each key without counterpart, "path = value: why".
+        sections: section -> key -> value, as in a TOML file; only settings that the config decides.
+        left_out: a line for each key without a counterpart, "path = value: why".
         differs: a line for each translated key whose meaning differs in a detail.
     """
 
@@ -37,12 +37,12 @@ class Translation:
         """The settings, checked.
 
         Raises:
-            ConfigError: a value that zerojax refuses.
+            ConfigError: zerojax refuses a value.
         """
         return config_from_dict(self.sections, origin="the translated config")
 
     def toml(self, origin: str) -> str:
-        """A file for ``load_config``; comments name its ``origin`` and what was left out."""
+        """A file for ``load_config``; comments name its ``origin`` and the keys without a counterpart."""
         lines = [f"Made from {origin} by zerojax from-deepspeed."]
         for title, items in (("Without counterpart:", self.left_out), ("Differs:", self.differs)):
             lines += ["", title, *(f"- {item}" for item in items)] if items else []
@@ -52,12 +52,12 @@ class Translation:
 
 @dataclass
 class _Draft:
-    """A translation in progress, and the origin of each setting.
+    """A translation in progress, with the origin of each setting.
 
     Attributes:
-        reader: of the config.
+        reader: reads the config.
         result: the translation so far.
-        origins: "section.key" of each setting, and the path of the key that it comes from.
+        origins: pairs of a setting, "section.key", and the path of its key in the config.
     """
 
     reader: Reader
@@ -72,7 +72,7 @@ class _Draft:
         """Copy a key, or DeepSpeed's default, to a setting "section.key"; a default of None sets nothing.
 
         Returns:
-            The value set; None if nothing was, as for "auto".
+            The value that was set; None if nothing was set, as for "auto".
         """
         self.origins.append((name, path))
         value = self.reader.take(path, kind, default)
@@ -109,7 +109,7 @@ class _Draft:
         return self.result
 
     def _quote_origins(self, message: str) -> str:
-        """The keys of the settings named in a message."""
+        """The config's keys for the settings that a message names."""
         named = dict.fromkeys(
             path
             for name, path in self.origins
@@ -129,11 +129,11 @@ def translate(
         nodes: number of nodes; 0 if unknown.
         local: devices per node; 0 if unknown.
         batch_size: the global batch, if the config leaves it to the script.
-        trainer: the JSON object of the Hugging Face Trainer's arguments, which fill in what is "auto".
+        trainer: the JSON object of the Hugging Face Trainer's arguments, which replace "auto".
 
     Raises:
         ConfigurationError: the config has no key of DeepSpeed, contradicts itself, or has values of wrong
-            types or ranges, or its batch size depends on the number of devices, which is unknown.
+            types or ranges. Or its batch size depends on the number of devices, which is unknown.
     """
     if not isinstance(data, dict):
         raise ConfigurationError("a DeepSpeed config is a JSON object")
@@ -147,8 +147,8 @@ def translate(
     partition = reader.take(_HPZ, int, 1) or 1
     if partition > 1 and local and partition != local:
         draft.differs(
-            f"{_HPZ} = {partition}: the secondary copy is always spread over all devices of a node, here "
-            f"{local}"
+            f"{_HPZ} = {partition}: the secondary partition is always spread over all devices of a node, "
+            f"here {local}"
         )
     local = local or (partition if partition > 1 else 0)
     batch, accumulate = batch_of(reader, nodes * local, batch_size)
@@ -192,7 +192,7 @@ def _zero(reader: Reader, draft: _Draft, *, hpz: bool) -> None:
 
 
 def _offload(reader: Reader, draft: _Draft) -> None:
-    """What is kept in host memory: the optimizer and its master weights, and what passes read."""
+    """The tables of offloading: which of optimizer state, master weights and weights are in host memory."""
     stores = {
         "optimizer": ("offload_optimizer", "cpu_offload"),
         "weights": ("offload_param", "cpu_offload_params"),
@@ -202,7 +202,7 @@ def _offload(reader: Reader, draft: _Draft) -> None:
         path = f"{_ZERO}.{table}"
         device = reader.take(f"{path}.device", str, "none")
         if device == "nvme":
-            draft.differs(f"{path}.device = 'nvme': becomes host memory; nothing is kept on disks")
+            draft.differs(f"{path}.device = 'nvme': becomes host memory; zerojax keeps nothing on disks")
         if device in ("cpu", "nvme") or reader.take(f"{_ZERO}.{flag}", bool, False):
             host.append(store)
         draft.origins.append(("zero.host", f"{path}.device"))
@@ -218,7 +218,7 @@ def _precision(reader: Reader, draft: _Draft) -> None:
     *bf16, fp16 = (reader.take(path, bool, False) for path in paths)
     if any(bf16) and fp16:
         raise ConfigurationError("bf16.enabled and fp16.enabled exclude each other")
-    # "auto" leaves it to the Trainer: the file does not say whether its user asked for bf16 or fp16.
+    # "auto" leaves the dtype to the Trainer. The file does not say whether its user chose bf16 or fp16.
     if any(bf16) or fp16:
         draft.set("zero", compute_dtype="bfloat16")
     elif not any(map(reader.is_auto, paths)):
@@ -230,8 +230,9 @@ def _precision(reader: Reader, draft: _Draft) -> None:
         reader.note(path, f"{FILLED_IN}: here zero.compute_dtype = {stands}")
     if fp16:
         draft.differs(
-            "fp16.enabled = True: becomes bfloat16, whose range needs no loss scaling; steps with a "
-            "non-finite loss or gradient are still skipped, and train.max_skips of them in a row end the run"
+            "fp16.enabled = True: becomes bfloat16, whose range needs no loss scaling. Steps with a "
+            "non-finite loss or gradient are still skipped, and train.max_skips such steps in a row end the "
+            "run"
         )
     draft.adopt("optimizer.clip_norm", "gradient_clipping", float, 0.0)
     sent = reader.take("communication_data_type", str)
@@ -249,7 +250,7 @@ def _optimizer(reader: Reader, draft: _Draft) -> None:
     kind = reader.take("optimizer.type", str)
     if kind is None:
         if not reader.given("optimizer"):
-            draft.differs("there is no optimizer: the script chose it; name it in [optimizer]")
+            draft.differs("the config has no optimizer (the script makes it): name it in [optimizer]")
         return
     name, remark = OPTIMIZERS.get(kind.lower(), ("adamw", "is not available: replaced by adamw"))
     if remark:
@@ -325,4 +326,4 @@ def _logs(reader: Reader, draft: _Draft) -> None:
         draft.set("log", project=project)
         draft.origins.append(("log.project", "wandb.project"))
     if "steps" not in draft.result.sections["train"]:
-        draft.differs("no number of steps: the script decided it; set train.steps")
+        draft.differs("the config has no number of steps (the script sets it): set train.steps")

@@ -1,4 +1,4 @@
-"""DeepSpeed's names of optimizers, and its keys without counterpart."""
+"""DeepSpeed's names of optimizers, and its keys without a counterpart."""
 
 _ADAM = ("adamw", None)
 _COMPRESSED = (
@@ -17,7 +17,7 @@ OPTIMIZERS: dict[str, tuple[str, str | None]] = {
     "sgd": ("sgd", None),
     "muon": ("muon", "scales updates to AdamW's size (Liu et al., 2025), so that both share a learning rate"),
 }
-"""Type, in lower case -> the optimizer, and how it differs."""
+"""Type in lower case -> zerojax's optimizer, and how it differs."""
 
 _BUCKETS = "the compiler schedules collectives layer by layer; there is nothing to tune"
 _SAVING = "checkpoints are whole and unsharded, for any mesh; zerojax export writes them for other programs"
@@ -33,7 +33,7 @@ _OF_ZERO = {
         *("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
         *("elastic_checkpoint", "load_from_fp32_weights"),
     ),
-    "copies are scheduled layer by layer, from page-locked memory": (
+    "zerojax schedules copies to and from host memory layer by layer, from page-locked memory": (
         f"{table}.{name}"
         for table in ("offload_optimizer", "offload_param")
         for name in (
@@ -46,8 +46,8 @@ _OF_ZERO = {
             "ratio",
         )
     ),
-    "there are two levels, node and device: hpz keeps a copy per node": ("mics_shard_size",),
-    "error feedback here is zero.error_feedback": ("zeropp_loco_param",),
+    "there are two levels, node and device: hpz keeps a partition in every node": ("mics_shard_size",),
+    "zero.error_feedback sets error feedback": ("zeropp_loco_param",),
     "frozen weights are sent like all weights": ("zero_quantized_nontrainable_weights",),
 }
 _OF_FP16 = (
@@ -69,7 +69,7 @@ NOTES: dict[str, str] = {
     "tensorboard.output_path": "events are written to RUN/tensorboard",
     "tensorboard.job_name": "events are written to RUN/tensorboard",
     "checkpoint": _SAVING,
-    "zero_allow_untested_optimizer": "an optimizer that is wrong on shards is detected and refused",
-    "elasticity": "a run resumes on any number of devices that divides the batch",
+    "zero_allow_untested_optimizer": "zerojax refuses an optimizer that is wrong on shards",
+    "elasticity": "a run resumes on any number of devices that divides the batch size",
 }
 """Key -> why there is nothing to set."""

@@ -1,4 +1,7 @@
-"""Hugging Face models: imports them into runs, and exports runs to them; adapters in the files of PEFT."""
+"""Hugging Face models:
+
+Imports them into runs, exports runs to them, and moves adapters to and from PEFT's files.
+"""
 
 from zerojax.interop.huggingface.adapters import (
     adapter_base,

@@ -1,4 +1,4 @@
-"""Moves adapters between train states and the files of PEFT."""
+"""Moves adapters between train states and PEFT's files."""
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -63,32 +63,32 @@ def export_adapter(
     family: str | None = None,
     dtype: str = "float32",
 ) -> list[str]:
-    """Write a state's adapters as PEFT's files; all processes must call it, and the first one writes.
+    """Write a state's adapters as PEFT's files. All processes must call it; the first one writes.
 
-    What else is trained is written, too: biases alone as PEFT's ``bias``, other modules as a whole, as
-    its ``modules_to_save``.
+    Other trained weights are written as well: biases alone as PEFT's ``bias``, other modules whole, as its
+    ``modules_to_save``.
 
     Args:
-        state: of a ``zerojax.models.GPT``, filled.
+        state: the filled state of a ``zerojax.models.GPT``.
         model: its shape.
         out: the folder to create; it appears when it is complete.
-        base: for ``base_model_name_or_path``: the model that the adapters belong to, if it is known.
+        base: the model that the adapters belong to, if it is known, for ``base_model_name_or_path``.
         family: the ``model_type`` of that model. It can be left out if ``base`` is its folder, or if all
             families of this shape have the same modules.
-        dtype: of the tensors: float32, float16 or bfloat16.
+        dtype: dtype of the tensors: float32, float16 or bfloat16.
 
     Returns:
         ``target_modules``: the ends of the names of the modules that have adapters.
 
     Raises:
-        ConfigurationError: there are no adapters, or a module with one is trained as well, or ``out`` exists;
-            no Hugging Face family fits the model, or several whose modules differ, so that PEFT might find a
-            part of them only; or a value is out of the dtype's range.
+        ConfigurationError: there are no adapters, a module with an adapter is trained as well, or ``out``
+            exists. Or no Hugging Face family fits the model, several fit whose modules differ, or a value is
+            out of the dtype's range.
     """
     kind = EXPORT_DTYPES[dtype_name(dtype, "dtype", tuple(EXPORT_DTYPES))]
     spec = state.spec
     if (lora := spec.lora) is None:
-        raise ConfigurationError("there are no adapters to export: the state was created without lora=")
+        raise ConfigurationError("there are no adapters to export: create the state with lora=")
     own = _family(spec, model, base, family)
     parts = tensors_of_model(own, model)
     adapted = [tensor for tensor in parts if _is_adapted(spec, parts[tensor])]
@@ -97,8 +97,8 @@ def export_adapter(
     whole = {module_of(tensor) for tensor in trained if not tensor.endswith(".bias")}
     if both := sorted(whole & {*targets}):
         raise ConfigurationError(
-            f"{both[0]!r} holds a weight that is trained, and one with an adapter, and PEFT has either: "
-            "freeze the first (ZeroConfig.frozen), or export the whole model, with its adapters merged"
+            f"{both[0]!r} holds a trained weight and a weight with an adapter, but PEFT supports only one of "
+            "them. Freeze the first (ZeroConfig.frozen), or export the whole model with its adapters merged"
         )
     biases = {module_of(tensor) for tensor in trained} - whole
     check_there(state)
@@ -141,16 +141,16 @@ def export_adapter(
 
 
 def adapter_base(base: Path | None, folder: RunFolder, model: GPTConfig) -> tuple[str | None, str]:
-    """The Hugging Face folder that a run's frozen weights are from, or None, and the family of their names.
+    """The Hugging Face folder of a run's frozen weights (or None), and the family of its names.
 
-    ``base`` is that folder, or the checkpoint that holds them; None if they are from nowhere.
+    ``base`` is that folder, or the checkpoint that holds the weights; None if neither is known.
     """
     source, owner = None, folder
     if base is not None and is_model(base):
         source = str(base)
     elif base is not None:
         owner = RunFolder(base.parents[1])
-        if not read_manifest(base).record.position:  # else it was trained since
+        if not read_manifest(base).record.position:  # not trained since its import
             source = owner.read_summary().get("source")
     if is_model(owner.huggingface):
         return source, _family_of_folder(owner.huggingface).model_type
@@ -158,10 +158,10 @@ def adapter_base(base: Path | None, folder: RunFolder, model: GPTConfig) -> tupl
 
 
 def adapter_lora(folder: Path, model: GPTConfig) -> LoRA:
-    """The settings of adapters that hold those of PEFT's files: create the state with them.
+    """The settings of adapters that can hold PEFT's files: create the state with them.
 
-    Each module's adapter keeps its rank and scale. Query, key and value, which zerojax holds side by side,
-    have adapters of their own (``LoRA.pieces``), unless those of the files have the same A.
+    Each module's adapter keeps its rank and scale. zerojax holds query, key and value side by side. They get
+    separate adapters (``LoRA.pieces``), unless the files' adapters have the same A.
 
     Args:
         folder: holds adapter_config.json and adapter_model.safetensors.
@@ -177,28 +177,28 @@ def adapter_lora(folder: Path, model: GPTConfig) -> LoRA:
 def adapter_frozen(folder: Path, model: GPTConfig) -> tuple[str, ...]:
     """The ``ZeroConfig.frozen`` of a state that can hold all of PEFT's files.
 
-    The patterns freeze all but the biases and modules that the files have as a whole, and the embeddings and
-    heads with an adapter, which is added to them. Arguments and errors are those of ``adapter_lora``.
+    The patterns freeze everything except biases and modules that the files hold whole, and embeddings and
+    heads with an adapter, which is added to them. Arguments and errors are as for ``adapter_lora``.
     """
     return PeftAdapter(folder, model).frozen
 
 
 def load_adapter(state: TrainState, folder: Path, model: GPTConfig) -> TrainState:
-    """A state whose adapters are those of PEFT's files; all processes must call it.
+    """The state with the adapters of PEFT's files; all processes must call it.
 
     Where the state's adapters are larger, or the files have none, A keeps the state's values and B is zero.
-    Where they have another scale, B makes up for it. The optimizer's state is unchanged. The result shares
-    all other arrays with ``state``, so a step from either donates those of both.
+    Where the scales differ, B compensates. The optimizer's state is unchanged. The result shares all other
+    arrays with ``state``, so a step from either donates the arrays of both.
 
     Args:
-        state: of a ``zerojax.models.GPT``, filled, created with ``lora=adapter_lora(folder, model)`` or with
-            adapters for more weights or of larger ranks, and ``frozen=adapter_frozen(folder, model)`` or
-            fewer weights frozen. Of what the files have as a whole, it has the base model's values.
+        state: the filled state of a ``zerojax.models.GPT``, created with ``lora=adapter_lora(folder, model)``
+            and ``frozen=adapter_frozen(folder, model)``. It may have more or larger adapters, and fewer
+            frozen weights. Weights that the files hold whole must have the base model's values.
         folder: holds adapter_config.json and adapter_model.safetensors.
         model: the model's shape.
 
     Raises:
-        ConfigurationError: as ``adapter_lora``, or the state cannot hold these.
+        ConfigurationError: as ``adapter_lora``, or the state cannot hold the files' adapters.
     """
     found = PeftAdapter(folder, model)
     _check_fits(state.spec, found)
@@ -234,7 +234,7 @@ def _family(spec: TrainSpec, model: GPTConfig, base: str | None, named: str | No
         family = FAMILIES.get(named)
         if family is None or weight_shapes(model).keys() - family.parts(model, "").keys():
             known = ", ".join(one.model_type for one in fitting(model))
-            raise ConfigurationError(f"family={named!r} does not fit this model, only {known}")
+            raise ConfigurationError(f"family={named!r} does not fit this model. Use one of {known}")
         return family
     if base is not None and is_model(Path(base)):
         return _family_of_folder(Path(base))
@@ -246,8 +246,8 @@ def _family(spec: TrainSpec, model: GPTConfig, base: str | None, named: str | No
 
     if others := [family for family in fitting(model) if written(family) != written(first)]:
         raise ConfigurationError(
-            f"{first.architecture} and {others[0].architecture} have this shape and different modules, and "
-            "PEFT would load the adapters only of those that it finds: pass the base's folder as base=, or "
+            f"{first.architecture} and {others[0].architecture} have this shape but different modules, and "
+            "PEFT would silently skip modules that it does not find. Pass the base's folder as base=, or "
             f"its model_type as family=, such as {first.model_type!r}"
         )
     return first
@@ -266,9 +266,9 @@ def _leaves(spec: TrainSpec) -> dict[Place, tuple[ParamLayout, int | None]]:
 
 
 def _pieces_in(spec: TrainSpec, part: Tensor) -> list[Piece]:
-    """The adapters that some of a part's columns have."""
+    """The adapters that cover some of a part's columns."""
     leaf, _ = _leaves(spec)[part.place]
-    # The tensors of experts are others: see _experts_of.
+    # _experts_of handles the adapters of experts, which have other tensors.
     if spec.lora is None or leaf.path not in spec.adapters or leaf.of_experts:
         return []
     pieces, own = spec.lora.pieces_of(leaf.name, leaf.shape[-1]), part.columns
@@ -284,7 +284,7 @@ def _is_trained(spec: TrainSpec, parts: Iterable[Tensor]) -> bool:
 
 
 def _factors_within(spec: TrainSpec, part: Tensor, values: Arrays) -> list[Factor]:
-    """The adapters of a part, for the columns of its tensor's module."""
+    """A part's adapters, with columns of its tensor's module."""
     leaf, layer = _leaves(spec)[part.place]
     factors = []
     for piece in _pieces_in(spec, part):
@@ -295,17 +295,17 @@ def _factors_within(spec: TrainSpec, part: Tensor, values: Arrays) -> list[Facto
 
 
 def _scale_of_experts(spec: TrainSpec, leaf: ParamLayout) -> float:
-    """What the adapters of a weight of experts are multiplied by.
+    """The scale of an expert weight's adapters.
 
     Raises:
-        ConfigurationError: its columns have several, which PEFT does not have.
+        ConfigurationError: its columns have several adapters, which PEFT does not support.
     """
     assert spec.lora is not None
     pieces = spec.lora.pieces_of(leaf.name, leaf.shape[-1])
     if len(pieces) != 1:
         raise ConfigurationError(
-            f"lora.pieces gives {leaf.name!r} several adapters, and PEFT has one for the experts of a layer: "
-            "merge them into the model, which zerojax export does without --adapter"
+            f"lora.pieces gives {leaf.name!r} several adapters, but PEFT has one for the experts of a layer. "
+            "Merge them into the model: run zerojax export without --adapter"
         )
     return pieces[0].scale
 
@@ -313,7 +313,11 @@ def _scale_of_experts(spec: TrainSpec, leaf: ParamLayout) -> float:
 def _experts_of(
     spec: TrainSpec, family: Family, model: GPTConfig, values: Arrays
 ) -> Iterator[tuple[str, str, list[str], ExpertFactor]]:
-    """The adapters of experts: the parameter, its module, all such parameters, and what they hold."""
+    """The adapters of experts.
+
+    Yields:
+        The parameter, its module, all adapted parameters of the module, and the adapters.
+    """
     leaves = _leaves(spec)
 
     def factor_of(name: str, layer: int) -> ExpertFactor | None:
@@ -343,7 +347,7 @@ def _by_ends[T](values: Mapping[str, T], default: T) -> dict[str, T]:
 
 
 def _whole(state: TrainState, parts: Sequence[Tensor]) -> Float32[np.ndarray, "..."]:
-    """A tensor of the model, of the weights that it holds, decoded if they are frozen."""
+    """A tensor of the model from the weights that it holds, decoded if they are frozen."""
     stored = from_tree(state.params) | from_tree(state.frozen)
     whole = np.empty(parts[0].shape, np.float32)
     for part in parts:
@@ -353,7 +357,7 @@ def _whole(state: TrainState, parts: Sequence[Tensor]) -> Float32[np.ndarray, ".
 
 
 def _check_fits(spec: TrainSpec, found: PeftAdapter) -> None:
-    """Refuse a state that cannot hold all of the files."""
+    """Refuse a state that cannot hold everything in the files."""
     way_out = f"create the state with lora=huggingface.adapter_lora({str(found.folder)!r}, model)"
     if (lora := spec.lora) is None:
         raise ConfigurationError(f"the state has no adapters: {way_out}")
@@ -361,13 +365,14 @@ def _check_fits(spec: TrainSpec, found: PeftAdapter) -> None:
     for place, leaf in leaves.items():
         if found.shapes.get(place[0], leaf.shape) != leaf.shape:
             raise ConfigurationError(
-                f"{leaf.name!r} of the state has shape {leaf.shape}, and {found.shapes[place[0]]} by model="
+                f"{leaf.name!r} has shape {leaf.shape} in the state, but {found.shapes[place[0]]} in model=. "
+                "Pass the shape of the state's model"
             )
     for place, factors in sorted(found.factors.items()):
         leaf = leaves.get(place)
         if leaf is None or leaf.path not in spec.adapters:
             raise ConfigurationError(
-                f"{found.folder} has an adapter for {place[0]!r} of block {place[1]}, and the state has none"
+                f"{found.folder} has an adapter for {place[0]!r} of block {place[1]}, but the state has none"
                 f": {way_out}"
             )
         held = 0
@@ -377,8 +382,8 @@ def _check_fits(spec: TrainSpec, found: PeftAdapter) -> None:
             needed = side_by_side(own, leaf.shape[-1], 1.0)[0].shape[1] if own else 0
             if needed > piece.rank:
                 raise ConfigurationError(
-                    f"the state's adapter of {place[0]!r} has rank {piece.rank}, and those of {found.folder} "
-                    f"need rank {needed}: {way_out}"
+                    f"the state's adapter of {place[0]!r} has rank {piece.rank}, but {found.folder} needs "
+                    f"rank {needed}: {way_out}"
                 )
         if held < sum(one.b.shape[1] for one in factors):
             raise ConfigurationError(
@@ -390,14 +395,14 @@ def _check_fits(spec: TrainSpec, found: PeftAdapter) -> None:
         if leaf is None or not pair or pair[0].shape[-1] < factor.a.shape[-1]:
             raise ConfigurationError(
                 f"{found.folder} has an adapter of rank {factor.a.shape[-1]} for {place[0]!r} of block "
-                f"{place[1]}, and the state has none of such a rank: {way_out}"
+                f"{place[1]}, but the state has none of this rank: {way_out}"
             )
     for place in sorted(found.given, key=str):
         leaf = leaves.get(place)
         if leaf is None or leaf.frozen:
             raise ConfigurationError(
-                f"{found.folder} has values for {place[0]!r}, and the state freezes it: train it by "
-                f"ZeroConfig(frozen=(\"*\", '!{path_pattern(place[0])}')), or all that the files have by "
+                f"{found.folder} has values for {place[0]!r}, but the state freezes it. Train it with "
+                f"ZeroConfig(frozen=(\"*\", '!{path_pattern(place[0])}')), or everything in the files with "
                 f"frozen=huggingface.adapter_frozen({str(found.folder)!r}, model)"
             )
 
@@ -415,7 +420,7 @@ def _fill(spec: TrainSpec, leaf: ParamLayout, a: np.ndarray, b: np.ndarray, fact
 
 
 def _fill_experts(scale: float, a: np.ndarray, b: np.ndarray, given: ExpertFactor | None) -> None:
-    """Put those of one layer of a weight of experts into its adapter, which has this scale."""
+    """Put the factors of one layer of experts into its adapter, which has this scale."""
     b[...] = 0
     if given is not None:
         rank = given.b.shape[1]
@@ -424,7 +429,7 @@ def _fill_experts(scale: float, a: np.ndarray, b: np.ndarray, given: ExpertFacto
 
 
 def _with_given(state: TrainState, leaf: ParamLayout, found: PeftAdapter) -> Float32[np.ndarray, "..."]:
-    """A trained weight of unsharded shape, with the values of the files."""
+    """A trained weight of unsharded shape, with the values from the files."""
     stored = from_tree(state.params)[leaf.path]
     layers = []
     for layer in layers_of(leaf):

@@ -8,26 +8,26 @@ from zerojax.validation.untrusted import printable, short
 HARMLESS = frozenset(
     {
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "prefix"),
-        # of text generation
+        # for text generation
         *("do_sample", "temperature", "top_k", "top_p", "min_length", "max_length", "bad_words_ids"),
         *("forced_bos_token_id", "forced_eos_token_id", "begin_suppress_tokens", "task_specific_params"),
-        # of other tasks than language models
+        # for other tasks than language models
         *("problem_type", "num_labels", "id2label", "label2id", "finetuning_task"),
-        # of training
+        # for training
         *("initializer_range", "router_aux_loss_coef", "output_router_logits", "gradient_checkpointing"),
-        # of libraries
+        # for libraries
         *("architectures", "model_type", "auto_map", "tokenizer_class", "dtype", "torch_dtype", "use_cache"),
         *("_attn_implementation_autoset", "_name_or_path", "transformers_version", "transformers.js_config"),
         *("output_attentions", "output_hidden_states", "return_dict", "unsloth_fixed", "unsloth_version"),
     }
 )
-"""Keys on which the logits do not depend."""
+"""Keys that do not change the logits."""
 REQUIRED = object()
-"""The default of a key that must be there."""
+"""The default of a key that must be set."""
 
 
 class ConfigKeys:
-    """The keys of a config.json, marked as they are read; ``harmless`` ones make no difference."""
+    """The keys of a config.json, marked as they are read. ``harmless`` keys are ignored."""
 
     def __init__(self, values: dict[str, Any], origin: str, harmless: frozenset[str] = HARMLESS) -> None:
         self._values = values
@@ -36,7 +36,7 @@ class ConfigKeys:
         self.notes: list[str] = []
 
     def take(self, name: str, kind: type, default: Any = REQUIRED) -> Any:
-        """The value of a key, checked to be of type ``kind``; null is the same as no key.
+        """The value of a key, which must be of type ``kind``; null means the default.
 
         Raises:
             ConfigurationError: it is missing and has no default, or is of another type.
@@ -54,14 +54,14 @@ class ConfigKeys:
         return value
 
     def nullable(self, name: str, kind: type, default: Any = REQUIRED) -> Any:
-        """``take`` for a key whose null is a value of its own, None, and not the default."""
+        """``take`` for a key whose null means None instead of the default."""
         return self.take(name, kind, None if name in self._values else default)
 
     def only(self, name: str, *allowed: Any) -> None:
-        """Refuse a key whose value is not among the supported ones, the first of which is the default.
+        """Refuse a key with an unsupported value; the first of ``allowed`` is the default.
 
         Raises:
-            ConfigurationError: naming it.
+            ConfigurationError: names the key.
         """
         self._seen.add(name)
         value = self._values.get(name)
@@ -73,7 +73,7 @@ class ConfigKeys:
 
     @property
     def seen(self) -> frozenset[str]:
-        """The names of the keys that were looked for, whether or not they are there."""
+        """The names of the keys that were read, whether or not they are set."""
         return frozenset(self._seen)
 
     def only_training(self, *names: str) -> None:
@@ -84,7 +84,7 @@ class ConfigKeys:
                 self.notes.append(f"{name} = {short(value)} is not imported (see model.dropout)")
 
     def ignored(self, name: str) -> None:
-        """Note a key that is set, but that transformers does not read either."""
+        """Note a key that is set, but that transformers ignores."""
         self._seen.add(name)
         if (value := self._values.get(name)) is not None:
             self.notes.append(f"{name} = {short(value)} is not imported: transformers ignores it as well")
@@ -94,10 +94,10 @@ class ConfigKeys:
         self._seen.update(names)
 
     def finish(self, refusal: str = "cannot import a model with unknown keys") -> None:
-        """Refuse the keys never read.
+        """Refuse the keys that were never read.
 
         Raises:
-            ConfigurationError: naming them after the words ``refusal``.
+            ConfigurationError: names them after the words ``refusal``.
         """
         if unknown := sorted(self._values.keys() - self._seen):
             given = ", ".join(f"{printable(name)[:80]} = {short(self._values[name])}" for name in unknown)

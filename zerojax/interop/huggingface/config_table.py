@@ -1,7 +1,7 @@
-"""Tables of the keys of a config.json: a family's one description for reading and for writing.
+"""Tables of config.json's keys: one description of a family for reading and writing.
 
-A table is a sequence of entries, in the order in which they are read. An entry reads some keys into fields of
-a ``GPTConfig``, writes them from those fields, and says which values of the fields the family has.
+A table is a sequence of entries in the order in which they are read. An entry reads some keys into fields of
+a ``GPTConfig``, writes them from those fields, and lists the fields' values in the family.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +14,9 @@ from zerojax.interop.huggingface.config_keys import REQUIRED, ConfigKeys
 from zerojax.models import GPTConfig
 
 ANY = object()
-"""In ``Entry.allowed``: a family takes any value of this field."""
+"""In ``Entry.allowed``: the family supports any value of this field."""
 FREE = ("attention", "balance_loss", "dropout", "init_std", "loss_chunk", "token_tile", "scan", "z_loss")
-"""The fields of a model that change no logits."""
+"""The fields of a model that do not change the logits."""
 _OF_EXPERTS = ("experts_", "shared_", "dense_", "router")
 Fields = Mapping[str, Any]
 """The fields of a model, by name."""
@@ -31,11 +31,11 @@ class Entry:
     """Some keys of a config.json, and the fields of the model that they describe.
 
     Attributes:
-        read: the fields, from the keys and the fields of the entries before; None is no fields. Raises
+        read: the fields, from the keys and the fields of earlier entries; None means no fields. Raises
             ConfigurationError for a value that is not supported.
         write: the keys of a model. Raises ConfigurationError, naming the field, if the family has no such
             model.
-        allowed: field or property of a model -> the only value for such a model, a tuple of values, or ANY.
+        allowed: field or property of a model -> the only value in the family, a tuple of values, or ANY.
     """
 
     read: Callable[[ConfigKeys, Fields], Fields | None] = _nothing
@@ -47,7 +47,7 @@ Table = Sequence[Entry]
 
 
 def read_fields(table: Table, keys: ConfigKeys, before: Fields) -> dict[str, Any]:
-    """The fields that a table reads, added to those of others.
+    """The fields that a table reads, added to ``before``.
 
     Raises:
         ConfigurationError: a value is not supported.
@@ -59,7 +59,7 @@ def read_fields(table: Table, keys: ConfigKeys, before: Fields) -> dict[str, Any
 
 
 def write_keys(table: Table, model: GPTConfig) -> dict[str, Any]:
-    """The keys of a model, which the table has.
+    """The table's keys for a model.
 
     Raises:
         ConfigurationError: the family has no such model.
@@ -68,7 +68,7 @@ def write_keys(table: Table, model: GPTConfig) -> dict[str, Any]:
 
 
 def key_names(table: Table) -> frozenset[str]:
-    """The names of the keys that a table reads, and of harmless ones."""
+    """The names of the keys that a table reads, and of harmless keys."""
     keys, found = ConfigKeys({"max_position_embeddings": 1}, ""), vars(GPTConfig(ffn=1))
     for entry in table:
         with suppress(ConfigurationError):  # a key without a default is missing
@@ -77,19 +77,19 @@ def key_names(table: Table) -> frozenset[str]:
 
 
 def differences(table: Table, model: GPTConfig, family: str) -> list[str]:
-    """In what a model differs from those of a family, in words.
+    """How a model differs from a family: a line for each field.
 
-    Each is a field that has another value than the table allows, or than its default where the table does not
-    name it.
+    A field differs if its value is not one that the table allows, or, for fields outside the table, not the
+    default.
     """
     allowed = {name: value for entry in table for name, value in entry.allowed(model).items()}
     off = {field.name: field.default for field in fields(GPTConfig) if field.name not in (*FREE, "outputs")}
-    if model.positions == "learned":  # then it does not look at these
+    if model.positions == "learned":  # the model does not read these fields
         off = {name: value for name, value in off.items() if not name.startswith("rope_")}
-    if not model.experts:  # likewise
+    if not model.experts:  # nor these
         off = {name: value for name, value in off.items() if not name.startswith(_OF_EXPERTS)}
     found = []
-    for name, value in (allowed | off | allowed).items():  # those of the table first
+    for name, value in (allowed | off | allowed).items():  # the table's fields first
         values = value if isinstance(value, tuple) and value else (value,)
         if value is not ANY and (own := getattr(model, name)) not in values:
             found.append(f"model.{name} = {own!r}, but {family} has {' or '.join(map(repr, values))}")
@@ -107,17 +107,17 @@ def key(
     written: str | Callable[[GPTConfig], Any] | None = None,
     twin: str | None = None,
 ) -> Entry:
-    """A key that is a field.
+    """A key with the value of a field.
 
     Args:
-        name: of the key.
-        field: of the model.
-        kind: of its value.
-        default: without the key, or a function that gives it, of the keys and the fields so far.
-        null: whether null is None, and not the default.
-        decode: the field, from the value and the fields so far, if they differ.
-        written: the property that is written, or a function of the model, if it is not the field.
-        twin: a key that must have the same value, or without a default may be left out.
+        name: the key.
+        field: the model's field.
+        kind: the value's type.
+        default: the value without the key, or a function of the keys and the fields so far.
+        null: whether null means None instead of the default.
+        decode: computes the field from the value and the fields so far, if they differ.
+        written: the property to write, or a function of the model, if it is not the field.
+        twin: a key that must have the same value, or may be left out if there is no default.
     """
 
     def read(keys: ConfigKeys, found: Fields) -> Fields:
@@ -138,10 +138,10 @@ def key(
 
 
 def choice(name: str, field: str, values: Mapping[str, str]) -> Entry:
-    """A key whose names are values of a field.
+    """A key whose words are values of a field.
 
-    ``values`` are their name -> ours; the first is the default. Of several names of one value, the first is
-    written.
+    ``values`` maps their words to ours; the first is the default. If several words mean the same value, the
+    first of them is written.
     """
     theirs = {ours: word for word, ours in reversed(list(values.items()))}
 
@@ -155,7 +155,7 @@ def choice(name: str, field: str, values: Mapping[str, str]) -> Entry:
 
 
 def only(name: str, *values: Any, written: bool = True) -> Entry:
-    """A key with values that mean the same; the first is the default, and is written unless that is off."""
+    """A key with the only supported values. The first is the default, and is written if ``written``."""
     return Entry(lambda keys, _: keys.only(name, *values), lambda _: {name: values[0]} if written else {})
 
 
@@ -165,12 +165,15 @@ def fixed(**values: Any) -> Entry:
 
 
 def follows(field: str, value: Callable[[Fields], Any]) -> Entry:
-    """A field, without a key, that follows from others."""
+    """A field without a key, computed from other fields."""
     return Entry(lambda _, found: {field: value(found)}, allowed=lambda model: {field: value(vars(model))})
 
 
 def dropouts(*none: str, dropout: Sequence[str] = ()) -> Entry:
-    """Rates of dropout, which are not read; those of ``model.dropout`` are written, the others are zero."""
+    """Dropout rates.
+
+    Import ignores them. Export writes ``model.dropout`` to the keys of ``dropout``, and zeros.
+    """
     return Entry(
         lambda keys, _: keys.only_training(*none, *dropout),
         lambda model: dict.fromkeys(none, 0.0) | dict.fromkeys(dropout, model.dropout),
@@ -178,12 +181,12 @@ def dropouts(*none: str, dropout: Sequence[str] = ()) -> Entry:
 
 
 def ignored(name: str) -> Entry:
-    """A key that transformers does not read, although it sounds as if the logits depended on it."""
+    """A key that transformers ignores, although the logits seem to depend on it."""
     return Entry(lambda keys, _: keys.ignored(name))
 
 
 def unused(*names: str, written: str | None = None) -> Entry:
-    """Keys that a causal language model does not need; they are written as a field, or not at all."""
+    """Keys that a causal language model does not need; written as a field, or not at all."""
     return Entry(
         lambda keys, _: keys.unused(*names),
         lambda model: {} if written is None else dict.fromkeys(names, getattr(model, written)),
@@ -196,4 +199,4 @@ PLAIN_HEADS = Entry(
         "head_width": (None, model.d_model // model.heads),
     }
 )
-"""Keys and values for every head, which are as wide as the model together."""
+"""As many key and value heads as query heads, and heads of width d_model / heads."""

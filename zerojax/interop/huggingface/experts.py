@@ -1,8 +1,8 @@
 """Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, Granite's, OLMoE, GLM-4.5, DeepSeek, and gpt-oss.
 
-The files of most have three matrices for each expert. transformers 5 holds the experts of a layer in two
-tensors, but reads and writes the same files. Granite's and gpt-oss' files have these two tensors; in gpt-oss'
-the outputs of gate and up take turns.
+Most files have three matrices for each expert. transformers 5 holds a layer's experts in two tensors, but
+reads and writes the same files. Granite's and gpt-oss' files have these two tensors. In gpt-oss the outputs
+of gate and up alternate.
 """
 
 from dataclasses import replace
@@ -27,11 +27,10 @@ from zerojax.models import GPTConfig
 
 
 def _mixture(*counts: str) -> tuple[Entry, ...]:
-    """The keys of all mixtures.
+    """The keys that all mixtures share; a file has one or all of the ``counts``, names of the number of
+    experts.
 
-    The coefficient of the balance loss is a setting of training, so it is written and not read.
-
-    A file may have one of the ``counts``, names of the number of experts, or all.
+    The balance loss is a setting of training: its coefficient is written but not read.
     """
 
     def read(keys: ConfigKeys, _: Fields) -> Fields:
@@ -50,13 +49,13 @@ def _mixture(*counts: str) -> tuple[Entry, ...]:
 
 
 def _window(keys: ConfigKeys, _: Fields) -> Fields:
-    """Qwen's, which all layers of a mixture have."""
+    """Qwen's window, which all layers of a mixture have."""
     window = keys.nullable("sliding_window", int, 4096)
     return {"sliding_window": window if keys.take("use_sliding_window", bool, False) else None}
 
 
 def _dense_layers(keys: ConfigKeys, found: Fields) -> Fields:
-    """Qwen's layers without experts, of which intermediate_size is."""
+    """Qwen's layers without experts; intermediate_size is their width."""
     step = keys.take("decoder_sparse_step", int, 1)
     numbers = keys.take("mlp_only_layers", list, [])
     dense = tuple(i for i in range(found["layers"]) if i in numbers or (i + 1) % max(step, 1))
@@ -70,7 +69,7 @@ def _write_dense_layers(model: GPTConfig) -> Fields:
 
 
 def _first_dense(default: int) -> Entry:
-    """The first layers have no experts, and intermediate_size is theirs."""
+    """The first layers have no experts; intermediate_size is their width."""
 
     def read(keys: ConfigKeys, found: Fields) -> Fields:
         dense = tuple(range(min(keys.take("first_k_dense_replace", int, default), found["layers"])))
@@ -97,7 +96,7 @@ def _shared_experts(model: GPTConfig) -> int:
 
 
 def _with_shared(*, dense: int, shared: int, scale: float) -> tuple[Entry, ...]:
-    """The keys of mixtures with dense layers first, and experts for all tokens, and what they default to."""
+    """Keys of mixtures with leading dense layers and a shared expert; the arguments are their defaults."""
     return (
         _first_dense(dense),
         key("moe_intermediate_size", "ffn", written="ffn_width"),
@@ -112,7 +111,7 @@ def _with_shared(*, dense: int, shared: int, scale: float) -> tuple[Entry, ...]:
 
 
 def _groups(groups: int, per_token: int) -> tuple[Entry, ...]:
-    """The keys of groups of experts, and what they default to."""
+    """The keys of groups of experts; the arguments are the keys' defaults."""
     return (
         key("n_group", "router_groups", int, groups),
         key("topk_group", "router_groups_per_token", int, per_token),
@@ -120,9 +119,9 @@ def _groups(groups: int, per_token: int) -> tuple[Entry, ...]:
 
 
 PREDICTING = "num_nextn_predict_layers"
-"""The key of layers that predict further tokens, which are not read."""
+"""The number of layers that predict further tokens, which are not read."""
 _PREDICTING = Entry(lambda keys, _: keys.unused(PREDICTING, "num_mtp_layers"), lambda _: {PREDICTING: 0})
-_CHOICE_BIASES = Entry(  # files have the biases of the choice, and not how they move
+_CHOICE_BIASES = Entry(  # files have the selection biases, but not their rate
     lambda *_: {"router_balance_rate": 0.001},
     allowed=lambda model: {"router_balance_rate": model.router_balance_rate or "above 0"},
 )
@@ -145,7 +144,7 @@ _DENSE_LAYERS = Entry(
 
 
 def _no_windows(keys: ConfigKeys, found: Fields) -> None:
-    """Qwen2-MoE's, whose versions of transformers disagree on which layers would have one."""
+    """Refuse Qwen2-MoE's windows: versions of transformers disagree on the layers that have one."""
     keys.only("use_sliding_window", False)
     keys.only("layer_types", [FULL] * found["layers"])
     keys.unused("sliding_window", "max_window_layers")
@@ -227,7 +226,7 @@ GPT_OSS = like_llama(
     only("swiglu_alpha", 1.702),
     only("swiglu_limit", 7.0),
     windows(lambda _, found: periodic(found["layers"], 2), window=128),
-    unused("experts_per_token", "initial_context_length"),  # of its first files
+    unused("experts_per_token", "initial_context_length"),  # in its first files
     head_dim=64,
     norm_eps=1e-5,
     rotary=Rope(theta=150000.0, tables="explicit"),
@@ -251,7 +250,7 @@ GLM4_MOE = like_llama(
 
 
 def _latents(keys: ConfigKeys, found: Fields) -> Fields:
-    """DeepSeek's heads. What transformers writes besides follows from these keys."""
+    """DeepSeek's heads. transformers also writes keys that follow from these, which must fit."""
     keys.only("num_key_value_heads", found["heads"])
     plain, rotary = keys.take("qk_nope_head_dim", int, 128), keys.take("qk_rope_head_dim", int, 64)
     keys.only("head_dim", rotary)
@@ -282,14 +281,14 @@ def _write_latents(model: GPTConfig) -> Fields:
 def _deepseek(
     *entries: Entry, dense: int, shared: int, scale: float, score: str, **values: Any
 ) -> tuple[Entry, ...]:
-    """What both versions share, and more."""
+    """The keys that both versions of DeepSeek share, and ``entries``."""
     latents = ("rank", "query_rank", "rope_width", "value_width")
     return like_llama(
         SILU,
         NO_BIASES,
         only("pretraining_tp", 1),
         *_with_shared(dense=dense, shared=shared, scale=scale),
-        only("moe_layer_freq", 1),  # this and the next are of DeepSeek's own code, and of vLLM's
+        only("moe_layer_freq", 1),  # DeepSeek's own code and vLLM read this key and the next
         only("scoring_func", score),
         unused("ep_size", "aux_loss_alpha", "seq_aux"),
         *entries,
@@ -306,7 +305,7 @@ def _deepseek(
 
 
 def _method(keys: ConfigKeys, _: Fields) -> Fields:
-    """DeepSeek-V2's choice, which without groups does not look at their keys."""
+    """DeepSeek-V2's selection, which reads the keys of groups only if it has groups."""
     keys.only("topk_method", "greedy", "group_limited_greedy")
     keys.unused("n_group", "topk_group")
     if keys.take("topk_method", str, "greedy") == "greedy":

@@ -34,7 +34,7 @@ from zerojax.validation.dtypes import dtype_name
 from zerojax.validation.untrusted import read_json_object
 
 EXPORT_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-"""The dtypes of an export -> their names in safetensors files."""
+"""Dtypes of an export -> their names in safetensors files."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Target:
     """The contents of an export.
 
     Attributes:
-        family: of the model.
-        values: its config.json.
+        family: the model's family.
+        values: the values of config.json.
         parts: the tensors of each leaf.
         specs: every tensor at full precision, in the model's order.
         imported: the folder of files to write back, or None.
@@ -60,14 +60,14 @@ def plan_export(state: TrainState, config: RunConfig, folder: RunFolder, dtype: 
     """Find the family, names and dtypes for the export of a run's model.
 
     Args:
-        state: of the model, filled or abstract.
-        config: of the run.
-        folder: of the run.
-        dtype: of all tensors, float32, float16 or bfloat16; None keeps those of an imported model, and is
-            float32 for others.
+        state: the model's state, filled or abstract.
+        config: the run's config.
+        folder: the run's folder.
+        dtype: the dtype of all tensors: float32, float16 or bfloat16. None keeps an imported model's dtypes,
+            and is float32 for other models.
 
     Raises:
-        ConfigurationError: no family fits this model, or the dtype is none of these.
+        ConfigurationError: no family fits this model, or the dtype is not one of the three.
     """
     wanted = None if dtype is None else dtype_name(dtype, "dtype", tuple(EXPORT_DTYPES))
     dtypes: dict[str, str] = {}
@@ -79,7 +79,10 @@ def plan_export(state: TrainState, config: RunConfig, folder: RunFolder, dtype: 
         values = read_config_json(imported)
         family, model, _ = read_model(values, str(imported / "config.json"))
         if config.model != model_section(model, config.model):
-            raise ConfigurationError(f"{imported} and {folder.config} describe different models")
+            raise ConfigurationError(
+                f"{imported} and {folder.config} describe different models. Restore the file that was "
+                "changed."
+            )
         values = family.exported(values)
         dtypes = read_json_object(imported / TENSORS)
         prefix = family.prefix_in(dtypes)
@@ -93,15 +96,15 @@ def plan_export(state: TrainState, config: RunConfig, folder: RunFolder, dtype: 
 
 
 def check_quantizable(state: TrainState, target: Target, how: WeightFormat) -> None:
-    """Refuse a model that this format cannot quantize, before anything is written.
+    """Refuse a model that this format cannot quantize, before any file is written.
 
     Raises:
         ConfigurationError: its layers are not ``torch.nn.Linear``, or do not divide into blocks.
     """
     if not target.family.linear:
         raise ConfigurationError(
-            f"--weights {how.format}: compressed-tensors cannot quantize the Conv1D layers of transformers' "
-            f"{target.family.architecture}, only OPT and models like LLaMA; leave --weights out"
+            f"--weights {how.format}: compressed-tensors quantizes linear layers, but transformers' "
+            f"{target.family.architecture} has Conv1D layers. Leave --weights out"
         )
     for tensor in how.tensors(state.spec, target.parts):
         how.check(tensor)
@@ -116,16 +119,16 @@ def export_model(
     how: WeightFormat | None = None,
     largest_file: int = 5 * 10**9,
 ) -> None:
-    """Write a model; all processes must call it, and the first one writes.
+    """Write a model's folder. All processes must call it; the first one writes.
 
     Args:
         state: the trained model.
-        config: of the run.
-        folder: of the run.
+        config: the run's config.
+        folder: the run's folder.
         target: from ``plan_export``.
         out: the folder to create; it appears when it is complete.
         how: the quantization of the linear layers; None for none.
-        largest_file: bytes of tensors per file.
+        largest_file: most bytes of tensors in one file.
 
     Raises:
         ConfigurationError: ``out`` exists, or a weight is out of the dtype's range.
@@ -147,7 +150,7 @@ def export_model(
                 continue
             for part, array in how.encode(name, values, spec).items():
                 if part.endswith("_shape"):
-                    if not rows.start:  # else that of the tensor is there
+                    if not rows.start:  # once for the tensor, not for each part
                         writer.write(part, array)
                     continue
                 first = rows.start * len(array) // len(values)
@@ -160,10 +163,10 @@ def export_model(
 def quantized_state(
     state: TrainState, config: RunConfig, target: Target, out: Path, how: WeightFormat
 ) -> TrainState:
-    """A state with the decoded weights of an export, read from its files in ``out`` into shards.
+    """A state with an export's decoded weights, read from its files in ``out`` into shards.
 
     Returns:
-        ``state`` with these weights; if it has frozen ones, a state of the same model that has none.
+        ``state`` with these weights. If it has frozen weights, a state of the same model without frozen ones.
     """
     files = WeightFiles(out, how)
     if not state.spec.frozen:
@@ -174,7 +177,7 @@ def quantized_state(
 
 @contextmanager
 def new_folder(out: Path) -> Generator[Path]:
-    """A folder that becomes ``out`` when the block is done; all processes enter, and the first one writes.
+    """A draft folder that becomes ``out`` when the block ends. All processes enter; the first one writes.
 
     Raises:
         ConfigurationError: ``out`` exists, or the folder cannot be created.
@@ -185,7 +188,7 @@ def new_folder(out: Path) -> Generator[Path]:
     def create() -> None:
         if out.exists():
             raise ConfigurationError(f"{out} exists: choose another folder, or delete it yourself")
-        shutil.rmtree(draft, ignore_errors=True)  # of an interrupted export
+        shutil.rmtree(draft, ignore_errors=True)  # from an interrupted export
         with file_errors(draft, what="cannot write: "):
             draft.mkdir(parents=True)
 
@@ -216,7 +219,10 @@ def _write_settings(
 
 
 def _write_generation(tokenizer: Tokenizer, template: ChatTemplate | None, out: Path) -> None:
-    """Name what begins and ends a text, unless the model's own file does, and what ends a message."""
+    """Write the ids that begin and end a text, and the id that ends a chat message.
+
+    The model's own generation_config.json takes precedence.
+    """
     own = (out / GENERATION).is_file()
     plain = {"bos_token_id": tokenizer.begin_of_text, "eos_token_id": tokenizer.end_of_text}
     values = read_config_json(out, GENERATION) if own else plain

@@ -1,7 +1,7 @@
-"""fp8 with a scale for each block, in which DeepSeek-V3, Kimi K2 and Qwen3's FP8 models were published.
+"""fp8 with a scale for each block, the published form of DeepSeek-V3, Kimi K2 and Qwen3's FP8 models.
 
-Beside a tensor NAME of float8_e4m3fn the files have NAME_scale_inv, by which its values are multiplied: one
-number for each block of, by default, 128 rows and 128 columns, the last of which may be smaller.
+For a tensor NAME of float8_e4m3fn the files have NAME_scale_inv, the factors of its values: one number for
+each block of, by default, 128 rows and 128 columns. The last blocks may be smaller.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _SCALE_DTYPES = "F32", "F16", "BF16", "F8_E8M0"
 
 @dataclass(frozen=True)
 class FP8Blocks:
-    """The format.
+    """The format of the files.
 
     Attributes:
         block: rows and columns that share a scale; None if all elements of a tensor do.
@@ -31,7 +31,7 @@ class FP8Blocks:
 
     @classmethod
     def of(cls, size: list[Any] | None) -> "FP8Blocks":
-        """The format with blocks of this weight_block_size.
+        """The format with blocks of this weight_block_size; None is one scale for a tensor.
 
         Raises:
             ConfigurationError: it is not two positive integers.
@@ -43,7 +43,7 @@ class FP8Blocks:
         return cls((size[0], size[1]))
 
     def decoded(self, specs: Specs) -> Specs:
-        """The tensors as they are read, from those of the files.
+        """The specs of decoded tensors, from the specs of the files.
 
         Raises:
             ConfigurationError: scales are missing, or do not fit.
@@ -58,7 +58,7 @@ class FP8Blocks:
             if scales.dtype not in _SCALE_DTYPES or scales.shape not in self._scale_shapes(spec):
                 size = "one for all" if self.block is None else f"for blocks of {self.block}"
                 raise ConfigurationError(f"{name} {spec} and its scales {scales} do not fit: {size}")
-            found.pop(f"{name.removesuffix('weight')}activation_scale", None)  # of products computed in fp8
+            found.pop(f"{name.removesuffix('weight')}activation_scale", None)  # for matmuls in fp8
             found[name] = TensorSpec("BF16", spec.shape)
         return found
 
@@ -70,7 +70,7 @@ class FP8Blocks:
         return (tuple(-(-n // size) for n, size in zip(spec.shape, self.block, strict=True)),)
 
     def read(self, files: SafetensorFiles, name: str, *ranges: slice) -> BFloat16[np.ndarray, "..."]:
-        """A part of a quantized tensor, multiplied in fp32 and rounded to bf16, as by transformers."""
+        """Read a part of a quantized tensor, multiplied in fp32 and rounded to bf16, as in transformers."""
         values = files.read(name, *ranges).astype(np.float32)
         if self.block is None:
             scales = files.read(name + _SCALES).astype(np.float32).reshape(())

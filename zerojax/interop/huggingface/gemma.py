@@ -1,7 +1,7 @@
 """The Gemma families: LLaMA with scaled embeddings, norms around 1 and GEGLU.
 
-Gemma 2 adds norms after each branch, soft caps and a window in every other layer; Gemma 3 norms of queries
-and keys, and rotary wavelengths of their own for the layers with the window. It has no cap in attention.
+Gemma 2 adds norms after each branch, softcaps, and a window in every other layer. Gemma 3 adds norms of
+queries and keys, and other rotary wavelengths in layers with the window. It has no softcap in attention.
 """
 
 from typing import Any
@@ -40,7 +40,7 @@ def _gemma(*entries: Entry, **values: Any) -> tuple[Entry, ...]:
 
 
 def _since_gemma2(*entries: Entry, logit_cap: float | None, **values: Any) -> tuple[Entry, ...]:
-    """With the cap of logits of files that have no key of it."""
+    """Keys of Gemma 2 and 3; ``logit_cap`` is the logits' softcap for files without its key."""
     return _gemma(
         only("hidden_act", _ACTIVATION),
         unused("cache_implementation"),
@@ -52,7 +52,7 @@ def _since_gemma2(*entries: Entry, logit_cap: float | None, **values: Any) -> tu
     )
 
 
-# The first releases say "gelu", but mean the other.
+# The first releases say "gelu", but were trained with the tanh form.
 GEMMA = _gemma(only("hidden_act", _ACTIVATION, "gelu"), _ONE_WAY)
 GEMMA2 = _since_gemma2(
     _ONE_WAY,

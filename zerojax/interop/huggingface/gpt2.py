@@ -1,7 +1,7 @@
 """GPT-2 and OPT: learned positions, layer norms and biases.
 
-GPT-2 has ``Conv1D`` weights, held as (in, out); OPT has ReLU, PyTorch's (out, in) weights and two unused rows
-of positions.
+GPT-2 has ``Conv1D`` weights of (in, out). OPT has ReLU, PyTorch's (out, in) weights and two unused rows of
+positions.
 """
 
 from zerojax.interop.huggingface.config_table import (

@@ -1,4 +1,4 @@
-"""Begins runs with Hugging Face models: imports one as a run, or trains from its files as they are."""
+"""Starts runs from Hugging Face models: imports a model as a run, or trains directly from its files."""
 
 import json
 from contextlib import closing
@@ -33,7 +33,7 @@ from zerojax.train.state import TrainState, begin_with
 from zerojax.zero_config import ZeroConfig
 
 TENSORS = "tensors.json"
-"""In RUN/huggingface: the dtype of each tensor of the files, by name."""
+"""In RUN/huggingface: the dtype of each tensor of the model's files, by name."""
 
 
 class ModelReader(WeightReader):
@@ -44,29 +44,29 @@ class ModelReader(WeightReader):
         return path if is_model(path) else super().find(path)
 
     def outputs(self, path: Path) -> int | None:
-        """None of a Hugging Face model."""
+        """None for a Hugging Face model, which has no outputs setting."""
         return None if is_model(path) else super().outputs(path)
 
     def tokenizer(self, path: Path) -> Tokenizer | None:
-        """None of a Hugging Face model, which brings its own."""
+        """None for a Hugging Face model, whose tokenizer is read with it."""
         return None if is_model(path) else super().tokenizer(path)
 
     def weights(self, path: Path, state: TrainState, *, new: str | None = None) -> TrainState:
-        """As ``load_weights``, or ``checkpoints.restore_weights``."""
+        """Load weights by ``load_weights``, or from a checkpoint by ``checkpoints.restore_weights``."""
         return load_weights(state, path, new=new) if is_model(path) else super().weights(path, state, new=new)
 
     def base(self, path: Path, state: TrainState, *, new: str | None = None) -> TrainState:
-        """As ``load_base``, or ``checkpoints.restore_base``."""
+        """Load frozen weights by ``load_base``, or from a checkpoint by ``checkpoints.restore_base``."""
         return load_base(state, path, new=new) if is_model(path) else super().base(path, state, new=new)
 
 
 def run_settings(source: ModelFolder, tables: Tables, folder: RunFolder) -> Tables:
-    """The shape of a model, and its tokenizer if it has one, in place of those of a run's settings.
+    """The settings that a model gives a run: its shape, and its tokenizer if it has one.
 
     Args:
         source: the model.
-        tables: those settings; of [model], what does not change what the model computes stays.
-        folder: of the run.
+        tables: the run's own settings. Settings of [model] that do not change the logits stay.
+        folder: the run's folder.
     """
     outputs = tables.get("model", {}).get("outputs")
     shape = table_of(model_section(source.model, GPTConfig(outputs=outputs, tied=outputs is None)))
@@ -77,14 +77,14 @@ def run_settings(source: ModelFolder, tables: Tables, folder: RunFolder) -> Tabl
 
 
 def begin_run(source: ModelFolder, config: RunConfig, folder: RunFolder) -> None:
-    """Write what a run needs of a model besides its weights, unless the run has begun.
+    """Write a run's copies of a model's small files, unless the run has started.
 
     All processes must call it.
 
     Args:
         source: the model.
-        config: of the run; its model must be the source's, except for settings such as dropout.
-        folder: of the run.
+        config: the run's config; its model must be the source's, except for settings such as dropout.
+        folder: the run's folder.
 
     Raises:
         ConfigurationError: the config has another model, the files are damaged, or another process trains in
@@ -106,19 +106,19 @@ def begin_run(source: ModelFolder, config: RunConfig, folder: RunFolder) -> None
 def import_model(source: ModelFolder, config: RunConfig, folder: RunFolder) -> TrainState:
     """Create a run: its config, its tokenizer, and the weights as a checkpoint at step 0.
 
-    All processes must call it; each reads what its own devices hold.
+    All processes must call it; each reads only what its devices hold.
 
     Args:
         source: the model.
-        config: of the run; its model must be the source's, except for settings such as dropout.
-        folder: of the run; must not hold one yet.
+        config: the run's config; its model must be the source's, except for settings such as dropout.
+        folder: the run's folder; must not hold a run yet.
 
     Returns:
         The imported state: parameters without an optimizer, under exact ZeRO-3.
 
     Raises:
-        ConfigurationError: the config has another model, the folder holds a run already, or the files do
-            not hold this model.
+        ConfigurationError: the config has another model, the folder already holds a run, or the files do not
+            hold this model.
         RunError: the disk is full.
     """
     _check_model(source, config)
@@ -143,18 +143,19 @@ def import_model(source: ModelFolder, config: RunConfig, folder: RunFolder) -> T
 def _check_model(source: ModelFolder, config: RunConfig) -> None:
     if config.model != model_section(source.model, config.model):
         raise ConfigurationError(
-            f"the model is that of {source.folder}: only {', '.join(FREE)} of [model] can be set"
+            f"[model] differs from the model in {source.folder}: set only {', '.join(FREE)}, and leave the "
+            "rest out"
         )
 
 
 def _write_new(source: ModelFolder, files: WeightFiles, folder: RunFolder) -> None:
     if folder.config.exists() or step_dirs.steps(folder.checkpoints):
-        raise ConfigurationError(f"{folder.path} holds a run already: choose another folder, or delete it")
+        raise ConfigurationError(f"{folder.path} already holds a run: choose another folder, or delete it")
     _write_files(source, files, folder)
 
 
 def _write_files(source: ModelFolder, files: WeightFiles, folder: RunFolder) -> None:
-    """Write the run's tokenizer, and the files that an export needs to write the same model back."""
+    """Write the run's tokenizer, and the files from which an export writes the same model back."""
     folder.huggingface.mkdir(exist_ok=True)
     copy_files(source.folder, folder.huggingface, ("config.json", *KEPT))
     left_out = partial(source.family.is_left_out, layers=source.model.layers)
@@ -166,7 +167,7 @@ def _write_files(source: ModelFolder, files: WeightFiles, folder: RunFolder) -> 
 
 
 def save_tokenizer(source: ModelFolder, path: Path) -> None:
-    """Write a model's tokenizer, if it has one, and beside it its chat template."""
+    """Write a model's tokenizer, if it has one, and its chat template beside it."""
     if source.tokenizer is not None:
         source.tokenizer.save(path)
         if (found := find_template(source.folder)) is not None:
@@ -174,10 +175,10 @@ def save_tokenizer(source: ModelFolder, path: Path) -> None:
 
 
 def check_template(source: ModelFolder, config: RunConfig, folder: RunFolder) -> None:
-    """Check the chat template of a model, which a run in ``folder`` would copy and use.
+    """Check the chat template that a run in ``folder`` would copy from a model.
 
     Raises:
-        DataError: it cannot be used; names the model's file.
+        DataError: the template cannot be used; names the model's file.
     """
     if source.tokenizer is not None and config.data.tokenizer == str(folder.tokenizer.absolute()):
         theirs = replace(config.data, tokenizer=str(source.folder / folder.tokenizer.name))

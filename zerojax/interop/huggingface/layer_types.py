@@ -1,4 +1,4 @@
-"""What differs between layers in config.json: a sliding window (``layer_types``), or no rotary positions."""
+"""Differences between layers in config.json: a sliding window (``layer_types``), or no rotary positions."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,14 +11,14 @@ from zerojax.validation.untrusted import short
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 Kinds = Callable[[ConfigKeys, Fields], list[str]]
-"""The kind of each layer, where there are no layer_types, from other keys and the fields so far."""
+"""The kind of each layer in files without layer_types, from other keys and the fields so far."""
 
 
 def windows(kinds: Kinds, window: int | None = 4096, *, switch: bool = False) -> Entry:
     """The layers that attend within a sliding window: ``layer_types`` and ``sliding_window``.
 
-    ``kinds`` and ``window`` are for files without these keys; with ``switch`` use_sliding_window turns the
-    window on.
+    ``kinds`` and ``window`` are the defaults for files without these keys. With ``switch``,
+    use_sliding_window turns the window on.
     """
 
     def read(keys: ConfigKeys, found: Fields) -> Fields:
@@ -26,7 +26,7 @@ def windows(kinds: Kinds, window: int | None = 4096, *, switch: bool = False) ->
         default = kinds(keys, found)
         given = keys.take("layer_types", list, None)
         if switch and not keys.take("use_sliding_window", bool, False):
-            # Some of transformers' kernels then have the window and others do not.
+            # Here some of transformers' kernels apply the window, and others do not.
             if width is not None and SLIDING in (given or ()):
                 raise ConfigurationError(
                     f"use_sliding_window = false contradicts layer_types, which has {SLIDING!r}: change one"
@@ -57,12 +57,12 @@ def windows(kinds: Kinds, window: int | None = 4096, *, switch: bool = False) ->
 
 
 def periodic(layers: int, pattern: int) -> list[str]:
-    """Kinds of layers of which every ``pattern``-th has full attention."""
+    """Kinds of layers where every ``pattern``-th has full attention."""
     return [SLIDING if number % max(pattern, 1) else FULL for number in range(1, layers + 1)]
 
 
 def patterned(keys: ConfigKeys, found: Fields) -> list[str]:
-    """Kinds of layers by ``sliding_window_pattern``, which may be a word that only layer_types spell out."""
+    """Kinds of layers by ``sliding_window_pattern``, which may be text if layer_types is set."""
     if keys.take("layer_types", list, None) is not None:
         keys.unused("sliding_window_pattern")
         return [FULL] * found["layers"]
@@ -70,15 +70,16 @@ def patterned(keys: ConfigKeys, found: Fields) -> list[str]:
 
 
 def full_unrotated(*, always: bool) -> Entry:
-    """The layers without the window are not rotated.
+    """Leave layers without the window unrotated.
 
-    If no layer has one, either all are rotated, or (``always``) none would be, which is not supported.
+    If no layer has a window, all are rotated. With ``always`` such a model is refused, because it would
+    rotate none.
     """
 
     def read(keys: ConfigKeys, found: Fields) -> Fields:
         window = found.get("sliding_window")
         if window is None and (always or keys.nullable("sliding_window", int, None) is not None):
-            raise ConfigurationError("layer_types without a sliding window in some layers are not supported")
+            raise ConfigurationError("layer_types is supported only with a sliding window in some layers")
         return {"no_rope_layers": _without_window(found)}
 
     def allowed(model: GPTConfig) -> Mapping[str, object]:
@@ -107,7 +108,7 @@ LAST_WINDOWS = (
     windows(_last, switch=True),
     Entry(write=lambda model: {"max_window_layers": [*model.windowed, True].index(True)}),
 )
-"""Qwen's: without layer_types, ``max_window_layers`` tells how many layers have no window."""
+"""Qwen's windows: without layer_types, the first ``max_window_layers`` layers have no window."""
 
 
 def _rotated(keys: ConfigKeys, found: Fields) -> list[int]:
@@ -130,9 +131,9 @@ NO_ROPE = key(
     decode=_unrotated_layers,
     written=lambda model: [int(kind != "none") for kind in model.rotations],
 )
-"""SmolLM3's: ``no_rope_layers`` has a 0 for each layer without rotary positions, and a 1 for others."""
+"""SmolLM3's ``no_rope_layers``: a 0 for each layer without rotary positions, and a 1 for others."""
 
 
 def unrotated(_: ConfigKeys, found: Fields) -> list[str]:
-    """SmolLM3's kinds: a window in the layers without rotary positions."""
+    """SmolLM3's kinds of layers: a window in layers without rotary positions."""
     return [SLIDING if number in found["no_rope_layers"] else FULL for number in range(found["layers"])]

@@ -1,19 +1,19 @@
 """LLaMA 1 to 3, and families that differ from it in a few keys.
 
-Rotary positions, RMS norms, SwiGLU, grouped keys and values. Other modules build on ``like_llama`` and
-``LLAMA_NAMES``. What the others have:
+LLaMA has rotary positions, RMS norms, SwiGLU, and grouped keys and values. Other modules build on
+``like_llama`` and ``LLAMA_NAMES``. The differences:
 
-- Qwen 2 and 2.5: biases on query, key and value; Qwen 3: norms of queries and keys.
-- Phi-3: query, key and value in one tensor, and gate and up in another; longrope. A model without longrope
-  and with whole heads rotated that was not imported is exported as LLaMA or Mistral, which compute the same.
+- Qwen 2 and 2.5: biases on query, key and value. Qwen 3: norms of queries and keys.
+- Phi-3: query, key and value in one tensor, gate and up in another; longrope. A model that was not imported,
+  without longrope and with whole heads rotated, is exported as LLaMA or Mistral, which compute the same.
 - GLM 4: half of each head rotated, neighbours as pairs, and gate and up in one tensor. The 0414 models
-  (``glm4``) have norms after the branches as well; the earlier ones (``glm``) do not.
-- Helium and ERNIE 4.5: whole heads rotated, neighbours as pairs. Seed-OSS: biases as Qwen 2. Arcee: no gate,
-  squared ReLU.
-- HunYuan: norms of queries and keys that have been rotated. EXAONE 4: OLMo's norms after the branches, norms
-  of queries and keys, and if some layers have a window, the others are not rotated.
-- OLMo 2 and 3: norms after the branches alone, and norms of all queries and keys together. OLMo 3 has a
-  window in three of four layers, whose rotary positions are never scaled.
+  (``glm4``) also have norms after the branches; the earlier ones (``glm``) do not.
+- Helium and ERNIE 4.5: whole heads rotated, neighbours as pairs. Seed-OSS: biases as in Qwen 2. Arcee: no
+  gate, squared ReLU.
+- HunYuan: norms of queries and keys after their rotation. EXAONE 4: OLMo's norms after the branches, and
+  norms of queries and keys. If some of its layers have a window, the others are not rotated.
+- OLMo 2 and 3: norms only after the branches, and norms of all queries and keys together. In OLMo 3 three of
+  four layers have a window, and their rotary positions are never scaled.
 """
 
 from typing import Any, Literal
@@ -87,7 +87,7 @@ NO_BIASES = only("attention_bias", False)
 
 
 def linear_biases(name: str, *, default: bool) -> Entry:
-    """A key for the biases of linear layers, in a family whose layer norms always have some."""
+    """A key for the biases of linear layers, in a family whose layer norms always have biases."""
 
     def read(keys: ConfigKeys, _: Fields) -> Fields:
         biases = keys.take(name, bool, default)
@@ -101,7 +101,7 @@ def linear_biases(name: str, *, default: bool) -> Entry:
 
 
 def _head_dim(default: int | None) -> Entry:
-    """``head_dim``, by default a head's part of the width, or what the family says."""
+    """``head_dim``. Without the key it is ``default``, or d_model / heads for None."""
 
     def unless_plain(width: int | None, found: Fields) -> int | None:
         return None if width is None or width * found["heads"] == found["d_model"] else width
@@ -110,7 +110,7 @@ def _head_dim(default: int | None) -> Entry:
 
 
 def _query_scalar(factor: float, _: Fields) -> float:
-    """From Granite's factor of the attention scores, the inverse square root of ``query_scalar``."""
+    """``query_scalar`` from Granite's factor of the attention scores, its inverse square root."""
     if not 1e-9 < factor < 1e9:
         raise ConfigurationError(f"attention_multiplier = {factor} is not supported, only from 1e-9 to 1e9")
     return factor**-2
@@ -132,18 +132,18 @@ def like_llama(
     norm_key: str = "rms_norm_eps",
     **values: Any,
 ) -> tuple[Entry, ...]:
-    """A table of the keys that these families share, and more.
+    """A table of the keys that these families share, with further entries.
 
     Args:
-        *entries: more keys.
-        kv_heads: without num_key_value_heads; null is as many as heads.
-        head_dim: without the key; None is hidden_size / num_attention_heads. Or what describes the heads.
-        norm_eps: without its key.
-        tied: without tie_word_embeddings.
+        *entries: further keys.
+        kv_heads: default of num_key_value_heads; null means as many as heads.
+        head_dim: default of head_dim; None is hidden_size / num_attention_heads. Or an entry for the heads.
+        norm_eps: default of the epsilon.
+        tied: default of tie_word_embeddings.
         rotary: the rotary keys.
         norm: the kind of norms.
-        norm_key: of their epsilon.
-        **values: of fields that the family has, or has otherwise than LLaMA.
+        norm_key: the key of the norms' epsilon.
+        **values: fields with a fixed value in the family.
     """
     fields = {"positions": "rope", "norm": norm, "mlp": "swiglu", "biases": False} | values
     own = {name for entry in entries for name in entry.allowed(GPTConfig())}
@@ -169,7 +169,7 @@ LLAMA = like_llama(
     BIASES,
     only("pretraining_tp", 1),
     only("rope_interleaved", False),
-    unused("is_llama_config"),  # SmolLM has these two
+    unused("is_llama_config"),  # SmolLM has this key and the one before
     kv_heads=None,
 )
 MISTRAL = like_llama(SILU, key("sliding_window", "sliding_window", int, 4096, null=True))
@@ -209,7 +209,7 @@ STARCODER2 = like_llama(
     key("sliding_window", "sliding_window", int, None),
     dropouts(dropout=("residual_dropout", "embedding_dropout")),
     unused(*("norm_type", "mlp_type", "activation_function", "layer_norm_epsilon", "scale_attn_weights")),
-    unused(*("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")),  # transformers reads none
+    unused(*("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")),  # not read by transformers
     norm="layer",
     norm_key="norm_epsilon",
     norm_eps=1e-5,
@@ -229,7 +229,7 @@ PHI3 = like_llama(
     *(only(name, False) for name in ("attention_bias", "mlp_bias", "lm_head_bias")),
     key("sliding_window", "sliding_window", int, None),
     dropouts(dropout=("resid_pdrop", "embd_pdrop")),
-    unused("full_attn_mod", "interpolate_factor"),  # transformers reads none
+    unused("full_attn_mod", "interpolate_factor"),  # not read by transformers
     kv_heads=None,
     norm_eps=1e-5,
     rotary=Rope(kinds=("longrope",), fraction=1.0),

@@ -1,4 +1,4 @@
-"""Loads Hugging Face files straight into shards: of each leaf, only the local devices' parts are read."""
+"""Loads Hugging Face files directly into shards; each process reads only its devices' parts."""
 
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
@@ -31,25 +31,26 @@ from zerojax.train.state import TrainState, check_there
 FLOATS = ("F32", "F16", "BF16")
 Index = tuple[slice, ...]
 _TILE = 256
-"""Rows and columns that are copied at a time: 256 KiB, which a core's cache holds."""
+"""Rows and columns that are copied at a time: 256 KiB, which fits in a core's cache."""
 
 
 def load_base(state: TrainState, folder: Path | str, *, new: str | None = None) -> TrainState:
     """The state with its frozen weights from a Hugging Face model; all processes must call it.
 
-    Each process reads the parts of the tensors that its own devices hold, encodes them and drops them, one
-    layer of one weight after the other: nothing else of the model is ever in memory, or written anywhere.
+    Each process reads the parts of the tensors that its devices hold, and encodes them. It does so one layer
+    of
+    one weight at a time: no more of the model is ever in memory, and nothing is written to disk.
 
     Args:
-        state: of a ``zerojax.models.GPT`` of the model's shape, filled or abstract (``TrainState.abstract``):
-            as ``TrainState.create(..., base=)`` it gives the base to new adapters, and
-            ``checkpoints.restore`` fills in the trained ones.
+        state: the state of a ``zerojax.models.GPT`` of the model's shape, filled or abstract
+            (``TrainState.abstract``). The result can be the ``base`` of ``TrainState.create`` for new
+            adapters, or ``checkpoints.restore`` can fill in its trained weights.
         folder: holds config.json and safetensors files.
-        new: the first name in the paths of weights that are trained and are not the model's: "head" of a
-            state with other outputs.
+        new: the first name in the paths of trained weights that the model lacks: "head" for a state with
+            other outputs.
 
     Raises:
-        ConfigurationError: the folder has no model that zerojax supports, or it is another.
+        ConfigurationError: the folder has no model that zerojax supports, or another model.
     """
     spec = state.spec
     if not spec.frozen:
@@ -64,15 +65,15 @@ def load_base(state: TrainState, folder: Path | str, *, new: str | None = None) 
 
 
 def load_weights(state: TrainState, folder: Path | str, *, new: str | None = None) -> TrainState:
-    """The state with the weights of a Hugging Face model, frozen and trained; all processes must call it.
+    """The state with all weights of a Hugging Face model, frozen and trained; all processes must call it.
 
-    Adapters, which the model does not have, keep their values.
+    Adapters keep their values, because the model has none.
 
     Args:
-        state: as for ``load_base``, filled, except perhaps for the weights that are read; keeps its optimizer
-            state, step and seed.
+        state: as for ``load_base``, but filled, except perhaps for the weights that are read. Its optimizer
+            state, step and seed are kept.
         folder: as for ``load_base``.
-        new: as for ``load_base``; these keep their values as well.
+        new: as for ``load_base``; these weights also keep their values.
 
     Raises:
         ConfigurationError: as ``load_base``.
@@ -99,7 +100,10 @@ def _open(train_spec: TrainSpec, folder: Path, new: str | None) -> tuple[WeightF
     own = _model_weights(train_spec, new)
     places = {leaf.name: {place_of(leaf, x)[0] for x in layers_of(leaf)} for leaf in own}
     if lacking := [name for name, found in places.items() if not found <= parts.keys()]:
-        raise ConfigurationError(f"the model of {folder} has no {lacking[0]!r}: it is not that of the state")
+        raise ConfigurationError(
+            f"the model in {folder} has no {lacking[0]!r}, which the state has. Create the state for this "
+            "model"
+        )
     check_tensors(train_spec, files, family, parts, new)
     return files, parts
 
@@ -116,7 +120,7 @@ def check_tensors(
     parts: TensorParts,
     new: str | None = None,
 ) -> None:
-    """Compare the tensors of the files with those of the model, by headers alone.
+    """Compare the files' tensors with the model's, from the files' headers.
 
     Raises:
         ConfigurationError: a tensor is missing, unknown, or of the wrong shape or dtype; names it.
@@ -134,7 +138,7 @@ def check_tensors(
             continue
         spec = files.specs[name]
         if spec.shape != tensor.shape:
-            raise ConfigurationError(f"{name} has shape {spec.shape}, but {tensor.shape} by the config")
+            raise ConfigurationError(f"{name} has shape {spec.shape}, but the config needs {tensor.shape}")
         if spec.dtype not in FLOATS:
             raise ConfigurationError(
                 f"{name} is of dtype {spec.dtype}: weights are one of {', '.join(FLOATS)}"
@@ -146,7 +150,7 @@ def check_tensors(
 
 
 def load_state(state: TrainState, files: WeightFiles, parts: TensorParts) -> TrainState:
-    """The state with what the model keeps besides its weights from checked files, if they have some of it."""
+    """The state with the model's state other than weights from checked files, as far as they have it."""
     found: dict[str, np.ndarray] = {}
     for name, layer, tensor in tensors_of_state(state.model_state, parts):
         whole = found.setdefault(name, np.zeros(state.model_state[name].shape, np.float32))
@@ -161,14 +165,14 @@ def load_state(state: TrainState, files: WeightFiles, parts: TensorParts) -> Tra
 def load_params(
     train_spec: TrainSpec, files: WeightFiles, parts: TensorParts, *, new: str | None = None
 ) -> PyTree:
-    """Load master weights from checked files, each process the ranges that its own devices hold.
+    """Load master weights from checked files; each process reads its devices' ranges.
 
-    One leaf is placed before the next is read, so a host needs memory for its shards and for one device's
-    part of one layer's leaf.
+    Leaves are placed one after the other. A host needs memory for its shards and for one device's part of one
+    layer's leaf.
 
     Returns:
-        fp32 arrays as in ``TrainState.params``, nested by path, of the model's own trained weights, without
-        the new ones.
+        fp32 arrays as in ``TrainState.params``, nested by path: the model's trained weights, without new
+        ones.
 
     Raises:
         ConfigurationError: the second copy of a tied matrix differs from the first.
@@ -183,10 +187,10 @@ def load_params(
 def _placed(
     sharding: NamedSharding, leaf: ParamLayout, files: WeightFiles, parts: TensorParts, first: int = 0
 ) -> Float32[Array, "..."]:
-    """A leaf's stored array (``ParamLayout.stored_shape``), of the files' layers from ``first`` on."""
+    """A leaf's stored array (``ParamLayout.stored_shape``), from the files' layers from ``first`` on."""
 
     def read(index: Index | None) -> Float32[np.ndarray, "..."]:
-        assert index is not None  # only for shardings without indices
+        assert index is not None  # None only for shardings without indices
         start, stop, _ = index[len(leaf.stack)].indices(leaf.padded)
         layers = range(first, first + leaf.layers)[index[0]] if leaf.stack else (None,)
         flat = np.empty((len(layers), stop - start), np.float32)
@@ -201,7 +205,7 @@ def _placed(
 def _flat_part(
     leaf: ParamLayout, layer: int | None, start: int, stop: int, files: WeightFiles, parts: TensorParts
 ) -> Float32[np.ndarray, " n"]:
-    """What is stored of one layer at the places [start, stop), flat and padded."""
+    """One layer's stored elements at the places [start, stop), flat and padded."""
     flat = np.zeros(stop - start, np.float32)
     for place, first, last in leaf.runs(start, stop):
         flat[place - start :][: last - first] = _elements(leaf, layer, first, last, files, parts)
@@ -224,16 +228,17 @@ def _elements(
         out = rows[own.start - first : own.stop - first, tensor.columns]
         if not tensor.part.required and not np.array_equal(values, out):
             raise ConfigurationError(
-                f"{tensor.name} differs from the token embedding, although the config ties them"
+                f"{tensor.name} differs from the token embedding, but the config ties them. Set "
+                "tie_word_embeddings = false in config.json"
             )
         _copy(values, out)
     return rows.reshape(-1)[start - first * width : stop - first * width]
 
 
 def _copy(values: Float32[np.ndarray, "rows columns"], out: Float32[np.ndarray, "rows columns"]) -> None:
-    """Copy a matrix that may lie transposed in memory, in tiles, on all cores.
+    """Copy a matrix that may be transposed in memory, in tiles, on all cores.
 
-    Row by row, each line of memory would be fetched anew for every element of it.
+    A copy row by row would fetch each cache line again for each of its elements.
     """
 
     def rows(start: int) -> None:
@@ -246,7 +251,7 @@ def _copy(values: Float32[np.ndarray, "rows columns"], out: Float32[np.ndarray, 
 
 
 def _read_rows(tensor: Tensor, rows: slice, files: WeightFiles) -> np.ndarray:
-    """Some rows of a leaf's matrix (a vector is one row), from one tensor."""
+    """Read some rows of a leaf's matrix (a vector is one row) from one tensor."""
     if len(tensor.shape) < 2:
         return files.read(tensor.name, *tensor.region()).reshape(1, -1)
     return tensor.turned(files.read(tensor.name, *tensor.region(rows)))

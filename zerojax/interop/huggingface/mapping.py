@@ -1,9 +1,9 @@
 """The Hugging Face tensors that make up each leaf of a ``zerojax.models.GPT``.
 
 A leaf is named by its path, with ``block/`` for the leaves of every block: "embed/embedding",
-"block/attention/qkv/kernel". Its matrix is (in, out); each tensor holds some of its columns, transposed or
-not. A tensor may hold those of other leaves as well, side by side or in turns. The leaves of experts are
-(experts, in, out), and a tensor holds the matrix of one expert, or those of all, one behind the other.
+"block/attention/qkv/kernel". Its matrix is (in, out). Each tensor holds some of its columns, transposed or
+not. A tensor may also hold columns of other leaves, side by side or interleaved. The leaves of experts are
+(experts, in, out). A tensor then holds one expert's matrix, or the matrices of all experts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from zerojax.sharding.param_tree import Path
 
 Shape = tuple[int, ...]
 Place = tuple[str, int | None]
-"""The name of a weight in ``TensorParts``, and the index of its block, if it is in one."""
+"""The name of a weight in ``TensorParts``, and the index of its block (None outside blocks)."""
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,17 @@ class TensorPart:
     """A Hugging Face tensor as a range of a leaf's columns (of its last axis).
 
     Attributes:
-        name: of the tensor; "{layer}" in it is the index of the block, "{expert}" that of the expert.
+        name: the tensor's name; "{layer}" in it is the index of the block, "{expert}" the index of the
+            expert.
         start: its first column in the leaf.
         stop: the column after its last; None for the end.
         transposed: whether the file holds it as (out, in).
         required: False for the second copy of a tied matrix, which a file may leave out.
-        first: where the columns begin among the outputs of the tensor.
-        step: from one of the columns to the next, among these.
-        outputs: of the whole tensor, if it holds several leaves.
+        first: the tensor's output that is the first of these columns.
+        step: distance between the tensor's outputs that are neighbouring columns.
+        outputs: outputs of the whole tensor, if it holds several leaves.
         expert: the index in the leaf's first axis; None if the leaf is one matrix.
-        experts: how many there are, if the tensor holds all of them.
+        experts: the number of experts, if the tensor holds all of them.
     """
 
     name: str
@@ -55,7 +56,7 @@ TensorParts = dict[str, tuple[TensorPart, ...]]
 
 @dataclass(frozen=True)
 class Fused:
-    """A tensor of several modules: the rows of the ``index``-th of ``count`` equal parts are one of them."""
+    """One of several modules in a tensor, whose rows are ``count`` equal parts: the ``index``-th part."""
 
     name: str
     index: int
@@ -64,7 +65,7 @@ class Fused:
 
 @dataclass(frozen=True)
 class Grouped:
-    """A tensor of queries, keys and values, one group of heads that share keys and values after the other."""
+    """A tensor of queries, keys and values, ordered by groups of heads that share keys and values."""
 
     name: str
 
@@ -74,11 +75,11 @@ class Bare:
     """A tensor that is one of our parameters itself, not a module's kernel or bias.
 
     Attributes:
-        name: of the tensor. With "{expert}" in it there is one for each expert.
+        name: the tensor's name. With "{expert}" in it there is a tensor for each expert.
         transposed: as in ``TensorPart``.
         stacked: whether it holds the matrices of all experts.
-        turn: None, or which columns it holds: the first (0) or the second (1) of each pair.
-        halves: whether it is the first or the second half of the columns, not of each pair.
+        turn: None, or the columns that it holds: the first (0) or the second (1) of each pair.
+        halves: whether ``turn`` counts halves of the columns instead of elements of each pair.
     """
 
     name: str
@@ -104,7 +105,10 @@ class Bare:
 
 
 Module = str | tuple[str, ...] | Fused | Grouped
-"""What holds a module's weights: a module, several whose outputs lie side by side, or a part of one."""
+"""The Hugging Face modules of one of our modules:
+
+One, several with outputs side by side, or a part of one.
+"""
 
 
 @dataclass(frozen=True)
@@ -112,16 +116,16 @@ class Names:
     """The names of a family's modules.
 
     Attributes:
-        block: ours -> theirs, of the modules in a block. There may be more leaves than a model has: those of
-            biases are always among them.
-        bare: the same of parameters, and state, in a block that have a tensor of their own.
-        layers: what the names of a block's modules begin with.
+        block: our modules in a block -> theirs. Leaves that a model lacks may be among them; biases always
+            are.
+        bare: our parameters and state in a block that are a whole tensor -> the tensor.
+        layers: prefix of the names of a block's modules.
         embed: the token embedding.
         norm: the norm after the last block.
         position: the table of learned positions.
         head: the output projection, if it is not the token embedding.
         experts: the module of all experts in transformers 5, by which PEFT names their adapters.
-        transposed: whether kernels are held as (out, in), as ``torch.nn.Linear`` does.
+        transposed: whether kernels are (out, in), as in ``torch.nn.Linear``.
     """
 
     block: dict[str, Module]
@@ -175,7 +179,7 @@ def _columns(
 
 
 def _groups(model: GPTConfig, part: TensorPart) -> Iterator[TensorPart]:
-    """The queries, the key and the value of each group of heads in a tensor of all."""
+    """The queries, the key and the value of each group of heads in one fused tensor."""
     groups, width = model.key_value_heads, model.head_dim
     queries = model.heads // groups
     for group in range(groups):
@@ -206,13 +210,13 @@ def _embeddings(name: str, projection: str, *, tied: bool) -> TensorParts:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of a file, and the columns that it holds of a weight.
+    """A tensor of a file, and the weight's columns that it holds.
 
     Attributes:
-        name: in the file.
+        name: the name in the file.
         place: the weight.
         weight: the weight's shape (of one layer).
-        part: its columns of the weight.
+        part: the columns of the weight.
     """
 
     name: str
@@ -222,19 +226,19 @@ class Tensor:
 
     @property
     def columns(self) -> slice:
-        """The columns of the weight."""
+        """The range of the weight's columns."""
         start, stop, _ = slice(self.part.start, self.part.stop).indices(self.weight[-1])
         return slice(start, stop)
 
     @property
     def rows(self) -> slice:
-        """Where these columns are among the outputs of the tensor, which are the rows of a transposed one."""
+        """The tensor's outputs that are these columns; outputs are the rows of a transposed tensor."""
         first, count = self.part.first, self.columns.stop - self.columns.start
         return slice(first, first + count * self.part.step, self.part.step)
 
     @property
     def outputs(self) -> int:
-        """The columns of all weights that the tensor holds."""
+        """The tensor's outputs, for all weights that it holds."""
         return self.part.outputs or self.columns.stop - self.columns.start
 
     @property
@@ -245,25 +249,25 @@ class Tensor:
         return shape if self.part.experts is None else (self.part.experts, *shape)
 
     def region(self, inputs: slice = slice(None)) -> tuple[slice, ...]:
-        """Where the columns are in the tensor, in these rows of the weight's matrix: a range per axis."""
+        """The tensor's ranges, one per axis, that hold the weight's columns in the rows ``inputs``."""
         own = (self.rows, inputs) if self.part.transposed else (inputs, self.rows)[-len(self.shape) :]
         expert = self.part.expert
         return own if self.part.experts is None or expert is None else (slice(expert, expert + 1), *own)
 
     @property
     def inputs(self) -> slice:
-        """Where its matrix begins and ends in the weight, as one matrix of (in, out)."""
+        """The tensor's rows in the weight, seen as one matrix of (in, out)."""
         height = self.weight[-2] if len(self.weight) > 1 else 1
         first = height * (self.part.expert or 0)
         return slice(first, first + height)
 
     def among(self, weight: np.ndarray) -> np.ndarray:
-        """The columns of a weight that it holds, a view."""
+        """The weight's columns that the tensor holds, as a view."""
         own = weight if self.part.expert is None else weight[self.part.expert]
         return own[..., self.columns]
 
     def of(self, weight: np.ndarray) -> np.ndarray:
-        """What the tensor holds of a weight, in its own layout."""
+        """The weight's columns that the tensor holds, in the tensor's layout."""
         columns = self.among(weight)
         columns = columns.T if self.part.transposed else columns
         return columns if self.part.experts is None else columns[None]
@@ -273,13 +277,13 @@ class Tensor:
         return self.turned(values[self.region()])
 
     def turned(self, values: np.ndarray) -> np.ndarray:
-        """Columns in the layout of the weight, from that of the file."""
+        """Columns in the weight's layout, from the file's layout."""
         values = values if self.part.experts is None else values[0]
         return values.T if self.part.transposed else values
 
 
 def layers_of(leaf: ParamLayout) -> Sequence[int | None]:
-    """The indices of a leaf's stacked layers; None alone if it is not stacked."""
+    """The indices of a leaf's stacked layers; only None if it is not stacked."""
     return range(leaf.layers) if leaf.stack else (None,)
 
 
@@ -292,7 +296,7 @@ def tensors_of(leaf: ParamLayout, parts: TensorParts) -> Iterator[Tensor]:
 def tensors_of_state(
     model_state: Mapping[str, jax.Array | jax.ShapeDtypeStruct], parts: TensorParts
 ) -> Iterator[tuple[str, int | None, Tensor]]:
-    """The tensors of what a model keeps besides its weights, such as the biases of a router's choice.
+    """The tensors of a model's state other than weights, such as the router's selection biases.
 
     Yields:
         An array's name, the index of a layer if it is stacked, and the tensor.
@@ -306,14 +310,14 @@ def tensors_of_state(
 
 
 def tensors_at(place: Place, shape: Shape, parts: TensorParts) -> Iterator[Tensor]:
-    """The tensors of a weight of this shape (of one layer)."""
+    """The tensors of a weight with this shape (of one layer)."""
     name, layer = place
     for part in parts.get(name, ()):
         yield Tensor(part.name.format(layer=layer), place, shape, part)
 
 
 def place_of(leaf: ParamLayout, layer: int | None) -> Place:
-    """The place of a leaf, or of one layer of a leaf that is stacked."""
+    """The place of a leaf, or of one layer of a stacked leaf."""
     return place_at(leaf.path, layer)
 
 

@@ -1,7 +1,8 @@
-"""MXFP4 (OCP Microscaling Formats 1.0), in which gpt-oss' experts were published, read as if it were bf16.
+"""MXFP4 (OCP Microscaling Formats 1.0), the published form of gpt-oss' experts, read as bf16.
 
-Of a tensor NAME of (experts, in, out) the files have NAME_blocks, (experts, out, in / 32, 16) bytes of two
-e2m1 codes, the lower one first, and NAME_scales, (experts, out, in / 32) exponents of two with a bias of 127.
+For a tensor NAME of (experts, in, out) the files have NAME_blocks and NAME_scales. NAME_blocks is
+(experts, out, in / 32, 16) bytes of two e2m1 codes, the lower one first. NAME_scales is
+(experts, out, in / 32) exponents of two with a bias of 127.
 """
 
 import numpy as np
@@ -17,10 +18,10 @@ _CODES, _SCALES = "_blocks", "_scales"
 
 
 class MXFP4:
-    """The format."""
+    """The format of the files."""
 
     def decoded(self, specs: Specs) -> Specs:
-        """The tensors as they are read, from those of the files.
+        """The specs of decoded tensors, from the specs of the files.
 
         Raises:
             ConfigurationError: codes and scales do not fit.
@@ -42,7 +43,7 @@ class MXFP4:
     def read(
         self, files: SafetensorFiles, name: str, *ranges: slice
     ) -> Float32[np.ndarray, "experts inputs outputs"]:
-        """A part of a quantized tensor, which bf16 can hold."""
+        """Read and decode a part of a quantized tensor; bf16 holds the values exactly."""
         experts, inputs, outputs = ranges
         start, stop, _ = inputs.indices(files.specs[name + _CODES].shape[2] * _BLOCK)
         first = start // _BLOCK

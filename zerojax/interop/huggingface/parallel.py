@@ -1,16 +1,14 @@
 """Families with layer norms, most with parallel branches: GPT-NeoX, Falcon, Cohere, Phi and StableLM.
 
-What each has:
-
-- GPT-NeoX (Pythia): a norm for each branch, biases, part of each head rotated, and query, key and value of
-  one head after the other in one tensor.
-- Falcon: no biases but those of norms. The 40B has two norms and several heads of keys and values, the 7B one
-  of each. Falcons with ALiBi in place of rotary positions are refused.
+- GPT-NeoX (Pythia): a norm for each branch, biases, and part of each head rotated. One tensor holds query,
+  key and value of one head after the other.
+- Falcon: biases in norms only. The 40B has two norms and several heads of keys and values; the 7B has one
+  norm and one such head. Falcons with ALiBi instead of rotary positions are refused.
 - Cohere (Command R, Aya): one norm without a bias, gated, tied, neighbours rotated as pairs, scaled logits.
-  Cohere 2 rotates in layers with a window alone.
-- Phi 1 to 2: one norm, biases everywhere, also of the output projection, part of each head rotated.
-- StableLM: biases of norms and perhaps of query, key and value, part of each head rotated; most have one
-  branch after the other.
+  Cohere 2 rotates only in layers with a window.
+- Phi 1 to 2: one norm, biases everywhere, including the output projection, and part of each head rotated.
+- StableLM: biases in norms and perhaps in query, key and value; part of each head rotated. In most models
+  the branches are sequential.
 """
 
 from dataclasses import dataclass, replace
@@ -55,7 +53,7 @@ _SIZES = (
 
 
 def _branches(kind: Branches, *, default: bool) -> Entry:
-    """Whether branches are parallel, of this kind."""
+    """The key that makes branches parallel, of this kind."""
     return key(
         *("use_parallel_residual", "branches", bool, default),
         decode=lambda parallel, _: kind if parallel else "sequential",
@@ -121,7 +119,7 @@ _FALCON_KINDS: tuple[tuple[str, type, Any], ...] = (
 def _write_falcon(model: GPTConfig) -> Fields:
     groups, new = model.key_value_heads, model.branches == "parallel"
     if not new and groups not in (1, model.heads):
-        new = True  # the older architecture has one head of keys and values, or all
+        new = True  # the older architecture has either one head of keys and values, or all heads
         if model.branches == "sequential":
             raise ConfigurationError(
                 f"model.kv_heads = {groups}, but a sequential Falcon has 1 or {model.heads}"
@@ -153,7 +151,7 @@ FALCON = (
 
 @dataclass(frozen=True)
 class FalconNames(Names):
-    """Names of which those of norms depend on how many there are."""
+    """Falcon's names; the names of norms depend on their number."""
 
     def parts(self, model: GPTConfig, prefix: str) -> TensorParts:
         """See ``Names.parts``."""

@@ -1,9 +1,9 @@
-"""Adapters of experts in the files of PEFT, which are its ``target_parameters``.
+"""Adapters of experts in PEFT's files, its ``target_parameters``.
 
-transformers holds the experts of a layer in two parameters of one module, whatever its files have:
-``gate_up_proj``, whose outputs are those of gate and up, and ``down_proj``. PEFT wraps the module once for
-each that has an adapter; if both have one, the tensors of the first are those of its ``base_layer``. A is
-``[experts x rank, inputs]``, expert by expert, and B ``[outputs, rank x experts]``, rank by rank.
+transformers holds a layer's experts in two parameters of one module, whatever the files have:
+``gate_up_proj``, with the outputs of gate and up, and ``down_proj``. PEFT wraps the module once for each
+adapted parameter. If both are adapted, the tensors of the first are named after its ``base_layer``. A is
+``[experts x rank, inputs]``, expert by expert. B is ``[outputs, rank x experts]``, rank by rank.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -17,18 +17,18 @@ from zerojax.interop.huggingface.mapping import Place
 from zerojax.models import GPTConfig
 
 PARAMETERS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
-"""transformers' -> the names of our weights."""
+"""transformers' parameters -> the names of our weights."""
 MODULE = "experts"
-"""The last word of the name of a layer's experts."""
+"""The last word in the name of a layer's experts."""
 
 
 class ExpertFactor(NamedTuple):
-    """The adapters of the experts of one layer.
+    """The adapters of one layer's experts.
 
     Attributes:
         a: ``[experts, inputs, rank]``.
         b: ``[experts, rank, outputs]``.
-        scale: what A B is multiplied by.
+        scale: factor of A B.
     """
 
     a: Float32[np.ndarray, "experts inputs rank"]
@@ -37,25 +37,25 @@ class ExpertFactor(NamedTuple):
 
 
 def modules(family: Family, model: GPTConfig) -> Iterator[tuple[int, str]]:
-    """The layers that have experts, and the name of the module that holds these."""
+    """The layers with experts, and the names of the modules that hold them."""
     for layer in range(model.layers):
         if model.of_layer(layer).experts:
             yield layer, family.prefix + family.names.layers.format(layer=layer) + family.names.experts
 
 
 def wrapped(module: str, parameter: str, adapted: Collection[str]) -> str:
-    """The name of the module that has a parameter's A and B; ``adapted`` are all parameters with some."""
+    """The name of the module with a parameter's A and B; ``adapted`` are all parameters with adapters."""
     later = list(PARAMETERS)[list(PARAMETERS).index(parameter) + 1 :]
     return ".".join([module, *("base_layer" for other in later if other in adapted)])
 
 
 def place(name: str, layer: int) -> Place:
-    """The place of the weight of this name of a layer's experts."""
+    """The place of a weight of a layer's experts."""
     return f"block/mlp/{name}", layer
 
 
 def _columns(family: Family, name: str, width: int) -> slice:
-    """Where the outputs of gate, up or down are among those of their parameter."""
+    """The outputs of gate, up or down among the outputs of their parameter."""
     if name == "down":
         return slice(None)
     second = int(name == "up")
@@ -67,7 +67,7 @@ def _columns(family: Family, name: str, width: int) -> slice:
 def split(
     parameter: str, both: ExpertFactor, family: Family, model: GPTConfig
 ) -> Iterator[tuple[str, ExpertFactor]]:
-    """The adapters of our weights, without the ranks that another of them alone uses."""
+    """The adapters of our weights, each without ranks that only another weight uses."""
     for name in PARAMETERS[parameter]:
         b = both.b[..., _columns(family, name, model.ffn_width)]
         used = b.any(axis=(0, 2)) | ~both.b.any(axis=(0, 2))
@@ -76,7 +76,7 @@ def split(
 
 
 def joined(parameter: str, own: Mapping[str, ExpertFactor], family: Family, model: GPTConfig) -> ExpertFactor:
-    """The reverse of ``split``, exactly; weights of the same A share its ranks."""
+    """The inverse of ``split``, exactly; weights with the same A share its ranks."""
     first, *others = own.values()
     shared = all(np.array_equal(first.a, other.a) for other in others)
     ranks = [one.b.shape[1] for one in own.values()]
@@ -97,7 +97,7 @@ def from_files(
     experts: int,
     scale: float,
 ) -> ExpertFactor:
-    """From the tensors of a file."""
+    """The adapters in a file's tensors."""
     return ExpertFactor(
         a.reshape(experts, -1, a.shape[1]).swapaxes(1, 2),
         b.reshape(len(b), -1, experts).transpose(2, 1, 0),
@@ -106,6 +106,6 @@ def from_files(
 
 
 def to_files(factor: ExpertFactor) -> tuple[np.ndarray, np.ndarray]:
-    """The reverse of ``from_files``: A and B."""
+    """The inverse of ``from_files``: A and B."""
     a, b, _ = factor
     return a.swapaxes(1, 2).reshape(-1, a.shape[1]), b.transpose(2, 1, 0).reshape(b.shape[2], -1)

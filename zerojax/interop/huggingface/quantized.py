@@ -1,9 +1,9 @@
 """Quantized weights in compressed-tensors, the format of vLLM and transformers.
 
-The codes and scales are those of ``pallas_kernels``, so the weights decode, bit for bit, as with zerojax's
-codec. Integers are stored as "pack-quantized": ``weight_packed`` holds code + 2^(bits-1) in words of 32 bits,
-the first element lowest; fp8 as "naive-quantized": ``weight`` is float8_e4m3fn. ``weight_scale`` has one
-number per block, in bf16 in bf16 models and else in fp32, which holds the codec's bf16 exactly.
+``pallas_kernels`` makes the codes and scales, so weights decode bit for bit as with zerojax's codec. Integers
+are "pack-quantized": ``weight_packed`` holds code + 2^(bits-1) in words of 32 bits, the first element lowest.
+fp8 is "naive-quantized": ``weight`` is float8_e4m3fn. ``weight_scale`` has one number per block, in bf16 for
+bf16 models and otherwise in fp32, which holds the codec's bf16 exactly.
 """
 
 from collections.abc import Iterator
@@ -28,13 +28,13 @@ _WORD = 32  # bits; this many columns always fill whole words
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """The quantization of the linear layers of a model.
+    """The quantization of a model's linear layers.
 
     Attributes:
-        format: of the codes.
+        format: format of the codes.
         block: elements that share a scale.
-        along: "input": blocks run along the inputs of one output, as the groups of compressed-tensors.
-            "output": along the outputs of one input, as ZeRO++ sends a kernel in training.
+        along: "input": a block is inputs of one output, as in compressed-tensors' groups. "output": a block
+            is outputs of one input, as ZeRO++ sends a kernel in training.
     """
 
     format: Format
@@ -57,7 +57,7 @@ class WeightFormat:
         return (1, self.block) if self.along == "input" else (self.block, 1)
 
     def tensors(self, train_spec: TrainSpec, parts: TensorParts) -> Iterator[Tensor]:
-        """The tensors to quantize: the matrices of the blocks, without embeddings and output projection."""
+        """The tensors to quantize: the blocks' matrices, without embeddings and output projection."""
         for leaf in train_spec.weights:
             for tensor in tensors_of(leaf, parts):
                 if tensor.part.transposed or tensor.part.expert is not None:
@@ -67,20 +67,20 @@ class WeightFormat:
         """Refuse a tensor that does not divide into blocks.
 
         Raises:
-            ConfigurationError: naming it and the way out.
+            ConfigurationError: names the tensor and an option to change.
         """
         if tensor.part.expert is not None:
             raise ConfigurationError(
-                f"{tensor.name} is of one expert: transformers reads all experts of a layer into one tensor, "
-                "and compressed-tensors does not quantize it; leave --weights out"
+                f"{tensor.name} is a matrix of one expert. transformers reads all experts of a layer into "
+                "one tensor, which compressed-tensors does not quantize. Leave --weights out"
             )
         height, width = self.block_shape
         inputs, outputs = tensor.weight[0], len(range(tensor.weight[1])[tensor.columns])
         if outputs % height or inputs % width:
             extent = inputs if self.along == "input" else outputs
             raise ConfigurationError(
-                f"{tensor.name} has {extent} {self.along}s, which do not divide into blocks of {self.block}: "
-                "choose another --block-size, or blocks --along the other way"
+                f"{tensor.name} has {extent} {self.along}s, which do not divide into blocks of {self.block}. "
+                "Choose another --block-size, or the other direction with --along"
             )
 
     def specs(self, name: str, spec: TensorSpec) -> dict[str, TensorSpec]:
@@ -100,7 +100,7 @@ class WeightFormat:
     def encode(
         self, name: str, values: Float32[np.ndarray, "outputs inputs"], spec: TensorSpec
     ) -> dict[str, Shaped[np.ndarray, "..."]]:
-        """The tensors of a file that encode one tensor, or some of its rows.
+        """Encode one tensor, or some of its rows, as the tensors of a file.
 
         Raises:
             ConfigurationError: a weight is not finite.
@@ -111,7 +111,8 @@ class WeightFormat:
         scales = np.ascontiguousarray(payload[:, size:]).view(ml_dtypes.bfloat16)
         if not np.isfinite(scales.astype(np.float32)).all():
             raise ConfigurationError(
-                f"{name} holds numbers that are not finite, or too large for {self.format}"
+                f"{name} holds numbers that are not finite, or too large for {self.format}. Leave --weights "
+                "out"
             )
         codes = _unpack(payload[:, :size], self.bits)
         if self.along == "output":
@@ -127,7 +128,7 @@ class WeightFormat:
         }
 
     def config(self, ignored: list[str]) -> dict[str, Any]:
-        """The ``quantization_config`` of config.json; ``ignored`` names the linear modules left out."""
+        """The ``quantization_config`` of config.json; ``ignored`` names linear modules of full precision."""
         grouping: dict[str, Any] = {"strategy": "group", "group_size": self.block}
         if self.along == "output":
             grouping = {"strategy": "block", "block_structure": list(self.block_shape)}
@@ -143,7 +144,7 @@ class WeightFormat:
         }
 
     def decoded(self, specs: Specs) -> Specs:
-        """The tensors as they are read, in fp32 if they are quantized, from those of the files."""
+        """The specs of decoded tensors, fp32 where quantized, from the specs of the files."""
         height, width = self.block_shape
         found: Specs = {}
         for name, spec in specs.items():
@@ -157,14 +158,14 @@ class WeightFormat:
     def read(
         self, files: SafetensorFiles, name: str, rows: slice, columns: slice
     ) -> Float32[np.ndarray, "rows columns"]:
-        """A part of a quantized tensor, decoded."""
+        """Read and decode a part of a quantized tensor."""
         (height, width), scale = self.block_shape, f"{name}_scale"
         shape = files.specs[scale].shape[0] * height, files.specs[scale].shape[1] * width
         if self.packed:
             start, stop, step = columns.indices(shape[1])
             first = start * self.bits // _WORD
             packed = files.read(f"{name}_packed", rows, slice(first, -(-stop * self.bits // _WORD)))
-            before = first * _WORD // self.bits  # columns in the words that are left out
+            before = first * _WORD // self.bits  # columns in the skipped words
             codes = _unpack(packed.view(np.uint8), self.bits)[:, start - before : stop - before : step]
             codes = codes.astype(np.int32) - (1 << (self.bits - 1))
         else:

@@ -1,6 +1,7 @@
-"""Rotary positions in config.json: ``rope_theta`` and ``rope_scaling``, or ``rope_parameters`` alone.
+"""Rotary positions in config.json: ``rope_theta`` and ``rope_scaling``, or only ``rope_parameters``.
 
-The latter is transformers 5's; zerojax reads both and writes the former, which version 5 reads as well.
+transformers 5 writes ``rope_parameters``. zerojax reads both forms and writes the older one, which version 5
+reads as well.
 """
 
 import math
@@ -28,7 +29,7 @@ from zerojax.validation.untrusted import short
 
 _SCALE, _ALL = "mscale", "mscale_all_dim"
 _LENGTH, _PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"
-# Fields that mean something in some kinds of scaling alone, and those that are features of a family.
+# Fields of single kinds of scaling, and fields that are features of a family.
 _OF_SCALING = tuple(field.name for field in fields(GPTConfig) if field.name.startswith("rope_"))
 _FEATURES = ("rope_fraction", "rope_interleaved", "rope_local_theta", "rope_query_growth")
 _COMMON = ("linear", "llama3", "dynamic", "yarn")
@@ -39,7 +40,7 @@ def _length(_: ConfigKeys, found: Fields) -> int:
 
 
 def _extended(_: ConfigKeys, found: Fields) -> Fields:
-    """Here max_position_embeddings is the context before its extension, which has no end of its own."""
+    """Read max_position_embeddings as the original context; "dynamic" extends it by the factor."""
     length = found["max_seq_len"]
     return {"rope_original_len": length, "max_seq_len": round(found["rope_factor"] * length)}
 
@@ -95,7 +96,7 @@ _SCALING: dict[str, Table] = {
         key("attention_factor", "rope_attention_factor", float, _yarn_amplitude),
     ),
     "longrope": (
-        # The length before the extension is a key of its own beside the table.
+        # The original context's length is a separate key beside the table.
         Entry(
             lambda rope, found: rope.only(_LENGTH, found["rope_original_len"]),
             lambda model: {_LENGTH: model.rope_original_len},
@@ -106,7 +107,7 @@ _SCALING: dict[str, Table] = {
         _numbers("long_factor", "rope_long_factors"),
     ),
 }
-"""The keys of each kind of scaling in a table of rotary parameters; those that are None are not written."""
+"""The keys of each kind of scaling in a table of rotary parameters. Keys that are None are not written."""
 _GROWTH = (
     unused("max_position_embeddings"),
     key("llama_4_scaling_beta", "rope_query_growth", float),
@@ -116,9 +117,9 @@ _GROWTH = (
 
 
 def _scales(model: GPTConfig) -> dict[str, float | None]:
-    """The scales of YaRN's amplitude and of DeepSeek's scores, from which both factors follow.
+    """YaRN's two scales, which give both the amplitude and DeepSeek's factor of the scores.
 
-    A scale of 0 is the same as none, so the amplitude is then written as it is.
+    transformers reads a scale of 0 as no scale. If one is 0, the amplitude is written itself.
     """
     if model.query_scalar is None or model.rope_factor <= 1:
         return {}
@@ -134,7 +135,10 @@ def _scales(model: GPTConfig) -> dict[str, float | None]:
 
 
 def _stretched(values: dict[str, Any], theta: float, width: int) -> dict[str, Any]:
-    """A table without HunYuan's alpha, by which theta grows as if each sequence had one length."""
+    """A table without HunYuan's alpha, whose effect goes into theta:
+
+    It does not depend on a sequence's length.
+    """
     table = ConfigKeys(values, "rope_parameters")
     if not (alpha := table.take("alpha", float, 0.0)):
         return values
@@ -150,19 +154,19 @@ def _stretched(values: dict[str, Any], theta: float, width: int) -> dict[str, An
 
 @dataclass(frozen=True)
 class Rope:
-    """The rotary fields of a model, and its max_seq_len, as of an ``Entry``.
+    """Entry for a model's rotary fields and max_seq_len.
 
     Attributes:
-        theta: without rope_theta.
-        kinds: of scaling, besides none.
-        fraction: without partial_rotary_factor; None if the family has no such key.
-        tables: "one" for all layers, or "explicit", where it must be there; "two", of layers with and without
-            a window, or "local" if the first has a key of its own; "growth": one, with Ministral 3's growth
-            of queries.
-        scores: whether mscale_all_dim is a factor of the scores as well (DeepSeek).
+        theta: default of rope_theta.
+        kinds: kinds of scaling, besides none.
+        fraction: default of partial_rotary_factor; None if the family has no such key.
+        tables: "one" table for all layers. "explicit": one, which must be present. "two": one for layers with
+            a window, one for the others. "local": two, where the first has a separate key. "growth": one,
+            with Ministral 3's growth of queries.
+        scores: whether mscale_all_dim also scales the attention scores (DeepSeek).
         alpha: whether "dynamic" may have an alpha that stretches theta (HunYuan).
-        length: without max_position_embeddings.
-        names: of the keys of theta and of the fraction.
+        length: default of max_position_embeddings.
+        names: the keys of theta and of the fraction.
     """
 
     theta: float = 10000.0
@@ -207,11 +211,11 @@ class Rope:
         return full | {"rope_local_theta": None if alike else windowed["rope_theta"]}
 
     def _read_table(self, values: dict[str, Any], before: Fields) -> dict[str, Any]:
-        """The fields that one table of rotary parameters describes, and those that keys beside it do."""
+        """The fields of one table of rotary parameters, added to ``before``."""
         if values.get("rope_type") is None:  # its name was "type" before transformers 4.43
             values = values | {"rope_type": values.get("type")}
         rope = ConfigKeys(values, "rope_parameters")
-        names = {"su": "longrope"} if "longrope" in self.kinds else {}  # what the first Phi-3 files say
+        names = {"su": "longrope"} if "longrope" in self.kinds else {}  # "su" in the first Phi-3 files
         rope.only("rope_type", "default", *self.kinds, *names)
         named: str = rope.take("rope_type", str, "default")
         rope.only("type", named)
@@ -243,7 +247,7 @@ class Rope:
                 written |= _scales(model)
             scaling = {"rope_type": kind, **{name: x for name, x in written.items() if x is not None}}
         table = (scaling or {"rope_type": "default"}) | {"rope_theta": model.rope_theta}
-        if self.tables == "growth":  # with less, transformers takes a default that is not plain
+        if self.tables == "growth":  # without all keys transformers takes a default that scales
             table |= write_keys(_GROWTH, model)
             return {"max_position_embeddings": model.max_seq_len, "rope_parameters": table}
         keys: dict[str, Any] = {
@@ -255,15 +259,15 @@ class Rope:
             keys[self.names[1]] = model.rope_fraction
         if kind == "longrope":
             keys[_LENGTH] = model.rope_original_len
-        if self.tables == "explicit":  # without a table, transformers takes one that is not plain
+        if self.tables == "explicit":  # without a table transformers takes a default that scales
             return keys | {"rope_scaling": scaling or {"rope_type": "default"}}
         if self.tables == "one":
             return keys
         local = model.rope_local_theta
         if local is None and scaling is not None and model.sliding_window is not None:
             raise ConfigurationError(
-                f"model.rope_local_theta = None with rope_scaling = {kind!r}, but in this family the "
-                "layers with a window are never scaled"
+                f"model.rope_local_theta = None with rope_scaling = {kind!r}, but this family never scales "
+                "the layers with a window"
             )
         local = model.rope_theta if local is None else local
         if self.tables == "local":

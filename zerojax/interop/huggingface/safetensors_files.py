@@ -1,9 +1,9 @@
 """Safetensors files: reads parts of tensors, and writes tensors one at a time.
 
-The safetensors library checks the files. It reads no float8 without PyTorch and needs all tensors of a file
-at once to write it, so the data are read and written here; the tests compare both directions with it. The
-format: eight bytes of header length, a JSON header with each tensor's dtype, shape and offsets, then the data
-(little-endian, row-major).
+The safetensors library checks the files. It cannot read float8 without PyTorch, and to write a file it needs
+all its tensors at once. Therefore this module reads and writes the data; the tests compare both directions
+with the library. The format: eight bytes of header length, a JSON header with each tensor's dtype, shape and
+offsets, then the data (little-endian, row-major).
 """
 
 import json
@@ -23,7 +23,7 @@ from zerojax.errors import ConfigurationError, file_errors
 from zerojax.validation.untrusted import parse_json, printable, short
 
 SINGLE = "model.safetensors"
-"""The file of a model; that of several files is the name of their index, less ".index.json"."""
+"""A model's file. A model in several files has an index named after it with ".index.json"."""
 DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -35,7 +35,7 @@ DTYPES: dict[str, np.dtype] = {
     **{f"{kind}{8 * size}": np.dtype(f"{kind}{size}".lower()) for kind in "IU" for size in (1, 2, 4, 8)},
     "BOOL": np.dtype(np.bool_),
 }
-"""Names in a header -> numpy dtypes (bfloat16 and float8 are JAX's)."""
+"""Names in a header -> NumPy dtypes (bfloat16 and float8 are from ml_dtypes)."""
 _FILE_NAME = re.compile(r"\w[\w. =+-]{0,200}\.safetensors")
 
 
@@ -58,16 +58,16 @@ class TensorSpec:
 
 
 Specs = dict[str, TensorSpec]
-"""Tensors by name."""
+"""Dtypes and shapes of tensors, by name."""
 
 
 class SafetensorFiles:
     """The tensors of a folder, read on demand.
 
-    It holds one file, named ``single``, or several and an index.
+    The folder holds one file, named ``single``, or several files and an index.
 
     Raises:
-        ConfigurationError: there are none, one is damaged, or index and files disagree.
+        ConfigurationError: there are no files, one is damaged, or index and files disagree.
     """
 
     def __init__(self, folder: Path, single: str = SINGLE) -> None:
@@ -88,16 +88,22 @@ class SafetensorFiles:
             )
 
     def read(self, name: str, *ranges: slice) -> Shaped[np.ndarray, "..."]:
-        """A part of a tensor in its own dtype: one range per dimension, or none for all of it."""
+        """Read a part of a tensor in its dtype: one range per dimension, or none for all of it."""
         return np.array(self._arrays[name][ranges])
 
     def read_repeated(
         self, name: str, block: Sequence[int], shape: Sequence[int], ranges: Sequence[slice]
     ) -> Float32[np.ndarray, "..."]:
-        """For each element of a part of a larger tensor, the number that this one has for its block.
+        """Read a tensor of one number per block, and repeat each number for the elements of its block.
 
-        ``block`` is its size; at the end of a dimension it may be smaller. ``shape`` is that of the larger
-        tensor, and ``ranges`` are those of the part, one per dimension, not empty.
+        Args:
+            name: the tensor with one number per block, such as scales.
+            block: size of a block in the larger tensor; the last ones may be smaller.
+            shape: shape of the larger tensor.
+            ranges: part of the larger tensor, one non-empty range per dimension.
+
+        Returns:
+            The number of each element of the part, fp32.
         """
         places = [np.arange(n)[own] // size for n, own, size in zip(shape, ranges, block, strict=True)]
         numbers = self.read(name, *(slice(own[0], own[-1] + 1) for own in places)).astype(np.float32)
@@ -107,8 +113,8 @@ class SafetensorFiles:
 def _mapped(path: Path) -> dict[str, tuple[TensorSpec, np.ndarray]]:
     """The tensors of a file, as memory-mapped views of it.
 
-    The library checks the rules of the format; it does not say where the tensors begin, and of two tensors of
-    the same name it takes the last.
+    The library checks the rules of the format. It does not return where the tensors begin, and keeps only the
+    last of two tensors with the same name.
     """
     try:
         with safe_open(path, framework="numpy"), path.open("rb") as file:
@@ -152,10 +158,10 @@ def _listed(single: Path, index: Path) -> dict[str, str]:
         return {}
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
         raise ConfigurationError(
-            f"{folder} has PyTorch pickles, which run code when read: save the model again by transformers' "
-            "save_pretrained, which writes safetensors"
+            f"{folder} has PyTorch pickles, which run code when they are read. Save the model again with "
+            "transformers' save_pretrained, which writes safetensors"
         )
-    raise ConfigurationError(f"{folder} has no {single.name} and no {index.name}")
+    raise ConfigurationError(f"{folder} has no {single.name} and no {index.name}: name a folder with one")
 
 
 def _check_index(values: Any) -> dict[str, str]:
@@ -163,14 +169,14 @@ def _check_index(values: Any) -> dict[str, str]:
     if not isinstance(listed, dict) or not listed:
         raise ValueError("it has no weight_map")
     for name, file in listed.items():
-        # A bare name, never a path.
+        # Only a bare name, never a path.
         if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
             raise ValueError(f"{short(name)} is listed in {short(file)}, which is not a file of this folder")
     return listed
 
 
 def plan_shards(specs: Mapping[str, TensorSpec], most: float, single: str) -> dict[str, list[str]]:
-    """The tensors of each file, in order; files have at most ``most`` bytes, or a single larger tensor."""
+    """The tensors of each file, in order. A file has at most ``most`` bytes, or a single larger tensor."""
     shards: list[list[str]] = [[]]
     used = 0
     for name, spec in specs.items():
@@ -186,10 +192,13 @@ def plan_shards(specs: Mapping[str, TensorSpec], most: float, single: str) -> di
 
 
 class SafetensorWriter:
-    """Writes headers and index, then files tensor by tensor, or parts of tensors, in any order.
+    """Writes headers and index, then tensors or parts of tensors in any order.
 
-    ``specs`` are those of every tensor that will be written. A file has at most ``most`` bytes of tensors, or
-    one larger tensor; if there is one only, its name is ``single``.
+    Args:
+        folder: the folder of the files.
+        specs: every tensor that will be written.
+        most: most bytes of tensors in a file, except for a single larger tensor.
+        single: the file's name, if there is only one.
     """
 
     def __init__(
@@ -229,8 +238,10 @@ class SafetensorWriter:
     def write(self, name: str, values: Shaped[np.ndarray, "..."], *region: slice) -> None:
         """Write one tensor, or a part of it.
 
-        The values are of the tensor's dtype and not written yet. ``region`` says where they lie, by a range
-        for each of the first axes, of which the first has successive rows; none is everywhere.
+        Args:
+            name: the tensor.
+            values: in the tensor's dtype; not written yet.
+            *region: where the values lie: ranges of the first axes, the first with step 1; none for all.
         """
         spec, size = self._specs[name], values.nbytes
         rows, *rest = region or (slice(None),)
@@ -240,7 +251,7 @@ class SafetensorWriter:
         self._missing[name] -= size
         file, offset = self._places[name]
         offset += first * math.prod(spec.shape[1:]) * values.itemsize
-        if values.shape != block.shape:  # what else these rows hold stays
+        if values.shape != block.shape:  # keep the rows' other values
             file.seek(offset)
             whole = np.frombuffer(file.read(block.nbytes), values.dtype).reshape(block.shape).copy()
             assert whole[:, *rest].shape == values.shape, name

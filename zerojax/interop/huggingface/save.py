@@ -36,8 +36,8 @@ def tensor_specs(
 ) -> dict[str, TensorSpec]:
     """The tensors of an export, in the model's order.
 
-    Tensors whose dtype is not known by name have the default; what is no weight is fp32. The second copy of a
-    tied matrix is written only if its dtype is known.
+    Tensors that ``dtypes`` does not name have the default dtype, or fp32 if they are not weights. The second
+    copy of a tied matrix is written only if ``dtypes`` names it.
     """
     weights = {
         tensor.name: TensorSpec(dtypes.get(tensor.name, default), tensor.shape)
@@ -52,7 +52,7 @@ def tensor_specs(
 
 
 def each_tensor(state: TrainState, parts: TensorParts) -> Iterator[tuple[Tensor, Float32[np.ndarray, "..."]]]:
-    """Every tensor of a model, fp32, in the layout of a file, each gathered as the iteration reaches it.
+    """Every tensor of a model, fp32, in a file's layout, gathered one at a time.
 
     Frozen weights are decoded, and their adapters merged into them. All processes must iterate together.
     """
@@ -78,7 +78,7 @@ def gather_layer(
 ) -> Float32[np.ndarray, "..."]:
     """One layer of a leaf on every host, decoded if it is frozen; all processes must call it.
 
-    ``stored`` is as in ``TrainState.params`` or ``TrainState.frozen``, and ``layer`` from ``layers_of``.
+    ``stored`` is as in ``TrainState.params`` or ``TrainState.frozen``, and ``layer`` is from ``layers_of``.
     """
 
     def pick(x: Array, layer: Array) -> Array:
@@ -107,6 +107,6 @@ def cast(name: str, values: Float32[np.ndarray, "..."], dtype: str) -> np.ndarra
         out = values.astype(DTYPES[dtype])
     if dtype == "F16" and np.isinf(out).any() and not np.isinf(values).any():
         raise ConfigurationError(
-            f"{name} holds {np.abs(values).max():.3g}, too large for float16: use --dtype bfloat16"
+            f"{name} holds {np.abs(values).max():.3g}, which is too large for float16: use --dtype bfloat16"
         )
     return out

@@ -1,4 +1,4 @@
-"""The folder of a Hugging Face model: its shape and its tokenizer, read from the small files alone."""
+"""The folder of a Hugging Face model: its shape and its tokenizer, read only from the small files."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,10 +23,10 @@ class ModelFolder:
 
     Attributes:
         folder: its path.
-        family: of the model.
-        model: its shape.
+        family: the model's family.
+        model: the model's shape.
         tokenizer: None if it has none.
-        notes: a line for each of its settings that is not imported.
+        notes: a line for each setting that is not imported.
     """
 
     folder: Path
@@ -40,8 +40,7 @@ class ModelFolder:
         """Read the config.json and the tokenizer.
 
         Raises:
-            ConfigurationError: there is no model, or one that zerojax does not support; names what is
-                unsupported.
+            ConfigurationError: there is no model, or zerojax does not support it; names the unsupported part.
         """
         values = read_config_json(folder)
         family, model, notes = read_model(values, str(folder / CONFIG))
@@ -49,7 +48,7 @@ class ModelFolder:
         if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
             raise ConfigurationError(
                 f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, but the model embeds only "
-                f"{model.vocab_size}"
+                f"{model.vocab_size}. Use the model's own tokenizer"
             )
         return cls(folder, family, model, tokenizer, notes)
 
@@ -64,15 +63,20 @@ def open_files(folder: Path) -> WeightFiles:
 
 
 def is_model(folder: Path) -> bool:
-    """Whether a folder is that of a Hugging Face model, whether or not zerojax can read it."""
+    """Whether a folder holds a Hugging Face model, whether or not zerojax can read it."""
     return (folder / CONFIG).is_file()
 
 
 def read_config_json(folder: Path, name: str = CONFIG, owner: str = "a Hugging Face model") -> dict[str, Any]:
-    """The config.json of a folder, or another JSON file of settings, which the folder of ``owner`` has.
+    """The config.json of a folder, or another JSON file of settings.
+
+    Args:
+        folder: the folder.
+        name: the file's name.
+        owner: the kind of folder that has this file, for errors.
 
     Raises:
-        ConfigurationError: there is none, or it is not a JSON object.
+        ConfigurationError: there is no such file, or it is not a JSON object.
     """
     path = folder / name
     if not path.exists():
@@ -81,9 +85,9 @@ def read_config_json(folder: Path, name: str = CONFIG, owner: str = "a Hugging F
 
 
 def model_section(source: GPTConfig, wanted: GPTConfig) -> GPTConfig:
-    """An imported model's shape, with the settings of ``wanted`` that do not change what it computes.
+    """An imported model's shape, with ``wanted``'s settings that do not change the logits.
 
-    With ``wanted.outputs`` it gets a new head of that many rows.
+    With ``wanted.outputs`` it gets a new head with that many rows.
     """
     head = {} if wanted.outputs is None else {"outputs": wanted.outputs, "tied": False}
     return replace(source, **{name: getattr(wanted, name) for name in FREE}, **head)

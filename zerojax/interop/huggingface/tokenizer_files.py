@@ -27,19 +27,19 @@ KEPT = (
     *(TOKENIZER, SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("vocab.json", "merges.txt", "tokenizer.model", GENERATION),
 )
-"""Files of a folder that a run keeps, for an export to write back."""
+"""Files of a folder that a run keeps, so that an export can write them back."""
 _LIKE_GPT2 = (None, "GPT2Tokenizer", "GPT2TokenizerFast")
-"""Values of tokenizer_class that cut text as GPT-2 does; None where there is none."""
+"""Values of tokenizer_class that cut text as GPT-2 does; None is a missing key."""
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # in transformers' order
 
 
 def read_tokenizer(folder: Path, config: dict[str, Any]) -> BPETokenizer | None:
-    """The tokenizer of a Hugging Face folder, or None if there is none.
+    """The tokenizer of a Hugging Face folder, or None if it has none.
 
-    The folder's config.json, ``config``, may name the token that ends a text.
+    ``config`` is the folder's config.json, which may name the tokens that begin and end a text.
 
     Raises:
-        DataError: the tokenizer is of a kind that zerojax does not read; says what to do.
+        DataError: zerojax does not read this kind of tokenizer; names a way out.
     """
     path = folder / TOKENIZER
     if path.is_file():
@@ -47,7 +47,7 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> BPETokenizer | None:
     elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         inner = _from_vocabulary(folder)
     elif found := [name for name in ("tokenizer.model", "spiece.model") if (folder / name).is_file()]:
-        raise DataError(f"{folder / found[0]}: SentencePiece models are not supported: {_way_out(folder)}")
+        raise DataError(f"{folder / found[0]}: SentencePiece models are not supported. {_way_out(folder)}")
     else:
         return None
     settings = read_settings(folder / "special_tokens_map.json") | read_settings(folder / SETTINGS)
@@ -67,22 +67,22 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 def _way_out(folder: Path) -> str:
     return (
-        f"write {TOKENIZER} by transformers' "
+        f"Write {TOKENIZER} with transformers' "
         f'AutoTokenizer.from_pretrained("{folder}").save_pretrained("{folder}")'
     )
 
 
 def _from_vocabulary(folder: Path) -> tokenizers.Tokenizer:
-    """GPT-2's and OPT's byte-level BPE from the files of their slow tokenizers.
+    """GPT-2's and OPT's byte-level BPE, from the files of their slow tokenizers.
 
     Raises:
-        DataError: it is another family's, which may cut text otherwise; or the files are damaged.
+        DataError: it is another family's tokenizer, which may cut text differently, or the files are damaged.
     """
     settings = read_settings(folder / "special_tokens_map.json") | read_settings(folder / SETTINGS)
     if (kind := settings.get("tokenizer_class")) not in _LIKE_GPT2:
         raise DataError(
             f"{folder}: vocab.json and merges.txt of tokenizer_class = {short(kind)} are not supported, only "
-            f"GPT-2's: {_way_out(folder)}"
+            f"GPT-2's. {_way_out(folder)}"
         )
     special = _special_tokens(settings)
     added = _added_tokens(folder, settings, special)
@@ -93,10 +93,10 @@ def _from_vocabulary(folder: Path) -> tokenizers.Tokenizer:
         for number, token in added.items():
             name = token.content
             if vocabulary.setdefault(name, number) != number or names.setdefault(number, name) != name:
-                raise ValueError(f"added token {short(name)} = {number} is not as in vocab.json")
+                raise ValueError(f"added token {short(name)} = {number} contradicts vocab.json")
         for name in special:
             vocabulary.setdefault(name, 1 + max(vocabulary.values()))
-        # As a part of the vocabulary they have these ids; the library would number them anew.
+        # In the vocabulary they keep these ids; otherwise the library would assign new ones.
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
         known = [token.content for token in added.values()]
         tokenizer.add_tokens(list(added.values()))
@@ -108,7 +108,7 @@ def _from_vocabulary(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _special_tokens(settings: dict[str, Any]) -> list[str]:
-    """The special tokens that settings name."""
+    """The special tokens that the settings name."""
     names = [special_token(settings, f"{role}_token") for role in _ROLES]
     key = "additional_special_tokens"
     others = settings.get(key) or []
@@ -121,10 +121,10 @@ def _special_tokens(settings: dict[str, Any]) -> list[str]:
 def _added_tokens(
     folder: Path, settings: dict[str, Any], special: Collection[str]
 ) -> dict[int, tokenizers.AddedToken]:
-    """The tokens of a slow tokenizer beside its vocabulary, by their ids.
+    """A slow tokenizer's tokens outside its vocabulary, by id.
 
-    They are in tokenizer_config.json, with how to find them in text, or by older versions of transformers in
-    added_tokens.json.
+    tokenizer_config.json lists them with rules for finding them in text. Older versions of transformers wrote
+    added_tokens.json instead.
     """
     tables = settings.get("added_tokens_decoder")
     if tables is None:
@@ -160,7 +160,7 @@ def _bytes_as_bpe() -> tokenizers.Tokenizer:
 
 
 def _named(tokenizer: tokenizers.Tokenizer, ids: Any) -> str | None:
-    """The token of an id, or of the first of several."""
+    """The token with an id, or with the first of several ids."""
     number = ids[0] if isinstance(ids, list) and ids else ids
     if not isinstance(number, int) or isinstance(number, bool):
         return None

@@ -1,4 +1,4 @@
-"""The tensors of a model's folder, of which quantized ones are read as the numbers that they stand for."""
+"""The tensors of a model's folder; quantized tensors are decoded as they are read."""
 
 from pathlib import Path
 
@@ -14,16 +14,16 @@ from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
 from zerojax.validation.untrusted import short
 
 QUANTIZATION = "quantization_config"
-"""The key of quantized files in config.json. Exports are not quantized so, and do not have it."""
+"""The key of quantized files in config.json. Exports remove it: their tensors are not in its format."""
 QuantizedFormat = MXFP4 | FP8Blocks | WeightFormat
-"""How files hold quantized tensors; the last is that of exports."""
+"""The formats of quantized tensors; exports write ``WeightFormat``."""
 
 
 def read_format(keys: ConfigKeys) -> QuantizedFormat | None:
-    """The format of a model's quantized tensors, if it has any; which ones they are, the files say.
+    """The format of a model's quantized tensors, if it has any. The files show which tensors these are.
 
     Raises:
-        ConfigurationError: it is not supported.
+        ConfigurationError: the format is not supported.
     """
     values = keys.take(QUANTIZATION, dict, {})
     if not values:
@@ -34,16 +34,16 @@ def read_format(keys: ConfigKeys) -> QuantizedFormat | None:
         return MXFP4()
     if method == "fp8":
         own.only("fmt", "e4m3")
-        # Without the key as in transformers. Null is one scale for all of a tensor.
+        # Defaults as in transformers. Null means one scale for a whole tensor.
         return FP8Blocks.of(own.nullable("weight_block_size", list, [128, 128]))
     raise ConfigurationError(
-        f"{QUANTIZATION} of quant_method = {short(method)} is not supported, only 'fp8' and 'mxfp4': convert "
-        "the files to bf16, and remove this key"
+        f"{QUANTIZATION} with quant_method = {short(method)} is not supported, only 'fp8' and 'mxfp4'. "
+        "Convert the files to bf16, and remove this key"
     )
 
 
 class WeightFiles:
-    """The tensors of a model's folder; ``how`` is the format of the quantized ones.
+    """The tensors of a model's folder; ``how`` is the format of quantized tensors.
 
     Raises:
         ConfigurationError: as ``SafetensorFiles``, or the parts of a quantized tensor do not fit together.
@@ -55,7 +55,7 @@ class WeightFiles:
         self.specs = self._files.specs if how is None else how.decoded(self._files.specs)
 
     def read(self, name: str, *ranges: slice) -> Shaped[np.ndarray, "..."]:
-        """A part of a tensor, as ``SafetensorFiles.read``."""
+        """Read a part of a tensor, decoded; ranges as in ``SafetensorFiles.read``."""
         spec = self.specs[name]
         if self._how is None or spec == self._files.specs.get(name):
             return self._files.read(name, *ranges)
