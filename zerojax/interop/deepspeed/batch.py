@@ -1,4 +1,4 @@
-"""DeepSpeed's arithmetic of batch sizes: train = micro x accumulation x world."""
+"""DeepSpeed's batch sizes: train = micro x accumulation x devices."""
 
 from zerojax.errors import ConfigurationError
 from zerojax.interop.deepspeed.reader import Reader
@@ -10,9 +10,9 @@ TRAIN, MICRO, ACCUMULATE = "train_batch_size", "train_micro_batch_size_per_gpu",
 def batch_of(reader: Reader, world: int, given: int | None = None) -> tuple[int, int]:
     """The global batch and the number of micro-batches, on ``world`` devices (0 if unknown).
 
-    Each of the three numbers follows from the other two, as in DeepSpeed's ``_set_batch_related_parameters``;
-    with only one of the two sizes there is no accumulation. Without either (the script decided it), the batch
-    is ``given``, or zerojax's default, rounded up so that it divides.
+    Each of the three numbers follows from the other two, as in DeepSpeed's ``_set_batch_related_parameters``.
+    With only one of the two sizes there is no accumulation. Without either, the training script chose the
+    batch: the result is ``given``, or zerojax's default, rounded up so that it divides.
 
     Raises:
         ConfigurationError: the sizes contradict each other, or ``world`` is needed.
@@ -24,7 +24,7 @@ def batch_of(reader: Reader, world: int, given: int | None = None) -> tuple[int,
             raise ConfigurationError(f"{name} = {value} must be at least 1")
     if given is not None and train not in (None, given):
         raise ConfigurationError(
-            f"{TRAIN} = {train} contradicts --batch-size {given}: drop the option or edit the config"
+            f"{TRAIN} = {train} contradicts --batch-size {given}: leave the option out, or edit the config"
         )
     named = TRAIN if train is not None else "--batch-size"
     train = given if train is None else train
@@ -34,7 +34,8 @@ def batch_of(reader: Reader, world: int, given: int | None = None) -> tuple[int,
         return _default(reader, accumulate or 1, world)
     if not world:
         raise ConfigurationError(
-            f"{MICRO} is the batch of one device: give --nodes and --gpus-per-node for their number"
+            f"{MICRO} = {micro} is the batch of one device: give the number of devices by --nodes and "
+            "--gpus-per-node"
         )
     if train is None:
         accumulate = accumulate or 1
@@ -66,7 +67,7 @@ def _default(reader: Reader, accumulate: int, world: int) -> tuple[int, int]:
         "zerojax's default" if train == TrainSection.batch_size else "zerojax's default, rounded up to divide"
     )
     reader.remarks.append(
-        f"no batch size is given: the script decided it; train.batch_size = {train} is {why}; "
+        f"the config has no batch size (the training script sets it): train.batch_size = {train} is {why}; "
         "--batch-size sets another"
     )
     return train, accumulate

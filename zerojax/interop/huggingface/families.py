@@ -1,4 +1,4 @@
-"""The model families that can be imported and exported."""
+"""The model families that zerojax imports and exports."""
 
 import re
 from collections.abc import Collection
@@ -23,13 +23,13 @@ class Family:
 
     Attributes:
         label: its name in errors.
-        model_type: in the config.json.
-        architecture: in the config.json, of the causal language model.
-        table: of the keys of its config.json.
-        names: of its modules.
-        prefix: of the tensors' names; files of a model without its head leave it out.
-        buffers: patterns of the names of tensors in old files that hold no weights.
-        predicts: whether files may have layers behind the last one, which predict further tokens and are not
+        model_type: its model_type in config.json.
+        architecture: the causal language model's name in config.json.
+        table: the keys of its config.json.
+        names: the names of its modules.
+        prefix: prefix of the tensors' names; files of a model without its head leave it out.
+        buffers: patterns of tensors in old files that hold no weights.
+        predicts: whether files may have layers behind the last one. They predict further tokens and are not
             read.
         linear: whether its kernels are ``torch.nn.Linear``, which compressed-tensors can quantize.
     """
@@ -45,7 +45,7 @@ class Family:
     linear: bool = True
 
     def read(self, keys: ConfigKeys) -> GPTConfig:
-        """The model of a config.json.
+        """The model that a config.json describes.
 
         Raises:
             ConfigurationError: a value is not supported.
@@ -53,7 +53,7 @@ class Family:
         return GPTConfig(**read_fields(self.table, keys, {}))
 
     def why_not(self, model: GPTConfig) -> list[str]:
-        """Why a model is none of this family, field by field; nothing if it is one."""
+        """The reasons why a model is not of this family, field by field; empty if it is."""
         if wrong := differences(self.table, model, self.label):
             return wrong
         try:
@@ -63,7 +63,7 @@ class Family:
         return []
 
     def exported(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The config.json of an imported model, without what is not imported."""
+        """An imported model's config.json, without the settings that are not imported."""
         kept = {name: value for name, value in values.items() if name != QUANTIZATION}
         return kept | ({experts.PREDICTING: 0} if self.predicts else {})
 
@@ -73,7 +73,7 @@ class Family:
 
     @property
     def base(self) -> str:
-        """The architecture without its head."""
+        """The architecture's name without its head."""
         return re.sub(r"(LMHeadModel|ForCausalLM)$", "Model", self.architecture)
 
     def prefix_in(self, names: Collection[str]) -> str:
@@ -81,7 +81,7 @@ class Family:
         return self.prefix if any(name.startswith(self.prefix) for name in names) else ""
 
     def is_left_out(self, name: str, layers: int) -> bool:
-        """Whether a model of so many layers does without the tensor of this name."""
+        """Whether a model with this many layers does not read the tensor."""
         behind = re.match(r"(?:model\.)?layers\.(\d+)\.", name) if self.predicts else None
         if behind is not None and int(behind[1]) >= layers:
             return True
@@ -89,11 +89,11 @@ class Family:
 
 
 _NEAREST = 3
-"""Families, or keys, that a refusal names."""
+"""Most families or keys that a refusal names."""
 _LONGEST_NAME = 80
 """Characters of a model_type that are compared."""
 _GPT2_MASKS = (r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",)
-# A model that was not imported is exported as the first that fits.
+# A model that was not imported is exported as the first family that fits.
 FAMILIES = {
     family.model_type: family
     for family in (
@@ -182,7 +182,7 @@ REFUSED = dict.fromkeys(
 
 
 def read_model(values: dict[str, Any], origin: str) -> tuple[Family, GPTConfig, list[str]]:
-    """The family and shape of the model of a config.json; ``origin`` names the file in errors.
+    """The family and shape of a config.json's model; ``origin`` names the file in errors.
 
     Returns:
         The family, the model's shape, and a line for each key that is not imported.
@@ -202,11 +202,12 @@ def read_model(values: dict[str, Any], origin: str) -> tuple[Family, GPTConfig, 
     for name in keys.take("architectures", list, []):
         if name not in (family.architecture, family.base):
             raise ConfigurationError(
-                f"{origin}: architectures = {short(name)} is not supported, only causal language models"
+                f"{origin}: architectures = {short(name)} is not supported. Use a causal language model: "
+                f"{family.architecture} or {family.base}"
             )
     try:
         model = family.read(keys)
-        read_format(keys)  # refuses those that are not supported
+        read_format(keys)  # refuses unsupported formats
     except ConfigurationError as error:
         raise ConfigurationError(f"{origin}: {str(error).removeprefix(f'{origin}: ')}") from error
     keys.finish()
@@ -214,7 +215,7 @@ def read_model(values: dict[str, Any], origin: str) -> tuple[Family, GPTConfig, 
 
 
 def _describe_nearest(values: dict[str, Any]) -> str:
-    """The family that reads most of the keys of a config.json, and which it does not read."""
+    """The family that reads most keys of a config.json, and the keys that it does not read."""
     kind = str(values.get("model_type"))
 
     def distance(family: Family) -> tuple[int, float]:
@@ -230,21 +231,21 @@ def _describe_nearest(values: dict[str, Any]) -> str:
 
 
 def describe_model(model: GPTConfig) -> tuple[Family, dict[str, Any]]:
-    """The family of a model, and its config.json as transformers 4 and 5 both read it.
+    """The family of a model, and a config.json that transformers 4 and 5 both read.
 
     Raises:
-        ConfigurationError: it belongs to no family; says why, for those that are nearest.
+        ConfigurationError: the model is of no family; names the nearest ones and what differs.
     """
     if not (found := fitting(model)):
         reasons = sorted((family.why_not(model) for family in FAMILIES.values()), key=len)
         nearest = " | ".join(map("; ".join, reasons[:_NEAREST]))
         raise ConfigurationError(f"no Hugging Face family fits this model. The nearest: {nearest}")
     family = found[0]
-    # Defaults of some families lie outside of a small vocabulary, where transformers then fails.
+    # Some families' default ids lie outside a small vocabulary, and transformers fails on them.
     about = {"architectures": [family.architecture], "model_type": family.model_type, "pad_token_id": None}
     return family, about | write_keys(family.table, model) | {"initializer_range": model.init_std}
 
 
 def fitting(model: GPTConfig) -> list[Family]:
-    """All families of a model; ``describe_model`` takes the first, of which others may differ in names."""
+    """All families that fit a model. ``describe_model`` uses the first; others may have other names."""
     return [family for family in FAMILIES.values() if not family.why_not(model)]

@@ -1,11 +1,12 @@
-"""Adapters in the files of PEFT: adapter_config.json and adapter_model.safetensors.
+"""Adapters in PEFT's files: adapter_config.json and adapter_model.safetensors.
 
-PEFT holds A as ``[rank, inputs]`` and B as ``[outputs, rank]``, also for GPT-2, whose weights are (in, out),
-and each module has an adapter of its own. A module may be some columns of a weight of zerojax (query, key and
-value are one), or hold several weights (gate and up in Phi-3): ``tensors_of_model`` says which, to read and
-to write. Both are the same in terms of ``Factor``: an A with a B for a range of columns. Factors of different
-A stand side by side in one adapter of the sum of their ranks, each with its own columns of B and zeros
-elsewhere, which is exact.
+PEFT stores A as ``[rank, inputs]`` and B as ``[outputs, rank]``, even for GPT-2, whose weights are (in, out).
+Each module has a separate adapter. A module may be some columns of a zerojax weight (query, key and value are
+one weight), or hold several weights (gate and up in Phi-3). ``tensors_of_model`` maps modules to weights for
+reading and writing.
+
+Both sides use ``Factor``: an A with a B for a range of columns. Factors with different A share one adapter
+whose rank is the sum of their ranks. Each has its columns of B, with zeros elsewhere, so this is exact.
 """
 
 import json
@@ -42,13 +43,13 @@ _HARMLESS = frozenset(
     {
         *("auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode", "megatron_core"),
         *("peft_version", "qalora_group_size", "revision"),
-        "ensure_weight_tying",  # the tensors tell whether a tied matrix still is
-        # the names of the tensors tell which modules have adapters
+        "ensure_weight_tying",  # the tensors show whether a tied matrix is still tied
+        # the names of the tensors show which modules have adapters
         *("exclude_modules", "layers_pattern", "layers_to_transform", "target_modules"),
     }
 )
 _FIRST_VALUES = (True, "gaussian", "orthogonal", "eva")
-"""Ways to draw A and B that leave the base as it is; LoftQ, PiSSA and others change it."""
+"""Ways to draw A and B that leave the base unchanged; LoftQ, PiSSA and others change it."""
 _OPTIONS: dict[str, tuple[str, type, Any]] = {
     "rank": ("r", int, REQUIRED),
     "alpha": ("lora_alpha", float, REQUIRED),
@@ -58,7 +59,7 @@ _OPTIONS: dict[str, tuple[str, type, Any]] = {
 """Fields of ``LoRA`` -> their key in adapter_config.json, its type and its default."""
 _MERGE = "merge the adapter into its model with PEFT (merge_and_unload), and import that"
 _MAX_REPETITIONS = 4
-"""In a pattern of a module's name: with more, a hostile one could match for hours."""
+"""Most repetitions in a pattern of a module's name. With more, a hostile pattern could match for hours."""
 
 _EMBEDDING: Place = ("embed/embedding", None)
 
@@ -80,9 +81,9 @@ def weight_shapes(model: GPTConfig) -> dict[str, Shape]:
 
 
 def tensors_of_model(family: Family, model: GPTConfig) -> dict[str, list[Tensor]]:
-    """The weights that each tensor of a model holds, by its name in a family: several, if it is fused.
+    """The weights in each tensor of a model, by the tensor's name in a family; fused tensors hold several.
 
-    Weights for which the family has no names are left out.
+    Weights without a name in the family are skipped.
     """
     parts = family.parts(model, family.prefix)
     found: dict[str, list[Tensor]] = {}
@@ -93,7 +94,7 @@ def tensors_of_model(family: Family, model: GPTConfig) -> dict[str, list[Tensor]
 
 
 def module_of(tensor: str) -> str:
-    """The module of a weight or bias, by its name."""
+    """The module of a weight or bias, from its name."""
     return tensor.rpartition(".")[0]
 
 
@@ -108,15 +109,15 @@ def _adapter_keys(module: str) -> set[str]:
 
 
 def whole_keys(tensor: str) -> tuple[str, str]:
-    """The names of a tensor of the model itself, where its module has no adapter, and where it has one."""
+    """The names in PEFT's files of a model's tensor: for a module without an adapter, and with one."""
     module, _, end = tensor.rpartition(".")
     return PREFIX + tensor, f"{PREFIX}{module}.base_layer.{end}"
 
 
 def target_modules(adapted: Collection[str], every: Collection[str]) -> list[str]:
-    """The fewest ends of names by which PEFT finds the modules of a set, and no others.
+    """The fewest ends of names by which PEFT finds a set of modules, and no others.
 
-    An end of a word counts as well: PEFT looks for dots before its targets, but not in ``modules_to_save``.
+    An end may begin within a word: PEFT requires a dot before its targets, but not in ``modules_to_save``.
     """
     found = set[str]()
     for module in adapted:
@@ -134,7 +135,7 @@ class Factor:
         a: ``[inputs, rank]``.
         b: ``[rank, columns]``.
         start: the first of the columns.
-        scale: what A B is multiplied by.
+        scale: factor of A B.
     """
 
     a: Float32[np.ndarray, "inputs rank"]
@@ -149,7 +150,7 @@ class Factor:
 
 
 def within(factors: Sequence[Factor], columns: slice, to: int = 0) -> list[Factor]:
-    """What lies in a range of columns, the first of which becomes column ``to``."""
+    """The factors' parts in a range of columns, shifted so that the range begins at column ``to``."""
     return [
         replace(one, b=one.b[:, first - one.start : last - one.start], start=first - columns.start + to)
         for one in factors
@@ -160,7 +161,10 @@ def within(factors: Sequence[Factor], columns: slice, to: int = 0) -> list[Facto
 def side_by_side(
     factors: Sequence[Factor], columns: int, scale: float
 ) -> tuple[Float32[np.ndarray, "inputs rank"], Float32[np.ndarray, "rank columns"]]:
-    """One A and B of a scale that act as all factors do; those with the same A share its columns."""
+    """One A and one B with a given scale that act as all factors do.
+
+    Factors with the same A share its ranks.
+    """
     different: list[np.ndarray] = []
     numbers = []
     for one in factors:
@@ -175,26 +179,26 @@ def side_by_side(
 
 
 def alpha_for(lora: LoRA, rank: int, scale: float) -> float:
-    """``LoRA.alpha_of`` without the last digits, in which roots of ranks leave their errors."""
+    """``LoRA.alpha_of``, rounded to hide the errors of square roots of ranks."""
     alpha = lora.alpha_of(rank, scale)
     return lora.alpha if math.isclose(alpha, lora.alpha) else float(f"{alpha:.12g}")
 
 
 def path_pattern(name: str) -> str:
-    """The paths of a weight in all blocks, by its name in ``TensorParts``."""
+    """The pattern of a weight's paths in all blocks, from its name in ``TensorParts``."""
     return re.sub("^block/", "blocks/*/", name)
 
 
 class Settings(NamedTuple):
-    """What adapter_config.json says.
+    """The settings of adapter_config.json.
 
     Attributes:
         lora: rank, alpha, dropout, rslora.
         ranks: other ranks, by patterns of modules.
-        alphas: other alphas, likewise.
+        alphas: other alphas, by patterns of modules.
         bias: "none", "all" or "lora_only": which biases are in the files.
-        saved: ends of the names of modules that are in the files as a whole.
-        parameters: those of experts that have adapters, of ``peft_experts.PARAMETERS``.
+        saved: ends of the names of modules that the files hold whole.
+        parameters: the parameters of experts that have adapters, from ``peft_experts.PARAMETERS``.
     """
 
     lora: LoRA
@@ -212,7 +216,7 @@ class Settings(NamedTuple):
             ConfigurationError: it is missing, or has an option that zerojax does not support.
         """
         values = read_config_json(folder, CONFIG, "a PEFT adapter")
-        # PEFT writes all of its options: those that are off are null, false or empty.
+        # PEFT writes all of its options. Options that are off are null, false or empty.
         keys = ConfigKeys({name: x for name, x in values.items() if x}, str(folder / CONFIG), _HARMLESS)
         keys.only("peft_type", "LORA")
         keys.only("task_type", "CAUSAL_LM")
@@ -240,8 +244,11 @@ class Settings(NamedTuple):
     def write(self, folder: Path, targets: Sequence[str], family: Family, base: str | None) -> None:
         """Write adapter_config.json.
 
-        ``targets`` are the ends of the names of the modules that have adapters. ``base`` is the folder or
-        name of the model that the adapters belong to, if it is known.
+        Args:
+            folder: the adapter's folder.
+            targets: the ends of the names of the modules that have adapters.
+            family: the model's family.
+            base: folder or name of the model that the adapters belong to, if it is known.
         """
         values = {key: getattr(self.lora, field) for field, (key, *_) in _OPTIONS.items()} | {
             "alpha_pattern": {re.escape(end): _number(x) for end, x in self.alphas.items()},
@@ -273,13 +280,13 @@ class Settings(NamedTuple):
 
 
 def _ends(name: object, parameter: str) -> bool:
-    """Whether a name in ``target_parameters`` is that of a parameter of experts."""
+    """Whether a name in ``target_parameters`` means a parameter of experts."""
     whole = f".{peft_experts.MODULE}.{parameter}"
     return (isinstance(name, str) and whole.endswith(f".{name}")) or str(name).endswith(whole)
 
 
 def _by_pattern[T](values: Mapping[str, T], module: str, default: T) -> T:
-    """The value of the first pattern that PEFT finds to match a module."""
+    """The value of the first pattern that matches a module, as PEFT matches."""
     return next((x for key, x in values.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
@@ -301,16 +308,16 @@ def _check_patterns(field: str, patterns: Mapping[str, Any], lora: LoRA, *kinds:
             )
         if type(value) not in kinds:
             raise ConfigurationError(f"{setting} has {short(value)} for {short(pattern)}")
-        replace(lora, **{field: value})  # refuses what cannot be
+        replace(lora, **{field: value})  # refuses invalid values
 
 
 class Given(NamedTuple):
-    """Values that the files have for columns of a weight that PEFT trains as a whole.
+    """The files' values for columns of a weight that PEFT trains as a whole.
 
     Attributes:
-        part: the columns, and the tensor that they are from.
+        part: the columns, and their tensor.
         values: in the weight's layout.
-        added: whether they are added to the weight, instead of replacing it.
+        added: whether they are added to the weight instead of replacing it.
     """
 
     part: Tensor
@@ -319,15 +326,15 @@ class Given(NamedTuple):
 
 
 class PeftAdapter:
-    """PEFT's files of an adapter for a model, checked.
+    """PEFT's files of an adapter, checked for a model.
 
     Attributes:
-        folder: theirs.
-        settings: of adapter_config.json.
-        shapes: of all weights of the model, by name.
-        factors: of each weight that has an adapter.
-        experts: of each weight of experts that has an adapter.
-        given: of each weight that is trained as a whole.
+        folder: the folder of the files.
+        settings: the settings of adapter_config.json.
+        shapes: shapes of all weights of the model, by name.
+        factors: the adapter of each weight that has one.
+        experts: the adapter of each expert weight that has one.
+        given: the values of each weight that is trained as a whole.
 
     Raises:
         ConfigurationError: a file is missing or damaged, has an option that zerojax does not support, or
@@ -344,7 +351,7 @@ class PeftAdapter:
         self._adapted = {
             module_of(x) for x in self._tensors if self._files.specs.keys() & _adapter_keys(module_of(x))
         }
-        # The token embedding, and the output projection that is the same matrix.
+        # The token embedding, and a tied output projection.
         self._copies = [tensor for tensor, (part, *_) in self._tensors.items() if part.place == _EMBEDDING]
         for tensor, parts in self._tensors.items():
             for key in whole_keys(tensor):
@@ -361,7 +368,7 @@ class PeftAdapter:
 
     @property
     def lora(self) -> LoRA:
-        """The settings of adapters that hold these, each of its own rank and scale."""
+        """The settings of adapters that can hold these, each with its rank and scale."""
         own = sorted({name for name, _ in self.factors})
         of_experts = sorted({name for name, _ in self.experts})
         pieces = [piece for name in own for piece in self._pieces(name)]
@@ -371,11 +378,11 @@ class PeftAdapter:
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """The patterns of ``ZeroConfig.frozen`` that train what the files have besides adapters."""
+        """The patterns of ``ZeroConfig.frozen`` that train everything in the files besides adapters."""
         return ("*", *(f"!{path_pattern(name)}" for name in sorted({name for name, _ in self.given})))
 
     def _pieces(self, name: str) -> Iterator[tuple[str, int, int, float]]:
-        """The ``LoRA.pieces`` of a weight; none if its adapters are those of all."""
+        """The ``LoRA.pieces`` of a weight; none if its adapters have the default rank and scale."""
         layers = [factors for (own, _), factors in self.factors.items() if own == name]
         every = (part for parts in self._tensors.values() for part in parts)
         ranges = sorted({(part.columns.start, part.columns.stop) for part in every if part.place[0] == name})
@@ -392,7 +399,7 @@ class PeftAdapter:
             yield from found
 
     def _piece_of_experts(self, name: str) -> Iterator[tuple[str, int, int, float]]:
-        """The ``LoRA.pieces`` of a weight of experts."""
+        """The ``LoRA.pieces`` of an expert weight."""
         layers = [factor for (own, _), factor in self.experts.items() if own == name]
         lora, rank = self.settings.lora, max(factor.b.shape[1] for factor in layers)
         alpha = alpha_for(lora, rank, layers[0].scale)
@@ -400,7 +407,7 @@ class PeftAdapter:
             yield path_pattern(name), 0, rank, alpha
 
     def _tensors_of_files(self, model: GPTConfig) -> tuple[Family, dict[str, list[Tensor]]]:
-        """The first family with this model that has all modules of the files, and its tensors."""
+        """The first family that fits the model and has all modules of the files, and its tensors."""
         first: tuple[Family, str] | None = None
         for family in fitting(model):
             parts = tensors_of_model(family, model)
@@ -416,34 +423,35 @@ class PeftAdapter:
         if first is None:
             raise ConfigurationError("no Hugging Face family fits this model")
         raise ConfigurationError(
-            f"{self.folder / WEIGHTS} has {short(first[1])}, and no such module is in this "
-            f"{first[0].architecture} of {model.layers} blocks: is the adapter for another model?"
+            f"{self.folder / WEIGHTS} has {short(first[1])}, but a {first[0].architecture} of {model.layers} "
+            "blocks has no such module. Use an adapter for this model"
         )
 
     def _take_whole(self, key: str, tensor: str, parts: Sequence[Tensor]) -> None:
-        """A tensor that replaces the weights that it holds."""
+        """Take a tensor that replaces the weights that it holds."""
         copies = self._copies if tensor in self._copies else [tensor]
         named = any(self.settings.has(one, self._adapted) for one in copies)
         if not (named or key.endswith(".base_layer.weight")):
             raise ConfigurationError(
-                f"{key} is in the files, and neither bias nor modules_to_save of {CONFIG} has it"
+                f"{key} is in the files, but {CONFIG} names it neither in bias nor in modules_to_save: "
+                "correct that file"
             )
         for part in parts:
             values = self._values(key, part.shape)
             self.given.setdefault(part.place, []).append(Given(part, part.within(values), False))
 
     def _take_factors(self, module: str, parts: Sequence[Tensor]) -> None:
-        """A module's adapter, for the weights that the module holds."""
+        """Take a module's adapter, for the weights that the module holds."""
         shape = self.shapes[parts[0].place[0]]
         if len(shape) != 2:
             raise ConfigurationError(
-                f"the files have an adapter for {module}, and no such module is a matrix"
+                f"the files have an adapter for {module}, which is not a matrix: {_MERGE}"
             )
         rank, scale = self.settings.of(module)
         a, b = self._pair(module, KINDS, (rank, shape[0]), (parts[0].outputs, rank))
         for part in parts:
             (own,) = within([Factor(a, b, 0, scale)], part.rows, part.columns.start)
-            if len(parts) > 1:  # without the ranks that the module's other weights alone use
+            if len(parts) > 1:  # drop ranks that only the module's other weights use
                 used = own.b.any(axis=1) | ~b.any(axis=1)
                 own = replace(own, a=own.a[:, used], b=own.b[used])
             if own.a.shape[1]:
@@ -452,7 +460,7 @@ class PeftAdapter:
     def _take_experts(
         self, parameter: str, layer: int, module: str, family: Family, model: GPTConfig
     ) -> None:
-        """The adapters of a parameter of a layer's experts."""
+        """Take the adapters of a parameter of a layer's experts."""
         rank, scale = self.settings.of(f"{module}.{parameter}")
         inputs, outputs = model.d_model, len(peft_experts.PARAMETERS[parameter]) * model.ffn_width
         if parameter == "down_proj":
@@ -465,7 +473,7 @@ class PeftAdapter:
             self.experts[peft_experts.place(name, layer)] = factor
 
     def _add_product(self, module: str, parts: Sequence[Tensor]) -> None:
-        """An adapter of an embedding or a head, which is added to the weight."""
+        """Take an adapter of an embedding or a head, which is added to the weight."""
         rank, scale = self.settings.of(module)
         for part in parts:
             rows, width = part.shape
@@ -479,20 +487,20 @@ class PeftAdapter:
             self.given.setdefault(part.place, []).append(added)
 
     def _check(self) -> None:
-        """Refuse what the files lack, and weights of which they have two kinds of values."""
+        """Refuse files that lack a named module, and weights with two kinds of values."""
         if not self.factors and not self.experts:
             raise ConfigurationError(
-                f"{self.folder / WEIGHTS} has no adapter for a matrix of a block, and a state needs one: "
+                f"{self.folder / WEIGHTS} has no adapter for a matrix of a block, but a state needs one: "
                 f"{_MERGE}"
             )
         whole = {module_of(x) for x in self._tensors if {*whole_keys(x)} & self._files.specs.keys()}
         for end in self.settings.saved:
             if not any(module.endswith(end) for module in whole | self._adapted):
-                raise ConfigurationError(f"the files lack {short(end)}, which modules_to_save has")
+                raise ConfigurationError(f"the files lack {short(end)}, which modules_to_save names")
         for place, given in self.given.items():
             if place in self.factors:
                 raise ConfigurationError(
-                    f"the files have {given[0].part.name}, and an adapter of {place[0]!r}, which holds "
+                    f"the files have {given[0].part.name}, and also an adapter of {place[0]!r}, which holds "
                     f"it: {_MERGE}"
                 )
         if len(self._copies) > 1 and (given := self.given.get(_EMBEDDING)):
@@ -502,7 +510,7 @@ class PeftAdapter:
                 for one, two in zip(first, second, strict=True)
             ):
                 raise ConfigurationError(
-                    "the token embedding and the output projection of the files differ, and the model ties "
+                    "the token embedding and the output projection of the files differ, but the model ties "
                     f"them: {_MERGE}"
                 )
             self.given[_EMBEDDING] = first
@@ -520,8 +528,8 @@ class PeftAdapter:
         spec = self._files.specs[name]
         if spec.shape != shape:
             raise ConfigurationError(
-                f"{name} has shape {spec.shape}, and {shape} would fit this model and {CONFIG}: is the "
-                "adapter for another model?"
+                f"{name} has shape {spec.shape}, but this model and {CONFIG} need {shape}. Use an adapter "
+                "for this model"
             )
         if spec.dtype not in FLOATS:
             raise ConfigurationError(
@@ -531,7 +539,7 @@ class PeftAdapter:
 
 
 def _are_one(factors: Sequence[Factor], columns: int) -> bool:
-    """Whether the adapters of all of a weight's parts have the same A and scale, as if they were one."""
+    """Whether the adapters of all of a weight's parts have the same A and scale, as a single adapter has."""
     first = factors[0]
     covered = sum(one.b.shape[1] for one in factors) == columns
     return covered and all(one.scale == first.scale and np.array_equal(one.a, first.a) for one in factors)
