@@ -255,7 +255,7 @@ def test_a_trained_run_is_exported_quantized(tmp_path: Path, capsys: pytest.Capt
     [
         (["import"], "name the model's folder and the run's"),
         (["import", "nowhere", "run"], "nowhere/config.json: No such file or directory"),
-        (["import", "MODEL", "run", "--model.layers", "3"], "the model is that of"),
+        (["import", "MODEL", "run", "--model.layers", "3"], "[model] differs from the model in"),
         (["import", "BARE", "run"], "has no tokenizer: choose one with --data.tokenizer"),
         (["export", "nowhere", "out"], "nowhere is not a run folder"),
         (["export", "RUN", "out", "--block-size", "64"], "add --weights"),

@@ -52,5 +52,7 @@ def test_a_model_that_breaks_the_protocol_is_told_how(model, message):
 
 def test_an_array_of_the_cache_without_an_axis_of_rows_is_refused():
     model = Shared(nnx.Rngs(0))
-    with pytest.raises(ZeroError, match=r"shape \(\) for one row and \(\) for two: each array of the cache"):
+    with pytest.raises(
+        ZeroError, match=r"shape \(\) for one row and \(\) for two. Give each array of the cache"
+    ):
         batch_axes(lambda rows: model.init_cache(rows, 4, jnp.float32))

@@ -40,7 +40,7 @@ def test_batch_arithmetic(train: Any, micro: Any, accumulate: Any, world: int) -
 
 def test_the_number_of_devices_is_asked_for_where_it_matters() -> None:
     assert translate(BATCH).sections["train"] == {"batch_size": 8, "accumulate": 1}
-    with pytest.raises(ZeroError, match="give --nodes and --gpus-per-node"):
+    with pytest.raises(ZeroError, match="give the number of devices by --nodes and --gpus-per-node"):
         translate({"train_micro_batch_size_per_gpu": 2})
 
 
@@ -48,7 +48,7 @@ def test_the_number_of_devices_is_asked_for_where_it_matters() -> None:
     ("data", "options", "message"),
     [
         ({"steps_per_print": 1}, {"batch_size": 0}, "--batch-size = 0 must be at least 1"),
-        (BATCH, {"batch_size": 9}, "train_batch_size = 8 contradicts --batch-size 9: drop the option"),
+        (BATCH, {"batch_size": 9}, "train_batch_size = 8 contradicts --batch-size 9: leave the option out"),
         (
             {"gradient_accumulation_steps": 3, "steps_per_print": 1},
             {"batch_size": 8},

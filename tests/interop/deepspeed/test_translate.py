@@ -367,7 +367,7 @@ def test_the_tutorial_of_zeropp() -> None:
     assert result.sections["mesh"] == {"nodes": 0, "local": 16}
     assert result.sections["zero"] == {"preset": "zero++-paper", "compute_dtype": "float32"}
     assert result.differs[-1].startswith(
-        "no batch size is given: the script decided it; train.batch_size = 32 is"
+        "the config has no batch size (the training script sets it): train.batch_size = 32 is"
     )
     assert "--batch-size" in result.differs[-1]
     assert translate(TUTORIAL, nodes=3).sections["train"]["batch_size"] == 48

@@ -794,12 +794,12 @@ def test_layers_without_a_window_are_not_rotated():
     for family in ("exaone4", "cohere2"):
         assert read(family, **layers).no_rope_layers == (3,)
         assert read(family, **layers, layer_types=types[::-1]).no_rope_layers == (0,)
-        with pytest.raises(ZeroError, match="layer_types without a sliding window"):
+        with pytest.raises(ZeroError, match="layer_types is supported only with a sliding window"):
             read(family, **layers, layer_types=types[-1:] * 4)
     # A pattern in letters stands beside layer_types, which say the same.
     assert read("exaone4", **layers, sliding_window_pattern="LLLG", layer_types=types).no_rope_layers == (3,)
     assert read("exaone4", sliding_window=None).no_rope_layers == ()
-    with pytest.raises(ZeroError, match="layer_types without a sliding window"):
+    with pytest.raises(ZeroError, match="layer_types is supported only with a sliding window"):
         read("cohere2", sliding_window=None)
 
 

@@ -92,15 +92,15 @@ def test_added_tokens_of_a_vocabulary_have_their_own_ids(legacy, tmp_path):
     [
         (
             {"tokenizer_class": "Qwen2Tokenizer"},
-            r"'Qwen2Tokenizer' are not supported, only GPT-2's: write tok",
+            r"'Qwen2Tokenizer' are not supported, only GPT-2's. Write tok",
         ),
         (
             {"added_tokens_decoder": {"1": {"content": "<s>"}}},
-            "added token '<s>' = 1 is not as in vocab.json",
+            "added token '<s>' = 1 contradicts vocab.json",
         ),
         (
             {"added_tokens_decoder": {"300": {"content": "own"}}},
-            "added token 'own' = 300 is not as in vocab.json",
+            "added token 'own' = 300 contradicts vocab.json",
         ),
         ({"added_tokens_decoder": {"-1": {"content": "<s>"}}}, "should be an id and a text"),
         ({"added_tokens_decoder": {str(2**40): {"content": "<s>"}}}, "are not a tokenizer"),
@@ -118,7 +118,9 @@ def test_added_tokens_that_are_none(settings, message, tmp_path):
 def test_what_is_no_tokenizer(tmp_path):
     assert read_tokenizer(tmp_path, {}) is None
     (tmp_path / "tokenizer.model").touch()
-    with pytest.raises(DataError, match=r"SentencePiece models are not supported: write tokenizer\.json by"):
+    with pytest.raises(
+        DataError, match=r"SentencePiece models are not supported. Write tokenizer\.json with"
+    ):
         read_tokenizer(tmp_path, {})
     for name in ("vocab.json", "merges.txt"):
         (tmp_path / name).write_text("{")

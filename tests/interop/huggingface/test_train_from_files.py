@@ -96,7 +96,7 @@ def test_the_command_takes_the_model_and_its_tokenizer_from_the_folder(
     assert "train.sequence_length 99 is longer than model.max_seq_len 64: lower it" in capsys.readouterr().err
     command += ["--train.sequence-length", "16"]
     assert main([*command, "--model.layers", "3"]) == 2
-    assert "the model is that of" in capsys.readouterr().err
+    assert "[model] differs from the model in" in capsys.readouterr().err
     assert not run.exists()
     assert main([*command, "--optimizer.learning-rate", "1e-8", "--optimizer.warmup-steps", "0"]) == 0
     assert f"beginning with the weights of {model}" in capsys.readouterr().out

@@ -445,7 +445,7 @@ class PeftAdapter:
         shape = self.shapes[parts[0].place[0]]
         if len(shape) != 2:
             raise ConfigurationError(
-                f"the files have an adapter for {module}, which is not a matrix: {_MERGE}"
+                f"the files have an adapter for {module}, which is not a matrix. Remove it from {WEIGHTS}"
             )
         rank, scale = self.settings.of(module)
         a, b = self._pair(module, KINDS, (rank, shape[0]), (parts[0].outputs, rank))
