@@ -218,7 +218,7 @@ def test_what_a_process_lacks(capability, found, lacking, monkeypatch):
 
 def test_without_the_package_it_is_refused(monkeypatch):
     monkeypatch.setattr(flash_attention, "find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match="needs the package fa4-jax. Install the extra"):
+    with pytest.raises(ConfigurationError, match=r"needs the package fa4-jax\. Install the extra"):
         choice(kernel="flash_attention_4")
 
 

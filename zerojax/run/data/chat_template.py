@@ -116,7 +116,8 @@ class TemplateProcess:
         code = self.close()
         if code == -signal.SIGPROF:
             raise DataError(
-                f"rendering one text takes more than {self._seconds:g} s: set data.chat_template to another template"
+                f"rendering one text takes more than {self._seconds:g} s: set data.chat_template to another "
+                "template"
             )
         raise DataError(f"the process that renders it has ended (exit code {code})")
 
