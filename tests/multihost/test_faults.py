@@ -164,47 +164,6 @@ def test_all_leave_together(start):
     assert errors == ["", ""]
 
 
-# A library to preload: it adds the seconds in a file to the wall clock, and to no other.
-SHIFTED_CLOCK = r"""
-#define _GNU_SOURCE
-#include <fcntl.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <sys/mman.h>
-#include <sys/syscall.h>
-#include <sys/time.h>
-#include <time.h>
-#include <unistd.h>
-
-static volatile int64_t none, *offset = &none;
-
-__attribute__((constructor)) static void begin(void) {
-    int file = open(getenv("CLOCK_OFFSET"), O_RDONLY);
-    void *shared = file < 0 ? MAP_FAILED : mmap(0, 8, PROT_READ, MAP_SHARED, file, 0);
-    if (shared != MAP_FAILED) offset = shared;
-}
-
-int clock_gettime(clockid_t clock, struct timespec *now) {
-    int failed = syscall(SYS_clock_gettime, clock, now);
-    if (!failed && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) now->tv_sec += *offset;
-    return failed;
-}
-
-int gettimeofday(struct timeval *now, void *zone) {
-    struct timespec exact;
-    clock_gettime(CLOCK_REALTIME, &exact);
-    now->tv_sec = exact.tv_sec;
-    now->tv_usec = exact.tv_nsec / 1000;
-    return 0;
-}
-
-time_t time(time_t *now) {
-    struct timespec exact;
-    clock_gettime(CLOCK_REALTIME, &exact);
-    if (now) *now = exact.tv_sec;
-    return exact.tv_sec;
-}
-"""
 # Rank 0 mostly waits for rank 1 in a collective. Both say which time it is.
 UNTIL_TOLD = """
     def told():
@@ -223,8 +182,8 @@ def shifted_clock(tmp_path):
     """The variables that let a program's wall clock be shifted, and the function that shifts it."""
     if (compiler := shutil.which("cc") or shutil.which("gcc")) is None:
         pytest.skip("no C compiler")
-    source, library, file = (tmp_path / name for name in ("clock.c", "clock.so", "offset"))
-    source.write_text(SHIFTED_CLOCK)
+    library, file = tmp_path / "clock.so", tmp_path / "offset"
+    source = Path(__file__).with_name("shifted_clock.c")
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
     file.write_bytes(bytes(8))
 
