@@ -191,16 +191,12 @@ def _forward(
 ) -> tuple[Array, _Residuals]:
     window = plan.window(rows, 0)
     added, kept = _round(plan.activation, x, weights, own, window)
-    out = to_tokens([added], window)
 
-    def more(carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        number, out = carry
-        window = plan.window(rows, number)
+    def add(window: Window, out: Array) -> Array:
         added, _ = _round(plan.activation, x, weights, own, window)
-        return number + 1, to_tokens([added], window, out)
+        return to_tokens([added], window, out)
 
-    if plan.rounds > 1:
-        _, out = lax.while_loop(partial(_is_left, plan, rows), more, (jnp.int32(1), out))
+    out = _with_further_rounds(plan, rows, add, to_tokens([added], window))
     read = _each(Fp8Operand.kept, own)
     return _once(own, out, (x[:0], weights[:0], read)), (x, weights, read, rows, kept)
 
@@ -215,9 +211,17 @@ def _sum(a: Array, b: Array) -> Array:
     return (a.astype(jnp.float32) + b.astype(jnp.float32)).astype(a.dtype)
 
 
-def _is_left[T](plan: Plan, rows: Rows, carry: tuple[Array, T]) -> Array:
-    """Whether a round has rows."""
-    return carry[0] * plan.rows < rows.total
+def _with_further_rounds[T](plan: Plan, rows: Rows, add: Callable[[Window, T], T], first: T) -> T:
+    """``add`` the rounds after the first one to its result, until no row is left."""
+
+    def is_left(carry: tuple[Array, T]) -> Array:
+        return carry[0] * plan.rows < rows.total
+
+    def more(carry: tuple[Array, T]) -> tuple[Array, T]:
+        number, result = carry
+        return number + 1, add(plan.window(rows, number), result)
+
+    return first if plan.rounds == 1 else lax.while_loop(is_left, more, (jnp.int32(1), first))[1]
 
 
 def _backward(
@@ -228,18 +232,15 @@ def _backward(
     window = plan.window(rows, 0)
     given = (plan.activation, x, weights, own)
     of_rows, of_weights, of_experts = _round_backward(*given, window, kept, cotangent)
-    sums = (to_tokens(of_rows, window), of_weights, of_experts)
 
-    def more(carry: tuple[Array, _Sums]) -> tuple[Array, _Sums]:
-        number, (of_x, of_weights, of_experts) = carry
-        window = plan.window(rows, number)
+    def add(window: Window, sums: _Sums) -> _Sums:
+        of_x, of_weights, of_experts = sums
         _, kept = _round(*given, window)
         of_rows, *others = _round_backward(*given, window, kept, cotangent)
         of_weights, of_experts = jax.tree.map(_sum, (of_weights, of_experts), tuple(others))
-        return number + 1, (to_tokens(of_rows, window, of_x), of_weights, of_experts)
+        return to_tokens(of_rows, window, of_x), of_weights, of_experts
 
-    if plan.rounds > 1:
-        _, sums = lax.while_loop(partial(_is_left, plan, rows), more, (jnp.int32(1), sums))
+    sums = _with_further_rounds(plan, rows, add, (to_tokens(of_rows, window), of_weights, of_experts))
     of_x, of_weights, of_experts = _once(own, sums, (x[:0], weights[:0], own, cotangent[:0]))
     return of_x, of_weights, _each(Fp8Operand.cotangent, own, of_experts), None
 
