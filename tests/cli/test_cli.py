@@ -206,7 +206,7 @@ def test_a_boolean_is_spelled_as_in_toml(config: Path, word: str, value: bool) -
         (["train", "/usr"], "/usr: a folder, not a file"),
         (["train", "CONFIG", "--train.stepps", "5"], "--train.steps"),
         (["train", "CONFIG", "--train.steps", "many"], "invalid literal"),
-        (["train", "CONFIG", "--train.steps", "0"], "train.steps must be at least 1"),
+        (["train", "CONFIG", "--train.steps", "0"], "train.steps = 0 must be at least 1"),
         (["train", "CONFIG", "--train.accumulate", "3"], "8 does not divide into"),
         (["train", "CONFIG", "--zero.preset", "zero9"], "invalid choice 'zero9'"),
         (["train", "CONFIG", "--zero.stage", "7"], "invalid choice '7' for argument '--zero.stage'"),

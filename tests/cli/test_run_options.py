@@ -171,9 +171,9 @@ def test_all_settings_that_do_not_fit_are_reported_at_once(tmp_path, capsys):
     count, messages = capsys.readouterr().err.strip().split(": ", 2)[1:]
     assert count == "3 settings cannot be used"
     assert sorted(messages.split("; ")) == [
-        "data.validation must lie between 0 and 1",
-        "optimizer.learning_rate must be positive",
-        "train.steps must be at least 1",
+        "data.validation = 2.0 must lie between 0 and 1",
+        "optimizer.learning_rate = -1.0 must be positive",
+        "train.steps = 0 must be at least 1",
     ]
     (tmp_path / "wrong.toml").write_text("[train]\nsteps = 0\n[data]\nvalidation = 2.0\n[mesh]\nnodes = -1\n")
     assert main(["train", str(tmp_path / "wrong.toml")]) == 2

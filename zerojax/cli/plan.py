@@ -126,7 +126,7 @@ def _cluster(options: Options, mesh: MeshSection, name: str) -> Cluster:
     known = find_gpu(name)
     nodes, local = options.nodes or mesh.nodes, options.gpus_per_node or mesh.local
     if not (nodes and local):
-        raise ConfigurationError("how large is the cluster? Give --nodes and --gpus-per-node")
+        raise ConfigurationError("--gpu predicts for a cluster: give its size by --nodes and --gpus-per-node")
     scales = {
         "flops": (options.peak_tflops, 1e12),
         "memory": (options.memory_gb, 1e9),

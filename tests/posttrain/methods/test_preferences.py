@@ -265,7 +265,7 @@ def test_a_base_with_its_adapters_off_is_the_reference(
     [
         ({"posttrain": {"group_size": 4}}, 'posttrain.method = "dpo" does not read posttrain.group_size'),
         ({"posttrain": {"reward": "a.py:b"}}, "does not read posttrain.reward"),
-        ({"posttrain": {"beta": 0.0}}, "posttrain.beta must be positive"),
+        ({"posttrain": {"beta": 0.0}}, "posttrain.beta = 0.0 must be positive"),
         ({"posttrain": {"method": "grpo"}}, 'posttrain.method = "grpo" does not read posttrain.beta'),
         ({"model": {"dropout": 0.1}}, "model.dropout = .* makes comparisons"),
         ({"model": {"tied": False, "outputs": 1}}, 'posttrain.method = "dpo" needs a language model'),

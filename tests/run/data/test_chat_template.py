@@ -170,14 +170,14 @@ class TestFiles:
         assert find_template(tmp_path) is None
         config = tmp_path / "tokenizer_config.json"
         config.write_text(json.dumps({"chat_template": "one"}))
-        assert find_template(tmp_path) == ("one", config)
+        assert find_template(tmp_path) == ChatTemplate("one", name=f"the chat template in {config}")
         named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "two"}]
         config.write_text(json.dumps({"chat_template": named}))
-        assert find_template(tmp_path) == ("two", config)
-        assert load_template("tokenizer", str(tmp_path / "tokenizer.json"))[0] == "two"
-        (tmp_path / "chat_template.jinja").write_text("three")
-        assert find_template(tmp_path) == ("three", tmp_path / "chat_template.jinja")
-        assert load_template(str(tmp_path / "chat_template.jinja"), "byte")[0] == "three"
+        assert load_template("tokenizer", str(tmp_path / "tokenizer.json")).source == "two"
+        file = tmp_path / "chat_template.jinja"
+        file.write_text("three")
+        assert find_template(tmp_path) == ChatTemplate("three", name=f"the chat template in {file}")
+        assert load_template(str(file), "byte") == find_template(tmp_path)
 
     @pytest.mark.parametrize("tokenizer", ["byte", "bpe", "elsewhere/tokenizer.json"])
     def test_none_says_which_to_choose(self, tokenizer: str) -> None:

@@ -171,7 +171,7 @@ def save_tokenizer(source: ModelFolder, path: Path) -> None:
     if source.tokenizer is not None:
         source.tokenizer.save(path)
         if (found := find_template(source.folder)) is not None:
-            path.with_name(TEMPLATE).write_text(found[0], encoding="utf-8")
+            path.with_name(TEMPLATE).write_text(found.source, encoding="utf-8")
 
 
 def check_template(source: ModelFolder, config: RunConfig, folder: RunFolder) -> None:

@@ -87,7 +87,8 @@ def restore(
         return from_canonical(state, tree if outer is None else tree | {OPTIMIZER: {outer: tree[OPTIMIZER]}})
     if AVERAGE not in saved:
         raise ConfigurationError(
-            f"{checkpoint.path} has no average of the weights: the run has optimizer.ema_decay = 0"
+            f"{checkpoint.path} has no average of the weights, because its run has optimizer.ema_decay = 0: "
+            "leave out --ema (average=True)"
         )
     wanted.pop("secondary", None)  # replicas of the weights that the average replaces
     del wanted["params"]

@@ -100,8 +100,8 @@ def note_need(path: Path, run: Path) -> str | None:
                 file.write(f"{run.resolve()}\n")
     except OSError as error:
         return (
-            f"it cannot be noted beside {path} that this run needs it ({error.strerror or error}): if its "
-            "own run goes on, it may delete it"
+            f"cannot note beside {path} that this run needs it ({error.strerror or error}): the run that "
+            "wrote it may delete it"
         )
     return None
 

@@ -7,7 +7,7 @@ devices (does the batch divide?) come later.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,6 +22,13 @@ from zerojax.zero_config import ZeroConfig
 
 _MAX_STEPS = 1 << 24  # schedules are computed in fp32, which has no larger odd integers
 _MAX_TOKENS = 1 << 31  # per step: counted in int32
+
+
+def _check(section: Any, table: str, names: str, must: str, fits: Callable[[Any], bool]) -> None:
+    """Refuse values of the settings ``names`` that do not fit; ``must`` says which would."""
+    for name in names.split():
+        value = getattr(section, name)
+        require(fits(value), f"{table}.{name} = {value} must {must}")
 
 
 @dataclass(frozen=True)
@@ -64,18 +71,15 @@ class TrainSection:
 
     def __post_init__(self) -> None:
         check_numbers(self, "train.{}".format)
-        for name in ("steps", "batch_size", "sequence_length", "accumulate", "eval_batches"):
-            require(getattr(self, name) >= 1, f"train.{name} must be at least 1")
-        require(self.eval_every >= 0, "train.eval_every must be 0 (at the end only) or more")
-        for name in ("eval_exact_match", "eval_samples"):
-            require(getattr(self, name) >= 0, f"train.{name} must be 0 (none) or more")
-        require(self.max_skips >= 1, "train.max_skips must be at least 1")
-        require(
-            0 <= self.spike_deviations < float("inf"), "train.spike_deviations must be 0 (no rule) or more"
-        )
-        require(self.spike_window >= 2, "train.spike_window must be at least 2: one loss has no deviation")
-        require(0 <= self.seed < 2**32, "train.seed must lie in 0 .. 2**32 - 1")
-        require(self.steps <= _MAX_STEPS, f"train.steps must be at most {_MAX_STEPS:,}")
+        counts = "steps batch_size sequence_length accumulate eval_batches max_skips"
+        _check(self, "train", counts, "be at least 1", lambda x: x >= 1)
+        _check(self, "train", "eval_every", "be 0 (at the end only) or more", lambda x: x >= 0)
+        _check(self, "train", "eval_exact_match eval_samples", "be 0 (none) or more", lambda x: x >= 0)
+        _check(self, "train", "spike_deviations", "be 0 (no rule) or more", lambda x: x >= 0)
+        why = "one loss has no deviation"
+        _check(self, "train", "spike_window", f"be at least 2: {why}", lambda x: x >= 2)
+        _check(self, "train", "seed", "lie in 0 .. 2**32 - 1", lambda x: 0 <= x < 2**32)
+        _check(self, "train", "steps", f"be at most {_MAX_STEPS:,}", lambda x: x <= _MAX_STEPS)
         require(
             self.batch_size * (self.sequence_length + 1) <= _MAX_TOKENS,
             f"train.batch_size x train.sequence_length must be at most {_MAX_TOKENS:,} tokens per step",
@@ -123,14 +127,12 @@ class OptimizerSection:
 
     def __post_init__(self) -> None:
         check_numbers(self, "optimizer.{}".format)
-        require(self.learning_rate > 0, "optimizer.learning_rate must be positive")
-        require(self.eps > 0, "optimizer.eps must be positive")
-        require(0 < self.decay_fraction <= 1, "optimizer.decay_fraction must lie in (0, 1]")
-        require(0 <= self.final_fraction <= 1, "optimizer.final_fraction must lie in [0, 1]")
-        for name in ("warmup_steps", "weight_decay", "clip_norm"):
-            require(getattr(self, name) >= 0, f"optimizer.{name} must not be negative")
-        for name in ("beta1", "beta2", "ema_decay"):
-            require(0 <= getattr(self, name) < 1, f"optimizer.{name} must lie in [0, 1)")
+        _check(self, "optimizer", "learning_rate eps", "be positive", lambda x: x > 0)
+        _check(self, "optimizer", "decay_fraction", "lie in (0, 1]", lambda x: 0 < x <= 1)
+        _check(self, "optimizer", "final_fraction", "lie in [0, 1]", lambda x: 0 <= x <= 1)
+        names = "warmup_steps weight_decay clip_norm"
+        _check(self, "optimizer", names, "not be negative", lambda x: x >= 0)
+        _check(self, "optimizer", "beta1 beta2 ema_decay", "lie in [0, 1)", lambda x: 0 <= x < 1)
 
 
 @dataclass(frozen=True)
@@ -159,10 +161,10 @@ class CheckpointSection:
 
     def __post_init__(self) -> None:
         check_numbers(self, "checkpoint.{}".format)
-        require(self.every >= 0, "checkpoint.every must be 0 (at the end only) or more")
-        require(self.keep >= 1, "checkpoint.keep must be at least 1")
-        for name in ("minutes", "keep_every", "keep_best", "keep_minutes"):
-            require(getattr(self, name) >= 0, f"checkpoint.{name} must not be negative")
+        _check(self, "checkpoint", "every", "be 0 (at the end only) or more", lambda x: x >= 0)
+        _check(self, "checkpoint", "keep", "be at least 1", lambda x: x >= 1)
+        names = "minutes keep_every keep_best keep_minutes"
+        _check(self, "checkpoint", names, "not be negative", lambda x: x >= 0)
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ class LogSection:
 
     def __post_init__(self) -> None:
         check_numbers(self, "log.{}".format)
-        require(self.every >= 1, "log.every must be at least 1")
+        _check(self, "log", "every", "be at least 1", lambda x: x >= 1)
         require(
             len(set(self.trackers)) == len(self.trackers),
             f"log.trackers names one twice: {', '.join(self.trackers)}",
@@ -290,8 +292,8 @@ class DataSection:
             not self.masked or self.packing == "documents",
             'data.kind = "chat" or "completion" keeps documents whole: set data.packing = "documents"',
         )
-        require(self.vocab_size > 256, "data.vocab_size must exceed the 256 bytes")
-        require(0.0 < self.validation < 1.0, "data.validation must lie between 0 and 1")
+        _check(self, "data", "vocab_size", "exceed the 256 bytes", lambda x: x > 256)
+        _check(self, "data", "validation", "lie between 0 and 1", lambda x: 0 < x < 1)
 
     @property
     def masked(self) -> bool:
@@ -404,15 +406,17 @@ class PosttrainSection:
 
     def __post_init__(self) -> None:
         check_numbers(self, "posttrain.{}".format)
-        at_least = {"temperature": MIN_TEMPERATURE}
-        at_least |= dict.fromkeys(("epochs", "max_new_tokens", "max_turns", "reward_workers"), 1)
-        counts = ("group_size", "rollout_rows", "eval_prompts", "samples")
-        at_least |= dict.fromkeys((*counts, "kl", "clip_high", "value_clip"), 0)
-        for name, least in at_least.items():
-            require(getattr(self, name) >= least, f"posttrain.{name} must be at least {least}")
-        for name in ("reward_seconds", "beta"):
-            require(getattr(self, name) > 0, f"posttrain.{name} must be positive")
-        require(0 <= self.clip_low < 1, "posttrain.clip_low must lie in [0, 1): a ratio of 0 is the lowest")
+        _check(
+            self, "posttrain", "temperature", f"be at least {MIN_TEMPERATURE}", lambda x: x >= MIN_TEMPERATURE
+        )
+        names = "epochs max_new_tokens max_turns reward_workers"
+        _check(self, "posttrain", names, "be at least 1", lambda x: x >= 1)
+        names = "group_size rollout_rows eval_prompts samples kl clip_high value_clip"
+        _check(self, "posttrain", names, "be at least 0", lambda x: x >= 0)
+        _check(self, "posttrain", "reward_seconds beta", "be positive", lambda x: x > 0)
+        why = "a ratio of 0 is the lowest"
+        _check(self, "posttrain", "clip_low", f"lie in [0, 1): {why}", lambda x: 0 <= x < 1)
+        _check(self, "posttrain", "discount gae_lambda", "lie in [0, 1]", lambda x: 0 <= x <= 1)
         require(
             self.method != "grpo" or self.group_size != 1,
             "posttrain.group_size must be at least 2: grpo compares completions",
@@ -422,8 +426,6 @@ class PosttrainSection:
             len({*names}) == len(names) and all(name.isidentifier() for name in names),
             f"posttrain.rewards has the names {names}: give each a different name, of letters, digits and _",
         )
-        for name in ("discount", "gae_lambda"):
-            require(0 <= getattr(self, name) <= 1, f"posttrain.{name} must lie in [0, 1]")
 
     @property
     def functions(self) -> tuple[RewardFunction, ...]:
@@ -455,8 +457,7 @@ class CriticSection:
 
     def __post_init__(self) -> None:
         check_numbers(self, "critic.{}".format)
-        rate = self.learning_rate
-        require(rate is None or rate > 0, "critic.learning_rate must be positive")
+        _check(self, "critic", "learning_rate", "be positive", lambda x: x is None or x > 0)
 
 
 @dataclass(frozen=True)
@@ -475,8 +476,8 @@ class MeshSection:
 
     def __post_init__(self) -> None:
         check_numbers(self, "mesh.{}".format)
-        require(self.nodes >= 0, "mesh.nodes must be 0 (from the processes) or more")
-        require(self.local >= 0, "mesh.local must be 0 (all the devices of a node) or more")
+        _check(self, "mesh", "nodes", "be 0 (from the processes) or more", lambda x: x >= 0)
+        _check(self, "mesh", "local", "be 0 (all the devices of a node) or more", lambda x: x >= 0)
         require(
             not self.emulate or (self.nodes > 0 and self.local > 0),
             "mesh.emulate needs mesh.nodes and mesh.local, the numbers of devices to emulate",
@@ -519,10 +520,9 @@ class ClusterSection:
 
     def __post_init__(self) -> None:
         check_numbers(self, "cluster.{}".format)
-        for name in ("join_timeout", "peer_timeout"):
-            require(getattr(self, name) >= 1, f"cluster.{name} must be at least 1 second")
-        for name in ("step_factor", "step_timeout", "phase_timeout"):
-            require(getattr(self, name) >= 0, f"cluster.{name} must not be negative")
+        _check(self, "cluster", "join_timeout peer_timeout", "be at least 1 second", lambda x: x >= 1)
+        names = "step_factor step_timeout phase_timeout"
+        _check(self, "cluster", names, "not be negative", lambda x: x >= 0)
         require(
             self.compilation_cache != "",
             'cluster.compilation_cache is empty: name a folder, or choose "auto" or "off"',
@@ -568,8 +568,8 @@ class RunConfig:
         )
         require(
             self.lora is None or bool(self.zero.frozen),
-            "lora: adapters are for frozen weights, and zero.frozen names none: leave it out, which "
-            'freezes all others, or name some, such as ["*"]',
+            "lora: adapters are for frozen weights, and zero.frozen names none: remove that key "
+            'to freeze all other weights, or name some, such as ["*"]',
         )
         require(
             self.train.sequence_length <= self.model.max_seq_len,

@@ -322,50 +322,46 @@ def text_of_content(content: Any) -> str:
     return content or ""
 
 
-def find_template(folder: Path) -> tuple[str, Path] | None:
-    """The chat template in a tokenizer's folder and the file that holds it; None if there is none."""
+def find_template(folder: Path) -> ChatTemplate | None:
+    """The chat template in a tokenizer's folder, without special tokens; None if there is none."""
     path, settings = folder / TEMPLATE, folder / SETTINGS
     if path.is_file():
-        return _read(path), path
+        return _read(path)
     found = read_settings(settings).get("chat_template")
     if isinstance(found, list):  # several templates with names
         named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
         found = named.get("default")
     if found is not None and not isinstance(found, str):
         raise DataError(f"{settings}: chat_template = {short(found)} should be a string")
-    return None if found is None else (found, settings)
+    return None if found is None else ChatTemplate(found, name=f"the chat template in {settings}")
 
 
-def load_template(setting: str, tokenizer: str) -> tuple[str, str]:
-    """The chat template that the settings choose.
+def load_template(setting: str, tokenizer: str) -> ChatTemplate:
+    """The chat template that the settings choose, without special tokens.
 
     ``setting`` is data.chat_template: "tokenizer", the name of a built-in one, or the path of a Jinja file.
     ``tokenizer`` is data.tokenizer.
-
-    Returns:
-        The template, and its name for messages.
     """
     if setting in BUILT_IN:
-        return BUILT_IN[setting], f'data.chat_template "{setting}"'
+        return ChatTemplate(BUILT_IN[setting], name=f'data.chat_template "{setting}"')
     if setting != "tokenizer":
         path = user_path(setting)
         if not path.is_file():
             known = ", ".join(map(repr, BUILT_IN))
             raise DataError(f"data.chat_template {setting!r}: 'tokenizer', {known} or an existing file")
-        return _read(path), f"the chat template in {path}"
+        return _read(path)
     found = None if tokenizer in ("byte", "bpe") else find_template(user_path(tokenizer).parent)
     if found is None:
         raise DataError(
             f"data.tokenizer {tokenizer!r} has no chat template: set data.chat_template to "
             f"{' or '.join(map(repr, BUILT_IN))}, or to the path of a Jinja file"
         )
-    source, path = found
-    return source, f"the chat template in {path}"
+    return found
 
 
-def _read(path: Path) -> str:
+def _read(path: Path) -> ChatTemplate:
     with file_errors(path, DataError, content="not valid UTF-8"), path.open(encoding="utf-8") as file:
         source = file.read(_MAX_CHARS + 1)
     if len(source) > _MAX_CHARS:
         raise DataError(f"{path}: more than {_MAX_CHARS:,} characters, which no chat template has")
-    return source
+    return ChatTemplate(source, name=f"the chat template in {path}")

@@ -3,7 +3,7 @@
 import math
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -242,11 +242,8 @@ def open_template(settings: DataSection, folder: Path) -> ChatTemplate:
     """The chat template that made the tokens of a run, or that will make them."""
     place = tokenizer_file(settings, folder).parent
     tokenizer = open_tokenizer(settings, folder)
-    if (found := find_template(place)) is not None:
-        source, path = found
-        return ChatTemplate(source, tokenizer.special_tokens, f"the chat template in {path}")
-    source, name = load_template(settings.chat_template, settings.tokenizer)
-    return ChatTemplate(source, tokenizer.special_tokens, name)
+    template = find_template(place) or load_template(settings.chat_template, settings.tokenizer)
+    return replace(template, special_tokens=tokenizer.special_tokens)
 
 
 def make_tokenizer(settings: DataSection, texts: Iterator[bytes]) -> Tokenizer:

@@ -156,7 +156,7 @@ def _json_rows(
                 return
             place = f"{path}:{number}"
             if len(line) > MAX_LINE_BYTES:
-                raise DataError(f"{place}: a line of more than {MAX_LINE_BYTES >> 20} MiB")
+                raise DataError(f"{place}: a line of more than {MAX_LINE_BYTES >> 20} MiB: split its row")
             if not line.isspace():
                 row = _json_row(line, columns, place)
                 wanted = (*columns, *(column for column in optional if column in row))
@@ -181,7 +181,7 @@ def _json_row(line: bytes, columns: Sequence[str], place: str) -> dict[str, Any]
     except (ValueError, RecursionError) as error:
         raise DataError(f"{place}: not valid JSON: {error}") from error
     if not isinstance(row, dict):
-        raise DataError(f"{place}: a {type(row).__name__} instead of a JSON object")
+        raise DataError(f"{place}: a {type(row).__name__} instead of a JSON object: write one object a line")
     for column in columns:
         if column not in row:
             raise _no_column(place, column, list(row))

@@ -5,7 +5,7 @@ import shutil
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from zerojax import terminal
@@ -301,12 +301,12 @@ def _template(settings: DataSection, tokenizer: Tokenizer | None = None) -> Chat
     """The chat template, if there are conversations; its end of a turn is checked."""
     if all(one.kind != "chat" for one in settings.sources):
         return None
-    source, name = load_template(settings.chat_template, settings.tokenizer)
+    template = load_template(settings.chat_template, settings.tokenizer)
     if tokenizer is None and settings.tokenizer != "bpe":
         tokenizer = make_tokenizer(settings, iter(()))
     # The special tokens are known before the tokenizer is trained.
     ends = {"eos_token": END_OF_TEXT, "bos_token": END_OF_TEXT}
-    template = ChatTemplate(source, ends if tokenizer is None else tokenizer.special_tokens, name)
+    template = replace(template, special_tokens=ends if tokenizer is None else tokenizer.special_tokens)
     _ = template.turn_end  # raises if a model could not learn it
     return template
 
