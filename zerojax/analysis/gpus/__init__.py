@@ -23,7 +23,7 @@ FP8_EFFICIENCY = 0.55
 """Fraction of the fp8 peak that products with weights reach, without conversions; measured on H200.
 
 Together with the conversions of ``zerojax.analysis.plan.speed`` it fits three stacks, of widths 2048, 4096
-and 8192 (docs/planner.md).
+and 8192 (tests/analysis/plan/test_speed.py).
 """
 
 MEMORY_EFFICIENCY = 0.9
