@@ -10,7 +10,7 @@ from environment import ROOT
 PACKAGE = ROOT / "zerojax"
 LAYERS = (
     *("terminal", "errors", "log", "versions", "documentation", "formatting", "compilation_cache"),
-    *("validation", "zero_config", "network"),
+    *("validation", "zero_config", "network", "dataflow"),
     *("matmul", "sharding", "comm", "weights", "schedule", "adapters", "experts", "optim", "train", "models"),
     *("generation", "analysis", "multihost", "run", "posttrain", "interop", "testing", "cli"),
 )

@@ -10,22 +10,21 @@ run collectives in the order of the program, and need none of this.
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.extend import core
-from jax.extend.core import primitives
-from jax.sharding import Mesh, PartitionSpec
+from jax.extend import core, source_info_util
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from zerojax.matmul.replay import as_it_is, equations_within, evaluate
-from zerojax.sharding.memory import in_host
+from zerojax.dataflow.interpret import interpret, rewritten
+from zerojax.dataflow.programs import called
 from zerojax.sharding.mesh import AXES, on_cpus
 
-# XLA takes what these call into the program around them.
-_INLINED = frozenset({primitives.closed_call_p.name, "custom_jvp_call", "custom_vjp_call", "jit"})
+type Atom = core.Var | core.Literal
 _SILENT = frozenset({"axis_index", "pbroadcast", "pvary"})
 
 
@@ -57,15 +56,8 @@ def in_order[*Args, T: PyTree[Array]](run: Callable[[*Args], T]) -> Callable[[*A
 
     It is a function of arrays, inside ``shard_map``; derivatives are taken within it.
     """
-
-    def ordered(*args: *Args) -> T:
-        traced, shapes = jax.make_jaxpr(run, return_shape=True)(*args)
-        order = _Order()
-        # XLA sums norms of sharded arrays by collectives of its own.
-        results = order.after_last(order.evaluate(traced, jax.tree.leaves(args)))
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
-
-    return ordered
+    # XLA sums norms of sharded arrays by collectives of its own.
+    return rewritten(run, lambda jaxpr: _Order().ordered(jaxpr, results_wait=True))
 
 
 def collective_axes(equation: core.JaxprEqn) -> tuple[str, ...]:
@@ -78,75 +70,117 @@ def collective_axes(equation: core.JaxprEqn) -> tuple[str, ...]:
 
 
 class _Order:
-    """Evaluates equations so that each collective, and each block with collectives, needs the one before it.
+    """Rewrites a program so that each collective, and each block with collectives, needs the one before it.
 
-    A block is a loop, a conditional or what is rematerialised, with an order of its own inside.
+    A block is a loop, a conditional or a rematerialised program, which is ordered by itself.
     """
 
     def __init__(self) -> None:
-        self._last: Sequence[Array] = ()  # results of the last collective or block
-        # By id, the values that need all of these; held, so that no other value gets the id of one.
-        self._behind: dict[int, Array] = {}
+        self._equations: list[core.JaxprEqn] = []
+        self._names = source_info_util.NameStack()
+        self._last: Sequence[Atom] = ()  # results of the last collective or block
+        self._behind: set[int] = set()  # ids of the values that need all of these
 
-    def evaluate(self, jaxpr: core.ClosedJaxpr, args: Sequence[Array]) -> list[Array]:
-        """Evaluate a program."""
-        return evaluate(jaxpr.jaxpr, jaxpr.consts, args, self._run)
+    def ordered(self, jaxpr: core.Jaxpr, *, results_wait: bool = False) -> core.Jaxpr:
+        """The program. With ``results_wait`` its results need the last collective or block, too."""
+        results = interpret(jaxpr, [*jaxpr.constvars, *jaxpr.invars], self._run)
+        results = self._after_last(results) if results_wait else results
+        return jaxpr.replace(eqns=self._equations, outvars=results)
 
-    def after_last(self, values: Sequence[Array]) -> list[Array]:
-        """Values that need the last collective or block."""
-        others = {id(x) for x in _numbers(values)} - self._behind.keys()
-        if not self._last or not others:
-            return list(values)
-        firsts = [lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(()) for x in self._last]
-        token = functools.reduce(operator.add, [jnp.real(x).astype(jnp.int32) for x in firsts])
-        # Compilers do not know that 2 is no square, modulo powers of two either.
-        never = token * token == 2
-        return [
-            lax.select(never, jnp.zeros_like(x), jnp.asarray(x)) if id(x) in others else x for x in values
-        ]
-
-    def _run(self, equation: core.JaxprEqn, given: list[Array]) -> Sequence[Array]:
-        inner = [jaxpr for jaxpr in core.jaxprs_in_params(equation.params) if _communicates(jaxpr)]
-        if inner and equation.primitive.name in _INLINED:
-            return self.evaluate(inner[0], given)
-        if inner:
-            params = {name: _ordered(value) for name, value in equation.params.items()}
-            results = as_it_is(equation.replace(params=params), self.after_last(given))
-            self._last = _numbers(results) or self._last
-            # A loop of one step is no loop to XLA, so a result may need only some of the collectives inside.
-            self._behind = {}
-            return results
+    def _run(self, equation: core.JaxprEqn, given: list[Atom]) -> list[Atom]:
+        if any(map(_communicates, core.jaxprs_in_params(equation.params))):
+            program = called(equation, with_rule=True)
+            return (
+                self._block(equation, given) if program is None else self._inlined(equation, program, given)
+            )
         if collective_axes(equation):
-            return [self._collective(equation, x) for x in given]
-        results = as_it_is(equation, given)
+            return [self._collective(equation, *each) for each in zip(given, equation.outvars, strict=True)]
+        results = self._emit(equation, given)
         if any(id(x) in self._behind for x in given):
-            self._behind |= {id(x): x for x in results}
+            self._behind.update(map(id, results))
         return results
 
-    def _collective(self, equation: core.JaxprEqn, x: Array) -> Array:
-        """Of one operand: XLA has no sum of several."""
-        (result,) = as_it_is(equation, self.after_last([x]))
-        self._last = _numbers([result]) or self._last
-        self._behind = {id(y): y for y in self._last}
-        return result
+    def _block(self, equation: core.JaxprEqn, given: list[Atom]) -> list[Atom]:
+        params = {name: _ordered(value) for name, value in equation.params.items()}
+        results = self._emit(equation.replace(params=params), self._after_last(given))
+        self._last = list(filter(_is_number, results)) or self._last
+        # A loop of one step is no loop to XLA, so a result may need only some of the collectives inside.
+        self._behind = set()
+        return results
+
+    def _inlined(self, equation: core.JaxprEqn, program: core.Jaxpr, given: list[Atom]) -> list[Atom]:
+        """XLA inlines these calls, so the collectives in them are ordered together with those around them."""
+        outside, self._names = self._names, self._names + equation.source_info.name_stack
+        constants = map(core.Literal, program.consts, (var.aval for var in program.constvars))
+        results = interpret(program, [*constants, *given], self._run)
+        self._names = outside
+        return results
+
+    def _collective(self, equation: core.JaxprEqn, x: Atom, result: core.Var) -> Atom:
+        """One operand of a collective: XLA has no sum of several."""
+        (made,) = self._emit(equation.replace(outvars=[result]), self._after_last([x]))
+        self._last = list(filter(_is_number, [made])) or self._last
+        self._behind = set(map(id, self._last))
+        return made
+
+    def _emit(self, equation: core.JaxprEqn, given: list[Atom]) -> list[Atom]:
+        info = equation.source_info
+        info = info.replace(name_stack=self._names + info.name_stack)
+        made = [core.Var(var.aval) for var in equation.outvars]
+        self._equations.append(equation.replace(invars=given, outvars=made, source_info=info))
+        return list(made)
+
+    def _after_last(self, values: Sequence[Atom]) -> list[Atom]:
+        """The values, which now need the last collective or block."""
+        others = {id(x) for x in values if _is_number(x)} - self._behind
+        if not self._last or not others:
+            return list(values)
+        (never,) = self._added(_never, *self._last)
+        return [self._added(_unless, never, x)[0] if id(x) in others else x for x in values]
+
+    def _added(self, function: Callable[..., Array], *operands: Atom) -> list[Atom]:
+        program = _traced(function, tuple(x.aval for x in operands), jax.sharding.get_abstract_mesh())
+        return interpret(program, operands, self._emit)
+
+
+def _never(*last: Array) -> Array:
+    """False, computed from all of ``last`` so that compilers do not know it."""
+    firsts = [lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(()) for x in last]
+    token = functools.reduce(operator.add, [jnp.real(x).astype(jnp.int32) for x in firsts])
+    # Compilers do not know that 2 is no square, modulo powers of two either.
+    return token * token == 2
+
+
+def _unless(never: Array, x: Array) -> Array:
+    return lax.select(never, jnp.zeros_like(x), x)
+
+
+@functools.cache
+def _traced(function: Callable[..., Array], avals: tuple[Any, ...], mesh: AbstractMesh) -> core.Jaxpr:
+    del mesh  # equations hold the mesh of their trace
+    return jax.make_jaxpr(function)(*avals)
 
 
 def _ordered(value: object) -> object:
-    """A parameter of an equation, whose jaxprs are evaluated in order."""
-    match value:
-        case tuple():
-            return tuple(map(_ordered, value))
-        case core.ClosedJaxpr() if _communicates(value.jaxpr):
-            return jax.make_jaxpr(lambda *args: _Order().evaluate(value, args))(*value.in_avals)
-    return value
+    """A parameter of an equation, whose programs are ordered."""
+    if isinstance(value, tuple):
+        return tuple(map(_ordered, value))
+    return _Order().ordered(value) if isinstance(value, core.Jaxpr) and _communicates(value) else value
+
+
+_known: WeakKeyDictionary[core.Jaxpr, bool] = WeakKeyDictionary()
 
 
 def _communicates(jaxpr: core.Jaxpr) -> bool:
     """Whether a program has collectives."""
-    return any(map(collective_axes, equations_within(jaxpr)))
+    if jaxpr not in _known:
+        inside = (inner for one in jaxpr.eqns for inner in core.jaxprs_in_params(one.params))
+        _known[jaxpr] = any(map(collective_axes, jaxpr.eqns)) or any(map(_communicates, inside))
+    return _known[jaxpr]
 
 
-def _numbers(values: Sequence[Array]) -> list[Array]:
-    """Those that one can compute with: neither empty, nor arrays of keys, nor in host memory."""
-    numbers = [x for x in values if jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jnp.bool_]
-    return [x for x in numbers if np.size(x) > 0 and not in_host(x)]
+def _is_number(x: Atom) -> bool:
+    """Whether one can compute with a value: it is not empty, nor an array of keys, nor in host memory."""
+    aval: Any = x.aval
+    computable = jnp.issubdtype(aval.dtype, jnp.number) or aval.dtype == jnp.bool_
+    return computable and aval.size > 0 and aval.memory_space != jax.memory.Space.Host

@@ -10,17 +10,18 @@ may be NNX or Linen, and use ``jnp.dot``, ``einsum`` or a nested ``jit``.
 
 import functools
 import hashlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Concatenate, cast
+from collections.abc import Callable, Hashable, Sequence
+from typing import Concatenate, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend import core, source_info_util
 from jax.extend.core import primitives
 from jaxtyping import Array, PyTree
 
+from zerojax.dataflow.interpret import as_it_is, evaluate
+from zerojax.dataflow.programs import called, inner_of
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.low_rank import LowRankOperand
 from zerojax.matmul.operand import Fp8Operand, LayerOperand
@@ -66,8 +67,6 @@ _MOVES = frozenset(("copy", "name", "reshape", "rev", "slice", "split", "squeeze
 Operand = Fp8Operand | LowRankOperand | LayerOperand
 Value = Array | Operand
 """What an equation reads: an array, or a weight that only a product reads."""
-# By the primitive of a call, the parameter that has the called program. JAX 0.11.2 renamed closed_call.
-CALLED = {primitives.closed_call_p.name: "call_jaxpr", "jit": "jaxpr"}
 
 
 def at_matmuls[**P, T: PyTree[Array]](
@@ -89,55 +88,13 @@ def at_matmuls[**P, T: PyTree[Array]](
         like = tuple(weight.aval if isinstance(weight, Operand) else weight for weight in weights)
         traced, shapes = jax.make_jaxpr(body, return_shape=True)(like, *args, **kwargs)
         given: list[Value] = [*weights, *jax.tree.leaves((args, kwargs))]
-        results = _as_arrays(evaluate(traced.jaxpr, traced.consts, given, _results))
+        results = _as_arrays(evaluate(traced, given, _results))
         for result in results:
             if isinstance(result, Operand):
                 raise ConfigurationError(_read_elsewhere(result, "is returned by its unit"))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return run
-
-
-def evaluate[T](
-    jaxpr: core.Jaxpr,
-    consts: Sequence[T],
-    args: Sequence[T],
-    run: Callable[[core.JaxprEqn, list[T]], Sequence[T]],
-) -> list[T]:
-    """Evaluate a jaxpr by ``run(equation, its operands)``, under the names that its equations have."""
-    values: dict[core.Var, T] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-
-    def read(var: core.Var | core.Literal) -> T:
-        return _with_dtype(var) if isinstance(var, core.Literal) else values[var]
-
-    for equation in jaxpr.eqns:
-        info = equation.source_info
-        stack = source_info_util.current_name_stack() + info.name_stack
-        with source_info_util.user_context(info.traceback, name_stack=stack):
-            results = run(equation, [read(var) for var in equation.invars])
-        values |= dict(zip(equation.outvars, results, strict=True))
-    return [read(var) for var in jaxpr.outvars]
-
-
-def _with_dtype(literal: core.Literal) -> Any:
-    """The value of a literal, which has a dtype: a jaxpr has bools as Python's."""
-    return np.bool_(literal.val) if isinstance(literal.val, bool) else literal.val
-
-
-def equations_within(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
-    """The equations of a program, and of the programs in them."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in core.jaxprs_in_params(equation.params):
-            yield from equations_within(inner)
-
-
-def as_it_is(equation: core.JaxprEqn, given: Sequence[Array]) -> Sequence[Array]:
-    """Evaluate one equation as the jaxpr says."""
-    primitive = equation.primitive
-    with equation.ctx.manager:
-        results = primitive.bind(*given, **primitive.get_bind_params(equation.params))
-    return results if primitive.multiple_results else [results]
 
 
 def _results(equation: core.JaxprEqn, given: list[Value]) -> Sequence[Value]:
@@ -161,20 +118,18 @@ def _results(equation: core.JaxprEqn, given: list[Value]) -> Sequence[Value]:
         ):
             return [reader(*given)]
         case "jit" if params["name"] == LOOP:
-            inner = params["jaxpr"]
-            return evaluate(inner.jaxpr, inner.consts, given, _results_of_loop)
+            return evaluate(params["jaxpr"], given, _results_of_loop)
         case "jit" if params["name"] == whole_weight.__name__ and not isinstance(weights[0], LayerOperand):
             product = jax.make_jaxpr(lambda w: jnp.eye(len(w), dtype=w.dtype) @ w)(weights[0].aval)
-            return evaluate(product.jaxpr, product.consts, given, _results)
-        case name if name in CALLED:
-            inner = params[CALLED[name]]
-            return evaluate(inner.jaxpr, inner.consts, given, _results)
-        case "remat2":
+            return evaluate(product, given, _results)
+        case primitives.remat_p.name:
             run = jax.checkpoint(
-                lambda *args: evaluate(params["jaxpr"], (), args, _results),
+                lambda *args: evaluate(params["jaxpr"], args, _results),
                 policy=params["policy"], prevent_cse=params["prevent_cse"],
             )  # fmt: skip
             return run(*given)
+    if (program := called(equation)) is not None:
+        return evaluate(program, given, _results)
     refused = [weight for weight in weights if not isinstance(weight, LayerOperand)]
     if len(refused) < len(weights):
         return _results(equation, [*_as_arrays(given)])
@@ -185,29 +140,19 @@ def _results(equation: core.JaxprEqn, given: list[Value]) -> Sequence[Value]:
 def _results_of_loop(equation: core.JaxprEqn, given: list[Value]) -> Sequence[Value]:
     """The same within a loop over tiles (``over_tiles``), whose constants may be weights."""
     match equation.primitive.name:
-        case "custom_vjp_call":
-            inner = equation.params["call_jaxpr"]
-            return evaluate(inner.jaxpr, inner.consts, given, _results_of_loop)
-        case "scan":
-            inner = equation.params["jaxpr"]
-            count, _ = scan_counts(equation)
+        case "custom_vjp_call" if (program := called(equation, with_rule=True)) is not None:
+            return evaluate(program, given, _results_of_loop)
+        case "scan" if (inner := inner_of(equation)) is not None:
+            count = inner.carried.start
 
             def body(consts: Sequence[Value], tile: Sequence[Array]) -> list[Value]:
                 number, *own = tile
                 read = [w.in_tile(number) if isinstance(w, LowRankOperand) else w for w in consts]
-                return evaluate(inner.jaxpr, inner.consts, [*read, *own], _results)
+                return evaluate(inner.programs[0], [*read, *own], _results)
 
             tiles = [x for x in given[count:] if not isinstance(x, Operand)]
             return over_tiles(body, given[:count], [jnp.arange(equation.params["length"]), *tiles])
     return _results(equation, given)
-
-
-def scan_counts(equation: core.JaxprEqn) -> tuple[int, int]:
-    """How many arguments of a scan are constants, and how many are carried."""
-    if "num_carry" in equation.params:  # JAX 0.11.0
-        return equation.params["num_consts"], equation.params["num_carry"]
-    constants, carry, _ = (len(list(part)) for part in equation.params["ft_in"].unpack())
-    return constants, carry
 
 
 def _as_arrays(values: Sequence[Value]) -> list[Array | Fp8Operand | LowRankOperand]:

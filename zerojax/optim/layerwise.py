@@ -2,7 +2,7 @@
 
 If master weights and moments are in host memory, a device never has all of them. An optimizer that is correct
 on shards (``shard_check``) computes each element's update from that element's values and from norms. So its
-program is evaluated twice (``zerojax.matmul.replay.evaluate``). The first time it gets the whole tree's
+program is evaluated twice (``zerojax.dataflow.interpret``). The first time it gets the whole tree's
 gradients, but no weights and moments, and gives the norms and the counters. The second time it gets one
 layer's values alone, and every norm is looked up.
 """
@@ -19,8 +19,9 @@ from jax.extend import core
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
+from zerojax.dataflow.interpret import as_it_is, evaluate
+from zerojax.dataflow.programs import called
 from zerojax.errors import ConfigurationError
-from zerojax.matmul.replay import CALLED, as_it_is, evaluate
 from zerojax.optim.low_precision import with_moments_as_set
 from zerojax.optim.moments import by_moment
 from zerojax.optim.shard_check import OnLayout, Optimizer
@@ -30,7 +31,6 @@ from zerojax.sharding.mesh import MeshShape
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.zero_config import ZeroConfig
 
-_CALLED = CALLED | {"custom_jvp_call": "call_jaxpr"}
 _REDUCTIONS = ("argmax", "argmin", "dot_general", "sort")
 _NOT_IN_BACKWARD = (
     "ZeroConfig.update_in_backward updates a layer before the gradients of others exist. The optimizer needs "
@@ -108,18 +108,17 @@ class Traced(NamedTuple):
             name = equation.primitive.name
             if (name.startswith("reduce_") and name != "reduce_precision") or name in _REDUCTIONS:
                 return reduction(equation, given)
-            if name in _CALLED:
-                inner = equation.params[_CALLED[name]]
-                return evaluate(inner.jaxpr, inner.consts, given, run)
+            if (program := called(equation, with_rule=True)) is not None:
+                return evaluate(program, given, run)
             if name == "cond":
                 # All branches are computed, so that each norm has its place.
                 index, *operands = given
-                branches = [evaluate(b.jaxpr, b.consts, operands, run) for b in equation.params["branches"]]
+                branches = [evaluate(branch, operands, run) for branch in equation.params["branches"]]
                 return [_chosen(index, *results) for results in zip(*branches, strict=True)]
             return _if_complete(equation, given)
 
         given = [*map(grads.get, self.paths), *map(state.get, self.keys), *map(params.get, self.paths)]
-        results = evaluate(self.program.jaxpr, self.program.consts, given, run)
+        results = evaluate(self.program, given, run)
         count = len(self.paths)
         return (
             dict(zip(self.paths, results[:count], strict=True)),

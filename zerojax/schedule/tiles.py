@@ -13,10 +13,11 @@ from contextvars import ContextVar
 import jax
 import jax.numpy as jnp
 from flax.errors import TraceContextError
+from jax.extend import core
 from jaxtyping import Array, PyTree
 
+from zerojax.dataflow.programs import equations_within
 from zerojax.errors import ConfigurationError
-from zerojax.matmul.replay import as_it_is, equations_within, evaluate
 from zerojax.matmul.tiles import LOOP, over_tiles
 from zerojax.schedule.transforms import holding
 
@@ -112,7 +113,7 @@ def tiled[T: PyTree[Array]](function: Callable[..., T], *xs: PyTree[Array], tile
             )
 
     def body(consts: Sequence[Array], tile: Sequence[Array]) -> list[Array]:
-        return evaluate(traced.jaxpr, consts, tile, as_it_is)
+        return core.jaxpr_as_fun(core.ClosedJaxpr(traced.jaxpr, consts))(*tile)
 
     def loop(consts: Sequence[Array], tiles: Sequence[Array]) -> list[Array]:
         return over_tiles(body, consts, tiles)

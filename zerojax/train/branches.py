@@ -11,16 +11,16 @@ they are whole again, and random bits. A part has no parts of its own, and resul
 A layer that mixes tokens takes parts of what it has computed of rows that were put together.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 from jax.extend import core
 
 from zerojax.adapters.loss import IN_ORDER, OWN_TOKENS, WHOLE_ROWS
 from zerojax.comm.in_order import collective_axes
+from zerojax.dataflow.analysis import Analysis
+from zerojax.dataflow.programs import equations_within
 from zerojax.errors import ConfigurationError
-from zerojax.matmul.replay import equations_within, scan_counts
 from zerojax.schedule.sharded import READ_BY_UNIT
 from zerojax.schedule.user_code import line_of_equation
 from zerojax.sharding.mesh import LOCAL
@@ -38,21 +38,22 @@ _EQUALISING = frozenset({"all_gather", "all_gather_invariant", "pmax", "pmin", "
 _BRANCHES = {"cond": "jax.lax.cond or switch", "while": "jax.lax.while_loop"}
 
 
-@dataclass(frozen=True)
-class Branches:
+class Branches(Analysis[Axes, None]):
     """The branches and loops of programs that run on one mesh.
 
     Attributes:
-        mesh: its axes of more than one device; and ``ROW`` where devices share rows.
-        backward: the axes that a unit's backward pass communicates over, which is not traced; none without
-            one.
         mixed: the lines of the programs, so far, that take parts of what is computed of rows that
             ``whole_rows`` has put together.
     """
 
-    mesh: Axes
-    backward: Axes
-    mixed: set[str] = field(default_factory=set)
+    def __init__(self, mesh: Axes, backward: Axes) -> None:
+        """Set the mesh's axes of more than one device, and those of the untraced backward passes of units.
+
+        ``mesh`` also has ``ROW`` if devices share rows.
+        """
+        super().__init__(nothing=_NONE, state=None)
+        self._mesh, self._backward = mesh, backward
+        self.mixed: set[str] = set()
 
     def refuse_divergent(self, jaxpr: core.Jaxpr, differing: Sequence[Axes]) -> list[Axes]:
         """Check every branch and loop of a program.
@@ -68,99 +69,40 @@ class Branches:
                 communicates, or ``own_tokens`` is given what differs; the message names the line.
         """
         branches = (one for one in equations_within(jaxpr) if one.primitive.name in _BRANCHES)
-        if ROW not in self.mesh and not any(map(self._within, branches)):
+        if ROW not in self._mesh and not any(map(self._within, branches)):
             return [_NONE] * len(jaxpr.outvars)
-        return self._follow(jaxpr, [axes & self.mesh for axes in differing])
+        return self.follow(jaxpr, [axes & self._mesh for axes in differing])
 
-    def _communicates(self, jaxpr: core.Jaxpr) -> Axes:
-        """The axes of all collectives in a program, and of the backward passes of its units."""
-        axes = _NONE
-        for equation in equations_within(jaxpr):
-            axes |= frozenset(collective_axes(equation)) & self.mesh
-            if equation.params.get("name") == READ_BY_UNIT:
-                axes |= self.backward
-        return axes
+    def join(self, values: Iterable[Axes]) -> Axes:
+        """All axes of any."""
+        return _NONE.union(*values)
 
-    def _within(self, equation: core.JaxprEqn) -> Axes:
-        """The axes that the programs in an equation communicate over."""
-        return _NONE.union(*map(self._communicates, core.jaxprs_in_params(equation.params)))
-
-    def _follow(self, jaxpr: core.Jaxpr, given: Sequence[Axes]) -> list[Axes]:
-        known: dict[Any, Axes] = dict(zip(jaxpr.invars, given, strict=True))
-
-        def read(var: Any) -> Axes:
-            return _NONE if isinstance(var, core.Literal) else known.get(var, _NONE)
-
-        for equation in jaxpr.eqns:
-            results = self._results(equation, [read(var) for var in equation.invars])
-            known |= dict(zip(equation.outvars, results, strict=True))
-        return [read(var) for var in jaxpr.outvars]
-
-    def _results(self, equation: core.JaxprEqn, given: list[Axes]) -> list[Axes]:
-        params, name = equation.params, equation.primitive.name
-        match name:
-            case "cond":
-                condition, *operands = given
-                self._refuse(equation, condition)
-                results = [self._follow(branch.jaxpr, operands) for branch in params["branches"]]
-                return [condition.union(*axes) for axes in zip(*results, strict=True)]
-            case "while":
-                return self._through_while(equation, given)
-            case "scan":
-                constants, carried = scan_counts(equation)
-                return self._through_scan(params["jaxpr"].jaxpr, given, constants, carried)
-            case "axis_index":
-                axis = params["axis_name"]
-                return [self.mesh & _with_row((axis,) if isinstance(axis, str) else axis)]
+    def step(self, equation: core.JaxprEqn, given: list[Axes]) -> list[Axes]:
+        """What the results of an equation differ along."""
+        params, every = equation.params, self.join(given)
+        match equation.primitive.name:
             case "optimization_barrier":
                 return given
-        every = _NONE.union(*given)
-        if params.get("name") == WHOLE_ROWS:
-            return [(each - {ROW}) | {_JOINED} for each in given]
-        if params.get("name") == OWN_TOKENS and _JOINED in every:
+            case "axis_index":
+                axis = params["axis_name"]
+                return [self._mesh & _with_row((axis,) if isinstance(axis, str) else axis)]
+            case "name" if params["name"] == WHOLE_ROWS:
+                return [(each - {ROW}) | {_JOINED} for each in given]
+            case "name" if ROW in self._mesh:
+                self._check_parts(equation, every)
+            case name if name in _EQUALISING and params.get("axis_index_groups") is None:
+                return [each - _with_row(collective_axes(equation)) for each in given]
+        for program in core.jaxprs_in_params(params):
+            self.follow(program, [every] * len(program.invars))
+        return [every | (self._mesh & frozenset(collective_axes(equation)))] * len(equation.outvars)
+
+    def _check_parts(self, equation: core.JaxprEqn, differing: Axes) -> None:
+        """Check whether a named value is of whole rows or of parts of them, where devices share rows."""
+        if equation.params["name"] == OWN_TOKENS and _JOINED in differing:
             self.mixed.add(line_of_equation(equation.source_info))
-        if ROW in self.mesh:
-            _refuse_other_parts(equation, shared=ROW not in every)
-        if axes := frozenset(collective_axes(equation)):
-            if name in _EQUALISING and params.get("axis_index_groups") is None:
-                return [each - _with_row(axes) for each in given]
-            return [every | (axes & self.mesh)] * len(equation.outvars)
-        inside = list(core.jaxprs_in_params(params))
-        if len(inside) == 1:
-            shape = (len(inside[0].invars), len(inside[0].outvars))
-            if shape == (len(given), len(equation.outvars)):
-                return self._follow(inside[0], given)
-        return [every] * len(equation.outvars)
+        _refuse_other_parts(equation, shared=ROW not in differing)
 
-    def _through_scan(
-        self, body: core.Jaxpr, given: Sequence[Axes], constants: int, carried: int
-    ) -> list[Axes]:
-        common, carry, each = (
-            given[:constants],
-            list(given[constants:][:carried]),
-            given[constants + carried :],
-        )
-        while True:
-            leaving = self._follow(body, [*common, *carry, *each])
-            wider = [a | b for a, b in zip(carry, leaving, strict=False)]
-            if wider == carry:
-                return [*carry, *leaving[carried:]]
-            carry = wider
-
-    def _through_while(self, equation: core.JaxprEqn, given: Sequence[Axes]) -> list[Axes]:
-        params = equation.params
-        test, body = params["cond_nconsts"], params["body_nconsts"]
-        carry = list(given[test + body :])
-        while True:
-            (condition,) = self._follow(params["cond_jaxpr"].jaxpr, [*given[:test], *carry])
-            leaving = self._follow(params["body_jaxpr"].jaxpr, [*given[test : test + body], *carry])
-            wider = [a | b | condition for a, b in zip(carry, leaving, strict=True)]
-            if wider == carry:
-                self._refuse(equation, condition)
-                return carry
-            carry = wider
-
-    def _refuse(self, equation: core.JaxprEqn, condition: Axes) -> None:
+    def decided(self, equation: core.JaxprEqn, condition: Axes, results: list[Axes]) -> list[Axes]:
         """Refuse a branch or loop whose condition differs where something in it communicates."""
         if condition & self._within(equation):
             raise ConfigurationError(
@@ -170,6 +112,16 @@ class Branches:
                 'equal on all devices, by a scalar in the batch or jax.lax.pmax(..., ("node", "local")), or '
                 "compute every way and choose by jnp.where."
             )
+        return [condition | each for each in results]
+
+    def _within(self, equation: core.JaxprEqn) -> Axes:
+        """The axes that the programs in an equation and their backward passes communicate over."""
+        inside = itertools.chain(*map(equations_within, core.jaxprs_in_params(equation.params)))
+        return self.join(map(self._communicates, inside))
+
+    def _communicates(self, equation: core.JaxprEqn) -> Axes:
+        backward = self._backward if equation.params.get("name") == READ_BY_UNIT else _NONE
+        return backward | (self._mesh & frozenset(collective_axes(equation)))
 
 
 def _with_row(axes: Iterable[str]) -> Axes:

@@ -6,8 +6,8 @@ import jax
 from jax.extend import core
 
 from zerojax.adapters.loss import ATTENDED, OWN_TOKENS
+from zerojax.dataflow.programs import equations_within
 from zerojax.errors import ConfigurationError
-from zerojax.matmul.replay import equations_within
 
 
 def processes_a_row(devices: int) -> int:

@@ -11,25 +11,22 @@ import functools
 import operator
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.extend import core
 
 from zerojax import schedule
+from zerojax.dataflow.analysis import Analysis
+from zerojax.dataflow.origins import MOVES, changed
+from zerojax.dataflow.programs import equations_within
 from zerojax.errors import ConfigurationError
-from zerojax.matmul.replay import scan_counts
 from zerojax.schedule.layer_update import LayerState
-from zerojax.schedule.origins import MOVES, changed
 from zerojax.schedule.sharded import FORWARD_MODE, READ_BY_UNIT, assigned, is_sharded, read_outside
 from zerojax.schedule.user_code import line_of_equation
 from zerojax.sharding.param_tree import Path
 
-Names = list[str | None]
-"""For each value the name of the weight that it belongs to, or None."""
-Reads = Counter[str]
-"""How often units read the values of a name."""
 _RULES = f" at {schedule.__path__[0]}{os.sep}"
 """Where JAX says that the backward rules of units and stacks are."""
 
@@ -42,11 +39,13 @@ def refuse_reads(jaxpr: core.Jaxpr, weights: Mapping[Path, Any]) -> None:
     Raises:
         ConfigurationError: something computes with a ``Sharded`` weight, or returns it; the message names it.
     """
-    names: Names = []
+    names: list[str | None] = []
     for weight in jax.tree.leaves(weights, is_leaf=is_sharded):
         names += [weight.leaf.name if is_sharded(weight) else None] * len(jax.tree.leaves(weight))
     names += [None] * (len(jaxpr.invars) - len(names))
-    for name in _follow(jaxpr, names)[0]:
+    if any(map(_of_forward_mode, equations_within(jaxpr))):
+        raise ConfigurationError(FORWARD_MODE)
+    for name in _Names().follow(jaxpr, names):
         if name is not None:
             raise ConfigurationError(f"{read_outside(name)} It was returned by the loss function.")
 
@@ -65,16 +64,17 @@ def refuse_calls(jaxpr: core.Jaxpr, weights: Mapping[Path, Any], stacks: Mapping
     # Of each stack one array is followed: a call reads all of them, some more than once.
     sinks = {stacks[part.leaf.path]: part.sink for part in parts}
     followed = {id(sink.squares): stack for stack, sink in sinks.items() if isinstance(sink, LayerState)}
-    names: Names = [followed.get(id(x)) for x in jax.tree.leaves(weights)]
+    names: list[str | None] = [followed.get(id(x)) for x in jax.tree.leaves(weights)]
     names += [None] * (len(jaxpr.invars) - len(names))
-    reads = _follow(jaxpr, names)[1]
+    analysis = _Names()
+    analysis.follow(jaxpr, names)
     for stack in stacks.values():
-        if not reads[stack]:
+        if not analysis.state[stack]:
             raise ConfigurationError(
                 f"the loss does not call the Stack {stack!r}, whose layers are updated in their backward "
                 "pass: freeze its weights (ZeroConfig.frozen), or set update_in_backward=False."
             )
-        if reads[stack] > 1:
+        if analysis.state[stack] > 1:
             raise ConfigurationError(
                 f"the loss calls the Stack {stack!r} more than once, itself or a copy of it (nnx.clone), or "
                 "in a loop or one branch of several, so a layer's gradient is not final in its backward "
@@ -97,69 +97,41 @@ def refuse_assigned(jaxpr: core.Jaxpr, weights: Mapping[Path, Any], replaced: Ma
         raise ConfigurationError(assigned("/".join(paths[0]), "the loss"))
 
 
-def _follow(jaxpr: core.Jaxpr, names: Names) -> tuple[Names, Reads]:
-    """The names of a jaxpr's results, given those of its arguments, and what units read in it."""
-    known = {var: name for var, name in zip(jaxpr.invars, names, strict=True) if name is not None}
-    reads: Reads = Counter()
-    for equation in jaxpr.eqns:
-        name, params = equation.primitive.name, equation.params
-        if name == "custom_lin" and _RULES in params["bwd"].debug_info.func_src_info:
-            raise ConfigurationError(FORWARD_MODE)
-        given = [None if isinstance(var, core.Literal) else known.get(var) for var in equation.invars]
-        if not any(given):
-            continue
-        if params.get("name") == READ_BY_UNIT:
-            reads.update(filter(None, given))
-            continue
-        results, inside = _results(equation, given)
-        known |= {var: name for var, name in zip(equation.outvars, results, strict=True) if name}
-        reads += inside
-    return [None if isinstance(var, core.Literal) else known.get(var) for var in jaxpr.outvars], reads
+def _of_forward_mode(equation: core.JaxprEqn) -> bool:
+    """Whether an equation is a forward-mode derivative of a unit or a stack."""
+    return (
+        equation.primitive.name == "custom_lin" and _RULES in equation.params["bwd"].debug_info.func_src_info
+    )
 
 
-def _results(equation: core.JaxprEqn, given: Names) -> tuple[Names, Reads]:
-    """As ``_follow``, of one equation; refuses one that computes with a weight."""
-    params = equation.params
-    match equation.primitive.name:
-        case "scan":
-            names, reads = _through_loop(params["jaxpr"].jaxpr, given, *scan_counts(equation))
-            return names, _times(params["length"], reads)
-        case "while":
-            test, body = params["cond_nconsts"], params["body_nconsts"]
-            carry = given[test + body :]
-            _follow(params["cond_jaxpr"].jaxpr, [*given[:test], *carry])
-            names, reads = _through_loop(params["body_jaxpr"].jaxpr, given[test:], body, len(carry))
-            return names, _times(2, reads)
-        case "cond":
-            branches, counts = zip(
-                *(_follow(branch.jaxpr, given[1:]) for branch in params["branches"]), strict=True
-            )
-            most, least = functools.reduce(operator.or_, counts), functools.reduce(operator.and_, counts)
-            # What some branches do not read is read neither once nor never.
-            reads = _times(2, most - least) + least
-            return [next(filter(None, names), None) for names in zip(*branches, strict=True)], reads
-        case name if name in MOVES:
-            return [next(filter(None, given))] * len(equation.outvars), Counter()
-    inside = list(core.jaxprs_in_params(params))
-    if len(inside) == 1 and len(inside[0].invars) == len(given):
-        return _follow(inside[0], given)
-    weight = next(filter(None, given))
-    where = line_of_equation(equation.source_info)
-    raise ConfigurationError(f"{read_outside(weight)} It was read by {equation.primitive.name} at {where}.")
+class _Names(Analysis[str | None, Counter[str]]):
+    """For each value the name of the weight that it belongs to, or None; and how often units read which."""
+
+    def __init__(self) -> None:
+        super().__init__(nothing=None, state=Counter())
+
+    def join(self, values: Iterable[str | None]) -> str | None:
+        return next(filter(None, values), None)
+
+    def step(self, equation: core.JaxprEqn, given: list[str | None]) -> list[str | None]:
+        name, weight = equation.primitive.name, self.join(given)
+        if equation.params.get("name") == READ_BY_UNIT:
+            self.state = self.state + Counter(filter(None, given))
+            weight = None
+        if weight is None or name in MOVES:
+            return given if name == "optimization_barrier" else [weight] * len(equation.outvars)
+        where = line_of_equation(equation.source_info)
+        raise ConfigurationError(f"{read_outside(weight)} It was read by {name} at {where}.")
+
+    def merged(self, states: Sequence[Counter[str]]) -> Counter[str]:
+        most, least = functools.reduce(operator.or_, states), functools.reduce(operator.and_, states)
+        # What some branches do not read is read neither once nor never.
+        return least + _times(2, most - least)
+
+    def repeated(self, equation: core.JaxprEqn, before: Counter[str]) -> Counter[str]:
+        rounds = {"while": 2, "scan": equation.params.get("length", 1)}.get(equation.primitive.name, 1)
+        return before + _times(rounds, self.state - before)
 
 
-def _times(factor: int, reads: Reads) -> Reads:
+def _times(factor: int, reads: Counter[str]) -> Counter[str]:
     return Counter({name: factor * count for name, count in reads.items()})
-
-
-def _through_loop(
-    body: core.Jaxpr, given: Sequence[str | None], constants: int, carried: int
-) -> tuple[Names, Reads]:
-    """Follow a loop's body until no more carries turn out to hold a weight."""
-    entering = list(given)
-    while True:
-        leaving, reads = _follow(body, entering)
-        held = [a or b for a, b in zip(entering[constants:], leaving[:carried], strict=False)]
-        if held == entering[constants : constants + carried]:
-            return leaving, reads
-        entering[constants : constants + carried] = held

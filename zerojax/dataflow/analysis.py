@@ -1,0 +1,75 @@
+"""Forward analysis of a jaxpr: an abstract value for each value, computed from those of the arguments."""
+
+from collections.abc import Iterable, Sequence
+
+from jax.extend import core
+
+from zerojax.dataflow.interpret import interpret
+from zerojax.dataflow.programs import inner_of
+
+
+class Analysis[T, S]:
+    """A forward analysis. A subclass says what single equations do; this class follows the programs in them.
+
+    A loop is followed until its carried values do not change, so the abstract values are a finite lattice.
+
+    Attributes:
+        nothing: the abstract value of literals and constants.
+        state: what the equations so far have added up to.
+    """
+
+    def __init__(self, nothing: T, state: S) -> None:
+        self.nothing, self.state = nothing, state
+
+    def join(self, values: Iterable[T]) -> T:
+        """The abstract value of something that may be any of these."""
+        raise NotImplementedError
+
+    def step(self, equation: core.JaxprEqn, given: list[T]) -> Sequence[T]:
+        """The results of an equation that has no programs, or uses them in an unknown way."""
+        raise NotImplementedError
+
+    def decided(self, equation: core.JaxprEqn, condition: T, results: list[T]) -> list[T]:
+        """The results of a conditional or a while loop, whose condition has this abstract value."""
+        del equation, condition
+        return results
+
+    def merged(self, states: Sequence[S]) -> S:
+        """The state after one of several branches."""
+        return states[0]
+
+    def repeated(self, equation: core.JaxprEqn, before: S) -> S:
+        """The state after an equation. ``self.state`` is the state after its program has run once."""
+        del equation, before
+        return self.state
+
+    def follow(self, jaxpr: core.Jaxpr, given: Sequence[T]) -> list[T]:
+        """The abstract values of a program's results."""
+        constants = [self.nothing] * len(jaxpr.constvars)
+        return interpret(jaxpr, [*constants, *given], self._results, lambda _: self.nothing)
+
+    def _results(self, equation: core.JaxprEqn, given: list[T]) -> Sequence[T]:
+        inner = inner_of(equation)
+        if inner is None:
+            return self.step(equation, given)
+        condition, args, before = given[: inner.first], given[inner.first :], self.state
+        while True:
+            self.state, entering = before, args[inner.carried]
+            test = [] if inner.test is None else self.follow(inner.test, [*condition, *entering])
+            results = self._one_of(inner.programs, args)
+            for value in test or condition[:1]:
+                results = self.decided(equation, value, results)
+            args[inner.carried] = map(self.join, zip(entering, results, strict=False))
+            if args[inner.carried] == entering:
+                self.state = self.repeated(equation, before)
+                return [*entering, *results[len(entering) :]]
+
+    def _one_of(self, programs: Sequence[core.Jaxpr], args: list[T]) -> list[T]:
+        """The results of programs of which one runs."""
+        results, states, before = [], [], self.state
+        for program in programs:
+            self.state = before
+            results.append(self.follow(program, args))
+            states.append(self.state)
+        self.state = self.merged(states)
+        return [self.join(each) for each in zip(*results, strict=True)]
