@@ -1,13 +1,12 @@
 """Blockwise quantization for communication: encode, decode, and the fused steps between two hops.
 
-``encode_nf4`` and ``decode_nf4`` store frozen weights; ``attend_cache`` is the attention of generation;
-``cast_transpose`` makes operands of fp8 matmuls; ``grouped_rows``, ``grouped_rows_fp8`` and ``grouped_sums``
+``encode_nf4`` and ``decode_nf4`` store frozen weights. ``attend_cache`` is the attention of generation.
+``cast_transpose`` makes operands of fp8 matmuls. ``grouped_rows``, ``grouped_rows_fp8`` and ``grouped_sums``
 are the matmuls of a mixture of experts.
 
-The package depends on jax alone (on CUDA it uses jax-triton if installed) and is independent of zerojax.
-``pallas_kernels.reference`` is the specification, ``nf4_reference`` that of nf4,
-``attention_reference``, ``cast_reference`` and ``grouped_reference`` those of attention, of casts and of
-grouped matmuls.
+The package only depends on jax, and is independent of zerojax. On CUDA it uses jax-triton if installed. The
+modules ``reference``, ``nf4_reference``, ``attention_reference``, ``cast_reference`` and
+``grouped_reference`` are the specifications.
 """
 
 from pallas_kernels.attention import attend_cache

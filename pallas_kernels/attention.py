@@ -24,21 +24,21 @@ def attend_cache(
 ) -> jax.Array:
     """Attention of one query per row and head to the columns [start, stop) of a layer of the cache.
 
-    The kernel reads these columns alone, each once, where they lie; as in FlashAttention (Dao et al., 2022,
-    algorithm 1) it keeps no scores. Rows too few to fill the chip are split over their columns
-    (Flash-Decoding, Dao et al., 2023).
+    The kernel reads each of these columns once, from its place in the cache. It keeps no scores, as in
+    FlashAttention (Dao et al., 2022, algorithm 1). If there are too few rows to fill the chip, they are split
+    over their columns (Flash-Decoding, Dao et al., 2023).
 
     Args:
         query: [rows, heads, dim], in the dtype of the cache.
-        keys: [layers, rows, kv_heads, length, dim]; kv_heads divides heads, and query head h reads key head
+        keys: [layers, rows, kv_heads, length, dim]. kv_heads divides heads, and query head h reads key head
             h // (heads / kv_heads).
         values: as ``keys``.
         layer: int32 scalar.
-        start: of each row, int32 [rows].
-        stop: of each row, int32 [rows]; more than ``start``, and at most ``length``.
-        sinks: one more score in each head's softmax, without a value, [heads]; None is none.
+        start: first column of each row, int32 [rows].
+        stop: the column after the last one of each row, int32 [rows]; above ``start``, at most ``length``.
+        sinks: an additional score in each head's softmax, without a value, [heads]; None for none.
         scale: factor of the scores.
-        softcap: scores become softcap x tanh(scores / softcap); None leaves them.
+        softcap: scores become softcap x tanh(scores / softcap); None leaves them as they are.
 
     Returns:
         [rows, heads, dim], in the dtype of the cache. Kernel and specification differ by rounding.
@@ -49,20 +49,24 @@ def attend_cache(
     """
     if query.ndim != 3 or keys.ndim != 5 or keys.shape != values.shape:
         raise ValueError(
-            f"query {query.shape}, keys {keys.shape} and values {values.shape}: expected [rows, heads, dim] "
-            "and twice [layers, rows, kv_heads, length, dim]"
+            f"query {query.shape}, keys {keys.shape} and values {values.shape}: pass [rows, heads, dim] and "
+            "twice [layers, rows, kv_heads, length, dim]"
         )
     rows, heads, dim = query.shape
     _, cached, kv_heads, _, width = keys.shape
     if (cached, width) != (rows, dim) or heads % kv_heads:
-        raise ValueError(f"query {query.shape} and keys {keys.shape} differ in rows or dim, or in heads")
+        raise ValueError(
+            f"query {query.shape} and keys {keys.shape}: rows and dim must agree, and kv_heads divide heads"
+        )
     if not query.dtype == keys.dtype == values.dtype:
-        raise TypeError(f"query, keys and values are {query.dtype}, {keys.dtype} and {values.dtype}")
+        raise TypeError(
+            f"query, keys and values are {query.dtype}, {keys.dtype} and {values.dtype}: pass one dtype"
+        )
     if sinks is not None and sinks.shape != (heads,):
-        raise ValueError(f"sinks are {list(sinks.shape)}: expected [{heads}], one of each head")
+        raise ValueError(f"sinks have shape {list(sinks.shape)}: pass [{heads}], one number for each head")
     for name, array in (("start", start), ("stop", stop)):
         if array.shape != (rows,) or array.dtype != jnp.int32:
-            raise TypeError(f"{name} is {array.dtype}{list(array.shape)}: expected int32[{rows}]")
+            raise TypeError(f"{name} is {array.dtype}{list(array.shape)}: pass int32[{rows}]")
     return dispatch(
         "attend_cache",
         query,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 MIN_SCORE = float(jnp.finfo(jnp.float32).min)
-"""The score of a column that is not seen."""
+"""The score of a column outside [start, stop)."""
 
 
 def attend_cache(

@@ -12,14 +12,14 @@ from jaxlib import gpu_triton
 from pallas_kernels.chips import compute_capability
 
 PALLAS_FIRST = ("encode", "encode_reordered", "grouped_rows", "grouped_rows_fp8", "grouped_sums")
-"""Functions that Pallas' kernels run faster than Triton's where they run at all (docs/kernels.md)."""
+"""Functions with faster kernels in Pallas than in Triton, wherever Pallas has a kernel (docs/kernels.md)."""
 
 FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 """The dtypes of fp8 matmuls."""
 
 
 def _has_plugin() -> bool:
-    """Whether JAX found its CUDA plugin, which lowers kernels and contains their runtime, at start-up."""
+    """Whether JAX found its CUDA plugin at start-up. It lowers kernels and contains their runtime."""
     return hasattr(gpu_triton, "TritonKernel")
 
 
@@ -42,18 +42,18 @@ def cuda_implementation(name: str) -> Callable[..., jax.Array] | None:
     """The CUDA implementation of the public function ``name``; None if XLA compiles the reference."""
     triton, mosaic = _triton_module(), _pallas_module()
     if triton is None or not hasattr(triton, name):
-        return getattr(mosaic, name, None)  # neither has all kernels of the other
+        return getattr(mosaic, name, None)  # each module has kernels that the other lacks
     if mosaic is None or name not in PALLAS_FIRST:
         return getattr(triton, name)
     return partial(getattr(mosaic, name), otherwise=getattr(triton, name))
 
 
 def backend_report() -> dict[str, str]:
-    """The implementation on each platform, in words; informational only."""
+    """A description of the implementation on each platform, for people."""
     reference = "jax.numpy reference, compiled by XLA"
     pallas = "int8, int4 and fp8, neither stochastic nor rotated, by Pallas kernels through Mosaic GPU"
     if compute_capability() == 90:
-        pallas += "; so are grouped matmuls, of sides that are multiples of 64 in bf16 and of 128 in fp8"
+        pallas += "; also grouped matmuls with sides that are multiples of 64 in bf16 and of 128 in fp8"
     if _triton_module() is None:
         missing = "the Triton kernels need jax-triton and JAX's CUDA plugin"
         rest = f"{reference} ({missing})"
@@ -62,10 +62,10 @@ def backend_report() -> dict[str, str]:
     chip = compute_capability()
     report = f"Triton kernels through {versions}, for compute capability {chip / 10}"
     if chip < 89:
-        report += "; fp8 by the reference, as this chip has no instructions for it"
+        report += "; fp8 by the reference, because this chip has no instructions for it"
     report += (
-        "; by the reference also: plain formats, fp16 arrays, rows of 2**31 elements or more, and sums over "
-        "more than 64 peers"
+        "; the reference also computes plain formats, fp16 arrays, rows of 2**31 elements or more, and sums "
+        "over more than 64 peers"
     )
     if _pallas_module() is not None:
         report += f"; encoding to {pallas}"

@@ -15,13 +15,13 @@ from pallas_kernels.dispatch import dispatch
 def cast_transpose(x: jax.Array, scale: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """Multiply a matrix by a scale, cast it to an fp8 dtype, and transpose it, in one pass.
 
-    Hopper's fp8 matmuls read both operands along the contracted axis alone, so that a matrix in two products
-    (of a gradient with a weight, and with activations) is needed in both orientations.
+    Hopper's fp8 matmuls only read operands along the contracted axis. So a matrix in two products (of a
+    gradient with a weight, and with activations) is needed in both orientations.
 
     Args:
         x: [m, n], any floating-point dtype.
         scale: fp32 scalar.
-        dtype: ``float8_e4m3fn`` or ``float8_e5m2``. Larger numbers become its largest; NaN stays.
+        dtype: ``float8_e4m3fn`` or ``float8_e5m2``. Larger numbers become its largest number. NaN stays.
 
     Returns:
         The cast, [m, n], and its transpose, [n, m].
@@ -31,9 +31,9 @@ def cast_transpose(x: jax.Array, scale: jax.Array, dtype: DTypeLike) -> tuple[ja
         TypeError: a dtype does not fit.
     """
     if x.ndim != 2 or scale.shape != ():
-        raise ValueError(f"x {x.shape} and scale {scale.shape}: expected a matrix and a scalar")
+        raise ValueError(f"x has shape {x.shape} and scale {scale.shape}: pass a matrix and a scalar")
     if not jnp.issubdtype(x.dtype, jnp.floating) or scale.dtype != jnp.float32:
-        raise TypeError(f"x is {x.dtype} and scale {scale.dtype}: expected floating point and float32")
+        raise TypeError(f"x is {x.dtype} and scale {scale.dtype}: pass floating point and float32")
     dtype = jnp.dtype(dtype)
     if dtype not in FP8:
         raise TypeError(f"dtype {dtype}: choose one of {', '.join(jnp.dtype(one).name for one in FP8)}")

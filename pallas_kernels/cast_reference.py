@@ -9,6 +9,6 @@ def cast_transpose(x: jax.Array, scale: jax.Array, *, dtype: jnp.dtype) -> tuple
     """See ``pallas_kernels.cast_transpose``."""
     top = float(jnp.finfo(dtype).max)
     cast = jnp.clip(x.astype(jnp.float32) * scale, -top, top).astype(dtype)
-    # Without the barrier XLA transposes while it casts, which is three times slower than to transpose bytes.
+    # Without the barrier XLA fuses the transpose with the cast, and is three times slower than with bytes.
     cast = lax.optimization_barrier(cast)
     return cast, cast.T

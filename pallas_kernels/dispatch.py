@@ -1,6 +1,6 @@
 """The public functions: they check their arguments and call the implementation for the platform.
 
-They may be called eagerly, inside ``jit`` and inside ``shard_map(check_vma=False)``; none is differentiable.
+They may be called eagerly, inside ``jit`` and inside ``shard_map(check_vma=False)``. None is differentiable.
 ``seed`` is a uint32 scalar array, which stochastic rounding requires.
 """
 
@@ -27,10 +27,10 @@ ROUNDINGS = ("nearest", "stochastic")
 def dispatch(
     name: str, *arrays: jax.Array | None, specification: ModuleType = reference, **static: Any
 ) -> Any:
-    """Call the target platform's implementation of ``name``; only that one is lowered."""
+    """Call the target platform's implementation of ``name``. JAX lowers no other one."""
 
     def default(*arrays: jax.Array | None) -> Any:
-        # Whatever the caller has set for ranks: it is meant for the caller's own code.
+        # The caller's setting for ranks is meant for the caller's own code.
         with jax.numpy_rank_promotion("allow"):
             return getattr(specification, name)(*arrays, **static)
 
@@ -43,32 +43,32 @@ def dispatch(
 
 def _check_array(name: str, array: jax.Array, ndim: int) -> None:
     if array.ndim != ndim:
-        raise ValueError(f"{name} has shape {array.shape}: expected {ndim} dimensions")
+        raise ValueError(f"{name} has shape {array.shape}: pass an array of {ndim} dimensions")
 
 
 def _check_floats(name: str, array: jax.Array, ndim: int) -> None:
     _check_array(name, array, ndim)
     if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(f"{name} has dtype {array.dtype}: expected a floating-point array")
+        raise TypeError(f"{name} has dtype {array.dtype}: pass a floating-point array")
 
 
 def _check_payload(payload: jax.Array, width: int) -> None:
     _check_array("payload", payload, 2)
     if payload.dtype != jnp.uint8:
-        raise TypeError(f"payload has dtype {payload.dtype}: expected uint8")
+        raise TypeError(f"payload has dtype {payload.dtype}: pass uint8")
     if payload.shape[1] != width:
-        raise ValueError(f"payload rows have {payload.shape[1]} bytes: this format needs {width}")
+        raise ValueError(f"payload rows have {payload.shape[1]} bytes, but this format needs {width}")
 
 
 def _check_rotation(n: int, rotation: int) -> None:
     if rotation not in (0, ROTATION):
         raise ValueError(f"rotation {rotation}: choose 0 (none) or {ROTATION}")
     if rotation and n % rotation:
-        raise ValueError(f"rows of {n} elements cannot be rotated in groups of {rotation}")
+        raise ValueError(f"rows of {n} elements cannot be rotated in groups of {rotation}: pad the rows")
 
 
 def _check_rounding(fmt: str, rounding: str, seed: jax.Array | None) -> tuple[str, jax.Array | None]:
-    """The rounding and the seed, which is None unless this encoder draws random bits."""
+    """The rounding, and the seed, or None if this encoder draws no random bits."""
     if rounding not in ROUNDINGS:
         raise ValueError(f"rounding {rounding!r}: choose one of {', '.join(ROUNDINGS)}")
     if rounding == "nearest" or fmt not in QUANTIZED:
@@ -125,10 +125,10 @@ def encode_delta(
     rounding: str = "nearest",
     seed: jax.Array | None = None,
 ) -> jax.Array:
-    """Encode w - base, both [rows, n]; the difference is computed in fp32.
+    """Encode w - base, both [rows, n], computed in fp32.
 
-    Returns uint8[rows, nbytes(fmt, n, block)]; arguments and errors as for ``encode``. Encoding the change of
-    ZeRO-3 weights is from SDP4Bit (arXiv:2410.15526, section 3.1).
+    Returns uint8[rows, nbytes(fmt, n, block)]. Arguments and errors are as for ``encode``. Encoding the
+    change of ZeRO-3 weights is from SDP4Bit (arXiv:2410.15526, section 3.1).
     """
     _check_floats("w", w, 2)
     _check_floats("base", base, 2)
@@ -154,9 +154,9 @@ def encode_reordered(
 ) -> jax.Array:
     """Encode a padded gradient leaf in the order in which its pieces are sent.
 
-    The flat leaf is viewed as [local, nodes, chunks, q]; chunk c holds, for each local peer, the q elements
-    of every node, so that after the hop inside the node the input of the hop between nodes is contiguous
-    (ZeRO++, arXiv:2306.10209, algorithm 2).
+    The flat leaf is viewed as [local, nodes, chunks, q]. For each local peer, chunk c has the q elements of
+    every node. So after the hop inside the node, the input of the hop between nodes is contiguous (ZeRO++,
+    arXiv:2306.10209, algorithm 2).
 
     Args:
         g: [local * nodes * chunks * q], any floating-point dtype, q a multiple of ``block``.
@@ -174,7 +174,7 @@ def encode_reordered(
     pieces = local * nodes * chunks
     if min(local, nodes, chunks) < 1 or g.size % pieces:
         raise ValueError(
-            f"{g.size} elements do not divide into local={local} * nodes={nodes} * chunks={chunks}"
+            f"{g.size} elements do not divide into local={local} * nodes={nodes} * chunks={chunks}: pad g"
         )
     q = g.size // pieces
     check_block(fmt, q, block)
@@ -203,14 +203,14 @@ def decode(
 
 @partial(jax.jit, static_argnames=("fmt", "block"))
 def decode_add(payload: jax.Array, base: jax.Array, fmt: str, *, block: int | None = None) -> jax.Array:
-    """Add decoded rows to ``base``, [rows, n], in fp32; the result has base's dtype.
+    """Add decoded rows to ``base``, [rows, n], in fp32. The result has base's dtype.
 
-    Raises ValueError or TypeError if the payload does not hold rows like those of ``base``.
+    Raises ValueError or TypeError if the payload's rows do not have the shape of ``base``.
     """
     _check_floats("base", base, 2)
     _check_payload(payload, nbytes(fmt, base.shape[1], block))
     if payload.shape[0] != base.shape[0]:
-        raise ValueError(f"payload has {payload.shape[0]} rows, base {base.shape[0]}")
+        raise ValueError(f"payload has {payload.shape[0]} rows, base {base.shape[0]}: pass equal numbers")
     return dispatch("decode_add", payload, base, fmt=fmt, block=block)
 
 
@@ -230,8 +230,8 @@ def decode_sum(
         payload: one row per peer.
         fmt, block: as for ``decode``.
         n: elements of a row.
-        rotation: of the encoded rows; it is undone after the sum.
-        scale: a Python number to multiply the result by, 1/peers for a mean.
+        rotation: of the encoded rows. It is undone after the sum.
+        scale: a Python number to multiply the result by, such as 1/peers for a mean.
 
     Returns:
         fp32[n].
@@ -259,13 +259,15 @@ def decode_sum_encode(
 ) -> jax.Array:
     """Between two hops: decode the peers' rows, sum them in fp32, and encode the sum.
 
+    A rotation remains. Only the last ``decode_sum`` undoes it.
+
     Args:
         payload: uint8[peers, nbytes(fmt_in, rows_out * n, block)].
-        fmt_in: the wire format of the previous hop.
-        fmt_out: that of the next hop.
+        fmt_in: wire format of the previous hop.
+        fmt_out: wire format of the next hop.
         rows_out: rows of the sum, as the next hop sends it.
         n: elements of each row.
-        block, rounding, seed: as for ``encode``. A rotation remains: only the last ``decode_sum`` undoes it.
+        block, rounding, seed: as for ``encode``.
 
     Returns:
         uint8[rows_out, nbytes(fmt_out, n, block)].

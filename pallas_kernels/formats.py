@@ -14,20 +14,20 @@ QUANTIZED: Final = tuple(fmt for fmt in FORMATS if fmt not in RAW)
 """The formats that carry one scale per block."""
 
 STORED: Final = ("nf4",)
-"""The formats that only store frozen weights: they have neither sums nor differences (``encode_nf4``)."""
+"""The formats that only store frozen weights (``encode_nf4``). They have neither sums nor differences."""
 
 BITS: Final = {"fp32": 32, "bf16": 16, "fp8": 8, "int8": 8, "fp6": 6, "int4": 4, "int2": 2}
 """Bits of one element's code, without the block scale."""
 
 QMAX: Final = {"fp8": 448.0, "int8": 127.0, "fp6": 28.0, "int4": 7.0, "int2": 1.0}
-"""The largest magnitude of a code; the maximum of a block is scaled to it."""
+"""The largest magnitude of a code. The maximum of a block is scaled to it."""
 
 MINIFLOAT: Final = {"fp8": (3, 7), "fp6": (2, 3)}
 """(mantissa bits, exponent bias) of the two small floating-point formats: e4m3 and e3m2."""
 
 MIN_BLOCK, MAX_BLOCK = 64, 2048
 ROTATION: Final = 32
-"""Width of the Hadamard rotation, the only one besides 0 (none)."""
+"""Width of the Hadamard rotation. The only other choice is 0 (none)."""
 
 SCALE_BYTES: Final = 2
 NF4_GROUP: Final = 256
@@ -38,7 +38,7 @@ def check_format(fmt: str) -> None:
     """Raise ValueError unless ``fmt`` is one of ``FORMATS``."""
     if fmt in STORED:
         raise ValueError(
-            f"{fmt} only stores frozen weights, and cannot be sent: it has encode_{fmt} and decode_{fmt}"
+            f"{fmt} only stores frozen weights, and cannot be sent: use encode_{fmt} and decode_{fmt}"
         )
     if fmt not in FORMATS:
         raise ValueError(f"unknown wire format {fmt!r}: choose one of {', '.join(FORMATS)}")
@@ -54,7 +54,7 @@ def check_block(fmt: str, n: int, block: int | None) -> None:
 
 def _check_row(n: int) -> None:
     if n < 1:
-        raise ValueError(f"a payload row holds at least one element, not {n}")
+        raise ValueError(f"a payload row has {n} elements: give it at least one")
 
 
 def _check_blocks(fmt: str, n: int, block: int | None) -> None:
@@ -67,12 +67,12 @@ def _check_blocks(fmt: str, n: int, block: int | None) -> None:
 
 
 def code_bytes(fmt: str, n: int) -> int:
-    """Bytes of the codes of ``n`` elements, scales not included."""
+    """Bytes of the codes of ``n`` elements, without scales."""
     return n * BITS[fmt] // 8
 
 
 def nbytes(fmt: str, n: int, block: int | None = None) -> int:
-    """Payload bytes of a row of ``n`` elements, scales included.
+    """Payload bytes of a row of ``n`` elements, including scales.
 
     Args:
         fmt: one of ``FORMATS``.
@@ -98,8 +98,8 @@ def nf4_sections(n: int, block: int) -> tuple[int, int, int]:
 def nf4_bytes(n: int, block: int = 64) -> int:
     """Payload bytes of an nf4 row of ``n`` elements: 4.127 bits an element in long rows of blocks of 64.
 
-    Half a byte for each element, one for each block (padded to a multiple of four), and four for each 256
-    blocks or part of them.
+    They are half a byte for each element, one byte for each block (padded to a multiple of four), and four
+    bytes for each 256 blocks or part of them.
 
     Args:
         n: elements in the row, a multiple of ``block``.

@@ -1,9 +1,10 @@
 """Products of groups of rows with a matrix for each group, checked; see ``pallas_kernels.dispatch``.
 
-Group g has ``sizes[g]`` rows, which follow those of group g - 1. Rows after the last group belong to nobody:
-whatever they hold, it is in no result. Sums are in fp32, which a GPU's tensor cores keep with fewer bits of
-products in fp8 (about 14 on Hopper). Pallas' kernels run on Hopper, in bf16 and fp8, for matrices with sides
-that are multiples of 64 and 128. Triton's run everywhere else. Kernel and specification differ by rounding.
+Group g has ``sizes[g]`` rows, which follow the rows of group g - 1. Rows after the last group belong to no
+group and affect no result. Sums are in fp32, but a GPU's tensor cores sum fp8 products with fewer bits (about
+14 on Hopper). Pallas' kernels run on Hopper, in bf16 and fp8, for matrices with sides that are multiples of
+64 and
+128. Triton's kernels run everywhere else. Kernel and specification differ by rounding.
 """
 
 from functools import partial
@@ -22,14 +23,14 @@ def _check_shapes(
 ) -> None:
     if not fits:
         raise ValueError(
-            f"x {x.shape}, {name} {other.shape} and sizes {sizes.shape}: expected {expected} and [groups]"
+            f"x {x.shape}, {name} {other.shape} and sizes {sizes.shape}: pass {expected} and [groups]"
         )
 
 
 def _check_dtypes(x: jax.Array, other: jax.Array, sizes: jax.Array, name: str) -> None:
     if x.dtype != other.dtype or not jnp.issubdtype(x.dtype, jnp.floating) or sizes.dtype != jnp.int32:
         raise TypeError(
-            f"x, {name} and sizes are {x.dtype}, {other.dtype} and {sizes.dtype}: expected one "
+            f"x, {name} and sizes are {x.dtype}, {other.dtype} and {sizes.dtype}: pass one "
             f"floating-point dtype for x and {name}, and int32"
         )
 
@@ -48,10 +49,10 @@ def grouped_rows(x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bo
         x: [rows, k], any floating-point dtype.
         w: [groups, k, n], or [groups, n, k] if ``transposed``, in the dtype of ``x``.
         sizes: rows of each group, int32 [groups]; together at most ``rows``.
-        transposed: whether the matrices are multiplied as their transposes, which nobody writes to memory.
+        transposed: whether to multiply by the matrices' transposes. They are not written to memory.
 
     Returns:
-        [rows, n], in the dtype of ``x``; zeros in rows of nobody.
+        [rows, n], in the dtype of ``x``. Rows of no group are zeros.
 
     Raises:
         ValueError: a shape does not fit.
@@ -67,21 +68,21 @@ def grouped_rows_fp8(
     x: jax.Array, w: jax.Array, sizes: jax.Array, scale: jax.Array, *,
     transposed: bool = False, dtype: DTypeLike,
 ) -> jax.Array:  # fmt: skip
-    """``grouped_rows`` of fp8 numbers, times a scale.
+    """``grouped_rows`` for fp8 numbers, times a scale.
 
-    Hopper's tensor cores read 8-bit matrices along the contracted axis alone: ``transposed`` ones are read as
-    they lie, others are transposed in memory first.
+    Hopper's tensor cores only read 8-bit matrices along the contracted axis. So ``transposed`` matrices are
+    read directly, and others are first transposed in memory.
 
     Args:
         x: [rows, k], ``float8_e4m3fn`` or ``float8_e5m2``.
         w: [groups, k, n], or [groups, n, k] if ``transposed``, ``float8_e4m3fn`` or ``float8_e5m2``.
         sizes: as for ``grouped_rows``.
-        scale: fp32 scalar that the sums are multiplied by.
+        scale: fp32 scalar, the factor of the sums.
         transposed: as for ``grouped_rows``.
         dtype: of the result.
 
     Returns:
-        [rows, n], in ``dtype``; zeros in rows of nobody.
+        [rows, n], in ``dtype``. Rows of no group are zeros.
 
     Raises:
         ValueError: a shape does not fit.
@@ -89,16 +90,16 @@ def grouped_rows_fp8(
     """
     _check_matrices(x, w, sizes, transposed)
     if x.dtype not in FP8 or w.dtype not in FP8 or sizes.dtype != jnp.int32:
-        raise TypeError(f"x, w and sizes are {x.dtype}, {w.dtype} and {sizes.dtype}: expected fp8, and int32")
+        raise TypeError(f"x, w and sizes are {x.dtype}, {w.dtype} and {sizes.dtype}: pass fp8, fp8 and int32")
     if scale.shape != () or scale.dtype != jnp.float32:
-        raise TypeError(f"scale is {scale.dtype} {scale.shape}: expected a float32 scalar")
+        raise TypeError(f"scale is {scale.dtype} {scale.shape}: pass a float32 scalar")
     options = {"transposed": transposed, "dtype": jnp.dtype(dtype)}
     return dispatch("grouped_rows_fp8", x, w, sizes, scale, specification=grouped_reference, **options)
 
 
 @jax.jit
 def grouped_sums(x: jax.Array, g: jax.Array, sizes: jax.Array) -> jax.Array:
-    """For each group, the sum over its rows of the outer products of ``x`` and ``g``.
+    """Sum the outer products of the rows of ``x`` and ``g`` over each group.
 
     Args:
         x: [rows, k], any floating-point dtype.
@@ -106,7 +107,7 @@ def grouped_sums(x: jax.Array, g: jax.Array, sizes: jax.Array) -> jax.Array:
         sizes: as for ``grouped_rows``.
 
     Returns:
-        [groups, k, n], in the dtype of ``x``; zeros for empty groups.
+        [groups, k, n], in the dtype of ``x``. Empty groups get zeros.
 
     Raises:
         ValueError: a shape does not fit.

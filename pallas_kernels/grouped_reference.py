@@ -1,7 +1,7 @@
 """Specification of ``pallas_kernels.grouped_rows``, ``grouped_rows_fp8`` and ``grouped_sums``.
 
-The rows are cut into tiles, and a tile is multiplied once for each group that has rows in it: the cost
-depends on how many rows there are, hardly on how many groups.
+The rows are cut into tiles. Each tile is multiplied once for each group with rows in it. So the cost depends
+on the number of rows, and hardly on the number of groups.
 """
 
 import functools
@@ -14,17 +14,17 @@ from jax import Array, lax
 
 
 class _Tiles(NamedTuple):
-    """One entry for each pair of a tile of rows and a group that has rows in it, in order.
+    """The pairs of a tile and a group with rows in it, in order.
 
-    There are at most as many as tiles and groups together; entries beyond the pairs repeat the last one, with
-    no rows.
+    There are fewer pairs than tiles and groups together, which is the arrays' length. Entries after the last
+    pair repeat it without rows.
 
     Attributes:
-        group: of the pair.
+        group: index of the pair's group.
         offset: the tile's first row.
         start: the group's first row.
-        stop: the row after the group's last one; 0 beyond the pairs.
-        first: whether the pair is the first one of its group.
+        stop: the row after the group's last row; 0 after the last pair.
+        first: whether the pair is the first of its group.
     """
 
     group: Array
@@ -35,7 +35,7 @@ class _Tiles(NamedTuple):
 
 
 def _tile_rows(rows: int, groups: int) -> int:
-    """Rows of a tile: about as many as a group has, so that little is computed in vain."""
+    """Rows of a tile: about as many as a group has, so that few rows are computed twice."""
     return int(np.clip(1 << max(rows // groups, 1).bit_length(), 8, 128))
 
 
@@ -58,7 +58,7 @@ def _padded(x: Array, tile: int) -> Array:
 
 
 def _own(x: Array, pair: _Tiles, tile: int) -> tuple[Array, Array]:
-    """The tile of a pair, and which of its rows are the group's, [tile, 1]."""
+    """The rows of a pair's tile, and a mask [tile, 1] of the rows of its group."""
     index = pair.offset + jnp.arange(tile)[:, None]
     return lax.dynamic_slice_in_dim(x, pair.offset, tile), (index >= pair.start) & (index < pair.stop)
 
@@ -86,7 +86,7 @@ def grouped_rows_fp8(
     x: Array, w: Array, sizes: Array, scale: Array, *,
     transposed: bool, dtype: jnp.dtype, multiply: Callable[..., Array] = grouped_rows,
 ) -> Array:  # fmt: skip
-    """See ``pallas_kernels.grouped_rows_fp8``; bf16 and fp32 have every fp8 number."""
+    """See ``pallas_kernels.grouped_rows_fp8``. Every fp8 number is exact in bf16 and fp32."""
     wide = jnp.promote_types(dtype, jnp.bfloat16)  # fp16 lacks the range of sums before they are scaled
     out = multiply(x.astype(wide), w.astype(wide), sizes, transposed=transposed)
     return (out * scale.astype(wide)).astype(dtype)
@@ -101,7 +101,7 @@ def grouped_sums(x: Array, g: Array, sizes: Array) -> Array:
         total, out = carry
         rows, own = _own(padded, pair, tile)
         others, _ = _own(against, pair, tile)
-        # Both, since what lies in another group's rows may be infinite.
+        # Both operands, because the rows of another group may be infinite.
         rows, others = jnp.where(own, rows, 0), jnp.where(own, others, 0)
         total = jnp.where(pair.first, 0, total) + _dot(rows, others, (((0,), (0,)), ((), ())))
         return (total, out.at[pair.group].set(total.astype(out.dtype))), None

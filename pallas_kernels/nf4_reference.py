@@ -1,43 +1,47 @@
-"""The executable specification of nf4, which stores frozen weights: kernels equal it bit for bit.
+"""The executable specification of nf4, which stores frozen weights. Kernels equal it bit for bit.
 
 4-bit NormalFloat with double quantization is from QLoRA (Dettmers et al., 2023, arXiv:2305.14314, section 3).
-Each of 16 levels is to be the nearest to about as many of a normal distribution's numbers, divided by the
-largest of their block; the blocks' scales take 8 bits instead of 32.
+Weights are divided by the largest weight of their block. The 16 levels are chosen so that each is the nearest
+to about as many numbers of a normal distribution. The blocks' scales take 8 bits instead of 32.
 
-**Payload.** A row of n elements becomes ``nf4_bytes(n, block)`` bytes: the codes, two a byte, element 2j in
-the low half of byte j; one byte for each block of ``block`` consecutive elements, its scale's code, and zeros
-up to a multiple of four bytes; one fp32 (little endian), the unit, for each group of 256 consecutive blocks.
+**Payload.** A row of n elements becomes ``nf4_bytes(n, block)`` bytes, in this order:
+
+- the codes, two a byte, element 2j in the low half of byte j;
+- one byte for each block of ``block`` consecutive elements, its scale's code, and zeros up to a multiple of
+  four bytes;
+- one fp32 (little endian), the unit, for each group of 256 consecutive blocks.
+
 The last group may be smaller. No row depends on another.
 
-**Levels.** ``LEVELS``, the paper's appendix E. With Q the quantile function of the normal distribution and
-p = 1 - (1/32 + 1/30)/2: Q at 8 equally spaced probabilities, from p down to 1/2, which is left out; 0; and -Q
-at 7 probabilities likewise; all divided by Q(p). Hence 0 is exact, and so are -1 and 1. ``MIDPOINTS`` are the
-fp32 numbers nearest to the middles of neighbours.
+**Levels.** ``LEVELS`` are from the paper's appendix E. Q is the quantile function of the normal distribution,
+and p = 1 - (1/32 + 1/30)/2. Positive levels are Q at 8 equally spaced probabilities from p down to 1/2,
+without 1/2 itself. Negative levels are -Q at 7 such probabilities. With 0 all are divided by Q(p). Hence -1,
+0 and 1 are exact. ``MIDPOINTS`` are the fp32 numbers nearest to the middles of neighbours.
 
-**Scale.** m is a block's largest magnitude in fp32. The block is broken if m is not finite or m > 2**120.
-Of each group: g = the largest m of the blocks that are not broken, at least 2**-80, and the unit
-u = g * fp32(254**-3). A block's code c is 1, plus 1 for each k from 2 to 254 with
-m > fp32(k**3 + (k - 1)**3) * (u / 2), so that its scale s = c**3 * u is the nearest to m; in a broken block
-c = 255 and s is NaN. Cubes of up to 254 are exact in fp32; every product is rounded to fp32.
+**Scale.** m is a block's largest magnitude in fp32. The block is broken if m is not finite or m > 2**120. In
+each group, g is the largest m of the blocks that are not broken, at least 2**-80. The unit is u = g *
+fp32(254**-3). A block's code c is 1, plus 1 for each k from 2 to 254 with m > fp32(k**3 + (k - 1)**3) * (u /
+2). Its scale s = c**3 * u is then the nearest to m. In a broken block c = 255 and s is NaN. Cubes of up to
+254 are exact in fp32. Every product is rounded to fp32.
 
-**Code.** The number of midpoints t with x > t * s, the product rounded to fp32; 7, the code of 0, throughout
-a broken block. Codes are chosen by the scale as it will be decoded: then its rounding adds no error of its
-own: it stretches or shrinks the levels, and clips the largest weights, by 0.6% or less near g.
+**Code.** It is the number of midpoints t with x > t * s, the product rounded to fp32. All codes of a broken
+block are 7, the code of 0. Codes are chosen by the decoded scale, so the scale's rounding adds no error
+itself. It only stretches or shrinks the levels, and clips the largest weights, by 0.6% or less near g.
 
-**Decoding.** LEVELS[code] * s in fp32, rounded to the result's dtype. A block of zeros decodes to zeros, all
-of them positive; a broken block to NaN, without an effect on others.
+**Decoding.** LEVELS[code] * s in fp32, rounded to the result's dtype. A block of zeros decodes to positive
+zeros, and a broken block to NaN, without an effect on other blocks.
 
 **Range.** The format is for weights of ordinary magnitude. Blocks with a weight above 2**120 become NaN.
-Blocks whose m is a small fraction of their group's g have coarse scales: the steps of s are 3/c of it, 5%
-where m is 1/75 of g, 19% where it is 1/4000. No scale is smaller than u, which is 2**-24 of g: in blocks
-below, weights under u/25 become zeros. A group with weights below 2**-80 alone is encoded as if its g were
-2**-80. No subnormal number can influence a code, and none is decoded to fp32 or bf16, so that results do not
-depend on whether a chip flushes them.
+Blocks with m much smaller than their group's g have coarse scales. The steps of s are 3/c of s: 5% if m is
+1/75 of g, 19% if it is 1/4000. No scale is smaller than u, which is 2**-24 of g. In blocks with smaller m,
+weights under u/25 become zeros. A group in which all weights are below 2**-80 is encoded as if g were 2**-80.
+No subnormal number can influence a code, and none is decoded to fp32 or bf16. So results do not depend on
+whether a chip flushes subnormals.
 
-**Why cubes.** The error of 2.1 million weights in blocks of 64, relative to their root mean square, and by
-how much of itself 8-bit scales raise it: ours, and QLoRA's, which subtracts the mean of the scales, rounds
-the rest to an 8-bit float with an exponent of decimal places, and chooses codes by the scale in fp32. In
-brackets the same if each block's error is taken relative to that block (``scripts/bench/nf4_errors.py``).
+**Why cubes.** The table has the error of 2.1 million weights in blocks of 64, relative to their root mean
+square. Beside it is the relative increase of the error by 8-bit scales. QLoRA subtracts the mean of the
+scales, rounds the rest to an 8-bit float with an exponent of decimal places, and chooses codes by the scale
+in fp32. In brackets each block's error is relative to that block (``scripts/bench/nf4_errors.py``).
 
 | normal weights                             | scales in fp32 | ours            | QLoRA's          |
 |--------------------------------------------|----------------|-----------------|------------------|
@@ -48,7 +52,8 @@ brackets the same if each block's error is taken relative to that block (``scrip
 | blocks of log-normal sizes                 | 9.20% (9.20%)  | +0.01% (+0.03%) | +0.70% (+39.6%)  |
 | 1% of the blocks 1000 times as large       | 9.13% (9.20%)  | -0.03% (+0.67%) | +0.18% (+221%)   |
 
-Scales linear in c do like QLoRA's, or worse; unsigned floats of 4 and 4 bits as scales add 0.1% everywhere.
+Scales linear in c are as bad as QLoRA's, or worse. Unsigned floats of 4 and 4 bits as scales add 0.1%
+everywhere.
 """
 
 # jnp.arange and jnp.take have no complete types.
@@ -98,8 +103,8 @@ BUCKETS = 32
 def buckets() -> tuple[np.ndarray, np.ndarray]:
     """The midpoint in each of 32 parts of -1 to 1, fp32[BUCKETS], and the code below it, uint32[BUCKETS].
 
-    Tables for kernels: a number y is in bucket rint(31 * (y + 1) / 2). No bucket has two midpoints, and no
-    midpoint is within 0.002 of an edge; buckets without one have infinity.
+    These are tables for kernels. A number y is in bucket rint(31 * (y + 1) / 2). No bucket has two midpoints,
+    and no midpoint is within 0.002 of an edge. Buckets without a midpoint have infinity.
     """
     places = np.rint((BUCKETS - 1) * (MIDPOINTS.astype(np.float64) + 1) / 2).astype(int)
     midpoints = np.full(BUCKETS, np.inf, np.float32)
@@ -136,12 +141,12 @@ def _by_group(x: jax.Array) -> jax.Array:
 
 def _of_blocks(units: jax.Array, blocks: int) -> jax.Array:
     """The unit of each block, fp32[rows, blocks]."""
-    # Not jnp.repeat, whose indices XLA would sum up while it compiles, for minutes.
+    # jnp.repeat would make XLA sum up its indices for minutes while it compiles.
     return jnp.broadcast_to(units[..., None], (*units.shape, NF4_GROUP)).reshape(len(units), -1)[:, :blocks]
 
 
 def _scale_codes(peaks: jax.Array, units: jax.Array) -> jax.Array:
-    """int32 codes, 1 to 254, of fp32 block maxima: a binary search, as the bounds grow with the code."""
+    """int32 codes, 1 to 254, of fp32 block maxima, by a binary search, because bounds grow with the code."""
     half = units * np.float32(0.5)
     code = jnp.ones(peaks.shape, jnp.int32)
     for step in (128, 64, 32, 16, 8, 4, 2, 1):
@@ -158,7 +163,7 @@ def _scales(codes: jax.Array, units: jax.Array) -> jax.Array:
 
 
 def tail(codes: jax.Array, units: jax.Array) -> jax.Array:
-    """The bytes of a payload row behind its elements' codes: the scales and the units."""
+    """The bytes of a payload row after its elements' codes: the scales and the units."""
     padded = jnp.pad(codes, ((0, 0), (0, -codes.shape[1] % 4)))
     raw = lax.bitcast_convert_type(units, jnp.uint8).reshape(units.shape[0], -1)
     return jnp.concatenate([padded, raw], axis=1)

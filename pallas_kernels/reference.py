@@ -1,4 +1,4 @@
-"""The executable specification of the codec: every kernel equals this ``jax.numpy`` code bit for bit.
+"""The executable specification of the codec. Every kernel equals this ``jax.numpy`` code bit for bit.
 
 It is also the implementation on CPUs and on all devices without kernels.
 
@@ -9,52 +9,61 @@ row, then one bf16 scale (little endian) for each block of ``block`` consecutive
 1/qmax, or to 1/(qmax * sqrt(32)) with rotation. Under "nearest" rounding s is rounded to the
 nearest bf16 (ties to even), under "stochastic" it is rounded up. Then
 
-- s < 2**-80: the block is flushed to zero: the scale and all codes are 0. The threshold is so high that
-  no subnormal number can influence a code, so results do not depend on whether a chip flushes subnormals.
-- m is not finite, or s > 2**125 (its reciprocal could be subnormal; possible only in int2): the scale is
-  the quiet NaN 0x7FC0, all codes are 0, and the whole block decodes to NaN.
+- If s < 2**-80, the scale and all codes are 0. The threshold is so high that no subnormal number can
+  influence a code. So results do not depend on whether a chip flushes subnormals.
+- If m is not finite, or s > 2**125, the scale is the quiet NaN 0x7FC0, all codes are 0, and the whole block
+  decodes to NaN. Above 2**125 (possible only in int2) the reciprocal could be subnormal.
 
-**Code.** y = x * inv in fp32. inv = 1/scale correctly rounded to fp32, then made 8 ulps smaller
-under stochastic rounding, then, with rotation, multiplied by the fp32 nearest to 1/sqrt(32).
-Integer formats: q = rint(y), half to even, kept as two's complement of 8, 4 or 2 bits.
-Small floats (fp8 = e4m3, fp6 = e3m2): y rounded to the nearest representable value, half to even,
-including subnormals, as sign | exponent | mantissa; the sign of a zero is kept. No clipping is needed:
-rounding the scale to nearest moves a block maximum to at most qmax * (1 + 2**-8), which rounds back to
-qmax in every format; the 8 ulps make up for the fp32 roundings, so that under stochastic rounding
-|y| <= qmax.
+**Code.** y = x * inv in fp32. inv is 1/scale, correctly rounded to fp32. Under stochastic rounding it is then
+made 8 ulps smaller. With rotation it is then multiplied by the fp32 nearest to 1/sqrt(32).
 
-**Stochastic rounding.** With b = 16 bits for integers, 20 for fp8 and 21 for fp6, u uniform in [0, 2**b), and
-quantum 1 for integers, or the spacing of the format's values around y for small floats:
-t = y / quantum * 2**b and q = rint(t + u) >> b for integers; t = |y| / quantum * 2**b and
-q = (rint(t) + u) >> b for small floats, whose t is fractional only below the smallest normal value. The
-expectation of q is rint(t) / 2**b exactly, and t / 2**b if an integer's t ends in a half.
-u depends on the element's index i (row-major in the encoder's input, modulo 2**35) and the seed: eight
-neighbours share two words, ``octet_hash(hash_keys(seed), i >> 3)``, the first four of them the first word.
-Element k of four takes the high b bits of their word rotated left by 8 * k, so each byte of the word is the
-first byte of one element's bits and the second byte of its predecessor's (cyclically). Every u is uniform,
-and the roundings of two elements of a word are dependent only if the first byte does not decide one of them,
-which happens in one case of 256.
+- Integer formats: q = rint(y), half to even, kept as two's complement of 8, 4 or 2 bits.
+- Small floats (fp8 = e4m3, fp6 = e3m2): y rounded to the nearest representable value, half to even, including
+  subnormals, as sign | exponent | mantissa. The sign of a zero is kept.
 
-**Order of codes.** int8, fp8: one byte per element. int4: element 2j in the low half of byte j,
-2j + 1 in the high half. int2: elements 4j..4j+3 in byte j, from the low bits up. fp6: two planes,
-first the low four bits of every code of the row, packed as int4, then the high two bits
-of every code, packed as int2 (together 4 codes in 3 bytes).
+No clipping is needed. Rounding the scale to nearest moves a block maximum to at most qmax * (1 + 2**-8),
+which rounds back to qmax in every format. Under stochastic rounding the 8 ulps make up for the fp32
+roundings, so that |y| <= qmax.
 
-**Rotation.** With rotation=32 every 32 consecutive elements are multiplied by the normalised Hadamard
-matrix before encoding: butterflies (a + b, a - b) of stride 1, 2, 4, 8, 16, in arithmetic that flushes
-subnormal operands and results to zeros of their sign. The norm 1/sqrt(32) is part of s and inv as above;
-raw formats are multiplied by it. The matrix is its own inverse; ``decode_sum`` applies it again after the
-last sum and multiplies by fp32(scale) * fp32(1/sqrt(32)).
+**Stochastic rounding.** b is 16 bits for integers, 20 for fp8 and 21 for fp6. u is uniform in [0, 2**b). The
+quantum is 1 for integers, and for small floats the spacing of the format's values around y.
+
+- Integers: t = y / quantum * 2**b and q = rint(t + u) >> b.
+- Small floats: t = |y| / quantum * 2**b and q = (rint(t) + u) >> b. t is fractional only below the smallest
+  normal value.
+
+The expectation of q is rint(t) / 2**b exactly, and t / 2**b if an integer's t ends in a half.
+
+u depends on the seed and on the element's index i (row-major in the encoder's input, modulo 2**35). Eight
+neighbours share the two words ``octet_hash(hash_keys(seed), i >> 3)``: the first four take the first word.
+Element k of four takes the high b bits of their word rotated left by 8 * k. So each byte of the word is the
+first byte of one element's bits, and the second byte of its predecessor's (cyclically). Every u is uniform.
+The roundings of two elements of a word depend on each other only if the first byte does not decide one of
+them, in one case of 256.
+
+**Order of codes.**
+
+- int8, fp8: one byte per element.
+- int4: element 2j in the low half of byte j, element 2j + 1 in the high half.
+- int2: elements 4j to 4j+3 in byte j, from the low bits up.
+- fp6: two planes, together 4 codes in 3 bytes. The first has the low four bits of every code of the row,
+  packed as int4. The second has the high two bits of every code, packed as int2.
+
+**Rotation.** With rotation=32 every 32 consecutive elements are multiplied by the normalised Hadamard matrix
+before encoding. These are butterflies (a + b, a - b) of stride 1, 2, 4, 8, 16, in arithmetic that flushes
+subnormal operands and results to zeros of their sign. The norm 1/sqrt(32) is part of s and inv as above. Raw
+formats are multiplied by it. The matrix is its own inverse: ``decode_sum`` applies it again after the last
+sum, and multiplies by fp32(scale) * fp32(1/sqrt(32)).
 
 **Sums.** Peers are added in row order in fp32, starting with the first row's value. Every product below is
-exact, so a fused multiply-add changes nothing. Small floats: sum of value * scale. Integers are summed with
-a bias, which saves the kernels a subtraction per code: let h be half the format's range (8 for int4) and
-2**e the largest power of two among the peers' scales of a block; the sum is
-2**e * (sum of (q + h) * (scale * 2**-e) - h * sum of scale * 2**-e). If all codes are 0, the sum is exactly
-0; the bias costs one of fp32's 24 bits.
+exact, so a fused multiply-add changes nothing. For small floats the sum is of value * scale. Integers are
+summed with a bias, which saves the kernels a subtraction per code. Let h be half the format's range (8 for
+int4), and 2**e the largest power of two among the peers' scales of a block. The sum is 2**e * (sum of (q + h)
+* (scale * 2**-e) - h * sum of scale * 2**-e). If all codes are 0, it is exactly 0. The bias costs one of
+fp32's 24 bits.
 
-References: ZeRO++ (arXiv:2306.10209) section 3.3 and algorithm 2 for the order of the hops;
-SDP4Bit (arXiv:2410.15526) for the rotation and the encoded difference.
+References: ZeRO++ (arXiv:2306.10209) section 3.3 and algorithm 2 for the order of the hops, and SDP4Bit
+(arXiv:2410.15526) for the rotation and the encoded difference.
 """
 
 # jnp.arange and lax.fori_loop have no complete types.
@@ -69,7 +78,7 @@ from pallas_kernels.formats import BITS, MINIFLOAT, QMAX, QUANTIZED, ROTATION, c
 
 MIN_SCALE_BITS = (127 - 80) << 23
 MAX_SCALE_BITS = (127 + 125) << 23
-"""Up to here the reciprocal of a scale, even reduced by the margin, is not subnormal: CPUs flush those."""
+"""The largest scale whose reciprocal, even reduced by the margin, is not subnormal. CPUs flush subnormals."""
 INF_BITS = 0x7F800000
 NAN_SCALE = 0x7FC0
 HASH_ROUNDS = 3
@@ -104,7 +113,7 @@ def mix(x: jax.Array) -> jax.Array:
 
 
 def hash_keys(seed: jax.Array) -> jax.Array:
-    """uint32[1 + HASH_ROUNDS]: the keys of ``octet_hash`` for a seed, the same for all elements."""
+    """The keys of ``octet_hash`` for a seed, uint32[1 + HASH_ROUNDS], shared by all elements."""
     keys = [mix(seed)]
     for _ in range(HASH_ROUNDS):
         keys.append(mix(keys[-1] + jnp.uint32(WEYL)))
@@ -114,10 +123,10 @@ def hash_keys(seed: jax.Array) -> jax.Array:
 def octet_hash(keys: jax.Array, octet: jax.Array) -> tuple[jax.Array, jax.Array]:
     """64 random bits, as two words, for the neighbours 8*octet to 8*octet + 7 (uint32 arrays).
 
-    Rounds of Philox (Salmon et al., 2011), with one instruction per 64-bit product, on a Weyl sequence in
-    both words. Three rounds are white: correlations of elements, lanes and single bits at lags up to 4096,
-    and chi-squares over pairs of neighbours, lanes and seeds are at the level of noise. A plain counter would
-    need four.
+    These are rounds of Philox (Salmon et al., 2011), with one instruction per 64-bit product, on a Weyl
+    sequence in both words. After three rounds, correlations of elements, lanes and single bits at lags up to
+    4096 are at the level of noise. So are chi-squares over pairs of neighbours, lanes and seeds. A plain
+    counter would need four rounds.
     """
     x = y = octet * jnp.uint32(WEYL) + keys[0]
     for key in keys[1:]:
@@ -126,7 +135,7 @@ def octet_hash(keys: jax.Array, octet: jax.Array) -> tuple[jax.Array, jax.Array]
 
 
 def _high_product(x: jax.Array, factor: int) -> jax.Array:
-    """The high word of a 64-bit product; JAX 0.11 cannot compile ``lax.mulhi`` in shard_map."""
+    """The high word of a 64-bit product. JAX 0.11 cannot compile ``lax.mulhi`` in shard_map."""
     low, high = x & 0xFFFF, x >> 16
     middle = low * jnp.uint32(factor >> 16) + (low * jnp.uint32(factor & 0xFFFF) >> 16)
     rest = high * jnp.uint32(factor & 0xFFFF) + (middle & 0xFFFF)
@@ -134,7 +143,7 @@ def _high_product(x: jax.Array, factor: int) -> jax.Array:
 
 
 def _uniform(seed: jax.Array, index: jax.Array, bits: int, shape: tuple[int, ...]) -> jax.Array:
-    """Random bits of every element, int32; ``index`` holds the uint32 index of each group of eight."""
+    """Random bits of every element, int32. ``index`` has the uint32 index of each group of eight."""
     words = jnp.stack(octet_hash(hash_keys(seed), index), axis=-1)
     turns = [words] + [words << turn | words >> (32 - turn) for turn in (8, 16, 24)]
     return (jnp.stack(turns, axis=-1) >> (32 - bits)).astype(jnp.int32).reshape(shape)
@@ -150,8 +159,8 @@ def rotate(x: jax.Array) -> jax.Array:
     """The butterflies of the 32-wide Hadamard matrix along the last axis, not normalised."""
 
     def butterflies(_: int, x: jax.Array) -> jax.Array:
-        # Of neighbours. Sums move to the first half of a group and differences to the second, so the next
-        # stride's pairs are neighbours, and after the last all are in place: one body to compile.
+        # Sums of neighbours move to the first half of a group and differences to the second. So the next
+        # stride's pairs are neighbours again, XLA compiles one body, and the last result is in order.
         pairs = _flush(x).reshape(-1, ROTATION // 2, 2)
         a, b = pairs[..., 0], pairs[..., 1]
         return jnp.concatenate([a + b, a - b], axis=-1)
@@ -170,8 +179,8 @@ def _scales(blocks: jax.Array, fmt: str, rounding: str, rotation: int) -> tuple[
     carry = 0xFFFF if rounding == "stochastic" else 0x7FFF + ((exact >> 16) & 1)
     rounded = jnp.where(bad | zero, 127 << 23, exact + carry) >> 16
     scale = jnp.where(bad, NAN_SCALE, jnp.where(zero, 0, rounded)).astype(jnp.uint16)
-    # The reciprocal in integers, as XLA's division on GPUs is off by an ulp or two: scale = m * 2**k with an
-    # 8-bit m, and 2**31 / m is never a tie.
+    # The reciprocal is computed in integers, because XLA's division on GPUs is off by an ulp or two. With
+    # scale = m * 2**k and an 8-bit m, 2**31 / m is never a tie.
     mantissa = ((rounded & 0x7F) | 0x80).astype(jnp.uint32)
     quotient = (jnp.uint32(1 << 31) + (mantissa >> 1)) // mantissa
     inverse = (quotient.astype(jnp.float32) * np.float32(2.0**-24)) * _power_of_two(127 - (rounded >> 7))
@@ -183,7 +192,7 @@ def _scales(blocks: jax.Array, fmt: str, rounding: str, rotation: int) -> tuple[
 
 
 def _integer(y: jax.Array, fmt: str, random: jax.Array | None) -> jax.Array:
-    """The int32 nearest to y, half to even; or one of y's neighbours, drawn by ``random``."""
+    """The int32 nearest to y, half to even, or a neighbour of y chosen by ``random``."""
     if random is None:
         return jnp.round(y).astype(jnp.int32)
     fixed = y * np.float32(1 << RANDOM_BITS[fmt])
@@ -195,7 +204,7 @@ def _integer(y: jax.Array, fmt: str, random: jax.Array | None) -> jax.Array:
 
 
 def _codes(y: jax.Array, fmt: str, random: jax.Array | None) -> jax.Array:
-    """int32 codes of scaled values y, not yet truncated to the format's bits."""
+    """int32 codes of scaled values y, before truncation to the format's bits."""
     if fmt not in MINIFLOAT:
         return _integer(y, fmt, random)
     mantissa, bias = MINIFLOAT[fmt]
@@ -272,7 +281,7 @@ def _encode(
     x: jax.Array, index: jax.Array | None, fmt: str, block: int | None, rounding: str, rotation: int,
     seed: jax.Array | None,
 ) -> jax.Array:  # fmt: skip
-    """Encode fp32[..., n] into uint8[..., nbytes]; ``index`` holds the index of each group of eight."""
+    """Encode fp32[..., n] into uint8[..., nbytes]. ``index`` has the index of each group of eight."""
     if rotation:
         x = rotate(x)
     if fmt not in QUANTIZED:
@@ -286,7 +295,7 @@ def _encode(
         assert seed is not None
         assert index is not None
         random = _uniform(seed, index, RANDOM_BITS[fmt], blocks.shape)
-    # In a dead block y can be NaN: replace it before the conversion to an integer.
+    # In a dead block y can be NaN, so replace it before the conversion to an integer.
     dead = inverse == 0
     codes = jnp.where(dead, 0, _codes(jnp.where(dead, 0, y), fmt, random))
     return jnp.concatenate([_pack(codes.reshape(x.shape), fmt), _bytes(scale)], axis=-1)
@@ -341,7 +350,7 @@ def decode(payload: jax.Array, *, fmt: str, n: int, block: int | None, dtype: jn
 def decode_add(payload: jax.Array, base: jax.Array, *, fmt: str, block: int | None) -> jax.Array:
     """See ``pallas_kernels.decode_add``."""
     total = base.astype(jnp.float32) + _decode(payload, fmt, base.shape[-1], block)
-    # Flush subnormals on all chips, because some do: otherwise two copies of a weight would differ.
+    # Flush subnormals on all chips, because some chips do. Otherwise two replicas of a weight would differ.
     total = jnp.where(jnp.abs(total) < np.finfo(np.float32).tiny, 0, total)
     return total.astype(base.dtype)
 
@@ -355,7 +364,7 @@ def _split(payload: jax.Array, fmt: str, n: int, block: int | None) -> tuple[jax
 
 
 def _fold_rows(terms: jax.Array) -> jax.Array:
-    """The sum over the rows, in order; a compiler computes each term as it adds it."""
+    """The sum over the rows, in order, as separate additions that a compiler can fuse with the terms."""
     total = terms[0]
     for term in terms[1:]:
         total = total + term

@@ -1,4 +1,4 @@
-"""Pallas kernels for Hopper and newer, through Pallas' Mosaic GPU backend, which needs jax alone."""
+"""Pallas kernels for Hopper and newer, through Pallas' Mosaic GPU backend, which only needs jax."""
 
 from functools import cache
 
@@ -6,9 +6,9 @@ from jax.experimental.mosaic.gpu import fragmented_array
 
 
 def _ask_ptxas_once() -> None:
-    """Remember ptxas's version, for which Mosaic starts ptxas at each conversion of 8 bits or booleans.
+    """Cache ptxas's version. Without this, Mosaic starts ptxas for every conversion of 8 bits or booleans.
 
-    That takes 5 to 15 ms each time, and was half of the time to lower a kernel.
+    Each start takes 5 to 15 ms. Together they were half of the time to lower a kernel.
     """
     library = fragmented_array.mgpu_lib  # pyright: ignore[reportPrivateImportUsage]
     extension = getattr(library, "_mosaic_gpu_ext", None)

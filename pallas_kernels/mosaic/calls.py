@@ -1,9 +1,9 @@
 """The functions of the reference, with the same arguments, computed by the Pallas kernels.
 
-The kernels support bf16 and fp32 numbers, int8, int4 and fp8, rounding to nearest, no rotation, rows of at
-least four blocks, and sums of at most 32 peers; in grouped matmuls, on Hopper, bf16 and fp8 numbers, and
+The codec kernels support bf16 and fp32 numbers, int8, int4 and fp8, rounding to nearest, no rotation, rows of
+at least four blocks, and sums of at most 32 peers. The grouped matmuls support bf16 and fp8 on Hopper, for
 matrices with sides that are multiples of 128 bytes. Everything else falls back to the specification, or to
-``otherwise`` where the caller of an encoder gives it.
+``otherwise`` if the caller of a function passes it.
 """
 
 # Pallas and jnp.iinfo have no complete types.
@@ -35,7 +35,7 @@ _MAX_PEERS = 32
 """Rows summed in unrolled code."""
 _HOPPER = 90
 _GROUPED_BYTES = 128
-"""What the grouped kernels read of a row in one piece."""
+"""Bytes of a row that the grouped kernels read in one piece."""
 ENCODE_ELEMENTS = 16
 """Elements encoded per thread."""
 DECODE_ELEMENTS = 16
@@ -51,7 +51,7 @@ def _has_kernel(*fmts: str, dtypes: Sequence[Any] = (), rounding: str = "nearest
 
 
 def _vector(rows: Rows, most: int, count: int) -> int:
-    """Elements, at most ``most``, that one access may move in ``count`` rows of codes.
+    """The number of elements, at most ``most``, that one access may move in ``count`` rows of codes.
 
     An access must be aligned to its size, and rows follow each other without padding.
     """
@@ -86,7 +86,7 @@ def _launch(
         grid=(rows * -(-blocks // tile.blocks),),
         grid_names=(kernels.TILE_AXIS,),
         compiler_params=plgpu.CompilerParams(
-            # No thread reads what another writes.
+            # No thread reads data that another thread writes.
             unsafe_no_auto_barriers=True,
             # Layouts are explicit, not inferred, and conversions need no clamps.
             lowering_semantics=plgpu.LoweringSemantics.Lane,
@@ -104,10 +104,10 @@ def _encoded_type(out: Rows, rows: int, lanes: int) -> jax.ShapeDtypeStruct:
 def _encode(
     x: jax.Array, out: Rows, rows: int, place: Callable[[jax.Array], tuple[Any, Any]]
 ) -> jax.Array | None:
-    """Encode bf16 or fp32[pieces, n] into uint8[rows, nbytes]; None if there is no tile for it.
+    """Encode bf16 or fp32[pieces, n] into uint8[rows, nbytes]; None if no tile fits.
 
-    place(piece) is the (row, first block) of a piece in the payload. Integer codes are computed from pairs of
-    bf16 numbers in words.
+    place(piece) is the (row, first block) of a piece in the payload. Integer codes are computed from words of
+    two bf16 numbers.
     """
     pieces, n = x.shape
     blocks = n // out.block
@@ -136,7 +136,7 @@ def encode(
     fmt: str, block: int | None, rounding: str, rotation: int,
     otherwise: Implementation = reference.encode,
 ) -> jax.Array:  # fmt: skip
-    """See ``pallas_kernels.encode``; ``otherwise`` is the fallback."""
+    """See ``pallas_kernels.encode``. ``otherwise`` is the fallback."""
     payload = None
     if block is not None and _has_kernel(fmt, dtypes=(x.dtype,), rounding=rounding, rotation=rotation):
         out = Rows(fmt, x.shape[1] // block, block)
@@ -149,7 +149,7 @@ def encode(
 def encode_delta(
     w: jax.Array, base: jax.Array, seed: jax.Array | None, *, fmt: str, block: int | None, rounding: str
 ) -> jax.Array:
-    """See ``pallas_kernels.encode_delta``. XLA computes the difference and stores it in between."""
+    """See ``pallas_kernels.encode_delta``. XLA computes the difference and stores it before the kernel."""
     delta = w.astype(jnp.float32) - base.astype(jnp.float32)
     return encode(delta, seed, fmt=fmt, block=block, rounding=rounding, rotation=0)
 
@@ -243,7 +243,7 @@ def decode_sum_encode(
     payload: jax.Array, seed: jax.Array | None, *,
     fmt_in: str, fmt_out: str, rows_out: int, n: int, block: int | None, rounding: str,
 ) -> jax.Array:  # fmt: skip
-    """See ``pallas_kernels.decode_sum_encode``. Without a fused kernel the sum is stored in between."""
+    """See ``pallas_kernels.decode_sum_encode``. Without a fused kernel the sum is stored first."""
 
     def default() -> jax.Array:
         summed = decode_sum(payload, fmt=fmt_in, n=rows_out * n, block=block, rotation=0, scale=1.0)
@@ -254,7 +254,7 @@ def decode_sum_encode(
         return default()
     peers = payload.shape[0]
     source, out = Rows(fmt_in, rows_out * n // block, block), Rows(fmt_out, n // block, block)
-    # As many lanes as encode into 16 bits, the width of a scale.
+    # The number of codes in 16 bits, the width of a scale.
     lanes = 1 if "fp8" in (fmt_in, fmt_out) else 16 // BITS[fmt_out]
     tile = _sum_tile(peers, source, out.blocks, lanes, _vector(out, 16, rows_out))
     if tile is None:
@@ -272,12 +272,12 @@ def decode_sum_encode(
 
 
 def _enough(x: jax.Array) -> jax.Array:
-    """At least as many rows as a warpgroup multiplies, the last of which may be nobody's."""
+    """Pad the rows to at least as many as a warpgroup multiplies. Added rows belong to no group."""
     return jnp.pad(x, ((0, max(grouped.HALF - len(x), 0)), (0, 0)))
 
 
 def _has_grouped_kernels(dtype: jnp.dtype, rows: int, groups: int, *sides: int) -> bool:
-    """Whether the grouped kernels multiply so many rows and groups, and matrices with these sides."""
+    """Whether the grouped kernels support these numbers of rows and groups, and matrices with these sides."""
     piece = _GROUPED_BYTES // dtype.itemsize
     fits = compute_capability() == _HOPPER and dtype in (jnp.bfloat16, *FP8) and rows > 0 and groups > 0
     return fits and all(side > 0 and side % piece == 0 for side in sides)

@@ -1,16 +1,16 @@
-"""Grouped matmuls in bf16 and fp8 on Hopper's tensor cores; specified by ``grouped_reference``.
+"""Grouped matmuls in bf16 and fp8 on Hopper's tensor cores, specified by ``grouped_reference``.
 
 Every kernel is persistent: one program per multiprocessor walks through tiles of the result. One warpgroup
-copies operands to shared memory, several steps ahead and across the ends of tiles; two others multiply, each
-half of a tile's rows. A tile has 2 x 64 rows of results. Two things make up for rows that belong to nobody:
+copies operands to shared memory, several steps ahead and across the ends of tiles. Two other warpgroups
+multiply, each half of a tile's rows. A tile has 2 x 64 rows of results. Groups may have any number of rows:
 
-- The 64 rows of a warpgroup lie anywhere within a group: where the last ones would reach beyond the group,
-  they begin earlier, and what two warpgroups compute twice is the same. Only groups of fewer than 64 rows are
-  copied out row by row.
-- A sum over a group's rows ends with the group's last 64 rows, too. Those that were summed before count 0.
+- The 64 rows of a warpgroup may start anywhere within a group. If they would end beyond the group, they start
+  earlier. Two warpgroups then compute the same rows twice, with equal results. Only groups of fewer than 64
+  rows are written row by row.
+- A sum over a group's rows also ends with the group's last 64 rows. Rows already summed count as 0.
 
-Tensor cores want shared memory in tiles of 8 rows of 128 bytes, but a copy that cuts global memory into such
-tiles can only begin at every eighth row. Where rows begin anywhere, copies use another view of the same
+Tensor cores need shared memory in tiles of 8 rows of 128 bytes. A copy that cuts global memory into such
+tiles can only start at every eighth row. If rows may start anywhere, copies use another view of the same
 shared memory, in lines (``_views``).
 """
 
@@ -33,9 +33,9 @@ from jax.typing import DTypeLike
 from pallas_kernels.mosaic.tiles import store
 
 HALF = 64
-"""Rows of a warpgroup, the least that the tensor cores of a Hopper GPU multiply at once."""
+"""Rows of a warpgroup, the fewest that Hopper's tensor cores multiply at once."""
 STEP = 64
-"""Terms of the sums that are copied at once in bf16: what a swizzle of 128 bytes holds."""
+"""Terms of the sums in one copy in bf16: a swizzle of 128 bytes."""
 _EIGHT = 8
 """Rows of a tile of shared memory."""
 _WARPGROUPS = 2
@@ -45,12 +45,12 @@ _REGISTERS = {"copier": 40, "others": 232}
 
 @dataclass(frozen=True)
 class Tuning:
-    """What a kernel is compiled for.
+    """The parameters of a compiled kernel.
 
     Attributes:
-        columns: of a tile of the result.
-        stages: of the buffer in shared memory, in steps.
-        band: tiles that follow each other along the rows before the next columns.
+        columns: columns of a tile of the result.
+        stages: steps in the buffer in shared memory.
+        band: tiles along the rows before the next columns.
     """
 
     columns: int = 256
@@ -59,7 +59,7 @@ class Tuning:
 
 
 def step_of(dtype: DTypeLike) -> int:
-    """Terms of the sums that are copied at once."""
+    """Terms of the sums in one copy."""
     return 128 // jnp.dtype(dtype).itemsize
 
 
@@ -73,17 +73,17 @@ def _lines(shape: tuple[int, ...], dtype: DTypeLike = jnp.bfloat16) -> Any:
 
 
 def _views(*shape: int, dtype: DTypeLike = jnp.bfloat16) -> Any:
-    """Shared memory of [..., rows, 128 bytes], as tiles and as lines: the same bytes in the same order."""
+    """Two views of shared memory [..., rows, 128 bytes], as tiles and as lines, with one order of bytes."""
     return plgpu.RefUnion(_tiles(shape, dtype), _lines(shape, dtype))
 
 
 def _both(union: Any) -> tuple[Any, Any]:
-    """The tiles, which tensor cores and warpgroups use, and the lines, which copies use."""
+    """The tiles, for tensor cores and warpgroups, and the lines, for copies."""
     return union[0], union[1]
 
 
 def multiprocessors() -> int:
-    """Of the GPU that a program is lowered for."""
+    """The number of multiprocessors of the GPU that a program is lowered for."""
     try:
         gpu: Any = jax.local_devices(backend="cuda")[0]
         return gpu.core_count
@@ -93,7 +93,7 @@ def multiprocessors() -> int:
 
 
 def _in_bands(index: jax.Array, rows: Any, columns: int, band: int) -> tuple[jax.Array, jax.Array]:
-    """The tile (row, column) that comes at ``index``, in bands of ``band`` tiles along the rows."""
+    """The tile (row, column) with number ``index``, in bands of ``band`` tiles along the rows."""
     first = lax.div(index, jnp.int32(band * columns))
     within = index - first * (band * columns)
     height = jnp.minimum(band, rows - first * band)
@@ -108,8 +108,8 @@ def _launch(
 ) -> jax.Array:  # fmt: skip
     """Run ``body`` once per multiprocessor, with three warpgroups.
 
-    ``body`` is called with the arrays, which are in global memory, the result, and the scratch. The buffers
-    are those of the two operands, of which a step arrives by so many copies.
+    ``body`` gets the arrays, which are in global memory, the result, and the scratch. Each operand has a
+    buffer, and each step of it arrives in a number of copies.
     """
     call = plgpu.kernel(
         body,
@@ -123,7 +123,7 @@ def _launch(
             plgpu.RefUnion(
                 _tiles((_WARPGROUPS, 2, HALF, HALF)),
                 _lines((_WARPGROUPS, 2, HALF, HALF)),
-                # As large as the others: a warpgroup must not share its part with the other's.
+                # As large as the lines, because the two warpgroups must not share a part.
                 plgpu.SMEM((_WARPGROUPS, 2, HALF, HALF), jnp.bfloat16),
             ),
             plgpu.Barrier(num_arrivals=copies, num_barriers=tuning.stages),
@@ -140,15 +140,15 @@ def _walk(
     multiply: Callable[[jax.Array, jax.Array], None],
     free: Any, stages: int,
 ) -> None:  # fmt: skip
-    """Walk through the tiles of this program, as the warpgroup that copies or as one that multiplies.
+    """Walk through the tiles of this program, as the copying warpgroup or as a multiplying one.
 
     Args:
-        count: tiles.
-        steps_of: the steps of a tile.
-        copy: of a tile, what begins to copy the operands of (step, slot of the buffer).
-        multiply: computes a tile, given the steps before it.
+        count: number of tiles.
+        steps_of: the number of steps of a tile.
+        copy: for a tile, a function that starts to copy the operands of (step, slot of the buffer).
+        multiply: computes a tile, given the number of steps before it.
         free: barriers of the slots, passed when a slot may be overwritten.
-        stages: slots.
+        stages: number of slots.
     """
 
     def copy_tile(turn: jax.Array, done: jax.Array) -> jax.Array:
@@ -180,7 +180,7 @@ def _walk(
         def wait(step: jax.Array, carry: None) -> None:
             plgpu.barrier_wait(free.at[lax.rem(step, stages)])
 
-        # Nobody leaves before a barrier that others pass: the interpreter insists on it.
+        # All warpgroups wait for the barriers that others pass, because the interpreter requires it.
         lax.fori_loop(jnp.maximum(done - stages, 0), done, wait, None)
 
     @pl.when(jnp.logical_not(copier))
@@ -198,14 +198,14 @@ def _total(
     """The sum of a tile's products, bf16 [HALF, columns].
 
     Args:
-        columns: of the tile.
-        steps: of the tile.
-        done: steps before it.
+        columns: columns of the tile.
+        steps: steps of the tile.
+        done: steps before the tile.
         tuning: of the kernel.
         full: barriers of the buffer's slots, passed when operands have arrived.
         free: see ``_walk``.
         product: adds the product of (step, slot) to an accumulator.
-        scale: what the sum is multiplied by.
+        scale: factor of the sum; None for 1.
     """
 
     def add_all(total: Any) -> jax.Array:
@@ -213,7 +213,7 @@ def _total(
             slot = lax.rem(done, tuning.stages)
             plgpu.barrier_wait(full.at[slot])
             product(total, step, slot)
-            plgpu.wgmma_wait(1)  # the one before is done, this one goes on beside the next wait
+            plgpu.wgmma_wait(1)  # the previous product is done; this one runs during the next wait
 
             @pl.when(step > 0)
             def _() -> None:
@@ -235,14 +235,14 @@ def _total(
 
 @dataclass(frozen=True)
 class _Columns:
-    """Columns of the result in tiles, of which the last may be narrower.
+    """Columns of the result in tiles. The last tile may be narrower.
 
     Attributes:
-        n: all columns.
+        n: number of columns.
         tuning: columns of a tile, and stages of the buffer.
         by_columns: whether the operand in the buffer is [columns, step], not [step, columns].
-        anywhere: whether its rows begin anywhere in global memory.
-        dtype: of the operand; other than bf16 only by columns.
+        anywhere: whether the operand's rows may start anywhere in global memory.
+        dtype: of the operand. Only operands by columns may have another one than bf16.
     """
 
     n: int
@@ -253,7 +253,7 @@ class _Columns:
 
     @property
     def last(self) -> int:
-        """Columns of the last tile: a part of a whole tile's buffer begins where that one does."""
+        """Columns of the last tile, which uses the first part of a whole tile's buffer."""
         left = (self.n - 1) % self.tuning.columns // HALF * HALF + HALF
         return self.tuning.columns if self.tuning.columns % left else left
 
@@ -273,14 +273,14 @@ class _Columns:
         return plgpu.RefUnion(*of(self.tuning.columns), *of(self.last))
 
     def slot(self, buffer: Any, slot: jax.Array, width: int, view: int = 0) -> Any:
-        """A slot of the buffer for a tile of that width, as tiles (view 0) or as lines (view 1)."""
+        """A slot of the buffer for a tile of ``width`` columns, as tiles (view 0) or as lines (view 1)."""
         views = list(buffer)
         whole, part = views[view], views[len(views) // 2 + view]
         columns = self.tuning.columns
         return whole.at[slot] if width == columns else part.at[slot * (columns // width)]
 
     def each(self, column: jax.Array, work: Callable[[int], None]) -> None:
-        """``work(width)`` of the tile that begins at ``column``."""
+        """Run ``work(width)`` with the width of the tile that starts at ``column``."""
         if self.last == self.tuning.columns:
             work(self.last)
         else:
@@ -292,9 +292,9 @@ def _begin_rows(
     source: Any, first: jax.Array, column: jax.Array, width: int,
     slot_of: Callable[[int], Any], full: Any,
 ) -> None:  # fmt: skip
-    """Copy STEP rows, which begin anywhere, of so many columns: eight rows at a time, the height of a tile.
+    """Copy STEP rows that may start anywhere, eight rows (the height of a tile) at a time.
 
-    ``source`` is in global memory, [rows, n / 64, 64], ``slot_of`` as ``_Columns.slot``, and ``full`` a
+    ``source`` is in global memory, [rows, n / 64, 64]. ``slot_of`` is like ``_Columns.slot``. ``full`` is a
     barrier, passed after STEP / 8 copies.
     """
     columns = pl.ds(lax.div(column, jnp.int32(HALF)), width // HALF)
@@ -307,17 +307,17 @@ def _begin_rows(
 
 
 def _in_columns(g: jax.Array) -> jax.Array:
-    """[rows, n] as [rows, n / 64, 64], from which ``_begin_rows`` copies."""
+    """Reshape [rows, n] to [rows, n / 64, 64], the source of ``_begin_rows``."""
     return g.reshape(len(g), -1, HALF)
 
 
 def _store(value: jax.Array, staged: Any, lines: Any, out: Callable[[int], Any]) -> None:
-    """Copy [HALF, n] of a warpgroup to global memory: ``out(c)`` is where 64 columns from c on belong.
+    """Copy [HALF, n] of a warpgroup to global memory. ``out(c)`` is the place of 64 columns from c on.
 
-    ``lines`` is what is copied of ``staged``: another view of it, or itself.
+    The copies read ``lines``, which is ``staged`` or another view of it.
     """
     for index, column in enumerate(range(0, value.shape[1], HALF)):
-        # The buffer may still be read for the tile before, of which other branches know nothing.
+        # A copy of the previous tile may still read the buffer, because only that tile's branch waits for it.
         plgpu.wait_smem_to_gmem(int(index > 0), wait_read_only=True)
         slot = index % 2
         staged[slot] = value[:, column : column + HALF]
@@ -329,10 +329,10 @@ def _store_rows(
     value: jax.Array, count: jax.Array, columns: jax.Array, plain: Any,
     out: Callable[[jax.Array, int], Any],
 ) -> None:  # fmt: skip
-    """Copy the first ``count`` rows of [HALF, n]: ``out(r, c)`` is where 64 columns of row r belong.
+    """Copy the first ``count`` rows of [HALF, n]. ``out(r, c)`` is the place of 64 columns of row r.
 
-    Only the first ``columns`` are copied: the copy of a whole row does not stop at the edge of the array, but
-    goes on in the next row.
+    Only the first ``columns`` are copied, because the copy of a whole row would continue beyond the edge of
+    the array, in the next row.
     """
     for column in range(0, value.shape[1], HALF):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -346,10 +346,10 @@ def _store_rows(
 
 
 def rows_plan(sizes: jax.Array, rows: int) -> jax.Array:
-    """The tiles of rows: int32[1 + 4 x bound]: their number, then for each its group, where its two halves
-    begin, and the rows of a half.
+    """The tiles of rows, int32[1 + 4 x bound].
 
-    Rows after the last group are those of one group more.
+    First their number. Then for each tile its group, the first rows of its two halves, and the number of rows
+    of a half. Rows after the last group form another group.
     """
     stops = jnp.cumsum(jnp.concatenate([sizes, rows - jnp.sum(sizes, keepdims=True)]), dtype=jnp.int32)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), stops[:-1]])
@@ -357,7 +357,9 @@ def rows_plan(sizes: jax.Array, rows: int) -> jax.Array:
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     bound = rows // (2 * HALF) + len(stops)
     index = jnp.arange(bound, dtype=jnp.int32)
-    group = jnp.sum(index[:, None] >= ends[None], axis=1, dtype=jnp.int32)  # beyond the last tile: not read
+    group = jnp.sum(
+        index[:, None] >= ends[None], axis=1, dtype=jnp.int32
+    )  # nobody reads entries after the last tile
     group = jnp.minimum(group, len(sizes))
     start, stop = starts[group], stops[group]
     begin = start + 2 * HALF * (index - (ends - counts)[group])
@@ -370,15 +372,15 @@ def rows_plan(sizes: jax.Array, rows: int) -> jax.Array:
 def rows_product(
     x: jax.Array, w: jax.Array, plan: jax.Array, *scale: jax.Array, transposed: bool, tuning: Tuning
 ) -> jax.Array:
-    """``x[i] @ w[group of i]``, or with the transpose of the matrix, which is read as it lies.
+    """``x[i] @ w[group of i]``, or with the matrix's transpose.
 
     Args:
         x: bf16 or fp8 [rows, k].
-        w: bf16 [groups, k, n], or bf16 or fp8 [groups, n, k] if ``transposed``: tensor cores read 8-bit
-            matrices along the contracted axis alone.
+        w: bf16 [groups, k, n], or bf16 or fp8 [groups, n, k] if ``transposed``. Tensor cores only read 8-bit
+            matrices along the contracted axis.
         plan: of ``rows_plan``.
-        scale: what the sums are multiplied by, fp32 [1]; or nothing.
-        transposed: whether the matrices are multiplied as their transposes.
+        scale: factor of the sums, fp32 [1]; may be omitted.
+        transposed: whether to multiply by the matrices' transposes.
         tuning: of the kernel.
 
     Returns:
@@ -468,18 +470,18 @@ def rows_product(
 
 
 _OVERHEAD = 3
-"""What a tile costs beside its steps, in steps."""
+"""The cost of a tile in addition to its steps, in steps."""
 
 
 def sums_plan(sizes: jax.Array, k: int, n: int, tuning: Tuning) -> jax.Array:
-    """The order of groups: int32[1 + 3 x groups]: how many are heavy, then group, first row and rows of each,
-    from the largest to the smallest.
+    """The order of groups, int32[1 + 3 x groups].
 
-    A tile of a heavy group is more work than a multiprocessor's share of the whole.
+    First the number of heavy groups. Then group, first row and number of rows of each, from the largest to
+    the smallest. A tile of a heavy group is more work than a multiprocessor's share of the whole.
     """
     tiles, programs = _sums_tiles(k, n, tuning), multiprocessors()
     index = jnp.arange(len(sizes))
-    # A comparison of all pairs is one small kernel; a sort is several.
+    # Comparing all pairs takes one small kernel, a sort several.
     mine, others = sizes[:, None], sizes[None]
     before = (mine < others) | ((mine == others) & (index[:, None] > index[None]))
     rank = jnp.sum(before, axis=1)
@@ -494,20 +496,20 @@ def sums_plan(sizes: jax.Array, k: int, n: int, tuning: Tuning) -> jax.Array:
 
 
 def _sums_tiles(k: int, n: int, tuning: Tuning) -> int:
-    """The tiles of a group's result."""
+    """The number of tiles of a group's result."""
     return pl.cdiv(k, _WARPGROUPS * HALF) * pl.cdiv(n, tuning.columns)
 
 
 def sums_of_products(
     x: jax.Array, g: jax.Array, plan: jax.Array, *, groups: int, tuning: Tuning
 ) -> jax.Array:
-    """For each group, the sum over its rows of the outer products of ``x`` and ``g``.
+    """Sum the outer products of the rows of ``x`` and ``g`` over each group.
 
     Args:
         x: bf16 [rows, k].
         g: bf16 [rows, n].
         plan: of ``sums_plan``.
-        groups: their number.
+        groups: number of groups.
         tuning: of the kernel.
 
     Returns:
@@ -528,12 +530,12 @@ def sums_of_products(
         alone, own = program < heavy, program - heavy
 
         def position(turn: jax.Array) -> jax.Array:
-            # Back and forth, since tiles become smaller.
+            # Back and forth, because tiles become smaller.
             forth = jnp.where(lax.rem(turn, 2) == 0, own, others - 1 - own)
             return jnp.where(alone, program, heavy + turn * others + forth)
 
         def tile_at(turn: jax.Array) -> tuple[jax.Array, ...]:
-            """The tile's group, its group's first row and rows, and the tile's first row and column."""
+            """The group, its first row and number of rows, and the tile's first row and column."""
             place = position(turn)
             rank = lax.div(place, jnp.int32(each))
             row, column = _in_bands(place - rank * each, down, across, tuning.band)
@@ -565,7 +567,7 @@ def sums_of_products(
             return begin
 
         def keep(buffer: Any, first: jax.Array, stop: jax.Array) -> None:
-            """Set the rows of [STEP, 64] outside of [first, stop) to 0."""
+            """Set the rows of [STEP, 64] outside [first, stop) to 0."""
             index = plgpu.broadcasted_iota(jnp.int32, (STEP, HALF), 0, layout=plgpu.Layout.WGMMA)
             value = plgpu.load(buffer, layout=plgpu.Layout.WGMMA)
             buffer[...] = jnp.where((index >= first) & (index < stop), value, jnp.bfloat16(0))
@@ -583,7 +585,7 @@ def sums_of_products(
                     def _() -> None:
                         keep(left, jnp.where(short, 0, steps * STEP - size), jnp.where(short, size, STEP))
 
-                        # Rows of others, which may be infinite. Both warpgroups write the same.
+                        # The rows of other groups may be infinite. Both warpgroups write the same zeros.
                         @pl.when(short)
                         def _() -> None:
                             for c in range(0, width, HALF):

@@ -1,10 +1,10 @@
 """The bodies of the kernels, which equal their specification, ``pallas_kernels.reference``, bit for bit.
 
 A program handles one tile of blocks (see ``tiles``) in registers, from loads to stores. The last tile of a
-row ends where the row ends: it may overlap the previous one, and both write the same bytes there.
+row ends with the row. It may overlap the previous tile, and then both write the same bytes.
 
-Two things rely on the hardware: a conversion of NaN to an integer gives 0, which is the code specified for
-dead blocks, and products may be contracted with a following addition, because all such products are exact.
+Two things rely on the hardware. It converts NaN to the integer 0, the specified code of dead blocks. And it
+may contract a product with a following addition, because all such products are exact.
 """
 
 from dataclasses import dataclass
@@ -38,11 +38,11 @@ _ONE_BF16 = 0x3F80
 
 @dataclass(frozen=True)
 class Rows:
-    """Payload rows.
+    """The form of payload rows.
 
     Attributes:
-        fmt: their format.
-        blocks: blocks of each.
+        fmt: wire format.
+        blocks: blocks of a row.
         block: elements of a block.
     """
 
@@ -62,7 +62,7 @@ class Rows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a row, scales included."""
+        """Bytes of a row, including scales."""
         return self.code_bytes + 2 * self.blocks
 
     def codes_of(self, ref: Any, row: Any):
@@ -75,7 +75,7 @@ class Rows:
 
 
 def div_rem(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
-    """Quotient and remainder of an integer that is not negative: ``//`` and ``%`` also compare signs."""
+    """Quotient and remainder of a non-negative integer. ``//`` and ``%`` would also compare signs."""
     return lax.div(a, jnp.int32(b)), lax.rem(a, jnp.int32(b))
 
 
@@ -90,14 +90,15 @@ def my_tile(tile: Tile, blocks: int) -> tuple[jax.Array, jax.Array]:
 def _top(lanes: list[jax.Array]) -> jax.Array:
     """Bits of the largest magnitude in each row of all lanes: int32[blocks] of fp32[blocks, n]."""
     tops = lanes[0] if len(lanes) == 1 else reduce(jnp.maximum, map(jnp.abs, lanes))
-    # As integers, because XLA's reductions of rows of floats lose NaN on CPUs.
+    # The maximum is over integers, because XLA's reductions of rows of floats lose NaN on CPUs.
     return jnp.max(to_bits(tops) & 0x7FFFFFFF, axis=1)
 
 
 def _scales(top: jax.Array, unit: jax.Array | None, fmt: str) -> tuple[jax.Array, jax.Array]:
     """Scale bits (int32) and inverse scales (fp32, 0 for dead blocks) of maxima given as fp32 bits.
 
-    The numbers are in units of ``unit``, a power of two per block (a factor of the inverse), or None.
+    ``unit`` is a power of two per block, the unit of its numbers (and a factor of the inverse), or None for
+    1.
     """
     peak = to_float(top) if unit is None else to_float(top) * unit
     exact = to_bits(peak * np.float32(1 / QMAX[fmt]))
@@ -113,10 +114,10 @@ def _scales(top: jax.Array, unit: jax.Array | None, fmt: str) -> tuple[jax.Array
 
 
 def _reciprocal(x: jax.Array) -> jax.Array:
-    """1 / x correctly rounded, for 1 <= x < 2 in bf16's precision; the chip's own is some ulps off.
+    """1 / x correctly rounded, for 1 <= x < 2 in bf16's precision. The chip's reciprocal is some ulps off.
 
-    One Newton step. The guess is split in two, whose products with x are exact, so it does not matter which
-    of them the compiler fuses with the following subtraction.
+    This is one Newton step. The guess is split into two parts with exact products with x. So the compiler may
+    fuse either product with the following subtraction.
     """
     guess = np.float32(1) / x
     high = to_float(to_bits(guess) & ~0xFFF)
@@ -125,7 +126,7 @@ def _reciprocal(x: jax.Array) -> jax.Array:
 
 
 def _pack(lanes: list[jax.Array], inverse: jax.Array, fmt: str, dtype: Any) -> jax.Array:
-    """Codes of the lanes times ``inverse`` as one integer of ``dtype``, the first lane lowest."""
+    """Codes of the lanes times ``inverse``, packed into integers of ``dtype``, the first lane lowest."""
     if fmt == "fp8":
         # Conversions to fp8 keep NaN and the sign of zero.
         (lane,) = lanes
@@ -137,7 +138,7 @@ def _pack(lanes: list[jax.Array], inverse: jax.Array, fmt: str, dtype: Any) -> j
     for code in codes[-2::-1]:
         word = (word << bits) + code
     if len(codes) > 1:
-        # Undo the borrows of negative codes from the code above, so that no code needs a mask.
+        # A negative code has borrowed from the code above. Undoing that saves a mask per code.
         signs = sum(1 << (bits * k + bits - 1) for k in range(len(codes)))
         word = (word + signs) ^ signs
     return word.astype(dtype)
@@ -146,11 +147,11 @@ def _pack(lanes: list[jax.Array], inverse: jax.Array, fmt: str, dtype: Any) -> j
 def store_encoded(
     lanes: list[jax.Array], unit: jax.Array | None, out_ref: Any, row: Any, start: Any, tile: Tile, out: Rows
 ) -> None:
-    """Encode numbers as the blocks from ``start`` on of a payload row.
+    """Encode numbers as the blocks of a payload row from ``start`` on.
 
     Args:
-        lanes: each fp32[blocks, block / lanes]; neighbours in a block are neighbours in this list.
-        unit: fp32[blocks], the power of two that is the unit of each block's numbers, or None.
+        lanes: each fp32[blocks, block / lanes]. Neighbours in a block are neighbours in this list.
+        unit: fp32[blocks], a power of two per block, the unit of its numbers; None for 1.
         out_ref: [rows, all codes and scales of a row], integers with the bits of the lanes' codes.
         row: the payload row.
         start: the first block.
@@ -162,7 +163,7 @@ def store_encoded(
     here = pl.ds(start, tile.blocks)
     region = out_ref.at[row, pl.ds(0, out.blocks * tile.width)].reshape(out.blocks, tile.width)
     store(region.at[here], words)
-    # The scale in pieces of the same width: 2 of 8 bits, 4 of 4.
+    # The scale is stored in pieces of the same width: 2 of 8 bits, or 4 of 4 bits.
     bits = len(lanes) * BITS[out.fmt]
     count = 16 // bits
     region = out_ref.at[row, pl.ds(out.blocks * tile.width, out.blocks * count)]
@@ -178,9 +179,9 @@ def unpack_pairs(words: jax.Array) -> list[jax.Array]:
 def load_decoded(
     codes_ref: Any, scales_ref: Any, row: Any, start: Any, tile: Tile, source: Rows, dtype: Any
 ) -> jax.Array:
-    """dtype[blocks, block], bf16 or fp32: the blocks from ``start`` on of a payload row.
+    """Decode the blocks of a payload row from ``start`` on into dtype[blocks, block], bf16 or fp32.
 
-    Codes are exact in bf16 and the product is rounded once, so bf16 arithmetic gives the specified bits.
+    Codes are exact in bf16, and the product is rounded once. So bf16 arithmetic gives the specified bits.
     """
     codes = tile.load(source.codes_of(codes_ref, row), start)
     scale = tile.load_each(source.scales_of(scales_ref, row), start)
@@ -191,7 +192,7 @@ def load_decoded(
 
 
 def _values(codes: jax.Array) -> jax.Array:
-    """fp32 values of codes; integers are converted through bf16, which takes fewer instructions."""
+    """fp32 values of codes. Integers are converted through bf16, which takes fewer instructions."""
     if codes.dtype == jnp.float8_e4m3fn:
         return codes.astype(jnp.float32)
     return codes.astype(jnp.bfloat16).astype(jnp.float32)
@@ -200,10 +201,10 @@ def _values(codes: jax.Array) -> jax.Array:
 def load_sum(
     codes_ref: Any, scales_ref: Any, peers: int, start: Any, tile: Tile, source: Rows
 ) -> tuple[list[jax.Array], jax.Array | None]:
-    """The sum over ``peers`` payload rows of the blocks from ``start`` on.
+    """Sum the blocks from ``start`` on over ``peers`` payload rows.
 
     Args:
-        codes_ref: [peers, all codes and scales of a row]: small floats, or unsigned integers of one or
+        codes_ref: [peers, all codes and scales of a row], small floats, or unsigned integers of one or
             several codes each.
         scales_ref: bf16[peers, all codes and scales of a row].
         peers: number of rows.
@@ -212,7 +213,7 @@ def load_sum(
         source: the form of payload rows.
 
     Returns:
-        Lanes, a list of fp32[blocks, block / lanes], and the unit fp32[blocks] they are in, or None.
+        Lanes, a list of fp32[blocks, block / lanes], and their unit fp32[blocks], or None for 1.
     """
     size = source.blocks * tile.width
     words = [
@@ -227,12 +228,12 @@ def load_sum(
 
 
 def _raise_scales(scales: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
-    """Scales brought up into the top binade, and the power of two they all are in units of, * 2**-126."""
+    """The scales, raised to the top binade, and their common unit, a power of two, times 2**-126."""
     bits = [to_bits(scale) for scale in scales]
     top = reduce(jnp.maximum, bits)
     exponent = jnp.minimum(top & INF_BITS, 253 << 23)
     raised = (253 << 23) - exponent
-    # Scales below 2**-100 of the largest are lost in rounding anyway; if kept, they could wrap around.
+    # Scales below 2**-100 of the largest have no effect on the rounded sum, but could wrap around.
     least = jnp.maximum(top - (100 << 23), 0)
     return [to_float(jnp.where(scale > least, scale + raised, 0)) for scale in bits], to_float(exponent)
 
@@ -240,10 +241,10 @@ def _raise_scales(scales: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
 def _add_integers(
     words: list[jax.Array], scales: list[jax.Array], tile: Tile, source: Rows
 ) -> tuple[list[jax.Array], jax.Array]:
-    """The sum of words of integer codes, lane by lane, and the power of two that is its unit.
+    """The sum of words of integer codes, lane by lane, and its unit, a power of two.
 
-    Codes become floats without a conversion: masked in place, with the sign bit flipped, a code is a
-    subnormal (or nearly so), (code + half) * 2**(place - 149), and scales are raised to the top binade to
+    Codes become floats without a conversion. A code that is masked in place, with its sign bit flipped, is
+    the float (code + half) * 2**(place - 149), usually a subnormal. Scales are raised to the top binade to
     compensate. The bias ``half`` is subtracted once, after the sum.
     """
     bits, half = BITS[source.fmt], HALF_RANGE[source.fmt]
@@ -270,5 +271,5 @@ def _add_integers(
 
 
 def subnormal_times(bits: jax.Array, factor: jax.Array) -> jax.Array:
-    """The float with these bits, usually subnormal, times ``factor``; GPUs do not flush it."""
+    """The float with these bits, usually subnormal, times ``factor``. GPUs do not flush it."""
     return to_float(bits) * factor

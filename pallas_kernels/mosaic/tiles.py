@@ -1,7 +1,7 @@
 """The layout of a tile of blocks in the registers of a program's 128 threads.
 
-A tile is [blocks, elements of a block], one block per row. ``lanes`` neighbouring threads share a row; each
-holds vectors of ``vector`` neighbouring elements of it, and a load or store moves one vector. So rows are
+A tile is [blocks, elements of a block], one block per row. ``lanes`` neighbouring threads share a row. Each
+thread holds vectors of ``vector`` neighbouring elements, and a load or store moves one vector. So rows are
 read in pieces of lanes * vector elements, a block's maximum takes log2(lanes) shuffles, and nothing passes
 through shared memory.
 """
@@ -90,7 +90,7 @@ class Tile:
 
 
 def store(ref: Any, values: jax.Array) -> None:
-    """Write an array to a ref of its shape, as its layout is: in narrow vectors, or with bank conflicts."""
+    """Write an array in its layout to a ref of its shape, even in narrow vectors or with bank conflicts."""
     plain: Callable[..., None] | None = getattr(plgpu, "store", None)
     if plain is None:
         ref[...] = values
@@ -100,10 +100,13 @@ def store(ref: Any, values: jax.Array) -> None:
 
 
 def choose_tile(blocks: int, width: int, vector: int, elements: int) -> Tile | None:
-    """The tile for rows of ``blocks`` blocks; None if a row is too short for any.
+    """The tile for rows of ``blocks`` blocks; None if a row is too short for any tile.
 
-    ``width`` is that of a block, a power of two; ``vector`` are the elements that one load or store may move,
-    ``elements`` those per thread, if the row is long enough.
+    Args:
+        blocks: blocks of a row.
+        width: elements of a block, a power of two.
+        vector: elements that one load or store may move.
+        elements: elements per thread, if the row is long enough.
     """
     most = min(_WARP_LANES, width)
     lanes = min(most, max(_MIN_LANES, width // elements))

@@ -1,1 +1,1 @@
-"""Triton kernels for CUDA devices, and their binding to JAX; importable only with jax-triton installed."""
+"""Triton kernels for CUDA devices, and their binding to JAX. They need jax-triton to be imported."""

@@ -48,11 +48,11 @@ def load_peer_scales(
 
 @triton.jit
 def add_integers(rows, scales, K: tl.constexpr, FMT: tl.constexpr):
-    """The sum of peers' integer codes: lanes, and the power of two that is their unit.
+    """The sum of peers' integer codes: lanes, and their unit, a power of two.
 
-    One instruction turns a code, in place, into a float: masked, with its sign bit flipped, it is a subnormal
-    (or nearly so), (q + HALF) * 2**(place - 149), and scales are raised to the top binade to compensate. The
-    bias HALF is subtracted once, after the sum.
+    One instruction turns a code in its place into a float. Masked, with its sign bit flipped, the code is the
+    float (q + HALF) * 2**(place - 149), usually a subnormal. Scales are raised to the top binade to
+    compensate. The bias HALF is subtracted once, after the sum.
     """
     BITS: tl.constexpr = 2 if FMT == "int2" else (4 if FMT == "int4" else 8)
     HALF: tl.constexpr = 1 << (BITS - 1)
@@ -71,7 +71,7 @@ def add_integers(rows, scales, K: tl.constexpr, FMT: tl.constexpr):
     lanes = ()
     bias = scales[0]
     for peer in tl.static_range(0, PEERS):
-        # Scales below 2**-100 of the largest are lost in rounding anyway; if kept, they could wrap around.
+        # Scales below 2**-100 of the largest have no effect on the rounded sum, but could wrap around.
         scale = tl.where(bits[peer] > least, bits[peer] + raised, 0).to(tl.float32, bitcast=True)
         added = ()
         for k in tl.static_range(0, K):

@@ -1,7 +1,8 @@
 """The Triton kernel of ``pallas_kernels.attend_cache``.
 
 One program reads the columns of one row and key head, or a part of them, for all query heads that share it.
-Tensor cores take sixteen queries at least, so rows of zeros are added: reading the cache takes the time.
+Tensor cores need at least sixteen queries, so rows of zeros are added. That costs no time, because reading
+the cache takes longer.
 """
 
 import triton
@@ -32,9 +33,10 @@ def attend_kernel(
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Write a part's output and the logarithm of its sum of exponentials, by which parts are weighed.
+    """Write a part's output, and the logarithm of its sum of exponentials, the part's weight.
 
-    HEADS are those of the keys, GROUP the queries of each; COLUMNS are read at a time. SOFTCAP 0 is none.
+    HEADS is the number of key heads, and GROUP the number of queries of each. COLUMNS are read at a time.
+    SOFTCAP is 0 for none.
     """
     row = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
@@ -63,7 +65,7 @@ def attend_kernel(
         key = tl.load(keys_ptr + place, mask=mask, other=0.0)
         scores = SCALE * tl.dot(query, tl.trans(key))
         if SOFTCAP > 0:
-            # tanh(x) = 1 - 2 / (exp(2 x) + 1), which holds where exp overflows
+            # tanh(x) = 1 - 2 / (exp(2 x) + 1) is correct even if exp overflows
             scores = SOFTCAP * (1 - 2 / (tl.exp(scores * (2 / SOFTCAP)) + 1))
         scores = tl.where(seen[None, :], scores, MIN_SCORE)
         higher = tl.maximum(most, tl.max(scores, 1))

@@ -1,6 +1,6 @@
 """The functions of the reference, with the same arguments, computed by the Triton kernels.
 
-The only module that uses jax-triton; importable only if that is installed.
+This is the only module that imports jax-triton.
 """
 
 import inspect
@@ -27,13 +27,13 @@ _LIMIT = 2**31
 _MAX_ROWS = 65535
 """Rows of a grid's second dimension."""
 _ALIGN = 16
-"""The blocks of a row are a multiple of at most this, to the compiler's knowledge."""
+"""The largest power of two that the compiler may know to divide the number of a row's blocks."""
 _MAX_PEERS = 64
 """Rows summed in unrolled code."""
 _PROGRAMS = 512
-"""Programs of the attention kernel that fill a chip."""
+"""Number of programs of the attention kernel that fill a chip."""
 _CAST_TILE = 128
-"""Rows and columns that a program casts."""
+"""Rows and columns of a program of the cast kernel."""
 
 
 def encode_shape(fmt: str, rotation: int, stochastic: bool) -> tuple[int, int]:
@@ -57,7 +57,7 @@ def sum_shape(fmt: str, rotation: int, stored: bool) -> tuple[int, int, int]:
 
 
 def _has_kernel(*dtypes: jnp.dtype, fmt: str, n: int, rows: int = 1) -> bool:
-    """Whether the kernels support rows of n elements in ``fmt``; the rest falls back to the reference."""
+    """Whether the kernels support rows of n elements in ``fmt``. Otherwise the reference is used."""
     if fmt == "fp8" and compute_capability() < 89:  # no conversion instructions before Ada
         return False
     return fmt in QUANTIZED and _fits(*dtypes, n=n, rows=rows)
@@ -69,7 +69,7 @@ def _fits(*dtypes: jnp.dtype, n: int, rows: int = 1) -> bool:
 
 
 def _options(out: Any) -> dict[str, Any]:
-    """The arguments that jax-triton 0.4 renamed; contraction would round differently from the reference."""
+    """Arguments that jax-triton 0.4 renamed. They turn off contraction, which rounds unlike the reference."""
     if _NEW_STYLE:
         return {"out_type": out, "backend_options": {"enable_fp_fusion": False}}
     return {"out_shape": out, "enable_fp_fusion": False}
@@ -103,7 +103,7 @@ def _call_any_length(
     kernel: Any, arrays: tuple[jax.Array, ...], out: jax.ShapeDtypeStruct, rows: int, n: int,
     block: int | None, shape: tuple[int, int], *, fixed: bool = False, **constants: Any,
 ) -> jax.Array:  # fmt: skip
-    """As ``_call``, of a kernel that takes the rows' length as an argument; a constant if it is ``fixed``."""
+    """Like ``_call``, for a kernel with the rows' length as an argument, or a constant if ``fixed``."""
     assert block is not None
     lanes, warps = shape
     tile = max(32 * warps, block // lanes) * lanes * constants.get("UNROLL", 1)
@@ -230,7 +230,7 @@ def _sum(
         n,
         block,
         (lanes, warps),
-        fixed=encoded,  # where instructions are the limit, each counts
+        fixed=encoded,  # instructions limit this kernel, and a constant length saves some
         UNROLL=unroll,
         ROWS=rows,
         PEERS=payload.shape[0],
@@ -371,7 +371,7 @@ def attend_cache(
     )
     if splits == 1 and sinks is None:
         return out[0]
-    if sinks is not None:  # a part that has a weight and no output
+    if sinks is not None:  # a part with a weight and no output
         own = jnp.broadcast_to(sinks.astype(jnp.float32), (1, *weights.shape[1:]))
         weights = jnp.concatenate([weights, own])
     shares = jax.nn.softmax(weights, axis=0)[:splits, ..., None]
@@ -406,7 +406,7 @@ def _grouped_call(
     kernel: Any, arrays: tuple[jax.Array, ...], out: tuple[int, ...], programs: int, tile: grouped.Tile,
     **constants: Any,
 ) -> jax.Array:  # fmt: skip
-    """Launch a kernel of ``grouped``; the result has the dtype of the first array."""
+    """Launch a kernel of ``grouped``. The result has the dtype of the first array."""
     return jax_triton.triton_call(
         *arrays,
         kernel=kernel,
@@ -448,7 +448,7 @@ def grouped_rows(x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bo
 def grouped_rows_fp8(
     x: jax.Array, w: jax.Array, sizes: jax.Array, scale: jax.Array, *, transposed: bool, dtype: jnp.dtype
 ) -> jax.Array:
-    """See ``pallas_kernels.grouped_rows_fp8``; computed in bf16, which has every fp8 number."""
+    """See ``pallas_kernels.grouped_rows_fp8``. It is computed in bf16, which has every fp8 number."""
     multiply = cuda_implementation("grouped_rows") or grouped_rows
     options = {"transposed": transposed, "dtype": dtype, "multiply": multiply}
     return grouped_reference.grouped_rows_fp8(x, w, sizes, scale, **options)

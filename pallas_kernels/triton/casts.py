@@ -1,7 +1,7 @@
 """The Triton kernel of ``pallas_kernels.cast_transpose``, which equals its specification bit for bit.
 
-A program casts a tile. It loads every fourth row at a time, so that each thread holds the codes of four rows,
-which are one word of the transpose: words are exchanged between threads, not bytes.
+A program casts a tile. It loads every fourth row at a time, so that each thread holds the codes of four rows.
+They are one word of the transpose, and threads exchange words instead of bytes.
 """
 
 import triton
@@ -30,7 +30,7 @@ def cast_transpose_kernel(
     TILE_N: tl.constexpr,
     E5M2: tl.constexpr,
 ):
-    """Write uint8[M, N] and uint8[N, M]; M is a multiple of four."""
+    """Write uint8[M, N] and uint8[N, M]. M is a multiple of four."""
     across: tl.constexpr = (N + TILE_N - 1) // TILE_N
     fours = tl.program_id(0) // across * (TILE_M // 4) + tl.arange(0, TILE_M // 4)
     n = tl.program_id(0) % across * TILE_N + tl.arange(0, TILE_N)

@@ -1,6 +1,6 @@
 """From codes to numbers: ``reference.decode`` in Triton.
 
-Codes become numbers by being written into the mantissa of a float, without a conversion.
+Codes are written into the mantissas of floats, which takes no conversion.
 """
 
 import triton
@@ -14,8 +14,8 @@ from pallas_kernels.triton.words import float_halves, fma_halves, select_bytes
 def _signed_lanes(words, BITS: tl.constexpr, K: tl.constexpr):
     """fp32 lanes of K two's complement fields, without a conversion.
 
-    A field of a half word, in place, is put under the exponent that gives its lowest bit the weight 1, with
-    its sign bit flipped, which adds half of its range.
+    A field of a half word stays in its place. Its sign bit is flipped, which adds half of its range. An
+    exponent above it gives its lowest bit the weight 1.
     """
     HALF: tl.constexpr = 1 << (BITS - 1)
     MASK: tl.constexpr = (1 << BITS) - 1
@@ -64,8 +64,8 @@ def _e4m3_lanes(words, K: tl.constexpr):
 def _e3m2_lanes(low, high, K: tl.constexpr):
     """fp32 lanes of K e3m2 codes, given their low four and high two bits.
 
-    Codes k and k + 4 of eight become a pair of fp16: five bits of magnitude with an exponent 12 too small
-    (e3m2's bias is 3, fp16's 15), and the sign three places above them.
+    Codes k and k + 4 of eight become a pair of fp16. Each has five bits of magnitude and the sign three
+    places above them. Its exponent is 12 too small, because e3m2's bias is 3 and fp16's is 15.
     """
     lanes = ()
     for i in tl.static_range(0, K // 8):
@@ -110,7 +110,7 @@ def load_row_codes(
 ):
     """The words of K codes per thread, from position ``first`` of a payload row on, and fp6's high plane.
 
-    A row has ``blocks`` blocks, of an even number if ALIGNED.
+    A row has ``blocks`` blocks. Their number is even if ALIGNED.
     """
     start = ptr + row.to(tl.int64) * blocks * BYTES
     if FMT == "fp6":

@@ -1,7 +1,7 @@
 """Triton kernels of ``pallas_kernels.grouped_rows`` and ``grouped_sums``, for any CUDA chip and any sides.
 
-A program computes one tile of a result. Which rows and which group it has, it reads from a plan, which XLA
-computes from the sizes of the groups. Sums are in fp32; products of fp32 numbers are exact, without TF32.
+A program computes one tile of a result. It reads the tile's rows and group from a plan, which XLA computes
+from the sizes of the groups. Sums are in fp32. Products of fp32 numbers do not use TF32.
 """
 
 from typing import NamedTuple
@@ -16,11 +16,11 @@ class Tile(NamedTuple):
     """The tiles of a kernel.
 
     Attributes:
-        rows: of the result (for sums: of a group's matrix).
-        columns: of the result.
+        rows: rows of the result (for sums: of a group's matrix).
+        columns: columns of the result.
         step: elements of the contracted axis at a time.
-        warps: of a program.
-        stages: steps whose operands are in shared memory or on their way to it.
+        warps: warps of a program.
+        stages: steps with operands in shared memory or on their way to it.
     """
 
     rows: int
@@ -32,8 +32,8 @@ class Tile(NamedTuple):
 
 # A block has 227 KB of shared memory on Hopper and B200, 163 on A100, and 99 on the chips of workstations
 # (86, 89 and 120). Each stage holds a step of both operands. Two warpgroups (8 warps) share the widest tile,
-# because the sums of 128 x 256 would not fit into the registers of one. On an H200 these tiles were within 9%
-# of the fastest of seven for each product and shape in docs/kernels.md.
+# because 128 x 256 sums do not fit into the registers of one. On an H200 these tiles were within 9% of the
+# fastest of seven for each product and shape in docs/kernels.md.
 _BF16 = {
     80: Tile(128, 128, 64, 8, 4),
     86: Tile(128, 128, 32, 8, 4),
@@ -43,18 +43,18 @@ _BF16 = {
     120: Tile(128, 128, 32, 8, 4),
 }
 _FP32 = Tile(64, 64, 16, 4, 3)
-"""Without tensor cores every thread has 32 sums, and reads its operands from shared memory."""
+"""For fp32, without tensor cores: every thread has 32 sums and reads its operands from shared memory."""
 _LEAST = 16
 """Rows of the smallest tile that tensor cores multiply."""
 ROWS_TOGETHER = 8
-"""Tiles of rows whose programs run at about the same time, and share columns of a matrix in the L2 cache."""
+"""Tiles of rows computed at about the same time, which share a matrix's columns in the L2 cache."""
 
 
 def tile_for(chip: int, dtype: jnp.dtype, rows_per_group: int | None = None) -> Tile:
     """The tiles for a compute capability (times ten) and a dtype.
 
-    ``rows_per_group`` is how many rows a group has on average, if the rows are those of groups: a tile that
-    is higher would be computed in vain.
+    ``rows_per_group`` is the average number of rows of a group, if a tile's rows belong to groups. Rows of a
+    tile beyond its group are computed in vain.
     """
     tile = _FP32 if dtype == jnp.float32 else _BF16[max((c for c in _BF16 if c <= chip), default=80)]
     if rows_per_group is None:
@@ -66,8 +66,8 @@ def tile_for(chip: int, dtype: jnp.dtype, rows_per_group: int | None = None) -> 
 def plan_of_rows(sizes: jax.Array, rows: int, tile: int) -> jax.Array:
     """The tiles of rows, int32 [tiles, 3]: the group, the first row, and the row after the group's last one.
 
-    The rows of nobody are those of one group more. There are as many tiles as any sizes can need; those
-    beyond the last one have no rows.
+    The rows of no group form another group. The number of tiles is sufficient for any sizes. Unused tiles
+    have no rows.
     """
     stops = jnp.cumsum(jnp.concatenate([sizes, rows - jnp.sum(sizes, keepdims=True)]), dtype=jnp.int32)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), stops[:-1]])
@@ -82,7 +82,7 @@ def plan_of_rows(sizes: jax.Array, rows: int, tile: int) -> jax.Array:
 def plan_of_sums(sizes: jax.Array) -> jax.Array:
     """The groups, largest first, int32 [groups, 3]: the group, its first row, and the row after its last one.
 
-    A large group takes longest, and would be waited for if its programs began last.
+    A large group takes longest, so its programs start first.
     """
     stops = jnp.cumsum(sizes, dtype=jnp.int32)
     group = jnp.argsort(-sizes).astype(jnp.int32)
@@ -119,10 +119,10 @@ def rows_kernel(
     if first < stop:
         m = first + tl.arange(0, TILE_M)
         total = tl.zeros((TILE_M, TILE_N), tl.float32)
-        # Rows beyond the group are multiplied as well, and not stored; beyond the array they are not read.
+        # Rows beyond the group are multiplied but not stored. Rows beyond the array are not read.
         rows = x_ptr + tl.minimum(m, ROWS - 1).to(tl.int64)[:, None] * K
         matrix = w_ptr + tl.minimum(group, GROUPS - 1).to(tl.int64) * (K * N)
-        steps = tl.where(group < GROUPS, (K + STEP - 1) // STEP, 0)  # the rows of nobody are zeros
+        steps = tl.where(group < GROUPS, (K + STEP - 1) // STEP, 0)  # the rows of no group are zeros
         for step in range(steps):
             k = step * STEP + tl.arange(0, STEP)
             if K % STEP == 0:
@@ -169,7 +169,7 @@ def sums_kernel(
     total = tl.zeros((TILE_M, TILE_N), tl.float32)
     for start in range(first, stop, STEP):
         row = start + tl.arange(0, STEP)
-        # Both are masked: another group's rows may be infinite, and times zero that is NaN.
+        # Both are masked, because another group's rows may be infinite, and infinity times zero is NaN.
         own = (row < stop)[:, None]
         wide = row.to(tl.int64)[:, None]
         a = tl.load(x_ptr + wide * K + k[None, :], mask=own & (k < K)[None, :], other=0.0)

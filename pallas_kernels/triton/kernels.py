@@ -1,14 +1,14 @@
 """The Triton kernels, which equal their specification, ``pallas_kernels.reference``, bit for bit.
 
-They are memory-bound only with few instructions between a load and a store; ``lanes``, ``quantize`` and
-``dequantize`` say how. A program of T threads takes T * K / BLOCK blocks of one row, W = BLOCK / K threads
-share a block, and threads exchange only the maximum of a block.
+They are memory-bound only if there are few instructions between a load and a store. ``lanes``, ``quantize``
+and ``dequantize`` explain how. A program of T threads handles T * K / BLOCK blocks of one row. W = BLOCK / K
+threads share a block, and only exchange its maximum.
 
 The length of rows is an argument, so that a program compiles a kernel once for all its lengths. A row has
-``units * ALIGN`` blocks; ALIGN is a constant, from which the compiler knows how pointers are aligned. A block
-of a payload takes BYTES bytes, two of which are its scale.
+``units * ALIGN`` blocks. The compiler infers the alignment of pointers from the constant ALIGN. A block of a
+payload takes BYTES bytes, including two bytes for its scale.
 
-Compiled without fused multiply-add contraction; every fused multiply-add is explicit.
+The kernels are compiled without fused multiply-add contraction. Every fused multiply-add is explicit.
 """
 
 import triton
@@ -47,9 +47,9 @@ def store_encoded(
     STOCHASTIC: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Encode lanes as the blocks from ``block`` on of a payload row.
+    """Encode lanes as the blocks of a payload row from ``block`` on.
 
-    A row has ``blocks`` blocks, of an even number if ALIGNED. The numbers are lanes * unit if unit is not
+    A row has ``blocks`` blocks. Their number is even if ALIGNED. The numbers are lanes * unit if unit is not
     None. octet[T] is the index of each thread's first eight elements, for the random bits.
     """
     K: tl.constexpr = len(lanes)
@@ -98,9 +98,9 @@ def encode_kernel(
     ROTATE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """Encode rows of blocks; row (local, node, chunk) becomes piece ``node`` of row (chunk, local).
+    """Encode rows of blocks. Row (local, node, chunk) becomes piece ``node`` of row (chunk, local).
 
-    base_ptr is read when DELTA, keys_ptr (reference.hash_keys) when STOCHASTIC; K is 32 when ROTATE.
+    base_ptr is only read if DELTA, and keys_ptr (reference.hash_keys) only if STOCHASTIC. K is 32 if ROTATE.
     """
     W: tl.constexpr = BLOCK // K
     R: tl.constexpr = T // W
@@ -160,7 +160,7 @@ def decode_kernel(
     BYTES: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """Decode rows of blocks; if ADD, add them to base_ptr's and flush subnormal sums to zero.
+    """Decode rows of blocks. If ADD, add them to base_ptr's rows, and flush subnormal sums to zero.
 
     A program handles UNROLL tiles, and loads all of them before it stores the first.
     """
@@ -218,11 +218,11 @@ def sum_kernel(
     FACTOR: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """Sum PEERS payload rows; encode the sum as ROWS rows of blocks, or store it ("sum").
+    """Sum PEERS payload rows, and encode the sum as ROWS rows of blocks, or store it ("sum").
 
     The stored sum is rotated if ROTATE (K is 32), and multiplied by FACTOR. A program handles UNROLL tiles,
-    one after the other. While it sums one, the codes of the next two are copied into shared memory, and the
-    scales of the next, which are too small for such copies, are loaded into registers.
+    one after the other. While it sums one tile, it copies the codes of the next two into shared memory. It
+    loads the scales of the next tile into registers, because they are too small for such copies.
     """
     W: tl.constexpr = BLOCK // K
     R: tl.constexpr = T // W

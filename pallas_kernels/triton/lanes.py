@@ -1,7 +1,7 @@
 """Loads and stores for Triton kernels in which a thread owns K neighbouring elements.
 
-They are held as K tensors ("lanes") of T numbers, for T threads: lane k has the elements t * K + k of a tile.
-Neighbours become lanes, and lanes neighbours, within a thread, without a change of layout.
+The elements are K tensors ("lanes") of T numbers, for T threads. Lane k has the elements t * K + k of a tile.
+A thread converts between neighbours and lanes without a change of layout.
 """
 
 import triton
@@ -81,7 +81,7 @@ def _store_words(ptr, first, words, live, MASKED: tl.constexpr):
 
 @triton.jit
 def load_codes(ptr, first, live, BYTES: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr):
-    """BYTES bytes per thread, as uint32 words (or one widened uint16); 2-aligned rows load by halves."""
+    """BYTES bytes per thread, as uint32 words (or one widened uint16). 2-aligned rows load by halves."""
     if BYTES == 2:
         half = _load_words(ptr, first, live, 1, tl.uint16, MASKED)
         return (half[0].to(tl.uint32),)
@@ -130,7 +130,8 @@ def store_lanes(ptr, first, lanes, live, MASKED: tl.constexpr):
     T: tl.constexpr = live.shape[0]
     K: tl.constexpr = len(lanes)
     if ptr.dtype.element_ty == tl.float32:
-        # More than 16 bytes per thread: reordered through shared memory, to write whole sectors.
+        # With more than 16 bytes per thread, reordering through shared memory makes stores write whole
+        # sectors.
         offsets = first * K + tl.arange(0, T * K)
         if MASKED:
             mask = tl.broadcast_to(live[:, None], (T, K)).reshape(T * K)

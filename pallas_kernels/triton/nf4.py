@@ -1,8 +1,8 @@
 """The Triton kernels of nf4, which equal their specification, ``pallas_kernels.nf4_reference``, bit for bit.
 
-Tables are looked up in the registers of a warp: each thread holds one entry, and one shuffle per element
-fetches that of the element's index. Selects among 16 levels would take 15 instructions, and tables in memory
-loads whose threads diverge.
+Tables are in the registers of a warp. Each thread holds one entry, and one shuffle per element fetches the
+entry at the element's index. Selects among 16 levels would take 15 instructions. Tables in memory would need
+loads from different addresses per thread.
 """
 
 import triton
@@ -15,19 +15,19 @@ NAN_SCALE = tl.constexpr(nf4_reference.NAN_SCALE)
 ZERO_CODES = tl.constexpr(nf4_reference.ZERO_CODE * 0x11111111)
 LAST_BUCKET = tl.constexpr(float(nf4_reference.BUCKETS - 1))
 MAGIC = tl.constexpr(2.0**23)
-"""The mantissa of a small number plus this ends in the integer nearest to it."""
+"""The mantissa of a small number plus this constant ends in the integer nearest to the number."""
 
 
 @triton.jit
 def load_table(ptr, COUNT: tl.constexpr, T: tl.constexpr):
-    """uint32[T]: entry t % COUNT of a table of 32-bit numbers for each thread t; COUNT divides 32."""
+    """uint32[T]: for each thread t, entry t % COUNT of a table of 32-bit numbers. COUNT divides 32."""
     return tl.load(ptr + tl.arange(0, T) % COUNT).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def look_up(table, index):
     """uint32[T]: the entries of a loaded table at the lowest five bits of ``index``, uint32[T]."""
-    # Not pure: a shuffle must not be moved to where not all of the warp's threads are.
+    # Not pure, because all threads of the warp must take part in a shuffle, wherever it is moved.
     return tl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;",
         "=r,r,r",
@@ -81,7 +81,7 @@ def decode_kernel(
     UNITS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Decode rows of N elements, whose scales begin at byte SCALES of a row and whose units at UNITS.
+    """Decode rows of N elements. A row's scales start at its byte SCALES, and its units at byte UNITS.
 
     A program handles UNROLL tiles, and loads all of them before it stores the first.
     """
@@ -104,7 +104,7 @@ def decode_kernel(
         block, live, words, scale = tiles[i]
         lanes = ()
         for k in tl.static_range(0, K):
-            # The fifth bit is the next code's, and has no effect: a warp holds the table twice.
+            # The fifth bit belongs to the next code. It has no effect, because a warp holds the table twice.
             level = look_up(levels, words[k // 8] >> (k % 8 * 4))
             lanes = lanes + (level.to(tl.float32, bitcast=True) * scale,)
         store_lanes(out, block * W, lanes, live, MASKED)
@@ -146,7 +146,7 @@ def encode_kernel(
     first_codes = load_table(codes_ptr, 32, T)
     lanes = load_lanes(x_ptr + row.to(tl.int64) * N, block * W, live, K, MASKED)
     scale = load_scales(tail_ptr, row, block, live, W, TAIL, 0, UNITS - SCALES, GROUP, MASKED)
-    # An error of a few ulps does not matter: no midpoint is at the edge of a bucket.
+    # An error of a few ulps does not matter, because no midpoint is at the edge of a bucket.
     half = 0.5 / scale
     words = ()
     for i in tl.static_range(0, K // 8):
@@ -162,7 +162,7 @@ def encode_kernel(
             word += (look_up(first_codes, bucket) + above.to(tl.uint32)) << (4 * j)
         words = words + (tl.where(scale != scale, ZERO_CODES, word),)
     store_codes(start, block * W, words, live, K // 2, True, MASKED)
-    # The programs of a row share the copying of its tail; none has more bytes of it than threads.
+    # The programs of a row share the copying of its tail. None copies more bytes than it has threads.
     SHARE: tl.constexpr = (TAIL + TILES - 1) // TILES
     at = tile * SHARE + t
     shared = (t < SHARE) & (at < TAIL)

@@ -1,8 +1,8 @@
 """From numbers to codes: scales, dither, rounding and packing, ``reference.encode`` in Triton.
 
 Conversions to integers run at an eighth of the rate of additions, so codes are read from the mantissas of
-sums. Packing would be half of the rest: therefore one instruction puts two codes into the halves of a word,
-and these pairs are shifted and added.
+sums. Packing would take half of the remaining time. Therefore one instruction puts two codes into the halves
+of a word, and these pairs are shifted and added.
 """
 
 import triton
@@ -22,7 +22,7 @@ HASH_ROUNDS = tl.constexpr(reference.HASH_ROUNDS)
 WEYL = tl.constexpr(reference.WEYL)
 PHILOX = tl.constexpr(reference.PHILOX)
 DITHER_ULP = tl.constexpr(2.0 ** (16 - 149))
-"""Maps the unit of dither, 2**-16, to 2**-149: the bits of a number of up to 2**24 units are their count."""
+"""Maps the unit of dither, 2**-16, to 2**-149. The bits of up to 2**24 units are then their count."""
 
 
 @triton.jit
@@ -48,14 +48,14 @@ def rotate(lanes):
 def block_scales(
     lanes, unit, W: tl.constexpr, QMAX: tl.constexpr, STOCHASTIC: tl.constexpr, ROTATE: tl.constexpr
 ):
-    """bf16 scale bits and inverse scales, [T] each: the same for the W threads of a block.
+    """bf16 scale bits and inverse scales, [T] each, equal for the W threads of a block.
 
-    The numbers are lanes * unit, a power of two per block (a factor of the inverse), or None.
+    The numbers are lanes * unit. The unit is a power of two per block (and a factor of the inverse), or None.
     """
     T: tl.constexpr = lanes[0].shape[0]
     top = tl.zeros([T], tl.int32)
     for k in tl.static_range(0, len(lanes), 2):
-        # Two magnitudes as floats, where abs is free; then as integers, which Hopper compares by threes.
+        # Floats first, because their abs is free. Then integers, because Hopper compares three at once.
         pair = tl.maximum(tl.abs(lanes[k]), tl.abs(lanes[k + 1]), propagate_nan=tl.PropagateNan.ALL)
         top = tl.maximum(top, pair.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     top = top.reshape(T // W, W)
@@ -104,7 +104,7 @@ def random_words(keys_ptr, octet, COUNT: tl.constexpr):
 
 @triton.jit
 def _draw(y, random, LANE: tl.constexpr, BIAS: tl.constexpr):
-    """BIAS + a neighbour of y drawn with lane LANE's bits of ``random``, in the high half of int32."""
+    """BIAS + a neighbour of y, chosen by lane LANE's bits of ``random``, in the high half of int32."""
     bias = tl.full(y.shape, BIAS << 16, tl.int32)
     FIRST: tl.constexpr = 3 - LANE % 4
     SECOND: tl.constexpr = (FIRST + 3) % 4
@@ -122,8 +122,8 @@ def _round(y, BIAS: tl.constexpr):
 def _draw_minifloat(y, random, LANE: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     """A neighbour of y among small floats, int32: exponent and mantissa in fp32's places, then noise.
 
-    Scaled so that a code's exponent of 0 or 1 is fp32's: then a number's bits are its code, followed by the
-    bits to round away.
+    Numbers are scaled so that a code's exponent of 0 or 1 equals fp32's. Then a number's bits are its code,
+    followed by the bits to round away.
     """
     BITS: tl.constexpr = 23 - MANTISSA
     bits = (y * (2.0 ** (BIAS - 127))).to(tl.uint32, bitcast=True)
@@ -135,8 +135,8 @@ def _draw_minifloat(y, random, LANE: tl.constexpr, MANTISSA: tl.constexpr, BIAS:
 def _minifloat(y, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr):
     """exponent | mantissa of y, int32, the exponent in fp32's place, with noise above and below.
 
-    Adds a power of two so large that the mantissa of the sum ends in y's rounded significand, which is then
-    put under the exponent of that power. MIN_EXPONENT is fp32's exponent of the smallest normal number with a
+    It adds a power of two so large that the mantissa of the sum ends in y's rounded significand. The exponent
+    of that power is then put above it. MIN_EXPONENT is fp32's exponent of the smallest normal number with a
     code.
     """
     UP: tl.constexpr = 23 - MANTISSA
@@ -158,7 +158,7 @@ def pair_up(codes, DISTANCE: tl.constexpr, HIGH: tl.constexpr):
 
 @triton.jit
 def pack(pairs, BITS: tl.constexpr):
-    """uint32 words of the codes of 16 / BITS successive pairs, those of the low halves lowest."""
+    """uint32 words of the codes of 16 / BITS successive pairs, with the codes of the low halves lowest."""
     PER: tl.constexpr = 16 // BITS
     words = ()
     for i in tl.static_range(0, len(pairs) // PER):
@@ -189,10 +189,10 @@ def _keep_live(words, inverse, SIGNS: tl.constexpr):
 
 @triton.jit
 def _rounded_bytes(lanes, inverse, BITS: tl.constexpr):
-    """Pairs of bytes, each of the codes of 8 / BITS lanes: pair_up and the first half of pack in one.
+    """Pairs of bytes with the codes of 8 / BITS lanes: pair_up and the first half of pack in one.
 
-    The conversion to fp16 rounds to units of 2**-24, the last place of its subnormals, whose bits are
-    integers, or several side by side; fp16's sums of up to 11 bits of them are exact.
+    The conversion to fp16 rounds to units of 2**-24, the last place of its subnormals. Their bits are
+    integers, or several integers side by side. fp16's sums of up to 11 such bits are exact.
     """
     COUNT: tl.constexpr = 8 // BITS
     DISTANCE: tl.constexpr = 16 // BITS
@@ -226,7 +226,7 @@ def _rounded_bytes(lanes, inverse, BITS: tl.constexpr):
 
 @triton.jit
 def integer_words(lanes, inverse, random, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, NORMAL: tl.constexpr):
-    """The words of the lanes' codes; NORMAL if ``inverse`` is far from the subnormals."""
+    """The words of the lanes' codes. NORMAL says that ``inverse`` is far from the subnormals."""
     HALF: tl.constexpr = 1 << (BITS - 1)
     if NORMAL and not STOCHASTIC:
         words = pack(_rounded_bytes(lanes, inverse, BITS), 8)
@@ -252,9 +252,9 @@ def _minifloat_pairs(
     BIAS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """Pairs of magnitudes, from a half's bit 7 - MANTISSA on, amid noise; pairs starting with the sign."""
-    # The exponent of _minifloat is too large by a constant; scaling the numbers makes it a multiple of 16,
-    # so that it vanishes from the three or four bits of a code's exponent.
+    """Pairs of magnitudes, from a half's bit 7 - MANTISSA on, amid noise, and pairs with the sign first."""
+    # The exponent of _minifloat is too large by a constant. Scaling the numbers makes the constant a multiple
+    # of 16, so that the three or four bits of a code's exponent do not have it.
     SHIFT: tl.constexpr = 0 if STOCHASTIC else (BIAS + MANTISSA - 151) % 16
     inverse *= 1.0 * (1 << SHIFT)
     codes = ()
@@ -292,14 +292,14 @@ def fp8_words(lanes, inverse, random, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def fp6_words(lanes, inverse, random, STOCHASTIC: tl.constexpr):
-    """The words of the lanes' e3m2 codes: those of their low four bits, and of their high two."""
+    """The words of the low four bits of the lanes' e3m2 codes, and the words of their high two bits."""
     codes, signs = _minifloat_pairs(lanes, inverse, random, 8, 2, 3, STOCHASTIC)
     low = ()
     high = ()
     for i in tl.static_range(0, len(codes)):
         low = low + ((codes[i] >> 5) & 0x000F000F,)
         high = high + (((codes[i] >> 9) & 0x00010001) | ((signs[i] >> 14) & 0x00020002),)
-    # Words of four pairs hold lanes 0 to 3 and 8 to 11 of sixteen, or 4 to 7 and 12 to 15.
+    # A word of four pairs holds lanes 0 to 3 and 8 to 11 of sixteen, or lanes 4 to 7 and 12 to 15.
     crossed = pack(low, 4)
     nibbles = ()
     for i in tl.static_range(0, len(crossed), 2):

@@ -20,7 +20,7 @@ def select_bytes(a, b, SELECTOR: tl.constexpr):
 @triton.jit
 def rotate_bytes(a, COUNT: tl.constexpr):
     """A uint32 rotated left by COUNT bytes, 0 to 3."""
-    # One instruction: compilers turn shifts, together with a following shift, into two or three.
+    # One instruction. From shifts, together with a following shift, compilers make two or three.
     if COUNT == 0:
         return a
     else:
@@ -42,7 +42,7 @@ def multiply_wide(a, FACTOR: tl.constexpr):
 
 @triton.jit
 def fma_halves(a, FACTOR: tl.constexpr, c):
-    """a * FACTOR + c in both halves of a word of fp16; FACTOR is a power of two."""
+    """a * FACTOR + c in both halves of a word of fp16. FACTOR is a power of two."""
     ONE: tl.constexpr = 0x3C003C00
     STEP: tl.constexpr = 0x04000400
     return tl.inline_asm_elementwise(

@@ -59,10 +59,10 @@ def test_products_and_gradients_are_those_of_numpy(sizes, dtype):
 def test_arguments_that_do_not_fit_are_refused():
     x, w, sizes = jnp.ones((ROWS, K)), jnp.ones((5, K, N)), jnp.ones(5, jnp.int32)
     for shapes in ((x[None], w, sizes), (x, w[0], sizes), (x, w[:, 1:], sizes), (x, w, sizes[1:])):
-        with pytest.raises(ValueError, match=r"expected \[rows, k\], \[groups, k, n\] and \[groups\]"):
+        with pytest.raises(ValueError, match=r"pass \[rows, k\], \[groups, k, n\] and \[groups\]"):
             grouped_matmul(*shapes)
     for dtypes in ((x.astype(jnp.bfloat16), w, sizes), (x, w, sizes.astype(jnp.float32))):
-        with pytest.raises(TypeError, match="expected one floating-point dtype for x and w, and int32"):
+        with pytest.raises(TypeError, match="pass one floating-point dtype for x and w, and int32"):
             grouped_matmul(*dtypes)
 
 
@@ -86,9 +86,9 @@ def test_products_in_fp8_are_those_of_numpy(dtype):
 def test_arguments_that_do_not_fit_products_in_fp8_are_refused():
     x, w = jnp.ones((ROWS, K), jnp.float8_e4m3fn), jnp.ones((5, K, N), jnp.float8_e4m3fn)
     sizes, scale = jnp.ones(5, jnp.int32), jnp.float32(1)
-    with pytest.raises(ValueError, match=r"expected \[rows, k\], \[groups, n, k\] and \[groups\]"):
+    with pytest.raises(ValueError, match=r"pass \[rows, k\], \[groups, n, k\] and \[groups\]"):
         grouped_rows_fp8(x, w, sizes, scale, transposed=True, dtype=jnp.float32)
-    with pytest.raises(TypeError, match="expected fp8, and int32"):
+    with pytest.raises(TypeError, match="pass fp8, fp8 and int32"):
         grouped_rows_fp8(x.astype(jnp.bfloat16), w, sizes, scale, dtype=jnp.float32)
-    with pytest.raises(TypeError, match="expected a float32 scalar"):
+    with pytest.raises(TypeError, match="pass a float32 scalar"):
         grouped_rows_fp8(x, w, sizes, scale[None], dtype=jnp.float32)

@@ -82,7 +82,7 @@ def test_equals_softmax_written_out(case):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"query": (3, 4)}, ValueError, "expected"),
+        ({"query": (3, 4)}, ValueError, "pass"),
         ({"query": (3, 5, 8)}, ValueError, "heads"),
         ({"query": (2, 4, 8)}, ValueError, "rows"),
         ({"start": (2,)}, TypeError, "start"),
