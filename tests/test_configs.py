@@ -7,8 +7,8 @@ from environment import ROOT
 
 from zerojax.analysis.gpus import GPUS
 from zerojax.analysis.plan import Cluster, Outlook, foresee
+from zerojax.analysis.plan.choices import host_needed
 from zerojax.analysis.plan.cluster import on_world
-from zerojax.analysis.plan.host_choice import host_needed
 from zerojax.analysis.plan.memory import predict_memory
 from zerojax.analysis.plan.outlook_tables import outlook_tables
 from zerojax.analysis.plan.work import work_of

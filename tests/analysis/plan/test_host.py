@@ -7,8 +7,8 @@ import pytest
 from zerojax import ZeroConfig
 from zerojax.analysis.gpus import GPUS
 from zerojax.analysis.plan import Cluster, foresee, predict_memory
+from zerojax.analysis.plan.choices import choose_host
 from zerojax.analysis.plan.cluster import on_world
-from zerojax.analysis.plan.host_choice import choose_host
 from zerojax.analysis.plan.memory import KINDS, PredictedMemory
 from zerojax.analysis.plan.speed import StepTime, predict_step
 from zerojax.analysis.plan.work import work_of

@@ -37,7 +37,7 @@ millisecond.
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from rich.table import Table
 
@@ -52,6 +52,8 @@ from zerojax.train.local_state import REPORT_COLUMNS, Fragments
 from zerojax.train.spec import ParamGroup, TrainSpec
 
 _REPORT_BYTES = 4 * REPORT_COLUMNS
+When = Literal["forward", "backward", "passes", "alone"]
+"""The part of a step in which a hop runs: one of the passes, all passes, or neither."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class HopPlan:
     Attributes:
         phase: one of ``zerojax.analysis.comm_report.PHASES``.
         axis: "node", "local" or "node+local".
+        when: the part of a step that hides it, or "alone" if nothing does.
         formats: wire formats, by decreasing number of elements.
         local_bytes: bytes that one device sends within its node per step.
         node_bytes: bytes that one device sends to other nodes per step.
@@ -72,6 +75,7 @@ class HopPlan:
 
     phase: str
     axis: str
+    when: When
     formats: tuple[str, ...]
     local_bytes: int
     node_bytes: int
@@ -80,13 +84,27 @@ class HopPlan:
     messages: int = 0
 
 
-class _LeafHop(NamedTuple):
-    """One hop of one leaf.
+class _Group(NamedTuple):
+    """A device's peers in its node, its peers in other nodes, and the number of devices with itself."""
+
+    in_node: int
+    elsewhere: int
+    size: int
+
+
+def _group(axis: str, world: MeshShape) -> _Group:
+    nodes, local = (n if name in axis else 1 for name, n in ((NODE, world.nodes), (LOCAL, world.local)))
+    return _Group(local - 1, (nodes - 1) * local, nodes * local)
+
+
+class LeafHop(NamedTuple):
+    """One hop of one leaf: the description from which bytes, memory and time follow.
 
     Attributes:
         leaf: a parameter, or one kind of parameter in all layers of a stack.
         phase: as in ``HopPlan``.
         axis: as in ``HopPlan``.
+        when: as in ``HopPlan``.
         codec: wire format of a row.
         elements: number of elements of the row that one device sends to each other device.
         times: how often a layer has the hop in a step.
@@ -98,6 +116,7 @@ class _LeafHop(NamedTuple):
     leaf: ParamLayout
     phase: str
     axis: str
+    when: When
     codec: Codec
     elements: int
     times: float = 1.0
@@ -110,15 +129,29 @@ class _LeafHop(NamedTuple):
         """Rows that one device sends to each other device per step."""
         return round(self.leaf.layers * self.times)
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row on the wire."""
+        return self.codec.row_bytes(self.elements)
+
+    @property
+    def group(self) -> _Group:
+        """The devices that take part."""
+        return _group(self.axis, self.leaf.world)
+
+    @property
+    def payload(self) -> int:
+        """Bytes of the rows for all devices of the group, including this one."""
+        return self.group.size * self.row_bytes
+
     def copied(self) -> int:
         """Bytes that the encoder and the decoder read and write per row.
 
-        A gather encodes this device's part and decodes all parts; a reduction does the reverse.
+        A gather encodes this device's part and decodes all parts. A reduction does the reverse.
         """
-        peers = _others(self.axis, self.leaf.world)[2]
+        peers, row = self.group.size, self.row_bytes
         if self.codec.raw or not self.coded or peers == 1:
             return 0
-        row = self.codec.row_bytes(self.elements)
         if self.summed:
             wide = 4 if self.axis == "node" else 2  # sums between the hops are fp32
             return peers * (wide * self.elements + row) + peers * row + 4 * self.elements
@@ -127,72 +160,69 @@ class _LeafHop(NamedTuple):
         return 4 * self.elements + row + peers * (row + decoded)
 
 
-def _others(axis: str, world: MeshShape) -> tuple[int, int, int]:
-    """Peers of a device in its node, its peers in other nodes, and the size of the group with itself."""
-    nodes, local = (n if name in axis else 1 for name, n in ((NODE, world.nodes), (LOCAL, world.local)))
-    return local - 1, (nodes - 1) * local, nodes * local
-
-
 def hops_of(spec: TrainSpec, work: Work | None = None) -> tuple[HopPlan, ...]:
     """The hops that send anything: one for each phase and axis, in order.
 
     ``work`` of a micro-batch adds the hops of tokens to experts, and of heads between devices that share
     rows.
     """
-    together: dict[tuple[str, str, bool], list[_LeafHop]] = {}
+    together: dict[tuple[str, str, bool], list[LeafHop]] = {}
     for hop in (*_hops_of_passes(spec.training), *_optimizer_hops(spec.training), *_exchange_hops(spec)):
         together.setdefault((hop.phase, hop.axis, hop.usual), []).append(hop)
     merged = [_sum(same) for same in together.values()]
     if work is not None:
-        bytes_sent = spec.zero.accumulate * work.exchanged
-        merged.append(HopPlan("tokens", LOCAL, (spec.zero.compute_format,), bytes_sent, 0))
-        heads = spec.zero.accumulate * work.heads
-        merged.append(HopPlan("attention", LOCAL, (spec.zero.compute_format,), heads, 0))
+        for phase, sent in (("tokens", work.exchanged), ("attention", work.heads)):
+            formats = (spec.zero.compute_format,)
+            merged.append(HopPlan(phase, LOCAL, "backward", formats, spec.zero.accumulate * sent, 0))
     return tuple(hop for hop in merged if hop.local_bytes or hop.node_bytes)
 
 
-def _sum(hops: Sequence[_LeafHop]) -> HopPlan:
+def _sum(hops: Sequence[LeafHop]) -> HopPlan:
     """Merge the hops of one phase and axis."""
-    phase, axis, usual = hops[0].phase, hops[0].axis, hops[0].usual
-    local, node, _ = _others(axis, hops[0].leaf.world)
+    first = hops[0]
+    local, node, _ = first.group
     formats = Counter[str]()
     for hop in hops:
         formats[hop.codec.fmt] += hop.leaf.count
-    row_bytes = sum(hop.rows * hop.codec.row_bytes(hop.elements) for hop in hops)
-    if phase == "fragment":
+    row_bytes = sum(hop.rows * hop.row_bytes for hop in hops)
+    if first.phase == "fragment":
         row_bytes += _REPORT_BYTES
     return HopPlan(
-        phase,
-        axis,
+        first.phase,
+        first.axis,
+        first.when,
         tuple(fmt for fmt, _ in formats.most_common()),
         local_bytes=local * row_bytes,
         node_bytes=node * row_bytes,
         codec_bytes=sum(hop.rows * hop.copied() for hop in hops),
-        usual=usual,
+        usual=first.usual,
         messages=max(hop.rows for hop in hops) if node else 0,  # the leaves of a layer travel together
     )
 
 
-def _hops_of_passes(spec: TrainSpec) -> Iterator[_LeafHop]:
+def _hops_of_passes(spec: TrainSpec) -> Iterator[LeafHop]:
     for group in spec.groups:
         for leaf in group.every:
             yield from _weight_hops(spec, group, leaf)
-            yield from _gradient_hops(spec, leaf)
+            yield from gradient_hops(spec, leaf)
 
 
-def _exchange_hops(spec: TrainSpec) -> Iterator[_LeafHop]:
+def _exchange_hops(spec: TrainSpec) -> Iterator[LeafHop]:
     """The exchange of a fragment between nodes by local updates."""
     if not spec.zero.every:
         return
     for leaf in spec.leaves:
         fragments = Fragments.of(spec, leaf)
         part = fragments.layout
-        yield _LeafHop(part, "fragment", NODE, part.grads.node, part.shard, summed=True)
-        change = "fragment" if spec.zero.outer_delay >= 2 else "delta"
-        yield _LeafHop(part, change, NODE, fragments.change, part.shard)
+        when: When = "passes" if spec.zero.outer_delay else "alone"
+        yield LeafHop(part, "fragment", NODE, when, part.grads.node, part.shard, summed=True)
+        if spec.zero.outer_delay >= 2:
+            yield LeafHop(part, "fragment", NODE, when, fragments.change, part.shard)
+        else:
+            yield LeafHop(part, "delta", NODE, "alone", fragments.change, part.shard)
 
 
-def _weight_hops(spec: TrainSpec, group: ParamGroup, leaf: ParamLayout) -> Iterator[_LeafHop]:
+def _weight_hops(spec: TrainSpec, group: ParamGroup, leaf: ParamLayout) -> Iterator[LeafHop]:
     """The gathers of a leaf. Frozen weights travel in their stored format, and are decoded in the node."""
     zero, strategy, own = spec.zero, spec.strategy, leaf.weights
     over_node = own.local if leaf.frozen else own.node
@@ -200,52 +230,55 @@ def _weight_hops(spec: TrainSpec, group: ParamGroup, leaf: ParamLayout) -> Itera
     if leaf.in_every_node:
         source = keep = "secondary"
 
-    def gather(phase: str, times: float, *, node: bool) -> Iterator[_LeafHop]:
+    def gather(when: When, times: float, *, node: bool) -> Iterator[LeafHop]:
+        phase = "weights backward" if when == "backward" else "weights forward"
         if node:
-            yield _LeafHop(leaf, phase, NODE, over_node, leaf.shard, times, coded=not leaf.frozen)
+            yield LeafHop(leaf, phase, NODE, when, over_node, leaf.shard, times, coded=not leaf.frozen)
         # A secondary row is encoded shard by shard. Blocks divide shards, so the bytes are the same.
         if leaf.parts == 1:
-            yield _LeafHop(leaf, phase, LOCAL, own.local, leaf.secondary, times)
+            yield LeafHop(leaf, phase, LOCAL, when, own.local, leaf.secondary, times)
 
     if zero.stage in (1, 2):
-        yield from gather("weights forward", 1, node=True)
+        yield from gather("alone", 1, node=True)
     if zero.stage < 3:
         return
     if zero.weights_delta and not leaf.frozen and not leaf.in_every_node:
-        yield _LeafHop(leaf, "delta", NODE, over_node, leaf.shard)
+        yield LeafHop(leaf, "delta", NODE, "forward" if spec.updating else "alone", over_node, leaf.shard)
         if zero.delta_resync:
-            yield _LeafHop(leaf, "resync", NODE, own.local, leaf.shard, usual=False)
-    yield from gather("weights forward", zero.passes, node=source == "primary")
+            yield LeafHop(leaf, "resync", NODE, "alone", own.local, leaf.shard, usual=False)
+    yield from gather("forward", zero.passes, node=source == "primary")
     if group.unit is not None:
         # A prefetching scan still has its last layer in the backward pass.
         prefetched = bool(group.stack) and isinstance(spec.adapter, NNXAdapter)
         again = 1 - 1 / group.layers if prefetched else 1
-        yield from gather("weights backward", zero.passes * again, node=keep == "primary")
+        yield from gather("backward", zero.passes * again, node=keep == "primary")
 
 
-def _gradient_hops(spec: TrainSpec, leaf: ParamLayout) -> Iterator[_LeafHop]:
+def gradient_hops(spec: TrainSpec, leaf: ParamLayout) -> Iterator[LeafHop]:
     """The reductions of a leaf's gradients, and at stage 0 the gathers of the sums."""
     if leaf.frozen:
         return
     zero, strategy = spec.zero, spec.strategy
     first, second = leaf.grads.local, leaf.grads.node
-    passes = 1 if strategy.grad_level == "full" else zero.passes
+    within: When = "alone" if strategy.grad_level == "full" else "backward"
+    between: When = "alone" if strategy.grad_level == "secondary" else within
+    times, once = (1 if when == "alone" else zero.passes for when in (within, between))
     if zero.grads_hops == 1:
-        yield _LeafHop(leaf, "gradients", "node+local", second, leaf.shard, passes, summed=True)
+        yield LeafHop(leaf, "gradients", "node+local", within, second, leaf.shard, times, summed=True)
     else:
-        once = 1 if strategy.grad_level == "secondary" else passes
         if leaf.parts == 1:
-            yield _LeafHop(leaf, "gradients", LOCAL, first, leaf.secondary, passes, summed=True)
-        yield _LeafHop(leaf, "gradients", NODE, second, leaf.shard, once, summed=True)
-    if leaf.sums:
-        phase = "gradients" if strategy.sums_in_pass else "gradient sums"
-        yield _LeafHop(leaf, phase, NODE, leaf.sums, leaf.shard)
+            yield LeafHop(leaf, "gradients", LOCAL, within, first, leaf.secondary, times, summed=True)
+        yield LeafHop(leaf, "gradients", NODE, between, second, leaf.shard, once, summed=True)
+    if leaf.sums and strategy.sums_in_pass:
+        yield LeafHop(leaf, "gradients", NODE, between, leaf.sums, leaf.shard)
+    elif leaf.sums:
+        yield LeafHop(leaf, "gradient sums", NODE, "alone", leaf.sums, leaf.shard)
     if zero.stage == 0:
-        yield _LeafHop(leaf, "gradients", NODE, second, leaf.shard)
-        yield _LeafHop(leaf, "gradients", LOCAL, second, leaf.secondary)
+        yield LeafHop(leaf, "gradients", NODE, "alone", second, leaf.shard)
+        yield LeafHop(leaf, "gradients", LOCAL, "alone", second, leaf.secondary)
 
 
-def _optimizer_hops(spec: TrainSpec) -> Iterator[_LeafHop]:
+def _optimizer_hops(spec: TrainSpec) -> Iterator[LeafHop]:
     """The exchanges, there and back, of matrices that the optimizer needs whole (``zerojax.optim.muon``)."""
     if spec.zero.stage == 0:
         return
@@ -253,7 +286,7 @@ def _optimizer_hops(spec: TrainSpec) -> Iterator[_LeafHop]:
     for same in by_shape(spec.matrices):
         leaf, sent = same[0], most_dealt(same) * same[0].owned
         for axis in ["node+local"] if len(dealt_over(leaf)) > 1 else dealt_over(leaf):
-            yield _LeafHop(leaf, "optimizer", axis, codec, sent, 2 / leaf.layers, coded=False)
+            yield LeafHop(leaf, "optimizer", axis, "alone", codec, sent, 2 / leaf.layers, coded=False)
 
 
 def hops_table(

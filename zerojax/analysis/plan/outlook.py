@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerojax.analysis.local_quality import LEAST_EVERY, expected_loss
+from zerojax.analysis.plan.choices import HostChoice, choose_host, choose_remat, fits, host_needed
 from zerojax.analysis.plan.cluster import Cluster, on_world
 from zerojax.analysis.plan.hops import HopPlan, hops_of, usual_bytes
-from zerojax.analysis.plan.host_choice import HostChoice, choose_host, host_fits, host_needed
 from zerojax.analysis.plan.memory import PredictedMemory, predict_memory
-from zerojax.analysis.plan.remat_choice import choose_remat
 from zerojax.analysis.plan.speed import StepTime, hop_seconds, predict_step
 from zerojax.analysis.plan.work import Work, work_of
 from zerojax.errors import ConfigurationError
@@ -36,7 +35,7 @@ _MAX_ROW = 1 << 14
 LONGEST = _ROW_TOKENS * _MAX_ROW
 """The most tokens of a row to try, for each device that shares it."""
 _WORTH_IT = 1.03
-_WORTH_NODES_APART = 1.1
+_WORTH_LOCAL_UPDATES = 1.1
 """The least speed-up to recommend local updates for, because they train differently from the other ways."""
 _MOST_EVERY = 1 << 10
 _NOTHING = 1e-3
@@ -47,8 +46,6 @@ _DECIDED = (
     *("every", "outer_learning_rate", "outer_momentum", "outer_delay", "outer_mixing"),
 )
 """Options that a preset or stage decides. All other options are the config's in every forecast."""
-TryOut = Callable[[ZeroConfig, MeshShape, int, GPTConfig], tuple[TrainSpec, Work, PredictedMemory]]
-"""Makes a spec, and predicts its work and memory for a number of sequences."""
 
 
 @dataclass(frozen=True)
@@ -188,46 +185,146 @@ def foresee(
     configured = next((name for name, zero in ways.items() if zero == own), AS_CONFIGURED)
     if configured == AS_CONFIGURED:
         ways = {AS_CONFIGURED: own} | ways
-    with_state_on_host = None if streaming is None else functools.cache(streaming)
-
-    @functools.cache
-    def elsewhere(world: MeshShape, zero: ZeroConfig) -> TrainSpec:
-        another = "optimizer" in zero.host and spec.layerwise is None and with_state_on_host
-        return on_world(another() if another else spec, world, zero)
-
-    def try_out(
-        zero: ZeroConfig, world: MeshShape, sequences: int, shape: GPTConfig = config
-    ) -> tuple[TrainSpec, Work, PredictedMemory]:
-        there = elsewhere(world, zero)
-        work = work_of(there, shape, sequences=sequences, length=length)
-        return there, work, predict_memory(there, work, workspace=cluster.gpu.workspace)
-
-    def forecast(name: str, every: int | None = None) -> Forecast:
-        zero = ways[name] if every is None else ways[name].replace(every=every)
-        return _forecast(name, zero, config, cluster, sequences, try_out)
-
-    def memory_and_time(zero: ZeroConfig) -> tuple[PredictedMemory, StepTime]:
-        there, work, memory = try_out(zero, cluster.world, sequences)
-        return memory, predict_step(there, work, hops_of(there, work), memory, cluster)
-
-    def hides(name: str, every: int) -> bool:
-        return _hidden(memory_and_time(ways[name].replace(every=every))[1])
+    run = _Run(spec, config, cluster, sequences, length, streaming)
+    forecasts = tuple(run.forecast(name, zero) for name, zero in ways.items())
 
     def hiding(name: str) -> Forecast:
         powers = [1 << n for n in range(_MOST_EVERY.bit_length()) if 1 << n >= LEAST_EVERY]
-        return forecast(name, next((every for every in powers if hides(name, every)), _MOST_EVERY))
+        tried = ((every, run.predict(ways[name].replace(every=every)).time) for every in powers)
+        every = next((every for every, time in tried if _hidden(time)), _MOST_EVERY)
+        return run.forecast(name, ways[name].replace(every=every))
 
-    forecasts = tuple(map(forecast, ways))
-    advice = recommend(forecasts, cluster, sequences, hiding, optimizer)
-    fp8 = own.matmul_dtype == "fp8"
-    sharing = own.sequence_parallel
-    found = Outlook(cluster, sequences, sharing, length, own.accumulate, configured, forecasts, fp8, advice)
-    if longest:
-        found = dataclasses.replace(found, longest=_longest(spec, config, cluster, sequences))
+    def memory_and_time(zero: ZeroConfig) -> tuple[PredictedMemory, StepTime]:
+        predicted = run.predict(zero)
+        return predicted.memory, predicted.time
+
+    found = Outlook(
+        cluster=cluster,
+        sequences=sequences,
+        sharing=own.sequence_parallel,
+        length=length,
+        accumulate=own.accumulate,
+        configured=configured,
+        forecasts=forecasts,
+        fp8=own.matmul_dtype == "fp8",
+        advice=recommend(forecasts, cluster, sequences, hiding, optimizer),
+        longest=run.longest() if longest else None,
+    )
     if found.own.fits:
         return dataclasses.replace(found, remat=choose_remat(own, cluster, memory_and_time))
     chosen = choose_host(configured, own, cluster, memory_and_time, found.own.fewest_nodes)
     return dataclasses.replace(found, host=chosen)
+
+
+@dataclass(frozen=True)
+class _Prediction:
+    """A step of a decoder with some options, on a mesh, with a number of sequences."""
+
+    spec: TrainSpec
+    work: Work
+    cluster: Cluster
+
+    @functools.cached_property
+    def memory(self) -> PredictedMemory:
+        return predict_memory(self.spec, self.work, workspace=self.cluster.gpu.workspace)
+
+    @property
+    def fits(self) -> bool:
+        return fits(self.memory, self.cluster)
+
+    @functools.cached_property
+    def hops(self) -> tuple[HopPlan, ...]:
+        return hops_of(self.spec, self.work)
+
+    @functools.cached_property
+    def time(self) -> StepTime:
+        return predict_step(self.spec, self.work, self.hops, self.memory, self.cluster)
+
+    @property
+    def mfu(self) -> float:
+        return self.spec.zero.accumulate * self.work.model_flops / self.time.seconds / self.cluster.gpu.flops
+
+
+@dataclass
+class _Run:
+    """The run to predict; the fields are the arguments of ``foresee``."""
+
+    spec: TrainSpec
+    config: GPTConfig
+    cluster: Cluster
+    sequences: int
+    length: int
+    streaming: Callable[[], TrainSpec] | None
+    specs: dict[tuple[MeshShape, ZeroConfig], TrainSpec] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def streamed(self) -> TrainSpec | None:
+        """The spec with the optimizer in host memory; None if that is not to be proposed."""
+        return None if self.streaming is None else self.streaming()
+
+    def spec_of(self, zero: ZeroConfig, world: MeshShape) -> TrainSpec:
+        """The spec with these options on this mesh."""
+        if (world, zero) not in self.specs:
+            streams = "optimizer" in zero.host and self.spec.layerwise is None
+            streamed = self.streamed if streams else None
+            self.specs[world, zero] = on_world(streamed or self.spec, world, zero)
+        return self.specs[world, zero]
+
+    def predict(
+        self,
+        zero: ZeroConfig,
+        *,
+        world: MeshShape | None = None,
+        sequences: int | None = None,
+        shape: GPTConfig | None = None,
+        length: int | None = None,
+    ) -> _Prediction:
+        """Predict a step with these options; the other arguments replace the run's own."""
+        spec = self.spec_of(zero, world or self.cluster.world)
+        own, length = self.sequences if sequences is None else sequences, length or self.length
+        return _Prediction(
+            spec, work_of(spec, shape or self.config, sequences=own, length=length), self.cluster
+        )
+
+    def forecast(self, name: str, zero: ZeroConfig) -> Forecast:
+        """The forecast for some options."""
+        own, local = self.predict(zero), self.cluster.local
+
+        def fits(shape: GPTConfig, sequences: int) -> bool:
+            return self.predict(zero, sequences=sequences, shape=shape).fits
+
+        largest = _most(fits, self.config, _MAX_SEQUENCES)
+        fewest = _first(lambda nodes: self.predict(zero, world=MeshShape(nodes, local)).fits, _MAX_NODES)
+        tokens = zero.accumulate * own.work.tokens * self.cluster.world.size
+        return Forecast(
+            name=name,
+            every=zero.every,
+            memory=own.memory,
+            fits=own.fits,
+            hops=own.hops,
+            time=own.time,
+            tokens_per_second=tokens / own.time.seconds,
+            mfu=own.mfu,
+            largest=largest,
+            largest_mfu=self.predict(zero, sequences=largest).mfu if largest else 0.0,
+            fewest_nodes=fewest,
+        )
+
+    def longest(self) -> int:
+        """The most tokens of a sequence that fit, in multiples of ``_ROW_TOKENS`` a device.
+
+        Only a table of learned positions limits them.
+        """
+        zero, config = self.spec.zero, self.config
+        step = _ROW_TOKENS * zero.sequence_parallel
+        most = _MAX_ROW if config.positions == "rope" else config.max_seq_len // step
+
+        def fits(shape: GPTConfig, number: int) -> bool:
+            length = number * step
+            shape = dataclasses.replace(shape, max_seq_len=max(shape.max_seq_len, length))
+            return self.predict(zero, shape=shape, length=length).fits
+
+        return step * _most(fits, config, most)
 
 
 def _ways(own: ZeroConfig, cluster: Cluster) -> Iterator[tuple[str, ZeroConfig]]:
@@ -254,60 +351,6 @@ def _ways(own: ZeroConfig, cluster: Cluster) -> Iterator[tuple[str, ZeroConfig]]
     if not own.frozen and "activations" not in own.host and not own.update_in_backward:
         for stage in (1, 2):
             yield f"stage {stage}", zero3.replace(stage=stage, matmul_dtype="compute", fp8=MATMUL_WEIGHTS)
-
-
-def _forecast(
-    name: str, zero: ZeroConfig, config: GPTConfig, cluster: Cluster, sequences: int, try_out: TryOut
-) -> Forecast:
-    spec, work, memory = try_out(zero, cluster.world, sequences, config)
-    hops = hops_of(spec, work)
-    time = predict_step(spec, work, hops, memory, cluster)
-
-    def mfu(work: Work, time: StepTime) -> float:
-        return zero.accumulate * work.model_flops / time.seconds / cluster.gpu.flops
-
-    def fits(world: MeshShape, shape: GPTConfig, sequences: int) -> bool:
-        return _is_within(cluster, try_out(zero, world, sequences, shape)[2])
-
-    largest = _most(functools.partial(fits, cluster.world), config, _MAX_SEQUENCES)
-    widest, most, fullest = try_out(zero, cluster.world, max(1, largest), config)
-    in_time = predict_step(widest, most, hops_of(widest, most), fullest, cluster)
-    return Forecast(
-        name=name,
-        every=zero.every,
-        memory=memory,
-        fits=_is_within(cluster, memory),
-        hops=hops,
-        time=time,
-        tokens_per_second=zero.accumulate * work.tokens * cluster.world.size / time.seconds,
-        mfu=mfu(work, time),
-        largest=largest,
-        largest_mfu=mfu(most, in_time) if largest else 0.0,
-        fewest_nodes=_first(lambda n: fits(MeshShape(n, cluster.local), config, sequences), _MAX_NODES),
-    )
-
-
-def _is_within(cluster: Cluster, memory: PredictedMemory) -> bool:
-    """Whether the device and its host have room."""
-    return memory.total <= cluster.budget and host_fits(memory, cluster)
-
-
-def _longest(spec: TrainSpec, config: GPTConfig, cluster: Cluster, sequences: int) -> int:
-    """The most tokens of a sequence that fit, in multiples of ``_ROW_TOKENS`` a device.
-
-    Only a table of learned positions limits them.
-    """
-    there = on_world(spec, cluster.world, spec.zero)
-    step = _ROW_TOKENS * spec.zero.sequence_parallel
-    most = _MAX_ROW if config.positions == "rope" else config.max_seq_len // step
-
-    def fits(shape: GPTConfig, number: int) -> bool:
-        length = number * step
-        shape = dataclasses.replace(shape, max_seq_len=max(shape.max_seq_len, length))
-        work = work_of(there, shape, sequences=sequences, length=length)
-        return _is_within(cluster, predict_memory(there, work, workspace=cluster.gpu.workspace))
-
-    return step * _most(fits, config, most)
 
 
 def _most(fits: Callable[[GPTConfig, int], bool], config: GPTConfig, most: int) -> int:
@@ -356,12 +399,12 @@ def recommend(
     together = [forecast for forecast in fitting if not forecast.every]
     if not together:
         return _none_fits(tuple(forecast for forecast in forecasts if not forecast.every), cluster)
-    best, why = _together(together)
+    best, why = _best_exchange(together)
     chosen = best
     local = [forecast for forecast in fitting if forecast.every and forecast.name != AS_CONFIGURED]
-    apart = min(local, key=_seconds, default=None)
-    if apart and best.time.seconds > _WORTH_NODES_APART * apart.time.seconds:
-        chosen, why = _apart(hiding(apart.name), best, optimizer)
+    fastest_local = min(local, key=_seconds, default=None)
+    if fastest_local and best.time.seconds > _WORTH_LOCAL_UPDATES * fastest_local.time.seconds:
+        chosen, why = _prefer_local(hiding(fastest_local.name), best, optimizer)
     settings = [f"zero.every = {chosen.every}"] if chosen.every else []
     settings += ['zero.accumulate_order = "breadth"'] if chosen.name.endswith(IN_BREADTH) else []
     setting = f" ({', '.join(settings)})" if settings else ""
@@ -381,7 +424,7 @@ def _with_more(forecast: Forecast, sequences: int) -> str:
     )
 
 
-def _together(fitting: list[Forecast]) -> tuple[Forecast, str]:
+def _best_exchange(fitting: list[Forecast]) -> tuple[Forecast, str]:
     """The best way in which all nodes train the same weights, and the reason."""
     fastest = min(fitting, key=_seconds)
     exact = [forecast for forecast in fitting if forecast.name in EXACT]
@@ -395,7 +438,7 @@ def _together(fitting: list[Forecast]) -> tuple[Forecast, str]:
     return fastest, f"{reason}, the step of exact {nearest.name} {waiting}: {ratio:.2f} times the speed"
 
 
-def _apart(local: Forecast, other: Forecast, optimizer: str) -> tuple[Forecast, str]:
+def _prefer_local(local: Forecast, other: Forecast, optimizer: str) -> tuple[Forecast, str]:
     """Local updates, and the reason to prefer them to another way."""
     waits = "hides its exchange behind compute"
     if not _hidden(local.time):

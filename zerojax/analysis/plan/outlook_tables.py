@@ -7,9 +7,9 @@ from rich.text import Text
 
 from zerojax.analysis.gpus import BOTH_WAYS
 from zerojax.analysis.link_report import OPS, gigabits
+from zerojax.analysis.plan.choices import host_needed
 from zerojax.analysis.plan.cluster import Cluster
 from zerojax.analysis.plan.hops import hops_table, usual_bytes
-from zerojax.analysis.plan.host_choice import host_needed
 from zerojax.analysis.plan.outlook import LONGEST, Forecast, Outlook
 from zerojax.analysis.plan.speed import hop_seconds
 from zerojax.formatting import milliseconds, numeric, size

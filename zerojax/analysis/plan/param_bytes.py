@@ -5,8 +5,10 @@ from collections.abc import Callable, Iterable
 
 import jax.numpy as jnp
 
+from zerojax.analysis.plan.hops import gradient_hops
 from zerojax.optim.muon import by_shape, most_dealt
 from zerojax.sharding.layout import ParamLayout
+from zerojax.sharding.mesh import LOCAL, NODE
 from zerojax.train.spec import TrainSpec
 
 
@@ -112,17 +114,15 @@ class ParamBytes:
         unit's gradients wait, a second unit's are sent, and a third unit's arrive. Below stage 3 gradients do
         not queue behind the backward pass.
         """
-        strategy, world = self.strategy, self.world
-        two_hops = strategy.reduces_between_nodes(world) and len(strategy.axes(world)) == 2
+        two_hops = len(self.strategy.axes(self.world)) == 2
 
         def encoded(leaf: ParamLayout) -> int:
-            codec, peers = leaf.grads.local, world.local
-            rotated = 4 * leaf.padded if leaf.rotation else 0
-            first = peers * codec.row_bytes(leaf.padded // peers) if leaf.parts == 1 else 0
-            second = world.nodes * leaf.grads.node.row_bytes(leaf.shard) if two_hops else 0
-            if leaf.sums and strategy.sums_in_pass:
-                second += world.nodes * leaf.sums.row_bytes(leaf.shard)
-            return 3 * second + (two_hops * first if codec.raw else rotated + 2 * first)
+            hops = [hop for hop in gradient_hops(self.spec, leaf) if hop.when == "backward"]
+            within = sum(hop.payload for hop in hops if LOCAL in hop.axis)
+            between = sum(hop.payload for hop in hops if hop.axis == NODE and (two_hops or not hop.summed))
+            if leaf.grads.local.raw:
+                return 3 * between + two_hops * within
+            return 3 * between + 2 * within + (4 * leaf.padded if leaf.rotation else 0)
 
         return self._largest_units(encoded) if self.spec.zero.stage == 3 else 0
 

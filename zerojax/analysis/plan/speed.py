@@ -99,26 +99,25 @@ def predict_step(
     kept = _TIMES_KEPT / 2 * work.kept / rate  # half of them in each pass
     forward, backward = _matmuls(spec, work, cluster)
     compute = {"forward": micro * (forward + kept), "backward": micro * (backward + kept)}
-    compute |= {"beside": 0.0, "alone": 0.0}
+    compute |= {"passes": 0.0, "alone": 0.0}
     local, node = dict.fromkeys(compute, 0.0), dict.fromkeys(compute, 0.0)
     for hop in hops:
         if hop.usual:
-            part = _part_of(hop, spec)
             within, between = hop_seconds(hop, cluster)
-            local[part] += within
-            node[part] += between
-            compute[part] += hop.codec_bytes / rate
+            local[hop.when] += within
+            node[hop.when] += between
+            compute[hop.when] += hop.codec_bytes / rate
     masters, state = memory.wherever("parameters"), memory.wherever("optimizer")
     optimizer = (2 * (masters + state) + _TIMES_GRADIENTS * masters) / rate
     inside = optimizer * _updated_in_backward(spec)
-    alone = compute["beside"] + compute["alone"] + local["alone"] + node["alone"]
+    alone = compute["passes"] + compute["alone"] + local["alone"] + node["alone"]
 
     def step(host: dict[str, float]) -> float:
         passes = sum(
             local[part] + _overlapped(units, compute[part] + kernels, node[part], host[part])
             for part, kernels in (("forward", 0.0), ("backward", inside))
         )
-        return alone + _overlapped(units, optimizer - inside, host["update"]) + max(passes, node["beside"])
+        return alone + _overlapped(units, optimizer - inside, host["update"]) + max(passes, node["passes"])
 
     host = _copies(spec, memory, cluster)
     seconds = step(host)
@@ -188,21 +187,3 @@ def _matmuls(spec: TrainSpec, work: Work, cluster: Cluster) -> tuple[float, floa
         + again * read
         + made,
     )
-
-
-def _part_of(hop: HopPlan, spec: TrainSpec) -> str:
-    """The pass that a hop overlaps with, "beside" both, or "alone"."""
-    if hop.phase == "fragment":
-        return "beside" if spec.zero.outer_delay else "alone"
-    if hop.phase == "delta":
-        return "forward" if spec.updating else "alone"
-    if hop.phase == "weights forward" and spec.zero.stage < 3:
-        return "alone"
-    if hop.phase in ("gradient sums", "optimizer"):
-        return "alone"
-    if hop.phase == "gradients":
-        last = spec.strategy.grad_level == "full" or (
-            spec.strategy.grad_level == "secondary" and hop.axis == "node"
-        )
-        return "alone" if last else "backward"
-    return "forward" if hop.phase == "weights forward" else "backward"

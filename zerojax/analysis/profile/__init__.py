@@ -2,8 +2,7 @@
 
 from zerojax.analysis.profile.events import Event, read_events, trace_files
 from zerojax.analysis.profile.overlap import Overlap, measure_overlap
-from zerojax.analysis.profile.ranges import write_ranges
-from zerojax.analysis.profile.record import StepProfile, parse_steps
+from zerojax.analysis.profile.record import StepProfile, parse_steps, write_ranges
 
 __all__ = [
     "Event",

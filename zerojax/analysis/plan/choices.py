@@ -1,9 +1,10 @@
-"""Recommends what to keep in host memory, if a run does not fit its devices."""
+"""Recommends what to keep in host memory if a run does not fit, and otherwise to recompute less."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import get_args
 
 from zerojax.analysis.plan.cluster import Cluster
 from zerojax.analysis.plan.memory import PredictedMemory
@@ -11,10 +12,12 @@ from zerojax.analysis.plan.speed import StepTime
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import duration, size
 from zerojax.sharding.host_memory import SAVING, pool_bytes
-from zerojax.zero_config.config import HOST_STORES, HostStore, ZeroConfig
+from zerojax.zero_config.config import HOST_STORES, HostStore, Remat, ZeroConfig
 
 Predict = Callable[[ZeroConfig], tuple[PredictedMemory, StepTime]]
 _PARTS = tuple(part / 20 for part in range(19, 0, -1))
+_WORTH_IT = 1.03
+"""The least speed-up to recommend. Predictions are no more accurate."""
 _Option = tuple[tuple[HostStore, ...], bool]
 """``ZeroConfig.host`` and ``ZeroConfig.update_in_backward``."""
 _Memories = dict[_Option, PredictedMemory]
@@ -46,6 +49,11 @@ def host_needed(memory: PredictedMemory, cluster: Cluster) -> int:
 def host_fits(memory: PredictedMemory, cluster: Cluster) -> bool:
     """Whether the host has room; True if its memory is unknown."""
     return cluster.host_memory is None or host_needed(memory, cluster) <= cluster.host_memory
+
+
+def fits(memory: PredictedMemory, cluster: Cluster) -> bool:
+    """Whether the device and its host have room."""
+    return memory.total <= cluster.budget and host_fits(memory, cluster)
 
 
 def choose_host(
@@ -112,7 +120,7 @@ def _with_a_part(
     for option, share in itertools.product(options, _PARTS):
         if "activations" in option[0]:
             memory, time = predict(_under(zero, option, share))
-            if memory.total <= cluster.budget and host_fits(memory, cluster):
+            if fits(memory, cluster):
                 return option, share, (memory, time)
     return None
 
@@ -143,3 +151,28 @@ def _missing(tried: _Memories, on_device: _Memories, cluster: Cluster) -> str:
 
 def _listed(host: tuple[HostStore, ...]) -> str:
     return f"[{', '.join(f'"{store}"' for store in host)}]"
+
+
+def choose_remat(zero: ZeroConfig, cluster: Cluster, predict: Predict) -> str | None:
+    """Recommend the fastest ``ZeroConfig.remat`` that fits; None if the run's own is about as fast.
+
+    ``predict`` raises a ConfigurationError for options that the model or its optimizer does not support.
+    """
+    fitting: dict[Remat, tuple[PredictedMemory, StepTime]] = {}
+    for remat in get_args(Remat):
+        with suppress(ConfigurationError):
+            memory, time = predict(zero.replace(remat=remat))
+            if fits(memory, cluster):
+                fitting[remat] = memory, time
+    if zero.remat not in fitting:
+        return None
+    now = fitting[zero.remat][1].seconds
+    remat = min(fitting, key=lambda remat: fitting[remat][1].seconds)
+    memory, time = fitting[remat]
+    if _WORTH_IT * time.seconds > now:
+        return None
+    host = f", and a host needs {size(host_needed(memory, cluster))}" if memory.host_total else ""
+    return (
+        f'With remat = "{remat}" a step takes {duration(time.seconds)} instead of {duration(now)}, because '
+        f"it recomputes less. A GPU then holds {size(memory.total)}{host}."
+    )

@@ -6,8 +6,8 @@ import pytest
 
 from zerojax.analysis.gpus import GPUS
 from zerojax.analysis.plan import Cluster
+from zerojax.analysis.plan.choices import choose_remat
 from zerojax.analysis.plan.memory import KINDS, PredictedMemory
-from zerojax.analysis.plan.remat_choice import choose_remat
 from zerojax.analysis.plan.speed import StepTime
 from zerojax.errors import ConfigurationError
 from zerojax.zero_config import ZeroConfig
