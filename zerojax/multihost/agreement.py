@@ -1,7 +1,7 @@
 """Agreement between the processes of a run: results of process zero, and requests of any process.
 
-No step waits for an agreement. Requests are reduced over the devices along with a step and acted on after the
-next one, by all processes at the same step.
+No step waits for an agreement. The devices reduce requests together with a step. All processes act on them
+after the next step.
 """
 
 import operator
@@ -19,12 +19,12 @@ from zerojax.errors import ConfigurationError
 
 
 def run_on_process_zero(find: Callable[[], Any]) -> Any:
-    """Call ``find`` on process zero only; return its result, or raise its error, on all processes.
+    """Call ``find`` on process zero only, and return its result, or raise its error, on all processes.
 
     The result must be JSON-serializable.
 
     Raises:
-        ConfigurationError: as ``find`` did.
+        ConfigurationError: ``find`` raised it.
     """
     if jax.process_count() == 1:
         return find()
@@ -61,9 +61,9 @@ class Requests(NamedTuple):
 class Agreement:
     """Distributes requests, so that all processes act on them at the same step.
 
-    A single process acts at once. In several, requests put before step s are known after step s + 1: the
-    devices reduce them before they begin step s, so no process has to wait for the result. The devices of one
-    node do wait for those of the others there, so ``every`` sets how many steps lie between two reductions.
+    A single process acts at once. Several processes know the requests of before step s after step s + 1. The
+    devices reduce them before they start step s, so no process waits for the result. But the devices of a
+    node wait for each other, so only every ``every``-th step has such a reduction.
     """
 
     def __init__(self, mesh: Mesh, every: int = 1) -> None:
@@ -77,21 +77,21 @@ class Agreement:
         self._pending: deque[tuple[int, Requests | Array]] = deque()
 
     def put(self, requests: Requests) -> None:
-        """Submit this process's requests, which stay until they are met; all call this before each step."""
+        """Submit this process's requests, which stay until they are met. All call this before each step."""
         self._steps += 1
         if self._steps % self._every == 0:
             asked = requests if self._alone else self._any(self._place(requests))
             self._pending.append((self._steps, asked))
 
     def get(self) -> Requests:
-        """The requests of any process; all processes call this after each step and act on the result."""
+        """The requests of all processes. All call this after each step, and act on the result."""
         if not self._pending or (not self._alone and self._pending[0][0] == self._steps):
             return Requests()
         _, oldest = self._pending.popleft()
         return oldest if isinstance(oldest, Requests) else Requests(*(bool(x) for x in np.asarray(oldest)))
 
     def forget(self) -> None:
-        """Drop pending requests, which a save has just fulfilled."""
+        """Drop pending requests, because a save has just fulfilled them."""
         self._pending.clear()
 
     def _place(self, requests: Requests) -> Array:

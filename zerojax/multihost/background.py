@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class Worker(threading.Thread):
-    """A daemon thread that runs jobs in order; it skips all jobs after one that raised an error.
+    """A daemon thread that runs jobs in order. It skips all jobs after one that raised an error.
 
     At most ``most`` jobs are queued or running.
     """
@@ -22,11 +22,11 @@ class Worker(threading.Thread):
 
     @property
     def left(self) -> int:
-        """How many jobs are queued or running."""
+        """The number of queued or running jobs."""
         return len(self._todo)
 
     def put(self, work: Callable[[], object]) -> bool:
-        """Queue a job; return False, without queueing it, if the queue is full."""
+        """Queue a job. Return False, without queueing it, if the queue is full."""
         with self._changed:
             if self.left >= self._most:
                 return False
@@ -35,7 +35,7 @@ class Worker(threading.Thread):
             return True
 
     def wait(self, seconds: float, left: int = 0) -> bool:
-        """Wait until at most ``left`` jobs are left; False on timeout.
+        """Wait until at most ``left`` jobs are left. Return False on timeout.
 
         While the whole process is stopped, only one second counts towards the timeout.
         """
@@ -47,7 +47,7 @@ class Worker(threading.Thread):
         return done
 
     def close(self) -> None:
-        """End the thread once its queue is empty; does not wait for that."""
+        """End the thread once its queue is empty, without waiting for that."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -71,10 +71,10 @@ class Worker(threading.Thread):
 
 
 def attempt(work: Callable[[], object], seconds: float) -> bool:
-    """Run a job on a thread of its own; False if it is not done within ``seconds``.
+    """Run a job on a separate thread. Return False if it is not done within ``seconds``.
 
     Raises:
-        BaseException: whatever ``work`` raised.
+        BaseException: ``work`` raised it.
     """
     worker = Worker("attempt")
     worker.put(work)
@@ -86,5 +86,5 @@ def attempt(work: Callable[[], object], seconds: float) -> bool:
 
 
 def is_stuck() -> bool:
-    """Whether a worker has jobs left: what blocks it may block the interpreter's exit, too."""
+    """Whether a worker has jobs left, which may block the interpreter's exit, too."""
     return any(isinstance(thread, Worker) and thread.left > 0 for thread in threading.enumerate())

@@ -10,7 +10,7 @@ Platform = Literal["auto", "cpu", "gpu"]
 
 
 def visible_gpus() -> list[str]:
-    """The ids of the NVIDIA GPUs that this process may use; initialises none of them.
+    """The ids of the NVIDIA GPUs that this process may use, without initialising any GPU.
 
     A GPU listed twice in CUDA_VISIBLE_DEVICES counts twice, so that two nodes can share it.
     """
@@ -21,9 +21,12 @@ def visible_gpus() -> list[str]:
 
 
 def share_devices(processes: int, each: int, platform: Platform = "auto") -> list[dict[str, str]]:
-    """Environment variables that show each process its own devices only.
+    """Environment variables that show each process only its own devices.
 
-    ``each`` are GPUs in order, or emulated CPU devices; the platform "auto" is GPUs if this machine has any.
+    Args:
+        processes: number of processes.
+        each: GPUs (in order) or emulated CPU devices of each process.
+        platform: "auto" for GPUs if this machine has any.
 
     Returns:
         The variables to add, by process.
@@ -32,13 +35,15 @@ def share_devices(processes: int, each: int, platform: Platform = "auto") -> lis
         ConfigurationError: a count is below 1, or there are too few GPUs.
     """
     if processes < 1 or each < 1:
-        raise ConfigurationError(f"a job needs at least 1 process and 1 device, not {processes} and {each}")
+        raise ConfigurationError(
+            f"{processes} processes of {each} devices: give a job at least 1 process of 1 device"
+        )
     gpus = [] if platform == "cpu" else visible_gpus()
     if platform == "gpu" or gpus:
         if len(gpus) < processes * each:
             raise ConfigurationError(
-                f"{processes} x {each} GPUs were requested, and this machine has {len(gpus)}: request "
-                "fewer, or the platform cpu to emulate the devices"
+                f"{processes} x {each} GPUs were requested, but this machine has {len(gpus)}: request fewer, "
+                "or the platform cpu to emulate devices"
             )
         shares = (gpus[i * each :][:each] for i in range(processes))
         return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares]

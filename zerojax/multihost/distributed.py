@@ -35,7 +35,7 @@ _HOW = (
 _MAX_FOLDER_LENGTH = 70
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES")
-"""Describe a job to a process of it, as do the first three arguments of ``joined``."""
+"""The variables that describe a job to its processes, like the first three arguments of ``joined``."""
 
 _UNREACHABLE = "which no other host can reach (Debian's /etc/hosts does that)"
 
@@ -44,10 +44,10 @@ _UNREACHABLE = "which no other host can reach (Debian's /etc/hosts does that)"
 _TEN_YEARS = 10 * 365 * 24 * 3600
 _GLOO_TIMEOUT = "xla_cpu_collective_timeout_seconds"
 
-# How long rank 0 waits for the others to leave JAX's service, which it runs, in seconds.
+# Seconds that rank 0, which runs JAX's service, waits for the others to leave it.
 _SHUTDOWN_TIMEOUT = 60.0
 
-# How long an unexpected error waits for a report that a peer died, in seconds.
+# Seconds that an unexpected error waits for a report that a peer died.
 _PATIENCE = 3.0
 
 
@@ -66,48 +66,49 @@ def joined(
     report: Callable[[BaseException], tuple[int, str]] = report_error,
     devices: int | None = None,
 ) -> Generator[Peers | None]:
-    """Join a job for the duration of a ``with`` block; enter it before anything uses a device.
+    """Join a job for the duration of a ``with`` block. Enter it before any use of a device.
 
-    The job is described by the first of: the arguments; ``JAX_COORDINATOR_ADDRESS``, ``JAX_PROCESS_ID`` and
+    The first of these describes the job: the arguments; ``JAX_COORDINATOR_ADDRESS``, ``JAX_PROCESS_ID`` and
     ``JAX_NUM_PROCESSES`` (set by ``zerojax launch`` and emulated clusters); SLURM, Open MPI or Kubernetes,
     through JAX's detection. Without any of them the process runs alone.
 
-    On hosts with GPUs XLA is allowed most of the memory that the host has left, shared by the GPUs of the
-    processes that a scheduler has started there (``zerojax.sharding.memory``).
+    On hosts with GPUs XLA may use most of the host's free memory. The GPUs of the processes that a scheduler
+    has started there share it (``zerojax.sharding.memory``).
 
-    When the block ends, this process waits for the others to end theirs. When it raises, the others are told
-    and this process exits at once, without JAX's shutdown, which would wait for them. When another process
-    dies, falls silent or fails, this one exits with a line that names it and code 4 (2 if the cause was wrong
-    use).
+    When the block ends, this process waits for the others to end theirs. When the block raises an error, this
+    process reports it to the others and exits at once. It skips JAX's shutdown, which would wait for the
+    others. When another process dies, falls silent or fails, this process exits with a line that names it,
+    and code 4 (2 if the cause was wrong use).
 
-    A program that ``zerojax launch`` starts needs no more than this:
+    A program for ``zerojax launch`` only needs this:
 
         with zerojax.distributed.joined():
             main()
 
     Args:
-        coordinator: "host:port" of process 0, reachable from all.
+        coordinator: "host:port" of process 0, reachable from all processes.
         process_id: of this process, 0 to ``num_processes - 1``.
         num_processes: of the whole job.
         facts: values that must be the same in all processes, by name, such as the settings.
-        bind_address: "address:port" that process 0 listens on, or "[::]:port" for all interfaces; by
-            default ``JAX_COORDINATOR_BIND_ADDRESS``, else the coordinator's own address.
-        token: the job's secret, the same in all processes; they prove to each other that they know it and
-            never send it. By default ``ZEROJAX_JOB_TOKEN``.
-        insecure: without a token, listen even where other hosts' users can reach process 0, and let
-            anybody join; by default ``ZEROJAX_INSECURE``.
+        bind_address: "address:port" for process 0 to listen on, or "[::]:port" for all interfaces. None reads
+            ``JAX_COORDINATOR_BIND_ADDRESS``, else takes the coordinator's own address.
+        token: the job's secret, the same in all processes. They prove to each other that they know it, and
+            never send it. None reads ``ZEROJAX_JOB_TOKEN``.
+        insecure: without a token, listen even if other hosts' users can reach process 0, and let anybody
+            join. ``ZEROJAX_INSECURE`` does the same.
         join_timeout: seconds to wait for the others.
         peer_timeout: seconds of silence after which a process counts as dead and the job ends.
-        report: prints an error raised by the block; returns the exit code and a line for the other processes.
-        devices: GPUs that this process will use, if not all that it sees.
+        report: prints an error raised by the block. It returns the exit code and a line for the other
+            processes.
+        devices: number of GPUs that this process will use; None for all that it sees.
 
     Yields:
         The other processes, or None if there are none.
 
     Raises:
-        ConfigurationError: the first three arguments are incomplete or out of range; process 0 would listen
-            where the others cannot reach it, or without a token where anybody can; its limit of open files is
-            too low; or tokens or facts differ.
+        ConfigurationError: the first three arguments are incomplete or out of range. Or process 0 would
+            listen where the others cannot reach it, or, without a token, where anybody can. Or its limit of
+            open files is too low. Or tokens or facts differ.
         JobError: process 0 cannot listen, or the others did not join in time.
     """
     found = _given(coordinator, process_id, num_processes) or _detected()
@@ -126,16 +127,17 @@ def joined(
         host, listen = ("localhost", None) if interface == "::" else (interface, interface)
     remember_coordinator(_split(address)[0] if listen is None else host)
     token = _token(token, insecure, None if rank == 0 and listen is None else host)
-    # Needed until all are connected: JAX's client never reconnects, as its connection never ends.
+    # The folder is needed until all are connected. JAX's client never reconnects, because its connection
+    # never ends.
     with _private_folder() as folder:
         place = Place(host, port, listen, rank, size, token, folder)
         others = Peers(place, facts or {}, join_timeout=join_timeout, peer_timeout=peer_timeout)
-        # If XLA aborts for a reason of its own, dumping a core of many GB would delay the end.
+        # If XLA itself aborts, dumping a core of many GB would delay the end.
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         _connect_jax(place, gpus)
     try:
         yield others
-    except SystemExit:  # as all processes do at the same step
+    except SystemExit:  # all processes raise it at the same step
         _leave(others)
         raise
     except BaseException as error:
@@ -149,7 +151,7 @@ def _connect_jax(place: Place, gpus: list[int] | None) -> None:
     """Start JAX's service in rank 0, and connect JAX's client to it.
 
     All processes have joined, and ``Peers`` watches them by the monotonic clock. JAX's own checks would abort
-    the process, and its service and Gloo measure time by the wall clock: their limits are longer than a clock
+    the process. Its service and Gloo measure time by the wall clock, so their limits are longer than a clock
     is likely to jump.
     """
     flags = os.environ.get("XLA_FLAGS", "")
@@ -157,7 +159,7 @@ def _connect_jax(place: Place, gpus: list[int] | None) -> None:
         os.environ["XLA_FLAGS"] = f"{flags} --{_GLOO_TIMEOUT}={_TEN_YEARS}".strip()
     # JAX's preemption service would intercept SIGTERM.
     jax.config.update("jax_enable_preemption_service", False)
-    # If the wall clock jumps backwards, the service takes all processes for lost, and would end the job. It
+    # If the wall clock jumps backwards, the service considers all processes lost, and would end the job. It
     # ignores the loss of recoverable processes, but warns in rank 0 that they are experimental.
     jax.config.update("jax_enable_recoverability", True)
     _set_log_level(2)
@@ -173,7 +175,7 @@ def _connect_jax(place: Place, gpus: list[int] | None) -> None:
 
 
 def _set_log_level(level: int) -> None:
-    """Set the level of XLA's log, unless the user has chosen another one than JAX's default."""
+    """Set the level of XLA's log, unless the user has changed it from JAX's default."""
     if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":
         utils.absl_set_min_log_level(level)
 
@@ -182,8 +184,8 @@ def _leave(others: Peers) -> None:
     """Wait for all processes, then leave: JAX's clients, its service, the connections."""
     sys.stdout.flush()
     others.leave()
-    # A GPU's client watches JAX's service until it is destroyed, which an array that outlives the block
-    # prevents. Without the service it would print a warning of six lines every second.
+    # A GPU's client watches JAX's service until the client is destroyed. An array that outlives the block
+    # prevents that. Without the service the client would print a warning of six lines every second.
     _set_log_level(2)
     # JAX's service does not wait for recoverable processes.
     others.wait_for_closed(_SHUTDOWN_TIMEOUT)
@@ -194,8 +196,8 @@ def _leave(others: Peers) -> None:
 def _token(given: str | None, insecure: bool, host: str | None) -> str:
     """The job's token; empty if none is set and none is needed.
 
-    ``given`` is the program's; None reads the environment. ``host`` is where rank 0 listens, None for all
-    interfaces.
+    ``given`` is the program's token; None reads the environment. ``host`` is the interface on which rank 0
+    listens; None for all.
 
     Raises:
         ConfigurationError: a token is needed and missing, or it is too easy to guess.
@@ -236,7 +238,7 @@ def _private_folder() -> Generator[Path]:
         usual = tempfile.gettempdir()
         parent = usual if len(usual) <= _MAX_FOLDER_LENGTH else "/tmp"
         made = tempfile.TemporaryDirectory(prefix="zerojax-", dir=parent, ignore_cleanup_errors=True)
-        with socket.socket(socket.AF_UNIX) as probe:  # not every file system supports them
+        with socket.socket(socket.AF_UNIX) as probe:  # not every file system supports Unix sockets
             probe.bind(f"{made.name}/probe")
     except OSError as error:
         raise JobError(
@@ -256,12 +258,12 @@ def free_port() -> int:
 def _given(
     coordinator: str | None, process_id: int | None, num_processes: int | None
 ) -> tuple[str, int, int, None] | None:
-    """The job as given by the arguments or the environment, None if by neither; with JAX's choice of GPUs."""
+    """The job in the arguments or the environment, with JAX's choice of GPUs; None if neither has one."""
     named = {"coordinator": coordinator, "process_id": process_id, "num_processes": num_processes}
     if all(value is None for value in named.values()):
         texts = [os.environ.get(name) for name in VARIABLES]
         if texts[1] is None and texts[2] is None:
-            return None  # a coordinator alone is for JAX to interpret
+            return None  # JAX interprets a coordinator alone
         named = dict(zip(VARIABLES, texts, strict=True))
     if missing := [name for name, value in named.items() if value is None]:
         raise ConfigurationError(f"a process of a job needs all of {', '.join(named)}; no {missing[0]} given")
@@ -281,8 +283,8 @@ def _detected() -> tuple[str, int, int, list[int] | None] | None:
     tasks_here = _tasks_of_a_scheduler()
     if tasks_here is None:
         return None
-    # JAX gives each process of a scheduler's job the one GPU of its local rank. With one process per host
-    # all other GPUs would be idle.
+    # JAX gives each process of a scheduler's job the one GPU of its local rank. With one process per host all
+    # other GPUs would be idle.
     ids = list(range(len(visible_gpus()))) or None if tasks_here == 1 else None
     address = size = rank = gpus = None
     reason = "it finds no job"
@@ -290,7 +292,7 @@ def _detected() -> tuple[str, int, int, list[int] | None] | None:
         address, size, rank, gpus = ClusterEnv.auto_detect_unset_distributed_params(
             os.environ.get(VARIABLES[0]), None, None, ids, None, 300
         )
-    except Exception as error:  # its parsers of schedulers' variables raise errors of many kinds
+    except Exception as error:  # JAX's parsers of schedulers' variables raise errors of many kinds
         reason = f"{type(error).__name__}: {error}"
     if address is None or size is None or rank is None:
         raise ConfigurationError(
@@ -309,7 +311,7 @@ def _split(address: str) -> tuple[str, int]:
 
 
 def _own_address(coordinator: str) -> str:
-    """The default address for process 0 to listen on: the one that the others connect to."""
+    """The default address for process 0 to listen on, which is the address that the others connect to."""
     if chosen := os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
         return chosen
     host, _, port = coordinator.rpartition(":")
@@ -329,10 +331,10 @@ def _own_address(coordinator: str) -> str:
 
 
 def _explained(error: BaseException, coordinator: str) -> BaseException:
-    """The error to report.
+    """The error to report, with an explanation if a host's name means a loopback address.
 
-    Each host gives Gloo, the collectives of CPUs, the address that its own name means. If that is a loopback
-    address, the others' connections are refused.
+    Gloo, which runs the collectives of CPUs, gets each host's address from the host's own name. If that is a
+    loopback address, the others' connections are refused.
     """
     found = re.search(r"Gloo context .* remote=\[(127\.[\d.]+|::1)\]", str(error), re.DOTALL)
     if found is None or _only_this_host(_split(coordinator)[0]):
@@ -344,7 +346,7 @@ def _explained(error: BaseException, coordinator: str) -> BaseException:
 
 
 def _tasks_of_a_scheduler() -> int | None:
-    """How many processes of the job a scheduler has started on this host; None without a scheduler."""
+    """The number of processes that a scheduler has started on this host; None without a scheduler."""
     if "SLURM_STEP_NODELIST" in os.environ:
         # "2(x3),1" is two tasks on each of the first three hosts; with our scripts all are equal.
         return _count("SLURM_STEP_TASKS_PER_NODE")

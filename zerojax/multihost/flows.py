@@ -1,11 +1,11 @@
-"""What TCP flows carry between a job's nodes: plain sockets, from each node to the next in a ring.
+"""Measures TCP flows between a job's nodes: plain sockets, from each node to the next in a ring.
 
-iperf3 would measure the same, but it is not a Python package, cannot authenticate by a secret of the job, and
-would have to be installed, started and stopped on every node. All nodes send and receive at the
-same time here, as in a collective, and the CPU time is that of each thread.
+All nodes send and receive at the same time, as in a collective. The CPU time of each thread is measured, too.
+iperf3 is no Python package and cannot authenticate by a secret of the job. It would have to be installed,
+started and stopped on every node.
 
-A flow begins with a secret that its receiver has made for this measurement, and told to the job's processes
-alone, through the job. After that it carries zeros.
+A flow begins with a secret. Its receiver has made it for this measurement, and sent it only to the job's
+processes, through the job. After that the flow carries zeros.
 """
 
 import hmac
@@ -28,7 +28,7 @@ from zerojax.comm.gather import gather_from_all
 from zerojax.errors import JobError
 from zerojax.sharding.mesh import node_leaders
 
-# Seconds for all flows of a measurement to open, and without any bytes.
+# Seconds for all flows of a measurement to open, and seconds that a flow may carry no bytes.
 _OPEN, _SILENT = 20.0, 10.0
 
 _SECRET_BYTES = 32
@@ -36,20 +36,21 @@ _SECRET_BYTES = 32
 # Seconds for TCP to reach its rate before bytes count.
 _WARM_UP = 0.5
 
-# Seconds that a read should take, and its fewest and most bytes: few calls, and the window ends on time.
+# Seconds that a read should take, and its fewest and most bytes. Few calls are needed, and the last ends on
+# time.
 _READ, _MIN_BYTES, _MAX_BYTES = 0.01, 1 << 16, 1 << 22
 
 
 class Flows:
     """This node's end of the ring; a context manager, which listens from the start.
 
-    The others reach it by ``host``.
+    The other nodes reach it by ``host``.
 
     Attributes:
         address: host, port, and the secret in hexadecimal digits, for the previous node's ``measure``.
 
     Raises:
-        JobError: this process cannot listen there.
+        JobError: this process cannot listen at ``host``.
     """
 
     def __init__(self, host: str) -> None:
@@ -69,24 +70,27 @@ class Flows:
         self._listening.close()
 
     def measure(self, neighbour: Sequence[Any], count: int, seconds: float) -> FlowRate:
-        """Open flows to the next node and accept as many; send and receive. All nodes call it together.
+        """Open flows to the next node, accept as many, and send and receive. All nodes call it together.
 
-        ``neighbour`` is the next node's ``address``.
+        Args:
+            neighbour: the next node's ``address``.
+            count: number of flows.
+            seconds: duration.
 
         Returns:
-            What this node received.
+            The rate at which this node received.
 
         Raises:
             JobError: not all flows could be opened, or one has ended.
         """
         host, port, secret = neighbour
         with ExitStack() as held:
-            # The kernel completes a connection before the other side accepts it: no node waits here.
+            # The kernel completes a connection before the other side accepts it, so no node waits here.
             opened = [_connect(host, port, secret, held) for _ in range(count)]
             return _exchange(self._accept(count, held), opened, seconds)
 
     def _accept(self, count: int, held: ExitStack) -> list[socket.socket]:
-        """Flows that begin with the secret, which ``held`` will close; strangers keep none of them out."""
+        """Accept ``count`` flows that begin with the secret, and ignore strangers. ``held`` closes them."""
         selector = held.enter_context(selectors.DefaultSelector())
         selector.register(self._listening, selectors.EVENT_READ)
         admitted: list[socket.socket] = []
@@ -100,9 +104,9 @@ class Flows:
                 )
             for key, _ in ready:
                 if key.fileobj is self._listening:
-                    with suppress(OSError):  # it has ended already
+                    with suppress(OSError):  # the connection has already ended
                         flow = held.enter_context(self._listening.accept()[0])
-                        # Ready once the whole secret is there.
+                        # The socket is ready once the whole secret has arrived.
                         flow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _SECRET_BYTES)
                         selector.register(flow, selectors.EVENT_READ, flow)
                 else:
@@ -128,14 +132,19 @@ def _connect(host: str, port: int, secret: str, held: ExitStack) -> socket.socke
 
 
 def measure_flows(mesh: Mesh, host: str, *, counts: Sequence[int], seconds: float) -> tuple[FlowRate, ...]:
-    """What flows between the mesh's nodes carry; all processes call it together.
+    """Measure flows between the mesh's nodes. All processes call it together.
 
-    One process of each node takes part, which the others reach by its ``host``; the rest wait. Numbers of
-    flows are measured one after another.
+    Args:
+        mesh: of the job.
+        host: by which the other nodes reach this process.
+        counts: numbers of flows, measured one after another.
+        seconds: duration of each measurement.
+
+    One process of each node takes part. The others wait.
 
     Returns:
-        For each count what the slowest node received, and the busiest cores; nothing if a process has more
-        than one node, or all.
+        For each count the rate of the slowest node, and the busiest cores. It is empty if a process has
+        several nodes, or if there is one node.
 
     Raises:
         JobError: a flow could not be opened.
@@ -150,12 +159,12 @@ def measure_flows(mesh: Mesh, host: str, *, counts: Sequence[int], seconds: floa
     with Flows(host) as flows:
         addresses = gather_from_all(flows.address)
         neighbour = addresses[leaders[(leaders.index(rank) + 1) % len(leaders)]]
-        # Each result waits for all: the next measurement begins on all nodes at once.
+        # Each result waits for all nodes, so the next measurement begins on all of them at once.
         return tuple(_together(count, flows.measure(neighbour, count, seconds)) for count in counts)
 
 
 def _exchange(accepted: list[socket.socket], opened: list[socket.socket], seconds: float) -> FlowRate:
-    """Send and receive over open flows; what was received."""
+    """Send and receive over open flows, and return the rate of receiving."""
     count = len(accepted)
     with ThreadPoolExecutor(2 * count) as threads:
         senders = [threads.submit(_send, flow) for flow in opened]
@@ -166,14 +175,14 @@ def _exchange(accepted: list[socket.socket], opened: list[socket.socket], second
         finally:
             busy, stolen = _busy(before, psutil.cpu_times())
             for flow in accepted:
-                flow.close()  # which ends the previous node's sender
+                flow.close()  # this ends the previous node's sender
         sent = [sender.result() for sender in senders]
     thread = max(*sent, *(core for _, core in read))
     return FlowRate(count, sum(rate for rate, _ in read), thread, busy, stolen)
 
 
 def _together(count: int, own: FlowRate | None) -> FlowRate:
-    """The slowest node's rate, and the busiest cores."""
+    """The rate of the slowest node, with the busiest cores of any node."""
     every = [FlowRate(**found) for found in gather_from_all(own and asdict(own)) if found is not None]
     return FlowRate(
         count,
@@ -185,7 +194,7 @@ def _together(count: int, own: FlowRate | None) -> FlowRate:
 
 
 def _send(flow: socket.socket) -> float:
-    """Send zeros until the other end closes the flow; the share of a core that it took."""
+    """Send zeros until the other end closes the flow, and return the share of a core that it took."""
     _make_blocking(flow)
     zeros, start, core = bytes(_MAX_BYTES), time.monotonic(), time.thread_time()
     with suppress(OSError):
@@ -195,7 +204,7 @@ def _send(flow: socket.socket) -> float:
 
 
 def _receive(flow: socket.socket, seconds: float) -> tuple[float, float]:
-    """Receive for some seconds; bytes per second, and the share of a core that it took."""
+    """Receive for some seconds, and return bytes per second and the share of a core that it took."""
     _make_blocking(flow)
     buffer, start = memoryview(bytearray(_MAX_BYTES)), time.monotonic()
     rate, warm = _read_until(flow, buffer[:_MIN_BYTES], start + _WARM_UP)
@@ -206,7 +215,7 @@ def _receive(flow: socket.socket, seconds: float) -> tuple[float, float]:
 
 
 def _read_until(flow: socket.socket, buffer: memoryview, end: float) -> tuple[float, float]:
-    """Fill a buffer again and again up to a time; bytes per second, and when the last one was full."""
+    """Fill a buffer until ``end``, and return bytes per second and the time of the last full buffer."""
     start = now = time.monotonic()
     received = 0
     while now < end:
@@ -221,7 +230,7 @@ def _read_until(flow: socket.socket, buffer: memoryview, end: float) -> tuple[fl
 
 
 def _make_blocking(flow: socket.socket) -> None:
-    """Let calls wait in the kernel, where they hold no lock of Python's, but not forever."""
+    """Let calls wait in the kernel, where they do not hold Python's lock, with a time limit."""
     flow.setblocking(True)
     limit = struct.pack("ll", int(_SILENT), 0)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -229,7 +238,7 @@ def _make_blocking(flow: socket.socket) -> None:
 
 
 def _busy(before: Any, after: Any) -> tuple[float, float]:
-    """The shares of this host's cores that were busy, and stolen by its hypervisor, between two readings."""
+    """Between two readings, the shares of this host's cores that were busy, and that its hypervisor took."""
     idle, waiting, stolen = (
         getattr(after, name, 0.0) - getattr(before, name, 0.0) for name in ("idle", "iowait", "steal")
     )

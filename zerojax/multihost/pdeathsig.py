@@ -1,7 +1,7 @@
 """Run a command that is killed when its parent process ends: ``python pdeathsig.py COMMAND...``.
 
-A launcher that is killed, with no chance to clean up, thus leaves no trainer behind that holds the GPUs.
-Uses the standard library only and is started by its path.
+So a launcher that is killed, without a chance to clean up, leaves no trainer behind on the GPUs. The file
+only needs the standard library, and runs by its path.
 """
 
 import ctypes

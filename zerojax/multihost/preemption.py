@@ -11,17 +11,17 @@ from zerojax import terminal
 from zerojax.log import logger
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# Seconds that the disk has to record the end of a process.
+# Seconds to record the end of a process on disk.
 _PATIENCE = 2.0
 
 
 class StopRequest:
     """Whether a signal has asked this process to stop; a context manager, inactive outside the main thread.
 
-    Python runs signal handlers between two instructions of the main thread, not while that waits for a step.
-    So a separate thread reads the signal numbers, which the C-level handler writes to a socket.
+    Python runs signal handlers between two instructions of the main thread, and not while it waits for a
+    step. So the C-level handler writes the signal numbers to a socket, and a separate thread reads them.
 
-    Before the second signal ends the process, ``note`` is called with the reason.
+    The second signal ends the process, after calling ``note`` with the reason.
     """
 
     def __init__(self, note: Callable[[str], None] = lambda reason: None) -> None:

@@ -1,7 +1,7 @@
 """Run the processes of one job on this machine, and end them together.
 
-Their output is prefixed with their names, line by line, and never waits for its reader for long; SIGTERM and
-SIGINT are forwarded; if one fails, the others are told to end and, after a grace period, killed.
+Each line of their output is prefixed with a process's name. It never waits for its reader for long. SIGTERM
+and SIGINT are forwarded. If a process fails, the others get SIGTERM and, after a grace period, SIGKILL.
 """
 
 import os
@@ -22,7 +22,7 @@ from zerojax.multihost import pdeathsig
 
 # Seconds that the output of tasks waits for a reader before lines queue, and then are dropped.
 _PATIENCE = 1.0
-# A longer line becomes several, of so many bytes.
+# A longer line is split into lines of this many bytes.
 _PIECE = 64 << 10
 
 
@@ -42,7 +42,7 @@ class Outcome:
 
     name: str
     code: int  # its exit code; 128 + n when signal n ended it
-    told: bool  # whether it ended because another failed, a signal arrived, or time was up
+    told: bool  # whether this supervisor ended it, after another failed, a signal, or the timeout
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Result:
 
 
 def describe(code: int) -> str:
-    """An exit code in words: "exit code 3", "SIGKILL"."""
+    """A text for an exit code, such as "exit code 3" or "SIGKILL"."""
     if code > 128:
         with suppress(ValueError):
             return signal.Signals(code - 128).name
@@ -77,15 +77,15 @@ def describe(code: int) -> str:
 class Supervisor:
     """Starts all tasks and waits until all have ended.
 
-    Every task gets a session of its own; signals go to its process group, as from a terminal. The first
-    SIGTERM or SIGINT is forwarded without a time limit, so that a job can save; a second one starts the
-    grace period.
+    Every task gets a separate session. Signals go to its process group, as from a terminal. The first SIGTERM
+    or SIGINT is forwarded without a time limit, so that a job can save. The second one starts the grace
+    period.
 
     Attributes:
-        tasks: what to run, in the order of the result.
-        grace: seconds between telling tasks to end and killing them.
-        timeout: seconds after which all are told to end.
-        output: destination of their lines; standard output by default.
+        tasks: the processes to run, in the order of the result.
+        grace: seconds between SIGTERM and SIGKILL.
+        timeout: seconds after which all tasks get SIGTERM; None for no limit.
+        output: destination of their lines; None is standard output.
         good: exit codes of a task after which the others continue.
         follows: exit code of a task that ended because another had failed.
     """
@@ -103,7 +103,7 @@ class Supervisor:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._told: set[int] = set()
         self._signals: list[int] = []
-        self._deadline: float | None = None  # when the remaining ones are killed
+        self._deadline: float | None = None  # when the remaining tasks get SIGKILL
 
     def run(self) -> Result:
         """Run the tasks.
@@ -150,7 +150,7 @@ class Supervisor:
         return range(len(self.tasks))
 
     def _wait(self) -> list[str]:
-        """Handle events until all have ended; return the names of those that timed out."""
+        """Handle events until all tasks have ended, and return the names of tasks that timed out."""
         running = set(self._all())
         late: list[str] = []
         limit = time.monotonic() + self.timeout if self.timeout is not None else None
@@ -158,7 +158,7 @@ class Supervisor:
             kind, value = self._next_event(limit if not late else None)
             if kind == "end":
                 running.discard(value)
-                # Kill what it has left behind before its process id can be reused.
+                # Kill its remaining children before its process id can be reused.
                 _signal(self._processes[value], signal.SIGKILL)
                 self._processes[value].wait()
                 self._react(value, running)
@@ -202,12 +202,12 @@ class Supervisor:
             self._deadline = time.monotonic() + self.grace
 
     def _watch(self, index: int) -> None:
-        """Report a task's end without reaping it, which the main thread does; runs in its own thread."""
+        """Report a task's end, in a separate thread. The main thread reaps it."""
         os.waitid(os.P_PID, self._processes[index].pid, os.WEXITED | os.WNOWAIT)
         self._events.put(("end", index))
 
     def _copy(self, index: int) -> None:
-        """Copy a task's output until it ends; runs in its own thread."""
+        """Copy a task's output until it ends, in a separate thread."""
         prefix = f"[{self.tasks[index].name}] ".encode()
         stream = self._processes[index].stdout
         assert stream is not None
@@ -226,7 +226,7 @@ class Supervisor:
 
     @contextmanager
     def _forward_signals(self) -> Generator[None]:
-        """Forward SIGTERM and SIGINT; only the main thread can handle signals."""
+        """Forward SIGTERM and SIGINT. Only the main thread can handle signals."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -12,26 +12,27 @@ from statistics import median
 from zerojax import terminal
 from zerojax.multihost.background import attempt
 
-# Number of recent steps whose median duration is used, and the least number required.
+# The number of recent steps for the median duration, and the fewest that give one.
 _RECENT, _ENOUGH = 20, 4
 # Seconds between checks, and the delay of a check that shows that this process itself was paused.
 _LOOK, _LATE = 0.25, 5.0
-# Seconds for writing the stacks: the run may be stuck because the disk is.
+# Seconds to write the stacks, because the run may be stuck on its disk.
 _DUMP = 5.0
 
 
 class Watchdog:
     """A thread that notices when the training loop hangs.
 
-    The cause may be this process or another that it waits for. The two look the same from here, so every
+    The cause may be this process, or another process that it waits for. A process cannot tell which, so every
     process dumps its stacks.
 
     Args:
-        stuck: called once, in the watchdog's thread, with a line that names what takes too long.
+        stuck: called once, in the watchdog's thread, with a line that names the late step or phase.
         phase_timeout: seconds for a phase other than a step; 0 for no limit.
         step_timeout: seconds that any step may take.
-        step_factor: multiple of the median of recent steps that a step may take, if longer; 0 for no limit.
-        clock: gives the time in seconds; never the wall clock, which may jump.
+        step_factor: a step may take this multiple of the median of recent steps, if that is longer; 0 for no
+            limit.
+        clock: returns the time in seconds. It must not be the wall clock, which may jump.
     """
 
     def __init__(
@@ -65,14 +66,15 @@ class Watchdog:
         self._end.set()
 
     def step(self, number: int) -> None:
-        """Note that a step begins, and that what came before is done.
+        """Note that a step begins, and that the previous step or phase is done.
 
-        The first steps of a process have a phase's limit, since they compile or wait for others that do.
+        The first steps of a process have a phase's limit, because they compile, or wait for processes that
+        do.
         """
         self._begin(f"step {number}", is_step=True)
 
     def phase(self, what: str, more: float = 0.0) -> None:
-        """Note that a phase other than a step begins, and that what came before is done.
+        """Note that a phase other than a step begins, and that the previous step or phase is done.
 
         It may take ``more`` seconds beyond a phase's limit.
         """
@@ -90,10 +92,10 @@ class Watchdog:
                 self._limit = factor and max(self._step_timeout, factor * median(self._recent))
 
     def look(self) -> str | None:
-        """A line about what takes too long; None if nothing does."""
+        """A line about a late step or phase; None if none is late."""
         now = self._clock()
         with self._lock:
-            if now - self._looked > _LATE:  # this process was paused: do not count it
+            if now - self._looked > _LATE:  # this process was paused, which does not count
                 self._since += now - self._looked
             self._looked = now
             taken = now - self._since
@@ -111,7 +113,7 @@ class Watchdog:
 
 
 def dump_stacks(path: Path) -> str:
-    """Write the stacks of this process's threads to a file; return a clause that names it, for a message."""
+    """Write the stacks of this process's threads to a file. Returns a clause that names it, for a message."""
 
     def write() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,6 +129,6 @@ def dump_stacks(path: Path) -> str:
 
 
 def end_alone(path: Path, line: str) -> None:
-    """End this process, which is stuck and has no peers; exit code 1."""
+    """End this stuck process, which has no peers, with exit code 1."""
     terminal.last_words(f"zerojax: {line}{dump_stacks(path)}\n")
     os._exit(1)

@@ -61,9 +61,9 @@ def test_too_few_files_are_refused_in_a_line():
     code, out, err, _ = job(400, 1, 128, 1000)
     assert (code, out) == (1, "")
     assert err.splitlines()[-1].startswith(
-        "zerojax.errors.ConfigurationError: 400 processes need up to 1,360 open files in rank 0, besides the "
+        "zerojax.errors.ConfigurationError: 400 processes need up to 1,360 open files in rank 0. It "
     )
-    assert err.splitlines()[-1].endswith("its hard limit is 1,000 (ulimit -Hn): raise that")
+    assert err.splitlines()[-1].endswith("its hard limit is 1,000: raise it (ulimit -Hn)")
 
 
 def test_a_flood_of_idle_connections_does_not_stop_a_job():

@@ -239,7 +239,7 @@ def test_gpus_are_divided_among_nodes(monkeypatch):
     with cluster.EmulatedCluster(2, 2, platform="gpu") as emulated:
         shares = [emulated.environment(i)["CUDA_VISIBLE_DEVICES"] for i in range(2)]
     assert shares == ["3,5", "6,7"]
-    with pytest.raises(ValueError, match="6 x 1 GPUs were requested, and this machine has 4"):
+    with pytest.raises(ValueError, match="6 x 1 GPUs were requested, but this machine has 4"):
         cluster.EmulatedCluster(6, 1)
 
 

@@ -12,7 +12,7 @@ from zerojax.multihost.peers.messages import Connection, Failure, Message
 from zerojax.multihost.peers.place import Place
 from zerojax.multihost.peers.proxy import ClientProxy
 
-# Seconds for the server to prove that it is this job's coordinator: it may be handling strangers first.
+# Seconds for the server to prove that it is this job's coordinator. It may handle strangers first.
 _PATIENCE = 30.0
 
 # Seconds for which the coordinator of an older job, with another token, may still hold the address.
@@ -20,10 +20,10 @@ _OLD_COORDINATOR = 5.0
 
 
 class Client:
-    """One process's connection; everything runs in one event loop.
+    """One process's connection. All its code runs in one event loop.
 
-    A coordinator that is silent for ``peer_timeout`` seconds counts as lost. ``on_failure`` is called once,
-    in the event loop, if the job fails.
+    A coordinator that is silent for ``peer_timeout`` seconds counts as lost. If the job fails, ``on_failure``
+    is called once, in the event loop.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Client:
             None, or why the job cannot start.
         """
         try:
-            # The coordinator knows which ranks are missing: let its timeout expire first.
+            # The coordinator's timeout expires first, because it knows which ranks are missing.
             async with asyncio.timeout(self._join_timeout + 5):
                 return await self._join(facts)
         except TimeoutError:
@@ -75,7 +75,7 @@ class Client:
                     if loop.time() - refused_since > _OLD_COORDINATOR:
                         return Failure("refused", self._place.rank, self._wrong_token(), code=2)
             await self.close()
-            # Nothing listens yet, or it is the coordinator of a job that is about to end.
+            # There is no listener yet, or the coordinator of another job that is about to end.
             await asyncio.sleep(random.uniform(0.1, 0.5))
 
     def _begin(self) -> None:

@@ -19,9 +19,9 @@ _PAUSE = 10.0
 
 
 class Coordinator:
-    """The connections of all processes, process 0's own included.
+    """The connections of all processes, including process 0.
 
-    Facts must be the same in all processes as here. A process that is silent for ``peer_timeout`` seconds
+    All processes must have the same facts as process 0. A process that is silent for ``peer_timeout`` seconds
     counts as lost.
     """
 
@@ -104,11 +104,11 @@ class Coordinator:
         if not 0 <= rank < size:
             return printable(f"rank {rank} of {size} joined: ranks are 0 to {size - 1}", SHORT)
         if rank in self._connections:
-            return f"two processes joined as rank {rank}: each needs a process id of its own"
+            return f"two processes joined as rank {rank}: give each process a different id"
         return None
 
     def _difference(self, rank: int, theirs: dict[str, str]) -> Failure | None:
-        """The differences between a process's facts and those of rank 0."""
+        """A failure about the differences between a process's facts and rank 0's; None if there are none."""
         different = [key for key in {**self._facts, **theirs} if self._facts.get(key) != theirs.get(key)]
         if not different:
             return None
@@ -187,11 +187,12 @@ class Coordinator:
                 self._fail(Failure("lost", rank, describe_silence(rank, self._peer_timeout)))
 
     def _fail(self, failure: Failure) -> None:
-        """End the job; only the first failure is reported."""
+        """End the job, and report the first failure."""
         if self._failure is not None:
             return
         self._failure = failure
-        # The process concerned is told last: it ends at once, and the others must hear of it first.
+        # The process concerned is the last to get the report, because it ends at once, and the others must
+        # hear of it first.
         for rank in sorted(self._connections, key=lambda rank: rank == failure.rank):
             self._connections[rank].send(**failure.message())
 

@@ -1,4 +1,4 @@
-"""The limit of open files in rank 0, which holds several for each process of the job."""
+"""The limit of open files in rank 0, which has several for each process of the job."""
 
 import os
 import resource
@@ -6,7 +6,7 @@ import resource
 from zerojax.errors import ConfigurationError
 from zerojax.multihost.peers.listener import PENDING
 
-# A process's connection, and both ends of its connection to JAX's service, which runs in rank 0, too.
+# A process's connection, and both ends of its connection to JAX's service, which is also in rank 0.
 _EACH = 3
 
 # For the job as a whole: listening sockets, event loops (17 were measured).
@@ -17,7 +17,7 @@ _TRAINING = 128
 
 
 def reserve_files(size: int) -> None:
-    """Raise this process's limit by what the connections of a job of ``size`` processes need.
+    """Raise this process's limit by the needs of a job of ``size`` processes.
 
     Training keeps its share. Most systems set a soft limit of 1,024 files and a hard limit of 4,096 or more.
 
@@ -39,7 +39,7 @@ def reserve_files(size: int) -> None:
     except (OSError, ValueError) as error:
         if hard < least:
             raise ConfigurationError(
-                f"{size} processes need up to {need:,} open files in rank 0, besides the {opened} it has "
-                f"open and {_TRAINING} for training, and its hard limit is {hard:,} (ulimit -Hn): raise that"
+                f"{size} processes need up to {need:,} open files in rank 0. It also has {opened} open, and "
+                f"training needs {_TRAINING}, but its hard limit is {hard:,}: raise it (ulimit -Hn)"
             ) from error
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,11 +1,11 @@
 """Mutual authentication of two processes by the job's token, which is never sent.
 
-Each side sends a random challenge and answers the other's with an HMAC-SHA256 under the token of both
-challenges and its own role (RFC 2104; challenge and response as in CRAM-MD5, RFC 2195, in both directions).
-An eavesdropper does not learn the token, and an answer can be neither replayed on another connection nor
-reflected to its sender. Later traffic is neither encrypted nor signed: an attacker who can alter packets can
-take over a connection. Without a token (a job on the loopback interface, or one started as insecure) the key
-is empty and the handshake proves nothing.
+Each side sends a random challenge. Its response to the other's challenge is an HMAC-SHA256 (RFC 2104) under
+the token, of both challenges and its own role. This is the challenge and response of CRAM-MD5 (RFC 2195) in
+both directions. An eavesdropper does not learn the token. A response can neither be replayed on another
+connection nor reflected to its sender. Later traffic is neither encrypted nor signed, so an attacker who can
+alter packets can take over a connection. Without a token (a job on the loopback interface, or started as
+insecure) the key is empty, and the handshake proves nothing.
 """
 
 import hashlib
@@ -57,7 +57,7 @@ async def introduce(connection: Connection, token: str) -> bool:
     """Authenticate with rank 0, as a process that connects to it.
 
     Args:
-        connection: to rank 0, or to whatever listens at its address.
+        connection: to rank 0, or to another listener at its address.
         token: of the job.
 
     Returns:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 class Heartbeat:
     """The time of the last message from each of some peers.
 
-    If this process itself was paused (stopped, swapped out, machine asleep), ``silent`` is called late; then
-    all timers start again, since the silence may be its own.
+    If this process itself was paused (stopped, swapped out, machine asleep), ``silent`` is called late. Then
+    all timers start again, because the process may have missed messages.
 
-    All peers count as just heard; ``limit`` seconds of silence are too long. The clock is never the wall
-    clock, which may jump.
+    At the start all peers count as just heard. ``limit`` seconds of silence are too long. The clock must not
+    be the wall clock, which may jump.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Heartbeat:
         self._heard.pop(peer, None)
 
     def silent(self) -> list[int]:
-        """The peers that sent nothing for ``limit`` seconds; to be called every ``interval``."""
+        """The peers that sent nothing for ``limit`` seconds. It must be called every ``interval``."""
         now, before = self._clock(), self._checked
         self._checked = now
         if now - before > 2 * self.interval:

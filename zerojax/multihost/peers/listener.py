@@ -1,4 +1,4 @@
-"""Accepts connections, with a bound on how many are unauthenticated at a time."""
+"""Accepts connections, with a bound on the number of unauthenticated ones."""
 
 import asyncio
 import errno
@@ -9,7 +9,7 @@ from contextlib import suppress
 from zerojax.multihost.peers.handshake import admit
 from zerojax.multihost.peers.messages import Connection, Message
 
-# The most unauthenticated connections. Further ones wait in the kernel's queue.
+# The most unauthenticated connections. More wait in the kernel's queue.
 PENDING = 128
 
 # Seconds in which a connection must authenticate, and the same while others wait. A queue full of idle
@@ -26,7 +26,7 @@ _BACKLOG = 4096
 class Listener:
     """The sockets at the coordinator's address.
 
-    ``serve`` is called for each authenticated connection with its first message; when it returns, the
+    ``serve`` is called for each authenticated connection with its first message. When it returns, the
     connection is closed.
     """
 
@@ -47,7 +47,7 @@ class Listener:
         self._accepting = [self._start(self._accept(listening)) for listening in _listen(host, port)]
 
     def close(self) -> None:
-        """Stop accepting; existing connections stay open."""
+        """Stop accepting. Existing connections stay open."""
         for task in self._accepting:
             task.cancel()
 
@@ -73,7 +73,7 @@ class Listener:
                 task.add_done_callback(lambda task: self._pending.pop(task, None))
 
     async def _make_room(self) -> None:
-        """Wait until another connection may be accepted; drop the oldest if its time is up."""
+        """Wait until another connection may be accepted. Drop the oldest if its time is up."""
         while len(self._pending) >= PENDING:
             oldest, accepted = next(iter(self._pending.items()))
             left = accepted + _PATIENCE_IF_FULL - asyncio.get_running_loop().time()

@@ -1,4 +1,4 @@
-"""The main thread's view of a job (join, leave, fail), and the thread that may end the process."""
+"""The main thread's interface to a job (join, leave, fail), and the thread that may end the process."""
 
 import asyncio
 import os
@@ -18,30 +18,30 @@ from zerojax.multihost.peers.messages import Failure
 from zerojax.multihost.peers.place import Place
 from zerojax.multihost.watchdog import dump_stacks
 
-# Seconds that a stuck process waits after dumping its stacks: its end would break the collectives in which
+# Seconds that a stuck process waits after dumping its stacks. Its end would break the collectives in which
 # the others hang, before they have dumped theirs.
 _LINGER = 2.0
 
-# Seconds for a process to end by itself after a peer has failed: often it fails in the same way.
+# Seconds for a process to end by itself after a peer has failed, because it often fails in the same way.
 _GRACE = 3.0
 
 
 class Peers:
-    """The other processes of a job, connected; runs its event loop in a thread of its own.
+    """The other processes of a job. The event loop of their connections runs in a separate thread.
 
-    JAX's client may now connect to ``place.client``, and in rank 0 JAX's service may listen at
-    ``place.service``.
+    After the constructor returns, JAX's client may connect to ``place.client``, and in rank 0 JAX's service
+    may listen at ``place.service``.
 
     Args:
         place: of this process.
-        facts: values that must be the same in all of them, by name: settings, versions.
-        join_timeout: seconds in which all must join.
+        facts: values that must be the same in all processes, by name: settings, versions.
+        join_timeout: seconds for all to join.
         peer_timeout: seconds of silence after which a process counts as lost.
 
     Raises:
         ConfigurationError: facts or tokens differ, a rank or the number of processes is wrong, or rank 0's
             limit of open files is too low.
-        JobError: rank 0 cannot listen, or not all joined in time; the message says which.
+        JobError: rank 0 cannot listen, or some processes did not join in time. The message names them.
     """
 
     def __init__(
@@ -68,21 +68,21 @@ class Peers:
             raise
 
     def record_failures(self, stacks: Path, note: Callable[[str], None] = lambda why: None) -> None:
-        """Have a failure that ends this process recorded.
+        """Record a failure that ends this process.
 
         Args:
-            stacks: file to dump this process's stacks to if the job is stuck.
-            note: called with the reason; in another thread, for at most 2 s.
+            stacks: file for this process's stacks if the job is stuck.
+            note: called with the reason, in another thread, for at most 2 s.
         """
         self._stacks, self._note = stacks, note
 
     def leave(self) -> None:
-        """Wait until all processes are done; failures are still noticed meanwhile."""
+        """Wait until all processes are done. Failures are still noticed meanwhile."""
         self._do(self._client.report_done())
         self._do(self._client.all_done.wait())
 
     def wait_for_closed(self, seconds: float) -> None:
-        """In rank 0, wait until the others have closed their connections, for at most so many seconds."""
+        """In rank 0, wait at most ``seconds`` until the others have closed their connections."""
         if self._coordinator is not None:
             with suppress(TimeoutError):
                 self._do(asyncio.wait_for(self._coordinator.wait_for_closed(), seconds))
@@ -96,33 +96,33 @@ class Peers:
         self._loop.close()
 
     def fail(self, code: int, why: str) -> NoReturn:
-        """End this process, which has failed, with an exit code, after telling the others why (one line)."""
+        """End this failed process with an exit code, after sending the others the reason (one line)."""
         self._ending = True
         self._report(Failure("failed", self.rank, f"rank {self.rank} failed: {why}", code))
         terminal.last_words("")
         os._exit(code)
 
     def wait_for_failure(self, seconds: float) -> None:
-        """Wait for a report that a peer has failed; if one comes, this process ends here."""
+        """Wait for a report that a peer has failed. If one arrives, this process ends here."""
         self._failed.wait(seconds)
         if self._failed.is_set():
             time.sleep(2 * _GRACE)
 
     def stuck(self, why: str) -> NoReturn:
-        """End this process, which is stuck, and the job with it; all processes dump their stacks."""
+        """End this stuck process and the job. All processes dump their stacks."""
         failure = Failure("stuck", self.rank, f"rank {self.rank}: {why}")
         self._ending = True
         self._report(failure)
         self._die(failure)
 
     def _report(self, failure: Failure) -> None:
-        """Tell the others, and wait until rank 0 has passed it on: its end would close all connections."""
+        """Send the others a failure, and wait until rank 0, whose end closes all connections, has sent it."""
         asyncio.run_coroutine_threadsafe(self._client.report(failure), self._loop)
         self._failed.wait(2)
         time.sleep(0.2)
 
     def _on_failure(self, failure: Failure) -> None:
-        """React to the job's failure; called by the client, in the event loop's thread."""
+        """React to the job's failure. The client calls it in the event loop's thread."""
         self._failed.set()
         if self._ending:
             return
@@ -158,7 +158,7 @@ class Peers:
                     "JAX_COORDINATOR_BIND_ADDRESS to another interface"
                 ) from error
         if failure := self._do(self._client.join(facts)):
-            time.sleep(0.5)  # time for rank 0 to tell the others
+            time.sleep(0.5)  # time for rank 0 to send it to the others
             raise (ConfigurationError if failure.kind == "refused" else JobError)(failure.why)
         if coordinator is None:
             self._do(self._client.serve_jax())

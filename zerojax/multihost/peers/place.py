@@ -9,13 +9,13 @@ class Place:
     """This process's place in a job.
 
     Attributes:
-        host: of rank 0, as all can reach it.
-        port: that rank 0 listens on.
-        listen: the interface that rank 0 listens on; None for all.
+        host: address of rank 0 for all processes.
+        port: the port of rank 0.
+        listen: the interface on which rank 0 listens; None for all.
         rank: of this process.
         size: number of processes of the job.
         token: the job's secret; empty if there is none.
-        folder: for this process's Unix sockets; only the user can open it.
+        folder: for this process's Unix sockets. Only the user can open it.
     """
 
     host: str

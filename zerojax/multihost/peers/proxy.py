@@ -1,10 +1,10 @@
 """Proxies that carry JAX's coordination traffic inside the connections between the processes.
 
-JAX's client in each process and its service in rank 0 each see a Unix socket in a folder that only the user
+JAX's client in each process, and its service in rank 0, each see a Unix socket in a folder that only the user
 can open. Between the two, the bytes travel as frames over the process's connection to rank 0. This needs no
-further port or handshake, and only the job's processes reach JAX's service, which would let anybody abort the
-job. The client's socket stays open when rank 0 dies: JAX would abort the process over a closed connection,
-whereas ``zerojax.multihost.peers`` ends it with a message.
+further port or handshake. JAX's service would let anybody abort the job, but only the job's processes reach
+it. The client's socket stays open when rank 0 dies. JAX would abort the process over a closed connection,
+while ``zerojax.multihost.peers`` ends it with a message.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from zerojax.multihost.peers.messages import Connection
 
 _PIECE_BYTES = 1 << 16
 
-# Seconds between attempts to reach JAX's service: it may not be up yet, or its queue may be full.
+# Seconds between attempts to reach JAX's service, which may not be up yet, or have a full queue.
 _PAUSE = 0.05
 
 
@@ -43,7 +43,7 @@ class ClientProxy:
             self._writer.close()
 
     def deliver(self, piece: bytes) -> None:
-        """Pass on bytes from the service; HTTP/2's flow control bounds how many can be buffered."""
+        """Pass on bytes from the service. HTTP/2's flow control bounds the number of buffered bytes."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(piece)
 
@@ -61,7 +61,7 @@ class ClientProxy:
 class ServiceProxy:
     """Stands in for one process's JAX client towards the service, at a Unix socket, in rank 0.
 
-    Connects when the process first sends something.
+    It connects when the process first sends bytes.
     """
 
     def __init__(self, path: str, connection: Connection) -> None:
@@ -71,7 +71,7 @@ class ServiceProxy:
         self._task: asyncio.Task[None] | None = None
 
     def deliver(self, piece: bytes) -> None:
-        """Pass on bytes from a client, none at their end; HTTP/2's flow control bounds how many wait."""
+        """Pass on bytes from a client, none at their end. HTTP/2's flow control bounds the waiting bytes."""
         if self._task is None:
             self._task = asyncio.ensure_future(self._serve())
         if not self._task.done():
@@ -87,7 +87,7 @@ class ServiceProxy:
         back = asyncio.ensure_future(_forward(reader, self._connection))
         try:
             while piece := await self._pieces.get():
-                with suppress(OSError):  # the service has ended, and rank 0 soon will
+                with suppress(OSError):  # the service has ended, and rank 0 ends soon
                     writer.write(piece)
                     await writer.drain()
         finally:
