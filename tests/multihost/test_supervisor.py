@@ -45,7 +45,7 @@ def gone(path: Path, within: float = 60.0) -> bool:
 def test_output_is_prefixed_and_codes_are_kept():
     result, lines = run(shell("a", "echo one; echo two >&2"), shell("b", "printf three; exit 0"))
     assert sorted(lines) == ["[a] one", "[a] two", "[b] three"]
-    assert [(o.name, o.code, o.told) for o in result.outcomes] == [("a", 0, False), ("b", 0, False)]
+    assert [(o.name, o.code, o.stopped) for o in result.outcomes] == [("a", 0, False), ("b", 0, False)]
     assert (result.code, result.failed, result.signals) == (0, (), ())
 
 
@@ -69,7 +69,7 @@ def test_a_failure_ends_the_others_and_is_named(capfd):
     assert time.monotonic() - started < 120
     assert result.code == 7
     assert result.failed == ("rank 1",)
-    assert result.outcomes[0].told
+    assert result.outcomes[0].stopped
     assert capfd.readouterr().err.splitlines() == [
         "zerojax: rank 1 ended with exit code 7; ending the others"
     ]

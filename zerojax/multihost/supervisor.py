@@ -42,7 +42,7 @@ class Outcome:
 
     name: str
     code: int  # its exit code; 128 + n when signal n ended it
-    told: bool  # whether this supervisor ended it, after another failed, a signal, or the timeout
+    stopped: bool  # whether this supervisor ended it, after another failed, a signal, or the timeout
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class Result:
     @property
     def code(self) -> int:
         """The job's exit code: the highest of the processes that ended by themselves, else of all."""
-        own = [o.code for o in self.outcomes if not o.told]
+        own = [o.code for o in self.outcomes if not o.stopped]
         return max(own, default=0) or max((o.code for o in self.outcomes), default=0)
 
     @property
     def failed(self) -> tuple[str, ...]:
         """The names of the processes that failed by themselves; else of those that needed SIGKILL."""
-        own = tuple(o.name for o in self.outcomes if o.code and not o.told)
+        own = tuple(o.name for o in self.outcomes if o.code and not o.stopped)
         return own or tuple(o.name for o in self.outcomes if o.code == 128 + signal.SIGKILL)
 
 

@@ -20,8 +20,9 @@ from zerojax.models import GPT
 from zerojax.multihost.preemption import StopRequest
 from zerojax.posttrain.data.prompts import Prompt
 from zerojax.posttrain.methods.ppo import PPOTrainer
+from zerojax.posttrain.processes import Rows
 from zerojax.posttrain.roles.critic import Critic, critic_config
-from zerojax.posttrain.rollout.rollout import Rollout, Rows
+from zerojax.posttrain.rollout.rollout import Rollout
 from zerojax.run.checkpoints import Record, step_dirs
 from zerojax.run.checkpoints.manifest import write_manifest
 from zerojax.run.config import RunConfig

@@ -207,7 +207,7 @@ def test_a_completion_without_a_reward_counts_nowhere(
         ({"posttrain": {"reward_model": "x"}}, "posttrain.reward and posttrain.reward_model exclude"),
         ({"critic": {"stage": 2}}, r"posttrain.method = \"grpo\" does not read \[critic\]"),
         ({"posttrain": {"group_size": 1}}, "group_size must be at least 2: grpo compares"),
-        ({"posttrain": {"rollout_rows": 24}}, "rollout_rows = 24 is not a multiple of train.batch_size = 16"),
+        ({"posttrain": {"rollout_rows": 24}}, "rollout_rows = 24 is not .* = 16: set it to 32"),
         ({"posttrain": {"group_size": 3}}, "do not divide into groups of posttrain.group_size 3"),
         ({"posttrain": {"epochs": 3}}, "train.steps = 4 ends within a rollout of 3 steps: set it to 6"),
         ({"posttrain": {"max_new_tokens": 16}}, "leaves no room for prompts in train.sequence_length = 16"),

@@ -6,7 +6,8 @@ import numpy as np
 from zerojax.multihost.preemption import StopRequest
 from zerojax.posttrain.loss.advantages import group_advantages
 from zerojax.posttrain.methods.trainer import PostTrainer
-from zerojax.posttrain.rollout.rollout import Rollout, Rows, mixed_groups
+from zerojax.posttrain.processes import Rows
+from zerojax.posttrain.rollout.rollout import Rollout, mixed_groups
 from zerojax.train.step import train_step
 
 

@@ -10,9 +10,9 @@ import numpy as np
 from zerojax.multihost.preemption import StopRequest
 from zerojax.posttrain.loss.advantages import gae, token_rewards
 from zerojax.posttrain.methods.trainer import PostTrainer
-from zerojax.posttrain.processes import mean_over_processes, moments_over_processes
+from zerojax.posttrain.processes import Rows, mean_over_processes, moments_over_processes
 from zerojax.posttrain.roles.critic import Critic
-from zerojax.posttrain.rollout.rollout import Rollout, Rows
+from zerojax.posttrain.rollout.rollout import Rollout
 from zerojax.posttrain.settings import abstract_batch
 from zerojax.train.step import Metrics, train_step
 

@@ -19,8 +19,8 @@ from zerojax.multihost.peers import Peers
 from zerojax.multihost.preemption import StopRequest
 from zerojax.posttrain.data.pairs import PairRows, Pairs, chosen_items
 from zerojax.posttrain.loss.preference import answer_log_probs, preference_loss
+from zerojax.posttrain.processes import micro_batches
 from zerojax.posttrain.roles.memory import RoleMemory
-from zerojax.posttrain.roles.predictions import micro_batches
 from zerojax.posttrain.roles.reference import Reference
 from zerojax.posttrain.settings import (
     REFERENCED,

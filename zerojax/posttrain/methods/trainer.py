@@ -17,13 +17,12 @@ from zerojax.models import describe_parameters
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.preemption import StopRequest
 from zerojax.posttrain.loss.policy import log_probs_of, policy_loss
-from zerojax.posttrain.processes import any_process, mean_over_processes
+from zerojax.posttrain.processes import Rows, any_process, mean_over_processes, predict_rows
 from zerojax.posttrain.roles.critic import NAME, Critic
 from zerojax.posttrain.roles.memory import RoleMemory
-from zerojax.posttrain.roles.predictions import predict_rows
 from zerojax.posttrain.roles.reference import Reference
 from zerojax.posttrain.roles.saved_runs import with_reward_checkpoint
-from zerojax.posttrain.rollout.rollout import Rollout, Rows, minibatches, samples_of
+from zerojax.posttrain.rollout.rollout import Rollout, minibatches, samples_of
 from zerojax.posttrain.rollout.task import Task
 from zerojax.posttrain.settings import (
     abstract_batch,

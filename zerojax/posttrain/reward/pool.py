@@ -12,7 +12,7 @@ from zerojax.run.config import PosttrainSection
 
 _STOP_SECONDS = 0.2  # the time to notice a signal
 
-Answer = dict[str, Any] | LostReward
+Response = dict[str, Any] | LostReward
 
 
 class RewardPool:
@@ -42,20 +42,20 @@ class RewardPool:
 
     def ask(
         self, questions: Sequence[Sequence[Any]], stopping: Callable[[], bool] = lambda: False
-    ) -> list[Answer]:
+    ) -> list[Response]:
         """The response to each question, or the reason why it is lost.
 
         Args:
             questions: each has the arguments of ``RewardProcess.ask``.
             stopping: once it returns True, the pool closes and all responses are lost.
         """
-        waiting = [self._threads.submit(self._answer, question) for question in questions]
+        waiting = [self._threads.submit(self._call, question) for question in questions]
         while wait(waiting, _STOP_SECONDS).not_done:
             if stopping():
                 self.close()
                 return [LostReward("the run was asked to stop")] * len(questions)
         found = [one.result() for one in waiting]
-        if lost := [answer for answer in found if isinstance(answer, LostReward)]:
+        if lost := [response for response in found if isinstance(response, LostReward)]:
             logger.warning(f"{len(lost)} of {len(found)} rewards are lost, the last one: {lost[-1]}")
         return found
 
@@ -68,14 +68,14 @@ class RewardPool:
         Raises:
             ConfigurationError: every call would fail.
         """
-        answer = self._answer(question)
-        if isinstance(answer, RefusedReward):
+        response = self._call(question)
+        if isinstance(response, RefusedReward):
             self.close()
-            raise ConfigurationError(f"{self._processes[0].key}: {answer}") from answer
-        if isinstance(answer, LostReward):
-            logger.warning(f"an empty completion has no reward: {answer}")
+            raise ConfigurationError(f"{self._processes[0].key}: {response}") from response
+        if isinstance(response, LostReward):
+            logger.warning(f"an empty completion has no reward: {response}")
             return None
-        return answer
+        return response
 
     def close(self) -> None:
         """End all processes, including busy ones."""
@@ -86,7 +86,7 @@ class RewardPool:
         for process in self._processes:
             process.close()
 
-    def _answer(self, question: Sequence[Any]) -> Answer:
+    def _call(self, question: Sequence[Any]) -> Response:
         process = self._idle.get()
         try:
             return process.ask(*question)

@@ -24,8 +24,8 @@ Kind = Literal["rewards", "environment"]
 _LOADING_SECONDS = 60.0
 _POLL_SECONDS = 0.1  # the time to notice the end of a process
 _MAX_LINE_BYTES = 4096  # of a line that a function prints
-_MAX_ANSWER_BYTES = 1 << 24  # of a state with an observation
-_ANSWERS = {
+_MAX_RESPONSE_BYTES = 1 << 24  # of a state with an observation
+_RESPONSES = {
     "load": set[str](),
     "score": {"rewards"},
     "reset": {"state"},
@@ -171,7 +171,7 @@ class RewardProcess:
                 with self._connection:
                     self._connection.sendall(json.dumps([what, *arguments], default=str).encode() + b"\n")
             self._connection = self._accept(deadline)
-            answer = self._parse(what, read_line(self._connection, deadline))
+            response = self._parse(what, read_line(self._connection, deadline))
         except LostReward:
             self.close()
             raise
@@ -182,10 +182,10 @@ class RewardProcess:
         except (OSError, EOFError):
             self.close()
             raise LostReward("its process has ended") from None
-        if "error" in answer:
-            kind = RefusedReward if answer.get("refused") else LostReward
-            raise kind(printable(answer["error"]))
-        return answer
+        if "error" in response:
+            kind = RefusedReward if response.get("refused") else LostReward
+            raise kind(printable(response["error"]))
+        return response
 
     def _parse(self, what: str, line: bytes) -> dict[str, Any]:
         """Parse a line, which may be from any process that the user's code started.
@@ -194,16 +194,16 @@ class RewardProcess:
             LostReward: reward/worker.py does not send such a line.
         """
         with suppress(ValueError, RecursionError):
-            if self._is_answer(what, answer := json.loads(line)):
-                return answer
+            if self._is_response(what, response := json.loads(line)):
+                return response
         raise LostReward(f"its process sent {short(line)}, which is no response")
 
-    def _is_answer(self, what: str, value: Any) -> bool:
+    def _is_response(self, what: str, value: Any) -> bool:
         if not isinstance(value, dict) or isinstance(value.get("error"), str):
             return isinstance(value, dict)
         numbers = value.get("rewards", [value.get("reward", 0.0)])
         return (
-            value.keys() == _ANSWERS[what]
+            value.keys() == _RESPONSES[what]
             and isinstance(numbers, list)
             and (what != "score" or len(numbers) == self._count)
             and all(isinstance(one, float) and abs(one) <= worker.MAX_REWARD for one in numbers)
@@ -245,8 +245,8 @@ def read_line(connection: socket.socket, deadline: float) -> bytes:
         if not (more := connection.recv(1 << 16)):
             raise EOFError
         line += more
-        if len(line) > _MAX_ANSWER_BYTES:
-            raise LostReward(f"the response has more than {_MAX_ANSWER_BYTES >> 20} MiB")
+        if len(line) > _MAX_RESPONSE_BYTES:
+            raise LostReward(f"the response has more than {_MAX_RESPONSE_BYTES >> 20} MiB")
     return bytes(line)
 
 

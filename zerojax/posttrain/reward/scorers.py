@@ -16,9 +16,9 @@ from zerojax.log import logger
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.posttrain.data.prompts import Prompt
 from zerojax.posttrain.loss.policy import completion_scores
+from zerojax.posttrain.processes import predict_rows
 from zerojax.posttrain.reward.pool import RewardPool
 from zerojax.posttrain.reward.process import LostReward
-from zerojax.posttrain.roles.predictions import predict_rows
 from zerojax.posttrain.roles.reference import frozen_setup
 from zerojax.posttrain.roles.saved_runs import check_tokenizer, saved_settings
 from zerojax.posttrain.rollout.rollout import Rollout
@@ -77,10 +77,10 @@ class FunctionScorer(Scorer):
     @override
     def score(self, rollout: Rollout, stopping: Callable[[], bool] = lambda: False) -> Scores:
         texts = zip(rollout.prompts, rollout.texts, strict=True)
-        answers = self._pool.ask([("score", one.text, text, one.row) for one, text in texts], stopping)
-        lost = [str(one) for one in answers if isinstance(one, LostReward)]
+        responses = self._pool.ask([("score", one.text, text, one.row) for one, text in texts], stopping)
+        lost = [str(one) for one in responses if isinstance(one, LostReward)]
         none = [math.nan] * len(self._rewards)
-        found = [none if isinstance(one, LostReward) else one["rewards"] for one in answers]
+        found = [none if isinstance(one, LostReward) else one["rewards"] for one in responses]
         each = np.asarray(found, np.float32)
         names = [one.name for one in self._rewards]
         self.parts = dict(zip(names, each.T, strict=True)) if len(names) > 1 else {}

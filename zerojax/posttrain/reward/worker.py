@@ -29,7 +29,7 @@ MAX_REWARD = 3.4028235e38
 
 _MAX_ERROR_LENGTH = 500  # characters
 
-Answer = dict[str, Any]
+Response = dict[str, Any]
 
 
 class RefusedError(Exception):
@@ -101,7 +101,7 @@ class Rewards:
     def __init__(self, functions: list[Callable[..., Any]]) -> None:
         self.functions = functions
 
-    def score(self, prompt: str, completion: str, row: dict[str, Any]) -> Answer:
+    def score(self, prompt: str, completion: str, row: dict[str, Any]) -> Response:
         """The reward by each function."""
         given = {"prompt": prompt, "completion": completion}
         return {"rewards": [checked_reward(call(one, given, row), one) for one in self.functions]}
@@ -117,12 +117,12 @@ class Environment:
             if not callable(getattr(self.environment, name, None)):
                 raise RefusedError(f"{type(self.environment).__name__} has no method {name}")
 
-    def reset(self, prompt: str, row: dict[str, Any]) -> Answer:
+    def reset(self, prompt: str, row: dict[str, Any]) -> Response:
         """The first state of an episode."""
         reset = self.environment.reset
         return {"state": checked_state(call(reset, {"prompt": prompt}, row), reset)}
 
-    def step(self, state: Any, completion: str) -> Answer:
+    def step(self, state: Any, completion: str) -> Response:
         """The state, observation and reward after a turn of the model."""
         step = self.environment.step
         value = call(step, {"state": state, "completion": completion})
@@ -143,7 +143,7 @@ class Environment:
 KINDS: dict[str, Callable[[list[Any]], Any]] = {"rewards": Rewards, "environment": Environment}
 
 
-def answer(find: Callable[[], Answer]) -> Answer:
+def result_or_error(find: Callable[[], Response]) -> Response:
     """The result of ``find``, or the error that it raised."""
     try:
         return find()
@@ -172,22 +172,22 @@ def fork_guarded() -> None:
 
 
 def main(address: str, kind: str, *named: str) -> None:
-    """Answer questions until the connection ends."""
+    """Respond to questions until the connection ends."""
     fork_guarded()
     # The output of a function goes to standard error.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     own, asked = os.getpid(), list[Any]()
 
-    def loaded() -> Answer:
+    def loaded() -> Response:
         places = enumerate(zip(named[::2], named[1::2], strict=True))
         asked.append(KINDS[kind]([load(file, name, number) for number, (file, name) in places]))
         return {}
 
-    def answered(what: str, *arguments: Any) -> Answer:
+    def respond(what: str, *arguments: Any) -> Response:
         return getattr(asked[0], what)(*arguments)
 
-    def exchange(found: Answer) -> bytes:
+    def exchange(found: Response) -> bytes:
         if os.getpid() != own:  # a function has forked, and its child has returned, too
             os._exit(1)
         with socket.socket(socket.AF_UNIX) as channel:
@@ -196,9 +196,9 @@ def main(address: str, kind: str, *named: str) -> None:
             with channel.makefile("rb") as questions:
                 return questions.readline()
 
-    found = answer(loaded)
+    found = result_or_error(loaded)
     while question := exchange(found):
-        found = answer(lambda: answered(*json.loads(question)))
+        found = result_or_error(lambda: respond(*json.loads(question)))
 
 
 if __name__ == "__main__":

@@ -12,9 +12,8 @@ from zerojax.errors import ConfigurationError
 from zerojax.models import describe_parameters
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.posttrain.loss.policy import value_loss, values_of
-from zerojax.posttrain.roles.predictions import predict_rows
+from zerojax.posttrain.processes import Rows, predict_rows
 from zerojax.posttrain.roles.saved_runs import check_tokenizer, saved_settings
-from zerojax.posttrain.rollout.rollout import Rows
 from zerojax.posttrain.settings import abstract_columns
 from zerojax.run.build import RunSetup, Trained
 from zerojax.run.checkpoints import Beside, read_manifest, restore

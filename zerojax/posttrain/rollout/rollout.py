@@ -8,12 +8,10 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
 from zerojax.posttrain.data.prompts import Prompt
-from zerojax.posttrain.processes import mean_over_processes
+from zerojax.posttrain.processes import Rows, mean_over_processes
 from zerojax.posttrain.rollout.turns import Row
 from zerojax.run.data.split import evenly_spread
 from zerojax.run.data.tokenizer import Tokenizer
-
-Rows = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)

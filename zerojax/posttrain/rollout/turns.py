@@ -109,12 +109,12 @@ class Episodes:
 
     def begin(self, rows: Sequence[Row], stopping: Callable[[], bool]) -> None:
         """Begin an episode of each row."""
-        answers = self.pool.ask([("reset", row.prompt.text, row.prompt.row) for row in rows], stopping)
-        for row, answer in zip(rows, answers, strict=True):
-            if isinstance(answer, LostReward):
-                row.mark_lost(answer)
+        responses = self.pool.ask([("reset", row.prompt.text, row.prompt.row) for row in rows], stopping)
+        for row, response in zip(rows, responses, strict=True):
+            if isinstance(response, LostReward):
+                row.mark_lost(response)
             else:
-                row.state = answer["state"]
+                row.state = response["state"]
 
     def step(self, rows: Sequence[Row], stopping: Callable[[], bool], *, last: bool) -> None:
         """Pass the last turn of each row to the environment.
@@ -122,12 +122,16 @@ class Episodes:
         A row is over if its episode is over, if the observation leaves no room for a turn, or after the
         ``last`` turn.
         """
-        answers = self.pool.ask([("step", row.state, row.last_turn) for row in rows], stopping)
-        for row, answer in zip(rows, answers, strict=True):
-            if isinstance(answer, LostReward):
-                row.mark_lost(answer)
+        responses = self.pool.ask([("step", row.state, row.last_turn) for row in rows], stopping)
+        for row, response in zip(rows, responses, strict=True):
+            if isinstance(response, LostReward):
+                row.mark_lost(response)
                 continue
-            row.state, observation, row.earned[-1] = answer["state"], answer["observation"], answer["reward"]
+            row.state, observation, row.earned[-1] = (
+                response["state"],
+                response["observation"],
+                response["reward"],
+            )
             row.over = row.ended = observation is None
             if observation is None:
                 continue
