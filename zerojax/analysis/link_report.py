@@ -123,9 +123,6 @@ class LinkReport:
 
         CPUs use gloo's collectives. Their report gives the rate of the best flows instead, because NCCL opens
         as many flows as its variables say.
-
-        Raises:
-            ConfigurationError: the report was measured on CPUs, and without flows.
         """
         if self.platform != "cpu":
             return self.fit(op)
@@ -137,21 +134,13 @@ class LinkReport:
         return 0.0, _best(self).bytes_per_second
 
     def write(self, file: Path) -> None:
-        """Write it as JSON.
-
-        Raises:
-            ConfigurationError: the file cannot be written.
-        """
+        """Write it as JSON."""
         with file_errors(file, what="cannot write: "):
             file.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @staticmethod
     def read(file: Path) -> "LinkReport":
-        """Read a file of ``write``.
-
-        Raises:
-            ConfigurationError: the file cannot be read, or is not a link report.
-        """
+        """Read a file of ``write``."""
         with file_errors(file, content="not what zerojax links writes"):
             how = dacite.Config(strict=True, cast=[tuple], type_hooks={float: _number})
             report = dacite.from_dict(LinkReport, parse_json(file.read_text()), how)

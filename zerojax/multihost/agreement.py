@@ -22,9 +22,6 @@ def run_on_process_zero(find: Callable[[], Any]) -> Any:
     """Call ``find`` on process zero only, and return its result, or raise its error, on all processes.
 
     The result must be JSON-serializable.
-
-    Raises:
-        ConfigurationError: ``find`` raised it.
     """
     if jax.process_count() == 1:
         return find()

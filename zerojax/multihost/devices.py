@@ -30,9 +30,6 @@ def share_devices(processes: int, each: int, platform: Platform = "auto") -> lis
 
     Returns:
         The variables to add, by process.
-
-    Raises:
-        ConfigurationError: a count is below 1, or there are too few GPUs.
     """
     if processes < 1 or each < 1:
         raise ConfigurationError(

@@ -198,9 +198,6 @@ def _token(given: str | None, insecure: bool, host: str | None) -> str:
 
     ``given`` is the program's token; None reads the environment. ``host`` is the interface on which rank 0
     listens; None for all.
-
-    Raises:
-        ConfigurationError: a token is needed and missing, or it is too easy to guess.
     """
     token = (os.environ.get(VARIABLE, "") if given is None else given).strip()
     switch = os.environ.get(_INSECURE, "")
@@ -229,11 +226,7 @@ def _only_this_host(host: str | None) -> bool:
 
 @contextmanager
 def _private_folder() -> Generator[Path]:
-    """A temporary folder for Unix sockets, with a short path, that only the user can open.
-
-    Raises:
-        JobError: it cannot be created.
-    """
+    """A temporary folder for Unix sockets, with a short path, that only the user can open."""
     try:
         usual = tempfile.gettempdir()
         parent = usual if len(usual) <= _MAX_FOLDER_LENGTH else "/tmp"

@@ -48,9 +48,6 @@ class Flows:
 
     Attributes:
         address: host, port, and the secret in hexadecimal digits, for the previous node's ``measure``.
-
-    Raises:
-        JobError: this process cannot listen at ``host``.
     """
 
     def __init__(self, host: str) -> None:

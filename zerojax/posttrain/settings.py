@@ -68,11 +68,7 @@ def longest_answer(config: RunConfig) -> int:
 
 
 def check_settings(config: RunConfig, processes: int) -> None:
-    """Refuse settings of a run with rollouts that contradict each other.
-
-    Raises:
-        ConfigurationError: names the setting and a value that works.
-    """
+    """Refuse settings of a run with rollouts that contradict each other."""
     train, settings, rows = config.train, config.posttrain, rollout_rows(config)
     check_method(config)
     config.model.check_language_model(f'posttrain.method = "{settings.method}"')
@@ -142,11 +138,7 @@ def check_settings(config: RunConfig, processes: int) -> None:
 
 
 def check_preferences(config: RunConfig) -> None:
-    """Refuse settings of a run on preferences that contradict each other.
-
-    Raises:
-        ConfigurationError: names the setting and a value that works.
-    """
+    """Refuse settings of a run on preferences that contradict each other."""
     method = config.posttrain.method
     check_method(config)
     _refuse_dropout(config)
@@ -203,11 +195,7 @@ def abstract_pairs(config: RunConfig) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def check_method(config: RunConfig) -> None:
-    """Refuse a run without a method, and keys of [posttrain] and [critic] that the method does not read.
-
-    Raises:
-        ConfigurationError: names the key.
-    """
+    """Refuse a run without a method, and keys of [posttrain] and [critic] that the method does not read."""
     settings, method = config.posttrain, config.posttrain.method
     if method == "none":
         raise ConfigurationError(
@@ -230,11 +218,7 @@ def check_method(config: RunConfig) -> None:
 
 
 def check_first_weights(manifest: Manifest | None, init_from: Path | None) -> None:
-    """Refuse to start with random weights.
-
-    Raises:
-        ConfigurationError: the run's folder has no checkpoint, and ``init_from`` is None.
-    """
+    """Refuse to start with random weights."""
     if manifest is None and init_from is None:
         raise ConfigurationError(
             "zerojax posttrain starts with a trained model, but there is none: name its run in --init-from, "

@@ -32,9 +32,6 @@ def check_numbers(settings: "DataclassInstance", name: Callable[[str], str]) -> 
     Args:
         settings: the dataclass. Its nested sections check themselves.
         name: maps a field to its name for users, such as "train.{}".format.
-
-    Raises:
-        ConfigurationError: names the field and its value.
     """
     for field in dataclasses.fields(settings):
         given = getattr(settings, field.name)
@@ -48,11 +45,7 @@ def check_numbers(settings: "DataclassInstance", name: Callable[[str], str]) -> 
 
 
 def checked_seed(seed: int) -> np.uint32:
-    """The seed as uint32.
-
-    Raises:
-        ConfigurationError: it is not a whole number from 0 to 2^32 - 1.
-    """
+    """The seed as uint32."""
     try:
         return np.uint32(operator.index(seed))
     except (TypeError, OverflowError):
@@ -65,11 +58,7 @@ def is_time(value: object) -> TypeGuard[float]:
 
 
 def require(condition: bool, message: str) -> None:
-    """Refuse a setting unless the condition holds.
-
-    Raises:
-        ConfigurationError: has the message. Inside ``all_at_once`` it is raised at the end of the block.
-    """
+    """Refuse a setting unless the condition holds, or in ``all_at_once`` at the end of the block."""
     if condition:
         return
     if (found := _found.get()) is None:
@@ -82,11 +71,7 @@ _found: ContextVar[list[str] | None] = ContextVar("refused", default=None)
 
 @contextmanager
 def all_at_once() -> Generator[None]:
-    """Collect the messages of ``require`` in a block, so that the user sees all faults at once.
-
-    Raises:
-        ConfigurationError: at the end of the block, with all messages, if there are any.
-    """
+    """Collect the messages of ``require`` in a block, so that the user sees all faults at once."""
     found: list[str] = []
     token = _found.set(found)
     try:

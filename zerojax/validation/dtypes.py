@@ -19,9 +19,6 @@ def dtype_name(value: Any, option: str, allowed: Sequence[str]) -> str:
             NumPy (``jnp.bfloat16``).
         option: name of the option, for the message.
         allowed: the allowed names in NumPy, such as "float32".
-
-    Raises:
-        ConfigurationError: the dtype is not allowed.
     """
     name = value
     if isinstance(value, str):

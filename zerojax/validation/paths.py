@@ -12,9 +12,6 @@ def check_checkpoint_path(folder: Path) -> None:
 
     Orbax finds the files that it has just written by a pattern. In such a folder it would silently skip all
     arrays.
-
-    Raises:
-        ConfigurationError: names the folder.
     """
     path = str(folder.absolute())
     if glob.escape(path) != path or "\\" in path or not is_unicode(path):

@@ -7,11 +7,7 @@ from zerojax.errors import ConfigurationError
 
 
 def as_patterns(setting: str, given: Iterable[str]) -> tuple[str, ...]:
-    """The patterns of a setting as a tuple.
-
-    Raises:
-        ConfigurationError: ``given`` is one string, which would be read letter by letter.
-    """
+    """The patterns of a setting as a tuple."""
     if isinstance(given, str):
         raise ConfigurationError(
             f"{setting}={given!r} is one string: give a tuple of patterns, ({given!r},)."
@@ -35,11 +31,7 @@ def why_not(patterns: Sequence[str], path: str, setting: str) -> str | None:
 def refuse_idle(
     setting: str, patterns: Sequence[str], paths: Sequence[str], default: Sequence[str] = ()
 ) -> None:
-    """Refuse shell patterns that match none of a model's paths. Patterns in ``default`` need not match.
-
-    Raises:
-        ConfigurationError: names the setting, the patterns, and a few paths.
-    """
+    """Refuse shell patterns that match none of a model's paths. Patterns in ``default`` need not match."""
     idle = [p for p in patterns if p not in default and not any(matches(p, path) for path in paths)]
     if idle:
         raise ConfigurationError(

@@ -1,12 +1,14 @@
 """Strict readers of untrusted JSON and TOML, and quoting of their values in messages.
 
 They refuse values that the formats leave to their readers: unbounded nesting, duplicate keys, NaN and
-infinities, whole numbers of hundreds of digits, and text that is not valid Unicode.
+infinities, whole numbers of hundreds of digits, and text that is not valid Unicode. zerojax's own small JSON
+files have a checksum, which detects accidents but not tampering.
 """
 
 import json
 import math
 import tomllib
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +41,7 @@ def parse_json(text: str) -> Any:
 
 
 def read_json_object(path: Path, kind: type[ConfigurationError] = ConfigurationError) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        ConfigurationError: the file cannot be read, ``parse_json`` refuses it, or it is no object. The
-            error's class is ``kind``.
-    """
+    """The object in a JSON file. Errors are of the class ``kind``."""
     with file_errors(path, kind, content="not JSON"):
         values = parse_json(path.read_text(encoding="utf-8"))
     if not isinstance(values, dict):
@@ -69,6 +66,32 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise ValueError(_TOO_DEEP) from None
     _check(data)
     return data
+
+
+def dump_checked(data: dict[str, Any]) -> str:
+    """The JSON text of ``data`` with its checksum."""
+    return json.dumps({"crc32": _checksum(data), "data": data}, indent=1) + "\n"
+
+
+def load_checked(text: str) -> dict[str, Any]:
+    """The data in a text of ``dump_checked``.
+
+    Raises:
+        ValueError: the text is not JSON, or has another layout or a wrong checksum. The message says which.
+    """
+    try:
+        whole = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if (
+        not isinstance(whole, dict)
+        or whole.keys() != {"crc32", "data"}
+        or not isinstance(whole["data"], dict)
+    ):
+        raise ValueError("not a JSON object with a checksum")
+    if whole["crc32"] != _checksum(whole["data"]):
+        raise ValueError("wrong checksum")
+    return whole["data"]
 
 
 def is_unicode(text: str) -> bool:
@@ -134,3 +157,7 @@ def _check(data: Any) -> None:
         level, depth = below, depth + 1
         if depth > DEEPEST and any(isinstance(value, dict | list) for value in level):
             raise ValueError(_TOO_DEEP)
+
+
+def _checksum(data: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(data, sort_keys=True, separators=(",", ":")).encode())

@@ -19,7 +19,7 @@ from zerojax.run.checkpoints import (
     verify,
 )
 from zerojax.run.checkpoints.manifest import write_manifest
-from zerojax.validation.checksummed_json import dump_checked, load_checked
+from zerojax.validation.untrusted import dump_checked, load_checked
 
 RECORD = Record({"train": {"steps": 9}}, {"next": 3}, 2, 61.5, (2, 4), {"validation_loss": 1.25})
 FILES = {

@@ -22,7 +22,7 @@ from zerojax.run.data.responses import ResponseEnd, held_out_items
 from zerojax.run.data.source import TextSource
 from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer
 from zerojax.run.data.tokens import TokenFile, open_tokens
-from zerojax.validation.checksummed_json import load_checked
+from zerojax.validation.untrusted import load_checked
 
 FIXTURES = ROOT / "tests" / "fixtures" / "chat"
 CHAT = DataSection(kind="chat", chat_template="chatml", packing="documents", validation=0.2)

@@ -20,7 +20,7 @@ from zerojax.run.data.source import TextSource
 from zerojax.run.data.split import rank, validation_limit
 from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer
 from zerojax.run.data.tokens import TokenFile, TokenWriter, open_tokens
-from zerojax.validation.checksummed_json import dump_checked, load_checked
+from zerojax.validation.untrusted import dump_checked, load_checked
 
 
 @pytest.fixture

@@ -156,10 +156,6 @@ def on_world(spec: TrainSpec, world: MeshShape, zero: ZeroConfig) -> TrainSpec:
         spec: built for any mesh. If ``zero`` keeps the optimizer in host memory, so does the spec.
         world: extents of the other mesh.
         zero: the other options. Their ``units`` are ignored; the spec's are taken.
-
-    Raises:
-        ConfigurationError: the options do not fit the mesh, the model or its optimizer, or only they keep the
-            optimizer in host memory.
     """
     check_options(zero, world)
     streams = "optimizer" in zero.host and spec.tx is not None

@@ -17,11 +17,7 @@ _ALWAYS = ("compute", "hops in the node", "waiting for the network", "optimizer"
 
 
 def draw_outlook(outlook: Outlook, path: Path, title: str) -> None:
-    """Draw an outlook as PNG.
-
-    Raises:
-        ConfigurationError: the file cannot be written.
-    """
+    """Draw an outlook as PNG."""
     cluster = outlook.cluster
     figure = Figure(figsize=(12, 1.9 + 0.5 * len(outlook.forecasts)), layout="constrained")
     memory, time = figure.subplots(1, 2, sharey=True)

@@ -20,9 +20,6 @@ def reserve_files(size: int) -> None:
     """Raise this process's limit by the needs of a job of ``size`` processes.
 
     Training keeps its share. Most systems set a soft limit of 1,024 files and a hard limit of 4,096 or more.
-
-    Raises:
-        ConfigurationError: the hard limit is too low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:

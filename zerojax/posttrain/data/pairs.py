@@ -92,9 +92,6 @@ class Pairs:
             tokenizer: of the model.
             template: for conversations; None if each row has a prompt.
             longest: the most tokens of a prompt with its answer. Longer pairs are skipped.
-
-        Raises:
-            DataError: a file is damaged, a row is malformed, or all pairs were skipped.
         """
         read = list(_read(data, tokenizer, template))
         every = [pair for pair in read if pair is not None]

@@ -50,9 +50,6 @@ class Prompts:
             tokenizer: of the model.
             template: for conversations; None if each row has a prompt.
             longest: the most tokens of a prompt. Longer prompts are skipped.
-
-        Raises:
-            DataError: a file is damaged, a row is malformed, or all prompts are too long.
         """
         every = [
             one for path in files_of(data, "prompts") for one in _read_table(path, data, tokenizer, template)
@@ -83,11 +80,7 @@ class Prompts:
 
 
 def files_of(data: DataSection, what: str) -> Sequence[Path]:
-    """The files of ``data.source``; messages call their contents ``what``, such as "prompts".
-
-    Raises:
-        DataError: there is no file, not exactly one source is named, or a file is no table.
-    """
+    """The files of ``data.source``; messages call their contents ``what``, such as "prompts"."""
     if data.mixture or data.source == DataSection.source:
         raise DataError(
             f"zerojax posttrain reads {what} from one source: name a file, folder or glob in data.source"

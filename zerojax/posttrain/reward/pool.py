@@ -64,9 +64,6 @@ class RewardPool:
 
         Returns:
             The response. None, with a warning, if it is lost but others may not be.
-
-        Raises:
-            ConfigurationError: every call would fail.
         """
         response = self._call(question)
         if isinstance(response, RefusedReward):

@@ -60,9 +60,6 @@ class RewardProcess:
         seconds: time limit for a response.
         variables: names of environment variables to pass on although they suggest a secret.
         kind: the kind of the objects.
-
-    Raises:
-        ConfigurationError: a name is malformed, or a file does not exist.
     """
 
     def __init__(
@@ -86,11 +83,7 @@ class RewardProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def load(self) -> None:
-        """Start the process, which loads the files.
-
-        Raises:
-            ConfigurationError: a file cannot be loaded, or does not have the named object.
-        """
+        """Start the process, which loads the files."""
         try:
             self._start()
         except LostReward as error:

@@ -28,11 +28,7 @@ class Reference:
     def of(
         cls, config: RunConfig, folder: RunFolder, base: str, trained: TrainState, reader: WeightReader
     ) -> "Reference":
-        """Load the reference of a run. Its first weights are at ``base`` (``Record.base``).
-
-        Raises:
-            ConfigurationError: the first weights are gone.
-        """
+        """Load the reference of a run. Its first weights are at ``base`` (``Record.base``)."""
         setup = reference_setup(config, trained.spec)
         if setup is None:
             return cls(None)

@@ -13,11 +13,7 @@ from zerojax.run.run_dir import Resume, RunFolder
 
 
 def saved_settings(path: str, key: str) -> RunConfig:
-    """The settings of a saved run, given its folder or one of its checkpoints.
-
-    Raises:
-        ConfigurationError: there is no such run. The message begins with ``key``.
-    """
+    """The settings of a saved run, given its folder or one of its checkpoints."""
     try:
         return saved_config(checkpoints.read_manifest(checkpoints.find(Path(path))).record.config)
     except ConfigurationError as error:
@@ -28,9 +24,6 @@ def with_reward_checkpoint(config: RunConfig, folder: RunFolder, resume: Resume)
     """The settings with ``posttrain.reward_model`` fixed to one of that run's checkpoints.
 
     A run keeps its first reward even if training of the reward model continues.
-
-    Raises:
-        ConfigurationError: the checkpoint does not exist, or no longer exists.
     """
     named = Path(config.posttrain.reward_model)
     if not config.posttrain.reward_model:
@@ -58,11 +51,7 @@ def with_reward_checkpoint(config: RunConfig, folder: RunFolder, resume: Resume)
 
 
 def check_reward_model(config: RunConfig) -> None:
-    """Refuse a ``posttrain.reward_model`` that cannot score the policy's completions.
-
-    Raises:
-        ConfigurationError: it is a language model, or its context is too short.
-    """
+    """Refuse a ``posttrain.reward_model`` that cannot score the policy's completions."""
     path = config.posttrain.reward_model
     model = saved_settings(path, "posttrain.reward_model").model
     if model.outputs != 1:
@@ -83,11 +72,7 @@ def check_reward_model(config: RunConfig) -> None:
 
 
 def check_tokenizer(path: str, key: str, tokenizer: Tokenizer) -> None:
-    """Refuse a saved run (named as for ``saved_settings``) with another tokenizer than the policy's.
-
-    Raises:
-        ConfigurationError: the tokenizers differ, or the run's tokenizer is gone.
-    """
+    """Refuse a saved run (named as for ``saved_settings``) with another tokenizer than the policy's."""
     folder = RunFolder(checkpoints.find(Path(path)).parent.parent)
     theirs = open_tokenizer(saved_settings(path, key).data, folder.data)
     if not same_tokenizer(theirs, tokenizer):

@@ -92,11 +92,7 @@ class Episodes:
     longest: int
 
     def check(self, prompt: Prompt) -> None:
-        """Try the environment: begin an episode and take an empty turn.
-
-        Raises:
-            ConfigurationError: its methods take or return other values than ``Environment`` says.
-        """
+        """Try the environment: begin an episode and take an empty turn."""
         if (begun := self.pool.check("reset", prompt.text, prompt.row)) is None:
             return
         found = self.pool.check("step", begun["state"], "")

@@ -19,7 +19,7 @@ import dacite
 from zerojax.errors import ConfigurationError, RunError
 from zerojax.run.run_dir import write_whole
 from zerojax.validation.bounds import is_time, require
-from zerojax.validation.checksummed_json import dump_checked, load_checked
+from zerojax.validation.untrusted import dump_checked, load_checked
 
 MANIFEST = "manifest.json"
 _OLD_NAME = "seal.json"  # of zerojax 0.1.0

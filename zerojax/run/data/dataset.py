@@ -17,7 +17,7 @@ from zerojax.run.data.packing import shortened
 from zerojax.run.data.source import check_source_exists
 from zerojax.run.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer, same_tokenizer
 from zerojax.run.data.tokens import TokenFile, open_tokens
-from zerojax.validation.checksummed_json import load_checked
+from zerojax.validation.untrusted import load_checked
 
 SPLITS = ("train", "validation")
 TOKENIZER = "tokenizer.json"

@@ -35,8 +35,7 @@ from zerojax.run.data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
 from zerojax.run.data.tokenizer import SETTINGS as TOKENIZER_SETTINGS
 from zerojax.run.data.tokens import TokenWriter
 from zerojax.run.run_dir import copy_files
-from zerojax.validation.checksummed_json import dump_checked
-from zerojax.validation.untrusted import parse_json
+from zerojax.validation.untrusted import dump_checked, parse_json
 
 _SETTINGS = "settings.json"
 _BATCH_DOCUMENTS = 1024

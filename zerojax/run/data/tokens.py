@@ -23,7 +23,7 @@ from jaxtyping import Bool, UInt32
 from zerojax.errors import file_errors
 from zerojax.run.data.formats import DataError
 from zerojax.run.data.tokenizer import Tokenizer
-from zerojax.validation.checksummed_json import dump_checked, load_checked
+from zerojax.validation.untrusted import dump_checked, load_checked
 
 _FORMAT = 2
 _DTYPES = {"uint8": np.dtype("<u1"), "uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
