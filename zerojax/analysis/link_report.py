@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import dacite
 import numpy as np
@@ -66,6 +66,18 @@ class CollectiveTime:
     seconds: float
 
 
+class Line(NamedTuple):
+    """A collective's time over its size.
+
+    Attributes:
+        latency: seconds of an empty message.
+        rate: bytes/s that a node sends.
+    """
+
+    latency: float
+    rate: float
+
+
 @dataclass(frozen=True)
 class LinkReport:
     """The links between a job's nodes.
@@ -103,12 +115,8 @@ class LinkReport:
         (seconds,) = (found.seconds for found in self.collectives if (found.op, found.bytes) == (op, size))
         return size * self.local / seconds
 
-    def fit(self, op: Op) -> tuple[float, float]:
-        """Fit a collective's time by a straight line over its size, by least squares of the relative errors.
-
-        Returns:
-            The line: seconds of an empty message, and bytes/s that a node sends.
-        """
+    def fit(self, op: Op) -> Line:
+        """Fit a collective's times by least squares of the relative errors."""
         found = [measured for measured in self.collectives if measured.op == op]
         sizes = np.asarray([measured.bytes for measured in found], float)
         seconds = np.asarray([measured.seconds for measured in found])
@@ -116,10 +124,10 @@ class LinkReport:
         if slope <= 0 or latency < 0:  # noise, or one size: take the largest message alone
             largest = int(np.argmax(sizes))
             slope, latency = seconds[largest] / sizes[largest], 0.0
-        return float(latency), float(self.local / slope)
+        return Line(float(latency), float(self.local / slope))
 
-    def expected(self, op: Op) -> tuple[float, float]:
-        """The line to expect on GPUs: seconds of an empty message, and bytes/s that a node sends.
+    def expected(self, op: Op) -> Line:
+        """The line to expect on GPUs.
 
         CPUs use gloo's collectives. Their report gives the rate of the best flows instead, because NCCL opens
         as many flows as its variables say.
@@ -131,7 +139,7 @@ class LinkReport:
                 "the links were measured on CPUs in one process, not between nodes: run zerojax links on the "
                 "nodes"
             )
-        return 0.0, _best(self).bytes_per_second
+        return Line(0.0, _best(self).bytes_per_second)
 
     def write(self, file: Path) -> None:
         """Write it as JSON."""

@@ -84,6 +84,13 @@ class HopPlan:
     messages: int = 0
 
 
+class ByLink[T](NamedTuple):
+    """Bytes or seconds that one device's traffic takes within its node, and between nodes."""
+
+    local: T
+    node: T
+
+
 class _Group(NamedTuple):
     """A device's peers in its node, its peers in other nodes, and the number of devices with itself."""
 
@@ -292,7 +299,7 @@ def _optimizer_hops(spec: TrainSpec) -> Iterator[LeafHop]:
 def hops_table(
     hops: Sequence[HopPlan],
     title: str = "Expected bytes that one device sends per step",
-    seconds: Callable[[HopPlan], tuple[float, float]] | None = None,
+    seconds: Callable[[HopPlan], ByLink[float]] | None = None,
 ) -> Table:
     """A table of bytes by phase and axis.
 
@@ -322,7 +329,7 @@ def hops_table(
     return table
 
 
-def usual_bytes(hops: Sequence[HopPlan]) -> tuple[int, int]:
-    """Bytes that one device sends in a usual step: (within its node, to other nodes)."""
+def usual_bytes(hops: Sequence[HopPlan]) -> ByLink[int]:
+    """Bytes that one device sends in a usual step."""
     usual = [hop for hop in hops if hop.usual]
-    return sum(hop.local_bytes for hop in usual), sum(hop.node_bytes for hop in usual)
+    return ByLink(sum(hop.local_bytes for hop in usual), sum(hop.node_bytes for hop in usual))

@@ -473,18 +473,21 @@ def _none_fits(forecasts: tuple[Forecast, ...], cluster: Cluster) -> str:
 
 def _to_dict(forecast: Forecast, cluster: Cluster) -> dict[str, Any]:
     def hop_dict(hop: HopPlan) -> dict[str, Any]:
-        local, node = hop_seconds(hop, cluster)
+        seconds = hop_seconds(hop, cluster)
         names = ("phase", "axis", "formats", "usual", "local_bytes", "node_bytes")
-        return {name: getattr(hop, name) for name in names} | {"local_seconds": local, "node_seconds": node}
+        return {name: getattr(hop, name) for name in names} | {
+            "local_seconds": seconds.local,
+            "node_seconds": seconds.node,
+        }
 
-    local_bytes, node_bytes = usual_bytes(forecast.hops)
+    sent = usual_bytes(forecast.hops)
     plain = {name: value for name, value in vars(forecast).items() if name != "time"}
     return plain | {
         "memory": {**forecast.memory.kinds, "total": forecast.memory.total},
         "host_memory": {**forecast.memory.host, "needed": host_needed(forecast.memory, cluster)},
         "hops": [hop_dict(hop) for hop in forecast.hops],
-        "local_bytes": local_bytes,
-        "node_bytes": node_bytes,
-        "between_nodes": node_bytes * cluster.local,
+        "local_bytes": sent.local,
+        "node_bytes": sent.node,
+        "between_nodes": sent.node * cluster.local,
         "seconds": forecast.time.to_dict(),
     }

@@ -80,7 +80,7 @@ def _network(cluster: Cluster) -> str:
     links = cluster.links
     if links is None:
         return f"{8 * cluster.bandwidth / 1e9:g} Gb/s"
-    rates = ", ".join(f"{op} {gigabits(links.expected(op)[1])}" for op in OPS)
+    rates = ", ".join(f"{op} {gigabits(links.expected(op).rate)}" for op in OPS)
     source = "TCP flows" if links.platform == "cpu" else "collectives"
     return f"{rates} Gb/s ({source} measured on {links.nodes} x {links.local} devices)"
 
@@ -126,7 +126,7 @@ def _row(forecast: Forecast, cluster: Cluster, *, on_host: bool) -> list[str]:
     return [
         forecast.name,
         memory if forecast.fits else f"{memory}: too much",
-        size(usual_bytes(forecast.hops)[1] * cluster.local),
+        size(usual_bytes(forecast.hops).node * cluster.local),
         *map(milliseconds, parts),
         *speed,
         str(forecast.largest),

@@ -40,7 +40,7 @@ from dataclasses import asdict, dataclass
 
 from zerojax.analysis.gpus import CUDNN_EFFICIENCY
 from zerojax.analysis.plan.cluster import Cluster
-from zerojax.analysis.plan.hops import HopPlan
+from zerojax.analysis.plan.hops import ByLink, HopPlan
 from zerojax.analysis.plan.memory import PredictedMemory
 from zerojax.analysis.plan.work import Work, share_of
 from zerojax.train.spec import TrainSpec
@@ -83,10 +83,11 @@ class StepTime:
         return asdict(self) | {"waiting": self.waiting}
 
 
-def hop_seconds(hop: HopPlan, cluster: Cluster) -> tuple[float, float]:
-    """Seconds of a hop: (within the node, between nodes)."""
+def hop_seconds(hop: HopPlan, cluster: Cluster) -> ByLink[float]:
+    """Seconds of a hop."""
     op = "all-to-all" if hop.phase in ("gradients", "optimizer", "fragment") else "all-gather"
-    return hop.local_bytes / cluster.link_rate, cluster.network_seconds(op, hop.node_bytes, hop.messages)
+    between = cluster.network_seconds(op, hop.node_bytes, hop.messages)
+    return ByLink(hop.local_bytes / cluster.link_rate, between)
 
 
 def predict_step(
@@ -103,9 +104,9 @@ def predict_step(
     local, node = dict.fromkeys(compute, 0.0), dict.fromkeys(compute, 0.0)
     for hop in hops:
         if hop.usual:
-            within, between = hop_seconds(hop, cluster)
-            local[hop.when] += within
-            node[hop.when] += between
+            seconds = hop_seconds(hop, cluster)
+            local[hop.when] += seconds.local
+            node[hop.when] += seconds.node
             compute[hop.when] += hop.codec_bytes / rate
     masters, state = memory.wherever("parameters"), memory.wherever("optimizer")
     optimizer = (2 * (masters + state) + _TIMES_GRADIENTS * masters) / rate

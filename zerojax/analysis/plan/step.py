@@ -12,7 +12,7 @@ from rich.console import Group as Rows
 from rich.console import RenderableType
 
 from zerojax.analysis.plan.fp8_weights import Fp8Plan, fp8_of, fp8_table
-from zerojax.analysis.plan.hops import HopPlan, hops_of, hops_table, usual_bytes
+from zerojax.analysis.plan.hops import ByLink, HopPlan, hops_of, hops_table, usual_bytes
 from zerojax.analysis.plan.memory import PredictedMemory, predict_memory
 from zerojax.analysis.plan.units import UnitPlan, settings_of, units_of, units_table
 from zerojax.formatting import plain_text, size
@@ -48,20 +48,20 @@ class Plan:
     @property
     def local_bytes(self) -> int:
         """Bytes that one device sends within its node per step."""
-        return usual_bytes(self.hops)[0]
+        return usual_bytes(self.hops).local
 
     @property
     def node_bytes(self) -> int:
         """Bytes that one device sends to other nodes per step."""
-        return usual_bytes(self.hops)[1]
+        return usual_bytes(self.hops).node
 
     @property
     def between_nodes(self) -> int:
         """Bytes that one node sends to others per step."""
         return self.node_bytes * self.local
 
-    def phases(self) -> dict[str, tuple[int, int]]:
-        """For each phase the bytes that one device sends: (within its node, to other nodes)."""
+    def phases(self) -> dict[str, ByLink[int]]:
+        """For each phase the bytes that one device sends."""
         phases = dict.fromkeys(hop.phase for hop in self.hops if hop.usual)
         return {phase: usual_bytes([hop for hop in self.hops if hop.phase == phase]) for phase in phases}
 
