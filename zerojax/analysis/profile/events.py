@@ -13,8 +13,7 @@ from jax.profiler import ProfileData
 from zerojax.analysis.profile.hlo_names import instructions
 from zerojax.errors import ConfigurationError
 
-# The named scopes of weights/gather.py, comm/reduction.py, schedule/, optim/muon.py, train/step.py and
-# train/local_updates.py.
+# The named scopes of weights.py, comm/reduction.py, schedule/unit.py, optim/muon.py, and modules of train/.
 HOPS = (
     *("gather_node", "gather_local", "gather_delta", "gather_exact", "all_gather_sum"),
     *("reduce_local", "reduce_node", "sums_to_nodes", "exchange_fragment", "orthogonalise"),
