@@ -27,15 +27,15 @@ class ParamBytes:
         self._frozen_outside = [leaf for group in rest for leaf in group.frozen]
 
     def weight(self, leaf: ParamLayout) -> int:
-        """Of a gathered leaf, in its compute dtype or in fp8."""
+        """Bytes of a gathered leaf, in its compute dtype or in fp8."""
         return leaf.on_device.padded if leaf.fp8 else self.gradient(leaf)
 
     def gradient(self, leaf: ParamLayout) -> int:
-        """Of a whole leaf's gradient, in the compute dtype."""
+        """Bytes of a whole leaf's gradient, in the compute dtype."""
         return leaf.on_device.padded * self.strategy.weight_dtype(leaf).itemsize
 
     def sum_of(self, leaf: ParamLayout) -> int:
-        """Of a leaf's gradient sum."""
+        """Bytes of a leaf's gradient sum."""
         return 4 * (self.strategy.grad_size(leaf) if self.sums_sharded else leaf.shard)
 
     def gathered(self, units: int) -> int:
@@ -76,7 +76,7 @@ class ParamBytes:
         return outside + self._largest_units(self.weight, frozen=True)
 
     def _frozen_on_the_way(self, leaf: ParamLayout) -> int:
-        """Of a frozen weight while it is gathered.
+        """Bytes of a frozen weight while it is gathered.
 
         These are the arriving rows, the device's own rows, cut out of the stack, and rows between nodes.
         """
@@ -87,7 +87,7 @@ class ParamBytes:
         return arriving + in_node + (in_node + own) * crossing
 
     def _frozen_arriving(self, leaf: ParamLayout) -> int:
-        """Of a gathered frozen weight before it is decoded; 0 if it is not sent."""
+        """Bytes of a gathered frozen weight before it is decoded; 0 if it is not sent."""
         holders = self.world.size if self.strategy.frozen == "primary" else self.world.local
         return leaf.on_device.world.local * self._in_node(leaf) if holders > 1 else 0
 
@@ -179,7 +179,7 @@ class ParamBytes:
         return sum(leaf.layers * self.weight(leaf) for leaf in leaves)
 
     def _in_node(self, leaf: ParamLayout) -> int:
-        """Of a weight's node-local part, in its format over ``local``."""
+        """Bytes of a weight's node-local part, in its format over ``local``."""
         return self.world.nodes * leaf.weights.local.row_bytes(leaf.shard)
 
     def _largest_units(
