@@ -34,7 +34,7 @@ from zerojax.run.checkpoints.entries import (
     Entry,
     Tree,
     changed_fields,
-    delta_copies,
+    delta_replicas,
     entries_of,
 )
 from zerojax.sharding.memory import HOST, in_host
@@ -179,10 +179,10 @@ def _put(state: TrainState, stored: dict[str, Array]) -> TrainState:
     Missing replicas of delta are made from the parameters; other missing arrays are zeros. All fields are
     replaced at once, so that weights in host memory are encoded once.
     """
-    lacks_copies = not any(name.startswith("secondary/") for name in stored)
+    lacks_replicas = not any(name.startswith("secondary/") for name in stored)
 
     def named(name: str, entry: Entry) -> Array:
-        if name.startswith("secondary/") and lacks_copies:
+        if name.startswith("secondary/") and lacks_replicas:
             return entry.x
         return stored[name] if name in stored else zeros(entry.x)
 
@@ -190,7 +190,7 @@ def _put(state: TrainState, stored: dict[str, Array]) -> TrainState:
         return jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=x.sharding)(x.shape, x.dtype)
 
     fields = changed_fields(state, named)
-    if lacks_copies and delta_copies(state):
+    if lacks_replicas and delta_replicas(state):
         make = jax.jit(functools.partial(copies_of, state.spec), out_shardings=shardings_of(state.copies))
         fields["copies"] = make(fields["params"])
     if state.local is not None and not any(name.startswith(f"{NODES}/") for name in stored):

@@ -89,13 +89,13 @@ def changed_fields(state: TrainState, change: Callable[[str, Entry], Array]) -> 
             }
         )
 
-    def changed_copy(copy: Weight) -> Weight:
-        name = "/".join(("secondary", *copy.layout.path))
-        if copy.scale is None:
-            return copy.replace(change(name, Entry(copy.layout, copy.values, False)))
-        values = change(f"{name}/values", Entry(copy.layout, copy.values, False))
-        scale = change(f"{name}/scale", Entry(None, copy.scale, False))
-        return dataclasses.replace(copy, values=values, scale=scale)
+    def changed_replica(replica: Weight) -> Weight:
+        name = "/".join(("secondary", *replica.layout.path))
+        if replica.scale is None:
+            return replica.replace(change(name, Entry(replica.layout, replica.values, False)))
+        values = change(f"{name}/values", Entry(replica.layout, replica.values, False))
+        scale = change(f"{name}/scale", Entry(None, replica.scale, False))
+        return dataclasses.replace(replica, values=values, scale=scale)
 
     def changed_local(local: LocalState) -> LocalState:
         values = {"skipped_in_row": local.skipped_in_row, "report": local.report}
@@ -125,7 +125,7 @@ def changed_fields(state: TrainState, change: Callable[[str, Entry], Array]) -> 
             layouts,
         ),
         "model_state": plain("other", state.model_state),
-        "copies": {copy.layout.path: changed_copy(copy) for copy in delta_copies(state)},
+        "copies": {one.layout.path: changed_replica(one) for one in delta_replicas(state)},
         "residual": nested("residual", state.residual, leaves if by_node else {}, by_node=by_node),
         "losses": plain("losses", state.losses, by_node=by_node),
         "base": plain("base", state.base),
@@ -133,7 +133,7 @@ def changed_fields(state: TrainState, change: Callable[[str, Entry], Array]) -> 
     }
 
 
-def delta_copies(state: TrainState) -> list[Weight]:
+def delta_replicas(state: TrainState) -> list[Weight]:
     """The replicas that delta keeps in each node, which are saved. Copies by ``with_node_copy`` are not."""
     return [*state.copies.values()] if state.spec.zero.weights_delta else []
 
