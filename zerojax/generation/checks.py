@@ -45,11 +45,7 @@ class Limits(NamedTuple):
 
 
 def checked_limits(model: object) -> Limits:
-    """The limits of a model that can generate.
-
-    Raises:
-        ConfigurationError: the model lacks a method, or computes scores instead of logits.
-    """
+    """The limits of a model that can generate."""
     if missing := [name for name in PROTOCOL if not hasattr(model, name)]:
         raise ConfigurationError(
             f"the model has no {' and no '.join(missing)}: to generate, it needs the methods "
@@ -62,12 +58,7 @@ def checked_limits(model: object) -> Limits:
 
 
 def checked_prompts(prompts: Iterable[ArrayLike], vocabulary: int) -> list[Int[np.ndarray, " prompt"]]:
-    """Prompts as int32 vectors.
-
-    Raises:
-        ConfigurationError: there is no prompt, or one is empty, is not a vector, or has numbers that are not
-            ids.
-    """
+    """Prompts as int32 vectors."""
     rows = list(map(_as_array, prompts))
     if not rows:
         raise ConfigurationError("there is no prompt: give one or more vectors of token ids.")
@@ -93,11 +84,7 @@ def _as_array(prompt: ArrayLike) -> np.ndarray:
 
 
 def checked_stop(stop: Stop) -> tuple[tuple[int, ...], ...]:
-    """The ends of a row, each as tokens in their order.
-
-    Raises:
-        ConfigurationError: ``stop`` holds anything but ids.
-    """
+    """The ends of a row, each as tokens in their order."""
     if stop is None:
         return ()
     try:
@@ -116,11 +103,7 @@ def _several(value: Any) -> Iterable[Any]:
 
 
 def check_limits(rows: Sequence[np.ndarray], limits: Sequence[int], context: float, least: int) -> None:
-    """Refuse limits below ``least``, and rows that with their limit exceed the context.
-
-    Raises:
-        ConfigurationError: names the row.
-    """
+    """Refuse limits below ``least``, and rows that with their limit exceed the context."""
     for number, (row, limit) in enumerate(zip(rows, limits, strict=True)):
         if limit < least:
             raise ConfigurationError(f"max_new_tokens={limit} must be at least {least}.")

@@ -221,11 +221,7 @@ def _agree(
     unread: int,
     width: int | None,
 ) -> _Batch:
-    """The batch of all processes.
-
-    Raises:
-        ConfigurationError: a process's prompts are refused, or processes pass different numbers of prompts.
-    """
+    """The batch of all processes."""
     processes = sorted({device.process_index for device in spec.mesh.devices.flat})
     refused: ConfigurationError | None = None
     rows: list[np.ndarray] = []

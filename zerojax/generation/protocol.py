@@ -57,11 +57,7 @@ def decoded(
     end: Int[Array, " batch"],
     cache: Cache,
 ) -> tuple[Float[Array, "batch time width"], Cache]:
-    """Call ``model.decode`` and check its results.
-
-    Raises:
-        ConfigurationError: it returns a cache of other arrays, or no hidden state for each token.
-    """
+    """Call ``model.decode`` and check its results."""
     hidden, after = model.decode(tokens, start, end, cache)
     if jax.tree.structure(after) != jax.tree.structure(cache):
         raise ConfigurationError(
@@ -83,11 +79,7 @@ def decoded(
 
 
 def batch_axes(init_cache: Callable[[int], Cache]) -> PyTree[int]:
-    """The axis of rows in each array of a model's cache: the one that differs between caches of 1 and 2 rows.
-
-    Raises:
-        ConfigurationError: an array has no such axis, or several.
-    """
+    """The axis of rows in each array of a cache: the only one that differs for 1 and for 2 rows."""
     one, two = (jax.eval_shape(lambda rows=rows: init_cache(rows)) for rows in (1, 2))
 
     def axis(a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct) -> int:

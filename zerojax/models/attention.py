@@ -82,9 +82,6 @@ def causal_attention(
         scale: factor of the scores; None is 1 / sqrt(dim).
         softcap: the scores become softcap x tanh(scores / softcap).
         sinks: one more score in each head's softmax, which has no value.
-
-    Raises:
-        ConfigurationError: a softcap with a kernel that has none, or FlashAttention-4 without its package.
     """
     batch, length = query.shape[:2]
     reach, by_layer = None, None
@@ -134,9 +131,6 @@ def full_attention(
 
     "auto" selects cuDNN for even lengths, with a mask if there are documents, and XLA otherwise. The reason
     is that cuDNN has gradients for even lengths only, and that nothing pads odd ones here.
-
-    Raises:
-        ConfigurationError: FlashAttention-4 (for causal attention only), or a softcap with cuDNN.
     """
     if kernel == "auto":
         kernel = fastest(query, value, softcap, masked=documents is not None, causal=False)

@@ -46,11 +46,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def check_model(config: "GPTConfig") -> None:
-    """Refuse an invalid config.
-
-    Raises:
-        ConfigurationError: names the field, its value and a valid one.
-    """
+    """Refuse an invalid config."""
     check_numbers(config, "[model] {}".format)
     _check_values(config)
     _check_widths(config)

@@ -124,9 +124,6 @@ def attend(
         documents: from ``document_offsets`` or ``one_document_a_row``.
         windowed: whether the window applies, as data; None if it always does.
         sinks: one more score in each head's softmax.
-
-    Raises:
-        ConfigurationError: fa4-jax is not installed.
     """
     if not find_spec("fa4_jax"):
         raise ConfigurationError(

@@ -13,9 +13,6 @@ def batch_of(reader: Reader, world: int, given: int | None = None) -> tuple[int,
     Each of the three numbers follows from the other two, as in DeepSpeed's ``_set_batch_related_parameters``.
     With only one of the two sizes there is no accumulation. Without either, the training script chose the
     batch: the result is ``given``, or zerojax's default, rounded up so that it divides.
-
-    Raises:
-        ConfigurationError: the sizes contradict each other, or ``world`` is needed.
     """
     train, micro, accumulate = (reader.take(name, int) for name in (TRAIN, MICRO, ACCUMULATE))
     values = {TRAIN: train, MICRO: micro, ACCUMULATE: accumulate, "--batch-size": given}

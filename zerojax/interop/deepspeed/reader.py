@@ -31,9 +31,6 @@ class Reader:
             kind: the allowed types; an int is accepted as a float.
             default: DeepSpeed's default, for a missing or null value.
             auto: the result for "auto".
-
-        Raises:
-            ConfigurationError: the value has another type.
         """
         value = self._look_up(path)
         self._tick_off(path)

@@ -49,11 +49,7 @@ _SCHEDULERS = {
 
 
 def check_deepspeed(data: dict[str, Any]) -> None:
-    """Refuse another program's file.
-
-    Raises:
-        ConfigurationError: no key is one of DeepSpeed's.
-    """
+    """Refuse another program's file."""
     # The Trainer has flags of the same names as two of DeepSpeed's tables.
     flags = {name for name in ("bf16", "fp16") if isinstance(data.get(name), bool)}
     if _KEYS & data.keys() - flags:
@@ -73,9 +69,6 @@ def filled_in(data: dict[str, Any], trainer: Any) -> dict[str, Any]:
     """A DeepSpeed config with the Trainer's arguments in place of "auto".
 
     A config without an optimizer or a scheduler gets the Trainer's own.
-
-    Raises:
-        ConfigurationError: the arguments are no JSON object, or one of them has a wrong type.
     """
     arguments = _read(trainer)
     data = copy.deepcopy(data)

@@ -86,11 +86,7 @@ class _Draft:
         self.result.differs.append(line)
 
     def finish(self) -> Translation:
-        """The translation, checked.
-
-        Raises:
-            ConfigurationError: zerojax refuses a value; the message begins with the keys that it comes from.
-        """
+        """The translation, checked."""
         try:
             config = self.result.config()
         except ConfigurationError as error:

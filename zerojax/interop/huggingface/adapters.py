@@ -295,11 +295,7 @@ def _factors_within(spec: TrainSpec, part: Tensor, values: Arrays) -> list[Facto
 
 
 def _scale_of_experts(spec: TrainSpec, leaf: ParamLayout) -> float:
-    """The scale of an expert weight's adapters.
-
-    Raises:
-        ConfigurationError: its columns have several adapters, which PEFT does not support.
-    """
+    """The scale of an expert weight's adapters."""
     assert spec.lora is not None
     pieces = spec.lora.pieces_of(leaf.name, leaf.shape[-1])
     if len(pieces) != 1:

@@ -36,11 +36,7 @@ class ConfigKeys:
         self.notes: list[str] = []
 
     def take(self, name: str, kind: type, default: Any = REQUIRED) -> Any:
-        """The value of a key, which must be of type ``kind``; null means the default.
-
-        Raises:
-            ConfigurationError: it is missing and has no default, or is of another type.
-        """
+        """The value of a key, which must be of type ``kind``; null means the default."""
         self._seen.add(name)
         value = self._values.get(name)
         if value is None:
@@ -58,11 +54,7 @@ class ConfigKeys:
         return self.take(name, kind, None if name in self._values else default)
 
     def only(self, name: str, *allowed: Any) -> None:
-        """Refuse a key with an unsupported value; the first of ``allowed`` is the default.
-
-        Raises:
-            ConfigurationError: names the key.
-        """
+        """Refuse a key with an unsupported value; the first of ``allowed`` is the default."""
         self._seen.add(name)
         value = self._values.get(name)
         if value is not None and value not in allowed:
@@ -94,11 +86,7 @@ class ConfigKeys:
         self._seen.update(names)
 
     def finish(self, refusal: str = "cannot import a model with unknown keys") -> None:
-        """Refuse the keys that were never read.
-
-        Raises:
-            ConfigurationError: names them after the words ``refusal``.
-        """
+        """Refuse the keys that were never read."""
         if unknown := sorted(self._values.keys() - self._seen):
             given = ", ".join(f"{printable(name)[:80]} = {short(self._values[name])}" for name in unknown)
             raise ConfigurationError(f"{self._origin}: {refusal}: {given}")

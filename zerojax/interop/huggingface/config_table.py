@@ -47,11 +47,7 @@ Table = Sequence[Entry]
 
 
 def read_fields(table: Table, keys: ConfigKeys, before: Fields) -> dict[str, Any]:
-    """The fields that a table reads, added to ``before``.
-
-    Raises:
-        ConfigurationError: a value is not supported.
-    """
+    """The fields that a table reads, added to ``before``."""
     found = dict(before)
     for entry in table:
         found |= entry.read(keys, found) or {}
@@ -59,11 +55,7 @@ def read_fields(table: Table, keys: ConfigKeys, before: Fields) -> dict[str, Any
 
 
 def write_keys(table: Table, model: GPTConfig) -> dict[str, Any]:
-    """The table's keys for a model.
-
-    Raises:
-        ConfigurationError: the family has no such model.
-    """
+    """The table's keys for a model."""
     return {name: value for entry in table for name, value in entry.write(model).items()}
 
 

@@ -177,12 +177,7 @@ def quantized_state(
 
 @contextmanager
 def new_folder(out: Path) -> Generator[Path]:
-    """A draft folder that becomes ``out`` when the block ends. All processes enter; the first one writes.
-
-    Raises:
-        ConfigurationError: ``out`` exists, or the folder cannot be created.
-        RunError: the disk is full.
-    """
+    """A draft folder that becomes ``out`` when the block ends. All processes enter; the first one writes."""
     draft = out.parent / f"{out.name}.unfinished"
 
     def create() -> None:

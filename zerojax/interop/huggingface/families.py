@@ -45,11 +45,7 @@ class Family:
     linear: bool = True
 
     def read(self, keys: ConfigKeys) -> GPTConfig:
-        """The model that a config.json describes.
-
-        Raises:
-            ConfigurationError: a value is not supported.
-        """
+        """The model that a config.json describes."""
         return GPTConfig(**read_fields(self.table, keys, {}))
 
     def why_not(self, model: GPTConfig) -> list[str]:
@@ -186,9 +182,6 @@ def read_model(values: dict[str, Any], origin: str) -> tuple[Family, GPTConfig, 
 
     Returns:
         The family, the model's shape, and a line for each key that is not imported.
-
-    Raises:
-        ConfigurationError: an architecture, key or value is not supported; names it.
     """
     kind = values.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
@@ -231,11 +224,7 @@ def _describe_nearest(values: dict[str, Any]) -> str:
 
 
 def describe_model(model: GPTConfig) -> tuple[Family, dict[str, Any]]:
-    """The family of a model, and a config.json that transformers 4 and 5 both read.
-
-    Raises:
-        ConfigurationError: the model is of no family; names the nearest ones and what differs.
-    """
+    """The family of a model, and a config.json that transformers 4 and 5 both read."""
     if not (found := fitting(model)):
         reasons = sorted((family.why_not(model) for family in FAMILIES.values()), key=len)
         nearest = " | ".join(map("; ".join, reasons[:_NEAREST]))

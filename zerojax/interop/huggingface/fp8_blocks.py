@@ -31,11 +31,7 @@ class FP8Blocks:
 
     @classmethod
     def of(cls, size: list[Any] | None) -> "FP8Blocks":
-        """The format with blocks of this weight_block_size; None is one scale for a tensor.
-
-        Raises:
-            ConfigurationError: it is not two positive integers.
-        """
+        """The format with blocks of this weight_block_size; None is one scale for a tensor."""
         if size is None:
             return cls(None)
         if [type(n) for n in size] != [int, int] or min(size) < 1:
@@ -43,11 +39,7 @@ class FP8Blocks:
         return cls((size[0], size[1]))
 
     def decoded(self, specs: Specs) -> Specs:
-        """The specs of decoded tensors, from the specs of the files.
-
-        Raises:
-            ConfigurationError: scales are missing, or do not fit.
-        """
+        """The specs of decoded tensors, from the specs of the files."""
         found = dict(specs)
         for name, spec in specs.items():
             if spec.dtype != _CODES:

@@ -89,11 +89,7 @@ def load_weights(state: TrainState, folder: Path | str, *, new: str | None = Non
 
 
 def _open(train_spec: TrainSpec, folder: Path, new: str | None) -> tuple[WeightFiles, TensorParts]:
-    """The checked files of a folder, and the tensors of each leaf.
-
-    Raises:
-        ConfigurationError: as ``load_base``.
-    """
+    """The checked files of a folder, and the tensors of each leaf."""
     family, model, _ = read_model(read_config_json(folder), str(folder / CONFIG))
     files = open_files(folder)
     parts = family.parts(model, family.prefix_in(files.specs))
@@ -120,11 +116,7 @@ def check_tensors(
     parts: TensorParts,
     new: str | None = None,
 ) -> None:
-    """Compare the files' tensors with the model's, from the files' headers.
-
-    Raises:
-        ConfigurationError: a tensor is missing, unknown, or of the wrong shape or dtype; names it.
-    """
+    """Compare the files' tensors with the model's, from the files' headers."""
     leaves = _model_weights(train_spec, new)
     needed = {tensor.name: tensor for leaf in leaves for tensor in tensors_of(leaf, parts)}
     kept = tensors_of_state(train_spec.adapter.abstract_model_state, parts)
@@ -173,9 +165,6 @@ def load_params(
     Returns:
         fp32 arrays as in ``TrainState.params``, nested by path: the model's trained weights, without new
         ones.
-
-    Raises:
-        ConfigurationError: the second copy of a tied matrix differs from the first.
     """
     placed = {}
     for leaf in (leaf for leaf in _model_weights(train_spec, new) if not leaf.frozen):

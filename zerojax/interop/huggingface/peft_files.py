@@ -210,11 +210,7 @@ class Settings(NamedTuple):
 
     @classmethod
     def read(cls, folder: Path) -> "Settings":
-        """Read adapter_config.json.
-
-        Raises:
-            ConfigurationError: it is missing, or has an option that zerojax does not support.
-        """
+        """Read adapter_config.json."""
         values = read_config_json(folder, CONFIG, "a PEFT adapter")
         # PEFT writes all of its options. Options that are off are null, false or empty.
         keys = ConfigKeys({name: x for name, x in values.items() if x}, str(folder / CONFIG), _HARMLESS)
@@ -335,10 +331,6 @@ class PeftAdapter:
         factors: the adapter of each weight that has one.
         experts: the adapter of each expert weight that has one.
         given: the values of each weight that is trained as a whole.
-
-    Raises:
-        ConfigurationError: a file is missing or damaged, has an option that zerojax does not support, or
-            belongs to another model; names the key or tensor.
     """
 
     def __init__(self, folder: Path, model: GPTConfig) -> None:

@@ -65,9 +65,6 @@ class SafetensorFiles:
     """The tensors of a folder, read on demand.
 
     The folder holds one file, named ``single``, or several files and an index.
-
-    Raises:
-        ConfigurationError: there are no files, one is damaged, or index and files disagree.
     """
 
     def __init__(self, folder: Path, single: str = SINGLE) -> None:
@@ -145,11 +142,7 @@ def _index_of(single: str) -> str:
 
 
 def _listed(single: Path, index: Path) -> dict[str, str]:
-    """The index's map from tensor to file; empty if there is a single file.
-
-    Raises:
-        ConfigurationError: there are no files, or the index is invalid or leads out of the folder.
-    """
+    """The index's map from tensor to file; empty if there is a single file."""
     folder = single.parent
     if index.is_file():
         with file_errors(index, content="not an index of safetensors files"):

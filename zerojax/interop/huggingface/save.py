@@ -98,11 +98,7 @@ def gather_layer(
 
 
 def cast(name: str, values: Float32[np.ndarray, "..."], dtype: str) -> np.ndarray:
-    """Values in a file's dtype, rounded to nearest.
-
-    Raises:
-        ConfigurationError: a finite value is out of float16's range.
-    """
+    """Values in a file's dtype, rounded to nearest."""
     with np.errstate(over="ignore"):
         out = values.astype(DTYPES[dtype])
     if dtype == "F16" and np.isinf(out).any() and not np.isinf(values).any():

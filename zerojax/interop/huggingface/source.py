@@ -54,11 +54,7 @@ class ModelFolder:
 
 
 def open_files(folder: Path) -> WeightFiles:
-    """The tensors of a model's folder.
-
-    Raises:
-        ConfigurationError: as ``read_format`` and ``WeightFiles``.
-    """
+    """The tensors of a model's folder."""
     return WeightFiles(folder, read_format(ConfigKeys(read_config_json(folder), str(folder / CONFIG))))
 
 
@@ -74,9 +70,6 @@ def read_config_json(folder: Path, name: str = CONFIG, owner: str = "a Hugging F
         folder: the folder.
         name: the file's name.
         owner: the kind of folder that has this file, for errors.
-
-    Raises:
-        ConfigurationError: there is no such file, or it is not a JSON object.
     """
     path = folder / name
     if not path.exists():

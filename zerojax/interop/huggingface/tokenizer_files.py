@@ -37,9 +37,6 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> BPETokenizer | None:
     """The tokenizer of a Hugging Face folder, or None if it has none.
 
     ``config`` is the folder's config.json, which may name the tokens that begin and end a text.
-
-    Raises:
-        DataError: zerojax does not read this kind of tokenizer; names a way out.
     """
     path = folder / TOKENIZER
     if path.is_file():
@@ -73,11 +70,7 @@ def _way_out(folder: Path) -> str:
 
 
 def _from_vocabulary(folder: Path) -> tokenizers.Tokenizer:
-    """GPT-2's and OPT's byte-level BPE, from the files of their slow tokenizers.
-
-    Raises:
-        DataError: it is another family's tokenizer, which may cut text differently, or the files are damaged.
-    """
+    """GPT-2's and OPT's byte-level BPE, from the files of their slow tokenizers."""
     settings = read_settings(folder / "special_tokens_map.json") | read_settings(folder / SETTINGS)
     if (kind := settings.get("tokenizer_class")) not in _LIKE_GPT2:
         raise DataError(

@@ -20,11 +20,7 @@ QuantizedFormat = MXFP4 | FP8Blocks | WeightFormat
 
 
 def read_format(keys: ConfigKeys) -> QuantizedFormat | None:
-    """The format of a model's quantized tensors, if it has any. The files show which tensors these are.
-
-    Raises:
-        ConfigurationError: the format is not supported.
-    """
+    """The format of a model's quantized tensors, if it has any. The files show which tensors these are."""
     values = keys.take(QUANTIZATION, dict, {})
     if not values:
         return None
@@ -43,11 +39,7 @@ def read_format(keys: ConfigKeys) -> QuantizedFormat | None:
 
 
 class WeightFiles:
-    """The tensors of a model's folder; ``how`` is the format of quantized tensors.
-
-    Raises:
-        ConfigurationError: as ``SafetensorFiles``, or the parts of a quantized tensor do not fit together.
-    """
+    """The tensors of a model's folder; ``how`` is the format of quantized tensors."""
 
     def __init__(self, folder: Path, how: QuantizedFormat | None) -> None:
         self._files = SafetensorFiles(folder)
