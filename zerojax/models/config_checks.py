@@ -1,5 +1,7 @@
 """Checks of a ``GPTConfig``: values out of range, and combinations without a meaning."""
 
+import json
+from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Literal, get_args, get_origin
 
@@ -18,22 +20,35 @@ _OPTIONAL_COUNTS = (
     *("latent_rank", "latent_query_rank", "latent_rope_width", "latent_value_width"),
 )
 _POSITIVE = (
-    "rope_theta",
-    "rope_local_theta",
-    "rope_factor",
-    "rope_low_freq_factor",
-    "rope_beta_slow",
-    "rope_attention_factor",
-    "embedding_scale",
-    "query_scalar",
-    "attention_softcap",
-    "logit_softcap",
-    "norm_eps",
-    "init_std",
-    "residual_scale",
-    "logit_divisor",
-    "rope_fraction",
+    *("rope_theta", "rope_local_theta", "rope_factor", "rope_low_freq_factor", "rope_beta_slow"),
+    *("rope_attention_factor", "rope_fraction", "embedding_scale", "query_scalar", "attention_softcap"),
+    *("logit_softcap", "logit_divisor", "norm_eps", "init_std", "residual_scale"),
 )
+_WINDOWED = ("sliding_window_pattern", "sliding_window_layers", "rope_local_theta")
+_ROTARY = 'positions = "rope"', lambda c: c.positions == "rope"
+_NORMED = "qk_norm = true", lambda c: c.qk_norm
+_LATENT = "latent_rank", lambda c: c.latent_rank is not None
+_UNTIED = "tied = false (a separate output projection)", lambda c: not c.tied
+_BIASES = "biases = false (otherwise all layers have biases)", lambda c: not c.biases
+_NEEDS: tuple[tuple[str, tuple[str, "Callable[[GPTConfig], object]"]], ...] = (
+    ("position_offset", ('positions = "learned"', lambda c: c.positions == "learned")),
+    *((name, _LATENT) for name in ("latent_query_rank", "latent_rope_width", "latent_value_width")),
+    *((name, _ROTARY) for name in ("no_rope_layers", "rope_query_growth", "rope_local_theta")),
+    *((name, _NORMED) for name in ("qk_norm_joint", "qk_norm_rotated")),
+    *((name, _UNTIED) for name in ("outputs", "head_bias")),
+    *((name, _BIASES) for name in ("qkv_biases", "out_bias", "norm_biases")),
+    *((name, ("sliding_window", lambda c: c.sliding_window is not None)) for name in _WINDOWED),
+    ("sliding_window_layers", ("no sliding_window_pattern", lambda c: c.sliding_window_pattern is None)),
+    ("norm_biases", ('norm = "layer"', lambda c: c.norm == "layer")),
+    ("norm_offset", ('norm = "rms"', lambda c: c.norm == "rms")),
+    ("pre_norms", ("post_norms = true (each branch needs a norm)", lambda c: c.post_norms)),
+    ("attention_softcap", ('attention = "xla" or "auto"', lambda c: c.attention in ("auto", "xla"))),
+    ("dense_layers", ("experts (it lists the layers without them)", lambda c: c.experts != 0)),
+    ("dense_ffn", ("dense_layers", lambda c: len(c.dense_layers) > 0)),
+    ("shared_gate", ("shared_ffn", lambda c: c.shared_ffn > 0 or not c.experts)),
+    ("shared_ffn", ("biases = false", lambda c: not (c.biases and c.experts))),
+)
+"""Field, and the setting that it needs if it differs from its default: as text, and as a condition."""
 _MAX_LAYERS = 10_000
 _MAX_EXPERTS = 10_000
 _MAX_UNSCANNED = 1_000  # each is a module, built and compiled separately
@@ -49,20 +64,13 @@ def check_model(config: "GPTConfig") -> None:
     """Refuse an invalid config."""
     check_numbers(config, "[model] {}".format)
     _check_values(config)
+    _check_needs(config)
     _check_widths(config)
     _check_latents(config)
     _check_rope(config)
     _check_features(config)
     if config.experts != 0:
         _check_experts(config)
-    require(
-        config.experts != 0 or not config.dense_layers,
-        f"dense_layers = {config.dense_layers} needs a model with experts: set experts, or leave it out",
-    )
-    require(
-        config.dense_ffn is None or len(config.dense_layers) > 0,
-        f"dense_ffn = {config.dense_ffn} needs dense_layers: set them, or leave it out",
-    )
 
 
 def _check_values(c: "GPTConfig") -> None:
@@ -83,6 +91,14 @@ def _check_values(c: "GPTConfig") -> None:
     require(c.layers <= most, f"layers = {c.layers}: at most {most:,}{', or scan' * (not c.scan)}")
 
 
+def _check_needs(c: "GPTConfig") -> None:
+    defaults = {field.name: field.default for field in fields(c)}
+    for name, (needed, holds) in _NEEDS:
+        if (value := getattr(c, name)) != defaults[name]:
+            message = f"{name} = {json.dumps(value)} needs {needed}: set that, or leave {name} out"
+            require(bool(holds(c)), message)
+
+
 def _check_widths(c: "GPTConfig") -> None:
     require(
         c.head_width is not None or c.d_model % c.heads == 0,
@@ -95,9 +111,6 @@ def _check_widths(c: "GPTConfig") -> None:
 
 def _check_latents(c: "GPTConfig") -> None:
     if c.latent_rank is None:
-        for name in ("latent_query_rank", "latent_rope_width", "latent_value_width"):
-            value = getattr(c, name)
-            require(value is None, f"{name} = {value} needs latent_rank: set it, or leave {name} out")
         return
     require(
         c.latent_rope_width is not None and c.latent_rope_width < c.head_dim,
@@ -118,10 +131,8 @@ def _check_latents(c: "GPTConfig") -> None:
 
 
 def _check_rope(c: "GPTConfig") -> None:
-    require(
-        c.position_offset == 0 or (c.position_offset > 0 and c.positions == "learned"),
-        f"position_offset = {c.position_offset}: 0 or more, and 0 without learned positions",
-    )
+    for name in ("position_offset", "rope_query_growth"):
+        require(getattr(c, name) >= 0, f"{name} = {getattr(c, name)}: at least 0")
     require(
         c.rope_low_freq_factor < c.rope_high_freq_factor,
         f"rope_low_freq_factor = {c.rope_low_freq_factor} must lie below rope_high_freq_factor = "
@@ -152,20 +163,10 @@ def _check_rope(c: "GPTConfig") -> None:
         c.rope_scaling != "longrope" or c.rope_original_len > 1,
         f'rope_original_len = {c.rope_original_len}: above 1 with rope_scaling = "longrope"',
     )
-    require(c.rope_query_growth >= 0, f"rope_query_growth = {c.rope_query_growth}: at least 0")
     _check_layers(c, "no_rope_layers")
-    require(
-        c.positions == "rope" or not (c.no_rope_layers or c.rope_query_growth),
-        'no_rope_layers and rope_query_growth need positions = "rope"',
-    )
     require(
         c.rope_scaling != "yarn" or c.rope_theta > 1,
         f'rope_scaling = "yarn" needs rope_theta above 1, not {c.rope_theta}',
-    )
-    require(
-        c.rope_local_theta is None or (c.positions == "rope" and c.sliding_window is not None),
-        f"rope_local_theta = {c.rope_local_theta} applies to layers with a window: set sliding_window and "
-        'positions = "rope", or leave it out',
     )
 
 
@@ -180,54 +181,14 @@ def _check_layers(c: "GPTConfig", name: str) -> None:
 
 def _check_features(c: "GPTConfig") -> None:
     require(
-        c.pre_norms or c.post_norms,
-        "pre_norms = false leaves the branches without a norm: set post_norms = true",
-    )
-    for name in ("qk_norm_joint", "qk_norm_rotated"):
-        require(c.qk_norm or not getattr(c, name), f"{name} = true needs qk_norm = true")
-    require(
         c.branches != "parallel_one_norm" or c.pre_norms,
         'branches = "parallel_one_norm" has one norm before both branches: set pre_norms = true',
     )
-    require(
-        c.outputs is None or not c.tied,
-        f"outputs = {c.outputs} needs a separate output projection: set tied = false, or leave outputs out",
-    )
-    for name in ("qkv_biases", "out_bias", "norm_biases"):
-        require(
-            not (c.biases and getattr(c, name)),
-            f"{name}: biases = true gives them to every layer; set it to false, or leave {name} out",
-        )
-    require(
-        not c.head_bias or not c.tied,
-        "head_bias = true needs a separate output projection: set tied = false, or leave it out",
-    )
-    require(
-        not c.norm_biases or c.norm == "layer",
-        'norm_biases = true needs layer norms: set norm = "layer", or leave it out',
-    )
-    require(
-        c.norm_offset == 0 or c.norm == "rms",
-        f'norm_offset = {c.norm_offset} needs RMS norms: set norm = "rms", or leave it out',
-    )
-    pattern = c.sliding_window_pattern
-    require(
-        pattern is None or (pattern >= 2 and c.sliding_window is not None),
-        f"sliding_window_pattern = {pattern}: at least 2, and with a sliding_window, or left out",
-    )
-    layers = c.sliding_window_layers
+    pattern, layers = c.sliding_window_pattern, c.sliding_window_layers
+    require(pattern is None or pattern >= 2, f"sliding_window_pattern = {pattern}: at least 2, or left out")
     if layers is not None:
         _check_layers(c, "sliding_window_layers")
-    require(
-        layers is None or (len(layers) > 0 and c.sliding_window is not None and pattern is None),
-        f"sliding_window_layers = {layers}: at least one, with a sliding_window and without a "
-        "sliding_window_pattern, or left out",
-    )
-    require(
-        c.attention_softcap is None or c.attention in ("auto", "xla"),
-        f'attention = "{c.attention}" has no softcap for attention_softcap: set attention = "xla", or leave '
-        "it out",
-    )
+        require(len(layers) > 0, "sliding_window_layers = []: name a layer, or leave it out")
 
 
 def _check_experts(c: "GPTConfig") -> None:
@@ -237,15 +198,6 @@ def _check_experts(c: "GPTConfig") -> None:
         f"experts_per_token = {c.experts_per_token}: from 1 to experts = {c.experts}",
     )
     require(c.gated, f"experts are gated: set mlp to swiglu, geglu or swiglu_clamped, not {c.mlp}")
-    require(
-        not (c.biases and c.shared_ffn),
-        "shared_ffn: the expert that all tokens go to cannot have biases. Set biases = false, or leave "
-        "shared_ffn out",
-    )
-    require(
-        c.shared_ffn > 0 or not c.shared_gate,
-        "shared_gate = true gates the expert that all tokens go to: set shared_ffn, or leave it out",
-    )
     for name in ("shared_ffn", "router_balance_rate", "balance_loss", "z_loss"):
         require(getattr(c, name) >= 0, f"{name} = {getattr(c, name)}: at least 0")
     _check_layers(c, "dense_layers")
