@@ -56,8 +56,8 @@ def causal_attention(
 ) -> Float[Array, "batch time heads value_dim"]:
     """Scaled dot-product attention of each position to itself and earlier ones.
 
-    With a window, a position attends to at most that many positions, itself included. Positions of different
-    documents do not attend to each other. Scores and softmax are fp32 for any dtype.
+    Arguments are as for ``zerojax.attention``, but values may be narrower than keys, and
+    ``documents`` are the documents of packed rows. Scores and softmax are fp32 for any dtype. The kernels:
 
     - cuDNN skips all pairs outside a window that every layer has. For documents, or for a window that is
       data, it needs a bias of 2 x batch x time^2 bytes, and computes all pairs. Each pass of each layer
@@ -65,23 +65,12 @@ def causal_attention(
       padded by a position.
     - FlashAttention-4 skips all pairs that do not attend, also for documents and windows that are data.
     - XLA computes all pairs.
+    - "auto" is FlashAttention-4 for documents and for a window that is data, and cuDNN otherwise. Where
+      neither can do this it is XLA. On a GPU it logs why FlashAttention-4 is not used.
 
     The output has the checkpoint name "attention", and so does the log-sum-exp that the backward kernel of
     cuDNN or FlashAttention-4 reads. Under a remat policy that saves this name, the forward kernel runs once
     per step, not twice.
-
-    Args:
-        query: queries.
-        key: keys.
-        value: values; their heads may be narrower than the keys' heads.
-        kernel: "auto" is FlashAttention-4 for documents and for a window that is data, and cuDNN otherwise.
-            Where neither can do this it is XLA. On a GPU it logs why FlashAttention-4 is not used.
-        documents: the documents of packed rows.
-        window: positions that one attends to, itself included.
-        windowed: whether the window applies.
-        scale: factor of the scores; None is 1 / sqrt(dim).
-        softcap: the scores become softcap x tanh(scores / softcap).
-        sinks: one more score in each head's softmax, which has no value.
     """
     batch, length = query.shape[:2]
     reach, by_layer = None, None
@@ -158,19 +147,10 @@ def attention_and_lse(
     causal: bool = False,
     lengths: Int[Array, " batch"] | None = None,
 ) -> tuple[Float[Array, "batch time heads value_dim"], Float[Array, "batch time heads"]]:
-    """Attention to some of a softmax's keys, forward only, and the log-sum-exp that ``joined`` needs.
+    """Attention to some of a softmax's keys, forward only, and the log-sum-exp (fp32) that ``joined`` needs.
 
-    Args:
-        query: queries.
-        key: keys.
-        value: values.
-        kernel: "cudnn" for bf16 and fp16 only.
-        scale: factor of the scores; None is 1 / sqrt(dim).
-        causal: whether each position sees itself and earlier ones only, instead of all.
-        lengths: how many keys of each row exist; None is all. A row without keys has lse -inf.
-
-    Returns:
-        The output, and the log-sum-exp of the scores, fp32.
+    ``lengths`` is the number of keys of each row; a row without keys has lse -inf. "cudnn" needs bf16 or
+    fp16.
     """
     there = None if lengths is None else jnp.maximum(lengths, 1)  # a softmax of nothing would be NaN
 

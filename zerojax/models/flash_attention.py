@@ -116,14 +116,8 @@ def attend(
 ) -> Float[Array, "batch time heads dim"]:
     """Attention of each position to itself and earlier positions of its document.
 
-    Args:
-        options: window and scale.
-        query: bf16 or fp16, with heads of a multiple of 8.
-        key: keys.
-        value: values.
-        documents: from ``document_offsets`` or ``one_document_a_row``.
-        windowed: whether the window applies, as data; None if it always does.
-        sinks: one more score in each head's softmax.
+    Queries are bf16 or fp16, and heads a multiple of 8 wide. ``windowed`` says whether the window applies, as
+    data; None if it always does.
     """
     if not find_spec("fa4_jax"):
         raise ConfigurationError(

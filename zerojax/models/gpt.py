@@ -114,13 +114,9 @@ class GPT(nnx.Module):
         return x, rope_of(c, positions, length)
 
     def _through[T](self, x: T, *args: Any, method: str = "__call__", **by_layer: Sequence[int]) -> T:
-        """Run all blocks and return the last one's output.
+        """Run all blocks on ``x`` and return the last one's output.
 
-        Args:
-            x: the input of the first block.
-            *args: arguments that all blocks share.
-            method: the blocks' method to call.
-            **by_layer: arguments with one value for each block.
+        The blocks share ``args``. ``by_layer`` are arguments with one value for each block.
         """
         c = self.config
         arguments = {"windowed": c.windowed, "kind": rope_kinds(c)}

@@ -67,9 +67,6 @@ def attend_cached(
         windowed: whether this layer has the model's sliding window.
         sinks: the layer's attention sinks, if it has some.
         latent: expands the layer's latents to keys and values, if it has latents.
-
-    Returns:
-        The attention, and the cache with the new tokens.
     """
     query, key, value = qkv
     rows, heads = jnp.arange(query.shape[0])[:, None, None], jnp.arange(key.shape[2])[:, None]

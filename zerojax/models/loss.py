@@ -162,14 +162,8 @@ def _chunk_gradients(
 ) -> tuple[Array, Array]:
     """The gradients of a chunk's losses times ``factors``: of the rows, and of the unembedding in fp32.
 
-    Args:
-        head: options of the projection.
-        rows: the chunk's rows of hidden states.
-        right: their labels.
-        unembedding: padded.
-        scores: the chunk's logits.
-        normalizer: their log-sum-exp.
-        factors: one for each row, or one for all.
+    The factors are one for each row, or one for all. The other arguments are ``_chunk_losses``'s and its
+    results.
     """
     # d loss / d logits = softmax - one-hot, zero in ignored rows.
     error = jnp.exp(scores - normalizer[:, None]) - (right[:, None] == jnp.arange(len(unembedding)))

@@ -57,14 +57,10 @@ class Target:
 
 
 def plan_export(state: TrainState, config: RunConfig, folder: RunFolder, dtype: DTypeLike | None) -> Target:
-    """Find the family, names and dtypes for the export of a run's model.
+    """Find the family, names and dtypes for the export of a run's model; the state may be abstract.
 
-    Args:
-        state: the model's state, filled or abstract.
-        config: the run's config.
-        folder: the run's folder.
-        dtype: the dtype of all tensors: float32, float16 or bfloat16. None keeps an imported model's dtypes,
-            and is float32 for other models.
+    ``dtype`` is the dtype of all tensors: float32, float16 or bfloat16. None keeps an imported model's
+    dtypes, and is float32 for other models.
 
     Raises:
         ConfigurationError: no family fits this model, or the dtype is not one of the three.

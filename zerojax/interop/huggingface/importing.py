@@ -63,10 +63,7 @@ class ModelReader(WeightReader):
 def run_settings(source: ModelFolder, tables: Tables, folder: RunFolder) -> Tables:
     """The settings that a model gives a run: its shape, and its tokenizer if it has one.
 
-    Args:
-        source: the model.
-        tables: the run's own settings. Settings of [model] that do not change the logits stay.
-        folder: the run's folder.
+    ``tables`` are the run's own settings. Settings of [model] that do not change the logits stay.
     """
     outputs = tables.get("model", {}).get("outputs")
     shape = table_of(model_section(source.model, GPTConfig(outputs=outputs, tied=outputs is None)))
@@ -79,12 +76,7 @@ def run_settings(source: ModelFolder, tables: Tables, folder: RunFolder) -> Tabl
 def begin_run(source: ModelFolder, config: RunConfig, folder: RunFolder) -> None:
     """Write a run's copies of a model's small files, unless the run has started.
 
-    All processes must call it.
-
-    Args:
-        source: the model.
-        config: the run's config; its model must be the source's, except for settings such as dropout.
-        folder: the run's folder.
+    All processes must call it. The config's model must be the source's, except for settings such as dropout.
 
     Raises:
         ConfigurationError: the config has another model, the files are damaged, or another process trains in
@@ -106,12 +98,8 @@ def begin_run(source: ModelFolder, config: RunConfig, folder: RunFolder) -> None
 def import_model(source: ModelFolder, config: RunConfig, folder: RunFolder) -> TrainState:
     """Create a run: its config, its tokenizer, and the weights as a checkpoint at step 0.
 
-    All processes must call it; each reads only what its devices hold.
-
-    Args:
-        source: the model.
-        config: the run's config; its model must be the source's, except for settings such as dropout.
-        folder: the run's folder; must not hold a run yet.
+    All processes must call it; each reads only what its devices hold. The config's model must be the
+    source's, except for settings such as dropout.
 
     Returns:
         The imported state: parameters without an optimizer, under exact ZeRO-3.

@@ -240,11 +240,8 @@ class Settings(NamedTuple):
     def write(self, folder: Path, targets: Sequence[str], family: Family, base: str | None) -> None:
         """Write adapter_config.json.
 
-        Args:
-            folder: the adapter's folder.
-            targets: the ends of the names of the modules that have adapters.
-            family: the model's family.
-            base: folder or name of the model that the adapters belong to, if it is known.
+        ``targets`` are the ends of the names of the modules that have adapters. ``base`` is the folder or
+        name of the model that they belong to, if it is known.
         """
         values = {key: getattr(self.lora, field) for field, (key, *_) in _OPTIONS.items()} | {
             "alpha_pattern": {re.escape(end): _number(x) for end, x in self.alphas.items()},

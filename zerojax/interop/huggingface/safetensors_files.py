@@ -91,16 +91,10 @@ class SafetensorFiles:
     def read_repeated(
         self, name: str, block: Sequence[int], shape: Sequence[int], ranges: Sequence[slice]
     ) -> Float32[np.ndarray, "..."]:
-        """Read a tensor of one number per block, and repeat each number for the elements of its block.
+        """Read a tensor of one number per block, and repeat each number for the elements of its block, fp32.
 
-        Args:
-            name: the tensor with one number per block, such as scales.
-            block: size of a block in the larger tensor; the last ones may be smaller.
-            shape: shape of the larger tensor.
-            ranges: part of the larger tensor, one non-empty range per dimension.
-
-        Returns:
-            The number of each element of the part, fp32.
+        ``block`` is the size of a block in a larger tensor of this ``shape``; the last blocks may be smaller.
+        ``ranges`` are a part of the larger tensor, one non-empty range per dimension.
         """
         places = [np.arange(n)[own] // size for n, own, size in zip(shape, ranges, block, strict=True)]
         numbers = self.read(name, *(slice(own[0], own[-1] + 1) for own in places)).astype(np.float32)

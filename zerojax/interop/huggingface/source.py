@@ -64,13 +64,7 @@ def is_model(folder: Path) -> bool:
 
 
 def read_config_json(folder: Path, name: str = CONFIG, owner: str = "a Hugging Face model") -> dict[str, Any]:
-    """The config.json of a folder, or another JSON file of settings.
-
-    Args:
-        folder: the folder.
-        name: the file's name.
-        owner: the kind of folder that has this file, for errors.
-    """
+    """The config.json of a folder, or another JSON file of settings; ``owner`` is a folder with it."""
     path = folder / name
     if not path.exists():
         raise ConfigurationError(f"{path}: No such file or directory; the folder of {owner} has one")
