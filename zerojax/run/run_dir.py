@@ -236,9 +236,9 @@ class RunLock:
     """The lock of a run's folder, held by process zero of a job; a context manager.
 
     It is a lock of the operating system (flock), which is released however its process ends. The file's
-    content is for people. It excludes other processes of the same host, and of other hosts if the shared file
-    system supports locks: NFS unless mounted with ``nolock`` or ``local_lock``, Lustre unless with
-    ``noflock`` or ``localflock``.
+    content is for people. It excludes other processes of the same host. It excludes processes of other hosts
+    if the shared file system supports locks. NFS does unless mounted with ``nolock`` or ``local_lock``, and
+    Lustre unless with ``noflock`` or ``localflock``.
     """
 
     def __init__(self, folder: RunFolder) -> None:

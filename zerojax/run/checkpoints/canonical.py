@@ -54,14 +54,19 @@ def to_canonical(state: TrainState, *, on_host: bool = False, placeholders: bool
         placeholders: return an array of one element, of the same rank, for each array that is in host memory.
 
     Returns:
-        A nested dict of copies. They share no memory with the state, so the state may be donated. The keys
-        are "counters", "params", "optimizer" (moments in the shapes of their parameters) and "other". If the
-        optimizer averages weights, "average" has "count" and "params". If the state has them, there are
-        "secondary" (unsharded), "residual" (as stored, since it belongs to its mesh) and "losses". Frozen
-        weights are not included: "base" is their fingerprint. Arrays without elements are skipped. With local
-        updates "optimizer", "average", "residual" (unsharded) and "losses" have the nodes as their first
-        axis. "nodes" then has each node's "weights", what it has "known" of the others and its "report";
-        "outer" has the momentum of the outer weights.
+        A nested dict of copies. They share no memory with the state, so the state may be donated. Arrays
+        without elements are skipped. The kinds are, as far as the state has them:
+
+        - "counters", "params", "other", and "optimizer" with moments in the shapes of their parameters;
+        - "average": the "count" and the "params" of averaged weights;
+        - "secondary": delta's replicas, unsharded;
+        - "residual", as stored, since it belongs to its mesh; and "losses";
+        - "base": the fingerprint of the frozen weights, which are not saved;
+        - "nodes" with local updates: the nodes' own "weights", the outer weights as "known" to them, and
+          their "report"; "outer": the momentum of the outer weights.
+
+        With local updates "optimizer", "average", "residual" (unsharded) and "losses" have the nodes as their
+        first axis.
     """
     tree: Tree = {}
     for name, entry in entries_of(state).items():

@@ -1,9 +1,9 @@
 """Saves checkpoints during training: Orbax writes; a thread adds the manifest, renames and cleans up.
 
 By default Orbax copies arrays to host memory before its call returns, because the caller may overwrite them.
-zerojax passes Orbax its own copies, on the devices if they have room, so the transfer can run in the
-background. Arrays in host memory are copied there, if there is room. Otherwise training waits until they are
-written (``zerojax.run.checkpoints.portions``).
+Therefore zerojax passes Orbax its own copies, on the devices if they have room. The transfer can then run in
+the background. Arrays in host memory are copied there, if there is room. Otherwise training waits until they
+are written (``zerojax.run.checkpoints.portions``).
 
 The transfer goes to page-locked memory, which is several times faster. It goes in portions, because such
 memory is slow to allocate, and XLA limits how much a process has.
