@@ -2,9 +2,8 @@
 
 from zerojax.models.block import MLP, Attention, Block
 from zerojax.models.config import GPTConfig, describe_parameters, flops_per_token, parameter_count
-from zerojax.models.gpt import GPT
+from zerojax.models.gpt import GPT, last_scores, scores
 from zerojax.models.loss import cross_entropy, label_log_probs, lm_loss
-from zerojax.models.scores import last_scores, scores
 
 __all__ = [
     "GPT",

@@ -13,9 +13,8 @@ from safetensors.numpy import save_file
 from zerojax.errors import ZeroError
 from zerojax.interop.huggingface import ModelFolder, import_model, plan_export
 from zerojax.interop.huggingface.families import describe_model
-from zerojax.interop.huggingface.mxfp4 import MXFP4
 from zerojax.interop.huggingface.save import tensor_specs
-from zerojax.interop.huggingface.weight_files import WeightFiles
+from zerojax.interop.huggingface.weight_files import MXFP4, WeightFiles
 from zerojax.run.build import abstract_model
 from zerojax.run.run_dir import RunFolder
 from zerojax.sharding.param_tree import from_tree
