@@ -115,9 +115,9 @@ def zero_to_table(zero: ZeroConfig) -> dict[str, Any]:
 
 
 def _section(section: "Section", table: Mapping[str, Any]) -> Any:
-    if section is LoRA:
+    if issubclass(section, LoRA):
         rank = table.get("rank", 0)
-        require(rank >= 0, "lora.rank must be 0 (no adapters) or more")
+        require(rank >= 0, f"lora.rank = {rank} must be 0 (no adapters) or more")
         lora = LoRA(**{**table, "rank": max(rank, 1)})  # validates the other keys even if the rank is 0
         return lora if rank else None
     own: dict[str, Any] = {}
