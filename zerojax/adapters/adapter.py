@@ -1,18 +1,19 @@
 """The interface between a model of either Flax API and the rest of zerojax."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Num, PyTree
 
 from zerojax.schedule.sharded import Sharded, is_sharded
 from zerojax.schedule.transforms import partition, split_arrays
 from zerojax.schedule.unit import Arrays, call_unit
 from zerojax.sharding.layout import ParamShape
-from zerojax.sharding.param_tree import Path
+from zerojax.sharding.param_tree import Path, by_name
 from zerojax.weights import Weight
 
 Given = Mapping[Path, Num[Array, "..."] | jax.ShapeDtypeStruct | Sharded]
@@ -32,6 +33,15 @@ class Parameter(ParamShape):
 
     unit: str | None
     of_experts: bool = False
+
+    @staticmethod
+    def of(
+        path: Path, value: Array, unit: tuple[str, tuple[int, ...]] | None, of_experts: bool
+    ) -> "Parameter":
+        """From a parameter with all layers, and its unit's name and ``stack`` if it has a unit."""
+        name, stack = (None, ()) if unit is None else unit
+        shape = value.shape[len(stack) :]
+        return Parameter(path, shape, value.dtype.name, stack, name, of_experts and unit is not None)
 
 
 @dataclass(frozen=True)
@@ -77,6 +87,21 @@ class Adapter(ABC):
     updating: frozenset[str] = frozenset()
     abstract_model_state: ModelState
     counts: frozenset[str] = frozenset()
+    _state: Mapping[str, Path]
+
+    def _describe_state(self, state: Mapping[Path, Array], routers: Collection[Path]) -> None:
+        """Set the attributes that describe non-parameter state; ``routers`` are paths in it."""
+        self._state = by_name(state)
+        self.abstract_model_state = self._named(state)
+        self.counts = frozenset(
+            name
+            for name, path in self._state.items()
+            if path in routers and jnp.issubdtype(state[path].dtype, jnp.integer)
+        )
+
+    def _named(self, state: Mapping[Path, Array]) -> ModelState:
+        """State by name."""
+        return {name: state[path] for name, path in self._state.items()}
 
     @abstractmethod
     def init(self, key: Array) -> tuple[dict[Path, Num[Array, "..."]], ModelState]:

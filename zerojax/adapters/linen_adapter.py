@@ -1,7 +1,7 @@
 """Flax Linen models: their parameters, the units that these belong to, and the model with given weights."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -32,7 +32,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.schedule.sharded import Sharded
 from zerojax.schedule.unit import Arrays
 from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
-from zerojax.sharding.param_tree import Path, by_name, from_tree, to_tree
+from zerojax.sharding.param_tree import Path, from_tree, to_tree
 
 Units = dict[Path, tuple[tuple[int, ...], set[type]]]
 """The units of a model: per module path, the ``Parameter.stack`` and the classes."""
@@ -89,28 +89,13 @@ class LinenAdapter(Adapter):
                 f"parameters {['/'.join(path) for path in integers]} are not floating-point: keep them in "
                 "another collection."
             )
-        self._state = by_name(state)
-        self.abstract_model_state: ModelState = {name: state[path] for name, path in self._state.items()}
-        self.counts = frozenset(
-            name
-            for name, path in self._state.items()
-            if path[0] == ROUTER_STATE and jnp.issubdtype(state[path].dtype, jnp.integer)
-        )
+        self._describe_state(state, {path for path in state if path[0] == ROUTER_STATE})
         found = self._find_units(weights)
-        holding = {path[:depth] for path in weights for depth in range(len(path))}
-        for cls in units:
-            modules = {path for path, (_, kinds) in found.items() if cls in kinds}
-            if not modules:
-                raise ConfigurationError(f"ZeroConfig.units: {cls.__name__} does not occur in the model.")
-            if holding.isdisjoint(modules):
-                raise ConfigurationError(
-                    f"ZeroConfig.units: {cls.__name__} has no parameters of its own. The modules that it gets"
-                    " belong to the module that makes them: name their classes, or make them within "
-                    f"{cls.__name__}."
-                )
+        _check_units(units, found, weights)
         self._paths = frozenset(found)
         self.parameters = tuple(
-            _parameter(path, weight, found, path in of_experts) for path, weight in weights.items()
+            Parameter.of(path, weight, _unit_of(path, found), path in of_experts)
+            for path, weight in weights.items()
         )
 
     def init(self, key: Array) -> tuple[dict[Path, Num[Array, "..."]], ModelState]:
@@ -126,7 +111,7 @@ class LinenAdapter(Adapter):
                 "spread over the mesh, so compute it from local ones."
             ) from error
         weights, state = _split(jax.tree.unflatten(jax.tree.structure(self._created), values))
-        return weights, {name: state[path] for name, path in self._state.items()}
+        return weights, self._named(state)
 
     def _create(self, key: Array) -> Variables:
         """The variables that the loss function needs, weights of experts in their boxes."""
@@ -194,6 +179,21 @@ class LinenAdapter(Adapter):
         return found
 
 
+def _check_units(units: tuple[type, ...], found: Units, weights: Collection[Path]) -> None:
+    """Refuse a unit class that does not occur in the model, or that has no parameters there."""
+    holding = {path[:depth] for path in weights for depth in range(len(path))}
+    for cls in units:
+        modules = {path for path, (_, kinds) in found.items() if cls in kinds}
+        if not modules:
+            raise ConfigurationError(f"ZeroConfig.units: {cls.__name__} does not occur in the model.")
+        if holding.isdisjoint(modules):
+            raise ConfigurationError(
+                f"ZeroConfig.units: {cls.__name__} has no parameters of its own. The modules that it gets "
+                "belong to the module that makes them: name their classes, or make them within "
+                f"{cls.__name__}."
+            )
+
+
 def _split(variables: Variables) -> tuple[dict[Path, Array], dict[Path, Array]]:
     """The parameters by path, and the state that is kept between calls by path."""
     state = {name: value for name, value in variables.items() if name not in {PARAMS, *PASSING}}
@@ -211,11 +211,7 @@ def _stack(name: str, whole: Array, sliced: Array) -> tuple[int, ...]:
     )
 
 
-def _parameter(path: Path, weight: Array, units: Units, of_experts: bool) -> Parameter:
-    for depth in range(len(path)):
-        if path[:depth] in units:
-            stack, _ = units[path[:depth]]
-            shape = weight.shape[len(stack) :]
-            name = "/".join(path[:depth])
-            return Parameter(path, shape, weight.dtype.name, stack, name, of_experts)
-    return Parameter(path, weight.shape, weight.dtype.name, (), None)
+def _unit_of(path: Path, units: Units) -> tuple[str, tuple[int, ...]] | None:
+    """The name and the ``Parameter.stack`` of a parameter's unit."""
+    found = (path[:depth] for depth in range(len(path)) if path[:depth] in units)
+    return next((("/".join(unit), units[unit][0]) for unit in found), None)

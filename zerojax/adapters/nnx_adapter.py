@@ -26,7 +26,7 @@ from zerojax.adapters.roles import ExpertParam, RouterState
 from zerojax.adapters.stack import Stack
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.sharded import is_sharded
-from zerojax.sharding.param_tree import Path, by_name
+from zerojax.sharding.param_tree import Path
 from zerojax.weights import Weight
 
 
@@ -87,20 +87,14 @@ class NNXAdapter(Adapter):
         self._held = list(nnx.to_flat_state(state))
         self._weights = frozenset(parameter.path for parameter in self.parameters)
         self._keys = ["/".join(map(str, path)) for path, held in self._held if isinstance(held, nnx.RngKey)]
-        _, self.abstract_model_state = self._values(state)
-        self.counts = frozenset(
-            "/".join(inner)
-            for path, held in self._held
-            if isinstance(held, RouterState)
-            for inner, value in leaves_within(path, held)
-            if jnp.issubdtype(value.dtype, jnp.integer)
-        )
-        by_name([path for path, _ in leaves_of(state) if path not in self._weights])
+        _, others = self._values(state)
+        routers = [leaves_within(*item) for item in self._held if isinstance(item[1], RouterState)]
+        self._describe_state(others, {path for leaves in routers for path, _ in leaves})
 
     def init(self, key: Array) -> tuple[dict[Path, Num[Array, "..."]], ModelState]:
         """See ``Adapter.init``."""
-        weights, model_state = self._values(nnx.state(self._create(nnx.Rngs(key))))
-        return {path: jnp.asarray(x) for path, x in weights.items()}, model_state
+        weights, state = self._values(nnx.state(self._create(nnx.Rngs(key))))
+        return {path: jnp.asarray(x) for path, x in weights.items()}, self._named(state)
 
     def bind(self, weights: Given, model_state: ModelState, *, train: bool, key: Array | None) -> Bound:
         """See ``Adapter.bind``."""
@@ -117,11 +111,11 @@ class NNXAdapter(Adapter):
         model.eval()
         return model
 
-    def _values(self, state: nnx.State) -> tuple[dict[Path, Array], ModelState]:
-        """The weights in a state of the model, by path, and its other values by name."""
+    def _values(self, state: nnx.State) -> tuple[dict[Path, Array], dict[Path, Array]]:
+        """The weights in a state of the model, and its other values, by path."""
         values = dict(leaves_of(state))
         weights = {path: values.pop(path) for path in list(values) if path in self._weights}
-        return weights, {"/".join(path): value for path, value in values.items()}
+        return weights, values
 
     def _merge(self, graph: nnx.GraphDef[nnx.Module], weights: Given, model_state: ModelState) -> nnx.Module:
         def filled(path: PathParts, held: object) -> PyTree:
@@ -197,13 +191,11 @@ def _parameters(model: nnx.Module, units: Sequence[_Unit], users: _Users) -> tup
     for path, variable in nnx.iter_graph(model):
         if not isinstance(variable, nnx.Param):
             continue
-        unit = None if id(variable) in outside else users[id(variable)][0]
-        stack = () if unit is None else unit.stack
+        first = None if id(variable) in outside else users[id(variable)][0]
+        unit = None if first is None else (first.name, first.stack)
         for inner, value in leaves_within(path, variable):
             if _is_weight(inner, value):
-                shape, name = value.shape[len(stack) :], None if unit is None else unit.name
-                of_experts = unit is not None and isinstance(variable, ExpertParam)
-                parameters[inner] = Parameter(inner, shape, value.dtype.name, stack, name, of_experts)
+                parameters[inner] = Parameter.of(inner, value, unit, isinstance(variable, ExpertParam))
     order = leaves_of(nnx.state(model, nnx.Param))
     return tuple(parameters[path] for path, _ in order if path in parameters)
 
