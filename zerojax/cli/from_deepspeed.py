@@ -38,7 +38,9 @@ def run(arguments: list[str]) -> None:
     """Read the config, translate it, and write the result."""
     options = read_options(Options, "from-deepspeed", arguments)
     if options.nodes < 0 or options.gpus_per_node < 0:
-        raise ConfigurationError("--nodes and --gpus-per-node must not be negative")
+        raise ConfigurationError(
+            f"--nodes {options.nodes} and --gpus-per-node {options.gpus_per_node} must not be negative"
+        )
     data = read_json(options.config)
     trainer = None if options.trainer_args is None else read_json(options.trainer_args)
     try:
@@ -66,5 +68,7 @@ def read_json(path: Path) -> Any:
     with file_errors(path, content="not valid JSON"):
         text = path.read_text(encoding="utf-8")
         if len(text) > MAX_SETTINGS_CHARS:
-            raise ConfigurationError(f"{path}: {len(text):,} characters: no DeepSpeed config has so many")
+            raise ConfigurationError(
+                f"{path}: {len(text):,} characters, more than any DeepSpeed config has: name another file"
+            )
         return parse_json(text)

@@ -54,9 +54,9 @@ def run(arguments: list[str]) -> None:
     """Measure, print and write."""
     options = read_options(Options, "links", arguments)
     if not 0.1 <= options.seconds <= 60:
-        raise ConfigurationError(f"--seconds {options.seconds:g}: from 0.1 to 60")
+        raise ConfigurationError(f"--seconds {options.seconds:g} must be from 0.1 to 60")
     if not options.sizes or not all(0 < size <= _MAX_MIB for size in options.sizes):
-        raise ConfigurationError(f"--sizes: whole numbers from 1 to {_MAX_MIB}, in MiB")
+        raise ConfigurationError(f"--sizes {' '.join(map(str, options.sizes))}: whole numbers from 1 to {_MAX_MIB}, in MiB")
     with joined_cluster(options.mesh, ClusterSection(), options):
         report = _measure(options)
         if jax.process_index() == 0:

@@ -363,5 +363,7 @@ def _read(path: Path) -> ChatTemplate:
     with file_errors(path, DataError, content="not valid UTF-8"), path.open(encoding="utf-8") as file:
         source = file.read(_MAX_CHARS + 1)
     if len(source) > _MAX_CHARS:
-        raise DataError(f"{path}: more than {_MAX_CHARS:,} characters, which no chat template has")
+        raise DataError(
+            f"{path}: more than {_MAX_CHARS:,} characters, more than any chat template has: name another file"
+        )
     return ChatTemplate(source, name=f"the chat template in {path}")
