@@ -56,7 +56,8 @@ def run(arguments: list[str]) -> None:
     if not 0.1 <= options.seconds <= 60:
         raise ConfigurationError(f"--seconds {options.seconds:g} must be from 0.1 to 60")
     if not options.sizes or not all(0 < size <= _MAX_MIB for size in options.sizes):
-        raise ConfigurationError(f"--sizes {' '.join(map(str, options.sizes))}: whole numbers from 1 to {_MAX_MIB}, in MiB")
+        sizes = " ".join(map(str, options.sizes))
+        raise ConfigurationError(f"--sizes {sizes} must be whole numbers from 1 to {_MAX_MIB}, in MiB")
     with joined_cluster(options.mesh, ClusterSection(), options):
         report = _measure(options)
         if jax.process_index() == 0:
