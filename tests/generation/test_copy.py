@@ -51,7 +51,7 @@ def test_no_byte_crosses_nodes_while_tokens_are_made(preset):
         assert set(axes_used(traced(state, form, engine).jaxpr.jaxpr)) == axes
 
 
-def test_the_search_for_axes_finds_those_of_the_copy():
+def test_the_search_for_axes_finds_the_caches_axes():
     state = create(SMALL, 2, 4, abstract=True)
     made = jax.make_jaxpr(GenerationCopy.of(state.spec, "gathered").make)(state)
     assert set(axes_used(made.jaxpr)) == {"node"}
@@ -111,8 +111,8 @@ def test_frozen_weights_in_host_memory_are_copied_to_the_device(form: Form):
 
 
 @pytest.mark.parametrize("form", ["gathered", pytest.param("int8", marks=pytest.mark.slow)])
-def test_a_copy_that_every_node_has_already_is_used(form: Form):
-    """It is not made again, and has the same values."""
+def test_weights_that_every_node_already_has_are_shared(form: Form):
+    """The copy has the same values, and nothing crosses nodes to make it."""
     state = create(SMALL, 2, 4, preset="delta")
     copied = zerojax.with_node_copy(state)
     copy = GenerationCopy.of(state.spec, form)
@@ -122,7 +122,7 @@ def test_a_copy_that_every_node_has_already_is_used(form: Form):
 
 @pytest.mark.slow
 def test_matrices_that_every_node_holds_are_encoded_where_they_are():
-    """The copy is that of a state whose optimizer does not need them whole."""
+    """The copy equals the copy of a state whose optimizer does not need whole matrices."""
     state, other = create(SMALL, 2, 4, preset="delta", tx=zerojax.scale_by_muon()), create(SMALL, 2, 4)
     assert any(leaf.in_every_node for leaf in state.spec.leaves)
     copy = GenerationCopy.of(state.spec, "gathered")

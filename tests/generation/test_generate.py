@@ -60,7 +60,7 @@ def wanted(name: str, count: int = 7):
 @pytest.mark.parametrize(
     ("name", "mesh", "form"), [*SOME, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
 )
-def test_greedy_answers_are_those_of_the_model_without_a_cache(name, mesh, form):
+def test_greedy_responses_equal_the_model_without_a_cache(name, mesh, form):
     stop, expected = wanted(name)
     state = create(MODELS[name], *mesh)
     got = zerojax.generate(
@@ -76,7 +76,7 @@ IN_PIECES = [("stack", (2, 4), "gathered")]
     ("name", "mesh", "form"),
     [*IN_PIECES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE if case[0] != "stack")],
 )
-def test_prompts_that_are_prefilled_in_pieces_have_the_same_answers(name, mesh, form, monkeypatch):
+def test_prompts_that_are_prefilled_in_pieces_have_the_same_responses(name, mesh, form, monkeypatch):
     monkeypatch.setattr("zerojax.generation.engine._PREFILL_TOKENS", 5)
     monkeypatch.setattr("zerojax.models.kv_cache._BLOCK", 6)
     stop, expected = wanted(name)
@@ -166,7 +166,7 @@ def agreement(model, batch):
         ]
     ],
 )
-def test_the_copy_is_what_the_training_path_computes_with(preset, mesh, form):
+def test_the_copy_has_exactly_the_weights_of_trainings_forward_pass(preset, mesh, form):
     """A node's weights are rounded, or differ from the masters by an update: both paths read the same."""
     options = {"stage": int(preset[-1])} if "stage" in preset else {"preset": preset}
     state = create(SMALL, *mesh, **options)
@@ -236,7 +236,7 @@ def test_adapters_take_part_unless_they_are_turned_off(model, mesh, form, frozen
         ("protocol", "the model has no init_cache and no decode and no logits: to generate"),
     ],
 )
-def test_what_cannot_be_generated_is_refused_in_words(kind, message):
+def test_prompts_that_cannot_be_continued_are_refused(kind, message):
     given: list[Any] = [np.arange(4)] * 3
     state, count, options = small(), 5, {}
     match kind:
@@ -313,7 +313,7 @@ def test_a_prompt_may_fill_the_context_up_to_the_last_new_token(caplog):
 
 
 @pytest.mark.slow
-def test_rows_of_limit_0_are_left_out_and_calls_share_a_program(caplog):
+def test_rows_of_limit_0_are_skipped_and_calls_share_a_program(caplog):
     caplog.set_level(logging.INFO, "zerojax")
     state, given, how = create(SMALL, 2, 1), prompts(7), Sampling()
     options = {"how": how, "seed": 5, "width": 6}

@@ -13,7 +13,7 @@ from zerojax.multihost.distributed import free_port
 
 
 @pytest.mark.slow
-def test_two_processes_generate_what_one_does(tmp_path):
+def test_two_processes_generate_the_tokens_of_one(tmp_path):
     port, helpers = free_port(), ROOT / "tests" / "helpers"
     environment = for_programs() | {"PYTHONPATH": f"{ROOT}:{helpers}"}
     environment["XLA_FLAGS"] += " --xla_force_host_platform_device_count=2"

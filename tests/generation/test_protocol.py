@@ -45,7 +45,7 @@ class Shared(Averages):
         (Last, r"shape \(1, 6\) for tokens of shape \(1, 16\). Return \[batch, time, width\]"),
     ],
 )
-def test_a_model_that_breaks_the_protocol_is_told_how(model, message):
+def test_a_model_that_breaks_the_protocol_is_refused_with_the_method(model, message):
     with pytest.raises(ZeroError, match=message):
         list(stream(model(nnx.Rngs(0)), np.arange(3), 4, key=jax.random.key(0)))
 

@@ -58,7 +58,7 @@ def generate(model, prompt, count, *, key=KEY, how=None, stop=None):
         for length in (1, 6, 17)
     ],
 )
-def test_cached_greedy_text_is_that_of_the_full_forward(settings, length):
+def test_greedy_text_with_a_cache_equals_the_full_forward_pass(settings, length):
     model, prompt = make(**settings), draw_prompt(length)[0]
     new = generate(model, prompt, 8, how=GREEDY)
     # If every token is the likeliest after those before it, the whole text is the greedy one. What stands
@@ -132,7 +132,7 @@ def test_pieces_of_a_text_see_all_that_is_before_them(settings, flash, monkeypat
 
 
 @pytest.mark.slow
-def test_longrope_rotates_the_keys_of_prompt_and_answer_alike():
+def test_longrope_rotates_the_keys_of_prompt_and_response_alike():
     """The array of the prompt is within rope_original_len, the cache of a slot beyond it."""
     longrope = {"rope_scaling": "longrope", "rope_original_len": 16, "rope_short_factors": (1.0, 1.5)}
     model = make(**LLAMA, **longrope, rope_long_factors=(20.0, 90.0), rope_factor=3.0)

@@ -49,7 +49,7 @@ def fp32(given: dict[str, np.ndarray]) -> dict[str, jax.Array]:
 
 
 @pytest.mark.parametrize("time", [1, 40, 2 * CHUNK, 2 * CHUNK + 37])
-def test_chunks_give_what_single_tokens_do(time):
+def test_chunks_give_the_result_of_single_tokens(time):
     given = inputs(time)
     for numbers in (np.zeros((BATCH, time), np.int32), documents_of(time))[: 1 if time == 1 else 2]:
         out, _ = jax.jit(gated_delta_rule)(**fp32(given), documents=jnp.asarray(numbers))
@@ -69,7 +69,7 @@ def test_equal_keys_that_replace_each_other_stay_exact():
     np.testing.assert_allclose(out, by_token(given, np.zeros((BATCH, CHUNK), np.int32)), atol=1e-5)
 
 
-def test_gradients_are_those_of_single_tokens():
+def test_gradients_equal_the_gradients_of_single_tokens():
     time, numbers = CHUNK + 9, documents_of(CHUNK + 9)
     given, begins = fp32(inputs(time)), jnp.asarray(np.diff(numbers, axis=1, prepend=-1) != 0)
     seen = jnp.asarray(np.random.default_rng(1).normal(size=(BATCH, time, HEADS, WIDTH)), jnp.float32)

@@ -40,7 +40,7 @@ def test_documents_begin_where_segments_change_and_with_each_row():
     assert document_offsets(jnp.zeros((2, 8192), int)).offsets.shape == (65,)
 
 
-def test_a_pass_covers_all_positions_and_uses_those_of_its_documents():
+def test_a_pass_covers_all_positions_and_uses_only_its_documents():
     slots = flash_attention._slots(jnp.array([3, 7, 8]), 24)
     np.testing.assert_array_equal(slots.offsets, [0, 3, 7, 8, 24])
     np.testing.assert_array_equal(slots.used, [0, 4, 1, 0])
@@ -52,7 +52,7 @@ def heads(seed: int, count: int) -> jax.Array:
 
 @NEEDS_LIBRARY
 @pytest.mark.parametrize(("window", "most"), [(None, 2), (3, 2), ("data", 2), ("data", None)])
-def test_outputs_and_gradients_are_those_of_a_mask(window, most, monkeypatch):
+def test_outputs_and_gradients_equal_attention_with_a_mask(window, most, monkeypatch):
     monkeypatch.setattr(flash_attention, "_BACKEND", "reference")
     inputs = heads(0, 4), heads(1, 2), heads(2, 2)[..., :4]
     reach = None if window is None else 3
@@ -101,7 +101,7 @@ def test_sinks_are_in_what_the_backward_kernel_reads(monkeypatch):
 
 
 @NEEDS_LIBRARY
-def test_the_backward_kernel_reads_what_the_forward_one_left():
+def test_the_backward_kernel_reads_the_forward_kernels_results():
     # So nothing reads the forward kernel that the library's rule calls, and XLA drops it.
     q, k, v = (jax.ShapeDtypeStruct((64, n, 16), jnp.bfloat16) for n in (4, 2, 2))
     lse = jax.ShapeDtypeStruct((4, 64), jnp.float32)
@@ -191,7 +191,7 @@ def test_auto_is_flash_attention_where_cudnn_needs_a_mask(on_a_gpu):
         (None, {"width": 256}, "xla", "heads of 256"),
     ],
 )
-def test_attention_without_it_says_once_what_that_costs(lacking, options, kernel, why, on_a_gpu, monkeypatch):
+def test_attention_without_fa4_logs_its_cost_once(lacking, options, kernel, why, on_a_gpu, monkeypatch):
     monkeypatch.setattr(flash_attention, "missing", lambda: lacking)
     for _ in range(2):
         assert choice(segments=jnp.zeros((2, 128), int), **options) == kernel
@@ -209,7 +209,7 @@ def test_attention_without_it_says_once_what_that_costs(lacking, options, kernel
         ("12.0", True, None),
     ],
 )
-def test_what_a_process_lacks(capability, found, lacking, monkeypatch):
+def test_a_missing_requirement_is_named(capability, found, lacking, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability=capability)])
     monkeypatch.setattr(flash_attention, "find_spec", lambda name: found or None)
     answer = flash_attention.missing()

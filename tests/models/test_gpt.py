@@ -145,7 +145,7 @@ def test_a_sequence_longer_than_the_model_is_refused():
         make()(draw_tokens(time=13))
 
 
-def test_initial_loss_is_that_of_a_uniform_guess():
+def test_the_initial_loss_is_the_loss_of_a_uniform_guess():
     model = make(init_std=0.02)
     loss, aux = lm_loss(model, {"tokens": draw_tokens(time=13)})
     assert float(loss) == pytest.approx(np.log(37), abs=0.05)

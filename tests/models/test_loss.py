@@ -123,7 +123,7 @@ def test_wrong_shapes_are_refused():
         cross_entropy(hidden[:, :-1], unembedding, labels)
 
 
-def test_lm_loss_is_that_of_the_models_logits():
+def test_lm_loss_equals_the_loss_of_the_models_logits():
     config = GPTConfig(vocab_size=VOCAB, layers=1, d_model=8, heads=2, max_seq_len=6, loss_chunk=5)
     model = GPT(config, rngs=nnx.Rngs(0))
     tokens = jax.random.randint(jax.random.key(0), (3, 7), 0, VOCAB).at[1, 4:].set(-1)

@@ -133,7 +133,7 @@ def test_a_dense_model_has_no_routers():
 
 
 @pytest.mark.slow
-def test_a_sharded_step_is_one_of_the_whole_batch():
+def test_a_sharded_step_equals_a_step_on_the_whole_batch():
     """With other numbers of tokens that count on each device, and experts spread over two."""
     config = replace(CONFIG, scan=True, experts=6)
     rows = np.array(jax.random.randint(jax.random.key(1), (8, 9), 0, 37))

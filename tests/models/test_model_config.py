@@ -137,13 +137,13 @@ def test_wrong_settings_are_named(settings, message):
         | {"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_joint": True, "kv_heads": 2},
     ],
 )
-def test_parameter_count_is_that_of_the_model(settings):
+def test_parameter_count_equals_the_models(settings):
     config = GPTConfig(**(SMALL | settings))
     model = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
     assert parameter_count(config) == sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
-def test_parameter_counts_of_published_models():
+def test_published_models_have_their_parameter_counts():
     gpt2 = GPTConfig(vocab_size=50257)
     assert parameter_count(gpt2) == 124_439_808
     llama2_7b = GPTConfig(vocab_size=32000, layers=32, d_model=4096, heads=32, max_seq_len=4096, **LLAMA)

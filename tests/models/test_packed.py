@@ -87,7 +87,7 @@ def plain_loss(model: GPT, rows: jax.Array) -> jax.Array:
 
 
 @FAMILIES
-def test_logits_loss_and_gradients_are_those_of_each_document_alone(family):
+def test_logits_loss_and_gradients_equal_each_document_alone(family):
     model = make(**family)
     documents, batch = draw()
     forward = nnx.jit(lambda model, tokens, segments: model(jnp.maximum(tokens, 0), segments=segments))
@@ -157,7 +157,7 @@ def test_positions_start_again_with_each_segment():
     np.testing.assert_array_equal(segment_lengths(segments), [[2, 2, 1, 3, 3, 3], [1, 2, 2, 3, 3, 3]])
 
 
-def test_the_mask_of_segments_is_made_again_and_not_kept(monkeypatch):
+def test_the_mask_of_segments_is_recomputed_not_kept(monkeypatch):
     # Traced only: neither cuDNN nor a GPU is needed for the program's text.
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
     policy = jax.checkpoint_policies.save_only_these_names("attention")
@@ -199,7 +199,7 @@ def test_batches_that_the_loss_would_misread_are_refused(more, message):
 @pytest.mark.parametrize(("kv_heads", "widths"), [(2, (64, 64)), (8, (64, 64)), (8, (192, 128))])
 @pytest.mark.parametrize("most", [None, 4], ids=["one-pass", "passes"])
 @pytest.mark.parametrize("kernel", ["cudnn", pytest.param("flash_attention_4", marks=NEEDS_LIBRARY)])
-def test_kernels_keep_segments_apart(kernel, most, kv_heads, widths):
+def test_kernels_do_not_attend_across_segments(kernel, most, kv_heads, widths):
     segments = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 6, (3, 256))), jnp.int32)
     documents = flash_attention.document_offsets(segments, most)
     keys = jax.random.split(jax.random.key(0), 3)

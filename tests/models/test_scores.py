@@ -39,7 +39,7 @@ def test_a_score_is_the_product_of_the_last_norm_and_the_head() -> None:
         scores(make(outputs=None), tokens)
 
 
-def test_the_head_counts_with_its_own_rows() -> None:
+def test_the_head_counts_with_its_number_of_outputs() -> None:
     language, score = GPTConfig(**SMALL, tied=False), GPTConfig(**SCORES)
     assert parameter_count(language) - parameter_count(score) == 36 * 16
     assert flops_per_token(language, 8) - flops_per_token(score, 8) == 6 * 36 * 16
@@ -69,7 +69,7 @@ def test_a_state_of_scores_does_not_generate() -> None:
 
 
 @pytest.mark.parametrize("command", ["sample", "eval", "export"])
-def test_commands_that_need_tokens_refuse_it(
+def test_commands_that_need_tokens_refuse_a_model_of_scores(
     command: str, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = RunFolder(tmp_path)

@@ -14,7 +14,9 @@ BATCH = {"train_batch_size": 8}
 @pytest.mark.parametrize("micro", [None, 1, 3])
 @pytest.mark.parametrize("accumulate", [None, 1, 2])
 @pytest.mark.parametrize("train", [None, 12, 36])
-def test_batch_arithmetic(train: Any, micro: Any, accumulate: Any, world: int) -> None:
+def test_each_batch_size_follows_from_the_other_two(
+    train: Any, micro: Any, accumulate: Any, world: int
+) -> None:
     """Tries every assignment that DeepSpeed's rules permit: there is one, or an error."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     data = {k: v for k, v in zip(names, (train, micro, accumulate), strict=True) if v is not None}
@@ -62,6 +64,8 @@ def test_the_number_of_devices_is_asked_for_where_it_matters() -> None:
         ),
     ],
 )
-def test_a_refusal_of_a_batch_names_what_was_given(data: Any, options: dict[str, int], message: str) -> None:
+def test_a_refused_batch_size_is_named_with_its_value(
+    data: Any, options: dict[str, int], message: str
+) -> None:
     with pytest.raises(ZeroError, match=message):
         translate(data, **options)

@@ -85,7 +85,7 @@ def tuned(imported: Imported) -> Tuned:
 
 
 @BOTH
-def test_logits_are_those_of_peft(tuned: Tuned):
+def test_logits_equal_pefts(tuned: Tuned):
     tokens = np.load(FIXTURES / tuned.name / "expected.npz")["tokens"]
     logits = zerojax.gather_model(tuned.state)(tokens)
     np.testing.assert_allclose(logits, np.load(tuned.files / "expected.npz")["logits"], rtol=0, atol=1e-5)
@@ -103,7 +103,7 @@ def test_the_model_is_exported_with_its_adapters_merged(tuned: Tuned):
 
 
 @BOTH
-def test_what_is_written_adds_to_the_weights_what_was_read(tuned: Tuned, tmp_path: Path):
+def test_a_written_adapter_adds_the_same_product(tuned: Tuned, tmp_path: Path):
     base, out = tensors(FIXTURES / tuned.name), tmp_path / "out"
     export_adapter(
         tuned.state,
@@ -155,7 +155,7 @@ def test_a_layer_of_a_frozen_weight_is_decoded_as_the_whole(fmt: str, matmul: st
 
 
 @BOTH
-def test_adapters_side_by_side_and_what_is_left_of_larger_ones(tuned: Tuned):
+def test_adapters_share_ranks_and_larger_ones_keep_their_other_values(tuned: Tuned):
     before, after = (from_tree(zerojax.gather_adapters(s)) for s in (tuned.before, tuned.state))
     rank = peft_by_hand.settings(tuned.files)["r"]
     path = ("blocks", "block", "attention", "qkv", "kernel")
@@ -262,7 +262,7 @@ def test_what_zerojax_does_not_have_is_refused_by_name(keys, arrays, words, tmp_
         adapter_lora(folder, ModelFolder.open(FIXTURES / "gpt2").model)
 
 
-def test_of_another_family_and_of_no_folder(tmp_path):
+def test_an_adapter_of_another_family_and_a_missing_folder_are_refused(tmp_path):
     model = ModelFolder.open(FIXTURES / "llama2").model
     with pytest.raises(ZeroError, match=r"but a LlamaForCausalLM of .* has no such module"):
         adapter_lora(ADAPTERS / "gpt2", model)
@@ -302,7 +302,7 @@ def abstract(model: GPTConfig, lora: LoRA | None, mesh: tuple[int, int] = (1, 1)
     )
 
 
-def test_what_an_adapter_cannot_hold_is_not_exported(tmp_path):
+def test_weights_that_an_adapter_cannot_hold_are_not_exported(tmp_path):
     model = ModelFolder.open(FIXTURES / "gpt2").model
     with pytest.raises(ZeroError, match="no adapters to export"):
         export_adapter(abstract(model, None), model, tmp_path / "out")
@@ -383,7 +383,7 @@ def assert_merged(state: TrainState, source: ModelFolder, files: Path) -> None:
 
 
 @pytest.mark.slow
-def test_logits_with_all_that_peft_has(loaded: Loaded):
+def test_logits_equal_pefts_with_all_supported_options(loaded: Loaded):
     tokens = np.load(loaded.source.folder / "expected.npz")["tokens"]
     logits = zerojax.gather_model(loaded.state)(tokens)
     np.testing.assert_allclose(logits, np.load(loaded.files / "expected.npz")["logits"], rtol=0, atol=2e-5)
@@ -419,7 +419,7 @@ def test_an_adapter_comes_back_as_it_was(loaded: Loaded, tmp_path: Path):
 def test_adapters_of_experts_come_back_as_they_were(name: str, tmp_path: Path):
     source, files = ModelFolder.open(FIXTURES / "families" / name), ADAPTERS / name
     loaded = Loaded(name, source, load_adapter(created(source, files), files, source.model))
-    test_logits_with_all_that_peft_has(loaded)
+    test_logits_equal_pefts_with_all_supported_options(loaded)
     out = loaded.export(tmp_path / "out")
     about, before = map(peft_by_hand.settings, (out, files))
     same = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules", "target_parameters")
@@ -491,7 +491,7 @@ def test_names_of_another_family_of_the_same_shape_are_read(tmp_path: Path):
     assert adapter_lora(ADAPTERS / "mistral", model).targets == ("blocks/*/attention/out/kernel",)
 
 
-def test_the_family_of_a_run_is_that_of_the_model_it_began_with(tmp_path: Path):
+def test_the_family_of_a_run_is_the_family_of_its_first_model(tmp_path: Path):
     phi = FIXTURES / "families" / "phi3"
     run, model = RunFolder(tmp_path / "run"), ModelFolder.open(phi).model
     assert adapter_base(None, run, model) == (None, "mistral")

@@ -688,7 +688,7 @@ def read(family: str, **more: Any) -> GPTConfig:
 
 
 @pytest.mark.parametrize("family", KEYS)
-def test_without_any_of_them(family: str):
+def test_a_config_without_optional_keys_is_read(family: str):
     assert read(family) == MODELS[family]
 
 
@@ -739,7 +739,7 @@ def test_a_cap_that_gemma_3_does_not_read():
         assert found[1:] == (MODELS["gemma3_text"], notes)
 
 
-def test_windows():
+def test_windows_of_layers_are_read_and_written():
     assert read("mistral", sliding_window=None).sliding_window is None
     on = {"use_sliding_window": True, "sliding_window": 8}
     for family in ("qwen2", "qwen3"):
@@ -761,7 +761,7 @@ def test_windows():
         assert read(family, layer_types=["sliding_attention"] * 2, sliding_window=None) == MODELS[family]
 
 
-def test_windows_of_a_pattern():
+def test_a_pattern_of_windows_is_read():
     layers = {"num_hidden_layers": 12, "sliding_window": 8}
     gemma3 = read("gemma3_text", **layers)
     assert (gemma3.sliding_window, gemma3.sliding_window_pattern) == (8, 6)
@@ -776,7 +776,7 @@ def test_windows_of_a_pattern():
         assert (found.sliding_window, found.windowed) == (8, windowed)
 
 
-def test_layers_without_rotary_positions():
+def test_layers_without_rotary_positions_are_read_and_written():
     flags = [1, 0, 1, 1, 0, 1]
     layers = {"num_hidden_layers": 6, "use_sliding_window": True, "sliding_window": 8}
     given = read("smollm3", **layers, no_rope_layers=flags)
@@ -820,7 +820,7 @@ def test_hunyuans_alpha_stretches_theta():
             read("hunyuan_v1_dense", rope_scaling=published | wrong)
 
 
-def test_falcons_architectures():
+def test_both_falcon_architectures_are_read():
     published = {"multi_query": True, "new_decoder_architecture": True, "num_kv_heads": 2}
     found = read("falcon", **published)
     assert (found.key_value_heads, found.branches) == (2, "parallel")
@@ -934,7 +934,7 @@ def test_published_models_have_as_many_parameters_as_their_files(name: str):
     assert parameter_count(read_model(values, "config.json")[1]) == count
 
 
-def test_deepseeks_own_keys():
+def test_deepseeks_own_keys_are_read():
     # config.json of DeepSeek-V3, and what differs in V2 and in Kimi K2.
     scaling = {
         "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,

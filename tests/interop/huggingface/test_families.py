@@ -59,7 +59,7 @@ def loaded(request: pytest.FixtureRequest) -> Loaded:
     return Loaded(folder, family, model, parts, state)
 
 
-def test_logits_are_those_of_transformers(loaded: Loaded):
+def test_logits_equal_transformers(loaded: Loaded):
     expected = np.load(loaded.folder / "expected.npz")
     model = gather_model(loaded.state)
     logits = nnx.jit(GPT.__call__)(model, expected["tokens"])

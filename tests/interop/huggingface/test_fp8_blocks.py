@@ -102,7 +102,7 @@ def write(folder: Path, name: str, values: Tensors, quantization: dict[str, obje
 
 
 @pytest.mark.parametrize(("name", "count"), [("qwen3", 14), ("deepseek-v3", 72)])
-def test_logits_are_those_of_the_decoded_model(name: str, count: int, tmp_path: Path):
+def test_logits_equal_the_decoded_models(name: str, count: int, tmp_path: Path):
     stored, decoded = dict[str, np.ndarray](), dict[str, np.ndarray]()
     for key, values in tensors(FIXTURES / "families" / name).items():
         one = quantized(key, values, (8, 8)) if LINEAR.fullmatch(key) else ({key: values}, values)

@@ -58,7 +58,7 @@ def same(one: Any, other: Any) -> None:
     ],
     indirect=["imported"],
 )
-def test_the_bits_are_those_of_an_import(imported: Imported, options: dict[str, Any]):
+def test_the_bits_equal_an_imports(imported: Imported, options: dict[str, Any]):
     state = created(imported.trained.config.model, (2, 2), **options)
     wanted = checkpoints.restore_base(imported.folder.checkpoints / "0", state)
     found = huggingface.load_base(state, imported.model)
@@ -69,7 +69,7 @@ def test_the_bits_are_those_of_an_import(imported: Imported, options: dict[str, 
 
 
 @pytest.mark.slow
-def test_fused_tensors_and_blocks_in_a_list():
+def test_fused_tensors_load_into_blocks_of_a_list():
     folder = FIXTURES / "families" / "phi3"
     model = replace(ModelFolder.open(folder).model, scan=False)
     options = {"frozen_weights": "int4", "block_size": 64}
@@ -84,7 +84,7 @@ def test_fused_tensors_and_blocks_in_a_list():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("imported", ["llama2"], indirect=True)
-def test_what_is_trained_beside_them_is_loaded_as_well(imported: Imported):
+def test_other_trained_weights_are_loaded_with_the_adapters(imported: Imported):
     model = imported.trained.config.model
     options = {
         "frozen": ("*mlp*",),
@@ -100,7 +100,7 @@ def test_what_is_trained_beside_them_is_loaded_as_well(imported: Imported):
         jax.tree.map(np.testing.assert_array_equal, getattr(found, field), getattr(wanted, field))
 
 
-def test_a_loop_of_ones_own_begins_new_adapters_on_it():
+def test_a_custom_loop_trains_new_adapters_on_the_files_weights():
     folder = FIXTURES / "llama2"
     model, options = ModelFolder.open(folder).model, {"lora": LoRA(rank=2), "compute_dtype": "float32"}
     base = huggingface.load_base(created(model, (1, 2), **options), folder)

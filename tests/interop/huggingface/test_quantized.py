@@ -80,7 +80,7 @@ def test_files_hold_what_the_codec_decodes(fmt: Format, along: Direction, dtype:
 
 
 @FORMATS
-def test_blocks_along_outputs_are_those_that_training_sends(fmt: Format):
+def test_blocks_along_outputs_equal_the_blocks_that_training_sends(fmt: Format):
     # A kernel travels flat, (in, out) row-major: blocks of 64 outputs, for one input after the other.
     how, values = WeightFormat(fmt, 64, "output"), weights()
     flat = reference_codec.encode(values.T.reshape(1, -1), fmt, 64)
@@ -104,7 +104,7 @@ def plan(name: str, **shape: Any) -> tuple[TrainState, Target]:
     return state, plan_export(state, config, RunFolder(Path("no-run")), None)
 
 
-def test_what_cannot_be_expressed_is_refused():
+def test_layers_that_the_format_cannot_quantize_are_refused():
     state, target = plan("gpt2")
     with pytest.raises(ZeroError, match="GPT2LMHeadModel has Conv1D layers"):
         check_quantizable(state, target, WeightFormat("int8", 64))

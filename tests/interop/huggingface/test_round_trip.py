@@ -31,7 +31,7 @@ def export(run: Imported, out: Path, dtype: str | None = None, largest_file: int
     export_model(state, config, run.folder, target, out, None, largest_file)
 
 
-def test_logits_are_those_of_transformers(imported: Imported):
+def test_logits_equal_transformers(imported: Imported):
     expected = np.load(imported.model / "expected.npz")
     logits = gather_model(imported.trained.state)(expected["tokens"])
     np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-4)

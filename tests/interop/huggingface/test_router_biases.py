@@ -26,7 +26,7 @@ def copy(folder: Path, **changed: np.ndarray | None) -> Path:
 
 
 @pytest.mark.slow
-def test_a_run_begins_with_them(tmp_path: Path):
+def test_choice_biases_are_imported_and_exported(tmp_path: Path):
     predicting = {"model.layers.3.eh_proj.weight": np.zeros((16, 32), np.float32)}
     folder = copy(tmp_path / "model", **predicting)
     source, run = ModelFolder.open(folder), RunFolder(tmp_path / "run")
@@ -44,7 +44,7 @@ def test_a_run_begins_with_them(tmp_path: Path):
     np.testing.assert_array_equal(loaded.model_state[name], wanted)
 
 
-def test_they_must_be_in_the_files(tmp_path: Path):
+def test_choice_biases_must_be_in_the_files(tmp_path: Path):
     folder = copy(tmp_path / "model", **{BIAS.format(2): None})
     source = ModelFolder.open(folder)
     with pytest.raises(ZeroError, match=f"the files lack {BIAS.format(2)}"):

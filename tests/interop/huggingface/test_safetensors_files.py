@@ -124,14 +124,14 @@ def test_an_index_that_the_files_do_not_bear_out(change: dict[str, Any], message
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": [["a", "b"]]}', "[" * 5000, "\xff"]
 )
-def test_what_is_no_index(text: str, tmp_path: Path):
+def test_a_file_that_is_no_index_is_refused(text: str, tmp_path: Path):
     shards(tmp_path, {})
     (tmp_path / INDEX).write_bytes(text.encode("latin-1"))
     with pytest.raises(ZeroError, match="not an index of safetensors files"):
         SafetensorFiles(tmp_path)
 
 
-def test_a_tensor_that_the_index_does_not_list(tmp_path: Path):
+def test_a_tensor_that_the_index_does_not_list_is_refused(tmp_path: Path):
     shards(tmp_path, {})
     index = json.loads((tmp_path / INDEX).read_text())
     del index["weight_map"]["model.norm.weight"]

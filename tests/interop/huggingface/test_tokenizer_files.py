@@ -108,14 +108,14 @@ def test_added_tokens_of_a_vocabulary_have_their_own_ids(legacy, tmp_path):
         ({"additional_special_tokens": 3}, "additional_special_tokens = 3 should be a list"),
     ],
 )
-def test_added_tokens_that_are_none(settings, message, tmp_path):
+def test_added_tokens_that_are_not_tokens_are_refused(settings, message, tmp_path):
     library(FIXTURES / "opt").model.save(str(tmp_path))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(DataError, match=message):
         read_tokenizer(tmp_path, {})
 
 
-def test_what_is_no_tokenizer(tmp_path):
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
     assert read_tokenizer(tmp_path, {}) is None
     (tmp_path / "tokenizer.model").touch()
     with pytest.raises(
@@ -140,7 +140,7 @@ def test_what_is_no_tokenizer(tmp_path):
         ("[" * 5000, "nested too deeply|not JSON"),
     ],
 )
-def test_settings_that_are_none(settings, message, tmp_path):
+def test_tokenizer_settings_that_are_not_settings_are_refused(settings, message, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((FIXTURES / "llama2" / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(settings)
     with pytest.raises(DataError, match=message):
@@ -148,7 +148,7 @@ def test_settings_that_are_none(settings, message, tmp_path):
 
 
 @pytest.mark.parametrize("number", [-1, 10**26, True, 1.0, "0"])
-def test_the_number_of_no_token(number, tmp_path):
+def test_a_number_that_is_no_token_is_refused(number, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((FIXTURES / "llama2" / "tokenizer.json").read_bytes())
     with pytest.raises(DataError, match="no end-of-text token"):
         read_tokenizer(tmp_path, {"eos_token_id": number})

@@ -119,7 +119,7 @@ def test_the_command_takes_the_model_and_its_tokenizer_from_the_folder(
 
 
 @pytest.mark.slow
-def test_a_run_that_trains_all_weights_begins_with_those_of_the_files(text: Path, tmp_path: Path):
+def test_a_run_that_trains_all_weights_starts_with_the_files_weights(text: Path, tmp_path: Path):
     source, run = ModelFolder.open(FIXTURES / "gpt2"), RunFolder(tmp_path / "run")
     config = with_model(source.folder, micro_config(text, mesh={"nodes": 1, "local": 2}), run)
     start = start_run(RunSetup(config), run, None, source.folder, ModelReader())

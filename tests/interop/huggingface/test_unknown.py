@@ -81,7 +81,7 @@ ROPE = {
         ("gpt2", {"activation_function": "tanh"}, "activation_function = 'tanh'"),
     ],
 )
-def test_of_a_config(name, keys, message, tmp_path):
+def test_an_unsupported_config_is_refused_by_name(name, keys, message, tmp_path):
     with pytest.raises(ZeroError, match=message):
         ModelFolder.open(copy_of(name, tmp_path / "model", keys))
 
@@ -109,14 +109,14 @@ def test_dropout_is_noted():
         ),
     ],
 )
-def test_of_tensors(name, changed, message, tmp_path):
+def test_tensors_that_do_not_fit_are_refused_by_name(name, changed, message, tmp_path):
     source = ModelFolder.open(copy_of(name, tmp_path / "model", None, **changed))
     with pytest.raises(ZeroError, match=message):
         import_model(source, run_config(source.model), RunFolder(tmp_path / "run"))
     assert not (tmp_path / "run" / "config.toml").exists()
 
 
-def test_of_files(tmp_path: Path):
+def test_unreadable_files_are_refused(tmp_path: Path):
     with pytest.raises(ZeroError, match=r"no model\.safetensors"):
         SafetensorFiles(tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
@@ -125,7 +125,7 @@ def test_of_files(tmp_path: Path):
     assert tensors(FIXTURES / "gpt2").keys() == SafetensorFiles(FIXTURES / "gpt2").specs.keys()
 
 
-def test_of_another_model_and_of_a_run_that_is_there(tmp_path):
+def test_another_model_and_an_existing_run_are_refused(tmp_path):
     source, folder = ModelFolder.open(FIXTURES / "opt"), RunFolder(tmp_path)
     other = run_config(GPTConfig(vocab_size=80, layers=1, d_model=8, heads=1, max_seq_len=16))
     with pytest.raises(ZeroError, match=r"\[model\]"):
@@ -145,7 +145,7 @@ def test_an_interrupted_import_may_be_repeated(tmp_path):
         _write_new(source, WeightFiles(source.folder, None), folder)
 
 
-def test_of_a_model_that_no_family_has():
+def test_a_model_that_no_family_has_is_refused():
     with pytest.raises(ZeroError, match=r"no Hugging Face family.*GPT-2 has 'layer'.*LLaMA has 'rope'"):
         describe_model(GPTConfig(norm="rms"))
     with pytest.raises(

@@ -97,7 +97,7 @@ def key(
     null: bool = False,
     decode: Callable[[Any, Fields], Any] | None = None,
     written: str | Callable[[GPTConfig], Any] | None = None,
-    twin: str | None = None,
+    same: str | None = None,
 ) -> Entry:
     """A key with the value of a field.
 
@@ -109,22 +109,22 @@ def key(
         null: whether null means None instead of the default.
         decode: computes the field from the value and the fields so far, if they differ.
         written: the property to write, or a function of the model, if it is not the field.
-        twin: a key that must have the same value, or may be left out if there is no default.
+        same: a key that must have the same value, or may be left out if there is no default.
     """
 
     def read(keys: ConfigKeys, found: Fields) -> Fields:
         missing = default(keys, found) if callable(default) else default
         value = (keys.nullable if null else keys.take)(name, kind, missing)
-        other = value if twin is None else keys.take(twin, kind, value if default is REQUIRED else default)
+        other = value if same is None else keys.take(same, kind, value if default is REQUIRED else default)
         if other != value:
             raise ConfigurationError(
-                f"{name} = {value} and {twin} = {other} are supported only if they are equal"
+                f"{name} = {value} and {same} = {other} are supported only if they are equal"
             )
         return {field: value if decode is None else decode(value, found)}
 
     def write(model: GPTConfig) -> Mapping[str, Any]:
         value = written(model) if callable(written) else getattr(model, written or field)
-        return {name: value} if twin is None else {name: value, twin: value}
+        return {name: value} if same is None else {name: value, same: value}
 
     return Entry(read, write, lambda _: {field: ANY})
 

@@ -67,7 +67,7 @@ OPT = (
     fixed(positions="learned", norm="layer", biases=True, position_offset=2, norm_eps=1e-5),
     key("vocab_size", "vocab_size"),
     key("num_hidden_layers", "layers"),
-    key("hidden_size", "d_model", twin="word_embed_proj_dim"),
+    key("hidden_size", "d_model", same="word_embed_proj_dim"),
     key("num_attention_heads", "heads"),
     PLAIN_HEADS,
     key("ffn_dim", "ffn", written="ffn_width"),
