@@ -12,6 +12,7 @@ modules ``reference``, ``nf4_reference``, ``attention_reference``, ``cast_refere
 from pallas_kernels.attention import attend_cache
 from pallas_kernels.backends import backend_report
 from pallas_kernels.cast import cast_transpose
+from pallas_kernels.delta_chunks import scan_chunks, solve_unit_lower
 from pallas_kernels.dispatch import (
     decode,
     decode_add,
@@ -51,4 +52,6 @@ __all__ = [
     "grouped_sums",
     "nbytes",
     "nf4_bytes",
+    "scan_chunks",
+    "solve_unit_lower",
 ]

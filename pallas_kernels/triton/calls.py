@@ -14,11 +14,18 @@ import jax_triton  # pyright: ignore[reportMissingImports]  (optional: only on G
 import numpy as np
 import triton
 
-from pallas_kernels import attention_reference, cast_reference, grouped_reference, nf4_reference, reference
+from pallas_kernels import (
+    attention_reference,
+    cast_reference,
+    delta_chunks_reference,
+    grouped_reference,
+    nf4_reference,
+    reference,
+)
 from pallas_kernels.backends import cuda_implementation
 from pallas_kernels.chips import compute_capability
 from pallas_kernels.formats import NF4_GROUP, QMAX, QUANTIZED, nbytes, nf4_sections
-from pallas_kernels.triton import attention, casts, grouped, kernels, nf4
+from pallas_kernels.triton import attention, casts, delta_chunks, grouped, kernels, nf4
 
 _NEW_STYLE = "out_type" in inspect.signature(jax_triton.triton_call).parameters
 _FLOATS = (jnp.float32, jnp.bfloat16)
@@ -468,4 +475,85 @@ def grouped_sums(x: jax.Array, g: jax.Array, sizes: jax.Array) -> jax.Array:
         tile,
         K=k,
         N=n,
+    )
+
+
+_COLUMNS = 32
+"""Columns of a state that a program carries: 32 heads of 128 then fill a chip of 132 multiprocessors."""
+
+
+def _carries(*arrays: jax.Array, sizes: tuple[int, ...]) -> bool:
+    """Whether the kernels of ``delta_chunks`` support these dtypes and sizes, which are those of tiles."""
+    powers = all(16 <= size <= 256 and size & (size - 1) == 0 for size in sizes)
+    return powers and all(x.size for x in arrays) and arrays[0].dtype in _FLOATS
+
+
+def unit_lower_inverse(system: jax.Array) -> jax.Array:
+    """See ``pallas_kernels.delta_chunks.solve_unit_lower``."""
+    size = system.shape[-1]
+    if system.dtype != jnp.float32 or size > 64 or not _carries(system, sizes=(size,)):
+        return delta_chunks_reference.unit_lower_inverse(system)
+    return jax_triton.triton_call(
+        system,
+        kernel=delta_chunks.inverse_kernel,
+        grid=(system.size // (size * size),),
+        num_warps=4,
+        num_stages=1,
+        compute_capability=compute_capability(),
+        SIZE=size,
+        **_options(jax.ShapeDtypeStruct(system.shape, system.dtype)),
+    )
+
+
+def delta_scan(
+    query: jax.Array, scores: jax.Array, written: jax.Array, removed: jax.Array, key: jax.Array,
+    decay: jax.Array, state: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """See ``pallas_kernels.delta_chunks.scan_chunks``."""
+    arrays = query, scores, written, removed, key, decay, state
+    if not _carries(query, state, sizes=(query.shape[2], *state.shape[1:])):
+        return delta_chunks_reference.delta_scan(*arrays)
+    before = jax.ShapeDtypeStruct((len(query), *state.shape), query.dtype)
+    out = jax.ShapeDtypeStruct(written.shape, query.dtype)
+    return _carried(delta_chunks.scan_kernel, arrays, state.shape, (out, before, _like(state)))
+
+
+def delta_scan_backward(
+    query: jax.Array, scores: jax.Array, removed: jax.Array, key: jax.Array, decay: jax.Array,
+    of_out: jax.Array, of_last: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """See ``pallas_kernels.delta_chunks.scan_chunks``."""
+    arrays = query, scores, removed, key, decay, of_out, of_last
+    if not _carries(query, of_last, sizes=(query.shape[2], *of_last.shape[1:])):
+        return delta_chunks_reference.delta_scan_backward(*arrays)
+    after = jax.ShapeDtypeStruct((len(query), *of_last.shape), query.dtype)
+    written = jax.ShapeDtypeStruct(of_out.shape, jnp.float32)
+    return _carried(delta_chunks.backward_kernel, arrays, of_last.shape, (written, after, _like(of_last)))
+
+
+def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _carried(
+    kernel: Any, arrays: tuple[jax.Array, ...], state: tuple[int, ...],
+    out: tuple[jax.ShapeDtypeStruct, ...],
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """Launch a kernel that carries a state [heads, dim, value_dim] over chunks."""
+    (chunks, _, tokens, _), (heads, dim, width) = arrays[0].shape, state
+    columns = min(_COLUMNS, width)
+    return jax_triton.triton_call(
+        *arrays,
+        chunks,
+        heads,
+        kernel=kernel,
+        grid=(width // columns, heads),
+        num_warps=4,
+        num_stages=2 if arrays[0].dtype == jnp.bfloat16 else 1,
+        compute_capability=compute_capability(),
+        TOKENS=tokens,
+        DIM=dim,
+        VALUE_DIM=width,
+        COLUMNS=columns,
+        **_options(out),
     )

@@ -21,6 +21,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Float32, Int
 
+import pallas_kernels
 from zerojax.models.flash_attention import ATTENTION_NAME, Segments
 
 CHUNK = 64
@@ -37,7 +38,7 @@ class _Chunk(NamedTuple):
         written: [token, value_dim], what tokens write if the state before the chunk is zero.
         removed: [token, dim], by which that state changes what they write.
         key: [token, dim], under which it is written, decayed to the end of the chunk.
-        decay: [1, 1], of the state.
+        decay: of the state, a number.
     """
 
     query: Array
@@ -114,16 +115,12 @@ def _by_chunks(
     before = jnp.concatenate([numbers[:1, :, :, :1], numbers[:-1, :, :, -1:]])
     q, k = (jnp.repeat(cut(x), repeats, axis=2) for x in (query, key))
     chunks = _within_chunks(q, k, cut(value), cut(log_decay), cut(beta), numbers, before)
-
-    def step(state: State, chunk: _Chunk) -> tuple[State, Array]:
-        low = state.astype(value.dtype)
-        written = (chunk.written - _product(chunk.removed, low)).astype(value.dtype)
-        out = _product(chunk.query, low) + _product(chunk.scores, written)
-        state = state * chunk.decay + _product(chunk.key.mT, written)
-        return state, out.astype(value.dtype)
-
-    state, out = lax.scan(step, state, chunks)
-    return jnp.moveaxis(out, (0, 2), (1, 3)).reshape(batch, -1, heads, width)[:, :time], state
+    # The kernels know rows and heads as one axis.
+    flat = [x.reshape(len(x), batch * heads, *x.shape[3:]) for x in chunks]
+    out, last = pallas_kernels.scan_chunks(*flat, state.reshape(-1, *state.shape[2:]))
+    out = out.reshape(-1, batch, heads, CHUNK, width)
+    out = jnp.moveaxis(out, (0, 2), (1, 3)).reshape(batch, -1, heads, width)[:, :time]
+    return out, last.reshape(state.shape)
 
 
 def _within_chunks(
@@ -140,11 +137,11 @@ def _within_chunks(
     last = numbers[..., -1:]
     from_before = jnp.where(numbers == before, jnp.exp(total), 0)[..., None]
     to_end = jnp.where(numbers == last, jnp.exp(total[..., -1:] - total), 0)[..., None]
-    decay = jnp.where(last == before, jnp.exp(total[..., -1:]), 0)[..., None]
+    decay = jnp.where(last == before, jnp.exp(total[..., -1:]), 0)[..., 0]
     # (I + system) [written | removed] = beta [value | decayed key]; the solver takes the diagonal as ones.
     system = beta[..., None] * pairs * _product(key, key.mT)
     wanted = jnp.concatenate([value.astype(jnp.float32), key * from_before], axis=-1) * beta[..., None]
-    solved = lax.linalg.triangular_solve(system, wanted, left_side=True, lower=True, unit_diagonal=True)
+    solved = pallas_kernels.solve_unit_lower(system, wanted)
     written, removed = jnp.split(solved, [value.shape[-1]], axis=-1)
     low = value.dtype
     return _Chunk(
