@@ -491,13 +491,13 @@ def _carries(*arrays: jax.Array, sizes: tuple[int, ...]) -> bool:
 def unit_lower_inverse(system: jax.Array) -> jax.Array:
     """See ``pallas_kernels.delta_chunks.solve_unit_lower``."""
     size = system.shape[-1]
-    if system.dtype != jnp.float32 or size > 64 or not _carries(system, sizes=(size,)):
+    if system.dtype != jnp.float32 or size not in (16, 32, 64) or not system.size:
         return delta_chunks_reference.unit_lower_inverse(system)
     return jax_triton.triton_call(
         system,
         kernel=delta_chunks.inverse_kernel,
         grid=(system.size // (size * size),),
-        num_warps=4,
+        num_warps=1,
         num_stages=1,
         compute_capability=compute_capability(),
         SIZE=size,

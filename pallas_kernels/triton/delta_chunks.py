@@ -10,20 +10,42 @@ import triton.language as tl
 
 @triton.jit
 def inverse_kernel(system_ptr, out_ptr, SIZE: tl.constexpr):
-    """The inverse of I plus a matrix's strictly lower triangle, row by row from the top.
+    """The inverse of I plus a matrix's strictly lower triangle, of 16, 32 or 64 rows.
 
-    Each row is a row of the identity less a combination of the rows above it. Unlike products of powers of
-    the matrix, this loses no precision if many keys are alike.
+    Blocks of 16 on the diagonal are inverted together, row by row: a row is a row of the identity less a
+    combination of the rows above it. Two inverses A and B on the diagonal, with C below A, become one inverse
+    with -B C A below A. Products of powers of the matrix would lose all precision if many keys are alike.
     """
-    matrix = system_ptr + tl.program_id(0).to(tl.int64) * (SIZE * SIZE)
-    out = out_ptr + tl.program_id(0).to(tl.int64) * (SIZE * SIZE)
-    i = tl.arange(0, SIZE)
-    inverse = (i[:, None] == i[None, :]).to(tl.float32)
-    for row in range(1, SIZE):
-        factors = tl.load(matrix + row * SIZE + i, mask=i < row, other=0.0)
-        less = tl.sum(factors[:, None] * inverse, 0)
-        inverse = tl.where((i == row)[:, None], inverse - less[None, :], inverse)
-    tl.store(out + i[:, None] * SIZE + i[None, :], inverse)
+    BLOCKS: tl.constexpr = SIZE // 16
+    at = tl.program_id(0).to(tl.int64) * (SIZE * SIZE)
+    matrix = system_ptr + at
+    out = out_ptr + at
+    block = tl.arange(0, BLOCKS) * (16 * SIZE + 16)
+    i = tl.arange(0, 16)
+    inverse = tl.zeros((BLOCKS, 16, 16), tl.float32) + (i[:, None] == i[None, :]).to(tl.float32)[None, :, :]
+    for row in range(1, 16):
+        place = block[:, None] + row * SIZE + i[None, :]
+        factors = tl.load(matrix + place, mask=(i < row)[None, :], other=0.0)
+        less = tl.sum(factors[:, :, None] * inverse, 1)
+        inverse = tl.where((i == row)[None, :, None], inverse - less[:, None, :], inverse)
+    tl.store(out + block[:, None, None] + i[None, :, None] * SIZE + i[None, None, :], inverse)
+    for pair in tl.static_range(BLOCKS // 2):
+        _join(matrix, out, 32 * pair, 16, SIZE)
+    if BLOCKS == 4:
+        _join(matrix, out, 0, 32, SIZE)
+
+
+@triton.jit
+def _join(matrix, out, begin, HALF: tl.constexpr, SIZE: tl.constexpr):
+    """Complete the inverse of 2 HALF rows from ``begin`` on, whose halves on the diagonal are inverted."""
+    tl.debug_barrier()  # other threads have written the halves
+    i = tl.arange(0, HALF)
+    upper = (begin + i[:, None]) * SIZE + begin + i[None, :]
+    lower = upper + HALF * SIZE
+    product = tl.dot(tl.load(matrix + lower), tl.load(out + upper), input_precision="ieee")
+    product = tl.dot(tl.load(out + lower + HALF), product, input_precision="ieee")
+    tl.store(out + lower, -product)
+    tl.store(out + upper + HALF, tl.zeros((HALF, HALF), tl.float32))
 
 
 @triton.jit

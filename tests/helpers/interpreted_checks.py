@@ -16,6 +16,7 @@ from pallas_kernels import (
     STORED,
     attention_reference,
     cast_reference,
+    delta_chunks_reference,
     grouped_reference,
     nf4_reference,
     reference,
@@ -149,6 +150,32 @@ def check_grouped():
             np.testing.assert_allclose(got, want, rtol=error, atol=error, err_msg=f"{name} {k} x {n}")
 
 
+def check_delta_chunks():
+    """The scan over chunks, forward and backward, and inverses; in the last system all keys are the same."""
+    rng = np.random.default_rng(3)
+    for dtype, error in ((jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)):
+        wide, square, values = (rng.standard_normal((3, 2, 16, n)) / 4 for n in (32, 16, 64))
+        low = [jnp.asarray(x, dtype) for x in (wide, square, wide[::-1], wide[:, ::-1])]
+        decay = jnp.asarray(rng.uniform(0.2, 0.9, (3, 2)), jnp.float32)
+        values, state = (jnp.asarray(x, jnp.float32) for x in (values, rng.standard_normal((2, 32, 64))))
+        query, scores, removed, key = low
+        for name, arrays in (
+            ("delta_scan", (query, scores, values, removed, key, decay, state)),
+            ("delta_scan_backward", (query, scores, removed, key, decay, values.astype(dtype), state)),
+        ):
+            got, want = (getattr(module, name)(*arrays) for module in (calls, delta_chunks_reference))
+            for mine, theirs in zip(got, want, strict=True):
+                assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype), name
+                mine, theirs = (np.asarray(x, np.float32) for x in (mine, theirs))
+                assert np.linalg.norm(mine - theirs) <= error * np.linalg.norm(theirs), name
+    for size in (16, 32, 64):
+        system = rng.uniform(-0.25, 0.25, (3, size, size)).astype(np.float32)
+        system[-1] = 1
+        lower = np.tril(system.astype(np.float64), -1) + np.eye(size)
+        found = np.asarray(calls.unit_lower_inverse(jnp.asarray(system)))
+        np.testing.assert_allclose(found, np.linalg.inv(lower), rtol=1e-4, atol=1e-4, err_msg=str(size))
+
+
 def main():
     """Check the formats named on the command line, or all."""
     interpreted.install(calls)
@@ -158,6 +185,7 @@ def main():
             "attention": check_attention,
             "cast": check_cast,
             "grouped": check_grouped,
+            "delta_chunks": check_delta_chunks,
         }
         others[fmt]() if fmt in others else check_format(fmt)
         print(fmt, "agrees", flush=True)

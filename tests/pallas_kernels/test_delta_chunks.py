@@ -104,16 +104,15 @@ def test_the_kernels_equal_the_specification(
     sizes: tuple[int, int, int, int], dtype: jnp.dtype, bound: float
 ) -> None:
     args = chunks(*sizes, dtype)
-    with jax.default_device(jax.devices("cpu")[0]):
-        wanted = gradients(
-            pk.scan_chunks, jax.tree.map(lambda x: jax.device_put(x, jax.devices("cpu")[0]), args)
-        )
-    close(gradients(pk.scan_chunks, args), wanted, bound)
+    cpu = jax.devices("cpu")[0]
+    with jax.default_matmul_precision("highest"):  # XLA's products of fp32 numbers use TF32 otherwise
+        wanted = gradients(pk.scan_chunks, tuple(jax.device_put(x, cpu) for x in args))
+        close(gradients(pk.scan_chunks, args), wanted, bound)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not has_gpu(), reason="no CUDA device in this process")
-@pytest.mark.parametrize("tokens", [16, 64])
+@pytest.mark.parametrize("tokens", [16, 32, 64])
 def test_the_kernel_inverts_systems(tokens: int) -> None:
     system, wanted = systems(7, tokens)
     lower = np.tril(np.asarray(system, np.float64), -1) + np.eye(tokens)

@@ -25,6 +25,7 @@ HERE = ROOT / "tests" / "helpers"
         "attention",
         "cast",
         "grouped",
+        "delta_chunks",
         *(pytest.param(fmt, marks=pytest.mark.slow) for fmt in (*pk.STORED, *pk.QUANTIZED)),
     ],
 )
