@@ -482,10 +482,13 @@ _COLUMNS = 32
 """Columns of a state that a program carries: 32 heads of 128 then fill a chip of 132 multiprocessors."""
 
 
-def _carries(*arrays: jax.Array, sizes: tuple[int, ...]) -> bool:
-    """Whether the kernels of ``delta_chunks`` support these dtypes and sizes, which are those of tiles."""
+def _carries(query: jax.Array, state: jax.Array) -> bool:
+    """Whether the kernels that carry a state support these dtypes and sizes, which are those of tiles."""
+    sizes = query.shape[2], *state.shape[1:]
     powers = all(16 <= size <= 256 and size & (size - 1) == 0 for size in sizes)
-    return powers and all(x.size for x in arrays) and arrays[0].dtype in _FLOATS
+    # A chunk in fp32 takes up to 120 KB of shared memory; chips of workstations have 99.
+    wide = query.dtype == jnp.float32 and compute_capability() in (80, 90, 100)
+    return powers and query.size > 0 and (wide or query.dtype == jnp.bfloat16)
 
 
 def unit_lower_inverse(system: jax.Array) -> jax.Array:
@@ -511,7 +514,7 @@ def delta_scan(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """See ``pallas_kernels.delta_chunks.scan_chunks``."""
     arrays = query, scores, written, removed, key, decay, state
-    if not _carries(query, state, sizes=(query.shape[2], *state.shape[1:])):
+    if not _carries(query, state):
         return delta_chunks_reference.delta_scan(*arrays)
     before = jax.ShapeDtypeStruct((len(query), *state.shape), query.dtype)
     out = jax.ShapeDtypeStruct(written.shape, query.dtype)
@@ -524,7 +527,7 @@ def delta_scan_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """See ``pallas_kernels.delta_chunks.scan_chunks``."""
     arrays = query, scores, removed, key, decay, of_out, of_last
-    if not _carries(query, of_last, sizes=(query.shape[2], *of_last.shape[1:])):
+    if not _carries(query, of_last):
         return delta_chunks_reference.delta_scan_backward(*arrays)
     after = jax.ShapeDtypeStruct((len(query), *of_last.shape), query.dtype)
     written = jax.ShapeDtypeStruct(of_out.shape, jnp.float32)

@@ -17,8 +17,6 @@ from environment import ROOT
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import pallas_kernels as pk
-from pallas_kernels import backends
-from pallas_kernels.chips import compute_capability
 
 N, BLOCK = 2048, 256
 CALL = "triton_kernel_call"
@@ -277,6 +275,30 @@ def test_grouped_matmuls_are_by_pallas_where_it_can(kind, side, pallas, name):
     assert (CALL in program) != pallas
 
 
+def delta_rule(*args):
+    """All kernels of the gated delta rule: its scan, the scan's derivative, and a system's inverse."""
+    *chunks, system = args
+
+    def total(*chunks):
+        return sum(jnp.sum(x.astype(jnp.float32)) for x in pk.scan_chunks(*chunks))
+
+    return jax.grad(total, tuple(range(7)))(*chunks), pk.solve_unit_lower(system, system)
+
+
+def check_machine_code(program, shapes, kind, monkeypatch, folder):
+    """Compile and assemble all kernels of a program, and check that a chip has the shared memory for them."""
+    from jax_triton import triton_lib
+
+    compiled = []
+    ptx_of = recorded(compiled, triton_lib.compile_ttir_to_ptx_inplace)
+    monkeypatch.setattr(triton_lib, "compile_ttir_to_ptx_inplace", ptx_of)
+    assert CALL in lowered(program, *shapes, kind=kind)
+    assert compiled, "no kernel was compiled"
+    for ptx, chip, shared in compiled:
+        assert shared <= 1024 * (227 if chip in (90, 100) else 163 if chip == 80 else 99)
+        assemble(ptx, folder)
+
+
 @needs_triton
 @pytest.mark.parametrize("kind", CHIPS)
 @pytest.mark.parametrize(
@@ -285,46 +307,20 @@ def test_grouped_matmuls_are_by_pallas_where_it_can(kind, side, pallas, name):
     + [pytest.param(jnp.float32, name, marks=pytest.mark.slow) for name in GROUPED],
 )
 def test_grouped_matmuls_assemble_for_every_chip(kind, dtype, name, monkeypatch, tmp_path):
-    """With sides that divide no tile, which Hopper takes, too; each kernel's PTX becomes machine code."""
-    from jax_triton import triton_lib
-
-    compiled = []
-    ptx_of = recorded(compiled, triton_lib.compile_ttir_to_ptx_inplace)
-    monkeypatch.setattr(triton_lib, "compile_ttir_to_ptx_inplace", ptx_of)
+    """With sides that divide no tile, which Hopper takes, too."""
     k, n, groups, rows = 200, 300, 4, 1000
     shapes = ((rows, k), dtype), ((groups, k, n), dtype), ((rows, n), dtype), ((groups,), jnp.int32)
-    assert CALL in lowered(GROUPED[name], *shapes, kind=kind)
-    assert compiled, "no kernel was compiled"
-    for ptx, chip, shared in compiled:
-        assert shared <= 1024 * (227 if chip in (90, 100) else 163 if chip == 80 else 99)
-        assemble(ptx, tmp_path)
+    check_machine_code(GROUPED[name], shapes, kind, monkeypatch, tmp_path)
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_cpu_program_holds_no_kernel(name):
-    call, *shapes = CALLS[name]("int4")
-    arguments = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-    assert CALL not in jax.jit(call).trace(*arguments).lower(lowering_platforms=("cpu",)).as_text()
-
-
-@pytest.mark.parametrize(
-    ("kind", "capability"), [("NVIDIA A100", 80), ("NVIDIA H200", 90), ("NVIDIA B200", 100), ("other", 90)]
-)
-def test_described_chip_decides_the_capability(kind, capability):
-    device = AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("d",), abstract_device=device)):
-        assert compute_capability() == capability
-
-
-def test_report_says_what_runs_where(monkeypatch):
-    report = pk.backend_report()
-    assert set(report) == {"cpu", "cuda"}
-    monkeypatch.setattr(backends, "_triton_module", lambda: None)
-    monkeypatch.setattr(backends, "_pallas_module", lambda: None)
-    assert "need jax-triton" in pk.backend_report()["cuda"]
-    assert backends.cuda_implementation("encode") is None
-
-
-def test_nf4_is_left_to_xla_without_triton(monkeypatch):
-    monkeypatch.setattr(backends, "_triton_module", lambda: None)
-    assert backends.cuda_implementation("decode_nf4") is None
+@needs_triton
+@pytest.mark.parametrize("kind", CHIPS)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.slow)])
+def test_the_delta_rule_assembles_for_every_chip(kind, dtype, monkeypatch, tmp_path):
+    each = 5, 3
+    keys, square, values = ((*each, 64, n) for n in (128, 64, 128))
+    shapes = (
+        *((keys, dtype), (square, dtype), (values, jnp.float32), (keys, dtype), (keys, dtype)),
+        *((each, jnp.float32), ((3, 128, 128), jnp.float32), (square, jnp.float32)),
+    )
+    check_machine_code(delta_rule, shapes, kind, monkeypatch, tmp_path)
