@@ -150,6 +150,19 @@ def test_restarts_until_it_works(attempts, capfd):
     assert "3 restarts left" in capfd.readouterr().err
 
 
+def test_a_restart_is_told_when_a_process_was_lost(attempts, capfd):
+    program, _ = attempts
+    line = (
+        "if tries == 1: os.kill(os.getpid(), 9) if rank else time.sleep(600)\n"
+        "lost, ended = map(float, os.environ['ZEROJAX_LOST'].split())\n"
+        "sys.stdout.write(f'{0 < lost < ended < time.monotonic()} {ended - lost:.1f}\\n')"
+    )
+    assert launch.launch(job(program(line), restarts=1)) == 0
+    found = re.findall(r"\[rank \d\] True (\S+)", capfd.readouterr().out)
+    assert len(found) == 2
+    assert float(found[0]) < 30
+
+
 def test_a_stopped_run_is_not_restarted(attempts, capfd):
     program, starts = attempts
     assert launch.launch(job(program("time.sleep(0.5 * rank); sys.exit(75)"), restarts=5)) == 75

@@ -20,6 +20,7 @@ is restarted after every failure except 2 and 3, unless a signal has asked it to
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from zerojax.multihost.devices import Platform, share_devices
 from zerojax.multihost.distributed import VARIABLES, free_port
 from zerojax.multihost.peers.handshake import VARIABLE, new_token
 from zerojax.multihost.supervisor import Supervisor, Task
+from zerojax.run import recovery
 from zerojax.sharding.host_memory import limit_variable
 
 # Per machine, emulated devices included.
@@ -75,24 +77,26 @@ def launch(job: Job) -> int:
     if job.min_nodes is not None and not 1 <= job.min_nodes <= job.nodes:
         raise ConfigurationError(f"min_nodes is 1 to nodes={job.nodes}, not {job.min_nodes}")
     nodes, left = job.nodes, job.restarts
+    restart = dict[str, str]()
     while True:
-        tasks, good = _tasks(job, nodes), (EXIT_OK, EXIT_STOPPED)
+        tasks, good = _tasks(job, nodes, restart), (EXIT_OK, EXIT_STOPPED)
         result = Supervisor(tasks, job.grace, good=good, follows=EXIT_PEER_LOST).run()
         if result.code in (EXIT_OK, EXIT_STOPPED, *NO_RESTART) or result.signals or left == 0:
             return result.code
         if job.min_nodes is not None:
             nodes = max(job.min_nodes, nodes - len(result.failed))
+        restart = {recovery.VARIABLE: f"{result.lost} {time.monotonic()}"}
         logger.warning(f"restarting with {nodes} of {job.nodes} nodes; {left - 1} restarts left")
         left -= 1
 
 
-def _tasks(job: Job, nodes: int) -> list[Task]:
+def _tasks(job: Job, nodes: int, restart: dict[str, str]) -> list[Task]:
     shares = share_devices(nodes, job.devices_per_node, job.platform)
     coordinator = f"127.0.0.1:{free_port()}"
     # Passed in the environment: other users can read a command line.
     shared = {VARIABLE: new_token()} | limit_variable(nodes * job.devices_per_node)
     return [
-        Task(f"rank {rank}", command, os.environ | share | shared | more)
+        Task(f"rank {rank}", command, os.environ | share | shared | restart | more)
         for rank, share in enumerate(shares)
         for command, more in [_command(job, coordinator, rank, nodes)]
     ]

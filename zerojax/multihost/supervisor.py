@@ -51,6 +51,7 @@ class Result:
 
     outcomes: tuple[Outcome, ...]
     signals: tuple[int, ...]  # received by this process and forwarded
+    lost: float | None = None  # when the first process failed, by the monotonic clock
 
     @property
     def code(self) -> int:
@@ -103,6 +104,7 @@ class Supervisor:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._told: set[int] = set()
         self._signals: list[int] = []
+        self._lost: float | None = None
         self._deadline: float | None = None  # when the remaining tasks get SIGKILL
 
     def run(self) -> Result:
@@ -144,7 +146,7 @@ class Supervisor:
         outcomes = (
             Outcome(self.tasks[i].name, _exit_code(self._processes[i]), i in self._told) for i in self._all()
         )
-        return Result(tuple(outcomes), tuple(self._signals))
+        return Result(tuple(outcomes), tuple(self._signals), self._lost)
 
     def _all(self) -> range:
         return range(len(self.tasks))
@@ -178,6 +180,8 @@ class Supervisor:
     def _react(self, ended: int, running: set[int]) -> None:
         """End the other tasks if this one has failed."""
         code = _exit_code(self._processes[ended])
+        if code not in self.good and self._lost is None:
+            self._lost = time.monotonic()
         if code in self.good or not running or ended in self._told:
             return
         if code == self.follows:

@@ -21,7 +21,7 @@ from zerojax.models import GPT, Block, GPTConfig, lm_loss
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.watchdog import Watchdog, end_alone
 from zerojax.run.config import ClusterSection, RunConfig, config_to_dict
-from zerojax.run.metrics.log import RunLog, StepCosts
+from zerojax.run.metrics.log import Listener, RunLog, StepCosts
 from zerojax.run.optimizers import make_optimizer, make_schedule
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.trackers import check_trackers
@@ -133,7 +133,12 @@ class Trained(NamedTuple):
 
 
 def make_log(
-    config: RunConfig, folder: RunFolder, trained: Sequence[Trained], step: int, skipped: int
+    config: RunConfig,
+    folder: RunFolder,
+    trained: Sequence[Trained],
+    step: int,
+    skipped: int,
+    listener: Listener | None = None,
 ) -> RunLog:
     """The log of a run that starts at ``step``, after ``skipped`` steps without an update.
 
@@ -170,6 +175,7 @@ def make_log(
         learning_rates=np.asarray(jax.jit(jax.vmap(schedule))(jnp.arange(train.steps))),
         start=step,
         skipped=skipped,
+        listener=listener,
     )
 
 

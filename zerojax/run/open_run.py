@@ -28,6 +28,7 @@ from zerojax.run.checkpoints.select import choose
 from zerojax.run.config import RunConfig, spelled_out
 from zerojax.run.loop import TrainLoop, disk_errors_explained
 from zerojax.run.metrics.files import MetricsFile
+from zerojax.run.recovery import Recovery
 from zerojax.run.run_dir import Resume, RunFolder, RunLock, check_start
 from zerojax.run.weights import Start
 
@@ -45,6 +46,7 @@ class Opening(NamedTuple):
     manifest: Manifest | None
     notes: list[str]
     on_error: ExitStack
+    recovery: Recovery | None
 
 
 @dataclass(kw_only=True)
@@ -84,7 +86,9 @@ class OpenRun(TrainLoop):
             self.folder.write_config(config)
         trained = [Trained(config.model, start.state, batch), *also_trained]
         reserve_for_saves([one.state for one in trained])
-        self.log = make_log(config, self.folder, trained, start.step, start.record.skipped)
+        self._recovery = new.recovery
+        skipped = start.record.skipped
+        self.log = make_log(config, self.folder, trained, start.step, skipped, self._note_step)
         saving = config.checkpoint
         self.checkpoints: Checkpoints = Checkpoints(  # pyright: ignore[reportIncompatibleVariableOverride]
             self.folder.checkpoints,
@@ -141,6 +145,17 @@ class OpenRun(TrainLoop):
         if is_first():
             self.folder.begin_session(self.step, devices=mesh.size, notes=notes)
             self.folder.update_summary(steps=config.train.steps, **environment())
+        if self._recovery is not None:
+            self._recovery.end("to restore")
+
+    def _note_step(self, step: int, _: Mapping[str, float]) -> None:
+        """Say how long a restart took, once the run takes a step that is new."""
+        if self._recovery is None or not self._recovery.is_new(step, self.log.reached):
+            return
+        self.log.say(str(self._recovery))
+        if is_first():
+            self.folder.note_recovery(self._recovery)
+        self._recovery = None
 
 
 @contextmanager
@@ -151,6 +166,8 @@ def opening(config: RunConfig, folder: RunFolder, resume: Resume) -> Generator[O
     because the next start can use prepared tokens.
     """
     lock = RunLock(folder)
+    if (recovery := Recovery.find()) is not None:
+        recovery.end("to start and join")
     with ExitStack() as on_error, disk_errors_explained(folder):
         on_error.callback(lock.close)
         absent = [path for path in (folder.lock, folder.path, *folder.path.parents) if not path.exists()]
@@ -163,7 +180,7 @@ def opening(config: RunConfig, folder: RunFolder, resume: Resume) -> Generator[O
             check=lambda latest: check_start(latest, resume, folder),
         )
         notes = damaged if unlocked is None else [unlocked, *damaged]
-        yield Opening(config, folder, lock, manifest, notes, on_error)
+        yield Opening(config, folder, lock, manifest, notes, on_error, recovery)
         on_error.pop_all()
 
 

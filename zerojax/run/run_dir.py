@@ -36,6 +36,7 @@ from typing import Any, Literal, Self, TextIO
 from zerojax.errors import ConfigurationError, file_errors
 from zerojax.log import logger
 from zerojax.run.config import ConfigError, RunConfig, dump_config, load_config, spelled_out
+from zerojax.run.recovery import Recovery
 from zerojax.validation.paths import check_checkpoint_path
 
 Resume = Literal["auto", "must", "never"]
@@ -127,6 +128,12 @@ class RunFolder:
             before[-1] |= {"status": "killed", "ended": None, "last_step": None}
         began = {"began": time.time(), "step": step, **more}
         self.update_summary(sessions=[*before, began], status="running", reason=None, step=None)
+
+    def note_recovery(self, recovery: Recovery) -> None:
+        """Record in the newest session how long the restart took that began it."""
+        *before, now = sessions(self.read_summary()) or [{}]
+        notes = [*now.get("notes", ()), str(recovery)]
+        self.update_summary(sessions=[*before, now | {"notes": notes, "recovery": recovery.seconds}])
 
     def read_summary(self) -> dict[str, Any]:
         """The values in run.json, empty if it is missing or damaged; informational only."""

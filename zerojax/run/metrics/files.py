@@ -29,12 +29,17 @@ class MetricsFile:
         most: the most lines in the queue.
         patience: seconds that the disk may take for one line when the run waits for it.
 
+    Attributes:
+        reached: the last step that was in the file before.
+
     Raises:
         OSError: the file cannot be written.
     """
 
     def __init__(self, path: Path, *, start: int = 0, most: int = 1000, patience: float = 60.0) -> None:
-        write_whole(path, "".join(_line(values) for values in read_metrics(path) if values["step"] <= start))
+        before = read_metrics(path)
+        self.reached = max((values["step"] for values in before), default=0)
+        write_whole(path, "".join(_line(values) for values in before if values["step"] <= start))
         self.hangs = False
         self._path = path
         self._patience = patience

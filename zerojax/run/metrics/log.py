@@ -121,6 +121,11 @@ class RunLog:
                 self._trackers.close(failed=error is not None)
 
     @property
+    def reached(self) -> int:
+        """The last step of an earlier process, which this one may have to repeat; 0 without files."""
+        return 0 if self._file is None else self._file.reached
+
+    @property
     def hangs(self) -> bool:
         """Whether the disk hangs, so that nothing can be written."""
         return self._file is not None and self._file.hangs
