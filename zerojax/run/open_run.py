@@ -146,7 +146,7 @@ class OpenRun(TrainLoop):
             self.folder.begin_session(self.step, devices=mesh.size, notes=notes)
             self.folder.update_summary(steps=config.train.steps, **environment())
         if self._recovery is not None:
-            self._recovery.end("to restore")
+            self._recovery.end("to open the run")
 
     def _note_step(self, step: int, _: Mapping[str, float]) -> None:
         """Say how long a restart took, once the run takes a step that is new."""
