@@ -43,7 +43,7 @@ def test_they_are_all_looked_at():
         ({"mesh": {"nodes": 99_999_999}}, "at most 1,048,576 devices$"),
         ({"mesh": {"nodes": 99_999, "local": 99_999}}, "at most 1,048,576 devices$"),
         ({"mesh": {"nodes": 1024, "local": 8, "emulate": True}}, "at most 4,096 devices can be emulated"),
-        ({"train": {"steps": 10**9}}, r"train\.steps must be at most 16,777,216"),
+        ({"train": {"steps": 10**9}}, r"train\.steps = 1000000000 must be at most 16,777,216"),
         ({"train": {"batch_size": 2**31}}, "tokens per step"),
         ({"model": {"layers": 10**9}}, "layers = 1000000000: at most 10,000"),
         ({"model": {"layers": 1001, "scan": False}}, "layers = 1001: at most 1,000, or scan"),
