@@ -18,15 +18,10 @@ of hpZ or delta. Frozen weights have neither masters nor gradients. They take th
 stack that keeps activations, the sums take the place of the activations, from the last layer to the first,
 and need no further memory (``zerojax.schedule.sum_storage``).
 
-``ZeroConfig.host`` moves parts to host memory. The device then has
-
-- five layers of masters and optimizer state during the update: one arrives, one is updated, one leaves, and a
-  GPU's loop has two iterations in its body. Units outside stacks are there two at a time;
-- three layers, and the sums of one layer, for stacks that the backward pass updates;
-- the payload of a pass for the whole model, 2 N / D;
-- two layers of weights, and the activations of the last layer and two others.
-
-With masters or activations in host memory, sums need further memory.
+``ZeroConfig.host`` moves parts to host memory. The device then has a few layers of each (``host_streams``),
+two units outside stacks, the payload of a pass for the whole model, 2 N / D, and the activations of the last
+layer and two others. A stack that the backward pass updates only has the sums of one layer. With masters or
+activations in host memory, sums need further memory.
 
 Activations depend on the model and the batch (``work.py``). With them, the peak is at one of five moments:
 
@@ -38,12 +33,13 @@ Activations depend on the model and the batch (``work.py``). With them, the peak
 - in the update, with Muon or host memory.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
 from jaxtyping import PyTree
 from rich.table import Table
 
+from zerojax.analysis.plan.host_streams import HostStream, Part, host_streams
 from zerojax.analysis.plan.param_bytes import ParamBytes
 from zerojax.analysis.plan.work import Work
 from zerojax.formatting import numeric, size
@@ -71,9 +67,6 @@ KINDS = {
 }
 """The kinds of memory of a device, and of its part of the host's memory."""
 
-_LAYERS_UPDATED = 5
-_LAYERS_UPDATED_IN_BACKWARD = 3
-_LAYERS_FETCHED = 2
 _LAYERS_MOVED = 2
 _NO_WORK = Work(**{each.name: 0 for each in fields(Work)})
 
@@ -208,7 +201,7 @@ class _Moments:
             "weight gradients": params.whole_gradients(rest=not self.with_activations),
             "wire": params.payload(),
             "activations": self._kept(_LAYERS_MOVED - 1) + work.working + self._others() + work.head,
-            "streamed": self._fetched() + self._updated(in_backward=True),
+            "streamed": self._streamed("backward"),
         }
 
     def in_forward(self) -> dict[str, int]:
@@ -228,7 +221,7 @@ class _Moments:
             "weights": params.gathered(1) + params.frozen_in_loss(),
             "weight gradients": 0 if params.sums_sharded else params.whole_gradients(),
             "activations": self._kept() + work.loss + in_breadth,
-            "streamed": self._fetched(),
+            "streamed": self._streamed("forward"),
         }
 
     def at_end(self) -> dict[str, int]:
@@ -247,7 +240,7 @@ class _Moments:
         return {
             "gradients": self.params.sums() + self.params.sums_in_nodes(),
             "matrices": self.params.whole_matrices(),
-            "streamed": self._updated(),
+            "streamed": self._streamed("update"),
         }
 
     @property
@@ -289,32 +282,19 @@ class _Moments:
     def _layers_but_last(self) -> int:
         return sum(group.layers - 1 for group in self.stacks)
 
-    def _fetched(self) -> int:
-        """Bytes of weights from host memory that are on the device during a pass."""
+    def _streamed(self, part: Part) -> int:
+        """Bytes of layers from host memory that are on the device in a part of the step."""
         held = _in_host(self.spec)
-        trained = self._here(held["encoded"], _LAYERS_FETCHED, self.spec.groups)
-        return trained + self._here(held["frozen"], _LAYERS_FETCHED, self.spec.groups, frozen=True)
+        streams = [stream for stream in host_streams(self.spec) if stream.part == part and stream.layers]
+        return sum(self._here(stream, sum(held[kind] for kind in stream.kinds)) for stream in streams)
 
-    def _updated(self, *, in_backward: bool = False) -> int:
-        """Bytes of masters and moments from host memory that are on the device in the update.
-
-        ``in_backward`` selects the update during the backward pass, else the one after it.
-        """
-        held = _in_host(self.spec)["parameters"] + _in_host(self.spec)["optimizer"]
-        own = self.spec.updated_in_backward
-        groups = own if in_backward else [group for group in self.spec.groups if group not in own]
-        layers = _LAYERS_UPDATED_IN_BACKWARD if in_backward else _LAYERS_UPDATED
-        return self._here(held, layers, groups)
-
-    def _here(self, held: int, layers: int, groups: Collection[ParamGroup], *, frozen: bool = False) -> int:
-        """The part of ``held`` bytes (all trained or frozen weights in host memory) on the device at a time.
-
-        Two of ``groups`` are there at a time: some ``layers`` of a stack, or all of a group outside stacks.
-        """
+    def _here(self, stream: HostStream, held: int) -> int:
+        """The part of a stream's ``held`` bytes that is on the device at a time."""
 
         def owned(group: ParamGroup) -> int:
-            return sum(leaf.owned for leaf in (group.frozen if frozen else group.leaves))
+            return sum(leaf.owned for leaf in (group.frozen if stream.frozen else group.leaves))
 
         whole = sum(owned(group) * group.layers for group in self.spec.groups)
-        parts = sorted((owned(group) * min(layers, group.layers) for group in groups), reverse=True)
+        here = (owned(group) * min(stream.layers, group.layers) for group in stream.groups)
+        parts = sorted(here, reverse=True)
         return held * sum(parts[:2]) // max(1, whole)

@@ -21,12 +21,9 @@ Hops within a node count in full. They overlap with the matmuls, but take multip
 from them. Nothing overlaps with the parts that run once per step: the gather of stages 1 and 2, the gather of
 delta with several micro-batches, a reduction after the last micro-batch, and the optimizer.
 
-Copies from and to host memory (``ZeroConfig.host``) overlap like hops between nodes: the longest of compute,
-hops and copies counts in full. Each forward pass fetches weights. So does each backward pass, unless the node
-keeps its replica. Activations leave in the forward pass and return in the backward pass. Masters and moments
-come and go during the update, which hides its kernels but overlaps with nothing else. For stacks that the
-backward pass updates, they come and go during that pass. With local updates one fragment comes three times
-(to be sent, to be mixed in, and before it is written) and goes once. Nothing hides that.
+Copies from and to host memory (``host_streams``) overlap like hops between nodes: the longest of compute,
+hops and copies counts in full. The copies of the update hide its kernels, but overlap with nothing else.
+Nothing hides the copies of a fragment by local updates.
 
 With local updates and ``outer_delay`` a fragment crosses nodes during the passes of all micro-batches, which
 have no hops between nodes. The step takes the longer of the two. With a delay of 1 the change of the outer
@@ -41,6 +38,7 @@ from dataclasses import asdict, dataclass
 from zerojax.analysis.gpus import CUDNN_EFFICIENCY
 from zerojax.analysis.plan.cluster import Cluster
 from zerojax.analysis.plan.hops import ByLink, HopPlan
+from zerojax.analysis.plan.host_streams import PARTS, Part, host_streams, updated_in_backward
 from zerojax.analysis.plan.memory import PredictedMemory
 from zerojax.analysis.plan.work import Work, share_of
 from zerojax.train.spec import TrainSpec
@@ -48,7 +46,6 @@ from zerojax.train.spec import TrainSpec
 _TIMES_KEPT = 4
 _FP8_READ, _FP8_MADE = 10, 14
 _TIMES_GRADIENTS = 4
-_FRAGMENT_READS = 3
 
 
 @dataclass(frozen=True)
@@ -110,15 +107,18 @@ def predict_step(
             compute[hop.when] += hop.codec_bytes / rate
     masters, state = memory.wherever("parameters"), memory.wherever("optimizer")
     optimizer = (2 * (masters + state) + _TIMES_GRADIENTS * masters) / rate
-    inside = optimizer * _updated_in_backward(spec)
+    inside = optimizer * updated_in_backward(spec)
     alone = compute["passes"] + compute["alone"] + local["alone"] + node["alone"]
 
-    def step(host: dict[str, float]) -> float:
+    kernels: dict[Part, float] = {"forward": 0.0, "backward": inside}
+
+    def step(host: dict[Part, float]) -> float:
         passes = sum(
-            local[part] + _overlapped(units, compute[part] + kernels, node[part], host[part])
-            for part, kernels in (("forward", 0.0), ("backward", inside))
+            local[part] + _overlapped(units, compute[part] + own, node[part], host[part])
+            for part, own in kernels.items()
         )
-        return alone + _overlapped(units, optimizer - inside, host["update"]) + max(passes, node["passes"])
+        update = _overlapped(units, optimizer - inside, host["update"] + host["exchange"])
+        return alone + update + max(passes, node["passes"])
 
     host = _copies(spec, memory, cluster)
     seconds = step(host)
@@ -140,29 +140,14 @@ def _overlapped(units: int, *seconds: float) -> float:
     return longest + (sum(seconds) - longest) / units
 
 
-def _copies(spec: TrainSpec, memory: PredictedMemory, cluster: Cluster) -> dict[str, float]:
-    """Seconds of the copies from and to host memory in the passes and in the update of a step."""
-    held, passes = memory.host, spec.zero.passes
-    encoded, kept = held.get("encoded", 0), held.get("activations", 0)
-    frozen = held.get("frozen", 0)
-    again = spec.strategy.keep == "primary"
-    state = held.get("parameters", 0) + held.get("optimizer", 0)
-    exchanged = sum(held.get(kind, 0) for kind in ("parameters", "outer", "residual"))
-    fragment = exchanged / spec.zero.every if spec.zero.every else 0
-    inside = _updated_in_backward(spec)
-    arriving = again * encoded + frozen + kept + inside * state
-    return {
-        "forward": passes * cluster.host_seconds(encoded + frozen, kept),
-        "backward": passes * cluster.host_seconds(arriving, inside * (state + encoded)),
-        "update": (1 - inside) * cluster.host_seconds(state, state + encoded)
-        + cluster.host_seconds(_FRAGMENT_READS * fragment, fragment),
-    }
-
-
-def _updated_in_backward(spec: TrainSpec) -> float:
-    """The fraction of the trained elements that the backward pass updates."""
-    inside = sum(leaf.layers * leaf.owned for group in spec.updated_in_backward for leaf in group.leaves)
-    return inside / max(1, sum(leaf.layers * leaf.owned for leaf in spec.leaves))
+def _copies(spec: TrainSpec, memory: PredictedMemory, cluster: Cluster) -> dict[Part, float]:
+    """Seconds of the copies from and to host memory in each part of a step."""
+    arriving, leaving = dict.fromkeys(PARTS, 0.0), dict.fromkeys(PARTS, 0.0)
+    for stream in host_streams(spec):
+        held = sum(memory.host.get(kind, 0) for kind in stream.kinds)
+        arriving[stream.part] += stream.arrives * held
+        leaving[stream.part] += stream.leaves * held
+    return {part: cluster.host_seconds(arriving[part], leaving[part]) for part in arriving}
 
 
 def _matmuls(spec: TrainSpec, work: Work, cluster: Cluster) -> tuple[float, float]:
