@@ -28,16 +28,16 @@ from zerojax.sharding.wire_format import Seed
 from zerojax.weights import Payloads, Weights, cross_nodes, crosses_nodes, decode, encode, to_secondary
 
 Copies = tuple[Payloads | None, ...]
-"""Delta's copies of each kind of layers, stacked; None where weights have none."""
+"""Delta's replicas of each kind of layers, stacked; None for kinds without replicas."""
 
 
 class Fetching(NamedTuple):
     """The weights on their way, carried from one layer to the next.
 
     Attributes:
-        copies: delta's copies of all layers, updated for those fetched so far; or None; by kind.
+        copies: delta's replicas of all layers by kind, refreshed for the layers fetched so far; or None.
         payloads: the encoded weights that cross the nodes next.
-        arrived: the weights that have crossed, not yet decoded.
+        arrived: the weights that have crossed and are not yet decoded.
     """
 
     copies: Copies
@@ -50,7 +50,7 @@ class WeightPrefetcher:
     """The order in which a pass fetches layers; callers hold the weights on their way (``Fetching``).
 
     Attributes:
-        weights: of all layers of each kind, stacked, each at its own level.
+        weights: for each kind, of all layers, stacked, each at its own level.
         step: 1 forward, to the last layer; -1 backward, to layer 0.
         own_stream: see ``zerojax.comm.coalesced``.
     """
@@ -67,7 +67,7 @@ class WeightPrefetcher:
     def start(self, first: Place, copies: Copies | None = None) -> tuple[Fetching, Weights]:
         """Fetch the first layer's secondary partitions, and start on the next two layers.
 
-        Delta's copies of all layers are updated as their weights arrive.
+        Delta's replicas of all layers are refreshed as their weights arrive.
         """
         copies = copies or (None,) * len(self.weights)
         payloads, arrived = (), ()
@@ -83,7 +83,7 @@ class WeightPrefetcher:
     def advance(self, fetching: Fetching, place: Place, *, crossing: bool) -> tuple[Fetching, Weights]:
         """Move every layer's weights one stage on.
 
-        The layer at the place computes; ``crossing`` says whether a layer is left that has yet to cross
+        The layer at ``place`` computes; ``crossing`` says whether a layer is left that has yet to cross
         nodes.
 
         Returns:
@@ -104,13 +104,13 @@ class WeightPrefetcher:
         return cross_nodes(payloads, delta=copies[place.kind] is not None, own_stream=self.own_stream)
 
     def _receive(self, copies: Copies, arrived: Payloads, place: Place) -> tuple[Copies, Weights]:
-        """The copies, with this layer's updated, and this layer's secondary partitions."""
+        """The replicas with this layer's refreshed, and this layer's secondary partitions."""
         weights = place.of(self.weights)
         if not self.crosses:
             return copies, to_secondary(weights)
         secondary = decode(weights, arrived, place.of(copies))
         if (own := copies[place.kind]) is not None:
-            # The trained weights that have copies come first.
+            # The trained weights that have replicas come first.
             copies = place.put(copies, tuple(w.values for w in secondary[: len(own)]))
         return copies, secondary
 
@@ -132,7 +132,7 @@ class GradientQueue:
 
     Attributes:
         reductions: of one layer of each kind.
-        seeds: by kind, one per layer.
+        seeds: for each kind, one per layer.
         last: the last layer, whose gradients come first.
         updates: whether sums update their layers.
     """
@@ -144,29 +144,29 @@ class GradientQueue:
 
     @property
     def primes(self) -> bool:
-        """Whether callers ``prime``; else each layer arrives once."""
+        """Whether callers ``prime``. If not, each layer arrives once."""
         return len(self.reductions) == 1 and not self.updates
 
     @property
     def stages(self) -> int:
-        """How many hops are stages of their own: all; or none, if gradients do not cross nodes."""
+        """The number of hops that are stages: all of them, or none if gradients do not cross nodes."""
         reduction = self.reductions[0]
         apart = self.updates or reduction.strategy.reduces_between_nodes(reduction.world)
         return max(each.hops for each in self.reductions) if apart else 0
 
     def enqueue(self, grads: Values, place: Place, behind: InFlight | None = None) -> InFlight:
-        """Encode a layer's whole gradients and put them before those that ``advance`` returned."""
+        """Encode a layer's whole gradients and put them before the ones that ``advance`` returned."""
         encoded = self.reductions[place.kind].encode(grads, self._seed(place))
         return (encoded, *((None,) * self.stages if behind is None else behind))
 
     def advance(self, in_flight: InFlight, first: Place) -> tuple[InFlight, Arrived | None]:
         """Move every layer's gradients one stage on.
 
-        In flight are the gradients of layer ``first`` and those after it.
+        The gradients in flight belong to layer ``first`` and the layers after it.
 
         Returns:
-            The gradients in flight without a first stage, for ``enqueue``; and those that had arrived, if
-            any had.
+            The gradients in flight without a first stage, for ``enqueue``; and the ones that had arrived, if
+            any.
         """
         *waiting, payload = in_flight
         arrived = None
@@ -207,7 +207,7 @@ class GradientQueue:
         return self.reductions[arrived.place.kind].sum(arrived.payload)
 
     def drain(self, in_flight: InFlight) -> Iterator[Arrived]:
-        """The gradients still in flight, as they arrive; layer 0's are on the first stage, and come last."""
+        """The gradients still in flight, as they arrive. Layer 0's are on the first stage, and come last."""
         first = self.last.order.at(0)
         for done in range(self.stages + 1):
             sent, arrived = self.advance(in_flight, first + -done)
@@ -217,7 +217,7 @@ class GradientQueue:
 
     def _send(self, payload: Payload, place: Place, hop: int) -> Payload:
         reduction = self.reductions[place.kind]
-        # Of another kind, layers may have a hop more.
+        # Layers of another kind may have one more hop.
         return reduction.send(payload, self._seed(place), hop) if hop < reduction.hops else payload
 
     def _seed(self, place: Place) -> Seed:

@@ -1,8 +1,8 @@
-"""The order of a stack's layers, which may be of several kinds: those of one kind are stacked together.
+"""The order of a stack's layers, which may be of several kinds. Layers of one kind are stacked together.
 
 Most stacks of several kinds repeat a period, such as three layers of one kind and one of another. A loop over
-such a stack runs a period a turn, in which the kind of every layer is static. Layers before the first period,
-and those that are peeled off a loop, are compiled one by one.
+such a stack runs one period per iteration, in which the kind of every layer is static. Layers before the
+first period, and layers that are peeled off a loop, are compiled one by one.
 """
 
 import functools
@@ -22,7 +22,7 @@ class Order:
     """The kinds of a stack's layers.
 
     Attributes:
-        kinds: of each layer, numbers from 0.
+        kinds: the kind of each layer, numbered from 0.
     """
 
     kinds: tuple[int, ...]
@@ -39,22 +39,22 @@ class Order:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many layers there are of each kind."""
+        """The number of layers of each kind."""
         return tuple(self.kinds.count(kind) for kind in range(max(self.kinds) + 1))
 
     @functools.cached_property
     def first_periodic(self) -> int:
-        """The layer from which on the kinds repeat."""
+        """The first layer of the part in which kinds repeat."""
         return self._repeats[0]
 
     @functools.cached_property
     def period(self) -> int:
-        """After how many layers the kinds repeat."""
+        """The number of layers after which kinds repeat."""
         return self._repeats[1]
 
     @functools.cached_property
     def _repeats(self) -> tuple[int, int]:
-        """The fewest layers that are not repetitions: those before the first period, and the period."""
+        """The number of layers before the first period, and the period: the pair with the smallest sum."""
         kinds, found = self.kinds, (0, len(self.kinds))
         for period in range(1, len(kinds)):
             first = len(kinds) - period
@@ -64,11 +64,11 @@ class Order:
         return found
 
     def at(self, number: int, turn: Index = 0) -> "Place":
-        """The layer of a number, or the one that many periods later."""
+        """The layer with a number, or the one ``turn`` periods later."""
         return Place(self, number, turn)
 
     def within(self, number: int) -> tuple[int, int]:
-        """A layer of the stack, and how many periods later the layer of ``number`` would come."""
+        """A layer of the stack, and the number of periods from it to the layer with ``number``."""
         periods = max(-((self.last - number) // self.period), 0) - max(-(number // self.period), 0)
         return number - periods * self.period, periods
 
@@ -83,11 +83,11 @@ class Place:
 
     Attributes:
         order: of the stack.
-        number: of the layer, or in a loop that of the layer in its first turn. It may lie outside of the
-            stack, where the order goes on periodically.
-        turn: how many periods later the layer comes; traced within a loop.
-        bound: 1 if the last of its kind stands in for a layer behind the stack, -1 if the first does for one
-            before it.
+        number: the layer's number; in a loop, its number in the first iteration. It may lie outside of the
+            stack, where the order continues periodically.
+        turn: the number of periods from ``number`` to the layer; traced inside a loop.
+        bound: 1 replaces a layer behind the stack by the last one of its kind, -1 a layer before it by the
+            first.
     """
 
     order: Order
@@ -99,7 +99,7 @@ class Place:
         return replace(self, number=self.number + layers)
 
     def ahead(self, layers: int) -> "Place":
-        """The layer that comes so many later, or earlier; instead of one outside of the stack any in it."""
+        """The layer ``layers`` later, or earlier if negative; outside of the stack, some layer in it."""
         there = self + layers
         if not self.peeled:
             return replace(there, bound=1 if layers > 0 else -1)
@@ -107,7 +107,7 @@ class Place:
 
     @property
     def peeled(self) -> bool:
-        """Whether the layer is in no loop."""
+        """Whether the layer is outside of loops."""
         return isinstance(self.turn, int)
 
     @property
@@ -117,7 +117,7 @@ class Place:
 
     @property
     def index(self) -> Index:
-        """The layer's index among those of its kind."""
+        """The layer's index in the stack of its kind."""
         order, kind = self.order, self.kind
         found, periods = order.within(self.number)
         before = order.kinds[:found].count(kind)
@@ -131,7 +131,7 @@ class Place:
         return jnp.maximum(index, 0) if self.bound < 0 else index
 
     def of[T: PyTree[Array]](self, stacks: tuple[T, ...]) -> T:
-        """The layer's values, from those of each kind, stacked."""
+        """The layer's values, from the stacked values of each kind."""
         return layer_at(stacks[self.kind], self.index)
 
     def put[T: PyTree[Array]](self, stacks: tuple[T, ...], layer: T) -> tuple[T, ...]:

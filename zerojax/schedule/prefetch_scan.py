@@ -1,26 +1,26 @@
-"""The prefetching scan runs a stack of units, gathering ahead of the computing layer, reducing behind.
+"""The prefetching scan runs a stack of units. It gathers ahead of the computing layer and reduces behind it.
 
 One ``custom_vjp`` covers the whole scan, because XLA moves no collective from one iteration of a loop to
 another. In program order:
 
 - forward, layer i: the ``WeightPrefetcher`` moves layers i + 1 to i + 3 one stage on, then layer i computes.
-- The last layer's weights are kept: the backward pass begins with them.
+- The last layer's weights are kept, and the backward pass begins with them.
 - backward, layer i: the ``WeightPrefetcher`` moves layers i - 1 to i - 3 one stage on and the
-  ``GradientQueue`` layers i + 1 to i + 3, then layer i's vjp computes and its gradients are encoded.
+  ``GradientQueue`` layers i + 1 to i + 3. Then layer i's vjp computes and its gradients are encoded.
 
 Within an iteration none of these depends on another, so the scheduler can run them side by side. A payload
 that crosses nodes is ready when the iteration begins: between two crossings lies only the end of the loop.
-The forward loop carries one layer's weights, one layer's payload and one layer's arrivals; the backward loop
-carries as well what each hop of the gradients sends and receives. A pass that does not cross nodes gathers
+The forward loop carries one layer's weights, one layer's payload and one layer's arrivals. The backward loop
+also carries what each hop of the gradients sends and receives. A pass that does not cross nodes gathers
 weights one layer ahead and sums gradients one layer behind. Layers with nothing left to fetch, or nothing
 yet to send, are peeled off the loops.
 
 The layers may be of several kinds (``zerojax.schedule.order``). A loop then runs a period of layers in each
-turn. Weights, state, residuals and sums are tuples with the stacked values of each kind.
+iteration. Weights, state, residuals and sums are tuples with the stacked values of each kind.
 
-With ``ShardingStrategy.residuals_in_host`` that part of what layers keep for the backward pass is in host
-memory. Layer i's part is copied there while layer i computes, as far as it is ready, and comes back while the
-backward pass computes layer i + 1.
+With ``ShardingStrategy.residuals_in_host`` a fraction of the residuals is in host memory. Layer i's are
+copied there while layer i computes, as soon as they exist, and come back while the backward pass computes
+layer i + 1.
 
 If the loss itself contains a gradient, this schedule must be differentiated. Derivatives of any order are
 taken through the same layers run one after another (``_one_by_one``), without overlap of hops and compute.
@@ -75,14 +75,15 @@ from zerojax.weights import Weight, Weights, to_full
 
 
 class _Results(NamedTuple):
-    """What the scan returns.
+    """The results of the scan.
 
     Attributes:
         x: the last layer's activations.
-        state: the layers' new state, stacked, of each kind.
-        refreshed: of each kind the trained weights at "secondary", stacked, if the scan updated delta's
-            copies; else none.
-        probes: of each kind one for ``with_facts``, if the backward pass updates the layers; else none.
+        state: for each kind, the layers' new state, stacked.
+        refreshed: for each kind, the trained weights at "secondary", stacked, if the scan refreshed delta's
+            replicas; otherwise empty.
+        probes: for each kind, a probe for ``with_facts``, if the backward pass updates the layers; otherwise
+            empty.
     """
 
     x: Arrays
@@ -107,13 +108,12 @@ class Scanned(NamedTuple):
 
 
 class ScannedOnce(NamedTuple):
-    """What running the layers of one kind leaves.
+    """The results of running the layers of one kind.
 
     Attributes:
         state: the new state, stacked.
-        copies: by path, stacked, the weights that have a ``copy``, with the copy that the gathers updated as
-            their values.
-        probe: of a stack that is updated.
+        copies: by path, stacked, the weights that have a ``copy``, with the refreshed replicas as values.
+        probe: for a stack that is updated.
     """
 
     state: Arrays
@@ -126,11 +126,11 @@ def scan_units(
 ) -> tuple[Arrays, list[ScannedOnce]]:
     """Run the layers in their order.
 
-    ``x`` are floating-point activations, whose shapes and dtypes every layer keeps; every layer receives what
-    is ``shared``.
+    ``x`` are floating-point activations, whose shapes and dtypes every layer keeps. Every layer receives
+    ``shared``.
 
     Returns:
-        The last layer's ``x``; and for each kind the rest.
+        The last layer's ``x``, and the other results for each kind.
     """
     units, seeds = zip(*(take_apart(read_by_unit(list(kind.weights))) for kind in kinds), strict=True)
     layers = tuple(
@@ -173,7 +173,7 @@ def _with_seeds(kind: Scanned) -> Body:
 
 
 class _Layers:
-    """The order of a stack's layers, and what runs those of each kind."""
+    """The order of a stack's layers, and the body of each kind."""
 
     def __init__(self, order: Order, bodies: Sequence[Body]) -> None:
         self.order = order
@@ -185,9 +185,9 @@ class _Layer:
 
     Attributes:
         body: the function.
-        run: the same, with None for the residual.
-        run_keeping: with the body's vjp for the residual, less the arrays that all layers share and those
-            that are gathered again.
+        run: the function with None as the residual.
+        run_keeping: the function with the body's vjp as the residual. Arrays that all layers share, or that
+            are gathered again, are taken out of it.
     """
 
     def __init__(self, body: Body) -> None:
@@ -214,7 +214,7 @@ def _scan(layers: _Layers, args: ScanArgs) -> _Results:
 
 
 def _one_by_one(layers: _Layers, args: ScanArgs) -> tuple[Arrays, tuple[Arrays, ...]]:
-    """The scan's activations and state, computed layer after layer with a gather each: for derivatives."""
+    """The scan's activations and state, with one gather per layer and no overlap: only for derivatives."""
     if any(unit.update is not None for unit in args.units):
         raise ConfigurationError(
             "the loss contains a gradient, which is differentiated through a Stack, and its layers are "
@@ -248,10 +248,10 @@ class _ForwardCarry(NamedTuple):
     Attributes:
         x: activations.
         fetching: the weights of later layers.
-        kept: this layer's secondary partitions that the backward pass gathers from, unless it finds them
-            among the scan's arguments or the copies.
+        kept: this layer's secondary partitions that the backward pass gathers from. The ones that it finds
+            among the scan's arguments or the replicas are left out.
         whole: this layer's weights.
-        stacks: of each kind the earlier layers' new state, residuals and ``kept``, stacked.
+        stacks: for each kind, new state, residuals and ``kept`` of the earlier layers, stacked.
     """
 
     x: Arrays
@@ -283,7 +283,7 @@ def _forward(order: Order, runs: Sequence[_Run], args: ScanArgs) -> tuple[_Resul
         kind, after = place.kind, (place + 1).kind
         fetching, secondary = prefetcher.advance(carry.fetching, place, crossing=crossing)
         if place.peeled and any(w.layout.frozen for w in weights[after]):
-            # Else frozen weights, which come from nothing in the loop, would be gathered before it.
+            # Frozen weights depend on nothing in the loop. Without the barrier they would be gathered early.
             secondary, x = lax.optimization_barrier((secondary, carry.x))
             carry = carry._replace(x=x)
         whole = to_full(secondary, strategy.weight_dtype)
@@ -292,7 +292,7 @@ def _forward(order: Order, runs: Sequence[_Run], args: ScanArgs) -> tuple[_Resul
         return _ForwardCarry(x, fetching, kept_of(secondary, after), whole, stacks)
 
     def empty(place: Place, secondary: Weights, whole: Weights) -> tuple[Arrays, Pullback | None, Weights]:
-        # Filled in place by hand: lax.scan would stack the results of its own iterations, not of peeled ones.
+        # Filled in place by hand: lax.scan would stack the results of its iterations, but not of peeled ones.
         kind, count = place.kind, order.counts[place.kind]
         rows = count - order.uniform
         _, new, residual = runs[kind].shapes(whole, x, place.of(state), shared)

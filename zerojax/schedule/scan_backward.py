@@ -1,7 +1,7 @@
 """The backward pass of the prefetching scan (``zerojax.schedule.prefetch_scan``).
 
-Where gradients update their layers (``zerojax.schedule.layer_update``), layers whose sums have arrived are
-updated before layer i's vjp, and stored beside it.
+If gradients update their layers (``zerojax.schedule.layer_update``), a layer is updated as soon as its sums
+have arrived, before layer i's vjp, and is stored beside it.
 """
 
 from dataclasses import replace
@@ -28,9 +28,9 @@ class ScanArgs(NamedTuple):
     """The traced arguments of the scan, their cotangents, or their flags in breadth.
 
     Attributes:
-        units: of all layers of each kind.
+        units: for each kind, the parameters of all its layers.
         x: the first layer's activations.
-        state: of each kind the layers' other state, stacked.
+        state: for each kind, the layers' other state, stacked.
         shared: arrays that every layer receives.
     """
 
@@ -41,12 +41,12 @@ class ScanArgs(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What the forward pass keeps for the backward pass, besides the scan's arguments.
+    """The forward pass's results that the backward pass needs, besides the scan's arguments.
 
     Attributes:
         order: of the layers.
-        residuals: of each kind, stacked; those of the last layer have no row, or an unused one.
-        gathered: likewise the secondary partitions from which it gathers again.
+        residuals: for each kind, stacked. The last layer has no row, or an unused one.
+        gathered: for each kind, the secondary partitions from which weights are gathered again, stacked.
         last_residual: the last layer's.
         last_whole: the last layer's weights.
     """
@@ -63,13 +63,13 @@ class _Carry(NamedTuple):
 
     Attributes:
         cotangent: of the activations.
-        of_state: the cotangents of the floating-point arrays in ``state``, of each kind for all layers.
+        of_state: for each kind, the cotangents of the floating-point arrays in ``state``, for all layers.
         of_shared: the cotangents of the floating-point arrays in ``shared``, summed so far.
         fetching: the weights of earlier layers.
         whole: this layer's weights.
         in_flight: the gradients of later layers.
-        stored: of each kind the residuals of this layer and those before it that are on the device, and the
-            sums that have arrived.
+        stored: for each kind, the residuals on the device of this layer and earlier ones, and the sums that
+            have arrived.
         from_host: this layer's other residuals.
     """
 
@@ -95,13 +95,16 @@ def run_backward(
 ) -> Cotangents:
     """Run every layer's vjp in reverse order, gathering weights and sending gradients meanwhile.
 
-    ``shapes`` are those of the cotangents of what the forward pass returned, activations and stacked state,
-    ``given`` the cotangents themselves, less those of integers, and ``facts`` those of the probes, if there
-    are some.
+    Args:
+        shapes: shapes of the cotangents of the forward pass's results: activations and stacked state.
+        kept: see ``Kept``.
+        given: these cotangents, without the ones of integers.
+        args: the scan's arguments.
+        facts: the cotangents of the probes, if there are any.
 
     Returns:
-        The sinks' sums, or what has become of the ``LayerState``s; the cotangents of the first layer's
-        activations, and of the floating-point arrays in ``state`` and in ``shared``.
+        The sinks' sums, or the updated ``LayerState``s; the cotangents of the first layer's activations, and
+        of the floating-point arrays in ``state`` and in ``shared``.
     """
     if all(unit.update is None for unit in args.units):
         return _BackwardPass(shapes, kept, given, args, facts, 0).run()
@@ -118,7 +121,7 @@ def run_backward(
 
 
 def _with_sinks(unit: Unit, sinks: Sinks) -> Unit:
-    """The unit with other sinks, and those of its weights that are read from them."""
+    """The unit with other sinks, and with the weights that are read from them."""
     if unit.update is None:
         return replace(unit, sinks=sinks)
     states = cast(tuple[LayerState, ...], sinks)
@@ -126,7 +129,10 @@ def _with_sinks(unit: Unit, sinks: Sinks) -> Unit:
 
 
 class _BackwardPass:
-    """One backward pass through a stack: its weights, where their sums go, and what carries them there."""
+    """One backward pass through a stack:
+
+    Its weights, the place of their sums, and the queues between them.
+    """
 
     def __init__(
         self,
@@ -137,14 +143,14 @@ class _BackwardPass:
         facts: tuple[list[Array], ...],
         zero: Index,
     ) -> None:
-        """See ``run_backward``; ``zero`` is that of ``by_dma``."""
+        """See ``run_backward``; ``zero`` comes from ``by_dma``."""
         strategy, self.order = args.units[0].strategy, kept.order
         weights = tuple(
             _stood_in(unit, gathered) for unit, gathered in zip(args.units, kept.gathered, strict=True)
         )
         self.updates = any(unit.update is not None for unit in args.units)
         if not self.updates:
-            # Keeps the gathers of a short stack from being merged with those of the forward pass.
+            # Keeps XLA from merging the gathers of a short stack with the forward pass's gathers.
             weights, given = lax.optimization_barrier((weights, given))
         self.cotangent, after = with_float0(given, shapes)
         self.like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), after)
@@ -173,7 +179,7 @@ class _BackwardPass:
         )
 
     def run(self) -> Cotangents:
-        """As ``run_backward``."""
+        """Run the pass; see ``run_backward``."""
         order, last, prefetcher, queue = self.order, self.last, self.prefetcher, self.queue
         last_whole, last_residual = self.kept.last_whole, self.kept.last_residual
         assert last_residual is not None
@@ -190,7 +196,8 @@ class _BackwardPass:
         stored = tuple(map(lambda storage, x: storage.start(x), self.storage, self.on_device))
         in_flight = queue.enqueue(grads, at_last)
         carry = _Carry(cotangent, of_state, of_shared, fetching, whole, in_flight, stored, from_host)
-        # Of updated layers two a turn: beside one half of the state is read, beside the other written.
+        # Two periods of updated layers per iteration: half of the state is read beside one, and written
+        # beside the other.
         turn = order.period * (2 if self.updates else 1)
         top, stop = self._looped()
         turns = max(top - stop, 0) // turn
@@ -222,7 +229,7 @@ class _BackwardPass:
         return sums, carry.cotangent, carry.of_state, carry.of_shared
 
     def _looped(self) -> tuple[int, int]:
-        """The loop runs layers ``top`` - 1 down to ``stop``."""
+        """The layers of the loop: it runs from ``top`` - 1 down to ``stop``."""
         order, queue = self.order, self.queue
         stop = min(2 if self.prefetcher.crosses else 1, self.last)
         # The layers peeled off before it fill every hop.
@@ -231,9 +238,9 @@ class _BackwardPass:
         if order.uniform:
             return top, stop
         if order.first_periodic:
-            stop = max(stop, order.first_periodic + 3)  # of which the weights are fetched are of its period
+            stop = max(stop, order.first_periodic + 3)  # fetches of the loop stay inside the periodic part
         if self.updates:
-            # The first layer of a kind, after which nothing is fetched, is updated outside of the loop.
+            # Nothing is fetched after the first layer of a kind, so it is updated outside of the loop.
             stop = max(stop, max(map(order.kinds.index, set(order.kinds))))
         return top, stop
 
@@ -246,7 +253,7 @@ class _BackwardPass:
         crossing = ahead.crosses and not (place.peeled and place.number < 2)  # layer 1 has none to fetch
         fetching, secondary = ahead.advance(carry.fetching, place, crossing=crossing)
         if self.updates:
-            # Reads come before writes: else the compiler would copy the stacks.
+            # Reads come before writes. Otherwise the compiler would copy the stacks.
             read = (fetching.payloads, secondary)
             (payloads, secondary), stored = lax.optimization_barrier((read, carry.stored))
             fetching, carry = fetching._replace(payloads=payloads), carry._replace(stored=stored)
@@ -313,7 +320,7 @@ def _stood_in(unit: Unit, gathered: Weights) -> Weights:
 def _storage(
     unit: Unit, weights: Weights, residuals: list[Array], rows: int, facts: list[Array], zero: Index
 ) -> SumStorage | SeparateSums | UpdatedLayers:
-    """Where the sums of the layers of a kind go."""
+    """The storage for gradient sums of the layers of a kind."""
     if unit.update is not None:
         states = tuple(sink for sink in unit.sinks if isinstance(sink, LayerState))
         return UpdatedLayers(states, weights, unit.update, facts[0], zero)
@@ -322,5 +329,5 @@ def _storage(
 
 
 def _ready(storage: SumStorage | SeparateSums | UpdatedLayers, stored: Stored, weights: Weights) -> Weights:
-    """The weights of a kind, where those that updates have encoded are read from what they wrote."""
+    """The weights of a kind. Weights that updates encode are read from the arrays to which updates write."""
     return storage.weights(stored) if isinstance(storage, UpdatedLayers) else weights

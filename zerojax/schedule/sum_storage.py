@@ -1,9 +1,9 @@
 """Keeps the sums of a stack's gradients in the memory of residuals that are no longer needed.
 
-The backward pass runs from the last layer to the first, and after a layer's vjp its residuals are dead. But
-they are parts of stacked arrays, none of which is freed before the loop ends. So the sums, which come one
-layer or more later, are written over them. Where a layer keeps more bytes of activations than it has of
-gradients, as without rematerialisation, gradients take no memory of their own.
+The backward pass runs from the last layer to the first, and a layer's residuals are dead after its vjp. But
+they are parts of stacked arrays that are freed only when the loop ends. So the sums, which arrive one layer
+or more later, are written over them. If a layer keeps more bytes of activations than it has of gradients, as
+without rematerialisation, gradients take no additional memory.
 """
 
 import math
@@ -29,9 +29,9 @@ class _Piece(NamedTuple):
 
     Attributes:
         array: index of the array that keeps it.
-        begin: of the part in that array.
-        offset: of the part in the parameter.
-        size: of the part.
+        begin: the part's first element in that array.
+        offset: the part's first element in the parameter.
+        size: the part's elements.
     """
 
     array: int
@@ -44,8 +44,8 @@ class Stored(NamedTuple):
     """Carried through the backward pass, for the layers of one kind.
 
     Attributes:
-        residuals: stacked; those of layers that are done hold sums.
-        extra: the sums that do not fit there, fp32 ``[rows, n]``; or all, each parameter's by itself.
+        residuals: stacked. Layers that are done hold sums instead.
+        extra: the sums that do not fit there, fp32 ``[rows, n]``; or all sums, one array per parameter.
     """
 
     residuals: PyTree[Array]
@@ -55,10 +55,10 @@ class Stored(NamedTuple):
 class SumStorage:
     """Where the sums of one stack are kept: layer i's in place of the residuals of layer i - 1.
 
-    So layer i's may be written once the vjp of layer i - 1 is done. The last layer's residuals are in no
-    stack, which leaves layer 0's sums without a place: ``collect`` takes them as they are. Where a stack has
-    layers of several kinds, layer i - 1 of the same kind may not be done. Each kind's residuals then have a
-    row for all layers, and layer i's sums replace its own.
+    Layer i's sums may be written once the vjp of layer i - 1 is done. The last layer's residuals are in no
+    stack, so layer 0's sums have no place: ``collect`` takes them as an argument. In a stack with layers of
+    several kinds, layer i - 1 of the same kind may not be done. Each kind's residuals then have a row for all
+    layers, and layer i's sums replace its own residuals.
 
     Callers carry the stacked residuals through the loop, and one more array for sums that do not fit there
     (``Stored``).
@@ -67,7 +67,7 @@ class SumStorage:
     def __init__(self, residuals: PyTree[Array], sinks: Values, rows: int) -> None:
         """Find a place for each parameter's sums, in the largest residuals first.
 
-        Residuals are stacked, ``rows`` of them; sinks are of the sums' shape, fp32 ``[layers, n]``.
+        There are ``rows`` stacked residuals. ``sinks`` have the shape of the sums, fp32 ``[layers, n]``.
         """
         leaves = jax.tree.leaves(residuals)
         self._rows = rows
@@ -158,7 +158,7 @@ class SeparateSums:
 
 
 def _keeps_bits(dtype: jnp.dtype) -> bool:
-    """Whether residuals of a dtype can hold sums: they take whole bytes, at most those of an fp32 number."""
+    """Whether residuals of a dtype can hold sums: their elements are 1, 2 or 4 whole bytes."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits in (8, 16, 32)
 
 
