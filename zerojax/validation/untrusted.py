@@ -1,8 +1,9 @@
 """Strict readers of untrusted JSON and TOML, and quoting of their values in messages.
 
 They refuse values that the formats leave to their readers: unbounded nesting, duplicate keys, NaN and
-infinities, whole numbers of hundreds of digits, and text that is not valid Unicode. zerojax's own small JSON
-files have a checksum, which detects accidents but not tampering.
+infinities, whole numbers of hundreds of digits, and text that is not valid Unicode.
+
+The small JSON files of zerojax itself have a checksum, which detects accidents but not tampering.
 """
 
 import json

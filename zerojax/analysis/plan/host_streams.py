@@ -44,7 +44,7 @@ class HostStream(NamedTuple):
 
 
 def host_streams(spec: TrainSpec) -> Iterator[HostStream]:
-    """The streams of a step; those of state on the device have no bytes."""
+    """The streams of a step. State on the device has streams without bytes."""
     passes, groups, state = spec.zero.passes, spec.groups, ("parameters", "optimizer")
     again = passes if spec.strategy.keep == "primary" else 0
     inside = updated_in_backward(spec)

@@ -19,9 +19,9 @@ stack that keeps activations, the sums take the place of the activations, from t
 and need no further memory (``zerojax.schedule.sum_storage``).
 
 ``ZeroConfig.host`` moves parts to host memory. The device then has a few layers of each (``host_streams``),
-two units outside stacks, the payload of a pass for the whole model, 2 N / D, and the activations of the last
-layer and two others. A stack that the backward pass updates only has the sums of one layer. With masters or
-activations in host memory, sums need further memory.
+and two units outside stacks. It also has the payload of a pass for the whole model, 2 N / D, and the
+activations of the last layer and two others. A stack that the backward pass updates only has the sums of one
+layer. With masters or activations in host memory, sums need further memory.
 
 Activations depend on the model and the batch (``work.py``). With them, the peak is at one of five moments:
 

@@ -28,8 +28,8 @@ are converted.
 
 **Tiles.** Above ``token_tile`` tokens, blocks without experts that recompute go through their projections and
 their MLP in tiles of T tokens. Then q + 2 a + d are alive a token: the operands and results of attention, and
-the gradients of its output and of the block's output. "attention" keeps a of these. A tile takes 4 d + 4 f
-(gated 6.5 f) a token.
+the gradients of its output and of the block's output. "attention" keeps a of these elements. A tile takes
+4 d + 4 f (gated 6.5 f) a token.
 
 **Attention's backward pass** works at another moment. It takes 2 q + 2 a + d with the gradients, and the
 kernel's workspace (``backward_workspace``). "attention" and "none" keep a of these, and "none" also q.

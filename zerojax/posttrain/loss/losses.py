@@ -125,9 +125,11 @@ def kl_estimate(
 ) -> Float[Array, "*shape"]:
     """An estimate of KL(policy | reference) for each token drawn by the policy (Schulman, 2020).
 
-    With r = reference / policy: k1 = -log r is unbiased, with high variance; k2 = (log r)^2 / 2 is biased,
-    with low variance; k3 = r - 1 - log r is unbiased and never negative (GRPO's: Shao et al., 2024, equation
-    4). The source is "Approximating KL Divergence".
+    The source is "Approximating KL Divergence". With r = reference / policy,
+
+    - k1 = -log r is unbiased, with high variance;
+    - k2 = (log r)^2 / 2 is biased, with low variance;
+    - k3 = r - 1 - log r is unbiased and never negative (GRPO's: Shao et al., 2024, equation 4).
 
     Args:
         log_probs: of the tokens under the policy.
