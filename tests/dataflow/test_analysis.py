@@ -96,8 +96,10 @@ PROGRAMS = {
         [{0}, {0, 1, 2}],
     ),
     "while whose condition is carried": (
-        lambda x, y: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + c[1], 2 * c[1]), (x, y)),
-        [{0, 1}, {0, 1}],
+        lambda x, y, z: lax.while_loop(
+            lambda c: c[0] < 3, lambda c: (c[0] + c[1], 2 * c[1], 2 * c[2]), (x, y, z)
+        ),
+        [{0, 1}, {0, 1}, {0, 1, 2}],
     ),
     "custom_linear_solve": (
         lambda x, y: lax.custom_linear_solve(lambda v: x * v, y, lambda _, b: b / 2),
@@ -122,8 +124,8 @@ def test_a_condition_is_told_apart_from_what_it_decides():
 
 
 def test_the_state_counts_branches_once_and_rounds_as_often_as_they_run():
-    def program(x, y):
-        x = lax.cond(y > 0, jnp.sin, lambda x: jnp.cos(jnp.sin(x)), x)
-        return lax.scan(shift, (x, jax.jit(jnp.sin)(y), y), None, length=5)
+    def program(x, y, z):
+        x = lax.cond(x > 0, jnp.sin, lambda x: jnp.cos(jnp.sin(x)), x)
+        return lax.scan(shift, (x, jax.jit(jnp.sin)(y), z), None, length=5)
 
-    assert Counter({"sin": 1 + 1 + 5, "cos": 1, "gt": 1}).items() <= followed(program, 2)[1].state.items()
+    assert Counter({"sin": 1 + 1 + 5, "cos": 1, "gt": 1}).items() <= followed(program, 3)[1].state.items()

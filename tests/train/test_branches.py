@@ -78,6 +78,9 @@ REFUSED = {
     "a sum over a node": lambda m, x, deep: lax.cond(lax.psum(x, "local").sum() > 0, m.unit, same, x),
     "own collective": lambda m, x, deep: lax.cond(x.sum() > 0, lambda x: lax.pmean(x, AXES), same, m.unit(x)),
     "jit": lambda m, x, deep: jax.jit(lambda x: lax.cond(x.sum() > 0, m.unit, same, x))(x),
+    "in a solver": lambda m, x, deep: lax.custom_linear_solve(
+        lambda x: x, m.unit(x), lambda _, b: lax.cond(x.sum() > 0, lambda b: lax.pmean(b, AXES), same, b)
+    ),
     "own number": lambda m, x, deep: lax.cond(lax.axis_index("node") == 0, m.unit, same, x),
 }
 ACCEPTED = {

@@ -1,10 +1,10 @@
-"""Programs for the devices of a mesh, which emulated devices run one at a time, a collective after another.
+"""Programs for the devices of a mesh. Emulated devices run one program and one collective at a time.
 
-XLA:CPU runs independent operations at once, also two collectives, or a collective and a loop. JAX gives
-all collectives one channel: a gather may then be joined with another gather, and devices that reach two
-collectives in different orders wait for each other forever. No compiler option prevents it, and barriers are
-gone when XLA:CPU looks for what is independent. So every collective reads a value of the one before it. GPUs
-run collectives in the order of the program, and need none of this.
+XLA:CPU runs independent operations at the same time, including two collectives, or a collective and a loop.
+JAX gives all collectives one channel. So a gather may be joined with another gather, and devices that reach
+two collectives in different orders wait for each other forever. No compiler option prevents it, and XLA:CPU
+has removed barriers before it looks for independent operations. So every collective reads a value of the one
+before it. GPUs run collectives in the order of the program, and need none of this.
 """
 
 import functools
@@ -35,7 +35,7 @@ def on_mesh[*Args, T: PyTree[Array]](
     in_specs: PyTree[PartitionSpec],
     out_specs: PyTree[PartitionSpec],
 ) -> Callable[[*Args], T]:
-    """``jax.shard_map`` without its check of replication, whose collectives run in one order on CPUs too."""
+    """``jax.shard_map`` without its check of replication. Collectives run in one order, on CPUs too."""
     run = in_order(run) if on_cpus(mesh.devices.flat) else run
     return jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
@@ -43,20 +43,20 @@ def on_mesh[*Args, T: PyTree[Array]](
 def one_at_a_time[T](mesh: Mesh, results: T) -> T:
     """The results of a program, which emulated devices have finished.
 
-    XLA:CPU accepts 32 programs of a device. At the next one a thread waits for room, and when all threads
-    wait, none is left for a device that others wait for: a loop that reads no result would hang after tens of
-    steps.
+    XLA:CPU accepts 32 programs for each device. At the next one a thread waits for room. Once all threads
+    wait, none is left for a device that the others wait for. A loop that reads no result would hang after
+    tens of steps.
     """
     emulated = mesh.devices.size > 1 and on_cpus(mesh.devices.flat)
     return jax.block_until_ready(results) if emulated else results
 
 
 def in_order[*Args, T: PyTree[Array]](run: Callable[[*Args], T]) -> Callable[[*Args], T]:
-    """The same function, whose collectives run one after another.
+    """The function, with its collectives one after another.
 
-    It is a function of arrays, inside ``shard_map``; derivatives are taken within it.
+    It is a function of arrays, inside ``shard_map``. Derivatives are taken within it.
     """
-    # XLA sums norms of sharded arrays by collectives of its own.
+    # The results wait because XLA sums norms of sharded arrays by collectives that it adds.
     return rewritten(run, lambda jaxpr: _Order().ordered(jaxpr, results_wait=True))
 
 

@@ -1,4 +1,4 @@
-"""Forward analysis of a jaxpr: an abstract value for each value, computed from those of the arguments."""
+"""Forward analysis of a jaxpr: from abstract values of its arguments to abstract values of its results."""
 
 from collections.abc import Iterable, Sequence
 
@@ -65,7 +65,7 @@ class Analysis[T, S]:
                 return [*entering, *results[len(entering) :]]
 
     def _one_of(self, programs: Sequence[core.Jaxpr], args: list[T]) -> list[T]:
-        """The results of programs of which one runs."""
+        """The results of whichever program runs."""
         results, states, before = [], [], self.state
         for program in programs:
             self.state = before

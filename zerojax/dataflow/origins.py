@@ -29,7 +29,7 @@ class _Origins(Analysis[int, None]):
 def changed[T](jaxpr: core.Jaxpr, entered: Sequence[T], left: Sequence[T]) -> list[T]:
     """The names of results that are not just the argument of the same name, moved or passed on.
 
-    ``entered`` are the names of the first arguments, ``left`` those of the last results.
+    ``entered`` names the first arguments, ``left`` the last results.
     """
     sources = _Origins().follow(jaxpr, range(len(jaxpr.invars)))[len(jaxpr.outvars) - len(left) :]
     names = dict(enumerate(entered))

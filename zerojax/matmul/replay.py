@@ -161,7 +161,7 @@ def _as_arrays(values: Sequence[Value]) -> list[Array | Fp8Operand | LowRankOper
 
 
 def _product(equation: core.JaxprEqn, lhs: Value, rhs: Value) -> Array | None:
-    """``dot_general`` without batch axes, of which one side is a weight; None if that has no such product."""
+    """``dot_general`` of a weight and an array, without batch axes. None if the weight has no product."""
     (lhs_axes, rhs_axes), _ = equation.params["dimension_numbers"]
     if not isinstance(lhs, Operand):
         assert isinstance(rhs, Operand)

@@ -1,14 +1,14 @@
 """Follows what differs between devices, to refuse branches and loops that they could take differently.
 
 A unit's weights are gathered from all devices. If a device does not take the branch that calls the unit, or
-leaves a loop before the others, those wait for it forever. So the condition of such a branch has to be equal
-on the devices that a collective within it joins. What differs is followed through the traced program: rows of
-the batch, a device's own number and random bits, and all that is computed of them, until it is summed or
-gathered over the mesh.
+leaves a loop before the others, the others wait for it forever. So the condition of such a branch has to be
+equal on the devices that a collective within it joins. The traced program is followed for values that differ:
+a device's rows of the batch, its number and its random bits, and everything computed from them. They are
+equal again once they are summed or gathered over the mesh.
 
-Where devices share rows, it is also followed what differs between those of a row: parts of its tokens, until
-they are whole again, and random bits. A part has no parts of its own, and results of rows are of whole ones.
-A layer that mixes tokens takes parts of what it has computed of rows that were put together.
+If devices share rows, the program is also followed for values that differ within a row: parts of its tokens,
+and random bits. A part cannot be divided again, and a loss of whole rows needs whole rows. A layer that mixes
+tokens takes a part of a result that it has computed from whole rows.
 """
 
 import itertools
@@ -26,12 +26,13 @@ from zerojax.schedule.user_code import line_of_equation
 from zerojax.sharding.mesh import LOCAL
 
 Axes = frozenset[str]
-"""The mesh axes along which a value differs between devices, or over which a collective joins them; and
-``ROW``."""
+"""The mesh axes along which a value differs between devices, or over which a collective joins them.
+
+``ROW`` may be among them."""
 ROW = "row"
-"""In place of an axis, for what differs between the devices that share a row."""
+"""In place of an axis, for values that differ between the devices that share a row."""
 _JOINED = "joined"
-"""Likewise, for what is computed of rows that ``whole_rows`` has put together."""
+"""In place of an axis, for values computed from rows that ``whole_rows`` has put together."""
 
 _NONE: Axes = frozenset()
 _EQUALISING = frozenset({"all_gather", "all_gather_invariant", "pmax", "pmin", "psum", "psum_invariant"})
@@ -42,14 +43,14 @@ class Branches(Analysis[Axes, None]):
     """The branches and loops of programs that run on one mesh.
 
     Attributes:
-        mixed: the lines of the programs, so far, that take parts of what is computed of rows that
-            ``whole_rows`` has put together.
+        mixed: the lines of code, so far, that take parts of values computed from rows that ``whole_rows`` has
+            put together.
     """
 
     def __init__(self, mesh: Axes, backward: Axes) -> None:
-        """Set the mesh's axes of more than one device, and those of the untraced backward passes of units.
+        """``mesh`` has the axes of more than one device, and ``ROW`` if devices share rows.
 
-        ``mesh`` also has ``ROW`` if devices share rows.
+        ``backward`` has the axes over which the backward pass of a unit communicates. It is not traced.
         """
         super().__init__(nothing=_NONE, state=None)
         self._mesh, self._backward = mesh, backward
@@ -108,14 +109,14 @@ class Branches(Analysis[Axes, None]):
             raise ConfigurationError(
                 f"the {_BRANCHES[equation.primitive.name]} at {line_of_equation(equation.source_info)} has a "
                 "unit or a collective in it, and its condition depends on a device's own rows or random "
-                "bits: devices that go another way would keep the others waiting forever. Make the condition "
+                "bits. Devices that take another branch keep the others waiting forever. Make the condition "
                 'equal on all devices, by a scalar in the batch or jax.lax.pmax(..., ("node", "local")), or '
                 "compute every way and choose by jnp.where."
             )
         return [condition | each for each in results]
 
     def _within(self, equation: core.JaxprEqn) -> Axes:
-        """The axes that the programs in an equation and their backward passes communicate over."""
+        """The axes over which the programs in an equation communicate, their backward passes included."""
         inside = itertools.chain(*map(equations_within, core.jaxprs_in_params(equation.params)))
         return self.join(map(self._communicates, inside))
 
@@ -125,7 +126,7 @@ class Branches(Analysis[Axes, None]):
 
 
 def _with_row(axes: Iterable[str]) -> Axes:
-    """Mesh axes, with ``ROW`` if they have the one that the devices of a row are neighbours on."""
+    """Mesh axes, with ``ROW`` if the devices that share a row are neighbours on one of them."""
     return frozenset((*axes, ROW) if LOCAL in axes else axes)
 
 
@@ -140,12 +141,12 @@ def _refuse_other_parts(equation: core.JaxprEqn, *, shared: bool) -> None:
     if name == OWN_TOKENS and not shared:
         raise ConfigurationError(
             f"own_tokens at {line} is given parts of rows, or random bits, which differ between the devices "
-            "of a row: cut whole rows once, before a model of your own (those of zerojax.models take whole "
-            "rows), and draw random bits for the parts."
+            "of a row. Cut whole rows once, before a model of your own (zerojax.models take whole rows), and "
+            "draw random bits for the parts."
         )
     if name == IN_ORDER and shared:
         raise ConfigurationError(
-            f"zerojax.attention at {line} is given whole rows on each of the devices that share them "
-            "(sequence_parallel): let the loss function take this device's part of what the model reads, by "
+            f"zerojax.attention at {line} is given whole rows on every device that shares them "
+            "(sequence_parallel). Let the loss function take this device's part of the model's inputs, by "
             "zerojax.own_tokens."
         )
