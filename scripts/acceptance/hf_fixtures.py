@@ -107,6 +107,16 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "target_modules": ["o_proj", "embed_tokens", "lm_head"],
         "modules_to_save": ["model.norm", "1.mlp.gate_proj"],
     },
+    "families/qwen3-5": {
+        "r": 2,
+        "lora_alpha": 3,
+        "target_modules": [*SEVEN, *(f"in_proj_{name}" for name in ("qkv", "z", "b", "a")), "out_proj"],
+    },
+    "families/qwen3-next": {
+        "r": 2,
+        "lora_alpha": 3,
+        "target_modules": ["q_proj", "v_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"],
+    },
     "families/mixtral": {
         "r": 2,
         "lora_alpha": 3,
@@ -166,6 +176,21 @@ FALCON = COMMON | {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "ffn_hidden_size": 24,
+}
+LINEAR = {
+    "head_dim": 8,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rms_norm_eps": 1e-4,  # with less, the norm of small values makes much of their rounding
+    "layer_types": ["linear_attention", "full_attention"],
+}
+SHARED_MIXTURE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
 }
 HALF_ROPE = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
 # name -> config: one of each family and feature, without a tokenizer, in bfloat16.
@@ -440,6 +465,11 @@ FAMILIES: dict[str, Any] = {
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         logit_scale=0.3,
     ),
+    "qwen3-next": transformers.Qwen3NextConfig(**TINY | LINEAR | SHARED_MIXTURE, mlp_only_layers=[1]),
+    "qwen3-5": transformers.Qwen3_5TextConfig(**TINY | LINEAR),
+    "qwen3-5-moe": transformers.Qwen3_5MoeTextConfig(
+        **{key: value for key, value in TINY.items() if key != "intermediate_size"} | LINEAR | SHARED_MIXTURE
+    ),
 }
 
 
@@ -465,9 +495,11 @@ def make_model(config: Any, dtype: torch.dtype) -> torch.nn.Module:
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            is_norm = "norm" in name.lower() or ".ln_" in name
-            # Gemma's norms multiply by 1 + weight.
-            around = float(is_norm and not config.model_type.startswith("gemma"))
+            # Short convolutions as well: small queries and keys would lose digits when they are normed.
+            is_norm = "norm" in name.lower() or ".ln_" in name or "conv" in name
+            # Gemma's norms multiply by 1 + weight, and so do Qwen3.5's but those of linear attention.
+            centred = config.model_type.startswith(("gemma", "qwen3_next", "qwen3_5"))
+            around = float(is_norm and not (centred and "linear_attn" not in name))
             parameter.copy_(around * name.endswith("weight") + 0.2 * torch.randn_like(parameter))
     model = model.to(dtype).eval()
     for name, buffer in model.named_buffers():
@@ -486,10 +518,11 @@ def logits_of(folder: Path, tokens: np.ndarray) -> np.ndarray:
     return model(torch.from_numpy(tokens).long()).logits.numpy()
 
 
-def write_families(folder: Path) -> None:
+def write_families(folder: Path, names: list[str]) -> None:
     """Write the models of FAMILIES; expected.npz has tokens and their logits."""
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, (2, 20), dtype=np.int32)
-    for name, config in FAMILIES.items():
+    for name in names:
+        config = FAMILIES[name]
         shutil.rmtree(folder / name, ignore_errors=True)
         make_model(config, torch.bfloat16).save_pretrained(folder / name)
         (folder / name / "generation_config.json").unlink(missing_ok=True)
@@ -512,11 +545,13 @@ def write(folder: Path, models: dict[str, tuple[Any, torch.dtype, str]]) -> None
         )
 
 
-def write_adapters(folder: Path, models: Path) -> None:
+def write_adapters(folder: Path, models: Path, names: list[str] | None) -> None:
     """Write adapters of random A and B; beside the files of each, expected.npz has the logits with it."""
     import peft  # needed here alone
 
     for name, settings in ADAPTERS.items():
+        if names and Path(name).name not in names:
+            continue
         out = folder / Path(name).name
         shutil.rmtree(out, ignore_errors=True)
         base = transformers.AutoModelForCausalLM.from_pretrained(models / name, dtype=torch.float32)
@@ -540,10 +575,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
-    write(folder, MODELS)
-    write_families(folder / "families")
-    write_adapters(folder / "adapters", folder)
+    parser.add_argument(
+        "--families", nargs="+", choices=FAMILIES, help="write these and their adapters alone"
+    )
+    options = parser.parse_args()
+    folder = options.folder
+    write_families(folder / "families", options.families or list(FAMILIES))
+    if options.families is None:
+        write(folder, MODELS)
+    write_adapters(folder / "adapters", folder, options.families)
 
 
 if __name__ == "__main__":

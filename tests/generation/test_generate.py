@@ -33,10 +33,20 @@ from zerojax.generation.generate import generate_rows
 LATENT = dataclasses.replace(
     SMALL, kv_heads=None, head_width=12, latent_rank=10, latent_query_rank=7, latent_rope_width=4
 )
-MODELS = {"stack": SMALL, "list": LISTED, "user": Averages}
-SOME = [
-    ("stack", (1, 1), "compute"),
-]
+RECURRENT = dataclasses.replace(
+    SMALL,
+    layers=3,
+    biases=False,
+    recurrent_layers=(0, 2),
+    recurrent_heads=4,
+    recurrent_key_heads=2,
+    recurrent_width=6,
+    recurrent_key_width=4,
+    attention_gate=True,
+)
+SHORT = dataclasses.replace(RECURRENT, recurrent="short_conv", conv_width=3)
+MODELS = {"stack": SMALL, "list": LISTED, "user": Averages, "recurrent": RECURRENT, "short": SHORT}
+SOME = [("stack", (1, 1), "compute"), ("recurrent", (1, 1), "compute")]
 MORE = [
     (name, mesh, form)
     for name in MODELS
@@ -69,7 +79,7 @@ def test_greedy_responses_equal_the_model_without_a_cache(name, mesh, form):
     assert_same(got, expected)
 
 
-IN_PIECES = [("stack", (2, 4), "gathered")]
+IN_PIECES = [("stack", (2, 4), "gathered"), ("recurrent", (1, 1), "compute"), ("short", (1, 1), "compute")]
 
 
 @pytest.mark.parametrize(

@@ -98,20 +98,21 @@ def test_nothing_crosses_from_one_document_to_the_next():
     """Exactly zero, in both directions, and even where the other document holds infinities."""
     time, numbers = 2 * CHUNK + 5, documents_of(2 * CHUNK + 5)
     given, kernel = fp32(inputs(time)), jax.random.normal(jax.random.key(0), (4, HEADS * WIDTH))
-    chosen = jnp.asarray(numbers == 3)[..., None, None]
+    chosen = jnp.asarray(numbers == 3)
 
-    def out_of_document(value: jax.Array) -> jax.Array:
+    def out_of_document(value: jax.Array, given: dict[str, jax.Array]) -> jax.Array:
         mixed = short_convolution(value.reshape(BATCH, time, -1), kernel, jnp.asarray(numbers))
-        given["value"] = mixed.reshape(value.shape)
-        out, _ = gated_delta_rule(**given, documents=jnp.asarray(numbers))
-        return jnp.where(chosen, out, 0)
+        out, _ = gated_delta_rule(**given, value=mixed.reshape(value.shape), documents=jnp.asarray(numbers))
+        return jnp.where(chosen[..., None, None], out, 0)
 
-    value = given["value"]
-    out, pull = jax.vjp(out_of_document, value)
-    (gradient,) = pull(jnp.ones_like(out))
-    assert np.all(np.asarray(jnp.where(chosen, 0, gradient)) == 0)
-    assert np.any(np.asarray(gradient) != 0)
-    large = out_of_document(jnp.where(chosen, value, 1e30))
+    value = given.pop("value")
+    out, pull = jax.vjp(out_of_document, value, given)
+    of_value, of_given = pull(jnp.ones_like(out))
+    for gradient in (of_value, *of_given.values()):
+        others = np.asarray(gradient)[~np.asarray(chosen)]
+        assert np.all(others == 0)
+        assert np.any(np.asarray(gradient) != 0)
+    large = out_of_document(jnp.where(chosen[..., None, None], value, 1e30), given)
     np.testing.assert_array_equal(large, out)
 
 

@@ -13,6 +13,7 @@ from plain_loop import distance
 
 import zerojax
 from zerojax import Experts
+from zerojax.adapters.stack import Stack
 from zerojax.errors import ZeroError
 from zerojax.models import GPT, Block, GPTConfig, lm_loss
 
@@ -35,12 +36,10 @@ def scanned(listed: GPT) -> GPT:
     """The same weights in a stack."""
     model = GPT(replace(CONFIG, scan=True), rngs=nnx.Rngs(1))
     layers = [nnx.state(block, nnx.Param) for block in blocks_of(listed)]
-    assert isinstance(model.blocks, nnx.Dict)
-    for run in CONFIG.runs:
-        nnx.update(
-            model.blocks[str(run.start)].block,
-            jax.tree.map(lambda *x: jnp.stack(x), *layers[run.start : run.stop]),
-        )
+    assert isinstance(model.blocks, Stack)
+    for kind, blocks in enumerate(model.blocks.stacked.values()):
+        own = [layer for layer, other in zip(layers, CONFIG.order, strict=True) if other == kind]
+        nnx.update(blocks, jax.tree.map(lambda *x: jnp.stack(x), *own))
     for name in ("embed", "norm"):
         nnx.update(getattr(model, name), nnx.state(getattr(listed, name), nnx.Param))
     return model

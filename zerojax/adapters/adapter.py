@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -78,6 +79,7 @@ class Adapter(ABC):
         parameters: every floating-point parameter once, in the model's order.
         stacks: names of the units that are a ``Stack``.
         updating: names of the units that refresh delta's replica when called (``Sharded.copy``).
+        orders: the kind of each layer of every ``Stack``, by its path.
         abstract_model_state: shapes and dtypes of the non-parameter state, by name.
         counts: names of the state that counts the tokens of a step (``zerojax.adapters.roles``).
     """
@@ -85,6 +87,7 @@ class Adapter(ABC):
     parameters: tuple[Parameter, ...]
     stacks: frozenset[str] = frozenset()
     updating: frozenset[str] = frozenset()
+    orders: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     abstract_model_state: ModelState
     counts: frozenset[str] = frozenset()
     _state: Mapping[str, Path]

@@ -75,6 +75,8 @@ class NNXAdapter(Adapter):
                 inside = any(isinstance(module, cls) for _, module in nnx.iter_modules(abstract))
                 where = "occurs only inside another unit" if inside else "does not occur in the model"
                 raise ConfigurationError(f"ZeroConfig.units: {cls.__name__} {where}.")
+        modules = nnx.iter_modules(abstract)
+        self.orders = {"/".join(map(str, path)): x.order for path, x in modules if isinstance(x, Stack)}
         users = _users(found)
         self.parameters = _parameters(abstract, found, users)
         self.stacks = frozenset(unit.name for unit in found if unit.within is not None)

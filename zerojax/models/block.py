@@ -26,6 +26,7 @@ from zerojax.models.flash_attention import Documents
 from zerojax.models.kv_cache import KVCache, Positions, attend_cached
 from zerojax.models.latent import LatentHeads, Latents, keys_and_values
 from zerojax.models.norms import residual_norm, rms_norm
+from zerojax.models.recurrent import recurrent_layer
 from zerojax.models.rope import Rope, apply_rope
 from zerojax.models.shared_rows import attention
 from zerojax.models.sinks import Sinks
@@ -42,8 +43,8 @@ own.
 """
 Routed = tuple[Hidden, RouterStats | None]
 Mask = Bool[Array, "batch time d_model"]
-Projected = tuple[Array, Array, Array]
-Cached = tuple[tuple[Array, Array, Array | None], LatentHeads | None]
+Projected = tuple[Array, ...]
+Cached = tuple[tuple[Array | None, ...], LatentHeads | None]
 RopeKind = int | Int[Array, ""] | None
 """The table of ``Rope`` that a layer reads; None if all layers read the same one."""
 
@@ -82,11 +83,13 @@ class Attention(nnx.Module):
             query, key = (c.heads, c.key_value_heads) if c.qk_norm_joint else (1, 1)
             self.query_norm = rms_norm(c, query * c.head_dim, rngs)
             self.key_norm = rms_norm(c, key * c.head_dim, rngs)
+        if c.attention_gate:
+            self.gate = _linear(c.d_model, c.attention_width, rngs, c.init_std, biases=False)
         if c.attention_sinks:
             self.sinks = nnx.Param(nnx.initializers.normal(c.init_std)(rngs.params(), (c.heads,)))
 
     def project(self, x: Hidden, rope: Rope | None, kind: RopeKind = None) -> Projected:
-        """Queries (batch, time, heads, head_dim), and keys and values (batch, time, kv_heads, head_dim)."""
+        """Queries (batch, time, heads, head_dim), keys likewise, values; and a gate if it has one."""
         c = self.config
         kv = c.key_value_heads
         heads = self.qkv(x).reshape(*x.shape[:2], c.heads + 2 * kv, c.head_dim)
@@ -97,7 +100,8 @@ class Attention(nnx.Module):
             q, k = self._rotated(q, rope, kind), self._rotated(k, rope, kind)
         if c.qk_norm_rotated:
             q, k = self._normed(self.query_norm, q), self._normed(self.key_norm, k)
-        return q if rope is None else _scaled(q, rope), k, v
+        q = q if rope is None else _scaled(q, rope)
+        return (q, k, v, self.gate(x)) if c.attention_gate else (q, k, v)
 
     def _rotated(self, x: Array, rope: Rope, kind: RopeKind) -> Array:
         return apply_rope(x, rope.table(kind), interleaved=self.config.rope_interleaved)
@@ -118,10 +122,12 @@ class Attention(nnx.Module):
         kind: RopeKind,
     ) -> tuple[Heads, KVCache]:
         """Add new tokens to the cache, and return their attention to it before the output projection."""
-        new, latent = self.to_cache(x, rope, kind)
-        return attend_cached(
+        (query, key, value, *gate), latent = self.to_cache(x, rope, kind)
+        new = query, key, value
+        heads, cache = attend_cached(
             self.config, new, positions, cache, layer, windowed, self.scores_of_sinks, latent
         )
+        return _gated(heads, gate), cache
 
     def to_cache(self, x: Hidden, rope: Rope | None, kind: RopeKind) -> Cached:
         """Queries and cache entries of new tokens, and for latents the heads that expand the entries."""
@@ -134,9 +140,9 @@ class Attention(nnx.Module):
         windowed: Windowed = True,
     ) -> Heads:
         """Attention to ``project``'s results, before the output projection."""
-        c = self.config
-        return attention(
-            *projected,
+        c, (query, key, value, *gate) = self.config, projected
+        heads = attention(
+            *(query, key, value),
             segments=documents,
             window=c.sliding_window,
             windowed=windowed,
@@ -145,6 +151,7 @@ class Attention(nnx.Module):
             sinks=self.scores_of_sinks,
             kernel=c.attention,
         )
+        return _gated(heads, gate)
 
     @property
     def scores_of_sinks(self) -> Sinks | None:
@@ -154,6 +161,13 @@ class Attention(nnx.Module):
     def join(self, heads: Heads) -> Hidden:
         """Apply the output projection to all heads side by side."""
         return self.out(heads.reshape(*heads.shape[:2], self.config.attention_width))
+
+
+def _gated(heads: Heads, gate: Sequence[Array]) -> Heads:
+    """The outputs of heads times the sigmoid of their gate, if there is one."""
+    for own in gate:
+        heads = heads * jax.nn.sigmoid(own.reshape(heads.shape))
+    return heads
 
 
 def _scaled(q: Array, rope: Rope) -> Array:
@@ -270,6 +284,7 @@ def _unchanged(x: Hidden) -> Hidden:
 class Block(nnx.Module):
     """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)), where mlp may be ``Experts``.
 
+    In a layer of config.recurrent_layers, a recurrent layer takes the place of attention.
     With config.pre_norms each branch begins with a norm, with config.post_norms it ends with one. With
     parallel config.branches the block computes x + attention(norm(x)) + mlp(norm(x)).
     """
@@ -280,7 +295,12 @@ class Block(nnx.Module):
 
         self.config = config
         self.norm_attention = norm(config.pre_norms)
-        self.attention = (Attention if config.latent_rank is None else LatentAttention)(config, rngs=rngs)
+        if config.all_recurrent:
+            linear = partial(_linear, rngs=rngs, biases=False)
+            every, out = (partial(linear, std=std) for std in (config.init_std, _residual_std(config)))
+            self.recurrent = recurrent_layer(config, every, out, rngs)
+        else:
+            self.attention = (Attention if config.latent_rank is None else LatentAttention)(config, rngs=rngs)
         self.norm_mlp = norm(config.pre_norms and config.branches != "parallel_one_norm")
         self.mlp = _experts(config, rngs) if config.experts else MLP(config, rngs=rngs)
         self.post_norm_attention = norm(config.post_norms)
@@ -309,7 +329,7 @@ class Block(nnx.Module):
         """
         hidden, before = x if isinstance(x, tuple) else (x, None)
         rope = None if rope is None else rope.by_token(kind, len(hidden))
-        heads = self.attention.mix(self._tiled(self._project, hidden, rope), documents, windowed)
+        heads = self._mixer.mix(self._tiled(self._project, hidden, rope), documents, windowed)
         hidden, own = self.finish(hidden, heads, None if key is None else jax.random.fold_in(key, layer))
         if before is None:
             return hidden
@@ -317,11 +337,17 @@ class Block(nnx.Module):
             return hidden, before
         return hidden, jax.tree.map(lambda rows, row: jnp.concatenate([rows[1:], row[None]]), before, own)
 
+    @property
+    def _mixer(self) -> Any:
+        """What mixes the tokens of a row."""
+        return self.recurrent if self.config.all_recurrent else self.attention
+
     def decode(
         self,
         x: tuple[Hidden, KVCache],
         rope: Rope | None,
         positions: Positions,
+        end: Int[Array, " batch"],
         *,
         layer: int | Int[Array, ""],
         windowed: Windowed = True,
@@ -329,12 +355,16 @@ class Block(nnx.Module):
     ) -> tuple[Hidden, KVCache]:
         """Apply the block to new tokens, which attend to the cache and are added to it.
 
-        ``x`` is the residual stream and the cache of all layers. For the other arguments see ``__call__``.
+        ``x`` is the residual stream and the cache of all layers. Tokens at positions from ``end`` on are
+        padding, and ``layer`` is the layer's index in its part of the cache. For the other arguments see
+        ``__call__``.
         """
         hidden, cache = x
-        heads, cache = self.attention.decode(
-            self.norm_attention(hidden), rope, positions, cache, layer, windowed, kind
-        )
+        normed = self.norm_attention(hidden)
+        if self.config.all_recurrent:
+            heads, cache = self.recurrent.decode(normed, positions, end, cache, layer)
+        else:
+            heads, cache = self.attention.decode(normed, rope, positions, cache, layer, windowed, kind)
         return self.finish(hidden, heads)[0], cache
 
     def finish(self, x: Hidden, heads: Heads, key: Key[Array, ""] | None = None) -> Routed:
@@ -355,11 +385,11 @@ class Block(nnx.Module):
         return tiled(function, *xs, tile=self.config.token_tile)
 
     def _project(self, x: Hidden, rope: Rope | None) -> Projected:
-        return self.attention.project(self.norm_attention(x), rope)
+        return self._mixer.project(self.norm_attention(x), rope)
 
     def _finish(self, x: Hidden, heads: Heads, kept: Sequence[Mask] | None) -> Routed:
         first, second = kept or (None, None)
-        attended = x + self._added(self.post_norm_attention(self.attention.join(heads)), first)
+        attended = x + self._added(self.post_norm_attention(self._mixer.join(heads)), first)
         norm = self.norm_attention if self.config.branches == "parallel_one_norm" else self.norm_mlp
         out = self.mlp(norm(attended if self.config.branches == "sequential" else x))
         out, stats = out if isinstance(out, tuple) else (out, None)

@@ -1,7 +1,7 @@
 """The shape of a decoder, its number of parameters and its FLOPs."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Literal
 
 from zerojax.errors import ConfigurationError
@@ -17,6 +17,7 @@ Branches = Literal["sequential", "parallel", "parallel_one_norm"]
 Router = Literal["softmax", "sigmoid"]
 RopeScaling = Literal["none", "linear", "llama3", "dynamic", "yarn", "longrope"]
 Rotation = Literal["full", "local", "none"]
+Recurrent = Literal["gated_delta", "short_conv"]
 AttentionKernel = Literal["auto", "cudnn", "flash_attention_4", "xla"]
 
 
@@ -97,6 +98,17 @@ class GPTConfig:
             rotated (Qwen3).
         qk_norm_joint: Whether that norm covers all heads together (OLMo 2).
         qk_norm_rotated: Whether that norm follows the rotation (HunYuan).
+        attention_gate: Whether each head's output is multiplied by the sigmoid of a projection of the block's
+            input (Qwen3-Next).
+        recurrent_layers: The layers that have a recurrent layer in place of attention (three of four in
+            Qwen3.5).
+        recurrent: Its kind: "gated_delta", linear attention by the gated delta rule (Gated DeltaNet), or
+            "short_conv", a gated convolution over the last tokens (LFM2).
+        recurrent_heads: "gated_delta": heads of values; None means as many as heads.
+        recurrent_key_heads: "gated_delta": heads of queries and keys, a divisor; None means as many.
+        recurrent_width: "gated_delta": width of a head's values.
+        recurrent_key_width: "gated_delta": width of a head's queries and keys.
+        conv_width: Tokens that the convolution of a recurrent layer sees, the token itself included.
         attention_sinks: Whether each head's softmax has one more, learned score without a value (gpt-oss).
         query_scalar: Attention scores are divided by the square root of this; None means the width of
             a head.
@@ -201,6 +213,14 @@ class GPTConfig:
     qk_norm: bool = False
     qk_norm_joint: bool = False
     qk_norm_rotated: bool = False
+    attention_gate: bool = False
+    recurrent_layers: tuple[int, ...] = ()
+    recurrent: Recurrent = "gated_delta"
+    recurrent_heads: int | None = None
+    recurrent_key_heads: int | None = None
+    recurrent_width: int = 128
+    recurrent_key_width: int = 128
+    conv_width: int = 4
     attention_sinks: bool = False
     query_scalar: float | None = None
     sliding_window: int | None = None
@@ -320,24 +340,65 @@ class GPTConfig:
         """Whether the MLP has a gate."""
         return self.mlp in ("swiglu", "geglu", "swiglu_clamped")
 
-    def of_layer(self, number: int) -> "GPTConfig":
-        """The config of one layer. A layer in dense_layers has the config of a model without experts."""
-        if number not in self.dense_layers:
-            return self
-        return replace(self, experts=0, ffn=self.dense_ffn, dense_layers=(), dense_ffn=None)
+    @property
+    def value_heads(self) -> int:
+        """Heads of values of a recurrent layer, recurrent_heads resolved."""
+        return self.heads if self.recurrent_heads is None else self.recurrent_heads
 
     @property
-    def runs(self) -> tuple[range, ...]:
-        """The layers, cut into runs with and without experts."""
-        runs = groupby(range(self.layers), lambda number: number in self.dense_layers)
-        return tuple(range(run[0], run[-1] + 1) for run in (list(numbers) for _, numbers in runs))
+    def recurrent_keys(self) -> int:
+        """Width of the queries, or the keys, of all heads of a recurrent layer together."""
+        heads = self.value_heads if self.recurrent_key_heads is None else self.recurrent_key_heads
+        return heads * self.recurrent_key_width
+
+    @property
+    def recurrent_values(self) -> int:
+        """Width of the outputs of all heads of a recurrent layer together."""
+        return self.d_model if self.recurrent == "short_conv" else self.value_heads * self.recurrent_width
+
+    @property
+    def conv_channels(self) -> int:
+        """Width of the convolution of a recurrent layer: of queries, keys and values together."""
+        return self.recurrent_values + (0 if self.recurrent == "short_conv" else 2 * self.recurrent_keys)
+
+    @property
+    def all_recurrent(self) -> bool:
+        """Whether every layer is recurrent, as in the config of one that is."""
+        return len(self.recurrent_layers) == self.layers
+
+    def of_layer(self, number: int) -> "GPTConfig":
+        """The config of a model whose layers are all like this one."""
+        own = self
+        if number in self.dense_layers:
+            own = replace(own, experts=0, ffn=self.dense_ffn, dense_layers=(), dense_ffn=None)
+        if self.recurrent_layers and not self.all_recurrent:
+            every = tuple(range(self.layers))
+            own = replace(own, recurrent_layers=every if number in self.recurrent_layers else ())
+        return own
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The kind of each layer: whether it is recurrent and whether it has experts; numbers from 0."""
+        dense, recurrent = set(self.dense_layers), set(self.recurrent_layers)
+        kinds = [(number in dense, number in recurrent) for number in range(self.layers)]
+        numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+        return tuple(numbers[kind] for kind in kinds)
 
     @property
     def kinds(self) -> tuple[tuple["GPTConfig", int], ...]:
-        """The config of each kind of layers, and the number of such layers."""
-        dense = len(self.dense_layers)
-        others = ((self, self.layers - dense),)
-        return others if not dense else (*others, (self.of_layer(self.dense_layers[0]), dense))
+        """The configs of the kinds of layers, and how many there are."""
+        counts = Counter(self.order)
+        return tuple((self.of_layer(self.order.index(kind)), count) for kind, count in counts.items())
+
+    @property
+    def cache_layers(self) -> tuple[int, ...]:
+        """The index of each layer among those that have a cache like it: recurrent ones, or the others."""
+        recurrent, seen = set(self.recurrent_layers), [0, 0]
+        found = []
+        for number in range(self.layers):
+            found.append(seen[number in recurrent])
+            seen[number in recurrent] += 1
+        return tuple(found)
 
     @property
     def windowed(self) -> tuple[bool, ...]:
@@ -379,8 +440,10 @@ _MAX_PARAMETERS = 10**15
 
 def _block_matrices(c: GPTConfig, *, active: bool) -> int:
     """Elements of one block's weight matrices; ``active`` counts only the matrices that one token meets."""
-    attention = c.d_model * c.attention_width
-    if c.latent_rank is None:
+    attention = c.d_model * c.attention_width * (1 + c.attention_gate)
+    if c.all_recurrent:
+        attention = _recurrent_matrices(c)
+    elif c.latent_rank is None:
         attention += c.d_model * c.qkv_width
     else:
         ranks = c.latent_rank + c.rope_width + (c.latent_query_rank or 0)
@@ -389,6 +452,12 @@ def _block_matrices(c: GPTConfig, *, active: bool) -> int:
     hidden = c.experts * c.ffn_width + c.shared_ffn if c.experts and not active else c.active_ffn_width
     routers = c.experts + c.shared_gate if c.experts else 0
     return attention + c.d_model * ((3 if c.gated else 2) * hidden + routers)
+
+
+def _recurrent_matrices(c: GPTConfig) -> int:
+    """Elements of a recurrent layer's projections: its convolution's inputs, gates, steps and outputs."""
+    gates = c.d_model if c.recurrent == "short_conv" else 2 * c.value_heads
+    return c.d_model * (c.conv_channels + gates + 2 * c.recurrent_values)
 
 
 def latent_outputs(c: GPTConfig) -> int:
@@ -416,6 +485,10 @@ def parameter_count(config: GPTConfig, *, active: bool = False) -> int:
 def _block_parameters(c: GPTConfig, *, active: bool) -> int:
     norms = 2 * (c.pre_norms + c.post_norms) - (c.branches == "parallel_one_norm")
     block = _block_matrices(c, active=active) + norms * _norm_parameters(c)
+    if c.all_recurrent:
+        of_delta = 2 * c.value_heads + c.recurrent_width
+        own = c.conv_width * c.conv_channels + (c.recurrent == "gated_delta") * of_delta
+        return block + own
     if c.qk_norm:
         block += (c.heads + c.key_value_heads if c.qk_norm_joint else 2) * c.head_dim
     block += (c.latent_rank or 0) + (c.latent_query_rank or 0)  # the scales of their norms
@@ -443,12 +516,11 @@ def flops_per_token(config: GPTConfig, seq_len: int) -> int:
 
     Each weight that multiplies the token counts 6. That includes the output projection and the token's
     experts, but no embedding look-ups. Each token that a position attends to in a layer (``attended_tokens``)
-    counts 6 x heads x (head_dim + value_dim).
+    counts 6 x heads x (head_dim + value_dim). Recurrent layers count ``recurrence_flops`` instead.
 
     As in PaLM (Chowdhery et al., 2022, appendix B), recomputation is not counted. Unlike in PaLM, causal
-    masking
-    is deducted: in long rows the masked pairs would lift the figure above the chip's peak. Model FLOPs
-    utilisation is this times tokens per second, divided by the peak.
+    masking is deducted: in long rows the masked pairs would lift the figure above the chip's peak. Model
+    FLOPs utilisation is this times tokens per second, divided by the peak.
 
     Raises:
         ConfigurationError: seq_len is below 1 or above config.max_seq_len.
@@ -457,7 +529,19 @@ def flops_per_token(config: GPTConfig, seq_len: int) -> int:
         raise ConfigurationError(f"seq_len = {seq_len}: from 1 to max_seq_len = {config.max_seq_len}")
     matrices = sum(count * _block_matrices(kind, active=True) for kind, count in config.kinds)
     matrices += config.output_rows * config.d_model
-    return 6 * matrices + round(pair_flops(config) * attended_tokens(config, seq_len))
+    attention = round(pair_flops(config) * attended_tokens(config, seq_len))
+    return 6 * matrices + attention + len(config.recurrent_layers) * recurrence_flops(config)
+
+
+def recurrence_flops(config: GPTConfig) -> int:
+    """Floating-point operations of a recurrent layer without its projections, for a token.
+
+    The gated delta rule reads the state by key and by query, and writes it once: 2 each for its elements, and
+    twice as many in the backward pass.
+    """
+    state = config.value_heads * config.recurrent_key_width * config.recurrent_width
+    rule = 18 * state if config.recurrent == "gated_delta" else 0
+    return rule + 6 * config.conv_width * config.conv_channels
 
 
 def pair_flops(config: GPTConfig) -> int:
@@ -468,8 +552,11 @@ def pair_flops(config: GPTConfig) -> int:
 def attended_tokens(config: GPTConfig, seq_len: int) -> float:
     """Tokens that a position attends to: the mean over positions, summed over layers.
 
-    A layer without a window counts half of the row. A window w counts w - w^2 / (2 seq_len).
+    A layer without a window counts half of the row. A window w counts w - w^2 / (2 seq_len). Recurrent layers
+    add none.
     """
     window = min(seq_len, config.sliding_window or seq_len)
-    reached = (window if windowed else seq_len for windowed in config.windowed)
+    recurrent = set(config.recurrent_layers)
+    layers = enumerate(config.windowed)
+    reached = (window if windowed else seq_len for number, windowed in layers if number not in recurrent)
     return sum(reach - reach**2 / (2 * seq_len) for reach in reached)

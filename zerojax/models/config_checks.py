@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
 _COUNTS = (
     *("vocab_size", "layers", "d_model", "heads", "max_seq_len", "rope_original_len", "loss_chunk"),
-    "token_tile",
+    *("token_tile", "recurrent_width", "recurrent_key_width", "conv_width"),
 )
 _OPTIONAL_COUNTS = (
     *("kv_heads", "head_width", "ffn", "dense_ffn", "outputs", "sliding_window"),
+    *("recurrent_heads", "recurrent_key_heads"),
     *("latent_rank", "latent_query_rank", "latent_rope_width", "latent_value_width"),
 )
 _POSITIVE = (
@@ -69,6 +70,7 @@ def check_model(config: "GPTConfig") -> None:
     _check_latents(config)
     _check_rope(config)
     _check_features(config)
+    _check_recurrent(config)
     if config.experts != 0:
         _check_experts(config)
 
@@ -189,6 +191,23 @@ def _check_features(c: "GPTConfig") -> None:
     if layers is not None:
         _check_layers(c, "sliding_window_layers")
         require(len(layers) > 0, "sliding_window_layers = []: name a layer, or leave it out")
+
+
+def _check_recurrent(c: "GPTConfig") -> None:
+    _check_layers(c, "recurrent_layers")
+    keys = c.recurrent_key_heads or 1
+    require(
+        not c.recurrent_layers or c.recurrent != "gated_delta" or c.value_heads % keys == 0,
+        f"recurrent_heads = {c.value_heads} is not a multiple of recurrent_key_heads = {keys}",
+    )
+    require(
+        not c.recurrent_layers or not c.biases,
+        "recurrent_layers have no biases: set biases to false, or leave them out",
+    )
+    require(
+        not c.attention_gate or c.latent_rank is None,
+        "attention_gate = true is not supported with latent_rank: leave one of them out",
+    )
 
 
 def _check_experts(c: "GPTConfig") -> None:

@@ -130,9 +130,10 @@ def _within_chunks(
 
     ``before`` is the document before each chunk.
     """
-    total = jnp.cumsum(log_decay, axis=-1)
     earlier = jnp.tril(jnp.ones((CHUNK, CHUNK), bool))
     seen = earlier & (numbers[..., :, None] == numbers[..., None, :])
+    # Of each document alone: with one sum for all, rounding would carry gradients from one to the other.
+    total = jnp.sum(jnp.where(seen, log_decay[..., None, :], 0), axis=-1)
     pairs = jnp.where(seen, jnp.exp(jnp.where(seen, total[..., :, None] - total[..., None, :], 0)), 0)
     last = numbers[..., -1:]
     from_before = jnp.where(numbers == before, jnp.exp(total), 0)[..., None]

@@ -83,9 +83,7 @@ class GPT(nnx.Module):
     """A decoder-only language model.
 
     Its modules are ``embed``, ``position`` (learned positions only), ``blocks``, ``norm``, and ``head``
-    (untied only). ``blocks`` is one ``Stack`` if all layers have the same modules. With two kinds of layers
-    it is an ``nnx.Dict`` with a ``Stack`` for each run of equal layers, named by the number of the run's
-    first layer. If config.scan is false it is an ``nnx.List``.
+    (untied only). The blocks are a ``Stack``, or an ``nnx.List`` if config.scan is false.
     """
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
@@ -96,15 +94,11 @@ class GPT(nnx.Module):
         if c.positions == "learned":
             self.position = _embedding(c, c.position_offset + c.max_seq_len, rngs)
 
-        def stack(run: range) -> Stack:
-            return Stack(partial(Block, c.of_layer(run.start)), len(run), rngs=rngs)
-
-        if not c.scan:
-            self.blocks = nnx.List([Block(c.of_layer(number), rngs=rngs) for number in range(c.layers)])
-        elif len(c.runs) == 1:
-            self.blocks = stack(c.runs[0])
+        if c.scan:
+            kinds = [partial(Block, kind) for kind, _ in c.kinds]
+            self.blocks = Stack([kinds[kind] for kind in c.order], c.layers, rngs=rngs)
         else:
-            self.blocks = nnx.Dict({str(run.start): stack(run) for run in c.runs})
+            self.blocks = nnx.List([Block(c.of_layer(number), rngs=rngs) for number in range(c.layers)])
         self.norm = residual_norm(c, rngs)
         if not c.tied:
             self.head = Head(c, rngs=rngs) if c.head_bias else _embedding(c, c.output_rows, rngs)
@@ -158,11 +152,8 @@ class GPT(nnx.Module):
                 own = {name: values[number] for name, values in by_layer.items()}
                 x = getattr(block, method)(x, *args, **own)
             return x
-        for run in c.runs:
-            stack = self.blocks if isinstance(self.blocks, Stack) else self.blocks[str(run.start)]
-            arrays = {name: jnp.array(values[run.start : run.stop]) for name, values in by_layer.items()}
-            x = stack(x, *args, by_layer=arrays, method=method)
-        return x
+        arrays = {name: jnp.array(values) for name, values in by_layer.items()}
+        return self.blocks(x, *args, by_layer=arrays, method=method)
 
     def _finish(self, x: Hidden) -> Hidden:
         """The output of the last block, normed and scaled for the logits."""
@@ -312,7 +303,7 @@ class GPT(nnx.Module):
         length = cache.keys.shape[3] if c.rope_scaling == "longrope" else end[:, None]
         hidden, rope = self.embed_tokens(tokens, positions, length)
         x = hidden, cache
-        hidden, cache = self._through(x, rope, positions, method="decode", layer=range(c.layers))
+        hidden, cache = self._through(x, rope, positions, end, method="decode", layer=c.cache_layers)
         return self._finish(hidden), cache
 
 

@@ -24,25 +24,46 @@ _FLASH_BLOCK = 8192
 """Columns of the cache that flash attention reads in one call; it stores no scores."""
 
 
+class Recurrence(NamedTuple):
+    """What recurrent layers keep of a row: its size does not grow with the row.
+
+    Attributes:
+        inputs: the last inputs of their convolutions.
+        states: of the gated delta rule, fp32; None without it.
+    """
+
+    inputs: Float[Array, "layers batch kept channels"]
+    states: Float[Array, "layers batch heads dim value_dim"] | None
+
+
 class KVCache(NamedTuple):
-    """Keys and values of all layers; the token at position p of a row is in column p.
+    """Keys and values of all layers with attention; the token at position p of a row is in column p.
 
     Heads come before columns, in the order in which attention multiplies them. In another order XLA would
     transpose the whole cache for every token. A model with latents stores them in ``keys`` as one head, and
-    has no ``values`` (``zerojax.models.latent``).
+    has no ``values`` (``zerojax.models.latent``). ``recurrence`` is the recurrent layers' part, if there are
+    some.
     """
 
     keys: Float[Array, "layers batch kv_heads length dim"]
     values: Float[Array, "layers batch kv_heads length dim"] | None
+    recurrence: Recurrence | None = None
 
     @staticmethod
     def empty(config: GPTConfig, batch: int, length: int, dtype: DTypeLike) -> "KVCache":
         """Zeros, for ``batch`` rows of ``length`` tokens."""
-        if config.latent_rank is not None:
-            width = config.latent_rank + config.rope_width
-            return KVCache(jnp.zeros((config.layers, batch, 1, length, width), dtype), None)
-        shape = (config.layers, batch, config.key_value_heads, length, config.head_dim)
-        return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        c, recurrence = config, None
+        count = len(c.recurrent_layers)
+        if count:
+            inputs = jnp.zeros((count, batch, c.conv_width - 1, c.conv_channels), dtype)
+            state = (count, batch, c.value_heads, c.recurrent_key_width, c.recurrent_width)
+            states = jnp.zeros(state, jnp.float32) if c.recurrent == "gated_delta" else None
+            recurrence = Recurrence(inputs, states)
+        if c.latent_rank is not None:
+            width = c.latent_rank + c.rope_width
+            return KVCache(jnp.zeros((c.layers - count, batch, 1, length, width), dtype), None, recurrence)
+        shape = (c.layers - count, batch, c.key_value_heads, length, c.head_dim)
+        return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), recurrence)
 
 
 def attend_cached(
@@ -63,7 +84,7 @@ def attend_cached(
             queries, latents and None.
         positions: positions of the new tokens; tokens beyond the cache's length are not written.
         cache: the cache of all layers.
-        layer: the layer's index.
+        layer: the layer's index in the cache.
         windowed: whether this layer has the model's sliding window.
         sinks: the layer's attention sinks, if it has some.
         latent: expands the layer's latents to keys and values, if it has latents.
@@ -76,7 +97,8 @@ def attend_cached(
             part.swapaxes(1, 2).astype(whole.dtype), mode="drop", unique_indices=True
         )
 
-    cache = jax.tree.map(written, cache, KVCache(key, value))
+    keys, values = jax.tree.map(written, cache[:2], (key, value))
+    cache = cache._replace(keys=keys, values=values)
     read = partial(_keys_and_values, latent)
     if query.shape[1] == cache.keys.shape[3]:
         # The new tokens fill the cache, so it was empty: they see only each other.
@@ -159,7 +181,7 @@ def _attend_flash(
 
     def add(number: Array, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
         first = number * block
-        cached = jax.tree.map(lambda x: _columns(x, layer, first, block).swapaxes(1, 2), cache)
+        cached = jax.tree.map(lambda x: _columns(x, layer, first, block).swapaxes(1, 2), cache[:2])
         keys, values = read(*cached)
         there = jnp.clip(before - first, 0, block)
         more = attention_and_lse(query, keys, values, kernel, scale=scale, lengths=there)
@@ -210,7 +232,7 @@ def _attend_blocks(
         largest, total, sums = carry
         first = jnp.minimum(number * block, length - block)
         columns = first + jnp.arange(block)
-        cached = jax.tree.map(lambda x: _slice(x, layer, first, block).swapaxes(1, 2), cache)
+        cached = jax.tree.map(lambda x: _slice(x, layer, first, block).swapaxes(1, 2), cache[:2])
         keys, values = read(*cached)
         scores = jnp.einsum("btkgd,bskd->bkgts", grouped, keys, preferred_element_type=jnp.float32) * scale
         if config.attention_softcap is not None:

@@ -531,5 +531,7 @@ def test_every_family_has_modules_for_all_weights(folder: Path):
         **{name: {"query_key_value"} for name in ("gpt_neox", "falcon")},
         "gpt_oss": {"experts"},
         "granitemoe": {"input_linear", "output_linear"},
+        **{name: {"q_proj"} for name in ("qwen3_5_text", "qwen3_5_moe_text")},
+        "qwen3_next": {"q_proj", "in_proj_qkvz", "in_proj_ba"},
     }
     assert fused <= fuses.get(source.family.model_type, set())

@@ -33,8 +33,8 @@ ROPE = {
     [
         (
             "llama2",
-            {"model_type": "qwen3_5_text"},
-            "'qwen3_5_text' is not supported: .* linear attention",
+            {"model_type": "deepseek_v32"},
+            "'deepseek_v32' is not supported: .* chooses the tokens",
         ),
         (
             "llama2",

@@ -227,7 +227,7 @@ def decoder_work(
     spread = spread_of(c.heads, c.key_value_heads, sharing)
     attention *= spread.heads / c.heads
     # The backward pass begins with a stack's last layer and does not recompute it, except in tiles.
-    all_but_last = 1 - len(c.runs) / c.layers if c.scan else 1.0
+    all_but_last = 1 - 1 / c.layers if c.scan else 1.0
     matrices_again = 0.0 if remat == "none" else matrices / 3
     matrices_again *= 1.0 if _in_tiles(c, remat, tokens) else all_but_last
     scores = c.head_dim / (c.head_dim + c.value_dim) * attention / 3

@@ -211,12 +211,12 @@ def load_adapter(state: TrainState, folder: Path, model: GPTConfig) -> TrainStat
             new |= {part.path: x for part, x in zip(pair, (a, b), strict=True)}
             for layer in layers_of(leaf):
                 at = () if layer is None else (layer,)
-                place = place_of(leaf, layer)
+                place = place_of(leaf, layer, _order(spec))
                 if leaf.of_experts:
                     _fill_experts(_scale_of_experts(spec, leaf), a[at], b[at], found.experts.get(place))
                 else:
                     _fill(spec, leaf, a[at], b[at], found.factors.get(place, []))
-        if any(place_of(leaf, layer) in found.given for layer in layers_of(leaf)):
+        if any(place_of(leaf, layer, _order(spec)) in found.given for layer in layers_of(leaf)):
             new[leaf.path] = _with_given(state, leaf, found)
     placed: dict[param_tree.Path, jax.Array] = {}
     for leaf in spec.leaves:
@@ -257,11 +257,20 @@ def _family_of_folder(folder: Path) -> Family:
     return read_model(read_config_json(folder), str(folder / CONFIG))[0]
 
 
+def _order(spec: TrainSpec) -> tuple[int, ...]:
+    """The kinds of the model's layers; none if they are a list."""
+    return spec.adapter.orders.get("blocks", ())
+
+
 def _leaves(spec: TrainSpec) -> dict[Place, tuple[ParamLayout, int | None]]:
     """The layout and layer of each weight, by its place."""
     return spec.once(
         "weights by place",
-        lambda: {place_of(leaf, layer): (leaf, layer) for leaf in spec.weights for layer in layers_of(leaf)},
+        lambda: {
+            place_of(leaf, layer, _order(spec)): (leaf, layer)
+            for leaf in spec.weights
+            for layer in layers_of(leaf)
+        },
     )
 
 
@@ -430,7 +439,7 @@ def _with_given(state: TrainState, leaf: ParamLayout, found: PeftAdapter) -> Flo
     layers = []
     for layer in layers_of(leaf):
         values = np.array(gather_layer(state.spec, leaf, stored, layer))
-        for part, own, added in found.given.get(place_of(leaf, layer), []):
+        for part, own, added in found.given.get(place_of(leaf, layer, _order(state.spec)), []):
             columns = part.among(values)
             columns[...] = own + columns * added
         layers.append(values)

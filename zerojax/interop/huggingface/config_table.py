@@ -18,6 +18,7 @@ ANY = object()
 FREE = ("attention", "balance_loss", "dropout", "init_std", "loss_chunk", "token_tile", "scan", "z_loss")
 """The fields of a model that do not change the logits."""
 _OF_EXPERTS = ("experts_", "shared_", "dense_", "router")
+_OF_RECURRENCE = ("recurrent", "conv_width")
 Fields = Mapping[str, Any]
 """The fields of a model, by name."""
 
@@ -80,6 +81,9 @@ def differences(table: Table, model: GPTConfig, family: str) -> list[str]:
         off = {name: value for name, value in off.items() if not name.startswith("rope_")}
     if not model.experts:  # nor these
         off = {name: value for name, value in off.items() if not name.startswith(_OF_EXPERTS)}
+    if not model.recurrent_layers:
+        layers = {"recurrent_layers": off["recurrent_layers"]}
+        off = {name: value for name, value in off.items() if not name.startswith(_OF_RECURRENCE)} | layers
     found = []
     for name, value in (allowed | off | allowed).items():  # the table's fields first
         values = value if isinstance(value, tuple) and value else (value,)

@@ -138,7 +138,7 @@ MIXTRAL = like_llama(
 GRANITE_MOE = like_llama(
     SILU, ATTENTION_BIASES, *GRANITE_FACTORS, *_mixture("num_local_experts"), kv_heads=None
 )
-_DENSE_LAYERS = Entry(
+DENSE_LAYERS = Entry(
     _dense_layers, _write_dense_layers, lambda _: dict.fromkeys(("dense_layers", "dense_ffn"), ANY)
 )
 
@@ -150,13 +150,17 @@ def _no_windows(keys: ConfigKeys, found: Fields) -> None:
     keys.unused("sliding_window", "max_window_layers")
 
 
-QWEN2_MOE = like_llama(
-    SILU,
-    _DENSE_LAYERS,
+SHARED_MIXTURE = (
     key("moe_intermediate_size", "ffn", written="ffn_width"),
     *_mixture("num_experts"),
-    _NORMALISE,
     key("shared_expert_intermediate_size", "shared_ffn", int, 5632),
+)
+"""The keys of Qwen's mixtures with an expert that all tokens go to."""
+QWEN2_MOE = like_llama(
+    SILU,
+    DENSE_LAYERS,
+    *SHARED_MIXTURE,
+    _NORMALISE,
     key("qkv_bias", "qkv_biases", bool, True),
     Entry(_no_windows, lambda model: {"use_sliding_window": False, "layer_types": [FULL] * model.layers}),
     shared_gate=True,
@@ -164,7 +168,7 @@ QWEN2_MOE = like_llama(
 QWEN3_MOE = like_llama(
     SILU,
     NO_BIASES,
-    _DENSE_LAYERS,
+    DENSE_LAYERS,
     key("moe_intermediate_size", "ffn", written="ffn_width"),
     *_mixture("num_experts", "num_local_experts"),
     _NORMALISE,
@@ -218,6 +222,12 @@ _SHARED_EXPERT = {
 } | {"mlp/shared/output_gate": "mlp.shared_expert_gate"}
 QWEN2_MOE_NAMES = _names("mlp", "gate_proj", "up_proj", "down_proj", **_SHARED_EXPERT)
 QWEN3_MOE_NAMES = _names("mlp", "gate_proj", "up_proj", "down_proj", **QK_NORMS)
+
+
+def names_of_experts(block: dict[str, Module], bare: dict[str, Bare]) -> Names:
+    """The names of Qwen's mixtures with an expert that all tokens go to, and more modules and parameters."""
+    return Names(QWEN2_MOE_NAMES.block | block, QWEN2_MOE_NAMES.bare | bare)
+
 
 GPT_OSS = like_llama(
     SILU,

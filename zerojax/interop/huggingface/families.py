@@ -7,7 +7,7 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface import experts, gemma, gpt2, llama, parallel
+from zerojax.interop.huggingface import experts, gemma, gpt2, hybrid, llama, parallel
 from zerojax.interop.huggingface.config_keys import ConfigKeys
 from zerojax.interop.huggingface.config_table import Table, differences, key_names, read_fields, write_keys
 from zerojax.interop.huggingface.llama import LLAMA_NAMES
@@ -161,19 +161,22 @@ FAMILIES = {
         Family("StableLM", "stablelm", "StableLmForCausalLM", parallel.STABLELM),
         Family("Cohere", "cohere", "CohereForCausalLM", parallel.COHERE, parallel.COHERE_NAMES),
         Family("Cohere 2", "cohere2", "Cohere2ForCausalLM", parallel.COHERE2, parallel.COHERE_NAMES),
+        Family("Qwen3.5", "qwen3_5_text", "Qwen3_5ForCausalLM", hybrid.QWEN3_5, hybrid.QWEN3_5_NAMES),
+        Family(
+            *("Qwen3.5-MoE", "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", hybrid.QWEN3_5_MOE),
+            hybrid.QWEN3_5_MOE_NAMES,
+        ),
+        Family(
+            *("Qwen3-Next", "qwen3_next", "Qwen3NextForCausalLM", hybrid.QWEN3_NEXT),
+            hybrid.QWEN3_NEXT_NAMES,
+        ),
         Family("gpt-oss", "gpt_oss", "GptOssForCausalLM", experts.GPT_OSS, experts.GPT_OSS_NAMES),
     )
 }
-_LINEAR_ATTENTION = (
-    "most of its layers have gated linear attention, whose state and weights a zerojax model, with the same "
-    "layers all through, does not have"
-)
 _SPARSE_ATTENTION = (
     "a part of each layer chooses the tokens that others attend to, and a zerojax model has no such part"
 )
-REFUSED = dict.fromkeys(
-    ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"), _LINEAR_ATTENTION
-) | dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), _SPARSE_ATTENTION)
+REFUSED = dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), _SPARSE_ATTENTION)
 """Families that are known and cannot be imported -> why."""
 
 

@@ -125,6 +125,7 @@ def like_llama(
     *entries: Entry,
     kv_heads: Any = REQUIRED,
     head_dim: int | Entry | None = None,
+    ffn_width: Any = REQUIRED,
     norm_eps: float = 1e-6,
     tied: bool = False,
     rotary: Rope = Rope(),
@@ -138,6 +139,7 @@ def like_llama(
         *entries: further keys.
         kv_heads: default of num_key_value_heads; null means as many as heads.
         head_dim: default of head_dim; None is hidden_size / num_attention_heads. Or an entry for the heads.
+        ffn_width: default of intermediate_size.
         norm_eps: default of the epsilon.
         tied: default of tie_word_embeddings.
         rotary: the rotary keys.
@@ -155,7 +157,7 @@ def like_llama(
         key("num_attention_heads", "heads"),
         head_dim if isinstance(head_dim, Entry) else _head_dim(head_dim),
         key("num_key_value_heads", "kv_heads", int, kv_heads, null=True, written="key_value_heads"),
-        key("intermediate_size", "ffn", written="ffn_width"),
+        key("intermediate_size", "ffn", int, ffn_width, written="ffn_width"),
         key("tie_word_embeddings", "tied", bool, tied),
         key(norm_key, "norm_eps", float, norm_eps),
         dropouts("attention_dropout"),

@@ -94,7 +94,7 @@ def _open(train_spec: TrainSpec, folder: Path, new: str | None) -> tuple[WeightF
     files = open_files(folder)
     parts = family.parts(model, family.prefix_in(files.specs))
     own = _model_weights(train_spec, new)
-    places = {leaf.name: {place_of(leaf, x)[0] for x in layers_of(leaf)} for leaf in own}
+    places = {leaf.name: {place_of(leaf, x, parts.order)[0] for x in layers_of(leaf)} for leaf in own}
     if lacking := [name for name, found in places.items() if not found <= parts.keys()]:
         raise ConfigurationError(
             f"the model in {folder} has no {lacking[0]!r}, which the state has. Create the state for this "
@@ -208,7 +208,7 @@ def _elements(
     width = leaf.shape[-1]
     first, last = start // width, -(-stop // width)
     rows = np.empty((last - first, width), np.float32)
-    for tensor in tensors_at(place_of(leaf, layer), leaf.shape, parts):
+    for tensor in tensors_at(place_of(leaf, layer, parts.order), leaf.shape, parts):
         own = slice(max(first, tensor.inputs.start), min(last, tensor.inputs.stop))
         if tensor.name not in files.specs or own.stop <= own.start:
             continue

@@ -6,7 +6,7 @@ not. A tensor may also hold columns of other leaves, side by side or interleaved
 (experts, in, out). A tensor then holds one expert's matrix, or the matrices of all experts.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -37,6 +37,7 @@ class TensorPart:
         outputs: outputs of the whole tensor, if it holds several leaves.
         expert: the index in the leaf's first axis; None if the leaf is one matrix.
         experts: the number of experts, if the tensor holds all of them.
+        convolution: whether the file holds it as (out, 1, in), as ``torch.nn.Conv1d`` does.
     """
 
     name: str
@@ -49,9 +50,13 @@ class TensorPart:
     outputs: int | None = None
     expert: int | None = None
     experts: int | None = None
+    convolution: bool = False
 
 
-TensorParts = dict[str, tuple[TensorPart, ...]]
+class TensorParts(dict[str, tuple[TensorPart, ...]]):
+    """The tensors of each leaf, by its name; and the model's ``GPTConfig.order``."""
+
+    order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,11 +68,40 @@ class Fused:
     count: int
 
 
+Groups = Callable[[GPTConfig], tuple[int, tuple[int, ...]]]
+"""How many groups of outputs a tensor has, and the widths of the pieces of each."""
+
+
+def qkv_groups(model: GPTConfig) -> tuple[int, tuple[int, ...]]:
+    """Queries, key and value, of one group of heads that share keys and values after the other."""
+    width = model.head_dim
+    return model.key_value_heads, (model.heads // model.key_value_heads * width, width, width)
+
+
 @dataclass(frozen=True)
 class Grouped:
-    """A tensor of queries, keys and values, ordered by groups of heads that share keys and values."""
+    """A tensor whose outputs are groups, each with a piece of several of our outputs.
+
+    Attributes:
+        name: of the module.
+        groups: of its outputs.
+        pieces: the pieces that make up the leaf, one behind the other; None for all.
+    """
 
     name: str
+    groups: Groups = qkv_groups
+    pieces: tuple[int, ...] | None = None
+
+    def parts(self, model: GPTConfig, part: TensorPart, start: int = 0) -> Iterator[TensorPart]:
+        """The parts of a leaf from the column ``start`` on; ``part`` is the whole tensor."""
+        count, widths = self.groups(model)
+        outputs = sum(widths)
+        for piece in range(len(widths)) if self.pieces is None else self.pieces:
+            width, before = widths[piece], sum(widths[:piece])
+            for group in range(count):
+                first = group * outputs + before
+                yield replace(part, start=start, stop=start + width, first=first, outputs=count * outputs)
+                start += width
 
 
 @dataclass(frozen=True)
@@ -80,6 +114,7 @@ class Bare:
         stacked: whether it holds the matrices of all experts.
         turn: None, or the columns that it holds: the first (0) or the second (1) of each pair.
         halves: whether ``turn`` counts halves of the columns instead of elements of each pair.
+        convolution: as in ``TensorPart``.
     """
 
     name: str
@@ -87,10 +122,11 @@ class Bare:
     stacked: bool = False
     turn: int | None = None
     halves: bool = False
+    convolution: bool = False
 
     def parts(self, model: GPTConfig, block: str) -> tuple[TensorPart, ...]:
         """The tensors of the parameter; their names begin with ``block``."""
-        part = TensorPart(block + self.name, transposed=self.transposed)
+        part = TensorPart(block + self.name, transposed=self.transposed, convolution=self.convolution)
         if self.turn is not None:
             first, step = (self.turn * model.ffn_width, 1) if self.halves else (self.turn, 2)
             part = replace(part, first=first, step=step, outputs=2 * model.ffn_width)
@@ -104,7 +140,7 @@ class Bare:
         )
 
 
-Module = str | tuple[str, ...] | Fused | Grouped
+Module = str | tuple[str | Grouped, ...] | Fused | Grouped
 """The Hugging Face modules of one of our modules:
 
 One, several with outputs side by side, or a part of one.
@@ -154,7 +190,9 @@ class Names:
                 found[f"block/{ours}/{leaf}"] = _columns(model, prefix + self.layers, theirs, kind, turned)
         for ours, tensor in self.bare.items():
             found[f"block/{ours}"] = tensor.parts(model, prefix + self.layers)
-        return found
+        parts = TensorParts(found)
+        parts.order = model.order
+        return parts
 
 
 def _columns(
@@ -168,39 +206,26 @@ def _columns(
         first, rows = module.index * width, module.count * width
         return (TensorPart(f"{block}{module.name}.{kind}", transposed=transposed, first=first, outputs=rows),)
     if isinstance(module, Grouped):
-        part = TensorPart(f"{block}{module.name}.{kind}", transposed=transposed)
-        return tuple(_groups(model, part))
+        return tuple(module.parts(model, TensorPart(f"{block}{module.name}.{kind}", transposed=transposed)))
     kv = model.key_value_heads * model.head_dim
     ends = (model.attention_width, model.attention_width + kv, model.attention_width + 2 * kv)
-    return tuple(
-        TensorPart(f"{block}{name}.{kind}", start, end, transposed)
-        for name, start, end in zip(module, (0, *ends), ends, strict=False)
-    )
+    found: list[TensorPart] = []
+    for own, start, end in zip(module, (0, *ends), ends, strict=False):
+        if isinstance(own, str):
+            found.append(TensorPart(f"{block}{own}.{kind}", start, end, transposed))
+        else:
+            found += own.parts(model, TensorPart(f"{block}{own.name}.{kind}", transposed=transposed), start)
+    return tuple(found)
 
 
-def _groups(model: GPTConfig, part: TensorPart) -> Iterator[TensorPart]:
-    """The queries, the key and the value of each group of heads in one fused tensor."""
-    groups, width = model.key_value_heads, model.head_dim
-    queries = model.heads // groups
-    for group in range(groups):
-        first = group * (queries + 2)
-        for head, count, begin in (
-            (group * queries, queries, first),
-            (model.heads + group, 1, first + queries),
-            (model.heads + groups + group, 1, first + queries + 1),
-        ):
-            start, stop = head * width, (head + count) * width
-            yield replace(part, start=start, stop=stop, first=begin * width, outputs=model.qkv_width)
-
-
-def _norm(ours: str, theirs: str) -> TensorParts:
+def _norm(ours: str, theirs: str) -> dict[str, tuple[TensorPart, ...]]:
     return {
         f"{ours}/scale": (TensorPart(f"{theirs}.weight"),),
         f"{ours}/bias": (TensorPart(f"{theirs}.bias"),),
     }
 
 
-def _embeddings(name: str, projection: str, *, tied: bool) -> TensorParts:
+def _embeddings(name: str, projection: str, *, tied: bool) -> dict[str, tuple[TensorPart, ...]]:
     """The token embedding and the output projection, which are one leaf if tied."""
     table, head = TensorPart(name), TensorPart(projection, required=not tied)
     if tied:
@@ -246,11 +271,13 @@ class Tensor:
         """Its shape in the file."""
         shape = (*self.weight[0 if self.part.expert is None else 1 : -1], self.outputs)
         shape = shape[::-1] if self.part.transposed else shape
+        shape = (shape[0], 1, shape[1]) if self.part.convolution else shape
         return shape if self.part.experts is None else (self.part.experts, *shape)
 
     def region(self, inputs: slice = slice(None)) -> tuple[slice, ...]:
         """The tensor's ranges, one per axis, that hold the weight's columns in the rows ``inputs``."""
         own = (self.rows, inputs) if self.part.transposed else (inputs, self.rows)[-len(self.shape) :]
+        own = (own[0], slice(None), own[1]) if self.part.convolution else own
         expert = self.part.expert
         return own if self.part.experts is None or expert is None else (slice(expert, expert + 1), *own)
 
@@ -270,6 +297,7 @@ class Tensor:
         """The weight's columns that the tensor holds, in the tensor's layout."""
         columns = self.among(weight)
         columns = columns.T if self.part.transposed else columns
+        columns = columns[:, None] if self.part.convolution else columns
         return columns if self.part.experts is None else columns[None]
 
     def within(self, values: np.ndarray) -> np.ndarray:
@@ -279,6 +307,7 @@ class Tensor:
     def turned(self, values: np.ndarray) -> np.ndarray:
         """Columns in the weight's layout, from the file's layout."""
         values = values if self.part.experts is None else values[0]
+        values = values[:, 0] if self.part.convolution else values
         return values.T if self.part.transposed else values
 
 
@@ -290,7 +319,7 @@ def layers_of(leaf: ParamLayout) -> Sequence[int | None]:
 def tensors_of(leaf: ParamLayout, parts: TensorParts) -> Iterator[Tensor]:
     """Every tensor of a leaf, layer by layer."""
     for layer in layers_of(leaf):
-        yield from tensors_at(place_of(leaf, layer), leaf.shape, parts)
+        yield from tensors_at(place_of(leaf, layer, parts.order), leaf.shape, parts)
 
 
 def tensors_of_state(
@@ -305,7 +334,7 @@ def tensors_of_state(
         path = tuple(name.split("/"))
         stacked = "block" in path[1:3]
         for layer in range(x.shape[0]) if stacked else (None,):
-            for tensor in tensors_at(place_at(path, layer), x.shape[stacked:], parts):
+            for tensor in tensors_at(place_at(path, layer, parts.order), x.shape[stacked:], parts):
                 yield name, layer, tensor
 
 
@@ -316,20 +345,22 @@ def tensors_at(place: Place, shape: Shape, parts: TensorParts) -> Iterator[Tenso
         yield Tensor(part.name.format(layer=layer), place, shape, part)
 
 
-def place_of(leaf: ParamLayout, layer: int | None) -> Place:
-    """The place of a leaf, or of one layer of a stacked leaf."""
-    return place_at(leaf.path, layer)
+def place_of(leaf: ParamLayout, layer: int | None, order: Sequence[int]) -> Place:
+    """The place of a leaf, or of one layer of a stacked leaf; ``order`` is the model's."""
+    return place_at(leaf.path, layer, order)
 
 
-def place_at(path: Path, layer: int | None) -> Place:
+def place_at(path: Path, layer: int | None, order: Sequence[int]) -> Place:
     """The place of a path's weight; ``layer`` is the index in its stack, None if it is not stacked."""
     first, *rest = path
     if first != "blocks":
         return "/".join(path), layer
-    # ("blocks", "block", ...) in a stack of all layers, ("blocks", "3", "block", ...) in one from layer 3 on,
-    # ("blocks", "3", ...) in a list
+    # ("blocks", "block", ...) in a stack of one kind, ("blocks", "3", "block", ...) in the stack of the kind
+    # that layer 3 is the first of, ("blocks", "3", ...) in a list
     number, *rest = rest
-    start = 0 if number == "block" else int(number)
-    if number != "block" and layer is not None:
-        rest = rest[1:]
-    return "/".join(("block", *rest)), start + (layer or 0)
+    if number == "block":
+        return "/".join(("block", *rest)), layer or 0
+    if layer is None:
+        return "/".join(("block", *rest)), int(number)
+    numbers = [other for other, kind in enumerate(order) if kind == order[int(number)]]
+    return "/".join(("block", *rest[1:])), numbers[layer]

@@ -71,7 +71,7 @@ def _shapes(model: GPTConfig) -> dict[Place, Shape]:
     for path, x in nnx.to_flat_state(nnx.state(abstract, nnx.Param)):
         stacked = path[0] == "blocks"
         for layer in range(x.shape[0]) if stacked else (None,):
-            found[place_at(tuple(map(str, path)), layer)] = x.shape[stacked:]
+            found[place_at(tuple(map(str, path)), layer, model.order)] = x.shape[stacked:]
     return found
 
 

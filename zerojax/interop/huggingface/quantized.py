@@ -60,7 +60,8 @@ class WeightFormat:
         """The tensors to quantize: the blocks' matrices, without embeddings and output projection."""
         for leaf in train_spec.weights:
             for tensor in tensors_of(leaf, parts):
-                if tensor.part.transposed or tensor.part.expert is not None:
+                matrix = tensor.part.transposed and not tensor.part.convolution
+                if matrix or tensor.part.expert is not None:
                     yield tensor
 
     def check(self, tensor: Tensor) -> None:

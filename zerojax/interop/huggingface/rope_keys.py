@@ -167,6 +167,8 @@ class Rope:
         alpha: whether "dynamic" may have an alpha that stretches theta (HunYuan).
         length: default of max_position_embeddings.
         names: the keys of theta and of the fraction.
+        sections: whether pairs may be divided between a token's positions in time, height and width, which
+            are the same for text (Qwen3.5).
     """
 
     theta: float = 10000.0
@@ -177,6 +179,7 @@ class Rope:
     alpha: bool = False
     length: Any = REQUIRED
     names: tuple[str, str] = ("rope_theta", _PARTIAL)
+    sections: bool = False
 
     def read(self, keys: ConfigKeys, found: Fields) -> Fields:
         """See ``Entry``."""
@@ -235,6 +238,8 @@ class Rope:
         if self.scores and kind == "yarn" and (scale := rope.take(_ALL, float, 0.0)):
             factor = yarn_amplitude(found["rope_factor"], scale)
             found["query_scalar"] = found["head_width"] / factor**4
+        if self.sections:
+            rope.unused("mrope_section", "mrope_interleaved")
         rope.finish()
         return found | scaling
 

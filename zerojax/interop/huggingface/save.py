@@ -67,7 +67,7 @@ def each_tensor(state: TrainState, parts: TensorParts) -> Iterator[tuple[Tensor,
             if factors:
                 assert spec.lora is not None
                 whole = merged(whole, factors[0], factors[1], spec.lora, leaf.name)
-            for tensor in tensors_at(place_of(leaf, layer), leaf.shape, parts):
+            for tensor in tensors_at(place_of(leaf, layer, parts.order), leaf.shape, parts):
                 yield tensor, tensor.of(whole)
     for name, layer, tensor in tensors_of_state(state.model_state, parts):
         yield tensor, np.asarray(state.model_state[name])[() if layer is None else layer]

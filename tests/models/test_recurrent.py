@@ -1,0 +1,133 @@
+"""Decoders with recurrent layers: packed documents, exactness on meshes, and their number of parameters."""
+
+import itertools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from plain_loop import distance
+
+import zerojax
+from zerojax.errors import ConfigurationError
+from zerojax.models import GPT, GPTConfig, lm_loss
+from zerojax.models.config import flops_per_token, parameter_count
+from zerojax.train.step import lower_train_step
+
+DELTA = GPTConfig(
+    vocab_size=64,
+    layers=8,
+    d_model=16,
+    heads=4,
+    kv_heads=2,
+    head_width=8,
+    ffn=24,
+    norm="rms",
+    norm_offset=1.0,
+    positions="rope",
+    rope_fraction=0.5,
+    mlp="swiglu",
+    biases=False,
+    qk_norm=True,
+    attention_gate=True,
+    recurrent_layers=(0, 1, 2, 4, 5, 6),
+    recurrent_heads=4,
+    recurrent_key_heads=2,
+    recurrent_width=6,
+    recurrent_key_width=4,
+    max_seq_len=128,
+)
+SHORT = replace(DELTA, recurrent="short_conv", conv_width=3, attention_gate=False)
+MIXTURE = replace(
+    DELTA, experts=4, dense_layers=(0,), dense_ffn=20, shared_ffn=8, shared_gate=True, balance_loss=0.0
+)
+EACH = pytest.mark.parametrize("config", [DELTA, SHORT], ids=["gated_delta", "short_conv"])
+
+
+@pytest.mark.parametrize("config", [DELTA, SHORT, MIXTURE], ids=["gated_delta", "short_conv", "mixture"])
+def test_parameters_are_counted(config):
+    model = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
+    leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
+    assert parameter_count(config) == sum(leaf.size for leaf in leaves)
+
+
+def test_recurrent_layers_take_no_flops_for_pairs_of_tokens():
+    plain = replace(DELTA, recurrent_layers=())
+    growth = [flops_per_token(config, 128) - flops_per_token(config, 64) for config in (DELTA, plain)]
+    assert growth[0] == pytest.approx(growth[1] * 2 / 8)
+
+
+@EACH
+def test_packed_documents_are_computed_as_if_alone(config):
+    model = GPT(replace(config, layers=2, recurrent_layers=(0,)), rngs=nnx.Rngs(0))
+    tokens = jax.random.randint(jax.random.key(0), (2, 90), 0, config.vocab_size)
+    bounds = ((0, 1, 30, 90), (0, 70, 72, 90))
+    numbers = jnp.array([[sum(t >= end for end in row[1:]) for t in range(90)] for row in bounds])
+    packed = nnx.jit(lambda model, tokens: model(tokens, segments=numbers))(model, tokens)
+    for row, ends in enumerate(bounds):
+        for first, last in itertools.pairwise(ends):
+            alone = model(tokens[row : row + 1, first:last])
+            np.testing.assert_allclose(packed[row : row + 1, first:last], alone, atol=2e-5)
+
+    def loss_of_second(model: GPT) -> jax.Array:
+        logits = model(jnp.arange(64)[None], segments=(jnp.arange(64)[None] >= 20).astype(jnp.int32))
+        return jnp.sum(logits[0, 20:, :1])
+
+    gradient = nnx.grad(loss_of_second)(model)["embed"]["embedding"][...]
+    others = np.asarray(gradient)[1:20]  # tokens of the first document alone; token 0 has a logit
+    assert np.all(others == 0)
+    assert np.any(np.asarray(gradient)[20:] != 0)
+
+
+@pytest.mark.parametrize(
+    ("config", "mesh", "options"),
+    [
+        (DELTA, (1, 1), {}),
+        pytest.param(DELTA, (2, 4), {}, marks=pytest.mark.slow),
+        pytest.param(DELTA, (3, 2), {"hpz": True, "weights_delta": True}, marks=pytest.mark.slow),
+        pytest.param(MIXTURE, (2, 2), {}, marks=pytest.mark.slow),
+        pytest.param(SHORT, (1, 2), {"remat": "none"}, marks=pytest.mark.slow),
+        pytest.param(
+            *(DELTA, (1, 2), {"accumulate": 2, "accumulate_order": "breadth"}), marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_step_is_that_of_plain_jax(config, mesh, options):
+    zero = zerojax.ZeroConfig(compute_dtype="float32", **options)
+    state = zerojax.TrainState.create(
+        lambda rngs: GPT(config, rngs=rngs), optax.sgd(0.5), lm_loss, mesh=zerojax.make_mesh(*mesh), zero=zero
+    )
+    batch = {"tokens": np.random.default_rng(0).integers(0, 64, (24, 20), dtype=np.int32)}
+    model = zerojax.gather_model(state)
+    model.train()
+    before = zerojax.gather_params(state)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(params: nnx.State) -> jax.Array:
+        return lm_loss(nnx.merge(graph, params, rest), batch)[0]
+
+    gradients = nnx.to_pure_dict(jax.jit(jax.grad(loss))(params))
+    state, _ = zerojax.train_step(state, batch)
+    change = jax.tree.map(lambda x, y: (y - x) / -0.5, before, zerojax.gather_params(state))
+    assert distance(change, gradients) < 2e-5
+
+
+def test_what_does_not_go_with_recurrent_layers_is_refused():
+    with pytest.raises(ConfigurationError, match="biases"):
+        replace(DELTA, biases=True)
+    with pytest.raises(ConfigurationError, match="recurrent_heads = 4 is not a multiple"):
+        replace(DELTA, recurrent_key_heads=3)
+    with pytest.raises(ConfigurationError, match="different numbers from 0 to layers"):
+        replace(DELTA, recurrent_layers=(8,))
+    state = zerojax.TrainState.abstract(
+        lambda rngs: GPT(DELTA, rngs=rngs),
+        optax.sgd(0.5),
+        lm_loss,
+        mesh=zerojax.make_mesh(1, 2),
+        zero=zerojax.ZeroConfig(sequence_parallel=2),
+    )
+    with pytest.raises(ConfigurationError, match="sequence_parallel"):
+        lower_train_step(state, {"tokens": np.zeros((4, 20), np.int32)})
