@@ -134,10 +134,7 @@ class Attention(nnx.Module):
         return self.project(x, rope, kind), None
 
     def mix(
-        self,
-        projected: Projected,
-        documents: Documents | None = None,
-        windowed: Windowed = True,
+        self, projected: Projected, documents: Documents | None = None, windowed: Windowed = True
     ) -> Heads:
         """Attention to ``project``'s results, before the output projection."""
         c, (query, key, value, *gate) = self.config, projected

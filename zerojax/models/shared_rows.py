@@ -16,14 +16,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
-from zerojax.adapters.loss import (
-    ATTENDED,
-    EXCHANGE,
-    IN_ORDER,
-    WHOLE_ROWS,
-    axis_of_tokens,
-    devices_a_row,
-)
+from zerojax.adapters.loss import ATTENDED, EXCHANGE, IN_ORDER, WHOLE_ROWS, axis_of_tokens, devices_a_row
 from zerojax.errors import ConfigurationError
 from zerojax.models.attention import Windowed, causal_attention, full_attention
 from zerojax.models.config import AttentionKernel

@@ -4,15 +4,7 @@ GPT-2 has ``Conv1D`` weights of (in, out). OPT has ReLU, PyTorch's (out, in) wei
 positions.
 """
 
-from zerojax.interop.huggingface.config_table import (
-    PLAIN_HEADS,
-    choice,
-    dropouts,
-    fixed,
-    key,
-    only,
-    unused,
-)
+from zerojax.interop.huggingface.config_table import PLAIN_HEADS, choice, dropouts, fixed, key, only, unused
 from zerojax.interop.huggingface.llama import QKV
 from zerojax.interop.huggingface.mapping import Names
 

@@ -7,13 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from zerojax.errors import ConfigurationError, disk_errors
-from zerojax.interop.huggingface.load import (
-    check_tensors,
-    load_base,
-    load_params,
-    load_state,
-    load_weights,
-)
+from zerojax.interop.huggingface.load import check_tensors, load_base, load_params, load_state, load_weights
 from zerojax.interop.huggingface.source import FREE, ModelFolder, is_model, model_section, open_files
 from zerojax.interop.huggingface.tokenizer_files import KEPT
 from zerojax.interop.huggingface.weight_files import WeightFiles

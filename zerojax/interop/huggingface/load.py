@@ -110,11 +110,7 @@ def _model_weights(train_spec: TrainSpec, new: str | None) -> list[ParamLayout]:
 
 
 def check_tensors(
-    train_spec: TrainSpec,
-    files: WeightFiles,
-    family: Family,
-    parts: TensorParts,
-    new: str | None = None,
+    train_spec: TrainSpec, files: WeightFiles, family: Family, parts: TensorParts, new: str | None = None
 ) -> None:
     """Compare the files' tensors with the model's, from the files' headers."""
     leaves = _model_weights(train_spec, new)
