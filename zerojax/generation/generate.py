@@ -25,9 +25,8 @@ from zerojax.generation.checks import (
     checked_prompts,
     checked_stop,
 )
-from zerojax.generation.copy import Form, GenerationCopy
+from zerojax.generation.copy import Form, GenerationCopy, GenerationMemory, fitting_form
 from zerojax.generation.engine import Drawn, Engine, Queue
-from zerojax.generation.memory import GenerationMemory, fitting_form
 from zerojax.generation.protocol import Decoder
 from zerojax.generation.sampling import Sampling
 from zerojax.log import logger

@@ -931,7 +931,7 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_have_as_many_parameters_as_their_files(name: str):
     count, values = PUBLISHED[name]
-    assert parameter_count(read_model(values, "config.json")[1]) == count
+    assert parameter_count(read_model(values, "config.json").model) == count
 
 
 def test_deepseeks_own_keys_are_read():
@@ -958,7 +958,7 @@ def test_deepseeks_own_keys_are_read():
         "torch_dtype": "bfloat16", "transformers_version": "4.33.1", "use_cache": True, "v_head_dim": 128,
         "vocab_size": 129280,
     }  # fmt: skip
-    model = read_model(values, "config.json")[1]
+    model = read_model(values, "config.json").model
     assert parameter_count(model) == 671_026_404_352
     assert model.attention_scale == pytest.approx(192**-0.5 * (0.1 * np.log(40) + 1) ** 2)
     assert (model.rope_attention_factor, model.rope_width, model.max_seq_len) == (1.0, 64, 163840)
@@ -968,14 +968,14 @@ def test_deepseeks_own_keys_are_read():
         "n_group": 1,
         "topk_group": 1,
     }
-    assert read_model(values | k2, "config.json")[1].router_groups == 1
+    assert read_model(values | k2, "config.json").model.router_groups == 1
     v2 = {
         "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "norm_topk_prob": False,
         "scoring_func": "softmax", "topk_method": "group_limited_greedy", "topk_group": 3,
     }  # fmt: skip
     values |= v2
     del values["num_nextn_predict_layers"]
-    model = read_model(values, "config.json")[1]
+    model = read_model(values, "config.json").model
     assert (model.router_groups, model.router_groups_per_token, model.router_group_best) == (8, 3, 1)
     with pytest.raises(ZeroError, match="quant_method = 'gptq' is not supported, only 'fp8' and 'mxfp4'"):
         read_model(values | {"quantization_config": {"quant_method": "gptq"}}, "config.json")

@@ -92,10 +92,10 @@ def test_the_config_is_described_in_the_familys_own_keys(loaded: Loaded):
     family, ours = describe_model(loaded.model)
     if (other := COMPUTE_THE_SAME.get(loaded.folder.name)) is not None:
         assert family.model_type == other
-        assert replace(loaded.model, init_std=0.02) == read_model(ours, "config.json")[1]
+        assert replace(loaded.model, init_std=0.02) == read_model(ours, "config.json").model
         return
     assert (family, ours["architectures"]) == (loaded.family, theirs["architectures"])
-    assert read_model(ours, "config.json")[1] == replace(loaded.model, init_std=ours["initializer_range"])
+    assert read_model(ours, "config.json").model == replace(loaded.model, init_std=ours["initializer_range"])
     ours, theirs = logit_keys(ours), logit_keys(theirs)
     if loaded.family.predicts:
         assert (ours.pop("num_nextn_predict_layers"), theirs.pop("num_nextn_predict_layers")) == (0, 1)

@@ -254,7 +254,7 @@ def _family(spec: TrainSpec, model: GPTConfig, base: str | None, named: str | No
 
 
 def _family_of_folder(folder: Path) -> Family:
-    return read_model(read_config_json(folder), str(folder / CONFIG))[0]
+    return read_model(read_config_json(folder), str(folder / CONFIG)).family
 
 
 def _order(spec: TrainSpec) -> tuple[int, ...]:

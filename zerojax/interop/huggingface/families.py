@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from typing import Any
+from typing import Any, NamedTuple
 
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface import experts, gemma, gpt2, hybrid, llama, parallel
@@ -180,12 +180,22 @@ REFUSED = dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), _SPARSE_
 """Families that are known and cannot be imported -> why."""
 
 
-def read_model(values: dict[str, Any], origin: str) -> tuple[Family, GPTConfig, list[str]]:
-    """The family and shape of a config.json's model; ``origin`` names the file in errors.
+class ReadModel(NamedTuple):
+    """The model of a config.json.
 
-    Returns:
-        The family, the model's shape, and a line for each key that is not imported.
+    Attributes:
+        family: its family.
+        model: its shape.
+        notes: a line for each key that is not imported.
     """
+
+    family: Family
+    model: GPTConfig
+    notes: list[str]
+
+
+def read_model(values: dict[str, Any], origin: str) -> ReadModel:
+    """Read the family and shape of a config.json's model; ``origin`` names the file in errors."""
     kind = values.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
@@ -207,7 +217,7 @@ def read_model(values: dict[str, Any], origin: str) -> tuple[Family, GPTConfig, 
     except ConfigurationError as error:
         raise ConfigurationError(f"{origin}: {str(error).removeprefix(f'{origin}: ')}") from error
     keys.finish()
-    return family, model, keys.notes
+    return ReadModel(family, model, keys.notes)
 
 
 def _describe_nearest(values: dict[str, Any]) -> str:

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from zerojax.formatting import size
-from zerojax.generation.copy import GenerationCopy
+from zerojax.generation.copy import GenerationCopy, GenerationMemory, fitting_form
 from zerojax.generation.engine import Engine
-from zerojax.generation.memory import GenerationMemory, fitting_form
 from zerojax.generation.sampling import Sampling
 from zerojax.posttrain.reward.scorers import reward_setup
 from zerojax.posttrain.roles.critic import critic_config
