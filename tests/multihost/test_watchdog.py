@@ -162,4 +162,4 @@ def test_stacks_on_a_hung_disk(tmp_path, monkeypatch):
     """Opening a pipe that nobody reads blocks."""
     os.mkfifo(tmp_path / "stacks")
     monkeypatch.setattr(watchdog, "_DUMP", 0.2)
-    assert dump_stacks(tmp_path / "stacks") == "; the stacks could not be written: the disk does not answer"
+    assert dump_stacks(tmp_path / "stacks") == "; the stacks could not be written: the disk does not respond"

@@ -160,13 +160,13 @@ def cudnn_assumed() -> Generator[None]:
     from jax._src.cudnn import fused_attention_stablehlo as fused
     from jax._src.interpreters import mlir
 
-    answers = {
+    replaced = {
         "mlir": SimpleNamespace(**vars(mlir) | {"custom_call": _with_workspace(mlir.custom_call)}),
         "check_cudnn_version": lambda: _CUDNN_VERSION,
         "check_compute_capability": lambda wanted: _version(wanted) <= _HOPPER,
         "is_cuda_compute_capability_equal": lambda wanted: _version(wanted) == _HOPPER,
     }
-    with mock.patch.multiple(fused, **answers):
+    with mock.patch.multiple(fused, **replaced):
         yield
 
 

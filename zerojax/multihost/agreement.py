@@ -25,13 +25,13 @@ def run_on_process_zero(find: Callable[[], Any]) -> Any:
     """
     if jax.process_count() == 1:
         return find()
-    answer = gather_from_all(_answer(find) if jax.process_index() == 0 else None)[0]
-    if "refused" in answer:
-        raise ConfigurationError(answer["refused"])
-    return answer["found"]
+    response = gather_from_all(_result(find) if jax.process_index() == 0 else None)[0]
+    if "refused" in response:
+        raise ConfigurationError(response["refused"])
+    return response["found"]
 
 
-def _answer(find: Callable[[], Any]) -> dict[str, Any]:
+def _result(find: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"found": find()}
     except ConfigurationError as error:

@@ -122,7 +122,7 @@ def dump_stacks(path: Path) -> str:
 
     try:
         if not attempt(write, _DUMP):
-            return "; the stacks could not be written: the disk does not answer"
+            return "; the stacks could not be written: the disk does not respond"
     except OSError as error:
         return f"; the stacks could not be written: {error.strerror}"
     return f"; what each thread was doing is in {path}"

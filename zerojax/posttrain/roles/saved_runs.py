@@ -30,10 +30,10 @@ def with_reward_checkpoint(config: RunConfig, folder: RunFolder, resume: Resume)
         return config
 
     def choose() -> str:
-        begun = resume != "never" and folder.config.is_file()
-        before = Path(folder.read_config().posttrain.reward_model if begun else "")
+        resumes = resume != "never" and folder.config.is_file()
+        before = Path(folder.read_config().posttrain.reward_model if resumes else "")
         there = before.resolve()  # the setting may spell the same path differently
-        if begun and there == named.resolve():
+        if resumes and there == named.resolve():
             return str(before)
         if not (named / "checkpoints").is_dir():
             return str(named)

@@ -93,9 +93,9 @@ class Episodes:
 
     def check(self, prompt: Prompt) -> None:
         """Try the environment: begin an episode and take an empty turn."""
-        if (begun := self.pool.check("reset", prompt.text, prompt.row)) is None:
+        if (first := self.pool.check("reset", prompt.text, prompt.row)) is None:
             return
-        found = self.pool.check("step", begun["state"], "")
+        found = self.pool.check("step", first["state"], "")
         if found is not None and found["observation"] is not None:
             try:
                 self.tokens_of(found["observation"], [])
