@@ -161,7 +161,7 @@ def _stacked(block: Block, layers: int, rngs: nnx.Rngs) -> nnx.Module:
     def make(rngs: nnx.Rngs) -> nnx.Module:
         return block(rngs=rngs)
 
-    # Rngs that blocks may keep: nnx.split_rngs would make one rngs of those that they hold again.
+    # Blocks may keep these rngs; nnx.split_rngs would merge the kept ones into one again.
     try:
         return make(rngs.split(layers))
     except ValueError as error:
@@ -181,8 +181,8 @@ def _of_kind(order: tuple[int, ...], kind: int, by_layer: dict[str, Array]) -> d
     return {name: values[numbers] for name, values in by_layer.items()}
 
 
-def _leaves(params: nnx.State) -> tuple[list[Any], jax.tree_util.PyTreeDef]:
-    """The parameters of stacked blocks, as what a scan slices."""
+def _leaves(params: nnx.State) -> tuple[list[Any], Any]:
+    """The parameters of stacked blocks as values that a scan slices, and their structure."""
     return jax.tree.flatten(params, is_leaf=lambda x: isinstance(x, Sharded | Operand))
 
 
@@ -214,7 +214,7 @@ def _run_whole(
 ) -> tuple[Arrays, list[Arrays]]:
     """Run blocks whose weights are not gathered; returns the output, and the new state of each kind."""
     runs = [at_matmuls(kind.body) for kind in kinds]
-    stacks = tuple((kind.weights, kind.state) for kind in kinds)
+    stacks: tuple[Arrays, ...] = tuple((kind.weights, kind.state) for kind in kinds)
     if order.uniform:
         x, state = jax.lax.scan(lambda x, layer: runs[0](layer[0], x, layer[1], arrays), x, stacks[0])
         return x, [state]
