@@ -31,7 +31,7 @@ from zerojax.train.batch import Replicated
 from zerojax.train.fp8_report import fp8_report
 from zerojax.train.gathering import averaged, gather_adapters, gather_model, gather_params, put_params
 from zerojax.train.memory import reserve_host_memory
-from zerojax.train.node_copy import with_node_copy
+from zerojax.train.replica import with_replica
 from zerojax.train.spikes import SpikeRule
 from zerojax.train.state import TrainState
 from zerojax.train.step import eval_step, last_metrics, lower_train_step, predict_step, train_step
@@ -119,7 +119,7 @@ __all__ = [
     "use_compilation_cache",
     "weight_sum",
     "whole_rows",
-    "with_node_copy",
+    "with_replica",
     "world_sum",
     "z_loss",
 ]

@@ -104,7 +104,7 @@ def measure(preset: Preset, options: argparse.Namespace) -> list[Phase]:
 
     def copy() -> None:
         nonlocal copied
-        copied = jax.block_until_ready(zerojax.with_node_copy(state))
+        copied = jax.block_until_ready(zerojax.with_replica(state))
 
     def generate(new: int) -> None:
         zerojax.generate(copied, prompts, new, seed=1, slots=options.rows)

@@ -75,7 +75,7 @@ def environment(devices: int) -> dict[str, str]:
 
 EXAMPLES = (
     *("Stack", "ZeroConfig", "make_mesh", "LoRA", "TrainState.create", "train_step", "eval_step"),
-    *("predict_step", "Replicated", "with_node_copy", "weight_sum", "comm_report", "gather_params"),
+    *("predict_step", "Replicated", "with_replica", "weight_sum", "comm_report", "gather_params"),
     *("put_params", "gather_model", "chain", "average_weights", "Trainer", "own_tokens", "attention"),
     *("whole_rows", "tiled"),
 )

@@ -57,11 +57,11 @@ def simulated(equation: str, x: Array, w: Array) -> Array:
 
 
 def simulated_experts(
-    x: Array, experts: Array, weights: Array, own: ExpertWeights, *, copies: bool = False, **_: Any
+    x: Array, experts: Array, weights: Array, own: ExpertWeights, *, replicas: bool = False, **_: Any
 ) -> Array:
     """See ``apply_experts``: all experts on all tokens, those that are not a token's with the weight 0."""
     matrices: Any = own[:3]
-    if copies:  # delta's, which are bf16 before they are encoded
+    if replicas:  # delta's, which are bf16 before they are encoded
         matrices = [w + jax.lax.stop_gradient(w.astype(jnp.bfloat16) - w) for w in matrices]
     gate, up, down = matrices
     biases = [0 if bias is None else bias[:, None] for bias in own[3:]]
@@ -192,7 +192,7 @@ def start() -> Any:
 
 
 @functools.cache
-def plain(slices: int, copies: bool) -> tuple[list[float], Any]:
+def plain(slices: int, replicas: bool) -> tuple[list[float], Any]:
     """Losses and weights, where each of so many slices of a batch is cast by itself."""
     graph, weights, state = start()
     tx = momentum()
@@ -209,7 +209,7 @@ def plain(slices: int, copies: bool) -> tuple[list[float], Any]:
         return loss, optax.apply_updates(weights, updates), held
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mixture, "apply_experts", functools.partial(simulated_experts, copies=copies))
+        patch.setattr(mixture, "apply_experts", functools.partial(simulated_experts, replicas=replicas))
         for batch in batches():
             loss, weights, held = step(weights, held, batch)
             losses.append(float(loss))

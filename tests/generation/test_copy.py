@@ -114,7 +114,7 @@ def test_frozen_weights_in_host_memory_are_copied_to_the_device(form: Form):
 def test_weights_that_every_node_already_has_are_shared(form: Form):
     """The copy has the same values, and nothing crosses nodes to make it."""
     state = create(SMALL, 2, 4, preset="delta")
-    copied = zerojax.with_node_copy(state)
+    copied = zerojax.with_replica(state)
     copy = GenerationCopy.of(state.spec, form)
     jax.tree.map(np.testing.assert_array_equal, copy.make(copied), copy.make(state))
     assert "node" not in set(axes_used(jax.make_jaxpr(copy.make)(copied).jaxpr))
@@ -127,7 +127,7 @@ def test_matrices_that_every_node_holds_are_encoded_where_they_are():
     assert any(leaf.in_every_node for leaf in state.spec.leaves)
     copy = GenerationCopy.of(state.spec, "gathered")
     expected = {path: x.values for path, x in GenerationCopy.of(other.spec, "gathered").make(other).items()}
-    for one in (state, zerojax.with_node_copy(state)):
+    for one in (state, zerojax.with_replica(state)):
         found = {path: x.values[..., : expected[path].shape[-1]] for path, x in copy.make(one).items()}
         jax.tree.map(np.testing.assert_array_equal, found, expected)
 

@@ -54,7 +54,7 @@ def simulated_dot_of_copies(x: jax.Array, weight: jax.Array, *_: Any, **__: Any)
     return simulated(x, weight + jax.lax.stop_gradient(weight.astype(jnp.bfloat16) - weight))
 
 
-DOTS = {"none": jax.lax.dot_general, "weights": simulated_dot, "copies": simulated_dot_of_copies}
+DOTS = {"none": jax.lax.dot_general, "weights": simulated_dot, "replicas": simulated_dot_of_copies}
 
 
 class Fp8Block(nnx.Module):

@@ -19,8 +19,8 @@ from flax import nnx
 from zerojax import eval_step, train_step
 from zerojax.adapters import stack
 from zerojax.sharding.param_tree import to_tree
-from zerojax.train.fields import abstract_copies, specs_of
-from zerojax.train.pass_weights import masters_of, updated_copies
+from zerojax.train.fields import abstract_replicas, specs_of
+from zerojax.train.pass_weights import masters_of, refreshed
 from zerojax.weights import Weight
 
 DELTA = {"weights": "int4", "weights_delta": True, "hpz": True, "block_size": 64}
@@ -76,11 +76,11 @@ RUNS = [in_order, one_twice, one_never, in_jax_checkpoint, in_nnx_remat, in_one_
 
 def all_at_once(train_spec: Any) -> Callable[[Any], dict[Any, np.ndarray]]:
     """Of a state: its copies as they are after the next step's update, by path."""
-    spec = specs_of(abstract_copies(train_spec))
+    spec = specs_of(abstract_replicas(train_spec))
 
-    def update(params: Any, copies: Any, step: Any) -> Any:
+    def update(params: Any, replicas: Any, step: Any) -> Any:
         masters = masters_of(train_spec, params)
-        return updated_copies(train_spec, masters, copies, step)
+        return refreshed(train_spec, masters, replicas, step)
 
     run = jax.jit(
         jax.shard_map(
@@ -92,11 +92,11 @@ def all_at_once(train_spec: Any) -> Callable[[Any], dict[Any, np.ndarray]]:
         )
     )
 
-    def copies(state: Any) -> dict[Any, np.ndarray]:
-        found = run(state.params, state.copies, state.step)
+    def replicas(state: Any) -> dict[Any, np.ndarray]:
+        found = run(state.params, state.replicas, state.step)
         return {path: values(copy) for path, copy in found.items()}
 
-    return copies
+    return replicas
 
 
 def values(copy: Weight) -> np.ndarray:
@@ -127,14 +127,14 @@ def test_a_step_sees_and_leaves_what_one_update_before_it_would(run, layers, ord
     state = case.create(optax.adamw(1e-2, weight_decay=0.1), nodes=2, local=2, **DELTA, **order)
     names = {group.unit for group in state.spec.updating}
     assert names == {"first/block", "second/block"}
-    copies = all_at_once(state.spec)
+    replicas = all_at_once(state.spec)
     for batch in case.batches(8, 3):
-        expected, loss = copies(state), eval_step(state, batch)["loss"]
+        expected, loss = replicas(state), eval_step(state, batch)["loss"]
         if run is one_never:  # nothing was sent of its weights
-            expected |= {path: values(copy) for path, copy in state.copies.items() if path[0] == "second"}
+            expected |= {path: values(copy) for path, copy in state.replicas.items() if path[0] == "second"}
         state, metrics = train_step(state, batch)
         np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
-        for path, copy in state.copies.items():
+        for path, copy in state.replicas.items():
             np.testing.assert_array_equal(values(copy), expected[path], str(path))
 
 

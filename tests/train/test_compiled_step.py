@@ -180,7 +180,7 @@ def test_local_updates_move_layers_and_fragments_of_host_memory(cuda_mesh, host)
     def run(here, batch):
         given = iter(here)
         every = [allocated(x) if there else next(given) for x, there in zip(arrays, away, strict=True)]
-        after, metrics = step._train(structure.unflatten(every), {"frozen": {}, "copies": {}}, batch)
+        after, metrics = step._train(structure.unflatten(every), {"frozen": {}, "replicas": {}}, batch)
         results = zip(jax.tree.leaves(after), arrays, away, strict=True)
         return [element(x, like) if there else x for x, like, there in results], metrics
 
@@ -190,15 +190,15 @@ def test_local_updates_move_layers_and_fragments_of_host_memory(cuda_mesh, host)
     text, memory = str(compiled.as_text()), compiled.memory_analysis()
     assert memory is not None
     assert memory.host_temp_size_in_bytes == host_bytes(emulated)
-    copies = hlo.host_copies(text)
+    replicas = hlo.host_copies(text)
     layer = 4 * 2 * WIDTH * WIDTH // 4
-    assert max(copy.bytes for copy in copies) == layer
-    assert all(copy.by_dma for copy in copies if copy.count > 1)
+    assert max(copy.bytes for copy in replicas) == layer
+    assert all(copy.by_dma for copy in replicas if copy.count > 1)
     (crossing,) = (c for c in hlo.collectives(text) if c.crosses_nodes(4))
     assert (crossing.op, crossing.covers) == ("all-to-all", 1.0)
     held = predict_memory(emulated.spec).host
     fragment = sum(held[kind] for kind in ("parameters", "outer", "residual")) / zero.every
     updated, sent = held["parameters"] + held["optimizer"], held.get("encoded", 0)
     for leaving, planned in ((True, updated + fragment + sent), (False, updated + 3 * fragment + 2 * sent)):
-        moved = sum(copy.bytes * copy.count for copy in copies if copy.to_host == leaving)
+        moved = sum(copy.bytes * copy.count for copy in replicas if copy.to_host == leaving)
         assert moved == pytest.approx(planned, rel=0.1)

@@ -50,11 +50,11 @@ def batches(count: int) -> list[Any]:
 
 
 def host(state: zerojax.TrainState) -> dict[str, np.ndarray]:
-    flat, _ = jax.tree_util.tree_flatten_with_path((state.params, state.copies, state.opt_state))
+    flat, _ = jax.tree_util.tree_flatten_with_path((state.params, state.replicas, state.opt_state))
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in flat}
 
 
-def copies(state: zerojax.TrainState) -> dict[Any, tuple[Any, np.ndarray, np.ndarray, np.ndarray]]:
+def replicas(state: zerojax.TrainState) -> dict[Any, tuple[Any, np.ndarray, np.ndarray, np.ndarray]]:
     """Each fp8 weight's layout, codes [layers, padded], scales [layers], and scaled masters."""
     secondary, params, found = by_scaled(state), from_tree(state.params), {}
     for path, leaf in chosen(state).items():
@@ -66,7 +66,7 @@ def copies(state: zerojax.TrainState) -> dict[Any, tuple[Any, np.ndarray, np.nda
 
 
 def by_scaled(state: zerojax.TrainState) -> dict[Any, Any]:
-    return state.copies
+    return state.replicas
 
 
 def read(codes: np.ndarray) -> np.ndarray:
@@ -74,7 +74,7 @@ def read(codes: np.ndarray) -> np.ndarray:
 
 
 def assert_same_on_all_nodes(state: zerojax.TrainState) -> None:
-    for copy in jax.tree.leaves(state.copies):
+    for copy in jax.tree.leaves(state.replicas):
         seen: dict[Any, bytes] = {}
         for shard in copy.addressable_shards:
             place, bits = str(shard.index), np.asarray(shard.data).tobytes()
@@ -84,7 +84,7 @@ def assert_same_on_all_nodes(state: zerojax.TrainState) -> None:
 def check_copies(before: Any, state: zerojax.TrainState) -> None:
     """What the step that led from ``before`` (its copies, of the masters of now) left behind."""
     assert_same_on_all_nodes(state)
-    for path, (leaf, codes, scale, _) in copies(state).items():
+    for path, (leaf, codes, scale, _) in replicas(state).items():
         _, old_codes, old_scale, old_scaled = before[path]
         master = old_scaled / old_scale[:, None]
         peak = abs(master).max(1)
@@ -116,7 +116,7 @@ def test_copies_agree_follow_the_masters_and_their_scales(name):
     for factor, batch in zip((1, 1, 10, 1.1, 1 / 30, 0.7), batches(6), strict=True):
         grown = jax.tree.map(lambda x: x * np.float32(factor), state.params)  # noqa: B023
         state = with_masters(state, grown)
-        before = copies(state)
+        before = replicas(state)
         expected = zerojax.eval_step(state, batch)["loss"]
         state, metrics = zerojax.train_step(state, batch)
         np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
@@ -134,9 +134,9 @@ def test_a_skipped_step_leaves_copies_of_the_masters():
         state = with_masters(state, jax.tree.map(lambda x: x * 3, state.params))
         state, metrics = zerojax.train_step(state, first)
         assert metrics["skipped"] == (first is bad)
-        ends.append(jax.tree.map(np.asarray, state.copies))
+        ends.append(jax.tree.map(np.asarray, state.replicas))
     jax.tree.map(np.testing.assert_array_equal, *ends)
-    before = copies(state)
+    before = replicas(state)
     state, metrics = zerojax.train_step(state, good)
     assert metrics["skipped"] == 0
     check_copies(before, state)
@@ -145,7 +145,7 @@ def test_a_skipped_step_leaves_copies_of_the_masters():
 def assert_fresh(state: zerojax.TrainState) -> None:
     """Copies are the codes of the masters at the scale that fits them."""
     assert_same_on_all_nodes(state)
-    for leaf, codes, scale, scaled in copies(state).values():
+    for leaf, codes, scale, scaled in replicas(state).values():
         peak = abs(scaled).max(1) / scale
         np.testing.assert_array_equal(scale, [2.0 ** np.floor(np.log2(448 / x)) for x in peak], leaf.name)
         np.testing.assert_array_equal(codes, numpy_codes(scaled, 1), leaf.name)
@@ -204,16 +204,16 @@ def test_a_checkpoint_of_other_formats_or_another_mesh(source, target, tmp_path)
         checkpoints.save(1, given, Record())
     moved = restore(tmp_path / "1", spec_of(**target))
     jax.tree.map(np.testing.assert_array_equal, masters(moved), masters(given))
-    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), (moved.copies, spec_of(**target).copies))
+    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), (moved.replicas, spec_of(**target).replicas))
     assert shapes[0] == shapes[1]
     assert_same_on_all_nodes(moved)
     if "nodes" in target:  # the same codes elsewhere, of the masters before they grew
-        for path, (leaf, codes, scale, _) in copies(moved).items():
-            theirs = copies(given)[path]
+        for path, (leaf, codes, scale, _) in replicas(moved).items():
+            theirs = replicas(given)[path]
             np.testing.assert_array_equal(scale, theirs[2])
             np.testing.assert_array_equal(codes[:, : leaf.size], theirs[1][:, : leaf.size])
     elif "weights_delta" in source or source != target:
-        for path, copy in moved.copies.items():
+        for path, copy in moved.replicas.items():
             if path not in chosen(moved):
                 kept = next(leaf for leaf in moved.spec.leaves if leaf.path == path)
                 master = np.asarray(from_tree(moved.params)[path]).reshape(kept.layers, kept.padded)
@@ -230,11 +230,11 @@ def test_a_checkpoint_of_other_formats_or_another_mesh(source, target, tmp_path)
 def test_resyncs_and_error_feedback(options):
     state = begin(spec_of(**options))
     for number, batch in enumerate(batches(4)):
-        before = copies(state)
+        before = replicas(state)
         state, metrics = zerojax.train_step(state, batch)
         assert np.isfinite(metrics["loss"])
         if "delta_resync" in options and number == 2:
-            for path, (leaf, codes, _, _) in copies(state).items():
+            for path, (leaf, codes, _, _) in replicas(state).items():
                 _, _, _, scaled = before[path]
                 np.testing.assert_array_equal(codes, numpy_codes(scaled, 1), leaf.name)
         else:

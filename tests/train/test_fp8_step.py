@@ -78,7 +78,7 @@ def check(
         state, metrics = zerojax.train_step(state, batch)
         losses.append(float(metrics["loss"]))
     slices = mesh[0] * mesh[1] * zero.get("accumulate", 1)
-    expected, weights = wanted(name, tx, slices, "copies" if zero.get("weights_delta") else "weights")
+    expected, weights = wanted(name, tx, slices, "replicas" if zero.get("weights_delta") else "weights")
     np.testing.assert_allclose(losses, expected, rtol=losses_within)
     both = (
         jax.tree.map(lambda x, first: np.asarray(x) - np.asarray(first), tree, start(name))

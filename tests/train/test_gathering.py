@@ -26,10 +26,10 @@ def test_secondary_copies_are_of_the_weights_that_were_put(change):
     case, given = CASES["stack"], plain_model("stack").weights
     state = case.start(optax.sgd(0.1), given, nodes=2, local=2, local_weights="bf16", **DELTA)
     kept = dataclasses.replace(state, seed=state.seed)
-    assert kept.copies is state.copies
+    assert kept.replicas is state.replicas
     state = CHANGES[change](state, given)
-    params, copies = by_path(state.params), {path: copy.values for path, copy in state.copies.items()}
-    assert params.keys() == copies.keys()
-    for path, copy in copies.items():
+    params, replicas = by_path(state.params), {path: copy.values for path, copy in state.replicas.items()}
+    assert params.keys() == replicas.keys()
+    for path, copy in replicas.items():
         master = np.asarray(params[path]).reshape(copy.shape).astype(copy.dtype)
         np.testing.assert_array_equal(np.asarray(copy), master, err_msg=str(path))

@@ -46,14 +46,14 @@ def test_frozen_weights_say_what_trained_ones_say(mesh: tuple[int, int], spread:
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, trained, Record())
     state = create(None, mesh, frozen=("*",), frozen_spread=spread)
-    assert not jax.tree.leaves((state.params, state.opt_state, state.copies))
+    assert not jax.tree.leaves((state.params, state.opt_state, state.replicas))
     state = restore_weights(tmp_path / "1", state)
     jax.tree.map(np.testing.assert_array_equal, *map(zerojax.gather_params, (state, trained)))
     wanted, found = (zerojax.eval_step(one, BATCH)["loss"] for one in (trained, state))
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
     predict = partial(zerojax.predict_step, batch=BATCH, fn=logits)
     np.testing.assert_allclose(found := predict(state), predict(trained), atol=1e-5)
-    copied = zerojax.with_node_copy(state)
+    copied = zerojax.with_replica(state)
     assert (copied is state) == (spread == "node")  # every node has the weights already
     np.testing.assert_array_equal(predict(copied), found)
 

@@ -72,7 +72,7 @@ def test_a_state_for_inference_has_the_outer_weights_alone():
     assert state.local is None
     assert not state.residual
     loss = squared_error(zerojax.gather_model(state), batch)
-    for reader in (state, zerojax.with_node_copy(state)):
+    for reader in (state, zerojax.with_replica(state)):
         np.testing.assert_allclose(zerojax.eval_step(reader, batch)["loss"], loss, rtol=1e-5)
 
 

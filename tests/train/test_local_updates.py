@@ -193,4 +193,4 @@ def test_evaluation_reads_the_outer_weights_and_stays_in_the_node(plain):
     np.testing.assert_allclose(zerojax.eval_step(state, batch)["loss"], wanted, rtol=1e-5)
     rows = zerojax.predict_step(state, batch, lambda model, batch: model(batch["x"])[:, 0])
     np.testing.assert_allclose(rows, zerojax.gather_model(state)(batch["x"])[:, 0], rtol=1e-4, atol=1e-5)
-    assert zerojax.with_node_copy(state) is state
+    assert zerojax.with_replica(state) is state

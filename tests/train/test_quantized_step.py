@@ -125,9 +125,9 @@ def test_leaves_and_layers_draw_bits_of_their_own(grads, rounding):
     assert len(np.unique(rows, axis=0)) == (8 if rounding == "stochastic" else 1)
 
 
-def copies_of(state: zerojax.TrainState) -> dict[tuple[str, ...], jax.Array]:
+def replicas_of(state: zerojax.TrainState) -> dict[tuple[str, ...], jax.Array]:
     """Delta's copies by path."""
-    return {path: copy.values for path, copy in state.copies.items()}
+    return {path: copy.values for path, copy in state.replicas.items()}
 
 
 def secondary_hashes(state: zerojax.TrainState) -> dict[tuple[str, int], set[str]]:
@@ -135,7 +135,7 @@ def secondary_hashes(state: zerojax.TrainState) -> dict[tuple[str, int], set[str
     found = collections.defaultdict(set)
     devices = state.spec.mesh.devices
     local_of = {device: lane for row in devices for lane, device in enumerate(row)}
-    for path, copy in copies_of(state).items():
+    for path, copy in replicas_of(state).items():
         for shard in copy.addressable_shards:
             digest = hashlib.sha256(np.asarray(shard.data).tobytes()).hexdigest()
             found["/".join(path), local_of[shard.device]].add(digest)
@@ -161,16 +161,16 @@ def test_delta_copies_agree_follow_the_masters_and_know_their_bound(fmt):
     half_code = {"int4": 0.5, "fp8": 16}[fmt]
     for step, batch in enumerate(case.batches(36, 4)):
         masters = {path: np.asarray(x) for path, x in by_path(state.params).items()}
-        copies = {path: np.asarray(x) for path, x in copies_of(state).items()}
+        replicas = {path: np.asarray(x) for path, x in replicas_of(state).items()}
         state, _ = zerojax.train_step(state, batch)
         assert {len(hashes) for hashes in secondary_hashes(state).values()} == {1}
-        moved = copies_of(state)
+        moved = replicas_of(state)
         for leaf in spec.leaves:
             node, local = (codec.fmt for codec in leaf.weights)
             wire = Wire(*mesh, leaf.size, (node, local), ("fp32", "fp32"), 64, leaf.shard)
             layers = zip(
                 as_blocks(masters[leaf.path], leaf, world),
-                as_blocks(copies[leaf.path], leaf, world),
+                as_blocks(replicas[leaf.path], leaf, world),
                 as_blocks(moved[leaf.path], leaf, world),
                 strict=True,
             )

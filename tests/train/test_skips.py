@@ -29,7 +29,7 @@ ROWS = 24
 
 def bits(state: zerojax.TrainState) -> Any:
     """Everything that a skipped step must leave alone."""
-    kept = (state.params, state.opt_state, state.model_state, state.residual, state.copies)
+    kept = (state.params, state.opt_state, state.model_state, state.residual, state.replicas)
     return jax.tree.map(np.asarray, kept)
 
 

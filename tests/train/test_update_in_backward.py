@@ -126,7 +126,7 @@ def assert_near(share: float, x: jax.Array, y: jax.Array) -> None:
 
 
 def arrays(state: TrainState) -> Any:
-    return jax.tree.map(np.asarray, (state.params, state.opt_state, state.encoded, state.copies))
+    return jax.tree.map(np.asarray, (state.params, state.opt_state, state.encoded, state.replicas))
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def compiled_on(mesh: Mesh, **options: Any) -> tuple[TrainState, jax.stages.Comp
     def run(own: TrainState, batch: Any) -> Any:
         host = jax.tree.map(allocated, {"params": state.params, "opt_state": state.opt_state})
         after, metrics = step._train(
-            own.replace(**host, encoded=dict(own.encoded)), {"frozen": {}, "copies": {}}, batch
+            own.replace(**host, encoded=dict(own.encoded)), {"frozen": {}, "replicas": {}}, batch
         )
         left = [x for x in jax.tree.leaves((after.params, after.opt_state)) if in_host(x)]
         return after.encoded, metrics, [jnp.sum(layer_at(x, 0)) for x in left]
@@ -328,18 +328,18 @@ def test_on_gpus_the_state_is_copied_beside_the_layers(cuda_mesh, options):
     _, after = compiled_on(mesh, **options)
     text = program.as_text()
     assert text is not None
-    copies = [copy for copy in hlo.host_copies(text) if copy.bytes > 2**16]
-    looped = [copy for copy in copies if copy.count > 1]
+    replicas = [copy for copy in hlo.host_copies(text) if copy.bytes > 2**16]
+    looped = [copy for copy in replicas if copy.count > 1]
     # Those of layers that are peeled off, too; outside the passes the test itself reads some.
-    assert all(copy.by_dma for copy in copies if copy.to_host or copy in looped)
+    assert all(copy.by_dma for copy in replicas if copy.to_host or copy in looped)
     # A loop's body is two layers.
     assert {copy.to_host for copy in looped} == {True, False}
     assert all(copy.covers >= 0.2 for copy in looped)
     # What is in no stack comes when the passes are done, not to stay for all of the step.
     embedding = 4 * DECODER.vocab_size * DECODER.d_model
-    fetched = [n for n, copy in enumerate(copies) if copy.bytes == embedding and not copy.to_host]
+    fetched = [n for n, copy in enumerate(replicas) if copy.bytes == embedding and not copy.to_host]
     assert fetched
-    assert min(fetched) > max(n for n, copy in enumerate(copies) if copy.count > 1)
+    assert min(fetched) > max(n for n, copy in enumerate(replicas) if copy.count > 1)
     held = jax.tree.leaves((state.params, state.opt_state))
     memory, before = program.memory_analysis(), after.memory_analysis()
     assert memory is not None

@@ -139,10 +139,10 @@ class Stack(nnx.Module):
         weights = [weight for kind in kinds for weight in kind.weights]
         if weights and all(is_gathered(weight) for weight in weights):
             x, after = scan_units(Order(self.order), kinds, x, arrays)
-            for block, kind, (state, copies, probe) in zip(blocks, kinds, after, strict=True):
-                if copies or probe:
+            for block, kind, (state, replicas, probe) in zip(blocks, kinds, after, strict=True):
+                if replicas or probe:
                     # Like state: the next call begins with them, and the step finds them in the model.
-                    weights = [weight.updated(copies) for weight in kind.weights]
+                    weights = [weight.updated(replicas) for weight in kind.weights]
                     if probe:
                         weights[0] = dataclasses.replace(weights[0], probe=probe[0])
                     nnx.update(block, jax.tree.unflatten(_leaves(nnx.state(block, nnx.Param))[1], weights))

@@ -34,8 +34,8 @@ from zerojax.sharding.memory import to_device
 from zerojax.sharding.mesh import LOCAL, MeshShape
 from zerojax.sharding.param_tree import Path, from_tree
 from zerojax.train.memory import device_bytes
-from zerojax.train.node_copy import copies_in_node, per_node
 from zerojax.train.pass_weights import ByPath, place_group
+from zerojax.train.replica import per_node, replicas_in_node
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
 from zerojax.weights import Weight, Weights
@@ -103,7 +103,7 @@ class GenerationCopy:
     def make(self, state: TrainState) -> ByPath:
         """Copy a state's weights. No other part of a generation phase sends bytes between nodes."""
         if self.form == "gathered":
-            stored = from_tree(to_device(state.frozen)) | copies_in_node(state, every=True)
+            stored = from_tree(to_device(state.frozen)) | replicas_in_node(state, every=True)
             return {
                 path: dataclasses.replace(stored[path], layout=leaf) for path, leaf in self.leaves.items()
             }

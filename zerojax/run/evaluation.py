@@ -18,7 +18,7 @@ from zerojax.run.data.dataset import Dataset, open_template
 from zerojax.run.data.responses import Item, ResponseEnd, held_out_items
 from zerojax.run.data.tokenizer import Tokenizer
 from zerojax.train.memory import free_memory
-from zerojax.train.node_copy import lacks_node_copy, node_copy_bytes, with_node_copy
+from zerojax.train.replica import lacks_replica, replica_bytes, with_replica
 from zerojax.train.state import TrainState
 from zerojax.train.step import eval_step
 
@@ -51,14 +51,14 @@ def mean_metrics(state: TrainState, batches: list[Batch]) -> dict[str, jax.Array
 
 
 def for_several_passes(state: TrainState, reserved: int = 0) -> TrainState:
-    """``zerojax.with_node_copy`` if every device has room for the copy; otherwise the state unchanged.
+    """``zerojax.with_replica`` if every device has room for the copy; otherwise the state unchanged.
 
     All processes call it together. On each device ``reserved`` bytes stay free for other uses.
     """
-    if not lacks_node_copy(state):
+    if not lacks_replica(state):
         return state
-    room = (free_memory(state.spec) << 20) - reserved - node_copy_bytes(state.spec)
-    return with_node_copy(state) if min(gather_from_all(room)) >= 0 else state
+    room = (free_memory(state.spec) << 20) - reserved - replica_bytes(state.spec)
+    return with_replica(state) if min(gather_from_all(room)) >= 0 else state
 
 
 class Response(NamedTuple):

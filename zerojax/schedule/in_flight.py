@@ -27,7 +27,7 @@ from zerojax.schedule.order import Place
 from zerojax.sharding.wire_format import Seed
 from zerojax.weights import Payloads, Weights, cross_nodes, crosses_nodes, decode, encode, to_secondary
 
-Copies = tuple[Payloads | None, ...]
+Replicas = tuple[Payloads | None, ...]
 """Delta's replicas of each kind of layers, stacked; None for kinds without replicas."""
 
 
@@ -35,12 +35,12 @@ class Fetching(NamedTuple):
     """The weights on their way, carried from one layer to the next.
 
     Attributes:
-        copies: delta's replicas of all layers by kind, refreshed for the layers fetched so far; or None.
+        replicas: delta's replicas of all layers by kind, refreshed for the layers fetched so far; or None.
         payloads: the encoded weights that cross the nodes next.
         arrived: the weights that have crossed and are not yet decoded.
     """
 
-    copies: Copies
+    replicas: Replicas
     payloads: Payloads
     arrived: Payloads
 
@@ -64,21 +64,21 @@ class WeightPrefetcher:
         """Whether weights cross nodes."""
         return any(map(crosses_nodes, self.weights))
 
-    def start(self, first: Place, copies: Copies | None = None) -> tuple[Fetching, Weights]:
+    def start(self, first: Place, replicas: Replicas | None = None) -> tuple[Fetching, Weights]:
         """Fetch the first layer's secondary partitions, and start on the next two layers.
 
         Delta's replicas of all layers are refreshed as their weights arrive.
         """
-        copies = copies or (None,) * len(self.weights)
+        replicas = replicas or (None,) * len(self.weights)
         payloads, arrived = (), ()
         if self.crosses:
-            arrived = self._cross(self._encode(copies, first), copies, first)
-        copies, secondary = self._receive(copies, arrived, first)
+            arrived = self._cross(self._encode(replicas, first), replicas, first)
+        replicas, secondary = self._receive(replicas, arrived, first)
         second = first.ahead(self.step)
         if self.crosses and first != second:
-            arrived = self._cross(self._encode(copies, second), copies, second)
-            payloads = self._encode(copies, first.ahead(2 * self.step))
-        return Fetching(copies, payloads, arrived), secondary
+            arrived = self._cross(self._encode(replicas, second), replicas, second)
+            payloads = self._encode(replicas, first.ahead(2 * self.step))
+        return Fetching(replicas, payloads, arrived), secondary
 
     def advance(self, fetching: Fetching, place: Place, *, crossing: bool) -> tuple[Fetching, Weights]:
         """Move every layer's weights one stage on.
@@ -89,30 +89,30 @@ class WeightPrefetcher:
         Returns:
             ``fetching`` for the next layer, and the next layer's secondary partitions.
         """
-        copies, payloads, arrived = fetching
-        copies, secondary = self._receive(copies, arrived, place + self.step)
+        replicas, payloads, arrived = fetching
+        replicas, secondary = self._receive(replicas, arrived, place + self.step)
         if crossing:
-            arrived = self._cross(payloads, copies, place.ahead(2 * self.step))
+            arrived = self._cross(payloads, replicas, place.ahead(2 * self.step))
             # The last payload is never sent: encoding it costs less than peeling another layer off the loop.
-            payloads = self._encode(copies, place.ahead(3 * self.step))
-        return Fetching(copies, payloads, arrived), secondary
+            payloads = self._encode(replicas, place.ahead(3 * self.step))
+        return Fetching(replicas, payloads, arrived), secondary
 
-    def _encode(self, copies: Copies, place: Place) -> Payloads:
-        return encode(place.of(self.weights), place.of(copies))
+    def _encode(self, replicas: Replicas, place: Place) -> Payloads:
+        return encode(place.of(self.weights), place.of(replicas))
 
-    def _cross(self, payloads: Payloads, copies: Copies, place: Place) -> Payloads:
-        return cross_nodes(payloads, delta=copies[place.kind] is not None, own_stream=self.own_stream)
+    def _cross(self, payloads: Payloads, replicas: Replicas, place: Place) -> Payloads:
+        return cross_nodes(payloads, delta=replicas[place.kind] is not None, own_stream=self.own_stream)
 
-    def _receive(self, copies: Copies, arrived: Payloads, place: Place) -> tuple[Copies, Weights]:
+    def _receive(self, replicas: Replicas, arrived: Payloads, place: Place) -> tuple[Replicas, Weights]:
         """The replicas with this layer's refreshed, and this layer's secondary partitions."""
         weights = place.of(self.weights)
         if not self.crosses:
-            return copies, to_secondary(weights)
-        secondary = decode(weights, arrived, place.of(copies))
-        if (own := copies[place.kind]) is not None:
+            return replicas, to_secondary(weights)
+        secondary = decode(weights, arrived, place.of(replicas))
+        if (own := replicas[place.kind]) is not None:
             # The trained weights that have replicas come first.
-            copies = place.put(copies, tuple(w.values for w in secondary[: len(own)]))
-        return copies, secondary
+            replicas = place.put(replicas, tuple(w.values for w in secondary[: len(own)]))
+        return replicas, secondary
 
 
 InFlight = tuple[Payload | None, ...]

@@ -45,7 +45,7 @@ from zerojax.schedule.breadth_first import (
     map_microbatches,
     with_batching_rule,
 )
-from zerojax.schedule.in_flight import Copies, Fetching, WeightPrefetcher
+from zerojax.schedule.in_flight import Fetching, Replicas, WeightPrefetcher
 from zerojax.schedule.layer_update import probe
 from zerojax.schedule.order import Order, Place
 from zerojax.schedule.scan_backward import Kept, ScanArgs, run_backward
@@ -112,12 +112,13 @@ class ScannedOnce(NamedTuple):
 
     Attributes:
         state: the new state, stacked.
-        copies: by path, stacked, the weights that have a ``copy``, with the refreshed replicas as values.
+        replicas: by path, stacked, the weights that have a ``replica``, with the refreshed replicas as
+            values.
         probe: for a stack that is updated.
     """
 
     state: Arrays
-    copies: dict[Path, Weight]
+    replicas: dict[Path, Weight]
     probe: list[Array]
 
 
@@ -264,7 +265,7 @@ class _ForwardCarry(NamedTuple):
 def _forward(order: Order, runs: Sequence[_Run], args: ScanArgs) -> tuple[_Results, Kept]:
     """Run every layer in order, gathering each while those before it compute."""
     units, x, state, shared = args
-    weights, copies = tuple(unit.weights for unit in units), tuple(unit.copies for unit in units)
+    weights, replicas = tuple(unit.weights for unit in units), tuple(unit.replicas for unit in units)
     strategy, last = units[0].strategy, order.last
     prefetcher = WeightPrefetcher(weights, step=1, own_stream=strategy.own_stream)
 
@@ -273,7 +274,7 @@ def _forward(order: Order, runs: Sequence[_Run], args: ScanArgs) -> tuple[_Resul
         return cut_large(residual, share) if share else residual
 
     def kept_of(secondary: Weights, kind: int) -> Weights:
-        if copies[kind] is not None:
+        if replicas[kind] is not None:
             return ()
         own = weights[kind]
         given = zip(own, kept_for_backward(strategy, own, secondary), strict=True)
@@ -301,13 +302,13 @@ def _forward(order: Order, runs: Sequence[_Run], args: ScanArgs) -> tuple[_Resul
         return empty_layers(new, count), residuals, empty_layers(kept_of(secondary, kind), rows)
 
     first = order.at(0)
-    fetching, secondary = prefetcher.start(first, copies)
+    fetching, secondary = prefetcher.start(first, replicas)
     whole = to_full(secondary, strategy.weight_dtype)
     stacks = [empty(first, secondary, whole)]
     for kind in range(1, len(units)):
         place = order.of_kind(kind)
         stacks.append(
-            empty(place, *jax.eval_shape(functools.partial(_fetched, prefetcher, copies, strategy, place)))
+            empty(place, *jax.eval_shape(functools.partial(_fetched, prefetcher, replicas, strategy, place)))
         )
     carry = _ForwardCarry(x, fetching, kept_of(secondary, 0), whole, tuple(stacks))
     looped = max(last - 1, 0) if prefetcher.crosses else last
@@ -332,7 +333,7 @@ def _forward(order: Order, runs: Sequence[_Run], args: ScanArgs) -> tuple[_Resul
     x, new, residual = runs[place.kind](carry.whole, carry.x, place.of(state), shared)
     states, residuals, kept = zip(*carry.stacks, strict=True)
     states = place.put(states, new)
-    fresh = carry.fetching.copies  # of the trained weights that cross nodes, which come first
+    fresh = carry.fetching.replicas  # of the trained weights that cross nodes, which come first
     refreshed = tuple(
         tuple(w.replace(copy, "secondary") for w, copy in zip(own, new or (), strict=False))
         for own, new in zip(weights, fresh, strict=True)
@@ -342,10 +343,10 @@ def _forward(order: Order, runs: Sequence[_Run], args: ScanArgs) -> tuple[_Resul
 
 
 def _fetched(
-    prefetcher: WeightPrefetcher, copies: Copies, strategy: ShardingStrategy, place: Place
+    prefetcher: WeightPrefetcher, replicas: Replicas, strategy: ShardingStrategy, place: Place
 ) -> tuple[Weights, Weights]:
     """A layer's secondary partitions and whole weights."""
-    secondary = prefetcher.start(place, copies)[1]
+    secondary = prefetcher.start(place, replicas)[1]
     return secondary, to_full(secondary, strategy.weight_dtype)
 
 
@@ -363,7 +364,7 @@ def _scan_fwd(layers: _Layers, args: ScanArgs) -> tuple[_Results, tuple[ScanArgs
 def _after_update(args: ScanArgs, refreshed: tuple[Weights, ...]) -> ScanArgs:
     """The arguments of a scan over the weights as the forward pass has left them."""
     units = tuple(
-        replace(unit, weights=(*new, *unit.weights[len(new) :]), copies=None)
+        replace(unit, weights=(*new, *unit.weights[len(new) :]), replicas=None)
         for unit, new in zip(args.units, refreshed, strict=True)
     )
     return args._replace(units=units)

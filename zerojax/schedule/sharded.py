@@ -34,8 +34,8 @@ class Sharded:
         sink: zeros at ``ShardingStrategy.grad_level``, whose cotangent is the gradient. None if it is frozen.
         seed: salts stochastic rounding; one per layer, if the parameter is stacked.
         strategy: how it travels.
-        copy: delta's replica of a weight at "primary", if the unit refreshes it itself; ``updated`` takes the
-            new one.
+        replica: delta's replica of a weight at "primary", if the unit refreshes it itself; ``updated`` takes
+            the new one.
         adapter: A and B of its low-rank adapter, if it has one.
         lora: the adapter's settings.
         update: how the backward pass of its stack updates it, if its sink is a ``LayerState``.
@@ -46,7 +46,7 @@ class Sharded:
     sink: Num[Array, "..."] | LayerState | None
     seed: Seed
     strategy: ShardingStrategy = dataclasses.field(metadata={"static": True})
-    copy: Num[Array, "..."] | None = None
+    replica: Num[Array, "..."] | None = None
     adapter: tuple["Sharded", ...] = ()
     lora: LoRA | None = dataclasses.field(default=None, metadata={"static": True})
     update: LayerUpdate | None = None
@@ -57,12 +57,12 @@ class Sharded:
         """The layout of the weight."""
         return self.weight.layout
 
-    def updated(self, copies: Mapping[Path, Weight]) -> "Sharded":
+    def updated(self, replicas: Mapping[Path, Weight]) -> "Sharded":
         """The parameter and its adapter with refreshed replicas as their weights."""
-        adapter = tuple(part.updated(copies) for part in self.adapter)
-        if self.copy is None:
+        adapter = tuple(part.updated(replicas) for part in self.adapter)
+        if self.replica is None:
             return dataclasses.replace(self, adapter=adapter)
-        return dataclasses.replace(self, weight=copies[self.leaf.path], copy=None, adapter=adapter)
+        return dataclasses.replace(self, weight=replicas[self.leaf.path], replica=None, adapter=adapter)
 
     def __jax_array__(self) -> Array:
         """Refuse use outside a unit's call, where the whole weight does not exist."""

@@ -167,7 +167,7 @@ class Unit:
             weights. Each is at its own level.
         sinks: zeros whose cotangents are the gradients of the trained weights.
         seed: salts stochastic rounding; one per layer, if the unit is stacked.
-        copies: delta's replicas of the first trained weights, if the unit refreshes them itself; otherwise
+        replicas: delta's replicas of the first trained weights, if the unit refreshes them itself; otherwise
             None.
         update: how the backward pass updates the trained weights, whose sinks are then ``LayerState``s; or
             None.
@@ -177,21 +177,21 @@ class Unit:
     weights: Weights
     sinks: Sinks
     seed: Seed
-    copies: Payloads | None
+    replicas: Payloads | None
     update: LayerUpdate | None
     strategy: ShardingStrategy = field(metadata={"static": True})
 
     def cotangent(self, sinks: Sinks) -> "Unit":
         """The cotangent of the unit, in which only the sinks have values."""
         none: PyTree[Array] = None
-        return replace(self, weights=none, sinks=sinks, seed=none, copies=None, update=none)
+        return replace(self, weights=none, sinks=sinks, seed=none, replicas=None, update=none)
 
 
 def take_apart(weights: Sequence[Sharded]) -> tuple[Unit, Seed]:
     """The parameters of a unit as a ``Unit``, and the seeds of its adapters' dropout."""
     every = [part for weight in weights for part in (weight, *weight.adapter)]
     ordered = sorted(every, key=lambda part: (part.leaf.frozen, part.leaf.in_every_node))
-    copies = tuple(part.copy for part in ordered if part.copy is not None)
+    replicas = tuple(part.replica for part in ordered if part.replica is not None)
     seed = weights[0].seed
     seeds = read_by_unit(seed)
     if any(weight.lora is not None and weight.lora.dropout for weight in weights):
@@ -199,7 +199,7 @@ def take_apart(weights: Sequence[Sharded]) -> tuple[Unit, Seed]:
     trained = tuple(part.sink for part in ordered if part.sink is not None)
     held = tuple(part.weight for part in ordered)
     update = next((part.update for part in ordered if part.update is not None), None)
-    return Unit(held, trained, seed, copies or None, update, weights[0].strategy), seeds
+    return Unit(held, trained, seed, replicas or None, update, weights[0].strategy), seeds
 
 
 def reduction_of(strategy: ShardingStrategy, weights: Weights) -> GradientReduction:

@@ -175,8 +175,10 @@ def _updated(
             for leaf, _, own in each
         ]
     masters = {leaf.path: own[MASTER] for leaf, own in zip(leaves, held, strict=True)}
-    # With delta the weights are the copies that every node has.
-    copies = {leaf.path: dataclasses.replace(w, layout=leaf) for leaf, w in zip(leaves, weights, strict=True)}
-    sent = encoded_layer(spec, leaves, masters, copies if spec.zero.weights_delta else {})
+    # With delta the weights are the node's replicas.
+    replicas = {
+        leaf.path: dataclasses.replace(w, layout=leaf) for leaf, w in zip(leaves, weights, strict=True)
+    }
+    sent = encoded_layer(spec, leaves, masters, replicas if spec.zero.weights_delta else {})
     paths = [leaf.path for leaf in leaves]
     return Updated(held, tuple(sent.values[p] for p in paths), [sent.scales.get(p) for p in paths], squares)

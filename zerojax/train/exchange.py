@@ -19,7 +19,7 @@ from zerojax.adapters import ModelState
 from zerojax.sharding.param_tree import from_tree
 from zerojax.train.batch import Batch
 from zerojax.train.blocks import Blocks, flat_blocks
-from zerojax.train.fields import Shards, abstract_copies, shard_specs
+from zerojax.train.fields import Shards, abstract_replicas, shard_specs
 from zerojax.train.host_update import InBackward
 from zerojax.train.model_pass import Sums
 from zerojax.train.pass_weights import ByPath
@@ -41,7 +41,7 @@ class Passed(NamedTuple):
         sums: of the losses and the tokens.
         updated: what the backward pass has updated, which has no gradients; empty if there is nothing.
         model_state: the field of ``TrainState`` after the passes.
-        copies: delta's copies after the passes; else empty.
+        replicas: delta's copies after the passes; else empty.
         residual: what encoding has lost, with error feedback; else empty.
         exchanged: what the exchange has brought.
     """
@@ -50,7 +50,7 @@ class Passed(NamedTuple):
     sums: Any
     updated: InBackward | tuple[()]
     model_state: ModelState
-    copies: ByPath
+    replicas: ByPath
     residual: PyTree[Any]
     exchanged: Any
 
@@ -71,12 +71,12 @@ class Exchange:
 
     def specs(self, shards: Shards) -> tuple[Shards, Any]:
         """The PartitionSpecs of ``arrays``."""
-        return shard_specs(self.spec, shards.copies, current_copies=shards.current_copies), ()
+        return shard_specs(self.spec, shards.replicas, current_replicas=shards.current_replicas), ()
 
     def results(self) -> Passed:
         """The PartitionSpecs of the passes' results; no stack is updated in its backward pass."""
-        own = shard_specs(self.spec, abstract_copies(self.spec) if self.spec.zero.weights_delta else ())
-        return Passed(own.params, REPLICATED, (), own.model_state, own.copies, own.residual, ())
+        own = shard_specs(self.spec, abstract_replicas(self.spec) if self.spec.zero.weights_delta else ())
+        return Passed(own.params, REPLICATED, (), own.model_state, own.replicas, own.residual, ())
 
     def start(self, shards: Shards, own: Any, batch: Batch) -> tuple[Shards, Any, Batch]:
         """Begin the exchange before the passes.
@@ -123,8 +123,8 @@ class Exchange:
         """
         fields = after._asdict() | {
             "model_state": unless_skipped(taken, passed.model_state, state.model_state),
-            "copies": passed.copies,
-            "current_copies": False,
+            "replicas": passed.replicas,
+            "current_replicas": False,
             "residual": unless_skipped(taken, passed.residual, state.residual),
         }
         return fields, passed.sums.means() | told

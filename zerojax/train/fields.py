@@ -37,10 +37,10 @@ class Shards:
     params: PyTree[Array]
     encoded: dict[Path, Weight]
     model_state: ModelState
-    copies: dict[Path, Weight]
+    replicas: dict[Path, Weight]
     residual: PyTree[Array]
     frozen: PyTree[Weight]
-    current_copies: bool = field(metadata={"static": True})
+    current_replicas: bool = field(metadata={"static": True})
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> "Shards":
@@ -88,7 +88,7 @@ def _abstract_fields(spec: TrainSpec) -> dict[str, Any]:
         ),
         "encoded": abstract_encoded(spec),
         "model_state": like(spec.adapter.abstract_model_state),
-        "copies": abstract_copies(spec) if zero.weights_delta else {},
+        "replicas": abstract_replicas(spec) if zero.weights_delta else {},
         "residual": by_leaf(spec.abstract_residual, zero.error_feedback and spec.tx is not None),
         "losses": abstract_losses(spec),
         "frozen": to_tree({leaf.path: spec.stored_frozen(leaf) for leaf in spec.frozen}),
@@ -133,7 +133,7 @@ def abstract_encoded(spec: TrainSpec) -> dict[Path, Weight]:
     return jax.tree.map(of_each, abstract_encoded(spec.in_node))
 
 
-def abstract_copies(spec: TrainSpec, *, frozen: bool = False) -> dict[Path, Weight]:
+def abstract_replicas(spec: TrainSpec, *, frozen: bool = False) -> dict[Path, Weight]:
     """Replicas in every node:
 
     Of the trained weights that it lacks and, with ``frozen``, of such frozen ones.
@@ -143,10 +143,10 @@ def abstract_copies(spec: TrainSpec, *, frozen: bool = False) -> dict[Path, Weig
     return {leaf.path: spec.stored(leaf, "secondary") for leaf in lacking}
 
 
-def shard_specs(spec: TrainSpec, copies: Iterable[Path] = (), *, current_copies: bool = False) -> Shards:
+def shard_specs(spec: TrainSpec, replicas: Iterable[Path] = (), *, current_replicas: bool = False) -> Shards:
     """The PartitionSpecs of ``Shards``, for a state that has replicas of the weights at these paths."""
-    every = abstract_copies(spec, frozen=True)
-    own = {"copies": {path: every[path] for path in copies}, "current_copies": current_copies}
+    every = abstract_replicas(spec, frozen=True)
+    own = {"replicas": {path: every[path] for path in replicas}, "current_replicas": current_replicas}
     return specs_of(Shards.of(abstract_fields(spec) | own))
 
 
@@ -159,7 +159,7 @@ def on_devices[*Others, T](
     out_specs: PyTree[PartitionSpec],
 ) -> T:
     """Run a function on each device's part of a state, and of the ``others``, which have the ``in_specs``."""
-    own = shard_specs(spec, shards.copies, current_copies=shards.current_copies)
+    own = shard_specs(spec, shards.replicas, current_replicas=shards.current_replicas)
     return on_mesh(run, spec.mesh, in_specs=(own, *in_specs), out_specs=out_specs)(shards, *others)
 
 

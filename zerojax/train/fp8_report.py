@@ -11,7 +11,7 @@ from jaxtyping import Array
 from zerojax.matmul import fp8
 from zerojax.sharding.mesh import NODE
 from zerojax.train.fields import Shards, on_devices
-from zerojax.train.pass_weights import masters_of, updated_copies, with_scales
+from zerojax.train.pass_weights import masters_of, refreshed, with_scales
 from zerojax.train.state import TrainState, check_there
 from zerojax.weights import Weight
 
@@ -66,10 +66,10 @@ def _losses(state: TrainState) -> dict[str, Fp8Loss]:
 
     def local(shards: Shards) -> dict[str, Fp8Loss]:
         masters = masters_of(spec, shards.params)
-        masters, copies = with_scales(spec, masters, shards.copies)
-        if copies and not shards.current_copies:
-            copies = updated_copies(spec, masters, copies, shards.step)
-        return {leaf.name: _loss(masters[leaf.path], copies.get(leaf.path)) for leaf in chosen}
+        masters, replicas = with_scales(spec, masters, shards.replicas)
+        if replicas and not shards.current_replicas:
+            replicas = refreshed(spec, masters, replicas, shards.step)
+        return {leaf.name: _loss(masters[leaf.path], replicas.get(leaf.path)) for leaf in chosen}
 
     return on_devices(spec, local, state.shards, out_specs=PartitionSpec())
 

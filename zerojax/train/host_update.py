@@ -75,7 +75,7 @@ def updated_by_layers(
     opt_state: PyTree[Array],
     params: PyTree[Array],
     encoded: ByPath,
-    copies: ByPath,
+    replicas: ByPath,
     done: InBackward | None = None,
 ) -> tuple[PyTree[Array], PyTree[Array], ByPath]:
     """Update all weights, or none.
@@ -88,7 +88,7 @@ def updated_by_layers(
         opt_state: the optimizer's state, its moments in host memory.
         params: the master weights, in host memory.
         encoded: the previous encoded weights, whose memory the new ones take.
-        copies: delta's replicas after the passes; or empty.
+        replicas: delta's replicas after the passes; or empty.
         done: the arrays that the backward pass has updated, which have no entry in ``sums``.
 
     Returns:
@@ -120,7 +120,7 @@ def updated_by_layers(
                 new |= {("state", place): x for place, x in moments.items()}
                 return {place: jnp.where(ok, x, have[place]) for place, x in new.items()}
 
-        return _over_layers(spec, group, stored, encoded, copies, update)
+        return _over_layers(spec, group, stored, encoded, replicas, update)
 
     def stored_of(group: ParamGroup) -> _Stored:
         mine = [leaf.path for leaf in group.leaves]  # in order: every process traces the same program
@@ -137,21 +137,21 @@ def updated_by_layers(
     return to_tree(weights), with_places(opt_state, others | moments), fresh
 
 
-def first_encoded(spec: TrainSpec, params: PyTree[Array], copies: ByPath) -> ByPath:
+def first_encoded(spec: TrainSpec, params: PyTree[Array], replicas: ByPath) -> ByPath:
     """The encoded weights of a state, by a function that is compiled once.
 
     Args:
         spec: the train spec.
         params: the master weights, in host memory; with local updates each node's own.
-        copies: delta's replicas; or empty.
+        replicas: delta's replicas; or empty.
     """
     own = spec.in_node if spec.local_updates else spec
 
-    def run(params: PyTree[Array], copies: ByPath) -> ByPath:
+    def run(params: PyTree[Array], replicas: ByPath) -> ByPath:
         masters = from_tree(params)
 
         def encoded(group: ParamGroup, stored: _Stored) -> tuple[_Stored, ByPath, Sent]:
-            return _over_layers(own, group, stored, None, copies, None)
+            return _over_layers(own, group, stored, None, replicas, None)
 
         def stored_of(group: ParamGroup) -> _Stored:
             return {("params", *leaf.path): masters[leaf.path] for leaf in group.leaves}
@@ -163,7 +163,7 @@ def first_encoded(spec: TrainSpec, params: PyTree[Array], copies: ByPath) -> ByP
         each = jax.vmap(run, spmd_axis_name=NODE) if spec.local_updates else run
         return jax.jit(each, out_shardings=places, compiler_options=options)
 
-    return spec.once("encoded", make)(params, copies)
+    return spec.once("encoded", make)(params, replicas)
 
 
 def _over_groups(
@@ -201,7 +201,7 @@ def _over_layers(
     group: ParamGroup,
     stored: _Stored,
     encoded: ByPath | None,
-    copies: ByPath,
+    replicas: ByPath,
     update: Callable[[Index, _Stored], _Stored] | None,
 ) -> tuple[_Stored, ByPath, Sent]:
     """Update and encode every layer of a group.
@@ -211,13 +211,13 @@ def _over_layers(
         group: the group.
         stored: its arrays in host memory, of all layers.
         encoded: arrays that the results replace; or None.
-        copies: delta's replicas of all weights; or empty.
+        replicas: delta's replicas of all weights; or empty.
         update: from a layer's index and its arrays to the new ones; None leaves them unchanged.
 
     Returns:
         The arrays in host memory; the encoded weights; and the last layer's encoded weights.
     """
-    mine = _rows(group, {leaf.path: copies[leaf.path] for leaf in group.leaves if leaf.path in copies})
+    mine = _rows(group, {leaf.path: replicas[leaf.path] for leaf in group.leaves if leaf.path in replicas})
 
     def compute(index: Index, have: _Stored) -> tuple[_Stored, Sent]:
         new = have if update is None else update(index, have)
@@ -240,16 +240,16 @@ def _over_layers(
     return stored, _weights(spec, group, sent), last
 
 
-def _encode_layer(spec: TrainSpec, group: ParamGroup, stored: _Stored, copies: ByPath) -> Sent:
+def _encode_layer(spec: TrainSpec, group: ParamGroup, stored: _Stored, replicas: ByPath) -> Sent:
     """One layer's encoded weights, from the masters in ``stored``."""
     leaves = [dataclasses.replace(leaf, stack=()) for leaf in group.leaves]
 
     stored_specs = {leaf.path: leaf.spec(leaf.owners) for leaf in leaves}
-    copied = [leaf for leaf in leaves if leaf.path in copies]
+    copied = [leaf for leaf in leaves if leaf.path in replicas]
     copy_specs = specs_of({leaf.path: spec.stored(leaf, "secondary") for leaf in copied})
     out = Sent(stored_specs, {leaf.path: PartitionSpec() for leaf in leaves if leaf.fp8})
     masters = {leaf.path: stored["params", *leaf.path] for leaf in leaves}
-    given = {leaf.path: dataclasses.replace(copies[leaf.path], layout=leaf) for leaf in copied}
+    given = {leaf.path: dataclasses.replace(replicas[leaf.path], layout=leaf) for leaf in copied}
     run = on_mesh(
         functools.partial(encoded_layer, spec, leaves),
         spec.mesh,
@@ -263,7 +263,7 @@ def encoded_layer(
     spec: TrainSpec,
     leaves: Sequence[ParamLayout],
     masters: Mapping[Path, Array],
-    copies: Mapping[Path, Weight],
+    replicas: Mapping[Path, Weight],
 ) -> Sent:
     """One layer's encoded weights, on one device.
 
@@ -271,19 +271,19 @@ def encoded_layer(
         spec: the train spec.
         leaves: their layouts, without layers.
         masters: this device's masters.
-        copies: delta's replicas after the passes, or none.
+        replicas: delta's replicas after the passes, or none.
     """
     chosen = [leaf.path for leaf in leaves if leaf.fp8]
     scales: dict[Path, Array] = {}
     if chosen:
         with jax.named_scope("scales"):
             peaks = lax.pmax(jnp.stack([jnp.max(jnp.abs(masters[p])) for p in chosen]), spec.world.axes)
-        scales = {p: scale_of(peak, copies.get(p)) for p, peak in zip(chosen, peaks, strict=True)}
-        copies = {p: rescaled(copy, scales[p]) if p in scales else copy for p, copy in copies.items()}
+        scales = {p: scale_of(peak, replicas.get(p)) for p, peak in zip(chosen, peaks, strict=True)}
+        replicas = {p: rescaled(copy, scales[p]) if p in scales else copy for p, copy in replicas.items()}
     weights = [
         Weight(masters[leaf.path].reshape(-1), leaf, "primary", scales.get(leaf.path)) for leaf in leaves
     ]
-    before = {path: copy.values for path, copy in copies.items()}
+    before = {path: copy.values for path, copy in replicas.items()}
     return Sent({w.layout.path: w.sent(before.get(w.layout.path)) for w in weights}, scales)
 
 

@@ -17,7 +17,7 @@ from zerojax.sharding.param_tree import Path, to_tree
 from zerojax.train.fields import abstract_fields, abstract_losses, shardings_of
 from zerojax.train.frozen import encode_frozen
 from zerojax.train.local_state import first_local
-from zerojax.train.pass_weights import copies_of
+from zerojax.train.pass_weights import replicas_of
 from zerojax.train.spec import TrainSpec
 
 _AT_ONCE = 8 << 30
@@ -123,7 +123,7 @@ def first_values(spec: TrainSpec, seed: Array, stored: PyTree, model_state: Mode
         "seed": seed.astype(jnp.uint32),
         "opt_state": spec.first_opt_state(to_device(stored)),
         "model_state": model_state,
-        "copies": copies_of(spec, stored) if spec.zero.weights_delta else {},
+        "replicas": replicas_of(spec, stored) if spec.zero.weights_delta else {},
         "residual": jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), residual),
         "losses": jax.tree.map(
             lambda x, like: jnp.broadcast_to(x, like.shape), spec.spikes.start(), abstract_losses(spec)

@@ -60,14 +60,14 @@ class Outcome(NamedTuple):
         sums: over this device's tokens.
         model_state: from one pass, the entries of ``TrainState.model_state`` that the model changed; from
             ``accumulate``, all of them.
-        copies: from one pass, the secondary partitions that units refreshed; from ``accumulate``,
+        replicas: from one pass, the secondary partitions that units refreshed; from ``accumulate``,
             ``TrainState.copies``.
         probes: from one pass, of stacks that the backward pass updates (``zerojax.schedule.layer_update``).
     """
 
     sums: Sums
     model_state: ModelState
-    copies: ByPath
+    replicas: ByPath
     probes: dict[Path, Array]
 
 
@@ -111,10 +111,10 @@ class ModelPass:
                 own = jax.vmap(lambda i, own=own: mix(own, i))(jnp.arange(group.layers)).reshape(group.stack)
             sharded: dict[Path, Sharded] = {}
             for path in (leaf.path for leaf in group.every):
-                copy = given.copies[path].values if path in given.updating else None
+                replica = given.replicas[path].values if path in given.updating else None
                 sink = sinks.get(path)
                 update = self.rule if isinstance(sink, LayerState) else None
-                sharded[path] = Sharded(given.weights[path], sink, own, spec.strategy, copy, update=update)
+                sharded[path] = Sharded(given.weights[path], sink, own, spec.strategy, replica, update=update)
             placed |= place_group(spec, group, sharded, train=self.train, adapters=self.adapters)
         return Placed(placed, self._masters(sinks))
 

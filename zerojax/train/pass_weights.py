@@ -2,7 +2,7 @@
 
 Replicas are secondary partitions of ZeRO++ (section 3.2) that a state holds in every node, with the scales
 that fp8 products need. Delta keeps them from step to step, one update behind the master weights (SDP4Bit,
-section 3.1). ``zerojax.train.node_copy`` makes them of the current weights, for several passes.
+section 3.1). ``zerojax.train.replica`` makes them of the current weights, for several passes.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from zerojax.sharding.layout import from_stored
 from zerojax.sharding.memory import to_device
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train.blocks import by_group
-from zerojax.train.fields import Shards, abstract_copies, specs_of
+from zerojax.train.fields import Shards, abstract_replicas, specs_of
 from zerojax.train.spec import ParamGroup, TrainSpec
 from zerojax.weights import Weight, Weights, gather_exact, to_full, to_secondary
 
@@ -46,7 +46,7 @@ def masters_of(spec: TrainSpec, params: PyTree[Array]) -> ByPath:
     return own
 
 
-def with_scales(spec: TrainSpec, masters: ByPath, copies: ByPath) -> tuple[ByPath, ByPath]:
+def with_scales(spec: TrainSpec, masters: ByPath, replicas: ByPath) -> tuple[ByPath, ByPath]:
     """Give the weights of fp8 products their scales, which follow from the largest magnitude over all owners.
 
     Delta's replicas keep their scales until they no longer fit, so that codes rarely change all at once.
@@ -55,65 +55,65 @@ def with_scales(spec: TrainSpec, masters: ByPath, copies: ByPath) -> tuple[ByPat
     Args:
         spec: the train spec.
         masters: all trained weights, or the ones that have no replica in every node.
-        copies: replicas.
+        replicas: replicas.
 
     Returns:
         Both, with the same scales.
     """
     chosen = [leaf for leaf in spec.leaves if leaf.fp8 and leaf.path in masters]
     if not chosen:
-        return masters, copies
+        return masters, replicas
     if all(masters[leaf.path].ready for leaf in chosen):
-        given = {leaf.path: masters[leaf.path].scale for leaf in chosen if leaf.path in copies}
-        return masters, copies | {path: rescaled(copies[path], scale) for path, scale in given.items()}
+        given = {leaf.path: masters[leaf.path].scale for leaf in chosen if leaf.path in replicas}
+        return masters, replicas | {path: rescaled(replicas[path], scale) for path, scale in given.items()}
     own = [jnp.max(jnp.abs(masters[leaf.path].values), axis=-1).reshape(-1) for leaf in chosen]
     with jax.named_scope("scales"):
         peaks = lax.pmax(jnp.concatenate(own), max((leaf.owners for leaf in chosen), key=len))
     ends = list(itertools.accumulate(leaf.layers for leaf in chosen))
-    scaled, renewed = dict(masters), dict(copies)
+    scaled, renewed = dict(masters), dict(replicas)
     for leaf, peak in zip(chosen, jnp.split(peaks, ends[:-1]), strict=True):
-        copy = copies.get(leaf.path)
-        scale = scale_of(peak.reshape(leaf.stack), copy)
-        if copy is not None:
-            renewed[leaf.path] = rescaled(copy, scale)
+        replica = replicas.get(leaf.path)
+        scale = scale_of(peak.reshape(leaf.stack), replica)
+        if replica is not None:
+            renewed[leaf.path] = rescaled(replica, scale)
         scaled[leaf.path] = Weight(masters[leaf.path].values, leaf, "primary", scale)
     return scaled, renewed
 
 
-def scale_of(peak: Float32[Array, "*layers"], copy: Weight | None) -> Float32[Array, "*layers"]:
+def scale_of(peak: Float32[Array, "*layers"], replica: Weight | None) -> Float32[Array, "*layers"]:
     """The scale for fp8 products from the largest magnitude of weights; the replica's scale, if it fits."""
     scale = fp8.scale_for(peak, fp8.E4M3)
-    if copy is None:
+    if replica is None:
         return scale
-    return jnp.where((scale >= copy.scale) & (scale <= 4 * copy.scale), copy.scale, scale)
+    return jnp.where((scale >= replica.scale) & (scale <= 4 * replica.scale), replica.scale, scale)
 
 
-def rescaled(copy: Weight, scale: Float32[Array, "*layers"]) -> Weight:
+def rescaled(replica: Weight, scale: Float32[Array, "*layers"]) -> Weight:
     """Delta's replica with another scale."""
 
     def change() -> Array:
-        return fp8.encode(fp8.decode(copy.values, jnp.float32), (scale / copy.scale)[..., None])
+        return fp8.encode(fp8.decode(replica.values, jnp.float32), (scale / replica.scale)[..., None])
 
-    codes = lax.cond(jnp.any(scale != copy.scale), change, lambda: copy.values)
-    return Weight(codes, copy.layout, copy.level, scale)
+    codes = lax.cond(jnp.any(scale != replica.scale), change, lambda: replica.values)
+    return Weight(codes, replica.layout, replica.level, scale)
 
 
-def copies_of(spec: TrainSpec, params: PyTree) -> ByPath:
+def replicas_of(spec: TrainSpec, params: PyTree) -> ByPath:
     """Delta's replicas, made from global master weights: for a new state, other weights, or a new mesh."""
 
     def local(params: PyTree[Array]) -> ByPath:
         masters, _ = with_scales(spec, masters_of(spec, params), {})
-        exact = by_group(spec, gather_exact, _of(abstract_copies(spec), masters))
+        exact = by_group(spec, gather_exact, _of(abstract_replicas(spec), masters))
         return {path: masters[path].replace(x, "secondary") for path, x in exact.items()}
 
     given = (to_tree(spec.by_path(spec.param_spec)),)
-    return on_mesh(local, spec.mesh, in_specs=given, out_specs=specs_of(abstract_copies(spec)))(params)
+    return on_mesh(local, spec.mesh, in_specs=given, out_specs=specs_of(abstract_replicas(spec)))(params)
 
 
-def updated_copies(
+def refreshed(
     spec: TrainSpec,
     masters: ByPath,
-    copies: ByPath,
+    replicas: ByPath,
     step: Array,
     *,
     later: Collection[Path] = (),
@@ -124,16 +124,16 @@ def updated_copies(
     """
 
     def update() -> dict[Path, Array]:
-        values = {path: copy.values for path, copy in copies.items()}
+        values = {path: replica.values for path, replica in replicas.items()}
         changed = {path: values[path] for path in values if path not in later}
         return values | by_group(spec, _updated, _of(changed, masters), changed)
 
     if every := spec.zero.delta_resync:
         due = (step > 0) & (step % every == 0)
-        values = lax.cond(due, lambda: by_group(spec, gather_exact, _of(copies, masters)), update)
+        values = lax.cond(due, lambda: by_group(spec, gather_exact, _of(replicas, masters)), update)
     else:
         values = update()
-    return {path: copies[path].replace(x) for path, x in values.items()}
+    return {path: replicas[path].replace(x) for path, x in values.items()}
 
 
 def up_to_date(spec: TrainSpec, shards: Shards, *, later: Collection[Path] = ()) -> tuple[ByPath, ByPath]:
@@ -142,27 +142,27 @@ def up_to_date(spec: TrainSpec, shards: Shards, *, later: Collection[Path] = ())
     The shards are master values, or already encoded. ``later`` replicas are not refreshed, unless all
     replicas are current.
     """
-    owned, copies = shards.encoded or masters_of(spec, shards.params), shards.copies
-    if shards.current_copies:
-        apart = {path: weight for path, weight in owned.items() if path not in copies}
-        return owned | with_scales(spec, apart, {})[0], copies
-    owned, copies = with_scales(spec, owned, copies)
-    return owned, updated_copies(spec, owned, copies, shards.step, later=later)
+    owned, replicas = shards.encoded or masters_of(spec, shards.params), shards.replicas
+    if shards.current_replicas:
+        apart = {path: weight for path, weight in owned.items() if path not in replicas}
+        return owned | with_scales(spec, apart, {})[0], replicas
+    owned, replicas = with_scales(spec, owned, replicas)
+    return owned, refreshed(spec, owned, replicas, shards.step, later=later)
 
 
 def secondary_partitions(spec: TrainSpec, shards: Shards) -> ByPath:
     """Every weight as a node holds it, with the values that the next forward pass computes with."""
-    (owned, copies), frozen = up_to_date(spec, shards), from_tree(shards.frozen)
+    (owned, replicas), frozen = up_to_date(spec, shards), from_tree(shards.frozen)
     lacking = {
         path: weight
         for path, weight in (owned | frozen).items()
-        if weight.level == "primary" and path not in copies
+        if weight.level == "primary" and path not in replicas
     }
-    return frozen | by_group(spec, to_secondary, lacking) | copies
+    return frozen | by_group(spec, to_secondary, lacking) | replicas
 
 
-def _updated(weights: tuple[Weight, ...], copies: tuple[Array, ...]) -> list[Array]:
-    return [w.values for w in to_secondary(weights, copies)]
+def _updated(weights: tuple[Weight, ...], replicas: tuple[Array, ...]) -> list[Array]:
+    return [w.values for w in to_secondary(weights, replicas)]
 
 
 def _of(paths: Collection[Path], weights: ByPath) -> ByPath:
@@ -175,13 +175,13 @@ class PassWeights(NamedTuple):
     Attributes:
         weights: by path, trained and frozen, at the level where units receive them.
         masters: by path, this device's part of each trained weight.
-        copies: the state's replicas, refreshed except for ``updating``.
+        replicas: the state's replicas, refreshed except for ``updating``.
         updating: the paths of the replicas that units refresh.
     """
 
     weights: ByPath
     masters: ByPath
-    copies: ByPath
+    replicas: ByPath
     updating: frozenset[Path]
 
 
@@ -191,13 +191,13 @@ def pass_weights(spec: TrainSpec, shards: Shards, *, updating: Sequence[ParamGro
     The ``updating`` units refresh delta's replicas themselves, unless the replicas are current.
     """
     units = (leaf.path for group in updating for leaf in group.leaves)
-    later = frozenset(() if shards.current_copies else shards.copies.keys() & units)
-    owned, copies = up_to_date(spec, shards, later=later)
-    begun = {path: copy for path, copy in copies.items() if path not in later}
+    later = frozenset(() if shards.current_replicas else shards.replicas.keys() & units)
+    owned, replicas = up_to_date(spec, shards, later=later)
+    begun = {path: replica for path, replica in replicas.items() if path not in later}
     if not begun:
         begun = _whole(spec, shards, owned) if spec.strategy.source == "full" else {}
     masters = masters_of(spec, shards.params)
-    return PassWeights(owned | from_tree(shards.frozen) | begun, masters, copies, later)
+    return PassWeights(owned | from_tree(shards.frozen) | begun, masters, replicas, later)
 
 
 def _whole(spec: TrainSpec, shards: Shards, owned: ByPath) -> ByPath:

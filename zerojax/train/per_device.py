@@ -122,7 +122,7 @@ def accumulate(
     fresh = {path: copy for path, copy in updated.items() if path in model.given.updating}
     done = {path: x for path, x in grads.items() if isinstance(x, LayerState)}
     grads = {path: x for path, x in grads.items() if not isinstance(x, LayerState)}
-    return grads, done, Outcome(sums, model_state, model.given.copies | fresh, {})
+    return grads, done, Outcome(sums, model_state, model.given.replicas | fresh, {})
 
 
 _TRANSFORMED = (

@@ -27,7 +27,7 @@ from zerojax.train.host_update import first_encoded
 from zerojax.train.initial import first_values, frozen_values, in_portions, initializer
 from zerojax.train.local_state import LocalState, abstract_local, first_local
 from zerojax.train.memory import check_host_memory, device_bytes
-from zerojax.train.pass_weights import copies_of
+from zerojax.train.pass_weights import replicas_of
 from zerojax.train.spec import TrainSpec, build
 from zerojax.train.spikes import Losses, SpikeRule
 from zerojax.train.update import Trained
@@ -36,11 +36,11 @@ from zerojax.validation.bounds import checked_seed
 from zerojax.weights import Weight
 from zerojax.zero_config import ZeroConfig
 
-_LARGE = ("params", "opt_state", "encoded", "model_state", "copies", "residual", "frozen", "local")
+_LARGE = ("params", "opt_state", "encoded", "model_state", "replicas", "residual", "frozen", "local")
 """The fields whose size a summary shows."""
 _SETTABLE = ("step", "skipped_in_row", "seed", "params", "opt_state", "model_state", "residual", "losses")
 """The fields in which a program may set values by hand."""
-_DERIVED = ("encoded", "copies", "local")
+_DERIVED = ("encoded", "replicas", "local")
 """The fields that ``with_params`` computes from the master weights."""
 
 _GONE = (
@@ -63,8 +63,8 @@ class TrainState:
         encoded: by path, the trained weights as their owners send them next, if the master weights are in
             host memory (``ZeroConfig.host``); else empty.
         model_state: non-parameter state by name, replicated.
-        copies: by path, the node's replica: secondary partitions of trained weights. With ``weights_delta``
-            it is always there. Otherwise only ``with_node_copy`` makes it, together with frozen weights that
+        replicas: by path, the node's replica: secondary partitions of trained weights. With ``weights_delta``
+            it is always there. Otherwise only ``with_replica`` makes it, together with frozen weights that
             are not in every node.
         residual: with ``error_feedback``, the node hop's encoding error, nested by path; else empty.
         losses: with a ``SpikeRule``, recent losses as ``SpikeRule.start`` returns them; else empty.
@@ -75,8 +75,8 @@ class TrainState:
         local: with ``ZeroConfig.every``, the nodes' own weights and what belongs to them. ``params`` are then
             the outer weights, and ``opt_state`` and ``losses`` have an entry for each node along their first
             axis. Else None.
-        current_copies: whether ``copies`` have the values of ``params`` already. If not, they are delta's,
-            and the next pass refreshes them.
+        current_replicas: whether ``replicas`` have the values of ``params`` already. If not, they are
+            delta's, and the next pass refreshes them.
     """
 
     step: Int32[Array, ""]
@@ -86,14 +86,14 @@ class TrainState:
     opt_state: PyTree
     encoded: dict[Path, Weight]
     model_state: ModelState
-    copies: dict[Path, Weight]
+    replicas: dict[Path, Weight]
     residual: PyTree
     losses: Losses
     frozen: PyTree
     base: dict[str, UInt32[Array, ""]]
     local: LocalState | None
     spec: TrainSpec = field(metadata={"static": True})
-    current_copies: bool = field(default=False, metadata={"static": True})
+    current_replicas: bool = field(default=False, metadata={"static": True})
     _masters: tuple[Any, ...] | None = field(default=None, compare=False)
     """The leaves of the ``params`` that the fields in ``_DERIVED`` were computed from."""
 
@@ -106,10 +106,14 @@ class TrainState:
         """A copy of the state with ``changes``, as ``dataclasses.replace`` makes it; computes nothing.
 
         With delta, local updates or master weights in host memory, other fields are computed from ``params``:
-        use ``with_params`` there. The replica of ``with_node_copy`` is dropped if its weights are replaced.
+        use ``with_params`` there. The replica of ``with_replica`` is dropped if its weights are replaced.
         """
-        if self.current_copies and not self.spec.zero.weights_delta and changes.keys() & {"params", "frozen"}:
-            changes = {"copies": {}, "current_copies": False} | changes
+        if (
+            self.current_replicas
+            and not self.spec.zero.weights_delta
+            and changes.keys() & {"params", "frozen"}
+        ):
+            changes = {"replicas": {}, "current_replicas": False} | changes
         if "params" in changes and all(name in changes or not getattr(self, name) for name in _DERIVED):
             changes["_masters"] = None
         return dataclasses.replace(self, **changes)
@@ -124,7 +128,7 @@ class TrainState:
         Args:
             params: as the field ``params``, in place. ``zerojax.put_params`` takes whole arrays instead.
         """
-        changes = {"copies": {}, "current_copies": False} | derived(self.spec, params)
+        changes = {"replicas": {}, "current_replicas": False} | derived(self.spec, params)
         return self.replace(params=params, **changes)
 
     @property
@@ -252,8 +256,8 @@ def derived(spec: TrainSpec, params: PyTree) -> dict[str, Any]:
     """The fields of a state that are computed from master weights, by functions that are compiled once."""
     fields: dict[str, Any] = {}
     if spec.zero.weights_delta:
-        make = spec.once("copies", lambda: jax.jit(functools.partial(copies_of, spec)))
-        fields["copies"] = make(params)
+        make = spec.once("replicas", lambda: jax.jit(functools.partial(replicas_of, spec)))
+        fields["replicas"] = make(params)
     if spec.local_updates:
         fields["local"] = nodes_at(spec, params)
     return fields | encoded_fields(spec, {"params": params} | fields)
@@ -263,9 +267,9 @@ def encoded_fields(spec: TrainSpec, fields: Mapping[str, Any]) -> dict[str, Any]
     """The field ``encoded``, from a state's other fields; none if passes read master weights."""
     if not spec.streams:
         return {}
-    local, copies = fields.get("local"), fields.get("copies", {})
+    local, replicas = fields.get("local"), fields.get("replicas", {})
     params = fields["params"] if local is None else local.weights
-    return {"encoded": first_encoded(spec, params, copies if spec.zero.weights_delta else {})}
+    return {"encoded": first_encoded(spec, params, replicas if spec.zero.weights_delta else {})}
 
 
 def nodes_at(spec: TrainSpec, params: PyTree) -> LocalState:

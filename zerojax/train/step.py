@@ -254,9 +254,9 @@ def _apart(state: TrainState) -> tuple[TrainState, _Read]:
     if state.spec.zero.weights_delta:
         return state.replace(frozen={}), {"frozen": state.frozen}
     # At other stages every device has whole weights, and does not read the node's replica.
-    copies = state.copies if state.spec.zero.stage == 3 else {}
-    own = state.replace(frozen={}, copies={}, current_copies=bool(copies))
-    return own, {"frozen": state.frozen, "copies": copies}
+    replicas = state.replicas if state.spec.zero.stage == 3 else {}
+    own = state.replace(frozen={}, replicas={}, current_replicas=bool(replicas))
+    return own, {"frozen": state.frozen, "replicas": replicas}
 
 
 @functools.cache
@@ -316,7 +316,7 @@ def _train(state: TrainState, read: _Read, batch: Batch) -> tuple[TrainState, Me
     passed = _passes(exchange, state, batch, in_backward=bool(spec.updated_in_backward))
     update = exchange.on_each_node(functools.partial(updated, spec.training))
     before, done = exchange.before(state, passed), passed.updated or None
-    after, taken, told = update(before, passed.gradients, passed.sums, passed.copies, done)
+    after, taken, told = update(before, passed.gradients, passed.sums, passed.replicas, done)
     fields, metrics = exchange.finish(state, passed, after, taken, told)
     return state.replace(step=state.step + 1, frozen={}, **fields), metrics
 
@@ -329,16 +329,16 @@ def _passes(exchange: Exchange, state: TrainState, batch: Batch, *, in_backward:
         shards, started, batch = exchange.start(shards, own, batch)
         seed, residual = shards.step_seed, from_tree(shards.residual)
         update = BackwardUpdate(spec, shards, optimizer) if isinstance(optimizer, OptimizerShards) else None
-        grads, after, (sums, model_state, copies, _) = per_device.accumulate(training, shards, batch, update)
+        grads, after, outcome = per_device.accumulate(training, shards, batch, update)
         grads, kept = per_device.to_owners(training, grads, exchange.residual(shards), seed)
-        sums, exchanged = exchange.arrive(started, grads, sums)
+        sums, exchanged = exchange.arrive(started, grads, outcome.sums)
         sums = per_device.over(training.world.axes, sums)
         grads = to_tree(stored_blocks(grads, [leaf for leaf in training.leaves if leaf.path in grads]))
         kept = to_tree({path: x.reshape(residual[path].shape) for path, x in kept.items()})
         grads, sums = exchange.by_node((grads, sums))
-        copies = copies if spec.zero.weights_delta else {}
+        replicas = outcome.replicas if spec.zero.weights_delta else {}
         done = () if update is None else update.done(after)
-        return Passed(grads, sums, done, model_state, copies, kept, exchanged)
+        return Passed(grads, sums, done, outcome.model_state, replicas, kept, exchanged)
 
     shards, own = exchange.arrays(state)
     shard_places, own_places = exchange.specs(shards)

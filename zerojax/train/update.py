@@ -33,7 +33,7 @@ def updated(
     before: Trained,
     gradients: PyTree[Array],
     sums: Sums,
-    copies: ByPath,
+    replicas: ByPath,
     done: InBackward | None = None,
 ) -> tuple[Trained, Bool[Array, ""], dict[str, Array]]:
     """Update the weights, unless the loss or a gradient is not finite, or the loss is a spike.
@@ -43,7 +43,7 @@ def updated(
         before: the fields before the step.
         gradients: summed over all tokens, nested by path, stored like the weights.
         sums: of the losses and the tokens.
-        copies: delta's replicas after the passes; else empty.
+        replicas: delta's replicas after the passes; else empty.
         done: the parameters that the backward pass has updated, which have no entry in ``gradients``.
 
     Returns:
@@ -66,7 +66,7 @@ def updated(
     params, opt_state, encoded = before.params, before.opt_state, before.encoded
     if spec.streams:
         params, opt_state, encoded = updated_by_layers(
-            spec, ok, gradients, tokens, opt_state, params, encoded, copies, done
+            spec, ok, gradients, tokens, opt_state, params, encoded, replicas, done
         )
     else:
         with jax.named_scope("optimizer"):

@@ -41,7 +41,7 @@ def test_rows_keep_their_places(source, target):
         np.testing.assert_array_equal(tree.pop("secondary")["kernel"], wanted)
     moved = from_canonical(state_of(target, 1), tree)
     np.testing.assert_array_equal(zerojax.gather_params(moved)["kernel"], wanted)
-    for copy in jax.tree.leaves(moved.copies):
+    for copy in jax.tree.leaves(moved.replicas):
         np.testing.assert_array_equal(np.asarray(copy).reshape(wanted.shape), wanted)
 
 

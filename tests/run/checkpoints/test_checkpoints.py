@@ -239,8 +239,8 @@ def test_makes_what_the_checkpoint_lacks(tmp_path: Path) -> None:
         checkpoints.save(1, exact, Record())
     wanted = {**DELTA, "grads": ("int8", "int8"), "grad_sync": "step", "error_feedback": True}
     state = restore(str(tmp_path / "1"), make(2, 4, abstract=True, **wanted))
-    params, copies = zerojax.gather_params(state), to_canonical(state)["secondary"]
-    np.testing.assert_array_equal(copies["first"]["kernel"], params["first"]["kernel"])
+    params, replicas = zerojax.gather_params(state), to_canonical(state)["secondary"]
+    np.testing.assert_array_equal(replicas["first"]["kernel"], params["first"]["kernel"])
     assert all(not np.asarray(x).any() for x in jax.tree.leaves(state.residual))
 
 
@@ -301,9 +301,9 @@ def test_weights_alone_on_another_mesh_under_another_optimizer(saved: Path, trai
         for name, value in expected.items():
             np.testing.assert_array_equal(found[name], value, err_msg=name)
     assert not any(x.any() for x in host(state.opt_state).values())
-    copies, params = host(to_canonical(state)["secondary"]), host(zerojax.gather_params(state))
-    assert copies.keys() <= params.keys()
-    np.testing.assert_array_equal(copies["['first']['kernel']"], params["['first']['kernel']"].astype("f4"))
+    replicas, params = host(to_canonical(state)["secondary"]), host(zerojax.gather_params(state))
+    assert replicas.keys() <= params.keys()
+    np.testing.assert_array_equal(replicas["['first']['kernel']"], params["['first']['kernel']"].astype("f4"))
 
 
 def test_of_an_old_one_that_is_a_link_the_link_is_deleted(trained: Any, tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_damaged_tokens_are_refused_in_one_line(text: Path, tmp_path: Path, toke
     prepare(settings, tmp_path / "data")
     valid = open_dataset(settings, tmp_path / "data")
     refused: list[str] = []
-    for copy in damages(tmp_path / "data", tmp_path / "copies", 60):
+    for copy in damages(tmp_path / "data", tmp_path / "replicas", 60):
         try:
             prepare(settings, copy)
             found = open_dataset(settings, copy)
@@ -187,7 +187,7 @@ def test_damaged_tokens_are_refused_in_one_line(text: Path, tmp_path: Path, toke
             np.testing.assert_array_equal(one.tokens, other.tokens)
             np.testing.assert_array_equal(one.lengths, other.lengths)
     assert len(refused) > 40
-    assert all(str(tmp_path / "copies") in line for line in refused)
+    assert all(str(tmp_path / "replicas") in line for line in refused)
 
 
 def test_damaged_notes_of_a_run(finished_copy: RunFolder, tmp_path: Path) -> None:

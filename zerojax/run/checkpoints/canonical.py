@@ -39,7 +39,7 @@ from zerojax.run.checkpoints.entries import (
 )
 from zerojax.sharding.memory import HOST, in_host
 from zerojax.train.fields import copied, shardings_of
-from zerojax.train.pass_weights import copies_of
+from zerojax.train.pass_weights import replicas_of
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState, encoded_fields, nodes_at
 
@@ -196,14 +196,14 @@ def _put(state: TrainState, stored: dict[str, Array]) -> TrainState:
 
     fields = changed_fields(state, named)
     if lacks_replicas and delta_replicas(state):
-        make = jax.jit(functools.partial(copies_of, state.spec), out_shardings=shardings_of(state.copies))
-        fields["copies"] = make(fields["params"])
+        make = jax.jit(functools.partial(replicas_of, state.spec), out_shardings=shardings_of(state.replicas))
+        fields["replicas"] = make(fields["params"])
     if state.local is not None and not any(name.startswith(f"{NODES}/") for name in stored):
         # The checkpoint has no weights of single nodes: they begin with the new outer weights.
         nodes = nodes_at(state.spec, fields["params"])
         fields["local"] = dataclasses.replace(nodes, momentum=fields["local"].momentum)
     encoded = encoded_fields(state.spec, vars(state) | fields)
-    return state.replace(**fields, **encoded, current_copies=False)
+    return state.replace(**fields, **encoded, current_replicas=False)
 
 
 def _stored(state: TrainState, entry: Entry, saved: Array | Callable[[TrainState, Entry], Array]) -> Array:

@@ -125,7 +125,7 @@ def changed_fields(state: TrainState, change: Callable[[str, Entry], Array]) -> 
             layouts,
         ),
         "model_state": plain("other", state.model_state),
-        "copies": {one.layout.path: changed_replica(one) for one in delta_replicas(state)},
+        "replicas": {one.layout.path: changed_replica(one) for one in delta_replicas(state)},
         "residual": nested("residual", state.residual, leaves if by_node else {}, by_node=by_node),
         "losses": plain("losses", state.losses, by_node=by_node),
         "base": plain("base", state.base),
@@ -134,8 +134,8 @@ def changed_fields(state: TrainState, change: Callable[[str, Entry], Array]) -> 
 
 
 def delta_replicas(state: TrainState) -> list[Weight]:
-    """The replicas that delta keeps in each node, which are saved. Copies by ``with_node_copy`` are not."""
-    return [*state.copies.values()] if state.spec.zero.weights_delta else []
+    """The replicas that delta keeps in each node, which are saved. Copies by ``with_replica`` are not."""
+    return [*state.replicas.values()] if state.spec.zero.weights_delta else []
 
 
 def _optimizer_name(path: Any) -> str:

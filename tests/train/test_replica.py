@@ -18,7 +18,7 @@ from zerojax import LoRA
 from zerojax.models import GPT
 from zerojax.train import step
 from zerojax.train.memory import device_bytes
-from zerojax.train.node_copy import node_copy_bytes
+from zerojax.train.replica import replica_bytes
 from zerojax.zero_config.config import Preset
 
 ADAM = optax.adam(0.1)  # one for all, which is checked once with each model
@@ -80,9 +80,9 @@ def trained(name: str) -> zerojax.TrainState:
 @pytest.mark.parametrize("name", CHOICES)
 def test_passes_are_the_same_and_send_nothing_between_nodes(name):
     state, later = trained(name), case_of(name).batches(8, 2)[1]
-    copied = zerojax.with_node_copy(state)
-    assert zerojax.with_node_copy(copied) is copied
-    assert device_bytes(copied.copies) == node_copy_bytes(state.spec)
+    copied = zerojax.with_replica(state)
+    assert zerojax.with_replica(copied) is copied
+    assert device_bytes(copied.replicas) == replica_bytes(state.spec)
     assert "node" in axes(state, later)
     assert axes(copied, later) == {"local"}
     one, other = (zerojax.eval_step(x, later)["loss"] for x in (state, copied))
@@ -96,7 +96,7 @@ def test_a_step_from_the_copy_is_the_same_and_sends_gradients_alone(name):
     """Delta's copies afterwards are those of the node's copy."""
     _, second, third = case_of(name).batches(8, 3)
     state = jax.tree.map(jax.numpy.copy, trained(name))
-    copied = zerojax.with_node_copy(jax.tree.map(jax.numpy.copy, state))
+    copied = zerojax.with_replica(jax.tree.map(jax.numpy.copy, state))
     sent, less = (zerojax.comm_report(one, second).phases() for one in (state, copied))
     crossing = {phase for phase, (_, between) in less.items() if between}
     assert sum(between for _, between in sent.values()) > sum(between for _, between in less.values())
@@ -104,7 +104,7 @@ def test_a_step_from_the_copy_is_the_same_and_sends_gradients_alone(name):
     for batch in (second, third):
         state, expected = zerojax.train_step(state, batch)
         copied, metrics = zerojax.train_step(copied, batch)
-        assert not copied.current_copies
+        assert not copied.current_replicas
         jax.tree.map(np.testing.assert_array_equal, (copied, metrics), (state, expected))
 
 
@@ -115,19 +115,19 @@ def test_weights_of_fp8_products_that_every_node_has_anyway():
     tx = zerojax.chain(zerojax.scale_by_muon(), optax.scale_by_learning_rate(0.1))
     state = case.create(tx, nodes=2, local=2, matmul_dtype="fp8")
     (batch,) = case.batches(8, 1)
-    copied = zerojax.with_node_copy(state)
-    assert copied.copies
+    copied = zerojax.with_replica(state)
+    assert copied.replicas
     assert axes(copied, batch) == {"local"}
     one, other = (zerojax.eval_step(x, batch)["loss"] for x in (state, copied))
     np.testing.assert_array_equal(one, other)
 
 
 def test_changed_weights_have_no_copy():
-    state = zerojax.with_node_copy(create(2, 2))
-    assert state.current_copies
-    assert state.replace(seed=state.seed).copies
+    state = zerojax.with_replica(create(2, 2))
+    assert state.current_replicas
+    assert state.replace(seed=state.seed).replicas
     params = jax.tree.map(jax.numpy.copy, state.params)
-    assert not state.replace(params=params).copies
+    assert not state.replace(params=params).replicas
     with pytest.raises(zerojax.ZeroError, match="other weights than this state computes with"):
         zerojax.train_step(dataclasses.replace(state, params=params), CASES["stack"].batches(8, 1)[0])
 
@@ -135,4 +135,4 @@ def test_changed_weights_have_no_copy():
 @pytest.mark.parametrize(("nodes", "local", "zero"), [(1, 4, {}), (2, 2, {"stage": 0})])
 def test_no_copy_is_made_where_no_pass_sends_weights(nodes, local, zero):
     state = create(nodes, local, **zero)
-    assert zerojax.with_node_copy(state) is state
+    assert zerojax.with_replica(state) is state

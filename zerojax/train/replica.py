@@ -12,14 +12,14 @@ import jax
 from jaxtyping import PyTree
 
 from zerojax.comm.xla_options import compiler_options
-from zerojax.train.fields import Shards, abstract_copies, on_devices, specs_of
+from zerojax.train.fields import Shards, abstract_replicas, on_devices, specs_of
 from zerojax.train.memory import device_bytes
 from zerojax.train.pass_weights import ByPath, secondary_partitions
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState, check_there
 
 
-def with_node_copy(state: TrainState) -> TrainState:
+def with_replica(state: TrainState) -> TrainState:
     """The state with a replica of its weights in every node: following passes send no weights between nodes.
 
     Use it for several calls of ``eval_step``, ``predict_step`` or ``generate`` between two updates, and at
@@ -39,42 +39,42 @@ def with_node_copy(state: TrainState) -> TrainState:
         ConfigurationError: the state is abstract or was donated.
 
     Examples:
-        >>> copied = zerojax.with_node_copy(state)
+        >>> copied = zerojax.with_replica(state)
         >>> losses = [zerojax.eval_step(copied, batch)["loss"] for _ in range(3)]  # one exchange
     """
     check_there(state)
-    if not lacks_node_copy(state):
+    if not lacks_replica(state):
         return state
-    return state.replace(copies=copies_in_node(state), current_copies=True)
+    return state.replace(replicas=replicas_in_node(state), current_replicas=True)
 
 
-def lacks_node_copy(state: TrainState) -> bool:
+def lacks_replica(state: TrainState) -> bool:
     """Whether a pass of the state sends weights between nodes that a replica would make unnecessary."""
     spec = state.spec.reading
-    if spec.world.nodes == 1 or spec.zero.stage == 0 or state.current_copies:
+    if spec.world.nodes == 1 or spec.zero.stage == 0 or state.current_replicas:
         return False
-    return bool(abstract_copies(spec, frozen=True))  # not if every node has all weights anyway
+    return bool(abstract_replicas(spec, frozen=True))  # not if every node has all weights anyway
 
 
-def copies_in_node(state: TrainState, *, every: bool = False) -> ByPath:
+def replicas_in_node(state: TrainState, *, every: bool = False) -> ByPath:
     """Replicas of the current weights, without frozen ones that every node has already.
 
     With ``every`` also of weights whose masters every node holds, which a pass otherwise encodes as it goes.
     """
     spec = state.spec.reading
-    there = state.copies if state.current_copies else {}
-    wanted = abstract_copies(spec, frozen=True)
+    there = state.replicas if state.current_replicas else {}
+    wanted = abstract_replicas(spec, frozen=True)
     if every:
         held = (leaf for leaf in spec.leaves if leaf.in_every_node)
         wanted |= {leaf.path: spec.stored(leaf, "secondary") for leaf in held}
     lacking = {path: copy for path, copy in wanted.items() if path not in there}
     if not lacking:
-        return state.copies
+        return state.replicas
 
-    def copies() -> Callable[[TrainState], ByPath]:
+    def replicas() -> Callable[[TrainState], ByPath]:
         return per_node(spec, lambda weights: {path: weights[path] for path in lacking}, lacking)
 
-    return there | spec.once(f"node copy {every} {state.current_copies}", copies)(state)
+    return there | spec.once(f"node copy {every} {state.current_replicas}", replicas)(state)
 
 
 def per_node[T: PyTree](
@@ -95,6 +95,6 @@ def per_node[T: PyTree](
     return lambda state: program(state.shards)
 
 
-def node_copy_bytes(spec: TrainSpec) -> int:
+def replica_bytes(spec: TrainSpec) -> int:
     """Bytes of the replica on one device."""
-    return device_bytes(abstract_copies(spec, frozen=True))
+    return device_bytes(abstract_replicas(spec, frozen=True))
