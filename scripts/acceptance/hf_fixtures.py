@@ -466,6 +466,12 @@ FAMILIES: dict[str, Any] = {
         logit_scale=0.3,
     ),
     "qwen3-next": transformers.Qwen3NextConfig(**TINY | LINEAR | SHARED_MIXTURE, mlp_only_layers=[1]),
+    "lfm2": transformers.Lfm2Config(
+        **TINY | {"num_hidden_layers": 3},
+        full_attn_idxs=[1],
+        block_auto_adjust_ff_dim=False,
+        pad_token_id=None,
+    ),
     "qwen3-5": transformers.Qwen3_5TextConfig(**TINY | LINEAR),
     "qwen3-5-moe": transformers.Qwen3_5MoeTextConfig(
         **{key: value for key, value in TINY.items() if key != "intermediate_size"} | LINEAR | SHARED_MIXTURE

@@ -532,6 +532,7 @@ def test_every_family_has_modules_for_all_weights(folder: Path):
         "gpt_oss": {"experts"},
         "granitemoe": {"input_linear", "output_linear"},
         **{name: {"q_proj"} for name in ("qwen3_5_text", "qwen3_5_moe_text")},
+        "lfm2": {"in_proj"},
         "qwen3_next": {"q_proj", "in_proj_qkvz", "in_proj_ba"},
     }
     assert fused <= fuses.get(source.family.model_type, set())

@@ -166,6 +166,7 @@ FAMILIES = {
             *("Qwen3.5-MoE", "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", hybrid.QWEN3_5_MOE),
             hybrid.QWEN3_5_MOE_NAMES,
         ),
+        Family("LFM2", "lfm2", "Lfm2ForCausalLM", hybrid.LFM2, hybrid.LFM2_NAMES),
         Family(
             *("Qwen3-Next", "qwen3_next", "Qwen3NextForCausalLM", hybrid.QWEN3_NEXT),
             hybrid.QWEN3_NEXT_NAMES,

@@ -3,20 +3,30 @@
 - Qwen3-Next and Qwen3.5: three layers of linear attention (Gated DeltaNet), then one of attention, whose
   output has a gate. The norms multiply by 1 + weight, but not those of linear attention. In Qwen3-Next the
   projections of linear attention are two tensors, in which the heads of queries and keys follow each other.
+- LFM2: short convolutions between two gates, whose projections are one tensor.
 """
 
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface.config_keys import ConfigKeys
-from zerojax.interop.huggingface.config_table import Entry, Fields, key
+from zerojax.interop.huggingface.config_table import Entry, Fields, key, only
 from zerojax.interop.huggingface.experts import DENSE_LAYERS, SHARED_MIXTURE, names_of_experts
 from zerojax.interop.huggingface.layer_types import FULL
-from zerojax.interop.huggingface.llama import LLAMA_BLOCK, NO_BIASES, QK_NORMS, SILU, like_llama
+from zerojax.interop.huggingface.llama import LLAMA_BLOCK, NO_BIASES, QK_NORMS, QKV, SILU, like_llama
 from zerojax.interop.huggingface.mapping import Bare, Grouped, Module, Names
 from zerojax.interop.huggingface.rope_keys import Rope
 from zerojax.models import GPTConfig
 from zerojax.validation.untrusted import short
 
-_LINEAR = "linear_attention"
+_LINEAR, _CONV = "linear_attention", "conv"
+
+
+def _recurrent(types: list[str], word: str, others: str, layers: int) -> tuple[int, ...]:
+    """The layers of a kind."""
+    if len(types) != layers or not all(kind in (word, others) for kind in types):
+        raise ConfigurationError(
+            f"layer_types = {short(types)}: {layers} of {word!r} and {others!r} are supported"
+        )
+    return tuple(number for number, kind in enumerate(types) if kind == word)
 
 
 def _layers(word: str, others: str = FULL, interval: str = "full_attention_interval") -> Entry:
@@ -26,11 +36,7 @@ def _layers(word: str, others: str = FULL, interval: str = "full_attention_inter
         every = max(keys.take(interval, int, 4), 1)
         default = [word if (number + 1) % every else others for number in range(found["layers"])]
         types = keys.take("layer_types", list, default)
-        if len(types) != found["layers"] or not all(kind in (word, others) for kind in types):
-            raise ConfigurationError(
-                f"layer_types = {short(types)}: {found['layers']} of {word!r} and {others!r} are supported"
-            )
-        return {"recurrent_layers": tuple(number for number, kind in enumerate(types) if kind == word)}
+        return {"recurrent_layers": _recurrent(types, word, others, found["layers"])}
 
     def write(model: GPTConfig) -> Fields:
         recurrent = set(model.recurrent_layers)
@@ -72,6 +78,67 @@ QWEN3_NEXT = like_llama(
 )
 QWEN3_5 = like_llama(SILU, NO_BIASES, *_GATED_DELTA, **_QWEN | {"kv_heads": 4})
 QWEN3_5_MOE = like_llama(*_MIXTURE, *_GATED_DELTA, ffn_width=None, shared_gate=True, **_QWEN)
+
+
+def _lfm2_layers(keys: ConfigKeys, found: Fields) -> Fields:
+    """``layer_types``, or the layers with attention; and the width of the MLP, from which files round."""
+    attended = keys.take("full_attn_idxs", list, list(range(found["layers"])))
+    default = [FULL if number in attended else _CONV for number in range(found["layers"])]
+    width = found["ffn"]
+    if keys.take("block_auto_adjust_ff_dim", bool, True):
+        multiple = max(keys.take("block_multiple_of", int, 256), 1)
+        width = int(keys.take("block_ffn_dim_multiplier", float, 1.0) * int(2 * width / 3))
+        width = -(-width // multiple) * multiple
+    else:
+        keys.unused("block_multiple_of", "block_ffn_dim_multiplier")
+    types = keys.take("layer_types", list, default)
+    return {"ffn": width, "recurrent_layers": _recurrent(types, _CONV, FULL, found["layers"])}
+
+
+def _write_lfm2_layers(model: GPTConfig) -> Fields:
+    recurrent = set(model.recurrent_layers)
+    attended = [number for number in range(model.layers) if number not in recurrent]
+    plain = {"block_auto_adjust_ff_dim": False, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0}
+    return {"full_attn_idxs": attended} | plain | _layers(_CONV).write(model)
+
+
+LFM2 = like_llama(
+    Entry(_lfm2_layers, _write_lfm2_layers, _layers(_CONV).allowed),
+    key("conv_L_cache", "conv_width", int, 3),
+    only("conv_bias", False),
+    tied=True,
+    norm_key="norm_eps",
+    norm_eps=1e-5,
+    rotary=Rope(theta=1e6),
+    recurrent="short_conv",
+    qk_norm=True,
+)
+
+
+def _thirds(model: GPTConfig) -> tuple[int, tuple[int, ...]]:
+    """The gate before the convolution, the gate after it, and its input."""
+    return 1, (model.d_model,) * 3
+
+
+LFM2_NAMES = Names(
+    {
+        "norm_attention": "operator_norm",
+        "attention/qkv": QKV,
+        "attention/out": "self_attn.out_proj",
+        "attention/query_norm": "self_attn.q_layernorm",
+        "attention/key_norm": "self_attn.k_layernorm",
+        "recurrent/before": Grouped("conv.in_proj", _thirds, (0,)),
+        "recurrent/after": Grouped("conv.in_proj", _thirds, (1,)),
+        "recurrent/inputs": Grouped("conv.in_proj", _thirds, (2,)),
+        "recurrent/out": "conv.out_proj",
+        "norm_mlp": "ffn_norm",
+        "mlp/gate": "feed_forward.w1",
+        "mlp/up": "feed_forward.w3",
+        "mlp/down": "feed_forward.w2",
+    },
+    {"recurrent/conv": Bare("conv.conv.weight", convolution=True)},
+    norm="embedding_norm",
+)
 
 
 def _heads(model: GPTConfig) -> tuple[int, tuple[int, ...]]:

@@ -1,0 +1,51 @@
+"""Keys of families with recurrent layers that no committed model has."""
+
+import json
+from typing import Any
+
+import pytest
+from hf_models import FIXTURES
+
+from zerojax.errors import ConfigurationError
+from zerojax.interop.huggingface.families import read_model
+
+FAMILIES = FIXTURES / "families"
+
+
+def values(name: str) -> dict[str, Any]:
+    return json.loads((FAMILIES / name / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("keys", "width"),
+    [
+        ({"intermediate_size": 12288}, 8192),  # LFM2-1.2B
+        ({"intermediate_size": 10240, "block_ffn_dim_multiplier": 1.0}, 6912),
+        ({"intermediate_size": 30, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.5}, 32),
+    ],
+)
+def test_the_width_of_lfm2_is_rounded_as_its_files_say(keys, width):
+    given = values("lfm2") | {"block_auto_adjust_ff_dim": True} | keys
+    assert read_model(given, "config.json")[1].ffn == width
+
+
+def test_layers_follow_from_other_keys_without_layer_types():
+    given = values("lfm2")
+    del given["layer_types"]
+    assert read_model(given, "config.json")[1].recurrent_layers == (0, 2)
+    given = values("qwen3-5") | {"num_hidden_layers": 8}
+    del given["layer_types"]
+    assert read_model(given, "config.json")[1].recurrent_layers == (0, 1, 2, 4, 5, 6)
+    given |= {"full_attention_interval": 2}
+    assert read_model(given, "config.json")[1].recurrent_layers == (0, 2, 4, 6)
+
+
+def test_positions_of_images_are_not_needed_for_text():
+    given = values("qwen3-5")
+    given["rope_parameters"] |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
+    assert read_model(given, "config.json")[1] == read_model(values("qwen3-5"), "config.json")[1]
+
+
+def test_other_kinds_of_layers_are_refused():
+    with pytest.raises(ConfigurationError, match=r"layer_types = .* are supported"):
+        read_model(values("qwen3-5") | {"layer_types": ["linear_attention", "mamba"]}, "config.json")
