@@ -44,7 +44,7 @@ own.
 Routed = tuple[Hidden, RouterStats | None]
 Mask = Bool[Array, "batch time d_model"]
 Projected = tuple[Array, ...]
-Cached = tuple[tuple[Array | None, ...], LatentHeads | None]
+Cached = tuple[tuple[Any, ...], LatentHeads | None]
 RopeKind = int | Int[Array, ""] | None
 """The table of ``Rope`` that a layer reads; None if all layers read the same one."""
 

@@ -76,14 +76,13 @@ def gated_delta_rule(
         The outputs, in the values' dtype, and the state after the row.
     """
     batch, _, heads, width = value.shape
-    if state is None:
-        state = jnp.zeros((batch, heads, key.shape[3], width), jnp.float32)
+    before = jnp.zeros((batch, heads, key.shape[3], width), jnp.float32) if state is None else state
     numbers = jnp.zeros(value.shape[:2], jnp.int32) if documents is None else documents
     if value.shape[1] == 1:
-        return _one_token(query, key, value, log_decay, beta, state)
+        return _one_token(query, key, value, log_decay, beta, before)
     # Nothing is kept of the chunks: their backward pass computes them again.
-    out, state = jax.checkpoint(_by_chunks)(query, key, value, log_decay, beta, numbers, state)
-    return checkpoint_name(out, ATTENTION_NAME), state
+    out, after = jax.checkpoint(_by_chunks)(query, key, value, log_decay, beta, numbers, before)
+    return checkpoint_name(out, ATTENTION_NAME), after
 
 
 def _one_token(

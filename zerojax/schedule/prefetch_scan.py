@@ -29,7 +29,7 @@ taken through the same layers run one after another (``_one_by_one``), without o
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ from zerojax.schedule.in_flight import Fetching, Replicas, WeightPrefetcher
 from zerojax.schedule.layer_update import probe
 from zerojax.schedule.order import Order, Place
 from zerojax.schedule.scan_backward import Kept, ScanArgs, run_backward
-from zerojax.schedule.sharded import Sharded, read_by_unit
+from zerojax.schedule.sharded import read_by_unit
 from zerojax.schedule.stacked import cut_large, empty_layers, pieces_away
 from zerojax.schedule.transforms import (
     Pullback,
@@ -98,12 +98,12 @@ class Scanned(NamedTuple):
     Attributes:
         body: ``x, state[i] = body(weights[i], x, state[i], shared)`` runs layer i. It is a pure function of
             one layer's whole weights, and closes over nothing that is traced.
-        weights: stacked.
+        weights: stacked: ``Sharded``, for ``scan_units``.
         state: stacked.
     """
 
     body: Callable[[Sequence[Array], Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]
-    weights: Sequence[Sharded]
+    weights: Sequence[Any]
     state: Arrays
 
 

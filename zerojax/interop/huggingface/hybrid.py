@@ -6,6 +6,8 @@
 - LFM2: short convolutions between two gates, whose projections are one tensor.
 """
 
+from typing import Any
+
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface.config_keys import ConfigKeys
 from zerojax.interop.huggingface.config_table import Entry, Fields, key, only
@@ -59,7 +61,7 @@ _GATED_DELTA = (
         written=lambda model: model.recurrent_keys // model.recurrent_key_width,
     ),
 )
-_QWEN = {
+_QWEN: dict[str, Any] = {
     "head_dim": 256,
     "kv_heads": 2,
     "qk_norm": True,
@@ -76,7 +78,7 @@ QWEN3_NEXT = like_llama(
     shared_gate=True,
     **_QWEN,
 )
-QWEN3_5 = like_llama(SILU, NO_BIASES, *_GATED_DELTA, **_QWEN | {"kv_heads": 4})
+QWEN3_5 = like_llama(SILU, NO_BIASES, *_GATED_DELTA, **{**_QWEN, "kv_heads": 4})
 QWEN3_5_MOE = like_llama(*_MIXTURE, *_GATED_DELTA, ffn_width=None, shared_gate=True, **_QWEN)
 
 
@@ -99,7 +101,7 @@ def _write_lfm2_layers(model: GPTConfig) -> Fields:
     recurrent = set(model.recurrent_layers)
     attended = [number for number in range(model.layers) if number not in recurrent]
     plain = {"block_auto_adjust_ff_dim": False, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0}
-    return {"full_attn_idxs": attended} | plain | _layers(_CONV).write(model)
+    return {"full_attn_idxs": attended, **plain, **_layers(_CONV).write(model)}
 
 
 LFM2 = like_llama(
