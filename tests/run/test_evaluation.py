@@ -35,7 +35,7 @@ def test_an_evaluation_of_several_batches_copies_the_weights_once():
     with mock.patch.object(evaluation, "eval_step", note):
         loss = mean_loss(state, batches)
         assert len({id(one) for one in evaluated}) == 1
-        assert evaluated[0].current_copies
+        assert evaluated[0].current_replicas
         mean_loss(state, batches[:1])
     assert evaluated[-1] is state
     np.testing.assert_allclose(loss, np.mean(expected), rtol=1e-6)
@@ -52,7 +52,7 @@ def test_a_batch_without_tokens_counts_nothing():
 def test_without_room_there_is_no_copy():
     state = create(2, 2)
     with mock.patch.object(evaluation, "free_memory", return_value=1):
-        assert evaluation.for_several_passes(state).current_copies
+        assert evaluation.for_several_passes(state).current_replicas
         assert evaluation.for_several_passes(state, reserved=1 << 20) is state
     one = create(1, 4)
     assert evaluation.for_several_passes(one) is one
