@@ -12,14 +12,13 @@ WRITTEN = [*(page for page in PAGES if page.name != "CHANGELOG.md"), ROOT / "pal
 MOST_WORDS = 60_000
 # The counts reached; lower a bound when you lower its count.
 MOST_IN_SOURCES = Counter({
-    "long": 182,
-    "those of": 130,
-    "of which": 59,
-    "that of": 47,
-    "of its own": 43,
-    "of what": 34,
-    "but for": 5,
-    "anew": 3,
+    "long": 46,
+    "those of": 3,
+    "of its own": 2,
+    "that of": 2,
+    "of which": 1,
+    "of what": 1,
+    "but for": 1,
 })  # fmt: skip
 _PATH = re.compile(
     r"`((?:zerojax|pallas_kernels|scripts|tests|configs|docs)/[\w./-]+\.(?:py|sh|toml|json|yaml|md))\b"
