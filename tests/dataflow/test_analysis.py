@@ -19,8 +19,10 @@ NUMBERS = np.arange(3.0, dtype=np.float32)
 class Sources(Analysis[frozenset[int], Counter[str]]):
     """The numbers of the arguments that a value depends on, and how often each primitive runs at most."""
 
+    nothing = frozenset()
+
     def __init__(self) -> None:
-        super().__init__(nothing=frozenset(), state=Counter())
+        super().__init__(state=Counter())
         self.conditions: list[frozenset[int]] = []
 
     def join(self, values: Iterable[frozenset[int]]) -> frozenset[int]:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Num, PyTree
 
 from zerojax.adapters.adapter import call_gathered
 from zerojax.adapters.nnx_creation import leaves_of
-from zerojax.dataflow.origins import changed
+from zerojax.dataflow.analysis import changed
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.sharded import assigned, is_sharded
 from zerojax.schedule.unit import Arrays

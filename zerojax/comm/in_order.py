@@ -20,8 +20,7 @@ from jax.extend import core, source_info_util
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from zerojax.dataflow.interpret import interpret, rewritten
-from zerojax.dataflow.programs import called
+from zerojax.dataflow.programs import called, interpret, rewritten
 from zerojax.sharding.mesh import AXES, on_cpus
 
 type Atom = core.Var | core.Literal

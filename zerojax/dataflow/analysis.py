@@ -4,8 +4,11 @@ from collections.abc import Iterable, Sequence
 
 from jax.extend import core
 
-from zerojax.dataflow.interpret import interpret
-from zerojax.dataflow.programs import inner_of
+from zerojax.dataflow.programs import inner_of, interpret
+
+_WHOLE = ("broadcast_in_dim", "copy", "optimization_barrier", "reshape", "rev", "squeeze", "transpose")
+MOVES = frozenset((*_WHOLE, "dynamic_slice", "gather", "slice"))
+"""Primitives that only move data: vmapped, scanned and rematerialised modules apply them to their weights."""
 
 
 class Analysis[T, S]:
@@ -18,8 +21,10 @@ class Analysis[T, S]:
         state: what the equations so far have added up to.
     """
 
-    def __init__(self, nothing: T, state: S) -> None:
-        self.nothing, self.state = nothing, state
+    nothing: T
+
+    def __init__(self, state: S) -> None:
+        self.state = state
 
     def join(self, values: Iterable[T]) -> T:
         """The abstract value of something that may be any of these."""
@@ -66,6 +71,8 @@ class Analysis[T, S]:
 
     def _one_of(self, programs: Sequence[core.Jaxpr], args: list[T]) -> list[T]:
         """The results of whichever program runs."""
+        if len(programs) == 1:
+            return self.follow(programs[0], args)
         results, states, before = [], [], self.state
         for program in programs:
             self.state = before
@@ -73,3 +80,27 @@ class Analysis[T, S]:
             states.append(self.state)
         self.state = self.merged(states)
         return [self.join(each) for each in zip(*results, strict=True)]
+
+
+class _Origins(Analysis[int, None]):
+    """For each value the number of the argument that it is, moved or passed on; -1 if it was computed."""
+
+    nothing = -1
+
+    def join(self, values: Iterable[int]) -> int:
+        first, *others = set(values)
+        return -1 if others else first
+
+    def step(self, equation: core.JaxprEqn, given: list[int]) -> list[int]:
+        count = len(equation.outvars)
+        return given[:count] if equation.primitive.name in MOVES else [-1] * count
+
+
+def changed[T](jaxpr: core.Jaxpr, entered: Sequence[T], left: Sequence[T]) -> list[T]:
+    """The names of results that are not just the argument of the same name, moved or passed on.
+
+    ``entered`` names the first arguments, ``left`` the last results.
+    """
+    sources = _Origins(None).follow(jaxpr, range(len(jaxpr.invars)))[len(jaxpr.outvars) - len(left) :]
+    names = dict(enumerate(entered))
+    return [name for name, source in zip(left, sources, strict=True) if names.get(source) != name]

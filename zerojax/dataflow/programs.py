@@ -1,10 +1,13 @@
-"""The programs (jaxprs) in equations: what each is given, and what becomes of its results."""
+"""Programs (jaxprs): how they are interpreted, and what equations do with the programs in them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jax.extend import core
+import jax
+import numpy as np
+from jax.extend import core, source_info_util
 from jax.extend.core import primitives
+from jaxtyping import Array
 
 _CALLS = frozenset({primitives.closed_call_p.name, "jit"})
 _WITH_RULE = frozenset({"custom_jvp_call", "custom_vjp_call"})
@@ -36,26 +39,17 @@ def inner_of(equation: core.JaxprEqn) -> Inner | None:
             carried = slice(params["body_nconsts"], None)
             return Inner([params["body_jaxpr"]], params["cond_nconsts"], carried, params["cond_jaxpr"])
         case "scan":
-            return Inner([params["jaxpr"]], carried=_carried(params))
+            constants, carry, _ = (len(list(part)) for part in params["ft_in"].unpack())
+            return Inner([params["jaxpr"]], carried=slice(constants, constants + carry))
     programs = list(core.jaxprs_in_params(params))
     return Inner(programs) if len(programs) == 1 and _is_call(equation, programs[0]) else None
 
 
-def _carried(scan: Mapping[str, Any]) -> slice:
-    if "num_carry" in scan:  # JAX 0.11.0
-        return slice(scan["num_consts"], scan["num_consts"] + scan["num_carry"])
-    constants, carry, _ = (len(list(part)) for part in scan["ft_in"].unpack())
-    return slice(constants, constants + carry)
-
-
 def _is_call(equation: core.JaxprEqn, jaxpr: core.Jaxpr) -> bool:
     """Whether a program has the arguments and results of its equation, unlike a reduction's or a kernel's."""
-
-    def shapes(atoms: Sequence[core.Var | core.Literal]) -> list[object]:
-        return [getattr(atom.aval, "shape", None) for atom in atoms]
-
-    pairs = ((equation.invars, jaxpr.invars), (equation.outvars, jaxpr.outvars))
-    return all(shapes(own) == shapes(theirs) for own, theirs in pairs)
+    own, theirs = [*equation.invars, *equation.outvars], [*jaxpr.invars, *jaxpr.outvars]
+    shapes = [[getattr(atom.aval, "shape", None) for atom in atoms] for atoms in (own, theirs)]
+    return len(equation.invars) == len(jaxpr.invars) and shapes[0] == shapes[1]
 
 
 def called(equation: core.JaxprEqn, *, with_rule: bool = False) -> core.Jaxpr | None:
@@ -73,3 +67,72 @@ def equations_within(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
         yield equation
         for inner in core.jaxprs_in_params(equation.params):
             yield from equations_within(inner)
+
+
+def interpret[T](
+    jaxpr: core.Jaxpr,
+    args: Iterable[T],
+    run: Callable[[core.JaxprEqn, list[T]], Sequence[T]],
+    literal: Callable[[core.Literal], Any] = lambda literal: literal,
+) -> list[T]:
+    """The results of a program whose equations have the results ``run(equation, operands)``.
+
+    ``args`` begin with the program's constants.
+    """
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
+
+    def read(atom: core.Var | core.Literal) -> T:
+        return literal(atom) if isinstance(atom, core.Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        results = run(equation, [read(atom) for atom in equation.invars])
+        values.update(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def evaluate[T](
+    jaxpr: core.Jaxpr, args: Sequence[T], run: Callable[[core.JaxprEqn, list[T]], Sequence[T]]
+) -> list[T]:
+    """Evaluate a program on arrays, or on objects in their place, in the name scopes of its equations."""
+
+    def named(equation: core.JaxprEqn, given: list[T]) -> Sequence[T]:
+        info = equation.source_info
+        stack = source_info_util.current_name_stack() + info.name_stack
+        with source_info_util.user_context(info.traceback, name_stack=stack):
+            return run(equation, given)
+
+    return interpret(jaxpr, [*jaxpr.consts, *args], named, _with_dtype)
+
+
+def _with_dtype(literal: core.Literal) -> Any:
+    """The value of a literal. Jaxprs have Python's bools, which have no dtype."""
+    return np.bool_(literal.val) if isinstance(literal.val, bool) else literal.val
+
+
+def as_it_is(equation: core.JaxprEqn, given: Sequence[Array]) -> Sequence[Array]:
+    """Evaluate one equation unchanged."""
+    primitive = equation.primitive
+    with equation.ctx.manager:
+        results = primitive.bind(*given, **primitive.get_bind_params(equation.params))
+    return results if primitive.multiple_results else [results]
+
+
+def rewritten[*Args, T](
+    function: Callable[[*Args], T], rewrite: Callable[[core.Jaxpr], core.Jaxpr]
+) -> Callable[[*Args], T]:
+    """The function with another program: ``rewrite`` is given the one that it traces to.
+
+    JAX copies the new program's equations into the trace. Evaluating them would take as long as tracing.
+    """
+
+    def run(*args: *Args) -> T:
+        outer, shapes = jax.make_jaxpr(jax.jit(function), return_shape=True)(*args)
+
+        def call(equation: core.JaxprEqn, given: list[Array]) -> Sequence[Array]:
+            params = equation.params
+            params = params | {"jaxpr": rewrite(params["jaxpr"]), "inline": jax.Inline.JAX_EARLY}
+            return as_it_is(equation.replace(params=params), given)
+
+        return jax.tree.unflatten(jax.tree.structure(shapes), evaluate(outer, jax.tree.leaves(args), call))
+
+    return run

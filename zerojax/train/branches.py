@@ -47,12 +47,14 @@ class Branches(Analysis[Axes, None]):
             put together.
     """
 
+    nothing = _NONE
+
     def __init__(self, mesh: Axes, backward: Axes) -> None:
         """``mesh`` has the axes of more than one device, and ``ROW`` if devices share rows.
 
         ``backward`` has the axes over which the backward pass of a unit communicates. It is not traced.
         """
-        super().__init__(nothing=_NONE, state=None)
+        super().__init__(state=None)
         self._mesh, self._backward = mesh, backward
         self.mixed: set[str] = set()
 

@@ -18,8 +18,7 @@ import jax
 from jax.extend import core
 
 from zerojax import schedule
-from zerojax.dataflow.analysis import Analysis
-from zerojax.dataflow.origins import MOVES, changed
+from zerojax.dataflow.analysis import MOVES, Analysis, changed
 from zerojax.dataflow.programs import equations_within
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.layer_update import LayerState
@@ -45,7 +44,7 @@ def refuse_reads(jaxpr: core.Jaxpr, weights: Mapping[Path, Any]) -> None:
     names += [None] * (len(jaxpr.invars) - len(names))
     if any(map(_of_forward_mode, equations_within(jaxpr))):
         raise ConfigurationError(FORWARD_MODE)
-    for name in _Names().follow(jaxpr, names):
+    for name in _Names(Counter()).follow(jaxpr, names):
         if name is not None:
             raise ConfigurationError(f"{read_outside(name)} It was returned by the loss function.")
 
@@ -66,7 +65,7 @@ def refuse_calls(jaxpr: core.Jaxpr, weights: Mapping[Path, Any], stacks: Mapping
     followed = {id(sink.squares): stack for stack, sink in sinks.items() if isinstance(sink, LayerState)}
     names: list[str | None] = [followed.get(id(x)) for x in jax.tree.leaves(weights)]
     names += [None] * (len(jaxpr.invars) - len(names))
-    analysis = _Names()
+    analysis = _Names(Counter())
     analysis.follow(jaxpr, names)
     for stack in stacks.values():
         if not analysis.state[stack]:
@@ -107,8 +106,7 @@ def _of_forward_mode(equation: core.JaxprEqn) -> bool:
 class _Names(Analysis[str | None, Counter[str]]):
     """For each value the name of the weight that it belongs to, or None; and how often units read which."""
 
-    def __init__(self) -> None:
-        super().__init__(nothing=None, state=Counter())
+    nothing = None
 
     def join(self, values: Iterable[str | None]) -> str | None:
         return next(filter(None, values), None)

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from zerojax.dataflow.interpret import as_it_is, evaluate, rewritten
-from zerojax.dataflow.programs import called, equations_within
+from zerojax.dataflow.programs import as_it_is, called, equations_within, evaluate, rewritten
 
 X = np.arange(1.0, 4.0, dtype=np.float32)
 
