@@ -5,7 +5,7 @@ import pytest
 from flax import nnx
 
 from zerojax.models import GPTConfig
-from zerojax.models.norms import rms_norm
+from zerojax.models.block import rms_norm
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])

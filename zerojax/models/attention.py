@@ -14,8 +14,16 @@ from zerojax.formatting import size
 from zerojax.log import warn
 from zerojax.models import flash_attention
 from zerojax.models.config import AttentionKernel
-from zerojax.models.flash_attention import ATTENTION_NAME, Documents, Options, Segments, begins
-from zerojax.models.sinks import Sinks, gradient_of_sinks, with_sinks
+from zerojax.models.flash_attention import (
+    ATTENTION_NAME,
+    Documents,
+    Options,
+    Segments,
+    Sinks,
+    begins,
+    gradient_of_sinks,
+    with_sinks,
+)
 
 FLASH_MAX_HEAD_DIM = 128
 """The widest head that cuDNN's flash attention and FlashAttention-4 support on every GPU since Ampere."""

@@ -18,7 +18,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float, Int
 
 from zerojax.errors import ConfigurationError
-from zerojax.models.sinks import Sinks, gradient_of_sinks, with_sinks
 
 ATTENTION_NAME = "attention"
 """The ``checkpoint_name`` of attention's output, and of its residuals other than q, k and v."""
@@ -27,6 +26,15 @@ PACKAGE = "fa4-jax"
 
 _BACKEND = "cute"
 """fa4-jax's kernels; its "reference" is plain JAX."""
+
+Sinks = Float[Array, " heads"]
+"""Attention sinks (Xiao et al., 2023): a learned score in each head's softmax, without a value (gpt-oss).
+
+No flash attention kernel needs to know them. A sink increases the scores' log-sum-exp, and scales the output
+by the same factor as all probabilities. Backward kernels read only these two. They compute probabilities as
+exp(score - log-sum-exp), and a score's gradient as its probability times the difference that its value makes
+to sum(gradient x output).
+"""
 
 Segments = Int[Array, "batch time"]
 """The document of each position, for rows that hold several documents."""
@@ -90,6 +98,27 @@ def _offsets(numbers: Segments, wanted: Int[Array, " documents"]) -> Int[Array, 
     """Where each wanted document begins; the number of positions for one that does not exist."""
     # This is one fused kernel; jnp.nonzero would need several.
     return jnp.searchsorted(numbers.reshape(-1), wanted, method="scan_unrolled").astype(jnp.int32)
+
+
+def with_sinks(
+    out: Float[Array, "*tokens heads dim"], lse: Float[Array, "*tokens heads"], sinks: Sinks
+) -> tuple[Float[Array, "*tokens heads dim"], Float[Array, "*tokens heads"]]:
+    """Attention's output and log-sum-exp after adding one more score to each head's softmax."""
+    sinks = sinks.astype(jnp.float32)
+    kept = jax.nn.sigmoid(lse - sinks)[..., None]
+    return (out * kept).astype(out.dtype), jnp.logaddexp(lse, sinks)
+
+
+def gradient_of_sinks(
+    out: Float[Array, "*tokens heads dim"],
+    lse: Float[Array, "*tokens heads"],
+    sinks: Sinks,
+    gradient: Float[Array, "*tokens heads dim"],
+) -> Sinks:
+    """The gradient of the sinks, from ``with_sinks``' results and the gradient of its output."""
+    taken = jnp.exp(sinks.astype(jnp.float32) - lse)
+    towards = (out.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(-1)
+    return -(taken * towards).reshape(-1, sinks.shape[0]).sum(0).astype(sinks.dtype)
 
 
 def generation() -> int:

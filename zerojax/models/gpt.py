@@ -21,11 +21,10 @@ from zerojax.errors import ConfigurationError
 from zerojax.experts import RouterStats
 from zerojax.matmul.late_zeros import zeros_after
 from zerojax.models.attention import segment_lengths, segment_positions
-from zerojax.models.block import Block, Hidden, Routed, Stream, dropout_mask, dropped
+from zerojax.models.block import Block, Hidden, Routed, Stream, dropout_mask, dropped, residual_norm
 from zerojax.models.config import GPTConfig
 from zerojax.models.flash_attention import Segments, document_offsets
 from zerojax.models.kv_cache import KVCache
-from zerojax.models.norms import residual_norm
 from zerojax.models.rope import Rope, rope_kinds, rope_of
 from zerojax.models.shared_rows import whole_rows
 from zerojax.schedule.breadth_first import with_batching_rule

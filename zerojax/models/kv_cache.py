@@ -14,8 +14,8 @@ from jaxtyping import Float, Int
 from pallas_kernels import attend_cache
 from zerojax.models.attention import Windowed, attention_and_lse, causal_attention, fastest, joined
 from zerojax.models.config import GPTConfig
+from zerojax.models.flash_attention import Sinks, with_sinks
 from zerojax.models.latent import LatentHeads
-from zerojax.models.sinks import Sinks, with_sinks
 
 Positions = Int[Array, "batch time"]
 _BLOCK = 512

@@ -1,7 +1,7 @@
-"""Layers that keep a state of fixed size in place of keys and values: linear attention and convolutions.
+"""Layers with a state of fixed size in place of keys and values: linear attention and convolutions.
 
-They have the interface of ``zerojax.models.block.Attention``: ``project`` and ``join`` are of each token
-alone, ``mix`` is of whole rows, and ``decode`` is of new tokens and the cache.
+They have the interface of ``zerojax.models.block.Attention``. ``project`` and ``join`` treat each token alone,
+``mix`` takes whole rows, and ``decode`` takes new tokens and the cache.
 """
 
 from typing import Any, NamedTuple
@@ -25,11 +25,11 @@ Projected = tuple[Array, ...]
 
 
 class Before(NamedTuple):
-    """What comes before new tokens.
+    """The layer's memory of earlier tokens, when new tokens arrive.
 
     Attributes:
-        inputs: of the convolution.
-        state: of the gated delta rule, if the layer has one.
+        inputs: the convolution's last inputs.
+        state: the state of the gated delta rule, if the layer has one.
         valid: which of the new tokens are no padding.
     """
 
@@ -39,7 +39,7 @@ class Before(NamedTuple):
 
 
 class _Recurrent(nnx.Module):
-    """What recurrent layers share. The first array that ``project`` returns is the convolution's input."""
+    """Common parts of recurrent layers. The first array that ``project`` returns is the convolution's input."""
 
     def __init__(self, config: GPTConfig, linear: Any, out: Any, rngs: nnx.Rngs):
         c = self.config = config
@@ -50,7 +50,7 @@ class _Recurrent(nnx.Module):
         self.out = out(c.recurrent_values, c.d_model)
 
     def project(self, x: Hidden, rope: object = None, kind: object = None) -> Projected:
-        """The convolution's input, and the gates; by token."""
+        """The convolution's input and the gates of each token."""
         raise NotImplementedError
 
     def mixed(self, projected: Projected, numbers: Array | None, before: Before | None) -> tuple[Array, Any]:
@@ -58,11 +58,7 @@ class _Recurrent(nnx.Module):
         raise NotImplementedError
 
     def mix(self, projected: Projected, documents: Documents | None = None, windowed: object = True) -> Array:
-        """The output of whole rows, before its projection.
-
-        Raises:
-            ConfigurationError: several devices share a row.
-        """
+        """The output of whole rows, before its projection; devices cannot share a row."""
         del windowed
         if devices_a_row() > 1:
             raise ConfigurationError(
@@ -74,9 +70,9 @@ class _Recurrent(nnx.Module):
     def decode(
         self, x: Hidden, positions: Positions, end: Int[Array, " batch"], cache: KVCache, layer: Any
     ) -> tuple[Array, KVCache]:
-        """The output of new tokens before its projection, and the cache with what the layer keeps of them.
+        """The output of new tokens before its projection, and the cache after them.
 
-        A row that begins at position 0 does not see what the cache had in its place.
+        A row that begins at position 0 ignores the cache's earlier content.
         """
         held: Recurrence = jax.tree.map(lambda x: x[layer], cache.recurrence)
         fresh = positions[:, 0] == 0
@@ -96,7 +92,7 @@ class _Recurrent(nnx.Module):
         return projected[0]
 
     def join(self, heads: Array) -> Hidden:
-        """The output projection."""
+        """Apply the output projection."""
         return self.out(heads.reshape(*heads.shape[:2], -1))
 
     def _conv(self, x: Array, numbers: Array | None, before: Before | None) -> Array:
@@ -107,8 +103,8 @@ class _Recurrent(nnx.Module):
 class GatedDelta(_Recurrent):
     """Linear attention by the gated delta rule (Gated DeltaNet, Yang and others, 2024).
 
-    ``inputs`` makes query | key | value of all heads, which a short convolution mixes; ``gate`` is that of
-    the output, ``beta`` how far a token moves the state, and ``decay`` how fast this decays.
+    ``inputs`` projects to query | key | value of all heads, which a short convolution mixes. ``gate`` scales the
+    output, ``beta`` is how far a token moves the state, and ``decay`` how fast the state decays.
     """
 
     def __init__(self, config: GPTConfig, *, linear: Any, out: Any, rngs: nnx.Rngs):

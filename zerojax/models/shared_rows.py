@@ -20,8 +20,7 @@ from zerojax.adapters.loss import ATTENDED, EXCHANGE, IN_ORDER, WHOLE_ROWS, axis
 from zerojax.errors import ConfigurationError
 from zerojax.models.attention import Windowed, causal_attention, full_attention
 from zerojax.models.config import AttentionKernel
-from zerojax.models.flash_attention import Documents, Segments, document_offsets
-from zerojax.models.sinks import Sinks
+from zerojax.models.flash_attention import Documents, Segments, Sinks, document_offsets
 from zerojax.sharding.mesh import LOCAL
 
 Heads = Float[Array, "batch time heads dim"]

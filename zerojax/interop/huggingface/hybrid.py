@@ -1,7 +1,7 @@
 """Families with recurrent layers in place of attention in most layers.
 
 - Qwen3-Next and Qwen3.5: three layers of linear attention (Gated DeltaNet), then one of attention, whose
-  output has a gate. The norms multiply by 1 + weight, but not those of linear attention. In Qwen3-Next the
+  output has a gate. Norms multiply by 1 + weight, except for linear attention's norms. In Qwen3-Next the
   projections of linear attention are two tensors, in which the heads of queries and keys follow each other.
 - LFM2: short convolutions between two gates, whose projections are one tensor.
 """

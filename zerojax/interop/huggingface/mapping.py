@@ -355,8 +355,8 @@ def place_at(path: Path, layer: int | None, order: Sequence[int]) -> Place:
     first, *rest = path
     if first != "blocks":
         return "/".join(path), layer
-    # ("blocks", "block", ...) in a stack of one kind, ("blocks", "3", "block", ...) in the stack of the kind
-    # that layer 3 is the first of, ("blocks", "3", ...) in a list
+    # ("blocks", "block", ...) in the only stack; ("blocks", "3", "block", ...) in the stack of a kind whose
+    # first layer is 3; ("blocks", "3", ...) in a list.
     number, *rest = rest
     if number == "block":
         return "/".join(("block", *rest)), layer or 0
