@@ -1,7 +1,7 @@
 """Layers with a state of fixed size in place of keys and values: linear attention and convolutions.
 
-They have the interface of ``zerojax.models.block.Attention``. ``project`` and ``join`` treat each token alone,
-``mix`` takes whole rows, and ``decode`` takes new tokens and the cache.
+They have the interface of ``zerojax.models.block.Attention``. ``project`` and ``join`` treat each token
+alone, ``mix`` takes whole rows, and ``decode`` takes new tokens and the cache.
 """
 
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ class Before(NamedTuple):
 
 
 class _Recurrent(nnx.Module):
-    """Common parts of recurrent layers. The first array that ``project`` returns is the convolution's input."""
+    """Common parts of recurrent layers. ``project`` returns the convolution's input first."""
 
     def __init__(self, config: GPTConfig, linear: Any, out: Any, rngs: nnx.Rngs):
         c = self.config = config
@@ -103,8 +103,8 @@ class _Recurrent(nnx.Module):
 class GatedDelta(_Recurrent):
     """Linear attention by the gated delta rule (Gated DeltaNet, Yang and others, 2024).
 
-    ``inputs`` projects to query | key | value of all heads, which a short convolution mixes. ``gate`` scales the
-    output, ``beta`` is how far a token moves the state, and ``decay`` how fast the state decays.
+    ``inputs`` projects to query | key | value of all heads, which a short convolution mixes. ``gate`` scales
+    the output, ``beta`` is how far a token moves the state, and ``decay`` how fast the state decays.
     """
 
     def __init__(self, config: GPTConfig, *, linear: Any, out: Any, rngs: nnx.Rngs):
