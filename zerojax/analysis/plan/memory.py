@@ -163,7 +163,7 @@ def _held_bytes(spec: TrainSpec, count: Callable[[PyTree], int]) -> dict[str, in
         "optimizer": state["opt_state"],
         "encoded": state["encoded"],
         "frozen": state["frozen"],
-        "secondary": state["copies"],
+        "secondary": state["replicas"],
         "residual": state["residual"],
         "other": state["model_state"],
     }
