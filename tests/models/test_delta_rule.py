@@ -39,8 +39,10 @@ def by_token(given: dict[str, np.ndarray], numbers: np.ndarray) -> np.ndarray:
         for head in range(HEADS):
             own = head * KEY_HEADS // HEADS
             q, k = given["query"][row, :, own], given["key"][row, :, own]
-            rest = (given[name][row, :, head] for name in ("value", "log_decay", "beta"))
-            heads[row, :, head] = delta_rule_reference.gated_delta_rule(q, k, *rest, begins[row])
+            value, log_decay, beta = (given[name][row, :, head] for name in ("value", "log_decay", "beta"))
+            heads[row, :, head] = delta_rule_reference.gated_delta_rule(
+                q, k, value, log_decay, beta, begins[row]
+            )
     return heads
 
 

@@ -107,7 +107,7 @@ def test_a_step_is_that_of_plain_jax(config, mesh, options):
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
     def loss(params: nnx.State) -> jax.Array:
-        return lm_loss(nnx.merge(graph, params, rest), batch)[0]
+        return lm_loss(nnx.merge(graph, params, rest), jax.tree.map(jnp.asarray, batch))[0]
 
     gradients = nnx.to_pure_dict(jax.jit(jax.grad(loss))(params))
     state, _ = zerojax.train_step(state, batch)

@@ -100,7 +100,8 @@ def created(
     tx: Any = None,
     **options: Any,
 ) -> zerojax.TrainState:
-    zero = ZeroConfig(**{"compute_dtype": "float32"} | options)
+    given: dict[str, Any] = {"compute_dtype": "float32"} | options
+    zero = ZeroConfig(**given)
     return zerojax.TrainState.create(
         functools.partial(Mixed, blocks, layers),
         optax.sgd(0.1) if tx is None else tx,
