@@ -482,13 +482,20 @@ _COLUMNS = 32
 """Columns of a state that a program carries: 32 heads of 128 then fill a chip of 132 multiprocessors."""
 
 
+_KEYS = {80: (128, 128), 90: (256, 128), 100: (256, 128)}
+"""The widest keys that a chip's shared memory holds for a chunk, in bf16 and in fp32; elsewhere (128, 64).
+
+A chunk of keys of 128 in fp32 takes 120 KB. Hopper and B200 have 227 KB, A100 163, the chips of workstations
+99.
+"""
+
+
 def _carries(query: jax.Array, state: jax.Array) -> bool:
     """Whether the kernels that carry a state support these dtypes and sizes, which are those of tiles."""
-    sizes = query.shape[2], *state.shape[1:]
-    powers = all(16 <= size <= 256 and size & (size - 1) == 0 for size in sizes)
-    # A chunk in fp32 takes up to 120 KB of shared memory; chips of workstations have 99.
-    wide = query.dtype == jnp.float32 and compute_capability() in (80, 90, 100)
-    return powers and query.size > 0 and (wide or query.dtype == jnp.bfloat16)
+    tokens, (_, dim, width) = query.shape[2], state.shape
+    powers = all(16 <= size <= 256 and size & (size - 1) == 0 for size in (tokens, dim, width))
+    widest = _KEYS.get(compute_capability(), (128, 64))[query.dtype == jnp.float32]
+    return powers and query.size > 0 and query.dtype in _FLOATS and dim <= widest
 
 
 def unit_lower_inverse(system: jax.Array) -> jax.Array:
