@@ -62,8 +62,8 @@ class Weight:
         values: see this module. Arrays, ShapeDtypeStructs or PartitionSpecs.
         layout: where its elements live, and how they are encoded.
         level: where the values are now.
-        ready: whether the values at "primary" are already encoded as the next hop sends them. That is so for
-            trained weights whose master values are in host memory.
+        is_encoded: whether the values at "primary" are already encoded as the next hop sends them. That is so
+            for trained weights whose master values are in host memory.
         scale: fp32, one per layer, for a weight that fp8 products read: the factor that is applied before
             encoding. None for all others.
         gradient: at "full", beside fp8 codes: zeros that nothing reads, whose cotangent is the weight's
@@ -74,7 +74,7 @@ class Weight:
     layout: ParamLayout = field(metadata={"static": True})
     level: Level = field(metadata={"static": True})
     scale: Any = None
-    ready: bool = field(default=False, kw_only=True, metadata={"static": True})
+    is_encoded: bool = field(default=False, kw_only=True, metadata={"static": True})
     gradient: Any = None
 
     def reaches(self, level: Level) -> bool:
@@ -91,8 +91,8 @@ class Weight:
     def replace(self, values: Any, level: Level | None = None, gradient: Any = None) -> "Weight":
         """The same weight and scale with other values, perhaps at another level; ``gradient`` is not kept."""
         level = level or self.level
-        ready = self.ready and level == "primary"
-        return dataclasses.replace(self, values=values, level=level, gradient=gradient, ready=ready)
+        is_encoded = self.is_encoded and level == "primary"
+        return dataclasses.replace(self, values=values, level=level, gradient=gradient, is_encoded=is_encoded)
 
     def scaled(self) -> Float[Array, "*layers owned"]:
         """The master values, multiplied by the scale if there is one."""
@@ -100,13 +100,13 @@ class Weight:
 
     def encoded(self, codec: Codec) -> Payload:
         """The values at "primary" as one payload, for a node one shard after another."""
-        if self.ready or self.layout.frozen:
+        if self.is_encoded or self.layout.frozen:
             return to_device(self.values)
         return codec.encode(self.scaled().reshape(-1, self.layout.shard)).reshape(-1)
 
     def sent(self, replica: Payload | None = None) -> Payload:
         """The payload of the next hop; with delta's replica, the encoded difference from the owner's row."""
-        if self.ready or replica is None or not self.crosses_nodes:
+        if self.is_encoded or replica is None or not self.crosses_nodes:
             return self.encoded(self.layout.next_codec)
         row = lax.dynamic_index_in_dim(self._as_numbers(replica), lax.axis_index(NODE))
         return self.layout.weights.node.encode_delta(self.scaled()[None], row)[0]
@@ -179,10 +179,12 @@ def encode(weights: Weights, replicas: Payloads | None = None) -> Payloads:
         return tuple(map(Weight.sent, owned, replicas or (None,) * len(owned)))
 
 
-def cross_nodes(payloads: Payloads, *, delta: bool, own_stream: bool = False) -> Payloads:
+def cross_nodes(payloads: Payloads, *, delta: bool, separate_stream: bool = False) -> Payloads:
     """All-gather encoded weights over ``node``; the result holds the nodes' payloads one after another."""
     with jax.named_scope(_node_scope(delta=delta)):
-        return tuple(rows.reshape(-1) for rows in gather_together(payloads, NODE, own_stream=own_stream))
+        return tuple(
+            rows.reshape(-1) for rows in gather_together(payloads, NODE, separate_stream=separate_stream)
+        )
 
 
 def decode(weights: Weights, arrived: Payloads, replicas: Payloads | None = None) -> Weights:

@@ -15,13 +15,13 @@ SMALL, LARGE = 64, ALONE_BYTES // 4
 DOMAIN = "collective_communication_domain"
 
 
-def lowered(run: Any, axis: str, *, own_stream: bool, nodes: int = 2) -> str:
+def lowered(run: Any, axis: str, *, separate_stream: bool, nodes: int = 2) -> str:
     """The program that sends two large and three small parts, one of them of another dtype."""
     rows = () if run is gather_together else (2,)
     parts = [jnp.zeros((*rows, n), jnp.float32) for n in (LARGE, SMALL, LARGE, SMALL)]
     parts.append(jnp.zeros((*rows, SMALL), jnp.bfloat16))
     mapped = jax.shard_map(
-        functools.partial(run, axis=axis, own_stream=own_stream),
+        functools.partial(run, axis=axis, separate_stream=separate_stream),
         mesh=zerojax.make_mesh(nodes, 2),
         in_specs=jax.P(),
         out_specs=jax.P(),
@@ -38,16 +38,16 @@ def sizes(text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("axis", ["node", "local"])
-@pytest.mark.parametrize("own_stream", [False, True])
-def test_large_parts_are_gathered_alone(axis, own_stream):
-    text = lowered(gather_together, axis, own_stream=own_stream)
+@pytest.mark.parametrize("separate_stream", [False, True])
+def test_large_parts_are_gathered_alone(axis, separate_stream):
+    text = lowered(gather_together, axis, separate_stream=separate_stream)
     assert sizes(text) == [2 * 4 * SMALL + 2 * SMALL, 4 * LARGE, 4 * LARGE]
-    assert text.count(DOMAIN) == (3 if own_stream and axis == "node" else 0)
+    assert text.count(DOMAIN) == (3 if separate_stream and axis == "node" else 0)
 
 
 @pytest.mark.parametrize("axis", ["node", "local"])
 def test_large_parts_are_exchanged_alone(axis):
-    text = lowered(exchange_together, axis, own_stream=False)
+    text = lowered(exchange_together, axis, separate_stream=False)
     assert sizes(text) == [2 * (2 * 4 * SMALL + 2 * SMALL), 2 * 4 * LARGE, 2 * 4 * LARGE]
     assert DOMAIN not in text
 
@@ -55,7 +55,7 @@ def test_large_parts_are_exchanged_alone(axis):
 @pytest.mark.parametrize("axis", ["node", "local"])
 def test_what_has_a_stream_of_its_own_is_exchanged_at_once(axis):
     """XLA lets no two collectives of the same devices run at once where another stream is at work."""
-    text = lowered(exchange_together, axis, own_stream=True)
+    text = lowered(exchange_together, axis, separate_stream=True)
     assert sizes(text) == [2 * (2 * 4 * LARGE + 2 * 4 * SMALL + 2 * SMALL)]
     assert text.count(DOMAIN) == (1 if axis == "node" else 0)
-    assert len(sizes(lowered(exchange_together, "local", own_stream=True, nodes=1))) == 3
+    assert len(sizes(lowered(exchange_together, "local", separate_stream=True, nodes=1))) == 3

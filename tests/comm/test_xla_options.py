@@ -50,7 +50,7 @@ def test_communicators_are_kept_apart_unless_somebody_said_otherwise(cuda_mesh, 
 
 
 @pytest.mark.parametrize(
-    ("preset", "fields", "own_stream"),
+    ("preset", "fields", "separate_stream"),
     [
         ("zero3", {}, False),  # backward, weights and gradients cross nodes
         ("zero3", {"hpz": True}, False),  # gradients would be joined at full size
@@ -62,5 +62,5 @@ def test_communicators_are_kept_apart_unless_somebody_said_otherwise(cuda_mesh, 
         ("delta", {"accumulate": 8, "accumulate_order": "breadth"}, True),
     ],
 )
-def test_where_hops_between_nodes_have_a_stream_of_their_own(preset, fields, own_stream):
-    assert ShardingStrategy.of(zerojax.ZeroConfig.preset(preset, **fields)).own_stream is own_stream
+def test_where_hops_between_nodes_have_a_stream_of_their_own(preset, fields, separate_stream):
+    assert ShardingStrategy.of(zerojax.ZeroConfig.preset(preset, **fields)).separate_stream is separate_stream

@@ -33,7 +33,7 @@ def test_where_weights_begin_and_gradients_end(zero, levels):
 
 
 @pytest.mark.parametrize(
-    ("preset", "zero", "own_stream"),
+    ("preset", "zero", "separate_stream"),
     [
         ("zero3", {}, False),
         ("zero++", {}, True),
@@ -45,5 +45,5 @@ def test_where_weights_begin_and_gradients_end(zero, levels):
     ],
     ids=str,
 )
-def test_hops_between_nodes_have_a_stream_of_their_own_where_each_pass_has_one(preset, zero, own_stream):
-    assert ShardingStrategy.of(zerojax.ZeroConfig.preset(preset, **zero)).own_stream == own_stream
+def test_hops_between_nodes_have_a_stream_of_their_own_where_each_pass_has_one(preset, zero, separate_stream):
+    assert ShardingStrategy.of(zerojax.ZeroConfig.preset(preset, **zero)).separate_stream == separate_stream

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Num
 
-from zerojax.comm.xla_options import on_own_stream
+from zerojax.comm.xla_options import on_separate_stream
 from zerojax.sharding.mesh import NODE
 from zerojax.sharding.wire_format import as_bytes, from_bytes
 
@@ -47,27 +47,29 @@ class Arrived:
         return [arrived[i] for i in range(len(arrived))]
 
 
-def gather_together(parts: Sequence[Num[Array, " m"]], axis: str, *, own_stream: bool = False) -> list[Rows]:
+def gather_together(
+    parts: Sequence[Num[Array, " m"]], axis: str, *, separate_stream: bool = False
+) -> list[Rows]:
     """All-gather ``parts`` over an axis; returns ``[extent, m]`` each.
 
     Small ones share a collective; large ones get one each, which XLA combines without a copy.
 
-    ``own_stream`` is as for ``exchange``.
+    ``separate_stream`` is as for ``exchange``.
     """
 
     def gather(wire: Array) -> Array:
-        with on_own_stream(own_stream and axis == NODE):
+        with on_separate_stream(separate_stream and axis == NODE):
             return lax.all_gather(wire, axis)
 
     return _across_together(parts, gather, ALONE_BYTES).split()
 
 
-def exchange_together(parts: Sequence[Rows], axis: Axis, *, own_stream: bool = False) -> list[Rows]:
+def exchange_together(parts: Sequence[Rows], axis: Axis, *, separate_stream: bool = False) -> list[Rows]:
     """All-to-all of ``parts`` over an axis; row i of each goes to peer i. Arguments as ``exchange``."""
-    return exchange(parts, axis, own_stream=own_stream).split()
+    return exchange(parts, axis, separate_stream=separate_stream).split()
 
 
-def exchange(parts: Sequence[Rows], axis: Axis, *, own_stream: bool = False) -> Arrived:
+def exchange(parts: Sequence[Rows], axis: Axis, *, separate_stream: bool = False) -> Arrived:
     """``exchange_together`` for callers that split the arrived payloads later.
 
     Small payloads share a collective. Large ones get one each, because XLA does not combine all-to-alls.
@@ -75,16 +77,16 @@ def exchange(parts: Sequence[Rows], axis: Axis, *, own_stream: bool = False) -> 
     Args:
         parts: ``[extent, m]`` each.
         axis: the axis to exchange over.
-        own_stream: whether hops between nodes run on a separate stream, so that they and hops within a node
-            do not wait for each other. XLA then runs only one collective of the same devices at a time. So
-            with several nodes large parts are joined as well, at the cost of a copy.
+        separate_stream: whether hops between nodes run on a separate stream, so that they and hops within a
+            node do not wait for each other. XLA then runs only one collective of the same devices at a time.
+            So with several nodes large parts are joined as well, at the cost of a copy.
     """
 
     def collective(wire: Array) -> Array:
-        with on_own_stream(own_stream and axis == NODE):
+        with on_separate_stream(separate_stream and axis == NODE):
             return lax.all_to_all(wire, axis, split_axis=0, concat_axis=0, tiled=True)
 
-    alone = math.inf if own_stream and lax.axis_size(NODE) > 1 else ALONE_BYTES
+    alone = math.inf if separate_stream and lax.axis_size(NODE) > 1 else ALONE_BYTES
     return _across_together(parts, collective, alone)
 
 
@@ -95,15 +97,15 @@ def _across_together(parts: Sequence[Array], collective: Callable[[Array], Array
     bytes. Barriers keep the compiler from moving an encoding or a cast to the other side of the wire.
     """
     joined = [i for i, part in enumerate(parts) if part.nbytes < alone or len(parts) == 1]
-    apart = {i: _across(parts[i], collective) for i in set(range(len(parts))) - set(joined)}
+    separate = {i: _across(parts[i], collective) for i in set(range(len(parts))) - set(joined)}
     if not joined:
-        return Arrived(apart, (), ())
+        return Arrived(separate, (), ())
     small = [parts[i] for i in joined]
     if any(part.dtype != small[0].dtype for part in small):
         small = [as_bytes(part) for part in small]
     wire = _across(small[0] if len(small) == 1 else jnp.concatenate(small, -1), collective)
     lengths = tuple((i, part.shape[-1], parts[i].dtype) for i, part in zip(joined, small, strict=True))
-    return Arrived(apart, (wire,), lengths)
+    return Arrived(separate, (wire,), lengths)
 
 
 def _across(wire: Array, collective: Callable[[Array], Array]) -> Array:

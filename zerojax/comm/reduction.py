@@ -117,9 +117,9 @@ class GradientReduction:
         """
         axes = self.axes
         if hop == len(axes):
-            own_stream = self.strategy.own_stream
+            separate_stream = self.strategy.separate_stream
             with jax.named_scope(self._last_scope):
-                return tuple(self._gather_sums(chunk, own_stream=own_stream) for chunk in chunks)
+                return tuple(self._gather_sums(chunk, separate_stream=separate_stream) for chunk in chunks)
         if hop == len(axes) - 1:
             with jax.named_scope(self._last_scope):
                 arrived = tuple(self._exchanged(chunk, axes[hop]) for chunk in chunks)
@@ -138,7 +138,7 @@ class GradientReduction:
     @property
     def joins_hops(self) -> bool:
         """Whether the last two hops of different layers are to be sent by ``send_both``."""
-        return self.sends_sums and self.strategy.own_stream
+        return self.sends_sums and self.strategy.separate_stream
 
     def send_both(self, payload: Payload, sums: Payload, seed: Seed) -> tuple[Payload, Payload]:
         """Take two layers' gradients over the last two hops in one collective.
@@ -158,7 +158,7 @@ class GradientReduction:
         with jax.named_scope(self._last_scope):
             for_all = [x for x, leaf in self._each(encoded) if leaf.sums]
             rows = [jnp.broadcast_to(x, (self.world.nodes, x.size)) for x in for_all]
-            arrived = exchange_together([*chunk, *rows], NODE, own_stream=True)
+            arrived = exchange_together([*chunk, *rows], NODE, separate_stream=True)
         gathered = iter(arrived[len(chunk) :])
         every = tuple(next(gathered) if leaf.sums else x for x, leaf in self._each(encoded))
         return self._at_owners((tuple(arrived[: len(chunk)]),), seed), (every,)
@@ -286,10 +286,10 @@ class GradientReduction:
             for x, leaf in self._each(sums)
         )
 
-    def _gather_sums(self, sent: Values, *, own_stream: bool = False) -> Values:
+    def _gather_sums(self, sent: Values, *, separate_stream: bool = False) -> Values:
         """All-gather the payloads of ``_encode_sums``: one row from each node."""
         rows = [x.reshape(-1) for x, leaf in self._each(sent) if leaf.sums]
-        arrived = iter(gather_together(rows, NODE, own_stream=own_stream))
+        arrived = iter(gather_together(rows, NODE, separate_stream=separate_stream))
         return tuple(next(arrived) if leaf.sums else x for x, leaf in self._each(sent))
 
     def _decode_sums(self, arrived: Values, chunks: int) -> Values:
@@ -325,7 +325,7 @@ class GradientReduction:
     def _exchanged(self, chunk: Values, axis: str | tuple[str, ...]) -> Values:
         """All-to-all over an axis; arrays that do not cross it are returned unchanged."""
         sent = [rows for rows, leaf in self._each(chunk) if self._crosses(leaf, axis)]
-        arrived = iter(exchange_together(sent, axis, own_stream=self.strategy.own_stream))
+        arrived = iter(exchange_together(sent, axis, separate_stream=self.strategy.separate_stream))
         return tuple(next(arrived) if self._crosses(leaf, axis) else rows for rows, leaf in self._each(chunk))
 
     def _last_codec(self, leaf: ParamLayout) -> Codec:

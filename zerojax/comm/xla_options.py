@@ -100,7 +100,7 @@ def compiler_options(
     return (ONE_PROCESS_OPTIONS if alone else {}) | GPU_OPTIONS | more
 
 
-def on_own_stream(wanted: bool) -> AbstractContextManager[object]:
+def on_separate_stream(wanted: bool) -> AbstractContextManager[object]:
     """If ``wanted``, collectives created in this context run on a separate stream.
 
     On one stream a hop within a node waits for the hop between nodes before it, and the next hop between

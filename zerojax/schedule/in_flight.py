@@ -52,12 +52,12 @@ class WeightPrefetcher:
     Attributes:
         weights: for each kind, of all layers, stacked, each at its own level.
         step: 1 forward, to the last layer; -1 backward, to layer 0.
-        own_stream: see ``zerojax.comm.coalesced``.
+        separate_stream: see ``zerojax.comm.coalesced``.
     """
 
     weights: tuple[Weights, ...]
     step: Literal[1, -1]
-    own_stream: bool
+    separate_stream: bool
 
     @property
     def crosses(self) -> bool:
@@ -101,7 +101,9 @@ class WeightPrefetcher:
         return encode(place.of(self.weights), place.of(replicas))
 
     def _cross(self, payloads: Payloads, replicas: Replicas, place: Place) -> Payloads:
-        return cross_nodes(payloads, delta=replicas[place.kind] is not None, own_stream=self.own_stream)
+        return cross_nodes(
+            payloads, delta=replicas[place.kind] is not None, separate_stream=self.separate_stream
+        )
 
     def _receive(self, replicas: Replicas, arrived: Payloads, place: Place) -> tuple[Replicas, Weights]:
         """The replicas with this layer's refreshed, and this layer's secondary partitions."""
@@ -151,8 +153,8 @@ class GradientQueue:
     def stages(self) -> int:
         """The number of hops that are stages: all of them, or none if gradients do not cross nodes."""
         reduction = self.reductions[0]
-        apart = self.updates or reduction.strategy.reduces_between_nodes(reduction.world)
-        return max(each.hops for each in self.reductions) if apart else 0
+        staged = self.updates or reduction.strategy.reduces_between_nodes(reduction.world)
+        return max(each.hops for each in self.reductions) if staged else 0
 
     def enqueue(self, grads: Values, place: Place, behind: InFlight | None = None) -> InFlight:
         """Encode a layer's whole gradients and put them before the ones that ``advance`` returned."""

@@ -318,7 +318,7 @@ def _encoded(sinks: Sequence[LayerState], weights: Weights) -> Values:
 
 
 def _read_from(encoded: Values, weights: Weights) -> Weights:
-    read = [w.replace(x) if w.ready else w for w, x in zip(weights, encoded, strict=False)]
+    read = [w.replace(x) if w.is_encoded else w for w, x in zip(weights, encoded, strict=False)]
     return (*read, *weights[len(read) :])
 
 

@@ -267,7 +267,7 @@ def _forward(order: Order, runs: Sequence[_Run], args: ScanArgs) -> tuple[_Resul
     units, x, state, shared = args
     weights, replicas = tuple(unit.weights for unit in units), tuple(unit.replicas for unit in units)
     strategy, last = units[0].strategy, order.last
-    prefetcher = WeightPrefetcher(weights, step=1, own_stream=strategy.own_stream)
+    prefetcher = WeightPrefetcher(weights, step=1, separate_stream=strategy.separate_stream)
 
     def cut(residual: Pullback | None) -> Pullback | None:
         share = strategy.residuals_in_host

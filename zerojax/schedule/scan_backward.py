@@ -163,7 +163,7 @@ class _BackwardPass:
         )
         self.last = self.order.last
         self.some_frozen = any(w.layout.frozen for own in weights for w in own)
-        self.prefetcher = WeightPrefetcher(weights, step=-1, own_stream=strategy.own_stream)
+        self.prefetcher = WeightPrefetcher(weights, step=-1, separate_stream=strategy.separate_stream)
         self.queue = GradientQueue(
             tuple(map(reduction_of, [strategy] * len(weights), weights)),
             tuple(unit.seed for unit in args.units),

@@ -56,7 +56,7 @@ class ShardingStrategy:
         hops: collectives that sum a gradient over all devices. 2 send M bytes between nodes for each node. 1
             is a single all-to-all over both axes (the paper's Figure 3) and sends M for each device.
         chunks: pieces into which the owner's block is cut if there are two hops.
-        own_stream: whether hops between nodes, of weights too, run on a separate stream
+        separate_stream: whether hops between nodes, of weights too, run on a separate stream
             (``zerojax.comm.coalesced``).
         frozen: the level at which frozen weights are stored; "primary" only if trained weights start and are
             kept there.
@@ -78,7 +78,7 @@ class ShardingStrategy:
     remat: Remat
     hops: int = 2
     chunks: int = 1
-    own_stream: bool = False
+    separate_stream: bool = False
     frozen: Literal["primary", "secondary"] = "secondary"
     sums_in_pass: bool = False
     in_place: bool = False
@@ -106,7 +106,7 @@ class ShardingStrategy:
             remat=zero.remat,
             hops=zero.grads_hops,
             chunks=zero.chunks,
-            own_stream=_own_stream(zero, keep, grad_level),
+            separate_stream=_separate_stream(zero, keep, grad_level),
             frozen="primary" if zero.frozen_spread == "world" else "secondary",
             sums_in_pass=zero.stage == 3 and grad_level == "primary" and zero.passes == 1,
             residuals_in_host=zero.host_activations if "activations" in zero.host else 0.0,
@@ -152,7 +152,7 @@ class ShardingStrategy:
         return leaf.owned if self.sums_in_pass else leaf.shard
 
 
-def _own_stream(zero: ZeroConfig, keep: Level, grad_level: Level) -> bool:
+def _separate_stream(zero: ZeroConfig, keep: Level, grad_level: Level) -> bool:
     """Whether hops between nodes run on a separate stream from hops within a node.
 
     A separate stream needs one collective per hop. It is therefore off with chunks, with raw gradients

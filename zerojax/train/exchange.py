@@ -110,7 +110,7 @@ class Exchange:
         return update
 
     def finish(
-        self, state: TrainState, passed: Passed, after: Trained, taken: Bool[Array, ""], told: Metrics
+        self, state: TrainState, passed: Passed, after: Trained, taken: Bool[Array, ""], figures: Metrics
     ) -> tuple[dict[str, Any], Metrics]:
         """The fields of the next state, and the metrics.
 
@@ -119,7 +119,7 @@ class Exchange:
             passed: the results of the passes.
             after: the results of the update.
             taken: whether it was made.
-            told: its metrics.
+            figures: its metrics.
         """
         fields = after._asdict() | {
             "model_state": unless_skipped(taken, passed.model_state, state.model_state),
@@ -127,4 +127,4 @@ class Exchange:
             "current_replicas": False,
             "residual": unless_skipped(taken, passed.residual, state.residual),
         }
-        return fields, passed.sums.means() | told
+        return fields, passed.sums.means() | figures

@@ -138,8 +138,8 @@ def abstract_replicas(spec: TrainSpec, *, frozen: bool = False) -> dict[Path, We
 
     Of the trained weights that it lacks and, with ``frozen``, of such frozen ones.
     """
-    apart = spec.frozen if frozen and spec.strategy.frozen == "primary" else ()
-    lacking = (leaf for leaf in (*spec.leaves, *apart) if not leaf.in_every_node)
+    spread = spec.frozen if frozen and spec.strategy.frozen == "primary" else ()
+    lacking = (leaf for leaf in (*spec.leaves, *spread) if not leaf.in_every_node)
     return {leaf.path: spec.stored(leaf, "secondary") for leaf in lacking}
 
 

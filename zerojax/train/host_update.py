@@ -4,7 +4,7 @@ While layer i is updated, the state of layer i + 1 comes to the device and the s
 (``zerojax.schedule.streaming``). Norms over the whole tree are computed before (``zerojax.optim.layerwise``).
 
 Passes read encoded weights, which stay on the device: each shard as its owner sends it next, encoded when the
-weight is updated (``Weight.ready``). With delta that is its difference from the node's replica.
+weight is updated (``Weight.is_encoded``). With delta that is its difference from the node's replica.
 """
 
 import dataclasses

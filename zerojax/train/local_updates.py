@@ -165,7 +165,7 @@ class _OnDevice:
             # One collective, because XLA runs only one at a time on the stream of the hops between nodes.
             # Values for all nodes are repeated in each row, which is as many bytes as an all-gather sends.
             for_all = [jnp.broadcast_to(x, (self._nodes, x.size)) for x in (*changes, report)]
-            return _Sent(exchange([*rows, *for_all], NODE, own_stream=True), lost or ())
+            return _Sent(exchange([*rows, *for_all], NODE, separate_stream=True), lost or ())
 
     def receive(self, pieces: _Pieces, sent: _Sent) -> tuple[_Pieces, Float32[Array, "nodes columns"]]:
         """Update the pieces from the arrived payloads; returns them, and the reports.
@@ -189,7 +189,7 @@ class _OnDevice:
         if not self._changes_later:
             changed, changes = params, self._encoded(params, pieces.known)
             if self._nodes > 1:
-                changes = cross_nodes(changes, delta=True, own_stream=True)
+                changes = cross_nodes(changes, delta=True, separate_stream=True)
         known = tuple(w.values for w in decode(self._weights(changed), changes, pieces.known))
         residual = self._without_padding(sent.residual, (LOCAL,))
         return pieces._replace(params=params, momentum=momentum, known=known, residual=residual), reports
@@ -384,7 +384,7 @@ class FragmentExchange(Exchange):
         return jax.vmap(update, spmd_axis_name=NODE)
 
     def finish(
-        self, state: TrainState, passed: Passed, after: Trained, taken: Bool[Array, ""], told: Metrics
+        self, state: TrainState, passed: Passed, after: Trained, taken: Bool[Array, ""], figures: Metrics
     ) -> tuple[dict[str, Any], Metrics]:
         """See ``Exchange``: mixes the outer weights into the nodes' own.
 
@@ -398,7 +398,7 @@ class FragmentExchange(Exchange):
                 f"the loss function's aux has {len(names)} scalars, and local updates (ZeroConfig.every) "
                 f"have room for {MAX_METRICS}: leave some out."
             )
-        report = _report(passed.sums, told, names)
+        report = _report(passed.sums, figures, names)
         weights, encoded = self._places.weights, specs_of(abstract_fields(spec)["encoded"])
         reports = _BY_NODE if self._beside_passes else REPLICATED
         run = on_mesh(
@@ -479,9 +479,9 @@ def _after_passes(own: Sums, grads: Blocks, sent: _Sent) -> tuple[Sums, _Sent]:
     """
     values, tree = jax.tree.flatten(own)
     ends = [grad.reshape(-1)[0] for grad in grads.values()]
-    told = jnp.stack([x.astype(jnp.float32) for x in (*values, *ends)])
-    sent, told = lax.optimization_barrier((sent, told))
-    return jax.tree.unflatten(tree, list(told[: len(values)])), sent
+    ends_after = jnp.stack([x.astype(jnp.float32) for x in (*values, *ends)])
+    sent, ends_after = lax.optimization_barrier((sent, ends_after))
+    return jax.tree.unflatten(tree, list(ends_after[: len(values)])), sent
 
 
 def _unless_broken(after: Array, before: Array) -> Array:

@@ -63,7 +63,7 @@ def with_scales(spec: TrainSpec, masters: ByPath, replicas: ByPath) -> tuple[ByP
     chosen = [leaf for leaf in spec.leaves if leaf.fp8 and leaf.path in masters]
     if not chosen:
         return masters, replicas
-    if all(masters[leaf.path].ready for leaf in chosen):
+    if all(masters[leaf.path].is_encoded for leaf in chosen):
         given = {leaf.path: masters[leaf.path].scale for leaf in chosen if leaf.path in replicas}
         return masters, replicas | {path: rescaled(replicas[path], scale) for path, scale in given.items()}
     own = [jnp.max(jnp.abs(masters[leaf.path].values), axis=-1).reshape(-1) for leaf in chosen]
@@ -144,8 +144,8 @@ def up_to_date(spec: TrainSpec, shards: Shards, *, later: Collection[Path] = ())
     """
     owned, replicas = shards.encoded or masters_of(spec, shards.params), shards.replicas
     if shards.current_replicas:
-        apart = {path: weight for path, weight in owned.items() if path not in replicas}
-        return owned | with_scales(spec, apart, {})[0], replicas
+        others = {path: weight for path, weight in owned.items() if path not in replicas}
+        return owned | with_scales(spec, others, {})[0], replicas
     owned, replicas = with_scales(spec, owned, replicas)
     return owned, refreshed(spec, owned, replicas, shards.step, later=later)
 
@@ -193,11 +193,11 @@ def pass_weights(spec: TrainSpec, shards: Shards, *, updating: Sequence[ParamGro
     units = (leaf.path for group in updating for leaf in group.leaves)
     later = frozenset(() if shards.current_replicas else shards.replicas.keys() & units)
     owned, replicas = up_to_date(spec, shards, later=later)
-    begun = {path: replica for path, replica in replicas.items() if path not in later}
-    if not begun:
-        begun = _whole(spec, shards, owned) if spec.strategy.source == "full" else {}
+    started = {path: replica for path, replica in replicas.items() if path not in later}
+    if not started:
+        started = _whole(spec, shards, owned) if spec.strategy.source == "full" else {}
     masters = masters_of(spec, shards.params)
-    return PassWeights(owned | from_tree(shards.frozen) | begun, masters, replicas, later)
+    return PassWeights(owned | from_tree(shards.frozen) | started, masters, replicas, later)
 
 
 def _whole(spec: TrainSpec, shards: Shards, owned: ByPath) -> ByPath:

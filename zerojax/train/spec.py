@@ -213,7 +213,7 @@ class TrainSpec:
             sharding = sharding.with_memory_kind(HOST)
         values = jax.ShapeDtypeStruct(shape, codec.dtype, sharding=sharding)
         scale = self.abstract(leaf.stack, jnp.float32) if leaf.fp8 else None
-        return Weight(values, leaf, "primary", scale, ready=True)
+        return Weight(values, leaf, "primary", scale, is_encoded=True)
 
     def stored(self, leaf: ParamLayout, level: Level) -> Weight:
         """The description of a weight that a state holds at a level, in the local hop's format."""
@@ -464,8 +464,8 @@ def lay_out(
         of_experts=p.of_experts,
     )
     layout = make()
-    apart = zero.stage == 3 and world.nodes > 1 and not zero.every and zero.matrix_spread == "node"
-    return make(in_every_node=True) if apart and not frozen and whole and whole(layout) else layout
+    in_every_node = zero.stage == 3 and world.nodes > 1 and not zero.every and zero.matrix_spread == "node"
+    return make(in_every_node=True) if in_every_node and not frozen and whole and whole(layout) else layout
 
 
 def _without_fp8(zero: ZeroConfig, p: Parameter) -> str | None:

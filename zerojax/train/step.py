@@ -316,8 +316,8 @@ def _train(state: TrainState, read: _Read, batch: Batch) -> tuple[TrainState, Me
     passed = _passes(exchange, state, batch, in_backward=bool(spec.updated_in_backward))
     update = exchange.on_each_node(functools.partial(updated, spec.training))
     before, done = exchange.before(state, passed), passed.updated or None
-    after, taken, told = update(before, passed.gradients, passed.sums, passed.replicas, done)
-    fields, metrics = exchange.finish(state, passed, after, taken, told)
+    after, taken, figures = update(before, passed.gradients, passed.sums, passed.replicas, done)
+    fields, metrics = exchange.finish(state, passed, after, taken, figures)
     return state.replace(step=state.step + 1, frozen={}, **fields), metrics
 
 
