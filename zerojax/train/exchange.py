@@ -16,9 +16,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, PyTree
 
 from zerojax.adapters import ModelState
-from zerojax.sharding.param_tree import from_tree
 from zerojax.train.batch import Batch
-from zerojax.train.blocks import Blocks, flat_blocks
+from zerojax.train.blocks import Blocks
 from zerojax.train.fields import Shards, abstract_replicas, shard_specs
 from zerojax.train.host_update import InBackward
 from zerojax.train.model_pass import Sums
@@ -85,11 +84,6 @@ class Exchange:
             ``shards`` as the passes read them, what ``arrive`` needs, and the batch.
         """
         return shards, own, batch
-
-    def residual(self, shards: Shards) -> Blocks:
-        """This device's part of the node hop's past encoding errors, flat; empty without error feedback."""
-        residual = from_tree(shards.residual)
-        return flat_blocks(residual, self.spec.leaves) if residual else {}
 
     def arrive(self, started: Any, gradients: Blocks, sums: Sums) -> tuple[Sums, Any]:
         """Await the exchange after the passes; returns the sums over this device's tokens, and what came."""

@@ -358,10 +358,6 @@ class FragmentExchange(Exchange):
         )
         return within, _Started(device, weights, outer, report, pieces, sent), batch
 
-    def residual(self, shards: Shards) -> Blocks:
-        """Empty: the residual belongs to the exchange of fragments, not to the passes."""
-        return {}
-
     def arrive(self, started: _Started, gradients: Blocks, sums: Sums) -> tuple[Sums, _Exchanged]:
         """See ``Exchange``."""
         device, own, outer, reports, pieces, sent = started

@@ -26,7 +26,7 @@ from zerojax.train import per_device
 from zerojax.train.backward_update import BackwardUpdate, OptimizerShards
 from zerojax.train.backward_update import specs as backward_specs
 from zerojax.train.batch import Batch, abstract_batch, batch_specs, place, places_arguments, rows_once
-from zerojax.train.blocks import stored_blocks
+from zerojax.train.blocks import flat_blocks, stored_blocks
 from zerojax.train.exchange import REPLICATED, Exchange, Metrics, Passed
 from zerojax.train.fields import Shards, abstract_fields, on_devices, shardings_of
 from zerojax.train.local_updates import FragmentExchange, reported, scalars_of
@@ -330,7 +330,8 @@ def _passes(exchange: Exchange, state: TrainState, batch: Batch, *, in_backward:
         seed, residual = shards.step_seed, from_tree(shards.residual)
         update = BackwardUpdate(spec, shards, optimizer) if isinstance(optimizer, OptimizerShards) else None
         grads, after, outcome = per_device.accumulate(training, shards, batch, update)
-        grads, kept = per_device.to_owners(training, grads, exchange.residual(shards), seed)
+        lost = flat_blocks(residual, training.leaves) if residual else {}
+        grads, kept = per_device.to_owners(training, grads, lost, seed)
         sums, exchanged = exchange.arrive(started, grads, outcome.sums)
         sums = per_device.over(training.world.axes, sums)
         grads = to_tree(stored_blocks(grads, [leaf for leaf in training.leaves if leaf.path in grads]))
