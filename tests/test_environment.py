@@ -31,7 +31,7 @@ sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *sys.arg
 
 
 def test_tests_are_collected_without_the_packages_for_docs_and_schema() -> None:
-    command = [sys.executable, "-c", WITHOUT, "tests/docs", "tests/run/config/test_schema.py"]
+    command = [sys.executable, "-c", WITHOUT, "tests/docs", "tests/cli/test_schema.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert "the extra zerojax[dev] is not installed" in done.stdout
