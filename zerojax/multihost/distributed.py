@@ -73,7 +73,7 @@ def joined(
     through JAX's detection. Without any of them the process runs alone.
 
     On hosts with GPUs XLA may use most of the host's free memory. The GPUs of the processes that a scheduler
-    has started there share it (``zerojax.sharding.memory``).
+    has started there share it (``zerojax.sharding.host_memory``).
 
     When the block ends, this process waits for the others to end theirs. When the block raises an error, this
     process reports it to the others and exits at once. It skips JAX's shutdown, which would wait for the
