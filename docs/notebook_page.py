@@ -43,6 +43,9 @@ with open("ran.json", "w") as file:
     json.dump(ran, file, default=str)
 """
 
+# Seconds. Beside the tests, at the lowest priority on two cores, a minute's work has taken more than five.
+_LIMIT = 1800
+
 
 def execute(path: Path, folder: Path, variables: dict[str, str]) -> list[dict[str, Any]]:
     """Run a notebook in a folder, and return what each of its code cells printed, displayed and drew.
@@ -52,7 +55,9 @@ def execute(path: Path, folder: Path, variables: dict[str, str]) -> list[dict[st
     """
     environment = variables | {"IPYTHONDIR": str(folder / "ipython"), "MPLBACKEND": "agg"}
     command = [sys.executable, "-c", _SHELL, str(path)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_LIMIT
+    )
     if done.returncode:
         raise RuntimeError(f"{path}: {done.stdout[-2000:]}{done.stderr[-4000:]}")
     return json.loads((folder / "ran.json").read_text())
