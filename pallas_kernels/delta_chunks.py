@@ -11,14 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import delta_chunks_reference
+from pallas_kernels.delta_chunks_reference import product
 from pallas_kernels.dispatch import dispatch
 
 _Residuals = tuple[tuple[jax.Array, ...], jax.Array]
 """The arguments of ``scan_chunks``, and the state before each chunk."""
-
-
-def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.matmul(a, b, preferred_element_type=jnp.float32)
 
 
 @jax.custom_vjp
@@ -99,13 +96,13 @@ def _scan_bwd(residuals: _Residuals, cotangents: tuple[jax.Array, jax.Array]) ->
     of_written, of_after, of_state = dispatch(
         "delta_scan_backward", *given, specification=delta_chunks_reference
     )
-    wrote = (written - _product(removed, before)).astype(low)
+    wrote = (written - product(removed, before)).astype(low)
     return (
-        _product(of_out, before.mT).astype(low),
-        _product(of_out, wrote.mT).astype(low),
+        product(of_out, before.mT).astype(low),
+        product(of_out, wrote.mT).astype(low),
         of_written,
-        -_product(of_written.astype(low), before.mT).astype(low),
-        _product(wrote, of_after.mT).astype(low),
+        -product(of_written.astype(low), before.mT).astype(low),
+        product(wrote, of_after.mT).astype(low),
         jnp.sum(of_after.astype(jnp.float32) * before.astype(jnp.float32), axis=(-2, -1)),
         of_state,
     )

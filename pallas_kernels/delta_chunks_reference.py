@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+def product(a: jax.Array, b: jax.Array) -> jax.Array:
     """A matrix product with an fp32 sum."""
     return jnp.matmul(a, b, preferred_element_type=jnp.float32)
 
@@ -30,9 +30,9 @@ def delta_scan(
     def step(state: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         query, scores, written, removed, key, decay = chunk
         before = state.astype(query.dtype)
-        written = (written - _product(removed, before)).astype(query.dtype)
-        out = _product(query, before) + _product(scores, written)
-        state = state * decay[:, None, None] + _product(key.mT, written)
+        written = (written - product(removed, before)).astype(query.dtype)
+        out = product(query, before) + product(scores, written)
+        state = state * decay[:, None, None] + product(key.mT, written)
         return state, (out.astype(query.dtype), before)
 
     last, (out, before) = lax.scan(step, state, (query, scores, written, removed, key, decay))
@@ -55,9 +55,9 @@ def delta_scan_backward(
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         query, scores, removed, key, decay, of_out = chunk
         low = of_after.astype(query.dtype)
-        of_written = _product(scores.mT, of_out) + _product(key, low)
-        of_before = of_after * decay[:, None, None] + _product(query.mT, of_out)
-        of_before -= _product(removed.mT, of_written.astype(query.dtype))
+        of_written = product(scores.mT, of_out) + product(key, low)
+        of_before = of_after * decay[:, None, None] + product(query.mT, of_out)
+        of_before -= product(removed.mT, of_written.astype(query.dtype))
         return of_before, (of_written, low)
 
     chunks = query, scores, removed, key, decay, of_out

@@ -22,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Float32, Int
 
 import pallas_kernels
+from pallas_kernels.delta_chunks_reference import product
 from zerojax.models.flash_attention import ATTENTION_NAME, Segments
 
 CHUNK = 64
@@ -139,24 +140,19 @@ def _within_chunks(
     to_end = jnp.where(numbers == last, jnp.exp(total[..., -1:] - total), 0)[..., None]
     decay = jnp.where(last == before, jnp.exp(total[..., -1:]), 0)[..., 0]
     # (I + system) [written | removed] = beta [value | decayed key]; the solver takes the diagonal as ones.
-    system = beta[..., None] * pairs * _product(key, key.mT)
+    system = beta[..., None] * pairs * product(key, key.mT)
     wanted = jnp.concatenate([value.astype(jnp.float32), key * from_before], axis=-1) * beta[..., None]
     solved = pallas_kernels.solve_unit_lower(system, wanted)
     written, removed = jnp.split(solved, [value.shape[-1]], axis=-1)
     low = value.dtype
     return _Chunk(
         (query * from_before).astype(low),
-        (pairs * _product(query, key.mT)).astype(low),
+        (pairs * product(query, key.mT)).astype(low),
         written,
         removed.astype(low),
         (key * to_end).astype(low),
         decay,
     )
-
-
-def _product(a: Array, b: Array) -> Array:
-    """A matrix product with an fp32 sum."""
-    return jnp.matmul(a, b, preferred_element_type=jnp.float32)
 
 
 def short_convolution(

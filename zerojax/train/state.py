@@ -27,7 +27,7 @@ from zerojax.train.host_update import first_encoded
 from zerojax.train.initial import first_values, frozen_values, in_portions, initializer
 from zerojax.train.local_state import LocalState, abstract_local, first_local
 from zerojax.train.memory import check_host_memory, device_bytes
-from zerojax.train.pass_weights import replicas_of
+from zerojax.train.pass_weights import ByPath, replicas_of
 from zerojax.train.spec import TrainSpec, build
 from zerojax.train.spikes import Losses, SpikeRule
 from zerojax.train.update import Trained
@@ -256,8 +256,7 @@ def derived(spec: TrainSpec, params: PyTree) -> dict[str, Any]:
     """The fields of a state that are computed from master weights, by functions that are compiled once."""
     fields: dict[str, Any] = {}
     if spec.zero.weights_delta:
-        make = spec.once("replicas", lambda: jax.jit(functools.partial(replicas_of, spec)))
-        fields["replicas"] = make(params)
+        fields["replicas"] = replicas_at(spec, params)
     if spec.local_updates:
         fields["local"] = nodes_at(spec, params)
     return fields | encoded_fields(spec, {"params": params} | fields)
@@ -270,6 +269,11 @@ def encoded_fields(spec: TrainSpec, fields: Mapping[str, Any]) -> dict[str, Any]
     local, replicas = fields.get("local"), fields.get("replicas", {})
     params = fields["params"] if local is None else local.weights
     return {"encoded": first_encoded(spec, params, replicas if spec.zero.weights_delta else {})}
+
+
+def replicas_at(spec: TrainSpec, params: PyTree) -> ByPath:
+    """Delta's replicas of master weights."""
+    return spec.once("replicas", lambda: jax.jit(functools.partial(replicas_of, spec)))(params)
 
 
 def nodes_at(spec: TrainSpec, params: PyTree) -> LocalState:

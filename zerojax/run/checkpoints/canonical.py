@@ -38,10 +38,9 @@ from zerojax.run.checkpoints.entries import (
     entries_of,
 )
 from zerojax.sharding.memory import HOST, in_host
-from zerojax.train.fields import copied, shardings_of
-from zerojax.train.pass_weights import replicas_of
+from zerojax.train.fields import copied
 from zerojax.train.spec import TrainSpec
-from zerojax.train.state import TrainState, encoded_fields, nodes_at
+from zerojax.train.state import TrainState, encoded_fields, nodes_at, replicas_at
 
 
 def to_canonical(state: TrainState, *, on_host: bool = False, placeholders: bool = False) -> Tree:
@@ -196,8 +195,7 @@ def _put(state: TrainState, stored: dict[str, Array]) -> TrainState:
 
     fields = changed_fields(state, named)
     if lacks_replicas and delta_replicas(state):
-        make = jax.jit(functools.partial(replicas_of, state.spec), out_shardings=shardings_of(state.replicas))
-        fields["replicas"] = make(fields["params"])
+        fields["replicas"] = replicas_at(state.spec, fields["params"])
     if state.local is not None and not any(name.startswith(f"{NODES}/") for name in stored):
         # The checkpoint has no weights of single nodes: they begin with the new outer weights.
         nodes = nodes_at(state.spec, fields["params"])
