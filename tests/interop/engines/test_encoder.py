@@ -1,0 +1,72 @@
+"""A shard's patches, encoded on a device, are those of the specification in numpy, byte for byte."""
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from zerojax.interop.engines import receiver
+from zerojax.interop.engines.encoder import Cut, compare, pack, patch_of
+
+SIZE, LAYERS = 5000, 2
+
+
+def changed(rng, old, share, ulps):
+    """fp32 weights of which about a share rounds to other bf16 values."""
+    steps = rng.integers(1, ulps + 1, old.shape) * rng.choice([-1, 1], old.shape) * 2.0**-7
+    return np.where(rng.random(old.shape) < share, old * (1 + steps), old).astype(np.float32)
+
+
+def as_pieces(x, cut, dtype):
+    values = np.zeros((len(x), cut.pieces * cut.size), np.dtype(f"u{np.dtype(dtype).itemsize}"))
+    values[:, : x.shape[1]] = x.astype(dtype).view(values.dtype)
+    return values.reshape(-1, cut.size)
+
+
+def patches(now, sent, before):
+    counts, sums = np.asarray(now.counts), np.asarray(now.sums)
+    every = range(len(counts))
+    packed = [None if before < 0 else pack(now, sent, counts, i) for i in every]
+    return [patch_of(now, packed[i], counts, sums, i, 7 + i, before, 4) for i in every]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "share", "ulps"),
+    [
+        (ml_dtypes.bfloat16, 0.01, 1),
+        (ml_dtypes.bfloat16, 0.3, 40),
+        (ml_dtypes.bfloat16, 0.0, 1),
+        (np.float32, 0.02, 3),
+    ],
+)
+def test_patches_equal_the_specification(dtype, share, ulps):
+    rng, cut = np.random.default_rng(0), Cut.of(SIZE, 2048)
+    assert cut == Cut(3, 1696)
+    old = rng.standard_normal((LAYERS, SIZE)).astype(np.float32)
+    new = changed(rng, old, share, ulps)
+    new[0, :3] = np.nan, -0.0, np.inf
+    name = np.dtype(dtype).name
+    first = compare(jnp.asarray(old), None, dtype=name, layers=LAYERS, cut=cut)
+    then = compare(jnp.asarray(new), first.values, dtype=name, layers=LAYERS, cut=cut)
+    before, after = (as_pieces(x, cut, dtype) for x in (old, new))
+    assert patches(first, first.values, receiver.FULL) == [
+        receiver.full(x, 7 + i, 4) for i, x in enumerate(before)
+    ]
+    expected = [
+        receiver.encode(x, y, 7 + i, 3, 4) for i, (x, y) in enumerate(zip(before, after, strict=True))
+    ]
+    assert patches(then, first.values, 3) == expected
+    assert {patch.before for patch in expected} == {3}
+    for patch, x, y in zip(expected, before, after, strict=True):
+        places, differences = receiver.decode(patch, cut.size, x.itemsize)
+        x[places] += differences
+        assert np.array_equal(x, y)
+
+
+def test_a_piece_that_has_changed_everywhere_is_sent_in_full():
+    rng, cut = np.random.default_rng(0), Cut.of(SIZE)
+    old, new = rng.standard_normal((2, 1, SIZE)).astype(np.float32)
+    first = compare(jnp.asarray(old), None, dtype="bfloat16", layers=1, cut=cut)
+    then = compare(jnp.asarray(new), first.values, dtype="bfloat16", layers=1, cut=cut)
+    (patch,) = patches(then, first.values, 3)
+    assert patch == receiver.full(as_pieces(new, cut, ml_dtypes.bfloat16)[0], 7, 4)
