@@ -8,6 +8,7 @@ import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from zerojax.cli import main
@@ -219,7 +220,8 @@ def test_a_run_of_post_training_shows_rewards_and_completions(tmp_path: Path) ->
     assert page.text.count("lost") == page.text.count("1 + 1 =") == 16
     assert "<19>" in page.text
     # The curve begins with what the first weights earn.
-    assert read_run_data(folder).series("validation_reward") == ([0, 1, 2], [0.125, 0.75, 0.75])
+    steps, values = read_run_data(folder).series("validation_reward")
+    assert (steps.tolist(), values.tolist()) == ([0, 1, 2], [0.125, 0.75, 0.75])
 
 
 def test_a_run_of_ppo_shows_its_critic(tmp_path: Path) -> None:
@@ -277,30 +279,18 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.Captur
     assert "not a run folder" in capsys.readouterr().err
 
 
-def test_a_long_run_is_thinned_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short run stays complete. Of two lines about a step, the newer counts."""
-    monkeypatch.setattr(columns, "_STRETCHES", 100)
+def test_of_two_lines_about_a_step_the_later_counts(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    values = [float(step % 10) for step in range(1, 2001)]
-    values[1234], values[777] = 99.0, -99.0
-    lines = [{"step": step, "loss": x, "mfu": 1 + x % 2} for step, x in enumerate(values, 1)]
-    lines[5]["skipped"] = lines[6]["skipped"] = 1
-    lines[-1]["loss"] = 4.5
+    lines = [{"step": step, "loss": 0.5, "skipped": 1} for step in (1, 2, 3, 2, 3)]
+    lines += [{"step": 3, "loss": None, "skipped": 0}, {"step": 4, "mfu": 0.25}]
     path.write_text("".join(map("{}\n".format, map(json.dumps, lines))) + "no JSON\n")
-    found = columns.read_columns(path)
-    assert (found.count, found.last, found.skipped, found.damaged) == (2000, 2000, {6, 7}, 1)
-    loss, mfu = found.columns["loss"], found.columns["mfu"]
-    assert len(loss.points) <= 300
-    assert (loss.points[1235], loss.points[778], loss.points[2000]) == (99.0, -99.0, 4.5)
-    assert list(loss.points) == sorted(loss.points)
-    assert len(loss.means) == len(mfu.means) == 96  # 21 lines each
-    assert loss.means[21] == sum(values[:21]) / 21
-    assert mfu.means[42] == pytest.approx(21 / sum(1 / line["mfu"] for line in lines[21:42]))
-    again = [{"step": step, "loss": 0.5} for step in (1, 2, 3, 2, 3)]
-    path.write_text("".join(map("{}\n".format, map(json.dumps, [*again, {"step": 3, "loss": None}]))))
-    found = columns.read_columns(path)
-    assert (found.count, found.last) == (3, 3)
-    assert found.columns["loss"].points == found.columns["loss"].means == {1: 0.5, 2: 0.5, 3: None}
+    found, damaged = columns.read_columns(path)
+    assert damaged == 1
+    assert found["step"].steps.tolist() == [1, 2, 3, 4]
+    np.testing.assert_array_equal(found["loss"].values, [0.5, 0.5, np.nan])
+    assert [x.tolist() for x in found["mfu"]] == [[4], [0.25]]
+    run = read_run_data(RunFolder(tmp_path))
+    assert (run.skipped, run.steps, run.finite("loss")) == ([1, 2], [1, 2, 3, 4], [0.5, 0.5])
 
 
 class TestCharts:
@@ -340,6 +330,12 @@ class TestCharts:
         values[50] = 1e9
         _, line = smoothed("x", range(1000), values, rate=True)
         assert line.numbers.max() < 110
+
+    def test_a_gap_is_no_part_of_a_mean(self) -> None:
+        values: list[float | None] = [2.0, None, 4.0] * 100
+        _, line = smoothed("x", range(300), values)
+        assert np.isnan(line.numbers[1::3]).all()
+        assert line.numbers[9] == pytest.approx(np.mean([2, 4, 2, 4, 2]))
 
     def test_a_smoothed_line_does_not_lag(self) -> None:
         falling: list[float | None] = [500.0 - i for i in range(500)]

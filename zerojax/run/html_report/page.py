@@ -1,6 +1,7 @@
 """Rendering of a run's data as an HTML page."""
 
 import json
+import statistics
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -12,9 +13,12 @@ from markupsafe import Markup
 
 from zerojax.formatting import abbreviated, percent, size
 from zerojax.run.html_report.charts import Chart, Series, smoothed
-from zerojax.run.html_report.columns import RATES, finite
+from zerojax.run.html_report.columns import finite
 from zerojax.run.html_report.run_data import RunData
 from zerojax.validation.bounds import is_time
+
+RATES = ("tokens_per_second", "mfu")
+"""Values per second. Their mean is the harmonic mean, the inverse of the mean time."""
 
 
 def render(run: RunData, *, now: datetime | None = None) -> str:
@@ -30,15 +34,13 @@ def render(run: RunData, *, now: datetime | None = None) -> str:
         lstrip_blocks=True,
     )
     environment.filters["size"] = size
-    skipped = sorted(run.metrics.skipped)
     page = environment.get_template("page.html").render(
         run=run,
         style=_asset("page.css"),
         script=_asset("page.js"),
         facts=_facts(run),
-        chart=_main_chart(run, skipped),
-        charts=_charts(run, skipped),
-        skipped=skipped,
+        chart=_main_chart(run),
+        charts=_charts(run),
         sent=_communication(run),
         sessions=[_session(number, one, run.written) for number, one in enumerate(run.sessions, 1)],
         environment=_environment(run),
@@ -55,30 +57,35 @@ def _asset(name: str) -> Markup:
 
 def _facts(run: RunData) -> list[tuple[str, str, str]]:
     """The numbers at the top of the page: (name, value, remark)."""
+
+    def last(name: str) -> float | None:
+        return next(reversed(run.finite(name)), None)
+
+    def typical(name: str) -> float | None:
+        return statistics.median(values) if (values := run.finite(name)) else None
+
     facts: list[tuple[str, str, str]] = []
-    if run.metrics.count:
+    if run.steps:
         planned = run.summary.get("steps") or run.config.get("train", {}).get("steps")
-        done = f"{run.metrics.last:,}"
-        facts.append(("steps", done, f"of {planned:,}" if isinstance(planned, int) else ""))
-    if (loss := run.last("loss")) is not None:
+        facts.append(("steps", f"{run.steps[-1]:,}", f"of {planned:,}" if isinstance(planned, int) else ""))
+    if (loss := last("loss")) is not None:
         facts.append(("training loss", f"{loss:.4f}", _loss_unit(run)))
-    if (loss := run.last("validation_loss")) is not None:
+    if (loss := last("validation_loss")) is not None:
         per_byte = finite(run.summary.get("validation_loss_per_byte"))
         remark = f"{per_byte:.4f} per byte" if run.status == "finished" and per_byte else _loss_unit(run)
         facts.append(("validation loss", f"{loss:.4f}", remark))
-    memory = [x for x in run.series("memory_bytes")[1] if x is not None]
     others: list[tuple[str, float | None, Callable[[float], str], str]] = [
-        ("accuracy", run.last("validation_accuracy"), percent, "of held-out pairs"),
-        ("reward", run.last("reward"), "{:.3f}".format, "mean of the last rollout"),
-        ("held-out reward", run.last("validation_reward"), "{:.3f}".format, "of greedy responses"),
-        ("divergence", run.last("kl"), "{:.3g}".format, "from the first weights, per token"),
-        ("exact match", run.last("exact_match"), percent, "of held-out prompts"),
-        ("expert load", run.last("expert_load"), "{:.2f}".format, "busiest over the mean, worst layer"),
-        ("tokens per second", run.typical("tokens_per_second"), abbreviated, "median step"),
-        ("MFU", run.typical("mfu"), percent, "median step"),
-        ("step time", run.typical("step_seconds"), _duration, "median"),
-        ("sent per node", run.last("internode_bytes"), size, "per step, to others"),
-        ("memory", max(memory, default=None), size, _memory_of(run)),
+        ("accuracy", last("validation_accuracy"), percent, "of held-out pairs"),
+        ("reward", last("reward"), "{:.3f}".format, "mean of the last rollout"),
+        ("held-out reward", last("validation_reward"), "{:.3f}".format, "of greedy responses"),
+        ("divergence", last("kl"), "{:.3g}".format, "from the first weights, per token"),
+        ("exact match", last("exact_match"), percent, "of held-out prompts"),
+        ("expert load", last("expert_load"), "{:.2f}".format, "busiest over the mean, worst layer"),
+        ("tokens per second", typical("tokens_per_second"), abbreviated, "median step"),
+        ("MFU", typical("mfu"), percent, "median step"),
+        ("step time", typical("step_seconds"), _duration, "median"),
+        ("sent per node", last("internode_bytes"), size, "per step, to others"),
+        ("memory", max(run.finite("memory_bytes"), default=None), size, _memory_of(run)),
     ]
     return facts + [(name, text(x), remark) for name, x, text, remark in others if x is not None]
 
@@ -88,26 +95,24 @@ def _memory_of(run: RunData) -> str:
     return "most, of the first process" if of_host else "most, on its fullest device"
 
 
-def _main_chart(run: RunData, skipped: Sequence[int]) -> Chart | None:
+def _main_chart(run: RunData) -> Chart | None:
     """The chart of the loss; for post-training with rewards, the chart of the reward."""
-    name, unit = ("reward", "mean") if run.series("reward")[0] else ("loss", _loss_unit(run))
-    series = smoothed("training", *run.means(name), every=run.series(name))
-    steps, values = run.series(f"validation_{name}")
-    if steps:
-        series.append(Series("validation", steps, values, "dots"))
-    return _draw(run, name.capitalize(), unit, series, marks=skipped, width=1160, height=320)
+    name, unit = ("reward", "mean") if "reward" in run.columns else ("loss", _loss_unit(run))
+    validation = Series("validation", *run.series(f"validation_{name}"), "dots")
+    series = [*smoothed("training", *run.series(name)), validation]
+    return _draw(run, name.capitalize(), unit, series, marks=run.skipped, width=1160, height=320)
 
 
 def _loss_unit(run: RunData) -> str:
     """The unit of the loss, which is a mean over pairs in a run on preferences."""
-    return "mean over pairs" if run.series("accuracy")[0] else "nats per token"
+    return "mean over pairs" if "accuracy" in run.columns else "nats per token"
 
 
-def _charts(run: RunData, skipped: Sequence[int]) -> list[Chart]:
+def _charts(run: RunData) -> list[Chart]:
     """All charts but the first: for preferences, PPO's critic and routers, then the charts of every run."""
 
     def mean(name: str, key: str) -> list[Series]:
-        return smoothed(name, *run.means(key), every=run.series(key), rate=key in RATES)
+        return smoothed(name, *run.series(key), rate=key in RATES)
 
     def line(name: str, key: str, look: Literal["line", "dots"] = "line") -> Series:
         return Series(name, *run.series(key), look)
@@ -117,9 +122,9 @@ def _charts(run: RunData, skipped: Sequence[int]) -> list[Chart]:
     tokens, mfu = mean("tokens/s", "tokens_per_second"), mean("MFU", "mfu")
     explained, entropy = [line("variance", "explained_variance")], mean("entropy", "router_entropy")
     # Charts are shown in pairs: the step time makes up for a missing or added one.
-    seconds = mean("step", "step_seconds") if run.series("mfu")[0] else []
+    seconds = mean("step", "step_seconds") if "mfu" in run.columns else []
     place = _memory_of(run).replace("most", "most so far")
-    draw, marked = partial(_draw, run), partial(_draw, run, marks=skipped)
+    draw, marked = partial(_draw, run), partial(_draw, run, marks=run.skipped)
     level = partial(_draw, run, from_zero=True, capped=True)
     found = [
         marked("Accuracy", "of pairs", accuracy, label=percent),
@@ -140,10 +145,10 @@ def _charts(run: RunData, skipped: Sequence[int]) -> list[Chart]:
 
 def _draw(run: RunData, title: str, unit: str, series: Sequence[Series], **options: Any) -> Chart | None:
     """A chart; None if no series has a finite value."""
-    last = run.metrics.last
+    last = run.steps[-1] if run.steps else 0
     restarts = [one["step"] for one in run.sessions if isinstance(one.get("step"), int)]
     inside = [step for step in restarts if 0 < step <= last]
-    chart = Chart(title, unit, [s for s in series if s.steps], last, restarts=inside, **options)
+    chart = Chart(title, unit, [s for s in series if len(s.steps)], last, restarts=inside, **options)
     return chart if chart.known.size else None
 
 

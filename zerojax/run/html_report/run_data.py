@@ -1,15 +1,16 @@
 """The data in a run's folder, read even if the run was killed or files are damaged."""
 
-import statistics
 import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+import numpy as np
+
 from zerojax.errors import ConfigurationError
 from zerojax.run.checkpoints import step_dirs
 from zerojax.run.config import RunConfig, config_to_dict
-from zerojax.run.html_report.columns import Column, Metrics, finite, read_columns
+from zerojax.run.html_report.columns import Column, finite, read_columns
 from zerojax.run.metrics.files import iterate_lines
 from zerojax.run.run_dir import RunFolder, sessions
 from zerojax.validation.untrusted import parse_toml
@@ -32,7 +33,7 @@ class RunData:
         summary: ``run.json``.
         config: section -> key -> value, from ``config.toml``; empty if it cannot be read.
         changed: "section.key" of the settings that differ from the defaults.
-        metrics: the values in ``metrics.jsonl``.
+        columns: the values in ``metrics.jsonl`` by name.
         samples: the newest lines of ``samples.jsonl``: a prompt, a completion, and its reward or the expected
             completion.
         notes: remarks for the reader: damaged files, a silent run.
@@ -48,40 +49,38 @@ class RunData:
     summary: dict[str, Any]
     config: dict[str, dict[str, Any]]
     changed: frozenset[str]
-    metrics: Metrics
+    columns: dict[str, Column]
     samples: list[dict[str, Any]]
     notes: list[str]
     written: float | None
     checkpoints: list[int]
     profiles: list[str]
 
-    def series(self, name: str) -> tuple[list[int], list[float | None]]:
-        """The steps that have a value of this name, and the values; None for a value that is not finite.
+    def series(self, name: str) -> Column:
+        """The values of a name; no steps if there are none.
 
         Step 0 has the value of the first weights, if the run measured it.
         """
-        found = self._column(name).points
-        if found and f"first_{name}" in self.summary:
-            found = {0: finite(self.summary[f"first_{name}"]), **found}
-        return list(found), list(found.values())
+        found = self.columns.get(name, Column(np.empty(0, np.int64), np.empty(0)))
+        if (first := finite(self.summary.get(f"first_{name}"))) is None or not len(found.steps):
+            return found
+        return Column(np.append(0, found.steps), np.append(first, found.values))
 
-    def means(self, name: str) -> tuple[list[int], list[float | None]]:
-        """As ``series``, but the mean of each stretch: the values themselves, if the run is not long."""
-        found = self._column(name).means
-        return list(found), list(found.values())
+    def finite(self, name: str) -> list[float]:
+        """The finite values of a name, in the order of their steps."""
+        values = self.series(name).values
+        return values[~np.isnan(values)].tolist()
 
-    def last(self, name: str) -> float | None:
-        """The newest finite value of this name."""
-        return next((x for x in reversed(self.series(name)[1]) if x is not None), None)
+    @property
+    def steps(self) -> list[int]:
+        """Every step of the run so far."""
+        return self.series("step").steps.tolist()
 
-    def typical(self, name: str) -> float | None:
-        """The median of a value; in a long run, the median of an evenly spaced sample."""
-        column = self._column(name)
-        sample = [x for step in column.means if (x := column.points[step]) is not None]
-        return statistics.median_high(sample) if sample else None
-
-    def _column(self, name: str) -> Column:
-        return self.metrics.columns.get(name, Column())
+    @property
+    def skipped(self) -> list[int]:
+        """The steps that made no update."""
+        steps, values = self.series("skipped")
+        return steps[np.nan_to_num(values) > 0].tolist()
 
     @property
     def sessions(self) -> list[dict[str, Any]]:
@@ -98,9 +97,9 @@ def read_run_data(folder: RunFolder) -> RunData:
     if not (folder.config.is_file() or folder.metrics.is_file() or folder.summary.is_file()):
         raise ConfigurationError(f"{folder.path} is not a run folder: it has no {folder.config.name}")
     notes: list[str] = []
-    metrics = read_columns(folder.metrics)
-    if metrics.damaged:
-        lines = "1 line" if metrics.damaged == 1 else f"{metrics.damaged} lines"
+    columns, damaged = read_columns(folder.metrics)
+    if damaged:
+        lines = "1 line" if damaged == 1 else f"{damaged} lines"
         notes.append(f"{lines} of {folder.metrics.name} cannot be read and were skipped.")
     summary = folder.read_summary()
     if not summary:
@@ -109,7 +108,7 @@ def read_run_data(folder: RunFolder) -> RunData:
         notes.append(f"{what}: how the run ended is not known.")
     status = str(summary.get("status", "unknown"))
     written = folder.metrics.stat().st_mtime if folder.metrics.is_file() else None
-    if not metrics.count:
+    if not columns:
         notes.append("No step is done yet, so there is nothing to draw.")
     elif status == "running":
         silence = time.time() - (written or 0)
@@ -128,7 +127,7 @@ def read_run_data(folder: RunFolder) -> RunData:
         summary=summary,
         config=config,
         changed=changed,
-        metrics=metrics,
+        columns=columns,
         samples=list(deque((one for one in iterate_lines(folder.samples) if _is_sample(one)), _SAMPLES)),
         notes=notes,
         written=written,
