@@ -18,7 +18,7 @@ from plain_loop import distance, masters
 
 import zerojax
 from zerojax import RouterStats, ZeroConfig
-from zerojax.analysis.plan.fp8_weights import fp8_of
+from zerojax.analysis.plan.units import fp8_of
 from zerojax.experts import mixture
 from zerojax.experts.exchange import apply_experts
 from zerojax.experts.mlp import ExpertWeights, Plan, mlp

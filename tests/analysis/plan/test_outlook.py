@@ -15,7 +15,7 @@ from zerojax.analysis.plan import Cluster, foresee, plan_state
 from zerojax.analysis.plan.cluster import on_world
 from zerojax.analysis.plan.hops import hops_of
 from zerojax.analysis.plan.memory import predict_memory
-from zerojax.analysis.plan.outlook import _first, _last, _most, _with_more
+from zerojax.analysis.plan.outlook import _most, _with_more
 from zerojax.analysis.plan.outlook_tables import _longest, assumptions
 from zerojax.analysis.plan.picture import draw_outlook
 from zerojax.analysis.plan.work import decoder_work, work_of
@@ -345,15 +345,6 @@ def test_a_gpu_is_found_in_any_case():
     assert find_gpu("H100-PCIe") is GPUS["h100-pcie"]
     with pytest.raises(ZeroError, match="unknown GPU 'H1000': choose one of b200, h200"):
         find_gpu("H1000")
-
-
-@pytest.mark.parametrize("number", range(1, 15))
-@pytest.mark.parametrize("most", [1, 5, 8, 12])
-def test_no_more_than_the_most_is_tried(number, most):
-    tried = []
-    assert _last(lambda n: tried.append(n) or n <= number, most) == min(number, most)
-    assert max(tried) <= most
-    assert _first(lambda n: n >= number, most) == (number if number <= most else None)
 
 
 def test_a_search_that_ends_at_the_most_says_so(spec):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -294,7 +295,9 @@ class _Run:
             return self.predict(zero, sequences=sequences, shape=shape).fits
 
         largest = _most(fits, self.config, _MAX_SEQUENCES)
-        fewest = _first(lambda nodes: self.predict(zero, world=MeshShape(nodes, local)).fits, _MAX_NODES)
+        nodes = range(1, _MAX_NODES + 1)
+        # More nodes never hold more.
+        few = bisect_left(nodes, True, key=lambda n: self.predict(zero, world=MeshShape(n, local)).fits)
         tokens = zero.accumulate * own.work.tokens * self.cluster.world.size
         return Forecast(
             name=name,
@@ -307,7 +310,7 @@ class _Run:
             mfu=own.mfu,
             largest=largest,
             largest_mfu=self.predict(zero, sequences=largest).mfu if largest else 0.0,
-            fewest_nodes=fewest,
+            fewest_nodes=nodes[few] if few < len(nodes) else None,
         )
 
     def longest(self) -> int:
@@ -360,27 +363,10 @@ def _most(fits: Callable[[GPTConfig, int], bool], config: GPTConfig, most: int) 
     memory always grows, and is never larger.
     """
     shapes = config, dataclasses.replace(config, token_tile=1)
-    least, bound = (_last(functools.partial(fits, shape), most) for shape in shapes)
+    numbers = range(1, most + 1)
+    least, bound = (bisect_left(numbers, True, key=lambda n, c=c: not fits(c, n)) for c in shapes)
     tried = range(bound, least, -max(1, bound // 256))
     return next((number for number in tried if fits(config, number)), least)
-
-
-def _last(holds: Callable[[int], bool], most: int) -> int:
-    """The largest number up to ``most`` that meets a condition that all smaller ones meet; 0 if none does."""
-    low, high = 0, 1
-    while high <= most and holds(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
-
-
-def _first(holds: Callable[[int], bool], most: int) -> int | None:
-    """The smallest number up to ``most`` that meets a condition that all larger ones meet, or None."""
-    below = _last(lambda n: not holds(n), most)
-    return below + 1 if below < most and holds(below + 1) else None
 
 
 def recommend(

@@ -11,10 +11,17 @@ from typing import Any
 from rich.console import Group as Rows
 from rich.console import RenderableType
 
-from zerojax.analysis.plan.fp8_weights import Fp8Plan, fp8_of, fp8_table
 from zerojax.analysis.plan.hops import ByLink, HopPlan, hops_of, hops_table, usual_bytes
 from zerojax.analysis.plan.memory import PredictedMemory, predict_memory
-from zerojax.analysis.plan.units import UnitPlan, settings_of, units_of, units_table
+from zerojax.analysis.plan.units import (
+    Fp8Plan,
+    UnitPlan,
+    fp8_of,
+    fp8_table,
+    settings_of,
+    units_of,
+    units_table,
+)
 from zerojax.formatting import plain_text, size
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState

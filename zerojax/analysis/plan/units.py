@@ -1,5 +1,6 @@
-"""The units of a plan with their leaves and wire formats, and the effect of the options."""
+"""The units of a plan with their leaves, wire formats and fp8 matmuls, and the effect of the options."""
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ class LeafPlan:
             the format of the outer weights' change.
         grads: wire formats of the gradients over ``local`` and over ``node``. With local updates the second
             is the format of a node's change of a fragment.
+        left_out: why their matmuls are not in fp8; None if they are.
     """
 
     name: str
@@ -32,6 +34,12 @@ class LeafPlan:
     copies: int
     weights: tuple[str, str]
     grads: tuple[str, str]
+    left_out: str | None
+
+    @property
+    def elements(self) -> int:
+        """The number of elements of all these leaves."""
+        return self.copies * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,38 @@ class UnitPlan:
     copies: int
     elements: int
     leaves: tuple[LeafPlan, ...]
+
+
+@dataclass(frozen=True)
+class Fp8Plan:
+    """The weights of a model, where ``ZeroConfig.matmul_dtype`` is "fp8".
+
+    Attributes:
+        rows: every kind of weight, in the model's order.
+        in_units: number of elements of all units.
+    """
+
+    rows: tuple[LeafPlan, ...]
+    in_units: int
+
+    @property
+    def chosen(self) -> tuple[LeafPlan, ...]:
+        """The kinds with matmuls in fp8."""
+        return tuple(row for row in self.rows if row.left_out is None)
+
+    @property
+    def weights(self) -> int:
+        """The number of weights with matmuls in fp8, layers included."""
+        return sum(row.copies for row in self.chosen)
+
+    @property
+    def share(self) -> float:
+        """The share of the units' elements with matmuls in fp8."""
+        return sum(row.elements for row in self.chosen) / max(1, self.in_units)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain data, for JSON."""
+        return dataclasses.asdict(self) | {"weights": self.weights, "share": self.share}
 
 
 def settings_of(spec: TrainSpec) -> Iterator[str]:
@@ -136,6 +176,7 @@ def units_of(spec: TrainSpec) -> tuple[UnitPlan, ...]:
                 leaf.shape,
                 (_over_node(spec, leaf), leaf.weights.local.fmt),
                 ("", "") if leaf.frozen else (leaf.grads.local.fmt, leaf.grads.node.fmt),
+                spec.zero.without_fp8(leaf.name, leaf.shape, group.unit, of_experts=leaf.of_experts),
             )
             for leaf in group.every
         )
@@ -157,8 +198,17 @@ def _over_node(spec: TrainSpec, leaf: ParamLayout) -> str:
 
 def _by_kind(leaves: Sequence[Any], copies: int) -> Iterator[LeafPlan]:
     for kind in dict.fromkeys(leaves):
-        name, shape, weights, grads = kind
-        yield LeafPlan(name, shape, copies * leaves.count(kind), weights, grads)
+        name, shape, *others = kind
+        yield LeafPlan(name, shape, copies * leaves.count(kind), *others)
+
+
+def fp8_of(spec: TrainSpec) -> Fp8Plan | None:
+    """The weights of a train spec by kind; None without fp8."""
+    if spec.zero.matmul_dtype != "fp8":
+        return None
+    units = units_of(spec)
+    in_units = sum(unit.copies * unit.elements for unit in units if unit.name is not None)
+    return Fp8Plan(tuple(leaf for unit in units for leaf in unit.leaves), in_units)
 
 
 def kind_of(path: Sequence[str]) -> str:
@@ -179,8 +229,24 @@ def units_table(units: Sequence[UnitPlan], parameters: int) -> Table:
         table.add_row(label, str(unit.copies), "", f"{unit.copies * unit.elements:,}")
         for leaf in unit.leaves:
             shape = " x ".join(map(str, leaf.shape)) or "scalar"
-            elements = leaf.copies * math.prod(leaf.shape)
             name = leaf.name.removeprefix(f"{unit.name}/")
-            table.add_row(f"  {name}", str(leaf.copies), shape, f"{elements:,}", *leaf.weights, *leaf.grads)
+            table.add_row(
+                f"  {name}", str(leaf.copies), shape, f"{leaf.elements:,}", *leaf.weights, *leaf.grads
+            )
         table.add_section()
+    return table
+
+
+def fp8_table(plan: Fp8Plan) -> Table:
+    """The weights with matmuls in fp8, then the other weights by reason."""
+    title = f"Matmuls in fp8: {plan.weights} weights, {plan.share:.2%} of the units' parameters"
+    table = Table("", Column("weights", overflow="fold"), *numeric("copies", "elements"), title=title)
+    for why in dict.fromkeys([None, *(row.left_out for row in plan.rows)]):
+        same = [row for row in plan.rows if row.left_out == why]
+        table.add_row(
+            "in fp8" if why is None else f"left out: {why}",
+            ", ".join(dict.fromkeys(row.name for row in same)),
+            str(sum(row.copies for row in same)),
+            f"{sum(row.elements for row in same):,}",
+        )
     return table
