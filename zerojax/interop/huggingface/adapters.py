@@ -13,7 +13,6 @@ from zerojax.interop.huggingface import peft_experts
 from zerojax.interop.huggingface.exporting import EXPORT_DTYPES, new_folder
 from zerojax.interop.huggingface.families import FAMILIES, Family, describe_model, fitting, read_model
 from zerojax.interop.huggingface.mapping import layers_of, place_of
-from zerojax.interop.huggingface.peft_experts import ExpertFactor
 from zerojax.interop.huggingface.peft_files import (
     KINDS,
     WEIGHTS,
@@ -36,7 +35,7 @@ from zerojax.interop.huggingface.peft_files import (
 from zerojax.interop.huggingface.safetensors_files import SafetensorWriter, TensorSpec
 from zerojax.interop.huggingface.save import cast, gather_layer
 from zerojax.interop.huggingface.source import CONFIG, is_model, read_config_json
-from zerojax.matmul.lora import A, B, LoRA, Piece
+from zerojax.matmul.lora import A, B, LoRA
 from zerojax.models import GPTConfig
 from zerojax.run.build import is_first
 from zerojax.run.checkpoints import read_manifest
@@ -112,9 +111,10 @@ def export_adapter(
     parameters = list[str]()
     for parameter, module, adapted_ones, factor in _experts_of(spec, own, model, values):
         wrapper = peft_experts.wrapped(module, parameter, adapted_ones)
-        pair = zip(KINDS, peft_experts.to_files(factor), strict=True)
-        tensors |= {key_of(wrapper, name): x for name, x in pair}
-        name, rank = f"{module}.{parameter}", factor.b.shape[1]
+        interleaved = peft_experts.interleaves(parameter, own)
+        pair = peft_experts.to_files(factor.a, factor.b, interleaved=interleaved)
+        tensors |= {key_of(wrapper, name): x for name, x in zip(KINDS, pair, strict=True)}
+        name, rank = f"{module}.{parameter}", factor.a.shape[-1]
         ranks[name], alphas[name] = rank, alpha_for(lora, rank, factor.scale)
         parameters = adapted_ones
     for tensor in parts:
@@ -211,11 +211,8 @@ def load_adapter(state: TrainState, folder: Path, model: GPTConfig) -> TrainStat
             new |= {part.path: x for part, x in zip(pair, (a, b), strict=True)}
             for layer in layers_of(leaf):
                 at = () if layer is None else (layer,)
-                place = place_of(leaf, layer, _order(spec))
-                if leaf.of_experts:
-                    _fill_experts(_scale_of_experts(spec, leaf), a[at], b[at], found.experts.get(place))
-                else:
-                    _fill(spec, leaf, a[at], b[at], found.factors.get(place, []))
+                factors = found.factors.get(place_of(leaf, layer, _order(spec)), [])
+                _fill(spec, leaf, a[at], b[at], factors)
         if any(place_of(leaf, layer, _order(spec)) in found.given for layer in layers_of(leaf)):
             new[leaf.path] = _with_given(state, leaf, found)
     placed: dict[param_tree.Path, jax.Array] = {}
@@ -274,72 +271,60 @@ def _leaves(spec: TrainSpec) -> dict[Place, tuple[ParamLayout, int | None]]:
     )
 
 
-def _pieces_in(spec: TrainSpec, part: Tensor) -> list[Piece]:
-    """The adapters that cover some of a part's columns."""
-    leaf, _ = _leaves(spec)[part.place]
-    # _experts_of handles the adapters of experts, which have other tensors.
-    if spec.lora is None or leaf.path not in spec.adapters or leaf.of_experts:
-        return []
-    pieces, own = spec.lora.pieces_of(leaf.name, leaf.shape[-1]), part.columns
-    return [one for one in pieces if one.columns.start < own.stop and own.start < one.columns.stop]
-
-
 def _is_adapted(spec: TrainSpec, parts: Iterable[Tensor]) -> bool:
-    return any(_pieces_in(spec, part) for part in parts)
+    """Whether a tensor has columns with an adapter. ``_experts_of`` has the adapters of experts."""
+    for part in parts:
+        leaf, _ = _leaves(spec)[part.place]
+        if spec.lora is None or leaf.path not in spec.adapters or leaf.of_experts:
+            continue
+        pieces, own = spec.lora.pieces_of(leaf.name, leaf.shape[-1]), part.columns
+        if any(one.columns.start < own.stop and own.start < one.columns.stop for one in pieces):
+            return True
+    return False
 
 
 def _is_trained(spec: TrainSpec, parts: Iterable[Tensor]) -> bool:
     return any(not _leaves(spec)[part.place][0].frozen for part in parts)
 
 
+def _factors_of(spec: TrainSpec, place: Place, values: Arrays) -> list[Factor]:
+    """The adapters of a weight of one layer."""
+    leaf, layer = _leaves(spec)[place]
+    if spec.lora is None or leaf.path not in spec.adapters:
+        return []
+    a, b = (values[*leaf.path, name][() if layer is None else layer] for name in (A, B))
+    return [
+        Factor(a[..., one.ranks], b[..., : one.rank, one.columns], one.columns.start, one.scale)
+        for one in spec.lora.pieces_of(leaf.name, leaf.shape[-1])
+    ]
+
+
 def _factors_within(spec: TrainSpec, part: Tensor, values: Arrays) -> list[Factor]:
     """A part's adapters, with columns of its tensor's module."""
-    leaf, layer = _leaves(spec)[part.place]
-    factors = []
-    for piece in _pieces_in(spec, part):
-        a, b = (values[*leaf.path, name][() if layer is None else layer] for name in (A, B))
-        columns = piece.columns
-        factors.append(Factor(a[:, piece.ranks], b[: piece.rank, columns], columns.start, piece.scale))
-    return within(factors, part.columns, part.rows.start)
-
-
-def _scale_of_experts(spec: TrainSpec, leaf: ParamLayout) -> float:
-    """The scale of an expert weight's adapters."""
-    assert spec.lora is not None
-    pieces = spec.lora.pieces_of(leaf.name, leaf.shape[-1])
-    if len(pieces) != 1:
-        raise ConfigurationError(
-            f"lora.pieces gives {leaf.name!r} several adapters, but PEFT has one for the experts of a layer. "
-            "Merge them into the model: run zerojax export without --adapter"
-        )
-    return pieces[0].scale
+    return within(_factors_of(spec, part.place, values), part.columns, part.rows.start)
 
 
 def _experts_of(
     spec: TrainSpec, family: Family, model: GPTConfig, values: Arrays
-) -> Iterator[tuple[str, str, list[str], ExpertFactor]]:
+) -> Iterator[tuple[str, str, list[str], Factor]]:
     """The adapters of experts.
 
     Yields:
         The parameter, its module, all adapted parameters of the module, and the adapters.
     """
-    leaves = _leaves(spec)
-
-    def factor_of(name: str, layer: int) -> ExpertFactor | None:
-        leaf, index = leaves[peft_experts.place(name, layer)]
-        if leaf.path not in spec.adapters:
-            return None
-        a, b = (values[*leaf.path, kind][() if index is None else index] for kind in (A, B))
-        return ExpertFactor(a, b, _scale_of_experts(spec, leaf))
-
     for layer, module in peft_experts.modules(family, model):
-        found = {
-            parameter: {name: own for name in names if (own := factor_of(name, layer)) is not None}
-            for parameter, names in peft_experts.PARAMETERS.items()
-        }
-        adapted = [parameter for parameter, own in found.items() if own]
-        for parameter in adapted:
-            yield parameter, module, adapted, peft_experts.joined(parameter, found[parameter], family, model)
+        found: dict[str, tuple[list[Factor], int]] = {}
+        for parameter, names in peft_experts.PARAMETERS.items():
+            factors, outputs = list[Factor](), 0
+            for place in (peft_experts.place(name, layer) for name in names):
+                width = _leaves(spec)[place][0].shape[-1]
+                factors += within(_factors_of(spec, place, values), slice(0, width), outputs)
+                outputs += width
+            if factors:
+                found[parameter] = factors, outputs
+        for parameter, (factors, outputs) in found.items():
+            scale = factors[0].scale
+            yield parameter, module, list(found), Factor(*side_by_side(factors, outputs, scale), 0, scale)
 
 
 def _by_ends[T](values: Mapping[str, T], default: T) -> dict[str, T]:
@@ -383,24 +368,16 @@ def _check_fits(spec: TrainSpec, found: PeftAdapter) -> None:
         held = 0
         for piece in lora.pieces_of(leaf.name, leaf.shape[-1]):
             own = within(factors, piece.columns)
-            held += sum(one.b.shape[1] for one in own)
-            needed = side_by_side(own, leaf.shape[-1], 1.0)[0].shape[1] if own else 0
+            held += sum(one.b.shape[-1] for one in own)
+            needed = side_by_side(own, leaf.shape[-1], 1.0)[0].shape[-1] if own else 0
             if needed > piece.rank:
                 raise ConfigurationError(
                     f"the state's adapter of {place[0]!r} has rank {piece.rank}, but {found.folder} needs "
                     f"rank {needed}: {way_out}"
                 )
-        if held < sum(one.b.shape[1] for one in factors):
+        if held < sum(one.b.shape[-1] for one in factors):
             raise ConfigurationError(
                 f"the state has adapters for fewer columns of {place[0]!r} than {found.folder}: {way_out}"
-            )
-    for place, factor in sorted(found.experts.items(), key=lambda item: item[0]):
-        leaf = leaves.get(place)
-        pair = () if leaf is None else spec.adapters.get(leaf.path, ())
-        if leaf is None or not pair or pair[0].shape[-1] < factor.a.shape[-1]:
-            raise ConfigurationError(
-                f"{found.folder} has an adapter of rank {factor.a.shape[-1]} for {place[0]!r} of block "
-                f"{place[1]}, but the state has none of this rank: {way_out}"
             )
     for place in sorted(found.given, key=str):
         leaf = leaves.get(place)
@@ -420,17 +397,8 @@ def _fill(spec: TrainSpec, leaf: ParamLayout, a: np.ndarray, b: np.ndarray, fact
         if own := within(factors, piece.columns):
             width = piece.columns.stop - piece.columns.start
             first, second = side_by_side(own, width, piece.scale)
-            a[:, piece.ranks.start :][:, : len(second)] = first
-            b[: len(second), piece.columns] = second
-
-
-def _fill_experts(scale: float, a: np.ndarray, b: np.ndarray, given: ExpertFactor | None) -> None:
-    """Put the factors of one layer of experts into its adapter, which has this scale."""
-    b[...] = 0
-    if given is not None:
-        rank = given.b.shape[1]
-        a[..., :rank] = given.a
-        b[:, :rank] = given.b * np.float32(given.scale / scale)
+            a[..., piece.ranks.start :][..., : first.shape[-1]] = first
+            b[..., : first.shape[-1], piece.columns] = second
 
 
 def _with_given(state: TrainState, leaf: ParamLayout, found: PeftAdapter) -> Float32[np.ndarray, "..."]:

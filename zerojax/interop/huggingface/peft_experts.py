@@ -6,8 +6,7 @@ adapted parameter. If both are adapted, the tensors of the first are named after
 ``[experts x rank, inputs]``, expert by expert. B is ``[outputs, rank x experts]``, rank by rank.
 """
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Collection, Iterator
 
 import numpy as np
 from jaxtyping import Float32
@@ -20,20 +19,6 @@ PARAMETERS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 """transformers' parameters -> the names of our weights."""
 MODULE = "experts"
 """The last word in the name of a layer's experts."""
-
-
-class ExpertFactor(NamedTuple):
-    """The adapters of one layer's experts.
-
-    Attributes:
-        a: ``[experts, inputs, rank]``.
-        b: ``[experts, rank, outputs]``.
-        scale: factor of A B.
-    """
-
-    a: Float32[np.ndarray, "experts inputs rank"]
-    b: Float32[np.ndarray, "experts rank outputs"]
-    scale: float
 
 
 def modules(family: Family, model: GPTConfig) -> Iterator[tuple[int, str]]:
@@ -54,58 +39,34 @@ def place(name: str, layer: int) -> Place:
     return f"block/mlp/{name}", layer
 
 
-def _columns(family: Family, name: str, width: int) -> slice:
-    """The outputs of gate, up or down among the outputs of their parameter."""
-    if name == "down":
-        return slice(None)
-    second = int(name == "up")
+def interleaves(parameter: str, family: Family) -> bool:
+    """Whether the outputs of gate and up alternate in a parameter, as in gpt-oss."""
     gate = family.names.bare["mlp/gate"]
-    turns = gate.turn is not None and not gate.halves
-    return slice(second, None, 2) if turns else slice(second * width, (second + 1) * width)
-
-
-def split(
-    parameter: str, both: ExpertFactor, family: Family, model: GPTConfig
-) -> Iterator[tuple[str, ExpertFactor]]:
-    """The adapters of our weights, each without ranks that only another weight uses."""
-    for name in PARAMETERS[parameter]:
-        b = both.b[..., _columns(family, name, model.ffn_width)]
-        used = b.any(axis=(0, 2)) | ~both.b.any(axis=(0, 2))
-        if used.any():
-            yield name, ExpertFactor(both.a[..., used], b[:, used], both.scale)
-
-
-def joined(parameter: str, own: Mapping[str, ExpertFactor], family: Family, model: GPTConfig) -> ExpertFactor:
-    """The inverse of ``split``, exactly; weights with the same A share its ranks."""
-    first, *others = own.values()
-    shared = all(np.array_equal(first.a, other.a) for other in others)
-    ranks = [one.b.shape[1] for one in own.values()]
-    ends = np.cumsum([0, *ranks])
-    outputs = len(PARAMETERS[parameter]) * first.b.shape[2]
-    b = np.zeros((len(first.b), ranks[0] if shared else ends[-1], outputs), np.float32)
-    for number, (name, one) in enumerate(own.items()):
-        start = 0 if shared else ends[number]
-        columns = _columns(family, name, model.ffn_width)
-        b[:, start : start + ranks[number], columns] = one.b * np.float32(one.scale / first.scale)
-    a = first.a if shared else np.concatenate([one.a for one in own.values()], axis=-1)
-    return ExpertFactor(a, b, first.scale)
+    return len(PARAMETERS[parameter]) > 1 and gate.turn is not None and not gate.halves
 
 
 def from_files(
-    a: Float32[np.ndarray, "stacked inputs"],
-    b: Float32[np.ndarray, "outputs stacked"],
+    a: Float32[np.ndarray, "inputs stacked"],
+    b: Float32[np.ndarray, "stacked outputs"],
     experts: int,
-    scale: float,
-) -> ExpertFactor:
-    """The adapters in a file's tensors."""
-    return ExpertFactor(
-        a.reshape(experts, -1, a.shape[1]).swapaxes(1, 2),
-        b.reshape(len(b), -1, experts).transpose(2, 1, 0),
-        scale,
-    )
+    *,
+    interleaved: bool,
+) -> tuple[Float32[np.ndarray, "experts inputs rank"], Float32[np.ndarray, "experts rank outputs"]]:
+    """A and B of all experts, from the transposed tensors of a file; B has gate's outputs before up's."""
+    stacked_a = a.T.reshape(experts, -1, a.shape[0]).swapaxes(1, 2)
+    stacked_b = b.T.reshape(b.shape[1], -1, experts).transpose(2, 1, 0)
+    if interleaved:
+        stacked_b = np.concatenate([stacked_b[..., 0::2], stacked_b[..., 1::2]], axis=-1)
+    return stacked_a, stacked_b
 
 
-def to_files(factor: ExpertFactor) -> tuple[np.ndarray, np.ndarray]:
-    """The inverse of ``from_files``: A and B."""
-    a, b, _ = factor
+def to_files(
+    a: Float32[np.ndarray, "experts inputs rank"],
+    b: Float32[np.ndarray, "experts rank outputs"],
+    *,
+    interleaved: bool,
+) -> tuple[Float32[np.ndarray, "stacked inputs"], Float32[np.ndarray, "outputs stacked"]]:
+    """The tensors of a file: the inverse of ``from_files``, transposed."""
+    if interleaved:
+        b = np.stack(np.split(b, 2, axis=-1), axis=-1).reshape(b.shape)
     return a.swapaxes(1, 2).reshape(-1, a.shape[1]), b.transpose(2, 1, 0).reshape(b.shape[2], -1)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from flax import nnx
-from jaxtyping import Float32
+from jaxtyping import Bool, Float32
 
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface import peft_experts
@@ -27,7 +27,6 @@ from zerojax.interop.huggingface.config_keys import REQUIRED, ConfigKeys
 from zerojax.interop.huggingface.families import Family, fitting
 from zerojax.interop.huggingface.load import FLOATS
 from zerojax.interop.huggingface.mapping import Place, Shape, Tensor, place_at, tensors_at
-from zerojax.interop.huggingface.peft_experts import ExpertFactor
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
 from zerojax.interop.huggingface.source import read_config_json
 from zerojax.matmul.lora import LoRA
@@ -129,30 +128,30 @@ def target_modules(adapted: Collection[str], every: Collection[str]) -> list[str
 
 @dataclass(frozen=True)
 class Factor:
-    """An A with its B, for a range of a matrix's columns.
+    """An A with its B, for a range of a matrix's columns, or of the columns of all experts' matrices.
 
     Attributes:
-        a: ``[inputs, rank]``.
-        b: ``[rank, columns]``.
+        a: ``[inputs, rank]``; of experts ``[experts, inputs, rank]``.
+        b: ``[rank, columns]``; of experts ``[experts, rank, columns]``.
         start: the first of the columns.
         scale: factor of A B.
     """
 
-    a: Float32[np.ndarray, "inputs rank"]
-    b: Float32[np.ndarray, "rank columns"]
+    a: Float32[np.ndarray, "*experts inputs rank"]
+    b: Float32[np.ndarray, "*experts rank columns"]
     start: int
     scale: float
 
     @property
     def stop(self) -> int:
         """The column after the last."""
-        return self.start + self.b.shape[1]
+        return self.start + self.b.shape[-1]
 
 
 def within(factors: Sequence[Factor], columns: slice, to: int = 0) -> list[Factor]:
     """The factors' parts in a range of columns, shifted so that the range begins at column ``to``."""
     return [
-        replace(one, b=one.b[:, first - one.start : last - one.start], start=first - columns.start + to)
+        replace(one, b=one.b[..., first - one.start : last - one.start], start=first - columns.start + to)
         for one in factors
         if (first := max(columns.start, one.start)) < (last := min(columns.stop, one.stop))
     ]
@@ -160,7 +159,7 @@ def within(factors: Sequence[Factor], columns: slice, to: int = 0) -> list[Facto
 
 def side_by_side(
     factors: Sequence[Factor], columns: int, scale: float
-) -> tuple[Float32[np.ndarray, "inputs rank"], Float32[np.ndarray, "rank columns"]]:
+) -> tuple[Float32[np.ndarray, "*experts inputs rank"], Float32[np.ndarray, "*experts rank columns"]]:
     """One A and one B with a given scale that act as all factors do.
 
     Factors with the same A share its ranks.
@@ -171,11 +170,12 @@ def side_by_side(
         number = next((i for i, a in enumerate(different) if np.array_equal(a, one.a)), len(different))
         numbers.append(number)
         different += [one.a] if number == len(different) else []
-    ends = np.cumsum([0, *(a.shape[1] for a in different)])
-    b = np.zeros((ends[-1], columns), np.float32)
+    ends = np.cumsum([0, *(a.shape[-1] for a in different)])
+    b = np.zeros((*different[0].shape[:-2], ends[-1], columns), np.float32)
     for number, one in zip(numbers, factors, strict=True):
-        b[ends[number] : ends[number + 1], one.start : one.stop] = one.b * np.float32(one.scale / scale)
-    return np.concatenate(different, axis=1), b
+        ranks = slice(ends[number], ends[number + 1])
+        b[..., ranks, one.start : one.stop] = one.b * np.float32(one.scale / scale)
+    return np.concatenate(different, axis=-1), b
 
 
 def alpha_for(lora: LoRA, rank: int, scale: float) -> float:
@@ -326,14 +326,12 @@ class PeftAdapter:
         settings: the settings of adapter_config.json.
         shapes: shapes of all weights of the model, by name.
         factors: the adapter of each weight that has one.
-        experts: the adapter of each expert weight that has one.
         given: the values of each weight that is trained as a whole.
     """
 
     def __init__(self, folder: Path, model: GPTConfig) -> None:
         self.folder, self.settings, self.shapes = folder, Settings.read(folder), weight_shapes(model)
         self.factors: dict[Place, list[Factor]] = {}
-        self.experts: dict[Place, ExpertFactor] = {}
         self.given: dict[Place, list[Given]] = {}
         self._files = SafetensorFiles(folder, WEIGHTS)
         family, self._tensors = self._tensors_of_files(model)
@@ -358,12 +356,9 @@ class PeftAdapter:
     @property
     def lora(self) -> LoRA:
         """The settings of adapters that can hold these, each with its rank and scale."""
-        own = sorted({name for name, _ in self.factors})
-        of_experts = sorted({name for name, _ in self.experts})
-        pieces = [piece for name in own for piece in self._pieces(name)]
-        pieces += [piece for name in of_experts for piece in self._piece_of_experts(name)]
-        names = own + of_experts
-        return replace(self.settings.lora, targets=tuple(map(path_pattern, names)), pieces=tuple(pieces))
+        names = sorted({name for name, _ in self.factors})
+        pieces = tuple(piece for name in names for piece in self._pieces(name))
+        return replace(self.settings.lora, targets=tuple(map(path_pattern, names)), pieces=pieces)
 
     @property
     def frozen(self) -> tuple[str, ...]:
@@ -381,19 +376,11 @@ class PeftAdapter:
         for start, stop in ranges:
             own = [part for factors in layers if (part := within(factors, slice(start, stop)))]
             scale = own[0][0].scale if own else lora.scale
-            rank = max((side_by_side(part, stop - start, scale)[0].shape[1] for part in own), default=0)
+            rank = max((side_by_side(part, stop - start, scale)[0].shape[-1] for part in own), default=0)
             alpha = alpha_for(lora, rank, scale) if rank else lora.alpha
             found.append((path_pattern(name), stop - start if len(ranges) > 1 else 0, rank, alpha))
         if [piece[1:] for piece in found] != [(0, lora.rank, lora.alpha)]:
             yield from found
-
-    def _piece_of_experts(self, name: str) -> Iterator[tuple[str, int, int, float]]:
-        """The ``LoRA.pieces`` of an expert weight."""
-        layers = [factor for (own, _), factor in self.experts.items() if own == name]
-        lora, rank = self.settings.lora, max(factor.b.shape[1] for factor in layers)
-        alpha = alpha_for(lora, rank, layers[0].scale)
-        if (rank, alpha) != (lora.rank, lora.alpha):
-            yield path_pattern(name), 0, rank, alpha
 
     def _tensors_of_files(self, model: GPTConfig) -> tuple[Family, dict[str, list[Tensor]]]:
         """The first family that fits the model and has all modules of the files, and its tensors."""
@@ -439,12 +426,7 @@ class PeftAdapter:
         rank, scale = self.settings.of(module)
         a, b = self._pair(module, KINDS, (rank, shape[0]), (parts[0].outputs, rank))
         for part in parts:
-            (own,) = within([Factor(a, b, 0, scale)], part.rows, part.columns.start)
-            if len(parts) > 1:  # drop ranks that only the module's other weights use
-                used = own.b.any(axis=1) | ~b.any(axis=1)
-                own = replace(own, a=own.a[:, used], b=own.b[used])
-            if own.a.shape[1]:
-                self.factors.setdefault(part.place, []).append(own)
+            self._take(part.place, Factor(a, b, 0, scale), part.rows, part.columns.start)
 
     def _take_experts(
         self, parameter: str, layer: int, module: str, family: Family, model: GPTConfig
@@ -456,10 +438,21 @@ class PeftAdapter:
             inputs, outputs = outputs, inputs
         wrapper = peft_experts.wrapped(module, parameter, self.settings.parameters)
         stacked = rank * model.experts
-        a, b = self._pair(wrapper, KINDS, (stacked, inputs), (outputs, stacked))
-        both = peft_experts.from_files(a.T, b.T, model.experts, scale)
-        for name, factor in peft_experts.split(parameter, both, family, model):
-            self.experts[peft_experts.place(name, layer)] = factor
+        pair = self._pair(wrapper, KINDS, (stacked, inputs), (outputs, stacked))
+        interleaved = peft_experts.interleaves(parameter, family)
+        a, b = peft_experts.from_files(*pair, model.experts, interleaved=interleaved)
+        width = outputs // len(peft_experts.PARAMETERS[parameter])
+        for number, name in enumerate(peft_experts.PARAMETERS[parameter]):
+            columns = slice(number * width, (number + 1) * width)
+            self._take(peft_experts.place(name, layer), Factor(a, b, 0, scale), columns)
+
+    def _take(self, place: Place, module: Factor, outputs: slice, to: int = 0) -> None:
+        """Take a weight's outputs of its module's adapter, without the ranks that only other weights use."""
+        (own,) = within([module], outputs, to)
+        used = _used_ranks(own.b) | ~_used_ranks(module.b)
+        if used.any():
+            own = replace(own, a=own.a[..., used], b=own.b[..., used, :])
+            self.factors.setdefault(place, []).append(own)
 
     def _add_product(self, module: str, parts: Sequence[Tensor]) -> None:
         """Take an adapter of an embedding or a head, which is added to the weight."""
@@ -477,7 +470,7 @@ class PeftAdapter:
 
     def _check(self) -> None:
         """Refuse files that lack a named module, and weights with two kinds of values."""
-        if not self.factors and not self.experts:
+        if not self.factors:
             raise ConfigurationError(
                 f"{self.folder / WEIGHTS} has no adapter for a matrix of a block, but a state needs one: "
                 f"{_MERGE}"
@@ -530,5 +523,10 @@ class PeftAdapter:
 def _are_one(factors: Sequence[Factor], columns: int) -> bool:
     """Whether the adapters of all of a weight's parts have the same A and scale, as a single adapter has."""
     first = factors[0]
-    covered = sum(one.b.shape[1] for one in factors) == columns
+    covered = sum(one.b.shape[-1] for one in factors) == columns
     return covered and all(one.scale == first.scale and np.array_equal(one.a, first.a) for one in factors)
+
+
+def _used_ranks(b: Float32[np.ndarray, "*experts rank columns"]) -> Bool[np.ndarray, " rank"]:
+    """The ranks for which B is not zero everywhere."""
+    return b.any(axis=(*range(b.ndim - 2), -1))
