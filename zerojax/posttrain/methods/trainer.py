@@ -22,6 +22,7 @@ from zerojax.posttrain.roles.critic import NAME, Critic
 from zerojax.posttrain.roles.memory import RoleMemory
 from zerojax.posttrain.roles.reference import Reference
 from zerojax.posttrain.roles.saved_runs import with_reward_checkpoint
+from zerojax.posttrain.rollout.generator import OwnGenerator
 from zerojax.posttrain.rollout.rollout import Rollout, minibatches, samples_of
 from zerojax.posttrain.rollout.task import Task
 from zerojax.posttrain.settings import (
@@ -137,7 +138,8 @@ class PostTrainer(OpenRun):
         self.watchdog.phase(f"rollout {self.rollouts + 1}", self.task.longest_rollout(rows))
         # The next training step uses these gathered weights and drops them.
         self.state = for_several_passes(self.state, reserved=self.generator)
-        return self.task.rollout(self.state, self.rollouts, partial(self.must_stop, signalled))
+        stopping = partial(self.must_stop, signalled)
+        return self.task.rollout(OwnGenerator(self.state), self.rollouts, stopping)
 
     def score(self, rollout: Rollout, signalled: StopRequest) -> Float32[np.ndarray, " rows"]:
         """The reward of each completion; NaN if it is lost.
@@ -222,7 +224,7 @@ class PostTrainer(OpenRun):
         """The mean reward of greedy completions of held-out prompts; empty if there are no such prompts."""
         longest = self.task.longest_rollout(self.config.posttrain.eval_prompts)
         self.watchdog.phase(f"the evaluation after step {self.step}", longest)
-        answers = self.task.answers(self.state)
+        answers = self.task.answers(OwnGenerator(self.state))
         if answers is None:
             return {}
         self.watch_scores(f"scoring the evaluation after step {self.step}", answers)

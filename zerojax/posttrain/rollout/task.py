@@ -8,11 +8,11 @@ import jax
 import numpy as np
 
 from zerojax.generation import Sampling
-from zerojax.generation.generate import generate_rows
 from zerojax.posttrain.data.prompts import Prompt, Prompts
-from zerojax.posttrain.processes import any_process, of_this_process
+from zerojax.posttrain.processes import of_this_process
 from zerojax.posttrain.reward.pool import RewardPool
 from zerojax.posttrain.reward.scorers import EpisodeScorer, FunctionScorer, Scorer, open_scorer
+from zerojax.posttrain.rollout.generator import Generator, Turn
 from zerojax.posttrain.rollout.rollout import Rollout
 from zerojax.posttrain.rollout.turns import Episodes, Row
 from zerojax.posttrain.settings import longest_prompt, longest_row, rollout_rows
@@ -23,7 +23,6 @@ from zerojax.run.data.tokenizer import Tokenizer
 from zerojax.run.inputs import kept_tokenizer
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import WeightReader
-from zerojax.train.state import TrainState
 
 
 @dataclass
@@ -60,24 +59,24 @@ class Task:
         return cls(config, prompts, tokenizer, end, None, scorer)
 
     def rollout(
-        self, state: TrainState, number: int, stopping: Callable[[], bool] = lambda: False
+        self, generator: Generator, number: int, stopping: Callable[[], bool] = lambda: False
     ) -> Rollout:
         """Complete this process's prompts of rollout ``number``, counted from 0.
 
-        Once ``stopping`` returns True, all rewards of an environment may be lost.
+        Once ``stopping`` returns True, completions may be empty, and all rewards of an environment lost.
         """
         settings, seed = self.config.posttrain, self.config.train.seed
         groups = rollout_rows(self.config) // settings.completions
         prompts = of_this_process(self.prompts.of_rollout(number, groups, seed))
         each = [prompt for prompt in prompts for _ in range(settings.completions)]
         seeds = np.random.SeedSequence((seed, number)).generate_state(self.most_turns)
-        return self._complete(state, each, Sampling(settings.temperature), seeds.tolist(), stopping)
+        return self._complete(generator, each, Sampling(settings.temperature), seeds.tolist(), stopping)
 
-    def answers(self, state: TrainState) -> Rollout | None:
+    def answers(self, generator: Generator) -> Rollout | None:
         """Complete this process's held-out prompts of an evaluation greedily; None if there are none."""
         prompts = self.prompts.of_evaluation(self.config.posttrain.eval_prompts)
         prompts = of_this_process(prompts[: len(prompts) // jax.process_count() * jax.process_count()])
-        return self._complete(state, prompts, Sampling(0.0), [0] * self.most_turns) if prompts else None
+        return self._complete(generator, prompts, Sampling(0.0), [0] * self.most_turns) if prompts else None
 
     @property
     def most_turns(self) -> int:
@@ -86,7 +85,7 @@ class Task:
 
     def _complete(
         self,
-        state: TrainState,
+        generator: Generator,
         prompts: Sequence[Prompt],
         how: Sampling,
         seeds: Sequence[int],
@@ -100,26 +99,19 @@ class Task:
         rows = [Row(prompt) for prompt in prompts]
         if self.episodes is not None:
             self.episodes.begin(rows, stopping)
-        for turn, seed in enumerate(seeds):
+        for number, seed in enumerate(seeds, 1):
             going = [row for row in rows if not row.over]
-            if self.episodes is not None and not any_process(bool(going))[0]:
+            if self.episodes is not None and not generator.any_waits(bool(going)):
                 break
-            drawn = generate_rows(
-                state,
-                [row.tokens for row in rows],
-                [0 if row.over else min(most, longest - len(row.tokens)) for row in rows],
-                how=how,
-                stop=self.end.stop,
-                seed=seed,
-                unread=0,
-                width=most,
-            )
+            limits = [0 if row.over else min(most, longest - len(row.tokens)) for row in rows]
+            turn = Turn([row.tokens for row in rows], limits, how, self.end.stop, seed, most)
+            drawn = generator.complete(turn, stopping)
             for row, tokens, length, log_probs in zip(rows, *drawn, strict=True):
                 if not row.over:
                     made = tokens[:length].tolist(), log_probs[:length].tolist()
                     row.add_turn(*made, self.tokenizer, self.end)
             if self.episodes is not None:
-                self.episodes.step(going, stopping, last=turn + 1 == len(seeds))
+                self.episodes.step(going, stopping, last=number == len(seeds))
         time, in_environment = self.config.train.sequence_length, self.episodes is not None
         return Rollout.of(rows, self.tokenizer, time, in_environment=in_environment)
 
