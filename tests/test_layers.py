@@ -12,7 +12,7 @@ LAYERS = (
     *("terminal", "errors", "log", "versions", "documentation", "formatting", "compilation_cache"),
     *("validation", "zero_config", "network", "dataflow"),
     *("matmul", "sharding", "comm", "weights", "schedule", "adapters", "experts", "optim", "train", "models"),
-    *("generation", "analysis", "multihost", "run", "posttrain", "interop", "testing", "cli"),
+    *("generation", "analysis", "multihost", "run", "interop", "posttrain", "testing", "cli"),
 )
 
 

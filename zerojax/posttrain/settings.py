@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,9 @@ import jax.numpy as jnp
 from zerojax.errors import ConfigurationError
 from zerojax.posttrain.roles.saved_runs import check_reward_model
 from zerojax.run.checkpoints import Manifest
-from zerojax.run.config import CriticSection, RunConfig
+from zerojax.run.config import CriticSection, PosttrainSection, RunConfig
 from zerojax.train.shared_rows import processes_a_row
+from zerojax.validation.untrusted import short
 
 REFERENCED = ("dpo", "ipo")
 """The methods that compare the model with its first weights on pairs of answers."""
@@ -20,7 +22,9 @@ REFERENCED = ("dpo", "ipo")
 PREFERENCES = (*REFERENCED, "reward")
 """The methods that train on pairs of answers."""
 
+_OF_ENGINES = ("engine_seconds", "engine_folder", "rollouts_ahead", "importance_cap")
 _ROLLOUT = (
+    *("engines", *_OF_ENGINES),
     *("reward", "rewards", "reward_model", "reward_workers", "reward_seconds", "reward_variables"),
     *("environment", "max_turns"),
     *("rollout_rows", "group_size", "epochs"),
@@ -103,6 +107,7 @@ def check_settings(config: RunConfig, processes: int) -> None:
         )
     if settings.reward_model:
         check_reward_model(config)
+    _check_engines(settings)
     if rows % train.batch_size:
         raise ConfigurationError(
             f"posttrain.rollout_rows = {rows} is not a multiple of train.batch_size = {train.batch_size}: "
@@ -135,6 +140,23 @@ def check_settings(config: RunConfig, processes: int) -> None:
                 f"{name} needs a validation loss, which only zerojax train has: set it to 0"
             )
     _refuse_dropout(config)
+
+
+def _check_engines(settings: PosttrainSection) -> None:
+    for url in settings.engines:
+        where = urlsplit(url)
+        if where.scheme not in ("http", "https") or not where.hostname or where.path or where.query:
+            raise ConfigurationError(
+                f"posttrain.engines has {short(url)}, which is not the address of an engine: write it as "
+                "http://host:port"
+            )
+    if len({*settings.engines}) < len(settings.engines):
+        raise ConfigurationError(f"posttrain.engines names an engine twice: {', '.join(settings.engines)}")
+    for name in _OF_ENGINES:
+        if not settings.engines and getattr(settings, name) != getattr(type(settings), name):
+            raise ConfigurationError(
+                f"posttrain.{name} is only read with posttrain.engines: leave it out, or name engines"
+            )
 
 
 def check_preferences(config: RunConfig) -> None:

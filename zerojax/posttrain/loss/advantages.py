@@ -50,6 +50,29 @@ def group_advantages(
     return centred.reshape(-1)
 
 
+def importance_weights(
+    log_probs: Float32[np.ndarray, "rows time"],
+    engine_log_probs: Float32[np.ndarray, "rows time"],
+    mask: Float32[np.ndarray, "rows time"],
+    cap: float,
+) -> Float32[np.ndarray, "rows time"]:
+    """Truncated importance weights of tokens that an engine has drawn: min(p / q, cap), 0 outside the mask.
+
+    p is the trainer's probability of a token, q the engine's. They differ because the engine computes in
+    another way (Yao et al., 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"),
+    or because its weights are older (the decoupled objective of Hilton et al., 2022, "Batch size-invariance
+    for policy optimization", equation 5). The truncation is by Ionides, 2008.
+
+    Args:
+        log_probs: log p, before the steps on these tokens.
+        engine_log_probs: log q.
+        mask: 1 for tokens that count.
+        cap: the largest weight; 0 makes all weights 1.
+    """
+    ratio = np.exp(np.minimum(log_probs - engine_log_probs, np.log(cap))) if cap else 1.0
+    return mask * np.asarray(ratio, np.float32)
+
+
 def token_rewards(
     earned: Float32[np.ndarray, "rows time"], rows: Mapping[str, np.ndarray], kl: float
 ) -> Float32[np.ndarray, "rows time"]:

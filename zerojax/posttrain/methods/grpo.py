@@ -38,4 +38,5 @@ class GRPOTrainer(PostTrainer):
             group_size=settings.completions,
             scale=settings.scale_advantages,
         )
-        return rows | {"advantages": rows["mask"] * np.asarray(advantages)[:, None]}
+        weights = rows.get("importance", rows["mask"])
+        return rows | {"advantages": weights * np.asarray(advantages)[:, None]}

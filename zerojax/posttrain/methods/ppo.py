@@ -58,6 +58,8 @@ class PPOTrainer(PostTrainer):
             mean, variance = moments_over_processes(rows["advantages"], rows["mask"])
             normalized = (rows["advantages"] - mean) / (variance**0.5 + 1e-8)
             rows["advantages"] = rows["mask"] * normalized.astype(np.float32)
+        if "importance" in rows:
+            rows["advantages"] *= rows["importance"]
         return rows
 
     def measure_returns(self, rewards: np.ndarray, rows: Rows) -> Metrics:

@@ -1,6 +1,6 @@
 """The base of the methods with rollouts: opening a run, and the parts of their loops."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,8 @@ from zerojax.formatting import plain_text
 from zerojax.models import describe_parameters
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.preemption import StopRequest
+from zerojax.posttrain.engines.rollouts import EngineRollouts, Pending
+from zerojax.posttrain.loss.advantages import importance_weights
 from zerojax.posttrain.loss.policy import log_probs_of, policy_loss
 from zerojax.posttrain.processes import Rows, any_process, mean_over_processes, predict_rows
 from zerojax.posttrain.roles.critic import NAME, Critic
@@ -54,6 +56,8 @@ class PostTrainer(OpenRun):
         reference: the model that the run started with, or None.
         critic: PPO's critic, which predicts at each token the completion's reward; None for other methods.
         generator: bytes on a device that a rollout needs in addition to the states.
+        engines: the engines that generate, or None.
+        ahead: the rollout that engines generate while the run trains on another, or None.
         rollouts: number of finished rollouts.
     """
 
@@ -61,6 +65,8 @@ class PostTrainer(OpenRun):
     reference: Reference | None
     critic: Critic | None
     generator: int
+    engines: EngineRollouts | None
+    ahead: Pending | None = None
     rollouts: int
 
     @classmethod
@@ -86,6 +92,10 @@ class PostTrainer(OpenRun):
             task = Task.open(config, folder, new.manifest, reader)
             new.on_error.callback(task.scorer.close)
             check_first_weights(new.manifest, init_from)
+            engines, about_engines = None, []
+            if settings.engines:
+                engines, about_engines = EngineRollouts.open(config, folder, setup.abstract_state())
+                new.on_error.callback(engines.close)
             start = start_run(setup, folder, new.manifest, init_from, reader, reference=settings.kl > 0)
             state = start.state
             reference = Reference.of(config, folder, start.base, state, reader) if settings.kl else None
@@ -104,6 +114,7 @@ class PostTrainer(OpenRun):
                 reference=reference,
                 critic=critic,
                 generator=memory.generated,
+                engines=engines,
                 rollouts=start.record.position.get("rollouts", 0),
             )
             trainer.announce(
@@ -114,13 +125,16 @@ class PostTrainer(OpenRun):
                     *task.notes(),
                     *start.notes,
                     *about_critic,
+                    *about_engines,
                     *(keep_for(folder, Path(settings.reward_model)) if settings.reward_model else ()),
                 ],
             )
             return trainer
 
     def close_inputs(self) -> None:
-        """End the reward's processes, if any."""
+        """End the reward's processes, and the rollout that engines generate, if any."""
+        if self.engines is not None:
+            self.engines.close()
         self.task.scorer.close()
 
     def evaluate_first_weights(self) -> None:
@@ -134,12 +148,28 @@ class PostTrainer(OpenRun):
 
         Once the process must stop, it no longer waits for an environment.
         """
-        rows = rollout_rows(self.config) // jax.process_count()
+        stopping, rows = partial(self.must_stop, signalled), rollout_rows(self.config) // jax.process_count()
         self.watchdog.phase(f"rollout {self.rollouts + 1}", self.task.longest_rollout(rows))
         # The next training step uses these gathered weights and drops them.
         self.state = for_several_passes(self.state, reserved=self.generator)
-        stopping = partial(self.must_stop, signalled)
+        if self.engines is not None:
+            return self.rollout_by_engines(self.engines, stopping)
         return self.task.rollout(OwnGenerator(self.state), self.rollouts, stopping)
+
+    def rollout_by_engines(self, engines: EngineRollouts, stopping: Callable[[], bool]) -> Rollout:
+        """Wait for the engines' rollout, and let them start the next one if the settings ask for that."""
+
+        def start(number: int) -> Pending:
+            return engines.start(
+                self.state, self.step, lambda generator, stops: self.task.rollout(generator, number, stops)
+            )
+
+        made = self.ahead or start(self.rollouts)
+        rollout, self.ahead = engines.wait(made, self.watchdog, stopping), None
+        rollouts = self.config.train.steps // steps_per_rollout(self.config)
+        if self.config.posttrain.rollouts_ahead and self.rollouts + 1 < rollouts and not made.stop.is_set():
+            self.ahead = start(self.rollouts + 1)
+        return rollout
 
     def score(self, rollout: Rollout, signalled: StopRequest) -> Float32[np.ndarray, " rows"]:
         """The reward of each completion; NaN if it is lost.
@@ -167,17 +197,21 @@ class PostTrainer(OpenRun):
         """The columns that all methods need, with a row for each completion of this process.
 
         These are "tokens" as in ``Rollout``, "mask" with zeros for completions without a reward (NaN),
-        "old_log_probs" of the policy, and "reference_log_probs" if there is a reference.
+        "old_log_probs" of the policy, "importance" if engines generate, and "reference_log_probs" if there is
+        a reference.
         """
         counted = np.isfinite(rewards).astype(np.float32)
         rows = {"tokens": rollout.tokens, "mask": rollout.mask * counted[:, None]}
         log_probs = log_probs_of(self.config.posttrain)
         own = predict_rows(self.config, rows, partial(predict_step, self.state, fn=log_probs))
-        if self.reference is None:
-            return rows | {"old_log_probs": own}
-        predict = partial(self.reference.log_probs, self.state, fn=log_probs)
-        reference = predict_rows(self.config, rows, predict)
-        return rows | {"old_log_probs": own, "reference_log_probs": reference}
+        found = {"old_log_probs": own}
+        if self.engines is not None:
+            cap = self.config.posttrain.importance_cap
+            found["importance"] = importance_weights(own, rollout.log_probs, rows["mask"], cap)
+        if self.reference is not None:
+            predict = partial(self.reference.log_probs, self.state, fn=log_probs)
+            found["reference_log_probs"] = predict_rows(self.config, rows, predict)
+        return rows | found
 
     def measure(self, rollout: Rollout, rewards: np.ndarray, rows: Rows) -> Metrics:
         """The metrics of a rollout: means over the completions, or tokens, of all processes.
@@ -198,13 +232,19 @@ class PostTrainer(OpenRun):
                 **({} if rollout.turns is None else {"turns": (rollout.turns, every)}),
                 **{f"reward_{name}": (x, there) for name, x in self.task.scorer.parts.items()},
                 "mismatch": (np.abs(rows["old_log_probs"] - rollout.log_probs), rows["mask"] > 0),
+                **({} if self.engines is None else {"importance": (rows["importance"], rows["mask"] > 0)}),
             }
         )
+        if rollout.version is not None:
+            found["weights_age"] = self.step - rollout.version
         return {name: jnp.float32(value) for name, value in found.items() if value is not None}
 
     def minibatches(self, rows: Rows) -> Iterator[Rows]:
-        """This process's rows of each batch: all rows once per epoch, in a new order each time."""
-        train = self.config.train
+        """This process's rows of each batch: all rows once per epoch, in a new order each time.
+
+        The advantages already contain the column "importance".
+        """
+        train, rows = self.config.train, {name: x for name, x in rows.items() if name != "importance"}
         size = train.batch_size // jax.process_count()
         for batch in minibatches(rows, size, self.config.posttrain.epochs, (train.seed, self.rollouts)):
             self.watchdog.step(self.step + 1)
@@ -222,11 +262,17 @@ class PostTrainer(OpenRun):
 
     def evaluation(self) -> Metrics:
         """The mean reward of greedy completions of held-out prompts; empty if there are no such prompts."""
+        if not self.task.evaluated:
+            return {}
         longest = self.task.longest_rollout(self.config.posttrain.eval_prompts)
         self.watchdog.phase(f"the evaluation after step {self.step}", longest)
-        answers = self.task.answers(OwnGenerator(self.state))
-        if answers is None:
-            return {}
+        if self.engines is None:
+            answers = self.task.answers(OwnGenerator(self.state))
+        else:
+            made = self.engines.start(
+                self.state, self.step, lambda generator, _: self.task.answers(generator)
+            )
+            answers = self.engines.wait(made, self.watchdog)
         self.watch_scores(f"scoring the evaluation after step {self.step}", answers)
         rewards, _ = self.task.scorer.score(answers)
         mean = mean_over_processes({"reward": (rewards, np.isfinite(rewards))})["reward"]

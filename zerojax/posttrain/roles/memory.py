@@ -25,7 +25,7 @@ class RoleMemory:
 
     Attributes:
         policy: the policy's train state.
-        generator: the generator's memory; None without rollouts.
+        generator: the generator's memory; None without rollouts, or if engines generate.
         reference: the first weights; None without a reference, 0 for a base with its adapters off.
         critic: the critic's train state; None without a critic.
         reward_model: the frozen reward model; None if functions give the rewards.
@@ -57,7 +57,9 @@ class RoleMemory:
             critic = RunSetup(critic_config(config)).abstract_state().spec
         return RoleMemory(
             policy=state_bytes(spec),
-            generator=None if settings.method in PREFERENCES else _generator(config, spec, room),
+            generator=(
+                None if settings.method in PREFERENCES or settings.engines else _generator(config, spec, room)
+            ),
             reference=reference,
             critic=None if critic is None else state_bytes(critic),
             reward_model=_held(reward_setup(config)) if settings.reward_model else None,
@@ -65,7 +67,7 @@ class RoleMemory:
 
     @property
     def generated(self) -> int:
-        """Bytes of the generator and its cache; 0 without rollouts."""
+        """Bytes of the generator and its cache; 0 without one."""
         return 0 if self.generator is None else self.generator.weights + self.generator.cache
 
     @property

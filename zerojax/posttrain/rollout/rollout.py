@@ -28,6 +28,7 @@ class Rollout:
         earned: in an environment, the reward of each turn at its last token; NaN in a row without a reward.
         turns: in an environment, the number of the model's turns.
         lost: in an environment, why a row has no reward; "" if none was lost.
+        version: the optimizer step whose weights made it, if engines did.
     """
 
     prompts: Sequence[Prompt]
@@ -39,6 +40,7 @@ class Rollout:
     earned: Float32[np.ndarray, "rows time"] | None = None
     turns: Int32[np.ndarray, " rows"] | None = None
     lost: str = ""
+    version: int | None = None
 
     @classmethod
     def of(cls, rows: Sequence[Row], tokenizer: Tokenizer, time: int, *, in_environment: bool) -> "Rollout":
@@ -106,4 +108,5 @@ def samples_of(rollout: Rollout, rewards: np.ndarray, count: int) -> Iterator[di
             "completion": rollout.texts[row],
             "reward": float(rewards[row]),
             "tokens": int(rollout.lengths[row]),
+            **({} if rollout.version is None else {"version": rollout.version}),
         }

@@ -1,7 +1,8 @@
 """The task of a policy: prompts to complete, and a scorer for the completions."""
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import jax
@@ -72,11 +73,15 @@ class Task:
         seeds = np.random.SeedSequence((seed, number)).generate_state(self.most_turns)
         return self._complete(generator, each, Sampling(settings.temperature), seeds.tolist(), stopping)
 
-    def answers(self, generator: Generator) -> Rollout | None:
-        """Complete this process's held-out prompts of an evaluation greedily; None if there are none."""
+    @functools.cached_property
+    def evaluated(self) -> list[Prompt]:
+        """This process's held-out prompts of every evaluation."""
         prompts = self.prompts.of_evaluation(self.config.posttrain.eval_prompts)
-        prompts = of_this_process(prompts[: len(prompts) // jax.process_count() * jax.process_count()])
-        return self._complete(generator, prompts, Sampling(0.0), [0] * self.most_turns) if prompts else None
+        return of_this_process(prompts[: len(prompts) // jax.process_count() * jax.process_count()])
+
+    def answers(self, generator: Generator) -> Rollout:
+        """Complete the prompts of an evaluation greedily."""
+        return self._complete(generator, self.evaluated, Sampling(0.0), [0] * self.most_turns)
 
     @property
     def most_turns(self) -> int:
@@ -113,7 +118,8 @@ class Task:
             if self.episodes is not None:
                 self.episodes.step(going, stopping, last=number == len(seeds))
         time, in_environment = self.config.train.sequence_length, self.episodes is not None
-        return Rollout.of(rows, self.tokenizer, time, in_environment=in_environment)
+        made = Rollout.of(rows, self.tokenizer, time, in_environment=in_environment)
+        return replace(made, version=generator.version)
 
     def longest_rollout(self, completions: int) -> float:
         """Time limit in seconds for all calls of an environment in a rollout; 0 without an environment."""

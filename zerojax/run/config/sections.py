@@ -373,6 +373,14 @@ class PosttrainSection:
         kl: Weight of the divergence from the first weights, in the loss of "grpo" and in the reward of each
             token of "ppo"; 0 keeps no reference.
         kl_estimator: Estimator of the divergence (Schulman's k2 or k3) of "grpo"; "ppo" uses k1.
+        engines: URLs of vLLM engines that generate instead of this run's devices; see docs/posttrain.md.
+        engine_seconds: The longest that an engine may take to respond; its prompt then goes to another.
+        engine_folder: The folder in which engines find the weights, under the same path on their hosts; by
+            default RUN/weights.
+        rollouts_ahead: 1 lets engines generate the next rollout while the run trains on the last one, with
+            weights that are one rollout old; 0 waits for the newest weights.
+        importance_cap: With engines, each token's loss is multiplied by the ratio of the run's to the
+            engine's probability of the token, but at most by this number; 0 leaves that out.
         eval_prompts: Held-out prompts per evaluation, completed greedily; 0 is none.
         samples: Completions of each rollout that are written to RUN/samples.jsonl.
     """
@@ -401,6 +409,11 @@ class PosttrainSection:
     value_clip: float = 0.2
     kl: float = 0.0
     kl_estimator: Literal["k2", "k3"] = "k3"
+    engines: tuple[str, ...] = ()
+    engine_seconds: float = 600.0
+    engine_folder: str = ""
+    rollouts_ahead: int = 0
+    importance_cap: float = 2.0
     eval_prompts: int = 64
     samples: int = 4
 
@@ -411,9 +424,10 @@ class PosttrainSection:
         )
         names = "epochs max_new_tokens max_turns reward_workers"
         _check(self, "posttrain", names, "be at least 1", lambda x: x >= 1)
-        names = "group_size rollout_rows eval_prompts samples kl clip_high value_clip"
+        names = "group_size rollout_rows eval_prompts samples kl clip_high value_clip importance_cap"
         _check(self, "posttrain", names, "be at least 0", lambda x: x >= 0)
-        _check(self, "posttrain", "reward_seconds beta", "be positive", lambda x: x > 0)
+        _check(self, "posttrain", "reward_seconds engine_seconds beta", "be positive", lambda x: x > 0)
+        _check(self, "posttrain", "rollouts_ahead", "be 0 or 1", lambda x: x in (0, 1))
         why = "a ratio of 0 is the lowest"
         _check(self, "posttrain", "clip_low", f"lie in [0, 1): {why}", lambda x: 0 <= x < 1)
         _check(self, "posttrain", "discount gae_lambda", "lie in [0, 1]", lambda x: 0 <= x <= 1)

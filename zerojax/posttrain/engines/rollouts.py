@@ -1,0 +1,157 @@
+"""Rollouts by engines: the weights that engines get, and a rollout that they generate beside the training."""
+
+import secrets
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from zerojax.errors import ConfigurationError
+from zerojax.interop.huggingface.exporting import Target, export_model, plan_export
+from zerojax.log import warn
+from zerojax.multihost.agreement import run_on_process_zero
+from zerojax.multihost.watchdog import Watchdog
+from zerojax.posttrain.engines.client import Engine, EngineLost, EngineRefused, Weights
+from zerojax.posttrain.engines.pool import EngineGenerator, EnginePool
+from zerojax.posttrain.processes import any_process
+from zerojax.posttrain.rollout.rollout import Rollout
+from zerojax.posttrain.settings import longest_row
+from zerojax.run.build import is_first
+from zerojax.run.config import RunConfig
+from zerojax.run.run_dir import RunFolder
+from zerojax.train.state import TrainState
+
+_LOOK_SECONDS = 1.0  # between looks at a rollout of the engines
+_KEPT = 2  # versions on disk: an engine may still read the last one
+Make = Callable[[EngineGenerator, Callable[[], bool]], Rollout]
+"""Makes a rollout by a generator, and stops early once the function returns True."""
+
+
+@dataclass(frozen=True)
+class ExportedWeights:
+    """Writes each version as a Hugging Face folder, with the tensors of ``zerojax export``.
+
+    Attributes:
+        config: the run's settings.
+        folder: the run's folder.
+        target: what to write.
+        place: the folder of the versions.
+    """
+
+    config: RunConfig
+    folder: RunFolder
+    target: Target
+    place: Path
+
+    def publish(self, state: TrainState, step: int) -> Weights:
+        """Write the weights of a state; all processes must call it."""
+        name = run_on_process_zero(lambda: f"step-{step}-{secrets.token_hex(4)}")
+        out = self.place / name
+        export_model(state, self.config, self.folder, self.target, out)
+        if is_first():
+            versions = sorted(self.place.glob("step-*"), key=lambda path: path.stat().st_mtime)
+            for old in versions[:-_KEPT]:
+                shutil.rmtree(old, ignore_errors=True)
+        return Weights(step, name, out)
+
+
+@dataclass
+class Pending:
+    """A rollout that engines generate.
+
+    Attributes:
+        future: the rollout.
+        stop: set to end it early.
+    """
+
+    future: Future[Any]
+    stop: threading.Event
+
+
+class EngineRollouts:
+    """The engines of a run, the weights that they have, and the rollout that they generate.
+
+    Args:
+        pool: the engines.
+        weights: publishes weights for them.
+    """
+
+    def __init__(self, pool: EnginePool, weights: ExportedWeights) -> None:
+        self._pool, self._publisher = pool, weights
+        self._weights: Weights | None = None
+        self._pending: Pending | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engines")
+
+    @classmethod
+    def open(cls, config: RunConfig, folder: RunFolder, abstract: TrainState) -> tuple[Self, list[str]]:
+        """The engines of the settings, and a line about each that does not respond.
+
+        Raises:
+            ConfigurationError: an engine responds, but cannot be used; or the model cannot be exported.
+        """
+        settings = config.posttrain
+        target = plan_export(abstract, config, folder, None)
+        place = Path(settings.engine_folder) if settings.engine_folder else folder.path / "weights"
+        engines = [Engine(url, settings.engine_seconds, config.model.vocab_size) for url in settings.engines]
+        notes = run_on_process_zero(lambda: [*filter(None, (_check(one, config) for one in engines))])
+        return cls(EnginePool(engines), ExportedWeights(config, folder, target, place)), notes
+
+    def start(self, state: TrainState, step: int, make: Make) -> Pending:
+        """Publish the weights of ``step`` unless engines have them, and let ``make`` generate with them.
+
+        All processes call it together. It first waits for the rollout before.
+        """
+        if self._pending is not None:
+            self.wait(self._pending)
+        if self._weights is None or self._weights.step != step:
+            self._weights = self._publisher.publish(state, step)
+        stop, generator = threading.Event(), EngineGenerator(self._pool, self._weights)
+        self._pending = Pending(self._thread.submit(make, generator, stop.is_set), stop)
+        return self._pending
+
+    def wait(
+        self,
+        pending: Pending,
+        watchdog: Watchdog | None = None,
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> Rollout:
+        """The rollout, once every process has its own. If a process must stop, all of them end it early.
+
+        The watchdog waits along: engines have their own time limit, and without engines a run waits.
+        """
+        said = ""
+        while True:
+            waits = not wait([pending.future], _LOOK_SECONDS).done
+            waits, stops = any_process(waits, stopping())
+            if stops:
+                pending.stop.set()
+            if not waits:
+                return pending.future.result()
+            if (why := self._pool.nothing_works) and not said:
+                warn(f"the run waits for an engine: {why}")
+            said = why
+            if watchdog is not None:
+                watchdog.phase("generation by engines")
+
+    def close(self) -> None:
+        """End the rollout that engines generate, if any."""
+        if self._pending is not None:
+            self._pending.stop.set()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _check(engine: Engine, config: RunConfig) -> str:
+    """A line about an engine that does not respond, or ""."""
+    try:
+        engine.check(longest_row(config), config.posttrain.temperature)
+    except EngineRefused as why:
+        raise ConfigurationError(
+            f"posttrain.engines: {why}. Engines are vLLM 0.32 or newer, started with --enable-scale-out and "
+            "VLLM_SERVER_DEV_MODE=1 (docs/posttrain.md)"
+        ) from why
+    except EngineLost as why:
+        return f"{why}; the run goes on without it, and gives it the weights once it responds"
+    return ""
