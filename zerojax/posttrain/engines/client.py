@@ -26,7 +26,7 @@ _PLAIN = {
     **{"presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0},
     **{"ignore_eos": True, "detokenize": False, "logprobs": 0},
 }
-"""Sampling parameters that take the place of the engine's defaults, some of which come with the model."""
+"""Sampling parameters in place of the engine's defaults, which may come with the model."""
 
 
 class EngineLost(Exception):

@@ -58,10 +58,10 @@ def importance_weights(
 ) -> Float32[np.ndarray, "rows time"]:
     """Truncated importance weights of tokens that an engine has drawn: min(p / q, cap), 0 outside the mask.
 
-    p is the trainer's probability of a token, q the engine's. They differ because the engine computes in
-    another way (Yao et al., 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"),
-    or because its weights are older (the decoupled objective of Hilton et al., 2022, "Batch size-invariance
-    for policy optimization", equation 5). The truncation is by Ionides, 2008.
+    p is the trainer's probability of a token, q the engine's, which computes in another way (Yao et al.,
+    2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"). If its weights are older,
+    the weighted loss is the decoupled objective of Hilton et al. (2022, "Batch size-invariance for policy
+    optimization"). The truncation is by Ionides (2008, "Truncated Importance Sampling").
 
     Args:
         log_probs: log p, before the steps on these tokens.

@@ -379,8 +379,8 @@ class PosttrainSection:
             default RUN/weights.
         rollouts_ahead: 1 lets engines generate the next rollout while the run trains on the last one, with
             weights that are one rollout old; 0 waits for the newest weights.
-        importance_cap: With engines, each token's loss is multiplied by the ratio of the run's to the
-            engine's probability of the token, but at most by this number; 0 leaves that out.
+        importance_cap: The largest factor of a token's loss with engines. The factor is the ratio of the
+            run's to the engine's probability of the token; 0 leaves it out.
         eval_prompts: Held-out prompts per evaluation, completed greedily; 0 is none.
         samples: Completions of each rollout that are written to RUN/samples.jsonl.
     """
