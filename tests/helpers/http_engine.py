@@ -65,6 +65,25 @@ class HTTPEngine:
         self.version, self._model = "default", self._first
         self._server = self._listen(int(self.url.rpartition(":")[2]))
 
+    def after(self, count: int, what: Callable[[], object]) -> None:
+        """Call ``what`` in place of the response to a request, after ``count`` requests for completions.
+
+        The client then gets the result of ``what``; None breaks the connection.
+        """
+        lock, asked = threading.Lock(), iter(range(count))
+
+        def respond(path: str, body: Any) -> Any:
+            if path == "/inference/v1/generate":
+                with lock:
+                    last = self.respond is respond and next(asked, None) is None
+                    if last:
+                        self.respond = self.answer
+                if last:
+                    return what()
+            return self.answer(path, body)
+
+        self.respond = respond
+
     def answer(self, path: str, body: Any) -> Any:
         """The response of an engine without faults."""
         if path == "/v1/models":

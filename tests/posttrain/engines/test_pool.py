@@ -53,18 +53,6 @@ def tokens(found: list[Completion | None]) -> list[list[int] | None]:
     return [one and one.tokens for one in found]
 
 
-def after(server: HTTPEngine, count: int, what: Callable[[], object]) -> None:
-    """Call ``what`` in place of the response to the request for a completion after ``count`` ones."""
-
-    def respond(path: str, body: Any) -> Any:
-        if path == "/inference/v1/generate" and len(server.served) >= count:
-            server.respond = server.answer
-            return what()
-        return server.answer(path, body)
-
-    server.respond = respond
-
-
 def test_both_engines_complete_with_the_weights(two: list[HTTPEngine]) -> None:
     pool = clients(two)
     assert tokens(complete(pool)) == EXPECTED
@@ -75,7 +63,7 @@ def test_both_engines_complete_with_the_weights(two: list[HTTPEngine]) -> None:
 
 
 def test_the_prompts_of_a_dead_engine_go_to_another(two: list[HTTPEngine]) -> None:
-    after(two[0], 2, lambda: threading.Thread(target=two[0].die).start())
+    two[0].after(2, lambda: threading.Thread(target=two[0].die).start())
     pool = clients(two)
     assert tokens(complete(pool)) == EXPECTED
     assert pool.nothing_works == ""
@@ -87,7 +75,7 @@ def test_a_restarted_engine_gets_the_weights_before_its_completions_count(two: l
         two[0].die()
         two[0].restart()
 
-    after(two[0], 3, lambda: threading.Thread(target=restart).start())
+    two[0].after(3, lambda: threading.Thread(target=restart).start())
     assert tokens(complete(clients(two[:1]))) == EXPECTED
     assert two[0].loaded == ["step-4-ab"] * 2
 
@@ -95,15 +83,11 @@ def test_a_restarted_engine_gets_the_weights_before_its_completions_count(two: l
 def test_a_completion_by_other_weights_is_made_again(two: list[HTTPEngine]) -> None:
     """Somebody else gives the engine older weights while it works."""
 
-    def respond(path: str, body: Any) -> Any:
-        if len(two[0].served) == 3:
-            two[0].answer(
-                "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": "step-3"}}
-            )
-            two[0].version = "step-3"
-        return two[0].answer(path, body)
+    def replace() -> None:
+        two[0].answer("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": "step-3"}})
+        two[0].version = "step-3"
 
-    two[0].respond = respond
+    two[0].after(3, replace)
     assert tokens(complete(clients(two[:1]))) == EXPECTED
     assert two[0].loaded[:2] == ["step-4-ab", "step-3"]
     assert two[0].loaded[-1] == "step-4-ab"

@@ -105,14 +105,8 @@ def test_each_rollout_is_made_by_the_newest_weights(
 def test_one_rollout_ahead_is_made_beside_the_training_by_weights_one_rollout_old(
     place: Path, served: HTTPEngine, finished: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rollout 2 starts before step 1 and step 1 does not wait for it."""
-    trained, plain, waited = threading.Event(), served.answer, []
-
-    def respond(path: str, body: Any) -> Any:
-        if "generate" in path and len(served.served) == 1 + 8:  # the first is the trial
-            waited.append(trained.wait(60))
-        return plain(path, body)
-
+    """The first prompt of rollout 2 waits for the end of step 1, which does not wait for the rollout."""
+    trained, waited = threading.Event(), list[bool]()
     log_step = GRPOTrainer.log_step
 
     def logged(trainer: GRPOTrainer, metrics: Any) -> None:
@@ -120,11 +114,10 @@ def test_one_rollout_ahead_is_made_beside_the_training_by_weights_one_rollout_ol
         trained.set()
 
     settings = config(place, posttrain={"engines": [served.url], "rollouts_ahead": 1})
-    served.respond = respond
+    served.after(1 + 8, lambda: waited.append(trained.wait(60)))  # the trial, and rollout 1
     monkeypatch.setattr(GRPOTrainer, "log_step", logged)
     post_train(GRPOTrainer, settings, tmp_path / "run", finished)
-    assert waited
-    assert all(waited)
+    assert waited == [True]
     found = lines(tmp_path / "run")
     assert [line["weights_age"] for line in found] == [0, 1, 1]
     assert [name.rpartition("-")[0] for name in served.loaded] == ["step-0", "step-1"]
@@ -169,20 +162,12 @@ def test_a_run_goes_on_when_its_engine_restarts(
 ) -> None:
     said = list[str]()
     monkeypatch.setattr(pool_module.logger, "warning", lambda text, *values: said.append(text % values))
-    plain = served.answer
 
     def restart() -> None:
         served.die()
         served.restart()
 
-    def respond(path: str, body: Any) -> Any:
-        if "generate" in path and len(served.served) == 12:
-            served.respond = plain
-            threading.Thread(target=restart).start()
-            return None
-        return plain(path, body)
-
-    served.respond = respond
+    served.after(12, lambda: threading.Thread(target=restart).start())
     post_train(GRPOTrainer, config(place, posttrain={"engines": [served.url]}), tmp_path / "run", finished)
     assert [line["weights_age"] for line in lines(tmp_path / "run")] == [0, 0, 0]
     assert max(line["mismatch"] for line in lines(tmp_path / "run")) < 1e-5
