@@ -20,6 +20,7 @@ REASONS = (
     "needs a GPU",
     "needs a cluster",
     "needs PyTorch",
+    "needs vLLM",
     "needs root",
     "needs a downloaded model",
     "sets up a machine",  # the tests' own first step
