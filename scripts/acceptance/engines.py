@@ -100,7 +100,7 @@ class VLLM:
 class Proxy(ThreadingHTTPServer):
     """Passes requests on to vLLM, and looks at vLLM after each update of its weights."""
 
-    daemon_threads = True
+    daemon_threads, request_queue_size = True, 256
 
     def __init__(self, weights: Path) -> None:
         super().__init__(("127.0.0.1", PROXY), Handler)
@@ -245,9 +245,15 @@ def disturb(proxy: Proxy, vllm: VLLM, command: list[str], work: Path, updates: i
     """Run to the end, with kills after random updates."""
     choose = random.Random(0)
     at = sorted(choose.sample(range(2, updates), kills))
-    log = (work / "run.log").open("ab")
+    log, seen = (work / "run.log").open("ab"), 0
     run = subprocess.Popen(command, cwd=work, stdout=log, stderr=log)
+    limit = time.monotonic() + 600
     while run.poll() is None:
+        if proxy.updates > seen:
+            seen, limit = proxy.updates, time.monotonic() + 600
+        if time.monotonic() > limit:
+            run.kill()
+            raise SystemExit(f"no update for 10 minutes: see {work / 'run.log'} and {work / 'vllm.log'}")
         time.sleep(0.2)
         if at and proxy.updates >= at[0]:
             del at[0]

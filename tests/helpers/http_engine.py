@@ -161,6 +161,7 @@ class HTTPEngine:
 
         server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         server.daemon_threads = True
+        server.socket.listen(256)
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         return server
 
