@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from durations import Meter, Reporter
-from environment import check_platforms, prepare, share_compiled, share_optimizers
+from environment import check_platforms, forget_compiled, prepare, share_compiled, share_optimizers
 
 _MAPS = Path("/proc/self/maps")
 _tests = itertools.count(1)
@@ -50,7 +50,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def compiled_programs(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What is compiled twice is compiled once; pytest clears the folder away, unless JAX was told of one."""
+    """Compile each program once; pytest removes the folder, unless JAX_COMPILATION_CACHE_DIR names it."""
     told = os.environ.get("JAX_COMPILATION_CACHE_DIR")
     # One folder for each worker: JAX writes its entries in place, where another process may read half of one.
     share_compiled(Path(told) if told else tmp_path_factory.mktemp("compiled"))
@@ -74,7 +74,4 @@ def forget_compiled_programs() -> Iterator[None]:
     """
     yield
     if next(_tests) % 8 == 0 and _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > 25_000:
-        import jax  # not before the environment above is set
-
-        jax.clear_caches()
-        gc.collect()
+        forget_compiled()

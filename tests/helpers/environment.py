@@ -5,6 +5,7 @@ has compiled, the next one finds. ``XLA_FLAGS=--xla_backend_optimization_level=3
 """
 
 import functools
+import gc
 import os
 import subprocess
 import sys
@@ -27,6 +28,8 @@ _QUICK = {
     "--xla_backend_extra_options": "xla_cpu_disable_new_fusion_emitters",
     "--xla_cpu_parallel_codegen_split_count": 1,
 }
+_compiled: dict[str, Any] = {}
+"""The programs of this process, by JAX's key of each."""
 
 
 def prepare() -> None:
@@ -56,20 +59,48 @@ def check_platforms() -> None:
 
 
 def share_compiled(folder: Path) -> None:
-    """Keep compiled programs in a folder, for this process and those that it starts."""
+    """Compile each program once: this process keeps them in memory, and those that it starts in a folder."""
     settings = {
         "jax_compilation_cache_dir": str(folder),
         "jax_persistent_cache_min_compile_time_secs": 0.05,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
     import jax  # not before the environment is prepared
+    from jax._src import compiler
+
+    from zerojax import compilation_cache
 
     for name, value in settings.items():
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)
-    from zerojax.compilation_cache import use_compilation_cache
+    keep, read = compilation_cache._keep, compiler._cache_read
 
-    use_compilation_cache()
+    def here() -> bool:
+        return jax.config.jax_compilation_cache_dir == str(folder)
+
+    def keep_here(key: str, *rest: Any) -> None:
+        if here():
+            *_, _compiled[key] = rest
+        else:  # a test of the folder
+            keep(key, *rest)
+
+    def read_here(name: str, key: str, *rest: Any) -> tuple[Any, int | None]:
+        *_, callbacks = rest
+        if here() and not callbacks:
+            return _compiled.get(key), 0
+        return read(name, key, *rest)
+
+    compilation_cache._keep, compiler._cache_read = keep_here, read_here
+    compilation_cache.use_compilation_cache()
+
+
+def forget_compiled() -> None:
+    """Free the programs that are kept in memory."""
+    import jax
+
+    _compiled.clear()
+    jax.clear_caches()
+    gc.collect()
 
 
 def share_optimizers() -> None:
