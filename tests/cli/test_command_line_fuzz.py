@@ -21,7 +21,16 @@ NUMBERS = st.one_of(
     st.sampled_from(["", "0x10", "1e3", "nan", "inf", "-inf", "²", "9" * 30, "--", "1.5"]),
     st.text(max_size=6).filter(lambda text: "\0" not in text and text.isprintable()),
 )
-OPTIONS = ("--nodes", "--devices-per-node", "--platform", "--restarts", "--min-nodes", "--grace", "--wrong")
+OPTIONS = (
+    "--nodes",
+    "--devices-per-node",
+    "--platform",
+    "--restarts",
+    "--min-nodes",
+    "--grace",
+    "--snapshot-seconds",
+    "--wrong",
+)
 ARGUMENTS = st.lists(
     st.one_of(
         st.tuples(st.sampled_from(OPTIONS), NUMBERS),

@@ -154,13 +154,54 @@ def test_a_restart_is_told_when_a_process_was_lost(attempts, capfd):
     program, _ = attempts
     line = (
         "if tries == 1: os.kill(os.getpid(), 9) if rank else time.sleep(600)\n"
-        "lost, ended = map(float, os.environ['ZEROJAX_LOST'].split())\n"
+        "lost, ended, who = os.environ['ZEROJAX_LOST'].split(maxsplit=2)\n"
+        "lost, ended = float(lost), float(ended)\n"
+        "assert who == 'rank 1', who\n"
         "sys.stdout.write(f'{0 < lost < ended < time.monotonic()} {ended - lost:.1f}\\n')"
     )
     assert launch.launch(job(program(line), restarts=1)) == 0
     found = re.findall(r"\[rank \d\] True (\S+)", capfd.readouterr().out)
     assert len(found) == 2
     assert float(found[0]) < 30
+
+
+def test_memory_for_snapshots_outlives_the_processes(attempts):
+    program, starts = attempts
+    line = (
+        "file, seconds = os.environ['ZEROJAX_SNAPSHOT'].split(); assert seconds == '5.0'\n"
+        "before = os.pread(int(file), 100, 0).decode()\n"
+        "assert before == ('' if tries == 1 else f'rank {rank}'), before\n"
+        "os.pwrite(int(file), f'rank {rank}'.encode(), 0)\n"
+        "sys.exit(1 if tries == 1 else 0)"
+    )
+    files = os.listdir("/proc/self/fd")
+    assert launch.launch(job(program(line), restarts=3)) == 0
+    assert starts() == [2, 2]
+    assert os.listdir("/proc/self/fd") == files, "the launcher has closed them"
+
+
+@pytest.mark.parametrize(
+    "options", [{"restarts": 0}, {"restarts": 1, "snapshot_seconds": 0.0}, {"restarts": 1, "program": True}]
+)
+def test_without_snapshots_there_is_no_memory(options, tmp_path):
+    line = "import os, sys; sys.exit('ZEROJAX_SNAPSHOT' in os.environ)"
+    if options.pop("program", False):
+        (tmp_path / "my_loop.py").write_text(line)
+        assert launch.launch(launch.Job([str(tmp_path / "my_loop.py")], 1, 1, "cpu", **options)) == 0
+    else:
+        assert launch.launch(job(line, nodes=1, **options)) == 0
+
+
+def test_other_nodes_do_not_get_the_snapshots_of_more_nodes(attempts):
+    program, starts = attempts
+    line = (
+        "file, _ = os.environ['ZEROJAX_SNAPSHOT'].split()\n"
+        "assert not os.fstat(int(file)).st_size\n"
+        "os.pwrite(int(file), b'x', 0)\n"
+        "sys.exit(1) if rank == count - 1 and count > 1 else time.sleep(0.5 if count == 1 else 60)"
+    )
+    assert launch.launch(job(program(line), nodes=2, restarts=1, min_nodes=1, grace=5)) == 0
+    assert starts() == [2, 1]
 
 
 def test_a_stopped_run_is_not_restarted(attempts, capfd):
@@ -245,6 +286,7 @@ def test_the_command_line_becomes_a_job():
     [
         ({"restarts": -1}, "restarts"),
         ({"min_nodes": 3}, "min_nodes"),
+        ({"snapshot_seconds": -1.0}, "snapshot_seconds"),
         ({"nodes": 0}, "at least 1"),
     ],
 )

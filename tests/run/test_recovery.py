@@ -12,18 +12,18 @@ from zerojax.run.recovery import VARIABLE, Recovery
 
 def test_each_phase_has_its_seconds() -> None:
     times = iter((15.0, 16.0, 19.0, 19.5))
-    recovery = Recovery(lost=10.0, ended=11.0, clock=lambda: next(times))
+    recovery = Recovery(lost=10.0, ended=11.0, who="rank 1", clock=lambda: next(times))
     recovery.end("to start")
     recovery.end("to open the run")
     assert [recovery.is_new(step, reached=5) for step in (4, 5, 6)] == [False, False, True]
     assert str(recovery) == (
-        "a new step 9.5 s after a process was lost: 1.0 s to end the others, 4.0 s to start, "
+        "a new step 9.5 s after rank 1 was lost: 1.0 s to end the others, 4.0 s to start, "
         "1.0 s to open the run, 3.0 s to take a step, 0.5 s to repeat 2 steps"
     )
 
 
 def test_without_steps_to_repeat_the_first_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "10.0 12.5")
+    monkeypatch.setenv(VARIABLE, "10.0 12.5 rank 1, rank 2")
     recovery = Recovery.find()
     assert recovery is not None
     assert recovery.is_new(1, reached=0)
@@ -40,12 +40,12 @@ def test_a_restart_is_logged_and_recorded(
         with pytest.raises(Stop):
             train(micro_config(text), tmp_path)
     now = time.monotonic()
-    monkeypatch.setenv(VARIABLE, f"{now - 9} {now - 8}")
+    monkeypatch.setenv(VARIABLE, f"{now - 9} {now - 8} rank 1")
     train(micro_config(text), tmp_path)
     *_, session = json.loads((tmp_path / "run.json").read_text())["sessions"]
-    first = ["to end the others", "to start and join", "to open the run", "to take a step"]
-    assert list(session["recovery"])[:4] == first
-    assert list(session["recovery"])[4] in ("to repeat 1 step", "to repeat 2 steps")  # some were not logged
+    first = ["to end the others", "to start and join", "to restore the state", "to open the run"]
+    assert list(session["recovery"])[:5] == [*first, "to take a step"]
+    assert list(session["recovery"])[5] in ("to repeat 1 step", "to repeat 2 steps")  # some were not logged
     assert session["recovery"]["to end the others"] == pytest.approx(1)
     assert session["recovery"]["to start and join"] >= 8
     line = session["notes"][-1]

@@ -21,16 +21,20 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
+from zerojax.cli import COMMANDS
 from zerojax.errors import EXIT_OK, EXIT_PEER_LOST, EXIT_STOPPED, NO_RESTART, ConfigurationError
 from zerojax.log import logger
-from zerojax.multihost.devices import Platform, share_devices
+from zerojax.multihost import snapshot_memory
+from zerojax.multihost.devices import Platform, separate_nodes, share_devices
 from zerojax.multihost.distributed import VARIABLES, free_port
 from zerojax.multihost.peers.handshake import VARIABLE, new_token
+from zerojax.multihost.standby import Standby
 from zerojax.multihost.supervisor import Supervisor, Task
 from zerojax.run import recovery
 from zerojax.sharding.host_memory import limit_variable
@@ -40,6 +44,11 @@ _MAX_DEVICES = 4096
 
 # Commands besides `train` that a job can run.
 _OTHERS = ("doctor", "links")
+
+
+_ZEROJAX = (sys.executable, "-m", "zerojax")
+# Seconds before standby processes import, because the job starts at the same time.
+_STANDBY_AFTER = 10.0
 
 
 @dataclass(frozen=True)
@@ -52,9 +61,12 @@ class Job:
     devices_per_node: int
     platform: Platform = "auto"
     restarts: int = 0
-    min_nodes: int | None = None  # after a failure continue without failed nodes, down to this many
-    grace: float = 15.0  # seconds for the others to end after one has failed
-    program: Sequence[str] = (sys.executable, "-m", "zerojax")
+    min_nodes: int | None = None  # After a failure continue without failed nodes, down to this many.
+    grace: float = 15.0  # Seconds for the others to end after one has failed.
+    # Seconds of work that a restart may repeat; 0 keeps no snapshots.
+    snapshot_seconds: float = 5.0 if snapshot_memory.SUPPORTED else 0.0
+    standby: bool = True  # Keep a process for each node that has imported everything.
+    program: Sequence[str] = _ZEROJAX
 
 
 def launch(job: Job) -> int:
@@ -76,30 +88,80 @@ def launch(job: Job) -> int:
         )
     if job.min_nodes is not None and not 1 <= job.min_nodes <= job.nodes:
         raise ConfigurationError(f"min_nodes is 1 to nodes={job.nodes}, not {job.min_nodes}")
-    nodes, left = job.nodes, job.restarts
-    restart = dict[str, str]()
-    while True:
-        tasks, good = _tasks(job, nodes, restart), (EXIT_OK, EXIT_STOPPED)
-        result = Supervisor(tasks, job.grace, good=good, follows=EXIT_PEER_LOST).run()
-        if result.code in (EXIT_OK, EXIT_STOPPED, *NO_RESTART) or result.signals or left == 0:
-            return result.code
-        if job.min_nodes is not None:
-            nodes = max(job.min_nodes, nodes - len(result.failed))
-        restart = {recovery.VARIABLE: f"{result.lost} {time.monotonic()}"}
-        logger.warning(f"restarting with {nodes} of {job.nodes} nodes; {left - 1} restarts left")
-        left -= 1
+    if not 0 <= job.snapshot_seconds < float("inf"):
+        raise ConfigurationError(f"snapshot_seconds must be a number of seconds, not {job.snapshot_seconds}")
+    nodes, left, restart = job.nodes, job.restarts, dict[str, str]()
+    kept = _Kept(job)
+    try:
+        while True:
+            tasks, good = kept.tasks(nodes, restart), (EXIT_OK, EXIT_STOPPED)
+            started = partial(kept.stand_by, tasks if left else [])
+            result = Supervisor(tasks, job.grace, good=good, follows=EXIT_PEER_LOST, started=started).run()
+            if result.code in (EXIT_OK, EXIT_STOPPED, *NO_RESTART) or result.signals or left == 0:
+                return result.code
+            if job.min_nodes is not None:
+                nodes = max(job.min_nodes, nodes - len(result.failed))
+            who = ", ".join(result.failed) or "a process"
+            restart = {recovery.VARIABLE: f"{result.lost} {time.monotonic()} {who}"}
+            logger.warning(f"restarting with {nodes} of {job.nodes} nodes; {left - 1} restarts left")
+            left -= 1
+    finally:
+        kept.close()
 
 
-def _tasks(job: Job, nodes: int, restart: dict[str, str]) -> list[Task]:
-    shares = share_devices(nodes, job.devices_per_node, job.platform)
-    coordinator = f"127.0.0.1:{free_port()}"
-    # Passed in the environment: other users can read a command line.
-    shared = {VARIABLE: new_token()} | limit_variable(nodes * job.devices_per_node)
-    return [
-        Task(f"rank {rank}", command, os.environ | share | shared | restart | more)
-        for rank, share in enumerate(shares)
-        for command, more in [_command(job, coordinator, rank, nodes)]
-    ]
+class _Kept:
+    """What the launcher keeps from one start of a job to the next: snapshots and standby processes.
+
+    Both belong to a number of nodes. The commands that train use them, if there are restarts.
+    """
+
+    def __init__(self, job: Job) -> None:
+        trains = not is_program(job.train[0]) and job.train[0] not in _OTHERS
+        self._job = job
+        self._snapshots = bool(trains and job.restarts and job.snapshot_seconds)
+        self._standby = bool(trains and job.restarts and job.standby) and job.program == _ZEROJAX
+        self._files: list[int] = []
+        self._waiting: list[Standby] = []
+
+    def stand_by(self, tasks: Sequence[Task]) -> None:
+        """Replace the standby processes, which tasks have taken, by new ones for the next start."""
+        module = COMMANDS["posttrain" if self._job.train[0] == "posttrain" else "train"][0]
+        self._waiting = [
+            Standby(task.name, module, task.env, task.pass_fds, _STANDBY_AFTER)
+            for task in tasks
+            if self._standby
+        ]
+
+    def tasks(self, nodes: int, restart: Mapping[str, str]) -> list[Task]:
+        """The tasks of a start."""
+        job = self._job
+        if len(self._files or self._waiting) != nodes:
+            self.close()
+            self._files = [snapshot_memory.create() for _ in range(nodes * self._snapshots)]
+        shares = separate_nodes(share_devices(nodes, job.devices_per_node, job.platform))
+        coordinator = f"127.0.0.1:{free_port()}"
+        # Passed in the environment: other users can read a command line.
+        shared = {VARIABLE: new_token()} | limit_variable(nodes * job.devices_per_node)
+        tasks = []
+        for rank, share in enumerate(shares):
+            command, more = _command(job, coordinator, rank, nodes)
+            files = tuple(self._files[rank : rank + 1])
+            if files:
+                more[snapshot_memory.VARIABLE] = f"{files[0]} {job.snapshot_seconds}"
+            task = Task(f"rank {rank}", command, {**os.environ, **share, **shared, **restart, **more}, files)
+            if self._waiting:
+                begin = partial(self._waiting[rank].begin, command[len(job.program) :], task.env)
+                task = replace(task, standby=begin)
+            tasks.append(task)
+        return tasks
+
+    def close(self) -> None:
+        """Free the snapshots' memory, and end the standby processes."""
+        for file in self._files:
+            os.close(file)
+        for process in self._waiting:
+            process.close()
+        self._files, self._waiting = [], []
 
 
 def _command(job: Job, coordinator: str, rank: int, nodes: int) -> tuple[list[str], dict[str, str]]:
@@ -153,6 +215,19 @@ def parse(arguments: Sequence[str]) -> Job:
         type=float,
         default=Job.grace,
         help="seconds that the others have to end after one has failed (default: %(default)s)",
+    )
+    add(
+        "--snapshot-seconds",
+        type=float,
+        default=Job.snapshot_seconds,
+        help="seconds of work that a restart may repeat: so often the state is copied to this machine's "
+        "memory; 0 restarts from checkpoints (default: %(default)s)",
+    )
+    add(
+        "--standby",
+        action=argparse.BooleanOptionalAction,
+        default=Job.standby,
+        help="with --restarts, keep a process for each node that has imported everything",
     )
     add(
         "train",

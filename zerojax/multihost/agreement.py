@@ -45,11 +45,19 @@ class Requests(NamedTuple):
         save: save a checkpoint.
         stop: save a checkpoint, then stop.
         end: save a checkpoint, and count the run as done.
+        snapshot: take a snapshot in memory, unless a process is ``busy`` with the one before.
     """
 
     save: bool = False
     stop: bool = False
     end: bool = False
+    snapshot: bool = False
+    busy: bool = False
+
+    @property
+    def saves(self) -> bool:
+        """Whether to save a checkpoint."""
+        return self.save or self.stop or self.end
 
     def __or__(self, other: "Requests") -> "Requests":
         return Requests(*map(operator.or_, self, other))

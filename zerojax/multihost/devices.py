@@ -1,6 +1,7 @@
 """Divide this machine's devices among the processes of a job, before any of them starts JAX."""
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -47,3 +48,17 @@ def share_devices(processes: int, each: int, platform: Platform = "auto") -> lis
     flags = os.environ.get("XLA_FLAGS", "")
     flags = f"{flags} --xla_force_host_platform_device_count={each}".strip()
     return [{"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}] * processes
+
+
+def separate_nodes(shares: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    """The shares of processes on one machine, with the variables that they need if they share a GPU.
+
+    NCCL refuses a GPU that two processes of a host use; so each process becomes a host for it.
+    """
+    gpus = [share.get("CUDA_VISIBLE_DEVICES") for share in shares]
+    if gpus[0] is None or len({*gpus}) == len(gpus):
+        return [dict(share) for share in shares]
+    return [
+        {"NCCL_HOSTID": f"node{node}", "NCCL_SOCKET_IFNAME": "lo", **share}
+        for node, share in enumerate(shares)
+    ]

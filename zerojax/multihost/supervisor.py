@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import BinaryIO
@@ -34,6 +34,8 @@ class Task:
     command: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)  # the whole environment
     pass_fds: tuple[int, ...] = ()
+    # Lets a process that stands by begin the task; None if it has ended, and the task needs a new process.
+    standby: Callable[[], subprocess.Popen[bytes] | None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class Supervisor:
         output: destination of their lines; None is standard output.
         good: exit codes of a task after which the others continue.
         follows: exit code of a task that ended because another had failed.
+        started: called once all processes have been started.
     """
 
     tasks: Sequence[Task]
@@ -97,6 +100,7 @@ class Supervisor:
     output: BinaryIO | None = None
     good: Collection[int] = (0,)
     follows: int | None = None
+    started: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         # ("signal", number) or ("end", index). A signal handler may put to a SimpleQueue, not to a Queue.
@@ -124,7 +128,7 @@ class Supervisor:
 
     def _run(self) -> Result:
         for task in self.tasks:
-            process = subprocess.Popen(
+            process = task.standby() or subprocess.Popen(
                 [sys.executable, "-IS", pdeathsig.__file__, *task.command],
                 env=dict(task.env),
                 pass_fds=task.pass_fds,
@@ -134,6 +138,7 @@ class Supervisor:
                 start_new_session=True,
             )
             self._processes.append(process)
+        self.started()
         copiers = [threading.Thread(target=self._copy, args=(i,), daemon=True) for i in self._all()]
         watchers = [threading.Thread(target=self._watch, args=(i,), daemon=True) for i in self._all()]
         for thread in copiers + watchers:

@@ -14,7 +14,7 @@ from zerojax.errors import DivergedError, RunError, Stopped, disk_errors
 from zerojax.multihost.agreement import Agreement, Requests
 from zerojax.multihost.preemption import StopRequest
 from zerojax.multihost.watchdog import Watchdog
-from zerojax.run.checkpoints import Checkpoints, Record, TrainingClock, step_dirs
+from zerojax.run.checkpoints import Checkpoints, Record, Snapshots, TrainingClock, states_of, step_dirs
 from zerojax.run.config.tables import zero_to_table
 from zerojax.run.metrics.log import RunLog
 from zerojax.run.run_dir import RunFolder, RunLock
@@ -33,6 +33,7 @@ class TrainLoop(ABC):
     Attributes:
         folder: the run's folder, if the loop writes files.
         checkpoints: the run's checkpoints, if it saves any.
+        snapshots: copies of the state for a restart, if the launcher keeps them.
         clock: the time trained so far, and whether a save is due by time.
         log: metrics, files, progress line.
         watchdog: ends a hung run.
@@ -50,6 +51,7 @@ class TrainLoop(ABC):
 
     folder: RunFolder | None
     checkpoints: Checkpoints | None
+    snapshots: Snapshots | None = None
     clock: TrainingClock
     log: RunLog
     watchdog: Watchdog
@@ -110,6 +112,8 @@ class TrainLoop(ABC):
         """Finish the writing of files."""
         if self.checkpoints is not None:
             self.checkpoints.close()
+        if self.snapshots is not None:
+            self.snapshots.close()
 
     def train(self) -> None:
         """Train from the current step to the last.
@@ -140,16 +144,36 @@ class TrainLoop(ABC):
         while self.step < self._steps:
             self.watchdog.step(self.step + 1)
             wants_save = self.clock.wants_save and jax.process_index() == 0
-            agreement.put(Requests(wants_save, signalled.received, self.should_stop))
+            own = Requests(wants_save, signalled.received, self.should_stop, *self._snapshot_requests())
+            agreement.put(own)
             self.log_step(self.take_step(next(batches)))
-            requests |= agreement.get() | Requests(save=self.is_due(self._save_every))
-            if any(requests) and self.save():
+            agreed = agreement.get()
+            requests |= agreed | Requests(save=self.is_due(self._save_every))
+            if agreed.snapshot and not (agreed.busy or requests.saves) and self.step < self._steps:
+                self.take_snapshot()
+                agreement.forget()
+            if requests.saves and self.save():
                 agreement.forget()
                 if requests.stop and self.step < self._steps:
                     self.stop()
                 if requests.end:
                     break
                 requests = Requests()
+
+    def _snapshot_requests(self) -> tuple[bool, bool]:
+        """Whether to take a snapshot, and whether this process is busy with one, or with a checkpoint."""
+        if self.snapshots is None:
+            return False, False
+        saving = self.checkpoints is not None and self.checkpoints.is_saving
+        return self.snapshots.is_due, self.snapshots.is_busy or saving
+
+    def take_snapshot(self) -> None:
+        """Start a snapshot of the state, unless the last step was skipped."""
+        assert self.snapshots is not None
+        self.log.drain()
+        if not self.log.last.get("skipped_in_row"):
+            self.watchdog.phase(f"the snapshot after step {self.step}")
+            self.snapshots.take(self.step, states_of(self.state, self.beside()), self.record())
 
     def log_step(self, metrics: Metrics) -> None:
         """Count a dispatched step, evaluate if an evaluation is due, and log both."""
@@ -181,6 +205,8 @@ class TrainLoop(ABC):
         if self.checkpoints is None:
             return True
         self.watchdog.phase(f"the checkpoint at step {self.step}")
+        if self.snapshots is not None:
+            self.snapshots.wait()  # both need page-locked memory
         at_end = self.step == self._steps
         saved = self.checkpoints.save(
             self.step,

@@ -14,6 +14,7 @@ from zerojax.analysis.plan import describe_plan
 from zerojax.errors import ConfigurationError, Stopped, error_line
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.multihost.peers import Peers
+from zerojax.multihost.snapshot_memory import Kept
 from zerojax.network import nccl
 from zerojax.run.build import Trained, environment, is_first, make_log, make_watchdog
 from zerojax.run.checkpoints import (
@@ -21,8 +22,11 @@ from zerojax.run.checkpoints import (
     Manifest,
     Record,
     Retention,
+    Snapshots,
     TrainingClock,
     reserve_for_saves,
+    states_of,
+    step_dirs,
 )
 from zerojax.run.checkpoints.select import choose
 from zerojax.run.config import RunConfig, spelled_out
@@ -47,6 +51,7 @@ class Opening(NamedTuple):
     notes: list[str]
     on_error: ExitStack
     recovery: Recovery | None
+    snapshots: Snapshots | None
 
 
 @dataclass(kw_only=True)
@@ -75,6 +80,8 @@ class OpenRun(TrainLoop):
         also_trained: Sequence[Trained],
         makes_samples: bool,
     ) -> None:
+        if new.recovery is not None:
+            new.recovery.end("to restore the state")
         config = self.config = new.config
         self.lock = new.lock
         self.state, self.step, self.base = start.state, start.step, start.base
@@ -93,9 +100,12 @@ class OpenRun(TrainLoop):
         self.checkpoints: Checkpoints = Checkpoints(  # pyright: ignore[reportIncompatibleVariableOverride]
             self.folder.checkpoints,
             Retention(saving.keep, saving.keep_every, saving.keep_best, saving.keep_minutes),
-            start=None if start.manifest is None else start.step,
+            start=start.saved,
             say=self.log.say,
         )
+        self.snapshots = new.snapshots
+        if self.snapshots is not None:
+            self.snapshots.reserve(states_of(self.state, self.beside()))
         self.clock = TrainingClock(start.record.seconds, minutes=saving.minutes)
         self.watchdog = make_watchdog(config.cluster, self.folder, peers)
         self.samples = (
@@ -174,13 +184,21 @@ def opening(config: RunConfig, folder: RunFolder, resume: Resume) -> Generator[O
         unlocked = run_on_process_zero(lock.take)
         if is_first():
             on_error.push(_remover(folder, absent))
-        manifest, damaged = choose(
-            folder.checkpoints,
-            checksums=config.checkpoint.verify,
-            check=lambda latest: check_start(latest, resume, folder),
-        )
-        notes = damaged if unlocked is None else [unlocked, *damaged]
-        yield Opening(config, folder, lock, manifest, notes, on_error, recovery)
+        notes, manifest = [] if unlocked is None else [unlocked], None
+        snapshots = None if (kept := Kept.find()) is None else Snapshots(kept)
+        if snapshots is not None and recovery is not None:
+            saved = run_on_process_zero(lambda: max(step_dirs.steps(folder.checkpoints), default=None))
+            manifest = snapshots.choose(spelled_out(config), saved)
+            if manifest is None:
+                notes.append("no snapshot in memory is newer than the last checkpoint and in all processes")
+        if manifest is None:
+            manifest, damaged = choose(
+                folder.checkpoints,
+                checksums=config.checkpoint.verify,
+                check=lambda latest: check_start(latest, resume, folder),
+            )
+            notes += damaged
+        yield Opening(config, folder, lock, manifest, notes, on_error, recovery, snapshots)
         on_error.pop_all()
 
 

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Self
 
 VARIABLE = "ZEROJAX_LOST"
-"""When a loss was noticed and when all had ended, in seconds of the host's monotonic clock: "12.5 13.0"."""
+"""When a loss was noticed and when all had ended, in seconds of the host's monotonic clock, and who was lost:
+"12.5 13.0 rank 1".
+"""
 
 
 class Recovery:
@@ -16,7 +18,10 @@ class Recovery:
         seconds: the seconds of each phase that has ended.
     """
 
-    def __init__(self, lost: float, ended: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, lost: float, ended: float, who: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._who = who
         self.seconds = {"to end the others": ended - lost}
         self._last, self._clock = ended, clock
         self._steps = 0
@@ -26,8 +31,8 @@ class Recovery:
         """The restart that has started this process; None if none has. Later calls return None."""
         if (found := os.environ.pop(VARIABLE, None)) is None:
             return None
-        lost, ended = map(float, found.split())
-        return cls(lost, ended)
+        lost, ended, who = found.split(maxsplit=2)
+        return cls(float(lost), float(ended), who)
 
     def end(self, phase: str) -> None:
         """End a phase, which began with the end of the last one."""
@@ -46,4 +51,4 @@ class Recovery:
 
     def __str__(self) -> str:
         phases = ", ".join(f"{seconds:.1f} s {phase}" for phase, seconds in self.seconds.items())
-        return f"a new step {sum(self.seconds.values()):.1f} s after a process was lost: {phases}"
+        return f"a new step {sum(self.seconds.values()):.1f} s after {self._who} was lost: {phases}"

@@ -1,10 +1,12 @@
 """The first weights of a new run, and the frozen weights of a resumed run."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from zerojax.errors import ConfigurationError
+from zerojax.log import warn
 from zerojax.models import GPTConfig
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run import checkpoints
@@ -83,7 +85,7 @@ class Start(NamedTuple):
         state: the model and its optimizer.
         base: its ``Record.base``.
         notes: lines about it for the user.
-        manifest: the manifest of the run's checkpoint, if there is one.
+        manifest: the manifest of the run's checkpoint or snapshot, if there is one.
         source: the source of a new run's weights; None if the run resumes, or starts with random weights.
     """
 
@@ -97,6 +99,11 @@ class Start(NamedTuple):
     def step(self) -> int:
         """Optimizer steps done."""
         return 0 if self.manifest is None else self.manifest.step
+
+    @property
+    def saved(self) -> int | None:
+        """The step of the checkpoint that the run resumes from; None for a new run, or from a snapshot."""
+        return None if self.manifest is None or isinstance(self.manifest, checkpoints.Snapshot) else self.step
 
     @property
     def record(self) -> checkpoints.Record:
@@ -210,10 +217,28 @@ def _resumed(
     changes += rate_changes(saved_config(record.config), setup.config, manifest.step - record.skipped)
     setup.reserve_host_memory()
     state = with_base(setup.abstract_state(), folder, record.base, setup.config, reader)
-    notes = ["; ".join([f"resuming from step {manifest.step}", *changes])]
+    kept = ", which is in memory" if isinstance(manifest, checkpoints.Snapshot) else ""
+    notes = ["; ".join([f"resuming from step {manifest.step}{kept}", *changes])]
     notes += keep_for(folder, folder.path / record.base)
-    state = checkpoints.restore(folder.checkpoints / str(manifest.step), state, say=notes.append)
+    state = restored(manifest, folder, state, say=notes.append)
     return Start(state, record.base, notes, manifest)
+
+
+def restored(
+    manifest: checkpoints.Manifest,
+    folder: RunFolder,
+    state: TrainState,
+    *,
+    name: str = "",
+    say: Callable[[str], object] = warn,
+) -> TrainState:
+    """Restore the snapshot, or the checkpoint in a run's folder, with a manifest.
+
+    Arguments and errors are as for ``checkpoints.restore``.
+    """
+    if isinstance(manifest, checkpoints.Snapshot):
+        return manifest.restore(state, name)
+    return checkpoints.restore(folder.checkpoints / str(manifest.step), state, name=name, say=say)
 
 
 def with_base(

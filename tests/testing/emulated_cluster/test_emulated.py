@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from zerojax import cluster
-from zerojax.multihost.devices import share_devices
+from zerojax.multihost.devices import separate_nodes, share_devices
 from zerojax.testing.emulated_cluster import inside
 from zerojax.testing.emulated_cluster.network import INTERFACE
 
@@ -82,7 +82,12 @@ def test_the_environment_of_a_node(monkeypatch):
 
 def test_nodes_may_share_gpus(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,0,1")
-    assert share_devices(2, 2, "gpu") == [{"CUDA_VISIBLE_DEVICES": "0,1"}] * 2
+    shares = share_devices(2, 2, "gpu")
+    assert shares == [{"CUDA_VISIBLE_DEVICES": "0,1"}] * 2
+    assert [one["NCCL_HOSTID"] for one in separate_nodes(shares)] == ["node0", "node1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    shares = share_devices(2, 2, "gpu")
+    assert separate_nodes(shares) == shares
 
 
 @needs_namespaces

@@ -16,7 +16,14 @@ from zerojax.run.checkpoints.select import (
     read_manifests,
     set_damaged_aside,
 )
-from zerojax.run.checkpoints.store import Checkpoints, Retention, TrainingClock, reserve_for_saves
+from zerojax.run.checkpoints.snapshots import Snapshot, Snapshots
+from zerojax.run.checkpoints.store import (
+    Checkpoints,
+    Retention,
+    TrainingClock,
+    reserve_for_saves,
+    states_of,
+)
 
 # Orbax logs pages about errors that zerojax reports in one line. Other libraries that log to "absl" are kept.
 logging.getLogger("absl").addFilter(lambda record: "/orbax/checkpoint/" not in record.pathname)
@@ -30,6 +37,8 @@ __all__ = [
     "Record",
     "Resumed",
     "Retention",
+    "Snapshot",
+    "Snapshots",
     "TrainingClock",
     "damage_line",
     "find",
@@ -42,5 +51,6 @@ __all__ = [
     "restore_weights",
     "resume",
     "set_damaged_aside",
+    "states_of",
     "verify",
 ]

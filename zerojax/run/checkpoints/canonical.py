@@ -149,7 +149,7 @@ def from_canonical(state: TrainState, tree: Tree) -> TrainState:
             f"the checkpoint lacks {', '.join(lacking[:4])}: it is of another model or optimizer"
         )
     stored = {name: _stored(state, entry, saved[name]) for name, entry in entries.items() if name in saved}
-    return _put(state, stored)
+    return with_stored(state, stored)
 
 
 def with_weights(state: TrainState, tree: Tree) -> TrainState:
@@ -163,7 +163,7 @@ def with_weights(state: TrainState, tree: Tree) -> TrainState:
     renewed = ("secondary/", f"{NODES}/")
     stored = {name: entry.x for name, entry in entries.items() if not name.startswith(renewed)}
     stored |= {name: _stored(state, entries[name], value) for name, value in saved.items()}
-    return _put(state, stored)
+    return with_stored(state, stored)
 
 
 def _check_base(state: TrainState, tree: Tree) -> None:
@@ -177,7 +177,7 @@ def _check_base(state: TrainState, tree: Tree) -> None:
             )
 
 
-def _put(state: TrainState, stored: dict[str, Array]) -> TrainState:
+def with_stored(state: TrainState, stored: dict[str, Array]) -> TrainState:
     """A state made from arrays with the names of ``entries_of``.
 
     Missing replicas of delta are made from the parameters; other missing arrays are zeros. All fields are

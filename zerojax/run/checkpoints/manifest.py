@@ -141,13 +141,24 @@ def read_manifest(path: Path) -> Manifest:
         RunError: it cannot be read for another reason.
     """
     try:
-        data = load_checked((path / _manifest_name(path)).read_text(encoding="utf-8"))
-        hooks = dacite.Config(strict=True, cast=[tuple])
-        manifest = dacite.from_dict(Manifest, data, hooks)
+        return parse_manifest((path / _manifest_name(path)).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DamagedError(f"{MANIFEST} is missing") from None
     except OSError as error:
         raise _unreadable(path, error) from error
+    except UnicodeDecodeError as error:
+        raise DamagedError(f"{MANIFEST} is damaged: {error}") from error
+
+
+def parse_manifest(text: str) -> Manifest:
+    """The manifest in a text of ``dump_checked``.
+
+    Raises:
+        DamagedError: the text is damaged.
+    """
+    try:
+        hooks = dacite.Config(strict=True, cast=[tuple])
+        manifest = dacite.from_dict(Manifest, load_checked(text), hooks)
     except (ValueError, TypeError, RecursionError, dacite.DaciteError) as error:
         raise DamagedError(f"{MANIFEST} is damaged: {error}") from error
     if manifest.format != _FORMAT:

@@ -211,7 +211,7 @@ class Checkpoints:
             RunError: this or the previous save failed, perhaps on a full disk; older ones are intact.
             ConfigurationError: a state was donated, or a value that was set in it by hand does not fit.
         """
-        states = {"": state} | {f"{name}_": x for name, x in (beside or {}).items()}
+        states = states_of(state, beside or {})
         for one in states.values():
             check_there(one)
         if step == self._last:
@@ -252,6 +252,11 @@ class Checkpoints:
                 "this host has no room for a copy of the state in its memory, so training waits while "
                 "checkpoints are written"
             )
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way."""
+        return self._saving is not None and not self._saving[1].done()
 
     def check(self) -> None:
         """Raise if the save under way has failed, without waiting; errors as for ``save``."""
@@ -295,6 +300,11 @@ class Checkpoints:
         return RunError(
             f"cannot save checkpoint {self._folder / str(step)}: {_reason(error)}; older ones are intact"
         )
+
+
+def states_of(state: TrainState, beside: Mapping[str, TrainState]) -> dict[str, TrainState]:
+    """A run's state and the states saved beside it, by the prefixes of their arrays' names."""
+    return {"": state} | {f"{name}_": x for name, x in beside.items()}
 
 
 def _reason(error: Exception) -> str:

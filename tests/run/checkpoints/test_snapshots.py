@@ -1,0 +1,166 @@
+"""zerojax.run.checkpoints.snapshots: a run that dies continues from memory, bit for bit."""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from micro_run import Stop, die_at, losses, micro_config, train
+
+from zerojax.errors import ConfigurationError
+from zerojax.multihost import snapshot_memory
+from zerojax.multihost.background import Worker
+from zerojax.multihost.snapshot_memory import SnapshotMemory
+from zerojax.run import recovery
+from zerojax.run.checkpoints import snapshots
+from zerojax.run.checkpoints.manifest import parse_manifest
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Memory as from a launcher, in which a run keeps as many snapshots as it can."""
+    descriptor = snapshot_memory.create()
+    monkeypatch.setattr(snapshots, "_SHARE", float("inf"))
+    yield descriptor
+    os.close(descriptor)
+
+
+def die(
+    monkeypatch: pytest.MonkeyPatch, memory: int, text: Path, folder: Path, step: int, **sections: Any
+) -> None:
+    """Train until the process dies instead of taking a step; then set what a restart finds."""
+    with monkeypatch.context() as patch:
+        patch.setenv(snapshot_memory.VARIABLE, f"{memory} 0")
+        die_at(patch, step)
+        with pytest.raises(Stop):
+            train(micro_config(text, **sections), folder)
+    for thread in threading.enumerate():  # a process that dies would have no thread left
+        assert not isinstance(thread, Worker) or thread.wait(60)
+    monkeypatch.setenv(snapshot_memory.VARIABLE, f"{memory} 0")
+    now = time.monotonic()
+    monkeypatch.setenv(recovery.VARIABLE, f"{now} {now} rank 0")
+
+
+def steps_in(descriptor: int) -> list[int]:
+    """The steps of the snapshots in memory, the newest first."""
+    texts = [one.text() for one in SnapshotMemory(os.dup(descriptor)).generations]
+    return sorted((parse_manifest(text).step for text in texts if text), reverse=True)
+
+
+def damage(descriptor: int, step: int) -> None:
+    """Change a byte of the snapshot of a step."""
+    for one in SnapshotMemory(os.dup(descriptor)).generations:
+        if (text := one.text()) and (found := parse_manifest(text)).step == step:
+            *_, last = one.arrays(found.files).values()
+            last[-1] += 1
+
+
+@pytest.fixture
+def undisturbed(text: Path, tmp_path: Path) -> list[tuple[int, float, float | None]]:
+    train(micro_config(text, checkpoint={"every": 0}), tmp_path / "undisturbed")
+    return losses(tmp_path / "undisturbed")
+
+
+LOCAL = {"preset": "local", "every": 4, "compute_dtype": "float32"}
+DELTA = {"preset": "delta", "compute_dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"preset": "zero3", "compute_dtype": "float32"},
+        DELTA,
+        LOCAL,
+        pytest.param({"preset": "zero++", "compute_dtype": "float32"}, marks=pytest.mark.slow),
+    ],
+    ids=lambda zero: zero["preset"],
+)
+def test_a_run_continues_from_memory(
+    zero: dict[str, Any],
+    text: Path,
+    tmp_path: Path,
+    memory: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sections = {"zero": zero, "checkpoint": {"every": 0}, "model": {"dropout": 0.1}}
+    die(monkeypatch, memory, text, tmp_path / "a", 7, **sections)
+    newest = steps_in(memory)[0]
+    assert newest >= 4, "a snapshot while other steps are under way"
+    assert not [*(tmp_path / "a" / "checkpoints").glob("*")]
+    died = train(micro_config(text, **sections), tmp_path / "a")
+    assert f"resuming from step {newest}, which is in memory" in capsys.readouterr().out
+    monkeypatch.delenv(snapshot_memory.VARIABLE, raising=False)
+    whole = train(micro_config(text, **sections), tmp_path / "b")
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    ours, theirs = (snapshots._arrays({"": one.state}) for one in (died, whole))
+    assert ours.keys() == theirs.keys()
+    assert all(np.array_equal(np.asarray(x), np.asarray(theirs[name])) for name, x in ours.items())
+    assert (tmp_path / "a" / "checkpoints" / "8").is_dir(), "the end is saved to disk"
+
+
+def test_a_damaged_snapshot_is_not_used(
+    text: Path,
+    tmp_path: Path,
+    memory: int,
+    undisturbed: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The one before it is; and when both are damaged, the run begins again."""
+    die(monkeypatch, memory, text, tmp_path / "a", 7, checkpoint={"every": 0})
+    newest, older = steps_in(memory)
+    damage(memory, newest)
+    die(monkeypatch, memory, text, tmp_path / "a", 2, checkpoint={"every": 0})
+    assert f"resuming from step {older}, which is in memory" in capsys.readouterr().out
+    for step in steps_in(memory):
+        damage(memory, step)
+    train(micro_config(text, checkpoint={"every": 0}), tmp_path / "a")
+    out = " ".join(capsys.readouterr().out.split())
+    assert "no snapshot in memory is newer than the last checkpoint and in all processes" in out
+    assert losses(tmp_path / "a") == undisturbed
+
+
+def test_a_newer_checkpoint_and_other_settings_count_more(
+    text: Path,
+    tmp_path: Path,
+    memory: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    die(monkeypatch, memory, text, tmp_path, 6)
+    config = micro_config(text, optimizer={"clip_norm": 7.0})
+    train(config, tmp_path)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "resuming from step 3;" in out
+    assert "in memory is newer" in out
+
+
+def test_a_host_without_room_is_refused(
+    text: Path, tmp_path: Path, memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(snapshot_memory.VARIABLE, f"{memory} 0")
+    monkeypatch.setattr(snapshots, "memory_limits", lambda: {"host": 1000})
+    with pytest.raises(ConfigurationError, match=r"two snapshots of .* are free.*--snapshot-seconds 0"):
+        train(micro_config(text), tmp_path)
+
+
+def test_waiting_for_snapshots_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(snapshots.time, "monotonic", lambda: now)
+    taken = snapshots.Snapshots(snapshot_memory.Kept(SnapshotMemory(snapshot_memory.create()), 5.0))
+    taken._written, taken._pause = 2.0, 0.05
+    now = 102.9
+    assert not taken.is_due
+    now = 103.1
+    assert taken.is_due, "a failure just before the next one is complete repeats five seconds"
+    taken._pause = 1.0
+    now = 149.0
+    assert not taken.is_due, "one second in fifty is 2%"
+    now = 151.0
+    assert taken.is_due
+    assert not taken.is_busy

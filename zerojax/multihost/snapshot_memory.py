@@ -1,0 +1,196 @@
+"""Memory that outlives the processes of a job, for snapshots of their state.
+
+The launcher creates a file without a name in memory (memfd) for each process, and passes it as an open file.
+No other user can open it. The kernel frees it when the launcher and its processes have ended, also if they
+were killed. A container's limit on ``/dev/shm`` does not apply to it.
+
+The file has two generations of the same size, so one is complete while the other is written. A generation is
+a header, a text that describes the arrays, and their bytes. The header is written last, and has the text's
+checksum. The text has the arrays' checksums.
+"""
+
+import mmap
+import os
+import stat
+import struct
+import zlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, Self
+
+import numpy as np
+from jaxtyping import UInt8
+
+from zerojax.errors import ConfigurationError, RunError
+
+VARIABLE = "ZEROJAX_SNAPSHOT"
+"""The environment variable of a process with such memory: the open file, and seconds between snapshots."""
+
+SUPPORTED = hasattr(os, "memfd_create")
+"""Whether this system has files in memory without a name; Linux does."""
+
+_HEADER = struct.Struct("<8sQQI")  # magic, where the arrays begin, bytes of the text, its CRC-32
+_MAGIC = b"zjsnap01"
+_TEXT, _TEXT_EACH = 1 << 20, 512  # room for the text, and more of it for each array
+_ALIGNED = 64  # each array begins at a multiple of these bytes
+_CHUNK = 1 << 24
+# Copying and checksumming release the GIL.
+_THREADS = min(8, os.cpu_count() or 1)
+
+Checksums = dict[str, tuple[int, int]]
+"""By an array's name, its bytes and its checksum. The arrays are stored in this order."""
+
+
+def create() -> int:
+    """A new file for one process of a job, which only this user can open.
+
+    Raises:
+        ConfigurationError: this system has no such files.
+    """
+    if not SUPPORTED:
+        raise ConfigurationError("snapshots in memory need Linux: launch with --snapshot-seconds 0")
+    descriptor = os.memfd_create("zerojax-snapshot")
+    os.fchmod(descriptor, 0o600)  # Linux gives it 0777
+    return descriptor
+
+
+class Kept(NamedTuple):
+    """The memory that a launcher has given to this process, and the seconds of work that may be repeated."""
+
+    memory: "SnapshotMemory"
+    seconds: float
+
+    @classmethod
+    def find(cls) -> Self | None:
+        """What the launcher has passed; None if it keeps no snapshots. Later calls return None.
+
+        Raises:
+            ConfigurationError: the variable does not name an open file in memory.
+        """
+        if (given := os.environ.pop(VARIABLE, None)) is None:
+            return None
+        try:
+            descriptor, seconds = given.split()
+            return cls(SnapshotMemory(int(descriptor)), float(seconds))
+        except (ValueError, OSError) as error:
+            raise ConfigurationError(
+                f"{VARIABLE}={given!r} is not from `zerojax launch` ({error}): unset it"
+            ) from None
+
+
+class SnapshotMemory:
+    """The file of one process, with its two generations."""
+
+    def __init__(self, descriptor: int) -> None:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("no file in memory")
+        os.set_inheritable(descriptor, False)  # programs that this one starts do not need it
+        self._descriptor = descriptor
+        self._map()
+
+    def _map(self) -> None:
+        size = os.fstat(self._descriptor).st_size
+        whole = np.frombuffer(mmap.mmap(self._descriptor, size), np.uint8) if size else np.zeros(0, np.uint8)
+        self.generations = [Generation(half) for half in np.split(whole, 2)]
+
+    @property
+    def held(self) -> int:
+        """Bytes that the file takes now."""
+        return os.fstat(self._descriptor).st_blocks * 512
+
+    def resize(self, arrays: int, count: int) -> None:
+        """Make room for ``arrays`` bytes in ``count`` arrays. A file of another size loses its contents."""
+        size = file_size(arrays, count)
+        if os.fstat(self._descriptor).st_size != size:
+            os.ftruncate(self._descriptor, 0)
+            os.ftruncate(self._descriptor, size)
+            self._map()
+
+
+def file_size(arrays: int, count: int) -> int:
+    """Bytes of a file for two generations of ``arrays`` bytes in ``count`` arrays."""
+    return 2 * (_start(count) + _rounded(arrays + count * _ALIGNED, mmap.PAGESIZE))
+
+
+def _start(count: int) -> int:
+    """Where the arrays of a generation begin, if there are ``count``."""
+    return _rounded(_TEXT + count * _TEXT_EACH, mmap.PAGESIZE)
+
+
+def _rounded(size: int, to: int = _ALIGNED) -> int:
+    return -(-size // to) * to
+
+
+class Generation:
+    """One snapshot of a process, complete or not."""
+
+    def __init__(self, memory: UInt8[np.ndarray, " bytes"]) -> None:
+        self._memory = memory
+
+    def text(self) -> str | None:
+        """The description of a complete snapshot; None if there is none."""
+        if self._memory.size < _HEADER.size:
+            return None
+        magic, _, length, crc = _HEADER.unpack(self._memory[: _HEADER.size])
+        text = self._memory[_HEADER.size : _HEADER.size + length].tobytes()
+        return text.decode() if magic == _MAGIC and len(text) == length and zlib.crc32(text) == crc else None
+
+    def write(
+        self, arrays: Iterable[tuple[str, np.ndarray]], count: int, describe: Callable[[Checksums], str]
+    ) -> None:
+        """Replace the snapshot.
+
+        Args:
+            arrays: ``count`` arrays with their names. Each is copied before the next is taken.
+            count: as for ``SnapshotMemory.resize``.
+            describe: returns the text, from the arrays' checksums.
+
+        Raises:
+            RunError: the arrays or the text are larger than the room.
+        """
+        self._memory[: _HEADER.size] = 0
+        start = at = _start(count)
+        sums: Checksums = {}
+        for name, array in arrays:
+            source = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            if at + source.size > self._memory.size:
+                raise RunError("a snapshot outgrows its memory: the run's arrays have changed their sizes")
+            sums[name] = source.size, _checksum(source, self._memory[at : at + source.size])
+            at += _rounded(source.size)
+        text = describe(sums).encode()
+        if _HEADER.size + len(text) > start:
+            raise RunError(f"a snapshot's description has {len(text):,} bytes, and room for {start:,}")
+        self._memory[_HEADER.size : _HEADER.size + len(text)] = np.frombuffer(text, np.uint8)
+        header = _HEADER.pack(_MAGIC, start, len(text), zlib.crc32(text))
+        self._memory[: _HEADER.size] = np.frombuffer(header, np.uint8)
+
+    def arrays(self, sums: Checksums) -> dict[str, UInt8[np.ndarray, " bytes"]]:
+        """The bytes of a complete snapshot's arrays, in place, by name."""
+        _, start, _, _ = _HEADER.unpack(self._memory[: _HEADER.size])
+        starts = start + np.cumsum([0, *(_rounded(size) for size, _ in sums.values())])
+        return {
+            name: self._memory[at : at + size]
+            for at, (name, (size, _)) in zip(starts, sums.items(), strict=False)
+        }
+
+    def is_intact(self, sums: Checksums) -> bool:
+        """Whether the arrays have the checksums of the description."""
+        found = self.arrays(sums)
+        return all((found[name].size, _checksum(found[name])) == expected for name, expected in sums.items())
+
+
+def _checksum(source: np.ndarray, target: np.ndarray | None = None) -> int:
+    """A checksum of some bytes, by CRC-32 of each chunk; with ``target``, they are copied there."""
+
+    def one(at: int) -> int:
+        part = source[at : at + _CHUNK]
+        if target is not None:
+            target[at : at + _CHUNK] = part
+        return zlib.crc32(part)
+
+    starts = range(0, source.size, _CHUNK)
+    found = map(one, starts) if len(starts) < 2 else _pool.map(one, starts)
+    return zlib.crc32(np.array([*found], np.uint32).tobytes())
+
+
+_pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="snapshot")

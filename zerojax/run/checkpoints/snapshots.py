@@ -1,0 +1,247 @@
+"""Snapshots: the state of a run in memory of the launcher, for a restart that reads no disk.
+
+A snapshot holds the same arrays as a checkpoint. Each process keeps the shards of its devices, as they are,
+so only the same job on the same mesh can continue from them, bit for bit.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+from jaxtyping import Array
+
+from zerojax.comm.gather import gather_from_all
+from zerojax.errors import ConfigurationError, RunError, error_line
+from zerojax.formatting import size
+from zerojax.multihost.background import Worker
+from zerojax.multihost.snapshot_memory import Checksums, Generation, Kept, file_size
+from zerojax.run.checkpoints.canonical import with_stored
+from zerojax.run.checkpoints.entries import entries_of
+from zerojax.run.checkpoints.manifest import DamagedError, Manifest, Record, parse_manifest
+from zerojax.run.checkpoints.store import fit_beside_training
+from zerojax.sharding.host_memory import memory_limits, shortage
+from zerojax.sharding.memory import HOST, in_host
+from zerojax.sharding.mesh import on_gpus
+from zerojax.train.state import TrainState, check_there
+from zerojax.validation.untrusted import dump_checked
+
+_SHARE = 0.02
+"""The most that training may wait for snapshots, as a share of its time."""
+
+
+@dataclass(frozen=True)
+class Snapshot(Manifest):
+    """A snapshot to resume from: the manifest of this process's part, and the part itself.
+
+    ``files`` has an entry for each array and index, instead of a checkpoint's files.
+    """
+
+    generation: Generation = field(default_factory=lambda: Generation(np.zeros(0, np.uint8)), compare=False)
+
+    def restore(self, state: TrainState, name: str = "") -> TrainState:
+        """The snapshot's arrays in a state, as ``checkpoints.restore`` reads them from a checkpoint.
+
+        Args:
+            state: gives the spec, filled or abstract.
+            name: the name of a further state that was saved with the run's.
+
+        Raises:
+            RunError: the arrays have other sizes.
+        """
+        held, prefix = self.generation.arrays(self.files), f"{name}_" if name else ""
+        stored = {one: _placed(entry.x, f"{prefix}{one}", held) for one, entry in entries_of(state).items()}
+        # A later snapshot overwrites the memory that the devices read.
+        return with_stored(state, jax.block_until_ready(stored))
+
+
+class Snapshots:
+    """The snapshots that this process takes and finds. All processes of a run take them at the same steps."""
+
+    def __init__(self, kept: Kept) -> None:
+        self._memory, self._seconds = kept
+        self._next = 0  # the generation to overwrite
+        self._worker = Worker("snapshot")
+        self._begun = time.monotonic()
+        self._pause = self._written = 0.0
+        self._beside_training: bool | None = None
+
+    def choose(self, config: Mapping[str, Any], at_least: int | None) -> Snapshot | None:
+        """The newest intact snapshot that all processes have; all call it together.
+
+        Args:
+            config: the settings, spelled out. A snapshot of a run with other settings does not count.
+            at_least: the step of the newest checkpoint, if there is one; an older snapshot does not count.
+        """
+        same = json.loads(json.dumps(config))
+        mine = {
+            one.step: (number, one)
+            for number, generation in enumerate(self._memory.generations)
+            if (one := _read(generation)) is not None
+            and one.record.config == same
+            and (at_least is None or one.step >= at_least)
+        }
+        common = set[int].intersection(*map(set, gather_from_all([*mine])))
+        for step in sorted(common, reverse=True):
+            number, found = mine[step]
+            if all(gather_from_all(found.generation.is_intact(found.files))):
+                self._next = 1 - number
+                return found
+        return None
+
+    def reserve(self, states: Mapping[str, TrainState]) -> None:
+        """Make room for two snapshots of states, by their prefixes; all processes call it together.
+
+        Raises:
+            ConfigurationError: the host has no room.
+        """
+        arrays, count = 0, 0
+        for x in _arrays(states).values():
+            indices = len(_indices(x))
+            arrays += indices * _shard_bytes(x)
+            count += indices
+        self._count = count
+        needed = max(0, file_size(arrays, count) - self._memory.held)
+        if short := shortage(gather_from_all((needed, memory_limits()))):
+            raise ConfigurationError(
+                f"two snapshots of the state of {short.processes} processes take {size(short.needed)} of "
+                f"this host's memory, and {size(short.free)} are free. Launch with --snapshot-seconds 0, so "
+                "that a restart uses checkpoints, or use a host or container with more memory."
+            )
+        self._memory.resize(arrays, count)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a snapshot is being written."""
+        return self._worker.left > 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time for the next snapshot.
+
+        It is when a failure would repeat the given seconds of work, unless waiting for snapshots would take
+        more than 2% of the time.
+        """
+        after = max(self._seconds - self._written, self._pause / _SHARE)
+        return time.monotonic() - self._begun >= after
+
+    def take(self, step: int, states: Mapping[str, TrainState], record: Record) -> None:
+        """Start a snapshot of the states after a step, which has ended; all processes call it together.
+
+        Training continues when the arrays are copied on the devices. If there is no room for copies, or if
+        arrays are in host memory, it waits until all is written.
+
+        Raises:
+            RunError: the snapshot before it could not be written.
+        """
+        self.wait()
+        self._begun = time.monotonic()
+        for state in states.values():
+            check_there(state)
+        arrays = _arrays(states)
+        if first := self._beside_training is None:
+            room = fit_beside_training([*states.values()]) and not any(map(in_host, arrays.values()))
+            self._beside_training = all(gather_from_all(room))
+        generation, self._next = self._memory.generations[self._next], 1 - self._next
+        if self._beside_training:
+            copies = _copies(arrays)
+            self._worker.put(lambda: self._write(generation, step, copies, record))
+        else:
+            self._write(generation, step, arrays, record)
+        if not first:  # which compiles the copies
+            self._pause = time.monotonic() - self._begun
+
+    def _write(self, generation: Generation, step: int, arrays: dict[str, Array], record: Record) -> None:
+        def describe(files: Checksums) -> str:
+            return dump_checked(asdict(Manifest(step, time.time(), record, files)))
+
+        try:
+            generation.write(_shards(arrays), self._count, describe)
+        except Exception as error:
+            raise RunError(
+                f"cannot keep a snapshot of step {step} in memory: {error_line(error)}. Launch with "
+                "--snapshot-seconds 0 to do without."
+            ) from error
+        self._written = time.monotonic() - self._begun
+
+    def wait(self) -> None:
+        """Wait until no snapshot is being written; errors as for ``take``."""
+        while not self._worker.wait(1.0):
+            pass
+        if self._worker.error is not None:
+            raise self._worker.error
+
+    def close(self) -> None:
+        """End the thread, once no snapshot is being written."""
+        self._worker.close()
+
+
+def _read(generation: Generation) -> Snapshot | None:
+    """This process's part of a complete snapshot, whose arrays are not checked yet."""
+    if (text := generation.text()) is None:
+        return None
+    try:
+        return Snapshot(**vars(parse_manifest(text)), generation=generation)
+    except DamagedError:
+        return None
+
+
+def _arrays(states: Mapping[str, TrainState]) -> dict[str, Array]:
+    return {f"{prefix}{name}": e.x for prefix, one in states.items() for name, e in entries_of(one).items()}
+
+
+@jax.jit
+def _copies(arrays: dict[str, Array]) -> dict[str, Array]:
+    """Copies of arrays, which stay valid when a step takes the arrays over."""
+    return jax.tree.map(jnp.copy, arrays)
+
+
+def _indices(x: Array) -> list[tuple[slice, ...]]:
+    """The parts of an array that this process's devices hold, each once."""
+    indices = x.sharding.addressable_devices_indices_map(x.shape).values()
+    return [*dict.fromkeys(index or () for index in indices)]
+
+
+def _shard_bytes(x: Array) -> int:
+    return int(np.prod(x.sharding.shard_shape(x.shape), dtype=np.int64)) * x.dtype.itemsize
+
+
+def _shards(arrays: dict[str, Array]) -> Iterator[tuple[str, np.ndarray]]:
+    """This process's parts of arrays, one after another in host memory, with their names.
+
+    An array is dropped when its parts have been taken.
+    """
+    for name in [*arrays]:
+        x = arrays.pop(name)
+        by_index = {shard.index: shard.data for shard in x.addressable_shards}
+        for number, index in enumerate(_indices(x)):
+            yield f"{name}.{number}", _on_host(by_index[index])
+
+
+def _on_host(x: Array) -> np.ndarray:
+    """An array of one device in host memory, through page-locked memory if it is on a GPU.
+
+    NumPy reads page-locked memory in place; from a GPU's memory JAX copies at 0.5 GB/s.
+    """
+    (device,) = x.devices()
+    if on_gpus([device]) and not in_host(x):
+        x = jax.device_put(x, SingleDeviceSharding(device, memory_kind=HOST))
+    return np.asarray(x)
+
+
+def _placed(like: Array, name: str, held: Mapping[str, np.ndarray]) -> Array:
+    """An array with the shape, dtype and sharding of ``like``, from this process's parts."""
+    shape, sharding, parts = like.shape, like.sharding, {}
+    for number, index in enumerate(_indices(like)):
+        part = held.get(f"{name}.{number}")
+        if part is None or part.size != _shard_bytes(like):
+            raise RunError(f"the snapshot in memory has no {name} of this run's size: launch the run again")
+        part = part.view(like.dtype).reshape(sharding.shard_shape(shape))
+        # JAX would use the memory itself on CPUs, and a later snapshot overwrites it.
+        parts[index] = part if on_gpus(sharding.device_set) else part.copy()
+    return jax.make_array_from_callback(shape, sharding, lambda index: parts[index])
