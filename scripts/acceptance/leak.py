@@ -81,7 +81,11 @@ def main() -> None:
         folder = Path(temporary)
         write_text(folder / "text")
         config = folder / "leak.toml"
-        config.write_text(CONFIG.format(steps=options.steps, preset=options.preset, text=folder / "text"))
+        config.write_text(
+            CONFIG.format(
+                steps=options.steps, preset=options.preset, text=folder / "text", more="", save_every=10
+            )
+        )
         os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
         command = [
             sys.executable, "-m", "zerojax", "launch", "--nodes", "2", "--devices-per-node", "1",

@@ -1,11 +1,18 @@
 #!/usr/bin/env python
-"""Kill a run repeatedly, and check that it ends like an uninterrupted one.
+"""Kill runs repeatedly, and check that they end like uninterrupted ones.
 
-    scripts/acceptance/soak.py --kills 30 --processes 3
+    scripts/acceptance/soak.py --kills 25 --presets zero3 zero++ delta local
 
-trains a tiny model twice with `zerojax launch`: once undisturbed, once with SIGKILL at random moments, while
-starting, in a step and in a save, to one process or to all. Then every step's metrics and the final
-parameters and optimizer have to be equal bit for bit. Exit code 0 if they are.
+For each preset it trains a tiny model twice with `zerojax launch`: once undisturbed, once with SIGKILL at
+random moments, to one process or to all:
+
+- start: while a process starts or compiles. It often replaces one that was killed;
+- step, save, snapshot: in a step, in a save, and while a snapshot is written;
+- twice: again within three seconds;
+- standby: with the processes that stand by.
+
+Then every step's metrics and the final parameters and optimizer have to be equal bit for bit. It prints a
+table. Exit code 0 if all are equal.
 """
 
 import argparse
@@ -16,7 +23,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import psutil
@@ -28,81 +37,123 @@ from zerojax.run.metrics.files import read_metrics
 
 # What a step measures that is not time or memory.
 MEASURED = ("loss", "validation_loss", "grad_norm", "learning_rate", "skipped", "skipped_total")
-MOMENTS = ("start", "step", "save")
+MOMENTS = ("start", "step", "save", "snapshot", "twice", "standby")
 
 CONFIG = """
 train = {{steps = {steps}, batch_size = 12, sequence_length = 16, eval_every = 500, eval_batches = 1}}
 model = {{vocab_size = 256, layers = 1, d_model = 16, heads = 2, max_seq_len = 16, dropout = 0.1}}
 data = {{source = "{text}", validation = 0.2}}
 optimizer = {{learning_rate = 1e-2, warmup_steps = 10}}
-zero = {{preset = "{preset}", compute_dtype = "float32", remat = "none"}}
-checkpoint = {{every = 10}}
+zero = {{preset = "{preset}", compute_dtype = "float32", remat = "none"{more}}}
+checkpoint = {{every = {save_every}}}
 log = {{every = 1000, trackers = []}}
 """
+
+
+COLUMNS = ("kills", "restarts", "from memory", "median, kill to new step", "losses and weights")
 
 
 class Soak:
     """A run whose processes are killed at random moments."""
 
-    def __init__(self, folder: Path, command: list[str], seed: int) -> None:
+    def __init__(self, folder: Path, command: list[str], seed: int, processes: int) -> None:
         """Prepare; `kill_often` begins."""
+        self.processes = processes
         self.run = folder / "disturbed"
         self.command = [*command, "--run-dir", str(self.run)]
         self.random = random.Random(seed)
         self.hits: Counter[str] = Counter()
-        self.log = (folder / "disturbed.log").open("wb")
+        self.log = folder / "disturbed.log"
+        self.seconds: list[float] = []
 
     def kill_often(self, kills: int) -> int:
         """Run to the end with ``kills`` kills on the way; return the launcher's exit code."""
-        launcher = subprocess.Popen(self.command, stdout=self.log, stderr=subprocess.STDOUT)
+        with self.log.open("wb") as log:
+            launcher = subprocess.Popen(self.command, stdout=log, stderr=subprocess.STDOUT)
         done = 0
         while done < kills and launcher.poll() is None:
-            moment = MOMENTS[done % len(MOMENTS)]
-            if not self._wait_for(moment, launcher):
+            moment = self._wait_for(MOMENTS[done % len(MOMENTS)], launcher)
+            if moment is None:
                 break
-            victims = self._processes(launcher.pid)
             everyone = self.random.random() < 0.3
-            if not victims:
+            before = last_step(self.run)
+            if not self._kill(launcher.pid, everyone=everyone, standby=moment == "standby"):
                 continue
-            for victim in victims if everyone else [self.random.choice(victims)]:
-                victim.kill()
+            if moment == "twice":
+                time.sleep(self.random.uniform(0, 3))
+                self._kill(launcher.pid, everyone=everyone)
+            killed = time.monotonic()
             done += 1
-            self.hits[f"{moment}, {'all' if everyone else 'one'}"] += 1
-            print(
-                f"kill {done}: {moment}, {'all' if everyone else 'one'}, at step {last_step(self.run)}",
-                flush=True,
-            )
-            if psutil.wait_procs(victims, timeout=60)[1]:  # those that were not killed end by themselves
-                raise SystemExit("a process has outlived its peer by a minute")
+            self.hits[moment] += 1
+            print(f"kill {done}: {moment}, {'all' if everyone else 'one'}, at step {before}", flush=True)
+            if MOMENTS[done % len(MOMENTS)] != "start":  # the next kill is after a new step
+                while launcher.poll() is None and last_step(self.run) <= before:
+                    time.sleep(0.02)
+                self.seconds.append(time.monotonic() - killed)
         return launcher.wait()
 
-    def _wait_for(self, moment: str, launcher: subprocess.Popen[bytes]) -> bool:
-        """Wait for a moment of that kind; False if the run ends first."""
+    def _kill(self, launcher: int, *, everyone: bool, standby: bool = False) -> bool:
+        """Kill one process or all; with ``standby`` also those that stand by. False if there is none."""
+        victims, waiting = self._processes(launcher)
+        if not victims:
+            return False
+        for victim in (victims if everyone else [self.random.choice(victims)]) + waiting * standby:
+            with suppress(psutil.NoSuchProcess):
+                victim.kill()
+        if psutil.wait_procs(victims, timeout=60)[1]:  # those that were not killed end by themselves
+            raise SystemExit("a process has outlived its peer by a minute")
+        return True
+
+    def _wait_for(self, moment: str, launcher: subprocess.Popen[bytes]) -> str | None:
+        """Wait for a moment of that kind, and return its kind; None if the run ends first.
+
+        If no snapshot is seen within two seconds, it is "step".
+        """
         step = last_step(self.run)
         seen = {path.name for path in self.run.glob("checkpoints/*")}
         while launcher.poll() is None:
-            if moment == "start" and self._processes(launcher.pid):
+            if moment == "start" and self._processes(launcher.pid)[0]:
                 time.sleep(self.random.uniform(0, 8))
-                return True
-            if moment == "step" and last_step(self.run) > step:
+                return moment
+            if moment == "snapshot" and last_step(self.run) > step:
+                return moment if is_writing(launcher.pid) else "step"
+            if moment in ("step", "twice", "standby") and last_step(self.run) > step:
                 time.sleep(self.random.uniform(0, 0.3))
-                return True
+                return moment
             new = {path.name for path in self.run.glob("checkpoints/*")} - seen
             if moment == "save" and any(not name.isdigit() for name in new):
                 time.sleep(self.random.uniform(0, 0.03))
-                return True
+                return moment
             time.sleep(0.001)
-        return False
+        return None
 
-    def _processes(self, launcher: int) -> list[psutil.Process]:
-        """The launcher's trainers that are alive."""
-        return [child for child in psutil.Process(launcher).children() if _is_alive(child)]
+    def _processes(self, launcher: int) -> tuple[list[psutil.Process], list[psutil.Process]]:
+        """The launcher's trainers that are alive, and the processes that stand by, which are younger."""
+        with suppress(psutil.NoSuchProcess):
+            living = sorted(filter(_is_alive, psutil.Process(launcher).children()), key=lambda p: p.pid)
+            return living[: self.processes], living[self.processes :]
+        return [], []
 
 
 def last_step(run: Path) -> int:
     """The last step in a run's metrics; 0 before the first."""
     lines = read_metrics(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
     return int(lines[-1]["step"]) if lines else 0
+
+
+def is_writing(launcher: int) -> bool:
+    """Whether a process is writing a snapshot: a generation has no header. Waits for that, up to 2 s."""
+    end = time.monotonic() + 2
+    while time.monotonic() < end:
+        for file in Path(f"/proc/{launcher}/fd").glob("*"):
+            with suppress(OSError):
+                if "zerojax-snapshot" not in os.readlink(file):
+                    continue
+                with file.open("rb") as memory:
+                    half = os.fstat(memory.fileno()).st_size // 2
+                    if half and any(os.pread(memory.fileno(), 8, at) == bytes(8) for at in (0, half)):
+                        return True
+    return False
 
 
 def write_text(folder: Path) -> None:
@@ -160,22 +211,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--processes", type=int, default=3, help="2 to 4, or 6 or 12: the batch is of 12")
+    parser.add_argument("--kills", type=int, default=25, help="in each run")
+    parser.add_argument("--processes", type=int, default=2, help="2 to 4, or 6 or 12: the batch is of 12")
     parser.add_argument("--steps", type=int, default=3000, help="enough for the kills: some 50 for each")
-    parser.add_argument("--preset", default="zero3")
+    parser.add_argument("--presets", nargs="+", default=["zero3"])
+    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
+    parser.add_argument("--snapshot-seconds", type=float, default=0.5)
     parser.add_argument("--seed", type=int, default=0, help="of the random moments")
-    parser.add_argument("--folder", type=Path, help="for both runs; by default a temporary one")
+    parser.add_argument("--folder", type=Path, help="for all runs; by default a temporary one")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="zerojax-soak-") as temporary:
-        sys.exit(soak(options, options.folder or Path(temporary)))
+        folder = options.folder or Path(temporary)
+        write_text(folder / "text")
+        print("| preset | " + " | ".join(COLUMNS) + " |\n|---|" + "---|" * len(COLUMNS))
+        results = [soak(options, preset, folder) for preset in options.presets]
+    sys.exit(0 if all(results) else 1)
 
 
-def soak(options: argparse.Namespace, folder: Path) -> int:
-    """Both runs and their comparison; returns the exit code."""
-    write_text(folder / "text")
-    config = folder / "soak.toml"
-    config.write_text(CONFIG.format(steps=options.steps, preset=options.preset, text=folder / "text"))
+def soak(options: argparse.Namespace, preset: str, folder: Path) -> bool:
+    """Both runs of a preset and their comparison: whether they are equal. Prints a row of the table."""
+    runs = folder / preset
+    runs.mkdir()
+    config = runs / "soak.toml"
+    config.write_text(
+        CONFIG.format(
+            steps=options.steps,
+            preset=preset,
+            text=folder / "text",
+            more=", every = 4" if preset == "local" else "",
+            save_every=options.save_every,
+        )
+    )
     # Most of a start is compiling, and there are many: rank 0 finds its programs in the cache (JAX writes no
     # other rank's), and none is optimized.
     os.environ |= {
@@ -186,25 +252,29 @@ def soak(options: argparse.Namespace, folder: Path) -> int:
     }
     command = [
         sys.executable, "-m", "zerojax", "launch", "--nodes", str(options.processes),
-        "--devices-per-node", "1", "--platform", "cpu", "--restarts", str(10 * options.kills), str(config),
+        "--devices-per-node", "1", "--platform", "cpu", "--restarts", str(10 * options.kills),
+        "--snapshot-seconds", str(options.snapshot_seconds), str(config),
     ]  # fmt: skip
-    start = time.monotonic()
-    with (folder / "peaceful.log").open("wb") as log:
-        subprocess.run([*command, "--run-dir", str(folder / "peaceful")], check=True, stdout=log, stderr=log)
-    peace = time.monotonic() - start
-    disturbed = Soak(folder, command, options.seed)
+    with (runs / "peaceful.log").open("wb") as log:
+        subprocess.run([*command, "--run-dir", str(runs / "peaceful")], check=True, stdout=log, stderr=log)
+    disturbed = Soak(runs, command, options.seed, options.processes)
     code = disturbed.kill_often(options.kills)
-    total = time.monotonic() - start - peace
+    lines = disturbed.log.read_text(errors="replace")
     if code != 0:
-        print(f"the disturbed run ended with exit code {code}; its end:")
-        print(b"\n".join((folder / "disturbed.log").read_bytes().splitlines()[-20:]).decode())
-        return 1
+        print(f"the disturbed run ended with exit code {code}; its end:", *lines.splitlines()[-20:], sep="\n")
+        return False
     emulate_devices(MeshSection(nodes=options.processes, local=1, emulate=True), processes=1)
-    found = differences(folder / "peaceful", disturbed.run, options.steps)
-    hits = ", ".join(f"{name}: {count}" for name, count in sorted(disturbed.hits.items()))
-    print(f"{sum(disturbed.hits.values())} kills ({hits}) in {total:.0f} s; undisturbed {peace:.0f} s")
-    print("\n".join(found[:20]) or f"all {options.steps} steps and the final state are equal, bit for bit")
-    return 1 if found or sum(disturbed.hits.values()) < options.kills else 0
+    found = differences(runs / "peaceful", disturbed.run, options.steps)
+    memory = lines.count(", which is in memory")
+    starts = lines.count("restarting with")
+    kinds = ", ".join(f"{name} {count}" for name, count in sorted(disturbed.hits.items()))
+    kills = sum(disturbed.hits.values())
+    print(
+        f"| {preset} | {kills} ({kinds}) | {starts} | {memory} | {median(disturbed.seconds or [0]):.1f} s | "
+        f"{found[0] if found else 'equal'} |",
+        flush=True,
+    )
+    return not found and kills == options.kills
 
 
 if __name__ == "__main__":
