@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,17 @@ def tokens(found: list[Completion | None]) -> list[list[int] | None]:
 
 
 def test_both_engines_complete_with_the_weights(two: list[HTTPEngine]) -> None:
+    """Neither completes a prompt before the other is asked for one."""
+    asked = [threading.Event(), threading.Event()]
+
+    def meet(index: int, path: str, body: Any) -> Any:
+        if path == "/inference/v1/generate":
+            asked[index].set()
+            assert asked[1 - index].wait(60)
+        return two[index].answer(path, body)
+
+    for index, one in enumerate(two):
+        one.respond = partial(meet, index)
     pool = clients(two)
     assert tokens(complete(pool)) == EXPECTED
     assert [one.loaded for one in two] == [["step-4-ab"]] * 2
