@@ -1,9 +1,14 @@
-"""Writes the page of the notebook at each build: its cells, with what they print and draw when they run."""
+"""Writes the page of the notebook at each build: its cells, with what they print and draw when they run.
 
+With ``NOTEBOOK_RESULTS=off`` the cells do not run: scripts/test.sh runs them in a test.
+"""
+
+import itertools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -65,13 +70,15 @@ def execute(path: Path, folder: Path, variables: dict[str, str]) -> list[dict[st
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the page to the site."""
-    with TemporaryDirectory() as folder:
-        ran = execute(NOTEBOOK, Path(folder), dict(os.environ))
+    ran: Iterable[dict[str, Any]] = itertools.repeat({"printed": "", "shown": [], "figures": []})
+    if os.environ.get("NOTEBOOK_RESULTS") != "off":
+        with TemporaryDirectory() as folder:
+            ran = execute(NOTEBOOK, Path(folder), dict(os.environ))
     files.append(File.generated(config, "notebook.md", content=page(NOTEBOOK, ran)))
     return files
 
 
-def page(path: Path, ran: list[dict[str, Any]]) -> str:
+def page(path: Path, ran: Iterable[dict[str, Any]]) -> str:
     """The notebook with its results as Markdown."""
     parts, results = list[str](), iter(ran)
     for cell in json.loads(path.read_text())["cells"]:

@@ -12,7 +12,7 @@ PIP_NO_COMPILE=0 "$here/setup.sh" dev
 PYTHON=.venv/bin/python "$here/install_cuda_compiler.sh"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-export NO_MKDOCS_2_WARNING=1
+export NO_MKDOCS_2_WARNING=1 NOTEBOOK_RESULTS=off
 site=(.venv/bin/mkdocs build --strict --quiet)
 if [ $# -gt 0 ]; then
     "${site[@]}"
