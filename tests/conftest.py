@@ -73,5 +73,5 @@ def forget_compiled_programs() -> Iterator[None]:
     Counting them takes as long as a small test, so not every test does.
     """
     yield
-    if next(_tests) % 8 == 0 and _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > 25_000:
+    if next(_tests) % 8 == 0 and _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > 40_000:
         forget_compiled()

@@ -190,8 +190,7 @@ def _compare_updates(tx: optax.GradientTransformation, leaves: tuple[tuple[Path,
             raise ConfigurationError(
                 f"the optimizer can't work on sharded leaves, which are flat: {error} {_WAY_OUT}"
             ) from error
-        after: PyTree[Array] = optax.apply_updates(to_tree(whole), first.updates)
-        _check_average(first.state, from_tree(after))
+        _check_average(first, whole)
     for path, update in flat(wanted).items():
         # Relative to the update: while a learning rate is warming up, all updates are small.
         size = float(np.max(np.abs(update), initial=0, where=np.isfinite(update)))
@@ -223,11 +222,12 @@ def _flat(x: np.ndarray, stacked: bool) -> np.ndarray:
     return rows.reshape(*rows.shape, *(1,) * (x.ndim - rows.ndim))
 
 
-def _check_average(state: PyTree, weights: Mapping[Path, Array]) -> None:
+def _check_average(first: "_Updated", before: _ByPath) -> None:
     """Refuse an ``average_weights`` that saw other updates than the weights got in the first update."""
-    for average in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, AverageState)):
+    for average in jax.tree.leaves(first.state, is_leaf=lambda x: isinstance(x, AverageState)):
         if not isinstance(average, AverageState) or int(average.averaged_count) != 1:
             continue  # several gradients may make one update
+        weights = from_tree(optax.apply_updates(to_tree(before), first.updates))
         for path, x in from_tree(average.averaged_params).items():
             # A mask leaves out weights.
             if isinstance(x, jax.Array) and not np.allclose(x, weights[path], rtol=1e-4):
