@@ -1,4 +1,4 @@
-"""The gated delta rule in numpy, token by token: the specification of every faster form.
+"""The gated delta rule and Mamba-2's in numpy, token by token: the specifications of every faster form.
 
 A head keeps a state S, a matrix that maps keys to values. Each token lets it decay, moves what it returns for
 the token's key towards the token's value, and reads it with the token's query (Yang, Kautz and Hatamizadeh,
@@ -12,7 +12,12 @@ Floats = NDArray[np.floating]
 
 
 def gated_delta_rule(
-    query: Floats, key: Floats, value: Floats, log_decay: Floats, beta: Floats, begins: NDArray[np.bool_]
+    query: Floats,
+    key: Floats,
+    value: Floats,
+    log_decay: Floats,
+    beta: Floats | None,
+    begins: NDArray[np.bool_],
 ) -> Floats:
     """The outputs of one head, in the dtype of its arguments.
 
@@ -21,13 +26,15 @@ def gated_delta_rule(
         key: [time, dim].
         value: [time, value_dim].
         log_decay: [time], at most 0.
-        beta: [time], how far the state moves: 0 is not at all, 1 all the way.
+        beta: [time], how far the state moves: 0 is not at all, 1 all the way. With None a token adds its
+            value to the state and removes nothing, as in Mamba-2 (Dao and Gu, 2024, 2405.21060, section 5).
         begins: [time], where a document begins, before which the state is zero.
     """
     state = np.zeros((key.shape[1], value.shape[1]), value.dtype)
     out = np.empty_like(value)
     for t in range(len(value)):
         state = np.zeros_like(state) if begins[t] else np.exp(log_decay[t]) * state
-        state = state + beta[t] * np.outer(key[t], value[t] - key[t] @ state)
+        change = value[t] if beta is None else beta[t] * (value[t] - key[t] @ state)
+        state = state + np.outer(key[t], change)
         out[t] = query[t] @ state
     return out

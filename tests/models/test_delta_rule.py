@@ -14,7 +14,10 @@ from zerojax.models.delta_rule import CHUNK, gated_delta_rule, last_inputs, shor
 BATCH, KEY_HEADS, HEADS, DIM, WIDTH = 2, 2, 4, 8, 6
 
 
-def inputs(time: int, seed: int = 0) -> dict[str, np.ndarray]:
+BOTH = pytest.mark.parametrize("beta", [True, False], ids=["delta", "mamba2"])
+
+
+def inputs(time: int, seed: int = 0, *, beta: bool = True) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     query, key = rng.normal(size=(2, BATCH, time, KEY_HEADS, DIM))
     return {
@@ -22,7 +25,7 @@ def inputs(time: int, seed: int = 0) -> dict[str, np.ndarray]:
         "key": key / np.linalg.norm(key, axis=-1, keepdims=True),
         "value": rng.normal(size=(BATCH, time, HEADS, WIDTH)),
         "log_decay": -rng.exponential(size=(BATCH, time, HEADS)) / 4,
-        "beta": rng.uniform(size=(BATCH, time, HEADS)),
+        "beta": rng.uniform(size=(BATCH, time, HEADS)) if beta else None,
     }
 
 
@@ -32,27 +35,29 @@ def documents_of(time: int) -> np.ndarray:
     return (np.arange(time)[None, None] >= ends[..., None]).sum(1).astype(np.int32)
 
 
-def by_token(given: dict[str, np.ndarray], numbers: np.ndarray) -> np.ndarray:
+def by_token(given: dict[str, Any], numbers: np.ndarray) -> np.ndarray:
     begins = np.diff(numbers, axis=1, prepend=-1) != 0
     heads = np.empty_like(given["value"])
     for row in range(BATCH):
         for head in range(HEADS):
             own = head * KEY_HEADS // HEADS
             q, k = given["query"][row, :, own], given["key"][row, :, own]
-            value, log_decay, beta = (given[name][row, :, head] for name in ("value", "log_decay", "beta"))
+            value, log_decay = (given[name][row, :, head] for name in ("value", "log_decay"))
+            beta = None if given["beta"] is None else given["beta"][row, :, head]
             heads[row, :, head] = delta_rule_reference.gated_delta_rule(
                 q, k, value, log_decay, beta, begins[row]
             )
     return heads
 
 
-def fp32(given: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    return {name: jnp.asarray(x, jnp.float32) for name, x in given.items()}
+def fp32(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: None if x is None else jnp.asarray(x, jnp.float32) for name, x in given.items()}
 
 
+@BOTH
 @pytest.mark.parametrize("time", [1, 40, 2 * CHUNK, 2 * CHUNK + 37])
-def test_chunks_give_the_result_of_single_tokens(time):
-    given = inputs(time)
+def test_chunks_give_the_result_of_single_tokens(time, beta):
+    given = inputs(time, beta=beta)
     for numbers in (np.zeros((BATCH, time), np.int32), documents_of(time))[: 1 if time == 1 else 2]:
         out, _ = jax.jit(gated_delta_rule)(**fp32(given), documents=jnp.asarray(numbers))
         np.testing.assert_allclose(out, by_token(given, numbers), atol=3e-6)
@@ -71,16 +76,17 @@ def test_equal_keys_that_replace_each_other_stay_exact():
     np.testing.assert_allclose(out, by_token(given, np.zeros((BATCH, CHUNK), np.int32)), atol=1e-5)
 
 
-def test_gradients_equal_the_gradients_of_single_tokens():
+@BOTH
+def test_gradients_equal_the_gradients_of_single_tokens(beta):
     time, numbers = CHUNK + 9, documents_of(CHUNK + 9)
-    given, begins = fp32(inputs(time)), jnp.asarray(np.diff(numbers, axis=1, prepend=-1) != 0)
+    given, begins = fp32(inputs(time, beta=beta)), jnp.asarray(np.diff(numbers, axis=1, prepend=-1) != 0)
     seen = jnp.asarray(np.random.default_rng(1).normal(size=(BATCH, time, HEADS, WIDTH)), jnp.float32)
 
     def recurrent(given: dict[str, jax.Array]) -> jax.Array:
         def step(state: jax.Array, token: Any) -> tuple[jax.Array, jax.Array]:
             begins, token = token
             state = jnp.where(begins[:, None, None, None], 0, state)
-            single = {name: x[:, None] for name, x in token.items()}
+            single = jax.tree.map(lambda x: x[:, None], token)
             out, state = gated_delta_rule(**single, state=state)
             return state, out[:, 0]
 
@@ -93,13 +99,15 @@ def test_gradients_equal_the_gradients_of_single_tokens():
 
     found, wanted = jax.jit(jax.grad(chunked))(given), jax.jit(jax.grad(recurrent))(given)
     for name, x in wanted.items():
-        np.testing.assert_allclose(found[name], x, atol=2e-5, err_msg=name)
+        if x is not None:
+            np.testing.assert_allclose(found[name], x, atol=2e-5, err_msg=name)
 
 
-def test_nothing_crosses_from_one_document_to_the_next():
+@BOTH
+def test_nothing_crosses_from_one_document_to_the_next(beta):
     """Exactly zero, in both directions, and even where the other document holds infinities."""
     time, numbers = 2 * CHUNK + 5, documents_of(2 * CHUNK + 5)
-    given, kernel = fp32(inputs(time)), jax.random.normal(jax.random.key(0), (4, HEADS * WIDTH))
+    given, kernel = fp32(inputs(time, beta=beta)), jax.random.normal(jax.random.key(0), (4, HEADS * WIDTH))
     chosen = jnp.asarray(numbers == 3)
 
     def out_of_document(value: jax.Array, given: dict[str, jax.Array]) -> jax.Array:
@@ -110,7 +118,7 @@ def test_nothing_crosses_from_one_document_to_the_next():
     value = given.pop("value")
     out, pull = jax.vjp(out_of_document, value, given)
     of_value, of_given = pull(jnp.ones_like(out))
-    for gradient in (of_value, *of_given.values()):
+    for gradient in jax.tree.leaves((of_value, of_given)):
         others = np.asarray(gradient)[~np.asarray(chosen)]
         assert np.all(others == 0)
         assert np.any(np.asarray(gradient) != 0)
@@ -118,14 +126,28 @@ def test_nothing_crosses_from_one_document_to_the_next():
     np.testing.assert_array_equal(large, out)
 
 
-def test_a_row_in_pieces_is_the_whole_row():
+@BOTH
+def test_a_document_that_decays_fast_leaves_finite_gradients(beta):
+    """Its sum of decays lies far below the next document's, and e to the difference is infinite."""
+    given, numbers = fp32(inputs(CHUNK, beta=beta)), jnp.arange(CHUNK)[None].repeat(BATCH, 0) >= 40
+    given["log_decay"] = jnp.where(numbers[..., None], given["log_decay"], -20.0)
+
+    def total(given: dict[str, Any]) -> jax.Array:
+        return jnp.sum(gated_delta_rule(**given, documents=numbers.astype(jnp.int32))[0] ** 2)
+
+    for gradient in jax.tree.leaves(jax.grad(total)(given)):
+        assert np.all(np.isfinite(gradient))
+
+
+@BOTH
+def test_a_row_in_pieces_is_the_whole_row(beta):
     """The state and the last inputs of the convolution go from piece to piece, also after padding."""
     time, taps = CHUNK + 20, 4
-    given = fp32(inputs(time))
+    given = fp32(inputs(time, beta=beta))
     whole, state = gated_delta_rule(**given)
     pieces, carried = [], None
     for first, last in ((0, 30), (30, 31), (31, time)):
-        own = {name: x[:, first:last] for name, x in given.items()}
+        own = jax.tree.map(lambda x, cut=slice(first, last): x[:, cut], given)
         out, carried = gated_delta_rule(**own, state=carried)
         pieces.append(out)
     np.testing.assert_allclose(jnp.concatenate(pieces, 1), whole, atol=1e-5)

@@ -41,13 +41,26 @@ DELTA = GPTConfig(
     max_seq_len=128,
 )
 SHORT = replace(DELTA, recurrent="short_conv", conv_width=3, attention_gate=False)
+MAMBA = replace(DELTA, recurrent="mamba2")
+OLMO = replace(
+    DELTA,
+    pre_norms=False,
+    post_norms=True,
+    recurrent_pre_norms=True,
+    recurrent_negative=True,
+    recurrent_norm_eps=1e-3,
+)
 MIXTURE = replace(
     DELTA, experts=4, dense_layers=(0,), dense_ffn=20, shared_ffn=8, shared_gate=True, balance_loss=0.0
 )
-EACH = pytest.mark.parametrize("config", [DELTA, SHORT], ids=["gated_delta", "short_conv"])
+EACH = pytest.mark.parametrize("config", [DELTA, SHORT, MAMBA], ids=["gated_delta", "short_conv", "mamba2"])
 
 
-@pytest.mark.parametrize("config", [DELTA, SHORT, MIXTURE], ids=["gated_delta", "short_conv", "mixture"])
+@pytest.mark.parametrize(
+    "config",
+    [DELTA, SHORT, MIXTURE, MAMBA, OLMO],
+    ids=["gated_delta", "short_conv", "mixture", "mamba2", "olmo"],
+)
 def test_parameters_are_counted(config):
     model = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
     leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
@@ -90,6 +103,13 @@ def test_packed_documents_are_computed_as_if_alone(config):
         pytest.param(DELTA, (3, 2), {"hpz": True, "weights_delta": True}, marks=pytest.mark.slow),
         pytest.param(MIXTURE, (2, 2), {}, marks=pytest.mark.slow),
         pytest.param(SHORT, (1, 2), {"remat": "none"}, marks=pytest.mark.slow),
+        (MAMBA, (2, 4), {}),
+        pytest.param(MAMBA, (3, 2), {"remat": "attention"}, marks=pytest.mark.slow),
+        pytest.param(OLMO, (2, 4), {}, marks=pytest.mark.slow),
+        (MAMBA, (1, 4), {"sequence_parallel": 4}),  # two groups, so each is on two devices
+        pytest.param(DELTA, (2, 4), {"sequence_parallel": 2}, marks=pytest.mark.slow),
+        pytest.param(SHORT, (1, 2), {"sequence_parallel": 2}, marks=pytest.mark.slow),
+        pytest.param(DELTA, (1, 4), {"sequence_parallel": 4, "remat": "none"}, marks=pytest.mark.slow),
         pytest.param(
             *(DELTA, (1, 2), {"accumulate": 2, "accumulate_order": "breadth"}), marks=pytest.mark.slow
         ),
@@ -100,7 +120,11 @@ def test_a_step_is_that_of_plain_jax(config, mesh, options):
     state = zerojax.TrainState.create(
         lambda rngs: GPT(config, rngs=rngs), optax.sgd(0.5), lm_loss, mesh=zerojax.make_mesh(*mesh), zero=zero
     )
-    batch = {"tokens": np.random.default_rng(0).integers(0, 64, (24, 20), dtype=np.int32)}
+    numbers = np.sort(np.random.default_rng(1).integers(0, 3, (24, 21), dtype=np.int32), axis=1)
+    batch = {
+        "tokens": np.random.default_rng(0).integers(0, 64, (24, 21), dtype=np.int32),
+        "segments": numbers,
+    }
     model = zerojax.gather_model(state)
     model.train()
     before = zerojax.gather_params(state)
@@ -123,11 +147,11 @@ def test_what_does_not_go_with_recurrent_layers_is_refused():
     with pytest.raises(ConfigurationError, match="different numbers from 0 to layers"):
         replace(DELTA, recurrent_layers=(8,))
     state = zerojax.TrainState.abstract(
-        lambda rngs: GPT(DELTA, rngs=rngs),
+        lambda rngs: GPT(replace(DELTA, recurrent_heads=6), rngs=rngs),
         optax.sgd(0.5),
         lm_loss,
-        mesh=zerojax.make_mesh(1, 2),
-        zero=zerojax.ZeroConfig(sequence_parallel=2),
+        mesh=zerojax.make_mesh(1, 4),
+        zero=zerojax.ZeroConfig(sequence_parallel=4),
     )
-    with pytest.raises(ConfigurationError, match="sequence_parallel"):
-        lower_train_step(state, {"tokens": np.zeros((4, 20), np.int32)})
+    with pytest.raises(ConfigurationError, match=r"6 heads of recurrent layers do not divide among .* = 4"):
+        lower_train_step(state, {"tokens": np.zeros((4, 21), np.int32)})

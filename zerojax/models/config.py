@@ -17,7 +17,7 @@ Branches = Literal["sequential", "parallel", "parallel_one_norm"]
 Router = Literal["softmax", "sigmoid"]
 RopeScaling = Literal["none", "linear", "llama3", "dynamic", "yarn", "longrope"]
 Rotation = Literal["full", "local", "none"]
-Recurrent = Literal["gated_delta", "short_conv"]
+Recurrent = Literal["gated_delta", "mamba2", "short_conv"]
 AttentionKernel = Literal["auto", "cudnn", "flash_attention_4", "xla"]
 
 
@@ -102,12 +102,18 @@ class GPTConfig:
             input (Qwen3-Next).
         recurrent_layers: The layers that have a recurrent layer in place of attention (three of four in
             Qwen3.5).
-        recurrent: Its kind: "gated_delta", linear attention by the gated delta rule (Gated DeltaNet), or
-            "short_conv", a gated convolution over the last tokens (LFM2).
-        recurrent_heads: "gated_delta": heads of values; None means as many as heads.
-        recurrent_key_heads: "gated_delta": heads of queries and keys, a divisor; None means as many.
-        recurrent_width: "gated_delta": width of a head's values.
-        recurrent_key_width: "gated_delta": width of a head's queries and keys.
+        recurrent: Its kind: "gated_delta", linear attention by the gated delta rule (Gated DeltaNet),
+            "mamba2", or "short_conv", a gated convolution over the last tokens (LFM2), which reads conv_width
+            only.
+        recurrent_heads: Heads of values; None means as many as heads.
+        recurrent_key_heads: Heads of queries and keys, a divisor; None means as many. Mamba-2's groups.
+        recurrent_width: Width of a head's values.
+        recurrent_key_width: Width of a head's queries and keys, Mamba-2's state.
+        recurrent_pre_norms: Whether recurrent layers norm the inputs of their branches, and not the outputs.
+            Then pre_norms and post_norms are for the other layers (OLMo Hybrid).
+        recurrent_negative: "gated_delta": whether a token moves the state by up to twice its error, which
+            allows negative eigenvalues (2411.12537).
+        recurrent_norm_eps: "gated_delta": norm_eps of the norm of heads, if it differs from the others.
         conv_width: Tokens that the convolution of a recurrent layer sees, the token itself included.
         attention_sinks: Whether each head's softmax has one more, learned score without a value (gpt-oss).
         query_scalar: Attention scores are divided by the square root of this; None means the width of
@@ -220,6 +226,9 @@ class GPTConfig:
     recurrent_key_heads: int | None = None
     recurrent_width: int = 128
     recurrent_key_width: int = 128
+    recurrent_pre_norms: bool = False
+    recurrent_negative: bool = False
+    recurrent_norm_eps: float | None = None
     conv_width: int = 4
     attention_sinks: bool = False
     query_scalar: float | None = None
@@ -369,6 +378,10 @@ class GPTConfig:
     def of_layer(self, number: int) -> "GPTConfig":
         """The config of a model whose layers are all like this one."""
         own = self
+        if self.recurrent_pre_norms:
+            own = replace(own, recurrent_pre_norms=False)
+            if number in self.recurrent_layers:
+                own = replace(own, pre_norms=True, post_norms=False)
         if number in self.dense_layers:
             own = replace(own, experts=0, ffn=self.dense_ffn, dense_layers=(), dense_ffn=None)
         if self.recurrent_layers and not self.all_recurrent:
@@ -456,7 +469,7 @@ def _block_matrices(c: GPTConfig, *, active: bool) -> int:
 
 def _recurrent_matrices(c: GPTConfig) -> int:
     """Elements of a recurrent layer's projections: its convolution's inputs, gates, steps and outputs."""
-    gates = c.d_model if c.recurrent == "short_conv" else 2 * c.value_heads
+    gates = {"gated_delta": 2 * c.value_heads, "mamba2": c.value_heads, "short_conv": c.d_model}[c.recurrent]
     return c.d_model * (c.conv_channels + gates + 2 * c.recurrent_values)
 
 
@@ -486,9 +499,12 @@ def _block_parameters(c: GPTConfig, *, active: bool) -> int:
     norms = 2 * (c.pre_norms + c.post_norms) - (c.branches == "parallel_one_norm")
     block = _block_matrices(c, active=active) + norms * _norm_parameters(c)
     if c.all_recurrent:
-        of_delta = 2 * c.value_heads + c.recurrent_width
-        own = c.conv_width * c.conv_channels + (c.recurrent == "gated_delta") * of_delta
-        return block + own
+        own = {
+            "gated_delta": 2 * c.value_heads + c.recurrent_width,
+            "mamba2": 3 * c.value_heads + c.recurrent_values + c.conv_channels,
+            "short_conv": 0,
+        }
+        return block + c.conv_width * c.conv_channels + own[c.recurrent]
     if c.qk_norm:
         block += (c.heads + c.key_value_heads if c.qk_norm_joint else 2) * c.head_dim
     block += (c.latent_rank or 0) + (c.latent_query_rank or 0)  # the scales of their norms
@@ -537,10 +553,10 @@ def recurrence_flops(config: GPTConfig) -> int:
     """Floating-point operations of a recurrent layer without its projections, for a token.
 
     The gated delta rule reads the state by key and by query, and writes it once: 2 each for its elements, and
-    twice as many in the backward pass.
+    twice as many in the backward pass. Mamba-2 does not read it by key.
     """
     state = config.value_heads * config.recurrent_key_width * config.recurrent_width
-    rule = 18 * state if config.recurrent == "gated_delta" else 0
+    rule = {"gated_delta": 18, "mamba2": 12, "short_conv": 0}[config.recurrent] * state
     return rule + 6 * config.conv_width * config.conv_channels
 
 

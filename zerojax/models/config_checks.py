@@ -23,7 +23,7 @@ _OPTIONAL_COUNTS = (
 _POSITIVE = (
     *("rope_theta", "rope_local_theta", "rope_factor", "rope_low_freq_factor", "rope_beta_slow"),
     *("rope_attention_factor", "rope_fraction", "embedding_scale", "query_scalar", "attention_softcap"),
-    *("logit_softcap", "logit_divisor", "norm_eps", "init_std", "residual_scale"),
+    *("logit_softcap", "logit_divisor", "norm_eps", "init_std", "residual_scale", "recurrent_norm_eps"),
 )
 _WINDOWED = ("sliding_window_pattern", "sliding_window_layers", "rope_local_theta")
 _ROTARY = 'positions = "rope"', lambda c: c.positions == "rope"
@@ -197,7 +197,7 @@ def _check_recurrent(c: "GPTConfig") -> None:
     _check_layers(c, "recurrent_layers")
     keys = c.recurrent_key_heads or 1
     require(
-        not c.recurrent_layers or c.recurrent != "gated_delta" or c.value_heads % keys == 0,
+        not c.recurrent_layers or c.recurrent == "short_conv" or c.value_heads % keys == 0,
         f"recurrent_heads = {c.value_heads} is not a multiple of recurrent_key_heads = {keys}",
     )
     require(

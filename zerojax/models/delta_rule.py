@@ -1,4 +1,4 @@
-"""The gated delta rule of linear attention, chunk by chunk, and the short convolution before it.
+"""The gated delta rule and Mamba-2's, chunk by chunk, and the short convolution before them.
 
 A head keeps a state of fixed size in place of keys and values (``pallas_kernels.delta_rule_reference`` has
 the rule, token by token). The chunked form computes ``CHUNK`` tokens together by matrix products (Yang and
@@ -55,7 +55,7 @@ def gated_delta_rule(
     key: Float[Array, "batch time key_heads dim"],
     value: Float[Array, "batch time heads value_dim"],
     log_decay: Float32[Array, "batch time heads"],
-    beta: Float32[Array, "batch time heads"],
+    beta: Float32[Array, "batch time heads"] | None,
     documents: Segments | None = None,
     state: State | None = None,
 ) -> tuple[Float[Array, "batch time heads value_dim"], State]:
@@ -66,10 +66,10 @@ def gated_delta_rule(
 
     Args:
         query: scaled as the output is to be.
-        key: of norm 1.
+        key: of norm 1, if there is a beta.
         value: decides the dtype of products.
         log_decay: at most 0.
-        beta: from 0 to 1.
+        beta: from 0 to 2. None means Mamba-2's rule, in which tokens remove nothing from the state.
         documents: the number of each token's document, for rows that hold several.
         state: from before the row; None is zero.
 
@@ -87,22 +87,29 @@ def gated_delta_rule(
 
 
 def _one_token(
-    query: Array, key: Array, value: Array, log_decay: Array, beta: Array, state: State
+    query: Array, key: Array, value: Array, log_decay: Array, beta: Array | None, state: State
 ) -> tuple[Array, State]:
     """The rule for the one token that generation has at a time."""
     repeats = value.shape[2] // key.shape[2]
     q, k = (jnp.repeat(x[:, 0], repeats, axis=1).astype(jnp.float32) for x in (query, key))
     state = state * jnp.exp(log_decay[:, 0, :, None, None])
-    error = value[:, 0].astype(jnp.float32) - jnp.einsum("bhd,bhde->bhe", k, state)
-    state = state + jnp.einsum("bhd,bhe->bhde", k, beta[:, 0, :, None] * error)
+    change = value[:, 0].astype(jnp.float32)
+    if beta is not None:
+        change = beta[:, 0, :, None] * (change - jnp.einsum("bhd,bhde->bhe", k, state))
+    state = state + jnp.einsum("bhd,bhe->bhde", k, change)
     return jnp.einsum("bhd,bhde->bhe", q, state)[:, None].astype(value.dtype), state
 
 
 def _by_chunks(
-    query: Array, key: Array, value: Array, log_decay: Array, beta: Array, numbers: Array, state: State
+    query: Array,
+    key: Array,
+    value: Array,
+    log_decay: Array,
+    beta: Array | None,
+    numbers: Array,
+    state: State,
 ) -> tuple[Array, State]:
     batch, time, heads, width = value.shape
-    repeats = heads // key.shape[2]
 
     def cut(x: Array) -> Array:
         """[chunk, batch, heads, token, ...]: tokens of zeros behind a row change nothing."""
@@ -113,8 +120,10 @@ def _by_chunks(
     numbers = jnp.pad(numbers, ((0, 0), (0, -time % CHUNK)), mode="edge")
     numbers = jnp.moveaxis(numbers.reshape(batch, -1, CHUNK), 1, 0)[:, :, None]
     before = jnp.concatenate([numbers[:1, :, :, :1], numbers[:-1, :, :, -1:]])
-    q, k = (jnp.repeat(cut(x), repeats, axis=2) for x in (query, key))
-    chunks = _within_chunks(q, k, cut(value), cut(log_decay), cut(beta), numbers, before)
+    of_beta = None if beta is None else cut(beta)
+    chunks = _within_chunks(
+        *(cut(query), cut(key), cut(value), cut(log_decay), of_beta), numbers=numbers, before=before
+    )
     # The kernels know rows and heads as one axis.
     flat = [x.reshape(len(x), batch * heads, *x.shape[3:]) for x in chunks]
     out, last = pallas_kernels.scan_chunks(*flat, state.reshape(-1, *state.shape[2:]))
@@ -124,12 +133,23 @@ def _by_chunks(
 
 
 def _within_chunks(
-    query: Array, key: Array, value: Array, log_decay: Array, beta: Array, numbers: Array, before: Array
+    query: Array,
+    key: Array,
+    value: Array,
+    log_decay: Array,
+    beta: Array | None,
+    *,
+    numbers: Array,
+    before: Array,
 ) -> _Chunk:
     """All that needs no state, for all chunks at once; arguments are [chunk, batch, heads, token, ...].
 
     ``before`` is the document before each chunk.
     """
+    repeats = value.shape[2] // key.shape[2]
+    # Heads that share queries and keys also share their products.
+    scores, of_keys = (jnp.repeat(product(x, key.mT), repeats, axis=2) for x in (query, key))
+    query, key = (jnp.repeat(x, repeats, axis=2) for x in (query, key))
     earlier = jnp.tril(jnp.ones((CHUNK, CHUNK), bool))
     seen = earlier & (numbers[..., :, None] == numbers[..., None, :])
     # Of each document alone: with one sum for all, rounding would carry gradients from one to the other.
@@ -137,22 +157,21 @@ def _within_chunks(
     pairs = jnp.where(seen, jnp.exp(jnp.where(seen, total[..., :, None] - total[..., None, :], 0)), 0)
     last = numbers[..., -1:]
     from_before = jnp.where(numbers == before, jnp.exp(total), 0)[..., None]
-    to_end = jnp.where(numbers == last, jnp.exp(total[..., -1:] - total), 0)[..., None]
+    # Other documents' sums differ by any amount: its exponential would be infinite, and a gradient NaN.
+    own = numbers == last
+    to_end = jnp.where(own, jnp.exp(jnp.where(own, total[..., -1:] - total, 0)), 0)[..., None]
     decay = jnp.where(last == before, jnp.exp(total[..., -1:]), 0)[..., 0]
+    low = value.dtype
+    read = (query * from_before).astype(low), (pairs * scores).astype(low)
+    last_key = (key * to_end).astype(low)
+    if beta is None:
+        return _Chunk(*read, value.astype(jnp.float32), jnp.zeros_like(last_key), last_key, decay)
     # (I + system) [written | removed] = beta [value | decayed key]; the solver takes the diagonal as ones.
-    system = beta[..., None] * pairs * product(key, key.mT)
+    system = beta[..., None] * pairs * of_keys
     wanted = jnp.concatenate([value.astype(jnp.float32), key * from_before], axis=-1) * beta[..., None]
     solved = pallas_kernels.solve_unit_lower(system, wanted)
     written, removed = jnp.split(solved, [value.shape[-1]], axis=-1)
-    low = value.dtype
-    return _Chunk(
-        (query * from_before).astype(low),
-        (pairs * product(query, key.mT)).astype(low),
-        written,
-        removed.astype(low),
-        (key * to_end).astype(low),
-        decay,
-    )
+    return _Chunk(*read, written, removed.astype(low), last_key, decay)
 
 
 def short_convolution(

@@ -29,7 +29,7 @@ class Recurrence(NamedTuple):
 
     Attributes:
         inputs: the last inputs of their convolutions.
-        states: of the gated delta rule, fp32; None without it.
+        states: of the gated delta rule or Mamba-2, fp32; None for convolutions alone.
     """
 
     inputs: Float[Array, "layers batch kept channels"]
@@ -57,7 +57,7 @@ class KVCache(NamedTuple):
         if count:
             inputs = jnp.zeros((count, batch, c.conv_width - 1, c.conv_channels), dtype)
             state = (count, batch, c.value_heads, c.recurrent_key_width, c.recurrent_width)
-            states = jnp.zeros(state, jnp.float32) if c.recurrent == "gated_delta" else None
+            states = None if c.recurrent == "short_conv" else jnp.zeros(state, jnp.float32)
             recurrence = Recurrence(inputs, states)
         if c.latent_rank is not None:
             width = c.latent_rank + c.rope_width

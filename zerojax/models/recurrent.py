@@ -1,22 +1,28 @@
-"""Layers with a state of fixed size in place of keys and values: linear attention and convolutions.
+"""Layers with a state of fixed size in place of keys and values: linear attention, Mamba-2, convolutions.
 
 They have the interface of ``zerojax.models.block.Attention``. ``project`` and ``join`` treat each token
 alone, ``mix`` takes whole rows, and ``decode`` takes new tokens and the cache.
 """
 
+import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from zerojax.adapters.loss import devices_a_row
+from zerojax.adapters.loss import ATTENDED, IN_ORDER, devices_a_row
 from zerojax.errors import ConfigurationError
 from zerojax.models.config import GPTConfig
 from zerojax.models.delta_rule import gated_delta_rule, last_inputs, short_convolution
 from zerojax.models.flash_attention import Documents
 from zerojax.models.kv_cache import KVCache, Positions, Recurrence
+from zerojax.models.shared_rows import own_heads, to_heads, to_tokens
 
 _EPSILON = 1e-6
 """Added to the squared norms of queries and keys."""
@@ -29,7 +35,7 @@ class Before(NamedTuple):
 
     Attributes:
         inputs: the convolution's last inputs.
-        state: the state of the gated delta rule, if the layer has one.
+        state: the state of the gated delta rule or of Mamba-2, if the layer has one.
         valid: which of the new tokens are no padding.
     """
 
@@ -38,8 +44,27 @@ class Before(NamedTuple):
     valid: Bool[Array, "batch time"]
 
 
+class Own(NamedTuple):
+    """The parameters of a rule, for all heads of a layer or for a device's heads.
+
+    Attributes:
+        config: has as many heads.
+        conv: the convolution's kernel, [taps, channels].
+        by_channel: other parameters with a number for each of its channels.
+        by_head: parameters with a number for each head of values.
+    """
+
+    config: GPTConfig
+    conv: Array
+    by_channel: tuple[Array, ...] = ()
+    by_head: tuple[Array, ...] = ()
+
+
 class _Recurrent(nnx.Module):
-    """Common parts of recurrent layers. ``project`` returns the convolution's input first."""
+    """Common parts of recurrent layers.
+
+    ``project`` returns the convolution's input, then what the rule reads for each head, and last the gate.
+    """
 
     def __init__(self, config: GPTConfig, linear: Any, out: Any, rngs: nnx.Rngs):
         c = self.config = config
@@ -53,19 +78,87 @@ class _Recurrent(nnx.Module):
         """The convolution's input and the gates of each token."""
         raise NotImplementedError
 
-    def mixed(self, projected: Projected, numbers: Array | None, before: Before | None) -> tuple[Array, Any]:
-        """The output before its projection, and the state after the tokens."""
+    @property
+    def own(self) -> Own:
+        """The rule's parameters."""
+        return Own(self.config, self.conv[...])
+
+    def rule(
+        self, own: Own, x: Array, *by_head: Array, numbers: Array | None, before: Before | None
+    ) -> tuple[Array, Any]:
+        """The heads of ``own``, [batch, time, heads, value_dim], and the state after the tokens.
+
+        ``x`` is the convolution's input, ``by_head`` what ``project`` returns besides it and the gate.
+        """
         raise NotImplementedError
 
+    def gated(self, heads: Array, gate: Array) -> Array:
+        """The output before its projection, from all heads and the gate of each token."""
+        raise NotImplementedError
+
+    def mixed(self, projected: Projected, numbers: Array | None, before: Before | None) -> tuple[Array, Any]:
+        """The output before its projection, and the state after the tokens."""
+        *parts, gate = projected
+        heads, state = self.rule(self.own, *parts, numbers=numbers, before=before)
+        return self.gated(heads, gate), state
+
     def mix(self, projected: Projected, documents: Documents | None = None, windowed: object = True) -> Array:
-        """The output of whole rows, before its projection; devices cannot share a row."""
+        """The output of whole rows before its projection; the devices of a row exchange heads for it."""
         del windowed
-        if devices_a_row() > 1:
+        numbers = None if documents is None else documents.numbers
+        if (devices := devices_a_row()) == 1:
+            return self.mixed(projected, numbers, None)[0]
+        x, *by_head, gate = (checkpoint_name(part, IN_ORDER) for part in projected)
+        own, parts = self.own, self._by_heads(checkpoint_name(x, ATTENDED), devices)
+        arrived = to_heads(devices, *parts, *(part[..., None] for part in by_head))
+        channels, by_head = arrived[: len(parts)], [part[..., 0] for part in arrived[len(parts) :]]
+        mine = Own(
+            self._of_device(devices),
+            self._own_channels(own.conv, devices),
+            tuple(self._own_channels(part, devices) for part in own.by_channel),
+            tuple(own_heads(devices, part) for part in own.by_head),
+        )
+        heads, _ = self.rule(mine, _side_by_side(channels), *by_head, numbers=numbers, before=None)
+        return self.gated(to_tokens(devices, heads), gate)
+
+    @property
+    def _groups(self) -> list[tuple[int, int]]:
+        """The heads of the convolution's channels and their width: of values and, twice, of keys."""
+        c = self.config
+        keys = c.recurrent_keys // c.recurrent_key_width
+        return [
+            (keys, c.recurrent_key_width),
+            (keys, c.recurrent_key_width),
+            (c.value_heads, c.recurrent_width),
+        ]
+
+    def _by_heads(self, x: Array, devices: int) -> list[Array]:
+        """Channels as heads, ``[..., heads, dim]``, with a copy of a head of keys for each of its devices."""
+        groups = self._groups
+        if (most := max(heads for heads, _ in groups)) % devices:
             raise ConfigurationError(
-                "[model] recurrent_layers need whole rows, but zero.sequence_parallel spreads each over "
-                f"{devices_a_row()} devices: set it to 1."
+                f"[model] {most} heads of recurrent layers do not divide among zero.sequence_parallel = "
+                f"{devices} devices. Set the latter to a divisor."
             )
-        return self.mixed(projected, None if documents is None else documents.numbers, None)[0]
+        ends = np.cumsum([heads * width for heads, width in groups])[:-1].tolist()
+        parts = jnp.split(x, ends, axis=-1)
+        found = []
+        for part, (heads, width) in zip(parts, groups, strict=True):
+            part = part.reshape(*x.shape[:-1], heads, width)
+            found.append(jnp.repeat(part, math.lcm(heads, devices) // heads, axis=-2))
+        return found
+
+    def _own_channels(self, x: Array, devices: int) -> Array:
+        """A parameter's entries for the channels of this device's heads."""
+        return _side_by_side([own_heads(devices, part, -2) for part in self._by_heads(x, devices)])
+
+    def _of_device(self, devices: int) -> GPTConfig:
+        """The config with a device's heads."""
+        c = self.config
+        if c.recurrent == "short_conv":
+            return c
+        heads = math.lcm(c.recurrent_keys // c.recurrent_key_width, devices) // devices
+        return replace(c, recurrent_heads=c.value_heads // devices, recurrent_key_heads=heads)
 
     def decode(
         self, x: Hidden, positions: Positions, end: Int[Array, " batch"], cache: KVCache, layer: Any
@@ -95,9 +188,15 @@ class _Recurrent(nnx.Module):
         """Apply the output projection."""
         return self.out(heads.reshape(*heads.shape[:2], -1))
 
-    def _conv(self, x: Array, numbers: Array | None, before: Before | None) -> Array:
-        """The convolution, fp32."""
-        return short_convolution(x, self.conv[...], numbers, None if before is None else before.inputs)
+
+def _side_by_side(parts: Sequence[Array]) -> Array:
+    """Channels side by side from heads."""
+    return jnp.concatenate([part.reshape(*part.shape[:-2], -1) for part in parts], axis=-1)
+
+
+def _conv(own: Own, x: Array, numbers: Array | None, before: Before | None) -> Array:
+    """The convolution, fp32."""
+    return short_convolution(x, own.conv, numbers, None if before is None else before.inputs)
 
 
 class GatedDelta(_Recurrent):
@@ -114,29 +213,40 @@ class GatedDelta(_Recurrent):
         self.beta, self.decay = (linear(c.d_model, c.value_heads) for _ in range(2))
         rate = jax.random.uniform(rngs.params(), (c.value_heads,), jnp.float32, 0.01, 16)
         self.log_rate, self.step_bias = nnx.Param(jnp.log(rate)), nnx.Param(jnp.ones(c.value_heads))
-        self.norm = nnx.RMSNorm(c.recurrent_width, epsilon=c.norm_eps, rngs=rngs)
+        epsilon = c.norm_eps if c.recurrent_norm_eps is None else c.recurrent_norm_eps
+        self.norm = nnx.RMSNorm(c.recurrent_width, epsilon=epsilon, rngs=rngs)
 
     def project(self, x: Hidden, rope: object = None, kind: object = None) -> Projected:
         """See ``_Recurrent``."""
-        return self.inputs(x), self.gate(x), self.beta(x), self.decay(x)
+        return self.inputs(x), self.beta(x), self.decay(x), self.gate(x)
 
-    def mixed(self, projected: Projected, numbers: Array | None, before: Before | None) -> tuple[Array, Any]:
+    @property
+    def own(self) -> Own:
         """See ``_Recurrent``."""
-        c, (x, gate, beta, decay) = self.config, projected
-        x, low = jax.nn.silu(self._conv(x, numbers, before)), x.dtype
+        return Own(self.config, self.conv[...], (), (self.log_rate[...], self.step_bias[...]))
+
+    def rule(
+        self, own: Own, x: Array, *by_head: Array, numbers: Array | None, before: Before | None
+    ) -> tuple[Array, Any]:
+        """See ``_Recurrent``."""
+        c, (beta, decay) = own.config, by_head
+        x, low = jax.nn.silu(_conv(own, x, numbers, before)), x.dtype
         query, key, value = jnp.split(x, [c.recurrent_keys, 2 * c.recurrent_keys], axis=-1)
         query, key = (self._normed(part) for part in (query, key))
         value = value.reshape(*x.shape[:2], c.value_heads, -1).astype(low)
-        rate, bias = (part[...].astype(jnp.float32) for part in (self.log_rate, self.step_bias))
+        rate, bias = (part.astype(jnp.float32) for part in own.by_head)
         log_decay = -jnp.exp(rate) * jax.nn.softplus(decay.astype(jnp.float32) + bias)
-        beta = jax.nn.sigmoid(beta.astype(jnp.float32))
+        beta = jax.nn.sigmoid(beta.astype(jnp.float32)) * (1 + c.recurrent_negative)
         if before is not None:
             log_decay, beta = (jnp.where(before.valid[..., None], part, 0) for part in (log_decay, beta))
         query = (query * c.recurrent_key_width**-0.5).astype(low)
         state = None if before is None else before.state
-        out, state = gated_delta_rule(query, key.astype(low), value, log_decay, beta, numbers, state)
-        gate = gate.reshape(out.shape).astype(jnp.float32)
-        return (self.norm(out) * jax.nn.silu(gate)).astype(low), state
+        return gated_delta_rule(query, key.astype(low), value, log_decay, beta, numbers, state)
+
+    def gated(self, heads: Array, gate: Array) -> Array:
+        """See ``_Recurrent``."""
+        scale = jax.nn.silu(gate.reshape(heads.shape).astype(jnp.float32))
+        return (self.norm(heads) * scale).astype(heads.dtype)
 
     def _normed(self, x: Array) -> Array:
         heads = x.reshape(*x.shape[:2], -1, self.config.recurrent_key_width)
@@ -154,16 +264,90 @@ class ShortConv(_Recurrent):
         """See ``_Recurrent``."""
         return self.before(x) * self.inputs(x), self.after(x)
 
-    def mixed(self, projected: Projected, numbers: Array | None, before: Before | None) -> tuple[Array, Any]:
+    def rule(
+        self, own: Own, x: Array, *by_head: Array, numbers: Array | None, before: Before | None
+    ) -> tuple[Array, Any]:
         """See ``_Recurrent``."""
-        x, gate = projected
-        return gate * self._conv(x, numbers, before).astype(x.dtype), None
+        return _conv(own, x, numbers, before).astype(x.dtype)[..., None], None
+
+    def gated(self, heads: Array, gate: Array) -> Array:
+        """See ``_Recurrent``."""
+        return gate * heads[..., 0]
+
+    @property
+    def _groups(self) -> list[tuple[int, int]]:
+        return [(self.config.d_model, 1)]
 
 
-RECURRENT = {"gated_delta": GatedDelta, "short_conv": ShortConv}
+class Mamba2(_Recurrent):
+    """A state space model with one decay for each head (Mamba-2, Dao and Gu, 2024, 2405.21060).
+
+    ``inputs`` projects to value | key | query (x, B and C in the paper), which a short convolution mixes.
+    ``decay`` is the step, by which a token's value is multiplied and the state decays. ``gate`` scales the
+    output before its norm, which has a group of elements for each head of keys.
+    """
+
+    def __init__(self, config: GPTConfig, *, linear: Any, out: Any, rngs: nnx.Rngs):
+        super().__init__(config, linear, out, rngs)
+        c = config
+        self.conv_bias = nnx.Param(jnp.zeros(c.conv_channels))
+        self.gate, self.decay = linear(c.d_model, c.recurrent_values), linear(c.d_model, c.value_heads)
+        self.log_rate = nnx.Param(jnp.log(jnp.arange(1, c.value_heads + 1, dtype=jnp.float32)))
+        self.step_bias, self.skip = (nnx.Param(jnp.ones(c.value_heads)) for _ in range(2))
+        self.norm = nnx.RMSNorm(c.recurrent_values, epsilon=c.norm_eps, rngs=rngs)
+
+    def project(self, x: Hidden, rope: object = None, kind: object = None) -> Projected:
+        """See ``_Recurrent``."""
+        return self.inputs(x), self.decay(x), self.gate(x)
+
+    @property
+    def own(self) -> Own:
+        """See ``_Recurrent``."""
+        by_head = self.log_rate[...], self.step_bias[...], self.skip[...]
+        return Own(self.config, self.conv[...], (self.conv_bias[...],), by_head)
+
+    @property
+    def _groups(self) -> list[tuple[int, int]]:
+        keys, _, values = super()._groups
+        return [values, keys, keys]
+
+    def rule(
+        self, own: Own, x: Array, *by_head: Array, numbers: Array | None, before: Before | None
+    ) -> tuple[Array, Any]:
+        """See ``_Recurrent``."""
+        c, (step,) = own.config, by_head
+        bias, rate, step_bias, skip = (part.astype(jnp.float32) for part in (*own.by_channel, *own.by_head))
+        x, low = jax.nn.silu(_conv(own, x, numbers, before) + bias), x.dtype
+        value, key, query = jnp.split(x, [c.recurrent_values, c.recurrent_values + c.recurrent_keys], axis=-1)
+        query, key = (
+            part.reshape(*x.shape[:2], -1, c.recurrent_key_width).astype(low) for part in (query, key)
+        )
+        value = value.reshape(*x.shape[:2], c.value_heads, -1)
+        step = jax.nn.softplus(step.astype(jnp.float32) + step_bias)
+        if before is not None:
+            step = jnp.where(before.valid[..., None], step, 0)
+        moved = (value * step[..., None]).astype(low)
+        state = None if before is None else before.state
+        out, state = gated_delta_rule(query, key, moved, -jnp.exp(rate) * step, None, numbers, state)
+        return (out.astype(jnp.float32) + value * skip[:, None]).astype(low), state
+
+    def gated(self, heads: Array, gate: Array) -> Array:
+        """See ``_Recurrent``."""
+        c = self.config
+        x = heads.astype(jnp.float32).reshape(gate.shape) * jax.nn.silu(gate.astype(jnp.float32))
+        groups = x.reshape(*x.shape[:2], c.recurrent_keys // c.recurrent_key_width, -1)
+        groups = groups * jax.lax.rsqrt(jnp.mean(groups**2, axis=-1, keepdims=True) + c.norm_eps)
+        assert self.norm.scale is not None
+        scale = self.norm.scale[...].astype(jnp.float32)
+        return (groups.reshape(x.shape) * scale).astype(heads.dtype)
+
+
+RECURRENT = {"gated_delta": GatedDelta, "short_conv": ShortConv, "mamba2": Mamba2}
 """By ``GPTConfig.recurrent``."""
 
 
-def recurrent_layer(config: GPTConfig, linear: Any, out: Any, rngs: nnx.Rngs) -> GatedDelta | ShortConv:
+def recurrent_layer(
+    config: GPTConfig, linear: Any, out: Any, rngs: nnx.Rngs
+) -> GatedDelta | ShortConv | Mamba2:
     """The recurrent layer of a config; ``linear`` and ``out`` make its projections of (inputs, outputs)."""
     return RECURRENT[config.recurrent](config, linear=linear, out=out, rngs=rngs)

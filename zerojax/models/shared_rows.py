@@ -99,8 +99,8 @@ def attention(
         if causal:
             query, key, value = (checkpoint_name(x, IN_ORDER) for x in (query, key, value))
         parts = _spread(spread, checkpoint_name(query, ATTENDED), key, value)
-        query, key, value = _to_heads(devices, *parts)
-        sinks = None if sinks is None else _own_heads(devices, _filled(spread, sinks, 0))
+        query, key, value = to_heads(devices, *parts)
+        sinks = None if sinks is None else own_heads(devices, _filled(spread, sinks, 0))
     if causal:
         options = {"window": window, "windowed": windowed, "scale": scale, "softcap": softcap, "sinks": sinks}
         out = causal_attention(query, key, value, kernel, documents, **options)
@@ -112,7 +112,7 @@ def attention(
         out = full_attention(query, key, value, kernel, documents, scale=scale, softcap=softcap)
     if devices == 1:
         return out
-    batch, time, _, dim = (home := _to_tokens(devices, out)).shape
+    batch, time, _, dim = (home := to_tokens(devices, out)).shape
     grouped = home.reshape(batch, time, spread.groups, spread.filled, dim)
     return grouped[:, :, :, : heads // spread.groups].reshape(batch, time, heads, dim)
 
@@ -194,10 +194,10 @@ def _filled(spread: Spread, x: Array, axis: int) -> Array:
     return jnp.pad(grouped, widths).reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
 
-def _own_heads(devices: int, each: Array) -> Array:
-    """The entries for this device's heads, from one number per head."""
-    count = each.size // devices
-    return lax.dynamic_slice_in_dim(each, lax.axis_index(LOCAL) % devices * count, count)
+def own_heads(devices: int, each: Array, axis: int = 0) -> Array:
+    """The entries for this device's heads, from entries for all heads along an axis."""
+    count = each.shape[axis] // devices
+    return lax.dynamic_slice_in_dim(each, lax.axis_index(LOCAL) % devices * count, count, axis)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -237,7 +237,7 @@ _exchange.defvjp(
 )
 
 
-def _to_heads(devices: int, *parts: Array) -> list[Array]:
+def to_heads(devices: int, *parts: Array) -> list[Array]:
     """From ``[batch, part of the tokens, heads, dim]`` to ``[batch, tokens, part of the heads, dim]``."""
 
     def by_receiver(x: Array) -> Array:
@@ -259,8 +259,8 @@ def _to_heads(devices: int, *parts: Array) -> list[Array]:
     return found
 
 
-def _to_tokens(devices: int, out: Array) -> Array:
-    """The inverse of ``_to_heads``."""
+def to_tokens(devices: int, out: Array) -> Array:
+    """The inverse of ``to_heads``."""
     batch, time, heads, dim = out.shape
     row = out.reshape(batch, devices, time // devices, heads, dim).transpose(1, 0, 2, 3, 4)
     arrived = cast(Array, _exchange(devices, row))
