@@ -112,6 +112,21 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "lora_alpha": 3,
         "target_modules": [*SEVEN, *(f"in_proj_{name}" for name in ("qkv", "z", "b", "a")), "out_proj"],
     },
+    "families/gemma3-images": {
+        "r": 2,
+        "lora_alpha": 3,
+        "target_modules": r"model\.language_model\..*\.(q_proj|o_proj|up_proj)",
+    },
+    "families/bamba": {
+        "r": 2,
+        "lora_alpha": 3,
+        "target_modules": ["in_proj", "out_proj", "q_proj", "v_proj", "gate_proj"],
+    },
+    "families/olmo-hybrid": {
+        "r": 2,
+        "lora_alpha": 3,
+        "target_modules": ["k_proj", "v_proj", "a_proj", "b_proj", "g_proj", "o_proj"],
+    },
     "families/qwen3-next": {
         "r": 2,
         "lora_alpha": 3,
@@ -192,7 +207,34 @@ SHARED_MIXTURE = {
     "moe_intermediate_size": 12,
     "shared_expert_intermediate_size": 20,
 }
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 6}
+GRANITE = {
+    "attention_multiplier": 0.22,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 3.0,
+}
+THREE = TINY | {"num_hidden_layers": 3}
+MIDDLE = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 HALF_ROPE = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+IMAGES = {
+    "depth": 1,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 16,
+    "num_position_embeddings": 4,
+}
+SMALL_TOWER = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
+SECTIONS = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 1]}
 # name -> config: one of each family and feature, without a tokenizer, in bfloat16.
 FAMILIES: dict[str, Any] = {
     "gemma": transformers.GemmaConfig(**TINY, head_dim=8),
@@ -293,10 +335,7 @@ FAMILIES: dict[str, Any] = {
     ),
     "granite": transformers.GraniteConfig(
         **TINY,
-        attention_multiplier=0.22,
-        embedding_multiplier=3.0,
-        residual_multiplier=0.5,
-        logits_scaling=3.0,
+        **GRANITE,
         tie_word_embeddings=True,
     ),
     "starcoder2": transformers.Starcoder2Config(**TINY, sliding_window=6),
@@ -352,6 +391,13 @@ FAMILIES: dict[str, Any] = {
         routed_scaling_factor=1.5,
         attention_bias=True,
         use_qk_norm=True,
+    ),
+    "glm4-moe-lite": transformers.Glm4MoeLiteConfig(
+        **{key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"},
+        q_lora_rank=10,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
     ),
     "deepseek-v3": transformers.DeepseekV3Config(
         **DEEPSEEK,
@@ -437,10 +483,7 @@ FAMILIES: dict[str, Any] = {
         num_local_experts=3,
         num_experts_per_tok=2,
         attention_bias=True,
-        attention_multiplier=0.22,
-        embedding_multiplier=3.0,
-        residual_multiplier=0.5,
-        logits_scaling=3.0,
+        **GRANITE,
     ),
     "gpt-neox": transformers.GPTNeoXConfig(
         **{key: value for key, value in TINY.items() if key != "num_key_value_heads"},
@@ -472,7 +515,62 @@ FAMILIES: dict[str, Any] = {
         block_auto_adjust_ff_dim=False,
         pad_token_id=None,
     ),
+    "minimax-m2": transformers.MiniMaxM2Config(
+        **TINY,
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters=HALF_ROPE,
+    ),
+    "olmo-hybrid": transformers.OlmoHybridConfig(
+        **TINY,
+        layer_types=["linear_attention", "full_attention"],
+        pad_token_id=0,
+        linear_key_head_dim=8,  # transformers splits the convolutions into equal parts
+        linear_value_head_dim=8,
+        rms_norm_eps=1e-4,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+    ),
+    "lfm2-moe": transformers.Lfm2MoeConfig(
+        **THREE,
+        layer_types=["conv", "full_attention", "conv"],
+        num_dense_layers=1,
+        moe_intermediate_size=12,
+        num_experts=4,
+        num_experts_per_tok=2,
+        pad_token_id=0,
+    ),
+    "bamba": transformers.BambaConfig(**TINY, **MAMBA, attn_layer_indices=[1]),
+    "granitemoehybrid": transformers.GraniteMoeHybridConfig(
+        **THREE, **MAMBA, **GRANITE, **MIDDLE, num_local_experts=3, shared_intermediate_size=20
+    ),
+    "granitemoehybrid-dense": transformers.GraniteMoeHybridConfig(
+        **TINY,
+        **MAMBA,
+        **GRANITE,
+        layer_types=["linear_attention", "full_attention"],
+        num_local_experts=0,
+        position_embedding_type="rope",
+    ),
     "qwen3-5": transformers.Qwen3_5TextConfig(**TINY | LINEAR),
+    "qwen3-5-images": transformers.Qwen3_5Config(
+        text_config=TINY | LINEAR, vision_config=IMAGES, tie_word_embeddings=True
+    ),
+    "qwen3-vl-images": transformers.Qwen3VLConfig(
+        text_config=TINY | {"head_dim": 8, "rope_parameters": SECTIONS},
+        vision_config=IMAGES | {"deepstack_visual_indexes": [0]},
+    ),
+    "gemma3-images": transformers.Gemma3Config(
+        text_config=TINY
+        | {"head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+        vision_config=SMALL_TOWER | {"vision_use_head": False},
+        mm_tokens_per_image=4,
+    ),
+    "mistral3-images": transformers.Mistral3Config(
+        text_config=TINY | {"model_type": "mistral", "head_dim": 8},
+        vision_config=SMALL_TOWER | {"model_type": "pixtral", "head_dim": 4},
+        tie_word_embeddings=False,
+    ),
     "qwen3-5-moe": transformers.Qwen3_5MoeTextConfig(
         **{key: value for key, value in TINY.items() if key != "intermediate_size"} | LINEAR | SHARED_MIXTURE
     ),
@@ -495,10 +593,16 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
     )
 
 
+def auto_class(config: Any) -> Any:
+    """The class of a language model, or of a model with images."""
+    images = hasattr(config, "vision_config")
+    return transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
+
+
 def make_model(config: Any, dtype: torch.dtype) -> torch.nn.Module:
     """A model whose weights are all random, including biases and norms."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = auto_class(config).from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Short convolutions as well: small queries and keys would lose digits when they are normed.
@@ -509,7 +613,7 @@ def make_model(config: Any, dtype: torch.dtype) -> torch.nn.Module:
             parameter.copy_(around * name.endswith("weight") + 0.2 * torch.randn_like(parameter))
     model = model.to(dtype).eval()
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):  # which files have in fp32
+        if name.endswith(("e_score_correction_bias", "expert_bias")):  # which files have in fp32
             buffer.data = 0.2 * torch.randn(buffer.shape)
     return model
 
@@ -518,9 +622,8 @@ def make_model(config: Any, dtype: torch.dtype) -> torch.nn.Module:
 def logits_of(folder: Path, tokens: np.ndarray) -> np.ndarray:
     """The logits of a saved model in fp32, with attention as its code spells it out."""
     # Read again: a model cast back to fp32 would keep its rotary frequencies rounded.
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model = auto_class(config).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     return model(torch.from_numpy(tokens).long()).logits.numpy()
 
 
@@ -560,7 +663,8 @@ def write_adapters(folder: Path, models: Path, names: list[str] | None) -> None:
             continue
         out = folder / Path(name).name
         shutil.rmtree(out, ignore_errors=True)
-        base = transformers.AutoModelForCausalLM.from_pretrained(models / name, dtype=torch.float32)
+        config = transformers.AutoConfig.from_pretrained(models / name)
+        base = auto_class(config).from_pretrained(models / name, dtype=torch.float32)
         base.name_or_path = name  # not a path of this machine
         torch.manual_seed(1)
         model = peft.get_peft_model(base, peft.LoraConfig(**settings, task_type="CAUSAL_LM")).eval()

@@ -30,9 +30,15 @@ FOLDER = FIXTURES / "families"
 NAMES = sorted(path.name for path in FOLDER.iterdir())
 COMPUTE_THE_SAME = {
     "phi3": "mistral", "seed-oss": "qwen2", "cwm": "smollm3", "helium": "glm",
-    "falcon-sequential": "starcoder2",
+    "falcon-sequential": "starcoder2", "glm4-moe-lite": "deepseek_v3",
 }  # fmt: skip
 """Models that are described as another family's, whose models compute the same."""
+
+UNREAD = (
+    *("eod_token_id", "mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient", "time_step_limit"),
+    *("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
+)
+"""Keys that do not change the logits, or have only one supported value."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ def loaded(request: pytest.FixtureRequest) -> Loaded:
     assert not notes
     config = replace(run_config(model, "zero3"), mesh=MeshSection(nodes=1, local=2))
     state, files = abstract_model(config), WeightFiles(folder, None)
-    parts = family.parts(model, family.prefix)
+    parts = family.parts(model, files.specs)
     check_tensors(state.spec, files, family, parts)
     state = load_state(begin_with(state, load_params(state.spec, files, parts), 0), files, parts)
     return Loaded(folder, family, model, parts, state)
@@ -67,7 +73,8 @@ def test_logits_equal_transformers(loaded: Loaded):
 
 
 def test_tensors_come_back_bit_for_bit(loaded: Loaded, tmp_path: Path):
-    before = tensors(loaded.folder)
+    every = tensors(loaded.folder)
+    before = {name: x for name, x in every.items() if not loaded.family.carries(name, loaded.model.layers)}
     specs = tensor_specs(loaded.state.spec, loaded.parts, {}, "BF16")
     writer = SafetensorWriter(tmp_path, specs, 10**9)
     for tensor, values in each_tensor(loaded.state, loaded.parts):
@@ -88,6 +95,8 @@ def logit_keys(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_config_is_described_in_the_familys_own_keys(loaded: Loaded):
+    if loaded.family.composite:
+        pytest.skip("zerojax writes no config.json for a model with images")
     theirs = json.loads((loaded.folder / "config.json").read_text())
     family, ours = describe_model(loaded.model)
     if (other := COMPUTE_THE_SAME.get(loaded.folder.name)) is not None:
@@ -97,13 +106,16 @@ def test_the_config_is_described_in_the_familys_own_keys(loaded: Loaded):
     assert (family, ours["architectures"]) == (loaded.family, theirs["architectures"])
     assert read_model(ours, "config.json").model == replace(loaded.model, init_std=ours["initializer_range"])
     ours, theirs = logit_keys(ours), logit_keys(theirs)
-    if loaded.family.predicts:
+    if "num_nextn_predict_layers" in theirs:
         assert (ours.pop("num_nextn_predict_layers"), theirs.pop("num_nextn_predict_layers")) == (0, 1)
     for name in ("_sliding_window_pattern", "sliding_window_pattern", "no_rope_layer_interval"):
         theirs.pop(name, None)  # beside a list of the layers it says nothing
     if loaded.family.model_type == "qwen2_moe":  # no layer has a window
         assert [theirs.pop(name) for name in ("sliding_window", "max_window_layers")] == [0, 28]
-    theirs.pop("eod_token_id", None)
+    if loaded.folder.name == "granitemoehybrid-dense":  # of experts, which it lacks
+        assert ours.pop("intermediate_size") != theirs.pop("intermediate_size")
+    for name in UNREAD:
+        theirs.pop(name, None)
     theirs.pop("is_decoder", None)
     if loaded.family.model_type == "qwen3_moe" and not loaded.model.dense_layers:
         assert ours.pop("intermediate_size") != theirs.pop("intermediate_size")  # of layers without experts

@@ -118,7 +118,7 @@ def larger(tmp_path_factory: pytest.TempPathFactory) -> Path:
     keys |= {"num_key_value_heads": 4, "head_dim": 32, "vocab_size": source.model.vocab_size}
     folder = copy_of("llama2", tmp_path_factory.mktemp("larger") / "model", keys)
     model = ModelFolder.open(folder).model
-    parts = source.family.parts(model, source.family.prefix)
+    parts = source.family.parts(model)
     spec = created(model, (1, 1), lora=LoRA()).spec
     random = np.random.default_rng(0)
     every = {t.name: t.shape for leaf in spec.weights for t in tensors_of(leaf, parts)}

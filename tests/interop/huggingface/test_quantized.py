@@ -120,7 +120,7 @@ def test_layers_that_the_format_cannot_quantize_are_refused():
 def test_experts_are_refused():
     source = ModelFolder.open(FIXTURES / "families" / "mixtral")
     state = abstract_model(run_config(source.model))
-    parts = source.family.parts(source.model, source.family.prefix)
+    parts = source.family.parts(source.model)
     how = WeightFormat("int8", 8)
     refused = [tensor for tensor in how.tensors(state.spec, parts) if "experts" in tensor.name]
     assert len(refused) == 2 * 3 * 3

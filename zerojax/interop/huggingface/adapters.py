@@ -11,7 +11,7 @@ from jaxtyping import Float32
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface import peft_experts
 from zerojax.interop.huggingface.exporting import EXPORT_DTYPES, new_folder
-from zerojax.interop.huggingface.families import FAMILIES, Family, describe_model, fitting, read_model
+from zerojax.interop.huggingface.families import Family, describe_model, family_named, fitting, read_model
 from zerojax.interop.huggingface.mapping import layers_of, place_of
 from zerojax.interop.huggingface.peft_files import (
     KINDS,
@@ -125,7 +125,7 @@ def export_adapter(
         _by_ends(ranks, lora.rank),
         _by_ends(alphas, lora.alpha),
         "none" if not biases else "lora_only" if biases <= {*targets} else "all",
-        target_modules(whole, modules),
+        sorted(whole) if own.composite else target_modules(whole, modules),
         parameters,
     )
     ends = target_modules(targets, modules)
@@ -228,8 +228,8 @@ def load_adapter(state: TrainState, folder: Path, model: GPTConfig) -> TrainStat
 def _family(spec: TrainSpec, model: GPTConfig, base: str | None, named: str | None) -> Family:
     """The family whose names an export has."""
     if named is not None:
-        family = FAMILIES.get(named)
-        if family is None or weight_shapes(model).keys() - family.parts(model, "").keys():
+        family = family_named(named)
+        if family is None or weight_shapes(model).keys() - family.parts(model).keys():
             known = ", ".join(one.model_type for one in fitting(model))
             raise ConfigurationError(f"family={named!r} does not fit this model. Use one of {known}")
         return family

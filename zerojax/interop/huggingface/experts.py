@@ -5,7 +5,9 @@ reads and writes the same files. Granite's and gpt-oss' files have these two ten
 of gate and up alternate.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from zerojax.errors import ConfigurationError
@@ -21,12 +23,12 @@ from zerojax.interop.huggingface.llama import (
     SILU,
     like_llama,
 )
-from zerojax.interop.huggingface.mapping import Bare, Module, Names
+from zerojax.interop.huggingface.mapping import Bare, Module, Names, Tensors
 from zerojax.interop.huggingface.rope_keys import Rope
 from zerojax.models import GPTConfig
 
 
-def _mixture(*counts: str) -> tuple[Entry, ...]:
+def mixture(*counts: str) -> tuple[Entry, ...]:
     """The keys that all mixtures share; a file has one or all of the ``counts``, names of the number of
     experts.
 
@@ -68,22 +70,38 @@ def _write_dense_layers(model: GPTConfig) -> Fields:
     return {"decoder_sparse_step": 1, "mlp_only_layers": list(dense)} | widths
 
 
-def _first_dense(default: int) -> Entry:
+def first_dense(default: int, name: str = "first_k_dense_replace") -> Entry:
     """The first layers have no experts; intermediate_size is their width."""
 
     def read(keys: ConfigKeys, found: Fields) -> Fields:
-        dense = tuple(range(min(keys.take("first_k_dense_replace", int, default), found["layers"])))
+        dense = tuple(range(min(keys.take(name, int, default), found["layers"])))
         return {"dense_layers": dense, "dense_ffn": found["ffn"] if dense else None}
 
-    return Entry(read, _write_first_dense, lambda _: dict.fromkeys(("dense_layers", "dense_ffn"), ANY))
+    def write(model: GPTConfig) -> Fields:
+        dense = model.dense_layers
+        if dense != tuple(range(len(dense))):
+            raise ConfigurationError(f"model.dense_layers = {dense}, but this family has the first layers")
+        widths = {"intermediate_size": model.of_layer(0).ffn_width} if dense else {}
+        return {name: len(dense)} | widths
+
+    return Entry(read, write, lambda _: dict.fromkeys(("dense_layers", "dense_ffn"), ANY))
 
 
-def _write_first_dense(model: GPTConfig) -> Fields:
+def _listed_dense(keys: ConfigKeys, found: Fields) -> Fields:
+    """GLM-4.7-Flash's list of the layers without experts."""
+    default = ["dense"] + ["sparse"] * (found["layers"] - 1)
+    kinds = keys.take("mlp_layer_types", list, default)
+    if len(kinds) != found["layers"] or not {*kinds} <= {"dense", "sparse"}:
+        raise ConfigurationError(f"mlp_layer_types = {kinds!r}: {found['layers']} of 'dense' and 'sparse'")
+    dense = tuple(number for number, kind in enumerate(kinds) if kind == "dense")
+    return {"dense_layers": dense, "dense_ffn": found["ffn"] if dense else None}
+
+
+def _write_list(model: GPTConfig) -> Fields:
     dense = model.dense_layers
-    if dense != tuple(range(len(dense))):
-        raise ConfigurationError(f"model.dense_layers = {dense}, but this family has the first layers")
-    widths = {"intermediate_size": model.of_layer(0).ffn_width} if dense else {}
-    return {"first_k_dense_replace": len(dense)} | widths
+    kinds = ["dense" if number in dense else "sparse" for number in range(model.layers)]
+    widths = {"intermediate_size": model.of_layer(dense[0]).ffn_width} if dense else {}
+    return {"mlp_layer_types": kinds} | widths
 
 
 def _shared_experts(model: GPTConfig) -> int:
@@ -95,12 +113,15 @@ def _shared_experts(model: GPTConfig) -> int:
     return count
 
 
-def _with_shared(*, dense: int, shared: int, scale: float) -> tuple[Entry, ...]:
-    """Keys of mixtures with leading dense layers and a shared expert; the arguments are their defaults."""
+def _with_shared(*, dense: int | Entry, shared: int, scale: float) -> tuple[Entry, ...]:
+    """Keys of mixtures with leading dense layers and a shared expert; the arguments are their defaults.
+
+    ``dense`` may be an entry for the dense layers.
+    """
     return (
-        _first_dense(dense),
+        dense if isinstance(dense, Entry) else first_dense(dense),
         key("moe_intermediate_size", "ffn", written="ffn_width"),
-        *_mixture("n_routed_experts"),
+        *mixture("n_routed_experts"),
         key(
             *("n_shared_experts", "shared_ffn", int, shared),
             decode=lambda count, found: count * found["ffn"],
@@ -121,22 +142,56 @@ def _groups(groups: int, per_token: int) -> tuple[Entry, ...]:
 PREDICTING = "num_nextn_predict_layers"
 """The number of layers that predict further tokens, which are not read."""
 _PREDICTING = Entry(lambda keys, _: keys.unused(PREDICTING, "num_mtp_layers"), lambda _: {PREDICTING: 0})
-_CHOICE_BIASES = Entry(  # files have the selection biases, but not their rate
-    lambda *_: {"router_balance_rate": 0.001},
+CHOICE_RATE = 0.001
+"""``router_balance_rate`` of imported models: files have the selection biases, but not their rate."""
+CHOICE_BIASES = Entry(
+    lambda *_: {"router_balance_rate": CHOICE_RATE},
     allowed=lambda model: {"router_balance_rate": model.router_balance_rate or "above 0"},
 )
 _NORMALISE = key("norm_topk_prob", "router_normalise", bool, False)
 
 MIXTRAL = like_llama(
     SILU,
-    *_mixture("num_local_experts"),
+    *mixture("num_local_experts"),
     dropouts("router_jitter_noise"),
     key("sliding_window", "sliding_window", int, None),
     norm_eps=1e-5,
     rotary=Rope(theta=1e6),
 )
+
+
+def _rotary_dim(keys: ConfigKeys, found: Fields) -> Fields:
+    """The rotated part of a head, in MiniMax's own files as a width."""
+    width = found["head_width"] or found["d_model"] // max(found["heads"], 1)
+    rotated = keys.take("rotary_dim", int, 0)
+    return {"rope_fraction": rotated / width} if rotated else {}
+
+
+MINIMAX_M2 = like_llama(
+    SILU,
+    *mixture("num_local_experts"),
+    dropouts("router_jitter_noise"),
+    CHOICE_BIASES,
+    *(
+        only(name, value, written=False)
+        for name, value in (("scoring_func", "sigmoid"), ("use_qk_norm", True))
+    ),
+    *(
+        only(name, value, written=False)
+        for name, value in (("use_routing_bias", True), ("shared_intermediate_size", 0))
+    ),
+    only("qk_norm_type", "per_layer", written=False),
+    unused("attn_type_list", "use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
+    Entry(_rotary_dim),
+    kv_heads=8,
+    head_dim=128,
+    rotary=Rope(theta=5e6, fraction=1.0),
+    qk_norm=True,
+    qk_norm_joint=True,
+    router="sigmoid",
+)
 GRANITE_MOE = like_llama(
-    SILU, ATTENTION_BIASES, *GRANITE_FACTORS, *_mixture("num_local_experts"), kv_heads=None
+    SILU, ATTENTION_BIASES, *GRANITE_FACTORS, *mixture("num_local_experts"), kv_heads=None
 )
 DENSE_LAYERS = Entry(
     _dense_layers, _write_dense_layers, lambda _: dict.fromkeys(("dense_layers", "dense_ffn"), ANY)
@@ -152,7 +207,7 @@ def _no_windows(keys: ConfigKeys, found: Fields) -> None:
 
 SHARED_MIXTURE = (
     key("moe_intermediate_size", "ffn", written="ffn_width"),
-    *_mixture("num_experts"),
+    *mixture("num_experts"),
     key("shared_expert_intermediate_size", "shared_ffn", int, 5632),
 )
 """The keys of Qwen's mixtures with an expert that all tokens go to."""
@@ -170,7 +225,7 @@ QWEN3_MOE = like_llama(
     NO_BIASES,
     DENSE_LAYERS,
     key("moe_intermediate_size", "ffn", written="ffn_width"),
-    *_mixture("num_experts", "num_local_experts"),
+    *mixture("num_experts", "num_local_experts"),
     _NORMALISE,
     unused("max_window_layers"),
     Entry(
@@ -186,7 +241,7 @@ QWEN3_MOE = like_llama(
 OLMOE = like_llama(
     SILU,
     NO_BIASES,
-    *_mixture("num_experts"),
+    *mixture("num_experts"),
     _NORMALISE,
     only("clip_qkv", None),
     kv_heads=None,
@@ -197,7 +252,7 @@ OLMOE = like_llama(
 
 
 def _names(module: str, gate: str, up: str, down: str, **block: Module) -> Names:
-    own = {
+    own: Tensors = {
         "mlp/router": Bare(f"{module}.gate.weight"),
         "mlp/gate": Bare(f"{module}.experts.{{expert}}.{gate}.weight"),
         "mlp/up": Bare(f"{module}.experts.{{expert}}.{up}.weight"),
@@ -207,6 +262,11 @@ def _names(module: str, gate: str, up: str, down: str, **block: Module) -> Names
 
 
 MIXTRAL_NAMES = _names("block_sparse_moe", "w1", "w3", "w2")
+MINIMAX_M2_NAMES = replace(
+    _names("block_sparse_moe", "w1", "w3", "w2", **QK_NORMS),
+    bare=MIXTRAL_NAMES.bare
+    | {"mlp/choice_bias": Bare("block_sparse_moe.e_score_correction_bias", transposed=False)},
+)
 GRANITE_MOE_NAMES = Names(
     LLAMA_BLOCK,
     {
@@ -220,11 +280,26 @@ GRANITE_MOE_NAMES = Names(
 _SHARED_EXPERT = {
     f"mlp/shared/{name}": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")
 } | {"mlp/shared/output_gate": "mlp.shared_expert_gate"}
+FUSED = "mlp.experts.gate_up_proj"
+"""The tensor of gate and up in files that hold all experts of a layer together."""
+
+
+def joined(names: Names, *, together: bool) -> Names:
+    """The names in files that hold all experts of a layer ``together``, as Qwen3.5's do, or one by one."""
+    gate = names.bare.get("mlp/gate")
+    if not together or not isinstance(gate, Bare) or "{expert}" not in gate.name:
+        return names
+    gate = Bare(FUSED, stacked=True, turn=0, halves=True)
+    down = Bare("mlp.experts.down_proj", stacked=True)
+    own: Tensors = {"mlp/gate": gate, "mlp/up": replace(gate, turn=1), "mlp/down": down}
+    return replace(names, bare=names.bare | own)
+
+
 QWEN2_MOE_NAMES = _names("mlp", "gate_proj", "up_proj", "down_proj", **_SHARED_EXPERT)
 QWEN3_MOE_NAMES = _names("mlp", "gate_proj", "up_proj", "down_proj", **QK_NORMS)
 
 
-def names_of_experts(block: dict[str, Module], bare: dict[str, Bare]) -> Names:
+def names_of_experts(block: dict[str, Module], bare: Tensors) -> Names:
     """The names of Qwen's mixtures with an expert that all tokens go to, and more modules and parameters."""
     return Names(QWEN2_MOE_NAMES.block | block, QWEN2_MOE_NAMES.bare | bare)
 
@@ -232,7 +307,7 @@ def names_of_experts(block: dict[str, Module], bare: dict[str, Bare]) -> Names:
 GPT_OSS = like_llama(
     SILU,
     only("attention_bias", True),
-    *_mixture("num_local_experts"),
+    *mixture("num_local_experts"),
     only("swiglu_alpha", 1.702),
     only("swiglu_limit", 7.0),
     windows(lambda _, found: periodic(found["layers"], 2), window=128),
@@ -250,7 +325,7 @@ GLM4_MOE = like_llama(
     key("use_qk_norm", "qk_norm", bool, False),
     *_with_shared(dense=1, shared=1, scale=1.0),
     key("norm_topk_prob", "router_normalise", bool, True),
-    _CHOICE_BIASES,
+    CHOICE_BIASES,
     *_groups(1, 1),
     _PREDICTING,
     norm_eps=1e-5,
@@ -259,17 +334,20 @@ GLM4_MOE = like_llama(
 )
 
 
-def _latents(keys: ConfigKeys, found: Fields) -> Fields:
-    """DeepSeek's heads. transformers also writes keys that follow from these, which must fit."""
+def _latents(keys: ConfigKeys, found: Fields, widths: tuple[int, int, int] = (128, 128, 1536)) -> Fields:
+    """DeepSeek's heads. transformers also writes keys that follow from these, which must fit.
+
+    ``widths`` are the defaults of keys without their rotary part, of values and of latent queries.
+    """
     keys.only("num_key_value_heads", found["heads"])
-    plain, rotary = keys.take("qk_nope_head_dim", int, 128), keys.take("qk_rope_head_dim", int, 64)
+    plain, rotary = keys.take("qk_nope_head_dim", int, widths[0]), keys.take("qk_rope_head_dim", int, 64)
     keys.only("head_dim", rotary)
     keys.only("qk_head_dim", plain + rotary)
     return {
         "latent_rank": keys.take("kv_lora_rank", int, 512),
-        "latent_query_rank": keys.nullable("q_lora_rank", int, 1536),
+        "latent_query_rank": keys.nullable("q_lora_rank", int, widths[2]),
         "latent_rope_width": rotary,
-        "latent_value_width": keys.take("v_head_dim", int, 128),
+        "latent_value_width": keys.take("v_head_dim", int, widths[1]),
         "head_width": plain + rotary,
     }
 
@@ -289,10 +367,16 @@ def _write_latents(model: GPTConfig) -> Fields:
 
 
 def _deepseek(
-    *entries: Entry, dense: int, shared: int, scale: float, score: str, **values: Any
+    *entries: Entry,
+    dense: int | Entry,
+    shared: int,
+    scale: float,
+    score: str,
+    latents: Callable[[ConfigKeys, Fields], Fields] = _latents,
+    **values: Any,
 ) -> tuple[Entry, ...]:
-    """The keys that both versions of DeepSeek share, and ``entries``."""
-    latents = ("rank", "query_rank", "rope_width", "value_width")
+    """The keys that both versions of DeepSeek and GLM-4.7-Flash share, and ``entries``."""
+    fields = ("rank", "query_rank", "rope_width", "value_width")
     return like_llama(
         SILU,
         NO_BIASES,
@@ -304,9 +388,9 @@ def _deepseek(
         *entries,
         kv_heads=None,
         head_dim=Entry(
-            _latents,
+            latents,
             _write_latents,
-            lambda _: dict.fromkeys(("head_width", *(f"latent_{name}" for name in latents)), ANY),
+            lambda _: dict.fromkeys(("head_width", *(f"latent_{name}" for name in fields)), ANY),
         ),
         rotary=Rope(scores=True),
         router=score,
@@ -357,7 +441,7 @@ DEEPSEEK_V3 = _deepseek(
     *_groups(8, 4),
     only("topk_method", "noaux_tc"),
     key("norm_topk_prob", "router_normalise", bool, True),
-    _CHOICE_BIASES,
+    CHOICE_BIASES,
     _PREDICTING,
     key("rope_interleave", "rope_interleaved", bool, True),
     dense=3,
@@ -365,18 +449,32 @@ DEEPSEEK_V3 = _deepseek(
     scale=2.5,
     score="sigmoid",
 )
-_FUSED = "mlp.experts.gate_up_proj"
+GLM4_MOE_LITE = _deepseek(
+    *_groups(1, 1),
+    only("topk_method", "noaux_tc", written=False),
+    only("first_k_dense_replace", 1, written=False),  # not read by transformers
+    key("norm_topk_prob", "router_normalise", bool, True),
+    CHOICE_BIASES,
+    _PREDICTING,
+    key("rope_interleave", "rope_interleaved", bool, True),
+    dense=Entry(_listed_dense, _write_list, lambda _: dict.fromkeys(("dense_layers", "dense_ffn"), ANY)),
+    shared=1,
+    scale=1.8,
+    score="sigmoid",
+    latents=partial(_latents, widths=(192, 256, 768)),
+    norm_eps=1e-5,
+)
 GPT_OSS_NAMES = Names(
     LLAMA_BLOCK,
     {
         "attention/sinks": Bare("self_attn.sinks", transposed=False),
         "mlp/router": Bare("mlp.router.weight"),
         "mlp/router_bias": Bare("mlp.router.bias", transposed=False),
-        "mlp/gate": Bare(_FUSED, transposed=False, stacked=True, turn=0),
-        "mlp/up": Bare(_FUSED, transposed=False, stacked=True, turn=1),
+        "mlp/gate": Bare(FUSED, transposed=False, stacked=True, turn=0),
+        "mlp/up": Bare(FUSED, transposed=False, stacked=True, turn=1),
         "mlp/down": Bare("mlp.experts.down_proj", transposed=False, stacked=True),
-        "mlp/gate_bias": Bare(f"{_FUSED}_bias", transposed=False, turn=0),
-        "mlp/up_bias": Bare(f"{_FUSED}_bias", transposed=False, turn=1),
+        "mlp/gate_bias": Bare(f"{FUSED}_bias", transposed=False, turn=0),
+        "mlp/up_bias": Bare(f"{FUSED}_bias", transposed=False, turn=1),
         "mlp/down_bias": Bare("mlp.experts.down_proj_bias", transposed=False),
     },
 )

@@ -12,11 +12,11 @@ from jax.typing import DTypeLike
 
 from zerojax.errors import ConfigurationError, disk_errors, file_errors
 from zerojax.interop.huggingface.families import Family, describe_model, read_model
-from zerojax.interop.huggingface.importing import TENSORS
+from zerojax.interop.huggingface.importing import CARRIED, TENSORS
 from zerojax.interop.huggingface.load import load_params
 from zerojax.interop.huggingface.mapping import TensorParts
 from zerojax.interop.huggingface.quantized import WeightFormat
-from zerojax.interop.huggingface.safetensors_files import SafetensorWriter, TensorSpec
+from zerojax.interop.huggingface.safetensors_files import SafetensorFiles, SafetensorWriter, TensorSpec
 from zerojax.interop.huggingface.save import cast, each_tensor, tensor_specs
 from zerojax.interop.huggingface.source import model_section, read_config_json
 from zerojax.interop.huggingface.tokenizer_files import GENERATION, KEPT, write_tokenizer
@@ -47,6 +47,7 @@ class Target:
         parts: the tensors of each leaf.
         specs: every tensor at full precision, in the model's order.
         imported: the folder of files to write back, or None.
+        carried: the tensors that were not read, to write back unchanged.
     """
 
     family: Family
@@ -54,6 +55,7 @@ class Target:
     parts: TensorParts
     specs: dict[str, TensorSpec]
     imported: Path | None
+    carried: SafetensorFiles | None = None
 
 
 def plan_export(state: TrainState, config: RunConfig, folder: RunFolder, dtype: DTypeLike | None) -> Target:
@@ -70,7 +72,7 @@ def plan_export(state: TrainState, config: RunConfig, folder: RunFolder, dtype: 
     imported = folder.huggingface if folder.huggingface.is_dir() else None
     if imported is None:
         family, values = describe_model(config.model)
-        prefix = family.prefix
+        carried = None
     else:
         values = read_config_json(imported)
         family, model, _ = read_model(values, str(imported / "config.json"))
@@ -79,16 +81,16 @@ def plan_export(state: TrainState, config: RunConfig, folder: RunFolder, dtype: 
                 f"{imported} and {folder.config} describe different models. Restore the file that was "
                 "changed."
             )
-        values = family.exported(values)
         dtypes = read_json_object(imported / TENSORS)
-        prefix = family.prefix_in(dtypes)
+        carried = SafetensorFiles(imported, CARRIED) if (imported / CARRIED).is_file() else None
+        values = family.exported(values, predicts=carried is not None)
     named = wanted or "float32"
     if wanted is not None or imported is None:
         dtypes = dict.fromkeys(dtypes, EXPORT_DTYPES[named])
         values = values | {"dtype" if "dtype" in values else "torch_dtype": named}
-    parts = family.parts(config.model, prefix)
+    parts = family.parts(config.model, None if imported is None else dtypes)
     specs = tensor_specs(state.spec, parts, dtypes, EXPORT_DTYPES[named])
-    return Target(family, values, parts, specs, imported)
+    return Target(family, values, parts, specs, imported, carried)
 
 
 def check_quantizable(state: TrainState, target: Target, how: WeightFormat) -> None:
@@ -101,6 +103,11 @@ def check_quantizable(state: TrainState, target: Target, how: WeightFormat) -> N
         raise ConfigurationError(
             f"--weights {how.format}: compressed-tensors quantizes linear layers, but transformers' "
             f"{target.family.architecture} has Conv1D layers. Leave --weights out"
+        )
+    if target.family.composite:
+        raise ConfigurationError(
+            f"--weights {how.format}: transformers would take the parts of {target.family.architecture} that "
+            "were not trained for quantized ones. Leave --weights out"
         )
     for tensor in how.tensors(state.spec, target.parts):
         how.check(tensor)
@@ -134,8 +141,9 @@ def export_model(
     specs: dict[str, TensorSpec] = {}
     for name, spec in target.specs.items():
         specs |= how.specs(name, spec) if how is not None and name in quantized else {name: spec}
+    carried = {} if target.carried is None else target.carried.specs
     with new_folder(out) as draft:
-        writer = SafetensorWriter(draft, specs, largest_file) if is_first() else None
+        writer = SafetensorWriter(draft, specs | carried, largest_file) if is_first() else None
         for tensor, values in each_tensor(state, target.parts):
             name, rows = tensor.name, tensor.rows
             if writer is None or name not in target.specs:
@@ -152,6 +160,9 @@ def export_model(
                 first = rows.start * len(array) // len(values)
                 writer.write(part, array, slice(first, first + len(array)))
         if writer is not None:
+            for name in carried:
+                assert target.carried is not None
+                writer.write(name, target.carried.read(name))
             writer.close()
             _write_settings(target, how, config, folder, draft)
 

@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from typing import Any, NamedTuple
 
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface import experts, gemma, gpt2, hybrid, llama, parallel
+from zerojax.interop.huggingface import experts, gemma, gpt2, hybrid, llama, mamba, parallel
 from zerojax.interop.huggingface.config_keys import ConfigKeys
 from zerojax.interop.huggingface.config_table import Table, differences, key_names, read_fields, write_keys
 from zerojax.interop.huggingface.llama import LLAMA_NAMES
@@ -29,8 +29,10 @@ class Family:
         names: the names of its modules.
         prefix: prefix of the tensors' names; files of a model without its head leave it out.
         buffers: patterns of tensors in old files that hold no weights.
-        predicts: whether files may have layers behind the last one. They predict further tokens and are not
-            read.
+        predicts: whether files may have layers that predict further tokens: behind the last layer, or in
+            "mtp". They are carried.
+        composite: whether the model is the text part of a larger one, such as a model with images. All other
+            tensors are carried.
         linear: whether its kernels are ``torch.nn.Linear``, which compressed-tensors can quantize.
     """
 
@@ -42,6 +44,7 @@ class Family:
     prefix: str = "model."
     buffers: tuple[str, ...] = (r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
     predicts: bool = False
+    composite: bool = False
     linear: bool = True
 
     def read(self, keys: ConfigKeys) -> GPTConfig:
@@ -58,32 +61,55 @@ class Family:
             return [str(error)]
         return []
 
-    def exported(self, values: dict[str, Any]) -> dict[str, Any]:
-        """An imported model's config.json, without the settings that are not imported."""
-        kept = {name: value for name, value in values.items() if name != QUANTIZATION}
-        return kept | ({experts.PREDICTING: 0} if self.predicts else {})
+    def exported(self, values: dict[str, Any], *, predicts: bool) -> dict[str, Any]:
+        """An imported model's config.json, for the tensors of an export.
 
-    def parts(self, model: GPTConfig, prefix: str) -> TensorParts:
-        """The tensors of each leaf, for a model and the prefix of their names."""
-        return self.names.parts(model, prefix)
+        ``predicts`` says whether the tensors include the layers that predict further tokens.
+        """
+        kept = {name: value for name, value in values.items() if name != QUANTIZATION}
+        return kept | ({experts.PREDICTING: 0} if experts.PREDICTING in values and not predicts else {})
+
+    def parts(self, model: GPTConfig, names: Collection[str] | None = None) -> TensorParts:
+        """The tensors of each leaf of a model; ``names`` are the names in its files.
+
+        Without ``names`` they are the names of the modules in transformers. Files of the base model leave out
+        the prefix, some files of models with images have another one, and some hold all experts of a layer
+        together.
+        """
+        if names is None:
+            return self.names.parts(model, self.prefix)
+        prefix = next((one for one in self._prefixes if any(name.startswith(one) for name in names)), "")
+        together = experts.FUSED in {re.sub(r".*layers\.\d+\.", "", name) for name in names}
+        own = experts.joined(self.names.in_files(names), together=together)
+        return replace(own, head=self._head(prefix)).parts(model, prefix)
+
+    @property
+    def _prefixes(self) -> tuple[str, ...]:
+        return (self.prefix, _OLD_TEXT) if self.composite else (self.prefix,)
+
+    def _head(self, prefix: str) -> str:
+        return f"language_model.{self.names.head}" if prefix == _OLD_TEXT else self.names.head
 
     @property
     def base(self) -> str:
         """The architecture's name without its head."""
-        return re.sub(r"(LMHeadModel|ForCausalLM)$", "Model", self.architecture)
+        return re.sub(r"(LMHeadModel|ForCausalLM|ForConditionalGeneration)$", "Model", self.architecture)
 
-    def prefix_in(self, names: Collection[str]) -> str:
-        """The prefix of the names in a file: the family's, or none."""
-        return self.prefix if any(name.startswith(self.prefix) for name in names) else ""
-
-    def is_left_out(self, name: str, layers: int) -> bool:
-        """Whether a model with this many layers does not read the tensor."""
-        behind = re.match(r"(?:model\.)?layers\.(\d+)\.", name) if self.predicts else None
-        if behind is not None and int(behind[1]) >= layers:
-            return True
+    def is_left_out(self, name: str) -> bool:
+        """Whether no model needs the tensor."""
         return any(re.fullmatch(pattern, name) for pattern in self.buffers)
 
+    def carries(self, name: str, layers: int) -> bool:
+        """Whether a run of a model with this many layers keeps the tensor unread, for its exports."""
+        if self.composite and not name.startswith((*self._prefixes, *map(self._head, self._prefixes))):
+            return True
+        behind = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
+        later = behind is not None and int(behind[1]) >= layers
+        return self.predicts and (later or name.startswith("mtp."))
 
+
+_OLD_TEXT = "language_model.model."
+"""Prefix of the text part in files from before transformers 4.52; the head has another one, too."""
 _NEAREST = 3
 """Most families or keys that a refusal names."""
 _LONGEST_NAME = 80
@@ -161,23 +187,90 @@ FAMILIES = {
         Family("StableLM", "stablelm", "StableLmForCausalLM", parallel.STABLELM),
         Family("Cohere", "cohere", "CohereForCausalLM", parallel.COHERE, parallel.COHERE_NAMES),
         Family("Cohere 2", "cohere2", "Cohere2ForCausalLM", parallel.COHERE2, parallel.COHERE_NAMES),
-        Family("Qwen3.5", "qwen3_5_text", "Qwen3_5ForCausalLM", hybrid.QWEN3_5, hybrid.QWEN3_5_NAMES),
+        Family(
+            *("Qwen3.5", "qwen3_5_text", "Qwen3_5ForCausalLM", hybrid.QWEN3_5, hybrid.QWEN3_5_NAMES),
+            predicts=True,
+        ),
         Family(
             *("Qwen3.5-MoE", "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", hybrid.QWEN3_5_MOE),
             hybrid.QWEN3_5_MOE_NAMES,
+            predicts=True,
         ),
+        Family("Bamba", "bamba", "BambaForCausalLM", mamba.BAMBA, mamba.BAMBA_NAMES),
+        Family(
+            *("Granite 4", "granitemoehybrid", "GraniteMoeHybridForCausalLM", mamba.GRANITE_HYBRID),
+            mamba.GRANITE_HYBRID_NAMES,
+        ),
+        Family(
+            *("GLM-4.7-Flash", "glm4_moe_lite", "Glm4MoeLiteForCausalLM", experts.GLM4_MOE_LITE),
+            experts.DEEPSEEK_NAMES,
+            predicts=True,
+        ),
+        Family(
+            "MiniMax-M2", "minimax_m2", "MiniMaxM2ForCausalLM", experts.MINIMAX_M2, experts.MINIMAX_M2_NAMES
+        ),
+        Family(
+            "OLMo Hybrid",
+            "olmo_hybrid",
+            "OlmoHybridForCausalLM",
+            hybrid.OLMO_HYBRID,
+            hybrid.OLMO_HYBRID_NAMES,
+        ),
+        Family("LFM2-MoE", "lfm2_moe", "Lfm2MoeForCausalLM", hybrid.LFM2_MOE, hybrid.LFM2_MOE_NAMES),
         Family("LFM2", "lfm2", "Lfm2ForCausalLM", hybrid.LFM2, hybrid.LFM2_NAMES),
         Family(
             *("Qwen3-Next", "qwen3_next", "Qwen3NextForCausalLM", hybrid.QWEN3_NEXT),
             hybrid.QWEN3_NEXT_NAMES,
+            predicts=True,
         ),
         Family("gpt-oss", "gpt_oss", "GptOssForCausalLM", experts.GPT_OSS, experts.GPT_OSS_NAMES),
     )
 }
+
+
+def _with_images(label: str, model_type: str, architecture: str, *texts: Family) -> dict[str, Family]:
+    """The families of a model's text part, by the model_type of text_config; the first is the default."""
+    about = {"label": label, "model_type": model_type, "architecture": architecture, "composite": True}
+    return {
+        text.model_type: replace(text, prefix="model.language_model.", buffers=(), **about) for text in texts
+    }
+
+
+_QWEN3_VL = Family("Qwen3-VL", "qwen3_vl_text", "", llama.QWEN3_VL, llama.QWEN3_NAMES)
+_TEXT_OF_3_5, _MIXTURE_OF_3_5 = FAMILIES["qwen3_5_text"], FAMILIES["qwen3_5_moe_text"]
+_MISTRALS = FAMILIES["mistral"], FAMILIES["ministral3"]
+COMPOSITES = {
+    name: _with_images(label, name, f"{architecture}ForConditionalGeneration", *texts)
+    for label, name, architecture, *texts in (
+        ("Qwen3.5", "qwen3_5", "Qwen3_5", _TEXT_OF_3_5),
+        ("Qwen3.5-MoE", "qwen3_5_moe", "Qwen3_5Moe", _MIXTURE_OF_3_5),
+        ("Qwen3-VL", "qwen3_vl", "Qwen3VL", _QWEN3_VL),
+        ("Gemma 3", "gemma3", "Gemma3", FAMILIES["gemma3_text"]),
+        ("Mistral 3", "mistral3", "Mistral3", *_MISTRALS),
+    )
+}
+"""The families of the text part of models with images, by the model_type of the whole and of the part."""
+_UNWRITTEN: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+    }
+}
+"""Keys without a default that published files leave out of text_config, and transformers' defaults."""
 _SPARSE_ATTENTION = (
     "a part of each layer chooses the tokens that others attend to, and a zerojax model has no such part"
 )
-REFUSED = dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), _SPARSE_ATTENTION)
+REFUSED = {
+    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), _SPARSE_ATTENTION),
+    **dict.fromkeys(
+        ("gemma4", "gemma4_text"),
+        "its layers have heads of two widths and share keys, and a zerojax model has heads of one width",
+    ),
+    "kimi_linear": "its linear attention has a decay for each channel, and zerojax's has one for each head",
+    "nemotron_h": "some of its layers have no MLP, and all layers of a zerojax model have one",
+}
 """Families that are known and cannot be imported -> why."""
 
 
@@ -198,12 +291,15 @@ class ReadModel(NamedTuple):
 def read_model(values: dict[str, Any], origin: str) -> ReadModel:
     """Read the family and shape of a config.json's model; ``origin`` names the file in errors."""
     kind = values.get("model_type")
-    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if isinstance(kind, str) and kind in COMPOSITES:
+        family, values = _text_part(values, origin)
+    else:
+        family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
         why = f": {REFUSED[kind]}" if isinstance(kind, str) and kind in REFUSED else ""
         raise ConfigurationError(
             f"{origin}: model_type = {short(kind)} is not supported{why}. {_describe_nearest(values)}. "
-            f"docs/huggingface.md lists all {len(FAMILIES)} families"
+            f"docs/huggingface.md lists all {len(FAMILIES) + len(COMPOSITES)} families"
         )
     keys = ConfigKeys(values, origin)
     for name in keys.take("architectures", list, []):
@@ -219,6 +315,22 @@ def read_model(values: dict[str, Any], origin: str) -> ReadModel:
         raise ConfigurationError(f"{origin}: {str(error).removeprefix(f'{origin}: ')}") from error
     keys.finish()
     return ReadModel(family, model, keys.notes)
+
+
+def _text_part(values: dict[str, Any], origin: str) -> tuple[Family, dict[str, Any]]:
+    """The family of a model's text part, and its config.json as if it were a model by itself."""
+    kind, text = values["model_type"], values.get("text_config")
+    if not isinstance(text, dict):
+        raise ConfigurationError(f"{origin}: text_config = {short(text)} should be a table")
+    families = COMPOSITES[kind]
+    if (own := text.get("model_type", next(iter(families)))) not in families:
+        raise ConfigurationError(
+            f"{origin}: text_config has model_type = {short(own)}, but a {kind} with "
+            f"{' or '.join(map(repr, families))} is supported"
+        )
+    of_both = ("architectures", "tie_word_embeddings", QUANTIZATION)  # the whole model decides these
+    above = {name: values[name] for name in of_both if name in values}
+    return families[own], _UNWRITTEN.get(kind, {}) | text | {"architectures": []} | above
 
 
 def _describe_nearest(values: dict[str, Any]) -> str:
@@ -249,6 +361,15 @@ def describe_model(model: GPTConfig) -> tuple[Family, dict[str, Any]]:
     return family, about | write_keys(family.table, model) | {"initializer_range": model.init_std}
 
 
-def fitting(model: GPTConfig) -> list[Family]:
-    """All families that fit a model. ``describe_model`` uses the first; others may have other names."""
-    return [family for family in FAMILIES.values() if not family.why_not(model)]
+def fitting(model: GPTConfig, *, composites: bool = False) -> list[Family]:
+    """All families that fit a model. ``describe_model`` uses the first; others may have other names.
+
+    With ``composites``, also the larger models whose text part fits.
+    """
+    larger = [family for texts in COMPOSITES.values() for family in texts.values()] if composites else []
+    return [family for family in (*FAMILIES.values(), *larger) if not family.why_not(model)]
+
+
+def family_named(model_type: str) -> Family | None:
+    """The family with a model_type, the first one of a model with images; None if there is none."""
+    return FAMILIES.get(model_type) or next(iter(COMPOSITES.get(model_type, {}).values()), None)

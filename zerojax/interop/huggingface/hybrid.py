@@ -10,11 +10,18 @@ from typing import Any
 
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface.config_keys import ConfigKeys
-from zerojax.interop.huggingface.config_table import Entry, Fields, key, only
-from zerojax.interop.huggingface.experts import DENSE_LAYERS, SHARED_MIXTURE, names_of_experts
+from zerojax.interop.huggingface.config_table import ANY, Entry, Fields, key, only, unused
+from zerojax.interop.huggingface.experts import (
+    CHOICE_RATE,
+    DENSE_LAYERS,
+    SHARED_MIXTURE,
+    first_dense,
+    mixture,
+    names_of_experts,
+)
 from zerojax.interop.huggingface.layer_types import FULL
 from zerojax.interop.huggingface.llama import LLAMA_BLOCK, NO_BIASES, QK_NORMS, QKV, SILU, like_llama
-from zerojax.interop.huggingface.mapping import Bare, Grouped, Module, Names
+from zerojax.interop.huggingface.mapping import Bare, Grouped, Joined, Module, Names, Tensors
 from zerojax.interop.huggingface.rope_keys import Rope
 from zerojax.models import GPTConfig
 from zerojax.validation.untrusted import short
@@ -22,8 +29,13 @@ from zerojax.validation.untrusted import short
 _LINEAR, _CONV = "linear_attention", "conv"
 
 
+_FIRST_WORDS = {"mamba": _LINEAR, "attention": FULL}
+"""Words of older files -> words of transformers 5."""
+
+
 def _recurrent(types: list[str], word: str, others: str, layers: int) -> tuple[int, ...]:
     """The layers of a kind."""
+    types = [_FIRST_WORDS.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
     if len(types) != layers or not all(kind in (word, others) for kind in types):
         raise ConfigurationError(
             f"layer_types = {short(types)}: {layers} of {word!r} and {others!r} are supported"
@@ -31,11 +43,13 @@ def _recurrent(types: list[str], word: str, others: str, layers: int) -> tuple[i
     return tuple(number for number, kind in enumerate(types) if kind == word)
 
 
-def _layers(word: str, others: str = FULL, interval: str = "full_attention_interval") -> Entry:
-    """The recurrent layers: ``layer_types`` with this word, or all but every so many."""
+def recurrent_layers(
+    word: str, others: str = FULL, interval: str | None = "full_attention_interval"
+) -> Entry:
+    """The recurrent layers: ``layer_types`` with this word, or all but every so many (all without a key)."""
 
     def read(keys: ConfigKeys, found: Fields) -> Fields:
-        every = max(keys.take(interval, int, 4), 1)
+        every = found["layers"] + 1 if interval is None else max(keys.take(interval, int, 4), 1)
         default = [word if (number + 1) % every else others for number in range(found["layers"])]
         types = keys.take("layer_types", list, default)
         return {"recurrent_layers": _recurrent(types, word, others, found["layers"])}
@@ -50,15 +64,20 @@ def _layers(word: str, others: str = FULL, interval: str = "full_attention_inter
     return Entry(read, write, allowed)
 
 
+def key_heads(model: GPTConfig) -> int:
+    """The number of a recurrent layer's heads of keys."""
+    return model.recurrent_keys // model.recurrent_key_width
+
+
 _GATED_DELTA = (
-    _layers(_LINEAR),
+    recurrent_layers(_LINEAR),
     key("linear_conv_kernel_dim", "conv_width", int, 4),
     key("linear_key_head_dim", "recurrent_key_width", int, 128),
     key("linear_value_head_dim", "recurrent_width", int, 128),
     key("linear_num_value_heads", "recurrent_heads", int, 32, written="value_heads"),
     key(
         *("linear_num_key_heads", "recurrent_key_heads", int, 16),
-        written=lambda model: model.recurrent_keys // model.recurrent_key_width,
+        written=key_heads,
     ),
 )
 _QWEN: dict[str, Any] = {
@@ -69,17 +88,33 @@ _QWEN: dict[str, Any] = {
     "attention_gate": True,
     "rotary": Rope(fraction=0.25, sections=True),
 }
-_MIXTURE = (*SHARED_MIXTURE, NO_BIASES, SILU)
 QWEN3_NEXT = like_llama(
     DENSE_LAYERS,
-    *_MIXTURE,
+    *SHARED_MIXTURE,
+    NO_BIASES,
+    SILU,
     key("norm_topk_prob", "router_normalise", bool, True),
     *_GATED_DELTA,
     shared_gate=True,
     **_QWEN,
 )
-QWEN3_5 = like_llama(SILU, NO_BIASES, *_GATED_DELTA, **{**_QWEN, "kv_heads": 4})
-QWEN3_5_MOE = like_llama(*_MIXTURE, *_GATED_DELTA, ffn_width=None, shared_gate=True, **_QWEN)
+_QWEN3_5 = (
+    NO_BIASES,
+    SILU,
+    *_GATED_DELTA,
+    only("attn_output_gate", True, written=False),
+    unused("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+    unused("output_gate_type", "mamba_ssm_dtype"),  # not read by transformers
+)
+QWEN3_5 = like_llama(*_QWEN3_5, **{**_QWEN, "kv_heads": 4})
+QWEN3_5_MOE = like_llama(
+    *SHARED_MIXTURE,
+    *_QWEN3_5,
+    only("mlp_only_layers", [], written=False),
+    ffn_width=None,
+    shared_gate=True,
+    **_QWEN,
+)
 
 
 def _lfm2_layers(keys: ConfigKeys, found: Fields) -> Fields:
@@ -101,11 +136,11 @@ def _write_lfm2_layers(model: GPTConfig) -> Fields:
     recurrent = set(model.recurrent_layers)
     attended = [number for number in range(model.layers) if number not in recurrent]
     plain = {"block_auto_adjust_ff_dim": False, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0}
-    return {"full_attn_idxs": attended, **plain, **_layers(_CONV).write(model)}
+    return {"full_attn_idxs": attended, **plain, **recurrent_layers(_CONV).write(model)}
 
 
 LFM2 = like_llama(
-    Entry(_lfm2_layers, _write_lfm2_layers, _layers(_CONV).allowed),
+    Entry(_lfm2_layers, _write_lfm2_layers, recurrent_layers(_CONV).allowed),
     key("conv_L_cache", "conv_width", int, 3),
     only("conv_bias", False),
     tied=True,
@@ -122,24 +157,64 @@ def _thirds(model: GPTConfig) -> tuple[int, tuple[int, ...]]:
     return 1, (model.d_model,) * 3
 
 
-LFM2_NAMES = Names(
-    {
-        "norm_attention": "operator_norm",
-        "attention/qkv": QKV,
-        "attention/out": "self_attn.out_proj",
-        "attention/query_norm": "self_attn.q_layernorm",
-        "attention/key_norm": "self_attn.k_layernorm",
-        "recurrent/before": Grouped("conv.in_proj", _thirds, (0,)),
-        "recurrent/after": Grouped("conv.in_proj", _thirds, (1,)),
-        "recurrent/inputs": Grouped("conv.in_proj", _thirds, (2,)),
-        "recurrent/out": "conv.out_proj",
-        "norm_mlp": "ffn_norm",
-        "mlp/gate": "feed_forward.w1",
-        "mlp/up": "feed_forward.w3",
-        "mlp/down": "feed_forward.w2",
+_LFM2_BLOCK: dict[str, Module] = {
+    "norm_attention": "operator_norm",
+    "attention/qkv": QKV,
+    "attention/out": "self_attn.out_proj",
+    "attention/query_norm": "self_attn.q_layernorm",
+    "attention/key_norm": "self_attn.k_layernorm",
+    "recurrent/before": Grouped("conv.in_proj", _thirds, (0,)),
+    "recurrent/after": Grouped("conv.in_proj", _thirds, (1,)),
+    "recurrent/inputs": Grouped("conv.in_proj", _thirds, (2,)),
+    "recurrent/out": "conv.out_proj",
+    "norm_mlp": "ffn_norm",
+    "mlp/gate": "feed_forward.w1",
+    "mlp/up": "feed_forward.w3",
+    "mlp/down": "feed_forward.w2",
+}
+_LFM2_CONV: Tensors = {"recurrent/conv": Bare("conv.conv.weight", convolution=True)}
+LFM2_NAMES = Names(_LFM2_BLOCK, _LFM2_CONV, norm="embedding_norm")
+
+
+def _choice_bias(keys: ConfigKeys, _: Fields) -> Fields:
+    used = keys.take("use_expert_bias", bool, True)
+    return {"router_balance_rate": CHOICE_RATE if used else 0.0}
+
+
+LFM2_MOE = like_llama(
+    first_dense(2, "num_dense_layers"),
+    key("moe_intermediate_size", "ffn", int, 1792, written="ffn_width"),
+    *mixture("num_experts"),
+    key("norm_topk_prob", "router_normalise", bool, True),
+    key("routed_scaling_factor", "router_scale", float, 1.0),
+    Entry(
+        _choice_bias,
+        lambda model: {"use_expert_bias": model.router_balance_rate > 0},
+        lambda _: {"router_balance_rate": ANY},
+    ),
+    recurrent_layers(_CONV, interval=None),
+    key("conv_L_cache", "conv_width", int, 3),
+    only("conv_bias", False),
+    tied=True,
+    norm_key="norm_eps",
+    norm_eps=1e-5,
+    rotary=Rope(theta=1e6),
+    recurrent="short_conv",
+    qk_norm=True,
+    router="sigmoid",
+)
+LFM2_MOE_NAMES = Names(
+    _LFM2_BLOCK,
+    _LFM2_CONV
+    | {
+        "mlp/router": Bare("feed_forward.gate.weight"),
+        "mlp/choice_bias": Bare("feed_forward.expert_bias", transposed=False),
+        "mlp/gate": Bare("feed_forward.experts.{expert}.w1.weight"),
+        "mlp/up": Bare("feed_forward.experts.{expert}.w3.weight"),
+        "mlp/down": Bare("feed_forward.experts.{expert}.w2.weight"),
     },
-    {"recurrent/conv": Bare("conv.conv.weight", convolution=True)},
     norm="embedding_norm",
+    experts="feed_forward.experts",
 )
 
 
@@ -150,14 +225,14 @@ def _heads(model: GPTConfig) -> tuple[int, tuple[int, ...]]:
 
 def _key_heads(model: GPTConfig) -> tuple[int, tuple[int, ...]]:
     """Query, key, values and their gates of each head of keys."""
-    count = model.recurrent_keys // model.recurrent_key_width
+    count = key_heads(model)
     values = model.recurrent_values // count
     return count, (model.recurrent_key_width, model.recurrent_key_width, values, values)
 
 
 def _value_heads(model: GPTConfig) -> tuple[int, tuple[int, ...]]:
     """beta and decay of the values of each head of keys."""
-    count = model.recurrent_keys // model.recurrent_key_width
+    count = key_heads(model)
     return count, (model.value_heads // count,) * 2
 
 
@@ -181,7 +256,7 @@ _DELTA_3_5: dict[str, Module] = _DELTA | {
     "recurrent/beta": "linear_attn.in_proj_b",
     "recurrent/decay": "linear_attn.in_proj_a",
 }
-_DELTA_BARE = {
+_DELTA_BARE: Tensors = {
     "recurrent/conv": Bare("linear_attn.conv1d.weight", convolution=True),
     "recurrent/log_rate": Bare("linear_attn.A_log", transposed=False),
     "recurrent/step_bias": Bare("linear_attn.dt_bias", transposed=False),
@@ -189,3 +264,72 @@ _DELTA_BARE = {
 QWEN3_NEXT_NAMES = names_of_experts(_ATTENTION | _DELTA_NEXT, _DELTA_BARE)
 QWEN3_5_NAMES = Names(LLAMA_BLOCK | _ATTENTION | _DELTA_3_5, _DELTA_BARE)
 QWEN3_5_MOE_NAMES = names_of_experts(_ATTENTION | _DELTA_3_5, _DELTA_BARE)
+
+
+def _unrotated(keys: ConfigKeys, found: Fields) -> Fields:
+    """OLMo Hybrid's layers are rotated unless rope_theta is null."""
+    table = keys.take("rope_parameters", dict, {})
+    none = "rope_theta" in table and table["rope_theta"] is None
+    return {"no_rope_layers": tuple(range(found["layers"])) if none else ()}
+
+
+def _write_unrotated(model: GPTConfig) -> Fields:
+    table = {"rope_type": "default", "rope_theta": None}
+    return {"rope_theta": None, "rope_parameters": table} if model.no_rope_layers else {}
+
+
+_OF_INITIAL_VALUES = ("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max")
+OLMO_HYBRID = like_llama(
+    SILU,
+    NO_BIASES,
+    recurrent_layers(_LINEAR, interval=None),
+    key("linear_conv_kernel_dim", "conv_width", int, 4),
+    key("linear_key_head_dim", "recurrent_key_width"),
+    key("linear_value_head_dim", "recurrent_width"),
+    key(
+        "linear_num_value_heads",
+        "recurrent_heads",
+        int,
+        lambda _, found: found["heads"],
+        written="value_heads",
+    ),
+    key(
+        "linear_num_key_heads", "recurrent_key_heads", int, lambda _, found: found["heads"], written=key_heads
+    ),
+    key("linear_allow_neg_eigval", "recurrent_negative", bool, True),
+    unused(*_OF_INITIAL_VALUES, "linear_dt_init_floor"),
+    Entry(_unrotated, _write_unrotated, lambda model: {"no_rope_layers": ((), tuple(range(model.layers)))}),
+    kv_heads=None,
+    pre_norms=False,
+    post_norms=True,
+    qk_norm=True,
+    qk_norm_joint=True,
+    recurrent_pre_norms=True,
+    recurrent_norm_eps=1e-5,
+)
+
+
+def _convolved(model: GPTConfig) -> tuple[int, ...]:
+    """Queries, keys and values of all heads."""
+    return model.recurrent_keys, model.recurrent_keys, model.recurrent_values
+
+
+_QKV_CONVOLUTIONS = tuple(f"linear_attn.{name}_conv1d.weight" for name in "qkv")
+OLMO_HYBRID_NAMES = Names(
+    LLAMA_BLOCK
+    | QK_NORMS
+    | {
+        "norm_attention": "attention_layer_norm",
+        "norm_mlp": "feedforward_layer_norm",
+        "post_norm_attention": "post_attention_layernorm",
+        "post_norm_mlp": "post_feedforward_layernorm",
+        "recurrent/inputs": Joined(tuple(f"linear_attn.{name}_proj" for name in "qkv"), _convolved),
+        "recurrent/gate": "linear_attn.g_proj",
+        "recurrent/beta": "linear_attn.b_proj",
+        "recurrent/decay": "linear_attn.a_proj",
+        "recurrent/norm": "linear_attn.o_norm",
+        "recurrent/out": "linear_attn.o_proj",
+    },
+    _DELTA_BARE | {"recurrent/conv": Joined(_QKV_CONVOLUTIONS, _convolved, convolution=True)},
+    other_names=(("post_attention_layernorm", "feedforward_layer_norm"),),
+)

@@ -1,16 +1,19 @@
 """Starts runs from Hugging Face models: imports a model as a run, or trains directly from its files."""
 
 import json
+import sys
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from zerojax.errors import ConfigurationError, disk_errors
+from zerojax.formatting import size
 from zerojax.interop.huggingface.load import check_tensors, load_base, load_params, load_state, load_weights
+from zerojax.interop.huggingface.safetensors_files import SafetensorWriter
 from zerojax.interop.huggingface.source import FREE, ModelFolder, is_model, model_section, open_files
 from zerojax.interop.huggingface.tokenizer_files import KEPT
 from zerojax.interop.huggingface.weight_files import WeightFiles
+from zerojax.log import warn
 from zerojax.models import GPTConfig
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run.build import abstract_model
@@ -27,7 +30,9 @@ from zerojax.train.state import TrainState, begin_with
 from zerojax.zero_config import ZeroConfig
 
 TENSORS = "tensors.json"
-"""In RUN/huggingface: the dtype of each tensor of the model's files, by name."""
+"""In RUN/huggingface: the dtype of each tensor of the model's files that is read, by name."""
+CARRIED = "carried.safetensors"
+"""In RUN/huggingface: the tensors that exports write back unchanged, such as a vision tower."""
 
 
 class ModelReader(WeightReader):
@@ -107,7 +112,7 @@ def import_model(source: ModelFolder, config: RunConfig, folder: RunFolder) -> T
     files = open_files(source.folder)
     plain = ZeroConfig(compute_dtype=config.zero.compute_dtype)
     state = abstract_model(replace(config.all_trained(), zero=plain))
-    parts = source.family.parts(config.model, source.family.prefix_in(files.specs))
+    parts = source.family.parts(config.model, files.specs)
     check_tensors(state.spec, files, source.family, parts)
     with disk_errors(folder.path), closing(RunLock(folder)) as lock:
         run_on_process_zero(lock.take)
@@ -140,12 +145,30 @@ def _write_files(source: ModelFolder, files: WeightFiles, folder: RunFolder) -> 
     """Write the run's tokenizer, and the files from which an export writes the same model back."""
     folder.huggingface.mkdir(exist_ok=True)
     copy_files(source.folder, folder.huggingface, ("config.json", *KEPT))
-    left_out = partial(source.family.is_left_out, layers=source.model.layers)
-    dtypes = {name: spec.dtype for name, spec in files.specs.items() if not left_out(name)}
+    family, layers = source.family, source.model.layers
+    carried = {name: spec for name, spec in files.specs.items() if family.carries(name, layers)}
+    read = files.specs.keys() - carried.keys()
+    dtypes = {name: files.specs[name].dtype for name in files.specs if name in read}
+    dtypes = {name: dtype for name, dtype in dtypes.items() if not family.is_left_out(name)}
     (folder.huggingface / TENSORS).write_text(json.dumps(dtypes, indent=1) + "\n", encoding="utf-8")
     if source.tokenizer is not None:
         folder.tokenizer.parent.mkdir(exist_ok=True)
         save_tokenizer(source, folder.tokenizer)
+    if carried:
+        writer = SafetensorWriter(folder.huggingface, carried, sys.maxsize, CARRIED)
+        for name in carried:
+            writer.write(name, files.read(name))
+        writer.close()
+        names = ", ".join(sorted({_stem(name) for name in carried}))
+        total = size(sum(spec.nbytes for spec in carried.values()))
+        kept = f"{len(carried)} tensors ({total}) of {source.folder}"
+        warn(f"{kept} are kept for exports, and not trained: {names}")
+
+
+def _stem(name: str) -> str:
+    """The beginning of a tensor's name, which tells a vision tower from a projector."""
+    first, second, *_ = [*name.split("."), ""]
+    return f"{first}.{second}" if first == "model" else first
 
 
 def save_tokenizer(source: ModelFolder, path: Path) -> None:

@@ -224,6 +224,9 @@ STARCODER2_NAMES = Names(
 
 QWEN2 = like_llama(SILU, *LAST_WINDOWS, only("use_mrope", False), qkv_biases=True)
 QWEN3 = like_llama(SILU, *LAST_WINDOWS, ATTENTION_BIASES, head_dim=128, qk_norm=True)
+QWEN3_VL = like_llama(
+    SILU, ATTENTION_BIASES, head_dim=128, qk_norm=True, rotary=Rope(theta=5e5, sections=True)
+)
 QWEN3_NAMES = Names(LLAMA_BLOCK | QK_NORMS)
 
 PHI3 = like_llama(

@@ -92,7 +92,7 @@ def _open(train_spec: TrainSpec, folder: Path, new: str | None) -> tuple[WeightF
     """The checked files of a folder, and the tensors of each leaf."""
     family, model, _ = read_model(read_config_json(folder), str(folder / CONFIG))
     files = open_files(folder)
-    parts = family.parts(model, family.prefix_in(files.specs))
+    parts = family.parts(model, files.specs)
     own = _model_weights(train_spec, new)
     places = {leaf.name: {place_of(leaf, x, parts.order)[0] for x in layers_of(leaf)} for leaf in own}
     if lacking := [name for name, found in places.items() if not found <= parts.keys()]:
@@ -132,7 +132,8 @@ def check_tensors(
                 f"{name} is of dtype {spec.dtype}: weights are one of {', '.join(FLOATS)}"
             )
     known = needed.keys() | replaced
-    unknown = [name for name in files.specs if name not in known and not family.is_left_out(name, layers)]
+    unread = (name for name in files.specs if name not in known and not family.is_left_out(name))
+    unknown = [name for name in unread if not family.carries(name, layers)]
     if unknown:
         raise ConfigurationError(f"nothing is imported: the model has no {', '.join(sorted(unknown)[:4])}")
 

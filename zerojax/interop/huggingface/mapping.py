@@ -6,7 +6,8 @@ not. A tensor may also hold columns of other leaves, side by side or interleaved
 (experts, in, out). A tensor then holds one expert's matrix, or the matrices of all experts.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -140,11 +141,40 @@ class Bare:
         )
 
 
-Module = str | tuple[str | Grouped, ...] | Fused | Grouped
+@dataclass(frozen=True)
+class Joined:
+    """Tensors whose outputs lie side by side in one of our weights.
+
+    Attributes:
+        names: of the modules, or of the tensors of a bare parameter.
+        widths: of the outputs of each.
+        convolution: as in ``TensorPart``.
+    """
+
+    names: tuple[str, ...]
+    widths: Callable[[GPTConfig], Sequence[int]]
+    convolution: bool = False
+
+    def parts(
+        self, model: GPTConfig, block: str, kind: str = "", *, transposed: bool = True
+    ) -> tuple[TensorPart, ...]:
+        """The parts of the weight; their names begin with ``block`` and end with ``kind``."""
+        ends = np.cumsum(self.widths(model)).tolist()
+        return tuple(
+            TensorPart(block + name + kind, start, stop, transposed, convolution=self.convolution)
+            for name, start, stop in zip(self.names, (0, *ends), ends, strict=False)
+        )
+
+
+Module = str | tuple[str | Grouped, ...] | Fused | Grouped | Joined
 """The Hugging Face modules of one of our modules:
 
 One, several with outputs side by side, or a part of one.
 """
+
+
+Tensors = dict[str, Bare | Joined]
+"""Our parameters that are whole tensors -> the tensors."""
 
 
 @dataclass(frozen=True)
@@ -162,10 +192,11 @@ class Names:
         head: the output projection, if it is not the token embedding.
         experts: the module of all experts in transformers 5, by which PEFT names their adapters.
         transposed: whether kernels are (out, in), as in ``torch.nn.Linear``.
+        other_names: modules of blocks, and their names in files that transformers wrote.
     """
 
     block: dict[str, Module]
-    bare: dict[str, Bare] = field(default_factory=dict)
+    bare: Tensors = field(default_factory=dict)
     layers: str = "layers.{layer}."
     embed: str = "embed_tokens"
     norm: str = "norm"
@@ -173,6 +204,17 @@ class Names:
     head: str = "lm_head"
     experts: str = "mlp.experts"
     transposed: bool = True
+    other_names: tuple[tuple[str, str], ...] = ()
+
+    def in_files(self, names: Collection[str]) -> "Names":
+        """These names with the ``other_names`` of modules that files with these tensors lack."""
+        modules = {re.sub(r".*layers\.\d+\.", "", name).rpartition(".")[0] for name in names}
+        others = {theirs: other for theirs, other in self.other_names if theirs not in modules}
+        block = {
+            ours: others.get(theirs, theirs) if isinstance(theirs, str) else theirs
+            for ours, theirs in self.block.items()
+        }
+        return replace(self, block=block) if others else self
 
     def parts(self, model: GPTConfig, prefix: str) -> TensorParts:
         """The tensors of each leaf; all names except the output projection's begin with ``prefix``."""
@@ -205,6 +247,8 @@ def _columns(
         width = model.ffn_width
         first, rows = module.index * width, module.count * width
         return (TensorPart(f"{block}{module.name}.{kind}", transposed=transposed, first=first, outputs=rows),)
+    if isinstance(module, Joined):
+        return module.parts(model, block, f".{kind}", transposed=transposed)
     if isinstance(module, Grouped):
         return tuple(module.parts(model, TensorPart(f"{block}{module.name}.{kind}", transposed=transposed)))
     kv = model.key_value_heads * model.head_dim

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from zerojax.interop.huggingface.families import Family
-from zerojax.interop.huggingface.mapping import Place
+from zerojax.interop.huggingface.mapping import Bare, Place
 from zerojax.models import GPTConfig
 
 PARAMETERS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
@@ -42,7 +42,8 @@ def place(name: str, layer: int) -> Place:
 def interleaves(parameter: str, family: Family) -> bool:
     """Whether the outputs of gate and up alternate in a parameter, as in gpt-oss."""
     gate = family.names.bare["mlp/gate"]
-    return len(PARAMETERS[parameter]) > 1 and gate.turn is not None and not gate.halves
+    several = len(PARAMETERS[parameter]) > 1
+    return several and isinstance(gate, Bare) and gate.turn is not None and not gate.halves
 
 
 def from_files(

@@ -84,7 +84,7 @@ def tensors_of_model(family: Family, model: GPTConfig) -> dict[str, list[Tensor]
 
     Weights without a name in the family are skipped.
     """
-    parts = family.parts(model, family.prefix)
+    parts = family.parts(model)
     found: dict[str, list[Tensor]] = {}
     for place, shape in _shapes(model).items():
         for tensor in tensors_at(place, shape, parts):
@@ -253,7 +253,7 @@ class Settings(NamedTuple):
             "modules_to_save": list(self.saved) or None,
             "peft_type": "LORA",
             "rank_pattern": {re.escape(end): x for end, x in self.ranks.items()},
-            "target_modules": list(targets),
+            "target_modules": _targets(targets, family),
             "target_parameters": [f"{family.names.experts}.{name}" for name in self.parameters] or None,
             "task_type": "CAUSAL_LM",
         }
@@ -270,6 +270,13 @@ class Settings(NamedTuple):
         module = module_of(tensor)
         biases = self.bias == "all" or (self.bias == "lora_only" and module in adapted)
         return (tensor.endswith(".bias") and biases) or module.endswith(tuple(self.saved))
+
+
+def _targets(ends: Sequence[str], family: Family) -> list[str] | str:
+    """The value of target_modules; in a larger model a pattern of its text part's modules."""
+    if not (ends and family.composite):
+        return list(ends)
+    return rf"{re.escape(family.prefix)}(.*\.)?({'|'.join(map(re.escape, ends))})"
 
 
 def _ends(name: object, parameter: str) -> bool:
@@ -385,7 +392,7 @@ class PeftAdapter:
     def _tensors_of_files(self, model: GPTConfig) -> tuple[Family, dict[str, list[Tensor]]]:
         """The first family that fits the model and has all modules of the files, and its tensors."""
         first: tuple[Family, str] | None = None
-        for family in fitting(model):
+        for family in fitting(model, composites=True):
             parts = tensors_of_model(family, model)
             known = {key for tensor in parts for key in whole_keys(tensor)}
             known |= {key for tensor in parts for key in _adapter_keys(module_of(tensor))}

@@ -232,8 +232,8 @@ class SafetensorWriter:
         """
         spec, size = self._specs[name], values.nbytes
         rows, *rest = region or (slice(None),)
-        first, stop, step = rows.indices(spec.shape[0])
-        block = TensorSpec(spec.dtype, (stop - first, *spec.shape[1:]))
+        first, stop, step = rows.indices((*spec.shape, 1)[0])
+        block = TensorSpec(spec.dtype, (stop - first, *spec.shape[1:]) if spec.shape else ())
         assert (values.ndim, values.dtype, step) == (len(spec.shape), DTYPES[spec.dtype], 1), name
         self._missing[name] -= size
         file, offset = self._places[name]

@@ -44,7 +44,7 @@ class ModelFolder:
         """
         values = read_config_json(folder)
         family, model, notes = read_model(values, str(folder / CONFIG))
-        tokenizer = read_tokenizer(folder, values)
+        tokenizer = read_tokenizer(folder, values.get("text_config", {}) | values)
         if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
             raise ConfigurationError(
                 f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, but the model embeds only "

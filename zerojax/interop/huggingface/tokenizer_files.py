@@ -25,7 +25,8 @@ from zerojax.validation.untrusted import short
 TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
 KEPT = (
     *(TOKENIZER, SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-    *("vocab.json", "merges.txt", "tokenizer.model", GENERATION),
+    *("vocab.json", "merges.txt", "tokenizer.model", GENERATION, "chat_template.json"),
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
 )
 """Files of a folder that a run keeps, so that an export can write them back."""
 _LIKE_GPT2 = (None, "GPT2Tokenizer", "GPT2TokenizerFast")

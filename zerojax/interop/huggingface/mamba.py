@@ -1,0 +1,170 @@
+"""Families with Mamba-2 in most layers: Bamba, and Granite 4's hybrids with or without experts."""
+
+from zerojax.errors import ConfigurationError
+from zerojax.interop.huggingface.config_keys import ConfigKeys
+from zerojax.interop.huggingface.config_table import Entry, Fields, key, only, unused
+from zerojax.interop.huggingface.experts import GRANITE_MOE_NAMES
+from zerojax.interop.huggingface.hybrid import key_heads, recurrent_layers
+from zerojax.interop.huggingface.llama import GRANITE_FACTORS, LLAMA_BLOCK, NO_BIASES, SILU, like_llama
+from zerojax.interop.huggingface.mapping import Bare, Grouped, Module, Names, Tensors
+from zerojax.interop.huggingface.rope_keys import Rope
+from zerojax.models import GPTConfig
+from zerojax.validation.untrusted import short
+
+_NO_LIMIT = (0.0, float("inf")), [0.0, float("inf")], [0.0, {"__float__": "Infinity"}]
+
+
+def _head(keys: ConfigKeys, found: Fields) -> Fields:
+    """The width of a head; "auto" divides the inner width, ``mamba_expand`` times d_model."""
+    inner = keys.take("mamba_expand", int, 2) * found["d_model"]
+    heads = found["recurrent_heads"] or found["heads"]
+    width = inner // max(heads, 1)
+    keys.only("mamba_d_head", "auto", width)
+    if width * heads != inner:
+        raise ConfigurationError(
+            f"mamba_n_heads = {heads} does not divide {inner}, mamba_expand x hidden_size"
+        )
+    return {"recurrent_width": width}
+
+
+def _write_head(model: GPTConfig) -> Fields:
+    factor, rest = divmod(model.recurrent_values, model.d_model)
+    if rest:
+        raise ConfigurationError(
+            f"model.recurrent_width = {model.recurrent_width}, but in this family all heads together are a "
+            "multiple of d_model wide"
+        )
+    return {"mamba_expand": factor, "mamba_d_head": model.recurrent_width}
+
+
+def _limit(keys: ConfigKeys, _: Fields) -> None:
+    keys.only("time_step_limit", *_NO_LIMIT)
+
+
+_MAMBA = (
+    key("mamba_n_heads", "recurrent_heads", int, 128, written="value_heads"),
+    key("mamba_n_groups", "recurrent_key_heads", int, 1, written=key_heads),
+    key("mamba_d_state", "recurrent_key_width", int, 256),
+    key("mamba_d_conv", "conv_width", int, 4),
+    Entry(_head, _write_head, lambda model: {"recurrent_width": model.recurrent_width}),
+    Entry(_limit),
+    only("mamba_conv_bias", True),
+    only("mamba_proj_bias", False),
+    unused("mamba_chunk_size"),
+)
+
+
+def _attended(keys: ConfigKeys, found: Fields) -> Fields:
+    attended = keys.take("attn_layer_indices", list, [])
+    if not {*attended} <= {*range(found["layers"])}:
+        raise ConfigurationError(f"attn_layer_indices = {short(attended)}: {found['layers']} layers")
+    return {"recurrent_layers": tuple(x for x in range(found["layers"]) if x not in attended)}
+
+
+def _write_attended(model: GPTConfig) -> Fields:
+    return {"attn_layer_indices": [x for x in range(model.layers) if x not in model.recurrent_layers]}
+
+
+BAMBA = like_llama(
+    SILU,
+    NO_BIASES,
+    only("mlp_bias", False),
+    Entry(_attended, _write_attended, recurrent_layers("").allowed),
+    *_MAMBA,
+    unused("num_logits_to_keep", "z_loss_coefficient"),
+    kv_heads=8,
+    norm_eps=1e-5,
+    rotary=Rope(fraction=0.5),
+    recurrent="mamba2",
+)
+
+
+def _unrotated(keys: ConfigKeys, found: Fields) -> Fields:
+    keys.only("position_embedding_type", "nope", "rope")
+    rotated = keys.take("position_embedding_type", str, "nope") == "rope"
+    return {"no_rope_layers": () if rotated else tuple(range(found["layers"]))}
+
+
+def _write_unrotated(model: GPTConfig) -> Fields:
+    return {"position_embedding_type": None if model.no_rope_layers else "rope"}
+
+
+def _widths(keys: ConfigKeys, _: Fields) -> Fields:
+    """The MLP that all tokens go to is beside the experts, or alone if there are none."""
+    width = keys.take("shared_intermediate_size", int, 1024)
+    if experts := keys.take("num_local_experts", int, 8):
+        return {"experts": experts, "shared_ffn": width}
+    return {"experts": 0, "ffn": width}
+
+
+def _write_widths(model: GPTConfig) -> Fields:
+    shared = model.shared_ffn if model.experts else model.ffn_width
+    return {
+        "num_local_experts": model.experts,
+        "shared_intermediate_size": shared,
+        "router_aux_loss_coef": model.balance_loss,
+    }
+
+
+GRANITE_HYBRID = like_llama(
+    SILU,
+    NO_BIASES,
+    *GRANITE_FACTORS,
+    key("num_experts_per_tok", "experts_per_token", int, 2),
+    Entry(_widths, _write_widths, lambda model: {"experts": model.experts, "shared_ffn": model.shared_ffn}),
+    recurrent_layers("linear_attention", interval=None),
+    *_MAMBA,
+    Entry(
+        _unrotated,
+        _write_unrotated,
+        lambda model: {"no_rope_layers": ((), tuple(range(model.layers)))},
+    ),
+    kv_heads=None,
+    recurrent="mamba2",
+)
+
+
+def _inner(model: GPTConfig) -> tuple[int, tuple[int, ...]]:
+    """The gate, the convolution's input, and the steps."""
+    return 1, (model.recurrent_values, model.conv_channels, model.value_heads)
+
+
+def _halves(model: GPTConfig) -> tuple[int, tuple[int, ...]]:
+    """Gate and up of the MLP that all tokens go to."""
+    return 1, (model.shared_ffn if model.experts else model.ffn_width,) * 2
+
+
+_BLOCK: dict[str, Module] = {
+    "recurrent/gate": Grouped("mamba.in_proj", _inner, (0,)),
+    "recurrent/inputs": Grouped("mamba.in_proj", _inner, (1,)),
+    "recurrent/decay": Grouped("mamba.in_proj", _inner, (2,)),
+    "recurrent/norm": "mamba.norm",
+    "recurrent/out": "mamba.out_proj",
+}
+_BARE: Tensors = {
+    "recurrent/conv": Bare("mamba.conv1d.weight", convolution=True),
+    "recurrent/conv_bias": Bare("mamba.conv1d.bias", transposed=False),
+    "recurrent/log_rate": Bare("mamba.A_log", transposed=False),
+    "recurrent/step_bias": Bare("mamba.dt_bias", transposed=False),
+    "recurrent/skip": Bare("mamba.D", transposed=False),
+}
+BAMBA_NAMES = Names(
+    LLAMA_BLOCK
+    | _BLOCK
+    | {"norm_mlp": "pre_ff_layernorm"}
+    | {f"mlp/{name}": f"feed_forward.{name}_proj" for name in ("gate", "up", "down")},
+    _BARE,
+    norm="final_layernorm",
+)
+_SHARED: dict[str, Module] = {
+    "gate": Grouped("shared_mlp.input_linear", _halves, (0,)),
+    "up": Grouped("shared_mlp.input_linear", _halves, (1,)),
+    "down": "shared_mlp.output_linear",
+}
+GRANITE_HYBRID_NAMES = Names(
+    LLAMA_BLOCK
+    | _BLOCK
+    | {f"{mlp}/{name}": module for mlp in ("mlp", "mlp/shared") for name, module in _SHARED.items()},
+    GRANITE_MOE_NAMES.bare | _BARE,
+    experts="block_sparse_moe.experts",
+)
