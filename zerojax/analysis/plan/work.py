@@ -48,6 +48,12 @@ Without tiles they exist in addition. "none" keeps them instead of q, and the ou
 scores, heads x s per token. "none" keeps them once. The backward pass uses 2.7 times their memory, and 3 q
 more in another layout.
 
+**Recurrent layers** have the convolution's channels and the gates in place of q, and all heads' outputs in
+place of a. With "none" the channels are kept before and after the convolution, and as heads. Chunks of C
+tokens make products of C elements for each head and token. Their backward pass always computes them again,
+and then holds a state for each chunk. The work inside chunks counts as executed FLOPs, but the model's FLOPs
+have the rule token by token.
+
 **Loss.** It holds one chunk's logits in fp32, their gradient in the compute dtype, and six widths per token.
 At the same time the last layer keeps as much as with "none", because its backward pass is next and XLA does
 not recompute it. With several chunks the loss sums the gradient of the unembedding in fp32. With a single
@@ -60,7 +66,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from zerojax.models.attention import has_flash
-from zerojax.models.config import GPTConfig, attended_tokens, flops_per_token, pair_flops
+from zerojax.models.config import GPTConfig, attended_tokens, flops_per_token, pair_flops, recurrence_flops
+from zerojax.models.delta_rule import CHUNK
 from zerojax.models.loss import VOCABULARY_TILE
 from zerojax.models.shared_rows import spread_of
 from zerojax.schedule.tiles import tokens_of_tile
@@ -221,9 +228,12 @@ def decoder_work(
     unembedding = 6 * c.output_rows * c.d_model * tokens
     per_pair = pair_flops(c) * tokens
     matrices = model_flops - unembedding - per_pair * attended_tokens(c, length)
+    matrices -= tokens * len(c.recurrent_layers) * recurrence_flops(c)
     modules = {leaf.path[0] for leaf in frozen}
     spared = unembedding / 3 if _unembedding(c) in modules else 0  # its gradient
-    attention = per_pair * c.layers * (_computed_tokens(c, length) if flash else length)
+    attended = c.layers - len(c.recurrent_layers)
+    attention = per_pair * (_computed_tokens(c, length) if flash else attended * length)
+    recurrence = 3 * tokens * _over_layers(c, _chunk_flops)
     spread = spread_of(c.heads, c.key_value_heads, sharing)
     attention *= spread.heads / c.heads
     # The backward pass begins with a stack's last layer and does not recompute it, except in tiles.
@@ -232,10 +242,11 @@ def decoder_work(
     matrices_again *= 1.0 if _in_tiles(c, remat, tokens) else all_but_last
     scores = c.head_dim / (c.head_dim + c.value_dim) * attention / 3
     attention_again = (all_but_last * attention / 3 if remat == "full" else 0) + (scores if flash else 0)
-    again = matrices_again + attention_again
+    recurrence_again = recurrence / 3 * (1 + (all_but_last if remat == "full" else 0))
+    again = matrices_again + attention_again + recurrence_again
     cudnn = flash and c.attention != "flash_attention_4"
     item = ITEM[dtype]
-    fp32 = 4 * c.layers * _kept_fp32(c, remat, length, flash=flash)
+    fp32 = 4 * attended * _kept_fp32(c, remat, length, flash=flash)
     kept = tokens * (item * _over_layers(c, lambda kind: _kept_width(kind, remat)) + fp32)
     back = spread.heads * c.value_dim
     there = (spread.heads + spread.copies) * c.head_dim + spread.copies * c.value_dim
@@ -244,13 +255,15 @@ def decoder_work(
     # In tiles the exchanged heads replace the device's own, but its outputs exist twice.
     working += min(sent, tokens * item * back) if _in_tiles(c, remat, tokens) else sent
     if sent and remat == "none":
-        kept += tokens * c.layers * item * (there - c.qkv_width + back)
+        kept += tokens * attended * item * (there - c.qkv_width + back)
     if flash:
         read = {"full": there + back, "attention": there, "none": 0}[remat]
         workspace = _kernel_workspace(c, spread.heads, spread.copies)
         working = max(working, tokens * (item * (read + there + back + c.d_model) + workspace))
     else:
         working += tokens * (2.7 * 4 * c.heads * length + 3 * item * c.qkv_width)
+    if c.recurrent_layers:
+        working = max(working, tokens * max(_chunk_bytes(kind, item) for kind, _ in c.kinds))
     distance = {"loss": tokens * c.d_model * (4 + item), "head": 0, "tables": 0}  # a bare stack's loss, fp32
     at_loss = _head_bytes(c, tokens, item, modules) if head else distance
     if not _in_tiles(c, remat, tokens):
@@ -258,8 +271,8 @@ def decoder_work(
         at_loss["loss"] += tokens * item * (_kept_width(kind, "none") - _kept_width(kind, remat))
     return Work(
         tokens=tokens,
-        forward=(matrices + attention) / 3 + (unembedding - spared if head else 0),
-        backward=2 * (matrices + attention) / 3 + again,
+        forward=(matrices + attention + recurrence) / 3 + (unembedding - spared if head else 0),
+        backward=2 * (matrices + attention + recurrence) / 3 + again,
         weights_forward=matrices / 3,
         weights_backward=2 * matrices / 3 + matrices_again,
         cudnn_forward=cudnn * attention / 3,
@@ -270,7 +283,10 @@ def decoder_work(
         stream=tokens * c.d_model * item,
         kept=kept,
         working=round(working),
-        heads=sent * (sharing - 1) // sharing * c.layers * (2 if remat == "none" else 3),
+        heads=(sent * attended + (sharing > 1) * tokens * item * _over_layers(c, _exchanged_width))
+        * (sharing - 1)
+        // sharing
+        * (2 if remat == "none" else 3),
         **at_loss,
     )
 
@@ -283,12 +299,51 @@ def _over_layers(c: GPTConfig, width: Callable[[GPTConfig], int]) -> int:
 def _read_width(c: GPTConfig) -> int:
     """Elements per token that products with a layer's weights read."""
     ranks = (c.latent_rank or 0) + (c.latent_query_rank or 0)
-    return (1 + c.mlps_per_token) * c.d_model + ranks + c.attention_width + c.active_ffn_width
+    return (1 + c.mlps_per_token) * c.d_model + ranks + _heads_width(c) + c.active_ffn_width
 
 
 def _made_width(c: GPTConfig) -> int:
     """Elements per token that products with a layer's weights make."""
-    return (1 + c.mlps_per_token) * c.d_model + c.qkv_width + _latent_width(c) + _mlp_width(c)
+    return (1 + c.mlps_per_token) * c.d_model + _projected_width(c) + _latent_width(c) + _mlp_width(c)
+
+
+def _heads_width(c: GPTConfig) -> int:
+    """Elements per token of all heads' outputs."""
+    return c.recurrent_values if c.all_recurrent else c.attention_width
+
+
+def _projected_width(c: GPTConfig) -> int:
+    """Elements per token of queries, keys, values and gates, or of a recurrent layer's channels and gates."""
+    if c.all_recurrent:
+        return c.conv_channels + c.recurrent_values
+    return c.qkv_width + c.attention_gate * c.attention_width
+
+
+def _chunk_flops(c: GPTConfig) -> int:
+    """Forward FLOPs of a recurrent layer for a token besides its projections, chunk by chunk."""
+    if not c.all_recurrent or c.recurrent == "short_conv":
+        return c.all_recurrent * 2 * c.conv_width * c.conv_channels
+    key, value, delta = c.recurrent_key_width, c.recurrent_width, c.recurrent == "gated_delta"
+    # Inside a chunk: scores, and for the delta rule the system, its inverse and the inverse's products.
+    within = 2 * CHUNK * (key + value) + delta * CHUNK * (2 * key + CHUNK // 3 + 2 * (key + value))
+    return c.value_heads * (within + (4 + 2 * delta) * key * value) + 2 * c.conv_width * c.conv_channels
+
+
+def _chunk_bytes(c: GPTConfig, item: int) -> int:
+    """Bytes per token in use during a recurrent layer's backward pass; 0 for other layers.
+
+    Each head has queries, keys and what the system removes, scores and values in fp32, and their gradients.
+    """
+    if not c.all_recurrent or c.recurrent == "short_conv":
+        return 0
+    key, value = c.recurrent_key_width, c.recurrent_width
+    of_head = item * (3 * key + CHUNK) + 4 * (CHUNK + 2 * value) + item * key * value // CHUNK
+    return 2 * c.value_heads * of_head + item * (4 * c.conv_channels + 2 * c.recurrent_values + c.d_model)
+
+
+def _exchanged_width(c: GPTConfig) -> int:
+    """Elements per token that a recurrent layer sends and receives if devices share rows."""
+    return c.all_recurrent * (c.conv_channels + c.recurrent_values)
 
 
 def _exchanged_bytes(c: GPTConfig, remat: Remat, dtype: str) -> int:
@@ -303,14 +358,14 @@ def _exchanged_bytes(c: GPTConfig, remat: Remat, dtype: str) -> int:
 
 
 def _computed_tokens(c: GPTConfig, length: int) -> float:
-    """Tokens that a flash kernel reads for a position, on average over positions and layers.
+    """Tokens that a flash kernel reads for a position, on average over positions, in all layers together.
 
     It skips tokens outside a window. If windows differ between the layers of a scan, they are data, and cuDNN
     gets a mask and skips nothing.
     """
     if c.attention == "cudnn" and c.scan and len(set(c.windowed)) > 1:
-        return length / 2
-    return attended_tokens(c, length) / c.layers
+        return (c.layers - len(c.recurrent_layers)) * length / 2
+    return attended_tokens(c, length)
 
 
 def _latent_width(c: GPTConfig) -> int:
@@ -327,8 +382,9 @@ def _kept_width(c: GPTConfig, remat: Remat) -> int:
     if remat == "full":
         return c.d_model
     if remat == "attention":
-        return c.d_model + c.attention_width
-    return 2 * c.d_model + _latent_width(c) + c.qkv_width + c.attention_width + _mlp_width(c)
+        return c.d_model + _heads_width(c)
+    again = 2 * c.conv_channels if c.all_recurrent else 0
+    return 2 * c.d_model + _latent_width(c) + _projected_width(c) + again + _heads_width(c) + _mlp_width(c)
 
 
 def _kept_fp32(c: GPTConfig, remat: Remat, length: int, *, flash: bool) -> int:
@@ -344,11 +400,13 @@ def _working(c: GPTConfig, remat: Remat, tokens: int) -> float:
     """Elements in use during a layer's backward pass outside of attention's kernel, in the compute dtype."""
     rows = 4 * c.experts_per_token * c.d_model if c.experts else 0
     if remat == "none":
-        return tokens * (rows + 1.5 * c.d_model + c.qkv_width + 2 * c.active_ffn_width)
-    whole = tokens * (rows + 9 * c.d_model + 2 * c.qkv_width + (3 if c.gated else 2) * c.active_ffn_width)
+        return tokens * (rows + 1.5 * c.d_model + _projected_width(c) + 2 * c.active_ffn_width)
+    whole = tokens * (
+        rows + 9 * c.d_model + 2 * _projected_width(c) + (3 if c.gated else 2) * c.active_ffn_width
+    )
     if not _in_tiles(c, remat, tokens):
         return whole
-    in_attention = c.qkv_width + (2 if remat == "full" else 1) * c.attention_width + c.d_model
+    in_attention = _projected_width(c) + (2 if remat == "full" else 1) * _heads_width(c) + c.d_model
     in_tile = 4 * c.d_model + (6.5 if c.gated else 4) * c.ffn_width
     return tokens * in_attention + tokens_of_tile(tokens, c.token_tile) * in_tile
 
