@@ -101,6 +101,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "delta-nearest-256": {**DELTA, "block_size": 256},
     # For Muon, whose matrices' gradients are else encoded twice between nodes.
     "delta-stochastic-spread": {**DELTA, "rounding": "stochastic", "matrix_spread": "world"},
+    # All master weights in every node: the gradients of all matrices are encoded twice between nodes.
+    "delta-stochastic-node": {**DELTA, "rounding": "stochastic", "state_spread": "node"},
+    "delta-feedback-node": {**DELTA, "error_feedback": True, "state_spread": "node"},
     "zero++-fp6": {**ZERO_PP, "weights": "fp6"},
     **{f"weights-{fmt}": {**DIRECT, "weights": fmt} for fmt in ("int8", "fp6", "int4", "int2")},
     **{f"deltas-{fmt}": {**DELTA, **EXACT_GRADIENTS, "weights": fmt} for fmt in ("int8", "int4", "int2")},

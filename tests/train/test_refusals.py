@@ -58,6 +58,8 @@ def refused(message: str) -> Any:
         ({"precise": (("*", "float"),)}, r"precise: 'float' is not one of"),
         ({"grads": ("int8", "int4"), "grads_hops": 1}, r"grads_hops=1 .* same format twice"),
         ({"stage": 0, "weights": "int8"}, r"stage 0 gathers no weights: leave weights"),
+        ({"state_spread": "node", "stage": 2}, r"state_spread=\"node\" is for .*: use stage 3, not 2"),
+        ({"state_spread": "node", "every": 8}, r"state_spread=\"node\" .* local updates \(every=8\)"),
         ({"stage": 0, "grads": ("int8", "int8")}, r"stage 0 .* use .*stage 1"),
         ({"stage": 2, "hpz": True}, r"stage 2 has no such gather: use stage 3, or drop hpz"),
         ({"stage": 1, "grad_sync": "step"}, r"stage 1 always reduces once per step: leave grad_sync"),

@@ -7,7 +7,7 @@ share one collective per hop (``zerojax.comm.coalesced``); payloads of a megabyt
    ``local``, decoded and summed in fp32. The sums are encoded again, exchanged over ``node``, decoded and
    summed in fp32 at the owner. A scan can run each hop in a different iteration.
 2. ``reduce_node`` is the last hop alone, for gradients that cross nodes once per step.
-3. ``to_all_nodes`` sends the owners' sums to all nodes, for matrices whose master weights every node holds.
+3. ``to_all_nodes`` sends the owners' sums to all nodes, for parameters whose masters every node holds.
    They are encoded once more and all-gathered over ``node``; every node, the owner's included, decodes the
    same bytes. This is the last hop of 1 if ``ShardingStrategy.sums_in_pass``; otherwise it follows once per
    step.

@@ -22,7 +22,8 @@ for each device (``ParamLayout.parts``), and each part is padded separately, so 
 partition is part l. At "full" a device has its own part alone (``ParamLayout.on_device``), and no hop over
 ``local`` is needed.
 
-Every node holds the master weights of matrices that the optimizer needs whole (Muon), spread over its devices
+Every node holds the master weights of matrices that the optimizer needs whole (Muon), or with
+``ZeroConfig.state_spread="node"`` all master weights, spread over its devices
 (``ParamLayout.in_every_node``). These weights cross no nodes. Their gradient sums cross nodes once more after
 they have met at the owners.
 """

@@ -464,8 +464,10 @@ def lay_out(
         of_experts=p.of_experts,
     )
     layout = make()
-    in_every_node = zero.stage == 3 and world.nodes > 1 and not zero.every and zero.matrix_spread == "node"
-    return make(in_every_node=True) if in_every_node and not frozen and whole and whole(layout) else layout
+    if frozen or zero.stage < 3 or world.nodes == 1 or zero.every:
+        return layout
+    needed = zero.matrix_spread == "node" and whole is not None and whole(layout)
+    return make(in_every_node=True) if needed or zero.state_spread == "node" else layout
 
 
 def _without_fp8(zero: ZeroConfig, p: Parameter) -> str | None:

@@ -160,6 +160,10 @@ class ZeroConfig:
             momentum, at stage 3. "node": in each node, so that neither the weight nor its update crosses
             nodes, and a step sends no more than with AdamW. "world": over all devices, which saves memory;
             the momentum and the update then cross nodes in the compute format.
+        state_spread: where the master weights and the optimizer's state are, at stage 3. "world": once, over
+            all devices. "node": in each node, which then holds nothing that the others lack. Gradient sums
+            go to all nodes in place of the weights, in the weights' format, or in the gradients' format if
+            that has more bits. A step of "delta" sends as much as with "world".
         moments: the dtype of the optimizer's moments (Adam's two, a momentum): "float32", or "bfloat16" or
             "float8", rounded stochastically, which take half or a quarter of their memory
             (``zerojax.optim.low_precision``).
@@ -233,6 +237,7 @@ class ZeroConfig:
     frozen_weights: FrozenFormat | None = None
     frozen_spread: Spread = "node"
     matrix_spread: Spread = "node"
+    state_spread: Spread = "world"
     moments: Moments = "float32"
     experts: ExpertSpread = "auto"
     host: tuple[HostStore, ...] = ()

@@ -73,6 +73,13 @@ def _stage(z: "ZeroConfig") -> Iterator[str]:
     none = f"stage {z.stage} gathers none: use stage 3"
     if z.stage == 0 and (z.weights or z.local_weights):
         yield "stage 0 gathers no weights: leave weights and local_weights at None."
+    if z.state_spread == "node" and z.stage < 3:
+        yield f'state_spread="node" is for weights that a node\'s devices share: use stage 3, not {z.stage}.'
+    if z.state_spread == "node" and z.every:
+        yield (
+            f'state_spread="node" has no meaning with local updates (every={z.every}), which keep a whole '
+            "state in each node: leave it out."
+        )
     if z.experts == "local" and (z.stage == 0 or z.grads_hops == 1):
         setting = "stage=0" if z.stage == 0 else "grads_hops=1"
         yield (

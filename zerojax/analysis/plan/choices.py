@@ -153,6 +153,23 @@ def _listed(host: tuple[HostStore, ...]) -> str:
     return f"[{', '.join(f'"{store}"' for store in host)}]"
 
 
+def choose_state_spread(zero: ZeroConfig, cluster: Cluster, predict: Predict) -> str | None:
+    """Say what it costs to keep the whole state in every node; None if that does not fit, or is so already.
+
+    ``predict`` is as for ``choose_remat``.
+    """
+    if cluster.nodes == 1 or zero.state_spread == "node":
+        return None
+    with suppress(ConfigurationError):
+        memory, time = predict(zero.replace(state_spread="node"))
+        if fits(memory, cluster):
+            return (
+                'Every node can hold the whole state: with state_spread = "node" a lost node loses nothing. '
+                f"A GPU then holds {size(memory.total)}, and a step takes {duration(time.seconds)}."
+            )
+    return None
+
+
 def choose_remat(zero: ZeroConfig, cluster: Cluster, predict: Predict) -> str | None:
     """Recommend the fastest ``ZeroConfig.remat`` that fits; None if the run's own is about as fast.
 

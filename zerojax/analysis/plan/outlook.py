@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerojax.analysis.local_quality import LEAST_EVERY, expected_loss
-from zerojax.analysis.plan.choices import HostChoice, choose_host, choose_remat, fits, host_needed
+from zerojax.analysis.plan.choices import (
+    HostChoice,
+    choose_host,
+    choose_remat,
+    choose_state_spread,
+    fits,
+    host_needed,
+)
 from zerojax.analysis.plan.cluster import Cluster, on_world
 from zerojax.analysis.plan.hops import HopPlan, hops_of, usual_bytes
 from zerojax.analysis.plan.memory import PredictedMemory, predict_memory
@@ -101,6 +108,7 @@ class Outlook:
         advice: the recommended way of sharding, and the reason.
         host: recommended parts to keep in host memory; None if the config fits as it is.
         remat: a faster ``ZeroConfig.remat`` that fits, and its cost; None if there is none.
+        spread: the cost of ``state_spread="node"``; None if that does not fit, or is so already.
         longest: the most tokens of a sequence that fit with the config's own options. 0 if not even the
             fewest fit, None if not searched.
     """
@@ -116,6 +124,7 @@ class Outlook:
     advice: str
     host: HostChoice | None = None
     remat: str | None = None
+    spread: str | None = None
     longest: int | None = None
 
     @property
@@ -143,6 +152,7 @@ class Outlook:
             "advice": self.advice,
             "host": None if self.host is None else dataclasses.asdict(self.host),
             "remat": self.remat,
+            "spread": self.spread,
             "longest": self.longest,
             "forecasts": [_to_dict(forecast, self.cluster) for forecast in self.forecasts],
         }
@@ -212,7 +222,8 @@ def foresee(
         longest=run.longest() if longest else None,
     )
     if found.own.fits:
-        return dataclasses.replace(found, remat=choose_remat(own, cluster, memory_and_time))
+        spread = choose_state_spread(own, cluster, memory_and_time)
+        return dataclasses.replace(found, spread=spread, remat=choose_remat(own, cluster, memory_and_time))
     chosen = choose_host(configured, own, cluster, memory_and_time, found.own.fewest_nodes)
     return dataclasses.replace(found, host=chosen)
 

@@ -20,7 +20,7 @@ _TCP = 60e9 / 8
 
 def outlook_tables(outlook: Outlook) -> RenderableType:
     """Assumptions, memory and hops with the config's own options, all forecasts side by side, and advice."""
-    more = [] if outlook.remat is None else [Text(outlook.remat)]
+    more = [Text(line) for line in (outlook.remat, outlook.spread) if line is not None]
     more += [] if outlook.host is None else [Text(outlook.host.advice)]
     more += [] if outlook.longest is None else [Text(_longest(outlook, outlook.longest))]
     tables = _memory(outlook), _hops(outlook), _side_by_side(outlook)

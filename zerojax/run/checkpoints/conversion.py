@@ -44,7 +44,8 @@ def convert(
 
     def on_device(part: Array) -> Array:
         # A node's own arrays are laid out as if the node were all devices.
-        layout, shape = leaf.in_node if by_node else leaf, whole[1:] if to_nodes else whole
+        layout = leaf.in_node if by_node or leaf.in_every_node else leaf
+        shape = whole[1:] if to_nodes else whole
         cut = _cut_rows if _is_cut_by_rows(layout) else _gather_and_cut
         have = PartitionSpec(*source[1:]) if by_node else source
         want = PartitionSpec(*target[1:]) if to_nodes else target
@@ -55,7 +56,7 @@ def convert(
     def make() -> Callable[[Array], Array]:
         return jax.jit(on_mesh(on_device, train_spec.mesh, in_specs=source, out_specs=target))
 
-    layout = f"{leaf.unsharded_shape} {leaf.stack} {leaf.shard} {leaf.parts}"
+    layout = f"{leaf.unsharded_shape} {leaf.stack} {leaf.shard} {leaf.parts} {leaf.in_every_node}"
     key = f"canonical {layout} {x.shape} {x.sharding.memory_kind} {source} {like.shape} {dtype} {target}"
     # One at a time, to bound the memory, and because XLA:CPU starts and runs programs on the same few
     # threads: a process that starts 32 at once deadlocks when another process lags behind.
@@ -130,6 +131,8 @@ def abstract_part(
     ``nodes`` is (number of nodes,) if each node has its own array.
     """
     if not nodes:
+        if leaf.in_every_node:
+            return spec.abstract(leaf.unsharded_shape, dtype, _canonical_spec(leaf.in_node, (LOCAL,)))
         return spec.abstract(leaf.unsharded_shape, dtype, _canonical_spec(leaf))
     own = PartitionSpec(NODE, *_canonical_spec(leaf.in_node, (LOCAL,)))
     return spec.abstract((*nodes, *leaf.unsharded_shape), dtype, own)
