@@ -1,6 +1,7 @@
 """``zerojax checkpoints RUN``: list, verify, rewind and delete checkpoints."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -68,7 +69,7 @@ def run(arguments: list[str]) -> None:
             continue
         bad += why is not None
         state = f"damaged: {why}" if why else "verified" if options.verify else "complete"
-        table.add_row(path.name, *_described(path), state)
+        table.add_row(path.name, *_described(path), f"{_part(path)}{state}")
     Console(soft_wrap=True, highlight=False, markup=False).print(table)
     if bad:
         raise RunError(f"{bad} of {len(paths)} checkpoints are damaged")
@@ -76,10 +77,18 @@ def run(arguments: list[str]) -> None:
 
 def _damage(path: Path, *, checksums: bool) -> str | None:
     try:
-        verify(path, int(path.name.partition(".")[0]), checksums=checksums)
+        verify(path, int(path.name.partition(".")[0]), checksums=checksums, is_part=True)
     except (DamagedError, RunError) as error:
         return str(error)
     return None
+
+
+def _part(path: Path) -> str:
+    """Which part of a checkpoint this host has; empty if it has a whole one."""
+    with suppress(DamagedError, RunError):
+        manifest = read_manifest(path)
+        return f"part {manifest.part + 1} of {manifest.parts}, " if manifest.parts > 1 else ""
+    return ""
 
 
 def _described(path: Path) -> tuple[str, str, str, str]:

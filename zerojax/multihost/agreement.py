@@ -6,7 +6,7 @@ after the next step.
 
 import operator
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,10 +25,22 @@ def run_on_process_zero(find: Callable[[], Any]) -> Any:
     """
     if jax.process_count() == 1:
         return find()
-    response = gather_from_all(_result(find) if jax.process_index() == 0 else None)[0]
-    if "refused" in response:
-        raise ConfigurationError(response["refused"])
-    return response["found"]
+    return _found(gather_from_all(_result(find) if jax.process_index() == 0 else None)[:1])[0]
+
+
+def run_on_each_process(find: Callable[[], Any]) -> list[Any]:
+    """Call ``find`` on all processes, and return the results by rank, or raise the first error, on all.
+
+    The results must be JSON-serializable.
+    """
+    return [find()] if jax.process_count() == 1 else _found(gather_from_all(_result(find)))
+
+
+def _found(responses: Sequence[dict[str, Any]]) -> list[Any]:
+    for response in responses:
+        if "refused" in response:
+            raise ConfigurationError(response["refused"])
+    return [response["found"] for response in responses]
 
 
 def _result(find: Callable[[], Any]) -> dict[str, Any]:

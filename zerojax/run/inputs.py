@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.errors import ConfigurationError
-from zerojax.multihost.agreement import run_on_process_zero
+from zerojax.multihost.agreement import run_on_each_process, run_on_process_zero
+from zerojax.multihost.files import share_folder
 from zerojax.run.checkpoints import Manifest
 from zerojax.run.config import RunConfig
 from zerojax.run.data.batches import Batch, Rows, TrainBatches, make_rows, validation_batches
@@ -23,6 +24,8 @@ from zerojax.train.shared_rows import processes_a_row
 def prepare_data(config: RunConfig, folder: RunFolder) -> Dataset:
     """Write a run's token files on process zero, unless they are there; open them on all."""
     run_on_process_zero(lambda: prepare(config.data, folder.data))
+    share_folder(folder.data)
+    run_on_each_process(lambda: prepare(config.data, folder.data))  # checks that the tokens fit the settings
     data = open_dataset(config.data, folder.data)
     _check_vocabulary(data.tokenizer, config)
     return data
@@ -41,6 +44,7 @@ def kept_tokenizer(
             keep_tokenizer(config.data, folder.data)
 
     run_on_process_zero(keep)
+    share_folder(folder.data)
     tokenizer = open_tokenizer(config.data, folder.data)
     _check_vocabulary(tokenizer, config)
     return tokenizer, open_template(config.data, folder.data) if config.data.kind == "chat" else None

@@ -129,7 +129,7 @@ class TrainLoop(ABC):
             self.log.drain()
             self.watchdog.phase("the end of the run")
             if self.checkpoints is not None:
-                self.checkpoints.wait()
+                self.checkpoints.share()
             self.finish()
 
     def _note_stop(self, reason: str) -> None:

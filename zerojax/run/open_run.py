@@ -12,7 +12,8 @@ import jax
 from zerojax import compilation_cache
 from zerojax.analysis.plan import describe_plan
 from zerojax.errors import ConfigurationError, Stopped, error_line
-from zerojax.multihost.agreement import run_on_process_zero
+from zerojax.multihost.agreement import run_on_each_process, run_on_process_zero
+from zerojax.multihost.files import on_own_disks
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.snapshot_memory import Kept
 from zerojax.network import nccl
@@ -182,7 +183,9 @@ def opening(config: RunConfig, folder: RunFolder, resume: Resume) -> Generator[O
         on_error.callback(lock.close)
         absent = [path for path in (folder.lock, folder.path, *folder.path.parents) if not path.exists()]
         unlocked = run_on_process_zero(lock.take)
-        if is_first():
+        if own_disks := on_own_disks(folder.path):
+            run_on_each_process(lambda: is_first() or lock.take())
+        if is_first() or own_disks:
             on_error.push(_remover(folder, absent))
         notes, manifest = [] if unlocked is None else [unlocked], None
         snapshots = None if (kept := Kept.find()) is None else Snapshots(kept)

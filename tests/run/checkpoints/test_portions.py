@@ -157,7 +157,7 @@ def test_what_is_half_written_leaves_older_ones(tmp_path: Path, monkeypatch: pyt
     state = make((1, 1), host=("optimizer",))
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, state, Record())
-    monkeypatch.setattr(portions, "_merge", stopped)
+    monkeypatch.setattr(portions, "merge", stopped)
     with monkeypatch.context() as patch:
         patch.setattr(store.step_dirs, "clear_failed", lambda *_: None)  # as if the process was killed there
         with pytest.raises(RunError, match="2: No space left on device; older ones are intact"):

@@ -104,6 +104,8 @@ class Manifest:
         record: the trainer's record.
         files: relative path -> (bytes, CRC-32).
         format: version of this layout.
+        part: with several ``parts``, the number of the one that this host has, from 0.
+        parts: the number of hosts that each have a part of the checkpoint; 1 if it is whole.
     """
 
     step: int
@@ -111,6 +113,8 @@ class Manifest:
     record: Record
     files: dict[str, tuple[int, int]]
     format: int = _FORMAT
+    part: int = 0
+    parts: int = 1
 
     def __post_init__(self) -> None:
         require(is_time(self.saved_at), f"saved_at = {self.saved_at:.3g} is not a time")
@@ -121,13 +125,16 @@ class Manifest:
         return sum(size for size, _ in self.files.values())
 
 
-def write_manifest(path: Path, step: int, saved_at: float, record: Record) -> Manifest:
-    """Read all files of a complete checkpoint and write its manifest.
+def write_manifest(
+    path: Path, step: int, saved_at: float, record: Record, *, part: int = 0, parts: int = 1
+) -> Manifest:
+    """Read all files of a complete checkpoint, or of a host's part of it, and write its manifest.
 
     Raises:
         OSError: a file cannot be read, or the manifest cannot be written.
     """
-    manifest = Manifest(step, saved_at, record, _sizes_and_checksums(path, sorted(_files(path))))
+    files = sizes_and_checksums(path, sorted(files_of(path)))
+    manifest = Manifest(step, saved_at, record, files, part=part, parts=parts)
     # It must be on the disk before the folder gets its final name, like Orbax's arrays.
     write_whole(path / MANIFEST, dump_checked(asdict(manifest)))
     return manifest
@@ -170,29 +177,36 @@ def _manifest_name(path: Path) -> str:
     return _OLD_NAME if (path / _OLD_NAME).exists() and not (path / MANIFEST).exists() else MANIFEST
 
 
-def verify(path: Path, step: int | None = None, *, checksums: bool = True) -> Manifest:
+def verify(path: Path, step: int | None = None, *, checksums: bool = True, is_part: bool = False) -> Manifest:
     """Compare a checkpoint with its manifest.
 
     Args:
         path: the checkpoint's folder.
         step: the step that the manifest must have, if given.
         checksums: read every byte; otherwise compare names and sizes only.
+        is_part: accept a host's part of a checkpoint. It may hold files of other parts as well.
 
     Raises:
-        DamagedError: names the first file that is missing, unknown, too short, too long or changed.
+        DamagedError: names the first file that is missing, unknown, too short, too long or changed; or the
+            checkpoint is a part.
         RunError: a file cannot be read for another reason.
     """
     manifest = read_manifest(path)
     if step not in (None, manifest.step):
         raise DamagedError(f"{MANIFEST} belongs to step {manifest.step}")
+    if manifest.parts > 1 and not is_part:
+        raise DamagedError(
+            f"this host has only part {manifest.part + 1} of {manifest.parts}. When its run goes on, or "
+            "ends, all hosts get all parts"
+        )
     try:
-        found = {name: (path / name).stat().st_size for name in _files(path)}
+        found = {name: (path / name).stat().st_size for name in files_of(path)}
         if problems := _differences(manifest, found):
             raise DamagedError(_summary(problems))
         if checksums:
-            read = _sizes_and_checksums(path, found)
+            read = sizes_and_checksums(path, manifest.files)
             problems = [
-                f"{name} has changed (wrong checksum)" for name in found if read[name] != manifest.files[name]
+                f"{name} has changed (wrong checksum)" for name in read if read[name] != manifest.files[name]
             ]
             if problems:
                 raise DamagedError(_summary(problems))
@@ -203,7 +217,8 @@ def verify(path: Path, step: int | None = None, *, checksums: bool = True) -> Ma
 
 def _differences(manifest: Manifest, found: dict[str, int]) -> list[str]:
     missing = [f"{name} is missing" for name in manifest.files if name not in found]
-    unknown = [f"{name} does not belong to it" for name in found if name not in manifest.files]
+    others = (name for name in found if name not in manifest.files and manifest.parts == 1)
+    unknown = [f"{name} does not belong to it" for name in others]
     sizes = [
         f"{name} has {found[name]} bytes, not {size}"
         for name, (size, _) in manifest.files.items()
@@ -216,7 +231,7 @@ def _summary(problems: list[str]) -> str:
     return problems[0] + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
 
 
-def _files(path: Path) -> Iterator[str]:
+def files_of(path: Path) -> Iterator[str]:
     """Relative names of all files in a checkpoint except the manifest."""
     manifest = _manifest_name(path)
     for folder, folders, names in os.walk(path, onerror=_raise):
@@ -235,7 +250,7 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _sizes_and_checksums(path: Path, names: Collection[str]) -> dict[str, tuple[int, int]]:
+def sizes_and_checksums(path: Path, names: Collection[str]) -> dict[str, tuple[int, int]]:
     """The size and CRC-32 of files in a folder, by name."""
 
     def read(name: str) -> tuple[int, int]:

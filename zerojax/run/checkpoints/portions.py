@@ -71,10 +71,10 @@ def portions_of(leaf: ParamLayout, itemsize: int, at_least: int = 1) -> list[Por
     ]
 
 
-def write_in_portions(folder: Path, states: Mapping[str, TrainState]) -> None:
+def write_in_portions(folder: Path, states: Mapping[str, TrainState], *, own_disks: bool = False) -> None:
     """Write the arrays that are in host memory to a checkpoint that Orbax wrote with placeholders.
 
-    All processes call it together.
+    All processes call it together. With ``own_disks`` each writes all that its devices hold.
 
     Raises:
         ValueError: a file cannot be written.
@@ -87,14 +87,17 @@ def write_in_portions(folder: Path, states: Mapping[str, TrainState]) -> None:
             if in_host(entry.x):
                 kind, _, name = name.partition("/")
                 kinds.add(prefix + kind)
-                _write(folder / (prefix + kind), name, state, entry, writing, context)
+                _write(folder / (prefix + kind), name, state, entry, writing, context, own_disks)
     writing.finish(0)
 
-    def merge() -> None:
+    def merge_all() -> None:
         for kind in sorted(kinds):
-            _merge(folder / kind, context)
+            merge(folder / kind, context)
 
-    run_on_process_zero(merge)  # once all processes have written all
+    if own_disks:
+        merge_all()
+    else:
+        run_on_process_zero(merge_all)  # once all processes have written all
 
 
 class _Writing:
@@ -118,7 +121,13 @@ class _Writing:
 
 
 def _write(
-    folder: Path, name: str, state: TrainState, entry: Entry, writing: _Writing, context: ts.Context
+    folder: Path,
+    name: str,
+    state: TrainState,
+    entry: Entry,
+    writing: _Writing,
+    context: ts.Context,
+    own_disks: bool,
 ) -> None:
     """Write this process's part of an array."""
     leaf, x, by_node, dtype = _layout_of(entry), entry.x, entry.by_node, entry.dtype
@@ -128,14 +137,16 @@ def _write(
     assert like.sharding is not None
     part = like.sharding.shard_shape(like.shape)
     size = len(state.spec.mesh.local_devices) * math.prod(part) * dtype.itemsize
-    store = _created(folder, name, (*nodes, *leaf.unsharded_shape), part, dtype, context)
+    creates = own_disks or jax.process_index() == 0
+    store = _created(folder, name, (*nodes, *leaf.unsharded_shape), part, dtype, context, creates=creates)
     for portion in portions:
         writing.finish(UNDER_WAY - size)
         stored = _take(state.spec, portion, x, by_node)
         canonical = convert(state.spec, portion.leaf, stored, like, by_node=by_node, to_nodes=by_node)
         # NumPy reads page-locked memory in place. From a GPU's memory JAX copies at 0.5 GB/s.
-        for shard in to_host(canonical).addressable_shards:
-            if shard.replica_id == 0:
+        shards = to_host(canonical).addressable_shards
+        for shard in {shard.index: shard for shard in shards}.values():
+            if own_disks or shard.replica_id == 0:
                 numbers = np.asarray(shard.data)
                 box = _box(portion, shard.index, nodes)
                 written = store[box].write(numbers, can_reference_source_data_indefinitely=True)
@@ -273,7 +284,14 @@ def _box(portion: Portion, index: tuple[slice, ...], nodes: tuple[int, ...] = ()
 
 
 def _created(
-    folder: Path, name: str, shape: tuple[int, ...], chunk: tuple[int, ...], dtype: Any, context: ts.Context
+    folder: Path,
+    name: str,
+    shape: tuple[int, ...],
+    chunk: tuple[int, ...],
+    dtype: Any,
+    context: ts.Context,
+    *,
+    creates: bool,
 ) -> ts.TensorStore:
     """An array in place of a placeholder, in this process's own folder."""
     mine = folder / f"ocdbt.process_{jax.process_index()}"
@@ -289,12 +307,12 @@ def _created(
             "codecs": [{"name": "bytes"}, {"name": "zstd", "configuration": {"level": 3}}],
         },
     }
-    if jax.process_index() == 0:
+    if creates:
         return ts.open(spec, create=True, delete_existing=True, context=context).result()
     return ts.open(spec, open=True, assume_metadata=True, context=context).result()
 
 
-def _merge(folder: Path, context: ts.Context) -> None:
+def merge(folder: Path, context: ts.Context) -> None:
     """Make the common store refer to what each process has written, as Orbax does."""
     merging = ts.Transaction(atomic=True)
     whole = ts.KvStore.open(_ocdbt(folder), context=context).result().with_transaction(merging)

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from zerojax.errors import ConfigurationError, RunError
-from zerojax.multihost.agreement import run_on_process_zero
-from zerojax.run.checkpoints import step_dirs
+from zerojax.multihost.agreement import run_on_each_process, run_on_process_zero
+from zerojax.multihost.files import on_own_disks
+from zerojax.run.checkpoints import parts, step_dirs
 from zerojax.run.checkpoints.manifest import DamagedError, Manifest, read_manifest, verify
 
 
@@ -52,8 +53,9 @@ def choose(
 ) -> tuple[Manifest | None, list[str]]:
     """Choose the newest valid checkpoint, on process zero for all; rename newer, damaged ones.
 
-    Arguments and errors are as for ``newest_valid``. ``check`` gets the step, or None if there is no
-    checkpoint. It may raise a ConfigurationError before anything is renamed.
+    If the hosts share no file system, they choose the newest one that they have whole together, and every
+    host gets the parts that it lacks. Arguments and errors are as for ``newest_valid``. ``check`` gets
+    the step, or None if there is no checkpoint. It may raise a ConfigurationError before anything is renamed.
 
     Returns:
         The manifest of the checkpoint, or None if there is none; and a line for each damaged one.
@@ -64,9 +66,17 @@ def choose(
         check(found.step)
         return {"step": found.step, "lines": set_damaged_aside(folder, found)}
 
-    chosen = run_on_process_zero(choice)
-    step = chosen["step"]
-    return None if step is None else read_manifest(folder / str(step)), chosen["lines"]
+    if on_own_disks(folder):
+        step, damaged = parts.newest_complete(folder, checksums=checksums)
+        check(step)
+        moved = run_on_each_process(lambda: set_damaged_aside(folder, Choice(step, damaged)))
+        lines = [f"process {rank}: {line}" for rank, each in enumerate(moved) for line in each]
+        if step is not None:
+            parts.bring_to_all_hosts(folder, step)
+    else:
+        chosen = run_on_process_zero(choice)
+        step, lines = chosen["step"], chosen["lines"]
+    return None if step is None else read_manifest(folder / str(step)), lines
 
 
 def set_damaged_aside(folder: Path, choice: Choice) -> list[str]:

@@ -9,6 +9,7 @@ The transfer goes to page-locked memory, which is several times faster. It goes 
 memory is slow to allocate, and XLA limits how much a process has.
 """
 
+import functools
 import math
 import os
 import re
@@ -27,9 +28,11 @@ from orbax.checkpoint._src.serialization.types import DefaultSerializationStatus
 
 from zerojax.comm.gather import gather_from_all
 from zerojax.errors import RunError, error_line
+from zerojax.multihost.files import on_own_disks
 from zerojax.run.checkpoints import step_dirs
 from zerojax.run.checkpoints.canonical import abstract_canonical, to_canonical
 from zerojax.run.checkpoints.manifest import Manifest, Record, write_manifest
+from zerojax.run.checkpoints.parts import bring_to_all_hosts, remove_merged
 from zerojax.run.checkpoints.portions import write_in_portions
 from zerojax.run.checkpoints.select import read_manifests
 from zerojax.sharding.host_memory import free_host_memory, host_limit, pool_bytes
@@ -130,7 +133,9 @@ def _lowest(manifests: Sequence[Manifest], count: int) -> list[int]:
 class Checkpoints:
     """The checkpoints that a run writes.
 
-    All processes save together, to one file system. The first one writes manifests and cleans up.
+    All processes save together. The first one writes manifests and cleans up. If the hosts share no file
+    system, each process does so on its own disk, where it saves what its devices hold
+    (``zerojax.run.checkpoints.parts``).
     """
 
     def __init__(
@@ -166,7 +171,8 @@ class Checkpoints:
         self._last = start
         self._beside_training: bool | None = None
         self._in_portions = False
-        if jax.process_index() == 0:
+        self._own_disks = on_own_disks(folder)
+        if self._cleans_up:
             for line in step_dirs.clear_leftovers(folder):
                 say(line)
 
@@ -175,6 +181,10 @@ class Checkpoints:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def _cleans_up(self) -> bool:
+        return self._own_disks or jax.process_index() == 0
 
     def save(
         self,
@@ -230,14 +240,20 @@ class Checkpoints:
         }
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with transfer_options(state):
+            with transfer_options(state, own_disks=self._own_disks):
                 writing = ocp.save_checkpointables_async(str(draft.absolute()), arrays)
             if self._in_portions:
                 writing.result()
-                write_in_portions(draft, states)
+                write_in_portions(draft, states, own_disks=self._own_disks)
         except Exception as error:
             raise self._failure(step, error) from error
-        self._saving = step, self._worker.submit(self._finish, writing, step, record)
+        # The same time in all parts of a checkpoint tells them from parts of another save.
+        saved_at = gather_from_all(self._clock())[0] if self._own_disks else self._clock()
+        part, parts = (jax.process_index(), jax.process_count()) if self._own_disks else (0, 1)
+        if all(is_whole_here(one) for one in states.values()):
+            part, parts = 0, 1
+        finish = functools.partial(self._finish, writing, step, saved_at, record, part=part, parts=parts)
+        self._saving = step, self._worker.submit(finish)
         self._last = step
         return True
 
@@ -280,13 +296,33 @@ class Checkpoints:
         finally:
             self._worker.shutdown()
 
-    def _finish(self, writing: ocp.AsyncResponse[None], step: int, record: Record) -> None:
+    def share(self) -> None:
+        """Bring all parts of the last checkpoint to all hosts, if they share no file system.
+
+        All processes call it together, at the end of a run. Errors as for ``save``.
+        """
+        self.wait()
+        if self._own_disks and self._last is not None:
+            bring_to_all_hosts(self._folder, self._last)
+
+    def _finish(
+        self,
+        writing: ocp.AsyncResponse[None],
+        step: int,
+        saved_at: float,
+        record: Record,
+        *,
+        part: int,
+        parts: int,
+    ) -> None:
         """Wait for the files of all processes, write the manifest, rename, and remove surplus checkpoints."""
         writing.result()
-        if jax.process_index() != 0:
+        if not self._cleans_up:
             return
         draft = step_dirs.unfinished(self._folder, step)
-        write_manifest(draft, step, self._clock(), record)
+        if parts > 1:
+            remove_merged(draft)
+        write_manifest(draft, step, saved_at, record, part=part, parts=parts)
         draft.rename(self._folder / str(step))
         # Checkpoints of later steps belong to another run, from which this one did not resume.
         there = [manifest for manifest in read_manifests(self._folder) if manifest.step <= step]
@@ -295,7 +331,7 @@ class Checkpoints:
                 self._say(line)
 
     def _failure(self, step: int, error: Exception) -> RunError:
-        if jax.process_index() == 0:
+        if self._cleans_up:
             step_dirs.clear_failed(self._folder, step)
         return RunError(
             f"cannot save checkpoint {self._folder / str(step)}: {_reason(error)}; older ones are intact"
@@ -356,16 +392,40 @@ def _room(memories: list[dict[str, int]]) -> float:
     return min((memory["bytes_limit"] - memory["peak_bytes_in_use"] for memory in known), default=math.inf)
 
 
-def transfer_options(state: TrainState) -> ocp.Context:
-    """Orbax's options for the transfer to the host: a portion follows when the one before is written."""
+def is_whole_here(state: TrainState) -> bool:
+    """Whether this process's devices together hold every element of the arrays of a checkpoint."""
+
+    def is_here(x: jax.ShapeDtypeStruct) -> bool:
+        assert x.sharding is not None
+        here = x.sharding.addressable_devices_indices_map(x.shape).values()
+        return {*here} == {*x.sharding.devices_indices_map(x.shape).values()}
+
+    return all(map(is_here, jax.tree.leaves(abstract_canonical(state))))
+
+
+def transfer_options(state: TrainState, *, own_disks: bool = False) -> ocp.Context:
+    """Orbax's options for the transfer to the host: a portion follows when the one before is written.
+
+    With ``own_disks`` every process writes all that its devices hold, and its own metadata.
+    """
     pinned = on_gpus(state.spec.mesh.devices.flat)
     array_options = ocp.options.ArrayOptions(
-        saving=ocp.options.ArrayOptions.Saving(enable_pinned_host_transfer=pinned)
+        saving=ocp.options.ArrayOptions.Saving(
+            enable_pinned_host_transfer=pinned, use_replica_parallel=not own_disks
+        )
     )
     memory_options = ocp.options.MemoryOptions(
         transfer_concurrent_bytes=PORTION, serialization_status_callback=_InBackground()
     )
-    return ocp.Context(array_options=array_options, memory_options=memory_options)
+    processes = ocp.options.MultiprocessingOptions(primary_host=None if own_disks else 0)
+    # Orbax tells all processes that the directories exist as soon as one has created its own.
+    directories = ocp.options.AsyncOptions(create_directories_asynchronously=not own_disks)
+    return ocp.Context(
+        array_options=array_options,
+        memory_options=memory_options,
+        multiprocessing_options=processes,
+        async_options=directories,
+    )
 
 
 def reserve_for_saves(states: Sequence[TrainState]) -> None:

@@ -1,0 +1,139 @@
+"""Checkpoints on hosts that share no file system.
+
+Each process saves what its devices hold on its own disk, with a manifest. That is a part of the checkpoint,
+or all of it if every node has the whole state. Parts of one save have the same time in their manifests. A
+part lacks Orbax's merged stores ("manifest.ocdbt" and "d"), because they refer to the parts of all processes.
+
+When a run starts, and at its end, the hosts send each other what they lack. Then every host has the whole
+checkpoint, as on a shared file system, and any command can read it on any host and mesh. Files of other parts
+are added before the manifest is replaced, so an interruption leaves a valid part.
+"""
+
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import jax
+import tensorstore as ts
+
+from zerojax.comm.gather import gather_from_all
+from zerojax.errors import ConfigurationError, RunError
+from zerojax.multihost.files import exchange_files
+from zerojax.run.checkpoints import step_dirs
+from zerojax.run.checkpoints.manifest import (
+    DamagedError,
+    Manifest,
+    files_of,
+    parse_manifest,
+    read_manifest,
+    sizes_and_checksums,
+    verify,
+    write_manifest,
+)
+from zerojax.run.checkpoints.portions import merge
+from zerojax.validation.untrusted import dump_checked
+
+Hosts = Sequence[Manifest | None]
+"""For each process the manifest of its part of a checkpoint; None if it has none."""
+
+_MERGED = re.compile(r"[^/]+/(manifest\.ocdbt|d/.*)")
+
+
+def newest_complete(folder: Path, *, checksums: bool) -> tuple[int | None, dict[int, str]]:
+    """Find the newest checkpoint that the hosts together have whole. All processes call it together.
+
+    Returns:
+        Its step, or None if no host has a checkpoint; and for each step that this process has and cannot use,
+        the reason.
+
+    Raises:
+        ConfigurationError: there are checkpoints, but none is complete.
+        RunError: a file cannot be read for a reason other than damage.
+    """
+    own, unusable = step_dirs.steps(folder), dict[int, str]()
+    steps = sorted({step for each in gather_from_all(own) for step in each}, reverse=True)
+    for step in steps:
+        mine = None
+        try:
+            mine = (
+                verify(folder / str(step), step, checksums=checksums, is_part=True) if step in own else None
+            )
+        except DamagedError as error:
+            unusable[step] = str(error)
+        save = _newest_save(_of_all(mine))
+        if step in own and save[jax.process_index()] is None:
+            unusable.setdefault(step, "the job's hosts do not have all of its parts")
+        if any(save):
+            return step, unusable
+    if steps:
+        reasons = [why for each in gather_from_all(unusable) for why in each.values()]
+        raise ConfigurationError(
+            f"no checkpoint in {folder} can be used, of steps {steps}: {reasons[0]}. Bring back the disks of "
+            "the hosts that saved them, or move the checkpoints away to start over"
+        )
+    return None, {}
+
+
+def bring_to_all_hosts(folder: Path, step: int) -> None:
+    """Make a checkpoint whole on every host, from the parts that the hosts have together.
+
+    All processes call it together.
+
+    Raises:
+        RunError: a file has changed on its way.
+    """
+    path, draft = folder / str(step), step_dirs.unfinished(folder, step)
+    hosts = _newest_save(_of_all(read_manifest(path) if path.exists() else None))
+    if all(one is not None and one.parts == 1 for one in hosts):
+        return
+    rank, whole = jax.process_index(), [one is not None and one.parts == 1 for one in hosts]
+    senders = {whole.index(True)} if any(whole) else {*range(len(hosts))}
+    sent = {i: _pieces(one) for i, one in enumerate(hosts) if one is not None and i in senders}
+    every = {name: x for i in sorted(sent, reverse=True) for name, x in sent[i].items()}
+    mine = hosts[rank]
+    place = draft if mine is None else path
+    if mine is not None and not whole[rank]:
+        for left in {*files_of(path)} - {*mine.files}:  # by a start that was interrupted
+            (path / left).unlink()
+    lacking = set() if whole[rank] else {*every} - {*(mine.files if mine else ())}
+    exchange_files(place, sent.get(rank, {}), lacking)
+    if whole[rank]:
+        return
+    if any(x != every[name] for name, x in sizes_and_checksums(place, lacking).items()):
+        raise RunError(f"checkpoint {path} has changed on its way from other hosts: start the run again")
+    remove_merged(place)
+    for kind in {part.parent for part in place.glob("*/ocdbt.process_*")}:
+        merge(kind, ts.Context())
+    like = next(one for one in (mine, *hosts) if one is not None)
+    write_manifest(place, step, like.saved_at, like.record)
+    if mine is None:
+        draft.rename(path)
+
+
+def remove_merged(path: Path) -> None:
+    """Remove the stores that refer to the stores of several processes."""
+    for kind in filter(Path.is_dir, path.iterdir()):
+        (kind / "manifest.ocdbt").unlink(missing_ok=True)
+        shutil.rmtree(kind / "d", ignore_errors=True)
+
+
+def _pieces(manifest: Manifest) -> dict[str, tuple[int, int]]:
+    """The files of a checkpoint that are needed on any host; the others are merged from them."""
+    return {name: x for name, x in manifest.files.items() if not _MERGED.fullmatch(name)}
+
+
+def _of_all(own: Manifest | None) -> Hosts:
+    texts = gather_from_all(own and dump_checked(asdict(own)))
+    return [None if text is None else parse_manifest(text) for text in texts]
+
+
+def _newest_save(hosts: Hosts) -> Hosts:
+    """The parts of the newest save that is complete; all None if none is."""
+    for saved_at in sorted({one.saved_at for one in hosts if one}, reverse=True):
+        save = [one if one and one.saved_at == saved_at else None for one in hosts]
+        found = [one for one in save if one]
+        if any(one.parts == 1 for one in found) or len({one.part for one in found}) == found[0].parts:
+            return save
+    return [None] * len(hosts)
