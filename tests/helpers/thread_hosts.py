@@ -13,7 +13,8 @@ from jax.experimental import multihost_utils
 
 def on_hosts[T](monkeypatch: pytest.MonkeyPatch, count: int, run: Callable[[int], T]) -> list[T]:
     """Call ``run`` with each rank, in as many threads at once; returns the results by rank."""
-    own, barrier, values = threading.local(), threading.Barrier(count, timeout=20), [None] * count
+    own, barrier = threading.local(), threading.Barrier(count, timeout=20)
+    values = [np.zeros(())] * count
 
     def gather(value: Any, **_: object) -> np.ndarray:
         values[own.rank] = np.array(value)

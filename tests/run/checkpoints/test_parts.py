@@ -32,9 +32,10 @@ def save(host: Path, step: int, part: int, parts: int = 2, at: float = 1.0) -> P
 
 def choose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hosts: int = 3) -> tuple[Any, list[str]]:
     """What a start of the run chooses on all hosts."""
-    (one, *others) = on_hosts(monkeypatch, hosts, lambda i: selection.choose(tmp_path / str(i)))
-    assert all(other[0].step == one[0].step and other[1] == one[1] for other in others)
-    return one[0].step, one[1]
+    found = on_hosts(monkeypatch, hosts, lambda i: selection.choose(tmp_path / str(i)))
+    (one, *others) = [(manifest and manifest.step, lines) for manifest, lines in found]
+    assert all(other == one for other in others)
+    return one
 
 
 def chunks(path: Path) -> dict[str, str]:
