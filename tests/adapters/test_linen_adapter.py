@@ -133,7 +133,7 @@ def plain_step(loss: Any, state: zerojax.TrainState) -> tuple[float, Any, dict[s
             caller = Caller(module, {"params": params, "batch_stats": stats})
             return loss(caller, rows), caller.variables["batch_stats"]
 
-        (value, changed), grad = jax.value_and_grad(own, has_aux=True)(params)
+        (value, changed), grad = jax.jit(jax.value_and_grad(own, has_aux=True))(params)
         losses, grads, after = [*losses, value], [*grads, grad], [*after, changed]
     mean = lambda *x: sum(x) / len(x)  # noqa: E731
     params = jax.tree.map(lambda w, *g: w - RATE * mean(*g), params, *grads)

@@ -23,6 +23,17 @@ def adapter() -> tuple[jax.Array, jax.Array]:
     return exact(5, 16, 3), exact(6, 3, 32)
 
 
+def with_gradients(run, *args):
+    """The results of a function, and their gradients for drawn cotangents."""
+
+    @jax.jit
+    def both(*args):
+        out, pull = jax.vjp(run, *args)
+        return out, pull(jax.tree.map(lambda y: exact(2, *y.shape).astype(y.dtype), out))
+
+    return both(*args)
+
+
 def bounded(x, y):
     """Both in units of the largest of the second."""
     x, y = (np.asarray(one, np.float32) for one in (x, y))
@@ -42,12 +53,10 @@ def test_every_way_to_a_matmul(name):
     def plain(w, a, b, x):
         return MATMULS[name](w + 2 * a @ b, x)
 
-    found, pull = jax.vjp(run, w, a, b, x)
-    wanted, wanted_pull = jax.vjp(plain, w, a, b, x)
+    (found, gradients), (wanted, wanted_gradients) = (with_gradients(one, w, a, b, x) for one in (run, plain))
     within = 2**-6 if name in ("cast", "wider sum", "nnx.Linear") else 1e-6  # the former in bf16
     jax.tree.map(lambda x, y: np.testing.assert_allclose(*bounded(x, y), atol=within), found, wanted)
-    cotangent = jax.tree.map(lambda y: exact(2, *y.shape).astype(y.dtype), wanted)
-    for own, other in zip(pull(cotangent)[1:], wanted_pull(cotangent)[1:], strict=True):
+    for own, other in zip(gradients[1:], wanted_gradients[1:], strict=True):
         np.testing.assert_allclose(*bounded(own, other), atol=2 * within)
 
 
@@ -66,12 +75,11 @@ def test_pieces_have_adapters_of_their_own(name):
         weight = LowRankOperand.of(w, a, b, jnp.uint32(0), lora, "block/w")
         return at_matmuls(lambda weights, x: MATMULS[name](weights[0], x))((weight,), x)
 
-    found, pull = jax.vjp(run, a, b)
-    wanted, wanted_pull = jax.vjp(lambda a, b: MATMULS[name](whole(w, a, b), x), a, b)
+    found, gradients = with_gradients(run, a, b)
+    wanted, wanted_gradients = with_gradients(lambda a, b: MATMULS[name](whole(w, a, b), x), a, b)
     within = 2**-6 if name == "nnx.Linear" else 1e-6
     np.testing.assert_allclose(*bounded(found, wanted), atol=within)
-    cotangent = exact(2, *wanted.shape).astype(wanted.dtype)
-    for mine, other in zip(pull(cotangent), wanted_pull(cotangent), strict=True):
+    for mine, other in zip(gradients, wanted_gradients, strict=True):
         np.testing.assert_allclose(*bounded(mine, other), atol=2 * within)
     np.testing.assert_array_equal(merged(w, a, b, lora, "block/w"), whole(w, a, b))
 

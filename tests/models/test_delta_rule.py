@@ -72,7 +72,7 @@ def test_equal_keys_that_replace_each_other_stay_exact():
     given = inputs(CHUNK)
     given["key"][:] = given["key"][:, :1]
     given["beta"][:], given["log_decay"][:] = 1, 0
-    out, _ = gated_delta_rule(**fp32(given))
+    out, _ = jax.jit(gated_delta_rule)(**fp32(given))
     np.testing.assert_allclose(out, by_token(given, np.zeros((BATCH, CHUNK), np.int32)), atol=1e-5)
 
 
@@ -115,14 +115,18 @@ def test_nothing_crosses_from_one_document_to_the_next(beta):
         out, _ = gated_delta_rule(**given, value=mixed.reshape(value.shape), documents=jnp.asarray(numbers))
         return jnp.where(chosen[..., None, None], out, 0)
 
+    @jax.jit
+    def with_gradients(value: jax.Array, given: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
+        out, pull = jax.vjp(out_of_document, value, given)
+        return out, pull(jnp.ones_like(out))
+
     value = given.pop("value")
-    out, pull = jax.vjp(out_of_document, value, given)
-    of_value, of_given = pull(jnp.ones_like(out))
+    out, (of_value, of_given) = with_gradients(value, given)
     for gradient in jax.tree.leaves((of_value, of_given)):
         others = np.asarray(gradient)[~np.asarray(chosen)]
         assert np.all(others == 0)
         assert np.any(np.asarray(gradient) != 0)
-    large = out_of_document(jnp.where(chosen[..., None, None], value, 1e30), given)
+    large, _ = with_gradients(jnp.where(chosen[..., None, None], value, 1e30), given)
     np.testing.assert_array_equal(large, out)
 
 
@@ -135,7 +139,7 @@ def test_a_document_that_decays_fast_leaves_finite_gradients(beta):
     def total(given: dict[str, Any]) -> jax.Array:
         return jnp.sum(gated_delta_rule(**given, documents=numbers.astype(jnp.int32))[0] ** 2)
 
-    for gradient in jax.tree.leaves(jax.grad(total)(given)):
+    for gradient in jax.tree.leaves(jax.jit(jax.grad(total))(given)):
         assert np.all(np.isfinite(gradient))
 
 
@@ -143,12 +147,12 @@ def test_a_document_that_decays_fast_leaves_finite_gradients(beta):
 def test_a_row_in_pieces_is_the_whole_row(beta):
     """The state and the last inputs of the convolution go from piece to piece, also after padding."""
     time, taps = CHUNK + 20, 4
-    given = fp32(inputs(time, beta=beta))
-    whole, state = gated_delta_rule(**given)
+    given, rule = fp32(inputs(time, beta=beta)), jax.jit(gated_delta_rule)
+    whole, state = rule(**given)
     pieces, carried = [], None
     for first, last in ((0, 30), (30, 31), (31, time)):
         own = jax.tree.map(lambda x, cut=slice(first, last): x[:, cut], given)
-        out, carried = gated_delta_rule(**own, state=carried)
+        out, carried = rule(**own, state=carried)
         pieces.append(out)
     np.testing.assert_allclose(jnp.concatenate(pieces, 1), whole, atol=1e-5)
     np.testing.assert_allclose(carried, state, atol=1e-5)
@@ -156,7 +160,7 @@ def test_a_row_in_pieces_is_the_whole_row(beta):
     x = given["value"].reshape(BATCH, time, -1)
     kernel = jax.random.normal(jax.random.key(0), (taps, x.shape[2]))
     padded, before = jnp.pad(x, ((0, 0), (0, 8), (0, 0))), jnp.zeros((BATCH, taps - 1, x.shape[2]))
-    wanted, run = short_convolution(x, kernel), functools.partial(short_convolution, kernel=kernel)
+    wanted, run = short_convolution(x, kernel), jax.jit(functools.partial(short_convolution, kernel=kernel))
     for first, count in ((0, 1), (1, 2), (3, time - 3)):
         piece = padded[:, first : first + count + 5]
         np.testing.assert_allclose(

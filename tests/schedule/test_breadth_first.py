@@ -37,7 +37,7 @@ def test_one_after_another_is_a_map_with_summed_gradients():
     args = body_arguments()
     run = map_microbatches(jax.checkpoint(body), (True, (False, False)))
     plain = jax.vmap(body, in_axes=(None, 0, None))
-    for found, wanted in zip(run(*args), plain(*args), strict=True):
+    for found, wanted in zip(jax.jit(run)(*args), jax.jit(plain)(*args), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
     def loss(run: Any, weights: Any, x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -45,8 +45,10 @@ def test_one_after_another_is_a_map_with_summed_gradients():
         return jnp.sum(jnp.sin(y) * index[..., None])
 
     weights, x, (scale, _) = args
-    found = jax.grad(functools.partial(loss, run), argnums=(0, 1, 2))(weights, x, scale)
-    wanted = jax.grad(functools.partial(loss, plain), argnums=(0, 1, 2))(weights, x, scale)
+    found, wanted = (
+        jax.jit(jax.grad(functools.partial(loss, one), argnums=(0, 1, 2)))(weights, x, scale)
+        for one in (run, plain)
+    )
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, wanted)
 
 
