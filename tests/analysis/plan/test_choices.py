@@ -6,7 +6,7 @@ import pytest
 
 from zerojax.analysis.gpus import GPUS
 from zerojax.analysis.plan import Cluster
-from zerojax.analysis.plan.choices import choose_remat
+from zerojax.analysis.plan.choices import choose_remat, choose_state_spread
 from zerojax.analysis.plan.memory import KINDS, PredictedMemory
 from zerojax.analysis.plan.speed import StepTime
 from zerojax.errors import ConfigurationError
@@ -63,3 +63,27 @@ def test_what_is_hardly_faster_or_cannot_be_is_not_named():
         return memory, StepTime(seconds, 0, 0, 0, seconds)
 
     assert choose_remat(ZeroConfig(), Cluster(1, 1, GPU, 0, memory_fraction=1.0), alike) is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "now", "device", "said"),
+    [
+        (2, "world", 80e9, True),
+        (2, "world", 30e9, False),
+        (1, "world", 80e9, False),
+        (2, "node", 80e9, False),
+    ],
+)
+def test_the_state_in_every_node_is_proposed_where_it_fits(nodes, now, device, said):
+    cluster = Cluster(nodes, 1, GPU, 25e9, memory_fraction=device / GPU.memory)
+    tried = []
+
+    def predict(zero: ZeroConfig) -> tuple[PredictedMemory, StepTime]:
+        tried.append(zero.state_spread)
+        return predicted(zero)
+
+    advice = choose_state_spread(ZeroConfig(state_spread=now), cluster, predict)
+    assert (advice is not None) == said
+    if advice is not None:
+        assert tried == ["node"]
+        assert advice.endswith("A GPU then holds 34.0 GB, and a step takes 1.20 s.")

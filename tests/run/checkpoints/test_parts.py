@@ -8,6 +8,7 @@ import pytest
 import tensorstore as ts
 from thread_hosts import on_hosts
 
+from zerojax.cli import main
 from zerojax.errors import ConfigurationError
 from zerojax.run.checkpoints import DamagedError, Record, read_manifest, verify
 from zerojax.run.checkpoints import select as selection
@@ -91,6 +92,14 @@ def test_a_damaged_checkpoint_is_replaced_by_another_hosts(
     assert line.startswith("process 0: checkpoint")
     assert line.endswith("it is now called 4.damaged")
     assert chunks(tmp_path / "0" / "4") == {"x/zarr.json": "4 x/zarr.json", "x/c/0": "4 x/c/0"}
+
+
+def test_commands_on_one_host_do_not_read_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "checkpoints", 4, 1)
+    assert main(["checkpoints", str(tmp_path)]) == 0
+    assert "part 2 of 2, verified" in capsys.readouterr().out
+    with pytest.raises(ConfigurationError, match="this host has only part 2 of 2"):
+        selection.find(tmp_path)
 
 
 def test_a_run_does_not_begin_anew_without_a_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
