@@ -439,6 +439,21 @@ def test_adapters_of_experts_come_back_as_they_were(name: str, tmp_path: Path):
     assert adapter_lora(tmp_path / "other", source.model) == other.spec.lora
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bamba", "olmo-hybrid", "qwen3-5"])
+def test_adapters_of_recurrent_layers_come_back_as_they_were(name: str, tmp_path: Path):
+    """Their norms of small values make more of the rounding than attention does."""
+    source, files = ModelFolder.open(FIXTURES / "families" / name), ADAPTERS / name
+    state = load_adapter(created(source, files), files, source.model)
+    logits = zerojax.gather_model(state)(np.load(source.folder / "expected.npz")["tokens"])
+    np.testing.assert_allclose(logits, np.load(files / "expected.npz")["logits"], rtol=0, atol=1e-4)
+    export_adapter(state, source.model, tmp_path / "out", base=str(source.folder))
+    ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "out", files))
+    assert ours.keys() == theirs.keys()
+    for key, x in theirs.items():
+        np.testing.assert_array_equal(ours[key], x, err_msg=key)
+
+
 def test_what_cannot_hold_adapters_of_experts_is_refused(tmp_path: Path):
     source, files = ModelFolder.open(FIXTURES / "families" / "mixtral"), ADAPTERS / "mixtral"
     state = abstract(source.model, LoRA(rank=2, targets=("*out/kernel", "*/gate", "*/up")))
