@@ -8,11 +8,17 @@ from zerojax.validation.untrusted import is_unicode, printable
 
 
 def check_checkpoint_path(folder: Path) -> None:
-    """Refuse a folder of checkpoints if its absolute path is a shell pattern, or is not valid Unicode.
+    """Refuse a folder of checkpoints if its path is an object store's, a shell pattern, or not valid Unicode.
 
     Orbax finds the files that it has just written by a pattern. In such a folder it would silently skip all
     arrays.
     """
+    store, *_ = (*folder.parts, "")
+    if store.endswith(":") and not folder.exists():
+        raise ConfigurationError(
+            f"{printable(store)}// names an object store, which cannot rename: give a folder on a disk, "
+            "of each host or shared, and copy it to the store"
+        )
     path = str(folder.absolute())
     if glob.escape(path) != path or "\\" in path or not is_unicode(path):
         raise ConfigurationError(
