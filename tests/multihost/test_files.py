@@ -60,10 +60,13 @@ def test_every_host_gets_what_it_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_process_0_shares_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     write(tmp_path / "0", FILES)
-    write(tmp_path / "1", {"b/c": b"other", "d": FILES["d"], "e": b"of an earlier start"})
+    write(tmp_path / "1", {"b/c": b"other", "d": FILES["d"]})
     sent = []
     real = files.exchange_files
     monkeypatch.setattr(files, "exchange_files", lambda *given: sent.append(given[2]) or real(*given))
     on_hosts(monkeypatch, 3, lambda i: share_folder(tmp_path / str(i)))
     assert all(contents(tmp_path / str(rank)) == FILES for rank in range(3))
     assert sorted(map(len, sent)) == [0, 2, 3], "a large file of the same size is there already"
+    write(tmp_path / "1", {"e": b"of another run"})
+    with pytest.raises(ConfigurationError, match="e is on a host, and not on process 0's"):
+        on_hosts(monkeypatch, 3, lambda i: share_folder(tmp_path / str(i)))

@@ -131,14 +131,20 @@ def share_folder(folder: Path) -> None:
     """Bring all files of process 0's folder to hosts on whose disks they are missing or differ in size.
 
     All processes call it together. Small files are always sent, because they may differ in content alone.
+
+    Raises:
+        ConfigurationError: a host has a file that process 0 does not have.
     """
     if not on_own_disks(folder):
         return
     (there, *_) = gather_from_all(_sizes(folder))
     mine, first = _sizes(folder), jax.process_index() == 0
     lacking = [name for name, size in there.items() if size < _LEAST or mine.get(name) != size]
-    for name in {*mine} - {*there}:
-        (folder / name).unlink()
+    others = gather_from_all(sorted({*mine} - {*there}))
+    if found := next((name for each in others for name in each), None):
+        raise ConfigurationError(
+            f"{folder / found} is on a host, and not on process 0's: it is another run's. Move it away"
+        )
     exchange_files(folder, there if first else (), () if first else lacking)
 
 
