@@ -144,7 +144,7 @@ def test_moving_biases_even_out_a_skewed_load():
     assert counts[-10:].mean(0).max() < 1.1 * mean
     trained = nnx.merge(graph, weights, state)
     trained.eval()
-    trained(x)
+    nnx.jit(lambda layer: layer(x))(trained)
     for name, value in nnx.to_flat_state(nnx.state(trained, nnx.Not(nnx.Param))):
         np.testing.assert_array_equal(
             value[...], dict(nnx.to_flat_state(state))[name][...], err_msg=str(name)

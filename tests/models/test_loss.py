@@ -1,3 +1,4 @@
+import functools
 from typing import Any
 
 import jax
@@ -36,28 +37,28 @@ def plain(hidden, unembedding, labels, softcap=None):
 )
 def test_value_and_gradients_are_the_plain_ones(chunk, softcap):
     hidden, unembedding, labels = case()
-    (loss, count), gradients = jax.value_and_grad(cross_entropy, argnums=(0, 1), has_aux=True)(
-        hidden, unembedding, labels, chunk=chunk, softcap=softcap
+    run = functools.partial(cross_entropy, chunk=chunk, softcap=softcap)
+    (loss, count), gradients = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True))(
+        hidden, unembedding, labels
     )
-    expected, expected_gradients = jax.value_and_grad(plain, argnums=(0, 1))(
-        hidden, unembedding, labels, softcap
-    )
+    expected, expected_gradients = jax.jit(
+        jax.value_and_grad(functools.partial(plain, softcap=softcap), argnums=(0, 1))
+    )(hidden, unembedding, labels)
     assert float(count) == 47
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)
     for ours, theirs in zip(gradients, expected_gradients, strict=True):
         assert float(jnp.linalg.norm(ours - theirs) / jnp.linalg.norm(theirs)) < 1e-6
     # Without a gradient another path computes the value.
-    np.testing.assert_allclose(
-        cross_entropy(hidden, unembedding, labels, chunk=chunk, softcap=softcap)[0], expected, rtol=1e-6
-    )
+    np.testing.assert_allclose(jax.jit(run)(hidden, unembedding, labels)[0], expected, rtol=1e-6)
 
 
 def test_bf16_operands_keep_their_dtype_and_accumulate_in_fp32():
     hidden, unembedding, labels = case(jnp.bfloat16)
-    (loss, _), gradients = jax.value_and_grad(cross_entropy, argnums=(0, 1), has_aux=True)(
-        hidden, unembedding, labels, chunk=16
+    run = functools.partial(cross_entropy, chunk=16)
+    (loss, _), gradients = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True))(
+        hidden, unembedding, labels
     )
-    exact, exact_gradients = jax.value_and_grad(plain, argnums=(0, 1))(
+    exact, exact_gradients = jax.jit(jax.value_and_grad(plain, argnums=(0, 1)))(
         hidden.astype(jnp.float32), unembedding.astype(jnp.float32), labels
     )
     assert loss.dtype == jnp.float32
@@ -75,7 +76,7 @@ def test_huge_logits_do_not_overflow():
 
 def test_no_counted_token_is_a_loss_of_zero():
     hidden, unembedding, labels = case()
-    (loss, count), gradient = jax.value_and_grad(cross_entropy, has_aux=True)(
+    (loss, count), gradient = jax.jit(jax.value_and_grad(cross_entropy, has_aux=True))(
         hidden, unembedding, jnp.full_like(labels, -1)
     )
     assert (float(loss), float(count)) == (0, 0)
@@ -89,7 +90,7 @@ def test_a_label_outside_the_vocabulary_is_nan():
 
 def test_any_negative_label_does_not_count():
     hidden, unembedding, labels = case()
-    run = jax.value_and_grad(cross_entropy, argnums=(0, 1), has_aux=True)
+    run = jax.jit(jax.value_and_grad(cross_entropy, argnums=(0, 1), has_aux=True))
     ours = run(hidden, unembedding, jnp.where(labels < 0, -100, labels))
     jax.tree.map(np.testing.assert_array_equal, ours, run(hidden, unembedding, labels))
     assert not np.any(label_log_probs(hidden, unembedding, jnp.full_like(labels, -100)))
@@ -127,8 +128,9 @@ def test_lm_loss_equals_the_loss_of_the_models_logits():
     config = GPTConfig(vocab_size=VOCAB, layers=1, d_model=8, heads=2, max_seq_len=6, loss_chunk=5)
     model = GPT(config, rngs=nnx.Rngs(0))
     tokens = jax.random.randint(jax.random.key(0), (3, 7), 0, VOCAB).at[1, 4:].set(-1)
-    loss, aux = lm_loss(model, {"tokens": tokens})
-    scores = jax.nn.log_softmax(model(jnp.maximum(tokens[:, :-1], 0)))
+    loss, aux = nnx.jit(lm_loss)(model, {"tokens": tokens})
+    plain_scores = nnx.jit(lambda model, tokens: jax.nn.log_softmax(model(tokens)))
+    scores, tokens = map(np.asarray, (plain_scores(model, jnp.maximum(tokens[:, :-1], 0)), tokens))
     picked = [scores[b, t, tokens[b, t + 1]] for b in range(3) for t in range(6) if tokens[b, t + 1] >= 0]
     assert float(aux["tokens"]) == len(picked) == 15
     assert float(loss) == pytest.approx(-float(np.mean(picked)), rel=1e-5)
@@ -161,7 +163,7 @@ def test_log_probs_of_labels_and_their_gradients(chunk, softcap, temperature):
         found = jnp.where(labels >= 0, every[jnp.arange(TOKENS), labels], 0)
         return jnp.sum(factors * found), found
 
-    both = [jax.grad(f, argnums=(0, 1), has_aux=True)(hidden, unembedding) for f in (ours, theirs)]
+    both = [jax.jit(jax.grad(f, argnums=(0, 1), has_aux=True))(hidden, unembedding) for f in (ours, theirs)]
     for found, expected in zip(*map(jax.tree.leaves, both), strict=True):
         assert float(jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected)) < 2e-6
 

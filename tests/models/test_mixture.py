@@ -50,21 +50,27 @@ def blocks_of(model: GPT) -> list[Block]:
     return list(model.blocks)
 
 
-def by_hand(model: GPT, tokens: jax.Array) -> dict[str, float]:
-    """The metrics, from each layer's logits in fp64."""
+@nnx.jit
+def router_inputs(model: GPT, tokens: jax.Array) -> list[jax.Array]:
+    """What the router of each mixture reads."""
     c, found = model.config, []
     x, rope = model.embed_tokens(tokens, jnp.arange(tokens.shape[1]), tokens.shape[1])
     for block in blocks_of(model):
-        if not isinstance(experts := block.mlp, Experts):
-            x = block(x, rope)
-            assert not isinstance(x, tuple)
-            continue
-        attention = block.attention
-        middle = x + attention.join(attention.mix(attention.project(block.norm_attention(x), rope)))
-        routed = block.norm_mlp(middle).reshape(-1, c.d_model)
-        logits = np.asarray(routed, np.float64) @ np.asarray(experts.router[...], np.float64)
+        if isinstance(block.mlp, Experts):
+            attention = block.attention
+            middle = x + attention.join(attention.mix(attention.project(block.norm_attention(x), rope)))
+            found.append(block.norm_mlp(middle).reshape(-1, c.d_model))
         x = block(x, rope)
         assert not isinstance(x, tuple)
+    return found
+
+
+def by_hand(model: GPT, tokens: jax.Array) -> dict[str, float]:
+    """The metrics, from each layer's logits in fp64."""
+    c, found = model.config, []
+    mixtures = [block.mlp for block in blocks_of(model) if isinstance(block.mlp, Experts)]
+    for experts, routed in zip(mixtures, router_inputs(model, tokens), strict=True):
+        logits = np.asarray(routed, np.float64) @ np.asarray(experts.router[...], np.float64)
         sums = np.exp(logits).sum(1)
         p = np.exp(logits) / sums[:, None]
         chosen = np.argsort(-logits, axis=1)[:, : c.experts_per_token]
@@ -85,7 +91,7 @@ def by_hand(model: GPT, tokens: jax.Array) -> dict[str, float]:
 
 def test_training_adds_the_losses_of_routers_and_reports_them(listed: GPT, scanned: GPT):
     listed.eval()
-    language, aux = lm_loss(listed, {"tokens": TOKENS})
+    language, aux = nnx.jit(lm_loss)(listed, {"tokens": TOKENS})
     assert aux.keys() == {"tokens"}
     wanted = by_hand(listed, TOKENS[:, :-1])
     for model in (listed, scanned):

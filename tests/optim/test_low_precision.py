@@ -12,7 +12,7 @@ from flax import nnx
 
 import zerojax
 from zerojax.errors import ConfigurationError
-from zerojax.optim.low_precision import as_moment, round_to_bfloat16, to_codes
+from zerojax.optim import low_precision
 from zerojax.run.checkpoints import Checkpoints, Record, restore
 from zerojax.zero_config.config import Moments
 
@@ -37,6 +37,9 @@ def batch_of(step: int) -> dict[str, np.ndarray]:
     return {name: rng.standard_normal((24, size)).astype(np.float32) for name, size in sizes.items()}
 
 
+as_moment = jax.jit(low_precision.as_moment, static_argnums=1)
+to_codes = jax.jit(low_precision.to_codes, static_argnums=1)
+round_to_bfloat16 = jax.jit(low_precision.round_to_bfloat16)
 ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, b2=0.999))
 
 
