@@ -98,7 +98,7 @@ def test_each_expert_has_matrices_of_its_own(zero):
 
     assert spec.tx is not None
     found = from_tree(jax.jit(partial(updates, spec.tx))(to_tree(stored)))
-    wanted = from_tree(updates(plain_muon(RATE), to_tree(whole)))
+    wanted = from_tree(jax.jit(partial(updates, plain_muon(RATE)))(to_tree(whole)))
     for leaf in spec.leaves:
         mine = from_stored(found[leaf.path], leaf)
         np.testing.assert_allclose(mine, wanted[leaf.path], atol=1e-5, err_msg=leaf.name)
@@ -160,7 +160,7 @@ def test_nodes_stay_bit_identical(preset: Preset, zero: dict[str, Any], error: f
     options = PRESETS[preset] | zero
     state = case.start(sharded_muon(), plain.weights, nodes=3, local=2, **options)
     first, *batches = case.batches(ROWS, 3)
-    wanted = by_path(jax.grad(plain.loss)(plain.weights, first))
+    wanted = by_path(jax.jit(jax.grad(plain.loss))(plain.weights, first))
     state, _ = zerojax.train_step(state, first)
     states = jax.tree.leaves(state.opt_state, is_leaf=lambda x: isinstance(x, MomentumState))
     (momentum,) = (x for x in states if isinstance(x, MomentumState))
