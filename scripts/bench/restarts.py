@@ -44,14 +44,14 @@ def kill_one(job: subprocess.Popen[bytes], nodes: int) -> None:
     sorted(living, key=lambda process: process.pid)[nodes - 1].send_signal(signal.SIGKILL)
 
 
-def recovery_after(folder: RunFolder, count: int) -> dict[str, float]:
-    """The phases of a restart, when run.json has ``count`` of them."""
-    for _ in range(200):
+def recovery_after(job: subprocess.Popen[bytes], folder: RunFolder, count: int) -> dict[str, float]:
+    """The phases of a restart, which run.json has at the first new step; ``count`` of them are awaited."""
+    while job.poll() is None:
         found = [one["recovery"] for one in sessions(folder.read_summary()) if "recovery" in one]
         if len(found) >= count:
             return found[-1]
-        time.sleep(0.05)
-    raise SystemExit("run.json lacks the restart")
+        time.sleep(0.02)
+    raise SystemExit(f"the job ended with exit code {job.returncode}: see {folder.path}.log")
 
 
 def main() -> None:
@@ -82,8 +82,8 @@ def main() -> None:
         for kill in range(1, options.kills + 1):
             reached, killed = last_step(folder), time.monotonic()
             kill_one(job, options.nodes)
-            wait_for_step(job, folder, reached + 1)
-            rows.append(recovery_after(folder, kill) | {"kill to new step": time.monotonic() - killed})
+            phases = recovery_after(job, folder, kill)
+            rows.append(phases | {"kill to new step": time.monotonic() - killed})
             print(f"killed at step {reached}: {rows[-1]}", flush=True)
             time.sleep(options.seconds)
     finally:

@@ -30,6 +30,7 @@ def memory() -> SnapshotMemory:
 
 def test_a_later_process_reads_what_an_earlier_one_wrote(memory: SnapshotMemory) -> None:
     sums = write(memory, 1, "ä description")
+    memory.touch()
     later = SnapshotMemory(os.dup(memory._descriptor))
     later.resize(BYTES, 3)
     assert [one.text() for one in later.generations] == [None, "ä description"]

@@ -14,7 +14,7 @@ from zerojax.errors import DivergedError, RunError, Stopped, disk_errors
 from zerojax.multihost.agreement import Agreement, Requests
 from zerojax.multihost.preemption import StopRequest
 from zerojax.multihost.watchdog import Watchdog
-from zerojax.run.checkpoints import Checkpoints, Record, Snapshots, TrainingClock, states_of, step_dirs
+from zerojax.run.checkpoints import Checkpoints, Record, Snapshots, TrainingClock, step_dirs
 from zerojax.run.config.tables import zero_to_table
 from zerojax.run.metrics.log import RunLog
 from zerojax.run.run_dir import RunFolder, RunLock
@@ -173,7 +173,7 @@ class TrainLoop(ABC):
         self.log.drain()
         if not self.log.last.get("skipped_in_row"):
             self.watchdog.phase(f"the snapshot after step {self.step}")
-            self.snapshots.take(self.step, states_of(self.state, self.beside()), self.record())
+            self.snapshots.take(self.step, self.state, self.record())
 
     def log_step(self, metrics: Metrics) -> None:
         """Count a dispatched step, evaluate if an evaluation is due, and log both."""

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import InitVar, dataclass, replace
 from pathlib import Path
@@ -26,7 +27,6 @@ from zerojax.run.checkpoints import (
     Snapshots,
     TrainingClock,
     reserve_for_saves,
-    states_of,
     step_dirs,
 )
 from zerojax.run.checkpoints.select import choose
@@ -93,10 +93,12 @@ class OpenRun(TrainLoop):
         if is_first():
             self.folder.write_config(config)
         trained = [Trained(config.model, start.state, batch), *also_trained]
-        reserve_for_saves([one.state for one in trained])
         self._recovery = new.recovery
         skipped = start.record.skipped
-        self.log = make_log(config, self.folder, trained, start.step, skipped, self._note_step)
+        with ThreadPoolExecutor(1) as beside:  # the driver locks pages while Python traces a step
+            reserving = beside.submit(reserve_for_saves, [one.state for one in trained])
+            self.log = make_log(config, self.folder, trained, start.step, skipped, self._note_step)
+        reserving.result()
         saving = config.checkpoint
         self.checkpoints: Checkpoints = Checkpoints(  # pyright: ignore[reportIncompatibleVariableOverride]
             self.folder.checkpoints,
@@ -106,7 +108,8 @@ class OpenRun(TrainLoop):
         )
         self.snapshots = new.snapshots
         if self.snapshots is not None:
-            self.snapshots.reserve(states_of(self.state, self.beside()))
+            self.snapshots.say = self.log.say
+            self.snapshots.reserve(self.state)
         self.clock = TrainingClock(start.record.seconds, minutes=saving.minutes)
         self.watchdog = make_watchdog(config.cluster, self.folder, peers)
         self.samples = (
@@ -170,8 +173,12 @@ class OpenRun(TrainLoop):
 
 
 @contextmanager
-def opening(config: RunConfig, folder: RunFolder, resume: Resume) -> Generator[Opening]:
+def opening(
+    config: RunConfig, folder: RunFolder, resume: Resume, *, snapshots: bool = True
+) -> Generator[Opening]:
     """Create and lock a run's folder, for a block that opens the run; unlock it if that fails.
+
+    With ``snapshots``, the run takes them if the launcher keeps them.
 
     If the start is refused, process zero removes the files that it has written. After other errors they stay,
     because the next start can use prepared tokens.
@@ -188,10 +195,11 @@ def opening(config: RunConfig, folder: RunFolder, resume: Resume) -> Generator[O
         if is_first() or own_disks:
             on_error.push(_remover(folder, absent))
         notes, manifest = [] if unlocked is None else [unlocked], None
-        snapshots = None if (kept := Kept.find()) is None else Snapshots(kept)
-        if snapshots is not None and recovery is not None:
+        kept = Kept.find()
+        found = Snapshots(kept) if snapshots and kept is not None else None
+        if found is not None and recovery is not None:
             saved = run_on_process_zero(lambda: max(step_dirs.steps(folder.checkpoints), default=None))
-            manifest = snapshots.choose(spelled_out(config), saved)
+            manifest = found.choose(spelled_out(config), saved)
             if manifest is None:
                 notes.append("no snapshot in memory is newer than the last checkpoint and in all processes")
         if manifest is None:
@@ -201,7 +209,7 @@ def opening(config: RunConfig, folder: RunFolder, resume: Resume) -> Generator[O
                 check=lambda latest: check_start(latest, resume, folder),
             )
             notes += damaged
-        yield Opening(config, folder, lock, manifest, notes, on_error, recovery, snapshots)
+        yield Opening(config, folder, lock, manifest, notes, on_error, recovery, found)
         on_error.pop_all()
 
 

@@ -1,12 +1,10 @@
 """The first weights of a new run, and the frozen weights of a resumed run."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from zerojax.errors import ConfigurationError
-from zerojax.log import warn
 from zerojax.models import GPTConfig
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run import checkpoints
@@ -220,25 +218,11 @@ def _resumed(
     kept = ", which is in memory" if isinstance(manifest, checkpoints.Snapshot) else ""
     notes = ["; ".join([f"resuming from step {manifest.step}{kept}", *changes])]
     notes += keep_for(folder, folder.path / record.base)
-    state = restored(manifest, folder, state, say=notes.append)
-    return Start(state, record.base, notes, manifest)
-
-
-def restored(
-    manifest: checkpoints.Manifest,
-    folder: RunFolder,
-    state: TrainState,
-    *,
-    name: str = "",
-    say: Callable[[str], object] = warn,
-) -> TrainState:
-    """Restore the snapshot, or the checkpoint in a run's folder, with a manifest.
-
-    Arguments and errors are as for ``checkpoints.restore``.
-    """
     if isinstance(manifest, checkpoints.Snapshot):
-        return manifest.restore(state, name)
-    return checkpoints.restore(folder.checkpoints / str(manifest.step), state, name=name, say=say)
+        state = manifest.restore(state)
+    else:
+        state = checkpoints.restore(folder.checkpoints / str(manifest.step), state, say=notes.append)
+    return Start(state, record.base, notes, manifest)
 
 
 def with_base(

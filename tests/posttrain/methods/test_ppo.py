@@ -24,7 +24,7 @@ from zerojax.posttrain.processes import Rows
 from zerojax.posttrain.roles.critic import Critic, critic_config
 from zerojax.posttrain.rollout.rollout import Rollout
 from zerojax.run.checkpoints import Record, step_dirs
-from zerojax.run.checkpoints.manifest import read_manifest, write_manifest
+from zerojax.run.checkpoints.manifest import write_manifest
 from zerojax.run.config import RunConfig
 from zerojax.run.data.tokenizer import BPETokenizer
 from zerojax.run.metrics.files import read_metrics
@@ -275,7 +275,7 @@ def test_a_checkpoint_without_a_critic_is_refused(place: Path, tmp_path: Path) -
     (folder.checkpoints / "3").mkdir(parents=True)
     write_manifest(folder.checkpoints / "3", 3, 0.0, Record())
     with pytest.raises(ConfigurationError, match="checkpoints/3 has no critic"):
-        Critic.resume(config(place), folder, read_manifest(folder.checkpoints / "3"), CHECKPOINTS)
+        Critic.resume(config(place), folder, 3, CHECKPOINTS)
 
 
 def test_the_critic_has_settings_of_its_own(place: Path, finished: RunFolder) -> None:

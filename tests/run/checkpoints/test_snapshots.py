@@ -97,7 +97,7 @@ def test_a_run_continues_from_memory(
     monkeypatch.delenv(snapshot_memory.VARIABLE, raising=False)
     whole = train(micro_config(text, **sections), tmp_path / "b")
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
-    ours, theirs = (snapshots._arrays({"": one.state}) for one in (died, whole))
+    ours, theirs = (snapshots._arrays(one.state) for one in (died, whole))
     assert ours.keys() == theirs.keys()
     assert all(np.array_equal(np.asarray(x), np.asarray(theirs[name])) for name, x in ours.items())
     assert (tmp_path / "a" / "checkpoints" / "8").is_dir(), "the end is saved to disk"
@@ -164,3 +164,14 @@ def test_waiting_for_snapshots_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     now = 151.0
     assert taken.is_due
     assert not taken.is_busy
+
+
+@pytest.mark.parametrize("why", ["saves", "busy"])
+def test_no_snapshot_is_begun_in_vain(
+    why: str, text: Path, tmp_path: Path, memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not while one is being written, and not beside a checkpoint."""
+    if why == "busy":
+        monkeypatch.setattr(snapshots.Snapshots, "is_busy", True)
+    die(monkeypatch, memory, text, tmp_path, 3, checkpoint={"every": 1 if why == "saves" else 0})
+    assert steps_in(memory) == []

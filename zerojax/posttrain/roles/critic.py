@@ -16,12 +16,12 @@ from zerojax.posttrain.processes import Rows, predict_rows
 from zerojax.posttrain.roles.saved_runs import check_tokenizer, saved_settings
 from zerojax.posttrain.settings import abstract_columns
 from zerojax.run.build import RunSetup, Trained
-from zerojax.run.checkpoints import Beside, Manifest
+from zerojax.run.checkpoints import Beside, read_manifest, restore
 from zerojax.run.config import RunConfig, saved_config, spelled_out, with_settings
 from zerojax.run.data.dataset import open_tokenizer
 from zerojax.run.evaluation import for_several_passes
 from zerojax.run.run_dir import RunFolder, sharding_changes
-from zerojax.run.weights import Start, WeightReader, base_of, first_weights, keep_for, restored, with_base
+from zerojax.run.weights import Start, WeightReader, base_of, first_weights, keep_for, with_base
 from zerojax.train.state import TrainState
 from zerojax.train.step import Metrics, predict_step, train_step
 
@@ -55,11 +55,10 @@ class Critic:
         Raises:
             ConfigurationError: as for ``begin`` and ``resume``.
         """
-        if start.source is not None:
-            critic, notes = cls.begin(config, folder, start.source, reader)
+        if start.source is None:
+            critic, notes = cls.resume(config, folder, start.step, reader)
         else:
-            assert start.manifest is not None  # the policy has first weights, or resumes
-            critic, notes = cls.resume(config, folder, start.manifest, reader)
+            critic, notes = cls.begin(config, folder, start.source, reader)
         parameters, zero = describe_parameters(critic.config.model), critic.state.spec.zero
         about = f"critic: {parameters}, {critic.config.zero.base} of stage {zero.stage}"
         return critic, [*notes, about]
@@ -89,19 +88,19 @@ class Critic:
 
     @classmethod
     def resume(
-        cls, config: RunConfig, folder: RunFolder, manifest: Manifest, reader: WeightReader
+        cls, config: RunConfig, folder: RunFolder, step: int, reader: WeightReader
     ) -> tuple[Self, list[str]]:
-        """Restore the critic of a checkpoint or snapshot. Returns it with lines about it for the user."""
-        if (record := manifest.record.beside.get(NAME)) is None:
-            path = folder.checkpoints / str(manifest.step)
+        """Restore the critic from the checkpoint of a step. Returns it with lines about it for the user."""
+        path = folder.checkpoints / str(step)
+        if (record := read_manifest(path).record.beside.get(NAME)) is None:
             raise ConfigurationError(f"{path} has no critic: start a new run in another --run-dir")
         before = saved_config(record.config)
         own = critic_config(config, before)
         setup = RunSetup(own, loss_fn=value_loss(own.posttrain))
         state = with_base(setup.abstract_state(), folder, record.base, own, reader)
-        critic = cls(own, restored(manifest, folder, state, name=NAME), record.base)
+        critic = cls(own, restore(path, state, name=NAME), record.base)
         changes = sharding_changes(before, own)
-        notes = ["; ".join([f"resuming from step {manifest.step}", *changes])]
+        notes = ["; ".join([f"resuming from step {step}", *changes])]
         notes += keep_for(folder, folder.path / record.base)
         return critic, [f"critic: {note}" for note in notes]
 

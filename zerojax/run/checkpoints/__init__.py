@@ -17,13 +17,7 @@ from zerojax.run.checkpoints.select import (
     set_damaged_aside,
 )
 from zerojax.run.checkpoints.snapshots import Snapshot, Snapshots
-from zerojax.run.checkpoints.store import (
-    Checkpoints,
-    Retention,
-    TrainingClock,
-    reserve_for_saves,
-    states_of,
-)
+from zerojax.run.checkpoints.store import Checkpoints, Retention, TrainingClock, reserve_for_saves
 
 # Orbax logs pages about errors that zerojax reports in one line. Other libraries that log to "absl" are kept.
 logging.getLogger("absl").addFilter(lambda record: "/orbax/checkpoint/" not in record.pathname)
@@ -51,6 +45,5 @@ __all__ = [
     "restore_weights",
     "resume",
     "set_damaged_aside",
-    "states_of",
     "verify",
 ]

@@ -6,7 +6,7 @@ so only the same job on the same mesh can continue from them, bit for bit.
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -44,24 +44,23 @@ class Snapshot(Manifest):
 
     generation: Generation = field(default_factory=lambda: Generation(np.zeros(0, np.uint8)), compare=False)
 
-    def restore(self, state: TrainState, name: str = "") -> TrainState:
-        """The snapshot's arrays in a state, as ``checkpoints.restore`` reads them from a checkpoint.
-
-        Args:
-            state: gives the spec, filled or abstract.
-            name: the name of a further state that was saved with the run's.
+    def restore(self, state: TrainState) -> TrainState:
+        """The snapshot's arrays in a state; ``state``, filled or abstract, gives the spec.
 
         Raises:
             RunError: the arrays have other sizes.
         """
-        held, prefix = self.generation.arrays(self.files), f"{name}_" if name else ""
-        stored = {one: _placed(entry.x, f"{prefix}{one}", held) for one, entry in entries_of(state).items()}
+        held = self.generation.arrays(self.files)
+        stored = {name: _placed(x, name, held) for name, x in _arrays(state).items()}
         # A later snapshot overwrites the memory that the devices read.
         return with_stored(state, jax.block_until_ready(stored))
 
 
 class Snapshots:
     """The snapshots that this process takes and finds. All processes of a run take them at the same steps."""
+
+    say: Callable[[str], object] = print
+    """Prints a line, from another thread."""
 
     def __init__(self, kept: Kept) -> None:
         self._memory, self._seconds = kept
@@ -94,14 +93,14 @@ class Snapshots:
                 return found
         return None
 
-    def reserve(self, states: Mapping[str, TrainState]) -> None:
-        """Make room for two snapshots of states, by their prefixes; all processes call it together.
+    def reserve(self, state: TrainState) -> None:
+        """Make room for two snapshots of a state; all processes call it together.
 
         Raises:
             ConfigurationError: the host has no room.
         """
         arrays, count = 0, 0
-        for x in _arrays(states).values():
+        for x in _arrays(state).values():
             indices = len(_indices(x))
             arrays += indices * _shard_bytes(x)
             count += indices
@@ -114,10 +113,11 @@ class Snapshots:
                 "that a restart uses checkpoints, or use a host or container with more memory."
             )
         self._memory.resize(arrays, count)
+        self._worker.put(self._memory.touch)
 
     @property
     def is_busy(self) -> bool:
-        """Whether a snapshot is being written."""
+        """Whether a snapshot is being written, or its memory prepared."""
         return self._worker.left > 0
 
     @property
@@ -130,8 +130,8 @@ class Snapshots:
         after = max(self._seconds - self._written, self._pause / _SHARE)
         return time.monotonic() - self._begun >= after
 
-    def take(self, step: int, states: Mapping[str, TrainState], record: Record) -> None:
-        """Start a snapshot of the states after a step, which has ended; all processes call it together.
+    def take(self, step: int, state: TrainState, record: Record) -> None:
+        """Start a snapshot of the state after a step, which has ended; all processes call it together.
 
         Training continues when the arrays are copied on the devices. If there is no room for copies, or if
         arrays are in host memory, it waits until all is written.
@@ -141,11 +141,10 @@ class Snapshots:
         """
         self.wait()
         self._begun = time.monotonic()
-        for state in states.values():
-            check_there(state)
-        arrays = _arrays(states)
+        check_there(state)
+        arrays = _arrays(state)
         if first := self._beside_training is None:
-            room = fit_beside_training([*states.values()]) and not any(map(in_host, arrays.values()))
+            room = fit_beside_training([state]) and not any(map(in_host, arrays.values()))
             self._beside_training = all(gather_from_all(room))
         generation, self._next = self._memory.generations[self._next], 1 - self._next
         if self._beside_training:
@@ -153,7 +152,7 @@ class Snapshots:
             self._worker.put(lambda: self._write(generation, step, copies, record))
         else:
             self._write(generation, step, arrays, record)
-        if not first:  # which compiles the copies
+        if not (first and self._beside_training):  # which compiles the copies
             self._pause = time.monotonic() - self._begun
 
     def _write(self, generation: Generation, step: int, arrays: dict[str, Array], record: Record) -> None:
@@ -161,13 +160,15 @@ class Snapshots:
             return dump_checked(asdict(Manifest(step, time.time(), record, files)))
 
         try:
-            generation.write(_shards(arrays), self._count, describe)
+            held = generation.write(_shards(arrays), self._count, describe)
         except Exception as error:
             raise RunError(
                 f"cannot keep a snapshot of step {step} in memory: {error_line(error)}. Launch with "
                 "--snapshot-seconds 0 to do without."
             ) from error
-        self._written = time.monotonic() - self._begun
+        first, self._written = not self._written, time.monotonic() - self._begun
+        if first:
+            self.say(f"the first snapshot, of step {step}: {size(held)} in {self._written:.1f} s")
 
     def wait(self) -> None:
         """Wait until no snapshot is being written; errors as for ``take``."""
@@ -191,8 +192,8 @@ def _read(generation: Generation) -> Snapshot | None:
         return None
 
 
-def _arrays(states: Mapping[str, TrainState]) -> dict[str, Array]:
-    return {f"{prefix}{name}": e.x for prefix, one in states.items() for name, e in entries_of(one).items()}
+def _arrays(state: TrainState) -> dict[str, Array]:
+    return {name: entry.x for name, entry in entries_of(state).items()}
 
 
 @jax.jit

@@ -221,7 +221,7 @@ class Checkpoints:
             RunError: this or the previous save failed, perhaps on a full disk; older ones are intact.
             ConfigurationError: a state was donated, or a value that was set in it by hand does not fit.
         """
-        states = states_of(state, beside or {})
+        states = {"": state} | {f"{name}_": x for name, x in (beside or {}).items()}
         for one in states.values():
             check_there(one)
         if step == self._last:
@@ -336,11 +336,6 @@ class Checkpoints:
         return RunError(
             f"cannot save checkpoint {self._folder / str(step)}: {_reason(error)}; older ones are intact"
         )
-
-
-def states_of(state: TrainState, beside: Mapping[str, TrainState]) -> dict[str, TrainState]:
-    """A run's state and the states saved beside it, by the prefixes of their arrays' names."""
-    return {"": state} | {f"{name}_": x for name, x in beside.items()}
 
 
 def _reason(error: Exception) -> str:
