@@ -2,7 +2,7 @@
 
 ``encode_nf4`` and ``decode_nf4`` store frozen weights. ``attend_cache`` is the attention of generation.
 ``cast_transpose`` makes operands of fp8 matmuls. ``grouped_rows``, ``grouped_rows_fp8`` and ``grouped_sums``
-are the matmuls of a mixture of experts.
+are the matmuls of a mixture of experts. ``delta_rule`` is the recurrence of linear attention.
 
 The package only depends on jax, and is independent of zerojax. On CUDA it uses jax-triton if installed. The
 modules ``reference``, ``nf4_reference``, ``attention_reference``, ``cast_reference`` and
@@ -12,7 +12,7 @@ modules ``reference``, ``nf4_reference``, ``attention_reference``, ``cast_refere
 from pallas_kernels.attention import attend_cache
 from pallas_kernels.backends import backend_report
 from pallas_kernels.cast import cast_transpose
-from pallas_kernels.delta_chunks import scan_chunks, solve_unit_lower
+from pallas_kernels.delta_chunks import delta_rule
 from pallas_kernels.dispatch import (
     decode,
     decode_add,
@@ -43,6 +43,7 @@ __all__ = [
     "decode_nf4",
     "decode_sum",
     "decode_sum_encode",
+    "delta_rule",
     "encode",
     "encode_delta",
     "encode_nf4",
@@ -52,6 +53,4 @@ __all__ = [
     "grouped_sums",
     "nbytes",
     "nf4_bytes",
-    "scan_chunks",
-    "solve_unit_lower",
 ]

@@ -1,111 +1,85 @@
-"""The gated delta rule from one chunk of tokens to the next, with its derivatives.
+"""The gated delta rule and Mamba-2's by chunks of tokens, with their derivatives.
 
-``zerojax.models.delta_rule`` computes the chunks.
+The chunked form computes ``CHUNK`` tokens together by matrix products (Yang and others, "Parallelizing Linear
+Transformers with the Delta Rule over Sequence Length", 2024). A triangular system for each chunk tells what
+its tokens write into the state. Then a scan over chunks carries the state.
 
-The recurrence over chunks and the triangular systems have Triton kernels: XLA would start several small
-kernels for each chunk. Everything else in the backward pass is a batched matrix product, which XLA computes.
-Kernel and specification differ by rounding.
+States, decays and the triangular systems are fp32; other products have operands of the values' dtype and fp32
+sums. The backward pass computes the chunks again: besides its arguments it keeps one state for each chunk, so
+that memory grows linearly with the sequence. Kernel and specification differ by rounding.
 """
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import delta_chunks_reference
-from pallas_kernels.delta_chunks_reference import product
+from pallas_kernels.delta_chunks_reference import CHUNK
 from pallas_kernels.dispatch import dispatch
 
-_Residuals = tuple[tuple[jax.Array, ...], jax.Array]
-"""The arguments of ``scan_chunks``, and the state before each chunk."""
+STATES_NAME = "attention"
+"""The checkpoint name of the states before chunks. A remat policy that saves them runs the rule once."""
+
+_Args = tuple[jax.Array | None, ...]
 
 
-@jax.custom_vjp
-def solve_unit_lower(system: jax.Array, wanted: jax.Array) -> jax.Array:
-    """Solve ``(I + L) x = wanted``, where L is the strictly lower triangle of each matrix.
-
-    Args:
-        system: fp32 [..., tokens, tokens]; the upper triangle and the diagonal are not read.
-        wanted: fp32 [..., tokens, columns].
-
-    Returns:
-        fp32, like ``wanted``.
-    """
-    return _solve_fwd(system, wanted)[0]
-
-
-def _solve_fwd(system: jax.Array, wanted: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    inverse = dispatch("unit_lower_inverse", system, specification=delta_chunks_reference)
-    solved = _exact(inverse, wanted)
-    return solved, (inverse, solved)
-
-
-def _solve_bwd(residuals: tuple[jax.Array, jax.Array], of_solved: jax.Array) -> tuple[jax.Array, jax.Array]:
-    inverse, solved = residuals
-    of_wanted = _exact(inverse.mT, of_solved)
-    return jnp.tril(-_exact(of_wanted, solved.mT), -1), of_wanted
-
-
-def _exact(a: jax.Array, b: jax.Array) -> jax.Array:
-    """An fp32 product without TF32."""
-    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
-
-
-solve_unit_lower.defvjp(_solve_fwd, _solve_bwd)
-
-
-@jax.custom_vjp
-def scan_chunks(
+def delta_rule(
     query: jax.Array,
-    scores: jax.Array,
-    written: jax.Array,
-    removed: jax.Array,
     key: jax.Array,
-    decay: jax.Array,
+    value: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array | None,
+    documents: jax.Array,
     state: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Carry a state S over chunks of tokens.
+    """Apply the rule (``pallas_kernels.delta_rule_reference``) to whole rows of several heads.
 
-    With W = written - removed S, a chunk's outputs are ``query S + scores W``, and the next state is
-    ``decay S + key^T W``. S and W are rounded to the dtype of ``query`` where they are multiplied; sums and
-    the carried state are fp32.
+    Each query and key head serves as many neighbouring heads of values. A document's state begins at zero.
+    Masks choose between values, so that exactly nothing crosses from one document to the next, in values and
+    gradients.
 
     Args:
-        query: [chunks, heads, tokens, dim], bf16 or fp32.
-        scores: [chunks, heads, tokens, tokens], in the dtype of ``query``.
-        written: [chunks, heads, tokens, value_dim], fp32.
-        removed: [chunks, heads, tokens, dim], in the dtype of ``query``.
-        key: [chunks, heads, tokens, dim], in the dtype of ``query``.
-        decay: [chunks, heads], fp32.
-        state: [heads, dim, value_dim], fp32.
+        query: [batch, time, key_heads, dim], scaled as the output is to be.
+        key: [batch, time, key_heads, dim], of norm 1 if there is a beta.
+        value: [batch, time, heads, value_dim], bf16 or fp32, the dtype of ``query`` and ``key``, too.
+        log_decay: [batch, time, heads], fp32, at most 0.
+        beta: [batch, time, heads], fp32, from 0 to 2. None means Mamba-2's rule, in which tokens remove
+            nothing from the state.
+        documents: [batch, time], int32, the number of each token's document.
+        state: [batch, heads, dim, value_dim], fp32, from before the row.
 
     Returns:
-        The outputs [chunks, heads, tokens, value_dim] in the dtype of ``query``, and the last state.
+        The outputs, like ``value``, and the state after the row.
     """
-    return _scan_fwd(query, scores, written, removed, key, decay, state)[0]
+    time = value.shape[1]
+
+    def filled(x: jax.Array) -> jax.Array:
+        """Whole chunks: tokens of zeros behind a row change nothing."""
+        return jnp.pad(x, ((0, 0), (0, -time % CHUNK), *((0, 0) for _ in x.shape[2:])))
+
+    rows = (None if x is None else filled(x) for x in (query, key, value, log_decay, beta))
+    documents = jnp.pad(documents, ((0, 0), (0, -time % CHUNK)), mode="edge")
+    out, last = _by_chunks(*rows, documents, state)
+    return out[:, :time], last
 
 
-def _scan_fwd(*chunks: jax.Array) -> tuple[tuple[jax.Array, jax.Array], _Residuals]:
-    out, before, last = dispatch("delta_scan", *chunks, specification=delta_chunks_reference)
-    return (out, last), (chunks, before)
+@jax.custom_vjp
+def _by_chunks(*args: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    return _forward(*args)[0]
 
 
-def _scan_bwd(residuals: _Residuals, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-    (query, scores, written, removed, key, decay, _), before = residuals
-    low = query.dtype
-    of_out, of_last = cotangents
-    given = query, scores, removed, key, decay, of_out, of_last
-    of_written, of_after, of_state = dispatch(
-        "delta_scan_backward", *given, specification=delta_chunks_reference
-    )
-    wrote = (written - product(removed, before)).astype(low)
-    return (
-        product(of_out, before.mT).astype(low),
-        product(of_out, wrote.mT).astype(low),
-        of_written,
-        -product(of_written.astype(low), before.mT).astype(low),
-        product(wrote, of_after.mT).astype(low),
-        jnp.sum(of_after.astype(jnp.float32) * before.astype(jnp.float32), axis=(-2, -1)),
-        of_state,
-    )
+def _forward(*args: jax.Array | None) -> tuple[tuple[jax.Array, jax.Array], tuple[_Args, jax.Array]]:
+    out, before, last = dispatch("delta_rule", *args, specification=delta_chunks_reference)
+    return (out, last), (args, checkpoint_name(before, STATES_NAME))
 
 
-scan_chunks.defvjp(_scan_fwd, _scan_bwd)
+def _backward(
+    residuals: tuple[_Args, jax.Array], cotangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array | None, ...]:
+    args, before = residuals
+    given = *args, before, *cotangents
+    *of_rows, of_state = dispatch("delta_rule_backward", *given, specification=delta_chunks_reference)
+    return *of_rows, None, of_state
+
+
+_by_chunks.defvjp(_forward, _backward)

@@ -4,62 +4,126 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+CHUNK = 64
+"""Tokens whose triangular system is solved at once."""
 
-def product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """A matrix product with an fp32 sum."""
-    return jnp.matmul(a, b, preferred_element_type=jnp.float32)
+Chunks = tuple[jax.Array, ...]
+"""What each chunk of tokens does to the state S, and reads of it; each ``[chunk, batch, heads, ...]``.
+
+- query ``[token, dim]``, which reads the state before the chunk, decayed;
+- scores ``[token, token]``, by which a token reads what earlier ones write;
+- written ``[token, value_dim]``, what tokens write if S is zero;
+- removed ``[token, dim]``: they write ``written - removed S``;
+- key ``[token, dim]``, under which it is written, decayed to the end of the chunk;
+- decay of the state, a number.
+"""
 
 
-def unit_lower_inverse(system: jax.Array) -> jax.Array:
-    """The inverse of I plus the strictly lower triangle of each matrix."""
-    eye = jnp.broadcast_to(jnp.eye(system.shape[-1], dtype=system.dtype), system.shape)
-    return lax.linalg.triangular_solve(system, eye, left_side=True, lower=True, unit_diagonal=True)
-
-
-def delta_scan(
+def delta_rule(
     query: jax.Array,
-    scores: jax.Array,
-    written: jax.Array,
-    removed: jax.Array,
     key: jax.Array,
-    decay: jax.Array,
+    value: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array | None,
+    documents: jax.Array,
     state: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See ``pallas_kernels.delta_chunks.scan_chunks``; also returns the state before each chunk."""
+    """See ``pallas_kernels.delta_chunks.delta_rule``; rows are whole chunks.
 
-    def step(state: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        query, scores, written, removed, key, decay = chunk
-        before = state.astype(query.dtype)
-        written = (written - product(removed, before)).astype(query.dtype)
-        out = product(query, before) + product(scores, written)
-        state = state * decay[:, None, None] + product(key.mT, written)
-        return state, (out.astype(query.dtype), before)
+    Returns:
+        The outputs; the state before each chunk [chunks, batch * heads, dim, value_dim], in the dtype of
+        ``value``; and the last state.
+    """
+    batch, _, heads, width = value.shape
 
-    last, (out, before) = lax.scan(step, state, (query, scores, written, removed, key, decay))
-    return out, before, last
+    def cut(x: jax.Array) -> jax.Array:
+        """[chunk, batch, heads, token, ...]"""
+        return jnp.moveaxis(x.reshape(batch, -1, CHUNK, *x.shape[2:]), (1, 3), (0, 2))
+
+    numbers = jnp.moveaxis(documents.reshape(batch, -1, CHUNK), 1, 0)[:, :, None]
+    before = jnp.concatenate([numbers[:1, :, :, :1], numbers[:-1, :, :, -1:]])
+    of_beta = None if beta is None else cut(beta)
+    chunks = _within_chunks(cut(query), cut(key), cut(value), cut(log_decay), of_beta, numbers, before)
+    last, (out, states) = lax.scan(_over_chunk, state, chunks)
+    out = jnp.moveaxis(out, (0, 2), (1, 3)).reshape(batch, -1, heads, width)
+    return out, states.reshape(-1, batch * heads, *state.shape[2:]), last
 
 
-def delta_scan_backward(
+def delta_rule_backward(
     query: jax.Array,
-    scores: jax.Array,
-    removed: jax.Array,
     key: jax.Array,
-    decay: jax.Array,
+    value: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array | None,
+    documents: jax.Array,
+    state: jax.Array,
+    before: jax.Array,
     of_out: jax.Array,
     of_last: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The cotangents of ``written``, of the state after each chunk, and of the first state."""
+) -> tuple[jax.Array | None, ...]:
+    """The cotangents of all arguments of ``delta_rule`` but ``documents``."""
+    del before  # computed again
 
-    def step(
-        of_after: jax.Array, chunk: tuple[jax.Array, ...]
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        query, scores, removed, key, decay, of_out = chunk
-        low = of_after.astype(query.dtype)
-        of_written = product(scores.mT, of_out) + product(key, low)
-        of_before = of_after * decay[:, None, None] + product(query.mT, of_out)
-        of_before -= product(removed.mT, of_written.astype(query.dtype))
-        return of_before, (of_written, low)
+    def forward(
+        query: jax.Array, key: jax.Array, value: jax.Array, log_decay: jax.Array, beta: jax.Array | None,
+        state: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+        out, _, last = delta_rule(query, key, value, log_decay, beta, documents, state)
+        return out, last
 
-    chunks = query, scores, removed, key, decay, of_out
-    of_first, (of_written, of_after) = lax.scan(step, of_last, chunks, reverse=True)
-    return of_written, of_after, of_first
+    return jax.vjp(forward, query, key, value, log_decay, beta, state)[1]((of_out, of_last))
+
+
+def _over_chunk(state: jax.Array, chunk: Chunks) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    query, scores, written, removed, key, decay = chunk
+    before = state.astype(query.dtype)
+    written = (written - _product(removed, before)).astype(query.dtype)
+    out = _product(query, before) + _product(scores, written)
+    state = state * decay[..., None, None] + _product(key.mT, written)
+    return state, (out.astype(query.dtype), before)
+
+
+def _within_chunks(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array | None,
+    numbers: jax.Array,
+    before: jax.Array,
+) -> Chunks:
+    """All that needs no state, for all chunks at once; arguments are [chunk, batch, heads, token, ...].
+
+    ``numbers`` are the documents, and ``before`` the document before each chunk.
+    """
+    repeats = value.shape[2] // key.shape[2]
+    # Heads that share queries and keys also share their products.
+    scores, of_keys = (jnp.repeat(_product(x, key.mT), repeats, axis=2) for x in (query, key))
+    query, key = (jnp.repeat(x, repeats, axis=2) for x in (query, key))
+    earlier = jnp.tril(jnp.ones((CHUNK, CHUNK), bool))
+    seen = earlier & (numbers[..., :, None] == numbers[..., None, :])
+    # Of each document alone: with one sum for all, rounding would carry gradients from one to the other.
+    total = jnp.sum(jnp.where(seen, log_decay[..., None, :], 0), axis=-1)
+    pairs = jnp.where(seen, jnp.exp(jnp.where(seen, total[..., :, None] - total[..., None, :], 0)), 0)
+    last = numbers[..., -1:]
+    from_before = jnp.where(numbers == before, jnp.exp(total), 0)[..., None]
+    # Other documents' sums differ by any amount: its exponential would be infinite, and a gradient NaN.
+    own = numbers == last
+    to_end = jnp.where(own, jnp.exp(jnp.where(own, total[..., -1:] - total, 0)), 0)[..., None]
+    decay = jnp.where(last == before, jnp.exp(total[..., -1:]), 0)[..., 0]
+    low = value.dtype
+    read = (query * from_before).astype(low), (pairs * scores).astype(low)
+    last_key = (key * to_end).astype(low)
+    if beta is None:
+        return *read, value.astype(jnp.float32), jnp.zeros_like(last_key), last_key, decay
+    # (I + system) [written | removed] = beta [value | decayed key]; the solver takes the diagonal as ones.
+    system = beta[..., None] * pairs * of_keys
+    wanted = jnp.concatenate([value.astype(jnp.float32), key * from_before], axis=-1) * beta[..., None]
+    solved = lax.linalg.triangular_solve(system, wanted, left_side=True, lower=True, unit_diagonal=True)
+    written, removed = jnp.split(solved, [value.shape[-1]], axis=-1)
+    return *read, written, removed.astype(low), last_key, decay
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """A matrix product with an fp32 sum."""
+    return jnp.matmul(a, b, preferred_element_type=jnp.float32)

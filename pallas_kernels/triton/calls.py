@@ -75,11 +75,14 @@ def _fits(*dtypes: jnp.dtype, n: int, rows: int = 1) -> bool:
     return n < _LIMIT and rows <= _MAX_ROWS and all(dtype in _FLOATS for dtype in dtypes)
 
 
-def _options(out: Any) -> dict[str, Any]:
-    """Arguments that jax-triton 0.4 renamed. They turn off contraction, which rounds unlike the reference."""
+def _options(out: Any, *, contracts: bool = False) -> dict[str, Any]:
+    """Arguments that jax-triton 0.4 renamed.
+
+    Contraction to fused multiply-adds rounds unlike the reference, which codecs equal bit for bit.
+    """
     if _NEW_STYLE:
-        return {"out_type": out, "backend_options": {"enable_fp_fusion": False}}
-    return {"out_shape": out, "enable_fp_fusion": False}
+        return {"out_type": out, "backend_options": {"enable_fp_fusion": contracts}}
+    return {"out_shape": out, "enable_fp_fusion": contracts}
 
 
 def _call(
@@ -481,7 +484,6 @@ def grouped_sums(x: jax.Array, g: jax.Array, sizes: jax.Array) -> jax.Array:
 _COLUMNS = 32
 """Columns of a state that a program carries: 32 heads of 128 then fill a chip of 132 multiprocessors."""
 
-
 _KEYS = {80: (128, 128), 90: (256, 128), 100: (256, 128)}
 """The widest keys that a chip's shared memory holds for a chunk, in bf16 and in fp32; elsewhere (128, 64).
 
@@ -490,80 +492,148 @@ A chunk of keys of 128 in fp32 takes 120 KB. Hopper and B200 have 227 KB, A100 1
 """
 
 
-def _carries(query: jax.Array, state: jax.Array) -> bool:
-    """Whether the kernels that carry a state support these dtypes and sizes, which are those of tiles."""
-    tokens, (_, dim, width) = query.shape[2], state.shape
-    powers = all(16 <= size <= 256 and size & (size - 1) == 0 for size in (tokens, dim, width))
-    widest = _KEYS.get(compute_capability(), (128, 64))[query.dtype == jnp.float32]
-    return powers and query.size > 0 and query.dtype in _FLOATS and dim <= widest
+def _has_delta_rule(value: jax.Array, state: jax.Array) -> bool:
+    """Whether the kernels support these dtypes and sizes, which are those of tiles."""
+    dim, width = state.shape[2:]
+    powers = all(16 <= size <= 256 and size & (size - 1) == 0 for size in (dim, width))
+    widest = _KEYS.get(compute_capability(), (128, 64))[value.dtype == jnp.float32]
+    return powers and value.size > 0 and value.dtype in _FLOATS and max(dim, width) <= widest
 
 
-def unit_lower_inverse(system: jax.Array) -> jax.Array:
-    """See ``pallas_kernels.delta_chunks.solve_unit_lower``."""
-    size = system.shape[-1]
-    if system.dtype != jnp.float32 or size not in (16, 32, 64) or not system.size:
-        return delta_chunks_reference.unit_lower_inverse(system)
-    return jax_triton.triton_call(
-        system,
-        kernel=delta_chunks.inverse_kernel,
-        grid=(system.size // (size * size),),
-        num_warps=1,
-        num_stages=1,
-        compute_capability=compute_capability(),
-        SIZE=size,
-        **_options(jax.ShapeDtypeStruct(system.shape, system.dtype)),
+def delta_rule(
+    query: jax.Array, key: jax.Array, value: jax.Array, log_decay: jax.Array, beta: jax.Array | None,
+    documents: jax.Array, state: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """See ``pallas_kernels.delta_chunks``."""
+    args = query, key, value, log_decay, beta, documents, state
+    if not _has_delta_rule(value, state):
+        return delta_chunks_reference.delta_rule(*args)
+    launch = _DeltaRule(query, value, beta)
+    scores, _, written, removed, *factors = launch.prepare(query, key, value, log_decay, documents)
+    return launch.scan(
+        delta_chunks.scan_kernel,
+        (query, key, scores, written, removed, *factors, state),
+        (_like(value), launch.states(state), _like(state)),
+        state,
     )
 
 
-def delta_scan(
-    query: jax.Array, scores: jax.Array, written: jax.Array, removed: jax.Array, key: jax.Array,
-    decay: jax.Array, state: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """See ``pallas_kernels.delta_chunks.scan_chunks``."""
-    arrays = query, scores, written, removed, key, decay, state
-    if not _carries(query, state):
-        return delta_chunks_reference.delta_scan(*arrays)
-    before = jax.ShapeDtypeStruct((len(query), *state.shape), query.dtype)
-    out = jax.ShapeDtypeStruct(written.shape, query.dtype)
-    return _carried(delta_chunks.scan_kernel, arrays, state.shape, (out, before, _like(state)))
+def delta_rule_backward(
+    query: jax.Array, key: jax.Array, value: jax.Array, log_decay: jax.Array, beta: jax.Array | None,
+    documents: jax.Array, state: jax.Array, before: jax.Array, of_out: jax.Array, of_last: jax.Array,
+) -> tuple[jax.Array | None, ...]:  # fmt: skip
+    """See ``pallas_kernels.delta_chunks``."""
+    rows = query, key, value, log_decay, beta, documents
+    if not _has_delta_rule(value, state):
+        return delta_chunks_reference.delta_rule_backward(*rows, state, before, of_out, of_last)
+    launch = _DeltaRule(query, value, beta)
+    scores, inverse, written, removed, *factors = launch.prepare(query, key, value, log_decay, documents)
+    of_wrote, of_after, of_state = launch.scan(
+        delta_chunks.backward_scan_kernel,
+        (query, key, scores, removed, *factors, of_out, of_last),
+        (jax.ShapeDtypeStruct(written.shape, value.dtype), launch.states(state), _like(state)),
+        state,
+    )
+    of_decay = jnp.sum(of_after.astype(jnp.float32) * before.astype(jnp.float32), axis=(-2, -1))
+    of_keys = jax.ShapeDtypeStruct((*value.shape[:3], key.shape[3]), value.dtype)
+    of_query, of_key, of_removed, of_total = launch.over_chunks(
+        delta_chunks.read_gradient_kernel,
+        (query, key, log_decay, documents, written, removed, before, of_out, of_wrote, of_after, of_decay),
+        (of_keys, of_keys, _like(removed), _like(factors[0])),
+    )
+    of_key, of_value, of_log_decay, of_beta = launch.over_chunks(
+        delta_chunks.write_gradient_kernel,
+        (
+            *(key, value, log_decay, launch.beta(log_decay), documents, inverse, written, removed),
+            *(of_wrote, of_removed, of_key, of_total),
+        ),
+        (of_keys, _like(value), _like(log_decay), _like(log_decay)),
+    )
+
+    def over_heads(x: jax.Array) -> jax.Array:
+        """The sum over the heads of values that share a query and a key."""
+        shared = x.reshape(*query.shape[:3], -1, query.shape[3])
+        return jnp.sum(shared.astype(jnp.float32), axis=3).astype(x.dtype)
+
+    of_rows = over_heads(of_query), over_heads(of_key), of_value, of_log_decay
+    return *of_rows, None if beta is None else of_beta, of_state
 
 
-def delta_scan_backward(
-    query: jax.Array, scores: jax.Array, removed: jax.Array, key: jax.Array, decay: jax.Array,
-    of_out: jax.Array, of_last: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """See ``pallas_kernels.delta_chunks.scan_chunks``."""
-    arrays = query, scores, removed, key, decay, of_out, of_last
-    if not _carries(query, of_last):
-        return delta_chunks_reference.delta_scan_backward(*arrays)
-    after = jax.ShapeDtypeStruct((len(query), *of_last.shape), query.dtype)
-    written = jax.ShapeDtypeStruct(of_out.shape, jnp.float32)
-    return _carried(delta_chunks.backward_kernel, arrays, of_last.shape, (written, after, _like(of_last)))
+class _DeltaRule:
+    """Launches the kernels for rows of queries, keys and values."""
+
+    def __init__(self, query: jax.Array, value: jax.Array, beta: jax.Array | None) -> None:
+        (batch, time, key_heads, dim), (*_, heads, width) = query.shape, value.shape
+        self.dtype, self.rows, self.chunks = value.dtype, batch * heads, time // delta_chunks_reference.CHUNK
+        self.sizes = {"HEADS": heads, "KEY_HEADS": key_heads, "DIM": dim, "VALUE_DIM": width}
+        self.exact, self._beta = self.dtype == jnp.float32, beta
+
+    def beta(self, log_decay: jax.Array) -> jax.Array:
+        """Beta, or an array that no kernel reads."""
+        return log_decay if self._beta is None else self._beta
+
+    def prepare(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, log_decay: jax.Array, documents: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        """The scores, inverses, ``written`` and ``removed`` of all chunks, and their factors."""
+        tokens, fp32, beta = delta_chunks_reference.CHUNK, jnp.float32, self.beta(log_decay)
+        square, dim, width = (tokens, tokens), self.sizes["DIM"], self.sizes["VALUE_DIM"]
+        solved = () if self._beta is None else square  # no system, and nothing is stored
+        shapes = (square, self.dtype), (solved, fp32), ((tokens,), fp32), ((tokens,), fp32), ((), fp32)
+        scores, inverse, *factors = self.over_chunks(
+            delta_chunks.solve_kernel,
+            (query, key, log_decay, beta, documents),
+            self._of_chunks(*shapes),
+        )
+        shapes = ((tokens, width), fp32), ((tokens, dim), self.dtype)
+        written, removed = self.over_chunks(
+            delta_chunks.write_kernel, (key, value, beta, inverse, factors[0]), self._of_chunks(*shapes)
+        )
+        return scores, inverse, written, removed, *factors
+
+    def scan(
+        self, kernel: Any, arrays: tuple[jax.Array, ...], out: tuple[jax.ShapeDtypeStruct, ...],
+        state: jax.Array,
+    ) -> tuple[jax.Array, ...]:  # fmt: skip
+        """Launch a kernel that carries a state over chunks."""
+        grid = -(-state.shape[3] // _COLUMNS), self.rows
+        return self._launch(
+            kernel, arrays, out, grid, 1 if self.exact else 3, COLUMNS=min(_COLUMNS, state.shape[3])
+        )
+
+    def states(self, state: jax.Array) -> jax.ShapeDtypeStruct:
+        """A state for each chunk, in the rows' dtype."""
+        return self._of_chunks((state.shape[2:], self.dtype))[0]
+
+    def _of_chunks(self, *each: tuple[tuple[int, ...], Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Results with these shapes and dtypes for each chunk of each head."""
+        return tuple(jax.ShapeDtypeStruct((self.chunks, self.rows, *shape), dtype) for shape, dtype in each)
+
+    def over_chunks(
+        self, kernel: Any, arrays: tuple[jax.Array, ...], out: tuple[jax.ShapeDtypeStruct, ...]
+    ) -> tuple[jax.Array, ...]:
+        """Launch a kernel that has a program for each chunk of each head."""
+        constants = {"EXACT": self.exact, "DELTA": self._beta is not None}
+        return self._launch(kernel, arrays, out, (self.chunks, self.rows), 1, **constants)
+
+    def _launch(
+        self, kernel: Any, arrays: tuple[jax.Array, ...], out: tuple[jax.ShapeDtypeStruct, ...],
+        grid: tuple[int, int], stages: int, **constants: Any,
+    ) -> tuple[jax.Array, ...]:  # fmt: skip
+        return jax_triton.triton_call(
+            *arrays,
+            self.chunks,
+            kernel=kernel,
+            grid=grid,
+            num_warps=4,
+            num_stages=stages,
+            compute_capability=compute_capability(),
+            TOKENS=delta_chunks_reference.CHUNK,
+            **self.sizes,
+            **constants,
+            **_options(out, contracts=True),
+        )
 
 
 def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
-def _carried(
-    kernel: Any, arrays: tuple[jax.Array, ...], state: tuple[int, ...],
-    out: tuple[jax.ShapeDtypeStruct, ...],
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """Launch a kernel that carries a state [heads, dim, value_dim] over chunks."""
-    (chunks, _, tokens, _), (heads, dim, width) = arrays[0].shape, state
-    columns = min(_COLUMNS, width)
-    return jax_triton.triton_call(
-        *arrays,
-        chunks,
-        heads,
-        kernel=kernel,
-        grid=(width // columns, heads),
-        num_warps=4,
-        num_stages=2 if arrays[0].dtype == jnp.bfloat16 else 1,
-        compute_capability=compute_capability(),
-        TOKENS=tokens,
-        DIM=dim,
-        VALUE_DIM=width,
-        COLUMNS=columns,
-        **_options(out),
-    )

@@ -1,7 +1,14 @@
 """Triton kernels of ``pallas_kernels.delta_chunks``.
 
-A program of the scan carries some columns of one head's state through all chunks, in registers. Columns do
-not depend on each other, so that a row with few heads still fills the chip.
+``solve_kernel`` and ``write_kernel`` do for every chunk at once what needs no state. ``scan_kernel`` carries
+the state from chunk to chunk, some columns of one head's state per program, in registers. Columns do not
+depend on each other, so that a row with few heads still fills the chip. ``backward_scan_kernel`` carries its
+cotangent back. The two kernels of gradients then do every chunk at once; one alone would need more registers
+than there are.
+
+Rows are ``[batch, time, heads, ...]``. Results of a chunk are ``[chunks, batch * heads, ...]``. With EXACT,
+for fp32 rows, products are fp32. Otherwise their operands are bf16, or fp32 as sums of bf16 or TF32 numbers.
+Without DELTA, tokens remove nothing from the state (Mamba-2), and there is no system.
 """
 
 import triton
@@ -9,136 +16,450 @@ import triton.language as tl
 
 
 @triton.jit
-def inverse_kernel(system_ptr, out_ptr, SIZE: tl.constexpr):
-    """The inverse of I plus a matrix's strictly lower triangle, of 16, 32 or 64 rows.
-
-    Blocks of 16 on the diagonal are inverted together, row by row: a row is a row of the identity less a
-    combination of the rows above it. Two inverses A and B on the diagonal, with C below A, become one inverse
-    with -B C A below A. Products of powers of the matrix would lose all precision if many keys are alike.
-    """
-    BLOCKS: tl.constexpr = SIZE // 16
-    at = tl.program_id(0).to(tl.int64) * (SIZE * SIZE)
-    matrix = system_ptr + at
-    out = out_ptr + at
-    block = tl.arange(0, BLOCKS) * (16 * SIZE + 16)
-    i = tl.arange(0, 16)
-    inverse = tl.zeros((BLOCKS, 16, 16), tl.float32) + (i[:, None] == i[None, :]).to(tl.float32)[None, :, :]
-    for row in range(1, 16):
-        place = block[:, None] + row * SIZE + i[None, :]
-        factors = tl.load(matrix + place, mask=(i < row)[None, :], other=0.0)
-        less = tl.sum(factors[:, :, None] * inverse, 1)
-        inverse = tl.where((i == row)[None, :, None], inverse - less[:, None, :], inverse)
-    tl.store(out + block[:, None, None] + i[None, :, None] * SIZE + i[None, None, :], inverse)
-    for pair in tl.static_range(BLOCKS // 2):
-        _join(matrix, out, 32 * pair, 16, SIZE)
-    if BLOCKS == 4:
-        _join(matrix, out, 0, 32, SIZE)
+def solve_kernel(
+    query_ptr,
+    key_ptr,
+    log_decay_ptr,
+    beta_ptr,
+    documents_ptr,
+    chunks,
+    scores_ptr,
+    inverse_ptr,
+    reads_ptr,
+    writes_ptr,
+    decay_ptr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    EXACT: tl.constexpr,
+    DELTA: tl.constexpr,
+):
+    """A chunk's scores, the inverse of its system, and its factors (``_factors``)."""
+    token, head, at = _chunk(chunks, TOKENS, HEADS)
+    t = tl.arange(0, TOKENS)
+    _, pairs, reads, writes, decay = _factors(log_decay_ptr, documents_ptr, token, head, TOKENS, HEADS)
+    tl.store(reads_ptr + at * TOKENS + t, reads)
+    tl.store(writes_ptr + at * TOKENS + t, writes)
+    tl.store(decay_ptr + at, decay)
+    key_head = head // (HEADS // KEY_HEADS)
+    key = tl.load(_of_rows(key_ptr, token, key_head, KEY_HEADS, TOKENS, DIM))
+    query = tl.load(_of_rows(query_ptr, token, key_head, KEY_HEADS, TOKENS, DIM))
+    scores = (pairs * _dot(query, tl.trans(key))).to(query.dtype)
+    tl.store(_of_chunk(scores_ptr, at, TOKENS, TOKENS), scores)
+    if DELTA:
+        beta = tl.load(beta_ptr + token * HEADS + head + t * HEADS)
+        inverse = _inverse(beta[:, None] * pairs * _dot(key, tl.trans(key)), TOKENS, EXACT)
+        tl.store(_of_chunk(inverse_ptr, at, TOKENS, TOKENS), inverse)
 
 
 @triton.jit
-def _join(matrix, out, begin, HALF: tl.constexpr, SIZE: tl.constexpr):
-    """Complete the inverse of 2 HALF rows from ``begin`` on, whose halves on the diagonal are inverted."""
-    tl.debug_barrier()  # other threads have written the halves
-    i = tl.arange(0, HALF)
-    upper = (begin + i[:, None]) * SIZE + begin + i[None, :]
-    lower = upper + HALF * SIZE
-    product = tl.dot(tl.load(matrix + lower), tl.load(out + upper), input_precision="ieee")
-    product = tl.dot(tl.load(out + lower + HALF), product, input_precision="ieee")
-    tl.store(out + lower, -product)
-    tl.store(out + upper + HALF, tl.zeros((HALF, HALF), tl.float32))
+def write_kernel(
+    key_ptr,
+    value_ptr,
+    beta_ptr,
+    inverse_ptr,
+    reads_ptr,
+    chunks,
+    written_ptr,
+    removed_ptr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    EXACT: tl.constexpr,
+    DELTA: tl.constexpr,
+):
+    """A chunk's ``written`` and ``removed``: inverse beta value, and inverse beta reads key."""
+    token, head, at = _chunk(chunks, TOKENS, HEADS)
+    t = tl.arange(0, TOKENS)
+    value = tl.load(_of_rows(value_ptr, token, head, HEADS, TOKENS, VALUE_DIM))
+    if DELTA:
+        inverse = tl.load(_of_chunk(inverse_ptr, at, TOKENS, TOKENS))
+        inverse *= tl.load(beta_ptr + token * HEADS + head + t * HEADS)[None, :]
+        written = _times(inverse, value, EXACT)
+        inverse *= tl.load(reads_ptr + at * TOKENS + t)[None, :]
+        key = tl.load(_of_rows(key_ptr, token, head // (HEADS // KEY_HEADS), KEY_HEADS, TOKENS, DIM))
+        removed = _times(inverse, key, EXACT).to(key.dtype)
+    else:
+        written = value.to(tl.float32)
+        removed = tl.zeros((TOKENS, DIM), value.dtype)
+    tl.store(_of_chunk(written_ptr, at, TOKENS, VALUE_DIM), written)
+    tl.store(_of_chunk(removed_ptr, at, TOKENS, DIM), removed)
 
 
 @triton.jit
 def scan_kernel(
     query_ptr,
+    key_ptr,
     scores_ptr,
     written_ptr,
     removed_ptr,
-    key_ptr,
+    reads_ptr,
+    writes_ptr,
     decay_ptr,
     state_ptr,
     chunks,
-    heads,
     out_ptr,
     before_ptr,
     last_ptr,
     TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """See ``pallas_kernels.delta_chunks.scan_chunks``; also writes the state before each chunk."""
-    head = tl.program_id(1)
-    v = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    """The outputs, the state before each chunk, and the last state."""
+    row = tl.program_id(1)
+    head = row % HEADS
+    first = (row // HEADS).to(tl.int64) * chunks * TOKENS
+    rows = tl.num_programs(1)
     t = tl.arange(0, TOKENS)
-    d = tl.arange(0, DIM)
-    of_state = d[:, None] * VALUE_DIM + v[None, :]
-    of_keys = t[:, None] * DIM + d[None, :]
-    of_values = t[:, None] * VALUE_DIM + v[None, :]
-    of_scores = t[:, None] * TOKENS + t[None, :]
+    column = tl.program_id(0) * COLUMNS
     low = query_ptr.dtype.element_ty
-    state = tl.load(state_ptr + head.to(tl.int64) * (DIM * VALUE_DIM) + of_state)
+    state = tl.load(_columns(state_ptr, row.to(tl.int64), column, VALUE_DIM, DIM, COLUMNS))
     for chunk in range(chunks):
-        at = (chunk * heads + head).to(tl.int64)
+        at = (chunk * rows + row).to(tl.int64)
+        token = first + chunk * TOKENS
         before = state.to(low)
-        tl.store(before_ptr + at * (DIM * VALUE_DIM) + of_state, before)
-        removed = tl.load(removed_ptr + at * (TOKENS * DIM) + of_keys)
-        query = tl.load(query_ptr + at * (TOKENS * DIM) + of_keys)
-        key = tl.load(key_ptr + at * (TOKENS * DIM) + of_keys)
-        scores = tl.load(scores_ptr + at * (TOKENS * TOKENS) + of_scores)
-        written = tl.load(written_ptr + at * (TOKENS * VALUE_DIM) + of_values)
-        wrote = (written - tl.dot(removed, before, input_precision="ieee")).to(low)
-        out = tl.dot(query, before, input_precision="ieee")
-        out = tl.dot(scores, wrote, out, input_precision="ieee")
-        tl.store(out_ptr + at * (TOKENS * VALUE_DIM) + of_values, out.to(low))
+        tl.store(_columns(before_ptr, at, column, VALUE_DIM, DIM, COLUMNS), before)
+        key_head = head // (HEADS // KEY_HEADS)
+        removed = tl.load(_of_chunk(removed_ptr, at, TOKENS, DIM))
+        query = tl.load(_of_rows(query_ptr, token, key_head, KEY_HEADS, TOKENS, DIM))
+        key = tl.load(_of_rows(key_ptr, token, key_head, KEY_HEADS, TOKENS, DIM))
+        scores = tl.load(_of_chunk(scores_ptr, at, TOKENS, TOKENS))
+        written = tl.load(_columns(written_ptr, at, column, VALUE_DIM, TOKENS, COLUMNS))
+        reads = tl.load(reads_ptr + at * TOKENS + t)
+        writes = tl.load(writes_ptr + at * TOKENS + t)
+        wrote = written - _dot(removed, before)
+        out = _dot(query, before) * reads[:, None]
+        out += _dot(scores, wrote.to(low))
+        tl.store(
+            _columns_of_rows(out_ptr, token, head, column, HEADS, VALUE_DIM, TOKENS, COLUMNS), out.to(low)
+        )
         state = state * tl.load(decay_ptr + at)
-        state = tl.dot(tl.trans(key), wrote, state, input_precision="ieee")
-    tl.store(last_ptr + head.to(tl.int64) * (DIM * VALUE_DIM) + of_state, state)
+        state += _dot(tl.trans(key), (wrote * writes[:, None]).to(low))
+    tl.store(_columns(last_ptr, row.to(tl.int64), column, VALUE_DIM, DIM, COLUMNS), state)
 
 
 @triton.jit
-def backward_kernel(
+def backward_scan_kernel(
     query_ptr,
+    key_ptr,
     scores_ptr,
     removed_ptr,
-    key_ptr,
+    reads_ptr,
+    writes_ptr,
     decay_ptr,
     of_out_ptr,
     of_last_ptr,
     chunks,
-    heads,
-    of_written_ptr,
+    of_wrote_ptr,
     of_after_ptr,
     of_first_ptr,
     TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The cotangents of ``written``, of the state after each chunk, and of the first state."""
-    head = tl.program_id(1)
-    v = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    """The cotangents of each chunk's writes, of the state after it, and of the first state."""
+    row = tl.program_id(1)
+    head = row % HEADS
+    first = (row // HEADS).to(tl.int64) * chunks * TOKENS
+    rows = tl.num_programs(1)
     t = tl.arange(0, TOKENS)
-    d = tl.arange(0, DIM)
-    of_state = d[:, None] * VALUE_DIM + v[None, :]
-    of_keys = t[:, None] * DIM + d[None, :]
-    of_values = t[:, None] * VALUE_DIM + v[None, :]
-    of_scores = t[:, None] * TOKENS + t[None, :]
+    column = tl.program_id(0) * COLUMNS
     low = query_ptr.dtype.element_ty
-    carried = tl.load(of_last_ptr + head.to(tl.int64) * (DIM * VALUE_DIM) + of_state)
+    carried = tl.load(_columns(of_last_ptr, row.to(tl.int64), column, VALUE_DIM, DIM, COLUMNS))
     for turn in range(chunks):
-        at = ((chunks - 1 - turn) * heads + head).to(tl.int64)
+        chunk = chunks - 1 - turn
+        at = (chunk * rows + row).to(tl.int64)
+        token = first + chunk * TOKENS
         after = carried.to(low)
-        tl.store(of_after_ptr + at * (DIM * VALUE_DIM) + of_state, after)
-        key = tl.load(key_ptr + at * (TOKENS * DIM) + of_keys)
-        scores = tl.load(scores_ptr + at * (TOKENS * TOKENS) + of_scores)
-        of_out = tl.load(of_out_ptr + at * (TOKENS * VALUE_DIM) + of_values)
-        query = tl.load(query_ptr + at * (TOKENS * DIM) + of_keys)
-        removed = tl.load(removed_ptr + at * (TOKENS * DIM) + of_keys)
-        of_written = tl.dot(key, after, input_precision="ieee")
-        of_written = tl.dot(tl.trans(scores), of_out, of_written, input_precision="ieee")
-        tl.store(of_written_ptr + at * (TOKENS * VALUE_DIM) + of_values, of_written)
+        tl.store(_columns(of_after_ptr, at, column, VALUE_DIM, DIM, COLUMNS), after)
+        key_head = head // (HEADS // KEY_HEADS)
+        key = tl.load(_of_rows(key_ptr, token, key_head, KEY_HEADS, TOKENS, DIM))
+        query = tl.load(_of_rows(query_ptr, token, key_head, KEY_HEADS, TOKENS, DIM))
+        scores = tl.load(_of_chunk(scores_ptr, at, TOKENS, TOKENS))
+        removed = tl.load(_of_chunk(removed_ptr, at, TOKENS, DIM))
+        of_out = tl.load(_columns_of_rows(of_out_ptr, token, head, column, HEADS, VALUE_DIM, TOKENS, COLUMNS))
+        reads = tl.load(reads_ptr + at * TOKENS + t)
+        writes = tl.load(writes_ptr + at * TOKENS + t)
+        of_wrote = _dot(key, after) * writes[:, None]
+        of_wrote = (of_wrote + _dot(tl.trans(scores), of_out)).to(low)
+        tl.store(
+            _columns(of_wrote_ptr, at, column, VALUE_DIM, TOKENS, COLUMNS),
+            of_wrote,
+        )
         carried = carried * tl.load(decay_ptr + at)
-        carried = tl.dot(tl.trans(query), of_out, carried, input_precision="ieee")
-        carried -= tl.dot(tl.trans(removed), of_written.to(low), input_precision="ieee")
-    tl.store(of_first_ptr + head.to(tl.int64) * (DIM * VALUE_DIM) + of_state, carried)
+        carried += _dot(tl.trans(query), (of_out * reads[:, None]).to(low))
+        carried -= _dot(tl.trans(removed), of_wrote)
+    tl.store(
+        _columns(of_first_ptr, row.to(tl.int64), column, VALUE_DIM, DIM, COLUMNS),
+        carried,
+    )
+
+
+@triton.jit
+def read_gradient_kernel(
+    query_ptr,
+    key_ptr,
+    log_decay_ptr,
+    documents_ptr,
+    written_ptr,
+    removed_ptr,
+    before_ptr,
+    of_out_ptr,
+    of_wrote_ptr,
+    of_after_ptr,
+    of_decay_ptr,
+    chunks,
+    of_query_ptr,
+    of_key_ptr,
+    of_removed_ptr,
+    of_total_ptr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    EXACT: tl.constexpr,
+    DELTA: tl.constexpr,
+):
+    """The gradients through what a chunk reads of the state, and through the state after it.
+
+    X' is X transposed. The results for keys and for the sums of decays are a part of their gradients.
+    """
+    token, head, at = _chunk(chunks, TOKENS, HEADS)
+    low = query_ptr.dtype.element_ty
+    t = tl.arange(0, TOKENS)
+    key_head = head // (HEADS // KEY_HEADS)
+    _, pairs, reads, writes, decay = _factors(log_decay_ptr, documents_ptr, token, head, TOKENS, HEADS)
+
+    # out = reads (query before) + scores wrote, where wrote = written - removed before
+    before = tl.load(_of_chunk(before_ptr, at, DIM, VALUE_DIM))
+    wrote = (
+        tl.load(_of_chunk(written_ptr, at, TOKENS, VALUE_DIM))
+        - _dot(tl.load(_of_chunk(removed_ptr, at, TOKENS, DIM)), before)
+    ).to(low)
+    of_out = tl.load(_of_rows(of_out_ptr, token, head, HEADS, TOKENS, VALUE_DIM))
+    query = tl.load(_of_rows(query_ptr, token, key_head, KEY_HEADS, TOKENS, DIM))
+    key = tl.load(_of_rows(key_ptr, token, key_head, KEY_HEADS, TOKENS, DIM))
+    of_scores = _dot(of_out, tl.trans(wrote)) * pairs
+    of_pairs = of_scores * _dot(query, tl.trans(key))
+    of_scores = of_scores.to(low)
+    of_query = _dot(of_out, tl.trans(before)) * reads[:, None]
+    of_total = tl.sum(of_pairs, 1) - tl.sum(of_pairs, 0) + tl.sum(of_query * query, 1)
+    tl.store(
+        _of_rows(of_query_ptr, token, head, HEADS, TOKENS, DIM),
+        (of_query + _dot(of_scores, key)).to(low),
+    )
+    of_removed = _dot(
+        tl.load(_of_chunk(of_wrote_ptr, at, TOKENS, VALUE_DIM)),
+        tl.trans(before),
+    )
+    tl.store(_of_chunk(of_removed_ptr, at, TOKENS, DIM), (-of_removed).to(low))
+
+    # after = decay before + (writes key)' wrote
+    of_after = tl.load(_of_chunk(of_after_ptr, at, DIM, VALUE_DIM))
+    of_key = _dot(wrote, tl.trans(of_after)) * writes[:, None]
+    of_writes = tl.sum(of_key * key, 1)
+    of_end = tl.sum(of_writes) + tl.load(of_decay_ptr + at) * decay
+    tl.store(
+        _of_rows(of_key_ptr, token, head, HEADS, TOKENS, DIM),
+        (of_key + _dot(tl.trans(of_scores), query)).to(low),
+    )
+    # reads = exp(total), writes = exp(total of the last token - total), pairs = exp(total - total')
+    tl.store(of_total_ptr + at * TOKENS + t, of_total - of_writes + tl.where(t == TOKENS - 1, of_end, 0.0))
+
+
+@triton.jit
+def write_gradient_kernel(
+    key_ptr,
+    value_ptr,
+    log_decay_ptr,
+    beta_ptr,
+    documents_ptr,
+    inverse_ptr,
+    written_ptr,
+    removed_ptr,
+    of_wrote_ptr,
+    of_removed_ptr,
+    of_key_part_ptr,
+    of_total_ptr,
+    chunks,
+    of_key_ptr,
+    of_value_ptr,
+    of_log_decay_ptr,
+    of_beta_ptr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    EXACT: tl.constexpr,
+    DELTA: tl.constexpr,
+):
+    """The gradients through (I + system) [written, removed] = beta [value, reads key].
+
+    X' is X transposed. It adds to the parts of ``read_gradient_kernel``. Without DELTA, written is value.
+    """
+    token, head, at = _chunk(chunks, TOKENS, HEADS)
+    low = key_ptr.dtype.element_ty
+    t = tl.arange(0, TOKENS)
+    of_heads = token * HEADS + head + t * HEADS
+    seen, pairs, reads, _, _ = _factors(log_decay_ptr, documents_ptr, token, head, TOKENS, HEADS)
+    of_value = tl.load(_of_chunk(of_wrote_ptr, at, TOKENS, VALUE_DIM))
+    of_total = tl.load(of_total_ptr + at * TOKENS + t)
+    if DELTA:
+        beta = tl.load(beta_ptr + of_heads)
+        back = tl.trans(tl.load(_of_chunk(inverse_ptr, at, TOKENS, TOKENS)))
+        of_wanted = _times(back, of_value, EXACT)
+        written = tl.load(_of_chunk(written_ptr, at, TOKENS, VALUE_DIM)).to(low)
+        of_system = _dot(of_wanted.to(low), tl.trans(written))
+        value = tl.load(_of_rows(value_ptr, token, head, HEADS, TOKENS, VALUE_DIM))
+        of_beta = tl.sum(of_wanted * value, 1)
+        of_value = (of_wanted * beta[:, None]).to(low)
+        of_wanted = _times(back, tl.load(_of_chunk(of_removed_ptr, at, TOKENS, DIM)), EXACT)
+        of_system += _dot(of_wanted.to(low), tl.trans(tl.load(_of_chunk(removed_ptr, at, TOKENS, DIM))))
+        key = tl.load(_of_rows(key_ptr, token, head // (HEADS // KEY_HEADS), KEY_HEADS, TOKENS, DIM))
+        moved = reads * tl.sum(of_wanted * key, 1)
+        of_wanted *= (beta * reads)[:, None]
+        of_wanted += tl.load(_of_rows(of_key_part_ptr, token, head, HEADS, TOKENS, DIM))
+        # system = beta pairs (key key'), below the diagonal
+        of_system = tl.where(t[:, None] > t[None, :], -of_system, 0.0) * pairs
+        of_pairs = of_system * _dot(key, tl.trans(key))
+        tl.store(of_beta_ptr + of_heads, of_beta + moved + tl.sum(of_pairs, 1))
+        of_pairs *= beta[:, None]
+        of_system *= beta[:, None]
+        of_key = (of_wanted + _dot((of_system + tl.trans(of_system)).to(low), key)).to(low)
+        of_total += beta * moved + tl.sum(of_pairs, 1) - tl.sum(of_pairs, 0)
+    else:
+        of_key = tl.load(_of_rows(of_key_part_ptr, token, head, HEADS, TOKENS, DIM))
+    tl.store(_of_rows(of_value_ptr, token, head, HEADS, TOKENS, VALUE_DIM), of_value)
+    tl.store(_of_rows(of_key_ptr, token, head, HEADS, TOKENS, DIM), of_key)
+    tl.store(of_log_decay_ptr + of_heads, tl.sum(tl.where(seen, of_total[:, None], 0.0), 0))
+
+
+@triton.jit
+def _chunk(chunks, TOKENS: tl.constexpr, HEADS: tl.constexpr):
+    """The first token of this program's chunk among all rows, its head, and its place among results."""
+    row = tl.program_id(1)
+    chunk = tl.program_id(0)
+    token = ((row // HEADS).to(tl.int64) * chunks + chunk) * TOKENS
+    return token, row % HEADS, (chunk * tl.num_programs(1) + row).to(tl.int64)
+
+
+@triton.jit
+def _tile(ptr, first, stride: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Pointers to a matrix whose first element is ``first`` elements, 64 bits, behind ``ptr``."""
+    return ptr + first + (tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, COLUMNS)[None, :])
+
+
+@triton.jit
+def _of_rows(ptr, token, head, HEADS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
+    """Pointers to a head's vectors for a chunk's tokens, in rows of all heads."""
+    return _tile(ptr, (token * HEADS + head) * WIDTH, HEADS * WIDTH, TOKENS, WIDTH)
+
+
+@triton.jit
+def _columns_of_rows(
+    ptr, token, head, column, HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Pointers to some columns of them, from ``column`` on; WIDTH are all columns."""
+    return _tile(ptr, (token * HEADS + head) * WIDTH + column, HEADS * WIDTH, TOKENS, COLUMNS)
+
+
+@triton.jit
+def _of_chunk(ptr, at, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Pointers to a chunk's matrix among results."""
+    return _tile(ptr, at * (ROWS * COLUMNS), COLUMNS, ROWS, COLUMNS)
+
+
+@triton.jit
+def _columns(ptr, at, column, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Pointers to some columns of it, from ``column`` on; WIDTH are all columns."""
+    return _tile(ptr, at * (ROWS * WIDTH) + column, WIDTH, ROWS, COLUMNS)
+
+
+@triton.jit
+def _factors(log_decay_ptr, documents_ptr, token, head, TOKENS: tl.constexpr, HEADS: tl.constexpr):
+    """Which tokens see which, and the decays between them.
+
+    Returns:
+        Whether token i sees token j; the decay from j to i; from the state before the chunk to i; from i to
+        the end; and of the state.
+    """
+    t = tl.arange(0, TOKENS)
+    log_decay = tl.load(log_decay_ptr + token * HEADS + head + t * HEADS)
+    own = tl.load(documents_ptr + token + t)
+    last = tl.load(documents_ptr + token + TOKENS - 1)
+    before = tl.load(documents_ptr + tl.where(tl.program_id(0) == 0, token, token - 1))
+    seen = (t[:, None] >= t[None, :]) & (own[:, None] == own[None, :])
+    # Of each document alone: with one sum for all, rounding would carry gradients from one to the other.
+    total = tl.sum(tl.where(seen, log_decay[None, :], 0.0), 1)
+    pairs = tl.where(seen, tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0)), 0.0)
+    end = tl.sum(tl.where(t == TOKENS - 1, total, 0.0))
+    reads = tl.where(own == before, tl.exp(total), 0.0)
+    writes = tl.where(own == last, tl.exp(tl.where(own == last, end - total, 0.0)), 0.0)
+    return seen, pairs, reads, writes, tl.where(last == before, tl.exp(end), 0.0)
+
+
+@triton.jit
+def _inverse(system, SIZE: tl.constexpr, EXACT: tl.constexpr):
+    """The inverse of I plus a matrix's strictly lower triangle, of 64 rows.
+
+    Blocks of 16 on the diagonal are inverted together, by elimination column by column. With Y their inverses
+    and X = Y (the rest), the inverse is (I - X) (I + X^2) Y, because X^4 = 0. Powers of the whole matrix
+    would lose all precision if many keys are alike.
+    """
+    BLOCKS: tl.constexpr = SIZE // 16
+    b = tl.arange(0, BLOCKS)
+    i = tl.arange(0, 16)
+    t = tl.arange(0, SIZE)
+    lower = tl.where(t[:, None] > t[None, :], system, 0.0)
+    diagonal = (b[:, None] == b[None, :])[:, None, :, None]
+    inside = tl.sum(tl.where(diagonal, tl.reshape(lower, (BLOCKS, 16, BLOCKS, 16)), 0.0), 2)
+    solved = tl.zeros((BLOCKS, 16, 16), tl.float32) + (i[:, None] == i[None, :]).to(tl.float32)[None, :, :]
+    for done in range(15):
+        column = tl.sum(tl.where((i == done)[None, None, :], inside, 0.0), 2)
+        row = tl.sum(tl.where((i == done)[None, :, None], solved, 0.0), 1)
+        solved -= column[:, :, None] * row[:, None, :]
+    y = tl.reshape(tl.where(diagonal, solved[:, :, None, :], 0.0), (SIZE, SIZE))
+    x = _precise(y, tl.where(t[:, None] // 16 > t[None, :] // 16, lower, 0.0), EXACT)
+    y += _precise(_precise(x, x, EXACT), y, EXACT)
+    return y - _precise(x, y, EXACT)
+
+
+@triton.jit
+def _dot(a, b):
+    """A product with an fp32 sum, of operands of one dtype."""
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def _precise(a, b, EXACT: tl.constexpr):
+    """A product of fp32 matrices."""
+    if EXACT:
+        product = tl.dot(a, b, input_precision="ieee")
+    else:
+        product = tl.dot(a, b, input_precision="tf32x3")
+    return product
+
+
+@triton.jit
+def _times(a, b, EXACT: tl.constexpr):
+    """A product of an fp32 matrix and one of the rows' dtype."""
+    if EXACT:
+        product = tl.dot(a, b, input_precision="ieee")
+    else:
+        high = a.to(b.dtype)
+        product = tl.dot((a - high.to(tl.float32)).to(b.dtype), b)
+        product = tl.dot(high, b, product)
+    return product

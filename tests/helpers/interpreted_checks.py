@@ -9,7 +9,7 @@ import interpreted
 import jax
 import jax.numpy as jnp
 import numpy as np
-from kernel_cases import CASES, case, nf4_edges
+from kernel_cases import CASES, case, delta_rows, nf4_edges
 
 from pallas_kernels import (
     QUANTIZED,
@@ -151,29 +151,28 @@ def check_grouped():
 
 
 def check_delta_chunks():
-    """The scan over chunks, forward and backward, and inverses; in the last system all keys are the same."""
-    rng = np.random.default_rng(3)
-    for dtype, error in ((jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)):
-        wide, square, values = (rng.standard_normal((3, 2, 16, n)) / 4 for n in (32, 16, 64))
-        low = [jnp.asarray(x, dtype) for x in (wide, square, wide[::-1], wide[:, ::-1])]
-        decay = jnp.asarray(rng.uniform(0.2, 0.9, (3, 2)), jnp.float32)
-        values, state = (jnp.asarray(x, jnp.float32) for x in (values, rng.standard_normal((2, 32, 64))))
-        query, scores, removed, key = low
-        for name, arrays in (
-            ("delta_scan", (query, scores, values, removed, key, decay, state)),
-            ("delta_scan_backward", (query, scores, removed, key, decay, values.astype(dtype), state)),
-        ):
-            got, want = (getattr(module, name)(*arrays) for module in (calls, delta_chunks_reference))
-            for mine, theirs in zip(got, want, strict=True):
-                assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype), name
-                mine, theirs = (np.asarray(x, np.float32) for x in (mine, theirs))
-                assert np.linalg.norm(mine - theirs) <= error * np.linalg.norm(theirs), name
-    for size in (16, 32, 64):
-        system = rng.uniform(-0.25, 0.25, (3, size, size)).astype(np.float32)
-        system[-1] = 1
-        lower = np.tril(system.astype(np.float64), -1) + np.eye(size)
-        found = np.asarray(calls.unit_lower_inverse(jnp.asarray(system)))
-        np.testing.assert_allclose(found, np.linalg.inv(lower), rtol=1e-4, atol=1e-4, err_msg=str(size))
+    """The delta rule and Mamba-2's, forward and backward, with several documents; 64 keys are the same."""
+    cases = (jnp.float32, True, 1e-5), (jnp.bfloat16, True, 2e-2), (jnp.bfloat16, False, 2e-2)
+    for dtype, delta, error in cases:
+        args = delta_rows(2, 128, 1, 2, 32, 64, dtype)
+        args = args if delta else (*args[:4], None, *args[5:])
+        got, want = (module.delta_rule(*args) for module in (calls, delta_chunks_reference))
+        close("delta_rule", got, want, error)
+        args = *args, want[1], want[0], want[2]
+        got, want = (module.delta_rule_backward(*args) for module in (calls, delta_chunks_reference))
+        close("delta_rule_backward", got, want, error)
+
+
+def close(name, got, want, error):
+    """Compare arrays by the norm of their errors."""
+    for number, (mine, theirs) in enumerate(zip(got, want, strict=True)):
+        if theirs is None:
+            assert mine is None, (name, number)
+            continue
+        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype), (name, number)
+        mine, theirs = (np.asarray(x, np.float32) for x in (mine, theirs))
+        off = np.linalg.norm(mine - theirs) / np.linalg.norm(theirs)
+        assert off <= error, (name, number, off)
 
 
 def main():

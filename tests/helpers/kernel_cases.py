@@ -1,6 +1,7 @@
 """Inputs that are hard for codecs, and the comparison of results."""
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from nf4_codec import MIDDLES
@@ -72,3 +73,22 @@ def same(got: np.ndarray, want: np.ndarray) -> None:
         np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
         got, want = (np.where(np.isnan(x), np.float32(0), x).view(np.uint32) for x in (got, want))
     np.testing.assert_array_equal(got, want)
+
+
+def delta_rows(
+    batch: int, time: int, key_heads: int, heads: int, dim: int, width: int, dtype: jnp.dtype
+) -> tuple[jax.Array, ...]:
+    """Arguments of ``pallas_kernels.delta_rule``: several documents a row; 64 keys of the first are equal."""
+    rng = np.random.default_rng(time)
+    query, key = rng.standard_normal((2, batch, time, key_heads, dim))
+    key[0, :64] = key[0, 0]
+    key /= np.linalg.norm(key, axis=-1, keepdims=True)
+    value = rng.standard_normal((batch, time, heads, width))
+    low = [jnp.asarray(x, dtype) for x in (query / dim**0.5, key, value)]
+    log_decay = -rng.exponential(size=(batch, time, heads)) / 8
+    beta = rng.uniform(size=(batch, time, heads))
+    ends = np.sort(rng.integers(min(64, time), time + 1, (batch, 2, 1)), axis=1)
+    documents = (np.arange(time) >= ends).sum(1)
+    state = rng.standard_normal((batch, heads, dim, width)) / dim**0.5
+    fp32 = [jnp.asarray(x, jnp.float32) for x in (log_decay, beta)]
+    return *low, *fp32, jnp.asarray(documents, jnp.int32), jnp.asarray(state, jnp.float32)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import delta_rule_reference
-from zerojax.models.delta_rule import CHUNK, gated_delta_rule, last_inputs, short_convolution
+from pallas_kernels.delta_chunks_reference import CHUNK
+from zerojax.models.delta_rule import gated_delta_rule, last_inputs, short_convolution
 
 BATCH, KEY_HEADS, HEADS, DIM, WIDTH = 2, 2, 4, 8, 6
 

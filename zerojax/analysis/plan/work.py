@@ -65,9 +65,9 @@ combine at the end.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from pallas_kernels.delta_chunks_reference import CHUNK
 from zerojax.models.attention import has_flash
 from zerojax.models.config import GPTConfig, attended_tokens, flops_per_token, pair_flops, recurrence_flops
-from zerojax.models.delta_rule import CHUNK
 from zerojax.models.loss import VOCABULARY_TILE
 from zerojax.models.shared_rows import spread_of
 from zerojax.schedule.tiles import tokens_of_tile
