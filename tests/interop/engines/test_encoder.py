@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from zerojax.interop.engines import receiver
-from zerojax.interop.engines.encoder import Cut, compare, pack, patch_of
+from zerojax.interop.engines.encoder import Cut, compare, full_patch, pack, patch_of
 
 SIZE, LAYERS = 5000, 2
 
@@ -26,8 +26,11 @@ def as_pieces(x, cut, dtype):
 def patches(now, sent, before):
     counts, sums = np.asarray(now.counts), np.asarray(now.sums)
     every = range(len(counts))
-    packed = [None if before < 0 else pack(now, sent, counts, i) for i in every]
-    return [patch_of(now, packed[i], counts, sums, i, 7 + i, before, 4) for i in every]
+    packed = [pack(now, sent, counts, i) for i in every]
+    return [
+        patch_of(now, packed[i], counts, sums, i, 7 + i, (before, 4)) or full_patch(now, sums, i, 7 + i, 4)
+        for i in every
+    ]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +52,8 @@ def test_patches_equal_the_specification(dtype, share, ulps):
     first = compare(jnp.asarray(old), None, dtype=name, layers=LAYERS, cut=cut)
     then = compare(jnp.asarray(new), first.values, dtype=name, layers=LAYERS, cut=cut)
     before, after = (as_pieces(x, cut, dtype) for x in (old, new))
-    assert patches(first, first.values, receiver.FULL) == [
+    sums = np.asarray(first.sums)
+    assert [full_patch(first, sums, i, 7 + i, 4) for i in range(len(before))] == [
         receiver.full(x, 7 + i, 4) for i, x in enumerate(before)
     ]
     expected = [

@@ -148,10 +148,15 @@ def pack(now: Compared, sent: UInt[Array, "pieces size"], counts: np.ndarray, pi
 
 
 def patch_of(
-    now: Compared, packed: Array | None, counts: np.ndarray, sums: np.ndarray, piece: int, number: int,
-    before: int, version: int,
-) -> Patch:  # fmt: skip
-    """The patch of one piece, on the host.
+    now: Compared,
+    packed: Array | None,
+    counts: np.ndarray,
+    sums: np.ndarray,
+    piece: int,
+    number: int,
+    versions: tuple[int, int],
+) -> Patch | None:
+    """The patch of one piece, on the host; None if a full patch is smaller.
 
     Args:
         now: the comparison.
@@ -160,19 +165,25 @@ def patch_of(
         sums: ``Compared.sums`` on the host.
         piece: the piece's number in the shard.
         number: the piece's number in the manifest.
-        before: the version that was compared with; ``FULL`` for a full patch.
-        version: the version of the values.
+        versions: the version that was compared with, and the version of the values.
     """
     one, other = (int(x) for x in sums[piece])
-    if before != FULL and not counts[piece, 0]:
-        return Patch(number, before, version, (one, other))
-    if before != FULL and packed is not None:
-        buffer = np.asarray(packed)
-        # The last section ends with a set bit.
-        body = buffer[: np.flatnonzero(buffer)[-1] + 1].tobytes()
-        if len(body) < now.values.shape[1] * now.values.dtype.itemsize:
-            count, escaped, low, bits = _header(counts[piece], now.values)
-            return Patch(number, before, version, (one, other), count, escaped, low, bits, body)
+    if not counts[piece, 0]:
+        return Patch(number, *versions, (one, other))
+    if packed is None:
+        return None
+    buffer = np.asarray(packed)
+    # The last section ends with a set bit.
+    body = buffer[: np.flatnonzero(buffer)[-1] + 1].tobytes()
+    if len(body) >= now.values.shape[1] * now.values.dtype.itemsize:
+        return None
+    count, escaped, low, bits = _header(counts[piece], now.values)
+    return Patch(number, *versions, (one, other), count, escaped, low, bits, body)
+
+
+def full_patch(now: Compared, sums: np.ndarray, piece: int, number: int, version: int) -> Patch:
+    """The full patch of one piece; arguments as for ``patch_of``."""
+    one, other = (int(x) for x in sums[piece])
     return Patch(number, FULL, version, (one, other), body=np.asarray(now.values[piece]).tobytes())
 
 

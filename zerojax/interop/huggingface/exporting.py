@@ -164,7 +164,7 @@ def export_model(
                 assert target.carried is not None
                 writer.write(name, target.carried.read(name))
             writer.close()
-            _write_settings(target, how, config, folder, draft)
+            write_settings(target, how, config, folder, draft)
 
 
 def quantized_state(
@@ -202,9 +202,10 @@ def new_folder(out: Path) -> Generator[Path]:
     run_on_process_zero(lambda: None)  # a barrier: no process reads before all is written
 
 
-def _write_settings(
+def write_settings(
     target: Target, how: WeightFormat | None, config: RunConfig, folder: RunFolder, out: Path
 ) -> None:
+    """Write config.json and the tokenizer's files; arguments as for ``export_model``."""
     values = target.values
     if how is not None:
         values = values | {"quantization_config": how.config([target.family.names.head])}

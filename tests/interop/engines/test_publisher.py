@@ -1,0 +1,85 @@
+"""A mirror has the bytes of ``zerojax export`` after each version, whoever sends it and whatever dies."""
+
+import json
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hf_models import FIXTURES, begin_run, random_state, run_config, tensors
+
+from zerojax.interop.engines import publisher, receiver
+from zerojax.interop.engines.publisher import Publisher
+from zerojax.interop.engines.receiver import Feed, Mirror, Receiver
+from zerojax.interop.huggingface import export_model, plan_export
+from zerojax.run.run_dir import RunFolder
+
+TOKEN = "a secret of this test"
+
+
+@pytest.fixture(scope="module", params=["llama3", "gpt2"])
+def run(request, tmp_path_factory):
+    """A run of a tiny model, and a state with random weights."""
+    folder = RunFolder(tmp_path_factory.mktemp(request.param) / "run")
+    begin_run(FIXTURES / request.param, folder)
+    config = folder.read_config()
+    return folder, config, random_state(config)
+
+
+def stepped(state, seed):
+    """The state after a step that changes some of its weights, as bf16 has them."""
+
+    def changed(x):
+        rng = np.random.default_rng(seed)
+        factor = np.where(rng.random(x.shape) < 0.05, 1 + rng.choice([-1, 1], x.shape) / 200, 1)
+        return jax.device_put(x * factor.astype(np.float32), x.sharding)
+
+    return state.with_params(jax.tree.map(changed, state.params))
+
+
+def exported(run, state, out):
+    folder, config, _ = run
+    export_model(state, config, folder, plan_export(state, config, folder, "bfloat16"), out)
+    return out
+
+
+def listening(folder, port=0, callbacks=()):
+    mirror = Mirror(folder, callbacks)
+    return mirror, Receiver(mirror, "127.0.0.1", port, TOKEN)
+
+
+def equal(one: Path, other: Path):
+    found, expected = tensors(one), tensors(other)
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        assert found[name].tobytes() == x.tobytes(), name
+
+
+def test_mirrors_follow_and_resume(run, tmp_path):
+    folder, config, state = run
+    mirror, end = listening(tmp_path / "mirror")
+    address = f"127.0.0.1:{end.port}"
+    sender = Publisher(state, config, folder, [address], token=TOKEN, flows=3)
+    sender.publish(state, 10)
+    assert sender.wait(10, 30), sender.errors
+    current = tmp_path / "mirror" / "current"
+    equal(current, exported(run, state, tmp_path / "10"))
+    for name in ("config.json", "generation_config.json"):
+        assert (current / name).read_bytes() == (tmp_path / "10" / name).read_bytes()
+    for version in range(11, 15):
+        state = stepped(state, version)
+        sender.publish(state, version)
+        assert sender.wait(version, 30), sender.errors
+        equal(current, exported(run, state, tmp_path / str(version)))
+    end.close()
+    for version in range(15, 18):
+        state = stepped(state, version)
+        sender.publish(state, version)
+    mirror, end = listening(tmp_path / "mirror", end.port)
+    assert mirror.version == 14
+    assert sender.wait(17, 30), sender.errors
+    equal(current, exported(run, state, tmp_path / "17"))
+    sender.close()
+    end.close()
