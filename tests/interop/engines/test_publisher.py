@@ -1,18 +1,14 @@
 """A mirror has the bytes of ``zerojax export`` after each version, whoever sends it and whatever dies."""
 
-import json
-import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from hf_models import FIXTURES, begin_run, random_state, run_config, tensors
+from hf_models import FIXTURES, begin_run, random_state, tensors
 
-from zerojax.interop.engines import publisher, receiver
 from zerojax.interop.engines.publisher import Publisher
-from zerojax.interop.engines.receiver import Feed, Mirror, Receiver
+from zerojax.interop.engines.receiver import Mirror, Receiver
 from zerojax.interop.huggingface import export_model, plan_export
 from zerojax.run.run_dir import RunFolder
 

@@ -1,10 +1,30 @@
 """The receiver's side of the format: patches are exact, and a damaged one is refused."""
 
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
 import numpy as np
 import pytest
+from engine_source import NumpySource
 
 from zerojax.interop.engines import receiver
-from zerojax.interop.engines.receiver import Patch, PatchError
+from zerojax.interop.engines.receiver import (
+    Channel,
+    Feed,
+    Manifest,
+    Mirror,
+    Patch,
+    PatchError,
+    Post,
+    Receiver,
+)
 
 SIZE = 20_000
 
@@ -73,3 +93,240 @@ def test_a_damaged_patch_is_refused():
         receiver.decode(Patch.of(whole), old.size // 2, 2)
     with pytest.raises(PatchError, match="header"):
         receiver.decode(Patch.of(whole[:37] + b"\xff" + whole[38:]), old.size, 2)
+
+
+def read(folder):
+    """The tensors of a folder, as unsigned integers, with their shapes."""
+    data = (folder / "model.safetensors").read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    del header["__metadata__"]
+    return {
+        name: np.frombuffer(data[end:], np.uint16)[slice(*(x // 2 for x in about["data_offsets"]))].reshape(
+            about["shape"]
+        )
+        for name, about in header.items()
+    }
+
+
+def holds(folder, source):
+    found = read(folder)
+    return all(np.array_equal(found[name], x) for name, x in source.expected().items())
+
+
+def started(folder, source):
+    """A mirror, without a network, at the first version of a source."""
+    mirror = Mirror(folder)
+    session, manifest, _ = source.description()
+    mirror.begin(session, Manifest(manifest))
+    for patch in source.step():
+        mirror.apply(session, patch)
+    return mirror
+
+
+def reached(feed, version, seconds=10.0):
+    limit = time.monotonic() + seconds
+    while feed.serving < version and time.monotonic() < limit:
+        time.sleep(0.005)
+    return feed.serving == version
+
+
+def test_a_version_is_visible_once_all_of_it_is_there(tmp_path):
+    source = NumpySource()
+    mirror = started(tmp_path, source)
+    current = tmp_path / "current"
+    for version in range(1, 6):
+        before = read(current)
+        one, other = source.step()
+        mirror.apply("1", one)
+        assert all(np.array_equal(read(current)[name], x) for name, x in before.items())
+        mirror.apply("1", other)
+        assert holds(current, source)
+        assert json.loads((current / "zerojax.json").read_text()) == {"session": "1", "version": version}
+    assert (current / "config.json").read_text() == "{}\n"
+
+
+@pytest.mark.parametrize("fault", ["replayed", "skipped", "truncated", "another base", "no piece", "old job"])
+def test_a_patch_that_does_not_fit_changes_nothing(tmp_path, fault):
+    source = NumpySource()
+    mirror = started(tmp_path, source)
+    one, other = source.step()
+    expected = source.expected()
+    session = "1"
+    if fault == "replayed":
+        mirror.apply("1", one)
+        bad, message = one, "sent before"
+    elif fault == "skipped":
+        bad, message = source.step()[0], "is at version 0, not 1"
+    elif fault == "truncated":
+        bad, message = replace(one, body=one.body[:-4]), "positions"
+    elif fault == "another base":
+        bad, message = NumpySource(seed=3), "checksums"
+        bad.step()
+        bad = replace(bad.step()[0], piece=0)
+    elif fault == "no piece":
+        bad, message = replace(one, piece=2), "no piece 2"
+    else:
+        bad, message, session = one, "is over", "0"
+    with pytest.raises(PatchError, match=message):
+        mirror.apply(session, bad)
+    assert mirror.version == 0
+    if fault == "skipped":
+        return
+    if fault == "another base":  # the piece is asked for in full
+        assert mirror.versions([0, 1]) == [receiver.FULL, 0]
+        one = receiver.full(source.pieces()[0], 0, 1)
+    for patch in (other,) if fault == "replayed" else (one, other):
+        mirror.apply("1", patch)
+    assert all(np.array_equal(read(tmp_path / "current")[name], x) for name, x in expected.items())
+
+
+def test_strangers_are_refused_in_both_directions(tmp_path):
+    mirror, source = Mirror(tmp_path), NumpySource()
+    source.step()
+    end = Receiver(mirror, "127.0.0.1", 0, "the token of a job")
+    feed = Feed(source, f"127.0.0.1:{end.port}", "another token", 1)
+    assert not reached(feed, 0, 0.5)
+    assert isinstance(feed.error, ConnectionError)
+    with socket.create_connection(("127.0.0.1", end.port)) as stranger:
+        stranger.sendall(b"x" * 64)
+        assert len(stranger.recv(1000)) == 32  # a challenge, and nothing else
+        assert stranger.recv(1000) == b""
+    assert mirror.manifest is None
+    feed.close()
+    end.close()
+    with socket.create_server(("127.0.0.1", 0)) as false:
+
+        def lure():
+            sock = false.accept()[0]
+            sock.sendall(bytes(64))
+            sock.recv(1000)
+            sock.close()
+
+        threading.Thread(target=lure, daemon=True).start()
+        with pytest.raises(ConnectionError, match="does not know"):
+            Channel.connect("127.0.0.1", false.getsockname()[1], "the token of a job")
+    with pytest.raises(ValueError, match="can be reached by others"):
+        Receiver(mirror, "0.0.0.0", 0, "")
+
+
+def test_a_frame_that_was_changed_or_repeated_is_refused():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        ours = socket.create_connection(listening.getsockname())
+        theirs, _ = listening.accept()
+    sender = Channel(ours, b"key", (b"sender", b"receiver"))
+    end = Channel(theirs, b"key", (b"receiver", b"sender"))
+    sender.send({"end": 3})
+    theirs.settimeout(None)
+    time.sleep(0.05)
+    frame = theirs.recv(1000, socket.MSG_PEEK)
+    assert end.receive() == {"end": 3}
+    ours.sendall(frame)
+    with pytest.raises(ConnectionError, match="repeated"):
+        end.receive()
+    changed = Channel(theirs, b"key", (b"receiver", b"sender"))
+    ours.sendall(frame[:-1] + b"]")
+    with pytest.raises(ConnectionError, match="changed"):
+        changed.receive()
+    ours.close()
+    with pytest.raises(ConnectionError, match="ended"):
+        end.receive()
+    theirs.close()
+
+
+def test_a_relay_forwards_and_a_later_job_takes_over(tmp_path):
+    relay, leaf = Mirror(tmp_path / "relay"), Mirror(tmp_path / "leaf")
+    ends = [Receiver(mirror, "127.0.0.1", 0, "token") for mirror in (relay, leaf)]
+    behind = Feed(relay, f"127.0.0.1:{ends[1].port}", "token", 2)
+    for session, last in (("1", 4), ("2", 2)):
+        source = NumpySource(session, seed=last)
+        source.step()
+        feed = Feed(source, f"127.0.0.1:{ends[0].port}", "token", 2)
+        for version in range(last):
+            assert reached(feed, version)
+            limit = time.monotonic() + 10
+            while (leaf.session, leaf.version) != (session, version) and time.monotonic() < limit:
+                time.sleep(0.005)
+            assert holds(tmp_path / "leaf" / "current", source), (session, version, behind.error)
+            source.step()
+        feed.close()
+    behind.close()
+    for end in ends:
+        end.close()
+
+
+def test_a_receiver_that_is_killed_continues(tmp_path):
+    """The receiver is a process that runs the file alone, as an engine's host does."""
+    source = NumpySource()
+    source.step()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    file = Path(receiver.__file__)
+    copied = tmp_path / "receiver.py"
+    copied.write_bytes(file.read_bytes())
+    command = [sys.executable, "-I", str(copied), "--listen", address, "--mirror", str(tmp_path / "mirror")]
+    feed = Feed(source, address, "a token", 2)
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        process = subprocess.Popen(command, env={"ZEROJAX_JOB_TOKEN": "a token"}, stdout=subprocess.PIPE)
+        source.step()
+        assert reached(feed, source.version), feed.error
+        for _ in range(20):
+            source.step()
+            time.sleep(rng.random() / 200)
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        state = json.loads((tmp_path / "mirror" / "current" / "zerojax.json").read_text())
+        assert state["version"] <= source.version
+    source.step()
+    process = subprocess.Popen(command, env={"ZEROJAX_JOB_TOKEN": "a token"})
+    assert reached(feed, source.version), feed.error
+    assert holds(tmp_path / "mirror" / "current", source)
+    feed.close()
+    process.kill()
+    process.wait()
+
+
+def test_an_engine_in_the_process_gets_the_changes(tmp_path):
+    held = {}
+
+    def load(update):
+        for name, places, values in update.changes():
+            if places is None:
+                held[name] = values.copy()
+            else:
+                held[name][places] = values
+
+    source, mirror = NumpySource(), Mirror(tmp_path, [load])
+    session, manifest, _ = source.description()
+    mirror.begin(session, Manifest(manifest))
+    for _ in range(5):
+        for patch in source.step():
+            mirror.apply(session, patch)
+        assert all(np.array_equal(held[name], x.reshape(-1)) for name, x in source.expected().items())
+
+
+def test_a_request_tells_the_engine_its_folder(tmp_path):
+    got = []
+
+    class Engine(BaseHTTPRequestHandler):
+        def do_POST(self):
+            got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Engine) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        source = NumpySource()
+        mirror = Mirror(tmp_path, [Post(f"http://127.0.0.1:{server.server_port}/collective_rpc")])
+        session, manifest, _ = source.description()
+        mirror.begin(session, Manifest(manifest))
+        for patch in source.step():
+            mirror.apply(session, patch)
+        server.shutdown()
+    path = str((tmp_path / "current").resolve())
+    assert got == [{"method": "reload_weights", "kwargs": {"weights_path": path}}]

@@ -1082,7 +1082,7 @@ class Feed:
             except (OSError, ValueError, KeyError) as error:
                 self._errors[index] = error
                 self._closed.wait(pause)
-                pause = min(2 * pause, 5.0)
+                pause = min(2 * pause, 1.0)
 
     def _connect(self, index: int) -> None:
         session, manifest, pieces = self._source.description()
