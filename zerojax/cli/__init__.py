@@ -28,6 +28,7 @@ COMMANDS = {
     "chat": ("zerojax.cli.chat", "talk to a trained run in the terminal"),
     "import": ("zerojax.cli.import_model", "start a run from the weights of a Hugging Face model"),
     "export": ("zerojax.cli.export_model", "write a trained model for transformers or vLLM"),
+    "follow": ("zerojax.cli.follow", "keep inference engines at the weights of a run, while it trains"),
     "eval": ("zerojax.cli.eval", "measure the validation loss and exact match of a trained run"),
     "report": ("zerojax.cli.run_report", "write an HTML page about a run: curves, speed, bytes, restarts"),
     "overlap": ("zerojax.cli.overlap", "measure how much communication of a profile overlaps compute"),

@@ -11,6 +11,8 @@ from zerojax.interop.engines.publisher import Publisher
 from zerojax.interop.engines.receiver import Mirror, Receiver
 from zerojax.interop.huggingface import export_model, plan_export
 from zerojax.run.run_dir import RunFolder
+from zerojax.sharding.layout import from_stored, to_stored
+from zerojax.sharding.param_tree import from_tree, to_tree
 
 TOKEN = "a secret of this test"
 
@@ -21,7 +23,17 @@ def run(request, tmp_path_factory):
     folder = RunFolder(tmp_path_factory.mktemp(request.param) / "run")
     begin_run(FIXTURES / request.param, folder)
     config = folder.read_config()
-    return folder, config, random_state(config)
+    return folder, config, without_padding(random_state(config))
+
+
+def without_padding(state):
+    """The state with zeros in its padding, as training has them."""
+    params = from_tree(state.params)
+    for leaf in state.spec.leaves:
+        x = params[leaf.path]
+        whole = np.asarray(to_stored(from_stored(np.asarray(x), leaf), leaf))
+        params[leaf.path] = jax.device_put(whole, x.sharding)
+    return state.with_params(to_tree(params))
 
 
 def stepped(state, seed):

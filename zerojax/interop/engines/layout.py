@@ -74,7 +74,7 @@ def pieces_of(
     """The manifest of a state, equal in all processes, and this process's parts.
 
     Args:
-        state: the state.
+        state: the state, filled or abstract.
         target: the engine's tensors, from ``plan_export``.
         files: the model's other files, in base 64, by name.
         largest: most elements of a piece.
@@ -98,14 +98,11 @@ def pieces_of(
         matrices += [
             (stored.width, [astuple(strip_of(t, numbers[t.name])) for t in tensors]) for tensors in own
         ]
-        for shard in stored.array.global_shards:
-            if shard.replica_id:
-                continue
-            start, stop = stored.elements(shard.index)
+        for (start, stop), device in stored.shards().items():
             cut = Cut.of(stop - start, largest)
-            if shard.device.process_index == jax.process_index():
+            if device.process_index == jax.process_index():
                 dtype = DTYPES[next(iter(dtypes))].name
-                parts.append(Part(stored.key, shard.device, len(own), cut, dtype, len(pieces)))
+                parts.append(Part(stored.key, device, len(own), cut, dtype, len(pieces)))
             begins = [start + i * cut.size for i in range(cut.pieces)]
             runs = [
                 [(place - begin, *span) for place, *span in stored.runs(begin, min(begin + cut.size, stop))]
@@ -132,7 +129,7 @@ class _Stored:
 
     Attributes:
         key: as in ``arrays_of``.
-        array: its values.
+        array: it, or its description.
         stack: axes of layers, which come first.
         width: columns of a layer's matrix.
         layers: the tensors of each layer.
@@ -140,18 +137,20 @@ class _Stored:
     """
 
     key: Key
-    array: jax.Array
+    array: jax.Array | jax.ShapeDtypeStruct
     stack: int
     width: int
     layers: list[list[Tensor]]
     runs: Callable[[int, int], Iterator[tuple[int, int, int]]]
 
-    def elements(self, index: tuple[slice, ...]) -> tuple[int, int]:
-        """The range of a layer's stored elements in a shard."""
-        shape = self.array.shape[self.stack :]
-        start, stop, _ = index[self.stack].indices(shape[0]) if shape else (0, 1, 1)
-        rest = math.prod(shape[1:])
-        return start * rest, stop * rest
+    def shards(self) -> dict[tuple[int, int], jax.Device]:
+        """The ranges of a layer's stored elements, and the first device that has each."""
+        sizes, found = self.array.shape[self.stack :], dict[tuple[int, int], jax.Device]()
+        rest = math.prod(sizes[1:])
+        for device, index in self.array.sharding.devices_indices_map(self.array.shape).items():
+            start, stop, _ = index[self.stack].indices(sizes[0]) if sizes else (0, 1, 1)
+            found.setdefault((start * rest, stop * rest), device)
+        return found
 
 
 def _stored(state: TrainState, parts: TensorParts) -> Iterator[_Stored]:

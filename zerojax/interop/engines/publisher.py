@@ -37,7 +37,7 @@ class Publisher:
     another process.
 
     Args:
-        state: of the run.
+        state: of the run, filled or abstract.
         config: the run's settings.
         folder: the run's folder, for the tokenizer.
         receivers: HOST:PORT of each.
