@@ -4,6 +4,7 @@ import json
 import threading
 
 import numpy as np
+from patch_encoder import encode
 
 from zerojax.interop.engines import receiver
 
@@ -41,7 +42,7 @@ class NumpySource:
             every = [
                 receiver.full(new, i, self.version)
                 if first
-                else receiver.encode(before[i], new, i, self.version - 1, self.version)
+                else encode(before[i], new, i, self.version - 1, self.version)
                 for i, new in enumerate(self.pieces())
             ]
             self._log.add({patch.piece: [patch] for patch in every})

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from patch_encoder import encode
 
 from zerojax.interop.engines import receiver
 from zerojax.interop.engines.encoder import Cut, compare, full_patch, pack, patch_of
@@ -56,9 +57,7 @@ def test_patches_equal_the_specification(dtype, share, ulps):
     assert [full_patch(first, sums, i, 7 + i, 4) for i in range(len(before))] == [
         receiver.full(x, 7 + i, 4) for i, x in enumerate(before)
     ]
-    expected = [
-        receiver.encode(x, y, 7 + i, 3, 4) for i, (x, y) in enumerate(zip(before, after, strict=True))
-    ]
+    expected = [encode(x, y, 7 + i, 3, 4) for i, (x, y) in enumerate(zip(before, after, strict=True))]
     assert patches(then, first.values, 3) == expected
     assert {patch.before for patch in expected} == {3}
     for patch, x, y in zip(expected, before, after, strict=True):

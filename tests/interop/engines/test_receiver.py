@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engine_source import NumpySource
+from patch_encoder import encode
 
 from zerojax.interop.engines import receiver
 from zerojax.interop.engines.receiver import (
@@ -52,7 +53,7 @@ def applied(patch, old):
 @pytest.mark.parametrize("most", [1, 60, 2**62])
 def test_a_patch_is_exact(dtype, share, most):
     old, new = pair(dtype, share, most)
-    patch = Patch.of(receiver.encode(old, new, 5, 6, 7).to_bytes())
+    patch = Patch.of(encode(old, new, 5, 6, 7).to_bytes())
     assert np.array_equal(applied(patch, old), new)
     assert patch.sums == receiver.checksums(new)
 
@@ -62,7 +63,7 @@ def test_bytes_of_a_changed_weight():
     for share in (0.001, 0.01, 0.1):
         pairs = [pair(np.uint16, share, 1, seed) for seed in range(20)]
         old, new = (np.concatenate(x) for x in zip(*pairs, strict=True))
-        sizes[share] = len(receiver.encode(old, new, 0, 0, 1).to_bytes()) / (old != new).sum()
+        sizes[share] = len(encode(old, new, 0, 0, 1).to_bytes()) / (old != new).sum()
     assert sizes[0.001] < 1.9
     assert sizes[0.01] < 1.3
     assert sizes[0.1] < 0.86
@@ -84,7 +85,7 @@ def test_the_checksums_are_those_that_the_page_defines():
 
 def test_a_damaged_patch_is_refused():
     old, new = pair(np.uint16, 0.01, 1)
-    whole = receiver.encode(old, new, 5, 6, 7).to_bytes()
+    whole = encode(old, new, 5, 6, 7).to_bytes()
     with pytest.raises(PatchError, match="cut off"):
         Patch.of(whole[:30])
     with pytest.raises(PatchError, match="positions"):

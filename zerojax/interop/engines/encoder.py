@@ -1,6 +1,6 @@
 """Compares a device's shard with the values it last sent, and encodes the change on the device.
 
-``receiver.encode`` specifies the bytes. A shard is cut into pieces of one size. One program compares all its
+docs/engines.md specifies the bytes. A shard is cut into pieces of one size. One program compares all its
 pieces, and counts what the encoding of each piece needs. Another packs one piece into a buffer whose size is
 a power of two, so few programs are compiled, and little more than the patch is copied to the host.
 """
@@ -16,11 +16,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32, UInt, UInt32
 
-from zerojax.interop.engines.receiver import FULL, VALUE_BITS, Patch, low_bits, value_bits
+from zerojax.interop.engines.receiver import FULL, Patch
 from zerojax.sharding.memory import to_device
 
 LARGEST = 1 << 24
 """Most elements of a piece: 32 MiB of bf16."""
+
+VALUE_BITS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
+"""Bits of a value among which the encoder chooses. A decoder reads any number up to an element's bits."""
 
 _WORD = 32
 _SMALLEST = 1 << 10
@@ -187,6 +190,22 @@ def full_patch(now: Compared, sums: np.ndarray, piece: int, number: int, version
     return Patch(number, FULL, version, (one, other), body=np.asarray(now.values[piece]).tobytes())
 
 
+def low_bits(size: int, count: int) -> int:
+    """The low bits of a gap for ``count`` changes among ``size`` elements: the mean gap's logarithm."""
+    return max(0, (size // max(count, 1)).bit_length() - 1)
+
+
+def value_bits(escaped: dict[int, int], count: int, item_bits: int) -> int:
+    """The bits of a value that make a patch smallest.
+
+    Args:
+        escaped: for each number of bits the values that would be escaped.
+        count: changed elements.
+        item_bits: bits of an element.
+    """
+    return min(escaped, key=lambda bits: count * bits + escaped[bits] * item_bits)
+
+
 def _header(counts: np.ndarray, values: Array) -> tuple[int, int, int, int]:
     """The numbers in a patch's header: changed and escaped elements, low bits, bits of a value."""
     item_bits, count = 8 * values.dtype.itemsize, int(counts[0])
@@ -197,7 +216,7 @@ def _header(counts: np.ndarray, values: Array) -> tuple[int, int, int, int]:
 
 
 def _zigzag(differences: UInt[Array, "..."]) -> UInt[Array, "..."]:
-    """As ``receiver._zigzag``."""
+    """Differences of either sign as unsigned integers: 1, -1, 2, -2 become 2, 1, 4, 3."""
     item_bits = jnp.iinfo(differences.dtype).bits
     signed = lax.bitcast_convert_type(differences, jnp.dtype(f"int{item_bits}"))
     return lax.bitcast_convert_type((signed << 1) ^ (signed >> (item_bits - 1)), differences.dtype)

@@ -108,7 +108,7 @@ class Publisher:
         sums = [np.asarray(shard.sums) for shard in now.shards]
         if before is not None:
             for part, shard, old, own in zip(self._parts, now.shards, before.shards, sums, strict=True):
-                patches |= _patches(part, shard, old, own, (before.number, now.number))
+                patches |= patches_of(part, shard, old, own, (before.number, now.number))
         with self._changed:
             self._log.add(patches)
             self._sent, self._sums = now, sums
@@ -165,7 +165,7 @@ class Publisher:
         return [full_patch(sent.shards[index], every[index], row, piece, sent.number)]
 
 
-def _patches(
+def patches_of(
     part: Part, now: Compared, before: Compared, sums: np.ndarray, versions: tuple[int, int]
 ) -> dict[int, list[Patch]]:
     """The patches of a shard's pieces, without pieces that are smaller in full."""

@@ -25,6 +25,7 @@ import threading
 import urllib.request
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,9 +42,6 @@ TOKEN = "ZEROJAX_JOB_TOKEN"
 
 FULL = -1
 """The version before a patch that has all elements of a piece."""
-
-VALUE_BITS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
-"""Bits of a value among which an encoder chooses. A decoder reads any number up to an element's bits."""
 
 _UNSIGNED = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
@@ -96,58 +94,6 @@ class Patch:
         return Patch(piece, before, version, (one, other), *numbers, bytes(data[_HEADER.size :]))
 
 
-def low_bits(size: int, count: int) -> int:
-    """The low bits of a gap for ``count`` changes among ``size`` elements: the mean gap's logarithm."""
-    return max(0, (size // max(count, 1)).bit_length() - 1)
-
-
-def value_bits(escaped: dict[int, int], count: int, item_bits: int) -> int:
-    """The bits of a value that make a patch smallest.
-
-    Args:
-        escaped: for each number of bits the values that would be escaped.
-        count: changed elements.
-        item_bits: bits of an element.
-    """
-    return min(escaped, key=lambda bits: count * bits + escaped[bits] * item_bits)
-
-
-def encode(old: np.ndarray, new: np.ndarray, piece: int, before: int, version: int) -> Patch:
-    """Encode a change. The specification of the encoder that runs on devices, which returns the same bytes.
-
-    Args:
-        old: the elements before, as unsigned integers with the elements' bits.
-        new: the elements afterwards.
-        piece: the piece's number.
-        before: the version of ``old``.
-        version: the version of ``new``.
-    """
-    item_bits, sums = 8 * old.itemsize, checksums(new)
-    places = np.flatnonzero(old != new)
-    if not len(places):
-        return Patch(piece, before, version, sums)
-    codes = _zigzag(new[places] - old[places])
-    every = {bits: int((codes >> bits > 0).sum()) for bits in VALUE_BITS if bits < item_bits}
-    bits = value_bits(every | {item_bits: 0}, len(places), item_bits)
-    low = low_bits(old.size, len(places))
-    gaps = np.diff(places, prepend=-1) - 1
-    escapes = codes >> bits > 0
-    stops = np.cumsum((gaps >> low) + 1) - 1
-    unary = np.zeros(stops[-1] + 1, np.uint8)
-    unary[stops] = 1
-    values = np.where(escapes, (1 << bits) - 1, codes.astype(np.int64) - 1)
-    sections = (
-        _fields(gaps & ((1 << low) - 1), low),
-        _fields(values, bits),
-        _fields(codes[escapes], item_bits),
-        np.packbits(unary, bitorder="little").tobytes(),
-    )
-    body = b"".join(section + bytes(-len(section) % 4) for section in sections)
-    escaped = int(escapes.sum())
-    patch = Patch(piece, before, version, sums, len(places), escaped, low, bits, body)
-    return patch if len(body) < new.nbytes else full(new, piece, version)
-
-
 def full(new: np.ndarray, piece: int, version: int) -> Patch:
     """The patch with all elements of a piece, as unsigned integers."""
     return Patch(piece, FULL, version, checksums(new), body=new.tobytes())
@@ -194,20 +140,8 @@ def decode(patch: Patch, size: int, itemsize: int) -> tuple[np.ndarray, np.ndarr
     return places, (codes >> 1) ^ (0 - (codes & 1)).astype(dtype)
 
 
-def _zigzag(differences: np.ndarray) -> np.ndarray:
-    """Differences of either sign as unsigned integers: 1, -1, 2, -2 become 2, 1, 4, 3."""
-    signed = differences.view(differences.dtype.str.replace("u", "i"))
-    return ((signed << 1) ^ (signed >> (8 * signed.itemsize - 1))).view(differences.dtype)
-
-
-def _fields(numbers: np.ndarray, width: int) -> bytes:
-    """Numbers of ``width`` bits one behind the other, the lowest bit first."""
-    bits = numbers[:, None].astype(np.int64) >> np.arange(width) & 1
-    return np.packbits(bits.astype(np.uint8).reshape(-1), bitorder="little").tobytes()
-
-
 def _numbers(words: np.ndarray, count: int, width: int) -> np.ndarray:
-    """Undo ``_fields``: int64 numbers."""
+    """Numbers of ``width`` bits one behind the other, the lowest bit first, as int64."""
     if not width:
         return np.zeros(count, np.int64)
     if width in (8, 16, 32):
@@ -314,15 +248,16 @@ class Piece:
     runs: tuple[tuple[int, int, int], ...]
     strips: tuple[Strip, ...]
 
-    def points(self, places: np.ndarray) -> Iterator[tuple[Strip, np.ndarray, np.ndarray]]:
+    def points(self, places: np.ndarray) -> list[tuple[Strip, np.ndarray, np.ndarray]]:
         """Where elements are in tensors.
 
         Args:
             places: positions in the piece, ascending.
 
-        Yields:
-            A strip, the indices of some of the positions, and their positions in the flat tensor.
+        Returns:
+            For each strip the indices of its positions, and their positions in the flat tensor.
         """
+        found: list[tuple[Strip, np.ndarray, np.ndarray]] = []
         for place, first, last in self.runs:
             start, stop = np.searchsorted(places, (place, place + last - first))
             rows, columns = np.divmod(places[start:stop] + (first - place), self.width)
@@ -332,9 +267,10 @@ class Piece:
                 if (strip.left, strip.end) != (0, self.width):
                     kept = (column >= strip.left) & (column < strip.end)
                     index, row, column = index[kept], row[kept], column[kept]
+                at = (row - strip.top) * strip.down + (column - strip.left) * strip.right + strip.offset
                 if len(index):
-                    at = (row - strip.top) * strip.down + (column - strip.left) * strip.right
-                    yield strip, index, at + strip.offset
+                    found.append((strip, index, at))
+        return found
 
     def blocks(self, values: np.ndarray) -> Iterator[tuple[Strip, tuple[slice, slice], np.ndarray]]:
         """All elements of the piece in rectangles: a strip, rows and columns of it, and the view."""
@@ -421,7 +357,8 @@ class Slot:
         if create:
             with path.open("wb") as file:
                 file.write(len(text).to_bytes(8, "little") + text)
-                file.truncate(8 + len(text) + end)
+                file.flush()
+                os.posix_fallocate(file.fileno(), 0, 8 + len(text) + end)
         data = np.memmap(path, np.uint8, "r+", 8 + len(text), (end,)).view(np.ndarray)
         for name, dtype, _ in tensors:
             start, stop = header[name]["data_offsets"]
@@ -439,25 +376,22 @@ class Slot:
         for strip, own, block in piece.blocks(values):
             strip.of(self.tensors[strip.tensor])[own] = block
 
-    def read_at(self, piece: Piece, places: np.ndarray) -> np.ndarray:
-        """The elements at ascending positions of a piece."""
-        values = np.zeros(len(places), _UNSIGNED[piece.itemsize])
-        for strip, index, at in piece.points(places):
-            values[index] = self.tensors[strip.tensor][at]
-        return values
+    def read_at(self, points: list[tuple[Strip, np.ndarray, np.ndarray]], out: np.ndarray) -> np.ndarray:
+        """The elements at ``Piece.points``, written to ``out``."""
+        for strip, index, at in points:
+            out[index] = self.tensors[strip.tensor][at]
+        return out
 
-    def write_at(self, piece: Piece, places: np.ndarray, values: np.ndarray) -> None:
-        """Write the elements at ascending positions of a piece."""
-        for strip, index, at in piece.points(places):
+    def write_at(self, points: list[tuple[Strip, np.ndarray, np.ndarray]], values: np.ndarray) -> None:
+        """Write the elements at ``Piece.points``."""
+        for strip, index, at in points:
             self.tensors[strip.tensor][at] = values[index]
 
     def apply(self, piece: Piece, patch: Patch) -> None:
-        """Apply a patch that fits, and was checked."""
-        if patch.before == FULL:
-            self.write(piece, np.frombuffer(patch.body, _UNSIGNED[piece.itemsize]))
-        else:
-            places, differences = decode(patch, piece.size, piece.itemsize)
-            self.write_at(piece, places, self.read_at(piece, places) + differences)
+        """Apply a patch that was checked, and is not full."""
+        places, differences = decode(patch, piece.size, piece.itemsize)
+        points = piece.points(places)
+        self.write_at(points, self.read_at(points, np.empty_like(differences)) + differences)
 
 
 def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
@@ -518,8 +452,7 @@ class Update:
 
     Attributes:
         version: its number.
-        folder: of the model. Nothing is written there before the callback returns, nor while the next version
-            arrives.
+        folder: of the model. Nothing is written there until the next version's callbacks have returned.
     """
 
     def __init__(self, version: int, manifest: Manifest, slot: Slot, patches: dict[int, list[Patch]]) -> None:
@@ -600,21 +533,20 @@ class Mirror:
         if (link / _STATE).is_file():  # complete, of an earlier process
             state = json.loads((link / _STATE).read_text())
             manifest = Manifest((link / _MANIFEST).read_bytes())
-            self._visible = Slot(link.resolve(), manifest, create=False)
+            visible = self._visible = Slot(link.resolve(), manifest, create=False)
             self._start(state["session"], manifest, state["version"])
+            self._hidden = self._caught_up(manifest, visible, None, {})
 
     def _start(self, session: str, manifest: Manifest, version: int) -> None:
         self.session = self._started = session
         self.manifest, self.version = manifest, version
         self._hidden = None
         count = len(manifest.pieces)
-        # For each piece: the newest version, its checksums if known, and the version in the hidden folder.
-        self._newest, self._there = [version] * count, [FULL] * count
+        # For each piece the version in the hidden folder, and its checksums, if known.
+        self._newest = [version] * count
         self._count = Counter(self._newest)
         self._sums: list[tuple[int, int] | None] = [None] * count
-        # The patches since the visible version, and the ones before, which the hidden folder may lack.
-        self._since: dict[int, list[Patch]] = {}
-        self._before: dict[int, list[Patch]] = {}
+        self._since: dict[int, list[Patch]] = {}  # since the visible version
         self._log = Log()
 
     def begin(self, session: str, manifest: Manifest) -> None:
@@ -692,54 +624,33 @@ class Mirror:
 
     def _write(self, patch: Patch, piece: Piece, hidden: Slot) -> None:
         """Check a patch, then write it to the hidden folder."""
-        number, there = patch.piece, self._there[patch.piece]
-        base = hidden if there == self._newest[number] else self._visible
-        change = self._checked(patch, piece, base)
-        self._there[number] = FULL
-        if isinstance(change, tuple):
-            if base is not hidden and base is not None:
-                self._catch_up(number, piece, there, base, hidden)
-            hidden.write_at(piece, *change)
-        else:
-            hidden.write(piece, change)
-            self._since.pop(number, None)
-            patch = replace(patch, body=b"")
-        self._there[number], self._sums[number] = patch.version, patch.sums
-        self._since.setdefault(number, []).append(patch)
-
-    def _checked(
-        self, patch: Patch, piece: Piece, base: Slot | None
-    ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
-        """All elements of a full patch, or positions and values, whose checksums are right."""
+        number = patch.piece
         if patch.before == FULL:
             if len(patch.body) != piece.size * piece.itemsize:
-                raise PatchError(f"a full patch for piece {patch.piece} has {len(patch.body)} bytes")
-            change = np.frombuffer(patch.body, _UNSIGNED[piece.itemsize])
-            sums = checksums(change)
+                raise PatchError(f"a full patch for piece {number} has {len(patch.body)} bytes")
+            values = np.frombuffer(patch.body, _UNSIGNED[piece.itemsize])
+            self._compare(patch, checksums(values))
+            hidden.write(piece, values)
+            self._since[number] = [replace(patch, body=b"")]
         else:
-            assert base is not None
             places, differences = decode(patch, piece.size, piece.itemsize)
-            old = base.read_at(piece, places)
-            change = places, old + differences
-            sums = self._sums[patch.piece] or checksums(base.read(piece))
-            sums = changed_checksums(sums, places, old, change[1])
+            points = piece.points(places)
+            old = hidden.read_at(points, np.empty_like(differences))
+            new = old + differences
+            sums = self._sums[number] or checksums(hidden.read(piece))
+            self._compare(patch, changed_checksums(sums, places, old, new))
+            hidden.write_at(points, new)
+            self._since.setdefault(number, []).append(patch)
+        self._sums[number] = patch.sums
+
+    def _compare(self, patch: Patch, sums: tuple[int, int]) -> None:
         if sums != patch.sums:
             with self._changed:
                 self._move(patch.piece, FULL)
             raise PatchError(f"piece {patch.piece} would not have the sender's checksums: send it in full")
-        return change
-
-    def _catch_up(self, number: int, piece: Piece, there: int, visible: Slot, hidden: Slot) -> None:
-        """Bring a piece of the hidden folder to the visible version."""
-        patches = self._before.pop(number, [])
-        if there != FULL and patches and patches[0].before == there:
-            for patch in patches:
-                hidden.apply(piece, patch)
-        else:
-            hidden.write(piece, visible.read(piece))
 
     def _commit(self, version: int) -> None:
-        """Make the hidden folder visible, and call the callbacks."""
+        """Make the hidden folder visible, call the callbacks, and bring the other folder to the version."""
         hidden, manifest = self._hidden, self.manifest
         assert hidden is not None
         assert manifest is not None
@@ -750,19 +661,38 @@ class Mirror:
         _replace(self._folder / "current", lambda path: path.symlink_to(hidden.folder.name))
         with self._changed:
             # A folder of an earlier session may have other tensors.
-            self._hidden = self._visible if self.version != FULL else None
-            self._there = [self.version] * len(manifest.pieces)
+            other = self._visible if self.version != FULL else None
             self._visible, self.version = hidden, version
-            self._before, self._since = self._since, {}
-            self._log.add(self._before)
+            patches, self._since = self._since, {}
+            self._log.add(patches)
             self._changed.notify_all()
         try:
             for callback in self._callbacks:
-                callback(Update(version, manifest, hidden, self._before))
+                callback(Update(version, manifest, hidden, patches))
         finally:
+            self._hidden = self._caught_up(manifest, hidden, other, patches)
             with self._changed:
                 self._committing = False
                 self._changed.notify_all()
+
+    def _caught_up(
+        self, manifest: Manifest, visible: Slot, other: Slot | None, patches: dict[int, list[Patch]]
+    ) -> Slot:
+        """The other folder with the visible version: patched, or copied where patches are full."""
+        hidden = self._new_slot(manifest) if other is None else other
+        (hidden.folder / _STATE).unlink(missing_ok=True)
+
+        def bring(number: int) -> None:
+            piece, own = manifest.pieces[number], patches.get(number, [])
+            if other is None or any(patch.before == FULL for patch in own):
+                hidden.write(piece, visible.read(piece))
+            else:
+                for patch in own:
+                    hidden.apply(piece, patch)
+
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            list(threads.map(bring, range(len(manifest.pieces))))
+        return hidden
 
     def description(self) -> tuple[str, bytes, list[int]]:
         """As ``Source``, for a relay."""
@@ -780,11 +710,10 @@ class Mirror:
     def patches(self, piece: int, before: int) -> list[Patch]:
         """As ``Source``."""
         with self._changed:
+            if (found := self._log.chain(piece, before, self.version)) is not None:
+                return found
             self._changed.wait_for(lambda: not self._committing)
             manifest, visible, version = self.manifest, self._visible, self.version
-            found = self._log.chain(piece, before, version)
-            if found is not None:
-                return found
             assert manifest is not None
             assert visible is not None
             self._reading += 1
@@ -998,8 +927,11 @@ class Receiver:
             except (PatchError, KeyError, TypeError, IndexError) as error:
                 print(f"refused: {error}", file=sys.stderr, flush=True)
                 channel.close(reason=str(error) or "an invalid message")
-        except OSError:
+        except (ConnectionError, TimeoutError):
             pass  # a stranger, or the other side has ended: it connects again
+        except OSError as error:
+            if sock.fileno() >= 0:  # not closed here
+                print(f"{error}: is the mirror's disk full?", file=sys.stderr, flush=True)
         finally:
             self._open.discard(sock)
             sock.close()
