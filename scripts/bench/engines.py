@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
 """Time one version of the weights from a device to a receiver's folder: compare, encode, send, apply.
 
-    scripts/bench/engines.py --layers 32 --changed 0.001 0.01 0.1 --rate 10
+    scripts/bench/engines.py --layers 32 --changed 0.001 0.01 0.1 --rates 10 1
 
 draws the matrices of LLaMA 3 8B's layers, publishes them, changes some weights by one unit in the last place
 of bf16 at random, and publishes again. ``--adam LR`` changes them by steps of Adam on random gradients. A
-receiver in another process keeps the mirror in memory. ``--rate`` limits the sending side, in Gb/s, by a
+receiver in another process keeps the mirror in memory. ``--rates`` limit the sending side, in Gb/s, by a
 token bucket in the sender. Prints a line of JSON for each share.
 """
 
 import argparse
+import functools
 import json
 import os
 import socket
@@ -41,13 +42,13 @@ class Rate:
     """Lets a number of bytes a second through."""
 
     def __init__(self, gigabits: float) -> None:
-        self._rate, self._free, self._lock = gigabits * 1e9 / 8, 0.0, threading.Lock()
+        self.gigabits, self._free, self._lock = gigabits, 0.0, threading.Lock()
 
     def wait(self, size: int) -> None:
         """Wait until this many bytes may be sent."""
         with self._lock:
             now = time.monotonic()
-            self._free = max(self._free, now) + size / self._rate
+            self._free = max(self._free, now) + 8e-9 * size / self.gigabits
             pause = self._free - now
         time.sleep(max(0.0, pause))
 
@@ -73,12 +74,7 @@ class Weights:
             for start in range(0, cut.pieces * cut.size, cut.size):
                 stop = min(start + cut.size, rows * columns)
                 pieces.append([i, cut.size, [[0, start, stop]]])
-            key = jax.random.key(i)
-            self.values.append(
-                jax.jit(lambda key, n: 0.02 * jax.random.normal(key, (n,)), static_argnums=1)(
-                    key, rows * columns
-                )
-            )
+            self.values.append(_drawn(jax.random.key(i), rows * columns))
         self.manifest = json.dumps(
             {"files": {}, "tensors": tensors, "matrices": matrices, "pieces": pieces}
         ).encode()
@@ -138,6 +134,11 @@ class Weights:
         return [full_patch(self._shards[i], self._sums[i], piece - self._parts[i].first, piece, version)]
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def _drawn(key: jax.Array, count: int) -> jax.Array:
+    return 0.02 * jax.random.normal(key, (count,))
+
+
 @jax.jit
 def _nudged(x: jax.Array, key: jax.Array, share: jax.Array) -> jax.Array:
     """Move a share of the weights by one unit in the last place of bf16."""
@@ -162,15 +163,18 @@ def main() -> None:
     parser.add_argument("--scale", type=int, default=1, help="divide each matrix's outputs by this")
     parser.add_argument("--changed", type=float, nargs="*", default=[0.001, 0.01, 0.1])
     parser.add_argument("--adam", type=float, nargs="*", default=[], help="learning rates")
-    parser.add_argument("--rate", type=float, default=0.0, help="Gb/s; 0 for no limit")
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=[10.0], help="Gb/s; the first version's too"
+    )
     parser.add_argument("--flows", type=int, default=8)
+    parser.add_argument("--pause", type=float, default=2.0, help="seconds between versions")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--mirror", type=Path, default=Path("/dev/shm"))
     options = parser.parse_args()
     shapes = {f"{i}.{name}": shape for i in range(options.layers) for name, shape in SHAPES.items()}
     weights = Weights(shapes | {"embed": EMBEDDING, "head": EMBEDDING}, options.scale)
-    if options.rate:
-        _limit(options.rate)
+    rate = Rate(options.rates[0])
+    _limit(rate)
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     with tempfile.TemporaryDirectory(dir=options.mirror) as folder:
@@ -180,37 +184,40 @@ def main() -> None:
         )
         feed = Feed(weights, address, TOKEN, options.flows)
         try:
-            _measure(options, weights, feed)
+            _measure(options, weights, feed, rate)
         finally:
             feed.close()
             process.kill()
             process.wait()
 
 
-def _measure(options: argparse.Namespace, weights: Weights, feed: Feed) -> None:
+def _measure(options: argparse.Namespace, weights: Weights, feed: Feed, rate: Rate) -> None:
     def published() -> dict[str, float]:
         start = time.monotonic()
         found = weights.publish()
         while feed.serving < weights.version:
             time.sleep(0.002)
-        return found | {"total": time.monotonic() - start}
+        return found | {"total": round(time.monotonic() - start, 3)}
 
     print(json.dumps({"first, in full": published(), "weights": weights.count}), flush=True)
-    cases = [("changed", share, _nudged) for share in options.changed]
-    cases += [("adam", rate, _adam) for rate in options.adam]
-    for name, value, change in cases:
-        for repeat in range(options.repeats):
-            keys = jax.random.split(jax.random.key(1000 * repeat + 1), len(weights.values))
-            for i, key in enumerate(keys):
-                weights.values[i] = change(weights.values[i], key, jnp.float32(value))
-            found = published()
-            found["bytes a change"] = found["bytes"] / max(found["changed"], 1)
-            found["share"] = found["changed"] / weights.count
-            print(json.dumps({name: value} | {key: round(x, 5) for key, x in found.items()}), flush=True)
+    cases = [("changed", value, _nudged) for value in options.changed]
+    cases += [("adam", value, _adam) for value in options.adam]
+    for repeat in range(options.repeats):
+        for name, value, change in cases:
+            for rate.gigabits in options.rates:
+                keys = jax.random.split(jax.random.key(1000 * repeat + 1), len(weights.values))
+                for i, key in enumerate(keys):
+                    weights.values[i] = change(weights.values[i], key, jnp.float32(value))
+                time.sleep(options.pause)  # the receiver's second folder, which a step would hide
+                found = published()
+                found["bytes a change"] = found["bytes"] / max(found["changed"], 1)
+                found["share"] = found["changed"] / weights.count
+                shown = {key: round(x, 5) for key, x in found.items()}
+                print(json.dumps({name: value, "Gb/s": rate.gigabits} | shown), flush=True)
 
 
-def _limit(gigabits: float) -> None:
-    rate, send = Rate(gigabits), receiver.Channel._send
+def _limit(rate: Rate) -> None:
+    send = receiver.Channel._send
 
     def limited(channel: receiver.Channel, kind: int, data: bytes) -> None:
         rate.wait(len(data))

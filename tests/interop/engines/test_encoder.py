@@ -45,7 +45,7 @@ def patches(now, sent, before):
 )
 def test_patches_equal_the_specification(dtype, share, ulps):
     rng, cut = np.random.default_rng(0), Cut.of(SIZE, 2048)
-    assert cut == Cut(3, 1696)
+    assert cut == Cut(3, 2048)
     old = rng.standard_normal((LAYERS, SIZE)).astype(np.float32)
     new = changed(rng, old, share, ulps)
     new[0, :3] = np.nan, -0.0, np.inf

@@ -1,5 +1,6 @@
 """A mirror has the bytes of ``zerojax export`` after each version, whoever sends it and whatever dies."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -10,6 +11,7 @@ from hf_models import FIXTURES, begin_run, random_state, tensors
 from zerojax.interop.engines.publisher import Publisher
 from zerojax.interop.engines.receiver import Mirror, Receiver
 from zerojax.interop.huggingface import export_model, plan_export
+from zerojax.run.config import MeshSection
 from zerojax.run.run_dir import RunFolder
 from zerojax.sharding.layout import from_stored, to_stored
 from zerojax.sharding.param_tree import from_tree, to_tree
@@ -17,12 +19,12 @@ from zerojax.sharding.param_tree import from_tree, to_tree
 TOKEN = "a secret of this test"
 
 
-@pytest.fixture(scope="module", params=["llama3", "gpt2"])
-def run(request, tmp_path_factory):
-    """A run of a tiny model, and a state with random weights."""
-    folder = RunFolder(tmp_path_factory.mktemp(request.param) / "run")
-    begin_run(FIXTURES / request.param, folder)
-    config = folder.read_config()
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of a tiny LLaMA on two devices, and a state with random weights."""
+    folder = RunFolder(tmp_path_factory.mktemp("llama") / "run")
+    begin_run(FIXTURES / "llama3", folder)
+    config = replace(folder.read_config(), mesh=MeshSection(nodes=1, local=2))
     return folder, config, without_padding(random_state(config))
 
 

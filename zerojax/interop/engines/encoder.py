@@ -35,7 +35,7 @@ class Cut:
 
     Attributes:
         pieces: of a layer.
-        size: elements of a piece, a multiple of 32; the last piece ends with zeros.
+        size: elements of a piece, a multiple of 1024; the last piece ends with zeros.
     """
 
     pieces: int
@@ -45,7 +45,7 @@ class Cut:
     def of(shard: int, largest: int = LARGEST) -> "Cut":
         """The cut of a layer's shard of this many elements."""
         pieces = max(1, -(-shard // largest))
-        return Cut(pieces, -(-max(shard, 1) // (pieces * _WORD)) * _WORD)
+        return Cut(pieces, -(-max(shard, 1) // (pieces * _SMALLEST)) * _SMALLEST)
 
 
 class Compared(NamedTuple):
@@ -64,7 +64,6 @@ class Compared(NamedTuple):
     sums: UInt32[Array, "pieces 2"]
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "layers", "cut"))
 def compare(
     shard: Float[Array, "..."],
     sent: UInt[Array, "pieces size"] | None,
@@ -82,17 +81,27 @@ def compare(
         layers: of the shard.
         cut: of each layer.
     """
+    values = _rounded(shard, dtype=dtype, layers=layers, cut=cut)
+    return _compared(values, values if sent is None else sent)
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "layers", "cut"))
+def _rounded(shard: Float[Array, "..."], *, dtype: str, layers: int, cut: Cut) -> UInt[Array, "pieces size"]:
+    """The bits of a shard's elements in the engine's dtype, cut into pieces."""
     values = to_device(shard).reshape(layers, -1).astype(dtype)
-    unsigned = jnp.dtype(f"uint{8 * values.dtype.itemsize}")
-    values = lax.bitcast_convert_type(values, unsigned)
+    values = lax.bitcast_convert_type(values, jnp.dtype(f"uint{8 * values.dtype.itemsize}"))
     values = jnp.pad(values, ((0, 0), (0, cut.pieces * cut.size - values.shape[1])))
-    values = values.reshape(layers * cut.pieces, cut.size)
-    before = values if sent is None else sent
-    changed = values != before
+    return values.reshape(layers * cut.pieces, cut.size)
+
+
+# Apart from ``_rounded``, because many shards have pieces of the same size, and share this program.
+@jax.jit
+def _compared(values: UInt[Array, "pieces size"], sent: UInt[Array, "pieces size"]) -> Compared:
+    changed = values != sent
     bits = jnp.arange(_WORD, dtype=jnp.uint32)
     words = (changed.reshape(len(values), -1, _WORD).astype(jnp.uint32) << bits).sum(-1, dtype=jnp.uint32)
-    codes = _zigzag(values - before)
-    every = [changed, *(codes >> width > 0 for width in VALUE_BITS if width < jnp.iinfo(unsigned).bits)]
+    codes, item_bits = _zigzag(values - sent), jnp.iinfo(values.dtype).bits
+    every = [changed, *(codes >> width > 0 for width in VALUE_BITS if width < item_bits)]
     counts = jnp.stack([one.sum(1, dtype=jnp.int32) for one in every], axis=1)
     return Compared(values, words, counts, _checksums(values))
 

@@ -1,0 +1,28 @@
+"""``zerojax follow`` keeps a receiver at a run's newest checkpoint."""
+
+import pytest
+
+from zerojax.cli import main
+from zerojax.interop.engines.receiver import TOKEN, Mirror, Receiver
+
+
+def test_a_receiver_gets_the_weights_of_a_run(finished, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(TOKEN, "a token of sixteen")
+    mirror = Mirror(tmp_path / "mirror")
+    end = Receiver(mirror, "127.0.0.1", 0, "a token of sixteen")
+    assert main(["follow", str(finished.path), "--to", f"127.0.0.1:{end.port}", "--dtype", "fp32"]) == 0
+    assert f"at step {mirror.version} of {finished.path}" in capsys.readouterr().out
+    assert main(["export", str(finished.path), str(tmp_path / "out"), "--dtype", "fp32"]) == 0
+    for file in ("config.json", "model.safetensors"):
+        current = tmp_path / "mirror" / "current" / file
+        assert current.read_bytes() == (tmp_path / "out" / file).read_bytes()
+    end.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--to", "host"], "HOST:PORT"), (["--to", "h:1", "--dtype", "int8"], "--dtype")],
+)
+def test_addresses_and_dtypes_are_checked(finished, arguments, message, capsys):
+    assert main(["follow", str(finished.path), *arguments]) == 2
+    assert message in capsys.readouterr().err
