@@ -222,6 +222,13 @@ class Strip:
     down: int
     right: int
 
+    @property
+    def last(self) -> int:
+        """The position of its last element in the flat tensor."""
+        return (
+            self.offset + (self.bottom - self.top - 1) * self.down + (self.end - self.left - 1) * self.right
+        )
+
     def of(self, flat: np.ndarray) -> np.ndarray:
         """The rectangle as a view of the flat tensor."""
         shape = self.bottom - self.top, self.end - self.left
@@ -317,6 +324,10 @@ class Manifest:
             raise PatchError(f"the manifest has a file {bad[0]!r}, which is no plain name")
         self.tensors: list[Tensor] = [(name, dtype, tuple(shape)) for name, dtype, shape in values["tensors"]]
         matrices = [(width, tuple(Strip(*strip) for strip in strips)) for width, strips in values["matrices"]]
+        for strip in (strip for _, strips in matrices for strip in strips):
+            shape = self.tensors[strip.tensor][2]
+            if not 0 <= strip.offset <= strip.last < max(1, int(np.prod(shape, dtype=np.int64))):
+                raise PatchError(f"{strip} in the manifest is outside its tensor of shape {shape}")
         self.pieces: list[Piece] = []
         for matrix, size, runs in values["pieces"]:
             width, strips = matrices[matrix]
