@@ -106,7 +106,7 @@ def _compared(values: UInt[Array, "pieces size"], sent: UInt[Array, "pieces size
     return Compared(values, words, counts, _checksums(values))
 
 
-@functools.partial(jax.jit, static_argnames="most")
+@functools.partial(jax.jit, static_argnames=("most", "room"))
 def _pack(
     values: UInt[Array, "pieces size"],
     sent: UInt[Array, "pieces size"],
@@ -117,8 +117,9 @@ def _pack(
     bits: Int32[Array, ""],
     *,
     most: int,
-) -> UInt32[Array, " buffer"]:
-    """The sections of a patch with up to ``most`` changed elements, in a buffer that ends with zeros."""
+    room: int,
+) -> UInt32[Array, " room"]:
+    """The sections of a patch with up to ``most`` changed elements, in ``room`` words that end with zeros."""
     item_bits = jnp.iinfo(values.dtype).bits
     index = jnp.arange(most, dtype=jnp.int32)
     there = index < count
@@ -127,7 +128,7 @@ def _pack(
     gaps = jnp.diff(places, prepend=-1) - 1
     escapes = there & (_shifted(codes, bits) > 0)
     largest = _shifted(jnp.uint32(0xFFFFFFFF), 32 - bits)
-    buffer, start = jnp.zeros(2 * most + _WORD, jnp.uint32), jnp.int32(0)
+    buffer, start = jnp.zeros(room, jnp.uint32), jnp.int32(0)
     for numbers, width, kept, rank, total in (
         (gaps & ((1 << low) - 1), low, there, index, count),
         (jnp.where(escapes, largest, codes - 1), bits, there, index, count),
@@ -155,8 +156,11 @@ def pack(now: Compared, sent: UInt[Array, "pieces size"], counts: np.ndarray, pi
     if not count or least >= size:
         return None
     most = max(_SMALLEST, 1 << math.ceil(math.log2(count)))
-    numbers = (jnp.int32(x) for x in (piece, count, low, bits))
-    return _pack(now.values, sent, now.words, *numbers, most=most)
+    # Bits of all sections, with the longest possible unary codes, in halves of a word for each element.
+    bound = count * (low + bits + 1) + (size >> low) + escaped * item_bits + 4 * _WORD
+    room = most * -(-bound // (most * _WORD // 2)) // 2
+    numbers = (np.int32(x) for x in (piece, count, low, bits))
+    return _pack(now.values, sent, now.words, *numbers, most=most, room=room)
 
 
 def patch_of(
