@@ -137,7 +137,7 @@ HANGING = """
 import atexit, sys, threading
 from zerojax.cli import main
 from zerojax.run.trackers import Trackers
-from zerojax.run.trackers.tensorboard import TensorBoard
+from zerojax.run.trackers.clients import TensorBoard
 
 def hang(*_, **__):
     threading.Event().wait()

@@ -13,6 +13,7 @@ from flax import nnx
 import zerojax
 from zerojax import checkpoints, trackers
 from zerojax.run.run_dir import RunFolder
+from zerojax.run.trackers.clients import TrackedRun
 
 
 def abstract(width: int = 4) -> zerojax.TrainState:
@@ -101,8 +102,8 @@ class Spy:
 
     runs: list["Spy"]
 
-    def __init__(self, folder: Any, project: str, settings: Any, *, start: int, known: str | None):
-        self.opened = (folder.path.name, project, settings, start, known)
+    def __init__(self, run: TrackedRun):
+        self.opened = (run.folder.path.name, run.project, run.settings, run.start, run.known)
         self.rows: dict[int, Any] = {}
         self.runs.append(self)
 
@@ -120,7 +121,7 @@ class Spy:
 @pytest.fixture
 def spies(monkeypatch: pytest.MonkeyPatch) -> list[Spy]:
     monkeypatch.setattr(Spy, "runs", [], raising=False)
-    monkeypatch.setattr("zerojax.run.trackers.tensorboard.TensorBoard", Spy)
+    monkeypatch.setitem(trackers._TRACKERS, "tensorboard", (Spy, *trackers._TRACKERS["tensorboard"][1:]))
     return Spy.runs
 
 

@@ -20,6 +20,7 @@ from zerojax.run import trackers as package
 from zerojax.run.config import LogSection, RunConfig, config_to_dict
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.trackers import Trackers, check_trackers, open_trackers
+from zerojax.run.trackers.clients import TrackedRun
 
 STEPS = {1: 4.0, 2: 3.0, 3: 2.0}
 
@@ -71,14 +72,13 @@ def test_a_moved_run_goes_on_in_its_trackers_and_a_copy_begins_anew(
     made: list[tuple[Path, str | None]] = []
 
     class Fake:
-        def __init__(self, folder: RunFolder, *_: Any, start: int, known: str | None) -> None:
-            made.append((folder.path, known))
-            self.identity = known or f"id {len(made)}"
+        def __init__(self, run: TrackedRun) -> None:
+            made.append((run.folder.path, run.known))
+            self.identity = run.known or f"id {len(made)}"
 
         def close(self, *, failed: bool) -> None: ...
 
-    monkeypatch.setattr(package, "Fake", Fake, raising=False)
-    monkeypatch.setitem(package._TRACKERS, "wandb", (f"{package.__name__}:Fake", "wandb", None))
+    monkeypatch.setitem(package._TRACKERS, "wandb", (Fake, "wandb", None))
     names = [tmp_path / name for name in ("run", "moved", "copy")]
     run, moved, copy = map(RunFolder, names)
     run.create()

@@ -1,60 +1,32 @@
 """Experiment trackers of a run: TensorBoard, Weights & Biases, MLflow.
 
-A tracker is a module of this package with a class that opens one run: a new one, or the one to which earlier
-processes of this run wrote. ``RUN/run.json`` keeps the tracker's identifier of the run. ``metrics.jsonl`` has
-all values in any case, so a tracker that fails or hangs is dropped with a message, and the run continues.
-Each tracker has its own thread, so that neither a step nor the end of the process waits for it.
+A tracker opens one run: a new one, or the one to which earlier processes of this run wrote. ``RUN/run.json``
+keeps the tracker's identifier of the run. ``metrics.jsonl`` has all values in any case, so a tracker that
+fails or hangs is dropped with a message, and the run continues. Each tracker has its own thread, so that
+neither a step nor the end of the process waits for it.
 """
 
 import functools
-import importlib
 import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import jax
 
 from zerojax.errors import ConfigurationError
 from zerojax.multihost.background import Worker
 from zerojax.run.run_dir import RunFolder
+from zerojax.run.trackers.clients import MLflow, TensorBoard, TrackedRun, Tracker, Wandb
 
-# name -> (module and class, required package, what to install to get it)
-_TRACKERS = {
-    "tensorboard": ("zerojax.run.trackers.tensorboard:TensorBoard", "tensorboardX", "tensorboardX"),
-    "wandb": ("zerojax.run.trackers.wandb:Wandb", "wandb", "wandb>=0.19"),
-    "mlflow": ("zerojax.run.trackers.mlflow:MLflow", "mlflow", "mlflow-skinny>=3"),
+# name -> (class, required package, what to install to get it)
+_TRACKERS: dict[str, tuple[type[Tracker], str, str]] = {
+    "tensorboard": (TensorBoard, "tensorboardX", "tensorboardX"),
+    "wandb": (Wandb, "wandb", "wandb>=0.19"),
+    "mlflow": (MLflow, "mlflow", "mlflow-skinny>=3"),
 }
-
-
-class Tracker(Protocol):
-    """One run in a tracker, with the identifier that it has there."""
-
-    identity: str
-
-    def __init__(
-        self, folder: RunFolder, project: str, settings: Mapping[str, Any], *, start: int, known: str | None
-    ) -> None:
-        """Begin a run, or resume the one with the identity ``known``.
-
-        Args:
-            folder: the run's folder; its last part is the run's name.
-            project: the project that the run belongs to.
-            settings: shown with the run; plain values, possibly nested.
-            start: steps done so far.
-            known: ``identity`` in an earlier process of this run.
-        """
-        ...
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Add a step; runs in the tracker's thread, and may be slow. Values need not be finite."""
-        ...
-
-    def close(self, *, failed: bool) -> None:
-        """Send pending values and end the run."""
-        ...
 
 
 class _TrackerThread:
@@ -207,10 +179,9 @@ def open_trackers(
     known = _known(folder)
     trackers: dict[str, Tracker] = {}
     for name in names:
-        module, _, kind = _TRACKERS[name][0].partition(":")
-        make = getattr(importlib.import_module(module), kind)
+        kind, *_ = _TRACKERS[name]
         try:
-            trackers[name] = make(folder, project, settings, start=start, known=known.get(name))
+            trackers[name] = kind(TrackedRun(folder, project, settings, start, known.get(name)))
         except Exception as error:  # each client has its own exceptions
             raise ConfigurationError(f"log.trackers: {name} cannot start: {error}") from error
         known[name] = trackers[name].identity
