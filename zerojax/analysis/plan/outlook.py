@@ -57,7 +57,53 @@ _DECIDED = (
 
 
 @dataclass(frozen=True)
-class Forecast:
+class Prediction:
+    """A step on the cluster.
+
+    Attributes:
+        spec: of the step, on the cluster's mesh.
+        work: of a micro-batch on one device.
+        cluster: where it runs.
+    """
+
+    spec: TrainSpec
+    work: Work
+    cluster: Cluster
+
+    @functools.cached_property
+    def memory(self) -> PredictedMemory:
+        """One device's peak memory."""
+        return predict_memory(self.spec, self.work, workspace=self.cluster.gpu.workspace)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device's memory is within its budget, and its host's within the host's."""
+        return fits(self.memory, self.cluster)
+
+    @functools.cached_property
+    def hops(self) -> tuple[HopPlan, ...]:
+        """What a step sends, with bytes."""
+        return hops_of(self.spec, self.work)
+
+    @functools.cached_property
+    def time(self) -> StepTime:
+        """Seconds of a step, and of its parts."""
+        return predict_step(self.spec, self.work, self.hops, self.memory, self.cluster)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of the whole cluster."""
+        tokens = self.spec.zero.accumulate * self.work.tokens * self.cluster.world.size
+        return tokens / self.time.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs over the peak of the cluster."""
+        return self.spec.zero.accumulate * self.work.model_flops / self.time.seconds / self.cluster.gpu.flops
+
+
+@dataclass(frozen=True)
+class Forecast(Prediction):
     """One way of sharding on the cluster.
 
     Attributes:
@@ -66,13 +112,6 @@ class Forecast:
             below 3 have no fp8 matmuls. Frozen weights and activations in host memory exclude these stages.
             ``frozen_spread="world"`` excludes all but zero3. One node, or the optimizer in host memory,
             excludes "local".
-        every: as ``ZeroConfig.every``; 0 without local updates.
-        memory: one device's peak memory in a step.
-        fits: whether the device's memory is within its budget, and its host's within the host's.
-        hops: hops of a step.
-        time: predicted time of a step.
-        tokens_per_second: tokens per second of the whole cluster.
-        mfu: model FLOPs over the peak of the cluster.
         largest: the most sequences per device and micro-batch that fit; 0 if none does.
         largest_mfu: the MFU with ``largest`` sequences; 0 if none fits.
         fewest_nodes: the fewest nodes on which the planned batch per device fits; None if more nodes do not
@@ -80,16 +119,14 @@ class Forecast:
     """
 
     name: str
-    every: int
-    memory: PredictedMemory
-    fits: bool
-    hops: tuple[HopPlan, ...]
-    time: StepTime
-    tokens_per_second: float
-    mfu: float
     largest: int
     largest_mfu: float
     fewest_nodes: int | None
+
+    @property
+    def every(self) -> int:
+        """As ``ZeroConfig.every``; 0 without local updates."""
+        return self.spec.zero.every
 
 
 @dataclass(frozen=True)
@@ -228,35 +265,6 @@ def foresee(
     return dataclasses.replace(found, host=chosen)
 
 
-@dataclass(frozen=True)
-class _Prediction:
-    """A step of a decoder with some options, on a mesh, with a number of sequences."""
-
-    spec: TrainSpec
-    work: Work
-    cluster: Cluster
-
-    @functools.cached_property
-    def memory(self) -> PredictedMemory:
-        return predict_memory(self.spec, self.work, workspace=self.cluster.gpu.workspace)
-
-    @property
-    def fits(self) -> bool:
-        return fits(self.memory, self.cluster)
-
-    @functools.cached_property
-    def hops(self) -> tuple[HopPlan, ...]:
-        return hops_of(self.spec, self.work)
-
-    @functools.cached_property
-    def time(self) -> StepTime:
-        return predict_step(self.spec, self.work, self.hops, self.memory, self.cluster)
-
-    @property
-    def mfu(self) -> float:
-        return self.spec.zero.accumulate * self.work.model_flops / self.time.seconds / self.cluster.gpu.flops
-
-
 @dataclass
 class _Run:
     """The run to predict; the fields are the arguments of ``foresee``."""
@@ -290,11 +298,11 @@ class _Run:
         sequences: int | None = None,
         shape: GPTConfig | None = None,
         length: int | None = None,
-    ) -> _Prediction:
+    ) -> Prediction:
         """Predict a step with these options; the other arguments replace the run's own."""
         spec = self.spec_of(zero, world or self.cluster.world)
         own, length = self.sequences if sequences is None else sequences, length or self.length
-        return _Prediction(
+        return Prediction(
             spec, work_of(spec, shape or self.config, sequences=own, length=length), self.cluster
         )
 
@@ -309,16 +317,11 @@ class _Run:
         nodes = range(1, _MAX_NODES + 1)
         # More nodes never hold more.
         few = bisect_left(nodes, True, key=lambda n: self.predict(zero, world=MeshShape(n, local)).fits)
-        tokens = zero.accumulate * own.work.tokens * self.cluster.world.size
         return Forecast(
+            spec=own.spec,
+            work=own.work,
+            cluster=own.cluster,
             name=name,
-            every=zero.every,
-            memory=own.memory,
-            fits=own.fits,
-            hops=own.hops,
-            time=own.time,
-            tokens_per_second=tokens / own.time.seconds,
-            mfu=own.mfu,
             largest=largest,
             largest_mfu=self.predict(zero, sequences=largest).mfu if largest else 0.0,
             fewest_nodes=nodes[few] if few < len(nodes) else None,
@@ -478,8 +481,8 @@ def _to_dict(forecast: Forecast, cluster: Cluster) -> dict[str, Any]:
         }
 
     sent = usual_bytes(forecast.hops)
-    plain = {name: value for name, value in vars(forecast).items() if name != "time"}
-    return plain | {
+    plain = ("name", "every", "fits", "tokens_per_second", "mfu", "largest", "largest_mfu", "fewest_nodes")
+    return {name: getattr(forecast, name) for name in plain} | {
         "memory": {**forecast.memory.kinds, "total": forecast.memory.total},
         "host_memory": {**forecast.memory.host, "needed": host_needed(forecast.memory, cluster)},
         "hops": [hop_dict(hop) for hop in forecast.hops],

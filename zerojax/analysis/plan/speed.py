@@ -38,8 +38,7 @@ from dataclasses import asdict, dataclass
 from zerojax.analysis.gpus import CUDNN_EFFICIENCY
 from zerojax.analysis.plan.cluster import Cluster
 from zerojax.analysis.plan.hops import ByLink, HopPlan
-from zerojax.analysis.plan.host_streams import PARTS, Part, host_streams, updated_in_backward
-from zerojax.analysis.plan.memory import PredictedMemory
+from zerojax.analysis.plan.memory import PARTS, Part, PredictedMemory, host_streams, updated_in_backward
 from zerojax.analysis.plan.work import Work, share_of
 from zerojax.train.spec import TrainSpec
 

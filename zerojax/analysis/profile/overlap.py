@@ -1,5 +1,6 @@
 """Overlap: the fraction of the communication time that hides behind compute."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -56,43 +57,30 @@ def measure_overlap(events: Sequence[Event]) -> Overlap:
     hops: dict[str, tuple[float, float]] = {}
     for device in sorted({event.device for event in events}):
         own = [event for event in events if event.device == device]
-        compute = _union((e.start, e.end) for e in own if not e.communicates)
-        sent = _union((e.start, e.end) for e in own if e.communicates)
-        total += _length(sent)
-        hidden += _length(_common(sent, compute))
-        computing += _length(compute)
-        for scope in sorted({e.scope for e in own if e.communicates}):
-            part = _union((e.start, e.end) for e in own if e.communicates and e.scope == scope)
+        compute = [(e.start, e.end) for e in own if not e.communicates]
+        by_scope: dict[str, list[Interval]] = {}
+        for event in own:
+            if event.communicates:
+                by_scope.setdefault(event.scope, []).append((event.start, event.end))
+        sent = [interval for intervals in by_scope.values() for interval in intervals]
+        total += _covered(sent)
+        hidden += _common(sent, compute)
+        computing += _covered(compute)
+        for scope, part in sorted(by_scope.items()):
             before = hops.get(scope, (0.0, 0.0))
-            own_hidden = _length(_common(part, compute))
-            hops[scope] = (before[0] + _length(part) / 1e9, before[1] + own_hidden / 1e9)
+            hops[scope] = (before[0] + _covered(part) / 1e9, before[1] + _common(part, compute) / 1e9)
     return Overlap(total / 1e9, hidden / 1e9, computing / 1e9, hops)
 
 
-def _union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union as disjoint intervals, in order."""
-    joined: list[Interval] = []
+def _covered(intervals: Iterable[Interval]) -> float:
+    """The length of the union of intervals."""
+    length, reached = 0.0, -math.inf
     for start, end in sorted(intervals):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        else:
-            joined.append((start, end))
-    return joined
+        length += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return length
 
 
-def _common(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """The intersection of two ordered lists of disjoint intervals."""
-    found, i, j = [], 0, 0
-    while i < len(a) and j < len(b):
-        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
-        if start < end:
-            found.append((start, end))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return found
-
-
-def _length(intervals: Iterable[Interval]) -> float:
-    return sum(end - start for start, end in intervals)
+def _common(a: Sequence[Interval], b: Sequence[Interval]) -> float:
+    """The length of the intersection of two unions of intervals."""
+    return _covered(a) + _covered(b) - _covered([*a, *b])
