@@ -6,6 +6,8 @@ from typing import Any
 from zerojax.errors import ConfigurationError
 from zerojax.validation.untrusted import printable, short
 
+TRAIN, MICRO, ACCUMULATE = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+"""DeepSpeed's batch sizes: train = micro x accumulation x devices."""
 AUTO = "auto"
 FILLED_IN = "Hugging Face's Trainer would fill it in"
 

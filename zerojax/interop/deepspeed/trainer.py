@@ -9,8 +9,7 @@ import math
 from typing import Any
 
 from zerojax.errors import ConfigurationError
-from zerojax.interop.deepspeed.batch import ACCUMULATE, MICRO, TRAIN
-from zerojax.interop.deepspeed.reader import AUTO
+from zerojax.interop.deepspeed.reader import ACCUMULATE, AUTO, MICRO, TRAIN
 from zerojax.interop.deepspeed.words import NOTES
 from zerojax.validation.untrusted import short
 
