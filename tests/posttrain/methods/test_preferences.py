@@ -277,7 +277,7 @@ def test_a_base_with_its_adapters_off_is_the_reference(
         ),
         (
             {"train": {"sequence_length": 4}},
-            "none of 43 pairs can be used. 0 have an empty answer, 43 have more than 5 tokens",
+            "none of 43 pairs can be used. 43 have more than 5 tokens, 0 have two equal answers",
         ),
         ({"data": {"validation": 0.01}}, "raise data.validation"),
     ],

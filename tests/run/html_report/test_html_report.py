@@ -13,8 +13,9 @@ import pytest
 
 from zerojax.cli import main
 from zerojax.formatting import abbreviated, percent
-from zerojax.run.html_report import columns, read_run_data, render
+from zerojax.run.html_report import read_run_data, render
 from zerojax.run.html_report.charts import Chart, Series, smoothed, thinned
+from zerojax.run.html_report.run_data import read_columns
 from zerojax.run.run_dir import RunFolder
 
 
@@ -284,7 +285,7 @@ def test_of_two_lines_about_a_step_the_later_counts(tmp_path: Path) -> None:
     lines = [{"step": step, "loss": 0.5, "skipped": 1} for step in (1, 2, 3, 2, 3)]
     lines += [{"step": 3, "loss": None, "skipped": 0}, {"step": 4, "mfu": 0.25}]
     path.write_text("".join(map("{}\n".format, map(json.dumps, lines))) + "no JSON\n")
-    found, damaged = columns.read_columns(path)
+    found, damaged = read_columns(path)
     assert damaged == 1
     assert found["step"].steps.tolist() == [1, 2, 3, 4]
     np.testing.assert_array_equal(found["loss"].values, [0.5, 0.5, np.nan])

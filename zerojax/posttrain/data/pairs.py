@@ -1,7 +1,7 @@
 """Pairs of a preferred and a rejected answer, from tables, as rows of a batch."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -70,16 +70,12 @@ class Pairs:
     Attributes:
         train: pairs to train on.
         held_out: pairs for evaluations.
-        too_long: how many pairs were skipped because they are too long.
-        equal: how many pairs were skipped because their answers are equal.
-        empty: how many pairs were skipped because an answer is empty.
+        skipped: how many pairs were skipped, by the reason.
     """
 
     train: Sequence[Pair]
     held_out: Sequence[Pair]
-    too_long: int
-    equal: int
-    empty: int
+    skipped: Mapping[str, int]
 
     @classmethod
     def read(
@@ -95,28 +91,25 @@ class Pairs:
         """
         read = list(_read(data, tokenizer, template))
         every = [pair for pair in read if pair is not None]
-        empty = len(read) - len(every)
         fitting = [pair for pair in every if pair.length <= longest]
         pairs = [pair for pair in fitting if not np.array_equal(pair.chosen.tokens, pair.rejected.tokens)]
+        skipped = {
+            f"have more than {longest} tokens": len(every) - len(fitting),
+            "have two equal answers": len(fitting) - len(pairs),
+            "have an empty answer": len(read) - len(every),
+        }
         if not pairs:
+            why = ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
             raise DataError(
-                f"data.source {data.source!r}: none of {len(read):,} pairs can be used. "
-                f"{empty:,} have an empty answer, {len(every) - len(fitting):,} have more than {longest} "
-                f"tokens (raise train.sequence_length), and {len(fitting):,} have two equal answers"
+                f"data.source {data.source!r}: none of {len(read):,} pairs can be used. {why}. Clean the "
+                "data, or raise train.sequence_length"
             )
-        train, held_out = hold_out(pairs, lambda pair: pair.prompt, data.validation)
-        return cls(train, held_out, len(every) - len(fitting), len(fitting) - len(pairs), empty)
+        return cls(*hold_out(pairs, lambda pair: pair.prompt, data.validation), skipped)
 
-    def notes(self, longest: int) -> list[str]:
+    def notes(self) -> list[str]:
         """Lines about skipped pairs."""
-        notes = []
-        if self.too_long:
-            notes.append(f"{self.too_long:,} pairs have more than {longest} tokens and were skipped")
-        if self.equal:
-            notes.append(f"{self.equal:,} pairs have two equal answers and were skipped")
-        if self.empty:
-            notes.append(f"{self.empty:,} pairs have an empty answer and were skipped")
-        return notes
+        counts = self.skipped.items()
+        return [f"{count:,} pairs {reason} and were skipped" for reason, count in counts if count]
 
 
 def chosen_items(pairs: Sequence[Pair], count: int) -> list[Item]:

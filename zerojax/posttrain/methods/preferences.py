@@ -99,7 +99,7 @@ class PreferenceTrainer(BatchRun):
             trainer.announce(
                 f"{settings.method}, {describe_parameters(config.model)}, "
                 f"{len(pairs.train):,} pairs and {len(pairs.held_out):,} held out",
-                [*notes, *pairs.notes(longest_answer(config)), *start.notes],
+                [*notes, *pairs.notes(), *start.notes],
             )
             return trainer
 

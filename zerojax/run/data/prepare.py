@@ -94,16 +94,13 @@ def prepare(settings: DataSection, folder: Path, say: Callable[[str], None] = _p
         )
         for one, source in zip(settings.sources, sources, strict=True)
     ]
-    shutil.rmtree(draft, ignore_errors=True)
-    with file_errors(draft, DataError, "cannot write: "):
-        for part in drafts:
-            part.mkdir(parents=True)
-    tokenizer = make_tokenizer(settings, _training_texts(sources, limits, say))
-    for one, source, limit, part in zip(settings.sources, sources, limits, drafts, strict=True):
-        _write_tokenizer(tokenizer, template, part)
-        _write_splits(source, limit, tokenizer, part, TextProgress(f"preparing {one.source}", say))
-    (draft / _SETTINGS).write_text(json.dumps(_identity(settings), indent=1) + "\n")
-    _replace(folder, draft)
+    with _drafted(folder):
+        tokenizer = make_tokenizer(settings, _training_texts(sources, limits, say))
+        for one, source, limit, part in zip(settings.sources, sources, limits, drafts, strict=True):
+            part.mkdir(exist_ok=True)
+            _write_tokenizer(tokenizer, template, part)
+            _write_splits(source, limit, tokenizer, part, TextProgress(f"preparing {one.source}", say))
+        (draft / _SETTINGS).write_text(json.dumps(_identity(settings), indent=1) + "\n")
 
 
 def _is_ready(settings: DataSection, folder: Path) -> bool:
@@ -237,13 +234,8 @@ def _drafted(folder: Path) -> Generator[Path]:
     with file_errors(draft, DataError, "cannot write: "):
         draft.mkdir(parents=True)
     yield draft
-    _replace(folder, draft)
-
-
-def _replace(folder: Path, draft: Path) -> None:
-    """Rename a draft to the run's data folder, which has at most a tokenizer."""
     folder = folder.resolve()
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)  # it has at most a tokenizer
     draft.rename(folder)
 
 

@@ -142,9 +142,7 @@ class BPETokenizer:
 
     def encode(self, text: bytes) -> UInt32[np.ndarray, " n"]:
         """Token ids of a text."""
-        with tokenizers_errors("the tokenizer cannot encode a text"):
-            encoding = self._tokenizer.encode(text.decode(errors="replace"), add_special_tokens=False)
-        return np.asarray(encoding.ids, np.uint32)
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[UInt32[np.ndarray, " n"]]:
         """Token ids of each text, computed on all cores."""

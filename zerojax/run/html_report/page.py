@@ -13,8 +13,7 @@ from markupsafe import Markup
 
 from zerojax.formatting import abbreviated, percent, size
 from zerojax.run.html_report.charts import Chart, Series, smoothed
-from zerojax.run.html_report.columns import finite
-from zerojax.run.html_report.run_data import RunData
+from zerojax.run.html_report.run_data import RunData, finite
 from zerojax.validation.bounds import is_time
 
 RATES = ("tokens_per_second", "mfu")

@@ -130,14 +130,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
     Skips a line that a killed process left incomplete.
     """
-    return read_lines(path)[0]
-
-
-def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The steps in a ``metrics.jsonl``, in order, and the number of unreadable lines."""
-    lines = list(iterate_lines(path))
-    steps = [values for values in lines if values is not None]
-    return steps, len(lines) - len(steps)
+    return [values for values in iterate_lines(path) if values is not None]
 
 
 def iterate_lines(path: Path) -> Iterator[dict[str, Any] | None]:
