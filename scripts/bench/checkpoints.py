@@ -8,12 +8,13 @@ the machine disturbs less), the cost of saving (median over the pairs), how long
 blocked, and by how much the longest step exceeded a typical one.
 """
 
-import argparse
 import statistics
 import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import harness
 
 from zerojax.cli.cluster import emulate_devices
 from zerojax.run.config import find_config, load_config
@@ -41,9 +42,7 @@ class Stretch:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("config", help="a TOML file, or the name of one in configs/")
     parser.add_argument("--steps", type=int, default=50, help="steps of a stretch, between saves")
     parser.add_argument("--pairs", type=int, default=4, help="pairs of stretches")

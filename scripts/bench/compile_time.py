@@ -28,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,8 +103,7 @@ def seconds(layers: int, preset: Preset, config: str) -> dict[str, float]:
 def ahead_of_time(options: argparse.Namespace) -> None:
     """Print the table of CPU seconds for an absent cluster."""
     seconds(2, "zero3", options.config)  # imports, and the compiler's own start
-    print("| preset | layers | model | trace and lower | compile | together | growth |")
-    print("|---|---|---|---|---|---|---|")
+    harness.table("preset", "layers", "model", "trace and lower", "compile", "together", "growth")
     for preset in options.preset:
         first = None
         for layers in options.layers:
@@ -111,22 +111,20 @@ def ahead_of_time(options: argparse.Namespace) -> None:
             best = min(runs, key=lambda run: sum(run.values()))
             total = sum(best.values())
             first = first or total
-            stages = " | ".join(f"{value:.2f}" for value in best.values())
-            print(f"| {preset} | {layers} | {stages} | {total:.2f} | {total / first - 1:+.0%} |", flush=True)
+            stages = [f"{value:.2f}" for value in (*best.values(), total)]
+            harness.row(preset, layers, *stages, f"{total / first - 1:+.0%}")
 
 
 def first_steps(options: argparse.Namespace) -> None:
     """Print the table of seconds to the end of the first step."""
-    print("| case | cache | state | trace | lower | compile | rest | first step | loss |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    harness.table("case", "cache", "state", "trace", "lower", "compile", "rest", "first step", "loss")
     for name in options.cases:
         folder = Path(tempfile.mkdtemp())
         try:
             for cache in ("empty", "filled"):
                 found = run_case(name, folder, small=options.small)
                 loss = found.pop("loss")
-                stages = " | ".join(f"{value:.2f}" for value in found.values())
-                print(f"| {name} | {cache} | {stages} | {loss!r} |", flush=True)
+                harness.row(name, cache, *(f"{value:.2f}" for value in found.values()), repr(loss))
         finally:
             shutil.rmtree(folder)
 
@@ -193,9 +191,7 @@ def _model(config: GPTConfig, rngs: Any) -> BlockStack:
 
 def main() -> None:
     """Parse the command line, measure, print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--layers", type=int, nargs="+", default=[12, 48])
     parser.add_argument("--preset", nargs="+", choices=PRESETS, default=["zero3"])
     parser.add_argument("--config", default="gpt-350m")

@@ -6,12 +6,12 @@ are per second of one core (the process's CPU time), which other programs on the
 docs/data.md has the figures; packed_attention.py measures attention that separates documents.
 """
 
-import argparse
 import json
 import tempfile
 import time
 from pathlib import Path
 
+import harness
 import numpy as np
 
 from zerojax.run.config import DataSection
@@ -27,7 +27,7 @@ _MEAN_DOCUMENT = 2000
 
 def main() -> None:
     """Measure, and print a line for each measurement."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.parser(__doc__)
     parser.add_argument("--megabytes", type=int, default=60, help="of text to prepare")
     parser.add_argument("--length", type=int, default=2048, help="of a sequence")
     parser.add_argument("--batch", type=int, default=64, help="sequences of a batch")

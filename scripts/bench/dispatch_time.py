@@ -13,6 +13,7 @@ import time
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+import harness
 import jax
 import numpy as np
 import optax
@@ -47,12 +48,11 @@ def microseconds(preset: Preset) -> list[float]:
 
 def main() -> None:
     """Measure every preset, print a table."""
-    print("| preset | median, us | least |")
-    print("|---|---|---|")
+    harness.table("preset", "median, us", "least")
     presets: tuple[Preset, ...] = ("zero3", "zero++", "delta")
     for preset in presets:
         calls = microseconds(preset)
-        print(f"| {preset} | {statistics.median(calls):.0f} | {min(calls):.0f} |", flush=True)
+        harness.row(preset, f"{statistics.median(calls):.0f}", f"{min(calls):.0f}")
 
 
 if __name__ == "__main__":

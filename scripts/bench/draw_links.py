@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import harness
+
 os.environ["JAX_PLATFORMS"] = "cpu"  # it computes shapes only
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 
@@ -43,9 +45,7 @@ Cells = dict[tuple[str, int, str, str], tuple[float, float | None]]
 
 def main() -> None:
     """Print the table, draw the picture."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("results", nargs="+", type=Path, help="what links.py wrote")
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--gpus-per-node", type=int, required=True)

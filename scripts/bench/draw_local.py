@@ -4,11 +4,11 @@
 scripts/bench/draw_local.py --picture docs/quality-local.png
 """
 
-import argparse
 import json
 from pathlib import Path
 
 import convergence
+import harness
 import paired
 
 MEASURED = Path(__file__).parents[2] / "docs" / "measured"
@@ -27,7 +27,7 @@ def runs_of(optimizer: str) -> list[dict]:
 
 def main() -> None:
     """Write the picture."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--picture", type=Path, required=True)
     options = parser.parse_args()
     runs = runs_of("muon") + runs_of("adamw")

@@ -4,10 +4,10 @@
 scripts/bench/draw_rows.py docs/measured/2x4-10gbit.json --picture docs/peers.png
 """
 
-import argparse
 import json
 from pathlib import Path
 
+import harness
 from rows import Row
 
 OURS = ("zero3", "qwz", "hpz", "qgz", "zero++", "delta")
@@ -15,9 +15,7 @@ OURS = ("zero3", "qwz", "hpz", "qgz", "zero++", "delta")
 
 def main() -> None:
     """Read the rows, draw them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("results", nargs="+", type=Path, help="outputs of the benchmarks of one session")
     parser.add_argument("--picture", type=Path, required=True, help="the PNG to write")
     options = parser.parse_args()

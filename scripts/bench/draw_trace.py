@@ -8,9 +8,10 @@ The step is the last but one, between two exchanges of --scope. For each hop the
 in the step its first event begins and its last ends, and for how long it ran beside compute.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
+
+import harness
 
 from zerojax.analysis.profile import Event, measure_overlap, read_events, trace_files
 
@@ -19,9 +20,7 @@ COMPUTE = "compute"
 
 def main() -> None:
     """Parse the command line, print the table, draw the picture."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("trace", type=Path, help="an .xplane.pb, or a folder, whose newest is read")
     parser.add_argument("--scope", default="exchange_fragment", help="of the events that a step begins with")
     parser.add_argument("--picture", type=Path, help="a PNG to draw")

@@ -7,11 +7,11 @@ Prints Markdown: thousands of tokens/s of one GPU under zero3 / zero++ / delta /
 (`remat="full"`), with one micro-batch per step. More than 2048 tokens are sequences of 2048.
 """
 
-import argparse
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
+import harness
 from links import TOKENS, in_sequences
 from panels import Curve, draw_panels
 
@@ -31,9 +31,7 @@ Rates = dict[tuple[int, int], dict[str, float]]
 
 def main() -> None:
     """Print the table, draw the picture."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--gpus-per-node", type=int, default=4)
     parser.add_argument("--gpu", default="h200")

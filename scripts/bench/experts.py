@@ -10,11 +10,10 @@ with an eighth of the experts, for the tokens of all eight. GB/s count what has 
 """
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from typing import cast
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,15 +29,9 @@ from zerojax.matmul.grouped import grouped_matmul
 BF16 = jnp.bfloat16
 
 
-def milliseconds(run: Callable[..., object], *args: object, repeats: int = 7, inner: int = 5) -> float:
-    """The median over repeats of a call's mean time in a row of them."""
-    jax.block_until_ready(run(*args))
-    times: list[float] = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready([run(*args) for _ in range(inner)])
-        times.append((time.perf_counter() - start) / inner * 1e3)
-    return statistics.median(times)
+def milliseconds(run: Callable[..., object], *args: object) -> float:
+    """Milliseconds of a call."""
+    return harness.milliseconds(lambda: run(*args), seconds=0.2)
 
 
 def random(seed: int, *shape: int, dtype: DTypeLike = BF16) -> Array:
@@ -126,7 +119,7 @@ def layer(args: argparse.Namespace) -> Iterator[tuple[str, float, float]]:
 
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = harness.parser(__doc__)
     for name, default in {
         "tokens": 16384,
         "width": 2048,

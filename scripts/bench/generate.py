@@ -10,17 +10,17 @@ is the time to read each weight, and the keys and values so far, once at the rat
 (bytes read and written). The script generate_transformers.py does the same with transformers.
 """
 
-import argparse
 import statistics
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from generation_rows import Generated, Shape, add_options, report, timed
+from generation_rows import Generated, Shape, add_options, report
 
 import zerojax
 from zerojax.models import GPT, GPTConfig, lm_loss
@@ -30,9 +30,7 @@ _COPIES = 10
 
 def main() -> None:
     """Parse the command line, time each form of the weights, print a line for each, write JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     add_options(parser)
     parser.add_argument("--forms", nargs="+", default=["compute"], help="of the weights: compute int8 fp8")
     parser.add_argument("--gpt", action="store_true", help="blocks of GPT: biases, GELU, learned positions")
@@ -55,7 +53,9 @@ def main() -> None:
     rate, rows = copy_rate(), []
     for form in options.forms:
         made = partial(_generate, state, shape, form)
-        times = {new: timed(partial(made, new), options.repeats) for new in (shape.short, shape.new)}
+        times = {
+            new: harness.seconds_of(partial(made, new), options.repeats) for new in (shape.short, shape.new)
+        }
         if options.profile:
             with jax.profiler.trace(str(options.profile / form)):
                 made(shape.short)
@@ -78,7 +78,7 @@ def copy_rate() -> float:
     def copies() -> None:
         jax.block_until_ready([copy(x) for _ in range(_COPIES)])
 
-    return 2 * size * _COPIES / statistics.median(timed(copies, 3))
+    return 2 * size * _COPIES / statistics.median(harness.seconds_of(copies, 3))
 
 
 if __name__ == "__main__":

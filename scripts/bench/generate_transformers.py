@@ -8,19 +8,17 @@
 
 # pyright: reportMissingImports=false
 # PyTorch is not a dependency of zerojax.
-import argparse
 import statistics
 
+import harness
 import torch
-from generation_rows import Generated, Shape, add_options, report, timed
+from generation_rows import Generated, Shape, add_options, report
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def main() -> None:
     """Parse the command line, time each kind of cache, print a line for each, write JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     add_options(parser)
     parser.add_argument("--caches", nargs="+", default=["dynamic", "static"])
     options = parser.parse_args()
@@ -49,7 +47,9 @@ def main() -> None:
     for cache in options.caches:
         times: dict[int, list[float]] = {}
         for new in (shape.short, shape.new):
-            times[new] = timed(lambda cache=cache, new=new: generate(cache, new), options.repeats, untimed=2)
+            times[new] = harness.seconds_of(
+                lambda cache=cache, new=new: generate(cache, new), options.repeats, untimed=2
+            )
         rows.append(Generated.of(f"transformers, {cache} cache", shape, times))
         report(rows[-1:], shape, rate, None)
     report(rows, shape, rate, options.json)
@@ -71,7 +71,7 @@ def copy_rate(device: torch.device) -> float:
         y.copy_(x)
         finished()
 
-    seconds = timed(copy, 10)
+    seconds = harness.seconds_of(copy, 10)
     return 2 * size / statistics.median(seconds)
 
 

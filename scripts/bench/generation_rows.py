@@ -4,13 +4,12 @@ Imports neither JAX nor PyTorch, because either may be missing where the other i
 """
 
 import argparse
-import json
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import harness
 
 
 @dataclass(frozen=True)
@@ -73,16 +72,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, help="write the rows here")
 
 
-def timed(call: Callable[[], Any], repeats: int, untimed: int = 1) -> list[float]:
-    """Seconds of a call that waits for its device, after some that may compile."""
-    seconds = []
-    for _ in range(untimed + repeats):
-        begun = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - begun)
-    return seconds[untimed:]
-
-
 @dataclass(frozen=True)
 class Generated:
     """One system's figures.
@@ -102,11 +91,9 @@ class Generated:
     def of(system: str, shape: Shape, seconds: Mapping[int, Sequence[float]]) -> "Generated":
         """The figures from seconds of several short and long generations."""
         short = statistics.median(seconds[shape.short])
-        each = sorted(1e3 * (s - short) / (shape.new - shape.short) for s in seconds[shape.new])
+        each = [1e3 * (s - short) / (shape.new - shape.short) for s in seconds[shape.new]]
         whole = statistics.median(seconds[shape.new])
-        return Generated(
-            system, (statistics.median(each), each[0], each[-1]), 1e3 * short, shape.rows * shape.new / whole
-        )
+        return Generated(system, harness.spread(each), 1e3 * short, shape.rows * shape.new / whole)
 
 
 def report(rows: Sequence[Generated], shape: Shape, rate: float, path: Path | None) -> None:
@@ -123,6 +110,4 @@ def report(rows: Sequence[Generated], shape: Shape, rate: float, path: Path | No
             f"{row.system:28} {median:7.2f} ms per token ({low:.2f} to {high:.2f}), {least / median:5.1%} "
             f"of the bandwidth; short {row.short_ms:.0f} ms; {row.tokens_per_second:.0f} tokens/s in all"
         )
-    if path is not None:
-        document = {"shape": asdict(shape), "copy_rate": rate, "rows": [asdict(row) for row in rows]}
-        path.write_text(json.dumps(document, indent=1) + "\n")
+    harness.write(path, {"shape": shape, "copy_rate": rate, "rows": rows})

@@ -16,13 +16,14 @@ unquantized) it reports
 Writes OUT.md, a table.
 """
 
-import argparse
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+import harness
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -230,7 +231,7 @@ def row(case: Case, units: list[Unit], known: list[dict[LeafPath, Exact]]) -> st
 
 def main() -> None:
     """Parse the command line, measure all cases, write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("run", type=Path, help="a run folder with a checkpoint")
     parser.add_argument("--sequences", type=int, default=4, help="of each device's part of the batch")
     parser.add_argument("--out", type=Path, default=Path("docs/gradient_errors"))

@@ -19,12 +19,13 @@ from functools import partial
 from typing import Any
 
 import grouped_matmul as bench
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 from grouped_matmul import CASES, ON_GPU, SMALL, Case, as_numpy, expected
+from harness import attempt, milliseconds
 from jax import Array
-from timing import attempt, milliseconds
 
 from pallas_kernels import grouped_rows, grouped_rows_fp8
 from pallas_kernels.mosaic import grouped
@@ -250,7 +251,7 @@ def main() -> None:
     parser = bench.common_options(__doc__)
     options = parser.parse_args()
 
-    bench.end_after(options.budget)
+    harness.end_after(options.budget)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
     check(256, 384)
     check(384, 320)  # sides of 64: decoded, where there is a kernel at all

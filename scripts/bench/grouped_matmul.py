@@ -13,8 +13,6 @@ measures Triton's kernels beside Pallas', which Hopper would take, and shapes th
 """
 
 import argparse
-import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,11 +20,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
+from harness import attempt, milliseconds
 from jax import Array
-from timing import attempt, milliseconds
 
 from pallas_kernels.mosaic import grouped
 from pallas_kernels.mosaic.grouped import Tuning
@@ -393,23 +392,11 @@ def measure(case: Case, skewed: bool, names: list[str], compilations: Compilatio
 
 def common_options(description: str | None) -> argparse.ArgumentParser:
     """The options of this script and of ``grouped_fp8.py``."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
+    parser = harness.parser(description)
     parser.add_argument("--small", action="store_true", help="few rows")
     parser.add_argument("--budget", type=float, default=110, help="seconds after which the process ends")
     parser.add_argument("--each", type=float, default=0.1, help="seconds of runs of each measurement")
     return parser
-
-
-def end_after(seconds: float) -> None:
-    """End the process when so many seconds have passed."""
-
-    def give_up() -> None:
-        print(f"ended after {seconds} s", flush=True)
-        os._exit(1)
-
-    watch = threading.Timer(seconds, give_up)
-    watch.daemon = True
-    watch.start()
 
 
 def main() -> None:
@@ -423,7 +410,7 @@ def main() -> None:
     parser.add_argument("--quack", action="store_true", help="also measure quack-kernels")
     options = parser.parse_args()
 
-    end_after(options.budget)
+    harness.end_after(options.budget)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
     cases = SMALL if options.small else TRITON_CASES if options.triton else CASES
     compilations: Compilations = {}

@@ -12,15 +12,14 @@ zerojax emulate).
 """
 
 import argparse
-import json
 import statistics
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import harness
 import jax
 import numpy as np
 import optax
@@ -58,9 +57,7 @@ class Phase:
 
 def main() -> None:
     """Parse the command line, time each preset's phases, print a line for each, write JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     for name, value in {
         "nodes": 1, "local": 1, "layers": 24, "d-model": 2048, "vocab": 50304, "rows": 64, "prompt": 128,
         "new": 256, "short": 16, "accumulate": 4, "repeats": 3,
@@ -77,8 +74,8 @@ def main() -> None:
             phases += found
             if jax.process_index() == 0:
                 print(*found, sep="\n", flush=True)
-        if jax.process_index() == 0 and options.json is not None:
-            options.json.write_text(json.dumps([asdict(phase) for phase in phases], indent=1) + "\n")
+        if jax.process_index() == 0:
+            harness.write(options.json, phases)
 
 
 def measure(preset: Preset, options: argparse.Namespace) -> list[Phase]:
@@ -145,17 +142,13 @@ def _timed(
     for number in range(1 + repeats):
         if prepare is not None:
             prepare()
-        before, begun = sent_so_far(), time.perf_counter()
-        call()
-        if not number:
-            continue
-        seconds.append(1e3 * (time.perf_counter() - begun))
-        if before is not None:
-            sent.append((sent_so_far() or 0) - before)
-    median = statistics.median(seconds)
-    return Phase(
-        preset, name, (median, min(seconds), max(seconds)), statistics.median(sent) if sent else None
-    )
+        before = sent_so_far()
+        took = harness.seconds_of(call, 1, untimed=0)
+        if number:
+            seconds += took
+            sent += [] if before is None else [(sent_so_far() or 0) - before]
+    in_ms = harness.spread([1e3 * x for x in seconds])
+    return Phase(preset, name, in_ms, statistics.median(sent) if sent else None)
 
 
 def _of_a_token(long: Phase, short: Phase, options: argparse.Namespace) -> Phase:

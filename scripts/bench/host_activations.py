@@ -12,17 +12,17 @@ program's memory on the device beside its arguments, "host" its memory on the ho
 its error, and the others run.
 """
 
-import argparse
 import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import harness
 import jax
 import jax.numpy as jnp
 import optax
@@ -171,20 +171,9 @@ def by_jax(block: Callable[..., nnx.Module], shape: Shape, *, host: bool) -> Mad
     return start, compiled.memory_analysis()
 
 
-def milliseconds(step: Step, steps: int) -> float:
-    """The median of some steps, after two others."""
-    times = []
-    for _ in range(2 + steps):
-        begun = time.perf_counter()
-        jax.block_until_ready(step())
-        times.append(1e3 * (time.perf_counter() - begun))
-    return statistics.median(times[2:])
-
-
-def rows(shape: Shape, steps: int) -> Iterator[str]:
-    """The lines of the table."""
-    yield "| block | by | activations | step, ms | ratio | device, GB | host, GB |"
-    yield "|---|---|---|---|---|---|---|"
+def measure(shape: Shape, steps: int) -> None:
+    """Print the table."""
+    harness.table("block", "by", "activations", "step, ms", "ratio", "device, GB", "host, GB")
     blocks, makers = shape.blocks(), {"zerojax": by_zerojax, "jax": by_jax}
     variants = list(itertools.product(blocks, makers, (False, True)))
     with ThreadPoolExecutor(len(variants)) as pool:
@@ -194,26 +183,27 @@ def rows(shape: Shape, steps: int) -> Iterator[str]:
         ]
         alone: dict[tuple[str, str], float] = {}
         for name, by, host, future in made:
+            where = "host" if host else "device"
             try:
                 start, memory = future.result()
-                took = milliseconds(start(), steps)
+                seconds = harness.seconds_of(_waiting(start()), steps, untimed=2)
             except Exception as error:
-                yield f"| {name} | {by} | {_where(host)} | {str(error)[:200]!r} | | | |"
+                harness.row(name, by, where, repr(str(error)[:200]), "", "", "")
                 continue
-            alone.setdefault((name, by), took)
-            ratio = took / alone[name, by]
-            sizes = [x / 1e9 for x in (memory.temp_size_in_bytes, memory.host_temp_size_in_bytes)]
-            figures = f"{took:.1f} | {ratio:.2f} | {sizes[0]:.2f} | {sizes[1]:.2f}"
-            yield f"| {name} | {by} | {_where(host)} | {figures} |"
+            took = 1e3 * statistics.median(seconds)
+            ratio = took / alone.setdefault((name, by), took)
+            sizes = (memory.temp_size_in_bytes, memory.host_temp_size_in_bytes)
+            harness.row(name, by, where, f"{took:.1f}", f"{ratio:.2f}", *(f"{x / 1e9:.2f}" for x in sizes))
 
 
-def _where(host: bool) -> str:
-    return "host" if host else "device"
+def _waiting(step: Step) -> Callable[[], Any]:
+    """The step with a wait for its result. Its arrays are freed with it."""
+    return lambda: jax.block_until_ready(step())
 
 
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--width", type=int, default=4096)
@@ -226,8 +216,7 @@ def main() -> None:
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         begun = time.perf_counter()
-        for line in rows(shape, args.steps):
-            print(line, flush=True)
+        measure(shape, args.steps)
         print(f"\n{jax.devices()[0].device_kind}, {time.perf_counter() - begun:.0f} s")
 
 

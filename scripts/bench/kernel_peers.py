@@ -11,14 +11,13 @@ previous call; below, it would dominate.
 
 # pyright: reportMissingImports=false
 # PyTorch and these libraries are not dependencies of zerojax.
-import argparse
-import json
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 
 BLOCK = 256
@@ -194,7 +193,7 @@ def measure(case: Case, n: int, megabytes: int) -> Result:
 
 def main() -> None:
     """Measure the installed peers and print a report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[256], help="bf16 bytes of the data")
     parser.add_argument("--out", type=Path, default=Path("bench_kernel_peers.json"))
     options = parser.parse_args()
@@ -222,7 +221,7 @@ def main() -> None:
                     flush=True,
                 )
     report = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    options.out.write_text(json.dumps(report | {"results": [asdict(r) for r in results]}, indent=1))
+    harness.write(options.out, report | {"results": results})
 
 
 if __name__ == "__main__":

@@ -11,18 +11,18 @@ Up to 64 MB a kernel takes less time than its launch. There the time is what the
 a trace: what a caller that launches them one by one and waits would see is not measured.
 """
 
-import argparse
-import json
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
+
+import harness
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
 # Kernels launched one by one, as traces show them.
@@ -293,7 +293,7 @@ def draw(results: list[Result], path: Path) -> None:
 
 def main() -> None:
     """Parse the command line, measure, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[256], help="bf16 bytes of the data")
     parser.add_argument("--only", nargs="+", help="these kernels alone, named as in the table")
     parser.add_argument("--formats", nargs="+", default=[*pk.QUANTIZED, *pk.STORED, "int8 to int4"])
@@ -321,8 +321,7 @@ def main() -> None:
                 flush=True,
             )
     report = {"device": device.device_kind, "jax": jax.__version__, "block": BLOCK, "nf4 block": NF4_BLOCK}
-    report["results"] = [asdict(result) for result in results]
-    options.out.with_suffix(".json").write_text(json.dumps(report, indent=1))
+    harness.write(options.out.with_suffix(".json"), report | {"results": results})
     draw(results, options.out.with_suffix(".png"))
 
 

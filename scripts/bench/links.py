@@ -15,6 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import harness
+
 from zerojax.testing.emulated_cluster import ClusterError, EmulatedCluster
 from zerojax.validation.rates import bytes_per_second
 
@@ -30,9 +32,7 @@ MAX_LENGTH = 2048
 
 def main() -> int:
     """Run every model with every batch; the exit code is the worst of the runs'."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--gpus-per-node", type=int, required=True)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))

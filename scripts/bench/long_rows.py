@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable
 from typing import get_args
 
+import harness
 import jax
 import numpy as np
 import optax
@@ -65,8 +66,8 @@ def shape(length: int, options: argparse.Namespace) -> GPTConfig:
     )
 
 
-def measure(config: GPTConfig, sharing: int, rows: int, options: argparse.Namespace) -> str:
-    """One case, as a line of a table."""
+def measure(config: GPTConfig, sharing: int, rows: int, options: argparse.Namespace) -> None:
+    """Print one case."""
     length, devices, adapters = config.max_seq_len, jax.device_count(), options.adapters
     zero = zerojax.ZeroConfig(
         sequence_parallel=sharing,
@@ -107,17 +108,14 @@ def measure(config: GPTConfig, sharing: int, rows: int, options: argparse.Namesp
     step, every = statistics.median(seconds[1:] or seconds), rows * length
     used = f"{work.model_flops / step / find_gpu(options.gpu).flops:.1%}"
     stats = jax.devices()[0].memory_stats() or {}
-    return (
-        f"| {length:,} | {rows} | {sharing} | {losses[0]:.5f} | {1e3 * step:,.1f} | {every / step:,.0f} | "
-        f"{used} | {stats.get('peak_bytes_in_use', 0) / 1e9:.1f} | {seconds[0]:.0f} |"
-    )
+    figures = f"{losses[0]:.5f}", f"{1e3 * step:,.1f}", f"{every / step:,.0f}", used
+    peak = stats.get("peak_bytes_in_use", 0) / 1e9
+    harness.row(f"{length:,}", rows, sharing, *figures, f"{peak:.1f}", f"{seconds[0]:.0f}")
 
 
 def main() -> None:
     """Parse the command line, and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("cases", nargs="*", help="tokens of a row, GPUs that share it, rows: 131072:2:1")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2, help="timed, after one that compiles; 0: that one")
@@ -137,16 +135,15 @@ def main() -> None:
         cache = tempfile.TemporaryDirectory()
         jax.config.update("jax_compilation_cache_dir", cache.name)
     print(f"{jax.device_count()} x {jax.devices()[0].device_kind}, {options.layers} layers")
-    names = "tokens of a row | rows | GPUs a row | first loss | step, ms | tokens/s | of the peak | GB"
-    print(f"| {names} | first step, s |")
-    print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    names = "tokens of a row", "rows", "GPUs a row", "first loss", "step, ms", "tokens/s", "of the peak", "GB"
+    harness.table(*names, "first step, s")
     for case in options.cases or (SMALL if options.small else DEFAULT):
         length, sharing, rows = map(int, case.replace("N", str(jax.device_count())).split(":"))
         try:
             config = shape(length, options)
-            print(measure(config, sharing, rows, options), flush=True)
+            measure(config, sharing, rows, options)
         except Exception as error:  # a case that does not fit must not cost the others
-            print(f"| {length} | - | {sharing} | {type(error).__name__}: {str(error)[:200]} |", flush=True)
+            harness.row(length, "-", sharing, f"{type(error).__name__}: {str(error)[:200]}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ libraries, and their documentation. Files are taken in the order of a hash of th
 the size cuts all kinds alike and the same machine gives the same text again.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -20,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import batched
 from pathlib import Path
 from typing import Any, Literal
+
+import harness
 
 Kind = Literal["Python", "C and C++", "documentation"]
 KINDS: dict[Kind, tuple[str, ...]] = {
@@ -133,7 +134,7 @@ def _read(file: Path) -> str | None:
 
 def main() -> None:
     """Write the text and print its description."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("out", type=Path, help="JSON lines to write")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--megabytes", type=float, default=300)

@@ -13,19 +13,19 @@ of equal documents with about as many pairs. ``--steps`` times training steps of
 documents with either, and compares their losses. What fails prints its error, and the rest goes on.
 """
 
-import argparse
 import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from harness import milliseconds, report
 from jax import Array
-from timing import milliseconds, report
 
 import zerojax
 from zerojax.models import GPT, GPTConfig, flash_attention, lm_loss
@@ -319,7 +319,7 @@ def measure_steps(tokens: int, heads: int, kv_heads: int, seconds: float) -> Non
 def main() -> None:
     """Check, measure and print."""
     begin = time.monotonic()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--small", action="store_true", help="short rows")
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--kv-heads", type=int, default=4)

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import harness
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rows import HEAD_WIDTH, Row, Sizes, add_model_options, line, sent_so_far, speed_of, write
+from rows import HEAD_WIDTH, Row, Sizes, add_model_options, line, sent_so_far, speed_of
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -276,9 +277,7 @@ def loss_fn(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def make_parser(description: str, peers: list[str], default: list[str]) -> argparse.ArgumentParser:
     """The options of every peer, named as in scripts/bench/train.py."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(description)
     add_model_options(parser)
     parser.add_argument("--checkpoint", action="store_true", help="recompute each block's activations")
     parser.add_argument("--attention", choices=("cudnn", "flash"), default="cudnn", help="its kernel")
@@ -344,7 +343,7 @@ def measure_all(
                 rows.append(row)
                 if dist.get_rank() == 0:
                     print(line(row), flush=True)
-                    write(rows, options.json)
+                    harness.write(options.json, rows)
     faulthandler.cancel_dump_traceback_later()
     dist.barrier()  # rank 0 still prints; a rank that leaves early closes its connections
     dist.destroy_process_group()

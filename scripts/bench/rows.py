@@ -4,11 +4,11 @@ Imports neither JAX nor PyTorch, because either may be missing where the other i
 """
 
 import argparse
-import json
-import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+
+import harness
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ def speed_of(
         world: devices.
         peak_tflops: of one of them; None if unknown.
     """
-    median = statistics.median(seconds)
+    median, least, most = harness.spread(seconds)
     peak = peak_tflops and peak_tflops * 1e12 * world
     mfu = tokens * flops_per_token / median / peak if peak else None
-    return Speed((1e3 * median, 1e3 * min(seconds), 1e3 * max(seconds)), tokens / median, mfu)
+    return Speed((1e3 * median, 1e3 * least, 1e3 * most), tokens / median, mfu)
 
 
 HEAD_WIDTH = 128
@@ -178,9 +178,3 @@ def line(row: Row) -> str:
         f"{row.tokens_per_second / 1e3:9.1f} ktok/s  MFU {mfu}  sent {sent} MB  peak {peak} GiB{traced}"
         f"  loss {row.loss:.5f}  |g| {row.grad_norm:.5f}  compile {row.compile_seconds:.1f} s"
     )
-
-
-def write(rows: Sequence[Row], path: Path | None) -> None:
-    """Write the rows as JSON if a path is given."""
-    if path:
-        path.write_text(json.dumps([asdict(row) for row in rows], indent=1))

@@ -28,12 +28,13 @@ from pathlib import Path
 from typing import Any
 
 import gspmd
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from rows import HEAD_WIDTH, Row, Sizes, add_model_options, line, sent_so_far, speed_of, write
+from rows import HEAD_WIDTH, Row, Sizes, add_model_options, line, sent_so_far, speed_of
 
 import zerojax
 from zerojax.analysis.profile import measure_overlap, read_events, trace_files
@@ -128,9 +129,7 @@ def loss_fn(model: BlockStack, batch: dict[str, jax.Array]) -> jax.Array:
 
 def main() -> None:
     """Parse the command line, run the variants, print the table, write JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--local", type=int, required=True)
     add_model_options(parser)
@@ -166,7 +165,7 @@ def main() -> None:
                     print(line(row) + remark(row, rows), flush=True)
         if jax.process_index() == 0:
             print(*nccl.applied(), sep="\n")
-            write(rows, options.json)
+            harness.write(options.json, rows)
 
 
 def remark(row: Row, rows: list[Row]) -> str:
