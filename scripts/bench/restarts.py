@@ -8,7 +8,6 @@ and so on. It prints a table with the phases of each restart, as run.json has th
 job.
 """
 
-import argparse
 import shlex
 import signal
 import subprocess
@@ -18,6 +17,7 @@ import time
 from pathlib import Path
 from statistics import median
 
+import harness
 import psutil
 
 from zerojax.run.metrics.files import read_metrics
@@ -56,9 +56,7 @@ def recovery_after(job: subprocess.Popen[bytes], folder: RunFolder, count: int) 
 
 def main() -> None:
     """Start the job, kill it, and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--kills", type=int, default=4)
     parser.add_argument("--steps", type=int, default=40, help="before the first kill")
     parser.add_argument("--seconds", type=float, default=12, help="from a new step to the next kill")
@@ -95,12 +93,10 @@ def main() -> None:
 def print_table(rows: list[dict[str, float]]) -> None:
     """A row for each phase, with all restarts and their median. Repeated steps are one phase."""
     merged = [{"to repeat steps" if "repeat" in k else k: s for k, s in row.items()} for row in rows]
-    print("| phase | " + " | ".join(f"{i + 1}" for i in range(len(rows))) + " | median |")
-    print("|---|" + "---|" * (len(rows) + 1))
+    harness.table("phase", *(str(i + 1) for i in range(len(rows))), "median")
     for phase in dict.fromkeys(name for row in merged for name in row):
         seconds = [row.get(phase, 0.0) for row in merged]
-        cells = " | ".join(f"{s:.1f}" for s in [*seconds, median(seconds)])
-        print(f"| {phase} | {cells} |")
+        harness.row(phase, *(f"{s:.1f}" for s in [*seconds, median(seconds)]))
 
 
 if __name__ == "__main__":
