@@ -11,6 +11,7 @@ import hlo
 import jax
 import long_rows
 import numpy as np
+import optax
 import pytest
 from cuda_clusters import check_traffic, compiled_gpt, gpt_batch
 from environment import ROOT
@@ -20,7 +21,7 @@ from zerojax import aot
 from zerojax.analysis.gpus import GPUS
 from zerojax.analysis.plan import plan_state, predict_memory
 from zerojax.analysis.plan.work import decoder_work, work_of
-from zerojax.models import GPTConfig
+from zerojax.models import GPT, GPTConfig, lm_loss
 
 NODES, LOCAL, LAYERS, SEQUENCE = 2, 4, 20, 16
 D = NODES * LOCAL
@@ -184,6 +185,30 @@ def test_compiled_memory_with_latents(remat: Any):
     memory = predict_memory(state.spec, work, workspace=GPUS["h100"].workspace)
     assert hlo.memory(compiled).peak == pytest.approx(memory.total, rel=0.05)
     assert "fmhaSoftmaxBackward" in (compiled.as_text() or "")
+
+
+HYBRID = dataclasses.replace(
+    LLAMA_70B, layers=8, d_model=2048, heads=16, kv_heads=4, head_width=128, ffn=6144, max_seq_len=8192,
+    qk_norm=True, recurrent_layers=(0, 1, 2, 4, 5, 6), recurrent_key_width=128,
+)  # fmt: skip
+DELTA = dataclasses.replace(
+    HYBRID, attention_gate=True, recurrent_heads=32, recurrent_key_heads=16, recurrent_width=128
+)
+MAMBA = dataclasses.replace(
+    HYBRID, recurrent="mamba2", recurrent_heads=64, recurrent_key_heads=1, recurrent_width=64
+)
+
+
+@pytest.mark.parametrize(("config", "compiled"), [(DELTA, 10.78e9), (MAMBA, 9.99e9)], ids=["delta", "mamba2"])
+def test_memory_of_recurrent_layers_is_that_of_the_compiled_program(config: GPTConfig, compiled: float):
+    """The peaks of programs compiled for H100s (29 November 2026), which takes minutes."""
+    state = zerojax.TrainState.abstract(
+        lambda rngs: GPT(config, rngs=rngs), optax.adamw(1e-3), lm_loss, mesh=zerojax.make_mesh(1, 2)
+    )
+    memory = predict_memory(
+        state.spec, work_of(state.spec, config, sequences=1, length=8192), workspace=GPUS["h100"].workspace
+    )
+    assert memory.total == pytest.approx(compiled, rel=0.05)
 
 
 LLAMA_8B = dataclasses.replace(LLAMA_70B, d_model=4096, heads=32, ffn=14336, vocab_size=128256)

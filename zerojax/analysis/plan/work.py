@@ -332,13 +332,17 @@ def _chunk_flops(c: GPTConfig) -> int:
 def _chunk_bytes(c: GPTConfig, item: int) -> int:
     """Bytes per token in use during a recurrent layer's backward pass; 0 for other layers.
 
-    Each head has queries, keys and what the system removes, scores and values in fp32, and their gradients.
+    Each head has queries, keys and what the system removes, scores and values in fp32, and a part of a state.
+    They exist several times, with their gradients: so often in programs compiled for an H100.
     """
     if not c.all_recurrent or c.recurrent == "short_conv":
         return 0
     key, value = c.recurrent_key_width, c.recurrent_width
     of_head = item * (3 * key + CHUNK) + 4 * (CHUNK + 2 * value) + item * key * value // CHUNK
-    return 2 * c.value_heads * of_head + item * (4 * c.conv_channels + 2 * c.recurrent_values + c.d_model)
+    copies = 5.4 if c.recurrent == "gated_delta" else 3.8
+    return round(copies * c.value_heads * of_head) + item * (
+        4 * c.conv_channels + 2 * c.recurrent_values + c.d_model
+    )
 
 
 def _exchanged_width(c: GPTConfig) -> int:
