@@ -7,7 +7,7 @@ import pytest
 from patch_encoder import encode
 
 from zerojax.interop.engines import receiver
-from zerojax.interop.engines.encoder import Cut, compare, full_patch, pack, patch_of
+from zerojax.interop.engines.encoder import LARGEST, Cut, compare, full_patch, pack, patch_of
 
 SIZE, LAYERS = 5000, 2
 
@@ -73,3 +73,12 @@ def test_a_piece_that_has_changed_everywhere_is_sent_in_full():
     then = compare(jnp.asarray(new), first.values, dtype="bfloat16", layers=1, cut=cut)
     (patch,) = patches(then, first.values, 3)
     assert patch == receiver.full(as_pieces(new, cut, ml_dtypes.bfloat16)[0], 7, 4)
+
+
+def test_pieces_have_few_sizes_and_little_padding():
+    cuts = {n: Cut.of(n) for n in (1, 1025, 5000, 9_000_000, 25_165_824, 58_720_256, 525_336_577)}
+    for n, cut in cuts.items():
+        assert cut.size % 1024 == 0
+        assert cut.size <= LARGEST
+        assert n <= cut.pieces * cut.size <= max(2048, 1.13 * n)
+    assert len({Cut.of(n).size for n in range(8_000_000, 100_000_000, 999_999)}) <= 9

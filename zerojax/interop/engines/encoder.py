@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, Int32, UInt, UInt32
 from zerojax.interop.engines.receiver import FULL, Patch
 from zerojax.sharding.memory import to_device
 
-LARGEST = 1 << 24
-"""Most elements of a piece: 32 MiB of bf16."""
+LARGEST = 1 << 23
+"""Most elements of a piece: 16 MiB of bf16."""
 
 VALUE_BITS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 """Bits of a value among which the encoder chooses. A decoder reads any number up to an element's bits."""
@@ -35,7 +35,8 @@ class Cut:
 
     Attributes:
         pieces: of a layer.
-        size: elements of a piece, a multiple of 1024; the last piece ends with zeros.
+        size: elements of a piece, a multiple of 1024. The last piece ends with zeros. Sizes are rounded up by
+            at most an eighth, so that pieces of many parameters share compiled programs.
     """
 
     pieces: int
@@ -45,7 +46,9 @@ class Cut:
     def of(shard: int, largest: int = LARGEST) -> "Cut":
         """The cut of a layer's shard of this many elements."""
         pieces = max(1, -(-shard // largest))
-        return Cut(pieces, -(-max(shard, 1) // (pieces * _SMALLEST)) * _SMALLEST)
+        size = max(1, -(-shard // pieces))
+        unit = 1 << max(10, (size - 1).bit_length() - 4)
+        return Cut(pieces, -(-size // unit) * unit)
 
 
 class Compared(NamedTuple):
@@ -108,10 +111,9 @@ def _compared(values: UInt[Array, "pieces size"], sent: UInt[Array, "pieces size
 
 @functools.partial(jax.jit, static_argnames=("most", "room"))
 def _pack(
-    values: UInt[Array, "pieces size"],
-    sent: UInt[Array, "pieces size"],
-    words: UInt32[Array, "pieces words"],
-    piece: Int32[Array, ""],
+    values: UInt[Array, " size"],
+    sent: UInt[Array, " size"],
+    words: UInt32[Array, " words"],
     count: Int32[Array, ""],
     low: Int32[Array, ""],
     bits: Int32[Array, ""],
@@ -123,8 +125,8 @@ def _pack(
     item_bits = jnp.iinfo(values.dtype).bits
     index = jnp.arange(most, dtype=jnp.int32)
     there = index < count
-    places = _set_bits(words[piece], index)
-    codes = _zigzag(values[piece, places] - sent[piece, places]).astype(jnp.uint32)
+    places = _set_bits(words, index)
+    codes = _zigzag(values[places] - sent[places]).astype(jnp.uint32)
     gaps = jnp.diff(places, prepend=-1) - 1
     escapes = there & (_shifted(codes, bits) > 0)
     largest = _shifted(jnp.uint32(0xFFFFFFFF), 32 - bits)
@@ -159,8 +161,8 @@ def pack(now: Compared, sent: UInt[Array, "pieces size"], counts: np.ndarray, pi
     # Bits of all sections, with the longest possible unary codes, in halves of a word for each element.
     bound = count * (low + bits + 1) + (size >> low) + escaped * item_bits + 4 * _WORD
     room = most * -(-bound // (most * _WORD // 2)) // 2
-    numbers = (np.int32(x) for x in (piece, count, low, bits))
-    return _pack(now.values, sent, now.words, *numbers, most=most, room=room)
+    numbers = (np.int32(x) for x in (count, low, bits))
+    return _pack(now.values[piece], sent[piece], now.words[piece], *numbers, most=most, room=room)
 
 
 def patch_of(
