@@ -227,7 +227,8 @@ def _check_average(first: "_Updated", before: _ByPath) -> None:
     for average in jax.tree.leaves(first.state, is_leaf=lambda x: isinstance(x, AverageState)):
         if not isinstance(average, AverageState) or int(average.averaged_count) != 1:
             continue  # several gradients may make one update
-        weights = from_tree(optax.apply_updates(to_tree(before), first.updates))
+        after: PyTree[Array] = optax.apply_updates(to_tree(before), first.updates)
+        weights = from_tree(after)
         for path, x in from_tree(average.averaged_params).items():
             # A mask leaves out weights.
             if isinstance(x, jax.Array) and not np.allclose(x, weights[path], rtol=1e-4):
