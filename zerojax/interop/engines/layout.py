@@ -14,6 +14,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import jax
+from jaxlib.xla_client import Device
 
 from zerojax.errors import ConfigurationError
 from zerojax.interop.engines.encoder import LARGEST, Cut
@@ -51,7 +52,7 @@ class Part:
     """
 
     key: Key
-    device: jax.Device
+    device: Device  # pyright: ignore[reportInvalidTypeForm]
     layers: int
     cut: Cut
     dtype: str
@@ -105,7 +106,7 @@ def pieces_of(
                 parts.append(Part(stored.key, device, len(own), cut, dtype, len(pieces)))
             begins = [start + i * cut.size for i in range(cut.pieces)]
             runs = [
-                [(place - begin, *span) for place, *span in stored.runs(begin, min(begin + cut.size, stop))]
+                [(x - begin, one, end) for x, one, end in stored.runs(begin, min(begin + cut.size, stop))]
                 for begin in begins
             ]
             pieces += [(first + layer, cut.size, run) for layer in range(len(own)) for run in runs]
@@ -143,9 +144,9 @@ class _Stored:
     layers: list[list[Tensor]]
     runs: Callable[[int, int], Iterator[tuple[int, int, int]]]
 
-    def shards(self) -> dict[tuple[int, int], jax.Device]:
+    def shards(self) -> dict[tuple[int, int], Device]:  # pyright: ignore[reportInvalidTypeForm]
         """The ranges of a layer's stored elements, and the first device that has each."""
-        sizes, found = self.array.shape[self.stack :], dict[tuple[int, int], jax.Device]()
+        sizes, found = self.array.shape[self.stack :], dict[tuple[int, int], Device]()
         rest = math.prod(sizes[1:])
         for device, index in self.array.sharding.devices_indices_map(self.array.shape).items():
             start, stop, _ = index[self.stack].indices(sizes[0]) if sizes else (0, 1, 1)

@@ -90,8 +90,9 @@ class Patch:
         """
         if len(data) < _HEADER.size:
             raise PatchError(f"a patch of {len(data)} bytes has no header: it was cut off")
-        piece, before, version, one, other, *numbers = _HEADER.unpack_from(data)
-        return Patch(piece, before, version, (one, other), *numbers, bytes(data[_HEADER.size :]))
+        piece, before, version, one, other, count, escaped, low, bits = _HEADER.unpack_from(data)
+        body = bytes(data[_HEADER.size :])
+        return Patch(piece, before, version, (one, other), count, escaped, low, bits, body)
 
 
 def full(new: np.ndarray, piece: int, version: int) -> Patch:
