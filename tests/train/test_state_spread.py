@@ -29,7 +29,6 @@ DELTA = PRESETS["delta"] | {"block_size": 64}
         pytest.param("stack", (2, 2), {"accumulate": 3, "accumulate_order": "breadth"}, marks=SLOW),
         pytest.param("linen", (2, 2), {"remat": "none"}, marks=SLOW),
         pytest.param("nnx", (1, 1), {}, marks=SLOW),
-        pytest.param("gpt-tied", (2, 2), {"host": ("optimizer",)}, marks=SLOW),
     ],
     ids=str,
 )
