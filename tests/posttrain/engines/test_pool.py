@@ -14,8 +14,9 @@ from http_engine import HTTPEngine
 from zerojax.errors import RunError
 from zerojax.generation import Sampling
 from zerojax.posttrain.engines import pool as pool_module
-from zerojax.posttrain.engines.client import Completion, Engine, Request, Weights
+from zerojax.posttrain.engines.client import Completion, Engine, Request
 from zerojax.posttrain.engines.pool import EngineGenerator, EnginePool
+from zerojax.posttrain.engines.weights import Weights
 from zerojax.posttrain.rollout.generator import Turn
 
 WEIGHTS = Weights(4, "step-4-ab", Path("weights/step-4-ab"))
@@ -43,7 +44,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[HTTPEngine]]:
 
 
 def clients(engines: list[HTTPEngine]) -> EnginePool:
-    return EnginePool([Engine(one.url, 20.0, 100) for one in engines])
+    return EnginePool([Engine(one.url, 20.0, 100) for one in engines], lambda *_: "")
 
 
 def complete(pool: EnginePool, stopping: Callable[[], bool] = lambda: False) -> list[Completion | None]:
@@ -119,6 +120,21 @@ def test_without_engines_it_waits_until_one_is_back(two: list[HTTPEngine]) -> No
     thread.join(20)
     assert tokens(found) == EXPECTED
     assert pool.nothing_works == ""
+
+
+def test_an_engine_waits_until_its_host_has_the_weights(two: list[HTTPEngine]) -> None:
+    engines, asked = [Engine(one.url, 20.0, 100) for one in two], [0, 0]
+
+    def arrive(engine: int, weights: Weights, seconds: float) -> str:
+        assert weights == WEIGHTS
+        asked[engine] += 1
+        return "" if engine == 1 else "still on their way"
+
+    pool = EnginePool(engines, arrive)
+    assert tokens(complete(pool)) == EXPECTED
+    assert asked[0]
+    assert asked[1] == 1
+    assert (two[0].loaded, two[1].loaded) == ([], ["step-4-ab"])
 
 
 def test_a_stop_does_not_wait_for_engines(two: list[HTTPEngine]) -> None:

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from zerojax.errors import error_line
 from zerojax.generation import Sampling
+from zerojax.posttrain.engines.weights import Weights
 from zerojax.validation.untrusted import parse_json, printable, short
 
 _CONNECT_SECONDS = 10.0
@@ -35,20 +36,6 @@ class EngineLost(Exception):
 
 class EngineRefused(EngineLost):
     """An engine responded, but not as vLLM with the required options does."""
-
-
-class Weights(NamedTuple):
-    """A version of the weights.
-
-    Attributes:
-        step: the optimizer step after which they were published.
-        name: differs from the name of any other version, also of other starts of the run.
-        folder: the Hugging Face folder that an engine loads.
-    """
-
-    step: int
-    name: str
-    folder: Path
 
 
 class Request(NamedTuple):
@@ -108,7 +95,7 @@ class Engine:
 
     def load(self, weights: Weights) -> None:
         """Load weights. The engine gets their name once it has all of them."""
-        path = str(weights.folder.absolute())
+        path = str(weights.folder)
         self._ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
         self._ask("/update_weight_version", {"new_version": weights.name})
 

@@ -5,6 +5,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import numpy as np
@@ -12,13 +13,15 @@ import numpy as np
 from zerojax.errors import RunError
 from zerojax.generation import Completions, Sampling
 from zerojax.log import logger
-from zerojax.posttrain.engines.client import Completion, Engine, EngineLost, EngineRefused, Request, Weights
+from zerojax.posttrain.engines.client import Completion, Engine, EngineLost, EngineRefused, Request
+from zerojax.posttrain.engines.weights import Weights
 from zerojax.posttrain.rollout.generator import Turn
 
 _REQUESTS = 128  # of each process at the same time to one engine
 _ATTEMPTS = 5  # of a request that engines refuse
 _RETRY_SECONDS = 2.0  # between attempts to reach a lost engine
-_STOP_SECONDS = 0.1  # to notice a stop
+_ARRIVAL_SECONDS = 60.0
+_STOP_SECONDS = 0.1
 
 
 @dataclass
@@ -27,12 +30,14 @@ class _Member:
 
     Attributes:
         engine: its client.
+        arrive: waits some seconds until its host has weights, and returns "" or why it has not.
         loaded: the name of the weights that it has, or "".
         lost: why it cannot be used now, or "".
         retry: the time of the next attempt to reach a lost engine.
     """
 
     engine: Engine
+    arrive: Callable[[Weights, float], str]
     loaded: str = ""
     lost: str = ""
     retry: float = 0.0
@@ -47,6 +52,8 @@ class _Member:
                 return False
             try:
                 if self.engine.version() != weights.name:
+                    if why := self.arrive(weights, _ARRIVAL_SECONDS):
+                        raise EngineLost(f"{self.engine.url}: {why}")
                     self.engine.load(weights)
             except EngineLost as why:
                 self._note(why)
@@ -124,10 +131,11 @@ class EnginePool:
 
     Args:
         engines: their clients.
+        arrive: as ``EngineWeights.arrive``.
     """
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
-        self._members = [_Member(engine) for engine in engines]
+    def __init__(self, engines: Sequence[Engine], arrive: Callable[[int, Weights, float], str]) -> None:
+        self._members = [_Member(engine, partial(arrive, index)) for index, engine in enumerate(engines)]
 
     @property
     def nothing_works(self) -> str:

@@ -1,61 +1,30 @@
 """Rollouts by engines: the weights that engines get, and a rollout that they generate beside the training."""
 
-import secrets
-import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface.exporting import Target, export_model, plan_export
+from zerojax.interop.huggingface.exporting import plan_export
 from zerojax.log import warn
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.multihost.watchdog import Watchdog
-from zerojax.posttrain.engines.client import Engine, EngineLost, EngineRefused, Weights
+from zerojax.posttrain.engines.client import Engine, EngineLost, EngineRefused
 from zerojax.posttrain.engines.pool import EngineGenerator, EnginePool
+from zerojax.posttrain.engines.weights import EngineWeights, ExportedWeights, Weights
 from zerojax.posttrain.processes import any_process
 from zerojax.posttrain.rollout.rollout import Rollout
 from zerojax.posttrain.settings import longest_row
-from zerojax.run.build import is_first
 from zerojax.run.config import RunConfig
 from zerojax.run.run_dir import RunFolder
 from zerojax.train.state import TrainState
 
 _LOOK_SECONDS = 1.0  # between looks at a rollout of the engines
-_KEPT = 2  # versions on disk: an engine may still read the last one
 Make = Callable[[EngineGenerator, Callable[[], bool]], Rollout]
 """Makes a rollout by a generator, and stops early once the function returns True."""
-
-
-@dataclass(frozen=True)
-class ExportedWeights:
-    """Writes each version as a Hugging Face folder, with the tensors of ``zerojax export``.
-
-    Attributes:
-        config: the run's settings.
-        folder: the run's folder.
-        target: what to write.
-        place: the folder of the versions.
-    """
-
-    config: RunConfig
-    folder: RunFolder
-    target: Target
-    place: Path
-
-    def publish(self, state: TrainState, step: int) -> Weights:
-        """Write the weights of a state; all processes must call it."""
-        name = run_on_process_zero(lambda: f"step-{step}-{secrets.token_hex(4)}")
-        out = self.place / name
-        export_model(state, self.config, self.folder, self.target, out)
-        if is_first():
-            versions = sorted(self.place.glob("step-*"), key=lambda path: path.stat().st_mtime)
-            for old in versions[:-_KEPT]:
-                shutil.rmtree(old, ignore_errors=True)
-        return Weights(step, name, out)
 
 
 @dataclass
@@ -75,12 +44,12 @@ class EngineRollouts:
     """The engines of a run, the weights that they have, and the rollout that they generate.
 
     Args:
-        pool: the engines.
-        weights: publishes weights for them.
+        engines: their clients.
+        weights: brings weights to their hosts.
     """
 
-    def __init__(self, pool: EnginePool, weights: ExportedWeights) -> None:
-        self._pool, self._publisher = pool, weights
+    def __init__(self, engines: Sequence[Engine], weights: EngineWeights) -> None:
+        self._pool, self._publisher = EnginePool(engines, weights.arrive), weights
         self._weights: Weights | None = None
         self._pending: Pending | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engines")
@@ -93,11 +62,10 @@ class EngineRollouts:
             ConfigurationError: an engine responds, but cannot be used; or the model cannot be exported.
         """
         settings = config.posttrain
-        target = plan_export(abstract, config, folder, None)
-        place = Path(settings.engine_folder) if settings.engine_folder else folder.path / "weights"
+        weights = weights_for_engines(config, folder, abstract)
         engines = [Engine(url, settings.engine_seconds, config.model.vocab_size) for url in settings.engines]
         notes = run_on_process_zero(lambda: [*filter(None, (_check(one, config) for one in engines))])
-        return cls(EnginePool(engines), ExportedWeights(config, folder, target, place)), notes
+        return cls(engines, weights), notes
 
     def start(self, state: TrainState, step: int, make: Make) -> Pending:
         """Publish the weights of ``step`` unless engines have them, and let ``make`` generate with them.
@@ -141,6 +109,18 @@ class EngineRollouts:
         if self._pending is not None:
             self._pending.stop.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._publisher.close()
+
+
+def weights_for_engines(config: RunConfig, folder: RunFolder, abstract: TrainState) -> EngineWeights:
+    """Brings weights to engines in the way of the settings.
+
+    Raises:
+        ConfigurationError: the model cannot be exported.
+    """
+    settings, target = config.posttrain, plan_export(abstract, config, folder, None)
+    place = Path(settings.engine_folder) if settings.engine_folder else folder.path / "weights"
+    return ExportedWeights(config, folder, target, place)
 
 
 def _check(engine: Engine, config: RunConfig) -> str:
