@@ -49,6 +49,17 @@ def test_it_trains_like_optax_on_whole_weights(
     assert distance(masters(state), wanted) < 1e-5
 
 
+@pytest.mark.slow
+def test_the_state_may_be_in_host_memory() -> None:
+    case, after = CASES["stack"], []
+    for host in ((), ("optimizer",)):
+        state = case.create(optax.adamw(1e-2), nodes=2, local=2, state_spread="node", host=host)
+        for batch in case.batches(ROWS, 2):
+            state, _ = zerojax.train_step(state, batch)
+        after.append(masters(state))
+    assert distance(*after) < 1e-6
+
+
 @pytest.mark.parametrize(
     "options",
     [{"rotation": 0, "rounding": "nearest"}, pytest.param({"error_feedback": True}, marks=SLOW)],
