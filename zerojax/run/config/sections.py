@@ -376,7 +376,9 @@ class PosttrainSection:
         engines: URLs of vLLM engines that generate instead of this run's devices; see docs/posttrain.md.
         engine_seconds: The longest that an engine may take to respond; its prompt then goes to another.
         engine_folder: The folder in which engines find the weights, under the same path on their hosts; by
-            default RUN/weights.
+            default RUN/weights. With receivers it is their mirror.
+        engine_receivers: HOST:PORT of the receiver beside each engine, in the engines' order, to which the
+            run sends what has changed; without receivers it writes all weights to engine_folder.
         rollouts_ahead: 1 lets engines generate the next rollout while the run trains on the last one, with
             weights that are one rollout old; 0 waits for the newest weights.
         importance_cap: The largest factor of a token's loss with engines. The factor is the ratio of the
@@ -412,6 +414,7 @@ class PosttrainSection:
     engines: tuple[str, ...] = ()
     engine_seconds: float = 600.0
     engine_folder: str = ""
+    engine_receivers: tuple[str, ...] = ()
     rollouts_ahead: int = 0
     importance_cap: float = 2.0
     eval_prompts: int = 64
