@@ -46,6 +46,8 @@ ROOT = Path(__file__).resolve().parents[2]
 ZEROJAX = [sys.executable, "-m", "zerojax"]
 PORT, PROXY, RECEIVER = 18130, 18131, "127.0.0.1:18132"
 LARGEST_MISMATCH = 1e-5  # fp32
+PACKED = hashlib.sha256().hexdigest()
+"""The digest of a matrix on CPUs: vLLM packs it and leaves it empty. Only completions show its values."""
 PATIENCE = 600.0  # seconds without an update
 TOKENS, VOCABULARY, ROOM = 6, 384, 64
 PROMPTS = [[97 + 3 * row + column for column in range(5 + row)] for row in range(4)]
@@ -294,7 +296,7 @@ def compare(work: Path, seen: dict[int, Seen], updates: int) -> int:
     config = folder.read_config()
     config = replace(config, data=replace(config.data, tokenizer=str(work / "sums/data/tokenizer.json")))
     state = RunSetup(config).initial_state()
-    wrong, wanted = 0, dict[str, str]()
+    wrong = 0
     for step, one in sorted(seen.items()):
         source = folder.checkpoints / str(step) if step else work / "sums"
         state = restore_weights(find(source), state)
@@ -306,17 +308,17 @@ def compare(work: Path, seen: dict[int, Seen], updates: int) -> int:
         wanted = in_vllm(expected)
         same = {
             "files": one.folder == {name: digest(x) for name, x in expected.items()},
-            "memory": (in_memory := {name: one.memory.get(name) for name in wanted}) == wanted,
+            "memory": all(one.memory.get(name) in (x, PACKED) for name, x in wanted.items()),
             "tokens": own.tokens.tolist() == one.tokens,
         }
         if not all(same.values()):
             wrong += 1
-            tensor = next((name for name in wanted if in_memory[name] != wanted[name]), "")
-            print(
-                f"step {step}: {', '.join(what for what, equal in same.items() if not equal)} differ {tensor}"
-            )
+            print(f"step {step}: {', '.join(what for what, equal in same.items() if not equal)} differ")
     mismatch = max(line["mismatch"] for line in read_metrics(folder.path / "metrics.jsonl"))
-    print(f"{len(seen)} of {updates} versions seen, with {len(wanted)} tensors each; {wrong} differ")
+    whole = sum(x != PACKED for one in seen.values() for x in one.memory.values())
+    print(
+        f"{len(seen)} of {updates} versions seen, {whole} tensors compared in memory; {wrong} versions differ"
+    )
     print(f"largest mean difference of log-probabilities in a rollout: {mismatch:.2g}")
     return int(wrong > 0 or mismatch > LARGEST_MISMATCH or len(seen) < updates)
 
