@@ -109,7 +109,7 @@ def test_logits_equal_the_decoded_models(name: str, count: int, tmp_path: Path):
         stored |= one[0]
         decoded[key] = one[1]
     assert sum(key.endswith("_scale_inv") for key in stored) == count
-    if name == "deepseek-v3":  # of a layer that is not read
+    if name == "deepseek-v3":  # of a layer that predicts a further token, which is carried
         stored |= quantized("model.layers.3.eh_proj.weight", matrix(16, 32), (8, 8))[0]
     quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [8, 8]}
     quantization |= {"activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"]}
@@ -123,9 +123,13 @@ def test_logits_equal_the_decoded_models(name: str, count: int, tmp_path: Path):
         config = run_config(opened.model)
         states.append(import_model(opened, config, run))
         target = plan_export(states[-1], config, run, None)
+        predicts = int(source is sources[0])
         assert target.values == json.loads((sources[1] / "config.json").read_text()) | (
-            {"num_nextn_predict_layers": 0} if name == "deepseek-v3" else {}
+            {"num_nextn_predict_layers": predicts} if name == "deepseek-v3" else {}
         )
+        if target.carried is not None:  # decoded, as the export's config has no quantization
+            assert list(target.carried.specs) == ["model.layers.3.eh_proj.weight"]
+            assert target.carried.read("model.layers.3.eh_proj.weight").dtype == bfloat16
         assert {key: spec.shape for key, spec in target.specs.items()} == {
             key: values.shape for key, values in decoded.items()
         }
