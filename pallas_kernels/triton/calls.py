@@ -510,12 +510,13 @@ def delta_rule(
         return delta_chunks_reference.delta_rule(*args)
     launch = _DeltaRule(query, value, beta)
     scores, _, written, removed, *factors = launch.prepare(query, key, value, log_decay, documents)
-    return launch.scan(
+    out, before, last = launch.scan(
         delta_chunks.scan_kernel,
         (query, key, scores, written, removed, *factors, state),
         (_like(value), launch.states(state), _like(state)),
         state,
     )
+    return out, before, last
 
 
 def delta_rule_backward(

@@ -223,7 +223,7 @@ def _limit(rate: Rate) -> None:
         rate.wait(len(data))
         send(channel, kind, data)
 
-    receiver.Channel._send = limited
+    receiver.Channel._send = limited  # pyright: ignore[reportAttributeAccessIssue]  (for the measurement alone)
 
 
 if __name__ == "__main__":

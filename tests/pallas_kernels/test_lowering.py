@@ -279,8 +279,8 @@ def delta_rule(*args):
     """All kernels of the gated delta rule, forward and backward."""
     *rows, documents, state = args
 
-    def total(*floats):
-        out, last = pk.delta_rule(*floats[:5], documents, floats[5])
+    def total(query, key, value, log_decay, beta, state):
+        out, last = pk.delta_rule(query, key, value, log_decay, beta, documents, state)
         return jnp.sum(out.astype(jnp.float32)) + jnp.sum(last)
 
     return jax.grad(total, tuple(range(6)))(*rows, state)

@@ -277,6 +277,7 @@ def test_a_receiver_that_is_killed_continues(tmp_path):
             time.sleep(rng.random() / 200)
         process.kill()
         process.wait()
+        assert process.stdout is not None
         process.stdout.close()
         state = json.loads((tmp_path / "mirror" / "current" / "zerojax.json").read_text())
         assert state["version"] <= source.version
@@ -317,7 +318,7 @@ def test_a_request_tells_the_engine_its_folder(tmp_path):
             self.send_response(200)
             self.end_headers()
 
-        def log_message(self, *_):
+        def log_message(self, *_):  # pyright: ignore[reportIncompatibleMethodOverride]
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Engine) as server:
