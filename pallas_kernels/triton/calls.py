@@ -598,8 +598,9 @@ class _DeltaRule:
     ) -> tuple[jax.Array, ...]:  # fmt: skip
         """Launch a kernel that carries a state over chunks."""
         grid = -(-state.shape[3] // _COLUMNS), self.rows
+        stages = 3 if compute_capability() in _KEYS else 2  # chips of workstations have no memory for three
         return self._launch(
-            kernel, arrays, out, grid, 1 if self.exact else 3, COLUMNS=min(_COLUMNS, state.shape[3])
+            kernel, arrays, out, grid, 1 if self.exact else stages, COLUMNS=min(_COLUMNS, state.shape[3])
         )
 
     def states(self, state: jax.Array) -> jax.ShapeDtypeStruct:
