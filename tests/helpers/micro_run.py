@@ -41,6 +41,15 @@ MICRO: dict[str, dict[str, Any]] = {
 }
 
 
+ROLLOUTS: dict[str, dict[str, Any]] = {
+    "train": {"batch_size": 16, "sequence_length": 16, "eval_every": 0},
+    "optimizer": {"learning_rate": 1e-2, "warmup_steps": 0, "schedule": "constant"},
+    "mesh": {"nodes": 1, "local": 2},
+    "posttrain": {"max_new_tokens": 4, "eval_prompts": 0},
+}
+"""Settings of a run that generates what it trains on; the method and its rewards are missing."""
+
+
 def micro_config(text: Path, **sections: dict[str, Any]) -> RunConfig:
     """The settings of a micro run, with some overridden."""
     return config_from_dict(merged(MICRO, {"data": {"source": str(text)}}, sections))

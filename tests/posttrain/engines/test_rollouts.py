@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from http_engine import HTTPEngine, loader
-from micro_run import lines, merged, micro_config, post_train
+from micro_run import ROLLOUTS, lines, merged, micro_config, post_train
 
 from zerojax.errors import ConfigurationError
 from zerojax.interop.engines.receiver import Mirror, Receiver
@@ -46,20 +46,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(place: Path, **sections: dict[str, Any]) -> RunConfig:
     given = {
-        "train": {"steps": 3, "batch_size": 8, "sequence_length": 16, "eval_every": 0},
+        "train": {"steps": 3, "batch_size": 8},
         "data": {"validation": 0.2},
-        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 0, "schedule": "constant"},
-        "mesh": {"nodes": 1, "local": 2},
         "checkpoint": {"every": 0},
-        "posttrain": {
-            "method": "grpo",
-            "reward": f"{place / 'scores.py'}:share",
-            "group_size": 4,
-            "max_new_tokens": 4,
-            "eval_prompts": 0,
-        },
+        "posttrain": {"method": "grpo", "reward": f"{place / 'scores.py'}:share", "group_size": 4},
     }
-    return micro_config(place / "prompts.jsonl", **merged(given, sections))
+    return micro_config(place / "prompts.jsonl", **merged(ROLLOUTS, given, sections))
 
 
 @pytest.fixture

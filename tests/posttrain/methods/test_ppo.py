@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from micro_run import Stop, die_at, lines, merged, micro_config, post_train
+from micro_run import ROLLOUTS, Stop, die_at, lines, merged, micro_config, post_train
 
 import zerojax
 from zerojax.errors import ConfigurationError
@@ -52,15 +52,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(place: Path, **sections: dict[str, Any]) -> RunConfig:
     """Two rollouts of two batches, each of which is seen twice."""
     given: dict[str, dict[str, Any]] = {
-        "train": {"steps": 8, "batch_size": 16, "sequence_length": 16, "eval_every": 0},
-        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 0, "schedule": "constant"},
-        "mesh": {"nodes": 1, "local": 2},
+        "train": {"steps": 8},
         "checkpoint": {"every": 3},
         "posttrain": {
             "method": "ppo",
             "reward": f"{place / 'reward.py'}:share",
-            "max_new_tokens": 4,
-            "eval_prompts": 0,
             "rollout_rows": 32,
             "epochs": 2,
             "kl": KL,
@@ -70,7 +66,7 @@ def config(place: Path, **sections: dict[str, Any]) -> RunConfig:
         },
         "critic": {"learning_rate": 3e-2},
     }
-    return micro_config(place / "prompts.jsonl", **merged(given, sections))
+    return micro_config(place / "prompts.jsonl", **merged(ROLLOUTS, given, sections))
 
 
 def ragged_rollout() -> tuple[Rollout, np.ndarray]:

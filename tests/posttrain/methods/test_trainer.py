@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from micro_run import Stop, die_at, lines, merged, micro_config, post_train
+from micro_run import ROLLOUTS, Stop, die_at, lines, merged, micro_config, post_train
 
 from zerojax.cli import main
 from zerojax.errors import ConfigurationError, RunError, Stopped
@@ -45,20 +45,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(place: Path, **sections: dict[str, Any]) -> RunConfig:
     given = {
-        "train": {"steps": 4, "batch_size": 16, "sequence_length": 16, "eval_every": 0},
+        "train": {"steps": 4},
         "data": {"validation": 0.2},
-        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 0, "schedule": "constant"},
-        "mesh": {"nodes": 1, "local": 2},
         "checkpoint": {"every": 2},
-        "posttrain": {
-            "method": "grpo",
-            "reward": f"{place / 'reward.py'}:share",
-            "group_size": 4,
-            "max_new_tokens": 4,
-            "eval_prompts": 0,
-        },
+        "posttrain": {"method": "grpo", "reward": f"{place / 'reward.py'}:share", "group_size": 4},
     }
-    return micro_config(place / "prompts.jsonl", **merged(given, sections))
+    return micro_config(place / "prompts.jsonl", **merged(ROLLOUTS, given, sections))
 
 
 def two_rollouts(place: Path) -> RunConfig:

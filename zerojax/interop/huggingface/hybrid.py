@@ -139,16 +139,15 @@ def _write_lfm2_layers(model: GPTConfig) -> Fields:
     return {"full_attn_idxs": attended, **plain, **recurrent_layers(_CONV).write(model)}
 
 
+_LFM2_CONVOLUTION = key("conv_L_cache", "conv_width", int, 3), only("conv_bias", False)
+_LFM2: dict[str, Any] = {
+    **{"tied": True, "norm_key": "norm_eps", "norm_eps": 1e-5, "rotary": Rope(theta=1e6)},
+    **{"recurrent": "short_conv", "qk_norm": True},
+}
 LFM2 = like_llama(
     Entry(_lfm2_layers, _write_lfm2_layers, recurrent_layers(_CONV).allowed),
-    key("conv_L_cache", "conv_width", int, 3),
-    only("conv_bias", False),
-    tied=True,
-    norm_key="norm_eps",
-    norm_eps=1e-5,
-    rotary=Rope(theta=1e6),
-    recurrent="short_conv",
-    qk_norm=True,
+    *_LFM2_CONVOLUTION,
+    **_LFM2,
 )
 
 
@@ -193,15 +192,9 @@ LFM2_MOE = like_llama(
         lambda _: {"router_balance_rate": ANY},
     ),
     recurrent_layers(_CONV, interval=None),
-    key("conv_L_cache", "conv_width", int, 3),
-    only("conv_bias", False),
-    tied=True,
-    norm_key="norm_eps",
-    norm_eps=1e-5,
-    rotary=Rope(theta=1e6),
-    recurrent="short_conv",
-    qk_norm=True,
+    *_LFM2_CONVOLUTION,
     router="sigmoid",
+    **_LFM2,
 )
 LFM2_MOE_NAMES = Names(
     _LFM2_BLOCK,
