@@ -172,6 +172,9 @@ def test_memory_for_snapshots_outlives_the_processes(attempts):
         "before = os.pread(int(file), 100, 0).decode()\n"
         "assert before == ('' if tries == 1 else f'rank {rank}'), before\n"
         "os.pwrite(int(file), f'rank {rank}'.encode(), 0)\n"
+        # The first process that ends ends the others, which must have written by then.
+        "open(f'{up}-{rank}-wrote', 'w').close()\n"
+        "while not all(os.path.exists(f'{up}-{i}-wrote') for i in range(count)): time.sleep(0.01)\n"
         "sys.exit(1 if tries == 1 else 0)"
     )
     files = os.listdir("/proc/self/fd")
