@@ -30,7 +30,8 @@ from zerojax.analysis.plan.work import decoder_work, flash_attention
 from zerojax.models import GPT, lm_loss
 from zerojax.run.config import RunConfig, find_config, load_config, with_settings
 from zerojax.run.optimizers import make_optimizer
-from zerojax.zero_config.config import PRESETS, Remat
+from zerojax.zero_config.config import PRESETS
+from zerojax.zero_config.options import Remat
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "helpers"))
 import hlo

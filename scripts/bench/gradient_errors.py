@@ -47,7 +47,8 @@ from zerojax.sharding.mesh import AXES, MeshShape
 from zerojax.sharding.param_tree import from_tree
 from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.train.step import gradients
-from zerojax.zero_config.config import Rounding, WireFormat, ZeroConfig
+from zerojax.zero_config.config import ZeroConfig
+from zerojax.zero_config.options import Rounding, WireFormat
 
 NODES, LOCAL = 2, 4
 LeafPath = tuple[str, ...]

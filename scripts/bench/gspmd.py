@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.schedule.remat import rematerialised
-from zerojax.zero_config.config import Remat
+from zerojax.zero_config.options import Remat
 
 AXES = ("node", "local")
 Step = Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]

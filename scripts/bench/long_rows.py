@@ -37,9 +37,9 @@ from zerojax.analysis.gpus import find_gpu
 from zerojax.analysis.plan import predict_memory
 from zerojax.analysis.plan.work import sequences_of, work_of
 from zerojax.models import GPT, GPTConfig, lm_loss
-from zerojax.models.config import AttentionKernel
+from zerojax.models.options import AttentionKernel
 from zerojax.schedule.tiles import TILE
-from zerojax.zero_config.config import HOST_STORES, Moments, Remat
+from zerojax.zero_config.options import HOST_STORES, Moments, Remat
 
 DEFAULT = ("32768:1:N", "32768:N:N", "131072:N:1", "262144:N:1")
 SMALL = ("64:1:N", "64:N:N", "256:N:1")

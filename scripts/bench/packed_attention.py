@@ -30,8 +30,8 @@ from jax import Array
 import zerojax
 from zerojax.models import GPT, GPTConfig, flash_attention, lm_loss
 from zerojax.models.attention import causal_attention
-from zerojax.models.config import AttentionKernel
 from zerojax.models.flash_attention import Documents, document_offsets
+from zerojax.models.options import AttentionKernel
 
 SHORTEST, LONGEST = 512, 8192
 """Of the documents, in tokens."""

@@ -13,7 +13,7 @@ from plain_experts import ACTIVATIONS, assert_close, plain_experts
 import zerojax
 from zerojax import Experts, ExpertWeights, RouterConfig
 from zerojax.schedule.remat import rematerialised
-from zerojax.zero_config.config import Remat
+from zerojax.zero_config.options import Remat
 
 WIDTH, HIDDEN, EXPERTS, PER_TOKEN = 6, 5, 7, 3
 normal = nnx.initializers.normal(0.7)

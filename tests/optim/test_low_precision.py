@@ -14,7 +14,7 @@ import zerojax
 from zerojax.errors import ConfigurationError
 from zerojax.optim import low_precision
 from zerojax.run.checkpoints import Checkpoints, Record, restore
-from zerojax.zero_config.config import Moments
+from zerojax.zero_config.options import Moments
 
 
 class Model(nnx.Module):

@@ -22,7 +22,8 @@ from zerojax.train.frozen import load_frozen
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
 from zerojax.train.step import train_step
-from zerojax.zero_config.config import HostStore, Preset, ZeroConfig
+from zerojax.zero_config.config import Preset, ZeroConfig
+from zerojax.zero_config.options import HostStore
 
 WIDTH = 24
 # Powers of two: products with them are exact, so it does not matter which of them the compiler fuses with a

@@ -20,7 +20,8 @@ from fp8_models import Fp8Block, Fp8Model
 import zerojax
 from pallas_kernels import FORMATS
 from zerojax import TrainState, ZeroConfig, ZeroError
-from zerojax.zero_config.config import COMPUTE_FORMAT, WireFormat
+from zerojax.zero_config.config import COMPUTE_FORMAT
+from zerojax.zero_config.options import WireFormat
 
 BATCH = regression_batch(np.random.default_rng(0), 8)
 

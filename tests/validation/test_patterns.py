@@ -7,7 +7,7 @@ import pytest
 import zerojax
 from zerojax.errors import ConfigurationError
 from zerojax.validation.patterns import matches, refuse_idle, why_not
-from zerojax.zero_config.config import MATMUL_WEIGHTS
+from zerojax.zero_config.options import MATMUL_WEIGHTS
 
 
 @pytest.mark.parametrize(

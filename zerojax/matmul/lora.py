@@ -18,7 +18,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.validation.arguments import suggests
 from zerojax.validation.bounds import check_numbers
 from zerojax.validation.patterns import as_patterns, matches, why_not
-from zerojax.zero_config.config import MATMUL_WEIGHTS
+from zerojax.zero_config.options import MATMUL_WEIGHTS
 
 A, B = "lora_a", "lora_b"
 """Names of an adapter's two parameters, below the path of their weight."""

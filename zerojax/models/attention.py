@@ -13,7 +13,6 @@ from zerojax.errors import ConfigurationError
 from zerojax.formatting import size
 from zerojax.log import warn
 from zerojax.models import flash_attention
-from zerojax.models.config import AttentionKernel
 from zerojax.models.flash_attention import (
     ATTENTION_NAME,
     Documents,
@@ -24,6 +23,7 @@ from zerojax.models.flash_attention import (
     gradient_of_sinks,
     with_sinks,
 )
+from zerojax.models.options import AttentionKernel
 
 FLASH_MAX_HEAD_DIM = 128
 """The widest head that cuDNN's flash attention and FlashAttention-4 support on every GPU since Ampere."""

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from zerojax.models.config import GPTConfig, RopeScaling, Rotation
+from zerojax.models.config import GPTConfig
+from zerojax.models.options import RopeScaling, Rotation
 
 RopeTable = tuple[Float[Array, "*batch time half"], Float[Array, "*batch time half"]]
 

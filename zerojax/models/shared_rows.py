@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, PyTree
 from zerojax.adapters.loss import ATTENDED, EXCHANGE, IN_ORDER, WHOLE_ROWS, axis_of_tokens, devices_a_row
 from zerojax.errors import ConfigurationError
 from zerojax.models.attention import Windowed, causal_attention, full_attention
-from zerojax.models.config import AttentionKernel
 from zerojax.models.flash_attention import Documents, Segments, Sinks, document_offsets
+from zerojax.models.options import AttentionKernel
 from zerojax.sharding.mesh import LOCAL
 
 Heads = Float[Array, "batch time heads dim"]

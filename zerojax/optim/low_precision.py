@@ -27,7 +27,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.sharding.param_tree import from_tree
 from zerojax.sharding.wire_format import mix
 from zerojax.zero_config import ZeroConfig
-from zerojax.zero_config.config import Moments
+from zerojax.zero_config.options import Moments
 
 MOMENTS = ("mu", "nu", "nu_max", "trace")
 """optax's names of moments in its states. Other arrays of a weight's shape, such as averages of weights, stay

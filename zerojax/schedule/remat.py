@@ -8,7 +8,7 @@ from jax.extend.core import Primitive
 from zerojax.matmul.fp8 import SCALE
 from zerojax.matmul.low_rank import SUM
 from zerojax.schedule.tiles import recomputed
-from zerojax.zero_config.config import Remat
+from zerojax.zero_config.options import Remat
 
 # Operations whose results are kept under "none". All others fuse into their readers: a kept result would be
 # written to memory and read back, and kept casts or transposes would be copies of gathered weights.

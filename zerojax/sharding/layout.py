@@ -42,7 +42,8 @@ from pallas_kernels import BITS
 from zerojax.sharding.mesh import LOCAL, OWNED, MeshShape
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.wire_format import E4M3, Codec
-from zerojax.zero_config.config import NF4, NF4_BLOCK, PerHop, Rounding, ZeroConfig
+from zerojax.zero_config.config import NF4, NF4_BLOCK, PerHop, ZeroConfig
+from zerojax.zero_config.options import Rounding
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ from jaxtyping import Array, Num
 from pallas_kernels import RAW
 from zerojax.sharding.layout import OWNED, ParamLayout
 from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
-from zerojax.zero_config.config import Remat, ZeroConfig
+from zerojax.zero_config.config import ZeroConfig
+from zerojax.zero_config.options import Remat
 
 Level = Literal["primary", "secondary", "full"]
 LEVELS: tuple[Level, ...] = ("primary", "secondary", "full")

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Num, UInt32
 import pallas_kernels
 from zerojax.errors import ConfigurationError
 from zerojax.matmul import fp8
-from zerojax.zero_config.config import Rounding
+from zerojax.zero_config.options import Rounding
 
 E4M3 = "e4m3"
 _RAW_DTYPE = {"fp32": jnp.float32, "bf16": jnp.bfloat16, E4M3: jnp.uint8}

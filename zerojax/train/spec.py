@@ -29,7 +29,8 @@ from zerojax.sharding.strategy import Level, ShardingStrategy
 from zerojax.train.spikes import SpikeRule
 from zerojax.validation.patterns import refuse_idle
 from zerojax.weights import Weight
-from zerojax.zero_config.config import MATMUL_WEIGHTS, ZeroConfig
+from zerojax.zero_config.config import ZeroConfig
+from zerojax.zero_config.options import MATMUL_WEIGHTS
 
 _EVERYONE = PartitionSpec()
 # Compiled functions of layouts, which a policy, its critic and its reference share.

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from itertools import chain
 from numbers import Integral
 from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
 from pallas_kernels import FORMATS, QUANTIZED, RAW
 from zerojax.errors import ConfigurationError
 from zerojax.validation.bounds import check_numbers
+from zerojax.zero_config.options import HOST_STORES, LocalUpdates
 
 if TYPE_CHECKING:
     from zerojax.zero_config.config import ZeroConfig
@@ -45,9 +47,8 @@ def _values(z: "ZeroConfig") -> Iterator[str]:
     size = z.block_size
     if size & (size - 1) or not 64 <= size <= 2048:
         yield f"ZeroConfig.block_size={size} must be a power of two from 64 to 2048."
-    stores = get_args(get_args(hints["host"])[0])
-    if unknown := [store for store in z.host if store not in stores]:
-        yield f"ZeroConfig.host has {unknown[0]!r}, which is not one of {stores}."
+    if unknown := [store for store in z.host if store not in HOST_STORES]:
+        yield f"ZeroConfig.host has {unknown[0]!r}, which is not one of {HOST_STORES}."
     if not 0 < z.host_activations <= 1:
         yield f"ZeroConfig.host_activations={z.host_activations} must be above 0 and at most 1."
     if len(z.grads) != 2:
@@ -179,8 +180,8 @@ def _frozen(z: "ZeroConfig") -> Iterator[str]:
 
 def _local_updates(z: "ZeroConfig") -> Iterator[str]:
     if not z.every:
-        for name in _hints(type(z)):
-            if name.startswith("outer_") and _given(z, name):
+        for name in (field.name for field in fields(LocalUpdates)):
+            if _given(z, name):
                 yield (
                     f"ZeroConfig.{name} belongs to local updates: set every, such as every=64, or leave "
                     "it out."

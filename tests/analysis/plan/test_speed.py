@@ -21,7 +21,7 @@ from zerojax.analysis.plan.speed import StepTime, predict_step
 from zerojax.analysis.plan.work import Work, decoder_work, work_of
 from zerojax.errors import ConfigurationError
 from zerojax.models import GPT, Block, GPTConfig, lm_loss
-from zerojax.models.config import AttentionKernel
+from zerojax.models.options import AttentionKernel
 from zerojax.sharding.mesh import MeshShape
 from zerojax.train.spec import TrainSpec
 

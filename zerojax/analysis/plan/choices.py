@@ -12,7 +12,8 @@ from zerojax.analysis.plan.speed import StepTime
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import duration, size
 from zerojax.sharding.host_memory import SAVING, pool_bytes
-from zerojax.zero_config.config import HOST_STORES, HostStore, Remat, ZeroConfig
+from zerojax.zero_config.config import ZeroConfig
+from zerojax.zero_config.options import HOST_STORES, HostStore, Remat
 
 Predict = Callable[[ZeroConfig], tuple[PredictedMemory, StepTime]]
 _PARTS = tuple(part / 20 for part in range(19, 0, -1))

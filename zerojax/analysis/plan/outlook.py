@@ -27,7 +27,8 @@ from zerojax.formatting import duration
 from zerojax.models.config import GPTConfig
 from zerojax.sharding.mesh import MeshShape
 from zerojax.train.spec import TrainSpec
-from zerojax.zero_config.config import MATMUL_WEIGHTS, PRESETS, Preset, ZeroConfig
+from zerojax.zero_config.config import PRESETS, Preset, ZeroConfig
+from zerojax.zero_config.options import MATMUL_WEIGHTS
 
 AS_CONFIGURED = "as configured"
 IN_BREADTH = " in breadth"

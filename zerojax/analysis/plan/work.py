@@ -73,7 +73,8 @@ from zerojax.models.shared_rows import spread_of
 from zerojax.schedule.tiles import tokens_of_tile
 from zerojax.sharding.layout import ParamLayout
 from zerojax.train.spec import TrainSpec
-from zerojax.zero_config.config import Remat, ZeroConfig
+from zerojax.zero_config.config import ZeroConfig
+from zerojax.zero_config.options import Remat
 
 ITEM = {"float32": 4, "bfloat16": 2}
 

@@ -7,6 +7,7 @@ TOML files, the JSON schema and the options of the command line follow from that
 import dataclasses
 import functools
 import inspect
+import operator
 import re
 import types
 import typing
@@ -65,15 +66,26 @@ def keys_of(section: "Section") -> tuple[Key, ...]:
         elif name is not None:
             none = type(None) in arms(kind)
             found.append(Key(name, field.name, _written(kind), none, meanings.get(field.name, "")))
+    found.sort(key=lambda key: key.name != "preset")
     has_preset = any(key.name == "preset" for key in found)
     return tuple(key._replace(optional=key.optional or has_preset) for key in found)
 
 
 def documentation(section: type[Any]) -> tuple[str, dict[str, str]]:
-    """The text of a section before `Attributes:`, and each attribute's meaning on one line."""
+    """The text of a section before `Attributes:`, and each attribute's meaning on one line.
+
+    Attributes of the groups are included.
+    """
     text, _, attributes = (inspect.getdoc(section) or "").replace("``", "`").partition("\nAttributes:\n")
     found = re.findall(r"^    (\w+): (.*(?:\n(?:        .*)?)*)", attributes, re.MULTILINE)
-    return text.strip(), {name: _sentence(meaning) for name, meaning in found}
+    inherited = [documentation(group)[1] for group in groups_of(section)]
+    own = {name: _sentence(meaning) for name, meaning in found}
+    return text.strip(), functools.reduce(operator.or_, inherited, own)
+
+
+def groups_of(section: type[Any]) -> list[type[Any]]:
+    """The dataclasses whose fields a section inherits, in the order of its fields."""
+    return [base for base in reversed(section.__bases__) if dataclasses.is_dataclass(base)]
 
 
 def section_of(kind: Any) -> "Section | None":
