@@ -82,7 +82,7 @@ class Plan:
     every: bool
 
     def window(self, rows: Rows, number: Array | int) -> Window:
-        """The rows of a round."""
+        """The rows of the round ``number``, counted from 0."""
         return rows.all if self.every else rows.window(number * self.rows, self.rows)
 
 

@@ -55,7 +55,7 @@ class Rows(NamedTuple):
         return Window(self.order // self.places.shape[1], self.order, self.places, True, self.sizes)
 
     def window(self, start: Int32[Array, ""] | int, length: int) -> Window:
-        """The rows from ``start`` on."""
+        """``length`` rows from ``start`` on. Assignments to other rows have the place -1."""
         order = lax.dynamic_slice_in_dim(self.order, start, length)
         stops = jnp.cumsum(self.sizes, dtype=jnp.int32)
         first, last = (jnp.clip(x - start, 0, length) for x in (stops - self.sizes, stops))
@@ -81,7 +81,7 @@ def rows_of(
 
 
 def to_rows(values: Num[Array, "tokens ..."], index: Int32[Array, " rows"]) -> Num[Array, "rows ..."]:
-    """The value at each row's index."""
+    """The value at each row's index, in the dtype of ``values``."""
     return values.at[index].get(mode="promise_in_bounds")
 
 

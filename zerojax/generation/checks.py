@@ -45,7 +45,11 @@ class Limits(NamedTuple):
 
 
 def checked_limits(model: object) -> Limits:
-    """The limits of a model that can generate."""
+    """The limits of a model that can generate.
+
+    Raises:
+        ConfigurationError: the model lacks a method of ``PROTOCOL``, or is no language model.
+    """
     if missing := [name for name in PROTOCOL if not hasattr(model, name)]:
         raise ConfigurationError(
             f"the model has no {' and no '.join(missing)}: to generate, it needs the methods "
@@ -58,7 +62,12 @@ def checked_limits(model: object) -> Limits:
 
 
 def checked_prompts(prompts: Iterable[ArrayLike], vocabulary: int) -> list[Int[np.ndarray, " prompt"]]:
-    """Prompts as int32 vectors."""
+    """Prompts as int32 vectors.
+
+    Raises:
+        ConfigurationError: there is no prompt, or one is empty, no vector of integers, or has an id that is
+            not in ``[0, vocabulary)``.
+    """
     rows = list(map(_as_array, prompts))
     if not rows:
         raise ConfigurationError("there is no prompt: give one or more vectors of token ids.")
@@ -84,7 +93,7 @@ def _as_array(prompt: ArrayLike) -> np.ndarray:
 
 
 def checked_stop(stop: Stop) -> tuple[tuple[int, ...], ...]:
-    """The ends of a row, each as tokens in their order."""
+    """The ends of a row, each as tokens in their order; () for None. Other values are refused."""
     if stop is None:
         return ()
     try:
@@ -103,7 +112,7 @@ def _several(value: Any) -> Iterable[Any]:
 
 
 def check_limits(rows: Sequence[np.ndarray], limits: Sequence[int], context: float, least: int) -> None:
-    """Refuse limits below ``least``, and rows that with their limit exceed the context."""
+    """Refuse limits of new tokens below ``least``, and prompts that with their limit exceed the context."""
     for number, (row, limit) in enumerate(zip(rows, limits, strict=True)):
         if limit < least:
             raise ConfigurationError(f"max_new_tokens={limit} must be at least {least}.")

@@ -42,7 +42,7 @@ class Queue(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """New tokens in the queue's order; zeros after the length of each row."""
+    """New tokens and their log-probabilities in the queue's order; zeros after the length of each row."""
 
     tokens: Int[Array, "queue new"]
     lengths: Int[Array, " queue"]
@@ -98,7 +98,12 @@ class Engine:
         stop: tuple[tuple[int, ...], ...] = (),
         slots: int | None = None,
     ) -> "Engine":
-        """The engine for ``rows`` rows per device, each of at most ``prompt`` and ``new_tokens`` tokens."""
+        """The engine for ``rows`` rows per device, each of at most ``prompt`` and ``new_tokens`` tokens.
+
+        Args:
+            context: the model's longest sequence, which may be infinite.
+            slots: rows that are decoded together; None for the default, at most ``rows``.
+        """
         slots = min(slots or _SLOTS, rows)
         padded = padded_length(prompt, context)
         # Free slots wait until this many can be filled together, at most a quarter of all.
@@ -113,7 +118,7 @@ class Engine:
         limits: Sequence[int],
         size: int,
     ) -> Queue:
-        """A queue of ``size`` rows on the host, from unpadded arguments; see ``Queue``."""
+        """A queue of ``size`` rows on the host, int32, padded with rows of limit 0; see ``Queue``."""
         tokens = np.zeros((size, self.prompt), np.int32)
         for own, prompt in zip(tokens, prompts, strict=False):
             own[: len(prompt)] = prompt

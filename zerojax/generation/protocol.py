@@ -46,7 +46,7 @@ class Decoder(Protocol):
         ...
 
     def logits(self, hidden: Float[Array, "... width"], /) -> Float[Array, "... vocab"]:
-        """Logits of all tokens."""
+        """Logits of all tokens, for one position or many."""
         ...
 
 
@@ -57,7 +57,11 @@ def decoded(
     end: Int[Array, " batch"],
     cache: Cache,
 ) -> tuple[Float[Array, "batch time width"], Cache]:
-    """Call ``model.decode`` and check its results."""
+    """Call ``model.decode`` and check the shapes and dtypes of its results.
+
+    Raises:
+        ConfigurationError: the cache changed its structure, or the hidden states have another shape.
+    """
     hidden, after = model.decode(tokens, start, end, cache)
     if jax.tree.structure(after) != jax.tree.structure(cache):
         raise ConfigurationError(
@@ -79,7 +83,11 @@ def decoded(
 
 
 def batch_axes(init_cache: Callable[[int], Cache]) -> PyTree[int]:
-    """The axis of rows in each array of a cache: the only one that differs for 1 and for 2 rows."""
+    """The axis of rows in each array of a cache: the only one that differs for 1 and for 2 rows.
+
+    Raises:
+        ConfigurationError: an array has no such axis, or several.
+    """
     one, two = (jax.eval_shape(lambda rows=rows: init_cache(rows)) for rows in (1, 2))
 
     def axis(a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct) -> int:

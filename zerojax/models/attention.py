@@ -208,7 +208,10 @@ def masked_attention(
     softcap: float | None = None,
     sinks: Sinks | None = None,
 ) -> Float[Array, "batch time heads value_dim"]:
-    """Attention of each query to the keys in the mask, by XLA; see ``causal_attention``."""
+    """Attention of each query to the keys for which ``mask`` is True, by XLA. Scores are fp32.
+
+    The other arguments, and the result's dtype, are as in ``causal_attention``.
+    """
     batch, time, heads, dim = query.shape
     grouped = query.reshape(batch, time, key.shape[2], -1, dim)
     scores = jnp.einsum("btkgd,bskd->bkgts", grouped, key, preferred_element_type=jnp.float32)
@@ -241,7 +244,11 @@ def has_flash(width: int, value_width: int, *, since_hopper: bool) -> bool:
 def fastest(
     query: Array, value: Array, softcap: float | None, *, masked: bool, causal: bool = True
 ) -> AttentionKernel:
-    """The kernel that "auto" selects. ``masked`` says whether cuDNN would need a mask."""
+    """The kernel that "auto" selects for ``[batch, time, heads, dim]``.
+
+    ``masked`` says whether cuDNN would need a mask. A warning says why, if the fastest kernels cannot be
+    used.
+    """
     if jax.default_backend() != "gpu":
         return "xla"
     batch, length, heads, width = query.shape

@@ -89,7 +89,7 @@ def _residual_std(c: GPTConfig) -> float:
 
 
 def dropout_mask(x: Hidden, rate: float, key: Key[Array, ""]) -> Mask:
-    """Draw which elements dropout keeps."""
+    """Draw which elements dropout keeps: each with probability 1 - rate."""
     return jax.random.bernoulli(key, 1 - rate, x.shape)
 
 

@@ -62,7 +62,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def check_model(config: "GPTConfig") -> None:
-    """Refuse an invalid config."""
+    """Refuse an invalid config, or one with settings that contradict each other."""
     check_numbers(config, "[model] {}".format)
     _check_values(config)
     _check_needs(config)

@@ -89,7 +89,7 @@ def begins(segments: Segments) -> Bool[Array, "batch time"]:
 
 
 def one_document_a_row(batch: int, time: int) -> Documents:
-    """The documents of rows that hold one each."""
+    """The documents of ``batch`` rows of ``time`` tokens, one document in each."""
     offsets = jnp.arange(batch + 1, dtype=jnp.int32) * time
     return Documents(offsets, jnp.diff(offsets), None)
 

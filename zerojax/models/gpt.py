@@ -31,7 +31,7 @@ from zerojax.schedule.breadth_first import with_batching_rule
 
 
 def look_up(table: Float[Array, "rows dim"], ids: Int[Array, "*batch"]) -> Float[Array, "*batch dim"]:
-    """Rows of a table by id. The gradient of the table is summed in fp32."""
+    """Rows of a table by id, in the table's dtype. The gradient of the table is summed in fp32."""
     return with_batching_rule(_in_breadth, _look_up)(table, ids)
 
 

@@ -43,7 +43,7 @@ class LatentHeads(NamedTuple):
     plain: int
 
     def expanded(self, latents: Latents) -> tuple[Array, Array]:
-        """The latents' keys and values."""
+        """The keys (batch, time, heads, dim) and values (batch, time, heads, value_dim) of latents."""
         latent, rotary = jnp.split(latents, [len(self.up)], axis=-1)
         made = jnp.einsum("btr,rhd->bthd", latent[:, :, 0], self.up.astype(latent.dtype))
         return keys_and_values(made, rotary, self.plain)

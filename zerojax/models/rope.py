@@ -29,7 +29,7 @@ class Rope(NamedTuple):
     query_scale: Float[Array, "*batch time"] | None
 
     def table(self, kind: int | Int[Array, ""] | None) -> RopeTable:
-        """The cosines and sines for a kind of layers; kind is None if all layers are alike."""
+        """The cosines and sines for a kind of layer; ``kind`` is None if all layers share one table."""
         return (self.cos, self.sin) if kind is None else (self.cos[kind], self.sin[kind])
 
     def by_token(self, kind: int | Int[Array, ""] | None, rows: int) -> "Rope":
@@ -145,7 +145,7 @@ def yarn_amplitude(factor: float, scale: float = 1.0) -> float:
 def rope_of(
     config: GPTConfig, positions: Int[Array, "*batch time"], length: int | Int[Array, "batch #time"]
 ) -> Rope:
-    """The rotary positions of tokens; ``length`` is as in ``rope_frequencies``."""
+    """The rotary positions of tokens. ``length``, in tokens, is as in ``rope_frequencies``."""
     tables = [_table(kind, config, positions, length) for kind in _kinds(config)]
     scale = None
     if config.rope_query_growth:

@@ -195,7 +195,7 @@ def _filled(spread: Spread, x: Array, axis: int) -> Array:
 
 
 def own_heads(devices: int, each: Array, axis: int = 0) -> Array:
-    """The entries for this device's heads, from entries for all heads along an axis."""
+    """The entries for this device's heads, from entries for all heads along an axis; inside ``shard_map``."""
     count = each.shape[axis] // devices
     return lax.dynamic_slice_in_dim(each, lax.axis_index(LOCAL) % devices * count, count, axis)
 

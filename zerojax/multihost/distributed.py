@@ -242,7 +242,7 @@ def _private_folder() -> Generator[Path]:
 
 
 def free_port() -> int:
-    """A free port of the loopback interface."""
+    """A TCP port of the loopback interface that was free at the time of the call."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

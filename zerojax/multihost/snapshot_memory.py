@@ -55,7 +55,7 @@ def create() -> int:
 
 
 class Kept(NamedTuple):
-    """The memory that a launcher has given to this process, and the seconds of work that may be repeated."""
+    """The memory that a launcher gave to this process, and the seconds of work that may be repeated."""
 
     memory: "SnapshotMemory"
     seconds: float
@@ -120,7 +120,7 @@ class SnapshotMemory:
 
 
 def file_size(arrays: int, count: int) -> int:
-    """Bytes of a file for two generations of ``arrays`` bytes in ``count`` arrays."""
+    """Bytes of a file for two generations of ``count`` arrays with ``arrays`` bytes together."""
     return 2 * (_start(count) + _rounded(arrays + count * _ALIGNED, mmap.PAGESIZE))
 
 

@@ -101,7 +101,11 @@ class Traced(NamedTuple):
         params: Mapping[Path, Array],
         reduction: _Reduction,
     ) -> tuple[dict[Path, _Value], dict[str, _Value]]:
-        """Evaluate the program as far as the given values go; ``reduction`` evaluates each norm."""
+        """Evaluate the update as far as the values allow; ``reduction`` evaluates each norm.
+
+        Returns:
+            Parameters by path and state by place; None for each value that needs a missing one.
+        """
 
         def run(equation: core.JaxprEqn, given: list[_Value]) -> Sequence[_Value]:
             name = equation.primitive.name
@@ -191,7 +195,7 @@ class LayerwiseOptimizer:
         return self._whole.moments
 
     def refuse_in_backward(self) -> None:
-        """Refuse to update a layer before the gradients of others exist."""
+        """Refuse an optimizer that cannot update a layer before the gradients of others exist."""
         if self._needs_others:
             raise ConfigurationError(_NOT_IN_BACKWARD)
         for place, dtype in self.dtypes.items():
@@ -202,7 +206,10 @@ class LayerwiseOptimizer:
                 )
 
     def reduce(self, grads: PyTree[Array], state: Mapping[str, Array]) -> Reduced:
-        """Compute norms and counters from all gradients and from the state that is no moment, by place."""
+        """Compute the norms of all gradients and the next counters, for ``update``.
+
+        ``state`` holds, by place, all but the moments.
+        """
         norms: list[tuple[str, Sequence[_Value]]] = []
 
         def reduction(equation: core.JaxprEqn, given: list[_Value]) -> Sequence[_Value]:
@@ -260,12 +267,15 @@ class LayerwiseOptimizer:
 
 
 def places(state: PyTree[Array]) -> dict[str, Array]:
-    """The arrays of an optimizer's state, by their places in it."""
+    """The arrays of an optimizer's state by place:
+
+    The path in the state, as ``jax.tree_util.keystr`` writes it.
+    """
     return {jax.tree_util.keystr(keys): x for keys, x in jax.tree_util.tree_leaves_with_path(state)}
 
 
 def with_places(state: PyTree[Array], values: Mapping[str, Array]) -> PyTree[Array]:
-    """A state with other arrays at its places."""
+    """A state of the same structure with these arrays at their places."""
     return jax.tree_util.tree_map_with_path(lambda keys, _: values[jax.tree_util.keystr(keys)], state)
 
 

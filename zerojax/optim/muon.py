@@ -100,7 +100,7 @@ def most_dealt(same: Sequence[ParamLayout]) -> int:
 
 
 class MomentumState(NamedTuple):
-    """An average of gradients, and how many updates are in it."""
+    """The exponential average of the gradients, shaped like the weights, and how many gradients are in it."""
 
     updates: Int32[Array, ""]
     mu: PyTree[Array]

@@ -75,7 +75,7 @@ def longest_answer(config: RunConfig) -> int:
 
 
 def check_settings(config: RunConfig, processes: int) -> None:
-    """Refuse settings of a run with rollouts that contradict each other."""
+    """Refuse settings of a run with rollouts that contradict each other or ``processes``."""
     train, settings, rows = config.train, config.posttrain, rollout_rows(config)
     check_method(config)
     config.model.check_language_model(f'posttrain.method = "{settings.method}"')
@@ -250,7 +250,7 @@ def check_method(config: RunConfig) -> None:
 
 
 def check_first_weights(manifest: Manifest | None, init_from: Path | None) -> None:
-    """Refuse to start with random weights."""
+    """Refuse to start with random weights: a run needs an imported model or ``--init-from``."""
     if manifest is None and init_from is None:
         raise ConfigurationError(
             "zerojax posttrain starts with a trained model, but there is none: name its run in --init-from, "

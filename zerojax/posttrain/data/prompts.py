@@ -33,7 +33,10 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts of rollouts and of evaluations, and how many prompts were too long."""
+    """The prompts of rollouts and of evaluations.
+
+    ``left_out`` is the number of prompts that were too long.
+    """
 
     train: Sequence[Prompt]
     held_out: Sequence[Prompt]
@@ -80,7 +83,11 @@ class Prompts:
 
 
 def files_of(data: DataSection, what: str) -> Sequence[Path]:
-    """The files of ``data.source``; messages call their contents ``what``, such as "prompts"."""
+    """The files of ``data.source``; messages call their contents ``what``, such as "prompts".
+
+    Raises:
+        DataError: there are several sources, or none was chosen, or a file is plain text.
+    """
     if data.mixture or data.source == DataSection.source:
         raise DataError(
             f"zerojax posttrain reads {what} from one source: name a file, folder or glob in data.source"

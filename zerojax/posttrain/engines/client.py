@@ -47,7 +47,7 @@ class Request(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """New tokens up to the end, which is included, and the log-probability of each."""
+    """New tokens, including the end, and the log-probability of each."""
 
     tokens: list[int]
     log_probs: list[float]
@@ -87,14 +87,19 @@ class Engine:
                 return Completion(tokens, log_probs)
 
     def version(self) -> str:
-        """The name of the engine's weights: the one of its last ``load``, or "default" after its start."""
+        """The name of the engine's weights: the one of its last ``load``, or "default" after its start.
+
+        Raises:
+            EngineLost: there is no response.
+            EngineRefused: the response names no version.
+        """
         name = self._ask("/weight_info").get("weight_version")
         if not isinstance(name, str):
             raise EngineRefused(f"{self.url} names no version of its weights, but {short(name)}")
         return name
 
     def load(self, weights: Weights) -> None:
-        """Load weights. The engine gets their name once it has all of them."""
+        """Load weights. The engine gets their name once it has all of them. Errors as ``version``."""
         path = str(weights.folder)
         self._ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
         self._ask("/update_weight_version", {"new_version": weights.name})

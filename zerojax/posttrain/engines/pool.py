@@ -192,7 +192,7 @@ class EngineGenerator:
 
     @property
     def version(self) -> int:
-        """The step of the weights."""
+        """The optimizer step of the weights."""
         return self.weights.step
 
     def complete(self, turn: Turn, stopping: Callable[[], bool]) -> Completions:

@@ -81,7 +81,7 @@ class ExportedWeights:
         return Weights(step, name, out)
 
     def arrive(self, engine: int, weights: Weights, seconds: float) -> str:
-        """Returns at once, because the folder appears when it is complete."""
+        """Returns "" at once, because the folder appears when it is complete."""
         return ""
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class SentWeights:
         return Weights(step, _name(step), Path(settings.engine_folder) / "current")
 
     def arrive(self, engine: int, weights: Weights, seconds: float) -> str:
-        """Wait until the engine's receiver has all of the weights."""
+        """Wait until the engine's receiver has all of the weights. Returns "", or why they are late."""
         assert self._publisher is not None
         limit, receiver = time.monotonic() + seconds, self._config.posttrain.engine_receivers[engine]
         while (serving := self._publisher.serving[receiver]) < weights.step:

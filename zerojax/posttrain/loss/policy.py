@@ -43,7 +43,10 @@ def policy_loss(settings: PosttrainSection) -> LossFn:
 
 
 def log_probs_of(settings: PosttrainSection) -> Callable[[GPT, Batch], Float[Array, "rows time"]]:
-    """A function for ``predict_step``: the log-probabilities of the completions in a batch's rows."""
+    """A function for ``predict_step``:
+
+    The log-probability of each token of the completions in a batch's rows.
+    """
     return _with_options(_log_probs, temperature=settings.temperature)
 
 

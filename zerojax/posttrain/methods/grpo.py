@@ -30,7 +30,10 @@ class GRPOTrainer(PostTrainer):
             self.finish_rollout(signalled)
 
     def with_advantages(self, rollout: Rollout, rewards: np.ndarray) -> Rows:
-        """The columns of ``policy_loss``. Each token has the advantage of its completion within the group."""
+        """The columns of ``policy_loss``, from one reward per row (NaN: none).
+
+        Each token has the advantage of its completion within the group.
+        """
         settings, rows = self.config.posttrain, self.with_log_probs(rollout, rewards)
         advantages = group_advantages(
             jnp.asarray(rewards),

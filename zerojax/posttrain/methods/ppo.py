@@ -44,7 +44,10 @@ class PPOTrainer(PostTrainer):
             self.finish_rollout(signalled)
 
     def with_advantages(self, rollout: Rollout, rewards: np.ndarray) -> Rows:
-        """The columns of ``policy_loss`` and ``value_loss``, and "rewards" after the KL penalty."""
+        """The columns of ``policy_loss`` and ``value_loss``, and "rewards" after the KL penalty.
+
+        ``rewards`` has one number per row, NaN for a row without a reward.
+        """
         settings, rows = self.config.posttrain, self.with_log_probs(rollout, rewards)
         rows["old_values"] = self.critic.values(rows)
         rows["rewards"] = token_rewards(rollout.rewards_per_token(rewards), rows, settings.kl)

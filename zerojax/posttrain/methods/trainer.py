@@ -251,7 +251,7 @@ class PostTrainer(OpenRun):
             yield batch
 
     def write_samples(self, rollout: Rollout, rewards: np.ndarray) -> None:
-        """Append some completions of a rollout to the file of samples."""
+        """Append ``posttrain.samples`` completions, with the reward of each, to the file of samples."""
         if self.samples is not None:
             for sample in samples_of(rollout, rewards, self.config.posttrain.samples):
                 self.samples.write(self.step + 1, {"rollout": self.rollouts + 1, **sample})

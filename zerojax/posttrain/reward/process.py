@@ -83,7 +83,11 @@ class RewardProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def load(self) -> None:
-        """Start the process, which loads the files."""
+        """Start the process, which loads the files.
+
+        Raises:
+            ConfigurationError: the files cannot be loaded, or the socket cannot be created.
+        """
         try:
             self._start()
         except LostReward as error:

@@ -37,7 +37,7 @@ class RefusedError(Exception):
 
 
 def load(file: str, name: str, number: int) -> Any:
-    """Load the object of a name from a file, which may import modules in its folder."""
+    """Load an object from a file, which may import modules in its folder. Raises whatever the file raises."""
     sys.path.insert(0, os.path.dirname(os.path.abspath(file)))
     module_name = "reward" if number == 0 else f"reward_{number}"
     spec = importlib.util.spec_from_file_location(module_name, file)
@@ -50,7 +50,11 @@ def load(file: str, name: str, number: int) -> Any:
 
 
 def call(function: Callable[..., Any], given: dict[str, Any], row: dict[str, Any] | None = None) -> Any:
-    """The result of a user's function, awaited if it is a coroutine."""
+    """The result of a user's function, awaited if it is a coroutine.
+
+    Raises:
+        RefusedError: the function does not take these arguments.
+    """
     row = row or {}
     try:
         inspect.signature(function).bind(*given.values(), **row)
@@ -69,7 +73,12 @@ def call(function: Callable[..., Any], given: dict[str, Any], row: dict[str, Any
 
 
 def checked_reward(value: Any, function: Callable[..., Any]) -> float:
-    """The reward as a float. Refuses texts, bools (also NumPy's and torch's), and numbers outside fp32."""
+    """The reward as a float.
+
+    Raises:
+        RefusedError: it is a text, a bool (also NumPy's and torch's), or no number.
+        ValueError: fp32 cannot hold it.
+    """
     is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
     try:
         if is_bool or isinstance(value, str | bytes | bytearray):
@@ -83,7 +92,7 @@ def checked_reward(value: Any, function: Callable[..., Any]) -> float:
 
 
 def checked_state(value: Any, function: Callable[..., Any]) -> Any:
-    """The state, if JSON can hold it."""
+    """The state. Raises RefusedError if JSON cannot hold it."""
     try:
         json.dumps(value)
     except (TypeError, ValueError) as error:
@@ -123,7 +132,11 @@ class Environment:
         return {"state": checked_state(call(reset, {"prompt": prompt}, row), reset)}
 
     def step(self, state: Any, completion: str) -> Response:
-        """The state, observation and reward after a turn of the model."""
+        """The state, observation and reward after a turn of the model.
+
+        Raises:
+            RefusedError: the environment returns anything else.
+        """
         step = self.environment.step
         value = call(step, {"state": state, "completion": completion})
         if not isinstance(value, tuple | list) or len(value) != 3:

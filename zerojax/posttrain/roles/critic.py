@@ -90,7 +90,11 @@ class Critic:
     def resume(
         cls, config: RunConfig, folder: RunFolder, step: int, reader: WeightReader
     ) -> tuple[Self, list[str]]:
-        """Restore the critic from the checkpoint of a step. Returns it with lines about it for the user."""
+        """Restore the critic from the checkpoint of a step. Returns it with lines about it for the user.
+
+        Raises:
+            ConfigurationError: the checkpoint has no critic.
+        """
         path = folder.checkpoints / str(step)
         if (record := read_manifest(path).record.beside.get(NAME)) is None:
             raise ConfigurationError(f"{path} has no critic: start a new run in another --run-dir")

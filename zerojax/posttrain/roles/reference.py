@@ -28,7 +28,11 @@ class Reference:
     def of(
         cls, config: RunConfig, folder: RunFolder, base: str, trained: TrainState, reader: WeightReader
     ) -> "Reference":
-        """Load the reference of a run. Its first weights are at ``base`` (``Record.base``)."""
+        """Load the reference of a run. Its first weights are at ``base`` (``Record.base``).
+
+        Raises:
+            ConfigurationError: they are no longer there.
+        """
         setup = reference_setup(config, trained.spec)
         if setup is None:
             return cls(None)

@@ -13,7 +13,11 @@ from zerojax.run.run_dir import Resume, RunFolder
 
 
 def saved_settings(path: str, key: str) -> RunConfig:
-    """The settings of a saved run, given its folder or one of its checkpoints."""
+    """The settings of a saved run, given its folder or one of its checkpoints.
+
+    Raises:
+        ConfigurationError: there is none; the message names ``key``.
+    """
     try:
         return saved_config(checkpoints.read_manifest(checkpoints.find(Path(path))).record.config)
     except ConfigurationError as error:

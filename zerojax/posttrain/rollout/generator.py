@@ -35,7 +35,7 @@ class Generator(Protocol):
 
     @property
     def version(self) -> int | None:
-        """The optimizer step whose weights an engine has; None for this run's own devices."""
+        """The optimizer step of an engine's weights; None if this run's own devices generate."""
         ...
 
     def complete(self, turn: Turn, stopping: Callable[[], bool]) -> Completions:

@@ -78,7 +78,7 @@ class Rollout:
 
     @property
     def lengths(self) -> Float32[np.ndarray, " rows"]:
-        """Tokens of the completions."""
+        """Tokens of the model in each row."""
         return self.mask.sum(axis=1)
 
 
@@ -92,7 +92,10 @@ def minibatches(rows: Rows, size: int, epochs: int, seed: Sequence[int]) -> Iter
 
 
 def mixed_groups(rewards: np.ndarray, group_size: int) -> float:
-    """The share of all processes' groups in which completions differ in reward."""
+    """The share of all processes' groups in which completions differ in reward.
+
+    ``rewards`` are this process's, one per row, group by group; NaN for a row without a reward.
+    """
     groups = rewards.reshape(-1, group_size)
     differ = np.nanmax(groups, axis=1, initial=-np.inf) > np.nanmin(groups, axis=1, initial=np.inf)
     share = mean_over_processes({"mixed_groups": (differ, np.ones_like(differ))})["mixed_groups"]
@@ -101,7 +104,7 @@ def mixed_groups(rewards: np.ndarray, group_size: int) -> float:
 
 
 def samples_of(rollout: Rollout, rewards: np.ndarray, count: int) -> Iterator[dict[str, Any]]:
-    """At most ``count`` completions, spread evenly over the rows, as values for JSON."""
+    """At most ``count`` completions, spread evenly over the rows, as values for JSON. One reward per row."""
     for row in evenly_spread(count, len(rewards)):
         yield {
             "prompt": rollout.prompts[row].text,

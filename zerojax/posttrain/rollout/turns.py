@@ -57,7 +57,7 @@ class Row:
     def add_turn(
         self, tokens: list[int], log_probs: list[float], tokenizer: Tokenizer, end: ResponseEnd
     ) -> None:
-        """Add a turn of the model."""
+        """Add a turn of the model: its tokens, and the log-probability of each."""
         self._add(tokens, 1.0, log_probs)
         self.last_turn, self.ended = end.read(tokenizer, tokens)
         self.turns += 1
@@ -92,7 +92,7 @@ class Episodes:
     longest: int
 
     def check(self, prompt: Prompt) -> None:
-        """Try the environment: begin an episode and take an empty turn."""
+        """Try the environment: begin an episode and take an empty turn. Refuse it if it cannot do that."""
         if (first := self.pool.check("reset", prompt.text, prompt.row)) is None:
             return
         found = self.pool.check("step", first["state"], "")
