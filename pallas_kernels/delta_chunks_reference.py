@@ -61,7 +61,7 @@ def delta_rule_backward(
     of_out: jax.Array,
     of_last: jax.Array,
 ) -> tuple[jax.Array | None, ...]:
-    """The cotangents of all arguments of ``delta_rule`` but ``documents``."""
+    """The cotangents of the arguments of ``delta_rule``, except ``documents``, in their order and shapes."""
     del before  # computed again
 
     def forward(

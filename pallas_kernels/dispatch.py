@@ -27,7 +27,15 @@ ROUNDINGS = ("nearest", "stochastic")
 def dispatch(
     name: str, *arrays: jax.Array | None, specification: ModuleType = reference, **static: Any
 ) -> Any:
-    """Call the target platform's implementation of ``name``. JAX lowers no other one."""
+    """Call the implementation of ``name`` for the platform that the program is lowered for, and lower no
+    other.
+
+    Args:
+        name: a public function of ``pallas_kernels``.
+        arrays: its array arguments, or None for absent ones.
+        specification: the module with the reference implementation.
+        static: its other arguments.
+    """
 
     def default(*arrays: jax.Array | None) -> Any:
         # The caller's setting for ranks is meant for the caller's own code.

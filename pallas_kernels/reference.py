@@ -91,12 +91,12 @@ ROTATION_NORM = np.float32(1 / np.sqrt(np.float64(ROTATION)))
 
 
 def to_bits(x: jax.Array) -> jax.Array:
-    """The bits of fp32 numbers, int32."""
+    """The bits of fp32 numbers as int32 of the same shape."""
     return lax.bitcast_convert_type(x, jnp.int32)
 
 
 def to_float(bits: jax.Array) -> jax.Array:
-    """The fp32 numbers with these bits."""
+    """The fp32 numbers with these int32 bits, in the same shape."""
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
@@ -113,7 +113,7 @@ def mix(x: jax.Array) -> jax.Array:
 
 
 def hash_keys(seed: jax.Array) -> jax.Array:
-    """The keys of ``octet_hash`` for a seed, uint32[1 + HASH_ROUNDS], shared by all elements."""
+    """The keys of ``octet_hash`` for a uint32 seed: uint32[1 + HASH_ROUNDS], shared by all elements."""
     keys = [mix(seed)]
     for _ in range(HASH_ROUNDS):
         keys.append(mix(keys[-1] + jnp.uint32(WEYL)))
@@ -156,7 +156,7 @@ def _flush(x: jax.Array) -> jax.Array:
 
 
 def rotate(x: jax.Array) -> jax.Array:
-    """The butterflies of the 32-wide Hadamard matrix along the last axis, not normalised."""
+    """Apply the butterflies of the 32-wide Hadamard matrix along the last axis, in fp32, not normalised."""
 
     def butterflies(_: int, x: jax.Array) -> jax.Array:
         # Sums of neighbours move to the first half of a group and differences to the second. So the next

@@ -147,7 +147,7 @@ class Weight:
         return self.replace(unflatten(codec.decode(rows, leaf.shard, dtype).reshape(-1), leaf), "full")
 
     def operand(self) -> Array | Fp8Operand:
-        """What a model receives for the whole weight: an array, or an operand that only products read."""
+        """The whole weight as a model receives it: an array, or an fp8 operand that only products read."""
         if self.gradient is None:
             return self.values
         trained = not self.layout.frozen
@@ -161,7 +161,7 @@ class Weight:
 Weights = tuple[Weight, ...]
 """The weights of a unit, which travel together."""
 Payloads = tuple[Payload, ...]
-"""One payload for each weight that takes a hop, or delta's replica of each."""
+"""One payload for each weight that crosses the hop, or delta's replica of each."""
 
 
 def crosses_nodes(weights: Sequence[Weight]) -> bool:
@@ -180,7 +180,7 @@ def encode(weights: Weights, replicas: Payloads | None = None) -> Payloads:
 
 
 def cross_nodes(payloads: Payloads, *, delta: bool, separate_stream: bool = False) -> Payloads:
-    """All-gather encoded weights over ``node``; the result holds the nodes' payloads one after another."""
+    """All-gather encoded weights over ``node``. Each result holds the nodes' payloads one after another."""
     with jax.named_scope(_node_scope(delta=delta)):
         return tuple(
             rows.reshape(-1) for rows in gather_together(payloads, NODE, separate_stream=separate_stream)

@@ -75,7 +75,7 @@ class Rows:
 
 
 def div_rem(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
-    """Quotient and remainder of a non-negative integer. ``//`` and ``%`` would also compare signs."""
+    """Quotient and remainder of int32 numbers of at least 0. ``//`` and ``%`` would also compare signs."""
     return lax.div(a, jnp.int32(b)), lax.rem(a, jnp.int32(b))
 
 
@@ -271,5 +271,5 @@ def _add_integers(
 
 
 def subnormal_times(bits: jax.Array, factor: jax.Array) -> jax.Array:
-    """The float with these bits, usually subnormal, times ``factor``. GPUs do not flush it."""
+    """The float with these int32 bits, usually subnormal, times ``factor``. GPUs do not flush it to zero."""
     return to_float(bits) * factor

@@ -39,7 +39,7 @@ class Parameter(ParamShape):
     def of(
         path: Path, value: Array, unit: tuple[str, tuple[int, ...]] | None, of_experts: bool
     ) -> "Parameter":
-        """From a parameter with all layers, and its unit's name and ``stack`` if it has a unit."""
+        """From the array with all layers (``[*stack, ...]``), and its unit's name and ``stack``, or None."""
         name, stack = (None, ()) if unit is None else unit
         shape = value.shape[len(stack) :]
         return Parameter(path, shape, value.dtype.name, stack, name, of_experts and unit is not None)
@@ -64,11 +64,11 @@ class Bound(ABC):
         return {}
 
     def probes(self) -> dict[Path, Array]:
-        """The probes of stacks that were called and that the backward pass updates, by a weight's path."""
+        """By a weight's path, the probe (fp32 ``[facts]``) of its stack if the backward pass updates it."""
         return {}
 
     def replaced(self) -> dict[Path, Num[Array, "..."]]:
-        """The weights outside units that are other arrays after the pass, perhaps equal ones, by path."""
+        """By path, the weights outside units that the pass replaced by other arrays, perhaps equal ones."""
         return {}
 
 

@@ -46,7 +46,10 @@ class BoundLinen(Bound):
     state: Mapping[str, Path]
 
     def model_state(self) -> ModelState:
-        """The state after the calls so far."""
+        """The state after the calls so far.
+
+        Refuse variables that did not exist when the model was created.
+        """
         _, values = _split(self.model.variables)
         if new := values.keys() - self.state.values():
             raise ConfigurationError(

@@ -50,7 +50,7 @@ class InScope(Sharded, Box):
         return val
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> Self:
-        """Called when a loop or a map over layers slices the parameter."""
+        """Called when a loop or a map over layers slices the parameter. Refuse any axis but the first."""
         if index != 0:
             raise ConfigurationError(f"the unit's parameter {self.leaf.name!r} is scanned {ANOTHER_AXIS}")
         return super().remove_axis(index, params)
@@ -135,7 +135,12 @@ class BoundModel(LinenModel):
         return out if mutable is None else result
 
     def apply(self, variables: Mapping[str, PyTree], *args: PyTree, **kwargs: PyTree) -> PyTree[Array]:
-        """``linen.Module.apply`` with any variables; the model's own do not change."""
+        """``linen.Module.apply`` with any variables; the model's own do not change.
+
+        Raises:
+            ConfigurationError: ``mutable`` has the parameters, or intermediates would be captured inside
+                units.
+        """
         if in_filter(kwargs.get("mutable", False), PARAMS):
             raise ConfigurationError(
                 "mutable has the parameters in it, which only the optimizer changes: name the other "

@@ -197,7 +197,7 @@ def own_tokens[T: PyTree[Array]](x: T, axis: int = 1) -> T:
 
 
 def axis_of_tokens(function: str, shape: tuple[int, ...], axis: int) -> int:
-    """An array's axis, counted from 0."""
+    """The number of an array's axis, counted from 0. Refuse an axis that the array does not have."""
     if not -len(shape) <= axis < len(shape):
         raise ConfigurationError(
             f"{function}: an array of shape {shape} has no axis {axis} of tokens. Pass only arrays that have "

@@ -89,7 +89,10 @@ def _call_unit(
 def call_with_weights[T](
     graph: nnx.GraphDef, params: nnx.State, state: nnx.State, use: Callable[[nnx.Module], T]
 ) -> T:
-    """Call ``use`` with a temporary copy of a unit that has whole weights."""
+    """Call ``use`` with a temporary copy of a unit that has whole weights.
+
+    Refuse assignments to its weights.
+    """
     before = jax.tree.map(lambda x: x, params)  # the copy shares its variables with ``params``
     given = dict(leaves_of(before))
     unit = nnx.merge(graph, params, state)
@@ -135,7 +138,11 @@ def modules_in(arguments: PyTree) -> list[nnx.Module]:
 
 
 def changed_state(module: nnx.Module) -> nnx.State:
-    """All state of a module that a call may have changed, sown values included."""
+    """All state of a module that a call may have changed, sown values included.
+
+    Raises:
+        ConfigurationError: the call assigned an array to a plain attribute, which would be lost.
+    """
     state = nnx.state(module, nnx.Not(nnx.Param))
     known = {id(leaf) for leaf in jax.tree.leaves(state)}
     for path, inner in nnx.iter_modules(module):

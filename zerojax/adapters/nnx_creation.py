@@ -72,7 +72,11 @@ def create(factory: Callable[..., object], rngs: nnx.Rngs, stacked: tuple[type, 
 
 
 def stack_of(unit: str, module: nnx.Module) -> Shape:
-    """The leading axes that ``nnx.vmap`` gave to the parameters of a ``stacked`` module, or nothing."""
+    """The leading axes that ``nnx.vmap`` gave to the parameters of a ``stacked`` module, or ().
+
+    Raises:
+        ConfigurationError: not all parameters have one more axis, the first.
+    """
     born = dict(vars(module).get(_SHAPES, ()))
     params = leaves_of(nnx.state(module, nnx.Param))
     shapes = [(jnp.shape(leaf), born[path]) for path, leaf in params if path in born]

@@ -148,7 +148,11 @@ class LinkReport:
 
     @staticmethod
     def read(file: Path) -> "LinkReport":
-        """Read a file of ``write``."""
+        """Read a file of ``write``.
+
+        Raises:
+            ConfigurationError: it cannot be read, or has other contents.
+        """
         with file_errors(file, content="not what zerojax links writes"):
             how = dacite.Config(strict=True, cast=[tuple], type_hooks={float: _number})
             report = dacite.from_dict(LinkReport, parse_json(file.read_text()), how)
@@ -220,7 +224,7 @@ def diagnose(report: LinkReport) -> Diagnosis:
 
 
 def gigabits(bytes_per_second: float) -> str:
-    """A rate in Gb/s with three digits."""
+    """A rate in Gb/s, without the unit, with three digits: "94.5"."""
     return f"{8 * bytes_per_second / 1e9:.3g}"
 
 

@@ -1,4 +1,7 @@
-"""The ``zerojax`` command: one module per subcommand, imported on use."""
+"""The ``zerojax`` command: one module per subcommand, imported on use.
+
+Each module's ``run(arguments)`` prints to standard output. ``main`` reports the ``ZeroJaxError`` it raises.
+"""
 
 import atexit
 import difflib

@@ -92,7 +92,10 @@ class Dialogue:
         self._messages: list[dict[str, str]] = []
 
     def ask(self, line: str) -> np.ndarray:
-        """Add a message of the user; returns the tokens of the prompt, int32."""
+        """Add a message of the user.
+
+        Returns the prompt's tokens, int32; the oldest turns are dropped if needed.
+        """
         if self._template is None:
             prompt = self._tokenizer.encode(line.encode(errors="replace"))
             return np.asarray([self._tokenizer.begin_of_text, *prompt], np.int32)

@@ -64,7 +64,11 @@ def run(arguments: list[str]) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file; a repeated key is an error."""
+    """Read a JSON file.
+
+    Raises:
+        ConfigurationError: it cannot be read, is larger than a config can be, or repeats a key.
+    """
     with file_errors(path, content="not valid JSON"):
         text = path.read_text(encoding="utf-8")
         if len(text) > MAX_SETTINGS_CHARS:

@@ -83,7 +83,7 @@ def adapter_settings(options: Options, tables: Tables) -> Tables:
 
 
 def start_from(adapter: Path, trainer: TrainRun) -> None:
-    """Load PEFT's files into the adapters of a new run."""
+    """Load PEFT's files into the adapters of a new run. Refuse it if its other weights are random."""
     if not trainer.base:
         raise ConfigurationError(
             f"--adapter {adapter}: the other weights of this run are random: import the model that the "

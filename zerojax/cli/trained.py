@@ -83,7 +83,11 @@ def abstract_run(config: RunConfig) -> tuple[TrainState, dict[str, jax.ShapeDtyp
 
 
 def emulated_setup(config: RunConfig) -> RunSetup:
-    """A run's mesh, sharding and optimizer, on as many emulated CPU devices as its mesh has."""
+    """A run's mesh, sharding and optimizer, on as many emulated CPU devices as its mesh has.
+
+    Raises:
+        ConfigurationError: the settings do not say how many these are.
+    """
     mesh = config.mesh
     if not (mesh.nodes and mesh.local):
         raise ConfigurationError(

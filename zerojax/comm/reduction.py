@@ -337,7 +337,7 @@ class GradientReduction:
 
 
 def encode_rows(rows: Float[Array, "peers n"], leaf: ParamLayout, codec: Codec, seed: Seed, hop: int) -> Rows:
-    """Encode a row of a gradient for each peer of a hop (``LOCAL_HOP`` or ``NODE_HOP``)."""
+    """Encode row i of a gradient for peer i of a hop (``LOCAL_HOP`` or ``NODE_HOP``) by ``codec``."""
     return codec.encode(rows, seed=_salt(seed, leaf, codec, hop), rotation=leaf.rotation)
 
 

@@ -26,7 +26,7 @@ Matrices = Float[Array, "groups k n"] | Fp8Operand
 
 
 class Factor(NamedTuple):
-    """The rows of a product, as they are and, for matrices in fp8, as fp8 codes with their scale."""
+    """The rows of a product and, for matrices in fp8, ``rows * scale`` as fp8 codes, with that scale."""
 
     rows: Float[Array, "rows k"]
     codes: Float[Array, "rows k"] | None = None

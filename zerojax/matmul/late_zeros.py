@@ -15,7 +15,7 @@ from jaxtyping import Array, Int, PyTree
 
 
 def zeros_after(after: PyTree[Array], shape: Sequence[int], dtype: DTypeLike) -> Array:
-    """Zeros that are allocated when ``after`` has been computed."""
+    """Zeros of this shape that are allocated when ``after`` has been computed."""
     zero, _ = lax.optimization_barrier((jnp.zeros((), dtype), after))
     return jnp.broadcast_to(zero, tuple(shape))
 
@@ -46,7 +46,7 @@ def scan[C: PyTree[Array], X: PyTree[Array], Y: PyTree[Array]](
 
 
 def at[T: PyTree[Array]](stacks: T, number: Int[Array, ""]) -> T:
-    """The elements of stacks at a place."""
+    """The elements of stacks at an index of their first axis, from 0."""
 
     def one(x: Array) -> Array:
         return lax.dynamic_index_in_dim(x, number, keepdims=False, allow_negative_indices=False)
@@ -55,7 +55,7 @@ def at[T: PyTree[Array]](stacks: T, number: Int[Array, ""]) -> T:
 
 
 def put[T: PyTree[Array]](stacks: T, elements: T, number: Int[Array, ""]) -> T:
-    """Stacks with other elements at a place."""
+    """Stacks with ``elements`` at an index of their first axis, from 0."""
 
     def one(x: Array, new: Array) -> Array:
         return lax.dynamic_update_index_in_dim(x, new, number, 0, allow_negative_indices=False)

@@ -81,7 +81,10 @@ class LoRA:
         return self.scale_of(self.rank, self.alpha)
 
     def scale_of(self, rank: int, alpha: float) -> float:
-        """The factor of an A B with this rank and alpha."""
+        """The factor of an A B with this rank and alpha:
+
+        Alpha / rank, or alpha / sqrt(rank) with ``rslora``.
+        """
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
     def alpha_of(self, rank: int, scale: float) -> float:

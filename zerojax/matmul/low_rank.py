@@ -93,7 +93,7 @@ class LowRankOperand:
     def of(
         cls, weight: Array | ArrayOperand | Fp8Operand, a: Array, b: Array, seed: Array, lora: LoRA, name: str
     ) -> "LowRankOperand":
-        """From ``[inputs, rank]`` and ``[rank, outputs]``."""
+        """From A ``[inputs, rank]`` and B ``[rank, outputs]``; ``seed`` is for dropout."""
         base = weight if isinstance(weight, ArrayOperand | Fp8Operand) else ArrayOperand(weight)
         shape = base.aval.shape
         cut = input_axes(name, shape)

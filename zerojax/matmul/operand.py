@@ -62,7 +62,11 @@ class Fp8Operand:
         return [replace(self, codes=codes, gradient=own) for codes, own in zip(*parts, strict=True)]
 
     def product(self, x: Array, x_axes: Sequence[int], axes: Sequence[int], equation: core.JaxprEqn) -> Array:
-        """``x`` times the weight, of shape ``[*free axes of x, *free axes of the weight]``."""
+        """``x`` times the weight, summed over ``x_axes`` and the weight's ``axes``, in the dtype of
+        ``equation``.
+
+        The result has the free axes of ``x``, then the free axes of the weight.
+        """
         x_free = [axis for axis in range(x.ndim) if axis not in x_axes]
         free = [axis for axis in range(self.codes.ndim) if axis not in axes]
         size = math.prod(self.codes.shape[axis] for axis in axes)
@@ -80,15 +84,21 @@ class Fp8Operand:
         return replace(self, gradient=self.gradient.astype(dtype))
 
     def decoded(self) -> Num[Array, "..."]:
-        """The weight as the array that the model believes it has."""
+        """The weight as the array that the model believes it has:
+
+        Codes over the scale, in the operand's dtype.
+        """
         return (fp8.decode(self.codes, jnp.float32) / self.scale).astype(self.dtype)
 
     def kept(self) -> "Fp8Operand":
-        """What a backward pass needs: without the zeros of ``gradient``, but for its dtype."""
+        """The operand for a backward pass, which reads only the dtype of ``gradient``:
+
+        Its zeros are dropped.
+        """
         return replace(self, gradient=self.gradient[:0])
 
     def cotangent(self, gradient: Num[Array, "..."]) -> "Fp8Operand":
-        """The cotangent of the operand, given the weight's gradient."""
+        """The cotangent of the operand, from the gradient of the weight."""
         none: Any = np.zeros(self.codes.shape, jax.dtypes.float0)
         return replace(self, codes=none, gradient=gradient, scale=jnp.zeros_like(self.scale))
 
@@ -144,6 +154,6 @@ for _kind in (ArrayOperand, LayerOperand):
 
 
 def array_moved(weight: Array, primitive: core.Primitive, params: Params) -> list[Array]:
-    """The arrays that a primitive makes, which only moves elements."""
+    """The results of a primitive that only moves elements, such as a transpose or a slice."""
     made = primitive.bind(weight, **params)
     return made if primitive.multiple_results else [made]

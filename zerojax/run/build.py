@@ -62,7 +62,7 @@ class RunSetup:
             check_host_memory(*self._in_host, saves=True)
 
     def check_settings(self) -> None:
-        """Refuse trackers and log options that do not work, and a batch size that does not divide."""
+        """Refuse trackers and log options that do not work, and a batch size that the mesh cannot divide."""
         check_trackers(self.config.log.trackers)
         if self.config.log.fp8 and self.config.zero.matmul_dtype != "fp8":
             raise ConfigurationError(
@@ -125,7 +125,7 @@ def abstract_model(config: RunConfig) -> TrainState:
 
 
 class Trained(NamedTuple):
-    """A state that each step of a run trains, its model, and the shapes and dtypes of its global batch."""
+    """A state that each step of a run trains, its model, and its global batch as ShapeDtypeStructs."""
 
     model: GPTConfig
     state: TrainState

@@ -62,7 +62,7 @@ def for_several_passes(state: TrainState, reserved: int = 0) -> TrainState:
 
 
 class Response(NamedTuple):
-    """A prompt, the model's completion and the data's, as texts without the end token or end text."""
+    """A prompt, the model's completion, and the completion in the data, as texts without their end."""
 
     prompt: str
     completion: str

@@ -22,7 +22,11 @@ from zerojax.train.shared_rows import processes_a_row
 
 
 def prepare_data(config: RunConfig, folder: RunFolder) -> Dataset:
-    """Write a run's token files on process zero, unless they are there; open them on all."""
+    """Write a run's token files on process zero, unless they are there; open them on all processes.
+
+    Raises:
+        ConfigurationError: the data cannot be read, or their vocabulary is larger than the model's.
+    """
     run_on_process_zero(lambda: prepare(config.data, folder.data))
     share_folder(folder.data)
     run_on_each_process(lambda: prepare(config.data, folder.data))  # checks that the tokens fit the settings

@@ -57,7 +57,10 @@ def rate_changes(before: RunConfig, now: RunConfig, updates: int) -> list[str]:
 
 
 def make_optimizer(settings: OptimizerSection, steps: int) -> Optimizer:
-    """Clipping by global norm, update rule, decoupled weight decay of matrices, learning rate, average."""
+    """Clipping by global norm, update rule, decoupled weight decay of matrices, learning rate, average.
+
+    ``steps`` is the length of the learning rate's schedule.
+    """
     b1, b2, eps = settings.beta1, settings.beta2, settings.eps
     rule: Callable[[], Optimizer] = {
         "adamw": lambda: optax.scale_by_adam(b1, b2, eps),

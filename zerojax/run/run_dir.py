@@ -100,7 +100,10 @@ class RunFolder:
                     tempfile.TemporaryFile(dir=folder).close()
 
     def read_config(self) -> RunConfig:
-        """The settings of the run."""
+        """The settings of the run.
+
+        Raises ConfigError if the folder is no run's, or its settings are invalid.
+        """
         if not self.config.is_file():
             raise ConfigError(f"{self.path} is not a run folder: it has no {self.config.name}")
         return self.here(load_config(self.config))
@@ -196,7 +199,7 @@ def sharding_changes(before: RunConfig, now: RunConfig) -> list[str]:
 
 
 def check_same_model(before: RunConfig, now: RunConfig, folder: RunFolder) -> None:
-    """Check that the settings of a run describe the model whose weights were imported into its folder."""
+    """Refuse settings that describe another model than the imported one in the run's folder."""
     # A reward model gets a new head.
     head = {"model.outputs", "model.tied"} if now.model.outputs is not None else set()
     for name, (old, new) in _changes(before, now).items():

@@ -127,5 +127,5 @@ def broadcast_unbatched[T: PyTree[Array]](size: int, mapped: Flags, values: T) -
 
 
 def all_batched(values: PyTree[Array], mapped: bool) -> Flags:
-    """The flags of values that all have the axis, or all lack it."""
+    """A flag for each value: ``mapped`` says whether all of them have the axis of micro-batches."""
     return jax.tree.map(lambda _: mapped, values)

@@ -115,12 +115,12 @@ def has_cotangent(dtype: jnp.dtype) -> bool:
 
 
 def as_floats(x: Num[Array, "..."]) -> Float[Array, "..."]:
-    """An array that can have a cotangent: bytes become 8-bit floats."""
+    """An array that can have a cotangent: bytes become 8-bit floats, other dtypes stay."""
     return lax.bitcast_convert_type(x, _BYTE) if x.dtype in _BYTES else x
 
 
 def as_encoded(x: Float[Array, "..."], dtype: jnp.dtype) -> Num[Array, "..."]:
-    """Undo ``as_floats`` for an array that had a dtype."""
+    """Undo ``as_floats`` for an array whose dtype was ``dtype``."""
     return lax.bitcast_convert_type(x, dtype) if dtype in _BYTES else x
 
 

@@ -90,7 +90,7 @@ class SumStorage:
         self._extra = used[extra]
 
     def start(self, residuals: PyTree[Array]) -> Stored:
-        """What to carry before there are any sums."""
+        """The carry before there are any sums: the residuals, and uninitialised room for the sums, fp32."""
         return Stored(residuals, lax.empty((self._rows, self._extra), jnp.float32))
 
     def write(self, stored: Stored, sums: Values, layer: Index) -> Stored:

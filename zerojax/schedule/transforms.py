@@ -24,7 +24,7 @@ class Pullback(Protocol):
 
     @property
     def args_res(self) -> list[PyTree[Array]]:
-        """One for each argument."""
+        """The residuals that are arguments: one for each argument."""
         ...
 
     def replace(self, *, args_res: Sequence[PyTree[Array]]) -> Self:
@@ -37,7 +37,7 @@ class Pullback(Protocol):
 
 
 def pullback[T](function: Callable[..., T], *primals: PyTree[Array]) -> tuple[T, Pullback]:
-    """``jax.vjp``, typed."""
+    """``jax.vjp`` with types: the result, and the pullback from its cotangents to the arguments'."""
     out, vjp = jax.vjp(function, *primals)
     return out, cast(Pullback, vjp)
 

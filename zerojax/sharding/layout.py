@@ -261,7 +261,7 @@ def without_place(leaf: ParamLayout) -> ParamLayout:
 
 
 def flatten(x: Num[Array, "..."], leaf: ParamLayout) -> Num[Array, " padded"]:
-    """One layer of unsharded shape, flat and padded with zeros."""
+    """One layer of unsharded shape as ``[padded]``: flat, with zeros at the end of each of its ``parts``."""
     if leaf.padded == leaf.size:
         return x.reshape(-1)
     return _padded(x.reshape(leaf.parts, -1), leaf).reshape(-1)
@@ -297,5 +297,5 @@ def _unpadded[A: (Array, np.ndarray)](parts: A, leaf: ParamLayout) -> A:
 
 
 def in_a_row(x: Num[Array, "..."], stack: tuple[int, ...]) -> Num[Array, "layers ..."]:
-    """The layers of a stacked array along one axis."""
+    """A stacked array with one axis of layers in place of the axes of ``stack``."""
     return x.reshape(math.prod(stack), *x.shape[len(stack) :])

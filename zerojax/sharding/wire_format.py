@@ -87,7 +87,11 @@ class Codec:
     def encode(
         self, x: Float[Array, "rows n"], *, seed: Seed | None = None, rotation: int = 0
     ) -> Num[Array, "rows m"]:
-        """Encode rows for the wire; only stochastic rounding reads ``seed``."""
+        """Encode rows for the wire, as bytes or the raw ``dtype``; only stochastic rounding reads ``seed``.
+
+        Raises:
+            ConfigurationError: ``rotation`` is not 0, and the format only stores weights.
+        """
         if self.fmt == E4M3:
             return x if x.dtype == self.dtype else fp8.encode(x)
         if self.raw:
@@ -111,7 +115,7 @@ class Codec:
         return pallas_kernels.decode(payload, self.fmt, n, block=self.block, dtype=dtype)
 
     def decode_sum(self, payload: Num[Array, "peers m"], n: int, *, rotation: int = 0) -> Float[Array, " n"]:
-        """The fp32 sum over peers in their order, rotated back."""
+        """The fp32 sum over peers in their order, rotated back. Refuse formats that only store weights."""
         self._check_sums()
         if self.raw:
             return sum_rows(payload)
@@ -130,7 +134,7 @@ class Codec:
         )
 
     def encode_delta(self, x: Float[Array, "rows n"], base: Float[Array, "rows n"]) -> Num[Array, "rows m"]:
-        """Encode the difference ``x - base``, computed in fp32."""
+        """Encode the difference ``x - base``, computed in fp32. Refuse formats that only store weights."""
         self._check_sums()
         if self.raw:
             return (x - base.astype(jnp.float32)).astype(self.dtype)

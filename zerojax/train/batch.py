@@ -81,7 +81,11 @@ def batch_specs(spec: TrainSpec, batch: Batch) -> PyTree[PartitionSpec]:
 
 
 def abstract_batch(spec: TrainSpec, batch: Batch) -> PyTree[jax.ShapeDtypeStruct]:
-    """The shapes, dtypes and shardings of a global batch on the devices, as ``place`` spreads it."""
+    """The shapes, dtypes and shardings of a global batch on the devices, as ``place`` spreads it.
+
+    Raises:
+        ConfigurationError: its rows do not divide among the devices and micro-batches.
+    """
     copies = spec.zero.sequence_parallel
     _check_batch(batch, spec.world.size // copies, spec.zero.accumulate, copies=copies)
 
@@ -168,7 +172,10 @@ def _rows_of_devices(x: Any, *, own: int, copies: int) -> Array | np.ndarray:
 
 
 def rows_once(spec: TrainSpec, x: jax.Array) -> jax.Array:
-    """Results for a device's rows, as an array that has rows shared by several devices only once."""
+    """``x`` [rows, ...] with the rows that several devices share only once:
+
+    ``rows / sequence_parallel`` rows.
+    """
     copies = spec.zero.sequence_parallel
     return x if copies == 1 else _with_shards(x, _by_groups(spec), (x.shape[0] // copies, *x.shape[1:]))
 

@@ -50,7 +50,7 @@ def fp8_report(state: TrainState) -> dict[str, Fp8Loss]:
 
 
 def fp8_metrics(state: TrainState) -> dict[str, Array]:
-    """``fp8_report`` as metrics of a run, "fp8/PATH/error" and so on; fp32 scalars, not waited for."""
+    """``fp8_report`` as metrics of a run, "fp8/PATH/error" and so on: fp32 scalars, still being computed."""
     found = _dispatched(state)
     return {f"fp8/{name}/{kind}": x for name, loss in found.items() for kind, x in loss._asdict().items()}
 

@@ -92,7 +92,7 @@ def in_portions[T](init: Callable[..., T], places: T) -> Callable[..., T]:
 
 
 def adapter_values(spec: TrainSpec, key: Array) -> dict[Path, Array]:
-    """The first values of all adapters, by path, of unsharded shape."""
+    """The first A and B of all adapters, by path, each of unsharded shape."""
     values: dict[Path, Array] = {}
     for leaf in spec.frozen:
         if leaf.path in spec.adapters:

@@ -47,7 +47,7 @@ def device_bytes(tree: Any) -> int:
 
 
 def host_bytes(tree: Any) -> int:
-    """Bytes in host memory, for one device, of a tree of arrays or ShapeDtypeStructs."""
+    """Bytes in host memory, for one device, of a tree of arrays or ShapeDtypeStructs with shardings."""
     return sum(_part_bytes(x) for x in jax.tree.leaves(tree) if _in_host(x))
 
 

@@ -47,7 +47,7 @@ class Sums(NamedTuple):
     aux: dict[str, Num[Array, "*micro"]]
 
     def means(self) -> dict[str, Array]:
-        """Means over all tokens: "loss" and each scalar of aux, in which "tokens" stays the sum."""
+        """Means over all tokens: "loss" and each scalar of aux. Only "tokens", if aux has it, stays a sum."""
         totals = self.aux | {"loss": self.loss}
         means = {name: total / self.tokens for name, total in totals.items()}
         return means | ({TOKENS: self.tokens} if TOKENS in self.aux else {})

@@ -89,7 +89,7 @@ def scale_of(peak: Float32[Array, "*layers"], replica: Weight | None) -> Float32
 
 
 def rescaled(replica: Weight, scale: Float32[Array, "*layers"]) -> Weight:
-    """Delta's replica with another scale."""
+    """Delta's replica, with its fp8 codes encoded again for another scale."""
 
     def change() -> Array:
         return fp8.encode(fp8.decode(replica.values, jnp.float32), (scale / replica.scale)[..., None])

@@ -290,7 +290,7 @@ class TrainSpec:
     def abstract(
         self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = _EVERYONE
     ) -> jax.ShapeDtypeStruct:
-        """The description of an array, replicated by default."""
+        """A ShapeDtypeStruct of an array on the mesh, replicated by default."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding(spec))
 
     def by_path(self, make: Callable[[ParamLayout], Any]) -> dict[Path, Any]:

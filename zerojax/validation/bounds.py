@@ -45,7 +45,7 @@ def check_numbers(settings: "DataclassInstance", name: Callable[[str], str]) -> 
 
 
 def checked_seed(seed: int) -> np.uint32:
-    """The seed as uint32."""
+    """The seed as uint32. Refuse anything but whole numbers from 0 to 2^32 - 1."""
     try:
         return np.uint32(operator.index(seed))
     except (TypeError, OverflowError):
@@ -71,7 +71,11 @@ _found: ContextVar[list[str] | None] = ContextVar("refused", default=None)
 
 @contextmanager
 def all_at_once() -> Generator[None]:
-    """Collect the messages of ``require`` in a block, so that the user sees all faults at once."""
+    """Collect the messages of ``require`` in a block, so that the user sees all faults at once.
+
+    Raises:
+        ConfigurationError: with all messages, at the end of the block.
+    """
     found: list[str] = []
     token = _found.set(found)
     try:

@@ -7,7 +7,10 @@ from zerojax.errors import ConfigurationError
 
 
 def as_patterns(setting: str, given: Iterable[str]) -> tuple[str, ...]:
-    """The patterns of a setting as a tuple."""
+    """The patterns of a setting as a tuple.
+
+    Refuse a single string, whose characters would be the patterns.
+    """
     if isinstance(given, str):
         raise ConfigurationError(
             f"{setting}={given!r} is one string: give a tuple of patterns, ({given!r},)."

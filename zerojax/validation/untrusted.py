@@ -42,7 +42,11 @@ def parse_json(text: str) -> Any:
 
 
 def read_json_object(path: Path, kind: type[ConfigurationError] = ConfigurationError) -> dict[str, Any]:
-    """The object in a JSON file. Errors are of the class ``kind``."""
+    """The object in a JSON file.
+
+    Raises:
+        kind: the file cannot be read, or is no object.
+    """
     with file_errors(path, kind, content="not JSON"):
         values = parse_json(path.read_text(encoding="utf-8"))
     if not isinstance(values, dict):

@@ -42,7 +42,7 @@ class HostChoice:
 
 
 def host_needed(memory: PredictedMemory, cluster: Cluster) -> int:
-    """Bytes of a host's memory that its devices need, including XLA's pool and the saving of checkpoints."""
+    """Bytes of memory that a host needs for its devices, XLA's pool and the saving of checkpoints."""
     saved = memory.host.get("parameters", 0) + memory.host.get("optimizer", 0)
     return cluster.local * pool_bytes(memory.host_total) + (SAVING if saved else 0)
 

@@ -85,7 +85,7 @@ class HopPlan:
 
 
 class ByLink[T](NamedTuple):
-    """Bytes or seconds that one device's traffic takes within its node, and between nodes."""
+    """One number for a device's traffic within its node, and one for its traffic to other nodes."""
 
     local: T
     node: T

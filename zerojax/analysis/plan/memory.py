@@ -148,16 +148,16 @@ class PredictedMemory:
 
     @property
     def total(self) -> int:
-        """The sum over all kinds, on the device."""
+        """Bytes of all kinds together on the device."""
         return sum(self.kinds.values())
 
     @property
     def host_total(self) -> int:
-        """The sum over all kinds, in host memory."""
+        """Bytes of all kinds together in host memory, for one device."""
         return sum(self.host.values())
 
     def wherever(self, kind: str) -> int:
-        """Bytes of a kind in either memory."""
+        """Bytes of a kind in both memories together."""
         return self.kinds[kind] + self.host.get(kind, 0)
 
     @property

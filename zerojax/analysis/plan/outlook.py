@@ -99,7 +99,7 @@ class Prediction:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs over the peak of the cluster."""
+        """Model FLOPs per second over the peak FLOP/s of the cluster's GPUs, 0 to 1."""
         return self.spec.zero.accumulate * self.work.model_flops / self.time.seconds / self.cluster.gpu.flops
 
 

@@ -39,17 +39,20 @@ class ParamBytes:
         return 4 * (self.strategy.grad_size(leaf) if self.sums_sharded else leaf.shard)
 
     def gathered(self, units: int) -> int:
-        """Trained weights that are whole at once: at stage 3 some units and the leaves outside units."""
+        """Bytes of the trained weights that are whole at once:
+
+        At stage 3 some units and the leaves outside units.
+        """
         if self.spec.zero.stage < 3:
             return self._whole(self.spec.leaves)
         return self.outside() + self._largest_units(self.weight, units)
 
     def outside(self) -> int:
-        """Trained weights outside units."""
+        """Bytes of the trained weights outside units."""
         return self._whole(self._outside)
 
     def hpz_copy(self) -> int:
-        """The node-local weights that the forward pass keeps for the backward pass."""
+        """Bytes of the node-local weights that the forward pass keeps for the backward pass."""
         if (self.strategy.source, self.strategy.keep) != ("primary", "secondary"):
             return 0
         leaves = (leaf for group in self.spec.unit_groups for leaf in group.leaves if not leaf.in_every_node)
@@ -66,12 +69,15 @@ class ParamBytes:
         return used + self._largest_units(self._frozen_on_the_way, frozen=True)
 
     def frozen_in_forward(self) -> int:
-        """Frozen weights in the forward pass, which gathers leaves outside units before the first unit."""
+        """Bytes of frozen weights in the forward pass, which gathers the ones outside units at its start."""
         arriving = self._frozen_outside if self.spec.unit_groups else ()
         return self.frozen_in_use() + sum(map(self._frozen_arriving, arriving))
 
     def frozen_in_loss(self) -> int:
-        """Frozen weights that are whole in the loss: one unit's, and the largest leaf outside units."""
+        """Bytes of frozen weights that are whole in the loss:
+
+        One unit's, and the largest leaf outside units.
+        """
         outside = max((self._whole([leaf]) for leaf in self._frozen_outside), default=0)
         return outside + self._largest_units(self.weight, frozen=True)
 
@@ -127,7 +133,7 @@ class ParamBytes:
         return self._largest_units(encoded) if self.spec.zero.stage == 3 else 0
 
     def sums(self) -> int:
-        """Sums at ``grad_level``, twice while micro-batches are summed."""
+        """Bytes of the sums at ``grad_level``, twice while micro-batches are summed."""
         if self.spec.zero.stage == 0:
             return 0  # the sums replace the gradients in place
         twice = self.spec.zero.passes > 1 and self.sums_sharded
@@ -144,7 +150,7 @@ class ParamBytes:
         return self._set_of_sums() * (1 if self.strategy.grad_level == "primary" else 2)
 
     def sums_in_nodes(self) -> int:
-        """Sums that all nodes need and get once per step, while their owners still hold their own."""
+        """Bytes of the sums that all nodes get once per step, while their owners still hold their own."""
         if self.strategy.sums_in_pass or self.strategy.grad_level != "primary":
             return 0
         return sum(4 * leaf.layers * leaf.owned for leaf in self.spec.leaves if leaf.in_every_node)

@@ -17,7 +17,11 @@ _ALWAYS = ("compute", "hops in the node", "waiting for the network", "optimizer"
 
 
 def draw_outlook(outlook: Outlook, path: Path, title: str) -> None:
-    """Draw an outlook as PNG."""
+    """Draw an outlook as PNG.
+
+    Raises:
+        ConfigurationError: the file cannot be written, or its suffix is no format of pictures.
+    """
     cluster = outlook.cluster
     figure = Figure(figsize=(12, 1.9 + 0.5 * len(outlook.forecasts)), layout="constrained")
     memory, time = figure.subplots(1, 2, sharey=True)

@@ -127,7 +127,7 @@ class Work:
 
     @property
     def flops(self) -> float:
-        """FLOPs executed in both passes."""
+        """FLOPs executed in both passes of one device."""
         return self.forward + self.backward
 
 

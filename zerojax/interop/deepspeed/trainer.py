@@ -48,7 +48,7 @@ _SCHEDULERS = {
 
 
 def check_deepspeed(data: dict[str, Any]) -> None:
-    """Refuse another program's file."""
+    """Refuse a JSON file that is no DeepSpeed config."""
     # The Trainer has flags of the same names as two of DeepSpeed's tables.
     flags = {name for name in ("bf16", "fp16") if isinstance(data.get(name), bool)}
     if _KEYS & data.keys() - flags:
@@ -86,7 +86,11 @@ def filled_in(data: dict[str, Any], trainer: Any) -> dict[str, Any]:
 
 
 def steps_of(trainer: Any) -> int | None:
-    """The number of optimizer steps in the Trainer's arguments; None if it follows from the data."""
+    """The number of optimizer steps in the Trainer's arguments; None if it follows from the data.
+
+    Raises:
+        ConfigurationError: an argument has the wrong type.
+    """
     steps = _read(trainer)["max_steps"]
     return steps if steps > 0 else None
 

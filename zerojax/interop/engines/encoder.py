@@ -44,7 +44,7 @@ class Cut:
 
     @staticmethod
     def of(shard: int, largest: int = LARGEST) -> "Cut":
-        """The cut of a layer's shard of this many elements."""
+        """The cut of a layer's shard of ``shard`` elements into pieces of at most ``largest``."""
         pieces = max(1, -(-shard // largest))
         size = max(1, -(-shard // pieces))
         unit = 1 << max(10, (size - 1).bit_length() - 4)
@@ -206,7 +206,7 @@ def full_patch(now: Compared, sums: np.ndarray, piece: int, number: int, version
 
 
 def low_bits(size: int, count: int) -> int:
-    """The low bits of a gap for ``count`` changes among ``size`` elements: the mean gap's logarithm."""
+    """The low bits of a gap between ``count`` changes among ``size`` elements: log2 of the mean gap."""
     return max(0, (size // max(count, 1)).bit_length() - 1)
 
 

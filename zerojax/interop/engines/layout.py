@@ -65,7 +65,7 @@ class Part:
 
 
 def arrays_of(state: TrainState) -> dict[Key, jax.Array]:
-    """The arrays that are sent, by key."""
+    """The arrays that are sent, by key: parameters as they are stored, and the model's other state."""
     return from_tree(state.params) | {("", name): x for name, x in state.model_state.items()}
 
 

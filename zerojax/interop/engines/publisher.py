@@ -125,7 +125,7 @@ class Publisher:
         return {feed.address: feed.error for feed in self._feeds if feed.error is not None}
 
     def wait(self, version: int, seconds: float) -> bool:
-        """Wait until all receivers serve a version or a newer one; False after some seconds."""
+        """Wait until all receivers serve a version or a newer one. Returns False after ``seconds``."""
         limit = time.monotonic() + seconds
         while any(serving < version for serving in self.serving.values()):
             if time.monotonic() > limit:
@@ -168,7 +168,7 @@ class Publisher:
 def patches_of(
     part: Part, now: Compared, before: Compared, sums: np.ndarray, versions: tuple[int, int]
 ) -> dict[int, list[Patch]]:
-    """The patches of a shard's pieces, without pieces that are smaller in full."""
+    """The patches of a shard's pieces, by piece. Pieces that are smaller in full are left out."""
     counts = np.asarray(now.counts)
     packed = [pack(now, before.values, counts, row) for row in range(len(counts))]
     for buffer in packed:

@@ -96,7 +96,7 @@ class Patch:
 
 
 def full(new: np.ndarray, piece: int, version: int) -> Patch:
-    """The patch with all elements of a piece, as unsigned integers."""
+    """The patch with all elements ``new`` of a piece: a vector of unsigned integers, padding included."""
     return Patch(piece, FULL, version, checksums(new), body=new.tobytes())
 
 
@@ -155,7 +155,7 @@ def _numbers(words: np.ndarray, count: int, width: int) -> np.ndarray:
 
 
 def keys(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The odd factors of a piece's first ``count`` 32-bit words in its two checksums."""
+    """The factors of a piece's first ``count`` 32-bit words in its two checksums: odd, uint32[count] each."""
     if count > len(_keys[0]):
         number = np.arange(max(count, 1 << 16), dtype=np.uint32)
         _keys[:] = [_mixed(number), _mixed(~number)]
@@ -172,7 +172,7 @@ def _mixed(x: np.ndarray) -> np.ndarray:
 
 
 def checksums(values: np.ndarray) -> tuple[int, int]:
-    """The two checksums of all elements of a piece, as unsigned integers."""
+    """The two checksums, modulo 2^32, of a piece's elements: a vector of unsigned integers."""
     data = values.tobytes()
     words = np.frombuffer(data + bytes(-len(data) % 4), "<u4")
     one, other = (int(np.dot(words, key)) for key in keys(len(words)))
@@ -182,7 +182,7 @@ def checksums(values: np.ndarray) -> tuple[int, int]:
 def changed_checksums(
     sums: tuple[int, int], places: np.ndarray, old: np.ndarray, new: np.ndarray
 ) -> tuple[int, int]:
-    """The checksums after the elements at ``places`` have changed from ``old`` to ``new``."""
+    """The checksums after the elements at ``places`` changed from ``old`` to ``new``; all have one length."""
     each = 4 // new.itemsize
     shift = (places % each * (8 * new.itemsize)).astype(np.uint32)
     difference = (new.astype(np.uint32) - old.astype(np.uint32)) << shift
@@ -231,7 +231,7 @@ class Strip:
         )
 
     def of(self, flat: np.ndarray) -> np.ndarray:
-        """The rectangle as a view of the flat tensor."""
+        """The rectangle as a view [rows, columns] of the flat tensor."""
         shape = self.bottom - self.top, self.end - self.left
         strides = self.down * flat.itemsize, self.right * flat.itemsize
         return np.lib.stride_tricks.as_strided(flat[self.offset :], shape, strides)
@@ -281,7 +281,10 @@ class Piece:
         return found
 
     def blocks(self, values: np.ndarray) -> Iterator[tuple[Strip, tuple[slice, slice], np.ndarray]]:
-        """All elements of the piece in rectangles: a strip, rows and columns of it, and the view."""
+        """All elements of a piece in rectangles:
+
+        A strip, the rows and columns in it, and a view of ``values``.
+        """
         for place, first, last in self.runs:
             for top, bottom, left, end in _rectangles(first, last, self.width):
                 start = place - first + top * self.width + left
@@ -377,25 +380,25 @@ class Slot:
             self._tensors[name] = data[start:stop].view(_UNSIGNED[_ITEMS[dtype]])
 
     def read(self, piece: Piece) -> np.ndarray:
-        """All elements of a piece, padding included."""
+        """All elements of a piece as unsigned integers; 0 in its padding."""
         values = np.zeros(piece.size, _UNSIGNED[piece.itemsize])
         for strip, own, block in piece.blocks(values):
             block[:] = strip.of(self.tensors[strip.tensor])[own]
         return values
 
     def write(self, piece: Piece, values: np.ndarray) -> None:
-        """Write all elements of a piece."""
+        """Write all elements of a piece. ``values`` are unsigned integers, padding included."""
         for strip, own, block in piece.blocks(values):
             strip.of(self.tensors[strip.tensor])[own] = block
 
     def read_at(self, points: list[tuple[Strip, np.ndarray, np.ndarray]], out: np.ndarray) -> np.ndarray:
-        """The elements at ``Piece.points``, written to ``out``."""
+        """Write the elements at ``Piece.points`` to ``out``, which is returned."""
         for strip, index, at in points:
             out[index] = self.tensors[strip.tensor][at]
         return out
 
     def write_at(self, points: list[tuple[Strip, np.ndarray, np.ndarray]], values: np.ndarray) -> None:
-        """Write the elements at ``Piece.points``."""
+        """Set the elements at ``Piece.points`` to the ones of ``values``, which has one for each position."""
         for strip, index, at in points:
             self.tensors[strip.tensor][at] = values[index]
 
@@ -504,7 +507,10 @@ class Source(Protocol):
         ...
 
     def wait_newer(self, version: int, seconds: float) -> int:
-        """The newest version, as soon as it is above ``version``, or after some seconds."""
+        """Wait until the newest version is above ``version``, at most ``seconds``.
+
+        Returns the newest version.
+        """
         ...
 
     def patches(self, piece: int, before: int) -> list[Patch]:
@@ -836,16 +842,17 @@ class Channel:
         return Patch.of(data) if kind == _PATCH else data
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Send a message, and return the response.
-
-        Raises:
-            PatchError: the receiver refused something; its reason.
-        """
+        """Send a message, and return the response. Errors as ``response``."""
         self.send(message)
         return self.response()
 
     def response(self) -> dict[str, Any]:
-        """The receiver's next message; errors as ``ask``."""
+        """The receiver's next message.
+
+        Raises:
+            OSError: as for ``receive``, or something else arrived.
+            PatchError: the receiver refused something; its reason.
+        """
         response = self.receive()
         if not isinstance(response, dict):
             raise ConnectionError("the receiver sent no message")
@@ -854,7 +861,10 @@ class Channel:
         return response
 
     def close(self, reason: str = "") -> None:
-        """Close the connection; a receiver that refuses something says why."""
+        """Close the connection.
+
+        A receiver that refuses something gives its ``reason``, which the sender prints.
+        """
         with suppress(OSError):
             if reason:
                 self.send({"refused": reason})

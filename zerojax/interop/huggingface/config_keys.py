@@ -36,7 +36,11 @@ class ConfigKeys:
         self.notes: list[str] = []
 
     def take(self, name: str, kind: type, default: Any = REQUIRED) -> Any:
-        """The value of a key, which must be of type ``kind``; null means the default."""
+        """The value of a key, which must be of type ``kind``; null means the default.
+
+        Raises:
+            ConfigurationError: it has another type, or is missing and has no default.
+        """
         self._seen.add(name)
         value = self._values.get(name)
         if value is None:

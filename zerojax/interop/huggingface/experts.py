@@ -71,7 +71,7 @@ def _write_dense_layers(model: GPTConfig) -> Fields:
 
 
 def first_dense(default: int, name: str = "first_k_dense_replace") -> Entry:
-    """The first layers have no experts; intermediate_size is their width."""
+    """The first layers have no experts; intermediate_size is their width. ``default`` counts these layers."""
 
     def read(keys: ConfigKeys, found: Fields) -> Fields:
         dense = tuple(range(min(keys.take(name, int, default), found["layers"])))

@@ -184,7 +184,11 @@ def quantized_state(
 
 @contextmanager
 def new_folder(out: Path) -> Generator[Path]:
-    """A draft folder that becomes ``out`` when the block ends. All processes enter; the first one writes."""
+    """A draft folder that becomes ``out`` when the block ends. All processes enter; the first one writes.
+
+    Raises:
+        ConfigurationError: ``out`` exists, or cannot be written.
+    """
     draft = out.parent / f"{out.name}.unfinished"
 
     def create() -> None:

@@ -289,7 +289,11 @@ class ReadModel(NamedTuple):
 
 
 def read_model(values: dict[str, Any], origin: str) -> ReadModel:
-    """Read the family and shape of a config.json's model; ``origin`` names the file in errors."""
+    """Read the family and shape of a config.json's model; ``origin`` names the file in errors.
+
+    Raises:
+        ConfigurationError: the family, or a key or its value, is not supported.
+    """
     kind = values.get("model_type")
     if isinstance(kind, str) and kind in COMPOSITES:
         family, values = _text_part(values, origin)
@@ -350,7 +354,11 @@ def _describe_nearest(values: dict[str, Any]) -> str:
 
 
 def describe_model(model: GPTConfig) -> tuple[Family, dict[str, Any]]:
-    """The family of a model, and a config.json that transformers 4 and 5 both read."""
+    """The family of a model, and a config.json that transformers 4 and 5 both read.
+
+    Raises:
+        ConfigurationError: no family fits; says what differs from the nearest.
+    """
     if not (found := fitting(model)):
         reasons = sorted((family.why_not(model) for family in FAMILIES.values()), key=len)
         nearest = " | ".join(map("; ".join, reasons[:_NEAREST]))

@@ -31,7 +31,10 @@ class FP8Blocks:
 
     @classmethod
     def of(cls, size: list[Any] | None) -> "FP8Blocks":
-        """The format with blocks of this weight_block_size; None is one scale for a tensor."""
+        """The format with blocks of this weight_block_size, which must be two positive integers.
+
+        None means one scale for a whole tensor.
+        """
         if size is None:
             return cls(None)
         if [type(n) for n in size] != [int, int] or min(size) < 1:
@@ -39,7 +42,11 @@ class FP8Blocks:
         return cls((size[0], size[1]))
 
     def decoded(self, specs: Specs) -> Specs:
-        """The specs of decoded tensors, from the specs of the files."""
+        """The specs of decoded tensors, in bf16, from the specs of the files.
+
+        Raises:
+            ConfigurationError: scales are missing, or do not fit their tensor.
+        """
         found = dict(specs)
         for name, spec in specs.items():
             if spec.dtype != _CODES:
@@ -62,7 +69,7 @@ class FP8Blocks:
         return (tuple(-(-n // size) for n, size in zip(spec.shape, self.block, strict=True)),)
 
     def read(self, files: SafetensorFiles, name: str, *ranges: slice) -> BFloat16[np.ndarray, "..."]:
-        """Read a part of a quantized tensor, multiplied in fp32 and rounded to bf16, as in transformers."""
+        """Read a part of a quantized tensor: multiplied in fp32 and rounded to bf16, as in transformers."""
         values = files.read(name, *ranges).astype(np.float32)
         if self.block is None:
             scales = files.read(name + _SCALES).astype(np.float32).reshape(())

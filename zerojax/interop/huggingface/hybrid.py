@@ -46,7 +46,10 @@ def _recurrent(types: list[str], word: str, others: str, layers: int) -> tuple[i
 def recurrent_layers(
     word: str, others: str = FULL, interval: str | None = "full_attention_interval"
 ) -> Entry:
-    """The recurrent layers: ``layer_types`` with this word, or all but every so many (all without a key)."""
+    """The recurrent layers, which are ``word`` in ``layer_types``.
+
+    Without that key they are all but every ``interval``-th layer, or all if ``interval`` is None.
+    """
 
     def read(keys: ConfigKeys, found: Fields) -> Fields:
         every = found["layers"] + 1 if interval is None else max(keys.take(interval, int, 4), 1)

@@ -112,7 +112,7 @@ def _model_weights(train_spec: TrainSpec, new: str | None) -> list[ParamLayout]:
 def check_tensors(
     train_spec: TrainSpec, files: WeightFiles, family: Family, parts: TensorParts, new: str | None = None
 ) -> None:
-    """Compare the files' tensors with the model's, from the files' headers."""
+    """Refuse files whose headers differ from the model in the tensors' names, shapes or kinds of dtype."""
     leaves = _model_weights(train_spec, new)
     needed = {tensor.name: tensor for leaf in leaves for tensor in tensors_of(leaf, parts)}
     kept = tensors_of_state(train_spec.adapter.abstract_model_state, parts)

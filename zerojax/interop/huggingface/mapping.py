@@ -333,7 +333,7 @@ class Tensor:
         return slice(first, first + height)
 
     def among(self, weight: np.ndarray) -> np.ndarray:
-        """The weight's columns that the tensor holds, as a view."""
+        """The weight's columns that the tensor holds, as a view of one layer (in, out)."""
         own = weight if self.part.expert is None else weight[self.part.expert]
         return own[..., self.columns]
 
@@ -345,7 +345,7 @@ class Tensor:
         return columns if self.part.experts is None else columns[None]
 
     def within(self, values: np.ndarray) -> np.ndarray:
-        """The columns of the weight, from all values of the tensor."""
+        """The columns of the weight in its layout, from all values of the tensor in the file's."""
         return self.turned(values[self.region()])
 
     def turned(self, values: np.ndarray) -> np.ndarray:

@@ -53,7 +53,10 @@ def from_files(
     *,
     interleaved: bool,
 ) -> tuple[Float32[np.ndarray, "experts inputs rank"], Float32[np.ndarray, "experts rank outputs"]]:
-    """A and B of all experts, from the transposed tensors of a file; B has gate's outputs before up's."""
+    """A and B of all experts, from the transposed tensors of a file; B has gate's outputs before up's.
+
+    ``stacked`` is experts x rank. ``interleaved`` files alternate gate and up (``interleaves``).
+    """
     stacked_a = a.T.reshape(experts, -1, a.shape[0]).swapaxes(1, 2)
     stacked_b = b.T.reshape(b.shape[1], -1, experts).transpose(2, 1, 0)
     if interleaved:

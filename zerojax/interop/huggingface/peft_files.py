@@ -210,7 +210,7 @@ class Settings(NamedTuple):
 
     @classmethod
     def read(cls, folder: Path) -> "Settings":
-        """Read adapter_config.json."""
+        """Read adapter_config.json. Refuse options and values that zerojax lacks."""
         values = read_config_json(folder, CONFIG, "a PEFT adapter")
         # PEFT writes all of its options. Options that are off are null, false or empty.
         keys = ConfigKeys({name: x for name, x in values.items() if x}, str(folder / CONFIG), _HARMLESS)

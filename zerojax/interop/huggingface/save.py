@@ -98,7 +98,10 @@ def gather_layer(
 
 
 def cast(name: str, values: Float32[np.ndarray, "..."], dtype: str) -> np.ndarray:
-    """Values in a file's dtype, rounded to nearest."""
+    """Values in a file's dtype ("F32", "BF16" or "F16"), rounded to nearest.
+
+    Refuse values beyond F16's range.
+    """
     with np.errstate(over="ignore"):
         out = values.astype(DTYPES[dtype])
     if dtype == "F16" and np.isinf(out).any() and not np.isinf(values).any():

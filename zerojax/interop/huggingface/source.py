@@ -64,7 +64,11 @@ def is_model(folder: Path) -> bool:
 
 
 def read_config_json(folder: Path, name: str = CONFIG, owner: str = "a Hugging Face model") -> dict[str, Any]:
-    """The config.json of a folder, or another JSON file of settings; ``owner`` is a folder with it."""
+    """The settings in a folder's JSON file, config.json by default. Messages call the folder ``owner``'s.
+
+    Raises:
+        ConfigurationError: there is no such file, or it is no JSON object.
+    """
     path = folder / name
     if not path.exists():
         raise ConfigurationError(f"{path}: No such file or directory; the folder of {owner} has one")

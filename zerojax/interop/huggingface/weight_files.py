@@ -27,7 +27,10 @@ class MXFP4:
     """
 
     def decoded(self, specs: Specs) -> Specs:
-        """The specs of decoded tensors, from the specs of the files."""
+        """The specs of decoded tensors, in bf16, from the specs of the files.
+
+        Refuse tensors that are not MXFP4.
+        """
         found = dict(specs)
         for name, spec in specs.items():
             base = name.removesuffix(_CODES)
@@ -65,7 +68,10 @@ QuantizedFormat = MXFP4 | FP8Blocks | WeightFormat
 
 
 def read_format(keys: ConfigKeys) -> QuantizedFormat | None:
-    """The format of a model's quantized tensors, if it has any. The files show which tensors these are."""
+    """The format of a model's quantized tensors, or None. Refuse unsupported formats.
+
+    The files show which tensors are quantized.
+    """
     values = keys.take(QUANTIZATION, dict, {})
     if not values:
         return None

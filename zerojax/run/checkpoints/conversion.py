@@ -117,7 +117,7 @@ def _own_part(x: Array, names: str | tuple[str, ...], axis: int) -> Array:
 
 
 def mean_over_nodes(train_spec: TrainSpec, x: Array) -> Array:
-    """The mean over the first axis, the nodes; for counts, the largest."""
+    """The mean over the first axis of ``x``, the nodes. Integers count something: their largest is taken."""
     reduce = jnp.mean if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.max
     to = train_spec.sharding(PartitionSpec(*_spec(x)[1:]))
     return jax.jit(functools.partial(reduce, axis=0), out_shardings=to)(x)

@@ -232,7 +232,11 @@ def _summary(problems: list[str]) -> str:
 
 
 def files_of(path: Path) -> Iterator[str]:
-    """Relative names of all files in a checkpoint except the manifest."""
+    """Relative names of all files in a checkpoint except the manifest.
+
+    Raises:
+        DamagedError: there is a link, or something else that is no plain file.
+    """
     manifest = _manifest_name(path)
     for folder, folders, names in os.walk(path, onerror=_raise):
         for name in [*folders, *names]:

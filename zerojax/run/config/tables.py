@@ -138,7 +138,11 @@ def _frozen_by_default(lora: LoRA | None, outputs: int | None) -> tuple[str, ...
 
 
 def checked(data: Mapping[str, Any], origin: str) -> Tables:
-    """The tables of a config with values of the right types: tuples for lists, floats for whole numbers."""
+    """The tables of a config with values of the right types: tuples for lists, floats for whole numbers.
+
+    Raises:
+        ConfigError: a key is unknown, or has another type; the message names ``origin``.
+    """
     try:
         return _value(RunConfig, data, "")
     except _WrongError as error:

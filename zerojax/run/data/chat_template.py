@@ -224,7 +224,12 @@ class ChatTemplate:
 
     @cached_property
     def turn_end(self) -> str:
-        """The text that the template writes after the content of an assistant's message."""
+        """The text that the template writes after the content of an assistant's message.
+
+        Raises:
+            DataError: there is none, or it would not count in the loss, so that a model would not learn to
+                stop.
+        """
         probe = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
         text, ranges = self.render_targets(probe)
         at = text.rfind(_PROBE) + len(_PROBE)
@@ -248,7 +253,11 @@ class ChatTemplate:
         return self.turn_end.strip() or self.turn_end
 
     def after_response(self, messages: Sequence[Message]) -> str:
-        """The text between an assistant's message and the next response, with ``messages`` in between."""
+        """The text between an assistant's message and the next response, with ``messages`` in between.
+
+        Raises:
+            DataError: the template leaves out the earlier response.
+        """
         probe = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
         _, found, after = self.render([*probe, *messages], add_generation_prompt=True).partition(_PROBE)
         if not found:
@@ -323,7 +332,11 @@ def text_of_content(content: Any) -> str:
 
 
 def find_template(folder: Path) -> ChatTemplate | None:
-    """The chat template in a tokenizer's folder, without special tokens; None if there is none."""
+    """The chat template in a tokenizer's folder, without special tokens; None if there is none.
+
+    Raises:
+        DataError: it cannot be read, or is no text.
+    """
     path, settings = folder / TEMPLATE, folder / SETTINGS
     if path.is_file():
         return _read(path)

@@ -149,7 +149,11 @@ def part_folders(settings: DataSection, folder: Path) -> list[Path]:
 
 
 def open_dataset(settings: DataSection, folder: Path) -> Dataset:
-    """Open the token files that ``prepare`` wrote, or the sources themselves if they are prepared."""
+    """Open the token files that ``prepare`` wrote, or the sources themselves if they are prepared.
+
+    Raises:
+        DataError: files are damaged, do not belong together, or do not fit ``data.kind``.
+    """
     folders = part_folders(settings, folder)
     tokenizer = load_tokenizer(folders[0] / TOKENIZER)
     checksum = tokenizer_checksum(folders[0])
@@ -177,7 +181,11 @@ def open_dataset(settings: DataSection, folder: Path) -> Dataset:
 
 
 def open_tokenizer(settings: DataSection, folder: Path) -> Tokenizer:
-    """The tokenizer of a run's tokens: the one that made them, that the run keeps, or that will make them."""
+    """The tokenizer of a run's tokens: the one that made them, that the run keeps, or that will make them.
+
+    Raises:
+        DataError: it is gone, or is still to be trained.
+    """
     file = tokenizer_file(settings, folder)
     if file.is_file() or is_prepared(file.parent) or (folder / ELSEWHERE).is_file():
         return load_tokenizer(file)
@@ -220,7 +228,10 @@ class PreparedTokens:
 
 
 def read_tokens(folder: Path) -> list[PreparedTokens]:
-    """The run's record of tokens prepared elsewhere, for each source."""
+    """The run's record of tokens prepared elsewhere, one for each source.
+
+    Raises DataError if it is damaged.
+    """
     path = folder / ELSEWHERE
     with file_errors(path, DataError, content="damaged; delete it to go on with the tokens that are there"):
         found = load_checked(path.read_text(encoding="utf-8"))["sources"]
@@ -247,7 +258,11 @@ def open_template(settings: DataSection, folder: Path) -> ChatTemplate:
 
 
 def make_tokenizer(settings: DataSection, texts: Iterator[bytes]) -> Tokenizer:
-    """The tokenizer that the settings choose, trained on ``texts`` if it is "bpe"."""
+    """The tokenizer that the settings choose, trained on ``texts`` if it is "bpe".
+
+    Raises:
+        DataError: ``data.tokenizer`` names no file, or one that cannot be read.
+    """
     if settings.tokenizer == "byte":
         return ByteTokenizer()
     if settings.tokenizer == "bpe":

@@ -26,7 +26,7 @@ TOOLS = "tools"
 
 
 class Encoded(NamedTuple):
-    """The tokens of a document, with begin and end, and whether each counts in the loss."""
+    """The tokens of a document, including begin and end, and for each whether it counts in the loss."""
 
     tokens: UInt32[np.ndarray, " n"]
     mask: Bool[np.ndarray, " n"]

@@ -112,7 +112,11 @@ def read_rows(
 
 
 def cut_document(path: Path) -> Iterator[Document]:
-    """A single text file as about 64 documents, cut at line ends, so that some of them can be held out."""
+    """A single text file as about 64 documents, cut at line ends, so that some of them can be held out.
+
+    Raises:
+        DataError: it cannot be read.
+    """
     with _readable(path), path.open("rb") as lines:
         target = max(1, path.stat().st_size // _PIECES)
         piece: list[bytes] = []
@@ -189,7 +193,7 @@ def _json_row(line: bytes, columns: Sequence[str], place: str) -> dict[str, Any]
 
 
 def text_of(row: Mapping[str, Any], column: str, place: str) -> str:
-    """The text in a column of a row."""
+    """The text in a column of a row. Raises DataError, which names the ``place``, if that is no text."""
     value = row[column]
     if not isinstance(value, str):
         raise DataError(
@@ -205,7 +209,10 @@ def kind_of(value: Any) -> str:
 
 
 def encode_text(text: str, place: str) -> bytes:
-    """A string of a JSON file as UTF-8."""
+    """A string of a JSON file as UTF-8.
+
+    Raises DataError, which names the ``place``, if it is not valid Unicode.
+    """
     try:
         return text.encode()
     except UnicodeEncodeError as error:

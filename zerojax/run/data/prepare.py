@@ -194,6 +194,9 @@ def keep_tokenizer(settings: DataSection, folder: Path) -> None:
 
     The run can then be moved, and keeps the tokenizer that it started with. A prepared folder is left alone;
     files from another start are replaced.
+
+    Raises:
+        DataError: the tokenizer is "bpe", which needs prepared data, or the folder has other files.
     """
     if (found := tokenizer_to_keep(settings, folder)) is not None:
         with _drafted(folder) as draft:

@@ -64,7 +64,7 @@ class ResponseEnd:
 
 
 class Item(NamedTuple):
-    """The tokens of a prompt, from the token that begins the text, and of its completion, with its end."""
+    """A prompt's tokens from the token that begins the text, and its completion's tokens with the end."""
 
     prompt: Int32[np.ndarray, " prompt"]
     completion: Int32[np.ndarray, " completion"]

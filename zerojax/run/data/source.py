@@ -49,7 +49,11 @@ class TextSource:
 
 
 def check_source_exists(source: str, pattern: str | None) -> None:
-    """Check that a source exists, without reading it. The tokens of an earlier run are a source, too."""
+    """Check that a source exists, without reading it. The tokens of an earlier run are a source, too.
+
+    Raises:
+        DataError: it does not, or has no file that fits ``pattern`` ("**/*" if that is None).
+    """
     if source != "stdlib" and not user_path(source).exists():
         _find_files(source, pattern or "**/*")
 

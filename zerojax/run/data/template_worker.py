@@ -76,7 +76,7 @@ compiled = lru_cache(maxsize=8)(ENVIRONMENT.from_string)
 
 
 def render(template: jinja2.Template, variables: Mapping[str, Any]) -> tuple[str, Ranges]:
-    """A text, and the ranges of its generation blocks."""
+    """A text, and the ranges of its generation blocks. Raises ValueError if it is far too long."""
     blocks: Any = ENVIRONMENT.extensions[GenerationBlocks.identifier]
     blocks.pieces, blocks.ranges = pieces, ranges = [], []
     for piece in template.generate(variables):
@@ -88,7 +88,7 @@ def render(template: jinja2.Template, variables: Mapping[str, Any]) -> tuple[str
 
 
 def respond(source: str, every: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
-    """The response to a request."""
+    """The texts of each set of variables, in at most ``seconds`` of CPU time each; or an error's message."""
     first, texts = "", list[tuple[str | int, Ranges]]()
     try:
         for variables in every:
@@ -111,7 +111,10 @@ def respond(source: str, every: Sequence[Mapping[str, Any]], seconds: float) -> 
 
 
 def main(seconds: str, memory: str) -> None:
-    """Respond to requests until the standard input ends."""
+    """Respond to requests until the standard input ends:
+
+    ``seconds`` of CPU for a text, ``memory`` bytes in all.
+    """
     with suppress(ValueError, OSError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (int(memory), resource.getrlimit(resource.RLIMIT_AS)[1]))
     requests, responses = sys.stdin.buffer, sys.stdout.buffer

@@ -45,7 +45,7 @@ class ByteTokenizer:
     special_tokens: ClassVar[dict[str, str]] = {}  # byte 0 cannot be written in a text
 
     def encode(self, text: bytes) -> UInt32[np.ndarray, " n"]:
-        """The bytes of a text as token ids."""
+        """The bytes of a text as token ids. Raises DataError if one is 0, which ends a document."""
         if b"\0" in text:
             raise DataError(
                 "a NUL byte, which ends a document for the byte tokenizer: clean the text, or use another "
@@ -250,7 +250,11 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def special_token(settings: dict[str, Any], role: str) -> str | None:
-    """The special token of a role, given as a string or as a table with "content"; None if there is none."""
+    """The special token of a role, a string or a table with "content"; None if there is none.
+
+    Raises:
+        DataError: it is anything else.
+    """
     token = settings.get(role)
     if isinstance(token, dict):
         token = token.get("content")

@@ -187,7 +187,11 @@ class TokenWriter:
 
 
 def open_tokens(path: Path, *, verify: bool = True) -> TokenFile:
-    """Map a token file, given its .bin file, into memory; with ``verify``, compare all checksums."""
+    """Map a token file, given its .bin file, into memory; with ``verify``, compare all checksums.
+
+    Raises:
+        DataError: a file is missing, damaged, or of another version.
+    """
     header = _read_header(path.with_suffix(".json"))
     lengths_path = path.with_suffix(".lengths")
     tokens = _map(path, _DTYPES[header.dtype], header.tokens)

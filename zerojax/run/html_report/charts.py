@@ -106,17 +106,17 @@ class Chart:
 
     @cached_property
     def first_step(self) -> int:
-        """The beginning of x."""
+        """The step at the left end of x: 0 if the first is 1."""
         first = min(int(one.steps[0]) for one in self.series if len(one.steps))
         return 0 if first == 1 else first
 
     def x(self, step: float) -> float:
-        """The place of a step."""
+        """The place of a step, in the picture's units from the left."""
         share = (step - self.first_step) / max(1, self.last_step - self.first_step)
         return round(LEFT + share * (self.width - LEFT - RIGHT), 1)
 
     def y(self, value: float) -> float:
-        """The place of a value."""
+        """The place of a value, in the picture's units from the top."""
         low, high, at = (math.log10(x) if self.log else x for x in (*self.range, min(value, self.cap)))
         return round(self.height - BOTTOM - (at - low) / (high - low) * (self.height - TOP - BOTTOM), 1)
 

@@ -155,7 +155,11 @@ class Network:
         return f"10.77.{(node + 1) >> 8}.{(node + 1) & 255}"
 
     def bytes(self) -> list[LinkBytes]:
-        """The counters of every node's link."""
+        """The byte counters of every node's link, since the network was made.
+
+        Raises:
+            ClusterError: the kernel does not show them.
+        """
 
         def read(ip: "IPRoute") -> LinkBytes:
             (link,) = ip.get_links(_index(ip, INTERFACE))
