@@ -163,10 +163,7 @@ def _scales(codes: jax.Array, units: jax.Array) -> jax.Array:
 
 
 def tail(codes: jax.Array, units: jax.Array) -> jax.Array:
-    """The end of payload rows, uint8[rows, bytes]:
-
-    The scales' codes, padded to four bytes, and the fp32 units.
-    """
+    """The end of payload rows, uint8[rows, bytes]: the scales' codes, padded to four bytes, and units."""
     padded = jnp.pad(codes, ((0, 0), (0, -codes.shape[1] % 4)))
     raw = lax.bitcast_convert_type(units, jnp.uint8).reshape(units.shape[0], -1)
     return jnp.concatenate([padded, raw], axis=1)

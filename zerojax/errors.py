@@ -58,7 +58,10 @@ class DivergedError(RunError):
 
 
 class Stopped(ZeroJaxError, SystemExit):
-    """A run stopped on request; it has saved and can be resumed. A program that lets it pass ends with 75."""
+    """A run stopped on request; it has saved and can be resumed.
+
+    If nothing catches it, the exit code is 75.
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -113,12 +116,12 @@ def report(error: BaseException) -> tuple[int, str]:
 def file_errors(
     path: Path, kind: type[ConfigurationError] = ConfigurationError, what: str = "", content: str = ""
 ) -> Generator[None]:
-    """Report what the system says of a file as a ``ConfigurationError``: "PATH: No such file or directory".
+    """Report the system's errors about a file as ``ConfigurationError``: "PATH: No such file or directory".
 
     Args:
         path: of the file, for the message.
         kind: of the error.
-        what: cannot be done, for the message, such as "cannot write: ".
+        what: the failed action, for the message, such as "cannot write: ".
         content: what is wrong if a reader of the content raises an error, such as "not JSON"; "" if none can.
 
     Raises:
@@ -141,7 +144,7 @@ def disk_errors(place: Path, after: str = "") -> Generator[None]:
     """Report in one line that the disk of ``place`` is full or no longer there; ``after`` ends the line.
 
     Raises:
-        RunError: in place of such an ``OSError``; others go on.
+        RunError: in place of such an ``OSError``; other errors pass unchanged.
     """
     try:
         yield

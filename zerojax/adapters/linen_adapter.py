@@ -117,7 +117,7 @@ class LinenAdapter(Adapter):
         return weights, self._named(state)
 
     def _create(self, key: Array) -> Variables:
-        """The variables that the loss function needs, weights of experts in their boxes."""
+        """The variables that the loss function needs, with each weight of experts in its ``ExpertBox``."""
         params_key, dropout_key = jax.random.split(key)
         model = UncreatedModel(self._module, {"params": params_key, "dropout": dropout_key})
         batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._batch)

@@ -70,7 +70,7 @@ class _Unread(Sharded):
 
     @property
     def __jax_array__(self) -> Never:  # pyright: ignore[reportIncompatibleMethodOverride]  (JAX calls no leaf's)
-        """Refuse when JAX looks whether this could be an array."""
+        """Refuse a conversion to an array of JAX."""
         raise ConfigurationError(read_outside(self.leaf.name))
 
 
@@ -161,9 +161,10 @@ class BoundModel(LinenModel):
         kwargs: Mapping[str, object],
         context: InterceptorContext,
     ) -> Arrays:
-        """Gather the weights of a unit, or of a part of it that is called from outside, for the call.
+        """Gather a unit's weights for a call of the unit, or of its submodule from outside the unit.
 
-        A function that is not the module's own method of that name runs unchanged: its calls are such parts.
+        A function that Flax runs in place of the module's method runs unchanged: the methods that it calls
+        are intercepted.
         """
         module = context.module
         if not any(module.path[:n] in self._units for n in range(len(module.path) + 1)):

@@ -81,7 +81,7 @@ def running_loss(context: LossContext) -> AbstractContextManager[None]:
 
 
 def loss_context() -> LossContext:
-    """The context of the running loss function; outside of one, no other device shares anything."""
+    """The context of the running loss function; outside of one, a context without other devices."""
     return _context.get()
 
 

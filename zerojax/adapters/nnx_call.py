@@ -114,7 +114,7 @@ def call_with_weights[T](
 
 
 def replaced_weights(module: nnx.Module, given: Mapping[Path, object]) -> dict[Path, Num[Array, "..."]]:
-    """The weights of a module that are other arrays than the ``given`` ones, perhaps equal ones, by path.
+    """By path, the weights of a module that other arrays, perhaps equal ones, have replaced since ``given``.
 
     Weights that Flax's own layers replace in every call are skipped.
     """
@@ -132,7 +132,7 @@ def replaced_weights(module: nnx.Module, given: Mapping[Path, object]) -> dict[P
 
 
 def modules_in(arguments: PyTree) -> list[nnx.Module]:
-    """The modules among a call's arguments, themselves pytrees."""
+    """The modules in a call's arguments, which may be pytrees."""
     leaves = jax.tree.leaves(arguments, is_leaf=lambda leaf: isinstance(leaf, nnx.Module))
     return [leaf for leaf in leaves if isinstance(leaf, nnx.Module)]
 

@@ -130,7 +130,7 @@ def _by_name(factory: Callable[..., object]) -> bool:
 
 
 def _make_data(node: object) -> None:
-    """Make plain attributes that are traced arrays data, as arrays are without a trace."""
+    """Register plain attributes that are traced arrays as data, as Flax does with other arrays."""
     for name, value in list(vars(node).items()):
         if isinstance(value, Tracer):
             setattr(node, name, nnx.data(value))
@@ -138,7 +138,7 @@ def _make_data(node: object) -> None:
 
 @contextlib.contextmanager
 def _observed(stacked: tuple[type, ...]) -> Generator[None]:
-    """Within this context every new module has its arrays as data, and stacked ones note their shapes."""
+    """In this context, new modules register their arrays as data, and stacked ones record their shapes."""
     with _lock:
         call = _META.__call__
 

@@ -35,7 +35,7 @@ class ExpertParam(nnx.Param):
 
 
 class Box(meta.AxisMetadata[Any]):
-    """A Linen box that maps over modules leave as it is, because layers come before experts."""
+    """A Linen box that maps over modules leave unchanged, because their new axis precedes the experts'."""
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> Self:
         """See ``AxisMetadata``."""

@@ -38,8 +38,8 @@ class Stack(nnx.Module):
     Attributes:
         layers: the number of blocks.
         order: the kind of each layer.
-        block: the blocks of a stack of one kind. Those of several kinds are ``getattr(stack, "3").block``,
-            by the number of the first layer of each kind.
+        block: the blocks of a stack of one kind. With several kinds, ``getattr(stack, "3").block`` are the
+            blocks of the kind whose first layer is 3.
 
     Examples:
         >>> class Block(nnx.Module):
@@ -247,7 +247,7 @@ def _run_whole(
 
 
 def _by_turn(order: Order, kind: int, turns: int, stack: Arrays) -> Arrays:
-    """Of the layers of a kind those that repeat, ``[turns, ...]``; None if none do."""
+    """The layers of a kind in the repeated part of the stack, ``[turns, ...]``; None if there are none."""
     begin, end = order.first_periodic, order.first_periodic + turns * order.period
     first, count = order.kinds[:begin].count(kind), order.kinds[begin:end].count(kind)
     if not count:

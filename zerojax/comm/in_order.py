@@ -40,7 +40,7 @@ def on_mesh[*Args, T: PyTree[Array]](
 
 
 def one_at_a_time[T](mesh: Mesh, results: T) -> T:
-    """The results of a program, which emulated devices have finished.
+    """Returns the results of a program. On emulated devices it first waits until they are computed.
 
     XLA:CPU accepts 32 programs for each device. At the next one a thread waits for room. Once all threads
     wait, none is left for a device that the others wait for. A loop that reads no result would hang after
@@ -53,7 +53,7 @@ def one_at_a_time[T](mesh: Mesh, results: T) -> T:
 def in_order[*Args, T: PyTree[Array]](run: Callable[[*Args], T]) -> Callable[[*Args], T]:
     """The function, with its collectives one after another.
 
-    It is a function of arrays, inside ``shard_map``. Derivatives are taken within it.
+    It takes and returns arrays inside ``shard_map``. Derivatives must be taken inside it.
     """
     # The results wait because XLA sums norms of sharded arrays by collectives that it adds.
     return rewritten(run, lambda jaxpr: _Order().ordered(jaxpr, results_wait=True))
@@ -81,7 +81,10 @@ class _Order:
         self._behind: set[int] = set()  # ids of the values that need all of these
 
     def ordered(self, jaxpr: core.Jaxpr, *, results_wait: bool = False) -> core.Jaxpr:
-        """The program. With ``results_wait`` its results need the last collective or block, too."""
+        """The program in order.
+
+        With ``results_wait`` its results depend on the last collective or block, too.
+        """
         results = interpret(jaxpr, [*jaxpr.constvars, *jaxpr.invars], self._run)
         results = self._after_last(results) if results_wait else results
         return jaxpr.replace(eqns=self._equations, outvars=results)
@@ -116,7 +119,7 @@ class _Order:
         return results
 
     def _collective(self, equation: core.JaxprEqn, x: Atom, result: core.Var) -> Atom:
-        """One operand of a collective: XLA has no sum of several."""
+        """Run a collective on one of its operands, after the last one. XLA has no sum of several operands."""
         (made,) = self._emit(equation.replace(outvars=[result]), self._after_last([x]))
         self._last = list(filter(_is_number, [made])) or self._last
         self._behind = set(map(id, self._last))

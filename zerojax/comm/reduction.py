@@ -65,12 +65,12 @@ class GradientReduction:
 
     @property
     def hops(self) -> int:
-        """How many hops a gradient takes to ``grad_level``."""
+        """The number of hops to ``grad_level``."""
         return len(self.axes) + self.sends_sums
 
     @property
     def sends_sums(self) -> bool:
-        """Whether the last hop takes sums from their owners to all nodes."""
+        """Whether the last hop sends sums from their owners to all nodes."""
         return self.strategy.sums_in_pass and any(leaf.in_every_node for leaf in self.leaves)
 
     @jax.named_scope("encode_gradients")
@@ -101,7 +101,7 @@ class GradientReduction:
         return (tuple(encoded),)
 
     def send(self, chunks: Payload, seed: Seed, hop: int) -> Payload:
-        """Take encoded gradients over one hop, and encode them for the next one if there is one.
+        """Send encoded gradients over one hop, and encode them for the next one if there is one.
 
         One fused pass between two hops decodes, sums and encodes again. Chunks do not depend on each other:
         if both hops of a unit follow each other, one chunk's node hop overlaps the next chunk's local hop
@@ -141,7 +141,7 @@ class GradientReduction:
         return self.sends_sums and self.strategy.separate_stream
 
     def send_both(self, payload: Payload, sums: Payload, seed: Seed) -> tuple[Payload, Payload]:
-        """Take two layers' gradients over the last two hops in one collective.
+        """Send two layers' gradients over the last two hops in one collective.
 
         XLA runs only one collective at a time on the stream of the hops between nodes. The sums, which a node
         sends to all others, are repeated in each peer's row. That is as many bytes as an all-gather sends.

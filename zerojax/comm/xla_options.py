@@ -87,9 +87,12 @@ def compiler_options(
 ) -> CompilerOptions:
     """The compiler options for programs on a mesh; none unless it has GPUs.
 
-    Products are separate if matmuls are in fp8, or tokens are made (``SEPARATE_PRODUCTS``), and kept if the
-    backward pass reads them. In host memory are layers that are copied from or to it, and the state of layers
-    that a backward pass updates.
+    Args:
+        mesh: the mesh.
+        separate_products: whether matmuls are in fp8, or the program makes tokens.
+        kept_products: whether the backward pass reads results of matmuls.
+        host_memory: whether layers are copied from or to host memory.
+        updates_in_backward: whether the backward pass updates layers in host memory.
     """
     if not on_gpus(mesh.devices.flat):
         return {}

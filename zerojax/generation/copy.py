@@ -114,10 +114,7 @@ class GenerationCopy:
         return self.spec.once(f"generation copy {self.form} {self.adapters}", compiled)(state)
 
     def place(self, stored: ByPath) -> dict[Path, Array | Sharded]:
-        """The weights for the model, inside ``shard_map``:
-
-        ``Sharded`` in units, unsharded arrays elsewhere.
-        """
+        """The weights for the model, inside ``shard_map``: ``Sharded`` in units, whole outside."""
         placed: dict[Path, Array | Sharded] = {}
         strategy = dataclasses.replace(self.spec.strategy, in_place=self.form == "compute")
         for group in self.spec.groups:

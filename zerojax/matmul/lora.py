@@ -81,10 +81,7 @@ class LoRA:
         return self.scale_of(self.rank, self.alpha)
 
     def scale_of(self, rank: int, alpha: float) -> float:
-        """The factor of an A B with this rank and alpha:
-
-        Alpha / rank, or alpha / sqrt(rank) with ``rslora``.
-        """
+        """The factor of A B for this rank and alpha: alpha / rank, or alpha / sqrt(rank) with ``rslora``."""
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
     def alpha_of(self, rank: int, scale: float) -> float:

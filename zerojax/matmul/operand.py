@@ -84,17 +84,11 @@ class Fp8Operand:
         return replace(self, gradient=self.gradient.astype(dtype))
 
     def decoded(self) -> Num[Array, "..."]:
-        """The weight as the array that the model believes it has:
-
-        Codes over the scale, in the operand's dtype.
-        """
+        """The weight as an array: the codes over the scale, in the dtype that the model expects."""
         return (fp8.decode(self.codes, jnp.float32) / self.scale).astype(self.dtype)
 
     def kept(self) -> "Fp8Operand":
-        """The operand for a backward pass, which reads only the dtype of ``gradient``:
-
-        Its zeros are dropped.
-        """
+        """The operand for a backward pass, without the zeros of ``gradient``: only its dtype is read."""
         return replace(self, gradient=self.gradient[:0])
 
     def cotangent(self, gradient: Num[Array, "..."]) -> "Fp8Operand":

@@ -365,7 +365,7 @@ class Block(nnx.Module):
 
     @property
     def _mixer(self) -> Any:
-        """What mixes the tokens of a row."""
+        """The module that mixes the tokens of a row: attention or a recurrent layer."""
         return self.recurrent if self.config.all_recurrent else self.attention
 
     def decode(

@@ -135,7 +135,7 @@ class GPTConfig(HeadOptions, MLPOptions, PositionOptions, RecurrentOptions, Atte
 
     @property
     def all_recurrent(self) -> bool:
-        """Whether every layer is recurrent, as in the config of one that is."""
+        """Whether every layer is recurrent, as in ``of_layer`` of a recurrent layer."""
         return len(self.recurrent_layers) == self.layers
 
     def of_layer(self, number: int) -> "GPTConfig":
@@ -168,7 +168,7 @@ class GPTConfig(HeadOptions, MLPOptions, PositionOptions, RecurrentOptions, Atte
 
     @property
     def cache_layers(self) -> tuple[int, ...]:
-        """The index of each layer among those that have a cache like it: recurrent ones, or the others."""
+        """The index of each layer among the recurrent layers, or among the others: their caches differ."""
         recurrent, seen = set(self.recurrent_layers), [0, 0]
         found = []
         for number in range(self.layers):

@@ -25,7 +25,7 @@ _FLASH_BLOCK = 8192
 
 
 class Recurrence(NamedTuple):
-    """What recurrent layers keep of a row: its size does not grow with the row.
+    """The recurrent layers' memory of a row, whose size does not grow with the row.
 
     Attributes:
         inputs: the last inputs of their convolutions.
@@ -195,7 +195,7 @@ def _attend_flash(
 
 
 def _columns(whole: Array, layer: int | Int[Array, ""], first: Array, count: int) -> Array:
-    """``count`` columns of one layer's cache from ``first`` on; those beyond its end are arbitrary."""
+    """``count`` columns of one layer's cache from ``first`` on. Columns beyond its end are arbitrary."""
     start = jnp.minimum(first, whole.shape[3] - count)
     found = jnp.roll(_slice(whole, layer, start, count), start - first, axis=2)
     # Without this XLA copies the whole cache into the layout that flash attention reads.

@@ -63,7 +63,7 @@ class Own(NamedTuple):
 class _Recurrent(nnx.Module):
     """Common parts of recurrent layers.
 
-    ``project`` returns the convolution's input, then what the rule reads for each head, and last the gate.
+    ``project`` returns the convolution's input, then the rule's inputs for each head, and last the gate.
     """
 
     def __init__(self, config: GPTConfig, linear: Any, out: Any, rngs: nnx.Rngs):
@@ -88,7 +88,7 @@ class _Recurrent(nnx.Module):
     ) -> tuple[Array, Any]:
         """The heads of ``own``, [batch, time, heads, value_dim], and the state after the tokens.
 
-        ``x`` is the convolution's input, ``by_head`` what ``project`` returns besides it and the gate.
+        ``x`` and ``by_head`` are the results of ``project`` without the gate.
         """
         raise NotImplementedError
 

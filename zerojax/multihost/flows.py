@@ -4,8 +4,8 @@ All nodes send and receive at the same time, as in a collective. The CPU time of
 iperf3 is no Python package and cannot authenticate by a secret of the job. It would have to be installed,
 started and stopped on every node.
 
-A flow begins with a secret. Its receiver has made it for this measurement, and sent it only to the job's
-processes, through the job. After that the flow carries zeros.
+A flow begins with a secret, then carries zeros. The receiver draws the secret for this measurement, and
+shares it only with the job's processes.
 """
 
 import hmac

@@ -1,4 +1,4 @@
-"""Runs an optimizer's update one layer at a time, with the results that it has for all layers at once.
+"""Runs an optimizer's update one layer at a time, with the same results as for all layers at once.
 
 If master weights and moments are in host memory, a device never has all of them. An optimizer that is correct
 on shards (``shard_check``) computes each element's update from that element's values and from norms. So its
@@ -248,7 +248,7 @@ class LayerwiseOptimizer:
         return self._of_shards.updated(self.reduce({}, counters), grads, state, params)
 
     def _check(self, whole: tuple[Any, Any], layers: tuple[Any, Any]) -> None:
-        """Run all of it, on shapes alone."""
+        """Trace the update of every group, with shapes in place of arrays."""
         grads, state = whole
         of_layer, moments = from_tree(layers[0]), places(layers[1])
         counters = {place: x for place, x in places(state).items() if place not in self.moments}
@@ -267,10 +267,7 @@ class LayerwiseOptimizer:
 
 
 def places(state: PyTree[Array]) -> dict[str, Array]:
-    """The arrays of an optimizer's state by place:
-
-    The path in the state, as ``jax.tree_util.keystr`` writes it.
-    """
+    """The arrays of an optimizer's state by place, the ``jax.tree_util.keystr`` of an array's path."""
     return {jax.tree_util.keystr(keys): x for keys, x in jax.tree_util.tree_leaves_with_path(state)}
 
 

@@ -48,7 +48,7 @@ class RoundedState(NamedTuple):
 
 
 def with_moments_as_set(tx: optax.GradientTransformation, zero: ZeroConfig) -> optax.GradientTransformation:
-    """``tx``, with its moments in the dtype that ``ZeroConfig.moments`` says."""
+    """``tx``, with its moments in the dtype of ``ZeroConfig.moments``."""
     return tx if zero.moments == "float32" else in_low_precision(tx, zero.moments)
 
 

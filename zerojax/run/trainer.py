@@ -308,10 +308,10 @@ class Trainer(TrainLoop):
             callback.on_train_end(self)
 
     def close_inputs(self) -> None:
-        """Nothing: the batches belong to the caller."""
+        """Close nothing, because the batches belong to the caller."""
 
     def note_end(self, error: BaseException) -> None:
-        """Nothing: the caller gets the error."""
+        """Record nothing, because the caller gets the error."""
 
     def _open(self) -> None:
         """Open the services for one call of ``fit``; they close with the loop."""

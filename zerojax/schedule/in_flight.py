@@ -146,7 +146,7 @@ class GradientQueue:
 
     @property
     def primes(self) -> bool:
-        """Whether callers ``prime``. If not, each layer arrives once."""
+        """Whether callers ``prime`` the queue. If not, each layer's gradients arrive once, and no zeros."""
         return len(self.reductions) == 1 and not self.updates
 
     @property

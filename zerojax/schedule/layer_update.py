@@ -249,10 +249,7 @@ class UpdatedLayers:
         return stored._replace(extra=now)
 
     def after[T: PyTree[Array]](self, stored: Stored, new: Updated, values: T) -> tuple[Stored, Updated, T]:
-        """Returns its arguments unchanged, but orders them:
-
-        The update, then readers of ``values``, then copies.
-        """
+        """Returns its arguments unchanged. ``values`` wait for the update, and copies wait for ``values``."""
         carried: _Carried = stored.extra
         new, held, values = lax.optimization_barrier((new, carried.held, values))
         return stored._replace(extra=replace(carried, held=held)), new, values
@@ -275,7 +272,7 @@ class UpdatedLayers:
         )
 
     def _finished(self, carried: _Carried, new: Updated) -> _Carried:
-        """With layer 0 updated, and all that was pending stored."""
+        """The carry at the end: layer 0 is updated, and all pending layers are stored."""
         held = {
             key: _put_last(carried.held[key], [*carried.pending[key], x], self._zero)
             for key, x in _flat(new.held).items()

@@ -99,7 +99,7 @@ class Place:
         return replace(self, number=self.number + layers)
 
     def ahead(self, layers: int) -> "Place":
-        """The layer ``layers`` later, or earlier if negative; outside of the stack, some layer in it."""
+        """The place ``layers`` later, or earlier if negative. Outside of the stack it is some layer in it."""
         there = self + layers
         if not self.peeled:
             return replace(there, bound=1 if layers > 0 else -1)

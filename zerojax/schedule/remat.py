@@ -29,7 +29,7 @@ _KERNELS = ("attention", "call", "ffi", "pallas", "triton")
 
 
 def rematerialised[**P, T](body: Callable[P, T], remat: Remat) -> Callable[P, T]:
-    """Wrap ``body`` so that its vjp keeps the policy's results, and the weights but no copies of them."""
+    """Wrap ``body`` so that its vjp keeps the results that the policy names, and uncopied weights."""
     policies = {
         "full": _is_scale,
         "attention": _is_attention,

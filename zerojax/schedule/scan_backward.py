@@ -1,7 +1,7 @@
 """The backward pass of the prefetching scan (``zerojax.schedule.prefetch_scan``).
 
 If gradients update their layers (``zerojax.schedule.layer_update``), a layer is updated as soon as its sums
-have arrived, before layer i's vjp, and is stored beside it.
+have arrived. That is before the vjp of the layer that computes, and the update is stored beside that vjp.
 """
 
 from dataclasses import replace
@@ -129,10 +129,7 @@ def _with_sinks(unit: Unit, sinks: Sinks) -> Unit:
 
 
 class _BackwardPass:
-    """One backward pass through a stack:
-
-    Its weights, the place of their sums, and the queues between them.
-    """
+    """One backward pass through a stack: its weights, the storage of their sums, and the queues between."""
 
     def __init__(
         self,

@@ -135,9 +135,10 @@ class SumStorage:
 
 
 class SeparateSums:
-    """The same for sums that are read layer by layer: each parameter's have memory of their own.
+    """A ``SumStorage`` for sums that are read layer by layer: each parameter's sums have a separate array.
 
-    ``SumStorage`` puts them together where they are read. A loop that reads layers would begin with a copy.
+    ``SumStorage`` joins the pieces of a parameter when its sums are read. A loop over layers would begin with
+    that copy.
     """
 
     def __init__(self, sinks: Values) -> None:
@@ -169,7 +170,7 @@ def _as_rows(x: Num[Array, "layers ..."]) -> UInt[Array, "layers n"]:
 
 
 def _as_fp32(bits: UInt[Array, "layers n"]) -> Float32[Array, "layers m"]:
-    """Rows of bits as fp32 numbers, without what does not fill a last one."""
+    """Rows of bits as fp32 numbers, without the last bits of a row if they do not fill a number."""
     each = _FP32 // bits.dtype.itemsize
     if each > 1:
         whole = bits.shape[1] // each

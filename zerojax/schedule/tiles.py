@@ -124,10 +124,7 @@ def tiled[T: PyTree[Array]](function: Callable[..., T], *xs: PyTree[Array], tile
 
 
 def tokens_of_tile(tokens: int, most: int) -> int:
-    """The number of tokens in a tile:
-
-    From the fewest tiles, or from up to twice as many if those are equal.
-    """
+    """The number of tokens in a tile: of the fewest tiles, or of up to twice as many if those are equal."""
     fewest = -(-tokens // most)
     tiles = next((tiles for tiles in range(fewest, 2 * fewest) if tokens % tiles == 0), fewest)
     return -(-tokens // tiles)

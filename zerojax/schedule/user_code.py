@@ -38,5 +38,5 @@ def is_library_error(error: BaseException) -> bool:
 
 
 def _innermost(lines: Iterable[tuple[str, int | None]]) -> str:
-    """Of lines, the innermost first."""
+    """The first of these lines, innermost first, that belongs to no library; "" if all do."""
     return next((f"{name}:{line}" for name, line in lines if not name.startswith(_LIBRARIES)), "")

@@ -36,7 +36,7 @@ class MeshShape:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes that it spans. One node lies within ``local``, also if the mesh has more of them."""
+        """The mesh axes that it spans: only ``local`` if it has one node."""
         return AXES if self.nodes > 1 else (LOCAL,)
 
     @property
@@ -65,9 +65,9 @@ def make_mesh(
             the devices of one process are neighbours on ``local``.
 
     Returns:
-        A mesh of ``nodes x local`` devices, the first ones if there are more (in one process only: of
-        several, each must own a part of the mesh). With GPUs of several processes, NCCL is told what the
-        network between them needs (``zerojax.network.nccl``): make the mesh before the first collective.
+        A mesh of ``nodes x local`` devices, the first ones if one process has more. Each of several
+        processes must own a part of the mesh. With GPUs of several processes this sets NCCL's options for
+        the network between them (``zerojax.network.nccl``), so make the mesh before the first collective.
 
     Raises:
         ConfigurationError: the extents are not positive, or ask for more devices than there are.
@@ -110,10 +110,10 @@ def make_mesh(
 
 
 def checked_mesh(mesh: Mesh) -> Mesh:
-    """A mesh from ``make_mesh``, or one of the same axes whose arrays JAX does not place by their types.
+    """A mesh from ``make_mesh``; or one of the same axes, which become automatic (``AxisType.Auto``).
 
     Raises:
-        ConfigurationError: it is none, or has other axes.
+        ConfigurationError: it is no mesh, or has other axes.
     """
     names = tuple(mesh.axis_names) if isinstance(mesh, Mesh | AbstractMesh) else None
     if names != AXES:

@@ -3,7 +3,7 @@
 "fp32" and "bf16" travel as arrays of that dtype; the quantized formats as bytes, codes first and then scales,
 encoded by ``pallas_kernels``; "e4m3" as the bytes that fp8 products read (``zerojax.matmul.fp8``), whose
 scale every device has; "nf4" as the bytes that frozen weights are stored in, which can be gathered but
-neither summed nor changed. Everything here works on rows, of which each peer gets one.
+neither summed nor changed. All functions work on rows, one for each peer.
 """
 
 from dataclasses import dataclass

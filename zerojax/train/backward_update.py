@@ -50,7 +50,7 @@ class OptimizerShards(NamedTuple):
 
     @staticmethod
     def of(spec: TrainSpec, opt_state: PyTree[Any], limit: Any) -> "OptimizerShards":
-        """Take them from an optimizer's state."""
+        """Take these fields from an optimizer's state."""
         assert spec.layerwise is not None
         every, moments = places(opt_state), spec.layerwise.moments
         paths = {leaf.path for group in spec.updated_in_backward for leaf in group.leaves}

@@ -118,7 +118,7 @@ def place(spec: TrainSpec, batch: Batch, accumulate: int, *, shared: bool = True
     Arrays that are already in place stay there. Python's numbers stay numbers, because jit gives them weak
     dtypes.
 
-    With ``shared``, devices share rows if the options say so: each of them then gets whole rows.
+    With ``shared``, devices share rows if the options say so. Each of these devices then gets whole rows.
     """
     processes = spec.once("processes", lambda: len({d.process_index for d in spec.mesh.devices.flat}))
     copies = spec.zero.sequence_parallel if shared else 1
@@ -172,10 +172,7 @@ def _rows_of_devices(x: Any, *, own: int, copies: int) -> Array | np.ndarray:
 
 
 def rows_once(spec: TrainSpec, x: jax.Array) -> jax.Array:
-    """``x`` [rows, ...] with the rows that several devices share only once:
-
-    ``rows / sequence_parallel`` rows.
-    """
+    """``x`` [rows, ...], with the rows that ``sequence_parallel`` devices share once instead of on each."""
     copies = spec.zero.sequence_parallel
     return x if copies == 1 else _with_shards(x, _by_groups(spec), (x.shape[0] // copies, *x.shape[1:]))
 
@@ -237,7 +234,7 @@ def _check_batch(batch: Batch, devices: int, accumulate: int, processes: int = 1
 
 
 def _check_array(name: str, x: Any) -> None:
-    """Refuse what is neither a number nor an array of numbers."""
+    """Refuse anything but a number or an array of numbers."""
     if isinstance(x, Tracer):
         raise ConfigurationError(
             "the batch is traced: zerojax's steps are compiled already, with options and donation of their "
@@ -291,7 +288,7 @@ def _is_replicated(x: object) -> TypeGuard[Replicated]:
 
 
 def _is_list_of_numbers(x: object) -> bool:
-    """Whether a pytree is a list as JSON has it, perhaps nested: of numbers or strings alone."""
+    """Whether a pytree is a list as in JSON, perhaps nested, that has only numbers or only strings."""
     return (
         isinstance(x, list)
         and bool(x)

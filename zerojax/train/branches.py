@@ -69,7 +69,7 @@ class Branches(Analysis[Axes, None]):
 
         Raises:
             ConfigurationError: a condition differs along an axis over which something in the branch or loop
-                communicates, or ``own_tokens`` is given what differs; the message names the line.
+                communicates, or an argument of ``own_tokens`` differs; the message names the line.
         """
         branches = (one for one in equations_within(jaxpr) if one.primitive.name in _BRANCHES)
         if ROW not in self._mesh and not any(map(self._within, branches)):
@@ -81,7 +81,7 @@ class Branches(Analysis[Axes, None]):
         return _NONE.union(*values)
 
     def step(self, equation: core.JaxprEqn, given: list[Axes]) -> list[Axes]:
-        """What the results of an equation differ along."""
+        """The axes along which the results of an equation differ."""
         params, every = equation.params, self.join(given)
         match equation.primitive.name:
             case "optimization_barrier":
@@ -135,8 +135,8 @@ def _with_row(axes: Iterable[str]) -> Axes:
 def _refuse_other_parts(equation: core.JaxprEqn, *, shared: bool) -> None:
     """Refuse parts of rows where whole ones are needed, and whole ones where parts are.
 
-    The equation is of a program for devices that share rows; ``shared`` says whether all of a row have what
-    it reads.
+    The equation is of a program for devices that share rows. ``shared`` says whether all devices of a row
+    have the values that the equation reads.
     """
     name = equation.params.get("name")
     line = line_of_equation(equation.source_info) if name in (OWN_TOKENS, IN_ORDER) else ""

@@ -1,4 +1,4 @@
-"""The exchange of a step: what the nodes tell each other besides the hops of the passes themselves.
+"""The exchange of a step: what nodes send each other besides the hops of the passes themselves.
 
 A step (``zerojax.train.step``) has the same phases for every preset: passes, update, metrics. An exchange
 says which arrays the passes read, and takes part before and after them:
@@ -40,9 +40,9 @@ class Passed(NamedTuple):
         sums: of the losses and the tokens.
         updated: what the backward pass has updated, which has no gradients; empty if there is nothing.
         model_state: the field of ``TrainState`` after the passes.
-        replicas: delta's copies after the passes; else empty.
+        replicas: delta's replicas after the passes; else empty.
         residual: what encoding has lost, with error feedback; else empty.
-        exchanged: what the exchange has brought.
+        exchanged: the results of the exchange, as ``arrive`` returns them.
     """
 
     gradients: PyTree[Any]
@@ -65,7 +65,7 @@ class Exchange:
         self.spec = spec
 
     def arrays(self, state: TrainState) -> tuple[Shards, Any]:
-        """What the passes read of a state, and what the exchange reads besides."""
+        """The arrays of a state that the passes read, and the ones that only the exchange reads."""
         return state.shards, ()
 
     def specs(self, shards: Shards) -> tuple[Shards, Any]:
@@ -86,7 +86,10 @@ class Exchange:
         return shards, own, batch
 
     def arrive(self, started: Any, gradients: Blocks, sums: Sums) -> tuple[Sums, Any]:
-        """Await the exchange after the passes; returns the sums over this device's tokens, and what came."""
+        """Finish the exchange after the passes.
+
+        Returns the sums over this device's tokens, and the results.
+        """
         del gradients
         return sums, started
 
@@ -95,7 +98,7 @@ class Exchange:
         return values
 
     def before(self, state: TrainState, passed: Passed) -> Trained:
-        """What the optimizer updates."""
+        """The arrays that the optimizer updates."""
         del passed
         return state.trained
 
@@ -112,8 +115,8 @@ class Exchange:
             state: before the step.
             passed: the results of the passes.
             after: the results of the update.
-            taken: whether it was made.
-            figures: its metrics.
+            taken: whether the update was made.
+            figures: the update's metrics.
         """
         fields = after._asdict() | {
             "model_state": unless_skipped(taken, passed.model_state, state.model_state),

@@ -134,10 +134,7 @@ def abstract_encoded(spec: TrainSpec) -> dict[Path, Weight]:
 
 
 def abstract_replicas(spec: TrainSpec, *, frozen: bool = False) -> dict[Path, Weight]:
-    """Replicas in every node:
-
-    Of the trained weights that it lacks and, with ``frozen``, of such frozen ones.
-    """
+    """Replicas in every node, of the trained weights that nodes lack and, with ``frozen``, of frozen ones."""
     spread = spec.frozen if frozen and spec.strategy.frozen == "primary" else ()
     lacking = (leaf for leaf in (*spec.leaves, *spread) if not leaf.in_every_node)
     return {leaf.path: spec.stored(leaf, "secondary") for leaf in lacking}

@@ -174,9 +174,9 @@ def _over_groups(
     begin: Bool[Array, ""] | None = None,
     skip: Collection[ParamGroup] = (),
 ) -> tuple[_Stored, ByPath]:
-    """Run all groups, one after another. A group is fetched once the group two before it is done.
+    """Run all groups, one after another. A group is fetched once the group two places before it is done.
 
-    The first groups are fetched at any time. The first ones that are no stack, and so are fetched whole, wait
+    The first groups are fetched at any time, except that groups outside stacks, which are fetched whole, wait
     for ``begin``.
     """
     after: _Stored = {}
@@ -288,7 +288,7 @@ def encoded_layer(
 
 
 def _rows[T: PyTree[Array]](group: ParamGroup, tree: T) -> T:
-    """Arrays of a stack with its layers along one axis."""
+    """Arrays of a stack with one axis of layers."""
     axes = len(group.stack)
     return jax.tree.map(lambda x: x.reshape(group.layers, *x.shape[axes:]) if axes > 1 else x, tree)
 

@@ -245,9 +245,9 @@ class Fragments:
 
     @property
     def _is_small(self) -> bool:
-        """Whether a fragment needs all of the parameter.
+        """Whether a fragment needs the whole parameter.
 
-        XLA copies that from host memory only as it is stored.
+        XLA copies a whole parameter from host memory only in its stored shape.
         """
         return self._some * self._wide == self.leaf.layers * self.blocks
 

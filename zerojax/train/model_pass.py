@@ -125,7 +125,10 @@ class ModelPass:
     def call[T](
         self, placed: Placed, model_state: ModelState, batch: Batch, seed: Seed, run: Run[T]
     ) -> tuple[Bound, T]:
-        """Run a function of the model on one micro-batch; returns the model after it, and its result."""
+        """Run a function of the model on one micro-batch.
+
+        Returns the model after the call, and the result.
+        """
         spec = self.spec
         own = mix(seed, lax.axis_index(AXES))
         key = jax.random.wrap_key_data(jnp.stack([own, mix(own, 1)]), impl="threefry2x32")
@@ -142,7 +145,7 @@ class ModelPass:
     def forward(
         self, placed: Placed, model_state: ModelState, batch: Batch, seed: Seed
     ) -> tuple[Array, Outcome]:
-        """The loss of one micro-batch, times its tokens; and the other results."""
+        """The loss of one micro-batch times its tokens, and the pass's other results."""
         bound, (value, aux) = self.call(placed, model_state, batch, seed, self.loss)
         # The loss alone is differentiated, even if the number of tokens is computed from the weights.
         count = lax.stop_gradient(jnp.asarray(aux.get(TOKENS, 1), jnp.float32))

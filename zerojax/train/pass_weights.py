@@ -47,7 +47,7 @@ def masters_of(spec: TrainSpec, params: PyTree[Array]) -> ByPath:
 
 
 def with_scales(spec: TrainSpec, masters: ByPath, replicas: ByPath) -> tuple[ByPath, ByPath]:
-    """Give the weights of fp8 products their scales, which follow from the largest magnitude over all owners.
+    """Give the weights of fp8 products their scales, from each weight's largest magnitude over all owners.
 
     Delta's replicas keep their scales until they no longer fit, so that codes rarely change all at once.
     Masters that are already encoded have their scales.
@@ -219,10 +219,10 @@ def _whole(spec: TrainSpec, shards: Shards, owned: ByPath) -> ByPath:
 def place_group(
     spec: TrainSpec, group: ParamGroup, sharded: Mapping[Path, Sharded], *, train: bool, adapters: bool = True
 ) -> dict[Path, Any]:
-    """A group's weights in the form that the model receives: joined with their adapters, and whole outside
-    units.
+    """A group's weights in the form that the model receives: in units ``Sharded``, elsewhere whole.
 
-    ``sharded`` includes the matrices of adapters. If the model is to ``train``, adapters drop elements.
+    They are joined with their adapters, whose matrices are in ``sharded``. With ``train``, adapters apply
+    dropout.
     """
     joined = dict(sharded)
     for leaf in group.frozen:

@@ -7,7 +7,7 @@ The order of a training step:
    nothing yet.
 2. ``accumulate`` runs micro-batches forward and backward, one by one or all through a unit before the next
    (``zerojax.schedule.breadth_first``). Units gather and reduce as they are called.
-3. ``to_owners`` takes the hops that are taken once per step.
+3. ``to_owners`` sends gradients over the hops that are made once per step.
 """
 
 import functools
@@ -175,7 +175,7 @@ def predict[T: PyTree[Array]](
 
 
 def to_owners(spec: TrainSpec, grads: Blocks, residual: Blocks, seed: Seed) -> tuple[Blocks, Blocks]:
-    """Take gradients over the hops that are taken once per step.
+    """Send gradients over the hops that are made once per step.
 
     ``grads`` are sums at ``grad_level``. ``residual`` is ``[.., secondary]`` with error feedback, else empty.
 
@@ -239,7 +239,7 @@ def _to_all_nodes(spec: TrainSpec, sums: Blocks, residual: Blocks, seed: Seed) -
 def _take_hop(
     spec: TrainSpec, hop: _Hop, sums: Blocks, residual: Blocks, seed: Seed
 ) -> tuple[Blocks, Blocks]:
-    """Take a hop with the gradients of all groups. With error feedback ``residual`` has the same paths."""
+    """Send the gradients of all groups over a hop. With error feedback ``residual`` has the same paths."""
 
     def exactly(reduction: GradientReduction, own: Seed, values: Values) -> Values:
         return hop(reduction, values, own, None)[0]

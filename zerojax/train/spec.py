@@ -111,10 +111,7 @@ class TrainSpec:
         return self.cache[name]
 
     def once_on_mesh[T](self, name: str, make: Callable[[], T]) -> T:
-        """Like ``once``, but shared by all specs on this mesh:
-
-        ``name`` must determine the result of ``make``.
-        """
+        """Like ``once``, but all specs on this mesh share the result, so ``name`` must determine it."""
         key = self.mesh, name
         if key not in _ON_MESH:
             _ON_MESH[key] = make()
@@ -447,8 +444,8 @@ def lay_out(
         world: extents of the mesh.
         zero: the options.
         adapter: whether it belongs to an adapter.
-        whole: tells whether the optimizer needs a matrix whole. Every node then holds it, if the options say
-            so.
+        whole: tells whether the optimizer needs a matrix whole. If the options say so, every node then holds
+            the matrix.
     """
     fp8 = not adapter and _without_fp8(zero, p) is None
     frozen = not adapter and zero.is_frozen(p.name)

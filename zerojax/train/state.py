@@ -121,9 +121,9 @@ class TrainState:
     def with_params(self, params: PyTree) -> Self:
         """The state with other master weights, and with everything that is computed from them.
 
-        That is delta's replica in every node, the nodes' own weights of local updates, which all begin with
-        ``params``, and what passes read if the master weights are in host memory. Optimizer state, counters
-        and all other fields stay.
+        These are delta's replica in every node; with local updates the nodes' own weights, which all begin
+        with ``params``; and the encoded weights if the master weights are in host memory. The optimizer's
+        state, counters and all other fields stay.
 
         Args:
             params: as the field ``params``, in place. ``zerojax.put_params`` takes whole arrays instead.
@@ -346,10 +346,11 @@ def _refuse_other_params(state: TrainState) -> None:
 
 
 def settled(state: TrainState) -> TrainState:
-    """The state with values that a program has set by hand converted to arrays like the ones they replace.
+    """The state, with values that a program set by hand made arrays like the ones that they replace.
 
-    A learning rate (``optax.inject_hyperparams``), a counter or batch statistics may so be a Python number, a
-    NumPy array or an array on one device. With local updates a value for the optimizer is used in all nodes.
+    Such a value may be a Python number, a NumPy array or an array on one device: a learning rate
+    (``optax.inject_hyperparams``), a counter or batch statistics. With local updates all nodes use a value
+    for the optimizer.
 
     Raises:
         ConfigurationError: a value is no number, or does not fit the array that it replaces.

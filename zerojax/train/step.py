@@ -68,10 +68,9 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         ``SpikeRule`` also "spike" (0 or 1) and "loss_limit", the largest loss that is not a spike.
 
         With local updates (``ZeroConfig.every``) and an ``outer_delay`` they are the metrics of the step
-        before,
-        and NaN or 0 at the first step: nodes report with the next exchange, so that no step waits for another
-        node. ``last_metrics`` returns the metrics of the last step. "skipped" and "skipped_in_row" are then
-        the largest of all nodes, and "grad_norm" is the root mean square over nodes.
+        before, and NaN or 0 at the first step. Nodes report with the next exchange, so that no step waits
+        for another node. ``last_metrics`` returns the metrics of the last step. "skipped" and
+        "skipped_in_row" are then the largest of all nodes, and "grad_norm" is the root mean square of theirs.
 
     Raises:
         ConfigurationError: the batch does not divide, its arrays have unequal leading axes or hold no
@@ -310,7 +309,7 @@ def _compiled_eval(spec: TrainSpec) -> jax.stages.Wrapped:
 
 
 def _train(state: TrainState, read: _Read, batch: Batch) -> tuple[TrainState, Metrics]:
-    """A step: passes, update, metrics. An exchange between nodes begins with the passes and ends last."""
+    """A step: passes, update, metrics. Its exchange between nodes begins before the passes and ends last."""
     spec, state = state.spec, state.replace(**read)
     exchange = FragmentExchange(spec) if spec.local_updates else Exchange(spec)
     passed = _passes(exchange, state, batch, in_backward=bool(spec.updated_in_backward))

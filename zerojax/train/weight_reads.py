@@ -82,7 +82,7 @@ def refuse_calls(jaxpr: core.Jaxpr, weights: Mapping[Path, Any], stacks: Mapping
 
 
 def refuse_assigned(jaxpr: core.Jaxpr, weights: Mapping[Path, Any], replaced: Mapping[Path, Any]) -> None:
-    """Check that weights outside units leave a program as they entered it.
+    """Refuse a program that changes weights outside units.
 
     ``weights`` are as for ``refuse_reads``; ``replaced``, the program's last result, are weights that
     transformations have returned, or assignments.
@@ -104,7 +104,7 @@ def _of_forward_mode(equation: core.JaxprEqn) -> bool:
 
 
 class _Names(Analysis[str | None, Counter[str]]):
-    """For each value the name of the weight that it belongs to, or None; and how often units read which."""
+    """For each value the name of its weight, or None; and the number of reads of weights by each unit."""
 
     nothing = None
 

@@ -39,10 +39,7 @@ class ParamBytes:
         return 4 * (self.strategy.grad_size(leaf) if self.sums_sharded else leaf.shard)
 
     def gathered(self, units: int) -> int:
-        """Bytes of the trained weights that are whole at once:
-
-        At stage 3 some units and the leaves outside units.
-        """
+        """Bytes of trained weights that are whole at once: at stage 3 some units' and the leaves outside."""
         if self.spec.zero.stage < 3:
             return self._whole(self.spec.leaves)
         return self.outside() + self._largest_units(self.weight, units)
@@ -74,10 +71,7 @@ class ParamBytes:
         return self.frozen_in_use() + sum(map(self._frozen_arriving, arriving))
 
     def frozen_in_loss(self) -> int:
-        """Bytes of frozen weights that are whole in the loss:
-
-        One unit's, and the largest leaf outside units.
-        """
+        """Bytes of frozen weights that are whole in the loss: one unit's, and the largest leaf outside."""
         outside = max((self._whole([leaf]) for leaf in self._frozen_outside), default=0)
         return outside + self._largest_units(self.weight, frozen=True)
 

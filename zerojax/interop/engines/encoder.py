@@ -57,7 +57,8 @@ class Compared(NamedTuple):
     Attributes:
         values: the elements as unsigned integers.
         words: a bit for each element, set if it has changed, 32 in a word.
-        counts: changed elements, then for each ``VALUE_BITS`` below an element's the escaped values.
+        counts: the number of changed elements; then, for each of ``VALUE_BITS`` that is smaller than an
+            element, the number of values that would be escaped.
         sums: the two checksums.
     """
 

@@ -86,7 +86,7 @@ class Patch:
         """Undo ``to_bytes``.
 
         Raises:
-            PatchError: the header is not whole.
+            PatchError: the header is incomplete.
         """
         if len(data) < _HEADER.size:
             raise PatchError(f"a patch of {len(data)} bytes has no header: it was cut off")
@@ -101,7 +101,7 @@ def full(new: np.ndarray, piece: int, version: int) -> Patch:
 
 
 def decode(patch: Patch, size: int, itemsize: int) -> tuple[np.ndarray, np.ndarray]:
-    """The positions of a patch that is not full, ascending, and what is added to the elements there.
+    """The positions of a patch that is not full, ascending, and the differences to add there.
 
     Args:
         patch: the patch.
@@ -281,10 +281,7 @@ class Piece:
         return found
 
     def blocks(self, values: np.ndarray) -> Iterator[tuple[Strip, tuple[slice, slice], np.ndarray]]:
-        """All elements of a piece in rectangles:
-
-        A strip, the rows and columns in it, and a view of ``values``.
-        """
+        """All elements of a piece as rectangles: (strip, its rows and columns, view of ``values``)."""
         for place, first, last in self.runs:
             for top, bottom, left, end in _rectangles(first, last, self.width):
                 start = place - first + top * self.width + left
@@ -514,7 +511,7 @@ class Source(Protocol):
         ...
 
     def patches(self, piece: int, before: int) -> list[Patch]:
-        """The patches that take a piece from a version to the newest, or one full patch."""
+        """The patches that bring a piece from version ``before`` to the newest, or one full patch."""
         ...
 
 
@@ -1023,7 +1020,7 @@ class Feed:
         return max(self._serving)
 
     def close(self) -> None:
-        """End the flows after what they are sending."""
+        """End the flows once their current messages are sent."""
         self._closed.set()
 
     def _run(self, index: int) -> None:

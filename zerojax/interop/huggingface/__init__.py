@@ -1,7 +1,4 @@
-"""Hugging Face models:
-
-Imports them into runs, exports runs to them, and moves adapters to and from PEFT's files.
-"""
+"""Imports Hugging Face models as runs, exports runs, and moves adapters to and from PEFT's files."""
 
 from zerojax.interop.huggingface.adapters import (
     adapter_base,

@@ -29,10 +29,9 @@ from zerojax.models import GPTConfig
 
 
 def mixture(*counts: str) -> tuple[Entry, ...]:
-    """The keys that all mixtures share; a file has one or all of the ``counts``, names of the number of
-    experts.
+    """The keys that all mixtures share. The balance loss is a setting of training: written, but not read.
 
-    The balance loss is a setting of training: its coefficient is written but not read.
+    ``counts`` are names of the key with the number of experts; a file has one or all of them.
     """
 
     def read(keys: ConfigKeys, _: Fields) -> Fields:

@@ -34,7 +34,7 @@ _FIRST_WORDS = {"mamba": _LINEAR, "attention": FULL}
 
 
 def _recurrent(types: list[str], word: str, others: str, layers: int) -> tuple[int, ...]:
-    """The layers of a kind."""
+    """The indices of the layers that are ``word`` in ``types``."""
     types = [_FIRST_WORDS.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
     if len(types) != layers or not all(kind in (word, others) for kind in types):
         raise ConfigurationError(
@@ -155,7 +155,7 @@ LFM2 = like_llama(
 
 
 def _thirds(model: GPTConfig) -> tuple[int, tuple[int, ...]]:
-    """The gate before the convolution, the gate after it, and its input."""
+    """One group of outputs: the gates before and after the convolution, and the convolution's input."""
     return 1, (model.d_model,) * 3
 
 
@@ -215,19 +215,19 @@ LFM2_MOE_NAMES = Names(
 
 
 def _heads(model: GPTConfig) -> tuple[int, tuple[int, ...]]:
-    """Query and gate of each head."""
+    """A group of outputs for each head: its query and its gate."""
     return model.heads, (model.head_dim, model.head_dim)
 
 
 def _key_heads(model: GPTConfig) -> tuple[int, tuple[int, ...]]:
-    """Query, key, values and their gates of each head of keys."""
+    """A group of outputs for each head of keys: its query, its key, its values and their gates."""
     count = key_heads(model)
     values = model.recurrent_values // count
     return count, (model.recurrent_key_width, model.recurrent_key_width, values, values)
 
 
 def _value_heads(model: GPTConfig) -> tuple[int, tuple[int, ...]]:
-    """beta and decay of the values of each head of keys."""
+    """A group of outputs for each head of keys: beta and decay of its values."""
     count = key_heads(model)
     return count, (model.value_heads // count,) * 2
 
@@ -306,7 +306,7 @@ OLMO_HYBRID = like_llama(
 
 
 def _convolved(model: GPTConfig) -> tuple[int, ...]:
-    """Queries, keys and values of all heads."""
+    """The widths of the queries, keys and values of all heads."""
     return model.recurrent_keys, model.recurrent_keys, model.recurrent_values
 
 

@@ -37,9 +37,8 @@ _TILE = 256
 def load_base(state: TrainState, folder: Path | str, *, new: str | None = None) -> TrainState:
     """The state with its frozen weights from a Hugging Face model; all processes must call it.
 
-    Each process reads the parts of the tensors that its devices hold, and encodes them. It does so one layer
-    of
-    one weight at a time: no more of the model is ever in memory, and nothing is written to disk.
+    Each process reads and encodes the parts of the tensors that its devices hold, one layer of one weight at
+    a time. No more of the model is ever in memory, and nothing is written to disk.
 
     Args:
         state: the state of a ``zerojax.models.GPT`` of the model's shape, filled or abstract

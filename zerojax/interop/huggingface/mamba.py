@@ -125,12 +125,12 @@ GRANITE_HYBRID = like_llama(
 
 
 def _inner(model: GPTConfig) -> tuple[int, tuple[int, ...]]:
-    """The gate, the convolution's input, and the steps."""
+    """One group of outputs: the gate, the convolution's input, and the step sizes."""
     return 1, (model.recurrent_values, model.conv_channels, model.value_heads)
 
 
 def _halves(model: GPTConfig) -> tuple[int, tuple[int, ...]]:
-    """Gate and up of the MLP that all tokens go to."""
+    """One group of outputs: gate and up of the MLP that all tokens go to."""
     return 1, (model.shared_ffn if model.experts else model.ffn_width,) * 2
 
 

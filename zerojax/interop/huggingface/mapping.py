@@ -74,18 +74,18 @@ Groups = Callable[[GPTConfig], tuple[int, tuple[int, ...]]]
 
 
 def qkv_groups(model: GPTConfig) -> tuple[int, tuple[int, ...]]:
-    """Queries, key and value, of one group of heads that share keys and values after the other."""
+    """A group of outputs for each head of keys and values: its queries, its key and its value."""
     width = model.head_dim
     return model.key_value_heads, (model.heads // model.key_value_heads * width, width, width)
 
 
 @dataclass(frozen=True)
 class Grouped:
-    """A tensor whose outputs are groups, each with a piece of several of our outputs.
+    """A tensor whose outputs are equal groups, each with pieces for several of our outputs.
 
     Attributes:
         name: of the module.
-        groups: of its outputs.
+        groups: the number of groups and the widths of the pieces in each (``qkv_groups``).
         pieces: the pieces that make up the leaf, one behind the other; None for all.
     """
 

@@ -160,7 +160,7 @@ def within(factors: Sequence[Factor], columns: slice, to: int = 0) -> list[Facto
 def side_by_side(
     factors: Sequence[Factor], columns: int, scale: float
 ) -> tuple[Float32[np.ndarray, "*experts inputs rank"], Float32[np.ndarray, "*experts rank columns"]]:
-    """One A and one B with a given scale that act as all factors do.
+    """Combine LoRA factors into one A and one B of this scale, whose product is the sum of theirs.
 
     Factors with the same A share its ranks.
     """
@@ -369,7 +369,7 @@ class PeftAdapter:
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """The patterns of ``ZeroConfig.frozen`` that train everything in the files besides adapters."""
+        """The patterns of ``ZeroConfig.frozen`` with which all weights in the files are trained."""
         return ("*", *(f"!{path_pattern(name)}" for name in sorted({name for name, _ in self.given})))
 
     def _pieces(self, name: str) -> Iterator[tuple[str, int, int, float]]:
@@ -454,7 +454,7 @@ class PeftAdapter:
             self._take(peft_experts.place(name, layer), Factor(a, b, 0, scale), columns)
 
     def _take(self, place: Place, module: Factor, outputs: slice, to: int = 0) -> None:
-        """Take a weight's outputs of its module's adapter, without the ranks that only other weights use."""
+        """Add the columns of a module's adapter that belong to a weight, without ranks of others only."""
         (own,) = within([module], outputs, to)
         used = _used_ranks(own.b) | ~_used_ranks(module.b)
         if used.any():

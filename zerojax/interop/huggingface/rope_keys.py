@@ -135,10 +135,7 @@ def _scales(model: GPTConfig) -> dict[str, float | None]:
 
 
 def _stretched(values: dict[str, Any], theta: float, width: int) -> dict[str, Any]:
-    """A table without HunYuan's alpha, whose effect goes into theta:
-
-    It does not depend on a sequence's length.
-    """
+    """A table with HunYuan's alpha replaced by a larger theta. That effect does not depend on the length."""
     table = ConfigKeys(values, "rope_parameters")
     if not (alpha := table.take("alpha", float, 0.0)):
         return values

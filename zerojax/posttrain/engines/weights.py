@@ -37,7 +37,7 @@ class EngineWeights(Protocol):
     """Brings weights to the hosts of engines."""
 
     def publish(self, state: TrainState, step: int) -> Weights:
-        """Start to bring the weights of a state there; all processes must call it."""
+        """Start to bring a state's weights to all hosts; all processes must call it."""
         ...
 
     def arrive(self, engine: int, weights: Weights, seconds: float) -> str:
@@ -89,7 +89,7 @@ class ExportedWeights:
 
 
 class SentWeights:
-    """Sends what has changed to a receiver beside each engine (docs/engines.md).
+    """Sends the changed elements to a receiver beside each engine (docs/engines.md).
 
     Args:
         config: the run's settings.

@@ -43,10 +43,7 @@ def policy_loss(settings: PosttrainSection) -> LossFn:
 
 
 def log_probs_of(settings: PosttrainSection) -> Callable[[GPT, Batch], Float[Array, "rows time"]]:
-    """A function for ``predict_step``:
-
-    The log-probability of each token of the completions in a batch's rows.
-    """
+    """A function for ``predict_step`` with the log-probability of each token of a batch's completions."""
     return _with_options(_log_probs, temperature=settings.temperature)
 
 

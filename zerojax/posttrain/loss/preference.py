@@ -56,10 +56,7 @@ def answer_scores(model: GPT, batch: Batch) -> Answers:
 
 
 def both(batch: Batch) -> tuple[Array, Array]:
-    """Tokens and masks, ``[2 pairs, ...]``:
-
-    Chosen responses first. One pass then gathers each weight once.
-    """
+    """Tokens and masks ``[2 pairs, ...]``, chosen responses first: one pass gathers each weight once."""
     return (
         jnp.concatenate([batch["chosen"], batch["rejected"]]),
         jnp.concatenate([batch["chosen_mask"], batch["rejected_mask"]]),

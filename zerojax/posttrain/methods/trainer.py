@@ -55,7 +55,7 @@ class PostTrainer(OpenRun):
         task: the prompts and the scorer.
         reference: the model that the run started with, or None.
         critic: PPO's critic, which predicts at each token the completion's reward; None for other methods.
-        generator: bytes on a device that a rollout needs in addition to the states.
+        generator: bytes on a device that generation needs in addition to the states.
         engines: the engines that generate, or None.
         ahead: the rollout that engines generate while the run trains on another, or None.
         rollouts: number of finished rollouts.

@@ -110,7 +110,7 @@ class Critic:
 
     @property
     def trained(self) -> Trained:
-        """The critic as the second thing that a step trains."""
+        """The critic's ``Trained``, which steps train beside the policy's."""
         return Trained(self.config.model, self.state, abstract_columns(self.config, COLUMNS))
 
     def values(self, rows: Rows) -> Float32[np.ndarray, "rows time"]:

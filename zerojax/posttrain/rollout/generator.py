@@ -1,4 +1,4 @@
-"""The interface to what completes prompts: this run's devices, or engines elsewhere."""
+"""The interface of generators, which complete prompts on this run's devices or by engines elsewhere."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -313,7 +313,7 @@ def _created(
 
 
 def merge(folder: Path, context: ts.Context) -> None:
-    """Make the common store refer to what each process has written, as Orbax does."""
+    """Make the common store refer to the stores of all processes, as Orbax does."""
     merging = ts.Transaction(atomic=True)
     whole = ts.KvStore.open(_ocdbt(folder), context=context).result().with_transaction(merging)
     for part in sorted(folder.glob("ocdbt.process_*")):

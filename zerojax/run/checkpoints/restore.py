@@ -97,7 +97,7 @@ def restore(
 
 
 def _line_on_nodes(state: TrainState, saved: int | None) -> str | None:
-    """The line about what local updates lose because the number of nodes changed; None if nothing is lost."""
+    """The line about arrays that local updates lose because the number of nodes changed, or None."""
     if state.spec.tx is None:
         return None  # the state takes the weights alone
     own = state.spec.world.nodes if state.spec.local_updates else None

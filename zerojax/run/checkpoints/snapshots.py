@@ -124,7 +124,7 @@ class Snapshots:
     def is_due(self) -> bool:
         """Whether it is time for the next snapshot.
 
-        It is when a failure would repeat the given seconds of work, unless waiting for snapshots would take
+        True if a failure would now repeat the given seconds of work, unless waiting for snapshots would take
         more than 2% of the time.
         """
         after = max(self._seconds - self._written, self._pause / _SHARE)

@@ -44,7 +44,7 @@ def unfinished(folder: Path, step: int) -> Path:
 
 
 def clear_leftovers(folder: Path) -> list[str]:
-    """Remove what dead processes left half written or half deleted; returns a line for each failure."""
+    """Remove folders that dead processes left half written or deleted; returns a line for each failure."""
     return [line for path in _leftovers(folder) if (line := remove(path)) is not None]
 
 
@@ -53,7 +53,7 @@ def _leftovers(folder: Path) -> list[Path]:
 
 
 def clear_failed(folder: Path, step: int) -> None:
-    """Remove what a failed save left, until nothing new appears; the next start removes the rest.
+    """Remove a failed save's folder, until nothing new appears in it; the next start removes the rest.
 
     Orbax gives up at the first error, but its writes of other arrays continue for a while and create their
     folders again.

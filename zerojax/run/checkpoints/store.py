@@ -147,7 +147,7 @@ class Checkpoints:
         clock: Callable[[], float] = time.time,
         say: Callable[[str], object] = print,
     ) -> None:
-        """Remove what a dead process left half written.
+        """Remove folders that a dead process left half written.
 
         Args:
             folder: the checkpoints' folder; created by the first save.

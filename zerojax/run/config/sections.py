@@ -243,7 +243,7 @@ class DataSection:
         completion_column: Which column holds its completion.
         chosen_column: Which column holds the better of two responses, to learn from preferences.
         rejected_column: Which column holds the other one.
-        chat_template: What turns a conversation into text: the "tokenizer"'s own chat template, "chatml", or
+        chat_template: The template that turns a conversation into text: the "tokenizer"'s own, "chatml", or
             the path of a Jinja file.
         tokenizer: "byte", or "bpe" (trained on the training split), or the path of a tokenizer.json.
         vocab_size: Vocabulary of a newly trained BPE.
@@ -378,7 +378,7 @@ class PosttrainSection:
         engine_folder: The folder in which engines find the weights, under the same path on their hosts; by
             default RUN/weights. With receivers it is their mirror.
         engine_receivers: HOST:PORT of the receiver beside each engine, in the engines' order, to which the
-            run sends what has changed; without receivers it writes all weights to engine_folder.
+            run sends the changed elements; without receivers it writes all weights to engine_folder.
         rollouts_ahead: 1 lets engines generate the next rollout while the run trains on the last one, with
             weights that are one rollout old; 0 waits for the newest weights.
         importance_cap: The largest factor of a token's loss with engines. The factor is the ratio of the
@@ -465,7 +465,7 @@ class CriticSection:
         init_from: The run or checkpoint whose weights the critic starts from; by default
             `posttrain.reward_model`, or else the policy. A language model gets a new head.
         learning_rate: Peak learning rate; by default `optimizer.learning_rate`.
-        zero: What overrides [zero], by key.
+        zero: Options that override [zero], by key.
     """
 
     init_from: str = ""

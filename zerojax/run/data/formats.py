@@ -293,7 +293,7 @@ def _pyarrow(path: Path) -> ModuleType:
 
 @contextmanager
 def _readable(path: Path, arrow: ModuleType | None = None) -> Generator[None]:
-    """Turn what readers raise on a damaged or unreadable file into a ``DataError``."""
+    """Turn readers' errors about a damaged or unreadable file into a ``DataError``."""
     # A column name that is not UTF-8 raises a ValueError.
     damage = (EOFError, zlib.error) if arrow is None else (EOFError, ValueError, arrow.ArrowException)
     try:

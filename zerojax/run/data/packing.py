@@ -125,7 +125,7 @@ def _pieces(
 
 @dataclass(frozen=True)
 class Shortened:
-    """What the rows lose of the documents in a file with a mask.
+    """The tokens of a file with a mask that the packed rows leave out.
 
     Attributes:
         documents: number of documents.
@@ -143,14 +143,14 @@ class Shortened:
 
 
 def shortened(file: TokenFile, length: int) -> Shortened:
-    """Count what rows of ``length`` tokens lose of a file with a mask."""
+    """Count the tokens of a file with a mask that rows of ``length`` tokens leave out."""
     return _beginnings(file, length)[2]
 
 
 def _beginnings(
     file: TokenFile, length: int
 ) -> tuple[Int64[np.ndarray, " pieces"], Int64[np.ndarray, " pieces"], Shortened]:
-    """Start and size of each document's part in a row of length + 1 tokens; and what the rows lose."""
+    """Start and size of each document's part in a row of length + 1 tokens; and the tokens left out."""
     assert file.mask is not None
     whole = np.asarray(file.lengths, np.int64)
     starts, sizes = np.cumsum(whole) - whole, np.minimum(whole, length + 1)

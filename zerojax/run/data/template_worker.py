@@ -111,10 +111,7 @@ def respond(source: str, every: Sequence[Mapping[str, Any]], seconds: float) -> 
 
 
 def main(seconds: str, memory: str) -> None:
-    """Respond to requests until the standard input ends:
-
-    ``seconds`` of CPU for a text, ``memory`` bytes in all.
-    """
+    """Respond to requests until the input ends: ``seconds`` of CPU for each text, ``memory`` bytes in all."""
     with suppress(ValueError, OSError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (int(memory), resource.getrlimit(resource.RLIMIT_AS)[1]))
     requests, responses = sys.stdin.buffer, sys.stdout.buffer

@@ -59,7 +59,7 @@ class RunLog:
         folder: the run's folder; None writes no files.
         steps: steps of the whole run.
         max_skips: the run has diverged after this many skipped steps in a row.
-        spikes: what a spike of the loss does: nothing, skip the step, or stop the run.
+        spikes: the effect of a spike of the loss: none, a skipped step, or the end of the run.
         every: steps between progress lines if the output is not a terminal.
         trackers: names of trackers, which need a folder; ``project`` and ``settings`` are for them.
         costs: the work of a step.
