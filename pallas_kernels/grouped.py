@@ -2,9 +2,8 @@
 
 Group g has ``sizes[g]`` rows, which follow the rows of group g - 1. Rows after the last group belong to no
 group and affect no result. Sums are in fp32, but a GPU's tensor cores sum fp8 products with fewer bits (about
-14 on Hopper). Pallas' kernels run on Hopper, in bf16 and fp8, for matrices with sides that are multiples of
-64 and
-128. Triton's kernels run everywhere else. Kernel and specification differ by rounding.
+14 on Hopper). Pallas' kernels run on Hopper, in bf16 for matrices with sides that are multiples of 64, and in
+fp8 for multiples of 128. Triton's kernels run everywhere else. Kernel and specification differ by rounding.
 """
 
 from functools import partial

@@ -372,7 +372,7 @@ def _columns_of_rows(
     ptr, token, head, column, HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Pointers to some columns of them, from ``column`` on; WIDTH are all columns."""
+    """Pointers to some columns of a head's vectors, from ``column`` on; WIDTH are all columns."""
     return _tile(ptr, (token * HEADS + head) * WIDTH + column, HEADS * WIDTH, TOKENS, COLUMNS)
 
 
@@ -384,7 +384,7 @@ def _of_chunk(ptr, at, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _columns(ptr, at, column, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Pointers to some columns of it, from ``column`` on; WIDTH are all columns."""
+    """Pointers to some columns of a chunk's matrix, from ``column`` on; WIDTH are all columns."""
     return _tile(ptr, at * (ROWS * WIDTH) + column, WIDTH, ROWS, COLUMNS)
 
 

@@ -110,7 +110,7 @@ def launch(job: Job) -> int:
 
 
 class _Kept:
-    """What the launcher keeps from one start of a job to the next: snapshots and standby processes.
+    """The launcher's snapshots and standby processes, which it keeps from one start of a job to the next.
 
     Both belong to a number of nodes. The commands that train use them, if there are restarts.
     """

@@ -1,7 +1,7 @@
 """``zerojax links``: measures TCP flows and collectives between a job's nodes, and what limits them.
 
-sudo env PATH="$PATH" zerojax emulate --nodes 2 --rate 10gbit -- zerojax links --json links.json zerojax plan
-gpt-1.3b --gpu h100 --nodes 2 --gpus-per-node 1 --links links.json
+    sudo env PATH="$PATH" zerojax emulate --nodes 2 --rate 10gbit -- zerojax links --json links.json
+    zerojax plan gpt-1.3b --gpu h100 --nodes 2 --gpus-per-node 1 --links links.json
 """
 
 import os

@@ -62,7 +62,7 @@ class Kept(NamedTuple):
 
     @classmethod
     def find(cls) -> Self | None:
-        """What the launcher has passed; None if it keeps no snapshots. Later calls return None.
+        """The memory that the launcher has passed; None if it keeps no snapshots. Later calls return None.
 
         Raises:
             ConfigurationError: the variable does not name an open file in memory.

@@ -94,7 +94,7 @@ GPUS: dict[str, Gpu] = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU of a name, in any case.
+    """The GPU of this name, in upper or lower case.
 
     Raises:
         ConfigurationError: the name is unknown; lists the known ones.

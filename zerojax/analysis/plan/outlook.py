@@ -83,7 +83,7 @@ class Prediction:
 
     @functools.cached_property
     def hops(self) -> tuple[HopPlan, ...]:
-        """What a step sends, with bytes."""
+        """The hops of a step, with the bytes that each sends."""
         return hops_of(self.spec, self.work)
 
     @functools.cached_property

@@ -333,8 +333,8 @@ def _chunk_flops(c: GPTConfig) -> int:
 def _chunk_bytes(c: GPTConfig, item: int) -> int:
     """Bytes per token in use during a recurrent layer's backward pass; 0 for other layers.
 
-    Each head has queries, keys and what the system removes, scores and values in fp32, and a part of a state.
-    They exist several times, with their gradients: so often in programs compiled for an H100.
+    Each head has queries, keys, removed terms, scores and values in fp32, and a part of a state. The counts,
+    which include gradients, are from programs compiled for an H100.
     """
     if not c.all_recurrent or c.recurrent == "short_conv":
         return 0
