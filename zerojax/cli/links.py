@@ -2,6 +2,8 @@
 
     sudo env PATH="$PATH" zerojax emulate --nodes 2 --rate 10gbit -- zerojax links --json links.json
     zerojax plan gpt-1.3b --gpu h100 --nodes 2 --gpus-per-node 1 --links links.json
+
+The second command plans with the measured links.
 """
 
 import os

@@ -81,7 +81,7 @@ class OnLayout:
     whole: Whole | None = None
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Refuse ``init`` and ``update``, which optax's combinators call: ``zerojax.chain`` combines instead."""
+        """Refuse ``init`` and ``update``, which optax's combinators call. ``zerojax.chain`` combines them."""
         if name in ("init", "update"):
             raise ConfigurationError(
                 "a transform that is built for a mesh, as zerojax.scale_by_muon, can't be a part of optax's "

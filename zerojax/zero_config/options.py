@@ -39,7 +39,7 @@ class Sharding:
         units: module classes whose weights are gathered just before use and dropped after
             (``zerojax.Stack`` needs no mention); one class, or a list, is kept as a tuple. Without any, the
             whole model is one unit.
-        hpz: keep the node-local secondary copy for the backward pass (ZeRO++ section 3.2).
+        hpz: keep the secondary partition within the node for the backward pass (ZeRO++ section 3.2).
         state_spread: where the master weights and the optimizer's state are, at stage 3. "world": once, over
             all devices. "node": in each node, which then holds nothing that the others lack. Gradient sums
             go to all nodes in place of the weights, in the weights' format, or in the gradients' format if
@@ -87,21 +87,21 @@ class Wire:
 
     Attributes:
         weights: format of the weight all-gather over ``node`` (qwZ, ZeRO++ section 3.1).
-        weights_delta: keep the secondary copy across steps and send only what changed, once per
-            optimizer step (needs ``hpz``).
+        weights_delta: keep the secondary partition from step to step, as the node's replica, and send only
+            the change of the weights, once per optimizer step (needs ``hpz``).
         delta_resync: with ``weights_delta``, send the whole weights in the local format every n
             steps; 0 never.
-        local_weights: format of the all-gather over ``local`` and of the stored secondary copy.
+        local_weights: format of the all-gather over ``local`` and of the stored secondary partition.
         grads: formats of the gradient hops over ``local`` and over ``node`` (qgZ, section 3.3).
         grads_hops: 2, or 1 for a single all-to-all over both axes (the paper's Figure 3).
-        grad_sync: "micro" takes the node hop for every micro-batch, "step" once per optimizer step.
+        grad_sync: "micro" sends gradients over ``node`` in every micro-batch, "step" once per step.
         block_size: elements that share a scale; a power of two from 64 to 2048, best a divisor of the
             model's width.
         rounding: of gradients: "nearest" (half to even) or "stochastic" (a counter hash: reproducible,
             unbiased). Weights are always rounded to nearest, which keeps their error bound smallest.
         rotation: 32 rotates gradients by a 32-wide Hadamard matrix before encoding; 0 does not.
-        error_feedback: add what the node hop's encoding lost to the next step's gradient.
-        chunks: into how many pipeline stages the two gradient hops are cut.
+        error_feedback: add the error of the node hop's encoding to the next step's gradient.
+        chunks: the number of pipeline stages into which the two gradient hops are cut.
         precise: ``(pattern, format)`` pairs: where a leaf's path ("blocks/attn/kernel") matches the
             shell pattern, neither its weight nor its gradient travels in fewer bits than ``format``.
             Vectors and scalars always travel in the compute format. By default embeddings: a rare
@@ -192,9 +192,9 @@ class LocalUpdates:
     Attributes:
         every: 0, or for local updates the number of steps in which each weight crosses nodes once (DiLoCo,
             Douillard et al., 2023; Streaming DiLoCo, 2025). Every node trains weights that only it has. Each
-            step exchanges what the nodes have learnt about one fragment, 1/``every`` of all elements, and
-            owners apply the mean to the outer weights. Evaluations read the outer weights. ``grads`` (over
-            ``node``) is then the format of what is learnt, on its way to the owners. ``weights`` is the
+            step exchanges the nodes' changes of one fragment, 1/``every`` of all elements, and the owners
+            apply their mean to the outer weights. Evaluations read the outer weights. ``grads`` (over
+            ``node``) is then the format of these changes on their way to the owners. ``weights`` is the
             format of the outer weights' change, on its way back. Each node holds the whole state, spread over
             its devices.
         outer_learning_rate: of the outer weights' SGD with Nesterov momentum.
