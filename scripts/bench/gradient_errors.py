@@ -244,8 +244,9 @@ def main() -> None:
     lines = [
         "# Gradient errors",
         "",
-        f"The error that each wire format adds to a gradient of a model of {parameter_count(config.model):,} "
-        f"parameters after {trained.step:,} steps: [how it was measured](wire.md#gradient-errors).",
+        "This page lists the error that each wire format adds to a gradient of a model of "
+        f"{parameter_count(config.model):,} parameters after {trained.step:,} steps: "
+        "[how it was measured](wire.md#gradient-errors).",
         "",
         "| local / node | block | rotation | rounding | error | theory | ratio | bias |",
         "|---|---|---|---|---|---|---|---|",
