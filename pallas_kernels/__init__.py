@@ -23,9 +23,11 @@ from pallas_kernels.dispatch import (
     encode_delta,
     encode_nf4,
     encode_reordered,
+    for_platform,
 )
 from pallas_kernels.formats import BITS, FORMATS, QMAX, QUANTIZED, RAW, STORED, Format, nbytes, nf4_bytes
 from pallas_kernels.grouped import grouped_rows, grouped_rows_fp8, grouped_sums
+from pallas_kernels.lowered import keep_lowered
 
 __all__ = [
     "BITS",
@@ -48,9 +50,11 @@ __all__ = [
     "encode_delta",
     "encode_nf4",
     "encode_reordered",
+    "for_platform",
     "grouped_rows",
     "grouped_rows_fp8",
     "grouped_sums",
+    "keep_lowered",
     "nbytes",
     "nf4_bytes",
 ]

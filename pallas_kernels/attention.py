@@ -1,7 +1,5 @@
 """Attention of one new token per row to a key-value cache, checked; see ``pallas_kernels.dispatch``."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 
@@ -9,7 +7,6 @@ from pallas_kernels import attention_reference
 from pallas_kernels.dispatch import dispatch
 
 
-@partial(jax.jit, static_argnames=("scale", "softcap"))
 def attend_cache(
     query: jax.Array,
     keys: jax.Array,

@@ -1,7 +1,5 @@
 """Casts to an fp8 dtype in both orientations, checked; see ``pallas_kernels.dispatch``."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -11,7 +9,6 @@ from pallas_kernels.backends import FP8
 from pallas_kernels.dispatch import dispatch
 
 
-@partial(jax.jit, static_argnames="dtype")
 def cast_transpose(x: jax.Array, scale: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """Multiply a matrix by a scale, cast it to an fp8 dtype, and transpose it, in one pass.
 

@@ -7,8 +7,10 @@ They may be called eagerly, inside ``jit`` and inside ``shard_map(check_vma=Fals
 # jax.jit, jnp.asarray and lax.platform_dependent have no complete types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -19,34 +21,74 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import nf4_reference, reference
 from pallas_kernels.backends import cuda_implementation
+from pallas_kernels.chips import compute_capability
 from pallas_kernels.formats import QUANTIZED, ROTATION, check_block, nbytes, nf4_bytes
+from pallas_kernels.lowered import lowered
 
 ROUNDINGS = ("nearest", "stochastic")
+
+
+_platform: ContextVar[str | None] = ContextVar("platform", default=None)
+
+
+@contextmanager
+def for_platform(name: str | None) -> Generator[None]:
+    """Within this context programs are traced for one platform, "cpu" or "cuda", or for any (None).
+
+    Tracing is then faster, because only that platform's implementations are traced.
+    """
+    token = _platform.set(name)
+    try:
+        yield
+    finally:
+        _platform.reset(token)
 
 
 def dispatch(
     name: str, *arrays: jax.Array | None, specification: ModuleType = reference, **static: Any
 ) -> Any:
-    """Call the implementation of ``name`` for the platform that the program is lowered for, and lower no
-    other.
+    """Call the implementation of ``name`` for the platform that the program is lowered for.
+
+    JAX lowers no other one. Within ``for_platform`` it traces no other one.
 
     Args:
         name: a public function of ``pallas_kernels``.
         arrays: its array arguments, or None for absent ones.
         specification: the module with the reference implementation.
-        static: its other arguments.
+        static: its other arguments, which are hashable.
     """
+    settings = tuple(sorted(static.items()))
+    return _implementation(name, specification, settings, _platform.get(), compute_capability())(*arrays)
+
+
+@cache
+def _implementation(
+    name: str,
+    specification: ModuleType,
+    settings: tuple[tuple[str, Any], ...],
+    platform: str | None,
+    _capability: int,
+) -> Callable[..., Any]:
+    """The compiled function from arrays to the results of ``name``; other chips may have other kernels."""
+    static = dict(settings)
 
     def default(*arrays: jax.Array | None) -> Any:
         # The caller's setting for ranks is meant for the caller's own code.
         with jax.numpy_rank_promotion("allow"):
             return getattr(specification, name)(*arrays, **static)
 
-    kernel = cuda_implementation(name)
-    if kernel is None:
-        return default(*arrays)
-    branches: dict[str, Callable[..., Any]] = {"cuda": partial(kernel, **static), "default": default}
-    return lax.platform_dependent(*arrays, **branches)
+    kernel = None if platform == "cpu" else cuda_implementation(name)
+
+    def run(*arrays: jax.Array | None) -> Any:
+        if kernel is None:
+            return default(*arrays)
+        if platform == "cuda":
+            return lowered(name, kernel, static, arrays)(*arrays)
+        branches: dict[str, Callable[..., Any]] = {"cuda": partial(kernel, **static), "default": default}
+        return lax.platform_dependent(*arrays, **branches)
+
+    run.__name__ = name
+    return jax.jit(run)
 
 
 def _check_array(name: str, array: jax.Array, ndim: int) -> None:
@@ -89,7 +131,6 @@ def _check_rounding(fmt: str, rounding: str, seed: jax.Array | None) -> tuple[st
     return rounding, seed
 
 
-@partial(jax.jit, static_argnames=("fmt", "block", "rounding", "rotation"))
 def encode(
     x: jax.Array,
     fmt: str,
@@ -123,7 +164,6 @@ def encode(
     return dispatch("encode", x, seed, **static)
 
 
-@partial(jax.jit, static_argnames=("fmt", "block", "rounding"))
 def encode_delta(
     w: jax.Array,
     base: jax.Array,
@@ -147,7 +187,6 @@ def encode_delta(
     return dispatch("encode_delta", w, base, seed, fmt=fmt, block=block, rounding=rounding)
 
 
-@partial(jax.jit, static_argnames=("fmt", "local", "nodes", "chunks", "block", "rounding", "rotation"))
 def encode_reordered(
     g: jax.Array,
     fmt: str,
@@ -192,7 +231,6 @@ def encode_reordered(
     return dispatch("encode_reordered", g, seed, rounding=rounding, rotation=rotation, **static)
 
 
-@partial(jax.jit, static_argnames=("fmt", "n", "block", "dtype"))
 def decode(
     payload: jax.Array,
     fmt: str,
@@ -209,7 +247,6 @@ def decode(
     return dispatch("decode", payload, fmt=fmt, n=n, block=block, dtype=jnp.dtype(dtype))
 
 
-@partial(jax.jit, static_argnames=("fmt", "block"))
 def decode_add(payload: jax.Array, base: jax.Array, fmt: str, *, block: int | None = None) -> jax.Array:
     """Add decoded rows to ``base``, [rows, n], in fp32. The result has base's dtype.
 
@@ -222,7 +259,6 @@ def decode_add(payload: jax.Array, base: jax.Array, fmt: str, *, block: int | No
     return dispatch("decode_add", payload, base, fmt=fmt, block=block)
 
 
-@partial(jax.jit, static_argnames=("fmt", "n", "block", "rotation", "scale"))
 def decode_sum(
     payload: jax.Array,
     fmt: str,
@@ -253,7 +289,6 @@ def decode_sum(
     return dispatch("decode_sum", payload, **static)
 
 
-@partial(jax.jit, static_argnames=("fmt_in", "fmt_out", "rows_out", "n", "block", "rounding"))
 def decode_sum_encode(
     payload: jax.Array,
     fmt_in: str,
@@ -290,7 +325,6 @@ def decode_sum_encode(
     return dispatch("decode_sum_encode", payload, seed, rounding=rounding, **static)
 
 
-@partial(jax.jit, static_argnames=("block",))
 def encode_nf4(x: jax.Array, *, block: int = 64) -> jax.Array:
     """Encode rows of frozen weights in 4-bit NormalFloat with double quantization.
 
@@ -312,7 +346,6 @@ def encode_nf4(x: jax.Array, *, block: int = 64) -> jax.Array:
     return dispatch("encode_nf4", x, specification=nf4_reference, block=block)
 
 
-@partial(jax.jit, static_argnames=("n", "block", "dtype"))
 def decode_nf4(payload: jax.Array, n: int, *, block: int = 64, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
     """Decode uint8[rows, nf4_bytes(n, block)] of ``encode_nf4`` into dtype[rows, n].
 

@@ -6,8 +6,6 @@ group and affect no result. Sums are in fp32, but a GPU's tensor cores sum fp8 p
 fp8 for multiples of 128. Triton's kernels run everywhere else. Kernel and specification differ by rounding.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -40,7 +38,6 @@ def _check_matrices(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bo
     _check_shapes(x, w, sizes, "w", fits and sizes.shape == w.shape[:1], expected)
 
 
-@partial(jax.jit, static_argnames="transposed")
 def grouped_rows(x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool = False) -> jax.Array:
     """Multiply each row by the matrix of its group, ``x[i] @ w[group of i]``, or by its transpose.
 
@@ -62,7 +59,6 @@ def grouped_rows(x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bo
     return dispatch("grouped_rows", x, w, sizes, specification=grouped_reference, transposed=transposed)
 
 
-@partial(jax.jit, static_argnames=("transposed", "dtype"))
 def grouped_rows_fp8(
     x: jax.Array, w: jax.Array, sizes: jax.Array, scale: jax.Array, *,
     transposed: bool = False, dtype: DTypeLike,
@@ -96,7 +92,6 @@ def grouped_rows_fp8(
     return dispatch("grouped_rows_fp8", x, w, sizes, scale, specification=grouped_reference, **options)
 
 
-@jax.jit
 def grouped_sums(x: jax.Array, g: jax.Array, sizes: jax.Array) -> jax.Array:
     """Sum the outer products of the rows of ``x`` and ``g`` over each group.
 

@@ -9,6 +9,7 @@ the least recently used ones.
 """
 
 import hashlib
+import math
 import os
 import platform
 import sys
@@ -25,6 +26,7 @@ from jax._src import compilation_cache, compiler  # JAX has no public way to exc
 from jax._src.compilation_cache_interface import CacheInterface
 from jaxlib._jax import CompileOnlyPyClient
 
+import pallas_kernels
 from zerojax.errors import error_line
 from zerojax.formatting import size
 from zerojax.log import logger
@@ -90,6 +92,7 @@ def use_compilation_cache(folder: str | os.PathLike[str] | None = None) -> Path 
     compilation_cache.get_executable_and_time = _load
     compiler._cache_write = _keep  # pyright: ignore[reportPrivateUsage]
     compilation_cache.reset_cache()
+    pallas_kernels.keep_lowered(Folder(str(path)))
     return path
 
 
@@ -123,6 +126,7 @@ class Folder(CacheInterface):
         """Use a folder, which need not exist."""
         self._path = Path(path)
         self._reads, self._writes = True, _limit() > 0
+        self._written = math.inf  # bytes since the folder was listed
 
     def get(self, key: str) -> bytes | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The program of a key; None if there is none, or if it is damaged."""
@@ -159,7 +163,10 @@ class Folder(CacheInterface):
             with suppress(OSError):
                 part.unlink()
         else:
-            _trim(self._path)
+            self._written += len(value)
+            if self._written > _limit() / 100:  # listing a large folder takes as long as many writes
+                _trim(self._path)
+                self._written = 0
 
     def drop(self, key: str, why: str) -> None:
         """Remove a program, and say why."""

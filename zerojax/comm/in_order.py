@@ -20,8 +20,9 @@ from jax.extend import core, source_info_util
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, PyTree
 
+import pallas_kernels
 from zerojax.dataflow.programs import called, interpret, rewritten
-from zerojax.sharding.mesh import AXES, on_cpus
+from zerojax.sharding.mesh import AXES, on_cpus, on_gpus
 
 type Atom = core.Var | core.Literal
 _SILENT = frozenset({"axis_index", "pbroadcast", "pvary"})
@@ -35,8 +36,15 @@ def on_mesh[*Args, T: PyTree[Array]](
     out_specs: PyTree[PartitionSpec],
 ) -> Callable[[*Args], T]:
     """``jax.shard_map`` without its check of replication. Collectives run in one order, on CPUs too."""
-    run = in_order(run) if on_cpus(mesh.devices.flat) else run
-    return jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    on_cpu = on_cpus(mesh.devices.flat)
+    ordered = in_order(run) if on_cpu else run
+    platform = "cpu" if on_cpu else "cuda" if on_gpus(mesh.devices.flat) else None
+
+    def on_platform(*args: *Args) -> T:
+        with pallas_kernels.for_platform(platform):
+            return ordered(*args)
+
+    return jax.shard_map(on_platform, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def one_at_a_time[T](mesh: Mesh, results: T) -> T:
