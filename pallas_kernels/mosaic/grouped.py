@@ -48,9 +48,9 @@ class Tuning:
     """The parameters of a compiled kernel.
 
     Attributes:
-        columns: columns of a tile of the result.
+        columns: width of a tile of the result.
         stages: steps in the buffer in shared memory.
-        band: tiles along the rows before the next columns.
+        band: tiles that are computed along the rows before those of the next columns.
     """
 
     columns: int = 256

@@ -345,7 +345,7 @@ def test_units_under_transforms_are_found_where_they_are(how, unit, stack):
         ),
         (
             lambda m, b: m.variables["params"]["head"],
-            r"\['params'\]\['head'\] is read before the model was called",
+            r"\['params'\]\['head'\] is read, but the model has not been called",
         ),
     ],
 )

@@ -131,7 +131,7 @@ def test_a_dry_run_refuses_what_the_run_would(finished, tmp_path, capsys):
         assert f"{place}: cannot create the run folder: {tmp_path}/file is a file" in error
     new = ["train", "gpt-tiny", "--run-dir", str(tmp_path / "run")]
     error = refused(capsys, *new, "--data.tokenizer", "missing.json")
-    assert "data.tokenizer 'missing.json': 'byte', 'bpe' or an existing file" in error
+    assert "data.tokenizer 'missing.json' must be 'byte', 'bpe' or an existing file" in error
     chat = ["--data.kind", "chat", "--data.packing", "documents", "--data.chat-template"]
     assert "data.chat_template 'missing.jinja'" in refused(capsys, *new, *chat, "missing.jinja")
     error = refused(capsys, *new, "--model.vocab-size", "100")
@@ -161,7 +161,7 @@ def test_a_dry_run_knows_the_tokenizer_of_a_hugging_face_model(text, tmp_path, c
     assert main([*run, "--dry-run"]) == 0
     assert f"would begin with the weights of {FIXTURES / 'gpt2'}" in capsys.readouterr().out
     error = refused(capsys, *run, "--data.tokenizer", str(tmp_path / "missing.json"))
-    assert "missing.json': 'byte', 'bpe' or an existing file" in error
+    assert "missing.json' must be 'byte', 'bpe' or an existing file" in error
     assert not (tmp_path / "run").exists()
 
 

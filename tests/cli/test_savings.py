@@ -110,6 +110,6 @@ def test_lines_say_what_would_save():
     assert "sends 8.27 MB more)" in savings.held_line()  # each micro-batch gathers the weights again
     savings = Savings(*opened("--zero.preset", "delta"))
     assert ": --zero.preset local sends " in savings.sent_line()
-    assert "adamw 7.5% with zero.every = 64 (four nodes" in savings.sent_line()
+    assert "by 7.5% with adamw and zero.every = 64, in 400 steps" in savings.sent_line()
     savings = Savings(*opened("--zero.preset", "local"))
     assert savings.sent_line().endswith("per node and step: no option alone does it.")

@@ -109,8 +109,8 @@ def test_bf16_weights_give_bf16_and_statistics_in_fp32():
     ("settings", "message"),
     [
         ({"experts": 0}, "experts=0 must be at least 1"),
-        ({"per_token": 8}, "per_token=8: from 1 to experts=7"),
-        ({"activation": "relu"}, "activation='relu': one of swiglu, geglu, swiglu_clamped"),
+        ({"per_token": 8}, "per_token=8 must be from 1 to experts=7"),
+        ({"activation": "relu"}, "activation='relu' must be one of swiglu, geglu, swiglu_clamped"),
         ({"shared_gate": True}, "shared=0, shared_gate=True"),
     ],
 )

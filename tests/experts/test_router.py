@@ -154,10 +154,10 @@ def test_moving_biases_even_out_a_skewed_load():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"score": "relu"}, "score='relu': one of softmax, sigmoid"),
+        ({"score": "relu"}, "score='relu' must be one of softmax, sigmoid"),
         ({"scale": 0}, "scale=0 must be above 0"),
         ({"balance_rate": -1}, "balance_rate=-1 must be at least 0"),
-        ({"groups": 2, "groups_per_token": 3}, "groups_per_token=3: from 1 to groups=2"),
+        ({"groups": 2, "groups_per_token": 3}, "groups_per_token=3 must be from 1 to groups=2"),
         ({"groups": 5}, "groups=5 do not divide experts=12"),
         ({"groups": 12}, "have 1 each, fewer than group_best=2"),
         ({"group_best": 0}, "group_best=0 must be at least 1"),

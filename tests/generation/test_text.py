@@ -232,7 +232,7 @@ def test_wrong_prompts_are_refused():
         generate(model, 4, 3)
     with pytest.raises(ZeroError, match="dtype float32"):
         generate(model, np.zeros(3, np.float32), 3)
-    with pytest.raises(ZeroError, match=r"stop = \[3\]: one token, or None"):
+    with pytest.raises(ZeroError, match=r"stop = \[3\] must be one token, or None"):
         generate(model, prompt, 3, stop=cast(Any, [3]))  # as zerojax.generate takes it
     with pytest.raises(ZeroError, match="prompt 0 has the token id"):
         generate(model, [10**6], 3)

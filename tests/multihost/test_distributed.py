@@ -165,7 +165,7 @@ def test_an_invalid_token(token):
 
 def test_an_invalid_value_of_zerojax_insecure(monkeypatch):
     monkeypatch.setenv("ZEROJAX_INSECURE", "yes")
-    with pytest.raises(ZeroError, match="ZEROJAX_INSECURE is 1 or 0, not 'yes'"):
+    with pytest.raises(ZeroError, match="ZEROJAX_INSECURE must be 1 or 0, not 'yes'"):
         join("10.1.2.3:99", 0, 2)
 
 

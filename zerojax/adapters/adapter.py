@@ -68,7 +68,7 @@ class Bound(ABC):
         return {}
 
     def replaced(self) -> dict[Path, Num[Array, "..."]]:
-        """By path, the weights outside units that the pass replaced by other arrays, perhaps equal ones."""
+        """The weights outside units, by path, that the pass replaced by arrays, even of equal values."""
         return {}
 
 

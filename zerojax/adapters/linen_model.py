@@ -106,7 +106,7 @@ class LinenModel:
 
 
 class BoundModel(LinenModel):
-    """A Linen module with its variables, ``Sharded`` in units, and a key, for one forward pass."""
+    """A Linen module with its variables and a key, for one forward pass; weights of units are ``Sharded``."""
 
     def __init__(
         self, module: linen.Module, units: frozenset[Path], variables: Variables, key: Array
@@ -229,8 +229,8 @@ class _NotYet(Variables):
         if self.collection is None:
             return _NotYet(collection=name)
         raise ConfigurationError(
-            f"model.variables[{self.collection!r}][{name!r}] is read before the model was called, and a "
-            "Linen module has no variables before: call the model first."
+            f"model.variables[{self.collection!r}][{name!r}] is read, but the model has not been "
+            "called, and a Linen module has no variables until then: call the model first."
         )
 
 

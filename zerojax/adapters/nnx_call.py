@@ -114,7 +114,7 @@ def call_with_weights[T](
 
 
 def replaced_weights(module: nnx.Module, given: Mapping[Path, object]) -> dict[Path, Num[Array, "..."]]:
-    """By path, the weights of a module that other arrays, perhaps equal ones, have replaced since ``given``.
+    """The weights of a module, by path, that other arrays, even of equal values, replaced since ``given``.
 
     Weights that Flax's own layers replace in every call are skipped.
     """

@@ -103,7 +103,7 @@ def topology(nodes: int, local: int, gpu: str | Path = "h100") -> list[jax.Devic
         CompilerMissingError: the compiler is not installed. The message says how to install it.
     """
     if nodes < 1 or local < 1:
-        raise ValueError(f"a cluster has at least 1 node and 1 GPU, not nodes={nodes}, local={local}")
+        raise ValueError(f"a cluster must have at least 1 node and 1 GPU, not nodes={nodes}, local={local}")
     description = gpu_description(gpu)
     # Initialise JAX's backends (usually the CPU) before the compiler is registered, so that the compiler
     # cannot become the default backend of a process without GPUs.

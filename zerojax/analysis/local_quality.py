@@ -23,14 +23,16 @@ def expected_loss(every: int, *optimizers: str) -> str:
         every: as ``ZeroConfig.every``. The figure is of the next larger one that was measured.
         optimizers: names; none stands for all that were measured.
     """
-    each = "; ".join(f"{name} {_figure(name, every)}" for name in optimizers or LOSS_ABOVE_ZERO3)
+    each = ", ".join(_figure(name, every) for name in optimizers or LOSS_ABOVE_ZERO3)
     return (
-        f"validation loss above zero3's in 400 steps of 124M parameters on two nodes, {each} (four nodes "
-        "lost twice as much with muon; runs of many tokens a parameter lose less: docs/quality.md)"
+        f"the validation loss was above zero3's, {each}, in 400 steps of 124M parameters on two nodes (on "
+        "four nodes muon lost twice as much; runs of many tokens per parameter lose less: docs/quality.md)"
     )
 
 
 def _figure(optimizer: str, every: int) -> str:
     measured = LOSS_ABOVE_ZERO3.get(optimizer, {})
     longer = [known for known in measured if known >= every]
-    return f"{measured[min(longer)]:.2g}% with zero.every = {min(longer)}" if longer else "not measured"
+    if not longer:
+        return f"by an unmeasured amount with {optimizer}"
+    return f"by {measured[min(longer)]:.2g}% with {optimizer} and zero.every = {min(longer)}"

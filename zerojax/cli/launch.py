@@ -87,7 +87,7 @@ def launch(job: Job) -> int:
             "several machines, use scripts/slurm or scripts/k8s"
         )
     if job.min_nodes is not None and not 1 <= job.min_nodes <= job.nodes:
-        raise ConfigurationError(f"min_nodes is 1 to nodes={job.nodes}, not {job.min_nodes}")
+        raise ConfigurationError(f"min_nodes must be from 1 to nodes={job.nodes}, not {job.min_nodes}")
     if not 0 <= job.snapshot_seconds < float("inf"):
         raise ConfigurationError(f"snapshot_seconds must be a number of seconds, not {job.snapshot_seconds}")
     nodes, left, restart = job.nodes, job.restarts, dict[str, str]()
@@ -227,7 +227,7 @@ def parse(arguments: Sequence[str]) -> Job:
         "--standby",
         action=argparse.BooleanOptionalAction,
         default=Job.standby,
-        help="with --restarts, keep a process for each node that has imported everything",
+        help="with --restarts, keep a spare process for each node, with all modules imported",
     )
     add(
         "train",

@@ -141,5 +141,5 @@ def _latency(report: LinkReport) -> list[str]:
         if latency:
             even = size(latency * rate / report.local)
             sends = f"waits {1e6 * latency:,.0f} us, then sends at {gigabits(rate)} Gb/s"
-            lines.append(f"{op}: {sends}: it mostly waits below {even} a device")
+            lines.append(f"{op}: {sends}, so with less than {even} a device it mostly waits")
     return lines

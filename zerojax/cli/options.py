@@ -77,7 +77,7 @@ _one_word(Path, "PATH", _read_path, str)
 def _may_be_unset(
     info: PrimitiveTypeInfo,
 ) -> PrimitiveConstructorSpec[Any] | UnsupportedTypeAnnotationError | None:
-    """Read an option that may be None as an option that may be left out.
+    """Parse an option of type ``T | None`` as ``T``; None is the value if it is left out.
 
     The word "None" unsets an option without choices. tyro itself would add that word to the choices, in no
     order, and to the help.

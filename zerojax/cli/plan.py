@@ -102,7 +102,7 @@ def _refuse_without_gpu(options: Options) -> None:
     if given:
         named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ConfigurationError(
-            f"{named}: these predict for a cluster of GPUs. Name its GPUs, such as --gpu h100"
+            f"{named}: only a prediction for a cluster of GPUs reads this. Name its GPUs, such as --gpu h100"
         )
 
 

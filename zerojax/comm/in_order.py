@@ -127,7 +127,7 @@ class _Order:
         return results
 
     def _collective(self, equation: core.JaxprEqn, x: Atom, result: core.Var) -> Atom:
-        """Run a collective on one of its operands, after the last one. XLA has no sum of several operands."""
+        """Run a collective on one operand, after the last collective. XLA has no sum of several operands."""
         (made,) = self._emit(equation.replace(outvars=[result]), self._after_last([x]))
         self._last = list(filter(_is_number, [made])) or self._last
         self._behind = set(map(id, self._last))
@@ -141,7 +141,7 @@ class _Order:
         return list(made)
 
     def _after_last(self, values: Sequence[Atom]) -> list[Atom]:
-        """The values, which now need the last collective or block."""
+        """The values, changed so that they depend on the last collective or block."""
         others = {id(x) for x in values if _is_number(x)} - self._behind
         if not self._last or not others:
             return list(values)

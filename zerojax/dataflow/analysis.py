@@ -44,7 +44,9 @@ class Analysis[T, S]:
         return states[0]
 
     def repeated(self, equation: core.JaxprEqn, before: S) -> S:
-        """The state after an equation. ``self.state`` is the state after its program has run once."""
+        """The state after an equation: ``before`` is the state before it, ``self.state`` after one run of its
+        programs.
+        """
         del equation, before
         return self.state
 

@@ -79,12 +79,12 @@ class Mixture:
                 raise ConfigurationError(f"Experts: {name}={value} must be at least 1")
         if self.shared < 0 or (self.shared_gate and not self.shared):
             raise ConfigurationError(
-                f"Experts: shared={self.shared}, shared_gate={self.shared_gate}: a width of at least 0, "
-                "above 0 with a gate"
+                f"Experts: shared={self.shared}, shared_gate={self.shared_gate}: the width must be "
+                "at least 0, and above 0 with a gate"
             )
         if self.activation not in ACTIVATIONS:
             raise ConfigurationError(
-                f"Experts: activation={self.activation!r}: one of {', '.join(ACTIVATIONS)}"
+                f"Experts: activation={self.activation!r} must be one of {', '.join(ACTIVATIONS)}"
             )
         self.router.check(self.experts, self.per_token)
 

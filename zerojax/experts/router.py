@@ -49,7 +49,7 @@ class RouterConfig:
     def __post_init__(self):
         if self.score not in get_args(Score):
             raise ConfigurationError(
-                f"RouterConfig: score={self.score!r}: one of {', '.join(get_args(Score))}"
+                f"RouterConfig: score={self.score!r} must be one of {', '.join(get_args(Score))}"
             )
         if not self.scale > 0:
             raise ConfigurationError(f"RouterConfig: scale={self.scale} must be above 0")
@@ -57,7 +57,8 @@ class RouterConfig:
             raise ConfigurationError(f"RouterConfig: balance_rate={self.balance_rate} must be at least 0")
         if not 1 <= self.groups_per_token <= self.groups:
             raise ConfigurationError(
-                f"RouterConfig: groups_per_token={self.groups_per_token}: from 1 to groups={self.groups}"
+                f"RouterConfig: groups_per_token={self.groups_per_token} must be from 1 to "
+                f"groups={self.groups}"
             )
         if self.group_best < 1:
             raise ConfigurationError(f"RouterConfig: group_best={self.group_best} must be at least 1")
@@ -69,7 +70,7 @@ class RouterConfig:
             ConfigurationError: a token cannot have so many experts, or groups do not divide the experts.
         """
         if not 1 <= per_token <= experts:
-            raise ConfigurationError(f"per_token={per_token}: from 1 to experts={experts}")
+            raise ConfigurationError(f"per_token={per_token} must be from 1 to experts={experts}")
         if experts % self.groups:
             raise ConfigurationError(
                 f"RouterConfig: groups={self.groups} do not divide experts={experts}: use another number"

@@ -31,12 +31,12 @@ class Sampling:
     def __post_init__(self) -> None:
         if not (self.temperature == 0 or self.temperature >= MIN_TEMPERATURE):
             raise ConfigurationError(
-                f"temperature = {self.temperature}: 0 (greedy), or at least {MIN_TEMPERATURE}"
+                f"temperature = {self.temperature} must be 0 (greedy) or at least {MIN_TEMPERATURE}"
             )
         if self.top_k is not None and not (isinstance(self.top_k, Integral) and self.top_k >= 1):
-            raise ConfigurationError(f"top_k = {self.top_k}: a whole number from 1, or left out")
+            raise ConfigurationError(f"top_k = {self.top_k} must be a whole number from 1, or left out")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ConfigurationError(f"top_p = {self.top_p}: above 0 and at most 1, or left out")
+            raise ConfigurationError(f"top_p = {self.top_p} must be above 0 and at most 1, or left out")
 
 
 def sample(

@@ -54,9 +54,9 @@ def stream(
     """
     context, vocabulary = checked_limits(model)
     if new_tokens < 1:
-        raise ConfigurationError(f"new_tokens = {new_tokens}: at least 1")
+        raise ConfigurationError(f"new_tokens = {new_tokens} must be at least 1")
     if stop is not None and not isinstance(stop, int | np.integer):
-        raise ConfigurationError(f"stop = {stop!r}: one token, or None")
+        raise ConfigurationError(f"stop = {stop!r} must be one token, or None")
     (text,) = checked_prompts([prompt], vocabulary)
     graph, weights = _split(model)
     mesh = _mesh(weights)

@@ -42,7 +42,10 @@ def call_reader(function: Callable[..., object], static: Hashable, *args: PyTree
 
 @functools.cache
 def _reader(function: Callable[..., object], static: Hashable, tree: Hashable) -> Callable[..., Array]:
-    """The function of leaves, as a call that a jaxpr has by name: the same name in every process."""
+    """``function`` of flattened arguments, compiled under a name that is the same in every process.
+
+    A jaxpr that calls it has this name.
+    """
 
     def run(*leaves: Value) -> Array:
         return cast(Array, function(static, *jax.tree.unflatten(tree, leaves)))

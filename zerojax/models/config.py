@@ -30,7 +30,10 @@ class GPTConfig(HeadOptions, MLPOptions, PositionOptions, RecurrentOptions, Atte
     def __post_init__(self) -> None:
         check_model(self)
         count = parameter_count(self)
-        require(count <= _MAX_PARAMETERS, f"{count:.3g} parameters: at most {_MAX_PARAMETERS:.0e}")
+        require(
+            count <= _MAX_PARAMETERS,
+            f"the model has {count:.3g} parameters, and at most {_MAX_PARAMETERS:.0e} are supported",
+        )
 
     @property
     def head_dim(self) -> int:
@@ -305,7 +308,7 @@ def flops_per_token(config: GPTConfig, seq_len: int) -> int:
         ConfigurationError: seq_len is below 1 or above config.max_seq_len.
     """
     if not 1 <= seq_len <= config.max_seq_len:
-        raise ConfigurationError(f"seq_len = {seq_len}: from 1 to max_seq_len = {config.max_seq_len}")
+        raise ConfigurationError(f"seq_len = {seq_len} must be from 1 to max_seq_len = {config.max_seq_len}")
     matrices = sum(count * _block_matrices(kind, active=True) for kind, count in config.kinds)
     matrices += config.output_rows * config.d_model
     attention = round(pair_flops(config) * attended_tokens(config, seq_len))

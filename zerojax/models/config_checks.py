@@ -77,20 +77,20 @@ def check_model(config: "GPTConfig") -> None:
 
 def _check_values(c: "GPTConfig") -> None:
     for name in _COUNTS:
-        require(getattr(c, name) >= 1, f"{name} = {getattr(c, name)}: at least 1")
+        require(getattr(c, name) >= 1, f"{name} = {getattr(c, name)} must be at least 1")
     for name in _OPTIONAL_COUNTS:
         value = getattr(c, name)
-        require(value is None or value >= 1, f"{name} = {value}: at least 1, or left out")
+        require(value is None or value >= 1, f"{name} = {value} must be at least 1, or left out")
     for name in _POSITIVE:
         value = getattr(c, name)
-        require(value is None or value > 0, f"{name} = {value}: above 0")
+        require(value is None or value > 0, f"{name} = {value} must be above 0")
     for field in fields(c):
         if get_origin(field.type) is Literal:
             choices, value = get_args(field.type), getattr(c, field.name)
-            require(value in choices, f"{field.name} = {value!r}: one of {', '.join(choices)}")
-    require(0 <= c.dropout < 1, f"dropout = {c.dropout}: at least 0 and below 1")
+            require(value in choices, f"{field.name} = {value!r} must be one of {', '.join(choices)}")
+    require(0 <= c.dropout < 1, f"dropout = {c.dropout} must be at least 0 and below 1")
     most = _MAX_LAYERS if c.scan else _MAX_UNSCANNED
-    require(c.layers <= most, f"layers = {c.layers}: at most {most:,}{', or scan' * (not c.scan)}")
+    require(c.layers <= most, f"layers = {c.layers} must be at most {most:,}{' without scan' * (not c.scan)}")
 
 
 def _check_needs(c: "GPTConfig") -> None:
@@ -116,7 +116,7 @@ def _check_latents(c: "GPTConfig") -> None:
         return
     require(
         c.latent_rope_width is not None and c.latent_rope_width < c.head_dim,
-        f"latent_rope_width = {c.latent_rope_width}: with latent_rank, from 2 to below the width of a head, "
+        f"latent_rope_width = {c.latent_rope_width} must be from 2 to below the width of a head, "
         f"{c.head_dim}",
     )
     require(
@@ -126,7 +126,8 @@ def _check_latents(c: "GPTConfig") -> None:
     )
     require(
         c.value_dim <= c.head_dim,
-        f"latent_value_width = {c.latent_value_width}: at most the width of queries and keys, {c.head_dim}",
+        f"latent_value_width = {c.latent_value_width} must be at most the width of queries and keys, "
+        f"{c.head_dim}",
     )
     for name in ("biases", "qkv_biases", "out_bias", "qk_norm", "attention_sinks"):
         require(not getattr(c, name), f"{name} = true is not supported with latent_rank: leave it out")
@@ -134,7 +135,7 @@ def _check_latents(c: "GPTConfig") -> None:
 
 def _check_rope(c: "GPTConfig") -> None:
     for name in ("position_offset", "rope_query_growth"):
-        require(getattr(c, name) >= 0, f"{name} = {getattr(c, name)}: at least 0")
+        require(getattr(c, name) >= 0, f"{name} = {getattr(c, name)} must be at least 0")
     require(
         c.rope_low_freq_factor < c.rope_high_freq_factor,
         f"rope_low_freq_factor = {c.rope_low_freq_factor} must lie below rope_high_freq_factor = "
@@ -142,9 +143,9 @@ def _check_rope(c: "GPTConfig") -> None:
     )
     require(
         c.rope_beta_slow <= c.rope_beta_fast,
-        f"rope_beta_slow = {c.rope_beta_slow}: at most rope_beta_fast = {c.rope_beta_fast}",
+        f"rope_beta_slow = {c.rope_beta_slow} must be at most rope_beta_fast = {c.rope_beta_fast}",
     )
-    require(c.rope_fraction <= 1, f"rope_fraction = {c.rope_fraction}: at most 1")
+    require(c.rope_fraction <= 1, f"rope_fraction = {c.rope_fraction} must be at most 1")
     require(
         c.positions != "rope" or (c.rope_width > 0 and c.rope_width % 2 == 0),
         f'positions = "rope" rotates pairs, but a head is {c.rope_width} wide '
@@ -163,7 +164,7 @@ def _check_rope(c: "GPTConfig") -> None:
         )
     require(
         c.rope_scaling != "longrope" or c.rope_original_len > 1,
-        f'rope_original_len = {c.rope_original_len}: above 1 with rope_scaling = "longrope"',
+        f'rope_original_len = {c.rope_original_len} must be above 1 with rope_scaling = "longrope"',
     )
     _check_layers(c, "no_rope_layers")
     require(
@@ -177,7 +178,7 @@ def _check_layers(c: "GPTConfig", name: str) -> None:
     numbers = getattr(c, name)
     require(
         len(set(numbers)) == len(numbers) and all(0 <= number < c.layers for number in numbers),
-        f"{name} = {numbers}: different numbers from 0 to layers - 1 = {c.layers - 1}",
+        f"{name} = {numbers} must be different numbers from 0 to layers - 1 = {c.layers - 1}",
     )
 
 
@@ -187,7 +188,9 @@ def _check_features(c: "GPTConfig") -> None:
         'branches = "parallel_one_norm" has one norm before both branches: set pre_norms = true',
     )
     pattern, layers = c.sliding_window_pattern, c.sliding_window_layers
-    require(pattern is None or pattern >= 2, f"sliding_window_pattern = {pattern}: at least 2, or left out")
+    require(
+        pattern is None or pattern >= 2, f"sliding_window_pattern = {pattern} must be at least 2, or left out"
+    )
     if layers is not None:
         _check_layers(c, "sliding_window_layers")
         require(len(layers) > 0, "sliding_window_layers = []: name a layer, or leave it out")
@@ -211,20 +214,22 @@ def _check_recurrent(c: "GPTConfig") -> None:
 
 
 def _check_experts(c: "GPTConfig") -> None:
-    require(1 <= c.experts <= _MAX_EXPERTS, f"experts = {c.experts}: from 0 (none) to {_MAX_EXPERTS:,}")
+    require(
+        1 <= c.experts <= _MAX_EXPERTS, f"experts = {c.experts} must be from 0 (none) to {_MAX_EXPERTS:,}"
+    )
     require(
         1 <= c.experts_per_token <= c.experts,
-        f"experts_per_token = {c.experts_per_token}: from 1 to experts = {c.experts}",
+        f"experts_per_token = {c.experts_per_token} must be from 1 to experts = {c.experts}",
     )
     require(c.gated, f"experts are gated: set mlp to swiglu, geglu or swiglu_clamped, not {c.mlp}")
     for name in ("shared_ffn", "router_balance_rate", "balance_loss", "z_loss"):
-        require(getattr(c, name) >= 0, f"{name} = {getattr(c, name)}: at least 0")
+        require(getattr(c, name) >= 0, f"{name} = {getattr(c, name)} must be at least 0")
     _check_layers(c, "dense_layers")
     require(
         len(c.dense_layers) < c.layers,
         "dense_layers lists all layers: set experts = 0 and ffn, or leave a layer out",
     )
-    require(c.router_scale > 0, f"router_scale = {c.router_scale}: above 0")
+    require(c.router_scale > 0, f"router_scale = {c.router_scale} must be above 0")
     try:
         c.router_config.check(c.experts, c.experts_per_token)
     except ConfigurationError as error:

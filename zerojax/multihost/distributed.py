@@ -202,10 +202,10 @@ def _token(given: str | None, insecure: bool, host: str | None) -> str:
     token = (os.environ.get(VARIABLE, "") if given is None else given).strip()
     switch = os.environ.get(_INSECURE, "")
     if switch not in ("", "0", "1"):
-        raise ConfigurationError(f"{_INSECURE} is 1 or 0, not {switch!r}")
+        raise ConfigurationError(f"{_INSECURE} must be 1 or 0, not {switch!r}")
     if token:
         if len(token) < SHORTEST or not (token.isascii() and token.isprintable()):
-            raise ConfigurationError(f"a job's token has at least {SHORTEST} plain characters: {_HOW}")
+            raise ConfigurationError(f"a job's token must have at least {SHORTEST} plain characters: {_HOW}")
         return token
     if not insecure and switch != "1" and not _only_this_host(host):
         raise ConfigurationError(
@@ -299,7 +299,7 @@ def _split(address: str) -> tuple[str, int]:
     """Split "host:port"; an IPv6 address is in brackets."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigurationError(f"the coordinator is HOST:PORT, not {address!r}")
+        raise ConfigurationError(f"the coordinator must be HOST:PORT, not {address!r}")
     return host.strip("[]"), int(port)
 
 

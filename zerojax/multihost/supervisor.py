@@ -177,7 +177,7 @@ class Supervisor:
                 self._tell(running, signal.SIGTERM, limited=True)
             else:
                 names = ", ".join(self.tasks[i].name for i in sorted(running))
-                logger.warning(f"killing {names}: still running {self.grace:g} s after being told to end")
+                logger.warning(f"killing {names}: still running {self.grace:g} s after being asked to end")
                 self._tell(running, signal.SIGKILL, limited=False)
                 self._deadline = None
         return late

@@ -221,5 +221,5 @@ def as_moment(x: Num[Array, "..."], dtype: DTypeLike) -> Num[Array, "..."]:
 
 
 def dtype_in_checkpoint(dtype: DTypeLike) -> np.dtype:
-    """The dtype of a moment in a checkpoint: bfloat16 for codes, because it has all of their numbers."""
+    """The dtype of a moment in a checkpoint: bfloat16 for codes, whose values it all represents."""
     return jnp.dtype(jnp.bfloat16) if jnp.dtype(dtype) in _CODES else jnp.dtype(dtype)

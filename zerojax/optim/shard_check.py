@@ -72,8 +72,8 @@ class OnLayout:
     Nothing checks it: its author must make sure that it is correct on shards.
 
     Attributes:
-        make: from the mesh, the layouts and the options to the transform of stored leaves.
-        whole: whether it needs a parameter whole; None if it needs none. With
+        make: builds the transform of stored leaves for a mesh, layouts and options.
+        whole: tells for a parameter whether it is needed whole; None if none is. With
             ``ZeroConfig.matrix_spread="node"`` every node holds such parameters, spread over its devices.
     """
 
@@ -203,8 +203,8 @@ def _refuse(tx: optax.GradientTransformation, path: Path, shapes: _Shapes) -> No
     name = "/".join(path)
     if any(operation == "random_bits" for operation, _ in _operations(tx, shapes)):
         raise ConfigurationError(
-            "the optimizer draws random numbers (optax.add_noise does), and others for the flat, "
-            f"padded leaf {name!r} than for the model's own. {_WAY_OUT}"
+            "the optimizer draws random numbers (optax.add_noise does). For {name!r}, which a shard "
+            f"stores flat and padded, it would draw other numbers than without sharding. {_WAY_OUT}"
         )
     raise ConfigurationError(
         f"the optimizer's update of {name!r} depends on the leaf's shape, which a shard does not have "

@@ -144,7 +144,7 @@ class Trainer(TrainLoop):
             ("log_every", log_every, 1),
             ("max_skips", max_skips, 1),
         ):
-            require(value >= least, f"{name} is {least} or more, not {value!r}")
+            require(value >= least, f"{name} must be {least} or more, not {value!r}")
         require(
             evaluate is not None or not evaluate_every,
             "evaluate_every needs evaluate=: batches, or a function of the state",
@@ -244,7 +244,7 @@ class Trainer(TrainLoop):
             RunError: the batches ended, or the disk is full.
             SystemExit: a signal asked for a stop (code 75); a checkpoint is saved.
         """
-        require(steps >= 1, f"steps is 1 or more, not {steps!r}")
+        require(steps >= 1, f"steps must be 1 or more, not {steps!r}")
         self._steps, self._fits, self.should_stop = steps, self._fits + 1, False
         if self._source is None or self._source.batches is not batches:
             self._source = _Source(batches)

@@ -90,8 +90,8 @@ class Updated(NamedTuple):
 
 
 UpdateLayer = Callable[[Values, Sequence[dict[str, Array]], Weights, PyTree[Array], Facts, Array], Updated]
-"""From a layer's gradient sums, its masters and moments, its weights after the forward pass, the optimizer's
-other state, the facts and the sum of squares so far, to its update.
+"""Computes a layer's update. The arguments are its gradient sums, its masters and moments, its weights after
+the forward pass, the optimizer's other state, the facts and the sum of squares so far.
 """
 
 

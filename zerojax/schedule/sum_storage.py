@@ -94,7 +94,7 @@ class SumStorage:
         return Stored(residuals, lax.empty((self._rows, self._extra), jnp.float32))
 
     def write(self, stored: Stored, sums: Values, layer: Index) -> Stored:
-        """Write the sums of one layer; layer 0's have no place where there is a row less than layers."""
+        """Write the sums of one layer. Layer 0 has no place if there is one row less than layers."""
         arrays, structure = jax.tree.flatten(stored)
         for x, pieces in zip(sums, self._pieces, strict=True):
             for array, begin, offset, size in pieces:

@@ -40,8 +40,8 @@ class Codec:
     """One wire format with its settings.
 
     Attributes:
-        fmt: "fp32", "bf16", "fp8", "int8", "fp6", "int4" or "int2"; or "e4m3", of numbers that are multiplied
-            by their scale; or "nf4", which only stores.
+        fmt: "fp32", "bf16", "fp8", "int8", "fp6", "int4" or "int2"; or "e4m3", codes of fp8 matmuls with one
+            scale per weight; or "nf4", which is only for storage.
         block: elements that share a scale (unused by the raw formats).
         rounding: "nearest" or "stochastic".
 

@@ -32,7 +32,7 @@ from zerojax.train.spec import TrainSpec
 from zerojax.weights import Weight
 
 ReadLayer = Callable[[ParamLayout, int | None], Float[Array, "..."]]
-"""From a layout, and the index of a stacked layer, to the fp32 values of that layer in stored form."""
+"""Reads a layer's fp32 values in stored form. The arguments are a layout and the index of a stacked layer."""
 
 
 def encode_frozen(

@@ -309,7 +309,7 @@ def _compiled_eval(spec: TrainSpec) -> jax.stages.Wrapped:
 
 
 def _train(state: TrainState, read: _Read, batch: Batch) -> tuple[TrainState, Metrics]:
-    """A step: passes, update, metrics. Its exchange between nodes begins before the passes and ends last."""
+    """A training step: passes, update, metrics. Its exchange begins before the passes and ends last."""
     spec, state = state.spec, state.replace(**read)
     exchange = FragmentExchange(spec) if spec.local_updates else Exchange(spec)
     passed = _passes(exchange, state, batch, in_backward=bool(spec.updated_in_backward))

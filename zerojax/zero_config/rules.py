@@ -150,10 +150,11 @@ def _gradients(z: "ZeroConfig") -> Iterator[str]:
 
 def _weights(z: "ZeroConfig") -> Iterator[str]:
     if z.weights_delta and not z.hpz:
-        yield "weights_delta updates the secondary copy: it needs hpz=True."
+        yield "weights_delta updates the secondary partition: it needs hpz=True."
     if z.weights_delta and z.weight_formats.local not in RAW:
         yield (
-            f"weights_delta adds to the secondary copy in place, which local_weights={z.local_weights!r} "
+            f"weights_delta adds to the secondary partition in place, which "
+            f"local_weights={z.local_weights!r} "
             'would round again at every step: use "bf16" or "fp32".'
         )
     if z.delta_resync < 0 or (z.delta_resync and not z.weights_delta):

@@ -99,8 +99,8 @@ def test_where_deltas_exchange_does_not_hide_that_of_local_updates_does(spec):
     measured = {"muon": {16: 0.1, 64: 0.31}}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local_quality, "LOSS_ABOVE_ZERO3", measured)
-        assert "muon 0.31% with zero.every = 64 (" in local_quality.expected_loss(32, "muon")
-        assert "muon not measured" in local_quality.expected_loss(128, "muon")
+        assert "by 0.31% with muon and zero.every = 64, " in local_quality.expected_loss(32, "muon")
+        assert "by an unmeasured amount with muon" in local_quality.expected_loss(128, "muon")
 
 
 @pytest.mark.slow

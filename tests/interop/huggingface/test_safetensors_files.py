@@ -37,7 +37,7 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "metadata of numbers": (file_of({"__metadata__": {"x": 1}, "a": entry()}), "expected a string"),
     "a dtype that JAX lacks": (
         file_of({"a": entry("C64", [1])}),
-        "'a' is of dtype C64: one of F32",
+        "'a' has dtype C64, which is none of F32",
     ),
     "a negative shape": (file_of({"a": entry(shape=[-1, -2])}), "invalid value: integer `-1`"),
     "too many dimensions": (file_of({"a": entry(shape=[1] * 70 + [2])}), "maximum supported dimension"),

@@ -106,9 +106,7 @@ def test_a_generation_prompt_that_does_not_begin_an_answer_is_said_to_be_that() 
         "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
     )
     found = ChatTemplate(source, name="the chat template in here.jinja")
-    message = (
-        r"in here.jinja prompts for a response by '<.assistant.>.n', .* as '<.assistant.>b<.end.>', which"
-    )
+    message = r"in here.jinja ends a prompt with '<.assistant.>.n', .* as '<.assistant.>b<.end.>', which"
     with pytest.raises(DataError, match=message):
         found.render_targets(chat("a", "b"))
     with pytest.raises(DataError, match=message):

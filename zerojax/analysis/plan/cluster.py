@@ -72,7 +72,7 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.local < 1:
             raise ConfigurationError(
-                f"a cluster has at least 1 node of 1 GPU, not {self.nodes} of {self.local}"
+                f"a cluster must have at least 1 node of 1 GPU, not {self.nodes} of {self.local}"
             )
         if self.nodes * self.local > MAX_DEVICES:
             raise ConfigurationError(f"{self.nodes} nodes of {self.local} GPUs: at most {MAX_DEVICES:,} GPUs")

@@ -150,7 +150,7 @@ class ParamBytes:
         return sum(4 * leaf.layers * leaf.owned for leaf in self.spec.leaves if leaf.in_every_node)
 
     def whole_matrices(self) -> int:
-        """The whole matrices of one shape on the device with the most of them, in the update.
+        """Bytes of the whole matrices of one shape in the update, on the device that has the most of them.
 
         Compiled programs hold them in fp32 before and after orthogonalisation, and in the compute dtype as
         they are sent. If they cross nodes, gradients stay until all matrices are back. Then matrices of other

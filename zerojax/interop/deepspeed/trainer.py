@@ -97,7 +97,7 @@ def steps_of(trainer: Any) -> int | None:
 
 def _read(trainer: Any) -> dict[str, Any]:
     if not isinstance(trainer, dict):
-        raise ConfigurationError("--trainer-args: the Trainer's arguments are a JSON object")
+        raise ConfigurationError("--trainer-args: the Trainer's arguments must be a JSON object")
     read = dict(_DEFAULTS)
     for name, default in _DEFAULTS.items():
         value = trainer.get(name)

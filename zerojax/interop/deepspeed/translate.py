@@ -131,7 +131,7 @@ def translate(
             types or ranges. Or its batch size depends on the number of devices, which is unknown.
     """
     if not isinstance(data, dict):
-        raise ConfigurationError("a DeepSpeed config is a JSON object")
+        raise ConfigurationError("a DeepSpeed config must be a JSON object")
     check_deepspeed(data)
     if trainer is not None:
         data = filled_in(data, trainer)

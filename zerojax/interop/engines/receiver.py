@@ -642,7 +642,7 @@ class Mirror:
         number = patch.piece
         if patch.before == FULL:
             if len(patch.body) != piece.size * piece.itemsize:
-                raise PatchError(f"a full patch for piece {number} has {len(patch.body)} bytes")
+                raise PatchError(f"a full patch for piece {number} has the wrong size, {len(patch.body)}")
             values = np.frombuffer(patch.body, _UNSIGNED[piece.itemsize])
             self._compare(patch, checksums(values))
             hidden.write(piece, values)

@@ -301,7 +301,7 @@ class Tensor:
 
     @property
     def rows(self) -> slice:
-        """The tensor's outputs that are these columns; outputs are the rows of a transposed tensor."""
+        """The range of the tensor's outputs (the rows, if it is transposed) that holds these columns."""
         first, count = self.part.first, self.columns.stop - self.columns.start
         return slice(first, first + count * self.part.step, self.part.step)
 

@@ -118,7 +118,9 @@ def _mapped(path: Path) -> dict[str, tuple[TensorSpec, np.ndarray]]:
         found = dict[str, tuple[TensorSpec, np.ndarray]]()
         for name, entry in header.items():
             if entry["dtype"] not in DTYPES:
-                raise ValueError(f"{short(name)} is of dtype {entry['dtype']}: one of {', '.join(DTYPES)}")
+                raise ValueError(
+                    f"{short(name)} has dtype {entry['dtype']}, which is none of {', '.join(DTYPES)}"
+                )
             spec = TensorSpec(entry["dtype"], tuple(entry["shape"]))
             values = data[slice(*entry["data_offsets"])].view(DTYPES[spec.dtype]).reshape(spec.shape)
             found[name] = spec, values

@@ -196,8 +196,8 @@ def verify(path: Path, step: int | None = None, *, checksums: bool = True, is_pa
         raise DamagedError(f"{MANIFEST} belongs to step {manifest.step}")
     if manifest.parts > 1 and not is_part:
         raise DamagedError(
-            f"this host has only part {manifest.part + 1} of {manifest.parts}. When its run goes on, or "
-            "ends, all hosts get all parts"
+            f"this host has only part {manifest.part + 1} of {manifest.parts}. All hosts get all parts when "
+            "the run resumes or ends"
         )
     try:
         found = {name: (path / name).stat().st_size for name in files_of(path)}

@@ -104,7 +104,7 @@ def arms(kind: Any) -> tuple[Any, ...]:
 
 
 def _written(kind: Any) -> Any:
-    """The type of a field's value in TOML: without None, dtypes and classes."""
+    """The type of a field's value as TOML can write it: None, dtypes and classes are left out of a union."""
     if typing.get_origin(kind) is tuple:
         return tuple[*(one if one is ... else _written(one) for one in typing.get_args(kind))]
     held = [

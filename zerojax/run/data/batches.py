@@ -25,7 +25,7 @@ class Shares:
     """Rows interleaved from sources in proportion to their weights.
 
     Among the first k rows, each source has its share of k, to within the number of sources. The order is
-    deterministic, and equal to ``grain.MapDataset.mix``, which allows fewer weights.
+    deterministic, and equals the order of ``grain.MapDataset.mix`` for weights that it allows.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:

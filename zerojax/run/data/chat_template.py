@@ -215,8 +215,8 @@ class ChatTemplate:
         way_out += " in a copy of the template, and give its path as data.chat_template"
         if after.startswith(before) and not after.startswith(prompt):
             return DataError(
-                f"{self.name} prompts for a response by {short(prompt[len(before) :])}, and writes one as "
-                f"{short(after[len(before) :])}, which does not begin with it: {way_out}"
+                f"{self.name} ends a prompt with {short(prompt[len(before) :])}, but writes a response as "
+                f"{short(after[len(before) :])}, which does not begin like that: {way_out}"
             )
         return DataError(
             f"{self.name} writes the messages up to {number} differently when others follow: {way_out}"
@@ -361,7 +361,9 @@ def load_template(setting: str, tokenizer: str) -> ChatTemplate:
         path = user_path(setting)
         if not path.is_file():
             known = ", ".join(map(repr, BUILT_IN))
-            raise DataError(f"data.chat_template {setting!r}: 'tokenizer', {known} or an existing file")
+            raise DataError(
+                f"data.chat_template {setting!r} must be 'tokenizer', {known} or an existing file"
+            )
         return _read(path)
     found = None if tokenizer in ("byte", "bpe") else find_template(user_path(tokenizer).parent)
     if found is None:

@@ -269,7 +269,7 @@ def make_tokenizer(settings: DataSection, texts: Iterator[bytes]) -> Tokenizer:
         return BPETokenizer.train(texts, settings.vocab_size)
     path = user_path(settings.tokenizer)
     if not path.is_file():
-        raise DataError(f"data.tokenizer {settings.tokenizer!r}: 'byte', 'bpe' or an existing file")
+        raise DataError(f"data.tokenizer {settings.tokenizer!r} must be 'byte', 'bpe' or an existing file")
     return load_tokenizer(path)
 
 

@@ -132,9 +132,9 @@ class Network:
 
     def __init__(self, nodes: int, rate: str | None, latency: str | None, mtu: int):
         if not 1 <= nodes <= 65534:
-            raise ValueError(f"a cluster has 1 to 65534 nodes, not {nodes}")
+            raise ValueError(f"a cluster must have 1 to 65534 nodes, not {nodes}")
         if not 576 <= mtu <= 65535:
-            raise ValueError(f"the largest packet (mtu) has 576 to 65535 bytes, not {mtu}")
+            raise ValueError(f"the largest packet (mtu) must have 576 to 65535 bytes, not {mtu}")
         self._mtu = mtu
         self._limit = bytes_per_second(rate) if rate else None
         self._delay = microseconds(latency) if latency else 0
