@@ -121,7 +121,7 @@ def call_loss(
     if other:
         found = f"has {other[0]!r}" if isinstance(aux, Mapping) else f"is a {type(aux).__name__}"
         raise ConfigurationError(
-            f"loss_fn's aux must be a dict of scalars, which are averaged over the world, and it {found}. "
+            f"loss_fn's aux must be a dict of scalars, which are averaged over all devices, and it {found}. "
             "State that the model changes, such as batch statistics, is kept without being returned; use "
             "predict_step for a model's outputs."
         )

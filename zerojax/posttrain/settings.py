@@ -17,10 +17,10 @@ from zerojax.train.shared_rows import processes_a_row
 from zerojax.validation.untrusted import short
 
 REFERENCED = ("dpo", "ipo")
-"""The methods that compare the model with its first weights on pairs of answers."""
+"""The methods that compare the model with its first weights on pairs of responses."""
 
 PREFERENCES = (*REFERENCED, "reward")
-"""The methods that train on pairs of answers."""
+"""The methods that train on pairs of responses."""
 
 _OF_ENGINES = (
     *("engine_seconds", "engine_folder", "engine_receivers"),
@@ -67,7 +67,7 @@ def longest_row(config: RunConfig) -> int:
 
 
 def longest_answer(config: RunConfig) -> int:
-    """The most tokens of a prompt with its answer.
+    """The most tokens of a prompt with its response.
 
     A reward model has one token less, because it reads the last token to score it.
     """
@@ -183,7 +183,7 @@ def check_preferences(config: RunConfig) -> None:
         )
     elif config.train.eval_exact_match:
         raise ConfigurationError(
-            f"train.eval_exact_match = {config.train.eval_exact_match} needs answers, but a reward model "
+            f"train.eval_exact_match = {config.train.eval_exact_match} needs responses, but a reward model "
             "generates none: set it to 0"
         )
 

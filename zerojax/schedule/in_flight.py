@@ -6,10 +6,11 @@ i + 3's are encoded. The backward pass fetches layers in reverse order. If weigh
 i + 1's are gathered.
 
 If gradients cross nodes, each hop has an iteration of the backward pass to itself, and so has the sum. While
-layer i computes, layer i + 1's gradients take their first hop, layer i + 2's their second, and layer i + 3's
-are summed. If every node holds the master weights, layer i + 3's sums are sent on to all nodes, and layer
-i + 4's are decoded. If gradients cross no nodes, layer i + 1's take all hops at once. Where sums update their
-layer, hops within a node have iterations to themselves as well, so that an update never waits.
+layer i computes, layer i + 1's gradients are sent over their first hop, layer i + 2's over their second, and
+layer i + 3's are summed. If every node holds the master weights, layer i + 3's sums are sent on to all nodes,
+and layer i + 4's are decoded. If gradients cross no nodes, layer i + 1's are sent over all hops at once.
+Where sums update their layer, hops within a node have iterations to themselves as well, so that an update
+never waits.
 
 Within an iteration nothing waits for anything else.
 """

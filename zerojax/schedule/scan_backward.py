@@ -246,7 +246,7 @@ class _BackwardPass:
         ahead = self.prefetcher
         if self.updates:
             now = zip(self.storage, carry.stored, ahead.weights, strict=True)
-            ahead = replace(ahead, weights=tuple(_ready(*own) for own in now))
+            ahead = replace(ahead, weights=tuple(_encoded_weights(*own) for own in now))
         crossing = ahead.crosses and not (place.peeled and place.number < 2)  # layer 1 has none to fetch
         fetching, secondary = ahead.advance(carry.fetching, place, crossing=crossing)
         if self.updates:
@@ -325,6 +325,8 @@ def _storage(
     return SeparateSums(arrays) if unit.strategy.reads_layers else SumStorage(residuals, arrays, rows)
 
 
-def _ready(storage: SumStorage | SeparateSums | UpdatedLayers, stored: Stored, weights: Weights) -> Weights:
+def _encoded_weights(
+    storage: SumStorage | SeparateSums | UpdatedLayers, stored: Stored, weights: Weights
+) -> Weights:
     """The weights of a kind. Weights that updates encode are read from the arrays to which updates write."""
     return storage.weights(stored) if isinstance(storage, UpdatedLayers) else weights

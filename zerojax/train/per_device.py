@@ -133,7 +133,7 @@ _TRANSFORMED = (
 
 
 def evaluate(spec: TrainSpec, shards: Shards, batch: Batch) -> Sums:
-    """Run forward only; returns the sums over the world."""
+    """Run forward only; returns the sums over all devices."""
     model = ModelPass(spec, pass_weights(spec, shards), train=False)
     seed, sinks = shards.step_seed, spec.by_path(spec.strategy.zero_sink)
     model.check(sinks, shards.model_state, batch, seed, model.loss)

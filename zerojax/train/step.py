@@ -86,7 +86,7 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     placed = place(spec, batch, spec.zero.accumulate)
     check_there(state)
     state = settled(state)
-    following, metrics = one_at_a_time(spec.mesh, _compiled(spec)(*_apart(state), placed))
+    following, metrics = one_at_a_time(spec.mesh, _compiled(spec)(*_without_read_fields(state), placed))
     spec.once(_SCALARS, lambda: scalars_of(metrics))
     return following.replace(frozen=state.frozen), metrics
 
@@ -224,7 +224,7 @@ def gradients(state: TrainState, batch: Batch) -> PyTree[Array]:
     )
     placed = place(spec, batch, spec.zero.accumulate)
     check_there(state)
-    return one_at_a_time(spec.mesh, step(*_apart(state), placed))
+    return one_at_a_time(spec.mesh, step(*_without_read_fields(state), placed))
 
 
 def lower_train_step(state: TrainState, batch: Batch) -> jax.stages.Lowered:
@@ -234,7 +234,7 @@ def lower_train_step(state: TrainState, batch: Batch) -> jax.stages.Lowered:
         state: a state, or an abstract one.
         batch: arrays or ShapeDtypeStructs with the global batch's shapes.
     """
-    return _compiled(state.spec).lower(*_apart(state), abstract_batch(state.spec, batch))
+    return _compiled(state.spec).lower(*_without_read_fields(state), abstract_batch(state.spec, batch))
 
 
 def lower_eval_step(state: TrainState, batch: Batch) -> jax.stages.Lowered:
@@ -245,10 +245,10 @@ def lower_eval_step(state: TrainState, batch: Batch) -> jax.stages.Lowered:
 
 def trace_train_step(state: TrainState, batch: Batch) -> jax.stages.Traced:
     """The traced step, whose ``jaxpr`` holds every collective; arguments as ``lower_train_step``."""
-    return _compiled(state.spec).trace(*_apart(state), abstract_batch(state.spec, batch))
+    return _compiled(state.spec).trace(*_without_read_fields(state), abstract_batch(state.spec, batch))
 
 
-def _apart(state: TrainState) -> tuple[TrainState, _Read]:
+def _without_read_fields(state: TrainState) -> tuple[TrainState, _Read]:
     """The state without the fields that a step only reads, which is donated; and these fields."""
     if state.spec.zero.weights_delta:
         return state.replace(frozen={}), {"frozen": state.frozen}

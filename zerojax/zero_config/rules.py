@@ -159,7 +159,7 @@ def _weights(z: "ZeroConfig") -> Iterator[str]:
         )
     if z.delta_resync < 0 or (z.delta_resync and not z.weights_delta):
         yield f"delta_resync={z.delta_resync} must be 0 or more, and needs weights_delta=True."
-    if z.matmul_dtype != "fp8" and _given(z, "fp8"):
+    if z.matmul_dtype != "fp8" and _is_set(z, "fp8"):
         yield 'ZeroConfig.fp8 names weights of fp8 matmuls: set matmul_dtype="fp8", or leave it out.'
     if z.matmul_dtype == "fp8" and z.local_weights is not None:
         yield (
@@ -182,7 +182,7 @@ def _frozen(z: "ZeroConfig") -> Iterator[str]:
 def _local_updates(z: "ZeroConfig") -> Iterator[str]:
     if not z.every:
         for name in (field.name for field in fields(LocalUpdates)):
-            if _given(z, name):
+            if _is_set(z, name):
                 yield (
                     f"ZeroConfig.{name} belongs to local updates: set every, such as every=64, or leave "
                     "it out."
@@ -214,14 +214,14 @@ def _local_updates(z: "ZeroConfig") -> Iterator[str]:
         "frozen_spread": "a node then needs other nodes' weights in every pass",
     }
     for name, why in without.items():
-        if _given(z, name):
+        if _is_set(z, name):
             yield (
                 f"ZeroConfig.{name}={getattr(z, name)!r} has no meaning with local updates (every={z.every}"
                 f"): {why}. Leave it out" + (f', or the preset "{z.base}".' if z.base != "zero3" else ".")
             )
 
 
-def _given(z: "ZeroConfig", name: str) -> bool:
+def _is_set(z: "ZeroConfig", name: str) -> bool:
     return getattr(z, name) != getattr(type(z), name)
 
 

@@ -63,8 +63,8 @@ def test_pairs_that_are_too_long_or_equal_are_left_out(tmp_path: Path) -> None:
     assert len(pairs.train) + len(pairs.held_out) == 8
     assert pairs.notes() == [
         "1 pairs have more than 12 tokens and were skipped",
-        "1 pairs have two equal answers and were skipped",
-        "1 pairs have an empty answer and were skipped",
+        "1 pairs have two equal responses and were skipped",
+        "1 pairs have an empty response and were skipped",
     ]
 
 
@@ -128,9 +128,9 @@ def test_columns_of_parquet(tmp_path: Path) -> None:
         ([{"prompt": "a", "chosen": "b"}], r"rows.jsonl:1: .*'rejected'"),
         ([row(1, chosen=3)], r"rows.jsonl:1: column 'chosen' is int, not text"),
         ([row(1), row(2, rejected=[])], "rows.jsonl:2: column 'rejected' is list, not text"),
-        ([row(1, chosen="")], "none of 1 pairs can be used. .* 1 have an empty answer"),
-        ([row(1, chosen="b" * 99)], "1 have more than 99 tokens, 0 have two equal answers, 0 have"),
-        ([row(1, chosen=" no")], "1 have two equal answers"),
+        ([row(1, chosen="")], "none of 1 pairs can be used. .* 1 have an empty response"),
+        ([row(1, chosen="b" * 99)], "1 have more than 99 tokens, 0 have two equal responses, 0 have"),
+        ([row(1, chosen=" no")], "1 have two equal responses"),
         ([], "empty"),
     ],
 )  # fmt: skip

@@ -273,11 +273,11 @@ def test_a_base_with_its_adapters_off_is_the_reference(
         (
             METHODS["reward"]
             | {"train": {"eval_exact_match": 4}, "data": {"kind": "completion", "packing": "documents"}},
-            "needs answers, but a reward model generates none",
+            "needs responses, but a reward model generates none",
         ),
         (
             {"train": {"sequence_length": 4}},
-            "none of 43 pairs can be used. 43 have more than 5 tokens, 0 have two equal answers",
+            "none of 43 pairs can be used. 43 have more than 5 tokens, 0 have two equal responses",
         ),
         ({"data": {"validation": 0.01}}, "raise data.validation"),
     ],

@@ -1,1 +1,1 @@
-"""The data of a run: prompts, and pairs of answers."""
+"""The data of a run: prompts, and pairs of responses."""

@@ -1,4 +1,4 @@
-"""Pairs of a preferred and a rejected answer, from tables, as rows of a batch."""
+"""Pairs of a preferred and a rejected response, from tables, as rows of a batch."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,9 +21,9 @@ _AT_ONCE = 1024
 
 
 class Pair(NamedTuple):
-    """A better and a worse answer to a prompt.
+    """A better and a worse response to a prompt.
 
-    Each text is the prompt, the answer, and the answer's end. Its mask selects the answer.
+    Each text is the prompt, the response, and the response's end. Its mask selects the response.
     """
 
     chosen: Encoded
@@ -41,7 +41,7 @@ class PairRows:
     """Pairs as a random-access sequence of rows of one shape, as ``TrainBatches`` reads them.
 
     A row has "chosen" and "rejected", int32 [time + 1], padded with zeros. It also has "chosen_mask" and
-    "rejected_mask", fp32 [time], which are 1 where the tokens after the first belong to the answer.
+    "rejected_mask", fp32 [time], which are 1 where the tokens after the first belong to the response.
 
     Attributes:
         pairs: of at most time + 1 tokens.
@@ -87,7 +87,7 @@ class Pairs:
             data: the run's settings of its data.
             tokenizer: of the model.
             template: for conversations; None if each row has a prompt.
-            longest: the most tokens of a prompt with its answer. Longer pairs are skipped.
+            longest: the most tokens of a prompt with its response. Longer pairs are skipped.
         """
         read = list(_read(data, tokenizer, template))
         every = [pair for pair in read if pair is not None]
@@ -95,8 +95,8 @@ class Pairs:
         pairs = [pair for pair in fitting if not np.array_equal(pair.chosen.tokens, pair.rejected.tokens)]
         skipped = {
             f"have more than {longest} tokens": len(every) - len(fitting),
-            "have two equal answers": len(fitting) - len(pairs),
-            "have an empty answer": len(read) - len(every),
+            "have two equal responses": len(fitting) - len(pairs),
+            "have an empty response": len(read) - len(every),
         }
         if not pairs:
             why = ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
@@ -113,7 +113,7 @@ class Pairs:
 
 
 def chosen_items(pairs: Sequence[Pair], count: int) -> list[Item]:
-    """At most ``count`` prompts with their chosen answers, spread evenly over the pairs."""
+    """At most ``count`` prompts with their chosen responses, spread evenly over the pairs."""
     items = []
     for index in evenly_spread(count, len(pairs)):
         tokens, mask = pairs[index].chosen
@@ -123,7 +123,7 @@ def chosen_items(pairs: Sequence[Pair], count: int) -> list[Item]:
 
 
 def _read(data: DataSection, tokenizer: Tokenizer, template: ChatTemplate | None) -> Iterator[Pair | None]:
-    """The pairs of all files. A pair with an empty answer becomes None."""
+    """The pairs of all files. A pair with an empty response becomes None."""
     examples: Examples = Completions() if template is None else Conversations(template)
     given = data.prompt_column if template is None else data.messages_column
     answers, end = (data.chosen_column, data.rejected_column), ResponseEnd.of(tokenizer, template)
@@ -146,7 +146,7 @@ def _read(data: DataSection, tokenizer: Tokenizer, template: ChatTemplate | None
 
 
 def _ended(text: Encoded, end: ResponseEnd) -> Encoded:
-    """The text up to the end of its answer."""
+    """The text up to the end of its response."""
     start = int(np.argmax(text.mask))
     stop = start + end.length(text.tokens[start:].tolist())
     return Encoded(text.tokens[:stop], text.mask[:stop])
@@ -155,7 +155,7 @@ def _ended(text: Encoded, end: ResponseEnd) -> Encoded:
 def _document(
     row: dict[str, Any], answer: str, place: str, data: DataSection, template: ChatTemplate | None
 ) -> Document:
-    """The prompt or conversation of a row, followed by the answer in a column."""
+    """The prompt or conversation of a row, followed by the response in a column."""
     if template is None:
         return Completions(data.prompt_column, answer).document(row, place)
     conversations = Conversations(template, data.messages_column)

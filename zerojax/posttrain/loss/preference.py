@@ -1,4 +1,4 @@
-"""The losses on preferences, and the log-probabilities and scores of answers."""
+"""The losses on preferences, and the log-probabilities and scores of responses."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -26,7 +26,7 @@ def preference_loss(settings: PosttrainSection) -> LossFn:
     A batch has
 
     - "chosen" and "rejected", int32 [pairs, time + 1];
-    - "chosen_mask" and "rejected_mask", fp32 [pairs, time], 1 where tokens[:, 1:] belong to the answer;
+    - "chosen_mask" and "rejected_mask", fp32 [pairs, time], 1 where tokens[:, 1:] belong to the response;
     - for DPO and IPO "reference_chosen" and "reference_rejected", fp32 [pairs], the results of
       ``answer_log_probs`` for the reference.
 
@@ -38,7 +38,7 @@ def preference_loss(settings: PosttrainSection) -> LossFn:
 
 
 def answer_log_probs(model: GPT, batch: Batch) -> Answers:
-    """The log-probabilities of both answers, summed over their tokens: fp32 [pairs] by name."""
+    """The log-probabilities of both responses, summed over their tokens: fp32 [pairs] by name."""
     tokens, mask = both(batch)
     each = whole_rows(token_log_probs(model, tokens, mask))
     chosen, rejected = jnp.split(jnp.sum(each, axis=1), 2)
@@ -46,9 +46,9 @@ def answer_log_probs(model: GPT, batch: Batch) -> Answers:
 
 
 def answer_scores(model: GPT, batch: Batch) -> Answers:
-    """The scores of both answers, each at its last token: fp32 [pairs] by name.
+    """The scores of both responses, each at its last token: fp32 [pairs] by name.
 
-    The answers leave at least the last column of the batch free.
+    The responses leave at least the last column of the batch free.
     """
     tokens, mask = both(batch)
     chosen, rejected = jnp.split(last_scores(model, tokens[:, :-1], mask), 2)

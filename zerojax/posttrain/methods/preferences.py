@@ -1,4 +1,4 @@
-"""DPO, IPO and reward models: steps on pairs of a preferred and a rejected answer.
+"""DPO, IPO and reward models: steps on pairs of a preferred and a rejected response.
 
 The methods differ in their losses (``zerojax.posttrain.loss.preference``). DPO and IPO have a reference.
 """
@@ -50,7 +50,7 @@ class PreferenceTrainer(BatchRun):
 
     Attributes:
         reference: the model that the run started with; None if the method needs no reference.
-        exact_match: the prompts of every evaluation with their chosen answers, or None.
+        exact_match: the prompts of every evaluation with their chosen responses, or None.
     """
 
     reference: Reference | None
@@ -111,7 +111,7 @@ class PreferenceTrainer(BatchRun):
         self.take_steps(map(self.with_reference, self.batches), signalled)
 
     def with_reference(self, batch: Batch) -> Batch:
-        """A batch with the reference's log-probabilities of its answers."""
+        """A batch with the reference's log-probabilities of its responses."""
         if self.reference is None:
             return batch
         found = [
