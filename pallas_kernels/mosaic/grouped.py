@@ -50,7 +50,7 @@ class Tuning:
     Attributes:
         columns: width of a tile of the result.
         stages: steps in the buffer in shared memory.
-        band: tiles that are computed along the rows before those of the next columns.
+        band: tiles along the rows that are computed before tiles of the next columns.
     """
 
     columns: int = 256

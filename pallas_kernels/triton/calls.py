@@ -493,7 +493,7 @@ A chunk of keys of 128 in fp32 takes 120 KB. Hopper and B200 have 227 KB, A100 1
 
 
 def _has_delta_rule(value: jax.Array, state: jax.Array) -> bool:
-    """Whether the kernels support these dtypes and sizes, which are those of tiles."""
+    """Whether the kernels support these dtypes and sizes."""
     dim, width = state.shape[2:]
     powers = all(16 <= size <= 256 and size & (size - 1) == 0 for size in (dim, width))
     widest = _KEYS.get(compute_capability(), (128, 64))[value.dtype == jnp.float32]

@@ -9,17 +9,9 @@ from environment import ROOT
 from pages import PAGES
 
 WRITTEN = [*(page for page in PAGES if page.name != "CHANGELOG.md"), ROOT / "pallas_kernels" / "README.md"]
-MOST_WORDS = 60_000
+MOST_WORDS = 58_000
 # The counts reached; lower a bound when you lower its count.
-MOST_IN_SOURCES = Counter({
-    "long": 46,
-    "those of": 3,
-    "of its own": 2,
-    "that of": 2,
-    "of which": 1,
-    "of what": 1,
-    "but for": 1,
-})  # fmt: skip
+MOST_IN_SOURCES = Counter({"long": 38, "of its own": 2})
 _PATH = re.compile(
     r"`((?:zerojax|pallas_kernels|scripts|tests|configs|docs)/[\w./-]+\.(?:py|sh|toml|json|yaml|md))\b"
 )
@@ -30,7 +22,7 @@ def test_pages_have_no_hard_phrases_and_no_long_sentences():
     assert list(prose.findings(WRITTEN)) == []
 
 
-def test_the_documentation_has_at_most_60_thousand_words():
+def test_the_documentation_has_at_most_58_thousand_words():
     texts = (page.read_text(encoding="utf-8") for page in WRITTEN if page.parent == ROOT / "docs")
     assert sum(len(text.split()) for text in texts) <= MOST_WORDS
 

@@ -92,9 +92,9 @@ def generate(
         seed: seed of the random bits. They depend only on the seed, the row's index over all processes, and
             the position in the response. The result is therefore the same on every mesh and with any
             ``slots``, up to rounding.
-        weights: the form of the copy. "compute", "fp8" and "int8" are whole on every device. "gathered" is
-            spread over a node's devices and gathered layer by layer. "auto" is "compute" if that fits into a
-            device's memory in addition to the state, and "gathered" otherwise.
+        weights: the form of the copy. Copies in "compute", "fp8" and "int8" are whole on every device.
+            "gathered" is spread over a node's devices and gathered layer by layer. "auto" is "compute" if
+            that fits into a device's memory in addition to the state, and "gathered" otherwise.
         slots: rows that a device decodes together; by default its number of rows, at most 64. When a row
             ends, the next prompt takes its place.
         adapters: whether to apply low-rank adapters; without them the base model generates.

@@ -1,7 +1,7 @@
 """8-bit floating point with one scale per tensor: codes, scales, and the products of a layer with a weight.
 
-Weights and activations are e4m3 (4 bits of exponent, largest value 448), gradients of activations are e5m2
-(5 bits, 57344): section 3 of "FP8 Formats for Deep Learning" (Micikevicius et al., 2022). A tensor is
+Weights and activations are e4m3 (4 bits of exponent, largest value 448). Gradients of activations are e5m2 (5
+bits, 57344). See section 3 of "FP8 Formats for Deep Learning" (Micikevicius et al., 2022). A tensor is
 multiplied by a scale that takes its largest magnitude close to the largest value. Scales are powers of two:
 they round nothing, and a weight that does not change keeps its code while others do.
 

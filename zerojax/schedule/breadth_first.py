@@ -2,10 +2,10 @@
 
 Depth-first, each micro-batch runs through the whole model before the next begins. Weights are gathered for
 each of them, and gradients cross the nodes at the end of the last one, with no compute left to hide that.
-Breadth-first, a layer's weights are gathered once for all micro-batches, and its gradients are complete and
-on their way while earlier layers still compute (Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2022, on
-gradient accumulation). Activations of all micro-batches are kept for the backward pass; the working memory of
-a layer is the one of a single micro-batch.
+Breadth-first, a layer's weights are gathered once for all micro-batches. Its gradients are complete and on
+their way while earlier layers still compute. See Lamy-Poirier, "Breadth-First Pipeline Parallelism" (2022),
+on gradient accumulation. Activations of all micro-batches are kept for the backward pass; the working memory
+of a layer is the one of a single micro-batch.
 
 ``jax.vmap`` maps the model over micro-batches. Functions called through ``with_batching_rule`` define how
 they are batched: units run one micro-batch after another (``map_microbatches``).

@@ -105,9 +105,9 @@ class _Sent(NamedTuple):
     """Payloads on their way, or arrived from the other nodes.
 
     Attributes:
-        arrived: encoded outer gradients of the current fragment from every node (of one node, not encoded);
-            encoded changes from every owner, unless they can only be sent after the outer update; and the
-            reports of every node.
+        arrived: encoded outer gradients of the current fragment from every node; with one node, not encoded.
+            Encoded changes from every owner, unless they can only be sent after the outer update. The reports
+            of every node.
         residual: the errors of encoding the outer gradients; empty without error feedback.
     """
 

@@ -93,7 +93,7 @@ def check_host_memory(spec: TrainSpec, activations: int = 0, *, saves: bool = Fa
     if not held:
         return
     what = (
-        f"ZeroConfig.host={spec.zero.host} keeps {size(devices * held)} in the memory of a host, that of "
+        f"ZeroConfig.host={spec.zero.host} keeps {size(devices * held)} in the memory of a host, for "
         f"{devices} device{'s' * (devices > 1)} of a process"
     )
     pools = on_gpus(spec.mesh.local_devices)

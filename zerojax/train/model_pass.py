@@ -181,9 +181,9 @@ class ModelPass:
     def check(
         self, sinks: Sinks, model_state: ModelState, batch: Batch, seed: Seed, run: Run[Any]
     ) -> list[Axes]:
-        """Trace a function of the model, to refuse it if it reads weights of units outside their calls,
-        assigns to weights, calls units on some devices only, or shares rows in part; adds nothing to the
-        program.
+        """Trace a function of the model, and add nothing to the program. Refuse the function if it reads
+        weights of units outside their calls, assigns to weights, calls units on some devices only, or shares
+        rows in part.
 
         Returns:
             What each of its results differs along; see ``Branches.refuse_divergent``.

@@ -18,8 +18,8 @@ In each pass over u units, hops between nodes overlap with compute, one unit ahe
     pass = local + max(compute, node) + min(compute, node) / u
 
 Hops within a node count in full. They overlap with the matmuls, but take multiprocessors and memory bandwidth
-from them. Nothing overlaps with the parts that run once per step: the gather of stages 1 and 2, the gather of
-delta with several micro-batches, a reduction after the last micro-batch, and the optimizer.
+from them. Some parts run once per step, and nothing overlaps with them: the gather of stages 1 and 2, the
+gather of delta with several micro-batches, a reduction after the last micro-batch, and the optimizer.
 
 Copies from and to host memory (``host_streams``) overlap like hops between nodes: the longest of compute,
 hops and copies counts in full. The copies of the update hide its kernels, but overlap with nothing else.

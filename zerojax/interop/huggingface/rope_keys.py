@@ -157,9 +157,9 @@ class Rope:
         theta: default of rope_theta.
         kinds: kinds of scaling, besides none.
         fraction: default of partial_rotary_factor; None if the family has no such key.
-        tables: "one" table for all layers. "explicit": one, which must be present. "two": one for layers with
-            a window, one for the others. "local": two, where the first has a separate key. "growth": one,
-            with Ministral 3's growth of queries.
+        tables: "one" is a table for all layers. "explicit" is one that must be present. "two" is one for
+            layers with a window, one for the others. "local" is two, where the first has a separate key.
+            "growth" is one, with Ministral 3's growth of queries.
         scores: whether mscale_all_dim also scales the attention scores (DeepSeek).
         alpha: whether "dynamic" may have an alpha that stretches theta (HunYuan).
         length: default of max_position_embeddings.

@@ -103,9 +103,9 @@ def gae(
 ) -> tuple[Float32[Array, "rows time"], Float32[Array, "rows time"]]:
     """Generalised advantage estimates, and the returns as a critic's targets.
 
-    A_t = sum over l of (discount decay)^l delta_(t+l), with delta_t = r_t + discount V_(t+1) - V_t (Schulman
-    et al., 2016, "High-Dimensional Continuous Control Using Generalized Advantage Estimation", equation 16).
-    The value after the last action is 0.
+    A_t = sum over l of (discount decay)^l delta_(t+l), with delta_t = r_t + discount V_(t+1) - V_t. See
+    equation 16 of "High-Dimensional Continuous Control Using Generalized Advantage Estimation" (Schulman et
+    al., 2016). The value after the last action is 0.
 
     Args:
         rewards: of each token. Arrays may have any dtype.

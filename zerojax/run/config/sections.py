@@ -230,9 +230,9 @@ class DataSection:
     """The text to learn from.
 
     Attributes:
-        source: A file, folder or glob of plain text, JSON lines, Parquet or Arrow; a folder saved by Hugging
-            Face `datasets`; the tokens of an earlier run (RUN/data); or "stdlib", the source of Python's
-            standard library.
+        source: A file, folder or glob of plain text, JSON lines, Parquet or Arrow, or a folder saved by
+            Hugging Face `datasets`. RUN/data names the tokens of an earlier run, and "stdlib" the source of
+            Python's standard library.
         mixture: Several sources with weights, instead of `source`; in a file only.
         pattern: Which files of a folder to read.
         column: Which column of JSON lines, Parquet and Arrow holds the text.
