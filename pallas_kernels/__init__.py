@@ -1,8 +1,8 @@
 """Blockwise quantization for communication: encode, decode, and the fused steps between two hops.
 
 ``encode_nf4`` and ``decode_nf4`` store frozen weights. ``attend_cache`` is the attention of generation.
-``cast_transpose`` makes operands of fp8 matmuls. ``grouped_rows``, ``grouped_rows_fp8`` and ``grouped_sums``
-are the matmuls of a mixture of experts. ``delta_rule`` is the recurrence of linear attention.
+``cast_transpose`` makes operands of fp8 matmuls. The functions ``grouped...`` are the matmuls of a mixture of
+experts, and ``gather_rows`` makes their rows. ``delta_rule`` is the recurrence of linear attention.
 
 The package only depends on jax, and is independent of zerojax. On CUDA it uses jax-triton if installed. The
 modules ``reference``, ``nf4_reference``, ``attention_reference``, ``cast_reference`` and
@@ -26,7 +26,14 @@ from pallas_kernels.dispatch import (
     for_platform,
 )
 from pallas_kernels.formats import BITS, FORMATS, QMAX, QUANTIZED, RAW, STORED, Format, nbytes, nf4_bytes
-from pallas_kernels.grouped import grouped_rows, grouped_rows_fp8, grouped_sums
+from pallas_kernels.grouped import (
+    gather_rows,
+    grouped_columns,
+    grouped_rows,
+    grouped_rows_fp8,
+    grouped_sums,
+    grouped_sums_fp8,
+)
 from pallas_kernels.lowered import keep_lowered
 
 __all__ = [
@@ -51,9 +58,12 @@ __all__ = [
     "encode_nf4",
     "encode_reordered",
     "for_platform",
+    "gather_rows",
+    "grouped_columns",
     "grouped_rows",
     "grouped_rows_fp8",
     "grouped_sums",
+    "grouped_sums_fp8",
     "keep_lowered",
     "nbytes",
     "nf4_bytes",

@@ -11,7 +11,14 @@ from jaxlib import gpu_triton
 
 from pallas_kernels.chips import compute_capability
 
-PALLAS_FIRST = ("encode", "encode_reordered", "grouped_rows", "grouped_rows_fp8", "grouped_sums")
+PALLAS_FIRST = (
+    "encode",
+    "encode_reordered",
+    "grouped_rows",
+    "grouped_rows_fp8",
+    "grouped_sums",
+    "grouped_sums_fp8",
+)
 """Functions with faster kernels in Pallas than in Triton, wherever Pallas has a kernel (docs/kernels.md)."""
 
 FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)

@@ -32,6 +32,14 @@ def _check_dtypes(x: jax.Array, other: jax.Array, sizes: jax.Array, name: str) -
         )
 
 
+def _check_fp8(x: jax.Array, other: jax.Array, sizes: jax.Array, scale: jax.Array, name: str) -> None:
+    if x.dtype not in FP8 or other.dtype not in FP8 or sizes.dtype != jnp.int32:
+        kinds = f"{x.dtype}, {other.dtype} and {sizes.dtype}"
+        raise TypeError(f"x, {name} and sizes are {kinds}: pass fp8, fp8 and int32")
+    if scale.shape != () or scale.dtype != jnp.float32:
+        raise TypeError(f"scale is {scale.dtype} {scale.shape}: pass a float32 scalar")
+
+
 def _check_matrices(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool) -> None:
     fits = x.ndim == 2 and w.ndim == 3 and x.shape[1] == w.shape[2 if transposed else 1]
     expected = "[rows, k], [groups, n, k]" if transposed else "[rows, k], [groups, k, n]"
@@ -84,10 +92,7 @@ def grouped_rows_fp8(
         TypeError: a dtype does not fit.
     """
     _check_matrices(x, w, sizes, transposed)
-    if x.dtype not in FP8 or w.dtype not in FP8 or sizes.dtype != jnp.int32:
-        raise TypeError(f"x, w and sizes are {x.dtype}, {w.dtype} and {sizes.dtype}: pass fp8, fp8 and int32")
-    if scale.shape != () or scale.dtype != jnp.float32:
-        raise TypeError(f"scale is {scale.dtype} {scale.shape}: pass a float32 scalar")
+    _check_fp8(x, w, sizes, scale, "w")
     options = {"transposed": transposed, "dtype": jnp.dtype(dtype)}
     return dispatch("grouped_rows_fp8", x, w, sizes, scale, specification=grouped_reference, **options)
 
@@ -111,3 +116,78 @@ def grouped_sums(x: jax.Array, g: jax.Array, sizes: jax.Array) -> jax.Array:
     _check_shapes(x, g, sizes, "g", fits, "[rows, k], [rows, n]")
     _check_dtypes(x, g, sizes, "g")
     return dispatch("grouped_sums", x, g, sizes, specification=grouped_reference)
+
+
+def grouped_columns(x: jax.Array, sizes: jax.Array, index: jax.Array | None = None) -> jax.Array:
+    """Transpose rows of fp8 numbers, with each group padded by zeros to a multiple of 128 columns.
+
+    Hopper's tensor cores only read 8-bit matrices along the contracted axis, so ``grouped_sums_fp8`` reads
+    columns.
+
+    Args:
+        x: [m, k], ``float8_e4m3fn`` or ``float8_e5m2``.
+        sizes: rows of each group, int32 [groups]; together at most the number of rows.
+        index: the row of ``x`` that each row is, int32 [rows]; None if the rows are ``x``.
+
+    Returns:
+        [k, columns], in the dtype of ``x``. The number of columns is sufficient for any sizes; columns after
+        the last group are zeros.
+
+    Raises:
+        ValueError: a shape does not fit.
+        TypeError: a dtype does not fit.
+    """
+    if x.ndim != 2 or sizes.ndim != 1 or (index is not None and index.ndim != 1):
+        shapes = f"x {x.shape}, sizes {sizes.shape} and index {None if index is None else index.shape}"
+        raise ValueError(f"{shapes}: pass [m, k], [groups] and [rows]")
+    if x.dtype not in FP8 or any(a.dtype != jnp.int32 for a in (sizes, index) if a is not None):
+        raise TypeError(f"x is {x.dtype}: pass fp8, and int32 for sizes and index")
+    return dispatch("grouped_columns", x, sizes, index, specification=grouped_reference)
+
+
+def gather_rows(x: jax.Array, index: jax.Array) -> jax.Array:
+    """The row ``x[index[i]]`` for each i. All indices have to be in bounds.
+
+    Args:
+        x: [m, n], any dtype of at least 8 bits.
+        index: int32 [rows].
+
+    Returns:
+        [rows, n], in the dtype of ``x``.
+
+    Raises:
+        ValueError: a shape does not fit.
+    """
+    if x.ndim != 2 or index.ndim != 1:
+        raise ValueError(f"x {x.shape} and index {index.shape}: pass [m, n] and [rows]")
+    return dispatch("gather_rows", x, index, specification=grouped_reference)
+
+
+def grouped_sums_fp8(
+    x: jax.Array, g: jax.Array, sizes: jax.Array, scale: jax.Array, *, dtype: DTypeLike
+) -> jax.Array:
+    """``grouped_sums`` of fp8 numbers in the form of ``grouped_columns``, times a scale.
+
+    On Hopper tensor cores sum 128 products at a time, and these sums are added in fp32 (DeepSeek-V3, 2024,
+    arXiv:2412.19437, section 3.3.2).
+
+    Args:
+        x: [k, columns] of ``grouped_columns``.
+        g: [n, columns] of ``grouped_columns``, perhaps in the other fp8 dtype.
+        sizes: the groups' numbers of rows, which both were made with.
+        scale: fp32 scalar, the factor of the sums.
+        dtype: of the result.
+
+    Returns:
+        [groups, k, n], in ``dtype``. Empty groups get zeros.
+
+    Raises:
+        ValueError: a shape does not fit.
+        TypeError: a dtype does not fit.
+    """
+    fits = x.ndim == g.ndim == 2 and x.shape[1:] == g.shape[1:] and sizes.ndim == 1
+    _check_shapes(x, g, sizes, "g", fits, "[k, columns], [n, columns]")
+    _check_fp8(x, g, sizes, scale, "g")
+    return dispatch(
+        "grouped_sums_fp8", x, g, sizes, scale, specification=grouped_reference, dtype=jnp.dtype(dtype)
+    )

@@ -1,4 +1,4 @@
-"""Specification of ``pallas_kernels.grouped_rows``, ``grouped_rows_fp8`` and ``grouped_sums``.
+"""Specification of ``pallas_kernels.grouped_rows``, ``grouped_sums``, and their counterparts for fp8.
 
 The rows are cut into tiles. Each tile is multiplied once for each group with rows in it. So the cost depends
 on the number of rows, and hardly on the number of groups.
@@ -109,3 +109,48 @@ def grouped_sums(x: Array, g: Array, sizes: Array) -> Array:
     shape = (x.shape[1], g.shape[1])
     carry = (jnp.zeros(shape, jnp.float32), jnp.zeros((len(sizes), *shape), x.dtype))
     return lax.scan(add, carry, _tiles(sizes, len(x), tile))[0][1]
+
+
+COLUMNS = 128
+"""Multiple to which ``grouped_columns`` pads a group: the terms that a kernel sums before it adds in fp32."""
+
+
+def padded_sizes(sizes: Array) -> Array:
+    """The columns of each group in the result of ``grouped_columns``."""
+    return (sizes + COLUMNS - 1) // COLUMNS * COLUMNS
+
+
+def blocks_of(sizes: Array, rows: int) -> tuple[Array, Array]:
+    """For each COLUMNS columns of ``grouped_columns`` their first row and the row after their last one."""
+    stops, ends = jnp.cumsum(sizes), jnp.cumsum(padded_sizes(sizes))
+    first = jnp.arange((rows + len(sizes) * (COLUMNS - 1)) // COLUMNS) * COLUMNS
+    group = jnp.sum(first[:, None] >= ends, axis=1)
+    own = jnp.minimum(group, len(sizes) - 1)
+    start = stops[own] - sizes[own] + first - (ends - padded_sizes(sizes))[own]
+    count = jnp.where(group < len(sizes), jnp.clip(stops[own] - start, 0, COLUMNS), 0)
+    return start.astype(jnp.int32), (start + count).astype(jnp.int32)
+
+
+def grouped_columns(x: Array, sizes: Array, index: Array | None) -> Array:
+    """See ``pallas_kernels.grouped_columns``."""
+    starts, stops = blocks_of(sizes, len(x if index is None else index))
+    row = starts[:, None] + jnp.arange(COLUMNS)
+    own = row < stops[:, None]
+    row = jnp.where(own, row, 0)
+    found = x[row if index is None else index[row]]
+    return jnp.where(own[..., None], found, 0).reshape(-1, x.shape[1]).T
+
+
+def gather_rows(x: Array, index: Array) -> Array:
+    """See ``pallas_kernels.gather_rows``."""
+    return x.at[index].get(mode="promise_in_bounds")
+
+
+def grouped_sums_fp8(
+    x: Array, g: Array, sizes: Array, scale: Array, *,
+    dtype: jnp.dtype, add: Callable[..., Array] = grouped_sums,
+) -> Array:  # fmt: skip
+    """See ``pallas_kernels.grouped_sums_fp8``. Every fp8 number is exact in bf16 and fp32."""
+    wide = jnp.promote_types(dtype, jnp.bfloat16)
+    out = add(x.T.astype(wide), g.T.astype(wide), padded_sizes(sizes))
+    return (out * scale.astype(wide)).astype(dtype)

@@ -325,3 +325,15 @@ def grouped_sums(
     tuning = grouped.Tuning()
     plan = grouped.sums_plan(sizes, x.shape[1], g.shape[1], tuning)
     return grouped.sums_of_products(_enough(x), _enough(g), plan, groups=len(sizes), tuning=tuning)
+
+
+def grouped_sums_fp8(
+    x: jax.Array, g: jax.Array, sizes: jax.Array, scale: jax.Array, *,
+    dtype: jnp.dtype, otherwise: Implementation = grouped_reference.grouped_sums_fp8,
+) -> jax.Array:  # fmt: skip
+    """See ``pallas_kernels.grouped_sums_fp8``; ``otherwise`` is the fallback."""
+    if dtype != jnp.bfloat16 or not _has_grouped_kernels(x.dtype, x.shape[1], len(sizes), len(x), len(g)):
+        return otherwise(x, g, sizes, scale, dtype=dtype)
+    tuning, own = grouped.PROMOTED, grouped_reference.padded_sizes(sizes)
+    plan = grouped.sums_plan(own, len(x), len(g), tuning, grouped.step_of(x.dtype))
+    return grouped.sums_of_columns(x, g, plan, scale.reshape(1), groups=len(sizes), tuning=tuning)

@@ -473,8 +473,8 @@ _OVERHEAD = 3
 """The cost of a tile in addition to its steps, in steps."""
 
 
-def sums_plan(sizes: jax.Array, k: int, n: int, tuning: Tuning) -> jax.Array:
-    """The order of groups, int32[1 + 3 x groups].
+def sums_plan(sizes: jax.Array, k: int, n: int, tuning: Tuning, step: int = STEP) -> jax.Array:
+    """The order of groups, int32[1 + 3 x groups], for sums with ``step`` terms a step.
 
     First the number of heavy groups. Then group, first row and number of rows of each, from the largest to
     the smallest. A tile of a heavy group is more work than a multiprocessor's share of the whole.
@@ -486,7 +486,7 @@ def sums_plan(sizes: jax.Array, k: int, n: int, tuning: Tuning) -> jax.Array:
     before = (mine < others) | ((mine == others) & (index[:, None] > index[None]))
     rank = jnp.sum(before, axis=1)
     starts = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
-    work = (sizes + STEP - 1) // STEP + _OVERHEAD
+    work = (sizes + step - 1) // step + _OVERHEAD
     heavy = jnp.sum(work * programs > jnp.sum(work) * tiles, keepdims=True, dtype=jnp.int32)
     rows = jnp.stack([index.astype(jnp.int32), starts, sizes], axis=1)
     placed = jnp.sum(
@@ -498,6 +498,67 @@ def sums_plan(sizes: jax.Array, k: int, n: int, tuning: Tuning) -> jax.Array:
 def _sums_tiles(k: int, n: int, tuning: Tuning) -> int:
     """The number of tiles of a group's result."""
     return pl.cdiv(k, _WARPGROUPS * HALF) * pl.cdiv(n, tuning.columns)
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """The tiles of a program that computes sums over groups. A tile has 2 x 64 rows of a group's matrix.
+
+    Attributes:
+        plan: of ``sums_plan``, in memory.
+        groups: number of groups.
+        k: rows of a group's matrix.
+        n: columns of a group's matrix.
+        tuning: of the kernel.
+        step: terms of a step.
+    """
+
+    plan: Any
+    groups: int
+    k: int
+    n: int
+    tuning: Tuning
+    step: int
+
+    @property
+    def each(self) -> int:
+        """Tiles of a group."""
+        return _sums_tiles(self.k, self.n, self.tuning)
+
+    def _shares(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The program's index, the heavy groups' tiles, and the number of programs that share the others."""
+        heavy = self.plan[0] * self.each  # each of these tiles has a multiprocessor to itself
+        return lax.axis_index("program"), heavy, jnp.maximum(lax.axis_size("program") - heavy, 1)
+
+    def _position(self, turn: jax.Array) -> jax.Array:
+        program, heavy, others = self._shares()
+        own = program - heavy
+        # Back and forth, because tiles become smaller.
+        forth = jnp.where(lax.rem(turn, 2) == 0, own, others - 1 - own)
+        return jnp.where(program < heavy, program, heavy + turn * others + forth)
+
+    @property
+    def count(self) -> jax.Array:
+        """Tiles of this program."""
+        program, heavy, others = self._shares()
+        turns = lax.div(self.groups * self.each - heavy, others)
+        turns = jnp.where(self._position(turns) < self.groups * self.each, turns + 1, turns)
+        return jnp.where(program < heavy, 1, turns)
+
+    def tile_at(self, turn: jax.Array) -> tuple[jax.Array, ...]:
+        """The group, its first row and number of rows, and the tile's first row and column."""
+        place = self._position(turn)
+        rank = lax.div(place, jnp.int32(self.each))
+        across = pl.cdiv(self.n, self.tuning.columns)
+        down = pl.cdiv(self.k, _WARPGROUPS * HALF)
+        row, column = _in_bands(place - rank * self.each, down, across, self.tuning.band)
+        group, start, size = (self.plan[1 + 3 * rank + i] for i in range(3))
+        return group, start, size, row * _WARPGROUPS * HALF, column * self.tuning.columns
+
+    def steps_of(self, turn: jax.Array) -> jax.Array:
+        """Steps of a tile."""
+        size = self.plan[3 + 3 * lax.div(self._position(turn), jnp.int32(self.each))]
+        return lax.div(size + self.step - 1, jnp.int32(self.step))
 
 
 def sums_of_products(
@@ -515,38 +576,17 @@ def sums_of_products(
     Returns:
         bf16 [groups, k, n].
     """
-    k, n, columns = x.shape[1], g.shape[1], tuning.columns
-    height = _WARPGROUPS * HALF
-    down, across, each = pl.cdiv(k, height), pl.cdiv(n, columns), _sums_tiles(k, n, tuning)
+    k, n = x.shape[1], g.shape[1]
     tiles = _Columns(n, tuning, anywhere=True)
 
     def body(
         plan: Any, x: Any, g: Any, out: Any, x_buffer: Any, g_buffer: Any, union: Any, full: Any, free: Any
     ):
         staged, x_tiles, x_lines = union[0], *_both(x_buffer)
-        program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
-        heavy = plan[0] * each  # each of these tiles has a multiprocessor to itself
-        others = jnp.maximum(lax.axis_size("program") - heavy, 1)
-        alone, own = program < heavy, program - heavy
-
-        def position(turn: jax.Array) -> jax.Array:
-            # Back and forth, because tiles become smaller.
-            forth = jnp.where(lax.rem(turn, 2) == 0, own, others - 1 - own)
-            return jnp.where(alone, program, heavy + turn * others + forth)
-
-        def tile_at(turn: jax.Array) -> tuple[jax.Array, ...]:
-            """The group, its first row and number of rows, and the tile's first row and column."""
-            place = position(turn)
-            rank = lax.div(place, jnp.int32(each))
-            row, column = _in_bands(place - rank * each, down, across, tuning.band)
-            group, start, size = (plan[1 + 3 * rank + i] for i in range(3))
-            return group, start, size, row * height, column * columns
-
-        def steps_of(turn: jax.Array) -> jax.Array:
-            return lax.div(plan[3 + 3 * lax.div(position(turn), jnp.int32(each))] + STEP - 1, jnp.int32(STEP))
+        warpgroup, walk = lax.axis_index("warpgroup"), _Sums(plan, groups, k, n, tuning, STEP)
 
         def copy(turn: jax.Array) -> Callable[[jax.Array, jax.Array], None]:
-            _, start, size, row, column = tile_at(turn)
+            _, start, size, row, column = walk.tile_at(turn)
             last = jnp.maximum(start + size - STEP, start)
 
             def begin(step: jax.Array, slot: jax.Array) -> None:
@@ -573,8 +613,8 @@ def sums_of_products(
             buffer[...] = jnp.where((index >= first) & (index < stop), value, jnp.bfloat16(0))
 
         def multiply(turn: jax.Array, done: jax.Array) -> None:
-            group, _, size, row, column = tile_at(turn)
-            steps, short = steps_of(turn), size < STEP
+            group, _, size, row, column = walk.tile_at(turn)
+            steps, short = walk.steps_of(turn), size < STEP
 
             def multiply_width(width: int) -> None:
                 def product(total: Any, step: jax.Array, slot: jax.Array) -> None:
@@ -604,11 +644,107 @@ def sums_of_products(
 
             tiles.each(column, multiply_width)
 
-        turns = lax.div(groups * each - heavy, others)
-        turns = jnp.where(position(turns) < groups * each, turns + 1, turns)
-        _walk(jnp.where(alone, 1, turns), steps_of, copy, multiply, free, tuning.stages)
+        _walk(walk.count, walk.steps_of, copy, multiply, free, tuning.stages)
 
     kind = jax.ShapeDtypeStruct((groups, k, n), x.dtype)
     buffers = _views(tuning.stages, _WARPGROUPS, STEP, HALF), tiles.buffer
     copies = _WARPGROUPS + STEP // _EIGHT
     return _launch(body, kind, tuning, buffers, copies, plan, x, _in_columns(g))
+
+
+PROMOTED = Tuning(columns=128, stages=6)
+"""For sums of sums: registers hold both, of a tile. On an H200 wider tiles were up to 10% slower."""
+
+
+def _promoted_total(
+    columns: int, steps: jax.Array, done: jax.Array, tuning: Tuning, full: Any, free: Any,
+    product: Callable[[Any, jax.Array, jax.Array], None],
+    scale: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """As ``_total``, but tensor cores sum the products of one step, and these sums are added in fp32.
+
+    Hopper's tensor cores sum fp8 products with about 14 bits. While a warpgroup adds, the other multiplies.
+    """
+
+    def add(step: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        done, total = carry
+        slot = lax.rem(done, tuning.stages)
+        plgpu.barrier_wait(full.at[slot])
+
+        def sums(partial: Any) -> jax.Array:
+            product(partial, step, slot)
+            return partial[...]
+
+        total += pl.run_scoped(sums, plgpu.ACC((HALF, columns), jnp.float32))
+        plgpu.barrier_arrive(free.at[slot])
+        return done + 1, total
+
+    zeros = plgpu.layout_cast(jnp.zeros((HALF, columns), jnp.float32), plgpu.Layout.WGMMA)
+    return (lax.fori_loop(0, steps, add, (done, zeros))[1] * scale).astype(jnp.bfloat16)
+
+
+def sums_of_columns(
+    x: jax.Array, g: jax.Array, plan: jax.Array, scale: jax.Array, *, groups: int, tuning: Tuning
+) -> jax.Array:
+    """Sum the outer products of the columns of ``x`` and ``g`` over each group, times ``scale``.
+
+    Args:
+        x: fp8 [k, columns]. Each group has a multiple of 128 columns.
+        g: fp8 [n, columns].
+        plan: of ``sums_plan`` for these numbers of columns, with steps of 128.
+        scale: factor of the sums, fp32 [1].
+        groups: number of groups.
+        tuning: of the kernel.
+
+    Returns:
+        bf16 [groups, k, n].
+    """
+    (k, n), step = (len(x), len(g)), step_of(x.dtype)
+    tiles = _Columns(n, tuning, by_columns=True, dtype=g.dtype)
+
+    def body(
+        plan: Any, x: Any, g: Any, scale: Any, out: Any, x_buffer: Any, g_buffer: Any, union: Any, full: Any,
+        free: Any,
+    ) -> None:  # fmt: skip
+        staged, warpgroup = union[0], lax.axis_index("warpgroup")
+        walk = _Sums(plan, groups, k, n, tuning, step)
+
+        def copy(turn: jax.Array) -> Callable[[jax.Array, jax.Array], None]:
+            _, start, _, row, column = walk.tile_at(turn)
+
+            def begin(number: jax.Array, slot: jax.Array) -> None:
+                terms = pl.ds(start + number * step, step)
+                left = x.at[pl.ds(row, _WARPGROUPS * HALF), terms]
+                plgpu.copy_gmem_to_smem(left, x_buffer.at[slot], full.at[slot])
+
+                def copy_right(width: int) -> None:
+                    right = g.at[pl.ds(column, width), terms]
+                    plgpu.copy_gmem_to_smem(right, tiles.slot(g_buffer, slot, width), full.at[slot])
+
+                tiles.each(column, copy_right)
+
+            return begin
+
+        def multiply(turn: jax.Array, done: jax.Array) -> None:
+            group, _, _, row, column = walk.tile_at(turn)
+
+            def multiply_width(width: int) -> None:
+                def product(total: Any, step: jax.Array, slot: jax.Array) -> None:
+                    del step
+                    left = x_buffer.at[slot, pl.ds(warpgroup * HALF, HALF)]
+                    plgpu.wgmma(total, left, tiles.slot(g_buffer, slot, width).transpose((1, 0)))
+
+                given = width, walk.steps_of(turn), done, tuning, full, free, product, scale[0]
+                where = pl.ds(row + warpgroup * HALF, HALF)
+                _store(
+                    _promoted_total(*given), staged.at[warpgroup], staged.at[warpgroup],
+                    lambda c: out.at[group, where, pl.ds(column + c, HALF)],
+                )  # fmt: skip
+
+            tiles.each(column, multiply_width)
+
+        _walk(walk.count, walk.steps_of, copy, multiply, free, tuning.stages)
+
+    kind = jax.ShapeDtypeStruct((groups, k, n), jnp.bfloat16)
+    buffers = _tiles((tuning.stages, _WARPGROUPS * HALF, step), x.dtype), tiles.buffer
+    return _launch(body, kind, tuning, buffers, 2, plan, x, g, scale)

@@ -39,8 +39,10 @@ _MAX_PEERS = 64
 """Rows summed in unrolled code."""
 _PROGRAMS = 512
 """Number of programs of the attention kernel that fill a chip."""
-_CAST_TILE = 128
+_CAST_TILE = grouped_reference.COLUMNS
 """Rows and columns of a program of the cast kernel."""
+_GATHER_TILE = 4096
+"""Bytes of a row that a program copies."""
 
 
 def encode_shape(fmt: str, rotation: int, stochastic: bool) -> tuple[int, int]:
@@ -388,28 +390,84 @@ def attend_cache(
     return jnp.sum(shares * out, axis=0).astype(query.dtype)
 
 
-def cast_transpose(x: jax.Array, scale: jax.Array, *, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """See ``pallas_kernels.cast_transpose``."""
-    m, n = x.shape
-    aligned = m % 16 == 0 and n % 16 == 0 and m * n > 0
-    if compute_capability() < 89 or not aligned or not _fits(x.dtype, n=m * n):
-        return cast_reference.cast_transpose(x, scale, dtype=dtype)
-    cast, transpose = jax_triton.triton_call(
+def _columns(
+    x: jax.Array, scale: jax.Array | None, index: jax.Array | None, blocks: tuple[jax.Array, jax.Array],
+    columns: int, dtype: jnp.dtype,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """The codes of rows (if there is a scale) and of columns; ``blocks`` are the starts and stops of rows."""
+    n = x.shape[1]
+    found = jax_triton.triton_call(
         x,
-        scale.reshape(1),
-        kernel=casts.cast_transpose_kernel,
-        grid=(-(-m // _CAST_TILE) * -(-n // _CAST_TILE),),
+        jnp.ones(1) if scale is None else scale.reshape(1),
+        blocks[0] if index is None else index,
+        *blocks,
+        kernel=casts.columns_kernel,
+        grid=(len(blocks[0]) * -(-n // _CAST_TILE),),
         num_warps=8,
         num_stages=1,
         compute_capability=compute_capability(),
-        M=m,
         N=n,
+        COLUMNS=columns,
         TILE_M=_CAST_TILE,
         TILE_N=_CAST_TILE,
-        E5M2=dtype == jnp.float8_e5m2,
-        **_options((jax.ShapeDtypeStruct((m, n), jnp.uint8), jax.ShapeDtypeStruct((n, m), jnp.uint8))),
+        CAST="" if scale is None else "e5m2" if dtype == jnp.float8_e5m2 else "e4m3",
+        INDEXED=index is not None,
+        **_options(
+            (
+                jax.ShapeDtypeStruct((1, 1) if scale is None else x.shape, jnp.uint8),
+                jax.ShapeDtypeStruct((n, columns), jnp.uint8),
+            )
+        ),
     )
-    return jax.lax.bitcast_convert_type(cast, dtype), jax.lax.bitcast_convert_type(transpose, dtype)
+    rows, turned = (jax.lax.bitcast_convert_type(codes, dtype) for codes in found)
+    return rows, turned
+
+
+def cast_transpose(
+    x: jax.Array, scale: jax.Array, sizes: jax.Array | None, *, dtype: jnp.dtype
+) -> tuple[jax.Array, jax.Array]:
+    """See ``pallas_kernels.cast_transpose``."""
+    m, n = x.shape
+    aligned = (m % 16 == 0 if sizes is None else len(sizes) > 0) and n % 16 == 0 and m * n > 0
+    if compute_capability() < 89 or not aligned or not _fits(x.dtype, n=m * n):
+        return cast_reference.cast_transpose(x, scale, sizes, dtype=dtype)
+    if sizes is not None:
+        blocks = grouped_reference.blocks_of(sizes, m)
+        return _columns(x, scale, None, blocks, len(blocks[0]) * _CAST_TILE, dtype)
+    starts = jnp.arange(0, m, _CAST_TILE, jnp.int32)
+    return _columns(x, scale, None, (starts, jnp.minimum(starts + _CAST_TILE, m)), m, dtype)
+
+
+def grouped_columns(x: jax.Array, sizes: jax.Array, index: jax.Array | None) -> jax.Array:
+    """See ``pallas_kernels.grouped_columns``."""
+    rows = len(x if index is None else index)
+    if not (x.size and rows and len(sizes)):
+        return grouped_reference.grouped_columns(x, sizes, index)
+    blocks = grouped_reference.blocks_of(sizes, rows)
+    codes = jax.lax.bitcast_convert_type(x, jnp.uint8)
+    return _columns(codes, None, index, blocks, len(blocks[0]) * _CAST_TILE, x.dtype)[1]
+
+
+def gather_rows(x: jax.Array, index: jax.Array) -> jax.Array:
+    """See ``pallas_kernels.gather_rows``."""
+    if not (x.size and len(index)):
+        return grouped_reference.gather_rows(x, index)
+    words = x if x.dtype.itemsize > 1 else jax.lax.bitcast_convert_type(x, jnp.uint8)
+    width = x.shape[1]
+    tile = min(_GATHER_TILE // x.dtype.itemsize, triton.next_power_of_2(width))
+    found = jax_triton.triton_call(
+        words,
+        index,
+        kernel=grouped.gather_kernel,
+        grid=(len(index), -(-width // tile)),
+        num_warps=4,
+        num_stages=1,
+        compute_capability=compute_capability(),
+        WIDTH=width,
+        TILE=tile,
+        **_options(jax.ShapeDtypeStruct((len(index), width), words.dtype)),
+    )
+    return jax.lax.bitcast_convert_type(found, x.dtype)
 
 
 def _grouped_call(
@@ -479,6 +537,14 @@ def grouped_sums(x: jax.Array, g: jax.Array, sizes: jax.Array) -> jax.Array:
         K=k,
         N=n,
     )
+
+
+def grouped_sums_fp8(
+    x: jax.Array, g: jax.Array, sizes: jax.Array, scale: jax.Array, *, dtype: jnp.dtype
+) -> jax.Array:
+    """See ``pallas_kernels.grouped_sums_fp8``. It is computed in bf16, which has every fp8 number."""
+    add = cuda_implementation("grouped_sums") or grouped_sums
+    return grouped_reference.grouped_sums_fp8(x, g, sizes, scale, dtype=dtype, add=add)
 
 
 _COLUMNS = 32

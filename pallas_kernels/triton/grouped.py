@@ -1,7 +1,8 @@
-"""Triton kernels of ``pallas_kernels.grouped_rows`` and ``grouped_sums``, for any CUDA chip and any sides.
+"""Triton kernels of ``pallas_kernels.gather_rows``, ``grouped_rows`` and ``grouped_sums``.
 
-A program computes one tile of a result. It reads the tile's rows and group from a plan, which XLA computes
-from the sizes of the groups. Sums are in fp32. Products of fp32 numbers do not use TF32.
+They are for any CUDA chip and any sides. A program computes one tile of a result. It reads the tile's rows
+and group from a plan, which XLA computes from the sizes of the groups. Sums are in fp32. Products of fp32
+numbers do not use TF32.
 """
 
 from typing import NamedTuple
@@ -177,3 +178,12 @@ def sums_kernel(
         total = tl.dot(tl.trans(a), b, total, input_precision="ieee")
     out = out_ptr + group.to(tl.int64) * (K * N) + k[:, None] * N + n[None, :]
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=(k < K)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def gather_kernel(x_ptr, index_ptr, out_ptr, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    """out[row] = x[index[row]], rows of WIDTH elements."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    place = tl.load(index_ptr + row).to(tl.int64) * WIDTH + n
+    tl.store(out_ptr + row * WIDTH + n, tl.load(x_ptr + place, mask=n < WIDTH), mask=n < WIDTH)

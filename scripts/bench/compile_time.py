@@ -9,9 +9,9 @@ The first form needs scripts/install_cuda_compiler.sh. It reports seconds of CPU
 machine hardly changes; the least of several repetitions.
 
 --first-step runs each case in new processes, twice: first with an empty compilation cache, then with the
-cache of the first run. "mixture x 2" is two processes that share the GPU, as two nodes. Seconds are measured
-in process 0: "state" creates the state. "first step" is the first call of `train_step` until its result is
-ready, with tracing, lowering and compiling (or loading) the program.
+cache of the first run. "mixture x 2" is two processes, as two nodes, which share a GPU if there is only one.
+Seconds are measured in process 0: "state" creates the state. "first step" is the first call of `train_step`
+until its result is ready, with tracing, lowering and compiling (or loading) the program.
 """
 
 import argparse
@@ -129,9 +129,17 @@ def first_steps(options: argparse.Namespace) -> None:
             shutil.rmtree(folder)
 
 
+def gpu_count() -> int:
+    """The number of this machine's GPUs. JAX would occupy them."""
+    try:
+        return len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines())
+    except FileNotFoundError:
+        return 0
+
+
 def run_case(name: str, folder: Path, *, small: bool) -> dict[str, float]:
     """Run a case in new processes. Return process 0's measurements."""
-    nodes, port = CASES[name].nodes, free_port()
+    nodes, port, gpus = CASES[name].nodes, free_port(), gpu_count()
     command = [sys.executable, __file__, "--one", name, "--cache", str(folder)]
     command += ["--small"] if small else []
     processes: list[subprocess.Popen[str]] = []
@@ -140,6 +148,7 @@ def run_case(name: str, folder: Path, *, small: bool) -> dict[str, float]:
         if nodes > 1:  # NCCL refuses two processes with one GPU, unless they seem to be on two hosts
             place = dict(zip(VARIABLES, (f"127.0.0.1:{port}", str(rank), str(nodes)), strict=True))
             env |= place | {"NCCL_HOSTID": f"node{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+            env |= {"CUDA_VISIBLE_DEVICES": str(rank % gpus)} if gpus else {}
         processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
     texts = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):

@@ -23,8 +23,8 @@ from jax.typing import DTypeLike
 from zerojax.experts import ExpertWeights, RouterConfig, mix_experts, route
 from zerojax.experts.exchange import CAPACITY
 from zerojax.experts.mlp import ACTIVATIONS
-from zerojax.experts.rows import Window, rows_of, to_rows, to_tokens
-from zerojax.matmul.grouped import grouped_matmul
+from zerojax.experts.rows import Window, rows_of, to_tokens
+from zerojax.matmul.grouped import grouped_matmul, to_rows
 
 BF16 = jnp.bfloat16
 

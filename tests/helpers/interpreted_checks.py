@@ -116,12 +116,37 @@ def check_cast():
         numbers.flat[:6] = 464, 61440, np.nan, np.inf, -np.inf, 1 + 2**-4
         for x in (jnp.asarray(numbers, jnp.bfloat16), jnp.asarray(numbers, jnp.float32)):
             for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
-                got = calls.cast_transpose(x, jnp.float32(0.5), dtype=jnp.dtype(dtype))
-                want = cast_reference.cast_transpose(x, jnp.float32(0.5), dtype=jnp.dtype(dtype))
+                got = calls.cast_transpose(x, jnp.float32(0.5), None, dtype=jnp.dtype(dtype))
+                want = cast_reference.cast_transpose(x, jnp.float32(0.5), None, dtype=jnp.dtype(dtype))
                 for mine, theirs in zip(got, want, strict=True):
                     assert mine.dtype == theirs.dtype
                     np.testing.assert_array_equal(
                         np.asarray(mine, np.float32), np.asarray(theirs, np.float32)
+                    )
+
+
+def check_columns():
+    """Groups of no row, one row and several tiles; rows at an index, and rows of nobody."""
+    rng = np.random.default_rng(0)
+    sizes = jnp.asarray([1, 0, 130, 128], jnp.int32)
+    for width in (16, 144):
+        wide = jnp.asarray(rng.normal(size=(270, width)), jnp.bfloat16)
+        x = wide.astype(jnp.float8_e4m3fn)
+        index = jnp.asarray(rng.integers(0, 270, 262), jnp.int32)
+        cases = {
+            "grouped_columns": (grouped_reference, (x, sizes, None), (x, sizes, index)),
+            "gather_rows": (grouped_reference, (wide, index), (x, index)),
+            "cast_transpose": (cast_reference, (wide, jnp.float32(3), sizes)),
+        }
+        for name, (specification, *every) in cases.items():
+            options = {"dtype": jnp.dtype(jnp.float8_e5m2)} if name == "cast_transpose" else {}
+            for given in every:
+                got, want = (getattr(one, name)(*given, **options) for one in (calls, specification))
+                for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                    # The codes of rows of nobody are unspecified.
+                    count = int(sizes.sum()) if mine.shape == wide.shape else None
+                    np.testing.assert_array_equal(
+                        *(np.asarray(a[:count], np.float32) for a in (mine, theirs))
                     )
 
 
@@ -183,6 +208,7 @@ def main():
             "nf4": check_nf4,
             "attention": check_attention,
             "cast": check_cast,
+            "columns": check_columns,
             "grouped": check_grouped,
             "delta_chunks": check_delta_chunks,
         }

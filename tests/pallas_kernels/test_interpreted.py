@@ -24,6 +24,7 @@ HERE = ROOT / "tests" / "helpers"
     [
         "attention",
         "cast",
+        "columns",
         "grouped",
         "delta_chunks",
         *(pytest.param(fmt, marks=pytest.mark.slow) for fmt in (*pk.STORED, *pk.QUANTIZED)),

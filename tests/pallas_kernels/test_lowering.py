@@ -275,6 +275,21 @@ def test_grouped_matmuls_are_by_pallas_where_it_can(kind, side, pallas, name):
     assert (CALL in program) != pallas
 
 
+@needs_triton
+@pytest.mark.parametrize(
+    ("kind", "side", "pallas"), [("NVIDIA H100", 128, True), ("NVIDIA A100", 128, False)]
+)
+def test_gradients_of_matrices_in_fp8_are_by_pallas_where_it_can(kind, side, pallas):
+    def call(x, g, sizes, scale):
+        rows = pk.grouped_columns(x, sizes), pk.grouped_columns(g, sizes)
+        return pk.grouped_sums_fp8(*rows, sizes, scale, dtype=jnp.bfloat16)
+
+    shapes = ((640, side), jnp.float8_e4m3fn), ((640, 384), jnp.float8_e5m2), ((2,), jnp.int32)
+    program = lowered(call, *shapes, ((), jnp.float32), kind=kind)
+    assert ("mosaic_gpu" in program) == pallas
+    assert program.count(f"@{CALL}") == (2 if pallas else 3)
+
+
 def delta_rule(*args):
     """All kernels of the gated delta rule, forward and backward."""
     *rows, documents, state = args

@@ -24,9 +24,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
-from zerojax.experts.rows import Rows, Window, of_assignments, to_rows, to_tokens
+from zerojax.experts.rows import Rows, Window, of_assignments, to_tokens
 from zerojax.matmul import fp8
-from zerojax.matmul.grouped import Factor, Matrices, factor, gradients, grouped_matmul, product
+from zerojax.matmul.grouped import Factor, Matrices, factor, gradients, grouped_matmul, product, to_rows
 from zerojax.matmul.operand import Fp8Operand
 
 Activation = Literal["swiglu", "geglu", "swiglu_clamped"]
@@ -109,21 +109,24 @@ def _between(activation: Activation, gate: Array, up: Array, weights: Float[Arra
 
 
 class _Kept(NamedTuple):
-    """The products with gate and up of a round, for the backward pass."""
+    """For the backward pass: the products with gate and up, and the scale of the second product's codes."""
 
     gate: Array
     up: Array
+    scale: Array | None
 
 
 def _round(
     activation: Activation, x: Array, weights: Array, own: ExpertWeights, window: Window
 ) -> tuple[Array, _Kept]:
     """The outputs of the rows of a round."""
-    rows = factor(to_rows(x, window.tokens), (own.gate, own.up), among=x)
-    kept = _Kept(_first(rows, own.gate, own.gate_bias, window), _first(rows, own.up, own.up_bias, window))
+    rows = factor(x, (own.gate, own.up), window.tokens)
+    gate, up = (_first(rows, *one, window) for one in ((own.gate, own.gate_bias), (own.up, own.up_bias)))
     by_row = to_rows(weights.reshape(-1), window.order)
-    out = product(factor(_between(activation, *kept, by_row), (own.down,)), own.down, window.sizes)
-    return out if own.down_bias is None else out + _bias(by_row, own.down_bias, window), kept
+    between = factor(_between(activation, gate, up, by_row), (own.down,))
+    out = product(between, own.down, window.sizes)
+    out = out if own.down_bias is None else out + _bias(by_row, own.down_bias, window)
+    return out, _Kept(gate, up, between.scale)
 
 
 def _of_bias(
@@ -145,17 +148,20 @@ def _round_backward(
     cotangent: Array,
 ) -> tuple[tuple[Array, Array], Array, ExpertWeights]:
     """The gradients of a round: its rows' (by gate, by up), routing weights' and experts' gradients."""
-    rows = to_rows(x, window.tokens)
+    sizes = window.sizes
+    rows = factor(x, (own.gate, own.up), window.tokens, sizes=sizes)
     by_row = to_rows(weights.reshape(-1), window.order)
-    between, pull = jax.vjp(partial(_between, activation), *kept, by_row)
-    arrived = factor(to_rows(cotangent, window.tokens), (own.down,), fp8.E5M2, among=cotangent)
-    of_between, down = gradients(between, own.down, arrived, window.sizes)
+    between, pull = jax.vjp(partial(_between, activation), kept.gate, kept.up, by_row)
+    second = factor(between, (own.down,), scale=kept.scale, sizes=sizes)
+    arrived = factor(cotangent, (own.down,), window.tokens, fp8.E5M2, sizes=sizes)
+    of_between, down = gradients(second, own.down, arrived, sizes)
     of_gate, of_up, of_weights = pull(of_between)
     by_bias, down_bias = _of_bias(by_row, own.down_bias, window, arrived.rows)
 
     def first(arrived: Array, weight: Matrices, bias: Array | None) -> tuple[Array, Array, Array | None]:
-        of_rows, found = gradients(rows, weight, factor(arrived, (weight,), fp8.E5M2), window.sizes)
-        return of_rows, found, _of_bias(jnp.ones(len(rows)), bias, window, arrived)[1]
+        of_bias = _of_bias(jnp.ones(len(arrived)), bias, window, arrived)[1]
+        own = factor(arrived, (weight,), None, fp8.E5M2, sizes=sizes)
+        return *gradients(rows, weight, own, sizes), of_bias
 
     by_gate, gate, gate_bias = first(of_gate, own.gate, own.gate_bias)
     by_up, up, up_bias = first(of_up, own.up, own.up_bias)

@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32, Num
+from jaxtyping import Array, Float, Int32
+
+from zerojax.matmul.grouped import to_rows
 
 
 class Window(NamedTuple):
@@ -78,11 +80,6 @@ def rows_of(
     places = jnp.zeros_like(order).at[order].set(index, unique_indices=True, mode="promise_in_bounds")
     sizes = (own[:, None] == jnp.arange(count)).sum(0, dtype=jnp.int32)
     return Rows(jnp.pad(order, (0, padded - len(order))), places.reshape(experts.shape), sizes)
-
-
-def to_rows(values: Num[Array, "tokens ..."], index: Int32[Array, " rows"]) -> Num[Array, "rows ..."]:
-    """The value at each row's index, in the dtype of ``values``."""
-    return values.at[index].get(mode="promise_in_bounds")
 
 
 def of_assignments(values: Float[Array, " rows"], window: Window) -> Float[Array, "tokens per_token"]:

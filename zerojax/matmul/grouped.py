@@ -1,10 +1,10 @@
 """Products of groups of rows with a matrix for each group: the matmuls of a mixture of experts.
 
 The rows are sorted by group; see ``pallas_kernels.grouped``. Matrices are arrays, or fp8 codes
-(``Fp8Operand``). With codes, products with the matrices are computed in fp8: activations in e4m3, their
-gradients in e5m2, scaled as in ``zerojax.matmul.fp8``. The gradient of the matrices is computed from rows and
-gradients in their own dtype. It is a sum over tokens, for which fp8's tensor cores have too few bits, and
-each operand would need another copy in another orientation.
+(``Fp8Operand``). With codes, all products are computed in fp8: activations in e4m3, their gradients in e5m2,
+scaled as in ``zerojax.matmul.fp8``. The gradient of the matrices is a sum over tokens, for which fp8's tensor
+cores have too few bits. So 128 products are summed at a time, and these sums are added in fp32 (DeepSeek-V3,
+2024, arXiv:2412.19437, section 3.3.2).
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int32, Num
 
-from pallas_kernels import grouped_rows, grouped_rows_fp8, grouped_sums
+from pallas_kernels import (
+    cast_transpose,
+    gather_rows,
+    grouped_columns,
+    grouped_rows,
+    grouped_rows_fp8,
+    grouped_sums,
+    grouped_sums_fp8,
+)
 from zerojax.matmul import fp8
 from zerojax.matmul.operand import Fp8Operand
 
@@ -26,30 +34,58 @@ Matrices = Float[Array, "groups k n"] | Fp8Operand
 
 
 class Factor(NamedTuple):
-    """The rows of a product and, for matrices in fp8, ``rows * scale`` as fp8 codes, with that scale."""
+    """The rows of a product, as they are and, for matrices in fp8, as codes.
+
+    Attributes:
+        rows: as they are.
+        codes: ``rows * scale`` as fp8 codes.
+        scale: the codes' scale.
+        columns: the codes for gradients of matrices; see ``pallas_kernels.grouped_columns``.
+    """
 
     rows: Float[Array, "rows k"]
     codes: Float[Array, "rows k"] | None = None
     scale: Float[Array, ""] | None = None
+    columns: Float[Array, "k columns"] | None = None
+
+
+def to_rows(values: Num[Array, "tokens ..."], index: Int32[Array, " rows"]) -> Num[Array, "rows ..."]:
+    """The value at each row's index, in the dtype of ``values``."""
+    return gather_rows(values, index) if values.ndim == 2 else values.at[index].get(mode="promise_in_bounds")
 
 
 def factor(
-    rows: Float[Array, "rows k"],
+    values: Float[Array, "values k"],
     matrices: Sequence[Matrices],
+    index: Int32[Array, " rows"] | None = None,
     dtype: DTypeLike = fp8.E4M3,
     *,
-    among: Float[Array, "..."] | None = None,
+    scale: Float[Array, ""] | None = None,
+    sizes: Int32[Array, "groups"] | None = None,
 ) -> Factor:
-    """Rows for products with these matrices; ``dtype`` is the dtype of the rows' codes.
+    """Rows for products with these matrices.
 
-    The largest magnitude of ``among`` gives the scale. It has the rows' numbers, perhaps fewer times; None
-    means the rows.
+    Args:
+        values: the rows, or the values of which they are copies. Their largest magnitude gives the scale.
+        matrices: the matrices.
+        index: the index of each row's value; None if the values are the rows.
+        dtype: the dtype of the codes.
+        scale: the codes' scale if it is known.
+        sizes: the number of rows of each group, if gradients of the matrices are computed from the result.
     """
-    if not any(isinstance(w, Fp8Operand) for w in matrices):
+    rows = values if index is None else to_rows(values, index)
+    codes = [w for w in matrices if isinstance(w, Fp8Operand)]
+    if not codes:
         return Factor(rows)
-    scale = fp8.scale_of(rows if among is None else among, dtype)
-    wide = rows.astype(jnp.promote_types(rows.dtype, jnp.bfloat16))
-    return Factor(rows, fp8.cast(wide, scale, dtype), scale)
+    scale = fp8.scale_of(values, dtype) if scale is None else scale
+    values = values.astype(jnp.promote_types(values.dtype, jnp.bfloat16))
+    wanted = sizes is not None and any(w.trained for w in codes)
+    if wanted and index is None:
+        own, columns = cast_transpose(values, scale, dtype, sizes)
+        return Factor(rows, own, scale, columns)
+    own = fp8.cast(values, scale, dtype)
+    columns = grouped_columns(own, sizes, index) if wanted else None
+    return Factor(rows, own if index is None else to_rows(own, index), scale, columns)
 
 
 def product(
@@ -66,15 +102,24 @@ def product(
 
 
 def gradients(
-    x: Float[Array, "rows k"], w: Matrices, cotangent: Factor, sizes: Int32[Array, "groups"]
+    x: Factor, w: Matrices, cotangent: Factor, sizes: Int32[Array, "groups"]
 ) -> tuple[Float[Array, "rows k"], Float[Array, "groups k n"]]:
-    """The gradients of both factors of a product; zero for matrices in fp8 that are not trained."""
+    """The gradients of both factors of a product; zero for matrices in fp8 that are not trained.
+
+    ``x`` and ``cotangent`` have been made with ``sizes``.
+    """
     of_x = product(cotangent, w, sizes, transposed=True)
     if not isinstance(w, Fp8Operand):
-        return of_x, grouped_sums(x, cotangent.rows, sizes)
+        return of_x, grouped_sums(x.rows, cotangent.rows, sizes)
     if not w.trained:
         return of_x, jnp.zeros(w.codes.shape, w.gradient.dtype)
-    return of_x, grouped_sums(x, cotangent.rows, sizes).astype(w.gradient.dtype)
+    assert x.columns is not None
+    assert x.scale is not None
+    assert cotangent.columns is not None
+    assert cotangent.scale is not None
+    inverse = (1 / x.scale) * (1 / cotangent.scale)
+    of_w = grouped_sums_fp8(x.columns, cotangent.columns, sizes, inverse, dtype=x.rows.dtype)
+    return of_x, of_w.astype(w.gradient.dtype)
 
 
 @jax.custom_vjp
