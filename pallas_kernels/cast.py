@@ -32,10 +32,8 @@ def cast_transpose(
         TypeError: a dtype does not fit.
     """
     if x.ndim != 2 or scale.shape != () or (sizes is not None and sizes.ndim != 1):
-        given = (
-            f"x has shape {x.shape}, scale {scale.shape} and sizes {None if sizes is None else sizes.shape}"
-        )
-        raise ValueError(f"{given}: pass a matrix, a scalar and None or [groups]")
+        shapes = f"x has shape {x.shape}, scale {scale.shape} and sizes {getattr(sizes, 'shape', None)}"
+        raise ValueError(f"{shapes}: pass a matrix and a scalar, and [groups] or None")
     if not jnp.issubdtype(x.dtype, jnp.floating) or scale.dtype != jnp.float32:
         raise TypeError(f"x is {x.dtype} and scale {scale.dtype}: pass floating point and float32")
     dtype = jnp.dtype(dtype)
