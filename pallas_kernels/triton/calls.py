@@ -454,7 +454,7 @@ def gather_rows(x: jax.Array, index: jax.Array) -> jax.Array:
         return grouped_reference.gather_rows(x, index)
     words = x if x.dtype.itemsize > 1 else jax.lax.bitcast_convert_type(x, jnp.uint8)
     width = x.shape[1]
-    tile = min(_GATHER_TILE // x.dtype.itemsize, triton.next_power_of_2(width))
+    tile = min(_GATHER_TILE // x.dtype.itemsize, 1 << (width - 1).bit_length())
     found = jax_triton.triton_call(
         words,
         index,

@@ -1,6 +1,7 @@
 """The kernels of grouped matmuls against their specification: interpreted, and on a GPU if there is one."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernel_cases import has_gpu
 
-import pallas_kernels as pk
+import pallas_kernels
 from pallas_kernels import cast_reference, grouped_reference
 from pallas_kernels.mosaic import calls, grouped
+
+public: Any = pallas_kernels
+"""The functions of the package, which also take numpy's arrays; and of its specification."""
+reference: Any = grouped_reference
 
 
 def operands(sizes, others, k, n):
@@ -106,18 +111,18 @@ def test_columns_are_the_rows_of_groups_padded_with_zeros(sizes, indexed):
     x, _, _, sizes = operands(sizes, 9, 24, 8)
     x = x.astype(jnp.float8_e4m3fn)
     index = np.random.default_rng(0).permutation(len(x)).astype(np.int32) if indexed else None
-    found = np.asarray(pk.grouped_columns(x, sizes, index))
+    found = np.asarray(public.grouped_columns(x, sizes, index))
     wanted = columns_by_numpy(x if index is None else x[index], sizes)
     assert found.shape[1] % 128 == 0
-    np.testing.assert_array_equal(*(a[:, : wanted.shape[1]].view(np.uint8) for a in (found, wanted)))
+    np.testing.assert_array_equal(found[:, : wanted.shape[1]].view(np.uint8), wanted.view(np.uint8))
     assert not found[:, wanted.shape[1] :].view(np.uint8).any()
 
 
 def test_a_cast_of_groups_has_their_columns():
     x, _, _, sizes = operands((1, 0, 130), 9, 24, 8)
-    codes, columns = pk.cast_transpose(x, jnp.float32(64), jnp.float8_e5m2, sizes)
-    wanted = pk.cast_transpose(x, jnp.float32(64), jnp.float8_e5m2)[0]
-    for a, b in ((codes, wanted), (columns, pk.grouped_columns(wanted, sizes))):
+    codes, columns = public.cast_transpose(x, jnp.float32(64), jnp.float8_e5m2, sizes)
+    wanted = public.cast_transpose(x, jnp.float32(64), jnp.float8_e5m2)[0]
+    for a, b in ((codes, wanted), (columns, public.grouped_columns(wanted, sizes))):
         np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
 
 
@@ -126,21 +131,22 @@ def test_gathered_rows_are_those_of_the_index(dtype):
     x = np.asarray(jnp.asarray(np.random.default_rng(0).normal(size=(7, 24)), dtype))
     index = np.array([6, 0, 3, 3], np.int32)
     np.testing.assert_array_equal(
-        np.asarray(pk.gather_rows(x, index)).view(np.uint8), x[index].view(np.uint8)
+        np.asarray(public.gather_rows(x, index)).view(np.uint8), x[index].view(np.uint8)
     )
 
 
 def sums_in_fp8(module, x, g, sizes, scale):
     """From rows, in bf16."""
     options = {"dtype": jnp.dtype(jnp.bfloat16)}
-    rows = (pk.grouped_columns(a, sizes) for a in (x, g))
+    rows = (public.grouped_columns(a, sizes) for a in (x, g))
     return jax.jit(partial(module.grouped_sums_fp8, **options))(*rows, sizes, scale)
 
 
 def sums_by_numpy(x, g, sizes, scale):
     bounds = np.concatenate([[0], np.cumsum(sizes)])
     parts = [slice(*bounds[i : i + 2]) for i in range(len(sizes))]
-    return np.stack([np.float32(x[own]).T @ np.float32(g[own]) for own in parts]) * scale
+    x, g = (np.asarray(a, np.float32) for a in (x, g))
+    return np.stack([x[own].T @ g[own] for own in parts]) * scale
 
 
 def test_sums_in_fp8_are_those_of_numpy():
@@ -163,19 +169,20 @@ def test_sums_on_a_gpu_equal_the_specification_in_fp8(k, n):
     index = np.random.default_rng(0).permutation(len(x)).astype(np.int32)
     with jax.default_device(jax.devices("cuda")[0]):
         for rows, kept in ((x, index), (g, None)):
-            found = np.asarray(pk.grouped_columns(rows, sizes, kept))
-            wanted = grouped_reference.grouped_columns(rows, sizes, kept)
+            found = np.asarray(public.grouped_columns(rows, sizes, kept))
+            wanted = reference.grouped_columns(rows, sizes, kept)
             np.testing.assert_array_equal(found.view(np.uint8), np.asarray(wanted).view(np.uint8))
-            gathered = np.asarray(pk.gather_rows(rows, index))
+            gathered = np.asarray(public.gather_rows(rows, index))
             np.testing.assert_array_equal(gathered.view(np.uint8), rows[index].view(np.uint8))
         wide = jnp.asarray(np.float32(x), jnp.bfloat16)
         given = wide, jnp.float32(scale), jnp.asarray(sizes)
         cast = (
-            pk.cast_transpose(*given[:2], g.dtype, sizes),
+            public.cast_transpose(*given[:2], g.dtype, sizes),
             cast_reference.cast_transpose(*given, dtype=g.dtype),
         )
         for a, b, count in zip(*cast, (sum(sizes), None), strict=True):
-            np.testing.assert_array_equal(*(np.asarray(part)[:count].view(np.uint8) for part in (a, b)))
+            mine, theirs = (np.asarray(codes)[:count].view(np.uint8) for codes in (a, b))
+            np.testing.assert_array_equal(mine, theirs)
         # Sums of 128 products have about 14 bits, and the sum of up to 5000 rows is added in fp32.
         found, wanted = sums_in_fp8(calls, x, g, sizes, scale), sums_by_numpy(x, g, sizes, scale)
         compare([found], [wanted], atol=2e-3 * np.abs(wanted).max())

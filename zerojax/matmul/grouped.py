@@ -79,12 +79,12 @@ def factor(
         return Factor(rows)
     scale = fp8.scale_of(values, dtype) if scale is None else scale
     values = values.astype(jnp.promote_types(values.dtype, jnp.bfloat16))
-    wanted = sizes is not None and any(w.trained for w in codes)
-    if wanted and index is None:
-        own, columns = cast_transpose(values, scale, dtype, sizes)
+    wanted = sizes if any(w.trained for w in codes) else None
+    if wanted is not None and index is None:
+        own, columns = cast_transpose(values, scale, dtype, wanted)
         return Factor(rows, own, scale, columns)
     own = fp8.cast(values, scale, dtype)
-    columns = grouped_columns(own, sizes, index) if wanted else None
+    columns = None if wanted is None else grouped_columns(own, wanted, index)
     return Factor(rows, own if index is None else to_rows(own, index), scale, columns)
 
 
