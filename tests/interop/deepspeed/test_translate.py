@@ -383,7 +383,7 @@ def test_a_key_with_a_dot_is_not_lost() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ([], "is a JSON object"),
+        ([], "must be a JSON object"),
         (batch(zero_optimization={"stage": 2, "zero_quantized_weights": True}), "need stage 3"),
         (
             batch(zero_optimization={"stage": 7}),
