@@ -20,11 +20,12 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
+from pallas_kernels import gather_rows
 from zerojax.experts import ExpertWeights, RouterConfig, mix_experts, route
 from zerojax.experts.exchange import CAPACITY
 from zerojax.experts.mlp import ACTIVATIONS
 from zerojax.experts.rows import Window, rows_of, to_tokens
-from zerojax.matmul.grouped import grouped_matmul, to_rows
+from zerojax.matmul.grouped import grouped_matmul
 
 BF16 = jnp.bfloat16
 
@@ -62,7 +63,7 @@ def parts(
     found = tables(experts)
     x, rows = random(1, tokens, width), random(2, length, width)
     read = rows.dtype.itemsize * int(found[-1].sum()) * width
-    gather = jax.jit(lambda x, *found: to_rows(x, window(*found).tokens))
+    gather = jax.jit(lambda x, *found: gather_rows(x, window(*found).tokens))
     yield "tokens to rows", milliseconds(gather, x, *found), 2 * read
     one = jax.jit(lambda rows, *found: to_tokens([rows], window(*found)))
     yield "rows to tokens", milliseconds(one, rows, *found), read + x.nbytes

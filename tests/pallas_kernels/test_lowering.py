@@ -290,6 +290,27 @@ def test_gradients_of_matrices_in_fp8_are_by_pallas_where_it_can(kind, side, pal
     assert program.count(f"@{CALL}") == (2 if pallas else 3)
 
 
+@needs_triton
+def test_a_mixture_gathers_rows_of_tokens_by_kernels_and_sums_them_without():
+    """Tokens in both passes, and the gradient of the output. Each of the sums' gathers would be stored."""
+    from zerojax.experts.mlp import ExpertWeights, Plan, mlp
+    from zerojax.experts.rows import rows_of
+
+    tokens, d, f, count, per_token = 32, 128, 256, 4, 2
+
+    def loss(own, x, weights, experts):
+        rows = rows_of(experts, 0, count, experts.size)
+        return jnp.sum(mlp(Plan("swiglu", experts.size, 1, True), x, weights, ExpertWeights(*own), rows))
+
+    def call(gate, up, down, *others):
+        return jax.grad(loss, (0, 1, 2))((gate, up, down), *others)
+
+    wide, narrow = ((count, d, f), jnp.bfloat16), ((count, f, d), jnp.bfloat16)
+    each = (tokens, per_token)
+    given = ((tokens, d), jnp.bfloat16), (each, jnp.float32), (each, jnp.int32)
+    assert lowered(call, wide, wide, narrow, *given).count("call @gather_rows") == 3
+
+
 def delta_rule(*args):
     """All kernels of the gated delta rule, forward and backward."""
     *rows, documents, state = args

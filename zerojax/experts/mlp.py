@@ -24,9 +24,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
-from zerojax.experts.rows import Rows, Window, of_assignments, to_tokens
+from zerojax.experts.rows import Rows, Window, of_assignments, to_rows, to_tokens
 from zerojax.matmul import fp8
-from zerojax.matmul.grouped import Factor, Matrices, factor, gradients, grouped_matmul, product, to_rows
+from zerojax.matmul.grouped import Factor, Matrices, factor, gradients, grouped_matmul, product
 from zerojax.matmul.operand import Fp8Operand
 
 Activation = Literal["swiglu", "geglu", "swiglu_clamped"]

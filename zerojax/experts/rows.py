@@ -10,9 +10,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32
-
-from zerojax.matmul.grouped import to_rows
+from jaxtyping import Array, Float, Int32, Num
 
 
 class Window(NamedTuple):
@@ -82,6 +80,11 @@ def rows_of(
     return Rows(jnp.pad(order, (0, padded - len(order))), places.reshape(experts.shape), sizes)
 
 
+def to_rows(values: Num[Array, "tokens ..."], index: Int32[Array, " rows"]) -> Num[Array, "rows ..."]:
+    """The value at each row's index, in the dtype of ``values``."""
+    return values.at[index].get(mode="promise_in_bounds")
+
+
 def of_assignments(values: Float[Array, " rows"], window: Window) -> Float[Array, "tokens per_token"]:
     """The value of each assignment's row, fp32; 0 if it has none in the window."""
     return _at_places(values, window.places, window.complete)
@@ -103,7 +106,8 @@ def to_tokens(
     Sums are fp32, in the order of the token's assignments.
     """
     total = jnp.float32(0) if before is None else before.astype(jnp.float32)
-    # Without a loop here, XLA makes one loop of gathers and sum, which stores nothing in between.
+    # Without a loop here, XLA makes one loop of gathers and sum, which stores nothing in between. A kernel
+    # for gathers (``pallas_kernels.gather_rows``) would store each.
     for i in range(window.places.shape[1]):
         for each in rows:
             total += _at_places(each, window.places[:, i], window.complete)

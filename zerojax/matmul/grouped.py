@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int32, Num
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import (
     cast_transpose,
@@ -49,11 +49,6 @@ class Factor(NamedTuple):
     columns: Float[Array, "k columns"] | None = None
 
 
-def to_rows(values: Num[Array, "tokens ..."], index: Int32[Array, " rows"]) -> Num[Array, "rows ..."]:
-    """The value at each row's index, in the dtype of ``values``."""
-    return gather_rows(values, index) if values.ndim == 2 else values.at[index].get(mode="promise_in_bounds")
-
-
 def factor(
     values: Float[Array, "values k"],
     matrices: Sequence[Matrices],
@@ -73,7 +68,7 @@ def factor(
         scale: the codes' scale if it is known.
         sizes: the number of rows of each group, if gradients of the matrices are computed from the result.
     """
-    rows = values if index is None else to_rows(values, index)
+    rows = values if index is None else gather_rows(values, index)
     codes = [w for w in matrices if isinstance(w, Fp8Operand)]
     if not codes:
         return Factor(rows)
@@ -85,7 +80,7 @@ def factor(
         return Factor(rows, own, scale, columns)
     own = fp8.cast(values, scale, dtype)
     columns = None if wanted is None else grouped_columns(own, wanted, index)
-    return Factor(rows, own if index is None else to_rows(own, index), scale, columns)
+    return Factor(rows, own if index is None else gather_rows(own, index), scale, columns)
 
 
 def product(
