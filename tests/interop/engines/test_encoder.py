@@ -7,7 +7,7 @@ import pytest
 from patch_encoder import encode
 
 from zerojax.interop.engines import receiver
-from zerojax.interop.engines.encoder import LARGEST, Cut, compare, full_patch, pack, patch_of
+from zerojax.interop.engines.encoder import LARGEST, Cut, compare, finished_patches, full_patch, start_packing
 
 SIZE, LAYERS = 5000, 2
 
@@ -26,12 +26,10 @@ def as_pieces(x, cut, dtype):
 
 def patches(now, sent, before):
     counts, sums = np.asarray(now.counts), np.asarray(now.sums)
-    every = range(len(counts))
-    packed = [pack(now, sent, counts, i) for i in every]
-    return [
-        patch_of(now, packed[i], counts, sums, i, 7 + i, (before, 4)) or full_patch(now, sums, i, 7 + i, 4)
-        for i in every
-    ]
+    numbers = range(7, 7 + len(counts))
+    packed = start_packing(now, sent, counts)
+    found = {x.piece: x for x in finished_patches(now, packed, counts, sums, numbers, (before, 4))}
+    return [found.get(7 + i) or full_patch(now, sums, i, 7 + i, 4) for i in range(len(counts))]
 
 
 @pytest.mark.parametrize(

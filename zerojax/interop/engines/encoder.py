@@ -1,12 +1,12 @@
 """Compares a device's shard with the values it last sent, and encodes the change on the device.
 
 docs/engines.md specifies the bytes. A shard is cut into pieces of one size. One program compares all its
-pieces, and counts what the encoding of each piece needs. Another packs one piece into a buffer whose size is
-a power of two, so few programs are compiled, and little more than the patch is copied to the host.
+pieces, and counts what the encoding of each piece needs. Another packs several pieces into buffers whose
+size is one of a few, so few programs are compiled, and little more than the patches is copied to the host.
 """
 
 import functools
-import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,6 +27,8 @@ VALUE_BITS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 
 _WORD = 32
 _SMALLEST = 1 << 10
+_GROUP = 16
+"""Most pieces that one program packs."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def compare(
         cut: of each layer.
     """
     values = _rounded(shard, dtype=dtype, layers=layers, cut=cut)
-    return _compared(values, values if sent is None else sent)
+    return Compared(values, *_compared(values, values if sent is None else sent))
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "layers", "cut"))
@@ -100,18 +102,48 @@ def _rounded(shard: Float[Array, "..."], *, dtype: str, layers: int, cut: Cut) -
 
 # Apart from ``_rounded``, because many shards have pieces of the same size, and share this program.
 @jax.jit
-def _compared(values: UInt[Array, "pieces size"], sent: UInt[Array, "pieces size"]) -> Compared:
-    changed = values != sent
+def _compared(
+    values: UInt[Array, "pieces size"], sent: UInt[Array, "pieces size"]
+) -> tuple[UInt32[Array, "pieces words"], Int32[Array, "pieces widths"], UInt32[Array, "pieces 2"]]:
+    """Bitmap, counts and checksums, as in ``Compared``."""
     bits = jnp.arange(_WORD, dtype=jnp.uint32)
-    words = (changed.reshape(len(values), -1, _WORD).astype(jnp.uint32) << bits).sum(-1, dtype=jnp.uint32)
+    changed = (values != sent).reshape(len(values), -1, _WORD)
+    words = (changed.astype(jnp.uint32) << bits).sum(-1, dtype=jnp.uint32)
     codes, item_bits = _zigzag(values - sent), jnp.iinfo(values.dtype).bits
-    every = [changed, *(codes >> width > 0 for width in VALUE_BITS if width < item_bits)]
+    every = [lax.population_count(words), *(codes >> width > 0 for width in VALUE_BITS if width < item_bits)]
     counts = jnp.stack([one.sum(1, dtype=jnp.int32) for one in every], axis=1)
-    return Compared(values, words, counts, _checksums(values))
+    return words, counts, _checksums(values)
+
+
+@jax.jit
+def _taken(
+    values: UInt[Array, "pieces size"],
+    sent: UInt[Array, "pieces size"],
+    words: UInt32[Array, "pieces words"],
+    rows: Int32[Array, " n"],
+) -> tuple[Array, Array, Array]:
+    return values[rows], sent[rows], words[rows]
 
 
 @functools.partial(jax.jit, static_argnames=("most", "room"))
 def _pack(
+    values: UInt[Array, "n size"],
+    sent: UInt[Array, "n size"],
+    words: UInt32[Array, "n words"],
+    count: Int32[Array, " n"],
+    low: Int32[Array, " n"],
+    bits: Int32[Array, " n"],
+    *,
+    most: int,
+    room: int,
+) -> tuple[UInt32[Array, "n room"], Int32[Array, " n"]]:
+    """``_pack_piece`` of several pieces, so that little time is lost between short kernels."""
+    return jax.vmap(functools.partial(_pack_piece, most=most, room=room))(
+        values, sent, words, count, low, bits
+    )
+
+
+def _pack_piece(
     values: UInt[Array, " size"],
     sent: UInt[Array, " size"],
     words: UInt32[Array, " words"],
@@ -121,8 +153,8 @@ def _pack(
     *,
     most: int,
     room: int,
-) -> UInt32[Array, " room"]:
-    """The sections of a patch with up to ``most`` changed elements, in ``room`` words that end with zeros."""
+) -> tuple[UInt32[Array, " room"], Int32[Array, ""]]:
+    """The sections of a patch with up to ``most`` changed elements, in ``room`` words; the words in use."""
     item_bits = jnp.iinfo(values.dtype).bits
     index = jnp.arange(most, dtype=jnp.int32)
     there = index < count
@@ -140,70 +172,84 @@ def _pack(
         buffer = _placed(buffer, start, numbers.astype(jnp.uint32), width, kept, rank)
         start += _words(total, width)
     stops = jnp.cumsum(jnp.where(there, (gaps >> low) + 1, 0)) - 1
-    return _placed(buffer, start, jnp.ones(most, jnp.uint32), 1, there, stops)
+    buffer = _placed(buffer, start, jnp.ones(most, jnp.uint32), 1, there, stops)
+    return buffer, start + _words(stops[-1] + 1, 1)
 
 
-def pack(now: Compared, sent: UInt[Array, "pieces size"], counts: np.ndarray, piece: int) -> Array | None:
-    """Dispatch the packing of one piece; None if nothing has changed, or if a full patch is smaller.
+def start_packing(
+    now: Compared, sent: UInt[Array, "pieces size"], counts: np.ndarray
+) -> Iterator[tuple[list[int], Array, Array]]:
+    """Dispatch the packing of a shard's pieces that have changed, unless a full patch is smaller.
 
     Args:
         now: the comparison.
         sent: the values that it was compared with.
         counts: ``Compared.counts`` on the host.
-        piece: the piece's number in the shard.
+
+    Yields:
+        Numbers of pieces in the shard, their bodies, and the words of each.
     """
-    count, escaped, low, bits = _header(counts[piece], now.values)
     size, item_bits = now.values.shape[1], 8 * now.values.dtype.itemsize
-    # Each quotient of a gap has at least one bit.
-    least = (count * (low + bits + 1) + escaped * item_bits) / item_bits
-    if not count or least >= size:
-        return None
-    most = max(_SMALLEST, 1 << math.ceil(math.log2(count)))
-    # Bits of all sections, with the longest possible unary codes, in halves of a word for each element.
-    bound = count * (low + bits + 1) + (size >> low) + escaped * item_bits + 4 * _WORD
-    room = most * -(-bound // (most * _WORD // 2)) // 2
-    numbers = (np.int32(x) for x in (count, low, bits))
-    return _pack(now.values[piece], sent[piece], now.words[piece], *numbers, most=most, room=room)
+    rows = [row for row in range(len(counts)) if 0 < _least_bits(counts[row], now.values) < size * item_bits]
+    for start in range(0, len(rows), _GROUP):
+        group = rows[start : start + _GROUP]
+        padding = (1 << (len(group) - 1).bit_length()) - len(group)
+        index = np.array(group + group[-1:] * padding, np.int32)
+        headers = np.array([_header(counts[row], now.values) for row in index], np.int32)
+        most = max(_SMALLEST, 1 << (int(headers[:, 0].max()) - 1).bit_length())
+        # Bits of all sections, with the longest possible unary codes, in quarters of a word for each element.
+        bound = max(_least_bits(counts[row], now.values) for row in group) + 4 * _WORD
+        bound += size >> int(headers[:, 2].min())
+        room = most * -(-bound // (most * _WORD // 4)) // 4
+        taken = _taken(now.values, sent, now.words, index)
+        bodies, words = _pack(*taken, *headers[:, [0, 2, 3]].T, most=most, room=room)
+        bodies.copy_to_host_async()
+        yield group, bodies, words
 
 
-def patch_of(
+def finished_patches(
     now: Compared,
-    packed: Array | None,
+    packed: Iterable[tuple[list[int], Array, Array]],
     counts: np.ndarray,
     sums: np.ndarray,
-    piece: int,
-    number: int,
+    numbers: range,
     versions: tuple[int, int],
-) -> Patch | None:
-    """The patch of one piece, on the host; None if a full patch is smaller.
+) -> list[Patch]:
+    """The patches of a shard's pieces on the host, without pieces whose full patch is smaller.
 
     Args:
         now: the comparison.
-        packed: from ``pack``.
+        packed: from ``start_packing``.
         counts: ``Compared.counts`` on the host.
         sums: ``Compared.sums`` on the host.
-        piece: the piece's number in the shard.
-        number: the piece's number in the manifest.
+        numbers: the pieces' numbers in the manifest.
         versions: the version that was compared with, and the version of the values.
     """
-    one, other = (int(x) for x in sums[piece])
-    if not counts[piece, 0]:
-        return Patch(number, *versions, (one, other))
-    if packed is None:
-        return None
-    buffer = np.asarray(packed)
-    # The last section ends with a set bit.
-    body = buffer[: np.flatnonzero(buffer)[-1] + 1].tobytes()
-    if len(body) >= now.values.shape[1] * now.values.dtype.itemsize:
-        return None
-    count, escaped, low, bits = _header(counts[piece], now.values)
-    return Patch(number, *versions, (one, other), count, escaped, low, bits, body)
+    full = now.values.shape[1] * now.values.dtype.itemsize
+    every = [
+        Patch(numbers[row], *versions, _pair(sums[row])) for row in np.flatnonzero(counts[:, 0] == 0).tolist()
+    ]
+    for rows, bodies, words in packed:
+        for row, body, length in zip(rows, np.asarray(bodies), np.asarray(words), strict=False):  # padding
+            if 4 * length < full:
+                header = _header(counts[row], now.values)
+                every.append(
+                    Patch(numbers[row], *versions, _pair(sums[row]), *header, body[:length].tobytes())
+                )
+    return every
 
 
 def full_patch(now: Compared, sums: np.ndarray, piece: int, number: int, version: int) -> Patch:
-    """The full patch of one piece; arguments as for ``patch_of``."""
-    one, other = (int(x) for x in sums[piece])
-    return Patch(number, FULL, version, (one, other), body=np.asarray(now.values[piece]).tobytes())
+    """The full patch of one piece.
+
+    Args:
+        now: the comparison.
+        sums: ``Compared.sums`` on the host.
+        piece: the piece's number in the shard.
+        number: the piece's number in the manifest.
+        version: the version of the values.
+    """
+    return Patch(number, FULL, version, _pair(sums[piece]), body=np.asarray(now.values[piece]).tobytes())
 
 
 def low_bits(size: int, count: int) -> int:
@@ -220,6 +266,16 @@ def value_bits(escaped: dict[int, int], count: int, item_bits: int) -> int:
         item_bits: bits of an element.
     """
     return min(escaped, key=lambda bits: count * bits + escaped[bits] * item_bits)
+
+
+def _pair(sums: np.ndarray) -> tuple[int, int]:
+    return int(sums[0]), int(sums[1])
+
+
+def _least_bits(counts: np.ndarray, values: Array) -> int:
+    """The bits of a patch if each gap's unary code has one bit."""
+    count, escaped, low, bits = _header(counts, values)
+    return count * (low + bits + 1) + escaped * 8 * values.dtype.itemsize
 
 
 def _header(counts: np.ndarray, values: Array) -> tuple[int, int, int, int]:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from zerojax.errors import ConfigurationError, RunError
-from zerojax.interop.engines.encoder import Compared, compare, full_patch, pack, patch_of
+from zerojax.interop.engines.encoder import Compared, compare, finished_patches, full_patch, start_packing
 from zerojax.interop.engines.layout import Key, Part, arrays_of, files_of, pieces_of
 from zerojax.interop.engines.receiver import FULL, Feed, Log, Patch
 from zerojax.interop.huggingface.exporting import plan_export
@@ -105,10 +105,9 @@ class Publisher:
     def _encode(self, before: _Version | None, now: _Version) -> None:
         """Encode a version that was compared with the one before, and let the feeds send it."""
         patches: dict[int, list[Patch]] = {}
-        sums = [np.asarray(shard.sums) for shard in now.shards]
+        sums = jax.device_get([shard.sums for shard in now.shards])
         if before is not None:
-            for part, shard, old, own in zip(self._parts, now.shards, before.shards, sums, strict=True):
-                patches |= patches_of(part, shard, old, own, (before.number, now.number))
+            patches = patches_of(self._parts, now.shards, before.shards, sums, (before.number, now.number))
         with self._changed:
             self._log.add(patches)
             self._sent, self._sums = now, sums
@@ -166,16 +165,19 @@ class Publisher:
 
 
 def patches_of(
-    part: Part, now: Compared, before: Compared, sums: np.ndarray, versions: tuple[int, int]
+    parts: Sequence[Part],
+    now: Sequence[Compared],
+    before: Sequence[Compared],
+    sums: Sequence[np.ndarray],
+    versions: tuple[int, int],
 ) -> dict[int, list[Patch]]:
-    """The patches of a shard's pieces, by piece. Pieces that are smaller in full are left out."""
-    counts = np.asarray(now.counts)
-    packed = [pack(now, before.values, counts, row) for row in range(len(counts))]
-    for buffer in packed:
-        if buffer is not None:
-            buffer.copy_to_host_async()
-    every = [
-        patch_of(now, buffer, counts, sums, row, number, versions)
-        for row, (number, buffer) in enumerate(zip(part.numbers, packed, strict=True))
+    """The patches of all shards' pieces, without pieces that are smaller in full."""
+    counts = jax.device_get([shard.counts for shard in now])
+    packed = [
+        [*start_packing(shard, old.values, own)] for shard, old, own in zip(now, before, counts, strict=True)
     ]
-    return {patch.piece: [patch] for patch in every if patch is not None}
+    return {
+        patch.piece: [patch]
+        for part, shard, *own in zip(parts, now, packed, counts, sums, strict=True)
+        for patch in finished_patches(shard, *own, part.numbers, versions)
+    }
