@@ -137,43 +137,33 @@ def _pack(
     most: int,
     room: int,
 ) -> tuple[UInt32[Array, "n room"], Int32[Array, " n"]]:
-    """``_pack_piece`` of several pieces, so that little time is lost between short kernels."""
-    return jax.vmap(functools.partial(_pack_piece, most=most, room=room))(
-        values, sent, words, count, low, bits
-    )
+    """The sections of patches with up to ``most`` changed elements, in ``room`` words; the words in use.
 
-
-def _pack_piece(
-    values: UInt[Array, " size"],
-    sent: UInt[Array, " size"],
-    words: UInt32[Array, " words"],
-    count: Int32[Array, ""],
-    low: Int32[Array, ""],
-    bits: Int32[Array, ""],
-    *,
-    most: int,
-    room: int,
-) -> tuple[UInt32[Array, " room"], Int32[Array, ""]]:
-    """The sections of a patch with up to ``most`` changed elements, in ``room`` words; the words in use."""
+    All gathers and scatters index flat arrays, since XLA compiles batched ones ten times as long.
+    """
+    pieces, size = values.shape
     item_bits = jnp.iinfo(values.dtype).bits
-    index = jnp.arange(most, dtype=jnp.int32)
+    count, low, bits = count[:, None], low[:, None], bits[:, None]
+    piece, index = jnp.arange(pieces)[:, None], jnp.arange(most, dtype=jnp.int32)
     there = index < count
-    places = _set_bits(words, index)
-    codes = _zigzag(values[places] - sent[places]).astype(jnp.uint32)
-    gaps = jnp.diff(places, prepend=-1) - 1
+    places = _set_bits(words.reshape(-1), index + jnp.cumsum(count, 0) - count)
+    codes = _zigzag(values.reshape(-1)[places] - sent.reshape(-1)[places]).astype(jnp.uint32)
+    gaps = jnp.diff(places - piece * size, prepend=-1) - 1
     escapes = there & (_shifted(codes, bits) > 0)
+    ranks = jnp.cumsum(escapes, 1)
     largest = _shifted(jnp.uint32(0xFFFFFFFF), 32 - bits)
-    buffer, start = jnp.zeros(room, jnp.uint32), jnp.int32(0)
+    buffer, start = jnp.zeros(pieces * room, jnp.uint32), piece * room
     for numbers, width, kept, rank, total in (
         (gaps & ((1 << low) - 1), low, there, index, count),
         (jnp.where(escapes, largest, codes - 1), bits, there, index, count),
-        (codes, item_bits, escapes, jnp.cumsum(escapes) - 1, escapes.sum()),
+        (codes, item_bits, escapes, ranks - 1, ranks[:, -1:]),
     ):
         buffer = _placed(buffer, start, numbers.astype(jnp.uint32), width, kept, rank)
         start += _words(total, width)
-    stops = jnp.cumsum(jnp.where(there, (gaps >> low) + 1, 0)) - 1
-    buffer = _placed(buffer, start, jnp.ones(most, jnp.uint32), 1, there, stops)
-    return buffer, start + _words(stops[-1] + 1, 1)
+    stops = jnp.cumsum(jnp.where(there, (gaps >> low) + 1, 0), 1) - 1
+    buffer = _placed(buffer, start, jnp.ones_like(codes), 1, there, stops)
+    used = start + _words(stops[:, -1:] + 1, 1) - piece * room
+    return buffer.reshape(pieces, room), used[:, 0]
 
 
 def start_packing(
@@ -310,7 +300,7 @@ def _mixed(x: UInt32[Array, " n"]) -> UInt32[Array, " n"]:
     return (x ^ x >> 13) | jnp.uint32(1)
 
 
-def _set_bits(words: UInt32[Array, " words"], index: Int32[Array, " n"]) -> Int32[Array, " n"]:
+def _set_bits(words: UInt32[Array, " words"], index: Int32[Array, "..."]) -> Int32[Array, "..."]:
     """The positions of the ``index``-th set bits of a bitmap."""
     counts = lax.population_count(words).astype(jnp.int32)
     ends = jnp.cumsum(counts)
@@ -327,24 +317,24 @@ def _set_bits(words: UInt32[Array, " words"], index: Int32[Array, " n"]) -> Int3
     return place
 
 
-def _words(count: Int32[Array, ""], width: Int32[Array, ""] | int) -> Int32[Array, ""]:
+def _words(count: Int32[Array, "..."], width: Int32[Array, "..."] | int) -> Int32[Array, "..."]:
     return -(-count * width // _WORD)
 
 
-def _shifted(x: UInt32[Array, "..."], by: Int32[Array, ""] | int) -> UInt32[Array, "..."]:
+def _shifted(x: UInt32[Array, "..."], by: Array | int) -> UInt32[Array, "..."]:
     """``x >> by``, also by 32 bits, which the hardware leaves undefined."""
     return jnp.where(by >= _WORD, 0, x >> jnp.minimum(by, _WORD - 1).astype(jnp.uint32))
 
 
 def _placed(
     buffer: UInt32[Array, " buffer"],
-    start: Int32[Array, ""],
-    numbers: UInt32[Array, " n"],
-    width: Int32[Array, ""] | int,
+    start: Int32[Array, "pieces 1"],
+    numbers: UInt32[Array, "pieces n"],
+    width: Int32[Array, "pieces 1"] | int,
     kept: Array,
-    rank: Int32[Array, " n"],
+    rank: Int32[Array, "..."],
 ) -> UInt32[Array, " buffer"]:
-    """Write the kept numbers of ``width`` bits one behind the other, from the word ``start`` on."""
+    """Write each piece's kept numbers of ``width`` bits one behind the other, from its word ``start`` on."""
     bit = rank.astype(jnp.uint32) * jnp.uint32(width)
     word = jnp.where(kept, start + (bit >> 5).astype(jnp.int32), len(buffer))
     shift = bit & 31
