@@ -3,7 +3,8 @@
 import pytest
 
 from zerojax.cli import main
-from zerojax.interop.engines.receiver import TOKEN, Mirror, Receiver
+from zerojax.interop.engines.receiver.ends import TOKEN, Receiver
+from zerojax.interop.engines.receiver.mirror import Mirror
 
 
 def test_a_receiver_gets_the_weights_of_a_run(finished, tmp_path, monkeypatch, capsys):

@@ -6,7 +6,8 @@ import threading
 import numpy as np
 from patch_encoder import encode
 
-from zerojax.interop.engines import receiver
+from zerojax.interop.engines.receiver.mirror import Log
+from zerojax.interop.engines.receiver.patches import FULL, Patch, full
 
 ROWS, COLUMNS, LEFT, CUT = 8, 12, 6, 50
 
@@ -23,24 +24,24 @@ class NumpySource:
     """A ``receiver.Source`` of a matrix of 16-bit elements."""
 
     def __init__(self, session: str = "1", seed: int = 0, log: int = 1 << 20) -> None:
-        self.session, self.version = session, receiver.FULL
+        self.session, self.version = session, FULL
         self.rng = np.random.default_rng(seed)
         self.matrix = self.rng.integers(0, 1 << 16, (ROWS, COLUMNS), np.uint16)
-        self._log, self._changed = receiver.Log(log), threading.Condition()
+        self._log, self._changed = Log(log), threading.Condition()
 
     def pieces(self) -> list[np.ndarray]:
         """The elements of each piece."""
         flat, padding = self.matrix.reshape(-1), np.zeros(64, np.uint16)
         return [np.append(x, padding)[:64] for x in (flat[:CUT], flat[CUT:])]
 
-    def step(self) -> list[receiver.Patch]:
+    def step(self) -> list[Patch]:
         """Change some elements, and publish the next version; returns its patches."""
         with self._changed:
             before = self.pieces()
             self.matrix = self.matrix + (self.rng.random(self.matrix.shape) < 0.1).astype(np.uint16)
-            first, self.version = self.version == receiver.FULL, self.version + 1
+            first, self.version = self.version == FULL, self.version + 1
             every = [
-                receiver.full(new, i, self.version)
+                full(new, i, self.version)
                 if first
                 else encode(before[i], new, i, self.version - 1, self.version)
                 for i, new in enumerate(self.pieces())
@@ -63,8 +64,8 @@ class NumpySource:
             self._changed.wait_for(lambda: self.version > version, seconds)
             return self.version
 
-    def patches(self, piece: int, before: int) -> list[receiver.Patch]:
+    def patches(self, piece: int, before: int) -> list[Patch]:
         """As ``receiver.Source``."""
         with self._changed:
             found = self._log.chain(piece, before, self.version)
-            return [receiver.full(self.pieces()[piece], piece, self.version)] if found is None else found
+            return [full(self.pieces()[piece], piece, self.version)] if found is None else found

@@ -3,7 +3,7 @@
 import numpy as np
 
 from zerojax.interop.engines.encoder import VALUE_BITS, low_bits, value_bits
-from zerojax.interop.engines.receiver import Patch, checksums, full
+from zerojax.interop.engines.receiver.patches import Patch, checksums, full
 
 
 def encode(old: np.ndarray, new: np.ndarray, piece: int, before: int, version: int) -> Patch:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from patch_encoder import encode
 
-from zerojax.interop.engines import receiver
 from zerojax.interop.engines.encoder import LARGEST, Cut, compare, finished_patches, full_patch, start_packing
+from zerojax.interop.engines.receiver.patches import decode, full
 
 SIZE, LAYERS = 5000, 2
 
@@ -53,13 +53,13 @@ def test_patches_equal_the_specification(dtype, share, ulps):
     before, after = (as_pieces(x, cut, dtype) for x in (old, new))
     sums = np.asarray(first.sums)
     assert [full_patch(first, sums, i, 7 + i, 4) for i in range(len(before))] == [
-        receiver.full(x, 7 + i, 4) for i, x in enumerate(before)
+        full(x, 7 + i, 4) for i, x in enumerate(before)
     ]
     expected = [encode(x, y, 7 + i, 3, 4) for i, (x, y) in enumerate(zip(before, after, strict=True))]
     assert patches(then, first.values, 3) == expected
     assert {patch.before for patch in expected} == {3}
     for patch, x, y in zip(expected, before, after, strict=True):
-        places, differences = receiver.decode(patch, cut.size, x.itemsize)
+        places, differences = decode(patch, cut.size, x.itemsize)
         x[places] += differences
         assert np.array_equal(x, y)
 
@@ -70,7 +70,7 @@ def test_a_piece_that_has_changed_everywhere_is_sent_in_full():
     first = compare(jnp.asarray(old), None, dtype="bfloat16", layers=1, cut=cut)
     then = compare(jnp.asarray(new), first.values, dtype="bfloat16", layers=1, cut=cut)
     (patch,) = patches(then, first.values, 3)
-    assert patch == receiver.full(as_pieces(new, cut, ml_dtypes.bfloat16)[0], 7, 4)
+    assert patch == full(as_pieces(new, cut, ml_dtypes.bfloat16)[0], 7, 4)
 
 
 def test_pieces_have_few_sizes_and_little_padding():

@@ -9,7 +9,8 @@ import pytest
 from hf_models import FIXTURES, begin_run, random_state, tensors
 
 from zerojax.interop.engines.publisher import Publisher
-from zerojax.interop.engines.receiver import Mirror, Receiver
+from zerojax.interop.engines.receiver.ends import Receiver
+from zerojax.interop.engines.receiver.mirror import Mirror
 from zerojax.interop.huggingface import export_model, plan_export
 from zerojax.run.config import MeshSection
 from zerojax.run.run_dir import RunFolder

@@ -1,6 +1,7 @@
 """The receiver's side of the format: patches are exact, and a damaged one is refused."""
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,15 +17,19 @@ from engine_source import NumpySource
 from patch_encoder import encode
 
 from zerojax.interop.engines import receiver
-from zerojax.interop.engines.receiver import (
-    Channel,
-    Feed,
-    Manifest,
-    Mirror,
+from zerojax.interop.engines.receiver.__main__ import Post
+from zerojax.interop.engines.receiver.channel import Channel
+from zerojax.interop.engines.receiver.ends import Feed, Receiver
+from zerojax.interop.engines.receiver.manifest import Manifest
+from zerojax.interop.engines.receiver.mirror import Mirror
+from zerojax.interop.engines.receiver.patches import (
+    FULL,
     Patch,
     PatchError,
-    Post,
-    Receiver,
+    changed_checksums,
+    checksums,
+    decode,
+    full,
 )
 
 SIZE = 20_000
@@ -39,12 +44,12 @@ def pair(dtype, share, most, seed=0):
 
 
 def applied(patch, old):
-    if patch.before == receiver.FULL:
+    if patch.before == FULL:
         return np.frombuffer(patch.body, old.dtype)
-    places, differences = receiver.decode(patch, old.size, old.itemsize)
+    places, differences = decode(patch, old.size, old.itemsize)
     new = old.copy()
     new[places] += differences
-    assert receiver.changed_checksums(receiver.checksums(old), places, old[places], new[places]) == patch.sums
+    assert changed_checksums(checksums(old), places, old[places], new[places]) == patch.sums
     return new
 
 
@@ -55,7 +60,7 @@ def test_a_patch_is_exact(dtype, share, most):
     old, new = pair(dtype, share, most)
     patch = Patch.of(encode(old, new, 5, 6, 7).to_bytes())
     assert np.array_equal(applied(patch, old), new)
-    assert patch.sums == receiver.checksums(new)
+    assert patch.sums == checksums(new)
 
 
 def test_bytes_of_a_changed_weight():
@@ -80,7 +85,7 @@ def test_the_checksums_are_those_that_the_page_defines():
     words = 3 | 5 << 16, 7
     one = sum(factor(j) * w for j, w in enumerate(words)) % 2**32
     other = sum(factor(2**32 - 1 - j) * w for j, w in enumerate(words)) % 2**32
-    assert receiver.checksums(values) == (one, other)
+    assert checksums(values) == (one, other)
 
 
 def test_a_damaged_patch_is_refused():
@@ -89,11 +94,11 @@ def test_a_damaged_patch_is_refused():
     with pytest.raises(PatchError, match="cut off"):
         Patch.of(whole[:30])
     with pytest.raises(PatchError, match="positions"):
-        receiver.decode(Patch.of(whole[:-8]), old.size, 2)
+        decode(Patch.of(whole[:-8]), old.size, 2)
     with pytest.raises(PatchError, match="changes element"):
-        receiver.decode(Patch.of(whole), old.size // 2, 2)
+        decode(Patch.of(whole), old.size // 2, 2)
     with pytest.raises(PatchError, match="header"):
-        receiver.decode(Patch.of(whole[:37] + b"\xff" + whole[38:]), old.size, 2)
+        decode(Patch.of(whole[:37] + b"\xff" + whole[38:]), old.size, 2)
 
 
 def read(folder):
@@ -175,8 +180,8 @@ def test_a_patch_that_does_not_fit_changes_nothing(tmp_path, fault):
     if fault == "skipped":
         return
     if fault == "another base":  # the piece is asked for in full
-        assert mirror.versions([0, 1]) == [receiver.FULL, 0]
-        one = receiver.full(source.pieces()[0], 0, 1)
+        assert mirror.versions([0, 1]) == [FULL, 0]
+        one = full(source.pieces()[0], 0, 1)
     for patch in (other,) if fault == "replayed" else (one, other):
         mirror.apply("1", patch)
     assert all(np.array_equal(read(tmp_path / "current")[name], x) for name, x in expected.items())
@@ -257,19 +262,18 @@ def test_a_relay_forwards_and_a_later_job_takes_over(tmp_path):
 
 
 def test_a_receiver_that_is_killed_continues(tmp_path):
-    """The receiver is a process that runs the file alone, as an engine's host does."""
+    """The receiver is a process that runs a copy of the folder, as an engine's host does."""
     source = NumpySource()
     source.step()
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    file = Path(receiver.__file__)
-    copied = tmp_path / "receiver.py"
-    copied.write_bytes(file.read_bytes())
-    command = [sys.executable, "-I", str(copied), "--listen", address, "--mirror", str(tmp_path / "mirror")]
+    shutil.copytree(Path(receiver.__file__).parent, tmp_path / "receiver")
+    variables = {"ZEROJAX_JOB_TOKEN": "a token", "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "receiver", "--listen", address, "--mirror", str(tmp_path / "mirror")]
     feed = Feed(source, address, "a token", 2)
     rng = np.random.default_rng(0)
     for _ in range(3):
-        process = subprocess.Popen(command, env={"ZEROJAX_JOB_TOKEN": "a token"}, stdout=subprocess.PIPE)
+        process = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE)
         source.step()
         assert reached(feed, source.version), feed.error
         for _ in range(20):
@@ -282,7 +286,7 @@ def test_a_receiver_that_is_killed_continues(tmp_path):
         state = json.loads((tmp_path / "mirror" / "current" / "zerojax.json").read_text())
         assert state["version"] <= source.version
     source.step()
-    process = subprocess.Popen(command, env={"ZEROJAX_JOB_TOKEN": "a token"})
+    process = subprocess.Popen(command, env=variables)
     assert reached(feed, source.version), feed.error
     assert holds(tmp_path / "mirror" / "current", source)
     feed.close()

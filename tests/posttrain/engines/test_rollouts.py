@@ -13,7 +13,8 @@ from http_engine import HTTPEngine, loader
 from micro_run import ROLLOUTS, lines, merged, micro_config, post_train
 
 from zerojax.errors import ConfigurationError
-from zerojax.interop.engines.receiver import Mirror, Receiver
+from zerojax.interop.engines.receiver.ends import Receiver
+from zerojax.interop.engines.receiver.mirror import Mirror
 from zerojax.multihost.preemption import StopRequest
 from zerojax.posttrain.engines import pool as pool_module
 from zerojax.posttrain.methods.grpo import GRPOTrainer

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32, UInt, UInt32
 
-from zerojax.interop.engines.receiver import FULL, Patch
+from zerojax.interop.engines.receiver.patches import FULL, Patch
 from zerojax.sharding.memory import to_device
 
 LARGEST = 1 << 23
@@ -183,7 +183,7 @@ def start_packing(
     rows = [row for row in range(len(counts)) if 0 < _least_bits(counts[row], now.values) < size * item_bits]
     for start in range(0, len(rows), _GROUP):
         group = rows[start : start + _GROUP]
-        padding = (1 << (len(group) - 1).bit_length()) - len(group)
+        padding = min(_GROUP, 1 << (len(counts) - 1).bit_length()) - len(group)
         index = np.array(group + group[-1:] * padding, np.int32)
         headers = np.array([_header(counts[row], now.values) for row in index], np.int32)
         most = max(_SMALLEST, 1 << (int(headers[:, 0].max()) - 1).bit_length())

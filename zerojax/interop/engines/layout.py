@@ -18,7 +18,7 @@ from jaxlib.xla_client import Device
 
 from zerojax.errors import ConfigurationError
 from zerojax.interop.engines.encoder import LARGEST, Cut
-from zerojax.interop.engines.receiver import Strip
+from zerojax.interop.engines.receiver.manifest import Strip
 from zerojax.interop.huggingface.exporting import Target, write_settings
 from zerojax.interop.huggingface.mapping import (
     Tensor,

@@ -12,7 +12,9 @@ import numpy as np
 from zerojax.errors import ConfigurationError, RunError
 from zerojax.interop.engines.encoder import Compared, compare, finished_patches, full_patch, start_packing
 from zerojax.interop.engines.layout import Key, Part, arrays_of, files_of, pieces_of
-from zerojax.interop.engines.receiver import FULL, Feed, Log, Patch
+from zerojax.interop.engines.receiver.ends import Feed
+from zerojax.interop.engines.receiver.mirror import Log
+from zerojax.interop.engines.receiver.patches import FULL, Patch
 from zerojax.interop.huggingface.exporting import plan_export
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.multihost.background import Worker

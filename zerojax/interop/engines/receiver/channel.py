@@ -1,0 +1,151 @@
+"""An authenticated connection between a sender and a receiver."""
+
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+from contextlib import suppress
+from typing import Any
+
+from .patches import Patch, PatchError
+
+# Seconds for a connection to prove that it knows the token, and for which it may then be silent.
+_PATIENCE, _SILENT = 10.0, 120.0
+
+_LARGEST = 1 << 28
+"""Most bytes of a frame."""
+
+_FRAME = struct.Struct("<IB")
+_MESSAGE, _PATCH, _BLOB = 1, 2, 3
+_TAG = hashlib.sha256().digest_size
+
+
+class Channel:
+    """An authenticated connection: frames that nobody else can make, change, repeat or leave out.
+
+    Both sides prove by HMAC-SHA256 of two random challenges that they know the job's token, which is never
+    sent. Each frame has an HMAC of its number and content. Contents are not encrypted.
+    """
+
+    def __init__(self, sock: socket.socket, key: bytes, roles: tuple[bytes, bytes]) -> None:
+        self._socket = sock
+        sock.settimeout(_SILENT)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._keys = [hmac.digest(key, role, "sha256") for role in roles]
+        self._sent = self._received = 0
+
+    @staticmethod
+    def connect(host: str, port: int, token: str) -> "Channel":
+        """Connect to a receiver.
+
+        Raises:
+            OSError: it cannot be reached, or one of the two does not know the token.
+        """
+        sock = socket.create_connection((host, port), _PATIENCE)
+        try:
+            theirs, ours = _read(sock, 32), secrets.token_bytes(32)
+            sock.sendall(ours + _proof(token, b"sender", theirs, ours))
+            if not hmac.compare_digest(_read(sock, _TAG), _proof(token, b"receiver", theirs, ours)):
+                raise ConnectionError(f"{host}:{port} does not know the job's token")
+            return Channel(sock, _proof(token, b"key", theirs, ours), (b"sender", b"receiver"))
+        except BaseException:
+            sock.close()
+            raise
+
+    @staticmethod
+    def accept(sock: socket.socket, token: str) -> "Channel":
+        """Admit a sender; errors as ``connect``."""
+        sock.settimeout(_PATIENCE)
+        ours = secrets.token_bytes(32)
+        sock.sendall(ours)
+        theirs, proof = _read(sock, 32), _read(sock, _TAG)
+        if not hmac.compare_digest(proof, _proof(token, b"sender", ours, theirs)):
+            raise ConnectionError("a connection does not know the job's token")
+        sock.sendall(_proof(token, b"receiver", ours, theirs))
+        return Channel(sock, _proof(token, b"key", ours, theirs), (b"receiver", b"sender"))
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message."""
+        self._send(_MESSAGE, json.dumps(message).encode())
+
+    def send_patch(self, patch: Patch) -> None:
+        """Send a patch."""
+        self._send(_PATCH, patch.to_bytes())
+
+    def send_blob(self, data: bytes) -> None:
+        """Send bytes."""
+        self._send(_BLOB, data)
+
+    def _send(self, kind: int, data: bytes) -> None:
+        tag = _tag(self._keys[0], self._sent, kind, data)
+        self._sent += 1
+        self._socket.sendall(_FRAME.pack(len(data), kind) + tag)
+        self._socket.sendall(data)
+
+    def receive(self) -> dict[str, Any] | Patch | bytes:
+        """The next message, patch or bytes.
+
+        Raises:
+            OSError: the connection has ended or was silent too long, or the frame is not the sender's next.
+        """
+        size, kind = _FRAME.unpack(_read(self._socket, _FRAME.size))
+        if size > _LARGEST:
+            raise ConnectionError(f"a frame of {size} bytes is too large")
+        tag, data = _read(self._socket, _TAG), _read(self._socket, size)
+        if not hmac.compare_digest(tag, _tag(self._keys[1], self._received, kind, data)):
+            raise ConnectionError("a frame was changed, repeated or left out on its way")
+        self._received += 1
+        if kind == _MESSAGE:
+            return json.loads(data)
+        return Patch.of(data) if kind == _PATCH else data
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Send a message, and return the response.
+
+        Raises:
+            PatchError: the receiver refused something; its reason.
+        """
+        self.send(message)
+        return self.response()
+
+    def response(self) -> dict[str, Any]:
+        """The receiver's next message; errors as ``ask``."""
+        response = self.receive()
+        if not isinstance(response, dict):
+            raise ConnectionError("the receiver sent no message")
+        if "refused" in response:
+            raise PatchError(str(response["refused"])[:500])
+        return response
+
+    def close(self, reason: str = "") -> None:
+        """Close the connection; a receiver that refuses something says why."""
+        with suppress(OSError):
+            if reason:
+                self.send({"refused": reason})
+                # Unread data would reset the connection, and the reason would be lost.
+                self._socket.shutdown(socket.SHUT_WR)
+                self._socket.settimeout(1.0)
+                while self._socket.recv(1 << 20):
+                    pass
+        self._socket.close()
+
+
+def _proof(token: str, role: bytes, receiver: bytes, sender: bytes) -> bytes:
+    return hmac.digest(token.encode(), b"zerojax weights " + role + receiver + sender, "sha256")
+
+
+def _tag(key: bytes, number: int, kind: int, data: bytes) -> bytes:
+    return hmac.digest(key, struct.pack("<QB", number, kind) + data, "sha256")
+
+
+def _read(sock: socket.socket, size: int) -> bytes:
+    data = bytearray(size)
+    view = memoryview(data)
+    while view:
+        count = sock.recv_into(view)
+        if not count:
+            raise ConnectionError("the connection has ended")
+        view = view[count:]
+    return bytes(data)

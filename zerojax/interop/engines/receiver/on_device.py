@@ -1,0 +1,364 @@
+"""Applies patches to tensors in an engine's GPU memory. Needs PyTorch.
+
+Patches cross to the GPU as they arrived, and are decoded and checked there while the engine still computes.
+Only the writes wait for a pause of the engine.
+"""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .manifest import Manifest, Piece, Strip
+from .mirror import Replica
+from .patches import FULL, Patch, PatchError, checksums, decode
+
+_WORD = 0xFFFFFFFF
+_BATCH = 8 << 20
+"""Bytes of patches that are decoded together: short kernels cost more to start than to run."""
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+Place = tuple[int, int, int, Strip]
+"""A run of a piece (place, first and last element of the matrix) and a rectangle that it crosses."""
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Decoded changes of one piece in one tensor.
+
+    Attributes:
+        tensor: the tensor's number in the manifest.
+        at: positions in the flat tensor.
+        values: the new elements' bits.
+    """
+
+    tensor: int
+    at: torch.Tensor
+    values: torch.Tensor
+
+
+class DeviceReplica(Replica):
+    """An engine's tensors on a device, which change in place during a pause of the engine.
+
+    Args:
+        tensors: gets the manifest of a job, and returns the engine's contiguous tensors by name.
+        pause: a context in which the engine computes nothing.
+    """
+
+    def __init__(
+        self,
+        tensors: Callable[[Manifest], Mapping[str, torch.Tensor]],
+        pause: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        super().__init__()
+        self._find, self._pause = tensors, pause
+        self._lock, self._decoding = threading.Lock(), threading.Lock()
+
+    def _start(self, session: str, manifest: Manifest, version: int) -> None:
+        super()._start(session, manifest, version)
+        found = self._find(manifest)
+        self._tensors = [
+            found[name].view(-1).view(_INTEGERS[found[name].itemsize]) for name, *_ in manifest.tensors
+        ]
+        self._places: dict[int, list[Place]] = {}
+        self._waiting: list[Patch] = []
+        self._staged: dict[int, list[Patch]] = {}  # since the version that the engine serves
+        self._changes: dict[int, list[Changes] | torch.Tensor] = {}
+
+    def _write(self, patch: Patch, piece: Piece) -> None:
+        """Check a patch, or let it wait until a batch is full."""
+        with self._lock:
+            earlier = self._staged.setdefault(patch.piece, [])
+            earlier.append(patch)
+            if is_whole := patch.before == FULL or len(earlier) > 1:
+                batch, self._waiting = self._waiting, []
+            else:
+                self._waiting.append(patch)
+                if sum(len(one.body) for one in self._waiting) < _BATCH:
+                    return
+                batch, self._waiting = self._waiting, []
+        with self._decoding:
+            self._decode(batch)
+        if is_whole:
+            self._stage_whole(patch, piece, earlier)
+
+    def _stage_whole(self, patch: Patch, piece: Piece, patches: list[Patch]) -> None:
+        values = self._whole(piece, patches)
+        self._compare(patch, checksums(values))
+        self._sums[patch.piece] = patch.sums
+        whole = torch.from_numpy(values.view(f"<i{piece.itemsize}"))
+        if self.version == FULL:  # the engine has nothing yet
+            self._write_whole(piece, whole)
+            patches.clear()
+        else:
+            self._changes[patch.piece] = whole
+
+    def _whole(self, piece: Piece, patches: Sequence[Patch]) -> np.ndarray:
+        """A piece after several patches, on the host: rare, after missed versions."""
+        first = max((i for i, patch in enumerate(patches) if patch.before == FULL), default=-1)
+        if first >= 0:
+            if len(patches[first].body) != piece.size * piece.itemsize:
+                raise PatchError(f"a full patch for piece {patches[first].piece} has a wrong size")
+            values = np.frombuffer(bytearray(patches[first].body), f"<u{piece.itemsize}")
+        else:
+            values = self.read(piece).cpu().numpy().view(f"<u{piece.itemsize}")
+        for patch in patches[first + 1 :]:
+            places, differences = decode(patch, piece.size, piece.itemsize)
+            values[places] += differences
+        return values
+
+    def _decode(self, batch: Sequence[Patch]) -> None:
+        """Check patches and keep their changes.
+
+        Raises:
+            PatchError: some do not fit. Their pieces must be sent in full.
+        """
+        good: set[int] = set()
+        try:
+            for itemsize in {self._piece(patch).itemsize for patch in batch}:
+                own = [patch for patch in batch if self._piece(patch).itemsize == itemsize]
+                good |= self._check_batch(own, itemsize)
+        finally:
+            bad = [patch.piece for patch in batch if patch.piece not in good]
+            with self._changed:
+                for number in bad:
+                    self._move(number, FULL)
+                    self._staged.pop(number, None)
+        if bad:
+            raise PatchError(f"pieces {bad} would not have the sender's checksums: send them in full")
+
+    def _check_batch(self, batch: Sequence[Patch], itemsize: int) -> set[int]:
+        """Decode patches, keep the changes of those with the right checksums, and return their pieces."""
+        device, mask = self._tensors[0].device, (1 << 8 * itemsize) - 1
+        decoded = Decoded(batch, [self._piece(patch).size for patch in batch], itemsize, device)
+        old = torch.zeros_like(decoded.places)
+        points = self._points(batch, decoded)
+        for _, tensor, at, index in points:
+            old[index] = self._tensors[tensor][at].long()
+        old &= mask
+        new = (old + decoded.differences) & mask
+        values = new.to(_INTEGERS[itemsize])
+        good = dict[int, list[Changes]]()
+        for patch, added in zip(batch, decoded.checksums(old, new, itemsize).tolist(), strict=True):
+            before = self._sums[patch.piece]
+            assert before is not None
+            if patch.sums == tuple((x + y) & _WORD for x, y in zip(before, added, strict=True)):
+                self._sums[patch.piece] = patch.sums
+                good[patch.piece] = []
+        for number, tensor, at, index in points:
+            if (own := good.get(batch[number].piece)) is not None:
+                own.append(Changes(tensor, at.int(), values[index].clone()))
+        self._changes |= good
+        return set(good)
+
+    def _points(
+        self, batch: Sequence[Patch], decoded: "Decoded"
+    ) -> list[tuple[int, int, torch.Tensor, slice | torch.Tensor]]:
+        """For each patch and tensor: the patch in the batch, the tensor, positions there, which changes."""
+        places = [self._places_of(patch.piece) for patch in batch]
+        widths = [self._piece(patch).width for patch in batch]
+        nothing = (0, 0, 0, Strip(0, 0, 0, 0, 0, 0, 0, 0))
+        found: list[tuple[int, int, torch.Tensor, slice | torch.Tensor]] = []
+        alone = all(len(own) == 1 for own in places)
+        for k in range(max(map(len, places))):
+            own = [one[k] if k < len(one) else nothing for one in places]
+            rows = [
+                (place, first, last, w, s.top, s.bottom, s.left, s.end, s.offset, s.down, s.right)
+                for (place, first, last, s), w in zip(own, widths, strict=True)
+            ]
+            at, inside = decoded.points(rows)
+            if alone and not bool(inside.all()):
+                raise PatchError("a patch changes elements in the padding of a piece")
+            for number, (one, start, stop) in enumerate(
+                zip(own, decoded.ends[:-1], decoded.ends[1:], strict=True)
+            ):
+                if k >= len(places[number]) or start == stop:
+                    continue
+                index = slice(start, stop)
+                if not alone:
+                    index = start + torch.nonzero(inside[start:stop])[:, 0]
+                found.append((number, one[3].tensor, at[index], index))
+        return found
+
+    def _piece(self, patch: Patch) -> Piece:
+        assert self.manifest is not None
+        return self.manifest.pieces[patch.piece]
+
+    def _places_of(self, number: int) -> list[Place]:
+        if number not in self._places:
+            assert self.manifest is not None
+            piece = self.manifest.pieces[number]
+            self._places[number] = [
+                (*run, strip)
+                for run in piece.runs
+                for strip in piece.strips
+                if run[1] // piece.width < strip.bottom and (run[2] - 1) // piece.width >= strip.top
+            ]
+        return self._places[number]
+
+    def _serve(self, version: int) -> None:
+        with self._decoding:
+            batch, self._waiting = self._waiting, []
+            self._decode(batch)
+        self._wait()
+        with self._pause():
+            for number, changes in self._changes.items():
+                if isinstance(changes, torch.Tensor):
+                    assert self.manifest is not None
+                    self._write_whole(self.manifest.pieces[number], changes)
+                else:
+                    for one in changes:
+                        self._tensors[one.tensor][one.at.long()] = one.values
+            self._wait()
+        with self._changed:
+            self._changes, self._staged = {}, {}
+            self.version = version
+            self._changed.notify_all()
+
+    def _wait(self) -> None:
+        if self._tensors[0].is_cuda:
+            torch.cuda.synchronize(self._tensors[0].device)
+
+    def read(self, piece: Piece) -> torch.Tensor:
+        """All elements of a piece as the engine has them, padding included."""
+        kind = _INTEGERS[piece.itemsize]
+        values = torch.zeros(piece.size, dtype=kind, device=self._tensors[0].device)
+        for strip, own, block in piece.blocks(values):  # pyright: ignore[reportArgumentType]
+            block.copy_(_view(strip, self._tensors)[own])
+        return values
+
+    def _write_whole(self, piece: Piece, values: torch.Tensor) -> None:
+        values = values.to(self._tensors[0].device)
+        for strip, own, block in piece.blocks(values):  # pyright: ignore[reportArgumentType]
+            _view(strip, self._tensors)[own] = block
+
+
+def _view(strip: Strip, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    shape = strip.bottom - strip.top, strip.end - strip.left
+    return torch.as_strided(tensors[strip.tensor], shape, (strip.down, strip.right), strip.offset)
+
+
+class Decoded:
+    """The changes of several patches, one after another, decoded on a device.
+
+    Args:
+        batch: patches that are not full.
+        sizes: elements of each piece.
+        itemsize: bytes of an element.
+        device: the device.
+
+    Attributes:
+        ends: where each patch's changes begin, and the number of all.
+        places: positions in the pieces.
+        differences: what is added to the elements.
+
+    Raises:
+        PatchError: as ``decode``.
+    """
+
+    def __init__(
+        self, batch: Sequence[Patch], sizes: Sequence[int], itemsize: int, device: torch.device
+    ) -> None:
+        bits = 8 * itemsize
+        headers = [(p.count, p.escaped, p.low, p.bits, len(p.body)) for p in batch]
+        count, escaped, low, wide, length = np.array(headers, np.int64).T
+        size = np.array(sizes, np.int64)
+        valid = (count <= size) & (escaped <= count) & (low <= 32) & (wide >= 1) & (wide <= bits)
+        widths = np.stack([count * low, count * wide, escaped * bits])
+        sections = np.cumsum(np.concatenate([[0 * count], -(-widths // 32)]), axis=0)
+        if not (valid & (sections[-1] * 4 <= length) & (length % 4 == 0)).all():
+            raise PatchError("the header of a patch is invalid, or its body was cut off")
+        ends = np.cumsum(np.append(0, length // 4))
+        words = torch.frombuffer(bytearray(b"".join(p.body for p in batch) + bytes(8)), dtype=torch.int32)
+        self._words = words.to(device)
+        self.ends: list[int] = np.cumsum(np.append(0, count)).tolist()
+        self._device = device
+        self._owner = torch.repeat_interleave(self._table(count))
+        self._index = torch.arange(self.ends[-1], device=device) - self._of(np.array(self.ends[:-1]))
+        starts = 32 * (sections + ends[:-1])
+        quotients = self._quotients(starts[3] // 32, ends[1:], np.array(self.ends))
+        gaps = (quotients << self._of(low)) + self._numbers(starts[0], low)
+        self.places = self._within(torch.cumsum(gaps + 1, 0)) - 1
+        last = self.places[self._table(np.array(self.ends[1:])[count > 0] - 1)]
+        if bool((last >= self._table(size[count > 0])).any()):
+            raise PatchError("a patch changes an element outside its piece")
+        codes = self._numbers(starts[1], wide)
+        escapes = codes == self._of((1 << wide) - 1)
+        ranks = self._within(torch.cumsum(escapes, 0)) - 1
+        if int(escapes.sum()) != escaped.sum():
+            raise PatchError("a patch has a wrong number of escaped values")
+        at = (self._of(starts[2]) + ranks * bits)[escapes]
+        codes += 1
+        codes[escapes] = self._read(at, (1 << bits) - 1)
+        self.differences = (codes >> 1) ^ -(codes & 1)
+
+    def _table(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(self._device)
+
+    def _of(self, values: np.ndarray) -> torch.Tensor:
+        """A number of each patch, for each change."""
+        return self._table(values)[self._owner]
+
+    def _within(self, sums: torch.Tensor) -> torch.Tensor:
+        """Sums over all changes as sums over each patch's."""
+        padded = torch.nn.functional.pad(sums, (1, 0))
+        return sums - padded[self._table(np.array(self.ends[:-1]))][self._owner]
+
+    def _read(self, bit: torch.Tensor, mask: torch.Tensor | int) -> torch.Tensor:
+        """The numbers that begin at a bit."""
+        word, shift = bit >> 5, bit & 31
+        pair = (self._words[word].long() & _WORD) | (self._words[word + 1].long() << 32)
+        return (pair >> shift) & mask
+
+    def _numbers(self, start: np.ndarray, width: np.ndarray) -> torch.Tensor:
+        """Numbers of equal width within a patch, from its bit ``start`` on."""
+        bit = self._of(start) + self._index * self._of(width)
+        return self._read(bit, self._of((1 << width) - 1))
+
+    def _quotients(self, starts: np.ndarray, stops: np.ndarray, ends: np.ndarray) -> torch.Tensor:
+        """The unary codes in the words [starts, stops) of each patch."""
+        lengths = stops - starts
+        firsts = np.cumsum(np.append(0, lengths))
+        owner = torch.repeat_interleave(self._table(lengths))
+        word = torch.arange(int(firsts[-1]), device=self._device) + self._table(starts - firsts[:-1])[owner]
+        bits = self._words[word, None] >> torch.arange(32, dtype=torch.int32, device=self._device)
+        ones = torch.nonzero((bits & 1).view(-1))[:, 0]
+        found = torch.searchsorted(ones, self._table(32 * firsts)).cpu().numpy()
+        if not np.array_equal(found, ends):
+            raise PatchError("a patch has a wrong number of positions")
+        previous = torch.nn.functional.pad(ones[:-1], (1, 0)) if len(ones) else ones
+        return ones - torch.where(self._index == 0, self._of(32 * firsts[:-1]) - 1, previous) - 1
+
+    def points(self, rows: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions in flat tensors, and whether a change is in the rectangle of its patch's row."""
+        table = np.array(rows, np.int64).T
+        place, first, last, width, top, bottom, left, end, offset, down, right = map(self._of, table)
+        element = self.places - place + first
+        row = torch.div(element, width.clamp(min=1), rounding_mode="floor")
+        column = element - row * width
+        inside = (element >= first) & (element < last) & (row >= top) & (row < bottom)
+        inside &= (column >= left) & (column < end)
+        return offset + (row - top) * down + (column - left) * right, inside
+
+    def checksums(self, old: torch.Tensor, new: torch.Tensor, itemsize: int) -> torch.Tensor:
+        """What each patch adds to the two checksums of its piece."""
+        each = 4 // itemsize
+        word = torch.div(self.places, each, rounding_mode="floor")
+        change = (new - old) << (self.places - word * each) * (8 * itemsize)
+        both = [
+            torch.nn.functional.pad(torch.cumsum(change * _mixed(x), 0), (1, 0))[
+                self._table(np.array(self.ends))
+            ]
+            for x in (word, ~word & _WORD)
+        ]
+        return torch.stack([x[1:] - x[:-1] for x in both], 1) & _WORD
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    x = (x * 0x9E3779B1) & _WORD
+    x = ((x ^ x >> 15) * 0x85EBCA77) & _WORD
+    return (x ^ x >> 13) | 1
