@@ -315,7 +315,7 @@ def _measure(options: argparse.Namespace, senders: list[Child], engine: Child) -
             found[f"link, {rate} Gb/s"] = found["bytes"] * 8e-9 / rate
             found[f"6 bytes a change, {rate} Gb/s"] = found["changed"] * 48e-9 / rate
         shown = {key: round(x, 4) for key, x in found.items()}
-        print(json.dumps({name: value, "repeat": repeat} | shown), flush=True)
+        print(json.dumps({"case": f"{name} {value}", "repeat": repeat} | shown), flush=True)
     if not options.mirror:
         engine.say("verify")
         print(json.dumps(engine.hear()), flush=True)
