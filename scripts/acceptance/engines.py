@@ -256,8 +256,8 @@ def commands(python: Path, work: Path, updates: int, family: str, mirror: bool) 
         "run": [*ZEROJAX, *run, *options, *FAMILIES[family]],
         "vLLM": [python, *server, "--host", "127.0.0.1", "--port", PORT, *FLAGS],
     }
-    program = ROOT / "zerojax/interop/engines/receiver.py"
-    receiver = [python, program, "--listen", RECEIVER, "--mirror", work / "mirror"]
+    receiver = ["env", f"PYTHONPATH={ROOT / 'zerojax/interop/engines'}", python, "-m", "receiver"]
+    receiver += ["--listen", RECEIVER, "--mirror", work / "mirror"]
     return found | ({"receiver": receiver} if mirror else {})
 
 

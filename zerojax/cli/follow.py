@@ -25,7 +25,7 @@ from zerojax.validation.dtypes import dtype_name
 class Options:
     """Send a run's checkpoints to receivers beside inference engines, each as soon as it is saved.
 
-    A receiver is zerojax/interop/engines/receiver.py, which needs Python and NumPy alone. The first
+    A receiver is the folder zerojax/interop/engines/receiver, which needs Python and NumPy alone. The first
     checkpoint is sent in full, later ones as their changed elements. The job's token is read from
     ZEROJAX_JOB_TOKEN. The command ends when the run has finished and all receivers have its last checkpoint.
 

@@ -294,25 +294,6 @@ def test_a_receiver_that_is_killed_continues(tmp_path):
     process.wait()
 
 
-def test_an_engine_in_the_process_gets_the_changes(tmp_path):
-    held = {}
-
-    def load(update):
-        for name, places, values in update.changes():
-            if places is None:
-                held[name] = values.copy()
-            else:
-                held[name][places] = values
-
-    source, mirror = NumpySource(), Mirror(tmp_path, [load])
-    session, manifest, _ = source.description()
-    mirror.begin(session, Manifest(manifest))
-    for _ in range(5):
-        for patch in source.step():
-            mirror.apply(session, patch)
-        assert all(np.array_equal(held[name], x.reshape(-1)) for name, x in source.expected().items())
-
-
 def test_a_request_tells_the_engine_its_folder(tmp_path):
     got = []
 

@@ -5,11 +5,11 @@ import os
 import shutil
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -146,7 +146,7 @@ def _size(step: dict[int, list[Patch]]) -> int:
     return sum(len(patch.body) + HEADER.size for own in step.values() for patch in own)
 
 
-class Update:
+class Update(NamedTuple):
     """A version of the weights that has just become visible.
 
     Attributes:
@@ -154,31 +154,8 @@ class Update:
         folder: of the model. Nothing is written there until the next version's callbacks have returned.
     """
 
-    def __init__(self, version: int, manifest: Manifest, slot: Slot, patches: dict[int, list[Patch]]) -> None:
-        self.version, self.folder = version, slot.folder
-        self._manifest, self._slot, self._patches = manifest, slot, patches
-
-    def changes(self) -> Iterator[tuple[str, np.ndarray | None, np.ndarray]]:
-        """The changes since the last version, for an engine that holds the tensors itself.
-
-        Yields:
-            A tensor's name; positions in the flat tensor, or None; the values there as unsigned integers with
-            the elements' bits, or the whole flat tensor. A tensor is returned several times if several pieces
-            have changed it, and whole if one of them was sent in full.
-        """
-        manifest, tensors = self._manifest, self._slot.tensors
-        whole: set[int] = set()
-        for number, patches in self._patches.items():
-            if any(patch.before == FULL for patch in patches):
-                whole |= {strip.tensor for strip in manifest.pieces[number].strips}
-        for tensor in sorted(whole):
-            yield manifest.tensors[tensor][0], None, tensors[tensor]
-        for number, patches in self._patches.items():
-            piece = manifest.pieces[number]
-            for patch in patches if any(strip.tensor not in whole for strip in piece.strips) else ():
-                for strip, _, at in piece.points(decode(patch, piece.size, piece.itemsize)[0]):
-                    if strip.tensor not in whole:
-                        yield manifest.tensors[strip.tensor][0], at, tensors[strip.tensor][at]
+    version: int
+    folder: Path
 
 
 class Source(Protocol):
@@ -401,7 +378,7 @@ class Mirror(Replica):
             self._changed.notify_all()
         try:
             for callback in self._callbacks:
-                callback(Update(version, manifest, hidden, patches))
+                callback(Update(version, hidden.folder))
         finally:
             self._hidden = self._caught_up(manifest, hidden, other, patches)
 
