@@ -1,6 +1,7 @@
 """``zerojax follow`` keeps a receiver at a run's newest checkpoint."""
 
 import pytest
+from environment import zerojax
 
 from zerojax.cli import main
 from zerojax.interop.engines.receiver.ends import TOKEN, Receiver
@@ -17,6 +18,37 @@ def test_a_receiver_gets_the_weights_of_a_run(finished, tmp_path, monkeypatch, c
     for file in ("config.json", "model.safetensors"):
         current = tmp_path / "mirror" / "current" / file
         assert current.read_bytes() == (tmp_path / "out" / file).read_bytes()
+    end.close()
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_process_of_a_job_sends_its_shards(processes, finished, tmp_path, monkeypatch):
+    monkeypatch.setenv(TOKEN, "a token of sixteen")
+    sessions = set()
+
+    class Watched(Mirror):
+        def begin(self, session, manifest):
+            super().begin(session, manifest)
+            sessions.add(session)
+
+        def versions(self, pieces):
+            shares.append(set(pieces))
+            return super().versions(pieces)
+
+    shares, mirror = [], Watched(tmp_path / "mirror")
+    end = Receiver(mirror, "127.0.0.1", 0, "a token of sixteen")
+    launch = ("launch", "--nodes", processes, "--devices-per-node", 1, "--platform", "cpu")
+    follow = ("follow", finished.path, "--to", f"127.0.0.1:{end.port}", "--flows", 1, "--dtype", "fp32")
+    done = zerojax(*launch, *follow)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(sessions) == 1
+    assert len(shares) == processes
+    assert mirror.manifest is not None
+    assert sorted(x for share in shares for x in share) == [*range(len(mirror.manifest.pieces))]
+    assert main(["export", str(finished.path), str(tmp_path / "out"), "--dtype", "fp32"]) == 0
+    current = tmp_path / "mirror" / "current" / "model.safetensors"
+    assert current.read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
     end.close()
 
 

@@ -4,7 +4,7 @@ import os
 import time
 from dataclasses import dataclass, field
 
-from zerojax.cli.cluster import joined_cluster
+from zerojax.cli.cluster import JobOptions, joined_cluster
 from zerojax.cli.options import MeshOptions, RunPath, read_options
 from zerojax.cli.trained import TrainedRun, as_stored, open_trained
 from zerojax.comm.gather import gather_from_all
@@ -21,8 +21,8 @@ from zerojax.run.run_dir import RunFolder
 from zerojax.validation.dtypes import dtype_name
 
 
-@dataclass(frozen=True)
-class Options:
+@dataclass(frozen=True, kw_only=True)
+class Options(JobOptions):
     """Send a run's checkpoints to receivers beside inference engines, each as soon as it is saved.
 
     A receiver is the folder zerojax/interop/engines/receiver, which needs Python and NumPy alone. The first
@@ -62,7 +62,7 @@ def run(arguments: list[str]) -> None:
     folder = RunFolder(options.run)
     config = as_stored(with_settings(folder.read_config(), {"mesh": options.mesh}))
     config.model.check_language_model("zerojax follow")
-    with joined_cluster(config.mesh, config.cluster):
+    with joined_cluster(config.mesh, config.cluster, options):
         _follow(options, folder, config)
 
 

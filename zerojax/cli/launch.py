@@ -2,8 +2,8 @@
 
     zerojax launch --nodes 2 --devices-per-node 4 --restarts 3 gpt-tiny --run-dir runs/a
 
-starts ``zerojax train gpt-tiny --run-dir runs/a`` twice, as one job, with four devices each. ``doctor`` or
-``links`` in place of the config starts that command. ``posttrain`` before the config starts
+starts ``zerojax train gpt-tiny --run-dir runs/a`` twice, as one job, with four devices each. ``doctor``,
+``links`` or ``follow`` in place of the config starts that command. ``posttrain`` before the config starts
 ``zerojax posttrain``. With a Python program,
 
     zerojax launch --nodes 2 --devices-per-node 4 --restarts 3 my_loop.py --steps 100
@@ -43,7 +43,7 @@ from zerojax.sharding.host_memory import limit_variable
 _MAX_DEVICES = 4096
 
 # Commands besides `train` that a job can run.
-_OTHERS = ("doctor", "links")
+_OTHERS = ("doctor", "links", "follow")
 
 
 _ZEROJAX = (sys.executable, "-m", "zerojax")
