@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Compare GRPO one rollout ahead with GRPO on the current policy, several seeds, on one machine's CPU.
 
-    scripts/bench/one_step_off.py arithmetic-grpo --init-from runs/rough --seeds 0 1 2 --data.source answers.jsonl
+    scripts/bench/one_step_off.py arithmetic-grpo --init-from runs/rough --seeds 0 1 2
 
-Each run generates on its own devices when it would ask an engine, with the weights that the engine would have.
-Prints a line of JSON for each run: the reward of held-out prompts after each evaluation.
+Each run generates on its own devices when it would ask an engine, with the weights that the engine would
+have. Prints a line of JSON for each run: the reward of held-out prompts after each evaluation.
 """
 
 import argparse
