@@ -141,7 +141,9 @@ class _Kept:
         shares = separate_nodes(share_devices(nodes, job.devices_per_node, job.platform))
         coordinator = f"127.0.0.1:{free_port()}"
         # Passed in the environment: other users can read a command line.
-        shared = {VARIABLE: new_token()} | limit_variable(nodes * job.devices_per_node)
+        # Receivers beside engines know a token that the user has set.
+        token = os.environ.get(VARIABLE, "").strip() or new_token()
+        shared = {VARIABLE: token} | limit_variable(nodes * job.devices_per_node)
         tasks = []
         for rank, share in enumerate(shares):
             command, more = _command(job, coordinator, rank, nodes)
