@@ -88,6 +88,8 @@ class HTTPEngine:
         """The response of an engine without faults."""
         if path == "/v1/models":
             return {"object": "list", "data": [{"id": "policy", "max_model_len": self._room}]}
+        if path == "/server_info?config_format=json":
+            return {"vllm_config": {"device_config": {"device": "cuda"}}}
         if path == "/weight_info":
             return {"weight_version": self.version}
         if path == "/collective_rpc":

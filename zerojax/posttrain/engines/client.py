@@ -104,12 +104,13 @@ class Engine:
         self._ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
         self._ask("/update_weight_version", {"new_version": weights.name})
 
-    def check(self, longest: int, temperature: float) -> None:
+    def check(self, longest: int, temperature: float, tied: bool) -> None:
         """Try the engine.
 
         Args:
             longest: the most tokens of a row.
             temperature: of the rollouts.
+            tied: whether the model's output projection is its token embedding.
 
         Raises:
             EngineRefused: the engine cannot be used.
@@ -134,6 +135,15 @@ class Engine:
                 f"{self.url} returns log-probabilities from before the division by posttrain.temperature = "
                 f"{temperature}: start it with --logprobs-mode processed_logprobs"
             )
+        # On CPUs vLLM packs the projection, and packs it again only if its own name is loaded.
+        match self._ask("/server_info?config_format=json") if tied else {}:
+            case {"vllm_config": {"device_config": {"device": "cpu"}}}:
+                raise EngineRefused(
+                    f"{self.url} computes on CPUs, where vLLM 0.32 keeps the first output projection if it is "
+                    "tied to the embedding: set model.tied = false, or use an engine on a GPU"
+                )
+            case _:
+                pass
 
     def _generate(
         self,

@@ -140,7 +140,7 @@ def weights_for_engines(config: RunConfig, folder: RunFolder, abstract: TrainSta
 def _check(engine: Engine, config: RunConfig) -> str:
     """A line about an engine that does not respond, or ""."""
     try:
-        engine.check(longest_row(config), config.posttrain.temperature)
+        engine.check(longest_row(config), config.posttrain.temperature, config.model.tied)
     except EngineRefused as why:
         raise ConfigurationError(
             f"posttrain.engines: {why}. Engines are vLLM 0.32 or newer, started with --enable-scale-out and "
