@@ -139,8 +139,8 @@ class Engine:
         match self._ask("/server_info?config_format=json") if tied else {}:
             case {"vllm_config": {"device_config": {"device": "cpu"}}}:
                 raise EngineRefused(
-                    f"{self.url} computes on CPUs, where vLLM 0.32 keeps the first output projection if it is "
-                    "tied to the embedding: set model.tied = false, or use an engine on a GPU"
+                    f"{self.url} computes on CPUs, where vLLM 0.32 keeps the first output projection if it "
+                    "is tied to the embedding: set model.tied = false, or use an engine on a GPU"
                 )
             case _:
                 pass
