@@ -102,16 +102,17 @@ class Channel:
         return Patch.of(data) if kind == _PATCH else data
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Send a message, and return the response.
-
-        Raises:
-            PatchError: the receiver refused something; its reason.
-        """
+        """Send a message, and return the response. Errors as ``response``."""
         self.send(message)
         return self.response()
 
     def response(self) -> dict[str, Any]:
-        """The receiver's next message; errors as ``ask``."""
+        """The receiver's next message.
+
+        Raises:
+            OSError: as for ``receive``, or something else arrived.
+            PatchError: the receiver refused something; its reason.
+        """
         response = self.receive()
         if not isinstance(response, dict):
             raise ConnectionError("the receiver sent no message")
@@ -120,7 +121,10 @@ class Channel:
         return response
 
     def close(self, reason: str = "") -> None:
-        """Close the connection; a receiver that refuses something says why."""
+        """Close the connection.
+
+        A receiver that refuses something gives its ``reason``, which the sender prints.
+        """
         with suppress(OSError):
             if reason:
                 self.send({"refused": reason})

@@ -147,7 +147,7 @@ class Feed:
         return max(self._serving)
 
     def close(self) -> None:
-        """End the flows after what they are sending."""
+        """End the flows once their current messages are sent."""
         self._closed.set()
 
     def _run(self, index: int) -> None:

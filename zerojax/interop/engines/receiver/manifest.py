@@ -43,7 +43,7 @@ class Strip:
         )
 
     def of(self, flat: np.ndarray) -> np.ndarray:
-        """The rectangle as a view of the flat tensor."""
+        """The rectangle as a view [rows, columns] of the flat tensor."""
         shape = self.bottom - self.top, self.end - self.left
         strides = self.down * flat.itemsize, self.right * flat.itemsize
         return np.lib.stride_tricks.as_strided(flat[self.offset :], shape, strides)
@@ -93,7 +93,7 @@ class Piece:
         return found
 
     def blocks(self, values: np.ndarray) -> Iterator[tuple[Strip, tuple[slice, slice], np.ndarray]]:
-        """All elements of the piece in rectangles: a strip, rows and columns of it, and the view."""
+        """All elements of a piece as rectangles: (strip, its rows and columns, view of ``values``)."""
         for place, first, last in self.runs:
             for top, bottom, left, end in _rectangles(first, last, self.width):
                 start = place - first + top * self.width + left

@@ -64,25 +64,25 @@ class Slot:
             self._tensors[name] = data[start:stop].view(UNSIGNED[ITEMS[dtype]])
 
     def read(self, piece: Piece) -> np.ndarray:
-        """All elements of a piece, padding included."""
+        """All elements of a piece as unsigned integers; 0 in its padding."""
         values = np.zeros(piece.size, UNSIGNED[piece.itemsize])
         for strip, own, block in piece.blocks(values):
             block[:] = strip.of(self.tensors[strip.tensor])[own]
         return values
 
     def write(self, piece: Piece, values: np.ndarray) -> None:
-        """Write all elements of a piece."""
+        """Write all elements of a piece. ``values`` are unsigned integers, padding included."""
         for strip, own, block in piece.blocks(values):
             strip.of(self.tensors[strip.tensor])[own] = block
 
     def read_at(self, points: list[tuple[Strip, np.ndarray, np.ndarray]], out: np.ndarray) -> np.ndarray:
-        """The elements at ``Piece.points``, written to ``out``."""
+        """Write the elements at ``Piece.points`` to ``out``, which is returned."""
         for strip, index, at in points:
             out[index] = self.tensors[strip.tensor][at]
         return out
 
     def write_at(self, points: list[tuple[Strip, np.ndarray, np.ndarray]], values: np.ndarray) -> None:
-        """Write the elements at ``Piece.points``."""
+        """Set the elements at ``Piece.points`` to the ones of ``values``, which has one for each position."""
         for strip, index, at in points:
             self.tensors[strip.tensor][at] = values[index]
 
@@ -168,11 +168,14 @@ class Source(Protocol):
         ...
 
     def wait_newer(self, version: int, seconds: float) -> int:
-        """The newest version, as soon as it is above ``version``, or after some seconds."""
+        """Wait until the newest version is above ``version``, at most ``seconds``.
+
+        Returns the newest version.
+        """
         ...
 
     def patches(self, piece: int, before: int) -> list[Patch]:
-        """The patches that take a piece from a version to the newest, or one full patch."""
+        """The patches that bring a piece from version ``before`` to the newest, or one full patch."""
         ...
 
 
@@ -343,7 +346,7 @@ class Mirror(Replica):
             (hidden.folder / _STATE).unlink(missing_ok=True)
         if patch.before == FULL:
             if len(patch.body) != piece.size * piece.itemsize:
-                raise PatchError(f"a full patch for piece {number} has {len(patch.body)} bytes")
+                raise PatchError(f"a full patch for piece {number} has the wrong size, {len(patch.body)}")
             values = np.frombuffer(patch.body, UNSIGNED[piece.itemsize])
             self._compare(patch, checksums(values))
             hidden.write(piece, values)

@@ -55,7 +55,7 @@ class Patch:
         """Undo ``to_bytes``.
 
         Raises:
-            PatchError: the header is not whole.
+            PatchError: the header is incomplete.
         """
         if len(data) < HEADER.size:
             raise PatchError(f"a patch of {len(data)} bytes has no header: it was cut off")
@@ -65,12 +65,12 @@ class Patch:
 
 
 def full(new: np.ndarray, piece: int, version: int) -> Patch:
-    """The patch with all elements of a piece, as unsigned integers."""
+    """The patch with all elements ``new`` of a piece: a vector of unsigned integers, padding included."""
     return Patch(piece, FULL, version, checksums(new), body=new.tobytes())
 
 
 def decode(patch: Patch, size: int, itemsize: int) -> tuple[np.ndarray, np.ndarray]:
-    """The positions of a patch that is not full, ascending, and what is added to the elements there.
+    """The positions of a patch that is not full, ascending, and the differences to add there.
 
     Args:
         patch: the patch.
@@ -124,7 +124,7 @@ def _numbers(words: np.ndarray, count: int, width: int) -> np.ndarray:
 
 
 def keys(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The odd factors of a piece's first ``count`` 32-bit words in its two checksums."""
+    """The factors of a piece's first ``count`` 32-bit words in its two checksums: odd, uint32[count] each."""
     if count > len(_keys[0]):
         number = np.arange(max(count, 1 << 16), dtype=np.uint32)
         _keys[:] = [_mixed(number), _mixed(~number)]
@@ -141,7 +141,7 @@ def _mixed(x: np.ndarray) -> np.ndarray:
 
 
 def checksums(values: np.ndarray) -> tuple[int, int]:
-    """The two checksums of all elements of a piece, as unsigned integers."""
+    """The two checksums, modulo 2^32, of a piece's elements: a vector of unsigned integers."""
     data = values.tobytes()
     words = np.frombuffer(data + bytes(-len(data) % 4), "<u4")
     one, other = (int(np.dot(words, key)) for key in keys(len(words)))
@@ -151,7 +151,7 @@ def checksums(values: np.ndarray) -> tuple[int, int]:
 def changed_checksums(
     sums: tuple[int, int], places: np.ndarray, old: np.ndarray, new: np.ndarray
 ) -> tuple[int, int]:
-    """The checksums after the elements at ``places`` have changed from ``old`` to ``new``."""
+    """The checksums after the elements at ``places`` changed from ``old`` to ``new``; all have one length."""
     each = 4 // new.itemsize
     shift = (places % each * (8 * new.itemsize)).astype(np.uint32)
     difference = (new.astype(np.uint32) - old.astype(np.uint32)) << shift
