@@ -36,8 +36,12 @@ AUTO, OFF = "auto", "off"
 
 _LIMIT = 4 * 10**9
 """The most bytes in a folder, unless JAX_COMPILATION_CACHE_MAX_SIZE is set."""
-_MINIMUM = 0.1
-"""Seconds that a program must take to compile, unless JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS is set."""
+_MINIMUM = 0.0
+"""Seconds that a program must take to compile, unless JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS is set.
+
+A process that compiles nothing does not start the compiler: at a restart on an H200 the first program, though
+small, took 6 s.
+"""
 _SUFFIX, _PART = ".zerojax", ".part"
 _ABANDONED = 3600
 """Seconds after which an incomplete file is removed."""
@@ -57,7 +61,7 @@ def user_folder() -> Path:
 
 
 def use_compilation_cache(folder: str | os.PathLike[str] | None = None) -> Path | None:
-    """Keep programs that take 0.1 s or longer to compile in a folder, and load the programs that are there.
+    """Keep compiled programs in a folder, and load the programs that are there.
 
     Call it before the first program is compiled. Commands of zerojax call it by themselves. A loaded program
     computes the same results as a newly compiled one. Many processes may use a folder at the same time, also
