@@ -56,7 +56,7 @@ class Timed(DeviceReplica):
     def _serve(self, version: int) -> None:
         self.times["last"] = time.monotonic()
         super()._serve(version)
-        memory = torch.cuda.max_memory_allocated() / 2**30 if self.device != "cpu" else 0.0
+        memory = torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device != "cpu" else 0.0
         print(
             json.dumps({"version": version, "decoding": self.decoding, "GiB": memory} | self.times),
             flush=True,

@@ -128,7 +128,7 @@ class Weights:
             "start": start,
             "compare": compared - start,
             "encode": encoded - compared,
-            "bytes": sum(len(patch.to_bytes()) for patch in every),
+            "bytes": sum(len(patch.header()) + len(patch.body) for patch in every),
             "changed": sum(patch.count for patch in every),
             "full": len(self._place) - len(every),
         }
@@ -324,9 +324,9 @@ def _measure(options: argparse.Namespace, senders: list[Child], engine: Child) -
 def _limit(rate: Rate) -> None:
     send = Channel._send
 
-    def limited(channel: Channel, kind: int, data: bytes) -> None:
-        rate.wait(len(data))
-        send(channel, kind, data)
+    def limited(channel: Channel, kind: int, *parts: bytes | memoryview) -> None:
+        rate.wait(sum(map(len, parts)))
+        send(channel, kind, *parts)
 
     Channel._send = limited  # pyright: ignore[reportAttributeAccessIssue]  (for the measurement alone)
 

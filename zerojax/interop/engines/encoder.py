@@ -239,7 +239,9 @@ def full_patch(now: Compared, sums: np.ndarray, piece: int, number: int, version
         number: the piece's number in the manifest.
         version: the version of the values.
     """
-    return Patch(number, FULL, version, _pair(sums[piece]), body=np.asarray(now.values[piece]).tobytes())
+    return Patch(
+        number, FULL, version, _pair(sums[piece]), body=memoryview(np.asarray(now.values[piece])).cast("B")
+    )
 
 
 def low_bits(size: int, count: int) -> int:

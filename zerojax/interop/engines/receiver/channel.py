@@ -72,19 +72,20 @@ class Channel:
 
     def send_patch(self, patch: Patch) -> None:
         """Send a patch."""
-        self._send(_PATCH, patch.to_bytes())
+        self._send(_PATCH, patch.header(), patch.body)
 
     def send_blob(self, data: bytes) -> None:
         """Send bytes."""
         self._send(_BLOB, data)
 
-    def _send(self, kind: int, data: bytes) -> None:
-        tag = _tag(self._keys[0], self._sent, kind, data)
+    def _send(self, kind: int, *parts: bytes | memoryview) -> None:
+        tag = _tag(self._keys[0], self._sent, kind, *parts)
         self._sent += 1
-        self._socket.sendall(_FRAME.pack(len(data), kind) + tag)
-        self._socket.sendall(data)
+        self._socket.sendall(_FRAME.pack(sum(map(len, parts)), kind) + tag)
+        for part in parts:
+            self._socket.sendall(part)
 
-    def receive(self) -> dict[str, Any] | Patch | bytes:
+    def receive(self) -> dict[str, Any] | Patch | bytearray:
         """The next message, patch or bytes.
 
         Raises:
@@ -136,15 +137,18 @@ class Channel:
         self._socket.close()
 
 
-def _proof(token: str, role: bytes, receiver: bytes, sender: bytes) -> bytes:
+def _proof(token: str, role: bytes, receiver: bytes | bytearray, sender: bytes | bytearray) -> bytes:
     return hmac.digest(token.encode(), b"zerojax weights " + role + receiver + sender, "sha256")
 
 
-def _tag(key: bytes, number: int, kind: int, data: bytes) -> bytes:
-    return hmac.digest(key, struct.pack("<QB", number, kind) + data, "sha256")
+def _tag(key: bytes, number: int, kind: int, *parts: bytes | bytearray | memoryview) -> bytes:
+    made = hmac.new(key, struct.pack("<QB", number, kind), "sha256")
+    for part in parts:
+        made.update(part)
+    return made.digest()
 
 
-def _read(sock: socket.socket, size: int) -> bytes:
+def _read(sock: socket.socket, size: int) -> bytearray:
     data = bytearray(size)
     view = memoryview(data)
     while view:
@@ -152,4 +156,4 @@ def _read(sock: socket.socket, size: int) -> bytes:
         if not count:
             raise ConnectionError("the connection has ended")
         view = view[count:]
-    return bytes(data)
+    return data

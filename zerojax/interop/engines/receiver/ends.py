@@ -89,9 +89,9 @@ class Receiver:
         if manifest is None or manifest.digest != hello["manifest"]:
             channel.send({"needs": "manifest"})
             data = channel.receive()
-            if not isinstance(data, bytes):
+            if not isinstance(data, bytearray):
                 raise PatchError("a manifest was expected")
-            manifest = Manifest(data)
+            manifest = Manifest(bytes(data))
         mirror.begin(session, manifest)
         channel.send({"versions": mirror.versions(pieces)})
         while True:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from .mirror import Replica
 from .patches import FULL, Patch, PatchError, checksums, decode
 
 _WORD = 0xFFFFFFFF
-_BATCH = 8 << 20
+_BATCH = 16 << 20
 """Bytes of patches that are decoded together: short kernels cost more to start than to run."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
@@ -28,7 +29,7 @@ Place = tuple[int, int, int, Strip]
 
 @dataclass(frozen=True)
 class Changes:
-    """Decoded changes of one piece in one tensor.
+    """Decoded changes in one tensor.
 
     Attributes:
         tensor: the tensor's number in the manifest.
@@ -66,25 +67,32 @@ class DeviceReplica(Replica):
         ]
         self._places: dict[int, list[Place]] = {}
         self._waiting: list[Patch] = []
+        self._bytes = 0  # of these
         self._staged: dict[int, list[Patch]] = {}  # since the version that the engine serves
-        self._changes: dict[int, list[Changes] | torch.Tensor] = {}
+        self._changes: list[Changes] = []
+        self._wholes: dict[int, torch.Tensor] = {}
 
     def _write(self, patch: Patch, piece: Piece) -> None:
         """Check a patch, or let it wait until a batch is full."""
         with self._lock:
             earlier = self._staged.setdefault(patch.piece, [])
             earlier.append(patch)
-            if is_whole := patch.before == FULL or len(earlier) > 1:
-                batch, self._waiting = self._waiting, []
-            else:
+            is_whole = patch.before == FULL or len(earlier) > 1
+            if not is_whole:
                 self._waiting.append(patch)
-                if sum(len(one.body) for one in self._waiting) < _BATCH:
+                self._bytes += len(patch.body)
+                if self._bytes < _BATCH:
                     return
-                batch, self._waiting = self._waiting, []
-        with self._decoding:
-            self._decode(batch)
+        self._decode_waiting()
         if is_whole:
             self._stage_whole(patch, piece, earlier)
+
+    def _decode_waiting(self) -> None:
+        """Decode what waits now, after what others decode."""
+        with self._decoding:
+            with self._lock:
+                batch, self._waiting, self._bytes = self._waiting, [], 0
+            self._decode(batch)
 
     def _stage_whole(self, patch: Patch, piece: Piece, patches: list[Patch]) -> None:
         values = self._whole(piece, patches)
@@ -95,7 +103,7 @@ class DeviceReplica(Replica):
             self._write_whole(piece, whole)
             patches.clear()
         else:
-            self._changes[patch.piece] = whole
+            self._wholes[patch.piece] = whole
 
     def _whole(self, piece: Piece, patches: Sequence[Patch]) -> np.ndarray:
         """A piece after several patches, on the host: rare, after missed versions."""
@@ -103,7 +111,9 @@ class DeviceReplica(Replica):
         if first >= 0:
             if len(patches[first].body) != piece.size * piece.itemsize:
                 raise PatchError(f"a full patch for piece {patches[first].piece} has a wrong size")
-            values = np.frombuffer(bytearray(patches[first].body), f"<u{piece.itemsize}")
+            values = np.frombuffer(patches[first].body, f"<u{piece.itemsize}")
+            if patches[first + 1 :] or not values.flags.writeable:
+                values = values.copy()
         else:
             values = self.read(piece).cpu().numpy().view(f"<u{piece.itemsize}")
         for patch in patches[first + 1 :]:
@@ -121,7 +131,7 @@ class DeviceReplica(Replica):
         try:
             for itemsize in {self._piece(patch).itemsize for patch in batch}:
                 own = [patch for patch in batch if self._piece(patch).itemsize == itemsize]
-                good |= self._check_batch(own, itemsize)
+                good |= self._keep(sorted(own, key=lambda patch: patch.piece), itemsize)
         finally:
             bad = [patch.piece for patch in batch if patch.piece not in good]
             with self._changed:
@@ -131,58 +141,68 @@ class DeviceReplica(Replica):
         if bad:
             raise PatchError(f"pieces {bad} would not have the sender's checksums: send them in full")
 
-    def _check_batch(self, batch: Sequence[Patch], itemsize: int) -> set[int]:
-        """Decode patches, keep the changes of those with the right checksums, and return their pieces."""
+    def _keep(self, batch: Sequence[Patch], itemsize: int) -> set[int]:
+        """Keep the changes of patches with the right checksums, and return their pieces."""
         device, mask = self._tensors[0].device, (1 << 8 * itemsize) - 1
         decoded = Decoded(batch, [self._piece(patch).size for patch in batch], itemsize, device)
         old = torch.zeros_like(decoded.places)
         points = self._points(batch, decoded)
-        for _, tensor, at, index in points:
+        for tensor, at, index in points:
             old[index] = self._tensors[tensor][at].long()
         old &= mask
         new = (old + decoded.differences) & mask
-        values = new.to(_INTEGERS[itemsize])
-        good = dict[int, list[Changes]]()
+        good: dict[int, tuple[int, int]] = {}
         for patch, added in zip(batch, decoded.checksums(old, new, itemsize).tolist(), strict=True):
             before = self._sums[patch.piece]
             assert before is not None
             if patch.sums == tuple((x + y) & _WORD for x, y in zip(before, added, strict=True)):
-                self._sums[patch.piece] = patch.sums
-                good[patch.piece] = []
-        for number, tensor, at, index in points:
-            if (own := good.get(batch[number].piece)) is not None:
-                own.append(Changes(tensor, at.int(), values[index].clone()))
-        self._changes |= good
+                good[patch.piece] = patch.sums
+        if len(good) < len(batch):
+            return self._keep(rest, itemsize) if (rest := [p for p in batch if p.piece in good]) else set()
+        values = new.to(_INTEGERS[itemsize])
+        self._changes += [Changes(tensor, at.int(), values[index]) for tensor, at, index in points]
+        for number, sums in good.items():
+            self._sums[number] = sums
         return set(good)
 
     def _points(
         self, batch: Sequence[Patch], decoded: "Decoded"
-    ) -> list[tuple[int, int, torch.Tensor, slice | torch.Tensor]]:
-        """For each patch and tensor: the patch in the batch, the tensor, positions there, which changes."""
+    ) -> list[tuple[int, torch.Tensor, slice | torch.Tensor]]:
+        """A tensor's number, positions there, and which changes these are."""
         places = [self._places_of(patch.piece) for patch in batch]
-        widths = [self._piece(patch).width for patch in batch]
+        if all(len(own) == 1 for own in places):
+            return self._points_of_tensors(batch, [own[0] for own in places], decoded)
         nothing = (0, 0, 0, Strip(0, 0, 0, 0, 0, 0, 0, 0))
-        found: list[tuple[int, int, torch.Tensor, slice | torch.Tensor]] = []
-        alone = all(len(own) == 1 for own in places)
+        found: list[tuple[int, torch.Tensor, slice | torch.Tensor]] = []
         for k in range(max(map(len, places))):
             own = [one[k] if k < len(one) else nothing for one in places]
-            rows = [
-                (place, first, last, w, s.top, s.bottom, s.left, s.end, s.offset, s.down, s.right)
-                for (place, first, last, s), w in zip(own, widths, strict=True)
-            ]
-            at, inside = decoded.points(rows)
-            if alone and not bool(inside.all()):
-                raise PatchError("a patch changes elements in the padding of a piece")
-            for number, (one, start, stop) in enumerate(
-                zip(own, decoded.ends[:-1], decoded.ends[1:], strict=True)
-            ):
-                if k >= len(places[number]) or start == stop:
-                    continue
-                index = slice(start, stop)
-                if not alone:
-                    index = start + torch.nonzero(inside[start:stop])[:, 0]
-                found.append((number, one[3].tensor, at[index], index))
+            at, inside = decoded.points(self._rows(batch, own))
+            for number, (*_, strip) in enumerate(own):
+                start, stop = decoded.ends[number : number + 2]
+                if len(index := start + torch.nonzero(inside[start:stop])[:, 0]):
+                    found.append((strip.tensor, at[index], index))
         return found
+
+    def _points_of_tensors(
+        self, batch: Sequence[Patch], places: Sequence[Place], decoded: "Decoded"
+    ) -> list[tuple[int, torch.Tensor, slice | torch.Tensor]]:
+        """``_points``, if each piece is in one tensor: neighbours of the same tensor are taken together."""
+        at, inside = decoded.points(self._rows(batch, places))
+        if not bool(inside.all()):
+            raise PatchError("a patch changes elements in the padding of a piece")
+        found: list[tuple[int, torch.Tensor, slice | torch.Tensor]] = []
+        for tensor, group in groupby(range(len(batch)), lambda number: places[number][3].tensor):
+            numbers = [*group]
+            index = slice(decoded.ends[numbers[0]], decoded.ends[numbers[-1] + 1])
+            found.append((tensor, at[index], index))
+        return found
+
+    def _rows(self, batch: Sequence[Patch], places: Sequence[Place]) -> list[tuple[int, ...]]:
+        widths = [self._piece(patch).width for patch in batch]
+        return [
+            (place, first, last, w, s.top, s.bottom, s.left, s.end, s.offset, s.down, s.right)
+            for (place, first, last, s), w in zip(places, widths, strict=True)
+        ]
 
     def _piece(self, patch: Patch) -> Piece:
         assert self.manifest is not None
@@ -201,21 +221,17 @@ class DeviceReplica(Replica):
         return self._places[number]
 
     def _serve(self, version: int) -> None:
-        with self._decoding:
-            batch, self._waiting = self._waiting, []
-            self._decode(batch)
+        self._decode_waiting()
         self._wait()
         with self._pause():
-            for number, changes in self._changes.items():
-                if isinstance(changes, torch.Tensor):
-                    assert self.manifest is not None
-                    self._write_whole(self.manifest.pieces[number], changes)
-                else:
-                    for one in changes:
-                        self._tensors[one.tensor][one.at.long()] = one.values
+            for one in self._changes:
+                self._tensors[one.tensor][one.at.long()] = one.values
+            for number, values in self._wholes.items():
+                assert self.manifest is not None
+                self._write_whole(self.manifest.pieces[number], values)
             self._wait()
         with self._changed:
-            self._changes, self._staged = {}, {}
+            self._changes, self._wholes, self._staged = [], {}, {}
             self.version = version
             self._changed.notify_all()
 

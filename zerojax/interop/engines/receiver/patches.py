@@ -43,16 +43,20 @@ class Patch:
     escaped: int = 0
     low: int = 0
     bits: int = 1
-    body: bytes = field(default=b"", repr=False)
+    body: bytes | memoryview = field(default=b"", repr=False)
+
+    def header(self) -> bytes:
+        """All but the body."""
+        numbers = self.count, self.escaped, self.low, self.bits
+        return HEADER.pack(self.piece, self.before, self.version, *self.sums, *numbers)
 
     def to_bytes(self) -> bytes:
         """Header and body."""
-        numbers = self.count, self.escaped, self.low, self.bits
-        return HEADER.pack(self.piece, self.before, self.version, *self.sums, *numbers) + self.body
+        return self.header() + self.body
 
     @staticmethod
-    def of(data: bytes) -> "Patch":
-        """Undo ``to_bytes``.
+    def of(data: bytes | bytearray) -> "Patch":
+        """Undo ``to_bytes``. The body is a view of the data.
 
         Raises:
             PatchError: the header is incomplete.
@@ -60,7 +64,7 @@ class Patch:
         if len(data) < HEADER.size:
             raise PatchError(f"a patch of {len(data)} bytes has no header: it was cut off")
         piece, before, version, one, other, count, escaped, low, bits = HEADER.unpack_from(data)
-        body = bytes(data[HEADER.size :])
+        body = memoryview(data)[HEADER.size :]
         return Patch(piece, before, version, (one, other), count, escaped, low, bits, body)
 
 
@@ -142,8 +146,8 @@ def _mixed(x: np.ndarray) -> np.ndarray:
 
 def checksums(values: np.ndarray) -> tuple[int, int]:
     """The two checksums, modulo 2^32, of a piece's elements: a vector of unsigned integers."""
-    data = values.tobytes()
-    words = np.frombuffer(data + bytes(-len(data) % 4), "<u4")
+    padding = -values.size % (4 // values.itemsize)
+    words = (np.append(values, np.zeros(padding, values.dtype)) if padding else values).view("<u4")
     one, other = (int(np.dot(words, key)) for key in keys(len(words)))
     return one, other
 
