@@ -12,13 +12,21 @@ from pathlib import Path
 
 import pytest
 from durations import Meter, Reporter
-from environment import check_platforms, forget_compiled, prepare, share_compiled, share_optimizers
+from environment import (
+    check_platforms,
+    forget_compiled,
+    prepare,
+    share_compiled,
+    share_optimizers,
+    skip_audits,
+)
 
 _MAPS = Path("/proc/self/maps")
 _tests = itertools.count(1)
 
 gc.set_threshold(50_000, 20)  # tracing makes many objects and few cycles
 prepare()
+skip_audits()
 share_optimizers()
 pytest_plugins = ("cuda_clusters", "finished_runs", "imported_runs", "joined_peers")
 
