@@ -337,7 +337,11 @@ def check_machine_code(program, shapes, kind, monkeypatch, folder):
 
 
 @needs_triton
-@pytest.mark.parametrize("kind", CHIPS)
+@pytest.mark.parametrize(
+    "kind",
+    # An L40S has the tiles of an A10.
+    [pytest.param(kind, marks=pytest.mark.slow) if kind == "NVIDIA L40S" else kind for kind in CHIPS],
+)
 @pytest.mark.parametrize(
     ("dtype", "name"),
     [(jnp.bfloat16, name) for name in GROUPED]
