@@ -61,7 +61,7 @@ def factor(
     """Rows for products with these matrices.
 
     Args:
-        values: the rows, or the values of which they are copies. Their largest magnitude gives the scale.
+        values: the rows, or the values that they copy. Their largest magnitude gives the scale.
         matrices: the matrices.
         index: the index of each row's value; None if the values are the rows.
         dtype: the dtype of the codes.

@@ -1,4 +1,4 @@
-"""A weight in the form in which a product reads it, and how it is told from an array."""
+"""A weight in the form in which a product reads it, and how code recognises it."""
 
 import math
 from collections.abc import Mapping, Sequence

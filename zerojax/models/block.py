@@ -118,7 +118,7 @@ class Attention(nnx.Module):
             self.sinks = nnx.Param(nnx.initializers.normal(c.init_std)(rngs.params(), (c.heads,)))
 
     def project(self, x: Hidden, rope: Rope | None, kind: RopeKind = None) -> Projected:
-        """Queries (batch, time, heads, head_dim), keys likewise, values; and a gate if it has one."""
+        """Queries [batch, time, heads, head_dim], keys and values with ``kv_heads``; a gate if it has one."""
         c = self.config
         kv = c.key_value_heads
         heads = self.qkv(x).reshape(*x.shape[:2], c.heads + 2 * kv, c.head_dim)

@@ -66,7 +66,7 @@ def longest_row(config: RunConfig) -> int:
     return min(config.train.sequence_length + 1, config.model.max_seq_len)
 
 
-def longest_answer(config: RunConfig) -> int:
+def longest_response(config: RunConfig) -> int:
     """The most tokens of a prompt with its response.
 
     A reward model has one token less, because it reads the last token to score it.

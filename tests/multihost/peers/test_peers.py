@@ -54,7 +54,7 @@ def test_absent_ranks_are_named():
 def test_rank_0_is_absent():
     (error,) = all_join((1, 2, {}), join_timeout=0.1)
     assert isinstance(error, JobError)
-    assert "rank 0 did not answer at 127.0.0.1:" in str(error)
+    assert "rank 0 did not respond at 127.0.0.1:" in str(error)
 
 
 def test_settings_that_differ_are_refused_by_name():

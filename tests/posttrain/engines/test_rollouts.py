@@ -70,8 +70,8 @@ def test_greedy_answers_are_those_of_the_runs_own_devices(
     run = partial(GRPOTrainer.open, settings, RunFolder(tmp_path / "run"), init_from=finished.path)
     with run() as trainer:
         assert trainer.engines is not None
-        own = trainer.task.answers(OwnGenerator(trainer.state))
-        made = trainer.engines.start(trainer.state, 0, lambda generator, _: trainer.task.answers(generator))
+        own = trainer.task.evaluate(OwnGenerator(trainer.state))
+        made = trainer.engines.start(trainer.state, 0, lambda generator, _: trainer.task.evaluate(generator))
         found = trainer.engines.wait(made)
         assert own is not None
         np.testing.assert_array_equal(found.tokens, own.tokens)

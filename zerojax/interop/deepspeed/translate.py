@@ -282,10 +282,8 @@ def _precision(reader: Reader, draft: _Draft) -> None:
     elif not any(map(reader.is_auto, paths)):
         draft.set("zero", compute_dtype="float32")
     for path in filter(reader.is_auto, paths):
-        stands = draft.result.sections["zero"].get(
-            "compute_dtype", f"{ZeroConfig.compute_dtype}, its default"
-        )
-        reader.note(path, f"{FILLED_IN}: here zero.compute_dtype = {stands}")
+        used = draft.result.sections["zero"].get("compute_dtype", f"{ZeroConfig.compute_dtype}, its default")
+        reader.note(path, f"{FILLED_IN}: here zero.compute_dtype = {used}")
     if fp16:
         draft.differs(
             "fp16.enabled = True: becomes bfloat16, whose range needs no loss scaling. Steps with a "

@@ -50,7 +50,7 @@ class Client:
                 return await self._join(facts)
         except TimeoutError:
             why = (
-                f"rank 0 did not answer at {self._place.host}:{self._place.port} within "
+                f"rank 0 did not respond at {self._place.host}:{self._place.port} within "
                 f"{self._join_timeout:g} s (cluster.join_timeout): is it started, and can this host reach it?"
             )
             return Failure("absent", 0, why)
@@ -86,7 +86,7 @@ class Client:
         """Connect to the coordinator; False if either side's token does not match.
 
         Raises:
-            OSError: no coordinator answers.
+            OSError: no coordinator responds.
         """
         async with asyncio.timeout(_PATIENCE):
             self._connected = Connection(*await asyncio.open_connection(self._place.host, self._place.port))

@@ -56,9 +56,9 @@ class PairRows:
 
     def __getitem__(self, index: int) -> dict[str, Int32[np.ndarray, " _"] | Float32[np.ndarray, " _"]]:
         row = {}
-        for name, answer in zip(("chosen", "rejected"), self.pairs[index][:2], strict=True):
+        for name, response in zip(("chosen", "rejected"), self.pairs[index][:2], strict=True):
             tokens, mask = np.zeros(self.time + 1, np.int32), np.zeros(self.time + 1, np.float32)
-            tokens[: len(answer.tokens)], mask[: len(answer.mask)] = answer
+            tokens[: len(response.tokens)], mask[: len(response.mask)] = response
             row |= {name: tokens, f"{name}_mask": mask[1:]}
         return row
 
@@ -126,15 +126,16 @@ def _read(data: DataSection, tokenizer: Tokenizer, template: ChatTemplate | None
     """The pairs of all files. A pair with an empty response becomes None."""
     examples: Examples = Completions() if template is None else Conversations(template)
     given = data.prompt_column if template is None else data.messages_column
-    answers, end = (data.chosen_column, data.rejected_column), ResponseEnd.of(tokenizer, template)
+    responses, end = (data.chosen_column, data.rejected_column), ResponseEnd.of(tokenizer, template)
     rows = (
         row
         for path in files_of(data, "pairs")
-        for row in read_rows(path, (given, *answers), optional=(TOOLS,) if template else ())
+        for row in read_rows(path, (given, *responses), optional=(TOOLS,) if template else ())
     )
     for some in itertools.batched(rows, _AT_ONCE):
         both = [
-            tuple(_document(row, column, place, data, template) for column in answers) for place, row in some
+            tuple(_document(row, column, place, data, template) for column in responses)
+            for place, row in some
         ]
         learnable = [documents for documents in both if all(document.targets for document in documents)]
         yield from [None] * (len(both) - len(learnable))
@@ -153,10 +154,10 @@ def _ended(text: Encoded, end: ResponseEnd) -> Encoded:
 
 
 def _document(
-    row: dict[str, Any], answer: str, place: str, data: DataSection, template: ChatTemplate | None
+    row: dict[str, Any], column: str, place: str, data: DataSection, template: ChatTemplate | None
 ) -> Document:
     """The prompt or conversation of a row, followed by the response in a column."""
     if template is None:
-        return Completions(data.prompt_column, answer).document(row, place)
+        return Completions(data.prompt_column, column).document(row, place)
     conversations = Conversations(template, data.messages_column)
-    return conversations.document(row, place, response=text_of(row, answer, place))
+    return conversations.document(row, place, response=text_of(row, column, place))

@@ -27,7 +27,7 @@ from zerojax.posttrain.settings import (
     abstract_pairs,
     check_first_weights,
     check_preferences,
-    longest_answer,
+    longest_response,
 )
 from zerojax.run.build import RunSetup
 from zerojax.run.checkpoints import Manifest
@@ -163,12 +163,12 @@ def read_data(
         DataError: as for ``Pairs.read``; or the tokenizer or its chat template is missing.
     """
     tokenizer, template = kept_tokenizer(config, folder, manifest)
-    pairs = Pairs.read(config.data, tokenizer, template, longest_answer(config))
+    pairs = Pairs.read(config.data, tokenizer, template, longest_response(config))
     count = config.train.eval_exact_match
     if not count:
         return pairs, None
     items = [(ResponseEnd.of(tokenizer, template), chosen_items(pairs.held_out, count))]
-    return pairs, ExactMatch(items, tokenizer, longest_answer(config))
+    return pairs, ExactMatch(items, tokenizer, longest_response(config))
 
 
 def make_batches(config: RunConfig, pairs: Pairs) -> tuple[TrainBatches, list[Batch]]:

@@ -267,14 +267,14 @@ class PostTrainer(OpenRun):
         longest = self.task.longest_rollout(self.config.posttrain.eval_prompts)
         self.watchdog.phase(f"the evaluation after step {self.step}", longest)
         if self.engines is None:
-            answers = self.task.answers(OwnGenerator(self.state))
+            completed = self.task.evaluate(OwnGenerator(self.state))
         else:
             made = self.engines.start(
-                self.state, self.step, lambda generator, _: self.task.answers(generator)
+                self.state, self.step, lambda generator, _: self.task.evaluate(generator)
             )
-            answers = self.engines.wait(made, self.watchdog)
-        self.watch_scores(f"scoring the evaluation after step {self.step}", answers)
-        rewards, _ = self.task.scorer.score(answers)
+            completed = self.engines.wait(made, self.watchdog)
+        self.watch_scores(f"scoring the evaluation after step {self.step}", completed)
+        rewards, _ = self.task.scorer.score(completed)
         mean = mean_over_processes({"reward": (rewards, np.isfinite(rewards))})["reward"]
         return {"validation_reward": jnp.float32(np.nan if mean is None else mean)}
 

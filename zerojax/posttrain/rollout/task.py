@@ -79,7 +79,7 @@ class Task:
         prompts = self.prompts.of_evaluation(self.config.posttrain.eval_prompts)
         return of_this_process(prompts[: len(prompts) // jax.process_count() * jax.process_count()])
 
-    def answers(self, generator: Generator) -> Rollout:
+    def evaluate(self, generator: Generator) -> Rollout:
         """Complete the prompts of an evaluation greedily."""
         return self._complete(generator, self.evaluated, Sampling(0.0), [0] * self.most_turns)
 
