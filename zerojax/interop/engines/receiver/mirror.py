@@ -1,4 +1,4 @@
-"""Two Hugging Face folders, of which one always has a whole version of a job's weights."""
+"""Two Hugging Face folders. At any time, one has a whole version of a job's weights."""
 
 import json
 import os
@@ -229,7 +229,7 @@ class Replica:
 
     def _check(self, session: str) -> None:
         if session != self.session:
-            raise PatchError(f"session {session[:40]} is over: {self.session} has begun since")
+            raise PatchError(f"session {session[:40]} is over: {self.session} was started since")
 
     def versions(self, pieces: Sequence[int]) -> list[int]:
         """The newest versions of pieces; ``FULL`` if a piece must be sent in full."""
@@ -297,7 +297,7 @@ class Replica:
         raise NotImplementedError
 
     def _serve(self, version: int) -> None:
-        """Let the engine see a version, all pieces of which are stored."""
+        """Let the engine see a version. All of its pieces are stored."""
         raise NotImplementedError
 
 

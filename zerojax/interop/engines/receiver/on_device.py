@@ -88,7 +88,7 @@ class DeviceReplica(Replica):
             self._stage_whole(patch, piece, earlier)
 
     def _decode_waiting(self) -> None:
-        """Decode what waits now, after what others decode."""
+        """Decode the patches that wait now, once other threads have decoded theirs."""
         with self._decoding:
             with self._lock:
                 batch, self._waiting, self._bytes = self._waiting, [], 0
