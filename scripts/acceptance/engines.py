@@ -238,7 +238,9 @@ def prepare(work: Path, family: str) -> None:
     subprocess.run([*ZEROJAX, "export", "sums", "hf"], cwd=work, check=True)
 
 
-def commands(python: Path, work: Path, updates: int, family: str, mirror: bool) -> dict[str, list[Any]]:
+def commands(
+    python: Path, work: Path, updates: int, family: str, mirror: bool, processes: int
+) -> dict[str, list[Any]]:
     """The command of each process. The run's resumes it, too."""
     here, learning = "http://127.0.0.1", {"optimizer.learning-rate": 1e-3, "train.batch-size": 32}
     settings = learning | {
@@ -251,6 +253,8 @@ def commands(python: Path, work: Path, updates: int, family: str, mirror: bool) 
         settings |= {"posttrain.engine-receivers": RECEIVER, "posttrain.engine-folder": work / "mirror"}
     options = [x for name, value in settings.items() for x in (f"--{name}", value)]
     run = ["posttrain", "arithmetic-grpo", "--run-dir", "run", "--init-from", "sums"]
+    if processes > 1:
+        run = ["launch", "--nodes", processes, "--devices-per-node", 1, "--platform", "cpu", *run]
     server = ["-m", "vllm.entrypoints.openai.api_server", "--model", work / "hf", "--max-model-len", ROOM]
     found = {
         "run": [*ZEROJAX, *run, *options, *FAMILIES[family]],
@@ -333,13 +337,14 @@ def main() -> int:
     parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--kills", type=int, default=6)
     parser.add_argument("--folder", action="store_true", help="write all weights, without a receiver")
+    parser.add_argument("--processes", type=int, default=1, help="of the run; each sends its shards")
     parser.add_argument("--family", choices=FAMILIES, default="llama")
     options = parser.parse_args()
     python, work = make_environment(options.environment.absolute()), options.work.absolute()
     work.mkdir(parents=True)
     prepare(work, options.family)
     proxy = Proxy(work / "run/weights" if options.folder else work / "mirror")
-    told = commands(python, work, options.updates, options.family, not options.folder)
+    told = commands(python, work, options.updates, options.family, not options.folder, options.processes)
     began = time.monotonic()
     every = {name: Killable(command, work, f"{name}.log") for name, command in told.items()}
     try:
