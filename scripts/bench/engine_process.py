@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
-import torch
-from receiver.ends import Receiver
-from receiver.manifest import Manifest
-from receiver.on_device import DeviceReplica
-from receiver.patches import Patch, checksums
+import torch  # pyright: ignore[reportMissingImports]
+from receiver.ends import Receiver  # pyright: ignore[reportMissingImports]
+from receiver.manifest import Manifest  # pyright: ignore[reportMissingImports]
+from receiver.on_device import DeviceReplica  # pyright: ignore[reportMissingImports]
+from receiver.patches import Patch, checksums  # pyright: ignore[reportMissingImports]
 
 TYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 

@@ -178,8 +178,8 @@ def patches_of(
     packed = [
         [*start_packing(shard, old.values, own)] for shard, old, own in zip(now, before, counts, strict=True)
     ]
-    return {
-        patch.piece: [patch]
-        for part, shard, *own in zip(parts, now, packed, counts, sums, strict=True)
-        for patch in finished_patches(shard, *own, part.numbers, versions)
-    }
+    found: dict[int, list[Patch]] = {}
+    for part, shard, bodies, own, both in zip(parts, now, packed, counts, sums, strict=True):
+        every = finished_patches(shard, bodies, own, both, part.numbers, versions)
+        found |= {patch.piece: [patch] for patch in every}
+    return found

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
-import torch
+import torch  # pyright: ignore[reportMissingImports]  (of the engine's environment)
 
 from .manifest import Manifest, Piece, Strip
 from .mirror import Replica
@@ -244,7 +244,7 @@ class DeviceReplica(Replica):
         kind = _INTEGERS[piece.itemsize]
         values = torch.zeros(piece.size, dtype=kind, device=self._tensors[0].device)
         for strip, own, block in piece.blocks(values):  # pyright: ignore[reportArgumentType]
-            block.copy_(_view(strip, self._tensors)[own])
+            block[:] = _view(strip, self._tensors)[own]
         return values
 
     def _write_whole(self, piece: Piece, values: torch.Tensor) -> None:
