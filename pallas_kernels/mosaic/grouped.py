@@ -78,7 +78,7 @@ def _views(*shape: int, dtype: DTypeLike = jnp.bfloat16) -> Any:
 
 
 def _both(union: Any) -> tuple[Any, Any]:
-    """The tiles, for tensor cores and warpgroups, and the lines, for copies."""
+    """The two views of shared memory: tiles for tensor cores and warpgroups, lines for copies."""
     return union[0], union[1]
 
 

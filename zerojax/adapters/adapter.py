@@ -64,7 +64,7 @@ class Bound(ABC):
         return {}
 
     def probes(self) -> dict[Path, Array]:
-        """By a weight's path, the probe (fp32 ``[facts]``) of its stack if the backward pass updates it."""
+        """Probes (fp32 ``[facts]``) of stacks that the backward pass updates, by the path of each weight."""
         return {}
 
     def replaced(self) -> dict[Path, Num[Array, "..."]]:

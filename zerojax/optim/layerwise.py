@@ -191,7 +191,7 @@ class LayerwiseOptimizer:
 
     @property
     def moments(self) -> dict[str, Path]:
-        """By its place in the optimizer's state, the path of each moment's weight."""
+        """The path of each moment's weight, by the moment's place in the optimizer's state."""
         return self._whole.moments
 
     def refuse_in_backward(self) -> None:
