@@ -575,12 +575,18 @@ def delta_rule(
     if not _has_delta_rule(value, state):
         return delta_chunks_reference.delta_rule(*args)
     launch = _DeltaRule(query, value, beta)
-    scores, _, written, removed, *factors = launch.prepare(query, key, value, log_decay, documents)
-    out, before, last = launch.scan(
+    scores, _, written, removed, *factors = launch.prepare(
+        query, key, value, log_decay, documents, keep=False
+    )
+    reads, writes, decay = factors
+    wrote, before, last = launch.scan(
         delta_chunks.scan_kernel,
-        (query, key, scores, written, removed, *factors, state),
-        (_like(value), launch.states(state), _like(state)),
+        (key, written, removed, writes, decay, state),
+        (jax.ShapeDtypeStruct(written.shape, value.dtype), launch.states(state), _like(state)),
         state,
+    )
+    (out,) = launch.over_chunks(
+        delta_chunks.read_kernel, (query, scores, reads, wrote, before), (_like(value),)
     )
     return out, before, last
 
@@ -594,7 +600,9 @@ def delta_rule_backward(
     if not _has_delta_rule(value, state):
         return delta_chunks_reference.delta_rule_backward(*rows, state, before, of_out, of_last)
     launch = _DeltaRule(query, value, beta)
-    scores, inverse, written, removed, *factors = launch.prepare(query, key, value, log_decay, documents)
+    scores, inverse, written, removed, *factors = launch.prepare(
+        query, key, value, log_decay, documents, keep=True
+    )
     of_wrote, of_after, of_state = launch.scan(
         delta_chunks.backward_scan_kernel,
         (query, key, scores, removed, *factors, of_out, of_last),
@@ -607,6 +615,7 @@ def delta_rule_backward(
         delta_chunks.read_gradient_kernel,
         (query, key, log_decay, documents, written, removed, before, of_out, of_wrote, of_after, of_decay),
         (of_keys, of_keys, _like(removed), _like(factors[0])),
+        **launch.constants,
     )
     of_key, of_value, of_log_decay, of_beta = launch.over_chunks(
         delta_chunks.write_gradient_kernel,
@@ -615,6 +624,7 @@ def delta_rule_backward(
             *(of_wrote, of_removed, of_key, of_total),
         ),
         (of_keys, _like(value), _like(log_decay), _like(log_decay)),
+        **launch.constants,
     )
 
     def over_heads(x: jax.Array) -> jax.Array:
@@ -634,29 +644,29 @@ class _DeltaRule:
         self.dtype, self.rows, self.chunks = value.dtype, batch * heads, time // delta_chunks_reference.CHUNK
         self.sizes = {"HEADS": heads, "KEY_HEADS": key_heads, "DIM": dim, "VALUE_DIM": width}
         self.exact, self._beta = self.dtype == jnp.float32, beta
+        self.constants = {"EXACT": self.exact, "DELTA": beta is not None}
 
     def beta(self, log_decay: jax.Array) -> jax.Array:
         """Beta, or an array that no kernel reads."""
         return log_decay if self._beta is None else self._beta
 
     def prepare(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, log_decay: jax.Array, documents: jax.Array
-    ) -> tuple[jax.Array, ...]:
-        """The scores, inverses, ``written`` and ``removed`` of all chunks, and their factors."""
-        tokens, fp32, beta = delta_chunks_reference.CHUNK, jnp.float32, self.beta(log_decay)
+        self, query: jax.Array, key: jax.Array, value: jax.Array, log_decay: jax.Array, documents: jax.Array,
+        *, keep: bool,
+    ) -> tuple[jax.Array, ...]:  # fmt: skip
+        """All chunks' scores, inverses (if ``keep``), ``written``, ``removed`` and factors."""
+        tokens, fp32, delta = delta_chunks_reference.CHUNK, jnp.float32, self._beta is not None
         square, dim, width = (tokens, tokens), self.sizes["DIM"], self.sizes["VALUE_DIM"]
-        solved = () if self._beta is None else square  # no system, and nothing is stored
-        shapes = (square, self.dtype), (solved, fp32), ((tokens,), fp32), ((tokens,), fp32), ((), fp32)
-        scores, inverse, *factors = self.over_chunks(
-            delta_chunks.solve_kernel,
-            (query, key, log_decay, beta, documents),
-            self._of_chunks(*shapes),
+        each = ((tokens,), fp32), ((tokens,), fp32), ((), fp32)
+        inverse = square if keep and delta else ()  # () is not written
+        shapes = (square, self.dtype), (inverse, fp32), ((tokens, width), fp32), ((tokens, dim), self.dtype)
+        return self.over_chunks(
+            delta_chunks.prepare_kernel,
+            (query, key, value, log_decay, self.beta(log_decay), documents),
+            self._of_chunks(*shapes, *each),
+            **self.constants,
+            KEEP=keep,
         )
-        shapes = ((tokens, width), fp32), ((tokens, dim), self.dtype)
-        written, removed = self.over_chunks(
-            delta_chunks.write_kernel, (key, value, beta, inverse, factors[0]), self._of_chunks(*shapes)
-        )
-        return scores, inverse, written, removed, *factors
 
     def scan(
         self, kernel: Any, arrays: tuple[jax.Array, ...], out: tuple[jax.ShapeDtypeStruct, ...],
@@ -665,9 +675,8 @@ class _DeltaRule:
         """Launch a kernel that carries a state over chunks."""
         grid = -(-state.shape[3] // _COLUMNS), self.rows
         stages = 3 if compute_capability() in _KEYS else 2  # chips of workstations have no memory for three
-        return self._launch(
-            kernel, arrays, out, grid, 1 if self.exact else stages, COLUMNS=min(_COLUMNS, state.shape[3])
-        )
+        stages = 1 if self.exact or self.sizes["DIM"] > 128 else stages
+        return self._launch(kernel, arrays, out, grid, stages, COLUMNS=min(_COLUMNS, state.shape[3]))
 
     def states(self, state: jax.Array) -> jax.ShapeDtypeStruct:
         """A state for each chunk, in the rows' dtype."""
@@ -678,10 +687,10 @@ class _DeltaRule:
         return tuple(jax.ShapeDtypeStruct((self.chunks, self.rows, *shape), dtype) for shape, dtype in each)
 
     def over_chunks(
-        self, kernel: Any, arrays: tuple[jax.Array, ...], out: tuple[jax.ShapeDtypeStruct, ...]
-    ) -> tuple[jax.Array, ...]:
+        self, kernel: Any, arrays: tuple[jax.Array, ...], out: tuple[jax.ShapeDtypeStruct, ...],
+        **constants: bool,
+    ) -> tuple[jax.Array, ...]:  # fmt: skip
         """Launch a kernel that has a program for each chunk of each head."""
-        constants = {"EXACT": self.exact, "DELTA": self._beta is not None}
         return self._launch(kernel, arrays, out, (self.chunks, self.rows), 1, **constants)
 
     def _launch(

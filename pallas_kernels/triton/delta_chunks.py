@@ -1,13 +1,13 @@
 """Triton kernels of ``pallas_kernels.delta_chunks``.
 
-``solve_kernel`` and ``write_kernel`` do for every chunk at once what needs no state. ``scan_kernel`` carries
-the state from chunk to chunk, some columns of one head's state per program, in registers. Columns do not
-depend on each other, so that a row with few heads still fills the chip. ``backward_scan_kernel`` carries its
-cotangent back. The two kernels of gradients then do every chunk at once; one alone would need more registers
-than there are.
+``prepare_kernel`` computes for every chunk at once what needs no state. ``scan_kernel`` carries the state
+from chunk to chunk, some columns of one head's state per program, in registers. Columns do not depend on each
+other, so that a row with few heads still fills the chip. From the states ``read_kernel`` computes the outputs
+of every chunk at once. ``backward_scan_kernel`` carries the state's cotangent back. The two kernels of
+gradients then do every chunk at once; one alone would need more registers than there are.
 
 Rows are ``[batch, time, heads, ...]``. Results of a chunk are ``[chunks, batch * heads, ...]``. With EXACT,
-for fp32 rows, products are fp32. Otherwise their operands are bf16, or fp32 as sums of bf16 or TF32 numbers.
+for fp32 rows, operands of products are sums of two TF32 numbers. Otherwise they are bf16, or sums of two.
 Without DELTA, tokens remove nothing from the state (Mamba-2), and there is no system.
 """
 
@@ -16,15 +16,18 @@ import triton.language as tl
 
 
 @triton.jit
-def solve_kernel(
+def prepare_kernel(
     query_ptr,
     key_ptr,
+    value_ptr,
     log_decay_ptr,
     beta_ptr,
     documents_ptr,
     chunks,
     scores_ptr,
     inverse_ptr,
+    written_ptr,
+    removed_ptr,
     reads_ptr,
     writes_ptr,
     decay_ptr,
@@ -35,8 +38,13 @@ def solve_kernel(
     VALUE_DIM: tl.constexpr,
     EXACT: tl.constexpr,
     DELTA: tl.constexpr,
+    KEEP: tl.constexpr,
 ):
-    """A chunk's scores, the inverse of its system, and its factors (``_factors``)."""
+    """A chunk's scores and factors (``_factors``), and ``written`` and ``removed``.
+
+    The former is inverse beta value, the latter inverse beta reads key, where inverse is the inverse of the
+    chunk's system. KEEP stores it, too.
+    """
     token, head, at = _chunk(chunks, TOKENS, HEADS)
     t = tl.arange(0, TOKENS)
     _, pairs, reads, writes, decay = _factors(log_decay_ptr, documents_ptr, token, head, TOKENS, HEADS)
@@ -48,61 +56,32 @@ def solve_kernel(
     query = tl.load(_of_rows(query_ptr, token, key_head, KEY_HEADS, TOKENS, DIM))
     scores = (pairs * _dot(query, tl.trans(key))).to(query.dtype)
     tl.store(_of_chunk(scores_ptr, at, TOKENS, TOKENS), scores)
+    values = _of_rows(value_ptr, token, head, HEADS, TOKENS, VALUE_DIM)
     if DELTA:
         beta = tl.load(beta_ptr + token * HEADS + head + t * HEADS)
         inverse = _inverse(beta[:, None] * pairs * _dot(key, tl.trans(key)), TOKENS, EXACT)
-        tl.store(_of_chunk(inverse_ptr, at, TOKENS, TOKENS), inverse)
-
-
-@triton.jit
-def write_kernel(
-    key_ptr,
-    value_ptr,
-    beta_ptr,
-    inverse_ptr,
-    reads_ptr,
-    chunks,
-    written_ptr,
-    removed_ptr,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    EXACT: tl.constexpr,
-    DELTA: tl.constexpr,
-):
-    """A chunk's ``written`` and ``removed``: inverse beta value, and inverse beta reads key."""
-    token, head, at = _chunk(chunks, TOKENS, HEADS)
-    t = tl.arange(0, TOKENS)
-    value = tl.load(_of_rows(value_ptr, token, head, HEADS, TOKENS, VALUE_DIM))
-    if DELTA:
-        inverse = tl.load(_of_chunk(inverse_ptr, at, TOKENS, TOKENS))
-        inverse *= tl.load(beta_ptr + token * HEADS + head + t * HEADS)[None, :]
-        written = _times(inverse, value, EXACT)
-        inverse *= tl.load(reads_ptr + at * TOKENS + t)[None, :]
-        key = tl.load(_of_rows(key_ptr, token, head // (HEADS // KEY_HEADS), KEY_HEADS, TOKENS, DIM))
-        removed = _times(inverse, key, EXACT).to(key.dtype)
+        if KEEP:
+            tl.store(_of_chunk(inverse_ptr, at, TOKENS, TOKENS), inverse)
+        inverse *= beta[None, :]
+        written = _times(inverse, tl.load(values), EXACT)
+        removed = _times(inverse * reads[None, :], key, EXACT).to(key.dtype)
     else:
-        written = value.to(tl.float32)
-        removed = tl.zeros((TOKENS, DIM), value.dtype)
+        written = tl.load(values).to(tl.float32)
+        removed = tl.zeros((TOKENS, DIM), key.dtype)
     tl.store(_of_chunk(written_ptr, at, TOKENS, VALUE_DIM), written)
     tl.store(_of_chunk(removed_ptr, at, TOKENS, DIM), removed)
 
 
 @triton.jit
 def scan_kernel(
-    query_ptr,
     key_ptr,
-    scores_ptr,
     written_ptr,
     removed_ptr,
-    reads_ptr,
     writes_ptr,
     decay_ptr,
     state_ptr,
     chunks,
-    out_ptr,
+    wrote_ptr,
     before_ptr,
     last_ptr,
     TOKENS: tl.constexpr,
@@ -112,37 +91,54 @@ def scan_kernel(
     VALUE_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The outputs, the state before each chunk, and the last state."""
+    """What each chunk writes into the state before it, that state, and the last one."""
     row = tl.program_id(1)
     head = row % HEADS
     first = (row // HEADS).to(tl.int64) * chunks * TOKENS
     rows = tl.num_programs(1)
     t = tl.arange(0, TOKENS)
     column = tl.program_id(0) * COLUMNS
-    low = query_ptr.dtype.element_ty
+    low = key_ptr.dtype.element_ty
     state = tl.load(_columns(state_ptr, row.to(tl.int64), column, VALUE_DIM, DIM, COLUMNS))
     for chunk in range(chunks):
         at = (chunk * rows + row).to(tl.int64)
-        token = first + chunk * TOKENS
+        decay = tl.load(decay_ptr + at)  # first, so that products hide the time it takes
         before = state.to(low)
         tl.store(_columns(before_ptr, at, column, VALUE_DIM, DIM, COLUMNS), before)
-        key_head = head // (HEADS // KEY_HEADS)
         removed = tl.load(_of_chunk(removed_ptr, at, TOKENS, DIM))
-        query = tl.load(_of_rows(query_ptr, token, key_head, KEY_HEADS, TOKENS, DIM))
-        key = tl.load(_of_rows(key_ptr, token, key_head, KEY_HEADS, TOKENS, DIM))
-        scores = tl.load(_of_chunk(scores_ptr, at, TOKENS, TOKENS))
         written = tl.load(_columns(written_ptr, at, column, VALUE_DIM, TOKENS, COLUMNS))
-        reads = tl.load(reads_ptr + at * TOKENS + t)
         writes = tl.load(writes_ptr + at * TOKENS + t)
+        key_head = head // (HEADS // KEY_HEADS)
+        key = tl.load(_of_rows(key_ptr, first + chunk * TOKENS, key_head, KEY_HEADS, TOKENS, DIM))
         wrote = written - _dot(removed, before)
-        out = _dot(query, before) * reads[:, None]
-        out += _dot(scores, wrote.to(low))
-        tl.store(
-            _columns_of_rows(out_ptr, token, head, column, HEADS, VALUE_DIM, TOKENS, COLUMNS), out.to(low)
-        )
-        state = state * tl.load(decay_ptr + at)
-        state += _dot(tl.trans(key), (wrote * writes[:, None]).to(low))
+        tl.store(_columns(wrote_ptr, at, column, VALUE_DIM, TOKENS, COLUMNS), wrote.to(low))
+        state = state * decay + _dot(tl.trans(key), (wrote * writes[:, None]).to(low))
     tl.store(_columns(last_ptr, row.to(tl.int64), column, VALUE_DIM, DIM, COLUMNS), state)
+
+
+@triton.jit
+def read_kernel(
+    query_ptr,
+    scores_ptr,
+    reads_ptr,
+    wrote_ptr,
+    before_ptr,
+    chunks,
+    out_ptr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+):
+    """A chunk's outputs: reads (query before) + scores wrote."""
+    token, head, at = _chunk(chunks, TOKENS, HEADS)
+    query = tl.load(_of_rows(query_ptr, token, head // (HEADS // KEY_HEADS), KEY_HEADS, TOKENS, DIM))
+    reads = tl.load(reads_ptr + at * TOKENS + tl.arange(0, TOKENS))
+    out = _dot(query, tl.load(_of_chunk(before_ptr, at, DIM, VALUE_DIM))) * reads[:, None]
+    scores = tl.load(_of_chunk(scores_ptr, at, TOKENS, TOKENS))
+    out += _dot(scores, tl.load(_of_chunk(wrote_ptr, at, TOKENS, VALUE_DIM)))
+    tl.store(_of_rows(out_ptr, token, head, HEADS, TOKENS, VALUE_DIM), out.to(query.dtype))
 
 
 @triton.jit
@@ -180,6 +176,7 @@ def backward_scan_kernel(
         chunk = chunks - 1 - turn
         at = (chunk * rows + row).to(tl.int64)
         token = first + chunk * TOKENS
+        decay = tl.load(decay_ptr + at)  # first, so that products hide the time it takes
         after = carried.to(low)
         tl.store(_columns(of_after_ptr, at, column, VALUE_DIM, DIM, COLUMNS), after)
         key_head = head // (HEADS // KEY_HEADS)
@@ -196,7 +193,7 @@ def backward_scan_kernel(
             _columns(of_wrote_ptr, at, column, VALUE_DIM, TOKENS, COLUMNS),
             of_wrote,
         )
-        carried = carried * tl.load(decay_ptr + at)
+        carried = carried * decay
         carried += _dot(tl.trans(query), (of_out * reads[:, None]).to(low))
         carried -= _dot(tl.trans(removed), of_wrote)
     tl.store(
@@ -403,7 +400,8 @@ def _factors(log_decay_ptr, documents_ptr, token, head, TOKENS: tl.constexpr, HE
     before = tl.load(documents_ptr + tl.where(tl.program_id(0) == 0, token, token - 1))
     seen = (t[:, None] >= t[None, :]) & (own[:, None] == own[None, :])
     # Of each document alone: with one sum for all, rounding would carry gradients from one to the other.
-    total = tl.sum(tl.where(seen, log_decay[None, :], 0.0), 1)
+    starts = own != tl.load(documents_ptr + token + tl.where(t == 0, t, t - 1))
+    total, _ = tl.associative_scan((log_decay, starts.to(tl.int32)), 0, _add_within)
     pairs = tl.where(seen, tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0)), 0.0)
     end = tl.sum(tl.where(t == TOKENS - 1, total, 0.0))
     reads = tl.where(own == before, tl.exp(total), 0.0)
@@ -412,44 +410,58 @@ def _factors(log_decay_ptr, documents_ptr, token, head, TOKENS: tl.constexpr, HE
 
 
 @triton.jit
+def _add_within(left, starts_left, right, starts_right):
+    """Sums that begin again where a document starts."""
+    return tl.where(starts_right != 0, right, left + right), starts_left | starts_right
+
+
+@triton.jit
 def _inverse(system, SIZE: tl.constexpr, EXACT: tl.constexpr):
     """The inverse of I plus a matrix's strictly lower triangle, of 64 rows.
 
-    Blocks of 16 on the diagonal are inverted together, by elimination column by column. With Y their inverses
-    and X = Y (the rest), the inverse is (I - X) (I + X^2) Y, because X^4 = 0. Powers of the whole matrix
-    would lose all precision if many keys are alike.
+    Blocks on the diagonal are inverted together, by elimination column by column. Then each two neighbours
+    become one: with Y their inverses and R the block between them, the inverse is Y - Y R Y. Powers of the
+    whole matrix would lose all precision if many keys are alike.
     """
-    BLOCKS: tl.constexpr = SIZE // 16
-    b = tl.arange(0, BLOCKS)
-    i = tl.arange(0, 16)
+    BLOCK: tl.constexpr = 16
+    b = tl.arange(0, SIZE // BLOCK)
+    i = tl.arange(0, BLOCK)
     t = tl.arange(0, SIZE)
     lower = tl.where(t[:, None] > t[None, :], system, 0.0)
     diagonal = (b[:, None] == b[None, :])[:, None, :, None]
-    inside = tl.sum(tl.where(diagonal, tl.reshape(lower, (BLOCKS, 16, BLOCKS, 16)), 0.0), 2)
-    solved = tl.zeros((BLOCKS, 16, 16), tl.float32) + (i[:, None] == i[None, :]).to(tl.float32)[None, :, :]
-    for done in range(15):
+    split: tl.constexpr = (SIZE // BLOCK, BLOCK, SIZE // BLOCK, BLOCK)
+    inside = tl.sum(tl.where(diagonal, tl.reshape(lower, split), 0.0), 2)
+    y = tl.zeros((SIZE // BLOCK, BLOCK, BLOCK), tl.float32)
+    y += (i[:, None] == i[None, :]).to(tl.float32)[None, :, :]
+    for done in range(BLOCK - 1):
         column = tl.sum(tl.where((i == done)[None, None, :], inside, 0.0), 2)
-        row = tl.sum(tl.where((i == done)[None, :, None], solved, 0.0), 1)
-        solved -= column[:, :, None] * row[:, None, :]
-    y = tl.reshape(tl.where(diagonal, solved[:, :, None, :], 0.0), (SIZE, SIZE))
-    x = _precise(y, tl.where(t[:, None] // 16 > t[None, :] // 16, lower, 0.0), EXACT)
-    y += _precise(_precise(x, x, EXACT), y, EXACT)
-    return y - _precise(x, y, EXACT)
+        row = tl.sum(tl.where((i == done)[None, :, None], y, 0.0), 1)
+        y -= column[:, :, None] * row[:, None, :]
+    y = tl.reshape(tl.where(diagonal, y[:, :, None, :], 0.0), (SIZE, SIZE))
+    for level in tl.static_range(2 if BLOCK == 16 else 3):
+        block = t // (BLOCK * 2**level)
+        pair = block // 2
+        between = (block[:, None] > block[None, :]) & (pair[:, None] == pair[None, :])
+        y -= _precise(_precise(y, tl.where(between, lower, 0.0), EXACT), y, EXACT)
+    return y
 
 
 @triton.jit
 def _dot(a, b):
     """A product with an fp32 sum, of operands of one dtype."""
-    return tl.dot(a, b, input_precision="ieee")
+    return tl.dot(a, b, input_precision="tf32x3")
 
 
 @triton.jit
 def _precise(a, b, EXACT: tl.constexpr):
     """A product of fp32 matrices."""
     if EXACT:
-        product = tl.dot(a, b, input_precision="ieee")
+        product = _dot(a, b)
     else:
-        product = tl.dot(a, b, input_precision="tf32x3")
+        high_a, high_b = a.to(tl.bfloat16), b.to(tl.bfloat16)
+        product = tl.dot((a - high_a.to(tl.float32)).to(tl.bfloat16), high_b)
+        product = tl.dot(high_a, (b - high_b.to(tl.float32)).to(tl.bfloat16), product)
+        product = tl.dot(high_a, high_b, product)
     return product
 
 
@@ -457,7 +469,7 @@ def _precise(a, b, EXACT: tl.constexpr):
 def _times(a, b, EXACT: tl.constexpr):
     """A product of an fp32 matrix and one of the rows' dtype."""
     if EXACT:
-        product = tl.dot(a, b, input_precision="ieee")
+        product = _dot(a, b)
     else:
         high = a.to(b.dtype)
         product = tl.dot((a - high.to(tl.float32)).to(b.dtype), b)

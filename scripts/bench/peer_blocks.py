@@ -21,7 +21,7 @@ import harness
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rows import HEAD_WIDTH, Row, Sizes, add_model_options, line, sent_so_far, speed_of
+from rows import LINEAR, Row, Sizes, add_model_options, document_ends, line, sent_so_far, speed_of
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -59,6 +59,62 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] < q.shape[1])
 
 
+def attend_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, ends: torch.Tensor) -> torch.Tensor:
+    """Causal attention within documents of one row, (1, heads, time, dim); ``ends`` begins with 0."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    repeats = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
+    longest = q.shape[0]
+    out = varlen_attn(q, k, v, ends, ends, longest, longest, window_size=(-1, 0))
+    assert isinstance(out, torch.Tensor)
+    return out.transpose(0, 1)[None]
+
+
+class LinearAttention(nn.Module):
+    """flash-linear-attention's Gated DeltaNet with Qwen3.5's heads, outside of compiled code.
+
+    On Hopper fla 0.6 refuses its backward pass with Triton 3.4 to 3.7, which compiles it to wrong results
+    (its issue 640). Here it runs nevertheless, for its time only. Triton tunes at most four configurations of
+    each of its kernels.
+    """
+
+    def __init__(self, sizes: Sizes, ends: torch.Tensor | None):
+        """Draw the weights."""
+        super().__init__()
+        tune_less(4)
+        from fla.layers import GatedDeltaNet
+        from fla.ops.common import chunk_o
+
+        chunk_o.TRITON_ABOVE_3_7_1 = True
+        keys, values = LINEAR.heads(sizes.d_model)
+        self.ends = ends
+        self.layer = GatedDeltaNet(
+            sizes.d_model, expand_v=1, head_dim=LINEAR.width, num_heads=keys, num_v_heads=values
+        )
+
+    @torch.compiler.disable
+    def forward(self, x: torch.Tensor, rope: RopeTable | None) -> torch.Tensor:
+        """Activations (batch, time, d) in and out."""
+        return self.layer(x, cu_seqlens=self.ends)[0]
+
+
+def tune_less(most: int) -> None:
+    """Make Triton's autotuner try at most so many configurations, of four warps if there are such."""
+    from triton.runtime.autotuner import Autotuner
+
+    if hasattr(Autotuner, "original"):
+        return
+    Autotuner.original = original = Autotuner.__init__
+
+    def init(self: Any, fn: Any, arg_names: Any, configs: Any, *args: Any, **keywords: Any) -> None:
+        some = [one for one in configs or () if one.num_warps == 4] or configs
+        original(self, fn, arg_names, some and some[:: -(-len(some) // most)], *args, **keywords)
+
+    Autotuner.__init__ = init
+
+
 class Attention(nn.Module):
     """Causal self-attention, one matmul for queries, keys and values."""
 
@@ -66,21 +122,24 @@ class Attention(nn.Module):
         """Draw the weights."""
         super().__init__()
         d, self.sizes, self.attend = sizes.d_model, sizes, attend
-        self.qkv = nn.Linear(d, (sizes.heads + 2 * sizes.kv_heads) * HEAD_WIDTH, bias=False)
-        self.out = nn.Linear(sizes.heads * HEAD_WIDTH, d, bias=False)
+        self.width = width = sizes.head_width
+        self.qkv = nn.Linear(d, (sizes.heads + 2 * sizes.kv_heads) * width, bias=False)
+        self.out = nn.Linear(sizes.heads * width, d, bias=False)
+        self.gate = nn.Linear(d, sizes.heads * width, bias=False) if sizes.linear else None
         self.query_norm, self.key_norm = (
-            nn.RMSNorm(HEAD_WIDTH, eps=1e-5) if sizes.qk_norm else nn.Identity() for _ in range(2)
+            nn.RMSNorm(width, eps=1e-5) if sizes.qk_norm else nn.Identity() for _ in range(2)
         )
 
     def forward(self, x: torch.Tensor, rope: RopeTable | None) -> torch.Tensor:
         """Activations (batch, time, d) in and out."""
         heads, kv = self.sizes.heads, self.sizes.kv_heads
-        qkv = self.qkv(x).view(*x.shape[:2], heads + 2 * kv, HEAD_WIDTH)
+        qkv = self.qkv(x).view(*x.shape[:2], heads + 2 * kv, self.width)
         q, k, v = qkv.split((heads, kv, kv), dim=2)
         q, k, v = (part.transpose(1, 2) for part in (self.query_norm(q), self.key_norm(k), v))
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
-        return self.out(self.attend(q, k, v).transpose(1, 2).reshape(*x.shape[:2], heads * HEAD_WIDTH))
+        out = self.attend(q, k, v).transpose(1, 2).reshape(*x.shape[:2], heads * self.width)
+        return self.out(out if self.gate is None else out * self.gate(x).sigmoid())
 
 
 class GeluMLP(nn.Module):
@@ -189,9 +248,12 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm block of zerojax.models without biases: GPT-2's, LLaMA's, or Qwen3-MoE's."""
+    """A pre-norm block of zerojax.models without biases: GPT-2's, LLaMA's, Qwen3-MoE's, or Qwen3.5's.
 
-    def __init__(self, sizes: Sizes, *, layers: int, gathers: bool):
+    ``linear`` blocks have linear attention; ``ends`` are a row's packed documents (``attend_packed``).
+    """
+
+    def __init__(self, sizes: Sizes, *, layers: int, gathers: bool, linear: bool, ends: torch.Tensor | None):
         """Initialise the weights: normal, narrower for projections into the residual stream."""
         super().__init__()
         d = sizes.d_model
@@ -199,15 +261,17 @@ class Block(nn.Module):
             partial(nn.RMSNorm, d, eps=1e-5) if sizes.rms else partial(nn.LayerNorm, d, eps=1e-5, bias=False)
         )
         self.norm_attention = norm()
-        self.attention = Attention(sizes)
+        self.attention = LinearAttention(sizes, ends) if linear else Attention(sizes)
+        if ends is not None and not linear:
+            self.attention.attend = torch.compiler.disable(partial(attend_packed, ends=ends))
         self.norm_mlp = norm()
         if sizes.experts:
             self.mlp: nn.Module = Experts(sizes, gathers=gathers)
         else:
             self.mlp = SwigluMLP(d, sizes.ffn) if sizes.rms else GeluMLP(d, sizes.ffn)
         for name, weight in self.named_parameters():
-            if weight.ndim > 1:
-                residual = name.startswith(("attention.out", "mlp.down"))
+            if weight.ndim > 1 and "conv1d" not in name:
+                residual = name.startswith(("attention.out", "attention.layer.o_proj", "mlp.down"))
                 nn.init.normal_(weight, std=0.02 / (2 * layers) ** 0.5 if residual else 0.02)
 
     def forward(self, x: torch.Tensor, rope: RopeTable | None) -> torch.Tensor:
@@ -234,25 +298,38 @@ class BlockStack(nn.Module):
 
 
 def rotate(x: torch.Tensor, rope: RopeTable) -> torch.Tensor:
-    """Rotate each pair (x[i], x[i + dim/2]) of (batch, heads, time, dim) by its position's angle, in fp32."""
+    """Rotate pairs (x[i], x[i + n]) of (batch, heads, time, dim) by their position's angle, in fp32.
+
+    The table has n angles; elements from 2n on stay.
+    """
     cos, sin = rope
-    low, high = x.float().chunk(2, dim=-1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).type_as(x)
+    low, high, rest = x.float().split((n := cos.shape[1], n, x.shape[-1] - 2 * n), dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1).type_as(x)
 
 
 def make_rope(options: argparse.Namespace, device: torch.device) -> RopeTable | None:
-    """The cosines and sines of a head of 128, (time, 64) in fp32; None for GPT-2's blocks."""
-    if not Sizes.of(options).rms:
+    """The cosines and sines of a head of 128, (time, 64) in fp32; None for GPT-2's blocks.
+
+    Qwen3.5 rotates 64 of 256 elements.
+    """
+    if not (sizes := Sizes.of(options)).rms:
         return None
-    frequencies = 10000.0 ** -(torch.arange(0, 128, 2, device=device) / 128)
+    width = sizes.head_width // 4 if sizes.linear else sizes.head_width
+    frequencies = 10000.0 ** -(torch.arange(0, width, 2, device=device) / width)
     angles = torch.outer(torch.arange(options.seq, device=device), frequencies)
     return angles.cos(), angles.sin()
 
 
-def make_block(options: argparse.Namespace, device: torch.device, *, gathers: bool = False) -> Block:
-    """One block on the device, in fp32; for gathers see ``Experts``."""
+def make_block(
+    options: argparse.Namespace, device: torch.device, number: int = 0, *, gathers: bool = False
+) -> Block:
+    """Block ``number`` on the device, in fp32; for gathers see ``Experts``."""
+    sizes, ends = Sizes.of(options), None
     with device:
-        return Block(Sizes.of(options), layers=options.layers, gathers=gathers)
+        if options.documents > 1:
+            ends = torch.tensor([0, *document_ends(options)], dtype=torch.int32)
+        linear = sizes.linear and number % 4 != 3
+        return Block(sizes, layers=options.layers, gathers=gathers, linear=linear, ends=ends)
 
 
 def make_batch(

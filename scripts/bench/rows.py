@@ -75,6 +75,23 @@ def speed_of(
 HEAD_WIDTH = 128
 
 
+class LINEAR:
+    """Qwen3.5's linear attention: a head of keys and two of values for each 256 of the model's width."""
+
+    width = 128
+
+    @staticmethod
+    def heads(d_model: int) -> tuple[int, int]:
+        """Of keys and of values."""
+        return d_model // 256, d_model // 128
+
+    @classmethod
+    def outputs(cls, d_model: int) -> int:
+        """Columns of its projections: queries, keys, values, gate, output, decays and betas."""
+        keys, values = cls.heads(d_model)
+        return (2 * keys + 3 * values) * cls.width + 2 * values
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Of a block, as the options give them.
@@ -85,6 +102,8 @@ class Sizes:
         ffn: hidden width of the MLP, or of each expert.
         experts: MLPs of a block; 0 is one for all tokens.
         per_token: of these, how many a token goes to.
+        head_width: of attention's heads.
+        linear: whether three layers of four have linear attention (``LINEAR``), and attention has a gate.
     """
 
     rms: bool
@@ -95,11 +114,16 @@ class Sizes:
     ffn: int
     experts: int
     per_token: int
+    head_width: int = HEAD_WIDTH
+    linear: bool = False
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> "Sizes":
         """The options' own sizes, and the family's sizes where they have none."""
         d, mixture = options.d_model, options.qwen3_moe
+        if options.qwen35:
+            kv_heads = options.kv_heads or max(d // 1024, 1)
+            return cls(True, True, d, d // 256, kv_heads, options.ffn or 3 * d, 0, 0, 256, linear=True)
         heads = d // HEAD_WIDTH * (2 if mixture else 1)
         dense = -(-8 * d // 768) * 256 if options.llama else 4 * d
         return cls(
@@ -116,14 +140,17 @@ class Sizes:
     @property
     def active_weights(self) -> int:
         """Elements of the matrices that a token is multiplied with: of the experts, those that it goes to."""
-        attention = 2 * (self.heads + self.kv_heads) * HEAD_WIDTH
+        attention = 2 * (self.heads + self.kv_heads) * self.head_width
+        if self.linear:
+            attention = (attention + self.heads * self.head_width + 3 * LINEAR.outputs(self.d_model)) // 4
         mlp = (3 if self.rms else 2) * self.ffn * (self.per_token or 1)
         return self.d_model * (attention + mlp + self.experts)
 
     def flops_per_token(self, layers: int, length: int, *, frozen: bool) -> int:
         """FLOPs of a forward and a backward pass: 6 per weight, 4 if it is frozen; and causal attention's."""
         weights = (4 if frozen else 6) * self.active_weights
-        return layers * (weights + 6 * self.heads * HEAD_WIDTH * length)
+        attending = layers // 4 if self.linear else layers
+        return layers * weights + attending * 6 * self.heads * self.head_width * length
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -136,6 +163,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--qwen3-moe", action="store_true",
         help="Qwen3-30B-A3B's: LLaMA's with twice as many heads, 8 to a key, normed, and experts as MLPs",
     )  # fmt: skip
+    family.add_argument(
+        "--qwen3.5", action="store_true", dest="qwen35",
+        help="Qwen3.5-9B's at --d-model 4096: three layers of gated linear attention, then a gated one",
+    )  # fmt: skip
+    parser.add_argument("--documents", type=int, default=1, help="packed in each row (--qwen3.5)")
     parser.add_argument("--experts", type=int, default=128, help="with --qwen3-moe")
     parser.add_argument("--experts-per-token", type=int, default=8, help="likewise")
     parser.add_argument("--ffn", type=int, help="hidden width of the MLP; by default the family's own")
@@ -149,6 +181,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="time with each of these rates of the nodes' links: 10gbit 40gbit. In a cluster of "
         "zerojax emulate, set up with the highest of them",
     )  # fmt: skip
+
+
+def document_ends(options: argparse.Namespace) -> list[int]:
+    """The token after each document of a row; lengths grow in proportion to 1, 2, 3, ..."""
+    count = options.documents
+    return [options.seq * (n + 1) * n // (count * (count + 1)) for n in range(1, count + 1)]
 
 
 def sent_so_far() -> int | None:

@@ -6,7 +6,8 @@
         scripts/bench/train.py --nodes 2 --local 4 --variants zero3 zero++ delta
 
 The model is a stack of pre-norm GPT blocks without embeddings (--llama: RMS norms, rotary positions and
-SwiGLU; --qwen3-moe: those and a mixture of experts, without losses of its router), fed random bf16
+SwiGLU; --qwen3-moe: those and a mixture of experts, without losses of its router; --qwen3.5: three layers of
+gated linear attention, then one of gated attention), fed random bf16
 activations, to measure the blocks and their communication. "gspmd" is JAX's own sharding (gspmd.py);
 train_fsdp2.py runs the same stack in PyTorch. The script remarks on a loss that differs by more than 1% from
 the loss of the first variant with as many micro-batches after the same steps ("local" reports the step before
@@ -34,12 +35,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from rows import HEAD_WIDTH, Row, Sizes, add_model_options, line, sent_so_far, speed_of
+from rows import LINEAR, Row, Sizes, add_model_options, document_ends, line, sent_so_far, speed_of
 
 import zerojax
 from zerojax.analysis.profile import measure_overlap, read_events, trace_files
 from zerojax.comm.xla_options import GPU_OPTIONS
 from zerojax.models import Block, GPTConfig
+from zerojax.models.flash_attention import document_offsets
 from zerojax.models.rope import Rope, rope_of
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.multihost.distributed import joined
@@ -107,7 +109,8 @@ class BlockStack(nnx.Module):
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         """Draw the weights."""
         self.config = config
-        self.blocks = zerojax.Stack(partial(Block, config), config.layers, rngs=rngs)
+        kinds = [partial(Block, kind) for kind, _ in config.kinds]
+        self.blocks = zerojax.Stack([kinds[kind] for kind in config.order], config.layers, rngs=rngs)
 
     def rope(self, length: int) -> Rope | None:
         """The rotary table of this device's tokens of a sequence, if positions are rotary."""
@@ -115,15 +118,16 @@ class BlockStack(nnx.Module):
             return None
         return rope_of(self.config, zerojax.own_tokens(jnp.arange(length), axis=0), length)
 
-    def __call__(self, x: jax.Array, length: int) -> jax.Array:
+    def __call__(self, x: jax.Array, length: int, segments: jax.Array | None) -> jax.Array:
         """Activations in, activations out; of this device's tokens of sequences of a length."""
-        return self.blocks(x, self.rope(length))
+        documents = None if segments is None else document_offsets(segments)
+        return self.blocks(x, self.rope(length), None, documents)
 
 
 def loss_fn(model: BlockStack, batch: dict[str, jax.Array]) -> jax.Array:
     """The mean square distance to a target, in fp32."""
     x, y = zerojax.own_tokens((batch["x"], batch["y"]))
-    out = model(x, batch["x"].shape[1]).astype(jnp.float32)
+    out = model(x, batch["x"].shape[1], batch.get("segments")).astype(jnp.float32)
     return jnp.mean(jnp.square(out - y.astype(jnp.float32)))
 
 
@@ -216,12 +220,23 @@ def make_config(options: argparse.Namespace) -> GPTConfig:
     """The configuration of the blocks, from the command line."""
     sizes = Sizes.of(options)
     family: dict[str, Any] = {"norm": "rms", "positions": "rope", "mlp": "swiglu"} if sizes.rms else {}
+    if sizes.linear:
+        keys, values = LINEAR.heads(sizes.d_model)
+        family |= {
+            "recurrent_layers": tuple(n for n in range(options.layers) if n % 4 != 3),
+            "recurrent_key_heads": keys,
+            "recurrent_heads": values,
+            "recurrent_key_width": LINEAR.width,
+            "recurrent_width": LINEAR.width,
+            "attention_gate": True,
+            "rope_fraction": 0.25,
+        }
     return GPTConfig(
         vocab_size=256,
         layers=options.layers,
         d_model=sizes.d_model,
         heads=sizes.heads,
-        head_width=HEAD_WIDTH,
+        head_width=sizes.head_width,
         kv_heads=sizes.kv_heads,
         ffn=sizes.ffn,
         experts=sizes.experts,
@@ -298,10 +313,15 @@ def make_batch(
     rng = np.random.default_rng(jax.process_index())
     rows = options.sequences * accumulate * len(jax.local_devices()) // sharing
     shape = (rows, options.seq, options.d_model)
-    batch = {name: rng.standard_normal(shape, np.float32).astype(jnp.bfloat16) for name in "xy"}
+    batch: dict[str, np.ndarray] = {
+        name: rng.standard_normal(shape, np.float32).astype(jnp.bfloat16) for name in "xy"
+    }
     groups = zerojax.make_mesh(options.nodes, options.local).devices.reshape(-1, sharing)
     mesh = jax.sharding.Mesh(groups, ("groups", "devices"))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("groups"))
+    if options.documents > 1:
+        numbers = np.searchsorted(document_ends(options), np.arange(options.seq), side="right") + 1
+        batch["segments"] = np.broadcast_to(numbers.astype(np.int32), shape[:2])
     return {name: jax.make_array_from_process_local_data(sharding, x) for name, x in batch.items()}
 
 

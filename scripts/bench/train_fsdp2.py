@@ -12,6 +12,7 @@ Settings are the documented best: blocks compiled, bf16 parameters and reduction
 fused AdamW, FSDP2's default prefetching. Without --checkpoint nothing is recomputed. The peers with fp8 need
 torchao: "tensorwise" gathers weights in fp8, which "rowwise" cannot. The peers that end in "-gathers" are for
 --qwen3-moe: tokens get to rows and back by gathers in both passes, not by an index whose gradient adds up.
+With --qwen3.5 linear attention is flash-linear-attention's layer (``peer_blocks.LinearAttention``).
 In "fsdp2-cp" all ranks share each row, by PyTorch's context parallelism: keys and values are gathered, and in
 "fsdp2-cp-ring" sent around; queries stay. Attention is then outside of the compiled code.
 """
@@ -142,8 +143,8 @@ def shard(
     # Inputs are bf16 already; a cast would round the table of rotary angles.
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, cast_forward_inputs=False)
     blocks = []
-    for _ in range(options.layers):
-        block = peer_blocks.make_block(options, device, gathers=gathers)
+    for number in range(options.layers):
+        block = peer_blocks.make_block(options, device, number, gathers=gathers)
         if fp8 is not None:
             convert(block, fp8)
         if shared:
@@ -152,7 +153,7 @@ def shard(
         if options.checkpoint:
             block = checkpoint_wrapper(block, preserve_rng_state=False)
         if not shared:
-            block = torch.compile(block, fullgraph=True)
+            block = torch.compile(block, fullgraph=not options.qwen35)
         blocks.append(fully_shard(block, mesh=mesh, mp_policy=policy))
     model = fully_shard(
         peer_blocks.BlockStack(blocks, peer_blocks.make_rope(options, device)), mesh=mesh, mp_policy=policy

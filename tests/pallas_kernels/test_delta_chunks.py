@@ -24,7 +24,7 @@ def gradients(
         return total, (out, last)
 
     (_, results), found = jax.jit(jax.value_and_grad(both, tuple(range(6)), has_aux=True))(*rows, state)
-    return [np.asarray(x, np.float32) for x in (*results, *found)]
+    return [np.asarray(x, np.float32) for x in (*results, *found) if x is not None]
 
 
 def close(ours: list[np.ndarray], theirs: list[np.ndarray], bound: float) -> None:
@@ -40,8 +40,14 @@ def whole_chunks(*args: jax.Array) -> tuple[jax.Array, jax.Array]:
     return out, last
 
 
-def test_derivatives_are_those_that_jax_computes() -> None:
-    args = delta_rows(1, 128, 1, 2, 8, 12, jnp.float32)
+def mamba2(args: tuple[jax.Array, ...]) -> tuple[jax.Array | None, ...]:
+    """The arguments without beta."""
+    return *args[:4], None, *args[5:]
+
+
+@pytest.mark.parametrize("given", [tuple, mamba2], ids=["delta rule", "Mamba-2"])
+def test_derivatives_are_those_that_jax_computes(given: Callable[..., tuple[jax.Array, ...]]) -> None:
+    args = given(delta_rows(1, 128, 1, 2, 8, 12, jnp.float32))
     close(gradients(pk.delta_rule, args), gradients(whole_chunks, args), 2e-6)
 
 
@@ -52,16 +58,20 @@ def test_derivatives_are_those_that_jax_computes() -> None:
     [(2, 320, 2, 4, 128, 128), (1, 200, 1, 3, 64, 128), (3, 65, 1, 1, 32, 16), (1, 130, 2, 2, 256, 64)],
     ids=str,
 )
+@pytest.mark.parametrize("given", [tuple, mamba2], ids=["delta rule", "Mamba-2"])
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(jnp.float32, 5e-6), (jnp.bfloat16, 0.01)], ids=["fp32", "bf16"]
 )
 def test_the_kernels_equal_the_specification(
-    sizes: tuple[int, int, int, int, int, int], dtype: jnp.dtype, bound: float
+    sizes: tuple[int, int, int, int, int, int],
+    given: Callable[..., tuple[jax.Array, ...]],
+    dtype: jnp.dtype,
+    bound: float,
 ) -> None:
-    args = delta_rows(*sizes, dtype)
+    args = given(delta_rows(*sizes, dtype))
     cpu = jax.devices("cpu")[0]
     # In fp32, also for bf16: then the kernels may not be further from the truth than their roundings.
-    exact = [x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in args]
+    exact = [x if x is None or x.dtype == jnp.int32 else x.astype(jnp.float32) for x in args]
     with jax.default_matmul_precision("highest"):  # XLA's products of fp32 numbers use TF32 otherwise
-        wanted = gradients(pk.delta_rule, tuple(jax.device_put(x, cpu) for x in exact))
+        wanted = gradients(pk.delta_rule, tuple(jax.device_put(exact, cpu)))
         close(gradients(pk.delta_rule, args), wanted, bound)

@@ -319,7 +319,7 @@ def delta_rule(*args):
         out, last = pk.delta_rule(query, key, value, log_decay, beta, documents, state)
         return jnp.sum(out.astype(jnp.float32)) + jnp.sum(last)
 
-    return jax.grad(total, tuple(range(6)))(*rows, state)
+    return jax.value_and_grad(total, tuple(range(6)))(*rows, state)
 
 
 def check_machine_code(program, shapes, kind, monkeypatch, folder):
