@@ -14,6 +14,7 @@ Run the two one after the other: PyTorch's Triton and jax-triton do not share a 
 # PyTorch and flash-linear-attention are not dependencies of zerojax.
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -81,6 +82,8 @@ def ours(tokens: int, *, errors: bool) -> dict[str, tuple[float, float]]:
 def peers(tokens: int) -> dict[str, tuple[float, float]]:
     """Forward by flash-linear-attention, which has no fewer key heads than value heads."""
     import torch
+
+    sys.modules.setdefault("transformers", None)  # pyright: ignore[reportArgumentType]  (fla does without)
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     def numbers(*shape: int) -> torch.Tensor:

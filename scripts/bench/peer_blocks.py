@@ -9,12 +9,14 @@ PyTorch's, so after the same steps a peer's loss agrees with ours statistically,
 import argparse
 import faulthandler
 import gc
+import importlib
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import harness
@@ -84,13 +86,9 @@ class LinearAttention(nn.Module):
         """Draw the weights."""
         super().__init__()
         tune_less(4)
-        from fla.layers import GatedDeltaNet
-        from fla.ops.common import chunk_o
-
-        chunk_o.TRITON_ABOVE_3_7_1 = True
         keys, values = LINEAR.heads(sizes.d_model)
         self.ends = ends
-        self.layer = GatedDeltaNet(
+        self.layer = import_gated_delta_net()(
             sizes.d_model, expand_v=1, head_dim=LINEAR.width, num_heads=keys, num_v_heads=values
         )
 
@@ -98,6 +96,22 @@ class LinearAttention(nn.Module):
     def forward(self, x: torch.Tensor, rope: RopeTable | None) -> torch.Tensor:
         """Activations (batch, time, d) in and out."""
         return self.layer(x, cu_seqlens=self.ends)[0]
+
+
+def import_gated_delta_net() -> Any:
+    """fla's layer, whose backward pass does not look at Triton's version.
+
+    Other layers and models of fla need transformers, which some images lack or cannot import.
+    """
+    sys.modules.setdefault("transformers", None)  # pyright: ignore[reportArgumentType]
+    import fla
+    from fla.ops.common import chunk_o
+
+    chunk_o.TRITON_ABOVE_3_7_1 = True
+    layers = ModuleType("fla.layers")
+    layers.__path__ = [f"{path}/layers" for path in fla.__path__]
+    sys.modules.setdefault("fla.layers", layers)
+    return importlib.import_module("fla.layers.gated_deltanet").GatedDeltaNet
 
 
 def tune_less(most: int) -> None:
