@@ -582,8 +582,9 @@ def delta_rule(
     wrote, before, last = launch.scan(
         delta_chunks.scan_kernel,
         (key, written, removed, writes, decay, state),
-        (jax.ShapeDtypeStruct(written.shape, value.dtype), launch.states(state), _like(state)),
+        (_like(written), launch.states(state), _like(state)),
         state,
+        stages=4,
     )
     (out,) = launch.over_chunks(
         delta_chunks.read_kernel, (query, scores, reads, wrote, before), (_like(value),)
@@ -606,8 +607,9 @@ def delta_rule_backward(
     of_wrote, of_after, of_state = launch.scan(
         delta_chunks.backward_scan_kernel,
         (query, key, scores, removed, *factors, of_out, of_last),
-        (jax.ShapeDtypeStruct(written.shape, value.dtype), launch.states(state), _like(state)),
+        (_like(written), launch.states(state), _like(state)),
         state,
+        stages=3,
     )
     of_decay = jnp.sum(of_after.astype(jnp.float32) * before.astype(jnp.float32), axis=(-2, -1))
     of_keys = jax.ShapeDtypeStruct((*value.shape[:3], key.shape[3]), value.dtype)
@@ -659,22 +661,23 @@ class _DeltaRule:
         square, dim, width = (tokens, tokens), self.sizes["DIM"], self.sizes["VALUE_DIM"]
         each = ((tokens,), fp32), ((tokens,), fp32), ((), fp32)
         inverse = square if keep and delta else ()  # () is not written
-        shapes = (square, self.dtype), (inverse, fp32), ((tokens, width), fp32), ((tokens, dim), self.dtype)
+        low = ((tokens, width), self.dtype), ((tokens, dim), self.dtype)
         return self.over_chunks(
             delta_chunks.prepare_kernel,
             (query, key, value, log_decay, self.beta(log_decay), documents),
-            self._of_chunks(*shapes, *each),
+            self._of_chunks((square, self.dtype), (inverse, fp32), *low, *each),
             **self.constants,
             KEEP=keep,
         )
 
     def scan(
         self, kernel: Any, arrays: tuple[jax.Array, ...], out: tuple[jax.ShapeDtypeStruct, ...],
-        state: jax.Array,
+        state: jax.Array, *, stages: int,
     ) -> tuple[jax.Array, ...]:  # fmt: skip
-        """Launch a kernel that carries a state over chunks."""
+        """Launch a kernel that carries a state over chunks, and loads them by so many stages if they fit."""
         grid = -(-state.shape[3] // _COLUMNS), self.rows
-        stages = 3 if compute_capability() in _KEYS else 2  # chips of workstations have no memory for three
+        if compute_capability() not in _KEYS:  # chips of workstations have less memory
+            stages = 2
         stages = 1 if self.exact or self.sizes["DIM"] > 128 else stages
         return self._launch(kernel, arrays, out, grid, stages, COLUMNS=min(_COLUMNS, state.shape[3]))
 

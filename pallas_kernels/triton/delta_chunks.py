@@ -63,10 +63,10 @@ def prepare_kernel(
         if KEEP:
             tl.store(_of_chunk(inverse_ptr, at, TOKENS, TOKENS), inverse)
         inverse *= beta[None, :]
-        written = _times(inverse, tl.load(values), EXACT)
+        written = _times(inverse, tl.load(values), EXACT).to(key.dtype)
         removed = _times(inverse * reads[None, :], key, EXACT).to(key.dtype)
     else:
-        written = tl.load(values).to(tl.float32)
+        written = tl.load(values)
         removed = tl.zeros((TOKENS, DIM), key.dtype)
     tl.store(_of_chunk(written_ptr, at, TOKENS, VALUE_DIM), written)
     tl.store(_of_chunk(removed_ptr, at, TOKENS, DIM), removed)
@@ -317,7 +317,7 @@ def write_gradient_kernel(
         beta = tl.load(beta_ptr + of_heads)
         back = tl.trans(tl.load(_of_chunk(inverse_ptr, at, TOKENS, TOKENS)))
         of_wanted = _times(back, of_value, EXACT)
-        written = tl.load(_of_chunk(written_ptr, at, TOKENS, VALUE_DIM)).to(low)
+        written = tl.load(_of_chunk(written_ptr, at, TOKENS, VALUE_DIM))
         of_system = _dot(of_wanted.to(low), tl.trans(written))
         value = tl.load(_of_rows(value_ptr, token, head, HEADS, TOKENS, VALUE_DIM))
         of_beta = tl.sum(of_wanted * value, 1)
@@ -423,7 +423,7 @@ def _inverse(system, SIZE: tl.constexpr, EXACT: tl.constexpr):
     become one: with Y their inverses and R the block between them, the inverse is Y - Y R Y. Powers of the
     whole matrix would lose all precision if many keys are alike.
     """
-    BLOCK: tl.constexpr = 16
+    BLOCK: tl.constexpr = 8
     b = tl.arange(0, SIZE // BLOCK)
     i = tl.arange(0, BLOCK)
     t = tl.arange(0, SIZE)
@@ -438,7 +438,7 @@ def _inverse(system, SIZE: tl.constexpr, EXACT: tl.constexpr):
         row = tl.sum(tl.where((i == done)[None, :, None], y, 0.0), 1)
         y -= column[:, :, None] * row[:, None, :]
     y = tl.reshape(tl.where(diagonal, y[:, :, None, :], 0.0), (SIZE, SIZE))
-    for level in tl.static_range(2 if BLOCK == 16 else 3):
+    for level in tl.static_range(3):  # blocks of 16, 32 and 64 rows
         block = t // (BLOCK * 2**level)
         pair = block // 2
         between = (block[:, None] > block[None, :]) & (pair[:, None] == pair[None, :])
