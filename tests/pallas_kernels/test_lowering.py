@@ -356,19 +356,23 @@ def test_grouped_matmuls_assemble_for_every_chip(kind, dtype, name, monkeypatch,
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [("NVIDIA H100", jnp.bfloat16), ("NVIDIA A10", jnp.bfloat16)]
+    ("kind", "dtype", "dim"),
+    [
+        ("NVIDIA H100", jnp.bfloat16, 128),
+        ("NVIDIA H100", jnp.bfloat16, 256),
+        ("NVIDIA A10", jnp.bfloat16, 128),
+    ]
     + [
-        pytest.param(kind, jnp.bfloat16, marks=pytest.mark.slow)
+        pytest.param(kind, jnp.bfloat16, 128, marks=pytest.mark.slow)
         for kind in CHIPS
         if kind not in ("NVIDIA H100", "NVIDIA A10")
     ]
-    + [pytest.param(kind, jnp.float32, marks=pytest.mark.slow) for kind in CHIPS],
+    + [pytest.param(kind, jnp.float32, 128, marks=pytest.mark.slow) for kind in CHIPS],
 )
-def test_the_delta_rule_assembles_for_every_chip(kind, dtype, monkeypatch, tmp_path):
-    keys, values, each = (2, 192, 1, 128), (2, 192, 2, 128), (2, 192, 2)
+def test_the_delta_rule_assembles_for_every_chip(kind, dtype, dim, monkeypatch, tmp_path):
+    keys, values, each = (2, 192, 1, dim), (2, 192, 2, 128), (2, 192, 2)
     shapes = (
         *((keys, dtype), (keys, dtype), (values, dtype), (each, jnp.float32), (each, jnp.float32)),
-        *((each[:2], jnp.int32), ((2, 2, 128, 128), jnp.float32)),
+        *((each[:2], jnp.int32), ((2, 2, dim, 128), jnp.float32)),
     )
     check_machine_code(delta_rule, shapes, kind, monkeypatch, tmp_path)
