@@ -184,7 +184,9 @@ def backward_scan_kernel(
         query = tl.load(_of_rows(query_ptr, token, key_head, KEY_HEADS, TOKENS, DIM))
         scores = tl.load(_of_chunk(scores_ptr, at, TOKENS, TOKENS))
         removed = tl.load(_of_chunk(removed_ptr, at, TOKENS, DIM))
-        of_out = tl.load(_columns_of_rows(of_out_ptr, token, head, column, HEADS, VALUE_DIM, TOKENS, COLUMNS))
+        of_out = tl.load(
+            _tile(of_out_ptr, (token * HEADS + head) * VALUE_DIM + column, HEADS * VALUE_DIM, TOKENS, COLUMNS)
+        )
         reads = tl.load(reads_ptr + at * TOKENS + t)
         writes = tl.load(writes_ptr + at * TOKENS + t)
         of_wrote = _dot(key, after) * writes[:, None]
@@ -365,15 +367,6 @@ def _of_rows(ptr, token, head, HEADS: tl.constexpr, TOKENS: tl.constexpr, WIDTH:
 
 
 @triton.jit
-def _columns_of_rows(
-    ptr, token, head, column, HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Pointers to some columns of a head's vectors, from ``column`` on; WIDTH are all columns."""
-    return _tile(ptr, (token * HEADS + head) * WIDTH + column, HEADS * WIDTH, TOKENS, COLUMNS)
-
-
-@triton.jit
 def _of_chunk(ptr, at, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Pointers to a chunk's matrix among results."""
     return _tile(ptr, at * (ROWS * COLUMNS), COLUMNS, ROWS, COLUMNS)
@@ -442,7 +435,7 @@ def _inverse(system, SIZE: tl.constexpr, EXACT: tl.constexpr):
         block = t // (BLOCK * 2**level)
         pair = block // 2
         between = (block[:, None] > block[None, :]) & (pair[:, None] == pair[None, :])
-        y -= _precise(_precise(y, tl.where(between, lower, 0.0), EXACT), y, EXACT)
+        y -= _times(_times(y, tl.where(between, lower, 0.0), EXACT), y, EXACT)
     return y
 
 
@@ -453,25 +446,14 @@ def _dot(a, b):
 
 
 @triton.jit
-def _precise(a, b, EXACT: tl.constexpr):
-    """A product of fp32 matrices."""
+def _times(a, b, EXACT: tl.constexpr):
+    """A product of an fp32 matrix and one in fp32 or in the rows' dtype."""
     if EXACT:
         product = _dot(a, b)
     else:
         high_a, high_b = a.to(tl.bfloat16), b.to(tl.bfloat16)
         product = tl.dot((a - high_a.to(tl.float32)).to(tl.bfloat16), high_b)
-        product = tl.dot(high_a, (b - high_b.to(tl.float32)).to(tl.bfloat16), product)
+        if b.dtype == tl.float32:
+            product = tl.dot(high_a, (b - high_b.to(tl.float32)).to(tl.bfloat16), product)
         product = tl.dot(high_a, high_b, product)
-    return product
-
-
-@triton.jit
-def _times(a, b, EXACT: tl.constexpr):
-    """A product of an fp32 matrix and one of the rows' dtype."""
-    if EXACT:
-        product = _dot(a, b)
-    else:
-        high = a.to(b.dtype)
-        product = tl.dot((a - high.to(tl.float32)).to(b.dtype), b)
-        product = tl.dot(high, b, product)
     return product
