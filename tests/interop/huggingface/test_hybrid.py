@@ -1,18 +1,13 @@
-"""Families with layers of several kinds: keys that no committed model has, and training steps."""
+"""Keys of families with recurrent layers that no committed model has."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
-import optax
 import pytest
 from hf_models import FIXTURES
-from plain_step import distance_of_a_step, packed_batch
 
-import zerojax
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface.families import read_model
-from zerojax.models import GPT, GPTConfig, lm_loss
 
 FAMILIES = FIXTURES / "families"
 
@@ -54,44 +49,3 @@ def test_positions_of_images_are_not_needed_for_text():
 def test_other_kinds_of_layers_are_refused():
     with pytest.raises(ConfigurationError, match=r"layer_types = .* are supported"):
         read_model(values("qwen3-5") | {"layer_types": ["linear_attention", "moe"]}, "config.json")
-
-
-TRAINED = (
-    *("qwen3-5", "lfm2-moe", "qwen3-next", "qwen3-5-moe", "olmo-hybrid", "bamba"),
-    *("granitemoehybrid", "minimax-m2", "glm4-moe-lite"),
-)
-"""Fixtures of families. The first is trained in every run of the tests, the others in the slow ones."""
-
-
-def model_of(name: str) -> GPTConfig:
-    """Without the routers' losses, which are sums over a device's tokens."""
-    return replace(read_model(values(name), "config.json")[1], balance_loss=0.0)
-
-
-def slow_after(count: int, *cases: Any) -> list[Any]:
-    """Marks cases from a number on."""
-    return [pytest.param(*case, marks=pytest.mark.slow if n >= count else ()) for n, case in enumerate(cases)]
-
-
-@pytest.mark.parametrize(
-    ("name", "mesh"), slow_after(1, *((name, mesh) for name in TRAINED for mesh in ((2, 4), (3, 2))))
-)
-def test_a_step_of_zero3_is_that_of_plain_jax(name, mesh):
-    assert distance_of_a_step(model_of(name), mesh, {}) < 2e-5
-
-
-@pytest.mark.parametrize("name", slow_after(0, *((name,) for name in TRAINED)))
-def test_delta_learns(name):
-    config = model_of(name)
-    state = zerojax.TrainState.create(
-        lambda rngs: GPT(config, rngs=rngs),
-        optax.adam(3e-3),
-        lm_loss,
-        mesh=zerojax.make_mesh(2, 2),
-        zero=zerojax.ZeroConfig.preset("delta"),
-    )
-    losses = []
-    for _ in range(8):
-        state, metrics = zerojax.train_step(state, packed_batch(config))
-        losses.append(float(metrics["loss"]))
-    assert losses[-1] < losses[0] - 0.05, losses
