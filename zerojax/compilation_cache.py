@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ _SUFFIX, _PART = ".zerojax", ".part"
 _ABANDONED = 3600
 """Seconds after which an incomplete file is removed."""
 _DIGEST = 32
+_compiles_nothing = ContextVar("compiles nothing", default=False)
 _read_program: Callable[..., Any] = compilation_cache.get_executable_and_time
 
 
@@ -119,6 +121,30 @@ def describe() -> str:
     return text if os.access(folder, os.W_OK) else f"{text}, which cannot be written to"
 
 
+def load(lowered: jax.stages.Lowered) -> bool:
+    """Load a program for later calls of its function, if it is kept; returns whether it is.
+
+    It never compiles the program, which could take memory of a GPU that another process uses.
+    """
+    if not jax.config.jax_enable_compilation_cache or not jax.config.jax_compilation_cache_dir:
+        return False
+    raises = jax.config.jax_raise_persistent_cache_errors
+    jax.config.update("jax_raise_persistent_cache_errors", True)
+    token = _compiles_nothing.set(True)
+    try:
+        lowered.compile()
+    except _NotKeptError:
+        return False
+    finally:
+        _compiles_nothing.reset(token)
+        jax.config.update("jax_raise_persistent_cache_errors", raises)
+    return True
+
+
+class _NotKeptError(Exception):
+    """A program is not kept."""
+
+
 class Folder(CacheInterface):
     """Files of compiled programs, with the interface of JAX's cache; see the module.
 
@@ -189,13 +215,16 @@ def _open(path: str) -> tuple[CacheInterface, str]:
 
 def _load(key: str, options: Any, backend: Any, *others: Any) -> tuple[Any, int | None]:
     """JAX's ``get_executable_and_time``, without its warning of several lines."""
+    found = None, None
     try:
-        return _read_program(key, options, backend, *others)
+        found = _read_program(key, options, backend, *others)
     except Exception as error:  # the runtime may refuse a program for many reasons
         files = compilation_cache._get_cache(backend)  # pyright: ignore[reportPrivateUsage]
         if isinstance(files, Folder):
             files.drop(key, f"cannot be loaded ({error_line(error)})")
-        return None, None
+    if found[0] is None and _compiles_nothing.get():
+        raise _NotKeptError
+    return found
 
 
 def _keep(key: str, seconds: float, name: str, backend: Any, executable: Any) -> None:

@@ -1,23 +1,26 @@
 #!/usr/bin/env python
 """Kill runs repeatedly, and check that they end like uninterrupted ones.
 
-    scripts/acceptance/soak.py --kills 25 --presets zero3 zero++ delta local
+    scripts/acceptance/soak.py --kills 25 --runs zero3 zero++ delta local adapters experts host spread
 
-For each preset it trains a tiny model twice with `zerojax launch`: once undisturbed, once with SIGKILL at
-random moments, to one process or to all:
+For each kind of run it trains a tiny model twice with `zerojax launch`: once undisturbed, once with SIGKILL
+at random moments, to one process or to all:
 
 - start: while a process starts or compiles. It often replaces one that was killed;
 - step, save, snapshot: in a step, in a save, and while a snapshot is written;
 - twice: again within three seconds;
-- standby: with the processes that stand by.
+- standby: with the processes that stand by;
+- link: no kill, but every connection of one process ends.
 
 Then every step's metrics and the final parameters and optimizer have to be equal bit for bit. It prints a
 table. Exit code 0 if all are equal.
 """
 
 import argparse
+import ctypes
 import os
 import random
+import socket
 import subprocess
 import sys
 import tempfile
@@ -37,14 +40,26 @@ from zerojax.run.metrics.files import read_metrics
 
 # What a step measures that is not time or memory.
 MEASURED = ("loss", "validation_loss", "grad_norm", "learning_rate", "skipped", "skipped_total")
-MOMENTS = ("start", "step", "save", "snapshot", "twice", "standby")
+MOMENTS = ("start", "step", "save", "snapshot", "twice", "standby", "link")
+RUNS = {
+    "zero3": "--zero.preset zero3",
+    "zero++": "--zero.preset zero++",
+    "delta": "--zero.preset delta",
+    "local": "--zero.preset local --zero.every 4",
+    "adapters": "--zero.preset zero++ --lora.rank 2",
+    "experts": "--zero.preset delta --model.experts 4",
+    "host": "--zero.preset zero3 --zero.host optimizer",
+    "spread": "--zero.preset delta --zero.state-spread node",
+}
+"""The settings of each kind of run."""
+_LIBC, _PIDFD_GETFD = ctypes.CDLL(None), 438
 
 CONFIG = """
 train = {{steps = {steps}, batch_size = 12, sequence_length = 16, eval_every = 500, eval_batches = 1}}
 model = {{vocab_size = 256, layers = 1, d_model = 16, heads = 2, max_seq_len = 16, dropout = 0.1}}
 data = {{source = "{text}", validation = 0.2}}
 optimizer = {{learning_rate = 1e-2, warmup_steps = 10}}
-zero = {{preset = "{preset}", compute_dtype = "float32", remat = "none"{more}}}
+zero = {{compute_dtype = "float32", remat = "none"}}
 checkpoint = {{every = {save_every}}}
 log = {{every = 1000, trackers = []}}
 """
@@ -77,7 +92,12 @@ class Soak:
                 break
             everyone = self.random.random() < 0.3
             before = last_step(self.run)
-            if not self._kill(launcher.pid, everyone=everyone, standby=moment == "standby"):
+            if moment == "link":
+                everyone = False
+                cut = self._processes(launcher.pid)[0]
+                if not (cut and cut_links(self.random.choice(cut).pid)):
+                    continue
+            elif not self._kill(launcher.pid, everyone=everyone, standby=moment == "standby"):
                 continue
             if moment == "twice":
                 time.sleep(self.random.uniform(0, 3))
@@ -117,7 +137,7 @@ class Soak:
                 return moment
             if moment == "snapshot" and last_step(self.run) > step:
                 return moment if is_writing(launcher.pid) else "step"
-            if moment in ("step", "twice", "standby") and last_step(self.run) > step:
+            if moment in ("step", "twice", "standby", "link") and last_step(self.run) > step:
                 time.sleep(self.random.uniform(0, 0.3))
                 return moment
             new = {path.name for path in self.run.glob("checkpoints/*")} - seen
@@ -154,6 +174,26 @@ def is_writing(launcher: int) -> bool:
                     if half and any(os.pread(memory.fileno(), 8, at) == bytes(8) for at in (0, half)):
                         return True
     return False
+
+
+def cut_links(process: int) -> int:
+    """End all TCP connections of a process, as a broken link does; returns their number."""
+    count = 0
+    with suppress(OSError):
+        found = os.pidfd_open(process)
+        for file in Path(f"/proc/{process}/fd").iterdir():
+            with suppress(OSError):
+                if (copy := _LIBC.syscall(_PIDFD_GETFD, found, int(file.name), 0)) < 0:
+                    continue
+                if not os.readlink(file).startswith("socket:"):
+                    os.close(copy)
+                    continue
+                with socket.socket(fileno=copy) as link:
+                    if link.family in (socket.AF_INET, socket.AF_INET6):
+                        link.shutdown(socket.SHUT_RDWR)
+                        count += 1
+        os.close(found)
+    return count
 
 
 def write_text(folder: Path) -> None:
@@ -214,7 +254,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=25, help="in each run")
     parser.add_argument("--processes", type=int, default=2, help="2 to 4, or 6 or 12: the batch is of 12")
     parser.add_argument("--steps", type=int, default=3000, help="enough for the kills: some 50 for each")
-    parser.add_argument("--presets", nargs="+", default=["zero3"])
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=["zero3"], help="kinds of runs")
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--snapshot-seconds", type=float, default=0.5)
     parser.add_argument("--seed", type=int, default=0, help="of the random moments")
@@ -223,25 +263,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="zerojax-soak-") as temporary:
         folder = options.folder or Path(temporary)
         write_text(folder / "text")
-        print("| preset | " + " | ".join(COLUMNS) + " |\n|---|" + "---|" * len(COLUMNS))
-        results = [soak(options, preset, folder) for preset in options.presets]
+        print("| run | " + " | ".join(COLUMNS) + " |\n|---|" + "---|" * len(COLUMNS))
+        results = [soak(options, kind, folder) for kind in options.runs]
     sys.exit(0 if all(results) else 1)
 
 
-def soak(options: argparse.Namespace, preset: str, folder: Path) -> bool:
-    """Both runs of a preset and their comparison: whether they are equal. Prints a row of the table."""
-    runs = folder / preset
+def soak(options: argparse.Namespace, kind: str, folder: Path) -> bool:
+    """Both runs of a kind and their comparison: whether they are equal. Prints a row of the table."""
+    runs = folder / kind
     runs.mkdir()
     config = runs / "soak.toml"
-    config.write_text(
-        CONFIG.format(
-            steps=options.steps,
-            preset=preset,
-            text=folder / "text",
-            more=", every = 4" if preset == "local" else "",
-            save_every=options.save_every,
-        )
-    )
+    every = options.save_every
+    config.write_text(CONFIG.format(steps=options.steps, text=folder / "text", save_every=every))
     # Most of a start is compiling, and there are many: rank 0 finds its programs in the cache (JAX writes no
     # other rank's), and none is optimized.
     os.environ |= {
@@ -253,7 +286,7 @@ def soak(options: argparse.Namespace, preset: str, folder: Path) -> bool:
     command = [
         sys.executable, "-m", "zerojax", "launch", "--nodes", str(options.processes),
         "--devices-per-node", "1", "--platform", "cpu", "--restarts", str(10 * options.kills),
-        "--snapshot-seconds", str(options.snapshot_seconds), str(config),
+        "--snapshot-seconds", str(options.snapshot_seconds), str(config), *RUNS[kind].split(),
     ]  # fmt: skip
     with (runs / "peaceful.log").open("wb") as log:
         subprocess.run([*command, "--run-dir", str(runs / "peaceful")], check=True, stdout=log, stderr=log)
@@ -270,7 +303,7 @@ def soak(options: argparse.Namespace, preset: str, folder: Path) -> bool:
     kinds = ", ".join(f"{name} {count}" for name, count in sorted(disturbed.hits.items()))
     kills = sum(disturbed.hits.values())
     print(
-        f"| {preset} | {kills} ({kinds}) | {starts} | {memory} | {median(disturbed.seconds or [0]):.1f} s | "
+        f"| {kind} | {kills} ({kinds}) | {starts} | {memory} | {median(disturbed.seconds or [0]):.1f} s | "
         f"{found[0] if found else 'equal'} |",
         flush=True,
     )

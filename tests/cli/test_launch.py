@@ -195,16 +195,20 @@ def test_without_snapshots_there_is_no_memory(options, tmp_path):
         assert launch.launch(job(line, nodes=1, **options)) == 0
 
 
-def test_other_nodes_do_not_get_the_snapshots_of_more_nodes(attempts):
+def test_fewer_nodes_get_the_snapshots_of_the_first(attempts):
     program, starts = attempts
     line = (
         "file, _ = os.environ['ZEROJAX_SNAPSHOT'].split()\n"
-        "assert not os.fstat(int(file)).st_size\n"
-        "os.pwrite(int(file), b'x', 0)\n"
+        "assert os.pread(int(file), 9, 0) == (b'' if tries == 1 else b'rank 0')\n"
+        "os.pwrite(int(file), f'rank {rank}'.encode(), 0)\n"
+        "open(f'{up}-{rank}-wrote', 'w').close()\n"
+        "while not all(os.path.exists(f'{up}-{i}-wrote') for i in range(count)): time.sleep(0.01)\n"
         "sys.exit(1) if rank == count - 1 and count > 1 else time.sleep(0.5 if count == 1 else 60)"
     )
+    files = os.listdir("/proc/self/fd")
     assert launch.launch(job(program(line), nodes=2, restarts=1, min_nodes=1, grace=5)) == 0
     assert starts() == [2, 1]
+    assert os.listdir("/proc/self/fd") == files, "the launcher has closed both"
 
 
 def test_a_stopped_run_is_not_restarted(attempts, capfd):

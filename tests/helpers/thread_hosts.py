@@ -1,5 +1,6 @@
-"""Hosts of a job, each a thread of this process, whose gathers meet at a barrier."""
+"""Hosts of a job, each a thread of this process, whose gathers meet at a barrier or in a store."""
 
+import itertools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +9,33 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax._src import distributed
 from jax.experimental import multihost_utils
+
+from zerojax.comm import gather as gather_module
+
+
+class Store:
+    """JAX's store of keys and values, and the number of each host's next gather."""
+
+    def __init__(self, own: threading.local) -> None:
+        self._own, self._there, self._values = own, threading.Condition(), dict[str, str]()
+
+    def __next__(self) -> int:
+        return next(self._own.calls)
+
+    def key_value_set(self, key: str, value: str) -> None:
+        with self._there:
+            self._values[key] = value
+            self._there.notify_all()
+
+    def blocking_key_value_get(self, key: str, _: int) -> str:
+        with self._there:
+            assert self._there.wait_for(lambda: key in self._values, 20)
+            return self._values[key]
+
+    def key_value_delete(self, _: str) -> None:
+        pass
 
 
 def on_hosts[T](monkeypatch: pytest.MonkeyPatch, count: int, run: Callable[[int], T]) -> list[T]:
@@ -24,7 +51,7 @@ def on_hosts[T](monkeypatch: pytest.MonkeyPatch, count: int, run: Callable[[int]
         return every
 
     def host(rank: int) -> T:
-        own.rank = rank
+        own.rank, own.calls = rank, itertools.count()
         try:
             return run(rank)
         except BaseException:
@@ -34,6 +61,9 @@ def on_hosts[T](monkeypatch: pytest.MonkeyPatch, count: int, run: Callable[[int]
     monkeypatch.setattr(jax, "process_count", lambda: count)
     monkeypatch.setattr(jax, "process_index", lambda: own.rank)
     monkeypatch.setattr(multihost_utils, "process_allgather", gather)
+    store = Store(own)
+    monkeypatch.setattr(gather_module, "_calls", store)
+    monkeypatch.setattr(distributed.global_state, "client", store)
     with ThreadPoolExecutor(count) as threads:
         hosts = [threads.submit(host, rank) for rank in range(count)]
     errors = [error for one in hosts if (error := one.exception()) is not None]

@@ -32,7 +32,6 @@ def test_a_later_process_reads_what_an_earlier_one_wrote(memory: SnapshotMemory)
     sums = write(memory, 1, "ä description")
     memory.touch()
     later = SnapshotMemory(os.dup(memory._descriptor))
-    later.resize(BYTES, 3)
     assert [one.text() for one in later.generations] == [None, "ä description"]
     assert later.generations[1].is_intact(sums)
     for name, part in later.generations[1].arrays(sums).items():

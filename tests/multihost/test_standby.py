@@ -1,7 +1,6 @@
-"""zerojax.multihost.standby: a process that has imported everything runs a command when it is told to."""
+"""zerojax.multihost.standby: a process waits until its launcher lets it begin."""
 
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,27 +11,28 @@ import pytest
 from zerojax.multihost.standby import Standby
 from zerojax.multihost.supervisor import Supervisor, Task
 
-MODULE = "small_module"
+# A process with something to do before it waits, and a look at what it has afterwards.
+PROGRAM = """
+import os, sys
+from pathlib import Path
+from zerojax.multihost import standby
+Path(sys.argv[1]).touch()
+print(standby.waits(0))
+standby.wait()
+print(os.environ["BEFORE"], os.environ.get("NOW"), os.environ.get(standby.VARIABLE), repr(sys.stdin.read()))
+print(standby.waits(0), flush=True)
+sys.exit(7)
+"""
 
 
 @pytest.fixture
-def standby(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A process that stands by, with ``zerojax.cli`` replaced by a program that shows what it has."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "small_module.py").write_text("from pathlib import Path\nPath('imported').touch()\n")
-    package = tmp_path / "zerojax" / "cli"
-    package.mkdir(parents=True)
-    (package.parent / "__init__.py").touch()
-    (package / "__init__.py").write_text(
-        "import os, sys\n"
-        "def program():\n"
-        "    print(sys.argv[1:], os.environ.get('BEFORE'), os.environ['NOW'], repr(sys.stdin.read()))\n"
-        "    sys.exit(7)\n"
-    )
+def standby(tmp_path: Path):
+    """Starts a process that stands by."""
     made = []
 
     def begin(after: float = 0.0) -> Standby:
-        made.append(Standby("rank 0", MODULE, os.environ | {"BEFORE": "1"}, (), after))
+        command = [sys.executable, "-c", PROGRAM, str(tmp_path / "ready")]
+        made.append(Standby(command, os.environ | {"BEFORE": "1"}, (), after))
         return made[-1]
 
     yield begin
@@ -53,32 +53,42 @@ def run(standby: Standby, tmp_path: Path) -> tuple[int, str]:
         "rank 0",
         ["sh", "-c", "echo new process; exit 5"],
         os.environ,
-        standby=lambda: standby.begin(["train", "a b"], {"NOW": "2", "PATH": os.environ["PATH"]}),
+        standby=lambda: standby.begin({"NOW": "2"}),
     )
     with (tmp_path / "out").open("wb") as out:
         result = Supervisor([task], grace=5, output=out).run()
     return result.code, (tmp_path / "out").read_text()
 
 
-def test_it_runs_a_command_with_its_environment(standby, tmp_path: Path) -> None:
+def test_it_goes_on_with_more_variables(standby, tmp_path: Path) -> None:
     waiting = standby()
-    wait_for(tmp_path / "imported")
-    assert run(waiting, tmp_path) == (7, "[rank 0] ['train', 'a b'] None 2 ''\n")
+    wait_for(tmp_path / "ready")
+    assert waiting.waits
+    wanted = "[rank 0] True\n[rank 0] 1 2 None ''\n[rank 0] False\n"
+    assert run(waiting, tmp_path) == (7, wanted)
 
 
-def test_a_command_that_comes_early_does_not_wait(standby, tmp_path: Path) -> None:
+def test_one_that_begins_early_does_not_wait(standby, tmp_path: Path) -> None:
     waiting, begun = standby(after=600.0), time.monotonic()
-    assert not (tmp_path / "imported").exists()
+    assert not (tmp_path / "ready").exists()
     assert run(waiting, tmp_path)[0] == 7
     assert time.monotonic() - begun < 60
 
 
 def test_a_new_process_takes_its_place_if_it_has_died(standby, tmp_path: Path) -> None:
     waiting = standby()
-    wait_for(tmp_path / "imported")
     waiting._process.kill()
     waiting._process.wait()
+    assert not waiting.waits
     assert run(waiting, tmp_path) == (5, "[rank 0] new process\n")
+
+
+def test_it_ends_if_its_launcher_needs_it_no_more(standby, tmp_path: Path) -> None:
+    waiting = standby()
+    wait_for(tmp_path / "ready")
+    assert waiting._process.stdin is not None
+    waiting._process.stdin.close()
+    assert waiting._process.wait(60) == 0
 
 
 def test_it_ends_unused(standby) -> None:
@@ -86,11 +96,3 @@ def test_it_ends_unused(standby) -> None:
     process = psutil.Process(waiting._process.pid)
     waiting.close()
     assert not process.is_running()
-
-
-def test_jax_has_no_backend_after_the_imports() -> None:
-    code = (
-        "import zerojax.cli.train, zerojax.cli.posttrain, jax._src.xla_bridge as bridge\n"
-        "assert not bridge.backends_are_initialized()"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

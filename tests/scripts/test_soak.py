@@ -26,5 +26,5 @@ def test_three_kills() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_ten_kills_of_three_with_quantized_wires() -> None:
-    out = soak("--kills", 10, "--processes", 3, "--steps", 1500, "--presets", "delta")
+    out = soak("--kills", 10, "--processes", 3, "--steps", 1500, "--runs", "delta")
     assert out.splitlines()[-1].endswith("| equal |")

@@ -27,7 +27,6 @@ from functools import partial
 from pathlib import Path
 from typing import get_args
 
-from zerojax.cli import COMMANDS
 from zerojax.errors import EXIT_OK, EXIT_PEER_LOST, EXIT_STOPPED, NO_RESTART, ConfigurationError
 from zerojax.log import logger
 from zerojax.multihost import snapshot_memory
@@ -47,7 +46,7 @@ _OTHERS = ("doctor", "links", "follow")
 
 
 _ZEROJAX = (sys.executable, "-m", "zerojax")
-# Seconds before standby processes import, because the job starts at the same time.
+# Seconds before standby processes start, because the job starts at the same time.
 _STANDBY_AFTER = 10.0
 
 
@@ -65,7 +64,7 @@ class Job:
     grace: float = 15.0  # Seconds for the others to end after one has failed.
     # Seconds of work that a restart may repeat; 0 keeps no snapshots.
     snapshot_seconds: float = 5.0 if snapshot_memory.SUPPORTED else 0.0
-    standby: bool = True  # Keep a process for each node that has imported everything.
+    standby: bool = True  # Keep a process for each node that is ready to take over.
     program: Sequence[str] = _ZEROJAX
 
 
@@ -95,7 +94,7 @@ def launch(job: Job) -> int:
     try:
         while True:
             tasks, good = kept.tasks(nodes, restart), (EXIT_OK, EXIT_STOPPED)
-            started = partial(kept.stand_by, tasks if left else [])
+            started = partial(kept.stand_by, nodes if left else 0)
             result = Supervisor(tasks, job.grace, good=good, follows=EXIT_PEER_LOST, started=started).run()
             if result.code in (EXIT_OK, EXIT_STOPPED, *NO_RESTART) or result.signals or left == 0:
                 return result.code
@@ -112,7 +111,7 @@ def launch(job: Job) -> int:
 class _Kept:
     """The launcher's snapshots and standby processes, which it keeps from one start of a job to the next.
 
-    Both belong to a number of nodes. The commands that train use them, if there are restarts.
+    The commands that train use them, if there are restarts.
     """
 
     def __init__(self, job: Job) -> None:
@@ -120,50 +119,62 @@ class _Kept:
         self._job = job
         self._snapshots = bool(trains and job.restarts and job.snapshot_seconds)
         self._standby = bool(trains and job.restarts and job.standby) and job.program == _ZEROJAX
+        # Later starts would find less free memory, which a job before them still holds.
+        self._limit = limit_variable(job.nodes * job.devices_per_node)
         self._files: list[int] = []
-        self._waiting: list[Standby] = []
+        self._waiting: list[tuple[Task, Standby]] = []
 
-    def stand_by(self, tasks: Sequence[Task]) -> None:
-        """Replace the standby processes, which tasks have taken, by new ones for the next start."""
-        module = COMMANDS["posttrain" if self._job.train[0] == "posttrain" else "train"][0]
+    def stand_by(self, nodes: int) -> None:
+        """Start processes that wait for the next start."""
+        tasks = self._new(nodes) if self._standby and nodes else []
         self._waiting = [
-            Standby(task.name, module, task.env, task.pass_fds, _STANDBY_AFTER)
-            for task in tasks
-            if self._standby
+            (task, Standby(task.command, task.env, task.pass_fds, _STANDBY_AFTER)) for task in tasks
         ]
 
     def tasks(self, nodes: int, restart: Mapping[str, str]) -> list[Task]:
-        """The tasks of a start."""
+        """The tasks of a start: those that stand by, if all of them do."""
+        waiting = self._waiting
+        if len(waiting) == nodes and all(process.waits for _, process in waiting):
+            self._waiting = []
+            begins = [(task, partial(process.begin, restart)) for task, process in waiting]
+        else:
+            self._end_standby()
+            begins = [(task, task.standby) for task in self._new(nodes)]
+        return [replace(task, env={**task.env, **restart}, standby=begin) for task, begin in begins]
+
+    def _new(self, nodes: int) -> list[Task]:
+        """The tasks of a new job."""
         job = self._job
-        if len(self._files or self._waiting) != nodes:
-            self.close()
-            self._files = [snapshot_memory.create() for _ in range(nodes * self._snapshots)]
+        for file in self._files[nodes:]:
+            os.close(file)
+        missing = (nodes - len(self._files)) * self._snapshots
+        self._files = self._files[:nodes] + [snapshot_memory.create() for _ in range(missing)]
         shares = separate_nodes(share_devices(nodes, job.devices_per_node, job.platform))
         coordinator = f"127.0.0.1:{free_port()}"
         # Passed in the environment: other users can read a command line.
         # Receivers beside engines know a token that the user has set.
         token = os.environ.get(VARIABLE, "").strip() or new_token()
-        shared = {VARIABLE: token} | limit_variable(nodes * job.devices_per_node)
+        shared = {VARIABLE: token} | self._limit
         tasks = []
         for rank, share in enumerate(shares):
             command, more = _command(job, coordinator, rank, nodes)
             files = tuple(self._files[rank : rank + 1])
             if files:
                 more[snapshot_memory.VARIABLE] = f"{files[0]} {job.snapshot_seconds}"
-            task = Task(f"rank {rank}", command, {**os.environ, **share, **shared, **restart, **more}, files)
-            if self._waiting:
-                begin = partial(self._waiting[rank].begin, command[len(job.program) :], task.env)
-                task = replace(task, standby=begin)
-            tasks.append(task)
+            tasks.append(Task(f"rank {rank}", command, {**os.environ, **share, **shared, **more}, files))
         return tasks
+
+    def _end_standby(self) -> None:
+        for _, process in self._waiting:
+            process.close()
+        self._waiting = []
 
     def close(self) -> None:
         """Free the snapshots' memory, and end the standby processes."""
+        self._end_standby()
         for file in self._files:
             os.close(file)
-        for process in self._waiting:
-            process.close()
-        self._files, self._waiting = [], []
+        self._files = []
 
 
 def _command(job: Job, coordinator: str, rank: int, nodes: int) -> tuple[list[str], dict[str, str]]:
@@ -229,7 +240,7 @@ def parse(arguments: Sequence[str]) -> Job:
         "--standby",
         action=argparse.BooleanOptionalAction,
         default=Job.standby,
-        help="with --restarts, keep a spare process for each node, with all modules imported",
+        help="with --restarts, keep a process for each node that is ready to take over",
     )
     add(
         "train",

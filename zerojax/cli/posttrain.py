@@ -8,6 +8,7 @@ import jax
 from zerojax.cli.cluster import facts_of, joined_cluster
 from zerojax.cli.run_options import RunOptions, read_run, show_plan
 from zerojax.interop.huggingface import ModelReader, begin_run
+from zerojax.multihost import standby
 from zerojax.posttrain.methods.grpo import GRPOTrainer
 from zerojax.posttrain.methods.ppo import PPOTrainer
 from zerojax.posttrain.methods.preferences import PreferenceTrainer
@@ -43,6 +44,7 @@ def run(arguments: list[str]) -> None:
         return
     facts = facts_of(settings, **{"--resume": options.resume, "--init-from": options.init_from})
     with joined_cluster(settings.mesh, settings.cluster, options, facts) as peers:
+        standby.wait()
         if source is not None:
             begin_run(source, settings, folder)
         kind = TRAINERS.get(settings.posttrain.method, GRPOTrainer)

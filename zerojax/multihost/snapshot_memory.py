@@ -100,13 +100,16 @@ class SnapshotMemory:
         """Bytes that the file takes now."""
         return os.fstat(self._descriptor).st_blocks * 512
 
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self._whole.size
+
     def resize(self, arrays: int, count: int) -> None:
-        """Make room for ``arrays`` bytes in ``count`` arrays. A file of another size loses its contents."""
-        size = file_size(arrays, count)
-        if os.fstat(self._descriptor).st_size != size:
-            os.ftruncate(self._descriptor, 0)
-            os.ftruncate(self._descriptor, size)
-            self._map()
+        """Make room for ``arrays`` bytes in ``count`` arrays, and drop the file's contents."""
+        os.ftruncate(self._descriptor, 0)
+        os.ftruncate(self._descriptor, file_size(arrays, count))
+        self._map()
 
     def touch(self) -> None:
         """Map every page, which leaves the contents as they are.

@@ -1,11 +1,10 @@
-"""A process that has imported everything, and waits for a command: imports take most of a restart's start.
+"""Processes that have done all of a restart that needs no state of the run, and wait.
 
-``zerojax launch`` keeps one for each process of a job. It has no device, and JAX has not started any backend.
-The file needs the standard library alone until it imports, and runs by its path:
-``python standby.py NAME SECONDS MODULE``.
+``zerojax launch`` starts one for each process of a job, with the command of the next start. They join each
+other, trace the step, and load its program. On a GPU they have a context and no arrays. This file also
+delays such a command: ``python standby.py SECONDS COMMAND...``. For that it needs the standard library alone.
 """
 
-import importlib
 import json
 import os
 import select
@@ -15,28 +14,30 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-_USED_LATER = ("tyro", "tensorboardX")
-"""Modules that commands import on use, if they are installed."""
+VARIABLE = "ZEROJAX_STANDBY"
+"""The environment variable of a process that waits for its launcher; its standard input is a pipe."""
 
 
 class Standby:
-    """The launcher's end: a process that waits for the arguments of ``zerojax`` and their environment.
+    """The launcher's end: a process that waits before it uses its run.
 
     Args:
-        name: shown in lists of processes.
-        module: of the command, with everything that it imports.
-        env: its environment; JAX reads some variables when it is imported.
-        pass_fds: open files that the command will use.
-        after: seconds to wait before importing, because the job itself starts at the same time.
+        command: of the process.
+        env: its environment.
+        pass_fds: open files that it will use.
+        after: seconds to wait before it starts, because the job itself starts at the same time.
     """
 
     def __init__(
-        self, name: str, module: str, env: Mapping[str, str], pass_fds: Sequence[int], after: float
+        self, command: Sequence[str], env: Mapping[str, str], pass_fds: Sequence[int], after: float
     ) -> None:
-        tied = [sys.executable, "-IS", str(Path(__file__).with_name("pdeathsig.py"))]
+        tied, delayed = (
+            [sys.executable, "-IS", str(file)]
+            for file in (Path(__file__).with_name("pdeathsig.py"), __file__)
+        )
         self._process = subprocess.Popen(
-            [*tied, sys.executable, __file__, name, str(after), module],
-            env=dict(env),
+            [*tied, *delayed, str(after), *command],
+            env={**env, VARIABLE: "1"},
             pass_fds=tuple(pass_fds),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -44,14 +45,18 @@ class Standby:
             start_new_session=True,
         )
 
-    def begin(self, arguments: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
-        """Let the process run ``zerojax`` with arguments, in an environment. None if it has ended."""
-        order = json.dumps({"arguments": [*arguments], "env": dict(env)})
+    @property
+    def waits(self) -> bool:
+        """Whether the process is still there."""
+        return self._process.poll() is None
+
+    def begin(self, env: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
+        """Let the process go on, with further environment variables. None if it has ended."""
         stdin = self._process.stdin
         assert stdin is not None
         try:
-            with stdin:  # nobody else can read a pipe, as they could the arguments of a process
-                stdin.write(order.encode())
+            with stdin:
+                stdin.write(json.dumps(dict(env)).encode())
         except BrokenPipeError:
             self.close()
             return None
@@ -67,25 +72,25 @@ class Standby:
                 stream.close()
 
 
-def main(after: float, module: str) -> None:
-    """Import, read an order from standard input, and run it."""
-    sys.path[0] = str(Path.cwd())  # as for `python -m zerojax`
-    select.select([sys.stdin], [], [], after)
-    importlib.import_module(module)
-    for name in _USED_LATER:
-        with suppress(ModuleNotFoundError):
-            importlib.import_module(name)
-    if not (text := sys.stdin.buffer.read()):
+def waits(seconds: float) -> bool:
+    """Whether this process stands by, and its launcher does not let it begin within some seconds."""
+    return VARIABLE in os.environ and not select.select([sys.stdin], [], [], seconds)[0]
+
+
+def wait() -> None:
+    """Wait until the launcher lets this process begin, if it stands by, and set the variables that it gives.
+
+    The process ends if the launcher has ended.
+    """
+    if os.environ.pop(VARIABLE, None) is None:
         return
-    order = json.loads(text)
+    if not (text := sys.stdin.buffer.read()):
+        os._exit(0)
+    os.environ.update(json.loads(text))
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    os.environ.clear()
-    os.environ.update(order["env"])
-    cli = importlib.import_module("zerojax.cli")
-    sys.argv = [cli.__file__, *order["arguments"]]
-    cli.program()
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[2]), sys.argv[3])
+    select.select([sys.stdin], [], [], float(sys.argv[1]))
+    os.execvp(sys.argv[2], sys.argv[2:])

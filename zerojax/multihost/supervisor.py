@@ -34,7 +34,7 @@ class Task:
     command: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)  # the whole environment
     pass_fds: tuple[int, ...] = ()
-    # Lets a process that stands by begin the task; None if it has ended, and the task needs a new process.
+    # Lets a process that stands by begin the task; None if there is none, and the task needs a new process.
     standby: Callable[[], subprocess.Popen[bytes] | None] = lambda: None
 
 

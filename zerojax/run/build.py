@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from zerojax import compilation_cache
 from zerojax.adapters import LossFn
 from zerojax.analysis.comm_report import comm_report
 from zerojax.analysis.plan import predict_memory
 from zerojax.analysis.plan.work import sequences_of, work_of
 from zerojax.errors import ConfigurationError
 from zerojax.models import GPT, Block, GPTConfig, lm_loss
+from zerojax.multihost import standby
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.watchdog import Watchdog, end_alone
 from zerojax.run.config import ClusterSection, RunConfig, config_to_dict
@@ -30,8 +32,11 @@ from zerojax.train.memory import check_host_memory, held_in_host, reserve_host_m
 from zerojax.train.spec import TrainSpec
 from zerojax.train.spikes import SpikeRule
 from zerojax.train.state import TrainState
+from zerojax.train.step import lower_train_step
 from zerojax.versions import installed
 
+_LOOK_EVERY = 5.0
+"""Seconds until a standby process looks again for the program, which the job before it compiles."""
 _TEXTS = ("tokens", "chosen", "rejected")
 
 
@@ -87,8 +92,21 @@ class RunSetup:
         work = work_of(spec, self.config.model, sequences=rows, length=train.sequence_length)
         return spec, predict_memory(spec, work).host.get("activations", 0)
 
+    def prepare_step(self, batch: Any) -> None:
+        """Trace the step and load its program, as long as this process stands by."""
+        if not standby.waits(0):
+            return
+        lowered = lower_train_step(self.abstract_state(), batch)
+        while standby.waits(_LOOK_EVERY):
+            if compilation_cache.load(lowered):
+                break
+
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the model and optimizer, to restore into."""
+        return self._abstract_state
+
+    @cached_property
+    def _abstract_state(self) -> TrainState:
         return TrainState.abstract(
             lambda rngs: GPT(self.config.model, rngs=rngs),
             self.tx,

@@ -201,7 +201,10 @@ def opening(
             saved = run_on_process_zero(lambda: max(step_dirs.steps(folder.checkpoints), default=None))
             manifest = found.choose(spelled_out(config), saved)
             if manifest is None:
-                notes.append("no snapshot in memory is newer than the last checkpoint and in all processes")
+                notes.append(
+                    "no snapshot in memory is newer than the last checkpoint, in all processes, and of these "
+                    'settings (with another number of nodes, zero.state_spread = "node" is needed)'
+                )
         if manifest is None:
             manifest, damaged = choose(
                 folder.checkpoints,

@@ -46,7 +46,10 @@ def rate_changes(before: RunConfig, now: RunConfig, updates: int) -> list[str]:
     Returns:
         A list of one line; empty if the schedule is the same.
     """
-    schedules = [make_schedule(config.optimizer, config.train.steps) for config in (before, now)]
+    given = [(config.optimizer, config.train.steps) for config in (before, now)]
+    if given[0] == given[1]:  # compiling the schedules takes a part of a restart
+        return []
+    schedules = [make_schedule(*each) for each in given]
     ahead = np.arange(updates, max(updates + 1, now.train.steps))
     old, new = (np.asarray(jax.jit(jax.vmap(schedule))(ahead)) for schedule in schedules)
     if np.array_equal(old, new):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from zerojax.analysis.profile import StepProfile
 from zerojax.errors import DivergedError
 from zerojax.models import describe_parameters
+from zerojax.multihost import standby
 from zerojax.multihost.peers import Peers
 from zerojax.multihost.preemption import StopRequest
 from zerojax.run.build import RunSetup, is_first
@@ -111,6 +112,8 @@ class TrainRun(BatchRun):
         """
         config.model.check_language_model("zerojax train")
         setup = RunSetup(config)
+        setup.prepare_step(abstract_batch(config))
+        standby.wait()
         setup.check()
         with opening(config, folder, resume) as new:
             data = prepare_data(config, folder)

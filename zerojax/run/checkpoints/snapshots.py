@@ -47,13 +47,17 @@ class Snapshot(Manifest):
     def restore(self, state: TrainState) -> TrainState:
         """The snapshot's arrays in a state; ``state``, filled or abstract, gives the spec.
 
+        GPUs still copy the arrays when it returns. No later snapshot overwrites them before that, because it
+        comes after a step, which needs them. On another number of nodes, error feedback begins with zeros.
+
         Raises:
             RunError: the arrays have other sizes.
         """
-        held = self.generation.arrays(self.files)
-        stored = {name: _placed(x, name, held) for name, x in _arrays(state).items()}
-        # A later snapshot overwrites the memory that the devices read.
-        return with_stored(state, jax.block_until_ready(stored))
+        held, wanted = self.generation.arrays(self.files), _arrays(state)
+        if self.record.mesh[0] != state.spec.world.nodes:
+            wanted = {name: x for name, x in wanted.items() if not name.startswith("residual/")}
+        stored = {name: _placed(x, name, held) for name, x in wanted.items()}
+        return with_stored(state, stored)
 
 
 class Snapshots:
@@ -74,15 +78,16 @@ class Snapshots:
         """The newest intact snapshot that all processes have; all call it together.
 
         Args:
-            config: the settings, spelled out. A snapshot of a run with other settings does not count.
+            config: the settings, spelled out. A snapshot of a run with other settings does not count; the
+                number of nodes may differ if each node holds the whole state.
             at_least: the step of the newest checkpoint, if there is one; an older snapshot does not count.
         """
-        same = json.loads(json.dumps(config))
+        now = _settings(config)
         mine = {
             one.step: (number, one)
             for number, generation in enumerate(self._memory.generations)
             if (one := _read(generation)) is not None
-            and one.record.config == same
+            and _settings(one.record.config) == now
             and (at_least is None or one.step >= at_least)
         }
         common = set[int].intersection(*map(set, gather_from_all([*mine])))
@@ -112,7 +117,9 @@ class Snapshots:
                 f"this host's memory, and {size(short.free)} are free. Launch with --snapshot-seconds 0, so "
                 "that a restart uses checkpoints, or use a host or container with more memory."
             )
-        self._memory.resize(arrays, count)
+        if self._memory.size != file_size(arrays, count):  # of another number of nodes
+            jax.block_until_ready(_arrays(state))
+            self._memory.resize(arrays, count)
         self._worker.put(self._memory.touch)
 
     @property
@@ -180,6 +187,14 @@ class Snapshots:
     def close(self) -> None:
         """End the thread, once no snapshot is being written."""
         self._worker.close()
+
+
+def _settings(config: Mapping[str, Any]) -> Any:
+    """The settings on which a snapshot depends, as JSON has them."""
+    found = json.loads(json.dumps(config))
+    if found["zero"].get("state_spread") == "node":
+        found.get("mesh", {}).pop("nodes", None)
+    return found
 
 
 def _read(generation: Generation) -> Snapshot | None:
