@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import pytest
 from micro_run import micro_config
 
@@ -19,6 +20,7 @@ from zerojax.run.data.tokenizer import BPETokenizer
 from zerojax.run.inputs import check_inputs, kept_tokenizer
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import start_run
+from zerojax.train.state import check_there
 
 TEXT = b"all work and no play"
 
@@ -48,6 +50,12 @@ def test_a_run_keeps_its_tokenizer_and_its_template(tmp_path: Path) -> None:
         assert found.encode(TEXT).tolist() == tokenizer.encode(TEXT).tolist()
         assert found.special_tokens == tokenizer.special_tokens
     assert open_template(settings.data, moved.data).source == CHATML
+
+
+def test_first_weights_in_host_memory_can_be_trained(tmp_path: Path) -> None:
+    state = RunSetup(micro_config(tmp_path, zero={"preset": "zero3", "host": ("optimizer",)})).initial_state()
+    check_there(state)
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(state.encoded))
 
 
 def test_a_run_resumes_with_the_tokenizer_that_it_began_with(tmp_path: Path) -> None:

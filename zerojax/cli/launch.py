@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import get_args
 
@@ -119,8 +119,6 @@ class _Kept:
         self._job = job
         self._snapshots = bool(trains and job.restarts and job.snapshot_seconds)
         self._standby = bool(trains and job.restarts and job.standby) and job.program == _ZEROJAX
-        # Later starts would find less free memory, which a job before them still holds.
-        self._limit = limit_variable(job.nodes * job.devices_per_node)
         self._files: list[int] = []
         self._waiting: list[tuple[Task, Standby]] = []
 
@@ -141,6 +139,11 @@ class _Kept:
             self._end_standby()
             begins = [(task, task.standby) for task in self._new(nodes)]
         return [replace(task, env={**task.env, **restart}, standby=begin) for task, begin in begins]
+
+    @cached_property
+    def _limit(self) -> dict[str, str]:
+        """The limit of locked memory. A later start would find less that is free: the job before has it."""
+        return limit_variable(self._job.nodes * self._job.devices_per_node)
 
     def _new(self, nodes: int) -> list[Task]:
         """The tasks of a new job."""

@@ -35,7 +35,7 @@ from zerojax.run.metrics.log import RunLog
 from zerojax.run.run_dir import RunFolder, RunLock
 from zerojax.run.trackers import check_trackers
 from zerojax.train.initial import initializer
-from zerojax.train.state import TrainState, initial_base
+from zerojax.train.state import TrainState, encoded_fields, initial_base
 from zerojax.train.step import Metrics
 from zerojax.validation.arguments import suggests
 from zerojax.validation.bounds import checked_seed, require
@@ -195,7 +195,8 @@ class Trainer(TrainLoop):
             state, self._saved, self._record = found
             warn(f"{folder}: resuming from step {found.step}")
         elif isinstance(state.step, jax.ShapeDtypeStruct):
-            state = state.replace(**initializer(state.spec, frozen=False)(checked_seed(seed)))
+            fields = initializer(state.spec, frozen=False)(checked_seed(seed))
+            state = state.replace(**fields, **encoded_fields(state.spec, fields))
         self.state = state
         self.step = int(state.step)
         if self.folder is not None:
