@@ -8,11 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from jax._src import compilation_cache as jax_cache
+from jax._src import compiler as jax_compiler
 
 from zerojax import compilation_cache
 from zerojax.compilation_cache import Folder, apply_setting, describe, use_compilation_cache
+
+backend_compile = jax_compiler.backend_compile_and_load
 
 # Prints how many programs were asked for, and how many of them were found; then a result.
 PROGRAM = """
@@ -72,6 +76,31 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     monkeypatch.setattr(compilation_cache.logger, "warning", found.append)
     return found
+
+
+@pytest.mark.usefixtures("settings")
+def test_a_program_is_loaded_and_never_compiled(tmp_path, monkeypatch):
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    use_compilation_cache(tmp_path)
+    compiled = []
+    monkeypatch.setattr(
+        jax_compiler, "backend_compile_and_load", lambda *args: compiled.append(1) or backend_compile(*args)
+    )
+
+    def made():
+        function = jax.jit(lambda x: x * 3.25 + 1)
+        return function, function.lower(jax.ShapeDtypeStruct((5,), "float32"))
+
+    assert not compilation_cache.load(made()[1])
+    assert not compiled
+    made()[1].compile()
+    function, lowered = made()
+    assert compilation_cache.load(lowered)
+    assert function(np.ones(5, np.float32)).tolist() == [4.25] * 5
+    assert compiled == [1]
+    apply_setting("off")
+    assert not compilation_cache.load(made()[1])
+    assert compiled == [1]
 
 
 def test_processes_share_a_folder_and_results_are_the_same(tmp_path):

@@ -9,7 +9,9 @@ import jax
 import pytest
 from micro_run import micro_config
 
+from zerojax import compilation_cache
 from zerojax.errors import ConfigurationError
+from zerojax.multihost import standby
 from zerojax.run.build import RunSetup
 from zerojax.run.checkpoints import Manifest, Record
 from zerojax.run.config import PosttrainSection, RunConfig
@@ -17,7 +19,7 @@ from zerojax.run.data.chat_template import CHATML
 from zerojax.run.data.dataset import open_template, open_tokenizer
 from zerojax.run.data.prepare import prepare
 from zerojax.run.data.tokenizer import BPETokenizer
-from zerojax.run.inputs import check_inputs, kept_tokenizer
+from zerojax.run.inputs import abstract_batch, check_inputs, kept_tokenizer
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.weights import start_run
 from zerojax.train.state import check_there
@@ -56,6 +58,28 @@ def test_first_weights_in_host_memory_can_be_trained(tmp_path: Path) -> None:
     state = RunSetup(micro_config(tmp_path, zero={"preset": "zero3", "host": ("optimizer",)})).initial_state()
     check_there(state)
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(state.encoded))
+
+
+def test_a_process_that_stands_by_looks_for_the_step_until_it_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup, loaded = RunSetup(micro_config(tmp_path)), []
+    batch = abstract_batch(setup.config)
+    setup.prepare_step(batch)  # does not stand by
+
+    def load(lowered: jax.stages.Lowered) -> bool:
+        loaded.append(lowered)
+        return len(loaded) == 2
+
+    monkeypatch.setattr(standby, "waits", lambda _: True)
+    monkeypatch.setattr(compilation_cache, "load", load)
+    setup.prepare_step(batch)
+    assert len(loaded) == 2
+    assert "jit__train" in loaded[0].as_text()
+    monkeypatch.setattr(standby, "waits", lambda seconds: seconds == 0)
+    setup.prepare_step(batch)
+    assert len(loaded) == 2, "the launcher lets it begin"
+    assert setup.abstract_state() is setup.abstract_state(), "a step of another spec is traced again"
 
 
 def test_a_run_resumes_with_the_tokenizer_that_it_began_with(tmp_path: Path) -> None:
