@@ -132,7 +132,7 @@ class _Kept:
     def tasks(self, nodes: int, restart: Mapping[str, str]) -> list[Task]:
         """The tasks of a start: those that stand by, if all of them do."""
         waiting = self._waiting
-        if len(waiting) == nodes and all(process.waits for _, process in waiting):
+        if waiting and len(waiting) == nodes and all(process.waits for _, process in waiting):
             self._waiting = []
             begins = [(task, partial(process.begin, restart)) for task, process in waiting]
         else:
