@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tyro
 from micro_run import micro_config
@@ -17,6 +16,7 @@ from zerojax.run import build
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.train_run import TrainRun
 from zerojax.train.initial import initializer
+from zerojax.train.spec import TrainSpec
 
 abstract_state = build.RunSetup.abstract_state
 
@@ -25,7 +25,8 @@ abstract_state = build.RunSetup.abstract_state
 def shared_steps() -> Iterator[None]:
     """Runs with the same settings share what they trace and compile, which is most of a micro run's time."""
     optimizers: dict[str, Any] = {}
-    shared: dict[Any, tuple[zerojax.TrainState, Any]] = {}
+    states: dict[Any, zerojax.TrainState] = {}
+    initializers: dict[Any, tuple[TrainSpec, Any]] = {}
     make_optimizer = build.make_optimizer
 
     def shared_optimizer(*settings: Any) -> Any:
@@ -34,27 +35,27 @@ def shared_steps() -> Iterator[None]:
             optimizers[key] = make_optimizer(*settings)
         return optimizers[key]
 
-    def of(setup: build.RunSetup, base: bool = True) -> tuple[zerojax.TrainState, Any]:
-        """The abstract state and its initializer, of frozen weights if ``base``."""
+    def shared_state(setup: build.RunSetup) -> zerojax.TrainState:
         own = setup.config.model, setup.config.lora, setup.zero, setup.spikes, setup.loss_fn
-        key = setup.mesh, id(setup.tx), base, repr(own)
-        if key in shared:
-            return shared[key]
+        key = setup.mesh, id(setup.tx), repr(own)
+        if key in states:
+            return states[key]
         state = abstract_state(setup)
-        found = state, initializer(state.spec, frozen=base)
         # One that lives on, so that its id is its own.
         if setup.tx is None or any(setup.tx is tx for tx in optimizers.values()):
-            shared[key] = found
-        return found
+            states[key] = state
+        return state
 
-    def initial_state(setup: build.RunSetup, *, base: bool = True) -> zerojax.TrainState:
-        state, start = of(setup, base)
-        return state.replace(**start(np.uint32(setup.config.train.seed)))
+    def shared_initializer(spec: TrainSpec, *, frozen: bool) -> Any:
+        key = id(spec), frozen
+        if key not in initializers:
+            initializers[key] = spec, initializer(spec, frozen=frozen)
+        return initializers[key][1]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "make_optimizer", shared_optimizer)
-        patch.setattr(build.RunSetup, "abstract_state", lambda setup: of(setup)[0])
-        patch.setattr(build.RunSetup, "initial_state", initial_state)
+        patch.setattr(build.RunSetup, "abstract_state", shared_state)
+        patch.setattr(build, "initializer", shared_initializer)
         yield
 
 

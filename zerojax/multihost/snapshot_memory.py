@@ -111,16 +111,6 @@ class SnapshotMemory:
         os.ftruncate(self._descriptor, file_size(arrays, count))
         self._map()
 
-    def touch(self) -> None:
-        """Map every page, which leaves the contents as they are.
-
-        In a virtual machine the first write to a page takes eight times as long as later ones.
-        """
-        pages = self._whole[:: mmap.PAGESIZE]
-        parts = np.array_split(pages, max(1, pages.size // 1024))
-        for _ in _pool.map(lambda part: np.bitwise_or(part, 0, out=part), parts):
-            pass
-
 
 def file_size(arrays: int, count: int) -> int:
     """Bytes of a file for two generations of ``count`` arrays with ``arrays`` bytes together."""
@@ -179,6 +169,16 @@ class Generation:
         header = _HEADER.pack(_MAGIC, start, len(text), zlib.crc32(text))
         self._memory[: _HEADER.size] = np.frombuffer(header, np.uint8)
         return at - start
+
+    def touch(self) -> None:
+        """Map every page, which leaves the contents as they are.
+
+        In a virtual machine the first write to a page takes eight times as long as later ones.
+        """
+        pages = self._memory[:: mmap.PAGESIZE]
+        parts = np.array_split(pages, max(1, pages.size // 1024))
+        for _ in _pool.map(lambda part: np.bitwise_or(part, 0, out=part), parts):
+            pass
 
     def arrays(self, sums: Checksums) -> dict[str, UInt8[np.ndarray, " bytes"]]:
         """The bytes of a complete snapshot's arrays, in place, by name."""

@@ -96,7 +96,9 @@ class OpenRun(TrainLoop):
         self._recovery = new.recovery
         skipped = start.record.skipped
         with ThreadPoolExecutor(1) as beside:  # the driver locks pages while Python traces a step
-            reserving = beside.submit(reserve_for_saves, [one.state for one in trained])
+            # After a restart nothing is traced, and the first save may wait for the driver instead.
+            states = [one.state for one in trained if new.recovery is None]
+            reserving = beside.submit(reserve_for_saves, states)
             self.log = make_log(config, self.folder, trained, start.step, skipped, self._note_step)
         reserving.result()
         saving = config.checkpoint

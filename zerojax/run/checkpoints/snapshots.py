@@ -120,7 +120,7 @@ class Snapshots:
         if self._memory.size != file_size(arrays, count):  # of another number of nodes
             jax.block_until_ready(_arrays(state))
             self._memory.resize(arrays, count)
-        self._worker.put(self._memory.touch)
+        self._worker.put(self._memory.generations[self._next].touch)
 
     @property
     def is_busy(self) -> bool:
@@ -159,6 +159,8 @@ class Snapshots:
             self._worker.put(lambda: self._write(generation, step, copies, record))
         else:
             self._write(generation, step, arrays, record)
+        if first:
+            self._worker.put(self._memory.generations[self._next].touch)
         if not (first and self._beside_training):  # which compiles the copies
             self._pause = time.monotonic() - self._begun
 

@@ -431,6 +431,8 @@ def reserve_for_saves(states: Sequence[TrainState]) -> None:
     Raises:
         RunError: the memory is not available, or exceeds XLA's limit.
     """
+    if not states:
+        return
     devices = states[0].spec.mesh.local_devices
     portion = PORTION // len(devices)  # PORTION is for all devices together
     reserve_host_memory(sum(min(sum(sizes), max(portion, *sizes)) for sizes in _sizes(states)), devices)
