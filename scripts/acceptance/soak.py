@@ -47,7 +47,7 @@ RUNS = {
     "delta": "--zero.preset delta",
     "local": "--zero.preset local --zero.every 4",
     "adapters": "--zero.preset zero++ --lora.rank 2",
-    "experts": "--zero.preset delta --model.experts 4",
+    "experts": "--zero.preset delta --model.experts 4 --model.mlp swiglu",
     "host": "--zero.preset zero3 --zero.host optimizer",
     "spread": "--zero.preset delta --zero.state-spread node",
 }
