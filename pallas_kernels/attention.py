@@ -5,16 +5,17 @@ import jax.numpy as jnp
 
 from pallas_kernels import attention_reference
 from pallas_kernels.dispatch import dispatch
+from pallas_kernels.formats import AnyArray
 
 
 def attend_cache(
-    query: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    layer: jax.Array | int,
-    start: jax.Array,
-    stop: jax.Array,
-    sinks: jax.Array | None = None,
+    query: AnyArray,
+    keys: AnyArray,
+    values: AnyArray,
+    layer: AnyArray | int,
+    start: AnyArray,
+    stop: AnyArray,
+    sinks: AnyArray | None = None,
     *,
     scale: float,
     softcap: float | None = None,

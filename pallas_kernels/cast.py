@@ -7,10 +7,11 @@ from jax.typing import DTypeLike
 from pallas_kernels import cast_reference
 from pallas_kernels.backends import FP8
 from pallas_kernels.dispatch import dispatch
+from pallas_kernels.formats import AnyArray
 
 
 def cast_transpose(
-    x: jax.Array, scale: jax.Array, dtype: DTypeLike, sizes: jax.Array | None = None
+    x: AnyArray, scale: AnyArray, dtype: DTypeLike, sizes: AnyArray | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Multiply a matrix by a scale, cast it to an fp8 dtype, and transpose it, in one pass.
 

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import nf4_reference, reference
 from pallas_kernels.backends import cuda_implementation
 from pallas_kernels.chips import compute_capability
-from pallas_kernels.formats import QUANTIZED, ROTATION, check_block, nbytes, nf4_bytes
+from pallas_kernels.formats import QUANTIZED, ROTATION, AnyArray, check_block, nbytes, nf4_bytes
 from pallas_kernels.lowered import lowered
 
 ROUNDINGS = ("nearest", "stochastic")
@@ -45,7 +45,7 @@ def for_platform(name: str | None) -> Generator[None]:
 
 
 def dispatch(
-    name: str, *arrays: jax.Array | None, specification: ModuleType = reference, **static: Any
+    name: str, *arrays: AnyArray | None, specification: ModuleType = reference, **static: Any
 ) -> Any:
     """Call the implementation of ``name`` for the platform that the program is lowered for.
 
@@ -91,18 +91,18 @@ def _implementation(
     return jax.jit(run)
 
 
-def _check_array(name: str, array: jax.Array, ndim: int) -> None:
+def _check_array(name: str, array: AnyArray, ndim: int) -> None:
     if array.ndim != ndim:
         raise ValueError(f"{name} has shape {array.shape}: pass an array of {ndim} dimensions")
 
 
-def _check_floats(name: str, array: jax.Array, ndim: int) -> None:
+def _check_floats(name: str, array: AnyArray, ndim: int) -> None:
     _check_array(name, array, ndim)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"{name} has dtype {array.dtype}: pass a floating-point array")
 
 
-def _check_payload(payload: jax.Array, width: int) -> None:
+def _check_payload(payload: AnyArray, width: int) -> None:
     _check_array("payload", payload, 2)
     if payload.dtype != jnp.uint8:
         raise TypeError(f"payload has dtype {payload.dtype}: pass uint8")
@@ -117,7 +117,7 @@ def _check_rotation(n: int, rotation: int) -> None:
         raise ValueError(f"rows of {n} elements cannot be rotated in groups of {rotation}: pad the rows")
 
 
-def _check_rounding(fmt: str, rounding: str, seed: jax.Array | None) -> tuple[str, jax.Array | None]:
+def _check_rounding(fmt: str, rounding: str, seed: AnyArray | None) -> tuple[str, jax.Array | None]:
     """The rounding, and the seed, or None if this encoder draws no random bits."""
     if rounding not in ROUNDINGS:
         raise ValueError(f"rounding {rounding!r}: choose one of {', '.join(ROUNDINGS)}")
@@ -132,13 +132,13 @@ def _check_rounding(fmt: str, rounding: str, seed: jax.Array | None) -> tuple[st
 
 
 def encode(
-    x: jax.Array,
+    x: AnyArray,
     fmt: str,
     *,
     block: int | None = None,
     rounding: str = "nearest",
     rotation: int = 0,
-    seed: jax.Array | None = None,
+    seed: AnyArray | None = None,
 ) -> jax.Array:
     """Encode rows of floating-point numbers.
 
@@ -165,13 +165,13 @@ def encode(
 
 
 def encode_delta(
-    w: jax.Array,
-    base: jax.Array,
+    w: AnyArray,
+    base: AnyArray,
     fmt: str,
     *,
     block: int | None = None,
     rounding: str = "nearest",
-    seed: jax.Array | None = None,
+    seed: AnyArray | None = None,
 ) -> jax.Array:
     """Encode w - base, both [rows, n], computed in fp32.
 
@@ -188,7 +188,7 @@ def encode_delta(
 
 
 def encode_reordered(
-    g: jax.Array,
+    g: AnyArray,
     fmt: str,
     *,
     local: int,
@@ -197,7 +197,7 @@ def encode_reordered(
     block: int | None = None,
     rounding: str = "nearest",
     rotation: int = 0,
-    seed: jax.Array | None = None,
+    seed: AnyArray | None = None,
 ) -> jax.Array:
     """Encode a padded gradient leaf in the order in which its pieces are sent.
 
@@ -232,7 +232,7 @@ def encode_reordered(
 
 
 def decode(
-    payload: jax.Array,
+    payload: AnyArray,
     fmt: str,
     n: int,
     *,
@@ -247,7 +247,7 @@ def decode(
     return dispatch("decode", payload, fmt=fmt, n=n, block=block, dtype=jnp.dtype(dtype))
 
 
-def decode_add(payload: jax.Array, base: jax.Array, fmt: str, *, block: int | None = None) -> jax.Array:
+def decode_add(payload: AnyArray, base: AnyArray, fmt: str, *, block: int | None = None) -> jax.Array:
     """Add decoded rows to ``base``, [rows, n], in fp32. The result has base's dtype.
 
     Raises ValueError or TypeError if the payload's rows do not have the shape of ``base``.
@@ -260,7 +260,7 @@ def decode_add(payload: jax.Array, base: jax.Array, fmt: str, *, block: int | No
 
 
 def decode_sum(
-    payload: jax.Array,
+    payload: AnyArray,
     fmt: str,
     n: int,
     *,
@@ -290,7 +290,7 @@ def decode_sum(
 
 
 def decode_sum_encode(
-    payload: jax.Array,
+    payload: AnyArray,
     fmt_in: str,
     fmt_out: str,
     rows_out: int,
@@ -298,7 +298,7 @@ def decode_sum_encode(
     *,
     block: int | None = None,
     rounding: str = "nearest",
-    seed: jax.Array | None = None,
+    seed: AnyArray | None = None,
 ) -> jax.Array:
     """Between two hops: decode the peers' rows, sum them in fp32, and encode the sum.
 
@@ -325,7 +325,7 @@ def decode_sum_encode(
     return dispatch("decode_sum_encode", payload, seed, rounding=rounding, **static)
 
 
-def encode_nf4(x: jax.Array, *, block: int = 64) -> jax.Array:
+def encode_nf4(x: AnyArray, *, block: int = 64) -> jax.Array:
     """Encode rows of frozen weights in 4-bit NormalFloat with double quantization.
 
     The format is from QLoRA (Dettmers et al., 2023, arXiv:2305.14314, section 3);
@@ -346,7 +346,7 @@ def encode_nf4(x: jax.Array, *, block: int = 64) -> jax.Array:
     return dispatch("encode_nf4", x, specification=nf4_reference, block=block)
 
 
-def decode_nf4(payload: jax.Array, n: int, *, block: int = 64, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
+def decode_nf4(payload: AnyArray, n: int, *, block: int = 64, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
     """Decode uint8[rows, nf4_bytes(n, block)] of ``encode_nf4`` into dtype[rows, n].
 
     Raises ValueError or TypeError if the payload does not hold rows of n elements in blocks of ``block``.

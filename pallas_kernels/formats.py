@@ -1,7 +1,12 @@
 """The wire formats and the storage format: bit widths, largest codes and the bytes of a payload row."""
 
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
+import jax
+import numpy as np
+
+AnyArray = jax.Array | np.ndarray[Any, Any]
+"""An array on a device, or NumPy's on the host."""
 Format = Literal["fp32", "bf16", "fp8", "int8", "fp6", "int4", "int2"]
 
 FORMATS: Final[tuple[str, ...]] = get_args(Format)

@@ -13,10 +13,11 @@ from jax.typing import DTypeLike
 from pallas_kernels import grouped_reference
 from pallas_kernels.backends import FP8
 from pallas_kernels.dispatch import dispatch
+from pallas_kernels.formats import AnyArray
 
 
 def _check_shapes(
-    x: jax.Array, other: jax.Array, sizes: jax.Array, name: str, fits: bool, expected: str
+    x: AnyArray, other: AnyArray, sizes: AnyArray, name: str, fits: bool, expected: str
 ) -> None:
     if not fits:
         raise ValueError(
@@ -24,7 +25,7 @@ def _check_shapes(
         )
 
 
-def _check_dtypes(x: jax.Array, other: jax.Array, sizes: jax.Array, name: str) -> None:
+def _check_dtypes(x: AnyArray, other: AnyArray, sizes: AnyArray, name: str) -> None:
     if x.dtype != other.dtype or not jnp.issubdtype(x.dtype, jnp.floating) or sizes.dtype != jnp.int32:
         raise TypeError(
             f"x, {name} and sizes are {x.dtype}, {other.dtype} and {sizes.dtype}: pass one "
@@ -32,7 +33,7 @@ def _check_dtypes(x: jax.Array, other: jax.Array, sizes: jax.Array, name: str) -
         )
 
 
-def _check_fp8(x: jax.Array, other: jax.Array, sizes: jax.Array, scale: jax.Array, name: str) -> None:
+def _check_fp8(x: AnyArray, other: AnyArray, sizes: AnyArray, scale: AnyArray, name: str) -> None:
     if x.dtype not in FP8 or other.dtype not in FP8 or sizes.dtype != jnp.int32:
         kinds = f"{x.dtype}, {other.dtype} and {sizes.dtype}"
         raise TypeError(f"x, {name} and sizes are {kinds}: pass fp8, fp8 and int32")
@@ -40,13 +41,13 @@ def _check_fp8(x: jax.Array, other: jax.Array, sizes: jax.Array, scale: jax.Arra
         raise TypeError(f"scale is {scale.dtype} {scale.shape}: pass a float32 scalar")
 
 
-def _check_matrices(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool) -> None:
+def _check_matrices(x: AnyArray, w: AnyArray, sizes: AnyArray, transposed: bool) -> None:
     fits = x.ndim == 2 and w.ndim == 3 and x.shape[1] == w.shape[2 if transposed else 1]
     expected = "[rows, k], [groups, n, k]" if transposed else "[rows, k], [groups, k, n]"
     _check_shapes(x, w, sizes, "w", fits and sizes.shape == w.shape[:1], expected)
 
 
-def grouped_rows(x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool = False) -> jax.Array:
+def grouped_rows(x: AnyArray, w: AnyArray, sizes: AnyArray, *, transposed: bool = False) -> jax.Array:
     """Multiply each row by the matrix of its group, ``x[i] @ w[group of i]``, or by its transpose.
 
     Args:
@@ -68,7 +69,7 @@ def grouped_rows(x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bo
 
 
 def grouped_rows_fp8(
-    x: jax.Array, w: jax.Array, sizes: jax.Array, scale: jax.Array, *,
+    x: AnyArray, w: AnyArray, sizes: AnyArray, scale: AnyArray, *,
     transposed: bool = False, dtype: DTypeLike,
 ) -> jax.Array:  # fmt: skip
     """``grouped_rows`` for fp8 numbers, times a scale.
@@ -97,7 +98,7 @@ def grouped_rows_fp8(
     return dispatch("grouped_rows_fp8", x, w, sizes, scale, specification=grouped_reference, **options)
 
 
-def grouped_sums(x: jax.Array, g: jax.Array, sizes: jax.Array) -> jax.Array:
+def grouped_sums(x: AnyArray, g: AnyArray, sizes: AnyArray) -> jax.Array:
     """Sum the outer products of the rows of ``x`` and ``g`` over each group.
 
     Args:
@@ -118,7 +119,7 @@ def grouped_sums(x: jax.Array, g: jax.Array, sizes: jax.Array) -> jax.Array:
     return dispatch("grouped_sums", x, g, sizes, specification=grouped_reference)
 
 
-def grouped_columns(x: jax.Array, sizes: jax.Array, index: jax.Array | None = None) -> jax.Array:
+def grouped_columns(x: AnyArray, sizes: AnyArray, index: AnyArray | None = None) -> jax.Array:
     """Transpose rows of fp8 numbers, with each group padded by zeros to a multiple of 128 columns.
 
     Hopper's tensor cores only read 8-bit matrices along the contracted axis, so ``grouped_sums_fp8`` reads
@@ -145,7 +146,7 @@ def grouped_columns(x: jax.Array, sizes: jax.Array, index: jax.Array | None = No
     return dispatch("grouped_columns", x, sizes, index, specification=grouped_reference)
 
 
-def gather_rows(x: jax.Array, index: jax.Array) -> jax.Array:
+def gather_rows(x: AnyArray, index: AnyArray) -> jax.Array:
     """The row ``x[index[i]]`` for each i. All indices have to be in bounds.
 
     Args:
@@ -164,7 +165,7 @@ def gather_rows(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def grouped_sums_fp8(
-    x: jax.Array, g: jax.Array, sizes: jax.Array, scale: jax.Array, *, dtype: DTypeLike
+    x: AnyArray, g: AnyArray, sizes: AnyArray, scale: AnyArray, *, dtype: DTypeLike
 ) -> jax.Array:
     """``grouped_sums`` of fp8 numbers in the form of ``grouped_columns``, times a scale.
 

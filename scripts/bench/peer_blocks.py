@@ -120,7 +120,8 @@ def tune_less(most: int) -> None:
 
     if hasattr(Autotuner, "original"):
         return
-    Autotuner.original = original = Autotuner.__init__
+    original = Autotuner.__init__
+    setattr(Autotuner, "original", original)  # noqa: B010  (a class without the attribute)
 
     def init(self: Any, fn: Any, arg_names: Any, configs: Any, *args: Any, **keywords: Any) -> None:
         some = [one for one in configs or () if one.num_warps == 4] or configs

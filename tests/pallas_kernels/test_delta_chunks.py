@@ -13,7 +13,7 @@ from pallas_kernels import delta_chunks_reference as reference
 
 
 def gradients(
-    rule: Callable[..., tuple[jax.Array, jax.Array]], args: tuple[jax.Array, ...]
+    rule: Callable[..., tuple[jax.Array, jax.Array]], args: tuple[jax.Array | None, ...]
 ) -> list[np.ndarray]:
     """The results of a rule and the cotangents of its arguments, fp32."""
     *rows, documents, state = args
@@ -64,7 +64,7 @@ def test_derivatives_are_those_that_jax_computes(given: Callable[..., tuple[jax.
 )
 def test_the_kernels_equal_the_specification(
     sizes: tuple[int, int, int, int, int, int],
-    given: Callable[..., tuple[jax.Array, ...]],
+    given: Callable[..., tuple[jax.Array | None, ...]],
     dtype: jnp.dtype,
     bound: float,
 ) -> None:
