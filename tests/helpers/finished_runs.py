@@ -2,7 +2,7 @@
 
 import gc
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from zerojax.run.train_run import TrainRun
 from zerojax.train.initial import initializer
 from zerojax.train.spec import TrainSpec
 
-abstract_state = build.RunSetup.abstract_state
+abstract_state: Callable[[build.RunSetup], zerojax.TrainState] = build.RunSetup.abstract_state
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -37,7 +37,7 @@ def shared_steps() -> Iterator[None]:
 
     def shared_state(setup: build.RunSetup) -> zerojax.TrainState:
         own = setup.config.model, setup.config.lora, setup.zero, setup.spikes, setup.loss_fn
-        key = setup.mesh, id(setup.tx), repr(own)
+        key: Any = (setup.mesh, id(setup.tx), repr(own))  # pyright infers such keys for minutes
         if key in states:
             return states[key]
         state = abstract_state(setup)
