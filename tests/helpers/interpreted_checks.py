@@ -145,9 +145,8 @@ def check_columns():
                 for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
                     # The codes of rows of nobody are unspecified.
                     count = int(sizes.sum()) if mine.shape == wide.shape else None
-                    np.testing.assert_array_equal(
-                        *(np.asarray(a[:count], np.float32) for a in (mine, theirs))
-                    )
+                    own, wanted = (np.asarray(a[:count], np.float32) for a in (mine, theirs))
+                    np.testing.assert_array_equal(own, wanted)
 
 
 def check_grouped():
