@@ -98,6 +98,7 @@ def test_what_depends_on_a_leafs_shape_is_refused(name):
     ) as e:
         check_shardable(BAD[name](), leaves()[:3])
     assert ("draws" in str(e.value)) == (name == "noise")
+    assert any(repr("/".join(leaf.path)) in str(e.value) for leaf in leaves())
     assert "Use a transform that works element by element" in str(e.value).replace("\n", " ")
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from kernel_cases import has_gpu
 
 import pallas_kernels as pk
 from pallas_kernels import dispatch, lowered
@@ -113,6 +114,7 @@ def test_only_the_implementation_of_the_platform_is_traced(
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not has_gpu(), reason="no CUDA device in this process")
 @pytest.mark.parametrize("rotation", [0, 32])
 def test_kernels_from_the_store_compute_the_same_bits(store: Memory, rotation: int) -> None:
     x = jax.random.normal(jax.random.key(0), (4, 4096))

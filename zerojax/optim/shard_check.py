@@ -203,7 +203,7 @@ def _refuse(tx: optax.GradientTransformation, path: Path, shapes: _Shapes) -> No
     name = "/".join(path)
     if any(operation == "random_bits" for operation, _ in _operations(tx, shapes)):
         raise ConfigurationError(
-            "the optimizer draws random numbers (optax.add_noise does). For {name!r}, which a shard "
+            f"the optimizer draws random numbers (optax.add_noise does). For {name!r}, which a shard "
             f"stores flat and padded, it would draw other numbers than without sharding. {_WAY_OUT}"
         )
     raise ConfigurationError(

@@ -31,7 +31,7 @@ from zerojax.train.initial import initializer
 from zerojax.train.memory import check_host_memory, held_in_host, reserve_host_memory
 from zerojax.train.spec import TrainSpec
 from zerojax.train.spikes import SpikeRule
-from zerojax.train.state import TrainState, encoded_fields
+from zerojax.train.state import TrainState, with_first_values
 from zerojax.train.step import lower_train_step
 from zerojax.versions import installed
 
@@ -121,7 +121,7 @@ class RunSetup:
         """The model and optimizer at step 0, created sharded; with ``base``, the frozen weights as well."""
         state = self.abstract_state()
         fields = initializer(state.spec, frozen=base)(np.uint32(self.config.train.seed))
-        return state.replace(**fields, **encoded_fields(state.spec, fields))
+        return with_first_values(state, fields)
 
 
 def check_batch(config: RunConfig, mesh: Mesh) -> None:

@@ -35,7 +35,7 @@ from zerojax.run.metrics.log import RunLog
 from zerojax.run.run_dir import RunFolder, RunLock
 from zerojax.run.trackers import check_trackers
 from zerojax.train.initial import initializer
-from zerojax.train.state import TrainState, encoded_fields, initial_base
+from zerojax.train.state import TrainState, initial_base, with_first_values
 from zerojax.train.step import Metrics
 from zerojax.validation.arguments import suggests
 from zerojax.validation.bounds import checked_seed, require
@@ -196,7 +196,7 @@ class Trainer(TrainLoop):
             warn(f"{folder}: resuming from step {found.step}")
         elif isinstance(state.step, jax.ShapeDtypeStruct):
             fields = initializer(state.spec, frozen=False)(checked_seed(seed))
-            state = state.replace(**fields, **encoded_fields(state.spec, fields))
+            state = with_first_values(state, fields)
         self.state = state
         self.step = int(state.step)
         if self.folder is not None:

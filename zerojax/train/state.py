@@ -226,7 +226,7 @@ class TrainState:
         fields = initializer(state.spec, frozen=base is None)(checked_seed(seed))
         if base is not None:
             fields |= {"frozen": shared_frozen(state, base), "base": jax.tree.map(copied, base.base)}
-        return cls(**vars(state) | fields | encoded_fields(state.spec, fields) | {"_masters": None})
+        return with_first_values(state, fields)
 
     @classmethod
     @suggests
@@ -250,6 +250,11 @@ class TrainState:
         sample = unmarked(sample_batch)
         spec = build(model, tx, loss_fn, mesh=mesh, zero=zero, sample_batch=sample, spikes=spikes, lora=lora)
         return cls(**abstract_fields(spec), spec=spec)
+
+
+def with_first_values(state: TrainState, fields: Mapping[str, Any]) -> TrainState:
+    """An abstract state with values: ``fields``, as ``initializer`` makes them, and what follows from them."""
+    return state.replace(**fields, **encoded_fields(state.spec, fields))
 
 
 def derived(spec: TrainSpec, params: PyTree) -> dict[str, Any]:
@@ -426,8 +431,7 @@ def begin_with(state: TrainState, params: PyTree, seed: int) -> TrainState:
 
     places = shardings_of(abstract_fields(state.spec))
     del places["params"], places["encoded"], places["frozen"], places["base"]
-    fields = {"params": params} | in_portions(init, places)(checked_seed(seed), params)
-    return state.replace(**fields, **encoded_fields(state.spec, fields))
+    return with_first_values(state, {"params": params} | in_portions(init, places)(checked_seed(seed), params))
 
 
 def initial_base(state: TrainState, seed: int) -> TrainState:
