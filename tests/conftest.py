@@ -19,7 +19,6 @@ from environment import (
     prepare,
     share_compiled,
     share_optimizers,
-    skip_audits,
 )
 
 _MAPS = Path("/proc/self/maps")
@@ -27,7 +26,6 @@ _tests = itertools.count(1)
 
 gc.set_threshold(50_000, 20)  # tracing makes many objects and few cycles
 prepare()
-skip_audits()
 share_optimizers()
 pytest_plugins = ("cuda_clusters", "finished_runs", "imported_runs", "joined_peers")
 

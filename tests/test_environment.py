@@ -22,13 +22,6 @@ def test_pytest_names_the_platforms_that_the_tests_need() -> None:
     assert done.stderr.strip().endswith("Run JAX_PLATFORMS=cuda,cpu pytest -m gpu"), done.stderr
 
 
-def test_filelock_is_not_called_for_each_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    fork = pytest.importorskip("filelock._core._fork", reason="filelock is not installed")
-    # With no events to look for, its audit hook would raise an error.
-    monkeypatch.setitem(fork._audit_fork_safety.__kwdefaults__, "_fork_events", None)
-    sys.audit("an event")
-
-
 WITHOUT = """
 import sys
 import pytest

@@ -4,14 +4,11 @@ Most of a test's time is compiling: so the compiler optimizes less than it does 
 has compiled, the next one finds. ``XLA_FLAGS=--xla_backend_optimization_level=3 pytest`` compiles as usual.
 """
 
-import contextlib
 import functools
 import gc
-import importlib
 import os
 import subprocess
 import sys
-import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,15 +42,6 @@ def prepare() -> None:
     os.environ["XLA_FLAGS"] = " ".join([given, *flags]).strip()
     # Programs carry a traceback for each operation, which the compiler rewrites from form to form.
     os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
-
-
-def skip_audits() -> None:
-    """Import filelock, which Hugging Face's libraries use, without its audit hook.
-
-    Python would call the hook for each ``id()``, which tracing does a million times.
-    """
-    with unittest.mock.patch("sys.addaudithook"), contextlib.suppress(ImportError):
-        importlib.import_module("filelock")
 
 
 def check_platforms() -> None:

@@ -253,7 +253,7 @@ class TrainState:
 
 
 def with_first_values(state: TrainState, fields: Mapping[str, Any]) -> TrainState:
-    """An abstract state with values: ``fields``, as ``initializer`` makes them, and what follows from them."""
+    """An abstract state with ``fields``, as ``initializer`` makes them, and the fields computed from them."""
     return state.replace(**fields, **encoded_fields(state.spec, fields))
 
 
@@ -431,7 +431,9 @@ def begin_with(state: TrainState, params: PyTree, seed: int) -> TrainState:
 
     places = shardings_of(abstract_fields(state.spec))
     del places["params"], places["encoded"], places["frozen"], places["base"]
-    return with_first_values(state, {"params": params} | in_portions(init, places)(checked_seed(seed), params))
+    return with_first_values(
+        state, {"params": params} | in_portions(init, places)(checked_seed(seed), params)
+    )
 
 
 def initial_base(state: TrainState, seed: int) -> TrainState:
