@@ -14,7 +14,18 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from .manifest import ITEMS, Manifest, Piece, Strip, Tensor
-from .patches import FULL, HEADER, UNSIGNED, Patch, PatchError, changed_checksums, checksums, decode, full
+from .patches import (
+    FULL,
+    HEADER,
+    UNSIGNED,
+    Patch,
+    PatchError,
+    changed_checksums,
+    checksums,
+    decode,
+    elements,
+    full,
+)
 
 # Most bytes of tensors in a file of the mirror.
 _FILE = 5 * 10**9
@@ -345,9 +356,7 @@ class Mirror(Replica):
             hidden = self._hidden
             (hidden.folder / _STATE).unlink(missing_ok=True)
         if patch.before == FULL:
-            if len(patch.body) != piece.size * piece.itemsize:
-                raise PatchError(f"a full patch for piece {number} has the wrong size, {len(patch.body)}")
-            values = np.frombuffer(patch.body, UNSIGNED[piece.itemsize])
+            values = elements(patch, piece.size, piece.itemsize)
             self._compare(patch, checksums(values))
             hidden.write(piece, values)
             self._since[number] = [replace(patch, body=b"")]

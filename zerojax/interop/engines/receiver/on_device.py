@@ -15,7 +15,7 @@ import torch  # pyright: ignore[reportMissingImports]  (of the engine's environm
 
 from .manifest import Manifest, Piece, Strip
 from .mirror import Replica
-from .patches import FULL, Patch, PatchError, checksums, decode
+from .patches import FULL, UNSIGNED, Patch, PatchError, checksums, decode, elements
 
 _WORD = 0xFFFFFFFF
 _BATCH = 16 << 20
@@ -109,13 +109,11 @@ class DeviceReplica(Replica):
         """A piece after several patches, on the host: rare, after missed versions."""
         first = max((i for i, patch in enumerate(patches) if patch.before == FULL), default=-1)
         if first >= 0:
-            if len(patches[first].body) != piece.size * piece.itemsize:
-                raise PatchError(f"a full patch for piece {patches[first].piece} has a wrong size")
-            values = np.frombuffer(patches[first].body, f"<u{piece.itemsize}")
+            values = elements(patches[first], piece.size, piece.itemsize)
             if patches[first + 1 :] or not values.flags.writeable:
                 values = values.copy()
         else:
-            values = self.read(piece).cpu().numpy().view(f"<u{piece.itemsize}")
+            values = self.read(piece).cpu().numpy().view(UNSIGNED[piece.itemsize])
         for patch in patches[first + 1 :]:
             places, differences = decode(patch, piece.size, piece.itemsize)
             values[places] += differences

@@ -73,6 +73,22 @@ def full(new: np.ndarray, piece: int, version: int) -> Patch:
     return Patch(piece, FULL, version, checksums(new), body=new.tobytes())
 
 
+def elements(patch: Patch, size: int, itemsize: int) -> np.ndarray:
+    """All elements of a full patch, as unsigned integers: a view of its body.
+
+    Args:
+        patch: the patch.
+        size: elements of the piece.
+        itemsize: bytes of an element.
+
+    Raises:
+        PatchError: the body has another size.
+    """
+    if len(patch.body) != size * itemsize:
+        raise PatchError(f"a full patch for piece {patch.piece} has the wrong size, {len(patch.body)}")
+    return np.frombuffer(patch.body, UNSIGNED[itemsize])
+
+
 def decode(patch: Patch, size: int, itemsize: int) -> tuple[np.ndarray, np.ndarray]:
     """The positions of a patch that is not full, ascending, and the differences to add there.
 
