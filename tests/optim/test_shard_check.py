@@ -1,9 +1,11 @@
 """Optimizers that are right on shards give what they give on whole leaves; the others are refused."""
 
+import contextlib
 import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -14,6 +16,7 @@ from optax import contrib
 from plain_loop import by_path, distance, masters, plain_loop, plain_model
 
 import zerojax
+from zerojax.optim import shard_check
 from zerojax.optim.shard_check import OnLayout, check_shardable, on_shards
 from zerojax.sharding.layout import OWNED, ParamShape, make_layout
 from zerojax.sharding.mesh import MeshShape
@@ -85,9 +88,66 @@ BAD = {
 }
 
 
+COMPARED = ("adopt", "averaged", "lamb", "lars", "apply_if_finite", "tree norms")
+"""The transforms whose updates are compared, because no proof covers them."""
+
+
 @pytest.mark.parametrize("name", GOOD)
-def test_what_works_leaf_by_leaf_is_taken(name):
+def test_what_works_leaf_by_leaf_is_taken(name, monkeypatch):
+    if name not in COMPARED:
+        monkeypatch.setattr(shard_check, "_compare_updates", None)  # a call would fail
     check_shardable(GOOD[name](), leaves())
+
+
+def of_a_function(function: Any) -> optax.GradientTransformation:
+    """The transform that applies a function to each leaf's gradient and weight."""
+    return optax.stateless(lambda updates, params: jax.tree.map(function, updates, params))
+
+
+UNPROVED = {
+    "moves padding": lambda g, w: g + 1e-3,
+    "divides zero by zero": lambda g, w: g / jnp.abs(g),
+    "multiplies zero by infinity": lambda g, w: g * (1 / w),
+    "reverses": lambda g, w: g[::-1],
+    "transposes": lambda g, w: g.T.reshape(g.shape),
+    "sums an axis": lambda g, w: g * jnp.sum(g, axis=0, keepdims=True),
+    "sums what padding has": lambda g, w: g * jnp.sum(jnp.cos(g)),
+    "sums rows so far": lambda g, w: jax.lax.scan(lambda c, x: (c + x, c + x), jnp.zeros_like(g[0]), g)[1],
+    "takes columns first": lambda g, w: jax.lax.reshape(g, g.shape, (1, 0)),
+    "spreads an element": lambda g, w: g * g[(0,) * g.ndim],
+    "counts places": lambda g, w: g * jnp.arange(g.size, dtype=g.dtype).reshape(g.shape),
+    "branches by an element": lambda g, w: jax.lax.cond(g.reshape(-1)[0] > 0, jnp.negative, jnp.sin, g),
+    "chooses padding": lambda g, w: jnp.where(jnp.sum(g) > 0, g, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", UNPROVED)
+def test_what_no_proof_covers_is_compared(name, monkeypatch):
+    compared = []
+    monkeypatch.setattr(shard_check, "_compare_updates", lambda *_: compared.append(True))
+    with contextlib.suppress(zerojax.ZeroError):
+        check_shardable(of_a_function(UNPROVED[name]), leaves()[1:2])
+    assert compared
+
+
+def test_moments_are_followed_over_all_steps(monkeypatch):
+    """The first two updates leave padding alone, and the third does not."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        first, second = state
+        return jax.tree.map(jnp.add, updates, second), (jax.tree.map(jnp.ones_like, first), first)
+
+    compared = []
+    monkeypatch.setattr(shard_check, "_compare_updates", lambda *_: compared.append(True))
+    zeros = functools.partial(jax.tree.map, jnp.zeros_like)
+    check_shardable(optax.GradientTransformation(lambda params: (zeros(params),) * 2, update), leaves()[:1])
+    assert compared
+
+
+def test_the_exponent_counts_as_an_operation():
+    tx = of_a_function(lambda g, w: g ** (2 if g.ndim == 2 and g.shape[1] == 1 else 3))
+    with pytest.raises(zerojax.ZeroError, match="depends on the leaf's shape"):
+        check_shardable(tx, leaves()[1:2])
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -17,7 +17,7 @@ class Analysis[T, S]:
     A loop is followed until its carried values do not change, so the abstract values are a finite lattice.
 
     Attributes:
-        nothing: the abstract value of literals and constants.
+        nothing: the abstract value of constants, and of literals unless ``literal`` says otherwise.
         state: what the equations so far have added up to.
     """
 
@@ -29,6 +29,11 @@ class Analysis[T, S]:
     def join(self, values: Iterable[T]) -> T:
         """The abstract value of something that may be any of these."""
         raise NotImplementedError
+
+    def literal(self, literal: core.Literal) -> T:
+        """The abstract value of a literal."""
+        del literal
+        return self.nothing
 
     def step(self, equation: core.JaxprEqn, given: list[T]) -> Sequence[T]:
         """The results of an equation that has no programs, or uses them in an unknown way."""
@@ -53,7 +58,7 @@ class Analysis[T, S]:
     def follow(self, jaxpr: core.Jaxpr, given: Sequence[T]) -> list[T]:
         """The abstract values of a program's results."""
         constants = [self.nothing] * len(jaxpr.constvars)
-        return interpret(jaxpr, [*constants, *given], self._results, lambda _: self.nothing)
+        return interpret(jaxpr, [*constants, *given], self._results, self.literal)
 
     def _results(self, equation: core.JaxprEqn, given: list[T]) -> Sequence[T]:
         inner = inner_of(equation)

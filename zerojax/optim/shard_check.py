@@ -4,7 +4,8 @@ An optimizer sees the model's own tree as global arrays, each leaf flat and padd
 (``ParamLayout.stored_shape``). Norms over a leaf or over the whole tree are therefore correct, and padding
 stays zero. An optimizer that chooses leaves by their ndim gets the layers of a stack in a row, as leaves of
 one layer's ndim. An optimizer that uses a leaf's shape (Adafactor's factors, Muon's matrices) is not correct.
-The check finds it by comparing updates of unsharded and of flat leaves on a small copy of the tree.
+The check proves that an update is element by element (``zerojax.optim.elementwise``). Where it can't, it
+compares updates of unsharded and of flat leaves on a small copy of the tree.
 """
 
 import dataclasses
@@ -23,6 +24,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from zerojax.errors import ConfigurationError
+from zerojax.optim.elementwise import ELEMENTWISE, updates_element_by_element
 from zerojax.optim.ema import AverageState
 from zerojax.optim.moments import Shape, with_layers_in_a_row
 from zerojax.sharding.layout import ParamLayout
@@ -38,7 +40,7 @@ _MOVES = frozenset(("broadcast_in_dim", "reshape", "squeeze"))
 _ByPath = Mapping[Path, np.ndarray]
 _Shapes = tuple[tuple[Path, Shape], ...]
 _Operation = tuple[str, list[int | str]]
-"""Its name, and its operands: numbers of earlier results, or constants."""
+"""Its name and parameters, and its operands: numbers of earlier results, or constants."""
 _WAY_OUT = (
     "Use a transform that works element by element, or by norms of whole leaves; for Muon, "
     "zerojax.scale_by_muon."
@@ -141,11 +143,16 @@ def _filled(leaf: ParamLayout) -> ParamLayout:
 def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[ParamLayout]) -> None:
     """Refuse an optimizer that updates a flat, padded leaf differently from the model's own leaf.
 
-    It compares updates of a small copy of the tree (the model's paths, sides of at most 128), and the
-    operations of an update of the tree itself.
+    The operations of both updates must be the same. If they are not provably element by element, updates of a
+    small copy of the tree (the model's paths, sides of at most 128) are compared as well.
     """
-    _compare_updates(tx, tuple((leaf.path, leaf.unsharded_shape, len(leaf.stack)) for leaf in leaves))
-    if _operations(tx, _whole(leaves)) != _operations(tx, _stored(leaves)):
+    padded = [dataclasses.replace(leaf, shard=leaf.shard + 1) for leaf in leaves]
+    whole, stored = _whole(leaves), _stored(leaves)
+    if not all(_is_proved(tx, shapes) for shapes in (whole, stored, _stored(padded))) or (
+        _operations(tx, whole) != _operations(tx, _stored(padded))
+    ):
+        _compare_updates(tx, tuple((leaf.path, leaf.unsharded_shape, len(leaf.stack)) for leaf in leaves))
+    if _operations(tx, whole) != _operations(tx, stored):
         raise ConfigurationError(
             "the optimizer treats flat leaves differently from the model's own: a mask that goes by sizes of "
             "leaves does so, and a shard has other sizes. Choose leaves by their path or their ndim."
@@ -282,16 +289,45 @@ def _updates(
     return list(map(from_tree, totals)), first
 
 
+class _Programs(NamedTuple):
+    """An optimizer's programs for some leaves, and its abstract state."""
+
+    init: core.Jaxpr
+    update: core.Jaxpr
+    state: PyTree[jax.ShapeDtypeStruct]
+
+
+@_cached
+def _programs(tx: optax.GradientTransformation, shapes: _Shapes) -> _Programs | str:
+    """The programs of an optimizer for leaves of these shapes; or the error of tracing them."""
+    params = to_tree({path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes})
+    try:
+        init, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
+        return _Programs(init.jaxpr, jax.make_jaxpr(tx.update)(params, state, params).jaxpr, state)
+    except Exception as error:
+        return repr(error)
+
+
+@_cached
+def _is_proved(tx: optax.GradientTransformation, shapes: _Shapes) -> bool:
+    """Whether updates of these leaves are provably element by element, and there is no average to check."""
+    traced = _programs(tx, shapes)
+    if isinstance(traced, str):
+        return False
+    parts = jax.tree.leaves(traced.state, is_leaf=lambda x: isinstance(x, AverageState))
+    return not any(isinstance(part, AverageState) for part in parts) and updates_element_by_element(
+        traced.init, traced.update, len(shapes)
+    )
+
+
 @_cached
 def _operations(tx: optax.GradientTransformation, shapes: _Shapes) -> list[_Operation]:
     """The operations of an update of leaves of these shapes, in order, with their operands; or its error."""
-    params = to_tree({path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes})
-    try:
-        traced = jax.make_jaxpr(lambda params: tx.update(params, tx.init(params), params))(params)
-    except Exception as error:
-        return [("error", [repr(error)])]
+    traced = _programs(tx, shapes)
+    if isinstance(traced, str):
+        return [("error", [traced])]
     found: list[_Operation] = []
-    pending: list[core.Jaxpr] = [traced.jaxpr]
+    pending: list[core.Jaxpr] = [traced.init, traced.update]
     number = itertools.count()
     while pending:
         jaxpr = pending.pop()
@@ -306,7 +342,9 @@ def _operations(tx: optax.GradientTransformation, shapes: _Shapes) -> list[_Oper
             if equation.primitive.name in _MOVES:
                 numbers[equation.outvars[0]] = of(equation.invars)[0]
                 continue
-            found.append((equation.primitive.name, of(equation.invars)))
+            name = equation.primitive.name
+            own = str(equation.params) if name in ELEMENTWISE else ""
+            found.append((name + own, of(equation.invars)))
             numbers |= {var: next(number) for var in equation.outvars}
             pending += core.jaxprs_in_params(equation.params)
         found.append(("return", of(jaxpr.outvars)))
