@@ -114,10 +114,11 @@ UNPROVED = {
     "sums what padding has": lambda g, w: g * jnp.sum(jnp.cos(g)),
     "sums rows so far": lambda g, w: jax.lax.scan(lambda c, x: (c + x, c + x), jnp.zeros_like(g[0]), g)[1],
     "takes columns first": lambda g, w: jax.lax.reshape(g, g.shape, (1, 0)),
-    "spreads an element": lambda g, w: g * g[(0,) * g.ndim],
+    "pairs rows": lambda g, w: g * jnp.sum(g[:, None] * g),
     "counts places": lambda g, w: g * jnp.arange(g.size, dtype=g.dtype).reshape(g.shape),
     "branches by an element": lambda g, w: jax.lax.cond(g.reshape(-1)[0] > 0, jnp.negative, jnp.sin, g),
-    "chooses padding": lambda g, w: jnp.where(jnp.sum(g) > 0, g, 1.0),
+    "chooses padding": lambda g, w: jnp.where(jnp.sum(g) > 0, 1.0, g),
+    "may multiply zero by infinity": lambda g, w: g * jnp.where(jnp.sum(g) > 0, 1 / w, w),
 }
 
 

@@ -31,8 +31,6 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 ELEMENTWISE = frozenset(_FUNCTIONS)
 _IN_ORDER = frozenset(("broadcast_in_dim", "copy", "reshape", "squeeze"))
 """Primitives whose result has the operand's elements in their order, if it has as many."""
-
-
 _REDUCTIONS = {"reduce_and": True, "reduce_or": False, "reduce_sum": 0}
 """Primitives whose result over a whole leaf does not depend on padding of this value."""
 
@@ -45,6 +43,7 @@ class Kind(IntEnum):
     ELEMENTS = 1
     """Each element depends on one element of leaves, and on uniform arrays."""
     OTHER = 2
+    """Anything else. Nothing is known of its padding."""
 
 
 class Value(NamedTuple):
@@ -52,8 +51,8 @@ class Value(NamedTuple):
 
     Attributes:
         kind: how its elements depend on those of leaves.
-        padding: its element where leaves have padding, if that is known and finite. A uniform array without
-            it is a number that is known when the update runs.
+        padding: its element where leaves have padding, if that is known. A uniform array without it is a
+            finite number that is known when the update runs.
     """
 
     kind: Kind
@@ -81,14 +80,13 @@ class _ElementByElement(Analysis[Value, None]):
 
     def step(self, equation: core.JaxprEqn, given: list[Value]) -> Sequence[Value]:
         name = equation.primitive.name
-        if name in ELEMENTWISE:
+        if name in ELEMENTWISE and _keeps_elements(equation, given):
             return [_elementwise(equation, given)]
-        if name in _IN_ORDER and equation.params.get("dimensions") is None:
-            same_size = _shaped(equation.invars[0]).size == _shaped(equation.outvars[0]).size
-            return given[:1] if same_size or given[0].kind == Kind.UNIFORM else [OTHER]
+        in_order = name in _IN_ORDER and equation.params.get("dimensions") is None
+        if in_order and _keeps_elements(equation, given):
+            return given[:1]
         if name in _REDUCTIONS and _shaped(equation.outvars[0]).size == 1:
-            neutral = given[0].kind < Kind.OTHER and given[0].padding == _REDUCTIONS[name]
-            return [Value(Kind.UNIFORM) if neutral else OTHER]
+            return [Value(Kind.UNIFORM) if given[0].padding == _REDUCTIONS[name] else OTHER]
         return [OTHER] * len(equation.outvars)
 
     def _results(self, equation: core.JaxprEqn, given: list[Value]) -> Sequence[Value]:
@@ -96,6 +94,15 @@ class _ElementByElement(Analysis[Value, None]):
         if equation.primitive.name == "scan":
             return [OTHER] * len(equation.outvars)
         return super()._results(equation, given)
+
+
+def _keeps_elements(equation: core.JaxprEqn, given: Sequence[Value]) -> bool:
+    """Whether the result has as many elements as each operand that is not uniform: none is spread."""
+    size = _shaped(equation.outvars[0]).size
+    return all(
+        value.kind == Kind.UNIFORM or _shaped(atom).size == size
+        for value, atom in zip(given, equation.invars, strict=True)
+    )
 
 
 def _elementwise(equation: core.JaxprEqn, given: Sequence[Value]) -> Value:
@@ -119,10 +126,8 @@ def _elementwise(equation: core.JaxprEqn, given: Sequence[Value]) -> Value:
 
 
 def _known(kind: Kind, padding: Any, dtype: np.dtype) -> Value:
-    """A value with a known element; without one if it is not finite, so that no product with zero is zero."""
-    if np.ndim(padding) or not np.isfinite(padding):
-        return Value(Kind.OTHER if np.ndim(padding) else Kind.ELEMENTS)
-    return Value(kind, np.asarray(padding).astype(dtype).reshape(1)[0])
+    """A value with a known element; of a literal that is an array, nothing is known."""
+    return OTHER if np.ndim(padding) else Value(kind, np.asarray(padding).astype(dtype).reshape(1)[0])
 
 
 def _shaped(atom: core.Var | core.Literal) -> ShapedArray:
@@ -147,5 +152,5 @@ def updates_element_by_element(init: core.Jaxpr, update: core.Jaxpr, leaves: int
         updates, after = results[:leaves], results[leaves:]
         joined = [analysis.join(pair) for pair in zip(state, after, strict=True)]
         if joined == state:
-            return all(value.kind < Kind.OTHER and value.padding == 0 for value in updates)
+            return all(value.padding == 0 for value in updates)
         state = joined
