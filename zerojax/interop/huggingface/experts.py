@@ -5,7 +5,7 @@ reads and writes the same files. Granite's and gpt-oss' files have these two ten
 of gate and up alternate.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -55,52 +55,53 @@ def _window(keys: ConfigKeys, _: Fields) -> Fields:
     return {"sliding_window": window if keys.take("use_sliding_window", bool, False) else None}
 
 
-def _dense_layers(keys: ConfigKeys, found: Fields) -> Fields:
-    """Qwen's layers without experts; intermediate_size is their width."""
-    step = keys.take("decoder_sparse_step", int, 1)
-    numbers = keys.take("mlp_only_layers", list, [])
-    dense = tuple(i for i in range(found["layers"]) if i in numbers or (i + 1) % max(step, 1))
-    return {"dense_layers": dense, "dense_ffn": found["ffn"] if dense else None}
+def _dense(read: Callable[[ConfigKeys, int], Iterable[int]], write: Callable[[GPTConfig], Fields]) -> Entry:
+    """Layers without experts; intermediate_size is their width.
+
+    ``read`` gets the number of all layers, and returns the numbers of these. ``write`` writes their keys.
+    """
+
+    def fields(keys: ConfigKeys, found: Fields) -> Fields:
+        dense = tuple(read(keys, found["layers"]))
+        return {"dense_layers": dense, "dense_ffn": found["ffn"] if dense else None}
+
+    def written(model: GPTConfig) -> Fields:
+        dense = model.dense_layers
+        width = {"intermediate_size": model.of_layer(dense[0]).ffn_width} if dense else {}
+        return {**write(model), **width}
+
+    return Entry(fields, written, lambda _: dict.fromkeys(("dense_layers", "dense_ffn"), ANY))
 
 
-def _write_dense_layers(model: GPTConfig) -> Fields:
-    dense = model.dense_layers
-    widths = {"intermediate_size": model.of_layer(dense[0]).ffn_width} if dense else {}
-    return {"decoder_sparse_step": 1, "mlp_only_layers": list(dense)} | widths
+def _numbered(keys: ConfigKeys, layers: int) -> list[int]:
+    """Qwen's layers without experts."""
+    step, numbers = keys.take("decoder_sparse_step", int, 1), keys.take("mlp_only_layers", list, [])
+    return [i for i in range(layers) if i in numbers or (i + 1) % max(step, 1)]
 
 
 def first_dense(default: int, name: str = "first_k_dense_replace") -> Entry:
-    """The first layers have no experts; intermediate_size is their width. ``default`` counts these layers."""
-
-    def read(keys: ConfigKeys, found: Fields) -> Fields:
-        dense = tuple(range(min(keys.take(name, int, default), found["layers"])))
-        return {"dense_layers": dense, "dense_ffn": found["ffn"] if dense else None}
+    """The first layers have no experts; ``default`` counts these layers."""
 
     def write(model: GPTConfig) -> Fields:
         dense = model.dense_layers
         if dense != tuple(range(len(dense))):
             raise ConfigurationError(f"model.dense_layers = {dense}, but this family has the first layers")
-        widths = {"intermediate_size": model.of_layer(0).ffn_width} if dense else {}
-        return {name: len(dense)} | widths
+        return {name: len(dense)}
 
-    return Entry(read, write, lambda _: dict.fromkeys(("dense_layers", "dense_ffn"), ANY))
+    return _dense(lambda keys, layers: range(min(keys.take(name, int, default), layers)), write)
 
 
-def _listed_dense(keys: ConfigKeys, found: Fields) -> Fields:
-    """GLM-4.7-Flash's list of the layers without experts."""
-    default = ["dense"] + ["sparse"] * (found["layers"] - 1)
-    kinds = keys.take("mlp_layer_types", list, default)
-    if len(kinds) != found["layers"] or not {*kinds} <= {"dense", "sparse"}:
-        raise ConfigurationError(f"mlp_layer_types = {kinds!r}: {found['layers']} of 'dense' and 'sparse'")
-    dense = tuple(number for number, kind in enumerate(kinds) if kind == "dense")
-    return {"dense_layers": dense, "dense_ffn": found["ffn"] if dense else None}
+def _listed(keys: ConfigKeys, layers: int) -> list[int]:
+    """GLM-4.7-Flash's layers without experts."""
+    kinds = keys.take("mlp_layer_types", list, ["dense"] + ["sparse"] * (layers - 1))
+    if len(kinds) != layers or not {*kinds} <= {"dense", "sparse"}:
+        raise ConfigurationError(f"mlp_layer_types = {kinds!r}: {layers} of 'dense' and 'sparse'")
+    return [number for number, kind in enumerate(kinds) if kind == "dense"]
 
 
 def _write_list(model: GPTConfig) -> Fields:
     dense = model.dense_layers
-    kinds = ["dense" if number in dense else "sparse" for number in range(model.layers)]
-    widths = {"intermediate_size": model.of_layer(dense[0]).ffn_width} if dense else {}
-    return {"mlp_layer_types": kinds} | widths
+    return {"mlp_layer_types": ["dense" if i in dense else "sparse" for i in range(model.layers)]}
 
 
 def _shared_experts(model: GPTConfig) -> int:
@@ -192,8 +193,8 @@ MINIMAX_M2 = like_llama(
 GRANITE_MOE = like_llama(
     SILU, ATTENTION_BIASES, *GRANITE_FACTORS, *mixture("num_local_experts"), kv_heads=None
 )
-DENSE_LAYERS = Entry(
-    _dense_layers, _write_dense_layers, lambda _: dict.fromkeys(("dense_layers", "dense_ffn"), ANY)
+DENSE_LAYERS = _dense(
+    _numbered, lambda model: {"decoder_sparse_step": 1, "mlp_only_layers": list(model.dense_layers)}
 )
 
 
@@ -456,7 +457,7 @@ GLM4_MOE_LITE = _deepseek(
     CHOICE_BIASES,
     _PREDICTING,
     key("rope_interleave", "rope_interleaved", bool, True),
-    dense=Entry(_listed_dense, _write_list, lambda _: dict.fromkeys(("dense_layers", "dense_ffn"), ANY)),
+    dense=_dense(_listed, _write_list),
     shared=1,
     scale=1.8,
     score="sigmoid",

@@ -6,6 +6,7 @@
 - LFM2: short convolutions between two gates, whose projections are one tensor.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from zerojax.errors import ConfigurationError
@@ -233,7 +234,7 @@ def _value_heads(model: GPTConfig) -> tuple[int, tuple[int, ...]]:
 
 
 _ATTENTION: dict[str, Module] = QK_NORMS | {
-    "attention/qkv": (Grouped("self_attn.q_proj", _heads, (0,)), "self_attn.k_proj", "self_attn.v_proj"),
+    "attention/qkv": replace(QKV, names=(Grouped("self_attn.q_proj", _heads, (0,)), *QKV.names[1:])),
     "attention/gate": Grouped("self_attn.q_proj", _heads, (1,)),
 }
 _DELTA: dict[str, Module] = {

@@ -42,13 +42,13 @@ from zerojax.interop.huggingface.layer_types import (
     unrotated,
     windows,
 )
-from zerojax.interop.huggingface.mapping import Fused, Module, Names
+from zerojax.interop.huggingface.mapping import Grouped, Joined, Module, Names, gate_and_up, qkv_widths
 from zerojax.interop.huggingface.rope_keys import Rope
 from zerojax.models import GPTConfig
 
 _GELUS = {"gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu": "gelu_exact", "relu": "relu"}
 SILU = only("hidden_act", "silu", "swish")
-QKV = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
+QKV = Joined(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), qkv_widths)
 LLAMA_BLOCK: dict[str, Module] = {
     "norm_attention": "input_layernorm",
     "attention/qkv": QKV,
@@ -240,8 +240,8 @@ PHI3 = like_llama(
     rotary=Rope(kinds=("longrope",), fraction=1.0),
 )
 _FUSED_MLP: dict[str, Module] = {
-    "mlp/gate": Fused("mlp.gate_up_proj", 0, 2),
-    "mlp/up": Fused("mlp.gate_up_proj", 1, 2),
+    "mlp/gate": Grouped("mlp.gate_up_proj", gate_and_up, (0,)),
+    "mlp/up": Grouped("mlp.gate_up_proj", gate_and_up, (1,)),
 }
 PHI3_NAMES = Names(LLAMA_BLOCK | _FUSED_MLP | {"attention/qkv": "self_attn.qkv_proj"})
 

@@ -60,15 +60,6 @@ class TensorParts(dict[str, tuple[TensorPart, ...]]):
     order: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Fused:
-    """One of several modules in a tensor, whose rows are ``count`` equal parts: the ``index``-th part."""
-
-    name: str
-    index: int
-    count: int
-
-
 Groups = Callable[[GPTConfig], tuple[int, tuple[int, ...]]]
 """How many groups of outputs a tensor has, and the widths of the pieces of each."""
 
@@ -77,6 +68,11 @@ def qkv_groups(model: GPTConfig) -> tuple[int, tuple[int, ...]]:
     """A group of outputs for each head of keys and values: its queries, its key and its value."""
     width = model.head_dim
     return model.key_value_heads, (model.heads // model.key_value_heads * width, width, width)
+
+
+def gate_and_up(model: GPTConfig) -> tuple[int, tuple[int, ...]]:
+    """One group of outputs: the MLP's gate, and the projection that it multiplies."""
+    return 1, (model.ffn_width, model.ffn_width)
 
 
 @dataclass(frozen=True)
@@ -93,8 +89,14 @@ class Grouped:
     groups: Groups = qkv_groups
     pieces: tuple[int, ...] | None = None
 
-    def parts(self, model: GPTConfig, part: TensorPart, start: int = 0) -> Iterator[TensorPart]:
-        """The parts of a leaf from the column ``start`` on; ``part`` is the whole tensor."""
+    def parts(
+        self, model: GPTConfig, block: str, kind: str, *, transposed: bool, start: int = 0
+    ) -> Iterator[TensorPart]:
+        """The parts of a leaf from the column ``start`` on.
+
+        Their names begin with ``block`` and end with ``kind``.
+        """
+        part = TensorPart(block + self.name + kind, transposed=transposed)
         count, widths = self.groups(model)
         outputs = sum(widths)
         for piece in range(len(widths)) if self.pieces is None else self.pieces:
@@ -143,7 +145,7 @@ class Bare:
 
 @dataclass(frozen=True)
 class Joined:
-    """Tensors whose outputs lie side by side in one of our weights.
+    """Tensors, or pieces of them, whose outputs lie side by side in one of our weights.
 
     Attributes:
         names: of the modules, or of the tensors of a bare parameter.
@@ -151,26 +153,32 @@ class Joined:
         convolution: as in ``TensorPart``.
     """
 
-    names: tuple[str, ...]
+    names: tuple[str | Grouped, ...]
     widths: Callable[[GPTConfig], Sequence[int]]
     convolution: bool = False
 
     def parts(
         self, model: GPTConfig, block: str, kind: str = "", *, transposed: bool = True
-    ) -> tuple[TensorPart, ...]:
+    ) -> Iterator[TensorPart]:
         """The parts of the weight; their names begin with ``block`` and end with ``kind``."""
-        ends = np.cumsum(self.widths(model)).tolist()
-        return tuple(
-            TensorPart(block + name + kind, start, stop, transposed, convolution=self.convolution)
-            for name, start, stop in zip(self.names, (0, *ends), ends, strict=False)
-        )
+        start = 0
+        for own, width in zip(self.names, self.widths(model), strict=True):
+            if isinstance(own, str):
+                name, stop = block + own + kind, start + width
+                yield TensorPart(name, start, stop, transposed, convolution=self.convolution)
+            else:
+                yield from own.parts(model, block, kind, transposed=transposed, start=start)
+            start += width
 
 
-Module = str | tuple[str | Grouped, ...] | Fused | Grouped | Joined
-"""The Hugging Face modules of one of our modules:
+def qkv_widths(model: GPTConfig) -> tuple[int, int, int]:
+    """The widths of the queries, keys and values of all heads."""
+    kv = model.key_value_heads * model.head_dim
+    return model.attention_width, kv, kv
 
-One, several with outputs side by side, or a part of one.
-"""
+
+Module = str | Grouped | Joined
+"""The Hugging Face modules of one of our modules: one, a part of one, or several side by side."""
 
 
 Tensors = dict[str, Bare | Joined]
@@ -231,7 +239,7 @@ class Names:
             for leaf, kind, turned in (("kernel", "weight", self.transposed), ("bias", "bias", False)):
                 found[f"block/{ours}/{leaf}"] = _columns(model, prefix + self.layers, theirs, kind, turned)
         for ours, tensor in self.bare.items():
-            found[f"block/{ours}"] = tensor.parts(model, prefix + self.layers)
+            found[f"block/{ours}"] = tuple(tensor.parts(model, prefix + self.layers))
         parts = TensorParts(found)
         parts.order = model.order
         return parts
@@ -243,23 +251,7 @@ def _columns(
     """The tensors of a kernel or bias."""
     if isinstance(module, str):
         return (TensorPart(f"{block}{module}.{kind}", transposed=transposed),)
-    if isinstance(module, Fused):
-        width = model.ffn_width
-        first, rows = module.index * width, module.count * width
-        return (TensorPart(f"{block}{module.name}.{kind}", transposed=transposed, first=first, outputs=rows),)
-    if isinstance(module, Joined):
-        return module.parts(model, block, f".{kind}", transposed=transposed)
-    if isinstance(module, Grouped):
-        return tuple(module.parts(model, TensorPart(f"{block}{module.name}.{kind}", transposed=transposed)))
-    kv = model.key_value_heads * model.head_dim
-    ends = (model.attention_width, model.attention_width + kv, model.attention_width + 2 * kv)
-    found: list[TensorPart] = []
-    for own, start, end in zip(module, (0, *ends), ends, strict=False):
-        if isinstance(own, str):
-            found.append(TensorPart(f"{block}{own}.{kind}", start, end, transposed))
-        else:
-            found += own.parts(model, TensorPart(f"{block}{own.name}.{kind}", transposed=transposed), start)
-    return tuple(found)
+    return tuple(module.parts(model, block, f".{kind}", transposed=transposed))
 
 
 def _norm(ours: str, theirs: str) -> dict[str, tuple[TensorPart, ...]]:
