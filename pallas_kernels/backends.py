@@ -1,14 +1,16 @@
 """The choice of an implementation per platform."""
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from importlib import import_module, metadata, util
 from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxlib import gpu_triton
 
+from pallas_kernels import reference
 from pallas_kernels.chips import compute_capability
 
 PALLAS_FIRST = (
@@ -45,14 +47,42 @@ def _pallas_module() -> ModuleType | None:
     return import_module("pallas_kernels.mosaic.calls")
 
 
-def cuda_implementation(name: str) -> Callable[..., jax.Array] | None:
-    """The CUDA implementation of the public function ``name``; None if XLA compiles the reference."""
-    triton, mosaic = _triton_module(), _pallas_module()
-    if triton is None or not hasattr(triton, name):
-        return getattr(mosaic, name, None)  # each module has kernels that the other lacks
-    if mosaic is None or name not in PALLAS_FIRST:
-        return getattr(triton, name)
-    return partial(getattr(mosaic, name), otherwise=getattr(triton, name))
+def cuda_kernels(name: str) -> list[Callable[..., Any]]:
+    """The CUDA implementations of the public function ``name``, in the order in which they are tried.
+
+    They have the arguments of the specification, and return None if they do not support them.
+    """
+    modules = [module for module in (_pallas_module(), _triton_module()) if module is not None]
+    found = [getattr(module, name) for module in modules if hasattr(module, name)]
+    others = [import_module("pallas_kernels.composed")] if modules else []
+    first = found if name in PALLAS_FIRST else found[-1:]
+    return first + [getattr(module, name) for module in others if hasattr(module, name)]
+
+
+def on_cuda(name: str, specification: ModuleType = reference) -> Callable[..., Any]:
+    """The public function ``name`` on CUDA: by the first kernel that supports the arguments.
+
+    If there is none, XLA compiles the specification.
+    """
+
+    def run(*arrays: jax.Array | None, **static: Any) -> Any:
+        for kernel in cuda_kernels(name):
+            if (found := kernel(*arrays, **static)) is not None:
+                return found
+        return by_specification(name, specification)(*arrays, **static)
+
+    return run
+
+
+def by_specification(name: str, specification: ModuleType) -> Callable[..., Any]:
+    """The reference implementation of the public function ``name``."""
+
+    def run(*arrays: jax.Array | None, **static: Any) -> Any:
+        # The caller's setting for ranks is meant for the caller's own code.
+        with jax.numpy_rank_promotion("allow"):
+            return getattr(specification, name)(*arrays, **static)
+
+    return run
 
 
 def backend_report() -> dict[str, str]:

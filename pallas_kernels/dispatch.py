@@ -19,8 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels import nf4_reference, reference
-from pallas_kernels.backends import cuda_implementation
+from pallas_kernels import backends, nf4_reference, reference
 from pallas_kernels.chips import compute_capability
 from pallas_kernels.formats import QUANTIZED, ROTATION, AnyArray, check_block, nbytes, nf4_bytes
 from pallas_kernels.lowered import lowered
@@ -71,16 +70,11 @@ def _implementation(
 ) -> Callable[..., Any]:
     """The compiled function from arrays to the results of ``name``; other chips may have other kernels."""
     static = dict(settings)
-
-    def default(*arrays: jax.Array | None) -> Any:
-        # The caller's setting for ranks is meant for the caller's own code.
-        with jax.numpy_rank_promotion("allow"):
-            return getattr(specification, name)(*arrays, **static)
-
-    kernel = None if platform == "cpu" else cuda_implementation(name)
+    default = partial(backends.by_specification(name, specification), **static)
+    kernel = backends.on_cuda(name, specification)
 
     def run(*arrays: jax.Array | None) -> Any:
-        if kernel is None:
+        if platform == "cpu" or not backends.cuda_kernels(name):
             return default(*arrays)
         if platform == "cuda":
             return lowered(name, kernel, static, arrays)(*arrays)

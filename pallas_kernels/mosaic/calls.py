@@ -2,15 +2,13 @@
 
 The codec kernels support bf16 and fp32 numbers, int8, int4 and fp8, rounding to nearest, no rotation, rows of
 at least four blocks, and sums of at most 32 peers. The grouped matmuls support bf16 and fp8 on Hopper, for
-matrices with sides that are multiples of 128 bytes. Everything else falls back to the specification, or to
-``otherwise`` if the caller of a function passes it.
+matrices with sides that are multiples of 128 bytes. For all other arguments the functions return None.
 """
 
 # Pallas and jnp.iinfo have no complete types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import gcd
 from typing import Any
 
@@ -21,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import grouped_reference, reference
+from pallas_kernels import grouped_reference
 from pallas_kernels.backends import FP8
 from pallas_kernels.chips import compute_capability
 from pallas_kernels.formats import BITS
@@ -29,7 +27,6 @@ from pallas_kernels.mosaic import grouped, kernels
 from pallas_kernels.mosaic.kernels import Rows
 from pallas_kernels.mosaic.tiles import Tile, choose_tile, store
 
-Implementation = Callable[..., jax.Array]
 _FLOATS = (jnp.float32, jnp.bfloat16)
 _MAX_PEERS = 32
 """Rows summed in unrolled code."""
@@ -132,23 +129,18 @@ def _encode(
 
 
 def encode(
-    x: jax.Array, seed: jax.Array | None, *,
-    fmt: str, block: int | None, rounding: str, rotation: int,
-    otherwise: Implementation = reference.encode,
-) -> jax.Array:  # fmt: skip
-    """See ``pallas_kernels.encode``. ``otherwise`` is the fallback."""
-    payload = None
-    if block is not None and _has_kernel(fmt, dtypes=(x.dtype,), rounding=rounding, rotation=rotation):
-        out = Rows(fmt, x.shape[1] // block, block)
-        payload = _encode(x, out, x.shape[0], lambda piece: (piece, 0))
-    if payload is None:
-        return otherwise(x, seed, fmt=fmt, block=block, rounding=rounding, rotation=rotation)
-    return payload
+    x: jax.Array, seed: jax.Array | None, *, fmt: str, block: int | None, rounding: str, rotation: int
+) -> jax.Array | None:
+    """See ``pallas_kernels.encode``."""
+    del seed  # rounding to nearest draws no random bits
+    if block is None or not _has_kernel(fmt, dtypes=(x.dtype,), rounding=rounding, rotation=rotation):
+        return None
+    return _encode(x, Rows(fmt, x.shape[1] // block, block), x.shape[0], lambda piece: (piece, 0))
 
 
 def encode_delta(
     w: jax.Array, base: jax.Array, seed: jax.Array | None, *, fmt: str, block: int | None, rounding: str
-) -> jax.Array:
+) -> jax.Array | None:
     """See ``pallas_kernels.encode_delta``. XLA computes the difference and stores it before the kernel."""
     delta = w.astype(jnp.float32) - base.astype(jnp.float32)
     return encode(delta, seed, fmt=fmt, block=block, rounding=rounding, rotation=0)
@@ -157,37 +149,33 @@ def encode_delta(
 def encode_reordered(
     g: jax.Array, seed: jax.Array | None, *,
     fmt: str, local: int, nodes: int, chunks: int, block: int | None, rounding: str, rotation: int,
-    otherwise: Implementation = reference.encode_reordered,
-) -> jax.Array:  # fmt: skip
-    """See ``pallas_kernels.encode_reordered``; ``otherwise`` is the fallback."""
+) -> jax.Array | None:  # fmt: skip
+    """See ``pallas_kernels.encode_reordered``."""
+    del seed
+    if block is None or not _has_kernel(fmt, dtypes=(g.dtype,), rounding=rounding, rotation=rotation):
+        return None
     pieces = local * nodes * chunks
-    payload = None
-    if block is not None and _has_kernel(fmt, dtypes=(g.dtype,), rounding=rounding, rotation=rotation):
-        blocks = g.size // (pieces * block)
+    blocks = g.size // (pieces * block)
 
-        def place(piece: jax.Array) -> tuple[jax.Array, jax.Array]:
-            row, chunk = kernels.div_rem(piece, chunks)
-            peer, node = kernels.div_rem(row, nodes)
-            return chunk * local + peer, node * blocks
+    def place(piece: jax.Array) -> tuple[jax.Array, jax.Array]:
+        row, chunk = kernels.div_rem(piece, chunks)
+        peer, node = kernels.div_rem(row, nodes)
+        return chunk * local + peer, node * blocks
 
-        payload = _encode(g.reshape(pieces, -1), Rows(fmt, nodes * blocks, block), chunks * local, place)
-    if payload is None:
-        options: dict[str, Any] = {"fmt": fmt, "block": block, "rounding": rounding, "rotation": rotation}
-        return otherwise(g, seed, local=local, nodes=nodes, chunks=chunks, **options)
-    return payload.reshape(chunks, local, -1)
+    payload = _encode(g.reshape(pieces, -1), Rows(fmt, nodes * blocks, block), chunks * local, place)
+    return None if payload is None else payload.reshape(chunks, local, -1)
 
 
-def decode(payload: jax.Array, *, fmt: str, n: int, block: int | None, dtype: jnp.dtype) -> jax.Array:
+def decode(payload: jax.Array, *, fmt: str, n: int, block: int | None, dtype: jnp.dtype) -> jax.Array | None:
     """See ``pallas_kernels.decode``."""
-    default = partial(reference.decode, payload, fmt=fmt, n=n, block=block, dtype=dtype)
     if block is None or not _has_kernel(fmt, dtypes=(dtype,)):
-        return default()
+        return None
     rows, source = payload.shape[0], Rows(fmt, n // block, block)
     # A store moves 16 bytes.
     vector = _vector(source, 16 // jnp.dtype(dtype).itemsize, rows)
     tile = choose_tile(source.blocks, block, vector, DECODE_ELEMENTS)
     if tile is None:
-        return default()
+        return None
 
     def decode_kernel(codes_ref: Any, scales_ref: Any, out_ref: Any) -> None:
         row, start = kernels.my_tile(tile, source.blocks)
@@ -216,17 +204,15 @@ def _sum_views(payload: jax.Array, fmt: str, lanes: int) -> tuple[jax.Array, jax
 
 def decode_sum(
     payload: jax.Array, *, fmt: str, n: int, block: int | None, rotation: int, scale: float
-) -> jax.Array:
+) -> jax.Array | None:
     """See ``pallas_kernels.decode_sum``."""
-    options: dict[str, Any] = {"fmt": fmt, "n": n, "block": block, "rotation": rotation, "scale": scale}
-    default = partial(reference.decode_sum, payload, **options)
     if block is None or not _has_kernel(fmt, rotation=rotation):
-        return default()
+        return None
     peers, source, factor = payload.shape[0], Rows(fmt, n // block, block), np.float32(scale)
     # A store moves 16 bytes.
     tile = _sum_tile(peers, source, source.blocks, 1, 4)
     if tile is None:
-        return default()
+        return None
 
     def sum_kernel(codes_ref: Any, scales_ref: Any, out_ref: Any) -> None:
         _, start = kernels.my_tile(tile, source.blocks)
@@ -242,23 +228,18 @@ def decode_sum(
 def decode_sum_encode(
     payload: jax.Array, seed: jax.Array | None, *,
     fmt_in: str, fmt_out: str, rows_out: int, n: int, block: int | None, rounding: str,
-) -> jax.Array:  # fmt: skip
-    """See ``pallas_kernels.decode_sum_encode``. Without a fused kernel the sum is stored first."""
-
-    def default() -> jax.Array:
-        summed = decode_sum(payload, fmt=fmt_in, n=rows_out * n, block=block, rotation=0, scale=1.0)
-        options: dict[str, Any] = {"fmt": fmt_out, "block": block, "rounding": rounding, "rotation": 0}
-        return encode(summed.reshape(rows_out, n), seed, **options)
-
+) -> jax.Array | None:  # fmt: skip
+    """See ``pallas_kernels.decode_sum_encode``."""
+    del seed
     if block is None or not _has_kernel(fmt_in, fmt_out, rounding=rounding):
-        return default()
+        return None
     peers = payload.shape[0]
     source, out = Rows(fmt_in, rows_out * n // block, block), Rows(fmt_out, n // block, block)
     # The number of codes in 16 bits, the width of a scale.
     lanes = 1 if "fp8" in (fmt_in, fmt_out) else 16 // BITS[fmt_out]
     tile = _sum_tile(peers, source, out.blocks, lanes, _vector(out, 16, rows_out))
     if tile is None:
-        return default()
+        return None
 
     def sum_encode_kernel(codes_ref: Any, scales_ref: Any, out_ref: Any) -> None:
         row, start = kernels.my_tile(tile, out.blocks)
@@ -283,28 +264,21 @@ def _has_grouped_kernels(dtype: jnp.dtype, rows: int, groups: int, *sides: int) 
     return fits and all(side > 0 and side % piece == 0 for side in sides)
 
 
-def grouped_rows(
-    x: jax.Array, w: jax.Array, sizes: jax.Array, *,
-    transposed: bool, otherwise: Implementation = grouped_reference.grouped_rows,
-) -> jax.Array:  # fmt: skip
-    """See ``pallas_kernels.grouped_rows``; ``otherwise`` is the fallback."""
+def grouped_rows(x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array | None:
+    """See ``pallas_kernels.grouped_rows``."""
     if not _has_grouped_kernels(x.dtype, len(x), *w.shape):
-        return otherwise(x, w, sizes, transposed=transposed)
+        return None
     rows = _enough(x)
     plan = grouped.rows_plan(sizes, len(rows))
     return grouped.rows_product(rows, w, plan, transposed=transposed, tuning=grouped.Tuning())[: len(x)]
 
 
-_grouped_rows_in_bf16 = partial(grouped_reference.grouped_rows_fp8, multiply=grouped_rows)
-
-
 def grouped_rows_fp8(
-    x: jax.Array, w: jax.Array, sizes: jax.Array, scale: jax.Array, *,
-    transposed: bool, dtype: jnp.dtype, otherwise: Implementation = _grouped_rows_in_bf16,
-) -> jax.Array:  # fmt: skip
-    """See ``pallas_kernels.grouped_rows_fp8``; ``otherwise`` is the fallback."""
+    x: jax.Array, w: jax.Array, sizes: jax.Array, scale: jax.Array, *, transposed: bool, dtype: jnp.dtype
+) -> jax.Array | None:
+    """See ``pallas_kernels.grouped_rows_fp8``."""
     if dtype != jnp.bfloat16 or not _has_grouped_kernels(x.dtype, len(x), *w.shape):
-        return otherwise(x, w, sizes, scale, transposed=transposed, dtype=dtype)
+        return None
     along = w if transposed else jnp.swapaxes(w, 1, 2)
     rows = _enough(x)
     plan = grouped.rows_plan(sizes, len(rows))
@@ -312,28 +286,21 @@ def grouped_rows_fp8(
     return grouped.rows_product(*given, transposed=True, tuning=grouped.Tuning())[: len(x)]
 
 
-def grouped_sums(
-    x: jax.Array,
-    g: jax.Array,
-    sizes: jax.Array,
-    *,
-    otherwise: Implementation = grouped_reference.grouped_sums,
-) -> jax.Array:
-    """See ``pallas_kernels.grouped_sums``; ``otherwise`` is the fallback."""
+def grouped_sums(x: jax.Array, g: jax.Array, sizes: jax.Array) -> jax.Array | None:
+    """See ``pallas_kernels.grouped_sums``."""
     if not _has_grouped_kernels(x.dtype, len(x), len(sizes), x.shape[1], g.shape[1]):
-        return otherwise(x, g, sizes)
+        return None
     tuning = grouped.Tuning()
     plan = grouped.sums_plan(sizes, x.shape[1], g.shape[1], tuning)
     return grouped.sums_of_products(_enough(x), _enough(g), plan, groups=len(sizes), tuning=tuning)
 
 
 def grouped_sums_fp8(
-    x: jax.Array, g: jax.Array, sizes: jax.Array, scale: jax.Array, *,
-    dtype: jnp.dtype, otherwise: Implementation = grouped_reference.grouped_sums_fp8,
-) -> jax.Array:  # fmt: skip
-    """See ``pallas_kernels.grouped_sums_fp8``; ``otherwise`` is the fallback."""
+    x: jax.Array, g: jax.Array, sizes: jax.Array, scale: jax.Array, *, dtype: jnp.dtype
+) -> jax.Array | None:
+    """See ``pallas_kernels.grouped_sums_fp8``."""
     if dtype != jnp.bfloat16 or not _has_grouped_kernels(x.dtype, x.shape[1], len(sizes), len(x), len(g)):
-        return otherwise(x, g, sizes, scale, dtype=dtype)
+        return None
     tuning, own = grouped.PROMOTED, grouped_reference.padded_sizes(sizes)
     plan = grouped.sums_plan(own, len(x), len(g), tuning, grouped.step_of(x.dtype))
     return grouped.sums_of_columns(x, g, plan, scale.reshape(1), groups=len(sizes), tuning=tuning)

@@ -1,10 +1,11 @@
 """The functions of the reference, with the same arguments, computed by the Triton kernels.
 
+They return None for arguments that the kernels do not support.
+
 This is the only module that imports jax-triton.
 """
 
 import inspect
-from functools import partial
 from math import gcd
 from typing import Any
 
@@ -14,15 +15,7 @@ import jax_triton  # pyright: ignore[reportMissingImports]  (optional: only on G
 import numpy as np
 import triton
 
-from pallas_kernels import (
-    attention_reference,
-    cast_reference,
-    delta_chunks_reference,
-    grouped_reference,
-    nf4_reference,
-    reference,
-)
-from pallas_kernels.backends import cuda_implementation
+from pallas_kernels import delta_chunks_reference, grouped_reference, nf4_reference, reference
 from pallas_kernels.chips import compute_capability
 from pallas_kernels.formats import NF4_GROUP, QMAX, QUANTIZED, nbytes, nf4_sections
 from pallas_kernels.triton import attention, casts, delta_chunks, grouped, kernels, nf4
@@ -66,7 +59,7 @@ def sum_shape(fmt: str, rotation: int, stored: bool) -> tuple[int, int, int]:
 
 
 def _has_kernel(*dtypes: jnp.dtype, fmt: str, n: int, rows: int = 1) -> bool:
-    """Whether the kernels support rows of n elements in ``fmt``. Otherwise the reference is used."""
+    """Whether the kernels support rows of n elements in ``fmt``."""
     if fmt == "fp8" and compute_capability() < 89:  # no conversion instructions before Ada
         return False
     return fmt in QUANTIZED and _fits(*dtypes, n=n, rows=rows)
@@ -156,39 +149,40 @@ def _encode(
 
 def encode(
     x: jax.Array, seed: jax.Array | None, *, fmt: str, block: int | None, rounding: str, rotation: int
-) -> jax.Array:
+) -> jax.Array | None:
     """See ``pallas_kernels.encode``."""
-    options: dict[str, Any] = {"fmt": fmt, "block": block, "rounding": rounding, "rotation": rotation}
     rows, n = x.shape
     if not _has_kernel(x.dtype, fmt=fmt, n=n, rows=rows):
-        return reference.encode(x, seed, **options)
-    return _encode(x, None, seed, rows, n, (rows, 1, 1), (rows, nbytes(fmt, n, block)), **options)
+        return None
+    order, out = (rows, 1, 1), (rows, nbytes(fmt, n, block))
+    options: dict[str, Any] = {"fmt": fmt, "block": block, "rounding": rounding, "rotation": rotation}
+    return _encode(x, None, seed, rows, n, order, out, **options)
 
 
 def encode_delta(
     w: jax.Array, base: jax.Array, seed: jax.Array | None, *, fmt: str, block: int | None, rounding: str
-) -> jax.Array:
+) -> jax.Array | None:
     """See ``pallas_kernels.encode_delta``."""
-    options: dict[str, Any] = {"fmt": fmt, "block": block, "rounding": rounding}
     rows, n = w.shape
     if not _has_kernel(w.dtype, base.dtype, fmt=fmt, n=n, rows=rows):
-        return reference.encode_delta(w, base, seed, **options)
-    out = (rows, nbytes(fmt, n, block))
-    return _encode(w, base, seed, rows, n, (rows, 1, 1), out, rotation=0, **options)
+        return None
+    order, out = (rows, 1, 1), (rows, nbytes(fmt, n, block))
+    options: dict[str, Any] = {"fmt": fmt, "block": block, "rounding": rounding, "rotation": 0}
+    return _encode(w, base, seed, rows, n, order, out, **options)
 
 
 def encode_reordered(
     g: jax.Array, seed: jax.Array | None, *,
     fmt: str, local: int, nodes: int, chunks: int, block: int | None, rounding: str, rotation: int,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array | None:  # fmt: skip
     """See ``pallas_kernels.encode_reordered``."""
-    options: dict[str, Any] = {"fmt": fmt, "block": block, "rounding": rounding, "rotation": rotation}
     rows = local * nodes * chunks
     n = g.size // rows
     if not _has_kernel(g.dtype, fmt=fmt, n=n * nodes, rows=rows):
-        return reference.encode_reordered(g, seed, local=local, nodes=nodes, chunks=chunks, **options)
-    out = (chunks, local, nbytes(fmt, nodes * n, block))
-    return _encode(g, None, seed, rows, n, (local, nodes, chunks), out, **options)
+        return None
+    order, out = (local, nodes, chunks), (chunks, local, nbytes(fmt, nodes * n, block))
+    options: dict[str, Any] = {"fmt": fmt, "block": block, "rounding": rounding, "rotation": rotation}
+    return _encode(g, None, seed, rows, n, order, out, **options)
 
 
 def _decode(
@@ -210,18 +204,18 @@ def _decode(
     )
 
 
-def decode(payload: jax.Array, *, fmt: str, n: int, block: int | None, dtype: jnp.dtype) -> jax.Array:
+def decode(payload: jax.Array, *, fmt: str, n: int, block: int | None, dtype: jnp.dtype) -> jax.Array | None:
     """See ``pallas_kernels.decode``."""
     if not _has_kernel(dtype, fmt=fmt, n=n, rows=payload.shape[0]):
-        return reference.decode(payload, fmt=fmt, n=n, block=block, dtype=dtype)
+        return None
     return _decode(payload, None, dtype, fmt=fmt, n=n, block=block)
 
 
-def decode_add(payload: jax.Array, base: jax.Array, *, fmt: str, block: int | None) -> jax.Array:
+def decode_add(payload: jax.Array, base: jax.Array, *, fmt: str, block: int | None) -> jax.Array | None:
     """See ``pallas_kernels.decode_add``."""
     n = base.shape[1]
     if not _has_kernel(base.dtype, fmt=fmt, n=n, rows=payload.shape[0]):
-        return reference.decode_add(payload, base, fmt=fmt, block=block)
+        return None
     return _decode(payload, base, base.dtype, fmt=fmt, n=n, block=block)
 
 
@@ -258,10 +252,10 @@ def _sum(
 
 def decode_sum(
     payload: jax.Array, *, fmt: str, n: int, block: int | None, rotation: int, scale: float
-) -> jax.Array:
+) -> jax.Array | None:
     """See ``pallas_kernels.decode_sum``."""
     if not _has_kernel(fmt=fmt, n=n) or payload.shape[0] > _MAX_PEERS:
-        return reference.decode_sum(payload, fmt=fmt, n=n, block=block, rotation=rotation, scale=scale)
+        return None
     factor = float(np.float32(scale) * (reference.ROTATION_NORM if rotation else np.float32(1)))
     out = jax.ShapeDtypeStruct((n,), jnp.float32)
     options: dict[str, Any] = {"rows": 1, "n": n, "block": block, "rotation": rotation, "factor": factor}
@@ -271,24 +265,21 @@ def decode_sum(
 def decode_sum_encode(
     payload: jax.Array, seed: jax.Array | None, *,
     fmt_in: str, fmt_out: str, rows_out: int, n: int, block: int | None, rounding: str,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array | None:  # fmt: skip
     """See ``pallas_kernels.decode_sum_encode``."""
-    total = rows_out * n
-    re_encode = partial(encode, fmt=fmt_out, block=block, rounding=rounding, rotation=0)
-    fits = payload.shape[0] <= _MAX_PEERS and _has_kernel(fmt=fmt_in, n=total)
+    fits = payload.shape[0] <= _MAX_PEERS and _has_kernel(fmt=fmt_in, n=rows_out * n)
     if not fits or not _has_kernel(fmt=fmt_out, n=n, rows=rows_out):
-        summed = decode_sum(payload, fmt=fmt_in, n=total, block=block, rotation=0, scale=1.0)
-        return re_encode(summed.reshape(rows_out, n), seed)
+        return None
     out = jax.ShapeDtypeStruct((rows_out, nbytes(fmt_out, n, block)), jnp.uint8)
     options: dict[str, Any] = {"rows": rows_out, "n": n, "block": block, "rotation": 0, "factor": 1.0}
     return _sum(payload, seed, out, fmt=fmt_in, fmt_out=fmt_out, rounding=rounding, **options)
 
 
-def encode_nf4(x: jax.Array, *, block: int) -> jax.Array:
+def encode_nf4(x: jax.Array, *, block: int) -> jax.Array | None:
     """See ``pallas_kernels.encode_nf4``: XLA computes the scales, a kernel the codes."""
     rows, n = x.shape
     if not _fits(x.dtype, n=n, rows=rows):
-        return nf4_reference.encode_nf4(x, block=block)
+        return None
     tail = nf4_reference.tail(*nf4_reference.block_scales(x, block)[:2])
     scales, units, pitch = nf4_sections(n, block)
     return _call(
@@ -307,10 +298,10 @@ def encode_nf4(x: jax.Array, *, block: int) -> jax.Array:
     )
 
 
-def decode_nf4(payload: jax.Array, *, n: int, block: int, dtype: jnp.dtype) -> jax.Array:
+def decode_nf4(payload: jax.Array, *, n: int, block: int, dtype: jnp.dtype) -> jax.Array | None:
     """See ``pallas_kernels.decode_nf4``."""
     if not _fits(dtype, n=n, rows=payload.shape[0]):
-        return nf4_reference.decode_nf4(payload, n=n, block=block, dtype=dtype)
+        return None
     lanes, warps, unroll = decode_shape("nf4", dtype)
     scales, units, pitch = nf4_sections(n, block)
     return _call(
@@ -341,14 +332,12 @@ def attend_cache(
     *,
     scale: float,
     softcap: float | None,
-) -> jax.Array:
+) -> jax.Array | None:
     """See ``pallas_kernels.attend_cache``."""
     (rows, heads, dim), kv_heads, length = query.shape, keys.shape[2], keys.shape[3]
     group = heads // kv_heads
     if query.dtype != jnp.bfloat16 or dim > 256 or group > 64:
-        return attention_reference.attend_cache(
-            query, keys, values, layer, start, stop, sinks, scale=scale, softcap=softcap
-        )
+        return None
     splits = max(1, min(_PROGRAMS // (rows * kv_heads), length // 256))
     queries, width = max(16, triton.next_power_of_2(group)), max(16, triton.next_power_of_2(dim))
     out, weights = jax_triton.triton_call(
@@ -425,12 +414,12 @@ def _columns(
 
 def cast_transpose(
     x: jax.Array, scale: jax.Array, sizes: jax.Array | None, *, dtype: jnp.dtype
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array] | None:
     """See ``pallas_kernels.cast_transpose``."""
     m, n = x.shape
     aligned = (m % 16 == 0 if sizes is None else len(sizes) > 0) and n % 16 == 0 and m * n > 0
     if compute_capability() < 89 or not aligned or not _fits(x.dtype, n=m * n):
-        return cast_reference.cast_transpose(x, scale, sizes, dtype=dtype)
+        return None
     if sizes is not None:
         blocks = grouped_reference.blocks_of(sizes, m)
         return _columns(x, scale, None, blocks, len(blocks[0]) * _CAST_TILE, dtype)
@@ -438,20 +427,20 @@ def cast_transpose(
     return _columns(x, scale, None, (starts, jnp.minimum(starts + _CAST_TILE, m)), m, dtype)
 
 
-def grouped_columns(x: jax.Array, sizes: jax.Array, index: jax.Array | None) -> jax.Array:
+def grouped_columns(x: jax.Array, sizes: jax.Array, index: jax.Array | None) -> jax.Array | None:
     """See ``pallas_kernels.grouped_columns``."""
     rows = len(x if index is None else index)
     if not (x.size and rows and len(sizes)):
-        return grouped_reference.grouped_columns(x, sizes, index)
+        return None
     blocks = grouped_reference.blocks_of(sizes, rows)
     codes = jax.lax.bitcast_convert_type(x, jnp.uint8)
     return _columns(codes, None, index, blocks, len(blocks[0]) * _CAST_TILE, x.dtype)[1]
 
 
-def gather_rows(x: jax.Array, index: jax.Array) -> jax.Array:
+def gather_rows(x: jax.Array, index: jax.Array) -> jax.Array | None:
     """See ``pallas_kernels.gather_rows``."""
     if not (x.size and len(index)):
-        return grouped_reference.gather_rows(x, index)
+        return None
     words = x if x.dtype.itemsize > 1 else jax.lax.bitcast_convert_type(x, jnp.uint8)
     width = x.shape[1]
     tile = min(_GATHER_TILE // x.dtype.itemsize, 1 << (width - 1).bit_length())
@@ -490,11 +479,11 @@ def _grouped_call(
     )
 
 
-def grouped_rows(x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array:
+def grouped_rows(x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array | None:
     """See ``pallas_kernels.grouped_rows``."""
     (rows, k), groups, n = x.shape, len(w), w.shape[1 if transposed else 2]
     if not (rows and groups and k and n) or not _fits(x.dtype, n=k * n):
-        return grouped_reference.grouped_rows(x, w, sizes, transposed=transposed)
+        return None
     tile = grouped.tile_for(compute_capability(), x.dtype, rows // groups)
     plan = grouped.plan_of_rows(sizes, rows, tile.rows)
     return _grouped_call(
@@ -513,20 +502,11 @@ def grouped_rows(x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bo
     )
 
 
-def grouped_rows_fp8(
-    x: jax.Array, w: jax.Array, sizes: jax.Array, scale: jax.Array, *, transposed: bool, dtype: jnp.dtype
-) -> jax.Array:
-    """See ``pallas_kernels.grouped_rows_fp8``. It is computed in bf16, which has every fp8 number."""
-    multiply = cuda_implementation("grouped_rows") or grouped_rows
-    options = {"transposed": transposed, "dtype": dtype, "multiply": multiply}
-    return grouped_reference.grouped_rows_fp8(x, w, sizes, scale, **options)
-
-
-def grouped_sums(x: jax.Array, g: jax.Array, sizes: jax.Array) -> jax.Array:
+def grouped_sums(x: jax.Array, g: jax.Array, sizes: jax.Array) -> jax.Array | None:
     """See ``pallas_kernels.grouped_sums``."""
     k, n, groups = x.shape[1], g.shape[1], len(sizes)
     if not (len(x) and groups and k and n) or not _fits(x.dtype, n=k * n):
-        return grouped_reference.grouped_sums(x, g, sizes)
+        return None
     tile = grouped.tile_for(compute_capability(), x.dtype)
     return _grouped_call(
         grouped.sums_kernel,
@@ -537,14 +517,6 @@ def grouped_sums(x: jax.Array, g: jax.Array, sizes: jax.Array) -> jax.Array:
         K=k,
         N=n,
     )
-
-
-def grouped_sums_fp8(
-    x: jax.Array, g: jax.Array, sizes: jax.Array, scale: jax.Array, *, dtype: jnp.dtype
-) -> jax.Array:
-    """See ``pallas_kernels.grouped_sums_fp8``. It is computed in bf16, which has every fp8 number."""
-    add = cuda_implementation("grouped_sums") or grouped_sums
-    return grouped_reference.grouped_sums_fp8(x, g, sizes, scale, dtype=dtype, add=add)
 
 
 _COLUMNS = 32
@@ -569,11 +541,10 @@ def _has_delta_rule(value: jax.Array, state: jax.Array) -> bool:
 def delta_rule(
     query: jax.Array, key: jax.Array, value: jax.Array, log_decay: jax.Array, beta: jax.Array | None,
     documents: jax.Array, state: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[jax.Array, jax.Array, jax.Array] | None:  # fmt: skip
     """See ``pallas_kernels.delta_chunks``."""
-    args = query, key, value, log_decay, beta, documents, state
     if not _has_delta_rule(value, state):
-        return delta_chunks_reference.delta_rule(*args)
+        return None
     launch = _DeltaRule(query, value, beta)
     scores, _, written, removed, *factors = launch.prepare(
         query, key, value, log_decay, documents, keep=False
@@ -595,11 +566,10 @@ def delta_rule(
 def delta_rule_backward(
     query: jax.Array, key: jax.Array, value: jax.Array, log_decay: jax.Array, beta: jax.Array | None,
     documents: jax.Array, state: jax.Array, before: jax.Array, of_out: jax.Array, of_last: jax.Array,
-) -> tuple[jax.Array | None, ...]:  # fmt: skip
+) -> tuple[jax.Array | None, ...] | None:  # fmt: skip
     """See ``pallas_kernels.delta_chunks``."""
-    rows = query, key, value, log_decay, beta, documents
     if not _has_delta_rule(value, state):
-        return delta_chunks_reference.delta_rule_backward(*rows, state, before, of_out, of_last)
+        return None
     launch = _DeltaRule(query, value, beta)
     scores, inverse, written, removed, *factors = launch.prepare(
         query, key, value, log_decay, documents, keep=True

@@ -86,7 +86,7 @@ TRITON_CASES = (
 )
 SMALL = (Case(4, 64, 192, 300),)
 
-Product = Callable[[Array, Array, Array, Array], Array]
+Product = Callable[[Array, Array, Array, Array], Array | None]
 """Of x, w, the gradient of the output, and sizes."""
 
 Make = Callable[[], dict[str, Product]]

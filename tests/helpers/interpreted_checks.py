@@ -118,6 +118,7 @@ def check_cast():
             for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
                 got = calls.cast_transpose(x, jnp.float32(0.5), None, dtype=jnp.dtype(dtype))
                 want = cast_reference.cast_transpose(x, jnp.float32(0.5), None, dtype=jnp.dtype(dtype))
+                assert got is not None
                 for mine, theirs in zip(got, want, strict=True):
                     assert mine.dtype == theirs.dtype
                     np.testing.assert_array_equal(

@@ -58,8 +58,11 @@ def main() -> None:
         """Every layer of a stack in turn, as when making tokens."""
 
         def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
-            hidden = calls.grouped_rows(x, w, sizes, transposed=False)
-            return calls.grouped_rows(hidden, w, sizes, transposed=True), None
+            for transposed in (False, True):
+                product = calls.grouped_rows(x, w, sizes, transposed=transposed)
+                assert product is not None
+                x = product
+            return x, None
 
         return jax.lax.scan(layer, x, stack)[0]
 

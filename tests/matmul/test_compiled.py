@@ -12,7 +12,7 @@ from flax import nnx
 from hlo.text import Array, Instruction, Program, parse, walk
 
 import zerojax
-from pallas_kernels.backends import cuda_implementation
+from pallas_kernels.backends import cuda_kernels
 from zerojax import aot
 from zerojax.analysis.plan import plan_state
 from zerojax.models import GPTConfig
@@ -73,7 +73,7 @@ def test_products_are_in_fp8_and_weights_are_not_decoded(settings):
         visit.count or 0 for visit in walk(program) if target(visit.instruction) == "triton_kernel_call"
     )
     if settings["name"] == "zero3":  # the others encode by kernels, too
-        assert casts == (plan.weights if cuda_implementation("cast_transpose") else 0)
+        assert casts == (plan.weights if cuda_kernels("cast_transpose") else 0)
 
     sizes, gathered = {math.prod(shape) for shape in kernels}, set[int]()
     for computation in program.computations.values():

@@ -9,7 +9,7 @@ import pytest
 from kernel_cases import has_gpu
 
 import pallas_kernels as pk
-from pallas_kernels import dispatch, lowered
+from pallas_kernels import backends, dispatch, lowered
 
 
 class Memory(dict[str, bytes]):
@@ -43,7 +43,7 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
         seen.append(static)
         return jnp.zeros((len(x), pk.nbytes(static["fmt"], x.shape[1], static["block"])), jnp.uint8)
 
-    monkeypatch.setattr(dispatch, "cuda_implementation", lambda name: kernel if name == "encode" else None)
+    monkeypatch.setattr(backends, "cuda_kernels", lambda name: [kernel] if name == "encode" else [])
     dispatch._implementation.cache_clear()
     yield seen
     dispatch._implementation.cache_clear()

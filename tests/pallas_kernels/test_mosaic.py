@@ -95,13 +95,17 @@ def test_one_short_row(fmt_in, blocks):
     n = 64 * blocks
     options = {"block": 64, "rounding": "nearest"}
     payload = reference.encode(jnp.asarray(case("normal", 1, n)), None, fmt=fmt_in, rotation=0, **options)
-    check("decode_sum_encode", payload, None, fmt_in=fmt_in, fmt_out="int4", rows_out=1, n=n, **options)
+    static = {"fmt_in": fmt_in, "fmt_out": "int4", "rows_out": 1, "n": n, **options}
+    if fmt_in == "fp8" and blocks > 1:
+        check("decode_sum_encode", payload, None, **static)
+    else:
+        assert calls.decode_sum_encode(payload, None, **static) is None
 
 
 @pytest.mark.parametrize("option", [{"rounding": "stochastic"}, {"rotation": 32}, {"fmt": "int2"}])
-def test_what_has_no_kernel_is_left_to_the_reference(option):
+def test_what_has_no_kernel_is_left_to_others(option):
     static = {"fmt": "int8", "block": 64, "rounding": "nearest", "rotation": 0, **option}
-    check("encode", jnp.asarray(case("normal", 2, 64 * 8)), jnp.uint32(1), **static)
+    assert calls.encode(jnp.asarray(case("normal", 2, 64 * 8)), jnp.uint32(1), **static) is None
 
 
 def _can_compile() -> bool:
