@@ -3,6 +3,7 @@
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 
 import functools
+import gc
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from fp8_models import Fp8Block, Fp8Model
 import zerojax
 from pallas_kernels import FORMATS
 from zerojax import TrainState, ZeroConfig, ZeroError
+from zerojax.train.step import lower_eval_step
 from zerojax.zero_config.config import COMPUTE_FORMAT
 from zerojax.zero_config.options import WireFormat
 
@@ -452,3 +454,21 @@ def test_one_big_unit_says_so_once():
     assert len(said) == 1
     create()
     create(units=(), stage=2)
+
+
+def test_collections_pause_while_a_loss_is_traced() -> None:
+    """An error in the loss does not leave them paused."""
+    paused: list[bool] = []
+
+    def loss(model: Any, batch: Any) -> jax.Array:
+        paused.append(not gc.isenabled())
+        raise ZeroDivisionError
+
+    case = CASES["nnx"]
+    state = TrainState.abstract(
+        case.model, None, loss, mesh=zerojax.make_mesh(1, 1), zero=ZeroConfig(units=case.units)
+    )
+    with pytest.raises(ZeroDivisionError):
+        lower_eval_step(state, BATCH)
+    assert paused == [True]
+    assert gc.isenabled()
