@@ -61,8 +61,11 @@ class Case:
         )
 
     def abstract(self, tx: Any, *, nodes: int, local: int, **zero: Any) -> zerojax.TrainState:
-        """What a step of such a state is traced and lowered with, without values."""
-        return zerojax.TrainState.abstract(self.model, tx, self.loss, **self._rest(nodes, local, zero))
+        """What a step of such a state is traced and lowered with, without values.
+
+        One object for the same arguments: tests that begin with it share what they trace and compile.
+        """
+        return _described(self, tx, nodes, local, tuple(sorted(zero.items())))
 
     def begin(self, tx: Any, *, nodes: int, local: int, **zero: Any) -> zerojax.TrainState:
         """What ``create`` gives for seed 0; the weights are drawn once for all meshes and options."""
@@ -96,6 +99,14 @@ def started(abstract: zerojax.TrainState, given: Any) -> zerojax.TrainState:
             for name, x in values.items()
         }
     )
+
+
+@functools.cache
+def _described(
+    case: Case, tx: Any, nodes: int, local: int, zero: tuple[tuple[str, Any], ...]
+) -> zerojax.TrainState:
+    rest = case._rest(nodes, local, dict(zero))
+    return zerojax.TrainState.abstract(case.model, tx, case.loss, **rest)
 
 
 @functools.cache

@@ -1,3 +1,4 @@
+import functools
 from typing import Any
 
 import jax
@@ -11,12 +12,16 @@ from zerojax.errors import ZeroError
 from zerojax.models import GPT, GPTConfig, lm_loss
 
 SMALL = {"vocab_size": 37, "layers": 3, "d_model": 16, "heads": 4, "max_seq_len": 12, "init_std": 0.2}
-OPT = {"mlp": "relu"}
-FAMILIES = pytest.mark.parametrize(
-    "family",
-    [{}, OPT, LLAMA, GEMMA, OLMO, MIXED, PARALLEL],
-    ids=["gpt2", "opt", "llama", "gemma", "olmo", "mixed", "parallel"],
-)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "opt": {"mlp": "relu"},
+    "llama": LLAMA,
+    "gemma": GEMMA,
+    "olmo": OLMO,
+    "mixed": MIXED,
+    "parallel": PARALLEL,
+}
+EACH = pytest.mark.parametrize("family", FAMILIES)
 
 
 def make(**settings: Any) -> Any:
@@ -27,44 +32,54 @@ def draw_tokens(batch=2, time=12):
     return jax.random.randint(jax.random.key(1), (batch, time), 0, SMALL["vocab_size"])
 
 
-@FAMILIES
+@nnx.jit
+def logits_of(model: Any, tokens: jax.Array) -> jax.Array:
+    return model(tokens)
+
+
+@functools.cache
+def computed(family: str) -> tuple[Any, jax.Array]:
+    """A model of a family, not to be changed, and its logits."""
+    model = make(**FAMILIES[family])
+    return model, logits_of(model, draw_tokens())
+
+
+@EACH
 def test_logits_are_fp32_of_the_expected_shape(family):
-    model = make(**family)
-    logits = model(draw_tokens())
+    _, logits = computed(family)
     assert logits.shape == (2, 12, 37)
     assert logits.dtype == jnp.float32
     assert bool(jnp.all(jnp.isfinite(logits)))
 
 
-@FAMILIES
+@EACH
 def test_future_tokens_do_not_change_past_logits(family):
-    model, tokens = make(**family), draw_tokens()
-    changed = tokens.at[:, 7].set((tokens[:, 7] + 1) % 37)
-    before, after = model(tokens), model(changed)
+    (model, before), tokens = computed(family), draw_tokens()
+    after = logits_of(model, tokens.at[:, 7].set((tokens[:, 7] + 1) % 37))
     np.testing.assert_array_equal(before[:, :7], after[:, :7])
     assert not np.allclose(before[:, 7:], after[:, 7:])
 
 
-@FAMILIES
+@EACH
 def test_a_scanned_stack_computes_what_a_list_of_blocks_computes(family):
-    scanned, listed = make(**family), make(**family, scan=False)
+    (scanned, logits), listed = computed(family), make(**FAMILIES[family], scan=False)
     stacked = nnx.state(scanned.blocks.block, nnx.Param)
     for i, block in enumerate(listed.blocks):
         nnx.update(block, jax.tree.map(lambda x, i=i: x[i], stacked))
     for name in {"embed", "position", "norm", "head"} & set(vars(scanned)):
         nnx.update(getattr(listed, name), nnx.state(getattr(scanned, name)))
-    np.testing.assert_allclose(listed(draw_tokens()), scanned(draw_tokens()), atol=2e-5)
+    np.testing.assert_allclose(logits_of(listed, draw_tokens()), logits, atol=2e-5)
 
 
-@FAMILIES
+@EACH
 def test_half_precision_weights_compute_in_half_precision(family):
-    model, tokens = make(**family), draw_tokens()
+    (model, exact), tokens = computed(family), draw_tokens()
     graph, params = nnx.split(model)
     half = nnx.merge(graph, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
-    assert half.hidden(tokens).dtype == jnp.bfloat16
-    assert half(tokens).dtype == jnp.float32
-    exact = model(tokens)
-    assert float(jnp.max(jnp.abs(half(tokens) - exact))) < 0.05 * float(jnp.max(jnp.abs(exact)))
+    assert nnx.eval_shape(lambda model: model.hidden(tokens), half).dtype == jnp.bfloat16
+    logits = logits_of(half, tokens)
+    assert logits.dtype == jnp.float32
+    assert float(jnp.max(jnp.abs(logits - exact))) < 0.05 * float(jnp.max(jnp.abs(exact)))
 
 
 @pytest.mark.slow

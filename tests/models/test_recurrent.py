@@ -104,7 +104,7 @@ def test_packed_documents_are_computed_as_if_alone(config):
         pytest.param(DELTA, (3, 2), {"hpz": True, "weights_delta": True}, marks=pytest.mark.slow),
         pytest.param(MIXTURE, (2, 2), {}, marks=pytest.mark.slow),
         pytest.param(SHORT, (1, 2), {"remat": "none"}, marks=pytest.mark.slow),
-        (MAMBA, (2, 4), {}),
+        pytest.param(MAMBA, (2, 4), {}, marks=pytest.mark.slow),
         pytest.param(OLMO, (2, 4), {}, marks=pytest.mark.slow),
         pytest.param(MAMBA, (3, 2), {"remat": "attention"}, marks=pytest.mark.slow),
         pytest.param(replace(OLMO, layers=4, recurrent_layers=(0, 1, 2)), (1, 2), {}, marks=pytest.mark.slow),

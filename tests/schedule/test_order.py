@@ -138,7 +138,7 @@ BREADTH = {"accumulate": 2, "accumulate_order": "breadth"}
 @pytest.mark.parametrize(
     ("blocks", "layers", "mesh", "options", "within"),
     [
-        (PERIOD, 13, (1, 1), {}, 1e-5),
+        pytest.param(PERIOD, 13, (1, 1), {}, 1e-5, marks=SLOW),
         pytest.param(PERIOD, 13, (2, 4), {}, 1e-5, marks=SLOW),
         (PERIOD, 13, (3, 2), {"hpz": True, "weights_delta": True}, 1e-5),
         pytest.param(PERIOD, 14, (2, 2), {"remat": "none"}, 1e-5, marks=SLOW),

@@ -156,13 +156,12 @@ class Plain:
         The state becomes the mean of theirs; where groups ``follow`` each other, what the last left.
         """
 
-        (loss, after), grads = self._gradients(self.weights, self.other, groups, follow)
-        self.weights = jax.tree.map(lambda w, g: w - RATE * g, self.weights, grads)
+        loss, after, self.weights = self._update(self.weights, self.other, groups, follow)
         self.other = {**self.other, **after}
         return float(loss)
 
     @functools.partial(jax.jit, static_argnums=(0, 4))
-    def _gradients(self, weights: Any, other: Any, groups: Any, follow: bool) -> Any:
+    def _update(self, weights: Any, other: Any, groups: Any, follow: bool) -> Any:
         def mean(weights: Any) -> Any:
             losses, afters, before = [], [], other
             for group in groups:
@@ -172,7 +171,8 @@ class Plain:
             states = afters[-1:] if follow else afters
             return sum(losses) / len(losses), jax.tree.map(lambda *x: sum(x) / len(x), *states)
 
-        return jax.value_and_grad(mean, has_aux=True)(weights)
+        (loss, after), grads = jax.value_and_grad(mean, has_aux=True)(weights)
+        return loss, after, jax.tree.map(lambda w, g: w - RATE * g, weights, grads)
 
     def check(self, state: zerojax.TrainState) -> None:
         assert distance(masters(state), self.weights) < 1e-5
@@ -185,6 +185,17 @@ class Plain:
 
 def rows(batch: Any, chosen: Any) -> Any:
     return {name: x[np.asarray(chosen).reshape(-1)] for name, x in batch.items()}
+
+
+@functools.cache
+def trained(style: str, mesh: tuple[int, int], **options: Any) -> tuple[zerojax.TrainState, Plain]:
+    """A state and the plain model after three steps of equal losses."""
+    state = create(style, mesh, **options)
+    plain = Plain(style, state)
+    for batch in batches(3):
+        state, metrics = zerojax.train_step(state, batch)
+        np.testing.assert_allclose(metrics["loss"], plain.step([batch]), rtol=1e-5)
+    return state, plain
 
 
 @pytest.mark.parametrize(
@@ -201,11 +212,7 @@ def rows(batch: Any, chosen: Any) -> Any:
     ids=str,
 )
 def test_statistics_over_both_axes_are_those_of_the_whole_batch(style, mesh, options):
-    state = create(style, mesh, **options)
-    plain = Plain(style, state)
-    for batch in batches(3):
-        state, metrics = zerojax.train_step(state, batch)
-        np.testing.assert_allclose(metrics["loss"], plain.step([batch]), rtol=1e-5)
+    state, plain = trained(style, mesh, **options)
     plain.check(state)
 
 
@@ -246,22 +253,16 @@ def in_evaluation(model: Any, batch: Any) -> jax.Array:
     return squared_error(functools.partial(model, train=False), batch)
 
 
-@pytest.mark.parametrize("style", ["stack", "linen"])
-def test_evaluation_uses_the_running_statistics_as_the_gathered_model_does_on_any_batch(style):
-    state = create(style, (2, 2))
-    first, second = batches(2)
-    state, _ = zerojax.train_step(state, first)
-    small = rows(second, np.arange(8))
+@pytest.mark.parametrize(
+    ("style", "mesh", "options"), [("stack", (3, 2), {"hpz": True}), ("linen", (1, 3), {"stage": 2})]
+)
+def test_evaluation_uses_the_running_statistics_as_the_gathered_model_does_on_any_batch(style, mesh, options):
+    state, _ = trained(style, mesh, **options)
     measure = in_evaluation if style in ("linen", "scan") else squared_error
-    # Where no axis has a name.
-    wanted = measure(zerojax.gather_model(state), small)
-    found = zerojax.eval_step(state, small, measure)["loss"]
-    np.testing.assert_allclose(found, wanted, rtol=1e-5)
-    np.testing.assert_allclose(
-        zerojax.eval_step(state, rows(small, [0, 1, 2, 3] * 2), measure)["loss"],
-        measure(zerojax.gather_model(state), rows(small, [0, 1, 2, 3])),
-        rtol=1e-5,
-    )
+    small, half = (rows(batches(4)[-1], np.arange(count)) for count in (12, 6))
+    for given, once in ((small, small), (rows(half, [*range(6)] * 2), half)):
+        wanted = measure(zerojax.gather_model(state), once)  # where no axis has a name
+        np.testing.assert_allclose(zerojax.eval_step(state, given, measure)["loss"], wanted, rtol=1e-5)
 
 
 def test_the_statistics_are_counted_among_what_a_step_sends():

@@ -44,7 +44,7 @@ WHOLE = OnLayout(lambda *_: SGD, whole=lambda _: True)
 def test_errors_do_not_add_up(tx, feedback):
     """The sum of equal steps is off by one step's rounding; without feedback by as many as there were."""
     zero = {"grads": ("fp32", "int2"), "grad_sync": "step", "error_feedback": feedback, "block_size": 64}
-    state = CASE.create(tx, nodes=2, local=1, weights="int2" if tx is WHOLE else None, **zero)
+    state = CASE.begin(tx, nodes=2, local=1, weights="int2" if tx is WHOLE else None, **zero)
     (batch,) = CASE.batches(2, 1)
     exact = batch["slope"].mean(0)
     errors, moved = [], np.zeros(0)

@@ -84,14 +84,14 @@ def test_the_presets_train_beside_frozen_weights(preset):
     np.testing.assert_allclose(found, losses, rtol=0.1)
 
 
-def compiled_bytes(**zero):
+def report_of(**zero):
     case = CASES["stack"]
-    state = case.create(SGD, nodes=2, local=4, **zero)
+    state = case.abstract(SGD, nodes=2, local=4, **zero)
     return zerojax.comm_report(state, case.batches(24, 1)[0])
 
 
 def test_frozen_weights_never_cross_nodes():
-    every, none = compiled_bytes(), compiled_bytes(frozen=("*", "!last*"))
+    every, none = report_of(), report_of(frozen=("*", "!last*"))
     assert none.between_nodes < every.between_nodes / 10
     last = 6 + 1  # the only weights that are trained
     sent = {one.phase: one.elements for one in none.collectives if one.node_bytes and one.phase != "metrics"}

@@ -43,14 +43,19 @@ def wanted(name: str):
     """Losses of a plain loop over the adapters, from those that a state begins with; and its last ones."""
     plain = plain_model(name)
     adapters = jax.tree.map(jnp.asarray, zerojax.gather_adapters(create(name, 1, 1)))
-    step = jax.jit(
-        jax.value_and_grad(lambda own, batch: plain.loss(with_adapters(plain.weights, own, 2.0), batch))
-    )
+
+    def loss_of(own, batch):
+        return plain.loss(with_adapters(plain.weights, own, 2.0), batch)
+
+    @jax.jit
+    def step(own, batch):
+        loss, grads = jax.value_and_grad(loss_of)(own, batch)
+        return loss, jax.tree.map(lambda x, g: x - 0.1 * g, own, grads)
+
     losses = []
     for batch in CASES[name].batches(24, 10):
-        loss, grads = step(adapters, batch)
+        loss, adapters = step(adapters, batch)
         losses.append(float(loss))
-        adapters = jax.tree.map(lambda x, g: x - 0.1 * g, adapters, grads)
     return losses, adapters
 
 

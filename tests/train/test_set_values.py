@@ -42,7 +42,7 @@ def test_numbers_are_saved_and_trained_with_as_arrays(tmp_path):
 
 
 def test_a_set_value_does_not_compile_the_step_again():
-    state = CASE.create(TX, nodes=1, local=1)
+    state = CASE.begin(TX, nodes=1, local=1)
     (batch,) = CASE.batches(8, 1)
     state, _ = zerojax.train_step(state, batch)
     with jax.no_tracing():
@@ -63,7 +63,7 @@ def test_a_set_value_does_not_compile_the_step_again():
     ],
 )
 def test_refuses_what_does_not_fit(name, value, words):
-    state = CASE.create(TX, nodes=1, local=1)
+    state = CASE.begin(TX, nodes=1, local=1)
     (batch,) = CASE.batches(8, 1)
     if name == "step":
         state = state.replace(step=value)

@@ -94,9 +94,9 @@ def steps(state: zerojax.TrainState, batches: list[Any]) -> tuple[list[float], z
 CASES = [
     ("groups-2", True, (2, 4), 4, {"accumulate": 3}),
     ("gemma", False, (1, 8), 8, {"remat": "attention"}),
-    ("latent", True, (2, 4), 4, {}),
 ]
 MORE = [
+    ("latent", True, (2, 4), 4, {}),
     ("gpt", True, (3, 2), 2, {"remat": "none", "accumulate": 2, "accumulate_order": "breadth"}),
     ("llama", True, (2, 4), 2, {"accumulate": 3}),
     ("groups-2", False, (1, 8), 8, {"remat": "attention"}),

@@ -43,7 +43,7 @@ def train(state: zerojax.TrainState, batches: list[Any]) -> tuple[zerojax.TrainS
 def test_a_deep_copy_takes_the_same_steps():
     case = CASES["nnx"]
     batches = case.batches(ROWS, 2)
-    state, _ = zerojax.train_step(case.create(optax.sgd(0.02), nodes=2, local=2), batches[0])
+    state, _ = zerojax.train_step(case.begin(optax.sgd(0.1), nodes=2, local=2), batches[0])
     kept = copy.deepcopy(state)
     state, losses = train(state, batches)  # donates its own arrays, not those of the copy
     again, repeated = train(kept, batches)
@@ -79,7 +79,7 @@ def test_two_states_of_different_meshes_and_configs_take_turns():
 def test_trained_on_eight_evaluated_on_one(name):
     case, tx = CASES[name], optax.sgd(0.02, momentum=0.9)
     *batches, held_out = case.batches(ROWS, 3)
-    eight, _ = train(case.create(tx, nodes=2, local=4), batches)
+    eight, _ = train(case.begin(tx, nodes=2, local=4), batches)
     params = zerojax.gather_params(eight)
     one = zerojax.put_params(case.create(tx, nodes=1, local=1, seed=5, stage=0), params)
     wanted = zerojax.eval_step(eight, held_out)["loss"]
@@ -93,14 +93,14 @@ def test_trained_on_eight_evaluated_on_one(name):
 
 def test_a_gathered_linen_model_applies_as_the_module_does():
     case = CASES["linen"]
-    state = case.create(optax.sgd(0.1), nodes=2, local=2)
+    state = case.begin(optax.sgd(0.1), nodes=2, local=2)
     batch = case.batches(ROWS, 1)[0]
     loss = squared_error(zerojax.gather_model(state), batch)
     np.testing.assert_allclose(loss, zerojax.eval_step(state, batch)["loss"], rtol=1e-6)
 
 
 def test_a_gathered_model_has_the_users_own_classes():
-    model = zerojax.gather_model(CASES["nnx"].create(optax.sgd(0.1), nodes=2, local=2))
+    model = zerojax.gather_model(CASES["nnx"].begin(optax.sgd(0.1), nodes=2, local=2))
     assert type(model) is Listed
     assert {type(block) for block in model.blocks} == {Block}
 
@@ -119,7 +119,7 @@ def test_a_seed_gives_the_weights_that_the_model_itself_has(name):
 
 def test_evaluation_changes_nothing_and_can_come_in_any_batch_size():
     case = CASES["nnx"]
-    state = case.create(optax.sgd(0.1), nodes=2, local=2, accumulate=2)
+    state = case.begin(optax.sgd(0.1), nodes=2, local=2, accumulate=2)
     before = [np.asarray(x) for x in jax.tree.leaves(state)]
     plain = plain_model("nnx")
     for rows in (4, 12):
@@ -314,8 +314,9 @@ class Tied(nnx.Module):
 def test_tied_parameters_count_once_and_collect_all_their_gradients(outside):
     case = Case(functools.partial(Tied, outside=outside), squared_error, (Shared,), regression_batch)
     tx, batches = optax.sgd(0.02, momentum=0.9), case.batches(ROWS, 4)
-    wanted_losses, wanted = plain_loop(Plain(case), tx, batches)
-    state = case.create(tx, nodes=3, local=2)
+    plain = Plain(case)
+    wanted_losses, wanted = plain_loop(plain, tx, batches)
+    state = case.start(tx, plain.weights, nodes=3, local=2)
     assert len(state.spec.leaves) == 2 * 2 + 2 + 2
     state, losses = train(state, batches)
     np.testing.assert_allclose(losses, wanted_losses, rtol=1e-6)

@@ -67,7 +67,7 @@ def test_the_state_may_be_in_host_memory() -> None:
 )
 def test_nodes_stay_bit_identical_in_int4(options: dict[str, Any]) -> None:
     case = CASES["stack"]
-    state = case.create(optax.adamw(1e-2), nodes=3, local=2, state_spread="node", **DELTA | options)
+    state = case.begin(optax.adamw(1e-2), nodes=3, local=2, state_spread="node", **DELTA | options)
     assert not state.replicas, "no node needs a replica of its own weights"
     for batch in case.batches(ROWS, 2):
         state, metrics = zerojax.train_step(state, batch)
