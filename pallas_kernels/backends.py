@@ -86,7 +86,7 @@ def by_specification(name: str, specification: ModuleType) -> Callable[..., Any]
 
 
 def backend_report() -> dict[str, str]:
-    """A description of the implementation on each platform, for people."""
+    """For each platform, "cpu" and "cuda", a sentence about the implementation that runs there."""
     reference = "jax.numpy reference, compiled by XLA"
     pallas = "int8, int4 and fp8, neither stochastic nor rotated, by Pallas kernels through Mosaic GPU"
     if compute_capability() == 90:

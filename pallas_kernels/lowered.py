@@ -62,7 +62,10 @@ def keep_lowered(store: Store | None) -> None:
 def lowered(
     name: str, kernel: Callable[..., Any], static: Mapping[str, Any], arrays: tuple[jax.Array | None, ...]
 ) -> Callable[..., Any]:
-    """The kernel with its settings for arrays of these shapes, from the store if there is one."""
+    """A function of the arrays that calls the kernel with its settings.
+
+    The lowered kernel comes from the store of ``keep_lowered``, if there is one.
+    """
 
     def run(*arrays: jax.Array | None) -> Any:
         return kernel(*arrays, **static)

@@ -99,7 +99,7 @@ class Weight:
         return self.values if self.scale is None else self.values * self.scale[..., None]
 
     def encoded(self, codec: Codec) -> Payload:
-        """The values at "primary" as one payload, for a node one shard after another."""
+        """The values at "primary", encoded as one payload: one shard after another."""
         if self.is_encoded or self.layout.frozen:
             return to_device(self.values)
         return codec.encode(self.scaled().reshape(-1, self.layout.shard)).reshape(-1)

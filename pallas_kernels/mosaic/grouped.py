@@ -59,7 +59,7 @@ class Tuning:
 
 
 def step_of(dtype: DTypeLike) -> int:
-    """Terms of the sums in one copy."""
+    """Terms of each sum whose operands one copy to shared memory brings: 128 bytes of a row."""
     return 128 // jnp.dtype(dtype).itemsize
 
 

@@ -91,7 +91,7 @@ def scan_kernel(
     VALUE_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """What each chunk writes into the state before it, that state, and the last one."""
+    """Compute each chunk's writes into the state, the state before each chunk, and the last state."""
     row = tl.program_id(1)
     head = row % HEADS
     first = (row // HEADS).to(tl.int64) * chunks * TOKENS

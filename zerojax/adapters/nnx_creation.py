@@ -93,7 +93,7 @@ def stack_of(unit: str, module: nnx.Module) -> Shape:
 
 
 def forget_shapes(model: nnx.Module) -> None:
-    """Remove what ``stack_of`` reads."""
+    """Remove the shapes that ``stack_of`` reads from the modules of a model."""
     for _, module in nnx.iter_modules(model):
         vars(module).pop(_SHAPES, None)
 

@@ -35,7 +35,7 @@ class ExpertParam(nnx.Param):
 
 
 class Box(meta.AxisMetadata[Any]):
-    """A Linen box that maps over modules leave unchanged, because their new axis precedes the experts'."""
+    """A Linen box that ``nn.vmap`` and ``nn.scan`` leave unchanged: their axis precedes the experts' axis."""
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> Self:
         """See ``AxisMetadata``."""

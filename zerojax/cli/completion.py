@@ -34,7 +34,7 @@ complete -o default -F _zerojax zerojax
 
 
 def run(arguments: list[str]) -> None:
-    """Print the script."""
+    """Print the completion script of a shell."""
     if arguments not in (["bash"], ["zsh"]):
         raise ConfigurationError("completion: name the shell: zerojax completion bash, or zsh")
     cases = [

@@ -48,7 +48,7 @@ class Options(JobOptions):
 
 
 def run(arguments: list[str]) -> None:
-    """Inspect, measure and print."""
+    """Inspect this machine, measure its links, and print what was found."""
     options = read_options(Options, "doctor", arguments)
     with joined_cluster(options.mesh, ClusterSection(), options):
         sections = {

@@ -249,8 +249,8 @@ def parse(arguments: Sequence[str]) -> Job:
         "train",
         nargs=argparse.REMAINDER,
         metavar="CONFIG ...",
-        help="arguments of zerojax train; or another command: posttrain CONFIG ..., doctor, links; or a "
-        "Python program and its arguments, such as my_loop.py --steps 100",
+        help="arguments of zerojax train; or another command: posttrain CONFIG ..., doctor, links, follow "
+        "RUN ...; or a Python program and its arguments, such as my_loop.py --steps 100",
     )
     options = vars(parser.parse_args(arguments))
     if not options["train"]:

@@ -53,7 +53,7 @@ class Options(JobOptions):
 
 
 def run(arguments: list[str]) -> None:
-    """Measure, print and write."""
+    """Measure the links, print the tables, and write the file that ``--json`` names."""
     options = read_options(Options, "links", arguments)
     if not 0.1 <= options.seconds <= 60:
         raise ConfigurationError(f"--seconds {options.seconds:g} must be from 0.1 to 60")

@@ -54,7 +54,7 @@ def _value(kind: Any) -> dict[str, Any]:
 
 
 def run(arguments: list[str]) -> None:
-    """Print the schema."""
+    """Print the JSON schema of configs."""
     if arguments:
         raise ConfigurationError(
             "zerojax schema takes no arguments; write it to a file: > zerojax.schema.json"

@@ -36,7 +36,7 @@ class Analysis[T, S]:
         return self.nothing
 
     def step(self, equation: core.JaxprEqn, given: list[T]) -> Sequence[T]:
-        """The results of an equation that has no programs, or uses them in an unknown way."""
+        """The abstract results of an equation for which ``inner_of`` finds no programs."""
         raise NotImplementedError
 
     def decided(self, equation: core.JaxprEqn, condition: T, results: list[T]) -> list[T]:

@@ -30,7 +30,7 @@ class Inner(NamedTuple):
 
 
 def inner_of(equation: core.JaxprEqn) -> Inner | None:
-    """The programs in an equation. None if there are none, or if it may not simply call the one it has."""
+    """The programs of a branch, a loop or a call. None for other equations, also if they hold programs."""
     params = equation.params
     match equation.primitive.name:
         case "cond":

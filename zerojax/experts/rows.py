@@ -51,7 +51,7 @@ class Rows(NamedTuple):
 
     @property
     def all(self) -> Window:
-        """Every row, if every assignment is to one of these experts."""
+        """The window of all rows, for a device that has all experts."""
         return Window(self.order // self.places.shape[1], self.order, self.places, True, self.sizes)
 
     def window(self, start: Int32[Array, ""] | int, length: int) -> Window:

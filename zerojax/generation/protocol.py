@@ -23,7 +23,7 @@ class Decoder(Protocol):
     """The methods of a model that generates."""
 
     def init_cache(self, batch: int, length: int, dtype: jax.numpy.dtype, /) -> Cache:
-        """An empty cache for ``batch`` rows of ``length`` tokens."""
+        """An empty cache for ``batch`` rows of up to ``length`` tokens, with keys and values in ``dtype``."""
         ...
 
     def decode(

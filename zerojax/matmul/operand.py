@@ -48,12 +48,12 @@ class Fp8Operand:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of that array."""
+        """The shape of the array that the model believes it has."""
         return self.aval.shape
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of that array."""
+        """The dtype of the array that the model believes it has."""
         return self.aval.dtype
 
     def moved(self, primitive: core.Primitive, params: Params) -> "list[Fp8Operand]":

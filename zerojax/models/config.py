@@ -117,7 +117,7 @@ class GPTConfig(HeadOptions, MLPOptions, PositionOptions, RecurrentOptions, Atte
 
     @property
     def value_heads(self) -> int:
-        """Heads of values of a recurrent layer, recurrent_heads resolved."""
+        """Heads of values of a recurrent layer: recurrent_heads or its default."""
         return self.heads if self.recurrent_heads is None else self.recurrent_heads
 
     @property
@@ -157,7 +157,7 @@ class GPTConfig(HeadOptions, MLPOptions, PositionOptions, RecurrentOptions, Atte
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The kind of each layer: whether it is recurrent and whether it has experts; numbers from 0."""
+        """The number of each layer's kind, from 0. A kind is recurrent or not, and has experts or not."""
         dense, recurrent = set(self.dense_layers), set(self.recurrent_layers)
         kinds = [(number in dense, number in recurrent) for number in range(self.layers)]
         numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
@@ -165,7 +165,7 @@ class GPTConfig(HeadOptions, MLPOptions, PositionOptions, RecurrentOptions, Atte
 
     @property
     def kinds(self) -> tuple[tuple["GPTConfig", int], ...]:
-        """The configs of the kinds of layers, and how many there are."""
+        """For each kind of layers, a config whose layers are all of it, and the number of its layers."""
         counts = Counter(self.order)
         return tuple((self.of_layer(self.order.index(kind)), count) for kind, count in counts.items())
 

@@ -274,7 +274,7 @@ class GPT(nnx.Module):
         return self.config.rope_scaling == "longrope"
 
     def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> KVCache:
-        """An empty cache for ``batch`` rows of ``length`` tokens."""
+        """An empty cache for ``batch`` rows of up to ``length`` tokens, with keys and values in ``dtype``."""
         return KVCache.empty(self.config, batch, length, dtype)
 
     def decode(

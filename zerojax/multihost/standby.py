@@ -47,7 +47,7 @@ class Standby:
 
     @property
     def waits(self) -> bool:
-        """Whether the process is still there."""
+        """Whether the process has not ended, so that it can begin."""
         return self._process.poll() is None
 
     def begin(self, env: Mapping[str, str]) -> subprocess.Popen[bytes] | None:

@@ -123,7 +123,7 @@ class ExactMatch:
         return self.share_right(self.responses(state))
 
     def share_right(self, responses: Sequence[Response]) -> float:
-        """The result of ``measure``, from this process's ``responses``."""
+        """The fraction of all processes' responses that are right. All call it with their ``responses``."""
         return sum(gather_from_all(sum(one.is_right for one in responses))) / len(self)
 
     def responses(self, state: TrainState) -> list[Response]:

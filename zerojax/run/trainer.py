@@ -61,7 +61,7 @@ class Callback:
         """Called after each dispatched step; ``trainer.step`` and ``trainer.state`` include it."""
 
     def on_log(self, trainer: "Trainer", step: int, values: Mapping[str, float]) -> None:
-        """Called with a step's values and its evaluation's, which arrive up to two steps later."""
+        """Called up to two steps later with a step's metrics, and its evaluation's (``validation_...``)."""
 
     def on_save(self, trainer: "Trainer") -> None:
         """Called when the save of a checkpoint of ``trainer.step`` has started."""

@@ -178,7 +178,7 @@ class _Carried:
 
 
 class UpdatedLayers:
-    """The ``SumStorage`` of a stack whose layers are updated: sums are used up as they arrive."""
+    """The ``SumStorage`` of a stack whose layers are updated in the backward pass, by sums as they arrive."""
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ class MeshShape:
 
     @property
     def owners(self) -> tuple[str, ...]:
-        """The same axes in the order in which they number the owners of a leaf's blocks."""
+        """The mesh axes that it spans, in the order in which they number the owners of a leaf's blocks."""
         return OWNED if self.nodes > 1 else (LOCAL,)
 
     @staticmethod

@@ -70,7 +70,7 @@ PRESETS: dict[Preset, dict[str, Any]] = {
 
 
 class PerHop[T](NamedTuple):
-    """One of something for each hop: over the ``node`` axis and over ``local``."""
+    """A value for each hop: over the ``node`` axis and over ``local``."""
 
     node: T
     local: T
@@ -143,7 +143,7 @@ class ZeroConfig(LocalUpdates, Memory, Schedule, Wire, Sharding):
         return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(plain, name)}
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with ``changes``, checked again."""
+        """A copy with ``changes``, which is checked like a new config."""
         return dataclasses.replace(self, **changes)
 
     @property
@@ -153,14 +153,14 @@ class ZeroConfig(LocalUpdates, Memory, Schedule, Wire, Sharding):
 
     @property
     def weight_formats(self) -> PerHop[str]:
-        """Formats of the weight gather, None resolved."""
+        """Formats of the weights' two hops; the compute format where an option is None."""
         default = self.compute_format
         # With local updates ``weights`` is the format of fragments; evaluations gather exactly.
         return PerHop(node=(not self.every and self.weights) or default, local=self.local_weights or default)
 
     @property
     def grad_formats(self) -> PerHop[str]:
-        """Formats of the gradient hops, None resolved."""
+        """Formats of the gradients' two hops; the compute format where an option is None."""
         local, node = self.grads
         return PerHop(node=node or self.compute_format, local=local or self.compute_format)
 
@@ -180,7 +180,7 @@ class ZeroConfig(LocalUpdates, Memory, Schedule, Wire, Sharding):
 
     @property
     def in_node(self) -> Self:
-        """The options of one node's passes, with local updates."""
+        """With local updates, the options of the passes within a node."""
         grads = (self.grads[0], self.grads[0])
         names = [one.name for one in dataclasses.fields(LocalUpdates)]
         unset = {name: getattr(type(self), name) for name in (*names, "error_feedback", "weights")}

@@ -143,7 +143,7 @@ class LeafHop(NamedTuple):
 
     @property
     def group(self) -> _Group:
-        """The devices that take part."""
+        """The devices that take part in the hop."""
         return _group(self.axis, self.leaf.world)
 
     @property
@@ -330,6 +330,6 @@ def hops_table(
 
 
 def usual_bytes(hops: Sequence[HopPlan]) -> ByLink[int]:
-    """Bytes that one device sends in a usual step."""
+    """Bytes that one device sends in a step that does not send delta's replica whole."""
     usual = [hop for hop in hops if hop.usual]
     return ByLink(sum(hop.local_bytes for hop in usual), sum(hop.node_bytes for hop in usual))

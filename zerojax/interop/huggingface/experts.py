@@ -300,7 +300,7 @@ QWEN3_MOE_NAMES = _names("mlp", "gate_proj", "up_proj", "down_proj", **QK_NORMS)
 
 
 def names_of_experts(block: dict[str, Module], bare: Tensors) -> Names:
-    """The names of Qwen's mixtures with an expert that all tokens go to, and more modules and parameters."""
+    """Qwen2-MoE's names, with further or other names of modules (``block``) and of parameters (``bare``)."""
     return Names(QWEN2_MOE_NAMES.block | block, QWEN2_MOE_NAMES.bare | bare)
 
 

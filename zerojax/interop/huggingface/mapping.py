@@ -65,7 +65,7 @@ Groups = Callable[[GPTConfig], tuple[int, tuple[int, ...]]]
 
 
 def qkv_groups(model: GPTConfig) -> tuple[int, tuple[int, ...]]:
-    """A group of outputs for each head of keys and values: its queries, its key and its value."""
+    """The number of key and value heads, and the widths of the queries, key and value of each."""
     width = model.head_dim
     return model.key_value_heads, (model.heads // model.key_value_heads * width, width, width)
 
@@ -215,7 +215,7 @@ class Names:
     other_names: tuple[tuple[str, str], ...] = ()
 
     def in_files(self, names: Collection[str]) -> "Names":
-        """These names with the ``other_names`` of modules that files with these tensors lack."""
+        """The names in files with the tensors ``names``; modules that these lack have ``other_names``."""
         modules = {re.sub(r".*layers\.\d+\.", "", name).rpartition(".")[0] for name in names}
         others = {theirs: other for theirs, other in self.other_names if theirs not in modules}
         block = {

@@ -49,7 +49,7 @@ class EngineWeights(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop."""
+        """Stop bringing weights to the hosts."""
         ...
 
 

@@ -114,7 +114,7 @@ def find(run_or_checkpoint: Path) -> Path:
 
 
 def read_manifests(folder: Path) -> list[Manifest]:
-    """The manifests of all checkpoints that have one, oldest first; other files are not checked."""
+    """The manifests that can be read of all checkpoints, oldest first; other files are not checked."""
     found = []
     for step in step_dirs.steps(folder):
         # A damaged one is reported when a run wants to resume from it.

@@ -451,7 +451,7 @@ class PosttrainSection:
 
     @property
     def completions(self) -> int:
-        """Completions per prompt, group_size resolved."""
+        """Completions per prompt: group_size or its default."""
         return self.group_size or (1 if self.method == "ppo" else 8)
 
 

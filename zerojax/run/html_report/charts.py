@@ -96,7 +96,7 @@ class Chart:
 
     @cached_property
     def range(self) -> tuple[float, float]:
-        """The ends of y."""
+        """The values at the lower and the upper end of the y axis."""
         low, high = float(self.known.min()), min(float(self.known.max()), self.cap)
         if self.log:
             return low * 0.9, high * 1.1
@@ -122,14 +122,14 @@ class Chart:
 
     @property
     def x_ticks(self) -> list[int]:
-        """Round steps."""
+        """Round steps, where the x axis has ticks."""
         locator = MaxNLocator(7, steps=_ROUND, integer=True)
         found = locator.tick_values(self.first_step, max(self.last_step, self.first_step + 1))
         return [int(step) for step in found if self.first_step <= step <= self.last_step]
 
     @property
     def y_ticks(self) -> list[float]:
-        """Round values."""
+        """Round values, where the y axis has ticks."""
         low, high = self.range
         decades = LogLocator(subs=(1,) if high > 1e3 * low else _ROUND[:3])
         locator = decades if self.log else MaxNLocator(6, steps=_ROUND)

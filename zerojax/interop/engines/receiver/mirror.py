@@ -135,7 +135,7 @@ class Log:
         self._steps: deque[dict[int, list[Patch]]] = deque()
 
     def add(self, patches: dict[int, list[Patch]]) -> None:
-        """Add the patches of each piece to a new version."""
+        """Add a version: patches by their piece's number. Drop the oldest versions that exceed the limit."""
         step = {p: own for p, own in patches.items() if all(patch.before != FULL for patch in own)}
         self._steps.append(step)
         self._used += _size(step)
