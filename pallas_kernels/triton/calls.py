@@ -619,7 +619,7 @@ class _DeltaRule:
         self.constants = {"EXACT": self.exact, "DELTA": beta is not None}
 
     def beta(self, log_decay: jax.Array) -> jax.Array:
-        """Beta, or an array that no kernel reads."""
+        """Beta; if the rule has none, some array, which no kernel reads."""
         return log_decay if self._beta is None else self._beta
 
     def prepare(

@@ -133,7 +133,7 @@ def _draw_minifloat(y, random, LANE: tl.constexpr, MANTISSA: tl.constexpr, BIAS:
 
 @triton.jit
 def _minifloat(y, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr):
-    """exponent | mantissa of y, int32, the exponent in fp32's place, with noise above and below.
+    """exponent | mantissa of y in an int32, the exponent where fp32 has it. Other bits are noise.
 
     It adds a power of two so large that the mantissa of the sum ends in y's rounded significand. The exponent
     of that power is then put above it. MIN_EXPONENT is fp32's exponent of the smallest normal number with a

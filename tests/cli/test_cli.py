@@ -109,7 +109,7 @@ def test_a_mesh_that_the_batch_does_not_divide_on_is_refused_before_anything_is_
     mesh, out = ["--mesh.nodes", "3", "--mesh.local", "2"], tmp_path / "out"
     for command in (["eval"], ["export", str(out), "--weights", "int8"]):
         assert main([command[0], str(finished.path), *command[1:], *mesh]) == 2
-        wanted = "8 does not divide into 6 devices x train.accumulate 1: 12 would, or set mesh.nodes and"
+        wanted = "8 does not divide into 6 devices x train.accumulate 1: set it to 12, for example, or change"
         assert wanted in capfd.readouterr().err
     assert not out.exists()
 
@@ -182,7 +182,7 @@ def test_an_empty_path_is_not_the_current_folder(config: Path, capsys: pytest.Ca
         with pytest.raises(SystemExit) as exit_:
             main([command, *words])
         assert exit_.value.code == 2
-        assert "a path is empty; the current folder is ." in capsys.readouterr().err
+        assert "a path is empty: name a file or folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pages import PAGES
 WRITTEN = [*(page for page in PAGES if page.name != "CHANGELOG.md"), ROOT / "pallas_kernels" / "README.md"]
 MOST_WORDS = 58_000
 # The counts reached; lower a bound when you lower its count.
-MOST_IN_SOURCES = Counter({"long": 38, "of its own": 2})
+MOST_IN_SOURCES = Counter({"long": 36, "of its own": 2})
 _PATH = re.compile(
     r"`((?:zerojax|pallas_kernels|scripts|tests|configs|docs)/[\w./-]+\.(?:py|sh|toml|json|yaml|md))\b"
 )

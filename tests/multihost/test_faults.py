@@ -284,7 +284,7 @@ def test_a_hung_step_is_ended_and_its_stack_is_written(start, tmp_path, text_con
         limit = max(2, 10 * usual)  # cluster.step_timeout and step_factor; the line has three digits of each
         assert 0.99 * limit < taken < limit + 1
         assert line.startswith("zerojax: rank ")
-        assert "what each thread was doing is in" in line
+        assert "the stacks of its threads are in" in line
     stacks = [(folder / "stacks" / f"rank-{rank}.txt").read_text() for rank in range(2)]
     assert 'File "<string>", line' in stacks[1].partition("loop.py")[0], "what hung is in the program above"
     assert "loop.py" in stacks[0]

@@ -149,7 +149,7 @@ sleep_for_ever()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
-    assert f"what each thread was doing is in {tmp_path}/s/0" in done.stderr
+    assert f"the stacks of its threads are in {tmp_path}/s/0" in done.stderr
     assert "in sleep_for_ever" in (tmp_path / "s" / "0").read_text()
 
 

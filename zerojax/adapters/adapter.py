@@ -29,7 +29,7 @@ class Parameter(ParamShape):
 
     Attributes:
         unit: the name of the unit that gathers it, or None if it is gathered for the whole step.
-        of_experts: whether its leading axis is the expert's, so that its module also works with a part of it.
+        of_experts: whether its leading axis counts experts; its module then also works with some of them.
     """
 
     unit: str | None

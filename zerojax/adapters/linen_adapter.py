@@ -110,8 +110,8 @@ class LinenAdapter(Adapter):
             values = jaxpr_as_fun(initial)(key)
         except NameError as error:
             raise ConfigurationError(
-                f"an initial value depends on a collective ({error}): values are made before they are "
-                "spread over the mesh, so compute it from local ones."
+                f"an initial value depends on a collective ({error}), but values are created before they are "
+                "spread over the mesh: compute it without collectives."
             ) from error
         weights, state = _split(jax.tree.unflatten(jax.tree.structure(self._created), values))
         return weights, self._named(state)

@@ -51,8 +51,8 @@ def create(factory: Callable[..., object], rngs: nnx.Rngs, stacked: tuple[type, 
         except _READS as error:
             raise ConfigurationError(
                 f"model(rngs) reads the value of an array at {line_of_error(error)}, and there is none yet: "
-                "weights are created on the devices that store them. Compute with jax.numpy (jnp.where "
-                "instead of if), or with numpy what does not depend on rngs."
+                "weights are created later, on the devices that store them. Compute with jax.numpy "
+                "(jnp.where instead of if). Values that do not depend on rngs may be NumPy's."
             ) from error
     if not isinstance(model, nnx.Module):
         raise ConfigurationError(

@@ -26,7 +26,7 @@ class RouterState(nnx.Variable):
 
 
 class ExpertParam(nnx.Param):
-    """A weight whose leading axis is the expert's: ``[experts, ...]``.
+    """A weight whose leading axis counts experts: ``[experts, ...]``.
 
     In a step, ``ZeroConfig(experts=)`` may spread the experts over the devices of a node. The module then
     gets the device's part, ``[experts / devices, ...]``. It has to bring its experts the tokens of the whole

@@ -200,7 +200,9 @@ def flash_attention_assumed() -> Generator[None]:
         kernels = importlib.import_module("fa4_jax.kernels")
         compiler = importlib.import_module("cutlass.cutlass_dsl").CuTeDSL
     except ModuleNotFoundError as error:
-        raise CompilerMissingError(f"{error.name} is missing: install fa4-jax") from error
+        raise CompilerMissingError(
+            f"the module {error.name} is missing: install the package fa4-jax"
+        ) from error
     arch = 10 * _HOPPER[0] + _HOPPER[1]
     with (
         mock.patch.object(kernels, "_device_arch", return_value=arch),

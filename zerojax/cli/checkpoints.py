@@ -50,7 +50,9 @@ def run(arguments: list[str]) -> None:
     options = read_options(Options, "checkpoints", arguments)
     folder = RunFolder(options.run)
     if not folder.path.is_dir():
-        raise ConfigurationError(f"{folder.path} is not a run folder")
+        raise ConfigurationError(
+            f"{folder.path} is not a run folder: name the folder of a run, such as runs/gpt-tiny"
+        )
     if options.rewind is not None:
         with RunLock(folder):
             _rewind(folder, options.rewind, checksums=options.verify)

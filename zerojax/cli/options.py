@@ -41,13 +41,13 @@ _UNSET = "unset"
 
 def _read_path(word: str) -> Path:
     if not word:
-        raise ValueError("a path is empty; the current folder is .")
+        raise ValueError("a path is empty: name a file or folder, or . for the current folder")
     return user_path(word)  # shells leave the "~" of --run-dir=~/runs as it is
 
 
 def _read_boolean(word: str) -> bool:
     if word.lower() not in _BOOLEANS:
-        raise ValueError(f"{word!r} is neither true nor false")
+        raise ValueError(f"{word!r} is neither true nor false: give one of them")
     return _BOOLEANS[word.lower()]
 
 

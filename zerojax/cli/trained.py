@@ -54,7 +54,7 @@ def on_its_mesh(config: RunConfig) -> RunConfig:
 
 
 def open_trained(folder: RunFolder, config: RunConfig, mesh: MeshSection, *, ema: bool = False) -> TrainedRun:
-    """Restore a run's newest valid checkpoint onto a mesh, which may differ from the training's.
+    """Restore a run's newest valid checkpoint onto a mesh, which may differ from the mesh of the training.
 
     With ``ema``, restore the averaged weights instead.
     """

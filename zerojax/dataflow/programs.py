@@ -14,7 +14,7 @@ _WITH_RULE = frozenset({"custom_jvp_call", "custom_vjp_call"})
 
 
 class Inner(NamedTuple):
-    """The programs in an equation. One of them runs, once or repeatedly, and its results are the equation's.
+    """The programs in an equation. One of them runs, once or repeatedly, and returns the results.
 
     Attributes:
         programs: the branches of a conditional; one program otherwise.
@@ -46,7 +46,7 @@ def inner_of(equation: core.JaxprEqn) -> Inner | None:
 
 
 def _is_call(equation: core.JaxprEqn, jaxpr: core.Jaxpr) -> bool:
-    """Whether a program has the arguments and results of its equation, unlike a reduction's or a kernel's."""
+    """Whether a program has the arguments and results of its equation. Not so in a reduction or kernel."""
     own, theirs = [*equation.invars, *equation.outvars], [*jaxpr.invars, *jaxpr.outvars]
     shapes = [[getattr(atom.aval, "shape", None) for atom in atoms] for atoms in (own, theirs)]
     return len(equation.invars) == len(jaxpr.invars) and shapes[0] == shapes[1]

@@ -19,7 +19,7 @@ _zeros = linen.initializers.zeros
 
 
 def linen_expert_param(module: linen.Module, name: str, init: Initializer, shape: tuple[int, ...]) -> Array:
-    """``module.param(name, init, shape)`` for a weight whose leading axis is the expert's.
+    """``module.param(name, init, shape)`` for a weight whose leading axis counts experts.
 
     In a step, ``ZeroConfig(experts=)`` may spread a unit's experts over the devices of a node. Then this is
     the device's part, ``[experts / devices, ...]``. The module has to bring its experts the tokens of the

@@ -64,7 +64,7 @@ class RouterConfig:
             raise ConfigurationError(f"RouterConfig: group_best={self.group_best} must be at least 1")
 
     def check(self, experts: int, per_token: int) -> None:
-        """Check the numbers of a layer's experts and of a token's.
+        """Check the number of experts in a layer, and for a token.
 
         Raises:
             ConfigurationError: a token cannot have so many experts, or groups do not divide the experts.

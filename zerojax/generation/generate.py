@@ -198,7 +198,7 @@ class _Batch(NamedTuple):
     Attributes:
         prompts: this process's prompts.
         longest: tokens of the longest prompt with a limit above 0.
-        new: the largest limit, or the width.
+        new: columns of the results: the largest limit, or the ``width`` of ``_agree``.
         room: MiB of a device's memory that the state leaves free.
         first: the index of this process's first row among all processes' rows.
         rows: rows of a device, padded.

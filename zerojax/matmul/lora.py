@@ -114,7 +114,10 @@ class LoRA:
             if start == columns:
                 return tuple(found)
         widths = " + ".join(str(width) for width, *_ in own)
-        raise ConfigurationError(f"LoRA.pieces has {widths} columns for {path!r}, which has {columns}.")
+        raise ConfigurationError(
+            f"LoRA.pieces has {widths} columns for {path!r}, which has {columns}: let 0 be the last, "
+            "for the rest."
+        )
 
     def without(
         self, path: str, shape: Sequence[int], unit: str | None, *, of_experts: bool = False
@@ -125,7 +128,7 @@ class LoRA:
             path: the weight's path, joined by "/".
             shape: the shape of one layer's weight.
             unit: the name of its unit, if it has one.
-            of_experts: whether its leading axis is the expert's.
+            of_experts: whether its leading axis counts experts.
 
         Raises:
             ConfigurationError: experts with dropout.

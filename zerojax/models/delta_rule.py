@@ -1,4 +1,4 @@
-"""The gated delta rule and Mamba-2's, and the short convolution before them.
+"""The gated delta rule, the rule of Mamba-2, and the short convolution before them.
 
 A head keeps a state of fixed size in place of keys and values. ``pallas_kernels.delta_rule`` computes whole
 rows, chunk by chunk; generation has one token at a time.

@@ -204,7 +204,9 @@ class GPT(nnx.Module):
         """
         c = self.config
         if not c.experts:
-            raise ConfigurationError("[model] experts = 0: the model has no routers")
+            raise ConfigurationError(
+                "[model] experts = 0: the model has no routers. Call hidden instead of routed"
+            )
         count = c.layers - len(c.dense_layers)
         zeros = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), RouterStats.zeros(c.experts))
         hidden, stats = self._run(tokens, segments, rngs, zeros)
@@ -222,7 +224,10 @@ class GPT(nnx.Module):
         c = self.config
         length = tokens.shape[1]
         if length > c.max_seq_len:
-            raise ConfigurationError(f"a sequence of {length} tokens, but max_seq_len = {c.max_seq_len}")
+            raise ConfigurationError(
+                f"a sequence of {length} tokens, but max_seq_len = {c.max_seq_len}: shorten it, or raise "
+                "the latter"
+            )
         if segments is None:
             positions, lengths = jnp.arange(length), length
         else:

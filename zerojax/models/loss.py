@@ -113,7 +113,7 @@ def label_log_probs(
 
 def _check(hidden: Array, unembedding: Array, labels: Array, chunk: int) -> None:
     if chunk < 1:
-        raise ConfigurationError(f"chunk = {chunk}: at least one token")
+        raise ConfigurationError(f"chunk = {chunk} must be at least 1 token")
     if hidden.shape[:1] != labels.shape or hidden.shape[1:] != unembedding.shape[1:]:
         raise ConfigurationError(
             f"hidden {hidden.shape}, unembedding {unembedding.shape}, labels {labels.shape}: "
@@ -162,8 +162,8 @@ def _chunk_gradients(
 ) -> tuple[Array, Array]:
     """The gradients of a chunk's losses times ``factors``: of the rows, and of the unembedding in fp32.
 
-    The factors are one for each row, or one for all. The other arguments are ``_chunk_losses``'s and its
-    results.
+    The factors are one for each row, or one for all. The other arguments are arguments and
+    results of ``_chunk_losses``.
     """
     # d loss / d logits = softmax - one-hot, zero in ignored rows.
     error = jnp.exp(scores - normalizer[:, None]) - (right[:, None] == jnp.arange(len(unembedding)))
@@ -335,7 +335,9 @@ def lm_loss(
         )
     for name in _OF_TOKENS:
         if name in batch and batch[name].shape != tokens.shape:
-            raise ConfigurationError(f'"{name}" has shape {batch[name].shape}, but "tokens" {tokens.shape}')
+            raise ConfigurationError(
+                f'"{name}" has shape {batch[name].shape}, but "tokens" {tokens.shape}: give one shape'
+            )
     labels, segments = batch.get("labels", tokens)[:, 1:], batch.get("segments")
     if segments is not None:
         labels = jnp.where(segments[:, 1:] == segments[:, :-1], labels, IGNORE)

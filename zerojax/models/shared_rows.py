@@ -83,7 +83,7 @@ def attention(
             "queries and keys with zeros, and pass the scale."
         )
     if window is not None and window < 1:
-        raise ConfigurationError(f"attention: window = {window}: 1 or more positions, itself included")
+        raise ConfigurationError(f"attention: window = {window} must be at least 1, the position itself")
     documents = (
         segments if segments is None or isinstance(segments, Documents) else document_offsets(segments)
     )

@@ -312,7 +312,8 @@ def _own_address(coordinator: str) -> str:
         found = {str(info[4][0]) for info in socket.getaddrinfo(host.strip("[]"), int(port))}
     except OSError as error:
         raise ConfigurationError(
-            f"the coordinator's host {host} is not known here: {error.strerror}"
+            f"the coordinator's host {host} is not known here ({error.strerror}): correct the name, "
+            "or give an address"
         ) from error
     local = {address for address in found if ipaddress.ip_address(address).is_loopback}
     if found == local and host not in {"localhost", *found}:

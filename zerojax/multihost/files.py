@@ -74,7 +74,7 @@ def exchange_files(folder: Path, offered: Collection[str], wanted: Collection[st
     offers = gather_from_all(sorted(offered))
     names = sorted({name for one in gather_from_all(sorted(wanted)) for name in one})
     if missing := [name for name in names if not any(name in one for one in offers)]:
-        raise ConfigurationError(f"no host of the job has {folder / missing[0]}")
+        raise ConfigurationError(f"no host of the job has {folder / missing[0]}: put it back on one of them")
     senders = {name: next(rank for rank, one in enumerate(offers) if name in one) for name in names}
     own = [name for name in names if senders[name] == jax.process_index()]
     streams = gather_from_all([(name, (folder / name).stat().st_size) for name in own])

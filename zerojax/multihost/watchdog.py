@@ -125,7 +125,7 @@ def dump_stacks(path: Path) -> str:
             return "; the stacks could not be written: the disk does not respond"
     except OSError as error:
         return f"; the stacks could not be written: {error.strerror}"
-    return f"; what each thread was doing is in {path}"
+    return f"; the stacks of its threads are in {path}"
 
 
 def end_alone(path: Path, line: str) -> None:

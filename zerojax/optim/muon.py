@@ -94,7 +94,7 @@ def dealt_over(leaf: ParamLayout) -> tuple[str, ...]:
 
 
 def most_dealt(same: Sequence[ParamLayout]) -> int:
-    """How many matrices of a ``by_shape`` group a device gets; for experts, how many layers' share."""
+    """The most matrices of a ``by_shape`` group that a device gets; of experts, the most layers."""
     own = same[0].on_device
     return -(-sum(leaf.layers for leaf in same) * own.owned // own.padded)
 

@@ -191,8 +191,8 @@ def _compare_updates(tx: optax.GradientTransformation, leaves: tuple[tuple[Path,
                 _updates(tx, trees[:1])
             except Exception as without_flat:
                 raise ConfigurationError(
-                    "the optimizer can't make an update from gradients, its state and parameters alone, "
-                    f"which are what a step gives it (one that reads the loss can't): {without_flat}"
+                    "a step gives an optimizer the gradients, its state and the parameters, and this one "
+                    f"cannot make an update from these alone, as if it reads the loss: {without_flat}"
                 ) from without_flat
             raise ConfigurationError(
                 f"the optimizer can't work on sharded leaves, which are flat: {error} {_WAY_OUT}"

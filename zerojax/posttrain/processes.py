@@ -43,7 +43,7 @@ def mean_over_processes(values: dict[str, tuple[np.ndarray, np.ndarray]]) -> dic
 def moments_over_processes(values: np.ndarray, counted: np.ndarray) -> tuple[float, float]:
     """Mean and variance of the values where ``counted`` > 0, over all processes. (0, 0) if there are none.
 
-    Both arrays are this process's, of equal shape.
+    Both arrays have this process's rows, and equal shapes.
     """
     mean = mean_over_processes({"mean": (values, counted > 0)})["mean"] or 0.0
     squares = (np.asarray(values, np.float64) - mean) ** 2

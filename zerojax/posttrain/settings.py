@@ -140,7 +140,7 @@ def check_settings(config: RunConfig, processes: int) -> None:
     for name, value in idle.items():
         if value:
             raise ConfigurationError(
-                f"{name} needs a validation loss, which only zerojax train has: set it to 0"
+                f"{name} needs a validation loss, which runs with rollouts do not have: set it to 0"
             )
     _refuse_dropout(config)
 

@@ -133,8 +133,8 @@ def check_batch(config: RunConfig, mesh: Mesh) -> None:
         devices = f"{groups} devices" if sharing == 1 else f"{groups} groups of {sharing} devices"
         raise ConfigurationError(
             f"train.batch_size {size} does not divide into {devices} x "
-            f"train.accumulate {train.accumulate}: {-(-size // parts) * parts} would, or set mesh.nodes and "
-            "mesh.local to other values"
+            f"train.accumulate {train.accumulate}: set it to {-(-size // parts) * parts}, for "
+            "example, or change mesh.nodes and mesh.local"
         )
 
 

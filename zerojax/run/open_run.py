@@ -204,8 +204,8 @@ def opening(
             manifest = found.choose(spelled_out(config), saved)
             if manifest is None:
                 notes.append(
-                    "no snapshot in memory is newer than the last checkpoint, in all processes, and of these "
-                    'settings (with another number of nodes, zero.state_spread = "node" is needed)'
+                    "no snapshot in memory is newer than the last checkpoint, whole in all processes, and of "
+                    'these settings (with another number of nodes, that needs zero.state_spread = "node")'
                 )
         if manifest is None:
             manifest, damaged = choose(

@@ -102,10 +102,12 @@ class RunFolder:
     def read_config(self) -> RunConfig:
         """The settings of the run.
 
-        Raises ConfigError if the folder is no run's, or its settings are invalid.
+        Raises ConfigError if the folder holds no run, or its settings are invalid.
         """
         if not self.config.is_file():
-            raise ConfigError(f"{self.path} is not a run folder: it has no {self.config.name}")
+            raise ConfigError(
+                f"{self.path} is not a run folder: it has no {self.config.name}. Name the folder of a run"
+            )
         return self.here(load_config(self.config))
 
     def here(self, config: RunConfig) -> RunConfig:

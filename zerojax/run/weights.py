@@ -125,7 +125,7 @@ def start_run(
 
     Raises:
         ConfigurationError: the weights cannot be read, or are of another model; or the settings were changed
-            to another run's.
+            to settings of another run.
     """
     if manifest is not None and manifest.record.position:
         return _resumed(setup, folder, manifest, reader)

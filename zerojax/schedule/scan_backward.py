@@ -47,7 +47,7 @@ class Kept(NamedTuple):
         order: of the layers.
         residuals: for each kind, stacked. The last layer has no row, or an unused one.
         gathered: for each kind, the secondary partitions from which weights are gathered again, stacked.
-        last_residual: the last layer's.
+        last_residual: the residual of the last layer.
         last_whole: the last layer's weights.
     """
 

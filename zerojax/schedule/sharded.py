@@ -100,8 +100,8 @@ def assigned(weight: str, by: str) -> str:
 
 FORWARD_MODE = (
     "a loss cannot take forward-mode derivatives (jax.jvp, jax.jacfwd, jax.hessian) through a unit or a "
-    "Stack: take reverse-mode ones (jax.grad, jax.vjp, jax.jacrev), of each other where it needs second "
-    "derivatives."
+    "Stack: use reverse mode (jax.grad, jax.vjp, jax.jacrev), also for second derivatives (jax.grad of "
+    "jax.grad)."
 )
 
 _NO_LAYERS = (
@@ -124,9 +124,9 @@ _TRANSLATIONS = {
         'accumulate_order="depth".'
     ),
     "but got uint32": (
-        "a loss took a gradient with respect to unsigned integers. With respect to the model "
-        "(nnx.grad, MAML) it can take none where the weights of units are sharded: leave those classes out "
-        "of ZeroConfig.units."
+        "a loss took a gradient with respect to unsigned integers. If it was with respect to the model "
+        "(nnx.grad, MAML), the sharded weights of units have none: leave their classes out of "
+        "ZeroConfig.units."
     ),
     f"{Sharded.__module__}.{Sharded.__name__}": _COMBINED,
     f"{Weight.__module__}.{Weight.__name__}": _COMBINED,

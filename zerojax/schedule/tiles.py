@@ -31,8 +31,8 @@ The products that make gradients of weights also add them up in fp32 from tile t
 
 _RANDOM = ("random_bits", "rng_bit_generator", "rng_uniform")
 _WAY_OUT = (
-    "leave what draws random bits, as dropout does, or keeps state, as a batch norm does, outside of it, or "
-    "pass what was drawn for each token among the arguments"
+    "call layers that draw random bits (dropout) or keep state (batch norm) outside of it, or pass the drawn "
+    "values of each token as an argument"
 )
 
 _recomputed = ContextVar("in what the backward pass computes again", default=False)
@@ -75,8 +75,8 @@ def tiled[T: PyTree[Array]](function: Callable[..., T], *xs: PyTree[Array], tile
     shapes = {x.shape[:2] for x in leaves}
     if tile < 1 or len(shapes) != 1 or min(x.ndim for x in leaves) < 2:
         raise ConfigurationError(
-            f"tiled: arrays of shapes {', '.join(str(x.shape) for x in leaves)} in tiles of {tile}: they "
-            "begin with the same two axes, of rows and of tokens, and a tile has at least one token"
+            f"tiled: arrays of shapes {', '.join(str(x.shape) for x in leaves)} in tiles of {tile}. Pass "
+            "arrays that begin with the same two axes, rows and tokens, and a tile of at least 1 token"
         )
     (whole,) = shapes
     tokens = math.prod(whole)
@@ -108,8 +108,8 @@ def tiled[T: PyTree[Array]](function: Callable[..., T], *xs: PyTree[Array], tile
     for x in jax.tree.leaves(out):
         if x.shape[:2] != (1, size) or not jnp.issubdtype(x.dtype, jnp.inexact):
             raise ConfigurationError(
-                f"tiled: the function returns {x.dtype}{x.shape} for tokens of shape {(1, size)}: it is for "
-                "functions that return floating-point numbers for each token"
+                f"tiled: the function returns {x.dtype}{x.shape} for tokens of shape {(1, size)}. Let it "
+                "return floating-point numbers for each token"
             )
 
     def body(consts: Sequence[Array], tile: Sequence[Array]) -> list[Array]:

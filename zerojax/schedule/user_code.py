@@ -26,7 +26,7 @@ def line_of_equation(info: source_info_util.SourceInfo) -> str:
 
 
 def line_of_error(error: BaseException) -> str:
-    """``file:line`` of the code that raised an error; "" if it is a library's."""
+    """``file:line`` of the code that raised an error; "" if a library raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     return _innermost((f.filename, f.lineno) for f in reversed(frames))
 

@@ -78,8 +78,8 @@ class BackwardUpdate:
 
     Attributes:
         spec: the train spec.
-        shards: the state's.
-        state: the optimizer's.
+        shards: of the state.
+        state: of the optimizer.
     """
 
     spec: TrainSpec

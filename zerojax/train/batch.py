@@ -23,7 +23,7 @@ NUMBER = (bool, int, float, complex)
 """Python's numbers, which have no dtype of their own."""
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 _ON_DEVICES = (np.number, np.bool_, jax.dtypes.prng_key)
-_WHOLE = "What every device gets whole is marked by zerojax.Replicated(array)."
+_WHOLE = "Mark an array that every device gets whole by zerojax.Replicated(array)."
 
 
 @jax.tree_util.register_dataclass
@@ -59,13 +59,13 @@ def map_batch[T](rows: Callable[[Any], T], whole: Callable[[Any], T], batch: Bat
 
 
 def split_rows(batch: Batch) -> tuple[list[Array], Callable[[Sequence[Array]], Batch]]:
-    """The arrays of a batch that are spread by rows, and the function from other rows to a batch."""
+    """The arrays of a batch that are spread by rows, and a function that puts others in their places."""
     rows, whole, combine = partition(batch, _have_rows(batch))
     return rows, lambda others: combine(others, whole)
 
 
 def micro_batches(batch: Batch, count: int) -> tuple[list[Array], Callable[[Sequence[Array]], Batch]]:
-    """A batch's rows in ``count`` parts along a new leading axis, and the function from a part to a batch."""
+    """A batch's rows in ``count`` parts along a new first axis, and a function from a part to a batch."""
     rows, join = split_rows(batch)
     return [x.reshape(count, x.shape[0] // count, *x.shape[1:]) for x in rows], join
 

@@ -124,7 +124,9 @@ def put_params(state: TrainState, params: PyTree) -> TrainState:
         )
     if given.keys() != known.keys():
         odd = sorted("/".join(path) for path in given.keys() ^ known.keys())
-        raise ConfigurationError(f"put_params: these paths are missing or unknown: {', '.join(odd[:8])}.")
+        raise ConfigurationError(
+            f"put_params: these paths are missing or unknown: {', '.join(odd[:8])}. Give all trained weights."
+        )
     placed = {}
     for path, leaf in known.items():
         if np.shape(given[path]) != leaf.unsharded_shape:

@@ -481,7 +481,7 @@ def _after_passes(own: Sums, grads: Blocks, sent: _Sent) -> tuple[Sums, _Sent]:
 
 
 def _unless_broken(after: Array, before: Array) -> Array:
-    """State that all nodes share, such as batch statistics; unchanged if any node's is not finite."""
+    """State that all nodes share, such as batch statistics; unchanged if a node's state is not finite."""
     if not jnp.issubdtype(after.dtype, jnp.inexact):
         return after
     return jnp.where(jnp.isfinite(after).all(), after, before)

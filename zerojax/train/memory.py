@@ -101,16 +101,16 @@ def check_host_memory(spec: TrainSpec, activations: int = 0, *, saves: bool = Fa
     saves = saves and spec.streams
     needed = devices * max(0, locked - max(_reserved, default=0)) + SAVING * saves
     if short := shortage(gather_from_all((needed, memory_limits()))):
-        need = "it needs" if short.processes == 1 else f"{short.processes} processes here need together"
+        need = "It needs" if short.processes == 1 else f"{short.processes} processes here need together"
         besides = ", checkpoints included" if saves else ""
         doubled = (
             f" XLA's pools double, to {size(locked)} for each device: set {LIMIT}={pool >> 30} in the "
             f"command that starts the program, and they end at {size(pool)}."
         )
         raise ConfigurationError(
-            f"{what}, for which {need} {size(short.needed)}{besides}, and {size(short.free)} are free here: "
-            "use a host (or a container's limit) with more memory, more hosts, which share it, or keep less "
-            f"on the host.{doubled * (locked > pool)}"
+            f"{what}. {need} {size(short.needed)}{besides}, and {size(short.free)} are free here: use a host "
+            "(or a container's limit) with more memory, more hosts, which share it, or keep less on the "
+            f"host.{doubled * (locked > pool)}"
         )
     if pools and pool > host_limit():
         raise ConfigurationError(
@@ -164,7 +164,7 @@ def reserve_host_memory(
     except jax.errors.JaxRuntimeError as error:
         raise RunError(
             f"cannot allocate {piece / 1e9:.1f} GB of page-locked host memory for each of "
-            f"{len(devices)} GPUs: raise {LIMIT} ({host_limit() >> 30} now), or keep less there"
+            f"{len(devices)} GPUs: raise {LIMIT} ({host_limit() >> 30} now), or keep less in host memory"
         ) from error
     _reserved.append(locked_bytes(size))
 

@@ -102,7 +102,7 @@ class ModelPass:
     rule: LayerUpdate | None = None
 
     def place(self, sinks: Sinks, seed: Seed) -> Placed:
-        """Every weight in the form that the model receives; without ``adapters``, frozen ones alone."""
+        """Every weight in the form that the model receives; with ``adapters`` False, without adapters."""
         spec, given = self.spec, self.given
         placed: dict[Path, Any] = {}
         for number, group in enumerate(spec.groups):

@@ -42,9 +42,9 @@ def refuse_unmixed(jaxpr: core.Jaxpr, devices: int, mixed: Collection[str]) -> N
     """
     if devices > 1 and not mixed and ATTENDED not in _names(jaxpr):
         raise ConfigurationError(
-            f"sequence_parallel={devices}: the model never calls zerojax.attention, so no token sees those "
-            "on the other devices of its row. Call it in place of the attention that the model has. A layer "
-            "that mixes tokens in another way, such as a convolution, is given whole rows: "
+            f"sequence_parallel={devices}: the model never calls zerojax.attention, so no token sees the "
+            "tokens on other devices of its row. Call it in place of the model's attention. Give whole rows "
+            "to a layer that mixes tokens in another way, such as a convolution: "
             "own_tokens(layer(whole_rows(x)))."
         )
 

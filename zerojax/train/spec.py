@@ -345,8 +345,9 @@ def build(
     check_host_weights(zero, frozen)
     if "activations" in zero.host and not adapter.stacks:
         raise ConfigurationError(
-            'ZeroConfig.host=("activations", ...) moves what a zerojax.Stack keeps for its backward pass, '
-            "and the model has none: stack its blocks (an NNX model), or leave the activations on the device."
+            'ZeroConfig.host=("activations", ...) moves the residuals of a zerojax.Stack, '
+            "and the model has no stack: stack its blocks (an NNX model), or leave the activations "
+            "on the device."
         )
 
     def of_unit(unit: str | None, some: Sequence[ParamLayout]) -> tuple[ParamLayout, ...]:

@@ -135,7 +135,7 @@ def eval_step(state: TrainState, batch: Batch, loss_fn: LossFn | None = None) ->
     Args:
         state: any; it is not donated.
         batch: as for ``train_step``, but it need not be a multiple of ``accumulate``.
-        loss_fn: by default the state's, with the signature in ``TrainState.create``. A Linen module learns
+        loss_fn: by default the state's loss function. See ``TrainState.create``. A Linen module learns
             about evaluation only from its arguments, so pass a loss that calls ``model(x, train=False)``.
             Each function is compiled once: do not create a new one for every call.
 
@@ -161,7 +161,7 @@ def predict_step[T: PyTree[Array]](
     Args:
         state: any; it is not donated.
         batch: as for ``eval_step``.
-        fn: ``(model, batch) -> pytree of arrays``, whose leading axis is the batch's. It is called with the
+        fn: ``(model, batch) -> pytree of arrays``, whose leading axis counts rows. It is called with the
             model in evaluation mode and a device's rows, as a loss function is. Each function is compiled
             once: do not create a new one for every call. If devices share rows
             (``ZeroConfig.sequence_parallel``), it makes whole rows of its results by ``whole_rows``.
@@ -195,7 +195,7 @@ def predict_step[T: PyTree[Array]](
 
 
 def check_adapters(spec: TrainSpec, *, adapters: bool) -> None:
-    """Refuse to leave out adapters if there are none, because the result would not be the base's.
+    """Refuse to leave out adapters if there are none, because the result would not be one of a base model.
 
     Raises:
         ConfigurationError: ``adapters`` is False, and the state has none.

@@ -75,8 +75,8 @@ def refuse_calls(jaxpr: core.Jaxpr, weights: Mapping[Path, Any], stacks: Mapping
             )
         if analysis.state[stack] > 1:
             raise ConfigurationError(
-                f"the loss calls the Stack {stack!r} more than once, itself or a copy of it (nnx.clone), or "
-                "in a loop or one branch of several, so a layer's gradient is not final in its backward "
+                f"the loss calls the Stack {stack!r} more than once (a copy by nnx.clone counts), or in a "
+                "loop or one branch of several. A layer's gradient is then not final in its backward "
                 "pass: set update_in_backward=False."
             )
 

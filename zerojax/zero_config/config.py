@@ -138,7 +138,7 @@ class ZeroConfig(LocalUpdates, Memory, Schedule, Wire, Sharding):
         return html(table)
 
     def _changes(self) -> dict[str, Any]:
-        """The options that differ from the preset's."""
+        """The options that differ from the preset."""
         plain, names = _plain(self.base), [field.name for field in dataclasses.fields(self) if field.compare]
         return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(plain, name)}
 

@@ -122,7 +122,7 @@ def test_a_damaged_snapshot_is_not_used(
         damage(memory, step)
     train(micro_config(text, checkpoint={"every": 0}), tmp_path / "a")
     out = " ".join(capsys.readouterr().out.split())
-    assert "no snapshot in memory is newer than the last checkpoint, in all processes, and of these" in out
+    assert "no snapshot in memory is newer than the last checkpoint, whole in all processes" in out
     assert losses(tmp_path / "a") == undisturbed
 
 

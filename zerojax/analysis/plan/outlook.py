@@ -54,7 +54,7 @@ _DECIDED = (
     *("grads", "grads_hops", "grad_sync", "block_size", "rounding", "rotation", "error_feedback", "chunks"),
     *("every", "outer_learning_rate", "outer_momentum", "outer_delay", "outer_mixing"),
 )
-"""Options that a preset or stage decides. All other options are the config's in every forecast."""
+"""Options that a preset or stage decides. Forecasts take all other options from the config."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether the device's memory is within its budget, and its host's within the host's."""
+        """Whether both fit: the device's memory into its budget, and the host's memory into the host."""
         return fits(self.memory, self.cluster)
 
     @functools.cached_property

@@ -83,7 +83,7 @@ def compare(
     Args:
         shard: fp32, all layers of one device's shard, one after another.
         sent: ``Compared.values`` of the last version; None before the first.
-        dtype: the engine's.
+        dtype: of the engine's weights.
         layers: of the shard.
         cut: of each layer.
     """

@@ -183,7 +183,7 @@ def _whole(start: int, stop: int) -> Iterator[tuple[int, int, int]]:
 
 
 def strip_of(tensor: Tensor, number: int) -> Strip:
-    """A tensor as a rectangle of its weight's matrix; ``number`` is the tensor's in the manifest."""
+    """A tensor as a rectangle of its weight's matrix; ``number`` is its place in the manifest."""
     part, columns, rows = tensor.part, tensor.columns, tensor.inputs
     height = rows.stop - rows.start
     offset = part.expert * height * tensor.outputs if part.experts and part.expert is not None else 0

@@ -44,7 +44,7 @@ class Publisher:
         folder: the run's folder, for the tokenizer.
         receivers: HOST:PORT of each.
         token: the job's secret.
-        dtype: the engine's: bfloat16, float16 or float32; None for the imported model's.
+        dtype: of the engine's weights: bfloat16, float16 or float32; None takes the imported model's dtype.
         flows: TCP connections from this process to each receiver.
 
     Raises:

@@ -85,7 +85,7 @@ def first_dense(default: int, name: str = "first_k_dense_replace") -> Entry:
     def write(model: GPTConfig) -> Fields:
         dense = model.dense_layers
         if dense != tuple(range(len(dense))):
-            raise ConfigurationError(f"model.dense_layers = {dense}, but this family has the first layers")
+            raise ConfigurationError(f"model.dense_layers = {dense}, but in this family the first layers are")
         return {name: len(dense)}
 
     return _dense(lambda keys, layers: range(min(keys.take(name, int, default), layers)), write)
@@ -95,7 +95,7 @@ def _listed(keys: ConfigKeys, layers: int) -> list[int]:
     """GLM-4.7-Flash's layers without experts."""
     kinds = keys.take("mlp_layer_types", list, ["dense"] + ["sparse"] * (layers - 1))
     if len(kinds) != layers or not {*kinds} <= {"dense", "sparse"}:
-        raise ConfigurationError(f"mlp_layer_types = {kinds!r}: {layers} of 'dense' and 'sparse'")
+        raise ConfigurationError(f"mlp_layer_types = {kinds!r} must be {layers} of 'dense' and 'sparse'")
     return [number for number, kind in enumerate(kinds) if kind == "dense"]
 
 

@@ -106,8 +106,8 @@ def check_quantizable(state: TrainState, target: Target, how: WeightFormat) -> N
         )
     if target.family.composite:
         raise ConfigurationError(
-            f"--weights {how.format}: transformers would take the parts of {target.family.architecture} that "
-            "were not trained for quantized ones. Leave --weights out"
+            f"--weights {how.format}: transformers would read all parts of {target.family.architecture} as "
+            "quantized, also those that were not trained, which are not. Leave --weights out"
         )
     for tensor in how.tensors(state.spec, target.parts):
         how.check(tensor)

@@ -121,11 +121,13 @@ def check_tensors(
     for name, tensor in needed.items():
         if name not in files.specs:
             if tensor.part.required:
-                raise ConfigurationError(f"the files lack {name}")
+                raise ConfigurationError(f"the files lack {name}: give all files of the model")
             continue
         spec = files.specs[name]
         if spec.shape != tensor.shape:
-            raise ConfigurationError(f"{name} has shape {spec.shape}, but the config needs {tensor.shape}")
+            raise ConfigurationError(
+                f"{name} has shape {spec.shape}, but the config needs {tensor.shape}: give files of one model"
+            )
         if spec.dtype not in FLOATS:
             raise ConfigurationError(
                 f"{name} is of dtype {spec.dtype}: weights are one of {', '.join(FLOATS)}"
@@ -134,11 +136,13 @@ def check_tensors(
     unread = (name for name in files.specs if name not in known and not family.is_left_out(name))
     unknown = [name for name in unread if not family.carries(name, layers)]
     if unknown:
-        raise ConfigurationError(f"nothing is imported: the model has no {', '.join(sorted(unknown)[:4])}")
+        raise ConfigurationError(
+            f"nothing is imported: the model has no {', '.join(sorted(unknown)[:4])}, which the files have"
+        )
 
 
 def load_state(state: TrainState, files: WeightFiles, parts: TensorParts) -> TrainState:
-    """The state with the model's state other than weights from checked files, as far as they have it."""
+    """A copy of the state with the model's other state (not weights) from checked files that have some."""
     found: dict[str, np.ndarray] = {}
     for name, layer, tensor in tensors_of_state(state.model_state, parts):
         whole = found.setdefault(name, np.zeros(state.model_state[name].shape, np.float32))

@@ -57,7 +57,9 @@ _MAMBA = (
 def _attended(keys: ConfigKeys, found: Fields) -> Fields:
     attended = keys.take("attn_layer_indices", list, [])
     if not {*attended} <= {*range(found["layers"])}:
-        raise ConfigurationError(f"attn_layer_indices = {short(attended)}: {found['layers']} layers")
+        raise ConfigurationError(
+            f"attn_layer_indices = {short(attended)} names other layers than the {found['layers']}"
+        )
     return {"recurrent_layers": tuple(x for x in range(found["layers"]) if x not in attended)}
 
 

@@ -337,7 +337,7 @@ class Tensor:
         return columns if self.part.experts is None else columns[None]
 
     def within(self, values: np.ndarray) -> np.ndarray:
-        """The columns of the weight in its layout, from all values of the tensor in the file's."""
+        """The columns of the weight in its layout, from the tensor's values in the layout of the file."""
         return self.turned(values[self.region()])
 
     def turned(self, values: np.ndarray) -> np.ndarray:
@@ -382,7 +382,7 @@ def tensors_at(place: Place, shape: Shape, parts: TensorParts) -> Iterator[Tenso
 
 
 def place_of(leaf: ParamLayout, layer: int | None, order: Sequence[int]) -> Place:
-    """The place of a leaf, or of one layer of a stacked leaf; ``order`` is the model's."""
+    """The place of a leaf, or of one layer of a stacked leaf; ``order`` is ``GPTConfig.order``."""
     return place_at(leaf.path, layer, order)
 
 

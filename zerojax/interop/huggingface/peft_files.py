@@ -404,7 +404,11 @@ class PeftAdapter:
                 return family, parts
             first = first or (family, min(unknown))
         if first is None:
-            raise ConfigurationError("no Hugging Face family fits this model")
+            raise ConfigurationError(
+                "no Hugging Face family fits this model, and PEFT's files are for their models alone: "
+                "see "
+                "docs/huggingface.md"
+            )
         raise ConfigurationError(
             f"{self.folder / WEIGHTS} has {short(first[1])}, but a {first[0].architecture} of {model.layers} "
             "blocks has no such module. Use an adapter for this model"

@@ -143,7 +143,7 @@ def _stretched(values: dict[str, Any], theta: float, width: int) -> dict[str, An
     for name in ("type", "rope_type"):
         table.only(name, "dynamic")
     table.unused("factor", "beta_fast", "beta_slow", _SCALE, _ALL)
-    table.finish("an alpha has no such keys beside it")
+    table.finish("rope_parameters with an alpha have no such keys")
     if alpha < 0 or width <= 2:
         raise ConfigurationError(f"alpha = {alpha} is not supported for heads of {width}")
     return {"rope_type": "default", "rope_theta": theta * alpha ** (width / (width - 2))}

@@ -108,7 +108,7 @@ class Coordinator:
         return None
 
     def _difference(self, rank: int, theirs: dict[str, str]) -> Failure | None:
-        """A failure about the differences between a process's facts and rank 0's; None if there are none."""
+        """A failure that lists where a process's facts differ from rank 0's facts; None if they are equal."""
         different = [key for key in {**self._facts, **theirs} if self._facts.get(key) != theirs.get(key)]
         if not different:
             return None

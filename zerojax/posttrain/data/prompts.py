@@ -67,7 +67,7 @@ class Prompts:
         return cls(train, held_out, len(every) - len(fitting))
 
     def of_rollout(self, rollout: int, count: int, seed: int) -> list[Prompt]:
-        """``count`` prompts for a rollout, counted from 0: all prompts in one random order after another."""
+        """The ``count`` prompts of rollout 0, 1, ...: these go through all prompts in new random orders."""
         total, orders = len(self.train), {}
         found = []
         for place in range(rollout * count, (rollout + 1) * count):

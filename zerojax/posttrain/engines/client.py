@@ -176,7 +176,9 @@ class Engine:
             or any(token in ends for token in tokens[:-1])
             or (len(tokens) < limit and tokens[-1] not in ends)
         ):
-            raise EngineRefused(f"{self.url} completed a prompt by {short(tokens)}, which is not as asked")
+            raise EngineRefused(
+                f"{self.url} completed a prompt by {short(tokens)}, against the limit or the ends that it got"
+            )
         return Completion(tokens, log_probs)
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:

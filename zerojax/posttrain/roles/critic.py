@@ -110,7 +110,7 @@ class Critic:
 
     @property
     def trained(self) -> Trained:
-        """The critic's ``Trained``, which steps train beside the policy's."""
+        """The critic's ``Trained``, for steps that train policy and critic."""
         return Trained(self.config.model, self.state, abstract_columns(self.config, COLUMNS))
 
     def values(self, rows: Rows) -> Float32[np.ndarray, "rows time"]:
@@ -129,7 +129,7 @@ class Critic:
 
 
 def named_run(config: RunConfig) -> str | None:
-    """The run with a new critic's first weights; None if it starts with the policy's."""
+    """The run with a new critic's first weights; None if these are the policy's weights."""
     return config.critic.init_from or config.posttrain.reward_model or None
 
 

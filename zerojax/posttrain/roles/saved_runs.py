@@ -76,7 +76,7 @@ def check_reward_model(config: RunConfig) -> None:
 
 
 def check_tokenizer(path: str, key: str, tokenizer: Tokenizer) -> None:
-    """Refuse a saved run (named as for ``saved_settings``) with another tokenizer than the policy's."""
+    """Refuse a saved run, named as for ``saved_settings``, whose tokenizer is not the policy's."""
     folder = RunFolder(checkpoints.find(Path(path)).parent.parent)
     theirs = open_tokenizer(saved_settings(path, key).data, folder.data)
     if not same_tokenizer(theirs, tokenizer):

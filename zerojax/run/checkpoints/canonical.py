@@ -167,7 +167,7 @@ def with_weights(state: TrainState, tree: Tree) -> TrainState:
 
 
 def _check_base(state: TrainState, tree: Tree) -> None:
-    """Raises if the tree was trained beside other frozen weights than the state's."""
+    """Raises if the tree was trained beside frozen weights that differ from the state's frozen weights."""
     for name, own in state.base.items():
         saved = tree.get("base", {}).get(name)
         if saved is not None and not isinstance(own, jax.ShapeDtypeStruct) and int(saved) != int(own):

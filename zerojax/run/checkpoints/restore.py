@@ -50,7 +50,7 @@ def restore(
         average: restore the average of the weights in place of the weights; the optimizer of ``state`` keeps
             no average. Without it, a state that has no optimizer gets the mean of the nodes' own weights if
             the checkpoint was saved with local updates.
-        name: the name of a further state that was saved together with the run's.
+        name: the name of a further state that was saved together with the run's state.
         say: called on every process with one line if the nodes lose their own weights or moments; by default
             the first process logs it.
 
@@ -214,11 +214,12 @@ class _Checkpoint:
         for kind, tree in wanted.items():
             if differences := _differences(tree, self.saved.get(kind)):
                 raise ConfigurationError(
-                    f"{self.path} does not fit this run: {self._prefix}{kind}: {'; '.join(differences[:3])}"
+                    f"{self.path} does not fit this run: {self._prefix}{kind}: {'; '.join(differences[:3])}. "
+                    "Use the model and the optimizer that it was saved with"
                 )
 
     def load(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        """Load the wanted arrays of some kinds."""
+        """Load arrays like the ``wanted`` ones, ShapeDtypeStructs, by kind; errors as for ``check_fits``."""
         self.check_fits(wanted)
         options = _PARTIAL if _former_names(wanted.get("other"), self.saved.get("other")) else None
         # One kind at a time: if one of several in a call fails, Orbax never awaits the coroutines of the
@@ -293,7 +294,8 @@ def _checkpoint_of_model(path: Path | str, state: TrainState, new: str | None) -
                 "that run, and begin with the exported folder"
             )
         raise ConfigurationError(
-            f"{checkpoint.path} does not fit this run: params: {'; '.join(differences[:3])}"
+            f"{checkpoint.path} does not fit this run: params: {'; '.join(differences[:3])}. Use the model "
+            "that it was saved with"
         )
     return checkpoint
 

@@ -87,7 +87,7 @@ class TrainSection:
         require(
             self.batch_size % self.accumulate == 0,
             f"train.batch_size {self.batch_size} does not divide into "
-            f"train.accumulate = {self.accumulate} micro-batches",
+            f"train.accumulate = {self.accumulate} micro-batches: set it to a multiple",
         )
 
 
@@ -282,11 +282,13 @@ class DataSection:
             require(getattr(self, name) != "", f"data.{name} is empty: remove the key, or give it a name")
         require(
             self.prompt_column != self.completion_column,
-            f"data.prompt_column and data.completion_column are both {self.prompt_column!r}: name two",
+            f"data.prompt_column and data.completion_column are both {self.prompt_column!r}: name two "
+            "different columns",
         )
         require(
             self.chosen_column != self.rejected_column,
-            f"data.chosen_column and data.rejected_column are both {self.chosen_column!r}: name two",
+            f"data.chosen_column and data.rejected_column are both {self.chosen_column!r}: name two "
+            "different columns",
         )
         require(
             not self.masked or self.packing == "documents",
@@ -598,7 +600,7 @@ class RunConfig:
         require(
             length % sharing == 0,
             f"train.sequence_length {length} does not divide by zero.sequence_parallel {sharing}: "
-            f"{-(-length // sharing) * sharing} would",
+            f"set it to {-(-length // sharing) * sharing}, for example",
         )
 
     def all_trained(self) -> "RunConfig":

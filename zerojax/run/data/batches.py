@@ -120,7 +120,10 @@ class TrainBatches(Iterator[Batch]):
         processes: int = 1,
     ) -> None:
         if batch_size % processes:
-            raise DataError(f"{processes} processes cannot share a batch of {batch_size} sequences")
+            raise DataError(
+                f"{processes} processes cannot share a batch of {batch_size} sequences: set "
+                "train.batch_size to a multiple"
+            )
         rows = batch_size // processes
         shares = Shares(weights)
         shuffled = [

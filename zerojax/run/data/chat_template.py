@@ -261,7 +261,10 @@ class ChatTemplate:
         probe = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
         _, found, after = self.render([*probe, *messages], add_generation_prompt=True).partition(_PROBE)
         if not found:
-            raise DataError(f"{self.name} leaves out a response that others follow")
+            raise DataError(
+                f"{self.name} leaves out a response that messages follow: set data.chat_template to "
+                "another one"
+            )
         return after
 
     @cached_property

@@ -169,7 +169,8 @@ def open_dataset(settings: DataSection, folder: Path) -> Dataset:
         if train.header.vocab_size != tokenizer.vocab_size:
             raise DataError(
                 f"{place}: the tokens have a vocabulary of {train.header.vocab_size}, and the tokenizer has "
-                f"{tokenizer.vocab_size}: files of two preparations are mixed. Delete it to prepare again"
+                f"{tokenizer.vocab_size}: files of two preparations are mixed. Delete "
+                "that folder to prepare the data again"
             )
         if train.header.tokenizer_crc32 != checksum:
             raise DataError(
@@ -199,7 +200,9 @@ def open_tokenizer(settings: DataSection, folder: Path) -> Tokenizer:
                 "tokens, or empty if the tokens are bytes"
             ) from error
     if settings.tokenizer == "bpe":
-        raise DataError("data.tokenizer = 'bpe' is trained on the data, which are not prepared yet")
+        raise DataError(
+            "data.tokenizer = 'bpe' is trained on the data, which are not prepared yet: start the run first"
+        )
     return make_tokenizer(settings, iter(()))
 
 
@@ -233,7 +236,7 @@ def read_tokens(folder: Path) -> list[PreparedTokens]:
     Raises DataError if it is damaged.
     """
     path = folder / ELSEWHERE
-    with file_errors(path, DataError, content="damaged; delete it to go on with the tokens that are there"):
+    with file_errors(path, DataError, content="damaged; delete the file to use the tokens that are there"):
         found = load_checked(path.read_text(encoding="utf-8"))["sources"]
         return [PreparedTokens(one["source"], one["tokens"], one["crc32"]) for one in found]
 

@@ -208,7 +208,10 @@ def tokenizer_to_keep(settings: DataSection, folder: Path) -> tuple[Tokenizer, C
     if is_prepared(folder):
         return None
     if settings.tokenizer == "bpe":
-        raise DataError("data.tokenizer = 'bpe' is trained on prepared data, and this run prepares none")
+        raise DataError(
+            "data.tokenizer = 'bpe' is trained on prepared data, and this run prepares none: name a "
+            "tokenizer.json, or 'byte'"
+        )
     _check_replaceable(folder)
     return make_tokenizer(settings, iter(())), _template(settings)
 

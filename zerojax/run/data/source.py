@@ -115,7 +115,7 @@ def _is_taken(path: Path, root: Path) -> bool:
 def _saved_files(folder: Path) -> tuple[Path, ...]:
     """The Arrow files of a saved dataset; other Arrow files beside them are caches."""
     path = folder / _SAVED_DATASET
-    with file_errors(path, DataError, content="not what `datasets` writes"):
+    with file_errors(path, DataError, content="not a file that `datasets` has saved"):
         names = [entry["filename"] for entry in parse_json(path.read_text(encoding="utf-8"))["_data_files"]]
         outside = [name for name in names if Path(name).name != name]
     if outside or not names:

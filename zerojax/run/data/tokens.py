@@ -166,7 +166,9 @@ class TokenWriter:
             if error is not None:
                 return
             if not self._documents:
-                raise DataError(f"{self._path}: no tokens: there is no document in this split")
+                raise DataError(
+                    f"{self._path}: no tokens, because no document is in this split: bring more text"
+                )
             header = Header(
                 tokens=self._count,
                 dtype=self._dtype,

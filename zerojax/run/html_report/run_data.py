@@ -52,7 +52,7 @@ class RunData:
         notes: remarks for the reader: damaged files, a silent run.
         written: when ``metrics.jsonl`` was last written (Unix time), or None.
         checkpoints: the steps of the checkpoints.
-        profiles: folders with a trace, relative to the run's.
+        profiles: folders with a trace, relative to the run's folder.
     """
 
     name: str
@@ -108,7 +108,9 @@ def read_run_data(folder: RunFolder) -> RunData:
         ConfigurationError: there is no run.
     """
     if not (folder.config.is_file() or folder.metrics.is_file() or folder.summary.is_file()):
-        raise ConfigurationError(f"{folder.path} is not a run folder: it has no {folder.config.name}")
+        raise ConfigurationError(
+            f"{folder.path} is not a run folder: it has no {folder.config.name}. Name the folder of a run"
+        )
     notes: list[str] = []
     columns, damaged = read_columns(folder.metrics)
     if damaged:

@@ -56,7 +56,7 @@ class TensorBoard:
     wall clock, and hang forever if the clock is set back by weeks.
     """
 
-    identity = "tensorboard"  # their folder, relative to the run's
+    identity = "tensorboard"  # their folder, relative to the run's folder
 
     def __init__(self, run: TrackedRun) -> None:
         """Open a new event file."""

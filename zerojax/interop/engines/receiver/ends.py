@@ -37,7 +37,9 @@ class Receiver:
 
     def __init__(self, mirror: Replica, host: str, port: int, token: str) -> None:
         if not token and not _is_loopback(host):
-            raise ValueError(f"{host} can be reached by others: give the job's token in {TOKEN}")
+            raise ValueError(
+                f"{host} can be reached by others, so a token is needed: set the job's token in {TOKEN}"
+            )
         self._mirror, self._token = mirror, token
         self._listening = socket.create_server((host, port), family=_family(host), backlog=256)
         self.port: int = self._listening.getsockname()[1]

@@ -196,7 +196,7 @@ class Replica:
     Subclasses store patches, and make a version visible once all its pieces are there.
 
     Attributes:
-        session: the training job's.
+        session: the name of the training job's session.
         version: the one that the engine serves; ``FULL`` if it is not of this session.
         manifest: of this session.
     """
@@ -236,7 +236,7 @@ class Replica:
             self._changed.wait_for(lambda: self._started == self.session)
             self._check(session)
             if self.manifest is None or manifest.digest != self.manifest.digest:
-                raise PatchError("the manifest is not the one of this session")
+                raise PatchError("the manifest does not belong to this session")
 
     def _check(self, session: str) -> None:
         if session != self.session:

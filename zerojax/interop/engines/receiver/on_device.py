@@ -318,7 +318,7 @@ class Decoded:
         return self._table(values)[self._owner]
 
     def _within(self, sums: torch.Tensor) -> torch.Tensor:
-        """Sums over all changes as sums over each patch's."""
+        """Sums over the changes of each patch, from values for all changes."""
         padded = torch.nn.functional.pad(sums, (1, 0))
         return sums - padded[self._table(np.array(self.ends[:-1]))][self._owner]
 
