@@ -192,7 +192,7 @@ def _compare_updates(tx: optax.GradientTransformation, leaves: tuple[tuple[Path,
             except Exception as without_flat:
                 raise ConfigurationError(
                     "a step gives an optimizer the gradients, its state and the parameters, and this one "
-                    f"cannot make an update from these alone, as if it reads the loss: {without_flat}"
+                    f"cannot make an update from these alone (one that reads the loss cannot): {without_flat}"
                 ) from without_flat
             raise ConfigurationError(
                 f"the optimizer can't work on sharded leaves, which are flat: {error} {_WAY_OUT}"

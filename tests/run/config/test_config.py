@@ -99,7 +99,7 @@ def test_a_written_config_is_read_as_the_same(tmp_path: Path) -> None:
         ("[train]\nsteps = 0", r"train\.steps = 0 must be at least 1"),
         ("[train]\nbatch_size = 9\naccumulate = 2", r"9 does not divide into"),
         ("[train]\nsequence_length = 4096", r"longer than model\.max_seq_len 1024"),
-        ("[zero]\nsequence_parallel = 3", r"256 does not divide by zero\.sequence_parallel 3: 258 would"),
+        ("[zero]\nsequence_parallel = 3", r"256 does not divide by zero\.sequence_parallel 3: set it to 258"),
         ("[model]\nd_model = 10\nheads = 3", r"d_model = 10 does not divide into heads = 3"),
         ("[mesh]\nemulate = true", r"mesh\.emulate needs mesh\.nodes and mesh\.local"),
         ("[data]\nvalidation = 1.0", r"data\.validation = 1\.0 must lie between 0 and 1"),

@@ -109,7 +109,7 @@ def test_a_run_without_a_record_goes_on_and_gets_one(text: Path, tmp_path: Path)
     prepare(settings, run)
     assert (run / ELSEWHERE).is_file()
     (run / ELSEWHERE).write_text("{}")
-    with pytest.raises(DataError, match="damaged; delete it to go on"):
+    with pytest.raises(DataError, match="damaged; delete the file to use the tokens"):
         prepare(settings, run)
     (run / ELSEWHERE).unlink()
     prepare(settings, run)

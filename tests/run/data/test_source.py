@@ -258,7 +258,7 @@ class TestSavedDatasets:
     )
     def test_no_path_in_it_is_followed(self, tmp_path: Path, state: str) -> None:
         (tmp_path / "state.json").write_text(state)
-        with pytest.raises(DataError, match=r"state\.json: (not what|expected the names)"):
+        with pytest.raises(DataError, match=r"state\.json: (not a file that|expected the names)"):
             texts(tmp_path)
 
 
