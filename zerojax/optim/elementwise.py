@@ -50,7 +50,7 @@ class Value(NamedTuple):
     """The abstract value of an array.
 
     Attributes:
-        kind: how its elements depend on those of leaves.
+        kind: how its elements depend on the elements of leaves.
         padding: its element where leaves have padding, if that is known. A uniform array without it is a
             finite number that is known when the update runs.
     """
