@@ -85,7 +85,7 @@ def first_dense(default: int, name: str = "first_k_dense_replace") -> Entry:
     def write(model: GPTConfig) -> Fields:
         dense = model.dense_layers
         if dense != tuple(range(len(dense))):
-            raise ConfigurationError(f"model.dense_layers = {dense}, but in this family the first layers are")
+            raise ConfigurationError(f"model.dense_layers = {dense}, but in this family they come first")
         return {name: len(dense)}
 
     return _dense(lambda keys, layers: range(min(keys.take(name, int, default), layers)), write)
