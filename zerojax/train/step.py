@@ -314,7 +314,7 @@ def _compiled_eval(spec: TrainSpec) -> jax.stages.Wrapped:
 def _uncollected() -> Generator[None]:
     """Pause Python's garbage collector while a step is traced.
 
-    Tracing makes many objects, of which few are garbage. Collections would take a third of its time.
+    Tracing makes many objects, and few of them are garbage. Collections would take a third of its time.
     """
     enabled = gc.isenabled()
     gc.disable()
