@@ -31,6 +31,7 @@ from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.train.fields import shardings_of
 from zerojax.train.gathering import mean_of_nodes
 from zerojax.train.initial import initializer
+from zerojax.train.state import initial_base
 from zerojax.train.step import lower_eval_step
 
 _CURVE_POINTS = 50
@@ -43,15 +44,20 @@ class Trainee:
         """Lower what a run of it needs, and have it compiled by ``threads``."""
         self.config = config
         self.state = RunSetup(config).abstract_state()
-        self.init = initializer(self.state.spec)
+        self._init = initializer(self.state.spec)
         batch = abstract_batch(config)
         lowered = (
-            self.init.lower(np.uint32(0)),
+            self._init.lower(np.uint32(0)),
             zerojax.lower_train_step(self.state, batch),
             lower_eval_step(self.state, batch),
         )
         self._compiled = [threads.submit(one.compile) for one in lowered]
         self.between_nodes = comm_report(self.state, batch).between_nodes
+
+    def first_state(self, seed: int) -> zerojax.TrainState:
+        """The state at step 0."""
+        state = initial_base(self.state, seed)
+        return state.replace(**jax.block_until_ready(self._init(np.uint32(seed))))
 
     def error(self) -> BaseException | None:
         """Why it does not compile; waits until that is known."""
@@ -75,7 +81,7 @@ class Base:
         """The newest checkpoint of a run."""
         path = checkpoints.find(run)
         manifest = checkpoints.read_manifest(path)
-        state = checkpoints.restore_weights(path, exact.state.replace(**exact.init(np.uint32(0))))
+        state = checkpoints.restore_weights(path, exact.first_state(0))
         return cls({"step": manifest.step, "saved_at": manifest.saved_at, **manifest.record.metrics}, state)
 
     def into(self, state: zerojax.TrainState) -> zerojax.TrainState:
@@ -91,7 +97,7 @@ def train(
     first, *later = phases
     config = replace(first.config, train=replace(first.config.train, seed=seed))
     batches, validation = make_batches(config, data)
-    state = first.state.replace(**jax.block_until_ready(first.init(np.uint32(seed))))
+    state = first.first_state(seed)
     curve = []
     if base is not None:
         state = base.into(state)

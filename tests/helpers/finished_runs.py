@@ -46,11 +46,10 @@ def shared_steps() -> Iterator[None]:
             states[key] = state
         return state
 
-    def shared_initializer(spec: TrainSpec, *, frozen: bool) -> Any:
-        key = id(spec), frozen
-        if key not in initializers:
-            initializers[key] = spec, initializer(spec, frozen=frozen)
-        return initializers[key][1]
+    def shared_initializer(spec: TrainSpec) -> Any:
+        if id(spec) not in initializers:
+            initializers[id(spec)] = spec, initializer(spec)
+        return initializers[id(spec)][1]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "make_optimizer", shared_optimizer)

@@ -31,7 +31,7 @@ from zerojax.train.initial import initializer
 from zerojax.train.memory import check_host_memory, held_in_host, reserve_host_memory
 from zerojax.train.spec import TrainSpec
 from zerojax.train.spikes import SpikeRule
-from zerojax.train.state import TrainState, with_first_values
+from zerojax.train.state import TrainState, initial_base, with_first_values
 from zerojax.train.step import lower_train_step
 from zerojax.versions import installed
 
@@ -119,9 +119,10 @@ class RunSetup:
 
     def initial_state(self, *, base: bool = True) -> TrainState:
         """The model and optimizer at step 0, created sharded; with ``base``, the frozen weights as well."""
-        state = self.abstract_state()
-        fields = initializer(state.spec, frozen=base)(np.uint32(self.config.train.seed))
-        return with_first_values(state, fields)
+        state, seed = self.abstract_state(), self.config.train.seed
+        if base:
+            state = initial_base(state, seed)
+        return with_first_values(state, initializer(state.spec)(np.uint32(seed)))
 
 
 def check_batch(config: RunConfig, mesh: Mesh) -> None:

@@ -195,7 +195,7 @@ class Trainer(TrainLoop):
             state, self._saved, self._record = found
             warn(f"{folder}: resuming from step {found.step}")
         elif isinstance(state.step, jax.ShapeDtypeStruct):
-            fields = initializer(state.spec, frozen=False)(checked_seed(seed))
+            fields = initializer(state.spec)(checked_seed(seed))
             state = with_first_values(state, fields)
         self.state = state
         self.step = int(state.step)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
@@ -24,10 +25,10 @@ _AT_ONCE = 8 << 30
 """Bytes of a device's arrays that are made at once, if some are for host memory; or one larger array."""
 
 
-def initializer(spec: TrainSpec, *, frozen: bool = True) -> Any:
+def initializer(spec: TrainSpec) -> Any:
     """The compiled function from a seed to a state's first values, each computed where it is stored.
 
-    Without ``frozen`` the frozen weights are left out.
+    It leaves out the frozen weights, for which there is ``base_initializer``.
     """
     places = shardings_of(abstract_fields(spec))
 
@@ -42,14 +43,24 @@ def initializer(spec: TrainSpec, *, frozen: bool = True) -> Any:
             {leaf.path: to_stored(weights[leaf.path].astype(jnp.float32), leaf) for leaf in spec.leaves}
         )
         stored = jax.lax.with_sharding_constraint(stored, to_tree(spec.by_path(on_device)))
-        values = {"params": stored, **first_values(spec, seed, stored, model_state)}
-        if frozen:
-            values |= frozen_values(spec, weights)
-        return values
+        return {"params": stored, **first_values(spec, seed, stored, model_state)}
 
-    del places["encoded"]  # follows from the others (``state.encoded_fields``)
-    if not frozen:
-        del places["frozen"], places["base"]
+    # The encoded weights follow from the others (``state.encoded_fields``).
+    del places["encoded"], places["frozen"], places["base"]
+    return in_portions(init, places)
+
+
+def base_initializer(spec: TrainSpec) -> Callable[[np.uint32], dict[str, Any]]:
+    """The compiled function from a seed to the fields "frozen" and "base".
+
+    A run that resumes draws its frozen weights again. Two programs may round the same numbers differently, so
+    this one draws them each time.
+    """
+    places = {name: shardings_of(abstract_fields(spec)[name]) for name in ("frozen", "base")}
+
+    def init(seed: Array) -> dict[str, Any]:
+        return frozen_values(spec, spec.adapter.init(jax.random.key(seed))[0])
+
     return in_portions(init, places)
 
 

@@ -24,7 +24,7 @@ from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train.batch import unmarked
 from zerojax.train.fields import Shards, abstract_fields, copied, shardings_of
 from zerojax.train.host_update import first_encoded
-from zerojax.train.initial import first_values, frozen_values, in_portions, initializer
+from zerojax.train.initial import base_initializer, first_values, in_portions, initializer
 from zerojax.train.local_state import LocalState, abstract_local, first_local
 from zerojax.train.memory import check_host_memory, device_bytes
 from zerojax.train.pass_weights import ByPath, replicas_of
@@ -223,10 +223,12 @@ class TrainState:
             model, tx, loss_fn, mesh=mesh, zero=zero, sample_batch=sample_batch, spikes=spikes, lora=lora
         )
         check_host_memory(state.spec)
-        fields = initializer(state.spec, frozen=base is None)(checked_seed(seed))
-        if base is not None:
-            fields |= {"frozen": shared_frozen(state, base), "base": jax.tree.map(copied, base.base)}
-        return with_first_values(state, fields)
+        if base is None:
+            state = initial_base(state, seed)
+        else:
+            shared = shared_frozen(state, base)
+            state = state.replace(frozen=shared, base=jax.tree.map(copied, base.base))
+        return with_first_values(state, initializer(state.spec)(checked_seed(seed)))
 
     @classmethod
     @suggests
@@ -437,15 +439,8 @@ def begin_with(state: TrainState, params: PyTree, seed: int) -> TrainState:
 
 
 def initial_base(state: TrainState, seed: int) -> TrainState:
-    """The state with the frozen weights that ``TrainState.create`` draws from a seed."""
-    if not state.frozen:
-        return state
-
-    def init(seed: Array) -> dict[str, Any]:
-        return frozen_values(state.spec, state.spec.adapter.init(jax.random.key(seed))[0])
-
-    fields = {name: shardings_of(getattr(state, name)) for name in ("frozen", "base")}
-    return state.replace(**jax.jit(init, out_shardings=fields)(checked_seed(seed)))
+    """The state with the frozen weights that a seed draws."""
+    return state.replace(**base_initializer(state.spec)(checked_seed(seed))) if state.frozen else state
 
 
 def shared_frozen(state: TrainState, base: TrainState) -> PyTree:
