@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import psutil
@@ -15,10 +16,12 @@ from micro_run import lines, micro_config
 from zerojax.run.checkpoints import step_dirs
 from zerojax.run.config import dump_config
 from zerojax.run.metrics.files import read_metrics
+from zerojax.run.run_dir import RunFolder, sessions
 
 pytestmark = pytest.mark.alone
 
 LAUNCH = ("launch", "--nodes", 2, "--devices-per-node", 1)
+STEPS = 300
 CHECKPOINT = {"every": 1, "keep": 1, "keep_every": 4, "keep_best": 1}
 
 
@@ -81,6 +84,38 @@ def test_local_updates_paused_killed_and_resumed(text: Path, tmp_path: Path) -> 
             worker.kill()
     run_through(*LAUNCH, config, "--run-dir", torn, "--resume", "must")
     assert lines(torn) == lines(tmp_path / "one")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spread", ["world", "node"])
+def test_after_a_node_is_lost_a_job_trains_like_a_fresh_start(
+    text: Path, tmp_path: Path, spread: Literal["world", "node"]
+) -> None:
+    """Two nodes continue with the batch of three, from a checkpoint or from memory."""
+    config, torn, fresh = tmp_path / "micro.toml", tmp_path / "torn", tmp_path / "fresh"
+    settings = micro_config(
+        text,
+        mesh={"nodes": 3, "local": 1, "emulate": True},
+        train={"steps": STEPS, "batch_size": 12, "eval_every": STEPS},
+        optimizer={"learning_rate": 1e-2, "warmup_steps": 2, "schedule": "constant"},
+        checkpoint={"every": 20 if spread == "world" else 0},
+        zero={"preset": "delta", "block_size": 64, "state_spread": spread},
+    )
+    config.write_text(dump_config(settings))
+    job = ("launch", "--devices-per-node", 1, "--nodes")
+    survives = (3, "--min-nodes", 2, "--restarts", 1, "--snapshot-seconds", 0.2)
+    command = [sys.executable, "-m", "zerojax", *job, *survives, config, "--run-dir", torn]
+    with subprocess.Popen([*map(str, command)], env=for_programs(), stdout=subprocess.DEVNULL) as launcher:
+        wait_until(lambda: len(read_metrics(torn / "metrics.jsonl")) > 30, launcher)
+        workers = sorted(psutil.Process(launcher.pid).children(), key=lambda process: process.pid)
+        workers[2].kill()
+        assert launcher.wait() == 0
+    before, after = sessions(RunFolder(torn).read_summary())
+    assert (before["devices"], after["devices"]) == (3, 2)
+    assert after["step"] > 0
+    run_through(*job, 3, config, "--run-dir", fresh, "--train.steps", after["step"])
+    run_through(*job, 2, config, "--run-dir", fresh, "--resume", "must")
+    assert lines(torn)[after["step"] :] == lines(fresh)[after["step"] :]
 
 
 def wait_until(done: Callable[[], bool], launcher: subprocess.Popen[bytes]) -> None:

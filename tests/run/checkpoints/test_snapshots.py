@@ -104,6 +104,33 @@ def test_a_run_continues_from_memory(
     assert (tmp_path / "a" / "checkpoints" / "8").is_dir(), "the end is saved to disk"
 
 
+def test_fewer_nodes_continue_from_memory_like_a_fresh_start(
+    text: Path,
+    tmp_path: Path,
+    memory: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The whole state is in every node. Its padding depends on the number of nodes."""
+    sections: dict[str, Any] = {
+        "zero": DELTA | {"state_spread": "node", "block_size": 64},
+        "train": {"batch_size": 12, "eval_every": 0},
+        "model": {"layers": 1},
+        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 2, "schedule": "constant"},
+        "checkpoint": {"every": 0},
+    }
+    three, two = ({"mesh": {"nodes": nodes, "local": 2}} for nodes in (3, 2))
+    die(monkeypatch, memory, text, tmp_path / "a", 7, **sections, **three)
+    newest = steps_in(memory)[0]
+    train(micro_config(text, **sections, **two), tmp_path / "a")
+    assert f"resuming from step {newest}, which is in memory" in capsys.readouterr().out
+    monkeypatch.delenv(snapshot_memory.VARIABLE, raising=False)
+    begin = sections | {"train": sections["train"] | {"steps": newest}}
+    train(micro_config(text, **begin, **three), tmp_path / "b")
+    train(micro_config(text, **sections, **two), tmp_path / "b")
+    assert losses(tmp_path / "a")[newest:] == losses(tmp_path / "b")[newest:]
+
+
 def test_a_damaged_snapshot_is_not_used(
     text: Path,
     tmp_path: Path,

@@ -6,7 +6,7 @@ so only the same job on the same mesh can continue from them, bit for bit.
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -22,10 +22,11 @@ from zerojax.formatting import size
 from zerojax.multihost.background import Worker
 from zerojax.multihost.snapshot_memory import Checksums, Generation, Kept, file_size
 from zerojax.run.checkpoints.canonical import with_stored
-from zerojax.run.checkpoints.entries import entries_of
+from zerojax.run.checkpoints.entries import Entry, entries_of
 from zerojax.run.checkpoints.manifest import DamagedError, Manifest, Record, parse_manifest
 from zerojax.run.checkpoints.store import fit_beside_training
 from zerojax.sharding.host_memory import memory_limits, shortage
+from zerojax.sharding.layout import from_stored, to_stored
 from zerojax.sharding.memory import HOST, in_host
 from zerojax.sharding.mesh import on_gpus
 from zerojax.train.state import TrainState, check_there
@@ -53,10 +54,13 @@ class Snapshot(Manifest):
         Raises:
             RunError: the arrays have other sizes.
         """
-        held, wanted = self.generation.arrays(self.files), _arrays(state)
-        if self.record.mesh[0] != state.spec.world.nodes:
-            wanted = {name: x for name, x in wanted.items() if not name.startswith("residual/")}
-        stored = {name: _placed(x, name, held) for name, x in wanted.items()}
+        held = self.generation.arrays(self.files)
+        other_nodes = self.record.mesh[0] != state.spec.world.nodes
+        stored = {
+            name: _placed(entry.x, _parts(entry, name, held, other_nodes=other_nodes))
+            for name, entry in entries_of(state).items()
+            if not (other_nodes and name.startswith("residual/"))
+        }
         return with_stored(state, stored)
 
 
@@ -252,14 +256,29 @@ def _on_host(x: Array) -> np.ndarray:
     return np.asarray(x)
 
 
-def _placed(like: Array, name: str, held: Mapping[str, np.ndarray]) -> Array:
+def _parts(entry: Entry, name: str, held: Mapping[str, np.ndarray], *, other_nodes: bool) -> list[np.ndarray]:
+    """This process's parts of an array, flat and in their dtype.
+
+    The padding of a weight depends on the number of nodes. With ``other_nodes`` the snapshot is of another
+    number, so weights that every node holds are padded again.
+    """
+    x, leaf = entry.x, entry.leaf
+    names = [f"{name}.{number}" for number in range(len(_indices(x)))]
+    parts = [held[part].view(x.dtype) for part in names if part in held]
+    if other_nodes and leaf is not None and leaf.in_every_node and len(parts) == len(names):
+        rows = np.concatenate([part.reshape(leaf.layers, -1) for part in parts], axis=1)
+        rows = to_stored(from_stored(rows, leaf), leaf).reshape(leaf.layers, -1)
+        parts = [part.reshape(-1) for part in np.split(rows, len(names), axis=1)]
+    if len(parts) != len(names) or any(part.nbytes != _shard_bytes(x) for part in parts):
+        raise RunError(f"the snapshot in memory has no {name} of this run's size: launch the run again")
+    return parts
+
+
+def _placed(like: Array, parts: Sequence[np.ndarray]) -> Array:
     """An array with the shape, dtype and sharding of ``like``, from this process's parts."""
-    shape, sharding, parts = like.shape, like.sharding, {}
-    for number, index in enumerate(_indices(like)):
-        part = held.get(f"{name}.{number}")
-        if part is None or part.size != _shard_bytes(like):
-            raise RunError(f"the snapshot in memory has no {name} of this run's size: launch the run again")
-        part = part.view(like.dtype).reshape(sharding.shard_shape(shape))
-        # JAX would use the memory itself on CPUs, and a later snapshot overwrites it.
-        parts[index] = part if on_gpus(sharding.device_set) else part.copy()
-    return jax.make_array_from_callback(shape, sharding, lambda index: parts[index])
+    shape, sharding = like.shape, like.sharding
+    # JAX would use the memory itself on CPUs, and a later snapshot overwrites it.
+    copied = parts if on_gpus(sharding.device_set) else [part.copy() for part in parts]
+    shards = [part.reshape(sharding.shard_shape(shape)) for part in copied]
+    by_index = dict(zip(_indices(like), shards, strict=True))
+    return jax.make_array_from_callback(shape, sharding, lambda index: by_index[index or ()])
