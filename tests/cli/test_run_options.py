@@ -123,8 +123,8 @@ def test_a_dry_run_refuses_what_the_run_would(finished, tmp_path, capsys):
     resumed = ["train", str(finished.config), "--run-dir", str(finished.path)]
     assert main([*resumed, "--dry-run"]) == 0
     assert "would resume from step 8" in capsys.readouterr().out
-    error = refused(capsys, *resumed, "--model.layers", "1")
-    assert "was started with model.layers = 2 and cannot resume with 1" in error
+    error = refused(capsys, *resumed, "--model.layers", "2")
+    assert "was started with model.layers = 1 and cannot resume with 2" in error
     (tmp_path / "file").touch()
     for place in ("file", "file/run"):
         error = refused(capsys, "train", "gpt-tiny", "--run-dir", str(tmp_path / place))

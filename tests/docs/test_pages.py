@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -17,6 +18,7 @@ import pytest
 import yaml
 from environment import for_programs
 from flax import nnx
+from forked_programs import ForkedPrograms
 from pages import PAGES, REASONS, ROOT, RUN, SHOWN, CodeBlock, blocks
 
 import zerojax
@@ -64,7 +66,7 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-def environment(devices: int) -> dict[str, str]:
+def environment(devices: int = 0) -> dict[str, str]:
     """This Python first; devices for a program, where commands emulate what their config asks for."""
     variables = for_programs()
     if devices:
@@ -81,11 +83,19 @@ EXAMPLES = (
 )
 
 
-def run(command: list[str], block: CodeBlock, checkout: Path, devices: int = 0) -> None:
+def run(command: list[str], block: CodeBlock, checkout: Path) -> None:
     done = subprocess.run(
-        command, cwd=checkout, env=environment(devices), capture_output=True, text=True, timeout=500
+        command, cwd=checkout, env=environment(), capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, f"{block}:\n{block.code}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+@pytest.fixture(scope="module")
+def programs() -> Iterator[ForkedPrograms]:
+    """What runs the pages' programs, on eight emulated devices."""
+    forked = ForkedPrograms(environment(devices=8))
+    yield forked
+    forked.close()
 
 
 @pytest.mark.parametrize(
@@ -97,9 +107,10 @@ def test_the_commands_of_a_page_work_in_their_order(page: str, checkout: Path):
 
 
 @pytest.mark.parametrize("page", PROGRAMS)
-def test_the_python_of_a_page_runs_as_one_program(page: str, checkout: Path):
-    program = "\n".join(block.code for block in PROGRAMS[page])
-    run([sys.executable, "-W", "error", "-c", program], PROGRAMS[page][0], checkout, devices=8)
+def test_the_python_of_a_page_runs_as_one_program(page: str, checkout: Path, programs: ForkedPrograms):
+    output = checkout / "output.txt"
+    code = programs.run("\n".join(block.code for block in PROGRAMS[page]), checkout, output)
+    assert code == 0, f"{PROGRAMS[page][0]}:\n{output.read_text()[-6000:]}"
 
 
 @pytest.mark.parametrize("block", CONFIGS, ids=str)

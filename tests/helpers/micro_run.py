@@ -31,7 +31,7 @@ MICRO: dict[str, dict[str, Any]] = {
         "eval_batches": 2,
         "max_skips": 3,
     },
-    "model": {"vocab_size": 256, "layers": 2, "d_model": 16, "heads": 2, "max_seq_len": 32},
+    "model": {"vocab_size": 256, "layers": 1, "d_model": 16, "heads": 2, "max_seq_len": 32},
     "data": {"validation": 0.2},
     "optimizer": {"learning_rate": 1e-2, "warmup_steps": 2},
     "zero": {"compute_dtype": "float32"},

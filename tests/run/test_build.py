@@ -140,7 +140,7 @@ def test_a_run_whose_hosts_have_no_room_does_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a step keeps in host memory counts, before any data is prepared."""
-    setup = RunSetup(micro_config(tmp_path, zero={"host": ["activations"]}))
+    setup = RunSetup(micro_config(tmp_path, model={"layers": 2}, zero={"host": ["activations"]}))
     setup.check()
     monkeypatch.setattr("zerojax.train.memory.memory_limits", lambda: {"host": 0})
     with pytest.raises(ConfigurationError, match=r"host=\('activations',\) keeps .* 0 B are free here"):
