@@ -6,6 +6,7 @@ scale every device has; "nf4" as the bytes that frozen weights are stored in, wh
 neither summed nor changed. All functions work on rows, one for each peer.
 """
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -28,11 +29,16 @@ def mix(seed: Seed, *salts: int | Array) -> Seed:
     Each salt goes through the finaliser of MurmurHash3, so neighbouring counters give unrelated seeds.
     """
     for salt in salts:
-        value = seed ^ (jnp.asarray(salt).astype(jnp.uint32) * jnp.uint32(0x9E3779B9))
-        value = (value ^ (value >> 16)) * jnp.uint32(0x85EBCA6B)
-        value = (value ^ (value >> 13)) * jnp.uint32(0xC2B2AE35)
-        seed = value ^ (value >> 16)
+        seed = _folded(seed, jnp.asarray(salt).astype(jnp.uint32))
     return seed
+
+
+@functools.partial(jax.jit, inline=True)  # a program has hundreds of calls, and they are traced once
+def _folded(seed: Seed, salt: Seed) -> Seed:
+    value = seed ^ (salt * jnp.uint32(0x9E3779B9))
+    value = (value ^ (value >> 16)) * jnp.uint32(0x85EBCA6B)
+    value = (value ^ (value >> 13)) * jnp.uint32(0xC2B2AE35)
+    return value ^ (value >> 16)
 
 
 @dataclass(frozen=True)
