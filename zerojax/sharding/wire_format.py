@@ -21,6 +21,8 @@ from zerojax.zero_config.options import Rounding
 E4M3 = "e4m3"
 _RAW_DTYPE = {"fp32": jnp.float32, "bf16": jnp.bfloat16, E4M3: jnp.uint8}
 Seed = UInt32[Array, ""]
+_inlined = functools.partial(jax.jit, inline=True)
+"""For functions that a program calls hundreds of times: JAX traces them once for equal shapes."""
 
 
 def mix(seed: Seed, *salts: int | Array) -> Seed:
@@ -33,7 +35,7 @@ def mix(seed: Seed, *salts: int | Array) -> Seed:
     return seed
 
 
-@functools.partial(jax.jit, inline=True)  # a program has hundreds of calls, and they are traced once
+@_inlined
 def _folded(seed: Seed, salt: Seed) -> Seed:
     value = seed ^ (salt * jnp.uint32(0x9E3779B9))
     value = (value ^ (value >> 16)) * jnp.uint32(0x85EBCA6B)
@@ -164,6 +166,7 @@ class Codec:
             )
 
 
+@_inlined
 def sum_rows(rows: Num[Array, "peers n"]) -> Float[Array, " n"]:
     """The fp32 sum over the leading axis, in index order, which gives the same bits on every backend."""
     total = rows[0].astype(jnp.float32)
