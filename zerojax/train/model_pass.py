@@ -186,7 +186,7 @@ class ModelPass:
         rows in part.
 
         Returns:
-            What each of its results differs along; see ``Branches.refuse_divergent``.
+            For each result the axes along which it differs; see ``Branches.refuse_divergent``.
         """
         spec, train = self.spec, self.train
 

@@ -177,7 +177,7 @@ class Engine:
             or (len(tokens) < limit and tokens[-1] not in ends)
         ):
             raise EngineRefused(
-                f"{self.url} completed a prompt by {short(tokens)}, against the limit or the ends that it got"
+                f"{self.url} completed a prompt by {short(tokens)}, against its limit or the ends asked for"
             )
         return Completion(tokens, log_probs)
 
