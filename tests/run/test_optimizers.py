@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from optax import contrib
 
+import zerojax
 from zerojax.run.config import OptimizerSection, RunConfig, TrainSection
 from zerojax.run.optimizers import decay_mask, make_optimizer, make_schedule, rate_changes
 
@@ -97,6 +99,17 @@ def test_names_decide_which_leaves_decay() -> None:
         "embed": {"embedding": True},
         "blocks": {"norm": {"scale": False}, "linear": {"kernel": True, "bias": False}},
     }
+
+
+def test_matrices_of_experts_and_of_adapters_decay() -> None:
+    experts = zerojax.Experts(4, 6, experts=2, per_token=1, biases=True, rngs=nnx.Rngs(0))
+    names = set(nnx.to_pure_dict(nnx.state(experts, nnx.Param)))
+    matrices = {"router", "gate", "up", "down"}
+    assert names > matrices
+    mask = decay_mask(dict.fromkeys(names, 0) | {"kernel": {"lora_a": 0}, "scale": {"lora_b": 0}})
+    assert {name for name in names if mask[name]} == matrices
+    assert mask["kernel"] == {"lora_a": True}
+    assert mask["scale"] == {"lora_b": False}
 
 
 @pytest.mark.parametrize("name", ["adamw", "nadamw", "adopt", "lion", "sgd"])

@@ -8,12 +8,14 @@ import numpy as np
 import optax
 import optax.contrib
 
+from zerojax.matmul.lora import A, B
 from zerojax.optim.ema import average_weights
 from zerojax.optim.muon import scale_by_muon
 from zerojax.optim.shard_check import Optimizer, chain
 from zerojax.run.config import OptimizerSection, RunConfig
 
-_DECAYED = frozenset({"kernel", "embedding"})
+_DECAYED = frozenset({"kernel", "embedding", "router", "gate", "up", "down"})
+"""The names of matrices, the last four in ``zerojax.Experts``."""
 
 
 def make_schedule(settings: OptimizerSection, steps: int) -> optax.Schedule:
@@ -86,12 +88,13 @@ def make_optimizer(settings: OptimizerSection, steps: int) -> Optimizer:
 
 
 def decay_mask(params: Any) -> Any:
-    """A tree of bools, true for the leaves with weight decay: linear kernels and embeddings.
+    """A tree of bools, true for the leaves with weight decay: matrices, embeddings, and their adapters.
 
     They are recognised by name, because the norm scales of stacked blocks have two dimensions as well.
     """
 
     def is_decayed(path: tuple[Any, ...], _: Any) -> bool:
-        return not _DECAYED.isdisjoint(jax.tree_util.keystr(path, simple=True, separator="/").split("/"))
+        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        return names[-2 if names[-1] in (A, B) else -1] in _DECAYED
 
     return jax.tree_util.tree_map_with_path(is_decayed, params)

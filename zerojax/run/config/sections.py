@@ -106,7 +106,7 @@ class OptimizerSection:
         beta1: Decay of the first moment; momentum (sgd, and muon's matrices).
         beta2: Decay of the second moment; decay of the momentum (lion).
         eps: Added to the root of the second moment (adamw, nadamw, adopt, muon's other leaves).
-        weight_decay: Decoupled weight decay, on linear kernels and embeddings only, not on experts.
+        weight_decay: Decoupled weight decay, on matrices and embeddings only.
         clip_norm: Largest global gradient norm; 0 does not clip.
         ema_decay: Decay per step of an average of the weights, which other commands use with `--ema`; 0 keeps
             none.
