@@ -79,6 +79,18 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.usefixtures("settings")
+def test_small_programs_are_kept_unless_the_environment_says_otherwise(tmp_path, monkeypatch):
+    name = "jax_persistent_cache_min_compile_time_secs"
+    for setting, kept_from in (("1", 1.0), (None, 0.0)):
+        jax.config.update(name, 1.0)
+        monkeypatch.delenv(name.upper(), raising=False)
+        if setting is not None:
+            monkeypatch.setenv(name.upper(), setting)
+        use_compilation_cache(tmp_path)
+        assert getattr(jax.config, name) == kept_from
+
+
+@pytest.mark.usefixtures("settings")
 def test_a_program_is_loaded_and_never_compiled(tmp_path, monkeypatch):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     use_compilation_cache(tmp_path)

@@ -89,7 +89,8 @@ def use_compilation_cache(folder: str | os.PathLike[str] | None = None) -> Path 
         return None
     with suppress(OSError):  # ``put`` will report it
         path.mkdir(mode=0o777 if chosen else 0o700, parents=True, exist_ok=True)
-    if jax.config.jax_persistent_cache_min_compile_time_secs == 1:  # JAX's default
+    minimum = jax.config.jax_persistent_cache_min_compile_time_secs
+    if minimum == 1 and "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:  # JAX's default
         jax.config.update("jax_persistent_cache_min_compile_time_secs", _MINIMUM)
     # XLA's own cache of tuned fusions has no size limit, and a compilation fails if it cannot write to it.
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
