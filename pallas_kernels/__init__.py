@@ -5,13 +5,12 @@
 experts, and ``gather_rows`` makes their rows. ``delta_rule`` is the recurrence of linear attention.
 
 The package only depends on jax, and is independent of zerojax. On CUDA it uses jax-triton if installed. The
-modules ``reference``, ``nf4_reference``, ``attention_reference``, ``cast_reference`` and
-``grouped_reference`` are the specifications.
+modules ``reference``, ``nf4_reference``, ``attention_reference`` and ``grouped_reference`` are the
+specifications.
 """
 
 from pallas_kernels.attention import attend_cache
 from pallas_kernels.backends import backend_report
-from pallas_kernels.cast import cast_transpose
 from pallas_kernels.delta_chunks import delta_rule
 from pallas_kernels.dispatch import (
     decode,
@@ -27,6 +26,7 @@ from pallas_kernels.dispatch import (
 )
 from pallas_kernels.formats import BITS, FORMATS, QMAX, QUANTIZED, RAW, STORED, Format, nbytes, nf4_bytes
 from pallas_kernels.grouped import (
+    cast_transpose,
     gather_rows,
     grouped_columns,
     grouped_rows,

@@ -1,4 +1,4 @@
-"""Specification of ``pallas_kernels.grouped_rows``, ``grouped_sums``, and their counterparts for fp8.
+"""Specification of ``pallas_kernels.grouped_rows``, ``grouped_sums``, their fp8 forms, and fp8 operands.
 
 The rows are cut into tiles. Each tile is multiplied once for each group with rows in it. So the cost depends
 on the number of rows, and hardly on the number of groups.
@@ -139,6 +139,15 @@ def grouped_columns(x: Array, sizes: Array, index: Array | None) -> Array:
     row = jnp.where(own, row, 0)
     found = x[row if index is None else index[row]]
     return jnp.where(own[..., None], found, 0).reshape(-1, x.shape[1]).T
+
+
+def cast_transpose(x: Array, scale: Array, sizes: Array | None, *, dtype: jnp.dtype) -> tuple[Array, Array]:
+    """See ``pallas_kernels.cast_transpose``."""
+    top = float(jnp.finfo(dtype).max)
+    cast = jnp.clip(x.astype(jnp.float32) * scale, -top, top).astype(dtype)
+    # Without the barrier XLA fuses the transpose with the cast, and is three times slower than with bytes.
+    cast = lax.optimization_barrier(cast)
+    return cast, cast.T if sizes is None else grouped_columns(cast, sizes, None)
 
 
 def gather_rows(x: Array, index: Array) -> Array:

@@ -70,14 +70,27 @@ def _fits(*dtypes: jnp.dtype, n: int, rows: int = 1) -> bool:
     return n < _LIMIT and rows <= _MAX_ROWS and all(dtype in _FLOATS for dtype in dtypes)
 
 
-def _options(out: Any, *, contracts: bool = False) -> dict[str, Any]:
-    """Arguments that jax-triton 0.4 renamed.
+def _launch(
+    kernel: Any, arrays: tuple[jax.Array | int, ...], out: Any, grid: tuple[int] | tuple[int, int],
+    warps: int, stages: int = 1, *, contracts: bool = False, **constants: Any,
+) -> Any:  # fmt: skip
+    """Launch a kernel; the results are as ``out``.
 
     Contraction to fused multiply-adds rounds unlike the reference, which codecs equal bit for bit.
     """
-    if _NEW_STYLE:
-        return {"out_type": out, "backend_options": {"enable_fp_fusion": contracts}}
-    return {"out_shape": out, "enable_fp_fusion": contracts}
+    fusion = {"enable_fp_fusion": contracts}
+    # jax-triton 0.4 renamed these arguments.
+    options = {"out_type": out, "backend_options": fusion} if _NEW_STYLE else {"out_shape": out, **fusion}
+    return jax_triton.triton_call(
+        *arrays,
+        kernel=kernel,
+        grid=grid,
+        num_warps=warps,
+        num_stages=stages,
+        compute_capability=compute_capability(),
+        **options,
+        **constants,
+    )
 
 
 def _call(
@@ -89,19 +102,8 @@ def _call(
     lanes, warps = shape
     threads = max(32 * warps, block // lanes)
     tile = threads * lanes * constants.get("UNROLL", 1)
-    return jax_triton.triton_call(
-        *arrays,
-        kernel=kernel,
-        grid=(-(-n // tile), rows),
-        num_warps=threads // 32,
-        num_stages=1,
-        compute_capability=compute_capability(),
-        BLOCK=block,
-        T=threads,
-        K=lanes,
-        **_options(out),
-        **constants,
-    )
+    grid = -(-n // tile), rows
+    return _launch(kernel, arrays, out, grid, threads // 32, BLOCK=block, T=threads, K=lanes, **constants)
 
 
 def _call_any_length(
@@ -340,18 +342,14 @@ def attend_cache(
         return None
     splits = max(1, min(_PROGRAMS // (rows * kv_heads), length // 256))
     queries, width = max(16, triton.next_power_of_2(group)), max(16, triton.next_power_of_2(dim))
-    out, weights = jax_triton.triton_call(
-        query,
-        keys,
-        values,
-        layer.reshape(1),
-        start,
-        stop,
-        kernel=attention.attend_kernel,
-        grid=(rows * kv_heads, splits),
-        num_warps=1 if queries * width <= 2048 else 4,
-        num_stages=4,
-        compute_capability=compute_capability(),
+    of_splits = jax.ShapeDtypeStruct((splits, rows, heads, dim), query.dtype if splits == 1 else jnp.float32)
+    out, weights = _launch(
+        attention.attend_kernel,
+        (query, keys, values, layer.reshape(1), start, stop),
+        (of_splits, jax.ShapeDtypeStruct((splits, rows, heads), jnp.float32)),
+        (rows * kv_heads, splits),
+        1 if queries * width <= 2048 else 4,
+        4,
         ROWS=rows,
         HEADS=kv_heads,
         GROUP=group,
@@ -363,12 +361,6 @@ def attend_cache(
         SPLITS=splits,
         SCALE=scale,
         SOFTCAP=softcap or 0.0,
-        **_options(
-            (
-                jax.ShapeDtypeStruct((splits, rows, heads, dim), query.dtype if splits == 1 else jnp.float32),
-                jax.ShapeDtypeStruct((splits, rows, heads), jnp.float32),
-            )
-        ),
     )
     if splits == 1 and sinks is None:
         return out[0]
@@ -385,28 +377,20 @@ def _columns(
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """The codes of rows (if there is a scale) and of columns; ``blocks`` are the starts and stops of rows."""
     n = x.shape[1]
-    found = jax_triton.triton_call(
-        x,
-        jnp.ones(1) if scale is None else scale.reshape(1),
-        blocks[0] if index is None else index,
-        *blocks,
-        kernel=casts.columns_kernel,
-        grid=(len(blocks[0]) * -(-n // _CAST_TILE),),
-        num_warps=8,
-        num_stages=1,
-        compute_capability=compute_capability(),
+    factor = jnp.ones(1) if scale is None else scale.reshape(1)
+    shapes = (1, 1) if scale is None else x.shape, (n, columns)
+    found = _launch(
+        casts.columns_kernel,
+        (x, factor, blocks[0] if index is None else index, *blocks),
+        tuple(jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in shapes),
+        (len(blocks[0]) * -(-n // _CAST_TILE),),
+        8,
         N=n,
         COLUMNS=columns,
         TILE_M=_CAST_TILE,
         TILE_N=_CAST_TILE,
         CAST="" if scale is None else "e5m2" if dtype == jnp.float8_e5m2 else "e4m3",
         INDEXED=index is not None,
-        **_options(
-            (
-                jax.ShapeDtypeStruct((1, 1) if scale is None else x.shape, jnp.uint8),
-                jax.ShapeDtypeStruct((n, columns), jnp.uint8),
-            )
-        ),
     )
     rows, turned = (jax.lax.bitcast_convert_type(codes, dtype) for codes in found)
     return rows, turned
@@ -444,18 +428,8 @@ def gather_rows(x: jax.Array, index: jax.Array) -> jax.Array | None:
     words = x if x.dtype.itemsize > 1 else jax.lax.bitcast_convert_type(x, jnp.uint8)
     width = x.shape[1]
     tile = min(_GATHER_TILE // x.dtype.itemsize, 1 << (width - 1).bit_length())
-    found = jax_triton.triton_call(
-        words,
-        index,
-        kernel=grouped.gather_kernel,
-        grid=(len(index), -(-width // tile)),
-        num_warps=4,
-        num_stages=1,
-        compute_capability=compute_capability(),
-        WIDTH=width,
-        TILE=tile,
-        **_options(jax.ShapeDtypeStruct((len(index), width), words.dtype)),
-    )
+    out, grid = jax.ShapeDtypeStruct((len(index), width), words.dtype), (len(index), -(-width // tile))
+    found = _launch(grouped.gather_kernel, (words, index), out, grid, 4, WIDTH=width, TILE=tile)
     return jax.lax.bitcast_convert_type(found, x.dtype)
 
 
@@ -464,19 +438,9 @@ def _grouped_call(
     **constants: Any,
 ) -> jax.Array:  # fmt: skip
     """Launch a kernel of ``grouped``. The result has the dtype of the first array."""
-    return jax_triton.triton_call(
-        *arrays,
-        kernel=kernel,
-        grid=(programs,),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        compute_capability=compute_capability(),
-        TILE_M=tile.rows,
-        TILE_N=tile.columns,
-        STEP=tile.step,
-        **_options(jax.ShapeDtypeStruct(out, arrays[0].dtype)),
-        **constants,
-    )
+    sizes = {"TILE_M": tile.rows, "TILE_N": tile.columns, "STEP": tile.step}
+    kind = jax.ShapeDtypeStruct(out, arrays[0].dtype)
+    return _launch(kernel, arrays, kind, (programs,), tile.warps, tile.stages, **sizes, **constants)
 
 
 def grouped_rows(x: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool) -> jax.Array | None:
@@ -649,7 +613,7 @@ class _DeltaRule:
         if compute_capability() not in _KEYS:  # chips of workstations have less memory
             stages = 2
         stages = 1 if self.exact or self.sizes["DIM"] > 128 else stages
-        return self._launch(kernel, arrays, out, grid, stages, COLUMNS=min(_COLUMNS, state.shape[3]))
+        return self._over(kernel, arrays, out, grid, stages, COLUMNS=min(_COLUMNS, state.shape[3]))
 
     def states(self, state: jax.Array) -> jax.ShapeDtypeStruct:
         """A state for each chunk, in the rows' dtype."""
@@ -664,25 +628,15 @@ class _DeltaRule:
         **constants: bool,
     ) -> tuple[jax.Array, ...]:  # fmt: skip
         """Launch a kernel that has a program for each chunk of each head."""
-        return self._launch(kernel, arrays, out, (self.chunks, self.rows), 1, **constants)
+        return self._over(kernel, arrays, out, (self.chunks, self.rows), 1, **constants)
 
-    def _launch(
+    def _over(
         self, kernel: Any, arrays: tuple[jax.Array, ...], out: tuple[jax.ShapeDtypeStruct, ...],
         grid: tuple[int, int], stages: int, **constants: Any,
     ) -> tuple[jax.Array, ...]:  # fmt: skip
-        return jax_triton.triton_call(
-            *arrays,
-            self.chunks,
-            kernel=kernel,
-            grid=grid,
-            num_warps=4,
-            num_stages=stages,
-            compute_capability=compute_capability(),
-            TOKENS=delta_chunks_reference.CHUNK,
-            **self.sizes,
-            **constants,
-            **_options(out, contracts=True),
-        )
+        given = *arrays, self.chunks
+        sizes = {"TOKENS": delta_chunks_reference.CHUNK, **self.sizes}
+        return _launch(kernel, given, out, grid, 4, stages, contracts=True, **sizes, **constants)
 
 
 def _like(x: jax.Array) -> jax.ShapeDtypeStruct:

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernel_cases import has_gpu
 
 import pallas_kernels
-from pallas_kernels import cast_reference, grouped_reference
+from pallas_kernels import grouped_reference
 from pallas_kernels.mosaic import calls, grouped
 
 public: Any = pallas_kernels
@@ -178,7 +178,7 @@ def test_sums_on_a_gpu_equal_the_specification_in_fp8(k, n):
         given = wide, jnp.float32(scale), jnp.asarray(sizes)
         cast = (
             public.cast_transpose(*given[:2], g.dtype, sizes),
-            cast_reference.cast_transpose(*given, dtype=g.dtype),
+            grouped_reference.cast_transpose(*given, dtype=g.dtype),
         )
         for a, b, count in zip(*cast, (sum(sizes), None), strict=True):
             mine, theirs = (np.asarray(codes)[:count].view(np.uint8) for codes in (a, b))
