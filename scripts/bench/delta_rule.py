@@ -12,26 +12,18 @@ Run the two one after the other: PyTorch's Triton and jax-triton do not share a 
 
 # pyright: reportMissingImports=false
 # PyTorch and flash-linear-attention are not dependencies of zerojax.
-import argparse
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
+
+import harness
 
 KEY_HEADS, HEADS, DIM = 16, 32, 128
 
 
-def milliseconds(run: Callable[[], Any], wait: Callable[[Any], Any]) -> tuple[float, float]:
-    """The median of five times ten calls, and (max - min) / median."""
-    wait(run())  # compiles
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        wait([run() for _ in range(10)])
-        times.append((time.perf_counter() - start) * 100)
-    median = statistics.median(times)
-    return median, (max(times) - min(times)) / median
+def milliseconds(run: Callable[[], Any], wait: Callable[[Any], Any] | None = None) -> tuple[float, float]:
+    """The median of five rounds, and (max - min) / median."""
+    return harness.relative_spread([1e3 * s for s in harness.rounds_of(run, 0.5, wait=wait)])
 
 
 def ours(tokens: int, *, errors: bool) -> dict[str, tuple[float, float]]:
@@ -66,10 +58,7 @@ def ours(tokens: int, *, errors: bool) -> dict[str, tuple[float, float]]:
 
     kernels = programs(pallas_kernels.delta_rule)
     if not errors:
-        return {
-            name: milliseconds(lambda run=run: run(*rows), jax.block_until_ready)
-            for name, run in kernels.items()
-        }
+        return {name: milliseconds(lambda run=run: run(*rows)) for name, run in kernels.items()}
     with jax.default_matmul_precision("highest"):
         wide = [x.astype(jnp.float32) for x in rows]
         for name, run in programs(delta_chunks_reference.delta_rule).items():
@@ -103,7 +92,7 @@ def peers(tokens: int) -> dict[str, tuple[float, float]]:
 
 def main() -> None:
     """Print the times."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768], help="tokens of a row")
     parser.add_argument("--peer", action="store_true", help="time flash-linear-attention instead")
     parser.add_argument("--errors", action="store_true", help="print errors instead of times")

@@ -124,12 +124,12 @@ def names(cells: Cells, field: int) -> list[Any]:
 def table(cells: Cells) -> str:
     """A row for each model and batch, a column for each rate and variant."""
     columns = [(rate, variant) for rate in names(cells, 2) for variant in names(cells, 3)]
-    heads = " | ".join(f"{variant}, {in_words(rate)}" for rate, variant in columns)
-    lines = [f"| model | tokens | {heads} |", "|---|---|" + "---|" * len(columns)]
+    titles = (f"{variant}, {in_words(rate)}" for rate, variant in columns)
+    lines = harness.heads("model", "tokens", *titles)
     for model in names(cells, 0):
         for tokens in names(cells, 1):
             found = (cells.get((model, tokens, *column)) for column in columns)
-            lines.append(f"| {model} | {tokens} | " + " | ".join(map(in_thousands, found)) + " |")
+            lines.append(harness.cells(model, tokens, *map(in_thousands, found)))
     return "\n".join(lines)
 
 

@@ -51,19 +51,20 @@ def step_of(events: Sequence[Event], scope: str) -> list[Event]:
 def table(events: Sequence[Event]) -> list[str]:
     """A Markdown table, a row per hop and one of compute, in milliseconds since the step's first event."""
     zero, overlap = min(event.start for event in events), measure_overlap(events)
-    rows = [f"| {COMPUTE} | {_reach(events, zero, None)} | {1e3 * overlap.compute:.2f} | |"]
-    for scope, (total, hidden) in overlap.hops.items():
-        rows.append(f"| {scope} | {_reach(events, zero, scope)} | {1e3 * total:.2f} | {1e3 * hidden:.2f} |")
-    return ["| | begins, ms | ends | runs for | of that beside compute |", "|---|---|---|---|---|", *rows]
+    lines = harness.heads("", "begins, ms", "ends", "runs for", "of that beside compute")
+    lines.append(harness.cells(COMPUTE, *_reach(events, zero, None), f"{1e3 * overlap.compute:.2f}", ""))
+    for scope, hop in overlap.hops.items():
+        lines.append(harness.cells(scope, *_reach(events, zero, scope), *(f"{1e3 * s:.2f}" for s in hop)))
+    return lines
 
 
-def _reach(events: Sequence[Event], zero: float, scope: str | None) -> str:
+def _reach(events: Sequence[Event], zero: float, scope: str | None) -> tuple[str, str]:
     """When the hop's first event begins and its last ends; of compute without a scope."""
     some = [e for e in events if e.communicates == (scope is not None) and scope in (None, e.scope)]
     if not some:
-        return "- | -"
+        return "-", "-"
     begins, ends = min(e.start for e in some), max(e.end for e in some)
-    return f"{(begins - zero) / 1e6:.2f} | {(ends - zero) / 1e6:.2f}"
+    return f"{(begins - zero) / 1e6:.2f}", f"{(ends - zero) / 1e6:.2f}"
 
 
 def draw(events: Sequence[Event], path: Path) -> None:

@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -234,16 +235,12 @@ class Child:
 
 def main() -> None:
     """Parse the command line, start the processes, and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--layers", type=int, default=32)
+    parser = harness.parser(__doc__, layers=32, repeats=3)
     parser.add_argument("--scale", type=int, default=1, help="divide each matrix's outputs by this")
     parser.add_argument("--changed", type=float, nargs="*", default=[0.001, 0.01, 0.1])
     parser.add_argument("--adam", type=float, nargs="*", default=[], help="learning rates")
     parser.add_argument("--rate", type=float, default=10.0, help="Gb/s; the first version's too")
     parser.add_argument("--flows", type=int, default=8, help="of each sender")
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--senders", nargs="+", default=["0"], help="a GPU for each")
     parser.add_argument("--engine", default="cuda:0", help="device of the engine's tensors")
     parser.add_argument("--python", default=sys.executable, help="with PyTorch, for the engine")

@@ -31,22 +31,19 @@ Rates = dict[tuple[int, int], dict[str, float]]
 
 def main() -> None:
     """Print the table, draw the picture."""
-    parser = harness.parser(__doc__)
-    parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--gpus-per-node", type=int, default=4)
+    parser = harness.parser(__doc__, nodes=2, gpus_per_node=4)
     parser.add_argument("--gpu", default="h200")
     parser.add_argument("--picture", type=Path, help="draw the table into this PNG")
     options = parser.parse_args()
     shape = options.nodes, options.gpus_per_node, find_gpu(options.gpu)
     clusters = {gigabits: Cluster(*shape, bytes_per_second(f"{gigabits}gbit")) for gigabits in GIGABITS}
-    print("| model | tokens a GPU | " + " | ".join(f"{gigabits} Gb/s" for gigabits in GIGABITS) + " |")
-    print("|---|---|" + "---|" * len(GIGABITS))
+    harness.table("model", "tokens a GPU", *(f"{gigabits} Gb/s" for gigabits in GIGABITS))
     table = {}
     for model in MODELS:
         table[model] = expect(model, clusters)
         for tokens in TOKENS:
             cells = (table[model][gigabits, tokens] for gigabits in GIGABITS)
-            print(f"| {model} | {tokens} | " + " | ".join(map(in_words, cells)) + " |", flush=True)
+            harness.row(model, tokens, *map(in_words, cells))
     if options.picture:
         draw(table, f"{options.nodes} x {options.gpus_per_node} {options.gpu.upper()}", options.picture)
 

@@ -114,10 +114,7 @@ def stepper(variant: str, tx: optax.GradientTransformation) -> Callable[..., Any
 
 def main() -> None:
     """Train and print a table."""
-    parser = harness.parser(__doc__)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seeds", type=int, default=3)
-    options = parser.parse_args()
+    options = harness.parser(__doc__, steps=200, seeds=3).parse_args()
     data = text()
     train, held = data[: -len(data) // 10], data[-len(data) // 10 :]
     validation = jnp.asarray(batch(held, np.random.default_rng(99), 8192), jnp.int32)

@@ -120,16 +120,8 @@ def layer(args: argparse.Namespace) -> Iterator[tuple[str, float, float]]:
 
 def main() -> None:
     """Print a table."""
-    parser = harness.parser(__doc__)
-    for name, default in {
-        "tokens": 16384,
-        "width": 2048,
-        "hidden": 768,
-        "experts": 128,
-        "per-token": 8,
-    }.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    args = parser.parse_args()
+    sizes = {"tokens": 16384, "width": 2048, "hidden": 768, "experts": 128, "per_token": 8}
+    args = harness.parser(__doc__, **sizes).parse_args()
     print(f"{jax.devices()[0].device_kind}: {vars(args)}")
     spread = (args.tokens * 8, args.width, args.experts // 8, args.per_token, 8)
     every = {

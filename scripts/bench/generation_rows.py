@@ -62,11 +62,8 @@ class Shape:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the shape and of the output."""
-    for name, value in {
-        "layers": 32, "d-model": 4096, "ffn": 11008, "vocab": 32000, "rows": 64, "prompt": 128, "new": 256,
-        "short": 16, "repeats": 3,
-    }.items():  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=value)
+    sizes = {"layers": 32, "d_model": 4096, "ffn": 11008, "vocab": 32000}
+    harness.add_numbers(parser, **sizes, rows=64, prompt=128, new=256, short=16, repeats=3)
     parser.add_argument("--kv-heads", type=int, help="by default as many as heads")
     parser.set_defaults(gpt=False)
     parser.add_argument("--json", type=Path, help="write the rows here")

@@ -224,10 +224,9 @@ def row(case: Case, units: list[Unit], known: list[dict[LeafPath, Exact]]) -> st
             )
             variance += (first**2 * devices + second**2 * nodes) / (NODES * LOCAL) ** 2
     relative, theory = (error / length) ** 0.5, (variance / length) ** 0.5
-    return (
-        f"| {case.local} / {case.node} | {case.block} | {case.rotation or '-'} | {case.rounding} "
-        f"| {relative:.2%} | {theory:.2%} | {relative / theory:.2f} | {along / length:+.3%} |"
-    )
+    figures = f"{relative:.2%}", f"{theory:.2%}", f"{relative / theory:.2f}", f"{along / length:+.3%}"
+    shape = f"{case.local} / {case.node}", case.block, case.rotation or "-"
+    return harness.cells(*shape, case.rounding, *figures)
 
 
 def main() -> None:
@@ -248,8 +247,7 @@ def main() -> None:
         f"{parameter_count(config.model):,} parameters after {trained.step:,} steps: "
         "[how it was measured](wire.md#gradient-errors).",
         "",
-        "| local / node | block | rotation | rounding | error | theory | ratio | bias |",
-        "|---|---|---|---|---|---|---|---|",
+        *harness.heads("local / node", "block", "rotation", "rounding", "error", "theory", "ratio", "bias"),
     ]
     known = [{path: Exact.of(x) for path, x in unit.items()} for unit in units]
     compile_all(units)

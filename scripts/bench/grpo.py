@@ -57,12 +57,8 @@ class Phase:
 
 def main() -> None:
     """Parse the command line, time each preset's phases, print a line for each, write JSON."""
-    parser = harness.parser(__doc__)
-    for name, value in {
-        "nodes": 1, "local": 1, "layers": 24, "d-model": 2048, "vocab": 50304, "rows": 64, "prompt": 128,
-        "new": 256, "short": 16, "accumulate": 4, "repeats": 3,
-    }.items():  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=value)
+    sizes = {"nodes": 1, "local": 1, "layers": 24, "d_model": 2048, "vocab": 50304, "rows": 64}
+    parser = harness.parser(__doc__, **sizes, prompt=128, new=256, short=16, accumulate=4, repeats=3)
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=["zero3", "zero++", "delta"])
     parser.add_argument("--remat", choices=("full", "attention", "none"), default="full")
     parser.add_argument("--json", type=Path, help="write the figures here")

@@ -15,11 +15,19 @@ from pathlib import Path
 from typing import Any
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser of a script's options; ``description`` is the script's docstring."""
-    return argparse.ArgumentParser(
+def parser(description: str | None, **numbers: float) -> argparse.ArgumentParser:
+    """A parser of a script's options; ``description`` is the script's docstring. See ``add_numbers``."""
+    made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    add_numbers(made, **numbers)
+    return made
+
+
+def add_numbers(parser: argparse.ArgumentParser, **defaults: float) -> None:
+    """Options that are numbers of their defaults' types; an underscore in a name is a hyphen."""
+    for name, value in defaults.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
 
 
 def seconds_of(call: Callable[[], object], repeats: int, untimed: int = 1) -> list[float]:
@@ -37,12 +45,30 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
     return statistics.median(values), min(values), max(values)
 
 
+def relative_spread(values: Sequence[float]) -> tuple[float, float]:
+    """Median, and (maximum - minimum) / median."""
+    median, least, most = spread(values)
+    return median, (most - least) / median
+
+
 def milliseconds(
     run: Callable[[], object], seconds: float, *, wait: Callable[[object], object] | None = None
 ) -> float:
-    """Median over five rounds of calls that follow each other without waiting, in so many seconds.
+    """Median of ``rounds_of`` calls."""
+    return 1e3 * statistics.median(rounds_of(run, seconds, wait=wait))
 
-    ``wait`` waits for a result; by default ``jax.block_until_ready``.
+
+def rounds_of(
+    run: Callable[[], object],
+    seconds: float,
+    *,
+    rounds: int = 5,
+    wait: Callable[[object], object] | None = None,
+) -> list[float]:
+    """Seconds of a call in each of several rounds of calls that follow each other without waiting.
+
+    All rounds together take so many ``seconds``. ``wait`` waits for a result; by default
+    ``jax.block_until_ready``.
     """
     if wait is None:
         import jax
@@ -52,29 +78,24 @@ def milliseconds(
     start = time.perf_counter()
     wait(run())
     once = time.perf_counter() - start
-    calls = max(1, min(50, int(seconds / 5 / once)))
-    rounds: list[float] = []
-    for _ in range(5):
+    calls = max(1, min(50, int(seconds / rounds / once)))
+    found: list[float] = []
+    for _ in range(rounds):
         start = time.perf_counter()
         for _ in range(calls - 1):
             run()
         wait(run())
-        rounds.append((time.perf_counter() - start) / calls)
-    return 1e3 * statistics.median(rounds)
+        found.append((time.perf_counter() - start) / calls)
+    return found
 
 
 def attempt(name: str, work: Callable[[], None]) -> None:
-    """Do it, or print the first lines of an error."""
+    """Do it, or print the first lines of an error, as a row of a table."""
     try:
         work()
     except Exception as error:
-        report(name, error)
-
-
-def report(name: str, error: Exception) -> None:
-    """Print the first lines of an error, as a row of a table."""
-    lines = str(error).strip().splitlines() or [""]
-    print(f"  {name:<22} failed: {type(error).__name__}: {' | '.join(lines[:3])[:400]}", flush=True)
+        lines = str(error).strip().splitlines() or [""]
+        print(f"  {name:<22} failed: {type(error).__name__}: {' | '.join(lines[:3])[:400]}", flush=True)
 
 
 def end_after(seconds: float) -> None:
@@ -89,15 +110,24 @@ def end_after(seconds: float) -> None:
     watch.start()
 
 
-def table(*columns: str) -> None:
+def heads(*columns: object) -> list[str]:
+    """The head of a table in Markdown."""
+    return [cells(*columns), "|---" * len(columns) + "|"]
+
+
+def cells(*values: object) -> str:
+    """A row of a table in Markdown."""
+    return f"| {' | '.join(map(str, values))} |"
+
+
+def table(*columns: object) -> None:
     """Print the head of a table in Markdown."""
-    row(*columns)
-    row(*["---"] * len(columns))
+    print(*heads(*columns), sep="\n", flush=True)
 
 
-def row(*cells: object) -> None:
+def row(*values: object) -> None:
     """Print a row of a table in Markdown."""
-    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+    print(cells(*values), flush=True)
 
 
 def write(path: Path | None, rows: Any) -> None:

@@ -203,13 +203,10 @@ def _waiting(step: Step) -> Callable[[], Any]:
 
 def main() -> None:
     """Print a table."""
-    parser = harness.parser(__doc__)
+    parser = harness.parser(__doc__, layers=24, width=4096, steps=4)
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--rows", type=int, default=2, help="sequences")
     parser.add_argument("--length", type=int, default=8192, help="tokens of each")
-    parser.add_argument("--steps", type=int, default=4)
     args = parser.parse_args()
     shape = Shape(3, 64, 2, 16) if args.small else Shape(args.layers, args.width, args.rows, args.length)
     with tempfile.TemporaryDirectory() as folder:

@@ -11,7 +11,6 @@ previous call; below, it would dominate.
 
 # pyright: reportMissingImports=false
 # PyTorch and these libraries are not dependencies of zerojax.
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,8 +172,7 @@ def seconds(run: Callable[..., Any], sets: list[tuple[torch.Tensor, ...]]) -> tu
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3 / calls)
-    median = statistics.median(times[1:])
-    return median, (max(times[1:]) - min(times[1:])) / median
+    return harness.relative_spread(times[1:])
 
 
 def measure(case: Case, n: int, megabytes: int) -> Result:

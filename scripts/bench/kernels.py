@@ -12,9 +12,7 @@ a trace: what a caller that launches them one by one and waits would see is not 
 """
 
 import os
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -210,17 +208,9 @@ def seconds(compiled: Callable, sets: list[tuple], rounds: int = 7) -> tuple[flo
     if sum(array.nbytes for array in sets[0]) <= SMALL:
         times = [_device_seconds(compiled, sets) for _ in range(3)]
     else:
-        start = time.perf_counter()
-        jax.block_until_ready(compiled(sets))
-        repeats = max(1, int(0.02 / (time.perf_counter() - start)))
-        times = []
-        for _ in range(rounds):
-            start = time.perf_counter()
-            results = [compiled(sets) for _ in range(repeats)]
-            jax.block_until_ready(results[-1])
-            times.append((time.perf_counter() - start) / repeats / len(sets))
-    median = statistics.median(times)
-    return median, (max(times) - min(times)) / median
+        found = harness.rounds_of(lambda: compiled(sets), 0.02 * rounds, rounds=rounds)
+        times = [seconds / len(sets) for seconds in found]
+    return harness.relative_spread(times)
 
 
 def _device_seconds(compiled: Callable, sets: list[tuple]) -> float:

@@ -14,6 +14,7 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import harness
 import jax.numpy as jnp
 import numpy as np
 
@@ -71,7 +72,7 @@ def errors(decoded: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 def main() -> None:
     """Print the table."""
-    print("| weights | error, scales in fp32 | ours | QLoRA's |\n|---|---|---|---|")
+    harness.table("weights", "error, scales in fp32", "ours", "QLoRA's")
     for kind, x in weights().items():
         peaks = np.abs(x).max(axis=1, keepdims=True)
         values = LEVELS[np.searchsorted(MIDPOINTS, x / peaks)]
@@ -81,7 +82,7 @@ def main() -> None:
         decoded = pk.decode_nf4(payload, x.size, block=BLOCK, dtype=jnp.float32)
         ours = errors(np.asarray(decoded).reshape(x.shape), x) / exact - 1
         cells = [f"{100 * a:+.2f}% ({100 * b:+.2f}%)" for a, b in (ours, qlora)]
-        print(f"| {kind} | {100 * exact[0]:.2f}% ({100 * exact[1]:.2f}%) | {cells[0]} | {cells[1]} |")
+        harness.row(kind, f"{100 * exact[0]:.2f}% ({100 * exact[1]:.2f}%)", *cells)
 
 
 if __name__ == "__main__":

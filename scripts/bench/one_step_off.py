@@ -7,7 +7,6 @@ Each run generates on its own devices when it would ask an engine, with the weig
 have. Prints a line of JSON for each run: the reward of held-out prompts after each evaluation.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -19,6 +18,8 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 from unittest.mock import patch
+
+import harness
 
 from zerojax.cli import main
 from zerojax.posttrain.engines.rollouts import EngineRollouts, Pending
@@ -63,16 +64,11 @@ def compare(config: str, seeds: Sequence[int], options: Sequence[str]) -> None:
         for ahead in (0, 1):
             with tempfile.TemporaryDirectory() as folder:
                 out = Path(folder) / "run"
-                own = [
-                    "--run-dir",
-                    str(out),
-                    "--train.seed",
-                    str(seed),
-                    "--posttrain.engines",
-                    "http://own:1",
+                command = [
+                    *(sys.executable, __file__, "--run", config, *options),
+                    *("--run-dir", str(out), "--train.seed", str(seed)),
+                    *("--posttrain.engines", "http://own:1", "--posttrain.rollouts-ahead", str(ahead)),
                 ]
-                own += ["--posttrain.rollouts-ahead", str(ahead)]
-                command = [sys.executable, __file__, "--run", config, *options, *own]
                 subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
                 lines = read_metrics(out / "metrics.jsonl")
                 found = {
@@ -86,9 +82,7 @@ def compare(config: str, seeds: Sequence[int], options: Sequence[str]) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--run"]:
         run(sys.argv[2:])
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("config")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     chosen, others = parser.parse_known_args()

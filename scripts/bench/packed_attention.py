@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from harness import milliseconds, report
+from harness import attempt, milliseconds
 from jax import Array
 
 import zerojax
@@ -221,22 +221,23 @@ def check(case: Case) -> None:
     q, k, v, g = (x.astype(jnp.float32) for x in given)
     exact = jax.jit(step_of(reference(case, segments)))(q, k, v, g, documents)
     one = (segments == 2)[:, :, None, None]
+
+    def compare(name: str, attend: Attend) -> None:
+        step = jax.jit(step_of(attend))
+        found = step(*given, documents)
+        errors = [
+            float(jnp.linalg.norm((a - b).ravel()) / jnp.linalg.norm(b.ravel()))
+            for a, b in zip(found, exact, strict=True)
+        ]
+        q, k, v, g = given
+        alone = step(q, k, v, jnp.where(one, g, 0), documents)[1:]
+        leaked = max(float(jnp.max(jnp.abs(jnp.where(one, 0, x.astype(jnp.float32))))) for x in alone)
+        good = all(e < TOLERANCE for e in errors) and leaked == 0
+        texts = ", ".join(f"{n} {e:.1e}" for n, e in zip(("out", "dq", "dk", "dv"), errors, strict=True))
+        print(f"  {name:<22} {'ok' if good else 'WRONG':<6} {texts}; leaked {leaked:.1e}", flush=True)
+
     for name, attend in candidates(case):
-        try:
-            step = jax.jit(step_of(attend))
-            found = step(*given, documents)
-            errors = [
-                float(jnp.linalg.norm((a - b).ravel()) / jnp.linalg.norm(b.ravel()))
-                for a, b in zip(found, exact, strict=True)
-            ]
-            q, k, v, g = given
-            alone = step(q, k, v, jnp.where(one, g, 0), documents)[1:]
-            leaked = max(float(jnp.max(jnp.abs(jnp.where(one, 0, x.astype(jnp.float32))))) for x in alone)
-            good = all(e < TOLERANCE for e in errors) and leaked == 0
-            texts = ", ".join(f"{n} {e:.1e}" for n, e in zip(("out", "dq", "dk", "dv"), errors, strict=True))
-            print(f"  {name:<22} {'ok' if good else 'WRONG':<6} {texts}; leaked {leaked:.1e}", flush=True)
-        except Exception as error:
-            report(name, error)
+        attempt(name, partial(compare, name, attend))
 
 
 # --- rates
@@ -252,32 +253,34 @@ def measure(case: Case, seconds: float) -> None:
     equal, length = equal_documents(case)
     row = replace(case, lengths=(case.tokens,)).pairs
     batch = replace(case, lengths=(length,) * (case.tokens // length)).pairs
-    bases: list[float] = []
+    bases: dict[str, float] = {}
     base_rows = [("cuDNN, one document", one_document(case), row), (f"cuDNN, equal ({length})", equal, batch)]
-    for name, attend, pairs in [*base_rows, *((n, a, case.pairs) for n, a in candidates(case))]:
+
+    def rate_of(name: str, attend: Attend, pairs: int) -> None:
+        start = time.monotonic()
+        compiled = jax.jit(step_of(attend)).lower(*given, documents).compile()
+        took = time.monotonic() - start
+        ms = milliseconds(lambda: compiled(*given, documents), seconds)
+        rate = ROW_FLOPS * pairs * case.heads * case.width / ms / 1e9
+        if name in bases:
+            bases[name] = rate
+        shares = [f"{rate / base:.0%}" for base in bases.values()] + [""] * (2 - len(bases))
+        memory = compiled.memory_analysis()
+        temp = 0 if memory is None else memory.temp_size_in_bytes / 1e9
+        print(
+            f"  {name:<22} {ms:8.2f} {rate:8.1f} {shares[0]:>7} {shares[1]:>8} {temp:8.2f} {took:9.1f}",
+            flush=True,
+        )
+
+    for name, attend, pairs in base_rows:
+        bases[name] = math.nan
+        attempt(name, partial(rate_of, name, attend, pairs))
+    for name, attend in candidates(case):
         bias = 2 * case.rows * case.tokens**2
         if name == MASK and bias > 1 << 33:
             print(f"  {name:<22} not measured: its mask has {bias / 1e9:.0f} GB")
-            continue
-        try:
-            start = time.monotonic()
-            compiled = jax.jit(step_of(attend)).lower(*given, documents).compile()
-            took = time.monotonic() - start
-            ms = milliseconds(lambda compiled=compiled: compiled(*given, documents), seconds)
-            rate = ROW_FLOPS * pairs * case.heads * case.width / ms / 1e9
-            if len(bases) < len(base_rows):
-                bases.append(rate)
-            shares = [f"{rate / base:.0%}" for base in bases] + [""] * (2 - len(bases))
-            memory = compiled.memory_analysis()
-            temp = 0 if memory is None else memory.temp_size_in_bytes / 1e9
-            print(
-                f"  {name:<22} {ms:8.2f} {rate:8.1f} {shares[0]:>7} {shares[1]:>8} {temp:8.2f} {took:9.1f}",
-                flush=True,
-            )
-        except Exception as error:
-            if len(bases) < len(base_rows):
-                bases.append(math.nan)
-            report(name, error)
+        else:
+            attempt(name, partial(rate_of, name, attend, case.pairs))
 
 
 def measure_steps(tokens: int, heads: int, kv_heads: int, seconds: float) -> None:
@@ -292,37 +295,36 @@ def measure_steps(tokens: int, heads: int, kv_heads: int, seconds: float) -> Non
     ids = jax.random.randint(jax.random.key(0), segments.shape, 0, config.vocab_size)
     batch = {"tokens": np.asarray(ids), "segments": np.asarray(segments)}
     kernels: tuple[AttentionKernel, ...] = ("auto" if ON_GPU else "flash_attention_4", PLAIN)
+
+    def train(kernel: AttentionKernel) -> None:
+        state = zerojax.TrainState.create(
+            lambda rngs: GPT(replace(config, attention=kernel), rngs=rngs),
+            optax.sgd(0.1),
+            lm_loss,
+            mesh=zerojax.make_mesh(1, 1, devices=jax.devices()[:1]),
+            zero=zerojax.ZeroConfig(remat="attention"),
+        )
+        losses: list[Array] = []
+
+        def step() -> Array:
+            nonlocal state
+            state, metrics = zerojax.train_step(state, batch)
+            losses.append(metrics["loss"])
+            return losses[-1]
+
+        ms = milliseconds(step, seconds)
+        first = ", ".join(f"{float(x):.4f}" for x in losses[:3])
+        print(f"  {kernel:<22} {ms:8.2f} ms, losses {first}", flush=True)
+
     for kernel in kernels:
-        try:
-            state = zerojax.TrainState.create(
-                lambda rngs, kernel=kernel: GPT(replace(config, attention=kernel), rngs=rngs),
-                optax.sgd(0.1),
-                lm_loss,
-                mesh=zerojax.make_mesh(1, 1, devices=jax.devices()[:1]),
-                zero=zerojax.ZeroConfig(remat="attention"),
-            )
-            losses: list[Array] = []
-
-            def step(losses: list[Array] = losses) -> Array:
-                nonlocal state
-                state, metrics = zerojax.train_step(state, batch)
-                losses.append(metrics["loss"])
-                return losses[-1]
-
-            ms = milliseconds(step, seconds)
-            first = ", ".join(f"{float(x):.4f}" for x in losses[:3])
-            print(f"  {kernel:<22} {ms:8.2f} ms, losses {first}", flush=True)
-        except Exception as error:
-            report(kernel, error)
+        attempt(kernel, partial(train, kernel))
 
 
 def main() -> None:
     """Check, measure and print."""
     begin = time.monotonic()
-    parser = harness.parser(__doc__)
+    parser = harness.parser(__doc__, heads=16, kv_heads=4)
     parser.add_argument("--small", action="store_true", help="short rows")
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--budget", type=float, default=80, help="seconds after which no case begins")
     parser.add_argument("--each", type=float, default=0.25, help="seconds of runs of each measurement")
     parser.add_argument("--cases", type=int, nargs="*", help="numbers of the cases to measure, from 0 on")

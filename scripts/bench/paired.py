@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
 import scipy.stats
 
@@ -109,11 +110,11 @@ def by_step(runs: Sequence[Run]) -> list[str]:
     if not runs:
         return []
     steps = [step for step, _ in runs[0]["curve"]]
-    lines = [f"| step | {' | '.join(map(str, steps))} |", "|---" * (1 + len(steps)) + "|"]
+    lines = harness.heads("step", *steps)
     for name in dict.fromkeys(run["variant"] for run in runs):
         curves = [[loss for _, loss in run["curve"]] for run in runs if run["variant"] == name]
         means = [f"{statistics.fmean(losses):.4f}" for losses in zip(*curves, strict=True)]
-        lines.append(f"| {name} | {' | '.join(means)} |")
+        lines.append(harness.cells(name, *means))
     return lines
 
 
@@ -124,10 +125,9 @@ def table(runs: Sequence[Run], exact: str, quantity: str = "validation loss") ->
     paired differences and its standard error; by how much the loss falls if the same weights are evaluated
     without their wire formats; the bytes that a node sends per step. Below, the effect of `Chance`.
     """
-    lines = [
-        f"| variant | seeds | {quantity} | spread | from {exact} | weights as they are | sent |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = harness.heads(
+        "variant", "seeds", quantity, "spread", f"from {exact}", "weights as they are", "sent"
+    )
     paired = differences(runs, exact)
     for name in dict.fromkeys(run["variant"] for run in runs):
         own = [run for run in runs if run["variant"] == name]
@@ -139,10 +139,9 @@ def table(runs: Sequence[Run], exact: str, quantity: str = "validation loss") ->
             error = "" if distance.error is None else f" ± {distance.error:.2%}"
             apart = f"{distance.mean:+.2%}{error}"
         bare = statistics.fmean(run["loss_exact"] / run["loss"] - 1 for run in own)
-        lines.append(
-            f"| {name} | {len(own)} | {loss.mean:.4f} | {spread} | {apart} "
-            f"| {bare:+.2%} | {own[0]['between_nodes'] / 1e6:.1f} MB |"
-        )
+        sent = f"{own[0]['between_nodes'] / 1e6:.1f} MB"
+        cells = name, len(own), f"{loss.mean:.4f}", spread, apart, f"{bare:+.2%}", sent
+        lines.append(harness.cells(*cells))
     if chance := Chance.of(runs):
         lines += [
             "",

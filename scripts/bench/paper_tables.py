@@ -9,6 +9,7 @@ to reach 61.44 of 125 TFLOP/s, from the paper's Table 7 for 18B with hpZ; on A10
 on H200. The V100s use fp16, of the size of bf16.
 """
 
+import harness
 import jax
 import optax
 
@@ -101,18 +102,16 @@ def main() -> None:
     models = {size: model(size) for size in SHAPES}
     for title, rows in (("Table 1", TABLE_1), ("Table 8", TABLE_8)):
         print(f"\n{title}, predicted beside measured, TFLOP/s a GPU\n")
-        print(
-            "| cluster | Gb/s | model | tokens a GPU | zero3 predicted | paper "
-            "| zero++-paper predicted | paper "
-            "| speed-up predicted | paper | delta predicted |"
-        )
-        print("|---|---|---|---|---|---|---|---|---|---|---|")
+        harness.table(
+            "cluster", "Gb/s", "model", "tokens a GPU", "zero3 predicted", "paper", "zero++-paper predicted",
+            "paper", "speed-up predicted", "paper", "delta predicted",
+        )  # fmt: skip
         for nodes, local, (gpu, efficiency), gigabits, size, tokens, zero3, plus in rows:
             cluster = Cluster(nodes, local, GPUS[gpu], gigabits * GIGABIT, efficiency=efficiency)
             found = [teraflops(*models[size], cluster, tokens, preset) for preset in PREDICTED]
             cells = [f"{nodes} x {local} {gpu}", gigabits, size, tokens, f"{found[0]:.1f}", f"{zero3:.1f}"]
             cells += [f"{found[1]:.1f}", f"{plus:.1f}", f"{found[1] / found[0]:.2f}x", f"{plus / zero3:.2f}x"]
-            print("| " + " | ".join(map(str, [*cells, f"{found[2]:.1f}"])) + " |")
+            harness.row(*cells, f"{found[2]:.1f}")
 
 
 if __name__ == "__main__":

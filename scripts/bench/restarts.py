@@ -56,11 +56,9 @@ def recovery_after(job: subprocess.Popen[bytes], folder: RunFolder, count: int) 
 
 def main() -> None:
     """Start the job, kill it, and print the table."""
-    parser = harness.parser(__doc__)
-    parser.add_argument("--kills", type=int, default=4)
+    parser = harness.parser(__doc__, kills=4, nodes=2)
     parser.add_argument("--steps", type=int, default=40, help="before the first kill")
     parser.add_argument("--seconds", type=float, default=12, help="from a new step to the next kill")
-    parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--deadline", type=float, default=3600, help="seconds after which no kill begins")
     parser.add_argument("--launch", type=shlex.split, default=[], help="more options of zerojax launch")
     parser.add_argument("--folder", type=Path, help="of the run; by default a temporary one")

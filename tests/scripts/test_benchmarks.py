@@ -78,7 +78,7 @@ def test_a_step_of_a_trace_is_drawn(tmp_path):
     chosen = draw_trace.step_of(events, "exchange_fragment")
     assert chosen == steps[1]
     assert draw_trace.table(chosen)[2:] == [
-        "| compute | 2.00 | 9.00 | 7.00 | |",
+        "| compute | 2.00 | 9.00 | 7.00 |  |",
         "| exchange_fragment | 0.00 | 8.00 | 8.00 | 6.00 |",
     ]
     draw_trace.draw(chosen, tmp_path / "trace.png")
