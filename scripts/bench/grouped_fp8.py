@@ -23,7 +23,7 @@ import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
-from grouped_matmul import CASES, ON_GPU, SMALL, Case, as_numpy, expected
+from grouped_matmul import CASES, ON_GPU, SMALL, Case, Sample
 from harness import attempt, milliseconds
 from jax import Array
 
@@ -37,6 +37,9 @@ from zerojax.matmul.grouped import Matrices
 from zerojax.matmul.operand import Fp8Operand
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+SCALE = 0.25
+"""The factor of the sums of fp8 products."""
+
 PER_TOKEN = {8: 2, 128: 8, 64: 6}
 """Experts of a token, by their number."""
 
@@ -146,7 +149,7 @@ def arrays_of(case: Case, sizes: np.ndarray) -> dict[str, Array]:
     experts = np.argsort(rng.random((tokens, case.groups)), axis=1)[:, :per_token].astype(np.int32)
     small = jax.jit(lambda w: (w / 64).astype(jnp.bfloat16))
     found |= {"u": small(found["w"]), "d": small(jnp.swapaxes(found["w"], 1, 2))}
-    found |= {"tokens": found["x"][:tokens], "experts": jnp.asarray(experts), "scale": jnp.float32(0.25)}
+    found |= {"tokens": found["x"][:tokens], "experts": jnp.asarray(experts), "scale": jnp.float32(SCALE)}
     found["sizes"] = jnp.asarray(sizes)
     as_codes = jax.jit(lambda w: jax.lax.bitcast_convert_type((w * 64).astype(E4M3), jnp.uint8))
     return found | {"u8": as_codes(found["u"]), "d8": as_codes(found["d"])}
@@ -160,36 +163,13 @@ def of_layer(run: Run, arrays: dict[str, Any]) -> list[Any]:
     return given
 
 
-def error(name: str, found: Array, arrays: dict[str, Array], sizes: np.ndarray) -> float:
-    """Relative, in norm, of some rows and the first columns."""
-    rows = np.sort(np.random.default_rng(2).choice(int(sizes.sum()), min(256, int(sizes.sum()))))
-    counts = np.histogram(rows, np.concatenate([[0], np.cumsum(sizes)]))[0]
-    suffix = "8" if "fp8" in name or "columns" in name else ""
-    x, g, w = (arrays[a + suffix] for a in ("x", "g", "w"))
-    if "dx" in name:
-        given = np.zeros((len(rows), 64), np.float32), as_numpy(w[:, :64]), as_numpy(g[rows])
-        wanted = expected(*given, counts)["dx"]
-    else:
-        given = as_numpy(x[rows]), as_numpy(w[:, :, :64]), np.zeros((len(rows), 64), np.float32)
-        wanted = expected(*given, counts)["out"]
-    own = as_numpy(found[rows, :64]) / (0.25 if suffix else 1)
-    return float(np.linalg.norm(own - wanted) / np.linalg.norm(wanted))
-
-
-def check(k: int, n: int) -> None:
-    """Awkward groups, with NaN in the rows of nobody."""
-    sizes = np.array(bench.EDGES, np.int32)
-    total = int(sizes.sum())
-    case = Case(len(sizes), k, n, total + 77)
-    arrays = case.arrays()
-    arrays = {name: a.at[total:].set(jnp.nan) if name in "xg" else a for name, a in arrays.items()}
-    x, w, g = arrays["x"].astype(E4M3), arrays["w"].astype(E4M3), arrays["g"].astype(E5M2)
-    wanted = expected(*(as_numpy(a) for a in (x, w, g)), sizes)
-    for product, left, transposed in (("out", x, False), ("dx", g, True)):
-        found = as_numpy(jax.jit(in_fp8(transposed))(left, w, jnp.asarray(sizes), jnp.float32(0.25)))
-        worst = np.abs(found * 4 - wanted[product]).max() / np.abs(wanted[product]).max()
-        good = worst < 1e-2 and not found[total:].any()
-        print(f"check {k} x {n}, {product}: {'ok' if good else 'WRONG'} {worst:.1e}", flush=True)
+def products() -> dict[str, bench.Product]:
+    """The public function's forward product and gradient of the rows, as if it had no scale."""
+    scale = jnp.float32(SCALE)
+    return {
+        "out": lambda x, w, g, sizes: in_fp8(False)(x, w, sizes, scale) / SCALE,
+        "dx": lambda x, w, g, sizes: in_fp8(True)(g, w, sizes, scale) / SCALE,
+    }
 
 
 def torch_runs(case: Case, sizes: np.ndarray, seconds: float) -> None:
@@ -227,12 +207,20 @@ def measure(case: Case, futures: dict[tuple[Case, str], "Future[Any]"], skewed: 
     if ON_GPU and not skewed:
         attempt("torch", partial(torch_runs, case, sizes, seconds))
     arrays = arrays_of(case, sizes)
+    exact = Sample.of(arrays, sizes)
+    of_codes = Sample.of({side: arrays[f"{side}8"] for side in "xwg"}, sizes)
+
+    def error(name: str, found: Array) -> str:
+        product = "dx" if "dx" in name else "out"
+        if "fp8" in name or "columns" in name:
+            return f"{of_codes.error(found / SCALE, product):.0e}"
+        return f"{exact.error(found, product):.0e}"
 
     def one(run: Run) -> None:
         compiled = futures[case, run.name].result()
         given = of_layer(run, arrays)
         found = compiled(*given)
-        wrong = f"{error(run.name, found, arrays, sizes):.0e}" if run.flops == 1 else ""
+        wrong = error(run.name, found) if run.flops == 1 else ""
         if run.flops == 9 and not all(bool(jnp.isfinite(a.astype(jnp.float32)).all()) for a in found[0]):
             wrong = "NOT FINITE"
         del found
@@ -253,8 +241,8 @@ def main() -> None:
 
     harness.end_after(options.budget)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
-    check(256, 384)
-    check(384, 320)  # sides of 64: decoded, where there is a kernel at all
+    for sides in ((256, 384), (384, 320)):  # sides of 64: decoded, where there is a kernel at all
+        bench.check("fp8", products, *sides, x=E4M3, w=E4M3, g=E5M2)
     cases = SMALL if options.small else CASES
     with ThreadPoolExecutor(12) as pool:
         futures: dict[tuple[Case, str], Future[Any]] = {}

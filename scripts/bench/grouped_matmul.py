@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from harness import attempt, milliseconds
 from jax import Array
+from jax.typing import DTypeLike
 
 from pallas_kernels.mosaic import grouped
 from pallas_kernels.mosaic.grouped import Tuning
@@ -243,19 +244,22 @@ EDGES = (0, 1, 63, 64, 65, 0, 127, 128, 129, 700, 191)
 """Sizes that kernels may get wrong."""
 
 
-def check(name: str, make: Make, k: int, n: int) -> None:
-    """Print the largest error over groups of awkward sizes, with NaN in the rows of nobody."""
+def check(name: str, make: Make, k: int, n: int, **dtypes: DTypeLike) -> None:
+    """Print the largest error over groups of awkward sizes, with NaN in the rows of nobody.
+
+    ``dtypes`` are those of x, w and g that are not bf16.
+    """
     sizes = np.array(EDGES, np.int32)
-    rows = int(sizes.sum()) + 77
-    arrays = Case(len(sizes), k, n, rows).arrays()
-    arrays["x"] = arrays["x"].at[int(sizes.sum()) :].set(jnp.nan)
-    arrays["g"] = arrays["g"].at[int(sizes.sum()) :].set(jnp.nan)
+    total = int(sizes.sum())
+    arrays = Case(len(sizes), k, n, total + 77).arrays()
+    arrays |= {side: arrays[side].at[total:].set(jnp.nan) for side in "xg"}
+    given = [arrays[side].astype(dtypes.get(side, jnp.bfloat16)) for side in "xwg"]
     texts: list[str] = []
     good = True
-    total = int(sizes.sum())
-    wanted = expected(as_numpy(arrays["x"]), as_numpy(arrays["w"]), as_numpy(arrays["g"]), sizes)
+    x, w, g = map(as_numpy, given)
+    wanted = expected(x, w, g, sizes)
     for product, function in make().items():
-        found = as_numpy(jax.jit(function)(arrays["x"], arrays["w"], arrays["g"], jnp.asarray(sizes)))
+        found = as_numpy(jax.jit(function)(*given, jnp.asarray(sizes)))
         parts = (
             [(found[i], wanted[product][i]) for i in range(len(sizes))]
             if product == "dw"
