@@ -32,7 +32,12 @@ def delta_rule(
     documents: jax.Array,
     state: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Apply the rule (``pallas_kernels.delta_rule_reference``) to whole rows of several heads.
+    """Apply the rule to whole rows of several heads.
+
+    A head keeps a state, a matrix that maps keys to values. Each token lets it decay, moves what it returns
+    for the token's key towards the token's value, and reads it with the token's query (Yang, Kautz and
+    Hatamizadeh, "Gated Delta Networks", 2024, equation 10; without a beta Dao and Gu, 2024, 2405.21060,
+    section 5).
 
     Each query and key head serves as many neighbouring heads of values. A document's state begins at zero.
     Masks choose between values, so that exactly nothing crosses from one document to the next, in values and

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import plain_delta_rule
 import pytest
 
-from pallas_kernels import delta_rule_reference
 from pallas_kernels.delta_chunks_reference import CHUNK
 from zerojax.models.delta_rule import gated_delta_rule, last_inputs, short_convolution
 
@@ -45,9 +45,7 @@ def by_token(given: dict[str, Any], numbers: np.ndarray) -> np.ndarray:
             q, k = given["query"][row, :, own], given["key"][row, :, own]
             value, log_decay = (given[name][row, :, head] for name in ("value", "log_decay"))
             beta = None if given["beta"] is None else given["beta"][row, :, head]
-            heads[row, :, head] = delta_rule_reference.gated_delta_rule(
-                q, k, value, log_decay, beta, begins[row]
-            )
+            heads[row, :, head] = plain_delta_rule.gated_delta_rule(q, k, value, log_decay, beta, begins[row])
     return heads
 
 

@@ -186,30 +186,5 @@ def _with_workspace(custom_call: Callable[..., ir.Operation]) -> Callable[..., i
     return call
 
 
-@contextmanager
-def flash_attention_assumed() -> Generator[None]:
-    """Lower FlashAttention-4 for described Hopper GPUs on a machine without them.
-
-    fa4-jax compiles its kernels while a program is lowered, by default for the local GPU. This needs fa4-jax
-    and a model with ``attention="flash_attention_4"``, because "auto" also checks the local machine.
-
-    Raises:
-        CompilerMissingError: fa4-jax is not installed.
-    """
-    try:
-        kernels = importlib.import_module("fa4_jax.kernels")
-        compiler = importlib.import_module("cutlass.cutlass_dsl").CuTeDSL
-    except ModuleNotFoundError as error:
-        raise CompilerMissingError(
-            f"the module {error.name} is missing: install the package fa4-jax"
-        ) from error
-    arch = 10 * _HOPPER[0] + _HOPPER[1]
-    with (
-        mock.patch.object(kernels, "_device_arch", return_value=arch),
-        mock.patch.object(compiler._get_dsl().envar, "arch", f"sm_{arch}a"),
-    ):
-        yield
-
-
 def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split("."))

@@ -1,9 +1,4 @@
-"""The gated delta rule and the rule of Mamba-2 in numpy, token by token: they specify all faster forms.
-
-A head keeps a state S, a matrix that maps keys to values. Each token lets it decay, moves what it returns for
-the token's key towards the token's value, and reads it with the token's query (Yang, Kautz and Hatamizadeh,
-"Gated Delta Networks", 2024, equation 10).
-"""
+"""The gated delta rule and the rule of Mamba-2 in numpy, token by token."""
 
 import numpy as np
 from numpy.typing import NDArray
