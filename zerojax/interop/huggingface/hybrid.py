@@ -9,7 +9,6 @@
 from dataclasses import replace
 from typing import Any
 
-from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface.config_keys import ConfigKeys
 from zerojax.interop.huggingface.config_table import ANY, Entry, Fields, key, only, unused
 from zerojax.interop.huggingface.experts import (
@@ -20,12 +19,11 @@ from zerojax.interop.huggingface.experts import (
     mixture,
     names_of_experts,
 )
-from zerojax.interop.huggingface.layer_types import FULL
+from zerojax.interop.huggingface.layer_types import FULL, checked_types
 from zerojax.interop.huggingface.llama import LLAMA_BLOCK, NO_BIASES, QK_NORMS, QKV, SILU, like_llama
 from zerojax.interop.huggingface.mapping import Bare, Grouped, Joined, Module, Names, Tensors
 from zerojax.interop.huggingface.rope_keys import Rope
 from zerojax.models import GPTConfig
-from zerojax.validation.untrusted import short
 
 _LINEAR, _CONV = "linear_attention", "conv"
 
@@ -34,19 +32,14 @@ _FIRST_WORDS = {"mamba": _LINEAR, "attention": FULL}
 """Words of older files -> words of transformers 5."""
 
 
-def _recurrent(types: list[str], word: str, others: str, layers: int) -> tuple[int, ...]:
+def _recurrent(types: list[Any], word: str, layers: int) -> tuple[int, ...]:
     """The indices of the layers that are ``word`` in ``types``."""
     types = [_FIRST_WORDS.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
-    if len(types) != layers or not all(kind in (word, others) for kind in types):
-        raise ConfigurationError(
-            f"layer_types = {short(types)}: {layers} of {word!r} and {others!r} are supported"
-        )
-    return tuple(number for number, kind in enumerate(types) if kind == word)
+    kinds = checked_types(types, layers, word, FULL)
+    return tuple(number for number, kind in enumerate(kinds) if kind == word)
 
 
-def recurrent_layers(
-    word: str, others: str = FULL, interval: str | None = "full_attention_interval"
-) -> Entry:
+def recurrent_layers(word: str, interval: str | None = "full_attention_interval") -> Entry:
     """The recurrent layers, which are ``word`` in ``layer_types``.
 
     Without that key they are all but every ``interval``-th layer, or all if ``interval`` is None.
@@ -54,13 +47,13 @@ def recurrent_layers(
 
     def read(keys: ConfigKeys, found: Fields) -> Fields:
         every = found["layers"] + 1 if interval is None else max(keys.take(interval, int, 4), 1)
-        default = [word if (number + 1) % every else others for number in range(found["layers"])]
+        default = [word if (number + 1) % every else FULL for number in range(found["layers"])]
         types = keys.take("layer_types", list, default)
-        return {"recurrent_layers": _recurrent(types, word, others, found["layers"])}
+        return {"recurrent_layers": _recurrent(types, word, found["layers"])}
 
     def write(model: GPTConfig) -> Fields:
         recurrent = set(model.recurrent_layers)
-        return {"layer_types": [word if number in recurrent else others for number in range(model.layers)]}
+        return {"layer_types": [word if number in recurrent else FULL for number in range(model.layers)]}
 
     def allowed(model: GPTConfig) -> Fields:
         return {"recurrent_layers": (model.recurrent_layers,) if model.recurrent_layers else "one or more"}
@@ -79,10 +72,7 @@ _GATED_DELTA = (
     key("linear_key_head_dim", "recurrent_key_width", int, 128),
     key("linear_value_head_dim", "recurrent_width", int, 128),
     key("linear_num_value_heads", "recurrent_heads", int, 32, written="value_heads"),
-    key(
-        *("linear_num_key_heads", "recurrent_key_heads", int, 16),
-        written=key_heads,
-    ),
+    key("linear_num_key_heads", "recurrent_key_heads", int, 16, written=key_heads),
 )
 _QWEN: dict[str, Any] = {
     "head_dim": 256,
@@ -133,7 +123,7 @@ def _lfm2_layers(keys: ConfigKeys, found: Fields) -> Fields:
     else:
         keys.unused("block_multiple_of", "block_ffn_dim_multiplier")
     types = keys.take("layer_types", list, default)
-    return {"ffn": width, "recurrent_layers": _recurrent(types, _CONV, FULL, found["layers"])}
+    return {"ffn": width, "recurrent_layers": _recurrent(types, _CONV, found["layers"])}
 
 
 def _write_lfm2_layers(model: GPTConfig) -> Fields:

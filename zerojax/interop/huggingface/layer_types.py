@@ -14,6 +14,15 @@ Kinds = Callable[[ConfigKeys, Fields], list[str]]
 """The kind of each layer in files without layer_types, from other keys and the fields so far."""
 
 
+def checked_types(types: list[Any], layers: int, one: str, other: str) -> list[str]:
+    """``layer_types``, if it has one of two words for each layer."""
+    if len(types) != layers or not all(kind in (one, other) for kind in types):
+        raise ConfigurationError(
+            f"layer_types = {short(types)}: {layers} of {one!r} and {other!r} are supported"
+        )
+    return types
+
+
 def windows(kinds: Kinds, window: int | None = 4096, *, switch: bool = False) -> Entry:
     """The layers that attend within a sliding window: ``layer_types`` and ``sliding_window``.
 
@@ -32,11 +41,7 @@ def windows(kinds: Kinds, window: int | None = 4096, *, switch: bool = False) ->
                     f"use_sliding_window = false contradicts layer_types, which has {SLIDING!r}: change one"
                 )
             width = None
-        types = default if given is None else given
-        if len(types) != len(default) or not all(kind in (FULL, SLIDING) for kind in types):
-            raise ConfigurationError(
-                f"layer_types = {short(types)}: {len(default)} of {FULL!r} and {SLIDING!r} are supported"
-            )
+        types = checked_types(default if given is None else given, len(default), FULL, SLIDING)
         if width is None or SLIDING not in types:
             return {"rope_local_theta": None}
         if FULL not in types:
