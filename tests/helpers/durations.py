@@ -2,7 +2,7 @@
 
 CPU seconds are those of the process and of the processes that the test started and waited for. Tracing,
 lowering and compiling are wall seconds as JAX reports them, of the tests' own process. A fixture counts to
-the test that needed it first.
+the test that needed it first, and a process that it keeps to the test after which it ends.
 """
 
 import json

@@ -128,7 +128,7 @@ def test_a_number_that_is_used_again_is_another_document(causal):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"window": 0}, "window = 0: 1 or more"),
+        ({"window": 0}, "window = 0 must be at least 1"),
         ({"width": 12}, "values of width 12 are wider than keys of 8"),
     ],
 )
