@@ -40,6 +40,7 @@ def emulate_devices(mesh: MeshSection, processes: int | None = None) -> None:
     if rest or not devices:
         raise ConfigurationError(
             f"mesh.nodes {mesh.nodes} x mesh.local {mesh.local} devices do not divide among {count} processes"
+            ": change one of the three"
         )
     os.environ["XLA_FLAGS"] = " ".join(
         [os.environ.get("XLA_FLAGS", ""), f"--{_EMULATION_FLAG}={devices}", _PATIENCE]

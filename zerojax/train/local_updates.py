@@ -260,7 +260,7 @@ class _Exchanged(NamedTuple):
     """The arrays that an exchange needs until a step ends: of one device, global, or their PartitionSpecs.
 
     Attributes:
-        own: each node's own weights, nested by path. The exchange has read its fragments of them.
+        own: each node's own weights, nested by path, from which the exchange read its fragments.
         outer: stored, after the exchange that ran beside the passes, if there was one.
         reports: every node's report of the step before, if that exchange brought it; otherwise unchanged.
     """

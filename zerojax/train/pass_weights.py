@@ -34,7 +34,7 @@ ByPath = dict[Path, Weight]
 def masters_of(spec: TrainSpec, params: PyTree[Array]) -> ByPath:
     """This device's shards of a state's master weights.
 
-    At stage 0 every device has all of them, and takes its own.
+    At stage 0 the state has all shards on every device, and a device's own are cut out.
     """
     own, blocks = {}, from_tree(params)
     for leaf in spec.leaves:

@@ -18,7 +18,7 @@ def checked_types(types: list[Any], layers: int, one: str, other: str) -> list[s
     """``layer_types``, if it has one of two words for each layer."""
     if len(types) != layers or not all(kind in (one, other) for kind in types):
         raise ConfigurationError(
-            f"layer_types = {short(types)}: {layers} of {one!r} and {other!r} are supported"
+            f"layer_types = {short(types)} must be {layers} words, each {one!r} or {other!r}"
         )
     return types
 
@@ -124,7 +124,7 @@ def _rotated(keys: ConfigKeys, found: Fields) -> list[int]:
 def _unrotated_layers(flags: list[Any], found: Fields) -> tuple[int, ...]:
     layers = found["layers"]
     if len(flags) < layers or not all(flag in (0, 1) for flag in flags):
-        raise ConfigurationError(f"no_rope_layers = {short(flags)}: {layers} of 0 and 1 are supported")
+        raise ConfigurationError(f"no_rope_layers = {short(flags)} must be {layers} numbers, each 0 or 1")
     return tuple(number for number in range(layers) if not flags[number])
 
 
