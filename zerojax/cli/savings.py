@@ -145,7 +145,7 @@ class Savings:
     def _try(self, option: str, config: RunConfig) -> Trial:
         train, world = config.train, self._spec.world
         zero = config.to_zero(self._spec.zero.units)
-        streams = "optimizer" in zero.host and self._spec.layerwise is None
+        streams = zero.updates_by_layers and self._spec.layerwise is None
         other_state = streams or zero.moments != self._spec.zero.moments
         there = on_world(abstract_run(config)[0].spec if other_state else self._spec, world, zero)
         sequences = sequences_of(train.batch_size, world.size, zero)

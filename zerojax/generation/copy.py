@@ -95,7 +95,7 @@ class GenerationCopy:
     @property
     def new_bytes(self) -> int:
         """``device_bytes`` without weights that the copy shares with the state."""
-        there = "weights" not in self.spec.zero.host  # on the device
+        there = not self.spec.zero.in_host("frozen")  # on the device
         shared = there and self.form == "gathered" and self.spec.strategy.frozen == "secondary"
         frozen = {leaf.path for leaf in self.spec.frozen} if shared else set[Path]()
         return device_bytes({path: x for path, x in self.abstract.items() if path not in frozen})

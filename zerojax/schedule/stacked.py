@@ -20,7 +20,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jaxtyping import Array, Int, PyTree
 
 from zerojax.sharding.layout import in_a_row
-from zerojax.sharding.memory import in_host, to_device, to_host
+from zerojax.sharding.memory import to_device, to_host, to_memory_of
 
 Index = int | Int[Array, ""]
 """Index of a layer, not negative: a number in layers that are peeled off a loop, traced inside the loop."""
@@ -51,7 +51,7 @@ def put_layer[T: PyTree[Array]](stacked: T, layer: T, index: Index, axis: int = 
     """``stacked`` with one layer, or several consecutive layers, replaced in the memory where it is."""
 
     def one(x: Array, new: Array) -> Array:
-        new = to_host(new) if in_host(x) else new
+        new = to_memory_of(new, x)
         return lax.dynamic_update_index_in_dim(x, new, index, axis, allow_negative_indices=False)
 
     return jax.tree.map(one, stacked, layer)

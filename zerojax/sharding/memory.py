@@ -21,6 +21,11 @@ def to_device[T: PyTree[Array]](tree: T) -> T:
     return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device) if in_host(x) else x, tree)
 
 
+def to_memory_of[T: PyTree[Array]](tree: T, like: T) -> T:
+    """Arrays copied to the memories of the arrays in ``like``."""
+    return jax.tree.map(lambda x, there: to_host(x) if in_host(there) else to_device(x), tree, like)
+
+
 def to_host[T: PyTree[Array]](tree: T) -> T:
     """Arrays copied to host memory; those that are there stay as they are."""
     return jax.tree.map(lambda x: x if in_host(x) else jax.device_put(x, jax.memory.Space.Host), tree)

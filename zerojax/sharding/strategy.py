@@ -110,8 +110,8 @@ class ShardingStrategy:
             separate_stream=_separate_stream(zero, keep, grad_level),
             frozen="primary" if zero.frozen_spread == "world" else "secondary",
             sums_in_pass=zero.stage == 3 and grad_level == "primary" and zero.passes == 1,
-            residuals_in_host=zero.host_activations if "activations" in zero.host else 0.0,
-            reads_layers="optimizer" in zero.host,
+            residuals_in_host=zero.host_activations if zero.in_host("activations") else 0.0,
+            reads_layers=zero.updates_by_layers,
         )
 
     def weight_dtype(self, leaf: ParamLayout) -> jnp.dtype:

@@ -74,7 +74,7 @@ def _abstract_fields(spec: TrainSpec) -> dict[str, Any]:
     places = by_moment(
         spec.leaves,
         opt_state,
-        lambda leaf, _: spec.master_sharding(by_node(leaf) if nodes else spec.param_spec(leaf)),
+        lambda leaf, _: spec.held(by_node(leaf) if nodes else spec.param_spec(leaf), "moments"),
         lambda _: spec.sharding(PartitionSpec(NODE) if nodes else PartitionSpec()),
         lambda leaf: (*nodes, *leaf.stored_shape),
     )
@@ -120,7 +120,7 @@ def abstract_encoded(spec: TrainSpec) -> dict[Path, Weight]:
 
     With local updates they are each node's own, along the first axis.
     """
-    if not spec.streams:
+    if not spec.in_host("masters"):
         return {}
     if not spec.local_updates:
         return spec.by_path(spec.encoded)

@@ -1,10 +1,10 @@
-"""The update of weights whose masters and moments are in host memory, one layer of a stack at a time.
+"""The update of weights whose masters or moments are in host memory, one layer of a stack at a time.
 
 While layer i is updated, the state of layer i + 1 comes to the device and the state of layer i - 1 goes back
 (``zerojax.schedule.streaming``). Norms over the whole tree are computed before (``zerojax.optim.layerwise``).
 
-Passes read encoded weights, which stay on the device: each shard as its owner sends it next, encoded when the
-weight is updated (``Weight.is_encoded``). With delta that is its difference from the node's replica.
+If masters are in host memory, passes read encoded weights: each shard as its owner sends it next, encoded when
+the weight is updated (``Weight.is_encoded``). With delta that is its difference from the node's replica.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from zerojax.optim.layerwise import places, with_places
 from zerojax.schedule.stacked import Index, empty_layers
 from zerojax.schedule.streaming import layer_at, over_host_layers
 from zerojax.sharding.layout import ParamLayout
-from zerojax.sharding.memory import to_device, to_host
+from zerojax.sharding.memory import in_host, to_device, to_host, to_memory_of
 from zerojax.sharding.mesh import NODE
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train.fields import abstract_encoded, shardings_of, specs_of
@@ -85,9 +85,9 @@ def updated_by_layers(
         ok: whether the step is taken.
         sums: gradients summed over all tokens, stored like the weights, on the device.
         tokens: the number of tokens.
-        opt_state: the optimizer's state, its moments in host memory.
-        params: the master weights, in host memory.
-        encoded: the previous encoded weights, whose memory the new ones take.
+        opt_state: the optimizer's state, its moments in either memory.
+        params: the master weights, in either memory.
+        encoded: the previous encoded weights, whose memory the new ones take; empty if passes read masters.
         replicas: delta's replicas after the passes; or empty.
         done: the arrays that the backward pass has updated, which have no entry in ``sums``.
 
@@ -181,7 +181,7 @@ def _over_groups(
     """
     after: _Stored = {}
     fresh: ByPath = {}
-    done: list[Sent] = []
+    done: list[tuple[Sent, list[Array]]] = []
     for group in spec.groups:
         if not group.leaves or group in skip:
             continue
@@ -190,7 +190,7 @@ def _over_groups(
         # Without the barrier XLA could fetch everything at the beginning of a step, and hold it to the end.
         stored, _ = lax.optimization_barrier((stored_of(group), known))
         stored, sent, last = run(group, stored)
-        done.append(last)
+        done.append((last, [x for x in stored.values() if not in_host(x)]))
         after |= stored
         fresh |= sent
     return after, fresh
@@ -209,41 +209,43 @@ def _over_layers(
     Args:
         spec: the train spec.
         group: the group.
-        stored: its arrays in host memory, of all layers.
+        stored: its arrays, of all layers.
         encoded: arrays that the results replace; or None.
         replicas: delta's replicas of all weights; or empty.
         update: from a layer's index and its arrays to the new ones; None leaves them unchanged.
 
     Returns:
-        The arrays in host memory; the encoded weights; and the last layer's encoded weights.
+        The arrays, each in its memory; the encoded weights; and the last layer's encoded weights.
     """
-    mine = _rows(group, {leaf.path: replicas[leaf.path] for leaf in group.leaves if leaf.path in replicas})
+    leaves = group.leaves if spec.in_host("masters") else ()
+    mine = _rows(group, {leaf.path: replicas[leaf.path] for leaf in leaves if leaf.path in replicas})
 
     def compute(index: Index, have: _Stored) -> tuple[_Stored, Sent]:
         new = have if update is None else update(index, have)
-        return new, _encode_layer(spec, group, new, _layer(group, mine, index))
+        return new, _encode_layer(spec, leaves, new, _layer(group, mine, index))
 
     if not group.stack:
         new, last = compute(0, to_device(stored))
-        return stored if update is None else to_host(new), _weights(spec, group, last), last
+        return to_memory_of(new, stored), _weights(spec, leaves, last), last
     if encoded is None:
         one = jax.eval_shape(lambda: compute(0, layer_at(_rows(group, stored), 0))[1])
         into = empty_layers(one, group.layers)
     else:
-        own = {leaf.path: encoded[leaf.path] for leaf in group.leaves}
+        own = {leaf.path: encoded[leaf.path] for leaf in leaves}
         scales = {path: w.scale for path, w in own.items() if w.layout.fp8}
         into = _rows(group, Sent({path: w.values for path, w in own.items()}, scales))
     rows, sent, last = over_host_layers(
         group.layers, _rows(group, stored), into, compute, stores=update is not None
     )
     stored = {place: x.reshape(stored[place].shape) for place, x in rows.items()}
-    return stored, _weights(spec, group, sent), last
+    return stored, _weights(spec, leaves, sent), last
 
 
-def _encode_layer(spec: TrainSpec, group: ParamGroup, stored: _Stored, replicas: ByPath) -> Sent:
+def _encode_layer(
+    spec: TrainSpec, stacked: Sequence[ParamLayout], stored: _Stored, replicas: ByPath
+) -> Sent:
     """One layer's encoded weights, from the masters in ``stored``."""
-    leaves = [dataclasses.replace(leaf, stack=()) for leaf in group.leaves]
-
+    leaves = [dataclasses.replace(leaf, stack=()) for leaf in stacked]
     stored_specs = {leaf.path: leaf.spec(leaf.owners) for leaf in leaves}
     copied = [leaf for leaf in leaves if leaf.path in replicas]
     copy_specs = specs_of({leaf.path: spec.stored(leaf, "secondary") for leaf in copied})
@@ -298,13 +300,13 @@ def _layer[T: PyTree[Array]](group: ParamGroup, rows: T, index: Index) -> T:
     return layer_at(rows, index) if group.stack else rows
 
 
-def _weights(spec: TrainSpec, group: ParamGroup, sent: Sent) -> ByPath:
+def _weights(spec: TrainSpec, leaves: Sequence[ParamLayout], sent: Sent) -> ByPath:
     """Encoded weights as a state has them."""
     found: ByPath = {}
-    for leaf in group.leaves:
+    for leaf in leaves:
         like = spec.encoded(leaf)
         values = sent.values[leaf.path].reshape(like.values.shape)
-        values = to_host(values) if "weights" in spec.zero.host else values
+        values = to_host(values) if spec.in_host("encoded") else values
         scale = sent.scales[leaf.path].reshape(leaf.stack) if leaf.fp8 else None
         found[leaf.path] = dataclasses.replace(like, values=values, scale=scale)
     return found

@@ -30,7 +30,7 @@ from zerojax.train.spikes import SpikeRule
 from zerojax.validation.patterns import refuse_idle
 from zerojax.weights import Weight
 from zerojax.zero_config.config import ZeroConfig
-from zerojax.zero_config.options import MATMUL_WEIGHTS
+from zerojax.zero_config.options import MATMUL_WEIGHTS, Stored
 
 _EVERYONE = PartitionSpec()
 # Compiled functions of layouts, which a policy, its critic and its reference share.
@@ -186,29 +186,31 @@ class TrainSpec:
 
     @property
     def streams(self) -> bool:
-        """Whether optimizer state and master weights are in host memory, and are updated by layers."""
+        """Whether the optimizer updates one layer at a time, because its arrays are in host memory."""
         return self.layerwise is not None
 
-    def param_sharding(self, leaf: ParamLayout) -> NamedSharding:
-        """The sharding of a master weight and its moments."""
-        return self.master_sharding(self.param_spec(leaf))
+    def in_host(self, arrays: Stored) -> bool:
+        """Whether these arrays of a state are in host memory."""
+        return self.zero.in_host(arrays) and (self.streams or arrays not in ("masters", "moments"))
 
-    def master_sharding(self, spec: PartitionSpec) -> NamedSharding:
-        """The sharding of fp32 arrays that are in host memory if the spec ``streams``."""
+    def held(self, spec: PartitionSpec, arrays: Stored) -> NamedSharding:
+        """The sharding of arrays that may be in host memory."""
         sharding = self.sharding(spec)
-        return sharding.with_memory_kind(HOST) if self.streams else sharding
+        return sharding.with_memory_kind(HOST) if self.in_host(arrays) else sharding
+
+    def param_sharding(self, leaf: ParamLayout) -> NamedSharding:
+        """The sharding of a master weight."""
+        return self.held(self.param_spec(leaf), "masters")
 
     def abstract_master(self, shape: tuple[int, ...], spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        """The description of an fp32 array with ``master_sharding``."""
-        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.master_sharding(spec))
+        """The description of an fp32 array that is stored where master weights are."""
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.held(spec, "masters"))
 
     def encoded(self, leaf: ParamLayout) -> Weight:
         """The description of a trained weight as its owners send it next."""
         codec = leaf.next_codec
         shape = (*leaf.stack, leaf.world.size * codec.row_items(leaf.shard))
-        sharding = self.sharding(leaf.spec(leaf.owners))
-        if "weights" in self.zero.host:
-            sharding = sharding.with_memory_kind(HOST)
+        sharding = self.held(leaf.spec(leaf.owners), "encoded")
         values = jax.ShapeDtypeStruct(shape, codec.dtype, sharding=sharding)
         scale = self.abstract(leaf.stack, jnp.float32) if leaf.fp8 else None
         return Weight(values, leaf, "primary", scale, is_encoded=True)
@@ -223,11 +225,8 @@ class TrainSpec:
     def stored_frozen(self, leaf: ParamLayout) -> Weight:
         """The description of a frozen weight in a state."""
         stored = self.stored(leaf, self.strategy.frozen)
-        if "weights" not in self.zero.host:
-            return stored
-        sharding = stored.values.sharding.with_memory_kind(HOST)
-        values = jax.ShapeDtypeStruct(stored.values.shape, stored.values.dtype, sharding=sharding)
-        return dataclasses.replace(stored, values=values)
+        there = self.held(stored.values.sharding.spec, "frozen")
+        return stored.replace(stored.values.update(sharding=there))
 
     def abstract_residual(self, leaf: ParamLayout) -> jax.ShapeDtypeStruct:
         """The description of a parameter's error-feedback residual, which differs on every device."""
@@ -343,7 +342,7 @@ def build(
             "named: name the model's block classes in ZeroConfig.units, or use zerojax.Stack."
         )
     check_host_weights(zero, frozen)
-    if "activations" in zero.host and not adapter.stacks:
+    if zero.in_host("activations") and not adapter.stacks:
         raise ConfigurationError(
             'ZeroConfig.host=("activations", ...) moves the residuals of a zerojax.Stack, '
             "and the model has no stack: stack its blocks (an NNX model), or leave the activations "
@@ -367,7 +366,7 @@ def build(
     transform = layerwise = None
     if tx is not None:
         transform = with_moments_as_set(on_shards(tx, mesh, updated, zero), zero)
-        if "optimizer" in zero.host:
+        if zero.updates_by_layers:
             paths = [[leaf.path for leaf in group.leaves] for group in groups if group.leaves]
             layerwise = LayerwiseOptimizer(tx, transform, mesh, updated, paths, zero)
     strategy = ShardingStrategy.of(zero)
@@ -475,7 +474,7 @@ def _without_fp8(zero: ZeroConfig, p: Parameter) -> str | None:
 
 def check_host_weights(zero: ZeroConfig, frozen: Sequence[ParamLayout]) -> None:
     """Refuse host memory for weights if all master weights are on the device."""
-    if "weights" in zero.host and "optimizer" not in zero.host and not frozen:
+    if zero.in_host("encoded") and not zero.in_host("masters") and not frozen:
         raise ConfigurationError(
             'ZeroConfig.host has "weights" without "optimizer", and no weight is frozen: the fp32 master '
             'weights, which are larger, stay on the device. Use ("optimizer", "weights").'

@@ -271,7 +271,7 @@ def derived(spec: TrainSpec, params: PyTree) -> dict[str, Any]:
 
 def encoded_fields(spec: TrainSpec, fields: Mapping[str, Any]) -> dict[str, Any]:
     """The field ``encoded``, from a state's other fields; none if passes read master weights."""
-    if not spec.streams:
+    if not spec.in_host("masters"):
         return {}
     local, replicas = fields.get("local"), fields.get("replicas", {})
     params = fields["params"] if local is None else local.weights

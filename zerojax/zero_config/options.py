@@ -1,7 +1,9 @@
 """The sharding options in groups, which ``ZeroConfig`` joins. Their fields are the keys of [zero]."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from types import MappingProxyType
+from typing import Literal
 
 import numpy as np
 
@@ -20,9 +22,17 @@ AccumulateOrder = Literal["depth", "breadth"]
 Spread = Literal["node", "world"]
 Moments = Literal["float32", "bfloat16", "float8"]
 ExpertSpread = Literal["auto", "local", "gathered"]
+Stored = Literal["masters", "moments", "encoded", "frozen", "activations"]
+"""Arrays that are in the device's memory or in its host's."""
 HostStore = Literal["optimizer", "weights", "activations"]
-"""What can be in host memory."""
-HOST_STORES: tuple[HostStore, ...] = get_args(HostStore)
+HOST_STORES: Mapping[HostStore, tuple[Stored, ...]] = MappingProxyType(
+    {
+        "optimizer": ("masters", "moments"),
+        "weights": ("encoded", "frozen"),
+        "activations": ("activations",),
+    }
+)
+"""The arrays that each value of ``Memory.host`` puts in host memory."""
 GradSync = Literal["micro", "step"]
 MatmulDtype = Literal["compute", "fp8"]
 Remat = Literal["full", "attention", "none"]
@@ -183,6 +193,15 @@ class Memory:
     host: tuple[HostStore, ...] = ()
     host_activations: float = 1.0
     update_in_backward: bool = False
+
+    def in_host(self, arrays: Stored) -> bool:
+        """Whether these arrays are in host memory."""
+        return any(arrays in HOST_STORES.get(store, ()) for store in self.host)
+
+    @property
+    def updates_by_layers(self) -> bool:
+        """Whether the optimizer updates one layer at a time: arrays that it reads are in host memory."""
+        return self.in_host("masters") or self.in_host("moments")
 
 
 @dataclass(frozen=True, kw_only=True)

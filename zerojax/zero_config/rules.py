@@ -48,7 +48,7 @@ def _values(z: "ZeroConfig") -> Iterator[str]:
     if size & (size - 1) or not 64 <= size <= 2048:
         yield f"ZeroConfig.block_size={size} must be a power of two from 64 to 2048."
     if unknown := [store for store in z.host if store not in HOST_STORES]:
-        yield f"ZeroConfig.host has {unknown[0]!r}, which is not one of {HOST_STORES}."
+        yield f"ZeroConfig.host has {unknown[0]!r}, which is not one of {tuple(HOST_STORES)}."
     if not 0 < z.host_activations <= 1:
         yield f"ZeroConfig.host_activations={z.host_activations} must be above 0 and at most 1."
     if len(z.grads) != 2:
@@ -108,7 +108,7 @@ def _stage(z: "ZeroConfig") -> Iterator[str]:
         yield f'matmul_dtype="fp8" multiplies with weights as they are gathered for a unit, and {none}.'
     if z.frozen and z.stage < 3:
         yield (f"frozen weights are spread over a node's devices and gathered for each unit, and {none}.")
-    if "activations" in z.host and z.stage < 3:
+    if z.in_host("activations") and z.stage < 3:
         yield (
             'ZeroConfig.host=("activations", ...) moves them layer by layer with the gathers of a Stack, and '
             f"{none}."
@@ -226,18 +226,18 @@ def _is_set(z: "ZeroConfig", name: str) -> bool:
 
 
 def _host(z: "ZeroConfig") -> Iterator[str]:
-    if z.host_activations < 1 and "activations" not in z.host:
+    if z.host_activations < 1 and not z.in_host("activations"):
         yield (
             f"ZeroConfig.host_activations={z.host_activations} needs activations in host memory: set "
             'host=("activations",), or leave it out.'
         )
-    if "optimizer" in z.host and (z.stage == 0 or z.delta_resync):
+    if z.updates_by_layers and (z.stage == 0 or z.delta_resync):
         setting = "stage=0" if z.stage == 0 else "delta_resync"
         yield (
             f'ZeroConfig.host=("optimizer", ...) does not go with {setting}: use stages 1 to 3, without '
             "resyncs."
         )
-    if "optimizer" in z.host and z.every and (z.matmul_dtype == "fp8" or z.weight_formats.local not in RAW):
+    if z.in_host("masters") and z.every and (z.matmul_dtype == "fp8" or z.weight_formats.local not in RAW):
         setting = 'matmul_dtype="fp8"' if z.matmul_dtype == "fp8" else f"local_weights={z.local_weights!r}"
         yield (
             f'ZeroConfig.host=("optimizer", ...) with local updates (every={z.every}) encodes one fragment '
@@ -246,7 +246,7 @@ def _host(z: "ZeroConfig") -> Iterator[str]:
         )
     if z.update_in_backward:
         needs = {
-            f'host=("optimizer", ...), not {z.host}': "optimizer" in z.host,
+            f'host=("optimizer", ...), not {z.host}': z.in_host("masters"),
             f"stage 3, whose units reduce gradients in the backward pass, not stage {z.stage}": z.stage == 3,
             f'one backward pass a step, not {z.passes}: accumulate_order="breadth"': z.passes == 1,
             f"an update that waits for no fragment: no local updates (every={z.every})": not z.every,

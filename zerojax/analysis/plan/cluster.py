@@ -158,7 +158,7 @@ def on_world(spec: TrainSpec, world: MeshShape, zero: ZeroConfig) -> TrainSpec:
         zero: the other options. Their ``units`` are ignored; the spec's are taken.
     """
     check_options(zero, world)
-    streams = "optimizer" in zero.host and spec.tx is not None
+    streams = zero.updates_by_layers and spec.tx is not None
     if streams and spec.layerwise is None:
         raise ConfigurationError(
             "this spec was built with the optimizer on the device. To plan the optimizer in host memory, "

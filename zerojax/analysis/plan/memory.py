@@ -309,7 +309,7 @@ class _Moments:
     @property
     def moved_activations(self) -> int:
         """Bytes of activations that stacks keep in host memory, in all layers but the last."""
-        if "activations" not in self.spec.zero.host:
+        if not self.spec.zero.in_host("activations"):
             return 0
         share = self.spec.zero.host_activations
         return round(share * self.work.kept * self.together * self._layers_but_last) // self.layers

@@ -286,7 +286,7 @@ class _Run:
     def spec_of(self, zero: ZeroConfig, world: MeshShape) -> TrainSpec:
         """The spec with these options on this mesh."""
         if (world, zero) not in self.specs:
-            streams = "optimizer" in zero.host and self.spec.layerwise is None
+            streams = zero.updates_by_layers and self.spec.layerwise is None
             streamed = self.streamed if streams else None
             self.specs[world, zero] = on_world(streamed or self.spec, world, zero)
         return self.specs[world, zero]
@@ -366,7 +366,7 @@ def _ways(own: ZeroConfig, cluster: Cluster) -> Iterator[tuple[str, ZeroConfig]]
             # Some presets exclude updates in the backward pass, or fp8 together with host memory.
             with suppress(ConfigurationError):
                 yield way, zero3.replace(**options)
-    if not own.frozen and "activations" not in own.host and not own.update_in_backward:
+    if not own.frozen and not own.in_host("activations") and not own.update_in_backward:
         for stage in (1, 2):
             yield f"stage {stage}", zero3.replace(stage=stage, matmul_dtype="compute", fp8=MATMUL_WEIGHTS)
 
