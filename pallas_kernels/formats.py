@@ -30,6 +30,9 @@ QMAX: Final = {"fp8": 448.0, "int8": 127.0, "fp6": 28.0, "int4": 7.0, "int2": 1.
 MINIFLOAT: Final = {"fp8": (3, 7), "fp6": (2, 3)}
 """(mantissa bits, exponent bias) of the two small floating-point formats: e4m3 and e3m2."""
 
+PLANES: Final = {fmt: (BITS[fmt],) for fmt in QUANTIZED} | {"fp6": (4, 2)}
+"""Bits of a code in each plane of a row, lowest first. A plane has these bits of every code, packed into bytes."""
+
 MIN_BLOCK, MAX_BLOCK = 64, 2048
 ROTATION: Final = 32
 """Width of the Hadamard rotation. The only other choice is 0 (none)."""

@@ -74,7 +74,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.formats import BITS, MINIFLOAT, QMAX, QUANTIZED, ROTATION, code_bytes
+from pallas_kernels.formats import BITS, MINIFLOAT, PLANES, QMAX, QUANTIZED, ROTATION, code_bytes
 
 MIN_SCALE_BITS = (127 - 80) << 23
 MAX_SCALE_BITS = (127 + 125) << 23
@@ -85,7 +85,7 @@ HASH_ROUNDS = 3
 WEYL = 0x9E3779B9
 PHILOX = 0xD256D193
 STOCHASTIC_MARGIN = 8
-HALF_RANGE = {"int8": 128, "int4": 8, "int2": 2}
+HALF_RANGE = {fmt: 1 << (BITS[fmt] - 1) for fmt in QUANTIZED if fmt not in MINIFLOAT}
 RANDOM_BITS = dict.fromkeys(HALF_RANGE, 16) | {fmt: 23 - mantissa for fmt, (mantissa, _) in MINIFLOAT.items()}
 ROTATION_NORM = np.float32(1 / np.sqrt(np.float64(ROTATION)))
 
@@ -218,7 +218,7 @@ def _codes(y: jax.Array, fmt: str, random: jax.Array | None) -> jax.Array:
         steps = (fixed + random) >> RANDOM_BITS[fmt]
     magnitude = ((exponent - smallest) << mantissa) + steps
     sign = (to_bits(y) < 0).astype(jnp.int32)
-    return magnitude | sign << (8 if fmt == "fp8" else 6) - 1
+    return magnitude | sign << BITS[fmt] - 1
 
 
 def _join(codes: jax.Array, bits: int) -> jax.Array:
@@ -238,21 +238,31 @@ def _part(packed: jax.Array, bits: int) -> jax.Array:
 
 
 def _pack(codes: jax.Array, fmt: str) -> jax.Array:
-    if fmt == "fp6":
-        return jnp.concatenate([_join(codes, 4), _join(codes >> 4, 2)], axis=-1)
-    return _join(codes, BITS[fmt])
+    """The planes of int32 codes, one after another: [..., n] -> uint8[..., n * bits / 8]."""
+    planes, lowest = [], 0
+    for bits in PLANES[fmt]:
+        planes.append(_join(codes >> lowest, bits))
+        lowest += bits
+    return jnp.concatenate(planes, axis=-1)
+
+
+def _unpack(packed: jax.Array, fmt: str) -> jax.Array:
+    """The inverse of ``_pack``."""
+    n = packed.shape[-1] * 8 // BITS[fmt]
+    codes, lowest = jnp.int32(0), 0
+    for bits in PLANES[fmt]:
+        plane = packed[..., n * lowest // 8 : n * (lowest + bits) // 8]
+        codes |= _part(plane, bits) << lowest
+        lowest += bits
+    return codes
 
 
 def _values(packed: jax.Array, fmt: str) -> jax.Array:
     """fp32 values of packed codes, before the scale."""
+    codes = _unpack(packed, fmt)
     if fmt in MINIFLOAT:
         mantissa, bias = MINIFLOAT[fmt]
-        if fmt == "fp8":
-            codes, sign = _part(packed, 8), 0x80
-        else:
-            low = packed.shape[-1] * 2 // 3
-            codes = _part(packed[..., :low], 4) | _part(packed[..., low:], 2) << 4
-            sign = 0x20
+        sign = 1 << (BITS[fmt] - 1)
         magnitude = codes & (sign - 1)
         exponent = magnitude >> mantissa
         steps = (magnitude & ((1 << mantissa) - 1)) | (exponent > 0).astype(jnp.int32) << mantissa
@@ -260,7 +270,7 @@ def _values(packed: jax.Array, fmt: str) -> jax.Array:
         value = steps.astype(jnp.float32) * spacing
         return jnp.where(codes & sign != 0, -value, value)
     half = HALF_RANGE[fmt]
-    return ((_part(packed, BITS[fmt]) ^ half) - half).astype(jnp.float32)
+    return ((codes ^ half) - half).astype(jnp.float32)
 
 
 def _bytes(x: jax.Array) -> jax.Array:

@@ -241,9 +241,7 @@ def _over_layers(
     return stored, _weights(spec, leaves, sent), last
 
 
-def _encode_layer(
-    spec: TrainSpec, stacked: Sequence[ParamLayout], stored: _Stored, replicas: ByPath
-) -> Sent:
+def _encode_layer(spec: TrainSpec, stacked: Sequence[ParamLayout], stored: _Stored, replicas: ByPath) -> Sent:
     """One layer's encoded weights, from the masters in ``stored``."""
     leaves = [dataclasses.replace(leaf, stack=()) for leaf in stacked]
     stored_specs = {leaf.path: leaf.spec(leaf.owners) for leaf in leaves}
