@@ -31,7 +31,7 @@ MINIFLOAT: Final = {"fp8": (3, 7), "fp6": (2, 3)}
 """(mantissa bits, exponent bias) of the two small floating-point formats: e4m3 and e3m2."""
 
 PLANES: Final = {fmt: (BITS[fmt],) for fmt in QUANTIZED} | {"fp6": (4, 2)}
-"""Bits of a code in each plane of a row, lowest first. A plane has these bits of every code, packed into bytes."""
+"""Bits of a code in each plane of a row, lowest first. A plane has these bits of every code in the row."""
 
 MIN_BLOCK, MAX_BLOCK = 64, 2048
 ROTATION: Final = 32

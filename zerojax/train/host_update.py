@@ -3,8 +3,8 @@
 While layer i is updated, the state of layer i + 1 comes to the device and the state of layer i - 1 goes back
 (``zerojax.schedule.streaming``). Norms over the whole tree are computed before (``zerojax.optim.layerwise``).
 
-If masters are in host memory, passes read encoded weights: each shard as its owner sends it next, encoded when
-the weight is updated (``Weight.is_encoded``). With delta that is its difference from the node's replica.
+If masters are in host memory, passes read encoded weights: each shard as its owner sends it next, encoded
+when the weight is updated (``Weight.is_encoded``). With delta that is its difference from the node's replica.
 """
 
 import dataclasses
