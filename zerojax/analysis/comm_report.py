@@ -40,8 +40,7 @@ from zerojax.comm.in_order import collective_axes
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import html, numeric, plain_text, size
 from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
-from zerojax.train.batch import map_batch
-from zerojax.train.shared_rows import processes_a_row
+from zerojax.train.batch import map_batch, processes_a_row
 from zerojax.train.state import TrainState
 from zerojax.train.step import trace_train_step
 

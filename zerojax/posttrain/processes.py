@@ -7,8 +7,7 @@ import numpy as np
 
 from zerojax.comm.gather import gather_from_all
 from zerojax.run.config import RunConfig
-from zerojax.train.batch import local_rows
-from zerojax.train.shared_rows import processes_a_row
+from zerojax.train.batch import local_rows, processes_a_row
 
 Rows = dict[str, np.ndarray]
 """Columns of a batch by name; each has this process's rows."""

@@ -13,7 +13,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.posttrain.roles.saved_runs import check_reward_model
 from zerojax.run.checkpoints import Manifest
 from zerojax.run.config import CriticSection, PosttrainSection, RunConfig
-from zerojax.train.shared_rows import processes_a_row
+from zerojax.train.batch import processes_a_row
 from zerojax.validation.untrusted import short
 
 REFERENCED = ("dpo", "ipo")

@@ -18,7 +18,7 @@ from zerojax.run.data.prepare import keep_tokenizer, prepare, prepared_tokenizer
 from zerojax.run.data.source import check_source_exists
 from zerojax.run.data.tokenizer import Tokenizer
 from zerojax.run.run_dir import RunFolder
-from zerojax.train.shared_rows import processes_a_row
+from zerojax.train.batch import processes_a_row
 
 
 def prepare_data(config: RunConfig, folder: RunFolder) -> Dataset:

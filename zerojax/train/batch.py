@@ -190,6 +190,11 @@ def _with_shards(x: jax.Array, sharding: NamedSharding, shape: tuple[int, ...]) 
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
+def processes_a_row(devices: int) -> int:
+    """The number of processes that share a row if so many devices do; all of them pass it to a step."""
+    return max(1, devices // jax.local_device_count())
+
+
 def local_rows(x: jax.Array) -> np.ndarray:
     """The rows of a batch-sharded array that are on this process's devices. Shared rows occur once."""
     shards = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}

@@ -8,15 +8,16 @@ equal again once they are summed or gathered over the mesh.
 
 If devices share rows, the program is also followed for values that differ within a row: parts of its tokens,
 and random bits. A part cannot be divided again, and a loss of whole rows needs whole rows. A layer that mixes
-tokens takes a part of a result that it has computed from whole rows.
+tokens takes a part of a result that it has computed from whole rows. The loss has to take parts, and
+something in the model has to bring the parts of a row together.
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from jax.extend import core
 
-from zerojax.adapters.loss import IN_ORDER, OWN_TOKENS, WHOLE_ROWS
+from zerojax.adapters.loss import ATTENDED, IN_ORDER, OWN_TOKENS, WHOLE_ROWS
 from zerojax.comm.in_order import collective_axes
 from zerojax.dataflow.analysis import Analysis
 from zerojax.dataflow.programs import equations_within
@@ -152,3 +153,41 @@ def _refuse_other_parts(equation: core.JaxprEqn, *, shared: bool) -> None:
             "(sequence_parallel). Let the loss function take this device's part of the model's inputs, by "
             "zerojax.own_tokens."
         )
+
+
+def refuse_unshared(jaxpr: core.Jaxpr, devices: int) -> None:
+    """Refuse a function that would compute with whole rows on each of ``devices`` devices that share them.
+
+    Raises:
+        ConfigurationError: it takes no part of the tokens.
+    """
+    if devices > 1 and OWN_TOKENS not in _names(jaxpr):
+        raise ConfigurationError(
+            f"sequence_parallel={devices}: the function computes with whole rows on each of the devices "
+            "that share them. Let it take this device's part of tokens and labels by zerojax.own_tokens, as "
+            "zerojax.models.lm_loss does, or set sequence_parallel=1."
+        )
+
+
+def refuse_unmixed(jaxpr: core.Jaxpr, devices: int, mixed: Collection[str]) -> None:
+    """Refuse a function that never brings together the parts of rows that ``devices`` devices share.
+
+    Args:
+        jaxpr: of the function.
+        devices: number of devices that share a row.
+        mixed: the lines of layers that mix tokens by other means than attention (``Branches.mixed``).
+
+    Raises:
+        ConfigurationError: nothing brings the parts of rows together.
+    """
+    if devices > 1 and not mixed and ATTENDED not in _names(jaxpr):
+        raise ConfigurationError(
+            f"sequence_parallel={devices}: the model never calls zerojax.attention, so no token sees the "
+            "tokens on other devices of its row. Call it in place of the model's attention. Give whole rows "
+            "to a layer that mixes tokens in another way, such as a convolution: "
+            "own_tokens(layer(whole_rows(x)))."
+        )
+
+
+def _names(jaxpr: core.Jaxpr) -> set[object]:
+    return {equation.params.get("name") for equation in equations_within(jaxpr)}

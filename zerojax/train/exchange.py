@@ -9,7 +9,6 @@ says which arrays the passes read, and takes part before and after them:
   of them crosses the nodes.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
@@ -24,7 +23,7 @@ from zerojax.train.model_pass import Sums
 from zerojax.train.pass_weights import ByPath
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
-from zerojax.train.update import Trained, unless_skipped
+from zerojax.train.update import Trained, unless_skipped, updated
 
 Metrics = dict[str, Array]
 REPLICATED = PartitionSpec()
@@ -52,6 +51,11 @@ class Passed(NamedTuple):
     replicas: ByPath
     residual: PyTree[Any]
     exchanged: Any
+
+    @property
+    def for_update(self) -> tuple[PyTree[Array], Sums, ByPath, InBackward | None]:
+        """The last arguments of ``updated``."""
+        return self.gradients, self.sums, self.replicas, self.updated or None
 
 
 class Exchange:
@@ -97,14 +101,9 @@ class Exchange:
         """Results of one device, with an axis of nodes if each node has its own."""
         return values
 
-    def before(self, state: TrainState, passed: Passed) -> Trained:
-        """The arrays that the optimizer updates."""
-        del passed
-        return state.trained
-
-    def on_each_node[**P, T](self, update: Callable[P, T]) -> Callable[P, T]:
-        """The update; mapped over the nodes, if each node has its own weights."""
-        return update
+    def update(self, state: TrainState, passed: Passed) -> tuple[Trained, Bool[Array, ""], Metrics]:
+        """See ``zerojax.train.update.updated``; with an axis of nodes if each node has its own weights."""
+        return updated(self.spec, state.trained, *passed.for_update)
 
     def finish(
         self, state: TrainState, passed: Passed, after: Trained, taken: Bool[Array, ""], figures: Metrics

@@ -23,7 +23,8 @@ of a fragment come to the device before the passes and go back after them.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -56,7 +57,7 @@ from zerojax.train.model_pass import Sums
 from zerojax.train.pass_weights import ByPath
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
-from zerojax.train.update import Trained
+from zerojax.train.update import Trained, updated
 from zerojax.weights import Weight, Weights, cross_nodes, decode, encode
 
 _BY_NODE = PartitionSpec(NODE)
@@ -257,15 +258,19 @@ class _OnDevice:
 
 
 class _Exchanged(NamedTuple):
-    """The arrays that an exchange needs until a step ends: of one device, global, or their PartitionSpecs.
+    """The arrays of an exchange after the passes or at the end of a step.
+
+    They are of one device, global, or PartitionSpecs.
 
     Attributes:
-        own: each node's own weights, nested by path, from which the exchange read its fragments.
-        outer: stored, after the exchange that ran beside the passes, if there was one.
-        reports: every node's report of the step before, if that exchange brought it; otherwise unchanged.
+        own: each node\'s own weights, nested by path, from which the exchange read its fragments.
+        encoded: at the end, the own weights as passes read them, if the own weights are in host memory.
+        outer: stored. After the passes, they have changed only if the exchange ran beside these.
+        reports: the reports of all nodes from the exchange; a node's own report before it.
     """
 
     own: PyTree[Any]
+    encoded: ByPath
     outer: Outer
     reports: Any
 
@@ -279,18 +284,6 @@ class _Started(NamedTuple):
     report: Float32[Array, "1 columns"]
     pieces: _Pieces | None
     sent: _Sent | None
-
-
-class _Finished(NamedTuple):
-    """The end of a step: each node's own weights, stored; ``outer`` and ``reports`` as in ``_Exchanged``.
-
-    ``encoded`` are its own weights as its passes read them, if the own weights are in host memory.
-    """
-
-    own: PyTree[Any]
-    encoded: ByPath
-    outer: Outer
-    reports: Any
 
 
 class FragmentExchange(Exchange):
@@ -334,7 +327,7 @@ class FragmentExchange(Exchange):
     def results(self) -> Passed:
         """See ``Exchange``."""
         weights, reports = self._places.weights, REPLICATED if self._beside_passes else _BY_NODE
-        exchanged = _Exchanged(weights, self._outer, reports)
+        exchanged = _Exchanged(weights, {}, self._outer, reports)
         model_state = shard_specs(self.spec.in_node).model_state
         return Passed(weights, _BY_NODE, (), model_state, {}, {}, exchanged)
 
@@ -365,19 +358,16 @@ class FragmentExchange(Exchange):
             sums, sent = _after_passes(sums, gradients, sent)
             pieces, reports = device.receive(pieces, sent)
             outer = device.write(outer, pieces)
-        return sums, _Exchanged(to_tree(own), outer, reports)
+        return sums, _Exchanged(to_tree(own), {}, outer, reports)
 
     def by_node[T: PyTree[Array]](self, values: T) -> T:
         """See ``Exchange``."""
         return jax.tree.map(lambda x: x[None], values)
 
-    def before(self, state: TrainState, passed: Passed) -> Trained:
-        """See ``Exchange``: each node's own weights and optimizer state."""
-        return state.trained._replace(params=passed.exchanged.own, opt_state=state.opt_state)
-
-    def on_each_node[**P, T](self, update: Callable[P, T]) -> Callable[P, T]:
-        """See ``Exchange``."""
-        return jax.vmap(update, spmd_axis_name=NODE)
+    def update(self, state: TrainState, passed: Passed) -> tuple[Trained, Bool[Array, ""], Metrics]:
+        """See ``Exchange``: each node updates its own weights."""
+        update = jax.vmap(functools.partial(updated, self.spec.in_node), spmd_axis_name=NODE)
+        return update(state.trained._replace(params=passed.exchanged.own), *passed.for_update)
 
     def finish(
         self, state: TrainState, passed: Passed, after: Trained, taken: Bool[Array, ""], figures: Metrics
@@ -401,7 +391,7 @@ class FragmentExchange(Exchange):
             self._finish_on_device,
             spec.mesh,
             in_specs=(REPLICATED, REPLICATED, weights, encoded, self._outer, _BY_NODE),
-            out_specs=_Finished(weights, encoded, self._outer, reports),
+            out_specs=_Exchanged(weights, encoded, self._outer, reports),
         )
         step, seed = state.step, state.shards.step_seed
         done = run(step, seed, after.params, after.encoded, passed.exchanged.outer, report)
@@ -426,7 +416,7 @@ class FragmentExchange(Exchange):
         encoded: ByPath,
         outer: Outer,
         report: Float32[Array, "1 columns"],
-    ) -> _Finished:
+    ) -> _Exchanged:
         device = _OnDevice(self.spec, step, seed)
         # Without the barrier XLA repeats the update where a fragment is read, and keeps all that it reads.
         outer, mine, encoded = lax.optimization_barrier((outer, from_tree(own), encoded))
@@ -438,7 +428,7 @@ class FragmentExchange(Exchange):
             outer = device.write(outer, pieces)
         mine, values = device.mix_in(outer, mine, {path: w.values for path, w in encoded.items()})
         encoded = {path: w.replace(values[path]) for path, w in encoded.items()}
-        return _Finished(to_tree(mine), encoded, outer, reports)
+        return _Exchanged(to_tree(mine), encoded, outer, reports)
 
 
 def scalars_of(metrics: Metrics) -> tuple[str, ...]:

@@ -26,9 +26,8 @@ from zerojax.sharding.param_tree import Path
 from zerojax.sharding.strategy import DIFFERING
 from zerojax.sharding.wire_format import Seed, mix
 from zerojax.train.batch import Batch, map_batch, micro_batches, unmarked
-from zerojax.train.branches import ROW, Axes, Branches
+from zerojax.train.branches import ROW, Axes, Branches, refuse_unmixed, refuse_unshared
 from zerojax.train.pass_weights import ByPath, PassWeights, place_group
-from zerojax.train.shared_rows import refuse_unmixed, refuse_unshared
 from zerojax.train.spec import TrainSpec
 from zerojax.train.weight_reads import refuse_assigned, refuse_calls, refuse_reads
 

@@ -34,7 +34,6 @@ from zerojax.train.fields import Shards, abstract_fields, on_devices, shardings_
 from zerojax.train.local_updates import FragmentExchange, reported, scalars_of
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState, check_there, settled
-from zerojax.train.update import updated
 
 _Read = dict[str, PyTree[Array]]
 """Fields of a state that a step reads and does not change, by name."""
@@ -88,7 +87,7 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     placed = place(spec, batch, spec.zero.accumulate)
     check_there(state)
     state = settled(state)
-    following, metrics = one_at_a_time(spec.mesh, _compiled(spec)(*_without_read_fields(state), placed))
+    following, metrics = one_at_a_time(spec.mesh, _compiled_step(spec)(*_without_read_fields(state), placed))
     spec.once(_SCALARS, lambda: scalars_of(metrics))
     return following.replace(frozen=state.frozen), metrics
 
@@ -149,7 +148,8 @@ def eval_step(state: TrainState, batch: Batch, loss_fn: LossFn | None = None) ->
     spec = state.spec
     placed = place(spec, batch, 1)
     check_there(state)
-    return one_at_a_time(spec.mesh, _compiled_eval(spec)(state, placed, loss_fn or spec.loss_fn))
+    evaluate = _compiled(spec, _evaluate, (2,))
+    return one_at_a_time(spec.mesh, evaluate(state, placed, loss_fn or spec.loss_fn))
 
 
 @places_arguments()
@@ -186,11 +186,7 @@ def predict_step[T: PyTree[Array]](
     check_adapters(spec, adapters=adapters)
     placed = place(spec, batch, 1)
     check_there(state)
-    compiled = spec.once(
-        "predict",
-        lambda: jax.jit(_predict, static_argnums=(2, 3), compiler_options=_compiler_options(spec)),
-    )
-    found = one_at_a_time(spec.mesh, compiled(state, placed, fn, adapters))
+    found = one_at_a_time(spec.mesh, _compiled(spec, _predict, (2, 3))(state, placed, fn, adapters))
     return jax.tree.map(functools.partial(rows_once, spec), found)
 
 
@@ -220,12 +216,9 @@ def gradients(state: TrainState, batch: Batch) -> PyTree[Array]:
             "For gradients of the outer weights, copy these to a state of another preset: "
             "put_params(other, gather_params(state))."
         )
-    step = spec.once(
-        "gradients",
-        lambda: jax.jit(_mean_gradients, compiler_options=_compiler_options(spec)),
-    )
     placed = place(spec, batch, spec.zero.accumulate)
     check_there(state)
+    step = _compiled(spec, _mean_gradients)
     return one_at_a_time(spec.mesh, step(*_without_read_fields(state), placed))
 
 
@@ -236,18 +229,18 @@ def lower_train_step(state: TrainState, batch: Batch) -> jax.stages.Lowered:
         state: a state, or an abstract one.
         batch: arrays or ShapeDtypeStructs with the global batch's shapes.
     """
-    return _compiled(state.spec).lower(*_without_read_fields(state), abstract_batch(state.spec, batch))
+    return _compiled_step(state.spec).lower(*_without_read_fields(state), abstract_batch(state.spec, batch))
 
 
 def lower_eval_step(state: TrainState, batch: Batch) -> jax.stages.Lowered:
     """The lowered evaluation; arguments as ``lower_train_step``."""
     spec = state.spec
-    return _compiled_eval(spec).lower(state, abstract_batch(spec, batch), spec.loss_fn)
+    return _compiled(spec, _evaluate, (2,)).lower(state, abstract_batch(spec, batch), spec.loss_fn)
 
 
 def trace_train_step(state: TrainState, batch: Batch) -> jax.stages.Traced:
     """The traced step, whose ``jaxpr`` holds every collective; arguments as ``lower_train_step``."""
-    return _compiled(state.spec).trace(*_without_read_fields(state), abstract_batch(state.spec, batch))
+    return _compiled_step(state.spec).trace(*_without_read_fields(state), abstract_batch(state.spec, batch))
 
 
 def _without_read_fields(state: TrainState) -> tuple[TrainState, _Read]:
@@ -280,7 +273,18 @@ def _compiler_options(spec: TrainSpec) -> CompilerOptions:
     )
 
 
-def _compiled(spec: TrainSpec) -> jax.stages.Wrapped:
+def _compiled(
+    spec: TrainSpec, run: Callable[..., PyTree[Array]], static: tuple[int, ...] = ()
+) -> jax.stages.Wrapped:
+    """The compiled function of a module-level function, whose ``static`` arguments are no arrays."""
+
+    def make() -> jax.stages.Wrapped:
+        return jax.jit(run, static_argnums=static, compiler_options=_compiler_options(spec))
+
+    return spec.once(run.__name__, make)
+
+
+def _compiled_step(spec: TrainSpec) -> jax.stages.Wrapped:
     if spec.tx is None:
         raise ConfigurationError(
             "the state has no optimizer, so it is for inference alone: to train it, create it with an optax "
@@ -301,13 +305,6 @@ def _compiled(spec: TrainSpec) -> jax.stages.Wrapped:
         )
 
     return spec.once("train", make)
-
-
-def _compiled_eval(spec: TrainSpec) -> jax.stages.Wrapped:
-    return spec.once(
-        "eval",
-        lambda: jax.jit(_evaluate, static_argnums=2, compiler_options=_compiler_options(spec)),
-    )
 
 
 @contextlib.contextmanager
@@ -331,9 +328,7 @@ def _train(state: TrainState, read: _Read, batch: Batch) -> tuple[TrainState, Me
     spec, state = state.spec, state.replace(**read)
     exchange = FragmentExchange(spec) if spec.local_updates else Exchange(spec)
     passed = _passes(exchange, state, batch, in_backward=bool(spec.updated_in_backward))
-    update = exchange.on_each_node(functools.partial(updated, spec.training))
-    before, done = exchange.before(state, passed), passed.updated or None
-    after, taken, figures = update(before, passed.gradients, passed.sums, passed.replicas, done)
+    after, taken, figures = exchange.update(state, passed)
     fields, metrics = exchange.finish(state, passed, after, taken, figures)
     return state.replace(step=state.step + 1, frozen={}, **fields), metrics
 
