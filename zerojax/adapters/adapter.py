@@ -1,7 +1,7 @@
 """The interface between a model of either Flax API and the rest of zerojax."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -10,9 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Num, PyTree
 
-from zerojax.schedule.sharded import Sharded, is_sharded
-from zerojax.schedule.transforms import partition, split_arrays
-from zerojax.schedule.unit import Arrays, call_unit
+from zerojax.schedule.sharded import Sharded
 from zerojax.sharding.layout import ParamShape
 from zerojax.sharding.param_tree import Path, by_name
 from zerojax.weights import Weight
@@ -121,24 +119,3 @@ class Adapter(ABC):
     @abstractmethod
     def whole(self, weights: Given, model_state: ModelState) -> Callable[..., Any]:
         """An ordinary model with these whole weights, in evaluation mode, without anything of zerojax."""
-
-
-def call_gathered[S, T](
-    run: Callable[[PyTree, S, tuple[object, ...], Mapping[str, object]], T],
-    params: PyTree,
-    state: S,
-    args: tuple[object, ...],
-    kwargs: Mapping[str, object],
-) -> T:
-    """``run(params, state, args, kwargs)``, whose ``params`` are gathered where they are ``Sharded``.
-
-    ``run`` is pure. The arguments may hold leaves that are no arrays.
-    """
-    weights, others, combine = partition(params, is_sharded, is_leaf=is_sharded)
-    arrays, join = split_arrays((args, kwargs))
-
-    def body(whole: Sequence[Array], inputs: Arrays) -> T:
-        state, others, arrays = inputs
-        return run(combine(whole, others), state, *join(arrays))
-
-    return call_unit(body, weights, (state, others, arrays))

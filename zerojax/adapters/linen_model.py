@@ -18,11 +18,10 @@ from flax.core.scope import DenyList, in_filter, intersect_filters
 from flax.linen.module import InterceptorContext
 from jaxtyping import Array, PyTree
 
-from zerojax.adapters.adapter import call_gathered
 from zerojax.adapters.roles import Box, ExpertBox
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.sharded import Sharded, is_sharded, read_outside, translated_errors
-from zerojax.schedule.unit import Arrays
+from zerojax.schedule.unit import Arrays, call_unit
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 
 Variables = dict[str, PyTree[Array]]
@@ -284,7 +283,7 @@ def _call_unit(
 
         return free.apply({PARAMS: params, **state}, rngs=rngs, method=call, mutable=mutable)
 
-    out, changed = call_gathered(run, params, (state, rngs), args, kwargs)
+    out, changed = call_unit(run, params, (state, rngs), args, kwargs)
     for collection, values in changed.items():
         for name, value in values.items():
             module.put_variable(collection, name, value)

@@ -15,12 +15,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Num, PyTree
 
-from zerojax.adapters.adapter import call_gathered
 from zerojax.adapters.nnx_creation import leaves_of
 from zerojax.dataflow.analysis import changed
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.sharded import assigned, is_sharded
-from zerojax.schedule.unit import Arrays
+from zerojax.schedule.unit import Arrays, call_unit
 from zerojax.sharding.param_tree import Path
 
 STATE = nnx.Not(nnx.Any(nnx.Param, nnx.Intermediate))
@@ -80,7 +79,7 @@ def _call_unit(
 
         return call_with_weights(graph, params, state, use)
 
-    out, states = call_gathered(run, params, state, args, kwargs)
+    out, states = call_unit(run, params, state, args, kwargs)
     for one, after in zip((module, *modules_in((args, kwargs))), states, strict=True):
         nnx.update(one, after)
     return out

@@ -1,5 +1,6 @@
 """Coalesced collectives: several payloads are joined, cross an axis together and are split again."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -56,12 +57,9 @@ def gather_together(
 
     ``separate_stream`` is as for ``exchange``.
     """
-
-    def gather(wire: Array) -> Array:
-        with on_separate_stream(separate_stream and axis == NODE):
-            return lax.all_gather(wire, axis)
-
-    return _across_together(parts, gather, ALONE_BYTES).split()
+    gather = functools.partial(lax.all_gather, axis_name=axis)
+    across = functools.partial(_across, gather, separate_stream and axis == NODE)
+    return _across_together(parts, across, ALONE_BYTES).split()
 
 
 def exchange_together(parts: Sequence[Rows], axis: Axis, *, separate_stream: bool = False) -> list[Rows]:
@@ -81,35 +79,34 @@ def exchange(parts: Sequence[Rows], axis: Axis, *, separate_stream: bool = False
             node do not wait for each other. XLA then runs only one collective of the same devices at a time.
             So with several nodes large parts are joined as well, at the cost of a copy.
     """
-
-    def collective(wire: Array) -> Array:
-        with on_separate_stream(separate_stream and axis == NODE):
-            return lax.all_to_all(wire, axis, split_axis=0, concat_axis=0, tiled=True)
-
+    swap = functools.partial(lax.all_to_all, axis_name=axis, split_axis=0, concat_axis=0, tiled=True)
+    across = functools.partial(_across, swap, separate_stream and axis == NODE)
     alone = math.inf if separate_stream and lax.axis_size(NODE) > 1 else ALONE_BYTES
-    return _across_together(parts, collective, alone)
+    return _across_together(parts, across, alone)
 
 
-def _across_together(parts: Sequence[Array], collective: Callable[[Array], Array], alone: float) -> Arrived:
-    """Run ``collective`` on ``parts`` joined along their last axis.
+def _across_together(parts: Sequence[Array], across: Callable[[Array], Array], alone: float) -> Arrived:
+    """Send ``parts`` ``across`` an axis, joined along their last axis.
 
     Parts of ``alone`` bytes or more are not joined. Parts of one dtype are joined as they are, others as
     bytes. Barriers keep the compiler from moving an encoding or a cast to the other side of the wire.
     """
     joined = [i for i, part in enumerate(parts) if part.nbytes < alone or len(parts) == 1]
-    separate = {i: _across(parts[i], collective) for i in set(range(len(parts))) - set(joined)}
+    separate = {i: across(parts[i]) for i in set(range(len(parts))) - set(joined)}
     if not joined:
         return Arrived(separate, (), ())
     small = [parts[i] for i in joined]
     if any(part.dtype != small[0].dtype for part in small):
         small = [as_bytes(part) for part in small]
-    wire = _across(small[0] if len(small) == 1 else jnp.concatenate(small, -1), collective)
+    wire = across(small[0] if len(small) == 1 else jnp.concatenate(small, -1))
     lengths = tuple((i, part.shape[-1], parts[i].dtype) for i, part in zip(joined, small, strict=True))
     return Arrived(separate, (wire,), lengths)
 
 
-def _across(wire: Array, collective: Callable[[Array], Array]) -> Array:
+def _across(collective: Callable[[Array], Array], separate_stream: bool, wire: Array) -> Array:
     # With a constant, since XLA's double buffering cannot compile a barrier on a loop's carry alone.
     wire, _ = lax.optimization_barrier((wire, np.int32(0)))
     # Without this barrier a cast of the result could move before the collective, which would send more bytes.
-    return lax.optimization_barrier(collective(wire))
+    with on_separate_stream(separate_stream):
+        arrived = collective(wire)
+    return lax.optimization_barrier(arrived)

@@ -9,7 +9,7 @@ A ``Weight`` knows from which level it is gathered. The ``ShardingStrategy`` say
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -29,8 +29,8 @@ from zerojax.matmul.replay import Value, at_matmuls
 from zerojax.schedule.breadth_first import Flags, all_batched, map_microbatches, with_batching_rule
 from zerojax.schedule.layer_update import LayerState, LayerUpdate
 from zerojax.schedule.remat import rematerialised
-from zerojax.schedule.sharded import Sharded, read_by_unit
-from zerojax.schedule.transforms import Pullback, holding, pullback, split_arrays
+from zerojax.schedule.sharded import Sharded, is_sharded, read_by_unit
+from zerojax.schedule.transforms import Pullback, holding, partition, pullback, split_arrays
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.mesh import AXES
 from zerojax.sharding.param_tree import Path
@@ -66,27 +66,34 @@ def materialise(weights: Sequence[Sharded]) -> Values:
     return tuple(by_path[w.leaf.path] for w in weights)
 
 
-def call_unit[T: PyTree](
-    body: Callable[[Sequence[Array], Arrays], T], weights: Sequence[Sharded], inputs: Arrays
+def call_unit[S, T: PyTree](
+    run: Callable[[PyTree, S, tuple[object, ...], Mapping[str, object]], T],
+    params: PyTree,
+    state: S,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
 ) -> T:
-    """Run ``body(weights, inputs)`` on gathered weights.
+    """Run ``run(params, state, args, kwargs)``, whose ``params`` are gathered where they are ``Sharded``.
 
-    ``body`` is a pure function of whole weights of unsharded shape and of ``inputs``: activations and the
-    unit's other state. It closes over nothing that is traced.
+    ``run`` is a pure function of whole parameters of unsharded shape, of the unit's other state, and of
+    arguments, which may hold leaves that are no arrays. It closes over nothing that is traced.
 
     Returns:
-        The result of ``body``. Strings and Python numbers in it stay what they are. Cotangents of ``inputs``
-        are ordinary ones; cotangents of the weights go to their sinks.
+        The result of ``run``. Strings and Python numbers in it stay what they are. Cotangents of the weights
+        go to their sinks; all others are ordinary ones.
     """
+    weights, others, combine = partition(params, is_sharded, is_leaf=is_sharded)
+    arrays, join = split_arrays((args, kwargs))
     joins: list[Callable[[Sequence[Array]], T]] = []
 
-    def arrays_of(weights: Sequence[Array], inputs: Arrays) -> Sequence[Array]:
-        arrays, join = split_arrays(body(weights, inputs))
-        joins.append(join)
-        return arrays
+    def body(whole: Sequence[Array], inputs: Arrays) -> Sequence[Array]:
+        state, others, arrays = inputs
+        results, join_results = split_arrays(run(combine(whole, others), state, *join(arrays)))
+        joins.append(join_results)
+        return results
 
     unit, seeds = take_apart(weights)
-    on_whole = on_operands(arrays_of, weights)
+    on_whole = on_operands(body, weights)
     layer = as_layer(lambda whole, inputs: on_whole(whole, *inputs), unit.strategy)
 
     def in_breadth(_: int, mapped: tuple[Flags, Flags], unit: Unit, inputs: Arrays) -> tuple[Arrays, Flags]:
@@ -99,9 +106,8 @@ def call_unit[T: PyTree](
         out = call_gathered(map_microbatches(layer, (of_inputs,)), unit, inputs)
         return out, all_batched(out, True)
 
-    run = with_batching_rule(in_breadth, functools.partial(call_gathered, layer))
-    arrays = run(unit, (seeds, inputs))
-    return joins[-1](arrays)
+    call = with_batching_rule(in_breadth, functools.partial(call_gathered, layer))
+    return joins[-1](call(unit, (seeds, (state, others, arrays))))
 
 
 def on_operands(body: Body, weights: Sequence[Sharded]) -> Body:
@@ -253,7 +259,7 @@ _to_whole.defvjp(lambda *args: (_to_whole(*args), args[-1]), _to_whole_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def call_gathered(body: Body, unit: Unit, inputs: Arrays) -> Arrays:
-    """``call_unit`` for a ``Unit``."""
+    """Gather a ``Unit``'s weights, and run ``body(whole, inputs)``."""
     weights = read_by_unit(unit.weights)
     if not all(w.layout.frozen and w.level == "full" for w in weights):
         # Without the barrier the compiler may gather every unit's weights before the first is used.
