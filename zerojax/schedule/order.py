@@ -6,11 +6,13 @@ first period, and layers that are peeled off a loop, are compiled one by one.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, PyTree
 
 from zerojax.schedule.stacked import Index, layer_at, put_layer
@@ -141,3 +143,38 @@ class Place:
     def replaced[T](self, kinds: tuple[T, ...], own: T) -> tuple[T, ...]:
         """``kinds`` with another value for the layer's kind."""
         return (*kinds[: self.kind], own, *kinds[self.kind + 1 :])
+
+
+def over_layers[C: PyTree[Array]](
+    run: Callable[[C, Place], C],
+    carry: C,
+    order: Order,
+    layers: range,
+    looped: range,
+    turn: int,
+    enter: Callable[[C], C] = lambda carry: carry,
+) -> C:
+    """Run ``carry = run(carry, place)`` for all ``layers``; as many of ``looped`` as fill iterations in a loop.
+
+    ``layers`` count up or down, and ``looped`` is a periodic part of them. An iteration has ``turn`` layers,
+    a multiple of the order's period. ``enter`` changes the carry that enters the loop.
+    """
+    turns = len(looped) // turn
+    if turns < 2 and not order.uniform:
+        turns = 0
+    first = layers.index(looped[0]) if turns else 0
+    for number in layers[:first]:
+        carry = run(carry, order.at(number))
+    if turns:
+
+        def take_turn(iteration: Array, carry: C) -> C:
+            periods = iteration if turn == order.period else turn // order.period * iteration
+            for number in looped[:turn]:
+                carry = run(carry, order.at(number, periods if layers.step > 0 else -periods))
+            return carry
+
+        # By the loop's own counter: only slices at such an index become copies by DMA.
+        carry = lax.fori_loop(0, turns, take_turn, enter(carry))
+    for number in layers[first + turns * turn :]:
+        carry = run(carry, order.at(number))
+    return carry

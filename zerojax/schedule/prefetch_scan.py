@@ -47,7 +47,7 @@ from zerojax.schedule.breadth_first import (
 )
 from zerojax.schedule.in_flight import Fetching, Replicas, WeightPrefetcher
 from zerojax.schedule.layer_update import probe
-from zerojax.schedule.order import Order, Place
+from zerojax.schedule.order import Order, Place, over_layers
 from zerojax.schedule.scan_backward import Kept, ScanArgs, run_backward
 from zerojax.schedule.sharded import read_by_unit
 from zerojax.schedule.stacked import cut_large, empty_layers, pieces_away
@@ -268,6 +268,7 @@ def _forward(order: Order, runs: Sequence[_Run], args: ScanArgs) -> tuple[_Resul
     weights, replicas = tuple(unit.weights for unit in units), tuple(unit.replicas for unit in units)
     strategy, last = units[0].strategy, order.last
     prefetcher = WeightPrefetcher(weights, step=1, separate_stream=strategy.separate_stream)
+    looped = max(last - 1, 0) if prefetcher.crosses else last
 
     def cut(residual: Pullback | None) -> Pullback | None:
         share = strategy.residuals_in_host
@@ -280,8 +281,9 @@ def _forward(order: Order, runs: Sequence[_Run], args: ScanArgs) -> tuple[_Resul
         given = zip(own, kept_for_backward(strategy, own, secondary), strict=True)
         return tuple(kept for own, kept in given if kept is not own)
 
-    def layer(carry: _ForwardCarry, place: Place, *, crossing: bool) -> _ForwardCarry:
+    def layer(carry: _ForwardCarry, place: Place) -> _ForwardCarry:
         kind, after = place.kind, (place + 1).kind
+        crossing = prefetcher.crosses and place.number < looped
         fetching, secondary = prefetcher.advance(carry.fetching, place, crossing=crossing)
         if place.peeled and any(w.layout.frozen for w in weights[after]):
             # Frozen weights depend on nothing in the loop. Without the barrier they would be gathered early.
@@ -311,24 +313,7 @@ def _forward(order: Order, runs: Sequence[_Run], args: ScanArgs) -> tuple[_Resul
             empty(place, *jax.eval_shape(functools.partial(_fetched, prefetcher, replicas, strategy, place)))
         )
     carry = _ForwardCarry(x, fetching, kept_of(secondary, 0), whole, tuple(stacks))
-    looped = max(last - 1, 0) if prefetcher.crosses else last
-    begin, period = order.first_periodic, order.period
-    turns = (looped - begin) // period
-    if not order.uniform and turns < 2:
-        begin, turns = looped, 0
-    for number in range(begin):
-        carry = layer(carry, order.at(number), crossing=prefetcher.crosses)
-    if turns:
-
-        def take_turn(turn: Array, carry: _ForwardCarry) -> _ForwardCarry:
-            for number in range(begin, begin + period):
-                carry = layer(carry, order.at(number, turn), crossing=prefetcher.crosses)
-            return carry
-
-        # By the loop's own counter: only slices at such an index become copies by DMA.
-        carry = lax.fori_loop(0, turns, take_turn, carry)
-    for number in range(begin + turns * period, last):
-        carry = layer(carry, order.at(number), crossing=prefetcher.crosses and number < looped)
+    carry = over_layers(layer, carry, order, range(last), range(order.first_periodic, looped), order.period)
     place = order.at(last)
     x, new, residual = runs[place.kind](carry.whole, carry.x, place.of(state), shared)
     states, residuals, kept = zip(*carry.stacks, strict=True)

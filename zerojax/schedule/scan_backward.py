@@ -15,7 +15,7 @@ from jaxtyping import Array
 from zerojax.comm.reduction import Values
 from zerojax.schedule.in_flight import Fetching, GradientQueue, InFlight, WeightPrefetcher
 from zerojax.schedule.layer_update import LayerState, UpdatedLayers, weights_of
-from zerojax.schedule.order import Order, Place
+from zerojax.schedule.order import Order, Place, over_layers
 from zerojax.schedule.stacked import Index, by_dma, uncut
 from zerojax.schedule.sum_storage import SeparateSums, Stored, SumStorage
 from zerojax.schedule.transforms import Pullback, floats, inexact, partition, with_float0
@@ -196,24 +196,8 @@ class _BackwardPass:
         # Two periods of updated layers per iteration: half of the state is read beside one, and written
         # beside the other.
         turn = order.period * (2 if self.updates else 1)
-        top, stop = self._looped()
-        turns = max(top - stop, 0) // turn
-        if turns < 2 and not order.uniform:
-            top, turns = stop, 0
-        for number in range(last - 1, top - 1, -1):
-            carry = self._layer(carry, order.at(number))
-        if turns:
-
-            def take_turn(i: Array, carry: _Carry) -> _Carry:
-                for number in range(turn):
-                    periods = i if turn == order.period else 2 * i
-                    carry = self._layer(carry, order.at(top - 1 - number, -periods))
-                return carry
-
-            carry = carry._replace(in_flight=queue.prime(carry.in_flight)) if queue.primes else carry
-            carry = lax.fori_loop(0, turns, take_turn, carry)
-        for number in range(top - 1 - turns * turn, 0, -1):
-            carry = self._layer(carry, order.at(number))
+        layers = range(last - 1, 0, -1)
+        carry = over_layers(self._layer, carry, order, layers, self._looped(), turn, self._primed)
         if last > 0:
             carry = self._compute(carry, order.at(0))
         stored, first = carry.stored, None
@@ -225,21 +209,26 @@ class _BackwardPass:
         sums = tuple(storage.collect(own, first) for storage, own in zip(self.storage, stored, strict=True))
         return sums, carry.cotangent, carry.of_state, carry.of_shared
 
-    def _looped(self) -> tuple[int, int]:
-        """The layers of the loop: it runs from ``top`` - 1 down to ``stop``."""
+    def _primed(self, carry: _Carry) -> _Carry:
+        """The carry with which the loop begins."""
+        queue = self.queue
+        return carry._replace(in_flight=queue.prime(carry.in_flight)) if queue.primes else carry
+
+    def _looped(self) -> range:
+        """The layers of the loop."""
         order, queue = self.order, self.queue
         stop = min(2 if self.prefetcher.crosses else 1, self.last)
         # The layers peeled off before it fill every hop.
         filled = queue.stages + order.period if self.updates else queue.stages - queue.primes
         top = max(self.last - max(filled, 0), stop)
         if order.uniform:
-            return top, stop
+            return range(top - 1, stop - 1, -1)
         if order.first_periodic:
             stop = max(stop, order.first_periodic + 3)  # fetches of the loop stay inside the periodic part
         if self.updates:
             # Nothing is fetched after the first layer of a kind, so it is updated outside of the loop.
             stop = max(stop, max(map(order.kinds.index, set(order.kinds))))
-        return top, stop
+        return range(top - 1, stop - 1, -1)
 
     def _layer(self, carry: _Carry, place: Place) -> _Carry:
         """Run a layer's vjp, and move weights and gradients one stage on."""
