@@ -154,7 +154,7 @@ def over_layers[C: PyTree[Array]](
     turn: int,
     enter: Callable[[C], C] = lambda carry: carry,
 ) -> C:
-    """Run ``carry = run(carry, place)`` for all ``layers``; as many of ``looped`` as fill iterations in a loop.
+    """Run ``carry = run(carry, place)`` for all ``layers``, as many of ``looped`` as fit in a loop.
 
     ``layers`` count up or down, and ``looped`` is a periodic part of them. An iteration has ``turn`` layers,
     a multiple of the order's period. ``enter`` changes the carry that enters the loop.
