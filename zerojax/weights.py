@@ -222,18 +222,11 @@ def gather_exact(weights: Weights) -> Payloads:
 
 def to_full(weights: Weights, dtype: Callable[[ParamLayout], jnp.dtype]) -> Weights:
     """Bring weights from secondary partitions to whole ones; whole ones stay as they are."""
-    spread = [w for w in weights if w.level != "full"]
-    if not spread:
-        return weights
-    crosses = [w.layout.on_device.world.local > 1 for w in spread]
     with jax.named_scope("gather_local"):
-        blocks = [to_device(w.values) for w in spread]
-        arrived = iter(
-            gather_together([x for x, crossing in zip(blocks, crosses, strict=True) if crossing], LOCAL)
-        )
-        blocks = [next(arrived) if crossing else x for x, crossing in zip(blocks, crosses, strict=True)]
-        whole = iter([w.whole(x, dtype(w.layout)) for w, x in zip(spread, blocks, strict=True)])
-        return tuple(w if w.level == "full" else next(whole) for w in weights)
+        blocks = {i: to_device(w.values) for i, w in enumerate(weights) if w.level != "full"}
+        crossing = [i for i in blocks if weights[i].layout.on_device.world.local > 1]
+        blocks |= zip(crossing, gather_together([blocks[i] for i in crossing], LOCAL), strict=True)
+        return tuple(w.whole(blocks[i], dtype(w.layout)) if i in blocks else w for i, w in enumerate(weights))
 
 
 def _node_scope(*, delta: bool) -> str:
