@@ -3,7 +3,7 @@
 "fp32" and "bf16" travel as arrays of that dtype; the quantized formats as bytes, codes first and then scales,
 encoded by ``pallas_kernels``; "e4m3" as the bytes that fp8 products read (``zerojax.matmul.fp8``), whose
 scale every device has; "nf4" as the bytes that frozen weights are stored in, which can be gathered but
-neither summed nor changed. All functions work on rows, one for each peer.
+neither summed nor changed: kernels refuse that. All functions work on rows, one for each peer.
 """
 
 import functools
@@ -123,8 +123,7 @@ class Codec:
         return pallas_kernels.decode(payload, self.fmt, n, block=self.block, dtype=dtype)
 
     def decode_sum(self, payload: Num[Array, "peers m"], n: int, *, rotation: int = 0) -> Float[Array, " n"]:
-        """The fp32 sum over peers in their order, rotated back. Refuse formats that only store weights."""
-        self._check_sums()
+        """The fp32 sum over peers in their order, rotated back."""
         if self.raw:
             return sum_rows(payload)
         return pallas_kernels.decode_sum(payload, self.fmt, n, block=self.block, rotation=rotation)
@@ -133,8 +132,6 @@ class Codec:
         self, payload: Num[Array, "peers m"], out: "Codec", rows: int, n: int, *, seed: Seed
     ) -> Num[Array, "rows k"]:
         """Sum over peers in fp32 between two hops, and encode again as ``rows`` rows of ``n`` elements."""
-        self._check_sums()
-        out._check_sums()
         if self.raw or out.raw:
             return out.encode(self.decode_sum(payload, rows * n).reshape(rows, n), seed=seed)
         return pallas_kernels.decode_sum_encode(
@@ -142,8 +139,7 @@ class Codec:
         )
 
     def encode_delta(self, x: Float[Array, "rows n"], base: Float[Array, "rows n"]) -> Num[Array, "rows m"]:
-        """Encode the difference ``x - base``, computed in fp32. Refuse formats that only store weights."""
-        self._check_sums()
+        """Encode the difference ``x - base``, computed in fp32."""
         if self.raw:
             return (x - base.astype(jnp.float32)).astype(self.dtype)
         return pallas_kernels.encode_delta(x, base, self.fmt, block=self.block)
@@ -152,18 +148,10 @@ class Codec:
         self, payload: Num[Array, "rows m"], base: Float[Array, "rows n"]
     ) -> Float[Array, "rows n"]:
         """``base`` plus the decoded difference, added in fp32 and rounded once to ``base.dtype``."""
-        self._check_sums()
         if self.raw:
             total = base.astype(jnp.float32) + payload.astype(jnp.float32)
             return total.astype(base.dtype)
         return pallas_kernels.decode_add(payload, base, self.fmt, block=self.block)
-
-    def _check_sums(self) -> None:
-        if self.stored:
-            raise ConfigurationError(
-                f"{self.fmt} stores frozen weights and has neither sums nor differences: send gradients and "
-                f"changes of weights in one of {', '.join(pallas_kernels.FORMATS)}."
-            )
 
 
 @_inlined
