@@ -380,18 +380,13 @@ def encode_reordered(
 def sum_and_encode(rows: Rows, leaf: ParamLayout, seed: Seed, chunks: int) -> Rows:
     """Between two hops: sum a chunk over the node's devices, and encode it for its owners.
 
-    A device's own experts need no sum. If both hops are quantized the values stay rotated; if only one is, it
-    rotates by itself.
+    A device's own experts need no sum.
     """
-    first, second = leaf.grads.local, leaf.grads.node
-    nodes = leaf.world.nodes
-    n = leaf.shard // chunks
+    second, nodes, n = leaf.grads.node, leaf.world.nodes, leaf.shard // chunks
     if leaf.parts > 1:
         return encode_rows(rows.reshape(nodes, n), leaf, second, seed, NODE_HOP)
-    if not first.raw and not second.raw:
-        return first.decode_sum_encode(rows, second, nodes, n, seed=_salt(seed, leaf, second, NODE_HOP))
-    total = first.decode_sum(rows, nodes * n, rotation=leaf.rotation)
-    return encode_rows(total.reshape(nodes, n), leaf, second, seed, NODE_HOP)
+    salted = _salt(seed, leaf, second, NODE_HOP)
+    return leaf.grads.local.decode_sum_encode(rows, second, nodes, n, seed=salted, rotation=leaf.rotation)
 
 
 def encoding_error(sums: Float[Array, " n"], rows: Rows, leaf: ParamLayout) -> Float[Array, " n"]:

@@ -129,11 +129,22 @@ class Codec:
         return pallas_kernels.decode_sum(payload, self.fmt, n, block=self.block, rotation=rotation)
 
     def decode_sum_encode(
-        self, payload: Num[Array, "peers m"], out: "Codec", rows: int, n: int, *, seed: Seed
+        self,
+        payload: Num[Array, "peers m"],
+        out: "Codec",
+        rows: int,
+        n: int,
+        *,
+        seed: Seed,
+        rotation: int = 0,
     ) -> Num[Array, "rows k"]:
-        """Sum over peers in fp32 between two hops, and encode again as ``rows`` rows of ``n`` elements."""
+        """Sum over peers in fp32 between two hops, and encode again as ``rows`` rows of ``n`` elements.
+
+        Rotated values stay so if both formats are quantized. Otherwise the quantized one rotates by itself.
+        """
         if self.raw or out.raw:
-            return out.encode(self.decode_sum(payload, rows * n).reshape(rows, n), seed=seed)
+            total = self.decode_sum(payload, rows * n, rotation=rotation)
+            return out.encode(total.reshape(rows, n), seed=seed, rotation=rotation)
         return pallas_kernels.decode_sum_encode(
             payload, self.fmt, out.fmt, rows, n, block=self.block, rounding=out.rounding, seed=seed
         )
