@@ -107,7 +107,8 @@ def call_unit[S, T: PyTree](
         return out, all_batched(out, True)
 
     call = with_batching_rule(in_breadth, functools.partial(call_gathered, layer))
-    return joins[-1](call(unit, (seeds, (state, others, arrays))))
+    results = call(unit, (seeds, (state, others, arrays)))
+    return joins[-1](results)
 
 
 def on_operands(body: Body, weights: Sequence[Sharded]) -> Body:
