@@ -3,17 +3,17 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 from jaxtyping import Array, Num
 
-from zerojax.comm.xla_options import on_separate_stream
 from zerojax.sharding.mesh import NODE
-from zerojax.sharding.wire_format import as_bytes, from_bytes
 
 ALONE_BYTES = 1 << 20
 """Payloads of this size or more get a collective each: joining them would copy a full-size buffer."""
@@ -44,7 +44,7 @@ class Arrived:
             for i, length, dtype in self.parts:
                 piece = lax.slice_in_dim(wire, start, start + length, axis=-1)
                 start += length
-                arrived[i] = from_bytes(piece, dtype) if wire.dtype == jnp.uint8 else piece
+                arrived[i] = _from_bytes(piece, dtype) if wire.dtype == jnp.uint8 else piece
         return [arrived[i] for i in range(len(arrived))]
 
 
@@ -97,7 +97,7 @@ def _across_together(parts: Sequence[Array], across: Callable[[Array], Array], a
         return Arrived(separate, (), ())
     small = [parts[i] for i in joined]
     if any(part.dtype != small[0].dtype for part in small):
-        small = [as_bytes(part) for part in small]
+        small = [_as_bytes(part) for part in small]
     wire = across(small[0] if len(small) == 1 else jnp.concatenate(small, -1))
     lengths = tuple((i, part.shape[-1], parts[i].dtype) for i, part in zip(joined, small, strict=True))
     return Arrived(separate, (wire,), lengths)
@@ -107,6 +107,31 @@ def _across(collective: Callable[[Array], Array], separate_stream: bool, wire: A
     # With a constant, since XLA's double buffering cannot compile a barrier on a loop's carry alone.
     wire, _ = lax.optimization_barrier((wire, np.int32(0)))
     # Without this barrier a cast of the result could move before the collective, which would send more bytes.
-    with on_separate_stream(separate_stream):
+    with _on_separate_stream(separate_stream):
         arrived = collective(wire)
     return lax.optimization_barrier(arrived)
+
+
+def _on_separate_stream(wanted: bool) -> AbstractContextManager[object]:
+    """If ``wanted``, collectives created in this context run on a separate stream.
+
+    On one stream a hop within a node waits for the hop between nodes before it, and the next hop between
+    nodes waits for that. XLA has two communication domains with a stream each; nothing else uses this one.
+    """
+    if not wanted:
+        return nullcontext()
+    return set_xla_metadata(collective_communication_domain="scale_up_fabric")
+
+
+def _as_bytes(x: Num[Array, "*rows m"]) -> Num[Array, "*rows b"]:
+    """View the same memory as bytes along the last axis."""
+    if x.dtype == jnp.uint8:
+        return x
+    return lax.bitcast_convert_type(x, jnp.uint8).reshape(*x.shape[:-1], -1)
+
+
+def _from_bytes(x: Num[Array, "*rows b"], dtype: jnp.dtype) -> Num[Array, "*rows m"]:
+    """Undo ``_as_bytes``."""
+    if dtype == jnp.uint8:
+        return x
+    return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, dtype.itemsize), dtype)

@@ -3,9 +3,6 @@
 ``docs/benchmark-notes.md`` has the measurements behind each of them.
 """
 
-from contextlib import AbstractContextManager, nullcontext
-
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh
 
 from zerojax.sharding.mesh import on_gpus
@@ -101,14 +98,3 @@ def compiler_options(
     more |= UPDATES_IN_BACKWARD if updates_in_backward else {}
     alone = len({device.process_index for device in mesh.devices.flat}) == 1
     return (ONE_PROCESS_OPTIONS if alone else {}) | GPU_OPTIONS | more
-
-
-def on_separate_stream(wanted: bool) -> AbstractContextManager[object]:
-    """If ``wanted``, collectives created in this context run on a separate stream.
-
-    On one stream a hop within a node waits for the hop between nodes before it, and the next hop between
-    nodes waits for that. XLA has two communication domains with a stream each; nothing else uses this one.
-    """
-    if not wanted:
-        return nullcontext()
-    return set_xla_metadata(collective_communication_domain="scale_up_fabric")

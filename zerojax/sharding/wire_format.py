@@ -9,7 +9,6 @@ neither summed nor changed: kernels refuse that. All functions work on rows, one
 import functools
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num, UInt32
 
@@ -172,17 +171,3 @@ def sum_rows(rows: Num[Array, "peers n"]) -> Float[Array, " n"]:
     for row in rows[1:]:
         total = total + row.astype(jnp.float32)
     return total
-
-
-def as_bytes(x: Num[Array, "*rows m"]) -> Num[Array, "*rows b"]:
-    """View the same memory as bytes along the last axis."""
-    if x.dtype == jnp.uint8:
-        return x
-    return jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(*x.shape[:-1], -1)
-
-
-def from_bytes(x: Num[Array, "*rows b"], dtype: jnp.dtype) -> Num[Array, "*rows m"]:
-    """Undo ``as_bytes``."""
-    if dtype == jnp.uint8:
-        return x
-    return jax.lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, dtype.itemsize), dtype)
