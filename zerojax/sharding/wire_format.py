@@ -9,6 +9,7 @@ neither summed nor changed: kernels refuse that. All functions work on rows, one
 import functools
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num, UInt32
 
