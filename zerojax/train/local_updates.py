@@ -263,7 +263,7 @@ class _Exchanged(NamedTuple):
     They are of one device, global, or PartitionSpecs.
 
     Attributes:
-        own: each node\'s own weights, nested by path, from which the exchange read its fragments.
+        own: each node's own weights, nested by path, from which the exchange read its fragments.
         encoded: at the end, the own weights as passes read them, if the own weights are in host memory.
         outer: stored. After the passes, they have changed only if the exchange ran beside these.
         reports: the reports of all nodes from the exchange; a node's own report before it.
