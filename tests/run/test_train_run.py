@@ -121,7 +121,7 @@ class TestRefusals:
 
     def test_a_batch_that_does_not_divide_is_refused(self, text: Path, tmp_path: Path) -> None:
         config = micro_config(text, train={"batch_size": 12})
-        self.refuse(config, tmp_path / "run", r"batch_size 12 .* 8 devices .*: 16 would")
+        self.refuse(config, tmp_path / "run", r"batch_size 12 .* 8 devices .*: set it to 16")
         assert not (tmp_path / "run").exists()
 
     def test_a_mesh_larger_than_the_devices_is_refused(self, text: Path, tmp_path: Path) -> None:
