@@ -91,7 +91,7 @@ def test_passes_are_the_same_and_send_nothing_between_nodes(name):
     np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("name", subset(STEPS, "delta"))
+@pytest.mark.parametrize("name", subset(STEPS, "delta", "adapters"))
 def test_a_step_from_the_copy_is_the_same_and_sends_gradients_alone(name):
     """Delta's copies afterwards are those of the node's copy."""
     _, second, third = case_of(name).batches(8, 3)

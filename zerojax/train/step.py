@@ -253,6 +253,11 @@ def _without_read_fields(state: TrainState) -> tuple[TrainState, _Read]:
     return own, {"frozen": state.frozen, "replicas": replicas}
 
 
+def _with_read_fields(state: TrainState, read: _Read) -> TrainState:
+    """Undo ``_without_read_fields``. ``TrainState.replace`` would drop the replicas, as of other weights."""
+    return dataclasses.replace(state, **read)
+
+
 @functools.cache
 def _warn_without_fp8(device: Any) -> None:
     """Log, once in a process, that a device has no fp8 matmuls."""
@@ -325,7 +330,7 @@ def _uncollected() -> Generator[None]:
 @_uncollected()
 def _train(state: TrainState, read: _Read, batch: Batch) -> tuple[TrainState, Metrics]:
     """A training step: passes, update, metrics. Its exchange begins before the passes and ends last."""
-    spec, state = state.spec, state.replace(**read)
+    spec, state = state.spec, _with_read_fields(state, read)
     exchange = FragmentExchange(spec) if spec.local_updates else Exchange(spec)
     passed = _passes(exchange, state, batch, in_backward=bool(spec.updated_in_backward))
     after, taken, figures = exchange.update(state, passed)
@@ -369,7 +374,7 @@ def _passes(exchange: Exchange, state: TrainState, batch: Batch, *, in_backward:
 @_uncollected()
 def _mean_gradients(state: TrainState, read: _Read, batch: Batch) -> PyTree[Array]:
     """The gradients of the mean loss over all tokens."""
-    passed = _passes(Exchange(state.spec), state.replace(**read), batch)
+    passed = _passes(Exchange(state.spec), _with_read_fields(state, read), batch)
     return jax.tree.map(lambda x: x / passed.sums.tokens, passed.gradients)
 
 
