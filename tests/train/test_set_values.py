@@ -89,7 +89,7 @@ def linear(zero: zerojax.ZeroConfig) -> tuple[zerojax.TrainState, dict[str, Any]
     [
         {"host": ("optimizer",)},
         {"every": 1},
-        pytest.param({"weights_delta": True, "weights": ("fp32", "fp32")}, marks=pytest.mark.slow),
+        pytest.param({"weights_delta": True, "hpz": True}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -67,7 +67,7 @@ def restore(
         for kind, tree in abstract_saved(state, nodes).items()
         if kind not in REINITIALISED or not _differences(tree, saved.get(kind))
     }
-    if OPTIMIZER in saved and OPTIMIZER not in wanted and state.spec.tx is not None:
+    if OPTIMIZER in saved and OPTIMIZER not in wanted and state.spec.tx is not None and not average:
         raise ConfigurationError(
             f"{checkpoint.path} does not fit this run: it has the state of another optimizer, and this one "
             "keeps none. restore_weights reads the weights alone."
