@@ -15,8 +15,6 @@ import zerojax
 from zerojax.run import build
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.train_run import TrainRun
-from zerojax.train.initial import initializer
-from zerojax.train.spec import TrainSpec
 
 abstract_state: Callable[[build.RunSetup], zerojax.TrainState] = build.RunSetup.abstract_state
 
@@ -26,7 +24,6 @@ def shared_steps() -> Iterator[None]:
     """Runs with the same settings share what they trace and compile, which is most of a micro run's time."""
     optimizers: dict[str, Any] = {}
     states: dict[Any, zerojax.TrainState] = {}
-    initializers: dict[Any, tuple[TrainSpec, Any]] = {}
     make_optimizer = build.make_optimizer
 
     def shared_optimizer(*settings: Any) -> Any:
@@ -46,15 +43,9 @@ def shared_steps() -> Iterator[None]:
             states[key] = state
         return state
 
-    def shared_initializer(spec: TrainSpec) -> Any:
-        if id(spec) not in initializers:
-            initializers[id(spec)] = spec, initializer(spec)
-        return initializers[id(spec)][1]
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "make_optimizer", shared_optimizer)
         patch.setattr(build.RunSetup, "abstract_state", shared_state)
-        patch.setattr(build, "initializer", shared_initializer)
         yield
 
 

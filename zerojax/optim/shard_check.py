@@ -146,11 +146,11 @@ def check_shardable(tx: optax.GradientTransformation, leaves: Sequence[ParamLayo
     The operations of both updates must be the same. If they are not provably element by element, updates of a
     small copy of the tree (the model's paths, sides of at most 128) are compared as well.
     """
-    padded = [dataclasses.replace(leaf, shard=leaf.shard + 1) for leaf in leaves]
     whole, stored = _whole(leaves), _stored(leaves)
-    if not all(_is_proved(tx, shapes) for shapes in (whole, stored, _stored(padded))) or (
-        _operations(tx, whole) != _operations(tx, _stored(padded))
-    ):
+    # Without padding a mean of flat leaves is correct, but the same model has padding on another mesh.
+    padded = _stored([dataclasses.replace(leaf, shard=leaf.shard + 1) for leaf in leaves])
+    proved = all(_is_proved(tx, shapes) for shapes in (whole, stored, padded))
+    if not proved or _operations(tx, whole) != _operations(tx, padded):
         _compare_updates(tx, tuple((leaf.path, leaf.unsharded_shape, len(leaf.stack)) for leaf in leaves))
     if _operations(tx, whole) != _operations(tx, stored):
         raise ConfigurationError(

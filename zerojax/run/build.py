@@ -27,11 +27,10 @@ from zerojax.run.metrics.log import Listener, RunLog, StepCosts
 from zerojax.run.optimizers import make_optimizer, make_schedule
 from zerojax.run.run_dir import RunFolder
 from zerojax.run.trackers import check_trackers
-from zerojax.train.initial import initializer
 from zerojax.train.memory import check_host_memory, held_in_host, reserve_host_memory
 from zerojax.train.spec import TrainSpec
 from zerojax.train.spikes import SpikeRule
-from zerojax.train.state import TrainState, initial_base, with_first_values
+from zerojax.train.state import TrainState, first_state, initial_base
 from zerojax.train.step import lower_train_step
 from zerojax.versions import installed
 
@@ -122,7 +121,7 @@ class RunSetup:
         state, seed = self.abstract_state(), self.config.train.seed
         if base:
             state = initial_base(state, seed)
-        return with_first_values(state, initializer(state.spec)(np.uint32(seed)))
+        return first_state(state, seed)
 
 
 def check_batch(config: RunConfig, mesh: Mesh) -> None:

@@ -34,11 +34,10 @@ from zerojax.run.loop import TrainLoop
 from zerojax.run.metrics.log import RunLog
 from zerojax.run.run_dir import RunFolder, RunLock
 from zerojax.run.trackers import check_trackers
-from zerojax.train.initial import initializer
-from zerojax.train.state import TrainState, initial_base, with_first_values
+from zerojax.train.state import TrainState, first_state, initial_base
 from zerojax.train.step import Metrics
 from zerojax.validation.arguments import suggests
-from zerojax.validation.bounds import checked_seed, require
+from zerojax.validation.bounds import require
 
 _VALIDATION = "validation_"
 Evaluate = Callable[[TrainState], Mapping[str, jax.Array | float]]
@@ -195,8 +194,7 @@ class Trainer(TrainLoop):
             state, self._saved, self._record = found
             warn(f"{folder}: resuming from step {found.step}")
         elif isinstance(state.step, jax.ShapeDtypeStruct):
-            fields = initializer(state.spec)(checked_seed(seed))
-            state = with_first_values(state, fields)
+            state = first_state(state, seed)
         self.state = state
         self.step = int(state.step)
         if self.folder is not None:

@@ -228,7 +228,7 @@ class TrainState:
         else:
             shared = shared_frozen(state, base)
             state = state.replace(frozen=shared, base=jax.tree.map(copied, base.base))
-        return with_first_values(state, initializer(state.spec)(checked_seed(seed)))
+        return first_state(state, seed)
 
     @classmethod
     @suggests
@@ -254,7 +254,17 @@ class TrainState:
         return cls(**abstract_fields(spec), spec=spec)
 
 
-def with_first_values(state: TrainState, fields: Mapping[str, Any]) -> TrainState:
+def first_state(state: TrainState, seed: int) -> TrainState:
+    """An abstract state with the values that a seed gives it at step 0; its frozen weights stay.
+
+    Raises:
+        ConfigurationError: the seed is out of bounds.
+    """
+    init = state.spec.once("initializer", lambda: initializer(state.spec))
+    return _with_first_values(state, init(checked_seed(seed)))
+
+
+def _with_first_values(state: TrainState, fields: Mapping[str, Any]) -> TrainState:
     """An abstract state with ``fields``, as ``initializer`` makes them, and the fields computed from them."""
     return state.replace(**fields, **encoded_fields(state.spec, fields))
 
@@ -433,7 +443,7 @@ def begin_with(state: TrainState, params: PyTree, seed: int) -> TrainState:
 
     places = shardings_of(abstract_fields(state.spec))
     del places["params"], places["encoded"], places["frozen"], places["base"]
-    return with_first_values(
+    return _with_first_values(
         state, {"params": params} | in_portions(init, places)(checked_seed(seed), params)
     )
 
