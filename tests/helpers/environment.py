@@ -35,6 +35,8 @@ _compiled: dict[str, Any] = {}
 def prepare() -> None:
     """Set the variables of this process, before JAX reads them."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # Several processes share a GPU, of whose memory JAX would give three quarters to the first.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ["COLUMNS"] = "120"  # tables and lines do not depend on the terminal
     given = os.environ.get("XLA_FLAGS", "")
     wanted = _FLAGS if _LEVEL in given else _FLAGS | _QUICK
