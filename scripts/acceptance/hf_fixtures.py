@@ -117,6 +117,12 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "lora_alpha": 3,
         "target_modules": r"model\.language_model\..*\.(q_proj|o_proj|up_proj)",
     },
+    "families/nemotron-3": {
+        "r": 2,
+        "lora_alpha": 3,
+        "target_modules": ["in_proj", "q_proj", "o_proj", "shared_experts.up_proj", "mixer.down_proj"],
+        "target_parameters": ["mixer.experts.up_proj", "mixer.experts.down_proj"],
+    },
     "families/bamba": {
         "r": 2,
         "lora_alpha": 3,
@@ -208,6 +214,10 @@ SHARED_MIXTURE = {
     "shared_expert_intermediate_size": 20,
 }
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 6}
+NEMOTRON = {name: value for name, value in TINY.items() if name != "num_hidden_layers"} | {
+    **{"head_dim": 8, "pad_token_id": 0, "layer_norm_epsilon": 1e-4, "time_step_min": 0.6},
+    **{"mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 6, "conv_kernel": 3},
+}
 GRANITE = {
     "attention_multiplier": 0.22,
     "embedding_multiplier": 3.0,
@@ -539,6 +549,17 @@ FAMILIES: dict[str, Any] = {
         num_experts=4,
         num_experts_per_tok=2,
         pad_token_id=0,
+    ),
+    "nemotron-h": transformers.NemotronHConfig(
+        **NEMOTRON, layers_block_type=["linear_attention", "mlp", "full_attention", "mlp"]
+    ),
+    "nemotron-3": transformers.NemotronHConfig(
+        **NEMOTRON,
+        layers_block_type=["linear_attention", "moe", "full_attention", "moe", "mlp"],
+        n_routed_experts=4,
+        moe_intermediate_size=12,
+        moe_shared_expert_intermediate_size=20,
+        routed_scaling_factor=1.5,
     ),
     "bamba": transformers.BambaConfig(**TINY, **MAMBA, attn_layer_indices=[1]),
     "granitemoehybrid": transformers.GraniteMoeHybridConfig(

@@ -30,12 +30,13 @@ def by_loop(layer: Experts, x: Array) -> tuple[Array, Array]:
         weights = jax.nn.softmax(chosen)
     else:
         weights = jnp.take_along_axis(probabilities, experts, -1)
-    biases = (b if b is None else b[...] for b in (layer.gate_bias, layer.up_bias, layer.down_bias))
-    own = ExpertWeights(layer.gate[...], layer.up[...], layer.down[...], *biases)
+    optional = (layer.gate, layer.gate_bias, layer.up_bias, layer.down_bias)
+    gate, *biases = (weight if weight is None else weight[...] for weight in optional)
+    own = ExpertWeights(gate, layer.up[...], layer.down[...], *biases)
     out = plain_experts(tokens, experts, weights, own, layer.mixture.activation)
     if (one := layer.shared) is not None:
-        gate, up, down = (part.kernel[...] for part in (one.gate, one.up, one.down))
-        shared = ACTIVATIONS[layer.mixture.activation](tokens @ gate, tokens @ up) @ down
+        first = (tokens @ part.kernel[...] for part in (one.gate, one.up) if part is not None)
+        shared = ACTIVATIONS[layer.mixture.activation](*first) @ one.down.kernel[...]
         out += shared if one.output_gate is None else shared * jax.nn.sigmoid(one.output_gate(tokens))
     counts = jax.nn.one_hot(experts, EXPERTS).sum(1)
     return out.reshape(x.shape), EXPERTS * (counts.mean(0) * probabilities.mean(0)).sum()
@@ -45,13 +46,14 @@ def by_loop(layer: Experts, x: Array) -> tuple[Array, Array]:
     "settings",
     [
         {"shared": 4},
+        {"shared": 4, "activation": "relu2", "biases": True},
         {"router": RouterConfig(normalise=False), "activation": "geglu", "shared": 4, "shared_gate": True},
         pytest.param(
             {"router": RouterConfig(logit_biases=True), "activation": "swiglu_clamped", "biases": True},
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["swiglu", "qwen2", "gpt-oss"],
+    ids=["swiglu", "no gate", "qwen2", "gpt-oss"],
 )
 def test_values_and_gradients_equal_a_loop_over_all_experts(settings: dict):
     layer = Experts(WIDTH, HIDDEN, EXPERTS, PER_TOKEN, **settings, init=normal, rngs=nnx.Rngs(0))
@@ -84,6 +86,7 @@ def test_no_token_is_dropped_if_all_go_to_one_expert():
     x = jax.random.normal(jax.random.key(1), (33, WIDTH)).at[:, 0].set(1)
     out, stats = nnx.jit(lambda layer, x: layer(x))(layer, x)
     np.testing.assert_array_equal(stats.counts, 33 * np.eye(EXPERTS)[2])
+    assert layer.gate is not None
     gate, up, down = (np.asarray(w[...][2]) for w in (layer.gate, layer.up, layer.down))
     hidden = np.asarray(ACTIVATIONS["swiglu"](x @ gate, x @ up))
     np.testing.assert_allclose(out, hidden @ down, rtol=1e-4, atol=1e-4)
@@ -110,7 +113,7 @@ def test_bf16_weights_give_bf16_and_statistics_in_fp32():
     [
         ({"experts": 0}, "experts=0 must be at least 1"),
         ({"per_token": 8}, "per_token=8 must be from 1 to experts=7"),
-        ({"activation": "relu"}, "activation='relu' must be one of swiglu, geglu, swiglu_clamped"),
+        ({"activation": "silu"}, "activation='silu' must be one of gelu, gelu_exact, relu, relu2, swiglu"),
         ({"shared_gate": True}, "shared=0, shared_gate=True"),
     ],
 )

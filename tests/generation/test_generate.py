@@ -45,7 +45,19 @@ RECURRENT = dataclasses.replace(
     attention_gate=True,
 )
 SHORT = dataclasses.replace(RECURRENT, recurrent="short_conv", conv_width=3)
-MODELS = {"stack": SMALL, "list": LISTED, "user": Averages, "recurrent": RECURRENT, "short": SHORT}
+ONE_BRANCH = dataclasses.replace(
+    RECURRENT,
+    layers=4,
+    recurrent="mamba2",
+    recurrent_layers=(0,),
+    mlp_layers=(1, 3),
+    mlp="relu2",
+    no_rope_layers=(0, 1, 2, 3),
+)
+MODELS = {
+    **{"stack": SMALL, "list": LISTED, "user": Averages},
+    **{"recurrent": RECURRENT, "short": SHORT, "one branch": ONE_BRANCH},
+}
 SOME = [("stack", (1, 1), "compute"), ("recurrent", (1, 1), "compute")]
 MORE = [
     (name, mesh, form)
@@ -79,7 +91,10 @@ def test_greedy_responses_equal_the_model_without_a_cache(name, mesh, form):
     assert_same(got, expected)
 
 
-IN_PIECES = [("stack", (2, 4), "gathered"), ("recurrent", (1, 1), "compute"), ("short", (1, 1), "compute")]
+IN_PIECES = [
+    ("stack", (2, 4), "gathered"),
+    *((name, (1, 1), "compute") for name in ("recurrent", "short", "one branch")),
+]
 
 
 @pytest.mark.parametrize(

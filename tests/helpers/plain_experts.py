@@ -17,19 +17,23 @@ ACTIVATIONS = {
     "swiglu_clamped": lambda gate, up: (
         (jnp.clip(up, -7, 7) + 1) * jnp.minimum(gate, 7) / (1 + jnp.exp(-1.702 * jnp.minimum(gate, 7)))
     ),
+    "relu2": lambda up: jnp.maximum(up, 0) ** 2,
 }
 
 
 def plain_experts(x: Array, experts: Array, weights: Array, own: ExpertWeights, activation: str) -> Array:
     """See ``zerojax.experts.apply_experts``, with all experts."""
     total = jnp.zeros_like(x)
-    gates, ups, downs = (cast(Array, weight) for weight in own[:3])
-    for number, (gate, up, down) in enumerate(zip(gates, ups, downs, strict=True)):
-        biases = (None if bias is None else bias[number] for bias in own[3:])
-        of_gate, of_up, of_down = (0 if bias is None else bias for bias in biases)
-        hidden = ACTIVATIONS[activation](x @ gate + of_gate, x @ up + of_up)
+    down = cast(Array, own.down)
+    for number in range(len(down)):
+
+        def plus(products: Array, biases: Array | None, number: int = number) -> Array:
+            return products if biases is None else products + biases[number]
+
+        first = (plus(x @ cast(Array, matrix)[number], bias) for matrix, bias in own.first)
         share = jnp.where(experts == number, weights, 0).sum(1)
-        total += share[:, None] * (hidden @ down + of_down)
+        out = ACTIVATIONS[activation](*first) @ down[number]
+        total += share[:, None] * plus(out, own.down_bias)
     return total
 
 

@@ -83,7 +83,6 @@ EXPERTS: dict[str, Any] = LLAMA | {"experts": 5, "experts_per_token": 2}
         ({"logit_softcap": 0.0}, "logit_softcap = 0.0"),
         ({"outputs": 1}, r"outputs = 1 needs tied = false \(a separate output projection\)"),
         ({"outputs": 0, "tied": False}, "outputs = 0 must be at least 1, or left out"),
-        ({"experts": 4}, "experts are gated: set mlp to swiglu, geglu or swiglu_clamped, not gelu"),
         (
             EXPERTS | {"biases": True, "shared_ffn": 4},
             "shared_ffn = 4 needs biases = false",
@@ -94,7 +93,8 @@ EXPERTS: dict[str, Any] = LLAMA | {"experts": 5, "experts_per_token": 2}
             EXPERTS | {"dense_layers": (0, 3)},
             "dense_layers = .* must be different numbers from 0 to layers - 1 = 2",
         ),
-        (EXPERTS | {"dense_layers": (0, 1, 2)}, "dense_layers lists all layers"),
+        (EXPERTS | {"dense_layers": (0, 1, 2)}, "no layer has experts: .*or change dense_layers"),
+        ({"recurrent_step_min": -1.0}, "recurrent_step_min = -1.0 must be at least 0"),
         ({"dense_layers": (0,)}, "dense_layers = .* needs experts"),
         (EXPERTS | {"dense_ffn": 8}, "dense_ffn = 8 needs dense_layers"),
         (EXPERTS | {"router": "top"}, "router = 'top' must be one of softmax, sigmoid"),

@@ -53,13 +53,26 @@ OLMO = replace(
 MIXTURE = replace(
     DELTA, experts=4, dense_layers=(0,), dense_ffn=20, shared_ffn=8, shared_gate=True, balance_loss=0.0
 )
-EACH = pytest.mark.parametrize("config", [DELTA, SHORT, MAMBA], ids=["gated_delta", "short_conv", "mamba2"])
+NEMOTRON = replace(
+    MAMBA,
+    layers=5,
+    mlp="relu2",
+    attention_gate=False,
+    recurrent_layers=(0, 3),
+    mlp_layers=(1, 4),
+    no_rope_layers=(0, 1, 2, 3, 4),
+    experts=4,
+    dense_layers=(4,),
+    dense_ffn=20,
+    shared_ffn=8,
+    balance_loss=0.0,
+)
 
 
 @pytest.mark.parametrize(
     "config",
-    [DELTA, SHORT, MIXTURE, MAMBA, OLMO],
-    ids=["gated_delta", "short_conv", "mixture", "mamba2", "olmo"],
+    [DELTA, SHORT, MIXTURE, MAMBA, OLMO, NEMOTRON],
+    ids=["gated_delta", "short_conv", "mixture", "mamba2", "olmo", "nemotron"],
 )
 def test_parameters_are_counted(config):
     model = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
@@ -73,9 +86,16 @@ def test_recurrent_layers_take_no_flops_for_pairs_of_tokens():
     assert growth[0] == pytest.approx(growth[1] * 2 / 4)
 
 
-@EACH
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(replace(one, layers=2, recurrent_layers=(0,)) for one in (DELTA, SHORT, MAMBA)),
+        replace(MAMBA, layers=3, recurrent_layers=(0,), mlp_layers=(2,), mlp="relu2"),
+    ],
+    ids=["gated_delta", "short_conv", "mamba2", "one branch"],
+)
 def test_packed_documents_are_computed_as_if_alone(config):
-    model = GPT(replace(config, layers=2, recurrent_layers=(0,)), rngs=nnx.Rngs(0))
+    model = GPT(config, rngs=nnx.Rngs(0))
     tokens = jax.random.randint(jax.random.key(0), (2, 90), 0, config.vocab_size)
     bounds = ((0, 1, 20, 90), (0, 70, 71, 90))  # three lengths
     numbers = jnp.array([[sum(t >= end for end in row[1:]) for t in range(90)] for row in bounds])
@@ -109,6 +129,9 @@ def test_packed_documents_are_computed_as_if_alone(config):
         pytest.param(MAMBA, (3, 2), {"remat": "attention"}, marks=pytest.mark.slow),
         pytest.param(replace(OLMO, layers=4, recurrent_layers=(0, 1, 2)), (1, 2), {}, marks=pytest.mark.slow),
         (MAMBA, (1, 4), {"sequence_parallel": 4}),  # two groups, so each is on two devices
+        (NEMOTRON, (3, 2), {}),
+        pytest.param(NEMOTRON, (1, 1), {}, marks=pytest.mark.slow),
+        pytest.param(NEMOTRON, (2, 4), {"remat": "none"}, marks=pytest.mark.slow),
         pytest.param(DELTA, (2, 4), {"sequence_parallel": 2}, marks=pytest.mark.slow),
         pytest.param(SHORT, (1, 2), {"sequence_parallel": 2}, marks=pytest.mark.slow),
         pytest.param(DELTA, (1, 4), {"sequence_parallel": 4, "remat": "none"}, marks=pytest.mark.slow),
@@ -148,6 +171,20 @@ def test_what_does_not_go_with_recurrent_layers_is_refused():
         replace(DELTA, recurrent_key_heads=3)
     with pytest.raises(ConfigurationError, match="different numbers from 0 to layers"):
         replace(DELTA, recurrent_layers=(4,))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mlp_layers": (0, 4)}, r"recurrent_layers and mlp_layers share layer \[0\]"),
+        ({"dense_layers": (2, 4)}, r"dense_layers and mlp_layers lack layer \[2\]"),
+        ({"dense_layers": (1, 4)}, "no layer has experts"),
+        ({"branches": "parallel"}, "leave mlp_layers out"),
+    ],
+)
+def test_layers_of_one_branch_are_listed_once(changes, message):
+    with pytest.raises(ConfigurationError, match=message):
+        replace(NEMOTRON, **changes)
     state = zerojax.TrainState.abstract(
         lambda rngs: GPT(replace(DELTA, recurrent_heads=6), rngs=rngs),
         optax.sgd(0.5),

@@ -48,14 +48,14 @@ def apply_experts(
     Returns:
         Sums over experts, computed in fp32, in the dtype of ``x``.
     """
-    count = own.gate.shape[0]
+    count = own.up.shape[0]
     parts = _parts(count, of)
     if not capacity > 0:
         raise ConfigurationError(f"capacity={capacity} must be above 0")
     tokens, per_token = experts.shape
     if not tokens:
         return x
-    wide = x.astype(own.gate.dtype)
+    wide = x.astype(own.up.dtype)
     if parts == 1:
         plan = Plan(activation, tokens * per_token, 1, True)
         added = call_reader(mlp, plan, wide, weights, own, rows_of(experts, 0, count, plan.rows))

@@ -10,8 +10,8 @@ from jaxtyping import Array, Float
 
 from zerojax.adapters.roles import ROUTER_STATE, ExpertBox
 from zerojax.experts.exchange import CAPACITY
-from zerojax.experts.mixture import Mixture, gated_mlp, moved
-from zerojax.experts.mlp import Activation, ExpertWeights
+from zerojax.experts.mixture import Mixture, moved, shared_mlp
+from zerojax.experts.mlp import GATED, Activation, ExpertWeights
 from zerojax.experts.router import RouterConfig, RouterStats
 
 _normal = linen.initializers.normal(0.02)
@@ -30,7 +30,7 @@ def linen_expert_param(module: linen.Module, name: str, init: Initializer, shape
     return cast(Array, module.param(name, lambda key: ExpertBox(init(key, shape))))
 
 
-class GatedMLP(linen.Module):
+class SharedMLP(linen.Module):
     """The expert to which every token goes."""
 
     mixture: Mixture
@@ -39,15 +39,15 @@ class GatedMLP(linen.Module):
 
     @linen.compact
     def __call__(self, x: Float[Array, "tokens width"]) -> Float[Array, "tokens width"]:
-        """See ``gated_mlp``."""
+        """See ``shared_mlp``."""
 
         def dense(width: int, name: str, init: Initializer = self.kernel_init) -> linen.Dense:
             return linen.Dense(width, use_bias=False, kernel_init=init, dtype=x.dtype, name=name)
 
-        gate, up = (dense(self.mixture.shared, name) for name in ("gate", "up"))
-        down = dense(x.shape[-1], "down", self.down_init)
+        gate = dense(self.mixture.shared, "gate") if self.mixture.activation in GATED else None
+        up, down = dense(self.mixture.shared, "up"), dense(x.shape[-1], "down", self.down_init)
         share = dense(1, "output_gate") if self.mixture.shared_gate else None
-        return gated_mlp(x, self.mixture.activation, gate, up, down, share)
+        return shared_mlp(x, self.mixture.activation, gate, up, down, share)
 
 
 class LinenExperts(linen.Module):
@@ -58,7 +58,7 @@ class LinenExperts(linen.Module):
         experts: how many experts there are.
         per_token: how many experts a token goes to.
         router_config: how a token's experts are chosen.
-        activation: "swiglu", "geglu" or "swiglu_clamped".
+        activation: see ``zerojax.Experts``.
         biases: whether the experts have biases.
         shared_hidden: hidden width of one more expert, to which every token goes; 0 means none.
         shared_gate: whether its output is multiplied by the sigmoid of a product with the token.
@@ -101,11 +101,13 @@ class LinenExperts(linen.Module):
         router = self.param("router", self.kernel_init, (width, *each))
         router_bias = self.param("router_bias", _zeros, each) if config.logit_biases else None
         wide, narrow = (*each, width, self.hidden), (*each, self.hidden, width)
-        gate = linen_expert_param(self, "gate", self.kernel_init, wide)
+        gated = self.activation in GATED
+        gate = linen_expert_param(self, "gate", self.kernel_init, wide) if gated else None
         up = linen_expert_param(self, "up", self.kernel_init, wide)
         own = ExpertWeights(gate, up, linen_expert_param(self, "down", down_init, narrow))
         if self.biases:
-            shapes = {"gate_bias": wide[::2], "up_bias": wide[::2], "down_bias": narrow[::2]}
+            shapes = {"gate_bias": wide[::2]} if gated else {}
+            shapes |= {"up_bias": wide[::2], "down_bias": narrow[::2]}
             biases = {name: linen_expert_param(self, name, _zeros, shape) for name, shape in shapes.items()}
             own = own._replace(**biases)
         moves = self.is_mutable_collection(ROUTER_STATE) and not (deterministic or self.is_initializing())
@@ -115,7 +117,9 @@ class LinenExperts(linen.Module):
             load = self.variable(ROUTER_STATE, "load", jnp.zeros, each, jnp.int32)
             if moves:
                 bias.value = moved(bias.value, load.value, config.balance_rate)
-        shared = GatedMLP(mixture, self.kernel_init, down_init, name="shared") if self.shared_hidden else None
+        shared = (
+            SharedMLP(mixture, self.kernel_init, down_init, name="shared") if self.shared_hidden else None
+        )
         out, stats = mixture(
             x,
             router,

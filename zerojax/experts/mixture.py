@@ -116,10 +116,10 @@ class Mixture:
         return out.reshape(x.shape), stats
 
 
-def gated_mlp(
+def shared_mlp(
     x: Float[Array, "tokens width"],
     activation: Activation,
-    gate: _Dense,
+    gate: _Dense | None,
     up: _Dense,
     down: _Dense,
     output_gate: _Dense | None,
@@ -128,7 +128,8 @@ def gated_mlp(
 
     With an ``output_gate`` each token's output is multiplied by the sigmoid of the gate's one output.
     """
-    wide = ACTIVATIONS[activation](gate(x).astype(jnp.float32), up(x).astype(jnp.float32))
+    first = (dense(x).astype(jnp.float32) for dense in (gate, up) if dense is not None)
+    wide = ACTIVATIONS[activation](*first)
     out = down(wide.astype(x.dtype))
     if output_gate is None:
         return out

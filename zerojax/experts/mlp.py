@@ -6,7 +6,7 @@ So it computes ``Plan.rows`` rows at a time, in rounds until no row is left. No 
 the router chooses, and the memory of a round is bounded. Usually there is one round.
 
 Routing weights are applied between the activation and the second product, so the backward pass needs no
-expert's output. It keeps each row's products with gate and up, under the name "experts" for
+expert's output. It keeps each row's first products, with gate and up, under the name "experts" for
 rematerialisation, for the first round alone; it computes other rounds again.
 
 If the weights are fp8 codes, tokens are cast once, by their own largest magnitude, before they become rows;
@@ -29,7 +29,9 @@ from zerojax.matmul import fp8
 from zerojax.matmul.grouped import Factor, Matrices, factor, gradients, grouped_matmul, product
 from zerojax.matmul.operand import Fp8Operand
 
-Activation = Literal["swiglu", "geglu", "swiglu_clamped"]
+Activation = Literal["gelu", "gelu_exact", "relu", "relu2", "swiglu", "geglu", "swiglu_clamped"]
+GATED: frozenset[Activation] = frozenset({"swiglu", "geglu", "swiglu_clamped"})
+"""The activations of two products, with gate and up. Others have no gate."""
 
 
 def _clamped(gate: Array, up: Array) -> Array:
@@ -37,32 +39,42 @@ def _clamped(gate: Array, up: Array) -> Array:
     return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
 
 
-ACTIVATIONS: dict[Activation, Callable[[Array, Array], Array]] = {
+ACTIVATIONS: dict[Activation, Callable[..., Array]] = {
+    "gelu": jax.nn.gelu,
+    "gelu_exact": partial(jax.nn.gelu, approximate=False),
+    "relu": jax.nn.relu,
+    "relu2": lambda up: jax.nn.relu(up) ** 2,
     "swiglu": lambda gate, up: jax.nn.silu(gate) * up,
     "geglu": lambda gate, up: jax.nn.gelu(gate) * up,
     "swiglu_clamped": _clamped,
 }
-"""From the products with gate and up."""
+"""From the product with up, or from the products with gate and up."""
 
 
 class ExpertWeights(NamedTuple):
     """The weights of the experts on this device, in one dtype. The matrices may be fp8 codes instead.
 
     Attributes:
-        gate: gives the activation's first argument, ``[experts, d, f]``.
-        up: gives its second one, ``[experts, d, f]``.
+        gate: gives the first argument of a gated activation, ``[experts, d, f]``; None for others.
+        up: gives the activation's last argument, ``[experts, d, f]``.
         down: back to the width of a token, ``[experts, f, d]``.
         gate_bias: added to the product with gate, or None.
         up_bias: added to the product with up, or None.
         down_bias: added to the product with down, or None.
     """
 
-    gate: Matrices
+    gate: Matrices | None
     up: Matrices
     down: Matrices
     gate_bias: Float[Array, "experts f"] | None = None
     up_bias: Float[Array, "experts f"] | None = None
     down_bias: Float[Array, "experts d"] | None = None
+
+    @property
+    def first(self) -> tuple[tuple[Matrices, Float[Array, "experts f"] | None], ...]:
+        """The matrices of the first products, and their biases."""
+        up = self.up, self.up_bias
+        return (up,) if self.gate is None else ((self.gate, self.gate_bias), up)
 
 
 @dataclass(frozen=True)
@@ -96,23 +108,22 @@ def _bias(scale: Float[Array, " rows"], bias: Float[Array, "experts n"], window:
 
 
 def _first(x: Factor, weight: Matrices, bias: Array | None, window: Window) -> Array:
-    """Each row's product with gate or up."""
+    """Each row's product with a first matrix."""
     out = product(x, weight, window.sizes)
     out = out if bias is None else out + _bias(jnp.ones(len(out)), bias, window)
     return checkpoint_name(out, "experts")
 
 
-def _between(activation: Activation, gate: Array, up: Array, weights: Float[Array, " rows"]) -> Array:
+def _between(activation: Activation, weights: Float[Array, " rows"], *first: Array) -> Array:
     """The input of the second product: the activation times each row's routing weight."""
-    wide = ACTIVATIONS[activation](gate.astype(jnp.float32), up.astype(jnp.float32))
-    return (wide * weights[:, None]).astype(gate.dtype)
+    wide = ACTIVATIONS[activation](*(x.astype(jnp.float32) for x in first))
+    return (wide * weights[:, None]).astype(first[0].dtype)
 
 
 class _Kept(NamedTuple):
-    """For the backward pass: the products with gate and up, and the scale of the second product's codes."""
+    """For the backward pass: the first products, and the scale of the second product's codes."""
 
-    gate: Array
-    up: Array
+    first: tuple[Array, ...]
     scale: Array | None
 
 
@@ -120,13 +131,13 @@ def _round(
     activation: Activation, x: Array, weights: Array, own: ExpertWeights, window: Window
 ) -> tuple[Array, _Kept]:
     """The outputs of the rows of a round."""
-    rows = factor(x, (own.gate, own.up), window.tokens)
-    gate, up = (_first(rows, *one, window) for one in ((own.gate, own.gate_bias), (own.up, own.up_bias)))
+    rows = factor(x, [matrix for matrix, _ in own.first], window.tokens)
+    first = tuple(_first(rows, *one, window) for one in own.first)
     by_row = to_rows(weights.reshape(-1), window.order)
-    between = factor(_between(activation, gate, up, by_row), (own.down,))
+    between = factor(_between(activation, by_row, *first), (own.down,))
     out = product(between, own.down, window.sizes)
     out = out if own.down_bias is None else out + _bias(by_row, own.down_bias, window)
-    return out, _Kept(gate, up, between.scale)
+    return out, _Kept(first, between.scale)
 
 
 def _of_bias(
@@ -146,16 +157,16 @@ def _round_backward(
     window: Window,
     kept: _Kept,
     cotangent: Array,
-) -> tuple[tuple[Array, Array], Array, ExpertWeights]:
-    """The gradients of a round: its rows' (by gate, by up), routing weights' and experts' gradients."""
+) -> tuple[tuple[Array, ...], Array, ExpertWeights]:
+    """The gradients of a round: its rows' (by each first matrix), routing weights' and experts' gradients."""
     sizes = window.sizes
-    rows = factor(x, (own.gate, own.up), window.tokens, sizes=sizes)
+    rows = factor(x, [matrix for matrix, _ in own.first], window.tokens, sizes=sizes)
     by_row = to_rows(weights.reshape(-1), window.order)
-    between, pull = jax.vjp(partial(_between, activation), kept.gate, kept.up, by_row)
+    between, pull = jax.vjp(partial(_between, activation), by_row, *kept.first)
     second = factor(between, (own.down,), scale=kept.scale, sizes=sizes)
     arrived = factor(cotangent, (own.down,), window.tokens, fp8.E5M2, sizes=sizes)
     of_between, down = gradients(second, own.down, arrived, sizes)
-    of_gate, of_up, of_weights = pull(of_between)
+    of_weights, *of_first = pull(of_between)
     by_bias, down_bias = _of_bias(by_row, own.down_bias, window, arrived.rows)
 
     def first(arrived: Array, weight: Matrices, bias: Array | None) -> tuple[Array, Array, Array | None]:
@@ -163,10 +174,10 @@ def _round_backward(
         own = factor(arrived, (weight,), None, fp8.E5M2, sizes=sizes)
         return *gradients(rows, weight, own, sizes), of_bias
 
-    by_gate, gate, gate_bias = first(of_gate, own.gate, own.gate_bias)
-    by_up, up, up_bias = first(of_up, own.up, own.up_bias)
+    found = [first(arrived, *one) for arrived, one in zip(of_first, own.first, strict=True)]
+    (_, gate, gate_bias), (_, up, up_bias) = [(None, None, None), *found][-2:]
     of_experts = ExpertWeights(gate, up, down, gate_bias, up_bias, down_bias)
-    return (by_gate, by_up), of_assignments(of_weights + by_bias, window), of_experts
+    return tuple(x for x, *_ in found), of_assignments(of_weights + by_bias, window), of_experts
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

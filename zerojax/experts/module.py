@@ -6,14 +6,14 @@ from jaxtyping import Array, Float
 
 from zerojax.adapters.roles import ExpertParam, RouterState
 from zerojax.experts.exchange import CAPACITY
-from zerojax.experts.mixture import Mixture, gated_mlp, moved
-from zerojax.experts.mlp import Activation, ExpertWeights
+from zerojax.experts.mixture import Mixture, moved, shared_mlp
+from zerojax.experts.mlp import GATED, Activation, ExpertWeights
 from zerojax.experts.router import RouterConfig, RouterStats
 
 _normal = nnx.initializers.normal(0.02)
 
 
-class GatedMLP(nnx.Module):
+class SharedMLP(nnx.Module):
     """The expert to which every token goes."""
 
     def __init__(self, mixture: Mixture, init: nnx.Initializer, down_init: nnx.Initializer, rngs: nnx.Rngs):
@@ -22,21 +22,23 @@ class GatedMLP(nnx.Module):
 
         width, hidden = mixture.width, mixture.shared
         self.activation: Activation = mixture.activation
-        self.gate, self.up = linear(width, hidden), linear(width, hidden)
+        self.gate = linear(width, hidden) if mixture.activation in GATED else None
+        self.up = linear(width, hidden)
         self.down = linear(hidden, width, down_init)
         self.output_gate = linear(width, 1) if mixture.shared_gate else None
 
     def __call__(self, x: Float[Array, "tokens width"]) -> Float[Array, "tokens width"]:
-        """See ``gated_mlp``."""
-        return gated_mlp(x, self.activation, self.gate, self.up, self.down, self.output_gate)
+        """See ``shared_mlp``."""
+        return shared_mlp(x, self.activation, self.gate, self.up, self.down, self.output_gate)
 
 
 class Experts(nnx.Module):
-    """A router and gated MLPs; each token goes to a few of them (Shazeer et al., 2017).
+    """A router and MLPs; each token goes to a few of them (Shazeer et al., 2017).
 
-    The weights are ``router``, ``[width, experts]``; ``gate`` and ``up``, ``[experts, width, hidden]``; and
-    ``down``, ``[experts, hidden, width]``. No token is ever dropped, however the router chooses. The module
-    computes in the dtype of its weights; the router's logits and probabilities are fp32.
+    The weights are ``router``, ``[width, experts]``; ``up`` and, for gated activations, ``gate``,
+    ``[experts, width, hidden]``; and ``down``, ``[experts, hidden, width]``. No token is ever dropped,
+    however the router chooses. The module computes in the dtype of its weights; the router's logits and
+    probabilities are fp32.
 
     In a step, ``ZeroConfig(experts=)`` says which devices have the weights of an expert, if they are in a
     unit: make the module a part of a block in a ``Stack``, or of a class in ``ZeroConfig.units``.
@@ -73,7 +75,8 @@ class Experts(nnx.Module):
             experts: how many experts there are.
             per_token: how many experts a token goes to.
             router: how a token's experts are chosen.
-            activation: "swiglu", "geglu" (with GELU's tanh form), or "swiglu_clamped" (gpt-oss).
+            activation: gated: "swiglu", "geglu" (with GELU's tanh form), or "swiglu_clamped" (gpt-oss); or
+                without a gate: "relu2" (squared ReLU, Nemotron 3), "relu", "gelu" or "gelu_exact".
             biases: whether the experts have biases: ``gate_bias``, ``up_bias`` and ``down_bias``.
             shared: hidden width of one more expert, to which every token goes; 0 means none. For a model with
                 several shared experts (DeepSeek) it is the sum of their widths.
@@ -95,13 +98,14 @@ class Experts(nnx.Module):
         self.deterministic = False  # set by model.eval()
         self.router = nnx.Param(init(rngs.params(), (width, experts)))
         self.router_bias = nnx.Param(jnp.zeros(experts)) if router.logit_biases else None
-        self.gate = ExpertParam(init(rngs.params(), (experts, width, hidden)))
+        gated = activation in GATED
+        self.gate = ExpertParam(init(rngs.params(), (experts, width, hidden))) if gated else None
         self.up = ExpertParam(init(rngs.params(), (experts, width, hidden)))
         self.down = ExpertParam(down_init(rngs.params(), (experts, hidden, width)))
-        self.gate_bias = ExpertParam(jnp.zeros((experts, hidden))) if biases else None
+        self.gate_bias = ExpertParam(jnp.zeros((experts, hidden))) if biases and gated else None
         self.up_bias = ExpertParam(jnp.zeros((experts, hidden))) if biases else None
         self.down_bias = ExpertParam(jnp.zeros((experts, width))) if biases else None
-        self.shared = GatedMLP(mixture, init, down_init, rngs) if shared else None
+        self.shared = SharedMLP(mixture, init, down_init, rngs) if shared else None
         if router.balance_rate:
             self.choice_bias = RouterState(jnp.zeros(experts, jnp.float32))
             self.load = RouterState(jnp.zeros(experts, jnp.int32))
@@ -117,12 +121,12 @@ class Experts(nnx.Module):
         moves = rate > 0 and not self.deterministic
         if moves:
             self.choice_bias[...] = moved(self.choice_bias[...], self.load[...], rate)
-        biases = (self.gate_bias, self.up_bias, self.down_bias)
-        own = (None if bias is None else bias[...] for bias in biases)
+        optional = (self.gate, self.gate_bias, self.up_bias, self.down_bias)
+        gate, *biases = (None if weight is None else weight[...] for weight in optional)
         out, stats = self.mixture(
             x,
             self.router[...],
-            ExpertWeights(self.gate[...], self.up[...], self.down[...], *own),
+            ExpertWeights(gate, self.up[...], self.down[...], *biases),
             router_bias=None if self.router_bias is None else self.router_bias[...],
             choice_bias=self.choice_bias[...] if rate else None,
             shared=self.shared,

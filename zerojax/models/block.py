@@ -18,7 +18,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int, Key
 
 from zerojax.experts import Experts, RouterStats
-from zerojax.experts.mlp import ACTIVATIONS
+from zerojax.experts.mlp import ACTIVATIONS, GATED, Activation
 from zerojax.matmul.replay import whole
 from zerojax.models.attention import Windowed
 from zerojax.models.config import GPTConfig, latent_outputs
@@ -84,8 +84,8 @@ def residual_norm(c: GPTConfig, rngs: nnx.Rngs) -> OffsetRMSNorm | nnx.RMSNorm |
 
 
 def _residual_std(c: GPTConfig) -> float:
-    """GPT-2's scaling: the residual stream sums 2 x layers branches."""
-    return c.init_std / (2 * c.layers) ** 0.5
+    """GPT-2's scaling, by the number of branches that the residual stream sums."""
+    return c.init_std / c.residual_branches**0.5
 
 
 def dropout_mask(x: Hidden, rate: float, key: Key[Array, ""]) -> Mask:
@@ -261,20 +261,12 @@ class LatentAttention(Attention):
         return _scaled(query, rope), latents
 
 
-_ACTIVATIONS = {
-    "gelu": jax.nn.gelu,
-    "gelu_exact": partial(jax.nn.gelu, approximate=False),
-    "relu": jax.nn.relu,
-    "relu2": lambda x: jax.nn.relu(x) ** 2,
-}
-
-
 class MLP(nnx.Module):
     """The position-wise feed-forward network."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         c = config
-        self.activation = c.mlp
+        self.activation: Activation = c.mlp
         if c.gated:
             self.gate = _linear(c.d_model, c.ffn_width, rngs, c.init_std, biases=c.biases)
         self.up = _linear(c.d_model, c.ffn_width, rngs, c.init_std, biases=c.biases)
@@ -282,13 +274,11 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Hidden) -> Hidden:
         """Apply the up projection (and the gate's), the activation, and the down projection."""
-        if self.activation in ACTIVATIONS:
-            return self.down(ACTIVATIONS[self.activation](self.gate(x), self.up(x)))
-        return self.down(_ACTIVATIONS[self.activation](self.up(x)))
+        first = (self.gate(x), self.up(x)) if self.activation in GATED else (self.up(x),)
+        return self.down(ACTIVATIONS[self.activation](*first))
 
 
 def _experts(c: GPTConfig, rngs: nnx.Rngs) -> Experts:
-    assert c.mlp in ACTIVATIONS
     return Experts(
         *(c.d_model, c.ffn_width, c.experts, c.experts_per_token),
         router=c.router_config,
@@ -310,7 +300,8 @@ def _unchanged(x: Hidden) -> Hidden:
 class Block(nnx.Module):
     """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)), where mlp may be ``Experts``.
 
-    In a layer of config.recurrent_layers, a recurrent layer takes the place of attention.
+    In a layer of config.recurrent_layers, a recurrent layer takes the place of attention. With
+    config.mlp_layers a block has only one of the two branches.
     With config.pre_norms each branch begins with a norm, with config.post_norms it ends with one. With
     parallel config.branches the block computes x + attention(norm(x)) + mlp(norm(x)).
     """
@@ -320,17 +311,19 @@ class Block(nnx.Module):
             return residual_norm(config, rngs) if wanted else _unchanged
 
         self.config = config
-        self.norm_attention = norm(config.pre_norms)
+        mixes, has_mlp = config.has_mixer, config.has_mlp
+        self.norm_attention = norm(config.pre_norms and mixes)
         if config.all_recurrent:
             linear = partial(_linear, rngs=rngs, biases=False)
             every, out = (partial(linear, std=std) for std in (config.init_std, _residual_std(config)))
             self.recurrent = recurrent_layer(config, every, out, rngs)
-        else:
+        elif mixes:
             self.attention = (Attention if config.latent_rank is None else LatentAttention)(config, rngs=rngs)
-        self.norm_mlp = norm(config.pre_norms and config.branches != "parallel_one_norm")
-        self.mlp = _experts(config, rngs) if config.experts else MLP(config, rngs=rngs)
-        self.post_norm_attention = norm(config.post_norms)
-        self.post_norm_mlp = norm(config.post_norms)
+        self.norm_mlp = norm(config.pre_norms and has_mlp and config.branches != "parallel_one_norm")
+        if has_mlp:
+            self.mlp = _experts(config, rngs) if config.experts else MLP(config, rngs=rngs)
+        self.post_norm_attention = norm(config.post_norms and mixes)
+        self.post_norm_mlp = norm(config.post_norms and has_mlp)
 
     def __call__(
         self,
@@ -355,7 +348,9 @@ class Block(nnx.Module):
         """
         hidden, before = x if isinstance(x, tuple) else (x, None)
         rope = None if rope is None else rope.by_token(kind, len(hidden))
-        heads = self._mixer.mix(self._tiled(self._project, hidden, rope), documents, windowed)
+        heads = None
+        if self.config.has_mixer:
+            heads = self._mixer.mix(self._tiled(self._project, hidden, rope), documents, windowed)
         hidden, own = self.finish(hidden, heads, None if key is None else jax.random.fold_in(key, layer))
         if before is None:
             return hidden
@@ -386,16 +381,17 @@ class Block(nnx.Module):
         ``__call__``.
         """
         hidden, cache = x
-        normed = self.norm_attention(hidden)
+        normed, heads = self.norm_attention(hidden), None
         if self.config.all_recurrent:
             heads, cache = self.recurrent.decode(normed, positions, end, cache, layer)
-        else:
+        elif self.config.has_mixer:
             heads, cache = self.attention.decode(normed, rope, positions, cache, layer, windowed, kind)
         return self.finish(hidden, heads)[0], cache
 
-    def finish(self, x: Hidden, heads: Heads, key: Key[Array, ""] | None = None) -> Routed:
+    def finish(self, x: Hidden, heads: Heads | None, key: Key[Array, ""] | None = None) -> Routed:
         """The block's output and its router's statistics, from the block's input and its attention's heads.
 
+        ``heads`` is None for a block that is only an MLP.
         Experts are not tiled: they exchange tokens in rounds, and their routers count tokens.
         """
         kept = None
@@ -413,9 +409,13 @@ class Block(nnx.Module):
     def _project(self, x: Hidden, rope: Rope | None) -> Projected:
         return self._mixer.project(self.norm_attention(x), rope)
 
-    def _finish(self, x: Hidden, heads: Heads, kept: Sequence[Mask] | None) -> Routed:
+    def _finish(self, x: Hidden, heads: Heads | None, kept: Sequence[Mask] | None) -> Routed:
         first, second = kept or (None, None)
-        attended = x + self._added(self.post_norm_attention(self._mixer.join(heads)), first)
+        attended = x
+        if heads is not None:
+            attended = x + self._added(self.post_norm_attention(self._mixer.join(heads)), first)
+        if not self.config.has_mlp:
+            return attended, None
         norm = self.norm_attention if self.config.branches == "parallel_one_norm" else self.norm_mlp
         out = self.mlp(norm(attended if self.config.branches == "sequential" else x))
         out, stats = out if isinstance(out, tuple) else (out, None)

@@ -2,9 +2,11 @@
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import Any
 
 from zerojax.errors import ConfigurationError
 from zerojax.experts import RouterConfig
+from zerojax.experts.mlp import GATED
 from zerojax.models.config_checks import check_model, require
 from zerojax.models.options import (
     AttentionOptions,
@@ -47,12 +49,14 @@ class GPTConfig(HeadOptions, MLPOptions, PositionOptions, RecurrentOptions, Atte
 
     @property
     def attention_width(self) -> int:
-        """Width of all heads' outputs together."""
-        return self.heads * self.value_dim
+        """Width of all heads' outputs together; 0 without attention."""
+        return self.heads * self.value_dim if self.attention_layers else 0
 
     @property
     def qkv_width(self) -> int:
-        """Width of all heads' queries, keys and values together."""
+        """Width of all heads' queries, keys and values together; 0 without attention."""
+        if not self.attention_layers:
+            return 0
         return (self.heads + self.key_value_heads) * self.head_dim + self.key_value_heads * self.value_dim
 
     @property
@@ -78,13 +82,15 @@ class GPTConfig(HeadOptions, MLPOptions, PositionOptions, RecurrentOptions, Atte
 
     @property
     def active_ffn_width(self) -> int:
-        """Total hidden width of the MLPs that a token passes through in a block."""
+        """Total hidden width of the MLPs that a token passes through in a block; 0 without an MLP."""
+        if not self.has_mlp:
+            return 0
         return self.experts_per_token * self.ffn_width + self.shared_ffn if self.experts else self.ffn_width
 
     @property
     def mlps_per_token(self) -> int:
         """Number of MLPs that a token passes through in a block."""
-        return self.experts_per_token + (self.shared_ffn > 0) if self.experts else 1
+        return self.experts_per_token + (self.shared_ffn > 0) if self.experts else int(self.has_mlp)
 
     @property
     def router_config(self) -> RouterConfig:
@@ -113,7 +119,7 @@ class GPTConfig(HeadOptions, MLPOptions, PositionOptions, RecurrentOptions, Atte
     @property
     def gated(self) -> bool:
         """Whether the MLP has a gate."""
-        return self.mlp in ("swiglu", "geglu", "swiglu_clamped")
+        return self.mlp in GATED
 
     @property
     def value_heads(self) -> int:
@@ -141,25 +147,55 @@ class GPTConfig(HeadOptions, MLPOptions, PositionOptions, RecurrentOptions, Atte
         """Whether every layer is recurrent, as in ``of_layer`` of a recurrent layer."""
         return len(self.recurrent_layers) == self.layers
 
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers with attention."""
+        others = {*self.recurrent_layers, *(self.mlp_layers or ())}
+        return tuple(number for number in range(self.layers) if number not in others)
+
+    @property
+    def has_mlp(self) -> bool:
+        """Whether any layer has an MLP or experts."""
+        return self.mlp_layers is None or len(self.mlp_layers) > 0
+
+    @property
+    def has_mixer(self) -> bool:
+        """Whether any layer mixes the tokens of a row, by attention or a recurrent layer."""
+        return self.mlp_layers is None or len(self.mlp_layers) < self.layers
+
+    @property
+    def residual_branches(self) -> int:
+        """How many branches of all layers together add to the residual stream."""
+        return self.layers * (2 if self.mlp_layers is None else 1)
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """The layers with experts."""
+        some = range(self.layers if self.experts else 0) if self.mlp_layers is None else self.mlp_layers
+        return tuple(number for number in some if self.experts and number not in self.dense_layers)
+
     def of_layer(self, number: int) -> "GPTConfig":
         """The config of a model whose layers are all like this one."""
-        own = self
-        if self.recurrent_pre_norms:
-            own = replace(own, recurrent_pre_norms=False)
-            if number in self.recurrent_layers:
-                own = replace(own, pre_norms=True, post_norms=False)
-        if number in self.dense_layers:
-            own = replace(own, experts=0, ffn=self.dense_ffn, dense_layers=(), dense_ffn=None)
-        if self.recurrent_layers and not self.all_recurrent:
-            every = tuple(range(self.layers))
-            own = replace(own, recurrent_layers=every if number in self.recurrent_layers else ())
-        return own
+        every, recurrent = tuple(range(self.layers)), number in self.recurrent_layers
+        own: dict[str, Any] = {"recurrent_layers": every if recurrent else (), "recurrent_pre_norms": False}
+        if self.recurrent_pre_norms and recurrent:
+            own |= {"pre_norms": True, "post_norms": False}
+        if self.mlp_layers is not None:
+            own["mlp_layers"] = every if number in self.mlp_layers else ()
+        if self.experts:
+            own |= {"dense_layers": (), "dense_ffn": None}
+            own |= {} if number in self.expert_layers else {"experts": 0, "ffn": self.dense_ffn}
+        changed = any(getattr(self, name) != value for name, value in own.items())
+        return replace(self, **own) if changed else self
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The number of each layer's kind, from 0. A kind is recurrent or not, and has experts or not."""
-        dense, recurrent = set(self.dense_layers), set(self.recurrent_layers)
-        kinds = [(number in dense, number in recurrent) for number in range(self.layers)]
+        """The number of each layer's kind, from 0.
+
+        Layers of a kind have the same branches: recurrent or not, with experts or not.
+        """
+        groups = [set(some) for some in (self.dense_layers, self.recurrent_layers, self.mlp_layers or ())]
+        kinds = [tuple(number in some for some in groups) for number in range(self.layers)]
         numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
         return tuple(numbers[kind] for kind in kinds)
 
@@ -171,13 +207,10 @@ class GPTConfig(HeadOptions, MLPOptions, PositionOptions, RecurrentOptions, Atte
 
     @property
     def cache_layers(self) -> tuple[int, ...]:
-        """The index of each layer among the recurrent layers, or among the others: their caches differ."""
-        recurrent, seen = set(self.recurrent_layers), [0, 0]
-        found = []
-        for number in range(self.layers):
-            found.append(seen[number in recurrent])
-            seen[number in recurrent] += 1
-        return tuple(found)
+        """The index of each layer among the layers of its cache: with recurrence, attention, or neither."""
+        groups = self.recurrent_layers, self.attention_layers, self.mlp_layers or ()
+        found = {number: index for some in groups for index, number in enumerate(sorted(some))}
+        return tuple(found[number] for number in range(self.layers))
 
     @property
     def windowed(self) -> tuple[bool, ...]:
@@ -219,18 +252,20 @@ _MAX_PARAMETERS = 10**15
 
 def _block_matrices(c: GPTConfig, *, active: bool) -> int:
     """Elements of one block's weight matrices; ``active`` counts only the matrices that one token meets."""
-    attention = c.d_model * c.attention_width * (1 + c.attention_gate)
-    if c.all_recurrent:
-        attention = _recurrent_matrices(c)
-    elif c.latent_rank is None:
-        attention += c.d_model * c.qkv_width
-    else:
-        ranks = c.latent_rank + c.rope_width + (c.latent_query_rank or 0)
-        queries = c.heads * c.head_dim * (c.latent_query_rank or c.d_model)
-        attention += c.d_model * ranks + queries + c.latent_rank * latent_outputs(c)
+    mixer = _recurrent_matrices(c) if c.all_recurrent else _attention_matrices(c)
     hidden = c.experts * c.ffn_width + c.shared_ffn if c.experts and not active else c.active_ffn_width
     routers = c.experts + c.shared_gate if c.experts else 0
-    return attention + c.d_model * ((3 if c.gated else 2) * hidden + routers)
+    return mixer + c.d_model * ((3 if c.gated else 2) * hidden + routers)
+
+
+def _attention_matrices(c: GPTConfig) -> int:
+    """Elements of attention's projections; 0 without attention."""
+    outputs = c.d_model * c.attention_width * (1 + c.attention_gate)
+    if c.latent_rank is None or not outputs:
+        return outputs + c.d_model * c.qkv_width
+    ranks = c.latent_rank + c.rope_width + (c.latent_query_rank or 0)
+    queries = c.heads * c.head_dim * (c.latent_query_rank or c.d_model)
+    return outputs + c.d_model * ranks + queries + c.latent_rank * latent_outputs(c)
 
 
 def _recurrent_matrices(c: GPTConfig) -> int:
@@ -262,29 +297,37 @@ def parameter_count(config: GPTConfig, *, active: bool = False) -> int:
 
 
 def _block_parameters(c: GPTConfig, *, active: bool) -> int:
-    norms = 2 * (c.pre_norms + c.post_norms) - (c.branches == "parallel_one_norm")
+    norms = (c.has_mixer + c.has_mlp) * (c.pre_norms + c.post_norms) - (c.branches == "parallel_one_norm")
     block = _block_matrices(c, active=active) + norms * _norm_parameters(c)
-    if c.all_recurrent:
-        own = {
-            "gated_delta": 2 * c.value_heads + c.recurrent_width,
-            "mamba2": 3 * c.value_heads + c.recurrent_values + c.conv_channels,
-            "short_conv": 0,
-        }
-        return block + c.conv_width * c.conv_channels + own[c.recurrent]
-    if c.qk_norm:
-        block += (c.heads + c.key_value_heads if c.qk_norm_joint else 2) * c.head_dim
-    block += (c.latent_rank or 0) + (c.latent_query_rank or 0)  # the scales of their norms
-    if c.biases or c.qkv_biases:
-        block += c.qkv_width
-    if c.biases or c.out_bias:
-        block += c.d_model
-    if c.biases:
+    if c.biases and c.has_mlp:
         mlp = (2 if c.gated else 1) * c.ffn_width + c.d_model
         counted = c.experts_per_token if active else c.experts
         block += counted * mlp + c.experts if c.experts else mlp
-    if c.attention_sinks:
-        block += c.heads
-    return block
+    return block + (_recurrent_vectors(c) if c.all_recurrent else _attention_vectors(c))
+
+
+def _recurrent_vectors(c: GPTConfig) -> int:
+    """Parameters of a recurrent layer besides its projections."""
+    own = {
+        "gated_delta": 2 * c.value_heads + c.recurrent_width,
+        "mamba2": 3 * c.value_heads + c.recurrent_values + c.conv_channels,
+        "short_conv": 0,
+    }
+    return c.conv_width * c.conv_channels + own[c.recurrent]
+
+
+def _attention_vectors(c: GPTConfig) -> int:
+    """Parameters of attention besides its projections: norms, biases and sinks."""
+    if not c.attention_layers:
+        return 0
+    count = (c.latent_rank or 0) + (c.latent_query_rank or 0)  # the scales of their norms
+    if c.qk_norm:
+        count += (c.heads + c.key_value_heads if c.qk_norm_joint else 2) * c.head_dim
+    if c.biases or c.qkv_biases:
+        count += c.qkv_width
+    if c.biases or c.out_bias:
+        count += c.d_model
+    return count + c.attention_sinks * c.heads
 
 
 def describe_parameters(config: GPTConfig) -> str:
@@ -334,11 +377,9 @@ def pair_flops(config: GPTConfig) -> int:
 def attended_tokens(config: GPTConfig, seq_len: int) -> float:
     """Tokens that a position attends to: the mean over positions, summed over layers.
 
-    A layer without a window counts half of the row. A window w counts w - w^2 / (2 seq_len). Recurrent layers
-    add none.
+    A layer without a window counts half of the row. A window w counts w - w^2 / (2 seq_len). Layers without
+    attention add none.
     """
-    window = min(seq_len, config.sliding_window or seq_len)
-    recurrent = set(config.recurrent_layers)
-    layers = enumerate(config.windowed)
-    reached = (window if windowed else seq_len for number, windowed in layers if number not in recurrent)
+    window, windowed = min(seq_len, config.sliding_window or seq_len), config.windowed
+    reached = (window if windowed[number] else seq_len for number in config.attention_layers)
     return sum(reach - reach**2 / (2 * seq_len) for reach in reached)

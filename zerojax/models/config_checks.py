@@ -134,7 +134,7 @@ def _check_latents(c: "GPTConfig") -> None:
 
 
 def _check_rope(c: "GPTConfig") -> None:
-    for name in ("position_offset", "rope_query_growth"):
+    for name in ("position_offset", "rope_query_growth", "recurrent_step_min"):
         require(getattr(c, name) >= 0, f"{name} = {getattr(c, name)} must be at least 0")
     require(
         c.rope_low_freq_factor < c.rope_high_freq_factor,
@@ -187,6 +187,8 @@ def _check_features(c: "GPTConfig") -> None:
         c.branches != "parallel_one_norm" or c.pre_norms,
         'branches = "parallel_one_norm" has one norm before both branches: set pre_norms = true',
     )
+    if c.mlp_layers is not None:
+        _check_one_branch(c)
     pattern, layers = c.sliding_window_pattern, c.sliding_window_layers
     require(
         pattern is None or pattern >= 2, f"sliding_window_pattern = {pattern} must be at least 2, or left out"
@@ -194,6 +196,18 @@ def _check_features(c: "GPTConfig") -> None:
     if layers is not None:
         _check_layers(c, "sliding_window_layers")
         require(len(layers) > 0, "sliding_window_layers = []: name a layer, or leave it out")
+
+
+def _check_one_branch(c: "GPTConfig") -> None:
+    _check_layers(c, "mlp_layers")
+    require(c.branches == "sequential", f"branches = {c.branches!r} needs two branches: leave mlp_layers out")
+    for name, needed in (("recurrent_layers", False), ("dense_layers", True)):
+        wrong = [number for number in getattr(c, name) if (number in c.mlp_layers) != needed]
+        require(
+            not wrong,
+            f"{name} and mlp_layers {'lack' if needed else 'share'} layer {wrong[:1]}: each layer has one "
+            "branch, and mlp_layers lists all layers with an MLP",
+        )
 
 
 def _check_recurrent(c: "GPTConfig") -> None:
@@ -221,13 +235,12 @@ def _check_experts(c: "GPTConfig") -> None:
         1 <= c.experts_per_token <= c.experts,
         f"experts_per_token = {c.experts_per_token} must be from 1 to experts = {c.experts}",
     )
-    require(c.gated, f"experts are gated: set mlp to swiglu, geglu or swiglu_clamped, not {c.mlp}")
     for name in ("shared_ffn", "router_balance_rate", "balance_loss", "z_loss"):
         require(getattr(c, name) >= 0, f"{name} = {getattr(c, name)} must be at least 0")
     _check_layers(c, "dense_layers")
     require(
-        len(c.dense_layers) < c.layers,
-        "dense_layers lists all layers: set experts = 0 and ffn, or leave a layer out",
+        len(c.expert_layers) > 0,
+        "no layer has experts: set experts = 0 and ffn, or change dense_layers or mlp_layers",
     )
     require(c.router_scale > 0, f"router_scale = {c.router_scale} must be above 0")
     try:

@@ -207,7 +207,7 @@ class GPT(nnx.Module):
             raise ConfigurationError(
                 "[model] experts = 0: the model has no routers. Call hidden instead of routed"
             )
-        count = c.layers - len(c.dense_layers)
+        count = len(c.expert_layers)
         zeros = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), RouterStats.zeros(c.experts))
         hidden, stats = self._run(tokens, segments, rngs, zeros)
         assert stats is not None

@@ -53,7 +53,7 @@ class KVCache(NamedTuple):
     def empty(config: GPTConfig, batch: int, length: int, dtype: DTypeLike) -> "KVCache":
         """Zeros, for ``batch`` rows of ``length`` tokens."""
         c, recurrence = config, None
-        count = len(c.recurrent_layers)
+        count, attended = len(c.recurrent_layers), len(c.attention_layers)
         if count:
             inputs = jnp.zeros((count, batch, c.conv_width - 1, c.conv_channels), dtype)
             state = (count, batch, c.value_heads, c.recurrent_key_width, c.recurrent_width)
@@ -61,8 +61,8 @@ class KVCache(NamedTuple):
             recurrence = Recurrence(inputs, states)
         if c.latent_rank is not None:
             width = c.latent_rank + c.rope_width
-            return KVCache(jnp.zeros((c.layers - count, batch, 1, length, width), dtype), None, recurrence)
-        shape = (c.layers - count, batch, c.key_value_heads, length, c.head_dim)
+            return KVCache(jnp.zeros((attended, batch, 1, length, width), dtype), None, recurrence)
+        shape = (attended, batch, c.key_value_heads, length, c.head_dim)
         return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), recurrence)
 
 

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from zerojax.experts.mlp import Activation
 from zerojax.schedule.tiles import TILE
 
 Norm = Literal["layer", "rms"]
 Positions = Literal["learned", "rope"]
-Activation = Literal["gelu", "gelu_exact", "relu", "relu2", "swiglu", "geglu", "swiglu_clamped"]
 Branches = Literal["sequential", "parallel", "parallel_one_norm"]
 Router = Literal["softmax", "sigmoid"]
 RopeScaling = Literal["none", "linear", "llama3", "dynamic", "yarn", "longrope"]
@@ -33,6 +33,8 @@ class BlockOptions:
         branches: "sequential" means that the MLP reads the residual stream after attention has added to it.
             With "parallel" both read the same input through separate norms (GPT-NeoX). With
             "parallel_one_norm" they share the norm (Cohere).
+        mlp_layers: If set, each layer has one branch. These layers have the MLP or the experts, and the
+            others have attention or a recurrent layer (Nemotron-H). None gives each layer both.
         residual_scale: Factor of each residual branch's output (Granite).
         biases: Whether linear layers and layer norms have biases.
         norm_biases: Whether layer norms have biases although linear layers have none (StableLM).
@@ -53,6 +55,7 @@ class BlockOptions:
     pre_norms: bool = True
     post_norms: bool = False
     branches: Branches = "sequential"
+    mlp_layers: tuple[int, ...] | None = None
     residual_scale: float = 1.0
     biases: bool = True
     norm_biases: bool = False
@@ -146,6 +149,7 @@ class RecurrentOptions:
         recurrent_negative: "gated_delta": whether a token moves the state by up to twice its error, which
             allows negative eigenvalues (2411.12537).
         recurrent_norm_eps: "gated_delta": norm_eps of the norm of heads, if it differs from the others.
+        recurrent_step_min: "mamba2": the smallest step of a token (0.001 in Nemotron-H).
         conv_width: Tokens that the convolution of a recurrent layer sees, the token itself included.
     """
 
@@ -158,6 +162,7 @@ class RecurrentOptions:
     recurrent_pre_norms: bool = False
     recurrent_negative: bool = False
     recurrent_norm_eps: float | None = None
+    recurrent_step_min: float = 0.0
     conv_width: int = 4
 
 
@@ -230,7 +235,7 @@ class MLPOptions:
         ffn: Hidden width of the MLP, or of each expert. None means 4 d_model, or if gated 8/3 d_model rounded
             up to a multiple of 256, as in LLaMA (Touvron et al., 2023).
         experts: Number of MLPs in each block. A router chooses some of them for each token (Mixtral). 0 makes
-            one MLP for all tokens. Experts are gated, and biases = true gives them and the router biases.
+            one MLP for all tokens. biases = true gives experts and the router biases.
         experts_per_token: Experts that each token goes to. Read only with experts, like the following fields
             up to z_loss.
         dense_layers: The layers with one MLP for all tokens in place of experts (the first ones in DeepSeek).

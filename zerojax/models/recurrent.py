@@ -323,7 +323,7 @@ class Mamba2(_Recurrent):
             part.reshape(*x.shape[:2], -1, c.recurrent_key_width).astype(low) for part in (query, key)
         )
         value = value.reshape(*x.shape[:2], c.value_heads, -1)
-        step = jax.nn.softplus(step.astype(jnp.float32) + step_bias)
+        step = jnp.maximum(jax.nn.softplus(step.astype(jnp.float32) + step_bias), c.recurrent_step_min)
         if before is not None:
             step = jnp.where(before.valid[..., None], step, 0)
         moved = (value * step[..., None]).astype(low)

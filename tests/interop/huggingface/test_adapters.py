@@ -415,7 +415,7 @@ def test_an_adapter_comes_back_as_it_was(loaded: Loaded, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "granitemoe"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "granitemoe", "nemotron-3"])
 def test_adapters_of_experts_come_back_as_they_were(name: str, tmp_path: Path):
     source, files = ModelFolder.open(FIXTURES / "families" / name), ADAPTERS / name
     loaded = Loaded(name, source, load_adapter(created(source, files), files, source.model))
@@ -542,6 +542,7 @@ def test_every_family_has_modules_for_all_weights(folder: Path):
     # transformers has other names for these in memory.
     kept = {name.replace("language_model.model.", "model.language_model.") for name in kept}
     kept = {name.replace("language_model.lm_head.", "lm_head.") for name in kept}
+    kept = {name.replace("backbone.", "model.") for name in kept}
     if folder.name == "olmo-hybrid":
         kept = {name for name in kept if "layer_norm" not in name}
     assert kept <= parts.keys()
@@ -552,7 +553,7 @@ def test_every_family_has_modules_for_all_weights(folder: Path):
         "gpt_oss": {"experts"},
         "granitemoe": {"input_linear", "output_linear"},
         **{name: {"q_proj"} for name in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_5")},
-        **{name: {"in_proj"} for name in ("lfm2", "lfm2_moe", "bamba")},
+        **{name: {"in_proj"} for name in ("lfm2", "lfm2_moe", "bamba", "nemotron_h")},
         "granitemoehybrid": {"in_proj", "input_linear", "output_linear"},
         "qwen3_next": {"q_proj", "in_proj_qkvz", "in_proj_ba"},
     }

@@ -46,6 +46,23 @@ def test_positions_of_images_are_not_needed_for_text():
     assert read_model(given, "config.json")[1] == read_model(values("qwen3-5"), "config.json")[1]
 
 
+def test_the_layers_of_nemotron_are_words_or_letters():
+    given = values("nemotron-3")
+    model = read_model(given, "config.json").model
+    assert (model.recurrent_layers, model.mlp_layers, model.expert_layers) == ((0,), (1, 3, 4), (1, 3))
+    del given["layers_block_type"]
+    older = given | {"hybrid_override_pattern": "ME*E-", "num_hidden_layers": 5}
+    assert read_model(older, "config.json").model == model
+    for changes, message in (
+        ({"hybrid_override_pattern": "MX"}, "layers_block_type = .*'X'.* must be words, each one of "),
+        ({"moe_latent_size": 8}, "moe_latent_size = 8 is not supported: its experts read a projection"),
+        ({"attention_head_dim": 4}, "attention_head_dim = 4 is not supported, only 8"),
+        ({"hybrid_override_pattern": None}, "layers_block_type is missing"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            read_model(older | changes, "config.json")
+
+
 def test_other_kinds_of_layers_are_refused():
     with pytest.raises(ConfigurationError, match=r"layer_types = .* words, each "):
         read_model(values("qwen3-5") | {"layer_types": ["linear_attention", "moe"]}, "config.json")

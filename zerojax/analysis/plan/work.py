@@ -182,10 +182,12 @@ def work_of(spec: TrainSpec, config: GPTConfig, *, sequences: int, length: int) 
     )
     spread = any(leaf.parts > 1 for group in spec.unit_groups for leaf in group.every)
     others = spec.world.local - 1 if spread else 0
-    layers = config.layers - len(config.dense_layers)
     return replace(
         work,
-        exchanged=others * work.tokens * layers * _exchanged_bytes(config, zero.remat, dtype),
+        exchanged=others
+        * work.tokens
+        * len(config.expert_layers)
+        * _exchanged_bytes(config, zero.remat, dtype),
         # The gradients of frozen matrices take no FLOPs.
         model_flops=work.model_flops - share_of(spec, lambda leaf: leaf.frozen) * work.weights_forward,
     )
@@ -232,7 +234,7 @@ def decoder_work(
     matrices -= tokens * len(c.recurrent_layers) * recurrence_flops(c)
     modules = {leaf.path[0] for leaf in frozen}
     spared = unembedding / 3 if _unembedding(c) in modules else 0  # its gradient
-    attended = c.layers - len(c.recurrent_layers)
+    attended = len(c.attention_layers)
     attention = per_pair * (_computed_tokens(c, length) if flash else attended * length)
     recurrence = 3 * tokens * _over_layers(c, _chunk_flops)
     spread = spread_of(c.heads, c.key_value_heads, sharing)
@@ -299,13 +301,14 @@ def _over_layers(c: GPTConfig, width: Callable[[GPTConfig], int]) -> int:
 
 def _read_width(c: GPTConfig) -> int:
     """Elements per token that products with a layer's weights read."""
-    ranks = (c.latent_rank or 0) + (c.latent_query_rank or 0)
-    return (1 + c.mlps_per_token) * c.d_model + ranks + _heads_width(c) + c.active_ffn_width
+    ranks = (c.latent_rank or 0) + (c.latent_query_rank or 0) if c.attention_layers else 0
+    return (c.has_mixer + c.mlps_per_token) * c.d_model + ranks + _heads_width(c) + c.active_ffn_width
 
 
 def _made_width(c: GPTConfig) -> int:
     """Elements per token that products with a layer's weights make."""
-    return (1 + c.mlps_per_token) * c.d_model + _projected_width(c) + _latent_width(c) + _mlp_width(c)
+    made = _projected_width(c) + _latent_width(c) + _mlp_width(c)
+    return (c.has_mixer + c.mlps_per_token) * c.d_model + made
 
 
 def _heads_width(c: GPTConfig) -> int:
@@ -369,13 +372,15 @@ def _computed_tokens(c: GPTConfig, length: int) -> float:
     gets a mask and skips nothing.
     """
     if c.attention == "cudnn" and c.scan and len(set(c.windowed)) > 1:
-        return (c.layers - len(c.recurrent_layers)) * length / 2
+        return len(c.attention_layers) * length / 2
     return attended_tokens(c, length)
 
 
 def _latent_width(c: GPTConfig) -> int:
     """Elements per token of the latents of keys, values and queries."""
-    return 0 if c.latent_rank is None else c.latent_rank + c.rope_width + (c.latent_query_rank or 0)
+    if c.latent_rank is None or not c.attention_layers:
+        return 0
+    return c.latent_rank + c.rope_width + (c.latent_query_rank or 0)
 
 
 def _mlp_width(c: GPTConfig) -> int:
@@ -389,7 +394,9 @@ def _kept_width(c: GPTConfig, remat: Remat) -> int:
     if remat == "attention":
         return c.d_model + _heads_width(c)
     again = 2 * c.conv_channels if c.all_recurrent else 0
-    return 2 * c.d_model + _latent_width(c) + _projected_width(c) + again + _heads_width(c) + _mlp_width(c)
+    branches = c.has_mixer + c.has_mlp
+    made = _latent_width(c) + _projected_width(c) + _heads_width(c) + _mlp_width(c)
+    return branches * c.d_model + made + again
 
 
 def _kept_fp32(c: GPTConfig, remat: Remat, length: int, *, flash: bool) -> int:
@@ -412,7 +419,7 @@ def _working(c: GPTConfig, remat: Remat, tokens: int) -> float:
     if not _in_tiles(c, remat, tokens):
         return whole
     in_attention = _projected_width(c) + (2 if remat == "full" else 1) * _heads_width(c) + c.d_model
-    in_tile = 4 * c.d_model + (6.5 if c.gated else 4) * c.ffn_width
+    in_tile = 4 * c.d_model + (6.5 if c.gated else 4) * c.active_ffn_width
     return tokens * in_attention + tokens_of_tile(tokens, c.token_tile) * in_tile
 
 

@@ -314,7 +314,7 @@ def _experts_of(
     """
     for layer, module in peft_experts.modules(family, model):
         found: dict[str, tuple[list[Factor], int]] = {}
-        for parameter, names in peft_experts.PARAMETERS.items():
+        for parameter, names in peft_experts.parameters(model).items():
             factors, outputs = list[Factor](), 0
             for place in (peft_experts.place(name, layer) for name in names):
                 width = _leaves(spec)[place][0].shape[-1]

@@ -131,7 +131,7 @@ def _with_shared(*, dense: int | Entry, shared: int, scale: float) -> tuple[Entr
     )
 
 
-def _groups(groups: int, per_token: int) -> tuple[Entry, ...]:
+def groups_of_experts(groups: int, per_token: int) -> tuple[Entry, ...]:
     """The keys of groups of experts; the arguments are the keys' defaults."""
     return (
         key("n_group", "router_groups", int, groups),
@@ -141,7 +141,7 @@ def _groups(groups: int, per_token: int) -> tuple[Entry, ...]:
 
 PREDICTING = "num_nextn_predict_layers"
 """The number of layers that predict further tokens, which are not read."""
-_PREDICTING = Entry(lambda keys, _: keys.unused(PREDICTING, "num_mtp_layers"), lambda _: {PREDICTING: 0})
+NOT_PREDICTING = Entry(lambda keys, _: keys.unused(PREDICTING, "num_mtp_layers"), lambda _: {PREDICTING: 0})
 CHOICE_RATE = 0.001
 """``router_balance_rate`` of imported models: files have the selection biases, but not their rate."""
 CHOICE_BIASES = Entry(
@@ -326,8 +326,8 @@ GLM4_MOE = like_llama(
     *_with_shared(dense=1, shared=1, scale=1.0),
     key("norm_topk_prob", "router_normalise", bool, True),
     CHOICE_BIASES,
-    *_groups(1, 1),
-    _PREDICTING,
+    *groups_of_experts(1, 1),
+    NOT_PREDICTING,
     norm_eps=1e-5,
     rotary=Rope(fraction=0.5),
     router="sigmoid",
@@ -438,11 +438,11 @@ DEEPSEEK_V2 = _deepseek(
     rope_interleaved=True,
 )
 DEEPSEEK_V3 = _deepseek(
-    *_groups(8, 4),
+    *groups_of_experts(8, 4),
     only("topk_method", "noaux_tc"),
     key("norm_topk_prob", "router_normalise", bool, True),
     CHOICE_BIASES,
-    _PREDICTING,
+    NOT_PREDICTING,
     key("rope_interleave", "rope_interleaved", bool, True),
     dense=3,
     shared=1,
@@ -450,12 +450,12 @@ DEEPSEEK_V3 = _deepseek(
     score="sigmoid",
 )
 GLM4_MOE_LITE = _deepseek(
-    *_groups(1, 1),
+    *groups_of_experts(1, 1),
     only("topk_method", "noaux_tc", written=False),
     only("first_k_dense_replace", 1, written=False),  # not read by transformers
     key("norm_topk_prob", "router_normalise", bool, True),
     CHOICE_BIASES,
-    _PREDICTING,
+    NOT_PREDICTING,
     key("rope_interleave", "rope_interleaved", bool, True),
     dense=_dense(_listed, _write_list),
     shared=1,

@@ -7,7 +7,7 @@ from difflib import SequenceMatcher
 from typing import Any, NamedTuple
 
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface import experts, gemma, gpt2, hybrid, llama, mamba, parallel
+from zerojax.interop.huggingface import experts, gemma, gpt2, hybrid, llama, mamba, nemotron, parallel
 from zerojax.interop.huggingface.config_keys import ConfigKeys
 from zerojax.interop.huggingface.config_table import Table, differences, key_names, read_fields, write_keys
 from zerojax.interop.huggingface.llama import LLAMA_NAMES
@@ -34,6 +34,7 @@ class Family:
         composite: whether the model is the text part of a larger one, such as a model with images. All other
             tensors are carried.
         linear: whether its kernels are ``torch.nn.Linear``, which compressed-tensors can quantize.
+        other_prefixes: prefixes that the names have in some files instead of ``prefix``.
     """
 
     label: str
@@ -46,6 +47,7 @@ class Family:
     predicts: bool = False
     composite: bool = False
     linear: bool = True
+    other_prefixes: tuple[str, ...] = ()
 
     def read(self, keys: ConfigKeys) -> GPTConfig:
         """The model that a config.json describes."""
@@ -85,7 +87,7 @@ class Family:
 
     @property
     def _prefixes(self) -> tuple[str, ...]:
-        return (self.prefix, _OLD_TEXT) if self.composite else (self.prefix,)
+        return self.prefix, *self.other_prefixes
 
     def _head(self, prefix: str) -> str:
         return f"language_model.{self.names.head}" if prefix == _OLD_TEXT else self.names.head
@@ -196,6 +198,12 @@ FAMILIES = {
             hybrid.QWEN3_5_MOE_NAMES,
             predicts=True,
         ),
+        Family(
+            *("Nemotron-H", "nemotron_h", "NemotronHForCausalLM", nemotron.NEMOTRON_H),
+            nemotron.NEMOTRON_H_NAMES,
+            other_prefixes=("backbone.",),
+            predicts=True,
+        ),
         Family("Bamba", "bamba", "BambaForCausalLM", mamba.BAMBA, mamba.BAMBA_NAMES),
         Family(
             *("Granite 4", "granitemoehybrid", "GraniteMoeHybridForCausalLM", mamba.GRANITE_HYBRID),
@@ -231,9 +239,8 @@ FAMILIES = {
 def _with_images(label: str, model_type: str, architecture: str, *texts: Family) -> dict[str, Family]:
     """The families of a model's text part, by the model_type of text_config; the first is the default."""
     about = {"label": label, "model_type": model_type, "architecture": architecture, "composite": True}
-    return {
-        text.model_type: replace(text, prefix="model.language_model.", buffers=(), **about) for text in texts
-    }
+    prefixes = {"prefix": "model.language_model.", "other_prefixes": (_OLD_TEXT,)}
+    return {text.model_type: replace(text, buffers=(), **about, **prefixes) for text in texts}
 
 
 _QWEN3_VL = Family("Qwen3-VL", "qwen3_vl_text", "", llama.QWEN3_VL, llama.QWEN3_NAMES)
@@ -269,7 +276,6 @@ REFUSED = {
         "its layers have heads of two widths and share keys, and a zerojax model has heads of one width",
     ),
     "kimi_linear": "its linear attention has a decay for each channel, and zerojax's has one for each head",
-    "nemotron_h": "some of its layers have no MLP, and all layers of a zerojax model have one",
 }
 """Families that are known and cannot be imported -> why."""
 

@@ -19,23 +19,18 @@ from zerojax.interop.huggingface.experts import (
     mixture,
     names_of_experts,
 )
-from zerojax.interop.huggingface.layer_types import FULL, checked_types
+from zerojax.interop.huggingface.layer_types import FULL, LINEAR, checked_types, renamed
 from zerojax.interop.huggingface.llama import LLAMA_BLOCK, NO_BIASES, QK_NORMS, QKV, SILU, like_llama
 from zerojax.interop.huggingface.mapping import Bare, Grouped, Joined, Module, Names, Tensors
 from zerojax.interop.huggingface.rope_keys import Rope
 from zerojax.models import GPTConfig
 
-_LINEAR, _CONV = "linear_attention", "conv"
-
-
-_FIRST_WORDS = {"mamba": _LINEAR, "attention": FULL}
-"""Words of older files -> words of transformers 5."""
+_CONV = "conv"
 
 
 def _recurrent(types: list[Any], word: str, layers: int) -> tuple[int, ...]:
     """The indices of the layers that are ``word`` in ``types``."""
-    types = [_FIRST_WORDS.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
-    kinds = checked_types(types, layers, word, FULL)
+    kinds = checked_types(renamed(types), layers, word, FULL)
     return tuple(number for number, kind in enumerate(kinds) if kind == word)
 
 
@@ -67,7 +62,7 @@ def key_heads(model: GPTConfig) -> int:
 
 
 _GATED_DELTA = (
-    recurrent_layers(_LINEAR),
+    recurrent_layers(LINEAR),
     key("linear_conv_kernel_dim", "conv_width", int, 4),
     key("linear_key_head_dim", "recurrent_key_width", int, 128),
     key("linear_value_head_dim", "recurrent_width", int, 128),
@@ -269,7 +264,7 @@ _OF_INITIAL_VALUES = ("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "
 OLMO_HYBRID = like_llama(
     SILU,
     NO_BIASES,
-    recurrent_layers(_LINEAR, interval=None),
+    recurrent_layers(LINEAR, interval=None),
     key("linear_conv_kernel_dim", "conv_width", int, 4),
     key("linear_key_head_dim", "recurrent_key_width"),
     key("linear_value_head_dim", "recurrent_width"),

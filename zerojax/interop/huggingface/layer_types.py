@@ -9,9 +9,15 @@ from zerojax.interop.huggingface.config_table import ANY, Entry, Fields, key
 from zerojax.models import GPTConfig
 from zerojax.validation.untrusted import short
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+_FIRST_WORDS = {"mamba": LINEAR, "attention": FULL}
 Kinds = Callable[[ConfigKeys, Fields], list[str]]
 """The kind of each layer in files without layer_types, from other keys and the fields so far."""
+
+
+def renamed(types: list[Any]) -> list[Any]:
+    """``layer_types`` with the words of transformers 5 in place of older words."""
+    return [_FIRST_WORDS.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
 
 
 def checked_types(types: list[Any], layers: int, one: str, other: str) -> list[str]:

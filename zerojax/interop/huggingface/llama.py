@@ -121,14 +121,32 @@ def _attention_multiplier(model: GPTConfig) -> float:
     return float(f"{scale:.15g}")  # without the rounding of two powers
 
 
+def _unrotated(keys: ConfigKeys, found: Fields) -> Fields:
+    keys.unused("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+    length = keys.take("max_position_embeddings", int)
+    return {"max_seq_len": length, "no_rope_layers": tuple(range(found["layers"]))}
+
+
+UNROTATED = Entry(
+    _unrotated,
+    lambda model: {"max_position_embeddings": model.max_seq_len},
+    lambda model: {"max_seq_len": ANY, "no_rope_layers": (tuple(range(model.layers)),)},
+)
+"""No layer is rotated."""
+
+
+_LAYERS = key("num_hidden_layers", "layers")
+
+
 def like_llama(
     *entries: Entry,
     kv_heads: Any = REQUIRED,
     head_dim: int | Entry | None = None,
+    layers: Entry = _LAYERS,
     ffn_width: Any = REQUIRED,
     norm_eps: float = 1e-6,
     tied: bool = False,
-    rotary: Rope = Rope(),
+    rotary: Rope | Entry = Rope(),
     norm: Literal["rms", "layer"] = "rms",
     norm_key: str = "rms_norm_eps",
     **values: Any,
@@ -139,10 +157,11 @@ def like_llama(
         *entries: further keys.
         kv_heads: default of num_key_value_heads; null means as many as heads.
         head_dim: default of head_dim; None is hidden_size / num_attention_heads. Or an entry for the heads.
+        layers: the entry for the number of layers.
         ffn_width: default of intermediate_size.
         norm_eps: default of the epsilon.
         tied: default of tie_word_embeddings.
-        rotary: the rotary keys.
+        rotary: the keys of rotary positions, or ``UNROTATED``.
         norm: the kind of norms.
         norm_key: the key of the norms' epsilon.
         **values: fields with a fixed value in the family.
@@ -152,7 +171,7 @@ def like_llama(
     return (
         fixed(**{name: value for name, value in fields.items() if name not in own}),
         key("vocab_size", "vocab_size"),
-        key("num_hidden_layers", "layers"),
+        layers,
         key("hidden_size", "d_model"),
         key("num_attention_heads", "heads"),
         head_dim if isinstance(head_dim, Entry) else _head_dim(head_dim),

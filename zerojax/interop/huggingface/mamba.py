@@ -136,26 +136,34 @@ def _halves(model: GPTConfig) -> tuple[int, tuple[int, ...]]:
     return 1, (model.shared_ffn if model.experts else model.ffn_width,) * 2
 
 
-_BLOCK: dict[str, Module] = {
-    "recurrent/gate": Grouped("mamba.in_proj", _inner, (0,)),
-    "recurrent/inputs": Grouped("mamba.in_proj", _inner, (1,)),
-    "recurrent/decay": Grouped("mamba.in_proj", _inner, (2,)),
-    "recurrent/norm": "mamba.norm",
-    "recurrent/out": "mamba.out_proj",
-}
-_BARE: Tensors = {
-    "recurrent/conv": Bare("mamba.conv1d.weight", convolution=True),
-    "recurrent/conv_bias": Bare("mamba.conv1d.bias", transposed=False),
-    "recurrent/log_rate": Bare("mamba.A_log", transposed=False),
-    "recurrent/step_bias": Bare("mamba.dt_bias", transposed=False),
-    "recurrent/skip": Bare("mamba.D", transposed=False),
-}
+def mamba_modules(mixer: str) -> dict[str, Module]:
+    """The modules of Mamba-2 in the module ``mixer``."""
+    return {
+        "recurrent/gate": Grouped(f"{mixer}.in_proj", _inner, (0,)),
+        "recurrent/inputs": Grouped(f"{mixer}.in_proj", _inner, (1,)),
+        "recurrent/decay": Grouped(f"{mixer}.in_proj", _inner, (2,)),
+        "recurrent/norm": f"{mixer}.norm",
+        "recurrent/out": f"{mixer}.out_proj",
+    }
+
+
+def mamba_tensors(mixer: str) -> Tensors:
+    """The parameters of Mamba-2 in the module ``mixer`` that belong to no module."""
+    return {
+        "recurrent/conv": Bare(f"{mixer}.conv1d.weight", convolution=True),
+        "recurrent/conv_bias": Bare(f"{mixer}.conv1d.bias", transposed=False),
+        "recurrent/log_rate": Bare(f"{mixer}.A_log", transposed=False),
+        "recurrent/step_bias": Bare(f"{mixer}.dt_bias", transposed=False),
+        "recurrent/skip": Bare(f"{mixer}.D", transposed=False),
+    }
+
+
 BAMBA_NAMES = Names(
     LLAMA_BLOCK
-    | _BLOCK
+    | mamba_modules("mamba")
     | {"norm_mlp": "pre_ff_layernorm"}
     | {f"mlp/{name}": f"feed_forward.{name}_proj" for name in ("gate", "up", "down")},
-    _BARE,
+    mamba_tensors("mamba"),
     norm="final_layernorm",
 )
 _SHARED: dict[str, Module] = {
@@ -165,8 +173,8 @@ _SHARED: dict[str, Module] = {
 }
 GRANITE_HYBRID_NAMES = Names(
     LLAMA_BLOCK
-    | _BLOCK
+    | mamba_modules("mamba")
     | {f"{mlp}/{name}": module for mlp in ("mlp", "mlp/shared") for name, module in _SHARED.items()},
-    GRANITE_MOE_NAMES.bare | _BARE,
+    GRANITE_MOE_NAMES.bare | mamba_tensors("mamba"),
     experts="block_sparse_moe.experts",
 )

@@ -1,9 +1,10 @@
 """Adapters of experts in PEFT's files, its ``target_parameters``.
 
 transformers holds a layer's experts in two parameters of one module, whatever the files have:
-``gate_up_proj``, with the outputs of gate and up, and ``down_proj``. PEFT wraps the module once for each
-adapted parameter. If both are adapted, the tensors of the first are named after its ``base_layer``. A is
-``[experts x rank, inputs]``, expert by expert. B is ``[outputs, rank x experts]``, rank by rank.
+``gate_up_proj``, with the outputs of gate and up (``up_proj`` if there is no gate), and ``down_proj``. PEFT
+wraps the module once for each adapted parameter. If both are adapted, the tensors of the first are named
+after its ``base_layer``. A is ``[experts x rank, inputs]``, expert by expert. B is
+``[outputs, rank x experts]``, rank by rank.
 """
 
 from collections.abc import Collection, Iterator
@@ -15,7 +16,7 @@ from zerojax.interop.huggingface.families import Family
 from zerojax.interop.huggingface.mapping import Bare, Place
 from zerojax.models import GPTConfig
 
-PARAMETERS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+PARAMETERS = {"gate_up_proj": ("gate", "up"), "up_proj": ("up",), "down_proj": ("down",)}
 """transformers' parameters -> the names of our weights."""
 MODULE = "experts"
 """The last word in the name of a layer's experts."""
@@ -26,6 +27,12 @@ def modules(family: Family, model: GPTConfig) -> Iterator[tuple[int, str]]:
     for layer in range(model.layers):
         if model.of_layer(layer).experts:
             yield layer, family.prefix + family.names.layers.format(layer=layer) + family.names.experts
+
+
+def parameters(model: GPTConfig) -> dict[str, tuple[str, ...]]:
+    """The ``PARAMETERS`` of a model."""
+    absent = "up_proj" if model.gated else "gate_up_proj"
+    return {name: weights for name, weights in PARAMETERS.items() if name != absent}
 
 
 def wrapped(module: str, parameter: str, adapted: Collection[str]) -> str:
@@ -41,8 +48,7 @@ def place(name: str, layer: int) -> Place:
 
 def interleaves(parameter: str, family: Family) -> bool:
     """Whether the outputs of gate and up alternate in a parameter, as in gpt-oss."""
-    gate = family.names.bare["mlp/gate"]
-    several = len(PARAMETERS[parameter]) > 1
+    gate, several = family.names.bare.get("mlp/gate"), len(PARAMETERS[parameter]) > 1
     return several and isinstance(gate, Bare) and gate.turn is not None and not gate.halves
 
 

@@ -396,7 +396,7 @@ class PeftAdapter:
             parts = tensors_of_model(family, model)
             known = {key for tensor in parts for key in whole_keys(tensor)}
             known |= {key for tensor in parts for key in _adapter_keys(module_of(tensor))}
-            adapted = self.settings.parameters
+            adapted = [x for x in self.settings.parameters if x in peft_experts.parameters(model)]
             for _, module in peft_experts.modules(family, model) if adapted else ():
                 wrappers = (peft_experts.wrapped(module, parameter, adapted) for parameter in adapted)
                 known |= {key_of(wrapper, kind) for wrapper in wrappers for kind in KINDS}
