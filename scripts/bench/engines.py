@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.interop.engines import receiver
-from zerojax.interop.engines.encoder import Compared, Cut, compare, full_patch
+from zerojax.interop.engines.encoder import Compared, Cut, compare, full_patch, rounded
 from zerojax.interop.engines.layout import Part
 from zerojax.interop.engines.publisher import patches_of
 from zerojax.interop.engines.receiver.channel import Channel
@@ -109,7 +109,7 @@ class Weights:
         start = time.monotonic()
         before = [shard.values for shard in self._shards] or [None] * len(self.values)
         shards = [
-            compare(x, old, dtype="bfloat16", layers=part.layers, cut=part.cut)
+            compare(rounded(x, dtype="bfloat16", layers=part.layers, cut=part.cut), old)
             for x, old, part in zip(self.values, before, self._parts, strict=True)
         ]
         del before

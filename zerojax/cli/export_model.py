@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -14,7 +14,9 @@ from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface import (
     EXPORT_DTYPES,
     Direction,
+    ExportFormat,
     Format,
+    FP8Blocks,
     WeightFormat,
     adapter_base,
     check_quantizable,
@@ -40,16 +42,16 @@ REPORT = "zerojax.json"
 class Options:
     """Write a run's latest checkpoint as a Hugging Face model, for transformers or vLLM.
 
-    --weights quantizes the linear layers, in the format of compressed-tensors, and measures the perplexities
-    of the quantized and the full model. Adapters are merged into the weights; --adapter writes them alone,
-    for PEFT.
+    --weights quantizes the linear layers, and measures the perplexities of the quantized and the full model.
+    The format is compressed-tensors, or with fp8-blocks the one of DeepSeek's and Qwen's fp8 models. Adapters
+    are merged into the weights; --adapter writes them alone, for PEFT.
 
     Attributes:
         run: The run's folder.
         out: The folder to write; must not exist.
-        weights: Format to quantize the linear layers to; only transformers reads int2 and block-wise fp8.
+        weights: Format to quantize the linear layers to; only transformers reads int2 and fp8.
         block_size: Elements that share a scale; by default the run's zero.block_size. vLLM's fast kernels
-            need 128.
+            need 128. For fp8-blocks it is the rows and columns of a block, by default 128.
         along: "input" for blocks along a layer's inputs, which vLLM reads; "output" for blocks along its
             outputs, as in training, which only transformers reads.
         dtype: Dtype of the tensors that are not quantized: float32, float16 or bfloat16 (fp32, fp16, bf16).
@@ -62,7 +64,7 @@ class Options:
 
     run: RunPath
     out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
-    weights: Format | None = None
+    weights: Format | Literal["fp8-blocks"] | None = None
     block_size: int | None = None
     along: Direction = "input"
     dtype: str | None = None
@@ -79,6 +81,8 @@ class Options:
             raise ConfigurationError(f"--shard-gb {self.shard_gb}: must be above 0")
         if self.weights is None and (self.block_size is not None or self.along != "input"):
             raise ConfigurationError("--block-size and --along say how weights are quantized: add --weights")
+        if self.weights == "fp8-blocks" and self.along != "input":
+            raise ConfigurationError("--weights fp8-blocks has square blocks: leave --along out")
         if self.adapter and (self.weights is not None or self.shard_gb != 5.0):
             raise ConfigurationError(
                 "--adapter writes one file that is not quantized: drop --weights, --shard-gb"
@@ -92,8 +96,8 @@ def run(arguments: list[str]) -> None:
     # The stored weights are written and measured, without the rounding of training's wire formats.
     config = as_stored(with_settings(folder.read_config(), {"mesh": options.mesh}))
     config.model.check_language_model("zerojax export")
-    how = None
-    if options.weights is not None:
+    how = FP8Blocks.of([options.block_size or 128] * 2) if options.weights == "fp8-blocks" else None
+    if options.weights is not None and options.weights != "fp8-blocks":
         block = options.block_size or config.zero.block_size
         ZeroConfig(block_size=block)  # refuses a size that the codec does not support
         how = WeightFormat(options.weights, block, options.along)
@@ -103,7 +107,7 @@ def run(arguments: list[str]) -> None:
         _export(options, folder, config, how)
 
 
-def _export(options: Options, folder: RunFolder, config: RunConfig, how: WeightFormat | None) -> None:
+def _export(options: Options, folder: RunFolder, config: RunConfig, how: ExportFormat | None) -> None:
     trained = open_trained(folder, config, config.mesh, ema=options.ema)
     if options.adapter:
         _export_adapter(options, folder, trained)
@@ -124,7 +128,12 @@ def _export(options: Options, folder: RunFolder, config: RunConfig, how: WeightF
         trained, folder, quantized_state(trained.state, trained.config, target, options.out, how)
     )
     if is_first():
-        report = {"step": trained.step, "weights": how.format, "block_size": how.block, "along": how.along}
+        report = {
+            "step": trained.step,
+            "weights": how.format,
+            "block_size": max(how.block_shape),
+            "along": options.along,
+        }
         (options.out / REPORT).write_text(json.dumps(report | found, indent=1) + "\n", encoding="utf-8")
         print(
             f"perplexity per token: {found['perplexity']:.4f} with {how.format} weights, "

@@ -3,6 +3,7 @@
 import os
 import time
 from dataclasses import dataclass, field
+from typing import Literal
 
 from zerojax.cli.cluster import JobOptions, joined_cluster
 from zerojax.cli.options import MeshOptions, RunPath, read_options
@@ -10,7 +11,7 @@ from zerojax.cli.trained import TrainedRun, as_stored, open_trained
 from zerojax.comm.gather import gather_from_all
 from zerojax.errors import ConfigurationError
 from zerojax.interop.engines.publisher import Publisher
-from zerojax.interop.huggingface import EXPORT_DTYPES
+from zerojax.interop.huggingface import EXPORT_DTYPES, FP8Blocks
 from zerojax.log import warn
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.multihost.peers.handshake import VARIABLE
@@ -33,6 +34,8 @@ class Options(JobOptions):
         run: The run's folder. It may still be training.
         to: HOST:PORT of each receiver.
         dtype: Dtype of the engine's weights: float32, float16 or bfloat16 (fp32, fp16, bf16).
+        weights: Format of the linear layers, as in zerojax export.
+        block_size: Rows and columns of a block that shares a scale, with --weights.
         flows: TCP connections to each receiver.
         seconds: Time between two looks for a new checkpoint.
         once: Send the newest checkpoint, and end.
@@ -42,6 +45,8 @@ class Options(JobOptions):
     run: RunPath
     to: tuple[str, ...]
     dtype: str = "bfloat16"
+    weights: Literal["fp8-blocks"] | None = None
+    block_size: int = 128
     flows: int = 4
     seconds: float = 2.0
     once: bool = False
@@ -97,6 +102,7 @@ def _publisher(options: Options, folder: RunFolder, trained: TrainedRun) -> Publ
         options.to,
         token=os.environ.get(VARIABLE, "").strip(),
         dtype=dtype_name(options.dtype, "--dtype", tuple(EXPORT_DTYPES)),
+        how=None if options.weights is None else FP8Blocks.of([options.block_size] * 2),
         flows=options.flows,
     )
 

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 from patch_encoder import encode
 
-from zerojax.interop.engines.encoder import LARGEST, Cut, compare, finished_patches, full_patch, start_packing
+from zerojax.interop.engines.encoder import (
+    LARGEST,
+    Cut,
+    compare,
+    finished_patches,
+    full_patch,
+    rounded,
+    start_packing,
+)
 from zerojax.interop.engines.receiver.patches import decode, full
 
 SIZE, LAYERS = 5000, 2
@@ -48,8 +56,8 @@ def test_patches_equal_the_specification(dtype, share, ulps):
     new = changed(rng, old, share, ulps)
     new[0, :3] = np.nan, -0.0, np.inf
     name = np.dtype(dtype).name
-    first = compare(jnp.asarray(old), None, dtype=name, layers=LAYERS, cut=cut)
-    then = compare(jnp.asarray(new), first.values, dtype=name, layers=LAYERS, cut=cut)
+    first = compare(rounded(jnp.asarray(old), dtype=name, layers=LAYERS, cut=cut), None)
+    then = compare(rounded(jnp.asarray(new), dtype=name, layers=LAYERS, cut=cut), first.values)
     before, after = (as_pieces(x, cut, dtype) for x in (old, new))
     sums = np.asarray(first.sums)
     assert [full_patch(first, sums, i, 7 + i, 4) for i in range(len(before))] == [
@@ -67,8 +75,8 @@ def test_patches_equal_the_specification(dtype, share, ulps):
 def test_a_piece_that_has_changed_everywhere_is_sent_in_full():
     rng, cut = np.random.default_rng(0), Cut.of(SIZE)
     old, new = rng.standard_normal((2, 1, SIZE)).astype(np.float32)
-    first = compare(jnp.asarray(old), None, dtype="bfloat16", layers=1, cut=cut)
-    then = compare(jnp.asarray(new), first.values, dtype="bfloat16", layers=1, cut=cut)
+    first = compare(rounded(jnp.asarray(old), dtype="bfloat16", layers=1, cut=cut), None)
+    then = compare(rounded(jnp.asarray(new), dtype="bfloat16", layers=1, cut=cut), first.values)
     (patch,) = patches(then, first.values, 3)
     assert patch == full(as_pieces(new, cut, ml_dtypes.bfloat16)[0], 7, 4)
 

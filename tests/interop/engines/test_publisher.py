@@ -11,7 +11,8 @@ from hf_models import FIXTURES, begin_run, random_state, tensors
 from zerojax.interop.engines.publisher import Publisher
 from zerojax.interop.engines.receiver.ends import Receiver
 from zerojax.interop.engines.receiver.mirror import Mirror
-from zerojax.interop.huggingface import export_model, plan_export
+from zerojax.interop.huggingface import FP8Blocks, export_model, plan_export
+from zerojax.interop.huggingface.safetensors_files import SafetensorFiles
 from zerojax.run.config import MeshSection
 from zerojax.run.run_dir import RunFolder
 from zerojax.sharding.layout import from_stored, to_stored
@@ -50,9 +51,9 @@ def stepped(state, seed):
     return state.with_params(jax.tree.map(changed, state.params))
 
 
-def exported(run, state, out):
+def exported(run, state, out, how=None):
     folder, config, _ = run
-    export_model(state, config, folder, plan_export(state, config, folder, "bfloat16"), out)
+    export_model(state, config, folder, plan_export(state, config, folder, "bfloat16"), out, how)
     return out
 
 
@@ -92,5 +93,43 @@ def test_mirrors_follow_and_resume(run, tmp_path):
     assert mirror.version == 14
     assert sender.wait(17, 30), sender.errors
     equal(current, exported(run, state, tmp_path / "17"))
+    sender.close()
+    end.close()
+
+
+# Blocks that cross shards and layers' ends, and end with smaller ones.
+@pytest.mark.parametrize("size", [(8, 8), (24, 40)])
+def test_codes_and_scales_follow(run, size, tmp_path):
+    (folder, config, state), how = run, FP8Blocks(size)
+    mirror, end = listening(tmp_path / "mirror")
+    sender = Publisher(state, config, folder, [f"127.0.0.1:{end.port}"], token=TOKEN, how=how)
+    sent, out = 0, tmp_path
+    for version in range(4):
+        sender.publish(state, version)
+        assert sender.wait(version, 60), sender.errors
+        current, out = tmp_path / "mirror" / "current", exported(run, state, tmp_path / str(version), how)
+        for file in ("model.safetensors", "config.json"):
+            assert (current / file).read_bytes() == (out / file).read_bytes()
+        sent = sum(len(mirror.patches(piece, version - 1)[0].body) for piece in mirror.description()[2])
+        state = stepped(state, version)
+    assert 0 < sent < (out / "model.safetensors").stat().st_size / 10
+    sender.close()
+    end.close()
+
+
+def test_weights_that_are_not_finite_are_nan_on_the_engine(run, tmp_path):
+    (folder, config, state), how = run, FP8Blocks((8, 8))
+    leaf = next(leaf for leaf in state.spec.weights if leaf.name.endswith("qkv/kernel"))
+    params = from_tree(state.params)
+    x = np.array(params[leaf.path])
+    x.reshape(leaf.layers, -1)[0, :2] = np.inf, np.nan
+    params[leaf.path] = jax.device_put(x, params[leaf.path].sharding)
+    state = state.with_params(to_tree(params))
+    _, end = listening(tmp_path / "mirror")
+    sender = Publisher(state, config, folder, [f"127.0.0.1:{end.port}"], token=TOKEN, how=how)
+    sender.publish(state, 0)
+    assert sender.wait(0, 60), sender.errors
+    codes = SafetensorFiles(tmp_path / "mirror/current").read("model.layers.0.self_attn.q_proj.weight")
+    assert np.argwhere(np.isnan(codes.astype(np.float32))).tolist() == [[0, 0], [1, 0]]
     sender.close()
     end.close()

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hf_models import FIXTURES, run_config, tensors
+from hf_models import FIXTURES, random_state, run_config, tensors
 from jax.tree_util import tree_leaves
 from ml_dtypes import bfloat16, float8_e4m3fn, float8_e8m0fnu
 from numpy.typing import DTypeLike
@@ -16,8 +16,15 @@ from safetensors.numpy import save_file
 
 from zerojax import gather_model
 from zerojax.errors import ZeroError
-from zerojax.interop.huggingface import ModelFolder, import_model, plan_export
+from zerojax.interop.huggingface import (
+    ModelFolder,
+    check_quantizable,
+    export_model,
+    import_model,
+    plan_export,
+)
 from zerojax.interop.huggingface.fp8_blocks import FP8Blocks
+from zerojax.interop.huggingface.safetensors_files import SafetensorFiles, TensorSpec
 from zerojax.interop.huggingface.weight_files import WeightFiles
 from zerojax.models import GPT
 from zerojax.run.run_dir import RunFolder
@@ -90,6 +97,62 @@ def test_what_does_not_fit_is_refused(
     save_file(stored, tmp_path / "model.safetensors")
     with pytest.raises(ZeroError, match=message):
         WeightFiles(tmp_path, FP8Blocks(block))
+
+
+def by_powers_of_two(weight: np.ndarray, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and factors of an export."""
+    codes = np.empty(weight.shape, float8_e4m3fn)
+    scales = np.empty([-(-n // step) for n, step in zip(weight.shape, size, strict=True)], np.float32)
+    for row, column in np.ndindex(*scales.shape):
+        block = np.s_[row * size[0] : (row + 1) * size[0], column * size[1] : (column + 1) * size[1]]
+        values = weight[block].astype(np.float64)
+        scales[row, column] = next(x for n in range(-100, 121) if np.abs(values).max() <= 448 * (x := 2.0**n))
+        codes[block] = values / scales[row, column]
+    return codes, scales
+
+
+def test_an_export_has_the_smallest_powers_of_two():
+    how, values = FP8Blocks((8, 16)), matrix(21, 40)
+    values[:8, :16], values[8:16, :16], values[16:, :16] = 0, 1e-38, values[16:, :16] * 1e34
+    values[8, 16:20] = 448, -448.1, 1.0625, 1.1875  # the last two are halfway between codes
+    values[8, 32:34] = 448, 0.5**10  # halfway between zero and the smallest code
+    found = how.encode("w", values, TensorSpec("F32", values.shape))
+    codes, scales = by_powers_of_two(values, (8, 16))
+    np.testing.assert_array_equal(found["w"].view(np.uint8), codes.view(np.uint8))
+    np.testing.assert_array_equal(found["w_scale_inv"], scales)
+    values[2, 3] = np.inf
+    with pytest.raises(ZeroError, match="w holds numbers that are not finite"):
+        how.encode("w", values, TensorSpec("F32", values.shape))
+
+
+@pytest.mark.parametrize("name", ["glm4", "qwen3"])  # several weights in a tensor; a tensor each
+def test_an_export_is_quantized_by_blocks(name: str, tmp_path: Path):
+    source, folder, how = (
+        ModelFolder.open(FIXTURES / "families" / name),
+        RunFolder(tmp_path / "no"),
+        FP8Blocks((8, 8)),
+    )
+    config = run_config(source.model)
+    state = random_state(config)
+    target = plan_export(state, config, folder, None)
+    check_quantizable(state, target, how)
+    for out, format_ in (("full", None), ("fp8", how)):
+        export_model(state, config, folder, target, tmp_path / out, format_)
+    found, count = SafetensorFiles(tmp_path / "fp8"), 0
+    for key, values in tensors(tmp_path / "full").items():
+        if found.specs[key].dtype == "F8_E4M3":
+            codes, scales = by_powers_of_two(values, (8, 8))
+            np.testing.assert_array_equal(found.read(key).view(np.uint8), codes.view(np.uint8))
+            np.testing.assert_array_equal(found.read(f"{key}_scale_inv"), scales)
+            count += 1
+        else:
+            np.testing.assert_array_equal(found.read(key), values)
+    assert count == len([key for key in found.specs if LINEAR.fullmatch(key)]) > 0
+    settings = json.loads((tmp_path / "fp8" / "config.json").read_text())
+    assert settings["quantization_config"]["weight_block_size"] == [8, 8]
+    if name == "glm4":
+        with pytest.raises(ZeroError, match="shares blocks of 7 outputs"):
+            check_quantizable(state, target, FP8Blocks((7, 8)))
 
 
 def write(folder: Path, name: str, values: Tensors, quantization: dict[str, object]) -> Path:

@@ -70,37 +70,38 @@ class Compared(NamedTuple):
     sums: UInt32[Array, "pieces 2"]
 
 
-def compare(
-    shard: Float[Array, "..."],
-    sent: UInt[Array, "pieces size"] | None,
-    *,
-    dtype: str,
-    layers: int,
-    cut: Cut,
-) -> Compared:
-    """Round a shard to the engine's dtype, and compare its bits with those last sent.
+def compare(values: UInt[Array, "pieces size"], sent: UInt[Array, "pieces size"] | None) -> Compared:
+    """Compare a shard's elements with those last sent.
 
     Args:
-        shard: fp32, all layers of one device's shard, one after another.
+        values: the bits of the elements in the engine's dtype.
         sent: ``Compared.values`` of the last version; None before the first.
-        dtype: of the engine's weights.
-        layers: of the shard.
-        cut: of each layer.
     """
-    values = _rounded(shard, dtype=dtype, layers=layers, cut=cut)
     return Compared(values, *_compared(values, values if sent is None else sent))
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "layers", "cut"))
-def _rounded(shard: Float[Array, "..."], *, dtype: str, layers: int, cut: Cut) -> UInt[Array, "pieces size"]:
-    """The bits of a shard's elements in the engine's dtype, cut into pieces."""
+def rounded(shard: Float[Array, "..."], *, dtype: str, layers: int, cut: Cut) -> UInt[Array, "pieces size"]:
+    """The bits of a shard's elements in the engine's dtype, cut into pieces.
+
+    Args:
+        shard: fp32, all layers of one device's shard, one after another.
+        dtype: of the engine's weights.
+        layers: of the shard.
+        cut: of each layer.
+    """
     values = to_device(shard).reshape(layers, -1).astype(dtype)
     values = lax.bitcast_convert_type(values, jnp.dtype(f"uint{8 * values.dtype.itemsize}"))
+    return in_pieces(values, cut)
+
+
+def in_pieces(values: UInt[Array, "layers n"], cut: Cut) -> UInt[Array, "pieces size"]:
+    """Cut each layer of a shard into pieces. A last piece ends with zeros."""
     values = jnp.pad(values, ((0, 0), (0, cut.pieces * cut.size - values.shape[1])))
-    return values.reshape(layers * cut.pieces, cut.size)
+    return values.reshape(-1, cut.size)
 
 
-# Apart from ``_rounded``, because many shards have pieces of the same size, and share this program.
+# Apart from ``rounded``, because many shards have pieces of the same size, and share this program.
 @jax.jit
 def _compared(
     values: UInt[Array, "pieces size"], sent: UInt[Array, "pieces size"]

@@ -3,6 +3,9 @@
 A device's shard is a range of a parameter's elements, row by row. A tensor of Hugging Face is a rectangle of
 the parameter, perhaps transposed or interleaved with others. So a tensor's element is an affine function of
 row and column. The manifest has these functions, and nothing is gathered or transposed before it is sent.
+
+The scales of fp8 weights are a matrix too, with a row for each block of the weight's rows, and a column for
+each block of columns.
 """
 
 import base64
@@ -19,7 +22,10 @@ from jaxlib.xla_client import Device
 from zerojax.errors import ConfigurationError
 from zerojax.interop.engines.encoder import LARGEST, Cut
 from zerojax.interop.engines.receiver.manifest import Strip
-from zerojax.interop.huggingface.exporting import Target, write_settings
+from zerojax.interop.engines.scales import Blocks
+from zerojax.interop.huggingface import FP8Blocks
+from zerojax.interop.huggingface.exporting import Target, quantized_specs, write_settings
+from zerojax.interop.huggingface.fp8_blocks import SCALES
 from zerojax.interop.huggingface.mapping import (
     Tensor,
     TensorParts,
@@ -49,6 +55,9 @@ class Part:
         cut: of each layer.
         dtype: the engine's, as a NumPy name.
         first: the number of its first piece; the others follow, layer by layer.
+        start: the first element of a layer, as it is stored.
+        blocks: of fp8 weights, which share scales; otherwise None.
+        scales: whether the part is the scales of the parameter ``key``.
     """
 
     key: Key
@@ -57,6 +66,9 @@ class Part:
     cut: Cut
     dtype: str
     first: int
+    start: int = 0
+    blocks: Blocks | None = None
+    scales: bool = False
 
     @property
     def numbers(self) -> range:
@@ -70,31 +82,42 @@ def arrays_of(state: TrainState) -> dict[Key, jax.Array]:
 
 
 def pieces_of(
-    state: TrainState, target: Target, files: Mapping[str, str], *, largest: int = LARGEST
-) -> tuple[bytes, list[Part]]:
-    """The manifest of a state, equal in all processes, and this process's parts.
+    state: TrainState,
+    target: Target,
+    files: Mapping[str, str],
+    how: FP8Blocks | None = None,
+    *,
+    largest: int = LARGEST,
+) -> tuple[bytes, list[Part], dict[Key, Blocks]]:
+    """The manifest of a state, equal in all processes; this process's parts; the blocks of fp8 weights.
 
     Args:
         state: the state, filled or abstract.
         target: the engine's tensors, from ``plan_export``.
         files: the model's other files, in base 64, by name.
+        how: the quantization of the linear layers, checked by ``check_quantizable``; None for none.
         largest: most elements of a piece.
 
     Raises:
         ConfigurationError: the state has frozen weights, or tensors of different dtypes in one weight.
     """
-    numbers = {name: i for i, name in enumerate(target.specs)}
+    quantized, specs = quantized_specs(state, target, how)
+    numbers = {name: i for i, name in enumerate(specs)}
     matrices: list[tuple[int, list[tuple[int, ...]]]] = []
     pieces: list[tuple[int, int, list[tuple[int, int, int]]]] = []
     parts: list[Part] = []
+    scaled: dict[Key, Blocks] = {}
     for stored in _stored(state, target.parts):
         own = [[t for t in tensors if t.name in numbers] for tensors in stored.layers]
-        dtypes = {target.specs[t.name].dtype for tensors in own for t in tensors}
+        dtypes = {specs[t.name].dtype for tensors in own for t in tensors}
         if len(dtypes) != 1:
             raise ConfigurationError(
                 f"{'/'.join(stored.key)} is in tensors of dtypes {', '.join(sorted(dtypes))}: engines need "
                 "one. Choose a dtype for all"
             )
+        blocks = None
+        if how is not None and own[0][0].name in quantized:
+            blocks = scaled[stored.key] = Blocks.of(own[0], how)
         first = len(matrices)
         matrices += [
             (stored.width, [astuple(strip_of(t, numbers[t.name])) for t in tensors]) for tensors in own
@@ -103,22 +126,33 @@ def pieces_of(
             cut = Cut.of(stop - start, largest)
             if device.process_index == jax.process_index():
                 dtype = DTYPES[next(iter(dtypes))].name
-                parts.append(Part(stored.key, device, len(own), cut, dtype, len(pieces)))
+                parts.append(Part(stored.key, device, len(own), cut, dtype, len(pieces), start, blocks))
             begins = [start + i * cut.size for i in range(cut.pieces)]
             runs = [
                 [(x - begin, one, end) for x, one, end in stored.runs(begin, min(begin + cut.size, stop))]
                 for begin in begins
             ]
             pieces += [(first + layer, cut.size, run) for layer in range(len(own)) for run in runs]
-    tensors = [(name, spec.dtype, spec.shape) for name, spec in target.specs.items()]
+        if how is not None and blocks is not None:
+            cut, device = Cut.of(blocks.rows * blocks.columns, largest), next(iter(stored.shards().values()))
+            if device.process_index == jax.process_index():
+                part = Part(stored.key, device, len(own), cut, "float32", len(pieces), 0, blocks, scales=True)
+                parts.append(part)
+            for tensors in own:
+                strips = [astuple(blocks.strip_of(t, numbers[t.name + SCALES], how)) for t in tensors]
+                for begin in range(0, blocks.rows * blocks.columns, cut.size):
+                    end = min(begin + cut.size, blocks.rows * blocks.columns)
+                    pieces.append((len(matrices), cut.size, [(0, begin, end)]))
+                matrices.append((blocks.columns, strips))
+    tensors = [(name, spec.dtype, spec.shape) for name, spec in specs.items()]
     manifest = {"files": files, "tensors": tensors, "matrices": matrices, "pieces": pieces}
-    return json.dumps(manifest, separators=(",", ":")).encode(), parts
+    return json.dumps(manifest, separators=(",", ":")).encode(), parts, scaled
 
 
-def files_of(target: Target, config: RunConfig, folder: RunFolder) -> dict[str, str]:
+def files_of(target: Target, how: FP8Blocks | None, config: RunConfig, folder: RunFolder) -> dict[str, str]:
     """The files of an export besides its tensors, in base 64, by name."""
     with tempfile.TemporaryDirectory() as draft:
-        write_settings(target, None, config, folder, Path(draft))
+        write_settings(target, how, config, folder, Path(draft))
         return {
             path.name: base64.b64encode(path.read_bytes()).decode() for path in sorted(Path(draft).iterdir())
         }

@@ -8,14 +8,23 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jaxlib.xla_client import Device
 
 from zerojax.errors import ConfigurationError, RunError
-from zerojax.interop.engines.encoder import Compared, compare, finished_patches, full_patch, start_packing
+from zerojax.interop.engines.encoder import (
+    Compared,
+    compare,
+    finished_patches,
+    full_patch,
+    rounded,
+    start_packing,
+)
 from zerojax.interop.engines.layout import Key, Part, arrays_of, files_of, pieces_of
 from zerojax.interop.engines.receiver.ends import Feed
 from zerojax.interop.engines.receiver.mirror import Log
 from zerojax.interop.engines.receiver.patches import FULL, Patch
-from zerojax.interop.huggingface.exporting import plan_export
+from zerojax.interop.engines.scales import codes_of, exponents_of, scales_of
+from zerojax.interop.huggingface import FP8Blocks, check_quantizable, plan_export
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.multihost.background import Worker
 from zerojax.run.config import RunConfig
@@ -45,10 +54,12 @@ class Publisher:
         receivers: HOST:PORT of each.
         token: the job's secret.
         dtype: of the engine's weights: bfloat16, float16 or float32; None takes the imported model's dtype.
+        how: the quantization of the linear layers; None for none.
         flows: TCP connections from this process to each receiver.
 
     Raises:
-        ConfigurationError: no family of Hugging Face fits the model, or it has frozen weights.
+        ConfigurationError: no family of Hugging Face fits the model, it has frozen weights, or it cannot be
+            quantized.
     """
 
     def __init__(
@@ -60,14 +71,18 @@ class Publisher:
         *,
         token: str,
         dtype: str | None = "bfloat16",
+        how: FP8Blocks | None = None,
         flows: int = 4,
     ) -> None:
         target = plan_export(state, config, folder, dtype)
+        if how is not None:
+            check_quantizable(state, target, how)
         # Receivers prefer a later session, which is the greater string.
         self.session, files = run_on_process_zero(
-            lambda: [f"{time.time_ns():020}-{secrets.token_hex(8)}", files_of(target, config, folder)]
+            lambda: [f"{time.time_ns():020}-{secrets.token_hex(8)}", files_of(target, how, config, folder)]
         )
-        self._manifest, self._parts = pieces_of(state, target, files)
+        self._manifest, self._parts, self._blocks = pieces_of(state, target, files, how)
+        self._layers = {leaf.path: leaf.layers for leaf in state.spec.weights}
         self._changed = threading.Condition()
         self._log = Log()
         self._latest: _Version | None = None  # published, and perhaps not encoded yet
@@ -91,18 +106,37 @@ class Publisher:
             raise ConfigurationError(f"version {version} is not above {self._latest.number}: count upwards")
         arrays = arrays_of(state)
         before = self._latest
-        shards = [self._compare(arrays, i, before) for i in range(len(self._parts))]
+        exponents = self._exponents(arrays)
+        shards = [self._compare(arrays, exponents, i, before) for i in range(len(self._parts))]
         self._latest = now = _Version(version, shards)
         while not self._worker.put(lambda: self._encode(before, now)):
             self._worker.wait(60.0, _QUEUED - 1)
         if self._worker.error is not None:
             raise RunError(f"the weights for engines: {self._worker.error}") from self._worker.error
 
-    def _compare(self, arrays: dict[Key, jax.Array], index: int, before: _Version | None) -> Compared:
+    def _exponents(self, arrays: dict[Key, jax.Array]) -> dict[Key, jax.Array]:
+        """The exponents of the scales of fp8 weights, on all devices."""
+        own, layers = [arrays[key] for key in self._blocks], [self._layers[key] for key in self._blocks]
+        return dict(zip(self._blocks, exponents_of(own, [*self._blocks.values()], layers), strict=True))
+
+    def _compare(
+        self,
+        arrays: dict[Key, jax.Array],
+        exponents: dict[Key, jax.Array],
+        index: int,
+        before: _Version | None,
+    ) -> Compared:
         part = self._parts[index]
-        shard = next(s.data for s in arrays[part.key].addressable_shards if s.device == part.device)
-        sent = None if before is None else before.shards[index].values
-        return compare(shard, sent, dtype=part.dtype, layers=part.layers, cut=part.cut)
+        shard = _on(part.device, arrays[part.key])
+        cut = {"layers": part.layers, "cut": part.cut}
+        if part.blocks is None:
+            values = rounded(shard, dtype=part.dtype, **cut)
+        elif part.scales:
+            values = scales_of(_on(part.device, exponents[part.key]), cut=part.cut)
+        else:
+            own = _on(part.device, exponents[part.key])
+            values = codes_of(shard, own, np.int32(part.start), blocks=part.blocks, **cut)
+        return compare(values, None if before is None else before.shards[index].values)
 
     def _encode(self, before: _Version | None, now: _Version) -> None:
         """Encode a version that was compared with the one before, and let the feeds send it."""
@@ -164,6 +198,11 @@ class Publisher:
         index = self._place[piece]
         row = piece - self._parts[index].first
         return [full_patch(sent.shards[index], every[index], row, piece, sent.number)]
+
+
+def _on(device: Device, array: jax.Array) -> jax.Array:  # pyright: ignore[reportInvalidTypeForm]
+    """A device's shard of an array."""
+    return next(shard.data for shard in array.addressable_shards if shard.device == device)
 
 
 def patches_of(

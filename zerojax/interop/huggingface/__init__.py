@@ -15,6 +15,7 @@ from zerojax.interop.huggingface.exporting import (
     quantized_state,
 )
 from zerojax.interop.huggingface.families import FAMILIES
+from zerojax.interop.huggingface.fp8_blocks import FP8Blocks
 from zerojax.interop.huggingface.importing import (
     ModelReader,
     begin_run,
@@ -26,11 +27,14 @@ from zerojax.interop.huggingface.importing import (
 from zerojax.interop.huggingface.load import load_base, load_weights
 from zerojax.interop.huggingface.quantized import Direction, Format, WeightFormat
 from zerojax.interop.huggingface.source import ModelFolder, is_model
+from zerojax.interop.huggingface.weight_files import ExportFormat
 
 __all__ = [
     "EXPORT_DTYPES",
     "FAMILIES",
     "Direction",
+    "ExportFormat",
+    "FP8Blocks",
     "Format",
     "ModelFolder",
     "ModelReader",

@@ -15,12 +15,11 @@ from zerojax.interop.huggingface.families import Family, describe_model, read_mo
 from zerojax.interop.huggingface.importing import CARRIED, TENSORS
 from zerojax.interop.huggingface.load import load_params
 from zerojax.interop.huggingface.mapping import TensorParts
-from zerojax.interop.huggingface.quantized import WeightFormat
-from zerojax.interop.huggingface.safetensors_files import SafetensorFiles, SafetensorWriter, TensorSpec
-from zerojax.interop.huggingface.save import cast, each_tensor, tensor_specs
+from zerojax.interop.huggingface.safetensors_files import SafetensorFiles, SafetensorWriter, Specs, TensorSpec
+from zerojax.interop.huggingface.save import cast, each_tensor, linear_tensors, tensor_specs
 from zerojax.interop.huggingface.source import model_section, read_config_json
 from zerojax.interop.huggingface.tokenizer_files import GENERATION, KEPT, write_tokenizer
-from zerojax.interop.huggingface.weight_files import WeightFiles
+from zerojax.interop.huggingface.weight_files import ExportFormat, WeightFiles
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run.build import abstract_model, is_first
 from zerojax.run.config import RunConfig
@@ -93,7 +92,7 @@ def plan_export(state: TrainState, config: RunConfig, folder: RunFolder, dtype: 
     return Target(family, values, parts, specs, imported, carried)
 
 
-def check_quantizable(state: TrainState, target: Target, how: WeightFormat) -> None:
+def check_quantizable(state: TrainState, target: Target, how: ExportFormat) -> None:
     """Refuse a model that this format cannot quantize, before any file is written.
 
     Raises:
@@ -101,7 +100,7 @@ def check_quantizable(state: TrainState, target: Target, how: WeightFormat) -> N
     """
     if not target.family.linear:
         raise ConfigurationError(
-            f"--weights {how.format}: compressed-tensors quantizes linear layers, but transformers' "
+            f"--weights {how.format} quantizes linear layers, but transformers' "
             f"{target.family.architecture} has Conv1D layers. Leave --weights out"
         )
     if target.family.composite:
@@ -109,8 +108,17 @@ def check_quantizable(state: TrainState, target: Target, how: WeightFormat) -> N
             f"--weights {how.format}: transformers would read all parts of {target.family.architecture} as "
             "quantized, also those that were not trained, which are not. Leave --weights out"
         )
-    for tensor in how.tensors(state.spec, target.parts):
+    for tensor in linear_tensors(state.spec, target.parts):
         how.check(tensor)
+
+
+def quantized_specs(state: TrainState, target: Target, how: ExportFormat | None) -> tuple[set[str], Specs]:
+    """The names of the tensors that are quantized, and the tensors of the files, in the model's order."""
+    names = set() if how is None else {t.name for t in linear_tensors(state.spec, target.parts)}
+    specs: Specs = {}
+    for name, spec in target.specs.items():
+        specs |= how.specs(name, spec) if how is not None and name in names else {name: spec}
+    return names, specs
 
 
 def export_model(
@@ -119,7 +127,7 @@ def export_model(
     folder: RunFolder,
     target: Target,
     out: Path,
-    how: WeightFormat | None = None,
+    how: ExportFormat | None = None,
     largest_file: int = 5 * 10**9,
 ) -> None:
     """Write a model's folder. All processes must call it; the first one writes.
@@ -137,10 +145,7 @@ def export_model(
         ConfigurationError: ``out`` exists, or a weight is out of the dtype's range.
         RunError: the disk is full.
     """
-    quantized = set() if how is None else {t.name for t in how.tensors(state.spec, target.parts)}
-    specs: dict[str, TensorSpec] = {}
-    for name, spec in target.specs.items():
-        specs |= how.specs(name, spec) if how is not None and name in quantized else {name: spec}
+    quantized, specs = quantized_specs(state, target, how)
     carried = {} if target.carried is None else target.carried.specs
     with new_folder(out) as draft:
         writer = SafetensorWriter(draft, specs | carried, largest_file) if is_first() else None
@@ -157,7 +162,8 @@ def export_model(
                     if not rows.start:  # once for the tensor, not for each part
                         writer.write(part, array)
                     continue
-                first = rows.start * len(array) // len(values)
+                is_scale = part.removeprefix(name).startswith("_scale")
+                first = rows.start // (how.block_shape[0] if is_scale else 1)
                 writer.write(part, array, slice(first, first + len(array)))
         if writer is not None:
             for name in carried:
@@ -168,7 +174,7 @@ def export_model(
 
 
 def quantized_state(
-    state: TrainState, config: RunConfig, target: Target, out: Path, how: WeightFormat
+    state: TrainState, config: RunConfig, target: Target, out: Path, how: ExportFormat
 ) -> TrainState:
     """A state with an export's decoded weights, read from its files in ``out`` into shards.
 
@@ -207,7 +213,7 @@ def new_folder(out: Path) -> Generator[Path]:
 
 
 def write_settings(
-    target: Target, how: WeightFormat | None, config: RunConfig, folder: RunFolder, out: Path
+    target: Target, how: ExportFormat | None, config: RunConfig, folder: RunFolder, out: Path
 ) -> None:
     """Write config.json and the tokenizer's files; arguments as for ``export_model``."""
     values = target.values

@@ -6,7 +6,6 @@ fp8 is "naive-quantized": ``weight`` is float8_e4m3fn. ``weight_scale`` has one 
 bf16 models and otherwise in fp32, which holds the codec's bf16 exactly.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,9 +15,8 @@ from jaxtyping import Float32, Shaped, UInt8
 
 import pallas_kernels
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface.mapping import Tensor, TensorParts, tensors_of
+from zerojax.interop.huggingface.mapping import Tensor
 from zerojax.interop.huggingface.safetensors_files import DTYPES, SafetensorFiles, Specs, TensorSpec
-from zerojax.train.spec import TrainSpec
 
 Format = Literal["int8", "int4", "int2", "fp8"]
 Direction = Literal["input", "output"]
@@ -55,14 +53,6 @@ class WeightFormat:
     def block_shape(self) -> tuple[int, int]:
         """(outputs, inputs) that share a scale."""
         return (1, self.block) if self.along == "input" else (self.block, 1)
-
-    def tensors(self, train_spec: TrainSpec, parts: TensorParts) -> Iterator[Tensor]:
-        """The tensors to quantize: the blocks' matrices, without embeddings and output projection."""
-        for leaf in train_spec.weights:
-            for tensor in tensors_of(leaf, parts):
-                matrix = tensor.part.transposed and not tensor.part.convolution
-                if matrix or tensor.part.expert is not None:
-                    yield tensor
 
     def check(self, tensor: Tensor) -> None:
         """Refuse a tensor that does not divide into blocks.

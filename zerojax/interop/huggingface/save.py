@@ -51,6 +51,15 @@ def tensor_specs(
     }
 
 
+def linear_tensors(train_spec: TrainSpec, parts: TensorParts) -> Iterator[Tensor]:
+    """The tensors that are quantized: the blocks' matrices, without embeddings and output projection."""
+    for leaf in train_spec.weights:
+        for tensor in tensors_of(leaf, parts):
+            matrix = tensor.part.transposed and not tensor.part.convolution
+            if matrix or tensor.part.expert is not None:
+                yield tensor
+
+
 def each_tensor(state: TrainState, parts: TensorParts) -> Iterator[tuple[Tensor, Float32[np.ndarray, "..."]]]:
     """Every tensor of a model, fp32, in a file's layout, gathered one at a time.
 

@@ -63,8 +63,11 @@ class MXFP4:
 
 QUANTIZATION = "quantization_config"
 """The key of quantized files in config.json. Exports remove it: their tensors are not in its format."""
-QuantizedFormat = MXFP4 | FP8Blocks | WeightFormat
-"""The formats of quantized tensors; exports write ``WeightFormat``."""
+ExportFormat = FP8Blocks | WeightFormat
+"""The formats of quantized tensors that exports write."""
+
+QuantizedFormat = MXFP4 | ExportFormat
+"""The formats of quantized tensors in files."""
 
 
 def read_format(keys: ConfigKeys) -> QuantizedFormat | None:
