@@ -9,6 +9,7 @@ from zerojax.analysis.gpus import MATMUL_EFFICIENCY, find_gpu
 from zerojax.analysis.link_report import LinkReport
 from zerojax.analysis.plan import plan_state
 from zerojax.analysis.plan.cluster import MEMORY_FRACTION, Cluster
+from zerojax.analysis.plan.engines import Engines, EngineStep, foresee_engines
 from zerojax.analysis.plan.outlook import Outlook, foresee
 from zerojax.analysis.plan.outlook_tables import outlook_tables
 from zerojax.analysis.plan.work import sequences_of
@@ -19,7 +20,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.formatting import plain_text
 from zerojax.models import describe_parameters
 from zerojax.posttrain.roles.memory import RoleMemory
-from zerojax.posttrain.settings import PREFERENCES
+from zerojax.posttrain.settings import PREFERENCES, WITH_ROLLOUTS, rollout_rows
 from zerojax.run.config import MeshSection, RunConfig, with_settings
 from zerojax.train.spec import TrainSpec
 from zerojax.validation.rates import bytes_per_second
@@ -51,6 +52,10 @@ class Options(on_config.Options):
         local_bandwidth: Measured rate at which a GPU sends to others in its node during compute, in GB/s.
         host_memory_gb: The memory of each node's host.
         host_bandwidth: Measured rate of copies between a GPU and its host in one direction, in GB/s.
+        engine_tokens: Tokens per second that all inference engines generate together; predicts a rollout with
+            engines and its updates.
+        engine_bandwidth: Network bandwidth of an engine's host; by default --bandwidth.
+        changed: Share of the weights, as engines serve them, that the updates on a rollout change.
     """
 
     json: bool = False
@@ -70,6 +75,9 @@ class Options(on_config.Options):
     local_bandwidth: float | None = None
     host_memory_gb: float | None = None
     host_bandwidth: float | None = None
+    engine_tokens: float | None = None
+    engine_bandwidth: str | None = None
+    changed: float = 0.01
 
 
 def run(arguments: list[str]) -> None:
@@ -109,17 +117,46 @@ def _refuse_without_gpu(options: Options) -> None:
 def _predict(options: Options, settings: RunConfig, gpu: str) -> None:
     cluster = _cluster(options, settings.mesh, gpu)
     sequences = 1 if options.longest and options.sequences is None else options.sequences
+    engines = _engines(options, settings, cluster)
     outlook = _outlook(sequences, settings, cluster, longest=options.longest)
+    with_engines = None if engines is None else _engine_step(outlook, engines, settings)
     if options.picture is not None:
         # Matplotlib takes longer to import than all of zerojax: no other command waits for it.
         from zerojax.analysis.plan.picture import draw_outlook
 
         draw_outlook(outlook, options.picture, Path(str(options.config)).stem)
-    print(
-        json.dumps(outlook.to_dict(), indent=2)
-        if options.json
-        else plain_text(outlook_tables(outlook), width=140)
-    )
+    if options.json:
+        more = {} if with_engines is None else {"engines": with_engines.to_dict()}
+        print(json.dumps(outlook.to_dict() | more, indent=2))
+        return
+    print(plain_text(outlook_tables(outlook), width=140))
+    if with_engines is not None:
+        print(with_engines)
+
+
+def _engines(options: Options, settings: RunConfig, cluster: Cluster) -> Engines | None:
+    if options.engine_tokens is None:
+        if options.engine_bandwidth is not None or options.changed != Options.changed:
+            raise ConfigurationError(
+                "--engine-bandwidth and --changed describe inference engines: add --engine-tokens"
+            )
+        return None
+    if settings.posttrain.method not in WITH_ROLLOUTS:
+        raise ConfigurationError(
+            f"--engine-tokens: only posttrain.method {' and '.join(WITH_ROLLOUTS)} generate rollouts, and "
+            f'this is "{settings.posttrain.method}"'
+        )
+    bandwidth = cluster.bandwidth
+    if options.engine_bandwidth is not None:
+        bandwidth = _rate(options.engine_bandwidth, "--engine-bandwidth")
+    count = max(1, len(settings.posttrain.engines))
+    return Engines(count, options.engine_tokens, bandwidth, options.changed)
+
+
+def _engine_step(outlook: Outlook, engines: Engines, settings: RunConfig) -> EngineStep:
+    rollout = settings.posttrain
+    rows, tokens = rollout_rows(settings), rollout.max_new_tokens
+    return foresee_engines(outlook, engines, rows=rows, epochs=rollout.epochs, tokens=tokens)
 
 
 def _cluster(options: Options, mesh: MeshSection, name: str) -> Cluster:
@@ -137,15 +174,11 @@ def _cluster(options: Options, mesh: MeshSection, name: str) -> Cluster:
         raise ConfigurationError(
             "--bandwidth and --links exclude each other, because --links has measured rates: leave one out"
         )
-    try:
-        bandwidth = bytes_per_second(options.bandwidth) if options.bandwidth else 0
-    except ValueError as error:
-        raise ConfigurationError(f"--bandwidth: {error}") from error
     return Cluster(
         nodes=nodes,
         local=local,
         gpu=dataclasses.replace(known, **corrected),
-        bandwidth=bandwidth,
+        bandwidth=_rate(options.bandwidth, "--bandwidth") if options.bandwidth else 0,
         local_bandwidth=_giga(options.local_bandwidth),
         host_memory=_giga(options.host_memory_gb),
         host_bandwidth=_giga(options.host_bandwidth),
@@ -153,6 +186,13 @@ def _cluster(options: Options, mesh: MeshSection, name: str) -> Cluster:
         memory_fraction=options.memory_fraction,
         links=None if options.links is None else LinkReport.read(options.links),
     )
+
+
+def _rate(text: str, option: str) -> float:
+    try:
+        return bytes_per_second(text)
+    except ValueError as error:
+        raise ConfigurationError(f"{option}: {error}") from error
 
 
 def _giga(value: float | None) -> float | None:

@@ -22,6 +22,9 @@ REFERENCED = ("dpo", "ipo")
 PREFERENCES = (*REFERENCED, "reward")
 """The methods that train on pairs of responses."""
 
+WITH_ROLLOUTS = ("grpo", "ppo")
+"""The methods that generate completions."""
+
 _OF_ENGINES = (
     *("engine_seconds", "engine_folder", "engine_receivers"),
     *("rollouts_ahead", "importance_cap"),
