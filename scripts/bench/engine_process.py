@@ -37,7 +37,7 @@ class Timed(DeviceReplica):
         }
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self, version: int) -> Iterator[None]:
         """Note how long the engine would be paused."""
         self.times["paused"] = time.monotonic()
         yield

@@ -39,8 +39,9 @@ class Job:
         self.small = self.rng.integers(0, 1 << 16, (ROWS, COLUMNS)).astype(np.uint16)
         self.large = self.rng.integers(0, 1 << 32, (ROWS, COLUMNS)).astype(np.uint32)
         self.tensors = {
-            "a": torch.zeros(LEFT, ROWS, dtype=torch.bfloat16, device=device),
-            "b": torch.zeros(ROWS, COLUMNS - LEFT, dtype=torch.bfloat16, device=device),
+            # Parts of larger tensors, as the joined weights of an engine.
+            "a": torch.zeros(LEFT + 3, ROWS, dtype=torch.bfloat16, device=device)[2:-1],
+            "b": torch.zeros(ROWS + 1, COLUMNS - LEFT, dtype=torch.bfloat16, device=device)[1:],
             "c": torch.zeros(ROWS, COLUMNS, device=device),
         }
         self.engine = DeviceReplica(lambda _: self.tensors, self.paused)
@@ -49,8 +50,9 @@ class Job:
             self.engine.apply("1", full(piece, number, 0))
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self, version: int) -> Iterator[None]:
         self.pauses += 1
+        assert version > self.engine.version
         yield
 
     def pieces(self) -> list[np.ndarray]:

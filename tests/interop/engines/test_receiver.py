@@ -120,9 +120,9 @@ def holds(folder, source):
     return all(np.array_equal(found[name], x) for name, x in source.expected().items())
 
 
-def started(folder, source):
+def started(folder, source, kind=Mirror):
     """A mirror, without a network, at the first version of a source."""
-    mirror = Mirror(folder)
+    mirror = kind(folder)
     session, manifest, _ = source.description()
     mirror.begin(session, Manifest(manifest))
     for patch in source.step():
@@ -185,6 +185,24 @@ def test_a_patch_that_does_not_fit_changes_nothing(tmp_path, fault):
     for patch in (other,) if fault == "replayed" else (one, other):
         mirror.apply("1", patch)
     assert all(np.array_equal(read(tmp_path / "current")[name], x) for name, x in expected.items())
+
+
+def test_a_job_whose_model_the_engine_refuses_changes_nothing(tmp_path):
+    class Refusing(Mirror):
+        def _start(self, session, manifest, version):
+            if session == "2":
+                raise PatchError("another model")
+            super()._start(session, manifest, version)
+
+    source = NumpySource()
+    mirror = started(tmp_path, source, Refusing)
+    assert mirror.manifest is not None
+    for _ in range(2):
+        with pytest.raises(PatchError, match="another model"):
+            mirror.begin("2", mirror.manifest)
+    for patch in source.step():
+        mirror.apply("1", patch)
+    assert holds(tmp_path / "current", source)
 
 
 def test_strangers_are_refused_in_both_directions(tmp_path):

@@ -230,9 +230,14 @@ class Replica:
             if session > self.session:
                 self.session = session  # from now on, patches of the old session are refused
                 self._changed.wait_for(lambda: not (self._writing or self._reading or self._committing))
-                if session == self.session:
-                    self._start(session, manifest, FULL)
-                self._changed.notify_all()
+                try:
+                    if session == self.session:
+                        self._start(session, manifest, FULL)
+                except BaseException:
+                    self.session = self._started
+                    raise
+                finally:
+                    self._changed.notify_all()
             self._changed.wait_for(lambda: self._started == self.session)
             self._check(session)
             if self.manifest is None or manifest.digest != self.manifest.digest:

