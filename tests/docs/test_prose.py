@@ -9,7 +9,7 @@ from environment import ROOT
 from pages import PAGES
 
 WRITTEN = [*(page for page in PAGES if page.name != "CHANGELOG.md"), ROOT / "pallas_kernels" / "README.md"]
-MOST_WORDS = 58_000
+MOST_WORDS = 59_000
 # The counts reached; lower a bound when you lower its count.
 MOST_IN_SOURCES = Counter({"long": 36, "of its own": 2})
 _PATH = re.compile(
@@ -22,7 +22,7 @@ def test_pages_have_no_hard_phrases_and_no_long_sentences():
     assert list(prose.findings(WRITTEN)) == []
 
 
-def test_the_documentation_has_at_most_58_thousand_words():
+def test_the_documentation_has_at_most_59_thousand_words():
     texts = (page.read_text(encoding="utf-8") for page in WRITTEN if page.parent == ROOT / "docs")
     assert sum(len(text.split()) for text in texts) <= MOST_WORDS
 

@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from micro_run import Stop, die_at, losses, micro_config, train
 
+import zerojax
 from zerojax.errors import ConfigurationError
 from zerojax.multihost import snapshot_memory
 from zerojax.multihost.background import Worker
@@ -205,3 +208,24 @@ def test_no_snapshot_is_begun_in_vain(
         monkeypatch.setattr(snapshots.Snapshots, "is_busy", True)
     die(monkeypatch, memory, text, tmp_path, 3, checkpoint={"every": 1 if why == "saves" else 0})
     assert steps_in(memory) == []
+
+
+def test_arrays_reach_the_host_in_a_few_transfers(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(snapshots, "_TRANSFER", 100)
+    sent: list[int] = []
+    device_put = jax.device_put
+
+    def count(parts: tuple[jax.Array, ...], places: Any) -> Any:
+        sent.append(len(parts))
+        return device_put(parts, places)
+
+    sharding = NamedSharding(zerojax.make_mesh(1, 2), PartitionSpec("local"))
+    sizes = {"a": 40, "b": 60, "c": 2, "d": 300, "e": 4}
+    numbers = {name: np.arange(size).astype(np.int8) for name, size in sizes.items()}
+    arrays = device_put(numbers, sharding)
+    monkeypatch.setattr(jax, "device_put", count)
+    found = dict(snapshots._shards(arrays))
+    assert sent == [4, 2, 2, 2]
+    assert arrays == {}
+    for name, expected in numbers.items():
+        np.testing.assert_array_equal(np.concatenate([found[f"{name}.0"], found[f"{name}.1"]]), expected)
