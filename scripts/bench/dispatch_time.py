@@ -20,6 +20,7 @@ import optax
 
 import zerojax
 from zerojax.models import GPT, GPTConfig, lm_loss
+from zerojax.sharding.mesh import BY_ROWS
 from zerojax.zero_config.config import Preset
 
 STEPS = 200
@@ -36,7 +37,7 @@ def microseconds(preset: Preset) -> list[float]:
         zero=zerojax.ZeroConfig.preset(preset),
     )
     program = state.spec
-    tokens = jax.device_put(np.zeros((1, 9), np.int32), program.sharding(program.batch_spec))
+    tokens = jax.device_put(np.zeros((1, 9), np.int32), program.sharding(BY_ROWS))
     calls = []
     for _ in range(STEPS):
         begun = time.perf_counter()

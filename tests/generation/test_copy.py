@@ -27,6 +27,7 @@ from zerojax.generation.sampling import Sampling
 from zerojax.generation.text import _compiled, _next, _split
 from zerojax.matmul import fp8
 from zerojax.models import GPT, lm_loss
+from zerojax.sharding.mesh import BY_ROWS
 from zerojax.train.memory import device_bytes
 
 
@@ -35,7 +36,7 @@ def traced(state: zerojax.TrainState, form: Form, engine: Engine) -> Any:
     copy = GenerationCopy.of(state.spec, form)
     if form == "gathered":
         engine = dataclasses.replace(engine, group="local")
-    array = functools.partial(state.spec.abstract, dtype=np.int32, spec=state.spec.batch_spec)
+    array = functools.partial(state.spec.abstract, dtype=np.int32, spec=BY_ROWS)
     arrays: Any = (array((16, 16)), *[array((16,))] * 3)
     queue = Queue(*arrays)
     seed = jax.ShapeDtypeStruct((), np.uint32)

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import zerojax
+from zerojax.sharding.mesh import BY_ROWS
 from zerojax.train.step import trace_train_step
 
 WIDTH = 768
@@ -64,7 +65,7 @@ def prepared(nodes, rows):
     state = zerojax.TrainState.create(stack(4), optax.adamw(1e-3), loss_fn, mesh=mesh, zero=zero)
     program = state.spec
     x = np.ones((rows, WIDTH), np.float32)
-    batch = {"x": jax.device_put(x, program.sharding(program.batch_spec))}
+    batch = {"x": jax.device_put(x, program.sharding(BY_ROWS))}
     return jax.block_until_ready(zerojax.train_step(state, batch))[0], batch
 
 

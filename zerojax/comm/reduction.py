@@ -20,7 +20,7 @@ show, and by which ``zerojax.analysis.comm_report`` names the collective.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -52,26 +52,36 @@ class GradientReduction:
         strategy: to which level, and over which hops.
         leaves: the layouts of the trained parameters, perhaps none. ``Values`` has one array for each.
         world: extents of the mesh.
+        axes: the mesh axes that a gradient crosses, in order; axes of extent 1 are left out.
+        sends_sums: whether one more hop sends sums from their owners to all nodes.
+        hops: the number of hops to ``grad_level``.
+        crosses_nodes: whether gradients cross the nodes on their way to ``grad_level``.
+        joins_hops: whether the last two hops of different layers are to be sent by ``send_both``.
+        last_scope: the name scope of the hop over the last of ``axes``.
     """
 
     strategy: ShardingStrategy
     leaves: tuple[ParamLayout, ...]
     world: MeshShape
+    axes: tuple[str | tuple[str, str], ...] = field(init=False, compare=False)
+    sends_sums: bool = field(init=False, compare=False)
+    hops: int = field(init=False, compare=False)
+    crosses_nodes: bool = field(init=False, compare=False)
+    joins_hops: bool = field(init=False, compare=False)
+    last_scope: str = field(init=False, compare=False)
 
-    @property
-    def axes(self) -> tuple[str | tuple[str, str], ...]:
-        """The mesh axes that a gradient crosses, in order; axes of extent 1 are left out."""
-        return self.strategy.axes(self.world)
-
-    @property
-    def hops(self) -> int:
-        """The number of hops to ``grad_level``."""
-        return len(self.axes) + self.sends_sums
-
-    @property
-    def sends_sums(self) -> bool:
-        """Whether the last hop sends sums from their owners to all nodes."""
-        return self.strategy.sums_in_pass and any(leaf.in_every_node for leaf in self.leaves)
+    def __post_init__(self) -> None:
+        """Compute the other fields."""
+        strategy, axes = self.strategy, self.strategy.axes(self.world)
+        sends_sums = strategy.sums_in_pass and any(leaf.in_every_node for leaf in self.leaves)
+        vars(self).update(
+            axes=axes,
+            sends_sums=sends_sums,
+            hops=len(axes) + sends_sums,
+            crosses_nodes=strategy.grad_level == "primary" and self.world.nodes > 1,
+            joins_hops=sends_sums and strategy.separate_stream,
+            last_scope="reduce_local" if axes[-1:] == (LOCAL,) else "reduce_node",
+        )
 
     @jax.named_scope("encode_gradients")
     def encode(self, grads: Values, seed: Seed) -> Payload:
@@ -118,10 +128,10 @@ class GradientReduction:
         axes = self.axes
         if hop == len(axes):
             separate_stream = self.strategy.separate_stream
-            with jax.named_scope(self._last_scope):
+            with jax.named_scope(self.last_scope):
                 return tuple(self._gather_sums(chunk, separate_stream=separate_stream) for chunk in chunks)
         if hop == len(axes) - 1:
-            with jax.named_scope(self._last_scope):
+            with jax.named_scope(self.last_scope):
                 arrived = tuple(self._exchanged(chunk, axes[hop]) for chunk in chunks)
             return self._at_owners(arrived, seed)
         sent: list[Values] = []
@@ -134,11 +144,6 @@ class GradientReduction:
                 )
                 sent.append(tuple(summed))
         return tuple(sent)
-
-    @property
-    def joins_hops(self) -> bool:
-        """Whether the last two hops of different layers are to be sent by ``send_both``."""
-        return self.sends_sums and self.strategy.separate_stream
 
     def send_both(self, payload: Payload, sums: Payload, seed: Seed) -> tuple[Payload, Payload]:
         """Send two layers' gradients over the last two hops in one collective.
@@ -155,7 +160,7 @@ class GradientReduction:
             The results of ``send`` for each of the two.
         """
         (chunk,), (encoded,) = payload, sums
-        with jax.named_scope(self._last_scope):
+        with jax.named_scope(self.last_scope):
             for_all = [x for x, leaf in self._each(encoded) if leaf.sums]
             rows = [jnp.broadcast_to(x, (self.world.nodes, x.size)) for x in for_all]
             arrived = exchange_together([*chunk, *rows], NODE, separate_stream=True)
@@ -197,7 +202,7 @@ class GradientReduction:
             size = (leaf.shard if to_owner else leaf.secondary) // chunks
             return self._last_codec(leaf).decode_sum(rows, size, rotation=leaf.rotation)
 
-        with jax.named_scope(self._last_scope):
+        with jax.named_scope(self.last_scope):
             return tuple(total(rows, leaf) for rows, leaf in self._each(chunk))
 
     def reduce(self, grads: Values, seed: Seed) -> Values:
@@ -330,10 +335,6 @@ class GradientReduction:
 
     def _last_codec(self, leaf: ParamLayout) -> Codec:
         return leaf.grads.local if self.axes[-1] == LOCAL else leaf.grads.node
-
-    @property
-    def _last_scope(self) -> str:
-        return "reduce_local" if self.axes[-1] == LOCAL else "reduce_node"
 
 
 def encode_rows(rows: Float[Array, "peers n"], leaf: ParamLayout, codec: Codec, seed: Seed, hop: int) -> Rows:

@@ -31,7 +31,7 @@ from zerojax.generation.protocol import Decoder
 from zerojax.generation.sampling import Sampling
 from zerojax.log import logger
 from zerojax.schedule.sharded import translated_errors
-from zerojax.sharding.mesh import LOCAL
+from zerojax.sharding.mesh import BY_ROWS, LOCAL
 from zerojax.train.batch import local_rows, place
 from zerojax.train.fields import specs_of
 from zerojax.train.memory import free_memory
@@ -297,7 +297,7 @@ def generation_program(copy: GenerationCopy, engine: Engine) -> jax.stages.Wrapp
     run = on_mesh(
         local,
         spec.mesh,
-        in_specs=(specs_of(copy.abstract), PartitionSpec(), spec.batch_spec, PartitionSpec()),
-        out_specs=spec.batch_spec,
+        in_specs=(specs_of(copy.abstract), PartitionSpec(), BY_ROWS, PartitionSpec()),
+        out_specs=BY_ROWS,
     )
     return jax.jit(run, compiler_options=compiler_options(spec.mesh, separate_products=True))

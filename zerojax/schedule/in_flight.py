@@ -16,7 +16,7 @@ Within an iteration nothing waits for anything else.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import jax
@@ -54,16 +54,17 @@ class WeightPrefetcher:
         weights: for each kind, of all layers, stacked, each at its own level.
         step: 1 forward, to the last layer; -1 backward, to layer 0.
         separate_stream: see ``zerojax.comm.coalesced``.
+        crosses: whether weights cross nodes.
     """
 
     weights: tuple[Weights, ...]
     step: Literal[1, -1]
     separate_stream: bool
+    crosses: bool = field(init=False)
 
-    @property
-    def crosses(self) -> bool:
-        """Whether weights cross nodes."""
-        return any(map(crosses_nodes, self.weights))
+    def __post_init__(self) -> None:
+        """Compute the other fields."""
+        vars(self).update(crosses=any(map(crosses_nodes, self.weights)))
 
     def start(self, first: Place, replicas: Replicas | None = None) -> tuple[Fetching, Weights]:
         """Fetch the first layer's secondary partitions, and start on the next two layers.
@@ -138,24 +139,24 @@ class GradientQueue:
         seeds: for each kind, one per layer.
         last: the last layer, whose gradients come first.
         updates: whether sums update their layers.
+        primes: whether callers ``prime`` the queue. If not, each layer's gradients arrive once, and no zeros.
+        stages: the number of hops that are stages: all of them, or none if gradients do not cross nodes.
     """
 
     reductions: tuple[GradientReduction, ...]
     seeds: tuple[Seed, ...]
     last: Place
     updates: bool = False
+    primes: bool = field(init=False)
+    stages: int = field(init=False)
 
-    @property
-    def primes(self) -> bool:
-        """Whether callers ``prime`` the queue. If not, each layer's gradients arrive once, and no zeros."""
-        return len(self.reductions) == 1 and not self.updates
-
-    @property
-    def stages(self) -> int:
-        """The number of hops that are stages: all of them, or none if gradients do not cross nodes."""
-        reduction = self.reductions[0]
-        staged = self.updates or reduction.strategy.reduces_between_nodes(reduction.world)
-        return max(each.hops for each in self.reductions) if staged else 0
+    def __post_init__(self) -> None:
+        """Compute the other fields."""
+        staged = self.updates or self.reductions[0].crosses_nodes
+        vars(self).update(
+            primes=len(self.reductions) == 1 and not self.updates,
+            stages=max(each.hops for each in self.reductions) if staged else 0,
+        )
 
     def enqueue(self, grads: Values, place: Place, behind: InFlight | None = None) -> InFlight:
         """Encode a layer's whole gradients and put them before the ones that ``advance`` returned."""

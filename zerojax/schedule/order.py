@@ -5,9 +5,8 @@ such a stack runs one period per iteration, in which the kind of every layer is 
 first period, and layers that are peeled off a loop, are compiled one by one.
 """
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import jax
@@ -25,45 +24,36 @@ class Order:
 
     Attributes:
         kinds: the kind of each layer, numbered from 0.
+        last: the number of the last layer.
+        uniform: whether all layers are of one kind.
+        counts: the number of layers of each kind.
+        first_periodic: the first layer of the part in which kinds repeat.
+        period: the number of layers after which kinds repeat.
     """
 
     kinds: tuple[int, ...]
+    last: int = field(init=False, compare=False)
+    uniform: bool = field(init=False, compare=False)
+    counts: tuple[int, ...] = field(init=False, compare=False)
+    first_periodic: int = field(init=False, compare=False)
+    period: int = field(init=False, compare=False)
 
-    @property
-    def last(self) -> int:
-        """The number of the last layer."""
-        return len(self.kinds) - 1
-
-    @property
-    def uniform(self) -> bool:
-        """Whether all layers are of one kind."""
-        return len(set(self.kinds)) == 1
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """The number of layers of each kind."""
-        return tuple(self.kinds.count(kind) for kind in range(max(self.kinds) + 1))
-
-    @functools.cached_property
-    def first_periodic(self) -> int:
-        """The first layer of the part in which kinds repeat."""
-        return self._repeats[0]
-
-    @functools.cached_property
-    def period(self) -> int:
-        """The number of layers after which kinds repeat."""
-        return self._repeats[1]
-
-    @functools.cached_property
-    def _repeats(self) -> tuple[int, int]:
-        """The number of layers before the first period, and the period: the pair with the smallest sum."""
-        kinds, found = self.kinds, (0, len(self.kinds))
+    def __post_init__(self) -> None:
+        """Compute the other fields."""
+        kinds, repeats = self.kinds, (0, len(self.kinds))
         for period in range(1, len(kinds)):
             first = len(kinds) - period
             while first > 0 and kinds[first - 1] == kinds[first - 1 + period]:
                 first -= 1
-            found = min(found, (first, period), key=lambda pair: (sum(pair), pair))
-        return found
+            # With the fewest layers before the first period and in one.
+            repeats = min(repeats, (first, period), key=lambda pair: (sum(pair), pair))
+        vars(self).update(
+            last=len(kinds) - 1,
+            uniform=len(set(kinds)) == 1,
+            counts=tuple(kinds.count(kind) for kind in range(max(kinds) + 1)),
+            first_periodic=repeats[0],
+            period=repeats[1],
+        )
 
     def at(self, number: int, turn: Index = 0) -> "Place":
         """The layer with a number, or the one ``turn`` periods later."""

@@ -30,7 +30,7 @@ they have met at the owners.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import jax.numpy as jnp
@@ -56,37 +56,33 @@ class ParamShape:
         dtype: its dtype in the model.
         stack: ``(layers,)`` if layers are stacked along a leading axis, more extents if nested loops scan
             them, otherwise ``()``.
+        name: the path, joined by "/".
+        size: elements of one layer, without padding.
+        layers: the number of layers; 1 if it is not stacked.
+        count: elements of all layers, without padding.
+        unsharded_shape: the shape in the model, layers included.
     """
 
     path: Path
     shape: tuple[int, ...]
     dtype: str
     stack: tuple[int, ...]
+    name: str = field(init=False, compare=False, repr=False)
+    size: int = field(init=False, compare=False, repr=False)
+    layers: int = field(init=False, compare=False, repr=False)
+    count: int = field(init=False, compare=False, repr=False)
+    unsharded_shape: tuple[int, ...] = field(init=False, compare=False, repr=False)
 
-    @property
-    def name(self) -> str:
-        """The path, joined by "/"."""
-        return "/".join(self.path)
-
-    @property
-    def size(self) -> int:
-        """Elements of one layer, without padding."""
-        return math.prod(self.shape)
-
-    @property
-    def layers(self) -> int:
-        """The number of layers; 1 if it is not stacked."""
-        return math.prod(self.stack)
-
-    @property
-    def count(self) -> int:
-        """Elements of all layers, without padding."""
-        return self.size * self.layers
-
-    @property
-    def unsharded_shape(self) -> tuple[int, ...]:
-        """The shape in the model, layers included."""
-        return (*self.stack, *self.shape)
+    def __post_init__(self) -> None:
+        """Compute the other fields."""
+        size, layers = math.prod(self.shape), math.prod(self.stack)
+        vars(self).update(
+            name="/".join(self.path),
+            size=size,
+            layers=layers,
+            count=size * layers,
+            unsharded_shape=(*self.stack, *self.shape),
+        )
 
 
 @dataclass(frozen=True)
@@ -107,6 +103,19 @@ class ParamLayout(ParamShape):
         parts: the number of separately padded parts into which the leading axis is cut: 1, or the number of
             devices of a node.
         of_experts: whether the leading axis counts experts.
+        padded: elements of one layer, padding included.
+        secondary: elements of one layer's secondary partition on one device, padding included.
+        in_every_node: whether every node holds the master weight, spread over its devices.
+        owners: the mesh axes over which the master weight is spread, in the order of its blocks.
+        owned: elements of one layer of the master weight on one device, padding included.
+        next_codec: of the master weight's next hop: the node hop, or the local hop if it has no node hop.
+        fp8: whether the weight is gathered as an operand of fp8 products.
+        stored_shape: the shape in the train state: flat, but of the unsharded rank. Trailing axes of extent 1
+            keep the rank, so that an optimizer mask such as ``x.ndim > 1`` gives the same result as on the
+            model. A stacked parameter has one axis more there than one of its layers.
+        encoded_shape: the shape of all shards in the local hop's format, one after another.
+        on_device: the layout of the tensor that one device gathers: this one, or the one of this device's
+            part.
     """
 
     world: MeshShape
@@ -119,64 +128,39 @@ class ParamLayout(ParamShape):
     sums: Codec | None = None
     parts: int = 1
     of_experts: bool = False
+    padded: int = field(init=False, compare=False, repr=False)
+    secondary: int = field(init=False, compare=False, repr=False)
+    in_every_node: bool = field(init=False, compare=False, repr=False)
+    owners: tuple[str, ...] = field(init=False, compare=False, repr=False)
+    owned: int = field(init=False, compare=False, repr=False)
+    next_codec: Codec = field(init=False, compare=False, repr=False)
+    fp8: bool = field(init=False, compare=False, repr=False)
+    stored_shape: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    encoded_shape: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    on_device: "ParamLayout" = field(init=False, compare=False, repr=False)
 
-    @property
-    def on_device(self) -> "ParamLayout":
-        """The layout of the tensor that one device gathers: the whole weight, or this device's part of it."""
-        if self.parts == 1:
-            return self
-        shape = (self.shape[0] // self.parts, *self.shape[1:])
-        return replace(self, shape=shape, world=MeshShape(self.world.nodes, 1), parts=1)
-
-    @property
-    def in_every_node(self) -> bool:
-        """Whether every node holds the master weight, spread over its devices."""
-        return self.sums is not None
-
-    @property
-    def owners(self) -> tuple[str, ...]:
-        """The mesh axes over which the master weight is spread, in the order of its blocks."""
-        return (LOCAL,) if self.in_every_node else self.world.owners
-
-    @property
-    def owned(self) -> int:
-        """Elements of one layer of the master weight on one device, padding included."""
-        return self.secondary if self.in_every_node else self.shard
-
-    @property
-    def next_codec(self) -> Codec:
-        """The codec of the master weight's next hop: the node hop, or the local hop if it has no node hop."""
-        crosses = self.world.nodes > 1 and not self.in_every_node
-        return self.weights.node if crosses else self.weights.local
-
-    @property
-    def fp8(self) -> bool:
-        """Whether the weight is gathered as an operand of fp8 products."""
-        return self.weights.local.fmt == E4M3
-
-    @property
-    def padded(self) -> int:
-        """Elements of one layer, padding included."""
-        return self.shard * self.world.size
-
-    @property
-    def secondary(self) -> int:
-        """Elements of one layer's secondary partition on one device, padding included."""
-        return self.shard * self.world.nodes
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """The shape in the train state: flat, but of the unsharded rank.
-
-        Trailing axes of extent 1 keep the rank, so that an optimizer mask such as ``x.ndim > 1`` gives the
-        same result as on the model. A stacked parameter has one axis more there than one of its layers.
-        """
-        return (*self.stack, self.padded, *(1,) * (len(self.shape) - 1))
-
-    @property
-    def encoded_shape(self) -> tuple[int, ...]:
-        """The shape of all shards in the local hop's format, one after another."""
-        return (*self.stack, self.world.size * self.weights.local.row_items(self.shard))
+    def __post_init__(self) -> None:
+        """Compute the other fields."""
+        super().__post_init__()
+        world, in_every_node = self.world, self.sums is not None
+        padded, secondary = self.shard * world.size, self.shard * world.nodes
+        crosses = world.nodes > 1 and not in_every_node
+        on_device = self
+        if self.parts > 1:
+            shape = (self.shape[0] // self.parts, *self.shape[1:])
+            on_device = replace(self, shape=shape, world=MeshShape(world.nodes, 1), parts=1)
+        vars(self).update(
+            padded=padded,
+            secondary=secondary,
+            in_every_node=in_every_node,
+            owners=(LOCAL,) if in_every_node else world.owners,
+            owned=secondary if in_every_node else self.shard,
+            next_codec=self.weights.node if crosses else self.weights.local,
+            fp8=self.weights.local.fmt == E4M3,
+            stored_shape=(*self.stack, padded, *(1,) * (len(self.shape) - 1)),
+            encoded_shape=(*self.stack, world.size * self.weights.local.row_items(self.shard)),
+            on_device=on_device,
+        )
 
     @property
     def in_node(self) -> "ParamLayout":

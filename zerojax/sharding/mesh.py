@@ -6,11 +6,11 @@ secondary group's size: it need not be a physical host.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from zerojax.errors import ConfigurationError
 from zerojax.network import nccl
@@ -18,31 +18,34 @@ from zerojax.network import nccl
 NODE = "node"
 LOCAL = "local"
 AXES = (NODE, LOCAL)
+BY_ROWS = PartitionSpec(AXES)
+"""The sharding of a batch: its leading axis over all devices."""
 OWNED = (LOCAL, NODE)
 """The order of the owners of a leaf's blocks (``zerojax.sharding.layout``)."""
 
 
 @dataclass(frozen=True)
 class MeshShape:
-    """The extents of the mesh as plain numbers."""
+    """The extents of the mesh as plain numbers.
+
+    Attributes:
+        nodes: extent of ``node``.
+        local: extent of ``local``.
+        size: the number of devices.
+        axes: the mesh axes that it spans: only ``local`` if it has one node.
+        owners: these axes in the order in which they number the owners of a leaf's blocks.
+    """
 
     nodes: int
     local: int
+    size: int = field(init=False, compare=False, repr=False)
+    axes: tuple[str, ...] = field(init=False, compare=False, repr=False)
+    owners: tuple[str, ...] = field(init=False, compare=False, repr=False)
 
-    @property
-    def size(self) -> int:
-        """The number of devices."""
-        return self.nodes * self.local
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The mesh axes that it spans: only ``local`` if it has one node."""
-        return AXES if self.nodes > 1 else (LOCAL,)
-
-    @property
-    def owners(self) -> tuple[str, ...]:
-        """The mesh axes that it spans, in the order in which they number the owners of a leaf's blocks."""
-        return OWNED if self.nodes > 1 else (LOCAL,)
+    def __post_init__(self) -> None:
+        """Compute the other fields."""
+        axes, owners = (AXES, OWNED) if self.nodes > 1 else ((LOCAL,), (LOCAL,))
+        vars(self).update(size=self.nodes * self.local, axes=axes, owners=owners)
 
     @staticmethod
     def of(mesh: Mesh) -> "MeshShape":

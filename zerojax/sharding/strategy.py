@@ -20,7 +20,7 @@ the node's replica starts with every weight at "secondary". A stack that refresh
 forward pass starts at "primary".
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import jax.numpy as jnp
@@ -69,6 +69,8 @@ class ShardingStrategy:
         residuals_in_host: the fraction of a ``Stack``'s residuals that is kept in host memory.
         reads_layers: whether the optimizer reads gradients layer by layer because its state is in host
             memory.
+        summed_at: the level at which a gradient is summed: ``grad_level`` or, if that is "full", the owner.
+        backward_axes: the mesh axes over which a unit's backward pass communicates.
     """
 
     source: Level
@@ -85,6 +87,14 @@ class ShardingStrategy:
     in_place: bool = False
     residuals_in_host: float = 0.0
     reads_layers: bool = False
+    summed_at: Literal["secondary", "primary"] = field(init=False, compare=False, repr=False)
+    backward_axes: frozenset[str] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Compute the other fields."""
+        summed_at: Level = "secondary" if self.grad_level == "secondary" else "primary"
+        sums = frozenset[str]() if self.grad_level == "full" else DIFFERING[summed_at]
+        vars(self).update(summed_at=summed_at, backward_axes=DIFFERING[self.keep] | sums)
 
     @staticmethod
     def of(zero: ZeroConfig) -> "ShardingStrategy":
@@ -118,27 +128,12 @@ class ShardingStrategy:
         """The dtype to compute with a parameter in: never wider than the model's own."""
         return min(jnp.dtype(self.compute_dtype), jnp.dtype(leaf.dtype), key=lambda d: d.itemsize)
 
-    @property
-    def summed_at(self) -> Literal["secondary", "primary"]:
-        """The level at which a gradient is summed: ``grad_level`` or, if that is "full", the owner."""
-        return "secondary" if self.grad_level == "secondary" else "primary"
-
     def axes(self, world: MeshShape) -> tuple[str | tuple[str, str], ...]:
         """The mesh axes over which a gradient is summed, in order; axes of extent 1 are left out."""
         if self.summed_at == "primary" and self.hops == 1:
             return (OWNED,) if world.size > 1 else ()
         extents = {LOCAL: world.local} | ({NODE: world.nodes} if self.summed_at == "primary" else {})
         return tuple(axis for axis, extent in extents.items() if extent > 1)
-
-    def reduces_between_nodes(self, world: MeshShape) -> bool:
-        """Whether gradients cross the nodes on their way to ``grad_level``."""
-        return self.grad_level == "primary" and world.nodes > 1
-
-    @property
-    def backward_axes(self) -> frozenset[str]:
-        """The mesh axes over which a unit's backward pass communicates."""
-        sums = DIFFERING["primary" if self.grad_level == "primary" else "secondary"]
-        return DIFFERING[self.keep] | (frozenset() if self.grad_level == "full" else sums)
 
     def zero_sink(self, leaf: ParamLayout) -> Num[Array, "..."]:
         """Zeros with the shape of a gradient at ``grad_level``, for all layers of a stacked parameter."""

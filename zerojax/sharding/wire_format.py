@@ -7,7 +7,7 @@ neither summed nor changed: kernels refuse that. All functions work on rows, one
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,9 @@ class Codec:
             scale per weight; or "nf4", which is only for storage.
         block: elements that share a scale (unused by the raw formats).
         rounding: "nearest" or "stochastic".
+        stored: whether the format only stores frozen weights: it has ``encode`` and ``decode`` alone.
+        raw: whether the format is a plain dtype without scales.
+        dtype: the dtype on the wire.
 
     Raises:
         ConfigurationError: "nf4" with stochastic rounding.
@@ -60,25 +63,17 @@ class Codec:
     fmt: str
     block: int
     rounding: Rounding = "nearest"
+    stored: bool = field(init=False, compare=False, repr=False)
+    raw: bool = field(init=False, compare=False, repr=False)
+    dtype: jnp.dtype = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.stored and self.rounding != "nearest":
+        """Compute the other fields."""
+        stored = self.fmt in pallas_kernels.STORED
+        if stored and self.rounding != "nearest":
             raise ConfigurationError(f'{self.fmt} rounds to nearest only: leave rounding="nearest".')
-
-    @property
-    def stored(self) -> bool:
-        """Whether the format only stores frozen weights: it has ``encode`` and ``decode`` alone."""
-        return self.fmt in pallas_kernels.STORED
-
-    @property
-    def raw(self) -> bool:
-        """Whether the format is a plain dtype without scales."""
-        return self.fmt in _RAW_DTYPE
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """The dtype on the wire."""
-        return jnp.dtype(_RAW_DTYPE.get(self.fmt, jnp.uint8))
+        dtype = jnp.dtype(_RAW_DTYPE.get(self.fmt, jnp.uint8))
+        vars(self).update(stored=stored, raw=self.fmt in _RAW_DTYPE, dtype=dtype)
 
     def row_items(self, n: int) -> int:
         """How many items of ``dtype`` a row of ``n`` elements takes, scales included."""

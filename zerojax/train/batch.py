@@ -15,6 +15,7 @@ from jaxtyping import Array, PyTree
 
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.transforms import partition
+from zerojax.sharding.mesh import BY_ROWS
 from zerojax.train.spec import TrainSpec
 
 Batch = PyTree
@@ -77,7 +78,7 @@ def unmarked(batch: Batch) -> PyTree:
 
 def batch_specs(spec: TrainSpec, batch: Batch) -> PyTree[PartitionSpec]:
     """The PartitionSpec of each array of a batch."""
-    return map_batch(lambda _: spec.batch_spec, lambda _: PartitionSpec(), batch)
+    return map_batch(lambda _: BY_ROWS, lambda _: PartitionSpec(), batch)
 
 
 def abstract_batch(spec: TrainSpec, batch: Batch) -> PyTree[jax.ShapeDtypeStruct]:
@@ -91,7 +92,7 @@ def abstract_batch(spec: TrainSpec, batch: Batch) -> PyTree[jax.ShapeDtypeStruct
 
     def abstract(x: Any) -> jax.ShapeDtypeStruct:
         shape = (copies * x.shape[0], *x.shape[1:])
-        return spec.abstract(shape, jax.dtypes.canonicalize_dtype(x.dtype), spec.batch_spec)
+        return spec.abstract(shape, jax.dtypes.canonicalize_dtype(x.dtype), BY_ROWS)
 
     def whole(x: Any) -> Any:
         if isinstance(x, NUMBER):
@@ -129,7 +130,7 @@ def place(spec: TrainSpec, batch: Batch, accumulate: int, *, shared: bool = True
 
         def spread(x: Any) -> Any:
             if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(_by_groups(spec), x.ndim):
-                return _with_shards(x, spec.sharding(spec.batch_spec), (copies * x.shape[0], *x.shape[1:]))
+                return _with_shards(x, spec.sharding(BY_ROWS), (copies * x.shape[0], *x.shape[1:]))
             return _rows_of_devices(x, own=own, copies=copies)
 
         batch = map_batch(spread, lambda x: x, batch)

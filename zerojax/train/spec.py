@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Self
 
@@ -23,7 +23,7 @@ from zerojax.optim.low_precision import with_moments_as_set
 from zerojax.optim.shard_check import OnLayout, Optimizer, Whole, on_shards
 from zerojax.sharding.layout import OWNED, ParamLayout, make_layout
 from zerojax.sharding.memory import HOST
-from zerojax.sharding.mesh import AXES, LOCAL, NODE, MeshShape, checked_mesh, refuse_another
+from zerojax.sharding.mesh import LOCAL, NODE, MeshShape, checked_mesh, refuse_another
 from zerojax.sharding.param_tree import Path, by_name
 from zerojax.sharding.strategy import Level, ShardingStrategy
 from zerojax.train.spikes import SpikeRule
@@ -45,26 +45,22 @@ class ParamGroup:
         unit: the unit's name, or None.
         leaves: the layouts of trained parameters, in the model's order; adapters come last.
         frozen: the layouts of frozen parameters.
+        every: both.
+        stack: ``ParamLayout.stack``, which all parameters of a group share.
+        layers: how many layers are stacked; 1 if none are.
     """
 
     unit: str | None
     leaves: tuple[ParamLayout, ...]
     frozen: tuple[ParamLayout, ...] = ()
+    every: tuple[ParamLayout, ...] = field(init=False)
+    stack: tuple[int, ...] = field(init=False)
+    layers: int = field(init=False)
 
-    @property
-    def every(self) -> tuple[ParamLayout, ...]:
-        """The layouts of trained and frozen parameters."""
-        return (*self.leaves, *self.frozen)
-
-    @property
-    def stack(self) -> tuple[int, ...]:
-        """``ParamLayout.stack``, which all parameters of a group share."""
-        return self.every[0].stack
-
-    @property
-    def layers(self) -> int:
-        """How many layers are stacked; 1 if none are."""
-        return self.every[0].layers
+    def __post_init__(self) -> None:
+        """Compute the other fields."""
+        every = (*self.leaves, *self.frozen)
+        vars(self).update(every=every, stack=every[0].stack, layers=every[0].layers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +78,15 @@ class TrainSpec:
         lora: settings of the adapters, if there are any.
         whole: tells by its layout whether the optimizer needs a matrix whole; None if it needs none.
         layerwise: the optimizer's update of single layers, if its state is in host memory.
+        axes: the mesh axes of ``world`` along which there are several devices.
+        local_updates: whether nodes train their own weights. A state for inference alone has only the outer
+            weights.
+        streams: whether the optimizer updates one layer at a time, because its arrays are in host memory.
+        updating: groups whose units refresh delta's replicas during the forward pass. There are none with
+            several passes a step, or with resyncs. Then all replicas are refreshed before the first forward
+            pass.
+        updated_in_backward: groups whose layers the backward pass updates: stacks that share no weight with
+            others.
     """
 
     mesh: Mesh
@@ -98,7 +103,26 @@ class TrainSpec:
     lora: LoRA | None = None
     whole: Whole | None = None
     layerwise: LayerwiseOptimizer | None = None
-    cache: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
+    cache: dict[str, Any] = field(default_factory=dict, repr=False)
+    axes: tuple[str, ...] = field(init=False)
+    local_updates: bool = field(init=False)
+    streams: bool = field(init=False)
+    updating: tuple[ParamGroup, ...] = field(init=False)
+    updated_in_backward: tuple[ParamGroup, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Compute the other fields."""
+        zero, training = self.zero, self.tx is not None
+        stacks = tuple(group for group in self.groups if group.unit in self.adapter.updating)
+        before_passes = zero.passes > 1 or zero.delta_resync or self.world.nodes == 1
+        in_backward = zero.update_in_backward and training
+        vars(self).update(
+            axes=tuple(axis for axis in self.world.axes if self.mesh.shape[axis] > 1),
+            local_updates=zero.every > 0 and training,
+            streams=self.layerwise is not None,
+            updating=stacks if zero.weights_delta and not before_passes else (),
+            updated_in_backward=tuple(group for group in stacks if group.leaves) if in_backward else (),
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Returns itself, because the copy of a state uses the same compiled steps."""
@@ -116,16 +140,6 @@ class TrainSpec:
         if key not in _ON_MESH:
             _ON_MESH[key] = make()
         return _ON_MESH[key]
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The mesh axes of ``world`` along which there are several devices."""
-        return tuple(axis for axis in self.world.axes if self.mesh.shape[axis] > 1)
-
-    @property
-    def local_updates(self) -> bool:
-        """Whether nodes train their own weights. A state for inference alone has only the outer weights."""
-        return self.zero.every > 0 and self.tx is not None
 
     def first_opt_state(self, params: PyTree) -> PyTree:
         """The optimizer's state before the first step; with local updates one for every node."""
@@ -183,11 +197,6 @@ class TrainSpec:
         # A world of one node is only a part of the mesh in ``in_node``.
         within = leaf.in_every_node or self.world != MeshShape.of(self.mesh)
         return leaf.spec((leaf.owners if within else OWNED) if self.zero.stage > 0 else ())
-
-    @property
-    def streams(self) -> bool:
-        """Whether the optimizer updates one layer at a time, because its arrays are in host memory."""
-        return self.layerwise is not None
 
     def in_host(self, arrays: Stored) -> bool:
         """Whether these arrays of a state are in host memory."""
@@ -254,30 +263,6 @@ class TrainSpec:
     def unit_groups(self) -> tuple[ParamGroup, ...]:
         """The groups that are units."""
         return tuple(group for group in self.groups if group.unit is not None)
-
-    @property
-    def updating(self) -> tuple[ParamGroup, ...]:
-        """Groups whose units refresh delta's replicas during the forward pass.
-
-        There are none with several passes a step, or with resyncs. Then all replicas are refreshed before the
-        first forward pass.
-        """
-        zero = self.zero
-        if not zero.weights_delta or zero.passes > 1 or zero.delta_resync or self.world.nodes == 1:
-            return ()
-        return tuple(group for group in self.groups if group.unit in self.adapter.updating)
-
-    @cached_property
-    def updated_in_backward(self) -> tuple[ParamGroup, ...]:
-        """Groups whose layers the backward pass updates: stacks that share no weight with others."""
-        if not self.zero.update_in_backward or self.tx is None:
-            return ()
-        return tuple(group for group in self.groups if group.leaves and group.unit in self.adapter.updating)
-
-    @property
-    def batch_spec(self) -> PartitionSpec:
-        """The sharding of a batch: its leading axis over all devices."""
-        return PartitionSpec(AXES)
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         """A PartitionSpec on this mesh."""

@@ -23,6 +23,7 @@ from zerojax.comm.xla_options import CompilerOptions, compiler_options
 from zerojax.errors import ConfigurationError
 from zerojax.log import warn
 from zerojax.matmul.fp8 import has_fp8
+from zerojax.sharding.mesh import BY_ROWS
 from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.train import per_device
 from zerojax.train.backward_update import BackwardUpdate, OptimizerShards
@@ -394,4 +395,4 @@ def _predict[T: PyTree](state: TrainState, batch: Batch, fn: Callable[[Any, Batc
     spec = state.spec.reading
     local = functools.partial(per_device.predict, spec, fn=fn, adapters=adapters)
     places = (batch_specs(spec, batch),)
-    return on_devices(spec, local, state.shards, batch, in_specs=places, out_specs=spec.batch_spec)
+    return on_devices(spec, local, state.shards, batch, in_specs=places, out_specs=BY_ROWS)
