@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 from jax.extend import core
 
-from zerojax.dataflow.analysis import Analysis
+from zerojax.dataflow import Analysis
 
 NUMBERS = np.arange(3.0, dtype=np.float32)
 

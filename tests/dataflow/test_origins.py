@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from zerojax.dataflow.analysis import changed
+from zerojax.dataflow import changed
 
 W = np.arange(12.0, dtype=np.float32).reshape(3, 4)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from jax.extend import core
 
-from zerojax.dataflow.programs import equations_within
+from zerojax.dataflow import equations_within
 
 
 def axes_used(jaxpr: core.Jaxpr) -> Iterator[str]:

@@ -8,7 +8,7 @@ import optax
 import pytest
 from flax import nnx
 
-from zerojax.dataflow.programs import equations_within
+from zerojax.dataflow import equations_within
 from zerojax.errors import ZeroError
 from zerojax.models import GPT, GPTConfig, cross_entropy, label_log_probs, lm_loss
 

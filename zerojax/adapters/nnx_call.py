@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Num, PyTree
 
 from zerojax.adapters.nnx_creation import leaves_of
-from zerojax.dataflow.analysis import changed
+from zerojax.dataflow import changed
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.sharded import assigned, is_sharded
 from zerojax.schedule.unit import Arrays, call_unit

@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, PyTree
 
 import pallas_kernels
-from zerojax.dataflow.programs import called, interpret, rewritten
+from zerojax.dataflow import called, interpret, rewritten
 from zerojax.sharding.mesh import AXES, on_cpus, on_gpus
 
 type Atom = core.Var | core.Literal

@@ -20,7 +20,7 @@ from jax.extend import core, source_info_util
 from jax.extend.core import primitives
 from jaxtyping import Array, PyTree
 
-from zerojax.dataflow.programs import as_it_is, called, evaluate, inner_of
+from zerojax.dataflow import as_it_is, called, evaluate, inner_of
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.low_rank import LowRankOperand
 from zerojax.matmul.operand import Fp8Operand, LayerOperand

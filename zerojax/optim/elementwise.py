@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend import core
 
-from zerojax.dataflow.analysis import Analysis
+from zerojax.dataflow import Analysis
 
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     **{"abs": np.abs, "add": np.add, "and": np.bitwise_and, "cbrt": np.cbrt, "ceil": np.ceil},

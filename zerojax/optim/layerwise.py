@@ -2,7 +2,7 @@
 
 If master weights and moments are in host memory, a device never has all of them. An optimizer that is correct
 on shards (``shard_check``) computes each element's update from that element's values and from norms. So its
-program is evaluated twice (``zerojax.dataflow.programs``). The first time it gets the whole tree's
+program is evaluated twice (``zerojax.dataflow``). The first time it gets the whole tree's
 gradients, but no weights and moments, and gives the norms and the counters. The second time it gets one
 layer's values alone, and every norm is looked up.
 """
@@ -19,7 +19,7 @@ from jax.extend import core
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
-from zerojax.dataflow.programs import as_it_is, called, evaluate
+from zerojax.dataflow import as_it_is, called, evaluate
 from zerojax.errors import ConfigurationError
 from zerojax.optim.low_precision import with_moments_as_set
 from zerojax.optim.moments import by_moment

@@ -16,7 +16,7 @@ from flax.errors import TraceContextError
 from jax.extend import core
 from jaxtyping import Array, PyTree
 
-from zerojax.dataflow.programs import equations_within
+from zerojax.dataflow import equations_within
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.tiles import LOOP, over_tiles
 from zerojax.schedule.transforms import holding

@@ -19,8 +19,7 @@ from jax.extend import core
 
 from zerojax.adapters.loss import ATTENDED, IN_ORDER, OWN_TOKENS, WHOLE_ROWS
 from zerojax.comm.in_order import collective_axes
-from zerojax.dataflow.analysis import Analysis
-from zerojax.dataflow.programs import equations_within
+from zerojax.dataflow import Analysis, equations_within
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.sharded import READ_BY_UNIT
 from zerojax.schedule.user_code import line_of_equation

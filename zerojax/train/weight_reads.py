@@ -18,8 +18,7 @@ import jax
 from jax.extend import core
 
 from zerojax import schedule
-from zerojax.dataflow.analysis import MOVES, Analysis, changed
-from zerojax.dataflow.programs import equations_within
+from zerojax.dataflow import MOVES, Analysis, changed, equations_within
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.layer_update import LayerState
 from zerojax.schedule.sharded import FORWARD_MODE, READ_BY_UNIT, assigned, is_sharded, read_outside

@@ -1,1 +1,0 @@
-"""An interpreter of traced programs (jaxprs) on any values, for analysis, evaluation and rewriting."""
