@@ -28,7 +28,7 @@ LossFn = Callable[..., Any]
 """A user's function of a model and a batch; ``call_loss`` checks its result."""
 METRICS = frozenset({"grad_norm", "loss", "loss_limit", "skipped", "skipped_in_row", "spike"})
 """The names of a step's own metrics, which a loss function's aux cannot have."""
-# Checkpoint names by which the traced program is checked (``zerojax.train.branches``).
+# Checkpoint names by which the traced program is checked (``zerojax.train.loss_checks``).
 OWN_TOKENS = "zerojax: argument of own_tokens"
 WHOLE_ROWS = "zerojax: result of whole_rows"
 ATTENDED = "zerojax: queries that attend to the other devices of a row"

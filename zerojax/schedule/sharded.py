@@ -174,5 +174,5 @@ def is_gathered(weight: object) -> bool:
 
 
 def read_by_unit[T](values: T) -> T:
-    """Mark arrays of ``Sharded`` weights as read by their unit, for ``zerojax.train.weight_reads``."""
+    """Mark arrays of ``Sharded`` weights as read by their unit, for ``zerojax.train.loss_checks``."""
     return checkpoint_name(values, READ_BY_UNIT)

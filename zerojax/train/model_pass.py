@@ -18,18 +18,16 @@ from zerojax.adapters import Bound, ModelState, call_loss
 from zerojax.adapters.loss import LossContext, MasterWeights, running_loss
 from zerojax.schedule.breadth_first import over_micro_batches
 from zerojax.schedule.layer_update import LayerState, LayerUpdate
-from zerojax.schedule.sharded import Sharded, is_sharded, translated_errors
+from zerojax.schedule.sharded import Sharded, translated_errors
 from zerojax.schedule.transforms import is_float
 from zerojax.schedule.unit import numbered_calls
 from zerojax.sharding.mesh import AXES
 from zerojax.sharding.param_tree import Path
-from zerojax.sharding.strategy import DIFFERING
 from zerojax.sharding.wire_format import Seed, mix
-from zerojax.train.batch import Batch, map_batch, micro_batches, unmarked
-from zerojax.train.branches import ROW, Axes, Branches, refuse_unmixed, refuse_unshared
+from zerojax.train.batch import Batch, micro_batches, unmarked
+from zerojax.train.loss_checks import Axes, check_program
 from zerojax.train.pass_weights import ByPath, PassWeights, place_group
 from zerojax.train.spec import TrainSpec
-from zerojax.train.weight_reads import refuse_assigned, refuse_calls, refuse_reads
 
 type Run[T] = Callable[[Any, Batch, Array], T]
 """A function of a bound model, rows of a batch, and a key."""
@@ -180,13 +178,7 @@ class ModelPass:
     def check(
         self, sinks: Sinks, model_state: ModelState, batch: Batch, seed: Seed, run: Run[Any]
     ) -> list[Axes]:
-        """Trace a function of the model, and add nothing to the program. Refuse the function if it reads
-        weights of units outside their calls, assigns to weights, calls units on some devices only, or shares
-        rows in part.
-
-        Returns:
-            For each result the axes along which it differs; see ``Branches.refuse_divergent``.
-        """
+        """Trace a function of the model, and add nothing to the program; see ``check_program``."""
         spec, train = self.spec, self.train
 
         def traced(weights: dict[Path, Any], model_state: ModelState, batch: Batch) -> PyTree[Array]:
@@ -194,38 +186,9 @@ class ModelPass:
             bound, result = self.call(placed, model_state, batch, seed, run)
             return bound.model_state(), result, bound.replaced() if train else {}
 
-        placed = jax.eval_shape(lambda: self.place(sinks, seed).weights)
-        closed, (_, _, replaced) = jax.make_jaxpr(traced, return_shape=True)(placed, model_state, batch)
-        jaxpr = closed.jaxpr
-        refuse_assigned(jaxpr, placed, replaced)
-        refuse_reads(jaxpr, placed)
-        if self.rule is not None:
-            refuse_calls(jaxpr, placed, {g.leaves[0].path: str(g.unit) for g in spec.updated_in_backward})
-        refuse_unshared(jaxpr, spec.zero.sequence_parallel)
-        mesh = frozenset(spec.axes)
-        followed = mesh | {ROW} if spec.zero.sequence_parallel > 1 else mesh
-        branches = Branches(followed, spec.strategy.backward_axes & mesh if train else frozenset())
-        differing = [
-            _differing(weight)
-            for weight in jax.tree.leaves(placed, is_leaf=is_sharded)
-            for _ in jax.tree.leaves(weight)
-        ]
-        rows = jax.tree.leaves(map_batch(lambda _: frozenset(AXES), lambda _: frozenset(), batch))
-        state: list[frozenset[str]] = [frozenset()] * len(model_state)
-        while True:
-            after = branches.refuse_divergent(jaxpr, [*differing, *state, *rows])
-            if spec.zero.passes == 1 or not train or after[: len(state)] == state:
-                refuse_unmixed(jaxpr, spec.zero.sequence_parallel, branches.mixed)
-                return after[len(state) :]
-            state = after[: len(state)]  # the next micro-batch begins with it
-
-
-def _differing(weight: object) -> frozenset[str]:
-    """The mesh axes along which the values of a weight in a model differ between devices."""
-    if not is_sharded(weight):
-        return DIFFERING["full"]
-    own_part = weight.leaf.parts > 1
-    return DIFFERING["secondary" if own_part and weight.weight.level == "full" else weight.weight.level]
+        weights = jax.eval_shape(lambda: self.place(sinks, seed).weights)
+        closed, (_, _, replaced) = jax.make_jaxpr(traced, return_shape=True)(weights, model_state, batch)
+        return check_program(spec, closed.jaxpr, weights, replaced, model_state, batch, train=train)
 
 
 def mean_over(x: Array, axes: str | tuple[str, ...]) -> Array:

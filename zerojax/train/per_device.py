@@ -33,8 +33,8 @@ from zerojax.sharding.wire_format import Seed, mix
 from zerojax.train.backward_update import BackwardUpdate
 from zerojax.train.batch import Batch, micro_batches, split_rows
 from zerojax.train.blocks import Blocks, flat_blocks, reduce_by_group, without_padding
-from zerojax.train.branches import ROW
 from zerojax.train.fields import Shards
+from zerojax.train.loss_checks import ROW
 from zerojax.train.model_pass import ModelPass, Outcome, Placed, Sinks, Sums, mean_over
 from zerojax.train.pass_weights import ByPath, pass_weights
 from zerojax.train.spec import ParamGroup, TrainSpec

@@ -1,0 +1,379 @@
+"""Checks of a traced loss or another function of the model, before it is compiled.
+
+**Reads of weights.** In the model's tree a unit's parameters are ``Sharded`` values, whose arrays are shards,
+zeros and random seeds. Code that walks the tree (``nnx.state(model, nnx.Param)``,
+``module.variables["params"]``, an optax norm) would compute with those. The tree itself cannot prevent it,
+since transformations have to slice, stack and pass on the same arrays. So the traced program is checked: only
+a unit, which marks them by ``zerojax.schedule.sharded.read_by_unit``, may use the arrays of a ``Sharded``
+value.
+
+**Branches.** A unit's weights are gathered from all devices. If a device does not take the branch that calls
+the unit, or leaves a loop before the others, the others wait for it forever. So the condition of such a
+branch has to be equal on the devices that a collective within it joins. The traced program is followed for
+values that differ: a device's rows of the batch, its number and its random bits, and everything computed from
+them. They are equal again once they are summed or gathered over the mesh.
+
+**Shared rows.** If devices share rows, the program is also followed for values that differ within a row:
+parts of its tokens, and random bits. A part cannot be divided again, and a loss of whole rows needs whole
+rows. A layer that mixes tokens takes a part of a result that it has computed from whole rows. The loss has to
+take parts, and something in the model has to bring the parts of a row together.
+"""
+
+import functools
+import itertools
+import operator
+import os
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from zerojax import schedule
+from zerojax.adapters import ModelState
+from zerojax.adapters.loss import ATTENDED, IN_ORDER, OWN_TOKENS, WHOLE_ROWS
+from zerojax.comm.in_order import collective_axes
+from zerojax.dataflow import MOVES, Analysis, changed, equations_within
+from zerojax.errors import ConfigurationError
+from zerojax.schedule.layer_update import LayerState
+from zerojax.schedule.sharded import FORWARD_MODE, READ_BY_UNIT, assigned, is_sharded, read_outside
+from zerojax.schedule.user_code import line_of_equation
+from zerojax.sharding.mesh import AXES, LOCAL
+from zerojax.sharding.param_tree import Path
+from zerojax.sharding.strategy import DIFFERING
+from zerojax.train.batch import Batch, map_batch
+from zerojax.train.spec import TrainSpec
+
+_RULES = f" at {schedule.__path__[0]}{os.sep}"
+"""Where JAX says that the backward rules of units and stacks are."""
+Axes = frozenset[str]
+"""The mesh axes along which a value differs between devices, or over which a collective joins them.
+
+``ROW`` may be among them."""
+ROW = "row"
+"""In place of an axis, for values that differ between the devices that share a row."""
+_JOINED = "joined"
+"""In place of an axis, for values computed from rows that ``whole_rows`` has put together."""
+
+_NONE: Axes = frozenset()
+_EQUALISING = frozenset({"all_gather", "all_gather_invariant", "pmax", "pmin", "psum", "psum_invariant"})
+_BRANCHES = {"cond": "jax.lax.cond or switch", "while": "jax.lax.while_loop"}
+
+
+def check_program(
+    spec: TrainSpec,
+    jaxpr: core.Jaxpr,
+    weights: Mapping[Path, Any],
+    replaced: Mapping[Path, Any],
+    model_state: ModelState,
+    batch: Batch,
+    *,
+    train: bool,
+) -> list[Axes]:
+    """Refuse a function of the model that reads weights of units outside their calls, assigns to weights,
+    calls units on some devices only, or shares rows in part.
+
+    Args:
+        spec: the train spec.
+        jaxpr: the traced function of ``weights``, ``model_state`` and ``batch``. It returns the model's state
+            after the call, its results, and ``replaced``.
+        weights: arrays or ShapeDtypeStructs, or ``Sharded`` values of them.
+        replaced: weights outside units that transformations have returned, or assignments.
+        model_state: before the call.
+        batch: of one micro-batch.
+        train: whether the backward pass follows.
+
+    Returns:
+        For each result the axes along which it differs; see ``Branches.refuse_divergent``.
+    """
+    refuse_assigned(jaxpr, weights, replaced)
+    refuse_reads(jaxpr, weights)
+    if spec.updated_in_backward:
+        refuse_calls(jaxpr, weights, {g.leaves[0].path: str(g.unit) for g in spec.updated_in_backward})
+    devices, mesh = spec.zero.sequence_parallel, frozenset(spec.axes)
+    refuse_unshared(jaxpr, devices)
+    branches = Branches(
+        mesh | {ROW} if devices > 1 else mesh, spec.strategy.backward_axes & mesh if train else _NONE
+    )
+    differing = [
+        _differing(weight)
+        for weight in jax.tree.leaves(weights, is_leaf=is_sharded)
+        for _ in jax.tree.leaves(weight)
+    ]
+    rows = jax.tree.leaves(map_batch(lambda _: frozenset(AXES), lambda _: _NONE, batch))
+    state = [_NONE] * len(model_state)
+    while True:
+        after = branches.refuse_divergent(jaxpr, [*differing, *state, *rows])
+        if spec.zero.passes == 1 or not train or after[: len(state)] == state:
+            refuse_unmixed(jaxpr, devices, branches.mixed)
+            return after[len(state) :]
+        state = after[: len(state)]  # the next micro-batch begins with it
+
+
+def _differing(weight: object) -> Axes:
+    """The mesh axes along which the values of a weight in a model differ between devices."""
+    if not is_sharded(weight):
+        return DIFFERING["full"]
+    own_part = weight.leaf.parts > 1
+    return DIFFERING["secondary" if own_part and weight.weight.level == "full" else weight.weight.level]
+
+
+def refuse_reads(jaxpr: core.Jaxpr, weights: Mapping[Path, Any]) -> None:
+    """Check every use of ``Sharded`` weights in a program.
+
+    ``weights``, the program's first argument, are arrays or ShapeDtypeStructs, or ``Sharded`` values of them.
+
+    Raises:
+        ConfigurationError: something computes with a ``Sharded`` weight, or returns it; the message names it.
+    """
+    names: list[str | None] = []
+    for weight in jax.tree.leaves(weights, is_leaf=is_sharded):
+        names += [weight.leaf.name if is_sharded(weight) else None] * len(jax.tree.leaves(weight))
+    names += [None] * (len(jaxpr.invars) - len(names))
+    if any(map(_of_forward_mode, equations_within(jaxpr))):
+        raise ConfigurationError(FORWARD_MODE)
+    for name in _Names(Counter()).follow(jaxpr, names):
+        if name is not None:
+            raise ConfigurationError(f"{read_outside(name)} It was returned by the loss function.")
+
+
+def refuse_calls(jaxpr: core.Jaxpr, weights: Mapping[Path, Any], stacks: Mapping[Path, str]) -> None:
+    """Check that a program calls once, on every way through it, each stack that its backward pass updates.
+
+    ``weights`` are as for ``refuse_reads``; ``stacks`` has the names of such stacks, by the path of one
+    weight of each.
+
+    Raises:
+        ConfigurationError: it does not; the message names the stack.
+    """
+    held = filter(is_sharded, jax.tree.leaves(weights, is_leaf=is_sharded))
+    parts = [part for weight in held for part in (weight, *weight.adapter) if part.leaf.path in stacks]
+    # Of each stack one array is followed: a call reads all of them, some more than once.
+    sinks = {stacks[part.leaf.path]: part.sink for part in parts}
+    followed = {id(sink.squares): stack for stack, sink in sinks.items() if isinstance(sink, LayerState)}
+    if not followed:
+        return
+    names: list[str | None] = [followed.get(id(x)) for x in jax.tree.leaves(weights)]
+    names += [None] * (len(jaxpr.invars) - len(names))
+    analysis = _Names(Counter())
+    analysis.follow(jaxpr, names)
+    for stack in followed.values():
+        if not analysis.state[stack]:
+            raise ConfigurationError(
+                f"the loss does not call the Stack {stack!r}, whose layers are updated in their backward "
+                "pass: freeze its weights (ZeroConfig.frozen), or set update_in_backward=False."
+            )
+        if analysis.state[stack] > 1:
+            raise ConfigurationError(
+                f"the loss calls the Stack {stack!r} more than once (a copy by nnx.clone counts), or in a "
+                "loop or one branch of several. A layer's gradient is then not final in its backward "
+                "pass: set update_in_backward=False."
+            )
+
+
+def refuse_assigned(jaxpr: core.Jaxpr, weights: Mapping[Path, Any], replaced: Mapping[Path, Any]) -> None:
+    """Refuse a program that changes weights outside units.
+
+    ``weights`` are as for ``refuse_reads``; ``replaced``, the program's last result, are weights that
+    transformations have returned, or assignments.
+
+    Raises:
+        ConfigurationError: the loss assigned to one; the message names it.
+    """
+    entered = [keys[0].key for keys, _ in jax.tree_util.tree_leaves_with_path(weights)]
+    left = [keys[0].key for keys, _ in jax.tree_util.tree_leaves_with_path(replaced)]
+    if paths := changed(jaxpr, entered, left):
+        raise ConfigurationError(assigned("/".join(paths[0]), "the loss"))
+
+
+def _of_forward_mode(equation: core.JaxprEqn) -> bool:
+    """Whether an equation is a forward-mode derivative of a unit or a stack."""
+    return (
+        equation.primitive.name == "custom_lin" and _RULES in equation.params["bwd"].debug_info.func_src_info
+    )
+
+
+class _Names(Analysis[str | None, Counter[str]]):
+    """For each value the name of its weight, or None; and the number of reads of weights by each unit."""
+
+    nothing = None
+
+    def join(self, values: Iterable[str | None]) -> str | None:
+        return next(filter(None, values), None)
+
+    def step(self, equation: core.JaxprEqn, given: list[str | None]) -> list[str | None]:
+        name, weight = equation.primitive.name, self.join(given)
+        if equation.params.get("name") == READ_BY_UNIT:
+            self.state = self.state + Counter(filter(None, given))
+            weight = None
+        if weight is None or name in MOVES:
+            return given if name == "optimization_barrier" else [weight] * len(equation.outvars)
+        where = line_of_equation(equation.source_info)
+        raise ConfigurationError(f"{read_outside(weight)} It was read by {name} at {where}.")
+
+    def merged(self, states: Sequence[Counter[str]]) -> Counter[str]:
+        most, least = functools.reduce(operator.or_, states), functools.reduce(operator.and_, states)
+        # What some branches do not read is read neither once nor never.
+        return least + _times(2, most - least)
+
+    def repeated(self, equation: core.JaxprEqn, before: Counter[str]) -> Counter[str]:
+        rounds = {"while": 2, "scan": equation.params.get("length", 1)}.get(equation.primitive.name, 1)
+        return before + _times(rounds, self.state - before)
+
+
+def _times(factor: int, reads: Counter[str]) -> Counter[str]:
+    return Counter({name: factor * count for name, count in reads.items()})
+
+
+class Branches(Analysis[Axes, None]):
+    """The branches and loops of programs that run on one mesh.
+
+    Attributes:
+        mixed: the lines of code, so far, that take parts of values computed from rows that ``whole_rows`` has
+            put together.
+    """
+
+    nothing = _NONE
+
+    def __init__(self, mesh: Axes, backward: Axes) -> None:
+        """``mesh`` has the axes of more than one device, and ``ROW`` if devices share rows.
+
+        ``backward`` has the axes over which the backward pass of a unit communicates. It is not traced.
+        """
+        super().__init__(state=None)
+        self._mesh, self._backward = mesh, backward
+        self.mixed: set[str] = set()
+
+    def refuse_divergent(self, jaxpr: core.Jaxpr, differing: Sequence[Axes]) -> list[Axes]:
+        """Check every branch and loop of a program.
+
+        The program is one device's, before it is differentiated. What it closes over is equal everywhere.
+
+        Returns:
+            The axes along which each result differs; none, if no branch or loop communicates and no devices
+            share rows.
+
+        Raises:
+            ConfigurationError: a condition differs along an axis over which something in the branch or loop
+                communicates, or an argument of ``own_tokens`` differs; the message names the line.
+        """
+        branches = (one for one in equations_within(jaxpr) if one.primitive.name in _BRANCHES)
+        if ROW not in self._mesh and not any(map(self._within, branches)):
+            return [_NONE] * len(jaxpr.outvars)
+        return self.follow(jaxpr, [axes & self._mesh for axes in differing])
+
+    def join(self, values: Iterable[Axes]) -> Axes:
+        """All axes of any."""
+        return _NONE.union(*values)
+
+    def step(self, equation: core.JaxprEqn, given: list[Axes]) -> list[Axes]:
+        """The axes along which the results of an equation differ."""
+        params, every = equation.params, self.join(given)
+        match equation.primitive.name:
+            case "optimization_barrier":
+                return given
+            case "axis_index":
+                axis = params["axis_name"]
+                return [self._mesh & _with_row((axis,) if isinstance(axis, str) else axis)]
+            case "name" if params["name"] == WHOLE_ROWS:
+                return [(each - {ROW}) | {_JOINED} for each in given]
+            case "name" if ROW in self._mesh:
+                self._check_parts(equation, every)
+            case name if name in _EQUALISING and params.get("axis_index_groups") is None:
+                return [each - _with_row(collective_axes(equation)) for each in given]
+        for program in core.jaxprs_in_params(params):
+            self.follow(program, [every] * len(program.invars))
+        return [every | (self._mesh & frozenset(collective_axes(equation)))] * len(equation.outvars)
+
+    def _check_parts(self, equation: core.JaxprEqn, differing: Axes) -> None:
+        """Check whether a named value is of whole rows or of parts of them, where devices share rows."""
+        if equation.params["name"] == OWN_TOKENS and _JOINED in differing:
+            self.mixed.add(line_of_equation(equation.source_info))
+        _refuse_other_parts(equation, shared=ROW not in differing)
+
+    def decided(self, equation: core.JaxprEqn, condition: Axes, results: list[Axes]) -> list[Axes]:
+        """Refuse a branch or loop whose condition differs where something in it communicates."""
+        if condition & self._within(equation):
+            raise ConfigurationError(
+                f"the {_BRANCHES[equation.primitive.name]} at {line_of_equation(equation.source_info)} has a "
+                "unit or a collective in it, and its condition depends on a device's own rows or random "
+                "bits. Devices that take another branch keep the others waiting forever. Make the condition "
+                'equal on all devices, by a scalar in the batch or jax.lax.pmax(..., ("node", "local")), or '
+                "compute every way and choose by jnp.where."
+            )
+        return [condition | each for each in results]
+
+    def _within(self, equation: core.JaxprEqn) -> Axes:
+        """The axes over which the programs in an equation communicate, their backward passes included."""
+        inside = itertools.chain(*map(equations_within, core.jaxprs_in_params(equation.params)))
+        return self.join(map(self._communicates, inside))
+
+    def _communicates(self, equation: core.JaxprEqn) -> Axes:
+        backward = self._backward if equation.params.get("name") == READ_BY_UNIT else _NONE
+        return backward | (self._mesh & frozenset(collective_axes(equation)))
+
+
+def _with_row(axes: Iterable[str]) -> Axes:
+    """Mesh axes, with ``ROW`` if the devices that share a row are neighbours on one of them."""
+    return frozenset((*axes, ROW) if LOCAL in axes else axes)
+
+
+def _refuse_other_parts(equation: core.JaxprEqn, *, shared: bool) -> None:
+    """Refuse parts of rows where whole ones are needed, and whole ones where parts are.
+
+    The equation is of a program for devices that share rows. ``shared`` says whether all devices of a row
+    have the values that the equation reads.
+    """
+    name = equation.params.get("name")
+    line = line_of_equation(equation.source_info) if name in (OWN_TOKENS, IN_ORDER) else ""
+    if name == OWN_TOKENS and not shared:
+        raise ConfigurationError(
+            f"own_tokens at {line} is given parts of rows, or random bits, which differ between the devices "
+            "of a row. Cut whole rows once, before a model of your own (zerojax.models take whole rows), and "
+            "draw random bits for the parts."
+        )
+    if name == IN_ORDER and shared:
+        raise ConfigurationError(
+            f"zerojax.attention at {line} is given whole rows on every device that shares them "
+            "(sequence_parallel). Let the loss function take this device's part of the model's inputs, by "
+            "zerojax.own_tokens."
+        )
+
+
+def refuse_unshared(jaxpr: core.Jaxpr, devices: int) -> None:
+    """Refuse a function that would compute with whole rows on each of ``devices`` devices that share them.
+
+    Raises:
+        ConfigurationError: it takes no part of the tokens.
+    """
+    if devices > 1 and OWN_TOKENS not in _names(jaxpr):
+        raise ConfigurationError(
+            f"sequence_parallel={devices}: the function computes with whole rows on each of the devices "
+            "that share them. Let it take this device's part of tokens and labels by zerojax.own_tokens, as "
+            "zerojax.models.lm_loss does, or set sequence_parallel=1."
+        )
+
+
+def refuse_unmixed(jaxpr: core.Jaxpr, devices: int, mixed: Collection[str]) -> None:
+    """Refuse a function that never brings together the parts of rows that ``devices`` devices share.
+
+    Args:
+        jaxpr: of the function.
+        devices: number of devices that share a row.
+        mixed: the lines of layers that mix tokens by other means than attention (``Branches.mixed``).
+
+    Raises:
+        ConfigurationError: nothing brings the parts of rows together.
+    """
+    if devices > 1 and not mixed and ATTENDED not in _names(jaxpr):
+        raise ConfigurationError(
+            f"sequence_parallel={devices}: the model never calls zerojax.attention, so no token sees the "
+            "tokens on other devices of its row. Call it in place of the model's attention. Give whole rows "
+            "to a layer that mixes tokens in another way, such as a convolution: "
+            "own_tokens(layer(whole_rows(x)))."
+        )
+
+
+def _names(jaxpr: core.Jaxpr) -> set[object]:
+    return {equation.params.get("name") for equation in equations_within(jaxpr)}
