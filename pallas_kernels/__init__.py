@@ -10,9 +10,8 @@ specifications.
 """
 
 from pallas_kernels.attention import attend_cache
-from pallas_kernels.backends import backend_report
-from pallas_kernels.delta_chunks import delta_rule
-from pallas_kernels.dispatch import (
+from pallas_kernels.backends import backend_report, for_platform
+from pallas_kernels.codec import (
     decode,
     decode_add,
     decode_nf4,
@@ -22,8 +21,8 @@ from pallas_kernels.dispatch import (
     encode_delta,
     encode_nf4,
     encode_reordered,
-    for_platform,
 )
+from pallas_kernels.delta_chunks import delta_rule
 from pallas_kernels.formats import BITS, FORMATS, QMAX, QUANTIZED, RAW, STORED, Format, nbytes, nf4_bytes
 from pallas_kernels.grouped import (
     cast_transpose,

@@ -1,10 +1,10 @@
-"""Attention of one new token per row to a key-value cache, checked; see ``pallas_kernels.dispatch``."""
+"""Attention of one new token per row to a key-value cache, checked; see ``pallas_kernels.backends``."""
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import attention_reference
-from pallas_kernels.dispatch import dispatch
+from pallas_kernels.backends import dispatch
 from pallas_kernels.formats import AnyArray
 
 

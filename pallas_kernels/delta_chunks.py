@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import delta_chunks_reference
+from pallas_kernels.backends import dispatch
 from pallas_kernels.delta_chunks_reference import CHUNK
-from pallas_kernels.dispatch import dispatch
 
 STATES_NAME = "attention"
 """The checkpoint name of the states before chunks. A remat policy that saves them runs the rule once."""

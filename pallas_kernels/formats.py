@@ -55,17 +55,14 @@ def check_format(fmt: str) -> None:
 def check_block(fmt: str, n: int, block: int | None) -> None:
     """Raise ValueError unless rows of ``n`` elements can be encoded in ``fmt`` with this block size."""
     check_format(fmt)
-    _check_row(n)
-    if fmt in QUANTIZED:
-        _check_blocks(fmt, n, block)
+    _check_row(fmt, n, block)
 
 
-def _check_row(n: int) -> None:
+def _check_row(fmt: str, n: int, block: int | None) -> None:
     if n < 1:
         raise ValueError(f"a payload row has {n} elements: give it at least one")
-
-
-def _check_blocks(fmt: str, n: int, block: int | None) -> None:
+    if fmt in RAW:
+        return
     if block is None or not MIN_BLOCK <= block <= MAX_BLOCK or block & (block - 1):
         raise ValueError(
             f"block size {block} for {fmt}: it must be a power of two, {MIN_BLOCK} to {MAX_BLOCK}"
@@ -116,6 +113,5 @@ def nf4_bytes(n: int, block: int = 64) -> int:
     Raises:
         ValueError: the block size is invalid, or the row does not divide into blocks.
     """
-    _check_row(n)
-    _check_blocks("nf4", n, block)
+    _check_row("nf4", n, block)
     return nf4_sections(n, block)[2]

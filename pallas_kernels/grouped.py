@@ -1,4 +1,4 @@
-"""Products of groups of rows with a matrix for each group, checked; see ``pallas_kernels.dispatch``.
+"""Products of groups of rows with a matrix for each group, checked; see ``pallas_kernels.backends``.
 
 Group g has ``sizes[g]`` rows, which follow the rows of group g - 1. Rows after the last group belong to no
 group and affect no result. Sums are in fp32, but a GPU's tensor cores sum fp8 products with fewer bits (about
@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels import grouped_reference
-from pallas_kernels.backends import FP8
-from pallas_kernels.dispatch import dispatch
+from pallas_kernels.backends import FP8, dispatch
 from pallas_kernels.formats import AnyArray
 
 

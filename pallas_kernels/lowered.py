@@ -16,8 +16,6 @@ import jax
 from jax import export
 from jax.sharding import AbstractMesh
 
-from pallas_kernels.chips import compute_capability
-
 _PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", "flatbuffers")
 _CUSTOM_CALLS = ("triton_kernel_call", "mosaic_gpu_v2")
 """How XLA calls Triton's and Pallas' kernels. JAX exports them on request, because they may change."""
@@ -60,9 +58,13 @@ def keep_lowered(store: Store | None) -> None:
 
 
 def lowered(
-    name: str, kernel: Callable[..., Any], static: Mapping[str, Any], arrays: tuple[jax.Array | None, ...]
+    name: str,
+    kernel: Callable[..., Any],
+    static: Mapping[str, Any],
+    arrays: tuple[jax.Array | None, ...],
+    capability: int,
 ) -> Callable[..., Any]:
-    """A function of the arrays that calls the kernel with its settings.
+    """A function of the arrays that calls the kernel with its settings, on a chip of a compute capability.
 
     The lowered kernel comes from the store of ``keep_lowered``, if there is one.
     """
@@ -73,7 +75,7 @@ def lowered(
     if _store is None:
         return run
     like = [None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-    key = _key(name, dict(sorted(static.items())), like, compute_capability(), jax.config.jax_enable_x64)
+    key = _key(name, dict(sorted(static.items())), like, capability, jax.config.jax_enable_x64)
     if key not in _known:
         # Compiled once however often it is called: JAX recognises it by its identity.
         _known[key] = jax.jit(_exported(_store, key, run, like).call)

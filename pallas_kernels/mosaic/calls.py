@@ -20,8 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import grouped_reference
-from pallas_kernels.backends import FP8
-from pallas_kernels.chips import compute_capability
+from pallas_kernels.backends import FP8, compute_capability
 from pallas_kernels.formats import BITS
 from pallas_kernels.mosaic import grouped, kernels
 from pallas_kernels.mosaic.kernels import Rows

@@ -16,7 +16,7 @@ import numpy as np
 import triton
 
 from pallas_kernels import delta_chunks_reference, grouped_reference, nf4_reference, reference
-from pallas_kernels.chips import compute_capability
+from pallas_kernels.backends import compute_capability
 from pallas_kernels.formats import NF4_GROUP, QMAX, QUANTIZED, nbytes, nf4_sections
 from pallas_kernels.triton import attention, casts, delta_chunks, grouped, kernels, nf4
 

@@ -9,7 +9,7 @@ import pytest
 from kernel_cases import has_gpu
 
 import pallas_kernels as pk
-from pallas_kernels import backends, dispatch, lowered
+from pallas_kernels import backends, lowered
 
 
 class Memory(dict[str, bytes]):
@@ -44,14 +44,14 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
         return jnp.zeros((len(x), pk.nbytes(static["fmt"], x.shape[1], static["block"])), jnp.uint8)
 
     monkeypatch.setattr(backends, "cuda_kernels", lambda name: [kernel] if name == "encode" else [])
-    dispatch._implementation.cache_clear()
+    backends._implementation.cache_clear()
     yield seen
-    dispatch._implementation.cache_clear()
+    backends._implementation.cache_clear()
 
 
 def text(platform: str | None, rows: int = 2, fmt: str = "int8", lower_for: str = "cuda") -> str:
     """The program of ``encode``, as a process lowers it that has lowered nothing before."""
-    dispatch._implementation.cache_clear()
+    backends._implementation.cache_clear()
     lowered._known.clear()
 
     def program(x: jax.Array) -> jax.Array:
@@ -103,7 +103,7 @@ def test_only_the_implementation_of_the_platform_is_traced(
 ) -> None:
     of_any = text(None)
     assert len(traces) == 1
-    monkeypatch.setattr(dispatch.reference, "encode", None)  # tracing it would fail
+    monkeypatch.setattr(backends.reference, "encode", None)  # tracing it would fail
     assert text("cuda")
     with pytest.raises(TypeError):
         text(None)
@@ -120,7 +120,7 @@ def test_kernels_from_the_store_compute_the_same_bits(store: Memory, rotation: i
     x = jax.random.normal(jax.random.key(0), (4, 4096))
     wanted = pk.encode(x, "int4", block=128, rotation=rotation)
     for _ in range(2):
-        dispatch._implementation.cache_clear()
+        backends._implementation.cache_clear()
         lowered._known.clear()
         with pk.for_platform("cuda"):
             assert (pk.encode(x, "int4", block=128, rotation=rotation) == wanted).all()

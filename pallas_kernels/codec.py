@@ -1,88 +1,21 @@
-"""The public functions: they check their arguments and call the implementation for the platform.
+"""The codec's public functions: they check their arguments and call the implementation for the platform.
 
 They may be called eagerly, inside ``jit`` and inside ``shard_map(check_vma=False)``. None is differentiable.
 ``seed`` is a uint32 scalar array, which stochastic rounding requires.
 """
 
-# jax.jit, jnp.asarray and lax.platform_dependent have no complete types.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import cache, partial
-from types import ModuleType
-from typing import Any
+# jnp.asarray has no complete type.
+# pyright: reportUnknownMemberType=false
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels import backends, nf4_reference, reference
-from pallas_kernels.chips import compute_capability
+from pallas_kernels import nf4_reference
+from pallas_kernels.backends import dispatch
 from pallas_kernels.formats import QUANTIZED, ROTATION, AnyArray, check_block, nbytes, nf4_bytes
-from pallas_kernels.lowered import lowered
 
 ROUNDINGS = ("nearest", "stochastic")
-
-
-_platform: ContextVar[str | None] = ContextVar("platform", default=None)
-
-
-@contextmanager
-def for_platform(name: str | None) -> Generator[None]:
-    """Within this context programs are traced for one platform, "cpu" or "cuda", or for any (None).
-
-    Tracing is then faster, because only that platform's implementations are traced.
-    """
-    token = _platform.set(name)
-    try:
-        yield
-    finally:
-        _platform.reset(token)
-
-
-def dispatch(
-    name: str, *arrays: AnyArray | None, specification: ModuleType = reference, **static: Any
-) -> Any:
-    """Call the implementation of ``name`` for the platform that the program is lowered for.
-
-    JAX lowers no other one. Within ``for_platform`` it traces no other one.
-
-    Args:
-        name: a public function of ``pallas_kernels``.
-        arrays: its array arguments, or None for absent ones.
-        specification: the module with the reference implementation.
-        static: its other arguments, which are hashable.
-    """
-    settings = tuple(sorted(static.items()))
-    return _implementation(name, specification, settings, _platform.get(), compute_capability())(*arrays)
-
-
-@cache
-def _implementation(
-    name: str,
-    specification: ModuleType,
-    settings: tuple[tuple[str, Any], ...],
-    platform: str | None,
-    _capability: int,
-) -> Callable[..., Any]:
-    """The compiled function from arrays to the results of ``name``; other chips may have other kernels."""
-    static = dict(settings)
-    default = partial(backends.by_specification(name, specification), **static)
-    kernel = backends.on_cuda(name, specification)
-
-    def run(*arrays: jax.Array | None) -> Any:
-        if platform == "cpu" or not backends.cuda_kernels(name):
-            return default(*arrays)
-        if platform == "cuda":
-            return lowered(name, kernel, static, arrays)(*arrays)
-        branches: dict[str, Callable[..., Any]] = {"cuda": partial(kernel, **static), "default": default}
-        return lax.platform_dependent(*arrays, **branches)
-
-    run.__name__ = name
-    return jax.jit(run)
 
 
 def _check_array(name: str, array: AnyArray, ndim: int) -> None:
