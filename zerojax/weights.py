@@ -49,6 +49,8 @@ from zerojax.sharding.mesh import LOCAL, NODE
 from zerojax.sharding.strategy import LEVELS, Level
 from zerojax.sharding.wire_format import Codec
 
+_NODE_SCOPE = {False: "gather_node", True: "gather_delta"}
+"""The name scope of the hop between nodes, without and with delta."""
 Payload = Num[Array, " m"]
 """One encoded weight of one layer."""
 
@@ -153,10 +155,6 @@ class Weight:
         trained = not self.layout.frozen
         return Fp8Operand(self.values, self.gradient, self.scale, self.layout.name, trained=trained)
 
-    def cotangent(self) -> Num[Array, "..."]:
-        """The weight's gradient, if ``self`` is the cotangent of a whole weight."""
-        return self.values if self.gradient is None else self.gradient
-
 
 Weights = tuple[Weight, ...]
 """The weights of a unit, which travel together."""
@@ -175,13 +173,13 @@ def encode(weights: Weights, replicas: Payloads | None = None) -> Payloads:
     On one node, which has no node hop, they are encoded in the local format.
     """
     owned = tuple(w for w in weights if w.level == "primary" and not w.layout.in_every_node)
-    with jax.named_scope(_node_scope(delta=replicas is not None)):
+    with jax.named_scope(_NODE_SCOPE[replicas is not None]):
         return tuple(map(Weight.sent, owned, replicas or (None,) * len(owned)))
 
 
 def cross_nodes(payloads: Payloads, *, delta: bool, separate_stream: bool = False) -> Payloads:
     """All-gather encoded weights over ``node``. Each result holds the nodes' payloads one after another."""
-    with jax.named_scope(_node_scope(delta=delta)):
+    with jax.named_scope(_NODE_SCOPE[delta]):
         return tuple(
             rows.reshape(-1) for rows in gather_together(payloads, NODE, separate_stream=separate_stream)
         )
@@ -199,7 +197,7 @@ def decode(weights: Weights, arrived: Payloads, replicas: Payloads | None = None
             return w.replace(payload, "secondary")
         return w.arrived(payload) if replicas is None else w.arrived_difference(payload, next(before))
 
-    with jax.named_scope(_node_scope(delta=replicas is not None)):
+    with jax.named_scope(_NODE_SCOPE[replicas is not None]):
         return tuple(map(in_node, weights))
 
 
@@ -229,5 +227,7 @@ def to_full(weights: Weights, dtype: Callable[[ParamLayout], jnp.dtype]) -> Weig
         return tuple(w.whole(blocks[i], dtype(w.layout)) if i in blocks else w for i, w in enumerate(weights))
 
 
-def _node_scope(*, delta: bool) -> str:
-    return "gather_delta" if delta else "gather_node"
+def gradients_of(cotangents: Weights) -> tuple[Num[Array, "..."], ...]:
+    """The gradients of the trained weights, from the cotangents of all whole weights."""
+    trained = (w for w in cotangents if not w.layout.frozen)
+    return tuple(w.values if w.gradient is None else w.gradient for w in trained)

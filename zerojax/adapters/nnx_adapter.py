@@ -13,15 +13,15 @@ from jax.tree_util import KeyPath
 from jaxtyping import Array, Num, PyTree
 
 from zerojax.adapters.adapter import Adapter, Bound, Given, ModelState, Parameter
-from zerojax.adapters.nnx_call import STATE, gathering_class, replaced_weights
-from zerojax.adapters.nnx_creation import (
-    create,
-    forget_shapes,
+from zerojax.adapters.nnx_call import (
+    STATE,
+    gathering_class,
     leaf_path,
     leaves_of,
     leaves_within,
-    stack_of,
+    replaced_weights,
 )
+from zerojax.adapters.nnx_creation import create, forget_shapes, stack_of
 from zerojax.adapters.roles import ExpertParam, RouterState
 from zerojax.adapters.stack import Stack
 from zerojax.errors import ConfigurationError

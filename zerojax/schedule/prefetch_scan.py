@@ -28,13 +28,14 @@ taken through the same layers run one after another (``_one_by_one``), without o
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jax.extend.core import jaxpr_as_fun
+from jaxtyping import Array, PyTree
 
 from zerojax.comm.reduction import Values
 from zerojax.errors import ConfigurationError
@@ -53,10 +54,8 @@ from zerojax.schedule.sharded import read_by_unit
 from zerojax.schedule.stacked import cut_large, empty_layers, pieces_away
 from zerojax.schedule.transforms import (
     Pullback,
-    TracedOnce,
     inexact,
     pullback,
-    with_derivatives_of,
     with_float0,
 )
 from zerojax.schedule.unit import (
@@ -69,6 +68,7 @@ from zerojax.schedule.unit import (
     refuse_mapped,
     take_apart,
 )
+from zerojax.sharding.memory import in_host, to_host
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.weights import Weight, Weights, to_full
@@ -135,7 +135,7 @@ def scan_units(
     """
     units, seeds = zip(*(take_apart(read_by_unit(list(kind.weights))) for kind in kinds), strict=True)
     layers = tuple(
-        as_layer(_with_seeds(kind), unit.strategy) for kind, unit in zip(kinds, units, strict=True)
+        _Layer(as_layer(_with_seeds(kind), unit.strategy)) for kind, unit in zip(kinds, units, strict=True)
     )
 
     def in_breadth(size: int, mapped: tuple[ScanArgs], args: ScanArgs) -> tuple[_Results, Flags]:
@@ -145,7 +145,7 @@ def scan_units(
         x, state = broadcast_unbatched(size, (given.x, given.state), (args.x, args.state))
         state = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state)
         turns = tuple(
-            map_microbatches(layer, (all_batched(x, True), all_batched(own, True), given.shared))
+            _Layer(map_microbatches(layer.body, (all_batched(x, True), all_batched(own, True), given.shared)))
             for layer, own in zip(layers, state, strict=True)
         )
         out = cast(_Results, _scan(_Layers(order, turns), args._replace(x=x, state=state)))
@@ -173,12 +173,12 @@ def _with_seeds(kind: Scanned) -> Body:
     return one
 
 
+@dataclass(frozen=True, eq=False)
 class _Layers:
     """The order of a stack's layers, and the body of each kind."""
 
-    def __init__(self, order: Order, bodies: Sequence[Body]) -> None:
-        self.order = order
-        self.kinds = tuple(map(_Layer, bodies))
+    order: Order
+    kinds: tuple["_Layer", ...]
 
 
 class _Layer:
@@ -201,12 +201,34 @@ class _Layer:
             return x, after, vjp.replace(args_res=[None, own_x, own_state, None])
 
         self.body = body
-        self.run = TracedOnce(alone)
-        self.run_keeping = TracedOnce(keeping)
+        self.run = _TracedOnce(alone)
+        self.run_keeping = _TracedOnce(keeping)
+
+
+class _TracedOnce[*Args, T: PyTree[Array]]:
+    """A pure function that is traced once, for the first arguments it gets."""
+
+    def __init__(self, function: Callable[[*Args], T]) -> None:
+        self._function = function
+        self._traced: tuple[Callable[..., list[Array]], T] | None = None
+
+    def __call__(self, *args: *Args) -> T:
+        """Run the traced function."""
+        self.shapes(*args)
+        assert self._traced is not None
+        call, shapes = self._traced
+        return jax.tree.unflatten(jax.tree.structure(shapes), call(*jax.tree.leaves(args)))
+
+    def shapes(self, *args: *Args) -> T:
+        """ShapeDtypeStructs in place of the arrays that the function returns."""
+        if self._traced is None:
+            closed, shapes = jax.make_jaxpr(self._function, return_shape=True)(*args)
+            self._traced = jaxpr_as_fun(closed), shapes
+        return self._traced[1]
 
 
 _Ran = tuple[Arrays, Arrays, Pullback | None]
-_Run = TracedOnce[Weights, Arrays, Arrays, Arrays, _Ran]
+_Run = _TracedOnce[Weights, Arrays, Arrays, Arrays, _Ran]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -342,8 +364,31 @@ def _scan_fwd(layers: _Layers, args: ScanArgs) -> tuple[_Results, tuple[ScanArgs
         return results._replace(x=x, state=state), kept
 
     function = functools.partial(_forward, layers.order, [layer.run_keeping for layer in layers.kinds])
-    results, kept = with_derivatives_of(plain, function)(args)
+    results, kept = _with_derivatives_of(plain, function)(args)
     return results, (_after_update(args, results.refreshed), kept)
+
+
+def _with_derivatives_of[T: PyTree[Array]](
+    plain: Callable[..., T], function: Callable[..., T]
+) -> Callable[..., T]:
+    """``function`` with the derivatives of ``plain(result, *args)``, which has the same results."""
+
+    @jax.custom_vjp
+    def run(*args: PyTree[Array]) -> T:
+        return function(*args)
+
+    def forward(*args: PyTree[Array]) -> tuple[T, tuple[tuple[PyTree[Array], ...], T]]:
+        result = run(*args)  # not `function`: it may be differentiated again
+        return result, (args, result)
+
+    def backward(residuals: tuple[tuple[PyTree[Array], ...], T], cotangents: T) -> tuple[PyTree[Array], ...]:
+        args, result = residuals
+        found = jax.vjp(functools.partial(plain, result), *args)[1](cotangents)
+        # JAX's zeros for what `plain` does not read are on the device.
+        return jax.tree.map(lambda x, arg: to_host(x) if in_host(arg) else x, found, args)
+
+    run.defvjp(forward, backward)
+    return run
 
 
 def _after_update(args: ScanArgs, refreshed: tuple[Weights, ...]) -> ScanArgs:
@@ -376,7 +421,7 @@ def _scan_bwd(layers: _Layers, residuals: tuple[ScanArgs, Kept], cotangents: _Re
         return sums, of_x, tuple(map(inexact, of_state)), inexact(of_shared)
 
     function = functools.partial(run_backward, shapes)
-    sums, of_x, of_state, of_shared = with_derivatives_of(plain, function)(
+    sums, of_x, of_state, of_shared = _with_derivatives_of(plain, function)(
         kept, inexact(given), args, cotangents.probes
     )
     of_units = tuple(unit.cotangent(own) for unit, own in zip(args.units, sums, strict=True))

@@ -1,13 +1,14 @@
 """Rematerialisation policies: what a unit's backward pass recomputes and what it keeps."""
 
 from collections.abc import Callable
+from contextvars import ContextVar
 
 import jax
 from jax.extend.core import Primitive
 
 from zerojax.matmul.fp8 import SCALE
 from zerojax.matmul.low_rank import SUM
-from zerojax.schedule.tiles import recomputed
+from zerojax.schedule.transforms import holding
 from zerojax.zero_config.options import Remat
 
 # Operations whose results are kept under "none". All others fuse into their readers: a kept result would be
@@ -25,6 +26,8 @@ _EXPENSIVE = frozenset(
         "top_k",
     )
 )
+RECOMPUTED = ContextVar("recomputed", default=False)
+"""Whether the backward pass computes again whatever is traced in this context."""
 _KERNELS = ("attention", "call", "ffi", "pallas", "triton")
 
 
@@ -37,7 +40,7 @@ def rematerialised[**P, T](body: Callable[P, T], remat: Remat) -> Callable[P, T]
     }
 
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        with recomputed(remat != "none"):
+        with holding(RECOMPUTED, remat != "none"):
             return body(*args, **kwargs)
 
     # The backward pass gathers its own weights, so the compiler cannot merge it with the forward pass.

@@ -19,9 +19,9 @@ from zerojax.schedule.order import Order, Place, over_layers
 from zerojax.schedule.stacked import Index, by_dma, uncut
 from zerojax.schedule.sum_storage import SeparateSums, Stored, SumStorage
 from zerojax.schedule.transforms import Pullback, floats, inexact, partition, with_float0
-from zerojax.schedule.unit import Arrays, Sinks, Unit, gradients_of, reduction_of
+from zerojax.schedule.unit import Arrays, Sinks, Unit, reduction_of
 from zerojax.sharding.memory import in_host
-from zerojax.weights import Weights, to_full
+from zerojax.weights import Weights, gradients_of, to_full
 
 
 class ScanArgs(NamedTuple):

@@ -7,8 +7,6 @@ Training (Bekman et al., 2025) calls it TiledMLP.
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +17,7 @@ from jaxtyping import Array, PyTree
 from zerojax.dataflow import equations_within
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.tiles import LOOP, over_tiles
-from zerojax.schedule.transforms import holding
+from zerojax.schedule.remat import RECOMPUTED
 
 TILE = 32768
 """Most tokens of a tile.
@@ -34,13 +32,6 @@ _WAY_OUT = (
     "call layers that draw random bits (dropout) or keep state (batch norm) outside of it, or pass the drawn "
     "values of each token as an argument"
 )
-
-_recomputed = ContextVar("in what the backward pass computes again", default=False)
-
-
-def recomputed(again: bool) -> AbstractContextManager[None]:
-    """Says whether the backward pass computes again whatever is traced in this context."""
-    return holding(_recomputed, again)
 
 
 def tiled[T: PyTree[Array]](function: Callable[..., T], *xs: PyTree[Array], tile: int = TILE) -> T:
@@ -80,7 +71,7 @@ def tiled[T: PyTree[Array]](function: Callable[..., T], *xs: PyTree[Array], tile
         )
     (whole,) = shapes
     tokens = math.prod(whole)
-    if not _recomputed.get() or tokens <= tile:
+    if not RECOMPUTED.get() or tokens <= tile:
         return function(*xs)
     size = tokens_of_tile(tokens, tile)
     tiles = -(-tokens // size)

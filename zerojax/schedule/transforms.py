@@ -1,7 +1,6 @@
-"""Tools for pure functions and their pytrees: split, traced once, or differentiated in another way."""
+"""Tools for pure functions and their pytrees: split in parts, or differentiated."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Generator, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol, Self, cast
@@ -9,10 +8,7 @@ from typing import Any, Protocol, Self, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, PyTree
-
-from zerojax.sharding.memory import in_host, to_host
 
 
 class Pullback(Protocol):
@@ -40,51 +36,6 @@ def pullback[T](function: Callable[..., T], *primals: PyTree[Array]) -> tuple[T,
     """``jax.vjp`` with types: the result, and the pullback from its cotangents to the arguments'."""
     out, vjp = jax.vjp(function, *primals)
     return out, cast(Pullback, vjp)
-
-
-class TracedOnce[*Args, T: PyTree[Array]]:
-    """A pure function that is traced once, for the first arguments it gets."""
-
-    def __init__(self, function: Callable[[*Args], T]) -> None:
-        self._function = function
-        self._traced: tuple[Callable[..., list[Array]], T] | None = None
-
-    def __call__(self, *args: *Args) -> T:
-        """Run the traced function."""
-        self.shapes(*args)
-        assert self._traced is not None
-        call, shapes = self._traced
-        return jax.tree.unflatten(jax.tree.structure(shapes), call(*jax.tree.leaves(args)))
-
-    def shapes(self, *args: *Args) -> T:
-        """ShapeDtypeStructs in place of the arrays that the function returns."""
-        if self._traced is None:
-            closed, shapes = jax.make_jaxpr(self._function, return_shape=True)(*args)
-            self._traced = jaxpr_as_fun(closed), shapes
-        return self._traced[1]
-
-
-def with_derivatives_of[T: PyTree[Array]](
-    plain: Callable[..., T], function: Callable[..., T]
-) -> Callable[..., T]:
-    """``function`` with the derivatives of ``plain(result, *args)``, which has the same results."""
-
-    @jax.custom_vjp
-    def run(*args: PyTree[Array]) -> T:
-        return function(*args)
-
-    def forward(*args: PyTree[Array]) -> tuple[T, tuple[tuple[PyTree[Array], ...], T]]:
-        result = run(*args)  # not `function`: it may be differentiated again
-        return result, (args, result)
-
-    def backward(residuals: tuple[tuple[PyTree[Array], ...], T], cotangents: T) -> tuple[PyTree[Array], ...]:
-        args, result = residuals
-        found = jax.vjp(functools.partial(plain, result), *args)[1](cotangents)
-        # JAX's zeros for what `plain` does not read are on the device.
-        return jax.tree.map(lambda x, arg: to_host(x) if in_host(arg) else x, found, args)
-
-    run.defvjp(forward, backward)
-    return run
 
 
 @contextlib.contextmanager

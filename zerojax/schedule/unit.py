@@ -36,7 +36,7 @@ from zerojax.sharding.mesh import AXES
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.sharding.wire_format import Seed, mix
-from zerojax.weights import Payloads, Weights, to_full, to_secondary
+from zerojax.weights import Payloads, Weights, gradients_of, to_full, to_secondary
 
 Arrays = PyTree[Array]
 """Activations, a module's other state, or its results."""
@@ -226,11 +226,6 @@ def kept_for_backward(strategy: ShardingStrategy, given: Weights, secondary: Wei
         own if own.reaches(strategy.keep) else gathered
         for own, gathered in zip(given, secondary, strict=True)
     )
-
-
-def gradients_of(cotangents: Weights) -> Values:
-    """The gradients of the trained weights among the cotangents of all weights."""
-    return tuple(w.cotangent() for w in cotangents if not w.layout.frozen)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
