@@ -7,23 +7,29 @@ says which arrays the passes read, and takes part before and after them:
   else crosses.
 - ``FragmentExchange`` (``zerojax.train.local_updates``): each node trains its own weights, and one fragment
   of them crosses the nodes.
+
+The optimizer's update (``updated``) runs outside ``shard_map``, on global arrays, where a norm over the whole
+tree is right by construction.
 """
 
+import functools
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import optax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, PyTree
 
 from zerojax.adapters import ModelState
 from zerojax.train.batch import Batch
 from zerojax.train.blocks import Blocks
-from zerojax.train.fields import Shards, abstract_replicas, shard_specs
-from zerojax.train.host_update import InBackward
+from zerojax.train.fields import Shards, Trained, abstract_replicas, shard_specs
+from zerojax.train.host_update import InBackward, updated_by_layers
 from zerojax.train.model_pass import Sums
 from zerojax.train.pass_weights import ByPath
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
-from zerojax.train.update import Trained, unless_skipped, updated
 
 Metrics = dict[str, Array]
 REPLICATED = PartitionSpec()
@@ -37,7 +43,7 @@ class Passed(NamedTuple):
     Attributes:
         gradients: sums over all tokens, nested by path and stored like the parameters.
         sums: of the losses and the tokens.
-        updated: what the backward pass has updated, which has no gradients; empty if there is nothing.
+        updated: the parameters that the backward pass has updated, which have no gradients; or None.
         model_state: the field of ``TrainState`` after the passes.
         replicas: delta's replicas after the passes; else empty.
         residual: what encoding has lost, with error feedback; else empty.
@@ -46,16 +52,11 @@ class Passed(NamedTuple):
 
     gradients: PyTree[Any]
     sums: Any
-    updated: InBackward | tuple[()]
+    updated: InBackward | None
     model_state: ModelState
     replicas: ByPath
     residual: PyTree[Any]
     exchanged: Any
-
-    @property
-    def for_update(self) -> tuple[PyTree[Array], Sums, ByPath, InBackward | None]:
-        """The last arguments of ``updated``."""
-        return self.gradients, self.sums, self.replicas, self.updated or None
 
 
 class Exchange:
@@ -68,18 +69,20 @@ class Exchange:
         """Take the spec of the state."""
         self.spec = spec
 
-    def arrays(self, state: TrainState) -> tuple[Shards, Any]:
-        """The arrays of a state that the passes read, and the ones that only the exchange reads."""
-        return state.shards, ()
+    def reads(self, state: TrainState) -> tuple[tuple[Shards, Any], tuple[Shards, Any]]:
+        """The arrays of a state that the passes read, and the ones that only the exchange reads.
 
-    def specs(self, shards: Shards) -> tuple[Shards, Any]:
-        """The PartitionSpecs of ``arrays``."""
-        return shard_specs(self.spec, shards.replicas, current_replicas=shards.current_replicas), ()
+        Returns:
+            The arrays, and their PartitionSpecs.
+        """
+        shards = state.shards
+        own = shard_specs(self.spec, shards.replicas, current_replicas=shards.current_replicas)
+        return (shards, ()), (own, ())
 
     def results(self) -> Passed:
         """The PartitionSpecs of the passes' results; no stack is updated in its backward pass."""
         own = shard_specs(self.spec, abstract_replicas(self.spec) if self.spec.zero.weights_delta else ())
-        return Passed(own.params, REPLICATED, (), own.model_state, own.replicas, own.residual, ())
+        return Passed(own.params, REPLICATED, None, own.model_state, own.replicas, own.residual, ())
 
     def start(self, shards: Shards, own: Any, batch: Batch) -> tuple[Shards, Any, Batch]:
         """Begin the exchange before the passes.
@@ -102,8 +105,9 @@ class Exchange:
         return values
 
     def update(self, state: TrainState, passed: Passed) -> tuple[Trained, Bool[Array, ""], Metrics]:
-        """See ``zerojax.train.update.updated``; with an axis of nodes if each node has its own weights."""
-        return updated(self.spec, state.trained, *passed.for_update)
+        """See ``updated``; with an axis of nodes if each node has its own weights."""
+        sums, done = passed.sums, passed.updated
+        return updated(self.spec, state.trained, passed.gradients, sums, passed.replicas, done)
 
     def finish(
         self, state: TrainState, passed: Passed, after: Trained, taken: Bool[Array, ""], figures: Metrics
@@ -124,3 +128,59 @@ class Exchange:
             "residual": unless_skipped(taken, passed.residual, state.residual),
         }
         return fields, passed.sums.means() | figures
+
+
+def updated(
+    spec: TrainSpec,
+    before: Trained,
+    gradients: PyTree[Array],
+    sums: Sums,
+    replicas: ByPath,
+    done: InBackward | None = None,
+) -> tuple[Trained, Bool[Array, ""], dict[str, Array]]:
+    """Update the weights, unless the loss or a gradient is not finite, or the loss is a spike.
+
+    Args:
+        spec: the train spec; with local updates the spec of a node.
+        before: the fields before the step.
+        gradients: summed over all tokens, nested by path, stored like the weights.
+        sums: of the losses and the tokens.
+        replicas: delta's replicas after the passes; else empty.
+        done: the parameters that the backward pass has updated, which have no entry in ``gradients``.
+
+    Returns:
+        The fields after the step; whether the update was made; and the metrics "grad_norm", "skipped" and
+        "skipped_in_row", with a ``SpikeRule`` also "spike" and "loss_limit".
+    """
+    assert spec.tx is not None  # states without an optimizer have no compiled step
+    tokens, loss = sums.tokens, sums.loss / sums.tokens
+    grads = jax.tree.map(lambda x: x / tokens, gradients)
+    squares = optax.tree.norm(grads, squared=True)
+    grad_norm, losses = jnp.sqrt(squares + done.squares if done else squares), before.losses
+    ok = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    metrics: dict[str, Array] = {"grad_norm": grad_norm}
+    if spec.spikes is not None:
+        limit = spec.spikes.limit(losses)
+        spike = loss > limit
+        ok &= ~spike
+        losses = spec.spikes.add(losses, loss, ok)
+        metrics |= {"spike": spike.astype(jnp.int32), "loss_limit": limit}
+    params, opt_state, encoded = before.params, before.opt_state, before.encoded
+    if spec.streams:
+        params, opt_state, encoded = updated_by_layers(
+            spec, ok, gradients, tokens, opt_state, params, encoded, replicas, done
+        )
+    else:
+        with jax.named_scope("optimizer"):
+            updates, opt_state = spec.tx.update(grads, opt_state, params)
+            params = optax.apply_updates(params, updates)
+        params = unless_skipped(ok, params, before.params)
+        opt_state = unless_skipped(ok, opt_state, before.opt_state)
+    in_row = jnp.where(ok, 0, before.skipped_in_row + 1)
+    after = Trained(params, opt_state, encoded, losses, in_row)
+    return after, ok, metrics | {"skipped": 1 - ok.astype(jnp.int32), "skipped_in_row": in_row}
+
+
+def unless_skipped[T: PyTree](ok: Bool[Array, ""], after: T, before: T) -> T:
+    """``after`` if the step is taken, ``before`` if it is skipped."""
+    return jax.tree.map(functools.partial(jnp.where, ok), after, before)

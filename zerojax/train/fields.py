@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from zerojax.sharding.param_tree import Path, to_tree
 from zerojax.sharding.wire_format import Seed, mix
 from zerojax.train.local_state import abstract_local, by_node
 from zerojax.train.spec import TrainSpec
+from zerojax.train.spikes import Losses
 from zerojax.weights import Weight
 
 
@@ -51,6 +52,16 @@ class Shards:
     def step_seed(self) -> Seed:
         """The seed of this step's random bits."""
         return mix(self.seed, self.step)
+
+
+class Trained(NamedTuple):
+    """The fields of a state that an update changes, with local updates for one node; see ``TrainState``."""
+
+    params: PyTree[Array]
+    opt_state: PyTree[Array]
+    encoded: dict[Path, Weight]
+    losses: Losses
+    skipped_in_row: Int32[Array, ""]
 
 
 def abstract_fields(spec: TrainSpec) -> dict[str, Any]:

@@ -43,8 +43,8 @@ from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.sharding.wire_format import Seed
 from zerojax.train.batch import Batch
 from zerojax.train.blocks import Blocks
-from zerojax.train.exchange import REPLICATED, Exchange, Metrics, Passed
-from zerojax.train.fields import Shards, abstract_fields, shard_specs, specs_of
+from zerojax.train.exchange import REPLICATED, Exchange, Metrics, Passed, updated
+from zerojax.train.fields import Shards, Trained, abstract_fields, shard_specs, specs_of
 from zerojax.train.local_state import (
     MAX_METRICS,
     REPORT_COLUMNS,
@@ -57,7 +57,6 @@ from zerojax.train.model_pass import Sums
 from zerojax.train.pass_weights import ByPath
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
-from zerojax.train.update import Trained, updated
 from zerojax.weights import Weight, Weights, cross_nodes, decode, encode
 
 _BY_NODE = PartitionSpec(NODE)
@@ -308,28 +307,22 @@ class FragmentExchange(Exchange):
     def _beside_passes(self) -> bool:
         return self.spec.zero.outer_delay > 0
 
-    def arrays(self, state: TrainState) -> tuple[Shards, Any]:
+    def reads(self, state: TrainState) -> tuple[tuple[Shards, Any], tuple[Shards, Any]]:
         """See ``Exchange``: the passes read the nodes' own weights."""
-        local = state.local
+        local, spec = state.local, self.spec
         assert local is not None
         outer = Outer(*map(from_tree, (state.params, local.momentum, local.known, state.residual)))
         shards = dataclasses.replace(state.shards, params=local.weights, encoded=state.encoded)
-        return shards, (outer, local.report)
-
-    def specs(self, shards: Shards) -> tuple[Shards, Any]:
-        """See ``Exchange``."""
-        encoded = specs_of(abstract_fields(self.spec)["encoded"])
-        own = dataclasses.replace(
-            shard_specs(self.spec.in_node), params=self._places.weights, encoded=encoded
-        )
-        return own, (self._outer, _BY_NODE)
+        encoded = specs_of(abstract_fields(spec)["encoded"])
+        own = dataclasses.replace(shard_specs(spec.in_node), params=self._places.weights, encoded=encoded)
+        return (shards, (outer, local.report)), (own, (self._outer, _BY_NODE))
 
     def results(self) -> Passed:
         """See ``Exchange``."""
         weights, reports = self._places.weights, REPLICATED if self._beside_passes else _BY_NODE
         exchanged = _Exchanged(weights, {}, self._outer, reports)
         model_state = shard_specs(self.spec.in_node).model_state
-        return Passed(weights, _BY_NODE, (), model_state, {}, {}, exchanged)
+        return Passed(weights, _BY_NODE, None, model_state, {}, {}, exchanged)
 
     def start(self, shards: Shards, own: Any, batch: Batch) -> tuple[Shards, Any, Batch]:
         """See ``Exchange``: reads the fragments and sends them, if they have the passes to hide behind."""
@@ -367,7 +360,8 @@ class FragmentExchange(Exchange):
     def update(self, state: TrainState, passed: Passed) -> tuple[Trained, Bool[Array, ""], Metrics]:
         """See ``Exchange``: each node updates its own weights."""
         update = jax.vmap(functools.partial(updated, self.spec.in_node), spmd_axis_name=NODE)
-        return update(state.trained._replace(params=passed.exchanged.own), *passed.for_update)
+        before = state.trained._replace(params=passed.exchanged.own)
+        return update(before, passed.gradients, passed.sums, passed.replicas, None)
 
     def finish(
         self, state: TrainState, passed: Passed, after: Trained, taken: Bool[Array, ""], figures: Metrics

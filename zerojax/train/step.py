@@ -356,11 +356,10 @@ def _passes(exchange: Exchange, state: TrainState, batch: Batch, *, in_backward:
         kept = to_tree({path: x.reshape(residual[path].shape) for path, x in kept.items()})
         grads, sums = exchange.by_node((grads, sums))
         replicas = outcome.replicas if spec.zero.weights_delta else {}
-        done = () if update is None else update.done(after)
+        done = None if update is None else update.done(after)
         return Passed(grads, sums, done, outcome.model_state, replicas, kept, exchanged)
 
-    shards, own = exchange.arrays(state)
-    shard_places, own_places = exchange.specs(shards)
+    (shards, own), (shard_places, own_places) = exchange.reads(state)
     entering, optimizer, results = (), (), exchange.results()
     if in_backward:
         entering, done = backward_specs(spec)
