@@ -14,7 +14,7 @@ from jaxtyping import Array
 import zerojax
 from zerojax.analysis import aot
 from zerojax.comm.xla_options import compiler_options
-from zerojax.schedule.stacked import Index, empty_layers, layer_at
+from zerojax.schedule.layers import Index, empty_layers, layer_at
 from zerojax.schedule.streaming import over_host_layers
 from zerojax.sharding.memory import HOST, to_host
 

@@ -12,10 +12,9 @@ from jaxtyping import Array, PyTree
 from zerojax.adapters.nnx_call import STATE, call_with_weights, changed_state, modules_in
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.replay import Operand, at_matmuls
-from zerojax.schedule.order import Order
+from zerojax.schedule.layers import Order, layer_at
 from zerojax.schedule.prefetch_scan import Scanned, scan_units
 from zerojax.schedule.sharded import Sharded, is_gathered
-from zerojax.schedule.stacked import layer_at
 from zerojax.schedule.transforms import split_arrays
 from zerojax.schedule.unit import Arrays
 

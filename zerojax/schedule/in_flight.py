@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.comm.reduction import GradientReduction, Payload, Values
-from zerojax.schedule.order import Place
+from zerojax.schedule.layers import Place
 from zerojax.sharding.wire_format import Seed
 from zerojax.weights import Payloads, Weights, cross_nodes, crosses_nodes, decode, encode, to_secondary
 

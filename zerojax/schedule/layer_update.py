@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Float32, Num, PyTree
 
 from zerojax.comm.reduction import Values
 from zerojax.errors import ConfigurationError
-from zerojax.schedule.stacked import Index, layer_at, put_layer
+from zerojax.schedule.layers import Index, layer_at, put_layer
 from zerojax.schedule.sum_storage import Stored
 from zerojax.weights import Weights
 

@@ -15,7 +15,7 @@ also carries what each hop of the gradients sends and receives. A pass that does
 weights one layer ahead and sums gradients one layer behind. Layers with nothing left to fetch, or nothing
 yet to send, are peeled off the loops.
 
-The layers may be of several kinds (``zerojax.schedule.order``). A loop then runs a period of layers in each
+The layers may be of several kinds (``zerojax.schedule.layers``). A loop then runs a period of layers in each
 iteration. Weights, state, residuals and sums are tuples with the stacked values of each kind.
 
 With ``ShardingStrategy.residuals_in_host`` a fraction of the residuals is in host memory. Layer i's are
@@ -48,10 +48,9 @@ from zerojax.schedule.breadth_first import (
 )
 from zerojax.schedule.in_flight import Fetching, Replicas, WeightPrefetcher
 from zerojax.schedule.layer_update import probe
-from zerojax.schedule.order import Order, Place, over_layers
+from zerojax.schedule.layers import Order, Place, cut_large, empty_layers, over_layers, pieces_away
 from zerojax.schedule.scan_backward import Kept, ScanArgs, run_backward
 from zerojax.schedule.sharded import read_by_unit
-from zerojax.schedule.stacked import cut_large, empty_layers, pieces_away
 from zerojax.schedule.transforms import (
     Pullback,
     inexact,

@@ -15,8 +15,7 @@ from jaxtyping import Array
 from zerojax.comm.reduction import Values
 from zerojax.schedule.in_flight import Fetching, GradientQueue, InFlight, WeightPrefetcher
 from zerojax.schedule.layer_update import LayerState, UpdatedLayers, weights_of
-from zerojax.schedule.order import Order, Place, over_layers
-from zerojax.schedule.stacked import Index, by_dma, uncut
+from zerojax.schedule.layers import Index, Order, Place, by_dma, over_layers, uncut
 from zerojax.schedule.sum_storage import SeparateSums, Stored, SumStorage
 from zerojax.schedule.transforms import Pullback, floats, inexact, partition, with_float0
 from zerojax.schedule.unit import Arrays, Sinks, Unit, reduction_of

@@ -1,6 +1,6 @@
 """Runs over stacks in host memory: while a layer computes, the next one is fetched and the last one stored.
 
-The copies are made by DMA (``zerojax.schedule.stacked``). An iteration reads each stack and then writes it
+The copies are made by DMA (``zerojax.schedule.layers``). An iteration reads each stack and then writes it
 while it reads the next stack, so that both directions run at once. At most two such pairs of copies are in
 flight. XLA deals copies out to four streams in the order in which they depend on each other, and a copy waits
 for the one before it on its stream. On an H200, 24.3 GB in 21 stacks went to the device and back in 664 ms.
@@ -20,8 +20,8 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, PyTree
 
-from zerojax.schedule import stacked
-from zerojax.schedule.stacked import Index
+from zerojax.schedule import layers
+from zerojax.schedule.layers import Index
 
 
 def over_host_layers[K: Hashable, R: PyTree[Array]](
@@ -89,8 +89,8 @@ def over_host_layers[K: Hashable, R: PyTree[Array]](
 
 @custom_vmap
 def layer_at[T: PyTree[Array]](stack: T, index: Index) -> T:
-    """``stacked.layer_at``, which can be mapped over all arrays or none."""
-    return stacked.layer_at(stack, index)
+    """``layers.layer_at``, which can be mapped over all arrays or none."""
+    return layers.layer_at(stack, index)
 
 
 @layer_at.def_vmap
@@ -99,13 +99,13 @@ def _layer_of_each[T: PyTree[Array]](
 ) -> tuple[T, PyTree[bool]]:
     assert all(jax.tree.leaves(mapped[0]))
     assert not mapped[1], f"the same layer of all {size}"
-    return stacked.layer_at(stack, index, axis=1), mapped[0]
+    return layers.layer_at(stack, index, axis=1), mapped[0]
 
 
 @custom_vmap
 def put_layer[T: PyTree[Array]](stack: T, layer: T, index: Index) -> T:
-    """``stacked.put_layer``, which can be mapped over all arrays or none."""
-    return stacked.put_layer(stack, layer, index)
+    """``layers.put_layer``, which can be mapped over all arrays or none."""
+    return layers.put_layer(stack, layer, index)
 
 
 @put_layer.def_vmap
@@ -117,7 +117,7 @@ def _put_layer_of_each[T: PyTree[Array]](
 
     assert all(jax.tree.leaves(mapped[1]))
     assert not mapped[2], f"the same layer of all {size}"
-    return stacked.put_layer(jax.tree.map(of_each, stack, mapped[0]), layer, index, axis=1), mapped[1]
+    return layers.put_layer(jax.tree.map(of_each, stack, mapped[0]), layer, index, axis=1), mapped[1]
 
 
 def _neighbours_alike[K: Hashable](stored: dict[K, Array]) -> list[K]:
