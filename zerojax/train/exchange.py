@@ -26,8 +26,8 @@ from zerojax.train.batch import Batch
 from zerojax.train.blocks import Blocks
 from zerojax.train.fields import Shards, Trained, abstract_replicas, shard_specs
 from zerojax.train.host_update import InBackward, updated_by_layers
-from zerojax.train.model_pass import Sums
 from zerojax.train.pass_weights import ByPath
+from zerojax.train.passes import Sums
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
 

@@ -53,8 +53,8 @@ from zerojax.train.local_state import (
     LocalState,
     abstract_local,
 )
-from zerojax.train.model_pass import Sums
 from zerojax.train.pass_weights import ByPath
+from zerojax.train.passes import Sums
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
 from zerojax.weights import Weight, Weights, cross_nodes, decode, encode

@@ -5,10 +5,9 @@ that fp8 products need. Delta keeps them from step to step, one update behind th
 section 3.1). ``zerojax.train.replica`` makes them of the current weights, for several passes.
 """
 
-import dataclasses
 import itertools
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +16,6 @@ from jaxtyping import Array, Float32, PyTree
 
 from zerojax.comm.in_order import on_mesh
 from zerojax.matmul import fp8
-from zerojax.schedule.sharded import Sharded
-from zerojax.schedule.unit import materialise
 from zerojax.sharding.layout import from_stored
 from zerojax.sharding.memory import to_device
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
@@ -214,25 +211,3 @@ def _whole(spec: TrainSpec, shards: Shards, owned: ByPath) -> ByPath:
         return to_full(to_secondary(weights), dtype)
 
     return by_group(spec, gather, owned)
-
-
-def place_group(
-    spec: TrainSpec, group: ParamGroup, sharded: Mapping[Path, Sharded], *, train: bool, adapters: bool = True
-) -> dict[Path, Any]:
-    """A group's weights in the form that the model receives: in units ``Sharded``, elsewhere whole.
-
-    They are joined with their adapters, whose matrices are in ``sharded``. With ``train``, adapters apply
-    dropout.
-    """
-    joined = dict(sharded)
-    for leaf in group.frozen:
-        parts = [joined.pop(part.path, None) for part in spec.adapters.get(leaf.path, ())]
-        adapter = tuple(part for part in parts if part is not None)
-        if adapter and adapters:
-            assert spec.lora is not None
-            lora = spec.lora if train else dataclasses.replace(spec.lora, dropout=0.0)
-            joined[leaf.path] = dataclasses.replace(joined[leaf.path], adapter=adapter, lora=lora)
-    values: Sequence[Any] = list(joined.values())
-    if group.unit is None:
-        values = materialise(values)
-    return dict(zip(joined, values, strict=True))

@@ -25,7 +25,7 @@ from zerojax.log import warn
 from zerojax.matmul.fp8 import has_fp8
 from zerojax.sharding.mesh import BY_ROWS
 from zerojax.sharding.param_tree import from_tree, to_tree
-from zerojax.train import per_device
+from zerojax.train import passes
 from zerojax.train.backward_update import BackwardUpdate, OptimizerShards
 from zerojax.train.backward_update import specs as backward_specs
 from zerojax.train.batch import Batch, abstract_batch, batch_specs, place, places_arguments, rows_once
@@ -347,11 +347,11 @@ def _passes(exchange: Exchange, state: TrainState, batch: Batch, *, in_backward:
         shards, started, batch = exchange.start(shards, own, batch)
         seed, residual = shards.step_seed, from_tree(shards.residual)
         update = BackwardUpdate(spec, shards, optimizer) if isinstance(optimizer, OptimizerShards) else None
-        grads, after, outcome = per_device.accumulate(training, shards, batch, update)
+        grads, after, outcome = passes.accumulate(training, shards, batch, update)
         lost = flat_blocks(residual, training.leaves) if residual else {}
-        grads, kept = per_device.to_owners(training, grads, lost, seed)
+        grads, kept = passes.to_owners(training, grads, lost, seed)
         sums, exchanged = exchange.arrive(started, grads, outcome.sums)
-        sums = per_device.over(training.world.axes, sums)
+        sums = passes.over(training.world.axes, sums)
         grads = to_tree(stored_blocks(grads, [leaf for leaf in training.leaves if leaf.path in grads]))
         kept = to_tree({path: x.reshape(residual[path].shape) for path, x in kept.items()})
         grads, sums = exchange.by_node((grads, sums))
@@ -383,7 +383,7 @@ def _evaluate(state: TrainState, batch: Batch, loss_fn: LossFn) -> Metrics:
     spec = dataclasses.replace(state.spec.reading, loss_fn=loss_fn)
 
     def local(shards: Shards, batch: Batch) -> Metrics:
-        return per_device.evaluate(spec, shards, batch).means()
+        return passes.evaluate(spec, shards, batch).means()
 
     places = (batch_specs(spec, batch),)
     return on_devices(spec, local, state.shards, batch, in_specs=places, out_specs=REPLICATED)
@@ -392,6 +392,6 @@ def _evaluate(state: TrainState, batch: Batch, loss_fn: LossFn) -> Metrics:
 @_uncollected()
 def _predict[T: PyTree](state: TrainState, batch: Batch, fn: Callable[[Any, Batch], T], adapters: bool) -> T:
     spec = state.spec.reading
-    local = functools.partial(per_device.predict, spec, fn=fn, adapters=adapters)
+    local = functools.partial(passes.predict, spec, fn=fn, adapters=adapters)
     places = (batch_specs(spec, batch),)
     return on_devices(spec, local, state.shards, batch, in_specs=places, out_specs=BY_ROWS)
