@@ -32,7 +32,7 @@ the arrays of a train state: global arrays of all layers, their shapes or their 
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,11 +162,6 @@ Payloads = tuple[Payload, ...]
 """One payload for each weight that crosses the hop, or delta's replica of each."""
 
 
-def crosses_nodes(weights: Sequence[Weight]) -> bool:
-    """Whether any weight has a hop between nodes."""
-    return any(w.crosses_nodes for w in weights)
-
-
 def encode(weights: Weights, replicas: Payloads | None = None) -> Payloads:
     """Encode the weights at "primary" for the node hop, with delta as differences from their replicas.
 
@@ -204,7 +199,7 @@ def decode(weights: Weights, arrived: Payloads, replicas: Payloads | None = None
 def to_secondary(weights: Weights, replicas: Payloads | None = None) -> Weights:
     """Bring the weights at "primary" to secondary partitions; the others stay as they are."""
     payloads = encode(weights, replicas)
-    if crosses_nodes(weights):
+    if any(w.crosses_nodes for w in weights):
         payloads = cross_nodes(payloads, delta=replicas is not None)
     return decode(weights, payloads, replicas)
 
@@ -213,7 +208,7 @@ def to_secondary(weights: Weights, replicas: Payloads | None = None) -> Weights:
 def gather_exact(weights: Weights) -> Payloads:
     """New replicas for delta: secondary partitions of weights at "primary", sent in the local format."""
     payloads = [w.encoded(w.layout.weights.local) for w in weights]
-    if not crosses_nodes(weights):
+    if not any(w.crosses_nodes for w in weights):
         return tuple(payloads)
     return tuple(x.reshape(-1) for x in gather_together(payloads, NODE))
 

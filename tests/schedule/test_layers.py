@@ -16,7 +16,7 @@ import zerojax
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import LoRA
 from zerojax.run.checkpoints import Checkpoints, Record, restore
-from zerojax.schedule.layers import Order
+from zerojax.schedule.layers import Order, Place
 from zerojax.zero_config.config import ZeroConfig
 
 ROWS, STEPS = 24, 2
@@ -248,10 +248,10 @@ def test_a_place_is_the_same_in_and_out_of_a_loop(kinds, first, period):
     order = Order(kinds)
     assert (order.first_periodic, order.period) == (first, period)
     for number, kind in enumerate(kinds):
-        there = order.at(number)
+        there = Place(order, number)
         assert (there.kind, there.index) == (kind, kinds[:number].count(kind))
         if number - period >= first:
-            again = order.at(number - period, 1)
+            again = Place(order, number - period, 1)
             assert (again.kind, again.index) == (there.kind, there.index)
             assert (again.ahead(1).kind, again.ahead(1).index) == ((there + 1).kind, (there + 1).index) or (
                 number == order.last

@@ -12,7 +12,7 @@ from jaxtyping import Array, PyTree
 from zerojax.adapters.nnx_call import STATE, call_with_weights, changed_state, modules_in
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.replay import Operand, at_matmuls
-from zerojax.schedule.layers import Order, layer_at
+from zerojax.schedule.layers import Order, Place, layer_at
 from zerojax.schedule.prefetch_scan import Scanned, scan_units
 from zerojax.schedule.sharded import Sharded, is_gathered
 from zerojax.schedule.transforms import split_arrays
@@ -222,7 +222,8 @@ def _run_whole(
     states: list[list[Arrays]] = [[] for _ in kinds]
 
     def alone(x: Arrays, numbers: Iterable[int]) -> Arrays:
-        for place in map(order.at, numbers):
+        for number in numbers:
+            place = Place(order, number)
             weights, own = place.of(stacks)
             x, state = runs[place.kind](weights, x, own, arrays)
             states[place.kind].append(jax.tree.map(lambda x: x[None], state))

@@ -30,7 +30,7 @@ from jaxtyping import Array, Float, Num
 import pallas_kernels
 from zerojax.comm.coalesced import Rows, exchange_together, gather_together
 from zerojax.sharding.layout import ParamLayout, flatten, unflatten
-from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
+from zerojax.sharding.mesh import LOCAL, NODE, OWNED, MeshShape
 from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.sharding.wire_format import Codec, Seed, mix
 
@@ -72,7 +72,7 @@ class GradientReduction:
 
     def __post_init__(self) -> None:
         """Compute the other fields."""
-        strategy, axes = self.strategy, self.strategy.axes(self.world)
+        strategy, axes = self.strategy, axes_of(self.strategy, self.world)
         sends_sums = strategy.sums_in_pass and any(leaf.in_every_node for leaf in self.leaves)
         vars(self).update(
             axes=axes,
@@ -335,6 +335,14 @@ class GradientReduction:
 
     def _last_codec(self, leaf: ParamLayout) -> Codec:
         return leaf.grads.local if self.axes[-1] == LOCAL else leaf.grads.node
+
+
+def axes_of(strategy: ShardingStrategy, world: MeshShape) -> tuple[str | tuple[str, str], ...]:
+    """The mesh axes over which a gradient is summed, in order; axes of extent 1 are left out."""
+    if strategy.summed_at == "primary" and strategy.hops == 1:
+        return (OWNED,) if world.size > 1 else ()
+    extents = {LOCAL: world.local} | ({NODE: world.nodes} if strategy.summed_at == "primary" else {})
+    return tuple(axis for axis, extent in extents.items() if extent > 1)
 
 
 def encode_rows(rows: Float[Array, "peers n"], leaf: ParamLayout, codec: Codec, seed: Seed, hop: int) -> Rows:

@@ -26,7 +26,7 @@ from jax import lax
 from zerojax.comm.reduction import GradientReduction, Payload, Values
 from zerojax.schedule.layers import Place
 from zerojax.sharding.wire_format import Seed
-from zerojax.weights import Payloads, Weights, cross_nodes, crosses_nodes, decode, encode, to_secondary
+from zerojax.weights import Payloads, Weights, cross_nodes, decode, encode, to_secondary
 
 Replicas = tuple[Payloads | None, ...]
 """Delta's replicas of each kind of layers, stacked; None for kinds without replicas."""
@@ -64,7 +64,7 @@ class WeightPrefetcher:
 
     def __post_init__(self) -> None:
         """Compute the other fields."""
-        vars(self).update(crosses=any(map(crosses_nodes, self.weights)))
+        vars(self).update(crosses=any(w.crosses_nodes for own in self.weights for w in own))
 
     def start(self, first: Place, replicas: Replicas | None = None) -> tuple[Fetching, Weights]:
         """Fetch the first layer's secondary partitions, and start on the next two layers.
@@ -212,7 +212,7 @@ class GradientQueue:
 
     def drain(self, in_flight: InFlight) -> Iterator[Arrived]:
         """The gradients still in flight, as they arrive. Layer 0's are on the first stage, and come last."""
-        first = self.last.order.at(0)
+        first = Place(self.last.order, 0)
         for done in range(self.stages + 1):
             sent, arrived = self.advance(in_flight, first + -done)
             if arrived is not None:

@@ -25,7 +25,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jaxtyping import Array, Int, PyTree
 
 from zerojax.sharding.layout import in_a_row
-from zerojax.sharding.memory import to_device, to_host, to_memory_of
+from zerojax.sharding.memory import in_host, to_device, to_host
 
 Index = int | Int[Array, ""]
 """Index of a layer, not negative: a number in layers that are peeled off a loop, traced inside the loop."""
@@ -73,10 +73,6 @@ class Order:
             period=repeats[1],
         )
 
-    def at(self, number: int, turn: Index = 0) -> "Place":
-        """The layer with a number, or the one ``turn`` periods later."""
-        return Place(self, number, turn)
-
     def within(self, number: int) -> tuple[int, int]:
         """A layer of the stack, and the number of periods from it to the layer with ``number``."""
         periods = max(-((self.last - number) // self.period), 0) - max(-(number // self.period), 0)
@@ -84,7 +80,7 @@ class Order:
 
     def of_kind(self, kind: int) -> "Place":
         """The first layer of a kind."""
-        return self.at(self.kinds.index(kind))
+        return Place(self, self.kinds.index(kind))
 
 
 @dataclass(frozen=True)
@@ -172,19 +168,19 @@ def over_layers[C: PyTree[Array]](
         turns = 0
     first = layers.index(looped[0]) if turns else 0
     for number in layers[:first]:
-        carry = run(carry, order.at(number))
+        carry = run(carry, Place(order, number))
     if turns:
 
         def take_turn(iteration: Array, carry: C) -> C:
             periods = iteration if turn == order.period else turn // order.period * iteration
             for number in looped[:turn]:
-                carry = run(carry, order.at(number, periods if layers.step > 0 else -periods))
+                carry = run(carry, Place(order, number, periods if layers.step > 0 else -periods))
             return carry
 
         # By the loop's own counter: only slices at such an index become copies by DMA.
         carry = lax.fori_loop(0, turns, take_turn, enter(carry))
     for number in layers[first + turns * turn :]:
-        carry = run(carry, order.at(number))
+        carry = run(carry, Place(order, number))
     return carry
 
 
@@ -213,7 +209,7 @@ def put_layer[T: PyTree[Array]](stacked: T, layer: T, index: Index, axis: int = 
     """``stacked`` with one layer, or several consecutive layers, replaced in the memory where it is."""
 
     def one(x: Array, new: Array) -> Array:
-        new = to_memory_of(new, x)
+        new = to_host(new) if in_host(x) else to_device(new)
         return lax.dynamic_update_index_in_dim(x, new, index, axis, allow_negative_indices=False)
 
     return jax.tree.map(one, stacked, layer)

@@ -259,7 +259,7 @@ def _one_by_one(layers: _Layers, args: ScanArgs) -> tuple[Arrays, tuple[Arrays, 
         return x, (state,)
     after: list[list[Arrays]] = [[] for _ in stacks]
     for number, kind in enumerate(order.kinds):
-        x, state = one(kind, x, order.at(number).of(stacks))
+        x, state = one(kind, x, Place(order, number).of(stacks))
         after[kind].append(state)
     return x, tuple(jax.tree.map(lambda *each: jnp.stack(each), *own) for own in after)
 
@@ -321,10 +321,11 @@ def _forward(order: Order, runs: Sequence[_Run], args: ScanArgs) -> tuple[_Resul
         rows = count - order.uniform
         _, new, residual = runs[kind].shapes(whole, x, place.of(state), shared)
         pieces = jax.eval_shape(cut, residual)
-        residuals = empty_layers(pieces, rows, pieces_away(pieces))
+        on_host = pieces_away(pieces) if strategy.residuals_in_host else ()
+        residuals = empty_layers(pieces, rows, on_host)
         return empty_layers(new, count), residuals, empty_layers(kept_of(secondary, kind), rows)
 
-    first = order.at(0)
+    first = Place(order, 0)
     fetching, secondary = prefetcher.start(first, replicas)
     whole = to_full(secondary, strategy.weight_dtype)
     stacks = [empty(first, secondary, whole)]
@@ -335,7 +336,7 @@ def _forward(order: Order, runs: Sequence[_Run], args: ScanArgs) -> tuple[_Resul
         )
     carry = _ForwardCarry(x, fetching, kept_of(secondary, 0), whole, tuple(stacks))
     carry = over_layers(layer, carry, order, range(last), range(order.first_periodic, looped), order.period)
-    place = order.at(last)
+    place = Place(order, last)
     x, new, residual = runs[place.kind](carry.whole, carry.x, place.of(state), shared)
     states, residuals, kept = zip(*carry.stacks, strict=True)
     states = place.put(states, new)

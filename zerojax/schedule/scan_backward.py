@@ -157,13 +157,14 @@ class _BackwardPass:
             args.shared,
             strategy.weight_dtype,
         )
+        self.cuts = strategy.residuals_in_host > 0
         self.last = self.order.last
         self.some_frozen = any(w.layout.frozen for own in weights for w in own)
         self.prefetcher = WeightPrefetcher(weights, step=-1, separate_stream=strategy.separate_stream)
         self.queue = GradientQueue(
             tuple(map(reduction_of, [strategy] * len(weights), weights)),
             tuple(unit.seed for unit in args.units),
-            self.order.at(self.last),
+            Place(self.order, self.last),
             self.updates,
         )
         parts = [partition(residuals, in_host) for residuals in kept.residuals]
@@ -180,9 +181,9 @@ class _BackwardPass:
         last_whole, last_residual = self.kept.last_whole, self.kept.last_residual
         assert last_residual is not None
         fetching, whole, from_host = Fetching((), (), ()), last_whole, []
-        at_last = order.at(last)
+        at_last = Place(order, last)
         if last > 0:
-            before = order.at(last - 1)
+            before = Place(order, last - 1)
             from_host = before.of(self.on_host)
             fetching, secondary = prefetcher.start(before)
             whole = to_full(secondary, self.weight_dtype)
@@ -198,7 +199,7 @@ class _BackwardPass:
         layers = range(last - 1, 0, -1)
         carry = over_layers(self._layer, carry, order, layers, self._looped(), turn, self._primed)
         if last > 0:
-            carry = self._compute(carry, order.at(0))
+            carry = self._compute(carry, Place(order, 0))
         stored, first = carry.stored, None
         for arrived in queue.drain(carry.in_flight):
             if order.uniform and arrived.place.number == 0:
@@ -267,7 +268,8 @@ class _BackwardPass:
             before, new, cotangent = storage.after(before, new, cotangent)
             stored = own.replaced(stored, storage.put(before, new, at))
         residuals = tuple(each.residuals for each in stored)
-        residual = uncut(self.join[place.kind](carry.from_host, place.of(residuals)))
+        residual = self.join[place.kind](carry.from_host, place.of(residuals))
+        residual = uncut(residual) if self.cuts else residual
         done = self._vjp(residual, carry.whole, cotangent, place)
         if arrived is not None and not isinstance(storage, UpdatedLayers):
             # Sums overwrite this layer's residuals: without the barrier the compiler would copy those first.

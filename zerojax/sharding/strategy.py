@@ -27,8 +27,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Num
 
 from pallas_kernels import RAW
-from zerojax.sharding.layout import OWNED, ParamLayout
-from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
+from zerojax.sharding.layout import ParamLayout
+from zerojax.sharding.mesh import LOCAL, NODE
 from zerojax.zero_config.config import ZeroConfig
 from zerojax.zero_config.options import Remat
 
@@ -127,13 +127,6 @@ class ShardingStrategy:
     def weight_dtype(self, leaf: ParamLayout) -> jnp.dtype:
         """The dtype to compute with a parameter in: never wider than the model's own."""
         return min(jnp.dtype(self.compute_dtype), jnp.dtype(leaf.dtype), key=lambda d: d.itemsize)
-
-    def axes(self, world: MeshShape) -> tuple[str | tuple[str, str], ...]:
-        """The mesh axes over which a gradient is summed, in order; axes of extent 1 are left out."""
-        if self.summed_at == "primary" and self.hops == 1:
-            return (OWNED,) if world.size > 1 else ()
-        extents = {LOCAL: world.local} | ({NODE: world.nodes} if self.summed_at == "primary" else {})
-        return tuple(axis for axis, extent in extents.items() if extent > 1)
 
     def zero_sink(self, leaf: ParamLayout) -> Num[Array, "..."]:
         """Zeros with the shape of a gradient at ``grad_level``, for all layers of a stacked parameter."""

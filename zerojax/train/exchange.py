@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, PyTree
 from zerojax.adapters import ModelState
 from zerojax.train.batch import Batch
 from zerojax.train.blocks import Blocks
-from zerojax.train.fields import Shards, Trained, abstract_replicas, shard_specs
+from zerojax.train.fields import Shards, Trained, abstract_fields, shard_specs
 from zerojax.train.host_update import InBackward, updated_by_layers
 from zerojax.train.pass_weights import ByPath
 from zerojax.train.passes import Sums
@@ -81,7 +81,7 @@ class Exchange:
 
     def results(self) -> Passed:
         """The PartitionSpecs of the passes' results; no stack is updated in its backward pass."""
-        own = shard_specs(self.spec, abstract_replicas(self.spec) if self.spec.zero.weights_delta else ())
+        own = shard_specs(self.spec, abstract_fields(self.spec)["replicas"])
         return Passed(own.params, REPLICATED, None, own.model_state, own.replicas, own.residual, ())
 
     def start(self, shards: Shards, own: Any, batch: Batch) -> tuple[Shards, Any, Batch]:

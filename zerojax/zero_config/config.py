@@ -173,7 +173,7 @@ class ZeroConfig(LocalUpdates, Memory, Schedule, Wire, Sharding):
         """
         return max(self.weight_formats.node, self.grad_formats.node, key=_bits)
 
-    @property
+    @functools.cached_property
     def passes(self) -> int:
         """Forward and backward passes per step: one for each micro-batch, or one for all in breadth."""
         return 1 if self.accumulate_order == "breadth" else self.accumulate

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 import jax.numpy as jnp
 
 from zerojax.analysis.plan.hops import gradient_hops
+from zerojax.comm.reduction import axes_of
 from zerojax.optim.muon import by_shape, most_dealt
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.mesh import LOCAL, NODE
@@ -114,7 +115,7 @@ class ParamBytes:
         unit's gradients wait, a second unit's are sent, and a third unit's arrive. Below stage 3 gradients do
         not queue behind the backward pass.
         """
-        two_hops = len(self.strategy.axes(self.world)) == 2
+        two_hops = len(axes_of(self.strategy, self.world)) == 2
 
         def encoded(leaf: ParamLayout) -> int:
             hops = [hop for hop in gradient_hops(self.spec, leaf) if hop.when == "backward"]
