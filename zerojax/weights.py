@@ -32,7 +32,6 @@ the arrays of a train state: global arrays of all layers, their shapes or their 
 """
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,7 +133,7 @@ class Weight:
             return rows
         return self.layout.weights.local.decode(rows, self.layout.shard, jnp.dtype(jnp.bfloat16))
 
-    def whole(self, blocks: Num[Array, "..."], dtype: jnp.dtype) -> "Weight":
+    def whole(self, blocks: Num[Array, "..."]) -> "Weight":
         """The weight that the matmuls read, from one layer's encoded shards in the order of their owners.
 
         For a weight in parts, ``blocks`` are all shards or the ones of this device's part.
@@ -144,9 +143,10 @@ class Weight:
         leaf = self.layout if every else self.layout.on_device
         if leaf.fp8:
             codes = unflatten(blocks, leaf)
-            return self.replace(codes, "full", gradient=jnp.zeros(codes.shape, dtype))
+            return self.replace(codes, "full", gradient=jnp.zeros(codes.shape, leaf.gathered_dtype))
         rows = blocks.reshape(leaf.world.size, codec.row_items(leaf.shard))
-        return self.replace(unflatten(codec.decode(rows, leaf.shard, dtype).reshape(-1), leaf), "full")
+        whole = codec.decode(rows, leaf.shard, leaf.gathered_dtype)
+        return self.replace(unflatten(whole.reshape(-1), leaf), "full")
 
     def operand(self) -> Array | Fp8Operand:
         """The whole weight as a model receives it: an array, or an fp8 operand that only products read."""
@@ -213,13 +213,13 @@ def gather_exact(weights: Weights) -> Payloads:
     return tuple(x.reshape(-1) for x in gather_together(payloads, NODE))
 
 
-def to_full(weights: Weights, dtype: Callable[[ParamLayout], jnp.dtype]) -> Weights:
+def to_full(weights: Weights) -> Weights:
     """Bring weights from secondary partitions to whole ones; whole ones stay as they are."""
     with jax.named_scope("gather_local"):
         blocks = {i: to_device(w.values) for i, w in enumerate(weights) if w.level != "full"}
         crossing = [i for i in blocks if weights[i].layout.on_device.world.local > 1]
         blocks |= zip(crossing, gather_together([blocks[i] for i in crossing], LOCAL), strict=True)
-        return tuple(w.whole(blocks[i], dtype(w.layout)) if i in blocks else w for i, w in enumerate(weights))
+        return tuple(w.whole(blocks[i]) if i in blocks else w for i, w in enumerate(weights))
 
 
 def gradients_of(cotangents: Weights) -> tuple[Num[Array, "..."], ...]:

@@ -93,7 +93,7 @@ def reduction_of(
 def gathered(leaves: Sequence[ParamLayout], shards: Sequence[jax.Array]) -> list[jax.Array]:
     """Whole weights, of primary shards."""
     weights = tuple(Weight(x, leaf, "primary") for x, leaf in zip(shards, leaves, strict=True))
-    return [w.values for w in to_full(to_secondary(weights), STAGE_3.weight_dtype)]
+    return [w.values for w in to_full(to_secondary(weights))]
 
 
 def on_mesh(mesh: tuple[int, int], run: Callable[..., Any], *values: Any) -> Any:

@@ -33,7 +33,7 @@ def test_of_a_parameter_in_host_memory(layers: int, blocks: int, every: int, mov
     shard = blocks * EXACT.block
     size, hop = OWNERS * shard, PerHop(EXACT, EXACT)
     leaf = ParamLayout(
-        ("w",), (size,), "float32", (layers,), MeshShape(OWNERS, 1), shard, hop, hop, rotation=0, index=0
+        ("w",), (size,), "float32", (layers,), MeshShape(OWNERS, 1), shard, hop, hop, 0, 0, "float32"
     )
     fragments = Fragments(leaf, every, EXACT)
     assert fragments._some * fragments._wide == moved

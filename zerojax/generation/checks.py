@@ -26,7 +26,7 @@ Stop = int | Sequence[int | Sequence[int]] | None
 def abstract_model(spec: TrainSpec) -> Decoder:
     """The model with shapes and dtypes in place of weights, to read its attributes and trace its methods."""
     weights: dict[Path, Any] = {
-        leaf.path: jax.ShapeDtypeStruct(leaf.unsharded_shape, spec.strategy.weight_dtype(leaf))
+        leaf.path: jax.ShapeDtypeStruct(leaf.unsharded_shape, leaf.gathered_dtype)
         for leaf in (*spec.leaves, *spec.frozen)
     }
     return spec.adapter.bind(weights, spec.adapter.abstract_model_state, train=False, key=None).model

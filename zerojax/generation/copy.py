@@ -79,8 +79,8 @@ class GenerationCopy:
 
         def stored(leaf: ParamLayout) -> Weight:
             if self.form == "compute":
-                dtype = self.spec.strategy.weight_dtype(leaf)
-                return Weight(self.spec.abstract(leaf.unsharded_shape, dtype), leaf, "full")
+                whole = self.spec.abstract(leaf.unsharded_shape, leaf.gathered_dtype)
+                return Weight(whole, leaf, "full")
             if self.form == "gathered":
                 return self.spec.stored(leaf, "secondary")
             # Every device has them whole. Their units decode them as if they were local shards.
@@ -175,10 +175,9 @@ def _stored_whole(copy: GenerationCopy, weight: Weight, gathered: Array) -> Weig
     own = copy.leaves[leaf.path]
     if copy.form != "compute" and _keeps_format(leaf):
         return Weight(gathered, own, "secondary", weight.scale)
-    dtype = copy.spec.strategy.weight_dtype(leaf)
-    values = weight.whole(gathered, dtype).values
+    values = weight.whole(gathered).values
     if weight.scale is not None:
-        values = (fp8.decode(values, jnp.float32) / weight.scale).astype(dtype)
+        values = (fp8.decode(values, jnp.float32) / weight.scale).astype(leaf.gathered_dtype)
     if copy.form == "compute":
         return Weight(values, own, "full")
     return Weight(own.weights.local.encode(flatten(values, own)[None])[0], own, "secondary")

@@ -155,7 +155,7 @@ def generate_rows(
     random_bits = checked_seed(seed)
     most = spec.once("limits", lambda: checked_limits(abstract_model(spec)))
     batch = _agree(spec, prompts, limits, most, unread, width)
-    dtype = str(spec.strategy.compute_dtype)
+    dtype = str(spec.zero.compute_dtype)
     engine = Engine.of(
         batch.rows, batch.longest, batch.new, most.context, dtype=dtype, how=how, stop=ends, slots=slots
     )

@@ -310,7 +310,7 @@ def _forward(order: Order, runs: Sequence[_Run], args: ScanArgs) -> tuple[_Resul
             # Frozen weights depend on nothing in the loop. Without the barrier they would be gathered early.
             secondary, x = lax.optimization_barrier((secondary, carry.x))
             carry = carry._replace(x=x)
-        whole = to_full(secondary, strategy.weight_dtype)
+        whole = to_full(secondary)
         x, new, residual = runs[kind](carry.whole, carry.x, place.of(state), shared)
         stacks = place.put(carry.stacks, (new, cut(residual), carry.kept))
         return _ForwardCarry(x, fetching, kept_of(secondary, after), whole, stacks)
@@ -327,7 +327,7 @@ def _forward(order: Order, runs: Sequence[_Run], args: ScanArgs) -> tuple[_Resul
 
     first = Place(order, 0)
     fetching, secondary = prefetcher.start(first, replicas)
-    whole = to_full(secondary, strategy.weight_dtype)
+    whole = to_full(secondary)
     stacks = [empty(first, secondary, whole)]
     for kind in range(1, len(units)):
         place = order.of_kind(kind)
@@ -354,7 +354,7 @@ def _fetched(
 ) -> tuple[Weights, Weights]:
     """A layer's secondary partitions and whole weights."""
     secondary = prefetcher.start(place, replicas)[1]
-    return secondary, to_full(secondary, strategy.weight_dtype)
+    return secondary, to_full(secondary)
 
 
 def _scan_fwd(layers: _Layers, args: ScanArgs) -> tuple[_Results, tuple[ScanArgs, Kept]]:

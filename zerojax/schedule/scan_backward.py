@@ -151,12 +151,7 @@ class _BackwardPass:
         self.cotangent, after = with_float0(given, shapes)
         self.like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), after)
         self.after = tuple(map(inexact, after))
-        self.kept, self.state, self.shared, self.weight_dtype = (
-            kept,
-            args.state,
-            args.shared,
-            strategy.weight_dtype,
-        )
+        self.kept, self.state, self.shared = kept, args.state, args.shared
         self.cuts = strategy.residuals_in_host > 0
         self.last = self.order.last
         self.some_frozen = any(w.layout.frozen for own in weights for w in own)
@@ -186,7 +181,7 @@ class _BackwardPass:
             before = Place(order, last - 1)
             from_host = before.of(self.on_host)
             fetching, secondary = prefetcher.start(before)
-            whole = to_full(secondary, self.weight_dtype)
+            whole = to_full(secondary)
         grads, cotangent, of_last, of_shared = self._vjp(last_residual, last_whole, self.cotangent, at_last)
         of_state = tuple([lax.empty(x.shape, x.dtype) for x in floats(own)] for own in self.state)
         of_state = at_last.put(of_state, of_last)
@@ -250,7 +245,7 @@ class _BackwardPass:
                 ((secondary, on_host), carry.cotangent)
             )
             carry = carry._replace(cotangent=cotangent)
-        whole = to_full(secondary, self.weight_dtype)
+        whole = to_full(secondary)
         from_host = (place + -1).of(on_host)
         return self._compute(carry, place)._replace(fetching=fetching, whole=whole, from_host=from_host)
 

@@ -232,7 +232,7 @@ def kept_for_backward(strategy: ShardingStrategy, given: Weights, secondary: Wei
 def _to_whole(strategy: ShardingStrategy, secondary: Weights, sinks: Sinks, seed: Seed) -> Weights:
     """Whole weights, whose gradients of any order go to the sinks."""
     del sinks, seed
-    return to_full(secondary, strategy.weight_dtype)
+    return to_full(secondary)
 
 
 def _delivered(strategy: ShardingStrategy, cotangents: Weights, seed: Seed) -> Values:
@@ -260,7 +260,7 @@ def call_gathered(body: Body, unit: Unit, inputs: Arrays) -> Arrays:
     if not all(w.layout.frozen and w.level == "full" for w in weights):
         # Without the barrier the compiler may gather every unit's weights before the first is used.
         weights, inputs = lax.optimization_barrier((weights, inputs))
-    return body(to_full(to_secondary(weights), unit.strategy.weight_dtype), inputs)
+    return body(to_full(to_secondary(weights)), inputs)
 
 
 class _Residuals(NamedTuple):

@@ -96,6 +96,7 @@ class ParamLayout(ParamShape):
         grads: codecs of the hops that reduce the gradient.
         rotation: width of the gradient's rotation; 0 if no hop is quantized.
         index: the parameter's number in the model, which salts its random bits.
+        compute_dtype: of the config.
         frozen: whether it is not trained. It is then stored in the format of ``weights``, at the level
             ``ShardingStrategy.frozen``.
         sums: if every node holds the master weight, the codec in which an owner sends its gradient sums to
@@ -109,6 +110,7 @@ class ParamLayout(ParamShape):
         owners: the mesh axes over which the master weight is spread, in the order of its blocks.
         owned: elements of one layer of the master weight on one device, padding included.
         next_codec: of the master weight's next hop: the node hop, or the local hop if it has no node hop.
+        gathered_dtype: the dtype to compute in: never wider than the model's own.
         fp8: whether the weight is gathered as an operand of fp8 products.
         stored_shape: the shape in the train state: flat, but of the unsharded rank. Trailing axes of extent 1
             keep the rank, so that an optimizer mask such as ``x.ndim > 1`` gives the same result as on the
@@ -124,6 +126,7 @@ class ParamLayout(ParamShape):
     grads: PerHop[Codec]
     rotation: int
     index: int
+    compute_dtype: str
     frozen: bool = False
     sums: Codec | None = None
     parts: int = 1
@@ -134,6 +137,7 @@ class ParamLayout(ParamShape):
     owners: tuple[str, ...] = field(init=False, compare=False, repr=False)
     owned: int = field(init=False, compare=False, repr=False)
     next_codec: Codec = field(init=False, compare=False, repr=False)
+    gathered_dtype: jnp.dtype = field(init=False, compare=False, repr=False)
     fp8: bool = field(init=False, compare=False, repr=False)
     stored_shape: tuple[int, ...] = field(init=False, compare=False, repr=False)
     encoded_shape: tuple[int, ...] = field(init=False, compare=False, repr=False)
@@ -145,6 +149,7 @@ class ParamLayout(ParamShape):
         world, in_every_node = self.world, self.sums is not None
         padded, secondary = self.shard * world.size, self.shard * world.nodes
         crosses = world.nodes > 1 and not in_every_node
+        dtypes = jnp.dtype(self.compute_dtype), jnp.dtype(self.dtype)
         on_device = self
         if self.parts > 1:
             shape = (self.shape[0] // self.parts, *self.shape[1:])
@@ -156,6 +161,7 @@ class ParamLayout(ParamShape):
             owners=(LOCAL,) if in_every_node else world.owners,
             owned=secondary if in_every_node else self.shard,
             next_codec=self.weights.node if crosses else self.weights.local,
+            gathered_dtype=min(dtypes, key=lambda dtype: dtype.itemsize),
             fp8=self.weights.local.fmt == E4M3,
             stored_shape=(*self.stack, padded, *(1,) * (len(self.shape) - 1)),
             encoded_shape=(*self.stack, world.size * self.weights.local.row_items(self.shard)),
@@ -235,8 +241,8 @@ def make_layout(
     unit = chunks * max(blocks, default=1)
     shard = unit * -(-max(1, p.size // parts) // (unit * (world.size // parts)))
     rotation = zero.rotation if not all(codec.raw for codec in grads) else 0
-    own = p.path, p.shape, p.dtype, p.stack
-    return ParamLayout(*own, world, shard, weights, grads, rotation, index, frozen, sums, parts, of_experts)
+    own = p.path, p.shape, p.dtype, p.stack, world, shard, weights, grads, rotation, index
+    return ParamLayout(*own, str(zero.compute_dtype), frozen, sums, parts, of_experts)
 
 
 def without_place(leaf: ParamLayout) -> ParamLayout:

@@ -51,7 +51,6 @@ class ShardingStrategy:
         source: the level at which a step begins with the trained weights.
         keep: the lowest level from which the backward pass gathers again.
         grad_level: the level at which a unit leaves its gradients.
-        compute_dtype: dtype of the gathered weights.
         grad_dtype: dtype of gradients left at level "full".
         remat: the rematerialisation policy within the unit.
         hops: collectives that sum a gradient over all devices. 2 send M bytes between nodes for each node. 1
@@ -76,7 +75,6 @@ class ShardingStrategy:
     source: Level
     keep: Level
     grad_level: Level
-    compute_dtype: str
     grad_dtype: str
     remat: Remat
     hops: int = 2
@@ -111,7 +109,6 @@ class ShardingStrategy:
             source=source,
             keep=keep,
             grad_level=grad_level,
-            compute_dtype=str(zero.compute_dtype),
             # One micro-batch's gradients are not added to anything before they are reduced.
             grad_dtype=str(zero.compute_dtype) if zero.passes == 1 else "float32",
             remat=zero.remat,
@@ -123,10 +120,6 @@ class ShardingStrategy:
             residuals_in_host=zero.host_activations if zero.in_host("activations") else 0.0,
             reads_layers=zero.updates_by_layers,
         )
-
-    def weight_dtype(self, leaf: ParamLayout) -> jnp.dtype:
-        """The dtype to compute with a parameter in: never wider than the model's own."""
-        return min(jnp.dtype(self.compute_dtype), jnp.dtype(leaf.dtype), key=lambda d: d.itemsize)
 
     def zero_sink(self, leaf: ParamLayout) -> Num[Array, "..."]:
         """Zeros with the shape of a gradient at ``grad_level``, for all layers of a stacked parameter."""

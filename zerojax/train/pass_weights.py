@@ -199,15 +199,14 @@ def pass_weights(spec: TrainSpec, shards: Shards, *, updating: Sequence[ParamGro
 
 def _whole(spec: TrainSpec, shards: Shards, owned: ByPath) -> ByPath:
     """Whole weights, for stages 0 to 2, where every device holds them throughout a step."""
-    dtype = spec.strategy.weight_dtype
     if spec.zero.stage == 0:
         params = from_tree(shards.params)
         return {
-            leaf.path: Weight(from_stored(params[leaf.path], leaf).astype(dtype(leaf)), leaf, "full")
+            leaf.path: Weight(from_stored(params[leaf.path], leaf).astype(leaf.gathered_dtype), leaf, "full")
             for leaf in spec.leaves
         }
 
     def gather(weights: Weights) -> Weights:
-        return to_full(to_secondary(weights), dtype)
+        return to_full(to_secondary(weights))
 
     return by_group(spec, gather, owned)

@@ -33,7 +33,7 @@ class ParamBytes:
 
     def gradient(self, leaf: ParamLayout) -> int:
         """Bytes of a whole leaf's gradient, in the compute dtype."""
-        return leaf.on_device.padded * self.strategy.weight_dtype(leaf).itemsize
+        return leaf.on_device.padded * leaf.gathered_dtype.itemsize
 
     def sum_of(self, leaf: ParamLayout) -> int:
         """Bytes of a leaf's gradient sum."""
