@@ -75,7 +75,7 @@ def test_other_shapes_settings_chips_or_sources_are_other_kernels(
     text("cuda")
     text("cuda", rows=3)
     text("cuda", fmt="int4")
-    monkeypatch.setattr(lowered, "compute_capability", lambda: 80)
+    monkeypatch.setattr(backends, "compute_capability", lambda: 80)
     text("cuda")
     monkeypatch.setattr(lowered, "_environment", lambda: ([], "other sources"))
     text("cuda")
