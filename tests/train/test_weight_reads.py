@@ -299,7 +299,7 @@ def test_what_a_loss_does_with_its_weights_is_refused_with_a_way_out():
 
 
 @pytest.mark.parametrize(
-    "text", ["but got uint32", "Sharded('unit/up/kernel') of zerojax.schedule.sharded.Sharded"]
+    "text", ["but got uint32", "Sharded('unit/up/kernel') of zerojax.schedule.unit.Sharded"]
 )
 def test_an_error_of_the_loss_function_itself_is_not_replaced(text):
     def loss(model, batch):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Num, PyTree
 
-from zerojax.schedule.sharded import Sharded
+from zerojax.schedule.unit import Sharded
 from zerojax.sharding.layout import ParamShape
 from zerojax.sharding.param_tree import Path, by_name
 from zerojax.weights import Weight

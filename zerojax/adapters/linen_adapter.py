@@ -29,8 +29,7 @@ from zerojax.adapters.linen_model import (
 from zerojax.adapters.loss import LossContext, LossFn, call_loss, running_loss
 from zerojax.adapters.roles import ROUTER_STATE, ExpertBox
 from zerojax.errors import ConfigurationError
-from zerojax.schedule.sharded import Sharded
-from zerojax.schedule.unit import Arrays
+from zerojax.schedule.unit import Arrays, Sharded
 from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 

@@ -20,8 +20,8 @@ from jaxtyping import Array, PyTree
 
 from zerojax.adapters.roles import Box, ExpertBox
 from zerojax.errors import ConfigurationError
-from zerojax.schedule.sharded import Sharded, is_sharded, read_outside, translated_errors
-from zerojax.schedule.unit import Arrays, call_unit
+from zerojax.schedule.unit import Arrays, Sharded, call_unit, is_sharded
+from zerojax.schedule.user_code import read_outside, translated_errors
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 
 Variables = dict[str, PyTree[Array]]

@@ -25,7 +25,7 @@ from zerojax.adapters.nnx_creation import create, forget_shapes, stack_of
 from zerojax.adapters.roles import ExpertParam, RouterState
 from zerojax.adapters.stack import Stack
 from zerojax.errors import ConfigurationError
-from zerojax.schedule.sharded import is_sharded
+from zerojax.schedule.unit import is_sharded
 from zerojax.sharding.param_tree import Path
 from zerojax.weights import Weight
 

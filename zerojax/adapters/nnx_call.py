@@ -19,8 +19,8 @@ from jaxtyping import Array, Num, PyTree
 
 from zerojax.dataflow import changed
 from zerojax.errors import ConfigurationError
-from zerojax.schedule.sharded import assigned, is_sharded
-from zerojax.schedule.unit import Arrays, call_unit
+from zerojax.schedule.unit import Arrays, call_unit, is_sharded
+from zerojax.schedule.user_code import assigned
 from zerojax.sharding.param_tree import Path
 
 STATE = nnx.Not(nnx.Any(nnx.Param, nnx.Intermediate))

@@ -14,9 +14,8 @@ from zerojax.errors import ConfigurationError
 from zerojax.matmul.replay import Operand, at_matmuls
 from zerojax.schedule.layers import Order, Place, layer_at
 from zerojax.schedule.prefetch_scan import Scanned, scan_units
-from zerojax.schedule.sharded import Sharded, is_gathered
 from zerojax.schedule.transforms import split_arrays
-from zerojax.schedule.unit import Arrays
+from zerojax.schedule.unit import Arrays, Sharded, is_gathered
 
 Block = Callable[..., nnx.Module]
 """A module class or a factory, called as ``block(rngs=rngs)``."""

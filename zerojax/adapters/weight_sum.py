@@ -17,7 +17,7 @@ from zerojax.adapters.loss import MasterWeights, loss_context
 from zerojax.adapters.nnx_call import leaves_of
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.layer_update import LayerState
-from zerojax.schedule.sharded import is_sharded
+from zerojax.schedule.unit import is_sharded
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.mesh import NODE
 from zerojax.sharding.param_tree import Path

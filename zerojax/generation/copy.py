@@ -28,7 +28,7 @@ from zerojax.formatting import size
 from zerojax.generation.checks import abstract_model
 from zerojax.generation.engine import Engine
 from zerojax.matmul import fp8
-from zerojax.schedule.sharded import Sharded
+from zerojax.schedule.unit import Sharded
 from zerojax.sharding.layout import ParamLayout, flatten, make_layout
 from zerojax.sharding.memory import to_device
 from zerojax.sharding.mesh import LOCAL, MeshShape

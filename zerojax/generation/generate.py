@@ -30,7 +30,7 @@ from zerojax.generation.engine import Drawn, Engine, Queue
 from zerojax.generation.protocol import Decoder
 from zerojax.generation.sampling import Sampling
 from zerojax.log import logger
-from zerojax.schedule.sharded import translated_errors
+from zerojax.schedule.user_code import translated_errors
 from zerojax.sharding.mesh import BY_ROWS, LOCAL
 from zerojax.train.batch import local_rows, place
 from zerojax.train.fields import specs_of

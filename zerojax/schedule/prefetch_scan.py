@@ -50,7 +50,6 @@ from zerojax.schedule.in_flight import Fetching, Replicas, WeightPrefetcher
 from zerojax.schedule.layer_update import probe
 from zerojax.schedule.layers import Order, Place, cut_large, empty_layers, over_layers, pieces_away
 from zerojax.schedule.scan_backward import Kept, ScanArgs, run_backward
-from zerojax.schedule.sharded import read_by_unit
 from zerojax.schedule.transforms import (
     Pullback,
     inexact,
@@ -64,6 +63,7 @@ from zerojax.schedule.unit import (
     call_gathered,
     kept_for_backward,
     on_operands,
+    read_by_unit,
     refuse_mapped,
     take_apart,
 )

@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, PyTree
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Num, PyTree
 
 from zerojax.comm.reduction import GradientReduction, Values
 from zerojax.errors import ConfigurationError
@@ -29,14 +30,14 @@ from zerojax.matmul.replay import Value, at_matmuls
 from zerojax.schedule.breadth_first import Flags, all_batched, map_microbatches, with_batching_rule
 from zerojax.schedule.layer_update import LayerState, LayerUpdate
 from zerojax.schedule.remat import rematerialised
-from zerojax.schedule.sharded import Sharded, is_sharded, read_by_unit
 from zerojax.schedule.transforms import Pullback, holding, partition, pullback, split_arrays
+from zerojax.schedule.user_code import read_outside
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.mesh import AXES
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.strategy import ShardingStrategy
 from zerojax.sharding.wire_format import Seed, mix
-from zerojax.weights import Payloads, Weights, gradients_of, to_full, to_secondary
+from zerojax.weights import Payloads, Weight, Weights, gradients_of, to_full, to_secondary
 
 Arrays = PyTree[Array]
 """Activations, a module's other state, or its results."""
@@ -45,7 +46,81 @@ Sinks = tuple[Array | LayerState, ...]
 Body = Callable[..., Arrays]
 """A pure function of a unit's whole weights and of pytrees of arrays."""
 
+READ_BY_UNIT = "zerojax: a weight read by its unit"
+"""The ``checkpoint_name`` of a ``Sharded`` weight's arrays where its unit reads them."""
+
 _calls: ContextVar[Iterator[int]] = ContextVar("numbers of calls")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sharded:
+    """One parameter as its unit receives it: a value in the model, which scans slice like any other.
+
+    Attributes:
+        weight: at the level where the unit receives it.
+        sink: zeros at ``ShardingStrategy.grad_level``, whose cotangent is the gradient. None if it is frozen.
+        seed: salts stochastic rounding; one per layer, if the parameter is stacked.
+        strategy: how it travels.
+        replica: delta's replica of a weight at "primary", if the unit refreshes it itself; ``updated`` takes
+            the new one.
+        adapter: A and B of its low-rank adapter, if it has one.
+        lora: the adapter's settings.
+        update: how the backward pass of its stack updates it, if its sink is a ``LayerState``.
+        probe: the probe that a stack returned for ``with_facts``, in one weight of the stack.
+    """
+
+    weight: Weight
+    sink: Num[Array, "..."] | LayerState | None
+    seed: Seed
+    strategy: ShardingStrategy = field(metadata={"static": True})
+    replica: Num[Array, "..."] | None = None
+    adapter: tuple["Sharded", ...] = ()
+    lora: LoRA | None = field(default=None, metadata={"static": True})
+    update: LayerUpdate | None = None
+    probe: Array | None = None
+
+    @property
+    def leaf(self) -> ParamLayout:
+        """The layout of the weight."""
+        return self.weight.layout
+
+    def updated(self, replicas: Mapping[Path, Weight]) -> "Sharded":
+        """The parameter and its adapter with refreshed replicas as their weights."""
+        adapter = tuple(part.updated(replicas) for part in self.adapter)
+        if self.replica is None:
+            return replace(self, adapter=adapter)
+        return replace(self, weight=replicas[self.leaf.path], replica=None, adapter=adapter)
+
+    def __jax_array__(self) -> Array:
+        """Refuse use outside a unit's call, where the whole weight does not exist."""
+        raise ConfigurationError(read_outside(self.leaf.name))
+
+    def __repr__(self) -> str:
+        """The parameter's name, which ``translated_errors`` looks for in messages."""
+        return f"Sharded({self.leaf.name!r})"
+
+
+# Flax applies the operators of a parameter to its value.
+_BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"]
+_OTHERS = ["getitem", "setitem", "array", "neg", "pos", "abs", "lt", "le", "gt", "ge"]
+for _operator in [*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHERS]:
+    setattr(Sharded, f"__{_operator}__", lambda self, *_: self.__jax_array__())
+
+
+def is_sharded(value: object) -> TypeGuard[Sharded]:
+    """Whether a value is a unit's parameter as its unit receives it."""
+    return isinstance(value, Sharded)
+
+
+def is_gathered(weight: object) -> bool:
+    """Whether a unit's parameter has to be gathered; at stages 0 to 2 it is whole already."""
+    return is_sharded(weight) and weight.weight.level != "full"
+
+
+def read_by_unit[T](values: T) -> T:
+    """Mark arrays of ``Sharded`` weights as read by their unit, for ``zerojax.train.loss_checks``."""
+    return checkpoint_name(values, READ_BY_UNIT)
 
 
 def numbered_calls() -> AbstractContextManager[None]:

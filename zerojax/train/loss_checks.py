@@ -4,7 +4,7 @@
 zeros and random seeds. Code that walks the tree (``nnx.state(model, nnx.Param)``,
 ``module.variables["params"]``, an optax norm) would compute with those. The tree itself cannot prevent it,
 since transformations have to slice, stack and pass on the same arrays. So the traced program is checked: only
-a unit, which marks them by ``zerojax.schedule.sharded.read_by_unit``, may use the arrays of a ``Sharded``
+a unit, which marks them by ``zerojax.schedule.unit.read_by_unit``, may use the arrays of a ``Sharded``
 value.
 
 **Branches.** A unit's weights are gathered from all devices. If a device does not take the branch that calls
@@ -37,8 +37,8 @@ from zerojax.comm.in_order import collective_axes
 from zerojax.dataflow import MOVES, Analysis, changed, equations_within
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.layer_update import LayerState
-from zerojax.schedule.sharded import FORWARD_MODE, READ_BY_UNIT, assigned, is_sharded, read_outside
-from zerojax.schedule.user_code import line_of_equation
+from zerojax.schedule.unit import READ_BY_UNIT, is_sharded
+from zerojax.schedule.user_code import FORWARD_MODE, assigned, line_of_equation, read_outside
 from zerojax.sharding.mesh import AXES, LOCAL
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.strategy import DIFFERING

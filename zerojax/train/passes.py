@@ -32,9 +32,9 @@ from zerojax.comm.reduction import GradientReduction, Values
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.breadth_first import over_micro_batches
 from zerojax.schedule.layer_update import LayerState, LayerUpdate, with_facts
-from zerojax.schedule.sharded import InOneBranch, Sharded, translated_errors
 from zerojax.schedule.transforms import is_float
-from zerojax.schedule.unit import materialise, numbered_calls
+from zerojax.schedule.unit import Sharded, materialise, numbered_calls
+from zerojax.schedule.user_code import InOneBranch, translated_errors
 from zerojax.sharding.layout import to_stored
 from zerojax.sharding.mesh import AXES, LOCAL
 from zerojax.sharding.param_tree import Path
