@@ -195,9 +195,10 @@ def on_operands(body: Body, weights: Sequence[Sharded]) -> Body:
     Returns:
         A function of ``(whole, seeds, *args)``, with the ``seeds`` from ``take_apart``.
     """
-    run = at_matmuls(body)
     slots = [(w.leaf, tuple(part.leaf.path for part in w.adapter), w.lora) for w in weights]
     in_place = weights[0].strategy.in_place
+    plain = not in_place and all(w.lora is None and not w.leaf.fp8 for w in weights)
+    run = body if plain else at_matmuls(body)
 
     def with_seeds(whole: Weights, seeds: Seed, *args: Arrays) -> Arrays:
         by_path = {w.layout.path: w for w in whole}

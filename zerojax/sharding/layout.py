@@ -115,7 +115,6 @@ class ParamLayout(ParamShape):
         stored_shape: the shape in the train state: flat, but of the unsharded rank. Trailing axes of extent 1
             keep the rank, so that an optimizer mask such as ``x.ndim > 1`` gives the same result as on the
             model. A stacked parameter has one axis more there than one of its layers.
-        encoded_shape: the shape of all shards in the local hop's format, one after another.
         on_device: the layout of the tensor that one device gathers: this one, or the one of this device's
             part.
     """
@@ -140,7 +139,6 @@ class ParamLayout(ParamShape):
     gathered_dtype: jnp.dtype = field(init=False, compare=False, repr=False)
     fp8: bool = field(init=False, compare=False, repr=False)
     stored_shape: tuple[int, ...] = field(init=False, compare=False, repr=False)
-    encoded_shape: tuple[int, ...] = field(init=False, compare=False, repr=False)
     on_device: "ParamLayout" = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -164,7 +162,6 @@ class ParamLayout(ParamShape):
             gathered_dtype=min(dtypes, key=lambda dtype: dtype.itemsize),
             fp8=self.weights.local.fmt == E4M3,
             stored_shape=(*self.stack, padded, *(1,) * (len(self.shape) - 1)),
-            encoded_shape=(*self.stack, world.size * self.weights.local.row_items(self.shard)),
             on_device=on_device,
         )
 

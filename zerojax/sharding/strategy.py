@@ -23,11 +23,7 @@ forward pass starts at "primary".
 from dataclasses import dataclass, field
 from typing import Literal
 
-import jax.numpy as jnp
-from jaxtyping import Array, Num
-
 from pallas_kernels import RAW
-from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.mesh import LOCAL, NODE
 from zerojax.zero_config.config import ZeroConfig
 from zerojax.zero_config.options import Remat
@@ -120,18 +116,6 @@ class ShardingStrategy:
             residuals_in_host=zero.host_activations if zero.in_host("activations") else 0.0,
             reads_layers=zero.updates_by_layers,
         )
-
-    def zero_sink(self, leaf: ParamLayout) -> Num[Array, "..."]:
-        """Zeros with the shape of a gradient at ``grad_level``, for all layers of a stacked parameter."""
-        if self.grad_level == "full":
-            return jnp.zeros(leaf.on_device.unsharded_shape, self.grad_dtype)
-        return jnp.zeros((*leaf.stack, self.grad_size(leaf)), jnp.float32)
-
-    def grad_size(self, leaf: ParamLayout) -> int:
-        """Elements on one device of one layer's gradient at ``grad_level``, if that is not "full"."""
-        if self.grad_level == "secondary":
-            return leaf.secondary
-        return leaf.owned if self.sums_in_pass else leaf.shard
 
 
 def _separate_stream(zero: ZeroConfig, keep: Level, grad_level: Level) -> bool:

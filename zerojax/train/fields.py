@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -151,10 +151,13 @@ def abstract_replicas(spec: TrainSpec, *, frozen: bool = False) -> dict[Path, We
     return {leaf.path: spec.stored(leaf, "secondary") for leaf in lacking}
 
 
-def shard_specs(spec: TrainSpec, replicas: Iterable[Path] = (), *, current_replicas: bool = False) -> Shards:
+def shard_specs(
+    spec: TrainSpec, replicas: Collection[Path] = (), *, current_replicas: bool = False
+) -> Shards:
     """The PartitionSpecs of ``Shards``, for a state that has replicas of the weights at these paths."""
-    every = abstract_replicas(spec, frozen=True)
-    own = {"replicas": {path: every[path] for path in replicas}, "current_replicas": current_replicas}
+    held = (leaf for leaf in (*spec.leaves, *spec.frozen) if leaf.path in replicas)
+    stored = {leaf.path: spec.stored(leaf, "secondary") for leaf in held}
+    own = {"replicas": stored, "current_replicas": current_replicas}
     return specs_of(Shards.of(abstract_fields(spec) | own))
 
 

@@ -87,12 +87,14 @@ def check_program(
     Returns:
         For each result the axes along which it differs; see ``Branches.refuse_divergent``.
     """
-    refuse_assigned(jaxpr, weights, replaced)
+    if replaced:
+        refuse_assigned(jaxpr, weights, replaced)
     refuse_reads(jaxpr, weights)
     if spec.updated_in_backward:
         refuse_calls(jaxpr, weights, {g.leaves[0].path: str(g.unit) for g in spec.updated_in_backward})
     devices, mesh = spec.zero.sequence_parallel, frozenset(spec.axes)
-    refuse_unshared(jaxpr, devices)
+    if devices > 1:
+        refuse_unshared(jaxpr, devices)
     branches = Branches(
         mesh | {ROW} if devices > 1 else mesh, spec.strategy.backward_axes & mesh if train else _NONE
     )
@@ -106,7 +108,8 @@ def check_program(
     while True:
         after = branches.refuse_divergent(jaxpr, [*differing, *state, *rows])
         if spec.zero.passes == 1 or not train or after[: len(state)] == state:
-            refuse_unmixed(jaxpr, devices, branches.mixed)
+            if devices > 1:
+                refuse_unmixed(jaxpr, devices, branches.mixed)
             return after[len(state) :]
         state = after[: len(state)]  # the next micro-batch begins with it
 
@@ -347,7 +350,7 @@ def refuse_unshared(jaxpr: core.Jaxpr, devices: int) -> None:
     Raises:
         ConfigurationError: it takes no part of the tokens.
     """
-    if devices > 1 and OWN_TOKENS not in _names(jaxpr):
+    if OWN_TOKENS not in _names(jaxpr):
         raise ConfigurationError(
             f"sequence_parallel={devices}: the function computes with whole rows on each of the devices "
             "that share them. Let it take this device's part of tokens and labels by zerojax.own_tokens, as "
@@ -366,7 +369,7 @@ def refuse_unmixed(jaxpr: core.Jaxpr, devices: int, mixed: Collection[str]) -> N
     Raises:
         ConfigurationError: nothing brings the parts of rows together.
     """
-    if devices > 1 and not mixed and ATTENDED not in _names(jaxpr):
+    if not mixed and ATTENDED not in _names(jaxpr):
         raise ConfigurationError(
             f"sequence_parallel={devices}: the model never calls zerojax.attention, so no token sees the "
             "tokens on other devices of its row. Call it in place of the model's attention. Give whole rows "

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float32, Num, PyTree
 
 from zerojax.adapters import Bound, ModelState, call_loss
 from zerojax.adapters.loss import LossContext, MasterWeights, running_loss
-from zerojax.comm.reduction import GradientReduction, Values
+from zerojax.comm.reduction import GradientReduction, Values, zero_sink
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.breadth_first import over_micro_batches
 from zerojax.schedule.layer_update import LayerState, LayerUpdate, with_facts
@@ -239,6 +239,11 @@ def place_group(
     return dict(zip(joined, values, strict=True))
 
 
+def zero_sinks(spec: TrainSpec) -> dict[Path, Num[Array, "..."]]:
+    """Sinks whose cotangents are gradients."""
+    return {leaf.path: zero_sink(spec.strategy, leaf) for leaf in spec.leaves}
+
+
 def accumulate(
     spec: TrainSpec, shards: Shards, batch: Batch, update: BackwardUpdate | None = None
 ) -> tuple[Blocks, dict[Path, LayerState], Outcome]:
@@ -254,9 +259,7 @@ def accumulate(
         ConfigurationError: a stack cannot be updated in the backward pass, because of how the loss calls it.
     """
     zero, model_state, seed = spec.zero, shards.model_state, shards.step_seed
-    sinks: dict[Path, Num[Array, ...] | LayerState] = spec.by_path(spec.strategy.zero_sink)
-    if update is not None:
-        sinks |= update.sinks
+    sinks: Sinks = zero_sinks(spec) if update is None else zero_sinks(spec) | update.sinks
     rows, at = micro_batches(batch, zero.accumulate)
     first = at([x[0] for x in rows])
     rule = None if update is None else update.rule
@@ -323,7 +326,7 @@ def accumulate(
 def evaluate(spec: TrainSpec, shards: Shards, batch: Batch) -> Sums:
     """Run forward only; returns the sums over all devices."""
     model = ModelPass(spec, pass_weights(spec, shards), train=False)
-    seed, sinks = shards.step_seed, spec.by_path(spec.strategy.zero_sink)
+    seed, sinks = shards.step_seed, zero_sinks(spec)
     model.check(sinks, shards.model_state, batch, seed, model.loss)
     _, outcome = model.forward(model.place(sinks, seed), shards.model_state, batch, seed)
     return over(AXES, outcome.sums)
@@ -339,7 +342,7 @@ def predict[T: PyTree[Array]](
         ConfigurationError: an array has another leading axis, or differs between the devices of a row.
     """
     model = ModelPass(spec, pass_weights(spec, shards), train=False, adapters=adapters)
-    seed, sinks = shards.step_seed, spec.by_path(spec.strategy.zero_sink)
+    seed, sinks = shards.step_seed, zero_sinks(spec)
 
     def call(model: Any, batch: Batch, _: Array) -> T:
         return fn(model, batch)

@@ -227,7 +227,9 @@ class TrainSpec:
     def stored(self, leaf: ParamLayout, level: Level) -> Weight:
         """The description of a weight that a state holds at a level, in the local hop's format."""
         axes = {"primary": OWNED, "secondary": (LOCAL,), "full": ()}[level]
-        values = self.abstract(leaf.encoded_shape, leaf.weights.local.dtype, leaf.spec(axes))
+        codec = leaf.weights.local
+        shape = (*leaf.stack, leaf.world.size * codec.row_items(leaf.shard))
+        values = self.abstract(shape, codec.dtype, leaf.spec(axes))
         scale = self.abstract(leaf.stack, jnp.float32) if leaf.fp8 else None
         return Weight(values, leaf, level, scale)
 
@@ -272,7 +274,7 @@ class TrainSpec:
         self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = _EVERYONE
     ) -> jax.ShapeDtypeStruct:
         """A ShapeDtypeStruct of an array on the mesh, replicated by default."""
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding(spec))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, spec))
 
     def by_path(self, make: Callable[[ParamLayout], Any]) -> dict[Path, Any]:
         """``make(leaf)`` for each leaf, by path."""

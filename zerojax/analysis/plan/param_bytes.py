@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 import jax.numpy as jnp
 
 from zerojax.analysis.plan.hops import gradient_hops
-from zerojax.comm.reduction import axes_of
+from zerojax.comm.reduction import axes_of, grad_size
 from zerojax.optim.muon import by_shape, most_dealt
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.mesh import LOCAL, NODE
@@ -37,7 +37,7 @@ class ParamBytes:
 
     def sum_of(self, leaf: ParamLayout) -> int:
         """Bytes of a leaf's gradient sum."""
-        return 4 * (self.strategy.grad_size(leaf) if self.sums_sharded else leaf.shard)
+        return 4 * (grad_size(self.strategy, leaf) if self.sums_sharded else leaf.shard)
 
     def gathered(self, units: int) -> int:
         """Bytes of trained weights that are whole at once: at stage 3 some units' and the leaves outside."""
