@@ -123,6 +123,11 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "target_modules": ["in_proj", "q_proj", "o_proj", "shared_experts.up_proj", "mixer.down_proj"],
         "target_parameters": ["mixer.experts.up_proj", "mixer.experts.down_proj"],
     },
+    "families/gemma4": {
+        "r": 2,
+        "lora_alpha": 3,
+        "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"],
+    },
     "families/bamba": {
         "r": 2,
         "lora_alpha": 3,
@@ -244,6 +249,21 @@ SMALL_TOWER = {
     "image_size": 8,
     "patch_size": 4,
 }
+GEMMA4 = {
+    "head_dim": 4,
+    "global_head_dim": 8,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 6,
+    "rms_norm_eps": 1e-4,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.5,
+            "rope_theta": 100.0,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    },
+}
 SECTIONS = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 1]}
 # name -> config: one of each family and feature, without a tokenizer, in bfloat16.
 FAMILIES: dict[str, Any] = {
@@ -266,6 +286,13 @@ FAMILIES: dict[str, Any] = {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
+    ),
+    "gemma4": transformers.Gemma4TextConfig(
+        **TINY | GEMMA4 | {"num_hidden_layers": 4},
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        final_logit_softcapping=5.0,
+        layer_types=["sliding_attention", "full_attention"] * 2,
     ),
     "mistral": transformers.MistralConfig(**TINY, sliding_window=6),
     "qwen2": transformers.Qwen2Config(**TINY, max_window_layers=2, tie_word_embeddings=True),
@@ -587,6 +614,14 @@ FAMILIES: dict[str, Any] = {
         vision_config=SMALL_TOWER | {"vision_use_head": False},
         mm_tokens_per_image=4,
     ),
+    "gemma4-images": transformers.Gemma4Config(
+        text_config=TINY | GEMMA4 | {"layer_types": ["sliding_attention", "full_attention"]},
+        vision_config={
+            **{name: value for name, value in SMALL_TOWER.items() if name != "image_size"},
+            **{"num_key_value_heads": 2, "head_dim": 4, "position_embedding_size": 4},
+        },
+        audio_config=None,
+    ),
     "mistral3-images": transformers.Mistral3Config(
         text_config=TINY | {"model_type": "mistral", "head_dim": 8},
         vision_config=SMALL_TOWER | {"model_type": "pixtral", "head_dim": 4},
@@ -629,13 +664,16 @@ def make_model(config: Any, dtype: torch.dtype) -> torch.nn.Module:
             # Short convolutions as well: small queries and keys would lose digits when they are normed.
             is_norm = "norm" in name.lower() or ".ln_" in name or "conv" in name
             # Gemma's norms multiply by 1 + weight, and so do Qwen3.5's but those of linear attention.
-            centred = config.model_type.startswith(("gemma", "qwen3_next", "qwen3_5"))
+            kind = config.model_type
+            centred = kind.startswith(("gemma", "qwen3_next", "qwen3_5")) and not kind.startswith("gemma4")
             around = float(is_norm and not (centred and "linear_attn" not in name))
             parameter.copy_(around * name.endswith("weight") + 0.2 * torch.randn_like(parameter))
     model = model.to(dtype).eval()
     for name, buffer in model.named_buffers():
         if name.endswith(("e_score_correction_bias", "expert_bias")):  # which files have in fp32
             buffer.data = 0.2 * torch.randn(buffer.shape)
+        if name.endswith("layer_scalar"):
+            buffer.data = (1 + 0.2 * torch.randn(buffer.shape)).to(dtype)
     return model
 
 

@@ -91,7 +91,7 @@ def teraflops(config: GPTConfig, spec: TrainSpec, cluster: Cluster, tokens: int,
     memory = predict_memory(there, work)
     seconds = predict_step(there, work, hops_of(there), memory, cluster).seconds
     head = 6 * config.vocab_size * config.d_model * tokens
-    other_half = 12 * config.attention_width * attended_tokens(config, tokens) * tokens
+    other_half = 12 * config.attention_width * sum(attended_tokens(config, tokens)) * tokens
     return (4 / 3 * (work.model_flops + other_half - head) + head) / seconds / 1e12
 
 

@@ -101,6 +101,7 @@ class Stack(nnx.Module):
         x: PyTree[Array],
         *args: PyTree,
         by_layer: dict[str, Array] | None = None,
+        by_kind: dict[str, Sequence[PyTree]] | None = None,
         method: str = "__call__",
         **kwargs: PyTree,
     ) -> PyTree[Array]:
@@ -112,6 +113,8 @@ class Stack(nnx.Module):
             *args: passed to every block.
             by_layer: arguments that differ, by name: arrays with a leading axis of layers. Each block gets
                 its own part.
+            by_kind: arguments that differ between kinds, by name: a value for each kind, in the order of
+                their first layers.
             method: the name of the blocks' method to call.
             **kwargs: passed to every block.
 
@@ -121,17 +124,17 @@ class Stack(nnx.Module):
         Raises:
             ConfigurationError: an argument is a module with state, which the blocks could not change.
         """
-        for module in modules_in((args, kwargs)):
+        for module in modules_in((args, kwargs, by_kind)):
             if names := [path for path, _ in nnx.to_flat_state(nnx.state(module, STATE))]:
                 raise ConfigurationError(
                     f"a Stack was given a {type(module).__name__}, whose state "
                     f"{'/'.join(map(str, names[0]))!r} its blocks share and cannot change: make it a part of "
                     "the block, or call it outside the Stack."
                 )
-        arrays, join = split_arrays((args, kwargs))
+        arrays, join = split_arrays((args, kwargs, by_kind or {}))
         blocks = list(self.stacked.values())
         kinds = [
-            _scanned(block, method, join, _of_kind(self.order, kind, by_layer or {}))
+            _scanned(block, method, join, kind, _of_kind(self.order, kind, by_layer or {}))
             for kind, block in enumerate(blocks)
         ]
         weights = [weight for kind in kinds for weight in kind.weights]
@@ -187,16 +190,18 @@ def _leaves(params: nnx.State) -> tuple[list[Any], Any]:
 def _scanned(
     block: nnx.Module,
     method: str,
-    join: Callable[[Sequence[Array]], tuple[tuple[PyTree, ...], dict[str, PyTree]]],
+    join: Callable[[Sequence[Array]], tuple[tuple[PyTree, ...], dict[str, PyTree], dict[str, Any]]],
+    kind: int,
     by_layer: dict[str, Array],
 ) -> Scanned:
-    """The blocks of one kind, whose method gets the joined arguments and those that differ by layer."""
+    """The blocks of one kind. Their method gets the joined arguments, the kind's, and each layer's."""
     graph, params, state = nnx.split(block, nnx.Param, ...)
     weights, structure = _leaves(params)
 
     def body(whole: Sequence[Array], x: Arrays, own: Arrays, arrays: Arrays) -> tuple[Arrays, Arrays]:
         state, differing = own
-        args, kwargs = join(arrays)
+        args, kwargs, by_kind = join(arrays)
+        differing = differing | {name: values[kind] for name, values in by_kind.items()}
 
         def use(block: nnx.Module) -> tuple[Arrays, Arrays]:
             out = getattr(block, method)(x, *args, **kwargs | differing)

@@ -23,7 +23,7 @@ from zerojax.matmul.replay import whole
 from zerojax.models.attention import Windowed
 from zerojax.models.config import GPTConfig, latent_outputs
 from zerojax.models.flash_attention import Documents, Sinks
-from zerojax.models.kv_cache import KVCache, Positions, attend_cached
+from zerojax.models.kv_cache import Caches, KVCache, Positions, Recurrence, attend_cached
 from zerojax.models.latent import LatentHeads, Latents, keys_and_values
 from zerojax.models.recurrent import recurrent_layer
 from zerojax.models.rope import Rope, apply_rope
@@ -112,6 +112,8 @@ class Attention(nnx.Module):
             query, key = (c.heads, c.key_value_heads) if c.qk_norm_joint else (1, 1)
             self.query_norm = rms_norm(c, query * c.head_dim, rngs)
             self.key_norm = rms_norm(c, key * c.head_dim, rngs)
+        if c.value_norm:
+            self.value_norm = nnx.RMSNorm(c.value_dim, epsilon=c.norm_eps, use_scale=False, rngs=rngs)
         if c.attention_gate:
             self.gate = _linear(c.d_model, c.attention_width, rngs, c.init_std, biases=False)
         if c.attention_sinks:
@@ -121,8 +123,10 @@ class Attention(nnx.Module):
         """Queries [batch, time, heads, head_dim], keys and values with ``kv_heads``; a gate if it has one."""
         c = self.config
         kv = c.key_value_heads
-        heads = self.qkv(x).reshape(*x.shape[:2], c.heads + 2 * kv, c.head_dim)
+        heads = self.qkv(x).reshape(*x.shape[:2], -1, c.head_dim)
         q, k, v = jnp.split(heads, [c.heads, c.heads + kv], axis=2)
+        v = k if c.keys_as_values else v
+        v = self.value_norm(v) if c.value_norm else v
         if c.qk_norm and not c.qk_norm_rotated:
             q, k = self._normed(self.query_norm, q), self._normed(self.key_norm, k)
         if rope is not None:
@@ -297,6 +301,10 @@ def _unchanged(x: Hidden) -> Hidden:
     return x
 
 
+class LayerScale(nnx.Variable):
+    """The factor of a layer's output. It is state, because training keeps it."""
+
+
 class Block(nnx.Module):
     """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)), where mlp may be ``Experts``.
 
@@ -324,6 +332,8 @@ class Block(nnx.Module):
             self.mlp = _experts(config, rngs) if config.experts else MLP(config, rngs=rngs)
         self.post_norm_attention = norm(config.post_norms and mixes)
         self.post_norm_mlp = norm(config.post_norms and has_mlp)
+        if config.layer_scale:
+            self.scale = LayerScale(jnp.ones(1, jnp.float32))
 
     def __call__(
         self,
@@ -365,28 +375,29 @@ class Block(nnx.Module):
 
     def decode(
         self,
-        x: tuple[Hidden, KVCache],
+        x: tuple[Hidden, Caches],
         rope: Rope | None,
         positions: Positions,
         end: Int[Array, " batch"],
         *,
+        cache: int,
         layer: int | Int[Array, ""],
         windowed: Windowed = True,
         kind: RopeKind = None,
-    ) -> tuple[Hidden, KVCache]:
+    ) -> tuple[Hidden, Caches]:
         """Apply the block to new tokens, which attend to the cache and are added to it.
 
-        ``x`` is the residual stream and the cache of all layers. Tokens at positions from ``end`` on are
-        padding, and ``layer`` is the layer's index in its part of the cache. For the other arguments see
-        ``__call__``.
+        ``x`` is the residual stream and the caches of all layers. Tokens at positions from ``end`` on are
+        padding, ``cache`` is the number of the layer's cache, and ``layer`` the layer's index in it. For the
+        other arguments see ``__call__``.
         """
-        hidden, cache = x
-        normed, heads = self.norm_attention(hidden), None
-        if self.config.all_recurrent:
-            heads, cache = self.recurrent.decode(normed, positions, end, cache, layer)
-        elif self.config.has_mixer:
-            heads, cache = self.attention.decode(normed, rope, positions, cache, layer, windowed, kind)
-        return self.finish(hidden, heads)[0], cache
+        hidden, caches = x
+        normed, own, heads = self.norm_attention(hidden), caches[cache], None
+        if isinstance(own, Recurrence):
+            heads, own = self.recurrent.decode(normed, positions, end, own, layer)
+        elif own is not None:
+            heads, own = self.attention.decode(normed, rope, positions, own, layer, windowed, kind)
+        return self.finish(hidden, heads)[0], (*caches[:cache], own, *caches[cache + 1 :])
 
     def finish(self, x: Hidden, heads: Heads | None, key: Key[Array, ""] | None = None) -> Routed:
         """The block's output and its router's statistics, from the block's input and its attention's heads.
@@ -419,7 +430,8 @@ class Block(nnx.Module):
         norm = self.norm_attention if self.config.branches == "parallel_one_norm" else self.norm_mlp
         out = self.mlp(norm(attended if self.config.branches == "sequential" else x))
         out, stats = out if isinstance(out, tuple) else (out, None)
-        return attended + self._added(self.post_norm_mlp(out), second), stats
+        out = attended + self._added(self.post_norm_mlp(out), second)
+        return out * self.scale[...].astype(out.dtype) if self.config.layer_scale else out, stats
 
     def _added(self, x: Hidden, kept: Mask | None) -> Hidden:
         """A branch's contribution to the residual stream."""

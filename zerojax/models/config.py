@@ -53,18 +53,24 @@ class GPTConfig(HeadOptions, MLPOptions, PositionOptions, RecurrentOptions, Atte
         return self.heads * self.value_dim if self.attention_layers else 0
 
     @property
+    def values_width(self) -> int:
+        """Width of all heads' projected values together: 0 if they are the keys."""
+        return 0 if self.keys_as_values else self.key_value_heads * self.value_dim
+
+    @property
     def qkv_width(self) -> int:
-        """Width of all heads' queries, keys and values together; 0 without attention."""
+        """Width of all heads' projected queries, keys and values together; 0 without attention."""
         if not self.attention_layers:
             return 0
-        return (self.heads + self.key_value_heads) * self.head_dim + self.key_value_heads * self.value_dim
+        return (self.heads + self.key_value_heads) * self.head_dim + self.values_width
 
     @property
     def rope_width(self) -> int:
         """Elements of a head that are rotated."""
         if self.latent_rope_width is not None:
             return self.latent_rope_width
-        return int(self.head_dim * self.rope_fraction)
+        fraction = 1.0 if self.rope_scaling == "proportional" else self.rope_fraction
+        return int(self.head_dim * fraction)
 
     @property
     def key_value_heads(self) -> int:
@@ -185,17 +191,38 @@ class GPTConfig(HeadOptions, MLPOptions, PositionOptions, RecurrentOptions, Atte
         if self.experts:
             own |= {"dense_layers": (), "dense_ffn": None}
             own |= {} if number in self.expert_layers else {"experts": 0, "ffn": self.dense_ffn}
+        if self.windows_differ:
+            own |= self._of_window(self.windowed[number])
         changed = any(getattr(self, name) != value for name, value in own.items())
         return replace(self, **own) if changed else self
+
+    @property
+    def windows_differ(self) -> bool:
+        """Whether layers with the sliding window have other weights than the others."""
+        full = self.full_head_width, self.full_kv_heads, self.keys_as_values or None
+        return self.sliding_window is not None and full != (None, None, None)
+
+    def _of_window(self, windowed: bool) -> dict[str, Any]:
+        """The fields of a config whose layers all have the sliding window, or none of them."""
+        own: dict[str, Any] = {"sliding_window_pattern": None, "sliding_window_layers": None}
+        own |= {"full_head_width": None, "full_kv_heads": None}
+        if windowed:
+            return own | {"keys_as_values": False}
+        own |= {"sliding_window": None, "rope_local_theta": None}
+        own["head_width"] = self.full_head_width or self.head_width
+        return own | {"kv_heads": self.full_kv_heads or self.kv_heads}
 
     @property
     def order(self) -> tuple[int, ...]:
         """The number of each layer's kind, from 0.
 
-        Layers of a kind have the same branches: recurrent or not, with experts or not.
+        Layers of a kind have the same branches: recurrent or not, with experts or not. If ``windows_differ``,
+        all or none of them have the sliding window.
         """
-        groups = [set(some) for some in (self.dense_layers, self.recurrent_layers, self.mlp_layers or ())]
-        kinds = [tuple(number in some for some in groups) for number in range(self.layers)]
+        windowed = [number for number, one in enumerate(self.windowed) if one and self.windows_differ]
+        some = self.dense_layers, self.recurrent_layers, self.mlp_layers or (), windowed
+        groups = list(map(set, some))
+        kinds = [tuple(number in group for group in groups) for number in range(self.layers)]
         numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
         return tuple(numbers[kind] for kind in kinds)
 
@@ -207,10 +234,9 @@ class GPTConfig(HeadOptions, MLPOptions, PositionOptions, RecurrentOptions, Atte
 
     @property
     def cache_layers(self) -> tuple[int, ...]:
-        """The index of each layer among the layers of its cache: with recurrence, attention, or neither."""
-        groups = self.recurrent_layers, self.attention_layers, self.mlp_layers or ()
-        found = {number: index for some in groups for index, number in enumerate(sorted(some))}
-        return tuple(found[number] for number in range(self.layers))
+        """The index of each layer among the layers of its kind, which share a cache."""
+        order = self.order
+        return tuple(order[:number].count(kind) for number, kind in enumerate(order))
 
     @property
     def windowed(self) -> tuple[bool, ...]:
@@ -340,7 +366,7 @@ def flops_per_token(config: GPTConfig, seq_len: int) -> int:
     """Floating-point operations of one training token, forward and backward.
 
     Each weight that multiplies the token counts 6. That includes the output projection and the token's
-    experts, but no embedding look-ups. Each token that a position attends to in a layer (``attended_tokens``)
+    experts, but no embedding look-ups. Each token that a position attends to in a layer (``attention_flops``)
     counts 6 x heads x (head_dim + value_dim). Recurrent layers count ``recurrence_flops`` instead.
 
     As in PaLM (Chowdhery et al., 2022, appendix B), recomputation is not counted. Unlike in PaLM, causal
@@ -354,7 +380,7 @@ def flops_per_token(config: GPTConfig, seq_len: int) -> int:
         raise ConfigurationError(f"seq_len = {seq_len} must be from 1 to max_seq_len = {config.max_seq_len}")
     matrices = sum(count * _block_matrices(kind, active=True) for kind, count in config.kinds)
     matrices += config.output_rows * config.d_model
-    attention = round(pair_flops(config) * attended_tokens(config, seq_len))
+    attention = round(attention_flops(config, seq_len))
     return 6 * matrices + attention + len(config.recurrent_layers) * recurrence_flops(config)
 
 
@@ -374,12 +400,22 @@ def pair_flops(config: GPTConfig) -> int:
     return 6 * config.heads * (config.head_dim + config.value_dim)
 
 
-def attended_tokens(config: GPTConfig, seq_len: int) -> float:
-    """Tokens that a position attends to: the mean over positions, summed over layers.
+def attended_tokens(config: GPTConfig, seq_len: int) -> list[float]:
+    """Tokens that a position attends to in each layer: the mean over positions.
 
     A layer without a window counts half of the row. A window w counts w - w^2 / (2 seq_len). Layers without
-    attention add none.
+    attention count none.
     """
-    window, windowed = min(seq_len, config.sliding_window or seq_len), config.windowed
-    reached = (window if windowed[number] else seq_len for number in config.attention_layers)
-    return sum(reach - reach**2 / (2 * seq_len) for reach in reached)
+    window, attended = min(seq_len, config.sliding_window or seq_len), set(config.attention_layers)
+    reached = (
+        0 if number not in attended else window if windowed else seq_len
+        for number, windowed in enumerate(config.windowed)
+    )
+    return [reach - reach**2 / (2 * seq_len) for reach in reached]
+
+
+def attention_flops(config: GPTConfig, seq_len: int) -> float:
+    """Floating-point operations of a token's attention in all layers, forward and backward."""
+    pairs = [pair_flops(kind) for kind, _ in config.kinds]
+    each = zip(config.order, attended_tokens(config, seq_len), strict=True)
+    return sum(pairs[kind] * attended for kind, attended in each)

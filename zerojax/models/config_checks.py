@@ -17,7 +17,7 @@ _COUNTS = (
 )
 _OPTIONAL_COUNTS = (
     *("kv_heads", "head_width", "ffn", "dense_ffn", "outputs", "sliding_window"),
-    *("recurrent_heads", "recurrent_key_heads"),
+    *("full_kv_heads", "full_head_width", "recurrent_heads", "recurrent_key_heads"),
     *("latent_rank", "latent_query_rank", "latent_rope_width", "latent_value_width"),
 )
 _POSITIVE = (
@@ -25,7 +25,10 @@ _POSITIVE = (
     *("rope_attention_factor", "rope_fraction", "embedding_scale", "query_scalar", "attention_softcap"),
     *("logit_softcap", "logit_divisor", "norm_eps", "init_std", "residual_scale", "recurrent_norm_eps"),
 )
-_WINDOWED = ("sliding_window_pattern", "sliding_window_layers", "rope_local_theta")
+_WINDOWED = (
+    *("sliding_window_pattern", "sliding_window_layers", "rope_local_theta"),
+    *("full_head_width", "full_kv_heads"),
+)
 _ROTARY = 'positions = "rope"', lambda c: c.positions == "rope"
 _NORMED = "qk_norm = true", lambda c: c.qk_norm
 _LATENT = "latent_rank", lambda c: c.latent_rank is not None
@@ -129,7 +132,8 @@ def _check_latents(c: "GPTConfig") -> None:
         f"latent_value_width = {c.latent_value_width} must be at most the width of queries and keys, "
         f"{c.head_dim}",
     )
-    for name in ("biases", "qkv_biases", "out_bias", "qk_norm", "attention_sinks"):
+    of_heads = ("qk_norm", "value_norm", "keys_as_values", "attention_sinks")
+    for name in ("biases", "qkv_biases", "out_bias", *of_heads):
         require(not getattr(c, name), f"{name} = true is not supported with latent_rank: leave it out")
 
 
@@ -167,6 +171,11 @@ def _check_rope(c: "GPTConfig") -> None:
         f'rope_original_len = {c.rope_original_len} must be above 1 with rope_scaling = "longrope"',
     )
     _check_layers(c, "no_rope_layers")
+    require(
+        not (c.windows_differ and c.no_rope_layers),
+        "no_rope_layers is not supported with full_head_width, full_kv_heads, or keys_as_values in layers "
+        "without the window: leave it out",
+    )
     require(
         c.rope_scaling != "yarn" or c.rope_theta > 1,
         f'rope_scaling = "yarn" needs rope_theta above 1, not {c.rope_theta}',

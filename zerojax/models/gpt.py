@@ -4,7 +4,7 @@ Every module computes in the dtype of its weights (the trainer passes compute-dt
 norms, rotary angles, softmax and the loss are always fp32. Both embeddings are stored (vocab, d_model).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from zerojax.models.attention import segment_lengths, segment_positions
 from zerojax.models.block import Block, Hidden, Routed, Stream, dropout_mask, dropped, residual_norm
 from zerojax.models.config import GPTConfig
 from zerojax.models.flash_attention import Segments, document_offsets
-from zerojax.models.kv_cache import KVCache
+from zerojax.models.kv_cache import Caches, KVCache, empty_caches
 from zerojax.models.rope import Rope, rope_kinds, rope_of
 from zerojax.models.shared_rows import whole_rows
 from zerojax.schedule.breadth_first import with_batching_rule
@@ -63,6 +63,10 @@ def _in_breadth(size: int, mapped: tuple[bool, bool], table: Array, ids: Array) 
 def _embedding(c: GPTConfig, rows: int, rngs: nnx.Rngs) -> nnx.Embed:
     init = nnx.initializers.normal(c.init_std)
     return nnx.Embed(rows, c.d_model, embedding_init=init, rngs=rngs)
+
+
+Ropes = Rope | list[Rope] | None
+"""The rotary positions of all layers, of each kind of layers, or None."""
 
 
 class Head(nnx.Embed):
@@ -122,8 +126,10 @@ class GPT(nnx.Module):
         tokens: Int[Array, "batch time"],
         positions: Int[Array, "*batch time"],
         length: int | Int[Array, "batch #time"],
-    ) -> tuple[Hidden, Rope | None]:
+    ) -> tuple[Hidden, Ropes]:
         """The start of the residual stream, and the rotary positions if the model has them.
+
+        If layers with and without the sliding window differ, each kind has its own rotary positions.
 
         Args:
             tokens: ids in [0, vocab_size).
@@ -136,23 +142,41 @@ class GPT(nnx.Module):
         x = x if c.embedding_scale == 1 else x * c.embedding_scale
         if c.positions == "learned":
             return x + look_up(self.position.embedding[...], positions + c.position_offset), None
+        if c.windows_differ:
+            return x, [rope_of(kind, positions, length) for kind, _ in c.kinds]
         return x, rope_of(c, positions, length)
 
-    def _through[T](self, x: T, *args: Any, method: str = "__call__", **by_layer: Sequence[int]) -> T:
+    def _through[T](
+        self,
+        x: T,
+        rope: Ropes,
+        *,
+        shared: Mapping[str, Any],
+        by_layer: Mapping[str, Sequence[int]],
+        by_kind: Mapping[str, Sequence[int]] | None = None,
+        method: str = "__call__",
+    ) -> T:
         """Run all blocks on ``x`` and return the last one's output.
 
-        The blocks share ``args``. ``by_layer`` are arguments with one value for each block.
+        All blocks get the ``shared`` arguments. ``by_layer`` are arguments with a value for each block, and
+        ``by_kind`` arguments with a value for each kind of blocks.
         """
         c = self.config
-        arguments = {"windowed": c.windowed, "kind": rope_kinds(c)}
-        by_layer |= {name: values for name, values in arguments.items() if len(set(values)) > 1}
+        by_kinds: dict[str, Sequence[Any]] = {**(by_kind or {})}
+        if isinstance(rope, list):
+            by_kinds["rope"] = rope
+        else:
+            arguments = {"windowed": c.windowed, "kind": rope_kinds(c)}
+            by_layer = {**by_layer, **{name: own for name, own in arguments.items() if len(set(own)) > 1}}
+            shared = {**shared, "rope": rope}
         if isinstance(self.blocks, nnx.List):
-            for number, block in enumerate(self.blocks):
+            for number, (kind, block) in enumerate(zip(c.order, self.blocks, strict=True)):
                 own = {name: values[number] for name, values in by_layer.items()}
-                x = getattr(block, method)(x, *args, **own)
+                own |= {name: values[kind] for name, values in by_kinds.items()}
+                x = getattr(block, method)(x, **shared, **own)
             return x
         arrays = {name: jnp.array(values) for name, values in by_layer.items()}
-        return self.blocks(x, *args, by_layer=arrays, method=method)
+        return self.blocks(x, **shared, by_layer=arrays, by_kind=by_kinds, method=method)
 
     def _finish(self, x: Hidden) -> Hidden:
         """The output of the last block, normed and scaled for the logits."""
@@ -239,10 +263,9 @@ class GPT(nnx.Module):
             hidden = dropped(hidden, c.dropout, dropout_mask(hidden, c.dropout, first))
         documents = None if segments is None else document_offsets(segments)
         x: Stream = hidden if stats is None else (hidden, stats)
-        if key is None:
-            x = self._through(x, rope, None, documents)
-        else:  # the layer's number makes its dropout masks differ from the other layers'
-            x = self._through(x, rope, key, documents, layer=range(c.layers))
+        # The layer's number makes its dropout masks differ from the other layers'.
+        by_layer = {} if key is None else {"layer": range(c.layers)}
+        x = self._through(x, rope, shared={"key": key, "documents": documents}, by_layer=by_layer)
         hidden, stats = x if isinstance(x, tuple) else (x, None)
         return self._finish(hidden), stats
 
@@ -278,17 +301,17 @@ class GPT(nnx.Module):
         """Whether the length of the cache decides how keys are rotated; see ``decode``."""
         return self.config.rope_scaling == "longrope"
 
-    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> KVCache:
+    def init_cache(self, batch: int, length: int, dtype: DTypeLike) -> Caches:
         """An empty cache for ``batch`` rows of up to ``length`` tokens, with keys and values in ``dtype``."""
-        return KVCache.empty(self.config, batch, length, dtype)
+        return empty_caches(self.config, batch, length, dtype)
 
     def decode(
         self,
         tokens: Int[Array, "batch time"],
         start: Int[Array, " batch"],
         end: Int[Array, " batch"],
-        cache: KVCache,
-    ) -> tuple[Hidden, KVCache]:
+        cache: Caches,
+    ) -> tuple[Hidden, Caches]:
         """``hidden`` of new tokens, which attend to the cache and are added to it.
 
         With rope_scaling = "dynamic" each cached key keeps the rotation for the length at which it was
@@ -304,10 +327,17 @@ class GPT(nnx.Module):
         """
         c = self.config
         positions = start[:, None] + jnp.arange(tokens.shape[1])
-        length = cache.keys.shape[3] if c.rope_scaling == "longrope" else end[:, None]
+        lengths = (own.keys.shape[3] for own in cache if isinstance(own, KVCache))
+        length = next(lengths) if c.rope_scaling == "longrope" else end[:, None]
         hidden, rope = self.embed_tokens(tokens, positions, length)
-        x = hidden, cache
-        hidden, cache = self._through(x, rope, positions, end, method="decode", layer=c.cache_layers)
+        hidden, cache = self._through(
+            (hidden, cache),
+            rope,
+            shared={"positions": positions, "end": end},
+            by_layer={"layer": c.cache_layers},
+            by_kind={"cache": range(len(cache))},
+            method="decode",
+        )
         return self._finish(hidden), cache
 
 

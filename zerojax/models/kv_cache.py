@@ -37,33 +37,40 @@ class Recurrence(NamedTuple):
 
 
 class KVCache(NamedTuple):
-    """Keys and values of all layers with attention; the token at position p of a row is in column p.
+    """Keys and values of layers with attention; the token at position p of a row is in column p.
 
     Heads come before columns, in the order in which attention multiplies them. In another order XLA would
     transpose the whole cache for every token. A model with latents stores them in ``keys`` as one head, and
-    has no ``values`` (``zerojax.models.latent``). ``recurrence`` is the recurrent layers' part, if there are
-    some.
+    has no ``values`` (``zerojax.models.latent``).
     """
 
     keys: Float[Array, "layers batch kv_heads length dim"]
     values: Float[Array, "layers batch kv_heads length dim"] | None
-    recurrence: Recurrence | None = None
 
-    @staticmethod
-    def empty(config: GPTConfig, batch: int, length: int, dtype: DTypeLike) -> "KVCache":
-        """Zeros, for ``batch`` rows of ``length`` tokens."""
-        c, recurrence = config, None
-        count, attended = len(c.recurrent_layers), len(c.attention_layers)
-        if count:
-            inputs = jnp.zeros((count, batch, c.conv_width - 1, c.conv_channels), dtype)
-            state = (count, batch, c.value_heads, c.recurrent_key_width, c.recurrent_width)
-            states = None if c.recurrent == "short_conv" else jnp.zeros(state, jnp.float32)
-            recurrence = Recurrence(inputs, states)
-        if c.latent_rank is not None:
-            width = c.latent_rank + c.rope_width
-            return KVCache(jnp.zeros((attended, batch, 1, length, width), dtype), None, recurrence)
-        shape = (attended, batch, c.key_value_heads, length, c.head_dim)
-        return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), recurrence)
+
+Cache = KVCache | Recurrence | None
+"""The cache of the layers of one kind; None for MLPs alone."""
+Caches = tuple[Cache, ...]
+"""The cache of a model: one for the layers of each of ``GPTConfig.kinds``."""
+
+
+def empty_caches(config: GPTConfig, batch: int, length: int, dtype: DTypeLike) -> Caches:
+    """Zeros, for ``batch`` rows of ``length`` tokens."""
+    return tuple(_empty(kind, count, batch, length, dtype) for kind, count in config.kinds)
+
+
+def _empty(c: GPTConfig, layers: int, batch: int, length: int, dtype: DTypeLike) -> Cache:
+    """The cache of the layers of one kind."""
+    if not c.has_mixer:
+        return None
+    if c.all_recurrent:
+        inputs = jnp.zeros((layers, batch, c.conv_width - 1, c.conv_channels), dtype)
+        state = (layers, batch, c.value_heads, c.recurrent_key_width, c.recurrent_width)
+        return Recurrence(inputs, None if c.recurrent == "short_conv" else jnp.zeros(state, jnp.float32))
+    if c.latent_rank is not None:
+        return KVCache(jnp.zeros((layers, batch, 1, length, c.latent_rank + c.rope_width), dtype), None)
+    shape = (layers, batch, c.key_value_heads, length, c.head_dim)
+    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
 def attend_cached(
@@ -79,11 +86,11 @@ def attend_cached(
     """Write new tokens into the cache, and compute their attention to all columns so far.
 
     Args:
-        config: the model's config.
+        config: the config of the layer's kind.
         qkv: queries (batch, time, heads, dim), keys and values (batch, time, kv_heads, dim). With latents:
             queries, latents and None.
         positions: positions of the new tokens; tokens beyond the cache's length are not written.
-        cache: the cache of all layers.
+        cache: the cache of the layers of this kind.
         layer: the layer's index in the cache.
         windowed: whether this layer has the model's sliding window.
         sinks: the layer's attention sinks, if it has some.
@@ -97,8 +104,7 @@ def attend_cached(
             part.swapaxes(1, 2).astype(whole.dtype), mode="drop", unique_indices=True
         )
 
-    keys, values = jax.tree.map(written, cache[:2], (key, value))
-    cache = cache._replace(keys=keys, values=values)
+    cache = jax.tree.map(written, cache, KVCache(key, value))
     read = partial(_keys_and_values, latent)
     if query.shape[1] == cache.keys.shape[3]:
         # The new tokens fill the cache, so it was empty: they see only each other.
@@ -181,7 +187,7 @@ def _attend_flash(
 
     def add(number: Array, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
         first = number * block
-        cached = jax.tree.map(lambda x: _columns(x, layer, first, block).swapaxes(1, 2), cache[:2])
+        cached = jax.tree.map(lambda x: _columns(x, layer, first, block).swapaxes(1, 2), cache)
         keys, values = read(*cached)
         there = jnp.clip(before - first, 0, block)
         more = attention_and_lse(query, keys, values, kernel, scale=scale, lengths=there)
@@ -232,7 +238,7 @@ def _attend_blocks(
         largest, total, sums = carry
         first = jnp.minimum(number * block, length - block)
         columns = first + jnp.arange(block)
-        cached = jax.tree.map(lambda x: _slice(x, layer, first, block).swapaxes(1, 2), cache[:2])
+        cached = jax.tree.map(lambda x: _slice(x, layer, first, block).swapaxes(1, 2), cache)
         keys, values = read(*cached)
         scores = jnp.einsum("btkgd,bskd->bkgts", grouped, keys, preferred_element_type=jnp.float32) * scale
         if config.attention_softcap is not None:

@@ -10,7 +10,7 @@ Norm = Literal["layer", "rms"]
 Positions = Literal["learned", "rope"]
 Branches = Literal["sequential", "parallel", "parallel_one_norm"]
 Router = Literal["softmax", "sigmoid"]
-RopeScaling = Literal["none", "linear", "llama3", "dynamic", "yarn", "longrope"]
+RopeScaling = Literal["none", "linear", "llama3", "dynamic", "yarn", "longrope", "proportional"]
 Rotation = Literal["full", "local", "none"]
 Recurrent = Literal["gated_delta", "mamba2", "short_conv"]
 AttentionKernel = Literal["auto", "cudnn", "flash_attention_4", "xla"]
@@ -36,6 +36,8 @@ class BlockOptions:
         mlp_layers: If set, each layer has one branch. These layers have the MLP or the experts, and the
             others have attention or a recurrent layer (Nemotron-H). None gives each layer both.
         residual_scale: Factor of each residual branch's output (Granite).
+        layer_scale: Whether a layer's output is multiplied by a number of that layer (Gemma 4). The number is
+            state: it begins at 1, and training keeps it.
         biases: Whether linear layers and layer norms have biases.
         norm_biases: Whether layer norms have biases although linear layers have none (StableLM).
         dropout: Probability of zeroing an element of the embedding and of each residual branch.
@@ -57,6 +59,7 @@ class BlockOptions:
     branches: Branches = "sequential"
     mlp_layers: tuple[int, ...] | None = None
     residual_scale: float = 1.0
+    layer_scale: bool = False
     biases: bool = True
     norm_biases: bool = False
     dropout: float = 0.0
@@ -88,6 +91,11 @@ class AttentionOptions:
             rotated (Qwen3).
         qk_norm_joint: Whether that norm covers all heads together (OLMo 2).
         qk_norm_rotated: Whether that norm follows the rotation (HunYuan).
+        value_norm: Whether each head of the values goes through an RMS norm without a scale (Gemma 4).
+        keys_as_values: Whether a head's values are its keys, before their norm and rotation (Gemma 4). Layers
+            with the sliding window have values of their own.
+        full_head_width: Width of a head in layers without the sliding window, if it differs (Gemma 4).
+        full_kv_heads: Key and value heads in layers without the sliding window, if their number differs.
         attention_gate: Whether each head's output is multiplied by the sigmoid of a projection of the block's
             input (Qwen3-Next).
         attention_sinks: Whether each head's softmax has one more, learned score without a value (gpt-oss).
@@ -120,6 +128,10 @@ class AttentionOptions:
     qk_norm: bool = False
     qk_norm_joint: bool = False
     qk_norm_rotated: bool = False
+    value_norm: bool = False
+    keys_as_values: bool = False
+    full_head_width: int | None = None
+    full_kv_heads: int | None = None
     attention_gate: bool = False
     attention_sinks: bool = False
     query_scalar: float | None = None
@@ -185,7 +197,8 @@ class PositionOptions:
             rope_factor. "llama3": long ones by rope_factor, short ones not, interpolated between the two
             bounds. "dynamic": by a theta that grows with the sequence beyond rope_original_len. "yarn":
             pairs that turn rarely by rope_factor, pairs that turn often not, interpolated between the two
-            bounds. "longrope": each by a separate factor (Phi-3).
+            bounds. "longrope": each by a separate factor (Phi-3). "proportional": all by rope_factor.
+            Pairs then span the whole head, and rope_fraction of them are rotated (Gemma 4).
         rope_factor: Factor of the stretching.
         rope_low_freq_factor: "llama3": wavelengths above rope_original_len / this are stretched in full.
         rope_high_freq_factor: "llama3": wavelengths below rope_original_len / this are not stretched.

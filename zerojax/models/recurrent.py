@@ -21,7 +21,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.models.config import GPTConfig
 from zerojax.models.delta_rule import gated_delta_rule, last_inputs, short_convolution
 from zerojax.models.flash_attention import Documents
-from zerojax.models.kv_cache import KVCache, Positions, Recurrence
+from zerojax.models.kv_cache import Positions, Recurrence
 from zerojax.models.shared_rows import own_heads, to_heads, to_tokens
 
 _EPSILON = 1e-6
@@ -161,13 +161,13 @@ class _Recurrent(nnx.Module):
         return replace(c, recurrent_heads=c.value_heads // devices, recurrent_key_heads=heads)
 
     def decode(
-        self, x: Hidden, positions: Positions, end: Int[Array, " batch"], cache: KVCache, layer: Any
-    ) -> tuple[Array, KVCache]:
+        self, x: Hidden, positions: Positions, end: Int[Array, " batch"], cache: Recurrence, layer: Any
+    ) -> tuple[Array, Recurrence]:
         """The output of new tokens before its projection, and the cache after them.
 
         A row that begins at position 0 ignores the cache's earlier content.
         """
-        held: Recurrence = jax.tree.map(lambda x: x[layer], cache.recurrence)
+        held: Recurrence = jax.tree.map(lambda x: x[layer], cache)
         fresh = positions[:, 0] == 0
         held = jax.tree.map(lambda x: jnp.where(fresh.reshape(-1, *(1,) * (x.ndim - 1)), 0, x), held)
         projected = self.project(x)
@@ -175,10 +175,7 @@ class _Recurrent(nnx.Module):
         out, state = self.mixed(projected, None, before)
         count = jnp.clip(end - positions[:, 0], 0, x.shape[1])
         new = Recurrence(last_inputs(self.convolved(projected), held.inputs, count), state)
-        written = jax.tree.map(
-            lambda whole, own: whole.at[layer].set(own.astype(whole.dtype)), cache.recurrence, new
-        )
-        return out, cache._replace(recurrence=written)
+        return out, jax.tree.map(lambda whole, own: whole.at[layer].set(own.astype(whole.dtype)), cache, new)
 
     def convolved(self, projected: Projected) -> Array:
         """The convolution's input."""

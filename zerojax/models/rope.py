@@ -109,6 +109,12 @@ def _yarn(c: GPTConfig) -> Array:
     return divided * plain / c.rope_factor + (1 - divided) * plain
 
 
+def _proportional(c: GPTConfig) -> Array:
+    """Pairs span the whole head, and the last ones, all but rope_fraction of them, are not rotated."""
+    rotated = jnp.arange(c.rope_width // 2) < int(c.rope_fraction * c.head_dim // 2)
+    return jnp.where(rotated, _plain(c, c.rope_theta) / c.rope_factor, 0)
+
+
 def _longrope(c: GPTConfig, length: int | Array) -> Array:
     """Divide each angle by a separate factor (Ding et al., 2024); long sequences have other factors."""
     short, long = jnp.array(c.rope_short_factors), jnp.array(c.rope_long_factors)
@@ -122,6 +128,7 @@ _SCALINGS: dict[RopeScaling, Callable[[GPTConfig, int | Array], Array]] = {
     "dynamic": _dynamic,
     "yarn": lambda c, length: _yarn(c),
     "longrope": _longrope,
+    "proportional": lambda c, length: _proportional(c),
 }
 
 

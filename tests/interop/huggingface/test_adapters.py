@@ -440,8 +440,8 @@ def test_adapters_of_experts_come_back_as_they_were(name: str, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bamba", "olmo-hybrid", "qwen3-5"])
-def test_adapters_of_recurrent_layers_come_back_as_they_were(name: str, tmp_path: Path):
+@pytest.mark.parametrize("name", ["bamba", "gemma4", "olmo-hybrid", "qwen3-5"])
+def test_adapters_of_layers_of_several_kinds_come_back_as_they_were(name: str, tmp_path: Path):
     """Their norms of small values make more of the rounding than attention does."""
     source, files = ModelFolder.open(FIXTURES / "families" / name), ADAPTERS / name
     state = load_adapter(created(source, files), files, source.model)
@@ -538,7 +538,8 @@ def test_every_family_has_modules_for_all_weights(folder: Path):
     parts = tensors_of_model(source.family, source.model)
     carries = source.family.carries
     kept = {name for name in tensors(folder) if not carries(name, source.model.layers)}
-    kept -= {name for name in kept if name.endswith(("e_score_correction_bias", "expert_bias"))}  # no weights
+    state = ("e_score_correction_bias", "expert_bias", "layer_scalar")
+    kept = {name for name in kept if not name.endswith(state)}
     # transformers has other names for these in memory.
     kept = {name.replace("language_model.model.", "model.language_model.") for name in kept}
     kept = {name.replace("language_model.lm_head.", "lm_head.") for name in kept}

@@ -67,6 +67,7 @@ MTP = {"mtp.fc.weight": np.ones((3, 5), np.float32), "mtp.scale": np.array(3, np
     [
         ("qwen3-5-images", MTP, r"model.visual, mtp"),
         pytest.param("gemma3-images", {}, "multi_modal_projector, vision_tower", marks=pytest.mark.slow),
+        ("gemma4-images", {}, "model.embed_vision, model.vision_tower"),
         pytest.param("qwen3-next", MTP, "mtp", marks=pytest.mark.slow),
         pytest.param(
             "glm4-moe",
@@ -191,7 +192,7 @@ def test_experts_that_lie_together_are_read():
         joined |= {f"{block}.gate_up_proj": np.concatenate([gate, up], axis=1), f"{block}.down_proj": down}
     one_by_one, together = (names.parts(model, set(every)) for every in (found, joined))
     for leaf, width in (("gate", 12), ("up", 12), ("down", 16)):
-        pairs = zip(one_by_one[f"block/mlp/{leaf}"], together[f"block/mlp/{leaf}"], strict=True)
+        pairs = zip(*(parts.at((f"block/mlp/{leaf}", 1)) for parts in (one_by_one, together)), strict=True)
         for expert, (alone, part) in enumerate(pairs):
             own = joined[part.name.format(layer=1)][expert, part.first : part.first + width]
             assert (part.expert, part.transposed) == (expert, True)

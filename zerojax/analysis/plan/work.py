@@ -67,7 +67,7 @@ from dataclasses import dataclass, replace
 
 from pallas_kernels.delta_chunks_reference import CHUNK
 from zerojax.models.attention import has_flash
-from zerojax.models.config import GPTConfig, attended_tokens, flops_per_token, pair_flops, recurrence_flops
+from zerojax.models.config import GPTConfig, attention_flops, flops_per_token, pair_flops, recurrence_flops
 from zerojax.models.loss import VOCABULARY_TILE
 from zerojax.models.shared_rows import spread_of
 from zerojax.schedule.tiles import tokens_of_tile
@@ -133,7 +133,9 @@ class Work:
 
 def flash_attention(config: GPTConfig, dtype: str) -> bool:
     """Whether attention on a GPU is a kernel that keeps no scores: cuDNN's, or FlashAttention-4."""
-    takes = dtype == "bfloat16" and has_flash(config.head_dim, config.value_dim, since_hopper=True)
+    takes = dtype == "bfloat16" and all(
+        has_flash(kind.head_dim, kind.value_dim, since_hopper=True) for kind, _ in config.kinds
+    )
     if config.attention == "auto":
         return takes and config.attention_softcap is None
     return config.attention != "xla"
@@ -229,15 +231,15 @@ def decoder_work(
     c, tokens, flash = config, sequences * length // sharing, flash_attention(config, dtype)
     model_flops = tokens * flops_per_token(c, length)
     unembedding = 6 * c.output_rows * c.d_model * tokens
-    per_pair = pair_flops(c) * tokens
-    matrices = model_flops - unembedding - per_pair * attended_tokens(c, length)
+    matrices = model_flops - unembedding - tokens * attention_flops(c, length)
     matrices -= tokens * len(c.recurrent_layers) * recurrence_flops(c)
     modules = {leaf.path[0] for leaf in frozen}
     spared = unembedding / 3 if _unembedding(c) in modules else 0  # its gradient
     attended = len(c.attention_layers)
-    attention = per_pair * (_computed_tokens(c, length) if flash else attended * length)
+    attention = tokens * _computed_flops(c, length, flash=flash)
     recurrence = 3 * tokens * _over_layers(c, _chunk_flops)
-    spread = spread_of(c.heads, c.key_value_heads, sharing)
+    wide = max((kind for kind, _ in c.kinds), key=lambda kind: kind.qkv_width)
+    spread = spread_of(c.heads, wide.key_value_heads, sharing)
     attention *= spread.heads / c.heads
     # The backward pass begins with a stack's last layer and does not recompute it, except in tiles.
     all_but_last = 1 - 1 / c.layers if c.scan else 1.0
@@ -251,20 +253,20 @@ def decoder_work(
     item = ITEM[dtype]
     fp32 = 4 * attended * _kept_fp32(c, remat, length, flash=flash)
     kept = tokens * (item * _over_layers(c, lambda kind: _kept_width(kind, remat)) + fp32)
-    back = spread.heads * c.value_dim
-    there = (spread.heads + spread.copies) * c.head_dim + spread.copies * c.value_dim
+    back = spread.heads * wide.value_dim
+    there = (spread.heads + spread.copies) * wide.head_dim + spread.copies * wide.value_dim
     sent = tokens * item * (there + back) if sharing > 1 else 0
     working = item * max(_working(kind, remat, tokens) for kind, _ in c.kinds)
     # In tiles the exchanged heads replace the device's own, but its outputs exist twice.
     working += min(sent, tokens * item * back) if _in_tiles(c, remat, tokens) else sent
     if sent and remat == "none":
-        kept += tokens * attended * item * (there - c.qkv_width + back)
+        kept += tokens * attended * item * (there - wide.qkv_width + back)
     if flash:
         read = {"full": there + back, "attention": there, "none": 0}[remat]
-        workspace = _kernel_workspace(c, spread.heads, spread.copies)
+        workspace = _kernel_workspace(wide, spread.heads, spread.copies)
         working = max(working, tokens * (item * (read + there + back + c.d_model) + workspace))
     else:
-        working += tokens * (2.7 * 4 * c.heads * length + 3 * item * c.qkv_width)
+        working += tokens * (2.7 * 4 * c.heads * length + 3 * item * wide.qkv_width)
     if c.recurrent_layers:
         working = max(working, tokens * max(_chunk_bytes(kind, item) for kind, _ in c.kinds))
     distance = {"loss": tokens * c.d_model * (4 + item), "head": 0, "tables": 0}  # a bare stack's loss, fp32
@@ -365,15 +367,18 @@ def _exchanged_bytes(c: GPTConfig, remat: Remat, dtype: str) -> int:
     return there * (1 if remat == "none" else 2) + token + token + (token + weights)
 
 
-def _computed_tokens(c: GPTConfig, length: int) -> float:
-    """Tokens that a flash kernel reads for a position, on average over positions, in all layers together.
+def _computed_flops(c: GPTConfig, length: int, *, flash: bool) -> float:
+    """FLOPs of a token's attention in all layers, as kernels compute it, forward and backward.
 
-    It skips tokens outside a window. If windows differ between the layers of a scan, they are data, and cuDNN
-    gets a mask and skips nothing.
+    XLA computes all pairs, and flash kernels skip pairs outside a window. If windows are data, because they
+    differ between the layers of a kind, cuDNN gets a mask and computes half of all pairs.
     """
-    if c.attention == "cudnn" and c.scan and len(set(c.windowed)) > 1:
-        return len(c.attention_layers) * length / 2
-    return attended_tokens(c, length)
+    pairs = sum(count * pair_flops(kind) for kind, count in c.kinds if kind.attention_layers)
+    if not flash:
+        return pairs * length
+    if c.attention == "cudnn" and c.scan and len(set(c.windowed)) > 1 and not c.windows_differ:
+        return pairs * length / 2
+    return attention_flops(c, length)
 
 
 def _latent_width(c: GPTConfig) -> int:

@@ -229,7 +229,7 @@ def _family(spec: TrainSpec, model: GPTConfig, base: str | None, named: str | No
     """The family whose names an export has."""
     if named is not None:
         family = family_named(named)
-        if family is None or weight_shapes(model).keys() - family.parts(model).keys():
+        if family is None or not all(map(family.parts(model).at, weight_shapes(model))):
             known = ", ".join(one.model_type for one in fitting(model))
             raise ConfigurationError(f"family={named!r} does not fit this model. Use one of {known}")
         return family
@@ -353,9 +353,9 @@ def _check_fits(spec: TrainSpec, found: PeftAdapter) -> None:
         raise ConfigurationError(f"the state has no adapters: {way_out}")
     leaves = {place: leaf for place, (leaf, _) in _leaves(spec).items()}
     for place, leaf in leaves.items():
-        if found.shapes.get(place[0], leaf.shape) != leaf.shape:
+        if found.shapes.get(place, leaf.shape) != leaf.shape:
             raise ConfigurationError(
-                f"{leaf.name!r} has shape {leaf.shape} in the state, but {found.shapes[place[0]]} in model=. "
+                f"{leaf.name!r} has shape {leaf.shape} in the state, but {found.shapes[place]} in model=. "
                 "Pass the shape of the state's model"
             )
     for place, factors in sorted(found.factors.items()):

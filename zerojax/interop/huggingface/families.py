@@ -133,6 +133,7 @@ FAMILIES = {
         Family("Gemma", "gemma", "GemmaForCausalLM", gemma.GEMMA),
         Family("Gemma 2", "gemma2", "Gemma2ForCausalLM", gemma.GEMMA2, gemma.GEMMA2_NAMES),
         Family("Gemma 3", "gemma3_text", "Gemma3ForCausalLM", gemma.GEMMA3, gemma.GEMMA3_NAMES),
+        Family("Gemma 4", "gemma4_text", "Gemma4ForCausalLM", gemma.GEMMA4, gemma.GEMMA4_NAMES),
         Family("Phi-3", "phi3", "Phi3ForCausalLM", llama.PHI3, llama.PHI3_NAMES),
         Family("SmolLM3", "smollm3", "SmolLM3ForCausalLM", llama.SMOLLM3),
         Family("OLMo 2", "olmo2", "Olmo2ForCausalLM", llama.OLMO2, llama.OLMO_NAMES),
@@ -253,6 +254,7 @@ COMPOSITES = {
         ("Qwen3.5-MoE", "qwen3_5_moe", "Qwen3_5Moe", _MIXTURE_OF_3_5),
         ("Qwen3-VL", "qwen3_vl", "Qwen3VL", _QWEN3_VL),
         ("Gemma 3", "gemma3", "Gemma3", FAMILIES["gemma3_text"]),
+        ("Gemma 4", "gemma4", "Gemma4", FAMILIES["gemma4_text"]),
         ("Mistral 3", "mistral3", "Mistral3", *_MISTRALS),
     )
 }
@@ -271,10 +273,6 @@ _SPARSE_ATTENTION = (
 )
 REFUSED = {
     **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), _SPARSE_ATTENTION),
-    **dict.fromkeys(
-        ("gemma4", "gemma4_text"),
-        "its layers have heads of two widths and share keys, and a zerojax model has heads of one width",
-    ),
     "kimi_linear": "its linear attention has a decay for each channel, and zerojax's has one for each head",
 }
 """Families that are known and cannot be imported -> why."""

@@ -2,17 +2,22 @@
 
 Gemma 2 adds norms after each branch, softcaps, and a window in every other layer. Gemma 3 adds norms of
 queries and keys, and other rotary wavelengths in layers with the window. It has no softcap in attention.
+Gemma 4 has norms without the 1, and norms of values. Layers without the window have wider heads, and rotate a
+part of their pairs. They may take values from keys. A number scales each layer's output.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface.config_table import Entry, follows, ignored, key, only, unused
-from zerojax.interop.huggingface.layer_types import periodic, windows
+from zerojax.interop.huggingface.config_keys import ConfigKeys
+from zerojax.interop.huggingface.config_table import ANY, Entry, Fields, follows, ignored, key, only, unused
+from zerojax.interop.huggingface.layer_types import FULL, SLIDING, periodic, windows, without_window
 from zerojax.interop.huggingface.llama import LLAMA_BLOCK, NO_BIASES, QK_NORMS, like_llama
-from zerojax.interop.huggingface.mapping import Names
+from zerojax.interop.huggingface.mapping import Bare, Names
 from zerojax.interop.huggingface.rope_keys import Rope
 from zerojax.models import GPTConfig
+from zerojax.validation.untrusted import short
 
 _ACTIVATION = "gelu_pytorch_tanh"
 _ONE_WAY = only("use_bidirectional_attention", False, written=False)
@@ -79,3 +84,112 @@ GEMMA2_NAMES = Names(
     }
 )
 GEMMA3_NAMES = Names(GEMMA2_NAMES.block | QK_NORMS)
+
+
+def _full_heads(keys: ConfigKeys, found: Fields) -> Fields:
+    """Heads of layers without the window: ``per_layer_config``, or the keys of older files."""
+    numbers = without_window(found)
+    if found["layers"] - 1 not in numbers:
+        raise ConfigurationError(
+            f"layer_types is supported only with {SLIDING!r} in some layers, and {FULL!r} in the last"
+        )
+    shared = keys.take("attention_k_eq_v", bool, False)
+    own = {"head_dim": keys.take("global_head_dim", int, 512)}
+    if shared and (heads := keys.take("num_global_key_value_heads", int, None)) is not None:
+        own["num_key_value_heads"] = heads
+    keys.unused("num_global_key_value_heads")
+    full = list(map(str, numbers))
+    by_layer = keys.take("per_layer_config", dict, dict.fromkeys(full, own))
+    own = by_layer.get(full[0])
+    if not isinstance(own, dict) or own.keys() - _HEADS.keys() or by_layer != dict.fromkeys(full, own):
+        raise ConfigurationError(
+            f"per_layer_config = {short(by_layer)} is supported only with the same {' and '.join(_HEADS)} in "
+            f"all layers without the window, {', '.join(full)}, and in no other layers"
+        )
+    width = found["head_width"] or found["d_model"] // max(found["heads"], 1)
+    plain = {"head_dim": width, "num_key_value_heads": found["kv_heads"]}
+    different = {_HEADS[name]: value for name, value in own.items() if value != plain[name]}
+    return {"keys_as_values": shared, **different}
+
+
+_HEADS = {"head_dim": "full_head_width", "num_key_value_heads": "full_kv_heads"}
+
+
+def _write_full_heads(model: GPTConfig) -> Mapping[str, Any]:
+    numbers = without_window(vars(model))
+    if model.layers - 1 not in numbers:
+        raise ConfigurationError(
+            "model.sliding_window: in this family some layers have the window, and the last one has none"
+        )
+    full = model.of_layer(model.layers - 1)
+    own = {"head_dim": full.head_dim, "num_key_value_heads": full.key_value_heads}
+    # Older versions of transformers read the last two keys, newer ones per_layer_config.
+    return {
+        "attention_k_eq_v": model.keys_as_values,
+        "per_layer_config": dict.fromkeys(map(str, numbers), own),
+        "global_head_dim": full.head_dim,
+        "num_global_key_value_heads": full.key_value_heads,
+    }
+
+
+def _no_inputs_of_layers(keys: ConfigKeys, _: Fields) -> None:
+    if width := keys.take("hidden_size_per_layer_input", int, 256):
+        raise ConfigurationError(
+            f"hidden_size_per_layer_input = {width} is not supported, only 0: a second table of embeddings "
+            "gives each layer an input (Gemma 4 E2B and E4B), and a zerojax model has one table"
+        )
+
+
+def _no_shared_caches(keys: ConfigKeys, _: Fields) -> None:
+    if count := keys.take("num_kv_shared_layers", int, 0):
+        raise ConfigurationError(
+            f"num_kv_shared_layers = {count} is not supported, only 0: the last layers read keys and values "
+            "of earlier layers, and each layer of a zerojax model has its own"
+        )
+
+
+def _no_experts(keys: ConfigKeys, _: Fields) -> None:
+    if keys.take("enable_moe_block", bool, False):
+        raise ConfigurationError(
+            "enable_moe_block = true is not supported (Gemma 4 26B-A4B): its blocks have experts beside an "
+            "MLP, and a zerojax block has one or the other"
+        )
+
+
+GEMMA4 = like_llama(
+    follows("embedding_scale", lambda model: model["d_model"] ** 0.5),
+    only("hidden_activation", _ACTIVATION),
+    NO_BIASES,
+    Entry(_no_inputs_of_layers, lambda _: {"hidden_size_per_layer_input": 0}),
+    Entry(_no_shared_caches, lambda _: {"num_kv_shared_layers": 0}),
+    only("use_bidirectional_attention", "vision", written=False),  # text is causal
+    Entry(_no_experts, lambda _: {"enable_moe_block": False}),
+    unused("use_double_wide_mlp", "vocab_size_per_layer_input"),  # of the layers refused above
+    unused("num_experts", "top_k_experts", "moe_intermediate_size"),
+    key("final_logit_softcapping", "logit_softcap", float, None, null=True),
+    windows(lambda _, found: periodic(found["layers"], 6), 512),
+    Entry(
+        _full_heads,
+        _write_full_heads,
+        lambda _: dict.fromkeys(("keys_as_values", *_HEADS.values()), ANY),
+    ),
+    kv_heads=4,
+    head_dim=256,
+    tied=True,
+    rotary=Rope(
+        theta=1e6,
+        kinds=("proportional",),
+        tables="layers",
+        default={
+            FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    mlp="geglu",
+    post_norms=True,
+    qk_norm=True,
+    value_norm=True,
+    query_scalar=1.0,
+    layer_scale=True,
+)
+GEMMA4_NAMES = Names(GEMMA3_NAMES.block, {"scale": Bare("layer_scalar", transposed=False)})

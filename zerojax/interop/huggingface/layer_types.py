@@ -91,16 +91,16 @@ def full_unrotated(*, always: bool) -> Entry:
         window = found.get("sliding_window")
         if window is None and (always or keys.nullable("sliding_window", int, None) is not None):
             raise ConfigurationError("layer_types is supported only with a sliding window in some layers")
-        return {"no_rope_layers": _without_window(found)}
+        return {"no_rope_layers": without_window(found)}
 
     def allowed(model: GPTConfig) -> Mapping[str, object]:
         needed = {"sliding_window": model.sliding_window or "a width"} if always else {}
-        return needed | {"no_rope_layers": (_without_window(vars(model)),)}
+        return needed | {"no_rope_layers": (without_window(vars(model)),)}
 
     return Entry(read, allowed=allowed)
 
 
-def _without_window(found: Fields) -> tuple[int, ...]:
+def without_window(found: Fields) -> tuple[int, ...]:
     """The layers that attend to all earlier positions, if others have a window."""
     if found.get("sliding_window") is None:
         return ()

@@ -93,8 +93,8 @@ def _open(train_spec: TrainSpec, folder: Path, new: str | None) -> tuple[WeightF
     files = open_files(folder)
     parts = family.parts(model, files.specs)
     own = _model_weights(train_spec, new)
-    places = {leaf.name: {place_of(leaf, x, parts.order)[0] for x in layers_of(leaf)} for leaf in own}
-    if lacking := [name for name, found in places.items() if not found <= parts.keys()]:
+    places = ((leaf.name, place_of(leaf, layer, parts.order)) for leaf in own for layer in layers_of(leaf))
+    if lacking := [name for name, place in places if not parts.at(place)]:
         raise ConfigurationError(
             f"the model in {folder} has no {lacking[0]!r}, which the state has. Create the state for this "
             "model"
@@ -117,7 +117,8 @@ def check_tensors(
     kept = tensors_of_state(train_spec.adapter.abstract_model_state, parts)
     needed |= {tensor.name: tensor for *_, tensor in kept}
     layers = 1 + max(tensor.place[1] or 0 for tensor in needed.values())
-    replaced = {part.name for name in parts if name.partition("/")[0] == new for part in parts[name]}
+    outside = parts.outside.items()
+    replaced = {part.name for name, own in outside if name.partition("/")[0] == new for part in own}
     for name, tensor in needed.items():
         if name not in files.specs:
             if tensor.part.required:

@@ -54,10 +54,29 @@ class TensorPart:
     convolution: bool = False
 
 
-class TensorParts(dict[str, tuple[TensorPart, ...]]):
-    """The tensors of each leaf, by its name; and the model's ``GPTConfig.order``."""
+Parts = Mapping[str, tuple[TensorPart, ...]]
+"""The tensors of leaves, by the leaves' names."""
 
-    order: tuple[int, ...] = ()
+
+@dataclass(frozen=True)
+class TensorParts:
+    """The tensors of each leaf of a model.
+
+    Attributes:
+        outside: the tensors of leaves outside blocks.
+        blocks: the tensors of blocks' leaves, for each of ``GPTConfig.kinds``.
+        order: ``GPTConfig.order``.
+    """
+
+    outside: Parts
+    blocks: Sequence[Parts]
+    order: tuple[int, ...]
+
+    def at(self, place: Place) -> tuple[TensorPart, ...]:
+        """The tensors of a weight; none if the weight is unknown."""
+        name, layer = place
+        own = self.outside if layer is None else self.blocks[self.order[layer]]
+        return own.get(name, ())
 
 
 Groups = Callable[[GPTConfig], tuple[int, tuple[int, ...]]]
@@ -163,6 +182,8 @@ class Joined:
         """The parts of the weight; their names begin with ``block`` and end with ``kind``."""
         start = 0
         for own, width in zip(self.names, self.widths(model), strict=True):
+            if not width:  # a layer that lacks the module
+                continue
             if isinstance(own, str):
                 name, stop = block + own + kind, start + width
                 yield TensorPart(name, start, stop, transposed, convolution=self.convolution)
@@ -173,8 +194,7 @@ class Joined:
 
 def qkv_widths(model: GPTConfig) -> tuple[int, int, int]:
     """The widths of the queries, keys and values of all heads."""
-    kv = model.key_value_heads * model.head_dim
-    return model.attention_width, kv, kv
+    return model.attention_width, model.key_value_heads * model.head_dim, model.values_width
 
 
 Module = str | Grouped | Joined
@@ -231,18 +251,22 @@ class Names:
         found["head/bias"] = (TensorPart(f"{self.head}.bias"),)
         if self.position is not None:
             found["position/embedding"] = (TensorPart(f"{prefix}{self.position}.weight"),)
+        blocks = [self._of_block(kind, prefix + self.layers) for kind, _ in model.kinds]
+        return TensorParts(found, blocks, model.order)
+
+    def _of_block(self, model: GPTConfig, prefix: str) -> Parts:
+        """The tensors of each leaf of a block of ``model``, whose blocks are of one kind."""
+        found: dict[str, tuple[TensorPart, ...]] = {}
         for ours, theirs in self.block.items():
             if "norm" in ours:
                 assert isinstance(theirs, str)
-                found |= _norm(f"block/{ours}", prefix + self.layers + theirs)
+                found |= _norm(f"block/{ours}", prefix + theirs)
                 continue
             for leaf, kind, turned in (("kernel", "weight", self.transposed), ("bias", "bias", False)):
-                found[f"block/{ours}/{leaf}"] = _columns(model, prefix + self.layers, theirs, kind, turned)
+                found[f"block/{ours}/{leaf}"] = _columns(model, prefix, theirs, kind, turned)
         for ours, tensor in self.bare.items():
-            found[f"block/{ours}"] = tuple(tensor.parts(model, prefix + self.layers))
-        parts = TensorParts(found)
-        parts.order = model.order
-        return parts
+            found[f"block/{ours}"] = tuple(tensor.parts(model, prefix))
+        return found
 
 
 def _columns(
@@ -376,9 +400,8 @@ def tensors_of_state(
 
 def tensors_at(place: Place, shape: Shape, parts: TensorParts) -> Iterator[Tensor]:
     """The tensors of a weight with this shape (of one layer)."""
-    name, layer = place
-    for part in parts.get(name, ()):
-        yield Tensor(part.name.format(layer=layer), place, shape, part)
+    for part in parts.at(place):
+        yield Tensor(part.name.format(layer=place[1]), place, shape, part)
 
 
 def place_of(leaf: ParamLayout, layer: int | None, order: Sequence[int]) -> Place:

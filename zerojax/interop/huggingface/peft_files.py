@@ -63,7 +63,7 @@ _MAX_REPETITIONS = 4
 _EMBEDDING: Place = ("embed/embedding", None)
 
 
-def _shapes(model: GPTConfig) -> dict[Place, Shape]:
+def weight_shapes(model: GPTConfig) -> dict[Place, Shape]:
     """The shapes of a model's weights (of one layer)."""
     abstract = nnx.eval_shape(lambda: GPT(replace(model, scan=True), rngs=nnx.Rngs(0)))
     found: dict[Place, Shape] = {}
@@ -74,11 +74,6 @@ def _shapes(model: GPTConfig) -> dict[Place, Shape]:
     return found
 
 
-def weight_shapes(model: GPTConfig) -> dict[str, Shape]:
-    """The shapes of a model's weights (of one layer), by their names in ``TensorParts``."""
-    return {name: shape for (name, _), shape in _shapes(model).items()}
-
-
 def tensors_of_model(family: Family, model: GPTConfig) -> dict[str, list[Tensor]]:
     """The weights in each tensor of a model, by the tensor's name in a family; fused tensors hold several.
 
@@ -86,7 +81,7 @@ def tensors_of_model(family: Family, model: GPTConfig) -> dict[str, list[Tensor]
     """
     parts = family.parts(model)
     found: dict[str, list[Tensor]] = {}
-    for place, shape in _shapes(model).items():
+    for place, shape in weight_shapes(model).items():
         for tensor in tensors_at(place, shape, parts):
             found.setdefault(tensor.name, []).append(tensor)
     return found
@@ -331,7 +326,7 @@ class PeftAdapter:
     Attributes:
         folder: the folder of the files.
         settings: the settings of adapter_config.json.
-        shapes: shapes of all weights of the model, by name.
+        shapes: shapes of all weights of the model.
         factors: the adapter of each weight that has one.
         given: the values of each weight that is trained as a whole.
     """
@@ -429,7 +424,7 @@ class PeftAdapter:
 
     def _take_factors(self, module: str, parts: Sequence[Tensor]) -> None:
         """Take a module's adapter, for the weights that the module holds."""
-        shape = self.shapes[parts[0].place[0]]
+        shape = parts[0].weight
         if len(shape) != 2:
             raise ConfigurationError(
                 f"the files have an adapter for {module}, which is not a matrix. Remove it from {WEIGHTS}"

@@ -6,7 +6,7 @@ reads as well.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from zerojax.errors import ConfigurationError
@@ -106,6 +106,16 @@ _SCALING: dict[str, Table] = {
         _numbers("short_factor", "rope_short_factors"),
         _numbers("long_factor", "rope_long_factors"),
     ),
+    "proportional": (
+        key(
+            "factor",
+            "rope_factor",
+            float,
+            1.0,
+            written=lambda model: None if model.rope_factor == 1 else model.rope_factor,
+        ),
+        key(_PARTIAL, "rope_fraction", float, 1.0),
+    ),
 }
 """The keys of each kind of scaling in a table of rotary parameters. Keys that are None are not written."""
 _GROWTH = (
@@ -158,32 +168,34 @@ class Rope:
         kinds: kinds of scaling, besides none.
         fraction: default of partial_rotary_factor; None if the family has no such key.
         tables: "one" is a table for all layers. "explicit" is one that must be present. "two" is one for
-            layers with a window, one for the others. "local" is two, where the first has a separate key.
-            "growth" is one, with Ministral 3's growth of queries.
+            layers with a window, one for the others. "layers" is these two, without other keys. "local" is
+            two, where the first has a separate key. "growth" is one, with Ministral 3's growth of queries.
         scores: whether mscale_all_dim also scales the attention scores (DeepSeek).
         alpha: whether "dynamic" may have an alpha that stretches theta (HunYuan).
         length: default of max_position_embeddings.
         names: the keys of theta and of the fraction.
         sections: whether pairs may be divided between a token's positions in time, height and width, which
             are the same for text (Qwen3.5).
+        default: rope_parameters of files without that key.
     """
 
     theta: float = 10000.0
     kinds: tuple[str, ...] = _COMMON
     fraction: float | None = None
-    tables: Literal["one", "explicit", "two", "local", "growth"] = "one"
+    tables: Literal["one", "explicit", "two", "layers", "local", "growth"] = "one"
     scores: bool = False
     alpha: bool = False
     length: Any = REQUIRED
     names: tuple[str, str] = ("rope_theta", _PARTIAL)
     sections: bool = False
+    default: Mapping[str, Any] = field(default_factory=dict)
 
     def read(self, keys: ConfigKeys, found: Fields) -> Fields:
         """See ``Entry``."""
         theta = keys.take(self.names[0], float, self.theta)
         length = keys.take("max_position_embeddings", int, self.length)
         before = {"max_seq_len": length, "rope_theta": theta}
-        needed = REQUIRED if self.tables == "growth" else {}
+        needed = REQUIRED if self.tables == "growth" else dict(self.default)
         table, scaling = keys.take("rope_parameters", dict, needed), keys.take("rope_scaling", dict, {})
         if self.fraction is not None:
             before["rope_fraction"] = keys.take(self.names[1], float, self.fraction)
@@ -226,7 +238,7 @@ class Rope:
         partial = key(_PARTIAL, "rope_fraction", float, lambda _, found: found["rope_fraction"])
         table = [
             key("rope_theta", "rope_theta", float, lambda _, found: found["rope_theta"]),
-            plain if self.fraction is None else partial,
+            *(() if kind == "proportional" else (plain if self.fraction is None else partial,)),
             *(_GROWTH if self.tables == "growth" else ()),
             *_SCALING.get(kind, ()),
         ]
@@ -274,15 +286,16 @@ class Rope:
         local = model.rope_theta if local is None else local
         if self.tables == "local":
             return keys | {"rope_local_base_freq": local}
-        return keys | {
-            "rope_parameters": {FULL: table, SLIDING: {"rope_type": "default", "rope_theta": local}}
-        }
+        tables = {FULL: table, SLIDING: {"rope_type": "default", "rope_theta": local}}
+        if self.tables == "layers":
+            return {"max_position_embeddings": model.max_seq_len, "rope_parameters": tables}
+        return keys | {"rope_parameters": tables}
 
     def allowed(self, model: GPTConfig) -> Mapping[str, object]:
         """See ``Entry``."""
         has = {
-            "rope_fraction": self.fraction is not None,
-            "rope_local_theta": self.tables in ("two", "local"),
+            "rope_fraction": self.fraction is not None or model.rope_scaling == "proportional",
+            "rope_local_theta": self.tables in ("two", "layers", "local"),
             "rope_query_growth": self.tables == "growth",
         }
         free = (name for name in _OF_SCALING if name not in _FEATURES or has.get(name))

@@ -1,0 +1,83 @@
+"""Gemma 4: keys that no committed model has, refused variants, and tokens of transformers' generation."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from hf_models import FIXTURES
+
+import zerojax
+from zerojax.errors import ConfigurationError
+from zerojax.interop.huggingface import load_weights
+from zerojax.interop.huggingface.families import describe_model, read_model
+from zerojax.models import GPT, GPTConfig, lm_loss
+
+FOLDER = FIXTURES / "families" / "gemma4"
+
+
+def values(**keys: Any) -> dict[str, Any]:
+    return json.loads((FOLDER / "config.json").read_text()) | keys
+
+
+def model_of(**keys: Any) -> GPTConfig:
+    given = values(**keys)
+    return read_model({name: x for name, x in given.items() if x != "absent"}, "config.json").model
+
+
+def test_older_files_have_other_keys_for_the_same_heads():
+    older = {"per_layer_config": "absent", "global_head_dim": 8, "num_global_key_value_heads": 1}
+    assert model_of(**older) == model_of()
+    plain = model_of(**older, attention_k_eq_v=False)  # transformers reads the number of heads only with it
+    assert (plain.full_kv_heads, plain.keys_as_values, plain.full_head_width) == (None, False, 8)
+
+
+def test_files_without_keys_have_the_defaults_of_transformers():
+    absent = ("layer_types", "rope_parameters", "per_layer_config", "sliding_window")
+    found = model_of(num_hidden_layers=6, **dict.fromkeys(absent, "absent"))
+    assert found.windowed == (True,) * 5 + (False,)
+    assert (found.sliding_window, found.full_head_width, found.rope_fraction) == (512, 512, 0.25)
+    assert (found.rope_theta, found.rope_local_theta, found.rope_scaling) == (1e6, 1e4, "proportional")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"hidden_size_per_layer_input": 4}, "hidden_size_per_layer_input = 4 is not supported, only 0"),
+        ({"hidden_size_per_layer_input": "absent"}, "hidden_size_per_layer_input = 256 is not supported"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers = 2 is not supported, only 0"),
+        ({"enable_moe_block": True}, "enable_moe_block = true is not supported"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all' is not supported"),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 2}, "'full_attention' in the last"),
+        ({"layer_types": ["full_attention"] * 4}, "only with 'sliding_attention' in some layers"),
+        ({"per_layer_config": {"1": {"head_dim": 8}}}, "in all layers without the window, 1, 3, and"),
+        ({"per_layer_config": {"1": {"hidden_size": 8}, "3": {"hidden_size": 8}}}, "per_layer_config"),
+    ],
+)
+def test_other_variants_are_refused_by_their_keys(keys: dict[str, Any], message: str):
+    with pytest.raises(ConfigurationError, match=message):
+        model_of(**keys)
+
+
+def test_a_model_whose_last_layer_has_the_window_is_not_described():
+    model = replace(model_of(), sliding_window_pattern=None, sliding_window_layers=(1, 3))
+    with pytest.raises(ConfigurationError, match="the last one has none"):
+        describe_model(model)
+
+
+def test_generation_gives_the_greedy_tokens_of_transformers():
+    state = zerojax.TrainState.create(
+        lambda rngs: GPT(model_of(), rngs=rngs),
+        optax.sgd(0.1),
+        lm_loss,
+        mesh=zerojax.make_mesh(1, 2, devices=jax.devices()[:2]),
+        zero=zerojax.ZeroConfig(compute_dtype="float32"),
+    )
+    tokens = np.load(FOLDER / "expected.npz")["tokens"]
+    found = zerojax.generate(load_weights(state, FOLDER), list(tokens), 12, temperature=0).tokens
+    # model.generate(tokens, do_sample=False, max_new_tokens=12); the least margin of a choice is 0.01.
+    expected = [79, 13, 13, 13, 79, *[33] * 7], [64, 52, 52, 52, 65, 71, *[51] * 6]
+    assert found.tolist() == list(map(list, expected))

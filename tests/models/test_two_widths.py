@@ -1,0 +1,179 @@
+"""Decoders whose layers without the window have wider heads and take values from keys (Gemma 4)."""
+
+import itertools
+from dataclasses import replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from plain_loop import distance
+
+import zerojax
+from zerojax.analysis.plan.work import decoder_work
+from zerojax.errors import ConfigurationError
+from zerojax.models import GPT, GPTConfig, lm_loss
+from zerojax.models.block import Block, LayerScale
+from zerojax.models.config import flops_per_token, pair_flops, parameter_count
+
+WIDE = GPTConfig(
+    vocab_size=64,
+    layers=4,
+    d_model=16,
+    heads=4,
+    kv_heads=2,
+    head_width=4,
+    ffn=24,
+    norm="rms",
+    post_norms=True,
+    positions="rope",
+    rope_scaling="proportional",
+    rope_fraction=0.5,
+    rope_local_theta=100.0,
+    mlp="geglu",
+    biases=False,
+    qk_norm=True,
+    value_norm=True,
+    query_scalar=1.0,
+    layer_scale=True,
+    sliding_window=6,
+    sliding_window_pattern=2,
+    full_head_width=8,
+    full_kv_heads=1,
+    keys_as_values=True,
+    max_seq_len=128,
+)
+NARROW = replace(WIDE, full_head_width=None, full_kv_heads=None)
+
+
+def scaled(model: GPT) -> GPT:
+    """The model with another scale in each layer."""
+    for _, scale in nnx.iter_graph(model):
+        if isinstance(scale, LayerScale):
+            scale[...] = 1 + 0.2 * jnp.cos(jnp.arange(scale[...].size, dtype=jnp.float32)).reshape(
+                scale.shape
+            )
+    return model
+
+
+@pytest.mark.parametrize("config", [WIDE, NARROW])
+def test_parameters_are_counted(config):
+    model = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
+    leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
+    assert parameter_count(config) == sum(leaf.size for leaf in leaves)
+
+
+def test_kinds_have_the_widths_of_their_layers():
+    (local, two), (full, others) = WIDE.kinds
+    assert WIDE.order == (0, 1, 0, 1)
+    assert (local.head_dim, local.key_value_heads, local.sliding_window, two) == (4, 2, 6, 2)
+    assert (full.head_dim, full.key_value_heads, full.sliding_window, others) == (8, 1, None, 2)
+    assert (local.qkv_width, full.qkv_width) == (4 * 4 + 2 * 2 * 4, 4 * 8 + 8)
+    assert (set(local.rotations), set(full.rotations)) == ({"local"}, {"full"})
+
+
+def test_flops_of_attention_are_those_of_each_layer():
+    growth = flops_per_token(WIDE, 128) - flops_per_token(WIDE, 64)
+    (local, _), (full, _) = WIDE.kinds
+    windows = 2 * pair_flops(local) * (36 / 128 - 36 / 256)
+    assert growth == pytest.approx(2 * pair_flops(full) * 32 + windows, abs=1)
+    work = decoder_work(WIDE, remat="full", dtype="bfloat16", sequences=1, length=128)
+    assert work.model_flops == 128 * flops_per_token(WIDE, 128)
+
+
+def test_packed_documents_and_cached_tokens_are_computed_as_if_alone():
+    model = scaled(GPT(WIDE, rngs=nnx.Rngs(0)))
+    tokens = jax.random.randint(jax.random.key(0), (2, 40), 0, 64)
+    bounds = ((0, 1, 20, 40), (0, 20, 21, 40))
+    numbers = jnp.array([[sum(t >= end for end in row[1:]) for t in range(40)] for row in bounds])
+    run = nnx.jit(lambda model, tokens, segments: model(tokens, segments=segments))
+    packed = run(model, tokens, numbers)
+    for row, ends in enumerate(bounds):
+        for first, last in itertools.pairwise(ends):
+            alone = run(model, tokens[row : row + 1, first:last], None)
+            np.testing.assert_allclose(packed[row : row + 1, first:last], alone, atol=2e-5)
+    whole = run(model, tokens, None)
+    decode = nnx.jit(lambda model, *args: model.decode(*args))
+    cache, start = model.init_cache(2, 40, jnp.float32), 0
+    for count in (13, 1, 1, 20):
+        begin = jnp.full(2, start)
+        hidden, cache = decode(model, tokens[:, start : start + count], begin, begin + count, cache)
+        np.testing.assert_allclose(model.logits(hidden), whole[:, start : start + count], atol=2e-5)
+        start += count
+
+
+@pytest.mark.parametrize(
+    ("config", "mesh", "options"),
+    [
+        (WIDE, (1, 1), {}),
+        (replace(WIDE, scan=False), (1, 2), {"units": (Block,)}),
+        pytest.param(WIDE, (2, 4), {}, marks=pytest.mark.slow),
+        pytest.param(WIDE, (3, 2), {"hpz": True, "weights_delta": True}, marks=pytest.mark.slow),
+        pytest.param(NARROW, (3, 2), {"remat": "none"}, marks=pytest.mark.slow),
+        pytest.param(WIDE, (1, 4), {"sequence_parallel": 4}, marks=pytest.mark.slow),
+        pytest.param(WIDE, (1, 2), {"accumulate": 2, "accumulate_order": "breadth"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_is_that_of_plain_jax(config: GPTConfig, mesh: tuple[int, int], options: dict[str, Any]):
+    zero = zerojax.ZeroConfig(compute_dtype="float32", **options)
+    state = zerojax.TrainState.create(
+        lambda rngs: GPT(config, rngs=rngs),
+        optax.sgd(0.5),
+        lm_loss,
+        mesh=zerojax.make_mesh(*mesh),
+        zero=zero,
+    )
+    state = state.replace(model_state=jax.tree.map(lambda x: x * 0.8, state.model_state))
+    numbers = np.sort(np.random.default_rng(1).integers(0, 3, (24, 21), dtype=np.int32), axis=1)
+    batch = {
+        "tokens": np.random.default_rng(0).integers(0, 64, (24, 21), dtype=np.int32),
+        "segments": numbers,
+    }
+    model = zerojax.gather_model(state)
+    model.train()
+    before, scales = zerojax.gather_params(state), jax.device_get(state.model_state)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(params: nnx.State) -> jax.Array:
+        return lm_loss(nnx.merge(graph, params, rest, copy=True), jax.tree.map(jnp.asarray, batch))[0]
+
+    gradients = nnx.to_pure_dict(jax.jit(jax.grad(loss))(params))
+    state, _ = zerojax.train_step(state, batch)
+    change = jax.tree.map(lambda x, y: (y - x) / -0.5, before, zerojax.gather_params(state))
+    assert distance(change, gradients) < 2e-5
+    jax.tree.map(np.testing.assert_array_equal, scales, jax.device_get(state.model_state))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["zero++", "delta"])
+def test_quantized_presets_learn(preset: Literal["zero++", "delta"]):
+    state = zerojax.TrainState.create(
+        lambda rngs: GPT(WIDE, rngs=rngs),
+        optax.adam(3e-3),
+        lm_loss,
+        mesh=zerojax.make_mesh(2, 4),
+        zero=zerojax.ZeroConfig.preset(preset, compute_dtype="float32"),
+    )
+    batch = {"tokens": np.random.default_rng(0).integers(0, 8, (8, 21), dtype=np.int32)}
+    losses = []
+    for _ in range(40):
+        state, metrics = zerojax.train_step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < 0.6 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"sliding_window": None, "sliding_window_pattern": None}, r"(rope_local_theta|full_head_width) = "),
+        ({"no_rope_layers": (1,)}, "no_rope_layers is not supported with full_head_width"),
+        ({"full_head_width": 5}, "rotates pairs, but a head is 5 wide"),
+        ({"full_kv_heads": 3}, "heads = 4 is not a multiple of kv_heads = 3"),
+    ],
+)
+def test_contradictions_are_refused(keys: dict[str, Any], message: str):
+    with pytest.raises(ConfigurationError, match=message):
+        replace(WIDE, **keys)
