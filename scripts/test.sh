@@ -10,13 +10,16 @@ unset PYTHONDONTWRITEBYTECODE
 export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}
 # Modules are compiled when they are first imported, not all of them now: what 0 means here to pip.
 PIP_NO_COMPILE=0 "$here/setup.sh" dev
-# What compiles for GPU clusters without a GPU; the tests that need it skip themselves without it.
-PYTHON=.venv/bin/python "$here/install_cuda_compiler.sh"
-.venv/bin/ruff check .
-.venv/bin/ruff format --check .
 export NO_MKDOCS_2_WARNING=1 NOTEBOOK_RESULTS=off
 site=(.venv/bin/mkdocs build --strict --quiet)
+prepare() {
+    # What compiles for GPU clusters without a GPU; the tests that need it skip themselves without it.
+    PYTHON=.venv/bin/python "$here/install_cuda_compiler.sh"
+    .venv/bin/ruff check .
+    .venv/bin/ruff format --check .
+}
 if [ $# -gt 0 ]; then
+    prepare
     "${site[@]}"
     .venv/bin/pyright
     exec .venv/bin/pytest "$@"
@@ -30,12 +33,13 @@ beside() {
     nice -n 19 "${@:2}" >"$output/$1" 2>&1 &
     names+=("$1") processes+=($!)
 }
+beside pyright .venv/bin/pyright
+beside mkdocs "${site[@]}"
+prepare
 # The kernels are lowered where JAX finds the CUDA compiler as it is imported; skipped below.
 compiler=$(.venv/bin/python -c "from zerojax.analysis import aot; print(aot.compiler_dir())")
 lowering=(.venv/bin/pytest -q -p no:cacheprovider tests/pallas_kernels/test_lowering.py)
-beside pyright .venv/bin/pyright
 beside "lowering of kernels" env PYTHONPATH="$compiler" "${lowering[@]}"
-beside mkdocs "${site[@]}"
 
 .venv/bin/pytest -n 2 --dist worksteal -m "not slow and not alone" --cost -
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import harness
 import numpy as np
-import scipy.stats
+import scipy.special
 
 Run = dict[str, Any]
 """A run in the output of `convergence.py`."""
@@ -77,7 +77,7 @@ class Chance:
         if free == 0 or all_free == free:
             return None
         ratio = (all_left - left) / (all_free - free) / (left / free)
-        probability = float(scipy.stats.f.sf(ratio, all_free - free, free))
+        probability = float(scipy.special.fdtrc(all_free - free, free, ratio))
         return cls(float((2 * left / free) ** 0.5), free, probability)
 
 

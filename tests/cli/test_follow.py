@@ -21,7 +21,6 @@ def test_a_receiver_gets_the_weights_of_a_run(finished, tmp_path, monkeypatch, c
     end.close()
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_process_of_a_job_sends_its_shards(processes, finished, tmp_path, monkeypatch):
     monkeypatch.setenv(TOKEN, "a token of sixteen")
