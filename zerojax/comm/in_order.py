@@ -37,12 +37,11 @@ def on_mesh[*Args, T: PyTree[Array]](
 ) -> Callable[[*Args], T]:
     """``jax.shard_map`` without its check of replication. Collectives run in one order, on CPUs too."""
     on_cpu = on_cpus(mesh.devices.flat)
-    ordered = in_order(run) if on_cpu else run
     platform = "cpu" if on_cpu else "cuda" if on_gpus(mesh.devices.flat) else None
 
     def on_platform(*args: *Args) -> T:
         with pallas_kernels.for_platform(platform):
-            return ordered(*args)
+            return in_order(run)(*args) if on_cpu else run(*args)
 
     return jax.shard_map(on_platform, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 

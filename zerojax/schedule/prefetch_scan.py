@@ -204,12 +204,12 @@ class _Layer:
         self.run_keeping = _TracedOnce(keeping)
 
 
+@dataclass(eq=False)
 class _TracedOnce[*Args, T: PyTree[Array]]:
     """A pure function that is traced once, for the first arguments it gets."""
 
-    def __init__(self, function: Callable[[*Args], T]) -> None:
-        self._function = function
-        self._traced: tuple[Callable[..., list[Array]], T] | None = None
+    function: Callable[[*Args], T]
+    _traced: tuple[Callable[..., list[Array]], T] | None = None
 
     def __call__(self, *args: *Args) -> T:
         """Run the traced function."""
@@ -221,7 +221,7 @@ class _TracedOnce[*Args, T: PyTree[Array]]:
     def shapes(self, *args: *Args) -> T:
         """ShapeDtypeStructs in place of the arrays that the function returns."""
         if self._traced is None:
-            closed, shapes = jax.make_jaxpr(self._function, return_shape=True)(*args)
+            closed, shapes = jax.make_jaxpr(self.function, return_shape=True)(*args)
             self._traced = jaxpr_as_fun(closed), shapes
         return self._traced[1]
 

@@ -13,6 +13,7 @@ tree is right by construction.
 """
 
 import functools
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -59,15 +60,17 @@ class Passed(NamedTuple):
     exchanged: Any
 
 
+@dataclass(frozen=True)
 class Exchange:
     """The exchange of ZeRO, and the interface of others.
 
     ``start`` and ``arrive`` run inside ``shard_map`` on one device's values, all other methods outside.
+
+    Attributes:
+        spec: of the state.
     """
 
-    def __init__(self, spec: TrainSpec) -> None:
-        """Take the spec of the state."""
-        self.spec = spec
+    spec: TrainSpec
 
     def reads(self, state: TrainState) -> tuple[tuple[Shards, Any], tuple[Shards, Any]]:
         """The arrays of a state that the passes read, and the ones that only the exchange reads.
