@@ -96,7 +96,7 @@ class ParamLayout(ParamShape):
         grads: codecs of the hops that reduce the gradient.
         rotation: width of the gradient's rotation; 0 if no hop is quantized.
         index: the parameter's number in the model, which salts its random bits.
-        compute_dtype: of the config.
+        compute_dtype: the compute dtype of the config.
         frozen: whether it is not trained. It is then stored in the format of ``weights``, at the level
             ``ShardingStrategy.frozen``.
         sums: if every node holds the master weight, the codec in which an owner sends its gradient sums to
