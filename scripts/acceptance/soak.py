@@ -12,8 +12,9 @@ at random moments, to one process or to all:
 - standby: with the processes that stand by;
 - link: no kill, but every connection of one process ends.
 
-Then every step's metrics and the final parameters and optimizer have to be equal bit for bit. It prints a
-table. Exit code 0 if all are equal.
+Then every step's metrics and the final parameters and optimizer have to be equal bit for bit. With --copy-to,
+the disturbed run is the one that comes back from its copy in an object store. It prints a table. Exit code 0
+if all are equal.
 """
 
 import argparse
@@ -257,6 +258,9 @@ def main() -> None:
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=["zero3"], help="kinds of runs")
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--snapshot-seconds", type=float, default=0.5)
+    parser.add_argument(
+        "--copy-to", help="URL of a store for copies of the disturbed runs, such as s3://bucket/x"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the random moments")
     parser.add_argument("--folder", type=Path, help="for all runs; by default a temporary one")
     options = parser.parse_args()
@@ -290,12 +294,19 @@ def soak(options: argparse.Namespace, kind: str, folder: Path) -> bool:
     ]  # fmt: skip
     with (runs / "peaceful.log").open("wb") as log:
         subprocess.run([*command, "--run-dir", str(runs / "peaceful")], check=True, stdout=log, stderr=log)
+    url = f"{options.copy_to}/{kind}"
+    if options.copy_to is not None:
+        command += ["--checkpoint.copy-to", url]
     disturbed = Soak(runs, command, options.seed, options.processes)
     code = disturbed.kill_often(options.kills)
     lines = disturbed.log.read_text(errors="replace")
     if code != 0:
         print(f"the disturbed run ended with exit code {code}; its end:", *lines.splitlines()[-20:], sep="\n")
         return False
+    if options.copy_to is not None:
+        disturbed.run.rename(runs / "copied")
+        fetch = [sys.executable, "-m", "zerojax", "checkpoints", str(disturbed.run), "--fetch", url]
+        subprocess.run(fetch, check=True, stdout=subprocess.DEVNULL)
     emulate_devices(MeshSection(nodes=options.processes, local=1, emulate=True), processes=1)
     found = differences(runs / "peaceful", disturbed.run, options.steps)
     memory = lines.count(", which is in memory")

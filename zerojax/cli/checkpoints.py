@@ -15,6 +15,7 @@ from zerojax.formatting import size
 from zerojax.run.checkpoints import (
     DamagedError,
     Manifest,
+    RunCopy,
     damage_line,
     read_manifest,
     read_manifests,
@@ -23,6 +24,7 @@ from zerojax.run.checkpoints import (
 )
 from zerojax.run.metrics.files import move_later_lines
 from zerojax.run.run_dir import RunFolder, RunLock
+from zerojax.validation.paths import is_store_url
 
 
 @dataclass(frozen=True)
@@ -37,18 +39,23 @@ class Options:
         rewind: Go back to this step, from which the run then resumes. Later checkpoints are kept as
             STEP.undone, later lines of metrics.jsonl in metrics.jsonl.undone.
         delete: Delete this checkpoint: a step, or a name such as 400.damaged.
+        fetch: First bring the run, with its newest checkpoint, from this URL (checkpoint.copy_to). RUN need
+            not exist.
     """
 
     run: RunPath
     verify: bool = True
     rewind: int | None = None
     delete: str | None = None
+    fetch: str | None = None
 
 
 def run(arguments: list[str]) -> None:
     """Rewind and delete if asked to, then list and verify."""
     options = read_options(Options, "checkpoints", arguments)
     folder = RunFolder(options.run)
+    if options.fetch is not None:
+        _fetch(options.fetch, folder)
     if not folder.path.is_dir():
         raise ConfigurationError(
             f"{folder.path} is not a run folder: name the folder of a run, such as runs/gpt-tiny"
@@ -58,7 +65,7 @@ def run(arguments: list[str]) -> None:
             _rewind(folder, options.rewind, checksums=options.verify)
     if options.delete is not None:
         with RunLock(folder):
-            _delete(folder.checkpoints, options.delete)
+            _delete(folder, options.delete)
     paths = [folder.checkpoints / str(step) for step in step_dirs.steps(folder.checkpoints)]
     paths += step_dirs.aside(folder.checkpoints)
     if not paths:
@@ -107,7 +114,27 @@ def _described(path: Path) -> tuple[str, str, str, str]:
     return f"{saved:%Y-%m-%d %H:%M:%S}", size(manifest.size), metrics, f"{nodes} x {local}, {preset}"
 
 
+def _fetch(url: str, folder: RunFolder) -> None:
+    if not is_store_url(url):
+        raise ConfigurationError(f"--fetch {url}: give a URL such as s3://bucket/run")
+    copy = RunCopy(url, folder)
+    if not (steps := copy.steps()):
+        raise ConfigurationError(f"--fetch {url}: there is no complete checkpoint")
+    with RunLock(folder):
+        copy.fetch_files()
+        for line in copy.fetch(steps[-1]):
+            print(line)
+
+
+def _copy_of(folder: RunFolder) -> RunCopy | None:
+    return RunCopy.of(folder.read_config().checkpoint.copy_to, folder) if folder.config.exists() else None
+
+
 def _rewind(folder: RunFolder, step: int, *, checksums: bool) -> None:
+    copy = _copy_of(folder)
+    copied = [] if copy is None else copy.steps()
+    if copy is not None and step in copied:
+        copy.fetch(step)
     steps = step_dirs.steps(folder.checkpoints)
     if step not in steps:
         raise ConfigurationError(
@@ -115,6 +142,10 @@ def _rewind(folder: RunFolder, step: int, *, checksums: bool) -> None:
         )
     if why := _damage(folder.checkpoints / str(step), checksums=checksums):
         raise ConfigurationError(damage_line(folder.checkpoints, step, why))
+    if copy is not None:
+        for later in [one for one in reversed(copied) if one > step]:
+            copy.delete(later)
+            print(f"deleted checkpoint {later} in {copy.url}")
     # Newest first: if interrupted, the remaining checkpoints still form a run that resumes from its newest.
     undone = [
         step_dirs.move_aside(folder.checkpoints, later, "undone") for later in reversed(steps) if later > step
@@ -130,7 +161,8 @@ def _rewind(folder: RunFolder, step: int, *, checksums: bool) -> None:
         print(f"lines of later steps are kept in {_listed(kept)}")
 
 
-def _delete(folder: Path, name: str) -> None:
+def _delete(run: RunFolder, name: str) -> None:
+    folder, copy = run.checkpoints, _copy_of(run)
     known = [str(step) for step in step_dirs.steps(folder)] + [path.name for path in step_dirs.aside(folder)]
     if name not in known:
         raise ConfigurationError(f"{folder} has no checkpoint {name!r}; there are: {_listed(known)}")
@@ -144,6 +176,8 @@ def _delete(folder: Path, name: str) -> None:
             f"checkpoint {folder / name} holds weights that other runs need: {_listed(runs)}. If they no "
             f"longer need them, delete {name}.needed-by beside it"
         )
+    if copy is not None and name.isdecimal():
+        copy.delete(int(name))
     if (line := step_dirs.remove(folder / name)) is not None:
         raise RunError(line)
 

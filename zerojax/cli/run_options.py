@@ -88,6 +88,8 @@ def read_run[O: RunOptions](
             f"--init-from {named} gave this run its [model], and is gone: "
             f"resume the run by zerojax {command} {folder.config} --run-dir {folder.path}"
         )
+    if settings.checkpoint.copy_to and not read.dry_run:
+        checkpoints.check_copy(settings.checkpoint.copy_to)
     return read, settings, source
 
 

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Self
 import jax
 
 from zerojax.errors import DivergedError, RunError, Stopped, disk_errors
+from zerojax.log import logger
 from zerojax.multihost.agreement import Agreement, Requests
 from zerojax.multihost.preemption import StopRequest
 from zerojax.multihost.watchdog import Watchdog
@@ -102,7 +103,12 @@ class TrainLoop(ABC):
                 return
             if error is not None and jax.process_index() == 0:
                 self.note_end(error)
-            self.close_files()
+            try:
+                self.close_files()
+            except RunError as failure:
+                if error is None:
+                    raise
+                logger.warning(str(failure))
         finally:
             self.watchdog.stop()
             if self.lock is not None and not self.log.hangs:

@@ -24,6 +24,7 @@ from zerojax.run.checkpoints import (
     Manifest,
     Record,
     Retention,
+    RunCopy,
     Snapshots,
     TrainingClock,
     reserve_for_saves,
@@ -53,6 +54,7 @@ class Opening(NamedTuple):
     on_error: ExitStack
     recovery: Recovery | None
     snapshots: Snapshots | None
+    copy: RunCopy | None
 
 
 @dataclass(kw_only=True)
@@ -106,6 +108,7 @@ class OpenRun(TrainLoop):
             self.folder.checkpoints,
             Retention(saving.keep, saving.keep_every, saving.keep_best, saving.keep_minutes),
             start=start.saved,
+            copy=new.copy,
             say=self.log.say,
         )
         self.snapshots = new.snapshots
@@ -196,6 +199,9 @@ def opening(
             run_on_each_process(lambda: is_first() or lock.take())
         if is_first() or own_disks:
             on_error.push(_remover(folder, absent))
+        copy = RunCopy.of(config.checkpoint.copy_to, folder)
+        if copy is not None:
+            (run_on_each_process if own_disks else run_on_process_zero)(copy.fetch_files)
         notes, manifest = [] if unlocked is None else [unlocked], None
         kept = Kept.find()
         found = Snapshots(kept) if snapshots and kept is not None else None
@@ -212,9 +218,10 @@ def opening(
                 folder.checkpoints,
                 checksums=config.checkpoint.verify,
                 check=lambda latest: check_start(latest, resume, folder),
+                copy=copy,
             )
             notes += damaged
-        yield Opening(config, folder, lock, manifest, notes, on_error, recovery, found)
+        yield Opening(config, folder, lock, manifest, notes, on_error, recovery, found, copy)
         on_error.pop_all()
 
 

@@ -79,6 +79,13 @@ class RunFolder:
         self.profile = path / "profile"
         self.stacks = path / "stacks"
 
+    def files(self) -> list[Path]:
+        """The files that a start on another host, evaluation and export need beside the checkpoints."""
+        alone = (self.config, self.summary, self.metrics, self.samples, self.curve)
+        folders = (self.data, self.huggingface, self.tokenizer.parent)
+        inside = (path for folder in folders for path in sorted(folder.rglob("*")))
+        return [path for path in (*alone, *inside) if path.is_file()]
+
     def check(self) -> None:
         """Refuse a path that cannot be a run's folder; writes nothing."""
         check_checkpoint_path(self.path)
@@ -102,8 +109,9 @@ class RunFolder:
     def read_config(self) -> RunConfig:
         """The settings of the run.
 
-        Raises ConfigError if the folder holds no run, or its settings are invalid.
+        Raises ConfigurationError if the folder holds no run, or its settings are invalid.
         """
+        check_checkpoint_path(self.path)
         if not self.config.is_file():
             raise ConfigError(
                 f"{self.path} is not a run folder: it has no {self.config.name}. Name the folder of a run"

@@ -219,7 +219,7 @@ def test_the_number_of_options_is_known() -> None:
         "posttrain": 32,
         "critic": 10,
         "mesh": 3,
-        "checkpoint": 7,
+        "checkpoint": 8,
         "cluster": 7,
         "log": 4,
     }

@@ -6,18 +6,27 @@
 
 import logging
 
-from zerojax.run.checkpoints.manifest import Beside, DamagedError, Manifest, Record, read_manifest, verify
+from zerojax.run.checkpoints.manifest import (
+    Beside,
+    DamagedError,
+    Manifest,
+    Record,
+    read_manifest,
+    read_manifests,
+    verify,
+)
 from zerojax.run.checkpoints.restore import Resumed, restore, restore_base, restore_weights, resume
+from zerojax.run.checkpoints.retention import Retention
+from zerojax.run.checkpoints.run_copy import RunCopy, check_copy
 from zerojax.run.checkpoints.select import (
     Choice,
     damage_line,
     find,
     newest_valid,
-    read_manifests,
     set_damaged_aside,
 )
 from zerojax.run.checkpoints.snapshots import Snapshot, Snapshots
-from zerojax.run.checkpoints.store import Checkpoints, Retention, TrainingClock, reserve_for_saves
+from zerojax.run.checkpoints.store import Checkpoints, TrainingClock, reserve_for_saves
 
 # Orbax logs pages about errors that zerojax reports in one line. Other libraries that log to "absl" are kept.
 logging.getLogger("absl").addFilter(lambda record: "/orbax/checkpoint/" not in record.pathname)
@@ -31,9 +40,11 @@ __all__ = [
     "Record",
     "Resumed",
     "Retention",
+    "RunCopy",
     "Snapshot",
     "Snapshots",
     "TrainingClock",
+    "check_copy",
     "damage_line",
     "find",
     "newest_valid",

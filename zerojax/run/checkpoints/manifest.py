@@ -10,6 +10,7 @@ import os
 import zlib
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import dacite
 
 from zerojax.errors import ConfigurationError, RunError
+from zerojax.run.checkpoints import step_dirs
 from zerojax.run.run_dir import write_whole
 from zerojax.validation.bounds import is_time, require
 from zerojax.validation.untrusted import dump_checked, load_checked
@@ -155,6 +157,16 @@ def read_manifest(path: Path) -> Manifest:
         raise _unreadable(path, error) from error
     except UnicodeDecodeError as error:
         raise DamagedError(f"{MANIFEST} is damaged: {error}") from error
+
+
+def read_manifests(folder: Path) -> list[Manifest]:
+    """The manifests that can be read of all checkpoints, oldest first; other files are not checked."""
+    found = []
+    for step in step_dirs.steps(folder):
+        # A damaged one is reported when a run wants to resume from it.
+        with suppress(DamagedError, RunError):
+            found.append(read_manifest(folder / str(step)))
+    return found
 
 
 def parse_manifest(text: str) -> Manifest:

@@ -41,8 +41,12 @@ Hosts = Sequence[Manifest | None]
 _MERGED = re.compile(r"[^/]+/(manifest\.ocdbt|d/.*)")
 
 
-def newest_complete(folder: Path, *, checksums: bool) -> tuple[int | None, dict[int, str]]:
+def newest_complete(
+    folder: Path, *, checksums: bool, copied: int | None = None
+) -> tuple[int | None, dict[int, str]]:
     """Find the newest checkpoint that the hosts together have whole. All processes call it together.
+
+    ``copied`` is the newest one in the run's copy, which they take if they have none as new.
 
     Returns:
         Its step, or None if no host has a checkpoint; and for each step that this process has and cannot use,
@@ -54,7 +58,7 @@ def newest_complete(folder: Path, *, checksums: bool) -> tuple[int | None, dict[
     """
     own, unusable = step_dirs.steps(folder), dict[int, str]()
     steps = sorted({step for each in gather_from_all(own) for step in each}, reverse=True)
-    for step in steps:
+    for step in (step for step in steps if step >= (copied or 0)):
         mine = None
         try:
             mine = (
@@ -62,18 +66,18 @@ def newest_complete(folder: Path, *, checksums: bool) -> tuple[int | None, dict[
             )
         except DamagedError as error:
             unusable[step] = str(error)
-        save = _newest_save(_of_all(mine))
+        save = newest_save(_of_all(mine))
         if step in own and save[jax.process_index()] is None:
             unusable.setdefault(step, "the job's hosts do not have all of its parts")
         if any(save):
             return step, unusable
-    if steps:
+    if steps and copied is None:
         reasons = [why for each in gather_from_all(unusable) for why in each.values()]
         raise ConfigurationError(
             f"no checkpoint in {folder} can be used, of steps {steps}: {reasons[0]}. Bring back the disks of "
             "the hosts that saved them, or move the checkpoints away to start over"
         )
-    return None, {}
+    return copied, unusable
 
 
 def bring_to_all_hosts(folder: Path, step: int) -> None:
@@ -85,7 +89,7 @@ def bring_to_all_hosts(folder: Path, step: int) -> None:
         RunError: a file has changed on its way.
     """
     path, draft = folder / str(step), step_dirs.unfinished(folder, step)
-    hosts = _newest_save(_of_all(read_manifest(path) if path.exists() else None))
+    hosts = newest_save(_of_all(read_manifest(path) if path.exists() else None))
     if all(one is not None and one.parts == 1 for one in hosts):
         return
     rank, whole = jax.process_index(), [one is not None and one.parts == 1 for one in hosts]
@@ -103,13 +107,17 @@ def bring_to_all_hosts(folder: Path, step: int) -> None:
         return
     if any(x != every[name] for name, x in sizes_and_checksums(place, lacking).items()):
         raise RunError(f"checkpoint {path} has changed on its way from other hosts: start the run again")
-    remove_merged(place)
-    for kind in {part.parent for part in place.glob("*/ocdbt.process_*")}:
-        merge(kind, ts.Context())
-    like = next(one for one in (mine, *hosts) if one is not None)
-    write_manifest(place, step, like.saved_at, like.record)
+    merge_parts(place, next(one for one in (mine, *hosts) if one is not None))
     if mine is None:
         draft.rename(path)
+
+
+def merge_parts(path: Path, like: Manifest) -> None:
+    """Make one checkpoint of a folder with the files of all parts; ``like`` is the manifest of one."""
+    remove_merged(path)
+    for kind in {part.parent for part in path.glob("*/ocdbt.process_*")}:
+        merge(kind, ts.Context())
+    write_manifest(path, like.step, like.saved_at, like.record)
 
 
 def remove_merged(path: Path) -> None:
@@ -129,7 +137,7 @@ def _of_all(own: Manifest | None) -> Hosts:
     return [None if text is None else parse_manifest(text) for text in texts]
 
 
-def _newest_save(hosts: Hosts) -> Hosts:
+def newest_save(hosts: Hosts) -> Hosts:
     """The parts of the newest save that is complete; all None if none is."""
     for saved_at in sorted({one.saved_at for one in hosts if one}, reverse=True):
         save = [one if one and one.saved_at == saved_at else None for one in hosts]

@@ -16,7 +16,6 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -31,16 +30,16 @@ from zerojax.errors import RunError, error_line
 from zerojax.multihost.files import on_own_disks
 from zerojax.run.checkpoints import step_dirs
 from zerojax.run.checkpoints.canonical import abstract_canonical, to_canonical
-from zerojax.run.checkpoints.manifest import Manifest, Record, write_manifest
+from zerojax.run.checkpoints.manifest import Record, read_manifests, write_manifest
 from zerojax.run.checkpoints.parts import bring_to_all_hosts, remove_merged
 from zerojax.run.checkpoints.portions import write_in_portions
-from zerojax.run.checkpoints.select import read_manifests
+from zerojax.run.checkpoints.retention import Retention
+from zerojax.run.checkpoints.run_copy import Copier, RunCopy
 from zerojax.sharding.host_memory import free_host_memory, host_limit, pool_bytes
 from zerojax.sharding.mesh import on_gpus
 from zerojax.train.memory import device_bytes, host_bytes, reserve_host_memory
 from zerojax.train.state import TrainState, check_there, settled
 from zerojax.train.step import skipped_in_row
-from zerojax.validation.arguments import suggests
 from zerojax.validation.paths import check_checkpoint_path
 
 
@@ -80,56 +79,6 @@ class TrainingClock:
         self._saved = self._clock()
 
 
-@suggests
-@dataclass(frozen=True)
-class Retention:
-    """Which checkpoints to keep: the newest two, and the ones that any of these rules keeps.
-
-    Two, because the newest may hold broken weights, which only the next step shows. Saving it proved that the
-    weights before it were good. Checkpoints that hold a run's frozen weights or its reference are kept as
-    well.
-
-    Orbax's own policies measure time by the wall clock, and know nothing of frozen weights.
-
-    Attributes:
-        newest: keep this many of the newest, at least two; None keeps all.
-        every: keep checkpoints at multiples of this many steps; 0 for none.
-        best: keep this many with the lowest validation loss, among checkpoints saved at a step that measured
-            it.
-        minutes: keep checkpoints from the last ``minutes`` of training; time between runs does not count.
-    """
-
-    newest: int | None = None
-    every: int = 0
-    best: int = 0
-    minutes: float = 0.0
-
-    def surplus(self, manifests: Sequence[Manifest]) -> list[int]:
-        """The steps of the checkpoints that no rule keeps.
-
-        Args:
-            manifests: the checkpoints' manifests, oldest first; at least one.
-        """
-        if self.newest is None:
-            return []
-        steps = [manifest.step for manifest in manifests]
-        newest = manifests[-1].record
-        kept = {*steps[-max(2, self.newest) :], *_lowest(manifests, self.best)}
-        kept |= {step for step in steps if f"checkpoints/{step}" in newest.bases}
-        if self.every:
-            kept |= {step for step in steps if step % self.every == 0}
-        if self.minutes:
-            since = newest.seconds - self.minutes * 60
-            kept |= {manifest.step for manifest in manifests if manifest.record.seconds > since}
-        return [step for step in steps if step not in kept]
-
-
-def _lowest(manifests: Sequence[Manifest], count: int) -> list[int]:
-    """The steps with the lowest validation loss; among equal losses the newest."""
-    losses = [(m.record.metrics.get("validation_loss", math.nan), -m.step) for m in manifests]
-    return [-step for _, step in sorted(found for found in losses if math.isfinite(found[0]))[:count]]
-
-
 class Checkpoints:
     """The checkpoints that a run writes.
 
@@ -144,6 +93,7 @@ class Checkpoints:
         retention: Retention | None = None,
         *,
         start: int | None = None,
+        copy: RunCopy | None = None,
         clock: Callable[[], float] = time.time,
         say: Callable[[str], object] = print,
     ) -> None:
@@ -153,6 +103,7 @@ class Checkpoints:
             folder: the checkpoints' folder; created by the first save.
             retention: which checkpoints to keep; all by default.
             start: the step that the run resumes from, which is saved already; None for a new run.
+            copy: the run's copy in an object store, which is kept up to date.
             clock: returns Unix time, for the manifest.
             say: prints a line, perhaps from another thread, if a checkpoint could not be deleted or if
                 training has to wait for saves. Saving continues.
@@ -175,6 +126,9 @@ class Checkpoints:
         if self._cleans_up:
             for line in step_dirs.clear_leftovers(folder):
                 say(line)
+        self._copier = Copier(copy, self._retention, say) if copy is not None and self._cleans_up else None
+        if self._copier is not None and start is not None:
+            self._copier.start(start)
 
     def __enter__(self) -> Self:
         return self
@@ -290,11 +244,13 @@ class Checkpoints:
             raise self._failure(step, error) from error
 
     def close(self) -> None:
-        """Wait, and end the thread; errors as for ``save``."""
+        """Wait, also for the copy in an object store, and end the threads; errors as for ``save``."""
         try:
             self.wait()
         finally:
             self._worker.shutdown()
+            if self._copier is not None:
+                self._copier.close()
 
     def share(self) -> None:
         """Bring all parts of the last checkpoint to all hosts, if they share no file system.
@@ -326,9 +282,12 @@ class Checkpoints:
         draft.rename(self._folder / str(step))
         # Checkpoints of later steps belong to another run, from which this one did not resume.
         there = [manifest for manifest in read_manifests(self._folder) if manifest.step <= step]
-        for surplus in (self._folder / str(step) for step in self._retention.surplus(there)):
+        copied = None if self._copier is None else self._copier.copy.uploading
+        for surplus in (self._folder / str(one) for one in self._retention.surplus(there) if one != copied):
             if not step_dirs.needed_by(surplus) and (line := step_dirs.remove(surplus)) is not None:
                 self._say(line)
+        if self._copier is not None:
+            self._copier.start(step)
 
     def _failure(self, step: int, error: Exception) -> RunError:
         if self._cleans_up:

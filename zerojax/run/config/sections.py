@@ -17,6 +17,7 @@ from zerojax.matmul.lora import LoRA
 from zerojax.models.config import GPTConfig
 from zerojax.sharding.mesh import make_mesh
 from zerojax.validation.bounds import MAX_DEVICES, MAX_EMULATED, MIN_TEMPERATURE, check_numbers, require
+from zerojax.validation.paths import is_store_url
 from zerojax.validation.untrusted import is_unicode
 from zerojax.zero_config import ZeroConfig
 
@@ -147,6 +148,8 @@ class CheckpointSection:
         keep_best: Also keep this many with the lowest validation loss, among checkpoints saved at a step that
             measured it.
         keep_minutes: Also keep checkpoints from this many last minutes of training.
+        copy_to: Also keep a copy of the run in an object store: a URL such as s3://bucket/run, gs://bucket/run
+            or file:///mnt/run. A start on other hosts continues from there.
         verify: Read every byte of a checkpoint and compare checksums before resuming from it; otherwise only
             names and sizes of its files are compared.
     """
@@ -157,6 +160,7 @@ class CheckpointSection:
     keep_every: int = 0
     keep_best: int = 0
     keep_minutes: float = 0.0
+    copy_to: str = ""
     verify: bool = True
 
     def __post_init__(self) -> None:
@@ -165,6 +169,8 @@ class CheckpointSection:
         _check(self, "checkpoint", "keep", "be at least 1", lambda x: x >= 1)
         names = "minutes keep_every keep_best keep_minutes"
         _check(self, "checkpoint", names, "not be negative", lambda x: x >= 0)
+        must = "be a URL that begins with s3://, gs:// or file:///, and has no spaces, ? or #"
+        _check(self, "checkpoint", "copy_to", must, lambda x: not x or is_store_url(x))
 
 
 @dataclass(frozen=True)
