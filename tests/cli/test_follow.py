@@ -53,7 +53,12 @@ def test_every_process_of_a_job_sends_its_shards(processes, finished, tmp_path, 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--to", "host"], "HOST:PORT"), (["--to", "h:1", "--dtype", "int8"], "--dtype")],
+    [
+        (["--to", "host"], "HOST:PORT"),
+        (["--to", "h:1", "--dtype", "int8"], "--dtype"),
+        (["--to", "h:1", "--block-size", "64"], "add --weights"),
+        (["--to", "h:1", "--weights", "fp8-blocks", "--block-size", "0"], "at least one row"),
+    ],
 )
 def test_addresses_and_dtypes_are_checked(finished, arguments, message, capsys):
     assert main(["follow", str(finished.path), *arguments]) == 2

@@ -53,10 +53,14 @@ class Options(JobOptions):
     mesh: MeshOptions = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse an address without a port, an unknown dtype, and less than one flow."""
+        """Refuse an address without a port, an unknown dtype, a block without a format, and no flow."""
         dtype_name(self.dtype, "--dtype", tuple(EXPORT_DTYPES))
         if bad := [address for address in self.to if not address.rpartition(":")[2].isdecimal()]:
             raise ConfigurationError(f"--to {bad[0]}: name a receiver as HOST:PORT")
+        if self.weights is None and self.block_size != Options.block_size:
+            raise ConfigurationError("--block-size says how weights are quantized: add --weights")
+        if self.block_size < 1:
+            raise ConfigurationError(f"--block-size {self.block_size}: a block has at least one row")
         if not self.to or self.flows < 1:
             raise ConfigurationError("--to needs at least one HOST:PORT, and --flows is at least 1")
 
