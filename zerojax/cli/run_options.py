@@ -1,5 +1,6 @@
 """The common part of ``zerojax train`` and ``zerojax posttrain``: the run's folder and first weights."""
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,7 +20,8 @@ from zerojax.interop.huggingface import (
     run_settings,
     save_tokenizer,
 )
-from zerojax.run import checkpoints
+from zerojax.multihost import standby
+from zerojax.run import checkpoints, recovery
 from zerojax.run.config import RunConfig, find_config, saved_config
 from zerojax.run.config.keys import Tables
 from zerojax.run.config.tables import merged, table_of
@@ -88,7 +90,9 @@ def read_run[O: RunOptions](
             f"--init-from {named} gave this run its [model], and is gone: "
             f"resume the run by zerojax {command} {folder.config} --run-dir {folder.path}"
         )
-    if settings.checkpoint.copy_to and not read.dry_run:
+    # A restart continues from memory even while the store fails.
+    restarts = any(name in os.environ for name in (recovery.VARIABLE, standby.VARIABLE))
+    if settings.checkpoint.copy_to and not (read.dry_run or restarts):
         checkpoints.check_copy(settings.checkpoint.copy_to)
     return read, settings, source
 

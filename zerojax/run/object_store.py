@@ -25,7 +25,14 @@ _QUICK_SECONDS, _PATIENT_SECONDS = 20.0, 600.0
 
 
 class StoreError(RunError):
-    """An object store did not do as it was asked; the message has its URL and the reason."""
+    """An object store did not do as it was asked; the message has its URL and the reason.
+
+    ``may_pass`` says whether the same request may succeed later.
+    """
+
+    def __init__(self, message: str, *, may_pass: bool = False) -> None:
+        super().__init__(message)
+        self.may_pass = may_pass
 
 
 class ObjectStore:
@@ -118,7 +125,8 @@ class ObjectStore:
         try:
             yield
         except (ValueError, OSError, RuntimeError) as error:  # all that TensorStore raises
-            raise StoreError(f"{self.url}: {_reason(error)}") from error
+            may_pass = isinstance(error, TimeoutError) or str(error).startswith(("ABORTED", "UNAVAILABLE"))
+            raise StoreError(f"{self.url}: {_reason(error)}", may_pass=may_pass) from error
 
 
 def _pieces(sizes: Mapping[str, int]) -> list[tuple[str, str, int, int]]:

@@ -9,6 +9,8 @@ from micro_run import losses, micro_config, train
 from s3_server import Bucket, s3_bucket
 
 from zerojax.cli import main
+from zerojax.cli.run_options import read_run
+from zerojax.cli.train import Options
 from zerojax.errors import ConfigurationError, RunError
 from zerojax.run import object_store
 from zerojax.run.checkpoints import DamagedError, Record, Retention, RunCopy, verify
@@ -155,7 +157,11 @@ def test_a_run_continues_on_another_host_and_mesh(bucket: Bucket, text: Path, tm
 
 
 def test_a_wrong_store_is_refused_before_anything_starts(
-    bucket: Bucket, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bucket: Bucket,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     bucket.status = 403
     run = ["train", "gpt-tiny", "--run-dir", str(tmp_path / "a"), "--checkpoint.copy-to"]
@@ -163,6 +169,10 @@ def test_a_wrong_store_is_refused_before_anything_starts(
     assert (
         "checkpoint.copy_to: s3://bucket/run: permission denied (HTTP 403). Check" in capsys.readouterr().err
     )
+    bucket.status = 503
+    assert main([*run, "s3://bucket/run"]) == 1
+    monkeypatch.setenv("ZEROJAX_LOST", "1 2 rank 1")
+    read_run(Options, "train", [*run[1:], "s3://bucket/run"])  # a restart may continue from memory
     assert main([*run, "runs/a"]) == 2
     assert main(["checkpoints", str(tmp_path / "a"), "--fetch", "runs/a"]) == 2
     assert not (tmp_path / "a").exists()

@@ -199,7 +199,8 @@ def check_copy(url: str) -> None:
     """Write an object below a URL, list it and delete it.
 
     Raises:
-        ConfigurationError: the store cannot be used; names the reason.
+        ConfigurationError: the store refuses; names the reason.
+        RunError: it cannot be reached, or fails.
     """
     name = f"probe-{secrets.token_hex(8)}"
     try:
@@ -208,7 +209,7 @@ def check_copy(url: str) -> None:
         store.names(name)
         store.delete(name)
     except StoreError as error:
-        raise ConfigurationError(
+        raise (RunError if error.may_pass else ConfigurationError)(
             f"checkpoint.copy_to: {error}. Check the bucket, and the keys and the server in the environment "
             "(AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, or GOOGLE_APPLICATION_CREDENTIALS)"
         ) from None
