@@ -205,8 +205,10 @@ def opening(
         notes, manifest = [] if unlocked is None else [unlocked], None
         kept = Kept.find()
         found = Snapshots(kept) if snapshots and kept is not None else None
-        if found is not None and recovery is not None:
+        saved = None
+        if recovery is not None:
             saved = run_on_process_zero(lambda: max(step_dirs.steps(folder.checkpoints), default=None))
+        if found is not None and recovery is not None:
             manifest = found.choose(spelled_out(config), saved)
             if manifest is None:
                 notes.append(
@@ -218,7 +220,7 @@ def opening(
                 folder.checkpoints,
                 checksums=config.checkpoint.verify,
                 check=lambda latest: check_start(latest, resume, folder),
-                copy=copy,
+                copy=copy if saved is None else None,  # a restart has on its disk all that the copy has
             )
             notes += damaged
         yield Opening(config, folder, lock, manifest, notes, on_error, recovery, found, copy)
