@@ -8,8 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from zerojax.adapters.loss import own_tokens, world_sum
+from zerojax.adapters.nnx_units import Stack
 from zerojax.adapters.roles import ExpertParam
-from zerojax.adapters.stack import Stack
 from zerojax.adapters.weight_sum import weight_sum
 from zerojax.analysis.comm_report import CommReport, comm_report
 from zerojax.compilation_cache import use_compilation_cache

@@ -13,7 +13,7 @@ from plain_loop import distance
 
 import zerojax
 from zerojax import Experts
-from zerojax.adapters.stack import Stack
+from zerojax.adapters.nnx_units import Stack
 from zerojax.errors import ZeroError
 from zerojax.models import GPT, Block, GPTConfig, lm_loss
 

@@ -13,17 +13,17 @@ from jax.tree_util import KeyPath
 from jaxtyping import Array, Num, PyTree
 
 from zerojax.adapters.adapter import Adapter, Bound, Given, ModelState, Parameter
-from zerojax.adapters.nnx_call import (
+from zerojax.adapters.nnx_creation import create, forget_shapes, stack_of
+from zerojax.adapters.nnx_units import (
     STATE,
+    Stack,
     gathering_class,
     leaf_path,
     leaves_of,
     leaves_within,
     replaced_weights,
 )
-from zerojax.adapters.nnx_creation import create, forget_shapes, stack_of
 from zerojax.adapters.roles import ExpertParam, RouterState
-from zerojax.adapters.stack import Stack
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.unit import is_sharded
 from zerojax.sharding.param_tree import Path

@@ -13,7 +13,7 @@ from jax import Array
 from jax.sharding import Mesh
 from jaxtyping import Float, Int, Key
 
-from zerojax.adapters.stack import Stack
+from zerojax.adapters.nnx_units import Stack
 from zerojax.comm.xla_options import compiler_options
 from zerojax.errors import ConfigurationError
 from zerojax.generation.checks import checked_limits, checked_prompts

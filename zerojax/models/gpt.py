@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from zerojax.adapters.loss import devices_a_row, own_tokens
-from zerojax.adapters.stack import Stack
+from zerojax.adapters.nnx_units import Stack
 from zerojax.errors import ConfigurationError
 from zerojax.experts import RouterStats
 from zerojax.matmul.late_zeros import zeros_after
