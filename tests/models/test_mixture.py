@@ -55,6 +55,7 @@ def router_inputs(model: GPT, tokens: jax.Array) -> list[jax.Array]:
     """What the router of each mixture reads."""
     c, found = model.config, []
     x, rope = model.embed_tokens(tokens, jnp.arange(tokens.shape[1]), tokens.shape[1])
+    assert not isinstance(rope, list)
     for block in blocks_of(model):
         if isinstance(block.mlp, Experts):
             attention = block.attention
