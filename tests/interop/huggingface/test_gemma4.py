@@ -12,7 +12,7 @@ from hf_models import FIXTURES
 
 import zerojax
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface import load_weights
+from zerojax.interop.huggingface import adapter_lora, load_weights
 from zerojax.interop.huggingface.families import describe_model, read_model
 from zerojax.models import GPT, GPTConfig, lm_loss
 
@@ -66,6 +66,13 @@ def test_a_model_whose_last_layer_has_the_window_is_not_described():
     model = replace(model_of(), sliding_window_pattern=None, sliding_window_layers=(1, 3))
     with pytest.raises(ConfigurationError, match="the last one has none"):
         describe_model(model)
+
+
+def test_imported_adapters_divide_the_columns_of_each_kind():
+    lora = adapter_lora(FIXTURES / "adapters" / "gemma4", model_of())
+    pieces = [(pattern, columns, rank) for pattern, columns, rank, _ in lora.pieces if "qkv" in pattern]
+    local, full = (f"blocks/{number}/*attention/qkv/kernel" for number in (0, 1))
+    assert pieces == [(local, 16, 2), (local, 8, 2), (local, 8, 2), (full, 32, 2), (full, 8, 2)]
 
 
 def test_generation_gives_the_greedy_tokens_of_transformers():

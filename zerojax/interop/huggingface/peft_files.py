@@ -333,6 +333,8 @@ class PeftAdapter:
 
     def __init__(self, folder: Path, model: GPTConfig) -> None:
         self.folder, self.settings, self.shapes = folder, Settings.read(folder), weight_shapes(model)
+        every = range(model.layers)  # a scanned kind has its first layer's number in its path
+        self._in_paths = [model.order.index(kind) for kind in {*model.order}] if model.scan else every
         self.factors: dict[Place, list[Factor]] = {}
         self.given: dict[Place, list[Given]] = {}
         self._files = SafetensorFiles(folder, WEIGHTS)
@@ -369,9 +371,24 @@ class PeftAdapter:
 
     def _pieces(self, name: str) -> Iterator[tuple[str, int, int, float]]:
         """The ``LoRA.pieces`` of a weight; none if its adapters have the default rank and scale."""
-        layers = [factors for (own, _), factors in self.factors.items() if own == name]
-        every = (part for parts in self._tensors.values() for part in parts)
-        ranges = sorted({(part.columns.start, part.columns.stop) for part in every if part.place[0] == name})
+        ranges: dict[int | None, set[tuple[int, int]]] = {}
+        for part in (part for parts in self._tensors.values() for part in parts if part.place[0] == name):
+            ranges.setdefault(part.place[1], set()).add((part.columns.start, part.columns.stop))
+        alike: dict[tuple[tuple[int, int], ...], list[int | None]] = {}
+        for layer, own in ranges.items():
+            alike.setdefault(tuple(sorted(own)), []).append(layer)
+        for own, layers in alike.items():
+            pattern = path_pattern(name)
+            kinds = [pattern.replace("*/", f"{number}/*", 1) for number in self._in_paths if number in layers]
+            factors = [self.factors[name, layer] for layer in layers if (name, layer) in self.factors]
+            for each in [pattern] if len(alike) == 1 else kinds:
+                yield from self._pieces_of(each, own, factors)
+
+    def _pieces_of(
+        self, pattern: str, every: Sequence[tuple[int, int]], layers: Sequence[list[Factor]]
+    ) -> Iterator[tuple[str, int, int, float]]:
+        """The ``LoRA.pieces`` of layers whose modules have the same ranges of columns."""
+        ranges = list(every)
         if all(_are_one(factors, ranges[-1][1]) for factors in layers):
             ranges = [(0, ranges[-1][1])]
         lora, found = self.settings.lora, []
@@ -380,7 +397,7 @@ class PeftAdapter:
             scale = own[0][0].scale if own else lora.scale
             rank = max((side_by_side(part, stop - start, scale)[0].shape[-1] for part in own), default=0)
             alpha = alpha_for(lora, rank, scale) if rank else lora.alpha
-            found.append((path_pattern(name), stop - start if len(ranges) > 1 else 0, rank, alpha))
+            found.append((pattern, stop - start if len(ranges) > 1 else 0, rank, alpha))
         if [piece[1:] for piece in found] != [(0, lora.rank, lora.alpha)]:
             yield from found
 
