@@ -1,4 +1,4 @@
-"""The gated delta rule and Mamba-2's by chunks of tokens, with their derivatives.
+"""The gated delta rule, Kimi's delta rule and Mamba-2's by chunks of tokens, with their derivatives.
 
 The chunked form computes ``CHUNK`` tokens together by matrix products (Yang and others, "Parallelizing Linear
 Transformers with the Delta Rule over Sequence Length", 2024). A triangular system for each chunk tells what
@@ -6,14 +6,15 @@ its tokens write into the state. Then a scan over chunks carries the state.
 
 States, decays and the triangular systems are fp32; other products have operands of the values' dtype and fp32
 sums. The backward pass computes the chunks again: besides its arguments it keeps one state for each chunk, so
-that memory grows linearly with the sequence. Kernel and specification differ by rounding.
+that memory grows linearly with the sequence. Kernel and specification differ by rounding. Decays of single
+channels have no kernel: XLA compiles the specification on all platforms.
 """
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels import delta_chunks_reference
+from pallas_kernels import delta_chunks_reference as specification
 from pallas_kernels.backends import dispatch
 from pallas_kernels.delta_chunks_reference import CHUNK
 
@@ -47,7 +48,8 @@ def delta_rule(
         query: [batch, time, key_heads, dim], scaled as the output is to be.
         key: [batch, time, key_heads, dim], of norm 1 if there is a beta.
         value: [batch, time, heads, value_dim], bf16 or fp32, the dtype of ``query`` and ``key``, too.
-        log_decay: [batch, time, heads], fp32, at most 0.
+        log_decay: [batch, time, heads], fp32, at most 0. With a further axis, [batch, time, heads, dim], each
+            channel of the keys decays at its own rate (Kimi Delta Attention, 2510.26692).
         beta: [batch, time, heads], fp32, from 0 to 2. None means Mamba-2's rule, in which tokens remove
             nothing from the state.
         documents: [batch, time], int32, the number of each token's document.
@@ -68,13 +70,21 @@ def delta_rule(
     return out[:, :time], last
 
 
+def _computed(name: str, *args: jax.Array | None) -> tuple[jax.Array, ...]:
+    log_decay = args[3]
+    assert log_decay is not None
+    if log_decay.ndim == 4:
+        return getattr(specification, name)(*args)
+    return dispatch(name, *args, specification=specification)
+
+
 @jax.custom_vjp
 def _by_chunks(*args: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     return _forward(*args)[0]
 
 
 def _forward(*args: jax.Array | None) -> tuple[tuple[jax.Array, jax.Array], tuple[_Args, jax.Array]]:
-    out, before, last = dispatch("delta_rule", *args, specification=delta_chunks_reference)
+    out, before, last = _computed("delta_rule", *args)
     return (out, last), (args, checkpoint_name(before, STATES_NAME))
 
 
@@ -83,7 +93,7 @@ def _backward(
 ) -> tuple[jax.Array | None, ...]:
     args, before = residuals
     given = *args, before, *cotangents
-    *of_rows, of_state = dispatch("delta_rule_backward", *given, specification=delta_chunks_reference)
+    *of_rows, of_state = _computed("delta_rule_backward", *given)
     return *of_rows, None, of_state
 
 

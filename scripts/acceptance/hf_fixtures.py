@@ -117,6 +117,11 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "lora_alpha": 3,
         "target_modules": r"model\.language_model\..*\.(q_proj|o_proj|up_proj)",
     },
+    "families/kimi-linear": {
+        "r": 2,
+        "lora_alpha": 3,
+        "target_modules": [f"{name}_proj" for name in ("q", "o", "b", "f_a", "f_b", "g_a", "g_b", "up")],
+    },
     "families/nemotron-3": {
         "r": 2,
         "lora_alpha": 3,
@@ -576,6 +581,16 @@ FAMILIES: dict[str, Any] = {
         num_experts=4,
         num_experts_per_tok=2,
         pad_token_id=0,
+    ),
+    "kimi-linear": transformers.KimiLinearConfig(
+        **{name: value for name, value in DEEPSEEK.items() if name != "first_k_dense_replace"},
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_head_dim=8,
+        linear_num_heads=3,
+        linear_conv_kernel_dim=3,
+        routed_scaling_factor=1.0,
+        num_local_experts=4,
+        num_experts_per_tok=2,
     ),
     "nemotron-h": transformers.NemotronHConfig(
         **NEMOTRON, layers_block_type=["linear_attention", "mlp", "full_attention", "mlp"]

@@ -54,9 +54,18 @@ ONE_BRANCH = dataclasses.replace(
     mlp="relu2",
     no_rope_layers=(0, 1, 2, 3),
 )
+KIMI = dataclasses.replace(
+    LATENT,
+    biases=False,
+    recurrent="kimi_delta",
+    recurrent_layers=(0,),
+    recurrent_heads=4,
+    recurrent_width=6,
+    recurrent_key_width=4,
+)
 MODELS = {
     **{"stack": SMALL, "list": LISTED, "user": Averages},
-    **{"recurrent": RECURRENT, "short": SHORT, "one branch": ONE_BRANCH},
+    **{"recurrent": RECURRENT, "short": SHORT, "one branch": ONE_BRANCH, "kimi": KIMI},
 }
 SOME = [("stack", (1, 1), "compute"), ("recurrent", (1, 1), "compute")]
 MORE = [
@@ -93,7 +102,7 @@ def test_greedy_responses_equal_the_model_without_a_cache(name, mesh, form):
 
 IN_PIECES = [
     ("stack", (2, 4), "gathered"),
-    *((name, (1, 1), "compute") for name in ("recurrent", "short", "one branch")),
+    *((name, (1, 1), "compute") for name in ("recurrent", "short", "one branch", "kimi")),
 ]
 
 

@@ -15,18 +15,19 @@ from zerojax.models.delta_rule import gated_delta_rule, last_inputs, short_convo
 BATCH, KEY_HEADS, HEADS, DIM, WIDTH = 2, 2, 4, 8, 6
 
 
-BOTH = pytest.mark.parametrize("beta", [True, False], ids=["delta", "mamba2"])
+EACH = pytest.mark.parametrize("rule", ["delta", "mamba2", "kimi"])
 
 
-def inputs(time: int, seed: int = 0, *, beta: bool = True) -> dict[str, Any]:
+def inputs(time: int, seed: int = 0, *, rule: str = "delta") -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     query, key = rng.normal(size=(2, BATCH, time, KEY_HEADS, DIM))
+    decays = (BATCH, time, HEADS, *[DIM][: rule == "kimi"])
     return {
         "query": query / DIM,
         "key": key / np.linalg.norm(key, axis=-1, keepdims=True),
         "value": rng.normal(size=(BATCH, time, HEADS, WIDTH)),
-        "log_decay": -rng.exponential(size=(BATCH, time, HEADS)) / 4,
-        "beta": rng.uniform(size=(BATCH, time, HEADS)) if beta else None,
+        "log_decay": -rng.exponential(size=decays) / 4,
+        "beta": None if rule == "mamba2" else rng.uniform(size=(BATCH, time, HEADS)),
     }
 
 
@@ -53,10 +54,10 @@ def fp32(given: dict[str, Any]) -> dict[str, Any]:
     return {name: None if x is None else jnp.asarray(x, jnp.float32) for name, x in given.items()}
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize("time", [1, 40, 2 * CHUNK, 2 * CHUNK + 37])
-def test_chunks_give_the_result_of_single_tokens(time, beta):
-    given = inputs(time, beta=beta)
+def test_chunks_give_the_result_of_single_tokens(time, rule):
+    given = inputs(time, rule=rule)
     for numbers in (np.zeros((BATCH, time), np.int32), documents_of(time))[: 1 if time == 1 else 2]:
         out, _ = jax.jit(gated_delta_rule)(**fp32(given), documents=jnp.asarray(numbers))
         np.testing.assert_allclose(out, by_token(given, numbers), atol=3e-6)
@@ -75,10 +76,10 @@ def test_equal_keys_that_replace_each_other_stay_exact():
     np.testing.assert_allclose(out, by_token(given, np.zeros((BATCH, CHUNK), np.int32)), atol=1e-5)
 
 
-@BOTH
-def test_gradients_equal_the_gradients_of_single_tokens(beta):
+@EACH
+def test_gradients_equal_the_gradients_of_single_tokens(rule):
     time, numbers = CHUNK + 9, documents_of(CHUNK + 9)
-    given, begins = fp32(inputs(time, beta=beta)), jnp.asarray(np.diff(numbers, axis=1, prepend=-1) != 0)
+    given, begins = fp32(inputs(time, rule=rule)), jnp.asarray(np.diff(numbers, axis=1, prepend=-1) != 0)
     seen = jnp.asarray(np.random.default_rng(1).normal(size=(BATCH, time, HEADS, WIDTH)), jnp.float32)
 
     def recurrent(given: dict[str, jax.Array]) -> jax.Array:
@@ -102,11 +103,11 @@ def test_gradients_equal_the_gradients_of_single_tokens(beta):
             np.testing.assert_allclose(found[name], x, atol=2e-5, err_msg=name)
 
 
-@BOTH
-def test_nothing_crosses_from_one_document_to_the_next(beta):
+@EACH
+def test_nothing_crosses_from_one_document_to_the_next(rule):
     """Exactly zero, in both directions, and even where the other document holds infinities."""
     time, numbers = 2 * CHUNK + 5, documents_of(2 * CHUNK + 5)
-    given, kernel = fp32(inputs(time, beta=beta)), jax.random.normal(jax.random.key(0), (4, HEADS * WIDTH))
+    given, kernel = fp32(inputs(time, rule=rule)), jax.random.normal(jax.random.key(0), (4, HEADS * WIDTH))
     chosen = jnp.asarray(numbers == 3)
 
     def out_of_document(value: jax.Array, given: dict[str, jax.Array]) -> jax.Array:
@@ -129,11 +130,12 @@ def test_nothing_crosses_from_one_document_to_the_next(beta):
     np.testing.assert_array_equal(large, out)
 
 
-@BOTH
-def test_a_document_that_decays_fast_leaves_finite_gradients(beta):
+@EACH
+def test_a_document_that_decays_fast_leaves_finite_gradients(rule):
     """Its sum of decays lies far below the next document's, and e to the difference is infinite."""
-    given, numbers = fp32(inputs(CHUNK, beta=beta)), jnp.arange(CHUNK)[None].repeat(BATCH, 0) >= 40
-    given["log_decay"] = jnp.where(numbers[..., None], given["log_decay"], -20.0)
+    given, numbers = fp32(inputs(CHUNK, rule=rule)), jnp.arange(CHUNK)[None].repeat(BATCH, 0) >= 40
+    decays = given["log_decay"]
+    given["log_decay"] = jnp.where(numbers.reshape(*numbers.shape, *(1,) * (decays.ndim - 2)), decays, -20.0)
 
     def total(given: dict[str, Any]) -> jax.Array:
         return jnp.sum(gated_delta_rule(**given, documents=numbers.astype(jnp.int32))[0] ** 2)
@@ -142,11 +144,11 @@ def test_a_document_that_decays_fast_leaves_finite_gradients(beta):
         assert np.all(np.isfinite(gradient))
 
 
-@BOTH
-def test_a_row_in_pieces_is_the_whole_row(beta):
+@EACH
+def test_a_row_in_pieces_is_the_whole_row(rule):
     """The state and the last inputs of the convolution go from piece to piece, also after padding."""
     time, taps = CHUNK + 20, 4
-    given, rule = fp32(inputs(time, beta=beta)), jax.jit(gated_delta_rule)
+    given, rule = fp32(inputs(time, rule=rule)), jax.jit(gated_delta_rule)
     whole, state = rule(**given)
     pieces, carried = [], None
     for first, last in ((0, 30), (30, 31), (31, time)):

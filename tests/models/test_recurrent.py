@@ -42,6 +42,20 @@ DELTA = GPTConfig(
 )
 SHORT = replace(DELTA, recurrent="short_conv", conv_width=3, attention_gate=False)
 MAMBA = replace(DELTA, recurrent="mamba2")
+KIMI = replace(
+    DELTA,
+    recurrent="kimi_delta",
+    recurrent_key_heads=None,
+    kv_heads=None,
+    qk_norm=False,
+    norm_offset=0.0,
+    attention_gate=False,
+    rope_fraction=1.0,
+    latent_rank=10,
+    latent_rope_width=4,
+    latent_value_width=6,
+    no_rope_layers=(0, 1, 2, 3),
+)
 OLMO = replace(
     DELTA,
     pre_norms=False,
@@ -71,8 +85,8 @@ NEMOTRON = replace(
 
 @pytest.mark.parametrize(
     "config",
-    [DELTA, SHORT, MIXTURE, MAMBA, OLMO, NEMOTRON],
-    ids=["gated_delta", "short_conv", "mixture", "mamba2", "olmo", "nemotron"],
+    [DELTA, SHORT, MIXTURE, MAMBA, OLMO, NEMOTRON, KIMI],
+    ids=["gated_delta", "short_conv", "mixture", "mamba2", "olmo", "nemotron", "kimi"],
 )
 def test_parameters_are_counted(config):
     model = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
@@ -90,9 +104,10 @@ def test_recurrent_layers_take_no_flops_for_pairs_of_tokens():
     "config",
     [
         *(replace(one, layers=2, recurrent_layers=(0,)) for one in (DELTA, SHORT, MAMBA)),
+        replace(KIMI, layers=2, recurrent_layers=(0,), no_rope_layers=(0, 1)),
         replace(MAMBA, layers=3, recurrent_layers=(0,), mlp_layers=(2,), mlp="relu2"),
     ],
-    ids=["gated_delta", "short_conv", "mamba2", "one branch"],
+    ids=["gated_delta", "short_conv", "mamba2", "kimi_delta", "one branch"],
 )
 def test_packed_documents_are_computed_as_if_alone(config):
     model = GPT(config, rngs=nnx.Rngs(0))
@@ -130,6 +145,10 @@ def test_packed_documents_are_computed_as_if_alone(config):
         pytest.param(replace(OLMO, layers=4, recurrent_layers=(0, 1, 2)), (1, 2), {}, marks=pytest.mark.slow),
         (MAMBA, (1, 4), {"sequence_parallel": 4}),  # two groups, so each is on two devices
         (NEMOTRON, (3, 2), {}),
+        (KIMI, (2, 4), {"sequence_parallel": 2}),
+        pytest.param(KIMI, (1, 1), {}, marks=pytest.mark.slow),
+        pytest.param(KIMI, (2, 4), {}, marks=pytest.mark.slow),
+        pytest.param(KIMI, (3, 2), {"remat": "none"}, marks=pytest.mark.slow),
         pytest.param(NEMOTRON, (1, 1), {}, marks=pytest.mark.slow),
         pytest.param(NEMOTRON, (2, 4), {"remat": "none"}, marks=pytest.mark.slow),
         pytest.param(DELTA, (2, 4), {"sequence_parallel": 2}, marks=pytest.mark.slow),

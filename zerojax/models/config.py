@@ -295,7 +295,14 @@ def _attention_matrices(c: GPTConfig) -> int:
 
 
 def _recurrent_matrices(c: GPTConfig) -> int:
-    """Elements of a recurrent layer's projections: its convolution's inputs, gates, steps and outputs."""
+    """Elements of a recurrent layer's projections: its convolution's inputs, gates, steps and outputs.
+
+    Kimi's gates and decays are projected in two steps.
+    """
+    if c.recurrent == "kimi_delta":
+        ranks = c.recurrent_key_width, c.recurrent_width
+        outputs = c.conv_channels + c.value_heads + sum(ranks) + c.recurrent_values
+        return c.d_model * outputs + ranks[0] * c.recurrent_keys + ranks[1] * c.recurrent_values
     gates = {"gated_delta": 2 * c.value_heads, "mamba2": c.value_heads, "short_conv": c.d_model}[c.recurrent]
     return c.d_model * (c.conv_channels + gates + 2 * c.recurrent_values)
 
@@ -336,6 +343,7 @@ def _recurrent_vectors(c: GPTConfig) -> int:
     """Parameters of a recurrent layer besides its projections."""
     own = {
         "gated_delta": 2 * c.value_heads + c.recurrent_width,
+        "kimi_delta": c.value_heads + c.recurrent_keys + c.recurrent_width,
         "mamba2": 3 * c.value_heads + c.recurrent_values + c.conv_channels,
         "short_conv": 0,
     }
@@ -391,7 +399,7 @@ def recurrence_flops(config: GPTConfig) -> int:
     twice as many in the backward pass. Mamba-2 does not read it by key.
     """
     state = config.value_heads * config.recurrent_key_width * config.recurrent_width
-    rule = {"gated_delta": 18, "mamba2": 12, "short_conv": 0}[config.recurrent] * state
+    rule = {"gated_delta": 18, "kimi_delta": 18, "mamba2": 12, "short_conv": 0}[config.recurrent] * state
     return rule + 6 * config.conv_width * config.conv_channels
 
 

@@ -227,6 +227,10 @@ def _check_recurrent(c: "GPTConfig") -> None:
         f"recurrent_heads = {c.value_heads} is not a multiple of recurrent_key_heads = {keys}",
     )
     require(
+        not c.recurrent_layers or c.recurrent != "kimi_delta" or keys in (1, c.value_heads),
+        f'recurrent_key_heads = {keys} is not supported with recurrent = "kimi_delta": leave it out',
+    )
+    require(
         not c.recurrent_layers or not c.biases,
         "recurrent_layers have no biases: set biases to false, or leave them out",
     )

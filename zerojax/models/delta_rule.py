@@ -22,7 +22,7 @@ def gated_delta_rule(
     query: Float[Array, "batch time key_heads dim"],
     key: Float[Array, "batch time key_heads dim"],
     value: Float[Array, "batch time heads value_dim"],
-    log_decay: Float32[Array, "batch time heads"],
+    log_decay: Float32[Array, "batch time heads"] | Float32[Array, "batch time heads dim"],
     beta: Float32[Array, "batch time heads"] | None,
     documents: Segments | None = None,
     state: State | None = None,
@@ -36,7 +36,7 @@ def gated_delta_rule(
         query: scaled as the output is to be.
         key: of norm 1, if there is a beta.
         value: decides the dtype of products.
-        log_decay: at most 0.
+        log_decay: at most 0, for each head or for each channel of its keys.
         beta: from 0 to 2. None means Mamba-2's rule, in which tokens remove nothing from the state.
         documents: the number of each token's document, for rows that hold several.
         state: from before the row; None is zero.
@@ -59,7 +59,8 @@ def _one_token(
     """The rule for the one token that generation has at a time."""
     repeats = value.shape[2] // key.shape[2]
     q, k = (jnp.repeat(x[:, 0], repeats, axis=1).astype(jnp.float32) for x in (query, key))
-    state = state * jnp.exp(log_decay[:, 0, :, None, None])
+    decay = jnp.exp(log_decay[:, 0])
+    state = state * decay.reshape(*decay.shape, *(1 for _ in range(4 - decay.ndim)))
     change = value[:, 0].astype(jnp.float32)
     if beta is not None:
         change = beta[:, 0, :, None] * (change - jnp.einsum("bhd,bhde->bhe", k, state))

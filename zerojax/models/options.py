@@ -12,7 +12,7 @@ Branches = Literal["sequential", "parallel", "parallel_one_norm"]
 Router = Literal["softmax", "sigmoid"]
 RopeScaling = Literal["none", "linear", "llama3", "dynamic", "yarn", "longrope", "proportional"]
 Rotation = Literal["full", "local", "none"]
-Recurrent = Literal["gated_delta", "mamba2", "short_conv"]
+Recurrent = Literal["gated_delta", "kimi_delta", "mamba2", "short_conv"]
 AttentionKernel = Literal["auto", "cudnn", "flash_attention_4", "xla"]
 
 
@@ -149,8 +149,9 @@ class RecurrentOptions:
     Attributes:
         recurrent_layers: The layers that have a recurrent layer in place of attention (three of four in
             Qwen3.5).
-        recurrent: Its kind: "gated_delta", linear attention by the gated delta rule (Gated DeltaNet),
-            "mamba2", or "short_conv", a gated convolution over the last tokens (LFM2), which reads conv_width
+        recurrent: Its kind. Linear attention by the gated delta rule is "gated_delta" (Gated DeltaNet). With
+            "kimi_delta" each channel of the keys decays at its own rate (Kimi Delta Attention). Others are
+            "mamba2", and "short_conv", a gated convolution over the last tokens (LFM2) that reads conv_width
             only.
         recurrent_heads: Heads of values; None means as many as heads.
         recurrent_key_heads: Heads of queries and keys, a divisor; None means as many. Mamba-2's groups.
@@ -158,9 +159,10 @@ class RecurrentOptions:
         recurrent_key_width: Width of a head's queries and keys, Mamba-2's state.
         recurrent_pre_norms: Whether recurrent layers norm the inputs of their branches, and not the outputs.
             Then pre_norms and post_norms are for the other layers (OLMo Hybrid).
-        recurrent_negative: "gated_delta": whether a token moves the state by up to twice its error, which
-            allows negative eigenvalues (2411.12537).
-        recurrent_norm_eps: "gated_delta": norm_eps of the norm of heads, if it differs from the others.
+        recurrent_negative: "gated_delta", "kimi_delta": whether a token moves the state by up to twice its
+            error, which allows negative eigenvalues (2411.12537).
+        recurrent_norm_eps: "gated_delta", "kimi_delta": norm_eps of the norm of heads, if it differs from the
+            others.
         recurrent_step_min: "mamba2": the smallest step of a token (0.001 in Nemotron-H).
         conv_width: Tokens that the convolution of a recurrent layer sees, the token itself included.
     """

@@ -51,7 +51,7 @@ class Own(NamedTuple):
         config: has as many heads.
         conv: the convolution's kernel, [taps, channels].
         by_channel: other parameters with a number for each of its channels.
-        by_head: parameters with a number for each head of values.
+        by_head: parameters whose first axis is the heads of values.
     """
 
     config: GPTConfig
@@ -110,15 +110,20 @@ class _Recurrent(nnx.Module):
             return self.mixed(projected, numbers, None)[0]
         x, *by_head, gate = (checkpoint_name(part, IN_ORDER) for part in projected)
         own, parts = self.own, self._by_heads(checkpoint_name(x, ATTENDED), devices)
-        arrived = to_heads(devices, *parts, *(part[..., None] for part in by_head))
-        channels, by_head = arrived[: len(parts)], [part[..., 0] for part in arrived[len(parts) :]]
+        wide = (part.reshape(*part.shape[:3], -1) for part in by_head)
+        arrived = to_heads(devices, *parts, *wide)
+        channels, of_heads = arrived[: len(parts)], arrived[len(parts) :]
+        of_heads = [
+            part.reshape(*part.shape[:3], *like.shape[3:])
+            for part, like in zip(of_heads, by_head, strict=True)
+        ]
         mine = Own(
             self._of_device(devices),
             self._own_channels(own.conv, devices),
             tuple(self._own_channels(part, devices) for part in own.by_channel),
             tuple(own_heads(devices, part) for part in own.by_head),
         )
-        heads, _ = self.rule(mine, _side_by_side(channels), *by_head, numbers=numbers, before=None)
+        heads, _ = self.rule(mine, _side_by_side(channels), *of_heads, numbers=numbers, before=None)
         return self.gated(to_tokens(devices, heads), gate)
 
     @property
@@ -196,6 +201,11 @@ def _conv(own: Own, x: Array, numbers: Array | None, before: Before | None) -> A
     return short_convolution(x, own.conv, numbers, None if before is None else before.inputs)
 
 
+def _of_valid(x: Array, before: Before) -> Array:
+    """Zeros for the tokens that are padding."""
+    return jnp.where(before.valid.reshape(*x.shape[:2], *(1 for _ in x.shape[2:])), x, 0)
+
+
 class GatedDelta(_Recurrent):
     """Linear attention by the gated delta rule (Gated DeltaNet, Yang and others, 2024).
 
@@ -203,15 +213,22 @@ class GatedDelta(_Recurrent):
     the output, ``beta`` is how far a token moves the state, and ``decay`` how fast the state decays.
     """
 
+    _gating = staticmethod(jax.nn.silu)
+
     def __init__(self, config: GPTConfig, *, linear: Any, out: Any, rngs: nnx.Rngs):
         super().__init__(config, linear, out, rngs)
         c = config
-        self.gate = linear(c.d_model, c.recurrent_values)
-        self.beta, self.decay = (linear(c.d_model, c.value_heads) for _ in range(2))
+        self._add_gates(linear)
         rate = jax.random.uniform(rngs.params(), (c.value_heads,), jnp.float32, 0.01, 16)
-        self.log_rate, self.step_bias = nnx.Param(jnp.log(rate)), nnx.Param(jnp.ones(c.value_heads))
+        self.log_rate = nnx.Param(jnp.log(rate))
         epsilon = c.norm_eps if c.recurrent_norm_eps is None else c.recurrent_norm_eps
         self.norm = nnx.RMSNorm(c.recurrent_width, epsilon=epsilon, rngs=rngs)
+
+    def _add_gates(self, linear: Any) -> None:
+        c = self.config
+        self.gate = linear(c.d_model, c.recurrent_values)
+        self.beta, self.decay = (linear(c.d_model, c.value_heads) for _ in range(2))
+        self.step_bias = nnx.Param(jnp.ones(c.value_heads))
 
     def project(self, x: Hidden, rope: object = None, kind: object = None) -> Projected:
         """See ``_Recurrent``."""
@@ -232,22 +249,57 @@ class GatedDelta(_Recurrent):
         query, key = (self._normed(part) for part in (query, key))
         value = value.reshape(*x.shape[:2], c.value_heads, -1).astype(low)
         rate, bias = (part.astype(jnp.float32) for part in own.by_head)
+        rate = rate.reshape(-1, *(1 for _ in bias.shape[1:]))
         log_decay = -jnp.exp(rate) * jax.nn.softplus(decay.astype(jnp.float32) + bias)
         beta = jax.nn.sigmoid(beta.astype(jnp.float32)) * (1 + c.recurrent_negative)
         if before is not None:
-            log_decay, beta = (jnp.where(before.valid[..., None], part, 0) for part in (log_decay, beta))
+            log_decay, beta = (_of_valid(part, before) for part in (log_decay, beta))
         query = (query * c.recurrent_key_width**-0.5).astype(low)
         state = None if before is None else before.state
         return gated_delta_rule(query, key.astype(low), value, log_decay, beta, numbers, state)
 
     def gated(self, heads: Array, gate: Array) -> Array:
         """See ``_Recurrent``."""
-        scale = jax.nn.silu(gate.reshape(heads.shape).astype(jnp.float32))
+        scale = self._gating(gate.reshape(heads.shape).astype(jnp.float32))
         return (self.norm(heads) * scale).astype(heads.dtype)
 
     def _normed(self, x: Array) -> Array:
         heads = x.reshape(*x.shape[:2], -1, self.config.recurrent_key_width)
         return heads * jax.lax.rsqrt(jnp.sum(heads**2, axis=-1, keepdims=True) + _EPSILON)
+
+
+class KimiDelta(GatedDelta):
+    """Linear attention whose state decays by channel of the keys (Kimi Delta Attention, 2510.26692).
+
+    ``decay_down`` and ``gate_down`` project to the width of a head, from which ``decay`` and ``gate`` project
+    to all heads.
+    """
+
+    _gating = staticmethod(jax.nn.sigmoid)
+
+    def _add_gates(self, linear: Any) -> None:
+        c = self.config
+        self.gate_down, self.gate = _in_two(linear, c.d_model, c.recurrent_width, c.recurrent_values)
+        self.decay_down, self.decay = _in_two(linear, c.d_model, c.recurrent_key_width, c.recurrent_keys)
+        self.beta = linear(c.d_model, c.value_heads)
+        self.step_bias = nnx.Param(jnp.ones(c.recurrent_keys))
+
+    def project(self, x: Hidden, rope: object = None, kind: object = None) -> Projected:
+        """See ``_Recurrent``."""
+        decay = self.decay(self.decay_down(x))
+        decay = decay.reshape(*x.shape[:2], -1, self.config.recurrent_key_width)
+        return self.inputs(x), self.beta(x), decay, self.gate(self.gate_down(x))
+
+    @property
+    def own(self) -> Own:
+        """See ``_Recurrent``."""
+        bias = self.step_bias[...].reshape(-1, self.config.recurrent_key_width)
+        return Own(self.config, self.conv[...], (), (self.log_rate[...], bias))
+
+
+def _in_two(linear: Any, inputs: int, rank: int, outputs: int) -> tuple[nnx.Linear, nnx.Linear]:
+    """A projection by way of ``rank`` elements."""
+    return linear(inputs, rank), linear(rank, outputs)
 
 
 class ShortConv(_Recurrent):
@@ -321,8 +373,7 @@ class Mamba2(_Recurrent):
         )
         value = value.reshape(*x.shape[:2], c.value_heads, -1)
         step = jnp.maximum(jax.nn.softplus(step.astype(jnp.float32) + step_bias), c.recurrent_step_min)
-        if before is not None:
-            step = jnp.where(before.valid[..., None], step, 0)
+        step = step if before is None else _of_valid(step, before)
         moved = (value * step[..., None]).astype(low)
         state = None if before is None else before.state
         out, state = gated_delta_rule(query, key, moved, -jnp.exp(rate) * step, None, numbers, state)
@@ -339,12 +390,17 @@ class Mamba2(_Recurrent):
         return (groups.reshape(x.shape) * scale).astype(heads.dtype)
 
 
-RECURRENT = {"gated_delta": GatedDelta, "short_conv": ShortConv, "mamba2": Mamba2}
+RECURRENT = {
+    "gated_delta": GatedDelta,
+    "kimi_delta": KimiDelta,
+    "short_conv": ShortConv,
+    "mamba2": Mamba2,
+}
 """By ``GPTConfig.recurrent``."""
 
 
 def recurrent_layer(
     config: GPTConfig, linear: Any, out: Any, rngs: nnx.Rngs
-) -> GatedDelta | ShortConv | Mamba2:
+) -> GatedDelta | KimiDelta | ShortConv | Mamba2:
     """The recurrent layer of a config; ``linear`` and ``out`` make its projections of (inputs, outputs)."""
     return RECURRENT[config.recurrent](config, linear=linear, out=out, rngs=rngs)

@@ -415,15 +415,16 @@ def test_an_adapter_comes_back_as_it_was(loaded: Loaded, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "granitemoe", "nemotron-3"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "granitemoe"])
 def test_adapters_of_experts_come_back_as_they_were(name: str, tmp_path: Path):
     source, files = ModelFolder.open(FIXTURES / "families" / name), ADAPTERS / name
     loaded = Loaded(name, source, load_adapter(created(source, files), files, source.model))
     test_logits_equal_pefts_with_all_supported_options(loaded)
     out = loaded.export(tmp_path / "out")
     about, before = map(peft_by_hand.settings, (out, files))
-    same = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules", "target_parameters")
+    same = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_parameters")
     assert {key: about[key] for key in same} == {key: before[key] for key in same}
+    assert {*about["target_modules"]} == {*before["target_modules"]}
     ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (out, files))
     assert ours.keys() == theirs.keys()
     for key, x in theirs.items():
@@ -440,7 +441,7 @@ def test_adapters_of_experts_come_back_as_they_were(name: str, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bamba", "gemma4", "olmo-hybrid", "qwen3-5"])
+@pytest.mark.parametrize("name", ["bamba", "gemma4", "kimi-linear", "nemotron-3", "olmo-hybrid", "qwen3-5"])
 def test_adapters_of_layers_of_several_kinds_come_back_as_they_were(name: str, tmp_path: Path):
     """Their norms of small values make more of the rounding than attention does."""
     source, files = ModelFolder.open(FIXTURES / "families" / name), ADAPTERS / name
@@ -544,6 +545,9 @@ def test_every_family_has_modules_for_all_weights(folder: Path):
     kept = {name.replace("language_model.model.", "model.language_model.") for name in kept}
     kept = {name.replace("language_model.lm_head.", "lm_head.") for name in kept}
     kept = {name.replace("backbone.", "model.") for name in kept}
+    if folder.name == "kimi-linear":
+        for ours, theirs in source.family.names.other_names:
+            kept = {name.replace(f".{theirs}.", f".{ours}.") for name in kept}
     if folder.name == "olmo-hybrid":
         kept = {name for name in kept if "layer_norm" not in name}
     assert kept <= parts.keys()

@@ -63,6 +63,25 @@ def test_the_layers_of_nemotron_are_words_or_letters():
             read_model(older | changes, "config.json")
 
 
+def test_kimis_first_files_count_layers_from_one():
+    given = values("kimi-linear")
+    model = read_model(given, "config.json").model
+    assert (model.recurrent_layers, model.dense_layers) == ((0, 2), (0,))
+    first = {name: x for name, x in given.items() if not name.startswith(("linear_", "layer_", "mlp_"))}
+    first |= {"first_k_dense_replace": 1, "head_dim": 72, "use_grouped_topk": True, "moe_layer_freq": 1}
+    table = {"full_attn_layers": [2], "kda_layers": [1, 3], "head_dim": 8, "num_heads": 3}
+    table |= {"short_conv_kernel_size": 3}
+    assert read_model(first | {"linear_attn_config": table}, "config.json").model == model
+    for changes, message in (
+        ({"kda_layers": [1]}, r"full_attn_layers = \[2\] and kda_layers = \[1\] must list each layer"),
+        ({"head_first": True}, "head_first = True"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            read_model(first | {"linear_attn_config": table | changes}, "config.json")
+    with pytest.raises(ConfigurationError, match="mla_use_nope = False is not supported, only True"):
+        read_model(given | {"mla_use_nope": False}, "config.json")
+
+
 def test_other_kinds_of_layers_are_refused():
     with pytest.raises(ConfigurationError, match=r"layer_types = .* words, each "):
         read_model(values("qwen3-5") | {"layer_types": ["linear_attention", "moe"]}, "config.json")

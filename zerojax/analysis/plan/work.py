@@ -321,15 +321,20 @@ def _heads_width(c: GPTConfig) -> int:
 def _projected_width(c: GPTConfig) -> int:
     """Elements per token of queries, keys, values and gates, or of a recurrent layer's channels and gates."""
     if c.all_recurrent:
-        return c.conv_channels + c.recurrent_values
+        return c.conv_channels + c.recurrent_values + _decay_width(c)
     return c.qkv_width + c.attention_gate * c.attention_width
+
+
+def _decay_width(c: GPTConfig) -> int:
+    """Elements per token of decays, if channels of keys have their own."""
+    return c.recurrent_keys if c.recurrent == "kimi_delta" else 0
 
 
 def _chunk_flops(c: GPTConfig) -> int:
     """Forward FLOPs of a recurrent layer for a token besides its projections, chunk by chunk."""
     if not c.all_recurrent or c.recurrent == "short_conv":
         return c.all_recurrent * 2 * c.conv_width * c.conv_channels
-    key, value, delta = c.recurrent_key_width, c.recurrent_width, c.recurrent == "gated_delta"
+    key, value, delta = c.recurrent_key_width, c.recurrent_width, c.recurrent != "mamba2"
     # Inside a chunk: scores, and for the delta rule the system, its inverse and the inverse's products.
     within = 2 * CHUNK * (key + value) + delta * CHUNK * (2 * key + CHUNK // 3 + 2 * (key + value))
     return c.value_heads * (within + (4 + 2 * delta) * key * value) + 2 * c.conv_width * c.conv_channels
@@ -339,13 +344,14 @@ def _chunk_bytes(c: GPTConfig, item: int) -> int:
     """Bytes per token in use during a recurrent layer's backward pass; 0 for other layers.
 
     Each head has queries, keys, removed terms, scores and values in fp32, and a part of a state. The counts,
-    which include gradients, are from programs compiled for an H100.
+    which include gradients, are from programs compiled for an H100. "kimi_delta" was not compiled there, and
+    takes the gated delta rule's.
     """
     if not c.all_recurrent or c.recurrent == "short_conv":
         return 0
     key, value = c.recurrent_key_width, c.recurrent_width
     of_head = item * (3 * key + CHUNK) + 4 * (CHUNK + 2 * value) + item * key * value // CHUNK
-    copies = 5.4 if c.recurrent == "gated_delta" else 3.8
+    copies = 3.8 if c.recurrent == "mamba2" else 5.4
     return round(copies * c.value_heads * of_head) + item * (
         4 * c.conv_channels + 2 * c.recurrent_values + c.d_model
     )
@@ -353,7 +359,7 @@ def _chunk_bytes(c: GPTConfig, item: int) -> int:
 
 def _exchanged_width(c: GPTConfig) -> int:
     """Elements per token that a recurrent layer sends and receives if devices share rows."""
-    return c.all_recurrent * (c.conv_channels + c.recurrent_values)
+    return c.all_recurrent * (c.conv_channels + c.recurrent_values + _decay_width(c))
 
 
 def _exchanged_bytes(c: GPTConfig, remat: Remat, dtype: str) -> int:

@@ -91,9 +91,10 @@ def first_dense(default: int, name: str = "first_k_dense_replace") -> Entry:
     return _dense(lambda keys, layers: range(min(keys.take(name, int, default), layers)), write)
 
 
-def _listed(keys: ConfigKeys, layers: int) -> list[int]:
-    """GLM-4.7-Flash's layers without experts."""
-    kinds = keys.take("mlp_layer_types", list, ["dense"] + ["sparse"] * (layers - 1))
+def _listed(keys: ConfigKeys, layers: int, first: int = 1) -> list[int]:
+    """Layers without experts by a word for each layer, by default the ``first`` ones."""
+    words = ["dense" if number < first else "sparse" for number in range(layers)]
+    kinds = keys.take("mlp_layer_types", list, words)
     if len(kinds) != layers or not {*kinds} <= {"dense", "sparse"}:
         raise ConfigurationError(f"mlp_layer_types = {kinds!r} must be {layers} of 'dense' and 'sparse'")
     return [number for number, kind in enumerate(kinds) if kind == "dense"]
@@ -102,6 +103,14 @@ def _listed(keys: ConfigKeys, layers: int) -> list[int]:
 def _write_list(model: GPTConfig) -> Fields:
     dense = model.dense_layers
     return {"mlp_layer_types": ["dense" if i in dense else "sparse" for i in range(model.layers)]}
+
+
+def _listed_or_first(keys: ConfigKeys, layers: int) -> list[int]:
+    return _listed(keys, layers, keys.take("first_k_dense_replace", int, 1))
+
+
+LISTED_DENSE = _dense(_listed_or_first, _write_list)
+"""The layers without experts by words, or in Kimi Linear's first files by their number."""
 
 
 def _shared_experts(model: GPTConfig) -> int:
@@ -113,6 +122,15 @@ def _shared_experts(model: GPTConfig) -> int:
     return count
 
 
+def shared_experts(name: str, default: int) -> Entry:
+    """A key that counts the experts that all tokens go to, each as wide as the others."""
+    return key(
+        *(name, "shared_ffn", int, default),
+        decode=lambda count, found: count * found["ffn"],
+        written=_shared_experts,
+    )
+
+
 def _with_shared(*, dense: int | Entry, shared: int, scale: float) -> tuple[Entry, ...]:
     """Keys of mixtures with leading dense layers and a shared expert; the arguments are their defaults.
 
@@ -122,11 +140,7 @@ def _with_shared(*, dense: int | Entry, shared: int, scale: float) -> tuple[Entr
         dense if isinstance(dense, Entry) else first_dense(dense),
         key("moe_intermediate_size", "ffn", written="ffn_width"),
         *mixture("n_routed_experts"),
-        key(
-            *("n_shared_experts", "shared_ffn", int, shared),
-            decode=lambda count, found: count * found["ffn"],
-            written=_shared_experts,
-        ),
+        shared_experts("n_shared_experts", shared),
         key("routed_scaling_factor", "router_scale", float, scale),
     )
 
@@ -334,14 +348,24 @@ GLM4_MOE = like_llama(
 )
 
 
-def _latents(keys: ConfigKeys, found: Fields, widths: tuple[int, int, int] = (128, 128, 1536)) -> Fields:
+def _latents(
+    keys: ConfigKeys,
+    found: Fields,
+    widths: tuple[int, int, int | None] = (128, 128, 1536),
+    *,
+    head_dim: bool = True,
+) -> Fields:
     """DeepSeek's heads. transformers also writes keys that follow from these, which must fit.
 
-    ``widths`` are the defaults of keys without their rotary part, of values and of latent queries.
+    ``widths`` are the defaults of keys without their rotary part, of values and of latent queries. Without
+    ``head_dim`` that key is ignored.
     """
     keys.only("num_key_value_heads", found["heads"])
     plain, rotary = keys.take("qk_nope_head_dim", int, widths[0]), keys.take("qk_rope_head_dim", int, 64)
-    keys.only("head_dim", rotary)
+    if head_dim:
+        keys.only("head_dim", rotary)
+    else:
+        keys.unused("head_dim")
     keys.only("qk_head_dim", plain + rotary)
     return {
         "latent_rank": keys.take("kv_lora_rank", int, 512),
@@ -366,6 +390,15 @@ def _write_latents(model: GPTConfig) -> Fields:
     }
 
 
+def _entry_of_latents(read: Callable[[ConfigKeys, Fields], Fields]) -> Entry:
+    fields = ("rank", "query_rank", "rope_width", "value_width")
+    allowed = dict.fromkeys(("head_width", *(f"latent_{name}" for name in fields)), ANY)
+    return Entry(read, _write_latents, lambda _: allowed)
+
+
+KIMI_LATENTS = _entry_of_latents(partial(_latents, widths=(128, 128, None), head_dim=False))
+
+
 def _deepseek(
     *entries: Entry,
     dense: int | Entry,
@@ -376,7 +409,6 @@ def _deepseek(
     **values: Any,
 ) -> tuple[Entry, ...]:
     """The keys that both versions of DeepSeek and GLM-4.7-Flash share, and ``entries``."""
-    fields = ("rank", "query_rank", "rope_width", "value_width")
     return like_llama(
         SILU,
         NO_BIASES,
@@ -387,11 +419,7 @@ def _deepseek(
         unused("ep_size", "aux_loss_alpha", "seq_aux"),
         *entries,
         kv_heads=None,
-        head_dim=Entry(
-            latents,
-            _write_latents,
-            lambda _: dict.fromkeys(("head_width", *(f"latent_{name}" for name in fields)), ANY),
-        ),
+        head_dim=_entry_of_latents(latents),
         rotary=Rope(scores=True),
         router=score,
         **values,

@@ -7,7 +7,7 @@ from difflib import SequenceMatcher
 from typing import Any, NamedTuple
 
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface import experts, gemma, gpt2, hybrid, llama, mamba, nemotron, parallel
+from zerojax.interop.huggingface import experts, gemma, gpt2, hybrid, kimi, llama, mamba, nemotron, parallel
 from zerojax.interop.huggingface.config_keys import ConfigKeys
 from zerojax.interop.huggingface.config_table import Table, differences, key_names, read_fields, write_keys
 from zerojax.interop.huggingface.llama import LLAMA_NAMES
@@ -200,6 +200,10 @@ FAMILIES = {
             predicts=True,
         ),
         Family(
+            *("Kimi Linear", "kimi_linear", "KimiLinearForCausalLM", kimi.KIMI_LINEAR),
+            kimi.KIMI_LINEAR_NAMES,
+        ),
+        Family(
             *("Nemotron-H", "nemotron_h", "NemotronHForCausalLM", nemotron.NEMOTRON_H),
             nemotron.NEMOTRON_H_NAMES,
             other_prefixes=("backbone.",),
@@ -273,7 +277,6 @@ _SPARSE_ATTENTION = (
 )
 REFUSED = {
     **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), _SPARSE_ATTENTION),
-    "kimi_linear": "its linear attention has a decay for each channel, and zerojax's has one for each head",
 }
 """Families that are known and cannot be imported -> why."""
 

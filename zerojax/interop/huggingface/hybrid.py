@@ -21,7 +21,7 @@ from zerojax.interop.huggingface.experts import (
 )
 from zerojax.interop.huggingface.layer_types import FULL, LINEAR, checked_types, renamed
 from zerojax.interop.huggingface.llama import LLAMA_BLOCK, NO_BIASES, QK_NORMS, QKV, SILU, like_llama
-from zerojax.interop.huggingface.mapping import Bare, Grouped, Joined, Module, Names, Tensors
+from zerojax.interop.huggingface.mapping import CONVOLUTION, Bare, Grouped, Joined, Module, Names, Tensors
 from zerojax.interop.huggingface.rope_keys import Rope
 from zerojax.models import GPTConfig
 
@@ -160,7 +160,7 @@ _LFM2_BLOCK: dict[str, Module] = {
     "mlp/up": "feed_forward.w3",
     "mlp/down": "feed_forward.w2",
 }
-_LFM2_CONV: Tensors = {"recurrent/conv": Bare("conv.conv.weight", convolution=True)}
+_LFM2_CONV: Tensors = {"recurrent/conv": Bare("conv.conv.weight", ones=CONVOLUTION)}
 LFM2_NAMES = Names(_LFM2_BLOCK, _LFM2_CONV, norm="embedding_norm")
 
 
@@ -239,7 +239,7 @@ _DELTA_3_5: dict[str, Module] = _DELTA | {
     "recurrent/decay": "linear_attn.in_proj_a",
 }
 _DELTA_BARE: Tensors = {
-    "recurrent/conv": Bare("linear_attn.conv1d.weight", convolution=True),
+    "recurrent/conv": Bare("linear_attn.conv1d.weight", ones=CONVOLUTION),
     "recurrent/log_rate": Bare("linear_attn.A_log", transposed=False),
     "recurrent/step_bias": Bare("linear_attn.dt_bias", transposed=False),
 }
@@ -312,6 +312,6 @@ OLMO_HYBRID_NAMES = Names(
         "recurrent/norm": "linear_attn.o_norm",
         "recurrent/out": "linear_attn.o_proj",
     },
-    _DELTA_BARE | {"recurrent/conv": Joined(_QKV_CONVOLUTIONS, _convolved, convolution=True)},
+    _DELTA_BARE | {"recurrent/conv": Joined(_QKV_CONVOLUTIONS, _convolved, ones=CONVOLUTION)},
     other_names=(("post_attention_layernorm", "feedforward_layer_norm"),),
 )

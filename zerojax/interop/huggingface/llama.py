@@ -121,18 +121,18 @@ def _attention_multiplier(model: GPTConfig) -> float:
     return float(f"{scale:.15g}")  # without the rounding of two powers
 
 
-def _unrotated(keys: ConfigKeys, found: Fields) -> Fields:
-    keys.unused("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
-    length = keys.take("max_position_embeddings", int)
-    return {"max_seq_len": length, "no_rope_layers": tuple(range(found["layers"]))}
+def unrotated_layers(length: str = "max_position_embeddings") -> Entry:
+    """No layer is rotated; ``length`` is the key of the longest sequence."""
 
+    def read(keys: ConfigKeys, found: Fields) -> Fields:
+        keys.unused("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+        return {"max_seq_len": keys.take(length, int), "no_rope_layers": tuple(range(found["layers"]))}
 
-UNROTATED = Entry(
-    _unrotated,
-    lambda model: {"max_position_embeddings": model.max_seq_len},
-    lambda model: {"max_seq_len": ANY, "no_rope_layers": (tuple(range(model.layers)),)},
-)
-"""No layer is rotated."""
+    return Entry(
+        read,
+        lambda model: {length: model.max_seq_len},
+        lambda model: {"max_seq_len": ANY, "no_rope_layers": (tuple(range(model.layers)),)},
+    )
 
 
 _LAYERS = key("num_hidden_layers", "layers")
@@ -161,7 +161,7 @@ def like_llama(
         ffn_width: default of intermediate_size.
         norm_eps: default of the epsilon.
         tied: default of tie_word_embeddings.
-        rotary: the keys of rotary positions, or ``UNROTATED``.
+        rotary: the keys of rotary positions, or ``unrotated_layers()``.
         norm: the kind of norms.
         norm_key: the key of the norms' epsilon.
         **values: fields with a fixed value in the family.

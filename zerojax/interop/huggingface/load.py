@@ -242,6 +242,6 @@ def _copy(values: Float32[np.ndarray, "rows columns"], out: Float32[np.ndarray, 
 
 def _read_rows(tensor: Tensor, rows: slice, files: WeightFiles) -> np.ndarray:
     """Read some rows of a leaf's matrix (a vector is one row) from one tensor."""
-    if len(tensor.shape) < 2:
+    if tensor.axes < 2:
         return files.read(tensor.name, *tensor.region()).reshape(1, -1)
     return tensor.turned(files.read(tensor.name, *tensor.region(rows)))

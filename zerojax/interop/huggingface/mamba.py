@@ -6,7 +6,7 @@ from zerojax.interop.huggingface.config_table import Entry, Fields, key, only, u
 from zerojax.interop.huggingface.experts import GRANITE_MOE_NAMES
 from zerojax.interop.huggingface.hybrid import key_heads, recurrent_layers
 from zerojax.interop.huggingface.llama import GRANITE_FACTORS, LLAMA_BLOCK, NO_BIASES, SILU, like_llama
-from zerojax.interop.huggingface.mapping import Bare, Grouped, Module, Names, Tensors
+from zerojax.interop.huggingface.mapping import CONVOLUTION, Bare, Grouped, Module, Names, Tensors
 from zerojax.interop.huggingface.rope_keys import Rope
 from zerojax.models import GPTConfig
 from zerojax.validation.untrusted import short
@@ -150,7 +150,7 @@ def mamba_modules(mixer: str) -> dict[str, Module]:
 def mamba_tensors(mixer: str) -> Tensors:
     """The parameters of Mamba-2 in the module ``mixer`` that belong to no module."""
     return {
-        "recurrent/conv": Bare(f"{mixer}.conv1d.weight", convolution=True),
+        "recurrent/conv": Bare(f"{mixer}.conv1d.weight", ones=CONVOLUTION),
         "recurrent/conv_bias": Bare(f"{mixer}.conv1d.bias", transposed=False),
         "recurrent/log_rate": Bare(f"{mixer}.A_log", transposed=False),
         "recurrent/step_bias": Bare(f"{mixer}.dt_bias", transposed=False),

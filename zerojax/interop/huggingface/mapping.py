@@ -18,6 +18,8 @@ from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.param_tree import Path
 
 Shape = tuple[int, ...]
+CONVOLUTION: Shape = (1,)
+"""``TensorPart.ones`` of (out, 1, in), the layout of ``torch.nn.Conv1d``."""
 Place = tuple[str, int | None]
 """The name of a weight in ``TensorParts``, and the index of its block (None outside blocks)."""
 
@@ -38,7 +40,7 @@ class TensorPart:
         outputs: outputs of the whole tensor, if it holds several leaves.
         expert: the index in the leaf's first axis; None if the leaf is one matrix.
         experts: the number of experts, if the tensor holds all of them.
-        convolution: whether the file holds it as (out, 1, in), as ``torch.nn.Conv1d`` does.
+        ones: axes of length 1 that it has in the file in addition, such as ``CONVOLUTION``.
     """
 
     name: str
@@ -51,7 +53,7 @@ class TensorPart:
     outputs: int | None = None
     expert: int | None = None
     experts: int | None = None
-    convolution: bool = False
+    ones: Shape = ()
 
 
 Parts = Mapping[str, tuple[TensorPart, ...]]
@@ -136,7 +138,7 @@ class Bare:
         stacked: whether it holds the matrices of all experts.
         turn: None, or the columns that it holds: the first (0) or the second (1) of each pair.
         halves: whether ``turn`` counts halves of the columns instead of elements of each pair.
-        convolution: as in ``TensorPart``.
+        ones: as in ``TensorPart``.
     """
 
     name: str
@@ -144,11 +146,11 @@ class Bare:
     stacked: bool = False
     turn: int | None = None
     halves: bool = False
-    convolution: bool = False
+    ones: Shape = ()
 
     def parts(self, model: GPTConfig, block: str) -> tuple[TensorPart, ...]:
         """The tensors of the parameter; their names begin with ``block``."""
-        part = TensorPart(block + self.name, transposed=self.transposed, convolution=self.convolution)
+        part = TensorPart(block + self.name, transposed=self.transposed, ones=self.ones)
         if self.turn is not None:
             first, step = (self.turn * model.ffn_width, 1) if self.halves else (self.turn, 2)
             part = replace(part, first=first, step=step, outputs=2 * model.ffn_width)
@@ -169,12 +171,12 @@ class Joined:
     Attributes:
         names: of the modules, or of the tensors of a bare parameter.
         widths: of the outputs of each.
-        convolution: as in ``TensorPart``.
+        ones: as in ``TensorPart``.
     """
 
     names: tuple[str | Grouped, ...]
     widths: Callable[[GPTConfig], Sequence[int]]
-    convolution: bool = False
+    ones: Shape = ()
 
     def parts(
         self, model: GPTConfig, block: str, kind: str = "", *, transposed: bool = True
@@ -186,7 +188,7 @@ class Joined:
                 continue
             if isinstance(own, str):
                 name, stop = block + own + kind, start + width
-                yield TensorPart(name, start, stop, transposed, convolution=self.convolution)
+                yield TensorPart(name, start, stop, transposed, ones=self.ones)
             else:
                 yield from own.parts(model, block, kind, transposed=transposed, start=start)
             start += width
@@ -331,15 +333,27 @@ class Tensor:
         """Its shape in the file."""
         shape = (*self.weight[0 if self.part.expert is None else 1 : -1], self.outputs)
         shape = shape[::-1] if self.part.transposed else shape
-        shape = (shape[0], 1, shape[1]) if self.part.convolution else shape
+        shape = self._with_ones(shape, 1)
         return shape if self.part.experts is None else (self.part.experts, *shape)
+
+    @property
+    def axes(self) -> int:
+        """The number of its axes in the file, without ``TensorPart.ones``: 1 for a vector."""
+        return len(self.shape) - len(self.part.ones)
 
     def region(self, inputs: slice = slice(None)) -> tuple[slice, ...]:
         """The tensor's ranges, one per axis, that hold the weight's columns in the rows ``inputs``."""
-        own = (self.rows, inputs) if self.part.transposed else (inputs, self.rows)[-len(self.shape) :]
-        own = (own[0], slice(None), own[1]) if self.part.convolution else own
+        own = (self.rows, inputs) if self.part.transposed else (inputs, self.rows)[-self.axes :]
+        own = self._with_ones(own, slice(None))
         expert = self.part.expert
         return own if self.part.experts is None or expert is None else (slice(expert, expert + 1), *own)
+
+    def _with_ones[T](self, axes: tuple[T, ...], one: T) -> tuple[T, ...]:
+        """``axes`` with ``one`` for each of the axes that the file has in addition."""
+        found = list(axes)
+        for axis in self.part.ones:
+            found.insert(axis, one)
+        return tuple(found)
 
     @property
     def inputs(self) -> slice:
@@ -357,7 +371,7 @@ class Tensor:
         """The weight's columns that the tensor holds, in the tensor's layout."""
         columns = self.among(weight)
         columns = columns.T if self.part.transposed else columns
-        columns = columns[:, None] if self.part.convolution else columns
+        columns = np.expand_dims(columns, self.part.ones)
         return columns if self.part.experts is None else columns[None]
 
     def within(self, values: np.ndarray) -> np.ndarray:
@@ -367,7 +381,7 @@ class Tensor:
     def turned(self, values: np.ndarray) -> np.ndarray:
         """Columns in the weight's layout, from the file's layout."""
         values = values if self.part.experts is None else values[0]
-        values = values[:, 0] if self.part.convolution else values
+        values = values.squeeze(self.part.ones)
         return values.T if self.part.transposed else values
 
 

@@ -20,7 +20,7 @@ from zerojax.interop.huggingface.config_table import (
 from zerojax.interop.huggingface.experts import CHOICE_BIASES, NOT_PREDICTING, groups_of_experts, mixture
 from zerojax.interop.huggingface.hybrid import key_heads
 from zerojax.interop.huggingface.layer_types import FULL, LINEAR, renamed
-from zerojax.interop.huggingface.llama import NO_BIASES, UNROTATED, like_llama
+from zerojax.interop.huggingface.llama import NO_BIASES, like_llama, unrotated_layers
 from zerojax.interop.huggingface.mamba import mamba_modules, mamba_tensors
 from zerojax.interop.huggingface.mapping import Bare, Joined, Names, qkv_widths
 from zerojax.models import GPTConfig
@@ -146,7 +146,7 @@ NEMOTRON_H = like_llama(
     unused("mamba_proj_bias", "mamba_ssm_cache_dtype", "use_mamba_kernels", "moe_shared_expert_overlap"),
     unused("hidden_dropout", "num_logits_to_keep", "rescale_prenorm_residual", "residual_in_fp32"),
     layers=_ONE_BRANCH,
-    rotary=UNROTATED,
+    rotary=unrotated_layers(),
     kv_heads=8,
     head_dim=128,
     ffn_width=21504,

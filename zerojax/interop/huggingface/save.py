@@ -55,7 +55,7 @@ def linear_tensors(train_spec: TrainSpec, parts: TensorParts) -> Iterator[Tensor
     """The tensors that are quantized: the blocks' matrices, without embeddings and output projection."""
     for leaf in train_spec.weights:
         for tensor in tensors_of(leaf, parts):
-            matrix = tensor.part.transposed and not tensor.part.convolution
+            matrix = tensor.part.transposed and not tensor.part.ones
             if matrix or tensor.part.expert is not None:
                 yield tensor
 
