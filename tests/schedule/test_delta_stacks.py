@@ -17,7 +17,7 @@ from core_models import WIDTH, Case, regression_batch, squared_error
 from flax import nnx
 
 from zerojax import eval_step, train_step
-from zerojax.adapters import stack
+from zerojax.adapters import nnx_units
 from zerojax.sharding.param_tree import to_tree
 from zerojax.train.fields import abstract_replicas, specs_of
 from zerojax.train.pass_weights import masters_of, refreshed
@@ -39,8 +39,8 @@ class Model(nnx.Module):
 
     def __init__(self, run: Any, layers: int, *, rngs: nnx.Rngs):
         self.run = run
-        self.first = stack.Stack(Layer, layers, rngs=rngs)
-        self.second = stack.Stack(Layer, layers, rngs=rngs)
+        self.first = nnx_units.Stack(Layer, layers, rngs=rngs)
+        self.second = nnx_units.Stack(Layer, layers, rngs=rngs)
         self.head = nnx.Linear(WIDTH, 1, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -110,7 +110,7 @@ def _generator(config: RunConfig, spec: TrainSpec, room: int | None) -> Generati
     rows = math.ceil(rollout_rows(config) / spec.world.size)
     # In an environment the last turn may follow a row that only has room for one more token.
     prompt = longest_row(config) - 1 if config.posttrain.environment else longest_prompt(config)
-    dtype, context = str(spec.strategy.compute_dtype), config.model.max_seq_len
+    dtype, context = str(spec.zero.compute_dtype), config.model.max_seq_len
     new = config.posttrain.max_new_tokens
     engine = Engine.of(rows, prompt, new, context, dtype=dtype, how=Sampling())
     form = fitting_form(spec, engine, free_memory(spec) if room is None else room)
