@@ -88,7 +88,7 @@ def test_a_model_is_imported_evaluated_trained_and_exported(
 
 FAMILIES = FIXTURES / "families"
 ALWAYS = ("glm4-moe",)
-STATE = {"choice_bias", "load"}
+STATE = {"choice_bias", "load", "scale"}
 """What the models of ``ALWAYS`` keep besides weights: all that any family's model does."""
 
 
@@ -171,8 +171,12 @@ def test_train_from_an_adapter_and_export_both_ways(
     assert main(["import", str(model), run, *mesh, *data, "--lora.rank", "3"]) == 0  # frozen later
     assert main(["export", run, str(tmp_path / "none"), "--adapter"]) == 2
     assert "has trained no adapters" in capsys.readouterr().err
-    again = ["train", f"{run}/config.toml", "--run-dir", run, "--train.steps", "1", "--lora.rank", "0"]
+    config = Path(run, "config.toml")
+    config.write_text(config.read_text().replace("rank = 3", "rank = 0"))
+    again = ["train", str(config), "--run-dir", run, "--train.steps", "1"]
     again += ["--optimizer.warmup-steps", "0", "--optimizer.learning-rate", "1e-6", "--zero.block-size", "64"]
+    assert main([*again, "--adapter", str(adapter), "--lora.rank", "0"]) == 2
+    assert "--lora.rank 0 has none: leave it out" in capsys.readouterr().err
     assert main([*again, "--adapter", str(adapter)]) == 0
     assert f"beginning with the adapters of {adapter}" in capsys.readouterr().out
     out, whole = tmp_path / "adapter", tmp_path / "whole"

@@ -80,7 +80,7 @@ def test_reported_savings_are_those_of_the_option(options: tuple[str, ...], sent
 
 @pytest.mark.slow
 def test_the_count_of_the_traced_step_agrees():
-    """Also of Muon's matrices, whose way of being stored is one of the options."""
+    """Also of a state that every node holds whole, with Muon's matrices."""
 
     def counted(*options: str) -> tuple[RunConfig, TrainState, CommReport]:
         muon = ["--optimizer.name", "muon", "--zero.matrix-spread", "world"]
@@ -92,7 +92,7 @@ def test_the_count_of_the_traced_step_agrees():
     savings = Savings(config, state.spec, report)
     assert savings.now.sent == round(report.between_nodes) > plan_state(state).between_nodes
     trials = savings.sent()
-    assert ("--zero.matrix-spread node", SAME) in [(trial.option, trial.price) for trial in trials]
+    assert ("--zero.state-spread node", SAME) in [(trial.option, trial.price) for trial in trials]
     for trial in trials:
         assert counted(*trial.option.split())[2].between_nodes == pytest.approx(trial.sent, abs=16)
 

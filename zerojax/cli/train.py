@@ -72,6 +72,10 @@ def adapter_settings(options: Options, tables: Tables) -> Tables:
     """Settings with which a run can hold PEFT's files, if ``tables`` do not set them."""
     if options.adapter is None:
         return {}
+    if options.settings.get("lora", {}).get("rank") == 0:
+        raise ConfigurationError(
+            f"--adapter {options.adapter} needs adapters, and --lora.rank 0 has none: leave it out"
+        )
     zero, lora = tables.get("zero", {}), tables.get("lora", {})
     model = GPTConfig(**checked({"model": tables.get("model", {})}, "the model")["model"])
     found = Tables()

@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +183,7 @@ def quantized_state(
     """
     files = WeightFiles(out, how)
     if not state.spec.frozen:
-        return replace(state, params=load_params(state.spec, files, target.parts))
+        return state.with_params(load_params(state.spec, files, target.parts))
     plain = abstract_model(config.all_trained())
     return begin_with(plain, load_params(plain.spec, files, target.parts), config.train.seed)
 
