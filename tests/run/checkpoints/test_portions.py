@@ -88,7 +88,7 @@ def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("mesh", "preset"),
     [
-        pytest.param((2, 2), "delta", marks=pytest.mark.slow),
+        ((2, 2), "delta"),
         pytest.param((1, 1), "zero3", marks=pytest.mark.slow),
         pytest.param((2, 4), "delta", marks=pytest.mark.slow),
         pytest.param((3, 2), "local", marks=pytest.mark.slow),

@@ -144,7 +144,8 @@ def _write(
         stored = _take(state.spec, portion, x, by_node)
         canonical = convert(state.spec, portion.leaf, stored, like, by_node=by_node, to_nodes=by_node)
         # NumPy reads page-locked memory in place. From a GPU's memory JAX copies at 0.5 GB/s.
-        shards = to_host(canonical).addressable_shards
+        # Of equal shards the one with the lowest number remains.
+        shards = sorted(to_host(canonical).addressable_shards, key=lambda shard: -shard.replica_id)
         for shard in {shard.index: shard for shard in shards}.values():
             if own_disks or shard.replica_id == 0:
                 numbers = np.asarray(shard.data)
