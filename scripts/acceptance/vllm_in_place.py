@@ -10,7 +10,6 @@ script kills vLLM, or starts a new job. At the end it tries a stranger and a ver
 environment is made as by vllm_mirror.py. Exit code 0 if all are equal.
 """
 
-import argparse
 import json
 import secrets
 import shutil
@@ -41,8 +40,8 @@ from vllm_mirror import (
     Killable,
     call,
     in_vllm,
-    make_environment,
-    prepare,
+    make_parser,
+    make_place,
     tensors,
 )
 
@@ -127,18 +126,8 @@ class Traffic:
 
 def main() -> int:
     """Run it; see the module."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--environment", type=Path, required=True, help="of vLLM; made if it is missing")
-    parser.add_argument("--work", type=Path, required=True, help="a new folder for data and runs")
-    parser.add_argument("--updates", type=int, default=60)
-    parser.add_argument("--kills", type=int, default=2)
-    parser.add_argument("--family", choices=FAMILIES, default="llama")
-    options = parser.parse_args()
-    python, work = make_environment(options.environment.absolute()), options.work.absolute()
-    work.mkdir(parents=True)
-    prepare(work, options.family)
+    options = make_parser(__doc__, updates=60, kills=2).parse_args()
+    python, work = make_place(options)
     train(work, options.updates, options.family)
     emulate_devices(MeshSection(nodes=1, local=2, emulate=True))
     use_compilation_cache()

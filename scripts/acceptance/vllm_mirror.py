@@ -327,22 +327,34 @@ def compare(work: Path, seen: dict[int, Seen], updates: int) -> int:
     return int(wrong > 0 or mismatch > LARGEST_MISMATCH or len(seen) < updates)
 
 
-def main() -> int:
-    """Run it; see the module."""
+def make_parser(description: str | None, *, updates: int, kills: int) -> argparse.ArgumentParser:
+    """A parser of the options of both scripts, with these defaults."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--environment", type=Path, required=True, help="of vLLM; made if it is missing")
     parser.add_argument("--work", type=Path, required=True, help="a new folder for data and runs")
-    parser.add_argument("--updates", type=int, default=200)
-    parser.add_argument("--kills", type=int, default=6)
-    parser.add_argument("--folder", action="store_true", help="write all weights, without a receiver")
-    parser.add_argument("--processes", type=int, default=1, help="of the run; each sends its shards")
+    parser.add_argument("--updates", type=int, default=updates)
+    parser.add_argument("--kills", type=int, default=kills)
     parser.add_argument("--family", choices=FAMILIES, default="llama")
-    options = parser.parse_args()
+    return parser
+
+
+def make_place(options: argparse.Namespace) -> tuple[Path, Path]:
+    """Make the environment and the folder with its data; returns vLLM's Python and the folder."""
     python, work = make_environment(options.environment.absolute()), options.work.absolute()
     work.mkdir(parents=True)
     prepare(work, options.family)
+    return python, work
+
+
+def main() -> int:
+    """Run it; see the module."""
+    parser = make_parser(__doc__, updates=200, kills=6)
+    parser.add_argument("--folder", action="store_true", help="write all weights, without a receiver")
+    parser.add_argument("--processes", type=int, default=1, help="of the run; each sends its shards")
+    options = parser.parse_args()
+    python, work = make_place(options)
     proxy = Proxy(work / "run/weights" if options.folder else work / "mirror")
     told = commands(python, work, options.updates, options.family, not options.folder, options.processes)
     began = time.monotonic()

@@ -15,14 +15,13 @@ from jax import Shard, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32, UInt8, UInt32
 
-from pallas_kernels.reference import to_bits, to_float
+from pallas_kernels.reference import INF_BITS, to_bits, to_float
 from zerojax.interop.engines.encoder import Cut, in_pieces
 from zerojax.interop.engines.receiver.manifest import Strip
 from zerojax.interop.huggingface import FP8Blocks
 from zerojax.interop.huggingface.mapping import Tensor
 from zerojax.sharding.memory import to_device
 
-_INFINITE = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF
 
 
@@ -162,5 +161,5 @@ def _e4m3(x: Float[Array, "..."]) -> UInt8[Array, "..."]:
     bits = to_bits(x) & _MAGNITUDE
     exponent = jnp.maximum(bits >> 23, 121)
     steps = jnp.round(jnp.abs(x) * to_float((257 - exponent) << 23)).astype(jnp.int32)
-    code = jnp.where(bits < _INFINITE, ((exponent - 121) << 3) + steps, 0x7F)
+    code = jnp.where(bits < INF_BITS, ((exponent - 121) << 3) + steps, 0x7F)
     return (code | jnp.where(to_bits(x) < 0, 0x80, 0)).astype(jnp.uint8)

@@ -129,10 +129,12 @@ class RunCopy:
             self._push_files()
 
     def delete(self, step: int) -> None:
-        """Delete a checkpoint in the store."""
-        for manifest in self._manifests().get(step, []):
-            self._objects.delete(f"{_prefix(manifest)}{MANIFEST}")
-        self._objects.delete(f"checkpoints/{step}/")
+        """Delete a checkpoint in the store, its manifests first."""
+        own = f"checkpoints/{step}/"
+        for name in self._objects.names(own):
+            if name.endswith(f"/{MANIFEST}"):
+                self._objects.delete(name)
+        self._objects.delete(own)
 
     def _manifests(self) -> dict[int, list[Manifest]]:
         """The manifests in the store by step, ordered by part; an empty list for an unfinished upload."""
