@@ -184,6 +184,18 @@ def test_auto_is_flash_attention_where_cudnn_needs_a_mask(on_a_gpu):
     assert not on_a_gpu
 
 
+@NEEDS_LIBRARY
+@pytest.mark.parametrize(
+    ("generation", "kernels"), [(8, ("xla", "xla")), (9, ("cudnn", "flash")), (10, ("xla", "xla"))]
+)
+def test_heads_of_256_have_flash_kernels_on_hopper(generation, kernels, on_a_gpu, monkeypatch):
+    monkeypatch.setattr(flash_attention, "generation", lambda: generation)
+    segments = jnp.zeros((2, 128), int)
+    with aot.cudnn_assumed():
+        assert (choice(width=256), choice(width=256, segments=segments)) == kernels
+    assert ("not of a multiple of 8 up to 128 on this GPU" in "".join(on_a_gpu)) == (kernels[1] == "xla")
+
+
 @pytest.mark.parametrize(
     ("lacking", "options", "kernel", "why"),
     [

@@ -25,8 +25,8 @@ from zerojax.models.flash_attention import (
 )
 from zerojax.models.options import AttentionKernel
 
-FLASH_MAX_HEAD_DIM = 128
-"""The widest head that cuDNN's flash attention and FlashAttention-4 support on every GPU since Ampere."""
+HOPPER = 9
+"""The major compute capability of Hopper GPUs, for ``has_flash``."""
 FLASH_LATENT_WIDTHS = (192, 128)
 """The widest queries and narrower values that both kernels support on every GPU since Hopper."""
 
@@ -231,14 +231,26 @@ def _distances(length: int) -> Int[Array, "1 1 time time"]:
     return (index[:, None] - index)[None, None]
 
 
-def has_flash(width: int, value_width: int, *, since_hopper: bool) -> bool:
-    """Whether cuDNN's flash attention and FlashAttention-4 support heads of these widths."""
+def widest_head(generation: int) -> int:
+    """The widest head that cuDNN's flash attention and FlashAttention-4 support on a GPU, by its generation.
+
+    Both compute gradients of 256 on Hopper. For Blackwell JAX's check accepts 256 as well, but
+    FlashAttention-4 has no such kernel, and cuDNN has gradients from version 9.23 on only.
+    """
+    return 256 if generation == HOPPER else 128
+
+
+def has_flash(width: int, value_width: int, generation: int) -> bool:
+    """Whether cuDNN's flash attention and FlashAttention-4 support heads of these widths on a GPU.
+
+    ``generation`` is its major compute capability.
+    """
     if width % 8 or value_width % 8:
         return False
     if width == value_width:
-        return width <= FLASH_MAX_HEAD_DIM
+        return width <= widest_head(generation)
     most, most_of_values = FLASH_LATENT_WIDTHS
-    return since_hopper and value_width < width <= most and value_width <= most_of_values
+    return generation >= HOPPER and value_width < width <= most and value_width <= most_of_values
 
 
 def fastest(
@@ -252,12 +264,13 @@ def fastest(
     if jax.default_backend() != "gpu":
         return "xla"
     batch, length, heads, width = query.shape
+    generation = flash_attention.generation()
     if softcap is not None:
         why = "attention_softcap"
     elif query.dtype not in (jnp.bfloat16, jnp.float16):
         why = f"{query.dtype} in place of bf16"
-    elif not has_flash(width, value.shape[-1], since_hopper=flash_attention.generation() >= 9):
-        why = f"heads of {width}, not of a multiple of 8 up to {FLASH_MAX_HEAD_DIM}"
+    elif not has_flash(width, value.shape[-1], generation):
+        why = f"heads of {width}, not of a multiple of 8 up to {widest_head(generation)} on this GPU"
     elif not causal and (length % 2 or value.shape[1] % 2):
         why = "an odd length"
     else:

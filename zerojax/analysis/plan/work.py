@@ -66,7 +66,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from pallas_kernels.delta_chunks_reference import CHUNK
-from zerojax.models.attention import has_flash
+from zerojax.models.attention import HOPPER, has_flash
 from zerojax.models.config import GPTConfig, attention_flops, flops_per_token, pair_flops, recurrence_flops
 from zerojax.models.loss import VOCABULARY_TILE
 from zerojax.models.shared_rows import spread_of
@@ -134,7 +134,7 @@ class Work:
 def flash_attention(config: GPTConfig, dtype: str) -> bool:
     """Whether attention on a GPU is a kernel that keeps no scores: cuDNN's, or FlashAttention-4."""
     takes = dtype == "bfloat16" and all(
-        has_flash(kind.head_dim, kind.value_dim, since_hopper=True) for kind, _ in config.kinds
+        has_flash(kind.head_dim, kind.value_dim, HOPPER) for kind, _ in config.kinds
     )
     if config.attention == "auto":
         return takes and config.attention_softcap is None
