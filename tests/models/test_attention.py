@@ -10,8 +10,9 @@ from plain_flash import flash
 import zerojax
 from zerojax.analysis import aot
 from zerojax.errors import ZeroError
+from zerojax.models import flash_attention
 from zerojax.models.attention import causal_attention, has_flash
-from zerojax.models.flash_attention import document_offsets, generation
+from zerojax.models.flash_attention import document_offsets
 
 
 def heads(key, batch=2, time=6, count=4, dim=8):
@@ -200,16 +201,16 @@ def test_cudnns_kernel_takes_values_that_are_narrower_than_keys():
 
 
 @pytest.mark.parametrize(
-    ("of_gpu", "wanted"),
+    ("generation", "wanted"),
     [
         (8, {(128, 128)}),
         (9, {(128, 128), (192, 128), (192, 192), (256, 256)}),
         (10, {(128, 128), (192, 128)}),
     ],
 )
-def test_auto_knows_which_widths_flash_kernels_have(of_gpu, wanted):
+def test_auto_knows_which_widths_flash_kernels_have(generation, wanted):
     widths = [(128, 128), (130, 130), (192, 128), (192, 130), (192, 192), (256, 128), (256, 256), (264, 264)]
-    assert {pair for pair in widths if has_flash(*pair, of_gpu)} == wanted
+    assert {pair for pair in widths if has_flash(*pair, generation=generation)} == wanted
 
 
 @pytest.mark.parametrize("segmented", [False, True])
@@ -242,7 +243,7 @@ def test_auto_picks_xla_without_a_gpu():
     ids=str,
 )
 def test_cudnn_gives_values_and_gradients_of_the_plain_formula_in_fp32(options, widths, time):
-    if not has_flash(*widths, generation()):
+    if not has_flash(*widths, generation=flash_attention.generation()):
         pytest.skip(f"cuDNN has no heads of {widths} on this GPU")
     if options.get("data"):
         options = {"window": options["window"], "windowed": jnp.array(True)}

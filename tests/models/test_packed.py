@@ -203,7 +203,7 @@ def test_batches_that_the_loss_would_misread_are_refused(more, message):
 @pytest.mark.parametrize("most", [None, 4], ids=["one-pass", "passes"])
 @pytest.mark.parametrize("kernel", ["cudnn", pytest.param("flash_attention_4", marks=NEEDS_LIBRARY)])
 def test_kernels_do_not_attend_across_segments(kernel, most, kv_heads, widths):
-    if not has_flash(*widths, flash_attention.generation()):
+    if not has_flash(*widths, generation=flash_attention.generation()):
         pytest.skip(f"the kernels have no heads of {widths} on this GPU")
     segments = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 6, (3, 256))), jnp.int32)
     documents = flash_attention.document_offsets(segments, most)

@@ -240,7 +240,7 @@ def widest_head(generation: int) -> int:
     return 256 if generation == HOPPER else 128
 
 
-def has_flash(width: int, value_width: int, generation: int) -> bool:
+def has_flash(width: int, value_width: int, *, generation: int) -> bool:
     """Whether cuDNN's flash attention and FlashAttention-4 support heads of these widths on a GPU.
 
     ``generation`` is its major compute capability.
@@ -269,7 +269,7 @@ def fastest(
         why = "attention_softcap"
     elif query.dtype not in (jnp.bfloat16, jnp.float16):
         why = f"{query.dtype} in place of bf16"
-    elif not has_flash(width, value.shape[-1], generation):
+    elif not has_flash(width, value.shape[-1], generation=generation):
         why = f"heads of {width}, not of a multiple of 8 up to {widest_head(generation)} on this GPU"
     elif not causal and (length % 2 or value.shape[1] % 2):
         why = "an odd length"

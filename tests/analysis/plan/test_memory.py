@@ -98,6 +98,16 @@ def test_compiled_memory_with_muon_is_as_planned(name, spread):
     assert plan.memory.total > 12 * plan.parameters / (LOCAL if spread == "node" else D)
 
 
+@pytest.mark.parametrize(("gpu", "numbers_a_token"), [("h100", 1), ("a100-80", 128)])
+def test_heads_of_256_keep_scores_where_the_gpu_has_no_flash_attention_for_them(gpu, numbers_a_token):
+    config = GPTConfig(vocab_size=64, layers=1, d_model=64, heads=1, head_width=256, max_seq_len=128)
+    options: Any = {"remat": "none", "dtype": "bfloat16", "sequences": 1, "length": 128}
+    by_kernel = (dataclasses.replace(config, attention=kernel) for kernel in ("auto", "cudnn"))
+    generation = GPUS[gpu].generation
+    chosen, flash = (decoder_work(one, **options, generation=generation).kept for one in by_kernel)
+    assert chosen - flash == 4 * 128 * (numbers_a_token - 1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["full", "none"])
 def test_compiled_memory_with_activations_in_host_memory(remat):

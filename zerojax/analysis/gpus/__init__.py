@@ -57,7 +57,7 @@ class Gpu:
         link_rate: bytes/s that it sends to the other GPUs of its node, by NVLink or PCIe, in one direction.
         host_rate: bytes/s of PCIe to its host, in one direction.
         fp8_flops: peak dense FLOP/s in fp8; 0 for a GPU without fp8 matmuls.
-        workspace: bytes that cuBLAS reserves for matmuls.
+        generation: its major compute capability.
         measured: whether the efficiencies above were measured on this GPU. Other GPUs are assumed to be
             alike.
     """
@@ -69,21 +69,24 @@ class Gpu:
     link_rate: float
     host_rate: float
     fp8_flops: float = 0.0
-    workspace: int = 8 << 20
+    generation: int = 8
     measured: bool = False
 
+    @property
+    def workspace(self) -> int:
+        """Bytes that cuBLAS reserves for matmuls."""
+        return (32 if self.generation >= 9 else 8) << 20
 
-_HOPPER = 32 << 20
 
 GPUS: dict[str, Gpu] = {
-    "b200": Gpu("B200", 2250e12, 192e9, 8000e9, 900e9, 64e9, 4500e12, _HOPPER),
-    "h200": Gpu("H200", 989e12, 150e9, 4800e9, 450e9, 64e9, 1979e12, _HOPPER, measured=True),
-    "h100": Gpu("H100", 989e12, 84.9e9, 3350e9, 450e9, 64e9, 1979e12, _HOPPER),
-    "h100-pcie": Gpu("H100 PCIe", 756e12, 84.9e9, 2000e9, 64e9, 64e9, 1513e12, _HOPPER),
+    "b200": Gpu("B200", 2250e12, 192e9, 8000e9, 900e9, 64e9, 4500e12, generation=10),
+    "h200": Gpu("H200", 989e12, 150e9, 4800e9, 450e9, 64e9, 1979e12, generation=9, measured=True),
+    "h100": Gpu("H100", 989e12, 84.9e9, 3350e9, 450e9, 64e9, 1979e12, generation=9),
+    "h100-pcie": Gpu("H100 PCIe", 756e12, 84.9e9, 2000e9, 64e9, 64e9, 1513e12, generation=9),
     "a100-80": Gpu("A100-SXM4-80GB", 312e12, 84.9e9, 2039e9, 300e9, 32e9),
     "a100-40": Gpu("A100-SXM4-40GB", 312e12, 42.4e9, 1555e9, 300e9, 32e9),
-    "v100-32": Gpu("V100-SXM2-32GB", 125e12, 34.1e9, 900e9, 150e9, 16e9),
-    "v100-16": Gpu("V100-SXM2-16GB", 125e12, 16.9e9, 900e9, 150e9, 16e9),
+    "v100-32": Gpu("V100-SXM2-32GB", 125e12, 34.1e9, 900e9, 150e9, 16e9, generation=7),
+    "v100-16": Gpu("V100-SXM2-16GB", 125e12, 16.9e9, 900e9, 150e9, 16e9, generation=7),
     "l40s": Gpu("L40S", 362e12, 48e9, 864e9, 32e9, 32e9, 733e12),
     "l4": Gpu("L4", 121e12, 24e9, 300e9, 32e9, 32e9, 242e12),
     "a10g": Gpu("A10G", 70e12, 24e9, 600e9, 32e9, 32e9),

@@ -303,9 +303,9 @@ class _Run:
         """Predict a step with these options; the other arguments replace the run's own."""
         spec = self.spec_of(zero, world or self.cluster.world)
         own, length = self.sequences if sequences is None else sequences, length or self.length
-        return Prediction(
-            spec, work_of(spec, shape or self.config, sequences=own, length=length), self.cluster
-        )
+        generation = self.cluster.gpu.generation
+        work = work_of(spec, shape or self.config, sequences=own, length=length, generation=generation)
+        return Prediction(spec, work, self.cluster)
 
     def forecast(self, name: str, zero: ZeroConfig) -> Forecast:
         """The forecast for some options."""

@@ -131,10 +131,10 @@ class Work:
         return self.forward + self.backward
 
 
-def flash_attention(config: GPTConfig, dtype: str) -> bool:
+def flash_attention(config: GPTConfig, dtype: str, *, generation: int = HOPPER) -> bool:
     """Whether attention on a GPU is a kernel that keeps no scores: cuDNN's, or FlashAttention-4."""
     takes = dtype == "bfloat16" and all(
-        has_flash(kind.head_dim, kind.value_dim, HOPPER) for kind, _ in config.kinds
+        has_flash(kind.head_dim, kind.value_dim, generation=generation) for kind, _ in config.kinds
     )
     if config.attention == "auto":
         return takes and config.attention_softcap is None
@@ -170,7 +170,9 @@ def sequences_of(rows: int, devices: int, zero: ZeroConfig) -> int:
     return max(1, rows * zero.sequence_parallel // (devices * zero.accumulate))
 
 
-def work_of(spec: TrainSpec, config: GPTConfig, *, sequences: int, length: int) -> Work:
+def work_of(
+    spec: TrainSpec, config: GPTConfig, *, sequences: int, length: int, generation: int = HOPPER
+) -> Work:
     """The work of a decoder of shape ``config`` with the options of its train spec; see ``decoder_work``."""
     zero, dtype = spec.zero, str(spec.zero.compute_dtype)
     work = decoder_work(
@@ -181,6 +183,7 @@ def work_of(spec: TrainSpec, config: GPTConfig, *, sequences: int, length: int) 
         length=length,
         frozen=spec.frozen,
         sharing=zero.sequence_parallel,
+        generation=generation,
     )
     spread = any(leaf.parts > 1 for group in spec.unit_groups for leaf in group.every)
     others = spec.world.local - 1 if spread else 0
@@ -211,6 +214,7 @@ def decoder_work(
     head: bool = True,
     frozen: Sequence[ParamLayout] = (),
     sharing: int = 1,
+    generation: int = HOPPER,
 ) -> Work:
     """The work of a decoder.
 
@@ -224,11 +228,13 @@ def decoder_work(
         frozen: the parameters of ``zerojax.models.GPT`` that are not trained (``TrainSpec.frozen``). They
             change the bytes and the head's FLOPs, but not the blocks' FLOPs.
         sharing: how many devices share a sequence (``ZeroConfig.sequence_parallel``).
+        generation: the GPU's major compute capability, which decides the attention kernel.
 
     Raises:
         ConfigurationError: the sequence is longer than the model takes.
     """
-    c, tokens, flash = config, sequences * length // sharing, flash_attention(config, dtype)
+    c, tokens = config, sequences * length // sharing
+    flash = flash_attention(config, dtype, generation=generation)
     model_flops = tokens * flops_per_token(c, length)
     unembedding = 6 * c.output_rows * c.d_model * tokens
     matrices = model_flops - unembedding - tokens * attention_flops(c, length)
