@@ -209,7 +209,8 @@ def test_cudnns_kernel_takes_values_that_are_narrower_than_keys():
     ],
 )
 def test_auto_knows_which_widths_flash_kernels_have(generation, wanted):
-    widths = [(128, 128), (130, 130), (192, 128), (192, 130), (192, 192), (256, 128), (256, 256), (264, 264)]
+    widths = [(128, 128), (130, 130), (160, 160), (192, 192), (256, 256), (264, 264)]
+    widths += [(192, 128), (192, 130), (256, 128)]
     assert {pair for pair in widths if has_flash(*pair, generation=generation)} == wanted
 
 

@@ -27,6 +27,14 @@ from zerojax.models.options import AttentionKernel
 
 HOPPER = 9
 """The major compute capability of Hopper GPUs, for ``has_flash``."""
+FLASH_MAX_HEAD_DIM = 128
+"""The widest head that cuDNN's flash attention and FlashAttention-4 support on every GPU since Ampere."""
+FLASH_WIDE_HEADS = (192, 256)
+"""Wider heads that both kernels support on Hopper. FlashAttention-4 does not compile for 136 or 160.
+
+JAX's check accepts 256 on Blackwell, too. But FlashAttention-4 has no such kernel there, and cuDNN has no
+gradients before version 9.23.
+"""
 FLASH_LATENT_WIDTHS = (192, 128)
 """The widest queries and narrower values that both kernels support on every GPU since Hopper."""
 
@@ -231,24 +239,15 @@ def _distances(length: int) -> Int[Array, "1 1 time time"]:
     return (index[:, None] - index)[None, None]
 
 
-def widest_head(generation: int) -> int:
-    """The widest head that cuDNN's flash attention and FlashAttention-4 support on a GPU, by its generation.
-
-    Both compute gradients of 256 on Hopper. For Blackwell JAX's check accepts 256 as well, but
-    FlashAttention-4 has no such kernel, and cuDNN has gradients from version 9.23 on only.
-    """
-    return 256 if generation == HOPPER else 128
-
-
 def has_flash(width: int, value_width: int, *, generation: int) -> bool:
-    """Whether cuDNN's flash attention and FlashAttention-4 support heads of these widths on a GPU.
+    """Whether cuDNN's flash attention and FlashAttention-4 compute gradients of heads of these widths.
 
-    ``generation`` is its major compute capability.
+    ``generation`` is the GPU's major compute capability.
     """
     if width % 8 or value_width % 8:
         return False
     if width == value_width:
-        return width <= widest_head(generation)
+        return width <= FLASH_MAX_HEAD_DIM or (generation == HOPPER and width in FLASH_WIDE_HEADS)
     most, most_of_values = FLASH_LATENT_WIDTHS
     return generation >= HOPPER and value_width < width <= most and value_width <= most_of_values
 
@@ -264,13 +263,12 @@ def fastest(
     if jax.default_backend() != "gpu":
         return "xla"
     batch, length, heads, width = query.shape
-    generation = flash_attention.generation()
     if softcap is not None:
         why = "attention_softcap"
     elif query.dtype not in (jnp.bfloat16, jnp.float16):
         why = f"{query.dtype} in place of bf16"
-    elif not has_flash(width, value.shape[-1], generation=generation):
-        why = f"heads of {width}, not of a multiple of 8 up to {widest_head(generation)} on this GPU"
+    elif not has_flash(width, value.shape[-1], generation=flash_attention.generation()):
+        why = f"heads of {width}, which flash attention does not support on this GPU"
     elif not causal and (length % 2 or value.shape[1] % 2):
         why = "an odd length"
     else:
