@@ -145,8 +145,11 @@ def create(
 
 
 def trained(nodes: int, local: int, steps: int = 4, **zero: Any) -> tuple[list[float], zerojax.TrainState]:
-    start = pure(nnx.state(Model(rngs=nnx.Rngs(jax.random.key(0)))))
-    state = started(create(nodes, local, abstract=True, **zero), start)
+    if zero.get("preset") == "local":  # which begins with more than weights
+        state = create(nodes, local, **zero)
+    else:
+        start = pure(nnx.state(Model(rngs=nnx.Rngs(jax.random.key(0)))))
+        state = started(create(nodes, local, abstract=True, **zero), start)
     losses = []
     for batch in batches(steps):
         state, metrics = zerojax.train_step(state, batch)

@@ -84,7 +84,7 @@ def test_where_deltas_exchange_does_not_hide_that_of_local_updates_does(spec):
     slow = outlook(spec)
     said = re.fullmatch(r"Take local \(zero.every = (\d+)\): its step (.*)", slow.advice)
     assert said is not None
-    assert said[2].startswith("hides its exchange behind compute, that of delta waits")
+    assert said[2].startswith("hides its exchange behind compute, the step of delta waits")
     every = int(said[1])
     assert said[2].count(local_quality.expected_loss(every, "adamw")) == 1
 
@@ -321,7 +321,8 @@ def test_fp8_matmuls_take_half_the_bytes_and_less_time_where_the_gpu_has_them(sp
         assert fp8[name].time.compute < 0.95 * plain[name].time.compute
         assert fp8[name].memory.total < plain[name].memory.total
     assert fp8["zero3"].time.local < 0.8 * plain["zero3"].time.local
-    assert fp8["stage 2"] == plain["stage 2"]
+    assert fp8["stage 2"].time == plain["stage 2"].time, "its weights are there in bf16"
+    assert fp8["stage 2"].memory == plain["stage 2"].memory
     without = by_name(outlook(own, gpu="a100-80", bandwidth=FAST))["zero3"].time.compute
     assert without > by_name(outlook(spec, gpu="a100-80", bandwidth=FAST))["zero3"].time.compute
     assert any("at 1088 of 1979 TFLOP/s" in line for line in assumptions(outlook(own)))

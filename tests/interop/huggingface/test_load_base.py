@@ -96,7 +96,7 @@ def test_other_trained_weights_are_loaded_with_the_adapters(imported: Imported):
     state = created(model, (2, 2), "create", **options)
     found = huggingface.load_weights(state, imported.model)
     wanted = checkpoints.restore_weights(imported.folder.checkpoints / "0", state)
-    for field in ("params", "frozen", "copies", "base", "opt_state"):
+    for field in ("params", "frozen", "encoded", "base", "opt_state"):
         jax.tree.map(np.testing.assert_array_equal, getattr(found, field), getattr(wanted, field))
 
 

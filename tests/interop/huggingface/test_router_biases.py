@@ -38,7 +38,9 @@ def test_choice_biases_are_imported_and_exported(tmp_path: Path):
     target = plan_export(state, config, run, None)
     assert target.specs.keys() == tensors(FOLDER).keys()
     assert target.specs[BIAS.format(1)].dtype == "F32"
-    assert target.values["num_nextn_predict_layers"] == 0
+    assert target.values["num_nextn_predict_layers"] == 1
+    assert target.carried is not None
+    assert target.carried.specs.keys() == predicting.keys()
     loaded = load_weights(random_state(config), folder)
     jax.tree.map(np.testing.assert_array_equal, loaded.params, state.params)
     np.testing.assert_array_equal(loaded.model_state[name], wanted)
