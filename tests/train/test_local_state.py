@@ -36,7 +36,7 @@ def test_of_a_parameter_in_host_memory(layers: int, blocks: int, every: int, mov
         ("w",), (size,), "float32", (layers,), MeshShape(OWNERS, 1), shard, hop, hop, 0, 0, "float32"
     )
     fragments = Fragments(leaf, every, EXACT)
-    assert fragments._some * fragments._wide == moved
+    assert fragments.some * fragments.wide == moved
     here = np.random.default_rng(0).standard_normal(leaf.stored_shape, np.float32)
     there = jax.device_put(here, SingleDeviceSharding(jax.devices()[0], memory_kind=HOST))
     take, put = jax.jit(fragments.take), jax.jit(fragments.put)

@@ -29,7 +29,7 @@ from zerojax.schedule.layer_update import (
 )
 from zerojax.sharding.param_tree import Path, from_tree
 from zerojax.train.blocks import without_padding
-from zerojax.train.fields import Shards, abstract_fields, specs_of
+from zerojax.train.fields import Shards, field_specs
 from zerojax.train.host_update import InBackward, encoded_layer
 from zerojax.train.spec import TrainSpec
 from zerojax.weights import Weights
@@ -63,7 +63,7 @@ class OptimizerShards(NamedTuple):
 
 def specs(spec: TrainSpec) -> tuple[OptimizerShards, InBackward]:
     """The PartitionSpecs of the arrays that the passes read for updates, and of the updated arrays."""
-    fields = specs_of({name: abstract_fields(spec)[name] for name in ("params", "opt_state", "encoded")})
+    fields = field_specs(spec)
     scalar = jax.sharding.PartitionSpec()
     entering = OptimizerShards.of(spec, fields["opt_state"], scalar)
     paths = [leaf.path for group in spec.updated_in_backward for leaf in group.leaves]

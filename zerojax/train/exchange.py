@@ -1,4 +1,4 @@
-"""The exchange of a step: what nodes send each other besides the hops of the passes themselves.
+"""A step's passes and update, and its exchange: what nodes send each other besides the hops of the passes.
 
 A step (``zerojax.train.step``) has the same phases for every preset: passes, update, metrics. An exchange
 says which arrays the passes read, and takes part before and after them:
@@ -23,12 +23,16 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, PyTree
 
 from zerojax.adapters import ModelState
-from zerojax.train.batch import Batch
-from zerojax.train.blocks import Blocks
-from zerojax.train.fields import Shards, Trained, abstract_fields, shard_specs
+from zerojax.comm.in_order import on_mesh
+from zerojax.sharding.param_tree import from_tree, to_tree
+from zerojax.train.backward_update import BackwardUpdate, OptimizerShards
+from zerojax.train.backward_update import specs as backward_specs
+from zerojax.train.batch import Batch, batch_specs
+from zerojax.train.blocks import Blocks, flat_blocks, stored_blocks
+from zerojax.train.fields import Shards, Trained, field_specs, shard_specs
 from zerojax.train.host_update import InBackward, updated_by_layers
 from zerojax.train.pass_weights import ByPath
-from zerojax.train.passes import Sums
+from zerojax.train.passes import Sums, accumulate, over, to_owners
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
 
@@ -64,7 +68,8 @@ class Passed(NamedTuple):
 class Exchange:
     """The exchange of ZeRO, and the interface of others.
 
-    ``start`` and ``arrive`` run inside ``shard_map`` on one device's values, all other methods outside.
+    Subclasses replace any method but ``passes``. ``start`` and ``arrive`` run inside ``shard_map`` on one
+    device's values, all others outside.
 
     Attributes:
         spec: of the state.
@@ -72,20 +77,53 @@ class Exchange:
 
     spec: TrainSpec
 
+    def passes(self, state: TrainState, batch: Batch, *, in_backward: bool = False) -> Passed:
+        """Run the passes of a step, which update stacks if the config says so (``in_backward``)."""
+        spec, training = self.spec, self.spec.training
+
+        def on_device(
+            shards: Shards, own: Any, optimizer: OptimizerShards | tuple[()], batch: Batch
+        ) -> Passed:
+            shards, started, batch = self.start(shards, own, batch)
+            seed, residual = shards.step_seed, from_tree(shards.residual)
+            update = (
+                BackwardUpdate(spec, shards, optimizer) if isinstance(optimizer, OptimizerShards) else None
+            )
+            grads, after, outcome = accumulate(training, shards, batch, update)
+            lost = flat_blocks(residual, training.leaves) if residual else {}
+            grads, kept = to_owners(training, grads, lost, seed)
+            gradients, sums, exchanged = self.arrive(started, grads, outcome.sums)
+            kept = to_tree({path: x.reshape(residual[path].shape) for path, x in kept.items()})
+            replicas = outcome.replicas if spec.zero.weights_delta else {}
+            done = None if update is None else update.done(after)
+            return Passed(gradients, sums, done, outcome.model_state, replicas, kept, exchanged)
+
+        (shards, own), (shard_places, own_places) = self.reads(state)
+        entering, optimizer, results = (), (), self.results()
+        if in_backward:
+            entering, done = backward_specs(spec)
+            left = {path: x for path, x in from_tree(results.gradients).items() if path not in done.params}
+            results = results._replace(gradients=to_tree(left), updated=done)
+            limit = jnp.inf if spec.spikes is None else spec.spikes.limit(state.losses)
+            optimizer = OptimizerShards.of(spec, state.opt_state, jnp.float32(limit))
+        places = shard_places, own_places, entering, batch_specs(spec, batch)
+        return on_mesh(on_device, spec.mesh, in_specs=places, out_specs=results)(
+            shards, own, optimizer, batch
+        )
+
     def reads(self, state: TrainState) -> tuple[tuple[Shards, Any], tuple[Shards, Any]]:
         """The arrays of a state that the passes read, and the ones that only the exchange reads.
 
         Returns:
             The arrays, and their PartitionSpecs.
         """
-        shards = state.shards
-        own = shard_specs(self.spec, shards.replicas, current_replicas=shards.current_replicas)
-        return (shards, ()), (own, ())
+        return (state.shards, ()), (shard_specs(self.spec, state.shards), ())
 
     def results(self) -> Passed:
         """The PartitionSpecs of the passes' results; no stack is updated in its backward pass."""
-        own = shard_specs(self.spec, abstract_fields(self.spec)["replicas"])
-        return Passed(own.params, REPLICATED, None, own.model_state, own.replicas, own.residual, ())
+        own = field_specs(self.spec)
+        state = own["model_state"], own["replicas"], own["residual"]
+        return Passed(own["params"], REPLICATED, None, *state, exchanged=())
 
     def start(self, shards: Shards, own: Any, batch: Batch) -> tuple[Shards, Any, Batch]:
         """Begin the exchange before the passes.
@@ -95,17 +133,21 @@ class Exchange:
         """
         return shards, own, batch
 
-    def arrive(self, started: Any, gradients: Blocks, sums: Sums) -> tuple[Sums, Any]:
+    def arrive(self, started: Any, gradients: Blocks, sums: Sums) -> tuple[PyTree[Array], Sums, Any]:
         """Finish the exchange after the passes.
 
-        Returns the sums over this device's tokens, and the results.
-        """
-        del gradients
-        return sums, started
+        Args:
+            started: as ``start`` returns it.
+            gradients: their sums over all tokens at this device.
+            sums: over this device's tokens.
 
-    def by_node[T: PyTree[Array]](self, values: T) -> T:
-        """Results of one device, with an axis of nodes if each node has its own."""
-        return values
+        Returns:
+            ``gradients``, ``sums`` and ``exchanged`` of ``Passed``.
+        """
+        spec = self.spec.training
+        sums = over(spec.world.axes, sums)
+        leaves = [leaf for leaf in spec.leaves if leaf.path in gradients]
+        return to_tree(stored_blocks(gradients, leaves)), sums, started
 
     def update(self, state: TrainState, passed: Passed) -> tuple[Trained, Bool[Array, ""], Metrics]:
         """See ``updated``; with an axis of nodes if each node has its own weights."""

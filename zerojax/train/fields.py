@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -141,7 +141,7 @@ def abstract_encoded(spec: TrainSpec) -> dict[Path, Weight]:
         where = x.sharding.update(spec=PartitionSpec(NODE, *x.sharding.spec))
         return jax.ShapeDtypeStruct((spec.world.nodes, *x.shape), x.dtype, sharding=where)
 
-    return jax.tree.map(of_each, abstract_encoded(spec.in_node))
+    return jax.tree.map(of_each, abstract_encoded(spec.training))
 
 
 def abstract_replicas(spec: TrainSpec, *, frozen: bool = False) -> dict[Path, Weight]:
@@ -151,14 +151,16 @@ def abstract_replicas(spec: TrainSpec, *, frozen: bool = False) -> dict[Path, We
     return {leaf.path: spec.stored(leaf, "secondary") for leaf in lacking}
 
 
-def shard_specs(
-    spec: TrainSpec, replicas: Collection[Path] = (), *, current_replicas: bool = False
-) -> Shards:
-    """The PartitionSpecs of ``Shards``, for a state that has replicas of the weights at these paths."""
-    held = (leaf for leaf in (*spec.leaves, *spec.frozen) if leaf.path in replicas)
-    stored = {leaf.path: spec.stored(leaf, "secondary") for leaf in held}
-    own = {"replicas": stored, "current_replicas": current_replicas}
-    return specs_of(Shards.of(abstract_fields(spec) | own))
+def field_specs(spec: TrainSpec) -> dict[str, Any]:
+    """The PartitionSpecs of the fields of a state; computed once for each spec."""
+    return dict(spec.once("field specs", lambda: specs_of(abstract_fields(spec))))
+
+
+def shard_specs(spec: TrainSpec, shards: Shards) -> Shards:
+    """The PartitionSpecs of the arrays in ``shards``."""
+    stored = {path: spec.stored(copy.layout, "secondary") for path, copy in shards.replicas.items()}
+    own = {"replicas": specs_of(stored), "current_replicas": shards.current_replicas}
+    return Shards.of(field_specs(spec) | own)
 
 
 def on_devices[*Others, T](
@@ -170,7 +172,7 @@ def on_devices[*Others, T](
     out_specs: PyTree[PartitionSpec],
 ) -> T:
     """Run a function on each device's part of a state, and of the ``others``, which have the ``in_specs``."""
-    own = shard_specs(spec, shards.replicas, current_replicas=shards.current_replicas)
+    own = shard_specs(spec, shards)
     return on_mesh(run, spec.mesh, in_specs=(own, *in_specs), out_specs=out_specs)(shards, *others)
 
 

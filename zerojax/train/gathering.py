@@ -20,9 +20,8 @@ from zerojax.sharding.memory import to_device
 from zerojax.sharding.mesh import NODE
 from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.train.blocks import flat_blocks, stored_blocks
-from zerojax.train.fields import copied, specs_of
+from zerojax.train.fields import copied, field_specs
 from zerojax.train.frozen import decode_frozen
-from zerojax.train.local_state import abstract_local
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState, check_there
 
@@ -193,15 +192,14 @@ def mean_of_nodes(spec: TrainSpec, averages: PyTree, counts: Array) -> tuple[PyT
         return to_tree(stored_blocks(mine, spec.leaves)), known, lax.pmax(counts[0], NODE)
 
     def make() -> jax.stages.Wrapped:
-        places = specs_of(abstract_local(spec))
-        params = to_tree(spec.by_path(spec.param_spec))
+        places = field_specs(spec)
         by_node, everyone = PartitionSpec(NODE), PartitionSpec()
         return jax.jit(
             on_mesh(
                 on_device,
                 spec.mesh,
-                in_specs=(places.weights, by_node),
-                out_specs=(params, places.known, everyone),
+                in_specs=(places["local"].weights, by_node),
+                out_specs=(places["params"], places["local"].known, everyone),
             )
         )
 

@@ -145,7 +145,7 @@ def first_encoded(spec: TrainSpec, params: PyTree[Array], replicas: ByPath) -> B
         params: the master weights, in host memory; with local updates each node's own.
         replicas: delta's replicas; or empty.
     """
-    own = spec.in_node if spec.local_updates else spec
+    own = spec.training
 
     def run(params: PyTree[Array], replicas: ByPath) -> ByPath:
         masters = from_tree(params)

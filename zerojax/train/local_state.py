@@ -11,7 +11,7 @@ A state has the weights three times (``zerojax.train.local_updates`` has the alg
 import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -112,11 +112,44 @@ class Fragments:
         leaf: the parameter's layout in the mesh.
         every: the number of fragments.
         change: the format in which changes of the outer weights are sent to the nodes.
+        blocks: codec blocks in one owner's shard of one layer.
+        count: codec blocks of one owner's shard in a fragment.
+        layout: the layout of one fragment, as if it were a parameter with one dimension.
+        wide: blocks that are copied from each layer in host memory that holds a part of the fragment.
+        some: the most layers over which a fragment's blocks extend.
+        is_small: whether a fragment needs the whole parameter. XLA copies a whole parameter from host memory
+            only in its stored shape.
     """
 
     leaf: ParamLayout
     every: int
     change: Codec
+    blocks: int = field(init=False)
+    count: int = field(init=False)
+    layout: ParamLayout = field(init=False)
+    wide: int = field(init=False)
+    some: int = field(init=False)
+    is_small: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Compute the other fields."""
+        leaf, block = self.leaf, self.change.block
+        blocks = leaf.shard // block
+        count = -(-leaf.layers * blocks // self.every)
+        wide = min(count, blocks)
+        last = blocks - math.gcd(count, blocks)  # the last block of a layer at which a fragment may begin
+        some = min(leaf.layers, -(-(last + count) // blocks))
+        layout = dataclasses.replace(
+            leaf,
+            shape=(count * block * leaf.world.size,),
+            dtype="float32",
+            stack=(),
+            parts=1,
+            shard=count * block,
+            weights=PerHop(node=self.change, local=Codec("fp32", block)),
+        )
+        is_small = some * wide == leaf.layers * blocks
+        vars(self).update(blocks=blocks, count=count, layout=layout, wide=wide, some=some, is_small=is_small)
 
     @staticmethod
     def of(spec: TrainSpec, leaf: ParamLayout) -> "Fragments":
@@ -125,37 +158,13 @@ class Fragments:
         fmt = zero.wire_format_of(leaf.name, len(leaf.shape), zero.weights or zero.compute_format)
         return Fragments(leaf, zero.every, Codec(fmt, zero.block_size))
 
-    @property
-    def blocks(self) -> int:
-        """Codec blocks in one owner's shard of one layer."""
-        return self.leaf.shard // self.change.block
-
-    @property
-    def count(self) -> int:
-        """Codec blocks of one owner's shard in a fragment."""
-        return -(-self.leaf.layers * self.blocks // self.every)
-
-    @property
-    def layout(self) -> ParamLayout:
-        """The layout of one fragment, as if it were a parameter with one dimension."""
-        shard = self.count * self.change.block
-        return dataclasses.replace(
-            self.leaf,
-            shape=(shard * self.leaf.world.size,),
-            dtype="float32",
-            stack=(),
-            parts=1,
-            shard=shard,
-            weights=PerHop(node=self.change, local=Codec("fp32", self.change.block)),
-        )
-
     def take(self, x: Float[Array, "..."], index: Int32[Array, ""]) -> Float[Array, " m"]:
         """Read fragment ``index`` of a parameter: flat, one owner's part after another.
 
         From a parameter in host memory, the parts of layers that hold the fragment are copied to the device.
         """
         layer, row = self._rows(index)
-        blocks = self._by_block(to_device(x) if self._is_small else x)
+        blocks = self._by_block(to_device(x) if self.is_small else x)
         if in_host(blocks):
             blocks, layer, row = self._fetched(blocks, layer, row)
         taken = blocks.at[layer, :, row].get(mode="fill", fill_value=0)
@@ -165,7 +174,7 @@ class Fragments:
         self, x: Float[Array, "..."], index: Int32[Array, ""], fragment: Float[Array, " m"]
     ) -> Float[Array, "..."]:
         """The parameter with its fragment ``index`` replaced."""
-        if in_host(x) and self._is_small:
+        if in_host(x) and self.is_small:
             return to_host(self.put(to_device(x), index, fragment))
         layer, row = self._rows(index)
         rows = fragment.reshape(-1, self.count, self.change.block).swapaxes(0, 1)
@@ -222,7 +231,7 @@ class Fragments:
             These parts, and the places of the fragment's blocks in them, like ``_rows`` for the whole
             parameter.
         """
-        shape = (1, blocks.shape[1], self._wide, blocks.shape[3])
+        shape = (1, blocks.shape[1], self.wide, blocks.shape[3])
         starts = self._parts(layer[0], row[0])
         parts = [
             to_device(lax.dynamic_slice(blocks, start, shape, allow_negative_indices=False))
@@ -232,42 +241,23 @@ class Fragments:
         begin = jnp.stack([start[2] for start in starts])
         return jnp.concatenate(parts), near, row - begin[jnp.minimum(near, len(starts) - 1)]
 
-    @property
-    def _wide(self) -> int:
-        """Blocks that are copied from each layer in host memory that holds a part of the fragment."""
-        return min(self.count, self.blocks)
-
-    @property
-    def _some(self) -> int:
-        """The most layers over which a fragment's blocks extend."""
-        last = self.blocks - math.gcd(self.count, self.blocks)  # at which block of a layer it may begin
-        return min(self.leaf.layers, -(-(last + self.count) // self.blocks))
-
-    @property
-    def _is_small(self) -> bool:
-        """Whether a fragment needs the whole parameter.
-
-        XLA copies a whole parameter from host memory only in its stored shape.
-        """
-        return self._some * self._wide == self.leaf.layers * self.blocks
-
     def _parts(
         self, layer: Int32[Array, ""], row: Int32[Array, ""]
     ) -> list[tuple[Int32[Array, ""], int, Int32[Array, ""], int]]:
-        """Where the parts of ``_wide`` blocks begin that hold a fragment.
+        """Where the parts of ``wide`` blocks begin that hold a fragment.
 
         Args:
             layer: the layer of the fragment's first block; behind the last layer, if the fragment is all
                 padding.
             row: the first block's place in that layer.
         """
-        first = jnp.minimum(layer, self.leaf.layers - self._some)
+        first = jnp.minimum(layer, self.leaf.layers - self.some)
 
         def begin(number: int) -> Int32[Array, ""]:
             ahead = row - (first + number - layer) * self.blocks
-            return jnp.clip(ahead, 0, self.blocks - self._wide)
+            return jnp.clip(ahead, 0, self.blocks - self.wide)
 
-        return [(first + number, 0, begin(number), 0) for number in range(self._some)]
+        return [(first + number, 0, begin(number), 0) for number in range(self.some)]
 
     def _by_block(self, x: Float[Array, "..."]) -> Float[Array, "layers owners blocks block"]:
         return x.reshape(self.leaf.layers, -1, self.blocks, self.change.block)

@@ -24,7 +24,7 @@ of a fragment come to the device before the passes and go back after them.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -44,14 +44,13 @@ from zerojax.sharding.wire_format import Seed
 from zerojax.train.batch import Batch
 from zerojax.train.blocks import Blocks
 from zerojax.train.exchange import REPLICATED, Exchange, Metrics, Passed, updated
-from zerojax.train.fields import Shards, Trained, abstract_fields, shard_specs, specs_of
+from zerojax.train.fields import Shards, Trained, field_specs
 from zerojax.train.local_state import (
     MAX_METRICS,
     REPORT_COLUMNS,
     REPORTED,
     Fragments,
     LocalState,
-    abstract_local,
 )
 from zerojax.train.pass_weights import ByPath
 from zerojax.train.passes import Sums
@@ -76,6 +75,12 @@ class Outer(NamedTuple):
     momentum: Blocks
     known: Blocks
     residual: Blocks
+
+    @staticmethod
+    def of(fields: Mapping[str, Any]) -> "Outer":
+        """Take them from the fields of a state."""
+        local = fields["local"]
+        return Outer(*map(from_tree, (fields["params"], local.momentum, local.known, fields["residual"])))
 
 
 class _Pieces(NamedTuple):
@@ -120,7 +125,7 @@ class _OnDevice:
 
     def __init__(self, spec: TrainSpec, step: Int32[Array, ""], seed: Seed) -> None:
         self._zero, self._step, self._seed = spec.zero, step, seed
-        self._fragments = [Fragments.of(spec, leaf) for leaf in spec.leaves]
+        self._fragments = spec.once("fragments", lambda: [Fragments.of(spec, leaf) for leaf in spec.leaves])
         self._layouts = tuple(fragments.layout for fragments in self._fragments)
         self._reduction = GradientReduction(spec.strategy, self._layouts, spec.world)
         self._nodes = spec.world.nodes
@@ -294,35 +299,24 @@ class FragmentExchange(Exchange):
     """
 
     @property
-    def _places(self) -> LocalState:
-        return specs_of(abstract_local(self.spec))
-
-    @property
-    def _outer(self) -> Outer:
-        fields, places = abstract_fields(self.spec), self._places
-        of_outer = specs_of((fields["params"], fields["residual"]))
-        return Outer(*map(from_tree, (of_outer[0], places.momentum, places.known, of_outer[1])))
-
-    @property
     def _beside_passes(self) -> bool:
         return self.spec.zero.outer_delay > 0
 
     def reads(self, state: TrainState) -> tuple[tuple[Shards, Any], tuple[Shards, Any]]:
         """See ``Exchange``: the passes read the nodes' own weights."""
-        local, spec = state.local, self.spec
+        places, local = field_specs(self.spec), state.local
         assert local is not None
-        outer = Outer(*map(from_tree, (state.params, local.momentum, local.known, state.residual)))
         shards = dataclasses.replace(state.shards, params=local.weights, encoded=state.encoded)
-        encoded = specs_of(abstract_fields(spec)["encoded"])
-        own = dataclasses.replace(shard_specs(spec.in_node), params=self._places.weights, encoded=encoded)
-        return (shards, (outer, local.report)), (own, (self._outer, _BY_NODE))
+        own = {"params": places["local"].weights, "residual": {}, "current_replicas": False}
+        outer = Outer.of(vars(state)), Outer.of(places)
+        return (shards, (outer[0], local.report)), (Shards.of(places | own), (outer[1], _BY_NODE))
 
     def results(self) -> Passed:
         """See ``Exchange``."""
-        weights, reports = self._places.weights, REPLICATED if self._beside_passes else _BY_NODE
-        exchanged = _Exchanged(weights, {}, self._outer, reports)
-        model_state = shard_specs(self.spec.in_node).model_state
-        return Passed(weights, _BY_NODE, None, model_state, {}, {}, exchanged)
+        places, reports = field_specs(self.spec), REPLICATED if self._beside_passes else _BY_NODE
+        weights = places["local"].weights
+        exchanged = _Exchanged(weights, {}, Outer.of(places), reports)
+        return Passed(weights, _BY_NODE, None, places["model_state"], {}, {}, exchanged)
 
     def start(self, shards: Shards, own: Any, batch: Batch) -> tuple[Shards, Any, Batch]:
         """See ``Exchange``: reads the fragments and sends them, if they have the passes to hide behind."""
@@ -344,22 +338,22 @@ class FragmentExchange(Exchange):
         )
         return within, _Started(device, weights, outer, report, pieces, sent), batch
 
-    def arrive(self, started: _Started, gradients: Blocks, sums: Sums) -> tuple[Sums, _Exchanged]:
-        """See ``Exchange``."""
+    def arrive(
+        self, started: _Started, gradients: Blocks, sums: Sums
+    ) -> tuple[PyTree[Array], Sums, _Exchanged]:
+        """See ``Exchange``. Gradients and sums have an axis of nodes, because each node has its own."""
         device, own, outer, reports, pieces, sent = started
         if sent is not None and pieces is not None:
             sums, sent = _after_passes(sums, gradients, sent)
             pieces, reports = device.receive(pieces, sent)
             outer = device.write(outer, pieces)
-        return sums, _Exchanged(to_tree(own), {}, outer, reports)
-
-    def by_node[T: PyTree[Array]](self, values: T) -> T:
-        """See ``Exchange``."""
-        return jax.tree.map(lambda x: x[None], values)
+        grads, sums, _ = super().arrive(started, gradients, sums)
+        grads, sums = jax.tree.map(lambda x: x[None], (grads, sums))
+        return grads, sums, _Exchanged(to_tree(own), {}, outer, reports)
 
     def update(self, state: TrainState, passed: Passed) -> tuple[Trained, Bool[Array, ""], Metrics]:
         """See ``Exchange``: each node updates its own weights."""
-        update = jax.vmap(functools.partial(updated, self.spec.in_node), spmd_axis_name=NODE)
+        update = jax.vmap(functools.partial(updated, self.spec.training), spmd_axis_name=NODE)
         before = state.trained._replace(params=passed.exchanged.own)
         return update(before, passed.gradients, passed.sums, passed.replicas, None)
 
@@ -379,13 +373,13 @@ class FragmentExchange(Exchange):
                 f"have room for {MAX_METRICS}: leave some out."
             )
         report = _report(passed.sums, figures, names)
-        weights, encoded = self._places.weights, specs_of(abstract_fields(spec)["encoded"])
-        reports = _BY_NODE if self._beside_passes else REPLICATED
+        places, reports = field_specs(spec), _BY_NODE if self._beside_passes else REPLICATED
+        own = places["local"].weights, places["encoded"], Outer.of(places)
         run = on_mesh(
             self._finish_on_device,
             spec.mesh,
-            in_specs=(REPLICATED, REPLICATED, weights, encoded, self._outer, _BY_NODE),
-            out_specs=_Exchanged(weights, encoded, self._outer, reports),
+            in_specs=(REPLICATED, REPLICATED, *own, _BY_NODE),
+            out_specs=_Exchanged(*own, reports),
         )
         step, seed = state.step, state.shards.step_seed
         done = run(step, seed, after.params, after.encoded, passed.exchanged.outer, report)

@@ -82,6 +82,8 @@ class TrainSpec:
         local_updates: whether nodes train their own weights. A state for inference alone has only the outer
             weights.
         streams: whether the optimizer updates one layer at a time, because its arrays are in host memory.
+        training: the spec of a step's passes and update: this one, or with local updates the one in which
+            each node trains alone.
         updating: groups whose units refresh delta's replicas during the forward pass. There are none with
             several passes a step, or with resyncs. Then all replicas are refreshed before the first forward
             pass.
@@ -107,6 +109,7 @@ class TrainSpec:
     axes: tuple[str, ...] = field(init=False)
     local_updates: bool = field(init=False)
     streams: bool = field(init=False)
+    training: "TrainSpec" = field(init=False, repr=False)
     updating: tuple[ParamGroup, ...] = field(init=False)
     updated_in_backward: tuple[ParamGroup, ...] = field(init=False)
 
@@ -116,10 +119,12 @@ class TrainSpec:
         stacks = tuple(group for group in self.groups if group.unit in self.adapter.updating)
         before_passes = zero.passes > 1 or zero.delta_resync or self.world.nodes == 1
         in_backward = zero.update_in_backward and training
+        local_updates = zero.every > 0 and training
         vars(self).update(
             axes=tuple(axis for axis in self.world.axes if self.mesh.shape[axis] > 1),
-            local_updates=zero.every > 0 and training,
+            local_updates=local_updates,
             streams=self.layerwise is not None,
+            training=self._in_node() if local_updates else self,
             updating=stacks if zero.weights_delta and not before_passes else (),
             updated_in_backward=tuple(group for group in stacks if group.leaves) if in_backward else (),
         )
@@ -160,16 +165,9 @@ class TrainSpec:
 
         With local updates they stay within a node and read the outer weights, which are not encoded.
         """
-        return dataclasses.replace(self.in_node, layerwise=None, cache={}) if self.local_updates else self
+        return dataclasses.replace(self.training, layerwise=None, cache={}) if self.local_updates else self
 
-    @property
-    def training(self) -> "TrainSpec":
-        """The spec of a step's passes and update; with local updates they stay within a node."""
-        return self.in_node if self.local_updates else self
-
-    @cached_property
-    def in_node(self) -> "TrainSpec":
-        """The spec in which each node trains alone, for local updates."""
+    def _in_node(self) -> "TrainSpec":
         layouts = self.by_path(lambda leaf: leaf.in_node)
         return self.with_layouts(layouts, self.zero.in_node, world=MeshShape(1, self.world.local))
 
@@ -194,7 +192,7 @@ class TrainSpec:
 
     def param_spec(self, leaf: ParamLayout) -> PartitionSpec:
         """The sharding of a parameter, its gradient and its moments. At stage 0 they are replicated."""
-        # A world of one node is only a part of the mesh in ``in_node``.
+        # A world of one node is a part of the mesh if each node trains alone.
         within = leaf.in_every_node or self.world != MeshShape.of(self.mesh)
         return leaf.spec((leaf.owners if within else OWNED) if self.zero.stage > 0 else ())
 

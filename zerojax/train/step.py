@@ -12,25 +12,20 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from zerojax.adapters import LossFn
-from zerojax.comm.in_order import on_mesh, one_at_a_time
+from zerojax.comm.in_order import one_at_a_time
 from zerojax.comm.xla_options import CompilerOptions, compiler_options
 from zerojax.errors import ConfigurationError
 from zerojax.log import warn
 from zerojax.matmul.fp8 import has_fp8
 from zerojax.sharding.mesh import BY_ROWS
-from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.train import passes
-from zerojax.train.backward_update import BackwardUpdate, OptimizerShards
-from zerojax.train.backward_update import specs as backward_specs
 from zerojax.train.batch import Batch, abstract_batch, batch_specs, place, places_arguments, rows_once
-from zerojax.train.blocks import flat_blocks, stored_blocks
-from zerojax.train.exchange import REPLICATED, Exchange, Metrics, Passed
+from zerojax.train.exchange import REPLICATED, Exchange, Metrics
 from zerojax.train.fields import Shards, abstract_fields, on_devices, shardings_of
 from zerojax.train.local_updates import FragmentExchange, reported, scalars_of
 from zerojax.train.spec import TrainSpec
@@ -333,48 +328,16 @@ def _train(state: TrainState, read: _Read, batch: Batch) -> tuple[TrainState, Me
     """A training step: passes, update, metrics. Its exchange begins before the passes and ends last."""
     spec, state = state.spec, _with_read_fields(state, read)
     exchange = FragmentExchange(spec) if spec.local_updates else Exchange(spec)
-    passed = _passes(exchange, state, batch, in_backward=bool(spec.updated_in_backward))
+    passed = exchange.passes(state, batch, in_backward=bool(spec.updated_in_backward))
     after, taken, figures = exchange.update(state, passed)
     fields, metrics = exchange.finish(state, passed, after, taken, figures)
     return state.replace(step=state.step + 1, frozen={}, **fields), metrics
 
 
-def _passes(exchange: Exchange, state: TrainState, batch: Batch, *, in_backward: bool = False) -> Passed:
-    """Run the passes of a step, which update stacks if the config says so (``in_backward``)."""
-    spec, training = state.spec, state.spec.training
-
-    def on_device(shards: Shards, own: Any, optimizer: OptimizerShards | tuple[()], batch: Batch) -> Passed:
-        shards, started, batch = exchange.start(shards, own, batch)
-        seed, residual = shards.step_seed, from_tree(shards.residual)
-        update = BackwardUpdate(spec, shards, optimizer) if isinstance(optimizer, OptimizerShards) else None
-        grads, after, outcome = passes.accumulate(training, shards, batch, update)
-        lost = flat_blocks(residual, training.leaves) if residual else {}
-        grads, kept = passes.to_owners(training, grads, lost, seed)
-        sums, exchanged = exchange.arrive(started, grads, outcome.sums)
-        sums = passes.over(training.world.axes, sums)
-        grads = to_tree(stored_blocks(grads, [leaf for leaf in training.leaves if leaf.path in grads]))
-        kept = to_tree({path: x.reshape(residual[path].shape) for path, x in kept.items()})
-        grads, sums = exchange.by_node((grads, sums))
-        replicas = outcome.replicas if spec.zero.weights_delta else {}
-        done = None if update is None else update.done(after)
-        return Passed(grads, sums, done, outcome.model_state, replicas, kept, exchanged)
-
-    (shards, own), (shard_places, own_places) = exchange.reads(state)
-    entering, optimizer, results = (), (), exchange.results()
-    if in_backward:
-        entering, done = backward_specs(spec)
-        left = {path: x for path, x in from_tree(results.gradients).items() if path not in done.params}
-        results = results._replace(gradients=to_tree(left), updated=done)
-        limit = jnp.inf if spec.spikes is None else spec.spikes.limit(state.losses)
-        optimizer = OptimizerShards.of(spec, state.opt_state, jnp.float32(limit))
-    places = shard_places, own_places, entering, batch_specs(spec, batch)
-    return on_mesh(on_device, spec.mesh, in_specs=places, out_specs=results)(shards, own, optimizer, batch)
-
-
 @_uncollected()
 def _mean_gradients(state: TrainState, read: _Read, batch: Batch) -> PyTree[Array]:
     """The gradients of the mean loss over all tokens."""
-    passed = _passes(Exchange(state.spec), _with_read_fields(state, read), batch)
+    passed = Exchange(state.spec).passes(_with_read_fields(state, read), batch)
     return jax.tree.map(lambda x: x / passed.sums.tokens, passed.gradients)
 
 
