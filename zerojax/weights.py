@@ -19,7 +19,7 @@ Two hops lead from the owner to the matmul. The weights of a unit share one coll
    ``node`` gives every node the secondary partition (qwZ, ZeRO++ section 3.1). With delta, the owner encodes
    its difference from the node's replica, and every node, its own included, adds the same decoded difference.
    So replicas stay bit-identical, and rounding errors become part of the next difference (SDP4Bit, section
-   3.1). The three parts are separate functions because a prefetching scan runs them in different iterations.
+   3.1).
 2. The local hop (``to_full``): an all-gather over ``local`` gives every device the whole weight, in the
    buffer that the matmuls read. The backward pass repeats this hop (hpZ, section 3.2), or both.
 
@@ -27,13 +27,19 @@ A weight has no node hop if every node holds its master values, and no local hop
 that are spread over a node's devices (``ParamLayout.parts``). A mesh axis of extent 1 has no hop. Each hop
 has a named scope, which profiles show, and by which ``zerojax.analysis.comm_report`` names the collective.
 
+A ``WeightPrefetcher`` fetches a stack's layers ahead of the layer that computes. Each part of the node hop
+has an iteration of the scan to itself. While layer i computes, layer i + 1's weights are decoded and gathered
+within the node, layer i + 2's cross the nodes, and layer i + 3's are encoded. The backward pass fetches
+layers in reverse order. If weights cross no nodes, layer i + 1's are gathered. Within an iteration nothing
+waits for anything else.
+
 Functions and methods run inside ``shard_map`` on one device's values of one layer. The class also describes
 the arrays of a train state: global arrays of all layers, their shapes or their shardings.
 """
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +48,7 @@ from jaxtyping import Array, Float, Num
 
 from zerojax.comm.coalesced import gather_together
 from zerojax.matmul.operand import Fp8Operand
+from zerojax.sharding.layers import Place
 from zerojax.sharding.layout import ParamLayout, unflatten
 from zerojax.sharding.memory import to_device
 from zerojax.sharding.mesh import LOCAL, NODE
@@ -226,3 +233,94 @@ def gradients_of(cotangents: Weights) -> tuple[Num[Array, "..."], ...]:
     """The gradients of the trained weights, from the cotangents of all whole weights."""
     trained = (w for w in cotangents if not w.layout.frozen)
     return tuple(w.values if w.gradient is None else w.gradient for w in trained)
+
+
+Replicas = tuple[Payloads | None, ...]
+"""Delta's replicas of each kind of layers, stacked; None for kinds without replicas."""
+
+
+class Fetching(NamedTuple):
+    """The weights on their way, carried from one layer to the next.
+
+    Attributes:
+        replicas: delta's replicas of all layers by kind, refreshed for the layers fetched so far; or None.
+        payloads: the encoded weights that cross the nodes next.
+        arrived: the weights that have crossed and are not yet decoded.
+    """
+
+    replicas: Replicas
+    payloads: Payloads
+    arrived: Payloads
+
+
+@dataclass(frozen=True)
+class WeightPrefetcher:
+    """The order in which a pass fetches layers; callers hold the weights on their way (``Fetching``).
+
+    Attributes:
+        weights: for each kind, of all layers, stacked, each at its own level.
+        step: 1 forward, to the last layer; -1 backward, to layer 0.
+        separate_stream: see ``zerojax.comm.coalesced``.
+        crosses: whether weights cross nodes.
+    """
+
+    weights: tuple[Weights, ...]
+    step: Literal[1, -1]
+    separate_stream: bool
+    crosses: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Compute the other fields."""
+        vars(self).update(crosses=any(w.crosses_nodes for own in self.weights for w in own))
+
+    def start(self, first: Place, replicas: Replicas | None = None) -> tuple[Fetching, Weights]:
+        """Fetch the first layer's secondary partitions, and start on the next two layers.
+
+        Delta's replicas of all layers are refreshed as their weights arrive.
+        """
+        replicas = replicas or (None,) * len(self.weights)
+        payloads, arrived = (), ()
+        if self.crosses:
+            arrived = self._cross(self._encode(replicas, first), replicas, first)
+        replicas, secondary = self._receive(replicas, arrived, first)
+        second = first.ahead(self.step)
+        if self.crosses and first != second:
+            arrived = self._cross(self._encode(replicas, second), replicas, second)
+            payloads = self._encode(replicas, first.ahead(2 * self.step))
+        return Fetching(replicas, payloads, arrived), secondary
+
+    def advance(self, fetching: Fetching, place: Place, *, crossing: bool) -> tuple[Fetching, Weights]:
+        """Move every layer's weights one stage on.
+
+        The layer at ``place`` computes; ``crossing`` says whether a layer is left that has yet to cross
+        nodes.
+
+        Returns:
+            ``fetching`` for the next layer, and the next layer's secondary partitions.
+        """
+        replicas, payloads, arrived = fetching
+        replicas, secondary = self._receive(replicas, arrived, place + self.step)
+        if crossing:
+            arrived = self._cross(payloads, replicas, place.ahead(2 * self.step))
+            # The last payload is never sent: encoding it costs less than peeling another layer off the loop.
+            payloads = self._encode(replicas, place.ahead(3 * self.step))
+        return Fetching(replicas, payloads, arrived), secondary
+
+    def _encode(self, replicas: Replicas, place: Place) -> Payloads:
+        return encode(place.of(self.weights), place.of(replicas))
+
+    def _cross(self, payloads: Payloads, replicas: Replicas, place: Place) -> Payloads:
+        return cross_nodes(
+            payloads, delta=replicas[place.kind] is not None, separate_stream=self.separate_stream
+        )
+
+    def _receive(self, replicas: Replicas, arrived: Payloads, place: Place) -> tuple[Replicas, Weights]:
+        """The replicas with this layer's refreshed, and this layer's secondary partitions."""
+        weights = place.of(self.weights)
+        if not self.crosses:
+            return replicas, to_secondary(weights)
+        secondary = decode(weights, arrived, place.of(replicas))
+        if (own := replicas[place.kind]) is not None:
+            # The trained weights that have replicas come first.
+            replicas = place.put(replicas, tuple(w.values for w in secondary[: len(own)]))
+        return replicas, secondary

@@ -17,7 +17,7 @@ import zerojax
 from zerojax import aot
 from zerojax.errors import ConfigurationError
 from zerojax.models import GPT, GPTConfig, lm_loss
-from zerojax.schedule.layers import cut_large, empty_layers, large_floats, pieces_away, uncut
+from zerojax.sharding.layers import cut_large, empty_layers, large_floats, pieces_away, uncut
 from zerojax.sharding.memory import in_host
 from zerojax.train.step import trace_train_step
 

@@ -14,8 +14,8 @@ from jaxtyping import Array
 import zerojax
 from zerojax.analysis import aot
 from zerojax.comm.xla_options import compiler_options
-from zerojax.schedule.layers import Index, empty_layers, layer_at
 from zerojax.schedule.streaming import over_host_layers
+from zerojax.sharding.layers import Index, empty_layers, layer_at
 from zerojax.sharding.memory import HOST, to_host
 
 SIZES = {"a": 1 << 18, "b": 3, "c": 1 << 18, "d": 1 << 20, "e": 1 << 19}

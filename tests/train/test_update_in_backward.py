@@ -22,7 +22,7 @@ from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import LoRA
 from zerojax.models import GPT, GPTConfig, lm_loss
 from zerojax.run.checkpoints import Checkpoints, Record, restore
-from zerojax.schedule.layers import layer_at
+from zerojax.sharding.layers import layer_at
 from zerojax.sharding.memory import in_host, to_host
 from zerojax.train import step
 from zerojax.train.state import TrainState

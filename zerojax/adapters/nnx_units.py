@@ -25,11 +25,11 @@ from jaxtyping import Array, Num, PyTree
 from zerojax.dataflow import changed
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.replay import Operand, at_matmuls
-from zerojax.schedule.layers import Order, Place, layer_at
 from zerojax.schedule.prefetch_scan import Scanned, scan_units
 from zerojax.schedule.transforms import split_arrays
 from zerojax.schedule.unit import Arrays, Sharded, call_unit, is_gathered, is_sharded
 from zerojax.schedule.user_code import assigned
+from zerojax.sharding.layers import Order, Place, layer_at
 from zerojax.sharding.param_tree import Path
 
 STATE = nnx.Not(nnx.Any(nnx.Param, nnx.Intermediate))

@@ -3,7 +3,6 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import jax
@@ -55,20 +54,15 @@ def gather_together(
 
     Small ones share a collective; large ones get one each, which XLA combines without a copy.
 
-    ``separate_stream`` is as for ``exchange``.
+    ``separate_stream`` is as for ``exchange_together``.
     """
     gather = functools.partial(lax.all_gather, axis_name=axis)
     across = functools.partial(_across, gather, separate_stream and axis == NODE)
     return _across_together(parts, across, ALONE_BYTES).split()
 
 
-def exchange_together(parts: Sequence[Rows], axis: Axis, *, separate_stream: bool = False) -> list[Rows]:
-    """All-to-all of ``parts`` over an axis; row i of each goes to peer i. Arguments as ``exchange``."""
-    return exchange(parts, axis, separate_stream=separate_stream).split()
-
-
-def exchange(parts: Sequence[Rows], axis: Axis, *, separate_stream: bool = False) -> Arrived:
-    """``exchange_together`` for callers that split the arrived payloads later.
+def exchange_together(parts: Sequence[Rows], axis: Axis, *, separate_stream: bool = False) -> Arrived:
+    """All-to-all of ``parts`` over an axis; row i of each goes to peer i.
 
     Small payloads share a collective. Large ones get one each, because XLA does not combine all-to-alls.
 
@@ -107,20 +101,12 @@ def _across(collective: Callable[[Array], Array], separate_stream: bool, wire: A
     # With a constant, since XLA's double buffering cannot compile a barrier on a loop's carry alone.
     wire, _ = lax.optimization_barrier((wire, np.int32(0)))
     # Without this barrier a cast of the result could move before the collective, which would send more bytes.
-    with _on_separate_stream(separate_stream):
+    # On one stream a hop within a node waits for the hop between nodes before it, and the next hop between
+    # nodes waits for that. XLA has two communication domains with a stream each; nothing else uses this one.
+    domain = {"collective_communication_domain": "scale_up_fabric"} if separate_stream else {}
+    with set_xla_metadata(**domain):
         arrived = collective(wire)
     return lax.optimization_barrier(arrived)
-
-
-def _on_separate_stream(wanted: bool) -> AbstractContextManager[object]:
-    """If ``wanted``, collectives created in this context run on a separate stream.
-
-    On one stream a hop within a node waits for the hop between nodes before it, and the next hop between
-    nodes waits for that. XLA has two communication domains with a stream each; nothing else uses this one.
-    """
-    if not wanted:
-        return nullcontext()
-    return set_xla_metadata(collective_communication_domain="scale_up_fabric")
 
 
 def _as_bytes(x: Num[Array, "*rows m"]) -> Num[Array, "*rows b"]:

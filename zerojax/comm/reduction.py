@@ -15,12 +15,20 @@ share one collective per hop (``zerojax.comm.coalesced``); payloads of a megabyt
 Experts that are spread over a node's devices (``ParamLayout.parts``) have no hop over ``local``. Their
 gradients are complete on their device, and are passed on unchanged while the other gradients cross.
 
+In a stack, a ``GradientQueue`` sends gradients on behind the layer that computes. If gradients cross nodes,
+each hop has an iteration of the backward pass to itself, and so has the sum. While layer i computes, layer i
++ 1's gradients are sent over their first hop, layer i + 2's over their second, and layer i + 3's are summed.
+If every node holds the master weights, layer i + 3's sums are sent on to all nodes, and layer i + 4's are
+decoded. If gradients cross no nodes, layer i + 1's are sent over all hops at once. Where sums update their
+layer, hops within a node have iterations to themselves as well, so that an update never waits.
+
 A mesh axis of extent 1 has no hop, and nothing is encoded for it. Each hop has a named scope, which profiles
 show, and by which ``zerojax.analysis.comm_report`` names the collective.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +37,7 @@ from jaxtyping import Array, Float, Num
 
 import pallas_kernels
 from zerojax.comm.coalesced import Rows, exchange_together, gather_together
+from zerojax.sharding.layers import Place
 from zerojax.sharding.layout import ParamLayout, flatten, unflatten
 from zerojax.sharding.mesh import LOCAL, NODE, OWNED, MeshShape
 from zerojax.sharding.strategy import ShardingStrategy
@@ -163,7 +172,7 @@ class GradientReduction:
         with jax.named_scope(self.last_scope):
             for_all = [x for x, leaf in self._each(encoded) if leaf.sums]
             rows = [jnp.broadcast_to(x, (self.world.nodes, x.size)) for x in for_all]
-            arrived = exchange_together([*chunk, *rows], NODE, separate_stream=True)
+            arrived = exchange_together([*chunk, *rows], NODE, separate_stream=True).split()
         gathered = iter(arrived[len(chunk) :])
         every = tuple(next(gathered) if leaf.sums else x for x, leaf in self._each(encoded))
         return self._at_owners((tuple(arrived[: len(chunk)]),), seed), (every,)
@@ -236,7 +245,7 @@ class GradientReduction:
         if self.world.nodes == 1:
             return sums, None
         sent, kept = self.encode_for_owners(sums, seed, residuals)
-        return self.sum_at_owners(exchange_together(sent, NODE)), kept
+        return self.sum_at_owners(exchange_together(sent, NODE).split()), kept
 
     def encode_for_owners(
         self, sums: Values, seed: Seed, residuals: Values | None = None
@@ -330,7 +339,8 @@ class GradientReduction:
     def _exchanged(self, chunk: Values, axis: str | tuple[str, ...]) -> Values:
         """All-to-all over an axis; arrays that do not cross it are returned unchanged."""
         sent = [rows for rows, leaf in self._each(chunk) if self._crosses(leaf, axis)]
-        arrived = iter(exchange_together(sent, axis, separate_stream=self.strategy.separate_stream))
+        separate_stream = self.strategy.separate_stream
+        arrived = iter(exchange_together(sent, axis, separate_stream=separate_stream).split())
         return tuple(next(arrived) if self._crosses(leaf, axis) else rows for rows, leaf in self._each(chunk))
 
     def _last_codec(self, leaf: ParamLayout) -> Codec:
@@ -438,3 +448,112 @@ def _salt(seed: Seed, leaf: ParamLayout, codec: Codec, hop: int) -> Seed:
     if codec.raw or codec.rounding == "nearest":
         return seed
     return mix(seed, leaf.index, hop, lax.axis_index(NODE), lax.axis_index(LOCAL))
+
+
+InFlight = tuple[Payload | None, ...]
+"""The gradients of successive layers: the payload that each hop sends next, and the one that has arrived."""
+
+
+class ArrivedLayer(NamedTuple):
+    """One layer's gradients, which have crossed every hop and are yet to be summed."""
+
+    payload: Payload
+    place: Place
+
+
+@dataclass(frozen=True)
+class GradientQueue:
+    """The stages of one stack; callers hold the gradients in flight.
+
+    Attributes:
+        reductions: of one layer of each kind.
+        seeds: for each kind, one per layer.
+        last: the last layer, whose gradients come first.
+        updates: whether sums update their layers.
+        primes: whether callers ``prime`` the queue. If not, each layer's gradients arrive once, and no zeros.
+        stages: the number of hops that are stages: all of them, or none if gradients do not cross nodes.
+    """
+
+    reductions: tuple[GradientReduction, ...]
+    seeds: tuple[Seed, ...]
+    last: Place
+    updates: bool = False
+    primes: bool = field(init=False)
+    stages: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Compute the other fields."""
+        staged = self.updates or self.reductions[0].crosses_nodes
+        vars(self).update(
+            primes=len(self.reductions) == 1 and not self.updates,
+            stages=max(each.hops for each in self.reductions) if staged else 0,
+        )
+
+    def enqueue(self, grads: Values, place: Place, behind: InFlight | None = None) -> InFlight:
+        """Encode a layer's whole gradients and put them before the ones that ``advance`` returned."""
+        encoded = self.reductions[place.kind].encode(grads, self._seed(place))
+        return (encoded, *((None,) * self.stages if behind is None else behind))
+
+    def advance(self, in_flight: InFlight, first: Place) -> tuple[InFlight, ArrivedLayer | None]:
+        """Move every layer's gradients one stage on.
+
+        The gradients in flight belong to layer ``first`` and the layers after it.
+
+        Returns:
+            The gradients in flight without a first stage, for ``enqueue``; and the ones that had arrived, if
+            any.
+        """
+        *waiting, payload = in_flight
+        arrived = None
+        if payload is not None:
+            # The zeros of `prime` belong to no layer: they go where the last layer's sums replace them.
+            place = first.ahead(self.stages) if self.primes else first + self.stages
+            if not self.stages:
+                for hop in range(self.reductions[place.kind].hops):
+                    payload = self._send(payload, place, hop)
+            arrived = ArrivedLayer(payload, place)
+        both: tuple[Payload, ...] = ()
+        if all(reduction.joins_hops for reduction in self.reductions):
+            *others, payload, sums = waiting
+            place = first + len(others)
+            if payload is not None and sums is not None and place.kind == (place + 1).kind:
+                waiting = others
+                both = self.reductions[place.kind].send_both(payload, sums, self._seed(place))
+        sent = [
+            None if payload is None else self._send(payload, first + hop, hop)
+            for hop, payload in enumerate(waiting)
+        ]
+        sent += both
+        if any(reduction.sends_sums for reduction in self.reductions):
+            # Off the loop XLA would join the gathers of several layers, and the first wait for the last.
+            sent = lax.optimization_barrier(sent)
+        return tuple(sent), arrived
+
+    def prime(self, in_flight: InFlight) -> InFlight:
+        """Fill the last stage with zeros if it is empty: a loop's carry has one structure throughout."""
+        if in_flight[-1] is not None:
+            return in_flight
+        last_hop = self.stages - 1
+        arrival = jax.eval_shape(lambda payload: self._send(payload, self.last, last_hop), in_flight[-2])
+        return (*in_flight[:-1], jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), arrival))
+
+    def sum(self, arrived: ArrivedLayer) -> Values:
+        """The sums of gradients that have arrived, at ``grad_level``."""
+        return self.reductions[arrived.place.kind].sum(arrived.payload)
+
+    def drain(self, in_flight: InFlight) -> Iterator[ArrivedLayer]:
+        """The gradients still in flight, as they arrive. Layer 0's are on the first stage, and come last."""
+        first = Place(self.last.order, 0)
+        for done in range(self.stages + 1):
+            sent, arrived = self.advance(in_flight, first + -done)
+            if arrived is not None:
+                yield arrived
+            in_flight = (None, *sent)
+
+    def _send(self, payload: Payload, place: Place, hop: int) -> Payload:
+        reduction = self.reductions[place.kind]
+        # Layers of another kind may have one more hop.
+        return reduction.send(payload, self._seed(place), hop) if hop < reduction.hops else payload
+
+    def _seed(self, place: Place) -> Seed:
+        return self.seeds[place.kind][place.index]

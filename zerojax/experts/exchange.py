@@ -97,7 +97,7 @@ def _sum_at_owners(*parts: Array) -> tuple[Array, ...]:
     """Sum ``[devices * tokens, m]`` over a node's devices, in fp32 and in order, at each token's owner."""
     devices = lax.axis_size(LOCAL)
     with jax.named_scope("return_tokens"):
-        arrived = exchange_together([part.reshape(devices, -1) for part in parts], LOCAL)
+        arrived = exchange_together([part.reshape(devices, -1) for part in parts], LOCAL).split()
     each = zip(arrived, parts, strict=True)
     return tuple(sum_rows(x).astype(like.dtype).reshape(-1, like.shape[1]) for x, like in each)
 

@@ -25,8 +25,8 @@ from jaxtyping import Array, Float, Float32, Num, PyTree
 
 from zerojax.comm.reduction import Values
 from zerojax.errors import ConfigurationError
-from zerojax.schedule.layers import Index, layer_at, put_layer
 from zerojax.schedule.sum_storage import Stored
+from zerojax.sharding.layers import Index, layer_at, put_layer
 from zerojax.weights import Weights
 
 MASTER = ""

@@ -15,7 +15,7 @@ also carries what each hop of the gradients sends and receives. A pass that does
 weights one layer ahead and sums gradients one layer behind. Layers with nothing left to fetch, or nothing
 yet to send, are peeled off the loops.
 
-The layers may be of several kinds (``zerojax.schedule.layers``). A loop then runs a period of layers in each
+The layers may be of several kinds (``zerojax.sharding.layers``). A loop then runs a period of layers in each
 iteration. Weights, state, residuals and sums are tuples with the stacked values of each kind.
 
 With ``ShardingStrategy.residuals_in_host`` a fraction of the residuals is in host memory. Layer i's are
@@ -46,9 +46,8 @@ from zerojax.schedule.breadth_first import (
     map_microbatches,
     with_batching_rule,
 )
-from zerojax.schedule.in_flight import Fetching, Replicas, WeightPrefetcher
 from zerojax.schedule.layer_update import probe
-from zerojax.schedule.layers import Order, Place, cut_large, empty_layers, over_layers, pieces_away
+from zerojax.schedule.remat import rematerialised
 from zerojax.schedule.scan_backward import Kept, ScanArgs, run_backward
 from zerojax.schedule.transforms import (
     Pullback,
@@ -59,18 +58,17 @@ from zerojax.schedule.transforms import (
 from zerojax.schedule.unit import (
     Arrays,
     Body,
-    as_layer,
     call_gathered,
-    kept_for_backward,
     on_operands,
     read_by_unit,
     refuse_mapped,
     take_apart,
 )
+from zerojax.sharding.layers import Order, Place, cut_large, empty_layers, over_layers, pieces_away
 from zerojax.sharding.memory import in_host, to_host
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.strategy import ShardingStrategy
-from zerojax.weights import Weight, Weights, to_full
+from zerojax.weights import Fetching, Replicas, Weight, WeightPrefetcher, Weights, to_full
 
 
 class _Results(NamedTuple):
@@ -134,7 +132,8 @@ def scan_units(
     """
     units, seeds = zip(*(take_apart(read_by_unit(list(kind.weights))) for kind in kinds), strict=True)
     layers = tuple(
-        _Layer(as_layer(_with_seeds(kind), unit.strategy)) for kind, unit in zip(kinds, units, strict=True)
+        _Layer(rematerialised(_with_seeds(kind), unit.strategy.remat))
+        for kind, unit in zip(kinds, units, strict=True)
     )
 
     def in_breadth(size: int, mapped: tuple[ScanArgs], args: ScanArgs) -> tuple[_Results, Flags]:
@@ -298,9 +297,8 @@ def _forward(order: Order, runs: Sequence[_Run], args: ScanArgs) -> tuple[_Resul
     def kept_of(secondary: Weights, kind: int) -> Weights:
         if replicas[kind] is not None:
             return ()
-        own = weights[kind]
-        given = zip(own, kept_for_backward(strategy, own, secondary), strict=True)
-        return tuple(kept for own, kept in given if kept is not own)
+        each = zip(weights[kind], secondary, strict=True)
+        return tuple(gathered for own, gathered in each if not own.reaches(strategy.keep))
 
     def layer(carry: _ForwardCarry, place: Place) -> _ForwardCarry:
         kind, after = place.kind, (place + 1).kind

@@ -12,15 +12,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from zerojax.comm.reduction import Values
-from zerojax.schedule.in_flight import Fetching, GradientQueue, InFlight, WeightPrefetcher
+from zerojax.comm.reduction import GradientQueue, InFlight, Values
 from zerojax.schedule.layer_update import LayerState, UpdatedLayers, weights_of
-from zerojax.schedule.layers import Index, Order, Place, by_dma, over_layers, uncut
 from zerojax.schedule.sum_storage import SeparateSums, Stored, SumStorage
 from zerojax.schedule.transforms import Pullback, floats, inexact, partition, with_float0
 from zerojax.schedule.unit import Arrays, Sinks, Unit, reduction_of
+from zerojax.sharding.layers import Index, Order, Place, by_dma, over_layers, uncut
 from zerojax.sharding.memory import in_host
-from zerojax.weights import Weights, gradients_of, to_full
+from zerojax.weights import Fetching, WeightPrefetcher, Weights, gradients_of, to_full
 
 
 class ScanArgs(NamedTuple):

@@ -1,6 +1,6 @@
 """Runs over stacks in host memory: while a layer computes, the next one is fetched and the last one stored.
 
-The copies are made by DMA (``zerojax.schedule.layers``). An iteration reads each stack and then writes it
+The copies are made by DMA (``zerojax.sharding.layers``). An iteration reads each stack and then writes it
 while it reads the next stack, so that both directions run at once. At most two such pairs of copies are in
 flight. XLA deals copies out to four streams in the order in which they depend on each other, and a copy waits
 for the one before it on its stream. On an H200, 24.3 GB in 21 stacks went to the device and back in 664 ms.
@@ -20,8 +20,8 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, PyTree
 
-from zerojax.schedule import layers
-from zerojax.schedule.layers import Index
+from zerojax.sharding import layers
+from zerojax.sharding.layers import Index
 
 
 def over_host_layers[K: Hashable, R: PyTree[Array]](

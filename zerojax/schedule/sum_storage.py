@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float32, Num, PyTree, UInt
 
 from zerojax.comm.reduction import Values
-from zerojax.schedule.layers import Index, put_layer
+from zerojax.sharding.layers import Index, put_layer
 
 # Sums are written as integers of the residuals' width: the compiler may widen small floats on the way, and
 # then does not return every bit pattern as it was.

@@ -169,7 +169,7 @@ def call_unit[S, T: PyTree](
 
     unit, seeds = take_apart(weights)
     on_whole = on_operands(body, weights)
-    layer = as_layer(lambda whole, inputs: on_whole(whole, *inputs), unit.strategy)
+    layer = rematerialised(lambda whole, inputs: on_whole(whole, *inputs), unit.strategy.remat)
 
     def in_breadth(_: int, mapped: tuple[Flags, Flags], unit: Unit, inputs: Arrays) -> tuple[Arrays, Flags]:
         """Run one micro-batch after another."""
@@ -220,11 +220,6 @@ def on_operands(body: Body, weights: Sequence[Sharded]) -> Body:
         return run(tuple(operand(*slot) for slot in slots), *args)
 
     return with_seeds
-
-
-def as_layer(body: Body, strategy: ShardingStrategy) -> Body:
-    """``body`` under the name that profiles show, rematerialised by the strategy's policy."""
-    return jax.named_scope("layer")(rematerialised(body, strategy.remat))
 
 
 def refuse_mapped(weights: Flags) -> None:
@@ -291,19 +286,6 @@ def reduction_of(strategy: ShardingStrategy, weights: Weights) -> GradientReduct
     return GradientReduction(strategy, tuple(leaf for leaf in layouts if not leaf.frozen), layouts[0].world)
 
 
-def kept_for_backward(strategy: ShardingStrategy, given: Weights, secondary: Weights) -> Weights:
-    """The weights from which the backward pass gathers again.
-
-    ``given`` are the weights at the level where the unit receives them. ``secondary`` are the same weights
-    after the hop between nodes. A scan already stores its inputs, so weights found in ``given`` are not
-    stored twice.
-    """
-    return tuple(
-        own if own.reaches(strategy.keep) else gathered
-        for own, gathered in zip(given, secondary, strict=True)
-    )
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _to_whole(strategy: ShardingStrategy, secondary: Weights, sinks: Sinks, seed: Seed) -> Weights:
     """Whole weights, whose gradients of any order go to the sinks."""
@@ -357,8 +339,9 @@ def _call_fwd(body: Body, unit: Unit, inputs: Arrays) -> tuple[Arrays, _Residual
     out, vjp = pullback(body, _to_whole(unit.strategy, secondary, unit.sinks, unit.seed), inputs)
     # Whole weights are not residuals: the backward pass gathers them again.
     _, *others = vjp.args_res
-    kept = replace(unit, weights=kept_for_backward(unit.strategy, unit.weights, secondary))
-    return out, _Residuals(kept, vjp.replace(args_res=[None, *others]))
+    each = zip(unit.weights, secondary, strict=True)
+    kept = tuple(own if own.reaches(unit.strategy.keep) else gathered for own, gathered in each)
+    return out, _Residuals(replace(unit, weights=kept), vjp.replace(args_res=[None, *others]))
 
 
 def _call_bwd(body: Body, residuals: _Residuals, cotangent: Arrays) -> tuple[Unit, Arrays]:

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Num
 
 from zerojax.comm.reduction import GradientReduction
-from zerojax.schedule.layers import layer_at, put_layer
+from zerojax.sharding.layers import layer_at, put_layer
 from zerojax.sharding.layout import ParamLayout, in_a_row
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.wire_format import Seed, mix

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Num, PyTree, UInt32
 
 from zerojax.comm.in_order import on_mesh
 from zerojax.matmul import fp8
-from zerojax.schedule.layers import put_layers
+from zerojax.sharding.layers import put_layers
 from zerojax.sharding.layout import OWNED, ParamLayout, from_stored, to_stored, without_place
 from zerojax.sharding.memory import to_device
 from zerojax.sharding.mesh import AXES, NODE

@@ -21,8 +21,8 @@ from jaxtyping import Array, Bool, Float32, PyTree
 from zerojax.comm.in_order import on_mesh
 from zerojax.comm.xla_options import compiler_options
 from zerojax.optim.layerwise import places, with_places
-from zerojax.schedule.layers import Index, empty_layers
 from zerojax.schedule.streaming import layer_at, over_host_layers
+from zerojax.sharding.layers import Index, empty_layers
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.memory import in_host, to_device, to_host, to_memory_of
 from zerojax.sharding.mesh import NODE

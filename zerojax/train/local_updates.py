@@ -33,7 +33,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float32, Int32, PyTree
 
-from zerojax.comm.coalesced import Arrived, exchange
+from zerojax.comm.coalesced import Arrived, exchange_together
 from zerojax.comm.in_order import on_mesh, one_at_a_time
 from zerojax.comm.reduction import GradientReduction, Values
 from zerojax.errors import ConfigurationError
@@ -170,7 +170,7 @@ class _OnDevice:
             # One collective, because XLA runs only one at a time on the stream of the hops between nodes.
             # Values for all nodes are repeated in each row, which is as many bytes as an all-gather sends.
             for_all = [jnp.broadcast_to(x, (self._nodes, x.size)) for x in (*changes, report)]
-            return _Sent(exchange([*rows, *for_all], NODE, separate_stream=True), lost or ())
+            return _Sent(exchange_together([*rows, *for_all], NODE, separate_stream=True), lost or ())
 
     def receive(self, pieces: _Pieces, sent: _Sent) -> tuple[_Pieces, Float32[Array, "nodes columns"]]:
         """Update the pieces from the arrived payloads; returns them, and the reports.

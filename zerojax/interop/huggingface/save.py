@@ -22,7 +22,7 @@ from zerojax.interop.huggingface.mapping import (
 )
 from zerojax.interop.huggingface.safetensors_files import DTYPES, TensorSpec
 from zerojax.matmul.lora import merged
-from zerojax.schedule.layers import layer_at
+from zerojax.sharding.layers import layer_at
 from zerojax.sharding.layout import ParamLayout, unflatten
 from zerojax.sharding.memory import to_device
 from zerojax.sharding.param_tree import from_tree

@@ -16,7 +16,7 @@ import zerojax
 from zerojax.errors import ConfigurationError
 from zerojax.matmul.lora import LoRA
 from zerojax.run.checkpoints import Checkpoints, Record, restore
-from zerojax.schedule.layers import Order, Place
+from zerojax.sharding.layers import Order, Place
 from zerojax.zero_config.config import ZeroConfig
 
 ROWS, STEPS = 24, 2
