@@ -14,7 +14,7 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Num, PyTree
+from jaxtyping import Array, Num, PyTree
 
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.layer_update import LayerState
@@ -23,6 +23,7 @@ from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.mesh import LOCAL
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.strategy import Level
+from zerojax.weights import Weight
 
 LossFn = Callable[..., Any]
 """A user's function of a model and a batch; ``call_loss`` checks its result."""
@@ -43,13 +44,13 @@ class MasterWeights:
 
     Attributes:
         leaves: the layouts of all trained parameters.
-        shards: per path ``[.., owned]``, fp32.
+        shards: per path, fp32 at "primary".
         sinks: per path, zeros whose cotangents are the gradients (``Sharded.sink``).
         level: the level of the sinks; see ``zerojax.sharding.layout``.
     """
 
     leaves: Sequence[ParamLayout] = ()
-    shards: Mapping[Path, Float[Array, "... shard"]] = field(default_factory=dict)
+    shards: Mapping[Path, Weight] = field(default_factory=dict)
     sinks: Mapping[Path, Num[Array, "..."] | LayerState] = field(default_factory=dict)
     level: Level = "primary"
 

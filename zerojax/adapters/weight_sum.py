@@ -132,7 +132,7 @@ def _sum_of_shards(leaf: ParamLayout, masters: MasterWeights, function: Elementw
         return None, _at_sink(grad, leaf, level)
 
     total.defvjp(forward, backward)
-    return total(masters.shards[leaf.path], sink)
+    return total(masters.shards[leaf.path].values, sink)
 
 
 def _at_sink(grad: Float[Array, "... shard"], leaf: ParamLayout, level: Level) -> Array:

@@ -355,13 +355,6 @@ def axes_of(strategy: ShardingStrategy, world: MeshShape) -> tuple[str | tuple[s
     return tuple(axis for axis, extent in extents.items() if extent > 1)
 
 
-def zero_sink(strategy: ShardingStrategy, leaf: ParamLayout) -> Num[Array, "..."]:
-    """Zeros with the shape of a gradient at ``grad_level``, for all layers of a stacked parameter."""
-    if strategy.grad_level == "full":
-        return jnp.zeros(leaf.on_device.unsharded_shape, strategy.grad_dtype)
-    return jnp.zeros((*leaf.stack, grad_size(strategy, leaf)), jnp.float32)
-
-
 def grad_size(strategy: ShardingStrategy, leaf: ParamLayout) -> int:
     """Elements on one device of one layer's gradient at ``grad_level``, if that is not "full"."""
     if strategy.grad_level == "secondary":

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float32, Num, PyTree
 
 from zerojax.adapters import Bound, ModelState, call_loss
 from zerojax.adapters.loss import LossContext, MasterWeights, running_loss
-from zerojax.comm.reduction import GradientReduction, Values, zero_sink
+from zerojax.comm.reduction import GradientReduction, Values, grad_size
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.breadth_first import over_micro_batches
 from zerojax.schedule.layer_update import LayerState, LayerUpdate, with_facts
@@ -52,7 +52,9 @@ type Run[T] = Callable[[Any, Batch, Array], T]
 Sinks = Mapping[Path, Num[Array, "..."] | LayerState]
 """By path, zeros whose cotangents are gradients, or arrays that the backward pass updates."""
 TOKENS = "tokens"
-type Forward = Callable[[Placed, ModelState, Batch, Seed], tuple[Array, Outcome]]
+type Placed = dict[Path, Any]
+"""The weights in a loss function's model: per path, ``Sharded`` in units and whole elsewhere."""
+type Forward = Callable[[Placed, Sinks, ModelState, Batch, Seed], tuple[Array, Outcome]]
 type _Hop = Callable[[GradientReduction, Values, Seed, Values | None], tuple[Values, Values | None]]
 """A method of ``GradientReduction`` that sums over nodes; see ``reduce_node``."""
 _TRANSFORMED = (
@@ -94,18 +96,6 @@ class Outcome(NamedTuple):
     probes: dict[Path, Array]
 
 
-class Placed(NamedTuple):
-    """The weights in a loss function's model.
-
-    Attributes:
-        weights: per path, ``Sharded`` in units and whole elsewhere.
-        masters: for ``zerojax.weight_sum``.
-    """
-
-    weights: dict[Path, Any]
-    masters: MasterWeights
-
-
 @dataclass(frozen=True)
 class ModelPass:
     """How a device runs the model.
@@ -127,7 +117,7 @@ class ModelPass:
     def place(self, sinks: Sinks, seed: Seed) -> Placed:
         """Every weight in the form that the model receives; with ``adapters`` False, without adapters."""
         spec, given = self.spec, self.given
-        placed: dict[Path, Any] = {}
+        placed: Placed = {}
         for number, group in enumerate(spec.groups):
             own = mix(seed, number)
             if group.stack:
@@ -139,24 +129,21 @@ class ModelPass:
                 update = self.rule if isinstance(sink, LayerState) else None
                 sharded[path] = Sharded(given.weights[path], sink, own, spec.strategy, replica, update=update)
             placed |= place_group(spec, group, sharded, train=self.train, adapters=self.adapters)
-        return Placed(placed, self._masters(sinks))
-
-    def _masters(self, sinks: Sinks) -> MasterWeights:
-        masters = {path: master.values for path, master in self.given.masters.items()}
-        return MasterWeights(self.spec.leaves, masters, sinks, self.spec.strategy.grad_level)
+        return placed
 
     def call[T](
-        self, placed: Placed, model_state: ModelState, batch: Batch, seed: Seed, run: Run[T]
+        self, placed: Placed, sinks: Sinks, model_state: ModelState, batch: Batch, seed: Seed, run: Run[T]
     ) -> tuple[Bound, T]:
         """Run a function of the model on one micro-batch.
 
         Returns the model after the call, and the result.
         """
         spec = self.spec
+        masters = MasterWeights(spec.leaves, self.given.masters, sinks, spec.strategy.grad_level)
         own = mix(seed, lax.axis_index(AXES))
         key = jax.random.wrap_key_data(jnp.stack([own, mix(own, 1)]), impl="threefry2x32")
-        bound = spec.adapter.bind(placed.weights, model_state, train=self.train, key=key)
-        context = LossContext(bound.model, placed.masters, spec.axes, spec.zero.sequence_parallel)
+        bound = spec.adapter.bind(placed, model_state, train=self.train, key=key)
+        context = LossContext(bound.model, masters, spec.axes, spec.zero.sequence_parallel)
         with running_loss(context), numbered_calls(), translated_errors():
             return bound, run(bound.model, unmarked(batch), key)
 
@@ -166,10 +153,10 @@ class ModelPass:
         return functools.partial(call_loss, self.spec.loss_fn)
 
     def forward(
-        self, placed: Placed, model_state: ModelState, batch: Batch, seed: Seed
+        self, placed: Placed, sinks: Sinks, model_state: ModelState, batch: Batch, seed: Seed
     ) -> tuple[Array, Outcome]:
         """The loss of one micro-batch times its tokens, and the pass's other results."""
-        bound, (value, aux) = self.call(placed, model_state, batch, seed, self.loss)
+        bound, (value, aux) = self.call(placed, sinks, model_state, batch, seed, self.loss)
         # The loss alone is differentiated, even if the number of tokens is computed from the weights.
         count = lax.stop_gradient(jnp.asarray(aux.get(TOKENS, 1), jnp.float32))
         total = value * count
@@ -180,7 +167,7 @@ class ModelPass:
         )
 
     def forward_in_breadth(
-        self, placed: Placed, model_state: ModelState, batch: Batch, seed: Seed
+        self, placed: Placed, sinks: Sinks, model_state: ModelState, batch: Batch, seed: Seed
     ) -> tuple[Array, Outcome]:
         """``forward`` for all micro-batches at once. State is combined as it is over devices."""
         rows, at = micro_batches(batch, self.spec.zero.accumulate)
@@ -189,7 +176,7 @@ class ModelPass:
             rows: list[Array], index: Array
         ) -> tuple[Array, Sums, ModelState, tuple[ByPath, dict[Path, Array]]]:
             total, (sums, changed, updated, probes) = self.forward(
-                placed, model_state, at(rows), mix(seed, index)
+                placed, sinks, model_state, at(rows), mix(seed, index)
             )
             return total, sums, changed, (updated, probes)
 
@@ -207,12 +194,11 @@ class ModelPass:
         """Trace a function of the model, and add nothing to the program; see ``check_program``."""
         spec, train = self.spec, self.train
 
-        def traced(weights: dict[Path, Any], model_state: ModelState, batch: Batch) -> PyTree[Array]:
-            placed = Placed(weights, self._masters(sinks))
-            bound, result = self.call(placed, model_state, batch, seed, run)
+        def traced(weights: Placed, model_state: ModelState, batch: Batch) -> PyTree[Array]:
+            bound, result = self.call(weights, sinks, model_state, batch, seed, run)
             return bound.model_state(), result, bound.replaced() if train else {}
 
-        weights = jax.eval_shape(lambda: self.place(sinks, seed).weights)
+        weights = jax.eval_shape(lambda: self.place(sinks, seed))
         closed, (_, _, replaced) = jax.make_jaxpr(traced, return_shape=True)(weights, model_state, batch)
         return check_program(spec, closed.jaxpr, weights, replaced, model_state, batch, train=train)
 
@@ -240,8 +226,13 @@ def place_group(
 
 
 def zero_sinks(spec: TrainSpec) -> dict[Path, Num[Array, "..."]]:
-    """Sinks whose cotangents are gradients."""
-    return {leaf.path: zero_sink(spec.strategy, leaf) for leaf in spec.leaves}
+    """Sinks whose cotangents are gradients: zeros with their shapes at ``grad_level``, for all layers."""
+    strategy = spec.strategy
+    if strategy.grad_level == "full":
+        dtype = strategy.grad_dtype
+        return {leaf.path: jnp.zeros(leaf.on_device.unsharded_shape, dtype) for leaf in spec.leaves}
+    shapes = {leaf.path: (*leaf.stack, grad_size(strategy, leaf)) for leaf in spec.leaves}
+    return {path: jnp.zeros(shape, jnp.float32) for path, shape in shapes.items()}
 
 
 def accumulate(
@@ -283,7 +274,7 @@ def accumulate(
 
     def run(forward: Forward, model_state: ModelState, batch: Batch, seed: Seed) -> tuple[Outcome, Sinks]:
         def loss(sinks: Sinks) -> tuple[Array, Outcome]:
-            total, outcome = forward(model.place(sinks, seed), model_state, batch, seed)
+            total, outcome = forward(model.place(sinks, seed), sinks, model_state, batch, seed)
             if update is not None:
                 sums = over(spec.world.axes, outcome.sums)
                 facts = update.facts(sums.loss / sums.tokens, sums.tokens)
@@ -328,7 +319,7 @@ def evaluate(spec: TrainSpec, shards: Shards, batch: Batch) -> Sums:
     model = ModelPass(spec, pass_weights(spec, shards), train=False)
     seed, sinks = shards.step_seed, zero_sinks(spec)
     model.check(sinks, shards.model_state, batch, seed, model.loss)
-    _, outcome = model.forward(model.place(sinks, seed), shards.model_state, batch, seed)
+    _, outcome = model.forward(model.place(sinks, seed), sinks, shards.model_state, batch, seed)
     return over(AXES, outcome.sums)
 
 
@@ -348,7 +339,7 @@ def predict[T: PyTree[Array]](
         return fn(model, batch)
 
     differing = model.check(sinks, shards.model_state, batch, seed, call)
-    _, result = model.call(model.place(sinks, seed), shards.model_state, batch, seed, call)
+    _, result = model.call(model.place(sinks, seed), sinks, shards.model_state, batch, seed, call)
     rows = {x.shape[0] for x in split_rows(batch)[0]}
     for x, axes in zip(jax.tree.leaves(result), differing, strict=True):
         if ROW in axes:
