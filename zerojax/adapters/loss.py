@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,15 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Num, PyTree
 
 from zerojax.errors import ConfigurationError
-from zerojax.schedule.layer_update import LayerState
 from zerojax.schedule.transforms import holding
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.mesh import LOCAL
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.strategy import Level
 from zerojax.weights import Weight
+
+if TYPE_CHECKING:
+    from zerojax.schedule.layer_update import LayerState
 
 LossFn = Callable[..., Any]
 """A user's function of a model and a batch; ``call_loss`` checks its result."""
@@ -51,7 +53,7 @@ class MasterWeights:
 
     leaves: Sequence[ParamLayout] = ()
     shards: Mapping[Path, Weight] = field(default_factory=dict)
-    sinks: Mapping[Path, Num[Array, "..."] | LayerState] = field(default_factory=dict)
+    sinks: "Mapping[Path, Num[Array, '...'] | LayerState]" = field(default_factory=dict)
     level: Level = "primary"
 
 

@@ -23,11 +23,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Num, PyTree
 
-from zerojax.comm.reduction import Values
 from zerojax.errors import ConfigurationError
-from zerojax.schedule.sum_storage import Stored
+from zerojax.schedule.sum_storage import Stored, Sums
 from zerojax.sharding.layers import Index, layer_at, put_layer
-from zerojax.weights import Weights
+from zerojax.weights import Payloads, Weights
 
 MASTER = ""
 """The key of the master weight in ``LayerState.held``."""
@@ -84,12 +83,12 @@ class Updated(NamedTuple):
     """
 
     held: Sequence[dict[str, Array]]
-    encoded: Values
+    encoded: Payloads
     scales: Sequence[Float32[Array, ""] | None]
     squares: Float32[Array, ""]
 
 
-UpdateLayer = Callable[[Values, Sequence[dict[str, Array]], Weights, PyTree[Array], Facts, Array], Updated]
+UpdateLayer = Callable[[Sums, Sequence[dict[str, Array]], Weights, PyTree[Array], Facts, Array], Updated]
 """Computes a layer's update. The arguments are its gradient sums, its masters and moments, its weights after
 the forward pass, the optimizer's other state, the facts and the sum of squares so far.
 """
@@ -171,7 +170,7 @@ class _Carried:
     held: _Held
     here: dict[_Key, list[Array]]
     pending: dict[_Key, list[Array]]
-    encoded: Values
+    encoded: Payloads
     scales: tuple[Array | None, ...]
     squares: Array
     reads: bool = field(metadata={"static": True})
@@ -219,7 +218,7 @@ class UpdatedLayers:
         """All weights. The encoded ones are read from the arrays to which updates write."""
         return _read_from(stored.extra.encoded, self._weights)
 
-    def update(self, stored: Stored, sums: Values, layer: Index) -> Updated:
+    def update(self, stored: Stored, sums: Sums, layer: Index) -> Updated:
         """Update the layer that was fetched last."""
         carried: _Carried = stored.extra
         sums = _of_all(sums)
@@ -254,11 +253,11 @@ class UpdatedLayers:
         new, held, values = lax.optimization_barrier((new, carried.held, values))
         return stored._replace(extra=replace(carried, held=held)), new, values
 
-    def write(self, stored: Stored, sums: Values, layer: Index) -> Stored:
+    def write(self, stored: Stored, sums: Sums, layer: Index) -> Stored:
         """As ``SumStorage.write``."""
         return self.put(stored, self.update(stored, sums, layer), layer)
 
-    def collect(self, stored: Stored, first: Values | None) -> tuple[LayerState, ...]:
+    def collect(self, stored: Stored, first: Sums | None) -> tuple[LayerState, ...]:
         """Update layer 0 by its sums, ``[n]``, if it is not updated yet; returns the sinks' cotangents."""
         carried: _Carried = (stored if first is None else self.write(stored, first, 0)).extra
         return tuple(
@@ -290,13 +289,13 @@ class UpdatedLayers:
 
 
 @jax.custom_batching.custom_vmap
-def _of_all(sums: Values) -> Values:
+def _of_all(sums: Sums) -> Sums:
     """Returns the gradient sums unchanged. Refuses to run under ``vmap``."""
     return sums
 
 
 @_of_all.def_vmap
-def _refuse_mapped(size: int, mapped: list[bool], sums: Values) -> tuple[Values, list[bool]]:
+def _refuse_mapped(size: int, mapped: list[bool], sums: Sums) -> tuple[Sums, list[bool]]:
     del size, mapped, sums
     raise ConfigurationError(
         "the loss maps a Stack over inputs (nnx.vmap), so a layer has several gradients in its backward "
@@ -309,12 +308,12 @@ def weights_of(sinks: Sequence[LayerState], weights: Weights) -> Weights:
     return _read_from(_encoded(sinks, weights), weights)
 
 
-def _encoded(sinks: Sequence[LayerState], weights: Weights) -> Values:
+def _encoded(sinks: Sequence[LayerState], weights: Weights) -> Payloads:
     trained = zip(sinks, weights, strict=False)
     return tuple(as_encoded(sink.encoded, w.layout.next_codec.dtype) for sink, w in trained)
 
 
-def _read_from(encoded: Values, weights: Weights) -> Weights:
+def _read_from(encoded: Payloads, weights: Weights) -> Weights:
     read = [w.replace(x) if w.is_encoded else w for w, x in zip(weights, encoded, strict=False)]
     return (*read, *weights[len(read) :])
 

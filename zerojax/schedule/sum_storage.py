@@ -15,13 +15,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, Num, PyTree, UInt
 
-from zerojax.comm.reduction import Values
 from zerojax.sharding.layers import Index, put_layer
 
 # Sums are written as integers of the residuals' width: the compiler may widen small floats on the way, and
 # then does not return every bit pattern as it was.
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 _FP32 = 4
+
+Sums = tuple[Float32[Array, "..."], ...]
+"""Gradient sums: one array per trained parameter."""
 
 
 class _Piece(NamedTuple):
@@ -64,7 +66,7 @@ class SumStorage:
     (``Stored``).
     """
 
-    def __init__(self, residuals: PyTree[Array], sinks: Values, rows: int) -> None:
+    def __init__(self, residuals: PyTree[Array], sinks: Sums, rows: int) -> None:
         """Find a place for each parameter's sums, in the largest residuals first.
 
         There are ``rows`` stacked residuals. ``sinks`` have the shape of the sums, fp32 ``[layers, n]``.
@@ -93,7 +95,7 @@ class SumStorage:
         """The carry before there are any sums: the residuals, and uninitialised room for the sums, fp32."""
         return Stored(residuals, lax.empty((self._rows, self._extra), jnp.float32))
 
-    def write(self, stored: Stored, sums: Values, layer: Index) -> Stored:
+    def write(self, stored: Stored, sums: Sums, layer: Index) -> Stored:
         """Write the sums of one layer. Layer 0 has no place if there is one row less than layers."""
         arrays, structure = jax.tree.flatten(stored)
         for x, pieces in zip(sums, self._pieces, strict=True):
@@ -106,7 +108,7 @@ class SumStorage:
                 arrays[array] = lax.bitcast_convert_type(new.reshape(old.shape), old.dtype)
         return jax.tree.unflatten(structure, arrays)
 
-    def collect(self, stored: Stored, first: Values | None) -> Values:
+    def collect(self, stored: Stored, first: Sums | None) -> Sums:
         """The sums of all layers, stacked, fp32 ``[layers, n]``; ``first`` are layer 0's, if not written."""
         # Else the compiler would compute the last writes again, element by element, in all that reads a sum.
         arrays = jax.tree.leaves(lax.optimization_barrier(stored))
@@ -141,7 +143,7 @@ class SeparateSums:
     that copy.
     """
 
-    def __init__(self, sinks: Values) -> None:
+    def __init__(self, sinks: Sums) -> None:
         """Take arrays of the sums' shape, fp32 ``[layers, n]``."""
         self._sinks = sinks
 
@@ -149,11 +151,11 @@ class SeparateSums:
         """As ``SumStorage.start``."""
         return Stored(residuals, tuple(lax.empty(sink.shape, jnp.float32) for sink in self._sinks))
 
-    def write(self, stored: Stored, sums: Values, layer: Index) -> Stored:
+    def write(self, stored: Stored, sums: Sums, layer: Index) -> Stored:
         """As ``SumStorage.write``."""
         return stored._replace(extra=put_layer(stored.extra, sums, layer))
 
-    def collect(self, stored: Stored, first: Values | None) -> Values:
+    def collect(self, stored: Stored, first: Sums | None) -> Sums:
         """As ``SumStorage.collect``."""
         return stored.extra if first is None else put_layer(stored.extra, first, 0)
 

@@ -38,7 +38,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Num
 
-from pallas_kernels import BITS
+from pallas_kernels.formats import BITS
 from zerojax.sharding.mesh import LOCAL, OWNED, MeshShape
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.wire_format import E4M3, Codec

@@ -23,7 +23,7 @@ forward pass starts at "primary".
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pallas_kernels import RAW
+from pallas_kernels.formats import RAW
 from zerojax.sharding.mesh import LOCAL, NODE
 from zerojax.zero_config.config import ZeroConfig
 from zerojax.zero_config.options import Remat

@@ -12,6 +12,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +25,10 @@ from zerojax.sharding.memory import in_host, to_device, to_host
 from zerojax.sharding.mesh import LOCAL, NODE
 from zerojax.sharding.param_tree import to_tree
 from zerojax.sharding.wire_format import Codec
-from zerojax.train.spec import TrainSpec
 from zerojax.zero_config.config import PerHop
+
+if TYPE_CHECKING:
+    from zerojax.train.spec import TrainSpec
 
 MAX_METRICS = 64
 """The most scalars that a loss function's aux may have. A state is created before they can be counted."""
@@ -55,7 +58,7 @@ class LocalState:
     report: Float32[Array, "nodes columns"]
 
 
-def abstract_local(spec: TrainSpec) -> LocalState:
+def abstract_local(spec: "TrainSpec") -> LocalState:
     """The arrays of local updates as ShapeDtypeStructs with shardings."""
 
     def tree(where: Callable[[ParamLayout], PartitionSpec], *nodes: int) -> PyTree:
@@ -79,7 +82,7 @@ def by_node(leaf: ParamLayout) -> PartitionSpec:
     return PartitionSpec(NODE, *leaf.spec((LOCAL,)))
 
 
-def first_local(spec: TrainSpec, params: PyTree) -> LocalState:
+def first_local(spec: "TrainSpec", params: PyTree) -> LocalState:
     """The arrays of local updates before the first step: all nodes begin with ``params``. For ``jit``."""
     nodes, wanted = spec.world.nodes, abstract_local(spec)
 
@@ -152,7 +155,7 @@ class Fragments:
         vars(self).update(blocks=blocks, count=count, layout=layout, wide=wide, some=some, is_small=is_small)
 
     @staticmethod
-    def of(spec: TrainSpec, leaf: ParamLayout) -> "Fragments":
+    def of(spec: "TrainSpec", leaf: ParamLayout) -> "Fragments":
         """The fragments of a parameter."""
         zero = spec.zero
         fmt = zero.wire_format_of(leaf.name, len(leaf.shape), zero.weights or zero.compute_format)

@@ -18,7 +18,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,13 +39,15 @@ from zerojax.sharding.layout import to_stored
 from zerojax.sharding.mesh import AXES, LOCAL
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.wire_format import Seed, mix
-from zerojax.train.backward_update import BackwardUpdate
 from zerojax.train.batch import Batch, micro_batches, split_rows, unmarked
 from zerojax.train.blocks import Blocks, flat_blocks, reduce_by_group, without_padding
 from zerojax.train.fields import Shards
 from zerojax.train.loss_checks import ROW, Axes, check_program
 from zerojax.train.pass_weights import ByPath, PassWeights, pass_weights
 from zerojax.train.spec import ParamGroup, TrainSpec
+
+if TYPE_CHECKING:
+    from zerojax.train.backward_update import BackwardUpdate
 
 type Run[T] = Callable[[Any, Batch, Array], T]
 """A function of a bound model, rows of a batch, and a key."""
@@ -236,7 +238,7 @@ def zero_sinks(spec: TrainSpec) -> dict[Path, Num[Array, "..."]]:
 
 
 def accumulate(
-    spec: TrainSpec, shards: Shards, batch: Batch, update: BackwardUpdate | None = None
+    spec: TrainSpec, shards: Shards, batch: Batch, update: "BackwardUpdate | None" = None
 ) -> tuple[Blocks, dict[Path, LayerState], Outcome]:
     """Run forward and backward over this device's micro-batches.
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 
 from rich.table import Table
 
-from pallas_kernels import BITS, RAW
+from pallas_kernels.formats import BITS, RAW
 from zerojax.errors import ConfigurationError
 from zerojax.formatting import html
 from zerojax.validation.arguments import suggests

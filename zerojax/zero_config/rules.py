@@ -7,7 +7,7 @@ from itertools import chain
 from numbers import Integral
 from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
 
-from pallas_kernels import FORMATS, QUANTIZED, RAW
+from pallas_kernels.formats import FORMATS, QUANTIZED, RAW
 from zerojax.errors import ConfigurationError
 from zerojax.validation.bounds import check_numbers
 from zerojax.zero_config.options import HOST_STORES, LocalUpdates
