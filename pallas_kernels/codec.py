@@ -13,16 +13,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import nf4_reference
 from pallas_kernels.backends import dispatch
-from pallas_kernels.formats import (
-    AnyArray,
-    check_block,
-    check_floats,
-    check_payload,
-    check_rotation,
-    check_rounding,
-    nbytes,
-    nf4_bytes,
-)
+from pallas_kernels.formats import QUANTIZED, ROTATION, ROUNDINGS, AnyArray, check_block, nbytes, nf4_bytes
 
 
 def encode(
@@ -50,10 +41,10 @@ def encode(
     Raises:
         ValueError, TypeError: shapes, dtypes or options do not fit.
     """
-    check_floats("x", x, 2)
+    _check_floats("x", x, 2)
     check_block(fmt, x.shape[1], block)
-    check_rotation(x.shape[1], rotation)
-    rounding, seed = check_rounding(fmt, rounding, seed)
+    _check_rotation(x.shape[1], rotation)
+    rounding, seed = _check_rounding(fmt, rounding, seed)
     static = {"fmt": fmt, "block": block, "rounding": rounding, "rotation": rotation}
     return dispatch("encode", x, seed, **static)
 
@@ -72,12 +63,12 @@ def encode_delta(
     Returns uint8[rows, nbytes(fmt, n, block)]. Arguments and errors are as for ``encode``. Encoding the
     change of ZeRO-3 weights is from SDP4Bit (arXiv:2410.15526, section 3.1).
     """
-    check_floats("w", w, 2)
-    check_floats("base", base, 2)
+    _check_floats("w", w, 2)
+    _check_floats("base", base, 2)
     if base.shape != w.shape:
         raise ValueError(f"base has shape {base.shape}, w has {w.shape}: they must agree")
     check_block(fmt, w.shape[1], block)
-    rounding, seed = check_rounding(fmt, rounding, seed)
+    rounding, seed = _check_rounding(fmt, rounding, seed)
     return dispatch("encode_delta", w, base, seed, fmt=fmt, block=block, rounding=rounding)
 
 
@@ -111,7 +102,7 @@ def encode_reordered(
     Raises:
         ValueError, TypeError: shapes, dtypes or options do not fit.
     """
-    check_floats("g", g, 1)
+    _check_floats("g", g, 1)
     pieces = local * nodes * chunks
     if min(local, nodes, chunks) < 1 or g.size % pieces:
         raise ValueError(
@@ -119,8 +110,8 @@ def encode_reordered(
         )
     q = g.size // pieces
     check_block(fmt, q, block)
-    check_rotation(q, rotation)
-    rounding, seed = check_rounding(fmt, rounding, seed)
+    _check_rotation(q, rotation)
+    rounding, seed = _check_rounding(fmt, rounding, seed)
     static = {"fmt": fmt, "local": local, "nodes": nodes, "chunks": chunks, "block": block}
     return dispatch("encode_reordered", g, seed, rounding=rounding, rotation=rotation, **static)
 
@@ -137,7 +128,7 @@ def decode(
 
     Raises ValueError or TypeError if the payload does not hold rows of n elements in ``fmt``.
     """
-    check_payload(payload, nbytes(fmt, n, block))
+    _check_payload(payload, nbytes(fmt, n, block))
     return dispatch("decode", payload, fmt=fmt, n=n, block=block, dtype=jnp.dtype(dtype))
 
 
@@ -146,8 +137,8 @@ def decode_add(payload: AnyArray, base: AnyArray, fmt: str, *, block: int | None
 
     Raises ValueError or TypeError if the payload's rows do not have the shape of ``base``.
     """
-    check_floats("base", base, 2)
-    check_payload(payload, nbytes(fmt, base.shape[1], block))
+    _check_floats("base", base, 2)
+    _check_payload(payload, nbytes(fmt, base.shape[1], block))
     if payload.shape[0] != base.shape[0]:
         raise ValueError(f"payload has {payload.shape[0]} rows, base {base.shape[0]}: pass equal numbers")
     return dispatch("decode_add", payload, base, fmt=fmt, block=block)
@@ -177,8 +168,8 @@ def decode_sum(
     Raises:
         ValueError, TypeError: shapes, dtypes or options do not fit.
     """
-    check_payload(payload, nbytes(fmt, n, block))
-    check_rotation(n, rotation)
+    _check_payload(payload, nbytes(fmt, n, block))
+    _check_rotation(n, rotation)
     static = {"fmt": fmt, "n": n, "block": block, "rotation": rotation, "scale": float(scale)}
     return dispatch("decode_sum", payload, **static)
 
@@ -212,9 +203,9 @@ def decode_sum_encode(
     Raises:
         ValueError, TypeError: shapes, dtypes or options do not fit.
     """
-    check_payload(payload, nbytes(fmt_in, rows_out * n, block))
+    _check_payload(payload, nbytes(fmt_in, rows_out * n, block))
     check_block(fmt_out, n, block)
-    rounding, seed = check_rounding(fmt_out, rounding, seed)
+    rounding, seed = _check_rounding(fmt_out, rounding, seed)
     static = {"fmt_in": fmt_in, "fmt_out": fmt_out, "rows_out": rows_out, "n": n, "block": block}
     return dispatch("decode_sum_encode", payload, seed, rounding=rounding, **static)
 
@@ -235,7 +226,7 @@ def encode_nf4(x: AnyArray, *, block: int = 64) -> jax.Array:
     Raises:
         ValueError, TypeError: shapes, dtypes or the block do not fit.
     """
-    check_floats("x", x, 2)
+    _check_floats("x", x, 2)
     nf4_bytes(x.shape[1], block)
     return dispatch("encode_nf4", x, specification=nf4_reference, block=block)
 
@@ -245,6 +236,53 @@ def decode_nf4(payload: AnyArray, n: int, *, block: int = 64, dtype: DTypeLike =
 
     Raises ValueError or TypeError if the payload does not hold rows of n elements in blocks of ``block``.
     """
-    check_payload(payload, nf4_bytes(n, block))
+    _check_payload(payload, nf4_bytes(n, block))
     static = {"n": n, "block": block, "dtype": jnp.dtype(dtype)}
     return dispatch("decode_nf4", payload, specification=nf4_reference, **static)
+
+
+def _check_array(name: str, array: AnyArray, ndim: int) -> None:
+    """Raise ValueError unless an argument has ``ndim`` dimensions."""
+    if array.ndim != ndim:
+        raise ValueError(f"{name} has shape {array.shape}: pass an array of {ndim} dimensions")
+
+
+def _check_floats(name: str, array: AnyArray, ndim: int) -> None:
+    """Raise ValueError or TypeError unless an argument is of ``ndim`` dimensions and floating-point."""
+    _check_array(name, array, ndim)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"{name} has dtype {array.dtype}: pass a floating-point array")
+
+
+def _check_payload(payload: AnyArray, width: int) -> None:
+    """Raise ValueError or TypeError unless a payload has rows of ``width`` bytes."""
+    _check_array("payload", payload, 2)
+    if payload.dtype != jnp.uint8:
+        raise TypeError(f"payload has dtype {payload.dtype}: pass uint8")
+    if payload.shape[1] != width:
+        raise ValueError(f"payload rows have {payload.shape[1]} bytes, but this format needs {width}")
+
+
+def _check_rotation(n: int, rotation: int) -> None:
+    """Raise ValueError unless rows of ``n`` elements can be rotated in this width."""
+    if rotation not in (0, ROTATION):
+        raise ValueError(f"rotation {rotation}: choose 0 (none) or {ROTATION}")
+    if rotation and n % rotation:
+        raise ValueError(f"rows of {n} elements cannot be rotated in groups of {rotation}: pad the rows")
+
+
+def _check_rounding(fmt: str, rounding: str, seed: AnyArray | None) -> tuple[str, jax.Array | None]:
+    """The rounding, and the seed, or None if this encoder draws no random bits.
+
+    Raises ValueError or TypeError if the rounding is unknown, or the seed is missing or no uint32 scalar.
+    """
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"rounding {rounding!r}: choose one of {', '.join(ROUNDINGS)}")
+    if rounding == "nearest" or fmt not in QUANTIZED:
+        return "nearest", None
+    if seed is None:
+        raise ValueError("stochastic rounding needs a seed: pass a uint32 scalar array")
+    seed = jnp.asarray(seed)
+    if seed.shape != () or seed.dtype != jnp.uint32:
+        raise TypeError(f"seed is {seed.dtype}{list(seed.shape)}: expected a uint32 scalar")
+    return rounding, seed

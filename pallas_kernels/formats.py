@@ -1,9 +1,8 @@
-"""The wire formats and the storage format: bit widths, largest codes, bytes of a row, checks of arguments."""
+"""The wire formats and the storage format: bit widths, largest codes, bytes of a row, checks of formats and blocks."""
 
 from typing import Any, Final, Literal, get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 AnyArray = jax.Array | np.ndarray[Any, Any]
@@ -118,50 +117,3 @@ def nf4_bytes(n: int, block: int = 64) -> int:
     """
     _check_row("nf4", n, block)
     return nf4_sections(n, block)[2]
-
-
-def check_array(name: str, array: AnyArray, ndim: int) -> None:
-    """Raise ValueError unless an argument has ``ndim`` dimensions."""
-    if array.ndim != ndim:
-        raise ValueError(f"{name} has shape {array.shape}: pass an array of {ndim} dimensions")
-
-
-def check_floats(name: str, array: AnyArray, ndim: int) -> None:
-    """Raise ValueError or TypeError unless an argument is of ``ndim`` dimensions and floating-point."""
-    check_array(name, array, ndim)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(f"{name} has dtype {array.dtype}: pass a floating-point array")
-
-
-def check_payload(payload: AnyArray, width: int) -> None:
-    """Raise ValueError or TypeError unless a payload has rows of ``width`` bytes."""
-    check_array("payload", payload, 2)
-    if payload.dtype != jnp.uint8:
-        raise TypeError(f"payload has dtype {payload.dtype}: pass uint8")
-    if payload.shape[1] != width:
-        raise ValueError(f"payload rows have {payload.shape[1]} bytes, but this format needs {width}")
-
-
-def check_rotation(n: int, rotation: int) -> None:
-    """Raise ValueError unless rows of ``n`` elements can be rotated in this width."""
-    if rotation not in (0, ROTATION):
-        raise ValueError(f"rotation {rotation}: choose 0 (none) or {ROTATION}")
-    if rotation and n % rotation:
-        raise ValueError(f"rows of {n} elements cannot be rotated in groups of {rotation}: pad the rows")
-
-
-def check_rounding(fmt: str, rounding: str, seed: AnyArray | None) -> tuple[str, jax.Array | None]:
-    """The rounding, and the seed, or None if this encoder draws no random bits.
-
-    Raises ValueError or TypeError if the rounding is unknown, or the seed is missing or no uint32 scalar.
-    """
-    if rounding not in ROUNDINGS:
-        raise ValueError(f"rounding {rounding!r}: choose one of {', '.join(ROUNDINGS)}")
-    if rounding == "nearest" or fmt not in QUANTIZED:
-        return "nearest", None
-    if seed is None:
-        raise ValueError("stochastic rounding needs a seed: pass a uint32 scalar array")
-    seed = jnp.asarray(seed)
-    if seed.shape != () or seed.dtype != jnp.uint32:
-        raise TypeError(f"seed is {seed.dtype}{list(seed.shape)}: expected a uint32 scalar")
-    return rounding, seed

@@ -92,6 +92,12 @@ class GradientReduction:
             last_scope="reduce_local" if axes[-1:] == (LOCAL,) else "reduce_node",
         )
 
+    @staticmethod
+    def of(strategy: ShardingStrategy, layouts: Sequence[ParamLayout]) -> "GradientReduction":
+        """How the gradients of a unit are summed, from the layouts of all its weights."""
+        leaves = tuple(leaf for leaf in layouts if not leaf.frozen)
+        return GradientReduction(strategy, leaves, layouts[0].world)
+
     @jax.named_scope("encode_gradients")
     def encode(self, grads: Values, seed: Seed) -> Payload:
         """Encode gradients for their first hop.

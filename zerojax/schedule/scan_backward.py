@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from zerojax.comm.reduction import GradientQueue, InFlight, Values
+from zerojax.comm.reduction import GradientQueue, GradientReduction, InFlight, Values
 from zerojax.schedule.layer_update import LayerState, UpdatedLayers, weights_of
 from zerojax.schedule.sum_storage import SeparateSums, Stored, SumStorage
 from zerojax.schedule.transforms import Pullback, floats, inexact, partition, with_float0
-from zerojax.schedule.unit import Arrays, Sinks, Unit, reduction_of
+from zerojax.schedule.unit import Arrays, Sinks, Unit
 from zerojax.sharding.layers import Index, Order, Place, by_dma, over_layers, uncut
 from zerojax.sharding.memory import in_host
 from zerojax.weights import Fetching, WeightPrefetcher, Weights, gradients_of, to_full
@@ -156,7 +156,7 @@ class _BackwardPass:
         self.some_frozen = any(w.layout.frozen for own in weights for w in own)
         self.prefetcher = WeightPrefetcher(weights, step=-1, separate_stream=strategy.separate_stream)
         self.queue = GradientQueue(
-            tuple(map(reduction_of, [strategy] * len(weights), weights)),
+            tuple(GradientReduction.of(strategy, [w.layout for w in own]) for own in weights),
             tuple(unit.seed for unit in args.units),
             Place(self.order, self.last),
             self.updates,

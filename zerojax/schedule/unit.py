@@ -280,12 +280,6 @@ def take_apart(weights: Sequence[Sharded]) -> tuple[Unit, Seed]:
     return Unit(held, trained, seed, replicas or None, update, weights[0].strategy), seeds
 
 
-def reduction_of(strategy: ShardingStrategy, weights: Weights) -> GradientReduction:
-    """How the gradients of a unit's weights are summed."""
-    layouts = [w.layout for w in weights]
-    return GradientReduction(strategy, tuple(leaf for leaf in layouts if not leaf.frozen), layouts[0].world)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _to_whole(strategy: ShardingStrategy, secondary: Weights, sinks: Sinks, seed: Seed) -> Weights:
     """Whole weights, whose gradients of any order go to the sinks."""
@@ -301,7 +295,7 @@ def _delivered(strategy: ShardingStrategy, cotangents: Weights, seed: Seed) -> V
     gradients of weights that are computed on the way.
     """
     gradients = lax.stop_gradient(gradients_of(cotangents))
-    return reduction_of(strategy, cotangents).to_sink(gradients, seed)
+    return GradientReduction.of(strategy, [w.layout for w in cotangents]).to_sink(gradients, seed)
 
 
 def _to_whole_bwd(strategy: ShardingStrategy, seed: Seed, cotangents: Weights) -> tuple[None, Values, None]:

@@ -151,8 +151,9 @@ class Exchange:
 
     def update(self, state: TrainState, passed: Passed) -> tuple[Trained, Bool[Array, ""], Metrics]:
         """See ``updated``; with an axis of nodes if each node has its own weights."""
+        before = Trained(state.params, state.opt_state, state.encoded, state.losses, state.skipped_in_row)
         sums, done = passed.sums, passed.updated
-        return updated(self.spec, state.trained, passed.gradients, sums, passed.replicas, done)
+        return updated(self.spec, before, passed.gradients, sums, passed.replicas, done)
 
     def finish(
         self, state: TrainState, passed: Passed, after: Trained, taken: Bool[Array, ""], figures: Metrics

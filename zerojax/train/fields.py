@@ -158,9 +158,12 @@ def field_specs(spec: TrainSpec) -> dict[str, Any]:
 
 def shard_specs(spec: TrainSpec, shards: Shards) -> Shards:
     """The PartitionSpecs of the arrays in ``shards``."""
-    stored = {path: spec.stored(copy.layout, "secondary") for path, copy in shards.replicas.items()}
-    own = {"replicas": specs_of(stored), "current_replicas": shards.current_replicas}
-    return Shards.of(field_specs(spec) | own)
+    places = field_specs(spec)
+    replicas = {
+        path: places["replicas"].get(path) or specs_of(spec.stored(copy.layout, "secondary"))
+        for path, copy in shards.replicas.items()
+    }
+    return Shards.of(places | {"replicas": replicas, "current_replicas": shards.current_replicas})
 
 
 def on_devices[*Others, T](

@@ -353,8 +353,11 @@ class FragmentExchange(Exchange):
 
     def update(self, state: TrainState, passed: Passed) -> tuple[Trained, Bool[Array, ""], Metrics]:
         """See ``Exchange``: each node updates its own weights."""
+        assert state.local is not None
         update = jax.vmap(functools.partial(updated, self.spec.training), spmd_axis_name=NODE)
-        before = state.trained._replace(params=passed.exchanged.own)
+        skipped_in_row = state.local.skipped_in_row
+        own = passed.exchanged.own
+        before = Trained(own, state.opt_state, state.encoded, state.losses, skipped_in_row)
         return update(before, passed.gradients, passed.sums, passed.replicas, None)
 
     def finish(

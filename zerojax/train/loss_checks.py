@@ -46,7 +46,7 @@ from zerojax.train.batch import Batch, map_batch
 from zerojax.train.spec import TrainSpec
 
 _RULES = f" at {schedule.__path__[0]}{os.sep}"
-"""Where JAX says that the backward rules of units and stacks are."""
+"""Where JAX says that the backward rules of units and stacks are, also in their forward-mode derivatives."""
 Axes = frozenset[str]
 """The mesh axes along which a value differs between devices, or over which a collective joins them.
 
@@ -134,7 +134,8 @@ def refuse_reads(jaxpr: core.Jaxpr, weights: Mapping[Path, Any]) -> None:
     for weight in jax.tree.leaves(weights, is_leaf=is_sharded):
         names += [weight.leaf.name if is_sharded(weight) else None] * len(jax.tree.leaves(weight))
     names += [None] * (len(jaxpr.invars) - len(names))
-    if any(map(_of_forward_mode, equations_within(jaxpr))):
+    derivatives = (one for one in equations_within(jaxpr) if one.primitive.name == "custom_lin")
+    if any(_RULES in one.params["bwd"].debug_info.func_src_info for one in derivatives):
         raise ConfigurationError(FORWARD_MODE)
     for name in _Names(Counter()).follow(jaxpr, names):
         if name is not None:
@@ -188,13 +189,6 @@ def refuse_assigned(jaxpr: core.Jaxpr, weights: Mapping[Path, Any], replaced: Ma
     left = [keys[0].key for keys, _ in jax.tree_util.tree_leaves_with_path(replaced)]
     if paths := changed(jaxpr, entered, left):
         raise ConfigurationError(assigned("/".join(paths[0]), "the loss"))
-
-
-def _of_forward_mode(equation: core.JaxprEqn) -> bool:
-    """Whether an equation is a forward-mode derivative of a unit or a stack."""
-    return (
-        equation.primitive.name == "custom_lin" and _RULES in equation.params["bwd"].debug_info.func_src_info
-    )
 
 
 class _Names(Analysis[str | None, Counter[str]]):

@@ -22,7 +22,7 @@ from zerojax.optim.shard_check import Optimizer
 from zerojax.sharding.mesh import refuse_another
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train.batch import unmarked
-from zerojax.train.fields import Shards, Trained, abstract_fields, copied, shardings_of
+from zerojax.train.fields import Shards, abstract_fields, copied, shardings_of
 from zerojax.train.host_update import first_encoded
 from zerojax.train.initial import base_initializer, first_values, in_portions, initializer
 from zerojax.train.local_state import LocalState, abstract_local, first_local
@@ -148,13 +148,6 @@ class TrainState:
         if self.local is None:
             return shards
         return dataclasses.replace(shards, params=self.local.known, encoded={}, residual={})
-
-    @property
-    def trained(self) -> Trained:
-        """The fields that an update changes; with local updates, for each node."""
-        params = self.params if self.local is None else self.local.weights
-        skipped_in_row = self.skipped_in_row if self.local is None else self.local.skipped_in_row
-        return Trained(params, self.opt_state, self.encoded, self.losses, skipped_in_row)
 
     def __repr__(self) -> str:
         """A summary of a few lines."""

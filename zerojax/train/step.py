@@ -240,18 +240,16 @@ def trace_train_step(state: TrainState, batch: Batch) -> jax.stages.Traced:
 
 
 def _without_read_fields(state: TrainState) -> tuple[TrainState, _Read]:
-    """The state without the fields that a step only reads, which is donated; and these fields."""
+    """The state without the fields that a step only reads, which is donated; and these fields.
+
+    ``dataclasses.replace`` puts them back. ``TrainState.replace`` would drop replicas, as of other weights.
+    """
     if state.spec.zero.weights_delta:
         return state.replace(frozen={}), {"frozen": state.frozen}
     # At other stages every device has whole weights, and does not read the node's replica.
     replicas = state.replicas if state.spec.zero.stage == 3 else {}
     own = state.replace(frozen={}, replicas={}, current_replicas=bool(replicas))
     return own, {"frozen": state.frozen, "replicas": replicas}
-
-
-def _with_read_fields(state: TrainState, read: _Read) -> TrainState:
-    """Undo ``_without_read_fields``. ``TrainState.replace`` would drop the replicas, as of other weights."""
-    return dataclasses.replace(state, **read)
 
 
 @functools.cache
@@ -326,7 +324,7 @@ def _uncollected() -> Generator[None]:
 @_uncollected()
 def _train(state: TrainState, read: _Read, batch: Batch) -> tuple[TrainState, Metrics]:
     """A training step: passes, update, metrics. Its exchange begins before the passes and ends last."""
-    spec, state = state.spec, _with_read_fields(state, read)
+    spec, state = state.spec, dataclasses.replace(state, **read)
     exchange = FragmentExchange(spec) if spec.local_updates else Exchange(spec)
     passed = exchange.passes(state, batch, in_backward=bool(spec.updated_in_backward))
     after, taken, figures = exchange.update(state, passed)
@@ -337,7 +335,7 @@ def _train(state: TrainState, read: _Read, batch: Batch) -> tuple[TrainState, Me
 @_uncollected()
 def _mean_gradients(state: TrainState, read: _Read, batch: Batch) -> PyTree[Array]:
     """The gradients of the mean loss over all tokens."""
-    passed = Exchange(state.spec).passes(_with_read_fields(state, read), batch)
+    passed = Exchange(state.spec).passes(dataclasses.replace(state, **read), batch)
     return jax.tree.map(lambda x: x / passed.sums.tokens, passed.gradients)
 
 
