@@ -9,14 +9,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Num
 
-from zerojax.comm.reduction import GradientReduction
+from zerojax.comm.reduction import GradientReduction, Values
 from zerojax.sharding.layers import layer_at, put_layer
-from zerojax.sharding.layout import ParamLayout, in_a_row
+from zerojax.sharding.layout import ParamLayout, in_a_row, to_stored
+from zerojax.sharding.mesh import LOCAL
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.wire_format import Seed, mix
 from zerojax.train.spec import ParamGroup, TrainSpec
 
 Blocks = dict[Path, Num[Array, "..."]]
+type _Hop = Callable[[GradientReduction, Values, Seed, Values | None], tuple[Values, Values | None]]
+"""A method of ``GradientReduction`` that sums over nodes; see ``reduce_node``."""
 
 
 def flat_blocks(blocks: Blocks, leaves: Sequence[ParamLayout]) -> Blocks:
@@ -46,6 +49,68 @@ def without_padding(
     first = lax.axis_index(axes or leaf.owners) * block.shape[-1]
     inside = leaf.element_at(first + jnp.arange(block.shape[-1])) < leaf.size
     return jnp.where(inside, block, 0)
+
+
+def to_owners(spec: TrainSpec, grads: Blocks, residual: Blocks, seed: Seed) -> tuple[Blocks, Blocks]:
+    """Send gradients over the hops that are made once per step.
+
+    ``grads`` are sums at ``grad_level``. ``residual`` is ``[.., secondary]`` with error feedback, else empty.
+
+    Returns:
+        The sums over all devices, stored like the parameters; and the next residuals.
+    """
+    strategy = spec.strategy
+    if strategy.grad_level == "primary":
+        if not strategy.sums_in_pass:
+            grads, residual = _to_all_nodes(spec, grads, residual, seed)
+        return _all_without_padding(spec, grads), residual
+    if strategy.grad_level == "secondary":
+        grads, residual = _take_hop(spec, GradientReduction.reduce_node, grads, residual, seed)
+        grads, residual = _to_all_nodes(spec, grads, residual, seed)
+        return _all_without_padding(spec, grads), _all_without_padding(spec, residual, LOCAL)
+
+    def reduce(reduction: GradientReduction, own: Seed, whole: Values) -> Values:
+        sums = reduction.reduce(whole, own)
+        return reduction.all_gather_sum(sums) if spec.zero.stage == 0 else sums
+
+    sums = reduce_by_group(spec, reduce, grads, seed=seed)
+    if spec.zero.stage == 0:
+        stored = {leaf.path: to_stored(sums[leaf.path], leaf) for leaf in spec.leaves}
+        return flat_blocks(stored, spec.leaves), residual
+    return _all_without_padding(spec, sums), residual
+
+
+def _all_without_padding(spec: TrainSpec, blocks: Blocks, axes: str | tuple[str, ...] = ()) -> Blocks:
+    mine = (leaf for leaf in spec.leaves if leaf.path in blocks)
+    return {**blocks, **{leaf.path: without_padding(leaf, blocks[leaf.path], axes) for leaf in mine}}
+
+
+def _to_all_nodes(spec: TrainSpec, sums: Blocks, residual: Blocks, seed: Seed) -> tuple[Blocks, Blocks]:
+    """Send the owners' sums to all nodes, for parameters whose master weights every node holds."""
+    mine = {leaf.path: sums[leaf.path] for leaf in spec.leaves if leaf.in_every_node}
+    kept = {path: residual[path] for path in mine} if residual else {}
+    everywhere, kept = _take_hop(spec, GradientReduction.to_all_nodes, mine, kept, seed)
+    return sums | everywhere, residual | kept
+
+
+def _take_hop(
+    spec: TrainSpec, hop: _Hop, sums: Blocks, residual: Blocks, seed: Seed
+) -> tuple[Blocks, Blocks]:
+    """Send the gradients of all groups over a hop. With error feedback ``residual`` has the same paths."""
+
+    def exactly(reduction: GradientReduction, own: Seed, values: Values) -> Values:
+        return hop(reduction, values, own, None)[0]
+
+    def with_feedback(
+        reduction: GradientReduction, own: Seed, values: Values, residuals: Values
+    ) -> Sequence[tuple[Array, Array]]:
+        arrived, kept = hop(reduction, values, own, residuals)
+        return list(zip(arrived, kept or residuals, strict=True))
+
+    if not residual:
+        return reduce_by_group(spec, exactly, sums, seed=seed), residual
+    both = reduce_by_group(spec, with_feedback, sums, residual, seed=seed)
+    return {path: x for path, (x, _) in both.items()}, {path: r for path, (_, r) in both.items()}
 
 
 def by_group(

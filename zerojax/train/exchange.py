@@ -28,11 +28,11 @@ from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.train.backward_update import BackwardUpdate, OptimizerShards
 from zerojax.train.backward_update import specs as backward_specs
 from zerojax.train.batch import Batch, batch_specs
-from zerojax.train.blocks import Blocks, flat_blocks, stored_blocks
+from zerojax.train.blocks import Blocks, flat_blocks, stored_blocks, to_owners
 from zerojax.train.fields import Shards, Trained, field_specs, shard_specs
 from zerojax.train.host_update import InBackward, updated_by_layers
 from zerojax.train.pass_weights import ByPath
-from zerojax.train.passes import Sums, accumulate, over, to_owners
+from zerojax.train.passes import Sums, accumulate, over
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
 

@@ -8,7 +8,7 @@ The order of a training step:
 2. ``accumulate`` runs micro-batches forward and backward, one by one or all through a unit before the next
    (``zerojax.schedule.breadth_first``). Units gather and reduce as they are called. A ``ModelPass`` is one
    run of the model: its weights in place, its loss, its checks.
-3. ``to_owners`` sends gradients over the hops that are made once per step.
+3. ``zerojax.train.blocks.to_owners`` sends gradients over the hops that are made once per step.
 
 Each loss is weighted by its number of tokens, and the sum over all devices is divided once by all tokens. The
 result is the mean over all tokens, however they are spread.
@@ -28,19 +28,18 @@ from jaxtyping import Array, Float32, Num, PyTree
 
 from zerojax.adapters import Bound, ModelState, call_loss
 from zerojax.adapters.loss import LossContext, MasterWeights, running_loss
-from zerojax.comm.reduction import GradientReduction, Values, grad_size
+from zerojax.comm.reduction import grad_size
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.breadth_first import over_micro_batches
 from zerojax.schedule.layer_update import LayerState, LayerUpdate, with_facts
 from zerojax.schedule.transforms import is_float
 from zerojax.schedule.unit import Sharded, materialise, numbered_calls
 from zerojax.schedule.user_code import InOneBranch, translated_errors
-from zerojax.sharding.layout import to_stored
-from zerojax.sharding.mesh import AXES, LOCAL
+from zerojax.sharding.mesh import AXES
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.wire_format import Seed, mix
 from zerojax.train.batch import Batch, micro_batches, split_rows, unmarked
-from zerojax.train.blocks import Blocks, flat_blocks, reduce_by_group, without_padding
+from zerojax.train.blocks import Blocks
 from zerojax.train.fields import Shards
 from zerojax.train.loss_checks import ROW, Axes, check_program
 from zerojax.train.pass_weights import ByPath, PassWeights, pass_weights
@@ -57,8 +56,6 @@ TOKENS = "tokens"
 type Placed = dict[Path, Any]
 """The weights in a loss function's model: per path, ``Sharded`` in units and whole elsewhere."""
 type Forward = Callable[[Placed, Sinks, ModelState, Batch, Seed], tuple[Array, Outcome]]
-type _Hop = Callable[[GradientReduction, Values, Seed, Values | None], tuple[Values, Values | None]]
-"""A method of ``GradientReduction`` that sums over nodes; see ``reduce_node``."""
 _TRANSFORMED = (
     "the loss calls a Stack in a function that JAX transforms (jax.checkpoint, jax.grad, lax.cond), or in "
     "one branch of several (nnx.cond). Its layers cannot be updated in their backward pass then: set "
@@ -358,35 +355,6 @@ def predict[T: PyTree[Array]](
     return result
 
 
-def to_owners(spec: TrainSpec, grads: Blocks, residual: Blocks, seed: Seed) -> tuple[Blocks, Blocks]:
-    """Send gradients over the hops that are made once per step.
-
-    ``grads`` are sums at ``grad_level``. ``residual`` is ``[.., secondary]`` with error feedback, else empty.
-
-    Returns:
-        The sums over all devices, stored like the parameters; and the next residuals.
-    """
-    strategy = spec.strategy
-    if strategy.grad_level == "primary":
-        if not strategy.sums_in_pass:
-            grads, residual = _to_all_nodes(spec, grads, residual, seed)
-        return _without_padding(spec, grads), residual
-    if strategy.grad_level == "secondary":
-        grads, residual = _take_hop(spec, GradientReduction.reduce_node, grads, residual, seed)
-        grads, residual = _to_all_nodes(spec, grads, residual, seed)
-        return _without_padding(spec, grads), _without_padding(spec, residual, LOCAL)
-
-    def reduce(reduction: GradientReduction, own: Seed, whole: Values) -> Values:
-        sums = reduction.reduce(whole, own)
-        return reduction.all_gather_sum(sums) if spec.zero.stage == 0 else sums
-
-    sums = reduce_by_group(spec, reduce, grads, seed=seed)
-    if spec.zero.stage == 0:
-        stored = {leaf.path: to_stored(sums[leaf.path], leaf) for leaf in spec.leaves}
-        return flat_blocks(stored, spec.leaves), residual
-    return _without_padding(spec, sums), residual
-
-
 def _shared(spec: TrainSpec, model_state: ModelState) -> ModelState:
     """State that devices compute from their own data: the mean over all devices, or the sum of counts."""
     with jax.named_scope("metrics"):
@@ -404,40 +372,6 @@ def over(axes: tuple[str, ...], sums: Sums) -> Sums:
     """Sums over all devices along mesh axes."""
     with jax.named_scope("metrics"):
         return lax.psum(sums, axes)
-
-
-def _without_padding(spec: TrainSpec, blocks: Blocks, axes: str | tuple[str, ...] = ()) -> Blocks:
-    """``without_padding`` for all blocks."""
-    mine = (leaf for leaf in spec.leaves if leaf.path in blocks)
-    return {**blocks, **{leaf.path: without_padding(leaf, blocks[leaf.path], axes) for leaf in mine}}
-
-
-def _to_all_nodes(spec: TrainSpec, sums: Blocks, residual: Blocks, seed: Seed) -> tuple[Blocks, Blocks]:
-    """Send the owners' sums to all nodes, for parameters whose master weights every node holds."""
-    mine = {leaf.path: sums[leaf.path] for leaf in spec.leaves if leaf.in_every_node}
-    kept = {path: residual[path] for path in mine} if residual else {}
-    everywhere, kept = _take_hop(spec, GradientReduction.to_all_nodes, mine, kept, seed)
-    return sums | everywhere, residual | kept
-
-
-def _take_hop(
-    spec: TrainSpec, hop: _Hop, sums: Blocks, residual: Blocks, seed: Seed
-) -> tuple[Blocks, Blocks]:
-    """Send the gradients of all groups over a hop. With error feedback ``residual`` has the same paths."""
-
-    def exactly(reduction: GradientReduction, own: Seed, values: Values) -> Values:
-        return hop(reduction, values, own, None)[0]
-
-    def with_feedback(
-        reduction: GradientReduction, own: Seed, values: Values, residuals: Values
-    ) -> Sequence[tuple[Array, Array]]:
-        arrived, kept = hop(reduction, values, own, residuals)
-        return list(zip(arrived, kept or residuals, strict=True))
-
-    if not residual:
-        return reduce_by_group(spec, exactly, sums, seed=seed), residual
-    both = reduce_by_group(spec, with_feedback, sums, residual, seed=seed)
-    return {path: x for path, (x, _) in both.items()}, {path: r for path, (_, r) in both.items()}
 
 
 def mean_over(x: Array, axes: str | tuple[str, ...]) -> Array:
