@@ -15,7 +15,7 @@ from plain_loop import Plain, distance, masters, plain_loop
 
 import zerojax
 from zerojax.errors import ConfigurationError
-from zerojax.train.local_state import MAX_METRICS, LocalState
+from zerojax.train.fields import MAX_METRICS, LocalState
 from zerojax.train.step import trace_train_step
 
 STEPS = 7

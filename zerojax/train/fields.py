@@ -8,20 +8,28 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Int32, PyTree, UInt32
+from jaxtyping import Array, Float32, Int32, PyTree, UInt32
 
 from zerojax.adapters import ModelState
 from zerojax.comm.in_order import on_mesh
 from zerojax.optim.moments import by_moment
 from zerojax.sharding.layout import ParamLayout
-from zerojax.sharding.mesh import NODE
+from zerojax.sharding.memory import to_device
+from zerojax.sharding.mesh import LOCAL, NODE
 from zerojax.sharding.param_tree import Path, to_tree
 from zerojax.sharding.wire_format import Seed, mix
-from zerojax.train.local_state import abstract_local, by_node
 from zerojax.train.spec import TrainSpec
 from zerojax.train.spikes import Losses
 from zerojax.weights import Weight
+
+MAX_METRICS = 64
+"""The most scalars that a loss function's aux may have. A state is created before they can be counted."""
+REPORTED = ("grad_norm", "skipped", "skipped_in_row", "spike", "loss_limit")
+"""The metrics of a node's update in its report, besides sums over its tokens."""
+REPORT_COLUMNS = 2 + len(REPORTED) + MAX_METRICS
+"""The fp32 numbers in a node's report: the sums of its loss and tokens come first."""
 
 
 @jax.tree_util.register_dataclass
@@ -62,6 +70,30 @@ class Trained(NamedTuple):
     encoded: dict[Path, Weight]
     losses: Losses
     skipped_in_row: Int32[Array, ""]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LocalState:
+    """The arrays of local updates (``zerojax.train.local_updates``). Trees are nested by path.
+
+    A state has the weights three times: the outer weights, which are ``TrainState.params``, spread over all
+    devices; each node's own weights, which the node trains; and the known weights, once in every node. These
+    lag behind the outer weights by changes that are still to be sent, and by rounding errors.
+
+    Attributes:
+        weights: each node's own weights, fp32 ``[nodes, *stored_shape]``, spread over the node's devices.
+        known: the outer weights as the nodes know them, fp32 ``stored_shape``, the same in every node.
+        momentum: of the outer weights, fp32, stored like them; empty if ``ZeroConfig.outer_momentum`` is 0.
+        skipped_in_row: ``TrainState.skipped_in_row`` of each node.
+        report: a row for each node, with the sums and metrics of its last step.
+    """
+
+    weights: PyTree
+    known: PyTree
+    momentum: PyTree
+    skipped_in_row: Int32[Array, " nodes"]
+    report: Float32[Array, "nodes columns"]
 
 
 def abstract_fields(spec: TrainSpec) -> dict[str, Any]:
@@ -124,6 +156,48 @@ def abstract_losses(spec: TrainSpec) -> PyTree:
     where = PartitionSpec(NODE) if nodes else PartitionSpec()
     one = jax.eval_shape(spec.spikes.start)
     return jax.tree.map(lambda x: spec.abstract((*nodes, *x.shape), x.dtype, where), one)
+
+
+def abstract_local(spec: TrainSpec) -> LocalState:
+    """The arrays of local updates as ShapeDtypeStructs with shardings."""
+
+    def tree(where: Callable[[ParamLayout], PartitionSpec], *nodes: int) -> PyTree:
+        return to_tree(
+            spec.by_path(lambda leaf: spec.abstract_master((*nodes, *leaf.stored_shape), where(leaf)))
+        )
+
+    nodes = spec.world.nodes
+    arrays: dict[str, PyTree] = {
+        "weights": tree(by_node, nodes),
+        "known": tree(lambda leaf: leaf.spec((LOCAL,))),
+        "momentum": tree(spec.param_spec) if spec.zero.outer_momentum else {},
+        "skipped_in_row": spec.abstract((nodes,), jnp.int32, PartitionSpec(NODE)),
+        "report": spec.abstract((nodes, REPORT_COLUMNS), jnp.float32, PartitionSpec(NODE)),
+    }
+    return LocalState(**arrays)
+
+
+def by_node(leaf: ParamLayout) -> PartitionSpec:
+    """The sharding of ``[nodes, *stored_shape]``: a row for each node, spread over its devices."""
+    return PartitionSpec(NODE, *leaf.spec((LOCAL,)))
+
+
+def first_local(spec: TrainSpec, params: PyTree) -> LocalState:
+    """The arrays of local updates before the first step: all nodes begin with ``params``. For ``jit``."""
+    nodes, wanted = spec.world.nodes, abstract_local(spec)
+
+    def placed(x: Array, like: jax.ShapeDtypeStruct) -> Array:
+        assert isinstance(like.sharding, NamedSharding)
+        whole = jnp.broadcast_to(to_device(x), like.shape)
+        return lax.with_sharding_constraint(whole, spec.sharding(like.sharding.spec))
+
+    return LocalState(
+        weights=jax.tree.map(placed, params, wanted.weights),
+        known=jax.tree.map(placed, params, wanted.known),
+        momentum=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), wanted.momentum),
+        skipped_in_row=jnp.zeros(nodes, jnp.int32),
+        report=jnp.zeros(wanted.report.shape, jnp.float32),
+    )
 
 
 def abstract_encoded(spec: TrainSpec) -> dict[Path, Weight]:

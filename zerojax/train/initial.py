@@ -15,9 +15,8 @@ from zerojax.adapters import ModelState
 from zerojax.sharding.layout import ParamLayout, to_stored
 from zerojax.sharding.memory import HOST, to_device
 from zerojax.sharding.param_tree import Path, to_tree
-from zerojax.train.fields import abstract_fields, abstract_losses, shardings_of
+from zerojax.train.fields import abstract_fields, abstract_losses, first_local, shardings_of
 from zerojax.train.frozen import encode_frozen
-from zerojax.train.local_state import first_local
 from zerojax.train.pass_weights import replicas_of
 from zerojax.train.spec import TrainSpec
 

@@ -3,7 +3,7 @@
 In DiLoCo (Douillard et al., 2023) each node trains a replica of the model. From time to time it sends its
 outer gradient, the outer weights less its own, and an outer optimizer updates the outer weights by the mean.
 Streaming DiLoCo (Douillard et al., 2025) sends one fragment of the weights at a time, while the next steps
-are computed. Here each step sends 1/``every`` of all elements (``local_state.Fragments``) over two hops:
+are computed. Here each step sends 1/``every`` of all elements (``zerojax.train.fragments``) over two hops:
 
 1. Each node sends every owner of a part of the fragment its outer gradient: the outer weights as the nodes
    know them, less its own. The owner takes the mean, and a step of SGD with Nesterov momentum.
@@ -24,241 +24,40 @@ of a fragment come to the device before the passes and go back after them.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float32, Int32, PyTree
+from jaxtyping import Array, Bool, Float32, PyTree
 
-from zerojax.comm.coalesced import Arrived, exchange_together
 from zerojax.comm.in_order import on_mesh, one_at_a_time
-from zerojax.comm.reduction import GradientReduction, Values
 from zerojax.errors import ConfigurationError
 from zerojax.sharding.memory import to_device
-from zerojax.sharding.mesh import LOCAL, NODE, OWNED
+from zerojax.sharding.mesh import NODE
 from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.sharding.wire_format import Seed
 from zerojax.train.batch import Batch
 from zerojax.train.blocks import Blocks
 from zerojax.train.exchange import REPLICATED, Exchange, Metrics, Passed, updated
-from zerojax.train.fields import Shards, Trained, field_specs
-from zerojax.train.local_state import (
+from zerojax.train.fields import (
     MAX_METRICS,
     REPORT_COLUMNS,
     REPORTED,
-    Fragments,
     LocalState,
+    Shards,
+    Trained,
+    field_specs,
 )
+from zerojax.train.fragments import FragmentHops, Outer, Pieces, Sent
 from zerojax.train.pass_weights import ByPath
 from zerojax.train.passes import Sums
 from zerojax.train.spec import TrainSpec
 from zerojax.train.state import TrainState
-from zerojax.weights import Weight, Weights, cross_nodes, decode, encode
 
 _BY_NODE = PartitionSpec(NODE)
-
-
-class Outer(NamedTuple):
-    """The outer weights and the arrays that go with them, by path.
-
-    Attributes:
-        params: the outer weights, at their owners.
-        momentum: of the outer optimizer, at the owners; empty without momentum.
-        known: the outer weights as the nodes know them, in every node.
-        residual: with error feedback, the past errors of encoding a node's outer gradients; else empty.
-    """
-
-    params: Blocks
-    momentum: Blocks
-    known: Blocks
-    residual: Blocks
-
-    @staticmethod
-    def of(fields: Mapping[str, Any]) -> "Outer":
-        """Take them from the fields of a state."""
-        local = fields["local"]
-        return Outer(*map(from_tree, (fields["params"], local.momentum, local.known, fields["residual"])))
-
-
-class _Pieces(NamedTuple):
-    """One device's part of the fragments that a step exchanges: an array for each parameter.
-
-    Two fragments take part: the current one, whose outer gradients are sent, and the one whose change is
-    sent. They are the same fragment, except with an ``outer_delay`` of 2 or more. The change then belongs to
-    the fragment of the step before.
-
-    Attributes:
-        outer_grads: of the current fragment in this node.
-        residual: of the current fragment in this node; empty without error feedback.
-        params, momentum: of the current fragment, as its owner; momentum is empty without it.
-        known: of the fragment whose change is sent, in this node.
-        changed: the outer weights of that fragment, as its owner; empty if it is the current one.
-    """
-
-    outer_grads: Values
-    residual: Values
-    params: Values
-    momentum: Values
-    known: Values
-    changed: Values
-
-
-class _Sent(NamedTuple):
-    """Payloads on their way, or arrived from the other nodes.
-
-    Attributes:
-        arrived: encoded outer gradients of the current fragment from every node; with one node, not encoded.
-            Encoded changes from every owner, unless they can only be sent after the outer update. The reports
-            of every node.
-        residual: the errors of encoding the outer gradients; empty without error feedback.
-    """
-
-    arrived: Arrived
-    residual: Values
-
-
-class _OnDevice:
-    """The exchange of one fragment of each parameter, on one device, inside ``shard_map``."""
-
-    def __init__(self, spec: TrainSpec, step: Int32[Array, ""], seed: Seed) -> None:
-        self._zero, self._step, self._seed = spec.zero, step, seed
-        self._fragments = spec.once("fragments", lambda: [Fragments.of(spec, leaf) for leaf in spec.leaves])
-        self._layouts = tuple(fragments.layout for fragments in self._fragments)
-        self._reduction = GradientReduction(spec.strategy, self._layouts, spec.world)
-        self._nodes = spec.world.nodes
-        # Whether a fragment's change is sent one step after its outer gradients.
-        self._changes_later = spec.zero.outer_delay >= 2
-        self._current = self._index(0)
-        self._changing = self._index(1 if self._changes_later else 0)
-
-    def read(self, outer: Outer, own: Blocks) -> tuple[Outer, Blocks, _Pieces]:
-        """Read the pieces that the exchange needs.
-
-        Args:
-            outer: this device's blocks, stored.
-            own: this node's own weights, stored.
-
-        Returns:
-            ``outer``, to which ``write`` writes the results; ``own``, for the update; and the pieces.
-        """
-        now, changing = self._current, self._changing
-        pairs = zip(self._take(outer.known, now), self._take(own, now), strict=True)
-        pieces = _Pieces(
-            outer_grads=tuple(known - mine for known, mine in pairs),
-            residual=self._take(outer.residual, now),
-            params=self._take(outer.params, now),
-            momentum=self._take(outer.momentum, now),
-            known=self._take(outer.known, changing),
-            changed=self._take(outer.params, changing) if self._changes_later else (),
-        )
-        # All pieces are read before anything is written: otherwise XLA copies whole weights to write to.
-        return lax.optimization_barrier((outer, own, pieces))
-
-    def send(self, pieces: _Pieces, report: Float32[Array, " columns"]) -> _Sent:
-        """Send outer gradients, the changes that are known by now, and the node's report of its last step."""
-        changes = self._encoded(pieces.changed, pieces.known) if self._changes_later else ()
-        if self._nodes == 1:
-            own = dict(enumerate((*pieces.outer_grads, *changes, report[None])))
-            return _Sent(Arrived(own, (), ()), pieces.residual)
-        with jax.named_scope("exchange_fragment"):
-            rows, lost = self._reduction.encode_for_owners(
-                pieces.outer_grads, self._seed, pieces.residual or None
-            )
-            # One collective, because XLA runs only one at a time on the stream of the hops between nodes.
-            # Values for all nodes are repeated in each row, which is as many bytes as an all-gather sends.
-            for_all = [jnp.broadcast_to(x, (self._nodes, x.size)) for x in (*changes, report)]
-            return _Sent(exchange_together([*rows, *for_all], NODE, separate_stream=True), lost or ())
-
-    def receive(self, pieces: _Pieces, sent: _Sent) -> tuple[_Pieces, Float32[Array, "nodes columns"]]:
-        """Update the pieces from the arrived payloads; returns them, and the reports.
-
-        The outer optimizer is SGD with Nesterov momentum, as PyTorch and optax define it. Changes that
-        ``send`` could not send yet are sent here.
-        """
-        *arrived, reports = sent.arrived.split()
-        grads = tuple(arrived[: len(self._fragments)])
-        rate, decay = self._zero.outer_learning_rate, self._zero.outer_momentum
-        with jax.named_scope("outer_update"):
-            sums = grads if self._nodes == 1 else self._reduction.sum_at_owners(grads)
-            mean = self._without_padding(tuple(x / self._nodes for x in sums), OWNED)
-            direction, momentum = mean, pieces.momentum
-            if decay:
-                momentum = tuple(decay * m + g for m, g in zip(momentum, mean, strict=True))
-                direction = tuple(g + decay * m for g, m in zip(mean, momentum, strict=True))
-            params = tuple(x - rate * g for x, g in zip(pieces.params, direction, strict=True))
-        changed = pieces.changed
-        changes = tuple(x.reshape(-1) for x in arrived[len(self._fragments) :])
-        if not self._changes_later:
-            changed, changes = params, self._encoded(params, pieces.known)
-            if self._nodes > 1:
-                changes = cross_nodes(changes, delta=True, separate_stream=True)
-        known = tuple(w.values for w in decode(self._weights(changed), changes, pieces.known))
-        residual = self._without_padding(sent.residual, (LOCAL,))
-        return pieces._replace(params=params, momentum=momentum, known=known, residual=residual), reports
-
-    def write(self, outer: Outer, pieces: _Pieces) -> Outer:
-        """Write the pieces from ``receive`` to the places from which ``read`` took them."""
-        now = self._current
-        return Outer(
-            params=self._put(outer.params, now, pieces.params),
-            momentum=self._put(outer.momentum, now, pieces.momentum),
-            known=self._put(outer.known, self._changing, pieces.known),
-            residual=self._put(outer.residual, now, pieces.residual),
-        )
-
-    def mix_in(self, outer: Outer, own: Blocks, encoded: Blocks) -> tuple[Blocks, Blocks]:
-        """Mix the outer weights into the fragment that has arrived last.
-
-        Args:
-            outer: this device's blocks, stored.
-            own: this node's own weights, stored.
-            encoded: the own weights in the dtype in which passes read them, or none.
-
-        Returns:
-            ``own`` and ``encoded`` with the mixture.
-        """
-        ago = max(0, self._zero.outer_delay - 1)
-        index, mixing = self._index(ago), self._zero.outer_mixing
-        pairs = zip(self._take(own, index), self._take(outer.known, index), strict=True)
-        # In the first steps no fragment has arrived yet.
-        mixed = tuple(
-            jnp.where(self._step >= ago, mixing * mine + (1 - mixing) * known, mine) for mine, known in pairs
-        )
-        own, mixed = lax.optimization_barrier((own, mixed))  # read before it is written, as in ``read``
-        sent = zip(self._fragments, mixed, strict=True) if encoded else ()
-        rounded = tuple(x.astype(encoded[fragments.leaf.path].dtype) for fragments, x in sent)
-        return self._put(own, index, mixed), self._put(encoded, index, rounded)
-
-    def _index(self, steps_ago: int) -> Int32[Array, ""]:
-        """The fragment that was the current one ``steps_ago`` steps ago."""
-        return (self._step - steps_ago) % self._zero.every
-
-    def _encoded(self, params: Values, known: Values) -> Values:
-        return encode(self._weights(params), known)
-
-    def _weights(self, params: Values) -> Weights:
-        return tuple(Weight(x, layout, "primary") for x, layout in zip(params, self._layouts, strict=True))
-
-    def _without_padding(self, pieces: Values, axes: tuple[str, ...]) -> Values:
-        """The current fragment with zeros in the padding; empty for no pieces."""
-        each = zip(self._fragments, pieces, strict=False)
-        return tuple(fragments.without_padding(x, self._current, axes) for fragments, x in each)
-
-    def _take(self, blocks: Blocks, index: Int32[Array, ""]) -> Values:
-        """A fragment of each parameter; empty for no blocks."""
-        if not blocks:
-            return ()
-        return tuple(fragments.take(blocks[fragments.leaf.path], index) for fragments in self._fragments)
-
-    def _put(self, blocks: Blocks, index: Int32[Array, ""], pieces: Values) -> Blocks:
-        """Undo ``_take``."""
-        each = zip(self._fragments, pieces, strict=False)  # of nothing for no blocks
-        return {
-            fragments.leaf.path: fragments.put(blocks[fragments.leaf.path], index, x) for fragments, x in each
-        }
 
 
 class _Exchanged(NamedTuple):
@@ -282,12 +81,12 @@ class _Exchanged(NamedTuple):
 class _Started(NamedTuple):
     """An exchange on one device. ``pieces`` and ``sent`` are None unless it runs beside the passes."""
 
-    device: _OnDevice
+    device: FragmentHops
     own: Blocks
     outer: Outer
     report: Float32[Array, "1 columns"]
-    pieces: _Pieces | None
-    sent: _Sent | None
+    pieces: Pieces | None
+    sent: Sent | None
 
 
 class FragmentExchange(Exchange):
@@ -324,7 +123,7 @@ class FragmentExchange(Exchange):
         if spec.streams:
             # Or XLA would not know that an array is in host memory which it reshapes as it came.
             shards, outer = lax.optimization_barrier((shards, outer))
-        device, weights = _OnDevice(spec, shards.step, shards.step_seed), from_tree(shards.params)
+        device, weights = FragmentHops(spec, shards.step, shards.step_seed), from_tree(shards.params)
         pieces, sent = None, None
         if self._beside_passes:
             outer, weights, pieces = device.read(outer, weights)
@@ -408,7 +207,7 @@ class FragmentExchange(Exchange):
         outer: Outer,
         report: Float32[Array, "1 columns"],
     ) -> _Exchanged:
-        device = _OnDevice(self.spec, step, seed)
+        device = FragmentHops(self.spec, step, seed)
         # Without the barrier XLA repeats the update where a fragment is read, and keeps all that it reads.
         outer, mine, encoded = lax.optimization_barrier((outer, from_tree(own), encoded))
         reports = report
@@ -445,7 +244,7 @@ def reported(spec: TrainSpec, local: LocalState, names: tuple[str, ...]) -> Metr
     return one_at_a_time(spec.mesh, spec.once(f"report of {names}", make)(local.report))
 
 
-def _after_passes(own: Sums, grads: Blocks, sent: _Sent) -> tuple[Sums, _Sent]:
+def _after_passes(own: Sums, grads: Blocks, sent: Sent) -> tuple[Sums, Sent]:
     """Returns its arguments unchanged, but makes the exchange wait for the passes to finish.
 
     XLA can then overlap the whole exchange with the passes. The barrier depends on one element of each

@@ -22,10 +22,17 @@ from zerojax.optim.shard_check import Optimizer
 from zerojax.sharding.mesh import refuse_another
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train.batch import unmarked
-from zerojax.train.fields import Shards, abstract_fields, copied, shardings_of
+from zerojax.train.fields import (
+    LocalState,
+    Shards,
+    abstract_fields,
+    abstract_local,
+    copied,
+    first_local,
+    shardings_of,
+)
 from zerojax.train.host_update import first_encoded
 from zerojax.train.initial import base_initializer, first_values, in_portions, initializer
-from zerojax.train.local_state import LocalState, abstract_local, first_local
 from zerojax.train.memory import check_host_memory, device_bytes
 from zerojax.train.pass_weights import ByPath, replicas_of
 from zerojax.train.spec import TrainSpec, build

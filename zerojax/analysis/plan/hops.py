@@ -48,7 +48,8 @@ from zerojax.optim.muon import by_shape, dealt_over, most_dealt
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
 from zerojax.sharding.wire_format import Codec
-from zerojax.train.local_state import REPORT_COLUMNS, Fragments
+from zerojax.train.fields import REPORT_COLUMNS
+from zerojax.train.fragments import Fragments
 from zerojax.train.spec import ParamGroup, TrainSpec
 
 _REPORT_BYTES = 4 * REPORT_COLUMNS

@@ -10,7 +10,7 @@ from rich.table import Column, Table
 
 from zerojax.formatting import numeric
 from zerojax.sharding.layout import ParamLayout
-from zerojax.train.local_state import Fragments
+from zerojax.train.fragments import Fragments
 from zerojax.train.spec import TrainSpec
 
 

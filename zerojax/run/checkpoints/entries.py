@@ -12,7 +12,7 @@ from zerojax.optim.low_precision import dtype_in_checkpoint, is_rounded
 from zerojax.optim.moments import by_moment
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
-from zerojax.train.local_state import LocalState
+from zerojax.train.fields import LocalState
 from zerojax.train.state import TrainState
 from zerojax.weights import Weight
 

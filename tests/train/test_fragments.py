@@ -9,7 +9,7 @@ from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.memory import HOST
 from zerojax.sharding.mesh import MeshShape
 from zerojax.sharding.wire_format import Codec
-from zerojax.train.local_state import Fragments
+from zerojax.train.fragments import Fragments
 from zerojax.zero_config.config import PerHop
 
 EXACT = Codec("fp32", 64)

@@ -1,0 +1,393 @@
+"""The fragments of parameters that local updates send between nodes, and their way there on one device.
+
+``zerojax.train.local_updates`` has the algorithm.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int32
+
+from zerojax.comm.coalesced import Arrived, exchange_together
+from zerojax.comm.reduction import GradientReduction, Values
+from zerojax.sharding.layout import ParamLayout
+from zerojax.sharding.memory import in_host, to_device, to_host
+from zerojax.sharding.mesh import LOCAL, NODE, OWNED
+from zerojax.sharding.param_tree import from_tree
+from zerojax.sharding.wire_format import Codec, Seed
+from zerojax.train.blocks import Blocks
+from zerojax.train.spec import TrainSpec
+from zerojax.weights import Weight, Weights, cross_nodes, decode, encode
+from zerojax.zero_config.config import PerHop
+
+
+@dataclass(frozen=True)
+class Fragments:
+    """A parameter cut into ``every`` fragments. Each step sends one of them.
+
+    An owner's shard of all layers is cut into ``every`` runs of whole codec blocks; fragment i is run i of
+    every owner. All runs have the same length: places behind the shard's end are read as zeros and never
+    written.
+
+    The methods run inside ``shard_map``, on one device's part of a stored parameter. That is the shard of one
+    owner, or the shards of several owners, one after another, of each layer.
+
+    Attributes:
+        leaf: the parameter's layout in the mesh.
+        every: the number of fragments.
+        change: the format in which changes of the outer weights are sent to the nodes.
+        blocks: codec blocks in one owner's shard of one layer.
+        count: codec blocks of one owner's shard in a fragment.
+        layout: the layout of one fragment, as if it were a parameter with one dimension.
+        wide: blocks that are copied from each layer in host memory that holds a part of the fragment.
+        some: the most layers over which a fragment's blocks extend.
+        is_small: whether a fragment needs the whole parameter. XLA copies a whole parameter from host memory
+            only in its stored shape.
+    """
+
+    leaf: ParamLayout
+    every: int
+    change: Codec
+    blocks: int = field(init=False)
+    count: int = field(init=False)
+    layout: ParamLayout = field(init=False)
+    wide: int = field(init=False)
+    some: int = field(init=False)
+    is_small: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Compute the other fields."""
+        leaf, block = self.leaf, self.change.block
+        blocks = leaf.shard // block
+        count = -(-leaf.layers * blocks // self.every)
+        wide = min(count, blocks)
+        last = blocks - math.gcd(count, blocks)  # the last block of a layer at which a fragment may begin
+        some = min(leaf.layers, -(-(last + count) // blocks))
+        layout = dataclasses.replace(
+            leaf,
+            shape=(count * block * leaf.world.size,),
+            dtype="float32",
+            stack=(),
+            parts=1,
+            shard=count * block,
+            weights=PerHop(node=self.change, local=Codec("fp32", block)),
+        )
+        is_small = some * wide == leaf.layers * blocks
+        vars(self).update(blocks=blocks, count=count, layout=layout, wide=wide, some=some, is_small=is_small)
+
+    @staticmethod
+    def of(spec: TrainSpec, leaf: ParamLayout) -> "Fragments":
+        """The fragments of a parameter."""
+        zero = spec.zero
+        fmt = zero.wire_format_of(leaf.name, len(leaf.shape), zero.weights or zero.compute_format)
+        return Fragments(leaf, zero.every, Codec(fmt, zero.block_size))
+
+    def take(self, x: Float[Array, "..."], index: Int32[Array, ""]) -> Float[Array, " m"]:
+        """Read fragment ``index`` of a parameter: flat, one owner's part after another.
+
+        From a parameter in host memory, the parts of layers that hold the fragment are copied to the device.
+        """
+        layer, row = self._rows(index)
+        blocks = self._by_block(to_device(x) if self.is_small else x)
+        if in_host(blocks):
+            blocks, layer, row = self._fetched(blocks, layer, row)
+        taken = blocks.at[layer, :, row].get(mode="fill", fill_value=0)
+        return taken.swapaxes(0, 1).reshape(-1)
+
+    def put(
+        self, x: Float[Array, "..."], index: Int32[Array, ""], fragment: Float[Array, " m"]
+    ) -> Float[Array, "..."]:
+        """The parameter with its fragment ``index`` replaced."""
+        if in_host(x) and self.is_small:
+            return to_host(self.put(to_device(x), index, fragment))
+        layer, row = self._rows(index)
+        rows = fragment.reshape(-1, self.count, self.change.block).swapaxes(0, 1)
+        blocks = self._by_block(x)
+        if not in_host(x):
+            return blocks.at[layer, :, row].set(rows, mode="drop").reshape(x.shape)
+        here, near, close = self._fetched(blocks, layer, row)
+        # Read before it is written: otherwise XLA copies the whole stack.
+        here, blocks = lax.optimization_barrier((here.at[near, :, close].set(rows, mode="drop"), blocks))
+        for part, start in zip(here, self._parts(layer[0], row[0]), strict=True):
+            blocks = lax.dynamic_update_slice(
+                blocks, to_host(part[None]), start, allow_negative_indices=False
+            )
+        return blocks.reshape(x.shape)
+
+    def without_padding(
+        self, fragment: Float32[Array, " m"], index: Int32[Array, ""], axes: tuple[str, ...]
+    ) -> Float32[Array, " m"]:
+        """Fragment ``index`` with zeros in the parameter's padding.
+
+        A rotation spreads rounding errors over 32 neighbours, and some of these may be padding.
+
+        Args:
+            fragment: as ``take`` returns it.
+            index: which fragment it is.
+            axes: the mesh axes over which the parameter is spread, in the order of its owners.
+        """
+        leaf = self.leaf
+        if not leaf.rotation or leaf.padded == leaf.size:
+            return fragment
+        owners = fragment.size // (self.count * self.change.block)
+        owner = lax.axis_index(axes) * owners + jnp.arange(owners)
+        _, row = self._rows(index)
+        place: Int32[Array, "owners count block"] = (
+            owner[:, None, None] * leaf.shard
+            + row[:, None] * self.change.block
+            + jnp.arange(self.change.block)
+        )
+        return jnp.where(leaf.element_at(place.reshape(-1)) < leaf.size, fragment, 0)
+
+    def _rows(self, index: Int32[Array, ""]) -> tuple[Int32[Array, " count"], Int32[Array, " count"]]:
+        """For each block of a fragment, its layer and its place among the blocks of an owner's shard."""
+        return jnp.divmod(index * self.count + jnp.arange(self.count), self.blocks)
+
+    def _fetched(
+        self,
+        blocks: Float[Array, "layers owners blocks block"],
+        layer: Int32[Array, " count"],
+        row: Int32[Array, " count"],
+    ) -> tuple[Float[Array, "some owners wide block"], Int32[Array, " count"], Int32[Array, " count"]]:
+        """The parts of layers in host memory that hold a fragment, copied to the device.
+
+        Returns:
+            These parts, and the places of the fragment's blocks in them, like ``_rows`` for the whole
+            parameter.
+        """
+        shape = (1, blocks.shape[1], self.wide, blocks.shape[3])
+        starts = self._parts(layer[0], row[0])
+        parts = [
+            to_device(lax.dynamic_slice(blocks, start, shape, allow_negative_indices=False))
+            for start in starts
+        ]
+        near = layer - starts[0][0]
+        begin = jnp.stack([start[2] for start in starts])
+        return jnp.concatenate(parts), near, row - begin[jnp.minimum(near, len(starts) - 1)]
+
+    def _parts(
+        self, layer: Int32[Array, ""], row: Int32[Array, ""]
+    ) -> list[tuple[Int32[Array, ""], int, Int32[Array, ""], int]]:
+        """Where the parts of ``wide`` blocks begin that hold a fragment.
+
+        Args:
+            layer: the layer of the fragment's first block; behind the last layer, if the fragment is all
+                padding.
+            row: the first block's place in that layer.
+        """
+        first = jnp.minimum(layer, self.leaf.layers - self.some)
+
+        def begin(number: int) -> Int32[Array, ""]:
+            ahead = row - (first + number - layer) * self.blocks
+            return jnp.clip(ahead, 0, self.blocks - self.wide)
+
+        return [(first + number, 0, begin(number), 0) for number in range(self.some)]
+
+    def _by_block(self, x: Float[Array, "..."]) -> Float[Array, "layers owners blocks block"]:
+        return x.reshape(self.leaf.layers, -1, self.blocks, self.change.block)
+
+
+class Outer(NamedTuple):
+    """The outer weights and the arrays that go with them, by path.
+
+    Attributes:
+        params: the outer weights, at their owners.
+        momentum: of the outer optimizer, at the owners; empty without momentum.
+        known: the outer weights as the nodes know them, in every node.
+        residual: with error feedback, the past errors of encoding a node's outer gradients; else empty.
+    """
+
+    params: Blocks
+    momentum: Blocks
+    known: Blocks
+    residual: Blocks
+
+    @staticmethod
+    def of(fields: Mapping[str, Any]) -> "Outer":
+        """Take them from the fields of a state."""
+        local = fields["local"]
+        return Outer(*map(from_tree, (fields["params"], local.momentum, local.known, fields["residual"])))
+
+
+class Pieces(NamedTuple):
+    """One device's part of the fragments that a step exchanges: an array for each parameter.
+
+    Two fragments take part: the current one, whose outer gradients are sent, and the one whose change is
+    sent. They are the same fragment, except with an ``outer_delay`` of 2 or more. The change then belongs to
+    the fragment of the step before.
+
+    Attributes:
+        outer_grads: of the current fragment in this node.
+        residual: of the current fragment in this node; empty without error feedback.
+        params, momentum: of the current fragment, as its owner; momentum is empty without it.
+        known: of the fragment whose change is sent, in this node.
+        changed: the outer weights of that fragment, as its owner; empty if it is the current one.
+    """
+
+    outer_grads: Values
+    residual: Values
+    params: Values
+    momentum: Values
+    known: Values
+    changed: Values
+
+
+class Sent(NamedTuple):
+    """Payloads on their way, or arrived from the other nodes.
+
+    Attributes:
+        arrived: encoded outer gradients of the current fragment from every node; with one node, not encoded.
+            Encoded changes from every owner, unless they can only be sent after the outer update. The reports
+            of every node.
+        residual: the errors of encoding the outer gradients; empty without error feedback.
+    """
+
+    arrived: Arrived
+    residual: Values
+
+
+class FragmentHops:
+    """The exchange of one fragment of each parameter, on one device, inside ``shard_map``."""
+
+    def __init__(self, spec: TrainSpec, step: Int32[Array, ""], seed: Seed) -> None:
+        self._zero, self._step, self._seed = spec.zero, step, seed
+        self._fragments = spec.once("fragments", lambda: [Fragments.of(spec, leaf) for leaf in spec.leaves])
+        self._layouts = tuple(fragments.layout for fragments in self._fragments)
+        self._reduction = GradientReduction(spec.strategy, self._layouts, spec.world)
+        self._nodes = spec.world.nodes
+        # Whether a fragment's change is sent one step after its outer gradients.
+        self._changes_later = spec.zero.outer_delay >= 2
+        self._current = self._index(0)
+        self._changing = self._index(1 if self._changes_later else 0)
+
+    def read(self, outer: Outer, own: Blocks) -> tuple[Outer, Blocks, Pieces]:
+        """Read the pieces that the exchange needs.
+
+        Args:
+            outer: this device's blocks, stored.
+            own: this node's own weights, stored.
+
+        Returns:
+            ``outer``, to which ``write`` writes the results; ``own``, for the update; and the pieces.
+        """
+        now, changing = self._current, self._changing
+        pairs = zip(self._take(outer.known, now), self._take(own, now), strict=True)
+        pieces = Pieces(
+            outer_grads=tuple(known - mine for known, mine in pairs),
+            residual=self._take(outer.residual, now),
+            params=self._take(outer.params, now),
+            momentum=self._take(outer.momentum, now),
+            known=self._take(outer.known, changing),
+            changed=self._take(outer.params, changing) if self._changes_later else (),
+        )
+        # All pieces are read before anything is written: otherwise XLA copies whole weights to write to.
+        return lax.optimization_barrier((outer, own, pieces))
+
+    def send(self, pieces: Pieces, report: Float32[Array, " columns"]) -> Sent:
+        """Send outer gradients, the changes that are known by now, and the node's report of its last step."""
+        changes = self._encoded(pieces.changed, pieces.known) if self._changes_later else ()
+        if self._nodes == 1:
+            own = dict(enumerate((*pieces.outer_grads, *changes, report[None])))
+            return Sent(Arrived(own, (), ()), pieces.residual)
+        with jax.named_scope("exchange_fragment"):
+            rows, lost = self._reduction.encode_for_owners(
+                pieces.outer_grads, self._seed, pieces.residual or None
+            )
+            # One collective, because XLA runs only one at a time on the stream of the hops between nodes.
+            # Values for all nodes are repeated in each row, which is as many bytes as an all-gather sends.
+            for_all = [jnp.broadcast_to(x, (self._nodes, x.size)) for x in (*changes, report)]
+            return Sent(exchange_together([*rows, *for_all], NODE, separate_stream=True), lost or ())
+
+    def receive(self, pieces: Pieces, sent: Sent) -> tuple[Pieces, Float32[Array, "nodes columns"]]:
+        """Update the pieces from the arrived payloads; returns them, and the reports.
+
+        The outer optimizer is SGD with Nesterov momentum, as PyTorch and optax define it. Changes that
+        ``send`` could not send yet are sent here.
+        """
+        *arrived, reports = sent.arrived.split()
+        grads = tuple(arrived[: len(self._fragments)])
+        rate, decay = self._zero.outer_learning_rate, self._zero.outer_momentum
+        with jax.named_scope("outer_update"):
+            sums = grads if self._nodes == 1 else self._reduction.sum_at_owners(grads)
+            mean = self._without_padding(tuple(x / self._nodes for x in sums), OWNED)
+            direction, momentum = mean, pieces.momentum
+            if decay:
+                momentum = tuple(decay * m + g for m, g in zip(momentum, mean, strict=True))
+                direction = tuple(g + decay * m for g, m in zip(mean, momentum, strict=True))
+            params = tuple(x - rate * g for x, g in zip(pieces.params, direction, strict=True))
+        changed = pieces.changed
+        changes = tuple(x.reshape(-1) for x in arrived[len(self._fragments) :])
+        if not self._changes_later:
+            changed, changes = params, self._encoded(params, pieces.known)
+            if self._nodes > 1:
+                changes = cross_nodes(changes, delta=True, separate_stream=True)
+        known = tuple(w.values for w in decode(self._weights(changed), changes, pieces.known))
+        residual = self._without_padding(sent.residual, (LOCAL,))
+        return pieces._replace(params=params, momentum=momentum, known=known, residual=residual), reports
+
+    def write(self, outer: Outer, pieces: Pieces) -> Outer:
+        """Write the pieces from ``receive`` to the places from which ``read`` took them."""
+        now = self._current
+        return Outer(
+            params=self._put(outer.params, now, pieces.params),
+            momentum=self._put(outer.momentum, now, pieces.momentum),
+            known=self._put(outer.known, self._changing, pieces.known),
+            residual=self._put(outer.residual, now, pieces.residual),
+        )
+
+    def mix_in(self, outer: Outer, own: Blocks, encoded: Blocks) -> tuple[Blocks, Blocks]:
+        """Mix the outer weights into the fragment that has arrived last.
+
+        Args:
+            outer: this device's blocks, stored.
+            own: this node's own weights, stored.
+            encoded: the own weights in the dtype in which passes read them, or none.
+
+        Returns:
+            ``own`` and ``encoded`` with the mixture.
+        """
+        ago = max(0, self._zero.outer_delay - 1)
+        index, mixing = self._index(ago), self._zero.outer_mixing
+        pairs = zip(self._take(own, index), self._take(outer.known, index), strict=True)
+        # In the first steps no fragment has arrived yet.
+        mixed = tuple(
+            jnp.where(self._step >= ago, mixing * mine + (1 - mixing) * known, mine) for mine, known in pairs
+        )
+        own, mixed = lax.optimization_barrier((own, mixed))  # read before it is written, as in ``read``
+        sent = zip(self._fragments, mixed, strict=True) if encoded else ()
+        rounded = tuple(x.astype(encoded[fragments.leaf.path].dtype) for fragments, x in sent)
+        return self._put(own, index, mixed), self._put(encoded, index, rounded)
+
+    def _index(self, steps_ago: int) -> Int32[Array, ""]:
+        """The fragment that was the current one ``steps_ago`` steps ago."""
+        return (self._step - steps_ago) % self._zero.every
+
+    def _encoded(self, params: Values, known: Values) -> Values:
+        return encode(self._weights(params), known)
+
+    def _weights(self, params: Values) -> Weights:
+        return tuple(Weight(x, layout, "primary") for x, layout in zip(params, self._layouts, strict=True))
+
+    def _without_padding(self, pieces: Values, axes: tuple[str, ...]) -> Values:
+        """The current fragment with zeros in the padding; empty for no pieces."""
+        each = zip(self._fragments, pieces, strict=False)
+        return tuple(fragments.without_padding(x, self._current, axes) for fragments, x in each)
+
+    def _take(self, blocks: Blocks, index: Int32[Array, ""]) -> Values:
+        """A fragment of each parameter; empty for no blocks."""
+        if not blocks:
+            return ()
+        return tuple(fragments.take(blocks[fragments.leaf.path], index) for fragments in self._fragments)
+
+    def _put(self, blocks: Blocks, index: Int32[Array, ""], pieces: Values) -> Blocks:
+        """Undo ``_take``."""
+        each = zip(self._fragments, pieces, strict=False)  # of nothing for no blocks
+        return {
+            fragments.leaf.path: fragments.put(blocks[fragments.leaf.path], index, x) for fragments, x in each
+        }
