@@ -320,8 +320,9 @@ def _forward(order: Order, runs: Sequence[_Run], args: ScanArgs) -> tuple[_Resul
         _, new, residual = runs[kind].shapes(whole, x, place.of(state), shared)
         pieces = jax.eval_shape(cut, residual)
         on_host = pieces_away(pieces) if strategy.residuals_in_host else ()
+        kept = kept_of(secondary, kind)
         residuals = empty_layers(pieces, rows, on_host)
-        return empty_layers(new, count), residuals, empty_layers(kept_of(secondary, kind), rows)
+        return empty_layers(new, count), residuals, empty_layers(kept, rows)
 
     first = Place(order, 0)
     fetching, secondary = prefetcher.start(first, replicas)

@@ -73,11 +73,6 @@ class Order:
             period=repeats[1],
         )
 
-    def within(self, number: int) -> tuple[int, int]:
-        """A layer of the stack, and the number of periods from it to the layer with ``number``."""
-        periods = max(-((self.last - number) // self.period), 0) - max(-(number // self.period), 0)
-        return number - periods * self.period, periods
-
     def of_kind(self, kind: int) -> "Place":
         """The first layer of a kind."""
         return Place(self, self.kinds.index(kind))
@@ -94,12 +89,28 @@ class Place:
         turn: the number of periods from ``number`` to the layer; traced inside a loop.
         bound: 1 replaces a layer behind the stack by the last one of its kind, -1 a layer before it by the
             first.
+        peeled: whether the layer is outside of loops.
+        inside: the number of a layer of the stack that is whole periods away.
+        periods: the number of periods from it to ``number``.
+        kind: the layer's kind.
     """
 
     order: Order
     number: int
     turn: Index = 0
     bound: Literal[-1, 0, 1] = 0
+    peeled: bool = field(init=False, compare=False)
+    inside: int = field(init=False, compare=False)
+    periods: int = field(init=False, compare=False)
+    kind: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Compute the other fields."""
+        last, period = self.order.last, self.order.period
+        periods = max(-((last - self.number) // period), 0) - max(-(self.number // period), 0)
+        inside = self.number - periods * period
+        kind = self.order.kinds[inside]
+        vars(self).update(peeled=isinstance(self.turn, int), inside=inside, periods=periods, kind=kind)
 
     def __add__(self, layers: int) -> "Place":
         return replace(self, number=self.number + layers)
@@ -112,21 +123,10 @@ class Place:
         return replace(there, number=min(max(there.number, 0), self.order.last))
 
     @property
-    def peeled(self) -> bool:
-        """Whether the layer is outside of loops."""
-        return isinstance(self.turn, int)
-
-    @property
-    def kind(self) -> int:
-        """The layer's kind."""
-        return self.order.kinds[self.order.within(self.number)[0]]
-
-    @property
     def index(self) -> Index:
         """The layer's index in the stack of its kind."""
-        order, kind = self.order, self.kind
-        found, periods = order.within(self.number)
-        before = order.kinds[:found].count(kind)
+        order, kind, periods = self.order, self.kind, self.periods
+        before = order.kinds[: self.inside].count(kind)
         if order.uniform:
             index = self.turn + (before + periods)
         else:

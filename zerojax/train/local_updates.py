@@ -3,7 +3,7 @@
 In DiLoCo (Douillard et al., 2023) each node trains a replica of the model. From time to time it sends its
 outer gradient, the outer weights less its own, and an outer optimizer updates the outer weights by the mean.
 Streaming DiLoCo (Douillard et al., 2025) sends one fragment of the weights at a time, while the next steps
-are computed. Here each step sends 1/``every`` of all elements (``zerojax.train.fragments``) over two hops:
+are computed. Here each step sends 1/``every`` of all elements (``zerojax.sharding.fragments``) over two hops:
 
 1. Each node sends every owner of a part of the fragment its outer gradient: the outer weights as the nodes
    know them, less its own. The owner takes the mean, and a step of SGD with Nesterov momentum.
@@ -51,7 +51,7 @@ from zerojax.train.fields import (
     Trained,
     field_specs,
 )
-from zerojax.train.fragments import FragmentHops, Outer, Pieces, Sent
+from zerojax.train.fragment_hops import FragmentHops, Outer, Pieces, Sent
 from zerojax.train.pass_weights import ByPath
 from zerojax.train.passes import Sums
 from zerojax.train.spec import TrainSpec
@@ -105,7 +105,7 @@ class FragmentExchange(Exchange):
         """See ``Exchange``: the passes read the nodes' own weights."""
         places, local = field_specs(self.spec), state.local
         assert local is not None
-        shards = dataclasses.replace(state.shards, params=local.weights, encoded=state.encoded)
+        shards = Shards.of(vars(state) | {"params": local.weights, "residual": {}})
         own = {"params": places["local"].weights, "residual": {}, "current_replicas": False}
         outer = Outer.of(vars(state)), Outer.of(places)
         return (shards, (outer[0], local.report)), (Shards.of(places | own), (outer[1], _BY_NODE))

@@ -21,6 +21,7 @@ from zerojax.matmul.lora import A, B, LoRA
 from zerojax.optim.layerwise import LayerwiseOptimizer
 from zerojax.optim.low_precision import with_moments_as_set
 from zerojax.optim.shard_check import OnLayout, Optimizer, Whole, on_shards
+from zerojax.sharding.fragments import Fragments
 from zerojax.sharding.layout import OWNED, ParamLayout, make_layout
 from zerojax.sharding.memory import HOST
 from zerojax.sharding.mesh import LOCAL, NODE, MeshShape, checked_mesh, refuse_another
@@ -84,6 +85,7 @@ class TrainSpec:
         streams: whether the optimizer updates one layer at a time, because its arrays are in host memory.
         training: the spec of a step's passes and update: this one, or with local updates the one in which
             each node trains alone.
+        fragments: with local updates, the fragments of each of ``leaves``.
         updating: groups whose units refresh delta's replicas during the forward pass. There are none with
             several passes a step, or with resyncs. Then all replicas are refreshed before the first forward
             pass.
@@ -110,6 +112,7 @@ class TrainSpec:
     local_updates: bool = field(init=False)
     streams: bool = field(init=False)
     training: "TrainSpec" = field(init=False, repr=False)
+    fragments: tuple[Fragments, ...] = field(init=False, repr=False)
     updating: tuple[ParamGroup, ...] = field(init=False)
     updated_in_backward: tuple[ParamGroup, ...] = field(init=False)
 
@@ -125,6 +128,7 @@ class TrainSpec:
             local_updates=local_updates,
             streams=self.layerwise is not None,
             training=self._in_node() if local_updates else self,
+            fragments=tuple(Fragments.of(zero, leaf) for leaf in self.leaves) if local_updates else (),
             updating=stacks if zero.weights_delta and not before_passes else (),
             updated_in_backward=tuple(group for group in stacks if group.leaves) if in_backward else (),
         )

@@ -45,11 +45,11 @@ from zerojax.adapters.nnx_adapter import NNXAdapter
 from zerojax.analysis.plan.work import Work
 from zerojax.formatting import milliseconds, numeric, size
 from zerojax.optim.muon import by_shape, dealt_over, most_dealt
+from zerojax.sharding.fragments import Fragments
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.mesh import LOCAL, NODE, MeshShape
 from zerojax.sharding.wire_format import Codec
 from zerojax.train.fields import REPORT_COLUMNS
-from zerojax.train.fragments import Fragments
 from zerojax.train.spec import ParamGroup, TrainSpec
 
 _REPORT_BYTES = 4 * REPORT_COLUMNS
@@ -220,7 +220,7 @@ def _exchange_hops(spec: TrainSpec) -> Iterator[LeafHop]:
     if not spec.zero.every:
         return
     for leaf in spec.leaves:
-        fragments = Fragments.of(spec, leaf)
+        fragments = Fragments.of(spec.zero, leaf)
         part = fragments.layout
         when: When = "passes" if spec.zero.outer_delay else "alone"
         yield LeafHop(part, "fragment", NODE, when, part.grads.node, part.shard, summed=True)

@@ -9,8 +9,8 @@ from typing import Any
 from rich.table import Column, Table
 
 from zerojax.formatting import numeric
+from zerojax.sharding.fragments import Fragments
 from zerojax.sharding.layout import ParamLayout
-from zerojax.train.fragments import Fragments
 from zerojax.train.spec import TrainSpec
 
 
@@ -193,7 +193,7 @@ def _over_node(spec: TrainSpec, leaf: ParamLayout) -> str:
     """The wire format of a weight between nodes; "" if it stays in the node."""
     if leaf.frozen:
         return "" if spec.strategy.frozen == "secondary" else leaf.weights.node.fmt
-    return Fragments.of(spec, leaf).change.fmt if spec.zero.every else leaf.weights.node.fmt
+    return Fragments.of(spec.zero, leaf).change.fmt if spec.zero.every else leaf.weights.node.fmt
 
 
 def _by_kind(leaves: Sequence[Any], copies: int) -> Iterator[LeafPlan]:

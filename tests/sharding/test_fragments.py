@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from zerojax.sharding.fragments import Fragments
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.memory import HOST
 from zerojax.sharding.mesh import MeshShape
 from zerojax.sharding.wire_format import Codec
-from zerojax.train.fragments import Fragments
 from zerojax.zero_config.config import PerHop
 
 EXACT = Codec("fp32", 64)
