@@ -18,14 +18,14 @@ from jaxtyping import Array, Num, PyTree
 
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.transforms import holding
-from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.mesh import LOCAL
-from zerojax.sharding.param_tree import Path
-from zerojax.sharding.strategy import Level
-from zerojax.weights import Weight
 
 if TYPE_CHECKING:
     from zerojax.schedule.layer_update import LayerState
+    from zerojax.sharding.layout import ParamLayout
+    from zerojax.sharding.param_tree import Path
+    from zerojax.sharding.strategy import Level
+    from zerojax.weights import Weight
 
 LossFn = Callable[..., Any]
 """A user's function of a model and a batch; ``call_loss`` checks its result."""
@@ -51,10 +51,10 @@ class MasterWeights:
         level: the level of the sinks; see ``zerojax.sharding.layout``.
     """
 
-    leaves: Sequence[ParamLayout] = ()
-    shards: Mapping[Path, Weight] = field(default_factory=dict)
+    leaves: "Sequence[ParamLayout]" = ()
+    shards: "Mapping[Path, Weight]" = field(default_factory=dict)
     sinks: "Mapping[Path, Num[Array, '...'] | LayerState]" = field(default_factory=dict)
-    level: Level = "primary"
+    level: "Level" = "primary"
 
 
 @dataclass(frozen=True)

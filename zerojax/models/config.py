@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zerojax.errors import ConfigurationError
-from zerojax.experts import RouterConfig
 from zerojax.experts.mlp import GATED
+from zerojax.experts.router import RouterConfig
 from zerojax.models.config_checks import check_model, require
 from zerojax.models.options import (
     AttentionOptions,
