@@ -32,7 +32,7 @@ from zerojax.train.blocks import without_padding
 from zerojax.train.fields import Shards, field_specs
 from zerojax.train.host_update import InBackward, encoded_layer
 from zerojax.train.spec import TrainSpec
-from zerojax.weights import Weights
+from zerojax.weights import Weight, Weights
 
 
 class OptimizerShards(NamedTuple):
@@ -174,11 +174,13 @@ def _updated(
             }
             for leaf, _, own in each
         ]
-    masters = {leaf.path: own[MASTER] for leaf, own in zip(leaves, held, strict=True)}
+    masters = {
+        leaf.path: Weight(own[MASTER], leaf, "primary") for leaf, own in zip(leaves, held, strict=True)
+    }
     # With delta the weights are the node's replicas.
     replicas = {
         leaf.path: dataclasses.replace(w, layout=leaf) for leaf, w in zip(leaves, weights, strict=True)
     }
-    sent = encoded_layer(spec, leaves, masters, replicas if spec.zero.weights_delta else {})
-    paths = [leaf.path for leaf in leaves]
-    return Updated(held, tuple(sent.values[p] for p in paths), [sent.scales.get(p) for p in paths], squares)
+    sent = encoded_layer(masters, replicas if spec.zero.weights_delta else {})
+    each = [sent[leaf.path] for leaf in leaves]
+    return Updated(held, tuple(w.values for w in each), [w.scale for w in each], squares)

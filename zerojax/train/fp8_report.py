@@ -66,7 +66,7 @@ def _losses(state: TrainState) -> dict[str, Fp8Loss]:
 
     def local(shards: Shards) -> dict[str, Fp8Loss]:
         masters = masters_of(spec, shards.params)
-        masters, replicas = with_scales(spec, masters, shards.replicas)
+        masters, replicas = with_scales(masters, shards.replicas)
         if replicas and not shards.current_replicas:
             replicas = refreshed(spec, masters, replicas, shards.step)
         return {leaf.name: _loss(masters[leaf.path], replicas.get(leaf.path)) for leaf in chosen}

@@ -8,8 +8,7 @@ when the weight is updated (``Weight.is_encoded``). With delta that is its diffe
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +27,7 @@ from zerojax.sharding.memory import in_host, to_device, to_host, to_memory_of
 from zerojax.sharding.mesh import NODE
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train.fields import abstract_encoded, shardings_of, specs_of
-from zerojax.train.pass_weights import ByPath, rescaled, scale_of
+from zerojax.train.pass_weights import ByPath, with_scales
 from zerojax.train.spec import ParamGroup, TrainSpec
 from zerojax.weights import Weight
 
@@ -53,18 +52,6 @@ class InBackward(NamedTuple):
     moments: dict[str, Any]
     encoded: ByPath
     squares: Any
-
-
-class Sent(NamedTuple):
-    """Weights as their owners send them next: of one layer or of a stack, by path.
-
-    Attributes:
-        values: encoded; arrays, or their PartitionSpecs.
-        scales: for weights of fp8 products, fp32.
-    """
-
-    values: dict[Path, Any]
-    scales: dict[Path, Any]
 
 
 def updated_by_layers(
@@ -105,7 +92,7 @@ def updated_by_layers(
         reduced = optimizer.reduce(jax.tree.map(lambda x: x / tokens, sums), counters)
         others = {place: jnp.where(ok, x, counters[place]) for place, x in reduced.others.items()}
 
-    def updated(group: ParamGroup, stored: _Stored) -> tuple[_Stored, ByPath, Sent]:
+    def updated(group: ParamGroup, stored: _Stored) -> tuple[_Stored, ByPath, ByPath]:
         mine = [leaf.path for leaf in group.leaves]
         own = _rows(group, {path: gradients[path] for path in mine})
 
@@ -150,7 +137,7 @@ def first_encoded(spec: TrainSpec, params: PyTree[Array], replicas: ByPath) -> B
     def run(params: PyTree[Array], replicas: ByPath) -> ByPath:
         masters = from_tree(params)
 
-        def encoded(group: ParamGroup, stored: _Stored) -> tuple[_Stored, ByPath, Sent]:
+        def encoded(group: ParamGroup, stored: _Stored) -> tuple[_Stored, ByPath, ByPath]:
             return _over_layers(own, group, stored, None, replicas, None)
 
         def stored_of(group: ParamGroup) -> _Stored:
@@ -169,7 +156,7 @@ def first_encoded(spec: TrainSpec, params: PyTree[Array], replicas: ByPath) -> B
 def _over_groups(
     spec: TrainSpec,
     stored_of: Callable[[ParamGroup], _Stored],
-    run: Callable[[ParamGroup, _Stored], tuple[_Stored, ByPath, Sent]],
+    run: Callable[[ParamGroup, _Stored], tuple[_Stored, ByPath, ByPath]],
     *,
     begin: Bool[Array, ""] | None = None,
     skip: Collection[ParamGroup] = (),
@@ -181,7 +168,7 @@ def _over_groups(
     """
     after: _Stored = {}
     fresh: ByPath = {}
-    done: list[tuple[Sent, list[Array]]] = []
+    done: list[tuple[ByPath, list[Array]]] = []
     for group in spec.groups:
         if not group.leaves or group in skip:
             continue
@@ -203,7 +190,7 @@ def _over_layers(
     encoded: ByPath | None,
     replicas: ByPath,
     update: Callable[[Index, _Stored], _Stored] | None,
-) -> tuple[_Stored, ByPath, Sent]:
+) -> tuple[_Stored, ByPath, ByPath]:
     """Update and encode every layer of a group.
 
     Args:
@@ -220,7 +207,7 @@ def _over_layers(
     leaves = group.leaves if spec.in_host("masters") else ()
     mine = _rows(group, {leaf.path: replicas[leaf.path] for leaf in leaves if leaf.path in replicas})
 
-    def compute(index: Index, have: _Stored) -> tuple[_Stored, Sent]:
+    def compute(index: Index, have: _Stored) -> tuple[_Stored, ByPath]:
         new = have if update is None else update(index, have)
         return new, _encode_layer(spec, leaves, new, _layer(group, mine, index))
 
@@ -231,9 +218,7 @@ def _over_layers(
         one = jax.eval_shape(lambda: compute(0, layer_at(_rows(group, stored), 0))[1])
         into = empty_layers(one, group.layers)
     else:
-        own = {leaf.path: encoded[leaf.path] for leaf in leaves}
-        scales = {path: w.scale for path, w in own.items() if w.layout.fp8}
-        into = _rows(group, Sent({path: w.values for path, w in own.items()}, scales))
+        into = _rows(group, {leaf.path: _of_layer(encoded[leaf.path]) for leaf in leaves})
     rows, sent, last = over_host_layers(
         group.layers, _rows(group, stored), into, compute, stores=update is not None
     )
@@ -241,50 +226,41 @@ def _over_layers(
     return stored, _weights(spec, leaves, sent), last
 
 
-def _encode_layer(spec: TrainSpec, stacked: Sequence[ParamLayout], stored: _Stored, replicas: ByPath) -> Sent:
+def _encode_layer(
+    spec: TrainSpec, stacked: Sequence[ParamLayout], stored: _Stored, replicas: ByPath
+) -> ByPath:
     """One layer's encoded weights, from the masters in ``stored``."""
-    leaves = [dataclasses.replace(leaf, stack=()) for leaf in stacked]
-    stored_specs = {leaf.path: leaf.spec(leaf.owners) for leaf in leaves}
-    copied = [leaf for leaf in leaves if leaf.path in replicas]
-    copy_specs = specs_of({leaf.path: spec.stored(leaf, "secondary") for leaf in copied})
-    out = Sent(stored_specs, {leaf.path: PartitionSpec() for leaf in leaves if leaf.fp8})
-    masters = {leaf.path: stored["params", *leaf.path] for leaf in leaves}
-    given = {leaf.path: dataclasses.replace(replicas[leaf.path], layout=leaf) for leaf in copied}
-    run = on_mesh(
-        functools.partial(encoded_layer, spec, leaves),
-        spec.mesh,
-        in_specs=(stored_specs, copy_specs),
-        out_specs=out,
-    )
-    return run(masters, given)
+    masters = {
+        leaf.path: _of_layer(Weight(stored["params", *leaf.path], leaf, "primary")) for leaf in stacked
+    }
+    copies = {path: _of_layer(replicas[path]) for path in masters if path in replicas}
+    own = {path: w.replace(w.layout.spec(w.layout.owners)) for path, w in masters.items()}
+    in_node = specs_of({path: spec.stored(w.layout, "secondary") for path, w in copies.items()})
+    after = {
+        path: dataclasses.replace(w, scale=PartitionSpec() if w.layout.fp8 else None, is_encoded=True)
+        for path, w in own.items()
+    }
+    run = on_mesh(encoded_layer, spec.mesh, in_specs=(own, in_node), out_specs=after)
+    return run(masters, copies)
 
 
-def encoded_layer(
-    spec: TrainSpec,
-    leaves: Sequence[ParamLayout],
-    masters: Mapping[Path, Array],
-    replicas: Mapping[Path, Weight],
-) -> Sent:
-    """One layer's encoded weights, on one device.
+def encoded_layer(masters: ByPath, replicas: ByPath) -> ByPath:
+    """One layer's weights as their owners send them next, on one device.
 
-    Args:
-        spec: the train spec.
-        leaves: their layouts, without layers.
-        masters: this device's masters.
-        replicas: delta's replicas after the passes, or none.
+    ``masters`` are this device's, in any shape; ``replicas`` are delta's after the passes, or none.
     """
-    chosen = [leaf.path for leaf in leaves if leaf.fp8]
-    scales: dict[Path, Array] = {}
-    if chosen:
-        with jax.named_scope("scales"):
-            peaks = lax.pmax(jnp.stack([jnp.max(jnp.abs(masters[p])) for p in chosen]), spec.world.axes)
-        scales = {p: scale_of(peak, replicas.get(p)) for p, peak in zip(chosen, peaks, strict=True)}
-        replicas = {p: rescaled(copy, scales[p]) if p in scales else copy for p, copy in replicas.items()}
-    weights = [
-        Weight(masters[leaf.path].reshape(-1), leaf, "primary", scales.get(leaf.path)) for leaf in leaves
-    ]
+    flat = {path: w.replace(w.values.reshape(-1)) for path, w in masters.items()}
+    scaled, replicas = with_scales(flat, replicas)
     before = {path: copy.values for path, copy in replicas.items()}
-    return Sent({w.layout.path: w.sent(before.get(w.layout.path)) for w in weights}, scales)
+    return {
+        path: dataclasses.replace(w, values=w.sent(before.get(path)), is_encoded=True)
+        for path, w in scaled.items()
+    }
+
+
+def _of_layer(w: Weight) -> Weight:
+    """A weight whose layout has no layers."""
+    return dataclasses.replace(w, layout=dataclasses.replace(w.layout, stack=()))
 
 
 def _rows[T: PyTree[Array]](group: ParamGroup, tree: T) -> T:
@@ -298,13 +274,13 @@ def _layer[T: PyTree[Array]](group: ParamGroup, rows: T, index: Index) -> T:
     return layer_at(rows, index) if group.stack else rows
 
 
-def _weights(spec: TrainSpec, leaves: Sequence[ParamLayout], sent: Sent) -> ByPath:
+def _weights(spec: TrainSpec, leaves: Sequence[ParamLayout], sent: ByPath) -> ByPath:
     """Encoded weights as a state has them."""
     found: ByPath = {}
     for leaf in leaves:
         like = spec.encoded(leaf)
-        values = sent.values[leaf.path].reshape(like.values.shape)
+        values = sent[leaf.path].values.reshape(like.values.shape)
         values = to_host(values) if spec.in_host("encoded") else values
-        scale = sent.scales[leaf.path].reshape(leaf.stack) if leaf.fp8 else None
+        scale = sent[leaf.path].scale.reshape(leaf.stack) if leaf.fp8 else None
         found[leaf.path] = dataclasses.replace(like, values=values, scale=scale)
     return found

@@ -43,21 +43,20 @@ def masters_of(spec: TrainSpec, params: PyTree[Array]) -> ByPath:
     return own
 
 
-def with_scales(spec: TrainSpec, masters: ByPath, replicas: ByPath) -> tuple[ByPath, ByPath]:
+def with_scales(masters: ByPath, replicas: ByPath) -> tuple[ByPath, ByPath]:
     """Give the weights of fp8 products their scales, from each weight's largest magnitude over all owners.
 
     Delta's replicas keep their scales until they no longer fit, so that codes rarely change all at once.
     Masters that are already encoded have their scales.
 
     Args:
-        spec: the train spec.
         masters: all trained weights, or the ones that have no replica in every node.
         replicas: replicas.
 
     Returns:
         Both, with the same scales.
     """
-    chosen = [leaf for leaf in spec.leaves if leaf.fp8 and leaf.path in masters]
+    chosen = [w.layout for w in masters.values() if w.layout.fp8]
     if not chosen:
         return masters, replicas
     if all(masters[leaf.path].is_encoded for leaf in chosen):
@@ -99,7 +98,7 @@ def replicas_of(spec: TrainSpec, params: PyTree) -> ByPath:
     """Delta's replicas, made from global master weights: for a new state, other weights, or a new mesh."""
 
     def local(params: PyTree[Array]) -> ByPath:
-        masters, _ = with_scales(spec, masters_of(spec, params), {})
+        masters, _ = with_scales(masters_of(spec, params), {})
         exact = by_group(spec, gather_exact, _of(abstract_replicas(spec), masters))
         return {path: masters[path].replace(x, "secondary") for path, x in exact.items()}
 
@@ -142,8 +141,8 @@ def up_to_date(spec: TrainSpec, shards: Shards, *, later: Collection[Path] = ())
     owned, replicas = shards.encoded or masters_of(spec, shards.params), shards.replicas
     if shards.current_replicas:
         others = {path: weight for path, weight in owned.items() if path not in replicas}
-        return owned | with_scales(spec, others, {})[0], replicas
-    owned, replicas = with_scales(spec, owned, replicas)
+        return owned | with_scales(others, {})[0], replicas
+    owned, replicas = with_scales(owned, replicas)
     return owned, refreshed(spec, owned, replicas, shards.step, later=later)
 
 
