@@ -41,7 +41,7 @@ def encode(
     Raises:
         ValueError, TypeError: shapes, dtypes or options do not fit.
     """
-    _check_floats("x", x, 2)
+    _check_array("x", x, 2)
     check_block(fmt, x.shape[1], block)
     _check_rotation(x.shape[1], rotation)
     rounding, seed = _check_rounding(fmt, rounding, seed)
@@ -63,8 +63,8 @@ def encode_delta(
     Returns uint8[rows, nbytes(fmt, n, block)]. Arguments and errors are as for ``encode``. Encoding the
     change of ZeRO-3 weights is from SDP4Bit (arXiv:2410.15526, section 3.1).
     """
-    _check_floats("w", w, 2)
-    _check_floats("base", base, 2)
+    _check_array("w", w, 2)
+    _check_array("base", base, 2)
     if base.shape != w.shape:
         raise ValueError(f"base has shape {base.shape}, w has {w.shape}: they must agree")
     check_block(fmt, w.shape[1], block)
@@ -102,7 +102,7 @@ def encode_reordered(
     Raises:
         ValueError, TypeError: shapes, dtypes or options do not fit.
     """
-    _check_floats("g", g, 1)
+    _check_array("g", g, 1)
     pieces = local * nodes * chunks
     if min(local, nodes, chunks) < 1 or g.size % pieces:
         raise ValueError(
@@ -137,7 +137,7 @@ def decode_add(payload: AnyArray, base: AnyArray, fmt: str, *, block: int | None
 
     Raises ValueError or TypeError if the payload's rows do not have the shape of ``base``.
     """
-    _check_floats("base", base, 2)
+    _check_array("base", base, 2)
     _check_payload(payload, nbytes(fmt, base.shape[1], block))
     if payload.shape[0] != base.shape[0]:
         raise ValueError(f"payload has {payload.shape[0]} rows, base {base.shape[0]}: pass equal numbers")
@@ -226,7 +226,7 @@ def encode_nf4(x: AnyArray, *, block: int = 64) -> jax.Array:
     Raises:
         ValueError, TypeError: shapes, dtypes or the block do not fit.
     """
-    _check_floats("x", x, 2)
+    _check_array("x", x, 2)
     nf4_bytes(x.shape[1], block)
     return dispatch("encode_nf4", x, specification=nf4_reference, block=block)
 
@@ -241,24 +241,18 @@ def decode_nf4(payload: AnyArray, n: int, *, block: int = 64, dtype: DTypeLike =
     return dispatch("decode_nf4", payload, specification=nf4_reference, **static)
 
 
-def _check_array(name: str, array: AnyArray, ndim: int) -> None:
-    """Raise ValueError unless an argument has ``ndim`` dimensions."""
+def _check_array(name: str, array: AnyArray, ndim: int, kind: DTypeLike = jnp.floating) -> None:
+    """Raise ValueError or TypeError unless an argument has ``ndim`` dimensions and a dtype of a kind."""
     if array.ndim != ndim:
         raise ValueError(f"{name} has shape {array.shape}: pass an array of {ndim} dimensions")
-
-
-def _check_floats(name: str, array: AnyArray, ndim: int) -> None:
-    """Raise ValueError or TypeError unless an argument is of ``ndim`` dimensions and floating-point."""
-    _check_array(name, array, ndim)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(f"{name} has dtype {array.dtype}: pass a floating-point array")
+    if not jnp.issubdtype(array.dtype, kind):
+        wanted = "uint8" if kind == jnp.uint8 else "a floating-point array"
+        raise TypeError(f"{name} has dtype {array.dtype}: pass {wanted}")
 
 
 def _check_payload(payload: AnyArray, width: int) -> None:
     """Raise ValueError or TypeError unless a payload has rows of ``width`` bytes."""
-    _check_array("payload", payload, 2)
-    if payload.dtype != jnp.uint8:
-        raise TypeError(f"payload has dtype {payload.dtype}: pass uint8")
+    _check_array("payload", payload, 2, jnp.uint8)
     if payload.shape[1] != width:
         raise ValueError(f"payload rows have {payload.shape[1]} bytes, but this format needs {width}")
 

@@ -1,4 +1,4 @@
-"""The wire formats and the storage format: bit widths, largest codes, bytes of a row, checks of formats and blocks."""
+"""The wire formats and the storage format: bit widths, largest codes, bytes of a row, and their checks."""
 
 from typing import Any, Final, Literal, get_args
 

@@ -76,7 +76,7 @@ def unmarked(batch: Batch) -> PyTree:
     return jax.tree.map(lambda x: x.value if _is_replicated(x) else x, batch, is_leaf=_is_replicated)
 
 
-def batch_specs(spec: TrainSpec, batch: Batch) -> PyTree[PartitionSpec]:
+def batch_specs(batch: Batch) -> PyTree[PartitionSpec]:
     """The PartitionSpec of each array of a batch."""
     return map_batch(lambda _: BY_ROWS, lambda _: PartitionSpec(), batch)
 
@@ -146,7 +146,7 @@ def place(spec: TrainSpec, batch: Batch, accumulate: int, *, shared: bool = True
             return jax.device_put(x, sharding)
         return jax.make_array_from_process_local_data(sharding, np.asarray(x))
 
-    return jax.tree.map(place_one, batch, batch_specs(spec, batch))
+    return jax.tree.map(place_one, batch, batch_specs(batch))
 
 
 def _rows_of_devices(x: Any, *, own: int, copies: int) -> Array | np.ndarray:

@@ -106,7 +106,7 @@ class Exchange:
             results = results._replace(gradients=to_tree(left), updated=done)
             limit = jnp.inf if spec.spikes is None else spec.spikes.limit(state.losses)
             optimizer = OptimizerShards.of(spec, state.opt_state, jnp.float32(limit))
-        places = shard_places, own_places, entering, batch_specs(spec, batch)
+        places = shard_places, own_places, entering, batch_specs(batch)
         return on_mesh(on_device, spec.mesh, in_specs=places, out_specs=results)(
             shards, own, optimizer, batch
         )

@@ -346,7 +346,7 @@ def _evaluate(state: TrainState, batch: Batch, loss_fn: LossFn) -> Metrics:
     def local(shards: Shards, batch: Batch) -> Metrics:
         return passes.evaluate(spec, shards, batch).means()
 
-    places = (batch_specs(spec, batch),)
+    places = (batch_specs(batch),)
     return on_devices(spec, local, state.shards, batch, in_specs=places, out_specs=REPLICATED)
 
 
@@ -354,5 +354,5 @@ def _evaluate(state: TrainState, batch: Batch, loss_fn: LossFn) -> Metrics:
 def _predict[T: PyTree](state: TrainState, batch: Batch, fn: Callable[[Any, Batch], T], adapters: bool) -> T:
     spec = state.spec.reading
     local = functools.partial(passes.predict, spec, fn=fn, adapters=adapters)
-    places = (batch_specs(spec, batch),)
+    places = (batch_specs(batch),)
     return on_devices(spec, local, state.shards, batch, in_specs=places, out_specs=BY_ROWS)
