@@ -14,7 +14,7 @@ from zerojax.interop.huggingface import (
     begin_run,
     load_adapter,
 )
-from zerojax.models import GPTConfig
+from zerojax.models.config import GPTConfig
 from zerojax.run.config.keys import Tables
 from zerojax.run.config.tables import checked, table_of
 from zerojax.run.train_run import TrainRun

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zerojax.errors import ConfigurationError
-from zerojax.models import GPTConfig
+from zerojax.models.config import GPTConfig
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run import checkpoints
 from zerojax.run.build import RunSetup, is_first

@@ -23,9 +23,8 @@ from zerojax.errors import ConfigurationError
 from zerojax.interop.engines.encoder import LARGEST, Cut
 from zerojax.interop.engines.receiver.manifest import Strip
 from zerojax.interop.engines.scales import Blocks
-from zerojax.interop.huggingface import FP8Blocks
 from zerojax.interop.huggingface.exporting import Target, quantized_specs, write_settings
-from zerojax.interop.huggingface.fp8_blocks import SCALES
+from zerojax.interop.huggingface.fp8_blocks import SCALES, FP8Blocks
 from zerojax.interop.huggingface.mapping import (
     Tensor,
     TensorParts,

@@ -24,7 +24,8 @@ from zerojax.interop.engines.receiver.ends import Feed
 from zerojax.interop.engines.receiver.mirror import Log
 from zerojax.interop.engines.receiver.patches import FULL, Patch
 from zerojax.interop.engines.scales import codes_of, exponents_of, scales_of
-from zerojax.interop.huggingface import FP8Blocks, check_quantizable, plan_export
+from zerojax.interop.huggingface.exporting import check_quantizable, plan_export
+from zerojax.interop.huggingface.fp8_blocks import FP8Blocks
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.multihost.background import Worker
 from zerojax.run.config import RunConfig

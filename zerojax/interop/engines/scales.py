@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int32, UInt8, UInt32
 from pallas_kernels.reference import INF_BITS, to_bits, to_float
 from zerojax.interop.engines.encoder import Cut, in_pieces
 from zerojax.interop.engines.receiver.manifest import Strip
-from zerojax.interop.huggingface import FP8Blocks
+from zerojax.interop.huggingface.fp8_blocks import FP8Blocks
 from zerojax.interop.huggingface.mapping import Tensor
 from zerojax.sharding.memory import to_device
 

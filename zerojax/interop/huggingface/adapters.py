@@ -36,7 +36,7 @@ from zerojax.interop.huggingface.safetensors_files import SafetensorWriter, Tens
 from zerojax.interop.huggingface.save import cast, gather_layer
 from zerojax.interop.huggingface.source import CONFIG, is_model, read_config_json
 from zerojax.matmul.lora import A, B, LoRA
-from zerojax.models import GPTConfig
+from zerojax.models.config import GPTConfig
 from zerojax.run.build import is_first
 from zerojax.run.checkpoints import read_manifest
 from zerojax.run.checkpoints.canonical import with_weights

@@ -11,7 +11,7 @@ from typing import Any
 
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface.config_keys import REQUIRED, ConfigKeys
-from zerojax.models import GPTConfig
+from zerojax.models.config import GPTConfig
 
 ANY = object()
 """In ``Entry.allowed``: the family supports any value of this field."""

@@ -25,7 +25,7 @@ from zerojax.interop.huggingface.llama import (
 )
 from zerojax.interop.huggingface.mapping import Bare, Module, Names, Tensors
 from zerojax.interop.huggingface.rope_keys import Rope
-from zerojax.models import GPTConfig
+from zerojax.models.config import GPTConfig
 
 
 def mixture(*counts: str) -> tuple[Entry, ...]:

@@ -12,12 +12,11 @@ from jax.typing import DTypeLike
 
 from zerojax.errors import ConfigurationError, disk_errors, file_errors
 from zerojax.interop.huggingface.families import Family, describe_model, read_model
-from zerojax.interop.huggingface.importing import CARRIED, TENSORS
 from zerojax.interop.huggingface.load import load_params
 from zerojax.interop.huggingface.mapping import TensorParts
 from zerojax.interop.huggingface.safetensors_files import SafetensorFiles, SafetensorWriter, Specs, TensorSpec
 from zerojax.interop.huggingface.save import cast, each_tensor, linear_tensors, tensor_specs
-from zerojax.interop.huggingface.source import model_section, read_config_json
+from zerojax.interop.huggingface.source import CARRIED, TENSORS, model_section, read_config_json
 from zerojax.interop.huggingface.tokenizer_files import GENERATION, KEPT, write_tokenizer
 from zerojax.interop.huggingface.weight_files import ExportFormat, WeightFiles
 from zerojax.multihost.agreement import run_on_process_zero

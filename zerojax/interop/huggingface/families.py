@@ -13,7 +13,7 @@ from zerojax.interop.huggingface.config_table import Table, differences, key_nam
 from zerojax.interop.huggingface.llama import LLAMA_NAMES
 from zerojax.interop.huggingface.mapping import Names, TensorParts
 from zerojax.interop.huggingface.weight_files import QUANTIZATION, read_format
-from zerojax.models import GPTConfig
+from zerojax.models.config import GPTConfig
 from zerojax.validation.untrusted import printable, short
 
 

@@ -16,7 +16,7 @@ from zerojax.interop.huggingface.layer_types import FULL, SLIDING, periodic, win
 from zerojax.interop.huggingface.llama import LLAMA_BLOCK, NO_BIASES, QK_NORMS, like_llama
 from zerojax.interop.huggingface.mapping import Bare, Names
 from zerojax.interop.huggingface.rope_keys import Rope
-from zerojax.models import GPTConfig
+from zerojax.models.config import GPTConfig
 from zerojax.validation.untrusted import short
 
 _ACTIVATION = "gelu_pytorch_tanh"

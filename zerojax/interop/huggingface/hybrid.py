@@ -23,7 +23,7 @@ from zerojax.interop.huggingface.layer_types import FULL, LINEAR, checked_types,
 from zerojax.interop.huggingface.llama import LLAMA_BLOCK, NO_BIASES, QK_NORMS, QKV, SILU, like_llama
 from zerojax.interop.huggingface.mapping import CONVOLUTION, Bare, Grouped, Joined, Module, Names, Tensors
 from zerojax.interop.huggingface.rope_keys import Rope
-from zerojax.models import GPTConfig
+from zerojax.models.config import GPTConfig
 
 _CONV = "conv"
 

@@ -10,11 +10,19 @@ from zerojax.errors import ConfigurationError, disk_errors
 from zerojax.formatting import size
 from zerojax.interop.huggingface.load import check_tensors, load_base, load_params, load_state, load_weights
 from zerojax.interop.huggingface.safetensors_files import SafetensorWriter
-from zerojax.interop.huggingface.source import FREE, ModelFolder, is_model, model_section, open_files
+from zerojax.interop.huggingface.source import (
+    CARRIED,
+    FREE,
+    TENSORS,
+    ModelFolder,
+    is_model,
+    model_section,
+    open_files,
+)
 from zerojax.interop.huggingface.tokenizer_files import KEPT
 from zerojax.interop.huggingface.weight_files import WeightFiles
 from zerojax.log import warn
-from zerojax.models import GPTConfig
+from zerojax.models.config import GPTConfig
 from zerojax.multihost.agreement import run_on_process_zero
 from zerojax.run.build import abstract_model
 from zerojax.run.checkpoints import Checkpoints, Record, step_dirs
@@ -28,11 +36,6 @@ from zerojax.run.run_dir import RunFolder, RunLock, copy_files
 from zerojax.run.weights import WeightReader
 from zerojax.train.state import TrainState, begin_with
 from zerojax.zero_config import ZeroConfig
-
-TENSORS = "tensors.json"
-"""In RUN/huggingface: the dtype of each tensor of the model's files that is read, by name."""
-CARRIED = "carried.safetensors"
-"""In RUN/huggingface: the tensors that exports write back unchanged, such as a vision tower."""
 
 
 class ModelReader(WeightReader):

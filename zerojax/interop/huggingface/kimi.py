@@ -17,7 +17,7 @@ from zerojax.interop.huggingface.hybrid import recurrent_layers
 from zerojax.interop.huggingface.layer_types import FULL, LINEAR
 from zerojax.interop.huggingface.llama import NO_BIASES, SILU, like_llama, unrotated_layers
 from zerojax.interop.huggingface.mapping import CONVOLUTION, Bare, Joined
-from zerojax.models import GPTConfig
+from zerojax.models.config import GPTConfig
 from zerojax.validation.untrusted import short
 
 _TYPES = recurrent_layers(LINEAR, interval=None)

@@ -6,7 +6,7 @@ from typing import Any
 from zerojax.errors import ConfigurationError
 from zerojax.interop.huggingface.config_keys import ConfigKeys
 from zerojax.interop.huggingface.config_table import ANY, Entry, Fields, key
-from zerojax.models import GPTConfig
+from zerojax.models.config import GPTConfig
 from zerojax.validation.untrusted import short
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"

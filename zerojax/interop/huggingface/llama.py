@@ -44,7 +44,7 @@ from zerojax.interop.huggingface.layer_types import (
 )
 from zerojax.interop.huggingface.mapping import Grouped, Joined, Module, Names, gate_and_up, qkv_widths
 from zerojax.interop.huggingface.rope_keys import Rope
-from zerojax.models import GPTConfig
+from zerojax.models.config import GPTConfig
 
 _GELUS = {"gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu": "gelu_exact", "relu": "relu"}
 SILU = only("hidden_act", "silu", "swish")

@@ -8,7 +8,7 @@ from zerojax.interop.huggingface.hybrid import key_heads, recurrent_layers
 from zerojax.interop.huggingface.llama import GRANITE_FACTORS, LLAMA_BLOCK, NO_BIASES, SILU, like_llama
 from zerojax.interop.huggingface.mapping import CONVOLUTION, Bare, Grouped, Module, Names, Tensors
 from zerojax.interop.huggingface.rope_keys import Rope
-from zerojax.models import GPTConfig
+from zerojax.models.config import GPTConfig
 from zerojax.validation.untrusted import short
 
 _NO_LIMIT = (0.0, float("inf")), [0.0, float("inf")], [0.0, {"__float__": "Infinity"}]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import jax
 import numpy as np
 
-from zerojax.models import GPTConfig
+from zerojax.models.config import GPTConfig
 from zerojax.sharding.layout import ParamLayout
 from zerojax.sharding.param_tree import Path
 

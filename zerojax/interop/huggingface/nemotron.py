@@ -23,7 +23,7 @@ from zerojax.interop.huggingface.layer_types import FULL, LINEAR, renamed
 from zerojax.interop.huggingface.llama import NO_BIASES, like_llama, unrotated_layers
 from zerojax.interop.huggingface.mamba import mamba_modules, mamba_tensors
 from zerojax.interop.huggingface.mapping import Bare, Joined, Names, qkv_widths
-from zerojax.models import GPTConfig
+from zerojax.models.config import GPTConfig
 from zerojax.validation.untrusted import short
 
 _MLP, _EXPERTS = "mlp", "moe"

@@ -40,7 +40,7 @@ from zerojax.interop.huggingface.llama import (
 )
 from zerojax.interop.huggingface.mapping import Grouped, Names, TensorParts
 from zerojax.interop.huggingface.rope_keys import Rope
-from zerojax.models import GPTConfig
+from zerojax.models.config import GPTConfig
 from zerojax.models.options import Branches
 
 _GELUS = {"gelu": "gelu_exact"} | ACTIVATIONS

@@ -14,7 +14,7 @@ from jaxtyping import Float32
 
 from zerojax.interop.huggingface.families import Family
 from zerojax.interop.huggingface.mapping import Bare, Place
-from zerojax.models import GPTConfig
+from zerojax.models.config import GPTConfig
 
 PARAMETERS = {"gate_up_proj": ("gate", "up"), "up_proj": ("up",), "down_proj": ("down",)}
 """transformers' parameters -> the names of our weights."""

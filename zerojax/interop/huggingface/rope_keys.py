@@ -23,7 +23,7 @@ from zerojax.interop.huggingface.config_table import (
     write_keys,
 )
 from zerojax.interop.huggingface.layer_types import FULL, SLIDING
-from zerojax.models import GPTConfig
+from zerojax.models.config import GPTConfig
 from zerojax.models.rope import rope_amplitude, yarn_amplitude
 from zerojax.validation.untrusted import short
 

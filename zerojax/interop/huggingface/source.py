@@ -10,11 +10,15 @@ from zerojax.interop.huggingface.config_table import FREE
 from zerojax.interop.huggingface.families import Family, read_model
 from zerojax.interop.huggingface.tokenizer_files import read_tokenizer
 from zerojax.interop.huggingface.weight_files import WeightFiles, read_format
-from zerojax.models import GPTConfig
+from zerojax.models.config import GPTConfig
 from zerojax.run.data.tokenizer import BPETokenizer
 from zerojax.validation.untrusted import read_json_object
 
 CONFIG = "config.json"
+TENSORS = "tensors.json"
+"""In RUN/huggingface: the dtype of each tensor of the model's files that is read, by name."""
+CARRIED = "carried.safetensors"
+"""In RUN/huggingface: the tensors that exports write back unchanged, such as a vision tower."""
 
 
 @dataclass(frozen=True)
