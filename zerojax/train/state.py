@@ -22,6 +22,7 @@ from zerojax.optim.shard_check import Optimizer
 from zerojax.sharding.mesh import refuse_another
 from zerojax.sharding.param_tree import Path, from_tree, to_tree
 from zerojax.train.batch import unmarked
+from zerojax.train.build import build
 from zerojax.train.fields import (
     LocalState,
     Shards,
@@ -35,7 +36,7 @@ from zerojax.train.host_update import first_encoded
 from zerojax.train.initial import base_initializer, first_values, in_portions, initializer
 from zerojax.train.memory import check_host_memory, device_bytes
 from zerojax.train.pass_weights import ByPath, replicas_of
-from zerojax.train.spec import TrainSpec, build
+from zerojax.train.spec import TrainSpec
 from zerojax.train.spikes import Losses, SpikeRule
 from zerojax.validation.arguments import suggests
 from zerojax.validation.bounds import checked_seed

@@ -17,7 +17,8 @@ from zerojax.errors import ConfigurationError
 from zerojax.models import GPTConfig
 from zerojax.run.config import MeshSection, RunConfig, TrainSection, with_settings
 from zerojax.sharding.mesh import MeshShape
-from zerojax.train.spec import TrainSpec, check_host_weights
+from zerojax.train.build import check_host_weights
+from zerojax.train.spec import TrainSpec
 
 LENGTH = 512
 MODEL = GPTConfig(vocab_size=8192, layers=24, d_model=2048, heads=16, max_seq_len=LENGTH)

@@ -19,13 +19,8 @@ from zerojax.analysis.gpus import (
 from zerojax.analysis.link_report import LinkReport, Op
 from zerojax.errors import ConfigurationError
 from zerojax.sharding.mesh import AXES, MeshShape
-from zerojax.train.spec import (
-    TrainSpec,
-    check_host_weights,
-    check_options,
-    check_update_in_backward,
-    lay_out,
-)
+from zerojax.train.build import check_host_weights, check_options, check_update_in_backward, lay_out
+from zerojax.train.spec import TrainSpec
 from zerojax.validation.bounds import MAX_DEVICES
 from zerojax.validation.dtypes import dtype_name
 from zerojax.zero_config.config import COMPUTE_FORMAT, ZeroConfig
