@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 from numpy.typing import ArrayLike
 
-from zerojax.adapters import ModelState
+from zerojax.adapters.adapter import ModelState
 from zerojax.comm.in_order import on_mesh
 from zerojax.comm.xla_options import compiler_options
 from zerojax.errors import ConfigurationError

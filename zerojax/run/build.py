@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zerojax import compilation_cache
-from zerojax.adapters import LossFn
+from zerojax.adapters.loss import LossFn
 from zerojax.analysis.comm_report import comm_report
 from zerojax.analysis.plan import predict_memory
 from zerojax.analysis.plan.work import sequences_of, work_of

@@ -22,7 +22,7 @@ import optax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, PyTree
 
-from zerojax.adapters import ModelState
+from zerojax.adapters.adapter import ModelState
 from zerojax.comm.in_order import on_mesh
 from zerojax.sharding.param_tree import from_tree, to_tree
 from zerojax.train.backward_update import BackwardUpdate, OptimizerShards

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float32, Int32, PyTree, UInt32
 
-from zerojax.adapters import ModelState
+from zerojax.adapters.adapter import ModelState
 from zerojax.comm.in_order import on_mesh
 from zerojax.optim.moments import by_moment
 from zerojax.sharding.layout import ParamLayout
@@ -77,9 +77,9 @@ class Trained(NamedTuple):
 class LocalState:
     """The arrays of local updates (``zerojax.train.local_updates``). Trees are nested by path.
 
-    A state has the weights three times: the outer weights, which are ``TrainState.params``, spread over all
-    devices; each node's own weights, which the node trains; and the known weights, once in every node. These
-    lag behind the outer weights by changes that are still to be sent, and by rounding errors.
+    A state has the weights three times. The outer weights are ``TrainState.params``, spread over all devices.
+    Each node trains its own weights. The known weights are in every node: they lag behind the outer
+    weights by changes that are still to be sent, and by rounding errors.
 
     Attributes:
         weights: each node's own weights, fp32 ``[nodes, *stored_shape]``, spread over the node's devices.

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
-from zerojax.adapters import ModelState
+from zerojax.adapters.adapter import ModelState
 from zerojax.sharding.layout import ParamLayout, to_stored
 from zerojax.sharding.memory import HOST, to_device
 from zerojax.sharding.param_tree import Path, to_tree

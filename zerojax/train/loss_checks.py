@@ -31,7 +31,7 @@ import jax
 from jax.extend import core
 
 from zerojax import schedule
-from zerojax.adapters import ModelState
+from zerojax.adapters.adapter import ModelState
 from zerojax.adapters.loss import ATTENDED, IN_ORDER, OWN_TOKENS, WHOLE_ROWS
 from zerojax.comm.in_order import collective_axes
 from zerojax.dataflow import MOVES, Analysis, changed, equations_within

@@ -26,8 +26,8 @@ from flax.errors import TraceContextError
 from jax import lax
 from jaxtyping import Array, Float32, Num, PyTree
 
-from zerojax.adapters import Bound, ModelState, call_loss
-from zerojax.adapters.loss import LossContext, MasterWeights, running_loss
+from zerojax.adapters.adapter import Bound, ModelState
+from zerojax.adapters.loss import LossContext, MasterWeights, call_loss, running_loss
 from zerojax.comm.reduction import grad_size
 from zerojax.errors import ConfigurationError
 from zerojax.schedule.breadth_first import over_micro_batches

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from zerojax.adapters import LossFn
+from zerojax.adapters.loss import LossFn
 from zerojax.comm.in_order import one_at_a_time
 from zerojax.comm.xla_options import CompilerOptions, compiler_options
 from zerojax.errors import ConfigurationError

@@ -7,8 +7,7 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from zerojax.adapters import LossFn
-from zerojax.adapters.loss import own_tokens
+from zerojax.adapters.loss import LossFn, own_tokens
 from zerojax.models import GPT, last_scores, scores
 from zerojax.models.shared_rows import whole_rows
 from zerojax.posttrain.loss.log_probs import token_log_probs

@@ -6,7 +6,7 @@ from functools import cache, partial
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from zerojax.adapters import LossFn
+from zerojax.adapters.loss import LossFn
 from zerojax.models import GPT, last_scores
 from zerojax.models.shared_rows import whole_rows
 from zerojax.posttrain.loss.log_probs import token_log_probs
