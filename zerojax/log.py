@@ -5,8 +5,6 @@ To redirect its messages, add your own handlers to it before zerojax is imported
 
 import logging
 
-import jax
-
 from zerojax import terminal
 
 
@@ -23,5 +21,7 @@ if not logger.handlers:
 
 def warn(text: str) -> None:
     """Log a warning on the first process of a job, for all of them."""
+    import jax  # the launcher logs without it
+
     if jax.process_index() == 0:
         logger.warning(text)

@@ -1,5 +1,6 @@
 """The command line: help, errors, exit codes, and whole runs in separate processes."""
 
+import importlib
 import io
 import os
 import re
@@ -292,6 +293,20 @@ def test_the_usage_names_every_command(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["--help"]) == 0
     usage = capsys.readouterr().out
     assert all(name in usage for name in COMMANDS)
+
+
+def test_launchers_start_without_jax() -> None:
+    """Importing JAX and Flax takes most of a second of CPU time."""
+    program = "import sys, zerojax.cli.launch, zerojax.cli.emulate; sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_every_public_name_is_there_and_no_other() -> None:
+    package = importlib.import_module("zerojax")
+    assert {"TrainState", "Trainer", "checkpoints", "cluster", "posttrain"} <= set(dir(package))
+    assert all(getattr(package, name) is not None for name in package.__all__)
+    with pytest.raises(AttributeError, match="module 'zerojax' has no attribute 'TrainStat'"):
+        _ = package.TrainStat
 
 
 @pytest.mark.slow

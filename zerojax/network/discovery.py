@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from jax._src import distributed  # JAX keeps the coordinator's address nowhere else
 
 from zerojax.errors import ConfigurationError
 from zerojax.validation.rates import bytes_per_second
@@ -136,6 +135,8 @@ def _coordinator() -> str:
     """The host of the job's coordinator; "" if there is none."""
     if _joined:
         return _joined[0]
+    from jax._src import distributed  # JAX keeps the address nowhere else; launchers do without JAX
+
     address = distributed.global_state.coordinator_address or ""
     return "" if address.startswith("unix:") else address.rpartition(":")[0].strip("[]")
 
