@@ -117,7 +117,8 @@ class Exchange:
         Returns:
             The arrays, and their PartitionSpecs.
         """
-        return (state.shards, ()), (shard_specs(self.spec, state.shards), ())
+        shards = Shards.of(vars(state))
+        return (shards, ()), (shard_specs(self.spec, shards), ())
 
     def results(self) -> Passed:
         """The PartitionSpecs of the passes' results; no stack is updated in its backward pass."""

@@ -183,7 +183,7 @@ class FragmentExchange(Exchange):
             in_specs=(REPLICATED, REPLICATED, *own, _BY_NODE),
             out_specs=_Exchanged(*own, reports),
         )
-        step, seed = state.step, state.shards.step_seed
+        step, seed = state.step, Shards.of(vars(state)).step_seed
         done = run(step, seed, after.params, after.encoded, passed.exchanged.outer, report)
         params, momentum, known, residual = map(to_tree, done.outer)
         metrics = _metrics(spec, passed.exchanged.reports if self._beside_passes else done.reports, names)

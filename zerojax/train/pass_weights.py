@@ -106,27 +106,16 @@ def replicas_of(spec: TrainSpec, params: PyTree) -> ByPath:
     return on_mesh(local, spec.mesh, in_specs=given, out_specs=specs_of(abstract_replicas(spec)))(params)
 
 
-def refreshed(
-    spec: TrainSpec,
-    masters: ByPath,
-    replicas: ByPath,
-    step: Array,
-    *,
-    later: Collection[Path] = (),
-) -> ByPath:
-    """Delta's replicas, refreshed by the change of the weights, or resynchronised.
-
-    ``later`` ones are not refreshed.
-    """
+def refreshed(spec: TrainSpec, masters: ByPath, replicas: ByPath, step: Array) -> ByPath:
+    """Delta's replicas, refreshed by the change of the weights, or resynchronised."""
+    owned = _of(replicas, masters)
 
     def update() -> dict[Path, Array]:
-        values = {path: replica.values for path, replica in replicas.items()}
-        changed = {path: values[path] for path in values if path not in later}
-        return values | by_group(spec, _updated, _of(changed, masters), changed)
+        return by_group(spec, _updated, owned, {path: replica.values for path, replica in replicas.items()})
 
     if every := spec.zero.delta_resync:
         due = (step > 0) & (step % every == 0)
-        values = lax.cond(due, lambda: by_group(spec, gather_exact, _of(replicas, masters)), update)
+        values = lax.cond(due, lambda: by_group(spec, gather_exact, owned), update)
     else:
         values = update()
     return {path: replicas[path].replace(x) for path, x in values.items()}
@@ -143,7 +132,8 @@ def up_to_date(spec: TrainSpec, shards: Shards, *, later: Collection[Path] = ())
         others = {path: weight for path, weight in owned.items() if path not in replicas}
         return owned | with_scales(others, {})[0], replicas
     owned, replicas = with_scales(owned, replicas)
-    return owned, refreshed(spec, owned, replicas, shards.step, later=later)
+    now = {path: replica for path, replica in replicas.items() if path not in later}
+    return owned, (replicas | refreshed(spec, owned, now, shards.step)) if now else replicas
 
 
 def secondary_partitions(spec: TrainSpec, shards: Shards) -> ByPath:
