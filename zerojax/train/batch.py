@@ -59,16 +59,11 @@ def map_batch[T](rows: Callable[[Any], T], whole: Callable[[Any], T], batch: Bat
     return jax.tree.map(one, batch, is_leaf=_is_replicated)
 
 
-def split_rows(batch: Batch) -> tuple[list[Array], Callable[[Sequence[Array]], Batch]]:
-    """The arrays of a batch that are spread by rows, and a function that puts others in their places."""
-    rows, whole, combine = partition(batch, _have_rows(batch))
-    return rows, lambda others: combine(others, whole)
-
-
 def micro_batches(batch: Batch, count: int) -> tuple[list[Array], Callable[[Sequence[Array]], Batch]]:
     """A batch's rows in ``count`` parts along a new first axis, and a function from a part to a batch."""
-    rows, join = split_rows(batch)
-    return [x.reshape(count, x.shape[0] // count, *x.shape[1:]) for x in rows], join
+    rows, whole, combine = partition(batch, have_rows(batch))
+    parts = [x.reshape(count, x.shape[0] // count, *x.shape[1:]) for x in rows]
+    return parts, lambda part: combine(part, whole)
 
 
 def unmarked(batch: Batch) -> PyTree:
@@ -214,7 +209,7 @@ def _check_batch(batch: Batch, devices: int, accumulate: int, processes: int = 1
     leaves, _ = jax.tree_util.tree_flatten_with_path(batch, is_leaf=_is_list_of_numbers)
     for path, x in leaves:
         _check_array(_name(path), x)
-    spread = [leaf for leaf, rows in zip(leaves, _have_rows(batch), strict=True) if rows]
+    spread = [leaf for leaf, rows in zip(leaves, have_rows(batch), strict=True) if rows]
     if leaves and not spread:
         raise ConfigurationError(
             "the batch has only scalars and Replicated arrays, which every device gets: no array has a "
@@ -279,7 +274,7 @@ def _refuse_wide(name: str, x: np.ndarray) -> None:
         )
 
 
-def _have_rows(batch: Batch) -> list[bool]:
+def have_rows(batch: Batch) -> list[bool]:
     """For each array of a batch, whether it is spread by rows."""
     return jax.tree.leaves(map_batch(lambda _: True, lambda _: False, batch))
 

@@ -16,6 +16,7 @@ result is the mean over all tokens, however they are spread.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,7 +39,7 @@ from zerojax.schedule.user_code import InOneBranch, translated_errors
 from zerojax.sharding.mesh import AXES
 from zerojax.sharding.param_tree import Path
 from zerojax.sharding.wire_format import Seed, mix
-from zerojax.train.batch import Batch, micro_batches, split_rows, unmarked
+from zerojax.train.batch import Batch, have_rows, micro_batches, unmarked
 from zerojax.train.blocks import Blocks
 from zerojax.train.fields import Shards
 from zerojax.train.loss_checks import ROW, Axes, check_program
@@ -339,7 +340,7 @@ def predict[T: PyTree[Array]](
 
     differing = model.check(sinks, shards.model_state, batch, seed, call)
     _, result = model.call(model.place(sinks, seed), sinks, shards.model_state, batch, seed, call)
-    rows = {x.shape[0] for x in split_rows(batch)[0]}
+    rows = {x.shape[0] for x in itertools.compress(jax.tree.leaves(batch), have_rows(batch))}
     for x, axes in zip(jax.tree.leaves(result), differing, strict=True):
         if ROW in axes:
             raise ConfigurationError(
