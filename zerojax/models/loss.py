@@ -14,6 +14,7 @@ from zerojax.adapters.loss import own_tokens, world_sum
 from zerojax.errors import ConfigurationError
 from zerojax.experts import RouterStats, balance_loss, z_loss
 from zerojax.models.gpt import GPT, logits
+from zerojax.models.options import VOCABULARY_TILE
 from zerojax.schedule.breadth_first import broadcast_unbatched, map_microbatches, with_batching_rule
 
 IGNORE = -1
@@ -21,9 +22,6 @@ IGNORE = -1
 
 _OF_TOKENS = ("segments", "labels")
 """Optional entries of ``lm_loss``'s batch, in the shape of "tokens"."""
-
-VOCABULARY_TILE = 64
-"""The columns of the logits are padded to a multiple of this."""
 
 
 class _Head(NamedTuple):

@@ -14,6 +14,8 @@ RopeScaling = Literal["none", "linear", "llama3", "dynamic", "yarn", "longrope",
 Rotation = Literal["full", "local", "none"]
 Recurrent = Literal["gated_delta", "kimi_delta", "mamba2", "short_conv"]
 AttentionKernel = Literal["auto", "cudnn", "flash_attention_4", "xla"]
+VOCABULARY_TILE = 64
+"""The columns of the logits are padded to a multiple of this."""
 
 
 @dataclass(frozen=True, kw_only=True)

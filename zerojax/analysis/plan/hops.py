@@ -41,7 +41,6 @@ from typing import Literal, NamedTuple
 
 from rich.table import Table
 
-from zerojax.adapters.nnx_adapter import NNXAdapter
 from zerojax.analysis.plan.work import Work
 from zerojax.formatting import milliseconds, numeric, size
 from zerojax.optim.muon import by_shape, dealt_over, most_dealt
@@ -257,8 +256,7 @@ def _weight_hops(spec: TrainSpec, group: ParamGroup, leaf: ParamLayout) -> Itera
     yield from gather("forward", zero.passes, node=source == "primary")
     if group.unit is not None:
         # A prefetching scan still has its last layer in the backward pass.
-        prefetched = bool(group.stack) and isinstance(spec.adapter, NNXAdapter)
-        again = 1 - 1 / group.layers if prefetched else 1
+        again = 1 - 1 / group.layers if group.unit in spec.adapter.stacks else 1
         yield from gather("backward", zero.passes * again, node=keep == "primary")
 
 
