@@ -56,6 +56,7 @@ KIMI = replace(
     latent_value_width=6,
     no_rope_layers=(0, 1, 2, 3),
 )
+TWO_KIMI = replace(KIMI, layers=2, recurrent_layers=(0,), no_rope_layers=(0, 1))
 OLMO = replace(
     DELTA,
     pre_norms=False,
@@ -104,7 +105,7 @@ def test_recurrent_layers_take_no_flops_for_pairs_of_tokens():
     "config",
     [
         *(replace(one, layers=2, recurrent_layers=(0,)) for one in (DELTA, SHORT, MAMBA)),
-        replace(KIMI, layers=2, recurrent_layers=(0,), no_rope_layers=(0, 1)),
+        TWO_KIMI,
         replace(MAMBA, layers=3, recurrent_layers=(0,), mlp_layers=(2,), mlp="relu2"),
     ],
     ids=["gated_delta", "short_conv", "mamba2", "kimi_delta", "one branch"],
@@ -143,9 +144,12 @@ def test_packed_documents_are_computed_as_if_alone(config):
         pytest.param(OLMO, (2, 4), {}, marks=pytest.mark.slow),
         pytest.param(MAMBA, (3, 2), {"remat": "attention"}, marks=pytest.mark.slow),
         pytest.param(replace(OLMO, layers=4, recurrent_layers=(0, 1, 2)), (1, 2), {}, marks=pytest.mark.slow),
-        (MAMBA, (1, 4), {"sequence_parallel": 4}),  # two groups, so each is on two devices
+        # Two groups, so each is on two devices.
+        (replace(MAMBA, layers=2, recurrent_layers=(0,)), (1, 4), {"sequence_parallel": 4}),
         (NEMOTRON, (3, 2), {}),
-        (KIMI, (2, 4), {"sequence_parallel": 2}),
+        (TWO_KIMI, (2, 4), {"sequence_parallel": 2}),
+        pytest.param(MAMBA, (1, 4), {"sequence_parallel": 4}, marks=pytest.mark.slow),
+        pytest.param(KIMI, (2, 4), {"sequence_parallel": 2}, marks=pytest.mark.slow),
         pytest.param(KIMI, (1, 1), {}, marks=pytest.mark.slow),
         pytest.param(KIMI, (2, 4), {}, marks=pytest.mark.slow),
         pytest.param(KIMI, (3, 2), {"remat": "none"}, marks=pytest.mark.slow),
