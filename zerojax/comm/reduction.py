@@ -469,7 +469,7 @@ class GradientQueue:
         seeds: for each kind, one per layer.
         last: the last layer, whose gradients come first.
         updates: whether sums update their layers.
-        primes: whether callers ``prime`` the queue. If not, each layer's gradients arrive once, and no zeros.
+        primes: whether ``prime`` adds zeros. If not, each layer's gradients arrive once.
         stages: the number of hops that are stages: all of them, or none if gradients do not cross nodes.
     """
 
@@ -530,7 +530,7 @@ class GradientQueue:
 
     def prime(self, in_flight: InFlight) -> InFlight:
         """Fill the last stage with zeros if it is empty: a loop's carry has one structure throughout."""
-        if in_flight[-1] is not None:
+        if not self.primes or in_flight[-1] is not None:
             return in_flight
         last_hop = self.stages - 1
         arrival = jax.eval_shape(lambda payload: self._send(payload, self.last, last_hop), in_flight[-2])

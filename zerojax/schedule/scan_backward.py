@@ -191,7 +191,15 @@ class _BackwardPass:
         # beside the other.
         turn = order.period * (2 if self.updates else 1)
         layers = range(last - 1, 0, -1)
-        carry = over_layers(self._layer, carry, order, layers, self._looped(), turn, self._primed)
+        carry = over_layers(
+            self._layer,
+            carry,
+            order,
+            layers,
+            self._looped(),
+            turn,
+            enter=lambda carry: carry._replace(in_flight=queue.prime(carry.in_flight)),
+        )
         if last > 0:
             carry = self._compute(carry, Place(order, 0))
         stored, first = carry.stored, None
@@ -202,11 +210,6 @@ class _BackwardPass:
                 stored = self._write(stored, queue.sum(arrived), arrived.place)
         sums = tuple(storage.collect(own, first) for storage, own in zip(self.storage, stored, strict=True))
         return sums, carry.cotangent, carry.of_state, carry.of_shared
-
-    def _primed(self, carry: _Carry) -> _Carry:
-        """The carry with which the loop begins."""
-        queue = self.queue
-        return carry._replace(in_flight=queue.prime(carry.in_flight)) if queue.primes else carry
 
     def _looped(self) -> range:
         """The layers of the loop."""
