@@ -44,7 +44,9 @@ class ForkedPrograms:
 
 def serve() -> None:
     """Fork for each request until there are no more."""
-    importlib.import_module("zerojax")
+    package = importlib.import_module("zerojax")
+    for name in package.__all__:
+        getattr(package, name)
     for line in sys.stdin:
         if (child := os.fork()) == 0:
             become(*json.loads(line))
