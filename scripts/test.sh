@@ -44,9 +44,10 @@ beside "lowering of kernels" env PYTHONPATH="$compiler" "${lowering[@]}"
 .venv/bin/pytest -n 2 --dist worksteal -m "not slow and not alone" --cost -
 
 failed=()
-# Three processes would read all other files, too, before the first test.
+# Each process reads all files that it is given before its first test, so it is given these alone. There are four
+# because these tests wait most of the time.
 mapfile -t files < <(grep -rl --include='test_*.py' 'pytest\.mark\.alone' tests)
-.venv/bin/pytest -n 3 --dist worksteal -m "alone and not slow" --cost - "${files[@]}" || failed+=("tests alone")
+.venv/bin/pytest -n 4 --dist worksteal -m "alone and not slow" --cost - "${files[@]}" || failed+=("tests alone")
 for i in "${!names[@]}"; do
     wait "${processes[i]}" || failed+=("${names[i]}")
     cat "$output/${names[i]}"
