@@ -1,7 +1,6 @@
-"""Join and leave a job of several processes.
+"""Join and leave a job of several processes."""
 
-The functions that use JAX import it themselves: the launcher starts in a fifth of the time without it.
-"""
+# The functions that use JAX import it themselves: the launcher starts in a fifth of the time without it.
 
 import ipaddress
 import os
