@@ -496,10 +496,12 @@ A chunk of keys of 128 in fp32 takes 120 KB. Hopper and B200 have 227 KB, A100 1
 
 def _has_delta_rule(value: jax.Array, state: jax.Array) -> bool:
     """Whether the kernels support these dtypes and sizes."""
-    dim, width = state.shape[2:]
+    batch, heads, dim, width = state.shape
+    programs = max(batch * heads, value.shape[1] // delta_chunks_reference.CHUNK)
     powers = all(16 <= size <= 256 and size & (size - 1) == 0 for size in (dim, width))
     widest = _KEYS.get(compute_capability(), (128, 64))[value.dtype == jnp.float32]
-    return powers and value.size > 0 and value.dtype in _FLOATS and max(dim, width) <= widest
+    fits = _fits(value.dtype, n=width, rows=programs) and max(dim, width) <= widest
+    return powers and value.size > 0 and fits
 
 
 def delta_rule(
@@ -519,7 +521,6 @@ def delta_rule(
         (key, written, removed, writes, decay, state),
         (_like(written), launch.states(state), _like(state)),
         state,
-        stages=4,
     )
     (out,) = launch.over_chunks(
         delta_chunks.read_kernel, (query, scores, reads, wrote, before), (_like(value),)
@@ -543,7 +544,6 @@ def delta_rule_backward(
         (query, key, scores, removed, *factors, of_out, of_last),
         (_like(written), launch.states(state), _like(state)),
         state,
-        stages=3,
     )
     of_decay = jnp.sum(of_after.astype(jnp.float32) * before.astype(jnp.float32), axis=(-2, -1))
     of_keys = jax.ShapeDtypeStruct((*value.shape[:3], key.shape[3]), value.dtype)
@@ -606,12 +606,11 @@ class _DeltaRule:
 
     def scan(
         self, kernel: Any, arrays: tuple[jax.Array, ...], out: tuple[jax.ShapeDtypeStruct, ...],
-        state: jax.Array, *, stages: int,
+        state: jax.Array,
     ) -> tuple[jax.Array, ...]:  # fmt: skip
-        """Launch a kernel that carries a state over chunks, and loads them by so many stages if they fit."""
+        """Launch a kernel that carries a state over chunks, and loads as many of them ahead as fit."""
         grid = -(-state.shape[3] // _COLUMNS), self.rows
-        if compute_capability() not in _KEYS:  # chips of workstations have less memory
-            stages = 2
+        stages = 3 if compute_capability() in _KEYS else 2  # workstations' chips have less memory
         stages = 1 if self.exact or self.sizes["DIM"] > 128 else stages
         return self._over(kernel, arrays, out, grid, stages, COLUMNS=min(_COLUMNS, state.shape[3]))
 
@@ -628,7 +627,7 @@ class _DeltaRule:
         **constants: bool,
     ) -> tuple[jax.Array, ...]:  # fmt: skip
         """Launch a kernel that has a program for each chunk of each head."""
-        return self._over(kernel, arrays, out, (self.chunks, self.rows), 1, **constants)
+        return self._over(kernel, arrays, out, (self.rows, self.chunks), 1, **constants)
 
     def _over(
         self, kernel: Any, arrays: tuple[jax.Array, ...], out: tuple[jax.ShapeDtypeStruct, ...],

@@ -47,28 +47,34 @@ def prepare_kernel(
     """
     token, head, at = _chunk(chunks, TOKENS, HEADS)
     t = tl.arange(0, TOKENS)
+    key_head = head // (HEADS // KEY_HEADS)
+    # First, so that the factors hide the time that these loads take.
+    key = tl.load(_of_rows(key_ptr, token, key_head, KEY_HEADS, TOKENS, DIM))
+    query = tl.load(_of_rows(query_ptr, token, key_head, KEY_HEADS, TOKENS, DIM))
     _, pairs, reads, writes, decay = _factors(log_decay_ptr, documents_ptr, token, head, TOKENS, HEADS)
     tl.store(reads_ptr + at * TOKENS + t, reads)
     tl.store(writes_ptr + at * TOKENS + t, writes)
     tl.store(decay_ptr + at, decay)
-    key_head = head // (HEADS // KEY_HEADS)
-    key = tl.load(_of_rows(key_ptr, token, key_head, KEY_HEADS, TOKENS, DIM))
-    query = tl.load(_of_rows(query_ptr, token, key_head, KEY_HEADS, TOKENS, DIM))
     scores = (pairs * _dot(query, tl.trans(key))).to(query.dtype)
     tl.store(_of_chunk(scores_ptr, at, TOKENS, TOKENS), scores)
     values = _of_rows(value_ptr, token, head, HEADS, TOKENS, VALUE_DIM)
     if DELTA:
-        beta = tl.load(beta_ptr + token * HEADS + head + t * HEADS)
-        inverse = _inverse(beta[:, None] * pairs * _dot(key, tl.trans(key)), TOKENS, EXACT)
+        betas = beta_ptr + token * HEADS + head + t * HEADS
+        inverse = _inverse(tl.load(betas)[:, None] * pairs * _dot(key, tl.trans(key)), TOKENS, EXACT)
         if KEEP:
             tl.store(_of_chunk(inverse_ptr, at, TOKENS, TOKENS), inverse)
-        inverse *= beta[None, :]
+        # Behind a barrier the compiler loads vectors again, so that they occupy no registers before. With at
+        # most 168 registers, a multiprocessor of Hopper runs three programs.
+        tl.debug_barrier()
+        inverse *= tl.load(betas)[None, :]
         written = _times(inverse, tl.load(values), EXACT).to(key.dtype)
+        tl.store(_of_chunk(written_ptr, at, TOKENS, VALUE_DIM), written)
+        tl.debug_barrier()
+        reads = tl.load(reads_ptr + at * TOKENS + t)
         removed = _times(inverse * reads[None, :], key, EXACT).to(key.dtype)
     else:
-        written = tl.load(values)
+        tl.store(_of_chunk(written_ptr, at, TOKENS, VALUE_DIM), tl.load(values))
         removed = tl.zeros((TOKENS, DIM), key.dtype)
-    tl.store(_of_chunk(written_ptr, at, TOKENS, VALUE_DIM), written)
     tl.store(_of_chunk(removed_ptr, at, TOKENS, DIM), removed)
 
 
@@ -347,11 +353,14 @@ def write_gradient_kernel(
 
 @triton.jit
 def _chunk(chunks, TOKENS: tl.constexpr, HEADS: tl.constexpr):
-    """The first token of this program's chunk among all rows, its head, and its place among results."""
-    row = tl.program_id(1)
-    chunk = tl.program_id(0)
+    """The first token of this program's chunk among all rows, its head, and its place among results.
+
+    Programs of neighbouring heads run together, because these share keys, queries and lines of memory.
+    """
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
     token = ((row // HEADS).to(tl.int64) * chunks + chunk) * TOKENS
-    return token, row % HEADS, (chunk * tl.num_programs(1) + row).to(tl.int64)
+    return token, row % HEADS, (chunk * tl.num_programs(0) + row).to(tl.int64)
 
 
 @triton.jit
@@ -390,7 +399,7 @@ def _factors(log_decay_ptr, documents_ptr, token, head, TOKENS: tl.constexpr, HE
     log_decay = tl.load(log_decay_ptr + token * HEADS + head + t * HEADS)
     own = tl.load(documents_ptr + token + t)
     last = tl.load(documents_ptr + token + TOKENS - 1)
-    before = tl.load(documents_ptr + tl.where(tl.program_id(0) == 0, token, token - 1))
+    before = tl.load(documents_ptr + tl.where(tl.program_id(1) == 0, token, token - 1))
     seen = (t[:, None] >= t[None, :]) & (own[:, None] == own[None, :])
     # Of each document alone: with one sum for all, rounding would carry gradients from one to the other.
     starts = own != tl.load(documents_ptr + token + tl.where(t == 0, t, t - 1))
@@ -431,11 +440,11 @@ def _inverse(system, SIZE: tl.constexpr, EXACT: tl.constexpr):
         row = tl.sum(tl.where((i == done)[None, :, None], y, 0.0), 1)
         y -= column[:, :, None] * row[:, None, :]
     y = tl.reshape(tl.where(diagonal, y[:, :, None, :], 0.0), (SIZE, SIZE))
-    for level in tl.static_range(3):  # blocks of 16, 32 and 64 rows
-        block = t // (BLOCK * 2**level)
+    for level in range(3):  # blocks of 16, 32 and 64 rows; unrolled, they would take more registers
+        block = t // (BLOCK << level)
         pair = block // 2
         between = (block[:, None] > block[None, :]) & (pair[:, None] == pair[None, :])
-        y -= _times(_times(y, tl.where(between, lower, 0.0), EXACT), y, EXACT)
+        y -= tl.where(between, _times(_times(y, lower, EXACT), y, EXACT), 0.0)
     return y
 
 
@@ -451,9 +460,19 @@ def _times(a, b, EXACT: tl.constexpr):
     if EXACT:
         product = _dot(a, b)
     else:
-        high_a, high_b = a.to(tl.bfloat16), b.to(tl.bfloat16)
-        product = tl.dot((a - high_a.to(tl.float32)).to(tl.bfloat16), high_b)
+        high, low = _split(a)
         if b.dtype == tl.float32:
-            product = tl.dot(high_a, (b - high_b.to(tl.float32)).to(tl.bfloat16), product)
-        product = tl.dot(high_a, high_b, product)
+            b, rest = _split(b)
+            product = tl.dot(high, rest, tl.dot(low, b))
+        else:
+            product = tl.dot(low, b)
+        product = tl.dot(high, b, product)
     return product
+
+
+@triton.jit
+def _split(x):
+    """Two bf16 matrices whose sum is an fp32 matrix, to 16 bits."""
+    # Rounded as an integer: GPUs convert single numbers to bf16 at a quarter of the rate.
+    high = ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
+    return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
