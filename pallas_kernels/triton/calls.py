@@ -486,11 +486,11 @@ def grouped_sums(x: jax.Array, g: jax.Array, sizes: jax.Array) -> jax.Array | No
 _COLUMNS = 32
 """Columns of a state that a program carries: 32 heads of 128 then fill a chip of 132 multiprocessors."""
 
-_KEYS = {80: (128, 128), 90: (256, 128), 100: (256, 128)}
+_KEYS = {80: (128, 128), 90: (256, 128), 100: (256, 64)}
 """The widest keys that a chip's shared memory holds for a chunk, in bf16 and in fp32; elsewhere (128, 64).
 
-A chunk of keys of 128 in fp32 takes 120 KB. Hopper and B200 have 227 KB, A100 163, the chips of workstations
-99.
+A chunk of keys of 128 in fp32 takes 120 KB, and on B200 256 KB. Hopper and B200 have 227 KB, A100 163, the
+chips of workstations 99.
 """
 
 

@@ -367,7 +367,7 @@ def test_grouped_matmuls_assemble_for_every_chip(kind, dtype, name, monkeypatch,
     + [
         # What fits into the shared memory of a chip.
         pytest.param(kind, jnp.float32, dim, marks=pytest.mark.slow)
-        for kind, dim in zip(CHIPS, (128, 64, 64, 128, 128, 64), strict=True)
+        for kind, dim in zip(CHIPS, (128, 64, 64, 128, 64, 64), strict=True)
     ],
 )
 def test_the_delta_rule_assembles_for_every_chip(kind, dtype, dim, monkeypatch, tmp_path):
