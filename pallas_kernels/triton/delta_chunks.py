@@ -244,7 +244,6 @@ def read_gradient_kernel(
     low = query_ptr.dtype.element_ty
     t = tl.arange(0, TOKENS)
     key_head = head // (HEADS // KEY_HEADS)
-    _, pairs, reads, writes, decay = _factors(log_decay_ptr, documents_ptr, token, head, TOKENS, HEADS)
 
     # out = reads (query before) + scores wrote, where wrote = written - removed before
     before = tl.load(_of_chunk(before_ptr, at, DIM, VALUE_DIM))
@@ -252,9 +251,13 @@ def read_gradient_kernel(
         tl.load(_of_chunk(written_ptr, at, TOKENS, VALUE_DIM))
         - _dot(tl.load(_of_chunk(removed_ptr, at, TOKENS, DIM)), before)
     ).to(low)
+    # Before the factors, because a chunk's matrices do not fit into the registers together.
+    of_removed = _dot(tl.load(_of_chunk(of_wrote_ptr, at, TOKENS, VALUE_DIM)), tl.trans(before))
+    tl.store(_of_chunk(of_removed_ptr, at, TOKENS, DIM), (-of_removed).to(low))
     of_out = tl.load(_of_rows(of_out_ptr, token, head, HEADS, TOKENS, VALUE_DIM))
     query = tl.load(_of_rows(query_ptr, token, key_head, KEY_HEADS, TOKENS, DIM))
     key = tl.load(_of_rows(key_ptr, token, key_head, KEY_HEADS, TOKENS, DIM))
+    _, pairs, reads, writes, decay = _factors(log_decay_ptr, documents_ptr, token, head, TOKENS, HEADS)
     of_scores = _dot(of_out, tl.trans(wrote)) * pairs
     of_pairs = of_scores * _dot(query, tl.trans(key))
     of_scores = of_scores.to(low)
@@ -264,11 +267,6 @@ def read_gradient_kernel(
         _of_rows(of_query_ptr, token, head, HEADS, TOKENS, DIM),
         (of_query + _dot(of_scores, key)).to(low),
     )
-    of_removed = _dot(
-        tl.load(_of_chunk(of_wrote_ptr, at, TOKENS, VALUE_DIM)),
-        tl.trans(before),
-    )
-    tl.store(_of_chunk(of_removed_ptr, at, TOKENS, DIM), (-of_removed).to(low))
 
     # after = decay before + (writes key)' wrote
     of_after = tl.load(_of_chunk(of_after_ptr, at, DIM, VALUE_DIM))
@@ -318,9 +316,8 @@ def write_gradient_kernel(
     low = key_ptr.dtype.element_ty
     t = tl.arange(0, TOKENS)
     of_heads = token * HEADS + head + t * HEADS
-    seen, pairs, reads, _, _ = _factors(log_decay_ptr, documents_ptr, token, head, TOKENS, HEADS)
     of_value = tl.load(_of_chunk(of_wrote_ptr, at, TOKENS, VALUE_DIM))
-    of_total = tl.load(of_total_ptr + at * TOKENS + t)
+    # Loads are late and stores early, because a chunk's matrices do not fit into the registers together.
     if DELTA:
         beta = tl.load(beta_ptr + of_heads)
         back = tl.trans(tl.load(_of_chunk(inverse_ptr, at, TOKENS, TOKENS)))
@@ -330,24 +327,30 @@ def write_gradient_kernel(
         value = tl.load(_of_rows(value_ptr, token, head, HEADS, TOKENS, VALUE_DIM))
         of_beta = tl.sum(of_wanted * value, 1)
         of_value = (of_wanted * beta[:, None]).to(low)
+        tl.store(_of_rows(of_value_ptr, token, head, HEADS, TOKENS, VALUE_DIM), of_value)
         of_wanted = _times(back, tl.load(_of_chunk(of_removed_ptr, at, TOKENS, DIM)), EXACT)
         of_system += _dot(of_wanted.to(low), tl.trans(tl.load(_of_chunk(removed_ptr, at, TOKENS, DIM))))
         key = tl.load(_of_rows(key_ptr, token, head // (HEADS // KEY_HEADS), KEY_HEADS, TOKENS, DIM))
+        seen, pairs, reads, _, _ = _factors(log_decay_ptr, documents_ptr, token, head, TOKENS, HEADS)
         moved = reads * tl.sum(of_wanted * key, 1)
         of_wanted *= (beta * reads)[:, None]
-        of_wanted += tl.load(_of_rows(of_key_part_ptr, token, head, HEADS, TOKENS, DIM))
         # system = beta pairs (key key'), below the diagonal
         of_system = tl.where(t[:, None] > t[None, :], -of_system, 0.0) * pairs
         of_pairs = of_system * _dot(key, tl.trans(key))
         tl.store(of_beta_ptr + of_heads, of_beta + moved + tl.sum(of_pairs, 1))
         of_pairs *= beta[:, None]
         of_system *= beta[:, None]
+        of_wanted += tl.load(_of_rows(of_key_part_ptr, token, head, HEADS, TOKENS, DIM))
         of_key = (of_wanted + _dot((of_system + tl.trans(of_system)).to(low), key)).to(low)
+        tl.store(_of_rows(of_key_ptr, token, head, HEADS, TOKENS, DIM), of_key)
+        of_total = tl.load(of_total_ptr + at * TOKENS + t)
         of_total += beta * moved + tl.sum(of_pairs, 1) - tl.sum(of_pairs, 0)
     else:
+        tl.store(_of_rows(of_value_ptr, token, head, HEADS, TOKENS, VALUE_DIM), of_value)
         of_key = tl.load(_of_rows(of_key_part_ptr, token, head, HEADS, TOKENS, DIM))
-    tl.store(_of_rows(of_value_ptr, token, head, HEADS, TOKENS, VALUE_DIM), of_value)
-    tl.store(_of_rows(of_key_ptr, token, head, HEADS, TOKENS, DIM), of_key)
+        tl.store(_of_rows(of_key_ptr, token, head, HEADS, TOKENS, DIM), of_key)
+        seen, _, _, _, _ = _factors(log_decay_ptr, documents_ptr, token, head, TOKENS, HEADS)
+        of_total = tl.load(of_total_ptr + at * TOKENS + t)
     tl.store(of_log_decay_ptr + of_heads, tl.sum(tl.where(seen, of_total[:, None], 0.0), 0))
 
 
