@@ -75,10 +75,7 @@ class SumStorage:
         self._rows = rows
         self._without_first = bool(sinks) and sinks[0].shape[0] > rows
         room = {i: math.prod(x.shape[1:]) * x.dtype.itemsize // _FP32 for i, x in enumerate(leaves)}
-        # Residuals that can hold sums: their elements are 1, 2 or 4 whole bytes.
-        kinds = {i: x.dtype for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)}
-        holders = [i for i, dtype in kinds.items() if jnp.finfo(dtype).bits in (8, 16, 32)]
-        order = sorted(holders, key=lambda i: -room[i])
+        order = sorted((i for i, x in enumerate(leaves) if _keeps_bits(x.dtype)), key=lambda i: -room[i])
         extra = len(leaves)
         room[extra] = sum(sink.shape[1] for sink in sinks)
         used = dict.fromkeys(room, 0)
@@ -161,6 +158,11 @@ class SeparateSums:
     def collect(self, stored: Stored, first: Sums | None) -> Sums:
         """As ``SumStorage.collect``."""
         return stored.extra if first is None else put_layer(stored.extra, first, 0)
+
+
+def _keeps_bits(dtype: jnp.dtype) -> bool:
+    """Whether residuals of a dtype can hold sums: their elements are 1, 2 or 4 whole bytes."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits in (8, 16, 32)
 
 
 def _as_rows(x: Num[Array, "layers ..."]) -> UInt[Array, "layers n"]:

@@ -234,7 +234,7 @@ def test_memory_besides_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             taken.append(more(partial(checkpoints.save, step, state, Record())))
     assert state_size == pytest.approx(403, abs=2)
     assert taken[1] < 4 * 17 + 50
-    assert taken[2] > state_size
+    assert taken[2] > 0.98 * state_size  # pages are counted roughly
     del state
     again = []
     taken.append(more(lambda: again.append(restore(tmp_path / "1", create(abstract=True)))))
