@@ -203,6 +203,7 @@ def test_cudnns_kernel_takes_values_that_are_narrower_than_keys():
 @pytest.mark.parametrize(
     ("generation", "wanted"),
     [
+        (7, set()),
         (8, {(128, 128)}),
         (9, {(128, 128), (192, 128), (192, 192), (256, 256)}),
         (10, {(128, 128), (192, 128)}),

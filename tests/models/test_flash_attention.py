@@ -169,6 +169,7 @@ def on_a_gpu(monkeypatch) -> list[str]:
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(flash_attention, "missing", lambda: None)
+    monkeypatch.setattr(flash_attention, "generation", lambda: attention.HOPPER)
     lines: list[str] = []
     monkeypatch.setattr(attention, "warn", lines.append)
     attention._warn.cache_clear()
@@ -186,7 +187,8 @@ def test_auto_is_flash_attention_where_cudnn_needs_a_mask(on_a_gpu):
 
 @NEEDS_LIBRARY
 @pytest.mark.parametrize(
-    ("generation", "kernels"), [(8, ("xla", "xla")), (9, ("cudnn", "flash")), (10, ("xla", "xla"))]
+    ("generation", "kernels"),
+    [(7, ("xla", "xla")), (8, ("xla", "xla")), (9, ("cudnn", "flash")), (10, ("xla", "xla"))],
 )
 def test_heads_of_256_have_flash_kernels_on_hopper(generation, kernels, on_a_gpu, monkeypatch):
     monkeypatch.setattr(flash_attention, "generation", lambda: generation)
@@ -205,7 +207,7 @@ def test_heads_of_256_have_flash_kernels_on_hopper(generation, kernels, on_a_gpu
         (None, {"causal": False}, "cudnn", r"a mask of 65\.5 KB.*is used for causal attention only"),
         (None, {"softcap": 2.0}, "xla", r"524 KB of fp32 scores.*attention_softcap"),
         (None, {"dtype": jnp.float32}, "xla", "float32 in place of bf16"),
-        (None, {"width": 256}, "xla", "heads of 256"),
+        (None, {"width": 136}, "xla", "heads of 136"),
     ],
 )
 def test_attention_without_fa4_logs_its_cost_once(lacking, options, kernel, why, on_a_gpu, monkeypatch):

@@ -25,8 +25,8 @@ from zerojax.models.flash_attention import (
 )
 from zerojax.models.options import AttentionKernel
 
-HOPPER = 9
-"""The major compute capability of Hopper GPUs, for ``has_flash``."""
+AMPERE, HOPPER = 8, 9
+"""Major compute capabilities, for ``has_flash``."""
 FLASH_MAX_HEAD_DIM = 128
 """The widest head that cuDNN's flash attention and FlashAttention-4 support on every GPU since Ampere."""
 FLASH_WIDE_HEADS = (192, 256)
@@ -244,7 +244,7 @@ def has_flash(width: int, value_width: int, *, generation: int) -> bool:
 
     ``generation`` is the GPU's major compute capability.
     """
-    if width % 8 or value_width % 8:
+    if generation < AMPERE or width % 8 or value_width % 8:
         return False
     if width == value_width:
         return width <= FLASH_MAX_HEAD_DIM or (generation == HOPPER and width in FLASH_WIDE_HEADS)
