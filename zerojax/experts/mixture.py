@@ -24,6 +24,8 @@ def mix_experts(
     *,
     router_bias: Float[Array, " experts"] | None = None,
     choice_bias: Float[Array, " experts"] | None = None,
+    scored: Float[Array, "tokens d"] | None = None,
+    factors: Float[Array, " experts"] | None = None,
     activation: Activation = "swiglu",
     capacity: float = CAPACITY,
 ) -> tuple[Float[Array, "tokens d"], RouterStats]:
@@ -37,6 +39,8 @@ def mix_experts(
         config: how a token's experts are chosen.
         router_bias: added to the logits.
         choice_bias: added to the scores for the choice alone; see ``RouterConfig.balance_rate``.
+        scored: what the router reads in place of ``x``.
+        factors: each multiplies the weights of one expert.
         activation: the experts' activation.
         capacity: see ``zerojax.Experts``.
 
@@ -44,17 +48,17 @@ def mix_experts(
         For each token the weighted sum of its experts' outputs, in the dtype of ``x``; and the router's
         statistics.
     """
-    exact = router.dtype == jnp.float32
+    exact, scored = router.dtype == jnp.float32, x if scored is None else scored
     logits = jnp.einsum(
         "td,de->te",
-        x.astype(jnp.float32) if exact else x,
+        scored.astype(jnp.float32) if exact else scored,
         router,
         precision=jax.lax.Precision.HIGHEST if exact else None,
         preferred_element_type=jnp.float32,
     )
     if router_bias is not None:
         logits += router_bias.astype(jnp.float32)
-    experts, weights, stats = route(logits, per_token, config, choice_bias)
+    experts, weights, stats = route(logits, per_token, config, choice_bias, factors)
     options = {"of": router.shape[1], "activation": activation, "capacity": capacity}
     return apply_experts(x, experts, weights, own, **options), stats
 
@@ -97,6 +101,8 @@ class Mixture:
         router_bias: Array | None,
         choice_bias: Array | None,
         shared: _Dense | None,
+        scored: Float[Array, "*batch width"] | None = None,
+        factors: Array | None = None,
     ) -> tuple[Float[Array, "*batch width"], RouterStats]:
         """``mix_experts``, plus the output of the ``shared`` expert if there is one."""
         tokens = x.reshape(-1, x.shape[-1])
@@ -108,6 +114,8 @@ class Mixture:
             self.router,
             router_bias=router_bias,
             choice_bias=choice_bias,
+            scored=None if scored is None else scored.reshape(tokens.shape),
+            factors=factors,
             activation=self.activation,
             capacity=self.capacity,
         )

@@ -117,6 +117,16 @@ class Experts(nnx.Module):
         against the load of the last call, and keeps its own load. In a step the load is the whole batch's:
         the tokens of each expert on all devices and in all micro-batches, and biases move once.
         """
+        return self.routed(x, self.shared)
+
+    def routed(
+        self,
+        x: Float[Array, "*batch width"],
+        shared: SharedMLP | None = None,
+        scored: Float[Array, "*batch width"] | None = None,
+        factors: Float[Array, " experts"] | None = None,
+    ) -> tuple[Float[Array, "*batch width"], RouterStats]:
+        """Call the module, with another ``shared`` expert or none; see ``mix_experts`` for the others."""
         rate = self.mixture.router.balance_rate
         moves = rate > 0 and not self.deterministic
         if moves:
@@ -129,7 +139,9 @@ class Experts(nnx.Module):
             ExpertWeights(gate, self.up[...], self.down[...], *biases),
             router_bias=None if self.router_bias is None else self.router_bias[...],
             choice_bias=self.choice_bias[...] if rate else None,
-            shared=self.shared,
+            shared=shared,
+            scored=scored,
+            factors=factors,
         )
         if moves:
             self.load[...] = stats.counts.astype(jnp.int32)

@@ -136,10 +136,12 @@ def route(
     per_token: int,
     config: RouterConfig,
     bias: Float[Array, " experts"] | None = None,
+    factors: Float[Array, " experts"] | None = None,
 ) -> Routing:
     """Choose each token's experts, in fp32. Among equal scores the first expert's counts as the best.
 
-    ``bias`` is added to scores for the choice alone; see ``RouterConfig.balance_rate``.
+    ``bias`` is added to scores for the choice alone; see ``RouterConfig.balance_rate``. An expert's weight is
+    multiplied by its one of ``factors``.
     """
     logits = logits.astype(jnp.float32)
     scores = jax.nn.softmax(logits) if config.score == "softmax" else jax.nn.sigmoid(logits)
@@ -154,6 +156,8 @@ def route(
         weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), _TINY)
     if config.scale != 1:
         weights = weights * config.scale
+    if factors is not None:
+        weights = weights * jnp.where(chosen, factors.astype(jnp.float32), 0).sum(-1)
     return Routing(experts, weights, _stats(logits, chosen, config))
 
 

@@ -282,8 +282,38 @@ class MLP(nnx.Module):
         return self.down(ACTIVATIONS[self.activation](*first))
 
 
+class NormedExperts(Experts):
+    """Experts and a shared one, each between norms of their own (Gemma 4).
+
+    The router reads the residual stream, normed and times ``router_scale`` / sqrt(d_model). The weights of
+    expert i are multiplied by ``factors[i]``.
+    """
+
+    def __init__(self, config: GPTConfig, *sizes: int, rngs: nnx.Rngs, **options: Any):
+        super().__init__(*sizes, rngs=rngs, **options)
+        width = config.d_model
+        self.norm, self.post_norm, self.post_norm_shared = (residual_norm(config, rngs) for _ in range(3))
+        self.router_norm = nnx.RMSNorm(width, epsilon=config.norm_eps, use_scale=False, rngs=rngs)
+        self.router_scale = nnx.Param(jnp.ones(width))
+        self.factors = nnx.Param(jnp.ones(config.experts))
+
+    def beside(self, shared: Hidden, x: Hidden) -> Routed:
+        """The module's output, and the router's statistics.
+
+        Args:
+            shared: the input of the shared expert.
+            x: the residual stream.
+        """
+        assert self.shared is not None
+        scale = self.router_scale[...] * x.shape[-1] ** -0.5
+        scored = self.router_norm(x) * scale.astype(x.dtype)
+        out, stats = self.routed(self.norm(x), scored=scored, factors=self.factors[...])
+        return self.post_norm_shared(self.shared(shared)) + self.post_norm(out), stats
+
+
 def _experts(c: GPTConfig, rngs: nnx.Rngs) -> Experts:
-    return Experts(
+    kind = partial(NormedExperts, c) if c.shared_norms else Experts
+    return kind(
         *(c.d_model, c.ffn_width, c.experts, c.experts_per_token),
         router=c.router_config,
         activation=c.mlp,
@@ -428,7 +458,9 @@ class Block(nnx.Module):
         if not self.config.has_mlp:
             return attended, None
         norm = self.norm_attention if self.config.branches == "parallel_one_norm" else self.norm_mlp
-        out = self.mlp(norm(attended if self.config.branches == "sequential" else x))
+        stream = attended if self.config.branches == "sequential" else x
+        normed = norm(stream)
+        out = self.mlp.beside(normed, stream) if isinstance(self.mlp, NormedExperts) else self.mlp(normed)
         out, stats = out if isinstance(out, tuple) else (out, None)
         out = attended + self._added(self.post_norm_mlp(out), second)
         return out * self.scale[...].astype(out.dtype) if self.config.layer_scale else out, stats

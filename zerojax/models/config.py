@@ -336,6 +336,8 @@ def _block_parameters(c: GPTConfig, *, active: bool) -> int:
         mlp = (2 if c.gated else 1) * c.ffn_width + c.d_model
         counted = c.experts_per_token if active else c.experts
         block += counted * mlp + c.experts if c.experts else mlp
+    if c.experts and c.shared_norms:
+        block += 3 * _norm_parameters(c) + c.d_model + c.experts
     return block + (_recurrent_vectors(c) if c.all_recurrent else _attention_vectors(c))
 
 

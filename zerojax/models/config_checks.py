@@ -50,6 +50,10 @@ _NEEDS: tuple[tuple[str, tuple[str, "Callable[[GPTConfig], object]"]], ...] = (
     ("dense_layers", ("experts (it lists the layers without them)", lambda c: c.experts != 0)),
     ("dense_ffn", ("dense_layers", lambda c: len(c.dense_layers) > 0)),
     ("shared_gate", ("shared_ffn", lambda c: c.shared_ffn > 0 or not c.experts)),
+    ("shared_norms", ("shared_ffn", lambda c: c.shared_ffn > 0 or not c.experts)),
+    ("shared_norms", ("post_norms = true", lambda c: c.post_norms)),
+    ("shared_norms", ('norm = "rms"', lambda c: c.norm == "rms")),
+    ("shared_norms", ('branches = "sequential"', lambda c: c.branches == "sequential")),
     ("shared_ffn", ("biases = false", lambda c: not (c.biases and c.experts))),
 )
 """Field, and the setting that it needs if it differs from its default: as text, and as a condition."""

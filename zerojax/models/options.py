@@ -261,6 +261,9 @@ class MLPOptions:
         shared_ffn: Hidden width of an expert that all tokens go to in addition (DeepSeek); 0 means none.
         shared_gate: Whether that expert's output is multiplied by a gate, the sigmoid of a product with the
             token (Qwen2-MoE).
+        shared_norms: Whether that expert and the others together each have norms for input and output.
+            Then the router reads the residual stream through a norm and a scale of its own, and each expert's
+            weight has a trained factor (Gemma 4).
         router: How logits become the scores that choose: "softmax" over all experts, or "sigmoid" of each
             (DeepSeek-V3).
         router_normalise: Whether the weights of a token's experts are divided by their sum.
@@ -285,6 +288,7 @@ class MLPOptions:
     dense_ffn: int | None = None
     shared_ffn: int = 0
     shared_gate: bool = False
+    shared_norms: bool = False
     router: Router = "softmax"
     router_normalise: bool = True
     router_scale: float = 1.0

@@ -439,7 +439,9 @@ def test_adapters_of_experts_come_back_as_they_were(name: str, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bamba", "gemma4", "kimi-linear", "nemotron-3", "olmo-hybrid", "qwen3-5"])
+@pytest.mark.parametrize(
+    "name", ["bamba", "gemma4", "gemma4-moe", "kimi-linear", "nemotron-3", "olmo-hybrid", "qwen3-5"]
+)
 def test_adapters_of_layers_of_several_kinds_come_back_as_they_were(name: str, tmp_path: Path):
     """Their norms of small values make more of the rounding than attention does."""
     source, files = ModelFolder.open(FIXTURES / "families" / name), ADAPTERS / name

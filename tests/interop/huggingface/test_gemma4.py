@@ -8,11 +8,13 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from hf_models import FIXTURES
+from plain_loop import distance
 
 import zerojax
 from zerojax.errors import ConfigurationError
-from zerojax.interop.huggingface import adapter_lora, load_weights
+from zerojax.interop.huggingface import ModelFolder, adapter_lora, load_weights
 from zerojax.interop.huggingface.families import describe_model, read_model
 from zerojax.models import GPT, GPTConfig, lm_loss
 
@@ -49,7 +51,6 @@ def test_files_without_keys_have_the_defaults_of_transformers():
         ({"hidden_size_per_layer_input": 4}, "hidden_size_per_layer_input = 4 is not supported, only 0"),
         ({"hidden_size_per_layer_input": "absent"}, "hidden_size_per_layer_input = 256 is not supported"),
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers = 2 is not supported, only 0"),
-        ({"enable_moe_block": True}, "enable_moe_block = true is not supported"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all' is not supported"),
         ({"layer_types": ["full_attention", "sliding_attention"] * 2}, "'full_attention' in the last"),
         ({"layer_types": ["full_attention"] * 4}, "only with 'sliding_attention' in some layers"),
@@ -75,16 +76,54 @@ def test_imported_adapters_divide_the_columns_of_each_kind():
     assert pieces == [(local, 16, 2), (local, 8, 2), (local, 8, 2), (full, 32, 2), (full, 8, 2)]
 
 
-def test_generation_gives_the_greedy_tokens_of_transformers():
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    # model.generate(tokens, do_sample=False, max_new_tokens=12); the least margin of a choice is 0.01.
+    [
+        ("gemma4", ([79, 13, 13, 13, 79, *[33] * 7], [64, 52, 52, 52, 65, 71, *[51] * 6])),
+        ("gemma4-moe", ([51, 61, 61, 4, 4, 4, *[53] * 6], [48, 48, 48, 48, *[9] * 8])),
+    ],
+)
+def test_generation_gives_the_greedy_tokens_of_transformers(name: str, expected: tuple[list[int], ...]):
+    folder = FOLDER.with_name(name)
+    model = ModelFolder.open(folder).model
     state = zerojax.TrainState.create(
-        lambda rngs: GPT(model_of(), rngs=rngs),
+        lambda rngs: GPT(model, rngs=rngs),
         optax.sgd(0.1),
         lm_loss,
         mesh=zerojax.make_mesh(1, 2, devices=jax.devices()[:2]),
         zero=zerojax.ZeroConfig(compute_dtype="float32"),
     )
-    tokens = np.load(FOLDER / "expected.npz")["tokens"]
-    found = zerojax.generate(load_weights(state, FOLDER), list(tokens), 12, temperature=0).tokens
-    # model.generate(tokens, do_sample=False, max_new_tokens=12); the least margin of a choice is 0.01.
-    expected = [79, 13, 13, 13, 79, *[33] * 7], [64, 52, 52, 52, 65, 71, *[51] * 6]
-    assert found.tolist() == list(map(list, expected))
+    tokens = np.load(folder / "expected.npz")["tokens"]
+    found = zerojax.generate(load_weights(state, folder), list(tokens), 12, temperature=0).tokens
+    assert found.tolist() == list(expected)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ((2, 2), {}),
+        pytest.param((1, 1), {}, marks=pytest.mark.slow),
+        pytest.param((2, 4), {"experts": "local"}, marks=pytest.mark.slow),
+        pytest.param((3, 2), {"hpz": True, "weights_delta": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_of_experts_beside_an_mlp_is_that_of_plain_jax(mesh: tuple[int, int], options: dict[str, Any]):
+    imported = ModelFolder.open(FOLDER.with_name("gemma4-moe")).model
+    config = replace(imported, layer_scale=False, balance_loss=0.0, init_std=0.2)
+    zero = zerojax.ZeroConfig(compute_dtype="float32", **options)
+    state = zerojax.TrainState.create(
+        lambda rngs: GPT(config, rngs=rngs), optax.sgd(0.5), lm_loss, mesh=zerojax.make_mesh(*mesh), zero=zero
+    )
+    batch = {"tokens": np.random.default_rng(0).integers(0, 80, (24, 13), dtype=np.int32)}
+    model, before = zerojax.gather_model(state), zerojax.gather_params(state)
+    model.train()
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(params: nnx.State) -> jax.Array:
+        return lm_loss(nnx.merge(graph, params, rest), batch)[0]
+
+    gradients = nnx.to_pure_dict(jax.jit(jax.grad(loss))(params))
+    state, _ = zerojax.train_step(state, batch)
+    change = jax.tree.map(lambda x, y: (y - x) / -0.5, before, zerojax.gather_params(state))
+    assert distance(change, gradients) < 2e-5

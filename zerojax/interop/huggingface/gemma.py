@@ -3,10 +3,12 @@
 Gemma 2 adds norms after each branch, softcaps, and a window in every other layer. Gemma 3 adds norms of
 queries and keys, and other rotary wavelengths in layers with the window. It has no softcap in attention.
 Gemma 4 has norms without the 1, and norms of values. Layers without the window have wider heads, and rotate a
-part of their pairs. They may take values from keys. A number scales each layer's output.
+part of their pairs. They may take values from keys. A number scales each layer's output. 26B-A4B has experts
+beside each MLP.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from zerojax.errors import ConfigurationError
@@ -14,7 +16,7 @@ from zerojax.interop.huggingface.config_keys import ConfigKeys
 from zerojax.interop.huggingface.config_table import ANY, Entry, Fields, follows, ignored, key, only, unused
 from zerojax.interop.huggingface.layer_types import FULL, SLIDING, periodic, windows, without_window
 from zerojax.interop.huggingface.llama import LLAMA_BLOCK, NO_BIASES, QK_NORMS, like_llama
-from zerojax.interop.huggingface.mapping import Bare, Names
+from zerojax.interop.huggingface.mapping import Bare, Names, Tensors
 from zerojax.interop.huggingface.rope_keys import Rope
 from zerojax.models.config import GPTConfig
 from zerojax.validation.untrusted import short
@@ -148,12 +150,33 @@ def _no_shared_caches(keys: ConfigKeys, _: Fields) -> None:
         )
 
 
-def _no_experts(keys: ConfigKeys, _: Fields) -> None:
-    if keys.take("enable_moe_block", bool, False):
-        raise ConfigurationError(
-            "enable_moe_block = true is not supported (Gemma 4 26B-A4B): its blocks have experts beside an "
-            "MLP, and a zerojax block has one or the other"
-        )
+_MIXTURE = {
+    "num_experts": "experts",
+    "top_k_experts": "experts_per_token",
+    "moe_intermediate_size": "ffn",
+}
+
+
+def _experts(keys: ConfigKeys, found: Fields) -> Fields:
+    """26B-A4B's experts beside the MLP, which intermediate_size describes with or without them."""
+    if not keys.take("enable_moe_block", bool, False):
+        keys.unused(*_MIXTURE)
+        return {}
+    mixture = {field: keys.take(name, int) for name, field in _MIXTURE.items()}
+    return mixture | {"shared_ffn": found["ffn"], "shared_norms": True}
+
+
+def _write_experts(model: GPTConfig) -> Mapping[str, Any]:
+    if not model.experts:
+        return {"enable_moe_block": False}
+    mixture = {name: getattr(model, field) for name, field in _MIXTURE.items()}
+    own = {"moe_intermediate_size": model.ffn_width, "intermediate_size": model.shared_ffn}
+    return {"enable_moe_block": True, **mixture, **own}
+
+
+def _mixtures(model: GPTConfig) -> Mapping[str, object]:
+    experts = {"shared_norms": True, "shared_ffn": ANY, "experts_per_token": ANY} if model.experts else {}
+    return {"experts": ANY, **experts}
 
 
 GEMMA4 = like_llama(
@@ -163,9 +186,8 @@ GEMMA4 = like_llama(
     Entry(_no_inputs_of_layers, lambda _: {"hidden_size_per_layer_input": 0}),
     Entry(_no_shared_caches, lambda _: {"num_kv_shared_layers": 0}),
     only("use_bidirectional_attention", "vision", written=False),  # text is causal
-    Entry(_no_experts, lambda _: {"enable_moe_block": False}),
+    Entry(_experts, _write_experts, _mixtures),
     unused("use_double_wide_mlp", "vocab_size_per_layer_input"),  # of the layers refused above
-    unused("num_experts", "top_k_experts", "moe_intermediate_size"),
     key("final_logit_softcapping", "logit_softcap", float, None, null=True),
     windows(lambda _, found: periodic(found["layers"], 6), 512),
     Entry(
@@ -192,4 +214,19 @@ GEMMA4 = like_llama(
     query_scalar=1.0,
     layer_scale=True,
 )
-GEMMA4_NAMES = Names(GEMMA3_NAMES.block, {"scale": Bare("layer_scalar", transposed=False)})
+_BESIDE = {f"mlp/shared/{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")} | {
+    "mlp/norm": "pre_feedforward_layernorm_2",
+    "mlp/post_norm": "post_feedforward_layernorm_2",
+    "mlp/post_norm_shared": "post_feedforward_layernorm_1",
+}
+_GATE = Bare("experts.gate_up_proj", stacked=True, turn=0, halves=True)
+_TENSORS: Tensors = {
+    "scale": Bare("layer_scalar", transposed=False),
+    "mlp/router": Bare("router.proj.weight"),
+    "mlp/router_scale": Bare("router.scale", transposed=False),
+    "mlp/factors": Bare("router.per_expert_scale", transposed=False),
+    "mlp/gate": _GATE,
+    "mlp/up": replace(_GATE, turn=1),
+    "mlp/down": Bare("experts.down_proj", stacked=True),
+}
+GEMMA4_NAMES = Names(GEMMA3_NAMES.block | _BESIDE, _TENSORS)
