@@ -115,7 +115,7 @@ def test_a_step_of_experts_beside_an_mlp_is_that_of_plain_jax(mesh: tuple[int, i
     state = zerojax.TrainState.create(
         lambda rngs: GPT(config, rngs=rngs), optax.sgd(0.5), lm_loss, mesh=zerojax.make_mesh(*mesh), zero=zero
     )
-    batch = {"tokens": np.random.default_rng(0).integers(0, 80, (24, 13), dtype=np.int32)}
+    batch = {"tokens": jax.random.randint(jax.random.key(1), (24, 13), 0, 80)}
     model, before = zerojax.gather_model(state), zerojax.gather_params(state)
     model.train()
     graph, params, rest = nnx.split(model, nnx.Param, ...)
