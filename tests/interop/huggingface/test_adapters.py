@@ -555,7 +555,7 @@ def test_every_family_has_modules_for_all_weights(folder: Path):
     fuses = {
         **{name: {"gate_up_proj"} for name in ("phi3", "glm", "glm4")},
         **{name: {"query_key_value"} for name in ("gpt_neox", "falcon")},
-        "gpt_oss": {"experts"},
+        **{name: {"experts"} for name in ("gpt_oss", "gemma4_text")},
         "granitemoe": {"input_linear", "output_linear"},
         **{name: {"q_proj"} for name in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_5")},
         **{name: {"in_proj"} for name in ("lfm2", "lfm2_moe", "bamba", "nemotron_h")},
