@@ -140,8 +140,8 @@ def route(
 ) -> Routing:
     """Choose each token's experts, in fp32. Among equal scores the first expert's counts as the best.
 
-    ``bias`` is added to scores for the choice alone; see ``RouterConfig.balance_rate``. An expert's weight is
-    multiplied by its one of ``factors``.
+    ``bias`` is added to scores for the choice alone; see ``RouterConfig.balance_rate``. The weights of
+    expert i are multiplied by ``factors[i]``.
     """
     logits = logits.astype(jnp.float32)
     scores = jax.nn.softmax(logits) if config.score == "softmax" else jax.nn.sigmoid(logits)

@@ -283,7 +283,7 @@ class MLP(nnx.Module):
 
 
 class NormedExperts(Experts):
-    """Experts and a shared one, each between norms of their own (Gemma 4).
+    """Experts and a shared one; norms come before and after each of the two (Gemma 4).
 
     The router reads the residual stream, normed and times ``router_scale`` / sqrt(d_model). The weights of
     expert i are multiplied by ``factors[i]``.

@@ -262,8 +262,8 @@ class MLPOptions:
         shared_gate: Whether that expert's output is multiplied by a gate, the sigmoid of a product with the
             token (Qwen2-MoE).
         shared_norms: Whether that expert and the others together each have norms for input and output.
-            Then the router reads the residual stream through a norm and a scale of its own, and each expert's
-            weight has a trained factor (Gemma 4).
+            The router then reads the residual stream through another norm and scale, and each expert's weight
+            has a trained factor (Gemma 4).
         router: How logits become the scores that choose: "softmax" over all experts, or "sigmoid" of each
             (DeepSeek-V3).
         router_normalise: Whether the weights of a token's experts are divided by their sum.
